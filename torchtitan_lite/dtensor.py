@@ -14,6 +14,7 @@ own styles, which compute with DTensors, trained at 0.54 of this speed (tp2, glo
 from collections.abc import Sequence
 from functools import cache
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, distribute_tensor
@@ -99,7 +100,24 @@ def read_locally(name: str, *, is_hidden: bool) -> property:
 
 def differentiable_shard(parameter: DTensor) -> Tensor:
     """Return this rank's shard of a parameter, for computing with it."""
-    return parameter.to_local(grad_placements=find_gradient_placements(parameter))
+    placements = find_gradient_placements(parameter)
+    if placements == parameter.placements and not torch.compiler.is_compiling():
+        return ReadShard.apply(parameter)
+    return parameter.to_local(grad_placements=placements)
+
+
+class ReadShard(torch.autograd.Function):
+    """Does the same as DTensor.to_local, whose backward derives shape, strides and placements of each gradient."""
+
+    @staticmethod
+    def forward(ctx, parameter: DTensor) -> Tensor:
+        ctx.spec = parameter._spec
+        own = parameter.to_local()
+        return own.view_as(own)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> DTensor:
+        return DTensor(grad.contiguous(), ctx.spec, requires_grad=False)
 
 
 def find_gradient_placements(parameter: DTensor) -> tuple[Placement, ...]:

@@ -1,6 +1,6 @@
 """bench: contenders take turns, and ratios are of each round. Never how fast anything is."""
 
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
 from dataclasses import replace
 from functools import partial
 
@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from torchtitan_lite.components import optim
 from torchtitan_lite.config.messages import UserError
-from torchtitan_lite.tools import bench
+from torchtitan_lite.parallel.gloo_workers import limit_gloo_workers
+from torchtitan_lite.tools import bench, options
 from torchtitan_lite.tools.verify.reduction import override
 
 TINY_CONFIG = override(
@@ -26,7 +27,7 @@ TINY_CONFIG = override(
         "training.seq_len": 16,
     },
 )
-ONCE = Namespace(rounds=1, steps=1)
+ONCE = Namespace(rounds=1, steps=1, layout=None)
 
 
 def test_contenders_take_turns_and_another_one_is_first_each_round():
@@ -37,20 +38,42 @@ def test_contenders_take_turns_and_another_one_is_first_each_round():
         return torch.tensor(1.0)
 
     contenders = {name: partial(make_step, name) for name in "ab"}
+    limit_gloo_workers()
+    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
     rounds = bench.measure_rounds(contenders, Namespace(rounds=2, steps=3))
+    dist.destroy_process_group()
     assert "".join(calls) == "aaabbb" + "bbbaaa"
-    for times_s in rounds:
-        assert times_s.keys() == {"a", "b"}
+    for turns in rounds:
+        assert turns.keys() == {"a", "b"}
 
 
 def test_a_ratio_compares_the_turns_of_one_round(monkeypatch, capsys):
     # The machine slows down from round to round. Medians of the speeds alone would say the opposite.
     rounds = []
     for trainer_s, loop_s in ((1.0, 2.0), (2.0, 1.0), (8.0, 4.0)):
-        rounds.append({"trainer": trainer_s, "bare_loop": loop_s, "transformers": loop_s})
+        rounds.append({"trainer": bench.Turn(trainer_s, 0.5), "bare_loop": bench.Turn(loop_s, 0.7)})
     monkeypatch.setattr(bench, "measure_rounds", lambda *_: rounds)
     assert bench.main(ONCE, TINY_CONFIG) == 0
-    assert "trainer / bare_loop 0.500 (0.500 - 2.000)" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "0.700 CPU s/step  trainer / bare_loop 0.500 (0.500 - 2.000)" in printed
+
+
+def test_ranks_of_a_layout_compute_the_loss_of_the_bare_loop(capsys):
+    layout = [options.degree(text) for text in ("pp2", "dp2")]
+    assert bench.main(Namespace(rounds=1, steps=1, layout=layout), TINY_CONFIG) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
+        "trainer",
+        "bare_loop",
+    ]
+
+
+@pytest.mark.parametrize("text", ["pp", "2", "pp0", "xp2", "tp-2"])
+def test_a_layout_that_is_none_is_refused(text):
+    with pytest.raises(ArgumentTypeError, match=f"{text} is not a degree"):
+        options.degree(text)
+    twice = [options.degree("dp2"), options.degree("dp4")]
+    with pytest.raises(UserError, match="twice"):
+        bench.main(Namespace(rounds=1, steps=1, layout=twice), TINY_CONFIG)
 
 
 @pytest.mark.parametrize("has_transformers", [True, False])

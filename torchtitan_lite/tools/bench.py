@@ -1,21 +1,24 @@
 """Time one optimizer step of several implementations, with the same model and batch.
 
     trainer        train_step as in train.py, which reads its flags after every step
-    bare_loop      a hand-written loop with the same model class
-    transformers   the same loop with Hugging Face's Llama of the same size
+    bare_loop      a hand-written loop with the same model class; with --layout, data-parallel over the same ranks
+    transformers   the same loop with Hugging Face's Llama of the same size; without --layout
 
-They take turns in one process, on one thread or one GPU. A ratio is the median over rounds of one time divided by the
-time of the trainer in the same round: on a shared machine, speeds drift but these ratios do not. Before the timing
-starts, trainer and bare_loop must have the same losses.
+They take turns in one process, on one thread or one GPU, or in one process per rank of --layout, on the CPU. A ratio
+is the median over rounds of one time divided by the time of the trainer in the same round: on a shared machine, speeds
+drift but these ratios do not. CPU seconds (user and system, all threads and ranks) depend even less on other work.
+Before the timing starts, trainer and bare_loop must have the same losses.
 """
 
 import gc
+import math
 import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
 from statistics import median
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,14 +32,19 @@ from torchtitan_lite.config.schema import Config
 from torchtitan_lite.extensions.hugging_face_export import make_config
 from torchtitan_lite.files import import_extra
 from torchtitan_lite.model.batch import Batch
+from torchtitan_lite.model.loss import count_valid_tokens
 from torchtitan_lite.parallel.gloo_workers import limit_gloo_workers
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.parallel.process_groups import choose_device
 from torchtitan_lite.step import train_step
 from torchtitan_lite.tools.detect import detect_machine
+from torchtitan_lite.tools.verify.degrees import DEGREES, SHARD
 from torchtitan_lite.tools.verify.plain import make_batch
+from torchtitan_lite.tools.verify.ranks import RankPool
 from torchtitan_lite.tools.verify.reduction import override
+
+REPLICATE = DEGREES[0]
 
 # As in the bare loop: float32 (on CUDA too) and a constant learning rate.
 STEP_CONFIG = override(
@@ -59,46 +67,95 @@ STEP_CONFIG = override(
 )
 
 
+class Turn(NamedTuple):
+    """Per step of one contender in one round."""
+
+    seconds: float
+    cpu_seconds: float  # of all threads of all ranks
+
+
 def main(options: Namespace, config: Config = STEP_CONFIG) -> int:
     """Print speeds and ratios. Return the exit status: 0 measured, 1 the losses of contenders differ."""
-    torch.set_num_threads(1)
-    device = choose_device(0, detect_machine().device_type)
-    limit_gloo_workers()
-    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        contenders = build_contenders(config, device)
-        # The first step allocates. The second loss also depends on gradients and the optimizer.
-        losses = {name: torch.stack([step(), step()]) for name, step in contenders.items()}
-        if not torch.allclose(losses["trainer"], losses["bare_loop"], rtol=1e-5, atol=0):
-            print(f"the losses of trainer and bare_loop differ: {losses}", file=sys.stderr)
-            return 1
-        rounds = measure_rounds(contenders, options)
-    finally:
-        dist.destroy_process_group()
-    tokens_per_step = config.training.local_batch_size * config.training.seq_len
-    for name in contenders:
-        ratios = [times_s[name] / times_s["trainer"] for times_s in rounds]
-        speed = tokens_per_step / median(times_s[name] for times_s in rounds)
+    if options.layout:
+        degrees = dict(options.layout)
+        if len(degrees) < len(options.layout):
+            raise UserError("--layout names a mesh dim twice: give one degree for each")
+        n_ranks = math.prod(degrees.values())
+        config = share_rows(config, degrees, n_ranks)
+        with RankPool() as pool:
+            rounds = pool.run(time_contenders, n_ranks, config, options, timeout_s=3600)[0]
+    else:
+        torch.set_num_threads(1)
+        limit_gloo_workers()
+        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            rounds = time_contenders(0, 1, config, options)
+        finally:
+            dist.destroy_process_group()
+    if rounds is None:
+        return 1
+    tokens_per_step = config.training.global_batch_size * config.training.seq_len
+    for name in rounds[0]:
+        turns = [turns[name] for turns in rounds]
+        ratios = [turns[name].seconds / turns["trainer"].seconds for turns in rounds]
+        speed = tokens_per_step / median(turn.seconds for turn in turns)
+        cpu_s = median(turn.cpu_seconds for turn in turns)
         spread = f"{median(ratios):.3f} ({min(ratios):.3f} - {max(ratios):.3f})"
-        print(f"{name:14}{speed:8.0f} tokens/s  trainer / {name} {spread}")
+        print(f"{name:14}{speed:8.0f} tokens/s {cpu_s:7.3f} CPU s/step  trainer / {name} {spread}")
     return 0
+
+
+def share_rows(config: Config, degrees: dict[str, int], n_ranks: int) -> Config:
+    """Return the config of a layout, with a global batch that trainer and bare_loop can split evenly."""
+    n_rows = n_ranks * math.ceil(config.training.local_batch_size / n_ranks)
+    n_shares = degrees.get(SHARD, 1) * degrees.get(REPLICATE, 1)
+    return override(
+        config,
+        {
+            **degrees,
+            "training.local_batch_size": n_rows // n_shares,
+            "training.global_batch_size": n_rows,
+        },
+    )
+
+
+def time_contenders(
+    rank: int, n_ranks: int, config: Config, options: Namespace
+) -> list[dict[str, Turn]] | None:
+    """Return the turns of each round, as measure_rounds does. None if the losses of contenders differ."""
+    device = (
+        torch.device("cpu") if options.layout else choose_device(0, detect_machine().device_type)
+    )
+    contenders = build_contenders(config, device)
+    # The first step allocates. The second loss also depends on gradients and the optimizer.
+    losses = {name: torch.stack([step(), step()]) for name, step in contenders.items()}
+    if not torch.allclose(losses["trainer"], losses["bare_loop"], rtol=1e-5, atol=0):
+        print(f"the losses of trainer and bare_loop differ: {losses}", file=sys.stderr)
+        return None
+    return measure_rounds(contenders, options)
 
 
 def build_contenders(config: Config, device: torch.device) -> dict[str, Callable]:
     """Build the contenders that can run here. Each runs one step and returns its loss, a scalar on the device."""
+    n_ranks = dist.get_world_size()
     model_args = resolve_model(config.model)
-    layout = plan_layout(config, model_args, 1)
+    layout = plan_layout(config, model_args, n_ranks)
     config = resolve_config(config, layout, device.type)
     mesh = build_mesh(layout, device.type)
     run = build_run(config, model_args, layout, mesh, device)
     batch = make_batch(config, config.training.data_seed).to(device)
+    own = batch.map(lambda field: field.chunk(layout.dp)[mesh.data_rank])
+    rows = batch.map(lambda field: field.chunk(n_ranks)[dist.get_rank()])
     model = find_model_class(model_args.name)(model_args).to(device)
     initialize_weights(model, config.debug.seed)
-    compute_logits = partial(model, batch.tokens, positions=batch.positions)
+    compute_logits = partial(model, rows.tokens, positions=rows.positions)
+    n_tokens = count_valid_tokens(batch.targets)
     contenders = {
-        "trainer": partial(make_step, run, batch),
-        "bare_loop": write_loop(model, compute_logits, batch.targets, config),
+        "trainer": partial(make_step, run, own),
+        "bare_loop": write_loop(model, compute_logits, rows.targets, n_tokens, config),
     }
+    if n_ranks > 1:
+        return contenders
     try:
         transformers = import_extra("transformers", "test")
     except UserError as error:
@@ -110,7 +167,7 @@ def build_contenders(config: Config, device: torch.device) -> dict[str, Callable
     llama = transformers.AutoModelForCausalLM.from_config(hf_config)  # other initial weights
     llama.train().to(device)
     contenders["transformers"] = write_loop(
-        llama, lambda: llama(batch.tokens).logits, batch.targets, config
+        llama, lambda: llama(batch.tokens).logits, batch.targets, n_tokens, config
     )
     return contenders
 
@@ -126,9 +183,10 @@ def write_loop(
     model: nn.Module,
     compute_logits: Callable,
     targets: Tensor,
+    n_tokens: Tensor,
     config: Config,
 ) -> Callable:
-    """Return a hand-written training step with the trainer's hyperparameters."""
+    """Return a hand-written training step with the trainer's hyperparameters. Ranks sum their gradients at once."""
     section = config.optimizer
     optimizer = torch.optim.AdamW(
         model.parameters(),
@@ -142,28 +200,41 @@ def write_loop(
     def step() -> Tensor:
         optimizer.zero_grad()
         logits = compute_logits()
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        loss_sum = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        loss = loss_sum / n_tokens  # of all ranks
         loss.backward()
+        if dist.get_world_size() > 1:
+            gradients = [parameter.grad for parameter in model.parameters()]
+            summed = torch.cat([gradient.flatten() for gradient in [*gradients, loss.detach()]])
+            dist.all_reduce(summed)
+            *pieces, loss = summed.split([*map(torch.numel, gradients), 1])
+            for gradient, piece in zip(gradients, pieces, strict=True):
+                gradient.copy_(piece.view_as(gradient))
         nn.utils.clip_grad_norm_(model.parameters(), config.training.max_norm)
         optimizer.step()
-        return loss.detach()
+        return loss.detach().view(())
 
     return step
 
 
-def measure_rounds(contenders: dict[str, Callable], options: Namespace) -> list[dict]:
-    """Return the seconds per step of each contender, for each round. Each round starts with a different contender."""
+def measure_rounds(contenders: dict[str, Callable], options: Namespace) -> list[dict[str, Turn]]:
+    """Return the turns of each round, by contender. Each round starts with a different contender."""
     names = list(contenders)
     rounds = []
     for _ in range(options.rounds):
-        times_s = {}
+        turns = {}
         for name in names:
             gc.collect()  # now, not during the turn
+            dist.barrier()
             start_s = time.perf_counter()
+            cpu_start_s = time.process_time()
             for _ in range(options.steps):
                 loss = contenders[name]()
             loss.item()  # kernels run asynchronously
-            times_s[name] = (time.perf_counter() - start_s) / options.steps
-        rounds.append(times_s)
+            seconds = time.perf_counter() - start_s
+            cpu_seconds = torch.tensor(time.process_time() - cpu_start_s)
+            dist.all_reduce(cpu_seconds)
+            turns[name] = Turn(seconds / options.steps, cpu_seconds.item() / options.steps)
+        rounds.append(turns)
         names.append(names.pop(0))
     return rounds

@@ -14,6 +14,7 @@ from torchtitan_lite.tools.options import (
     Option,
     add_option,
     count,
+    degree,
     file,
     number,
     path,
@@ -288,6 +289,9 @@ For the speed of a model on your GPUs, train a few steps of it: each line of the
         (
             Option("--rounds", "number of turns per contender (%(default)s)", count, 5),
             Option("--steps", "steps per turn (%(default)s)", count, 5),
+            Option(
+                "--layout", "degrees, such as pp2 dp2 tp2: one CPU rank each", degree, nargs="+"
+            ),
         ),
     ),
     "pulse": Tool(

@@ -59,6 +59,26 @@ def parse_whole(text: str) -> int:
     return int(number)
 
 
+DEGREE_KEYS = {
+    "pp": "parallelism.pipeline_parallel_degree",
+    "dp": "parallelism.data_parallel_shard_degree",
+    "dp_replicate": "parallelism.data_parallel_replicate_degree",
+    "cp": "parallelism.context_parallel_degree",
+    "tp": "parallelism.tensor_parallel_degree",
+}
+
+
+def degree(text: str) -> tuple[str, int]:
+    """Parse a mesh dim and its degree, such as tp2. Return the key of the config, and the degree."""
+    dim = text.rstrip("0123456789")
+    n_ranks = text.removeprefix(dim)
+    if dim not in DEGREE_KEYS or not n_ranks.strip("0"):
+        raise ArgumentTypeError(
+            f"{text} is not a degree. Use {', '.join(DEGREE_KEYS)} and a number: tp2"
+        )
+    return DEGREE_KEYS[dim], int(n_ranks)
+
+
 def share(text: str) -> float:
     """Parse a number from 0 to below 1; used as the type of an argument."""
     number = float(text)
