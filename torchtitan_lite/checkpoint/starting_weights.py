@@ -71,7 +71,10 @@ def find_resumed(config: Config, restarted: bool) -> Weights | None:
     reasons = []
     for step in reversed(steps):
         try:
-            return replace(describe_checkpoint(folder / f"step-{step}"), is_resumed=True)
+            weights = describe_checkpoint(folder / f"step-{step}")
+            if not restarted:  # a restarted job resolves in every rank, and misses a file when it opens it
+                require_files(weights.path)
+            return replace(weights, is_resumed=True)
         except CheckpointError as error:
             reasons.append(str(error))
             if not isinstance(error, DamagedCheckpoint):
@@ -127,7 +130,9 @@ def find_initial(config: Config) -> Weights | None:
         if not path.is_dir():
             raise UserError(f"there is no folder {path.absolute()}")
         if not (path / CONFIG).is_file():
-            return describe_checkpoint(path)
+            weights = describe_checkpoint(path)
+            require_files(path)
+            return weights
         folder = load_extension("hugging_face_folder").open_folder(path)
         model_args = replace(folder.model_args, name=config.model.name)
         reading = load_extension("hugging_face_config")
@@ -142,7 +147,6 @@ def find_initial(config: Config) -> Weights | None:
 def describe_checkpoint(path: Path) -> Weights:
     """Read the manifest of a checkpoint: its model and tokenizer. Raises CheckpointError."""
     manifest = read_manifest(path)
-    require_files(path)
     assets = manifest.run["config"]["model"]["hf_assets_path"]
     return Weights(
         path, parse_model_args(manifest), assets, manifest.run.get(IN_MANIFEST, {}), manifest
