@@ -393,24 +393,6 @@ def test_a_report_names_the_process_of_the_only_rank_of_a_host_that_is_cut_off()
     assert "rank 1 (tp 1) on node7 is missing from call 7" in text and "process is 101" in text
 
 
-@pytest.mark.slow
-def test_a_hang_after_a_resume_on_fewer_ranks_names_the_process_of_the_new_rank(tmp_path):
-    keys = [*warm_start.write_letters(tmp_path / "letters"), "--training.steps=5000"]
-    keys += ["--training.global_batch_size=12", "--validation.no_enable"]
-    keys += ["--checkpoint.interval=2", "--comm.hang_seconds=5"]
-    for n_ranks in (3, 2):
-        rows = f"--training.local_batch_size={12 // n_ranks}"
-        run = warm_start.launch(tmp_path / "run", tmp_path, *keys, rows, n_ranks=n_ranks)
-        for _ in range(4):
-            warm_start.read_until(run, "step +[0-9]+/")
-        stopped = warm_start.list_ranks(run)[-1]
-        os.kill(stopped, signal.SIGSTOP)
-        said = warm_start.read_until(run, "HANG in step").splitlines()[-1]
-        assert f"rank {n_ranks - 1} " in said and f"Its process is {stopped}" in said
-        run.send_signal(signal.SIGTERM)
-        warm_start.finish(run, status=143)
-
-
 def open_watch(rank: int, world_size: int, folder: str) -> None:
     run = compare.build_table_run(world_size, {})
     stop = StopFlag()
