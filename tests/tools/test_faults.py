@@ -145,7 +145,9 @@ def test_two_hosts_restart_together_although_torchrun_counts_the_restart_on_one_
 @pytest.mark.parametrize("signaled", [0, 1])
 def test_a_signal_for_one_of_two_elastic_hosts_stops_the_ranks_of_both(start_host, signaled):
     hosts = [start_host(n, NNODES="1:2", MAX_RESTARTS="1") for n in range(2)]
-    warm_start.read_until(hosts[0], "step +2/")
+    warm_start.read_until(hosts[0], "parameters, dp_shard2,")  # a late host joins
+    for _ in range(2):
+        warm_start.read_until(hosts[0], "step +")
     (rank,) = warm_start.list_ranks(hosts[1])
     os.kill(rank, signal.SIGSTOP)  # the step waits
     hosts[signaled].send_signal(signal.SIGTERM)

@@ -30,7 +30,7 @@ from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.tools import hosts
 hosts.SAY_AFTER_S = hosts.END_WITHIN_S = 0.6
 try:
-    hosts.meet_hosts(torch.distributed, {"optimizer.lr": float(sys.argv[1])})
+    hosts.meet_hosts(hosts.open_store(torch.distributed), {"optimizer.lr": float(sys.argv[1])})
     print("met over", os.environ["GLOO_SOCKET_IFNAME"])
     time.sleep(2)  # a host that is refused needs the store
 except UserError as error:
@@ -104,7 +104,8 @@ def meet(node_rank: int, rate: float, own: threading.local, open_store: Callable
 
     said = ""
     try:
-        hosts.meet_hosts(SimpleNamespace(TCPStore=open_counting), {"optimizer.lr": rate})
+        store = hosts.open_store(SimpleNamespace(TCPStore=open_counting))
+        hosts.meet_hosts(store, {"optimizer.lr": rate})
     except UserError as error:
         said = str(error)
     return said, stores[0].moved
@@ -171,7 +172,7 @@ def test_an_address_that_the_first_host_cannot_use_is_refused(monkeypatch, addre
         with pytest.raises(
             UserError, match=f"NODE_RANK=0 cannot use MASTER_ADDR={address}.*({said})"
         ):
-            hosts.meet_hosts(dist, {})
+            hosts.open_store(dist)
 
 
 CUT_OFF = """

@@ -40,7 +40,7 @@ CONNECT_EVERY_S = 5.0
 STORE_TIMEOUT_S = 20
 OF_HOSTS = {"wait_for_workers": False, "multi_tenant": True}  # options of a TCPStore
 REFUSED = "refused"  # instead of the settings of a host: why it cannot start
-N_HOSTS = "hosts"  # in the store: the number of hosts with ranks of the last start
+N_HOSTS = "hosts"  # in the store: the number of hosts of the last start, and of those that wait
 END_WITHIN_S = 10.0  # NODE_RANK=0, which has the store, waits for the other hosts
 
 
@@ -56,14 +56,9 @@ def read_hosts() -> tuple[int, int]:
     return hosts[0], hosts[-1]
 
 
-def meet_hosts(c10d: ModuleType, config: dict[str, object]) -> Any:
-    """Wait for all hosts, and compare what they were started with. Return a TCPStore that all of them share.
-
-    With a range in NNODES, wait for the smallest number of hosts. `c10d`: torch.distributed. `config`: value of each
-    key. Raises UserError on every host if one differs, or cannot be reached.
-    """
+def open_store(c10d: ModuleType) -> Any:
+    """Wait for NODE_RANK=0. Return a TCPStore that all hosts share. `c10d`: torch.distributed. Raises UserError."""
     node_rank = read_number("NODE_RANK")
-    n_needed, n_hosts = read_hosts()
     address, port = find_master()
     place = f"MASTER_ADDR={address}, MASTER_PORT={port}"
     try:
@@ -72,15 +67,28 @@ def meet_hosts(c10d: ModuleType, config: dict[str, object]) -> Any:
             socket.create_server(endpoint[:2], family=family).close()
     except OSError as error:
         raise UserError(f"NODE_RANK={node_rank} cannot use {place}: {error.strerror}") from None
-    facts = list_facts(config)
-    digest = hash_facts(facts)
     own_address = ""
     if node_rank > 0:
         own_address = wait_until(connect, f"NODE_RANK=0 at {place}")
     timeout = timedelta(seconds=STORE_TIMEOUT_S)
     store = c10d.TCPStore(address, port, is_master=node_rank == 0, timeout=timeout, **OF_HOSTS)
+    store.add(N_HOSTS, 1)
     if own_address:
         store.set("address", own_address)
+    return store
+
+
+def meet_hosts(store: Any, config: dict[str, object]) -> None:
+    """Wait for all hosts, and compare what they were started with.
+
+    With a range in NNODES, wait for the smallest number of hosts. `config`: value of each key. Raises UserError on
+    every host if one differs, or cannot be reached.
+    """
+    node_rank = read_number("NODE_RANK")
+    n_needed, n_hosts = read_hosts()
+    address, _ = find_master()
+    facts = list_facts(config)
+    digest = hash_facts(facts)
     is_elastic = n_needed < n_hosts
     verdict = ""
     if node_rank == 0:
@@ -100,19 +108,18 @@ def meet_hosts(c10d: ModuleType, config: dict[str, object]) -> Any:
             store.set(f"hash of NODE_RANK={node_rank}", digest)
             verdict = read_when_set(store, "verdict", "NODE_RANK=0, which waits for all hosts")
     if verdict:
+        store.add(N_HOSTS, -1)
         wait_for_readers(store)
         raise UserError(verdict)
     store.add("arrived", 1)
     if node_rank == 0:
         n_first = max(2, n_needed)  # one of the others has to tell its address
         wait_until(lambda: store.add("arrived", 0) >= n_first, f"{n_first} hosts")
-        store.set(N_HOSTS, str(n_first))
         address = store.get("address").decode()
     with suppress(FileNotFoundError):  # a container without the command
         route = subprocess.run(["ip", "route", "get", address], capture_output=True, text=True)
         if interface := re.search(r" dev (\S+)", route.stdout):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface[1])
-    return store
 
 
 def wait_for_readers(store: Any) -> None:
@@ -165,9 +172,12 @@ def hash_facts(facts: dict[str, object]) -> str:
 
 
 def read_when_set(store: Any, key: str, what: str) -> str:
-    """Return a value of the store when it is there. `what`: who sets it."""
-    wait_until(partial(store.check, [key]), what)
-    return store.get(key).decode()
+    """Return a value of the store when it is there. `what`: who sets it. Raises UserError."""
+    try:
+        wait_until(partial(store.check, [key]), what)
+        return store.get(key).decode()
+    except RuntimeError:
+        raise UserError("NODE_RANK=0, which has the store of the hosts, has ended") from None
 
 
 def compare_hosts(store: Any, facts: dict[str, object], n_hosts: int) -> str:

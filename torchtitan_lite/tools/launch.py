@@ -53,6 +53,7 @@ from torchtitan_lite.tools.hosts import (
     find_master,
     is_first_host,
     meet_hosts,
+    open_store,
     tell_refusal,
 )
 from torchtitan_lite.tools.local_ranks import ERROR, Ending, Signals, find_last_start, show
@@ -180,9 +181,12 @@ def run_ranks(
             config = dict(flatten_table(asdict(read_config(args).config)))
             config["NGPU"] = n_local
             with signals.interrupting():
-                store = meet_hosts(importlib.import_module("torch.distributed"), config)
-            sharing = threading.Thread(target=signals.share, args=(store,), daemon=True)
+                store = open_store(importlib.import_module("torch.distributed"))
+            # Python waits for it: at its end, a daemon inside the store would abort this process
+            sharing = threading.Thread(target=signals.share, args=(store,), name="signals")
             sharing.start()
+            with signals.interrupting():
+                meet_hosts(store, config)
             timeout_s = spec.config.comm.train_timeout_seconds
             if not is_first_host():
                 threading.Thread(target=end_if_cut_off, args=(timeout_s,), daemon=True).start()
@@ -198,8 +202,8 @@ def run_ranks(
     if store:
         if ending.status in STOPPED and not signals.received:  # a rank has received it
             signals.received.append(ending.status - 128)
-        signals.is_over = True
-        sharing.join()  # at the end of Python, a thread inside the store would abort this process
+        if signals.received:
+            sharing.join()
         agreed = agree_on_cause(store, *agreed)
     if agreed[1].startswith(ending.reason):  # otherwise another host shows its traceback
         show(ending.details)

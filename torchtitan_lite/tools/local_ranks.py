@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -46,7 +47,6 @@ class Signals:
         self.hangs = hangs
         self.received: list[int] = []
         self.received_at_s = 0.0  # time of the first signal
-        self.is_over = False  # ends `share`
         self.is_passed_on = False  # by another host, and not yet received here
         self.has_killed = False  # ranks ended because of this launcher
         self.may_interrupt = False
@@ -108,14 +108,15 @@ class Signals:
     def share(self, store: Any) -> None:
         """Tell the other hosts the signal that this one receives, or receive theirs. Runs in a thread."""
         with suppress(RuntimeError):  # NODE_RANK=0, which has the store, has ended
-            while not (self.received or self.is_over):
+            while not self.received:
                 if store.check([SIGNAL]):
                     self.is_passed_on = True
                     os.kill(os.getpid(), int(store.get(SIGNAL)))
                     return
                 time.sleep(ASK_EVERY_S)
-            if self.received:
-                store.set(SIGNAL, str(self.received[0]))
+                if not threading.main_thread().is_alive():
+                    return
+            store.set(SIGNAL, str(self.received[0]))
 
     def forward(self) -> None:
         """Send the first signal to the ranks, if there is one. A later signal kills them, and so does a hang."""
