@@ -172,6 +172,7 @@ FORKS = {
             ]
         },
     ),
+    "a norm": Fork(("--model.name=gemma_norm",), patch="assets/forks/gemma_norm.patch"),
     "an inner attention": Fork(
         ("--model.name=near",),
         {"torchtitan_lite/models/registry.py": [("MODEL_NAMES = (", '    "near",')]},
@@ -181,7 +182,6 @@ FORKS = {
             "torchtitan_lite/models/near/table.py": NEAR_TABLE,
         },
     ),
-    "a norm": Fork(("--model.name=gemma_norm",), patch="assets/forks/gemma_norm.patch"),
     "the ends": Fork(
         ("--model.name=ends",),
         {"torchtitan_lite/models/registry.py": [("MODEL_NAMES = (", '    "ends",')]},

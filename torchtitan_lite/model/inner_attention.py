@@ -6,7 +6,7 @@ from torchtitan_lite.config.model_rows import ModelArgs
 
 
 class InnerAttention(nn.Module):
-    """Attention from queries to keys and values: `attention.inner` of a block. It has no parameters.
+    """Attention from queries to keys and values: `attention.inner` of a block. Only sinks are parameters.
 
     A subclass has `forward(query, key, value, doc_ids)`: query (B, heads, S, E), key and value (B, kv heads, S, E) ->
     (B, heads, S, E). doc_ids is the result of `plan`, or None.
