@@ -54,8 +54,8 @@ PRIORS = {
 }
 RESERVES = {"reserve_factor": 1.2, "tp_reserve_factor": 1.3}  # the same for memory
 LEAST_STACKS = 3  # of a bar
-# Pull toward the priors, chosen among 0.02, 0.08 and 0.2 by the errors on unseen rows. A constant that no row needs keeps
-# its prior.
+# Pull toward the priors, chosen among 0.02, 0.08 and 0.2 by the errors on unseen rows.
+# A constant that no row needs keeps its prior.
 STIFFNESS = 0.2
 MOVE = 0.03  # step of the finite differences, in the logarithm of a constant
 N_TANGENTS = 3

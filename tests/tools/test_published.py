@@ -21,7 +21,8 @@ def test_the_bars_in_code_hold_the_share_of_unseen_runs_that_they_promise():
         bar = published.make_bar(unseen)
         assert (bar.n_stacks < published.LEAST_STACKS) == (name not in BARS), name
         if printed := BARS.get(name):
-            assert printed == pytest.approx(bar, abs=0.011), name
+            assert printed[:4] == pytest.approx(bar[:4], abs=0.011), name
+            assert printed.n_rows == bar.n_rows
             assert 0.7 <= published.share_held(printed, unseen) <= 0.9, name
     assert BARS["dense"].median <= 0.08 and BARS["memory"].median <= 0.06
     assert published.rank_correlation(groups["dense"]) > 0.8

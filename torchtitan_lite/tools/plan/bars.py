@@ -26,9 +26,9 @@ class Bar(NamedTuple):
         """Return the number of rows and stacks, and how many rows are of this GPU."""
         n_rows = sum(self.n_rows.values())
         text = f"{n_rows} published runs of {self.n_stacks} left-out stacks, median error {self.median:.1%}"
-        n_own = sum(n for name, n in self.n_rows.items() if name.startswith(gpu))
-        if n_own:
-            return f"{n_own} on {gpu} among {text}"
+        own = [f"{n} on {name}" for name, n in self.n_rows.items() if name.startswith(gpu)]
+        if own:
+            return f"{' and '.join(own)} among {text}"
         return f"compared on {', '.join(self.n_rows)} only: {text}"
 
 

@@ -185,8 +185,8 @@ ROWS = [
         cudnn_backward=0.50,
     ),
     # nvidia.com, DGX B200 datasheet: 1,440 GB and 64 TB/s for 8, NVLink 1.8 TB/s, cards of 400 Gb/s. Efficiencies are
-    # copied from Hopper, except those of attention kernels written for older chips: they keep Hopper's FLOP/s. Only runs
-    # with experts have been compared with this row
+    # Hopper's, except for attention kernels written for older chips, which keep Hopper's FLOP/s. Only runs with experts
+    # have been compared with this row
     Cluster(
         "b200",
         peak_bfloat16=B200,
