@@ -150,6 +150,8 @@ def explain_common(common: list[PlannedRun], best: Forecast) -> str:
     if not common:
         return "No layout of the kind that people publish fits."
     ((planned, expected),) = rank(common, 1)
+    if expected.step_time_s <= best.step_time_s:
+        return "The best layout is of the kind that people publish."
     extra = {what: seconds - best.parts_s[what] for what, seconds in expected.parts_s.items()}
     named = sorted(extra, key=extra.get, reverse=True)[:3]
     causes = [f"{what} {extra[what]:+.2f} s" for what in named]
