@@ -15,6 +15,7 @@ def gpt_block(monkeypatch):
     monkeypatch.setitem(MODELS, "gpt", published.GPT)
 
 
+@pytest.mark.slow
 def test_the_bars_in_code_hold_the_share_of_unseen_runs_that_they_promise():
     groups = published.find_unseen(published.read_rows())
     for name, unseen in groups.items():
