@@ -17,6 +17,7 @@ from torchtitan_lite.tools.plan.cluster import CLUSTERS
 from torchtitan_lite.tools.plan.command import describe_memory
 from torchtitan_lite.tools.plan.planned_run import PlannedRun, plan_run
 from torchtitan_lite.tools.plan.remedies import list_remarks, warn_of_groups
+from torchtitan_lite.tools.plan.step_time import StepTime
 from torchtitan_lite.tools.plan.transfers import estimate_traffic
 from torchtitan_lite.tools.plan.unmodeled import list_unmodeled
 from torchtitan_lite.tools.tables import format_bytes
@@ -58,7 +59,7 @@ def test_a_plan_needs_no_torch_and_says_where_the_time_goes():
     for words in (
         "pp16 x dp_shard128 x tp8, 1F1B, 16 stages",
         "pp rank 1 and 13 like it",
-        "published runs, 6 left-out sources",
+        "4 on h100 and 5 on h100-96 among 78 published runs of 6 left-out stacks",
         "waiting for tp",
         "reduce-scatter",
         "save every 18.6 minutes",
@@ -197,8 +198,8 @@ def test_a_collective_takes_its_bytes_over_the_links_and_a_latency_for_each_hop(
     assert model.collective_time("dp_shard", 1e9) == pytest.approx(by_hand)
     on_128_nodes = H100.find_bandwidth(1, 1024)
     assert on_128_nodes == pytest.approx(260e9, rel=0.05)  # nccl issue 1229
-    assert H100.expose(3.0, 2.0) == 1.0 + H100.contention * 2.0
-    assert H100.expose(2.0, 3.0, 0.5) == H100.contention * 0.5 * 2.0
+    assert H100.expose(1, 8, 3.0, 2.0) == 1.0 + H100.contention * 2.0
+    assert H100.expose(8, 2, 2.0, 3.0) == H100.network_contention * 2.0
 
 
 def test_keys_of_the_config_that_make_a_step_faster_are_read():
@@ -264,7 +265,25 @@ def test_experts_take_as_long_as_one_dense_matmul_and_a_router_hardly_any_time()
     block = {module.name.rpartition(".")[2]: module for module in planned.workload.kinds[0].block}
     experts, router = (model.module_times(block[name])[0] for name in ("w1", "router"))
     dense = H100.matmul_time(planned.workload.n_rows, 768, 2048, "bfloat16")
-    assert experts == pytest.approx(dense) and router < experts
+    assert experts == pytest.approx(dense / H100.grouped_efficiency) and router < experts
+    w = replace(planned.workload, engine="megatron", layout=replace(planned.layout, ep=16))
+    plain = replace(w, engine="torch")
+    (sent, *_), (sent_each, *_) = (
+        StepTime(each, H100).expert_parallel_times(each.kinds[0]) for each in (w, plain)
+    )
+    assert sent < sent_each / 2  # a token that needs four experts of the other node goes there once
+
+
+def test_a_small_layer_takes_as_long_as_the_host_launches_its_kernels():
+    model = read("debug", 1).step_time
+    (kind,) = model.workload.kinds
+    slow_host = StepTime(model.workload, replace(H100, host_s=1e-3))
+    for each in (model, slow_host):
+        launches = each.launch_time(kind)
+        phases = each.describe_layer(kind)
+        assert phases.forward >= launches
+        assert phases.backward_input + phases.backward_weight >= 2 * launches * (1 - 1e-9)
+    assert phases.forward == pytest.approx(launches)
 
 
 def test_a_layout_that_is_too_tight_gets_settings_that_fit():

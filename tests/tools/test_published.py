@@ -18,16 +18,25 @@ def gpt_block(monkeypatch):
 @pytest.mark.slow
 def test_the_bars_in_code_hold_the_share_of_unseen_runs_that_they_promise():
     groups = published.find_unseen(published.read_rows())
-    for name, bar in BARS.items():
-        ratios = [exp(error) for _, error in groups[name]]
-        n_runs = len(ratios)
-        n_low = sum(ratio < bar.low for ratio in ratios)
-        n_high = sum(ratio > bar.high for ratio in ratios)
-        assert sum(bar.n_rows.values()) == n_runs, name
-        assert 0.1 <= (n_low + n_high) / n_runs <= 0.3, name
-        assert n_low <= 0.1 * n_runs or name != "memory"
-    assert BARS["dense"].median <= 0.06 and BARS["memory"].median <= 0.06
-    assert published.rank_correlation(groups["dense"]) > 0.7
+    for name, unseen in groups.items():
+        bar = published.make_bar(unseen)
+        assert (bar.n_stacks < published.LEAST_STACKS) == (name not in BARS), name
+        if printed := BARS.get(name):
+            assert printed[:4] == pytest.approx(bar[:4], abs=0.011), name
+            assert printed.n_rows == bar.n_rows
+            assert 0.7 <= published.share_held(printed, unseen) <= 0.9, name
+    assert BARS["dense"].median <= 0.08 and BARS["memory"].median <= 0.06
+    assert published.rank_correlation(groups["dense"]) > 0.8
+    for row, error in groups["TP or PP"]:
+        assert not row.is_eager_tp or abs(exp(error) - 1) < 0.155
+
+
+def test_a_left_out_author_is_all_pages_of_one_stack():
+    stacks = {}
+    for row in published.read_rows():
+        stacks.setdefault(row.stack, set()).add(row.values["source"].split()[0])
+    assert len(stacks["torchtitan"]) >= 4 and {"NeMo", "Megatron-Bridge"} < stacks["Megatron"]
+    assert stacks["Megatron-DeepSpeed"] == {"BLOOM", "MT-NLG,"}
 
 
 def test_published_layouts_multiply_out_and_their_models_have_the_published_size():

@@ -16,7 +16,7 @@ from torchtitan_lite.config.schema import Config
 from torchtitan_lite.tools.plan.cluster import CLUSTERS, Cluster
 from torchtitan_lite.tools.plan.memory import estimate_memory, find_fullest
 from torchtitan_lite.tools.plan.planned_run import PlannedRun
-from torchtitan_lite.tools.plan.search import list_candidates, rank
+from torchtitan_lite.tools.plan.search import is_common, list_candidates, rank
 
 H100 = CLUSTERS["h100"]
 
@@ -68,6 +68,9 @@ def test_what_a_search_prunes_by_is_true_of_every_layout():
         assert planned.step_time.lower_bound_s <= step_time_s * (1 + 1e-9)
         peaks = [estimate_memory(w, rank).live for rank in range(w.layout.pp)]
         assert find_fullest(w).live == max(peaks)
+        alone = PlannedRun("alone", planned.config, planned.model_args, planned.layout, H100)
+        assert alone.taken_bytes == planned.taken_bytes
+        assert alone.step_time.lower_bound_s == planned.step_time.lower_bound_s
 
 
 def test_a_search_of_experts_has_every_degree_that_divides_them():
@@ -95,14 +98,8 @@ def test_the_report_names_the_winner_which_reads_back(tmp_path, capsys):
     printed = capsys.readouterr().out
     layout = plan_layout(*read(str(file)), 8)
     winner = next(line for line in printed.splitlines() if line.lstrip().startswith("1  "))
+    assert "of the kind that people publish" in printed
     assert f"{layout}, " in winner and winner.partition(str(layout))[2] in file.read_text()
-
-
-def is_common(planned: PlannedRun) -> bool:
-    """Whether people run such layouts: no cp at 8k tokens, ep inside a node, at most 16 stages of 1F1B ranks."""
-    layout = planned.layout
-    is_simple = planned.workload.schedule in ("1F1B", "Interleaved1F1B") and layout.pp <= 16
-    return (is_simple or layout.pp == 1) and layout.cp == 1 and layout.ep <= H100.node_size
 
 
 @pytest.mark.parametrize(

@@ -26,14 +26,19 @@ class Bar(NamedTuple):
         """Return the number of rows and stacks, and how many rows are of this GPU."""
         n_rows = sum(self.n_rows.values())
         text = f"{n_rows} published runs of {self.n_stacks} left-out stacks, median error {self.median:.1%}"
-        n_own = sum(n for name, n in self.n_rows.items() if name.startswith(gpu))
-        if n_own:
-            return f"{n_own} on {gpu} among {text}"
+        own = [f"{n} on {name}" for name, n in self.n_rows.items() if name.startswith(gpu)]
+        if own:
+            return f"{' and '.join(own)} among {text}"
         return f"compared on {', '.join(self.n_rows)} only: {text}"
 
 
 # Printed by assets/benchmarks/published.py: `python3 -m assets.benchmarks.published`.
-BARS = {"memory": Bar(0.9, 1.1, 0.05, 3, {}),
+BARS = {
+    "FSDP": Bar(0.89, 1.13, 0.066, 5, {"h100-96": 5, "h100": 43, "a100-80": 4}),
+    "TP or PP": Bar(0.94, 1.15, 0.072, 6, {"h100": 4, "a100-80": 69, "h100-96": 5}),
+    "float8": Bar(0.83, 1.31, 0.122, 4, {"h100-96": 12, "h100": 17, "h200": 1}),
+    "dense": Bar(0.89, 1.16, 0.078, 11, {"h100-96": 22, "h100": 66, "a100-80": 77, "h200": 1}),
+    "memory": Bar(0.92, 1.09, 0.040, 3, {"h100-96": 16, "h200": 1, "a100-80": 43, "h100": 1}),
 }
 
 

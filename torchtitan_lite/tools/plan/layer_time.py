@@ -161,9 +161,13 @@ class LayerTime:
         return self.cluster.memory_time(n_bytes) + launch_s
 
     def launch_time(self, kind: LayerKind) -> float:
-        """Return the seconds that the host needs to launch the kernels of a layer's forward. Backward takes twice that."""
+        """Return the seconds that the host needs to launch a layer's kernels in forward; half of those in backward."""
         w = self.workload
-        n_kernels = KERNELS_OF_LAYER[w.compiled] + len(kind.block) + KERNELS_OF_EXPERTS * kind.is_moe
+        n_kernels = KERNELS_OF_LAYER[w.compiled] + len(kind.block)
+        if kind.is_moe:
+            n_kernels += KERNELS_OF_EXPERTS
+            if w.engine != "torch":  # Transformer Engine launches each expert's matmuls and casts
+                n_kernels += w.args.moe.n_experts // max(1, w.layout.ep) * (6 if w.float8 else 2)
         return n_kernels * self.cluster.host_s / (1 + w.compiled)
 
     # ------------------------------------------------------------ waits
@@ -185,7 +189,12 @@ class LayerTime:
             n_again = kind.average(full=n_calls)
         sharing = kind.n_shared * self.cluster.collective_time(1, w.n_sharing, w.head_bytes)
         both = seconds * n_calls + sharing
-        return both, both, seconds * n_again + sharing * kind.average(full=1)
+        sums = 0.0
+        if w.engine == "torch" and w.layout.tp > 1 and not w.compiled:
+            # Each gathered tensor has a gradient per colwise matmul. Their sum reads two tensors and writes one.
+            n_sums = len(kind.colwise) - kind.n_gathers
+            sums = self.cluster.memory_time(3 * n_sums * w.hidden_bytes)
+        return both, both + sums, seconds * n_again + sharing * kind.average(full=1)
 
     def expert_parallel_times(self, kind: LayerKind) -> Times:
         """Return the seconds of a layer's all-to-alls over ep: the counts, rows to experts, and their results.
@@ -229,16 +238,26 @@ class LayerTime:
         return forward, backward, forward * kind.average(full=1)
 
     def shard_times(self, kind: LayerKind, forward: float, backward: float) -> tuple[float, float]:
-        """Return the seconds that a layer waits for FSDP, in forward (all-gather) and backward (and reduce-scatter)."""
+        """Return the seconds that a layer needs for FSDP, in forward (all-gather) and backward (and reduce-scatter).
+
+        FSDP2 copies what it gathers out of a buffer, and gradients into one. Copies overlap with nothing. Those of
+        dense layers are short, and in the fitted constants.
+        """
         w = self.workload
         gather = 0.0
         again = 0.0
+        wait = 0.0
+        wait_back = 0.0
+        n_copied = kind.sizes["efsdp"] if w.engine == "torch" and w.layout.efsdp > 1 else 0
         if w.layout.zero_stage == 3:
             gather = self.gather_time(kind.sizes)
             again = self.gather_time(kind.sizes, again=True)
+            wait = wait_back = self.cluster.memory_time(2 * w.compute_bytes * n_copied)
         if w.layout.pp == 1 and w.n_reductions == w.layout.n_microbatches:
             again += self.reduce_time(kind.sizes)
-        return self.expose("fsdp", gather, forward), self.expose("fsdp", again, backward)
+            wait_back += self.cluster.memory_time((w.compute_bytes + w.reduce_bytes) * n_copied)
+        wait += self.expose("fsdp", gather, forward)
+        return wait, wait_back + self.expose("fsdp", again, backward)
 
     def gather_time(self, sizes: Counter[str], *, again: bool = False) -> float:
         """Return the seconds to all-gather `sizes` parameters (by axis); `again`: in backward."""

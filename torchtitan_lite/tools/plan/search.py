@@ -126,16 +126,42 @@ def divisors(n: int, most: int) -> list[int]:
     return [d for d in range(1, min(n, most) + 1) if n % d == 0]
 
 
-def rank(fitting: list[PlannedRun]) -> list[tuple[PlannedRun, Forecast]]:
-    """Return the N_BEST fastest of these layouts."""
+def rank(fitting: list[PlannedRun], n_best: int = N_BEST) -> list[tuple[PlannedRun, Forecast]]:
+    """Return the `n_best` fastest of these layouts."""
     best = []
     for planned in sorted(fitting, key=lambda planned: planned.step_time.lower_bound_s):
-        if len(best) == N_BEST and planned.step_time.lower_bound_s >= best[-1][1].step_time_s:
+        if len(best) == n_best and planned.step_time.lower_bound_s >= best[-1][1].step_time_s:
             break
         best.append((planned, planned.forecast_quickly()))
         best.sort(key=lambda pair: pair[1].step_time_s)
-        del best[N_BEST:]
+        del best[n_best:]
     return best
+
+
+def is_common(planned: PlannedRun) -> bool:
+    """Whether people publish such layouts: cp for long sequences only, ep in a node, 1F1B on at most 16 pp ranks."""
+    w = planned.workload
+    layout = w.layout
+    is_simple = layout.pp == 1 or (layout.pp <= 16 and w.schedule in ("1F1B", "Interleaved1F1B"))
+    is_long = w.seq_len > 8192
+    return is_simple and (is_long or layout.cp == 1) and layout.ep <= planned.cluster.node_size
+
+
+def explain_common(common: list[PlannedRun], best: Forecast) -> str:
+    """Return the fastest of the layouts that people publish, and where it is slower than the best of all."""
+    if not common:
+        return "No layout of the kind that people publish fits."
+    ((planned, expected),) = rank(common, 1)
+    if expected.step_time_s <= best.step_time_s:
+        return "The best layout is of the kind that people publish."
+    extra = {what: seconds - best.parts_s[what] for what, seconds in expected.parts_s.items()}
+    named = sorted(extra, key=extra.get, reverse=True)[:3]
+    causes = [f"{what} {extra[what]:+.2f} s" for what in named]
+    return (
+        f"The fastest of the kind that people publish: {planned}\n"
+        f"{expected.tokens_per_s_per_gpu:,.0f} tok/s/GPU, a step of {expected.step_time_s:.2f} s instead of "
+        f"{best.step_time_s:.2f} s: {', '.join(causes)}"
+    )
 
 
 def search_layouts(options: argparse.Namespace) -> str:
@@ -169,5 +195,6 @@ def search_layouts(options: argparse.Namespace) -> str:
         table.append(row)
     return (
         f"{len(fitting):,} layouts fit in the memory of {n_gpus:,} GPUs.\n\n"
-        f"{format_table(table, '>>>>>')}"
+        f"{format_table(table, '>>>>>')}\n\n"
+        f"{explain_common(list(filter(is_common, fitting)), best[0][1])}"
     )

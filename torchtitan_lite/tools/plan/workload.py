@@ -127,7 +127,7 @@ class Workload:
     recompute: dict[bool, Counter]
     compute_dtype: str = "bfloat16"  # dtype of activations and gathered parameters
     float8: frozenset[str] = frozenset()  # names of a block's modules that compute in float8
-    float8_recipe: str = "tensorwise"  # selects the field "<recipe>_efficiency" of Cluster
+    float8_recipe: str = "tensorwise"  # or rowwise, or te: Transformer Engine fuses casts
     gathers_float8: bool = False  # FSDP all-gathers in float8
     zero_plus_plus: tuple[str, ...] = ()  # hpz, qwz, qgz
     schedule: str = "1F1B"  # of the pipeline
