@@ -121,10 +121,19 @@ def test_the_walk_of_a_page_is_the_walk_of_the_chapter(pages):
     assert [module for module, *_ in rows][-2:] == ["norm", "output"]
 
 
-def test_a_walk_of_too_many_ranks_is_refused(tmp_path, capsys):
-    args = f"explain --config llama3_8b --gpus 64 --html {tmp_path}/walk.html"
+@pytest.mark.parametrize(
+    "args, told",
+    [
+        ("explain --config llama3_8b --gpus 64 --html walk.html", "--gpus = 64"),
+        ("plan --config debug --html /dev/null/plan.html", "/dev/null/plan.html cannot be written"),
+        ("plan --config debug --search --html plan.html", "--search"),
+    ],
+)
+def test_a_page_that_cannot_be_drawn_is_refused(args, told, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     assert main(args.split()) == 2
-    assert "--gpus = 64" in capsys.readouterr().err
+    assert told in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 PROBE = """<script>addEventListener("load", () => {

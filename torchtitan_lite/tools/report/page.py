@@ -33,7 +33,7 @@ from torchtitan_lite.tools.report.runs import (
     summarize,
 )
 from torchtitan_lite.tools.report.traces import Trace
-from torchtitan_lite.tools.tables import format_bytes, format_seconds
+from torchtitan_lite.tools.tables import format_bytes, format_seconds, write_file
 
 REFRESH_S = 10  # between two pages of a watched run
 LEAST_SHARE = 1000  # of a step: shorter calls are not drawn
@@ -92,7 +92,7 @@ def main(options: argparse.Namespace) -> int:
             raise UserError(f"report cannot read a run: {error}") from None
         is_watched = options.watch and any(run.records[-1]["kind"] != "stop" for run in runs)
         page = write_page(runs, options.group, options.x, refresh=is_watched)
-        out.write_text(page, encoding="utf-8")
+        write_file(out, page)
         if is_new:
             print(f"open {out} in a browser", flush=True)
             is_new = False
