@@ -1,6 +1,7 @@
-"""Draw the figures of the README files: python3 assets/figures/draw.py [FOLDER_OF_1_RANK FOLDER_OF_8_RANKS]
+"""Draw the figures of the README files: python3 assets/figures/draw.py [1_RANK 8_RANKS TRACED]
 
-Needs chromium. Without folders, only the layouts are drawn. The two runs are those of README, "The same loss".
+Needs chromium. Without folders of runs, only the layouts are drawn. The first two runs are those of README, "The same
+loss"; the third is one of debug_3d with profiling.enable_profiling.
 """
 
 import shutil
@@ -14,10 +15,11 @@ from pathlib import Path
 from torchtitan_lite.tools.pictures import draw_curves, wrap_page
 from torchtitan_lite.tools.plan.page import draw_mesh, draw_pipeline
 from torchtitan_lite.tools.plan.planned_run import plan_run
+from torchtitan_lite.tools.report.page import draw_calls
 from torchtitan_lite.tools.report.runs import RecordedRun
 
 FOLDER = Path(__file__).parent
-CROPPED = """<style>h2 { display: none } body { padding: 4px 12px; margin: 0 } p { max-width: none }
+CROPPED = """<style>h2, h3 { display: none } body { padding: 4px 12px; margin: 0 } p { max-width: none }
 .desk { display: inline }</style>"""
 LAYOUTS = {  # figure -> width and height in pixels, config arguments, ranks
     "tp2": (560, 348, "--config debug --parallelism.tensor_parallel_degree 2", 2),
@@ -95,7 +97,10 @@ def main() -> None:
         shoot(name, draw_mesh(plan_run(args.split(), n_ranks, "cpu")), width, height)
     shoot("pipeline", draw_pipeline(plan_run(["--config", "debug_3d"], 8, "cpu")), 960, 150)
     if folders := list(map(Path, sys.argv[1:])):
-        shoot("losses", draw_losses(folders), 640, 190)
+        *untraced, traced = folders
+        shoot("losses", draw_losses(untraced), 640, 190)
+        trace = max(RecordedRun(traced).traces, key=lambda trace: trace.parts["computing"])
+        shoot("calls", draw_calls(trace, sum(trace.parts.values())), 960, 292)
 
 
 if __name__ == "__main__":

@@ -16,9 +16,8 @@ from torchtitan_lite.parallel.context_parallel import plan_query_positions
 from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.tools.plan.explain import describe_slice
 from torchtitan_lite.tools.plan.fake_world import fake_group
-from torchtitan_lite.tools.plan.slices import choose_shown, cut, find_coordinates, find_slices
+from torchtitan_lite.tools.plan.slices import cut, find_coordinates, find_slices
 
-SHARD = "parallelism.data_parallel_shard_degree"
 PAGES = {
     "debug_3d": 8,
     "llama3_70b": 64,
@@ -67,11 +66,8 @@ def test_slices_of_a_picture_are_those_of_the_trainer(keys):
             }
 
 
-def test_slices_of_uneven_sizes_are_whole_and_wide_meshes_are_folded():
+def test_slices_of_uneven_sizes_are_those_of_torch():
     assert [len(cut(range(10), 4, index)) for index in range(4)] == [3, 3, 3, 1]
-    _, _, layout = plan(8, {BATCH: 8})
-    object.__setattr__(layout, "dp_shard", 1000)
-    assert choose_shown(layout)["dp_shard"] == [0, 999]
 
 
 @pytest.fixture(scope="module")
@@ -125,10 +121,19 @@ def test_the_walk_of_a_page_is_the_walk_of_the_chapter(pages):
     assert [module for module, *_ in rows][-2:] == ["norm", "output"]
 
 
-def test_a_walk_of_too_many_ranks_is_refused(tmp_path, capsys):
-    args = f"explain --config llama3_8b --gpus 64 --html {tmp_path}/walk.html"
+@pytest.mark.parametrize(
+    "args, told",
+    [
+        ("explain --config llama3_8b --gpus 64 --html walk.html", "--gpus = 64"),
+        ("plan --config debug --html /dev/null/plan.html", "/dev/null/plan.html cannot be written"),
+        ("plan --config debug --search --html plan.html", "--search"),
+    ],
+)
+def test_a_page_that_cannot_be_drawn_is_refused(args, told, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     assert main(args.split()) == 2
-    assert "--gpus = 64" in capsys.readouterr().err
+    assert told in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 PROBE = """<script>addEventListener("load", () => {

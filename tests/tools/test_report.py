@@ -273,19 +273,11 @@ def test_in_a_trace_of_gpus_communication_is_hidden_while_kernels_compute(tmp_pa
 
 
 def test_the_widest_exposed_calls_are_named(page, run):
-    for trace in run.traces:
-        by_row = {}
-        for call in trace.calls:
-            by_row.setdefault(call.row, []).append(call)
-        assert {"phase", "pp", "dp_shard"} & {*by_row} == {"phase", "pp"}
-        assert len([call for call in by_row["phase"] if call.name.startswith("pp ")]) == 8
-        for row in ("pp", "tp or ep"):  # no call is drawn inside another
-            calls = by_row[row]
-            assert all(a.end <= b.start for a, b in zip(calls, calls[1:], strict=False))
-            assert all(call.exposed == pytest.approx(call.end - call.start) for call in calls)
-    named = re.search(r"Rank (\d+)\. Widest exposed calls: (.*?)\.</p>", page)
-    widest = max(run.traces[int(named[1])].calls, key=lambda call: call.exposed)
-    assert named[2].startswith(f"{widest.name} over {widest.row} (")
+    rank, named = re.search(r"Rank (\d+)\. Widest exposed calls: (.*?)\.</p>", page).groups()
+    calls = run.traces[int(rank)].calls
+    widest = max(calls, key=lambda call: call.exposed)
+    assert named.startswith(f"{widest.name} over {widest.row} (")
+    assert sum(call.name.startswith("pp ") for call in calls) == 8
 
 
 def test_ticks_are_few_and_round_and_spikes_stay():

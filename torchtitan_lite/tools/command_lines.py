@@ -68,7 +68,7 @@ def parse_command(name: str, args: list[str]) -> Namespace:
 
 
 JSON = Option("--json", "print for programs")
-HTML = Option("--html", "write a page with pictures to this file instead", path)
+HTML = Option("--html", "write a page with pictures to this file", path)
 GPU = Option(
     "--gpu",
     "GPU type, a row of tools/plan/cluster.py (%(default)s)",

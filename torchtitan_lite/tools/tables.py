@@ -1,4 +1,17 @@
-"""Format numbers and tables for the output of tools."""
+"""Format numbers and tables for the output of tools, and write output to a file."""
+
+from pathlib import Path
+
+from torchtitan_lite.config.messages import UserError
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a file, and make its folder. Raises UserError."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}. Name another file") from None
 
 
 def format_bytes(n_bytes: float) -> str:

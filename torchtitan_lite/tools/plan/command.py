@@ -22,20 +22,21 @@ from torchtitan_lite.tools.plan.planned_run import PlannedRun, plan_run
 from torchtitan_lite.tools.plan.remedies import list_remarks
 from torchtitan_lite.tools.plan.search import search_layouts
 from torchtitan_lite.tools.plan.unmodeled import list_unmodeled
-from torchtitan_lite.tools.tables import format_bytes, format_table
+from torchtitan_lite.tools.tables import format_bytes, format_table, write_file
 
 
 def main(options: argparse.Namespace) -> int:
     if options.json and (options.search or options.dry_run):
         raise UserError("--json prints the plan of one layout. Leave out --search and --dry-run")
+    if options.html and options.search:
+        raise UserError("--html draws one layout. Leave out --search")
     if options.search:
         print(search_layouts(options))
         return 0
     planned = plan_run(options.config_args, options.gpus, options.gpu)
     if options.html:
-        options.html.write_text(write_page(planned, options.config_args), encoding="utf-8")
-        print(f"open {options.html} in a browser")
-    elif options.json:
+        write_file(options.html, write_page(planned, options.config_args))
+    if options.json:
         print(json.dumps(list_figures(planned), indent=2))
     else:
         print(describe_plan(planned, options))

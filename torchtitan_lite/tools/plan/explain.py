@@ -16,7 +16,7 @@ from torchtitan_lite.tools.plan.meter import Collective
 from torchtitan_lite.tools.plan.page import show
 from torchtitan_lite.tools.plan.planned_run import plan_run
 from torchtitan_lite.tools.plan.walk import locate, write_walk
-from torchtitan_lite.tools.tables import format_bytes, format_table
+from torchtitan_lite.tools.tables import format_bytes, format_table, write_file
 
 LAYER = re.compile(r"(layers\.\d+|[^.]*)\.?(.*)")  # an FQN's layer or root module, and the rest
 FEW = 3  # microbatches of a dry run: the first, one in the middle, the last
@@ -33,7 +33,7 @@ def main(options: argparse.Namespace) -> int:
         raise ConfigError([Problem("--rank", options.rank, why, f"Use 0 to {n_ranks - 1}")])
     short = shorten(planned, FEW)
     if options.html:
-        options.html.write_text(write_walk(short, options.rank or 0), encoding="utf-8")
+        write_file(options.html, write_walk(short, options.rank or 0))
         print(f"open {options.html} in a browser")
         return 0
     print(f"{planned.config_name} on {n_ranks:,} ranks: {layout}\n")

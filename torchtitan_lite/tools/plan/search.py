@@ -24,7 +24,7 @@ from torchtitan_lite.config.schema import ActivationCheckpoint, Config, Parallel
 from torchtitan_lite.tools.plan.cluster import CLUSTERS, Cluster
 from torchtitan_lite.tools.plan.planned_run import PlannedRun, read_target
 from torchtitan_lite.tools.plan.step_time import Forecast
-from torchtitan_lite.tools.tables import format_table
+from torchtitan_lite.tools.tables import format_table, write_file
 
 N_BEST = 10
 MICROBATCHES = (1, 2, 4, 8)  # sequences per microbatch
@@ -181,7 +181,7 @@ def search_layouts(options: argparse.Namespace) -> str:
         winner = best[0][0]
         config = resolve_config(winner.config, winner.layout, "cuda")
         title = f"# Found by plan --search for {n_gpus:,} GPUs: {winner}"
-        options.toml.write_text(f"{title}\n\n{dump_config_toml(config)}", encoding="utf-8")
+        write_file(options.toml, f"{title}\n\n{dump_config_toml(config)}")
     table = [("", "tok/s/GPU", "MFU", "bubble", "GiB", "layout")]
     for number, (planned, expected) in enumerate(best, 1):
         row = (

@@ -33,7 +33,7 @@ from torchtitan_lite.tools.report.runs import (
     summarize,
 )
 from torchtitan_lite.tools.report.traces import Trace
-from torchtitan_lite.tools.tables import format_bytes, format_seconds
+from torchtitan_lite.tools.tables import format_bytes, format_seconds, write_file
 
 REFRESH_S = 10  # between two pages of a watched run
 LEAST_SHARE = 1000  # of a step: shorter calls are not drawn
@@ -92,7 +92,7 @@ def main(options: argparse.Namespace) -> int:
             raise UserError(f"report cannot read a run: {error}") from None
         is_watched = options.watch and any(run.records[-1]["kind"] != "stop" for run in runs)
         page = write_page(runs, options.group, options.x, refresh=is_watched)
-        out.write_text(page, encoding="utf-8")
+        write_file(out, page)
         if is_new:
             print(f"open {out} in a browser", flush=True)
             is_new = False
@@ -278,7 +278,7 @@ def draw_calls(trace: Trace, step_s: float) -> str:
         title = f"{call.name}: {format_seconds(length)}"
         if call.row not in ("phase", "module"):
             communication.append(call)
-            color = "var(--tp)" if call.exposed > length / 2 else "var(--F)"
+            color = "var(--tp)" if call.exposed > length / 2 else "var(--cp)"
             title += f" over {call.row}, {format_seconds(call.exposed)} exposed"
         elif call.row == "phase" and (kind := re.match("pp ([FBIW])", call.name)):
             color = f"var(--{kind[1]})"
@@ -288,7 +288,7 @@ def draw_calls(trace: Trace, step_s: float) -> str:
     widest = sorted(communication, key=lambda call: -call.exposed)[:N_WIDEST]
     named = [f"{call.name} over {call.row} ({format_seconds(call.exposed)})" for call in widest]
     about = f"Rank {trace.rank}. Widest exposed calls: {', '.join(named)}."
-    key = draw_key([("var(--tp)", "", "exposed"), ("var(--F)", "", "hidden behind compute")])
+    key = draw_key([("var(--tp)", "", "exposed"), ("var(--cp)", "", "hidden behind compute")])
     drawn = [(row.split()[0], ROW_HEIGHT, boxes) for row, boxes in rows.items() if boxes]
     picture = draw_rows(drawn, step_s)
     return f"<h3>Calls of a step</h3><p>{escape(about)}</p>{key}{picture}"

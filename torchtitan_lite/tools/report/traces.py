@@ -114,9 +114,10 @@ def read_trace(folder: Path, rank: int, layout: Layout) -> Trace:
             if start >= last:  # the action ran again; spans of two streams overlap
                 first = start
             actions[action] = first, max(last, end)
-            calls.append(Call("phase", start, end, name))
         elif name.startswith("Optimizer.step"):
             calls.append(Call("phase", start, end, "optimizer"))
+    for (stage, kind, microbatch), (start, end) in actions.items():
+        calls.append(Call("phase", start, end, f"pp {kind}{microbatch} stage {stage}"))
     computing = spans[""] if on_gpu else []
     told = []
     for row, start, end, name, _ in sorted(calls, key=lambda call: call.start):
