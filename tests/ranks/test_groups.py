@@ -248,6 +248,7 @@ def count_opened(rank: int, world_size: int, many_ranks: int) -> int:
         before = len(os.listdir("/proc/self/fd"))
         group = dist.new_group(backend="gloo")
         opened = len(os.listdir("/proc/self/fd")) - before
+        dist.barrier()  # no rank connects before all have counted
         ones = torch.ones(1)
         dist.all_reduce(ones, group=group)
         assert ones.item() == world_size

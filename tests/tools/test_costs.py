@@ -51,7 +51,7 @@ from torchtitan_lite.tools.plan.dry_run import dry_run, shorten
 from torchtitan_lite.tools.plan.memory import estimate_memory
 from torchtitan_lite.tools.plan.meter import Meter
 from torchtitan_lite.tools.plan.planned_run import PlannedRun, plan_run
-from torchtitan_lite.tools.plan.transfers import Moved, estimate_traffic
+from torchtitan_lite.tools.plan.transfers import Moved, estimate_traffic, sum_moved
 
 SHARED, SOME_LAYERS = {"flavor.n_shared_experts": 1}, {"flavor.moe_every": 2, "model.n_layers": 4}
 LAYERS = "parallelism.pipeline_parallel_layers_per_stage"
@@ -243,7 +243,16 @@ def count_real_step(world_size: int, keys: dict) -> tuple[dict, dict]:
             stepping.train_step(run, batch)
     planned = PlannedRun("table", run.config, shape, run.layout, CLUSTERS["cpu"])
     pp_rank = run.mesh.pp.get_local_rank()
-    return estimate_traffic(planned.workload, pp_rank), meter.traffic
+    return join_reductions(estimate_traffic(planned.workload, pp_rank)), join_reductions(
+        meter.traffic
+    )
+
+
+def join_reductions(traffic: dict[tuple, Moved]) -> dict[tuple, Moved]:
+    """gloo's ranks reduce-scatter by an all-to-all of the same bytes (exchange.py)."""
+    names = {"all-to-all": "reduce-scatter"}
+    calls = [((axis, names.get(name, name)), *moved) for (axis, name), moved in traffic.items()]
+    return sum_moved(calls)
 
 
 @pytest.mark.parametrize(

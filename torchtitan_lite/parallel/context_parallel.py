@@ -101,7 +101,8 @@ class CausalContext(InnerAttention):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, doc_ids: Tensor | None) -> Tensor:
         """query (B, H, S/cp, E), key and value (B, K, S/cp, E) -> (B, H, S/cp, E). Collective."""
-        out, _ = self.attend(query, key, value, self.method, *self.ranks)
+        own, n_ranks, group_name, _ = self.ranks
+        out, _ = self.attend(query, key, value, self.method, own, n_ranks, group_name)
         return out
 
 

@@ -200,9 +200,9 @@ def runs_schedule(step: Observed) -> bool | None:
 
 
 def rotates(step: Observed) -> bool | None:
-    """Only the ring exchanges keys by all-to-all. Experts do so too, and hide it."""
+    """Only the ring exchanges keys by all-to-all. Experts do so too, and hide it; each Scatter of tp does so once."""
     layout = step.run.layout
-    is_ring = count(step.forward, "alltoall", "all_to_all") > 0
+    is_ring = step.forward["_c10d_functional::all_to_all_single"] > step.forward["Scatter"]
     asked = step.config.parallelism.context_parallel_rotate_method
     return once_on(
         layout.cp > 1, bool(step.forward) and layout.ep <= 1 and is_ring == (asked == "ring")
