@@ -6,7 +6,8 @@ counted, so every rank runs the same number of forward passes.
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -35,7 +36,8 @@ def validate(run: Run, data: RunData, step: int) -> dict[str, float] | None:
         return forward_only(run, batch, one)
 
     batches = (shard_for_cp(run, batch) for batch in data.validation_batches())
-    nats, counts = sum_nats(batches, compute_loss, data.bytes_of_tokens)
+    with evaluating(run):
+        nats, counts = sum_nats(batches, compute_loss, data.bytes_of_tokens)
     dist.all_reduce(nats, group=run.mesh.loss_mesh.get_group())
     dist.all_reduce(counts, group=run.mesh.dp_cp_mesh.get_group())
     figures = {}
@@ -43,6 +45,16 @@ def validate(run: Run, data: RunData, step: int) -> dict[str, float] | None:
         figures[f"val_{name}"] = value
     figures["val_time_s"] = time.perf_counter() - started_s
     return figures
+
+
+@contextmanager
+def evaluating(run: Run) -> Iterator[None]:
+    """Context manager: put all model parts in evaluation mode. A model may add to its loss in training mode."""
+    for part in run.parts:
+        part.eval()
+    yield
+    for part in run.parts:
+        part.train()
 
 
 def is_validated(config: Config, step: int) -> bool:
