@@ -157,7 +157,7 @@ class ConfigKey:
 class Family:
     """An architecture of transformers that computes the same as some of a model's flavors.
 
-    `switches`: fields of ModelArgs that must be true; the other switches of SWITCHES must be false.
+    `switches`: fields of ModelArgs that must be true. A field that no family has a key for must have its default.
     """
 
     architecture: str
@@ -173,9 +173,6 @@ class Family:
     @property
     def title(self) -> str:
         return self.architecture.removesuffix("ForCausalLM")
-
-
-SWITCHES = ("qk_norm", "qkv_bias")  # fields of ModelArgs in which families differ
 
 
 @dataclass(frozen=True)
