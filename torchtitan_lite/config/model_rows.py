@@ -186,3 +186,5 @@ class ModelTable:
     list_ends: Callable[[ModelArgs], list[ModuleRow]]
     # empty: the model has no Hugging Face format
     families: dict[str, Family] = field(default_factory=dict)
+    # keyword of the model's forward -> function of a Batch (model/batch.py)
+    fields: dict[str, Callable] = field(default_factory=dict)
