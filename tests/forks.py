@@ -134,6 +134,9 @@ FORKS = {
         {"torchtitan_lite/model/sliding.py": SLIDING},
     ),
     "a norm": Fork(("--model.name=gemma_norm",), patch="assets/forks/gemma_norm.patch"),
+    "a second prediction": Fork(
+        ("--model.name=mtp",), patch="assets/forks/multi_token_prediction.patch"
+    ),
     "the ends": Fork(
         ("--model.name=ends",),
         {"torchtitan_lite/models/registry.py": [("MODEL_NAMES = (", '    "ends",')]},

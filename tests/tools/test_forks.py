@@ -33,10 +33,12 @@ REFUSED = {  # fork -> tool -> the key that it names
     "an attention": {"generate": "model.attention", "convert": "model.attention"},
     "a norm": {"convert": "model.name"},
     "the ends": {"convert": "model.name"},
+    "a second prediction": {"convert": "model.name"},
 }
-MODEL_FORKS = ("an attention", "a norm", "the ends")  # which `explain` shows
+MODEL_FORKS = ("an attention", "a norm", "the ends", "a second prediction")  # which `explain` shows
 # Two forks in one run, by default: the one has state of its own in checkpoints, the other cannot be converted.
 WHOLE_WALK = ("an optimizer", "a norm")
+OF_ENDS = ("the ends", "a second prediction")  # with modules outside the blocks
 
 # Calls tools, and train.py on a pool of ranks, in one process: importing torch takes most of the time of each.
 CALLS = """
@@ -90,7 +92,8 @@ def answers(checkout) -> Answers:
         if name in MODEL_FORKS:
             calls[f"explain {name}"] = ["explain", *keys, "--gpus=4"]
     for layout in ("verify", "verify pp2"):
-        calls[f"{layout} of the ends"] = list_walk(("the ends",))[layout]
+        for name in OF_ENDS:
+            calls[f"{layout} of {name}"] = list_walk((name,))[layout]
     rate = [*SMALL, "--optimizer.name=Lion", "--optimizer.lr=0.03"]
     calls["refuse an optimizer"] = ["check", *rate, "--gpus=4"]
     attention = [*SMALL, *FORKS["an attention"].keys, "--parallelism.context_parallel_degree=2"]
@@ -144,14 +147,16 @@ def test_a_fork_is_checked_planned_and_explained(answers, name):
     for tool in tools:
         assert answers[f"{tool} {name}"][0] == 0, answers[f"{tool} {name}"]
     block = 64 * (64 + 32 + 32 + 64) + 3 * 64 * 96 + 2 * 64
-    added = {"a norm": 2 * 2 * 64, "the ends": 64 + 64 * 64}.get(name, 0)
+    ends = 64 + 64 * 64
+    added = {"a norm": 2 * 2 * 64, "the ends": ends, "a second prediction": ends}.get(name, 0)
     n_parameters = 2 * block + added + 2 * 2304 * 64 + 64
     assert f"{n_parameters:,} parameters" in answers[f"check {name}"][1]
 
 
+@pytest.mark.parametrize("name", OF_ENDS)
 @pytest.mark.parametrize("layout", ["verify", "verify pp2"])
-def test_modules_at_the_ends_of_a_model_are_certified(answers, layout):
-    status, out, err = answers[f"{layout} of the ends"]
+def test_modules_at_the_ends_of_a_model_are_certified(answers, layout, name):
+    status, out, err = answers[f"{layout} of {name}"]
     assert status == 0, out + err
 
 
@@ -190,7 +195,8 @@ def test_a_fork_trains_resumes_elsewhere_is_verified_generates_and_is_converted(
     assert status == 0, out + err
     idle = json.loads(out)["did_not_act"]  # the plain loop has no code of its own for these
     for name, key in (("an attention", "model.attention"), ("a loss", "training.loss")):
-        assert (key in idle) == (name in names)
+        has_own_loss = key == "training.loss" and "a second prediction" in names
+        assert (key in idle) == (name in names or has_own_loss)
     if names != WHOLE_WALK:
         status, out, err = walked["verify pp2"]
         assert status == 0, out + err
