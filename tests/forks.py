@@ -155,6 +155,7 @@ FORKS = {
         },
         {"torchtitan_lite/extensions/z_loss.py": Z_LOSS},
     ),
+    "a teacher": Fork(("--training.teacher=initial",), patch="assets/forks/distillation.patch"),
     "a decay": Fork(
         ("--lr_scheduler.decay_type=square", "--lr_scheduler.warmup_steps=1"),
         {

@@ -96,6 +96,9 @@ def answers(checkout) -> Answers:
             calls[f"{layout} of {name}"] = list_walk((name,))[layout]
     rate = [*SMALL, "--optimizer.name=Lion", "--optimizer.lr=0.03"]
     calls["refuse an optimizer"] = ["check", *rate, "--gpus=4"]
+    staged = [*SMALL, *FORKS["a teacher"].keys, *STAGES, "--gpus=2"]
+    calls["refuse a teacher"] = ["check", *staged]
+    calls["verify of a teacher"] = list_walk(("a teacher",))["verify"]
     attention = [*SMALL, *FORKS["an attention"].keys, "--parallelism.context_parallel_degree=2"]
     calls["refuse an attention"] = ["check", *attention, "--gpus=4"]
     for name in ("a norm", "an attention"):
@@ -160,10 +163,16 @@ def test_modules_at_the_ends_of_a_model_are_certified(answers, layout, name):
     assert status == 0, out + err
 
 
+def test_a_frozen_teacher_is_certified_by_its_own_loss(answers):
+    status, out, err = answers["verify of a teacher"]
+    assert status == 0 and "training.loss" in json.loads(out)["did_not_act"], out + err
+
+
 @pytest.mark.parametrize(
     "what, key",
     [
         ("an optimizer", "optimizer.lr"),  # the rule of its extension
+        ("a teacher", "training.teacher"),  # a pipeline
         ("an attention", "model.attention"),  # context parallel cannot compute it
         # `convert` has no names for its parameters
         ("an export of a norm", "checkpoint.last_save_in_hf"),
@@ -195,9 +204,12 @@ def test_a_fork_trains_resumes_elsewhere_is_verified_generates_and_is_converted(
     assert status == 0, out + err
     idle = json.loads(out)["did_not_act"]  # the plain loop has no code of its own for these
     for name, key in (("an attention", "model.attention"), ("a loss", "training.loss")):
-        has_own_loss = key == "training.loss" and "a second prediction" in names
+        has_own_loss = key == "training.loss" and not {
+            "a second prediction",
+            "a teacher",
+        }.isdisjoint(names)
         assert (key in idle) == (name in names or has_own_loss)
-    if names != WHOLE_WALK:
+    if names not in (WHOLE_WALK, ("a teacher",)):
         status, out, err = walked["verify pp2"]
         assert status == 0, out + err
     for tool in ("generate", "convert"):

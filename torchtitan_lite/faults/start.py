@@ -13,6 +13,7 @@ do not belong to this run any more are deleted. With checkpoint.load_only nothin
 
 import json
 import logging
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,6 @@ from torchtitan_lite.checkpoint.format import (
     CheckpointError,
     Manifest,
     find_steps,
-    parse_model_args,
     quarantine,
     read_manifest,
 )
@@ -165,7 +165,7 @@ def mark_moments(saved: Saved, config: Config, is_resumed: bool) -> Saved:
 
 def list_stored(run: Run, manifest: Manifest) -> dict[str, Tensor]:
     """Return the tensors to load. A model that differs from the one in the checkpoint may have more of them."""
-    if parse_model_args(manifest) == run.parts[0].model_args:
+    if manifest.fingerprint["shape"] == asdict(run.parts[0].model_args):
         return run.saved
     return {fqn: run.saved[fqn] for fqn in run.saved if f"model.{fqn}" in manifest.tensors}
 
