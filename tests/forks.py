@@ -182,6 +182,9 @@ FORKS = {
             "torchtitan_lite/models/near/table.py": NEAR_TABLE,
         },
     ),
+    "a second prediction": Fork(
+        ("--model.name=mtp",), patch="assets/forks/multi_token_prediction.patch"
+    ),
     "the ends": Fork(
         ("--model.name=ends",),
         {"torchtitan_lite/models/registry.py": [("MODEL_NAMES = (", '    "ends",')]},
@@ -200,6 +203,7 @@ FORKS = {
         },
         {"torchtitan_lite/extensions/z_loss.py": Z_LOSS},
     ),
+    "a teacher": Fork(("--training.teacher=initial",), patch="assets/forks/distillation.patch"),
     "a decay": Fork(
         ("--lr_scheduler.decay_type=square", "--lr_scheduler.warmup_steps=1"),
         {

@@ -12,12 +12,18 @@ The launcher calls `resolve` once for all of its ranks. All problems are reporte
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
 from torchtitan_lite.checkpoint.continued import check_continued
-from torchtitan_lite.checkpoint.starting_weights import Weights, find_initial, find_resumed
+from torchtitan_lite.checkpoint.starting_weights import (
+    Weights,
+    check_model,
+    describe_differences,
+    find_initial,
+    find_resumed,
+)
 from torchtitan_lite.config.checks import (
     check_grouped_matmuls,
     check_machine,
@@ -33,7 +39,7 @@ from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.messages import ConfigError, Problem, Problems
 from torchtitan_lite.config.model_rows import AUTO, ModelArgs
 from torchtitan_lite.config.parameter_groups import check_groups
-from torchtitan_lite.config.reader import UserConfig, flatten_table, read_config
+from torchtitan_lite.config.reader import UserConfig, read_config
 from torchtitan_lite.config.schema import Config, Parallelism, get_value, with_value
 from torchtitan_lite.data.corpus_folder import (
     check_data,
@@ -42,7 +48,7 @@ from torchtitan_lite.data.corpus_folder import (
 from torchtitan_lite.data.tokenizer import KEY as TOKENIZER
 from torchtitan_lite.data.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
 from torchtitan_lite.dump_folder import check_files
-from torchtitan_lite.models.registry import find_model_type
+from torchtitan_lite.models.registry import MODELS, find_model_type, list_added_fields
 from torchtitan_lite.notices import describe_finished, list_notices
 from torchtitan_lite.run_spec import RunSpec
 from torchtitan_lite.software import check_software
@@ -132,6 +138,8 @@ def resolve(
         weights=weights,
         title=name_model(config, model_args, weights),
     )
+    if weights:
+        notices += describe_differences(model_args, weights)
     notices += list_notices(spec, restarted)
     finished = describe_finished(spec, given.chosen)
     return replace(spec, notices=tuple(notices), finished=finished)
@@ -214,6 +222,10 @@ def adapt_to_weights(given: UserConfig, weights: Weights) -> UserConfig:
         model = replace(config.model, row=weights.model_args)
         if "model.name" not in given.chosen:
             model = replace(model, name=weights.model_args.name)
+        elif model.name != weights.model_args.name:
+            # the weights say nothing about the fields that only this model has
+            added = list_added_fields(MODELS[model.name].flavors["debug"])
+            model = replace(model, row=replace(weights.model_args, **added))
         given = replace(given, config=replace(config, model=model))
     is_trained_further = section.initial_load_path and section.initial_load_model_only
     if not (weights.published or is_trained_further):
@@ -308,17 +320,8 @@ def check_model_files(
             )
             remedy = "Set training.expert_bias_rate = 0, and balance the experts with training.expert_balance_loss"
             problems.refuse(key, why, remedy)
-    if weights is None or weights.model_args == model_args:
-        return problems
-    theirs = dict(flatten_table(asdict(weights.model_args)))
-    ours = dict(flatten_table(asdict(model_args)))
-    different = []
-    for name in theirs | ours:
-        if ours.get(name) != theirs.get(name):
-            different.append(f"{name} {ours.get(name)} instead of {theirs.get(name)}")
-    why = f"it is not the model in {weights.path}: {', '.join(different)}"
-    remedy = 'Leave out [model] and set flavor "auto" to use that model, or use another job.dump_folder for this'
-    problems.refuse("model.flavor", why, remedy)
+    if weights:
+        problems += check_model(config, model_args, weights)
     return problems
 
 

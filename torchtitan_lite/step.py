@@ -12,7 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_lite.build import Run
-from torchtitan_lite.components.optim import sum_gradient_squares, update_weights
+from torchtitan_lite.components.optim import (
+    require_gradients,
+    sum_gradient_squares,
+    update_weights,
+)
 from torchtitan_lite.components.signals import SIGNALS
 from torchtitan_lite.config.learning_rate import list_rates
 from torchtitan_lite.model.batch import Batch
@@ -52,8 +56,9 @@ def train_step(
     """
     local_loss = compute_gradients(run, batch)
     loss = sum_losses(run, local_loss)  # all-reduces one float over pp, dp and cp
-    parameters = run.parameters.values()
-    squares = sum_gradient_squares(parameters)
+    if not run.optimizer.state:  # the first step
+        require_gradients(run.parameters)
+    squares = sum_gradient_squares(run.parameters.values())
     grad_norm, stop = reduce_norm_and_signal(
         squares, stop_signal
     )  # all-reduces 40 bytes over all ranks

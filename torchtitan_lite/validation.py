@@ -8,6 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -49,7 +50,8 @@ def validate(run: Run, data: RunData, step: int, stop: StopFlag) -> dict[str, fl
     def compute_loss(batch: Batch) -> Tensor:
         return forward_only(run, batch, one)
 
-    nats, counts = sum_nats(find_batches(), compute_loss, data.bytes_of_tokens)
+    with evaluating(run):
+        nats, counts = sum_nats(find_batches(), compute_loss, data.bytes_of_tokens)
     if is_stopped:
         logger.info(f"step {step}: the validation is left out, because a signal stops the run")
         return None
@@ -67,6 +69,16 @@ def has_signal(run: Run, stop: StopFlag) -> bool:
     received = torch.tensor(stop.received, device=run.device)
     dist.all_reduce(received, op=dist.ReduceOp.MAX)
     return bool(received)
+
+
+@contextmanager
+def evaluating(run: Run) -> Iterator[None]:
+    """Context manager: put all model parts in evaluation mode. A model may add to its loss in training mode."""
+    for part in run.parts:
+        part.eval()
+    yield
+    for part in run.parts:
+        part.train()
 
 
 def is_validated(config: Config, step: int) -> bool:

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from dataclasses import make_dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,10 @@ from test_hugging_face import edit_json
 from test_model import FLAVORS, build_ours, build_theirs
 
 from torchtitan_lite.config.messages import UserError
+from torchtitan_lite.config.model_rows import ModelArgs, RopeScaling
+from torchtitan_lite.extensions.hugging_face_export import explain_unwritable
 from torchtitan_lite.extensions.hugging_face_folder import INDEX, open_folder
+from torchtitan_lite.models.registry import MODELS
 
 EMBEDDING = "model.embed_tokens.weight"
 LLAMA, MIXTRAL = "Llama 3", "Mixtral"
@@ -160,3 +164,31 @@ def test_a_folder_that_is_not_complete_is_refused_by_the_name_of_what_is_wrong(
     spoil, named = WRONG_FILES[name]
     spoil(folder)
     assert_refused(folder, named)
+
+
+FORKED = make_dataclass("Forked", [("window", int, 0)], bases=(ModelArgs,), frozen=True)
+PLAIN = FORKED(64, 2, 4, 2, 16, 96, 128)
+
+
+@pytest.mark.parametrize(
+    "changes, named",
+    [
+        ({}, None),
+        ({"window": 8}, "window = 8, but transformers' Llama only computes 0"),
+        ({"qk_norm": True, "window": 8}, "window = 8, but transformers' Qwen3"),
+        ({"qk_norm": True, "qkv_bias": True}, "qk_norm = True, but transformers' Qwen2"),
+        ({"rope_scaling": RopeScaling(2.0, 3.0, kind="linear")}, "rope_scaling.low_freq_factor"),
+        ({"rope_scaling": RopeScaling(2.0, kind="of a fork")}, "rope_scaling.kind"),
+    ],
+    ids=str,
+)
+def test_a_field_that_no_family_names_is_not_exported_unless_it_has_its_default(changes, named):
+    why = explain_unwritable(replace(PLAIN, **changes), "causal")
+    assert why is None if named is None else named in why
+
+
+def test_a_parameter_that_the_family_has_no_name_for_is_not_exported(monkeypatch):
+    family = MODELS["llama3"].families["llama"]
+    names = {name: theirs for name, theirs in family.names.items() if name != "norm"}
+    monkeypatch.setitem(MODELS["llama3"].families, "llama", replace(family, names=names))
+    assert "no parameter for norm.weight" in explain_unwritable(PLAIN, "causal")

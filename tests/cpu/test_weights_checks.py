@@ -17,13 +17,19 @@ from torchtitan_lite.checkpoint import format as folders
 from torchtitan_lite.checkpoint.format import Manifest
 from torchtitan_lite.checkpoint.plan import TensorRecord
 from torchtitan_lite.checkpoint.save import describe_run
+from torchtitan_lite.checkpoint.starting_weights import (
+    check_model,
+    describe_differences,
+    find_initial,
+)
 from torchtitan_lite.config.messages import Problem
-from torchtitan_lite.config.model_rows import ModelArgs, MoEArgs, RopeScaling
+from torchtitan_lite.config.model_rows import ModelArgs, ModelTable, ModuleRow, MoEArgs, RopeScaling
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import with_value
 from torchtitan_lite.data.corpus_folder import fingerprint_documents
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.extensions.hugging_face_folder import list_tensors
+from torchtitan_lite.models.registry import MODELS
 from torchtitan_lite.preflight import SHIPPED, resolve
 from torchtitan_lite.run_spec import RunSpec
 from torchtitan_lite.tools.convert import write_folder
@@ -112,6 +118,69 @@ def test_weights_that_do_not_fit_are_one_problem(line):
     shutil.copytree("step-9", "outputs/debug/step-9")
     problem = find_one_problem([*RUN, *args.split()])
     assert problem.key == key and named in str(problem)
+
+
+def fork_model(monkeypatch, name: str, added: list[ModuleRow], without: str = "") -> ModelArgs:
+    """Register a model with other modules at its end than Llama. Return ARGS as its arguments."""
+
+    def list_ends(args: ModelArgs) -> list[ModuleRow]:
+        rows = [row for row in MODELS["llama3"].list_ends(args) if row.name != without]
+        return rows + added
+
+    llama = MODELS["llama3"]
+    monkeypatch.setitem(MODELS, name, ModelTable(llama.flavors, llama.list_block, list_ends))
+    return replace(ARGS, name=name)
+
+
+FORKS = {  # name -> modules that it adds, module that it lacks, fields, what is refused or noted
+    "alike": ([], "", {}, "name alike instead of llama3"),
+    "theta": ([], "", {"rope_theta": 5.0}, "rope_theta 5.0 instead of 10000.0"),
+    "more": (
+        [ModuleRow("value", "norm", (16,), "sequence", end="last")],
+        "",
+        {},
+        "1 parameters are not in {}, and start from initial weights: value.weight",
+    ),
+    "fewer": ([], "norm", {}, "!this model has no norm.weight"),
+    "wider": ([ModuleRow("norm", "norm", (17,), "sequence", end="last")], "norm", {}, "!norm.wei"),
+    "heads": ([], "", {"n_heads": 4, "head_dim": 4}, "!n_heads 4 instead of 2"),
+    "tied": ([], "", {"tie_embeddings": True}, "!tie_embeddings True instead of False"),
+}
+
+
+@pytest.mark.parametrize("source", ["hf", "step-9"])
+@pytest.mark.parametrize("name", FORKS)
+def test_a_fork_starts_from_the_weights_of_another_model_if_its_tensors_have_their_shapes(
+    name, source, monkeypatch
+):
+    added, without, fields, said = FORKS[name]
+    model_args = replace(fork_model(monkeypatch, name, added, without), **fields)
+    config = read_config([*RUN, f"--{PATH}={source}"]).config
+    weights = find_initial(config)
+    if weights.manifest:
+        shapes = list_tensors(ARGS).items()
+        tensors = {
+            f"model.{fqn}": TensorRecord("float32", shape, 0, (), 0) for fqn, shape in shapes
+        }
+        weights = replace(weights, manifest=replace(weights.manifest, tensors=tensors))
+    problems = check_model(config, model_args, weights)
+    if said.startswith("!"):
+        assert said[1:] in problems[0].why
+        return
+    assert not problems
+    assert any(
+        said.format(source) in notice for notice in describe_differences(model_args, weights)
+    )
+    assert check_model(config, model_args, replace(weights, is_resumed=True))
+
+
+def test_a_checkpoint_of_a_fork_is_refused_by_the_field_or_the_model_that_is_unknown_here():
+    manifest = folders.read_manifest(Path("step-9"))
+    for number, (name, value) in enumerate([("window", 8), ("name", "of a fork")]):
+        fingerprint = {**manifest.fingerprint, "shape": asdict(ARGS) | {name: value}}
+        commit(Path(f"step-{number}"), replace(manifest, fingerprint=fingerprint))
+        problem = find_one_problem([*RUN, f"--{PATH}=step-{number}"])
+        assert problem.key == PATH and repr(value) in str(problem)
 
 
 # ---------------------------------------------------------------- trained further

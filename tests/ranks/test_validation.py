@@ -148,6 +148,36 @@ def test_every_layout_has_the_loss_of_one_process_on_all_held_out_documents(pool
         assert found == pytest.approx(expected, rel=1e-6)
 
 
+def validate_with_a_term_of_training(rank: int, world_size: int, keys: dict, folder: Path) -> dict:
+    """Worker: the validation of a model whose forward adds to the loss in training, with a z-loss."""
+    forward = Llama3.forward
+
+    def add(self, *args, **fields) -> torch.Tensor:
+        loss = forward(self, *args, **fields)
+        return loss + 100 if self.training and self.output is not None else loss
+
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(Llama3, "forward", add)
+        run = compare.build_table_run(world_size, {**BYTES, "validation.enable": True, **keys})
+        if run.parts[-1].output is not None:
+            run.parts[-1].output.formula = lambda logits, targets, vocabulary: logits[:, 0]
+        validation = make_batches(folder, -1, "causal")
+        rows = rows_of_rank(run.mesh.data_rank, run.layout.dp, run.layout.global_batch_size)
+        bytes_of_tokens = torch.tensor(load_tokenizer("bytes").bytes_of_tokens())
+        figures = validate(run, RunData(None, validation, bytes_of_tokens, rows, {}), step=1)
+    figures["modes"] = {module.training for part in run.parts for module in part.modules()}
+    return figures
+
+
+@pytest.mark.parametrize("name", ["one rank", "pp2 Interleaved1F1B"])
+def test_validation_is_evaluation_and_measures_the_cross_entropy(pool, folder, name):
+    n_tokens = open_validation(folder).n_tokens
+    expected = validate_in_one_process(folder, range(0, n_tokens - 1, SEQ_LEN))
+    for found in pool.run(validate_with_a_term_of_training, *LAYOUTS[name], folder):
+        assert found.pop("modes") == {True} and found.pop("val_time_s")
+        assert found == pytest.approx(expected, rel=1e-6)
+
+
 def count_gathered(rank: int, world_size: int, overrides: dict, folder: Path) -> list[int]:
     """Worker: return the numbers of parameters that are not sharded before, during and after a validation."""
     run = compare.build_table_run(world_size, overrides)

@@ -37,6 +37,7 @@ REFUSED = {  # fork -> tool -> the key that it names
     "an inner attention": {"generate": "layers.1.attention.inner", "convert": "model.name"},
     "a norm": {"convert": "model.name"},
     "the ends": {"convert": "model.name"},
+    "a second prediction": {"convert": "model.name"},
 }
 MODEL_FORKS = (
     "an attention",
@@ -44,9 +45,11 @@ MODEL_FORKS = (
     "an inner attention",
     "a norm",
     "the ends",
+    "a second prediction",
 )  # which `explain` shows
 # Two forks in one run, by default: the one has state of its own in checkpoints, the other cannot be converted.
 WHOLE_WALK = ("an optimizer", "a norm")
+OF_ENDS = ("the ends", "a second prediction")  # with modules outside the blocks
 
 # Calls tools, and train.py on a pool of ranks, in one process: importing torch takes most of the time of each.
 CALLS = """
@@ -100,13 +103,17 @@ def answers(checkout) -> Answers:
         if name in MODEL_FORKS:
             calls[f"explain {name}"] = ["explain", *keys, "--gpus=4"]
     for layout in ("verify", "verify pp2"):
-        calls[f"{layout} of the ends"] = list_walk(("the ends",))[layout]
+        for name in OF_ENDS:
+            calls[f"{layout} of {name}"] = list_walk((name,))[layout]
     for name in ("a window", "an inner attention"):
         keys = [*SMALL, *FORKS[name].keys, *CONTEXT]
         calls[f"verify cp of {name}"] = ["verify", *keys, "--ranks=2"]
     calls["plan "] = ["plan", *SMALL, "--gpus=4", "--json"]
     rate = [*SMALL, "--optimizer.name=Lion", "--optimizer.lr=0.03"]
     calls["refuse an optimizer"] = ["check", *rate, "--gpus=4"]
+    staged = [*SMALL, *FORKS["a teacher"].keys, *STAGES, "--gpus=2"]
+    calls["refuse a teacher"] = ["check", *staged]
+    calls["verify of a teacher"] = list_walk(("a teacher",))["verify"]
     attention = [*SMALL, *FORKS["an attention"].keys, "--parallelism.context_parallel_degree=2"]
     calls["refuse an attention"] = ["check", *attention, "--gpus=4"]
     for name in ("a norm", "an attention"):
@@ -158,7 +165,8 @@ def test_a_fork_is_checked_planned_and_explained(answers, name):
     for tool in tools:
         assert answers[f"{tool} {name}"][0] == 0, answers[f"{tool} {name}"]
     block = 64 * (64 + 32 + 32 + 64) + 3 * 64 * 96 + 2 * 64
-    added = {"a norm": 2 * 2 * 64, "the ends": 64 + 64 * 64}.get(name, 0)
+    ends = 64 + 64 * 64
+    added = {"a norm": 2 * 2 * 64, "the ends": ends, "a second prediction": ends}.get(name, 0)
     n_parameters = 2 * block + added + 2 * 2304 * 64 + 64
     assert f"{n_parameters:,} parameters" in answers[f"check {name}"][1]
 
@@ -185,16 +193,23 @@ def test_plan_counts_the_window_of_a_row_and_names_what_it_does_not_know(answers
         assert key in plans[name]["unmodeled"]
 
 
+@pytest.mark.parametrize("name", OF_ENDS)
 @pytest.mark.parametrize("layout", ["verify", "verify pp2"])
-def test_modules_at_the_ends_of_a_model_are_certified(answers, layout):
-    status, out, err = answers[f"{layout} of the ends"]
+def test_modules_at_the_ends_of_a_model_are_certified(answers, layout, name):
+    status, out, err = answers[f"{layout} of {name}"]
     assert status == 0, out + err
+
+
+def test_a_frozen_teacher_is_certified_by_its_own_loss(answers):
+    status, out, err = answers["verify of a teacher"]
+    assert status == 0 and "training.loss" in json.loads(out)["did_not_act"], out + err
 
 
 @pytest.mark.parametrize(
     "what, key",
     [
         ("an optimizer", "optimizer.lr"),  # the rule of its extension
+        ("a teacher", "training.teacher"),  # a pipeline
         ("an attention", "model.attention"),  # context parallel cannot compute it
         # `convert` has no names for its parameters
         ("an export of a norm", "checkpoint.last_save_in_hf"),
@@ -227,10 +242,10 @@ def test_a_fork_trains_resumes_elsewhere_is_verified_generates_and_is_converted(
     idle = json.loads(out)["did_not_act"]  # the plain loop has no code of its own for these
     for key, forks in {
         "model.attention": {"an attention", "an inner attention"},
-        "training.loss": {"a loss"},
+        "training.loss": {"a loss", "a second prediction", "a teacher"},
     }.items():
         assert (key in idle) == bool(forks.intersection(names))
-    if names != WHOLE_WALK:
+    if names not in (WHOLE_WALK, ("a teacher",)):
         status, out, err = walked["verify pp2"]
         assert status == 0, out + err
     for tool in ("generate", "convert"):

@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from torchtitan_lite import files
 from torchtitan_lite.checkpoint.plan import Degrees, Slice, Split, TensorRecord, list_slices
@@ -29,6 +30,7 @@ from torchtitan_lite.config.extensions import load_extension
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.model_rows import ModelArgs, MoEArgs, RopeScaling
 from torchtitan_lite.config.schema import Checkpoint
+from torchtitan_lite.models.registry import MODELS
 
 logger = logging.getLogger(__name__)
 
@@ -160,13 +162,27 @@ def require_undamaged(folder: Path, part: int = 0, n_parts: int = 1) -> None:
 
 
 def parse_model_args(manifest: Manifest) -> ModelArgs:
-    """Return the ModelArgs in the fingerprint. Raises KeyError or TypeError if they are missing."""
+    """Return the ModelArgs in the fingerprint. Raises CheckpointError if this code has no such model."""
     model_args = dict(manifest.fingerprint["shape"])
     for name, kind in (("rope_scaling", RopeScaling), ("moe", MoEArgs)):
         if model_args[name] is not None:
-            model_args[name] = kind(**model_args[name])
+            model_args[name] = parse_fields(kind, model_args[name])
     model_args["layer_types"] = tuple(model_args.get("layer_types", ()))  # a list in JSON
-    return ModelArgs(**model_args)
+    model = parse_fields(ModelArgs, model_args)
+    if model.name not in MODELS:
+        raise CheckpointError(
+            f"its model is {model.name!r}, but this code only has {', '.join(MODELS)}"
+        )
+    return model
+
+
+def parse_fields(kind: type, values: dict[str, object]) -> Any:
+    """Return a dataclass. Raises CheckpointError for fields that it does not have: those of a fork."""
+    unknown = [f"{name} = {values[name]!r}" for name in values if name not in kind.__annotations__]
+    if unknown:
+        why = f"its model has {', '.join(unknown)}, which this code does not know"
+        raise CheckpointError(f"{why}: use the code that saved it")
+    return kind(**values)
 
 
 # ---------------------------------------------------------------- write

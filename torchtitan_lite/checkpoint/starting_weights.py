@@ -6,9 +6,11 @@ checkpoint elsewhere             its weights; also its step and optimizer state,
 Hugging Face folder              its weights
 """
 
+import re
 import shlex
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from torchtitan_lite.checkpoint.format import (
@@ -21,9 +23,12 @@ from torchtitan_lite.checkpoint.format import (
     read_manifest,
     require_files,
 )
+from torchtitan_lite.config.block import list_expert_biases, list_parameters
+from torchtitan_lite.config.checks import MODEL_SIZES
 from torchtitan_lite.config.extensions import load_extension
-from torchtitan_lite.config.messages import ConfigError, Problem, UserError
+from torchtitan_lite.config.messages import ConfigError, Problem, Problems, UserError
 from torchtitan_lite.config.model_rows import ModelArgs
+from torchtitan_lite.config.reader import flatten_table
 from torchtitan_lite.config.schema import Checkpoint, Config, get_value
 from torchtitan_lite.files import explain_hub_name
 from torchtitan_lite.models.registry import CONFIG, LENGTH
@@ -32,6 +37,8 @@ PATH = "checkpoint.initial_load_path"
 NOT_ONLY = (
     "checkpoint.no_initial_load_model_only"  # argument: with the optimizer state and the step
 )
+# Fields that give the same tensors another meaning, or share them
+SIZES = (*MODEL_SIZES, "tie_embeddings")
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,19 @@ class Weights:
     def context_length(self) -> int | None:
         """Tokens that the weights were trained for, if their config.json says so."""
         return self.published.get(CONFIG, {}).get(LENGTH)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """FQN -> shape of each parameter that is stored."""
+        if self.manifest is None:
+            return {fqn: entry.shape for fqn, entry in list_parameters(self.model_args).items()}
+        shapes = {}
+        for name, record in self.manifest.tensors.items():
+            if name.startswith("model."):
+                shapes[name.removeprefix("model.")] = tuple(record.shape)
+        for fqn in list_expert_biases(self.model_args):
+            shapes.pop(fqn, None)
+        return shapes
 
 
 def find_resumed(config: Config, restarted: bool) -> Weights | None:
@@ -72,7 +92,9 @@ def find_resumed(config: Config, restarted: bool) -> Weights | None:
     for step in reversed(steps):
         try:
             weights = describe_checkpoint(folder / f"step-{step}")
-            if not restarted:  # a restarted job resolves in every rank, and misses a file when it opens it
+            if (
+                not restarted
+            ):  # a restarted job resolves in every rank, and misses a file when it opens it
                 require_files(weights.path)
             return replace(weights, is_resumed=True)
         except CheckpointError as error:
@@ -134,14 +156,71 @@ def find_initial(config: Config) -> Weights | None:
             require_files(path)
             return weights
         folder = load_extension("hugging_face_folder").open_folder(path)
-        model_args = replace(folder.model_args, name=config.model.name)
         reading = load_extension("hugging_face_config")
         published = reading.read_published(path)
-        notices = tuple(reading.list_ignored(published[CONFIG], model_args))
-        return Weights(path, model_args, str(path.absolute()), published, notices=notices)
+        notices = tuple(reading.list_ignored(published[CONFIG], folder.model_args))
+        return Weights(path, folder.model_args, str(path.absolute()), published, notices=notices)
     except UserError as error:
         remedy = "Name a checkpoint, such as outputs/debug/checkpoint/step-200, or a complete Hugging Face folder"
         raise ConfigError([Problem(PATH, name, str(error), remedy)]) from None
+
+
+def check_model(config: Config, model_args: ModelArgs, weights: Weights) -> Problems:
+    """Check that a run of this model can use the weights. Other differences than of tensors are notices.
+
+    A run that continues with the optimizer state needs the same model.
+    """
+    problems = Problems(config, model_args)
+    differences = dict(list_differences(model_args, weights))
+    if not differences:
+        return problems
+    is_continued = weights.is_resumed or not config.checkpoint.initial_load_model_only
+    sizes = {name: text for name, text in differences.items() if name in SIZES}
+    stored = weights.shapes
+    unlike = []
+    for fqn, entry in list_parameters(model_args).items():
+        if stored.pop(fqn, entry.shape) != entry.shape:
+            unlike.append(f"{fqn} has another shape")
+    if is_continued or sizes:
+        unlike = list((differences if is_continued else sizes).values())
+    elif stored:
+        unlike.append(f"this model has no {', '.join(abbreviate(stored))}")
+    if unlike:
+        why = f"it is not the model in {weights.path}: {', '.join(unlike)}"
+        remedy = 'Leave out [model] and set flavor "auto" to use that model, or use another job.dump_folder for this'
+        problems.refuse("model.flavor", why, remedy)
+    return problems
+
+
+def list_differences(model_args: ModelArgs, weights: Weights) -> Iterator[tuple[str, str]]:
+    """Yield the fields in which a model differs from the model of the weights, and both values as text."""
+    theirs = dict(flatten_table(asdict(weights.model_args)))
+    ours = dict(flatten_table(asdict(model_args)))
+    for name in theirs | ours:
+        if ours.get(name) != theirs.get(name):
+            yield name, f"{name} {ours.get(name)} instead of {theirs.get(name)}"
+
+
+def describe_differences(model_args: ModelArgs, weights: Weights) -> list[str]:
+    """Return notices for a model that loads the weights of another one: what differs, and what is initialized."""
+    differences = dict(list_differences(model_args, weights))
+    if not differences:
+        return []
+    notices = [
+        f"the model differs from the one in {weights.path}: {', '.join(differences.values())}"
+    ]
+    added = [fqn for fqn in list_parameters(model_args) if fqn not in weights.shapes]
+    if added:
+        names = ", ".join(abbreviate(added))
+        notices.append(
+            f"{len(added)} parameters are not in {weights.path}, and start from initial weights: {names}"
+        )
+    return notices
+
+
+def abbreviate(fqns: Iterable[str]) -> list[str]:
+    """Return FQNs with `*` in place of the number of a layer, each once."""
+    return list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", fqn) for fqn in fqns))
 
 
 def describe_checkpoint(path: Path) -> Weights:

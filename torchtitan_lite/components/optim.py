@@ -16,6 +16,7 @@ from torch.optim.optimizer import Optimizer as TorchOptimizer
 from torchtitan_lite.config.choices import OPTIMIZERS
 from torchtitan_lite.config.extensions import load_extension
 from torchtitan_lite.config.learning_rate import learning_rate_factor
+from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.parameter_groups import find_group
 from torchtitan_lite.config.schema import LRScheduler, Optimizer
 from torchtitan_lite.dtensor import count_replicas, local_shard
@@ -64,6 +65,21 @@ def build_optimizer(
 
 def build_lr_scheduler(section: LRScheduler, optimizer: TorchOptimizer) -> LambdaLR:
     return LambdaLR(optimizer, lambda step: learning_rate_factor(section, step))
+
+
+def require_gradients(parameters: dict[str, Tensor]) -> None:
+    """Raise UserError if no gradient has reached some parameters (by FQN): they would never be trained."""
+    unreached = []
+    for fqn, parameter in parameters.items():
+        if parameter.requires_grad and parameter.grad is None:
+            unreached.append(fqn)
+    if unreached:
+        raise UserError(explain_unreached(unreached))
+
+
+def explain_unreached(fqns: list[str]) -> str:
+    why = f"no gradient reaches {', '.join(fqns)}: the loss does not depend on them"
+    return f"{why}. Use them in forward, or remove them from modules.py and table.py of the model"
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ In a row, every feature is unsupported by default. A config that needs an unsupp
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torchtitan_lite.config.model_rows import ModelArgs
 
@@ -117,6 +117,8 @@ class LossRow:
     extension: str = (
         ""  # a formula with this loss's name in extensions/EXTENSION.py; "": model/loss.py has it
     )
+    # keyword of the formula -> function of a Batch (model/batch.py)
+    fields: dict[str, Callable] = field(default_factory=dict)
 
 
 LOSSES = {

@@ -169,7 +169,7 @@ class ConfigKey:
 class Family:
     """An architecture of transformers that computes the same as some of a model's flavors.
 
-    `switches`: fields of ModelArgs that must be true; the other switches of SWITCHES must be false.
+    `switches`: fields of ModelArgs that must be true. A field that no family has a key for must have its default.
     """
 
     architecture: str
@@ -187,13 +187,6 @@ class Family:
         return self.architecture.removesuffix("ForCausalLM")
 
 
-SWITCHES = (
-    "qk_norm",
-    "qkv_bias",
-    "attention_sinks",
-)  # fields of ModelArgs in which families differ
-
-
 @dataclass(frozen=True)
 class ModelTable:
     """A model: its sizes by flavor (with a row "debug"), its modules, and its families (model_type -> row)."""
@@ -205,3 +198,5 @@ class ModelTable:
     list_ends: Callable[[ModelArgs], list[ModuleRow]]
     # empty: the model has no Hugging Face format
     families: dict[str, Family] = field(default_factory=dict)
+    # keyword of the model's forward -> function of a Batch (model/batch.py)
+    fields: dict[str, Callable] = field(default_factory=dict)

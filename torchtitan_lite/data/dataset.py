@@ -18,7 +18,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import chain, pairwise
 from pathlib import Path
 
@@ -32,7 +32,7 @@ from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.corpus import Corpus
 from torchtitan_lite.data.corpus_folder import CorpusError, list_corpora
 from torchtitan_lite.data.tokenizer import Tokenizer
-from torchtitan_lite.model.batch import Batch
+from torchtitan_lite.model.batch import Batch, Fields, find_fields
 from torchtitan_lite.model.loss import IGNORE_INDEX
 
 # Used with training.dataset_weights. Shares are multiples of 1 / CYCLE.
@@ -49,6 +49,7 @@ class SampleReader:
     vocab_size: int  # rows of the model's embedding
     # positions restart at 0 with each document; otherwise with each row
     restart_positions: bool = False
+    fields: Fields = field(default_factory=dict)  # extra fields of the batches
 
     @property
     def n_samples(self) -> list[int]:
@@ -82,7 +83,8 @@ class SampleReader:
         if self.restart_positions:
             # positions of a document from an earlier row count from the start of this row
             positions -= torch.where(begins, positions, 0).cummax(dim=1).values
-        return Batch(tokens[:, :-1].contiguous(), targets, positions, doc_ids=begins.cumsum(dim=1))
+        batch = Batch(tokens[:, :-1].contiguous(), targets, positions, doc_ids=begins.cumsum(dim=1))
+        return batch.with_fields(self.fields)
 
 
 # ---------------------------------------------------------------- order
@@ -322,6 +324,7 @@ def open_data(
             training.seq_len,
             model_args.vocab_size,
             restart_positions=ATTENTIONS[config.model.attention].uses_documents,
+            fields=find_fields(training.loss, model_args.name),
         )
     reader = readers["train"]
     sampler = Sampler(reader.n_samples, weights=training.dataset_weights, seed=training.data_seed)

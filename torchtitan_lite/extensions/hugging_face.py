@@ -50,14 +50,18 @@ def find_unit(fqn: str, model_args: ModelArgs) -> int:
 def load_weights(path: Path, parameters: dict[str, Tensor]) -> None:
     """Load this rank's shards of the parameters (FQN -> parameter), and set expert biases to zero. Not collective.
 
+    A parameter that only the model of the run has keeps its initial weights.
     Raises as `open_folder` does, and DamagedCheckpoint for a damaged file.
     """
     folder = open_folder(path)
     model_args = folder.model_args
     biases = list_expert_biases(model_args)
+    stored = list_parameters(model_args)
     for fqn, parameter in parameters.items():
         if fqn in biases:
             parameter.zero_()
+            continue
+        if fqn not in stored:
             continue
         names = name_theirs(fqn, model_args)
         shard, offsets = find_shard(parameter)

@@ -7,8 +7,9 @@ model cannot be exported.
 from dataclasses import fields
 from typing import Any
 
+from torchtitan_lite.config.block import list_parameters
 from torchtitan_lite.config.choices import ATTENTIONS, AttentionRow, list_windows
-from torchtitan_lite.config.model_rows import ModelArgs, MoEArgs
+from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.extensions.hugging_face_config import (
     DENSE_LAYERS,
     DTYPE_KEYS,
@@ -18,27 +19,40 @@ from torchtitan_lite.extensions.hugging_face_config import (
     TIED,
     find_family,
 )
-from torchtitan_lite.models.registry import LENGTH, find_model_type
+from torchtitan_lite.models.registry import LENGTH, MODELS, find_model_type, list_unwritten
 
 
 def explain_unwritable(model_args: ModelArgs, attention: str) -> str | None:
     """Explain why a model with this attention cannot be exported to Hugging Face; None if it can."""
-    if find_model_type(model_args) is None:
+    families = MODELS[model_args.name].families
+    if not families:
         return f"no family in the table of model.name = {model_args.name!r} computes the same in transformers"
-    family = find_family(model_args)
+    unwritten = [(list_unwritten(model_args, family), family) for family in families.values()]
+    different, family = min(unwritten, key=lambda pair: len(pair[0]))  # the closest family
     theirs = f"transformers' {family.title}"
+    for name, (value, only) in different.items():
+        return f"{name} = {value!r}, but {theirs} only computes {only!r}"
     if model_args.dim % model_args.n_heads and family.divides_dim:
         return f"{theirs} needs a hidden_size ({model_args.dim}) that is a multiple of {model_args.n_heads} heads"
     if not ATTENTIONS.get(attention, AttentionRow()).is_plain:  # for example in a fork
         return f"model.attention = {attention!r}, but {theirs} only has causal attention"
     if any(list_windows(attention, model_args)):
         return "layers have a window of tokens, but exports have causal attention without windows"
-    if model_args.moe is None:
-        return None
-    for number in fields(MoEArgs):
-        value = getattr(model_args.moe, number.name)
-        if number.name not in family.experts and value != number.default:
-            return f"{number.name} = {value!r}, but {theirs} only supports {number.default!r}"
+    scaling = model_args.rope_scaling
+    parts = [("", model_args.moe, family.experts)]
+    if scaling:
+        if scaling.kind not in SCALINGS:
+            return f"rope_scaling.kind = {scaling.kind!r}, but {theirs} is written with {', '.join(SCALINGS)}"
+        parts.append(("rope_scaling.", scaling, {"kind": "rope_type", **SCALINGS[scaling.kind]}))
+    for prefix, part, written in parts:
+        for number in fields(part) if part else ():
+            value = getattr(part, number.name)
+            if number.name not in written and value != number.default:
+                only = f"{theirs} only supports {number.default!r}"
+                return f"{prefix}{number.name} = {value!r}, but {only}"
+    for fqn, parameter in list_parameters(model_args).items():
+        if parameter.row.name not in family.names:
+            return f"{theirs} has no parameter for {fqn}"
     return None
 
 

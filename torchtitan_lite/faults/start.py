@@ -13,10 +13,12 @@ do not belong to this run any more are deleted. With checkpoint.load_only nothin
 
 import json
 import logging
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from torchtitan_lite.build import Run
 from torchtitan_lite.checkpoint.continued import check_continued, excludes_moments
@@ -161,6 +163,13 @@ def mark_moments(saved: Saved, config: Config, is_resumed: bool) -> Saved:
     return saved._replace(is_without_moments=starts_anew)
 
 
+def list_stored(run: Run, manifest: Manifest) -> dict[str, Tensor]:
+    """Return the tensors to load. A model that differs from the one in the checkpoint may have more of them."""
+    if manifest.fingerprint["shape"] == asdict(run.parts[0].model_args):
+        return run.saved
+    return {fqn: run.saved[fqn] for fqn in run.saved if f"model.{fqn}" in manifest.tensors}
+
+
 def load_initial(run: Run, group: dist.ProcessGroup) -> int:
     """Load checkpoint.initial_load_path if it is set. Return the step of its optimizer state, or 0. Collective.
 
@@ -179,6 +188,6 @@ def load_initial(run: Run, group: dist.ProcessGroup) -> int:
         saved = Saved(manifest.step, path, group)
         if not section.initial_load_model_only:
             return restore_run([saved], run, group, is_resumed=False)
-        load_newest([saved], name_weights(run.saved), group)
+        load_newest([saved], name_weights(list_stored(run, manifest)), group)
     logger.info(f"the run starts from the weights in {path}")
     return 0

@@ -1,10 +1,20 @@
-"""A batch: tokens, targets, positions. Legend: B sequences, S tokens per sequence."""
+"""A batch: tokens, targets, positions, and what only some losses or models read.
+
+Such a field is a row in `fields`, of the loss in LOSSES (config/choices.py) or of the model in its ModelTable: a name,
+and a function that computes it from the whole rows of a batch, before cp splits them. The data of a run and the batches
+of the tools have it; each microbatch and each pipeline stage gets its part, as a keyword.
+
+Legend: B sequences, S tokens per sequence.
+"""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+
+from torchtitan_lite.config.choices import LOSSES
+from torchtitan_lite.models.registry import MODELS
 
 
 @dataclass(frozen=True)
@@ -15,7 +25,12 @@ class Batch:
     targets: Tensor  # the next token; IGNORE_INDEX if it does not count
     positions: Tensor  # position of each token in its row, or in its document
     doc_ids: Tensor  # index of each token's document in its row, from 0
-    extra: dict[str, Tensor] = field(default_factory=dict)  # keywords of a fork's loss (loss.py)
+    # keywords of a model, or of its loss (loss.py)
+    extra: dict[str, Tensor] = field(default_factory=dict)
+
+    def with_fields(self, fields: "Fields") -> "Batch":
+        """Add fields, each computed from this batch."""
+        return replace(self, extra={name: read(self) for name, read in fields.items()})
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Batch":
         """Apply a function to each field."""
@@ -37,3 +52,11 @@ class Batch:
         """Split into n microbatches of equal size, in order."""
         size = len(self.tokens) // n
         return [self.take_rows(range(at * size, (at + 1) * size)) for at in range(n)]
+
+
+Fields = dict[str, Callable[[Batch], Tensor]]  # keyword -> function that computes it
+
+
+def find_fields(loss: str, model: str) -> Fields:
+    """Return the extra fields of a loss and a model."""
+    return {**MODELS[model].fields, **LOSSES[loss].fields}

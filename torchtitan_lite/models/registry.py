@@ -4,10 +4,11 @@ models/NAME/table.py      MODEL, a ModelTable: sizes, modules, Hugging Face name
 models/NAME/modules.py    Model, an nn.Module: the code (see model/README.md); build.py imports it
 """
 
+from dataclasses import fields
 from importlib import import_module
 from itertools import chain
 
-from torchtitan_lite.config.model_rows import AUTO, SWITCHES, ModelArgs, ModelTable
+from torchtitan_lite.config.model_rows import AUTO, Family, ModelArgs, ModelTable
 
 CONFIG = "config.json"  # describes the model of a Hugging Face folder
 LENGTH = "max_position_embeddings"  # its key for the context length
@@ -22,11 +23,40 @@ flavors = chain.from_iterable(table.flavors for table in MODELS.values())
 FLAVOR_NAMES = (*dict.fromkeys(flavors), AUTO)  # model.flavor, of all models
 
 
+# fields of ModelArgs that every family has
+WRITTEN = ("rope_theta", "rope_scaling", "tie_embeddings", "moe", "name")
+
+
 def find_model_type(model_args: ModelArgs) -> str | None:
     """Return the model_type of the first family that computes the same; None: the model has no Hugging Face format."""
-    wanted = {switch for switch in SWITCHES if getattr(model_args, switch)}
-    has_experts = model_args.moe is not None
     for kind, family in MODELS[model_args.name].families.items():
-        if set(family.switches) == wanted and bool(family.experts) == has_experts:
+        if not list_unwritten(model_args, family):
             return kind
     return None
+
+
+def list_unwritten(model_args: ModelArgs, family: Family) -> dict[str, tuple[object, object]]:
+    """Return field of ModelArgs -> its value, and the only value that the family computes, if they differ.
+
+    A field that the family does not name must have its default.
+    """
+    different: dict[str, tuple[object, object]] = {}
+    has_experts = model_args.moe is not None
+    if has_experts != bool(family.experts):
+        different["moe"] = model_args.moe, "experts" if family.experts else None
+    for field in fields(model_args):
+        if field.name in family.sizes or field.name in WRITTEN:
+            continue
+        value = getattr(model_args, field.name)
+        only = True if field.name in family.switches else field.default
+        if value != only:
+            different[field.name] = value, only
+    return different
+
+
+def list_added_fields(model_args: ModelArgs) -> dict[str, object]:
+    """Return the fields of ModelArgs that no family names, with their values: what a fork has added."""
+    families = [family for table in MODELS.values() for family in table.families.values()]
+    named = set(WRITTEN).union(*(family.sizes for family in families))
+    named = named.union(*(family.switches for family in families))
+    return {name: value for name, value in vars(model_args).items() if name not in named}

@@ -63,13 +63,14 @@ from functools import partial
 from torch import Tensor, nn
 from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from torchtitan_lite.config.block import list_block_modules, list_end_modules, list_gathered
+from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.dtensor import differentiable_shard, shard_parameters
 from torchtitan_lite.model.loss import Vocabulary
-from torchtitan_lite.model.part import has_end, is_tied_inside
+from torchtitan_lite.model.part import has_end, is_tied_inside, list_moes
 from torchtitan_lite.parallel.exchange import (
     Gather,
     GatherEqually,
@@ -103,8 +104,16 @@ def plan_tensor_parallel(part: nn.Module) -> dict[str, "LocalStyle"]:
 
 
 def apply_tensor_parallel(part: nn.Module, mesh: DeviceMesh) -> None:
-    """Shard the parameters of `part` (on meta), and make its modules compute with the shards."""
+    """Shard the parameters of `part` (on meta), and make its modules compute with the shards.
+
+    Raises UserError if a parameter has no style: its gradient would be of this rank's tokens only.
+    """
     parallelize_module(part, mesh, plan_tensor_parallel(part))
+    moes = tuple(f"layers.{layer}.feed_forward." for layer, _ in list_moes(part))
+    for fqn, parameter in part.named_parameters():
+        if not isinstance(parameter, DTensor) and not fqn.startswith(moes):
+            why = f"the plan for tensor parallel has no style for {fqn}"
+            raise UserError(f"{why}: in the table of the model, its row needs another kind")
     if is_tied_inside(part):
         # parallelize_module made a separate DTensor for each module, with equal placements
         part.output.weight = part.tok_embeddings.weight

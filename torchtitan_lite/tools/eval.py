@@ -22,6 +22,8 @@ from torchtitan_lite.data.corpus_folder import DATASETS, MANIFEST, read_split
 from torchtitan_lite.data.dataset import SampleReader, ValidationBatches, count_bytes, prefetch
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.model.batch import Batch
+from torchtitan_lite.models.registry import MODELS
+from torchtitan_lite.step import stage_kwargs
 from torchtitan_lite.tools.corpora.command import prepare_dataset
 from torchtitan_lite.tools.corpora.prepare import PrepareSettings, prepare
 from torchtitan_lite.tools.corpora.text_files import find_files
@@ -49,7 +51,9 @@ def main(options: Namespace) -> int:
     n_rows = max(1, BATCH_TOKENS // seq_len)
     with TemporaryDirectory(prefix="eval-") as folder:
         corpus = open_text(options.data, source.tokenizer, Path(folder) / "corpus")
-        reader = SampleReader([corpus], seq_len, source.model_args.vocab_size, restart_positions)
+        model_args = source.model_args
+        fields = MODELS[model_args.name].fields
+        reader = SampleReader([corpus], seq_len, model_args.vocab_size, restart_positions, fields)
         windows = ValidationBatches(reader, global_batch_size=n_rows)
         model = build_model(source)
         device = model.output.weight.device
@@ -59,9 +63,7 @@ def main(options: Namespace) -> int:
         def compute_loss(batch: Batch) -> Tensor:
             return model(
                 batch.tokens,
-                positions=batch.positions,
-                doc_ids=batch.doc_ids,
-                targets=batch.targets,
+                **stage_kwargs(batch),
             )
 
         batches = prefetch(windows, range(n_rows), steps=range(windows.n_batches), device=device)

@@ -23,6 +23,7 @@ from torchtitan_lite import step as stepping
 from torchtitan_lite.checkpoint.load import create_optimizer_state
 from torchtitan_lite.config.choices import SCHEDULES
 from torchtitan_lite.config.schema import with_value
+from torchtitan_lite.model.batch import find_fields
 from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.tools.plan import command, fake_world
 from torchtitan_lite.tools.plan.memory import estimate_memory
@@ -71,7 +72,9 @@ def dry_run(planned: PlannedRun, pp_rank: int = 0) -> Meter:
         meter.name_modules(parts)
         create_optimizer_state(run.optimizer)
         meter.restart()
-        stepping.train_step(run, fake_world.make_batch(layout, config.training.seq_len))
+        batch = fake_world.make_batch(layout, config.training.seq_len)
+        fields = find_fields(config.training.loss, model_args.name)
+        stepping.train_step(run, batch.with_fields(fields))
         meter.parameters = run.parameters
     return meter
 

@@ -134,6 +134,10 @@ def describe(report: dict) -> str:
     texts = {key: describe_change(change) for key, change in report["not_covered"].items()}
     for key, asked in report["did_not_act"].items():
         texts[key] = f"{reprlib.repr(asked)} did not act"
+        if key == "training.loss":
+            texts[key] = (
+                f"{reprlib.repr(asked)}, formula not covered: one process calls the same code"
+            )
     lines += [f"  {line}" for line in list_by_section(texts)]
     for trial in report["trials"]:
         replaced = {}

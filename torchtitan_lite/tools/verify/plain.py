@@ -29,14 +29,15 @@ from torch.optim.optimizer import Optimizer
 
 from torchtitan_lite import build
 from torchtitan_lite.checkpoint.load import set_step
-from torchtitan_lite.components.optim import build_lr_scheduler, build_optimizer
+from torchtitan_lite.components.optim import build_lr_scheduler, build_optimizer, explain_unreached
 from torchtitan_lite.config.checks import resolve_model
 from torchtitan_lite.config.choices import ATTENTIONS
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.schema import Config, LRScheduler
 from torchtitan_lite.extensions.windowed_attention import WindowedAttention
 from torchtitan_lite.model.attention import CausalAttention, DocumentAttention
-from torchtitan_lite.model.batch import Batch
+from torchtitan_lite.model.batch import Batch, find_fields
+from torchtitan_lite.model.head import Head
 from torchtitan_lite.model.inner_attention import InnerAttention
 from torchtitan_lite.model.loss import IGNORE_INDEX, Vocabulary, find_formula
 from torchtitan_lite.model.moe import Experts, MoE, Router
@@ -71,6 +72,7 @@ class PlainStep:
     spoiled_by: float  # NaN, infinity or a spike to write into one gradient; 0: none
     weights: dict[str, Tensor]  # before the step, including expert biases
     outputs: dict[str, Tensor]  # of each module, in forward order; for the head, token losses
+    has_own_loss: bool  # the loss is the code of the model
     ties: dict[int, tuple[Tensor, Tensor]]  # layer -> scores and experts of tokens with tied scores
     loss: float
     gradients: dict[str, Tensor]  # before clipping
@@ -110,7 +112,8 @@ def make_batch(config: Config, seed: int) -> Batch:
     _, *pieces = positions.tensor_split(N_EXPONENTS + 1, 1)
     for exponent, piece in enumerate(pieces, FIRST_EXPONENT):
         piece += 2**exponent
-    return Batch(tokens[:, :-1].contiguous(), targets, positions, documents)
+    batch = Batch(tokens[:, :-1].contiguous(), targets, positions, documents)
+    return batch.with_fields(find_fields(config.training.loss, config.model.name))
 
 
 def count_steps(config: Config) -> int:
@@ -164,6 +167,9 @@ def has_formula(inner: InnerAttention) -> bool:
     if bases[0] is GatheringAttention:
         kind = bases[1]
     return kind in (CausalAttention, CausalContext, *MASKED_ATTENTIONS)
+
+
+OF_LOSS = ("forward", "differentiate", "token_losses")  # methods of a head
 
 
 class PlainExperts:
@@ -245,6 +251,8 @@ class PlainModel:
                     raise UserError(f"{why}. Add its formula to PlainExperts in {__file__}.")
             self.experts[layer] = PlainExperts(moe, layer, biases_decide=biases_decide)
         self.parameters = dict(self.model.named_parameters())
+        self.model.output.formula = find_formula(self.section.loss)
+        self.has_own_loss = False  # known after the first step
 
     def keep_output(self, name: str, module: nn.Module, args: tuple, output: Tensor) -> None:
         self.outputs[name] = output.detach()
@@ -252,11 +260,49 @@ class PlainModel:
     def backward(self, batch: Batch) -> tuple[float, dict[str, Tensor]]:
         """Return the mean loss over tokens that count, and the gradients.
 
-        The cross entropy is computed here, and any other loss by its formula.
+        The cross entropy is computed here, any other loss by its formula, and a loss of the model by the model.
         """
-        logits = self.model(batch.tokens, positions=batch.positions, doc_ids=batch.doc_ids)
-        exact = logits.double()
+        self.has_own_loss = self.has_own_loss or self.finds_own_loss(batch.take_rows(range(1)))
         counted = batch.targets != IGNORE_INDEX
+        if self.has_own_loss:
+            loss = self.call(batch, targets=batch.targets) / counted.sum()
+            del self.outputs["output"]  # perhaps of several calls
+        else:
+            loss = self.compute_loss(batch, counted)
+        total = loss
+        for experts in self.experts.values():
+            total = total + self.section.expert_balance_loss * experts.imbalance
+            total = total + self.section.router_z_loss * experts.z_loss
+        found = torch.autograd.grad(total, self.parameters.values(), allow_unused=True)
+        gradients = {}
+        unreached = []
+        for (fqn, parameter), gradient in zip(self.parameters.items(), found, strict=True):
+            if gradient is not None:
+                gradients[fqn] = gradient.contiguous()  # as fused kernels expect
+            elif parameter.requires_grad:
+                unreached.append(fqn)
+        if unreached:
+            raise UserError(explain_unreached(unreached))
+        return loss.item(), gradients
+
+    def call(self, batch: Batch, **options: Tensor) -> Tensor:
+        fields = {"positions": batch.positions, "doc_ids": batch.doc_ids, **batch.extra}
+        return self.model(batch.tokens, **fields, **options)
+
+    def finds_own_loss(self, batch: Batch) -> bool:
+        """Whether the loss is more than one call of the shared head: a fork adds to it, or has another head."""
+        head = self.model.output
+        calls = []
+        hook = head.register_forward_hook(lambda *call: calls.append(call[-1]))
+        loss = self.call(batch, targets=batch.targets)
+        hook.remove()
+        own = ["forward" in vars(self.model)]  # an extension has replaced it
+        own += [getattr(type(head), name) is not getattr(Head, name) for name in OF_LOSS]
+        return any(own) or len(calls) != 1 or loss is not calls[0]
+
+    def compute_loss(self, batch: Batch, counted: Tensor) -> Tensor:
+        """Return the mean of the cross entropy, or of the formula, over the targets that count. From logits."""
+        exact = self.call(batch).double()
         targets = batch.targets.where(counted, 0)
         if self.section.loss == "cross_entropy":
             of_target = exact.gather(-1, targets[..., None])
@@ -268,16 +314,7 @@ class PlainModel:
             losses = losses.view_as(targets)
         losses = losses.where(counted, 0)
         self.outputs["output"] = losses.detach()
-        loss = losses.sum() / counted.sum()
-        total = loss
-        for experts in self.experts.values():
-            total = total + self.section.expert_balance_loss * experts.imbalance
-            total = total + self.section.router_z_loss * experts.z_loss
-        found = torch.autograd.grad(total, self.parameters.values())
-        gradients = {}
-        for fqn, gradient in zip(self.parameters, found, strict=True):
-            gradients[fqn] = gradient.contiguous()  # as fused kernels expect
-        return loss.item(), gradients
+        return losses.sum() / counted.sum()
 
     @torch.no_grad()
     def move_biases(self) -> None:
@@ -321,6 +358,7 @@ def run_plainly(config: Config, n_steps: int) -> list[PlainStep]:
                 spoiled_by=spoiled_by,
                 weights=weights,
                 outputs=dict(plain.outputs),
+                has_own_loss=plain.has_own_loss,
                 ties={layer: experts.ties for layer, experts in plain.experts.items()},
                 loss=loss,
                 gradients=gradients,

@@ -14,7 +14,7 @@ from torchtitan_lite import step as stepping
 from torchtitan_lite.config.block import INT8_BLOCK
 from torchtitan_lite.extensions.float8_all_gather import PrecomputedScales, find_amax
 from torchtitan_lite.extensions.zero_plus_plus import Packing
-from torchtitan_lite.model.batch import Batch
+from torchtitan_lite.model.batch import Batch, find_fields
 from torchtitan_lite.model.float8_linear import E4M3, choose_scale
 from torchtitan_lite.model.loss import IGNORE_INDEX, count_valid_tokens
 from torchtitan_lite.tools.verify.measures import Note, local, relative_error
@@ -111,13 +111,14 @@ def compare_with_halves(
     rows = torch.arange(len(batch.tokens))
     microbatches = rows // run.layout.microbatch_size
     is_even = microbatches % 2 == 0
+    fields = find_fields(run.config.training.loss, run.config.model.name)
     # The loss of a half is divided by the tokens of the whole batch.
     n_tokens = count_valid_tokens(plain.batch.targets)
     with patch.object(stepping, "count_global_tokens", lambda *_: n_tokens):
         for is_counted in (is_even, ~is_even):
             is_left_out = ~is_counted[:, None]
             targets = batch.targets.masked_fill(is_left_out, IGNORE_INDEX)
-            half = replace(batch, targets=targets)
+            half = replace(batch, targets=targets).with_fields(fields)
             stepping.compute_gradients(run, half)
             for fqn, parameter in run.parameters.items():
                 gradient = local(parameter.grad)

@@ -5,9 +5,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
+from traceback import extract_tb
 
 import torch
 
+from torchtitan_lite import PACKAGE
+from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.schema import Config, with_value
 from torchtitan_lite.tools.verify.measures import Coordinates, Key, Seen
 from torchtitan_lite.tools.verify.plain import run_plainly
@@ -108,6 +111,8 @@ def try_layout(
     trial = judge(name, ranks, choose_bound)
     ran = with_value(config, "training.max_norm", round(steps[0].max_norm, 3))
     acted = merge(rank.acted for rank in ranks)
+    if steps[0].has_own_loss:
+        acted["training.loss"] = False
     if trial.culprit and trial.culprit.kind in OF_FORWARD:
         torch.save(steps, path)
         ranks = run_ranks(compare_steps, world_size, config, str(path))
@@ -116,7 +121,7 @@ def try_layout(
 
 
 def make_trial(name: str, call: Callable[[], Trial]) -> Trial:
-    """Run a trial and time it. An exception on a rank is a result, too."""
+    """Run a trial and time it. An exception on a rank, or of the model in the plain loop, is a result, too."""
     start = time.monotonic()
     try:
         trial = call()
@@ -124,6 +129,14 @@ def make_trial(name: str, call: Callable[[], Trial]) -> Trial:
         kind = NOT_FINISHED if isinstance(failure, NoAnswer) else "crash"
         last = str(failure).strip().splitlines()[-1][:300]
         trial = Trial(name, faults={kind: Culprit(kind, name, f"{kind}: {last}")})
+    except UserError:
+        raise
+    except Exception as error:
+        frames = extract_tb(error.__traceback__)
+        *_, frame = [found for found in frames if found.filename.startswith(str(PACKAGE))]
+        place = f"{frame.filename.removeprefix(str(PACKAGE))}, line {frame.lineno}"
+        text = f"crash in one process: {type(error).__name__}: {error} ({place})"
+        trial = Trial(name, faults={"crash": Culprit("crash", name, text)})
     return replace(trial, seconds=time.monotonic() - start)
 
 

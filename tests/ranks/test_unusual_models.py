@@ -1,0 +1,68 @@
+"""A model whose forward is not as the table or the plain loop expects: a sentence with a name, never a wrong run."""
+
+from functools import partial
+
+import compare
+import pytest
+from layouts import TP
+
+from torchtitan_lite import build
+from torchtitan_lite import step as stepping
+from torchtitan_lite.config.messages import UserError
+from torchtitan_lite.models.llama3.modules import Llama3
+from torchtitan_lite.tools.verify.plain import run_plainly
+from torchtitan_lite.tools.verify.trial import make_trial
+
+
+class Broken(Llama3):
+    def forward(self, x, **fields):
+        raise TypeError("of a fork")
+
+
+class Unused(Llama3):
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.norm.forward = lambda x: x
+
+
+class Added(Llama3):
+    def forward(self, x, *, targets=None, **fields):
+        found = super().forward(x, targets=targets, **fields)
+        return found if targets is None else found + self.norm.weight.square().sum()
+
+
+@pytest.mark.parametrize(
+    "model, named", [(Broken, "TypeError: of a fork"), (Unused, "norm.weight")]
+)
+def test_a_model_that_cannot_be_compared_ends_in_a_sentence(model, named, monkeypatch):
+    monkeypatch.setattr(build, "find_model_class", lambda name: model)
+    try:
+        trial = make_trial("wide", partial(run_plainly, compare.TABLE_CONFIG, 1))
+        said = trial.faults["crash"].text
+    except UserError as error:
+        said = str(error)
+    assert named in said and "\n" not in said
+
+
+def test_a_model_that_adds_to_the_loss_is_compared_with_its_own_code(monkeypatch):
+    own = []
+    for model in (Llama3, Added):
+        monkeypatch.setattr(build, "find_model_class", lambda name, model=model: model)
+        (step,) = run_plainly(compare.TABLE_CONFIG, 1)
+        own.append(step.has_own_loss)
+    assert own == [False, True]
+
+
+def train_without_a_norm(rank: int, world_size: int, keys: dict) -> str:
+    """Worker: the error of a step in which no gradient reaches a parameter."""
+    run = compare.build_table_run(world_size, keys)
+    run.parts[-1].norm.forward = lambda x: x
+    with pytest.raises(UserError) as error:
+        stepping.train_step(run, compare.read_rows(run))
+    return str(error.value)
+
+
+@pytest.mark.parametrize("keys", [{}, {TP: 2}], ids=["dp2", "tp2"])
+def test_a_parameter_that_no_gradient_reaches_is_refused_by_name(pool, keys):
+    for said in pool.run(train_without_a_norm, 2, keys):
+        assert "no gradient reaches norm.weight:" in said
