@@ -34,11 +34,8 @@ class MoE(nn.Module):
         """x (B, S, D) -> (B, S, D)."""
         weights, routes, counts, _, _ = self.router(x)
         # (R,): rows by expert; row r is copy r % K of token r // K
-        order = routes.flatten().argsort(stable=True)
-        place = order.argsort()  # the inverse permutation: where row r went
-        rows = x.flatten(0, 1)
-        rows = rows.repeat_interleave(routes.shape[-1], 0)
-        rows = permute_rows(rows, order, place)
+        order, place = sort_rows(routes.flatten(), self.router.n_experts)
+        rows = permute_rows(x.flatten(0, 1), order, place, routes.shape[-1])
         rows = self.experts(rows, counts.sum(0))
         copies = permute_rows(rows, place, order)
         return self.combine(copies.view(*routes.shape, -1), weights)
@@ -145,18 +142,38 @@ def multiply_groups(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     return F.grouped_mm(rows, matrices, offs=ends)
 
 
+def sort_rows(experts: Tensor, n_experts: int) -> tuple[Tensor, Tensor]:
+    """Sort rows by expert, (R,): return the order, and its inverse permutation: where each row went.
+
+    A GPU sorts 8 bits of a key at a time, so keys are as short as possible. Equal keys keep their order.
+    """
+    keys = experts.to(torch.uint8 if n_experts <= 256 else torch.int16)
+    order = keys.argsort(stable=True)
+    rows = torch.arange(len(order), device=order.device)
+    return order, torch.empty_like(order).scatter_(0, order, rows)
+
+
 class PermuteRows(torch.autograd.Function):
-    """Return x[order]. `inverse` is the inverse permutation. The backward of x[order] would add rows one by one."""
+    """Return x[order // n_copies]. `inverse` is the inverse permutation of `order`.
+
+    The backward of an index would add rows one by one.
+    """
 
     @staticmethod
-    def forward(ctx, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    def forward(ctx, x: Tensor, order: Tensor, inverse: Tensor, n_copies: int) -> Tensor:
         ctx.save_for_backward(inverse)
-        return x.index_select(0, order)
+        ctx.n_copies = n_copies
+        return x.index_select(0, order if n_copies == 1 else order // n_copies)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         (inverse,) = ctx.saved_tensors
-        return grad.index_select(0, inverse), None, None
+        copies = grad.index_select(0, inverse)
+        if ctx.n_copies > 1:
+            copies = copies.unflatten(0, (-1, ctx.n_copies)).sum(1)
+        return copies, None, None, None
 
 
-permute_rows = PermuteRows.apply
+def permute_rows(x: Tensor, order: Tensor, inverse: Tensor, n_copies: int = 1) -> Tensor:
+    """Return the rows of x (R / n_copies, D) in an order, (R, D): `n_copies` of each row, one after the other."""
+    return PermuteRows.apply(x, order, inverse, n_copies)

@@ -2,7 +2,8 @@
 
     mode        saved for backward, per block         recomputed
     none        every activation                      nothing
-    selective   "op": outputs of matmuls, attention   norms, rotary embedding, SwiGLU product: cheap
+    selective   "op": outputs of matmuls, attention   norms, rotary embedding, SwiGLU product: cheap; experts, whose
+                                                      outputs would be most of the memory
                 "n":  every n-th block uses full      those blocks
     full        the block's input (B, S, D)           the block: a third more FLOPs
     memory_budget: the fraction of activations that a compiled block may save; the compiler recomputes the cheapest
@@ -41,7 +42,6 @@ KEPT_OPS = [  # outputs worth saving: expensive to compute, or received from oth
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
-    aten._grouped_mm.default,
     aten.amax.default,  # float8 scales: tiny, but recompute would read the full tensor
     aten.topk.default,  # routes of an MoE layer: small, and recompute must not choose different ones
     torch.ops.higher_order.flex_attention,  # inside a compiled block

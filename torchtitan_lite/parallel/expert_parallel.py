@@ -38,7 +38,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
 from torchtitan_lite.dtensor import shard_parameters
-from torchtitan_lite.model.moe import Experts, permute_rows
+from torchtitan_lite.model.moe import Experts, permute_rows, sort_rows
 from torchtitan_lite.model.part import list_moes
 from torchtitan_lite.parallel.exchange import ExchangeRows, Ranks, all_to_all, list_ranks
 
@@ -68,8 +68,7 @@ def compute_elsewhere(experts: Experts, ranks: Ranks, rows: Tensor, counts: Tens
         arriving.flatten(),
         output_size=sum(received),
     )
-    order = expert_of_row.argsort(stable=True)
-    place = order.argsort()  # the inverse permutation
+    order, place = sort_rows(expert_of_row, n_experts)
     sorted_rows = permute_rows(arrived, order, place)
     results = type(experts).forward(experts, sorted_rows, arriving.sum(0))
     results = permute_rows(results, place, order)

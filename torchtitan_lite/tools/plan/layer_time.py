@@ -303,8 +303,9 @@ class LayerTime:
             linear_again -= self.module_times(kind.rowwise[-1])[0]
         attend, attend_back = self.attention_times
         elementwise = self.elementwise_time(kind)
+        experts = sum(self.module_times(m)[0] for m in kind.block if m.kind == "experts")
         again = kind.average(
-            op=elementwise / 2,
+            op=experts + elementwise / 2,
             full=linear_again + attend + elementwise,
             alternate=linear / 3 + elementwise,
         )

@@ -97,7 +97,7 @@ def list_kept_by_experts(w: Workload) -> Counter[str]:
 
     none    in fp32: input and scores of the router, routing weights, the rows they multiply; routes and orders (int64);
             rows sorted by expert, outputs of w1 and w3, output of silu, the product
-    op      logits, routes, outputs of the experts' matmuls; with ep > 1, also the rows after each all-to-all
+    op      logits, routes; with ep > 1, also the rows after each all-to-all
     """
     args = w.args
     moe = args.moe
@@ -107,12 +107,12 @@ def list_kept_by_experts(w: Workload) -> Counter[str]:
         weights += 4 * (moe.top_k + 1)
     router = 4 * (args.dim + moe.n_experts) + weights
     rows = 3 * 8 + 4 * args.dim + (args.dim + 4 * moe.expert_ffn_dim) * c
-    matmuls = (2 * moe.expert_ffn_dim + args.dim) * c
+    arrived = 0
     if w.layout.ep > 1:
         rows += 2 * 8
-        matmuls += 2 * args.dim * c
+        arrived = 2 * args.dim * c
     none = router + moe.top_k * rows
-    op = 4 * moe.n_experts + moe.top_k * (4 + 8 + matmuls)
+    op = 4 * moe.n_experts + moe.top_k * (4 + 8 + arrived)
     return Counter(none=none / w.layout.tp, op=op / w.layout.tp)
 
 
