@@ -173,6 +173,9 @@ FORKS = {
         },
     ),
     "a norm": Fork(("--model.name=gemma_norm",), patch="assets/forks/gemma_norm.patch"),
+    "a second prediction": Fork(
+        ("--model.name=mtp",), patch="assets/forks/multi_token_prediction.patch"
+    ),
     "an inner attention": Fork(
         ("--model.name=near",),
         {"torchtitan_lite/models/registry.py": [("MODEL_NAMES = (", '    "near",')]},
@@ -181,9 +184,6 @@ FORKS = {
             "torchtitan_lite/models/near/modules.py": NEAR_MODULES,
             "torchtitan_lite/models/near/table.py": NEAR_TABLE,
         },
-    ),
-    "a second prediction": Fork(
-        ("--model.name=mtp",), patch="assets/forks/multi_token_prediction.patch"
     ),
     "the ends": Fork(
         ("--model.name=ends",),
