@@ -78,7 +78,7 @@ def read_trace(folder: Path, rank: int, layout: Layout) -> Trace:
     actions = {}
     calls = []
     modules = {}  # name and direction -> start
-    outer_ends = Counter()  # row -> end of its last call
+    outer_ends = Counter()  # stream -> end of its last collective
     operation = ""
     for event in events:
         name = event["name"]
@@ -94,8 +94,9 @@ def read_trace(folder: Path, rank: int, layout: Layout) -> Trace:
         axis = find_axis(event, used, axes)
         if axis or "annotation" not in event["cat"]:
             spans[axis].append((start, end))
-        if axis and start >= outer_ends[axis]:
-            outer_ends[axis] = end
+        stream = axis if on_gpu else "main thread"
+        if axis and start >= outer_ends[stream]:  # else it is a part of another call
+            outer_ends[stream] = end
             short = name.rpartition("::")[2].strip("_")
             operation = f"wait for {operation}" if short == "wait_tensor" else short
             calls.append(Call(axis, start, end, operation))
