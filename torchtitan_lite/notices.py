@@ -24,8 +24,12 @@ def list_notices(spec: RunSpec, restarted: bool) -> list[str]:
     notices = []
     if config.job.description:
         notices.append(config.job.description)
+    section = config.quantize.linear.float8
+    if section.emulate and not config.model.uses_float8:
+        notices.append(
+            "quantize.linear.float8.emulate has no effect without --model.converters float8"
+        )
     if config.model.uses_float8:
-        section = config.quantize.linear.float8
         linears = list_linears(spec.model_args)
         used = plan_float8(linears, section.filter_fqns, spec.layout.tp, section.recipe_name)
         notices.append(f"{len(used)} of {len(linears)} linear layers compute in float8")

@@ -70,6 +70,7 @@ READ_ONLY = {
     "checkpoint.local_folder": "",
     "checkpoint.last_save_in_hf": False,
 }
+OF_EXPERTS = ("training.router_z_loss", "training.expert_balance_loss", "training.expert_bias_rate")
 # Sections that decide the weights, the tokenizer and the layout. The rules of check_run and check_machine read more.
 LAYOUT_SECTIONS = {"model", "training", "parallelism", "checkpoint", "job"}
 RULED_SECTIONS = {*LAYOUT_SECTIONS, "optimizer", "activation_checkpoint", "compile", "profiling"}
@@ -306,8 +307,10 @@ def check_model_files(
     section = config.checkpoint
     if tokenizer:
         check_vocabulary(problems, weights, tokenizer)
-    if config.training.router_z_loss and not model_args.moe:
-        problems.refuse("training.router_z_loss", "the model has no experts", "Leave this key out")
+    for key in OF_EXPERTS:
+        value = get_value(config, key)
+        if value not in (0, get_value(Config(), key)) and not model_args.moe:
+            problems.refuse(key, "the model has no experts", "Leave this key out")
     if section.enable and section.last_save_in_hf:
         key = "checkpoint.last_save_in_hf"
         explain_unwritable = load_extension("hugging_face_export").explain_unwritable

@@ -164,7 +164,7 @@ def validate_with_a_term_of_training(rank: int, world_size: int, keys: dict, fol
         validation = make_batches(folder, -1, "causal")
         rows = rows_of_rank(run.mesh.data_rank, run.layout.dp, run.layout.global_batch_size)
         bytes_of_tokens = torch.tensor(load_tokenizer("bytes").bytes_of_tokens())
-        figures = validate(run, RunData(None, validation, bytes_of_tokens, rows, {}), step=1)
+        figures = validate(run, RunData(None, validation, bytes_of_tokens, rows, {}), 1, StopFlag())
     figures["modes"] = {module.training for part in run.parts for module in part.modules()}
     return figures
 

@@ -87,11 +87,17 @@ def read_config(args: list[str]) -> UserConfig:
         problems.append(Problem("job.config_file", config_file, str(error), remedy))
     given = {}
     notices = []
-    for name, value in [*table.items(), *texts.items()]:  # the command line replaces the table
-        key = find_key(name)
-        given[key] = value
-        if key != name:
-            notices.append(f"{name} is now {key}")
+    for source in (table, texts):  # the command line replaces the table
+        names: dict[str, str] = {}
+        for name, value in source.items():
+            key = find_key(name)
+            given[key] = value
+            if key != name:
+                notices.append(f"{name} is now {key}")
+            if key in names:
+                why = f"{names[key]} is the same key"
+                problems.append(Problem(name, value, why, "Leave one of them out"))
+            names[key] = name
 
     config = Config()
     for key, value in given.items():
@@ -107,6 +113,8 @@ def read_config(args: list[str]) -> UserConfig:
         elif absent:
             why = "torchtitan_lite does not have this feature"
             problems.append(Problem(key, value, why, absent))
+        elif why := load_extension(OLD_KEYS).UNUSED.get(key):
+            notices.append(f"{key} = {value} has no effect: {why}")
     chosen = map(find_key, texts) if is_shipped else given
     name = Path(config_file).stem
     return UserConfig(config, name, frozenset(chosen), tuple(problems), tuple(notices))

@@ -58,13 +58,17 @@ SETTINGS = (
     "activation_checkpoint.preserve_rng_state",
     "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns",
     "checkpoint.initial_load_in_hf",  # a folder with config.json is recognized
-    "validation.seq_len",  # validation batches have the shape of training batches
-    "validation.local_batch_size",
     "quantize.linear.float8.force_recompute_fp8_weight_in_bwd",
     "quantize.linear.mx.",
     "quantize.grouped_mm.",
     "memory_estimation.",
     "fault_tolerance.",
+)
+
+# Keys that have no effect, and the reason that a notice gives
+UNUSED = dict.fromkeys(
+    ("validation.seq_len", "validation.local_batch_size"),
+    "validation batches have the shape of training batches",
 )
 
 
@@ -83,7 +87,8 @@ REPLACED = {  # key of a missing feature -> the key that serves instead
 def explain_absent(key: str, value: object) -> str | None:
     """Return a remedy if this value enables a missing torchtitan feature, "" if not, None for an unknown key."""
     if key not in ABSENT:
-        return "" if key.startswith(SETTINGS) else None
+        sections = tuple(name for name in SETTINGS if name.endswith("."))
+        return "" if key in (*SETTINGS, *UNUSED) or key.startswith(sections) else None
     off = ABSENT[key]
     is_off = value in ("", "none") or str(value).lower() == str(off).lower()
     if is_off:

@@ -30,6 +30,8 @@ def main(options: argparse.Namespace) -> int:
         raise UserError("--json prints the plan of one layout. Leave out --search and --dry-run")
     if options.html and options.search:
         raise UserError("--html draws one layout. Leave out --search")
+    if options.toml and not options.search:
+        raise UserError("--toml writes the best layout of a search. Add --search")
     if options.search:
         print(search_layouts(options))
         return 0

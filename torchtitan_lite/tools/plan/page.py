@@ -100,10 +100,15 @@ def write_page(planned: PlannedRun, config_args: list[str]) -> str:
 def draw_forecast(planned: PlannedRun) -> str:
     forecast = planned.forecast
     family = find_family(planned.workload)
-    low, high = BARS[family].widen(forecast.tokens_per_s_per_gpu)
+    speed_range = "never compared with three stacks"
+    about = speed_range
+    if bar := BARS.get(family):
+        low, high = bar.widen(forecast.tokens_per_s_per_gpu)
+        speed_range = f"80 % range: {low:,.0f} to {high:,.0f}"
+        about = bar.describe(planned.cluster.name)
     capacity = planned.cluster.memory_bytes
     facts = {
-        f"tokens/s per GPU (80 % range: {low:,.0f} to {high:,.0f})": f"{forecast.tokens_per_s_per_gpu:,.0f}",
+        f"tokens/s per GPU ({speed_range})": f"{forecast.tokens_per_s_per_gpu:,.0f}",
         f"per step of {planned.workload.tokens_per_step:,} tokens": format_seconds(
             forecast.step_time_s
         ),
@@ -113,7 +118,6 @@ def draw_forecast(planned: PlannedRun) -> str:
             f"{planned.taken_bytes / GIB:.1f} GiB"
         ),
     }
-    about = BARS[family].describe(planned.cluster.name)
     return (
         f"{draw_facts(facts)}<p><i>A forecast by closed form. Bar of {family}: {about}. "
         "This trainer has never run on a GPU.</i></p>"

@@ -20,7 +20,7 @@ from torchtitan_lite.config.machine import GIB
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.reader import dump_config_toml
-from torchtitan_lite.config.schema import ActivationCheckpoint, Config, Parallelism
+from torchtitan_lite.config.schema import ActivationCheckpoint, Config, Parallelism, get_value
 from torchtitan_lite.tools.plan.cluster import CLUSTERS, Cluster
 from torchtitan_lite.tools.plan.planned_run import PlannedRun, read_target
 from torchtitan_lite.tools.plan.step_time import Forecast
@@ -177,8 +177,13 @@ def search_layouts(options: argparse.Namespace) -> str:
         )
         raise ConfigError([Problem("--gpus", n_gpus, why, remedy)])
     best = rank(fitting)
+    winner = best[0][0]
+    replaced = []
+    for key in sorted(given.chosen):
+        value = get_value(given.config, key)
+        if get_value(winner.config, key) != value:
+            replaced.append(f"{key} = {value}")
     if options.toml:
-        winner = best[0][0]
         config = resolve_config(winner.config, winner.layout, "cuda")
         title = f"# Found by plan --search for {n_gpus:,} GPUs: {winner}"
         write_file(options.toml, f"{title}\n\n{dump_config_toml(config)}")
@@ -194,7 +199,8 @@ def search_layouts(options: argparse.Namespace) -> str:
         )
         table.append(row)
     return (
-        f"{len(fitting):,} layouts fit in the memory of {n_gpus:,} GPUs.\n\n"
+        f"{len(fitting):,} layouts fit in the memory of {n_gpus:,} GPUs.\n"
+        f"Not kept by the best one: {', '.join(replaced) or 'nothing that you have set'}.\n\n"
         f"{format_table(table, '>>>>>')}\n\n"
         f"{explain_common(list(filter(is_common, fitting)), best[0][1])}"
     )

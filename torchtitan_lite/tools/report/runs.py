@@ -34,8 +34,15 @@ class RecordedRun:
         self.folder = folder
         self.name = folder.resolve().name
         lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        complete = [line for line in lines if line.endswith("}")]  # the last one may not be
-        self.records = [json.loads(line) for line in complete]
+        self.records = []
+        self.unread: list[int] = []  # lines that are no record: a run may end while it writes one
+        for number, line in enumerate(lines, 1):
+            try:
+                record = json.loads(line)
+                record["kind"], record["step"], record["time"]
+                self.records.append(record)
+            except (ValueError, KeyError, TypeError):
+                self.unread.append(number)
         if not self.list_values("loss"):
             raise UserError(f"{folder}/metrics.jsonl has no step yet")
         self.start = [record for record in self.records if record["kind"] == "start"][-1]
@@ -162,6 +169,9 @@ def plural(count: int, noun: str) -> str:
 def list_findings(run: RecordedRun) -> list[str]:
     """Return what stands out: spikes, a bubble, slow or skipped steps, a validation loss that rises again."""
     remarks = []
+    if run.unread:
+        numbers = ", ".join(map(str, run.unread))
+        remarks.append(f"lines of metrics.jsonl that are no records: {numbers}")
     norms = run.list_values("grad_norm_max")[WARM_UP:]
     usual = median([norm for _, norm in norms] or [0.0])
     spikes = [(step, norm) for step, norm in norms if norm > SPIKE * usual]
