@@ -163,14 +163,14 @@ def test_the_closed_form_moves_what_a_dry_run_moves_and_counts_its_state(name):
 
 
 def test_plan_of_the_8b_adds_newton_schulz_to_the_step():
-    """0.67 PFLOP on 8 GPUs, by hand, at 0.65 of the peak less the edges of small matmuls; 2 x 1.4 GiB at 360 GB/s."""
+    """0.67 PFLOP on 8 GPUs, by hand, at 0.63 of the peak less the edges of small matmuls; 2 x 1.4 GiB at 360 GB/s."""
     runs = [
         plan_run(["--config", "llama3_8b", f"--optimizer.name={name}"], 8, "h100")
         for name in ("Muon", "AdamW")
     ]
     muon, adamw = (run.step_time.optimizer_s for run in runs)
     assert muon - adamw == pytest.approx(
-        0.67e15 / 8 / (989e12 * 0.65) + 2 * 1.42 * 2**30 / 360e9, rel=0.3
+        0.67e15 / 8 / (989e12 * 0.63) + 2 * 1.42 * 2**30 / 360e9, rel=0.3
     )
 
 

@@ -34,7 +34,7 @@ from mutants import MUTANTS, apply_mutant, try_mutant
 
 from torchtitan_lite import REPOSITORY, build
 from torchtitan_lite.config.checks import MODEL_SIZES, plan_layout
-from torchtitan_lite.config.model_rows import MoEArgs
+from torchtitan_lite.config.model_rows import ModelArgs, MoEArgs
 from torchtitan_lite.config.reader import KEYS, read_config
 from torchtitan_lite.config.schema import Config, get_value, with_value
 from torchtitan_lite.parallel import parallelize
@@ -184,7 +184,7 @@ def test_every_key_that_a_trial_replaces_is_in_the_certificate(pool, tmp_path):
 
 def test_a_key_that_is_set_is_covered_only_if_its_witness_saw_it_act():
     """A new key has no witness. `real` has another value of every key; no rule checks it here."""
-    sizes = {f"model.{size.name}" for size in fields(MoEArgs)}
+    sizes = {f"model.{size.name}" for size in (*fields(MoEArgs), *fields(ModelArgs))}
     assert KEYS.keys() | sizes >= WITNESSES.keys()
     assert KEYS.keys() | {key.partition(".")[0] for key in KEYS} >= NO_RESULT
     small = reduce()
