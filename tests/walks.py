@@ -56,7 +56,9 @@ class Walk:
 
 def trace_training(folder: str) -> dict[str, set[str]]:
     """Train a step, save, resume, and train another step."""
-    token, reading, weight = Walk(), Walk(), Walk()
+    token = Walk()
+    reading = Walk()
+    weight = Walk()
     train.train_step = token.follow(train.train_step)
     train.start_from = weight.follow(train.start_from)
     CheckpointSaver.after_step = weight.follow(CheckpointSaver.after_step)

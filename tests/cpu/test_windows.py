@@ -45,8 +45,10 @@ def list_sees(model_args: ModelArgs, layer: int, doc_ids: torch.Tensor | None) -
     sees = torch.zeros(len(ids), SEQ_LEN, SEQ_LEN, dtype=torch.bool)
     for row, documents in enumerate(ids):
         for query, key in itertools.product(range(SEQ_LEN), range(SEQ_LEN)):
-            is_near = key <= query and (window is None or query - key < window)
-            sees[row, query, key] = is_near and documents[query] == documents[key]
+            is_earlier = key <= query
+            is_near = window is None or query - key < window
+            is_own = documents[query] == documents[key]
+            sees[row, query, key] = is_earlier and is_near and is_own
     return sees
 
 
@@ -86,14 +88,19 @@ def make_inputs(model_args: ModelArgs, inner: nn.Module):
 def test_attention_is_a_softmax_over_the_window_and_the_sink(case, documents):
     model_args = make_case(*case)
     doc_ids = make_documents(2, SEQ_LEN)
+    attention = "document" if documents else "causal"
+    seen_ids = doc_ids if documents else None
     for layer in range(2):
-        inner = build_attention("document" if documents else "causal", model_args, layer)
+        inner = build_attention(attention, model_args, layer)
         heads, sinks, leaves = make_inputs(model_args, inner)
-        sees = list_sees(model_args, layer, doc_ids if documents else None)
-        outs = inner(*heads, inner.plan(doc_ids)), attend_exactly(*heads, sinks, sees)
-        found, expected = (torch.autograd.grad(out.square().sum(), leaves) for out in outs)
-        for one, other in zip((outs[0], *found), (outs[1], *expected), strict=True):
-            torch.testing.assert_close(one.double(), other.double(), rtol=1e-5, atol=2e-5)
+        sees = list_sees(model_args, layer, seen_ids)
+        found = inner(*heads, inner.plan(doc_ids))
+        expected = attend_exactly(*heads, sinks, sees)
+        results = []
+        for out in (found, expected):
+            gradients = torch.autograd.grad(out.square().sum(), leaves)
+            results.append([tensor.double() for tensor in (out, *gradients)])
+        torch.testing.assert_close(*results, rtol=1e-5, atol=2e-5)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")

@@ -1,5 +1,6 @@
 """The loss on held-out documents: of exactly those, and the same on every layout."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -158,14 +159,18 @@ def validate_with_a_term_of_training(rank: int, world_size: int, keys: dict, fol
 
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(Llama3, "forward", add)
-        run = compare.build_table_run(world_size, {**BYTES, "validation.enable": True, **keys})
-        if run.parts[-1].output is not None:
-            run.parts[-1].output.formula = lambda logits, targets, vocabulary: logits[:, 0]
+        overrides = {**BYTES, "validation.enable": True, **keys}
+        run = compare.build_table_run(world_size, overrides)
+        head = run.parts[-1].output
+        if head is not None:
+            head.formula = lambda logits, targets, vocabulary: logits[:, 0]
         validation = make_batches(folder, -1, "causal")
         rows = rows_of_rank(run.mesh.data_rank, run.layout.dp, run.layout.global_batch_size)
         bytes_of_tokens = torch.tensor(load_tokenizer("bytes").bytes_of_tokens())
-        figures = validate(run, RunData(None, validation, bytes_of_tokens, rows, {}), 1, StopFlag())
-    figures["modes"] = {module.training for part in run.parts for module in part.modules()}
+        data = RunData(None, validation, bytes_of_tokens, rows, {})
+        figures = validate(run, data, 1, StopFlag())
+    modules = itertools.chain(*(part.modules() for part in run.parts))
+    figures["modes"] = {module.training for module in modules}
     return figures
 
 

@@ -95,12 +95,13 @@ def test_under_pp_gradients_are_reduced_once_per_step(pool, stage):
 
 def test_zero_stage_follows_from_either_key():
     plan = partial(plan_zero_stage, n_shards=2)
+    pipeline = partial(Parallelism, pipeline_parallel_degree=2)
     assert plan(Parallelism()) == 3
     assert plan(Parallelism(), n_shards=1) == 1
     assert plan(Parallelism(), n_shards=1, n_expert_shards=4) == 2
     assert plan(Parallelism(fsdp_reshard_after_forward="never"), n_shards=1) == 1
     assert plan(Parallelism(fsdp_reshard_after_forward="never")) == 2
-    assert plan(Parallelism(pipeline_parallel_degree=2)) == 1
-    assert plan(Parallelism(pipeline_parallel_degree=2, fsdp_reshard_after_forward="never")) == 1
-    assert plan(Parallelism(pipeline_parallel_degree=2, fsdp_reshard_after_forward="always")) == 3
+    assert plan(pipeline()) == 1
+    assert plan(pipeline(fsdp_reshard_after_forward="never")) == 1
+    assert plan(pipeline(fsdp_reshard_after_forward="always")) == 3
     assert plan(Parallelism(zero_stage=2, fsdp_reshard_after_forward="never")) == 2

@@ -87,14 +87,17 @@ def attend_with_mask(
     if sinks is None:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
     # The sink is the score of one more key, whose value is zero.
-    shape = (*query.shape[:3], -1)
-    scores = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -math.inf)
+    sizes = query.shape[:3]
+    scores = torch.zeros_like(mask, dtype=query.dtype)
+    scores = scores.masked_fill(~mask, -math.inf)
     column = sinks.to(query.dtype)[None, :, None, None]
-    bias = torch.cat((scores.expand(shape), column.expand(*query.shape[:3], 1)), 3)
+    column = column.expand(*sizes, 1)
+    scores = scores.expand(*sizes, -1)
+    bias = torch.cat((scores, column), 3)
     one_more = (0, 0, 0, 1)
-    return F.scaled_dot_product_attention(
-        query, F.pad(key, one_more), F.pad(value, one_more), attn_mask=bias, enable_gqa=True
-    )
+    key = F.pad(key, one_more)
+    value = F.pad(value, one_more)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, enable_gqa=True)
 
 
 def attend_in_windows(

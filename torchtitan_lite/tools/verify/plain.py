@@ -141,11 +141,13 @@ class PlainAttention(InnerAttention):
         self.sinks: nn.Module | None = getattr(replaced, "sinks", None)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, doc_ids: Tensor) -> Tensor:
-        mask = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool).tril()
+        seq_len = query.shape[2]
+        mask = torch.ones(seq_len, seq_len, dtype=torch.bool).tril()
         if self.window:
             mask = mask.triu(1 - self.window)
         if self.uses_documents:
-            mask = mask & (doc_ids[:, None, :, None] == doc_ids[:, None, None, :])
+            rows = doc_ids[:, None, :, None]
+            mask = mask & (rows == rows.mT)
         n_sharing = query.shape[1] // key.shape[1]
         keys = key.repeat_interleave(n_sharing, 1)
         values = value.repeat_interleave(n_sharing, 1)
