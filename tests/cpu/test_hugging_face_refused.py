@@ -123,6 +123,10 @@ WRONG_FILES = {  # action, named; found when the folder is opened, before torch
         lambda folder: edit_json(folder / INDEX, weight_map={"a": "b.safetensors"}),
         f"{INDEX} names b.safetensors, which is not in the folder",
     ),
+    "a tensor in two files": (
+        lambda folder: shutil.copy(first_file(folder), max(folder.glob("*.safetensors"))),
+        "Delete it in one of them",
+    ),
     "no index": (lambda folder: (folder / INDEX).unlink(), INDEX),
     "pickles": (keep_only_pickles, "pytorch_model.bin is a pickle"),
     "missing file": (lambda folder: first_file(folder).unlink(), A_FILE),

@@ -497,6 +497,7 @@ BROKEN = [  # tokenizer.json, tokenizer.model, tokenizer_config.json -> words of
     ('{"model": {"vocab": 5}}', None, "{}", "model.vocab = 5"),
     (SENTENCEPIECE, None, "{}", "no eos_token"),
     (SENTENCEPIECE, None, '{"eos_token": 2}', "eos_token = 2"),
+    (SENTENCEPIECE, None, "", "no token 99999.* eos_token_id in config.json"),
     (SENTENCEPIECE, None, '{"eos_token": "<x>"}', "no entry '<x>'"),
     (
         SENTENCEPIECE,
@@ -517,6 +518,7 @@ def test_what_is_no_tokenizer_is_refused_by_key_and_path(case, tmp_path):
     ):
         if content:
             (tmp_path / name).write_text(content)
+    (tmp_path / "config.json").write_text('{"eos_token_id": 99999}' if not contents[2] else "{}")
     with pytest.raises(
         ConfigError, match=rf"(?s)model.hf_assets_path.*{tmp_path}.*assets/tokenizer"
     ) as error:

@@ -313,14 +313,20 @@ def test_a_row_that_cannot_be_trained_is_named_and_skipped_with_skip_bad(
             "message 2 cannot be found.*--only-last-turn",
         ),
         ("{{ message.content | length }}\n", "leaves out message 2's content"),
+        (
+            "{{ message.content }}{% if message.tool_calls %}{{ message.tool_calls[0] }}</s>{% endif %}",
+            "leaves out message 2's tool_calls",
+        ),
         ("{{ message.role }}", "leaves out message 1's content"),
         ("{{ message.content.value }}", "leaves out message 1's content"),
     ],
 )
 def test_answers_that_are_not_certain_are_refused(template, reason, make_folder):
     folder = make_folder("{% for message in messages %}" + template + "{% endfor %}")
+    calls = [{"function": {"name": name, "arguments": {}}} for name in ("alpha", "beta")]
+    talk = [EXCHANGE[0], {**EXCHANGE[1], "tool_calls": calls}] if "calls" in template else EXCHANGE
     with pytest.raises(ValueError, match=reason):
-        encode(folder, {"messages": EXCHANGE * 2})
+        encode(folder, {"messages": talk * 2})
 
 
 @pytest.mark.slow

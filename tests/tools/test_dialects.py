@@ -87,10 +87,10 @@ RIGHT: dict[str, tuple] = {
         {"messages": [system("S"), *TALK]},
     ),
     "variables": (
-        {"messages": TALK, "date_string": "May", "enable_thinking": False, "id": 7},
+        {"messages": TALK, "date_string": "May", "enable_thinking": False, "weight": 0},
         {"messages": TALK, "date_string": "May", "enable_thinking": False},
         ["4"],
-        ["column id"],
+        ["column weight"],
     ),
     "variables in chat_template_kwargs": (
         {"messages": TALK, "chat_template_kwargs": {"date_string": "May", "x": None}},
@@ -355,6 +355,14 @@ def test_a_row_is_written_as_transformers_does_and_what_is_not_used_is_counted(
 
 NO_ROLE = [user("a"), {"role": "critic", "content": "b"}, answer("c")]
 REFUSED: dict[str, tuple[dict, list[str]]] = {  # row -> words of the reason
+    "an open end": (
+        {"messages": TALK, "continue_final_message": True},
+        ["continue_final_message"],
+    ),
+    "an open prompt": (
+        {"messages": TALK, "chat_template_kwargs": {"add_generation_prompt": True}},
+        ["add_generation_prompt"],
+    ),
     "an unknown role": ({"messages": NO_ROLE}, ["message 2's role 'critic'", "assistant"]),
     "an unknown name": (share(("human", "a"), ("gpt-9", "b")), ["message 2's role 'gpt-9'"]),
     "observation as a role": (

@@ -78,6 +78,10 @@ def open_folder(path: Path) -> HuggingFaceFolder:
             if dtype not in DTYPES:
                 remedy = f"Quantized weights cannot be used; supported: {', '.join(DTYPES)}"
                 raise HuggingFaceError(path, [f"{file.name}: {name} is {dtype}. {remedy}"])
+            if name in tensors:
+                other = tensors[name][0].name
+                why = f"{name} is in {other} and in {file.name}. Delete it in one of them"
+                raise HuggingFaceError(path, [why])
             tensors[name] = (file, name)
             found[name] = shape
     if model_args.tie_embeddings:

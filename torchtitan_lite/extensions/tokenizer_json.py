@@ -159,7 +159,10 @@ def find_eos(folder: Path, config: JsonObject, ids: dict[str, int]) -> int:
         file = read_json(folder / name, may_be_missing=True)
         eos_ids = file.take("eos_token_id", int | list, [])
         if eos_ids != []:
-            return eos_ids[0] if isinstance(eos_ids, list) else eos_ids
+            eos_id = eos_ids[0] if isinstance(eos_ids, list) else eos_ids
+            if eos_id not in ids.values():
+                raise ValueError(f"it has no token {eos_id}, which is the eos_token_id in {name}")
+            return eos_id
     files = f"{TOKENIZER_CONFIG} and {SPECIAL_MAP}"
     raise ValueError(f"{files} in the same folder have no eos_token, which ends a document")
 

@@ -41,6 +41,8 @@ LLAMA_3 = (  # arXiv:2407.21783, and Llama 3's model card
 LLAMA_3_NAMES = set(match_longest(SPECIAL_TOKENS).findall(LLAMA_3))
 SIGN = "\U00100000"  # a text that no template writes
 TEMPLATE_ROLES = ("system", "developer", "user", "assistant", "tool")
+# Arguments of the function that renders a template. If they are true, a text does not end with its last answer.
+OF_ENDS = ("continue_final_message", "add_generation_prompt")
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 CONTENTS = ("content", "tool_calls", "function_call", *MEDIA)  # of a message
 
@@ -118,6 +120,10 @@ class ChatFormat:
 
     def render(self, row: dict, *, only_last_turn: bool = False) -> RenderedChat:
         """Write a conversation, with special tokens as their names. Raises ValueError with the reason."""
+        for name in OF_ENDS:
+            if row.get(name):
+                why = "so the text would not end with the answer. Remove it"
+                raise ValueError(f"{name} is {row[name]!r}, {why}")
         text, turns = self.write(row)
         unused = self.check_fields(row, text)
         messages = row["messages"]
@@ -148,10 +154,14 @@ class ChatFormat:
             for key, value in part.items():
                 named = [name for name in self.tokenizer.special if name in str(value)]
                 is_known = key == "role" and not named
-                if is_known or key in ("messages", "weight") or value in ("", [], {}):
+                if key == "messages" or (number and key == "weight"):
                     continue
-                part[key] = vary(value)
-                is_written = self.try_write(row) != text
+                if is_known or value in ("", [], {}):
+                    continue
+                is_written = True
+                for other in list_varied(value):
+                    part[key] = other
+                    is_written = is_written and self.try_write(row) != text
                 part[key] = value
                 if named and is_written:
                     raise ValueError(
@@ -220,6 +230,14 @@ def vary(value: Any) -> Any:
     if isinstance(value, list | dict):
         return type(value)()
     return not value if isinstance(value, bool) else SIGN
+
+
+def list_varied(value: Any) -> list[Any]:
+    """Return other values of a field: of a list, also those that lack one of its elements."""
+    others = [vary(value)]
+    if isinstance(value, list):
+        others += [value[:n] + value[n + 1 :] for n in range(len(value))]
+    return others
 
 
 def normalize_turns(

@@ -170,6 +170,9 @@ def read_file(path: Path, encoding: str, tail: float) -> Iterator[Any]:
     with OPENERS.get(path.suffix.lower(), open)(path, "rb") as file:
         if kind == PARQUET:
             table = import_extra("pyarrow.parquet", "data").ParquetFile(file)
+            names = table.schema_arrow.names
+            if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+                raise ValueError(f"it has two columns {twice[0]!r}")
             for batch in table.iter_batches(PARQUET_ROWS):
                 yield from batch.to_pylist()
         elif kind in DELIMITERS:
