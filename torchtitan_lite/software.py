@@ -42,17 +42,17 @@ def check_torch_build(machine: Machine) -> list[Problem]:
     build = read_torch_build()
     if not build:
         return []
-    value = version("torch")
     if build["hip"]:
         why = f"it was built for ROCm {build['hip']}, but this trainer is for NVIDIA GPUs and CPUs"
-        return [Problem("torch", value, why, "Install a build of torch for CUDA, or for CPUs")]
+        remedy = "Install a build of torch for CUDA, or for CPUs"
+        return [Problem("torch", version("torch"), why, remedy)]
     if machine.driver and not build["cuda"]:
         why = f"it was built for CPUs, but this host has {machine.name}, driver {machine.driver}"
         remedy = "Install a build of torch for CUDA, or set CUDA_VISIBLE_DEVICES to an empty value"
-        return [Problem("torch", value, why, remedy)]
+        return [Problem("torch", version("torch"), why, remedy)]
     command = f'{sys.executable} -m pip install --upgrade "torch<2.15" --index-url {OLDER_INDEX}'
     misfit = explain_misfit(machine, build["cuda"], command)
-    return [Problem("torch", value, *misfit)] if misfit else []
+    return [Problem("torch", version("torch"), *misfit)] if misfit else []
 
 
 def read_torch_build() -> dict[str, str | None]:
