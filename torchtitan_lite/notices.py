@@ -1,5 +1,6 @@
 """What a run tells its user before it starts: what was not asked for, or may not be expected."""
 
+import re
 from math import prod
 from pathlib import Path
 
@@ -7,6 +8,7 @@ from torchtitan_lite.checkpoint.continued import describe_rates
 from torchtitan_lite.checkpoint.starting_weights import PATH
 from torchtitan_lite.config.block import SKIP_SMALL, list_linears, plan_float8
 from torchtitan_lite.config.learning_rate import learning_rate_factor
+from torchtitan_lite.config.machine import SAFE_KV_HEADS, WRONG_CUDNN
 from torchtitan_lite.config.reader import dump_config_toml
 from torchtitan_lite.config.schema import Config, with_value
 from torchtitan_lite.data.corpus_folder import describe_epochs
@@ -37,6 +39,10 @@ def list_notices(spec: RunSpec, restarted: bool) -> list[str]:
             if part != SKIP_SMALL and not any(part in fqn for fqn in linears):
                 why = f"{part!r} is in the name of no linear layer"
                 notices.append(f"quantize.linear.float8.filter_fqns: {why}")
+    n_kv_heads = spec.model_args.n_kv_heads // spec.layout.tp
+    if re.search(WRONG_CUDNN, spec.machine.name) and n_kv_heads < SAFE_KV_HEADS:
+        why = f"it may be wrong on {spec.machine.name} with {n_kv_heads} heads of keys per rank"
+        notices.append(f"attention does not use cuDNN: {why} (pytorch issue 193893)")
     if spec.resumed_step:
         layout = spec.layout
         n_before = prod(spec.weights.manifest.run["layout"].values())

@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from torchtitan_lite.config.model_rows import ModelArgs, MoEArgs, RopeScaling
+from torchtitan_lite.model import attention
+from torchtitan_lite.model.attention import CausalAttention, avoids_cudnn
 from torchtitan_lite.model.loss import IGNORE_INDEX
 from torchtitan_lite.model.part import list_moes
 from torchtitan_lite.models.llama3.modules import Llama3
@@ -235,3 +238,18 @@ def test_initial_weights_have_the_spread_that_the_rule_says():
         values = parameters[fqn]
         assert values.mean().item() == pytest.approx(mean, abs=0.02 * std), fqn
         assert values.std().item() == pytest.approx(std, rel=0.03), fqn
+
+
+@pytest.mark.parametrize(
+    "capability, n_kv_heads, avoids", [((10, 0), 4, True), ((10, 0), 8, False), ((9, 0), 4, False)]
+)
+def test_cudnn_is_avoided_only_where_it_was_seen_to_be_wrong(
+    monkeypatch, capability, n_kv_heads, avoids
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    key = SimpleNamespace(is_cuda=True, shape=(1, n_kv_heads, 128, 128), device="cuda")
+    assert avoids_cudnn(key) == avoids
+    query, keys = torch.randn(1, 4, 8, 16), torch.randn(2, 1, 2, 8, 16)
+    expected = CausalAttention()(query, *keys, None)
+    monkeypatch.setattr(attention, "avoids_cudnn", lambda key: True)
+    assert torch.equal(CausalAttention()(query, *keys, None), expected)

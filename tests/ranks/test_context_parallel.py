@@ -247,7 +247,7 @@ def test_parts_of_an_attention_merge_to_the_whole(device, dtype):
 def test_kernels_take_their_arguments_and_return_the_shapes_that_are_merged(
     monkeypatch, cudnn, n_kv_heads
 ):
-    monkeypatch.setattr(ring_attention, "prefers_cudnn", lambda query: cudnn)
+    monkeypatch.setattr(ring_attention, "prefers_cudnn", lambda query, key: cudnn)
     inputs = make_inputs(n_kv_heads, torch.bfloat16)
     query, key, value, grad_out = [tensor.to("meta") for tensor in inputs]
     query = query.narrow(2, 0, 17)

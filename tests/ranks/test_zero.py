@@ -4,11 +4,13 @@ from functools import partial
 
 import compare
 import pytest
-from layouts import ACCUMULATION_4, EP, MODE, MOE, PP, REPLICATE, TWO_LAYERS, ZERO
+from layouts import ACCUMULATION_4, EP, MODE, MOE, PP, REPLICATE, TP, TWO_LAYERS, ZERO
 from watching import Collectives
 
 from torchtitan_lite import step as stepping
+from torchtitan_lite.config.checks import plan_layout, resolve_model
 from torchtitan_lite.config.layout import plan_zero_stage
+from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Parallelism
 
 M = 4  # microbatches
@@ -93,13 +95,34 @@ def test_under_pp_gradients_are_reduced_once_per_step(pool, stage):
     assert gathers == {1: N_GROUPS, 3: 5 * 2 + 4 + 3 + 4 * 2}[stage]
 
 
+@pytest.mark.parametrize(
+    "name, n_ranks, keys, stage",
+    [
+        ("llama3_1b", 1, [], 1),
+        ("llama3_1b", 1, ["--training.enable_cpu_offload"], 2),  # 1 would keep gradients on the GPU
+        ("llama3_1b", 4, ["--parallelism.data_parallel_replicate_degree=4"], 1),
+        ("llama3_1b", 4, [], 3),
+        (
+            "debug_moe",
+            4,
+            [f"--{TP}=4", "--parallelism.expert_parallel_degree=1"],
+            2,
+        ),  # experts: 4 shards
+        ("debug_moe", 4, [f"--{TP}=4", "--parallelism.expert_parallel_degree=4"], 1),
+    ],
+)
+def test_without_a_shard_gradients_are_not_copied_per_microbatch(name, n_ranks, keys, stage):
+    config = read_config(["--config", name, *keys]).config
+    assert plan_layout(config, resolve_model(config.model), n_ranks).zero_stage == stage
+
+
 def test_zero_stage_follows_from_either_key():
     plan = partial(plan_zero_stage, n_shards=2)
     pipeline = partial(Parallelism, pipeline_parallel_degree=2)
     assert plan(Parallelism()) == 3
-    assert plan(Parallelism(), n_shards=1) == 1
-    assert plan(Parallelism(), n_shards=1, n_expert_shards=4) == 2
-    assert plan(Parallelism(fsdp_reshard_after_forward="never"), n_shards=1) == 1
+    assert plan(Parallelism(), n_shards=1, is_local=True) == 1
+    assert plan(Parallelism(), n_shards=1) == 2
+    assert plan(Parallelism(fsdp_reshard_after_forward="never"), is_local=True) == 1
     assert plan(Parallelism(fsdp_reshard_after_forward="never")) == 2
     assert plan(pipeline()) == 1
     assert plan(pipeline(fsdp_reshard_after_forward="never")) == 1

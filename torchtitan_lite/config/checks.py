@@ -142,16 +142,17 @@ def plan_layout(config: Config, model_args: ModelArgs, world_size: int) -> Layou
         n_layers = plan_stages(section, model_args.n_layers)
         stages = name_stages(n_layers, list_end_modules(model_args))
     n_shards = degrees["dp_shard"] * degrees["cp"]
-    n_expert_shards = 1
+    n_most = n_shards
     if model_args.moe:
-        n_expert_shards = n_shards * degrees["tp"] // section.expert_parallel_degree
+        n_most = max(n_shards, n_shards * degrees["tp"] // section.expert_parallel_degree)
+    is_local = n_most == 1 and not config.training.enable_cpu_offload
     layout = Layout(
         **degrees,
         **plan_batch(config, degrees),
         **plan_nodes(section, degrees),
         stages=stages,
         stage_ranks=place_stages(section, len(stages)),
-        zero_stage=plan_zero_stage(section, n_shards=n_shards, n_expert_shards=n_expert_shards),
+        zero_stage=plan_zero_stage(section, n_shards=n_shards, is_local=is_local),
         tied=model_args.tie_embeddings and section.pipeline_parallel_degree > 1,
         ep=section.expert_parallel_degree if model_args.moe else 0,
     )

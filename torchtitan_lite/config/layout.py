@@ -206,18 +206,18 @@ def choose_chunk_tokens(section: Training, device_type: str) -> int:
     return automatic if section.loss_chunk_tokens == -1 else section.loss_chunk_tokens
 
 
-def plan_zero_stage(parallelism: Parallelism, *, n_shards: int, n_expert_shards: int = 1) -> int:
+def plan_zero_stage(parallelism: Parallelism, *, n_shards: int, is_local: bool = False) -> int:
     """Return ZeRO stage 1, 2 or 3 from zero_stage, else from torchtitan's fsdp_reshard_after_forward.
 
     Under PP, torch's runtime gathers parameters once per step (stage 1) or for every microbatch (stage 3), and always
-    reduces gradients once. So stage 2 does not exist, and stage 3 shards parameters but not gradients. If nothing is
-    sharded, stage 2 would only copy the gradients once per microbatch, and stage 3 would cast the parameters again in
-    each backward.
+    reduces gradients once. So stage 2 does not exist, and stage 3 shards parameters but not gradients. `is_local`:
+    gradients are neither sharded nor moved to the host. Stage 2 would only copy them once per microbatch. With a single
+    shard, stage 3 would only cast the parameters again in each backward.
     """
     if parallelism.zero_stage != "auto":
         return parallelism.zero_stage
     is_pipeline = parallelism.pipeline_parallel_degree > 1
-    never = 1 if is_pipeline or n_shards == n_expert_shards == 1 else 2
+    never = 1 if is_pipeline or is_local else 2
     default = 3 if not is_pipeline and n_shards > 1 else never
     return {"always": 3, "never": never, "default": default}[parallelism.fsdp_reshard_after_forward]
 

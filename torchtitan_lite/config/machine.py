@@ -44,6 +44,9 @@ LEAST_DRIVERS = {12: 525, 13: 580}
 # GPUs below compute capability 7.5, for which no torch for CUDA 13 has kernels; and GPUs that need CUDA 12.8
 BEFORE_TURING = r"\b(V100\w*|P100|P40|P4|TITAN (V|X|Xp)|GTX (9|10)..)\b"
 BLACKWELL = r"\b(G?B[123]00|GB10|RTX (PRO|50..))\b"
+# cuDNN's attention may be wrong on these GPUs with fewer heads of keys per rank (model/attention.py)
+WRONG_CUDNN = r"\bG?B[123]00\b"
+SAFE_KV_HEADS = 8
 PYPI_CUDA = "13.0"  # of the torch on PyPI, from version 2.11 on
 # Builds of torch 2.11 to 2.14 for an older CUDA, with kernels from Maxwell to Hopper
 OLDER_INDEX = "https://download.pytorch.org/whl/cu126"

@@ -155,7 +155,7 @@ class Parallelism:
     data_parallel_shard_degree: DegreeOrAuto = -1
     # read if zero_stage is auto. always: 3; never: 2, or 1 where auto is 1
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    # new: which tensors FSDP shards, see parallel/fsdp.py; auto: 3; 1 under PP and if nothing is sharded
+    # new: which tensors FSDP shards, see parallel/fsdp.py; auto: 3; under PP, or if nothing is sharded, 1
     zero_stage: Literal["auto", 1, 2, 3] = "auto"
     # new: keep a node's shards for backward (hpz); round the weights (qwz) and gradients (qgz) that FSDP sends to int8
     zero_plus_plus: list[Literal["hpz", "qwz", "qgz"]] = key([], resume="note")

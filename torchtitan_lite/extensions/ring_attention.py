@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from torchtitan_lite.model.attention import avoids_cudnn
 from torchtitan_lite.parallel.exchange import Ranks, collectives
 
 aten = torch.ops.aten
@@ -145,9 +146,9 @@ def find_visible(rank: int, source: int, half: int) -> tuple[slice, slice]:
 OutAndLse = tuple[Tensor, Tensor]  # out (B, H, S, E); lse (B, H, S) fp32, contiguous
 
 
-def prefers_cudnn(query: Tensor) -> bool:
+def prefers_cudnn(query: Tensor, key: Tensor) -> bool:
     """Return whether the cuDNN kernel is the fastest on CUDA. Its backward is not deterministic."""
-    if torch.are_deterministic_algorithms_enabled():
+    if torch.are_deterministic_algorithms_enabled() or avoids_cudnn(key):
         return False
     preferred = torch._fused_sdp_choice(query, query, query)
     return SDPBackend(preferred) == SDPBackend.CUDNN_ATTENTION
@@ -157,7 +158,7 @@ def attend_to_part(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -
     """query (B, H, Q, E), key and value (B, K, S, E) -> out (B, H, Q, E), lse (B, H, Q) fp32."""
     if query.device.type == "cpu":
         return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal)
-    if prefers_cudnn(query):
+    if prefers_cudnn(query, key):
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
             query, key, value, None, True, 0.0, causal
         )
@@ -183,7 +184,7 @@ def attend_to_part_backward(
     # All sequences have the same length, so no cumulative lengths. No dropout, so seed and offset are empty.
     lengths = (None, None, query.shape[2], key.shape[2])
     empty = torch.empty((), dtype=torch.int64, device=query.device)
-    if prefers_cudnn(query):
+    if prefers_cudnn(query, key):
         bias = None
         return aten._scaled_dot_product_cudnn_attention_backward(
             *tensors, lse[..., None], empty, empty, bias, *lengths, 0.0, causal
