@@ -1,4 +1,4 @@
-"""One worker thread for each gloo group, because torch's gloo corrupts memory with two, and one device for all groups.
+"""One worker thread for each gloo group, because torch's gloo corrupts memory with two.
 
 torch starts two workers per group. After a collective, each writes the name of that collective into one std::string of
 the group without a lock (ProcessGroupGloo::runLoop). A name of more than 15 letters is on the heap, so two writes at
@@ -9,16 +9,12 @@ with torch 2.11.0, 2.13.0, 2.14.1 and 2.15.0.
 A race cannot be probed, so a group has one worker with every torch. Ranks start the collectives of a group in the same
 order, so a second worker is never needed to make progress. Sends and receives do not use workers.
 
-All groups share one device, whose thread reads and writes the sockets. By default, torch opens a device and starts its
-thread for each group.
-
 Effect: replaces a method of torch, the only place that all groups pass, also those that DeviceMesh creates.
 """
 
 import logging
 import os
 from datetime import timedelta
-from functools import cache
 
 from torch.distributed import ProcessGroupGloo, Store
 
@@ -54,13 +50,10 @@ def start_with_one_worker(
     options._timeout = timeout
     for name, value in settings.items():  # torch 2.15 gives enable_reconfigure
         setattr(options, name, value)
-    options._devices = open_devices(os.environ.get("GLOO_SOCKET_IFNAME", ""))
-    start_with_options(self, store, rank, size, options)
-
-
-@cache
-def open_devices(interfaces: str) -> list:
-    """Return gloo's devices. Each has a thread that reads and writes sockets, so all groups share them."""
+    interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if interfaces:
-        return [ProcessGroupGloo.create_device(interface=name) for name in interfaces.split(",")]
-    return [ProcessGroupGloo.create_default_device()]  # the interface of this host's name
+        names = interfaces.split(",")
+        options._devices = [ProcessGroupGloo.create_device(interface=name) for name in names]
+    else:  # the network interface of this host's name
+        options._devices = [ProcessGroupGloo.create_default_device()]
+    start_with_options(self, store, rank, size, options)

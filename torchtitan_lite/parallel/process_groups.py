@@ -140,15 +140,15 @@ def prepare_process(config: Config, dump_folder: Path) -> None:
 def connect_late(world_size: int) -> None:
     """Let many ranks of gloo groups connect when they first communicate.
 
-    Otherwise every rank opens n - 1 files for each group of n ranks. Then it opens none, and about 2 log2(n) later;
-    rank 0 opens n when it gathers (12 ranks, torch 2.13).
+    Otherwise every rank opens n + 3 files for each group of n ranks. Then it opens 4, and about 2 log2(n) later; rank 0
+    opens n when it gathers (12 ranks, torch 2.13).
     """
     if world_size >= MANY_RANKS:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
 
 
 def allow_open_files() -> None:
-    """Raise the limit of open files: gloo opens n - 1 files for each group of n ranks."""
+    """Raise the limit of open files: gloo opens about n + 3 files for each group of n ranks."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = hard
     if hard == resource.RLIM_INFINITY:  # macOS, which does not allow it as the soft limit
