@@ -324,7 +324,6 @@ OTHER_TRAINING = {  # key -> value in the checkpoint, value now
     "quantize.linear.float8.recipe_name": ("tensorwise", "rowwise"),
     "training.max_norm": (1.0, 0.5),
     "training.mixed_precision_param": ("float32", "bfloat16"),
-    "training.expert_balance_loss": (0.0, 0.1),
     "optimizer.groups": ([], [{"match": "*norm*", "lr": 1.0, "weight_decay": 0.0}]),
     "optimizer.lr": (4e-3, 1e-4),
     "optimizer.beta2": (0.95, 0.9),

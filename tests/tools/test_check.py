@@ -90,7 +90,6 @@ REFUSED = """
 --validation.seq_length=64 --job.use_for_integration_tests=1 | validation.seq_length job.use_for_integration_tests | 2
 --training.expert_balance_loss=0.1 | training.expert_balance_loss | 2
 --training.expert_bias_rate=0.1 | training.expert_bias_rate | 2
---training.seed=3 --debug.seed=3 | debug.seed | 2
 # what cannot be read; test_config.py has the mistakes in a file
 --training.stepz 4 | training.stepz
 --training.tensor_parallel_degree=2 | training.tensor_parallel_degree
@@ -284,6 +283,7 @@ NOTED = f"""
 --config own.toml | 2 sequences of 512 tokens make 1,024 per step
 --config own.toml --training.seq_len=1024 --training.local_batch_size=3 | 6 sequences of 1024 tokens
 --config own.toml {CP}=3 | training.seq_len is 510
+--training.seed=3 --debug.seed=4 | training.seed and debug.seed are the same key: 4 counts
 --validation.seq_len=64 | validation.seq_len = 64 has no effect
 --quantize.linear.float8.emulate | emulate has no effect
 --training.steps=200_000 | 57 epochs of 3.6M tokens

@@ -95,8 +95,7 @@ def read_config(args: list[str]) -> UserConfig:
             if key != name:
                 notices.append(f"{name} is now {key}")
             if key in names:
-                why = f"{names[key]} is the same key"
-                problems.append(Problem(name, value, why, "Leave one of them out"))
+                notices.append(f"{names[key]} and {name} are the same key: {value} counts")
             names[key] = name
 
     config = Config()
