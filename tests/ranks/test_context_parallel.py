@@ -181,7 +181,7 @@ def test_all_ranks_do_the_same_attention_work_and_none_of_it_twice(pool, n_ranks
 @pytest.mark.parametrize(
     "method, expected",
     [
-        ("allgather", {"all_gather_into_tensor": 2, "all_to_all_single": 1}),
+        ("allgather", {"all_gather_into_tensor": 2, "reduce_scatter_tensor": 1}),
         (
             "ring",
             {"all_to_all_single": 1 + 1 + 2},
