@@ -2,6 +2,7 @@
 
 import bz2
 import gzip
+import io
 import json
 import lzma
 import os
@@ -107,6 +108,16 @@ def test_rows_are_held_out_by_their_text_and_files_by_their_path(here):
 
 
 ROW = b'{"text": "x"}\n'
+
+
+def make_double() -> bytes:
+    """Return a Parquet file with two columns of one name."""
+    file = io.BytesIO()
+    columns = [["one"], ["two"]]
+    pyarrow.parquet.write_table(pyarrow.table(columns, names=["text", "text"]), file)
+    return file.getvalue()
+
+
 REFUSED = {  # file -> content, words of the message
     "half.jsonl.gz": (gzip.compress(ROW * 99)[:-9], "half.jsonl.gz cannot be read"),
     "half.txt.zst": (zstandard.compress(ROW * 99)[:-3], "half.txt.zst cannot be read"),
@@ -138,7 +149,11 @@ REFUSED = {  # file -> content, words of the message
     "binary.txt": (b"\x01\0", "character 1 is NUL"),
     "utf16.txt": ("text".encode("utf-16-le"), "--encoding utf-16-le"),
     "fields.csv": (b"id,text\n1,one, two\n", "line 2 does not have the fields of the header"),
-    "names.csv": (b"text,text\none,two\n", "line 2 does not have the fields of the header"),
+    "names.csv": (b"text,text\none,two\n", "2 columns 'text'"),
+    "names.parquet": (make_double(), "2 columns 'text'"),
+    **{
+        f"empty.jsonl{suffix}": (b"", "it has 0 bytes") for suffix in (".gz", ".zst", ".xz", ".bz2")
+    },
     "quote.csv": (b'text\n"one\ntwo\n', "quote.csv cannot be read: unexpected end of data"),
     "picture.png": (b"x", "picture.png has an unknown suffix"),
     "archive.tar.gz": (b"x", "Unpack an archive"),
@@ -207,6 +222,7 @@ FORMS = {  # what people have on disk, all with the documents ROWS
     "lines.jsonl.xz": lzma.compress(LINES.encode()),
     "mark.jsonl": LINES.encode("utf-8-sig"),
     "utf16.jsonl": LINES.encode("utf-16"),
+    "utf32.jsonl": LINES.encode("utf-32"),
     "array.json": f"\n[{', '.join(OBJECTS)}]".encode(),
     "pretty array.json": f"[{','.join(PRETTY)}]".encode("utf-8-sig"),
     "pretty objects.json.gz": gzip.compress("\n".join(PRETTY).encode()),
@@ -254,7 +270,7 @@ def test_a_tool_whose_output_nobody_reads_ends_in_silence_and_its_files_stay(
 
 
 @pytest.mark.parametrize("suffix", ["txt", "jsonl", "csv"])
-@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "cp1252"])
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-32", "cp1252"])
 def test_a_file_is_read_in_its_encoding(encoding, suffix, here):
     content = {"txt": ROWS[0], "jsonl": OBJECTS[0], "csv": CSV[: CSV.index("1")]}[suffix]
     file = Path(f"a.{suffix}")

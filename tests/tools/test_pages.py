@@ -1,4 +1,4 @@
-"""Pages of plan and explain: slices are those of the trainer, figures those of the text, and a browser shows them."""
+"""Pages of plan and explain show the slices of the trainer and the figures of the text, and a browser displays them."""
 
 import re
 import shutil

@@ -2,7 +2,7 @@
 
 Such a field is a row in `fields`, of the loss in LOSSES (config/choices.py) or of the model in its ModelTable: a name,
 and a function that computes it from the whole rows of a batch, before cp splits them. The data of a run and the batches
-of the tools have it; each microbatch and each pipeline stage gets its part, as a keyword.
+of the tools contain it. Each microbatch and each pipeline stage receives its part as a keyword.
 
 Legend: B sequences, S tokens per sequence.
 """

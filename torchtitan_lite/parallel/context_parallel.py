@@ -23,7 +23,7 @@ backward, unless recompute (any mode except "none") fetches them again.
 Legend: B batch, S full sequence over n ranks, D model dim, H query heads, K key/value heads, E head dim.
 Sources: ring arXiv:2310.01889; zig-zag: Llama 3 arXiv:2407.21783, and arXiv:2311.09431 for another balanced order.
 Effect: replaces `attention.inner` of each block if it is causal. Any other becomes a subclass that gathers keys and
-values first: its masks, and those of a fork whose row has `under_cp`, come from `positions`. FQNs do not change.
+values first. Its mask comes from `positions`, also in a fork whose row has `under_cp`. FQNs do not change.
 """
 
 from functools import cache

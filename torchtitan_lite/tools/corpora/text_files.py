@@ -20,7 +20,7 @@ import json
 import lzma
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -41,6 +41,8 @@ TEXT_SUFFIXES = frozenset(
     .hs .ml .mli .clj .ex .exs .erl .el .lisp .scm .rkt .v .sv .vhd .sql .proto .graphql
     .sh .bash .zsh .fish .ps1 .bat .cmake .mk .toml .yaml .yml .ini .cfg""".split()
 )
+UTF32_MARKS = (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)
+UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 PARQUET_ROWS = 256  # in memory
 SPACE = re.compile(r"\s*")
 
@@ -75,7 +77,9 @@ def decode(content: bytes, encoding: str) -> str:
     """
     if content.startswith(codecs.BOM_UTF8):
         encoding = "utf-8"
-    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+    if content.startswith(UTF32_MARKS):  # before those of UTF-16, with which one of them begins
+        encoding = "utf-32"
+    elif content.startswith(UTF16_MARKS):
         encoding = "utf-16"
     try:
         text = content.decode(encoding)
@@ -167,12 +171,12 @@ def read_file(path: Path, encoding: str, tail: float) -> Iterator[Any]:
     A text is one row; it is two rows if its `tail`, a fraction of the characters, is cut off.
     """
     kind = get_kind(path)
+    if path.suffix.lower() in OPENERS and path.stat().st_size == 0:  # gzip and zstd read no rows
+        raise ValueError("it has 0 bytes, as half a download may have")
     with OPENERS.get(path.suffix.lower(), open)(path, "rb") as file:
         if kind == PARQUET:
             table = import_extra("pyarrow.parquet", "data").ParquetFile(file)
-            names = table.schema_arrow.names
-            if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
-                raise ValueError(f"it has two columns {twice[0]!r}")
+            refuse_double(table.schema_arrow.names)
             for batch in table.iter_batches(PARQUET_ROWS):
                 yield from batch.to_pylist()
         elif kind in DELIMITERS:
@@ -197,9 +201,9 @@ def read_file(path: Path, encoding: str, tail: float) -> Iterator[Any]:
 def is_row(line: bytes) -> bool:
     """Return whether the first line of a JSON file is a row, so that the others are, too. A wrong line is a row.
 
-    Not a row: an array, the start of an object over several lines, several objects, or UTF-16.
+    Not a row: an array, the start of an object over several lines, several objects, UTF-16 or UTF-32.
     """
-    if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+    if line.startswith((*UTF32_MARKS, *UTF16_MARKS)):
         return False
     text = line.decode("utf-8-sig", errors="replace").strip()
     if text.startswith("["):
@@ -213,9 +217,17 @@ def is_row(line: bytes) -> bool:
     return True
 
 
+def refuse_double(names: Sequence[str]) -> None:
+    """Raise ValueError if two columns have one name: the first would be lost."""
+    for name, number in Counter(names).items():
+        if number > 1:
+            raise ValueError(f"it has {number} columns {name!r}")
+
+
 def read_table(text: str, delimiter: str) -> Iterator[dict]:
     """Yield the rows of a table. Raises ValueError for a row with more or fewer fields than the header."""
     rows = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    refuse_double(rows.fieldnames or [])
     for row in rows:
         if len(row) != len(rows.fieldnames) or None in row.values():
             raise ValueError(
