@@ -21,11 +21,13 @@ class Parameter(NamedTuple):
     is_bias: bool
 
 
+@lru_cache
 def list_block_modules(model_args: ModelArgs, *, moe: bool = False) -> list[ModuleRow]:
     """List the modules of one block of this model, dense or with experts."""
     return MODELS[model_args.name].list_block(model_args, model_args.moe if moe else None)
 
 
+@lru_cache
 def list_end_modules(model_args: ModelArgs) -> list[ModuleRow]:
     """List the modules outside the blocks: tok_embeddings, norm, output, and those that only some models have."""
     return MODELS[model_args.name].list_ends(model_args)

@@ -14,6 +14,7 @@ In a row, every feature is unsupported by default. A config that needs an unsupp
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from torchtitan_lite.config.model_rows import ModelArgs
 
@@ -77,11 +78,12 @@ ATTENTIONS = {
 }
 
 
-def list_windows(attention: str, model_args: ModelArgs) -> list[int | None]:
+@lru_cache
+def list_windows(attention: str, model_args: ModelArgs) -> tuple[int | None, ...]:
     """Return the number of tokens that a token of each layer sees; None: all earlier ones, or unknown."""
     window = ATTENTIONS[attention].window
     layers = range(model_args.n_layers)
-    return [window(model_args, layer) if window else None for layer in layers]
+    return tuple(window(model_args, layer) if window else None for layer in layers)
 
 
 def list_cp_methods(attention: str, model_args: ModelArgs) -> list[str]:

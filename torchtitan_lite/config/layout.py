@@ -14,6 +14,7 @@ Sources: 3-D layouts, arXiv:2104.04473; TorchTitan, arXiv:2410.06511.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from heapq import heapify, heapreplace
 from itertools import islice
 from math import ceil, gcd, prod
@@ -51,36 +52,36 @@ class Layout:
     efsdp_near: int = 1
     efsdp_far: int = 1
 
-    @property
+    @cached_property
     def degrees(self) -> dict[str, int]:
         """Size of each mesh dim, outermost first."""
         return {dim: getattr(self, dim) for dim in MESH_DIMS}
 
-    @property
+    @cached_property
     def used_dims(self) -> list[str]:
         """Mesh dims with more than one rank, outermost first."""
         return [dim for dim, degree in self.degrees.items() if degree > 1]
 
-    @property
+    @cached_property
     def world_size(self) -> int:
         return prod(self.degrees.values())
 
-    @property
+    @cached_property
     def dp(self) -> int:
         """Number of ranks that read different sequences."""
         return self.dp_replicate * self.dp_shard
 
-    @property
+    @cached_property
     def fsdp(self) -> int:
         """Number of ranks among which FSDP shards a parameter."""
         return self.dp_shard * self.cp
 
-    @property
+    @cached_property
     def efsdp(self) -> int:
         """Number of ranks among which FSDP shards the experts of one ep rank."""
         return self.fsdp * self.tp // max(1, self.ep)
 
-    @property
+    @cached_property
     def strides(self) -> dict[str, int]:
         """Distance in ranks between neighbors on each mesh dim, and on the dims fsdp, ep and efsdp."""
         strides = {}

@@ -187,17 +187,22 @@ def find_fullest(w: Workload) -> Memory:
     Only the first pp rank, the second (it may have one layer more) and the last (the logits) can be the fullest.
     """
     last = w.layout.pp - 1
-    memories = [estimate_memory(w, pp_rank) for pp_rank in {0, min(1, last), last}]
+    layers = estimate_layers(w)
+    memories = [estimate_memory(w, pp_rank, layers) for pp_rank in {0, min(1, last), last}]
     return max(memories, key=lambda memory: memory.live)
 
 
-def estimate_memory(w: Workload, pp_rank: int) -> Memory:
-    """Return the peak memory of one pp rank."""
+def estimate_layers(w: Workload) -> Layers:
+    return [(kind, *estimate_layer(w, kind)) for kind in w.kinds]
+
+
+def estimate_memory(w: Workload, pp_rank: int, of_model: Layers | None = None) -> Memory:
+    """Return the peak memory of one pp rank. `of_model`: from `estimate_layers`."""
     layout = w.layout
     indices = layout.stages_of(pp_rank)
     stages = w.stages_by_rank[pp_rank]
-    kinds = [kind for kind in w.kinds if any(map(kind.count, stages))]
-    layers = [(kind, *estimate_layer(w, kind)) for kind in kinds]
+    of_model = of_model or estimate_layers(w)
+    layers = [layer for layer in of_model if any(map(layer[0].count, stages))]
     at_rest = w.at_rest[pp_rank]
     moment_bytes = at_rest * w.moment_bytes
     moment_bytes -= MASTER_BYTES * sum(matrix.n_at_rest for matrix in w.list_matrices(pp_rank))
@@ -210,7 +215,7 @@ def estimate_memory(w: Workload, pp_rank: int) -> Memory:
         moments = list_moments(w, layers, stages[0], at_rest)
     gathered, gradients, kept, working = max(moments, key=sum)
     if layout.zero_stage < 3 and not w.is_whole:
-        sizes = sorted(w.sizes[stage].total() for stage in stages)
+        sizes = sorted(w.n_parameters[index] for index in indices)
         if w.engine == "torch":
             sizes = sizes[-STAGES_GATHERED:]
         gathered += sum(sizes) * w.compute_bytes
@@ -260,10 +265,9 @@ def list_moments_of_pipeline(
             kept[index] = w.hidden_bytes / w.layout.tp
         elif kept[index] and w.engine == "torch":
             kept[index] += w.n_tokens * w.args.head_dim * ANGLE_BYTES
-    n_parameters = {index: w.sizes[stage].total() for index, stage in stages.items()}
     moments = []
     for with_gradients, held in in_flight.items():
-        n_gradients = sum(n_parameters[index] for index in with_gradients)
+        n_gradients = sum(w.n_parameters[index] for index in with_gradients)
         n_bytes = 0.0
         for (index, action), n in held.items():
             n_bytes += (WAITING if action == "I" else 1) * n * kept[index]

@@ -291,6 +291,12 @@ class Workload:
             sizes[stage] = +counts
         return sizes
 
+    @cached_property
+    def n_parameters(self) -> list[int]:
+        """Number of parameters of each stage on one rank, before FSDP shards them."""
+        totals = {stage: counts.total() for stage, counts in self.sizes.items()}
+        return [totals[stage] for stage in self.stages]
+
     def count_by_axis(self, stages: Iterable[Stage]) -> Counter[str]:
         """Return axis -> number of parameters of these stages on one rank, before FSDP shards them."""
         counts = Counter()
