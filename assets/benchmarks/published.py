@@ -167,7 +167,7 @@ def describe_row(values: dict[str, object]) -> Workload:
         pipeline_parallel_first_stage_less_layers=load,
         pipeline_parallel_last_stage_less_layers=load,
     )
-    stages = name_stages(plan_stages(section, n_layers), list_end_modules(args))
+    stages = name_stages(tuple(plan_stages(section, n_layers)), tuple(list_end_modules(args)))
     n_sequences = values["dp_replicate"] * values["dp_shard"] * values["microbatch_size"]
     layout = make(
         Layout,

@@ -26,10 +26,10 @@ def pipeline(pp: int, schedule: str = "1F1B", **keys) -> Parallelism:
 
 
 def count_layers(parallelism: Parallelism, n_layers: int) -> list[int]:
-    ends = list_end_modules(FLAVORS["debug"])
+    ends = tuple(list_end_modules(FLAVORS["debug"]))
     sizes = plan_stages(parallelism, n_layers)
-    stages = name_stages(sizes, ends)
-    assert (sum(stages, ()),) == name_stages([n_layers], ends)
+    stages = name_stages(tuple(sizes), ends)
+    assert (sum(stages, ()),) == name_stages((n_layers,), ends)
     assert sizes == [sum(fqn.startswith("layers.") for fqn in stage) for stage in stages]
     return sizes
 

@@ -141,7 +141,7 @@ def plan_layout(config: Config, model_args: ModelArgs, world_size: int) -> Layou
         check_stages(of_stages, count_stages(section, model_args.n_layers))
     if not of_stages:
         n_layers = plan_stages(section, model_args.n_layers)
-        stages = name_stages(n_layers, list_end_modules(model_args))
+        stages = name_stages(tuple(n_layers), tuple(list_end_modules(model_args)))
     n_shards = degrees["dp_shard"] * degrees["cp"]
     n_most = n_shards
     if model_args.moe:

@@ -14,7 +14,7 @@ Sources: 3-D layouts, arXiv:2104.04473; TorchTitan, arXiv:2410.06511.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from heapq import heapify, heapreplace
 from itertools import islice
 from math import ceil, gcd, prod
@@ -95,9 +95,17 @@ class Layout:
             strides[f"{dim}_far"] = strides[dim] * getattr(self, f"{dim}_near")
         return strides
 
+    @cached_property
+    def stages_by_rank(self) -> list[list[int]]:
+        """The stages of each pp rank, first to last."""
+        by_rank = [[] for _ in range(self.pp)]
+        for stage, rank in enumerate(self.stage_ranks):
+            by_rank[rank].append(stage)
+        return by_rank
+
     def stages_of(self, pp_rank: int) -> list[int]:
         """Return the stages of one pp rank, first to last."""
-        return [stage for stage, rank in enumerate(self.stage_ranks) if rank == pp_rank]
+        return self.stages_by_rank[pp_rank]
 
     def __str__(self) -> str:
         used = [f"{dim}{self.degrees[dim]}" for dim in self.used_dims]
@@ -160,7 +168,8 @@ def plan_stages(parallelism: Parallelism, n_layers: int) -> list[int]:
     return sizes
 
 
-def name_stages(n_layers: list[int], ends: list[ModuleRow]) -> Stages:
+@lru_cache
+def name_stages(n_layers: tuple[int, ...], ends: tuple[ModuleRow, ...]) -> Stages:
     """Return the FQNs of stages with these numbers of layers. Together they have all modules of a model."""
     layers = (f"layers.{layer}" for layer in range(sum(n_layers)))
     stages = [list(islice(layers, size)) for size in n_layers]

@@ -48,8 +48,7 @@ def list_candidates(
             first = PlannedRun("search", proposal, model_args, layout, cluster)
             for section in RECOMPUTE:
                 planned = first.with_recompute(section)
-                refused = find_refused(planned.config, model_args, layout)
-                if not refused and planned.fits:
+                if planned.fits and not find_refused(planned.config, model_args, layout):
                     yield planned
 
 

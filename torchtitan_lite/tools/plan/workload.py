@@ -35,8 +35,7 @@ from torchtitan_lite.tools.plan.orders import Order, list_lengths, list_order
 Group = tuple[str, list[int], int]
 
 
-@dataclass(frozen=True)
-class Stage:
+class Stage(NamedTuple):
     """The modules of a pipeline stage."""
 
     n_layers: tuple[int, int]  # without experts, with experts
@@ -190,6 +189,9 @@ class Workload:
         self.kinds = [LayerKind(self, modes, is_moe) for is_moe, modes in self.recompute.items()]
         # Number of parameters that a rank holds between steps, by pp rank
         self.at_rest = self.count_at_rest()
+        # Number of parameters of each stage on a rank, before FSDP shards them
+        totals = {stage: counts.total() for stage, counts in self.sizes.items()}
+        self.n_parameters = [totals[stage] for stage in self.stages]
 
     def with_recompute(self, recompute: dict[bool, Counter]) -> "Workload":
         """Return this workload with a different recompute. It shares everything that depends on the layout only."""
@@ -236,10 +238,7 @@ class Workload:
     @cached_property
     def stages_by_rank(self) -> list[list[Stage]]:
         """The stages of each pp rank, first to last."""
-        by_rank = [[] for _ in range(self.layout.pp)]
-        for stage, rank in zip(self.stages, self.layout.stage_ranks, strict=True):
-            by_rank[rank].append(stage)
-        return by_rank
+        return [[self.stages[index] for index in each] for each in self.layout.stages_by_rank]
 
     @cached_property
     def alike(self) -> list[list[int]]:
@@ -290,12 +289,6 @@ class Workload:
                 counts[axis] += n_groups * sum(elements)
             sizes[stage] = +counts
         return sizes
-
-    @cached_property
-    def n_parameters(self) -> list[int]:
-        """Number of parameters of each stage on one rank, before FSDP shards them."""
-        totals = {stage: counts.total() for stage, counts in self.sizes.items()}
-        return [totals[stage] for stage in self.stages]
 
     def count_by_axis(self, stages: Iterable[Stage]) -> Counter[str]:
         """Return axis -> number of parameters of these stages on one rank, before FSDP shards them."""
