@@ -13,6 +13,7 @@ Legend in workload.py.
 """
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from torchtitan_lite.tools.plan.orders import (
@@ -182,14 +183,19 @@ Moment = tuple[float, float, float, float]  # bytes: gathered, gradients, activa
 
 
 def find_fullest(w: Workload) -> Memory:
-    """Return the memory of the rank with the most live bytes.
+    """Return the memory of the rank with the most live bytes."""
+    return max(list_fullest(w), key=lambda memory: memory.live)
 
-    Only the first pp rank, the second (it may have one layer more) and the last (the logits) can be the fullest.
+
+def list_fullest(w: Workload) -> Iterator[Memory]:
+    """Yield the memory of the ranks that can be the fullest.
+
+    These are the first pp rank, the second (it may have one layer more) and the last (the logits).
     """
     last = w.layout.pp - 1
     layers = estimate_layers(w)
-    memories = [estimate_memory(w, pp_rank, layers) for pp_rank in {0, min(1, last), last}]
-    return max(memories, key=lambda memory: memory.live)
+    for pp_rank in {0, min(1, last), last}:
+        yield estimate_memory(w, pp_rank, layers)
 
 
 def estimate_layers(w: Workload) -> Layers:

@@ -1,6 +1,7 @@
 """Describe a run on a cluster: config + number of GPUs -> layout -> Workload -> memory and time."""
 
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -17,7 +18,7 @@ from torchtitan_lite.preflight import choose_n_ranks, read_run
 from torchtitan_lite.tools.host_rules import count_moment_bytes
 from torchtitan_lite.tools.plan.bars import BARS
 from torchtitan_lite.tools.plan.cluster import CLUSTERS, Cluster
-from torchtitan_lite.tools.plan.memory import Memory, find_fullest
+from torchtitan_lite.tools.plan.memory import Memory, find_fullest, list_fullest
 from torchtitan_lite.tools.plan.step_time import Forecast, StepTime
 from torchtitan_lite.tools.plan.workload import Workload
 
@@ -90,13 +91,15 @@ class PlannedRun:
     def workload(self) -> Workload:
         return describe_workload(self.config, self.model_args, self.layout)
 
-    def with_recompute(self, section: ActivationCheckpoint) -> "PlannedRun":
-        """Return this run with a different recompute."""
-        config = replace(self.config, activation_checkpoint=section)
-        planned = replace(self, config=config)
-        counts = count_recompute(section, self.model_args)
-        vars(planned)["workload"] = self.workload.with_recompute(counts)
-        return planned
+    def list_fitting(self, sections: list[ActivationCheckpoint]) -> Iterator["PlannedRun"]:
+        """Yield this run with each of these recompute settings, if it fits in memory."""
+        for section in sections:
+            workload = self.workload.with_recompute(count_recompute(section, self.model_args))
+            if self.holds(workload):
+                config = replace(self.config, activation_checkpoint=section)
+                planned = replace(self, config=config)
+                vars(planned)["workload"] = workload
+                yield planned
 
     def find_most_taken(self, live_bytes: float) -> float:
         """Return the memory of a GPU at the upper end of the error bar, if a rank has `live_bytes` in use."""
@@ -117,7 +120,12 @@ class PlannedRun:
 
     @property
     def fits(self) -> bool:
-        return self.taken_bytes <= self.cluster.memory_bytes
+        return self.holds(self.workload)
+
+    def holds(self, w: Workload) -> bool:
+        """Whether a workload of this layout fits in the memory of the GPUs."""
+        taken = (self.find_most_taken(memory.live) for memory in list_fullest(w))
+        return all(n_bytes <= self.cluster.memory_bytes for n_bytes in taken)
 
     @cached_property
     def step_time(self) -> StepTime:

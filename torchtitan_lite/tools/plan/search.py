@@ -46,9 +46,8 @@ def list_candidates(
         with suppress(ConfigError):
             layout = plan_layout(proposal, model_args, world_size)
             first = PlannedRun("search", proposal, model_args, layout, cluster)
-            for section in RECOMPUTE:
-                planned = first.with_recompute(section)
-                if planned.fits and not find_refused(planned.config, model_args, layout):
+            for planned in first.list_fitting(RECOMPUTE):
+                if not find_refused(planned.config, model_args, layout):
                     yield planned
 
 

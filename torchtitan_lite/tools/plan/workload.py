@@ -294,7 +294,8 @@ class Workload:
         """Return axis -> number of parameters of these stages on one rank, before FSDP shards them."""
         counts = Counter()
         for stage in stages:
-            counts.update(self.sizes[stage])
+            for axis, n in self.sizes[stage].items():
+                counts[axis] += n
         return counts
 
     def count_at_rest(self) -> list[float]:
