@@ -20,7 +20,7 @@ from torchtitan_lite.config.machine import GIB
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.reader import dump_config_toml
-from torchtitan_lite.config.schema import ActivationCheckpoint, Config, Parallelism, get_value
+from torchtitan_lite.config.schema import ActivationCheckpoint, Config, get_value
 from torchtitan_lite.tools.plan.cluster import CLUSTERS, Cluster
 from torchtitan_lite.tools.plan.planned_run import PlannedRun, read_target
 from torchtitan_lite.tools.plan.step_time import Forecast
@@ -70,7 +70,7 @@ def list_proposals(
         for dp_shard, microbatch, (schedule, layers), zero_stage, ep in product(
             {n for n in (dp, 64, 8) if dp % n == 0},
             [n for n in MICROBATCHES if global_batch // dp % n == 0],
-            list_schedules(config.parallelism, pp, n_layers),
+            list_schedules(config, pp, n_layers),
             (1, 3) if pp > 1 else (1, 2, 3),
             divisors(n_experts, world_size),
         ):
@@ -104,14 +104,17 @@ def list_proposals(
             )
 
 
-def list_schedules(section: Parallelism, pp: int, n_layers: int) -> list[tuple[str, int | None]]:
+def list_schedules(config: Config, pp: int, n_layers: int) -> list[tuple[str, int | None]]:
     """Return every schedule with its layers per stage; None: as many stages as the schedule has."""
+    section = config.parallelism
     if pp == 1:
         return [(section.pipeline_parallel_schedule, None)]
     weight = n_layers + section.pipeline_parallel_first_stage_less_layers
     weight += section.pipeline_parallel_last_stage_less_layers
     pairs = []
     for name, schedule in SCHEDULES.items():
+        if schedule.splits_backward and config.compile.enable:
+            continue  # checks.py refuses it on every layout
         layers_per_stage = {None}
         if schedule.most_stages_per_rank is None:
             layers_per_stage = {ceil(weight / pp / n_stages) for n_stages in STAGES_PER_RANK}
