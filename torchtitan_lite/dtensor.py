@@ -12,12 +12,13 @@ own styles, which compute with DTensors, trained at 0.54 of this speed (tp2, glo
 """
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, distribute_tensor
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
 
 def local_shard(tensor: Tensor) -> Tensor:
@@ -29,8 +30,22 @@ def find_shard(tensor: Tensor) -> tuple[Tensor, Sequence[int]]:
     """Return this rank's shard of a tensor, and the index of its first element in the full tensor."""
     if not isinstance(tensor, DTensor):
         return tensor, [0] * tensor.dim()
-    (chunk,) = tensor.__create_chunk_list__()  # the method that torch.distributed.checkpoint calls
-    return tensor.to_local(), chunk.offsets
+    mesh = tensor.device_mesh
+    coordinate = tuple(mesh.get_coordinate())
+    begin = find_offsets(tensor.shape, mesh.shape, coordinate, tensor.placements)
+    return tensor.to_local(), begin
+
+
+@lru_cache  # many tensors are alike, and torch makes a view for each FSDP rank if tp splits the same dim
+def find_offsets(
+    shape: Sequence[int],
+    mesh_shape: tuple[int, ...],
+    coordinate: tuple[int, ...],
+    placements: tuple[Placement, ...],
+) -> Sequence[int]:
+    """Return the index of the first element of a shard in the full tensor."""
+    _, offsets = _compute_local_shape_and_global_offset(shape, mesh_shape, coordinate, placements)
+    return offsets
 
 
 def count_replicas(tensor: Tensor) -> int:
