@@ -410,6 +410,13 @@ def open_watch(rank: int, world_size: int, folder: str) -> None:
     watch.end()
     assert not watch.is_late(), "a save may take longer"
     stop.received = 0
+    watch.late = Path(folder, f"late-{rank}")
+    watch.write(watch.file)
+    assert not watch.is_peer_late(), "only a rank that waits looks into the folder of all ranks"
+    watch.began_s -= 0.6 * watch.find_limit()
+    assert watch.is_peer_late() and not watch.is_late(), "a rank between two steps writes too"
+    for file in (watch.late, watch.file):
+        file.unlink()
     assert watch.find_phase() is Phase.STEPS
     assert watch.seen == {pid for pid, _ in watch.local.values()}
     ended = subprocess.Popen("true")

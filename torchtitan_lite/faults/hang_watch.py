@@ -5,9 +5,11 @@
                        write hang/restart-0/rank-00003.json
     launcher       2 s after the first file: read all files, print one paragraph (tools/faults/hang.py)
 
-The limit is comm.hang_seconds; after a signal, STOP_WITHIN_S. If one rank writes, all do, also between two steps. A
-rank that is stopped or never releases the GIL cannot write. So each file also has the state of every rank of its host,
-from /proc. If the step ends after all, the rank deletes its file. A new start deletes the files of all earlier ones.
+The limit is comm.hang_seconds; after a signal, STOP_WITHIN_S. A rank that is late also leaves a file `late`. A rank
+that has not advanced for half of the limit, in a step or between two, looks for this file and then writes too. So a
+run that advances never looks into the folder that all ranks share. A rank that is stopped or never releases the GIL
+cannot write. So each file also has the state of every rank of its host, from /proc. If the step ends after all, the
+rank deletes its file. A new start deletes the files of all earlier ones.
 
 gloo aborts a rank if its call differs from the calls of its peers. A rank that ends with an error, or because another
 rank has ended, writes the same record to hang/restart-0/failed-00003.json.
@@ -76,6 +78,7 @@ class HangWatch:
             shutil.rmtree(reports, ignore_errors=True)  # of an earlier start
         self.file = self.folder / f"rank-{self.rank:05}.json"
         self.failed = self.folder / f"failed-{self.rank:05}.json"
+        self.late = self.folder / "late"  # a rank is late, so that all ranks write
         self.schedule = run.schedule
         local_ranks = place.list_local_ranks()
         # A rank of the next host, whose launcher may be cut off
@@ -133,28 +136,39 @@ class HangWatch:
     def watch(self) -> None:
         while not self.leaving.wait(1.0):
             if self.written_in_s is None:
-                if self.is_late() or any(self.folder.glob("rank-*.json")):
+                if self.is_late() or self.is_peer_late():
                     self.written_in_s = self.began_s
                     self.write(self.file)
             elif self.written_in_s != self.began_s:  # the step has ended after all
                 self.written_in_s = None
                 with go_on_unwritten(str(self.file), self.unwritten):
+                    self.late.unlink(missing_ok=True)
                     self.file.unlink(missing_ok=True)
 
     def is_late(self) -> bool:
         """Return whether the step, or what follows it, takes longer than its limit."""
         now_s = time.monotonic()
-        section = self.section
         # Saves, and the first step, may take longer than other steps.
-        limit_s = SHARE_OF_TIMEOUT * section.init_timeout_seconds
+        limit_s = SHARE_OF_TIMEOUT * self.section.init_timeout_seconds
         if self.is_in_step and self.last_s is not None:
-            twice_s = 2 * self.last_s
-            limit_s = max(twice_s, SHARE_OF_TIMEOUT * section.train_timeout_seconds)
-            if section.hang_seconds > 0:
-                limit_s = section.hang_seconds
-            if self.stop.received and now_s - self.stop.received_at_s > max(STOP_WITHIN_S, twice_s):
+            limit_s = self.find_limit()
+            stop_within_s = max(STOP_WITHIN_S, 2 * self.last_s)
+            if self.stop.received and now_s - self.stop.received_at_s > stop_within_s:
                 return True
         return now_s - self.began_s > limit_s
+
+    def find_limit(self) -> float:
+        """Return the seconds that a step after the first one may take."""
+        if self.section.hang_seconds > 0:
+            return self.section.hang_seconds
+        limit_s = SHARE_OF_TIMEOUT * self.section.train_timeout_seconds
+        return max(2 * (self.last_s or 0.0), limit_s)
+
+    def is_peer_late(self) -> bool:
+        """Return whether another rank is late. A rank that advances does not look."""
+        waited_s = time.monotonic() - self.began_s
+        has_waited = self.stop.received or waited_s > self.find_limit() / 2
+        return bool(has_waited) and os.path.exists(self.late)
 
     def find_phase(self) -> Phase:
         """Return what a signal does. Write what this rank does, if a rank of this host has ended before the run."""
@@ -183,3 +197,5 @@ class HangWatch:
             file.parent.mkdir(parents=True, exist_ok=True)
             unfinished.write_text(json.dumps(content))
             unfinished.rename(file)
+            if file == self.file:
+                self.late.touch()
