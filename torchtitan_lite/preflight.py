@@ -38,7 +38,6 @@ from torchtitan_lite.config.layout import plan_degrees
 from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.messages import ConfigError, Problem, Problems
 from torchtitan_lite.config.model_rows import AUTO, ModelArgs
-from torchtitan_lite.config.parameter_groups import check_groups
 from torchtitan_lite.config.reader import UserConfig, read_config
 from torchtitan_lite.config.schema import Config, Parallelism, get_value, with_value
 from torchtitan_lite.data.corpus_folder import (
@@ -114,7 +113,6 @@ def resolve(
         with collecting(problems):
             model_args = resolve_model(config.model)
             problems += check_model_files(config, model_args, weights, tokenizer)
-            problems += check_groups(config, model_args)
             problems += check_host(config, model_args, n_ranks)
             layout = plan_layout(config, model_args, n_ranks)
             config = resolve_config(config, layout, machine.device_type)

@@ -12,11 +12,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from torchtitan_lite.components import log as log_module
 from torchtitan_lite.components import metrics as metrics_module
-from torchtitan_lite.components import sinks
 from torchtitan_lite.components.metrics import MetricsWriter, describe_speed
 from torchtitan_lite.config.block import count_flops_per_token
 from torchtitan_lite.config.machine import peak_flops
 from torchtitan_lite.config.schema import Metrics
+from torchtitan_lite.extensions import wandb_sink
 from torchtitan_lite.models.llama3.table import FLAVORS
 
 # torchtitan's published 8B row: 8 H100, one sequence of 8,192 tokens each, 5,762 tokens/s per GPU
@@ -229,8 +229,8 @@ def test_events_that_a_full_disk_refuses_are_one_sentence_and_are_written_later(
 
 
 def test_an_id_for_wandb_is_whole_or_absent(tmp_path):
-    with patch.object(sinks, "import_extra"), limit_files(8), pytest.raises(OSError):
-        sinks.WandbSink(tmp_path, settings={})
+    with patch.object(wandb_sink, "import_extra"), limit_files(8), pytest.raises(OSError):
+        wandb_sink.WandbSink(tmp_path, settings={})
     assert not (tmp_path / "wandb_id").exists()
 
 

@@ -10,12 +10,6 @@ from torchtitan_lite.components.optim import build_lr_scheduler, build_optimizer
 from torchtitan_lite.config.block import list_parameters
 from torchtitan_lite.config.checks import resolve_model
 from torchtitan_lite.config.learning_rate import list_rates
-from torchtitan_lite.config.parameter_groups import (
-    OTHERS,
-    check_groups,
-    describe_decayed,
-    list_members,
-)
 from torchtitan_lite.config.reader import dump_config_toml, read_config
 from torchtitan_lite.config.schema import (
     Config,
@@ -25,6 +19,12 @@ from torchtitan_lite.config.schema import (
     ParameterGroup,
     with_value,
 )
+from torchtitan_lite.extensions.parameter_groups import (
+    OTHERS,
+    check_groups,
+    list_members,
+)
+from torchtitan_lite.tools.check import describe_decayed
 
 NORMS = ParameterGroup("*norm*", weight_decay=0.0)
 HIDDEN = ParameterGroup("layers.*.w?.weight", lr=0.5, weight_decay=2.0)

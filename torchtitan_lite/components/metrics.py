@@ -22,12 +22,14 @@ from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from torchtitan_lite.components.log import go_on_unwritten
-from torchtitan_lite.components.sinks import JsonLinesSink, TensorBoardSink, WandbSink
+from torchtitan_lite.components.sinks import JsonLinesSink, TensorBoardSink
 from torchtitan_lite.config.block import FlopsPerToken
+from torchtitan_lite.config.extensions import load_extension
 from torchtitan_lite.config.schema import Metrics
 
 logger = logging.getLogger(__name__)
@@ -119,7 +121,7 @@ class MetricsWriter:
         Without `dump_folder`, only the console is written.
         """
         self.n_steps = n_steps
-        self.sinks: dict[str, JsonLinesSink | TensorBoardSink | WandbSink] = {}  # opened
+        self.sinks: dict[str, Any] = {}  # opened
         self.unwritten: set[str] = set()  # names of the sinks that the log has reported
         self.openers: dict[str, Callable] = {}
         if dump_folder is None:
@@ -132,7 +134,8 @@ class MetricsWriter:
             self.openers[str(folder)] = partial(TensorBoardSink, folder, resumed_step=resumed_step)
         if section.enable_wandb:
             folder = dump_folder / "wandb"
-            self.openers[str(folder)] = partial(WandbSink, dump_folder, settings=settings)
+            wandb_sink = load_extension("wandb_sink").WandbSink
+            self.openers[str(folder)] = partial(wandb_sink, dump_folder, settings=settings)
 
     def write(self, kind: str, step: int, **fields: object) -> None:
         """Write one record. JSON has no NaN or infinity, so numbers that are not finite become null."""

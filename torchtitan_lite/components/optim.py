@@ -17,8 +17,7 @@ from torchtitan_lite.config.choices import OPTIMIZERS
 from torchtitan_lite.config.extensions import load_extension
 from torchtitan_lite.config.learning_rate import learning_rate_factor
 from torchtitan_lite.config.messages import UserError
-from torchtitan_lite.config.parameter_groups import find_group
-from torchtitan_lite.config.schema import LRScheduler, Optimizer
+from torchtitan_lite.config.schema import LRScheduler, Optimizer, ParameterGroup
 from torchtitan_lite.dtensor import count_replicas, local_shard
 
 # optimizer.name, a row of config/choices.py -> optimizer for all parameters of this rank. It reads the keys of its
@@ -47,8 +46,10 @@ def build_optimizer(
     # One group of torch for each of optimizer.groups and each mesh, because torch's kernels need all DTensors on one
     # mesh. Experts have another mesh.
     groups: dict[tuple, dict] = {}
+    factors = ParameterGroup("")  # both are 1
     for fqn, parameter in parameters.items():
-        factors = find_group(section.groups, fqn)
+        if section.groups:
+            factors = load_extension("parameter_groups").find_group(section.groups, fqn)
         key = factors, getattr(parameter, "device_mesh", None)
         if key not in groups:
             groups[key] = {

@@ -1,8 +1,7 @@
-"""Where metrics are written besides the log: metrics.jsonl, TensorBoard, and Weights & Biases.
+"""Where metrics are written besides the log: metrics.jsonl and TensorBoard.
 
-A sink has `write(record, scalars)`, with `scalars` from tag to value, and `close()`. Only rank 0 creates sinks. wandb
-reads the environment (WANDB_MODE=offline, WANDB_PROJECT, WANDB_NAME, WANDB_API_KEY). Its id of the run is kept in the
-file wandb_id of the dump folder, so a resumed run is the same run in wandb.
+A sink has `write(record, scalars)`, with `scalars` from tag to value, and `close()`. Only rank 0 creates sinks.
+extensions/wandb_sink.py has one for Weights & Biases.
 """
 
 import json
@@ -12,13 +11,10 @@ import socket
 import time
 from itertools import count
 from pathlib import Path
-from uuid import uuid4
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
-
-from torchtitan_lite.files import import_extra
 
 logger = logging.getLogger(__name__)
 
@@ -65,29 +61,6 @@ class TensorBoardSink:
 
     def close(self) -> None:
         self.writer.close()
-
-
-class WandbSink:
-    """Writes to Weights & Biases, which stores its local files in `folder`/wandb. Needs the extra `wandb`."""
-
-    def __init__(self, folder: Path, *, settings: dict):
-        """`settings` is the config by section."""
-        wandb = import_extra("wandb", "wandb")
-        id_file = folder / "wandb_id"
-        if not id_file.exists():
-            new = id_file.with_name("wandb_id.new")
-            new.write_text(uuid4().hex)
-            new.rename(id_file)  # complete or absent
-        self.run = wandb.init(
-            dir=str(folder), config=settings, id=id_file.read_text(), resume="allow"
-        )
-
-    def write(self, record: dict[str, object], scalars: dict[str, float]) -> None:
-        if scalars:
-            self.run.log(scalars, step=record["step"])
-
-    def close(self) -> None:
-        self.run.finish()
 
 
 def drop_later_steps(path: Path, last_step: int) -> None:

@@ -88,6 +88,11 @@ def check_float8_all_gather(problems: Problems, layout: Layout) -> None:
         problems.refuse(ZERO_PLUS_PLUS, why, f'{remedy}, or leave out "qwz"')
 
 
+def check_parameter_groups(problems: Problems, layout: Layout) -> None:
+    check_groups = load_extension("parameter_groups").check_groups
+    problems += check_groups(problems.config, problems.model_args)
+
+
 # ---------------------------------------------------------------- rows
 
 
@@ -119,6 +124,12 @@ EXTENSIONS = {  # file of extensions/, without .py
         ("bfloat16",),
         "AdamW with both moments in bfloat16: 12 bytes of training state per parameter instead of 16",
         check_bfloat16_moments,
+    ),
+    "parameter_groups": Extension(
+        "optimizer.groups",
+        (),
+        "factors of learning rate and weight decay for parameters whose names match",
+        check_parameter_groups,
     ),
     "zero_plus_plus": Extension(
         ZERO_PLUS_PLUS,
@@ -156,6 +167,11 @@ EXTENSIONS = {  # file of extensions/, without .py
         "training.skip_spikes",
         (),
         "skips steps whose gradient norm is far above the median of the last norms",
+    ),
+    "wandb_sink": Extension(
+        "metrics.enable_wandb",
+        (),
+        "writes metrics to Weights & Biases",
     ),
     "copies": Extension(
         "debug.compare_copies_every",

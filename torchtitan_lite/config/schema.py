@@ -181,7 +181,7 @@ class Parallelism:
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """The parameters whose FQNs match a pattern (parameter_groups.py). `lr` and `weight_decay` are factors."""
+    """Parameters whose FQNs match a pattern (extensions/parameter_groups.py). `lr` and `weight_decay` are factors."""
 
     match: str
     lr: ZeroOrMore = 1.0

@@ -12,11 +12,11 @@ from functools import partial
 from math import ceil, lcm
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from torchtitan_lite.config.block import count_flops_per_token, count_parameters
-from torchtitan_lite.config.extensions import EXTENSIONS
+from torchtitan_lite.config.block import count_flops_per_token, count_parameters, list_parameters
+from torchtitan_lite.config.extensions import EXTENSIONS, load_extension
 from torchtitan_lite.config.machine import CPU_FLOPS_PER_CORE, Machine
 from torchtitan_lite.config.messages import ConfigError, Problem, name_command
-from torchtitan_lite.config.parameter_groups import describe_decayed, describe_groups
+from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.reader import KEYS, NAMES, SECTIONS, find_key, read_config, suggest_key
 from torchtitan_lite.config.schema import MANY, MOST_RANKS, PATH, Config, Range, get_value
 from torchtitan_lite.preflight import resolve
@@ -181,8 +181,9 @@ def describe_spec(spec: RunSpec, n_hosts: int = 1) -> str:
     lines = [f"{spec.config_name} on {where}: nothing found wrong"]
     for topic, text in rows.items():
         lines.append(f"  {topic:7} {text}")
-    for group in describe_groups(config, args):
-        lines.append(f"  group   {group}")
+    if config.optimizer.groups:
+        for group in load_extension("parameter_groups").describe_groups(config, args):
+            lines.append(f"  group   {group}")
     for notice in [*spec.notices, describe_decayed(config, args)]:
         if notice:
             lines.append(f"  note    {notice}")
@@ -237,3 +238,20 @@ def describe_kind(kind: Any) -> str:
     if origin is list:
         return f"a list: {describe_kind(inner[0])}"
     return NAMES[kind] if kind in NAMES else describe_kind(inner[0])  # `X | None`
+
+
+def describe_decayed(config: Config, model_args: ModelArgs) -> str:
+    """Return a note if weight decay covers norms or biases; otherwise ""."""
+    section = config.optimizer
+    decayed = []
+    factor = 1.0
+    for fqn, parameter in list_parameters(model_args).items():
+        if section.groups:
+            find_group = load_extension("parameter_groups").find_group
+            factor = find_group(section.groups, fqn).weight_decay
+        if len(parameter.shape) == 1 and factor * section.weight_decay:
+            decayed.append(fqn)
+    if not decayed:
+        return ""
+    what = f"optimizer.weight_decay = {section.weight_decay:g} also covers norms and biases"
+    return f"{what}, such as {decayed[0]}; a group with weight_decay = 0 leaves them out (optimizer.groups)"

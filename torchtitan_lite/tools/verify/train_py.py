@@ -33,9 +33,9 @@ from torchtitan_lite.checkpoint.load import OpenCheckpoint
 from torchtitan_lite.components.signals import StopFlag
 from torchtitan_lite.config.checks import resolve_model
 from torchtitan_lite.config.model_rows import ModelArgs
-from torchtitan_lite.config.parameter_groups import list_used
 from torchtitan_lite.config.reader import dump_config_toml
 from torchtitan_lite.config.schema import Config, LRScheduler, with_value
+from torchtitan_lite.extensions.parameter_groups import list_used
 from torchtitan_lite.model.moe import Router
 from torchtitan_lite.models.registry import MODELS
 from torchtitan_lite.tools.corpora.prepare import PrepareSettings, prepare

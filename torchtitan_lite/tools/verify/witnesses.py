@@ -21,8 +21,8 @@ from torchtitan_lite import step as stepping
 from torchtitan_lite.config.checks import MODEL_SIZES
 from torchtitan_lite.config.choices import ATTENTIONS, OPTIMIZERS
 from torchtitan_lite.config.model_rows import MoEArgs
-from torchtitan_lite.config.parameter_groups import list_used
 from torchtitan_lite.config.schema import get_value
+from torchtitan_lite.extensions.parameter_groups import list_used
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.model.float8_linear import Float8Linear
 from torchtitan_lite.model.own_attention import list_attentions

@@ -76,10 +76,8 @@ def check_groups(config: Config, model_args: ModelArgs) -> list[Problem]:
 
 
 def describe_groups(config: Config, model_args: ModelArgs) -> list[str]:
-    """Return a line for each group: its rate, its weight decay, and its parameters. Empty without groups."""
+    """Return a line for each group: its rate, its weight decay, and its parameters."""
     section = config.optimizer
-    if not section.groups:
-        return []
     lines = []
     for group, fqns in list_members(section.groups, list_parameters(model_args)).items():
         if fqns:
@@ -93,17 +91,3 @@ def describe_groups(config: Config, model_args: ModelArgs) -> list[str]:
                 line += f"; {n_elsewhere} more that it matches are in earlier groups"
             lines.append(line)
     return lines
-
-
-def describe_decayed(config: Config, model_args: ModelArgs) -> str:
-    """Return a note if weight decay covers norms or biases; otherwise ""."""
-    section = config.optimizer
-    decayed = []
-    for fqn, parameter in list_parameters(model_args).items():
-        factor = find_group(section.groups, fqn).weight_decay
-        if len(parameter.shape) == 1 and factor * section.weight_decay:
-            decayed.append(fqn)
-    if not decayed:
-        return ""
-    what = f"optimizer.weight_decay = {section.weight_decay:g} also covers norms and biases"
-    return f"{what}, such as {decayed[0]}; a group with weight_decay = 0 leaves them out ({GROUPS})"
