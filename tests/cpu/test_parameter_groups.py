@@ -1,6 +1,6 @@
 """[[optimizer.groups]]: how tables are read, which parameters a group has, and torch's own optimizers as the oracle.
 
-tests/layouts.py has layouts with groups, and tests/ranks/test_muon.py compares Muon.
+tests/layouts.py has layouts with groups, and tests/extensions/test_muon.py compares Muon.
 """
 
 import pytest

@@ -17,7 +17,7 @@ def rows_orthogonalized_instead_of_matrices(orthogonalize, slices, matrices, axe
 
 @mutant(SHARDED, "updates", "layers.1.feed_forward.w3.weight", at=(muon, "newton_schulz"))
 def orthogonalized_in_bfloat16(newton_schulz, matrix):
-    """Newton-Schulz computes in bf16, whatever the compute dtype. tests/ranks/test_muon.py sees it on one rank too."""
+    """Newton-Schulz computes in bf16, whatever the compute dtype. test_muon.py sees it on one rank too."""
     return newton_schulz(matrix.bfloat16()).to(matrix.dtype)
 
 
