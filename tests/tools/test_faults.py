@@ -45,7 +45,7 @@ from torchtitan_lite.extensions.hang_report import read_pipeline
 from torchtitan_lite.extensions.snapshots import Snapshots
 from torchtitan_lite.extensions.tied_embeddings import TiedSchedule
 from torchtitan_lite.faults import start as start_module
-from torchtitan_lite.faults.hang_watch import HangWatch
+from torchtitan_lite.faults.hang_watch import HangWatch, meet_processes
 from torchtitan_lite.faults.start import start_from
 from torchtitan_lite.parallel.pipeline import PatchedStage
 from torchtitan_lite.parallel.process_groups import Place
@@ -398,7 +398,8 @@ def open_watch(rank: int, world_size: int, folder: str) -> None:
     stop = StopFlag()
     place = Place(rank, world_size, rank, 1, 0)
     store = dist.distributed_c10d._get_default_store()
-    watch = HangWatch(Path(folder), Comm(), run, place, store, stop)
+    processes = meet_processes(place, store, Comm())
+    watch = HangWatch(Path(folder), Comm(), run, place, processes, stop)
     watch.begin(1)
     watch.end()
     watch.begin(2)
