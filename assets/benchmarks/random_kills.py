@@ -26,7 +26,7 @@ from typing import NamedTuple
 from assets.benchmarks.signal_phases import REPOSITORY, Run, list_children
 from torchtitan_lite.tools.faults.drill import read_shards
 
-N_STEPS = 150
+N_STEPS = 200
 N_KILLS = 40  # of each layout
 N_IN_RESTART = 10
 LONGEST_S = 900.0
