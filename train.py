@@ -29,7 +29,7 @@ from torchtitan_lite.config.messages import ConfigError, UserError
 from torchtitan_lite.data.corpus_folder import check_prepared
 from torchtitan_lite.data.dataset import open_data
 from torchtitan_lite.dump_folder import open_dump_folder
-from torchtitan_lite.faults.hang_watch import HangWatch
+from torchtitan_lite.faults.hang_watch import HangWatch, meet_processes
 from torchtitan_lite.faults.orphans import end_with_parent
 from torchtitan_lite.faults.start import build_savers, start_from
 from torchtitan_lite.parallel.mesh import build_mesh
@@ -78,6 +78,8 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
     build_on_meta(config, spec.model_args)  # raises if the code of the model differs from its table
 
     # ---- mesh: one process group for the world, one for each mesh dim, and one for each group of flattened dims
+    # the ranks of each host, and the next rank of another one, by the store: their process ids
+    processes = meet_processes(place, store, config.comm)
     # all ranks connect by the store
     device, groups = start_process(place, store, spec.machine.device_type, config, spec.dump_folder)
     # all ranks connect the groups by the store
@@ -108,8 +110,8 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
     # ---- checkpoint: resume from the newest checkpoint or snapshot, or from load_step; otherwise load initial weights
     # all ranks, if snapshots are on: rank 0 broadcasts the id of the run
     savers = build_savers(run, spec, place, groups, data.fingerprint)
-    # the ranks of each host, and the next rank of another one, by the store: their process ids
-    watch = HangWatch(spec.written_folder, config.comm, run, place, store, stop)
+    watch = HangWatch(spec.written_folder, config.comm, run, place, processes, stop)
+    watch.start()
     # all ranks: rank 0 broadcasts the steps in the dump folder; all-gather of usable snapshots; all-reduce of errors
     resumed_step = start_from(run, savers, groups.host, restarted=place.restarts > 0)
 
@@ -156,7 +158,7 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
                 load_extension("copies").compare_copies(run, groups.host)
             # all ranks, if due: weights and activations; all-reduce of signals before each batch (8 bytes), of the loss
             # (8) and of token counts (16)
-            validation = validate(run, data, step, stop)
+            validation = validate(run, data, step, stop, watch.follow)
             metrics.log(step, result, validation, is_applied=is_applied, grad_norm=grad_norm)
             if step == warm_step:
                 # all ranks: a barrier, then shorter time-outs

@@ -25,11 +25,19 @@ from torchtitan_lite.step import forward_only, shard_for_cp
 logger = logging.getLogger(__name__)
 
 
-def validate(run: Run, data: RunData, step: int, stop: StopFlag) -> dict[str, float] | None:
+def validate(
+    run: Run,
+    data: RunData,
+    step: int,
+    stop: StopFlag,
+    follow: Callable[[Iterator], Iterator] = iter,
+) -> dict[str, float] | None:
     """Return val_loss (nats per token), val_perplexity, val_bits_per_byte and val_time_s; None if not due at this step.
 
     None, too, if a rank has received a signal: then the run stops after the next step. Weights and gradients do not
-    change. Collective: all-reduces 8 bytes over all ranks before each batch; at the end, 8 bytes over pp, dp_replicate,
+    change. `follow` yields the batches and watches how long each one takes.
+
+    Collective: all-reduces 8 bytes over all ranks before each batch; at the end, 8 bytes over pp, dp_replicate,
     dp_shard and cp, and 16 bytes over the last three.
     """
     if not is_validated(run.config, step):
@@ -41,7 +49,7 @@ def validate(run: Run, data: RunData, step: int, stop: StopFlag) -> dict[str, fl
 
     def find_batches() -> Iterator[Batch]:
         nonlocal is_stopped
-        for batch in data.validation_batches():
+        for batch in follow(data.validation_batches()):
             is_stopped = has_signal(run, stop)
             if is_stopped:
                 return

@@ -26,7 +26,9 @@ from typing import NamedTuple
 from assets.benchmarks.signal_phases import REPOSITORY, Run, list_children
 from torchtitan_lite.tools.faults.drill import read_shards
 
-N_STEPS = 150
+N_STEPS = 200
+N_KILLS = 40  # of each layout
+N_IN_RESTART = 10
 LONGEST_S = 900.0
 KEYS = [
     f"--training.steps={N_STEPS}",
@@ -42,8 +44,6 @@ class Layout(NamedTuple):
     keys: list[str]
     n_ranks: int  # of a host
     n_hosts: int
-    n_kills: int
-    n_in_restart: int
 
 
 class Kill(NamedTuple):
@@ -53,9 +53,9 @@ class Kill(NamedTuple):
 
 
 LAYOUTS = {
-    "dp4": Layout(["--training.local_batch_size=2"], 4, 1, 14, 4),
-    "pp2 x dp2 x tp2": Layout(["--config=debug_3d"], 8, 1, 13, 3),
-    "two hosts": Layout(["--training.local_batch_size=2"], 2, 2, 13, 3),
+    "dp4": Layout(["--training.local_batch_size=2"], 4, 1),
+    "pp2 x dp2 x tp2": Layout(["--config=debug_3d"], 8, 1),
+    "two hosts": Layout(["--training.local_batch_size=2"], 2, 2),
 }
 
 
@@ -105,8 +105,7 @@ def list_ranks(host: Run) -> list[int]:
 def kill_ranks(name: str, hosts: list[Run], draw: random.Random) -> None:
     """Kill ranks of one run, and print a row for each."""
     layout = LAYOUTS[name]
-    in_restart = [True] * layout.n_in_restart
-    in_restart += [False] * (layout.n_kills - 2 * layout.n_in_restart)
+    in_restart = [True] * N_IN_RESTART + [False] * (N_KILLS - 2 * N_IN_RESTART)
     draw.shuffle(in_restart)
     for is_twice in in_restart:
         n_steps = count(hosts[0], STEP) + draw.randint(1, 4)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -45,7 +46,7 @@ from torchtitan_lite.extensions.hang_report import read_pipeline
 from torchtitan_lite.extensions.snapshots import Snapshots
 from torchtitan_lite.extensions.tied_embeddings import TiedSchedule
 from torchtitan_lite.faults import start as start_module
-from torchtitan_lite.faults.hang_watch import HangWatch
+from torchtitan_lite.faults.hang_watch import HangWatch, meet_processes
 from torchtitan_lite.faults.start import start_from
 from torchtitan_lite.parallel.pipeline import PatchedStage
 from torchtitan_lite.parallel.process_groups import Place
@@ -154,6 +155,24 @@ def test_a_signal_for_one_of_two_elastic_hosts_stops_the_ranks_of_both(start_hos
     warm_start.read_until(hosts[0], "SIGTERM: the run stops at the end of a step")
     os.kill(rank, signal.SIGCONT)
     for host in hosts:
+        assert "stopped by SIGTERM" in warm_start.finish(host, status=143)
+
+
+def handles_sigterm(pid: int) -> bool:
+    caught = re.search(r"SigCgt:\s+(\w+)", Path(f"/proc/{pid}/status").read_text())[1]
+    return bool(int(caught, 16) >> signal.SIGTERM - 1 & 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signaled", [0, 1])
+def test_a_signal_for_a_host_that_has_not_met_the_others_ends_all_of_them(start_host, signaled):
+    waiting = start_host(1 - signaled, NNODES="2")
+    warm_start.read_until(waiting, f"waits for NODE_RANK={signaled}")
+    late = start_host(signaled, NNODES="2")
+    while not handles_sigterm(late.pid):
+        time.sleep(0.01)
+    late.send_signal(signal.SIGTERM)
+    for host in (late, waiting):
         assert "stopped by SIGTERM" in warm_start.finish(host, status=143)
 
 
@@ -398,7 +417,8 @@ def open_watch(rank: int, world_size: int, folder: str) -> None:
     stop = StopFlag()
     place = Place(rank, world_size, rank, 1, 0)
     store = dist.distributed_c10d._get_default_store()
-    watch = HangWatch(Path(folder), Comm(), run, place, store, stop)
+    processes = meet_processes(place, store, Comm())
+    watch = HangWatch(Path(folder), Comm(), run, place, processes, stop)
     watch.begin(1)
     watch.end()
     watch.begin(2)

@@ -7,6 +7,7 @@ tools/faults/hang.py reads the records of all ranks, and names the rank that the
 """
 
 import json
+import re
 import sys
 import threading
 import time
@@ -14,6 +15,7 @@ import traceback
 from bisect import bisect
 from collections import Counter
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -24,6 +26,9 @@ from torchtitan_lite.faults.hang_watch import HangWatch
 
 # Groups of checkpoints, which threads use beside the steps
 IN_THREADS = ("host", "saver", "snapshot")
+# Functions of checkpoint/save.py: the main thread waits for a thread that saves
+WAITS_FOR_SAVE = re.compile(r"save\.py:\d+ wait$")
+SAVES = re.compile(r"save\.py:\d+ write$")
 # Value of an action of torch's schedules -> its kind; I computes the gradient of the input in a split backward
 KINDS = {"F": "F", "B": "B", "I": "B"}
 TORCH = Path(torch.__file__).parent
@@ -31,19 +36,21 @@ TORCH = Path(torch.__file__).parent
 
 def collect(watch: HangWatch, *, has_failed: bool) -> dict[str, object]:
     """Return what this rank does, as tools/faults/hang.py reads it."""
-    main_thread = threading.main_thread().ident
-    stack = []  # innermost call first
-    for frame, line in traceback.walk_stack(sys._current_frames()[main_thread]):
-        file = Path(frame.f_code.co_filename)
-        is_torch = file.is_relative_to(TORCH)
-        name = file.relative_to(TORCH.parent) if is_torch else file.name
-        stack.append(f"{name}:{line} {frame.f_code.co_name}")
+    thread = threading.main_thread().ident or 0
+    frames = sys._current_frames()
+    stack = read_stack(frames[thread])
+    if any(map(WAITS_FOR_SAVE.match, stack)):
+        for other, frame in frames.items():
+            saving = read_stack(frame)
+            if any(map(SAVES.match, saving)):
+                thread = other
+                stack = saving
     host = {}
     for rank, (pid, described) in watch.local.items():
         host[rank] = (pid, watch.find_state(pid), described)
     next_rank, pid, described = watch.next
     host.setdefault(next_rank, (pid, "", described))
-    groups, unusual = read_recorder(main_thread, has_failed, list(watch.begun_ns))
+    groups, unusual = read_recorder(thread, has_failed, list(watch.begun_ns))
     return {
         "kind": "FAILED" if has_failed else "HANG",
         "rank": watch.rank,
@@ -57,6 +64,17 @@ def collect(watch: HangWatch, *, has_failed: bool) -> dict[str, object]:
         "unusual": unusual if watch.is_in_step else [],
         "pipeline": read_pipeline(getattr(watch.schedule, "schedule", watch.schedule)),
     }
+
+
+def read_stack(innermost: FrameType) -> list[str]:
+    """Return the calls of a thread, the innermost first."""
+    stack = []
+    for frame, line in traceback.walk_stack(innermost):
+        file = Path(frame.f_code.co_filename)
+        is_torch = file.is_relative_to(TORCH)
+        name = file.relative_to(TORCH.parent) if is_torch else file.name
+        stack.append(f"{name}:{line} {frame.f_code.co_name}")
+    return stack
 
 
 def read_pipeline(schedule: Any) -> dict[str, object]:
@@ -99,11 +117,12 @@ def list_actions(order: list) -> list[tuple[int, str]]:
 
 
 def read_recorder(
-    main_thread: int, has_failed: bool, begun_ns: list[int]
+    thread: int, has_failed: bool, begun_ns: list[int]
 ) -> tuple[dict[str, dict], list[tuple[dict, dict]]]:
     """Return for each group the number of its last call, and the first call that is pending.
 
-    The name of a group, "mesh_tp [0, 1]", is the same on all of its ranks. Calls of checkpoint threads are left out.
+    The name of a group, "mesh_tp [0, 1]", is the same on all of its ranks. `thread`: the main thread, or the checkpoint
+    thread that it waits for. Calls of other checkpoint threads are left out.
     If a call `has_failed`, none may be pending any more. In this case the last one counts.
 
     Also return, for each group, the first call of this step that no earlier step made at its place, and the usual call.
@@ -121,7 +140,7 @@ def read_recorder(
     by_step: dict[str, list[list[dict]]] = {}
     for entry in entries:
         name, description = entry["process_group"]
-        if description in IN_THREADS and int(entry["thread_id"]) != main_thread:
+        if description in IN_THREADS and int(entry["thread_id"]) != thread:
             continue
         group = f"{description} {ranks.get(name, [])}"
         row = groups.setdefault(group, {"pending": None})

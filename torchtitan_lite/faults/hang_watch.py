@@ -24,6 +24,8 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
@@ -34,6 +36,7 @@ from torchtitan_lite.components.log import describe_rank, go_on_unwritten
 from torchtitan_lite.components.signals import Phase, StopFlag
 from torchtitan_lite.config.extensions import load_extension
 from torchtitan_lite.config.layout import MESH_DIMS
+from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.schema import Comm
 from torchtitan_lite.dump_folder import HANG
 from torchtitan_lite.faults.host import identify_host, read_state
@@ -51,11 +54,37 @@ def name_process(rank: int, restarts: int) -> str:
     return f"process of rank {rank}, restart {restarts}"
 
 
+def meet_processes(
+    place: Place, store: dist.Store, section: Comm
+) -> dict[int, tuple[str, int, str]]:
+    """Return host, process id and hostname of the ranks of this host, and of one rank of the next host.
+
+    The launcher of the next host may be cut off. Raises UserError if a rank does not answer.
+    """
+    store.set_timeout(timedelta(seconds=section.init_timeout_seconds))
+    own = (identify_host(), os.getpid(), socket.gethostname())
+    store.set(name_process(place.rank, place.restarts), json.dumps(own))
+    local_ranks = place.list_local_ranks()
+    next_rank = (place.rank + len(local_ranks)) % place.world_size
+    known = [*local_ranks, next_rank]
+    names = [name_process(rank, place.restarts) for rank in known]
+    try:
+        answers = store.multi_get(names)
+    except dist.DistStoreError:
+        late = [
+            str(rank) for rank, name in zip(known, names, strict=True) if not store.check([name])
+        ]
+        why = f"rank {', '.join(late)} has not started within"
+        raise UserError(
+            f"{why} comm.init_timeout_seconds = {section.init_timeout_seconds}"
+        ) from None
+    return dict(zip(known, map(json.loads, answers), strict=True))
+
+
 class HangWatch:
     """Watches the steps between `begin` and `end`. A context manager: leaving it ends the thread.
 
-    Writes nothing if `dump_folder` is None. A rank learns the processes of its host, and of one rank of
-    the next host, by the key-value store `store` of all ranks.
+    Writes nothing if `dump_folder` is None. `processes`: as meet_processes returns them.
     """
 
     def __init__(
@@ -64,7 +93,7 @@ class HangWatch:
         section: Comm,
         run: Run,
         place: Place,
-        store: dist.Store,
+        processes: dict[int, tuple[str, int, str]],
         stop: StopFlag,
     ):
         self.section = section
@@ -80,21 +109,15 @@ class HangWatch:
         self.failed = self.folder / f"failed-{self.rank:05}.json"
         self.late = self.folder / "late"  # a rank is late, so that all ranks write
         self.schedule = run.schedule
-        local_ranks = place.list_local_ranks()
-        # A rank of the next host, whose launcher may be cut off
-        next_rank = (self.rank + len(local_ranks)) % self.world_size
-        own = (identify_host(), os.getpid(), socket.gethostname())
-        store.set(name_process(place.rank, place.restarts), json.dumps(own))
-        known = [*local_ranks, next_rank]
-        answers = store.multi_get([name_process(rank, place.restarts) for rank in known])
+        own_host, _, _ = processes[self.rank]
         self.local = {}  # rank of this host -> process, name
-        for rank, answer in zip(known, answers, strict=True):
-            host, pid, hostname = json.loads(answer)
+        for rank, (host, pid, hostname) in processes.items():
             coordinates = find_coordinates(rank, run.mesh.world.shape)
             name = describe_rank(rank, dict(zip(MESH_DIMS, coordinates, strict=True)))
-            if host == own[0]:  # not in another container
+            if host == own_host:  # not in another container
                 self.local[rank] = (pid, name)
-        self.next = (next_rank, pid, f"{name} on {hostname}")
+            # the last one
+            self.next = (rank, pid, f"{name} on {hostname}")
         self.seen = {pid for pid, _ in self.local.values() if read_state(pid)}
         self.written_in_s: float | None = None  # `began_s` of the step that the file is about
         self.step = 0
@@ -102,10 +125,16 @@ class HangWatch:
         self.is_in_step = False
         self.began_s = time.monotonic()
         self.last_s: float | None = None  # duration of the last step; None: no step has ended
+        self.has_validated = False
         self.leaving = threading.Event()
         self.has_failed = False
         self.unwritten: set[str] = set()  # files that the log has reported
         stop.follow(self.find_phase)
+
+    def start(self) -> None:
+        """Watch the load of the state that the run starts from, and then the steps."""
+        if self.section.hang_seconds != 0:
+            threading.Thread(target=self.watch, name="hang", daemon=True).start()
 
     def begin(self, step: int) -> None:
         """Note that a step begins."""
@@ -121,10 +150,20 @@ class HangWatch:
         self.began_s = now_s
         self.is_in_step = False
 
+    def follow(self, batches: Iterator) -> Iterator:
+        """Yield the batches of a validation. Each is watched like a step, in the first validation like the first."""
+        try:
+            for batch in batches:
+                self.began_s = time.monotonic()
+                self.is_in_step = self.has_validated
+                yield batch
+        finally:
+            self.began_s = time.monotonic()
+            self.is_in_step = False
+            self.has_validated = True
+
     def __enter__(self) -> "HangWatch":
         self.began_s = time.monotonic()
-        if self.section.hang_seconds != 0:
-            threading.Thread(target=self.watch, name="hang", daemon=True).start()
         return self
 
     def __exit__(self, kind: type | None, *_: object) -> None:

@@ -22,14 +22,15 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from torchtitan_lite import PACKAGE
+from torchtitan_lite.components.endings import describe_signal
 from torchtitan_lite.components.signals import handle_signals
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.files import hash_file
@@ -41,6 +42,8 @@ STORE_TIMEOUT_S = 20
 OF_HOSTS = {"wait_for_workers": False, "multi_tenant": True}  # options of a TCPStore
 REFUSED = "refused"  # instead of the settings of a host: why it cannot start
 N_HOSTS = "hosts"  # in the store: the number of hosts of the last start, and of those that wait
+SIGNAL = "signal"  # in the store: the first signal that a host has received
+TELL_WITHIN_S = 2.0
 END_WITHIN_S = 10.0  # NODE_RANK=0, which has the store, waits for the other hosts
 
 
@@ -153,6 +156,34 @@ def tell_refusal(error: UserError) -> None:
         store.set(f"hash of {name}", REFUSED)
         wait_for_readers(store)
     handle_signals(signal.SIG_IGN)
+
+
+@contextmanager
+def telling_signals() -> Iterator[None]:
+    """Context manager: a signal ends this launcher, and the other hosts, which would wait for it."""
+
+    def end(number: int, frame: object) -> NoReturn:
+        status = 128 + number
+        os.write(2, f"run_train.sh: {describe_signal(status)}\n".encode())
+        tell_signal(number)
+        os._exit(status)
+
+    if read_hosts()[1] > 1:
+        handle_signals(end)
+    yield
+
+
+def tell_signal(number: int) -> None:
+    """Tell the other hosts a signal that this one receives before it has met them. NODE_RANK=0 may not be there."""
+    handle_signals(signal.SIG_IGN)
+    c10d = importlib.import_module("torch.distributed")
+    timeout = timedelta(seconds=TELL_WITHIN_S)
+    with suppress(RuntimeError, UserError):  # MASTER_ADDR cannot be reached
+        is_first = is_first_host()
+        store = c10d.TCPStore(*find_master(), is_master=is_first, timeout=timeout, **OF_HOSTS)
+        store.set(SIGNAL, str(number))
+        if is_first:  # which has the store
+            time.sleep(TELL_WITHIN_S)
 
 
 def describe_refusal(name: str, reason: object) -> str:
@@ -289,9 +320,13 @@ def agree_on_cause(store: Any, status: int, reason: str) -> tuple[int, str]:
             status = 1
             reason = cause
         store.add("ended", 1)
-        deadline_s = time.monotonic() + END_WITHIN_S
+        n_needed, _ = read_hosts()
+        wait_s = END_WITHIN_S
+        if int(store.get(N_HOSTS)) < n_needed:  # a signal has come before the last host
+            wait_s = TELL_WITHIN_S
+        deadline_s = time.monotonic() + wait_s
         while is_first_host() and time.monotonic() < deadline_s:
-            if store.add("ended", 0) >= int(store.get(N_HOSTS)):
+            if store.add("ended", 0) >= max(n_needed, int(store.get(N_HOSTS))):
                 break
             time.sleep(0.1)
     return status, reason

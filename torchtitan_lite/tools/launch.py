@@ -30,6 +30,7 @@ import tempfile
 import threading
 from argparse import Namespace
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
@@ -55,6 +56,8 @@ from torchtitan_lite.tools.hosts import (
     meet_hosts,
     open_store,
     tell_refusal,
+    tell_signal,
+    telling_signals,
 )
 from torchtitan_lite.tools.local_ranks import ERROR, Ending, Signals, find_last_start, show
 from torchtitan_lite.tools.progress import watch_saves
@@ -64,7 +67,8 @@ def main(options: Namespace, work: Callable[[list[str], Path, RunSpec], int] | N
     """Train. Return the exit status. `work`: what each rank calls instead of `train_rank`. Raises UserError."""
     args = options.config_args
     try:
-        spec, n_hosts = check_run(args)
+        with telling_signals():
+            spec, n_hosts = check_run(args)
     except UserError as error:
         tell_refusal(error)
         raise
@@ -174,7 +178,7 @@ def run_ranks(
         if n_hosts == 1:
             start_fork_server()
         # It loads torch, which takes 1.5 s. Meanwhile the fork server imports train.py.
-        with signals.ending():
+        with signals.ending() if n_hosts == 1 else nullcontext():
             agent = importlib.import_module("torchtitan_lite.tools.agent")
         if n_hosts > 1:
             # a host that joins later has a checkpoint to resume, so its resolved config may differ
@@ -198,6 +202,8 @@ def run_ranks(
     except KeyboardInterrupt:
         status = 128 + signals.received[0]
         ending = Ending(status, describe_signal(status))
+        if n_hosts > 1 and not store:
+            tell_signal(signals.received[0])
     agreed = (ending.status, ending.reason)
     if store:
         if ending.status in STOPPED and not signals.received:  # a rank has received it
@@ -218,6 +224,8 @@ def start_fork_server() -> None:
     tools = "torchtitan_lite.tools"
     multiprocessing.set_forkserver_preload([f"{tools}.fork_server", f"{tools}.train_file"])
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    # if this launcher ends at once, it would print a warning after the reason
+    sys.warnoptions.append("ignore::UserWarning:multiprocessing.resource_tracker")
     resource_tracker.ensure_running()  # starting it later would unblock the signals, as it does here
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     folder = os.getcwd()

@@ -16,10 +16,9 @@ from typing import Any, NamedTuple, NoReturn
 
 from torchtitan_lite.components.endings import describe_signal
 from torchtitan_lite.components.signals import COPIES_ARRIVE_WITHIN_S
-from torchtitan_lite.tools.hosts import is_first_host
+from torchtitan_lite.tools.hosts import SIGNAL, is_first_host
 
 ASK_EVERY_S = 0.2
-SIGNAL = "signal"  # in the store of the hosts: the first signal that a host has received
 ERROR = "error.txt"  # in the folder of a rank: the traceback of its exception
 
 

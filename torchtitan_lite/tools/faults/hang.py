@@ -32,7 +32,7 @@ STATES = {  # of a rank without a file, from /proc
     "T": "it is stopped (SIGSTOP or a debugger)",
     "D": "it waits for a disk",
     "R": "it is busy and never releases the GIL",
-    "S": "it sleeps and holds the GIL, or is between two steps (validation, a save)",
+    "S": "it sleeps and holds the GIL, or has not built its model yet",
 }
 IN_PIPELINE = " _wait_batch_p2p"  # function of torch's schedules
 UNEQUAL = ("all_to_all", "gather", "scatter")  # ranks may call these with different sizes
@@ -114,6 +114,8 @@ def explain(files: dict[int, dict]) -> tuple[list[int], str]:
     reasons = find_unusual_calls(files) or find_unsent(files)
     if first["kind"] == "FAILED" and len(files) == first["world_size"] and not reasons:
         return [], ""
+    if first["step"] == 0 and not any(map(find_wait, files.values())):  # all ranks load large files
+        return [], ""
     processes = {}
     for file in files.values():
         for rank, row in file["host"].items():
@@ -137,7 +139,10 @@ def explain(files: dict[int, dict]) -> tuple[list[int], str]:
     if missed and not culprits:
         culprits = [min(missed, key=missed.get)]
 
-    text = [f"{first['kind']} in step {first['step']}, {first['seconds']:g} s after it began."]
+    when = f"in step {first['step']}, {first['seconds']:g} s after it began"
+    if first["step"] == 0:
+        when = "before the first step"
+    text = [f"{first['kind']} {when}."]
     for rank in culprits[:3]:
         pid, state, name = processes.get(rank, ("unknown", "", f"rank {rank}"))
         if first["kind"] == "FAILED":
