@@ -26,7 +26,7 @@ SAME = 5e-6  # the same numbers rounded differently
 EXACT = 0.0
 # Gradients of norms and biases are sums over all tokens, whose terms may cancel: 1.2e-5 seen in twelve MoE layers.
 CANCELLING = 3e-4
-# A gain of the residual stream is one such sum over all features too; norms behind it cancel most of it: 3e-5, 1.5e-3 seen.
+# A gain of the residual stream is such a sum over all features too: 3e-5 seen, and 1.5e-3 in a saved state.
 SCALAR = 1e-2
 BOUNDS = {  # measure, in the order of a step -> largest error of a correct layout
     "initial weights": EXACT,
