@@ -188,6 +188,9 @@ FAST = {
     "cp2 windows and sinks, documents": Row(
         2, {CP: 2, **WINDOWS, **SINKS, **DOCUMENTS, **TWO_LAYERS}
     ),
+    "cp2 windows, 2,048 tokens": Row(
+        2, {CP: 2, "training.seq_len": 2048, **WINDOWS, "flavor.sliding_window": 512, **TWO_LAYERS}
+    ),
     "cp4 windows in all layers": Row(4, {CP: 4, "flavor.sliding_window": 9, **TWO_LAYERS}),
     "pp2 x tp2 sinks, full recompute": Row(4, {PP: 2, TP: 2, **SINKS, MODE: "full", **TWO_LAYERS}),
     "pp2 windows and sinks": Row(2, {PP: 2, **WINDOWS, **SINKS}),

@@ -34,6 +34,11 @@ def make_their_config(args: ModelArgs, **options) -> PreTrainedConfig:
             "mlp_only_layers": list(range(moe.n_first_dense_layers)),
             "decoder_sparse_step": moe.moe_every,
         }
+    windows = {}
+    if args.sliding_window:
+        windows = {"use_sliding_window": True, "sliding_window": args.sliding_window}
+        if args.layer_types:
+            windows["layer_types"] = list(args.layer_types)
     dense = Qwen2Config if args.qkv_bias else LlamaConfig
     kinds = {(False, False): dense, (False, True): MixtralConfig, (True, False): Qwen3Config}
     return kinds.get((args.qk_norm, moe is not None), Qwen3MoeConfig)(
@@ -49,5 +54,6 @@ def make_their_config(args: ModelArgs, **options) -> PreTrainedConfig:
         tie_word_embeddings=args.tie_embeddings,
         max_position_embeddings=131072,
         **of_experts,
+        **windows,
         **options,
     )

@@ -223,7 +223,7 @@ def adapt_to_weights(given: UserConfig, weights: Weights) -> UserConfig:
             model = replace(model, name=weights.model_args.name)
         elif model.name != weights.model_args.name:
             # the weights say nothing about the fields that only this model has
-            added = list_added_fields(MODELS[model.name].flavors["debug"])
+            added = list_added_fields(MODELS[model.name].flavors["debug"], weights.model_args)
             model = replace(model, row=replace(weights.model_args, **added))
         given = replace(given, config=replace(config, model=model))
     is_trained_further = section.initial_load_path and section.initial_load_model_only

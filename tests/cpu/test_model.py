@@ -38,6 +38,10 @@ FLAVORS = {
     "Qwen2, tied": replace(PLAIN, qkv_bias=True, tie_embeddings=True),
     "Qwen3": replace(PLAIN, qk_norm=True, head_dim=24, norm_eps=1e-6),
     "Qwen3, tied": replace(PLAIN, qk_norm=True, tie_embeddings=True),
+    "Qwen2, windows": replace(
+        PLAIN, qkv_bias=True, sliding_window=9, layer_types=("full_attention", "sliding_attention")
+    ),
+    "Mixtral, windows": replace(PLAIN, ffn_dim=40, moe=MoEArgs(4, 2, 40), sliding_window=30),
     "Mixtral": replace(PLAIN, ffn_dim=40, moe=MoEArgs(4, 2, 40)),
     "Qwen3-MoE": replace(PLAIN, qk_norm=True, head_dim=32, moe=MoEArgs(8, 3, 40)),
     "Qwen3-MoE, a dense layer, weights as they are": replace(

@@ -116,6 +116,7 @@ STORED = {  # what else a tied model stores
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 VERSION_4 = {"rope_parameters": ABSENT, "rope_theta": 5e5}
 WINDOW = {"use_sliding_window": True, "sliding_window": 8, "layer_types": ABSENT}
+SLIDING = ["full_attention"] * 3 + ["sliding_attention"]
 ORIGINAL = "original_max_position_embeddings"
 DENSE, STEP = "mlp_only_layers", "decoder_sparse_step"
 ACCEPTED = [  # families, sizes of the stored model, changes of its config.json, what else is stored
@@ -161,6 +162,11 @@ ACCEPTED = [  # families, sizes of the stored model, changes of its config.json,
     ("llama qwen2", {}, {**VERSION_4, "rope_scaling": {**LLAMA3, ORIGINAL: 16}, ORIGINAL: 32}, ""),
     ("llama mixtral", {}, {"rope_parameters": {**LLAMA3, "rope_theta": 1e4}, ORIGINAL: 32}, ""),
     ("llama", {}, {**VERSION_4, "rope_scaling": {**LLAMA3, "low_freq_factor": 4.0}}, ""),
+    # windows
+    ("qwen2 qwen3", {}, {**WINDOW, "max_window_layers": 3}, ""),
+    ("qwen2 qwen3 qwen3_moe", {}, {**WINDOW, "max_window_layers": 0}, ""),
+    ("qwen2 qwen3", {}, {**WINDOW, "max_window_layers": 0, "layer_types": SLIDING}, ""),
+    ("mixtral qwen3_moe", {}, {**WINDOW, "max_window_layers": 28}, ""),
     # windows that no layer has
     ("qwen2 qwen3", {}, {**WINDOW, "max_window_layers": 4}, ""),
     ("qwen2 qwen3", {}, {**WINDOW, "max_window_layers": ABSENT}, ""),
@@ -274,7 +280,6 @@ def test_what_is_ignored_is_said(make_folder):
 # ---------------------------------------------------------------- refused
 
 NESTED = {"full_attention": {"rope_type": "default", "rope_theta": 5e5}}
-SLIDING = ["full_attention"] * 3 + ["sliding_attention"]
 REFUSED = [  # families, key, values
     ("all", "num_attention_heads", [0, -4, "4", 4.0, True, None, ABSENT]),
     ("llama", "num_attention_heads", [3, 5]),
@@ -302,7 +307,7 @@ REFUSED = [  # families, key, values
     ("all", "bos_token_id", ["<s>", [1]]),
     ("all", "pad_token_id", ["x"]),
     ("all", "layer_types", [SLIDING, ["full_attention"], "full_attention"]),
-    ("mixtral", "sliding_window", [4096, "8", 0]),
+    ("mixtral", "sliding_window", ["8", 0]),
     ("qwen2 qwen3 qwen3_moe", "use_sliding_window", ["no", 0, None]),
     ("qwen2 qwen3 qwen3_moe", "sliding_window", ["8", 0]),
     ("qwen2 qwen3", "max_window_layers", ["2", -1, None]),
@@ -365,12 +370,6 @@ def test_a_scaling_that_cannot_be_is_refused_by_its_key(changes, key, tmp_path):
     scaling = {name: value for name, value in scaling.items() if value is not ABSENT}
     write_config(tmp_path, "llama", {"rope_scaling": scaling})
     assert_named(tmp_path, key)
-
-
-@pytest.mark.parametrize("family, first", [("qwen2", 3), ("qwen3", 0), ("qwen3_moe", 28)])
-def test_a_window_that_a_layer_has_is_refused(family, first, tmp_path):
-    write_config(tmp_path, family, {**WINDOW, "max_window_layers": first})
-    assert_named(tmp_path, "use_sliding_window")
 
 
 @pytest.mark.parametrize("value", ["</s>", ["</s>"], True], ids=str)

@@ -1,6 +1,7 @@
 """With fewer key/value heads than tp ranks, losses, checkpoints and exports equal the results of one process."""
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from unittest.mock import patch
 
@@ -37,6 +38,21 @@ CASES = {  # ranks, degrees, model
     "Qwen2 on pp2 x tp4": (8, {PP: 2, TP: 4}, {"model.n_kv_heads": 2, **BIASES}),
     "Qwen3 on cp2 x tp4": (8, {CP: 2, TP: 4}, {"model.n_kv_heads": 2, **HEAD_NORMS}),
 }
+FAMILIES = {"Llama": {}, "Qwen2": BIASES, "Qwen3": HEAD_NORMS}
+HEADS = {8: {}, 16: SIXTEEN}
+MODELS_ON_8 = {
+    f"{family}, {n_heads} heads, {n_kv_heads} KV heads": sizes
+    | switches
+    | {"model.n_kv_heads": n_kv_heads}
+    for (family, switches), (n_heads, sizes), n_kv_heads in product(
+        FAMILIES.items(), HEADS.items(), (2, 4)
+    )
+}
+CASES |= {f"{name}, tp8": (8, {TP: 8}, model) for name, model in MODELS_ON_8.items()}
+for dim, key in {"pp2": PP, "cp2": CP}.items():
+    for family in FAMILIES:
+        model = MODELS_ON_8[f"{family}, 16 heads, 4 KV heads"]
+        CASES[f"{family} on {dim} x tp8"] = (16, {key: 2, TP: 8}, model)
 SLOW = CASES.keys() - {"Qwen3 on tp8"}
 
 
@@ -69,9 +85,13 @@ def test_losses_and_checkpoints_are_those_of_one_process(pool, tmp_path, name):
         assert opened[0][1] == alone
 
 
-@pytest.mark.parametrize("model", [{"model.n_kv_heads": 2, **BIASES}, SIXTEEN | HEAD_NORMS])
-def test_weights_of_transformers_come_back_bit_equal(pool, tmp_path: Path, model):
-    keys = {**TWO_LAYERS, TP: 8, "flavor.norm_eps": 1e-6, **model}
+OF_EACH_FAMILY = ["Qwen2, 8 heads, 2 KV heads", "Qwen3, 16 heads, 4 KV heads"]
+OTHERS = [slow(name) for name in MODELS_ON_8 if name not in OF_EACH_FAMILY]
+
+
+@pytest.mark.parametrize("name", [*OF_EACH_FAMILY, *OTHERS])
+def test_weights_of_transformers_come_back_bit_equal(pool, tmp_path: Path, name):
+    keys = {**TWO_LAYERS, TP: 8, "flavor.norm_eps": 1e-6, **MODELS_ON_8[name]}
     args = compare.resolve_model(compare.override(compare.TABLE_CONFIG, keys).model)
     theirs = save_theirs(tmp_path / "theirs", args)
     loaded = pool.run(load_shards, 8, keys, str(theirs))[0][0]

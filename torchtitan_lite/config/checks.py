@@ -351,7 +351,8 @@ def can_split(row: ModuleRow, model_args: ModelArgs, tp: int) -> bool:
     """Whether tp ranks can share the features of a module."""
     n_features = row.weight[-1] if row.tp_style == "rowwise" else row.weight[0]
     n_together = {"sequence": model_args.dim, "heads": model_args.head_dim}.get(row.tp_style)
-    if tp > 1 and row.kind == "norm" and n_together not in (None, n_features):
+    # A gain of one feature multiplies all of them.
+    if tp > 1 and row.kind == "norm" and n_features > 1 and n_together not in (None, n_features):
         return False  # it would be a norm across ranks
     return row.tp_style not in ("colwise", "rowwise") or n_features % tp == 0
 

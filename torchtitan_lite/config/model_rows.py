@@ -17,7 +17,8 @@ from typing import Any, Literal
 
 ABOVE_ZERO = 1e-30  # `least` of a number that must be above zero
 SLIDING = "sliding_attention"  # in ModelArgs.layer_types
-LAYER_TYPES = (SLIDING, "full_attention")
+FULL = "full_attention"
+LAYER_TYPES = (SLIDING, FULL)
 AUTO = "auto"  # the flavor that stands for the model of the weights that the run loads; without weights, debug
 
 
@@ -181,6 +182,18 @@ class Family:
     # field of MoEArgs -> key; other fields must be the default
     experts: dict[str, str] = field(default_factory=dict)
     divides_dim: bool = False  # the number of heads must divide the hidden size
+    # "all": every layer may have the window; "some": layer_types or max_window_layers say which
+    windows: Literal["none", "all", "some"] = "none"
+
+    @property
+    def named(self) -> set[str]:
+        """The fields of ModelArgs that it has keys for, besides those of every family."""
+        windows = {
+            "none": (),
+            "all": ("sliding_window",),
+            "some": ("sliding_window", "layer_types"),
+        }
+        return {*self.sizes, *windows[self.windows]}
 
     @property
     def title(self) -> str:

@@ -1,8 +1,8 @@
 """Read config.json of a Hugging Face folder into ModelArgs. Needs no torch.
 
 The architectures are in FAMILIES of models/NAME/table.py, with one row for each key of their config.json; EVERY_FAMILY
-has the keys that they share. A model with an unsupported feature (other biases, a sliding window, another activation
-or RoPE scaling, quantized weights) is refused, because it would load but compute something else. A key without a row
+has the keys that they share. A model with an unsupported feature (other biases, another activation or RoPE scaling,
+quantized weights) is refused, because it would load but compute something else. A key without a row
 is ignored with a notice, as transformers ignores it.
 
 transformers 5 writes `rope_parameters` with theta and scaling; version 4 writes `rope_theta` and `rope_scaling`. Both
@@ -21,6 +21,9 @@ from typing import Any
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.model_rows import (
     ABOVE_ZERO,
+    FULL,
+    LAYER_TYPES,
+    SLIDING,
     ConfigKey,
     Family,
     ModelArgs,
@@ -167,9 +170,23 @@ def read_model_args(folder: Path) -> ModelArgs:
         rope_scaling=scaling,
         tie_embeddings=config[TIED],
         **dict.fromkeys(family.switches, True),
+        **read_windows(config, family),
         name=model_name,
         moe=moe,
     )
+
+
+def read_windows(config: dict[str, Any], family: Family) -> dict[str, Any]:
+    """Return the fields of ModelArgs for windows, by transformers' rules of precedence."""
+    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+    types = [SLIDING] * config["num_hidden_layers"]
+    if family.windows == "some":
+        n_full = config["max_window_layers"]
+        types[:n_full] = [FULL] * len(types[:n_full])
+        types = config["layer_types"] or types
+    if window is None or SLIDING not in types:
+        return {}
+    return {"sliding_window": window, "layer_types": tuple(types) if FULL in types else ()}
 
 
 def name_fields(config: dict[str, Any], keys: dict[str, str]) -> dict[str, Any]:
@@ -266,17 +283,16 @@ def find_unsupported(config: dict[str, Any], family: Family) -> list[str]:
         problems.append(f"num_key_value_heads = {n_kv_heads}; {why}")
     if head_dim < 2 or head_dim % 2:
         problems.append(f"head_dim = {head_dim}; rotary embedding needs an even number")
-    layer_types = config["layer_types"]
-    if layer_types not in (None, ["full_attention"] * n_layers):
-        why = f"only full attention in {n_layers} layers is supported"
-        problems.append(f"layer_types = {shorten(layer_types)}; {why}")
-    n_full = config.get("max_window_layers")
-    if layer_types and not family.keys.get("max_window_layers", IGNORED).is_ignored:
-        n_full = n_layers  # layer_types comes first
-    window = config.get("sliding_window")
-    if config.get("use_sliding_window") and window and n_full < n_layers:
-        why = f"layers from number {n_full} on have a window of {window}, but only full attention is supported"
-        problems.append(f"use_sliding_window = true; {why}")
+    types = config["layer_types"] or [FULL] * n_layers
+    why = ""
+    if len(types) != n_layers or not set(types) <= set(LAYER_TYPES):
+        why = f"it must have one of {', '.join(LAYER_TYPES)} for each of {n_layers} layers"
+    elif SLIDING in types and family.windows != "some":
+        why = f"for {family.title} only {FULL} is supported"
+    elif SLIDING in types and not read_windows(config, family):
+        why = "use_sliding_window is false, or sliding_window is null"
+    if why:
+        problems.append(f"layer_types = {shorten(types)}; {why}")
     if not family.experts:
         return problems
     n_experts, top_k = config[family.experts["n_experts"]], config[family.experts["top_k"]]

@@ -9,7 +9,7 @@ from typing import Any
 
 from torchtitan_lite.config.block import list_parameters
 from torchtitan_lite.config.choices import ATTENTIONS, AttentionRow, list_windows
-from torchtitan_lite.config.model_rows import ModelArgs
+from torchtitan_lite.config.model_rows import FULL, SLIDING, Family, ModelArgs
 from torchtitan_lite.extensions.hugging_face_config import (
     DENSE_LAYERS,
     DTYPE_KEYS,
@@ -36,8 +36,9 @@ def explain_unwritable(model_args: ModelArgs, attention: str) -> str | None:
         return f"{theirs} needs a hidden_size ({model_args.dim}) that is a multiple of {model_args.n_heads} heads"
     if not ATTENTIONS.get(attention, AttentionRow()).is_plain:  # for example in a fork
         return f"model.attention = {attention!r}, but {theirs} only has causal attention"
-    if any(list_windows(attention, model_args)):
-        return "layers have a window of tokens, but exports have causal attention without windows"
+    layers = range(model_args.n_layers)
+    if list_windows(attention, model_args) != [*map(model_args.find_window, layers)]:
+        return f"the windows of model.attention = {attention!r} are unlike those of the model, which exports describe"
     scaling = model_args.rope_scaling
     parts = [("", model_args.moe, family.experts)]
     if scaling:
@@ -108,7 +109,23 @@ def make_config(
     }
     if context is not None:
         config[LENGTH] = context
+    if family.windows != "none":
+        config |= describe_windows(model_args, family)
     if scaling is not None:
         values = name_values(scaling, SCALINGS[scaling.kind])
         config["rope_scaling"] = {"rope_type": scaling.kind, **values}
     return config
+
+
+def describe_windows(model_args: ModelArgs, family: Family) -> dict[str, object]:
+    """Return the keys of config.json for the windows of a model, or for none."""
+    is_sliding = [model_args.find_window(layer) is not None for layer in range(model_args.n_layers)]
+    keys: dict[str, object] = {"sliding_window": model_args.sliding_window}
+    if not any(is_sliding):
+        return keys
+    if "use_sliding_window" in family.keys:
+        keys["use_sliding_window"] = True
+    if family.windows == "some":
+        keys["layer_types"] = [SLIDING if slides else FULL for slides in is_sliding]
+        keys["max_window_layers"] = is_sliding.index(True)
+    return keys

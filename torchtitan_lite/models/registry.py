@@ -45,7 +45,7 @@ def list_unwritten(model_args: ModelArgs, family: Family) -> dict[str, tuple[obj
     if has_experts != bool(family.experts):
         different["moe"] = model_args.moe, "experts" if family.experts else None
     for field in fields(model_args):
-        if field.name in family.sizes or field.name in WRITTEN:
+        if field.name in family.named or field.name in WRITTEN:
             continue
         value = getattr(model_args, field.name)
         only = True if field.name in family.switches else field.default
@@ -54,9 +54,12 @@ def list_unwritten(model_args: ModelArgs, family: Family) -> dict[str, tuple[obj
     return different
 
 
-def list_added_fields(model_args: ModelArgs) -> dict[str, object]:
-    """Return the fields of ModelArgs that no family names, with their values: what a fork has added."""
+def list_added_fields(model_args: ModelArgs, weights: ModelArgs) -> dict[str, object]:
+    """Return the fields that a fork has added, with their values: few families name them, and these weights do not."""
     families = [family for table in MODELS.values() for family in table.families.values()]
     named = set(WRITTEN).union(*(family.sizes for family in families))
     named = named.union(*(family.switches for family in families))
+    for field in fields(weights):
+        if getattr(weights, field.name) != field.default:
+            named.add(field.name)
     return {name: value for name, value in vars(model_args).items() if name not in named}

@@ -98,7 +98,7 @@ FAMILIES = {  # model_type -> family; an export has the first that fits
             "rms_norm_eps": ConfigKey(float, 1e-5, least=0),
             "max_position_embeddings": ConfigKey(int, 131072, least=1),
             "rope_theta": ConfigKey(float, 1e6, least=ABOVE_ZERO),
-            "sliding_window": ConfigKey(int | None, only=(None,)),
+            "sliding_window": ConfigKey(int | None, least=1),
             "num_local_experts": POSITIVE_INT,
             "num_experts": ConfigKey(int, least=1, same_as="num_local_experts"),
             "router_jitter_noise": ConfigKey(only=(0.0,), is_ignored=True),
@@ -110,6 +110,7 @@ FAMILIES = {  # model_type -> family; an export has the first that fits
             "top_k": "num_experts_per_tok",
             "expert_ffn_dim": "intermediate_size",
         },
+        windows="all",
     ),
     "qwen2": Family(
         "Qwen2ForCausalLM",
@@ -117,6 +118,7 @@ FAMILIES = {  # model_type -> family; an export has the first that fits
         SIZE_KEYS,
         MODULE_NAMES,
         switches=("qkv_bias",),
+        windows="some",
     ),
     "qwen3": Family(
         "Qwen3ForCausalLM",
@@ -130,6 +132,7 @@ FAMILIES = {  # model_type -> family; an export has the first that fits
         SIZE_KEYS,
         MODULE_NAMES,
         switches=("qk_norm",),
+        windows="some",
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
@@ -158,5 +161,6 @@ FAMILIES = {  # model_type -> family; an export has the first that fits
             "n_first_dense_layers": "mlp_only_layers",
             "moe_every": "decoder_sparse_step",
         },
+        windows="all",
     ),
 }
