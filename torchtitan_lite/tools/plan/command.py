@@ -12,7 +12,6 @@ from datetime import timedelta
 from math import ceil
 
 from torchtitan_lite.config.machine import GIB
-from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.tools.plan.bars import BARS, find_family
 from torchtitan_lite.tools.plan.cadence import find_interval, measure_goodput
 from torchtitan_lite.tools.plan.figures import list_memory, list_traffic
@@ -26,12 +25,6 @@ from torchtitan_lite.tools.tables import format_bytes, format_table, write_file
 
 
 def main(options: argparse.Namespace) -> int:
-    if options.json and (options.search or options.dry_run):
-        raise UserError("--json prints the plan of one layout. Leave out --search and --dry-run")
-    if options.html and options.search:
-        raise UserError("--html draws one layout. Leave out --search")
-    if options.toml and not options.search:
-        raise UserError("--toml writes the best layout of a search. Add --search")
     if options.search:
         print(search_layouts(options))
         return 0
