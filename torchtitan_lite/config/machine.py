@@ -72,7 +72,7 @@ def peak_flops(name: str) -> float | None:
 
 
 # Names of GPUs without float8 (compute capability below 8.9). Any other GPU is assumed to have it.
-WITHOUT_FLOAT8 = r"\b(V100|T4|A100|A800|A40|A30|A16|A10|A10G|A2|GeForce RTX [23]0..|RTX A....)\b"
+WITHOUT_FLOAT8 = r"\b(V100|T4|A100|A800|A40|A30|A16|A10|A10G|A2|GeForce RTX [23]0..|A\d{4})\b"
 
 
 def explain_misfit(machine: Machine, cuda: str | None, install: str) -> tuple[str, str] | None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from torchtitan_lite.config.messages import name_command
+from torchtitan_lite.config.messages import UserError, name_command
 from torchtitan_lite.config.schema import LARGEST_SEED, MANY, MOST_RANKS, Range, Training
 from torchtitan_lite.tools.options import (
     Option,
@@ -45,7 +45,10 @@ class Tool(NamedTuple):
 
 
 def parse_command(name: str, args: list[str]) -> Namespace:
-    """Return the options of a tool. Exits with status 2 on an error, and with 0 after --help."""
+    """Return the options of a tool. Exits with status 2 on an error, and with 0 after --help.
+
+    Raises UserError for an option that the tool would ignore beside the others.
+    """
     tool = TOOLS[name]
     parser = ArgumentParser(
         name_command(name),
@@ -73,7 +76,7 @@ def parse_command(name: str, args: list[str]) -> Namespace:
         is_on = bool(vars(options)[option.strip("-").replace("-", "_")])
         unused = [name for name in names.split() if name in given]
         if unused and is_on == (is_with == "with"):
-            parser.error(f"{', '.join(unused)} would have no effect {case}. Leave it out")
+            raise UserError(f"{', '.join(unused)} would have no effect {case}. Leave it out")
     if vars(options).get("dry_run"):
         options.module = "plan.dry_run"
     return options

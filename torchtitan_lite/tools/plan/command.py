@@ -98,11 +98,11 @@ def describe_memory(planned: PlannedRun) -> str:
             cells[1] = "none yet"
         rows.append((f"  {name}", *cells))
     legend = "at most: with the allocator's reserve and CUDA; upper end of the 80 % range, which must fit"
-    lines = [
-        format_table(rows),
-        f"  {legend}",
-        f"  {BARS['memory'].describe(planned.cluster.name)}",
-    ]
+    source = BARS["memory"].describe(planned.cluster.name)
+    if planned.has_own_reserve:
+        legend = "at most: with the allocator's reserve and CUDA, which must fit"
+        source = "reserve of this trainer, replayed without a GPU; compared with no run, so without a bar"
+    lines = [format_table(rows), f"  {legend}", f"  {source}"]
     if planned.model_args.moe:
         lines.append("  experts: never compared with three stacks")
     return "\n".join(lines)
