@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -55,7 +56,7 @@ def read_json(path: Path, *, may_be_missing: bool = False) -> JsonObject:
     if may_be_missing and not path.exists():
         return JsonObject(path, {})
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(path.read_bytes(), object_pairs_hook=make_object)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:
@@ -63,6 +64,15 @@ def read_json(path: Path, *, may_be_missing: bool = False) -> JsonObject:
     if not isinstance(value, dict):
         raise UserError(f"{path} must hold an object {{...}}, but it is {shorten(value)}")
     return JsonObject(path, value)
+
+
+def make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON, as the hook of a parser. Raises ValueError for a repeated key."""
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"an object has the key {key!r} more than once: {shorten(content)}")
+    return content
 
 
 def has_kind(value: Any, kind: Any) -> bool:

@@ -26,6 +26,8 @@ from torchtitan_lite.step import StepResult
 
 logger = logging.getLogger(__name__)
 
+N_FIRST = 10  # steps that are recorded one by one after a start: the user watches them
+
 
 class RunMetrics:
     """Records the steps of a run. A context manager: leaving it records an error, or tells how to look at the run."""
@@ -102,7 +104,7 @@ class RunMetrics:
         self.step = step
         self.n_timed += 1
         self.highest_norm = max(self.highest_norm, grad_norm)
-        is_end = step in (self.resumed_step + 1, self.n_steps)
+        is_end = step <= self.resumed_step + N_FIRST or step == self.n_steps
         is_due = is_end or step % self.run.config.metrics.log_freq == 0
         if validation:
             self.started_s += validation["val_time_s"]

@@ -269,6 +269,8 @@ def test_shipped_configs_read_without_a_problem_and_survive_the_way_through_toml
         ("steps = 2", "steps", "training.steps"),
         ("training = 2", "training", "training."),
         ("[zzz]\nqqq = 2", "zzz.qqq", "check --keys"),
+        ("[trainig]\n[job]", "trainig", "training."),
+        ("[quantize.linear.flot8]\n[fault_tolerance]\n[quantize]", "quantize.linear.flot8", ""),
         ("[training.steps]\nn = 2", "training.steps", ""),
         ("[model]\nflavor = 8", "model.flavor", ""),
         ("[compile]\nenable = 1", "compile.enable", ""),

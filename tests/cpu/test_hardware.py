@@ -134,6 +134,14 @@ def test_a_limit_of_the_control_group_or_any_around_it_is_a_limit(tmp_path):
         ("NVIDIA H200 NVL", 835),
         ("NVIDIA GH200 480GB", 989),
         ("NVIDIA GB200", 2500),
+        ("NVIDIA GB300", 2500),
+        ("NVIDIA B300 SXM6 AC", 2250),
+        ("NVIDIA L40", 181),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA A10G", 70),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA GeForce RTX 5090", 209.5),
+        ("NVIDIA RTX A6000", 154.8),
         ("NVIDIA RTX A1000", None),  # no A100
         ("Tesla V100-SXM2-32GB", None),  # no bfloat16
     ],

@@ -267,14 +267,39 @@ def test_each_key_of_transformers_has_a_row_with_its_default(family):
 def test_what_is_ignored_is_said(make_folder):
     content = make_content("mixtral") | {"foo": 3, "bar": False, "_name_or_path": "x"}
     content |= {"rope_scaling": {"rope_type": "linear", "factor": 2, "beta_fast": 4}}
+    content["rope_parameters"] = None
     content |= {"attention_dropout": 0.1, "router_jitter_noise": 0.0, "output_router_logits": True}
     tied = read_model_args(make_folder("mixtral", {"tie_word_embeddings": True}))
     first, second, third = list_ignored(content, tied)
     assert "attention_dropout = 0.1" in first and "output_router_logits = true" in second
-    assert third.endswith(": foo = 3, rope_scaling.beta_fast")
+    assert third.endswith(": foo = 3, rope_scaling.beta_fast = 4")
     untied = read_model_args(make_folder("mixtral", {}))
     (notice,) = list_ignored(make_content("mixtral") | {"tie_word_embeddings": True}, untied)
     assert "tie_word_embeddings" in notice
+
+
+THETA = {"rope_theta": 1e4}
+UNUSED_ROPE = {  # what is changed in a config.json of Llama -> words of its only notice
+    "a factor without scaling": ({"rope_scaling": {"type": "default", "factor": 4}}, "factor = 4"),
+    "yarn's key": ({"rope_scaling": {**LLAMA3, "beta_fast": 32}}, "rope_scaling.beta_fast = 32"),
+    "llama3's key": ({"rope_parameters": {**THETA, "low_freq_factor": 1}}, "low_freq_factor = 1"),
+    "another length": ({ORIGINAL: 32}, f"{ORIGINAL} = 32"),
+    "two thetas": ({"rope_parameters": {"rope_theta": 3e4}, **THETA}, "rope_theta = 10000.0"),
+    "two tables": (
+        {"rope_scaling": {"type": "linear", "factor": 2}, "rope_parameters": THETA},
+        "rope_parameters",
+    ),
+    "all used": ({"rope_scaling": LLAMA3, ORIGINAL: 32}, ""),
+}
+
+
+@pytest.mark.parametrize("case", UNUSED_ROPE)
+def test_fields_of_rope_without_effect_are_said(case, tmp_path):
+    changes, words = UNUSED_ROPE[case]
+    content = make_content("llama") | {"rope_parameters": None} | THETA | changes
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    notices = list_ignored(content, read_model_args(tmp_path))
+    assert [words in notice for notice in notices] == [True] * (words != "")
 
 
 # ---------------------------------------------------------------- refused

@@ -1,5 +1,6 @@
 """Hugging Face folders that are refused, by the name of the file, tensor or key that is wrong."""
 
+import json
 import os
 import shutil
 from dataclasses import make_dataclass, replace
@@ -108,6 +109,14 @@ def keep_only_pickles(folder: Path) -> None:
 
 
 A_FILE = "model-00001-of"
+
+
+def name_last_file(folder: Path) -> None:
+    """Let the index say that the embedding is in the last file."""
+    weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
+    edit_json(folder / INDEX, weight_map=weight_map | {EMBEDDING: max(weight_map.values())})
+
+
 WRONG_FILES = {  # action, named; found when the folder is opened, before torch
     "no config": (lambda folder: (folder / "config.json").unlink(), "config.json"),
     "no JSON": (lambda folder: (folder / "config.json").write_text("{"), "config.json"),
@@ -122,6 +131,14 @@ WRONG_FILES = {  # action, named; found when the folder is opened, before torch
     "an index that names another file": (
         lambda folder: edit_json(folder / INDEX, weight_map={"a": "b.safetensors"}),
         f"{INDEX} names b.safetensors, which is not in the folder",
+    ),
+    "an index that names the wrong file": (
+        name_last_file,
+        f"but {INDEX} names model-0000",
+    ),
+    "an index that names a tensor twice": (
+        lambda folder: (folder / INDEX).write_text('{"weight_map": {"a": "b", "a": "c"}}'),
+        "the key 'a' more than once",
     ),
     "a tensor in two files": (
         lambda folder: shutil.copy(first_file(folder), max(folder.glob("*.safetensors"))),

@@ -332,6 +332,39 @@ def test_a_sentencepiece_tokenizer_gives_the_packages_ids_and_knows_begin_end_an
     assert ends[ids.index(ours.eos_id)] == len("ab</s>")
 
 
+S = ("<s>", 1)
+E = ("</s>", 2)
+BEFORE_S = processors.TemplateProcessing(single="<s> $A", special_tokens=[S])
+LEADING = {  # post-processor -> number of tokens before a text
+    "a template": (BEFORE_S, 1),
+    "none before": (processors.TemplateProcessing(single="$A </s>", special_tokens=[E]), 0),
+    "two": (processors.TemplateProcessing(single="</s> <s> $A", special_tokens=[S, E]), 2),
+    "BERT": (processors.BertProcessing(E, S), 1),
+    "RoBERTa": (processors.RobertaProcessing(E, S), 1),
+    "RoBERTa and a template": (
+        processors.Sequence([processors.RobertaProcessing(E, S), BEFORE_S]),
+        2,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LEADING)
+def test_a_text_begins_as_the_package_begins_it_or_its_tokens_are_named(case, tmp_path):
+    oracle = make_sentencepiece()
+    oracle.post_processor, n_leading = LEADING[case]
+    tokens = oracle.encode("a").tokens
+    leading = tokens[: tokens.index("▁")]
+    assert len(leading) == n_leading
+    write(tmp_path, oracle, "</s>")
+    if n_leading > 1:
+        with pytest.raises(ConfigError, match=f"2 tokens, {', '.join(leading)}"):
+            load_tokenizer(tmp_path)
+    else:
+        bos = load_tokenizer(tmp_path).bos_id
+        assert [bos] * n_leading == oracle.encode("a").ids[:n_leading]
+        assert bos is None or n_leading
+
+
 ADDED = {
     "special": True,
     "lstrip": False,

@@ -147,11 +147,12 @@ def note_compared_steps(rank: int, world_size: int, keys: list[str]) -> list[int
 
 
 def test_a_run_compares_validates_and_records_after_every_nth_step(pool, tmp_path):
-    keys = ["--training.steps=8", "--debug.compare_copies_every=3", "--checkpoint.no_enable"]
+    keys = ["--training.steps=16", "--debug.compare_copies_every=3", "--checkpoint.no_enable"]
     keys += ["--validation.enable", "--validation.freq=3", "--metrics.log_freq=5"]
-    assert pool.run(note_compared_steps, 1, start_small(tmp_path, *keys)) == [[3, 6]]
-    assert [*warm_start.read_losses(tmp_path / "run", "val_loss")] == [1, 3, 6, 8]
-    assert [*warm_start.read_losses(tmp_path / "run")] == [1, 3, 5, 6, 8]  # validated ones too
+    assert pool.run(note_compared_steps, 1, start_small(tmp_path, *keys)) == [[3, 6, 9, 12, 15]]
+    validated = [1, 3, 6, 9, 12, 15, 16]
+    assert [*warm_start.read_losses(tmp_path / "run", "val_loss")] == validated
+    assert [*warm_start.read_losses(tmp_path / "run")] == [*range(1, 11), 12, 15, 16]
 
 
 def fail_to_save_the_last_step(rank: int, world_size: int, keys: list[str]) -> list[str]:

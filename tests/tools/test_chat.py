@@ -317,14 +317,28 @@ def test_a_row_that_cannot_be_trained_is_named_and_skipped_with_skip_bad(
             "{{ message.content }}{% if message.tool_calls %}{{ message.tool_calls[0] }}</s>{% endif %}",
             "leaves out message 2's tool_calls",
         ),
+        (
+            "{{ message.content }}{% for call in message.tool_calls %}{{ call.function.name }}{% endfor %}</s>",
+            "leaves out message 2's tool_calls",
+        ),
+        (
+            "{{ message.content }}{% for call in message.tool_calls %}{{ call.function.name }}"
+            "{{ call.function.arguments.a }}{% endfor %}</s>",
+            "leaves out message 2's tool_calls",
+        ),
+        ("{{ message.content.split('\n')[0] }}</s>", "leaves out message 1's content"),
+        ("{{ message.content[:4] }}</s>", "leaves out message 1's content"),
         ("{{ message.role }}", "leaves out message 1's content"),
         ("{{ message.content.value }}", "leaves out message 1's content"),
     ],
 )
 def test_answers_that_are_not_certain_are_refused(template, reason, make_folder):
     folder = make_folder("{% for message in messages %}" + template + "{% endfor %}")
-    calls = [{"function": {"name": name, "arguments": {}}} for name in ("alpha", "beta")]
+    arguments = {"a": 1, "b": [{"c": 2}]}
+    calls = [{"id": n, "function": {"name": n, "arguments": arguments}} for n in ("alpha", "beta")]
     talk = [EXCHANGE[0], {**EXCHANGE[1], "tool_calls": calls}] if "calls" in template else EXCHANGE
+    if "split" in template:
+        talk = [{**message, "content": f"{message['content']}\nx"} for message in talk]
     with pytest.raises(ValueError, match=reason):
         encode(folder, {"messages": talk * 2})
 

@@ -98,6 +98,19 @@ verify --config debug --parallelism.tensor_paralel_degree=2  | parallelism.tenso
 verify --config debug {TP}=3                                 | This run cannot start:
 verify --config nothing                                      | job.config_file
 verify --config llama3_405b --ranks=8                        | --ranks
+check --gpu h200                                             | --gpu would have no effect without --gpus
+check --keys training. --training.steps 3                    | --keys prints keys
+prepare --check x --json                                     | --json would have no effect with --check
+prepare --dataset c4 --encoding=cp1252 --out x               | --out, --encoding would have no effect
+prepare --dataset c4 a.txt                                   | inputs would have no effect
+prepare a.txt --out x --cache-folder y                       | --cache-folder would have no effect without --dataset
+prepare a.txt --out x --only-last-turn                       | without --chat
+plan --config debug --search --json                          | --json would have no effect with --search
+plan --config debug --toml x                                 | without --search
+plan --config debug --dry-run --json                         | --json would have no effect with --dry-run
+plan --config debug --restart-s 60                           | without --mtbf-hours
+generate x --temperature 0 --seed 1                          | --seed would have no effect without --temperature
+lab 3 check x                                                | 'x' has no effect
 """
 
 

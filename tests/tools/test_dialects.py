@@ -79,6 +79,12 @@ RIGHT: dict[str, tuple] = {
         ["4"],
         ["column conversations", "column chat_template"],
     ),
+    "an argument of transformers": (
+        {"messages": TALK, "return_assistant_tokens_mask": True},
+        {"messages": TALK},
+        ["4"],
+        ["column return_assistant_tokens_mask"],
+    ),
     "empty columns": (
         {"messages": TALK, "id": "", "images": [], "history": None, "x": {}, "tools": ""},
     ),
@@ -358,6 +364,10 @@ REFUSED: dict[str, tuple[dict, list[str]]] = {  # row -> words of the reason
     "an open end": (
         {"messages": TALK, "continue_final_message": True},
         ["continue_final_message"],
+    ),
+    "a repeated key in a text": (
+        {"messages": [user("a"), answer("", tool_calls='[{"id": 1, "id": 2}]')]},
+        ["'id' more than once"],
     ),
     "an open prompt": (
         {"messages": TALK, "chat_template_kwargs": {"add_generation_prompt": True}},

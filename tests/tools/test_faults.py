@@ -266,6 +266,7 @@ UNUSUAL = [
     {"group": "mesh_tp [0, 1]", "number": number, "name": "all_reduce", "sizes": sizes}
     for number, sizes in ((7, [[5]]), (4, [[3]]))
 ]
+IN_COMPILER = ["ir.py:1 f", "torch/_dynamo/convert_frame.py:2 g", "torch/_dynamo/eval_frame.py:3 h"]
 IN_PIPELINE = ["c10d.py:1 wait", "torch/schedules.py:9 _wait_batch_p2p", "own.py:7 f"]
 
 
@@ -285,6 +286,18 @@ HANGS = {  # what ranks 0 and 1 of a tp group of two wrote, the state of rank 1'
         "R",
         {1},
         "it is in own.py:7 loop",
+    ),
+    "compiling": (
+        {0: {"calls": WAITS}, 1: {"calls": CAME, "stack": IN_COMPILER}},
+        "S",
+        {1},
+        "COMPILING in step 4, 5 s after it began, which is no hang yet. If",
+    ),
+    "calls compiled code": (
+        {0: {"calls": WAITS}, 1: {"calls": CAME, "stack": ["own.py:7 f", *IN_COMPILER[-1:]]}},
+        "S",
+        {1},
+        "HANG in step 4",
     ),
     "other call": (
         {

@@ -138,6 +138,21 @@ def test_programs_read_the_figures_of_a_plan(capsys):
     assert main("plan --json --search --config llama3_8b --gpus 8".split()) == 2
 
 
+ONE_GPU = [  # config, ZeRO stage -> bytes reserved and of CUDA, over bytes in use; whether it fits an H200
+    ("llama3_8b_one_gpu", 1, 1.28, False),
+    ("llama3_8b_one_gpu", 2, 1.02, True),
+]
+
+
+@pytest.mark.parametrize(("config", "stage", "factor", "fits"), ONE_GPU)
+def test_one_gpu_has_the_reserve_of_this_trainer(config, stage, factor, fits):
+    planned = plan_run([f"--config={config}", f"--parallelism.zero_stage={stage}"], 1, "h200")
+    assert planned.taken_bytes == planned.memory.live * factor + 2**30
+    assert planned.fits == fits and "without a bar" in describe_memory(planned)
+    published = read("llama3_8b", 8)
+    assert published.taken_bytes == published.memory.live * 1.21 / 0.92 + 2 * 2**30
+
+
 def test_a_plan_names_what_it_does_not_model():
     planned = read("llama3_8b", 8)
     assert not list_unmodeled(planned)

@@ -22,6 +22,8 @@ class Machine:
 # Dense bfloat16 peak of one GPU in FLOP/s: half of NVIDIA's number if that number assumes 2:4 sparsity. The first key
 # found in the driver's name of the GPU applies.
 PEAK_BF16_FLOPS = {
+    "GB300": 2.5e15,  # nvidia.com, GB300 NVL72 datasheet: 360 PFLOP/s sparse for 72
+    "B300": 2.25e15,  # nvidia.com, HGX B300 datasheet: 36 PFLOP/s sparse for 8
     "GB200": 2.5e15,  # nvidia.com, Blackwell architecture datasheet: 5 PFLOP/s sparse
     "B200": 2.25e15,  # same sheet: 4.5 PFLOP/s sparse
     "GH200": 989e12,  # nvidia.com, GH200 datasheet: 1,979 TFLOP/s sparse
@@ -37,7 +39,13 @@ PEAK_BF16_FLOPS = {
     "A40": 149.7e12,  # nvidia.com, A40 datasheet: dense
     "A30": 165e12,  # nvidia.com, A30 datasheet: dense
     "L40S": 362e12,  # nvidia.com, L40S datasheet: dense
+    "L40": 181e12,  # nvidia.com, L40 datasheet: dense
     "L4": 121e12,  # nvidia.com, L4 datasheet: 242 sparse
+    "A10G": 70e12,  # nvidia.com, A10G datasheet: dense
+    # With float32 sums, as torch computes: NVIDIA's white papers of the architectures Ada, Blackwell and Ampere
+    "RTX 5090": 209.5e12,
+    "RTX 4090": 165.2e12,
+    "RTX A6000": 154.8e12,
 }
 # CUDA that a torch is built for -> oldest driver that runs it. Source: docs.nvidia.com, CUDA compatibility
 LEAST_DRIVERS = {12: 525, 13: 580}
@@ -64,7 +72,7 @@ def peak_flops(name: str) -> float | None:
 
 
 # Names of GPUs without float8 (compute capability below 8.9). Any other GPU is assumed to have it.
-WITHOUT_FLOAT8 = r"\b(V100|T4|A100|A800|A40|A30|A16|A10|A10G|A2|GeForce RTX [23]0..|RTX A....)\b"
+WITHOUT_FLOAT8 = r"\b(V100|T4|A100|A800|A40|A30|A16|A10|A10G|A2|GeForce RTX [23]0..|A\d{4})\b"
 
 
 def explain_misfit(machine: Machine, cuda: str | None, install: str) -> tuple[str, str] | None:

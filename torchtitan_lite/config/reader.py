@@ -169,6 +169,13 @@ def is_switch(key: str) -> bool:
     return key in KEYS or key in load_extension(OLD_KEYS).ABSENT
 
 
+def is_known_section(start: str) -> bool:
+    """Whether a key begins so, here or in torchtitan, such as "training."."""
+    extension = load_extension(OLD_KEYS)
+    names = (*KEYS, *extension.ABSENT, *extension.SETTINGS, *extension.ALIASES, "float8.", "mx.")
+    return any(name.startswith(start) for name in names)
+
+
 def find_config_file(name: str) -> Path:
     """Look for a path first, then for a name in configs/, each with or without `.toml`. Raises ValueError."""
     for folder in (Path(), CONFIG_FOLDER):
@@ -189,9 +196,13 @@ def load_toml(path: Path) -> dict[str, Any]:
 
 
 def flatten_table(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield ("a.b.c", 1) for `[a.b]` with `c = 1`. A table in place of a value is yielded as is, and refused later."""
+    """Yield ("a.b.c", 1) for `[a.b]` with `c = 1`. A table in place of a value is yielded as is, and refused later.
+
+    So is an empty table of an unknown name, which can be a misspelt section.
+    """
     for name, value in table.items():
-        if isinstance(value, dict) and prefix + name not in KEYS:
+        is_section = value != {} or is_known_section(f"{prefix}{name}.")
+        if isinstance(value, dict) and is_section and prefix + name not in KEYS:
             yield from flatten_table(value, f"{prefix}{name}.")
         else:
             yield prefix + name, value

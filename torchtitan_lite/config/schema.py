@@ -308,7 +308,7 @@ class Quantize:
 
 @dataclass(frozen=True)
 class Metrics:
-    log_freq: Positive = 10  # steps between log lines; the first step is always logged
+    log_freq: Positive = 10  # steps between log lines; the first ten steps are always logged
     enable_tensorboard: bool = True  # write TensorBoard events
     save_tb_folder: str = "tb"  # inside dump_folder
     enable_wandb: bool = False  # also send metrics to Weights & Biases; needs the extra `wandb`

@@ -249,9 +249,7 @@ def read_rope(
             why = "only one RoPE for all layers is supported"
             return {}, [f"{name}.{key} = {shorten(value)}; {why}"]
     rope.setdefault("rope_theta", config["rope_theta"])
-    keys = ["rope_theta", "partial_rotary_factor"]
-    if kind in SCALINGS:
-        keys += SCALINGS[kind].values()
+    keys = list_rope_keys(kind)
     if ORIGINAL_LENGTH in keys:
         if config[ORIGINAL_LENGTH]:
             rope[ORIGINAL_LENGTH] = config[ORIGINAL_LENGTH]
@@ -260,6 +258,11 @@ def read_rope(
     if not problems and values.get("low_freq_factor", 0) > values.get("high_freq_factor", inf):
         problems.append(f"{name}.low_freq_factor is larger than high_freq_factor")
     return values | {"rope_type": kind}, problems
+
+
+def list_rope_keys(kind: str) -> list[str]:
+    """Return the keys inside rope_parameters or rope_scaling that a rope_type reads."""
+    return ["rope_theta", "partial_rotary_factor", *SCALINGS.get(kind, {}).values()]
 
 
 def fill_in(config: dict[str, Any]) -> None:
@@ -330,11 +333,20 @@ def list_ignored(content: dict[str, Any], model_args: ModelArgs) -> list[str]:
             unknown.append(f"{key} = {shorten(value)}")
         elif row and row.is_ignored and row.only and value not in row.only:
             notices.append(f"{CONFIG}: {key} = {shorten(value)} has no effect in this trainer")
+    rope = content.get("rope_scaling") or content.get("rope_parameters") or {}
+    used = {"rope_type", "type", *list_rope_keys(rope.get("rope_type", rope.get("type")))}
+    if content.get("rope_scaling") and content.get("rope_parameters"):
+        notices.append(f"{CONFIG}: rope_scaling is read, and rope_parameters beside it is not")
     for name in ("rope_scaling", "rope_parameters"):
-        for key in (content.get(name) or {}).keys() - {"rope_type", "type", *ROPE_KEYS}:
-            unknown.append(f"{name}.{key}")
+        rope = content.get(name) or {}
+        unknown += [f"{name}.{key} = {shorten(rope[key])}" for key in rope if key not in used]
+        theta = content.get("rope_theta")
+        if theta and rope.get("rope_theta", theta) != theta:
+            unknown.append(f"rope_theta = {theta}, beside {name}.rope_theta")
+    if content.get(ORIGINAL_LENGTH) and ORIGINAL_LENGTH not in used:
+        unknown.append(f"{ORIGINAL_LENGTH} = {content[ORIGINAL_LENGTH]}")
     if unknown:
-        why = f"keys that transformers' {family.title} does not have are ignored"
+        why = f"keys without effect, here and in transformers' {family.title}"
         notices.append(f"{CONFIG}: {why}: {', '.join(unknown)}")
     if content.get(TIED) and not model_args.tie_embeddings:
         why = "the files have two different matrices, so the model is not tied, as in transformers"

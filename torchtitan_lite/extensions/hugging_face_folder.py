@@ -71,7 +71,8 @@ def open_folder(path: Path) -> HuggingFaceFolder:
     model_args = read_model_args(path)
     tensors = {}
     found = {}  # name -> shape
-    for file in list_files(path):
+    file_names = read_index(path)
+    for file in list_files(path, file_names):
         for name, (dtype, shape) in read_header(file).items():
             if name.endswith(NO_WEIGHTS):
                 continue
@@ -81,6 +82,9 @@ def open_folder(path: Path) -> HuggingFaceFolder:
             if name in tensors:
                 other = tensors[name][0].name
                 why = f"{name} is in {other} and in {file.name}. Delete it in one of them"
+                raise HuggingFaceError(path, [why])
+            if (other := file_names.get(name, file.name)) != file.name:
+                why = f"{name} is in {file.name}, but {INDEX} names {other}. Download both again"
                 raise HuggingFaceError(path, [why])
             tensors[name] = (file, name)
             found[name] = shape
@@ -137,17 +141,24 @@ def read_bytes(path: Path, name: str) -> memoryview:
     return values.cast("Q") if len(values) % 8 == 0 else values  # compares eight bytes at a time
 
 
-def list_files(path: Path) -> list[Path]:
-    """Return the safetensors files in a folder. Raises HuggingFaceError."""
+def read_index(path: Path) -> dict[str, str]:
+    """Return tensor name -> file name of the index; nothing for a folder with one file. Raises UserError."""
     if (path / SINGLE_FILE).is_file():  # transformers also looks for this file first
+        return {}
+    weight_map = read_json(path / INDEX, may_be_missing=True).take("weight_map", dict, {})
+    return {name: weight_map.take(name, str) for name in weight_map}
+
+
+def list_files(path: Path, file_names: dict[str, str]) -> list[Path]:
+    """Return the safetensors files in a folder. `file_names`: of its index. Raises HuggingFaceError."""
+    if (path / SINGLE_FILE).is_file():
         return [path / SINGLE_FILE]
-    if not (path / INDEX).is_file():
+    if not file_names:
         why = f"there is no {SINGLE_FILE} and no {INDEX}"
         if pickles := sorted(file.name for file in path.glob("*.bin")):
             why += f"; {pickles[0]} is a pickle, which is never opened here: save it as safetensors with transformers"
         raise HuggingFaceError(path, [why])
-    weight_map = read_json(path / INDEX).take("weight_map", dict)
-    files = {path / weight_map.take(name, str) for name in weight_map}
+    files = {path / name for name in file_names.values()}
     if missing := sorted(file.name for file in files if not file.is_file()):
         why = f"{INDEX} names {', '.join(missing)}, which is not in the folder: download it again"
         raise HuggingFaceError(path, [why])

@@ -38,7 +38,7 @@ def read_tokenizer_json(path: Path, content: bytes) -> Tokenizer:
     added_ids = {token["content"]: token["id"] for token in added}
     special = {token["content"]: token["id"] for token in added if token["special"]}
     ids = vocab | added_ids
-    bos_id = ids.get(find_bos(file))
+    bos_id = ids.get(find_bos(file.get("post_processor") or {}))
     eos_id = find_eos(path.parent, config, ids)
     spelled = spell_vocabulary(file, vocab)
     bytes_of_id = spelled or {id: token.encode() for token, id in vocab.items()}
@@ -86,13 +86,27 @@ def encode_by_package(package: Any) -> tuple[Callable, Callable]:
     return encode_text, encode_special
 
 
-def find_bos(file: dict) -> str | None:
-    """Return the token that the post-processor adds before a text, or None."""
-    processor = file.get("post_processor") or {}
-    for stage in processor.get("processors", [processor]):
-        if stage.get("type") == "TemplateProcessing" and "SpecialToken" in stage["single"][0]:
-            return stage["single"][0]["SpecialToken"]["id"]
-    return None
+def find_bos(processor: dict) -> str | None:
+    """Return the token that the post-processor adds before a text, or None. Raises ValueError for several tokens."""
+    leading = list_leading(processor)
+    if len(leading) > 1:
+        why = f"its post_processor begins a text with {len(leading)} tokens, {', '.join(leading)}"
+        raise ValueError(f"{why}, but a document has one BOS. Leave one in the file")
+    return leading[0] if leading else None
+
+
+def list_leading(processor: dict) -> list[str]:
+    """Return the tokens that a post-processor adds before a text. In a sequence, a later stage adds them outside."""
+    leading = []
+    for stage in processor.get("processors", ()):
+        leading = list_leading(stage) + leading
+    if "cls" in processor:  # BertProcessing and RobertaProcessing: a name and its id
+        return processor["cls"][:1]
+    for piece in processor.get("single", ()):
+        if "SpecialToken" not in piece:
+            break
+        leading += processor["special_tokens"][piece["SpecialToken"]["id"]]["tokens"]
+    return leading
 
 
 def list_added_tokens(file: dict, configs: list[JsonObject], vocab: dict[str, int]) -> list[dict]:

@@ -214,6 +214,8 @@ def set_timeouts(timeout_s: int, groups: Groups) -> None:
     """
     dist.barrier(groups.host)
     timeout = timedelta(seconds=timeout_s)
+    # public from torch 2.14 on
+    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     for group in list(dist.distributed_c10d._world.pg_map):  # torch has no public list
         if group not in (groups.host, groups.saver) and dist.get_backend(group) != "fake":
-            dist.distributed_c10d._set_pg_timeout(timeout, group)
+            set_timeout(timeout, group)

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 from torchtitan_lite.config.block import count_flops_per_token, count_parameters, list_parameters
 from torchtitan_lite.config.extensions import EXTENSIONS, load_extension
 from torchtitan_lite.config.machine import CPU_FLOPS_PER_CORE, Machine
-from torchtitan_lite.config.messages import ConfigError, Problem, name_command
+from torchtitan_lite.config.messages import ConfigError, Problem, UserError, name_command
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.reader import KEYS, NAMES, SECTIONS, find_key, read_config, suggest_key
 from torchtitan_lite.config.schema import MANY, MOST_RANKS, PATH, Config, Range, get_value
@@ -44,6 +44,8 @@ LONGEST_S = 1e13  # that a timedelta can hold
 def main(options: Namespace) -> int:
     """Print the result. Raises ConfigError if the run cannot start."""
     if options.keys is not None:
+        if options.config_args or options.gpus:
+            raise UserError("--keys prints keys and reads no config. Leave the other arguments out")
         print(describe_keys(options.keys))
         return 0
     if options.gpus is None:

@@ -5,10 +5,11 @@
 
 import os
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from torchtitan_lite.config.messages import name_command
+from torchtitan_lite.config.messages import UserError, name_command
 from torchtitan_lite.config.schema import LARGEST_SEED, MANY, MOST_RANKS, Range, Training
 from torchtitan_lite.tools.options import (
     Option,
@@ -39,10 +40,15 @@ class Tool(NamedTuple):
     description: str
     reads_config: bool  # unknown arguments are keys of the config and go to options.config_args
     options: tuple[Option | list[Option], ...] = ()  # the options in a list exclude each other
+    # "with --dataset" or "without --chat" -> arguments that the tool would ignore, so they are refused
+    without_effect: Mapping[str, str] = {}
 
 
 def parse_command(name: str, args: list[str]) -> Namespace:
-    """Return the options of a tool. Exits with status 2 on an error, and with 0 after --help."""
+    """Return the options of a tool. Exits with status 2 on an error, and with 0 after --help.
+
+    Raises UserError for an option that the tool would ignore beside the others.
+    """
     tool = TOOLS[name]
     parser = ArgumentParser(
         name_command(name),
@@ -58,10 +64,19 @@ def parse_command(name: str, args: list[str]) -> Namespace:
                 add_option(group, each)
         else:
             add_option(parser, option)
-    if not tool.reads_config:
-        return parser.parse_args(args)
     options, config_args = parser.parse_known_args(args)
-    options.config_args = config_args
+    if tool.reads_config:
+        options.config_args = config_args
+    elif config_args:
+        parser.error(f"unrecognized arguments: {' '.join(config_args)}")
+    given = {arg.partition("=")[0] for arg in args}
+    given |= {name for name in ("inputs", "config_args") if vars(options).get(name)}
+    for case, names in tool.without_effect.items():
+        is_with, option, *_ = case.split()
+        is_on = bool(vars(options)[option.strip("-").replace("-", "_")])
+        unused = [name for name in names.split() if name in given]
+        if unused and is_on == (is_with == "with"):
+            raise UserError(f"{', '.join(unused)} would have no effect {case}. Leave it out")
     if vars(options).get("dry_run"):
         options.module = "plan.dry_run"
     return options
@@ -91,6 +106,10 @@ SEED = Option("--seed", "equal seeds give equal results (%(default)s)", seed, 0)
 SOURCE = Option("source", "checkpoint, run (its newest checkpoint), or Hugging Face folder", path)
 TOKENIZER = Option("--tokenizer", "default: the tokenizer of the source", file)
 
+# arguments of `prepare` that say how texts become a corpus
+OF_TEXTS = "inputs --json --out --train-tokenizer --validation-share --validation --text-column --encoding --chat"
+OF_TEXTS += " --only-last-turn --suffix --processes"
+
 TOOLS = {
     "train": Tool(
         "launch",
@@ -112,6 +131,7 @@ each of NNODES hosts like this one. check needs no package.""",
             GPU,
             Option("--keys", "print all keys, or those whose names start so", str, nargs="*"),
         ),
+        {"without --gpus": "--gpu"},
     ),
     "prepare": Tool(
         "corpora.command",
@@ -155,6 +175,12 @@ documents are skipped and counted. OUT is complete or does not exist.""",
             Option("--cache-folder", "(%(default)s)", path, Path(Training.cache_folder)),
             Option("--check", "only compare a corpus with its manifest", path),
         ),
+        {
+            "with --check": f"{OF_TEXTS} --tokenizer --skip-bad --dataset --dataset-path --cache-folder",
+            "with --dataset": OF_TEXTS,
+            "without --dataset": "--dataset-path --cache-folder",
+            "without --chat": "--only-last-turn",
+        },
     ),
     "verify": Tool(
         "verify.command",
@@ -189,6 +215,13 @@ error.""",
             JSON,
             HTML,
         ),
+        {
+            "with --search": "--json --html --mtbf-hours --restart-s --save-stall-s --dry-run",
+            "without --search": "--toml",
+            "with --dry-run": "--json",
+            "with --json": "--mtbf-hours",
+            "without --mtbf-hours": "--restart-s --save-stall-s",
+        },
     ),
     "explain": Tool(
         "plan.explain",
@@ -247,6 +280,7 @@ answer is printed. On a terminal, without --prompt, it is a conversation.""",
             Option("--top-p", "draw from the most likely of this probability", probability, 1.0),
             SEED,
         ),
+        {"without --temperature above 0": "--top-k --top-p --seed"},
     ),
     "eval": Tool(
         "eval",

@@ -43,6 +43,8 @@ SIGN = "\U00100000"  # a text that no template writes
 TEMPLATE_ROLES = ("system", "developer", "user", "assistant", "tool")
 # Arguments of the function that renders a template. If they are true, a text does not end with its last answer.
 OF_ENDS = ("continue_final_message", "add_generation_prompt")
+# other arguments of that function, which are no variables of a template
+ARGUMENTS = ("conversations", "chat_template", "return_assistant_tokens_mask")
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 CONTENTS = ("content", "tool_calls", "function_call", *MEDIA)  # of a message
 
@@ -91,7 +93,7 @@ class ChatFormat:
         has_marks = "endgeneration" in template
         variables = self.theirs.special_tokens_map | row
         messages = variables.pop("messages")
-        for name in ("conversations", "chat_template"):  # arguments of the function below
+        for name in ARGUMENTS:
             variables.pop(name, None)
         if self.takes_parts:
             messages = [
@@ -159,7 +161,7 @@ class ChatFormat:
                 if is_known or value in ("", [], {}):
                     continue
                 is_written = True
-                for other in list_varied(value):
+                for other in list_varied(value, is_deep=key in CONTENTS):
                     part[key] = other
                     is_written = is_written and self.try_write(row) != text
                 part[key] = value
@@ -232,12 +234,44 @@ def vary(value: Any) -> Any:
     return not value if isinstance(value, bool) else SIGN
 
 
-def list_varied(value: Any) -> list[Any]:
-    """Return other values of a field: of a list, also those that lack one of its elements."""
+def list_varied(value: Any, *, is_deep: bool) -> list[Any]:
+    """Return other values of a field: of a list, also those that lack one of its elements.
+
+    `is_deep`: also those that differ at the end of a text, or in the name or arguments of one tool call.
+    """
     others = [vary(value)]
     if isinstance(value, list):
         others += [value[:n] + value[n + 1 :] for n in range(len(value))]
+    if is_deep and isinstance(value, str):
+        others.append(value + SIGN)
+    elif is_deep and isinstance(value, list):
+        for n, call in enumerate(value):
+            for other in list_other_calls(call):
+                others.append([*value[:n], other, *value[n + 1 :]])
     return others
+
+
+def list_other_calls(call: Any) -> list[Any]:
+    """Return tool calls that differ from `call` in the name or in one value of the arguments; not in its id or type."""
+    if not isinstance(call, dict):
+        return []
+    if "function" in call:
+        return [{**call, "function": other} for other in list_other_calls(call["function"])]
+    parts = {key: call[key] for key in ("name", "arguments") if key in call}
+    return [{**call, **other} for other in list_leaf_varied(parts)]
+
+
+def list_leaf_varied(value: Any) -> list[Any]:
+    """Return copies of a JSON value that differ in one of its texts, numbers, booleans or nulls."""
+    if not isinstance(value, dict | list):
+        return [vary(value)]
+    copies = []
+    for key in value if isinstance(value, dict) else range(len(value)):
+        for other in list_leaf_varied(value[key]):
+            copied = value.copy()
+            copied[key] = other
+            copies.append(copied)
+    return copies
 
 
 def normalize_turns(

@@ -43,8 +43,6 @@ def main(options: argparse.Namespace) -> int:
 
 def prepare_named(options: argparse.Namespace) -> Path:
     """Prepare a corpus of DATASETS, and return its folder."""
-    if options.inputs or options.out or options.validation or options.train_tokenizer:
-        raise PreparationError("--dataset takes no other inputs, and no --out")
     if options.dataset not in DATASETS:
         raise PreparationError(
             f"There is no corpus named {options.dataset!r}. Use {', '.join(DATASETS)}"

@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from torchtitan_lite.files import make_object
+
 ROLES = {  # of published data sets -> of chat templates. All others are left as they are
     "human": "user",
     "gpt": "assistant",
@@ -86,8 +88,8 @@ def drop_all_nulls(row: Any) -> Any:
 def parse_json(value: Any) -> Any:
     """Return the value of a JSON text, and None for an empty text. Anything else is returned as it is."""
     if isinstance(value, str):
-        with suppress(ValueError):
-            return json.loads(value.strip() or "null")
+        with suppress(json.JSONDecodeError):
+            return json.loads(value.strip() or "null", object_pairs_hook=make_object)
     return value
 
 

@@ -121,8 +121,11 @@ def read_rows(files: list[Path], settings: PrepareSettings) -> Iterator[Row]:
         name = os.path.relpath(path, common) if is_text(path) else ""
         try:
             contents = read_file(path, settings.encoding, settings.tail)
+            number = 0
             for number, content in enumerate(contents, 1):
                 yield Row(path, number, content, name)
+            if not number:
+                print(f"{path} has no rows", file=sys.stderr)
         # of many libraries, for half a download, and wrong text, JSON or tables
         except Exception as error:
             raise PreparationError(f"{path} cannot be read: {error}") from None
@@ -275,6 +278,8 @@ def encode_row(settings: PrepareSettings, row: Row) -> Document:
             if not text:
                 return Document(Counter(["empty documents left out"]))
             ids = tokenizer.encode(text, bos=True, eos=True)
+        if "\0" in text:
+            raise ValueError(f"character {text.index(chr(0))} of its text is NUL (U+0000)")
         n_bytes = len(text.encode())  # refuses half a surrogate pair, which tiktoken would replace
     except Exception as error:  # a row from outside can be wrong in any way
         if settings.skip_bad:

@@ -27,7 +27,7 @@ from typing import Any, BinaryIO
 
 from torchtitan_lite.config.arguments import is_unicode
 from torchtitan_lite.config.messages import UserError
-from torchtitan_lite.files import explain_hub_cache, import_extra
+from torchtitan_lite.files import explain_hub_cache, import_extra, make_object
 
 PARQUET = ".parquet"
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
@@ -67,7 +67,7 @@ class Row:
         if not isinstance(self.content, bytes):
             return self.content
         text = decode(self.content, encoding)
-        return text if self.name else json.loads(text)
+        return text if self.name else json.loads(text, object_pairs_hook=make_object)
 
 
 def decode(content: bytes, encoding: str) -> str:
@@ -238,7 +238,7 @@ def read_table(text: str, delimiter: str) -> Iterator[dict]:
 
 def read_values(text: str) -> Iterator[Any]:
     """Yield JSON values that follow each other, and the elements of an array instead of it. Raises ValueError."""
-    decoder = json.JSONDecoder()
+    decoder = json.JSONDecoder(object_pairs_hook=make_object)
     position = 0
     while position < len(text):
         value, position = decoder.raw_decode(text, position)

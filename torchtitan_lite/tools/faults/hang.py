@@ -35,6 +35,8 @@ STATES = {  # of a rank without a file, from /proc
     "S": "it sleeps and holds the GIL, or has not built its model yet",
 }
 IN_PIPELINE = " _wait_batch_p2p"  # function of torch's schedules
+# files of torch whose functions are called only while a function is compiled
+COMPILERS = ("torch/_dynamo/convert_frame.py:", "torch/_inductor/compile_fx.py:")
 UNEQUAL = ("all_to_all", "gather", "scatter")  # ranks may call these with different sizes
 N_LINES = 4  # of the code that has called torch
 
@@ -143,6 +145,12 @@ def explain(files: dict[int, dict]) -> tuple[list[int], str]:
     if first["step"] == 0:
         when = "before the first step"
     text = [f"{first['kind']} {when}."]
+    compiling = [rank for rank in culprits if rank in files and is_compiling(files[rank])]
+    if culprits and compiling == culprits and first["kind"] == "HANG":
+        text = [
+            f"COMPILING {when}, which is no hang yet. "
+            "If compiling takes longer than comm.init_timeout_seconds, set it higher."
+        ]
     for rank in culprits[:3]:
         pid, state, name = processes.get(rank, ("unknown", "", f"rank {rank}"))
         if first["kind"] == "FAILED":
@@ -240,6 +248,10 @@ def find_wait(file: dict) -> str:
         awaits = file.get("pipeline", {}).get("awaits")
         return f"the pipeline for {describe_input(awaits)}" if awaits else "the pipeline"
     return ""
+
+
+def is_compiling(file: dict) -> bool:
+    return any(line.startswith(COMPILERS) for line in file["stack"])
 
 
 def is_in_pipeline(file: dict) -> bool:

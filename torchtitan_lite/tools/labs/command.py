@@ -26,6 +26,10 @@ def main(options: Namespace) -> int:
         return 0
     if options.action == "answer":
         return judge_answer(lab, options)
+    if options.name is not None:
+        raise UserError(
+            f"{options.name!r} has no effect here. Write: lab {lab.number} answer NAME VALUE"
+        )
     if options.action == "start":
         working_copy.start(lab, folder)
         print(f"The working copy is {folder}. Then: {name_command(f'lab {lab.number} check')}")

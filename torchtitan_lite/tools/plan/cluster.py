@@ -20,6 +20,10 @@ from math import ceil, log2, sqrt
 from torchtitan_lite.config.machine import GIB, MIB, PEAK_BF16_FLOPS, Machine
 
 GB = 10**9
+# Of this trainer on one GPU: bytes that the allocator reserves per byte in use, by ZeRO stage. Replayed on a pretended
+# H200 (assets/benchmarks/2026-11-29-no-gpu.md), never run on a GPU. Memory of CUDA without NCCL: assumed
+OWN_RESERVE = {1: 1.28, 2: 1.02, 3: 1.02}
+OWN_CONTEXT_BYTES = GIB
 TILE = 128 * 256  # elements of a matmul's result that one multiprocessor computes at a time
 
 
@@ -159,6 +163,10 @@ class Cluster:
         return self.latency_s + links_s + network_s
 
 
+GEFORCE_4090 = PEAK_BF16_FLOPS["RTX 4090"]
+GEFORCE_5090 = PEAK_BF16_FLOPS["RTX 5090"]
+L40S = PEAK_BF16_FLOPS["L40S"]
+A6000 = PEAK_BF16_FLOPS["RTX A6000"]
 A100 = PEAK_BF16_FLOPS["A100"]
 B200 = PEAK_BF16_FLOPS["B200"]
 # One row for each --gpu, with the values in which it differs from H100
@@ -200,6 +208,64 @@ ROWS = [
         flash2_backward=0.11,
         triton_forward=0.13,
         triton_backward=0.08,
+    ),
+    # GPUs without NVLink between all of a node: each talks over its PCIe slot, version 4 or 5, x16. Peaks, memory and
+    # multiprocessors: NVIDIA's data sheets and white papers. Network and efficiencies: assumed. Never compared
+    Cluster(
+        "4090",
+        peak_bfloat16=GEFORCE_4090,
+        peak_float32=82.6e12,
+        peak_float8=2 * GEFORCE_4090,
+        memory_bytes=24564 * MIB,
+        memory_bandwidth=1.008e12,
+        link_bandwidth=32 * GB,
+        network_bandwidth=12.5 * GB,
+        n_multiprocessors=128,
+    ),
+    Cluster(
+        "5090",
+        peak_bfloat16=GEFORCE_5090,
+        peak_float32=104.8e12,
+        peak_float8=2 * GEFORCE_5090,
+        memory_bytes=32607 * MIB,
+        memory_bandwidth=1.792e12,
+        link_bandwidth=64 * GB,
+        network_bandwidth=12.5 * GB,
+        n_multiprocessors=170,
+    ),
+    Cluster(
+        "l40s",
+        peak_bfloat16=L40S,
+        peak_float32=91.6e12,
+        peak_float8=2 * L40S,
+        memory_bytes=46068 * MIB,
+        memory_bandwidth=864e9,
+        link_bandwidth=32 * GB,
+        network_bandwidth=12.5 * GB,
+        n_multiprocessors=142,
+    ),
+    Cluster(
+        "a6000",
+        peak_bfloat16=A6000,
+        peak_float32=38.7e12,
+        peak_float8=A6000,
+        memory_bytes=49140 * MIB,
+        memory_bandwidth=768e9,
+        link_bandwidth=32 * GB,
+        network_bandwidth=12.5 * GB,
+        n_multiprocessors=84,
+    ),
+    # The 32 GB model. It has no bfloat16 units, so a matmul in bfloat16 is assumed to run as one in float32
+    Cluster(
+        "v100",
+        peak_bfloat16=15.7e12,
+        peak_float32=15.7e12,
+        peak_float8=15.7e12,
+        memory_bytes=32768 * MIB,
+        memory_bandwidth=900e9,
+        link_bandwidth=150 * GB,
+        network_bandwidth=12.5 * GB,
+        n_multiprocessors=80,
     ),
     # torchtitan's machine of 2024: 96 GB of HBM2e at 2.4 TB/s, and a limit of 500 W, which lowers the clock. 0.88: an
     # earlier fit, which assets/benchmarks/published.py does not repeat

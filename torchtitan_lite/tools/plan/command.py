@@ -12,7 +12,6 @@ from datetime import timedelta
 from math import ceil
 
 from torchtitan_lite.config.machine import GIB
-from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.tools.plan.bars import BARS, find_family
 from torchtitan_lite.tools.plan.cadence import find_interval, measure_goodput
 from torchtitan_lite.tools.plan.figures import list_memory, list_traffic
@@ -26,12 +25,6 @@ from torchtitan_lite.tools.tables import format_bytes, format_table, write_file
 
 
 def main(options: argparse.Namespace) -> int:
-    if options.json and (options.search or options.dry_run):
-        raise UserError("--json prints the plan of one layout. Leave out --search and --dry-run")
-    if options.html and options.search:
-        raise UserError("--html draws one layout. Leave out --search")
-    if options.toml and not options.search:
-        raise UserError("--toml writes the best layout of a search. Add --search")
     if options.search:
         print(search_layouts(options))
         return 0
@@ -105,11 +98,11 @@ def describe_memory(planned: PlannedRun) -> str:
             cells[1] = "none yet"
         rows.append((f"  {name}", *cells))
     legend = "at most: with the allocator's reserve and CUDA; upper end of the 80 % range, which must fit"
-    lines = [
-        format_table(rows),
-        f"  {legend}",
-        f"  {BARS['memory'].describe(planned.cluster.name)}",
-    ]
+    source = BARS["memory"].describe(planned.cluster.name)
+    if planned.has_own_reserve:
+        legend = "at most: with the allocator's reserve and CUDA, which must fit"
+        source = "reserve of this trainer, replayed without a GPU; compared with no run, so without a bar"
+    lines = [format_table(rows), f"  {legend}", f"  {source}"]
     if planned.model_args.moe:
         lines.append("  experts: never compared with three stacks")
     return "\n".join(lines)

@@ -17,7 +17,12 @@ from torchtitan_lite.config.schema import ActivationCheckpoint, Config
 from torchtitan_lite.preflight import choose_n_ranks, read_run
 from torchtitan_lite.tools.host_rules import count_moment_bytes
 from torchtitan_lite.tools.plan.bars import BARS
-from torchtitan_lite.tools.plan.cluster import CLUSTERS, Cluster
+from torchtitan_lite.tools.plan.cluster import (
+    CLUSTERS,
+    OWN_CONTEXT_BYTES,
+    OWN_RESERVE,
+    Cluster,
+)
 from torchtitan_lite.tools.plan.memory import Memory, find_fullest, list_fullest
 from torchtitan_lite.tools.plan.step_time import Forecast, StepTime
 from torchtitan_lite.tools.plan.workload import Workload
@@ -104,9 +109,16 @@ class PlannedRun:
     def find_most_taken(self, live_bytes: float) -> float:
         """Return the memory of a GPU at the upper end of the error bar, if a rank has `live_bytes` in use."""
         cluster = self.cluster
+        if self.has_own_reserve:
+            return live_bytes * OWN_RESERVE[self.layout.zero_stage] + OWN_CONTEXT_BYTES
         factor = cluster.tp_reserve_factor if self.layout.tp > 1 else cluster.reserve_factor
         _, most_reserved = BARS["memory"].widen(live_bytes * factor)
         return most_reserved + cluster.context_bytes
+
+    @property
+    def has_own_reserve(self) -> bool:
+        """Whether the reserve is the one of this trainer. Published runs, of other trainers, have several GPUs."""
+        return self.layout.world_size == 1 and self.cluster.name != "cpu"
 
     @cached_property
     def memory(self) -> Memory:

@@ -74,7 +74,8 @@ def list_proposals(
             (1, 3) if pp > 1 else (1, 2, 3),
             divisors(n_experts, world_size),
         ):
-            if zero_stage > 1 and world_size == pp:
+            n_different = 2 if world_size == 1 else 1  # ZeRO 2 takes less memory on one rank
+            if zero_stage > n_different and world_size == pp:
                 continue  # nothing is sharded, so all stages are the same run
             training = replace(
                 config.training,
