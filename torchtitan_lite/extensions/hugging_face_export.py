@@ -37,7 +37,7 @@ def explain_unwritable(model_args: ModelArgs, attention: str) -> str | None:
     if not ATTENTIONS.get(attention, AttentionRow()).is_plain:  # for example in a fork
         return f"model.attention = {attention!r}, but {theirs} only has causal attention"
     layers = range(model_args.n_layers)
-    if list_windows(attention, model_args) != [*map(model_args.find_window, layers)]:
+    if list_windows(attention, model_args) != tuple(map(model_args.find_window, layers)):
         return f"the windows of model.attention = {attention!r} are unlike those of the model, which exports describe"
     scaling = model_args.rope_scaling
     parts = [("", model_args.moe, family.experts)]
