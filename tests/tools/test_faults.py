@@ -430,6 +430,12 @@ def open_watch(rank: int, world_size: int, folder: str) -> None:
     watch.end()
     assert not watch.is_late(), "a save may take longer"
     stop.received = 0
+    for may_compile in (True, False):
+        for _ in watch.follow(range(3)):
+            assert not watch.is_late(), "each batch counts from its own begin"
+            watch.began_s -= 80
+            assert watch.is_late() != may_compile
+        assert not watch.is_late()
     assert watch.find_phase() is Phase.STEPS
     assert watch.seen == {pid for pid, _ in watch.local.values()}
     ended = subprocess.Popen("true")
