@@ -279,18 +279,3 @@ def test_a_pid_namespace_is_a_host_of_its_own():
         answers.append(answer.stdout)
     here, again, elsewhere = answers
     assert here == again != elsewhere
-
-
-def test_a_host_without_a_failure_is_told_the_cause_of_a_restart_on_another_one(monkeypatch):
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    said = []
-    for node_rank, reason in (
-        ("0", ""),
-        ("1", "rank 1 failed"),
-        ("0", "rank 0 lost it"),
-        ("0", ""),
-    ):
-        monkeypatch.setenv("NODE_RANK", node_rank)
-        said.append(hosts.claim_cause(server, "cause of restart 1", 1, reason)[1])
-    assert said[0] == "" and len(set(said[1:])) == 1
-    assert said[1].startswith("rank 1 failed (on ") and said[1].endswith(", NODE_RANK=1)")

@@ -5,6 +5,7 @@ others         connect to it
 all            compare a hash of their settings with NODE_RANK=0; settings travel only if the hash differs;
                gloo gets the network interface of this connection
 NODE_RANK=0    tells every host which hosts differ from it, and in what
+a signal       a host that receives one before it has met the others connects to tell them
 at the end     the first host that fails writes why; the others repeat it
 
 With NNODES=2:4, ranks start when two hosts are there, and a host may join later. So a host whose settings differ is
