@@ -93,7 +93,7 @@ LAYOUTS = {
     "experts, tp2, ep2": (2, {BATCH: 4, TP: 2, EP: 2, MODE: "full", **EXPERTS, **BALANCE_LOSS}),
     "experts, pp2 x dp2 x tp2, ep4": (
         8,
-        {BATCH: 4, PP: 2, TP: 2, EP: 4, **EXPERTS, "model.n_layers": 4},
+        {BATCH: 4, PP: 2, TP: 2, EP: 4, **EXPERTS},
     ),
     "experts of some layers, replicas, cp2, ep2": (
         8,
@@ -173,14 +173,14 @@ V_8B = [
     ANY,
 ]
 SGD = ["--optimizer.name=SGD", "--optimizer.implementation=foreach"]
-SHORT = [FULL, ANY, "--model.n_layers=12"]
+SHORT = [FULL, ANY, "--model.n_layers=6"]
 LARGE = [  # config | GPUs | keys | pp rank | microbatches | error
     ("llama3_8b", 8, SHORT, 0, 1, 0.03),
     ("llama3_8b", 8, [f"--{TP}=2", "--optimizer.moments_dtype=bfloat16", *SHORT], 0, 1, 0.03),
     ("llama3_8b", 8, [f"--{PP}=4", *SHORT, "--training.local_batch_size=8", *SGD], 1, 8, 0.03),
     ("qwen3_30b_a3b", 64, ["--model.n_layers=12"], 0, 1, 0.03),
-    ("qwen3_30b_a3b", 64, [f"--{TP}=8", f"--{MODE}=none", "--model.n_layers=6"], 0, 1, 0.03),
-    ("qwen3_30b_a3b", 64, [f"--{TP}=8", f"--{MODE}=selective", "--model.n_layers=6"], 0, 1, 0.03),
+    ("qwen3_30b_a3b", 64, [f"--{TP}=8", f"--{MODE}=none", "--model.n_layers=4"], 0, 1, 0.03),
+    ("qwen3_30b_a3b", 64, [f"--{TP}=8", f"--{MODE}=selective", "--model.n_layers=4"], 0, 1, 0.03),
     ("llama3_8b", 8, [f"--{TP}=4", "--model.n_kv_heads=2", *SHORT], 0, 1, 0.03),
 ]
 LARGE_AND_SLOW = [  # up to a minute each

@@ -36,7 +36,7 @@ def test_a_rank_saves_and_resumes_with_little_metadata_and_few_files(name, n_ran
     for resumed in costs.values():
         # manifest and checksums, and the header of each source, with all its tensors
         assert resumed.metadata_bytes < 5 * MIB + MIB // 2 * resumed.files
-        assert resumed.metadata_bytes < 10 * MIB or n_ranks < 16384
+        assert resumed.metadata_bytes <= 10**7 or n_ranks < 16384
         assert resumed.files <= 2 + resumed.n_sources + ceil((n_ranks + 1) / n_ranks)
         assert resumed.messages == 2 and resumed.message_bytes == 16
         assert resumed.peak_bytes < 100 * MIB

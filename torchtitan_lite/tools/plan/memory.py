@@ -212,7 +212,7 @@ def estimate_memory(w: Workload, pp_rank: int, of_model: Layers | None = None) -
     at_rest = w.at_rest[pp_rank]
     moment_bytes = at_rest * w.moment_bytes
     moment_bytes -= MASTER_BYTES * sum(matrix.n_at_rest for matrix in w.list_matrices(pp_rank))
-    if layout.tied and any(stage.has_head for stage in stages):  # the first stage has the moments
+    if layout.tied and pp_rank == layout.stage_ranks[-1]:  # the first stage has the moments
         moment_bytes -= w.table / layout.fsdp * w.moment_bytes
     if layout.pp > 1:
         in_flight = extrapolate_in_flight(*w.pipeline, pp_rank)
@@ -250,13 +250,12 @@ def list_moments_of_pipeline(
     w: Workload, layers: Layers, indices: list[int], in_flight: InFlight
 ) -> list[Moment]:
     """List the peaks of a pp rank: one while each set of stages has gradients. A stage reduces them at its end."""
-    stages = {index: w.stages[index] for index in indices}
-    has_head = any(stage.has_head for stage in stages.values())
+    has_head = indices[-1] == len(w.stages) - 1
     working = max((working for *_, working in layers), default=0.0)
     table = w.table * w.compute_bytes
     if has_head:
         working = max(working, estimate_head(w))
-    if any(stage.has_embedding for stage in stages.values()):
+    if indices[0] == 0:
         working = max(working, table)
     gathered = 0.0
     if w.layout.zero_stage == 3 and not w.is_whole:
@@ -264,8 +263,8 @@ def list_moments_of_pipeline(
         if has_head or not layers:  # a stage without layers has the head or the embedding
             gathered += table
     kept = {}  # stage -> bytes of a microbatch
-    for index, stage in stages.items():
-        kept[index] = sum(n_bytes * kind.count(stage) for kind, n_bytes, _ in layers)
+    for index in indices:
+        kept[index] = sum(n_bytes * kind.count(w.stages[index]) for kind, n_bytes, _ in layers)
         if index == 0 and not kept[index]:
             # The embedding alone keeps its output. Other stages keep a receive buffer.
             kept[index] = w.hidden_bytes / w.layout.tp
