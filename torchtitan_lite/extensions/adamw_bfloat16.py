@@ -5,7 +5,8 @@
                          28 with fp32 moments
 
 All arithmetic is in fp32. Only the moments are rounded to 8 significant bits, once per step. On CUDA, `move` is
-compiled to one kernel per tensor, and one for its step count. It has never run on a GPU. On a CPU it runs operator by operator.
+compiled to one kernel per tensor, and one for its step count. It has never run on a GPU. On a CPU it runs
+operator by operator.
 
 Why beta2 must not exceed 0.99: in a step without a gradient, the second moment should decay by the factor beta2. bf16
 values are 0.4 to 0.8 % apart, and rounding undoes any decay smaller than half of that. With beta2 = 0.999, one large

@@ -8,9 +8,9 @@
 The limit is comm.hang_seconds for a step and for a batch of a validation; after a signal, STOP_WITHIN_S. A save, the
 first step, the first validation and the load before them may take 3/4 of comm.init_timeout_seconds. A rank that is late
 also leaves a file `late`. A rank that has not advanced for half of its limit, in a step or between two, looks for this
-file and then writes too. So a run that advances never looks into the folder that all ranks share. A rank that is stopped
-or never releases the GIL cannot write. So each file also has the state of every rank of its host, from /proc. If the
-step ends after all, the rank deletes its file. A new start deletes the files of all earlier ones.
+file and then writes too. So a run that advances never looks into the folder that all ranks share. A rank that is
+stopped or never releases the GIL cannot write. So each file also has the state of every rank of its host, from /proc.
+If the step ends after all, the rank deletes its file. A new start deletes the files of all earlier ones.
 
 gloo aborts a rank if its call differs from the calls of its peers. A rank that ends with an error, or because another
 rank has ended, writes the same record to hang/restart-0/failed-00003.json.
