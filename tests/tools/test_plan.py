@@ -59,7 +59,7 @@ def test_a_plan_needs_no_torch_and_says_where_the_time_goes():
     for words in (
         "pp16 x dp_shard128 x tp8, 1F1B, 16 stages",
         "pp rank 1 and 13 like it",
-        "4 on h100 and 5 on h100-96 among 78 published runs of 6 left-out stacks",
+        "78 published runs of 6 trainers that the fit had not seen (4 on h100, 5 on h100-96)",
         "waiting for tp",
         "reduce-scatter",
         "save every 18.6 minutes",

@@ -39,6 +39,7 @@ NUMBERS = {  # variables of the launcher: how to write the numbers, and their ra
 }
 BATCH = "training.global_batch_size"
 LONGEST_S = 1e13  # that a timedelta can hold
+LONG_S = 1800
 
 
 def main(options: Namespace) -> int:
@@ -174,6 +175,8 @@ def describe_spec(spec: RunSpec, n_hosts: int = 1) -> str:
         seconds = flops.causal * tokens * config.training.steps / (n_cores * CPU_FLOPS_PER_CORE)
         estimate = timedelta(seconds=ceil(min(seconds, LONGEST_S)))
         rows["time"] = f"roughly {estimate} (h:mm:ss) on {n_cores} cores"
+        if seconds > LONG_S:
+            rows["time"] += "; --config debug takes half a minute"
         if config.activation_checkpoint.mode == "selective" and not config.compile.enable:
             slow = 'activation_checkpoint.mode = "selective" is slow without compile on a CPU'
             rows["note"] = f'{slow}. If memory allows, use "none"'

@@ -25,11 +25,10 @@ class Bar(NamedTuple):
     def describe(self, gpu: str) -> str:
         """Return the number of rows and stacks, and how many rows are of this GPU."""
         n_rows = sum(self.n_rows.values())
-        text = f"{n_rows} published runs of {self.n_stacks} left-out stacks, median error {self.median:.1%}"
         own = [f"{n} on {name}" for name, n in self.n_rows.items() if name.startswith(gpu)]
-        if own:
-            return f"{' and '.join(own)} among {text}"
-        return f"compared on {', '.join(self.n_rows)} only: {text}"
+        where = ", ".join(own) or f"none on {gpu}, only on {', '.join(self.n_rows)}"
+        runs = f"{n_rows} published runs of {self.n_stacks} trainers that the fit had not seen"
+        return f"tested on {runs} ({where}): median error {self.median:.1%}"
 
 
 # Printed by assets/benchmarks/published.py: `python3 -m assets.benchmarks.published`.

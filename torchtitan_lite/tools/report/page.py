@@ -225,10 +225,8 @@ def compare_with_forecast(run: RecordedRun) -> str:
     if run.plan is None:
         return f"<p><i>No forecast and no traces. This checkout refuses the config: {escape(run.no_plan)}</i></p>"
     forecast = run.plan.forecast
-    memory = estimate_memory(run.plan.workload, 0)
     times_s = [step_s for _, step_s in run.list_values("step_time_s")]
     median_s = median(times_s[1:] or times_s)  # the first one warms up
-    peak_bytes = GIB * max(gib for _, gib in run.list_values("peak_memory_gib"))
     rows = [
         ["", "measured", f"forecast, {run.plan.cluster.name}"],
         [
@@ -236,12 +234,12 @@ def compare_with_forecast(run: RecordedRun) -> str:
             f"{median_s:.3g} s",
             f"{forecast.step_time_s:.3g} s",
         ],
-        [
-            "memory of rank 0 (on a CPU with Python)",
-            format_bytes(peak_bytes),
-            format_bytes(memory.live),
-        ],
     ]
+    if run.start["device"].endswith(" CPU"):  # its memory is that of Python and torch
+        return f"<h3>Measurements and forecast</h3>{draw_table(rows)}"
+    peak_bytes = GIB * max(gib for _, gib in run.list_values("peak_memory_gib"))
+    live_bytes = estimate_memory(run.plan.workload, 0).live
+    rows.append(["memory of rank 0", format_bytes(peak_bytes), format_bytes(live_bytes)])
     return f"<h3>Measurements and forecast</h3>{draw_table(rows)}"
 
 

@@ -149,7 +149,7 @@ def judge(
     choose_bound: Callable[[Key], float | None],
     modules: Iterable[str] = (),
 ) -> Trial:
-    """Return the worst error of each measure that has a bound, and its first fault in the order of the steps.
+    """Return the error of each measure that is nearest to its bound, and its first fault in the order of the steps.
 
     `modules`: in forward order. Names of other kinds are in the order in which a rank noted them.
     """
@@ -167,7 +167,8 @@ def judge(
             continue
         errors = [(rank.coordinates, rank.errors[key]) for rank in ranks if key in rank.errors]
         worst = max(error for _, error in errors)
-        if worst >= measures.get(measure, (0.0, bound))[0]:
+        before, its_bound = measures.get(measure, (0.0, bound))
+        if worst * its_bound >= before * bound:  # nearer to its bound
             measures[measure] = (worst, bound)
         if worst > bound and measure not in faults:
             faults[measure] = blame(key, errors, bound)
