@@ -64,7 +64,8 @@ def main(options: Namespace) -> int:
         stopped = "end_of_document"
         if len(taken) == n_new_tokens:
             stopped = "context" if n_new_tokens < options.max_new_tokens else "max_new_tokens"
-        print(f"[{len(taken)} tokens, {stopped}]", file=sys.stderr)
+        why = "the context is full" if stopped == "context" else stopped
+        print(f"[{len(taken)} tokens, {why}]", file=sys.stderr)
         messages.append({"role": "assistant", "content": text})
     if options.json:
         report = {

@@ -202,7 +202,7 @@ def search_layouts(options: argparse.Namespace) -> str:
         table.append(row)
     return (
         f"{len(fitting):,} layouts fit in the memory of {n_gpus:,} GPUs.\n"
-        f"Not kept by the best one: {', '.join(replaced) or 'nothing that you have set'}.\n\n"
+        f"Values of yours that the best one replaces: {', '.join(replaced) or 'none'}.\n\n"
         f"{format_table(table, '>>>>>')}\n\n"
         f"{explain_common(list(filter(is_common, fitting)), best[0][1])}"
     )
