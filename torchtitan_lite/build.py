@@ -80,7 +80,9 @@ def build_on_meta(config: Config, model_args: ModelArgs) -> nn.Module:
         fqn, shape = different[0]
         remedy = "correct table.py"
         if fqn.rpartition(".")[-1] not in ("weight", "bias") and fqn not in listed:
-            remedy = "no row has a parameter of this name: make it the weight of a module of its own"
+            remedy = (
+                "no row has a parameter of this name: make it the weight of a module of its own"
+            )
         raise UserError(f"{fqn} has the shape {shape} in only one of {files}: {remedy}")
     return model
 
