@@ -176,6 +176,7 @@ FORKS = {
     "a second prediction": Fork(
         ("--model.name=mtp",), patch="assets/forks/multi_token_prediction.patch"
     ),
+    "latent attention": Fork(("--model.name=mla",), patch="assets/forks/latent_attention.patch"),
     "an inner attention": Fork(
         ("--model.name=near",),
         {"torchtitan_lite/models/registry.py": [("MODEL_NAMES = (", '    "near",')]},

@@ -188,9 +188,6 @@ FAST = {
     "cp2 windows and sinks, documents": Row(
         2, {CP: 2, **WINDOWS, **SINKS, **DOCUMENTS, **TWO_LAYERS}
     ),
-    "cp2 windows, 2,048 tokens": Row(
-        2, {CP: 2, "training.seq_len": 2048, **WINDOWS, "flavor.sliding_window": 512, **TWO_LAYERS}
-    ),
     "cp4 windows in all layers": Row(4, {CP: 4, "flavor.sliding_window": 9, **TWO_LAYERS}),
     "pp2 x tp2 sinks, full recompute": Row(4, {PP: 2, TP: 2, **SINKS, MODE: "full", **TWO_LAYERS}),
     "pp2 windows and sinks": Row(2, {PP: 2, **WINDOWS, **SINKS}),
@@ -234,6 +231,9 @@ for name, row in EXPERT_LAYOUTS.items():
 
 # Slow: every schedule on four stages, and three axes. test_drawn_layouts.py draws the pairs that are not here.
 CROSSES = {
+    "cp2 windows, 2,048 tokens": Row(
+        2, {CP: 2, "training.seq_len": 2048, **WINDOWS, "flavor.sliding_window": 512, **TWO_LAYERS}
+    ),
     "tp8, two key/value heads, Qwen3 tied": Row(8, {TP: 8, **TWO_HEADS, **HEAD_NORMS, **TIED}),
     "pp2 x cp2 x tp2, one key/value head, biases": Row(
         8, {PP: 2, CP: 2, TP: 2, **ONE_HEAD, **BIASES}

@@ -36,6 +36,7 @@ REFUSED = {  # fork -> tool -> the key that it names
     "a window": {"convert": "window"},
     "an inner attention": {"generate": "layers.1.attention.inner", "convert": "model.name"},
     "a norm": {"convert": "model.name"},
+    "latent attention": {"convert": "model.name"},
     "the ends": {"convert": "model.name"},
     "a second prediction": {"convert": "model.name"},
 }
@@ -108,6 +109,9 @@ def answers(checkout) -> Answers:
     for name in ("a window", "an inner attention"):
         keys = [*SMALL, *FORKS[name].keys, *CONTEXT]
         calls[f"verify cp of {name}"] = ["verify", *keys, "--ranks=2"]
+    teacher = [*SMALL, *FORKS["a teacher"].keys, "--gpus=4"]
+    calls["explain of a teacher"] = ["explain", *teacher]
+    calls["verify of latent attention"] = list_walk(("latent attention",))["verify"]
     calls["plan "] = ["plan", *SMALL, "--gpus=4", "--json"]
     rate = [*SMALL, "--optimizer.name=Lion", "--optimizer.lr=0.03"]
     calls["refuse an optimizer"] = ["check", *rate, "--gpus=4"]
@@ -166,7 +170,13 @@ def test_a_fork_is_checked_planned_and_explained(answers, name):
         assert answers[f"{tool} {name}"][0] == 0, answers[f"{tool} {name}"]
     block = 64 * (64 + 32 + 32 + 64) + 3 * 64 * 96 + 2 * 64
     ends = 64 + 64 * 64
-    added = {"a norm": 2 * 2 * 64, "the ends": ends, "a second prediction": ends}.get(name, 0)
+    latents = 2 * (40 * 64 + 32 + 96 * 32 - 2 * 32 * 64)
+    added = {
+        "a norm": 2 * 2 * 64,
+        "the ends": ends,
+        "a second prediction": ends,
+        "latent attention": latents,
+    }.get(name, 0)
     n_parameters = 2 * block + added + 2 * 2304 * 64 + 64
     assert f"{n_parameters:,} parameters" in answers[f"check {name}"][1]
 
@@ -189,6 +199,12 @@ def test_plan_counts_the_window_of_a_row_and_names_what_it_does_not_know(answers
     weights = 6 * (2 * block + 2304 * 64)
     ratio = (weights + 12 * 64 * (32 + 16)) / (weights + 12 * 64 * (32 + 32))
     assert flops["a window"] / flops[""] == pytest.approx(ratio)
+    twice = 6 * (2 * block + 2 * 2304 * 64 + 64 * 64) + 12 * 64 * (32 + 32)
+    of_one = weights + 12 * 64 * (32 + 32)
+    assert flops["a second prediction"] / flops[""] == pytest.approx(twice / of_one)
+    assert "calls of output" in plans["a second prediction"]["unmodeled"]
+    teacher = json.loads(answers["plan a teacher"][1])["unmodeled"]
+    assert "training.teacher = initial" in teacher
     assert not plans[""]["unmodeled"]
     assert not plans["a window"]["unmodeled"]
     assert "model.attention = sliding" in plans["an attention"]["unmodeled"]
@@ -202,7 +218,14 @@ def test_modules_at_the_ends_of_a_model_are_certified(answers, layout, name):
     assert status == 0, out + err
 
 
+def test_latent_attention_is_certified_on_two_tp_ranks(answers):
+    status, out, err = answers["verify of latent attention"]
+    assert status == 0, out + err
+
+
 def test_a_frozen_teacher_is_certified_by_its_own_loss(answers):
+    status, out, err = answers["explain of a teacher"]
+    assert status == 0, out + err
     status, out, err = answers["verify of a teacher"]
     assert status == 0 and "training.loss" in json.loads(out)["did_not_act"], out + err
 

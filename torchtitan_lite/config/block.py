@@ -131,7 +131,8 @@ def count_flops_per_token(
     """
     weights = count_parameters(model_args, prefix="layers.", active=True, linear_only=True)
     weights += sum(prod(row.weight) for row in list_added_ends(model_args) if row.kind == "linear")
-    matmuls = 6 * (weights + model_args.vocab_size * model_args.dim)
+    head = MODELS[model_args.name].head_calls * model_args.vocab_size * model_args.dim
+    matmuls = 6 * (weights + head)
     of_key = 12 * model_args.n_heads * model_args.head_dim
     full, causal = count_keys(model_args, seq_len, attention)
     return FlopsPerToken(full=matmuls + of_key * full, causal=matmuls + int(of_key * causal))

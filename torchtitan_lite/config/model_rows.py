@@ -213,3 +213,4 @@ class ModelTable:
     families: dict[str, Family] = field(default_factory=dict)
     # keyword of the model's forward -> function of a Batch (model/batch.py)
     fields: dict[str, Callable] = field(default_factory=dict)
+    head_calls: int = 1  # in training, for each microbatch: FLOPs and the time of a step count them

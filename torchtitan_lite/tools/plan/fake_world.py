@@ -21,6 +21,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
+from torchtitan_lite import build
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schema import Config
@@ -58,14 +59,21 @@ class FakeMode(FakeTensorMode):
 def fake_tensors() -> Iterator[None]:
     """Context manager: new tensors have a shape and no storage."""
     infer = ShardingPropagator._propagate_tensor_meta_non_cached
+    build_parts = build.build_parts
 
     def infer_unseen(*args):
         # DTensor infers shapes with fake tensors of the full shape; do not count them.
         with _disable_current_modes():
             return infer(*args)
 
+    def build_outside(*args):
+        # fully_shard fails on fake tensors. An extension may build a second model.
+        with _disable_current_modes():
+            return build_parts(*args)
+
     with (
         patch.object(ShardingPropagator, infer.__name__, infer_unseen),
+        patch.object(build, "build_parts", build_outside),
         FakeMode(allow_non_fake_inputs=True),
     ):
         yield

@@ -8,6 +8,7 @@ from operator import mul
 
 from torchtitan_lite.config.block import NEWTON_SCHULZ_STEPS, count_flops_per_token
 from torchtitan_lite.config.choices import SCHEDULES
+from torchtitan_lite.models.registry import MODELS
 from torchtitan_lite.tools.plan.layer_time import LayerTime, Phases
 from torchtitan_lite.tools.plan.orders import Action, Order
 from torchtitan_lite.tools.plan.timeline import Timeline, simulate
@@ -38,7 +39,8 @@ class StepTime(LayerTime):
         phases = [*map(self.describe_layer, kinds), self.describe_head()]
         found = {}
         for stage in set(self.workload.stages):  # most stages are equal
-            counts = [*(kind.count(stage) for kind in kinds), stage.has_head]
+            n_heads = stage.has_head * MODELS[self.workload.args.name].head_calls
+            counts = [*(kind.count(stage) for kind in kinds), n_heads]
             sums = [sum(map(mul, counts, seconds)) for seconds in zip(*phases, strict=True)]
             found[stage] = Phases(*sums)
         return [found[stage] for stage in self.workload.stages]

@@ -7,6 +7,7 @@ do not change the time or the memory of a step. Validation and checkpoints run b
 from torchtitan_lite.config.block import list_added_ends
 from torchtitan_lite.config.choices import ATTENTIONS
 from torchtitan_lite.config.schema import get_value
+from torchtitan_lite.models.registry import MODELS
 from torchtitan_lite.tools.plan.planned_run import PlannedRun
 
 MODELED_VALUES = {  # key -> its values that the closed forms model, and what they count for all others
@@ -38,6 +39,8 @@ def list_unmodeled(planned: PlannedRun) -> dict[str, str]:
         unmodeled[f"model.attention = {attention}"] = "causal attention over the whole sequence"
     for row in list_added_ends(planned.model_args):
         unmodeled[row.name] = "its weights and FLOPs once, but neither its time nor its activations"
+    if MODELS[planned.model_args.name].head_calls > 1:
+        unmodeled["calls of output"] = "the FLOPs and the time of each, but the memory of one"
     for kind in planned.workload.kinds:
         for name in sorted(kind.untimed):
             unmodeled[name] = "its weights, but neither its time nor its activations"

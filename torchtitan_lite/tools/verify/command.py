@@ -17,6 +17,8 @@ from pathlib import Path
 
 import torch
 
+from torchtitan_lite.build import build_on_meta
+from torchtitan_lite.config.checks import resolve_model
 from torchtitan_lite.tools.plan.planned_run import read_target
 from torchtitan_lite.tools.verify.certificate import CERTIFIED, describe, make_report
 from torchtitan_lite.tools.verify.plain import count_steps
@@ -28,9 +30,13 @@ from torchtitan_lite.tools.verify.trial import RunRanks, Trial, make_trial, try_
 
 
 def main(options: Namespace) -> int:
-    """Run the tool. Exit status: 0 certified, 1 wrong or not finished, 2 wrong input."""
+    """Run the tool. Exit status: 0 certified, 1 wrong or not finished, 2 wrong input.
+
+    Raises UserError if the code of the model differs from its table.
+    """
     given, *_ = read_target(options.config_args, None)
     reduction = reduce_config(given.config, options.ranks)
+    build_on_meta(reduction.config, resolve_model(reduction.config.model))
     torch.set_num_threads(1)
     with RankPool() as pool, tempfile.TemporaryDirectory(prefix="verify-") as folder:
         run_ranks = partial(pool.run, timeout_s=options.timeout)
