@@ -3,6 +3,7 @@
 Legend: D model dim, L layers, H query heads, E head dim, F ffn dim, S sequence.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -21,16 +22,21 @@ class Parameter(NamedTuple):
     is_bias: bool
 
 
-@lru_cache
+@lru_cache  # by the function too, which a test may replace
+def call_once(list_modules: Callable[..., list[ModuleRow]], *args: object) -> list[ModuleRow]:
+    """Return what a function of a table has returned for these arguments. Do not change the list."""
+    return list_modules(*args)
+
+
 def list_block_modules(model_args: ModelArgs, *, moe: bool = False) -> list[ModuleRow]:
     """List the modules of one block of this model, dense or with experts."""
-    return MODELS[model_args.name].list_block(model_args, model_args.moe if moe else None)
+    experts = model_args.moe if moe else None
+    return call_once(MODELS[model_args.name].list_block, model_args, experts)
 
 
-@lru_cache
 def list_end_modules(model_args: ModelArgs) -> list[ModuleRow]:
     """List the modules outside the blocks: tok_embeddings, norm, output, and those that only some models have."""
-    return MODELS[model_args.name].list_ends(model_args)
+    return call_once(MODELS[model_args.name].list_ends, model_args)
 
 
 def list_added_ends(model_args: ModelArgs) -> list[ModuleRow]:

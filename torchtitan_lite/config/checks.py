@@ -6,7 +6,6 @@ checks that read files. Each function checks all of its rules, so that a user se
 
 import re
 from dataclasses import replace
-from functools import lru_cache
 from math import gcd
 
 from torchtitan_lite.config.block import (
@@ -338,7 +337,6 @@ def list_tp(model_args: ModelArgs, world_size: int) -> str:
     return f"{', '.join(others)} or {last}" if others else last
 
 
-@lru_cache
 def list_rows(model_args: ModelArgs) -> list[ModuleRow]:
     """List the different rows in the table of a model."""
     rows = list_end_modules(model_args) + list_block_modules(model_args)

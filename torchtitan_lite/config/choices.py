@@ -78,10 +78,15 @@ ATTENTIONS = {
 }
 
 
-@lru_cache
 def list_windows(attention: str, model_args: ModelArgs) -> tuple[int | None, ...]:
     """Return the number of tokens that a token of each layer sees; None: all earlier ones, or unknown."""
-    window = ATTENTIONS[attention].window
+    return list_windows_once(ATTENTIONS[attention].window, model_args)
+
+
+@lru_cache
+def list_windows_once(
+    window: Callable[[ModelArgs, int], int | None] | None, model_args: ModelArgs
+) -> tuple[int | None, ...]:
     layers = range(model_args.n_layers)
     return tuple(window(model_args, layer) if window else None for layer in layers)
 

@@ -70,9 +70,7 @@ def read_trace(folder: Path, rank: int, layout: Layout) -> Trace:
     axes = {}  # process group -> axis
     for group in data["distributedInfo"]["pg_config"]:
         axes[group["pg_name"]] = name_axis(layout, group["pg_desc"])
-    used = layout.used_dims
-    if layout.ep > 1:
-        used.append("ep")
+    used = layout.used_dims + ["ep"] * (layout.ep > 1)
     spans = defaultdict(list)  # by axis
     received = []
     actions = {}

@@ -122,7 +122,7 @@ def ends_above_zero(step: Observed) -> bool | None:
 def runs_implementation(step: Observed) -> bool | None:
     """Only AdamW has kernels of its own for each implementation. The fused one also uses one kernel for lists."""
     section = step.config.optimizer
-    if not OPTIMIZERS[section.name].has_fused_kernel:
+    if not OPTIMIZERS[section.name].has_fused_kernel or section.moments_dtype == "bfloat16":
         return None
     if count(step.forward, "_fused_adam"):
         return section.implementation == "fused"
