@@ -106,8 +106,6 @@ def compare_checkpoints(alone: Config, config: Config, step: int, seen: Seen) ->
     # A wrong state makes weights wrong, but less so: the largest error comes first.
     for name in sorted(errors, key=errors.get, reverse=True):
         measure = "saved tensor"
-        if math.prod(expected[name].shape) == 1:
-            measure = "saved scalar"
         if expected[name].dtype == "bfloat16":
             measure = "saved bfloat16 tensor"
         seen.note(step - 1, measure, name, errors[name])

@@ -26,8 +26,6 @@ SAME = 5e-6  # the same numbers rounded differently
 EXACT = 0.0
 # Gradients of norms and biases are sums over all tokens, whose terms may cancel: 1.2e-5 seen in twelve MoE layers.
 CANCELLING = 3e-4
-# A gain of the residual stream is such a sum over all features too: 3e-5 seen, and 1.5e-3 in a saved state.
-SCALAR = 1e-2
 BOUNDS = {  # measure, in the order of a step -> largest error of a correct layout
     "initial weights": EXACT,
     "counted tokens": EXACT,
@@ -56,7 +54,6 @@ BOUNDS = {  # measure, in the order of a step -> largest error of a correct layo
     "val_bits_per_byte": SUMS,
     "router_entropy": SUMS,
     "saved tensor": 5e-4,  # 1.2e-4 seen; a state rounded to bfloat16 is off by 1.4e-3
-    "saved scalar": SCALAR,
     "saved bfloat16 tensor": 1e-2,  # a few elements are rounded to a neighbor
 }
 # A wrong module can cause an error of these measures.
@@ -105,7 +102,7 @@ def try_layout(
     def choose_bound(key: Key) -> float:
         _, measure, fqn = key
         if measure == "gradients" and gradients[fqn].dim() == 1:
-            return SCALAR if gradients[fqn].numel() == 1 else CANCELLING
+            return CANCELLING
         return BOUNDS[measure]
 
     path = folder / f"{name}.pt"
