@@ -41,7 +41,7 @@ def to_their_order(ours: Tensor, head_dim: int) -> Tensor:
 
 
 def find_unit(fqn: str, model_args: ModelArgs) -> int:
-    """Return the rows of a parameter that have another order in Hugging Face: those of a head, or 1 for none."""
+    """Return the number of rows that Hugging Face reorders as one unit: head_dim if the rows are rotated, else 1."""
     entry = list_parameters(model_args).get(fqn)
     return model_args.head_dim if entry and entry.row.is_rotated else 1
 

@@ -1,4 +1,4 @@
-"""Write config.json of a Hugging Face folder, and explain which models have none. Needs no torch.
+"""Write config.json of a Hugging Face folder, or explain why a model has none. Needs no torch.
 
 Exports use the format of transformers 4, which every version reads. A model that fits no family in the table of its
 model cannot be exported.

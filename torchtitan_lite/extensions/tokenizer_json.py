@@ -21,7 +21,10 @@ SPECIAL_MAP = "special_tokens_map.json"  # older than tokenizer_config.json
 
 
 def read_tokenizer_json(path: Path, content: bytes) -> Tokenizer:
-    """Read tokenizer.json. BOS comes from its post-processor, EOS and more tokens from the files in the same folder."""
+    """Read tokenizer.json.
+
+    BOS comes from its post-processor; EOS and additional tokens come from the other files in the same folder.
+    """
     file = read_json(path)
     model = file.take("model", dict)
     vocab = model.take("vocab", dict | list)
@@ -141,7 +144,10 @@ def list_added_tokens(file: dict, configs: list[JsonObject], vocab: dict[str, in
 
 
 def list_special_names(config: dict) -> list[str]:
-    """Return the values of keys such as "pad_token", and of the lists of more special tokens."""
+    """Return the values of keys such as "pad_token", and the tokens in two lists of special tokens.
+
+    The lists are `additional_special_tokens` and `extra_special_tokens`.
+    """
     values = []
     for key, value in config.items():
         if key in ("additional_special_tokens", "extra_special_tokens"):

@@ -73,7 +73,10 @@ class Nodes(NamedTuple):
 
 
 def split_by_node(mesh: DeviceMesh, dim: str, near: int) -> Nodes:
-    """Split the last dim of an FSDP mesh, with `near` consecutive ranks in a node; 1: do not. Collective."""
+    """Split the last dim of an FSDP mesh into nodes of `near` consecutive ranks. Collective.
+
+    If `near` is 1, nodes do not split the group.
+    """
     shard = mesh
     if mesh.ndim > 1:
         shard = mesh[mesh.mesh_dim_names[-1]]

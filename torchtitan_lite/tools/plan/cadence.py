@@ -2,7 +2,8 @@
 
     | work T | save P | work T | save P | work ... interruption | restart S | repeat the lost work ...
 
-Frequent saves waste time in stalls P. Rare saves waste the work since the last save: half an interval on average.
+Frequent saves waste time: each save stalls the run for P. Rare saves waste the work since the last save: half an
+interval on average.
 Failures are random with mean time M between them. The expected time for T of work is M * exp(S/M) * (exp((T+P)/M) - 1).
 
 Llama 3 405B on 16,384 GPUs had 419 unexpected interruptions in 54 days (arXiv:2407.21783, table 5): M = 54 * 24 / 419 =

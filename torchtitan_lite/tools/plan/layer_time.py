@@ -260,7 +260,10 @@ class LayerTime:
         return wait, wait_back + self.expose("fsdp", again, backward)
 
     def gather_time(self, sizes: Counter[str], *, again: bool = False) -> float:
-        """Return the seconds to all-gather `sizes` parameters (by axis); `again`: in backward."""
+        """Return the seconds to all-gather parameters. `sizes` maps an axis to their number.
+
+        If `again` is true, this is the gather that backward repeats.
+        """
         w = self.workload
         seconds = 0.0
         for axis, n_parameters in sizes.items():
