@@ -281,7 +281,9 @@ def check_data(config: Config, tokenizer: Tokenizer | None) -> Problems:
     return problems
 
 
-SMALLEST_SHARE = 1e-6  # smallest share of a corpus with training.dataset_weights: data/dataset.py draws in cycles of 2**20
+SMALLEST_SHARE = (
+    1e-6  # of a corpus in training.dataset_weights; data/dataset.py draws in cycles of 2**20
+)
 STDLIB_TOKENS = 3_600_000  # of Python 3.11, with the shipped tokenizer
 MOST_EPOCHS = 4  # more epochs of the same text help little: arXiv:2305.16264
 

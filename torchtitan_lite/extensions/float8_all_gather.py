@@ -54,7 +54,7 @@ def gather_in_float8(
 
 
 class PrecomputedScales:
-    """Computes the scales of all weights for the next step, when it is called."""
+    """Call it after a step to compute the scales of all weights for the next step."""
 
     def __init__(self, hooks: list["Float8AllGatherHook"], mesh: DeviceMesh):
         self.hooks = hooks

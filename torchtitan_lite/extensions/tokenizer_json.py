@@ -1,8 +1,8 @@
 """Read tokenizer.json, Hugging Face's file, with the ids of the package `tokenizers` (extra `hf`).
 
-tiktoken encodes a byte-level BPE if the ids are the same (byte_level_bpe.py), because it is three times as fast. The
-package encodes with every other file. A tokenizer.json has a model, and added tokens, which are matched before the text
-is cut. tokenizer_config.json and special_tokens_map.json beside it add more of them.
+tiktoken encodes a byte-level BPE if the ids are the same (byte_level_bpe.py), because it is three times as fast. For
+every other file, the package encodes. A tokenizer.json has a model, and added tokens, which are matched before the text
+is cut. tokenizer_config.json and special_tokens_map.json in the same folder add more tokens.
 """
 
 import hashlib
@@ -99,7 +99,10 @@ def find_bos(processor: dict) -> str | None:
 
 
 def list_leading(processor: dict) -> list[str]:
-    """Return the tokens that a post-processor adds before a text. In a sequence, a later stage adds them outside."""
+    """Return the tokens that a post-processor adds before a text.
+
+    In a sequence of post-processors, each stage adds its tokens before those of earlier stages.
+    """
     leading = []
     for stage in processor.get("processors", ()):
         leading = list_leading(stage) + leading
@@ -113,7 +116,7 @@ def list_leading(processor: dict) -> list[str]:
 
 
 def list_added_tokens(file: dict, configs: list[JsonObject], vocab: dict[str, int]) -> list[dict]:
-    """Return the added tokens of tokenizer.json and of the configs beside it, as transformers has them.
+    """Return the added tokens of tokenizer.json and of the configs in its folder, as transformers does.
 
     As in the package `tokenizers`, an id in the file has no effect: an entry of the vocabulary keeps its id there, and
     others follow the vocabulary. Raises UserError.
@@ -188,7 +191,10 @@ def find_eos(folder: Path, config: JsonObject, ids: dict[str, int]) -> int:
 
 
 def spell_vocabulary(file: dict, vocab: dict[str, int]) -> dict[int, bytes] | None:
-    """Return id -> bytes of the text. None if concatenated tokens are not the text, as with the "##" of WordPiece."""
+    """Return id -> bytes of the token's text.
+
+    None if concatenating tokens does not give the text, as with the "##" of WordPiece.
+    """
     decoder = json.dumps(file.get("decoder"))
     is_byte_level = '"ByteLevel"' in json.dumps(file.get("pre_tokenizer")) + decoder
     is_sentencepiece = r'"\u2581"' in decoder

@@ -152,7 +152,7 @@ class HangWatch:
         self.is_in_step = False
 
     def follow(self, batches: Iterator) -> Iterator:
-        """Yield the batches of a validation. Each is watched like a step, and in the first validation like the first step."""
+        """Yield the batches of a validation, and watch each like a step. The first validation has the longer limit."""
         try:
             for batch in batches:
                 self.began_s = time.monotonic()

@@ -55,7 +55,7 @@ def list_unwritten(model_args: ModelArgs, family: Family) -> dict[str, tuple[obj
 
 
 def list_added_fields(model_args: ModelArgs, weights: ModelArgs) -> dict[str, object]:
-    """Return field -> value for fields that a fork has added: no family names them, and these weights do not set them."""
+    """Return field -> value for fields that a fork added: no family names them, and these weights do not set them."""
     families = [family for table in MODELS.values() for family in table.families.values()]
     named = set(WRITTEN).union(*(family.sizes for family in families))
     named = named.union(*(family.switches for family in families))
