@@ -20,7 +20,7 @@ WITHOUT_PACKAGES = {"check", "plan.command", "faults.hang", "labs.command"}  # m
 def main(args: list[str] | None = None) -> int:
     """Run the tool. Return its exit status: 0 success, 1 the answer is no, 2 wrong input, 130 stopped by Ctrl-C.
 
-    A reader of its output that has read enough, such as head, changes the status only if the tool was not done: to 141.
+    If the reader of the output, such as head, closes it early, the status is 141 unless the tool had already finished.
     """
     status = 128 + signal.SIGPIPE
     try:

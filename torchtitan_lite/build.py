@@ -90,7 +90,7 @@ def build_on_meta(config: Config, model_args: ModelArgs) -> nn.Module:
 def build_parts(
     config: Config, model_args: ModelArgs, layout: Layout, mesh: Mesh
 ) -> list[nn.Module]:
-    """Build and parallelize the model parts of this rank on the meta device. No memory. Only ZeRO++ connects ranks."""
+    """Build and parallelize this rank's model parts on the meta device. Only ZeRO++ communicates: it connects ranks."""
     model = build_on_meta(config, model_args)
     stages = [layout.stages[index] for index in layout.stages_of(mesh.pp.get_local_rank())]
     parts = [apply_stage(model, fqns) for fqns in stages]
@@ -137,12 +137,12 @@ def build_run(
     parameters = {}
     for part in parts:
         parameters.update(part.named_parameters())
-    if layout.tied:  # the copy of the last stage is not a parameter
+    if layout.tied:  # the last stage's copy of the embedding is not a parameter
         copy = parameters.pop("output.weight", None)
     optimizer = build_optimizer(config.optimizer, parameters, config.training.mixed_precision_param)
     balance = None
     if layout.ep:
-        groups = []  # of the ranks that share sequences
+        groups = []  # process groups of the ranks that share sequences
         for dim in (mesh.cp, mesh.tp):
             if dim.size() > 1:
                 groups.append(dim.get_group())

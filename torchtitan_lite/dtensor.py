@@ -70,7 +70,8 @@ def shard_parameters(
 ) -> None:
     """Shard the parameters of `module` (on meta) that are in `placements`, and let its forward read local shards.
 
-    `hidden`: parameters that its forward reads as None. The class of the module becomes a subclass; FQNs do not change.
+    The module's own forward reads the parameters in `hidden` as None. The class of the module becomes a subclass; FQNs
+    do not change.
     """
     names = []
     for name, placement in placements.items():
@@ -122,7 +123,7 @@ def differentiable_shard(parameter: DTensor) -> Tensor:
 
 
 class ReadShard(torch.autograd.Function):
-    """Does the same as DTensor.to_local, whose backward derives shape, strides and placements of each gradient."""
+    """Does the same as DTensor.to_local, but backward reuses the parameter's spec instead of deriving it each time."""
 
     @staticmethod
     def forward(ctx, parameter: DTensor) -> Tensor:
@@ -136,5 +137,8 @@ class ReadShard(torch.autograd.Function):
 
 
 def find_gradient_placements(parameter: DTensor) -> tuple[Placement, ...]:
-    """Return the placement of a gradient, which covers only this rank's tokens if all ranks have the parameter."""
+    """Return the placements of a gradient: Partial along mesh dims that replicate the parameter.
+
+    Along these dims, the gradient of each rank covers only the rank's own tokens.
+    """
     return tuple(Partial() if each.is_replicate() else each for each in parameter.placements)

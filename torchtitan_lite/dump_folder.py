@@ -59,7 +59,7 @@ FOLDERS = {  # keys that name a folder inside job.dump_folder -> what a run writ
 
 
 def check_files(config: Config, restarted: bool) -> Problems:
-    """Find every problem with the paths of a run. If torchrun `restarted` the job, the files there are its own."""
+    """Find every problem with the paths of a run. If torchrun `restarted` the job, the job has written files there."""
     problems = Problems(config)
     dump_folder = Path(config.job.dump_folder)
     starts_over = config.job.overwrite and not restarted
@@ -98,7 +98,10 @@ def check_files(config: Config, restarted: bool) -> Problems:
 
 
 def can_hold_files(folder: Path) -> bool:
-    """Try to create a file, without a name, if the file system has no blocks. Root may write in /proc, by os.access."""
+    """Return whether files can be created here. If the file system has no blocks, try it with a file without a name.
+
+    os.access does not suffice: it says that root may write in /proc.
+    """
     if os.statvfs(folder).f_blocks:
         return True
     try:
@@ -124,7 +127,10 @@ def name_snapshots(local_folder: str, dump_folder: Path) -> Path:
 
 
 def read_earlier(folder: Path) -> dict[str, object] | None:
-    """Return key -> value of the run that has written to `folder`, {} if its config.toml is lost; None: no run has."""
+    """Return key -> value in the config of the run that wrote to `folder`.
+
+    {} if its config.toml is lost, None if no run has written to the folder.
+    """
     try:
         return dict(flatten_table(load_toml(folder / CONFIG_TOML)))
     except ValueError:
@@ -133,7 +139,7 @@ def read_earlier(folder: Path) -> dict[str, object] | None:
 
 
 def check_earlier(problems: Problems, config: Config, earlier: dict[str, object]) -> None:
-    """Refuse an earlier run in the dump folder, unless it is resumed, or has ended before it could save."""
+    """Refuse an earlier run in the dump folder, unless this run resumes it, or it ended before it could save."""
     section = config.checkpoint
     saved_in = earlier.get("checkpoint.folder", section.folder)
     why = "it has an earlier run, which saved no checkpoints"
@@ -179,7 +185,10 @@ def open_dump_folder(
 
 
 def lock_folder(folder: Path) -> BinaryIO:
-    """Lock the folder for this run. Return the open lock file. Raises CheckpointError, and OSError."""
+    """Lock the folder for this run. Return the open lock file.
+
+    Raises CheckpointError if another run has locked it, and OSError if the lock file cannot be opened.
+    """
     lock = open(folder / LOCK, "ab")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

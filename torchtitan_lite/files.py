@@ -35,7 +35,7 @@ class JsonObject(dict):
     def take(self, key: str, kind: Any, default: Any = REQUIRED) -> Any:
         """Return the value of `key`, which must have the type `kind`, such as `int`, `list` or `str | dict`.
 
-        A missing key and null give the default. An object is a JsonObject again. Raises UserError.
+        Returns the default if the key is missing or null. An object becomes a JsonObject. Raises UserError.
         """
         value = self.get(key)
         name = self.place + key
@@ -67,7 +67,7 @@ def read_json(path: Path, *, may_be_missing: bool = False) -> JsonObject:
 
 
 def make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of JSON, as the hook of a parser. Raises ValueError for a repeated key."""
+    """Make an object from its pairs, for a JSON parser that calls this. Raises ValueError for a repeated key."""
     content = dict(pairs)
     if len(content) < len(pairs):
         ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
@@ -98,7 +98,7 @@ def import_extra(name: str, extra: str) -> ModuleType:
 
 
 def explain_hub_cache(folder: str | Path) -> str:
-    """Return where the files of a cache folder of the Hugging Face Hub are; "" for any other folder."""
+    """Explain where a cache folder of the Hugging Face Hub has its files. Return "" for any other folder."""
     root = Path(folder).absolute()
     if root.name == "snapshots":
         root = root.parent
@@ -110,7 +110,10 @@ def explain_hub_cache(folder: str | Path) -> str:
 
 
 def explain_hub_name(text: str | Path) -> str:
-    """Return why a name or cache folder of the Hugging Face Hub cannot be read, and a remedy; "" for any other text."""
+    """Explain why a name or cache folder of the Hugging Face Hub cannot be read, and how to fix it.
+
+    Returns "" for any other text.
+    """
     if why := explain_hub_cache(text):
         return why
     prefix = r"hf:/+|https?:/+huggingface\.co/"
@@ -166,9 +169,9 @@ def sync_folder(folder: Path) -> None:
 
 @cache
 def describe_launch() -> dict[str, str | None]:
-    """Return the git commit of this repository, which ends in "-dirty" if files differ, the command, and the host.
+    """Return the git commit of this repository, the command, and the host.
 
-    The commit is None if this is not a git repository.
+    The commit ends in "-dirty" if files differ from it. It is None if this is not a git repository.
     """
     commit = ""
     if (REPOSITORY / ".git").exists() and shutil.which("git"):

@@ -1,4 +1,4 @@
-"""What a run tells its user before it starts: what was not asked for, or may not be expected."""
+"""Notices that a run prints before it starts: what the user did not ask for, or may not expect."""
 
 import re
 from math import prod
@@ -109,7 +109,7 @@ def describe_unusual_rates(config: Config, resumed_step: int) -> list[str]:
 
 
 def describe_finished(spec: RunSpec, chosen: frozenset[str]) -> str:
-    """Return what the user can do if the resumed checkpoint is already at the last step; otherwise ""."""
+    """If the resumed checkpoint is already at the last step, return what the user can do. Otherwise return ""."""
     step = spec.resumed_step
     if step == 0 or step < spec.config.training.steps:
         return ""

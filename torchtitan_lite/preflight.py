@@ -58,7 +58,7 @@ HIGHEST_LR = 1e-4  # for trained weights; configs/finetune.toml uses a tenth of 
 # a step of a 135M model takes less than two minutes on two cores (November 2026).
 CPU_TOKENS = 2048
 CPU_SEQ_LEN = 512
-# checkpoint.load_only: keys that would write a file, and the value with which they do not
+# For checkpoint.load_only: key that would write a file -> value with which it writes none
 READ_ONLY = {
     "metrics.enable_tensorboard": False,
     "metrics.enable_wandb": False,
@@ -246,7 +246,7 @@ def adapt_to_weights(given: UserConfig, weights: Weights) -> UserConfig:
 
 
 def turn_off_files(given: UserConfig) -> UserConfig:
-    """Turn off what writes files, for checkpoint.load_only, and say what the user does not get."""
+    """For checkpoint.load_only, turn off everything that writes files. A notice says what the user does not get."""
     config = given.config
     ignored = []
     for key, off in READ_ONLY.items():
@@ -280,7 +280,10 @@ def adapt_to_cpu(given: UserConfig) -> UserConfig:
 
 
 def check_tokenizer(config: Config, weights: Weights | None, tokenizer: Tokenizer) -> Problems:
-    """Check that the weights were trained with this tokenizer. Raises ConfigError if theirs cannot be loaded."""
+    """Check that the weights were trained with this tokenizer.
+
+    Raises ConfigError if the tokenizer of the weights cannot be loaded.
+    """
     problems = Problems(config)
     if weights and weights.manifest:
         expected = weights.manifest.fingerprint["tokenizer"]
@@ -327,9 +330,9 @@ def check_model_files(
 
 
 def check_vocabulary(problems: Problems, weights: Weights | None, tokenizer: Tokenizer) -> None:
-    """Check whether the tokenizer has more ids than the model has rows: no text may use the others.
+    """Check that the model has a row for every id that plain text may use.
 
-    Conversations have special tokens. A batch with an id above the rows is refused when it is read.
+    Conversations also have special tokens: a batch with an id that has no row is refused when it is read.
     """
     n_ids = tokenizer.vocab_size
     n_rows = problems.model_args.vocab_size

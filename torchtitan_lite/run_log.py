@@ -30,7 +30,7 @@ N_FIRST = 10  # steps that are recorded one by one after a start: the user watch
 
 
 class RunMetrics:
-    """Records the steps of a run. A context manager: leaving it records an error, or tells how to look at the run."""
+    """Records the steps of a run. A context manager: on exit, it records the error, or logs how to look at the run."""
 
     def __init__(
         self,
@@ -149,7 +149,10 @@ class RunMetrics:
         self.highest_norm = 0.0
 
     def estimate_remaining(self, step: int) -> float | None:
-        """Return the seconds until the last step, as fast as since the first record; with its validations and saves."""
+        """Return the seconds until the last step, at the average speed since the first record.
+
+        The average includes validations and saves.
+        """
         now_s = time.perf_counter()
         n_steps = step - self.resumed_step - 1  # without the first step, which is slower
         if n_steps == 0:

@@ -56,7 +56,7 @@ def check_torch_build(machine: Machine) -> list[Problem]:
 
 
 def read_torch_build() -> dict[str, str | None]:
-    """Return `cuda` and `hip` of the installed torch's version.py, without importing torch. Empty: no torch."""
+    """Read `cuda` and `hip` from version.py of the installed torch, without importing it. {} if there is no torch."""
     found = find_spec("torch")
     if found is None or not found.origin:
         return {}
@@ -70,14 +70,14 @@ def read_torch_build() -> dict[str, str | None]:
 def torch_splits_backward() -> bool:
     """Return whether zero-bubble and V schedules run with the torch that is installed. 2.11.0 and 2.12.1 fail.
 
-    The repair in torch 2.13 changed the body of a function and no API, so only the version tells.
+    torch 2.13 fixed them inside a function, without a change of any API, so only the version number shows it.
     """
     major, minor = version("torch").split(".")[:2]
     return (int(major), int(minor)) >= (2, 13)
 
 
 def find_missing_compiler(device_type: str) -> str:
-    """Return what inductor needs and this host lacks; "" if it lacks nothing.
+    """Name what inductor needs but this host lacks. Return "" if nothing is missing.
 
     On a CPU, inductor needs a C++ compiler (CXX, else g++). On CUDA, triton needs a C compiler (CC, else gcc or clang).
     Both need Python's headers.

@@ -32,7 +32,7 @@ class StepResult:
     loss: Tensor  # of the global batch, the same on every rank
     grad_norm: Tensor  # of all parameters, before clipping, the same on every rank
     applied: Tensor  # False: the gradient norm was not finite or a spike, and no weight was changed
-    stop: Tensor  # number of the signal that makes all ranks stop after this step; 0: none
+    stop: Tensor  # number of the signal that makes all ranks stop after this step, or 0 if there is none
     rates: dict[str, float]  # learning rates of this step, as list_rates returns them
     expert_loads: Tensor | None  # as ExpertBalance.update returns them
 
@@ -171,8 +171,8 @@ def reduce_norm_and_signal(squares: Tensor, stop_signal: int) -> tuple[Tensor, T
     """All-reduce two things in 40 bytes over all ranks: the gradient norm, and the signal that stops the run.
 
     `squares`: the result of `sum_gradient_squares`. `stop_signal`: the signal that this rank received, one of SIGNALS,
-    or 0. Returns the norm, () fp32, and the signal that stops all ranks, () int64: 0 for none, and the last of SIGNALS
-    if ranks got different ones.
+    or 0. Returns the norm, () fp32, and the signal that stops all ranks, () int64, or 0. If ranks got different
+    signals, the last one in SIGNALS stops them.
     """
     # Fill the flags on the device, because a copy from the host would wait for the device.
     flags = [squares.new_full((), stop_signal == number) for number in SIGNALS]

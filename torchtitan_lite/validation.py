@@ -34,8 +34,8 @@ def validate(
 ) -> dict[str, float] | None:
     """Return val_loss (nats per token), val_perplexity, val_bits_per_byte and val_time_s; None if not due at this step.
 
-    None, too, if a rank has received a signal: then the run stops after the next step. Weights and gradients do not
-    change. `follow` yields the batches and watches how long each one takes.
+    Also returns None if a rank has received a signal: the run then stops after the next step. Weights and gradients do
+    not change. `follow` yields the batches and watches how long each one takes.
 
     Collective: all-reduces 8 bytes over all ranks before each batch; at the end, 8 bytes over pp, dp_replicate,
     dp_shard and cp, and 16 bytes over the last three.

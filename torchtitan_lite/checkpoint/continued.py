@@ -25,7 +25,9 @@ def list_different(config: Config, weights: Weights) -> dict[str, tuple[object, 
     values = dict(flatten_table(asdict(config)))
     for key in KEYS:
         value = values[key]
-        before = saved.get(key, get_value(Config(), key))  # a newer key had no effect
+        before = saved.get(
+            key, get_value(Config(), key)
+        )  # a key that did not exist then had no effect
         if key.endswith(".dataset"):  # a corpus may move to another folder
             before = [Path(name).name for name in before]
             value = [Path(name).name for name in value]
@@ -107,7 +109,10 @@ def has_moments(manifest: Manifest) -> bool:
 
 
 def describe_rates(config: Config, weights: Weights) -> str:
-    """Return the learning rates of the last step of a checkpoint and of the next one, and how to keep its schedule."""
+    """Return a text with the learning rate at the checkpoint's step and at the step after it.
+
+    If total_steps has changed, the text also says how to keep the schedule of the earlier run.
+    """
     step = weights.manifest.step
     before = weights.manifest.run["config"]
     earlier = LRScheduler(**before["lr_scheduler"])

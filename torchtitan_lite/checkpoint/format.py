@@ -88,7 +88,7 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     try:
         content = path.read_bytes()
-        # the manifest is among the first: not all lines are read
+        # stop reading at the manifest, which is among the first lines
         named = (digest for name, digest in iterate_checksums(folder) if name == MANIFEST)
         expected = next(named, None)
     except FileNotFoundError as error:
@@ -154,7 +154,7 @@ def iterate_checksums(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def require_undamaged(folder: Path, part: int = 0, n_parts: int = 1) -> None:
-    """Hash one of `n_parts` of the files. Raises DamagedCheckpoint with those that have changed."""
+    """Hash part number `part` of `n_parts` of the files. Raises DamagedCheckpoint, which names the changed files."""
     checksums = read_checksums(folder)
     names = sorted(checksums)[part::n_parts]
     if damage := files.find_damage({folder / name: checksums[name] for name in names}):
@@ -244,7 +244,7 @@ def remove_partial(folder: Path) -> None:
 
 
 def prune(folder: Path, section: Checkpoint) -> None:
-    """Delete all checkpoints except the newest keep_latest_k (0: all)."""
+    """Delete all checkpoints except the newest keep_latest_k. 0 keeps all."""
     for step in find_steps(folder)[: -section.keep_latest_k]:  # [:-0] is empty
         path = folder / f"step-{step}"
         shutil.rmtree(path.rename(name_unfinished(path)))

@@ -44,8 +44,8 @@ OLD_NAME = ("spike_filter.", "optimizer.gradient_norms.")  # the second one in e
 class OpenCheckpoint:
     """A checkpoint with its manifest. Files are opened when their tensors are read.
 
-    Opening it checks the hashes of all files, or of one of `n_parts` of them. Raises CheckpointError if there is no
-    checkpoint, DamagedCheckpoint with the names of damaged files.
+    Opening it checks the hashes of all files, or of one part of them if there are `n_parts`. Raises CheckpointError if
+    there is no checkpoint, and DamagedCheckpoint with the names of damaged files.
     """
 
     def __init__(self, folder: Path, part: int = 0, n_parts: int = 1):
@@ -94,8 +94,8 @@ def open_tensors(path: Path) -> safe_open:
 def load_checkpoint(checkpoint: OpenCheckpoint, tensors: dict[str, Tensor]) -> None:
     """Load this rank's shards `tensors` in place. No communication.
 
-    Raises CheckpointError if a tensor is missing or has another shape, and DamagedCheckpoint if a file cannot be read;
-    `tensors` are then undefined.
+    Raises CheckpointError if a tensor is missing or has a different shape, and DamagedCheckpoint if a file cannot be
+    read; `tensors` are then undefined.
     """
     for name, tensor in tensors.items():
         is_of_extension = not name.startswith(OF_RUN)
@@ -104,7 +104,7 @@ def load_checkpoint(checkpoint: OpenCheckpoint, tensors: dict[str, Tensor]) -> N
         record = checkpoint.manifest.tensors.get(name)
         has_shape = record is not None and record.shape == list(tensor.shape)
         if not has_shape and is_of_extension:
-            continue  # a run that only now skips spikes, or with another window, starts without a history
+            continue  # the earlier run did not skip spikes, or had another window: start without a history
         if not has_shape:
             found = record and record.shape
             shapes = f"{list(tensor.shape)} in this run, but {found} there"
@@ -143,7 +143,7 @@ def set_step(lr_scheduler: LRScheduler, step: int) -> None:
 
 
 def load_newest(found: list[Saved], tensors: dict[str, Tensor], group: dist.ProcessGroup) -> Saved:
-    """Load `tensors` in place from the newest undamaged one, and return it. Collective over `group`.
+    """Load `tensors` in place from the newest undamaged state in `found`, and return it. Collective over `group`.
 
     Renames and deletes nothing. Raises CheckpointError if all are damaged.
     """

@@ -23,7 +23,12 @@ from typing import NamedTuple
 from torchtitan_lite.config.layout import Layout
 
 WORLD_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-EXPERT_DIMS = ("pp", "dp_replicate", "efsdp", "ep")  # of the same ranks, for experts and routers
+EXPERT_DIMS = (
+    "pp",
+    "dp_replicate",
+    "efsdp",
+    "ep",
+)  # second mesh of the same ranks, for experts and routers
 
 Degrees = dict[str, int]  # ranks of each of these mesh dims
 
@@ -112,9 +117,10 @@ def find_indices(record: TensorRecord, degrees: Degrees, rank: int) -> list[int]
 def find_writer(
     record: TensorRecord, degrees: Degrees, indices: Sequence[int], among: range | None = None
 ) -> int | None:
-    """Return the rank that writes a slice; None if no rank of `among` has it. `indices`: as find_indices.
+    """Return the rank that writes a slice, or None if no rank of `among` has it.
 
-    `among`: the ranks of one host, of which the first one writes (snapshots). None: all ranks, of which `copy` does.
+    `indices` is the result of find_indices. For a snapshot, `among` has the ranks of one host, and the first of them
+    that has the slice writes it. If `among` is None, `record.copy` says which of all ranks with the slice writes it.
     """
     mesh_dims = choose_mesh(record)
     sizes = [degrees[mesh_dim] for mesh_dim in mesh_dims]
@@ -141,8 +147,9 @@ def list_slices(
     sizes: Sequence[int],
     among: range | None = None,
 ) -> Iterator[Slice]:
-    """Yield the stored slices that overlap a box of the tensor. For `among` see find_writer; slices it lacks are left
-    out.
+    """Yield the stored slices that overlap a box of the tensor.
+
+    If `among` is given (see find_writer), slices that none of its ranks has are left out.
     """
     by_dim = []
     for dim, length in enumerate(record.shape):
@@ -188,7 +195,7 @@ def list_cuts(
 
 
 def find_slice(record: TensorRecord, degrees: Degrees, rank: int) -> tuple[list[int], list[int]]:
-    """Return offsets and sizes of the slice that a rank has."""
+    """Return the offsets and sizes of the slice that a rank has."""
     offsets = [0] * len(record.shape)
     sizes = list(record.shape)
     for split, index in zip(record.splits, find_indices(record, degrees, rank), strict=True):

@@ -1,4 +1,4 @@
-"""Ranks that save or load together: one error on all ranks, which names the damage that each of them has found."""
+"""Raise one error on all ranks that save or load together. It names the damage that each rank has found."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,8 +14,8 @@ MOST_DAMAGED = 8  # messages in one error
 def raise_on_all_ranks(group: dist.ProcessGroup, action: Callable[[], Any]) -> Any:
     """Call `action` on every rank. If it fails on any rank, all raise one of the errors. Collective.
 
-    Damage explains other errors, so it is raised first, with all files that ranks have found damaged (the first
-    MOST_DAMAGED messages); then the error of the lowest rank.
+    Damage explains other errors. So if any rank has found damaged files, the error lists those of all ranks (the first
+    MOST_DAMAGED messages). Otherwise it is the error of the lowest rank that failed.
     """
     result = None
     failure = None

@@ -12,8 +12,8 @@ numbers. So the step in the manifest restores all of them on any layout.
       v  the next forward and backward        v        leaving the saver waits for the last save
       thread: rank 0: create step-20.tmp/   every rank: write and hash its file   rank 0: manifest, rename, prune
 
-plan.py says which rank writes which slice, copies once. Rank 0 gathers the hash of each file, 32 bytes a rank, and
-receives from the first rank of each pipeline stage one line per tensor.
+plan.py says which rank writes which slice; a slice that several ranks hold is written once. Rank 0 gathers the hash of
+each file, 32 bytes a rank, and receives one line per tensor from the first rank of each pipeline stage.
 
 If one rank fails, every rank raises the error of the lowest such rank. Files have the format of torch's
 HuggingFaceStorageWriter(save_distributed=True), so torch's HuggingFaceStorageReader opens them without this package.
@@ -117,7 +117,7 @@ def plan_save(
         record = TensorRecord(dtype, list(tensor.shape), stage, list_splits(tensor, mesh), 0)
         if (
             tensor.numel() >= DEALT
-        ):  # smaller ones stay in few files, because every rank that resumes opens them
+        ):  # small tensors stay in few files, because every rank that resumes opens them
             record = record._replace(copy=number % count_copies(record, mesh))
         records[name] = record
         shard, begin = find_shard(tensor)
@@ -144,7 +144,7 @@ def list_splits(tensor: Tensor, mesh: Degrees) -> list[Split]:
     if not isinstance(tensor, DTensor):
         return []
     first = []
-    # FSDP cuts what tp or ep has cut, but its mesh dim is on the left of theirs.
+    # FSDP cuts the slices of tp or ep again, but FSDP's mesh dim is to the left of tp and ep.
     second = []
     names = tensor.device_mesh.mesh_dim_names or ()
     for name, placement in zip(names, tensor.placements, strict=True):
@@ -235,7 +235,7 @@ class CheckpointSaver:
         return self.folder / f"step-{steps[-1]}" if steps else None
 
     def save(self, step: int, tensors: dict[str, Tensor]) -> None:
-        """Save this rank's shards `tensors` as step-N; if saves are asynchronous, only start to. Collective.
+        """Save this rank's shards `tensors` as step-N, or only start the save if saves are asynchronous. Collective.
 
         Call `wait_for_copy` before `tensors` change. Raises CheckpointError if this save or the
         previous one failed on any rank. A failed save leaves no files behind.
@@ -280,7 +280,7 @@ class CheckpointSaver:
             hashes = gather_hashes(self.group, written)
             tensors = gather_records(self.group, plan.records, self.manifest.mesh)
             do_on_rank_0(self.group, lambda: self.finish(step, final, hashes, tensors))
-        except CheckpointError:  # on every rank, when no rank writes any more
+        except CheckpointError:  # raised on every rank, after all ranks have stopped writing
             if self.group.rank() == 0:
                 discard(final)
             raise
@@ -407,7 +407,7 @@ def name_tensors(
 
 
 def export_weights(parameters: dict[str, Tensor], dtype: str) -> dict[str, Tensor]:
-    """Return the weights by their name in a checkpoint, in another dtype. Expert biases keep theirs."""
+    """Return name in a checkpoint -> weight in this dtype. Expert biases keep their dtype."""
     weights = name_weights(parameters)
     for name, tensor in weights.items():
         if not name.endswith("expert_bias"):
@@ -418,7 +418,10 @@ def export_weights(parameters: dict[str, Tensor], dtype: str) -> dict[str, Tenso
 def describe_run(
     config: Config, degrees: dict[str, int], published: dict[str, dict]
 ) -> dict[str, object]:
-    """Return `run` of a manifest. `published`: config.json and generation_config.json of the initial weights."""
+    """Return the field `run` of a manifest.
+
+    `published` has config.json and generation_config.json of the initial weights.
+    """
     return {
         "config": asdict(config),
         "layout": degrees,

@@ -92,15 +92,13 @@ def find_resumed(config: Config, restarted: bool) -> Weights | None:
     for step in reversed(steps):
         try:
             weights = describe_checkpoint(folder / f"step-{step}")
-            if (
-                not restarted
-            ):  # a restarted job resolves in every rank, and misses a file when it opens it
+            if not restarted:  # in a restarted job every rank comes here; a missing file is noticed when it is opened
                 require_files(weights.path)
             return replace(weights, is_resumed=True)
         except CheckpointError as error:
             reasons.append(str(error))
             if not isinstance(error, DamagedCheckpoint):
-                break  # it may be good: an earlier one would train its steps again
+                break  # the checkpoint may be good: with an earlier one, the run would repeat its steps
     else:
         if not reasons or section.local_folder:  # the run may resume from a snapshot
             return None
@@ -118,7 +116,7 @@ def names_step(section: Checkpoint, steps: list[int], restarted: bool) -> bool:
 
 
 def check_went_on(section: Checkpoint, folder: Path, steps: list[int]) -> None:
-    """Check a load_step that is not the last step: a run may have gone on from it, with the same command.
+    """Check a load_step that is not the last step: a run may have continued from it, with the same command.
 
     Raises ConfigError.
     """
@@ -166,7 +164,7 @@ def find_initial(config: Config) -> Weights | None:
 
 
 def check_model(config: Config, model_args: ModelArgs, weights: Weights) -> Problems:
-    """Check that a run of this model can use the weights. Other differences than of tensors are notices.
+    """Check that a run of this model can use the weights. Differences that do not affect tensors are only notices.
 
     A run that continues with the optimizer state needs the same model.
     """

@@ -33,8 +33,8 @@ def find_non_finite(
 ) -> str:
     """Return one sentence that names the rank and module of the first NaN or infinity. Collective.
 
-    `parts` have the gradients of the step; `repeat` computes them again. Every rank has a finding. The first one
-    counts, in this order: weights, outputs of modules, gradients of their inputs, gradients of weights.
+    `parts` have the gradients of the step; `repeat` computes them again. Every rank reports a finding. The first one in
+    this order counts: weights, outputs of modules, gradients of their inputs, gradients of weights.
     """
     rank = describe_rank(dist.get_rank(), coordinates)
     pp_rank = coordinates["pp"]

@@ -46,8 +46,8 @@ class ExpertBalance:
     # and entropy of the scores in nats. float64 is exact for integers up to 2**53.
     loads: Tensor
     rate: float
-    loss_weight: float  # of the auxiliary loss of a sequence
-    z_loss_weight: float  # of the z-loss of a token
+    loss_weight: float  # weight of the auxiliary loss, per sequence
+    z_loss_weight: float  # weight of the z-loss, per token
     groups: list[dist.ProcessGroup]  # cp and tp, if they split sequences
 
     @property
@@ -94,7 +94,7 @@ class ExpertBalance:
 
 
 def is_recomputed() -> bool:
-    """Return whether this forward pass runs inside of backward. The first forward pass has counted its routes."""
+    """Return whether backward recomputes this forward pass. The first pass has already counted the routes."""
     return torch._C._current_graph_task_id() != -1
 
 

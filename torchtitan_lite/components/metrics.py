@@ -65,9 +65,10 @@ TAGS = {
 def describe_speed(
     tokens_per_s_per_rank: float, flops: FlopsPerToken, peak_flops: float | None
 ) -> dict[str, float | None]:
-    """Return throughput and MFU, from 0 to 1. `peak_flops`: FLOP/s of one device; None: unknown.
+    """Return throughput and MFU, from 0 to 1. `peak_flops` is the peak FLOP/s of one device, or None if unknown.
 
-    All tokens of the global batch count, including padding; all ranks share them, also the pp and tp ranks of a batch.
+    All tokens of the global batch count, including padding. They are divided by the number of all ranks, including pp
+    and tp ranks.
     """
     full_flops = flops.full * tokens_per_s_per_rank
     return {
@@ -104,7 +105,7 @@ def read_peak_memory(device: torch.device) -> dict[str, float]:
 class MetricsWriter:
     """Writes records to the console, to metrics.jsonl and to the sinks that [metrics] enables. Only rank 0 creates one.
 
-    A sink that cannot be written is one line of the log. It is tried again with each record.
+    If a sink cannot be written, the log says so once. Each new record is tried again.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class MetricsWriter:
         Without `dump_folder`, only the console is written.
         """
         self.n_steps = n_steps
-        self.sinks: dict[str, Any] = {}  # opened
+        self.sinks: dict[str, Any] = {}  # name -> open sink
         self.unwritten: set[str] = set()  # names of the sinks that the log has reported
         self.openers: dict[str, Callable] = {}
         if dump_folder is None:

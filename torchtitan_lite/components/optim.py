@@ -20,8 +20,8 @@ from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.schema import LRScheduler, Optimizer, ParameterGroup
 from torchtitan_lite.dtensor import count_replicas, local_shard
 
-# optimizer.name, a row of config/choices.py -> optimizer for all parameters of this rank. It reads the keys of its
-# groups, and ignores those that it does not know. The optimizers of extensions are in their files.
+# optimizer.name, a row of config/choices.py -> function that builds an optimizer for all parameters of this rank. The
+# optimizer reads the keys of its groups, and ignores unknown keys. The optimizers of extensions are in their files.
 BUILDERS = {
     "AdamW": AdamW,
     "SGD": SGD,
@@ -46,7 +46,7 @@ def build_optimizer(
     # One group of torch for each of optimizer.groups and each mesh, because torch's kernels need all DTensors on one
     # mesh. Experts have another mesh.
     groups: dict[tuple, dict] = {}
-    factors = ParameterGroup("")  # both are 1
+    factors = ParameterGroup("")  # both factors are 1
     for fqn, parameter in parameters.items():
         if section.groups:
             factors = load_extension("parameter_groups").find_group(section.groups, fqn)

@@ -1,4 +1,4 @@
-"""What derives from the tables of a model: parameter counts, FLOPs, float8 layers. No model is named here.
+"""Derive parameter counts, FLOPs and float8 layers from the tables of a model. No model is named here.
 
 Legend: D model dim, L layers, H query heads, E head dim, F ffn dim, S sequence.
 """
@@ -81,7 +81,7 @@ def count_parameters(
 ) -> int:
     """Count the parameters whose FQNs start with `prefix`. A tied embedding counts once, as in the model cards.
 
-    `active`: only those that one token uses, so top_k of the experts. `linear_only`: without vectors.
+    `active`: count only parameters that one token uses, so top_k of the experts. `linear_only`: do not count vectors.
     """
     n_parameters = 0
     for fqn, parameter in list_parameters(model_args).items():
@@ -113,9 +113,9 @@ class FlopsPerToken:
 
 
 def count_keys(model_args: ModelArgs, seq_len: int, attention: str) -> tuple[int, float]:
-    """Return the keys of a token in all layers: in the full matrices, and on average in their causal parts.
+    """Return the number of keys per token, summed over layers: in the full matrices, and on average in causal parts.
 
-    A window of W keys has W, and W*(1 - W/2S): the first tokens see fewer.
+    A window of W keys counts as W in the full matrix, and as W*(1 - W/2S) in its causal part: early tokens see fewer.
     """
     full = 0
     causal = 0  # times 2*S
@@ -148,8 +148,11 @@ NEWTON_SCHULZ_STEPS = 5  # of Muon
 
 
 def deal_matrices(sizes: list[tuple[int, ...]], n_ranks: int) -> list[list[int]]:
-    """Return Muon's rounds: in each, rank i owns the matrix, or the batch, with the i-th index. Most work first."""
-    flops = []  # of a step of Newton-Schulz
+    """Return Muon's rounds, each a list of indices into `sizes`. In a round, rank i owns the i-th of these matrices.
+
+    A size may also be a batch of matrices. Matrices with the most work come first.
+    """
+    flops = []  # of one step of Newton-Schulz
     for *batch, rows, columns in sizes:
         m, n = sorted((rows, columns))
         flops.append(prod(batch) * (4 * m * m * n + 2 * m**3))

@@ -107,7 +107,7 @@ def check_model(model: Model, model_args: ModelArgs) -> list[Problem]:
 
 
 def check_windows(problems: Problems) -> None:
-    """Find windows and sinks that no layer has, or that the attention does not know."""
+    """Find windows and sinks that no layer uses, or that the attention does not support."""
     attention = problems.config.model.attention
     model_args = problems.model_args
     window = model_args.sliding_window
@@ -193,7 +193,7 @@ def resolve_config(config: Config, layout: Layout, device_type: str) -> Config:
 def check_layout(
     config: Config, model_args: ModelArgs, layout: Layout, world_size: int
 ) -> list[Problem]:
-    """Find why this many ranks cannot have this layout, and sizes of the model that its degrees do not divide."""
+    """Say why the number of ranks does not fit the layout, and which sizes of the model its degrees do not divide."""
     problems = Problems(config, model_args)
     section = config.parallelism
     if layout.world_size != world_size:

@@ -26,7 +26,9 @@ class OptimizerRow:
     n_moments: int  # fp32 values per parameter
     has_fused_kernel: bool = False  # one kernel for all parameters, DTensors included
     has_bfloat16_moments: bool = False  # optimizer.moments_dtype may be bfloat16
-    updates_matrices: bool = False  # hidden matrices as a whole, with one moment less
+    updates_matrices: bool = (
+        False  # updates hidden matrices as a whole, and stores one moment less for them
+    )
     extension: str = (
         ""  # a class with this optimizer's name in extensions/EXTENSION.py; "": a row of BUILDERS
     )
@@ -59,8 +61,8 @@ class AttentionRow:
     uses_documents: bool = False  # it reads doc_ids
     # values of parallelism.context_parallel_rotate_method that support it
     under_cp: tuple[str, ...] = ()
-    # softmax over itself and the earlier tokens of the document and window, and over the sinks of the model: then this
-    # row is enough for training, `generate`, verify and context parallel
+    # True if attention is a softmax over the token itself and the earlier tokens of its document and window, and over
+    # the sinks of the model. Then this row is enough for training, `generate`, verify and context parallel
     is_plain: bool = False
     # (model_args, layer) -> number of tokens that a token sees, itself included; None: all earlier ones. Without this
     # function nobody knows: plan counts all earlier tokens, and says so
@@ -79,7 +81,10 @@ ATTENTIONS = {
 
 
 def list_windows(attention: str, model_args: ModelArgs) -> tuple[int | None, ...]:
-    """Return the number of tokens that a token of each layer sees; None: all earlier ones, or unknown."""
+    """Return, for each layer, the number of tokens that a token attends to, itself included.
+
+    None if it attends to all earlier tokens, or if the number is unknown.
+    """
     return list_windows_once(ATTENTIONS[attention].window, model_args)
 
 

@@ -46,7 +46,7 @@ class Layout:
     zero_stage: int
     tied: bool = False  # in a pipeline, the first and the last stage hold the same matrix
     ep: int = 0  # ranks of dp_shard x cp x tp that share the experts of a layer; 0: the model has no experts
-    # Ranks of an FSDP group in a node (near), and its nodes (far). 1: ZeRO++ is off, or nodes do not split the group
+    # Each FSDP group has `far` nodes with `near` ranks each. All 1 if ZeRO++ is off, or if nodes do not split the group
     fsdp_near: int = 1
     fsdp_far: int = 1
     efsdp_near: int = 1
@@ -220,9 +220,9 @@ def plan_zero_stage(parallelism: Parallelism, *, n_shards: int, is_local: bool =
     """Return ZeRO stage 1, 2 or 3 from zero_stage, else from torchtitan's fsdp_reshard_after_forward.
 
     Under PP, torch's runtime gathers parameters once per step (stage 1) or for every microbatch (stage 3), and always
-    reduces gradients once. So stage 2 does not exist, and stage 3 shards parameters but not gradients. `is_local`:
-    gradients are neither sharded nor moved to the host. Stage 2 would only copy them once per microbatch. With a single
-    shard, stage 3 would only cast the parameters again in each backward.
+    reduces gradients once. So stage 2 does not exist, and stage 3 shards parameters but not gradients. If `is_local`,
+    gradients are neither sharded nor moved to the host, so stage 2 would only copy them once per microbatch. With a
+    single shard, stage 3 would only cast the parameters again in each backward.
     """
     if parallelism.zero_stage != "auto":
         return parallelism.zero_stage

@@ -19,7 +19,7 @@ ABOVE_ZERO = 1e-30  # `least` of a number that must be above zero
 SLIDING = "sliding_attention"  # in ModelArgs.layer_types
 FULL = "full_attention"
 LAYER_TYPES = (SLIDING, FULL)
-AUTO = "auto"  # the flavor that stands for the model of the weights that the run loads; without weights, debug
+AUTO = "auto"  # flavor: the model of the weights that the run loads, or debug if it loads none
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ class Family:
 
     @property
     def named(self) -> set[str]:
-        """The fields of ModelArgs that it has keys for, besides those of every family."""
+        """The fields of ModelArgs that this family has keys for, besides the fields of every family."""
         windows = {
             "none": (),
             "all": ("sliding_window",),

@@ -80,7 +80,7 @@ def read_config(args: list[str]) -> UserConfig:
         path = find_config_file(expand_path(config_file))
         is_shipped = path.parent.resolve() == CONFIG_FOLDER
         table |= flatten_table(load_toml(path))
-        # not the one that a resolved config.toml was made from
+        # a resolved config.toml also has this key: it names the file that it was made from
         table["job.config_file"] = config_file
     except ValueError as error:
         remedy = "Name a TOML file, or one in configs/"
@@ -198,7 +198,7 @@ def load_toml(path: Path) -> dict[str, Any]:
 def flatten_table(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield ("a.b.c", 1) for `[a.b]` with `c = 1`. A table in place of a value is yielded as is, and refused later.
 
-    So is an empty table of an unknown name, which can be a misspelt section.
+    An empty table with an unknown name is also yielded, because it may be a misspelled section.
     """
     for name, value in table.items():
         is_section = value != {} or is_known_section(f"{prefix}{name}.")
@@ -308,7 +308,7 @@ def convert_text(kind: Any, text: Any) -> Any:
 
 
 def parse_literal(text: Any) -> Any:
-    """Return the value of a TOML literal, such as 8, 1e-3, true or ["a"]; None if this is no text, or no literal."""
+    """Return the value of a TOML literal, such as 8, 1e-3, true or ["a"]; None if `text` is not such a literal."""
     if isinstance(text, str):
         with suppress(tomllib.TOMLDecodeError):
             return tomllib.loads(f"value = {text}")["value"]

@@ -65,9 +65,10 @@ class Corpus:
         self.n_text_bytes = sizes.n_text_bytes
 
     def read(self, starts: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return tokens, whether each starts a document, and whether each may be a target, for slices at `starts`.
+        """Read the slices at `starts`.
 
-        Three tensors (len(starts), length): int64, bool, bool. After the end of the corpus, a document of zeros starts.
+        Returns three tensors (len(starts), length): the tokens, int64; whether each token starts a document, bool; and
+        whether it may be a target, bool. After the end of the corpus, a document of zeros starts.
         """
         index = starts[:, None] + torch.arange(length)
         document = torch.searchsorted(self.documents, index)  # the first that starts here or later

@@ -160,7 +160,7 @@ def list_python_stdlib(_: str = "") -> list[Path]:
 def list_downloaded(folder: str, pattern: str, advice: str, dataset_path: str) -> list[Path]:
     """Return the files of a downloaded corpus in `dataset_path`, or in `folder` by default. Raises CorpusError."""
     path = Path(dataset_path or folder)
-    if why := explain_hub_cache(path):  # which can have several versions
+    if why := explain_hub_cache(path):  # a cache folder can have several versions
         raise CorpusError(why, "Set training.dataset_path to that folder")
     files = [path] if path.is_file() else sorted(path.rglob(pattern))
     # Hugging Face metadata
@@ -250,7 +250,7 @@ def fingerprint_documents(config: Config, tokenizer: Tokenizer) -> dict[str, str
 
 
 def check_data(config: Config, tokenizer: Tokenizer | None) -> Problems:
-    """Find corpora that are missing, damaged, or made with another tokenizer. None: unknown tokenizer."""
+    """Find corpora that are missing, damaged, or made with another tokenizer. `tokenizer` is None if it is unknown."""
     training = config.training
     problems = Problems(config)
     for key, name, split, dataset_path in list_corpora(config):
@@ -282,7 +282,7 @@ def check_data(config: Config, tokenizer: Tokenizer | None) -> Problems:
 
 
 SMALLEST_SHARE = (
-    1e-6  # of a corpus with training.dataset_weights; data/dataset.py draws in cycles of 2**20
+    1e-6  # of a corpus in training.dataset_weights; data/dataset.py draws in cycles of 2**20
 )
 STDLIB_TOKENS = 3_600_000  # of Python 3.11, with the shipped tokenizer
 MOST_EPOCHS = 4  # more epochs of the same text help little: arXiv:2305.16264

@@ -57,9 +57,9 @@ class SampleReader:
         return [-(-(corpus.n_tokens - 1) // self.seq_len) for corpus in self.corpora]
 
     def read(self, sources: Tensor, samples: Tensor) -> Batch:
-        """Return one row per sample. `sources`: index of the corpus; any other number: padding. Inputs: (B,) int64.
+        """Return one row per sample. `sources` and `samples` are (B,) int64.
 
-        Raises CorpusError.
+        A source is the index of a corpus; any other number gives a row of padding. Raises CorpusError.
         """
         shape = (len(samples), self.seq_len + 1)
         tokens = torch.zeros(shape, dtype=torch.int64)
@@ -143,7 +143,7 @@ class Sampler:
 
 
 def locate_in_parts(index: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return part and index in the part, (n,) int64 each, for indices into concatenated parts of `sizes`.
+    """Split indices into concatenated parts of `sizes`: return the parts and the indices inside them, (n,) int64 each.
 
     The part of an index after the end is len(sizes).
     """
@@ -155,10 +155,10 @@ def locate_in_parts(index: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor
 def feistel_permute(index: Tensor, n: int, *, key: str) -> Tensor:
     """Map `index` (any shape, int64) by a pseudo-random permutation of 0 .. n-1, selected by `key`.
 
-    A Feistel network on the cells of the smallest square with at least n cells. Each round adds a hash of the column to
-    the row, modulo the side, and swaps row and column. Subtracting the hash undoes a round, so it is one-to-one for any
-    hash and needs no table of n entries. A result outside 0 .. n-1 is permuted again until it is inside ("cycle
-    walking"), which is one-to-one too. Luby & Rackoff 1988; Black & Rogaway 2002.
+    This is a Feistel network on the cells of the smallest square with at least n cells. Each round adds a hash of the
+    column to the row, modulo the side, and swaps row and column. Subtracting the hash undoes a round, so each round is
+    one-to-one for any hash, without a table of n entries. A result outside 0 .. n-1 is permuted again until it is
+    inside ("cycle walking"), which is one-to-one too. Luby & Rackoff 1988; Black & Rogaway 2002.
     """
     side = math.isqrt(n - 1) + 1
     row, column = index // side, index % side
@@ -272,7 +272,8 @@ def prefetch(
 def count_bytes(tokenizer: Tokenizer, corpora: list[Corpus]) -> Tensor:
     """Return the number of text bytes of each id, (V,) float64.
 
-    If the tokens in a row are not the text, each id has the mean of the corpora, so that they have their own bytes.
+    If the tokens in a row do not spell the text, every id gets the mean number of bytes per token in the corpora. Their
+    total number of bytes is then right.
     """
     if not tokenizer.decode_text:
         return torch.tensor(tokenizer.bytes_of_tokens(), dtype=torch.float64)

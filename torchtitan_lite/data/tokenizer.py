@@ -100,7 +100,7 @@ class Tokenizer:
     encode_special: Callable[[str], tuple[list[int], list[int]]]
     normalize: Callable[[str], str] = str  # normalization that encode_special applies to a text
     unknown_id: int | None = None  # used where the vocabulary has no token
-    # None: the bytes of the tokens in a row are the text
+    # None if the bytes of the tokens in a row are the text
     decode_text: Callable[[list[int]], str] | None = None
 
     @cached_property
@@ -129,7 +129,7 @@ class Tokenizer:
         return b"".join(tokens).decode(errors="replace")
 
     def __reduce__(self) -> tuple:
-        """Another process loads the file again: functions that encode cannot be sent."""
+        """Pickle only the path: functions that encode cannot be pickled, so another process loads the file again."""
         return load_tokenizer, (self.path,)
 
     def bytes_of_tokens(self) -> list[int]:
@@ -223,7 +223,8 @@ def encode_by_tiktoken(
 ) -> tuple[Callable, Callable]:
     """Return Tokenizer.encode_text and encode_special, implemented with tiktoken.
 
-    `added`: name -> id of the tokens that are matched before the text is cut. Plain text can have those in `in_text`.
+    `added` maps name -> id of the tokens that are matched before the text is cut. In plain text, only the names in
+    `in_text` are matched.
     """
     encoding = tiktoken and tiktoken.Encoding(
         "torchtitan_lite", pat_str=pairs.pattern, mergeable_ranks=pairs.ranks, special_tokens=added

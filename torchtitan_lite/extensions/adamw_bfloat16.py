@@ -55,7 +55,7 @@ class AdamWBFloat16(AdamW):
     def list_state(self, parameter: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return both moments and the step count of a parameter."""
         state = self.state[parameter]
-        if not state:  # a step count per parameter, () fp32, as in torch: tensors in a checkpoint share no storage
+        if not state:  # as in torch, each parameter has a step count, () fp32: checkpoints need separate tensors
             state["step"] = torch.zeros((), device=local_shard(parameter).device)
             state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.bfloat16)

@@ -8,7 +8,8 @@
 tiktoken looks a word up, and otherwise merges the two neighbors that form the token with the lowest id. The package
 `tokenizers` applies the first merge in its list. Both give the same ids if the merges are sorted by the ids that they
 form, and if merging the bytes of each token gives this token, as in trained files. With `ignore_merges`, the package
-looks words up too: then other tokens are words, if the list has all merges that form them (695 tokens of Llama 3.1).
+looks words up too. Tokens that merging does not give are then allowed as words, if the list has all merges that form
+them (695 tokens of Llama 3.1).
 """
 
 from torchtitan_lite.data.tokenizer import LLAMA3_PATTERN, BytePairs
@@ -58,7 +59,7 @@ def read_pattern(pre_tokenizer: dict | None) -> str | None:
 def are_matched_as_written(added: list[dict], *, is_normalized: bool) -> bool:
     """Return whether no flag of an added token has an effect.
 
-    "normalized" matches a token in the normalized text, after all tokens without this flag.
+    A token with the flag "normalized" is matched in the normalized text, after all tokens without this flag.
     """
     flags = [[token["lstrip"], token["rstrip"], token["single_word"]] for token in added]
     in_normalized = {token["normalized"] for token in added}
@@ -88,7 +89,9 @@ def rank_tokens(model: dict) -> dict[bytes, int] | None:
     if made != sorted(made):
         return None
     used = {*bytes_ids, *made}
-    looks_up = model.get("ignore_merges")  # words in the vocabulary; else, only merges form tokens
+    looks_up = model.get(
+        "ignore_merges"
+    )  # words are looked up in the vocabulary; otherwise only merges form tokens
     formed = bytes_ids | find_halves(merges).keys()
     ranks = {}
     for token, id in vocab.items():
@@ -129,8 +132,8 @@ def is_crossed(
 ) -> bool:
     """Return whether a merge below the id `last` joins two neighbors across the border between two tokens.
 
-    Goes back in time: undoes the latest merge beside the border until there are only bytes. Of equal merges, the one
-    further left comes first.
+    This goes back in time: it undoes the latest merge beside the border until only bytes are left. If two merges are
+    equal, the left one was first.
     """
     while merges.get((left, right), last) >= last:
         if left in halves and (left > right or right not in halves):

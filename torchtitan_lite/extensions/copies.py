@@ -6,7 +6,7 @@
     tied embedding in a pipeline           on the first and last stage; sent again here, after the update
 
     each rank    one checksum per shard: the sum of its bytes
-    rank 0       gathers all, about 100 bytes per shard; compares those with the same name and offsets
+    rank 0       gathers all checksums, about 100 bytes per shard; compares shards with the same name and offsets
     all ranks    receive the finding
 
 A sum of bytes changes with every single flipped bit. Two copies have no majority, so both ranks are suspects. The
@@ -55,7 +55,7 @@ def compute_checksum(shard: Tensor) -> Tensor:
 
 
 def find_odd_copy(of_ranks: list[Checksums]) -> str | None:
-    """Return one sentence about copies that differ, from the checksums of all ranks; None if there are none."""
+    """Compare the checksums of all ranks. Return one sentence about copies that differ, or None if none differ."""
     copies = defaultdict(dict)
     for rank, sums in enumerate(of_ranks):
         for shard, checksum in sums.items():

@@ -34,7 +34,9 @@ aten = torch.ops.aten
 def gather_in_float8(
     parts: list[nn.Module], section: Float8, mesh: DeviceMesh
 ) -> list[Callable[[], None]]:
-    """Make FSDP gather the weights of `parts` (allocated) in float8. Return what must follow each optimizer step.
+    """Make FSDP gather the weights of `parts` (allocated) in float8.
+
+    Returns the functions to call after each optimizer step.
 
     A rank without FSDP (the only rank of its stage) gathers nothing, so its weights do not change.
     """
@@ -52,7 +54,7 @@ def gather_in_float8(
 
 
 class PrecomputedScales:
-    """Computes the scales of all weights for the next step, when it is called."""
+    """Call it after a step to compute the scales of all weights for the next step."""
 
     def __init__(self, hooks: list["Float8AllGatherHook"], mesh: DeviceMesh):
         self.hooks = hooks

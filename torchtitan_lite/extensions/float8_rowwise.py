@@ -18,7 +18,7 @@ from torchtitan_lite.model.float8_linear import E4M3, Float8Tensor, Recipe, cast
 
 class Rowwise(Recipe):
     def round(self, x: Tensor, dim: int | None, dtype: torch.dtype = E4M3) -> Float8Tensor:
-        """Round to float8 with one scale for each vector along `dim`; None: one for the tensor."""
+        """Round to float8 with one scale for each vector along `dim`. If `dim` is None, the tensor has one scale."""
         amax = x.abs().amax() if dim is None else x.abs().amax(dim, keepdim=True)
         scale = choose_scale(amax, dtype).log2().floor().exp2()
         return Float8Tensor(cast(x, scale, dtype), scale)

@@ -1,9 +1,9 @@
 """Collect what a rank does when a step hangs or a rank fails: its stack, its peers on this host, its collectives.
 
 The calls come from torch's flight recorder (comm.trace_buf_size entries), which records collectives on NCCL and gloo,
-and on NCCL also sends and receives. On gloo, the main thread's stack tells that it waits in a pipeline, and the
-schedule tells for which microbatch of which rank.
-tools/faults/hang.py reads the records of all ranks, and names the rank that the others wait for.
+and on NCCL also sends and receives. On gloo, the stack of the main thread shows that it waits in a pipeline, and the
+schedule shows for which microbatch of which rank. tools/faults/hang.py reads the records of all ranks, and names the
+rank that the others wait for.
 """
 
 import json
@@ -80,7 +80,7 @@ def read_stack(innermost: FrameType) -> list[str]:
 def read_pipeline(schedule: Any) -> dict[str, object]:
     """Return how many microbatches each stage of this rank has computed, and the input that this rank needs next.
 
-    {} without a pipeline. Activations arrive from the stage before, and gradients from the stage after.
+    Returns {} without a pipeline. Activations arrive from the stage before, and gradients from the stage after.
     """
     if schedule is None:
         return {}
@@ -119,14 +119,14 @@ def list_actions(order: list) -> list[tuple[int, str]]:
 def read_recorder(
     thread: int, has_failed: bool, begun_ns: list[int]
 ) -> tuple[dict[str, dict], list[tuple[dict, dict]]]:
-    """Return for each group the number of its last call, and the first call that is pending.
+    """Return for each group the number of its last call, and its first pending call.
 
-    The name of a group, "mesh_tp [0, 1]", is the same on all of its ranks. `thread`: the main thread, or the checkpoint
-    thread that it waits for. Calls of other checkpoint threads are left out.
-    If a call `has_failed`, none may be pending any more. In this case the last one counts.
+    The name of a group, "mesh_tp [0, 1]", is the same on all of its ranks. `thread` is the main thread, or the
+    checkpoint thread that it waits for. Calls of other checkpoint threads are left out. If a call `has_failed`, perhaps
+    no call is pending any more: then the last call counts as pending.
 
-    Also return, for each group, the first call of this step that no earlier step made at its place, and the usual call.
-    `begun_ns`: time of day at which these steps began.
+    Also returns, for each group, the first call of this step that no earlier step made at the same place, with the
+    usual call. `begun_ns` has the time of day at which each of these steps began.
     """
     ranks = {}
     for group in dist.distributed_c10d._world.pg_map:
@@ -165,7 +165,7 @@ def read_recorder(
 
 
 def find_unusual(steps: list[list[dict]]) -> tuple[dict, dict] | None:
-    """Return the first call of the last step that the earlier steps did not make there, and the call that they made."""
+    """Return the first call of the last step that no earlier step made at the same place, and the usual call there."""
     *earlier, last = steps or [[]]
     found = None
     longest = -1

@@ -41,7 +41,7 @@ def to_their_order(ours: Tensor, head_dim: int) -> Tensor:
 
 
 def find_unit(fqn: str, model_args: ModelArgs) -> int:
-    """Return the rows of a parameter that have another order in Hugging Face: those of a head, or 1 for none."""
+    """Return the number of rows that Hugging Face reorders as one unit: head_dim if the rows are rotated, else 1."""
     entry = list_parameters(model_args).get(fqn)
     return model_args.head_dim if entry and entry.row.is_rotated else 1
 
@@ -50,8 +50,8 @@ def find_unit(fqn: str, model_args: ModelArgs) -> int:
 def load_weights(path: Path, parameters: dict[str, Tensor]) -> None:
     """Load this rank's shards of the parameters (FQN -> parameter), and set expert biases to zero. Not collective.
 
-    A parameter that only the model of the run has keeps its initial weights.
-    Raises as `open_folder` does, and DamagedCheckpoint for a damaged file.
+    A parameter that only the run's model has keeps its initial weights. Raises the errors of `open_folder`, and
+    DamagedCheckpoint for a damaged file.
     """
     folder = open_folder(path)
     model_args = folder.model_args
@@ -75,7 +75,10 @@ def load_weights(path: Path, parameters: dict[str, Tensor]) -> None:
 def read_box(
     target: Tensor, folder: HuggingFaceFolder, name: str, offsets: Sequence[int], unit: int = 1
 ) -> None:
-    """Fill `target` with the slice at `offsets` of their tensor. Units of more than one row are reordered as heads."""
+    """Fill `target` with a slice, which begins at `offsets`, of the tensor `name` in the folder.
+
+    If `unit` is more than one row, each unit is a head, whose rows are reordered.
+    """
     first = offsets[0]
     stop = first + target.shape[0]
     begin = first // unit * unit  # only full heads can be reordered

@@ -197,7 +197,7 @@ def name_fields(config: dict[str, Any], keys: dict[str, str]) -> dict[str, Any]:
 def read_keys(
     content: JsonObject, rows: dict[str, ConfigKey], title: str
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return key -> value, or its default, for every row; and the problems. `title`: the name of the family."""
+    """Return key -> value (or default) for every row, and a list of problems. `title` is the name of the family."""
     config = {key: row.default for key, row in rows.items()}
     problems = []
     for key, row in rows.items():
@@ -237,7 +237,7 @@ def name_kind(row: ConfigKey) -> str:
 def read_rope(
     content: JsonObject, config: dict[str, Any], family: Family
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return rope_type and the values of its keys, by transformers' rules of precedence; and the problems."""
+    """Return rope_type with the values of its keys, by transformers' rules of precedence, and a list of problems."""
     name = "rope_scaling" if config["rope_scaling"] else "rope_parameters"
     rope = content.take(name, dict, JsonObject(content.path, {}))
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -322,7 +322,7 @@ def count_dense(config: dict[str, Any]) -> int | None:
 
 
 def list_ignored(content: dict[str, Any], model_args: ModelArgs) -> list[str]:
-    """List what a config.json that was read says, but this trainer does not do."""
+    """List the settings of a config.json that this trainer does not follow."""
     family = list_families()[content["model_type"]][1]
     rows = EVERY_FAMILY | family.keys
     notices = []

@@ -1,4 +1,4 @@
-"""Write config.json of a Hugging Face folder, and explain which models have none. Needs no torch.
+"""Write config.json of a Hugging Face folder, or explain why a model has none. Needs no torch.
 
 Exports use the format of transformers 4, which every version reads. A model that fits no family in the table of its
 model cannot be exported.
@@ -58,7 +58,7 @@ def explain_unwritable(model_args: ModelArgs, attention: str) -> str | None:
 
 
 def name_values(source: object, keys: dict[str, str]) -> dict[str, Any]:
-    """Return key -> value for some fields of a dataclass. `keys`: field -> key."""
+    """Return key -> value for some fields of a dataclass. `keys` maps field -> key."""
     return {key: getattr(source, name) for name, key in keys.items()}
 
 
@@ -73,9 +73,9 @@ def make_config(
 ) -> dict[str, object]:
     """Return the content of config.json.
 
-    `dtype`: torch's name of the dtype. `context`: length of the training sequences in tokens, if known. `published`:
-    the config.json that came with the weights. All of it is kept, except the dtype, tied embeddings that were not
-    tied, and a context length that is shorter than the training sequences.
+    `dtype` is torch's name of the dtype. `context` is the length of the training sequences in tokens, if known.
+    `published` is the config.json that came with the weights. All of its values are kept, with three exceptions: the
+    dtype, tied embeddings that were not tied, and a context length that is shorter than the training sequences.
     """
     scaling = model_args.rope_scaling
     if published:
@@ -84,7 +84,7 @@ def make_config(
             changed[TIED] = model_args.tie_embeddings
         if context and context > (published.get(LENGTH) or context):
             changed[LENGTH] = context
-            if scaling and scaling.kind == "llama3":  # its default is the old length
+            if scaling and scaling.kind == "llama3":  # here, the default is the original length
                 changed[ORIGINAL_LENGTH] = scaling.original_length
         return published | changed
     family = find_family(model_args)
@@ -118,7 +118,7 @@ def make_config(
 
 
 def describe_windows(model_args: ModelArgs, family: Family) -> dict[str, object]:
-    """Return the keys of config.json for the windows of a model, or for none."""
+    """Return the keys of config.json that describe the windows of a model, or that it has none."""
     is_sliding = [model_args.find_window(layer) is not None for layer in range(model_args.n_layers)]
     keys: dict[str, object] = {"sliding_window": model_args.sliding_window}
     if not any(is_sliding):

@@ -15,8 +15,8 @@
 Modules, shapes and names come from models/NAME/table.py. Both sides have the same shapes, except for experts:
 theirs are one transposed matrix per expert. The rows of wq and wk are in a different order: hugging_face.py.
 
-A tied model usually stores the embedding only. As in transformers, one that stores the head only is tied too, and one
-that stores two different matrices is not tied.
+A tied model usually stores only the embedding. As in transformers, a model that stores only the head is tied too, and a
+model that stores two different matrices is not tied.
 """
 
 import json
@@ -113,7 +113,7 @@ def find_tied(
 ) -> ModelArgs:
     """Return the model with tied embeddings, or untied if the files have two different matrices.
 
-    Changes `found` and `tensors` of a tied model: they have the embedding only.
+    For a tied model, removes the head from `found` and `tensors`.
     """
     untied = replace(model_args, tie_embeddings=False)
     (embedding,) = name_theirs("tok_embeddings.weight", untied)
@@ -142,7 +142,7 @@ def read_bytes(path: Path, name: str) -> memoryview:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Return tensor name -> file name of the index; nothing for a folder with one file. Raises UserError."""
+    """Return tensor name -> file name from the index, or {} for a folder with a single file. Raises UserError."""
     if (path / SINGLE_FILE).is_file():  # transformers also looks for this file first
         return {}
     weight_map = read_json(path / INDEX, may_be_missing=True).take("weight_map", dict, {})
@@ -150,7 +150,7 @@ def read_index(path: Path) -> dict[str, str]:
 
 
 def list_files(path: Path, file_names: dict[str, str]) -> list[Path]:
-    """Return the safetensors files in a folder. `file_names`: of its index. Raises HuggingFaceError."""
+    """Return the safetensors files in a folder, whose index is `file_names`. Raises HuggingFaceError."""
     if (path / SINGLE_FILE).is_file():
         return [path / SINGLE_FILE]
     if not file_names:

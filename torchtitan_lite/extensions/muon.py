@@ -1,7 +1,8 @@
 """Muon: orthogonalize the momentum of every hidden matrix; AdamW for all other parameters (drawn for fsdp 2 x tp 2).
 
 Hidden matrices are the weights of attention and feed-forward, and of each expert. Newton-Schulz needs a whole matrix.
-So a step has rounds: in each, a rank of fsdp x tp owns a matrix, all of about the same size. Rank (1, 0) owns this wo:
+So a step has rounds. In a round, each rank of fsdp x tp owns one matrix; the matrices of a round have about the same
+size. Drawn for one wo, whose owner is rank (1, 0):
 
     rank (fsdp, tp)                 (0, 0)        (0, 1)        (1, 0)        (1, 1)
     momentum and Nesterov, fp32     its slice     its slice     its slice     its slice
@@ -11,8 +12,8 @@ So a step has rounds: in each, a rank of fsdp x tp owns a matrix, all of about t
     two all-to-alls back            its slice     its slice     its slice     its slice
     decay and update, fp32          its slice     its slice     its slice     its slice
 
-cp ranks are part of fsdp. Each HSDP replica and pipeline stage has rounds of its own. The E/ep experts of a rank are a
-batch, dealt over efsdp. If FSDP shards by expert, each rank has whole matrices, and no communication is needed.
+cp ranks are part of fsdp. Each HSDP replica and pipeline stage has its own rounds. The E/ep experts of a rank are a
+batch of matrices, dealt over efsdp. If FSDP shards by expert, each rank has whole matrices and does not communicate.
 
     state      4 bytes per parameter of a hidden matrix (momentum), 8 per other parameter (two moments of AdamW)
     traffic    2P(n-1)/n per rank over fsdp (n ranks) and 2P(t-1)/t over tp (t ranks), without overlap. P: bytes of its
@@ -54,11 +55,11 @@ class HiddenMatrix(NamedTuple):
     parameter: Tensor
     owner: tuple  # rank on each axis
     dims: list[int]  # the dim that each axis shards: -2 or -1
-    shapes: list[list[int]]  # before each axis shards
+    shapes: list[list[int]]  # the shape before each axis shards it
 
 
 class Muon(AdamW):
-    """Construct it with named parameters, (FQN, parameter). A group's `compute_dtype` is for Newton-Schulz."""
+    """Construct it with named parameters, (FQN, parameter). Newton-Schulz uses the `compute_dtype` of a group."""
 
     def __init__(self, groups: list[dict], **options):
         super().__init__(groups, **options)
@@ -104,7 +105,7 @@ class Muon(AdamW):
 
 
 def plan_rounds(names: list[str], parameters: list[Tensor]) -> list[tuple[list, list]]:
-    """Return the rounds of a step for parameters on one mesh: the axes, and a matrix for each owner."""
+    """Return the rounds of a step for parameters on one mesh. A round has its axes, and a matrix for each owner."""
     by_axes = {}
     for name, parameter in zip(names, parameters, strict=True):
         if name.startswith("layers.") and parameter.dim() > 1 and "router" not in name:
@@ -145,7 +146,7 @@ def find_axes(parameter: Tensor) -> tuple[int, ...]:
 def place_matrix(
     parameter: Tensor, shape: tuple, owner: tuple, mesh_dims: tuple, axes: list[DeviceMesh]
 ) -> HiddenMatrix:
-    """Return a matrix of the full `shape`, with its shapes on this rank. The last axis, tp, shards first."""
+    """Return a matrix of the full `shape`, with the shapes of its slices on this rank. The last axis, tp, cuts first."""
     dims = [parameter.placements[mesh_dim].dim - parameter.dim() for mesh_dim in mesh_dims]
     shapes = []
     for dim, axis in zip(reversed(dims), reversed(axes), strict=True):
@@ -166,8 +167,8 @@ def orthogonalize(
 ) -> None:
     """Replace this rank's slices of matrices by its slices of the orthogonalized matrices. Collective.
 
-    Axis `at` joins slices on the owners' ranks for the next axis, and splits its results again. `empty` has the dtype
-    and the device of all slices.
+    Each call joins slices over axis `at`, on the ranks of the owners, calls itself for the next axis, and splits the
+    results again. `empty` has the dtype and the device of all slices.
     """
     if at == len(axes):
         for matrix in slices:

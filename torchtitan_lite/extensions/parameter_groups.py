@@ -7,8 +7,8 @@
     match = "*norm.weight"                  output.weight                     no group
     weight_decay = 0
 
-A pattern is compared with whole FQNs: `*` matches any text, also dots; `?` any character; `[ab]` one of them. If
-several groups match a parameter, the first of them has it.
+A pattern must match the whole FQN: `*` matches any text, dots included; `?` matches any character; `[ab]` matches a or
+b. If several groups match a parameter, it belongs to the first of them.
 """
 
 from collections.abc import Iterable, Sequence

@@ -14,8 +14,9 @@ pairs. The parts are merged by their log-sum-exp, lse (below).
     ring        P per round, n-1 rounds, overlaps compute   the same, and n rounds of fp32 gradients, which follow
                                                             their keys one step behind
 
-For `allgather`, P = 2*B*K*S*E*2 bytes in bf16, the keys and values of all ranks. For `ring` P is 1/n of this, so the
-totals are equal. Either way a rank attends to the ranks one by one, itself first, while the others' keys arrive.
+For `allgather`, P = 2*B*K*S*E*2 bytes in bf16, the keys and values of all ranks. For `ring`, P is 1/n of this, so the
+totals are equal. With both methods, a rank attends to its own keys first, and then to the keys of one rank after
+another, while more keys arrive.
 A rank saves only local tensors for backward: query, key, value, out and lse. While a layer computes, `allgather`
 stores the keys, values and gradients of all ranks; `ring` stores two ranks'.
 
@@ -50,7 +51,7 @@ class KeysOfRanks:
         self.grads: Tensor | None = None  # sums so far, fp32
 
     def list_visible(self) -> Iterator[tuple[int, slice, slice, Tensor]]:
-        """Yield each rank, first this one, with the queries that attend to it, and its visible keys and values."""
+        """Yield each rank, first this one, with the queries that attend to its keys, these keys, and keys and values."""
         half = self.key_value.shape[3] // 2
         for source, key_value in self.fetch():
             queries, keys = find_visible(self.ranks.own, source, half)
@@ -71,7 +72,7 @@ class GatheredKeys(KeysOfRanks):
                 yield source, gathered[source]
 
     def add_gradient(self, source: int, keys: slice, grad: Tensor) -> None:
-        """Add to the gradient of these keys of a rank, the one that `fetch` yielded last."""
+        """Add to the gradient of these keys of rank `source`, the rank that `fetch` yielded last."""
         if self.grads is None:
             self.grads = grad.new_zeros(self.ranks.n, *self.key_value.shape)
         self.grads[source, :, :, :, keys] += grad
@@ -85,7 +86,7 @@ class GatheredKeys(KeysOfRanks):
 
 
 class PassedKeys(KeysOfRanks):
-    """ring: keys and values of one rank at a time. `grads` follow their keys one step behind, arriving flat."""
+    """ring: keys and values of one rank at a time. Their gradients arrive one step later, as a flat tensor."""
 
     def fetch(self) -> Iterator[tuple[int, Tensor]]:
         key_value = self.key_value
@@ -177,7 +178,7 @@ def attend_to_part_backward(
     *,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value. `out` and `lse` are merged over all parts."""
+    """Return the gradients of query, key and value. `out` and `lse` must be the merged results of all parts."""
     tensors = (grad_out, query, key, value, out)
     if query.device.type == "cpu":
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, lse, 0.0, causal)

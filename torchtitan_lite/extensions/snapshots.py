@@ -68,7 +68,7 @@ class Snapshots(CheckpointSaver):
         is_stopped: bool,
         record: object = None,
     ) -> None:
-        """Save every local_interval steps, but not where the run ends with a checkpoint. Raises errors of saves.
+        """Save every local_interval steps, except at the end of a run that saves a checkpoint. Raises errors of saves.
 
         Call it after the checkpoint of the same step is committed: the last step deletes all snapshots.
         """
@@ -85,8 +85,8 @@ class Snapshots(CheckpointSaver):
         weights = name_weights(parameters)
         own = [step for step in find_steps(self.folder) if self.has_shards(step, weights)]
         usable = []
-        # No rank needs to know what another one has: the newest step of the rank with the oldest one is the only
-        # candidate. The steps before it follow in the same way.
+        # Every rank has a newest step. The oldest of these is the only candidate for the newest common step, so ranks
+        # need not exchange lists. The same holds for the steps before it.
         while newest := self.find_lowest(max(own, default=0)):
             if self.find_lowest(newest in own):
                 path = self.folder / f"step-{newest}"
@@ -101,7 +101,7 @@ class Snapshots(CheckpointSaver):
         return int(lowest)
 
     def has_shards(self, step: int, weights: dict[str, Tensor]) -> bool:
-        """Return whether the snapshot of a step has every shard of this rank, as it has on the same layout."""
+        """Return whether the snapshot of a step has every shard of this rank. This is so if the layout is the same."""
         try:
             manifest = read_manifest(self.folder / f"step-{step}")
         except CheckpointError:

@@ -47,7 +47,7 @@ class SpikeFilter:
         return is_spike
 
     def describe(self, step: int, grad_norm: float, *, is_applied: bool) -> dict[str, float]:
-        """Return skipped_steps and, if this step was skipped, skipped_above. Log a level that is accepted."""
+        """Return skipped_steps and, if this step was skipped, skipped_above. Log that a higher level is accepted."""
         fields: dict[str, float] = {"skipped_steps": int(self.skipped)}
         median = self.history.median().item()
         if not is_applied:

@@ -30,9 +30,9 @@ class TiedSchedule:
     """A pipeline schedule on a rank that holds the matrix. The first and the last stage hold the same shard of it."""
 
     schedule: _PipelineSchedule
-    owner: Tensor | None  # tok_embeddings.weight; None: another rank has the first stage
-    copy: Tensor | None  # output.weight; None: another rank has the last stage
-    # the ranks of both stages, first the owner; None: the same rank
+    owner: Tensor | None  # tok_embeddings.weight; None if another rank has the first stage
+    copy: Tensor | None  # output.weight; None if another rank has the last stage
+    # the ranks of both stages, first the owner; None if both stages are on one rank
     group: dist.ProcessGroup | None
 
     def step(self, *tokens: Tensor, **options) -> None:
@@ -74,7 +74,7 @@ def tie_schedule(
     layout: Layout,
     pp: DeviceMesh,
 ) -> _PipelineSchedule | TiedSchedule:
-    """Return the schedule of this rank, which has `owner`, `copy`, both or none. Collective over both stages."""
+    """Return the schedule of this rank. The rank has `owner`, `copy`, both or neither. Collective over both stages."""
     if copy is None and owner is None:
         return schedule
     pipeline = dist.get_process_group_ranks(pp.get_group())

@@ -1,8 +1,8 @@
 """Read tokenizer.json, Hugging Face's file, with the ids of the package `tokenizers` (extra `hf`).
 
-tiktoken encodes a byte-level BPE if the ids are the same (byte_level_bpe.py), because it is three times as fast. The
-package encodes with every other file. A tokenizer.json has a model, and added tokens, which are matched before the text
-is cut. tokenizer_config.json and special_tokens_map.json beside it add more of them.
+tiktoken encodes a byte-level BPE if the ids are the same (byte_level_bpe.py), because it is three times as fast. For
+every other file, the package encodes. A tokenizer.json has a model, and added tokens, which are matched before the text
+is cut. tokenizer_config.json and special_tokens_map.json in the same folder add more tokens.
 """
 
 import hashlib
@@ -21,7 +21,10 @@ SPECIAL_MAP = "special_tokens_map.json"  # older than tokenizer_config.json
 
 
 def read_tokenizer_json(path: Path, content: bytes) -> Tokenizer:
-    """Read tokenizer.json. BOS comes from its post-processor, EOS and more tokens from the files in the same folder."""
+    """Read tokenizer.json.
+
+    BOS comes from its post-processor; EOS and additional tokens come from the other files in the same folder.
+    """
     file = read_json(path)
     model = file.take("model", dict)
     vocab = model.take("vocab", dict | list)
@@ -96,7 +99,10 @@ def find_bos(processor: dict) -> str | None:
 
 
 def list_leading(processor: dict) -> list[str]:
-    """Return the tokens that a post-processor adds before a text. In a sequence, a later stage adds them outside."""
+    """Return the tokens that a post-processor adds before a text.
+
+    In a sequence of post-processors, each stage adds its tokens before those of earlier stages.
+    """
     leading = []
     for stage in processor.get("processors", ()):
         leading = list_leading(stage) + leading
@@ -110,7 +116,7 @@ def list_leading(processor: dict) -> list[str]:
 
 
 def list_added_tokens(file: dict, configs: list[JsonObject], vocab: dict[str, int]) -> list[dict]:
-    """Return the added tokens of tokenizer.json and of the configs beside it, as transformers has them.
+    """Return the added tokens of tokenizer.json and of the configs in its folder, as transformers does.
 
     As in the package `tokenizers`, an id in the file has no effect: an entry of the vocabulary keeps its id there, and
     others follow the vocabulary. Raises UserError.
@@ -141,7 +147,10 @@ def list_added_tokens(file: dict, configs: list[JsonObject], vocab: dict[str, in
 
 
 def list_special_names(config: dict) -> list[str]:
-    """Return the values of keys such as "pad_token", and of the lists of more special tokens."""
+    """Return the values of keys such as "pad_token", and the tokens in two lists of special tokens.
+
+    The lists are `additional_special_tokens` and `extra_special_tokens`.
+    """
     values = []
     for key, value in config.items():
         if key in ("additional_special_tokens", "extra_special_tokens"):
@@ -182,7 +191,10 @@ def find_eos(folder: Path, config: JsonObject, ids: dict[str, int]) -> int:
 
 
 def spell_vocabulary(file: dict, vocab: dict[str, int]) -> dict[int, bytes] | None:
-    """Return id -> bytes of the text. None if concatenated tokens are not the text, as with the "##" of WordPiece."""
+    """Return id -> bytes of the token's text.
+
+    None if concatenating tokens does not give the text, as with the "##" of WordPiece.
+    """
     decoder = json.dumps(file.get("decoder"))
     is_byte_level = '"ByteLevel"' in json.dumps(file.get("pre_tokenizer")) + decoder
     is_sentencepiece = r'"\u2581"' in decoder

@@ -85,7 +85,7 @@ REPLACED = {  # key of a missing feature -> the key that serves instead
 
 
 def explain_absent(key: str, value: object) -> str | None:
-    """Return a remedy if this value enables a missing torchtitan feature, "" if not, None for an unknown key."""
+    """If this value enables a missing torchtitan feature, return a remedy; if not, "". None for an unknown key."""
     if key not in ABSENT:
         sections = tuple(name for name in SETTINGS if name.endswith("."))
         return "" if key in (*SETTINGS, *UNUSED) or key.startswith(sections) else None

@@ -1,7 +1,7 @@
 """Write metrics to Weights & Biases.
 
-wandb reads the environment (WANDB_MODE=offline, WANDB_PROJECT, WANDB_NAME, WANDB_API_KEY). Its id of the run is kept in
-the file wandb_id of the dump folder, so a resumed run is the same run in wandb.
+wandb reads the environment (WANDB_MODE=offline, WANDB_PROJECT, WANDB_NAME, WANDB_API_KEY). The file wandb_id in the
+dump folder keeps wandb's id of the run, so a resumed run is the same run in wandb.
 """
 
 from pathlib import Path

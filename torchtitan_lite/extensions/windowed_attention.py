@@ -49,7 +49,7 @@ class Sinks(nn.Module):
 
 
 class WindowedAttention(DocumentAttention):
-    """Attention of one layer. `window`: number of tokens that a token sees; None: all earlier tokens."""
+    """Attention of one layer. A token sees `window` tokens, or all earlier tokens if `window` is None."""
 
     def __init__(self, attention: str, model_args: ModelArgs, layer: int):
         super().__init__()
@@ -60,7 +60,7 @@ class WindowedAttention(DocumentAttention):
         self.sinks = Sinks(model_args.n_heads) if model_args.attention_sinks else None
 
     def plan(self, doc_ids: Tensor | None) -> Masks | None:
-        """Return the mask of each kind of layer. None: each layer makes its own."""
+        """Return the mask of each kind of layer, or None if doc_ids is None: each layer then makes its own mask."""
         if doc_ids is None:
             return None
         if not self.uses_documents:

@@ -67,13 +67,16 @@ from torchtitan_lite.parallel.mesh import Mesh
 class Nodes(NamedTuple):
     """The groups in which nodes split an FSDP group."""
 
-    near: dist.ProcessGroup  # ranks of this node; the whole group, if nodes do not split it
-    # ranks with the same place in their nodes; None, if nodes do not split the group
+    near: dist.ProcessGroup  # the ranks of this node, or the whole group if nodes do not split it
+    # the ranks with the same place in their nodes, or None if nodes do not split the group
     far: dist.ProcessGroup | None
 
 
 def split_by_node(mesh: DeviceMesh, dim: str, near: int) -> Nodes:
-    """Split the last dim of an FSDP mesh, with `near` consecutive ranks in a node; 1: do not. Collective."""
+    """Split the last dim of an FSDP mesh into nodes of `near` consecutive ranks. Collective.
+
+    If `near` is 1, nodes do not split the group.
+    """
     shard = mesh
     if mesh.ndim > 1:
         shard = mesh[mesh.mesh_dim_names[-1]]
@@ -86,9 +89,9 @@ def split_by_node(mesh: DeviceMesh, dim: str, near: int) -> Nodes:
 def apply_zero_plus_plus(
     parts: list[nn.Module], uses: Sequence[str], layout: Layout, mesh: Mesh
 ) -> None:
-    """Give the FSDP groups of all `parts` their collectives. Connects the groups of nodes: collective over all ranks.
+    """Replace the collectives of all FSDP groups in `parts`. Collective over all ranks, to connect the nodes' groups.
 
-    `uses`: some of "hpz", "qwz" and "qgz".
+    `uses` has some of "hpz", "qwz" and "qgz".
     """
     nodes = split_by_node(mesh.fsdp_mesh, "fsdp", layout.fsdp_near)
     expert_nodes = None
@@ -101,9 +104,9 @@ def apply_zero_plus_plus(
 def replace_collectives(
     part: nn.Module, uses: Sequence[str], nodes: Nodes, expert_nodes: Nodes | None
 ) -> None:
-    """Give the FSDP groups of one part their collectives.
+    """Replace the collectives of the FSDP groups in one part.
 
-    Secondary shards are kept only of groups that backward gathers again: blocks and their experts.
+    Only groups that backward gathers again, blocks and their experts, keep secondary shards.
     """
     blocks = list(part.layers.values())
     for module, group in list_fsdp_groups(part):
@@ -124,7 +127,7 @@ class Packing:
     """Packs rows of numbers, each a rank's shard of an FSDP group, into bytes: integers of all blocks, then scales."""
 
     def __init__(self, sizes: list[int]):
-        """`sizes`: number of elements in a rank's shard of each parameter, with FSDP's padding."""
+        """`sizes` has the number of elements in a rank's shard of each parameter, including FSDP's padding."""
         self.sizes = sizes
         self.padded = [ceil(size / INT8_BLOCK) * INT8_BLOCK for size in sizes]
 
@@ -167,10 +170,10 @@ class AllGather(DefaultAllGather):
     """The all-gather of an FSDP group, called by FSDP."""
 
     def __init__(self, packing: Packing | None, near: dist.ProcessGroup | None):
-        """`packing`: how to round (qwZ). `near`: the ranks that keep secondary shards (hpZ)."""
+        """`packing` rounds the weights (qwZ). The ranks of `near` keep secondary shards (hpZ). None turns them off."""
         self.packing = packing
         self.near = near
-        # This rank's part of what its node keeps, packed if weights are rounded.
+        # This rank's part of the secondary shard of its node, packed if weights are rounded.
         self.secondary: Tensor | None = None
 
     def __call__(
@@ -180,7 +183,7 @@ class AllGather(DefaultAllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ):
-        """Fill `output_tensor` with the shards of all ranks. All is in order on FSDP's stream, so no Work is returned.
+        """Fill `output_tensor` with the shards of all ranks. Returns no Work: FSDP's stream runs everything in order.
 
         Weights change after a backward and before the next forward. So every forward makes a new secondary shard, even
         if no backward has used the last one, and only backward reads it.

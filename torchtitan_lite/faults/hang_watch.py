@@ -152,7 +152,7 @@ class HangWatch:
         self.is_in_step = False
 
     def follow(self, batches: Iterator) -> Iterator:
-        """Yield the batches of a validation. Each is watched like a step, in the first validation like the first."""
+        """Yield the batches of a validation, and watch each like a step. The first validation has the longer limit."""
         try:
             for batch in batches:
                 self.began_s = time.monotonic()
@@ -211,7 +211,10 @@ class HangWatch:
         return bool(has_waited) and os.path.exists(self.late)
 
     def find_phase(self) -> Phase:
-        """Return what a signal does. Write what this rank does, if a rank of this host has ended before the run."""
+        """Return the phase, which decides what a signal does.
+
+        If a rank of this host has ended before the run, write what this rank does.
+        """
         if self.has_failed:
             return Phase.FAILED
         states = [self.find_state(pid) for pid, _ in self.local.values()]

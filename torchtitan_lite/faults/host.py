@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def identify_host() -> str:
-    """Return what processes share that know each other by process id: the boot of the kernel, and the PID namespace.
+    """Return the boot of the kernel and the PID namespace. Processes with equal values see each other's process ids.
 
     Two containers can share a hostname but not their process ids.
     """
@@ -20,7 +20,7 @@ def identify_host() -> str:
 def read_state(pid: int) -> str:
     """Return the state of a process's main thread: R runs, S sleeps, D waits for a disk, T is stopped, Z has ended.
 
-    "": this process cannot see it. It may have ended.
+    Returns "" if this process cannot see it: it may have ended.
     """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

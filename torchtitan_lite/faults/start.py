@@ -1,7 +1,7 @@
 """Start a run: resume from the newest checkpoint or snapshot, or load initial weights.
 
     the run                          starts from
-    with checkpoint.load_step        that checkpoint, or is refused. A run that has gone on from there: see the next row
+    with checkpoint.load_step        that checkpoint, or is refused. A run that has continued from there: see next row
     restarted by torchrun            the newest checkpoint or snapshot that all ranks can open
     in the folder of an earlier run  the same
     other                            checkpoint.initial_load_path, if set
@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 def build_savers(
     run: Run, spec: RunSpec, place: Place, groups: Groups, fingerprint: dict[str, object]
 ) -> list[CheckpointSaver]:
-    """Return what saves after each step: checkpoints, then snapshots if checkpoint.local_folder is set.
+    """Return the savers to call after each step: for checkpoints, then for snapshots if checkpoint.local_folder is set.
 
     Collective over all ranks if snapshots are on.
     """
@@ -84,10 +84,10 @@ def build_savers(
 def start_from(
     run: Run, savers: list[CheckpointSaver], group: dist.ProcessGroup, *, restarted: bool
 ) -> int:
-    """Load the state that a run starts from. Return its step; 0: initial weights. Collective over `group`, all ranks.
+    """Load the state that a run starts from. Return its step, or 0 for initial weights. Collective over all ranks.
 
-    `savers`: as build_savers returns them. `restarted`: torchrun has restarted the job, which then resumes from its own
-    newest state. Raises ConfigError if the config does not continue a snapshot, and CheckpointError.
+    `savers` is the result of build_savers; `group` has all ranks. If torchrun `restarted` the job, the job resumes from
+    its own newest state. Raises ConfigError if the config cannot continue a snapshot, and CheckpointError.
     """
     snapshots: Any = next(iter(savers[1:]), None)
     section = run.config.checkpoint
@@ -119,7 +119,7 @@ def start_from(
 def check_snapshot(run: Run, snapshots: Any, path: Path) -> None:
     """Print the keys that differ from the run that saved a snapshot. preflight only does so for a checkpoint.
 
-    Raises ConfigError for keys that must not differ, and CheckpointError if the model or the documents do.
+    Raises ConfigError for keys that must not differ, and CheckpointError if the model or the documents differ.
     """
     weights = describe_checkpoint(path)
     problems, notices = check_continued(run.config, weights, documents={})
@@ -137,7 +137,7 @@ def restore_run(
 ) -> int:
     """Restore the newest of `found` that all ranks can open. Return its step. Collective over `group`.
 
-    `is_resumed`: they are states of this run. Raises CheckpointError; the parameters are then undefined.
+    `is_resumed`: this run has saved them. Raises CheckpointError; the parameters are then undefined.
     """
     if run.config.checkpoint.exclude_from_loading:
         found = [mark_moments(saved, run.config, is_resumed) for saved in found]

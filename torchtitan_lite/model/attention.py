@@ -139,7 +139,10 @@ def make_mask(
 def attend_in_blocks(
     query: Tensor, key: Tensor, value: Tensor, blocks: BlockMask, **options: AuxRequest
 ) -> Tensor:
-    """query (B, heads, Q, E), key and value (B, kv heads, K, E) -> (B, heads, Q, E). `options`: of flex attention."""
+    """query (B, heads, Q, E), key and value (B, kv heads, K, E) -> (B, heads, Q, E).
+
+    Passes `options` to flex attention.
+    """
     # Inside a compiled block, flex attention is compiled with it. In eager mode it would store all scores.
     attend = flex_attention
     if not torch.compiler.is_compiling():
@@ -149,7 +152,7 @@ def attend_in_blocks(
 
 @cache
 def compile_once(function: Callable) -> Callable:
-    """Return the compiled function. Called at its first use, because torch.compile loads inductor."""
+    """Return the compiled function. Call this when the function is first used: torch.compile loads inductor."""
     # The option shows compiled regions to per-op recompute, which keeps their output (activation_checkpoint.py).
     options = {"wrap_inductor_compiled_regions": True}
     return torch.compile(function, dynamic=False, options=options)

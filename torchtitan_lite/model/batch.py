@@ -1,8 +1,8 @@
-"""A batch: tokens, targets, positions, and what only some losses or models read.
+"""A batch: tokens, targets, positions, and extra fields that only some losses or models read.
 
-Such a field is a row in `fields`, of the loss in LOSSES (config/choices.py) or of the model in its ModelTable: a name,
-and a function that computes it from the whole rows of a batch, before cp splits them. The data of a run and the batches
-of the tools contain it. Each microbatch and each pipeline stage receives its part as a keyword.
+The row of a loss in LOSSES (config/choices.py) and the ModelTable of a model list extra fields in `fields`: a name, and
+a function that computes the field from full rows of a batch, before cp splits them. The batches of runs and tools
+contain the extra fields. Each microbatch and each pipeline stage receives its part as a keyword.
 
 Legend: B sequences, S tokens per sequence.
 """

@@ -87,7 +87,10 @@ RECIPES = {"tensorwise": Recipe()}  # quantize.linear.float8.recipe_name
 
 
 def choose_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the fp32 scale that maps `amax` to the largest float8. In fp64, as compiled fp32 rounds differently."""
+    """Return the fp32 scale that maps `amax` to the largest float8.
+
+    Computed in fp64, because compiled fp32 code rounds differently.
+    """
     return (torch.finfo(dtype).max / amax.double().clamp(min=LEAST_AMAX)).float()
 
 

@@ -6,9 +6,10 @@ A formula (training.loss) takes logits (n, V) in fp32, targets (n,) and a Vocabu
         log_total = vocabulary.logsumexp(logits)
         return log_total - vocabulary.target_logit(logits, targets) + 1e-4 * log_total.square()
 
-It needs no derivative, because autograd differentiates it, one chunk of tokens at a time (head.py). Under TP a rank has
-V/tp of the logits. So a formula reduces over the vocabulary only by the methods of Vocabulary. Batch.fields arrive as
-keywords. The cross entropy, the default, also has its gradient in closed form, which stores a quarter of the values.
+A formula needs no derivative, because autograd differentiates it, one chunk of tokens at a time (head.py). Under TP a
+rank has V/tp of the logits, so a formula may reduce over the vocabulary only by the methods of Vocabulary. Batch.fields
+arrive as keywords. The default formula, cross entropy, also has a gradient in closed form, which stores a quarter of
+the values.
 
 Legend: n tokens of a chunk, V vocabulary, V/tp logits of a rank.
 """
@@ -32,16 +33,16 @@ def count_valid_tokens(targets: Tensor) -> Tensor:
 
 
 class Vocabulary:
-    """Reductions over the vocabulary, differentiable. TP has a subclass whose ranks have one shard each."""
+    """Differentiable reductions over the vocabulary. In the subclass of TP, each rank has one shard."""
 
     shard = 0  # which of the equal shards of the vocabulary this rank has
 
     def gather(self, own: Tensor) -> Tensor:
-        """Stack what the ranks have computed from their shards, (...) -> (shards, ...). The same on every rank."""
+        """Stack the results that ranks computed from their shards, (...) -> (shards, ...). Equal on every rank."""
         return own[None]
 
     def find(self, targets: Tensor, n_columns: int) -> tuple[Tensor, Tensor]:
-        """targets (n,) -> the column of each in this shard, and whether it is here, (n, 1) each."""
+        """targets (n,) -> the column of each target in this shard, and whether this shard has it, (n, 1) each."""
         column = (targets - self.shard * n_columns)[:, None]
         # False for IGNORE_INDEX, which is negative
         is_here = (column >= 0) & (column < n_columns)

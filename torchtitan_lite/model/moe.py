@@ -156,7 +156,7 @@ def sort_rows(experts: Tensor, n_experts: int) -> tuple[Tensor, Tensor]:
 class PermuteRows(torch.autograd.Function):
     """Return x[order // n_copies]. `inverse` is the inverse permutation of `order`.
 
-    The backward of an index would add rows one by one.
+    The backward of plain indexing would add rows one by one.
     """
 
     @staticmethod

@@ -16,8 +16,8 @@ def list_attentions(part: nn.Module) -> dict[str, InnerAttention]:
 def explain_own_attention(part: nn.Module, expected: type[InnerAttention]) -> str:
     """Explain where a part, for example of a fork, computes attention in a way of its own; "" if it does so nowhere.
 
-    It does if an inner attention is not exactly of the class that `build_attention` returns, if a module does not call
-    the inner attention that it has, or if a block has none.
+    A part does so if an inner attention is not exactly of the class that `build_attention` returns, if a module does
+    not call its inner attention, or if a block has no inner attention.
     """
     attentions = list_attentions(part)
     for layer in part.layers:

@@ -20,6 +20,6 @@ def has_end(part: nn.Module, row: ModuleRow) -> bool:
 
 
 def is_tied_inside(part: nn.Module) -> bool:
-    """Whether embedding and head are one matrix of this part. In a pipeline, see tied_embeddings.py."""
+    """Whether this part has both embedding and head, and they share one matrix. For a pipeline: tied_embeddings.py."""
     has_both = part.tok_embeddings is not None and part.output is not None
     return has_both and part.model_args.tie_embeddings

@@ -36,7 +36,7 @@ def find_model_type(model_args: ModelArgs) -> str | None:
 
 
 def list_unwritten(model_args: ModelArgs, family: Family) -> dict[str, tuple[object, object]]:
-    """Return field of ModelArgs -> its value, and the only value that the family computes, if they differ.
+    """Return the fields of ModelArgs whose value the family cannot compute: field -> (value, the only possible value).
 
     A field that the family does not name must have its default.
     """
@@ -55,7 +55,7 @@ def list_unwritten(model_args: ModelArgs, family: Family) -> dict[str, tuple[obj
 
 
 def list_added_fields(model_args: ModelArgs, weights: ModelArgs) -> dict[str, object]:
-    """Return the fields that a fork has added, with their values: few families name them, and these weights do not."""
+    """Return field -> value for fields that a fork added: no family names them, and these weights do not set them."""
     families = [family for table in MODELS.values() for family in table.families.values()]
     named = set(WRITTEN).union(*(family.sizes for family in families))
     named = named.union(*(family.switches for family in families))

@@ -64,7 +64,7 @@ def set_memory_budget(section: ActivationCheckpoint) -> None:
 def apply_recompute(module: nn.Module, method: str, context_fn: Callable = noop_context_fn) -> None:
     """Make backward recompute a method of a block or of one of its modules.
 
-    `context_fn`: save_expensive_outputs to recompute only its cheap ops.
+    Pass save_expensive_outputs as `context_fn` to recompute only the cheap ops of the method.
     """
     forward = getattr(module, method)
 
@@ -82,6 +82,6 @@ def apply_recompute(module: nn.Module, method: str, context_fn: Callable = noop_
 
 
 def save_expensive_outputs():
-    """Context function of `checkpoint`. A function, because torch.compile would trace the list of a partial."""
-    own = torch.ops.torchtitan_lite  # operators of extensions that are loaded, which communicate
+    """Context function of `checkpoint`. Not a partial, because torch.compile would trace the list inside it."""
+    own = torch.ops.torchtitan_lite  # operators of loaded extensions; these operators communicate
     return create_selective_checkpoint_contexts(KEPT_OPS + [getattr(own, op).default for op in own])

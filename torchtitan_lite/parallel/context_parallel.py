@@ -13,8 +13,8 @@ equal work. Only attention changes: all other modules process each token separat
 FSDP sums the gradients.
 
 Causal attention (ring_attention.py) exchanges keys and values by an all-gather or around a ring. Its memory per rank is
-proportional to 1/n. It is an operator of its own, because two calls of torch's attention on the gathered keys would
-compute the masked half too: on a CPU, torch turns `causal_lower_right` into an explicit mask.
+proportional to 1/n. Causal attention is a separate operator, because two calls of torch's attention on the gathered
+keys would compute the masked half too: on a CPU, torch turns `causal_lower_right` into an explicit mask.
 
 Attention with documents, windows or sinks all-gathers keys and values and masks them: P(n-1)/n, with
 P = 2*B*K*S*E*2 bytes in bf16, and a reduce-scatter of P in backward. The gathered keys and values are saved for
@@ -22,8 +22,9 @@ backward, unless recompute (any mode except "none") fetches them again.
 
 Legend: B batch, S full sequence over n ranks, D model dim, H query heads, K key/value heads, E head dim.
 Sources: ring arXiv:2310.01889; zig-zag: Llama 3 arXiv:2407.21783, and arXiv:2311.09431 for another balanced order.
-Effect: replaces `attention.inner` of each block if it is causal. Any other becomes a subclass that gathers keys and
-values first. Its mask comes from `positions`, also in a fork whose row has `under_cp`. FQNs do not change.
+Effect: replaces `attention.inner` of each block if it is causal. Any other attention becomes a subclass that gathers
+keys and values first, and computes its mask from `positions`. A fork's attention may do so too: set `under_cp` in its
+row. FQNs do not change.
 """
 
 from functools import cache
@@ -47,7 +48,7 @@ def plan_query_positions(
 ) -> Tensor:
     """Return the positions of a cp rank's tokens in the full sequence, (S/cp,), ascending.
 
-    With a column of ranks (R, 1), returns (R, S/cp).
+    If `rank` is a column of ranks (R, 1), returns (R, S/cp).
     """
     piece_len = seq_len // (2 * n_ranks)
     index = torch.arange(2 * piece_len, device=device)
@@ -119,7 +120,7 @@ def make_gathering(cls: type[InnerAttention]) -> type[InnerAttention]:
 
 
 class GatheringAttention(InnerAttention):
-    """Mixin. Its `positions` replaces the one of DocumentAttention."""
+    """Mixin. Overrides `positions` of DocumentAttention."""
 
     ranks: Ranks
 

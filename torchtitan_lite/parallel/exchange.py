@@ -17,8 +17,8 @@ Drawn for two ranks. Each collective moves P(n-1)/n bytes per rank, where P is t
 follows immediately: on a GPU the stream waits, not the host. torch.compile sees these operators, so inductor may split
 them.
 
-gloo takes 0.45 ms of CPU time to reduce-scatter 128 kB over two ranks (torch 2.13, two cores). So its ranks exchange
-the chunks by an all-to-all of the same bytes, and each adds its own: 0.24 ms.
+gloo takes 0.45 ms of CPU time to reduce-scatter 128 kB over two ranks (torch 2.13, two cores). So with gloo, an
+all-to-all of the same bytes exchanges the chunks, and each rank adds the chunks that it receives: 0.24 ms.
 """
 
 from typing import NamedTuple
@@ -84,7 +84,7 @@ def is_stacked(tensor: Tensor, dim: int) -> bool:
 def all_to_all(rows: Tensor, ranks: Ranks, received: list[int], sent: list[int]) -> Tensor:
     """Send rows to each rank, and return the received rows in rank order. Collective; not differentiable.
 
-    `received`, `sent`: number of rows from and to each rank.
+    `received` and `sent` are the numbers of rows from and to each rank.
     """
     return run_collective(
         collectives.all_to_all_single, rows.contiguous(), received, sent, ranks.group_name
@@ -114,7 +114,7 @@ class Gather(torch.autograd.Function):
 
 
 class GatherEqually(torch.autograd.Function):
-    """All-gathers (1, ...) -> (tp, ...), if all ranks compute the same from the result, and so the same gradient."""
+    """All-gathers (1, ...) -> (tp, ...). All ranks must compute the same from the result; gradients are then equal."""
 
     @staticmethod
     def forward(ctx, own: Tensor, ranks: Ranks) -> Tensor:
@@ -158,8 +158,8 @@ class ExchangeRows(torch.autograd.Function):
 def share_heads(own: Tensor, ranks: Ranks, n_sharing: int) -> Tensor:
     """Concatenate the features of the `n_sharing` ranks that use one head, (B, S, E/n_sharing) -> (B, S, E).
 
-    An all-gather inside the group of ranks, written as an all-to-all that sends nothing to other heads. In backward,
-    each rank receives the gradients of its features from all ranks of its head, and adds them.
+    This is an all-gather among the ranks of a head, written as an all-to-all that sends nothing to other heads. In
+    backward, each rank receives the gradients of its features from all ranks of the head, and adds them.
     """
     first = ranks.own // n_sharing * n_sharing
     sent = [0] * ranks.n

@@ -5,8 +5,8 @@
     router (E, D)             all                 all                  Replicate over ep, then FSDP over efsdp
     tokens                    its own             its own              batch rows, cp pieces, tp slices
 
-The experts use a second mesh over the same ranks. A token can go to any rank of an ep group. The role of
-this rank in the rest of the block does not matter:
+The experts use a second mesh over the same ranks. A token can go to any rank of an ep group, whatever the coordinates
+of that rank on the first mesh are:
 
     everything else    pp, dp_replicate, dp_shard, cp, tp
     experts            pp, dp_replicate, efsdp, ep          efsdp x ep = dp_shard x cp x tp; ep is innermost

@@ -64,8 +64,8 @@ from torchtitan_lite.model.part import list_moes
 def plan_fsdp_groups(part: nn.Module) -> list[list[nn.Module]]:
     """List the groups of modules that are gathered together, in forward order. The root gathers all others.
 
-    FSDP counts the calls in a group, so its modules must be called equally often. If a model has modules of its own at
-    its ends, it may call the head twice, or a module only in training: then norm and head are no group.
+    FSDP counts the calls in a group, so the modules of a group must be called equally often. A model with additional
+    modules at its ends may call the head twice, or a module only in training: then norm and head do not form a group.
     """
     blocks = [[block] for block in part.layers.values()]
     first = [part.tok_embeddings]
@@ -77,7 +77,7 @@ def plan_fsdp_groups(part: nn.Module) -> list[list[nn.Module]]:
     if part.model_args.tie_embeddings and None not in first + last:
         # a shared matrix can be in only one group
         groups = [*blocks, first + last] if is_usual else blocks
-    return [group for group in groups if None not in group]  # None: it is on another stage
+    return [group for group in groups if None not in group]  # a module on another stage is None
 
 
 def apply_fsdp(
@@ -153,7 +153,7 @@ def prepare_microbatch(part: nn.Module, *, zero_stage: int, is_last: bool) -> No
         return  # a single rank: nothing is sharded
     part.set_reshard_after_backward(is_last or zero_stage == 3)
     part.set_requires_gradient_sync(is_last or zero_stage > 1)
-    # Over replicas once per step, even if shards are reduced every time.
+    # All-reduce over replicas once per step, even if every microbatch reduce-scatters over shards.
     part.set_requires_all_reduce(is_last)
 
 
@@ -166,14 +166,14 @@ def accumulate_weight_gradients(part: nn.Module) -> None:
     for _, group in list_fsdp_groups(part):
         for parameter in group.fsdp_params:
             if hasattr(parameter, "to_accumulated_grad_if_needed"):
-                # if there is a sum: the next line would replace it
+                # first add to the sum, if there is one: the next line would replace it
                 parameter.accumulate_unsharded_grad_if_needed()
                 parameter.to_accumulated_grad_if_needed()
-            # torch 2.15 has neither: autograd itself adds gradients in the dtype of the reduction
+            # torch 2.15 has neither method: there, autograd adds gradients in the dtype of the reduction
 
 
 def list_fsdp_groups(part: nn.Module) -> Iterator[tuple[FSDPModule, Any]]:
-    """Yield each FSDP module with FSDP's own object for its parameters, if it has any. torch has no public name."""
+    """Yield each FSDP module that has parameters, with FSDP's object for them. torch has no public name for it."""
     for module in list_fsdp_modules(part):
         group = module._get_fsdp_state()._fsdp_param_group
         if group is not None:  # a root has none if all parameters are in other groups
@@ -188,5 +188,7 @@ def free_gathered(part: nn.Module) -> None:
     if isinstance(part, FSDPModule) and hasattr(part, "reset_iter_state"):
         part.reset_iter_state()
         return
-    for module in list_fsdp_modules(part):  # an older torch, which does prefetch that group
+    for module in list_fsdp_modules(
+        part
+    ):  # an older torch cannot clear the order, and prefetches that group
         module.reshard()

@@ -9,7 +9,7 @@ with torch 2.11.0, 2.13.0, 2.14.1 and 2.15.0.
 A race cannot be probed, so a group has one worker with every torch. Ranks start the collectives of a group in the same
 order, so a second worker is never needed to make progress. Sends and receives do not use workers.
 
-Effect: replaces a method of torch, the only place that all groups pass, also those that DeviceMesh creates.
+Effect: replaces the method of torch that creates every gloo group, including the groups of DeviceMesh.
 """
 
 import logging
@@ -48,7 +48,7 @@ def start_with_one_worker(
     options = ProcessGroupGloo._Options()
     options._threads = 1
     options._timeout = timeout
-    for name, value in settings.items():  # torch 2.15 gives enable_reconfigure
+    for name, value in settings.items():  # torch 2.15 passes enable_reconfigure
         setattr(options, name, value)
     interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if interfaces:

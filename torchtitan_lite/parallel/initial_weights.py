@@ -24,7 +24,7 @@ from torchtitan_lite.config.block import Parameter, list_parameters
 def initialize_weights(part: nn.Module, seed: int, device: torch.device | None = None) -> None:
     """Initialize the parameters of `part` as its model's table says.
 
-    `device`: where to draw, if not on the parameters' device. CPU and GPU draw different values.
+    `device`: draw on this device instead of the parameters' device. CPU and GPU draw different values.
     """
     table = list_parameters(part.model_args)
     for fqn, parameter in part.named_parameters():

@@ -70,7 +70,7 @@ def join_job(environment: os._Environ) -> tuple[Place, dist.Store]:
         counts = [f"restarts of host {host}" for host in range(n_hosts)]
         if local_rank == 0:
             store.set(counts[rank // local_world_size], str(restarts))
-        if rank == 0:  # the others read one value, not one of each host
+        if rank == 0:  # the other ranks then read one value instead of one per host
             store.set("restarts", str(max(map(int, store.multi_get(counts)))))
         restarts = int(store.get("restarts"))
     return Place(rank, world_size, local_rank, n_hosts, restarts), store
@@ -140,8 +140,8 @@ def prepare_process(config: Config, dump_folder: Path) -> None:
 def connect_late(world_size: int) -> None:
     """Let many ranks of gloo groups connect when they first communicate.
 
-    Otherwise every rank opens n + 3 files for each group of n ranks. Then it opens 4, and about 2 log2(n) later; rank 0
-    opens n when it gathers (12 ranks, torch 2.13).
+    By default, every rank opens n + 3 files for each group of n ranks. With this setting, it opens 4 files at first,
+    and about 2 log2(n) later; rank 0 opens n files when it gathers (12 ranks, torch 2.13).
     """
     if world_size >= MANY_RANKS:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")

@@ -14,8 +14,8 @@
     norm                  SequenceParallel    (D,)         Replicate  (B, S/tp, D)
     output                SplitHead           (V/tp, D)    Shard(0)   loss ()         all-gather of the sequence
 
-The first four names are torch's. Its classes of these names compute with DTensors, which costs the host time
-(dtensor.py); these compute with plain tensors.
+torch also has SequenceParallel, PrepareModuleInput, ColwiseParallel and RowwiseParallel. torch's classes compute with
+DTensors, which costs the host time (dtensor.py); the classes here compute with plain tensors.
 "Colwise" splits *output features*; nn.Linear stores (out, in), so that is `Shard(0)`. Rowwise splits input features.
 
 Weights are DTensors, so the optimizer and checkpoints see one model. Activations are plain tensors. A module runs its
@@ -84,7 +84,7 @@ from torchtitan_lite.parallel.exchange import (
 def plan_tensor_parallel(part: nn.Module) -> dict[str, "LocalStyle"]:
     """Return FQN -> style for every module of a part that TP changes.
 
-    An MoE layer needs none: it takes this rank's slice of the sequence, and uses another mesh (expert_parallel.py).
+    An MoE layer needs no style: it takes this rank's slice of the sequence, and uses another mesh (expert_parallel.py).
     """
     tables = {"": [row for row in list_end_modules(part.model_args) if has_end(part, row)]}
     for layer in part.layers:
@@ -106,7 +106,7 @@ def plan_tensor_parallel(part: nn.Module) -> dict[str, "LocalStyle"]:
 def apply_tensor_parallel(part: nn.Module, mesh: DeviceMesh) -> None:
     """Shard the parameters of `part` (on meta), and make its modules compute with the shards.
 
-    Raises UserError if a parameter has no style: its gradient would be of this rank's tokens only.
+    Raises UserError if a parameter has no style: its gradient would cover only this rank's tokens.
     """
     parallelize_module(part, mesh, plan_tensor_parallel(part))
     moes = tuple(f"layers.{layer}.feed_forward." for layer, _ in list_moes(part))

@@ -38,7 +38,7 @@ NUMBERS = {  # variables of the launcher: how to write the numbers, and their ra
     "OMP_NUM_THREADS": (r"\d+(,\d+)*", Range(1, 4096)),
 }
 BATCH = "training.global_batch_size"
-LONGEST_S = 1e13  # that a timedelta can hold
+LONGEST_S = 1e13  # the most seconds that a timedelta can hold
 LONG_S = 1800
 
 
@@ -114,7 +114,7 @@ def resolve_on_hosts(
 
 
 def check_fewer_hosts(spec: RunSpec, config_args: list[str], n_hosts: int) -> None:
-    """Check every smaller number of hosts that NNODES allows. `spec`: on `n_hosts`. Raises ConfigError."""
+    """Check every smaller number of hosts that NNODES allows. `spec` is the run on `n_hosts`. Raises ConfigError."""
     problems = []
     layout = spec.layout
     sizes = range(read_hosts()[0], n_hosts)

@@ -1,4 +1,4 @@
-"""Imported by fork servers: of the launcher, and of `verify`. They end with the process that started them."""
+"""The fork servers of the launcher and of `verify` import this. A fork server ends with the process that started it."""
 
 from torchtitan_lite.faults.orphans import end_with_parent
 

@@ -16,7 +16,7 @@ WIDTH = 83.0  # length of the horizontal axis, in percent
 PLOT_HEIGHT = 130  # pixels
 ROW_HEIGHT = 20  # pixels
 MOST_POINTS = 300  # per curve
-MOST_BOXES = 700  # of a picture of rows; more share a shape for each color, without tooltips
+MOST_BOXES = 700  # per picture of rows; if there are more, the boxes of a color share a shape, without tooltips
 PAGE_WIDTH = 1048  # pixels, at most
 PHONE_WIDTH = 358
 CHARACTER = 6.6  # pixels of a character in a box
@@ -92,7 +92,7 @@ def draw_curves(
 ) -> str:
     """Draw the mean of several runs, in a band from the lowest to the highest value.
 
-    `marks` are ticks below the curves: (place, color, title). `axis`: its unit, such as steps.
+    `marks` are ticks below the curves: (place, color, title). `axis` is the unit of the axis, such as steps.
     """
     places = []
     values = []
@@ -195,7 +195,7 @@ def choose_look(text: str, width: float) -> str:
 
 
 def draw_bar(name: str, value: str, boxes: Iterable[Part], length: float, limit: float = 0) -> str:
-    """Draw a bar of parts under its name and value. `limit`: place of a line across it."""
+    """Draw a bar of parts under its name and value. A line across the bar is at `limit`."""
     parts = "".join(
         f'<b class="{look}" style="width: {100 * size / length:.2f}%; color: {color}" title="{escape(title)}"></b>'
         for size, color, look, title in boxes
@@ -232,7 +232,7 @@ def draw_table(rows: Iterable[Sequence[str]]) -> str:
 
 
 def wrap_page(title: str, body: str, refresh_s: int = 0) -> str:
-    """Return a whole page. `refresh_s`: seconds until the browser loads it again; 0: never."""
+    """Return a whole page. The browser loads it again after `refresh_s` seconds, or never if it is 0."""
     head = f'<meta name="viewport" content="width=device-width"><title>{escape(title)}</title><style>{STYLE}</style>'
     if refresh_s:
         head = f'<meta http-equiv="refresh" content="{refresh_s}">{head}'

@@ -20,7 +20,7 @@ def show_progress(
 ) -> Iterator[Item]:
     """Yield the items, and write one line over and over: `12% of 100 MB, 3.1 MB/s, 0:00:28 left`.
 
-    `total`: sum of `size` over all items, roughly. The line disappears at the end.
+    `total` is roughly the sum of `size` over all items. The line disappears at the end.
     """
     started_s = time.monotonic()
     drawn_s = 0.0

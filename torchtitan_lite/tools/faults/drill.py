@@ -1,6 +1,6 @@
 """Inject faults into runs of a config, one fault a run, and print a score card.
 
-    outputs/drill/none-0/                  a run without a fault: every other run must end with its weights
+    outputs/drill/none-0/                  a run without a fault: all other runs must end with the same weights
     outputs/drill/kill-7/                  a run with the fault "kill" of seed 7, and drill.txt, its output
     /dev/shm/torchtitan_lite.drill-.../    its snapshots, after every step
 
@@ -83,14 +83,14 @@ KEYS = [
 
 @dataclass
 class Fault:
-    """A fault, and what became of it: a row of the score card."""
+    """A fault and its consequences: a row of the score card."""
 
     kind: str  # of KINDS
     seed: int  # also chooses the weight and the bit
     rank: int
     step: int  # counted from the start of the process
     folder: str  # dump folder of the run
-    found_s: float | None = None  # seconds until the output names the fault; None: never
+    found_s: float | None = None  # seconds until the output names the fault; None if it never does
     back_s: float | None = None  # seconds until a restarted run logs a step
     steps_lost: int | None = None  # finished steps that were trained again
     is_equal: bool = False  # the run ended with the weights and optimizer state of the undisturbed run, bit by bit
@@ -171,7 +171,7 @@ def run_with(fault: Fault, args: list[str]) -> None:
             if process.poll() == -signal.SIGKILL:
                 output.write(b"torchrun was killed\n")
                 process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
-        process.kill()  # only if it is late; ranks end with it
+        process.kill()  # matters only if the process is late; its ranks end with it
         process.wait()
     read_output(fault)
 

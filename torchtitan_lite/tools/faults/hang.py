@@ -5,16 +5,17 @@
     FOLDER/comm_traces/rank_3                  NCCL's flight recorder, on a time-out: read it with `torchfrtrace`
 
     ranks        files with     a collective that has not completed, or a wait in the pipeline: they wait
-    0 1 2 . 4    no file        stopped, ended, or busy without releasing the GIL: /proc on its host tells which
-    5 6 7        neither        busy or asleep somewhere else: its stack tells where
+    0 1 2 . 4    no file        stopped, ended, or busy without releasing the GIL: /proc on its host shows which
+    5 6 7        neither        busy or asleep somewhere else: its stack shows where
                  no calls       unknown: the flight recorder is off
 
-Before that, the report looks for a rank whose call differs from its own calls at this place in earlier steps, and for a
-rank that has computed a microbatch which the next stage still waits for: it has not sent it.
+Before that, the report looks for two kinds of ranks: a rank whose call differs from its own calls at this place in
+earlier steps, and a rank that has computed a microbatch for the next stage, but has not sent it.
 
-If every rank waits, the report names the ranks whose call differs from the calls of their group. If there
-are none: the ranks that wait between two steps while most wait in a step, or the other way round; else a rank that has
-not made the call that another rank waits in for the longest time. Otherwise the cause is unknown.
+If every rank waits, the report names the ranks whose call differs from the calls of their group. If there are none, it
+names the ranks that wait between two steps while most ranks wait in a step, or the other way round. If there are none
+either, it finds the call in which a rank has waited longest, and names a rank that has not made this call. Otherwise
+the cause is unknown.
 """
 
 import json
@@ -52,7 +53,7 @@ def main(options: Namespace) -> int:
 
 
 def explain_newest(folder: Path, *kinds: str) -> tuple[list[int], str]:
-    """Explain the files of the last start in `folder`, as `explain` does. The first of `kinds` that it has counts."""
+    """Explain the files of the last start in `folder`, as `explain` does. Uses the first of `kinds` that has files."""
     folders: set[Path] = set()
     for kind in kinds:
         folders.update(path.parent for path in folder.rglob(f"restart-*/{kind}-*.json"))
@@ -105,10 +106,9 @@ def read_files(folder: Path, kind: str = "rank") -> dict[int, dict]:
 
 
 def explain(files: dict[int, dict]) -> tuple[list[int], str]:
-    """Return the ranks that the others wait for, and a paragraph that tells what these ranks do instead.
+    """Return the ranks that the others wait for, ascending, and a paragraph that says where these ranks are instead.
 
-    The ranks are in ascending order. The paragraph is empty if there are no files, or if all ranks failed: their errors
-    say why.
+    The paragraph is empty if there are no files, or if all ranks failed: their errors say why.
     """
     if not files:
         return [], ""
@@ -189,9 +189,9 @@ def is_elsewhere(files: dict[int, dict], rank: int) -> bool:
 
 
 def find_unusual_calls(files: dict[int, dict]) -> dict[int, str]:
-    """Return the ranks whose call differs from their own calls in earlier steps -> what they called.
+    """Return rank -> a text about its call, for the ranks whose call differs from their own calls in earlier steps.
 
-    {} if all ranks do, as in the first step after a validation, or if their call is not pending.
+    Returns {} if the calls of all ranks differ, as in the first step after a validation, or if they are not pending.
     """
     found = {}
     for rank, file in files.items():
@@ -202,7 +202,7 @@ def find_unusual_calls(files: dict[int, dict]) -> dict[int, str]:
 
 
 def find_unsent(files: dict[int, dict]) -> dict[int, str]:
-    """Return the ranks that have computed what another rank of the pipeline still waits for -> what that is."""
+    """Return rank -> a text, for ranks that have computed a result for which another rank of the pipeline still waits."""
     found = {}
     for waiter, file in files.items():
         awaits = file.get("pipeline", {}).get("awaits")
@@ -219,9 +219,9 @@ def find_unsent(files: dict[int, dict]) -> dict[int, str]:
 
 
 def find_odd_calls(files: dict[int, dict]) -> tuple[list[int], str]:
-    """Return the ranks that wait in another call than most ranks of the group, and who waits in which call.
+    """Return the ranks that wait in a different call than most ranks of their group, and a text about these calls.
 
-    Compares calls with the same number. If no call has a majority, all these ranks are returned.
+    Compares calls with the same number. If no call has a majority, all ranks that wait in these calls are returned.
     """
     waiting: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, file in files.items():
@@ -240,7 +240,7 @@ def find_odd_calls(files: dict[int, dict]) -> tuple[list[int], str]:
 
 
 def find_wait(file: dict) -> str:
-    """Return the first collective that has not completed, or the pipeline. Empty: it waits for no rank."""
+    """Return what a rank waits for: the first collective that has not completed, the pipeline, or "" for nothing."""
     for row in file["groups"].values():
         if row["pending"]:
             return describe_call(row["pending"])
@@ -264,7 +264,7 @@ def describe_input(awaits: dict) -> str:
 
 
 def find_missed_call(files: dict[int, dict], rank: int) -> tuple[int, int, str] | None:
-    """Return time, rank and name of the oldest call in which another rank waits for this rank. None: there is none."""
+    """Find the oldest call in which another rank waits for this rank. Return time, that rank and the call, or None."""
     own_groups = files[rank]["groups"] if rank in files else {}
     waits = []
     for waiter, file in files.items():

@@ -2,8 +2,8 @@
 
     drill  ->  launcher with a fault in its environment  ->  rank: replace_step below, then train.py
 
-On the chosen rank, the fault happens just before the chosen step; kill, within 0.2 s after that; kill_saving, after the
-step. A mark, an empty file, tells the time of the fault, and keeps a restarted rank from a second one.
+On the chosen rank, the fault happens just before the chosen step; kill happens within 0.2 s after that, and kill_saving
+after the step. An empty file marks the time of the fault, and keeps a restarted rank from a second fault.
 """
 
 import itertools
@@ -60,7 +60,7 @@ def extra(fault: Fault, run: Run) -> None:
 
 
 def shape(fault: Fault, run: Run) -> None:
-    """Give the next all-reduce of this rank with another one 64 elements more."""
+    """Add 64 elements to this rank's next all-reduce with another rank."""
     original = dist.all_reduce
 
     def all_reduce(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
@@ -120,14 +120,14 @@ def flip_checkpoint(fault: Fault, run: Run) -> None:
 
 
 def disk_full(fault: Fault, run: Run) -> None:
-    """Let this process write no file that is larger than half of its file in the newest checkpoint."""
+    """Limit the size of every file that this process writes to half of its file in the newest checkpoint."""
     newest = find_newest(Path(fault.folder)).with_name(name_file(fault.rank))
     limit = newest.stat().st_size // 2
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
 
 
 def records_full(fault: Fault, run: Run) -> None:
-    """Let this process write no more to its open records, as on a full disk."""
+    """Let all further writes to the open records of this process fail, as on a full disk."""
     records = [Path(fault.folder, name) for name in ("metrics.jsonl", "log.txt")]
     for descriptor in Path("/proc/self/fd").iterdir():
         if descriptor.resolve() in records:

@@ -70,7 +70,7 @@ def main(options: Namespace) -> int:
 
 
 def measure_rank(args: list[str], folder: Path, spec: RunSpec) -> int:
-    """Measure as one rank; torchrun calls it. Rank 0 prints, and leaves a file in `folder` if something is wrong."""
+    """Measure as one rank of torchrun. Rank 0 prints the result, and writes a file to `folder` if anything is wrong."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # end at once, without a KeyboardInterrupt
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     end_with_parent()
@@ -144,7 +144,9 @@ def judge(
 ) -> tuple[str, list[str]]:
     """Return a table of all measurements, and one sentence for each fault. `rows` has one entry per rank, by rank."""
     matmuls = [row["matmul"] for row in rows]
-    usual = median(each.checksum for each in matmuls)  # of most ranks; of none if two halves differ
+    usual = median(
+        each.checksum for each in matmuls
+    )  # the checksum of most ranks; of no rank if two halves differ
     found = []
     for each in matmuls:
         if each.checksum != usual:
@@ -152,7 +154,7 @@ def judge(
     table = [("", "median", "slowest", "expected", "the slowest")]
     for what in rows[0]:
         limit = matmul_limit if what == "matmul" else link_limit
-        # By place, because all ranks of a group measure the same link
+        # Count each place once, because all ranks of a group measure the same link
         measured = {row[what].place: row[what] for row in rows}
         usual_s = median_low(each.seconds for each in measured.values())
         slowest = max(measured.values(), key=lambda each: each.seconds)

@@ -1,7 +1,7 @@
 """Error bars of the forecast, by family of layouts: how far it was from published runs whose stack it had not seen.
 
-A stack is the code that ran: all pages about torchtitan are one, all of NVIDIA's Megatron are one. A family whose rows
-come from fewer than three stacks has no bar.
+A stack is the code that ran: all pages about torchtitan are one stack, and all pages about NVIDIA's Megatron are one. A
+family whose rows come from fewer than three stacks has no bar.
 """
 
 from typing import NamedTuple

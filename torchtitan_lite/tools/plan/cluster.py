@@ -20,8 +20,8 @@ from math import ceil, log2, sqrt
 from torchtitan_lite.config.machine import GIB, MIB, PEAK_BF16_FLOPS, Machine
 
 GB = 10**9
-# Of this trainer on one GPU: bytes that the allocator reserves per byte in use, by ZeRO stage. Replayed on a pretended
-# H200 (assets/benchmarks/2026-11-29-no-gpu.md), never run on a GPU. Memory of CUDA without NCCL: assumed
+# ZeRO stage -> bytes that the allocator reserves per byte in use, for this trainer on one GPU. Replayed on a pretended
+# H200 (assets/benchmarks/2026-11-29-no-gpu.md), never run on a GPU. The memory of CUDA without NCCL is assumed
 OWN_RESERVE = {1: 1.28, 2: 1.02, 3: 1.02}
 OWN_CONTEXT_BYTES = GIB
 TILE = 128 * 256  # elements of a matmul's result that one multiprocessor computes at a time
@@ -304,7 +304,7 @@ def describe_node(cluster: Cluster, n_ranks: int) -> Machine:
 
 
 def find_row(device_name: str) -> str:
-    """Return the name of the row for a device, by the driver's name; "h100" if there is none."""
+    """Return the name of the row for a device that the driver calls `device_name`; "h100" if there is no such row."""
     for name in CLUSTERS:
         chip, _, _ = name.partition("-")
         if chip in device_name.lower():

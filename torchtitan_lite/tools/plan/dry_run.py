@@ -7,8 +7,9 @@ are equal, and memory is within a few percent. Collectives return at once and te
 so 16,384 ranks cost no more than one. A step with many microbatches is shortened to a few (`shorten`); compare it with
 the closed form of the same short step.
 
-Scratch memory of kernels is not counted, because no operator returns it. For a GPU, operators keep the tensors of CUDA
-kernels: no S x S mask, norms in one kernel. compile is off, so memory is an upper bound for a compiled run.
+Scratch memory of kernels is not counted, because no operator returns it. If the dry run is for a GPU, operators save
+the same tensors as the CUDA kernels: no S x S mask, and one kernel per norm. compile is off, so memory is an upper
+bound for a compiled run.
 """
 
 import argparse

@@ -20,7 +20,7 @@ from torchtitan_lite.tools.tables import format_bytes, format_table, write_file
 
 LAYER = re.compile(r"(layers\.\d+|[^.]*)\.?(.*)")  # an FQN's layer or root module, and the rest
 FEW = 3  # microbatches of a dry run: the first, one in the middle, the last
-MOST_SHOWN = 8  # ranks; of more, the first two and the last are shown
+MOST_SHOWN = 8  # if there are more ranks, only the first two and the last are shown
 
 
 def main(options: argparse.Namespace) -> int:

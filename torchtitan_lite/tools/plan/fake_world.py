@@ -3,7 +3,7 @@
 fake_group      all ranks, no processes: collectives return at once
 fake_tensors    tensors with shapes only
 static_stages   pipeline stages whose shapes are set in advance
-gpu_kernels     keep the tensors for backward that CUDA kernels keep, on fake CPU tensors
+gpu_kernels     fake CPU tensors: operators save the same tensors for backward as CUDA kernels
 even_experts    all ep ranks receive the same number of rows
 """
 
@@ -124,7 +124,7 @@ def even_experts(workload: Workload) -> Iterator[None]:
 
 
 def multiply_fake_groups(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """Replace grouped_mm: torch's meta function takes bfloat16 only. Like it, bmm is recomputed."""
+    """Replace grouped_mm by bmm: torch's meta function takes bfloat16 only. Recompute also repeats bmm."""
     if rows.dtype == torch.bfloat16:
         return F.grouped_mm(rows, matrices, offs=ends)
     return torch.bmm(rows[None], matrices[:1])[0]

@@ -25,7 +25,7 @@ CAUSAL_EDGE = 300
 # Bytes that softmax, dropout and two matmuls read and write per fp16 score of unfused attention
 SCORE_BYTES = 13
 KERNELS_OF_LAYER = {False: 28, True: 14}  # compiled -> elementwise kernels in forward
-KERNELS_OF_EXPERTS = 60  # more in an MoE layer: router, sorting, all-to-alls, experts
+KERNELS_OF_EXPERTS = 60  # additional kernels in an MoE layer: router, sorting, all-to-alls, experts
 # compiled -> tensors that these kernels read and write: a norm with a residual addition, SwiGLU, GPT's activation
 TENSORS = {False: (5, 5, 3), True: (4, 3, 2)}
 # The same for an eager norm of a DTensor, which runs op by op in fp32: torch has no rule to shard its kernel
@@ -238,10 +238,10 @@ class LayerTime:
         return forward, backward, forward * kind.average(full=1)
 
     def shard_times(self, kind: LayerKind, forward: float, backward: float) -> tuple[float, float]:
-        """Return the seconds that a layer needs for FSDP, in forward (all-gather) and backward (and reduce-scatter).
+        """Return the seconds that a layer needs for FSDP in forward (all-gather) and backward (reduce-scatter too).
 
-        FSDP2 copies what it gathers out of a buffer, and gradients into one. Copies overlap with nothing. Those of
-        dense layers are short, and in the fitted constants.
+        FSDP2 copies gathered parameters out of a buffer, and gradients into a buffer. Copies overlap with nothing. The
+        copies of dense layers are short, and included in the fitted constants.
         """
         w = self.workload
         gather = 0.0
@@ -260,7 +260,10 @@ class LayerTime:
         return wait, wait_back + self.expose("fsdp", again, backward)
 
     def gather_time(self, sizes: Counter[str], *, again: bool = False) -> float:
-        """Return the seconds to all-gather `sizes` parameters (by axis); `again`: in backward."""
+        """Return the seconds to all-gather parameters. `sizes` maps an axis to their number.
+
+        If `again` is true, this is the gather that backward repeats.
+        """
         w = self.workload
         seconds = 0.0
         for axis, n_parameters in sizes.items():
@@ -277,7 +280,7 @@ class LayerTime:
         return seconds
 
     def reduce_time(self, sizes: Counter[str]) -> float:
-        """Return the seconds to reduce-scatter the gradients of `sizes` parameters (by axis)."""
+        """Return the seconds to reduce-scatter gradients. `sizes` maps an axis to the number of parameters."""
         w = self.workload
         seconds = 0.0
         for axis, n_parameters in sizes.items():

@@ -137,7 +137,7 @@ def estimate_layer(w: Workload, kind: LayerKind) -> tuple[float, float]:
         weighted = w.n_rows * args.dim * MASTER_BYTES
         of_experts = w.n_rows * (3 * args.moe.expert_ffn_dim + args.dim) * width
         exchanged = 5 * w.rows_bytes if layout.ep > 1 else 0
-        # First the gradients of the weighted rows and of their weights, then those of the experts or of the
+        # First the gradients of the weighted rows and of their weights, then the gradients of the experts or of the
         # all-to-alls.
         temporary = max(2 * weighted, max(of_experts, exchanged) - weighted)
         gathered = kind.sizes["efsdp"] * width
@@ -203,7 +203,7 @@ def estimate_layers(w: Workload) -> Layers:
 
 
 def estimate_memory(w: Workload, pp_rank: int, of_model: Layers | None = None) -> Memory:
-    """Return the peak memory of one pp rank. `of_model`: from `estimate_layers`."""
+    """Return the peak memory of one pp rank. `of_model` is the result of `estimate_layers`."""
     layout = w.layout
     indices = layout.stages_of(pp_rank)
     stages = w.stages_by_rank[pp_rank]

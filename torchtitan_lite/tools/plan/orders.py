@@ -1,4 +1,4 @@
-"""Pipeline schedules: the actions that each pp rank runs in one step, in order, and what it holds meanwhile. No torch.
+"""Pipeline schedules: the actions of each pp rank in one step, in order, and the microbatches in flight. No torch.
 
     GPipe, 2 microbatches     pp rank 0: 0F0 0F1 0B0 0B1        pp rank 1: 1F0 1F1 1B0 1B1
 
@@ -33,7 +33,7 @@ HALVES = {"F": "F", "B": "IW", "I": "I", "W": "W"}  # kind -> work that is done 
 def list_row(
     schedule: str, pp: int, n_microbatches: int, n_stages_per_rank: int, rank: int
 ) -> list[Action]:
-    """Return the actions of one pp rank. If pp is 1: forward and backward of each microbatch in turn."""
+    """Return the actions of one pp rank. If pp is 1, these are forward and backward of each microbatch in turn."""
     stages = range(rank, pp * n_stages_per_rank, pp)
     return ORDERS["1F1B" if pp == 1 else schedule](rank, pp, n_microbatches, stages)
 

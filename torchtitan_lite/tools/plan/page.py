@@ -1,4 +1,4 @@
-"""Draw a layout as one page: who holds what, the pipeline, memory, time, bytes, and the next better layout.
+"""Draw a layout as one page: the slices of each rank, the pipeline, memory, time, bytes, and the next better layout.
 
 Used by `plan --html` and by `report`, which adds what a run measured. Figures come from the closed form.
 """
@@ -29,7 +29,7 @@ from torchtitan_lite.tools.plan.slices import choose_shown, find_slices
 from torchtitan_lite.tools.plan.timeline import draw_timeline
 from torchtitan_lite.tools.tables import format_bytes, format_seconds
 
-FEW_RANKS = 16  # whose cards have words
+FEW_RANKS = 16  # up to this number of ranks, cards have words
 # Left end and width of the boxes of a card
 WEIGHT_X = (1.0, 27.0)
 TOKENS_X = (33.0, 36.0)
@@ -207,7 +207,7 @@ def choose_weight(args: ModelArgs) -> ModuleRow:
 
 
 def name_stages(stages: Sequence[Sequence[str]]) -> str:
-    """Return "tok_embeddings, layers 0-1" for the FQNs of stages. Of more than two, name the first two."""
+    """Return "tok_embeddings, layers 0-1" for the FQNs of stages. If there are more than two, name the first two."""
     names = []
     for stage in stages[:2]:
         layers = [fqn.partition(".")[2] for fqn in stage if fqn.startswith("layers.")]
@@ -264,7 +264,7 @@ def draw_box(
     rows: range = range(1),
     n: int = 1,
 ) -> str:
-    """Draw `rows` of `n`, as a part of a box. `x`: left end and width. `least`: height, if there is a row."""
+    """Draw `rows` of `n` as a part of a box. `x`: left end and width. `least`: smallest height if there is a row."""
     left, width = x
     y = 1 + 40 * rows.start / n
     height = max(least * bool(rows), 40 * len(rows) / n)

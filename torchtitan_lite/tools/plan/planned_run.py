@@ -66,7 +66,7 @@ def describe_workload(config: Config, args: ModelArgs, layout: Layout) -> Worklo
 
 @lru_cache
 def count_recompute(section: ActivationCheckpoint, args: ModelArgs) -> dict[bool, Counter]:
-    """Return whether layers have experts -> recompute mode -> number of these layers."""
+    """Count the layers by recompute mode, separately for dense layers (False) and layers with experts (True)."""
     counts = defaultdict(Counter)
     for layer, mode in plan_recompute(section, range(args.n_layers)).items():
         counts[args.is_moe(layer)][mode] += 1
@@ -117,7 +117,7 @@ class PlannedRun:
 
     @property
     def has_own_reserve(self) -> bool:
-        """Whether the reserve is the one of this trainer. Published runs, of other trainers, have several GPUs."""
+        """Whether the reserve of this trainer applies: on one GPU. Published runs of other trainers have several GPUs."""
         return self.layout.world_size == 1 and self.cluster.name != "cpu"
 
     @cached_property
@@ -167,7 +167,7 @@ class PlannedRun:
 def read_target(args: list[str], n_gpus: int | None) -> tuple[UserConfig, ModelArgs, int]:
     """Return a config with its model, and the number of ranks. Raises ConfigError with all problems.
 
-    If n_gpus is None: the product of the degrees, or 2 if a degree is automatic.
+    If n_gpus is None, the number of ranks is the product of the degrees, or 2 if a degree is automatic.
     """
     given, _ = read_run(args)
     if given.problems:

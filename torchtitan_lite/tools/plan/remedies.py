@@ -15,7 +15,7 @@ from torchtitan_lite.tools.plan.planned_run import PlannedRun
 from torchtitan_lite.tools.plan.unmodeled import list_unmodeled
 
 MOST_IDLE = 0.15  # fraction of a step
-LEVERS = [  # key, value: from the one that costs least time
+LEVERS = [  # key, value; the setting that costs least time is first
     ("training.loss_chunk_tokens", 1024),
     ("parallelism.zero_stage", 3),
     # op: also gathers the inputs of norms again, whole on every tp rank
@@ -63,7 +63,7 @@ def list_remarks(planned: PlannedRun) -> list[str]:
 
 
 def list_levers(planned: PlannedRun) -> list[str]:
-    """Return the settings that make the layout fit, each alone, with the memory that the run may take then."""
+    """Return single settings that make the layout fit, each with the memory that the run may then take."""
     levers = []
     for key, value, candidate in list_changed(planned, LEVERS):
         levers.append(f"{key} = {value} ({candidate.taken_bytes / GIB:.1f} GiB)")

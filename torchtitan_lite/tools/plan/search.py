@@ -96,7 +96,7 @@ def list_proposals(
                 pipeline_parallel_schedule=schedule,
                 pipeline_parallel_layers_per_stage=layers,
             )
-            # list_candidates replaces the recompute. Some schedules refuse the config's.
+            # list_candidates sets other recompute modes. Some schedules would refuse the mode of the config.
             yield replace(
                 config,
                 training=training,
@@ -106,7 +106,7 @@ def list_proposals(
 
 
 def list_schedules(config: Config, pp: int, n_layers: int) -> list[tuple[str, int | None]]:
-    """Return every schedule with its layers per stage; None: as many stages as the schedule has."""
+    """Return every schedule with its layers per stage. None if the schedule sets the number of stages."""
     section = config.parallelism
     if pp == 1:
         return [(section.pipeline_parallel_schedule, None)]
@@ -150,7 +150,7 @@ def is_common(planned: PlannedRun) -> bool:
 
 
 def explain_common(common: list[PlannedRun], best: Forecast) -> str:
-    """Return the fastest of the layouts that people publish, and where it is slower than the best of all."""
+    """Return a text: the fastest of the layouts that people publish, and why it is slower than the best layout."""
     if not common:
         return "No layout of the kind that people publish fits."
     ((planned, expected),) = rank(common, 1)

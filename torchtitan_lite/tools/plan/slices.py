@@ -1,4 +1,4 @@
-"""Which slice of a weight and which tokens each rank holds, for the pictures of a layout. Numbers only, no torch.
+"""Find the slice of a weight and the tokens that each rank holds, for pictures of a layout. Numbers only, no torch.
 
               held all the time                             in use, after a gather
     weight    rows between steps: 1/tp, of it 1/fsdp        rows while the block runs: gathered over dp_shard x cp
@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 from torchtitan_lite.config.layout import Layout
 
-MOST_RANKS = 64  # that a picture shows
+MOST_RANKS = 64  # a picture shows at most this number of ranks
 
 
 class Slices(NamedTuple):
-    """What one rank holds of a weight whose output features tp splits, of a batch, and of the experts of a layer."""
+    """One rank's slices: of a weight whose output features tp splits, of a batch, and of the experts of a layer."""
 
     held_rows: range  # of the weight
     used_rows: range
@@ -39,7 +39,7 @@ def cut(whole: range, n: int, index: int) -> range:
 
 
 def find_slices(layout: Layout, rank: int, n_rows: int, seq_len: int, n_experts: int = 0) -> Slices:
-    """Return what a rank holds of `n_rows` output features, of `n_experts` experts, and of sequences of `seq_len`."""
+    """Return a rank's slices of `n_rows` output features, of `n_experts` experts, and of sequences of `seq_len`."""
     _, replica, shard, cp, tp = find_coordinates(layout, rank).values()
     used_rows = cut(range(n_rows), layout.tp, tp)
     used_tokens = [range(seq_len)]
@@ -66,7 +66,7 @@ def find_slices(layout: Layout, rank: int, n_rows: int, seq_len: int, n_experts:
 
 
 def choose_shown(layout: Layout) -> dict[str, list[int]]:
-    """Return mesh dim -> coordinates that a picture shows. Of the largest dims, only the first and the last."""
+    """Return mesh dim -> coordinates that a picture shows: only the first and the last of the largest dims."""
     shown = {dim: list(range(n)) for dim, n in layout.degrees.items()}
     n_ranks = layout.world_size
     while n_ranks > MOST_RANKS:

@@ -124,7 +124,7 @@ class StepTime(LayerTime):
     def lower_bound_s(self) -> float:
         """Lower bound on the step time: a rank waits for its first microbatch, then is never idle.
 
-        Earlier stages run their last backwards after it, unless its last gradients of weights overlap with them.
+        Earlier stages run their last backwards after that rank, unless its last gradients of weights overlap with them.
         """
         layout = self.workload.layout
         splits_backward = SCHEDULES[self.workload.schedule].splits_backward

@@ -32,7 +32,7 @@ class Timeline:
 
     events: list[Event]
     n_ranks: int
-    stuck: Sequence[Action] = ()  # wait for one another
+    stuck: Sequence[Action] = ()  # actions that wait for one another
 
     @property
     def end_time(self) -> float:
@@ -46,7 +46,7 @@ class Timeline:
 
 
 def simulate(order: Order, seconds_of: Callable[[Action], float], send_s: float = 0.0) -> Timeline:
-    """Simulate an order until no rank can continue. Sending to another rank takes `send_s` seconds."""
+    """Simulate the actions of an order until no rank can continue. A send to another rank takes `send_s` seconds."""
     last_stage = max(chain(*order)).stage
     done: dict[tuple[int, str, int], tuple[float, int]] = {}  # work -> its end and pp rank
     clocks_s = [0.0] * len(order)
@@ -73,7 +73,10 @@ def simulate(order: Order, seconds_of: Callable[[Action], float], send_s: float 
 
 
 def list_needs(action: Action, last_stage: int) -> set[tuple[int, str, int]]:
-    """Return what an action waits for. F: the previous stage. Backward: its F and the next stage. W: its I."""
+    """Return the work that an action waits for.
+
+    F waits for the previous stage, a backward for its F and the next stage, and W for its I.
+    """
     stage, kind, microbatch = action
     if kind == "W":
         return {(stage, "I", microbatch)}

@@ -46,7 +46,7 @@ class Moved(NamedTuple):
 
 
 def sum_moved(calls: Iterable[tuple[Hashable, float, float]]) -> dict[Hashable, Moved]:
-    """Sum the calls of one rank by key. `calls`: (key, number of calls, total bytes)."""
+    """Sum the calls of one rank by key. Each item of `calls` is (key, number of calls, total bytes)."""
     moved: dict[Hashable, Moved] = {}
     for key, n_calls, n_bytes in calls:
         before = moved.get(key, Moved(0, 0))
@@ -59,7 +59,7 @@ def fraction_moved(
 ) -> float:
     """Return the fraction of a tensor's bytes that one rank of a group moves.
 
-    `splits`: number of rows that `rank` sends to each rank in an all-to-all. Empty: the same number to each rank.
+    `splits` has the number of rows that `rank` sends to each rank in an all-to-all. If it is empty, all get the same.
     """
     if operation == "all-to-all" and splits:
         return 1 - splits[rank] / max(1, sum(splits))
@@ -68,7 +68,7 @@ def fraction_moved(
 
 
 def name_axis(layout: Layout, description: str) -> str:
-    """Return the mesh dims of a group by its description, "mesh_dp_shard_cp"; all dims for the default group."""
+    """Return the mesh dims of a group from its description, such as "mesh_dp_shard_cp". The default group has all."""
     return " x ".join(NAMES.findall(description) or layout.used_dims)
 
 
@@ -141,7 +141,7 @@ def list_calls_of_layers(w: Workload, kind: LayerKind, n_layers: int) -> list[Ca
 
 
 def list_reductions_over_tp(w: Workload, modules: Iterable[ModuleRow], n_layers: int) -> list[Call]:
-    """List the all-reduces of gradients that each tp or ep rank has of different tokens."""
+    """List the all-reduces of gradients to which each tp or ep rank contributes different tokens."""
     calls = []
     for module in modules:
         axis = "tp"
@@ -204,7 +204,7 @@ def list_calls_of_pass(w: Workload, kind: LayerKind) -> list[Call]:
 
 
 def list_calls_of_fsdp(w: Workload, stage: Stage, n_gathers: int) -> list[Call]:
-    """List the calls of FSDP (fsdp.py). `n_gathers`: how often a stage is gathered if ZeRO 3 does not free it."""
+    """List the calls of FSDP (fsdp.py). If ZeRO 3 does not free a stage, it is gathered `n_gathers` times."""
     m = w.layout.n_microbatches
     of_embedding = n_gathers
     of_head = n_gathers

@@ -1,4 +1,4 @@
-"""What a run has that the forecast does not model. `plan` prints a remark for each, also before a dry run.
+"""List features of a run that the forecast does not model. `plan` prints a remark for each, also before a dry run.
 
 A key is listed with the values that the closed forms model. Other keys either are modeled for all of their values, or
 do not change the time or the memory of a step. Validation and checkpoints run between steps, so they are not listed.

@@ -1,5 +1,5 @@
-"""`explain --html`: the way of one token through a model, as a page. Each module in the order of forward, the slices of
-its weight that a rank stores and uses, and the collectives with the bytes that the rank moves.
+"""`explain --html`: show the path of one token through a model as a page. It has every module in the order of forward,
+the slices of the module's weight that a rank stores and uses, and the collectives with the bytes that the rank moves.
 
 The page follows one rank and its peers in the other stages. Figures come from a dry run of each pp rank (dry_run.py).
 """
@@ -91,7 +91,7 @@ def list_steps(run: Meter, fqns: tuple[str, ...], rank: int, n_microbatches: int
 
 
 def locate(parameter: DTensor, rank: int, *, gathered: bool = False) -> list[range]:
-    """Return the span of each dim that a rank stores, or has after FSDP's gather. Empty spans: nothing."""
+    """Return the span of each dim that a rank stores, or has after FSDP's gather. Spans are empty if it has nothing."""
     mesh = parameter.device_mesh  # spans all ranks of a stage
     placements = list(parameter.placements)
     if gathered:

@@ -1,4 +1,4 @@
-"""Describe one optimizer step of a model in a layout by numbers, which are the input of every closed form.
+"""Describe one optimizer step of a model in a layout by numbers. Every closed form computes from these numbers.
 
     planned_run.py  ->  Workload  ->  memory.py       bytes that a rank holds
                                   ->  transfers.py    bytes that a rank moves
@@ -53,7 +53,7 @@ class Matrix(NamedTuple):
 
 
 class LayerKind:
-    """All dense layers of the model, or all MoE layers. `recompute`: mode -> number of these layers."""
+    """All dense layers of the model, or all MoE layers. `recompute` maps a mode to the number of these layers."""
 
     def __init__(self, w: "Workload", recompute: Counter, is_moe: bool):
         self.is_moe = is_moe
@@ -135,7 +135,7 @@ class Workload:
     attention: Literal["cudnn", "flash2", "triton", "unfused"] = "cudnn"
     moment_bytes: int = 8  # optimizer state per parameter
     updates_matrices: bool = False  # by Muon, which keeps MASTER_BYTES less for them
-    loss_chunk_tokens: int = 0  # 0: all logits at once
+    loss_chunk_tokens: int = 0  # 0 computes all logits at once
     compiled: bool = False
     compiles_loss: bool = False
     async_tp: bool = False
@@ -330,7 +330,10 @@ class Workload:
         return Matrix(module.weight, ("fsdp", layout.fsdp, layout.tp), n_at_rest)
 
     def deal_rounds(self, pp_rank: int) -> list[tuple[tuple[int, ...], dict[str, float]]]:
-        """Return the rounds of Muon: sizes of the largest matrix, axis -> elements in an all-to-all of rank 0."""
+        """Return the rounds of Muon. A round has the sizes of its largest matrix, and the elements of its all-to-alls.
+
+        The elements are axis -> number of elements in an all-to-all of rank 0.
+        """
         rounds = []
         alike = defaultdict(list)
         for matrix in self.list_matrices(pp_rank):

@@ -36,7 +36,7 @@ from torchtitan_lite.tools.report.traces import Trace
 from torchtitan_lite.tools.tables import format_bytes, format_seconds, write_file
 
 REFRESH_S = 10  # between two pages of a watched run
-LEAST_SHARE = 1000  # of a step: shorter calls are not drawn
+LEAST_SHARE = 1000  # calls shorter than 1/1000 of a step are not drawn
 N_WIDEST = 3  # exposed collectives that are named
 MOST_CURVES = 12  # as many colors as the style sheet has
 FINAL_FIELDS = ("loss", "val_loss", "tokens_per_s_per_rank")
@@ -104,7 +104,7 @@ def main(options: argparse.Namespace) -> int:
 def write_page(
     runs: list[RecordedRun], key: str | None, axis: str, *, refresh: bool = False
 ) -> str:
-    """Return the page. `key`: runs with the same value of it are one curve. `refresh`: the browser reloads the page."""
+    """Return the page. Runs with the same value of `key` form one curve. If `refresh`, the browser reloads the page."""
     differences = list_differences(runs)
     is_alone = len(runs) == 1
     if not is_alone:

@@ -1,7 +1,7 @@
 """Read the files in a run's folder, and summarize the run in words.
 
-A run of a fork is read too: what needs its rows, such as an optimizer that this checkout does not know, is left out,
-and the page says why.
+The run of a fork can be read too. If a part of the page needs rows of the fork, such as an optimizer that this checkout
+does not know, the part is left out and the page says why.
 """
 
 import json
@@ -167,7 +167,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def list_findings(run: RecordedRun) -> list[str]:
-    """Return what stands out: spikes, a bubble, slow or skipped steps, a validation loss that rises again."""
+    """Return remarkable findings: spikes, a bubble, slow or skipped steps, a validation loss that rises again."""
     remarks = []
     if run.unread:
         numbers = ", ".join(map(str, run.unread))

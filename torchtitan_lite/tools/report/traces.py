@@ -2,7 +2,7 @@
 
     computing    kernels of a GPU, or operators in the main thread of a CPU
     exposed      communication that does not overlap with computing
-    hidden       communication that overlaps with computing; NCCL only, because a CPU's main thread does one at a time
+    hidden       communication that overlaps with computing; NCCL only, because a CPU's main thread does not do both
     waiting      the rest: the host runs Python, or another rank is late
 
 NCCL records the group of each call. gloo does not: there, the axis is derived from the caller.
@@ -169,7 +169,7 @@ def measure(spans: Iterable) -> float:
 
 
 def find_axis(event: dict, used: list[str], axes: dict) -> str:
-    """Return the axis over which a call communicates; "" if it computes. `used`: dims with more than one rank."""
+    """Return the axis over which a call communicates, or "" if it computes. `used`: dims with more than one rank."""
     name = event["name"]
     if "nccl" in name:
         return axes.get(event["args"].get("Process Group Name"), "various dims")

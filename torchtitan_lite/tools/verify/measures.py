@@ -57,7 +57,8 @@ def relative_error(
     """Return ||own - right|| relative to this slice's share of ||unit|| (default: `whole`). If it is 0, own must be 0.
 
     `roundings`: number of fp32 roundings per element to ignore.
-    `forgives`: ignore the worst two elements plus 0.1 %. In bfloat16, one in ten thousand rounds differently.
+    If `forgives` is true, ignore the largest errors: those of two elements plus 0.1 % of all elements. In bfloat16, one
+    element in ten thousand rounds differently.
     """
     own = local(tensor).double()
     right = cut(whole, tensor).double()
