@@ -51,7 +51,7 @@ class KeysOfRanks:
         self.grads: Tensor | None = None  # sums so far, fp32
 
     def list_visible(self) -> Iterator[tuple[int, slice, slice, Tensor]]:
-        """Yield each rank, first this one, with the queries that attend to it, the keys they see, and its keys and values."""
+        """Yield each rank, first this one, with the queries that attend to its keys, the keys, and keys and values."""
         half = self.key_value.shape[3] // 2
         for source, key_value in self.fetch():
             queries, keys = find_visible(self.ranks.own, source, half)
