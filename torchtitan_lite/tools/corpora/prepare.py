@@ -56,16 +56,18 @@ class PrepareSettings:
 
     assets: str  # the tokenizer: an argument for load_tokenizer
     validation_share: float = 0.01  # of the documents
-    tail: float = 0.0  # last part of a single text, which validates instead
+    tail: float = 0.0  # fraction at the end of a single text, used for validation instead
     validation: Sequence[Path] = ()  # all documents of these files and folders are for validation
     column: str | None = (
         None  # of the text or the messages; None: "text", or by the dialect of the conversations
     )
     is_chat: bool = False
-    only_last_turn: bool = False  # of a conversation
+    only_last_turn: bool = False  # only the last turn of a conversation has targets
     skip_bad: bool = False  # print and count a bad row instead of raising
     encoding: str = "utf-8"  # of text files without a byte order mark
-    train_tokenizer: int = 0  # number of entries of a new tokenizer that replaces `assets`; 0: none
+    train_tokenizer: int = (
+        0  # if not 0, train a new tokenizer with this number of entries, which replaces `assets`
+    )
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,9 @@ def prepare(
                 read_texts(files, settings), settings.train_tokenizer, folder / "tokenizer"
             )
             settings = replace(settings, assets=assets)
-        tokenizer, _ = get_encoder(settings.assets, settings.is_chat)  # refuses it first
+        tokenizer, _ = get_encoder(
+            settings.assets, settings.is_chat
+        )  # refuses a bad tokenizer before any work
         documents = map_in_order(
             partial(encode_row, settings), read_rows(files, settings), n_processes
         )
@@ -193,7 +197,7 @@ def write_documents(
 ) -> tuple[dict[str, Split], Counter[str]]:
     """Write the files of both splits. Return the splits that have documents, and the sum of Document.counts.
 
-    `has_floor`: if all documents are in one split, the last one goes to the other.
+    If `has_floor` is true and all documents are in one split, the last one goes to the other split.
     """
     writers = {name: SplitWriter(folder / name) for name in ("train", "validation")}
     counts = Counter()
@@ -217,7 +221,7 @@ class SplitWriter:
     """Writes and hashes the files of a split."""
 
     def __init__(self, path: Path):
-        """`path`: of the files, without their suffix."""
+        """`path` is the path of the files without their suffix."""
         self.path = path
         self.files = {}
         self.totals = Counter()

@@ -1,4 +1,4 @@
-"""What a witness sees of a step: the run, its batch and result, and the events of a profile.
+"""The parts of a step that a witness sees: the run, its batch and result, and the events of a profile.
 
 The profile of torch names each operator, collective of FSDP and compiled region that ran. Events outside of backward
 and inside are counted apart, because recompute shows as an operator of forward that ran in backward.
