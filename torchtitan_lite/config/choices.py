@@ -26,9 +26,8 @@ class OptimizerRow:
     n_moments: int  # fp32 values per parameter
     has_fused_kernel: bool = False  # one kernel for all parameters, DTensors included
     has_bfloat16_moments: bool = False  # optimizer.moments_dtype may be bfloat16
-    updates_matrices: bool = (
-        False  # updates hidden matrices as a whole, and stores one moment less for them
-    )
+    # updates hidden matrices as a whole, and stores one moment less for them
+    updates_matrices: bool = False
     extension: str = (
         ""  # a class with this optimizer's name in extensions/EXTENSION.py; "": a row of BUILDERS
     )

@@ -46,9 +46,8 @@ class Signals:
         self.hangs = hangs
         self.received: list[int] = []
         self.received_at_s = 0.0  # time of the first signal
-        self.is_passed_on = (
-            False  # the first signal came from another host, and not yet to this launcher itself
-        )
+        # the first signal came from another host, and this launcher itself has not received it
+        self.is_passed_on = False
         self.has_killed = False  # ranks ended because of this launcher
         self.may_interrupt = False
         self.may_end = False

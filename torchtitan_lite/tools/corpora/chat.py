@@ -76,11 +76,8 @@ class ChatFormat:
         """
         self.special = match_longest(self.tokenizer.special)
         _, exchange = read_conversation({"prompt": SIGN, "completion": SIGN})
-        for self.takes_parts in (
-            False,
-            True,
-            False,
-        ):  # stays False if the template writes neither form
+        # stays False if the template writes neither form
+        for self.takes_parts in (False, True, False):
             _, sign, after = self.try_write(exchange).rpartition(SIGN)
             if sign:
                 break

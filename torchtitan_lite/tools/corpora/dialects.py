@@ -35,9 +35,8 @@ ROLES = {  # of published data sets -> of chat templates. All others are left as
     "tool_call": "assistant",
     "tool_response": "tool",
 }
-SHAREGPT_ROLES = ROLES | {
-    "observation": "tool"
-}  # in other dialects, "observation" is a role of GLM's templates
+# in other dialects, "observation" is a role of GLM's templates
+SHAREGPT_ROLES = ROLES | {"observation": "tool"}
 CALL_ROLES = {"function_call", "tool_call"}  # their text is JSON of one or more calls
 WEIGHTS = ("weight", "loss", "train")  # keys of a message: 0 or false means that it has no targets
 

@@ -65,9 +65,8 @@ class PrepareSettings:
     only_last_turn: bool = False  # only the last turn of a conversation has targets
     skip_bad: bool = False  # print and count a bad row instead of raising
     encoding: str = "utf-8"  # of text files without a byte order mark
-    train_tokenizer: int = (
-        0  # if not 0, train a new tokenizer with this number of entries, which replaces `assets`
-    )
+    # if not 0, train a new tokenizer with this number of entries, which replaces `assets`
+    train_tokenizer: int = 0
 
 
 @dataclass(frozen=True)
@@ -101,9 +100,8 @@ def prepare(
                 read_texts(files, settings), settings.train_tokenizer, folder / "tokenizer"
             )
             settings = replace(settings, assets=assets)
-        tokenizer, _ = get_encoder(
-            settings.assets, settings.is_chat
-        )  # refuses a bad tokenizer before any work
+        # refuses a bad tokenizer before any work
+        tokenizer, _ = get_encoder(settings.assets, settings.is_chat)
         documents = map_in_order(
             partial(encode_row, settings), read_rows(files, settings), n_processes
         )
