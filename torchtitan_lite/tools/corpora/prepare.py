@@ -100,7 +100,7 @@ def prepare(
                 read_texts(files, settings), settings.train_tokenizer, folder / "tokenizer"
             )
             settings = replace(settings, assets=assets)
-        # refuses a bad tokenizer before any work
+        # refuse a bad tokenizer before any row is encoded
         tokenizer, _ = get_encoder(settings.assets, settings.is_chat)
         documents = map_in_order(
             partial(encode_row, settings), read_rows(files, settings), n_processes

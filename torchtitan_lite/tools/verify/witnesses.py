@@ -120,7 +120,7 @@ def ends_above_zero(step: Observed) -> bool | None:
 
 
 def runs_implementation(step: Observed) -> bool | None:
-    """Only AdamW has separate kernels for each implementation. The fused implementation also uses one for lists."""
+    """Only AdamW has separate kernels for each implementation. "fused" also uses a kernel for lists of tensors."""
     section = step.config.optimizer
     if not OPTIMIZERS[section.name].has_fused_kernel:
         return None
