@@ -107,7 +107,7 @@ class ScheduleRow:
     """Requirements of one of torch's pipeline schedules."""
 
     least_stages_per_rank: int = 1
-    most_stages_per_rank: int | None = None  # None: any number
+    most_stages_per_rank: int | None = None  # None allows any number
     placement: str = "loop"
     # computes gradients of inputs and gradients of weights at different times
     splits_backward: bool = False

@@ -87,7 +87,7 @@ class Agent(LocalElasticAgent):
         super().__init__(spec, starts, start_method="forkserver")
         self.signals = signals
         self.store = store
-        self.ending: Ending | None = None  # of the last start
+        self.ending: Ending | None = None  # how the last start ended
 
     def _rendezvous(self, worker_group: Any) -> None:
         with self.signals.interrupting():

@@ -26,7 +26,7 @@ from torchtitan_lite.model.own_attention import explain_own_attention, list_atte
 # Without cuDNN, because it makes a plan for each new text length.
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
-MOST_ERROR = 1e-3  # of the largest logit. 1e-6 is usual
+MOST_ERROR = 1e-3  # fraction of the largest logit; 1e-6 is usual
 
 
 class CachedAttention(InnerAttention):

@@ -320,7 +320,7 @@ def read_chat_format(tokenizer: Tokenizer) -> ChatFormat:
             name = "the format of Llama 3, because the tokenizer has no chat template"
         theirs.get_chat_template()  # raises if there is none
         return ChatFormat(tokenizer, theirs, templates, name)
-    except Exception as error:  # of jinja2 and transformers
+    except Exception as error:  # jinja2 and transformers raise their own errors
         raise PreparationError(
             f"{tokenizer.path.parent} has no chat template that can be used: {error}. "
             "Put chat_template.jinja of its model there, or name another --tokenizer"

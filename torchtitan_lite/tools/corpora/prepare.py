@@ -59,7 +59,7 @@ class PrepareSettings:
     tail: float = 0.0  # fraction at the end of a single text, used for validation instead
     validation: Sequence[Path] = ()  # all documents of these files and folders are for validation
     column: str | None = (
-        None  # of the text or the messages; None: "text", or by the dialect of the conversations
+        None  # column of the text or messages; None selects "text", or the column of the dialect
     )
     is_chat: bool = False
     only_last_turn: bool = False  # only the last turn of a conversation has targets
@@ -128,7 +128,7 @@ def read_rows(files: list[Path], settings: PrepareSettings) -> Iterator[Row]:
                 yield Row(path, number, content, name)
             if not number:
                 print(f"{path} has no rows", file=sys.stderr)
-        # of many libraries, for half a download, and wrong text, JSON or tables
+        # many libraries raise their own errors, for half a download, and wrong text, JSON or tables
         except Exception as error:
             raise PreparationError(f"{path} cannot be read: {error}") from None
 

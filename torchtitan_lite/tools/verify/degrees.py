@@ -15,7 +15,7 @@ SHARD = "parallelism.data_parallel_shard_degree"
 CP = "parallelism.context_parallel_degree"
 TP = "parallelism.tensor_parallel_degree"
 EP = "parallelism.expert_parallel_degree"  # not a mesh dim: uses the ranks of dp_shard x cp x tp
-DEGREES = (  # of several largest degrees, the first is made smaller
+DEGREES = (  # if several degrees are largest, the first of them is made smaller
     "parallelism.data_parallel_replicate_degree",
     SHARD,
     "parallelism.pipeline_parallel_degree",

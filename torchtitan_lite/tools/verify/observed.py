@@ -67,7 +67,7 @@ def count_events(profiler: profile) -> tuple[Counter[str], Counter[str]]:
     backward: Counter[str] = Counter()
     if not profiler.enabled:
         return forward, backward
-    end_ns = 0  # of the last node of autograd
+    end_ns = 0  # end of the last node of autograd
     for event in sorted(profiler.kineto_results.events(), key=lambda event: event.start_ns()):
         name = event.name()
         start_ns = event.start_ns()

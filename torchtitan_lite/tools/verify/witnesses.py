@@ -33,7 +33,7 @@ from torchtitan_lite.tools.verify.plain import has_formula
 
 MOE_SIZES = [size.name for size in fields(MoEArgs)]
 MASKS = ("sliding_window", "layer_types", "attention_sinks")  # fields of ModelArgs
-Acted = dict[str, bool | None]  # key -> whether it acted; None: it is off
+Acted = dict[str, bool | None]  # key -> whether it acted, or None if it is off
 Witness = Callable[[Observed], bool | None]
 
 
