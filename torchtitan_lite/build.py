@@ -49,8 +49,8 @@ class Run:
     schedule: object | None  # a schedule of torch.distributed.pipelining; None without PP
     n_tokens: Tensor  # () int64: the schedule divides its losses by this
     after_update: list[Callable[[], None]]  # calls of extensions that follow each update
-    balance: "ExpertBalance | None" = None  # None: the model has no experts
-    spikes: Any = None  # extensions/spike_filter.py; None: training.skip_spikes is off
+    balance: "ExpertBalance | None" = None  # None if the model has no experts
+    spikes: Any = None  # extensions/spike_filter.py; None if training.skip_spikes is off
 
     @property
     def saved(self) -> dict[str, Tensor]:

@@ -24,7 +24,7 @@ class RunSpec:
     layout: Layout
     machine: Machine  # each host of the run
     tokenizer: Tokenizer
-    weights: Weights | None  # None: the run starts from initial weights
+    weights: Weights | None  # None if the run starts from initial weights
     title: str  # model family, then flavor or folder of the weights: "qwen3 Qwen3-8B"
     notices: tuple[str, ...] = ()
     # What the user can do if the resumed checkpoint is already at the last step
@@ -48,7 +48,7 @@ class RunSpec:
 
     @property
     def resumed_step(self) -> int:
-        """Step of the checkpoint that the run resumes from; 0: the run does not resume."""
+        """Step of the checkpoint that the run resumes from; 0 if the run does not resume."""
         if self.weights is None or self.weights.manifest is None or not self.weights.is_resumed:
             return 0
         return self.weights.manifest.step

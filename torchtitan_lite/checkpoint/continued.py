@@ -25,9 +25,8 @@ def list_different(config: Config, weights: Weights) -> dict[str, tuple[object, 
     values = dict(flatten_table(asdict(config)))
     for key in KEYS:
         value = values[key]
-        before = saved.get(
-            key, get_value(Config(), key)
-        )  # a key that did not exist then had no effect
+        # a key that did not exist then had no effect
+        before = saved.get(key, get_value(Config(), key))
         if key.endswith(".dataset"):  # a corpus may move to another folder
             before = [Path(name).name for name in before]
             value = [Path(name).name for name in value]

@@ -61,7 +61,7 @@ class Manifest:
     fingerprint: dict[str, object]  # must match on resume: documents, tokenizer, model_args
     run: dict[str, object]  # config, layout, launch; for exports: the published config.json
     tensors: dict[str, TensorRecord] = field(default_factory=dict)
-    mesh: Degrees = field(default_factory=dict)  # of the ranks that saved it, as in plan.py
+    mesh: Degrees = field(default_factory=dict)  # degrees of the ranks that saved it, as in plan.py
     host: list[int] | None = None  # snapshots: first and last rank whose slices are here
     format: int = FORMAT
 

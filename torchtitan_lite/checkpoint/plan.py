@@ -23,12 +23,8 @@ from typing import NamedTuple
 from torchtitan_lite.config.layout import Layout
 
 WORLD_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-EXPERT_DIMS = (
-    "pp",
-    "dp_replicate",
-    "efsdp",
-    "ep",
-)  # second mesh of the same ranks, for experts and routers
+# second mesh of the same ranks, for experts and routers
+EXPERT_DIMS = ("pp", "dp_replicate", "efsdp", "ep")
 
 Degrees = dict[str, int]  # ranks of each of these mesh dims
 

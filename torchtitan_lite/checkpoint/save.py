@@ -94,7 +94,7 @@ class SavePlan:
 
     file: str
     slices: dict[str, Tensor]
-    offsets: dict[str, list[int]]  # of each slice in its tensor
+    offsets: dict[str, list[int]]  # name -> offsets of the slice in its tensor
     # manifest lines of all tensors of this stage; empty except on the first rank of the stage
     records: dict[str, TensorRecord]
 

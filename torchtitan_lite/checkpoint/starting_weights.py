@@ -50,7 +50,7 @@ class Weights:
     assets: str  # folder of the tokenizer they were trained with
     # config.json and generation_config.json, if they came from a Hugging Face folder
     published: dict[str, dict]
-    manifest: Manifest | None = None  # None: a Hugging Face folder
+    manifest: Manifest | None = None  # None for a Hugging Face folder
     is_resumed: bool = False  # the checkpoint is in the dump folder
     notices: tuple[str, ...] = ()  # what config.json says, but this trainer does not do
 

@@ -26,9 +26,8 @@ class OptimizerRow:
     n_moments: int  # fp32 values per parameter
     has_fused_kernel: bool = False  # one kernel for all parameters, DTensors included
     has_bfloat16_moments: bool = False  # optimizer.moments_dtype may be bfloat16
-    updates_matrices: bool = (
-        False  # updates hidden matrices as a whole, and stores one moment less for them
-    )
+    # updates hidden matrices as a whole, and stores one moment less for them
+    updates_matrices: bool = False
     extension: str = (
         ""  # a class with this optimizer's name in extensions/EXTENSION.py; "": a row of BUILDERS
     )
@@ -113,7 +112,7 @@ class ScheduleRow:
     """Requirements of one of torch's pipeline schedules."""
 
     least_stages_per_rank: int = 1
-    most_stages_per_rank: int | None = None  # None: any number
+    most_stages_per_rank: int | None = None  # None allows any number
     placement: str = "loop"
     # computes gradients of inputs and gradients of weights at different times
     splits_backward: bool = False

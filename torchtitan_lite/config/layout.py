@@ -45,7 +45,7 @@ class Layout:
     # 1, 2 or 3: the tensors that FSDP shards over dp_shard x cp, see parallel/fsdp.py
     zero_stage: int
     tied: bool = False  # in a pipeline, the first and the last stage hold the same matrix
-    ep: int = 0  # ranks of dp_shard x cp x tp that share the experts of a layer; 0: the model has no experts
+    ep: int = 0  # ranks of dp_shard x cp x tp that share the experts of a layer; 0 if the model has no experts
     # Each FSDP group has `far` nodes with `near` ranks each. All 1 if ZeRO++ is off, or if nodes do not split the group
     fsdp_near: int = 1
     fsdp_far: int = 1

@@ -67,7 +67,7 @@ class ModelArgs:
     rope_scaling: RopeScaling | None = None
     tie_embeddings: bool = False
     qk_norm: bool = False  # an RMSNorm of each query and key head
-    moe: MoEArgs | None = None  # None: every layer is dense
+    moe: MoEArgs | None = None  # None if every layer is dense
     name: str = "llama3"  # a row of models/registry.py
     qkv_bias: bool = False  # a bias on the projections to queries, keys and values
     # tokens that a token sees in layers of type "sliding_attention", itself included
@@ -77,7 +77,7 @@ class ModelArgs:
     attention_sinks: bool = False  # each query head has a learned logit without key and value
 
     def find_window(self, layer: int) -> int | None:
-        """Return the number of tokens that a token of this layer sees; None: itself and all earlier tokens."""
+        """Return the number of tokens that a token sees in this layer; None if it sees all up to itself."""
         types = self.layer_types or (SLIDING,)
         return self.sliding_window if types[layer % len(types)] == SLIDING else None
 

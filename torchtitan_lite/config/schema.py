@@ -119,9 +119,9 @@ class Training:
     # new: for the order of samples, which is the same on every layout; default: debug.seed
     data_seed: Annotated[int, Range(0, LARGEST_SEED)] | None = key(None, resume="refuse")
     steps: Positive = 10000
-    # gradients are scaled down to this global 2-norm; 0: never
+    # gradients are scaled down to this global 2-norm; 0 turns this off
     max_norm: ZeroOrMore = key(1.0, resume="note")
-    # new: skip the update of a step whose gradient norm is more than this times its running median, such as 3; 0: never
+    # new: skip the update of a step whose gradient norm is more than this (such as 3) times its running median; 0 for never
     skip_spikes: ZeroOrMore = key(0.0, resume="note")
     # new: number of steps in that median, skipped steps included. If norms rise for good, half as many steps are
     # skipped; then the higher level is accepted
@@ -134,9 +134,9 @@ class Training:
     enable_cpu_offload: bool = False
     # new: loss of a token, a formula of its logits
     loss: Literal[tuple(LOSSES)] = key("cross_entropy", resume="note")
-    # new: number of tokens whose logits a rank computes at a time; 0: all; auto: 4096 on CUDA, else 1024
+    # new: number of tokens whose logits a rank computes at a time; 0 for all at once; auto: 4096 on CUDA, else 1024
     loss_chunk_tokens: Annotated[int, Range(0, MANY, auto=-1)] = -1
-    # new: change of an expert's bias per step to balance the load; 0: no bias (default with Hugging Face weights)
+    # new: change of an expert's bias per step to balance the load; 0 uses no bias (default with Hugging Face weights)
     expert_bias_rate: Share = key(1e-3, resume="note")
     # new: weight of the load-balancing loss per sequence (DeepSeek-V3: 1e-4; Mixtral and Qwen3: 1e-3 or more)
     expert_balance_loss: ZeroOrMore = key(0.0, resume="note")
@@ -319,9 +319,9 @@ class Comm:
     # time-out of collectives until the first step ends, and for checkpoints
     init_timeout_seconds: Seconds = 300
     train_timeout_seconds: Seconds = 100  # time-out of collectives after the first step
-    # new: report a longer step; 0: never; auto: 3/4 of train_timeout_seconds
+    # new: report a step that takes longer; 0 turns this off; auto: 3/4 of train_timeout_seconds
     hang_seconds: Annotated[int, Range(0, MOST_SECONDS, auto=-1)] = -1
-    # entries in NCCL's flight recorder, which is written on a time-out; 0: off
+    # entries in NCCL's flight recorder, which is written on a time-out; 0 turns it off
     trace_buf_size: Annotated[int, Range(0, 10**7)] = 20000
     save_traces_folder: str = "comm_traces"  # inside dump_folder
 
@@ -332,7 +332,7 @@ class Debug:
     # is set
     seed: Annotated[int, Range(0, LARGEST_SEED)] = 0
     deterministic: bool = False  # use torch's deterministic algorithms
-    # new: steps between comparisons of replicas, which find damage; 0: never
+    # new: steps between comparisons of replicas, which find damage; 0 turns them off
     compare_copies_every: NotNegative = 0
     # warn instead of raising if an operation has no deterministic algorithm
     deterministic_warn_only: bool = False

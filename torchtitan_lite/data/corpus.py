@@ -28,7 +28,7 @@ def map_file(path: str, n_elements: int, dtype: torch.dtype) -> Tensor:
     with open(path, "rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch: the tensor is not writable
+        warnings.simplefilter("ignore")  # torch warns that the tensor is not writable
         return torch.frombuffer(mapped, dtype=dtype, count=n_elements)
 
 

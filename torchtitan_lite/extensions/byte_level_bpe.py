@@ -89,9 +89,8 @@ def rank_tokens(model: dict) -> dict[bytes, int] | None:
     if made != sorted(made):
         return None
     used = {*bytes_ids, *made}
-    looks_up = model.get(
-        "ignore_merges"
-    )  # words are looked up in the vocabulary; otherwise only merges form tokens
+    # words are looked up in the vocabulary; otherwise only merges form tokens
+    looks_up = model.get("ignore_merges")
     formed = bytes_ids | find_halves(merges).keys()
     ranks = {}
     for token, id in vocab.items():

@@ -146,7 +146,10 @@ def find_axes(parameter: Tensor) -> tuple[int, ...]:
 def place_matrix(
     parameter: Tensor, shape: tuple, owner: tuple, mesh_dims: tuple, axes: list[DeviceMesh]
 ) -> HiddenMatrix:
-    """Return a matrix of the full `shape`, with the shapes of its slices on this rank. tp, the last axis, is first."""
+    """Return a matrix of the full `shape`, with the shapes of its slices on this rank. tp, the last axis, cuts first.
+
+    `mesh_dims` are the dims of the parameter's mesh, in the order of `axes`.
+    """
     dims = [parameter.placements[mesh_dim].dim - parameter.dim() for mesh_dim in mesh_dims]
     shapes = []
     for dim, axis in zip(reversed(dims), reversed(axes), strict=True):

@@ -51,7 +51,11 @@ class KeysOfRanks:
         self.grads: Tensor | None = None  # sums so far, fp32
 
     def list_visible(self) -> Iterator[tuple[int, slice, slice, Tensor]]:
-        """Yield each rank, first this one, with the queries that attend to its keys, the keys, and keys and values."""
+        """Yield each rank, first this one.
+
+        Also yields the slice of queries that attend to the rank, the slice of its visible keys, and these keys with
+        their values.
+        """
         half = self.key_value.shape[3] // 2
         for source, key_value in self.fetch():
             queries, keys = find_visible(self.ranks.own, source, half)

@@ -85,7 +85,7 @@ def meet_processes(
 class HangWatch:
     """Watches the steps between `begin` and `end`. A context manager: leaving it ends the thread.
 
-    Writes nothing if `dump_folder` is None. `processes`: as meet_processes returns them.
+    Writes nothing if `dump_folder` is None. `processes` is the result of meet_processes.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class HangWatch:
         reports = (dump_folder or Path()) / HANG
         self.folder = reports / f"restart-{place.restarts}"
         if self.may_write and self.rank == 0 and place.restarts == 0:
-            shutil.rmtree(reports, ignore_errors=True)  # of an earlier start
+            shutil.rmtree(reports, ignore_errors=True)  # reports of an earlier start
         self.file = self.folder / f"rank-{self.rank:05}.json"
         self.failed = self.folder / f"failed-{self.rank:05}.json"
         self.late = self.folder / "late"  # a rank is late, so that all ranks write
@@ -125,7 +125,9 @@ class HangWatch:
         self.begun_ns: deque[int] = deque(maxlen=N_STEPS)  # time of day at which each step began
         self.is_in_step = False
         self.began_s = time.monotonic()
-        self.last_s: float | None = None  # duration of the last step; None: no step has ended
+        self.last_s: float | None = (
+            None  # duration of the last step; None before the first step has ended
+        )
         self.has_validated = False
         self.leaving = threading.Event()
         self.has_failed = False

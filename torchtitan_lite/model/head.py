@@ -37,7 +37,7 @@ class Head(nn.Linear):
 
     def __init__(self, dim: int, vocab_size: int):
         super().__init__(dim, vocab_size, bias=False)
-        self.chunk_tokens = 0  # tokens of a chunk; 0: all tokens form one chunk
+        self.chunk_tokens = 0  # tokens per chunk; 0 puts all tokens into one chunk
         self.formula: Formula = cross_entropy  # training.loss
         self.vocabulary = Vocabulary()  # replaced by TP
 

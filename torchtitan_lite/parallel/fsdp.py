@@ -188,7 +188,6 @@ def free_gathered(part: nn.Module) -> None:
     if isinstance(part, FSDPModule) and hasattr(part, "reset_iter_state"):
         part.reset_iter_state()
         return
-    for module in list_fsdp_modules(
-        part
-    ):  # an older torch cannot clear the order, and prefetches that group
+    # an older torch cannot clear the order, and prefetches that group
+    for module in list_fsdp_modules(part):
         module.reshard()

@@ -9,8 +9,8 @@ All ranks of a host get N from its launcher. torchrun itself counts a restart on
 if a host joins.
 
 If NNODES is a range, torchrun restarts the ranks of all hosts when a host joins, and ends them first by SIGTERM. The
-agent of one host notices the new host first, and so stops the ranks of all hosts after the same step. A rank without a
-signal of its own waits until its agent notices, too: otherwise the run would end there.
+agent of one host notices the new host first, and so stops the ranks of all hosts after the same step. A rank that has
+not received a signal itself waits until its agent notices the new host too; otherwise the run would end there.
 """
 
 import faulthandler
@@ -83,11 +83,11 @@ class Agent(LocalElasticAgent):
     """torchrun's agent. It shows the first cause of a restart, and starts no ranks after a signal."""
 
     def __init__(self, spec: WorkerSpec, starts: Starts, signals: Signals, store: Any):
-        """`store`: of the hosts; None if there is one host."""
+        """`store` is the store of all hosts, or None if there is one host."""
         super().__init__(spec, starts, start_method="forkserver")
         self.signals = signals
         self.store = store
-        self.ending: Ending | None = None  # of the last start
+        self.ending: Ending | None = None  # how the last start ended
 
     def _rendezvous(self, worker_group: Any) -> None:
         with self.signals.interrupting():
@@ -184,7 +184,7 @@ def run_agent(run: tuple, n_local: int, n_hosts: int, signals: Signals, store: A
 
 
 def number_host() -> None:
-    """Make torchrun see different hosts in two containers of one hostname, whose launchers have the same process id.
+    """Let torchrun distinguish two containers with one hostname, whose launchers have the same process id.
 
     torchrun names a host by hostname, process id, and a number that counts the rendezvous of a process (torch 2.13).
     """
@@ -192,7 +192,7 @@ def number_host() -> None:
 
 
 def explain_failure(rank: int, failure: ProcessFailure, signals: Signals) -> Ending:
-    """Return the first cause on this host: an error, or a signal. `rank`: the one that torchrun reports.
+    """Return the first cause on this host: an error, or a signal. `rank` is the rank that torchrun reports.
 
     If ranks end together, torchrun reports any of them, so the first ending that a rank wrote decides. A rank that was
     killed, or returned a status, writes none.
@@ -220,7 +220,7 @@ def explain_failure(rank: int, failure: ProcessFailure, signals: Signals) -> End
 
 
 def describe_exit(exitcode: int) -> str:
-    """Describe how a rank ended that has written nothing. `exitcode`: as in multiprocessing."""
+    """Describe how a rank ended that has written nothing. `exitcode` is defined as in multiprocessing."""
     if exitcode == -signal.SIGKILL:
         return "was killed by SIGKILL, as Linux does when memory runs out, and so left no traceback"
     if exitcode < 0:
@@ -255,7 +255,7 @@ def run_rank(work: Callable, args: list[str], folder: Path, spec: RunSpec) -> in
         write_ending(1, f"rank {rank} failed: {what} ({file}:{line})")
     # torchrun's SIGTERM must end a failed rank
     handle_signals(signal.SIG_DFL)
-    # torchrun reports the first rank to exit: a rank that was killed, and so writes nothing, comes first
+    # torchrun reports the rank that exits first, so a killed rank, which cannot write why, must exit before this one
     time.sleep(1)
     sys.exit(status)
 

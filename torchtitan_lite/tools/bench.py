@@ -4,9 +4,10 @@
     bare_loop      a hand-written loop with the same model class; with --layout, data-parallel over the same ranks
     transformers   the same loop with Hugging Face's Llama of the same size; without --layout
 
-They take turns in one process, on one thread or one GPU, or in one process per rank of --layout, on the CPU. A ratio
-is the median over rounds of one time divided by the time of the trainer in the same round: on a shared machine, speeds
-drift but these ratios do not. CPU seconds (user and system, all threads and ranks) depend even less on other work.
+They take turns in one process, on one thread or one GPU. With --layout, they run on the CPU, in one process per rank. A
+ratio divides a time by the time of the trainer in the same round; the median over rounds is printed. On a shared
+machine speeds drift, but these ratios do not. CPU seconds (user and system, all threads and ranks) depend even less on
+other work.
 Before the timing starts, trainer and bare_loop must have the same losses.
 """
 
@@ -68,7 +69,7 @@ STEP_CONFIG = override(
 
 
 class Turn(NamedTuple):
-    """Per step of one contender in one round."""
+    """Times per step of one contender in one round."""
 
     seconds: float
     cpu_seconds: float  # of all threads of all ranks

@@ -24,11 +24,10 @@ def detect_machine() -> Machine:
 
 
 def list_gpus(visible: str | None) -> list[tuple[str, int | None, str]]:
-    """Return the name, the bytes of memory (None: not reported) and the driver of each GPU in CUDA_VISIBLE_DEVICES.
+    """Return the name, the bytes of memory and the driver of each GPU in CUDA_VISIBLE_DEVICES.
 
-    Without this variable: of all GPUs.
-
-    Returns no GPU if nvidia-smi is missing, fails, or does not know one of the entries.
+    If this variable is not set, returns all GPUs. The memory is None if it is not reported. Returns no GPU if
+    nvidia-smi is missing, fails, or does not know one of the entries.
     """
     if visible == "":
         return []

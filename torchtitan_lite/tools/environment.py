@@ -1,11 +1,11 @@
 """Print the path of a Python that has the required packages: `python3 -m torchtitan_lite.tools.environment [EXTRA]`.
 
-    if this Python has the packages in pyproject.toml    this Python; what it lacks of EXTRA is added to it
+    if this Python has the packages in pyproject.toml    this Python; missing packages of EXTRA are added to it
     otherwise                                            .venv/bin/python: yours, or created with constraints.txt
 
 run_train.sh and tests/run.sh run it first; `python3 -m torchtitan_lite` calls continue_with_packages(). Progress goes
-to stderr. Exit status: 0, 1 with the reason, or 128 + number of the signal that stopped it. With --missing first, print
-what this Python lacks.
+to stderr. Exit status: 0, 1 with the reason, or 128 + number of the signal that stopped it. If the first argument is
+--missing, print the packages that this Python lacks.
 """
 
 import fcntl

@@ -108,7 +108,7 @@ def encode_text(prompt: str, tokenizer: Tokenizer) -> list[int]:
 def encode_conversation(messages: list[dict], chat: ChatFormat) -> list[int]:
     """Return the tokens of a conversation and of the start of an answer. Raises SourceError.
 
-    A first message that has names of special tokens is taken as a whole conversation, already formatted.
+    If the first message has names of special tokens, it must be a whole conversation that is already formatted.
     """
     tokenizer = chat.tokenizer
     text = messages[-1]["content"]

@@ -37,11 +37,11 @@ def check_host(
     machine: Machine,
     n_hosts: int,
 ) -> list[Problem]:
-    """Find what hosts like `machine` lack for this run. `args`: the command line, for remedies."""
+    """Find resources that hosts like `machine` lack for this run. Remedies quote the command line `args`."""
     bound = bound_memory(config, model_args, n_ranks, machine, n_hosts)
     problems = check_memory(bound, config.model.flavor, args, n_ranks, machine)
     if machine.is_here:
-        # A lower bound: a host has every shard of its ranks, and replicas on different hosts have the same ones.
+        # A lower bound: a host has every shard of its ranks, and replicas on different hosts have the same shards.
         snapshot_bytes = count_saved_bytes(config, model_args) // n_hosts
         problems += check_snapshots(config, snapshot_bytes)
     return problems

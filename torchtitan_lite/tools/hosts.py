@@ -4,13 +4,13 @@ NODE_RANK=0    listens at MASTER_ADDR:MASTER_PORT: a store of torch, which torch
 others         connect to it
 all            compare a hash of their settings with NODE_RANK=0; settings travel only if the hash differs;
                gloo gets the network interface of this connection
-NODE_RANK=0    tells every host which hosts differ from it, and in what
-a signal       a host that receives one before it has met the others connects to tell them
+NODE_RANK=0    tells every host which hosts differ from it, and in which setting
+a signal       a host that receives a signal before it has met the other hosts connects to tell them
 at the end     the first host that fails writes why; the others repeat it
 
 With NNODES=2:4, ranks start when two hosts are there, and a host may join later. So a host whose settings differ is
-refused alone. Otherwise, the reason of a refused host is the reason of all: Slurm reports the largest exit status, and
-so the 143 of a host that it has ended because another one was refused.
+refused alone. Otherwise all hosts end with the reason and status of the refused host. This matters because Slurm
+reports the largest exit status: if it ended a host because another host was refused, it would report 143.
 """
 
 import hashlib
@@ -61,7 +61,7 @@ def read_hosts() -> tuple[int, int]:
 
 
 def open_store(c10d: ModuleType) -> Any:
-    """Wait for NODE_RANK=0. Return a TCPStore that all hosts share. `c10d`: torch.distributed. Raises UserError."""
+    """Wait for NODE_RANK=0. Return a TCPStore that all hosts share. `c10d` is torch.distributed. Raises UserError."""
     node_rank = read_number("NODE_RANK")
     address, port = find_master()
     place = f"MASTER_ADDR={address}, MASTER_PORT={port}"
@@ -83,10 +83,10 @@ def open_store(c10d: ModuleType) -> Any:
 
 
 def meet_hosts(store: Any, config: dict[str, object]) -> None:
-    """Wait for all hosts, and compare what they were started with.
+    """Wait for all hosts, and compare their settings.
 
-    With a range in NNODES, wait for the smallest number of hosts. `config`: value of each key. Raises UserError on
-    every host if one differs, or cannot be reached.
+    If NNODES is a range, wait for the smallest number of hosts. `config` has the value of each key. Raises UserError on
+    every host if one host differs or cannot be reached.
     """
     node_rank = read_number("NODE_RANK")
     n_needed, n_hosts = read_hosts()
@@ -117,7 +117,7 @@ def meet_hosts(store: Any, config: dict[str, object]) -> None:
         raise UserError(verdict)
     store.add("arrived", 1)
     if node_rank == 0:
-        n_first = max(2, n_needed)  # one of the others has to tell its address
+        n_first = max(2, n_needed)  # at least one other host has to tell its address
         wait_until(lambda: store.add("arrived", 0) >= n_first, f"{n_first} hosts")
         address = store.get("address").decode()
     with suppress(FileNotFoundError):  # a container without the command
@@ -136,7 +136,7 @@ def wait_for_readers(store: Any) -> None:
 
 
 def tell_refusal(error: UserError) -> None:
-    """Tell the other hosts why this one is refused. A signal cannot change the exit status of this host any more."""
+    """Tell the other hosts why this host is refused. From here on, a signal cannot change the exit status."""
     n_needed, n_hosts = read_hosts()
     if not os.environ.get("MASTER_ADDR") or n_needed < n_hosts or n_hosts == 1:
         return
@@ -161,7 +161,7 @@ def tell_refusal(error: UserError) -> None:
 
 @contextmanager
 def telling_signals() -> Iterator[None]:
-    """Context manager: a signal ends this launcher, and the other hosts, which would wait for it."""
+    """Context manager: a signal ends this launcher and the other hosts, which would otherwise wait for it."""
 
     def end(number: int, frame: object) -> NoReturn:
         status = 128 + number
@@ -175,7 +175,7 @@ def telling_signals() -> Iterator[None]:
 
 
 def tell_signal(number: int) -> None:
-    """Tell the other hosts a signal that this one receives before it has met them. NODE_RANK=0 may not be there."""
+    """Tell the other hosts a signal that this host received before it met them. NODE_RANK=0 may not be there yet."""
     handle_signals(signal.SIG_IGN)
     c10d = importlib.import_module("torch.distributed")
     timeout = timedelta(seconds=TELL_WITHIN_S)
@@ -183,7 +183,7 @@ def tell_signal(number: int) -> None:
         is_first = is_first_host()
         store = c10d.TCPStore(*find_master(), is_master=is_first, timeout=timeout, **OF_HOSTS)
         store.set(SIGNAL, str(number))
-        if is_first:  # which has the store
+        if is_first:  # this host has the store
             time.sleep(TELL_WITHIN_S)
 
 
@@ -192,7 +192,7 @@ def describe_refusal(name: str, reason: object) -> str:
 
 
 def list_facts(config: dict[str, object]) -> dict[str, object]:
-    """Return what must be equal on all hosts: variables of the launcher, the config, and hashes of this package."""
+    """Return the facts that must be equal on all hosts: launcher variables, the config, and hashes of this package."""
     facts = {name: os.environ.get(name) for name in ("NNODES", "MAX_RESTARTS")} | config
     for path in PACKAGE.rglob("*.py"):
         facts[str(path.relative_to(PACKAGE))] = hash_file(path)
@@ -204,7 +204,7 @@ def hash_facts(facts: dict[str, object]) -> str:
 
 
 def read_when_set(store: Any, key: str, what: str) -> str:
-    """Return a value of the store when it is there. `what`: who sets it. Raises UserError."""
+    """Wait until the store has a value, and return it. `what` describes who sets it. Raises UserError."""
     try:
         wait_until(partial(store.check, [key]), what)
         return store.get(key).decode()
@@ -213,7 +213,7 @@ def read_when_set(store: Any, key: str, what: str) -> str:
 
 
 def compare_hosts(store: Any, facts: dict[str, object], n_hosts: int) -> str:
-    """Wait for the hashes of all hosts. Return which hosts differ from this one, and in what; "" if none does.
+    """Wait for the hashes of all hosts. Return a text: which hosts differ from this host, and how. "" if none does.
 
     A host sets its facts before its hash, and only if they differ.
     """
@@ -261,7 +261,7 @@ def find_master() -> tuple[str, int]:
 
 
 def connect() -> str:
-    """Return the address of this host on a connection to NODE_RANK=0. Empty: it cannot be reached."""
+    """Return the address of this host on a connection to NODE_RANK=0, or "" if NODE_RANK=0 cannot be reached."""
     try:
         with socket.create_connection(find_master(), timeout=5) as connection:
             return connection.getsockname()[0]
@@ -270,7 +270,7 @@ def connect() -> str:
 
 
 def end_if_cut_off(timeout_s: float) -> None:
-    """End this launcher, and so its ranks, if NODE_RANK=0 cannot be reached for so long. Runs in a thread.
+    """End this launcher and its ranks if NODE_RANK=0 cannot be reached for `timeout_s`. Runs in a thread.
 
     torchrun would wait forever for the store: its time-out only ends if the other side answers (torch 2.13).
     """
@@ -285,7 +285,10 @@ def end_if_cut_off(timeout_s: float) -> None:
 
 
 def wait_until(is_ready: Callable[[], Any], what: str) -> Any:
-    """Return the first true result. Say what it waits for after SAY_AFTER_S. Raises UserError after MEET_WITHIN_S."""
+    """Call `is_ready` until its result is true, and return the result. Raises UserError after MEET_WITHIN_S.
+
+    After SAY_AFTER_S, print that this host waits for `what`.
+    """
     host = socket.gethostname()
     started_s = time.monotonic()
     is_said = False
@@ -301,9 +304,9 @@ def wait_until(is_ready: Callable[[], Any], what: str) -> Any:
 
 
 def claim_cause(store: Any, key: str, status: int, reason: str) -> tuple[int, str]:
-    """Return exit status and reason of the first host that has given a reason for `key`; of this host if none has.
+    """Return exit status and reason of the first host that gave a reason for `key`, or of this host if none did.
 
-    `reason`: of this host, or "". The answer names the host.
+    `reason` is the reason of this host, or "". The returned reason names its host.
     """
     own = ""
     if reason:  # containers can share a hostname
@@ -314,7 +317,7 @@ def claim_cause(store: Any, key: str, status: int, reason: str) -> tuple[int, st
 
 
 def agree_on_cause(store: Any, status: int, reason: str) -> tuple[int, str]:
-    """Return the exit status and the reason of the host that failed first; of this host if none did."""
+    """Return the exit status and the reason of the host that failed first, or of this host if none failed."""
     with suppress(RuntimeError):  # NODE_RANK=0 has ended, or this host is cut off
         first, cause = claim_cause(store, "cause", status, reason if status == 1 else "")
         if first == 1 and status:

@@ -7,7 +7,7 @@
 The cache replaces the submodule `attention.inner`, as context parallel does, so training and generation run the same
 model code. It computes attention over one document that starts at position 0, with the window and the sinks of its
 layer. In config/choices.py, ATTENTIONS[name].is_plain says whether this is correct for a value of `model.attention`. A
-model that computes attention in a way of its own is refused.
+model that computes attention in its own way is refused.
 
 Legend: B batch (1 here), S sequence, Q tokens being read, L tokens read so far, H heads, K kv heads, E head dim.
 """
@@ -26,7 +26,7 @@ from torchtitan_lite.model.own_attention import explain_own_attention, list_atte
 # Without cuDNN, because it makes a plan for each new text length.
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
-MOST_ERROR = 1e-3  # of the largest logit. 1e-6 is usual
+MOST_ERROR = 1e-3  # fraction of the largest logit; 1e-6 is usual
 
 
 class CachedAttention(InnerAttention):
@@ -80,7 +80,7 @@ class CachedModel:
     """
 
     def __init__(self, model: nn.Module, attention: str = "causal"):
-        """`attention`: model.attention, a plain row."""
+        """`attention` is model.attention, whose row must be plain."""
         self.model = model
         self.length = 0
         expected = type(build_attention(attention, model.model_args, 0))
@@ -97,7 +97,7 @@ class CachedModel:
         self.require_equal_pieces()
 
     def require_equal_pieces(self) -> None:
-        """Raise UserError if tokens read one by one give other logits: then layers mix tokens outside of attention.
+        """Raise UserError if reading tokens one by one changes the logits: layers then mix tokens outside attention.
 
         Only in float32, because rounding in bfloat16 hides such a difference.
         """

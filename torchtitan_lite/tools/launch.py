@@ -3,12 +3,12 @@
     launcher  ->  fork server: imports train.py once  ->  rank 0, rank 1, ...     forks that share its memory
 
 SIGINT, SIGTERM, SIGHUP and SIGQUIT are forwarded to the ranks, which finish a step, save and exit
-(components/signals.py). Copies of the signal within 5 s are ignored; a later signal kills the ranks, and so does the
-first one if a step hangs. A signal for one of several hosts reaches all launchers, through their store.
+(components/signals.py). Copies of the signal within 5 s are ignored; a later signal kills the ranks. If a step hangs,
+the first signal kills them. A signal for one of several hosts reaches all launchers through their store.
 
-If a rank fails, torchrun ends the others. Each failed rank writes why (agent.py). The launcher prints the traceback of
-the first one. The last line says which rank it was, why, in which line of code, and how to resume from the newest
-checkpoint. On several hosts, the other launchers print the last line too.
+If a rank fails, torchrun ends the other ranks. Each failed rank writes why (agent.py). The launcher prints the
+traceback of the first failed rank. The last line names the rank, the reason, the line of code, and the command that
+resumes from the newest checkpoint. On several hosts, the other launchers print the last line too.
 
 If NNODES is a range such as 2:4, torchrun restarts the ranks on the hosts that are left after a loss, and on all hosts
 when one joins. A host joins after the step that is running is saved: torchrun sends SIGTERM to the ranks.
@@ -64,7 +64,7 @@ from torchtitan_lite.tools.progress import watch_saves
 
 
 def main(options: Namespace, work: Callable[[list[str], Path, RunSpec], int] | None = None) -> int:
-    """Train. Return the exit status. `work`: what each rank calls instead of `train_rank`. Raises UserError."""
+    """Train. Return the exit status. Each rank calls `work` if it is given, else `train_rank`. Raises UserError."""
     args = options.config_args
     try:
         with telling_signals():
@@ -88,7 +88,7 @@ def main(options: Namespace, work: Callable[[list[str], Path, RunSpec], int] | N
         is_own = (newest, saved_at_ns) not in saved_before
         if status == 1 and spec.config.checkpoint.enable:
             reason += f"; {describe_newest(newest, spec.config, args, is_own=is_own)}"
-        if is_own and is_first and "SAVED_FILE" in os.environ:  # of assets/slurm/train.sbatch
+        if is_own and is_first and "SAVED_FILE" in os.environ:  # assets/slurm/train.sbatch sets it
             Path(os.environ["SAVED_FILE"]).write_text(f"{newest}\n")
     if status == 0 and is_first:
         status = export_last_checkpoint(spec)
@@ -177,7 +177,7 @@ def run_ranks(
     try:
         if n_hosts == 1:
             start_fork_server()
-        # It loads torch, which takes 1.5 s. Meanwhile the fork server imports train.py.
+        # This import loads torch, which takes 1.5 s. Meanwhile the fork server imports train.py.
         with signals.ending() if n_hosts == 1 else nullcontext():
             agent = importlib.import_module("torchtitan_lite.tools.agent")
         if n_hosts > 1:
@@ -219,12 +219,12 @@ def run_ranks(
 def start_fork_server() -> None:
     """Start the fork server, which imports train.py once and forks the ranks.
 
-    It blocks all signals, and new ranks inherit this, so a signal stays pending until the rank can handle it.
+    The fork server blocks all signals. New ranks inherit this, so a signal stays pending until a rank can handle it.
     """
     tools = "torchtitan_lite.tools"
     multiprocessing.set_forkserver_preload([f"{tools}.fork_server", f"{tools}.train_file"])
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    # if this launcher ends at once, it would print a warning after the reason
+    # otherwise, if this launcher ends immediately, a warning would follow the reason
     sys.warnoptions.append("ignore::UserWarning:multiprocessing.resource_tracker")
     resource_tracker.ensure_running()  # starting it later would unblock the signals, as it does here
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)

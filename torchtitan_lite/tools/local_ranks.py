@@ -1,4 +1,4 @@
-"""The ranks of this host as their launcher sees them: signals for them, their folders, and how they have ended."""
+"""The launcher's view of the ranks of this host: signals to forward, folders, and how the ranks ended."""
 
 import multiprocessing
 import os
@@ -46,7 +46,8 @@ class Signals:
         self.hangs = hangs
         self.received: list[int] = []
         self.received_at_s = 0.0  # time of the first signal
-        self.is_passed_on = False  # by another host, and not yet received here
+        # the first signal came from another host, and this launcher itself has not received it
+        self.is_passed_on = False
         self.has_killed = False  # ranks ended because of this launcher
         self.may_interrupt = False
         self.may_end = False
@@ -63,7 +64,7 @@ class Signals:
 
     @contextmanager
     def ending(self) -> Iterator[None]:
-        """Context manager: a signal ends this process. An exception of its handler could abort an import in C++."""
+        """Context manager: a signal ends this process. Raising in its handler could abort an import of C++ code."""
         self.may_end = True
         if self.received:
             self.end()
@@ -71,7 +72,7 @@ class Signals:
         self.may_end = False
 
     def end(self) -> NoReturn:
-        """End this process, which has no ranks, and which no other host waits for."""
+        """End this process. Call this only if it has no ranks, and if no other host waits for it."""
         status = 128 + self.received[0]
         # a fork server that still imports ends later by itself
         if fork_server := getattr(forkserver._forkserver, "_forkserver_pid", None):
@@ -87,7 +88,7 @@ class Signals:
             raise KeyboardInterrupt
 
     def pass_on(self, number: int, frame: object) -> None:
-        """Handle a signal: forward it to the ranks, or interrupt what this launcher does."""
+        """Handle a signal: forward it to the ranks, or interrupt this launcher."""
         now_s = time.monotonic()
         if self.received:
             is_copy = self.is_passed_on or now_s - self.received_at_s <= COPIES_ARRIVE_WITHIN_S
@@ -118,7 +119,7 @@ class Signals:
             store.set(SIGNAL, str(self.received[0]))
 
     def forward(self) -> None:
-        """Send the first signal to the ranks, if there is one. A later signal kills them, and so does a hang."""
+        """Send the first signal to the ranks, if there is one. Kill the ranks on a later signal, or if they hang."""
         if not self.received:
             return
         number = self.received[0]
@@ -147,7 +148,7 @@ class Signals:
 
 
 def find_last_start(folder: Path) -> Path | None:
-    """Return the folder of the last start of the ranks, with one folder for each local rank; None: there was none."""
+    """Return the folder of the last start, which has one folder for each local rank. None if there was no start."""
     return max(folder.glob("*/attempt_*"), key=number_start, default=None)
 
 

@@ -53,7 +53,7 @@ class ModelSource:
     end_ids: frozenset[int]  # end tokens: a text ends at any of them
     context: int | None  # length of the training sequences in tokens, if known
     published: dict[str, dict[str, Any]]  # file name -> content that came with the weights, if any
-    checkpoint: OpenCheckpoint | None  # None: a Hugging Face folder
+    checkpoint: OpenCheckpoint | None  # None for a Hugging Face folder
 
 
 def open_source(options: Namespace) -> ModelSource:

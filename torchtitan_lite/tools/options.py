@@ -15,7 +15,7 @@ class Option(NamedTuple):
 
     name: str
     help: str
-    type: Callable | None = None  # its name is the metavar; None: a flag
+    type: Callable | None = None  # its name is the metavar; None for a flag
     default: object = None
     nargs: str | None = None
     action: str = "store"

@@ -35,7 +35,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_table(rows: list[tuple[str, ...]], align: str = "") -> str:
-    """Align the columns of a table. `align`: "<" or ">" for each of the first columns; default "<"."""
+    """Align the columns of a table. `align` has "<" or ">" for each of the first columns; other columns get "<"."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     sides = align.ljust(len(widths), "<")
     lines = []

@@ -68,15 +68,16 @@ class ChatFormat:
     name: str  # for the summary
 
     def __post_init__(self) -> None:
-        """Try how the template takes a content, and what it writes after an answer.
+        """Find the form of contents that the template takes, and the text that it writes after an answer.
 
         takes_parts: a content must be [{"type": "text", "text": ...}], as in many templates of models for pictures
         end: the special token after an answer, such as "<|im_end|>", or None
-        after_end: the text after it. Without an end token, the white space that ends the text
+        after_end: the text after this token. If there is no such token, the white space that ends the text
         """
         self.special = match_longest(self.tokenizer.special)
         _, exchange = read_conversation({"prompt": SIGN, "completion": SIGN})
-        for self.takes_parts in (False, True, False):  # the last one if neither writes it
+        # stays False if the template writes neither form
+        for self.takes_parts in (False, True, False):
             _, sign, after = self.try_write(exchange).rpartition(SIGN)
             if sign:
                 break
@@ -87,7 +88,8 @@ class ChatFormat:
     def write(self, row: dict) -> tuple[str, list[range] | None]:
         """Return the text of a conversation, and the ranges of its {% generation %} marks, as transformers does.
 
-        None: the template has no such marks. Raises ValueError if the template refuses the conversation.
+        Returns None for the ranges if the template has no such marks. Raises ValueError if the template refuses the
+        conversation.
         """
         template = self.theirs.get_chat_template(tools=row.get("tools"))
         has_marks = "endgeneration" in template
@@ -235,9 +237,9 @@ def vary(value: Any) -> Any:
 
 
 def list_varied(value: Any, *, is_deep: bool) -> list[Any]:
-    """Return other values of a field: of a list, also those that lack one of its elements.
+    """Return other values of a field. For a list, these include copies that lack one of its elements.
 
-    `is_deep`: also those that differ at the end of a text, or in the name or arguments of one tool call.
+    If `is_deep`, also return values that differ at the end of a text, or in the name or arguments of one tool call.
     """
     others = [vary(value)]
     if isinstance(value, list):
@@ -288,7 +290,7 @@ def normalize_turns(
 
 
 def mark_targets(ends: list[int], turns: list[range]) -> bytearray:
-    """Return 1 for each token with a character in a turn. `ends`: the index after each token's last character."""
+    """Return 1 for each token with a character in a turn. `ends` has the index after each token's last character."""
     targets = bytearray(len(ends))
     for turn in turns:
         first = bisect_right(ends, turn.start)
@@ -318,7 +320,7 @@ def read_chat_format(tokenizer: Tokenizer) -> ChatFormat:
             name = "the format of Llama 3, because the tokenizer has no chat template"
         theirs.get_chat_template()  # raises if there is none
         return ChatFormat(tokenizer, theirs, templates, name)
-    except Exception as error:  # of jinja2 and transformers
+    except Exception as error:  # jinja2 and transformers raise their own errors
         raise PreparationError(
             f"{tokenizer.path.parent} has no chat template that can be used: {error}. "
             "Put chat_template.jinja of its model there, or name another --tokenizer"

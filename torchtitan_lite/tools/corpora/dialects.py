@@ -35,7 +35,8 @@ ROLES = {  # of published data sets -> of chat templates. All others are left as
     "tool_call": "assistant",
     "tool_response": "tool",
 }
-SHAREGPT_ROLES = ROLES | {"observation": "tool"}  # elsewhere, it is a role of GLM's templates
+# in other dialects, "observation" is a role of GLM's templates
+SHAREGPT_ROLES = ROLES | {"observation": "tool"}
 CALL_ROLES = {"function_call", "tool_call"}  # their text is JSON of one or more calls
 WEIGHTS = ("weight", "loss", "train")  # keys of a message: 0 or false means that it has no targets
 
@@ -45,14 +46,14 @@ class Dialect:
     """How the rows of a data set store the turns of a conversation."""
 
     name: str
-    columns: tuple[str, ...]  # of every row
+    columns: tuple[str, ...]  # columns that every row has
     take_turns: Callable[[dict], list | None]  # removes columns of a row, and returns its turns
 
 
 def read_conversation(row: Any, column: str | None = None) -> tuple[str, dict]:
     """Return the dialect, and a normalized copy: `messages`, and variables of the template. Raises ValueError.
 
-    `column`: the column with the messages, if it has another name.
+    If the column with the messages has an unusual name, `column` is this name.
     """
     columns = drop_nulls(row) if isinstance(row, dict) else {}
     dialects = [list_messages(column, "conversations")] if column else DIALECTS
@@ -86,7 +87,7 @@ def drop_all_nulls(row: Any) -> Any:
 
 
 def parse_json(value: Any) -> Any:
-    """Return the value of a JSON text, and None for an empty text. Anything else is returned as it is."""
+    """Return the value of a JSON text, or None for an empty text. Any other value is returned unchanged."""
     if isinstance(value, str):
         with suppress(json.JSONDecodeError):
             return json.loads(value.strip() or "null", object_pairs_hook=make_object)
@@ -94,7 +95,7 @@ def parse_json(value: Any) -> Any:
 
 
 def take(columns: dict, name: str, kind: type = list) -> Any:
-    """Remove a column, and return its value or None. A value that is no string can be JSON text. Raises ValueError."""
+    """Remove a column, and return its value or None. Unless `kind` is str, it can be JSON text. Raises ValueError."""
     value = columns.pop(name, None)
     if kind is not str:
         value = parse_json(value)

@@ -56,16 +56,17 @@ class PrepareSettings:
 
     assets: str  # the tokenizer: an argument for load_tokenizer
     validation_share: float = 0.01  # of the documents
-    tail: float = 0.0  # last part of a single text, which validates instead
+    tail: float = 0.0  # fraction at the end of a single text, used for validation instead
     validation: Sequence[Path] = ()  # all documents of these files and folders are for validation
     column: str | None = (
-        None  # of the text or the messages; None: "text", or by the dialect of the conversations
+        None  # column of the text or messages; None selects "text", or the column of the dialect
     )
     is_chat: bool = False
-    only_last_turn: bool = False  # of a conversation
+    only_last_turn: bool = False  # only the last turn of a conversation has targets
     skip_bad: bool = False  # print and count a bad row instead of raising
     encoding: str = "utf-8"  # of text files without a byte order mark
-    train_tokenizer: int = 0  # number of entries of a new tokenizer that replaces `assets`; 0: none
+    # if not 0, train a new tokenizer with this number of entries, which replaces `assets`
+    train_tokenizer: int = 0
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,8 @@ def prepare(
                 read_texts(files, settings), settings.train_tokenizer, folder / "tokenizer"
             )
             settings = replace(settings, assets=assets)
-        tokenizer, _ = get_encoder(settings.assets, settings.is_chat)  # refuses it first
+        # refuse a bad tokenizer before any row is encoded
+        tokenizer, _ = get_encoder(settings.assets, settings.is_chat)
         documents = map_in_order(
             partial(encode_row, settings), read_rows(files, settings), n_processes
         )
@@ -126,7 +128,7 @@ def read_rows(files: list[Path], settings: PrepareSettings) -> Iterator[Row]:
                 yield Row(path, number, content, name)
             if not number:
                 print(f"{path} has no rows", file=sys.stderr)
-        # of many libraries, for half a download, and wrong text, JSON or tables
+        # many libraries raise their own errors, for half a download, and wrong text, JSON or tables
         except Exception as error:
             raise PreparationError(f"{path} cannot be read: {error}") from None
 
@@ -193,7 +195,7 @@ def write_documents(
 ) -> tuple[dict[str, Split], Counter[str]]:
     """Write the files of both splits. Return the splits that have documents, and the sum of Document.counts.
 
-    `has_floor`: if all documents are in one split, the last one goes to the other.
+    If `has_floor` is true and all documents are in one split, the last one goes to the other split.
     """
     writers = {name: SplitWriter(folder / name) for name in ("train", "validation")}
     counts = Counter()
@@ -217,7 +219,7 @@ class SplitWriter:
     """Writes and hashes the files of a split."""
 
     def __init__(self, path: Path):
-        """`path`: of the files, without their suffix."""
+        """`path` is the path of the files without their suffix."""
         self.path = path
         self.files = {}
         self.totals = Counter()

@@ -117,12 +117,12 @@ def is_text(path: Path) -> bool:
 def find_files(
     inputs: list[Path], more_suffixes: Iterable[str] = ()
 ) -> tuple[list[Path], Counter[str]]:
-    """Return the files of `inputs` in the order of the corpus, and the number of skipped ones for each reason.
+    """Return the files of `inputs` in the order of the corpus, and the number of skipped files for each reason.
 
-    Links are followed, also to folders. What is reached twice is read once. Raises PreparationError.
+    Links to files and folders are followed. A file that is found twice is read once. Raises PreparationError.
     """
     for path in inputs:
-        if why := explain_hub_cache(path):  # which can have several versions
+        if why := explain_hub_cache(path):  # a cache folder can have several versions
             raise PreparationError(f"{why}. Name that folder")
     suffixes = ROW_SUFFIXES | TEXT_SUFFIXES
     suffixes |= {f".{suffix.lstrip('*.').lower()}".rstrip(".") for suffix in more_suffixes}
@@ -168,7 +168,7 @@ def find_files(
 def read_file(path: Path, encoding: str, tail: float) -> Iterator[Any]:
     """Yield the rows of a file, as in Row.content. The libraries that read it raise any error.
 
-    A text is one row; it is two rows if its `tail`, a fraction of the characters, is cut off.
+    A text is one row. If `tail`, a fraction of its characters, is not 0, the tail is a second row.
     """
     kind = get_kind(path)
     if path.suffix.lower() in OPENERS and path.stat().st_size == 0:  # gzip and zstd read no rows
@@ -199,9 +199,9 @@ def read_file(path: Path, encoding: str, tail: float) -> Iterator[Any]:
 
 
 def is_row(line: bytes) -> bool:
-    """Return whether the first line of a JSON file is a row, so that the others are, too. A wrong line is a row.
+    """Return whether the first line of a JSON file is a row. All other lines are then rows too. A bad line is a row.
 
-    Not a row: an array, the start of an object over several lines, several objects, UTF-16 or UTF-32.
+    These are not rows: an array, the start of an object over several lines, several objects, UTF-16 or UTF-32.
     """
     if line.startswith((*UTF32_MARKS, *UTF16_MARKS)):
         return False
@@ -237,7 +237,7 @@ def read_table(text: str, delimiter: str) -> Iterator[dict]:
 
 
 def read_values(text: str) -> Iterator[Any]:
-    """Yield JSON values that follow each other, and the elements of an array instead of it. Raises ValueError."""
+    """Yield successive JSON values. In place of an array, yield its elements. Raises ValueError."""
     decoder = json.JSONDecoder(object_pairs_hook=make_object)
     position = 0
     while position < len(text):

@@ -85,7 +85,7 @@ KEYS = [
 class Fault:
     """A fault and its consequences: a row of the score card."""
 
-    kind: str  # of KINDS
+    kind: str  # a key of KINDS
     seed: int  # also chooses the weight and the bit
     rank: int
     step: int  # counted from the start of the process

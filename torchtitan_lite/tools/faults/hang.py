@@ -202,7 +202,7 @@ def find_unusual_calls(files: dict[int, dict]) -> dict[int, str]:
 
 
 def find_unsent(files: dict[int, dict]) -> dict[int, str]:
-    """Return rank -> a text, for ranks whose result is ready, while another rank of the pipeline still waits for it."""
+    """Return rank -> a text, for ranks that have computed a result for which another pipeline rank still waits."""
     found = {}
     for waiter, file in files.items():
         awaits = file.get("pipeline", {}).get("awaits")

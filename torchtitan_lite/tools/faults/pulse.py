@@ -144,9 +144,8 @@ def judge(
 ) -> tuple[str, list[str]]:
     """Return a table of all measurements, and one sentence for each fault. `rows` has one entry per rank, by rank."""
     matmuls = [row["matmul"] for row in rows]
-    usual = median(
-        each.checksum for each in matmuls
-    )  # the checksum of most ranks; of no rank if two halves differ
+    # the checksum of most ranks; of no rank if two halves differ
+    usual = median(each.checksum for each in matmuls)
     found = []
     for each in matmuls:
         if each.checksum != usual:

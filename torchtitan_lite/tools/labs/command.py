@@ -41,7 +41,7 @@ def main(options: Namespace) -> int:
 
 
 def judge_answer(lab: Lab, options: Namespace) -> int:
-    """Compare an answer with what the tool prints. Return 0 if it is right, else 1."""
+    """Compare an answer with the output of the tool. Return 0 if it is right, else 1."""
     if options.name is None or options.value is None:
         names = ", ".join(lab.questions)
         raise UserError(f"Write: lab {lab.number} answer NAME VALUE. The names are {names}.")

@@ -1,6 +1,6 @@
 """Make a working copy of the package with a hole or a planted bug. Nothing in the checkout changes.
 
-A file of functions names where each belongs; `replace_functions` puts them there:
+In a file of functions, a comment above each function names its place; `replace_functions` puts it there:
 
     # torchtitan_lite/parallel/tensor_parallel.py: RowwiseParallel.forward
     def forward(self, x): ...
@@ -46,7 +46,7 @@ def start(lab: Lab, folder: Path) -> None:
 
 
 def leave_out(folder: str, names: list[str]) -> list[str]:
-    """Return what a working copy does not need."""
+    """Return the names that a working copy does not need."""
     left_out = ["__pycache__"]
     if IS_INSTALLED:
         left_out.append("shipped")

@@ -38,7 +38,7 @@ def main(options: argparse.Namespace) -> int:
         return 0
     print(f"{planned.config_name} on {n_ranks:,} ranks: {layout}\n")
     mesh = torch.arange(n_ranks).view([layout.degrees[dim] for dim in layout.used_dims])
-    torch.set_printoptions(edgeitems=1)  # of a large mesh, the first and the last ranks
+    torch.set_printoptions(edgeitems=1)  # print only the first and the last ranks of a large mesh
     print(f"mesh ({', '.join(layout.used_dims)}):\n{mesh}")
     if options.rank is not None:
         n_rows = layout.global_batch_size // layout.dp

@@ -117,7 +117,7 @@ class PlannedRun:
 
     @property
     def has_own_reserve(self) -> bool:
-        """Whether the reserve of this trainer applies: on one GPU. Other trainers published runs on several GPUs."""
+        """Whether the reserve of this trainer applies: on one GPU. Published runs of others have several GPUs."""
         return self.layout.world_size == 1 and self.cluster.name != "cpu"
 
     @cached_property

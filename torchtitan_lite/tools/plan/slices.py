@@ -19,7 +19,7 @@ MOST_RANKS = 64  # a picture shows at most this number of ranks
 class Slices(NamedTuple):
     """One rank's slices: of a weight whose output features tp splits, of a batch, and of the experts of a layer."""
 
-    held_rows: range  # of the weight
+    held_rows: range  # rows of the weight
     used_rows: range
     sequences: range  # of the global batch
     held_tokens: list[range]

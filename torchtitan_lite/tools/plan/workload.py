@@ -134,7 +134,7 @@ class Workload:
     # triton: the kernel of this trainer for documents, windows and sinks; unfused: scores are written to memory
     attention: Literal["cudnn", "flash2", "triton", "unfused"] = "cudnn"
     moment_bytes: int = 8  # optimizer state per parameter
-    updates_matrices: bool = False  # by Muon, which keeps MASTER_BYTES less for them
+    updates_matrices: bool = False  # Muon updates matrices, and keeps MASTER_BYTES less for them
     loss_chunk_tokens: int = 0  # 0 computes all logits at once
     compiled: bool = False
     compiles_loss: bool = False

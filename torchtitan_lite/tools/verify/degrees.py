@@ -15,7 +15,7 @@ SHARD = "parallelism.data_parallel_shard_degree"
 CP = "parallelism.context_parallel_degree"
 TP = "parallelism.tensor_parallel_degree"
 EP = "parallelism.expert_parallel_degree"  # not a mesh dim: uses the ranks of dp_shard x cp x tp
-DEGREES = (  # of several largest degrees, the first is made smaller
+DEGREES = (  # if several degrees are largest, the first of them is made smaller
     "parallelism.data_parallel_replicate_degree",
     SHARD,
     "parallelism.pipeline_parallel_degree",
@@ -41,7 +41,7 @@ def count_ranks(section: Parallelism) -> int:
 
 
 def choose_dp_shard(section: Parallelism, max_ranks: int) -> int:
-    """Return dp_shard. An automatic one gets all remaining ranks; any other is a multiple of the unit already."""
+    """Return dp_shard. An automatic value becomes all remaining ranks; any other is already a multiple of the unit."""
     unit = find_shard_unit(section)
     return plan_degrees(section, max_ranks)["dp_shard"] // unit * unit
 
@@ -66,7 +66,7 @@ def list_smaller(config: Config) -> Iterator[Config]:
 def choose_other_layout(config: Config, n_ranks: int) -> Config:
     """Return the config on another mesh of the same ranks, with the same global batch and another ep if possible.
 
-    On half of the ranks data is sharded, on the other half tensors; otherwise data on all ranks.
+    It has tp = 2, and dp_shard over the rest. If that is not possible, dp_shard covers all ranks.
     """
     args = resolve_model(config.model)
     asked = {key: get_value(config, key) for key in DEGREES}

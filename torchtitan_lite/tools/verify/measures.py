@@ -56,7 +56,7 @@ def relative_error(
 ) -> float:
     """Return ||own - right|| relative to this slice's share of ||unit|| (default: `whole`). If it is 0, own must be 0.
 
-    `roundings`: number of fp32 roundings per element to ignore.
+    Ignore this number of `roundings` in fp32 per element.
     If `forgives` is true, ignore the largest errors: those of two elements plus 0.1 % of all elements. In bfloat16, one
     element in ten thousand rounds differently.
     """

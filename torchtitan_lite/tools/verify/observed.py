@@ -1,4 +1,4 @@
-"""What a witness sees of a step: the run, its batch and result, and the events of a profile.
+"""The parts of a step that a witness sees: the run, its batch and result, and the events of a profile.
 
 The profile of torch names each operator, collective of FSDP and compiled region that ran. Events outside of backward
 and inside are counted apart, because recompute shows as an operator of forward that ran in backward.
@@ -67,7 +67,7 @@ def count_events(profiler: profile) -> tuple[Counter[str], Counter[str]]:
     backward: Counter[str] = Counter()
     if not profiler.enabled:
         return forward, backward
-    end_ns = 0  # of the last node of autograd
+    end_ns = 0  # end of the last node of autograd
     for event in sorted(profiler.kineto_results.events(), key=lambda event: event.start_ns()):
         name = event.name()
         start_ns = event.start_ns()

@@ -46,7 +46,7 @@ from torchtitan_lite.parallel.context_parallel import CausalContext, GatheringAt
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 
 SPIKE = 10.0  # in units of the largest gradient norm that training.skip_spikes allows
-STEPS = [  # max_norm in units of the gradient norm, and what to write into one gradient (0: nothing)
+STEPS = [  # max_norm in units of the gradient norm, and the value to write into one gradient, unless it is 0
     (0.5, 0.0),
     (2.0, 0.0),
     (2.0, math.nan),
@@ -56,7 +56,7 @@ STEPS = [  # max_norm in units of the gradient norm, and what to write into one 
 ]
 TIE = 5e-6  # a smaller margin between the last chosen and the first unchosen expert is a tie: about fifty roundings
 DECIDES = 10.0  # a bias larger than every score
-# The embedding gets smaller, so that layers matter beside it, and the eps of a norm. An exact factor: bits stay equal.
+# A smaller embedding makes the outputs of layers, and the eps of a norm, matter. The factor is exact: bits stay equal.
 EMBEDDING_SCALE = 1 / 16
 FIRST_EXPONENT = 13  # positions around 2**13 = 8,192 and the next six powers of two
 N_EXPONENTS = 7
@@ -69,7 +69,7 @@ class PlainStep:
     batch: Batch
     position: int  # in the schedule
     max_norm: float
-    spoiled_by: float  # NaN, infinity or a spike to write into one gradient; 0: none
+    spoiled_by: float  # NaN, infinity or a spike to write into one gradient, or 0 to write nothing
     weights: dict[str, Tensor]  # before the step, including expert biases
     outputs: dict[str, Tensor]  # of each module, in forward order; for the head, token losses
     has_own_loss: bool  # the loss is the code of the model
@@ -164,7 +164,7 @@ MASKED_ATTENTIONS = (DocumentAttention, WindowedAttention)
 
 
 def has_formula(inner: InnerAttention) -> bool:
-    """Whether this file or torch computes an attention too. The plain loop shares any other, as of a fork."""
+    """Whether this file or torch also computes this attention. If not, the plain loop calls the model's own code."""
     kind, *bases = type(inner).__mro__
     if bases[0] is GatheringAttention:
         kind = bases[1]
@@ -177,7 +177,7 @@ OF_LOSS = ("forward", "differentiate", "token_losses")  # methods of a head
 class PlainExperts:
     """Replaces the forward of an MoE: every expert computes every token. The weight of an unchosen expert is 0.
 
-    In every layer one expert gets no token, and one gets every token if top_k is at least 2. `biases_decide`: biases
+    In every layer one expert gets no token, and one gets every token if top_k is at least 2. If `biases_decide`, biases
     choose the same experts for every token, whatever the rounding.
     """
 
@@ -292,7 +292,7 @@ class PlainModel:
         return self.model(batch.tokens, **fields, **options)
 
     def finds_own_loss(self, batch: Batch) -> bool:
-        """Whether the loss is more than one call of the shared head: a fork adds to it, or has another head."""
+        """Whether the loss is more than one call of the shared head: a fork may add to it, or have another head."""
         head = self.model.output
         calls = []
         hook = head.register_forward_hook(lambda *call: calls.append(call[-1]))
@@ -303,7 +303,7 @@ class PlainModel:
         return any(own) or len(calls) != 1 or loss is not calls[0]
 
     def compute_loss(self, batch: Batch, counted: Tensor) -> Tensor:
-        """Return the mean of the cross entropy, or of the formula, over the targets that count. From logits."""
+        """Return the mean of the cross entropy, or of the formula, over the targets that count, from full logits."""
         exact = self.call(batch).double()
         targets = batch.targets.where(counted, 0)
         if self.section.loss == "cross_entropy":

@@ -9,7 +9,7 @@ Errors do not carry over into the next step, and AdamW does not amplify rounding
 schedule. Each rank slices the tensors of the plain loop; nothing is gathered.
 
 Experts: rounding a score can change the top-k choice. A token with tied scores takes the experts that it has in the
-plain loop. It is recognized by its scores, so it can be on any rank and in any microbatch.
+plain loop. The token is recognized by its scores, so it can be on any rank and in any microbatch.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Reduce a real config to laptop size, and keep the relations between sizes on which faults of layouts depend.
+"""Reduce a real config to laptop size. Keep the relations between sizes that decide which faults a layout shows.
 
     degrees         exactly as in the config (degrees.py)
     kept relations  query heads per key/value head; one or several key/value heads per tp rank; which sizes tp x
@@ -64,7 +64,7 @@ N_WORDS = 258  # of this tokenizer
 REPLACED = {
     "training.steps": 5,  # the wide trial has five or more
     "training.mixed_precision_param": "float32",  # the precision of the run has a separate trial
-    "model.converters": [],  # so has float8
+    "model.converters": [],  # float8 has a separate trial too
     "parallelism.enable_async_tensor_parallel": False,  # needs inductor and GPUs
     # Only train.py reads the keys below. Every step is logged and saved, the first and the last are validated.
     "model.hf_assets_path": TOKENIZER,
@@ -162,7 +162,7 @@ def suggest_smaller(config: Config, max_ranks: int) -> str:
 
 
 def override(config: Config, overrides: dict[str, object]) -> Config:
-    """Return the config with some keys ("section.key") set. "flavor.NAME" is a field of its row, or of its `moe`."""
+    """Return the config with some keys ("section.key") set. "flavor.NAME" sets a field of the row, or of its `moe`."""
     for key, value in overrides.items():
         if key.startswith("flavor."):
             name = key.removeprefix("flavor.")
@@ -219,7 +219,7 @@ def reduce_experts(args: ModelArgs, layout: Layout, dim: int, n_wanted: int) -> 
     """Return the sizes of an MoE: about `n_wanted` experts, and top_k of the real model, at most N_EXPERTS.
 
     FSDP shards whole experts if it does so in the real run, and otherwise matrices. If the real model has both MoE and
-    dense layers, so have the small ones. Empty for a dense model.
+    dense layers, so does the small model. Returns {} for a dense model.
     """
     moe = args.moe
     if moe is None:
@@ -250,7 +250,8 @@ def round_up(size: int, unit: int) -> int:
 def reduce_stages(section: Parallelism, n_layers: int, real: Layout) -> dict[str, object]:
     """Return layers and stages: the same number of stages per rank, at most two if possible, even or uneven.
 
-    Keeps the first stages and the last. Each has one layer, or two if it has more than the smallest in the real run.
+    Keeps the first stages and the last. Each has one layer, or two if it has more than the smallest stage of the real
+    run.
     """
     if real.pp == 1:
         return {"model.n_layers": min(2, n_layers), STAGES: None}

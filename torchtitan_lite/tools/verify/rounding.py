@@ -1,4 +1,4 @@
-"""Measure where a rank rounds: what ZeRO++ packs, the dtype that FSDP reduces, float8 scales, sums of microbatches."""
+"""Measure where a rank rounds: blocks of ZeRO++, the dtype of FSDP's reduction, float8 scales, sums of microbatches."""
 
 import math
 from contextlib import AbstractContextManager
@@ -40,7 +40,7 @@ def packing_checked(note: Note) -> AbstractContextManager:
                 note("packing", "zero_plus_plus", worst.max().item())
         sent = rows.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         sent = sent.view(torch.int8)
-        # A rank must not use its own numbers as they were: others see them rounded.
+        # A rank must not use its own numbers unrounded, because other ranks see them rounded.
         rows.fill_(math.nan)
         return sent
 
@@ -82,7 +82,7 @@ def find_scales(run: build.Run) -> PrecomputedScales | None:
 
 
 def compare_scales(precomputed: PrecomputedScales, note: Note) -> None:
-    """Compare the scales for the next step with those of the weights that it will use. Collective."""
+    """Compare the scales for the next step with scales computed from the weights of that step. Collective."""
     weights = precomputed.hooks
     mesh = precomputed.mesh
     amax = torch.stack([find_amax(weight.shard) for weight in weights])

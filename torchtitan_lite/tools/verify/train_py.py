@@ -5,8 +5,8 @@
     another layout            3 4       on the same ranks, with another ep if possible, from the last checkpoint
 
 train.py is started three times in warm workers. All numbers in metrics.jsonl are compared, and every tensor of the
-checkpoint after each step: a loss hides a state that a resume has rounded. A fault that one process has too is not
-found here; the tests find those.
+checkpoint after each step: a loss would hide a state that a resume has rounded. A fault that one process has too is
+not found here, but by the tests.
 """
 
 import gc
@@ -135,7 +135,7 @@ def run_train(config: Config, n_ranks: int, run_ranks: RunRanks) -> tuple[Log, A
 def start_train(
     rank: int, world_size: int, args: list[str], port: int, flavors: dict[str, ModelArgs]
 ) -> Acted:
-    """Worker: execute train.py as under torchrun. `port`: port of the parent's TCPStore.
+    """Worker: execute train.py as under torchrun. The TCPStore of the parent listens at `port`.
 
     `flavors` are added to those of the model. Returns which keys acted. Exceptions of train.py propagate.
     Raises RuntimeError if its exit status is not 0.
@@ -165,8 +165,8 @@ def start_train(
 def choose_by_bias(router: Router, scores: Tensor) -> Tensor:
     """Replace Router.choose: every token chooses the experts with the largest biases.
 
-    Rounding the scores could change a top-k choice. Biases change by fixed amounts, so experts change from step to step
-    but are equal on all layouts.
+    Rounding the scores could change a top-k choice. Biases change by fixed amounts, so the chosen experts vary between
+    steps, but not between layouts.
     """
     order = router.expert_bias - 1e-6 * torch.arange(router.n_experts, device=scores.device)
     return order.topk(router.args.top_k).indices.expand(*scores.shape[:-1], -1)

@@ -93,7 +93,7 @@ def try_layout(
 ) -> Trial:
     """Run a reduced config on `world_size` ranks, and compare it with the plain loop.
 
-    A single step is not profiled: that of the deep trial is so long that this would take most of the time.
+    A single step is not profiled: the step of the deep trial is so long that profiling would take most of the time.
     """
     steps = run_plainly(config, n_steps)
     is_profiled = n_steps > 1
@@ -148,7 +148,7 @@ def judge(
 ) -> Trial:
     """Return the error of each measure that is nearest to its bound, and its first fault in the order of the steps.
 
-    `modules`: in forward order. Names of other kinds are in the order in which a rank noted them.
+    `modules` are in forward order. Names of other kinds are in the order in which a rank noted them.
     """
     keys: dict[Key, None] = {}
     for rank in reversed(ranks):  # backward begins in the last stage

@@ -33,7 +33,7 @@ from torchtitan_lite.tools.verify.plain import has_formula
 
 MOE_SIZES = [size.name for size in fields(MoEArgs)]
 MASKS = ("sliding_window", "layer_types", "attention_sinks")  # fields of ModelArgs
-Acted = dict[str, bool | None]  # key -> whether it acted; None: it is off
+Acted = dict[str, bool | None]  # key -> whether it acted, or None if it is off
 Witness = Callable[[Observed], bool | None]
 
 
@@ -66,7 +66,7 @@ def reads_text(step: Observed) -> bool:
 
 
 def separates_documents(step: Observed) -> bool | None:
-    """Kinds that the plain loop does not compute in its own way are shared with it, and so not covered."""
+    """Attention without separate code in the plain loop is shared with it, so it is not covered."""
     name = step.config.model.attention
     inners = [inner for part in step.run.parts for inner in list_attentions(part).values()]
     is_compared = all(map(has_formula, inners))
@@ -114,13 +114,13 @@ def decays(step: Observed) -> bool | None:
 
 
 def ends_above_zero(step: Observed) -> bool | None:
-    """The decay never falls below this rate. Without it, the last step of a schedule has nearly none."""
+    """The rate never decays below this value. Without it, the rate of the last step is nearly 0."""
     factor = step.config.lr_scheduler.min_lr_factor
     return once_on(factor and decays(step) is not None, decays(step) and step.rate >= factor)
 
 
 def runs_implementation(step: Observed) -> bool | None:
-    """Only AdamW has kernels of its own for each implementation. The fused one also uses one kernel for lists."""
+    """Only AdamW has separate kernels for each implementation. "fused" also uses a kernel for lists of tensors."""
     section = step.config.optimizer
     if not OPTIMIZERS[section.name].has_fused_kernel or section.moments_dtype == "bfloat16":
         return None
@@ -146,7 +146,7 @@ def adds_z_loss(step: Observed) -> bool | None:
 
 
 def updates_groups(step: Observed) -> bool:
-    """Every group has a parameter of the small model, and this rank updates one of them with its factors."""
+    """Every group has a parameter of the small model, and this rank updates one of them with the group's factors."""
     section = step.config.optimizer
     asked = set()
     for group in section.groups:
@@ -200,7 +200,7 @@ def runs_schedule(step: Observed) -> bool | None:
 
 
 def rotates(step: Observed) -> bool | None:
-    """Only the ring exchanges keys by all-to-all. Experts do so too, and hide it; each Scatter of tp does so once."""
+    """Only the ring exchanges keys by all-to-all. Each Scatter of tp uses one, too; experts use more, which hide it."""
     layout = step.run.layout
     is_ring = step.forward["_c10d_functional::all_to_all_single"] > step.forward["Scatter"]
     asked = step.config.parallelism.context_parallel_rotate_method
@@ -217,7 +217,7 @@ def recomputes(step: Observed) -> bool | None:
 
 
 def recomputes_in(step: Observed, mode: str) -> bool | None:
-    """Whether blocks are recomputed, if they are in this mode."""
+    """Return whether blocks are recomputed, or None if recompute has a different mode."""
     return recomputes(step) if step.config.activation_checkpoint.mode == mode else None
 
 
@@ -255,7 +255,7 @@ def filters_linears(step: Observed) -> bool | None:
 
 
 def precomputes_scales(step: Observed) -> bool | None:
-    """Without it, each weight that is gathered in float8 needs an all-reduce in forward."""
+    """Without precomputed scales, each weight that is gathered in float8 needs an all-reduce in forward."""
     section = step.config.quantize.linear.float8
     is_on = step.config.model.uses_float8 and section.precompute_float8_dynamic_scale_for_fsdp
     n_matmuls = count(step.forward, "Float8MatmulFunction")
@@ -365,7 +365,7 @@ def actions_noted(acted: Acted, *, profiled: bool = True) -> Iterator[None]:
 
 
 def merge(observations: Iterable[Acted]) -> Acted:
-    """Merge what steps and ranks saw. A key acted if it acted once. It is off if it was off each time."""
+    """Merge the observations of steps and ranks. A key acted if it acted once. It is off if it was off each time."""
     merged: Acted = {}
     for acted in observations:
         for key, is_acting in acted.items():
