@@ -121,7 +121,7 @@ class Training:
     steps: Positive = 10000
     # gradients are scaled down to this global 2-norm; 0 turns this off
     max_norm: ZeroOrMore = key(1.0, resume="note")
-    # new: skip the update of a step whose gradient norm is more than this (such as 3) times its running median; 0: never
+    # new: skip the update of a step whose gradient norm is over this many times its running median, such as 3; 0: never
     skip_spikes: ZeroOrMore = key(0.0, resume="note")
     # new: number of steps in that median, skipped steps included. If norms rise for good, half as many steps are
     # skipped; then the higher level is accepted
