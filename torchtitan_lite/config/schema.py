@@ -119,9 +119,9 @@ class Training:
     # new: for the order of samples, which is the same on every layout; default: debug.seed
     data_seed: Annotated[int, Range(0, LARGEST_SEED)] | None = key(None, resume="refuse")
     steps: Positive = 10000
-    # gradients are scaled down to this global 2-norm; 0 turns this off
+    # gradients are scaled down to this global 2-norm; 0: never
     max_norm: ZeroOrMore = key(1.0, resume="note")
-    # new: skip the update of a step whose gradient norm is over this many times its running median, such as 3; 0: never
+    # new: skip the update of a step whose gradient norm is more than this times its running median, such as 3; 0: never
     skip_spikes: ZeroOrMore = key(0.0, resume="note")
     # new: number of steps in that median, skipped steps included. If norms rise for good, half as many steps are
     # skipped; then the higher level is accepted

@@ -125,9 +125,8 @@ class HangWatch:
         self.begun_ns: deque[int] = deque(maxlen=N_STEPS)  # time of day at which each step began
         self.is_in_step = False
         self.began_s = time.monotonic()
-        self.last_s: float | None = (
-            None  # duration of the last step; None before the first step has ended
-        )
+        # duration of the last step; None before the first step has ended
+        self.last_s: float | None = None
         self.has_validated = False
         self.leaving = threading.Event()
         self.has_failed = False

@@ -33,9 +33,8 @@ from torchtitan_lite.tools.plan.planned_run import PlannedRun, plan_run
 from torchtitan_lite.tools.plan.transfers import Moved, estimate_traffic
 from torchtitan_lite.tools.tables import format_bytes, format_table
 
-CPU = torch.device(
-    "cpu"
-)  # device of fake tensors, because a CPU build of torch has no CUDA kernels
+# device of fake tensors, because a CPU build of torch has no CUDA kernels
+CPU = torch.device("cpu")
 
 
 def shorten(planned: PlannedRun, n_microbatches: int) -> PlannedRun:
