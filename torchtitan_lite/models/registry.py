@@ -28,7 +28,7 @@ WRITTEN = ("rope_theta", "rope_scaling", "tie_embeddings", "moe", "name")
 
 
 def find_model_type(model_args: ModelArgs) -> str | None:
-    """Return the model_type of the first family that computes the same; None if no Hugging Face format does."""
+    """Return the model_type of the first Hugging Face family that computes what `model_args` describes, or None."""
     for kind, family in MODELS[model_args.name].families.items():
         if not list_unwritten(model_args, family):
             return kind

@@ -202,7 +202,7 @@ def find_unusual_calls(files: dict[int, dict]) -> dict[int, str]:
 
 
 def find_unsent(files: dict[int, dict]) -> dict[int, str]:
-    """Return rank -> a text, for ranks that have computed a result for which another pipeline rank still waits."""
+    """Return rank -> a message, for each rank that has a result that another pipeline rank still waits for."""
     found = {}
     for waiter, file in files.items():
         awaits = file.get("pipeline", {}).get("awaits")
