@@ -1,4 +1,4 @@
-"""The verdict of `verify`, and its gaps: where the config of a trial differs from the config given to verify.
+"""The verdict of `verify`, and its gaps: where the config of a trial differs from the one given to verify.
 
     covered       a trial ran the value asked, and saw the key act (witnesses.py); or the key is off
     not covered   all other keys: no trial ran the value asked, or the key did not act, or it is set and has no witness

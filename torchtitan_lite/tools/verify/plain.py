@@ -84,7 +84,7 @@ class PlainStep:
 
 
 def make_batch(config: Config, seed: int) -> Batch:
-    """Draw a global batch. The fraction of masked targets grows to 90 % at the end of the batch. Row 1 is masked entirely.
+    """Draw a global batch. The fraction of masked targets grows to 90 % at its end. Row 1 is masked entirely.
 
     With document attention, row 0 has documents of two tokens on average, and other rows of eight. A row begins with
     small positions. Then they jump to 8,192, and to each of the next powers of two up to half a million: positions
