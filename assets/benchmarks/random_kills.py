@@ -5,7 +5,7 @@
 
 Each layout trains twice: undisturbed, and with all its kills in a row, each after some more steps. A kill "during a
 restart" hits a rank of the next start. "back after": seconds from the kill until the run logs a step again. At the end,
-weights and optimizer state must equal those of the undisturbed run bit by bit. Linux only.
+weights and optimizer state must be bit-equal to the undisturbed run. Linux only.
 The arguments are names of layouts.
 """
 

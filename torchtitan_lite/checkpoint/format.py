@@ -177,7 +177,7 @@ def parse_model_args(manifest: Manifest) -> ModelArgs:
 
 
 def parse_fields(kind: type, values: dict[str, object]) -> Any:
-    """Return a dataclass. Raises CheckpointError for unknown fields, such as those of a fork."""
+    """Return a dataclass. Raises CheckpointError for unknown fields, which a fork may have added."""
     unknown = [f"{name} = {values[name]!r}" for name in values if name not in kind.__annotations__]
     if unknown:
         why = f"its model has {', '.join(unknown)}, which this code does not know"

@@ -14,8 +14,8 @@ MOST_DAMAGED = 8  # messages in one error
 def raise_on_all_ranks(group: dist.ProcessGroup, action: Callable[[], Any]) -> Any:
     """Call `action` on every rank. If it fails on any rank, all raise one of the errors. Collective.
 
-    Damage explains other errors. So if any rank has found damaged files, the error lists those of all ranks (the first
-    MOST_DAMAGED messages). Otherwise it is the error of the lowest rank that failed.
+    Damage explains other errors. So if any rank has found damaged files, the error lists the damaged files of all
+    ranks (the first MOST_DAMAGED messages). Otherwise it is the error of the lowest rank that failed.
     """
     result = None
     failure = None

@@ -42,7 +42,8 @@ PEAK_BF16_FLOPS = {
     "L40": 181e12,  # nvidia.com, L40 datasheet: dense
     "L4": 121e12,  # nvidia.com, L4 datasheet: 242 sparse
     "A10G": 70e12,  # nvidia.com, A10G datasheet: dense
-    # With float32 sums, as torch computes: NVIDIA's white papers of the architectures Ada, Blackwell and Ampere
+    # With float32 sums, as torch computes. Sources to compare with: NVIDIA's white papers of Ada, Blackwell and Ampere.
+    # GB300, B300, L40, A10G, RTX 5090 and RTX A6000 were entered from memory and not yet compared with their source.
     "RTX 5090": 209.5e12,
     "RTX 4090": 165.2e12,
     "RTX A6000": 154.8e12,

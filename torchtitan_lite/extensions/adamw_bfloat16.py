@@ -46,11 +46,9 @@ class AdamWBFloat16(AdamW):
                 if parameter.grad is not None:
                     *moments, step = self.list_state(parameter)
                     # flat, so that a single compiled graph serves all shapes
-                    tensors = [
-                        local_shard(tensor).view(-1)
-                        for tensor in (parameter, parameter.grad, *moments)
-                    ]
-                    update(*tensors, step, rate, scale, skipped, **keys)
+                    weight, first, second = [local_shard(t).view(-1) for t in (parameter, *moments)]
+                    gradient = local_shard(parameter.grad).reshape(-1)  # may be transposed
+                    update(weight, gradient, first, second, step, rate, scale, skipped, **keys)
 
     def list_state(self, parameter: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return both moments and the step count of a parameter."""

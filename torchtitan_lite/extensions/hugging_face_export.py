@@ -38,7 +38,7 @@ def explain_unwritable(model_args: ModelArgs, attention: str) -> str | None:
         return f"model.attention = {attention!r}, but {theirs} only has causal attention"
     layers = range(model_args.n_layers)
     if list_windows(attention, model_args) != tuple(map(model_args.find_window, layers)):
-        return f"the windows of model.attention = {attention!r} are unlike those of the model, which exports describe"
+        return f"model.attention = {attention!r} has other windows than the model, and an export has the model's"
     scaling = model_args.rope_scaling
     parts = [("", model_args.moe, family.experts)]
     if scaling:

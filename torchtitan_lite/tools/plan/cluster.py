@@ -210,7 +210,7 @@ ROWS = [
         triton_backward=0.08,
     ),
     # GPUs without NVLink between all of a node: each talks over its PCIe slot, version 4 or 5, x16. Peaks, memory and
-    # multiprocessors: NVIDIA's data sheets and white papers. Network and efficiencies: assumed. Never compared
+    # multiprocessors: from memory, to be compared with NVIDIA's data sheets. Network and efficiencies: assumed. No run
     Cluster(
         "4090",
         peak_bfloat16=GEFORCE_4090,
