@@ -44,11 +44,17 @@ class AdamWBFloat16(AdamW):
             update = compile_move() if device.type == "cuda" else move
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    *moments, step = self.list_state(parameter)
-                    # flat, so that a single compiled graph serves all shapes
-                    weight, first, second = [local_shard(t).view(-1) for t in (parameter, *moments)]
-                    gradient = local_shard(parameter.grad).reshape(-1)  # may be transposed
-                    update(weight, gradient, first, second, step, rate, scale, skipped, **keys)
+                    tensors = self.flatten(parameter)
+                    update(*tensors, rate, scale, skipped, **keys)
+
+    def flatten(self, parameter: Tensor) -> list[Tensor]:
+        """Return the tensors that `move` takes first, flat, so that a single compiled graph serves all shapes."""
+        first, second, step = self.list_state(parameter)
+        gradient = local_shard(parameter.grad).reshape(-1)  # it may be transposed
+        weight, first, second = [
+            local_shard(tensor).view(-1) for tensor in (parameter, first, second)
+        ]
+        return [weight, gradient, first, second, step]
 
     def list_state(self, parameter: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return both moments and the step count of a parameter."""
