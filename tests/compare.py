@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite import build
-from torchtitan_lite.config.checks import resolve_model
 from torchtitan_lite.config.layout import plan_degrees
+from torchtitan_lite.config.model import resolve_model
 from torchtitan_lite.config.schema import Config, LRScheduler, Model, Optimizer, Training
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.tools.verify import plain

@@ -18,8 +18,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from torchtitan_lite import build
 from torchtitan_lite import step as stepping
-from torchtitan_lite.config.checks import plan_layout, resolve_config, resolve_model
+from torchtitan_lite.config.checks import plan_layout, resolve_config
 from torchtitan_lite.config.layout import Layout
+from torchtitan_lite.config.model import resolve_model
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.model.head import Head

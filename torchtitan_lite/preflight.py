@@ -25,18 +25,17 @@ from torchtitan_lite.checkpoint.starting_weights import (
     find_resumed,
 )
 from torchtitan_lite.config.checks import (
-    check_grouped_matmuls,
     check_machine,
     check_run,
     count_pieces,
     plan_layout,
     resolve_config,
-    resolve_model,
 )
 from torchtitan_lite.config.extensions import load_extension
 from torchtitan_lite.config.layout import plan_degrees
 from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.messages import ConfigError, Problem, Problems
+from torchtitan_lite.config.model import check_grouped_matmuls, resolve_model
 from torchtitan_lite.config.model_rows import AUTO, ModelArgs
 from torchtitan_lite.config.reader import UserConfig, read_config
 from torchtitan_lite.config.schema import Config, Parallelism, get_value, with_value

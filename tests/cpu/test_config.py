@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 
-from torchtitan_lite.config.checks import MODEL_SIZES
+from torchtitan_lite.config.model import MODEL_SIZES
 from torchtitan_lite.config.reader import (
     CONFIG_FOLDER,
     KEYS,

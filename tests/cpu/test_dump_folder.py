@@ -15,7 +15,7 @@ from checkpoints import limit_files
 
 from torchtitan_lite.build import build_on_meta
 from torchtitan_lite.checkpoint.format import CheckpointError
-from torchtitan_lite.config.checks import resolve_model
+from torchtitan_lite.config.model import resolve_model
 from torchtitan_lite.config.reader import dump_config_toml, read_config
 from torchtitan_lite.config.schema import Config, with_value
 from torchtitan_lite.dump_folder import (

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.build import build_on_meta
-from torchtitan_lite.config.checks import resolve_model
+from torchtitan_lite.config.model import resolve_model
 from torchtitan_lite.config.schema import Config, Model
 from torchtitan_lite.parallel import tensor_parallel
 

@@ -11,10 +11,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from torchtitan_lite.build import build_on_meta
 from torchtitan_lite.components.optim import BUILDERS
 from torchtitan_lite.config.block import count_flops_per_token, count_parameters, list_parameters
-from torchtitan_lite.config.checks import can_split, plan_layout, resolve_model
+from torchtitan_lite.config.checks import can_split, plan_layout
 from torchtitan_lite.config.choices import ATTENTIONS, OPTIMIZERS, SCHEDULES
 from torchtitan_lite.config.extensions import EXTENSIONS, load_extension
 from torchtitan_lite.config.messages import ConfigError, UserError
+from torchtitan_lite.config.model import resolve_model
 from torchtitan_lite.config.model_rows import ModuleRow
 from torchtitan_lite.config.schema import Config, Model, with_value
 from torchtitan_lite.model.attention import ATTENTION_MODULES

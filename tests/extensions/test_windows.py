@@ -11,8 +11,8 @@ from test_documents import make_documents
 from torch import nn
 
 from torchtitan_lite.config.block import count_keys
-from torchtitan_lite.config.checks import check_model
 from torchtitan_lite.config.messages import UserError
+from torchtitan_lite.config.model import check_model
 from torchtitan_lite.config.model_rows import LAYER_TYPES, ModelArgs
 from torchtitan_lite.config.schema import Model
 from torchtitan_lite.extensions.windowed_attention import attend_in_windows

@@ -13,8 +13,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan_lite.config.block import list_linears, plan_float8
-from torchtitan_lite.config.checks import check_machine, resolve_model
+from torchtitan_lite.config.checks import check_machine
 from torchtitan_lite.config.machine import GIB, Machine
+from torchtitan_lite.config.model import resolve_model
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Checkpoint
 from torchtitan_lite.extensions import float8_rowwise

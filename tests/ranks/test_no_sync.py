@@ -32,7 +32,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan_lite import build
 from torchtitan_lite import step as stepping
-from torchtitan_lite.config.checks import plan_layout, resolve_config, resolve_model
+from torchtitan_lite.config.checks import plan_layout, resolve_config
+from torchtitan_lite.config.model import resolve_model
 from torchtitan_lite.parallel import expert_parallel
 from torchtitan_lite.parallel.mesh import build_mesh
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_lite import validation
 from torchtitan_lite.components.signals import StopFlag
-from torchtitan_lite.config.checks import resolve_model
+from torchtitan_lite.config.model import resolve_model
 from torchtitan_lite.data.corpus import Corpus
 from torchtitan_lite.data.dataset import RunData, SampleReader, ValidationBatches, rows_of_rank
 from torchtitan_lite.data.tokenizer import load_tokenizer

@@ -8,8 +8,9 @@ from layouts import ACCUMULATION_4, EP, MODE, MOE, PP, REPLICATE, TP, TWO_LAYERS
 from watching import Collectives
 
 from torchtitan_lite import step as stepping
-from torchtitan_lite.config.checks import plan_layout, resolve_model
+from torchtitan_lite.config.checks import plan_layout
 from torchtitan_lite.config.layout import plan_zero_stage
+from torchtitan_lite.config.model import resolve_model
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Parallelism
 

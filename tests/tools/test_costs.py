@@ -42,8 +42,8 @@ from measure_memory import (
 )
 
 from torchtitan_lite import step as stepping
-from torchtitan_lite.config.checks import resolve_model
 from torchtitan_lite.config.machine import Machine
+from torchtitan_lite.config.model import resolve_model
 from torchtitan_lite.model.moe import Router
 from torchtitan_lite.tools.host_rules import bound_memory
 from torchtitan_lite.tools.plan.cluster import CLUSTERS

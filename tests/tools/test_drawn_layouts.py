@@ -28,9 +28,10 @@ from layouts import (
     ZERO,
 )
 
-from torchtitan_lite.config.checks import plan_layout, resolve_model
+from torchtitan_lite.config.checks import plan_layout
 from torchtitan_lite.config.choices import SCHEDULES
 from torchtitan_lite.config.messages import ConfigError
+from torchtitan_lite.config.model import resolve_model
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.tools.verify.certificate import describe, make_report

@@ -15,7 +15,7 @@ from test_tokenizers import make_suffix_bpe, make_word_piece, write
 from transformers import LlamaForCausalLM
 
 from torchtitan_lite.__main__ import main
-from torchtitan_lite.config.checks import resolve_model
+from torchtitan_lite.config.model import resolve_model
 from torchtitan_lite.config.schema import Model
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.model.part import list_moes

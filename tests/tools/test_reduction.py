@@ -4,8 +4,9 @@ import compare
 import pytest
 from layouts import CP, EP, PP, REPLICATE, SCHEDULE, SHARD, TP
 
-from torchtitan_lite.config.checks import plan_layout, resolve_model
+from torchtitan_lite.config.checks import plan_layout
 from torchtitan_lite.config.messages import ConfigError
+from torchtitan_lite.config.model import resolve_model
 from torchtitan_lite.config.reader import CONFIG_FOLDER, read_config
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.tools.verify.reduction import (

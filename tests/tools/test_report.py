@@ -11,7 +11,8 @@ import pytest
 import warm_start
 
 from torchtitan_lite.__main__ import main as run_tool
-from torchtitan_lite.config.checks import plan_layout, resolve_model
+from torchtitan_lite.config.checks import plan_layout
+from torchtitan_lite.config.model import resolve_model
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.tools.pictures import choose_ticks, thin
 from torchtitan_lite.tools.report.page import main

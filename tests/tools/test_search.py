@@ -8,8 +8,9 @@ import pytest
 from marks import slow
 
 from torchtitan_lite.__main__ import main
-from torchtitan_lite.config.checks import plan_layout, resolve_model
+from torchtitan_lite.config.checks import plan_layout
 from torchtitan_lite.config.choices import SCHEDULES
+from torchtitan_lite.config.model import resolve_model
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Config

@@ -33,7 +33,8 @@ from mutant_table import put_in_place
 from mutants import MUTANTS, apply_mutant, try_mutant
 
 from torchtitan_lite import REPOSITORY, build
-from torchtitan_lite.config.checks import MODEL_SIZES, plan_layout
+from torchtitan_lite.config.checks import plan_layout
+from torchtitan_lite.config.model import MODEL_SIZES
 from torchtitan_lite.config.model_rows import ModelArgs, MoEArgs
 from torchtitan_lite.config.reader import KEYS, read_config
 from torchtitan_lite.config.schema import Config, get_value, with_value

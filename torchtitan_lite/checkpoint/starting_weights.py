@@ -24,9 +24,9 @@ from torchtitan_lite.checkpoint.format import (
     require_files,
 )
 from torchtitan_lite.config.block import list_expert_biases, list_parameters
-from torchtitan_lite.config.checks import MODEL_SIZES
 from torchtitan_lite.config.extensions import load_extension
 from torchtitan_lite.config.messages import ConfigError, Problem, Problems, UserError
+from torchtitan_lite.config.model import MODEL_SIZES
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.reader import flatten_table
 from torchtitan_lite.config.schema import Checkpoint, Config, get_value

@@ -27,8 +27,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan_lite.build import Run, build_run, find_model_class
-from torchtitan_lite.config.checks import plan_layout, resolve_config, resolve_model
+from torchtitan_lite.config.checks import plan_layout, resolve_config
 from torchtitan_lite.config.messages import UserError
+from torchtitan_lite.config.model import resolve_model
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.extensions.hugging_face_export import make_config
 from torchtitan_lite.files import import_extra

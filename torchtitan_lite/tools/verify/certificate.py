@@ -12,7 +12,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from torchtitan_lite.config.checks import MODEL_SIZES, resolve_config, resolve_model
+from torchtitan_lite.config.checks import resolve_config
+from torchtitan_lite.config.model import MODEL_SIZES, resolve_model
 from torchtitan_lite.config.reader import KEYS
 from torchtitan_lite.config.schema import Config, get_value
 from torchtitan_lite.tools.tables import format_table

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from torchtitan_lite.build import build_on_meta
-from torchtitan_lite.config.checks import resolve_model
+from torchtitan_lite.config.model import resolve_model
 from torchtitan_lite.tools.plan.planned_run import read_target
 from torchtitan_lite.tools.verify.certificate import CERTIFIED, describe, make_report
 from torchtitan_lite.tools.verify.plain import count_steps

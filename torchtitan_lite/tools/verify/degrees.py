@@ -6,9 +6,10 @@ An automatic dp_shard gets all remaining ranks, at least two: with one, nothing 
 from collections.abc import Iterator
 from math import gcd, prod
 
-from torchtitan_lite.config.checks import plan_layout, resolve_model
+from torchtitan_lite.config.checks import plan_layout
 from torchtitan_lite.config.layout import plan_degrees
 from torchtitan_lite.config.messages import ConfigError
+from torchtitan_lite.config.model import resolve_model
 from torchtitan_lite.config.schema import Config, Parallelism, get_value, with_value
 
 SHARD = "parallelism.data_parallel_shard_degree"

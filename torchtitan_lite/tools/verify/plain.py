@@ -30,9 +30,9 @@ from torch.optim.optimizer import Optimizer
 from torchtitan_lite import build
 from torchtitan_lite.checkpoint.load import set_step
 from torchtitan_lite.components.optim import build_lr_scheduler, build_optimizer, explain_unreached
-from torchtitan_lite.config.checks import resolve_model
 from torchtitan_lite.config.choices import ATTENTIONS
 from torchtitan_lite.config.messages import UserError
+from torchtitan_lite.config.model import resolve_model
 from torchtitan_lite.config.schema import Config, LRScheduler
 from torchtitan_lite.extensions.windowed_attention import WindowedAttention
 from torchtitan_lite.model.attention import CausalAttention, DocumentAttention

@@ -26,8 +26,9 @@ from torchtitan_lite import build
 from torchtitan_lite import step as stepping  # a module, because tests patch its functions
 from torchtitan_lite.checkpoint.load import set_step
 from torchtitan_lite.config import learning_rate
-from torchtitan_lite.config.checks import plan_layout, resolve_config, resolve_model
+from torchtitan_lite.config.checks import plan_layout, resolve_config
 from torchtitan_lite.config.messages import UserError
+from torchtitan_lite.config.model import resolve_model
 from torchtitan_lite.config.schema import Config, with_value
 from torchtitan_lite.data.dataset import rows_of_rank
 from torchtitan_lite.extensions.copies import compare_copies

@@ -29,10 +29,11 @@ from itertools import product
 from math import lcm
 
 from torchtitan_lite.config.block import FLOAT8_BLOCK, find_expert_dim
-from torchtitan_lite.config.checks import check_microbatches, find_row, plan_layout, resolve_model
+from torchtitan_lite.config.checks import check_microbatches, plan_layout
 from torchtitan_lite.config.choices import ATTENTIONS, SCHEDULES, list_windows
 from torchtitan_lite.config.layout import Layout, count_stages, plan_stages
 from torchtitan_lite.config.messages import ConfigError, Problem, name_command
+from torchtitan_lite.config.model import find_row, resolve_model
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schema import (
     Config,

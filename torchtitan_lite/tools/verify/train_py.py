@@ -31,7 +31,7 @@ from torch import Tensor
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.checkpoint.load import OpenCheckpoint
 from torchtitan_lite.components.signals import StopFlag
-from torchtitan_lite.config.checks import resolve_model
+from torchtitan_lite.config.model import resolve_model
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.reader import dump_config_toml
 from torchtitan_lite.config.schema import Config, LRScheduler, with_value

@@ -18,8 +18,8 @@ from torch.autograd.profiler import profile
 
 from torchtitan_lite import build
 from torchtitan_lite import step as stepping
-from torchtitan_lite.config.checks import MODEL_SIZES
 from torchtitan_lite.config.choices import ATTENTIONS, OPTIMIZERS
+from torchtitan_lite.config.model import MODEL_SIZES
 from torchtitan_lite.config.model_rows import MoEArgs
 from torchtitan_lite.config.schema import get_value
 from torchtitan_lite.extensions.parameter_groups import list_used

@@ -1,0 +1,103 @@
+"""The model that a config names, and rules for its sizes alone. Needs no torch."""
+
+from dataclasses import replace
+
+from torchtitan_lite.config.choices import ATTENTIONS
+from torchtitan_lite.config.messages import ConfigError, Problem, Problems
+from torchtitan_lite.config.model_rows import AUTO, LAYER_TYPES, SLIDING, ModelArgs
+from torchtitan_lite.config.schema import Config, Model
+from torchtitan_lite.models.registry import MODELS
+
+# torch.nn.functional.grouped_mm: every stride is a multiple of this
+GROUPED_BYTES = 16
+N_BYTES = {"bfloat16": 2, "float32": 4}
+# keys of [model]
+MODEL_SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size")
+
+
+def resolve_model(model: Model) -> ModelArgs:
+    """Return the model of the flavor, or of the loaded weights, with the sizes in [model]. Raises ConfigError."""
+    row = find_row(model)
+    sizes = {name: getattr(model, name) or getattr(row, name) for name in MODEL_SIZES}
+    if model.head_dim is None and (model.dim or model.n_heads):
+        sizes["head_dim"] = sizes["dim"] // sizes["n_heads"]
+    model_args = replace(row, **sizes, name=model.name)
+    problems = check_model(model, model_args)
+    if problems:
+        raise ConfigError(problems)
+    return model_args
+
+
+def find_row(model: Model) -> ModelArgs:
+    """Return the model of the loaded weights, or of the flavor. Raises ConfigError."""
+    flavors = MODELS[model.name].flavors
+    flavor = "debug" if model.flavor == AUTO else model.flavor
+    row = model.row or flavors.get(flavor)
+    if row is None:
+        why = f"model.name = {model.name!r} has no such flavor"
+        remedy = f"Use one of {', '.join([*flavors, AUTO])}"
+        raise ConfigError([Problem("model.flavor", model.flavor, why, remedy)])
+    return row
+
+
+def check_model(model: Model, model_args: ModelArgs) -> list[Problem]:
+    """Find inconsistent sizes in [model]. `model_args`: the flavor with these sizes applied."""
+    problems = Problems(Config(model=model), model_args)
+    is_derived = model.head_dim is None and (model.dim or model.n_heads)
+    if is_derived and model_args.dim % model_args.n_heads:
+        why = f"it does not divide model.dim = {model_args.dim}, and head_dim is dim / n_heads"
+        problems.refuse("model.n_heads", why, "Use a divisor of model.dim, or set model.head_dim")
+    elif model_args.head_dim % 2:
+        why = "rotary embedding rotates pairs of features"
+        problems.refuse("model.head_dim", why, "Use an even number")
+    if model_args.n_heads % model_args.n_kv_heads:
+        why = f"it does not divide model.n_heads = {model_args.n_heads}"
+        problems.refuse("model.n_kv_heads", why, "Use a divisor of n_heads")
+    check_windows(problems)
+    return problems
+
+
+def check_windows(problems: Problems) -> None:
+    """Find windows and sinks that no layer uses, or that the attention does not support."""
+    attention = problems.config.model.attention
+    model_args = problems.model_args
+    window = model_args.sliding_window
+    types = model_args.layer_types
+    why = ""
+    if not set(types) <= set(LAYER_TYPES):
+        why = f"its layer_types are {types}, but layers have the types {LAYER_TYPES}"
+    elif types and (SLIDING in types) != (window is not None):
+        why = f"its layer_types are {types}, but sliding_window = {window}"
+    elif window is not None and window < 1:
+        why = f"sliding_window = {window}, but a token sees at least itself"
+    if why:
+        remedy = f"Correct the flavor in models/{model_args.name}/table.py"
+        problems.refuse("model.flavor", why, remedy)
+    elif (window or model_args.attention_sinks) and ATTENTIONS[attention].window is None:
+        why = "the model has windows or sinks, but the row of this attention has no `window` (config/choices.py)"
+        problems.refuse("model.attention", why, 'Use "causal", or add `window` to the row')
+
+
+def check_grouped_matmuls(config: Config, model_args: ModelArgs) -> list[Problem]:
+    """Find sizes that grouped matmuls cannot take in the dtype of a resolved config."""
+    problems = Problems(config, model_args)
+    dtype = "training.mixed_precision_param"
+    why = explain_strides(model_args, config.training.mixed_precision_param)
+    if why and not explain_strides(model_args, "float32"):
+        problems.refuse(dtype, why, 'Use "float32"')
+    elif why:
+        remedy = "Use multiples of 8, for example experts padded with zeros, which compute the same"
+        problems.refuse("model.flavor", why, remedy)
+    return problems
+
+
+def explain_strides(model_args: ModelArgs, dtype: str) -> str:
+    """Explain why the experts of a model cannot compute in this dtype; "" if they can."""
+    if model_args.moe is None:
+        return ""
+    unit = GROUPED_BYTES // N_BYTES[dtype]
+    width = model_args.moe.expert_ffn_dim
+    if model_args.dim % unit == 0 and width % unit == 0:
+        return ""
+    sizes = f"dim = {model_args.dim} and experts of width {width}"
+    return f"grouped matmuls in {dtype} need multiples of {unit}, but the model has {sizes}"
