@@ -264,7 +264,7 @@ def test_launchers_with_one_hostname_and_process_id_are_two_hosts_for_torchrun(m
 
 
 IDENTIFY = (
-    "from torchtitan_lite.faults.host import *; print(identify_host(), read_state(2**22 - 1))"
+    "from torchtitan_lite.faults.processes import *; print(identify_host(), read_state(2**22 - 1))"
 )
 
 

@@ -37,7 +37,7 @@ class Checkout:
         self.take_real("torchtitan_lite/config/machine.py")
         self.take_real("torchtitan_lite/tools/detect.py")
         self.take_real("torchtitan_lite/tools/environment.py")
-        self.take_real("torchtitan_lite/faults/orphans.py")
+        self.take_real("torchtitan_lite/faults/processes.py")
         self.write("pyproject.toml", "dependencies = [\n]\n")  # the Python of these tests will do
         self.write("train.py", "")
         self.write("torchtitan_lite/__main__.py", STUB_PACKAGE)

@@ -40,7 +40,7 @@ from torchtitan_lite.config.layout import MESH_DIMS
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.schema import Comm
 from torchtitan_lite.dump_folder import HANG
-from torchtitan_lite.faults.host import identify_host, read_state
+from torchtitan_lite.faults.processes import identify_host, read_state
 from torchtitan_lite.parallel.process_groups import Place
 
 SHARE_OF_TIMEOUT = 0.75  # report before a collective times out and the ranks end

@@ -22,7 +22,7 @@ from typing import NoReturn
 
 from torchtitan_lite import IS_INSTALLED, REPOSITORY
 from torchtitan_lite.config.machine import OLDER_INDEX, PYPI_CUDA, explain_misfit
-from torchtitan_lite.faults.orphans import end_with_parent
+from torchtitan_lite.faults.processes import end_with_parent
 from torchtitan_lite.tools.detect import detect_machine
 
 try:  # tensorboard depends on packaging, so a Python without packaging also lacks tensorboard

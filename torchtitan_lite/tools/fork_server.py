@@ -1,5 +1,5 @@
 """The fork servers of the launcher and of `verify` import this. A fork server ends with the process that started it."""
 
-from torchtitan_lite.faults.orphans import end_with_parent
+from torchtitan_lite.faults.processes import end_with_parent
 
 end_with_parent()

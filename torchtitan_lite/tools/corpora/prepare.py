@@ -29,7 +29,7 @@ from tempfile import TemporaryDirectory
 
 from torchtitan_lite.data.corpus_folder import MANIFEST, CorpusManifest, Split, dump_manifest
 from torchtitan_lite.data.tokenizer import TOKENIZER_CONFIG, Tokenizer, load_tokenizer
-from torchtitan_lite.faults.orphans import end_with_parent
+from torchtitan_lite.faults.processes import end_with_parent
 from torchtitan_lite.files import hash_file, import_extra
 from torchtitan_lite.tools.corpora.chat import ChatFormat, mark_targets, read_chat_format
 from torchtitan_lite.tools.corpora.dialects import drop_all_nulls, read_conversation

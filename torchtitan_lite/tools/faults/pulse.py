@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_lite.components.signals import SIGNALS
 from torchtitan_lite.extensions.copies import compute_checksum
-from torchtitan_lite.faults.orphans import end_with_parent
+from torchtitan_lite.faults.processes import end_with_parent
 from torchtitan_lite.parallel.exchange import collectives, list_ranks
 from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.parallel.process_groups import end_process, join_job, start_process

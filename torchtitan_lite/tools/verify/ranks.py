@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from torchtitan_lite.faults.orphans import end_with_parent
+from torchtitan_lite.faults.processes import end_with_parent
 from torchtitan_lite.parallel.gloo_workers import limit_gloo_workers
 from torchtitan_lite.tools.forget_groups import forget_groups
 from torchtitan_lite.tools.processes import WORKER_ENVIRONMENT, start_fork_server

@@ -1,0 +1,48 @@
+"""Processes of this host: ranks end with the process that started them, and tell who else runs here (Linux: /proc).
+
+    run_train.sh       launcher  <-  fork server  <-  ranks
+    a bare torchrun    torchrun  <-  ranks
+
+`<-` means: asks the kernel to be killed as soon as its parent ends (PR_SET_PDEATHSIG). The kernel needs no thread of
+the process for that, so it also ends ranks that are stopped, or hold the GIL. A fork server does not end with the
+launcher by itself, because the ranks hold its pipe open; it makes the same request (tools/fork_server.py). The workers
+of `verify` and `prepare` do so, too.
+"""
+
+import ctypes
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def end_with_parent(number: int = signal.SIGKILL) -> None:
+    """Ask for a signal at the end of the parent process. Does nothing on systems other than Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+
+
+def identify_host() -> str:
+    """Return the boot of the kernel and the PID namespace. Processes with equal values see each other's process ids.
+
+    Two containers can share a hostname but not their process ids.
+    """
+    try:
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot_id} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:  # not Linux
+        return socket.gethostname()
+
+
+def read_state(pid: int) -> str:
+    """Return the state of a process's main thread: R runs, S sleeps, D waits for a disk, T is stopped, Z has ended.
+
+    Returns "" if this process cannot see it: it may have ended.
+    """
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
