@@ -343,6 +343,16 @@ def test_answers_that_are_not_certain_are_refused(template, reason, make_folder)
         encode(folder, {"messages": talk * 2})
 
 
+@pytest.mark.parametrize("written", ["[1:]", ".replace('+', '')", ".split('2')[-1]", " | upper"])
+def test_a_content_that_the_template_changes_is_counted(written, make_folder):
+    folder = make_folder(
+        "{% for message in messages %}{{ message.content" + written + " }}</s>{% endfor %}"
+    )
+    talk = [{**message, "content": "a+2b"} for message in EXCHANGE]
+    (said,) = read_chat_format(load_tokenizer(folder)).render({"messages": talk}).unused
+    assert "shortens or changes" in said
+
+
 @pytest.mark.slow
 def test_published_templates_give_the_text_and_the_masks_of_transformers(make_folder):
     package = find_spec("trl")

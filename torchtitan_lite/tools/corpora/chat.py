@@ -176,6 +176,10 @@ class ChatFormat:
                 if not is_written:
                     noun = f"messages whose {key}" if number else f"a column {key}, which"
                     unused[f"conversations with {noun} is not used"] = None
+                elif key == "content" and isinstance(value, str) and value.strip() not in text:
+                    unused["conversations with a content that the template shortens or changes"] = (
+                        None
+                    )
             if number:
                 self.check_role(part["role"], row, number)
         return list(unused)
