@@ -1,4 +1,4 @@
-"""Notices that a run prints before it starts: what the user did not ask for, or may not expect."""
+"""Notices that a run prints before it starts, about settings that the user did not choose or may not expect."""
 
 import re
 from math import prod

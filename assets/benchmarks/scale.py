@@ -156,7 +156,7 @@ class Stored:
         return SimpleNamespace(get_slice=lambda name: EmptySlice(*header[name]["shape"]))
 
     def hash_file(self, path: Path) -> str:
-        """Replace the hash of a file: its data is not there."""
+        """Return a made-up hash, because the file has no data."""
         self.opened[path.name] += 1
         return digest_name(path.name)
 

@@ -101,7 +101,7 @@ def find_bos(processor: dict) -> str | None:
 def list_leading(processor: dict) -> list[str]:
     """Return the tokens that a post-processor adds before a text.
 
-    In a sequence of post-processors, each stage adds its tokens before those of earlier stages.
+    If there are several post-processors, each one puts its tokens in front of the earlier ones.
     """
     leading = []
     for stage in processor.get("processors", ()):

@@ -35,9 +35,8 @@ class CachedAttention(InnerAttention):
         super().__init__()
         self.window: int | None = getattr(replaced, "window", None)
         self.sinks: nn.Module | None = getattr(replaced, "sinks", None)
-        self.cache: Tensor | None = (
-            None  # keys and values, (2, 1, K, L, E); of a window, its last ones
-        )
+        # keys and values, (2, 1, K, L, E); with a window, only the last ones
+        self.cache: Tensor | None = None
 
     def forward(
         self,

@@ -7,8 +7,8 @@
     found    seconds from the fault until the output names it: a dead rank, a hang, a NaN, unequal copies, damage
     back     seconds from the fault until a restarted run logs a step
 
-torchrun restarts a run. The drill starts it again if torchrun itself was killed, and kills a rank that a hang report
-names, as an operator would do.
+torchrun restarts a run. The drill does what an operator would do: it starts the run again if torchrun itself was
+killed, and kills a rank that a hang report names.
 """
 
 import importlib

@@ -111,7 +111,7 @@ def list_differences(runs: list[RecordedRun]) -> list[str]:
 
 
 def name_runs(runs: list[RecordedRun], keys: list[str]) -> None:
-    """Name each run by the values of the keys that differ, if they are few and enough; else by its folder."""
+    """Name each run by the values of at most three keys that differ. If these names repeat, use the folders."""
     names = []
     for run in runs:
         values = [f"{key.rpartition('.')[2]} {run.show(key)}" for key in keys]

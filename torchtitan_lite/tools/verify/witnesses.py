@@ -200,7 +200,10 @@ def runs_schedule(step: Observed) -> bool | None:
 
 
 def rotates(step: Observed) -> bool | None:
-    """Only the ring exchanges keys by all-to-all. Each Scatter of tp uses one, too; experts use more, which hide it."""
+    """Whether keys are rotated as asked: only the ring exchanges them by all-to-all.
+
+    A Scatter of tp also uses one all-to-all. With ep > 1, experts use many, so the answer is no.
+    """
     layout = step.run.layout
     is_ring = step.forward["_c10d_functional::all_to_all_single"] > step.forward["Scatter"]
     asked = step.config.parallelism.context_parallel_rotate_method
