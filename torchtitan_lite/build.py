@@ -130,7 +130,7 @@ def build_run(
     materialize(parts, config, device)
     after_update = []
     float8 = config.quantize.linear.float8
-    if float8.enable_fsdp_float8_all_gather:
+    if config.model.uses_float8 and float8.enable_fsdp_float8_all_gather:
         after_update += load_extension("float8_all_gather").gather_in_float8(
             parts, float8, mesh.fsdp_mesh
         )

@@ -234,7 +234,6 @@ def test_keys_of_the_config_that_make_a_step_faster_are_read():
         args += ["--model.converters=float8"] * ("float8" in key) + ["--compile.enable=true"]
         planned = plan_run(args, 64, "h100")
         assert planned.forecast.step_time_s < plain.forecast.step_time_s, key
-        assert any(key in name for name in list_unmodeled(planned)) == ("float8" in key)
 
 
 # ---------------------------------------------------------------- worked examples

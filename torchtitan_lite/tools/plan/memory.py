@@ -221,10 +221,13 @@ def estimate_memory(w: Workload, pp_rank: int, of_model: Layers | None = None) -
         moments = list_moments(w, layers, stages[0], at_rest)
     gathered, gradients, kept, working = max(moments, key=sum)
     if layout.zero_stage < 3 and not w.is_whole:
-        sizes = sorted(w.n_parameters[index] for index in indices)
+        sizes = []
+        for index in indices:
+            n_bytes = w.n_parameters[index] * w.compute_bytes
+            sizes.append(n_bytes - w.spare_bytes([w.stages[index]]))
         if w.engine == "torch":
-            sizes = sizes[-STAGES_GATHERED:]
-        gathered += sum(sizes) * w.compute_bytes
+            sizes = sorted(sizes)[-STAGES_GATHERED:]
+        gathered += sum(sizes)
     # Receive buffers hold hidden states for all stages except the first, and gradients for all except the last.
     n_received = sum((index > 0) + (index < len(layout.stages) - 1) for index in indices)
     n_buffers = layout.n_microbatches if w.engine == "torch" else layout.pp
@@ -282,8 +285,8 @@ def list_moments_of_pipeline(
 
 def find_largest_block(w: Workload, layers: Layers) -> float:
     """Return the bytes of the largest gathered layer."""
-    sizes = [kind.sizes.total() for kind, *_ in layers]
-    return max(sizes, default=0) * w.compute_bytes
+    sizes = [kind.sizes.total() * w.compute_bytes - kind.spared_bytes for kind, *_ in layers]
+    return max(sizes, default=0)
 
 
 def list_moments(w: Workload, layers: Layers, stage: Stage, at_rest: float) -> list[Moment]:

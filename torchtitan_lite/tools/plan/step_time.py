@@ -79,9 +79,9 @@ class StepTime(LayerTime):
         for index in w.layout.stages_of(pp_rank):
             forward += self.stages[index].forward
             backward += self.stages[index].backward_input + self.stages[index].backward_weight
-        first = max(self.gather_time(kind.sizes) for kind in w.kinds)
+        first = max(self.gather_time(kind.sizes, kind.spared_bytes) for kind in w.kinds)
         last = max(self.reduce_time(kind.sizes) for kind in w.kinds)
-        gather = self.gather_time(sizes)
+        gather = self.gather_time(sizes, w.spare_bytes(stages))
         reduce = self.reduce_time(sizes)
         gradients_bytes = w.at_rest[pp_rank] * w.reduce_bytes
         replicas = 2 * self.collective_time("dp_replicate", gradients_bytes)

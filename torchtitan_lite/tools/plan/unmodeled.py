@@ -29,9 +29,6 @@ def list_unmodeled(planned: PlannedRun) -> dict[str, str]:
         value = get_value(planned.config, key)
         if value not in values:
             unmodeled[f"{key} = {value}"] = counted
-    if planned.workload.gathers_float8:
-        key = "quantize.linear.float8.enable_fsdp_float8_all_gather"
-        unmodeled[f"{key} = True"] = "the weights in bfloat16 as traffic; the time counts float8"
     if planned.workload.updates_matrices and planned.config.optimizer.groups:
         unmodeled["optimizer.groups"] = "rounds of Muon with matrices of all groups"
     attention = planned.config.model.attention
