@@ -72,6 +72,7 @@ def build_on_meta(config: Config, model_args: ModelArgs) -> nn.Module:
     """Build the whole model on meta, without storage. Raises UserError if its table lists other parameters."""
     with torch.device("meta"):
         model = find_model_class(model_args.name)(model_args, attention=config.model.attention)
+    model.to(getattr(torch, config.training.dtype))
     listed = {fqn: entry.shape for fqn, entry in list_parameters(model_args).items()}
     built = {fqn: tuple(parameter.shape) for fqn, parameter in model.named_parameters()}
     different = sorted(listed.items() ^ built.items())

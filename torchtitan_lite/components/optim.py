@@ -107,7 +107,7 @@ def sum_squares(tensors: list[Tensor]) -> Tensor:
     the layout (tests/ranks/test_optim.py). So CPU tensors are summed in float64. A GPU sums in a tree, which is
     accurate in fp32.
     """
-    dtype = torch.float64 if tensors[0].device.type == "cpu" else None
+    dtype = torch.float64 if tensors[0].device.type == "cpu" else torch.float32
     norms = torch.stack(torch._foreach_norm(tensors, dtype=dtype))
     return norms.double().square().sum()
 

@@ -55,6 +55,15 @@ def check_bfloat16_moments(problems: Problems, layout: Layout) -> None:
         problems.refuse("optimizer.moments_dtype", why, remedy)
 
 
+def check_bfloat16_weights(problems: Problems, layout: Layout) -> None:
+    if problems.config.optimizer.moments_dtype != "bfloat16":
+        why = "only AdamW with bfloat16 moments rounds weights stochastically"
+        problems.refuse("training.dtype", why, 'Set optimizer.moments_dtype = "bfloat16"')
+    if layout.zero_stage > layout.pp == 1 < layout.n_microbatches:
+        why = "FSDP would sum the gradients of several microbatches in the dtype of the weights, bfloat16"
+        problems.refuse("training.dtype", why, "Use parallelism.zero_stage = 1")
+
+
 def check_zero_plus_plus(problems: Problems, layout: Layout) -> None:
     section = problems.config.parallelism
     if layout.fsdp == 1:
@@ -124,6 +133,12 @@ EXTENSIONS = {  # file of extensions/, without .py
         ("bfloat16",),
         "AdamW with both moments in bfloat16: 12 bytes of training state per parameter instead of 16",
         check_bfloat16_moments,
+    ),
+    "stochastic_rounding": Extension(
+        "training.dtype",
+        ("bfloat16",),
+        "weights in bfloat16 between steps, whose updates are rounded up or down at random",
+        check_bfloat16_weights,
     ),
     "parameter_groups": Extension(
         "optimizer.groups",

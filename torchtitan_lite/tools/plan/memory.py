@@ -232,7 +232,7 @@ def estimate_memory(w: Workload, pp_rank: int, of_model: Layers | None = None) -
     n_received = sum((index > 0) + (index < len(layout.stages) - 1) for index in indices)
     n_buffers = layout.n_microbatches if w.engine == "torch" else layout.pp
     return Memory(
-        parameters=at_rest * MASTER_BYTES,
+        parameters=at_rest * w.weight_bytes,
         gradients=gradients,
         optimizer=moment_bytes,
         gathered=gathered,
@@ -309,8 +309,10 @@ def list_moments(w: Workload, layers: Layers, stage: Stage, at_rest: float) -> l
     if layout.zero_stage == 3 and not w.is_whole:
         head = table * width
         block = find_largest_block(w, layers)
-    n_gradients = w.sizes[stage].total() if layout.zero_stage == 1 else at_rest
-    gradients = MASTER_BYTES * n_gradients  # after the step
+    tied = head * w.args.tie_embeddings  # freed after the backward of the embedding
+    gradients = w.weight_bytes * at_rest  # after the step
+    if layout.zero_stage == 1:
+        gradients = MASTER_BYTES * w.sizes[stage].total()
     before = gradients if layout.n_microbatches > 1 else 0.0
     to_come = 0.0 if before else MASTER_BYTES * (dense + table) / layout.fsdp
     reduce_bytes = 0
@@ -327,7 +329,7 @@ def list_moments(w: Workload, layers: Layers, stage: Stage, at_rest: float) -> l
     packing = 6 + 4 / layout.fsdp_near if "qgz" in w.zero_plus_plus else 0.0  # bytes per element
     return [
         (2 * head + near, before, kept, estimate_head(w)),
-        (2 * block + near, before + table * reduce_bytes, kept, working),
-        (block, gradients - to_come + dense * reduce_bytes, last, working),
+        (2 * block + tied + near, before + table * reduce_bytes, kept, working),
+        (block + tied, gradients - to_come + dense * reduce_bytes, last, working),
         (0.0, gradients + table * (reduce_bytes + packing + width), 0.0, 0.0),
     ]

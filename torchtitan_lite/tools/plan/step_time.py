@@ -12,7 +12,6 @@ from torchtitan_lite.models.registry import MODELS
 from torchtitan_lite.tools.plan.layer_time import LayerTime, Phases
 from torchtitan_lite.tools.plan.orders import Action, Order
 from torchtitan_lite.tools.plan.timeline import Timeline, simulate
-from torchtitan_lite.tools.plan.workload import MASTER_BYTES
 
 
 @dataclass(frozen=True)
@@ -108,7 +107,7 @@ class StepTime(LayerTime):
         """
         w = self.workload
         n_parameters = w.at_rest[pp_rank]
-        per_parameter = MASTER_BYTES * 4 + 2 * w.moment_bytes
+        per_parameter = w.weight_bytes * 4 + 2 * w.moment_bytes
         seconds = self.cluster.memory_time(n_parameters * per_parameter)
         for (*batch, rows, columns), elements in w.deal_rounds(pp_rank):
             m, n = sorted((rows, columns))

@@ -268,6 +268,6 @@ def list_calls_of_tied_matrix(w: Workload, pp_rank: int) -> list[Call]:
     ends = {w.layout.stage_ranks[0], w.layout.stage_ranks[-1]}
     if not w.layout.tied or len(ends) == 1 or pp_rank not in ends:
         return []
-    n_bytes = w.table / w.layout.fsdp * MASTER_BYTES
+    n_bytes = w.table / w.layout.fsdp * w.weight_bytes
     # An all-reduce of P bytes moves P between two ranks, and 2P(pp-1)/pp among all pp ranks.
     return [("pp", "broadcast", 1, n_bytes), ("pp", "all-reduce", 1, n_bytes * pp / (2 * pp - 2))]

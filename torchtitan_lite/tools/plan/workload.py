@@ -141,6 +141,7 @@ class Workload:
     attention_row: str = "causal"  # model.attention
     # triton: the kernel of this trainer for documents, windows and sinks; unfused: scores are written to memory
     attention: Literal["cudnn", "flash2", "triton", "unfused"] = "cudnn"
+    weight_bytes: int = MASTER_BYTES  # of a weight, or of its gradient, between steps
     moment_bytes: int = 8  # optimizer state per parameter
     updates_matrices: bool = False  # Muon updates matrices, and keeps MASTER_BYTES less for them
     loss_chunk_tokens: int = 0  # 0 computes all logits at once
@@ -182,7 +183,7 @@ class Workload:
         self.fp32_keys_values_bytes = row_tokens * width * MASTER_BYTES
         # A stage on a single rank in fp32 runs without FSDP (parallelize.py).
         is_alone = layout.dp * layout.cp * layout.tp == 1
-        self.is_whole = is_alone and self.compute_dtype == "float32"
+        self.is_whole = is_alone and self.compute_bytes == self.weight_bytes == MASTER_BYTES
         # Gradients are reduced once per microbatch if they are sharded, otherwise once per step.
         self.n_reductions = layout.n_microbatches if layout.zero_stage > 1 and layout.pp == 1 else 1
         # Bytes per element of a gradient that is reduced over tp or ep. Sums over several microbatches are in fp32.
