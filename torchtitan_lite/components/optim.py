@@ -40,8 +40,7 @@ def build_optimizer(
     else:
         builder = BUILDERS[section.name]
     # DTensor has no fused SGD (torch 2.13), so foreach replaces `fused`.
-    has_fused_kernel = row.has_fused_kernel
-    fused = section.implementation == "fused" and has_fused_kernel
+    fused = section.implementation == "fused" and row.has_fused_kernel
     foreach = section.implementation != "for-loop" and not fused
     # One group of torch for each of optimizer.groups and each mesh, because torch's kernels need all DTensors on one
     # mesh. Experts have another mesh.
