@@ -31,10 +31,6 @@ def load_extension(name: str) -> ModuleType:
 # ---------------------------------------------------------------- rules
 
 
-def allow(problems: Problems, layout: Layout) -> None:
-    """The feature works with every config."""
-
-
 def check_muon(problems: Problems, layout: Layout) -> None:
     if problems.config.training.enable_cpu_offload:
         why = "Muon would multiply whole matrices on the host, which takes minutes"
@@ -54,12 +50,11 @@ def check_bfloat16_moments(problems: Problems, layout: Layout) -> None:
 
 
 def check_bfloat16_weights(problems: Problems, layout: Layout) -> None:
-    if problems.config.optimizer.moments_dtype != "bfloat16":
-        why = "only AdamW with bfloat16 moments rounds weights stochastically"
-        problems.refuse("training.dtype", why, 'Set optimizer.moments_dtype = "bfloat16"')
-    if layout.zero_stage > layout.pp == 1 < layout.n_microbatches:
-        why = "FSDP would sum the gradients of several microbatches in the dtype of the weights, bfloat16"
-        problems.refuse("training.dtype", why, "Use parallelism.zero_stage = 1")
+    is_summed = layout.zero_stage > layout.pp == 1 < layout.n_microbatches  # in bfloat16
+    if problems.config.optimizer.moments_dtype != "bfloat16" or is_summed:
+        why = "bfloat16 weights need bfloat16 moments, and float32 sums of the microbatches' gradients"
+        remedy = 'Set optimizer.moments_dtype = "bfloat16" and parallelism.zero_stage = 1'
+        problems.refuse("training.dtype", why, remedy)
 
 
 def check_zero_plus_plus(problems: Problems, layout: Layout) -> None:
@@ -110,12 +105,10 @@ class Extension:
     key: str = ""  # the key that asks for it; "": the run's files do, as `about` says
     values: tuple[object, ...] = ()  # its values that do; empty: every value but 0, "" and []
     about: str = ""  # one sentence for `check --keys`
-    check: Callable[[Problems, Layout], None] = allow
+    check: Callable[[Problems, Layout], None] | None = None
 
     def is_asked(self, config: Config) -> bool:
-        if not self.key:
-            return False
-        value = get_value(config, self.key)
+        value = self.key and get_value(config, self.key)
         return value in self.values if self.values else bool(value)
 
 
@@ -227,5 +220,5 @@ EXTENSIONS = {  # file of extensions/, without .py
 def check_extensions(problems: Problems, layout: Layout) -> None:
     """Apply the rules of the extensions that this config asks for."""
     for extension in EXTENSIONS.values():
-        if extension.is_asked(problems.config):
+        if extension.check and extension.is_asked(problems.config):
             extension.check(problems, layout)
