@@ -78,17 +78,15 @@ def estimate_traffic(w: Workload, pp_rank: int) -> dict[tuple[str, str], Moved]:
     layout = w.layout
     n_gathers = count_gathers(w.order[pp_rank])
     calls = []
+    n_scales = 0  # one per weight that is gathered in float8, if they are precomputed
     for index in layout.stages_of(pp_rank):
         stage = w.stages[index]
         for kind in w.kinds:
+            n_scales += w.precomputes_scales * len(kind.float8) * kind.count(stage)
             calls += list_calls_of_layers(w, kind, kind.count(stage))
         calls += list_calls_of_fsdp(w, stage, n_gathers[index])
         calls += list_calls_of_stage(w, index)
     calls += list_calls_of_tied_matrix(w, pp_rank)
-    if w.precomputes_scales:  # one fp32 per weight that is gathered in float8
-        stages = w.stages_by_rank[pp_rank]
-        n = sum(len(kind.float8) * kind.count(stage) for kind in w.kinds for stage in stages)
-        calls.append(("fsdp", "all-reduce", min(n, 1), n * 4))
     for _, elements in w.deal_rounds(pp_rank):
         for axis, n_elements in elements.items():
             calls.append((axis, "all-to-all", 2, n_elements * w.compute_bytes))
@@ -97,6 +95,7 @@ def estimate_traffic(w: Workload, pp_rank: int) -> dict[tuple[str, str], Moved]:
         ("dp", "all-reduce", 1, 8),
         ("loss", "all-reduce", 1, 4),
         ("world", "all-reduce", 1, 40),
+        ("fsdp", "all-reduce", min(n_scales, 1), n_scales * 4),
     ]
     if moe := w.args.moe:  # expert loads of all layers, float64
         calls.append(("world", "all-reduce", 1, w.args.n_layers * (moe.n_experts + 1) * 8))
