@@ -72,6 +72,7 @@ def build_on_meta(config: Config, model_args: ModelArgs) -> nn.Module:
     """Build the whole model on meta, without storage. Raises UserError if its table lists other parameters."""
     with torch.device("meta"):
         model = find_model_class(model_args.name)(model_args, attention=config.model.attention)
+    model.to(getattr(torch, config.training.dtype))
     listed = {fqn: entry.shape for fqn, entry in list_parameters(model_args).items()}
     built = {fqn: tuple(parameter.shape) for fqn, parameter in model.named_parameters()}
     different = sorted(listed.items() ^ built.items())
@@ -130,7 +131,7 @@ def build_run(
     materialize(parts, config, device)
     after_update = []
     float8 = config.quantize.linear.float8
-    if float8.enable_fsdp_float8_all_gather:
+    if config.model.uses_float8 and float8.enable_fsdp_float8_all_gather:
         after_update += load_extension("float8_all_gather").gather_in_float8(
             parts, float8, mesh.fsdp_mesh
         )

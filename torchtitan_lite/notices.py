@@ -35,6 +35,8 @@ def list_notices(spec: RunSpec, restarted: bool) -> list[str]:
         linears = list_linears(spec.model_args)
         used = plan_float8(linears, section.filter_fqns, spec.layout.tp, section.recipe_name)
         notices.append(f"{len(used)} of {len(linears)} linear layers compute in float8")
+        if config.parallelism.enable_async_tensor_parallel:
+            notices.append("async TP fuses 1 of 10 collectives of a float8 block (bfloat16: 6)")
         for part in section.filter_fqns:
             if part != SKIP_SMALL and not any(part in fqn for fqn in linears):
                 why = f"{part!r} is in the name of no linear layer"

@@ -177,7 +177,7 @@ def test_a_text_that_is_not_utf_8_is_refused(monkeypatch):
 
 REFUSED = """
     training.dataset training.dataset_weights training.global_batch_size training.seq_len
-    optimizer.name optimizer.moments_dtype training.data_seed
+    optimizer.name optimizer.moments_dtype training.data_seed training.dtype
 """
 NOTED = """
     model.attention model.converters training.max_norm training.skip_spikes training.spike_window

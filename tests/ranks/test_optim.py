@@ -28,6 +28,7 @@ from torchtitan_lite.config.schema import (
     Training,
     with_value,
 )
+from torchtitan_lite.extensions.adamw_bfloat16 import AdamWBFloat16
 from torchtitan_lite.notices import describe_unusual_rates
 from torchtitan_lite.step import reduce_norm_and_signal
 
@@ -207,6 +208,21 @@ def step_on_given_gradients(rank: int, world_size: int, overrides: dict[str, obj
 def test_optimizer_on_shards_equals_torchs_on_whole_tensors(pool, keys, bound):
     keys = {f"optimizer.{key}": value for key, value in keys.items()}
     assert max(pool.run(step_on_given_gradients, 4, {**SMALL, **ADAMW, **keys})) < bound
+
+
+@pytest.mark.parametrize("gradient", [1.0, 0.0])
+def test_updates_of_bfloat16_weights_are_right_on_average(gradient):
+    """Each update is a hundredth of the distance between two weights, so the nearest is always the old one."""
+    weight = torch.nn.Parameter(torch.full((4096,), 1.0).bfloat16())
+    rate = 2**-7 / 100
+    optimizer = AdamWBFloat16([weight], rate, fused=True, weight_decay=1 - gradient)
+    for _ in range(100):
+        weight.grad = torch.full_like(weight, -gradient)
+        optimizer.step()
+    # It grows by its rate, or decays by it. Below 1, two weights are half as far apart.
+    expected = 1 + (2 * gradient - 1) * 100 * rate
+    assert weight.detach().float().mean() == pytest.approx(expected, abs=5e-4)
+    assert len(weight.unique()) > 2
 
 
 def measure_large_gradient(rank: int, world_size: int, n_numbers: int) -> float:

@@ -171,6 +171,8 @@ stray | argument
 --activation_checkpoint.mode=memory_budget | activation_checkpoint.mode
 --activation_checkpoint.mode=memory_budget --compile.enable --compile.components=loss | activation_checkpoint.mode
 --optimizer.moments_dtype=bfloat16 --optimizer.name=SGD | optimizer.moments_dtype
+--training.dtype=bfloat16 | training.dtype
+--training.dtype=bfloat16 --optimizer.moments_dtype=bfloat16 --training.global_batch_size=64 | training.dtype
 --optimizer.moments_dtype=bfloat16 --optimizer.beta2=0.999 | optimizer.moments_dtype
 --training.skip_spikes=0.5 | training.skip_spikes
 --training.skip_spikes=1 | training.skip_spikes
@@ -205,6 +207,8 @@ stray | argument
 --job.no_overwrite --checkpoint.enable --checkpoint.load_step=3 | checkpoint.load_step
 # sound: what a rule does not mean
 --optimizer.moments_dtype=bfloat16 --optimizer.beta2=0.99 |
+--training.dtype=bfloat16 --optimizer.moments_dtype=bfloat16 --training.global_batch_size=64 \
+    --parallelism.zero_stage=1 |
 --training.skip_spikes=1.1 --training.spike_window=2 |
 --checkpoint.local_folder=new/snapshots |
 --parallelism.pipeline_parallel_degree=2 --parallelism.pipeline_parallel_schedule=ZBVZeroBubble \

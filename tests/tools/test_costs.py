@@ -15,13 +15,16 @@ from layouts import (
     CHUNKS,
     CP,
     DOCUMENTS,
+    EMULATED,
     EP,
     EVERY_SECOND,
     EXPERTS,
+    GATHER,
     HEAD_NORMS,
     MODE,
     ONE_HEAD,
     PP,
+    PRECOMPUTE,
     REPLICATE,
     RING,
     SCHEDULE,
@@ -56,6 +59,7 @@ from torchtitan_lite.tools.plan.transfers import Moved, estimate_traffic, sum_mo
 SHARED, SOME_LAYERS = {"flavor.n_shared_experts": 1}, {"flavor.moe_every": 2, "model.n_layers": 4}
 LAYERS = "parallelism.pipeline_parallel_layers_per_stage"
 DTYPE = "training.mixed_precision_param"
+IN_BFLOAT16 = {"training.dtype": "bfloat16", "optimizer.moments_dtype": "bfloat16"}
 V_SCHEDULE = {SCHEDULE: "ZBVZeroBubble", MODE: "none", "model.n_layers": 4}
 
 # name -> world size, keys. Every axis, ZeRO stage, recompute mode and attention, and three schedules.
@@ -71,7 +75,10 @@ LAYOUTS = {
     ),
     "replicas, ZeRO 2": (4, {REPLICATE: 2, ZERO: 2, MODE: "selective", **ACCUMULATION_4}),
     "cp2, documents": (2, {CP: 2, BATCH: 4, **DOCUMENTS}),
+    "replicas, float8": (4, {REPLICATE: 2, **ACCUMULATION_4, **GATHER}),
+    "pp2 x dp2 x tp2, float8": (8, {PP: 2, TP: 2, BATCH: 4, MODE: "none", **PRECOMPUTE}),
     "cp2 x tp2, windows and sinks": (4, {CP: 2, TP: 2, BATCH: 4, **WINDOWS, **SINKS}),
+    "pp2, tied, bf16": (2, {PP: 2, BATCH: 4, "flavor.tie_embeddings": True, **IN_BFLOAT16}),
     "cp2, ring": (2, {CP: 2, BATCH: 4, MODE: "full", **RING}),
     "tied": (2, {BATCH: 4, "flavor.tie_embeddings": True, ZERO: 1, MODE: "none"}),
     "pp4 x dp2, tied": (8, {PP: 4, BATCH: 4, "flavor.tie_embeddings": True, "model.n_layers": 4}),
@@ -182,6 +189,7 @@ LARGE = [  # config | GPUs | keys | pp rank | microbatches | error
     ("qwen3_30b_a3b", 64, [f"--{TP}=8", f"--{MODE}=none", "--model.n_layers=4"], 0, 1, 0.03),
     ("qwen3_30b_a3b", 64, [f"--{TP}=8", f"--{MODE}=selective", "--model.n_layers=4"], 0, 1, 0.03),
     ("llama3_8b", 8, [f"--{TP}=4", "--model.n_kv_heads=2", *SHORT], 0, 1, 0.03),
+    ("llama3_1b_one_gpu", 1, [], 0, 1, 0.03),
 ]
 LARGE_AND_SLOW = [  # up to a minute each
     ("llama3_8b", 8, [ANY], 0, 1, 0.03),
@@ -262,8 +270,8 @@ def join_reductions(traffic: dict[tuple, Moved]) -> dict[tuple, Moved]:
             {PP: 2, TP: 2},
             {TP: 2, MODE: "full"},
             {CP: 2, **DOCUMENTS},
-            {REPLICATE: 2},
-            {PP: 2, **ACCUMULATION_4},
+            {REPLICATE: 2, **GATHER, **EMULATED},
+            {PP: 2, **ACCUMULATION_4, **PRECOMPUTE, **EMULATED},
         ],
         [
             {TP: 2, EP: 4, MODE: "full", **EXPERTS, **BALANCE_LOSS},

@@ -153,6 +153,11 @@ def test_one_gpu_has_the_reserve_of_this_trainer(config, stage, factor, fits):
     assert published.taken_bytes == published.memory.live * 1.21 / 0.92 + 2 * 2**30
 
 
+def test_1b_with_weights_in_bfloat16_fits_a_small_gpu():
+    planned = plan_run(["--config=llama3_1b_one_gpu"], 1, "4090")
+    assert planned.taken_bytes < 20 * 2**30
+
+
 def test_a_plan_names_what_it_does_not_model():
     planned = read("llama3_8b", 8)
     assert not list_unmodeled(planned)
@@ -234,7 +239,6 @@ def test_keys_of_the_config_that_make_a_step_faster_are_read():
         args += ["--model.converters=float8"] * ("float8" in key) + ["--compile.enable=true"]
         planned = plan_run(args, 64, "h100")
         assert planned.forecast.step_time_s < plain.forecast.step_time_s, key
-        assert any(key in name for name in list_unmodeled(planned)) == ("float8" in key)
 
 
 # ---------------------------------------------------------------- worked examples

@@ -40,8 +40,7 @@ def build_optimizer(
     else:
         builder = BUILDERS[section.name]
     # DTensor has no fused SGD (torch 2.13), so foreach replaces `fused`.
-    has_fused_kernel = row.has_fused_kernel
-    fused = section.implementation == "fused" and has_fused_kernel
+    fused = section.implementation == "fused" and row.has_fused_kernel
     foreach = section.implementation != "for-loop" and not fused
     # One group of torch for each of optimizer.groups and each mesh, because torch's kernels need all DTensors on one
     # mesh. Experts have another mesh.
@@ -107,7 +106,7 @@ def sum_squares(tensors: list[Tensor]) -> Tensor:
     the layout (tests/ranks/test_optim.py). So CPU tensors are summed in float64. A GPU sums in a tree, which is
     accurate in fp32.
     """
-    dtype = torch.float64 if tensors[0].device.type == "cpu" else None
+    dtype = torch.float64 if tensors[0].device.type == "cpu" else torch.float32
     norms = torch.stack(torch._foreach_norm(tensors, dtype=dtype))
     return norms.double().square().sum()
 

@@ -25,7 +25,6 @@ class OptimizerRow:
 
     n_moments: int  # fp32 values per parameter
     has_fused_kernel: bool = False  # one kernel for all parameters, DTensors included
-    has_bfloat16_moments: bool = False  # optimizer.moments_dtype may be bfloat16
     # updates hidden matrices as a whole, and stores one moment less for them
     updates_matrices: bool = False
     extension: str = (
@@ -34,7 +33,7 @@ class OptimizerRow:
 
 
 OPTIMIZERS = {
-    "AdamW": OptimizerRow(n_moments=2, has_fused_kernel=True, has_bfloat16_moments=True),
+    "AdamW": OptimizerRow(n_moments=2, has_fused_kernel=True),
     "SGD": OptimizerRow(n_moments=0),  # without momentum
     "Muon": OptimizerRow(
         n_moments=2, updates_matrices=True, extension="muon"

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
 
-from torchtitan_lite.config.choices import OPTIMIZERS
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.messages import Problems
 from torchtitan_lite.config.schema import Config, get_value
@@ -32,10 +31,6 @@ def load_extension(name: str) -> ModuleType:
 # ---------------------------------------------------------------- rules
 
 
-def allow(problems: Problems, layout: Layout) -> None:
-    """The feature works with every config."""
-
-
 def check_muon(problems: Problems, layout: Layout) -> None:
     if problems.config.training.enable_cpu_offload:
         why = "Muon would multiply whole matrices on the host, which takes minutes"
@@ -44,8 +39,7 @@ def check_muon(problems: Problems, layout: Layout) -> None:
 
 def check_bfloat16_moments(problems: Problems, layout: Layout) -> None:
     optimizer = problems.config.optimizer
-    row = OPTIMIZERS[optimizer.name]
-    if not row.has_bfloat16_moments or optimizer.implementation != "fused":
+    if optimizer.name != "AdamW" or optimizer.implementation != "fused":
         why = f"{optimizer.name} with implementation {optimizer.implementation!r} has no bfloat16 moments"
         remedy = 'Use AdamW with implementation = "fused"'
         problems.refuse("optimizer.moments_dtype", why, remedy)
@@ -53,6 +47,14 @@ def check_bfloat16_moments(problems: Problems, layout: Layout) -> None:
         why = f"with optimizer.beta2 = {optimizer.beta2}, bfloat16 rounds away the decay of the second moment"
         remedy = "Use a beta2 of at most 0.99, or moments in float32"
         problems.refuse("optimizer.moments_dtype", why, remedy)
+
+
+def check_bfloat16_weights(problems: Problems, layout: Layout) -> None:
+    is_summed = layout.zero_stage > layout.pp == 1 < layout.n_microbatches  # in bfloat16
+    if problems.config.optimizer.moments_dtype != "bfloat16" or is_summed:
+        why = "bfloat16 weights need bfloat16 moments, and float32 sums of the microbatches' gradients"
+        remedy = 'Set optimizer.moments_dtype = "bfloat16" and parallelism.zero_stage = 1'
+        problems.refuse("training.dtype", why, remedy)
 
 
 def check_zero_plus_plus(problems: Problems, layout: Layout) -> None:
@@ -100,15 +102,13 @@ def check_parameter_groups(problems: Problems, layout: Layout) -> None:
 class Extension:
     """When a run loads a file of extensions/."""
 
-    key: str  # the key that asks for it; "": the run's files do, as `about` says
-    values: tuple[object, ...]  # its values that do; empty: every value but 0, "" and []
-    about: str  # one sentence for `check --keys`
-    check: Callable[[Problems, Layout], None] = allow
+    key: str = ""  # the key that asks for it; "": the run's files do, as `about` says
+    values: tuple[object, ...] = ()  # its values that do; empty: every value but 0, "" and []
+    about: str = ""  # one sentence for `check --keys`
+    check: Callable[[Problems, Layout], None] | None = None
 
     def is_asked(self, config: Config) -> bool:
-        if not self.key:
-            return False
-        value = get_value(config, self.key)
+        value = self.key and get_value(config, self.key)
         return value in self.values if self.values else bool(value)
 
 
@@ -124,6 +124,12 @@ EXTENSIONS = {  # file of extensions/, without .py
         ("bfloat16",),
         "AdamW with both moments in bfloat16: 12 bytes of training state per parameter instead of 16",
         check_bfloat16_moments,
+    ),
+    "stochastic_rounding": Extension(
+        "training.dtype",
+        ("bfloat16",),
+        "weights in bfloat16 between steps, whose updates are rounded up or down at random",
+        check_bfloat16_weights,
     ),
     "parameter_groups": Extension(
         "optimizer.groups",
@@ -154,9 +160,7 @@ EXTENSIONS = {  # file of extensions/, without .py
         "causal attention over cp ranks, part by part, by an all-gather or around a ring",
     ),
     "windowed_attention": Extension(
-        "",
-        (),
-        "loaded for a model with windows or sinks: attention to the last tokens, and to a logit without a token",
+        about="loaded for a model with windows or sinks: attention to the last tokens, and to a logit without a token",
     ),
     "snapshots": Extension(
         "checkpoint.local_folder",
@@ -179,39 +183,25 @@ EXTENSIONS = {  # file of extensions/, without .py
         "compares tensors that must be bit-equal on several ranks",
     ),
     "hang_report": Extension(
-        "",
-        (),
-        "loaded when a step hangs or a rank fails: collects what this rank does",
+        about="loaded when a step hangs or a rank fails: collects what this rank does",
     ),
     "tied_embeddings": Extension(
-        "",
-        (),
-        "loaded for tied weights in a pipeline: the last stage computes with a copy of the embedding",
+        about="loaded for tied weights in a pipeline: the last stage computes with a copy of the embedding",
     ),
     "tokenizer_json": Extension(
-        "",
-        (),
-        "loaded for a tokenizer.json, Hugging Face's file",
+        about="loaded for a tokenizer.json, Hugging Face's file",
     ),
     "byte_level_bpe": Extension(
-        "",
-        (),
-        "loaded with tokenizer_json: decides whether tiktoken encodes a tokenizer.json exactly",
+        about="loaded with tokenizer_json: decides whether tiktoken encodes a tokenizer.json exactly",
     ),
     "hugging_face": Extension(
-        "",
-        (),
-        "loaded for a Hugging Face folder in checkpoint.initial_load_path: reads its weights on any layout",
+        about="loaded for a Hugging Face folder in checkpoint.initial_load_path: reads its weights on any layout",
     ),
     "hugging_face_folder": Extension(
-        "",
-        (),
-        "loaded with hugging_face: finds the tensors of the folder, and compares them with its config.json",
+        about="loaded with hugging_face: finds the tensors of the folder, and compares them with its config.json",
     ),
     "hugging_face_config": Extension(
-        "",
-        (),
-        "loaded with hugging_face_folder: reads config.json",
+        about="loaded with hugging_face_folder: reads config.json",
     ),
     "hugging_face_export": Extension(
         "checkpoint.last_save_in_hf",
@@ -219,14 +209,10 @@ EXTENSIONS = {  # file of extensions/, without .py
         "says whether a model has a Hugging Face format, and writes its config.json",
     ),
     "checkpoint_format_3": Extension(
-        "",
-        (),
-        "loaded for checkpoints of versions before format 4, whose manifest lists every slice",
+        about="loaded for checkpoints of versions before format 4, whose manifest lists every slice",
     ),
     "torchtitan_keys": Extension(
-        "",
-        (),
-        "loaded for keys that have another name here, or belong to features that do not exist here",
+        about="loaded for keys that have another name here, or belong to features that do not exist here",
     ),
 }
 
@@ -234,5 +220,5 @@ EXTENSIONS = {  # file of extensions/, without .py
 def check_extensions(problems: Problems, layout: Layout) -> None:
     """Apply the rules of the extensions that this config asks for."""
     for extension in EXTENSIONS.values():
-        if extension.is_asked(problems.config):
+        if extension.check and extension.is_asked(problems.config):
             extension.check(problems, layout)

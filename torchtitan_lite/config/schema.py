@@ -128,6 +128,8 @@ class Training:
     spike_window: Annotated[int, Range(2, 2**20)] = key(32, resume="note")
     # compute dtype; auto: bfloat16 on CUDA
     mixed_precision_param: Literal["auto", "bfloat16", "float32"] = key("auto", resume="note")
+    # dtype of weights between steps; bfloat16 rounds updates stochastically
+    dtype: Literal["float32", "bfloat16"] = key("float32", resume="refuse")
     # dtype of gradient reduction
     mixed_precision_reduce: Literal["float32"] = key("float32", resume="note")
     # keep weights, gradients and optimizer state on the host; update weights there

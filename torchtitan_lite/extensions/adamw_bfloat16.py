@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.optim import AdamW
 
 from torchtitan_lite.dtensor import local_shard
+from torchtitan_lite.extensions.stochastic_rounding import round_stochastically
 
 
 class AdamWBFloat16(AdamW):
@@ -40,12 +41,14 @@ class AdamWBFloat16(AdamW):
             rate = torch.full((), group["lr"], device=device)
             scale = torch.ones_like(rate) if self.grad_scale is None else self.grad_scale
             skipped = torch.zeros_like(rate) if self.found_inf is None else self.found_inf
-            keys = {name: group[name] for name in ("betas", "eps", "weight_decay")}
+            betas = group["betas"]
+            eps = group["eps"]
+            decay = group["weight_decay"]
             update = compile_move() if device.type == "cuda" else move
-            for parameter in group["params"]:
+            for salt, parameter in enumerate(group["params"], 2):  # 0 and 1 compile again
                 if parameter.grad is not None:
                     tensors = self.flatten(parameter)
-                    update(*tensors, rate, scale, skipped, **keys)
+                    update(*tensors, rate, scale, skipped, salt, betas, eps, decay)
 
     def flatten(self, parameter: Tensor) -> list[Tensor]:
         """Return the tensors that `move` takes first, flat, so that a single compiled graph serves all shapes."""
@@ -75,21 +78,26 @@ def move(
     rate: Tensor,
     scale: Tensor,
     skipped: Tensor,
-    *,
+    salt: int,
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
 ) -> None:
-    """Update one weight, its moments and its step count in place, unless `skipped` is 1. Scalars are tensors ()."""
+    """Update one weight, its moments and its step count in place, unless `skipped` is 1. Scalars are tensors ().
+
+    `salt` is a number of this weight, for stochastic_rounding.py.
+    """
     beta1, beta2 = betas
     is_applied = skipped == 0
     step.add_(is_applied)
-    gradient = gradient / scale
+    gradient = gradient.float() / scale
     new_first = torch.lerp(first.float(), gradient, 1 - beta1)
     new_second = beta2 * second.float() + (1 - beta2) * gradient * gradient
     root = (new_second / (1 - beta2**step)).sqrt()
     change = new_first / (1 - beta1**step) / (root + eps)
-    moved = weight * (1 - rate * weight_decay) - rate * change
+    moved = weight.float() * (1 - rate * weight_decay) - rate * change
+    if weight.dtype == torch.bfloat16:
+        moved = round_stochastically(moved, step, salt)
     weight.copy_(torch.where(is_applied, moved, weight))
     first.copy_(torch.where(is_applied, new_first, first))
     second.copy_(torch.where(is_applied, new_second, second))

@@ -143,7 +143,6 @@ class Float8GatheredWeight(Tensor):
             strides=data8.stride(),
             dtype=dtype,
             device=data8.device,
-            requires_grad=False,
         )
 
     def __init__(self, data8: Tensor, scale: Tensor, dtype: torch.dtype):

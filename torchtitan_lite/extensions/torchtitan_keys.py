@@ -27,7 +27,6 @@ ABSENT = {
     "metrics.save_for_all_ranks": False,
     "model.norm_type": "rmsnorm",
     "optimizer.early_step_in_backward": False,
-    "training.dtype": "float32",
     "training.gc_debug": False,
     "parallelism.disable_loss_parallel": False,
     "parallelism.enable_compiled_autograd": False,

@@ -30,9 +30,7 @@ def initialize_weights(part: nn.Module, seed: int, device: torch.device | None =
     for fqn, parameter in part.named_parameters():
         if fqn not in table:
             continue  # a tied head, which copies the embedding of another stage: tied_embeddings.py
-        full = torch.empty(
-            parameter.shape, dtype=parameter.dtype, device=device or parameter.device
-        )
+        full = torch.empty(parameter.shape, device=device or parameter.device)
         generator = torch.Generator(full.device).manual_seed(seed_of(seed, fqn))
         fill_tensor(full, table[fqn], generator)
         copy_local_shard(parameter, full)

@@ -2,7 +2,8 @@
 
 Lower bound on the memory of a run: weights, gradients and optimizer state must fit.
 
-    bytes per parameter   16 for AdamW: 4 weight (fp32) + 4 gradient + 8 moments; 12 with bfloat16 moments; 8 for SGD
+    bytes per parameter   16 for AdamW: 4 weight (fp32) + 4 gradient + 8 moments; 12 with bfloat16 moments; 8 for SGD,
+                          or if weights are bfloat16 too
     bytes per rank        (parameters / ranks that share one copy of the model) * bytes per parameter
 
 Each GPU holds one rank. On a host without GPUs, all ranks share the memory. Activations come on top:
@@ -71,10 +72,15 @@ def count_moment_bytes(section: Optimizer) -> int:
     return OPTIMIZERS[section.name].n_moments * (2 if section.moments_dtype == "bfloat16" else 4)
 
 
+def count_weight_bytes(config: Config) -> int:
+    """Return the bytes of a weight, or of its gradient, between steps."""
+    return 2 if config.training.dtype == "bfloat16" else MASTER_BYTES
+
+
 def count_saved_bytes(config: Config, model_args: ModelArgs) -> int:
     """Return the bytes of all weights and of the optimizer state, which are the bytes of a checkpoint."""
     n_parameters = count_parameters(model_args)
-    saved_bytes = n_parameters * (MASTER_BYTES + count_moment_bytes(config.optimizer))
+    saved_bytes = n_parameters * (count_weight_bytes(config) + count_moment_bytes(config.optimizer))
     if OPTIMIZERS[config.optimizer.name].updates_matrices:
         n_matrices = count_parameters(model_args, prefix="layers.", linear_only=True)
         saved_bytes -= n_matrices * MASTER_BYTES
@@ -89,7 +95,7 @@ def bound_memory(
         return None
     on_gpu = machine.device_type == "cuda"
     n_sharing = 1 if on_gpu else ceil(world_size / n_hosts)
-    gradient_bytes = count_parameters(model_args) * MASTER_BYTES
+    gradient_bytes = count_parameters(model_args) * count_weight_bytes(config)
     state_bytes = count_saved_bytes(config, model_args) + gradient_bytes
     if on_gpu and config.training.enable_cpu_offload:
         state_bytes = 0

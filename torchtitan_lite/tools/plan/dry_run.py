@@ -73,6 +73,8 @@ def dry_run(planned: PlannedRun, pp_rank: int = 0) -> Meter:
         run = build.build_run(config, model_args, layout, mesh, CPU, parts=parts)
         meter.name_modules(parts)
         create_optimizer_state(run.optimizer)
+        for follow_up in run.after_update:  # scales that the step before has computed
+            follow_up()
         meter.restart()
         batch = fake_world.make_batch(layout, config.training.seq_len)
         fields = find_fields(config.training.loss, model_args.name)

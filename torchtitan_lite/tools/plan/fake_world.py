@@ -25,7 +25,7 @@ from torchtitan_lite import build
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.extensions import windowed_attention
+from torchtitan_lite.extensions import adamw_bfloat16, windowed_attention
 from torchtitan_lite.model import attention, moe
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.parallel import expert_parallel, pipeline
@@ -132,7 +132,7 @@ def multiply_fake_groups(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor
 
 @contextmanager
 def gpu_kernels() -> Iterator[None]:
-    """Context manager: attention without a mask and fused norms, as on CUDA. CPU kernels differ.
+    """Context manager: attention without a mask, fused norms and updates, as on CUDA. CPU kernels differ.
 
     A CPU computes F.rms_norm in steps that keep three more tensors of the size of x. Layer norm is one kernel: it
     keeps its input and two numbers per row, much as CUDA's RMS norm does.
@@ -141,6 +141,7 @@ def gpu_kernels() -> Iterator[None]:
         patch.object(attention, "attend_within_documents", attend_without_mask),
         patch.object(windowed_attention, "attend_with_mask", attend_with_sinks),
         patch.object(windowed_attention, "make_mask", lambda doc_ids, *_: doc_ids),
+        patch.object(adamw_bfloat16, "move", lambda *args, **kwargs: None),  # one kernel
         patch.object(
             F, "rms_norm", lambda x, shape, weight=None, eps=None: F.layer_norm(x, shape, weight)
         ),

@@ -250,8 +250,8 @@ class LayerTime:
         wait_back = 0.0
         n_copied = kind.sizes["efsdp"] if w.engine == "torch" and w.layout.efsdp > 1 else 0
         if w.layout.zero_stage == 3:
-            gather = self.gather_time(kind.sizes)
-            again = self.gather_time(kind.sizes, again=True)
+            gather = self.gather_time(kind.sizes, kind.spared_bytes)
+            again = self.gather_time(kind.sizes, kind.spared_bytes, again=True)
             wait = wait_back = self.cluster.memory_time(2 * w.compute_bytes * n_copied)
         if w.layout.pp == 1 and w.n_reductions == w.layout.n_microbatches:
             again += self.reduce_time(kind.sizes)
@@ -259,24 +259,26 @@ class LayerTime:
         wait += self.expose("fsdp", gather, forward)
         return wait, wait_back + self.expose("fsdp", again, backward)
 
-    def gather_time(self, sizes: Counter[str], *, again: bool = False) -> float:
+    def gather_time(
+        self, sizes: Counter[str], spared_bytes: float, *, again: bool = False
+    ) -> float:
         """Return the seconds to all-gather parameters. `sizes` maps an axis to their number.
 
-        If `again` is true, this is the gather that backward repeats.
+        `spared_bytes`: bytes that float8 saves. If `again` is true, this is the gather that backward repeats.
         """
         w = self.workload
         seconds = 0.0
         for axis, n_parameters in sizes.items():
-            width = w.compute_bytes
-            if w.gathers_float8 and axis == "fsdp":
-                width = 1
+            n_bytes = n_parameters * w.compute_bytes
+            if axis == "fsdp":
+                n_bytes -= spared_bytes
             if "qwz" in w.zero_plus_plus:
-                width = 1
+                n_bytes = n_parameters
                 seconds += self.cluster.memory_time(n_parameters * QWZ_BYTES)
             near = f"{axis}_near"
             if again and "hpz" in w.zero_plus_plus and getattr(w.layout, near) > 1:
                 axis = near
-            seconds += self.collective_time(axis, n_parameters * width)
+            seconds += self.collective_time(axis, n_bytes)
         return seconds
 
     def reduce_time(self, sizes: Counter[str]) -> float:

@@ -221,15 +221,18 @@ def estimate_memory(w: Workload, pp_rank: int, of_model: Layers | None = None) -
         moments = list_moments(w, layers, stages[0], at_rest)
     gathered, gradients, kept, working = max(moments, key=sum)
     if layout.zero_stage < 3 and not w.is_whole:
-        sizes = sorted(w.n_parameters[index] for index in indices)
+        sizes = []
+        for index in indices:
+            n_bytes = w.n_parameters[index] * w.compute_bytes
+            sizes.append(n_bytes - w.spare_bytes([w.stages[index]]))
         if w.engine == "torch":
-            sizes = sizes[-STAGES_GATHERED:]
-        gathered += sum(sizes) * w.compute_bytes
+            sizes = sorted(sizes)[-STAGES_GATHERED:]
+        gathered += sum(sizes)
     # Receive buffers hold hidden states for all stages except the first, and gradients for all except the last.
     n_received = sum((index > 0) + (index < len(layout.stages) - 1) for index in indices)
     n_buffers = layout.n_microbatches if w.engine == "torch" else layout.pp
     return Memory(
-        parameters=at_rest * MASTER_BYTES,
+        parameters=at_rest * w.weight_bytes,
         gradients=gradients,
         optimizer=moment_bytes,
         gathered=gathered,
@@ -282,8 +285,8 @@ def list_moments_of_pipeline(
 
 def find_largest_block(w: Workload, layers: Layers) -> float:
     """Return the bytes of the largest gathered layer."""
-    sizes = [kind.sizes.total() for kind, *_ in layers]
-    return max(sizes, default=0) * w.compute_bytes
+    sizes = [kind.sizes.total() * w.compute_bytes - kind.spared_bytes for kind, *_ in layers]
+    return max(sizes, default=0)
 
 
 def list_moments(w: Workload, layers: Layers, stage: Stage, at_rest: float) -> list[Moment]:
@@ -306,8 +309,10 @@ def list_moments(w: Workload, layers: Layers, stage: Stage, at_rest: float) -> l
     if layout.zero_stage == 3 and not w.is_whole:
         head = table * width
         block = find_largest_block(w, layers)
-    n_gradients = w.sizes[stage].total() if layout.zero_stage == 1 else at_rest
-    gradients = MASTER_BYTES * n_gradients  # after the step
+    tied = head * w.args.tie_embeddings  # freed after the backward of the embedding
+    gradients = w.weight_bytes * at_rest  # after the step
+    if layout.zero_stage == 1:
+        gradients = MASTER_BYTES * w.sizes[stage].total()
     before = gradients if layout.n_microbatches > 1 else 0.0
     to_come = 0.0 if before else MASTER_BYTES * (dense + table) / layout.fsdp
     reduce_bytes = 0
@@ -324,7 +329,7 @@ def list_moments(w: Workload, layers: Layers, stage: Stage, at_rest: float) -> l
     packing = 6 + 4 / layout.fsdp_near if "qgz" in w.zero_plus_plus else 0.0  # bytes per element
     return [
         (2 * head + near, before, kept, estimate_head(w)),
-        (2 * block + near, before + table * reduce_bytes, kept, working),
-        (block, gradients - to_come + dense * reduce_bytes, last, working),
+        (2 * block + tied + near, before + table * reduce_bytes, kept, working),
+        (block + tied, gradients - to_come + dense * reduce_bytes, last, working),
         (0.0, gradients + table * (reduce_bytes + packing + width), 0.0, 0.0),
     ]

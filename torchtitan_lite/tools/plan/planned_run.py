@@ -16,7 +16,7 @@ from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.reader import UserConfig
 from torchtitan_lite.config.schema import ActivationCheckpoint, Config
 from torchtitan_lite.preflight import choose_n_ranks, read_run
-from torchtitan_lite.tools.host_rules import count_moment_bytes
+from torchtitan_lite.tools.host_rules import count_moment_bytes, count_weight_bytes
 from torchtitan_lite.tools.plan.bars import BARS
 from torchtitan_lite.tools.plan.cluster import (
     CLUSTERS,
@@ -51,10 +51,12 @@ def describe_workload(config: Config, args: ModelArgs, layout: Layout) -> Worklo
         compute_dtype="bfloat16" if dtype == "auto" else dtype,
         float8=choose_float8(*asked) if config.model.uses_float8 else frozenset(),
         float8_recipe=float8.recipe_name.partition("_")[0],
-        gathers_float8=config.model.uses_float8 and float8.enable_fsdp_float8_all_gather,
+        gathers_float8=float8.enable_fsdp_float8_all_gather,
+        precomputes_scales=float8.precompute_float8_dynamic_scale_for_fsdp,
         zero_plus_plus=tuple(config.parallelism.zero_plus_plus),
         attention_row=config.model.attention,
         attention="triton" if is_masked else "cudnn",
+        weight_bytes=count_weight_bytes(config),
         moment_bytes=count_moment_bytes(config.optimizer),
         updates_matrices=OPTIMIZERS[config.optimizer.name].updates_matrices,
         loss_chunk_tokens=choose_chunk_tokens(config.training, "cuda"),

@@ -74,8 +74,9 @@ def list_proposals(
             (1, 3) if pp > 1 else (1, 2, 3),
             divisors(n_experts, world_size),
         ):
-            n_different = 2 if world_size == 1 else 1  # ZeRO 2 takes less memory on one rank
-            if zero_stage > n_different and world_size == pp:
+            sums_in_bfloat16 = config.training.dtype == "bfloat16" and microbatch < global_batch
+            alone = 1 if pp > 1 or sums_in_bfloat16 else 2  # ZeRO 2 takes less memory
+            if world_size == pp and zero_stage != alone:
                 continue  # nothing is sharded, so all stages are the same run
             training = replace(
                 config.training,

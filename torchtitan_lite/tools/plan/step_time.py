@@ -12,7 +12,6 @@ from torchtitan_lite.models.registry import MODELS
 from torchtitan_lite.tools.plan.layer_time import LayerTime, Phases
 from torchtitan_lite.tools.plan.orders import Action, Order
 from torchtitan_lite.tools.plan.timeline import Timeline, simulate
-from torchtitan_lite.tools.plan.workload import MASTER_BYTES
 
 
 @dataclass(frozen=True)
@@ -79,9 +78,9 @@ class StepTime(LayerTime):
         for index in w.layout.stages_of(pp_rank):
             forward += self.stages[index].forward
             backward += self.stages[index].backward_input + self.stages[index].backward_weight
-        first = max(self.gather_time(kind.sizes) for kind in w.kinds)
+        first = max(self.gather_time(kind.sizes, kind.spared_bytes) for kind in w.kinds)
         last = max(self.reduce_time(kind.sizes) for kind in w.kinds)
-        gather = self.gather_time(sizes)
+        gather = self.gather_time(sizes, w.spare_bytes(stages))
         reduce = self.reduce_time(sizes)
         gradients_bytes = w.at_rest[pp_rank] * w.reduce_bytes
         replicas = 2 * self.collective_time("dp_replicate", gradients_bytes)
@@ -108,7 +107,7 @@ class StepTime(LayerTime):
         """
         w = self.workload
         n_parameters = w.at_rest[pp_rank]
-        per_parameter = MASTER_BYTES * 4 + 2 * w.moment_bytes
+        per_parameter = w.weight_bytes * 4 + 2 * w.moment_bytes
         seconds = self.cluster.memory_time(n_parameters * per_parameter)
         for (*batch, rows, columns), elements in w.deal_rounds(pp_rank):
             m, n = sorted((rows, columns))

@@ -6,7 +6,8 @@
     ep                rows of tokens, results of experts, gradients     4 per MoE layer and microbatch, plus recompute
     efsdp             parameters and gradients of experts and routers   as dp_shard x cp
     cp                keys and values, and their gradients              2 or 3 per layer and microbatch
-    dp_shard x cp     parameters (compute dtype), gradients (fp32)      by ZeRO stage: once per microbatch or step
+    dp_shard x cp     parameters (compute dtype or float8), gradients   by ZeRO stage: once per microbatch or step
+                      (fp32), largest values of float8 weights
     dp_replicate      the local shard of the gradients                  once per step
     dp_shard x cp, tp slices of the matrices that Muon updates          2 per round (extensions/muon.py)
     pp                hidden states (B, S/cp/tp, D), their gradients    once per microbatch and stage boundary
@@ -77,9 +78,11 @@ def estimate_traffic(w: Workload, pp_rank: int) -> dict[tuple[str, str], Moved]:
     layout = w.layout
     n_gathers = count_gathers(w.order[pp_rank])
     calls = []
+    n_scales = 0  # one per weight that is gathered in float8, if they are precomputed
     for index in layout.stages_of(pp_rank):
         stage = w.stages[index]
         for kind in w.kinds:
+            n_scales += w.precomputes_scales * len(kind.float8) * kind.count(stage)
             calls += list_calls_of_layers(w, kind, kind.count(stage))
         calls += list_calls_of_fsdp(w, stage, n_gathers[index])
         calls += list_calls_of_stage(w, index)
@@ -92,6 +95,7 @@ def estimate_traffic(w: Workload, pp_rank: int) -> dict[tuple[str, str], Moved]:
         ("dp", "all-reduce", 1, 8),
         ("loss", "all-reduce", 1, 4),
         ("world", "all-reduce", 1, 40),
+        ("fsdp", "all-reduce", min(n_scales, 1), n_scales * 4),
     ]
     if moe := w.args.moe:  # expert loads of all layers, float64
         calls.append(("world", "all-reduce", 1, w.args.n_layers * (moe.n_experts + 1) * 8))
@@ -226,7 +230,7 @@ def list_calls_of_fsdp(w: Workload, stage: Stage, n_gathers: int) -> list[Call]:
 
 def list_calls_of_group(w: Workload, group: Group, n_gathers: int) -> list[Call]:
     """List the gathers of some equal FSDP groups, and the reductions of their gradients."""
-    axis, sizes, n_groups = group
+    axis, sizes, n_groups, float8 = group
     near = f"{axis}_near"  # the ranks inside a node
     n_shards = getattr(w.layout, axis)
     n_near = getattr(w.layout, near)
@@ -237,10 +241,14 @@ def list_calls_of_group(w: Workload, group: Group, n_gathers: int) -> list[Call]
     for size in sizes:
         n_blocks = ceil(size / n_shards / INT8_BLOCK)
         packed += n_shards * n_blocks * (INT8_BLOCK + 4)
-    gathered = packed if "qwz" in w.zero_plus_plus else sum(sizes) * w.compute_bytes
+    gathered = (sum(sizes) - sum(float8)) * w.compute_bytes + sum(float8)
+    if "qwz" in w.zero_plus_plus:
+        gathered = packed
+    n_scales = 0 if w.precomputes_scales else n_groups * n_gathers * len(float8)
     n_reductions = n_groups * w.n_reductions
     n_bytes = sum(sizes) * MASTER_BYTES
     calls = [
+        (axis, "all-reduce", n_scales, 4),
         (axis, "all-gather", n_groups * (n_gathers - n_again), gathered),
         (near, "all-gather", n_groups * n_again, gathered),
         ("dp_replicate", "all-reduce", n_groups, n_bytes / n_shards),
@@ -259,6 +267,6 @@ def list_calls_of_tied_matrix(w: Workload, pp_rank: int) -> list[Call]:
     ends = {w.layout.stage_ranks[0], w.layout.stage_ranks[-1]}
     if not w.layout.tied or len(ends) == 1 or pp_rank not in ends:
         return []
-    n_bytes = w.table / w.layout.fsdp * MASTER_BYTES
+    n_bytes = w.table / w.layout.fsdp * w.weight_bytes
     # An all-reduce of P bytes moves P between two ranks, and 2P(pp-1)/pp among all pp ranks.
     return [("pp", "broadcast", 1, n_bytes), ("pp", "all-reduce", 1, n_bytes * pp / (2 * pp - 2))]

@@ -31,8 +31,8 @@ from torchtitan_lite.tools.host_rules import MASTER_BYTES
 from torchtitan_lite.tools.plan.orders import Order, list_lengths, list_order
 
 # Parameters of one rank that FSDP gathers together: axis, elements of each parameter before FSDP shards it (with
-# padding), and how often such a group occurs
-Group = tuple[str, list[int], int]
+# padding), how often such a group occurs, and elements of the weights among them that are gathered in float8
+Group = tuple[str, list[int], int, list[int]]
 
 
 class Stage(NamedTuple):
@@ -60,6 +60,7 @@ class LayerKind:
         self.recompute = recompute
         self.block = list_block_modules(w.args, moe=is_moe)  # modules that have weights
         self.groups = defaultdict(list)  # axis -> elements of each parameter, as in Group
+        self.float8 = []  # elements of each weight that FSDP gathers in float8
         by_style = defaultdict(list)
         for module in self.block:
             by_style[module.tp_style].append(module)
@@ -70,10 +71,14 @@ class LayerKind:
             if module.kind != "experts":
                 rows = pad(rows, getattr(w.layout, axis))
             self.groups[axis].append(rows * prod(others))
+            if w.gathers_float8 and module.name in w.float8:
+                self.float8.append(rows * prod(others))
             if module.bias:
                 self.groups[axis].append(rows)
         # axis -> elements
         self.sizes = Counter({axis: sum(sizes) for axis, sizes in self.groups.items()})
+        # Bytes that float8 saves when a layer is gathered
+        self.spared_bytes = sum(self.float8) * (w.compute_bytes - 1)
         # tp gathers their input
         self.colwise = [module for module in by_style["colwise"] if module.kind == "linear"]
         self.rowwise = by_style["rowwise"]  # tp scatters their output
@@ -127,12 +132,16 @@ class Workload:
     compute_dtype: str = "bfloat16"  # dtype of activations and gathered parameters
     float8: frozenset[str] = frozenset()  # names of a block's modules that compute in float8
     float8_recipe: str = "tensorwise"  # or rowwise, or te: Transformer Engine fuses casts
-    gathers_float8: bool = False  # FSDP all-gathers in float8
+    gathers_float8: bool = False  # FSDP all-gathers in float8 ...
+    precomputes_scales: bool = (
+        False  # ... with scales that it reduces once per step, not at each gather
+    )
     zero_plus_plus: tuple[str, ...] = ()  # hpz, qwz, qgz
     schedule: str = "1F1B"  # of the pipeline
     attention_row: str = "causal"  # model.attention
     # triton: the kernel of this trainer for documents, windows and sinks; unfused: scores are written to memory
     attention: Literal["cudnn", "flash2", "triton", "unfused"] = "cudnn"
+    weight_bytes: int = MASTER_BYTES  # of a weight, or of its gradient, between steps
     moment_bytes: int = 8  # optimizer state per parameter
     updates_matrices: bool = False  # Muon updates matrices, and keeps MASTER_BYTES less for them
     loss_chunk_tokens: int = 0  # 0 computes all logits at once
@@ -174,7 +183,7 @@ class Workload:
         self.fp32_keys_values_bytes = row_tokens * width * MASTER_BYTES
         # A stage on a single rank in fp32 runs without FSDP (parallelize.py).
         is_alone = layout.dp * layout.cp * layout.tp == 1
-        self.is_whole = is_alone and self.compute_dtype == "float32"
+        self.is_whole = is_alone and self.compute_bytes == self.weight_bytes == MASTER_BYTES
         # Gradients are reduced once per microbatch if they are sharded, otherwise once per step.
         self.n_reductions = layout.n_microbatches if layout.zero_stage > 1 and layout.pp == 1 else 1
         # Bytes per element of a gradient that is reduced over tp or ep. Sums over several microbatches are in fp32.
@@ -270,13 +279,14 @@ class Workload:
                 root += head
                 head = []
         groups = [
-            ("fsdp", [self.table], stage.has_embedding and not is_tied),
-            ("fsdp", head, stage.has_head and bool(head)),
-            ("fsdp", root, bool(root)),
+            ("fsdp", [self.table], stage.has_embedding and not is_tied, []),
+            ("fsdp", head, stage.has_head and bool(head), []),
+            ("fsdp", root, bool(root), []),
         ]
         for kind in self.kinds:
             for axis, sizes in kind.groups.items():
-                groups.append((axis, sizes, kind.count(stage)))
+                float8 = kind.float8 if axis == "fsdp" else []
+                groups.append((axis, sizes, kind.count(stage), float8))
         return groups
 
     @cached_property
@@ -285,7 +295,7 @@ class Workload:
         sizes = {}
         for stage in set(self.stages):
             counts = Counter()
-            for axis, elements, n_groups in self.groups_of(stage):
+            for axis, elements, n_groups, _ in self.groups_of(stage):
                 counts[axis] += n_groups * sum(elements)
             sizes[stage] = +counts
         return sizes
@@ -297,6 +307,10 @@ class Workload:
             for axis, n in self.sizes[stage].items():
                 counts[axis] += n
         return counts
+
+    def spare_bytes(self, stages: Iterable[Stage]) -> float:
+        """Return the bytes that float8 saves when these stages are gathered."""
+        return sum(kind.spared_bytes * kind.count(stage) for stage in stages for kind in self.kinds)
 
     def count_at_rest(self) -> list[float]:
         at_rest = [0.0] * self.layout.pp

@@ -64,6 +64,7 @@ TOKENIZER = "bytes"
 N_WORDS = 258  # of this tokenizer
 REPLACED = {
     "training.steps": 5,  # the wide trial has five or more
+    "training.dtype": "float32",
     "training.mixed_precision_param": "float32",  # the precision of the run has a separate trial
     "model.converters": [],  # float8 has a separate trial too
     "parallelism.enable_async_tensor_parallel": False,  # needs inductor and GPUs

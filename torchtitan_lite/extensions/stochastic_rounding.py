@@ -1,0 +1,34 @@
+"""Weights in bfloat16 between steps: 10 bytes of training state per parameter with fp32 sums of gradients, or 8.
+
+    between steps     weight bf16 2   gradient bf16 2   moments bf16 2 + 2
+    while microbatches of a step are summed, under ZeRO 1: a gradient in fp32, 4 bytes per parameter, too
+
+An update of 0.1 % of a weight is smaller than half of the distance between two bf16 values. Rounding to the nearest
+value would undo it. Stochastic rounding adds a random number below this distance and cuts off the lower bits, so the
+mean of many updates is right.
+
+The random number is a hash of the step and of the element's place in its shard, not the state of a generator. So a
+run that resumes rounds as if it had not stopped, and ranks with copies of a weight keep equal copies.
+
+No communication. It has never run on a GPU. Sources: arXiv:2010.06192 (rounding of weights in bfloat16).
+"""
+
+import torch
+from torch import Tensor
+
+
+def round_stochastically(x: Tensor, step: Tensor, salt: int) -> Tensor:
+    """Round x (n,) fp32 to bfloat16, up or down, with the probabilities that keep its mean.
+
+    `step` () fp32 and `salt`, a number of the tensor, choose the random numbers.
+    """
+    bits = torch.arange(x.numel(), dtype=torch.int32, device=x.device)
+    bits = scramble(bits ^ scramble(step.int() * 9973 + salt))
+    return ((x.view(torch.int32) + (bits & 0xFFFF)) & -0x10000).view(torch.float32).bfloat16()
+
+
+def scramble(bits: Tensor) -> Tensor:
+    """Return unrelated int32 for neighboring int32: two rounds of multiply and shift."""
+    for _ in range(2):
+        bits = (bits ^ (bits >> 16 & 0xFFFF)) * 0x45D9F3B
+    return bits ^ (bits >> 16 & 0xFFFF)
