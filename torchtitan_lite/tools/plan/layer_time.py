@@ -24,12 +24,14 @@ from torchtitan_lite.tools.plan.workload import LayerKind, Workload
 CAUSAL_EDGE = 300
 # Bytes that softmax, dropout and two matmuls read and write per fp16 score of unfused attention
 SCORE_BYTES = 13
+TILE_ROWS = 128  # of a grouped matmul's result
 KERNELS_OF_LAYER = {False: 28, True: 14}  # compiled -> elementwise kernels in forward
-KERNELS_OF_EXPERTS = 60  # additional kernels in an MoE layer: router, sorting, all-to-alls, experts
+# Whether DeepEP sorts and sends rows -> additional kernels in an MoE layer: router, sorting, all-to-alls
+KERNELS_OF_EXPERTS = {False: 60, True: 20}
 # compiled -> tensors that these kernels read and write: a norm with a residual addition, SwiGLU, GPT's activation
 TENSORS = {False: (5, 5, 3), True: (4, 3, 2)}
-# The same for an eager norm of a DTensor, which runs op by op in fp32: torch has no rule to shard its kernel
-DTENSOR_NORM = 21
+# The same for an eager norm that runs op by op in fp32: of a DTensor, because torch has no rule to shard its kernel
+NORM_OP_BY_OP = 21
 # Bytes per element that ZeRO++'s kernels read and write around a gather, and around a reduction
 QWZ_BYTES = 4
 QGZ_BYTES = 48
@@ -101,7 +103,8 @@ class LayerTime:
         dtype = "float8" if module.name in w.float8 else w.compute_dtype
         if module.kind == "experts":
             n_experts, into, out = shape
-            times = self.linear_times(max(w.n_rows, n_experts), out, into, dtype, n_experts)
+            n_rows = w.n_rows + n_experts * TILE_ROWS / 2  # the last tile of an expert is half full
+            times = self.linear_times(n_rows, out, into, dtype, n_experts)
             return tuple(seconds / self.cluster.grouped_efficiency for seconds in times)
         if module.kind == "router":
             return self.linear_times(w.n_tokens / w.layout.tp, *shape, "float32")
@@ -133,14 +136,16 @@ class LayerTime:
     def elementwise_time(self, kind: LayerKind) -> float:
         """Return the seconds of a layer's elementwise kernels in forward. An eager kernel reads and writes its tensors.
 
-        c: bytes per element. MoE rows are copied when sorted, twice more in the all-to-alls, and summed in fp32.
+        c: bytes per element. MoE rows are read and written when sorted, when sorted back, and around the all-to-alls.
+        DeepEP sorts while it sends. Eager code of torch sums them in fp32, op by op.
         """
         w = self.workload
         args = w.args
         c = w.compute_bytes
         of_norm, of_gate, of_activation = TENSORS[w.compiled]
-        if w.engine == "torch" and w.layout.tp > 1 and not w.compiled:
-            of_norm = DTENSOR_NORM
+        is_eager = w.engine == "torch" and not w.compiled
+        if w.norms_op_by_op or (is_eager and w.layout.tp > 1):
+            of_norm = NORM_OP_BY_OP
         sharded_bytes = of_activation * c * kind.products_dim
         if kind.is_gated:  # with rotary embeddings, in fp32 if eager
             of_head = 2 * c + of_norm * c * args.qk_norm
@@ -154,8 +159,11 @@ class LayerTime:
             hidden_bytes = 0
         n_bytes = w.n_tokens * (sharded_bytes / w.layout.tp + hidden_bytes)
         if kind.is_moe:
-            n_copies = 9 if w.layout.ep > 1 else 5
-            per_row = args.dim * (n_copies * c + 16) + 5 * c * args.moe.expert_ffn_dim
+            n_copies = 3 if w.engine == "megatron" else 5
+            if w.layout.ep > 1:
+                n_copies = 5 if w.sends_once else n_copies + 4
+            of_sum = 16 * (is_eager and not w.sends_once)
+            per_row = args.dim * (n_copies * c + of_sum) + of_gate * c * args.moe.expert_ffn_dim
             n_bytes += w.n_rows * per_row
         launch_s = KERNELS_OF_LAYER[w.compiled] * self.cluster.kernel_s
         return self.cluster.memory_time(n_bytes) + launch_s
@@ -164,11 +172,21 @@ class LayerTime:
         """Return the seconds that the host needs to launch a layer's kernels in forward; half of those in backward."""
         w = self.workload
         n_kernels = KERNELS_OF_LAYER[w.compiled] + len(kind.block)
-        if kind.is_moe:
-            n_kernels += KERNELS_OF_EXPERTS
-            if w.engine != "torch":  # Transformer Engine launches each expert's matmuls and casts
-                n_kernels += w.args.moe.n_experts // max(1, w.layout.ep) * (6 if w.float8 else 2)
         return n_kernels * self.cluster.host_s / (1 + w.compiled)
+
+    def dispatch_time(self, kind: LayerKind) -> float:
+        """Return the seconds of an MoE layer's small kernels in forward; half of those in backward.
+
+        They are shorter than their launches, and the host waits for the counts of rows before and between them. So the
+        device waits for each launch. No trainer compiles them.
+        """
+        w = self.workload
+        if not kind.is_moe:
+            return 0.0
+        n_kernels = KERNELS_OF_EXPERTS[w.sends_once]
+        if w.engine != "torch":  # Transformer Engine launches each expert's matmuls and casts
+            n_kernels += w.args.moe.n_experts // max(1, w.layout.ep) * (6 if w.float8 else 2)
+        return n_kernels * self.cluster.host_s
 
     # ------------------------------------------------------------ waits
 
@@ -208,16 +226,22 @@ class LayerTime:
             return 0.0, 0.0, 0.0
         n_near = min(n, self.cluster.node_size)
         n_bytes = w.rows_bytes / n
-        near = (n_near - 1) * n_bytes / self.cluster.links
-        far = (n - n_near) * n_bytes / self.cluster.network
-        if w.engine != "torch":  # a token is sent once to each other node that it needs
-            n_nodes = n / n_near
-            n_copies = (n_nodes - 1) * (1 - (1 - 1 / n_nodes) ** w.args.moe.top_k)
-            far = n_copies * w.rows_bytes / w.args.moe.top_k / self.cluster.network
+        near = (n_near - 1) * n_bytes
+        far = (n - n_near) * n_bytes
+        if w.sends_once:
+            near = (n_near - 1) * self.once_bytes(n)
+            far = (n / n_near - 1) * self.once_bytes(n / n_near)
         latency = self.cluster.find_latency(1, n)
-        backward = 2 * (max(near, far) + latency)
+        backward = 2 * (max(near / self.cluster.links, far / self.cluster.network) + latency)
+        if w.overlaps_ep:
+            backward = self.expose("ep", backward, backward)
         forward = latency + backward
         return forward, backward, forward * kind.average(full=1)
+
+    def once_bytes(self, n: float) -> float:
+        """Return the bytes for one of n places, if a token is sent once to each place that has one of its experts."""
+        top_k = self.workload.args.moe.top_k
+        return self.workload.rows_bytes / top_k * (1 - (1 - 1 / n) ** top_k)
 
     def context_parallel_times(self, kind: LayerKind) -> Times:
         """Return the seconds that a layer waits for keys and values.
@@ -321,8 +345,9 @@ class LayerTime:
         forward = linear + attend + elementwise + wait
         backward = of_inputs + attend_back + 2 * elementwise + wait_back + again + wait_again
         launches = self.launch_time(kind)
-        forward = max(forward, launches)
-        backward = max(backward, 2 * launches - of_weights)
+        waiting = self.dispatch_time(kind)
+        forward = waiting + max(forward, launches)
+        backward = 2 * waiting + max(backward, 2 * launches - of_weights)
         dp, dp_back = self.shard_times(kind, forward, backward + of_weights)
         tp, cp, ep = map(sum, waits)
         return Phases(forward + dp, backward + dp_back, of_weights, again, tp, cp, ep, dp + dp_back)
