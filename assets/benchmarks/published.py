@@ -48,7 +48,7 @@ PRIORS = {
     "contention": 0.3,
     "network_contention": 0.15,
     "host_s": 10e-6,
-    "grouped_efficiency": 0.7,
+    "grouped_efficiency": 0.85,
     "async_tp_hidden": 0.6,
     "deepspeed": 1.15,
 }

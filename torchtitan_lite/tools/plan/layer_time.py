@@ -90,7 +90,7 @@ class LayerTime:
         of_weights = self.cluster.matmul_time(n_experts * out, into, each, dtype, recipe)
         if dtype == "float8" and n_experts == 1:
             # Transformer Engine fuses casts into other kernels, and casts weights once per step.
-            n_bytes = rows * into if recipe == "te" else 3 * into * (rows + out)
+            n_bytes = rows * into if recipe == "te" else 5 * into * (rows + out)
             cast = self.cluster.memory_time(n_bytes)
             forward += cast
             of_inputs += cast
@@ -107,7 +107,8 @@ class LayerTime:
             times = self.linear_times(n_rows, out, into, dtype, n_experts)
             return tuple(seconds / self.cluster.grouped_efficiency for seconds in times)
         if module.kind == "router":
-            return self.linear_times(w.n_tokens / w.layout.tp, *shape, "float32")
+            dtype = w.compute_dtype if w.sends_once or w.engine != "torch" else "float32"
+            return self.linear_times(w.n_tokens / w.layout.tp, *shape, dtype)
         return self.linear_times(w.n_tokens, *shape, dtype)
 
     @cached_property
