@@ -54,6 +54,7 @@ PRIORS = {
 }
 RESERVES = {"reserve_factor": 1.2, "tp_reserve_factor": 1.3}  # the same for memory
 LEAST_STACKS = 3  # of a bar
+SHARE = 0.8  # of the rows that a bar holds
 # Pull toward the priors, chosen among 0.02, 0.08 and 0.2 by the errors on unseen rows.
 # A constant that no row needs keeps its prior.
 STIFFNESS = 0.2
@@ -262,16 +263,21 @@ def find_unseen(rows: list[Row]) -> dict[str, list[Unseen]]:
 
 
 def make_bar(unseen: list[Unseen]) -> Bar:
-    """Return the bar of these rows. A stack of many rows counts less per row, as in the fit."""
+    """Return the bar of these rows: the factor within which 80 % of them are, up or down.
+
+    The sign of an error is that of its stack, so an unseen stack may have either. A stack of many rows counts less per
+    row, as in the fit.
+    """
     rows, errors = zip(*unseen, strict=True)
-    ratios, order = torch.tensor(errors, dtype=DOUBLE).exp().sort()
+    logs = torch.tensor(errors, dtype=DOUBLE)
+    sizes, order = logs.abs().sort()
     below = weigh(rows)[order].cumsum(0)
-    ends = torch.searchsorted(below, torch.tensor([0.1, 0.9], dtype=DOUBLE) - 1e-9)
-    low, high = ratios[ends].tolist()
-    middle = median((ratios - 1).abs().tolist())
+    widest = torch.searchsorted(below, torch.tensor(SHARE, dtype=DOUBLE) - 1e-9)
+    high = round(sizes[widest].exp().item(), 2)
+    middle = median((logs.exp() - 1).abs().tolist())
     return Bar(
-        low=round(low, 2),
-        high=round(high, 2),
+        low=round(1 / high, 2),
+        high=high,
         median=round(middle, 3),
         n_stacks=len({row.stack for row in rows}),
         n_rows=dict(Counter(row.values["gpu"] for row in rows)),
@@ -294,7 +300,10 @@ def share_held_of_others(unseen: list[Unseen]) -> float:
 
 
 def rank_correlation(unseen: list[Unseen]) -> float:
-    """Return Spearman's coefficient within one source and model of three rows or more, averaged by rows."""
+    """Return Spearman's coefficient within one source and model of three rows or more, averaged by rows.
+
+    Equal forecasts share their mean rank.
+    """
     groups = defaultdict(list)
     for row, error in unseen:
         published = log(row.values["tokens_per_s_per_gpu"])
@@ -304,7 +313,9 @@ def rank_correlation(unseen: list[Unseen]) -> float:
     coefficients = []
     for pairs in groups.values():
         if len(pairs) > 2:
-            ranks = torch.tensor(pairs, dtype=DOUBLE).argsort(0).argsort(0).double()
+            logs = torch.tensor(pairs, dtype=DOUBLE).round(decimals=6)
+            # Releases of a trainer repeat a layout, so forecasts can be equal.
+            ranks = (logs[:, None] - logs).sign().sum(1)
             coefficients += [torch.corrcoef(ranks.T)[0, 1].item()] * len(pairs)
     return mean(coefficients)
 

@@ -169,21 +169,13 @@ class LayerTime:
         launch_s = KERNELS_OF_LAYER[w.compiled] * self.cluster.kernel_s
         return self.cluster.memory_time(n_bytes) + launch_s
 
-    def launch_time(self, kind: LayerKind) -> float:
-        """Return the seconds that the host needs to launch a layer's kernels in forward; half of those in backward."""
-        w = self.workload
-        n_kernels = KERNELS_OF_LAYER[w.compiled] + len(kind.block)
-        return n_kernels * self.cluster.host_s / (1 + w.compiled)
-
-    def dispatch_time(self, kind: LayerKind) -> float:
+    def dispatch_time(self) -> float:
         """Return the seconds of an MoE layer's small kernels in forward; half of those in backward.
 
-        They are shorter than their launches, and the host waits for the counts of rows before and between them. So the
-        device waits for each launch. No trainer compiles them.
+        The host waits for the counts of rows, so it is not ahead of the device, which waits for each of these launches.
+        No trainer compiles them.
         """
         w = self.workload
-        if not kind.is_moe:
-            return 0.0
         n_kernels = KERNELS_OF_EXPERTS[w.sends_once]
         if w.engine != "torch":  # Transformer Engine launches each expert's matmuls and casts
             n_kernels += w.args.moe.n_experts // max(1, w.layout.ep) * (6 if w.float8 else 2)
@@ -230,19 +222,16 @@ class LayerTime:
         near = (n_near - 1) * n_bytes
         far = (n - n_near) * n_bytes
         if w.sends_once:
-            near = (n_near - 1) * self.once_bytes(n)
-            far = (n / n_near - 1) * self.once_bytes(n / n_near)
+            top_k = w.args.moe.top_k
+            n_nodes = n / n_near
+            near *= n / top_k * (1 - (1 - 1 / n) ** top_k)
+            far *= n_nodes / top_k * (1 - (1 - 1 / n_nodes) ** top_k)
         latency = self.cluster.find_latency(1, n)
         backward = 2 * (max(near / self.cluster.links, far / self.cluster.network) + latency)
         if w.overlaps_ep:
             backward = self.expose("ep", backward, backward)
         forward = latency + backward
         return forward, backward, forward * kind.average(full=1)
-
-    def once_bytes(self, n: float) -> float:
-        """Return the bytes for one of n places, if a token is sent once to each place that has one of its experts."""
-        top_k = self.workload.args.moe.top_k
-        return self.workload.rows_bytes / top_k * (1 - (1 - 1 / n) ** top_k)
 
     def context_parallel_times(self, kind: LayerKind) -> Times:
         """Return the seconds that a layer waits for keys and values.
@@ -324,10 +313,11 @@ class LayerTime:
 
         Full recompute stops before the last matmul: backward does not need its output.
         """
+        w = self.workload
         times = [self.module_times(module) for module in kind.block if module.kind != "norm"]
         linear, of_inputs, of_weights = map(sum, zip(*times, strict=True))
         linear_again = linear
-        if kind.ends_in_rowwise and self.workload.sequence_parallel:
+        if kind.ends_in_rowwise and w.sequence_parallel:
             linear_again -= self.module_times(kind.rowwise[-1])[0]
         attend, attend_back = self.attention_times
         elementwise = self.elementwise_time(kind)
@@ -345,10 +335,14 @@ class LayerTime:
         wait, wait_back, wait_again = map(sum, zip(*waits, strict=True))
         forward = linear + attend + elementwise + wait
         backward = of_inputs + attend_back + 2 * elementwise + wait_back + again + wait_again
-        launches = self.launch_time(kind)
-        waiting = self.dispatch_time(kind)
-        forward = waiting + max(forward, launches)
-        backward = 2 * waiting + max(backward, 2 * launches - of_weights)
+        # The host launches one kernel after the other, as many again for each gradient.
+        n_launches = KERNELS_OF_LAYER[w.compiled] + len(kind.block)
+        launches = n_launches * self.cluster.host_s / (1 + w.compiled)
+        forward = max(forward, launches)
+        backward = max(backward, 2 * launches - of_weights)
+        if kind.is_moe:
+            forward += self.dispatch_time()
+            backward += 2 * self.dispatch_time()
         dp, dp_back = self.shard_times(kind, forward, backward + of_weights)
         tp, cp, ep = map(sum, waits)
         return Phases(forward + dp, backward + dp_back, of_weights, again, tp, cp, ep, dp + dp_back)

@@ -100,12 +100,10 @@ def write_page(planned: PlannedRun, config_args: list[str]) -> str:
 def draw_forecast(planned: PlannedRun) -> str:
     forecast = planned.forecast
     family = find_family(planned.workload)
-    speed_range = "never compared with three stacks"
-    about = speed_range
-    if bar := BARS.get(family):
-        low, high = bar.widen(forecast.tokens_per_s_per_gpu)
-        speed_range = f"80 % range: {low:,.0f} to {high:,.0f}"
-        about = bar.describe(planned.cluster.name)
+    bar = BARS[family]
+    low, high = bar.widen(forecast.tokens_per_s_per_gpu)
+    speed_range = f"80 % range: {low:,.0f} to {high:,.0f}"
+    about = bar.describe(planned.cluster.name)
     capacity = planned.cluster.memory_bytes
     facts = {
         f"tokens/s per GPU ({speed_range})": f"{forecast.tokens_per_s_per_gpu:,.0f}",
