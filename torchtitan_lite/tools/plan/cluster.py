@@ -52,7 +52,7 @@ class Cluster:
     # Of an infinitely large matmul, at the power limit. Fit.
     matmul_efficiency: float = 0.63
     # The same in float8, with a scale per tensor and per row. Fit.
-    float8_efficiency: float = 0.60
+    float8_efficiency: float = 0.61
     rowwise_efficiency: float = 0.35
     # Cost of a tile's prologue and epilogue, in elements of the inner dim. Fit.
     tile_depth: float = 256.0
@@ -69,7 +69,7 @@ class Cluster:
     # Matmuls of unfused attention, which writes its scores to memory. Fit.
     unfused_efficiency: float = 0.50
     # Of elementwise kernels. Fit; STREAM-like copies reach 80 to 90 %
-    memory_efficiency: float = 0.75
+    memory_efficiency: float = 0.77
     # 370 of 450 GB/s on H100, 235 of 300 on A100: nccl-tests issue 212
     link_efficiency: float = 0.80
     network_efficiency: float = 0.92  # 46 to 48 GB/s on a 400 Gb/s card: nccl-tests issue 290
@@ -83,9 +83,9 @@ class Cluster:
     network_contention: float = 0.15
     # Seconds that the host needs to launch an eager kernel; half of it if compiled. Fit. Elementwise operators of
     # torch took 4 to 6 us on one loaded CPU core, forward or backward, without a GPU driver's part.
-    host_s: float = 11e-6
+    host_s: float = 10e-6
     # Of a grouped matmul over experts, relative to a matmul. Fit.
-    grouped_efficiency: float = 0.84
+    grouped_efficiency: float = 0.87
     async_tp_hidden: float = 0.62  # fraction of tp's collectives that async TP hides. Fit.
     # Bytes that the allocator reserves per byte in use, without and with tp, whose copies of hidden states come and
     # go. Fit.

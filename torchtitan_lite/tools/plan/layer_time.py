@@ -25,6 +25,7 @@ CAUSAL_EDGE = 300
 # Bytes that softmax, dropout and two matmuls read and write per fp16 score of unfused attention
 SCORE_BYTES = 13
 TILE_ROWS = 128  # of a grouped matmul's result
+TE_STREAMS = 4  # Transformer Engine runs the matmuls of this many experts at a time
 KERNELS_OF_LAYER = {False: 28, True: 14}  # compiled -> elementwise kernels in forward
 # Whether DeepEP sorts and sends rows -> additional kernels in an MoE layer: router, sorting, all-to-alls
 KERNELS_OF_EXPERTS = {False: 60, True: 20}
@@ -89,11 +90,14 @@ class LayerTime:
         each = rows / n_experts
         of_weights = self.cluster.matmul_time(n_experts * out, into, each, dtype, recipe)
         if dtype == "float8" and n_experts == 1:
-            # Transformer Engine fuses casts into other kernels, and casts weights once per step.
-            n_bytes = rows * into if recipe == "te" else 5 * into * (rows + out)
-            cast = self.cluster.memory_time(n_bytes)
-            forward += cast
-            of_inputs += cast
+            # Transformer Engine fuses casts into other kernels, and casts weights once per step. Others find a maximum,
+            # cast, and transpose inputs and gradients for the gradients of weights.
+            n_bytes = rows * into
+            if recipe != "te":
+                n_bytes = 5 * into * (rows + out)
+                of_weights += self.cluster.memory_time(2 * rows * (into + out))
+            forward += self.cluster.memory_time(n_bytes)
+            of_inputs += self.cluster.memory_time(n_bytes)
         return forward, of_inputs, of_weights
 
     def module_times(self, module: ModuleRow) -> Times:
@@ -104,8 +108,10 @@ class LayerTime:
         if module.kind == "experts":
             n_experts, into, out = shape
             n_rows = w.n_rows + n_experts * TILE_ROWS / 2  # the last tile of an expert is half full
-            times = self.linear_times(n_rows, out, into, dtype, n_experts)
-            return tuple(seconds / self.cluster.grouped_efficiency for seconds in times)
+            n_beside = n_experts if w.engine == "torch" else min(TE_STREAMS, n_experts)
+            share = n_beside / n_experts
+            times = self.linear_times(n_rows * share, out, into, dtype, n_beside)
+            return tuple(each / self.cluster.grouped_efficiency / share for each in times)
         if module.kind == "router":
             dtype = w.compute_dtype if w.sends_once or w.engine != "torch" else "float32"
             return self.linear_times(w.n_tokens / w.layout.tp, *shape, dtype)
@@ -338,11 +344,9 @@ class LayerTime:
         # The host launches one kernel after the other, as many again for each gradient.
         n_launches = KERNELS_OF_LAYER[w.compiled] + len(kind.block)
         launches = n_launches * self.cluster.host_s / (1 + w.compiled)
-        forward = max(forward, launches)
-        backward = max(backward, 2 * launches - of_weights)
-        if kind.is_moe:
-            forward += self.dispatch_time()
-            backward += 2 * self.dispatch_time()
+        waiting = kind.is_moe and self.dispatch_time()
+        forward = waiting + max(forward, launches)
+        backward = 2 * waiting + max(backward, 2 * launches - of_weights)
         dp, dp_back = self.shard_times(kind, forward, backward + of_weights)
         tp, cp, ep = map(sum, waits)
         return Phases(forward + dp, backward + dp_back, of_weights, again, tp, cp, ep, dp + dp_back)
