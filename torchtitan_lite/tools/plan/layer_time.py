@@ -25,10 +25,8 @@ CAUSAL_EDGE = 300
 # Bytes that softmax, dropout and two matmuls read and write per fp16 score of unfused attention
 SCORE_BYTES = 13
 TILE_ROWS = 128  # of a grouped matmul's result
-TE_STREAMS = 4  # Transformer Engine runs the matmuls of this many experts at a time
 KERNELS_OF_LAYER = {False: 28, True: 14}  # compiled -> elementwise kernels in forward
-# Whether DeepEP sorts and sends rows -> additional kernels in an MoE layer: router, sorting, all-to-alls
-KERNELS_OF_EXPERTS = {False: 60, True: 20}
+KERNELS_OF_EXPERTS = 60  # additional kernels in an MoE layer: router, sorting, all-to-alls, experts
 # compiled -> tensors that these kernels read and write: a norm with a residual addition, SwiGLU, GPT's activation
 TENSORS = {False: (5, 5, 3), True: (4, 3, 2)}
 # The same for an eager norm that runs op by op in fp32: of a DTensor, because torch has no rule to shard its kernel
@@ -108,13 +106,10 @@ class LayerTime:
         if module.kind == "experts":
             n_experts, into, out = shape
             n_rows = w.n_rows + n_experts * TILE_ROWS / 2  # the last tile of an expert is half full
-            n_beside = n_experts if w.engine == "torch" else min(TE_STREAMS, n_experts)
-            share = n_beside / n_experts
-            times = self.linear_times(n_rows * share, out, into, dtype, n_beside)
-            return tuple(each / self.cluster.grouped_efficiency / share for each in times)
+            times = self.linear_times(n_rows, out, into, dtype, n_experts)
+            return tuple(seconds / self.cluster.grouped_efficiency for seconds in times)
         if module.kind == "router":
-            dtype = w.compute_dtype if w.sends_once or w.engine != "torch" else "float32"
-            return self.linear_times(w.n_tokens / w.layout.tp, *shape, dtype)
+            return self.linear_times(w.n_tokens / w.layout.tp, *shape, "float32")
         return self.linear_times(w.n_tokens, *shape, dtype)
 
     @cached_property
@@ -140,18 +135,28 @@ class LayerTime:
         backward = 2.5 * flops / (peak * getattr(cluster, f"{w.attention}_backward"))
         return forward + cluster.kernel_s, backward + cluster.kernel_s
 
+    @property
+    def has_slow_norms(self) -> bool:
+        """Whether norms run op by op."""
+        w = self.workload
+        return w.engine == "torch" and w.layout.tp > 1 and not w.compiled
+
+    @property
+    def n_copies(self) -> int:
+        """Number of times that rows of tokens are read or written outside of experts."""
+        return 9 if self.workload.layout.ep > 1 else 5
+
     def elementwise_time(self, kind: LayerKind) -> float:
         """Return the seconds of a layer's elementwise kernels in forward. An eager kernel reads and writes its tensors.
 
         c: bytes per element. MoE rows are read and written when sorted, when sorted back, and around the all-to-alls.
-        DeepEP sorts while it sends. Eager code of torch sums them in fp32, op by op.
+        Eager code sums them in fp32, op by op.
         """
         w = self.workload
         args = w.args
         c = w.compute_bytes
         of_norm, of_gate, of_activation = TENSORS[w.compiled]
-        is_eager = w.engine == "torch" and not w.compiled
-        if w.norms_op_by_op or (is_eager and w.layout.tp > 1):
+        if self.has_slow_norms:
             of_norm = NORM_OP_BY_OP
         sharded_bytes = of_activation * c * kind.products_dim
         if kind.is_gated:  # with rotary embeddings, in fp32 if eager
@@ -166,26 +171,20 @@ class LayerTime:
             hidden_bytes = 0
         n_bytes = w.n_tokens * (sharded_bytes / w.layout.tp + hidden_bytes)
         if kind.is_moe:
-            n_copies = 3 if w.engine == "megatron" else 5
-            if w.layout.ep > 1:
-                n_copies = 5 if w.sends_once else n_copies + 4
-            of_sum = 16 * (is_eager and not w.sends_once)
-            per_row = args.dim * (n_copies * c + of_sum) + of_gate * c * args.moe.expert_ffn_dim
+            of_row = self.n_copies * c + 16 * (w.engine == "torch" and not w.compiled)
+            per_row = args.dim * of_row + of_gate * c * args.moe.expert_ffn_dim
             n_bytes += w.n_rows * per_row
         launch_s = KERNELS_OF_LAYER[w.compiled] * self.cluster.kernel_s
         return self.cluster.memory_time(n_bytes) + launch_s
 
-    def dispatch_time(self) -> float:
-        """Return the seconds of an MoE layer's small kernels in forward; half of those in backward.
+    @property
+    def dispatch_s(self) -> float:
+        """Seconds of an MoE layer's small kernels in forward; half of those in backward.
 
         The host waits for the counts of rows, so it is not ahead of the device, which waits for each of these launches.
         No trainer compiles them.
         """
-        w = self.workload
-        n_kernels = KERNELS_OF_EXPERTS[w.sends_once]
-        if w.engine != "torch":  # Transformer Engine launches each expert's matmuls and casts
-            n_kernels += w.args.moe.n_experts // max(1, w.layout.ep) * (6 if w.float8 else 2)
-        return n_kernels * self.cluster.host_s
+        return KERNELS_OF_EXPERTS * self.cluster.host_s
 
     # ------------------------------------------------------------ waits
 
@@ -214,30 +213,26 @@ class LayerTime:
         return both, both + sums, seconds * n_again + sharing * kind.average(full=1)
 
     def expert_parallel_times(self, kind: LayerKind) -> Times:
-        """Return the seconds of a layer's all-to-alls over ep: the counts, rows to experts, and their results.
+        """Return the seconds of a layer's all-to-alls over ep: the counts, rows to experts, and their results."""
+        if not kind.is_moe or self.workload.layout.ep == 1:
+            return 0.0, 0.0, 0.0
+        backward = 2 * self.exchange_s
+        forward = self.cluster.find_latency(1, self.workload.layout.ep) + backward
+        return forward, backward, forward * kind.average(full=1)
+
+    @property
+    def exchange_s(self) -> float:
+        """Seconds of an all-to-all over ep.
 
         A rank sends R rows, including those to itself. Rows for other nodes use the network card of the rank, in
         parallel with rows inside the node.
         """
-        w = self.workload
-        n = w.layout.ep
-        if not kind.is_moe or n == 1:
-            return 0.0, 0.0, 0.0
+        n = self.workload.layout.ep
         n_near = min(n, self.cluster.node_size)
-        n_bytes = w.rows_bytes / n
-        near = (n_near - 1) * n_bytes
-        far = (n - n_near) * n_bytes
-        if w.sends_once:
-            top_k = w.args.moe.top_k
-            n_nodes = n / n_near
-            near *= n / top_k * (1 - (1 - 1 / n) ** top_k)
-            far *= n_nodes / top_k * (1 - (1 - 1 / n_nodes) ** top_k)
-        latency = self.cluster.find_latency(1, n)
-        backward = 2 * (max(near / self.cluster.links, far / self.cluster.network) + latency)
-        if w.overlaps_ep:
-            backward = self.expose("ep", backward, backward)
-        forward = latency + backward
-        return forward, backward, forward * kind.average(full=1)
+        n_bytes = self.workload.rows_bytes / n
+        near = (n_near - 1) * n_bytes / self.cluster.links
+        far = (n - n_near) * n_bytes / self.cluster.network
+        return max(near, far) + self.cluster.find_latency(1, n)
 
     def context_parallel_times(self, kind: LayerKind) -> Times:
         """Return the seconds that a layer waits for keys and values.
@@ -344,7 +339,7 @@ class LayerTime:
         # The host launches one kernel after the other, as many again for each gradient.
         n_launches = KERNELS_OF_LAYER[w.compiled] + len(kind.block)
         launches = n_launches * self.cluster.host_s / (1 + w.compiled)
-        waiting = kind.is_moe and self.dispatch_time()
+        waiting = kind.is_moe and self.dispatch_s
         forward = waiting + max(forward, launches)
         backward = 2 * waiting + max(backward, 2 * launches - of_weights)
         dp, dp_back = self.shard_times(kind, forward, backward + of_weights)
