@@ -27,6 +27,8 @@ def test_the_bars_in_code_hold_the_share_of_unseen_runs_that_they_promise():
             assert 0.7 <= published.share_held(printed, unseen) <= 0.9, name
     assert BARS["dense"].median <= 0.08 and BARS["memory"].median <= 0.06
     assert published.rank_correlation(groups["dense"]) > 0.8
+    assert published.rank_correlation(groups["experts"]) > 0.7
+    assert all(0.7 <= published.share_held_of_others(groups[name]) <= 0.92 for name in BARS)
     for row, error in groups["TP or PP"]:
         assert not row.is_eager_tp or abs(exp(error) - 1) < 0.155
 

@@ -147,11 +147,6 @@ class Workload:
     keeps_logits: bool = False  # fp32 logits, log-softmax and gradients of all tokens at once
     sequence_parallel: bool = True
     overlaps_reduction: bool = False  # in a pipeline, gradients are reduced beside last backwards
-    sends_once: bool = (
-        False  # DeepEP: over ep, a token goes once to each rank and node, which copies it
-    )
-    overlaps_ep: bool = False  # all-to-alls run beside the kernels of another microbatch
-    norms_op_by_op: bool = False  # in fp32
     grad_bytes: int = MASTER_BYTES  # bytes per gradient element at rest ...
     reduce_bytes: int = MASTER_BYTES  # ... and during the reduction over dp
 
