@@ -4,14 +4,14 @@
 
 Most columns of the file are fields of ModelArgs, MoEArgs, Layout and Workload. `engine`: deepspeed is slower by a
 factor (fit), and its memory is the driver's. Rows with the evidence "recalled" are in no fit and no figure.
-No constant is fitted to rows with experts. A source is the first word of its column: its pages are left out together.
+A stack is the code that ran: all of its rows are left out together. Rows with experts count in the fit like others.
 """
 
 import csv
 import json
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from math import ceil, exp, log
 from statistics import mean, median
@@ -27,6 +27,7 @@ from torchtitan_lite.config.schema import Parallelism
 from torchtitan_lite.models.registry import MODELS
 from torchtitan_lite.tools.plan.bars import Bar, find_family
 from torchtitan_lite.tools.plan.cluster import CLUSTERS, GB, Cluster
+from torchtitan_lite.tools.plan.layer_time import KERNELS_OF_EXPERTS, TILE_ROWS, Times
 from torchtitan_lite.tools.plan.memory import find_fullest
 from torchtitan_lite.tools.plan.step_time import StepTime
 from torchtitan_lite.tools.plan.workload import Workload
@@ -48,18 +49,92 @@ PRIORS = {
     "contention": 0.3,
     "network_contention": 0.15,
     "host_s": 10e-6,
-    "grouped_efficiency": 0.7,
+    "grouped_efficiency": 0.85,
     "async_tp_hidden": 0.6,
     "deepspeed": 1.15,
 }
 RESERVES = {"reserve_factor": 1.2, "tp_reserve_factor": 1.3}  # the same for memory
+KERNELS_OF_DEEPEP = 20  # with fused routers, instead of KERNELS_OF_EXPERTS
+STREAMS = 4  # Transformer Engine multiplies this many experts at a time
 LEAST_STACKS = 3  # of a bar
+SHARE = 0.8  # of the rows that a bar holds
 # Pull toward the priors, chosen among 0.02, 0.08 and 0.2 by the errors on unseen rows.
 # A constant that no row needs keeps its prior.
 STIFFNESS = 0.2
 MOVE = 0.03  # step of the finite differences, in the logarithm of a constant
 N_TANGENTS = 3
 DOUBLE = torch.float64
+
+
+@dataclass
+class OtherWorkload(Workload):
+    """A step of another trainer."""
+
+    sends_once: bool = (
+        False  # DeepEP: over ep, a token goes once to each rank and node, which copies it
+    )
+    overlaps_ep: bool = False  # all-to-alls run beside the kernels of another microbatch
+    norms_op_by_op: bool = False  # in fp32
+
+
+class OtherTime(StepTime):
+    """Estimates the seconds of a step of another trainer: where its layers with experts differ from this one."""
+
+    workload: OtherWorkload
+
+    def module_times(self, module: ModuleRow) -> Times:
+        """Return the seconds of a module's matmuls. Routers multiply in bfloat16, experts on streams."""
+        w = self.workload
+        if module.kind == "router" and (w.sends_once or w.engine == "megatron"):
+            shape = w.shape_on_rank(module)
+            return self.linear_times(w.n_tokens / w.layout.tp, *shape, w.compute_dtype)
+        if module.kind != "experts" or w.engine != "megatron":
+            return super().module_times(module)
+        n_experts, into, out = w.shape_on_rank(module)
+        n_beside = min(STREAMS, n_experts)
+        n_rows = (w.n_rows / n_experts + TILE_ROWS / 2) * n_beside
+        dtype = "float8" if module.name in w.float8 else w.compute_dtype
+        times = self.linear_times(n_rows, out, into, dtype, n_beside)
+        n_times = n_experts / n_beside / self.cluster.grouped_efficiency
+        return tuple(seconds * n_times for seconds in times)
+
+    @property
+    def has_slow_norms(self) -> bool:
+        return self.workload.norms_op_by_op or super().has_slow_norms
+
+    @property
+    def n_copies(self) -> int:
+        """Number of times that rows are read or written: fused kernels sort tokens, DeepEP sorts while it sends."""
+        w = self.workload
+        if w.sends_once or w.engine == "torch":
+            return 5 if w.sends_once else super().n_copies
+        return 7 if w.layout.ep > 1 else 3
+
+    @property
+    def dispatch_s(self) -> float:
+        """Seconds of small kernels. Transformer Engine launches each expert's matmuls and casts."""
+        w = self.workload
+        n_kernels = KERNELS_OF_DEEPEP if w.sends_once else KERNELS_OF_EXPERTS
+        if w.engine == "megatron":
+            n_kernels += w.args.moe.n_experts // max(1, w.layout.ep) * (6 if w.float8 else 2)
+        return n_kernels * self.cluster.host_s
+
+    @property
+    def exchange_s(self) -> float:
+        w = self.workload
+        seconds = super().exchange_s
+        if w.sends_once:
+            n = w.layout.ep
+            n_near = min(n, self.cluster.node_size)
+            near = (n_near - 1) * self.once_bytes(n) / self.cluster.links
+            far = (n / n_near - 1) * self.once_bytes(n / n_near) / self.cluster.network
+            seconds = max(near, far) + self.cluster.find_latency(1, n)
+        return self.expose("ep", seconds, seconds) if w.overlaps_ep else seconds
+
+    def once_bytes(self, n: float) -> float:
+        """Return the bytes for one of n places, if a token is sent once to each place that has one of its experts."""
+        top_k = self.workload.args.moe.top_k
+        return self.workload.rows_bytes / top_k * (1 - (1 - 1 / n) ** top_k)
 
 
 def list_gpt_block(args: ModelArgs, moe: MoEArgs | None = None) -> list[ModuleRow]:
@@ -101,7 +176,7 @@ class Row:
     @cached_property
     def idle(self) -> float:
         """Time of the pipeline over its lower bound, which hardly depends on constants."""
-        model = StepTime(self.workload, self.find_cluster({}))
+        model = OtherTime(self.workload, self.find_cluster({}))
         samples = self.workload.samples
         once_s = model.once_s + model.optimizer_s
         return (model.forecast(samples).step_time_s - once_s) / (model.lower_bound_s - once_s)
@@ -115,7 +190,7 @@ class Row:
         return self.misses[cluster, factor]
 
     def compare(self, cluster: Cluster, factor: float) -> float:
-        model = StepTime(self.workload, cluster)
+        model = OtherTime(self.workload, cluster)
         once_s = model.once_s + model.optimizer_s
         seconds = factor * ((model.lower_bound_s - once_s) * self.idle + once_s)
         tokens = self.values["tokens_per_s_per_gpu"] * self.workload.layout.world_size * seconds
@@ -152,7 +227,7 @@ def make(kind: type, values: dict[str, object], **others: object) -> object:
     return kind(**own | others)
 
 
-def describe_row(values: dict[str, object]) -> Workload:
+def describe_row(values: dict[str, object]) -> OtherWorkload:
     moe = make(MoEArgs, values) if "n_experts" in values else None
     args = make(ModelArgs, values, moe=moe)
     n_layers = args.n_layers
@@ -180,7 +255,7 @@ def describe_row(values: dict[str, object]) -> Workload:
     recompute = Counter({values["recompute"]: n_again}) + Counter(none=n_layers - n_again)
     modules = {module.name for module in list_block_modules(args, moe=bool(moe))}
     return make(
-        Workload,
+        OtherWorkload,
         values,
         args=args,
         layout=layout,
@@ -262,16 +337,21 @@ def find_unseen(rows: list[Row]) -> dict[str, list[Unseen]]:
 
 
 def make_bar(unseen: list[Unseen]) -> Bar:
-    """Return the bar of these rows. A stack of many rows counts less per row, as in the fit."""
+    """Return the bar of these rows: the factor within which 80 % of them are, up or down.
+
+    The sign of an error is that of its stack, so an unseen stack may have either. A stack of many rows counts less per
+    row, as in the fit.
+    """
     rows, errors = zip(*unseen, strict=True)
-    ratios, order = torch.tensor(errors, dtype=DOUBLE).exp().sort()
+    logs = torch.tensor(errors, dtype=DOUBLE)
+    sizes, order = logs.abs().sort()
     below = weigh(rows)[order].cumsum(0)
-    ends = torch.searchsorted(below, torch.tensor([0.1, 0.9], dtype=DOUBLE) - 1e-9)
-    low, high = ratios[ends].tolist()
-    middle = median((ratios - 1).abs().tolist())
+    widest = torch.searchsorted(below, torch.tensor(SHARE, dtype=DOUBLE) - 1e-9)
+    high = round(sizes[widest].exp().item(), 2)
+    middle = median((logs.exp() - 1).abs().tolist())
     return Bar(
-        low=round(low, 2),
-        high=round(high, 2),
+        low=round(1 / high, 2),
+        high=high,
         median=round(middle, 3),
         n_stacks=len({row.stack for row in rows}),
         n_rows=dict(Counter(row.values["gpu"] for row in rows)),
@@ -294,7 +374,10 @@ def share_held_of_others(unseen: list[Unseen]) -> float:
 
 
 def rank_correlation(unseen: list[Unseen]) -> float:
-    """Return Spearman's coefficient within one source and model of three rows or more, averaged by rows."""
+    """Return Spearman's coefficient within one source and model of three rows or more, averaged by rows.
+
+    Equal forecasts share their mean rank.
+    """
     groups = defaultdict(list)
     for row, error in unseen:
         published = log(row.values["tokens_per_s_per_gpu"])
@@ -304,7 +387,9 @@ def rank_correlation(unseen: list[Unseen]) -> float:
     coefficients = []
     for pairs in groups.values():
         if len(pairs) > 2:
-            ranks = torch.tensor(pairs, dtype=DOUBLE).argsort(0).argsort(0).double()
+            logs = torch.tensor(pairs, dtype=DOUBLE).round(decimals=6)
+            # Releases of a trainer repeat a layout, so forecasts can be equal.
+            ranks = (logs[:, None] - logs).sign().sum(1)
             coefficients += [torch.corrcoef(ranks.T)[0, 1].item()] * len(pairs)
     return mean(coefficients)
 

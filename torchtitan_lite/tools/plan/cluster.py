@@ -52,14 +52,14 @@ class Cluster:
     # Of an infinitely large matmul, at the power limit. Fit.
     matmul_efficiency: float = 0.63
     # The same in float8, with a scale per tensor and per row. Fit.
-    float8_efficiency: float = 0.59
+    float8_efficiency: float = 0.61
     rowwise_efficiency: float = 0.35
     # Cost of a tile's prologue and epilogue, in elements of the inner dim. Fit.
     tile_depth: float = 256.0
     kernel_s: float = 5e-6  # start and end of a kernel. Fit.
     # FlashAttention-2 on Hopper: 335 TFLOP/s causal forward, arXiv:2407.08608, figure 5. Backward: fit.
     flash2_forward: float = 0.34
-    flash2_backward: float = 0.26
+    flash2_backward: float = 0.27
     # cuDNN on Hopper, where it is torch's default: 529 TFLOP/s, same figure. Backward: assumed.
     cudnn_forward: float = 0.53
     cudnn_backward: float = 0.45
@@ -85,8 +85,8 @@ class Cluster:
     # torch took 4 to 6 us on one loaded CPU core, forward or backward, without a GPU driver's part.
     host_s: float = 10e-6
     # Of a grouped matmul over experts, relative to a matmul. Fit.
-    grouped_efficiency: float = 0.7
-    async_tp_hidden: float = 0.61  # fraction of tp's collectives that async TP hides. Fit.
+    grouped_efficiency: float = 0.87
+    async_tp_hidden: float = 0.62  # fraction of tp's collectives that async TP hides. Fit.
     # Bytes that the allocator reserves per byte in use, without and with tp, whose copies of hidden states come and
     # go. Fit.
     reserve_factor: float = 1.21

@@ -42,7 +42,7 @@ def list_figures(planned: PlannedRun) -> dict[str, object]:
     """Return the figures of the plan, for programs. Names end with their unit: bytes, or s for seconds."""
     figures = dict(vars(planned.forecast))
     del figures["timeline"]
-    bar = BARS.get(find_family(planned.workload))
+    bar = BARS[find_family(planned.workload)]
     speed = planned.forecast.tokens_per_s_per_gpu
     return figures | {
         "config_name": planned.config_name,
@@ -51,7 +51,7 @@ def list_figures(planned: PlannedRun) -> dict[str, object]:
         "fits": planned.fits,
         "taken_bytes": planned.taken_bytes,
         "live_bytes": planned.memory.live,
-        "tokens_per_s_per_gpu_range": bar and bar.widen(speed),  # None: never compared
+        "tokens_per_s_per_gpu_range": bar.widen(speed),
         "unmodeled": list_unmodeled(planned),
         "remarks": list_remarks(planned),
     }
@@ -104,7 +104,7 @@ def describe_memory(planned: PlannedRun) -> str:
         source = "reserve of this trainer, replayed without a GPU; compared with no run, so without a bar"
     lines = [format_table(rows), f"  {legend}", f"  {source}"]
     if planned.model_args.moe:
-        lines.append("  experts: never compared with three stacks")
+        lines.append("  memory of experts: never compared with three stacks")
     return "\n".join(lines)
 
 
@@ -115,10 +115,9 @@ def describe_time(planned: PlannedRun) -> str:
         if seconds:
             rows.append((f"  {what}", f"{seconds:.3f} s", f"{seconds / expected.step_time_s:.1%}"))
     family = find_family(planned.workload)
-    compared = "never compared with three stacks, so without a bar"
-    if bar := BARS.get(family):
-        low, high = bar.widen(expected.tokens_per_s_per_gpu)
-        compared = f"80 % range: {low:,.0f} to {high:,.0f}; {bar.describe(planned.cluster.name)}"
+    bar = BARS[family]
+    low, high = bar.widen(expected.tokens_per_s_per_gpu)
+    compared = f"80 % range: {low:,.0f} to {high:,.0f}; {bar.describe(planned.cluster.name)}"
     bubble = f"bubble {expected.bubble:.1%}"
     _, p, m, v = planned.workload.pipeline
     if p > 1:

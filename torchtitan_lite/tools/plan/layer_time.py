@@ -24,12 +24,13 @@ from torchtitan_lite.tools.plan.workload import LayerKind, Workload
 CAUSAL_EDGE = 300
 # Bytes that softmax, dropout and two matmuls read and write per fp16 score of unfused attention
 SCORE_BYTES = 13
+TILE_ROWS = 128  # of a grouped matmul's result
 KERNELS_OF_LAYER = {False: 28, True: 14}  # compiled -> elementwise kernels in forward
 KERNELS_OF_EXPERTS = 60  # additional kernels in an MoE layer: router, sorting, all-to-alls, experts
 # compiled -> tensors that these kernels read and write: a norm with a residual addition, SwiGLU, GPT's activation
 TENSORS = {False: (5, 5, 3), True: (4, 3, 2)}
-# The same for an eager norm of a DTensor, which runs op by op in fp32: torch has no rule to shard its kernel
-DTENSOR_NORM = 21
+# The same for an eager norm that runs op by op in fp32: of a DTensor, because torch has no rule to shard its kernel
+NORM_OP_BY_OP = 21
 # Bytes per element that ZeRO++'s kernels read and write around a gather, and around a reduction
 QWZ_BYTES = 4
 QGZ_BYTES = 48
@@ -87,11 +88,14 @@ class LayerTime:
         each = rows / n_experts
         of_weights = self.cluster.matmul_time(n_experts * out, into, each, dtype, recipe)
         if dtype == "float8" and n_experts == 1:
-            # Transformer Engine fuses casts into other kernels, and casts weights once per step.
-            n_bytes = rows * into if recipe == "te" else 3 * into * (rows + out)
-            cast = self.cluster.memory_time(n_bytes)
-            forward += cast
-            of_inputs += cast
+            # Transformer Engine fuses casts into other kernels, and casts weights once per step. Others find a maximum,
+            # cast, and transpose inputs and gradients for the gradients of weights.
+            n_bytes = rows * into
+            if recipe != "te":
+                n_bytes = 5 * into * (rows + out)
+                of_weights += self.cluster.memory_time(2 * rows * (into + out))
+            forward += self.cluster.memory_time(n_bytes)
+            of_inputs += self.cluster.memory_time(n_bytes)
         return forward, of_inputs, of_weights
 
     def module_times(self, module: ModuleRow) -> Times:
@@ -101,7 +105,8 @@ class LayerTime:
         dtype = "float8" if module.name in w.float8 else w.compute_dtype
         if module.kind == "experts":
             n_experts, into, out = shape
-            times = self.linear_times(max(w.n_rows, n_experts), out, into, dtype, n_experts)
+            n_rows = w.n_rows + n_experts * TILE_ROWS / 2  # the last tile of an expert is half full
+            times = self.linear_times(n_rows, out, into, dtype, n_experts)
             return tuple(seconds / self.cluster.grouped_efficiency for seconds in times)
         if module.kind == "router":
             return self.linear_times(w.n_tokens / w.layout.tp, *shape, "float32")
@@ -130,17 +135,29 @@ class LayerTime:
         backward = 2.5 * flops / (peak * getattr(cluster, f"{w.attention}_backward"))
         return forward + cluster.kernel_s, backward + cluster.kernel_s
 
+    @property
+    def has_slow_norms(self) -> bool:
+        """Whether norms run op by op."""
+        w = self.workload
+        return w.engine == "torch" and w.layout.tp > 1 and not w.compiled
+
+    @property
+    def n_copies(self) -> int:
+        """Number of times that rows of tokens are read or written outside of experts."""
+        return 9 if self.workload.layout.ep > 1 else 5
+
     def elementwise_time(self, kind: LayerKind) -> float:
         """Return the seconds of a layer's elementwise kernels in forward. An eager kernel reads and writes its tensors.
 
-        c: bytes per element. MoE rows are copied when sorted, twice more in the all-to-alls, and summed in fp32.
+        c: bytes per element. MoE rows are read and written when sorted, when sorted back, and around the all-to-alls.
+        Eager code sums them in fp32, op by op.
         """
         w = self.workload
         args = w.args
         c = w.compute_bytes
         of_norm, of_gate, of_activation = TENSORS[w.compiled]
-        if w.engine == "torch" and w.layout.tp > 1 and not w.compiled:
-            of_norm = DTENSOR_NORM
+        if self.has_slow_norms:
+            of_norm = NORM_OP_BY_OP
         sharded_bytes = of_activation * c * kind.products_dim
         if kind.is_gated:  # with rotary embeddings, in fp32 if eager
             of_head = 2 * c + of_norm * c * args.qk_norm
@@ -154,21 +171,20 @@ class LayerTime:
             hidden_bytes = 0
         n_bytes = w.n_tokens * (sharded_bytes / w.layout.tp + hidden_bytes)
         if kind.is_moe:
-            n_copies = 9 if w.layout.ep > 1 else 5
-            per_row = args.dim * (n_copies * c + 16) + 5 * c * args.moe.expert_ffn_dim
+            of_row = self.n_copies * c + 16 * (w.engine == "torch" and not w.compiled)
+            per_row = args.dim * of_row + of_gate * c * args.moe.expert_ffn_dim
             n_bytes += w.n_rows * per_row
         launch_s = KERNELS_OF_LAYER[w.compiled] * self.cluster.kernel_s
         return self.cluster.memory_time(n_bytes) + launch_s
 
-    def launch_time(self, kind: LayerKind) -> float:
-        """Return the seconds that the host needs to launch a layer's kernels in forward; half of those in backward."""
-        w = self.workload
-        n_kernels = KERNELS_OF_LAYER[w.compiled] + len(kind.block)
-        if kind.is_moe:
-            n_kernels += KERNELS_OF_EXPERTS
-            if w.engine != "torch":  # Transformer Engine launches each expert's matmuls and casts
-                n_kernels += w.args.moe.n_experts // max(1, w.layout.ep) * (6 if w.float8 else 2)
-        return n_kernels * self.cluster.host_s / (1 + w.compiled)
+    @property
+    def dispatch_s(self) -> float:
+        """Seconds of an MoE layer's small kernels in forward; half of those in backward.
+
+        The host waits for the counts of rows, so it is not ahead of the device, which waits for each of these launches.
+        No trainer compiles them.
+        """
+        return KERNELS_OF_EXPERTS * self.cluster.host_s
 
     # ------------------------------------------------------------ waits
 
@@ -197,27 +213,26 @@ class LayerTime:
         return both, both + sums, seconds * n_again + sharing * kind.average(full=1)
 
     def expert_parallel_times(self, kind: LayerKind) -> Times:
-        """Return the seconds of a layer's all-to-alls over ep: the counts, rows to experts, and their results.
+        """Return the seconds of a layer's all-to-alls over ep: the counts, rows to experts, and their results."""
+        if not kind.is_moe or self.workload.layout.ep == 1:
+            return 0.0, 0.0, 0.0
+        backward = 2 * self.exchange_s
+        forward = self.cluster.find_latency(1, self.workload.layout.ep) + backward
+        return forward, backward, forward * kind.average(full=1)
+
+    @property
+    def exchange_s(self) -> float:
+        """Seconds of an all-to-all over ep.
 
         A rank sends R rows, including those to itself. Rows for other nodes use the network card of the rank, in
         parallel with rows inside the node.
         """
-        w = self.workload
-        n = w.layout.ep
-        if not kind.is_moe or n == 1:
-            return 0.0, 0.0, 0.0
+        n = self.workload.layout.ep
         n_near = min(n, self.cluster.node_size)
-        n_bytes = w.rows_bytes / n
+        n_bytes = self.workload.rows_bytes / n
         near = (n_near - 1) * n_bytes / self.cluster.links
         far = (n - n_near) * n_bytes / self.cluster.network
-        if w.engine != "torch":  # a token is sent once to each other node that it needs
-            n_nodes = n / n_near
-            n_copies = (n_nodes - 1) * (1 - (1 - 1 / n_nodes) ** w.args.moe.top_k)
-            far = n_copies * w.rows_bytes / w.args.moe.top_k / self.cluster.network
-        latency = self.cluster.find_latency(1, n)
-        backward = 2 * (max(near, far) + latency)
-        forward = latency + backward
-        return forward, backward, forward * kind.average(full=1)
+        return max(near, far) + self.cluster.find_latency(1, n)
 
     def context_parallel_times(self, kind: LayerKind) -> Times:
         """Return the seconds that a layer waits for keys and values.
@@ -301,10 +316,11 @@ class LayerTime:
 
         Full recompute stops before the last matmul: backward does not need its output.
         """
+        w = self.workload
         times = [self.module_times(module) for module in kind.block if module.kind != "norm"]
         linear, of_inputs, of_weights = map(sum, zip(*times, strict=True))
         linear_again = linear
-        if kind.ends_in_rowwise and self.workload.sequence_parallel:
+        if kind.ends_in_rowwise and w.sequence_parallel:
             linear_again -= self.module_times(kind.rowwise[-1])[0]
         attend, attend_back = self.attention_times
         elementwise = self.elementwise_time(kind)
@@ -322,9 +338,12 @@ class LayerTime:
         wait, wait_back, wait_again = map(sum, zip(*waits, strict=True))
         forward = linear + attend + elementwise + wait
         backward = of_inputs + attend_back + 2 * elementwise + wait_back + again + wait_again
-        launches = self.launch_time(kind)
-        forward = max(forward, launches)
-        backward = max(backward, 2 * launches - of_weights)
+        # The host launches one kernel after the other, as many again for each gradient.
+        n_launches = KERNELS_OF_LAYER[w.compiled] + len(kind.block)
+        launches = n_launches * self.cluster.host_s / (1 + w.compiled)
+        waiting = kind.is_moe and self.dispatch_s
+        forward = waiting + max(forward, launches)
+        backward = 2 * waiting + max(backward, 2 * launches - of_weights)
         dp, dp_back = self.shard_times(kind, forward, backward + of_weights)
         tp, cp, ep = map(sum, waits)
         return Phases(forward + dp, backward + dp_back, of_weights, again, tp, cp, ep, dp + dp_back)

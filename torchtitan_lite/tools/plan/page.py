@@ -100,12 +100,10 @@ def write_page(planned: PlannedRun, config_args: list[str]) -> str:
 def draw_forecast(planned: PlannedRun) -> str:
     forecast = planned.forecast
     family = find_family(planned.workload)
-    speed_range = "never compared with three stacks"
-    about = speed_range
-    if bar := BARS.get(family):
-        low, high = bar.widen(forecast.tokens_per_s_per_gpu)
-        speed_range = f"80 % range: {low:,.0f} to {high:,.0f}"
-        about = bar.describe(planned.cluster.name)
+    bar = BARS[family]
+    low, high = bar.widen(forecast.tokens_per_s_per_gpu)
+    speed_range = f"80 % range: {low:,.0f} to {high:,.0f}"
+    about = bar.describe(planned.cluster.name)
     capacity = planned.cluster.memory_bytes
     facts = {
         f"tokens/s per GPU ({speed_range})": f"{forecast.tokens_per_s_per_gpu:,.0f}",
@@ -303,24 +301,21 @@ def draw_pipeline(planned: PlannedRun) -> str:
 def draw_memory(planned: PlannedRun) -> str:
     capacity = planned.cluster.memory_bytes
     memories = list_memory(planned)
-    live = max(memory.live for memory in memories.values())
     length = 1.02 * max(capacity, planned.taken_bytes)
-    is_small = live < length / 20  # then a bar shows only what is live
-    if is_small:
-        length = live
     bars = ""
     for name, memory in memories.items():
         most = planned.find_most_taken(memory.live)
-        sizes = memory._asdict() | {RESERVE: 0 if is_small else most - memory.live}
+        sizes = memory._asdict() | {RESERVE: most - memory.live}
         parts = []
         for part, size in sizes.items():
             look = "pale" if part == RESERVE else ""
             parts.append((size, MEMORY[part], look, f"{part}: {format_bytes(size)}"))
         value = f"{format_bytes(memory.live)}, at most {format_bytes(most)}"
-        bars += draw_bar(name, value, parts, length, 0 if is_small else capacity)
+        bars += draw_bar(name, value, parts, length, capacity)
     entries = [(color, "pale" if part == RESERVE else "", part) for part, color in MEMORY.items()]
-    line = "" if is_small else ", the line"
-    about = f"{planned.cluster.name} has {capacity / GIB:.1f} GiB{line}. Error of the forecast: "
+    about = (
+        f"{planned.cluster.name} has {capacity / GIB:.1f} GiB, the line. Error of the forecast: "
+    )
     about += BARS["memory"].describe(planned.cluster.name)
     return f"<h2>Peak memory</h2><p>{about}.</p>{draw_key(entries)}{bars}"
 
@@ -362,11 +357,9 @@ def draw_traffic(planned: PlannedRun) -> str:
     length = traffic[0].n_bytes
     bars = []
     for calls in traffic:
-        if calls.n_bytes < length / 1000:
-            break
         name = f"{calls.operation} over {calls.axis}, {calls.where}"
         value = f"{format_bytes(calls.n_bytes)} in {calls.n_calls:,.0f} calls"
         color = f"var(--{calls.axis.split()[0]})"
         bars.append(draw_bar(name, value, [(calls.n_bytes, color, "", value)], length))
-    about = f"One step of the rank that moves most. {len(traffic) - len(bars)} smaller kinds of calls are left out."
+    about = "One step of the rank that moves most."
     return f"<h2>Bytes that a rank moves</h2><p>{about}</p>{''.join(bars)}"

@@ -142,12 +142,17 @@ def rank(fitting: list[PlannedRun], n_best: int = N_BEST) -> list[tuple[PlannedR
 
 
 def is_common(planned: PlannedRun) -> bool:
-    """Whether people publish such layouts: cp for long sequences only, ep in a node, 1F1B on at most 16 pp ranks."""
+    """Whether people publish such layouts: cp for long sequences only, 1F1B on at most 16 pp ranks, ep in a node.
+
+    Most people train experts with ep.
+    """
     w = planned.workload
     layout = w.layout
     is_simple = layout.pp == 1 or (layout.pp <= 16 and w.schedule in ("1F1B", "Interleaved1F1B"))
     is_long = w.seq_len > 8192
-    return is_simple and (is_long or layout.cp == 1) and layout.ep <= planned.cluster.node_size
+    least_ep = 2 if w.args.moe else 0
+    is_near = least_ep <= layout.ep <= planned.cluster.node_size
+    return is_simple and is_near and (is_long or layout.cp == 1)
 
 
 def explain_common(common: list[PlannedRun], best: Forecast) -> str:
