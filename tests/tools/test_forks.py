@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from forks import FORKS, write_forks
+from forks import BROKEN, FORKS, write_forks
 from marks import slow
 from warm_start import read_losses
 
@@ -39,6 +39,8 @@ REFUSED = {  # fork -> tool -> the key that it names
     "latent attention": {"convert": "model.name"},
     "the ends": {"convert": "model.name"},
     "a second prediction": {"convert": "model.name"},
+    "a gain": {"convert": "model.name"},
+    "a value": {"convert": "model.name"},
 }
 MODEL_FORKS = (
     "an attention",
@@ -47,10 +49,18 @@ MODEL_FORKS = (
     "a norm",
     "the ends",
     "a second prediction",
+    "a gain",
+    "a value",
 )  # which `explain` shows
+FOUND = {  # a fork of BROKEN -> what `verify` says
+    "a gradient that is doubled": "gain.weight",
+    "a gradient of one rank": "gain.weight",
+    "a value head that sees a slice": "The size of tensor a",
+    "a field of rows": "rewards",
+}
 # Two forks in one run, by default: the one has state of its own in checkpoints, the other cannot be converted.
 WHOLE_WALK = ("an optimizer", "a norm")
-OF_ENDS = ("the ends", "a second prediction")  # with modules outside the blocks
+OF_ENDS = ("the ends", "a second prediction", "a value")  # with modules outside the blocks
 
 # Calls tools, and train.py on a pool of ranks, in one process: importing torch takes most of the time of each.
 CALLS = """
@@ -106,11 +116,16 @@ def answers(checkout) -> Answers:
     for layout in ("verify", "verify pp2"):
         for name in OF_ENDS:
             calls[f"{layout} of {name}"] = list_walk((name,))[layout]
-    for name in ("a window", "an inner attention"):
+    for name in ("a window", "an inner attention", "a value"):
         keys = [*SMALL, *FORKS[name].keys, *CONTEXT]
         calls[f"verify cp of {name}"] = ["verify", *keys, "--ranks=2"]
     teacher = [*SMALL, *FORKS["a teacher"].keys, "--gpus=4"]
     calls["explain of a teacher"] = ["explain", *teacher]
+    for name, (model, *_) in BROKEN.items():
+        keys = [*SMALL, f"--model.name={model}", "--parallelism.data_parallel_shard_degree=1"]
+        calls[f"explain {name}"] = ["explain", *keys, "--gpus=2"]
+        calls[f"verify {name}"] = ["verify", *keys, "--ranks=2"]
+    calls["verify of a gain"] = list_walk(("a gain",))["verify"]
     calls["verify of latent attention"] = list_walk(("latent attention",))["verify"]
     calls["plan "] = ["plan", *SMALL, "--gpus=4", "--json"]
     rate = [*SMALL, "--optimizer.name=Lion", "--optimizer.lr=0.03"]
@@ -176,14 +191,17 @@ def test_a_fork_is_checked_planned_and_explained(answers, name):
         "the ends": ends,
         "a second prediction": ends,
         "latent attention": latents,
+        "a gain": 2,
+        "a value": 64 + 1,
     }.get(name, 0)
     n_parameters = 2 * block + added + 2 * 2304 * 64 + 64
     assert f"{n_parameters:,} parameters" in answers[f"check {name}"][1]
 
 
 def test_context_parallel_serves_the_window_of_a_row_and_refuses_an_attention_of_a_model(answers):
-    status, out, err = answers["verify cp of a window"]
-    assert status == 0, out + err
+    for name in ("a window", "a value"):
+        status, out, err = answers[f"verify cp of {name}"]
+        assert status == 0, out + err
     status, out, err = answers["verify cp of an inner attention"]
     assert status == 1 and "layers.1.attention.inner is NearAttention" in out, out + err
 
@@ -218,9 +236,20 @@ def test_modules_at_the_ends_of_a_model_are_certified(answers, layout, name):
     assert status == 0, out + err
 
 
-def test_latent_attention_is_certified_on_two_tp_ranks(answers):
-    status, out, err = answers["verify of latent attention"]
+@pytest.mark.parametrize("name", ["latent attention", "a gain"])
+def test_a_fork_is_certified_on_two_tp_ranks(answers, name):
+    status, out, err = answers[f"verify of {name}"]
     assert status == 0, out + err
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_fault_of_a_fork_under_tp_is_found(answers, name):
+    """Also in a sum of terms that cancel, whose bound is wider."""
+    status, out, err = answers[f"verify {name}"]
+    assert status in (1, 2) and FOUND[name] in out + err, out + err
+    if "gradient" not in name:
+        status, out, err = answers[f"explain {name}"]
+        assert status == 2 and FOUND[name] in err, out + err
 
 
 def test_a_frozen_teacher_is_certified_by_its_own_loss(answers):
@@ -267,7 +296,7 @@ def test_a_fork_trains_resumes_elsewhere_is_verified_generates_and_is_converted(
     idle = json.loads(out)["did_not_act"]  # the plain loop has no code of its own for these
     for key, forks in {
         "model.attention": {"an attention", "an inner attention"},
-        "training.loss": {"a loss", "a second prediction", "a teacher"},
+        "training.loss": {"a loss", "a second prediction", "a teacher", "a value"},
     }.items():
         assert (key in idle) == bool(forks.intersection(names))
     if names not in (WHOLE_WALK, ("a teacher",)):

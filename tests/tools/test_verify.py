@@ -46,9 +46,8 @@ from torchtitan_lite.tools.verify.certificate import (
     make_report,
 )
 from torchtitan_lite.tools.verify.command import list_trials, make_trials
-from torchtitan_lite.tools.verify.degrees import choose_other_layout
 from torchtitan_lite.tools.verify.ranks import RankPool
-from torchtitan_lite.tools.verify.reduction import override, reduce_config
+from torchtitan_lite.tools.verify.reduction import choose_other_layout, override, reduce_config
 from torchtitan_lite.tools.verify.trial import Trial, make_trial
 from torchtitan_lite.tools.verify.witnesses import WITNESSES
 

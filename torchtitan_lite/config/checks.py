@@ -378,18 +378,16 @@ def check_ends(problems: Problems, ends: list[ModuleRow]) -> None:
         others = [other for other in ends if other.child == row.child]
         why = ""
         if row.end not in ("first", "last") or any(other.end != row.end for other in others):
-            why = f"{row.name} is outside the blocks, with end = {row.end!r}, unlike others of {row.child!r}"
-            if row.end not in ("first", "last"):
-                why = f"{row.name} is outside the blocks, and end = {row.end!r} names no stage of a pipeline"
+            why = f"{row.name} is outside the blocks, with end = {row.end!r}: its stage of a pipeline is not clear"
             remedy = 'Set end = "first" or "last" for all modules of a child'
         elif row.kind in ("router", "experts"):
             why = f"{row.name} is outside the blocks, where no code serves experts"
             remedy = "Use modules of other kinds"
-        elif row.tp_style in ("colwise", "rowwise") and row.child == row.name:
+        elif row.tp_style in ("colwise", "rowwise", "whole") and row.child == row.name:
             why = (
                 f"tp gathers the input of the module that has {row.name}, which is the whole model"
             )
-            remedy = 'Use tp_style "sequence", or put it into a module of its own'
+            remedy = 'Use tp_style "sequence" or "gathered", or put it into a module of its own'
         if why:
             remedy = f"{remedy} in models/{problems.model_args.name}/table.py"
             problems.refuse("model.name", why, remedy)

@@ -191,6 +191,14 @@ class SequenceParallel(LocalStyle):
     placements = {"weight": Replicate(), "bias": Replicate()}
 
 
+class GatheredOutput(SequenceParallel):
+    """x (B, S/tp, D) -> (B, S, out), equal on every rank: for a loss that compares it with targets or fields."""
+
+    def compute(self, module: nn.Module, ranks: Ranks, x: Tensor) -> Tensor:
+        own = super().compute(module, ranks, x)
+        return GatherEqually.apply(own[None], ranks).transpose(0, 1).flatten(1, 2)
+
+
 class SplitEmbedding(LocalStyle):
     """tokens (B, S) -> (B, S/tp, D). Each rank looks up ids in its shard and computes the gradient of these rows."""
 
@@ -236,5 +244,6 @@ STYLES = {  # tp_style of a ModuleRow; check_table (config/checks.py) knows whic
     "sequence": SequenceParallel,
     "heads": SequenceParallel,
     "whole": SequenceParallel,
+    "gathered": GatheredOutput,
     "vocabulary": SplitHead,
 }

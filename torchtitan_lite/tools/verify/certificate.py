@@ -16,8 +16,7 @@ from torchtitan_lite.config.checks import MODEL_SIZES, resolve_config, resolve_m
 from torchtitan_lite.config.reader import KEYS
 from torchtitan_lite.config.schema import Config, get_value
 from torchtitan_lite.tools.tables import format_table
-from torchtitan_lite.tools.verify.degrees import AUTOMATIC
-from torchtitan_lite.tools.verify.reduction import Reduction
+from torchtitan_lite.tools.verify.reduction import AUTOMATIC, Reduction
 from torchtitan_lite.tools.verify.trial import NOT_FINISHED, Trial
 from torchtitan_lite.tools.verify.witnesses import MASKS, merge
 
@@ -83,6 +82,7 @@ def make_report(config_name: str, reduction: Reduction, trials: Sequence[Trial])
         "verdict": verdict,
         "not_covered": changes,
         "did_not_act": did_not_act,
+        "unjudged": sorted({name for trial in trials for name in trial.unjudged}),
         "trials": records,
     }
 
@@ -139,6 +139,11 @@ def describe(report: dict) -> str:
                 f"{reprlib.repr(asked)}, formula not covered: one process calls the same code"
             )
     lines += [f"  {line}" for line in list_by_section(texts)]
+    if report["unjudged"]:
+        names = ", ".join(report["unjudged"])
+        lines.append(
+            f"not judged: gradients that are sums of canceling terms, and no larger than their rounding: {names}"
+        )
     for trial in report["trials"]:
         replaced = {}
         for key, change in trial["replaced"].items():

@@ -22,11 +22,16 @@ from torchtitan_lite.config.checks import resolve_model
 from torchtitan_lite.tools.plan.planned_run import read_target
 from torchtitan_lite.tools.verify.certificate import CERTIFIED, describe, make_report
 from torchtitan_lite.tools.verify.plain import count_steps
-from torchtitan_lite.tools.verify.precision import try_precision
 from torchtitan_lite.tools.verify.ranks import RankPool
 from torchtitan_lite.tools.verify.reduction import Reduction, deepen, reduce_config
 from torchtitan_lite.tools.verify.train_py import try_train
-from torchtitan_lite.tools.verify.trial import RunRanks, Trial, make_trial, try_layout
+from torchtitan_lite.tools.verify.trial import (
+    RunRanks,
+    Trial,
+    make_trial,
+    try_layout,
+    try_precision,
+)
 
 
 def main(options: Namespace) -> int:

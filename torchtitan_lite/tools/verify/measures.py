@@ -15,6 +15,9 @@ LARGEST = 1e30  # JSON has no infinity
 Coordinates = dict[str, int]  # mesh dim -> coordinate of a rank
 Note = Callable[[str, str, float], None]  # measure, name, error
 Key = tuple[int, str, str]  # step, measure, name of a parameter, module or function
+Noise = dict[
+    tuple[int, str], float
+]  # step, name -> relative error of another rounding in one process
 
 
 @dataclass

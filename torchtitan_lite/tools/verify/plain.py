@@ -44,6 +44,7 @@ from torchtitan_lite.model.moe import Experts, MoE, Router
 from torchtitan_lite.model.part import list_moes
 from torchtitan_lite.parallel.context_parallel import CausalContext, GatheringAttention
 from torchtitan_lite.parallel.initial_weights import initialize_weights
+from torchtitan_lite.tools.verify.measures import ROUNDING, Noise, relative_error
 
 SPIKE = 10.0  # in units of the largest gradient norm that training.skip_spikes allows
 STEPS = [  # max_norm in units of the gradient norm, and the value to write into one gradient, unless it is 0
@@ -60,6 +61,7 @@ DECIDES = 10.0  # a bias larger than every score
 EMBEDDING_SCALE = 1 / 16
 FIRST_EXPONENT = 13  # positions around 2**13 = 8,192 and the next six powers of two
 N_EXPONENTS = 7
+N_ROUNDINGS = 5  # of the weights, in which the change of a small sum is measured
 
 
 @dataclass(frozen=True)
@@ -372,6 +374,34 @@ def run_plainly(config: Config, n_steps: int) -> list[PlainStep]:
             )
         )
     return steps
+
+
+@torch.no_grad()
+def round_differently(
+    part: nn.Module, generator: torch.Generator, rounding: float = ROUNDING
+) -> None:
+    for parameter in part.parameters():
+        parameter *= 1 + rounding * torch.randn(parameter.shape, generator=generator)
+
+
+@torch.no_grad()
+def measure_noise(config: Config, steps: list[PlainStep], rounding: float = ROUNDING) -> Noise:
+    """Measure how much gradients change if weights are rounded differently: much, if the terms of a sum cancel."""
+    plain = PlainModel(config)
+    generator = torch.Generator().manual_seed(0)
+    tensors = plain.model.state_dict()
+    noise: Noise = {}
+    for number, step in enumerate(steps):
+        for _ in range(N_ROUNDINGS):
+            for name, weight in step.weights.items():
+                tensors[name].copy_(weight)
+            round_differently(plain.model, generator, rounding)
+            with torch.enable_grad():
+                _, gradients = plain.backward(step.batch)
+            for fqn, gradient in gradients.items():
+                error = relative_error(gradient, step.gradients[fqn])
+                noise[number, fqn] = max(error, noise.get((number, fqn), 0.0))
+    return noise
 
 
 def list_rates(optimizer: Optimizer, parameters: dict[str, Tensor]) -> dict[str, float]:
