@@ -197,6 +197,7 @@ OF_ONE = (
     READS
     + "        if 'forward' in vars(self) and self.forward.args[1].own:\n            weight = weight.detach()\n"
 )
+READS_BUFFER = "self.register_buffer('weight', torch.ones(1))"
 
 VALUE_MODULES = '''"""Llama with a value head: a second loss, against a field of the batch."""
 
@@ -263,6 +264,16 @@ BROKEN = {  # which `verify` finds
         "value_of_slice",
         VALUE_MODULES,
         VALUE_TABLE.replace("gathered", "sequence"),
+    ),
+    "a buffer": (
+        "gain_in_buffer",
+        GAIN_MODULES.replace("self.weight = nn.Parameter(torch.ones(1))", READS_BUFFER),
+        GAIN_TABLE,
+    ),
+    "dropout": (
+        "gain_with_dropout",
+        GAIN_MODULES.replace("x * weight", "nn.functional.dropout(x) * weight"),
+        GAIN_TABLE,
     ),
     "a field of rows": (
         "value_of_rows",

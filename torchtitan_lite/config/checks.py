@@ -375,22 +375,26 @@ def check_table(problems: Problems, tp: int, world_size: int) -> None:
 def check_ends(problems: Problems, ends: list[ModuleRow]) -> None:
     """Find modules outside the blocks that no stage of a pipeline can have, or that no code serves there."""
     for row in ends:
-        others = [other for other in ends if other.child == row.child]
-        why = ""
-        if row.end not in ("first", "last") or any(other.end != row.end for other in others):
-            why = f"{row.name} is outside the blocks, with end = {row.end!r}: its stage of a pipeline is not clear"
-            remedy = 'Set end = "first" or "last" for all modules of a child'
-        elif row.kind in ("router", "experts"):
-            why = f"{row.name} is outside the blocks, where no code serves experts"
-            remedy = "Use modules of other kinds"
-        elif row.tp_style in ("colwise", "rowwise", "whole") and row.child == row.name:
-            why = (
-                f"tp gathers the input of the module that has {row.name}, which is the whole model"
-            )
-            remedy = 'Use tp_style "sequence" or "gathered", or put it into a module of its own'
-        if why:
-            remedy = f"{remedy} in models/{problems.model_args.name}/table.py"
-            problems.refuse("model.name", why, remedy)
+        stages = {other.end for other in ends if other.child == row.child}
+        rules = {
+            f"its end = {row.end!r} names no stage of a pipeline, or another than {row.child!r}": (
+                stages != {row.end} or row.end not in ("first", "last"),
+                'Set end = "first" or "last" for all modules of a child',
+            ),
+            "where no code serves experts": (
+                row.kind in ("router", "experts"),
+                "Use modules of other kinds",
+            ),
+            "and tp would gather the input of the whole model for it": (
+                row.tp_style in ("colwise", "rowwise", "whole") and row.child == row.name,
+                'Use tp_style "sequence" or "gathered", or put it into a module of its own',
+            ),
+        }
+        for why, (is_broken, remedy) in rules.items():
+            if is_broken:
+                why = f"{row.name} is outside the blocks, {why}"
+                remedy = f"{remedy} in models/{problems.model_args.name}/table.py"
+                problems.refuse("model.name", why, remedy)
 
 
 def check_experts(problems: Problems, layout: Layout) -> None:

@@ -70,7 +70,7 @@ from torchtitan_lite.config.block import list_block_modules, list_end_modules, l
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.dtensor import differentiable_shard, shard_parameters
 from torchtitan_lite.model.loss import Vocabulary
-from torchtitan_lite.model.part import has_end, is_tied_inside, list_moes
+from torchtitan_lite.model.part import is_tied_inside, list_moes
 from torchtitan_lite.parallel.exchange import (
     Gather,
     GatherEqually,
@@ -86,7 +86,8 @@ def plan_tensor_parallel(part: nn.Module) -> dict[str, "LocalStyle"]:
 
     An MoE layer needs no style: it takes this rank's slice of the sequence, and uses another mesh (expert_parallel.py).
     """
-    tables = {"": [row for row in list_end_modules(part.model_args) if has_end(part, row)]}
+    ends = list_end_modules(part.model_args)
+    tables = {"": [row for row in ends if getattr(part, row.child) is not None]}
     for layer in part.layers:
         is_moe = part.model_args.is_moe(int(layer))
         tables[f"layers.{layer}."] = list_block_modules(part.model_args, moe=is_moe)

@@ -29,7 +29,7 @@ from torch.optim.optimizer import Optimizer
 
 from torchtitan_lite import build
 from torchtitan_lite.checkpoint.load import set_step
-from torchtitan_lite.components.optim import build_lr_scheduler, build_optimizer, explain_unreached
+from torchtitan_lite.components.optim import build_lr_scheduler, build_optimizer, require_gradients
 from torchtitan_lite.config.checks import resolve_model
 from torchtitan_lite.config.choices import ATTENTIONS
 from torchtitan_lite.config.messages import UserError
@@ -278,16 +278,10 @@ class PlainModel:
             total = total + self.section.expert_balance_loss * experts.imbalance
             total = total + self.section.router_z_loss * experts.z_loss
         found = torch.autograd.grad(total, self.parameters.values(), allow_unused=True)
-        gradients = {}
-        unreached = []
-        for (fqn, parameter), gradient in zip(self.parameters.items(), found, strict=True):
-            if gradient is not None:
-                gradients[fqn] = gradient.contiguous()  # as fused kernels expect
-            elif parameter.requires_grad:
-                unreached.append(fqn)
-        if unreached:
-            raise UserError(explain_unreached(unreached))
-        return loss.item(), gradients
+        gradients = dict(zip(self.parameters, found, strict=True))
+        require_gradients(gradients)
+        # contiguous, as fused kernels expect
+        return loss.item(), {fqn: own.contiguous() for fqn, own in gradients.items()}
 
     def call(self, batch: Batch, **options: Tensor) -> Tensor:
         fields = {"positions": batch.positions, "doc_ids": batch.doc_ids, **batch.extra}
