@@ -32,7 +32,7 @@ def write_forks(folder: Path) -> None:
         if is_needed and (REPOSITORY / name).exists():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(REPOSITORY / name, folder / name)
-    for fork in [*FORKS.values(), *(add_model(*broken) for broken in BROKEN.values())]:
+    for fork in [*FORKS.values(), *(fork for _, fork in BROKEN.values())]:
         if fork.patch:
             subprocess.run(["git", "apply", REPOSITORY / fork.patch], cwd=folder, check=True)
         for name, text in fork.files.items():
@@ -197,7 +197,9 @@ OF_ONE = (
     READS
     + "        if 'forward' in vars(self) and self.forward.args[1].own:\n            weight = weight.detach()\n"
 )
-READS_BUFFER = "self.register_buffer('weight', torch.ones(1))"
+PARAMETER = "self.weight = nn.Parameter(torch.ones(1))"
+BUFFER = "self.register_buffer('weight', torch.ones(1))"
+DROPOUT = ("x * weight", "nn.functional.dropout(x) * weight")
 
 VALUE_MODULES = '''"""Llama with a value head: a second loss, against a field of the batch."""
 
@@ -257,28 +259,32 @@ def add_model(name: str, modules: str, table: str) -> Fork:
     )
 
 
-BROKEN = {  # which `verify` finds
-    "a gradient that is doubled": ("gain_twice", GAIN_MODULES.replace(READS, TWICE), GAIN_TABLE),
-    "a gradient of one rank": ("gain_of_one", GAIN_MODULES.replace(READS, OF_ONE), GAIN_TABLE),
-    "a value head that sees a slice": (
-        "value_of_slice",
-        VALUE_MODULES,
-        VALUE_TABLE.replace("gathered", "sequence"),
+BROKEN = {  # fork -> what `verify` says about it
+    "a gradient that is doubled": (
+        "gain.weight",
+        add_model("gain_twice", GAIN_MODULES.replace(READS, TWICE), GAIN_TABLE),
+    ),
+    "a gradient of one rank": (
+        "gain.weight",
+        add_model("gain_of_one", GAIN_MODULES.replace(READS, OF_ONE), GAIN_TABLE),
     ),
     "a buffer": (
-        "gain_in_buffer",
-        GAIN_MODULES.replace("self.weight = nn.Parameter(torch.ones(1))", READS_BUFFER),
-        GAIN_TABLE,
+        "layers.0.gain.weight",
+        add_model("gain_in_buffer", GAIN_MODULES.replace(PARAMETER, BUFFER), GAIN_TABLE),
     ),
     "dropout": (
-        "gain_with_dropout",
-        GAIN_MODULES.replace("x * weight", "nn.functional.dropout(x) * weight"),
-        GAIN_TABLE,
+        "random numbers",
+        add_model("gain_and_dropout", GAIN_MODULES.replace(*DROPOUT), GAIN_TABLE),
+    ),
+    "a value head that sees a slice": (
+        "The size of tensor a",
+        add_model("value_of_slice", VALUE_MODULES, VALUE_TABLE.replace("gathered", "sequence")),
     ),
     "a field of rows": (
-        "value_of_rows",
-        VALUE_MODULES,
-        VALUE_TABLE.replace("batch.tokens % 7", "batch.tokens[:, 0] % 7"),
+        "rewards",
+        add_model(
+            "value_of_rows", VALUE_MODULES, VALUE_TABLE.replace("tokens %", "tokens[:, 0] %")
+        ),
     ),
 }
 FORKS = {

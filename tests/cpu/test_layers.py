@@ -140,22 +140,23 @@ def test_no_import_is_inside_a_function():
             ), module
 
 
+def run_code(code: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+
+
 def test_a_run_that_asks_for_no_extension_loads_none():
     command = ["check", "--config=debug_3d", "--gpus=8", "--job.dump_folder=nowhere"]
     code = f"import sys; from torchtitan_lite.__main__ import main; main({command})"
     code += "; print([name for name in sys.modules if '.extensions.' in name])"
-    answer = subprocess.run(
-        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True
-    )
+    answer = run_code(code)
     assert answer.stdout.splitlines()[-1] == "[]", answer.stderr
 
 
 def test_a_run_that_compiles_nothing_does_not_load_the_compiler():
     """torch.compile loads inductor when it is called: a second and 50 MB, on every rank."""
     code = "import sys, train; print('torch._inductor.ir' in sys.modules)"
-    answer = subprocess.run(
-        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True
-    )
+    answer = run_code(code)
     assert answer.stdout == "False\n", answer.stderr
 
 

@@ -43,8 +43,16 @@ from torchtitan_lite.model.loss import IGNORE_INDEX, count_valid_tokens
 from torchtitan_lite.model.moe import Router
 from torchtitan_lite.model.rotary import rotary_angles
 from torchtitan_lite.parallel.mesh import build_mesh
-from torchtitan_lite.tools.verify.measures import Note, Seen, cut, local, relative_error
-from torchtitan_lite.tools.verify.plain import EMBEDDING_SCALE, PlainStep, list_rates
+from torchtitan_lite.tools.verify.plain import (
+    EMBEDDING_SCALE,
+    Note,
+    PlainStep,
+    Seen,
+    cut,
+    list_rates,
+    local,
+    relative_error,
+)
 from torchtitan_lite.tools.verify.witnesses import actions_noted
 
 SAME_TOKEN = 1e-6  # score distance within one token; if another token is that close, it makes the same choice (see TIE)

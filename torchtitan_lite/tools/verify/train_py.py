@@ -41,8 +41,7 @@ from torchtitan_lite.model.moe import Router
 from torchtitan_lite.models.registry import MODELS
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 from torchtitan_lite.tools.corpora.prepare import PrepareSettings, prepare
-from torchtitan_lite.tools.verify.measures import Noise, Seen, relative_error
-from torchtitan_lite.tools.verify.plain import round_differently
+from torchtitan_lite.tools.verify.plain import Noise, Seen, relative_error, round_differently
 from torchtitan_lite.tools.verify.rank import packing_checked
 from torchtitan_lite.tools.verify.reduction import (
     STAGES,

@@ -24,8 +24,15 @@ from torchtitan_lite.config.block import SKIP_SMALL
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.schema import Config, with_value
 from torchtitan_lite.tools.plan.dry_run import find_crash
-from torchtitan_lite.tools.verify.measures import ROUNDING, Coordinates, Key, Noise, Seen
-from torchtitan_lite.tools.verify.plain import measure_noise, run_plainly
+from torchtitan_lite.tools.verify.plain import (
+    ROUNDING,
+    Coordinates,
+    Key,
+    Noise,
+    Seen,
+    measure_noise,
+    run_plainly,
+)
 from torchtitan_lite.tools.verify.rank import compare_steps
 from torchtitan_lite.tools.verify.ranks import NoAnswer, RankFailure
 from torchtitan_lite.tools.verify.reduction import (

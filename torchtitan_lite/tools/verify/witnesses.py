@@ -31,8 +31,7 @@ from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.model.float8_linear import Float8Linear
 from torchtitan_lite.model.own_attention import list_attentions
 from torchtitan_lite.step import StepResult
-from torchtitan_lite.tools.verify.measures import local
-from torchtitan_lite.tools.verify.plain import has_formula
+from torchtitan_lite.tools.verify.plain import has_formula, local
 from torchtitan_lite.tools.verify.reduction import DEGREES
 
 
@@ -360,27 +359,30 @@ SWITCHES: dict[str, Witness] = {  # keys that are off if they are 0, empty or fa
     "optimizer.groups": updates_groups,
     "debug.deterministic": lambda step: torch.are_deterministic_algorithms_enabled(),
 }
+IN_USE = (
+    "training.local_batch_size",
+    "training.global_batch_size",
+    "training.seq_len",
+    "training.mixed_precision_reduce",
+    "parallelism.pipeline_parallel_microbatch_size",
+    "parallelism.pipeline_parallel_layers_per_stage",
+    "parallelism.pipeline_parallel_first_stage_less_layers",
+    "parallelism.pipeline_parallel_last_stage_less_layers",
+    "debug.seed",
+)
 WITNESSES: dict[str, Witness] = {
     **{f"model.{name}": in_use for name in ("name", "flavor", *MODEL_SIZES, *MOE_SIZES, *MASKS)},
-    **dict.fromkeys(DEGREES, in_use),
+    **dict.fromkeys((*DEGREES, *IN_USE), in_use),
     **{key: once_set(key, witness) for key, witness in SWITCHES.items()},
     "model.hf_assets_path": reads_text,
     "model.attention": separates_documents,
     "model.converters": multiplies_in_float8,
     "training.data_seed": reads_text,
-    "training.local_batch_size": in_use,
-    "training.global_batch_size": in_use,
-    "training.seq_len": in_use,
     "training.mixed_precision_param": computes_in_dtype,
-    "training.mixed_precision_reduce": in_use,
     "parallelism.fsdp_reshard_after_forward": gathers_as_zero_stage,
     "parallelism.zero_stage": gathers_as_zero_stage,
     "parallelism.zero_plus_plus_node_size": splits_nodes,
     "parallelism.pipeline_parallel_schedule": runs_schedule,
-    "parallelism.pipeline_parallel_microbatch_size": in_use,
-    "parallelism.pipeline_parallel_layers_per_stage": in_use,
-    "parallelism.pipeline_parallel_first_stage_less_layers": in_use,
-    "parallelism.pipeline_parallel_last_stage_less_layers": in_use,
     "parallelism.context_parallel_rotate_method": rotates,
     "optimizer.name": steps_with_optimizer,
     "optimizer.beta1": has_moments,
@@ -405,7 +407,6 @@ WITNESSES: dict[str, Witness] = {
     "quantize.linear.float8.emulate": multiplies_in_float8,
     "quantize.linear.float8.enable_fsdp_float8_all_gather": gathers_in_float8,
     "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": precomputes_scales,
-    "debug.seed": in_use,
     "debug.deterministic_warn_only": warns_only,
 }
 
