@@ -277,7 +277,7 @@ BROKEN = {  # fork -> what `verify` says about it
         add_model("gain_and_dropout", GAIN_MODULES.replace(*DROPOUT), GAIN_TABLE),
     ),
     "a value head that sees a slice": (
-        "The size of tensor a",
+        "dimension",
         add_model("value_of_slice", VALUE_MODULES, VALUE_TABLE.replace("gathered", "sequence")),
     ),
     "a field of rows": (

@@ -88,10 +88,11 @@ def dry_run(planned: PlannedRun, pp_rank: int = 0) -> Meter:
 
 def find_crash(error: Exception) -> str:
     """Describe an error with the last line of this package that it passed through."""
-    frame = None
-    for found in extract_tb(error.__traceback__):
-        if found.filename.startswith(str(PACKAGE)) and found.name != "__torch_dispatch__":
-            frame = found
+    *_, frame = (
+        found
+        for found in extract_tb(error.__traceback__)
+        if found.filename.startswith(str(PACKAGE)) and found.name != "__torch_dispatch__"
+    )
     place = f"{frame.filename.removeprefix(str(PACKAGE))}, line {frame.lineno}"
     return f"{type(error).__name__}: {error} ({place})"
 

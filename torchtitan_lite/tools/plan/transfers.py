@@ -152,7 +152,7 @@ def list_reductions_over_tp(w: Workload, modules: Iterable[ModuleRow], n_layers:
             axis = "ep"
         elif module.tp_style == "rowwise":  # a bias is added after the scatter
             sizes = sizes[1:]
-        elif module.tp_style not in ("sequence", "heads", "whole", "gathered"):
+        elif module.tp_style in ("colwise", "vocabulary", "experts"):
             continue
         # A norm on a tp rank saw a shard of the sequence or of the heads, or gradients of the rank's heads.
         for size in sizes:

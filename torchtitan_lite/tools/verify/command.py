@@ -34,7 +34,7 @@ from torchtitan_lite.config.reader import KEYS
 from torchtitan_lite.config.schema import Config, get_value
 from torchtitan_lite.tools.plan.planned_run import read_target
 from torchtitan_lite.tools.tables import format_table
-from torchtitan_lite.tools.verify.plain import count_steps
+from torchtitan_lite.tools.verify.plain import STEPS
 from torchtitan_lite.tools.verify.ranks import RankPool
 from torchtitan_lite.tools.verify.reduction import AUTOMATIC, Reduction, deepen, reduce_config
 from torchtitan_lite.tools.verify.train_py import try_train
@@ -73,8 +73,9 @@ def list_trials(
     real = reduction.real
     wide = reduction.config
     n_ranks = reduction.layout.world_size
+    n_steps = len(STEPS) - (not real.training.skip_spikes)  # the last is a spike
     trials = {
-        "wide": partial(try_layout, "wide", wide, n_ranks, run_ranks, folder, count_steps(wide)),
+        "wide": partial(try_layout, "wide", wide, n_ranks, run_ranks, folder, n_steps),
         "deep": partial(try_layout, "deep", deepen(reduction), n_ranks, run_ranks, folder, 1),
         "train.py": partial(try_train, reduction, run_ranks, folder),
     }
@@ -106,22 +107,24 @@ OUTSIDE = (
 )
 
 # Sections and keys of logs, traces, files and time-outs, and of the steps in which a run saves or validates.
-NO_RESULT = {
-    "comm",
-    "job",
-    "metrics",
-    "profiling",
-    "checkpoint.enable",
-    "checkpoint.folder",
-    "checkpoint.interval",
-    "checkpoint.enable_first_step_checkpoint",
-    "checkpoint.keep_latest_k",
-    "debug.compare_copies_every",
-    "training.cache_folder",
-    "training.gc_freq",
-    "validation.enable",
-    "validation.freq",
-}
+NO_RESULT = set(
+    """
+    comm
+    job
+    metrics
+    profiling
+    checkpoint.enable
+    checkpoint.folder
+    checkpoint.interval
+    checkpoint.enable_first_step_checkpoint
+    checkpoint.keep_latest_k
+    debug.compare_copies_every
+    training.cache_folder
+    training.gc_freq
+    validation.enable
+    validation.freq
+    """.split()
+)
 
 
 def make_report(config_name: str, reduction: Reduction, trials: Sequence[Trial]) -> dict:

@@ -195,11 +195,6 @@ def make_batch(config: Config, seed: int) -> Batch:
     return batch.with_fields(find_fields(config.training.loss, config.model.name))
 
 
-def count_steps(config: Config) -> int:
-    """Return the number of steps of the wide trial. The last one is for training.skip_spikes."""
-    return len(STEPS) if config.training.skip_spikes else len(STEPS) - 1
-
-
 def choose_positions(section: LRScheduler) -> list[int]:
     """Return the position of each step in the schedule of the run: start, peak, the last three, the last again."""
     last = section.total_steps - 1

@@ -80,7 +80,6 @@ BOUNDS = {  # measure, in the order of a step -> largest error of a correct layo
     "val_bits_per_byte": SUMS,
     "router_entropy": SUMS,
     "saved tensor": 5e-4,  # 1.2e-4 seen; a state rounded to bfloat16 is off by 1.4e-3
-    "saved bfloat16 tensor": 1e-2,  # a few elements are rounded to a neighbor
 }
 # A wrong module can cause an error of these measures.
 OF_FORWARD = ("counted tokens", "module output", "loss", "gradients", "expert loads")
@@ -125,7 +124,7 @@ def try_layout(
     """
     steps = run_plainly(config, n_steps)
     is_profiled = n_steps > 1
-    find_noise = cache(partial(measure_noise, config, steps))
+    find_noise = partial(measure_noise, config, steps)
     path = folder / f"{name}.pt"
     torch.save([replace(step, outputs={}) for step in steps], path)
     ranks = run_ranks(compare_steps, world_size, config, str(path), is_profiled=is_profiled)
@@ -158,15 +157,11 @@ def make_trial(name: str, call: Callable[[], Trial]) -> Trial:
     return replace(trial, seconds=time.monotonic() - start)
 
 
-def read_bound(key: Key) -> float | None:
-    return BOUNDS[key[1]]
-
-
 def judge(
     trial_name: str,
     ranks: list[Seen],
     find_noise: Callable[[], Noise],
-    choose_bound: Callable[[Key], float | None] = read_bound,
+    choose_bound: Callable[[Key], float | None] = lambda key: BOUNDS[key[1]],
     modules: Iterable[str] = (),
 ) -> Trial:
     """Return the error of each measure that is nearest to its bound, and its first fault in the order of the steps.
@@ -174,6 +169,7 @@ def judge(
     `find_noise` is called if a sum seems wrong. `modules` are in forward order. Names of other kinds are in the order
     in which a rank noted them.
     """
+    find_noise = cache(find_noise)
     keys: dict[Key, None] = {}
     for rank in reversed(ranks):  # backward begins in the last stage
         keys |= dict.fromkeys(rank.errors)
@@ -198,8 +194,8 @@ def judge(
             measures[measure] = (worst, bound)
         if worst > bound and measure not in faults:
             faults[measure] = blame(key, errors, bound)
-    unjudged = [name for name, bound in least.items() if bound >= 1]
-    return Trial(trial_name, measures, faults, unjudged=tuple(unjudged))
+    unjudged = tuple(name for name, bound in least.items() if bound >= 1)
+    return Trial(trial_name, measures, faults, unjudged=unjudged)
 
 
 def blame(key: Key, errors: list[tuple[Coordinates, float]], bound: float) -> Culprit:
@@ -260,7 +256,7 @@ def try_precision(name: str, reduction: Reduction, run_ranks: RunRanks, folder: 
         return ROUNDED_OFTEN if is_tied or is_of_experts else SUMS
 
     ran = with_value(config, "training.max_norm", round(steps[0].max_norm, 3))
-    find_noise = cache(partial(measure_noise, config, steps, ROUNDING if is_exact else rounding))
+    find_noise = partial(measure_noise, config, steps, ROUNDING if is_exact else rounding)
     trial = judge(name, ranks, find_noise, choose_bound)
     return replace(trial, ran=((ran, merge(rank.acted for rank in ranks)),))
 

@@ -359,17 +359,17 @@ SWITCHES: dict[str, Witness] = {  # keys that are off if they are 0, empty or fa
     "optimizer.groups": updates_groups,
     "debug.deterministic": lambda step: torch.are_deterministic_algorithms_enabled(),
 }
-IN_USE = (
-    "training.local_batch_size",
-    "training.global_batch_size",
-    "training.seq_len",
-    "training.mixed_precision_reduce",
-    "parallelism.pipeline_parallel_microbatch_size",
-    "parallelism.pipeline_parallel_layers_per_stage",
-    "parallelism.pipeline_parallel_first_stage_less_layers",
-    "parallelism.pipeline_parallel_last_stage_less_layers",
-    "debug.seed",
-)
+IN_USE = """
+training.local_batch_size
+training.global_batch_size
+training.seq_len
+training.mixed_precision_reduce
+parallelism.pipeline_parallel_microbatch_size
+parallelism.pipeline_parallel_layers_per_stage
+parallelism.pipeline_parallel_first_stage_less_layers
+parallelism.pipeline_parallel_last_stage_less_layers
+debug.seed
+""".split()
 WITNESSES: dict[str, Witness] = {
     **{f"model.{name}": in_use for name in ("name", "flavor", *MODEL_SIZES, *MOE_SIZES, *MASKS)},
     **dict.fromkeys((*DEGREES, *IN_USE), in_use),
