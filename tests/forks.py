@@ -189,14 +189,13 @@ MODEL = ModelTable(llama3.FLAVORS, list_block, llama3.list_ends)
 
 # Two faults of tp: a gradient is doubled, or is not summed over the ranks. `forward` is an attribute under tp.
 READS = "weight = self.weight\n"
-TWICE = (
+FAULT = (
     READS
-    + "        if 'forward' in vars(self):\n            weight = 2 * weight - weight.detach()\n"
+    + "        if 'forward' in vars(self):\n            f = {}\n"
+    + "            weight = f * weight + (1 - f) * weight.detach()\n"
 )
-OF_ONE = (
-    READS
-    + "        if 'forward' in vars(self) and self.forward.args[1].own:\n            weight = weight.detach()\n"
-)
+TWICE = FAULT.format("2")
+OF_ONE = FAULT.format("1 - self.forward.args[1].own")
 PARAMETER = "self.weight = nn.Parameter(torch.ones(1))"
 BUFFER = "self.register_buffer('weight', torch.ones(1))"
 DROPOUT = ("x * weight", "nn.functional.dropout(x) * weight")
