@@ -66,8 +66,7 @@ def require_gradients(gradients: dict[str, Tensor | None]) -> None:
     unreached = [fqn for fqn, gradient in gradients.items() if gradient is None]
     if unreached:
         why = f"no gradient reaches {', '.join(unreached)}: the loss does not depend on them"
-        remedy = "Use them in forward, or remove them from modules.py and table.py of the model"
-        raise UserError(f"{why}. {remedy}")
+        raise UserError(f"{why}. Use them in forward, or remove them from modules.py and table.py")
 
 
 @torch.no_grad()

@@ -58,7 +58,7 @@ GROUPED_BYTES = 16
 SIZES_OF_TP = ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
 N_BYTES = {"bfloat16": 2, "float32": 4}
 # keys of [model]
-MODEL_SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size")
+MODEL_SIZES = "dim n_layers n_heads n_kv_heads head_dim ffn_dim vocab_size".split()
 
 
 # ---------------------------------------------------------------- model
@@ -375,10 +375,10 @@ def check_table(problems: Problems, tp: int, world_size: int) -> None:
 def check_ends(problems: Problems, ends: list[ModuleRow]) -> None:
     """Find modules outside the blocks that no stage of a pipeline can have, or that no code serves there."""
     for row in ends:
-        stages = {other.end for other in ends if other.child == row.child}
         rules = {
             f"its end = {row.end!r} names no stage of a pipeline, or another than {row.child!r}": (
-                stages != {row.end} or row.end not in ("first", "last"),
+                {other.end for other in ends if other.child == row.child} != {row.end}
+                or row.end not in ("first", "last"),
                 'Set end = "first" or "last" for all modules of a child',
             ),
             "where no code serves experts": (

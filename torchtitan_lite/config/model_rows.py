@@ -90,7 +90,7 @@ class ModelArgs:
 
 
 TP_STYLES = {  # kind of a module -> its styles in parallel/tensor_parallel.py, and for experts in expert_parallel.py
-    "linear": ("colwise", "rowwise", "sequence", "whole", "gathered", "vocabulary"),
+    "linear": "colwise rowwise sequence whole gathered vocabulary".split(),
     "norm": ("sequence", "heads", "whole", "colwise"),
     "embedding": ("vocabulary",),
     "router": ("sequence",),
