@@ -65,8 +65,10 @@ def require_gradients(gradients: dict[str, Tensor | None]) -> None:
     """Raise UserError if no gradient has reached some parameters (by FQN): they would never be trained."""
     unreached = [fqn for fqn, gradient in gradients.items() if gradient is None]
     if unreached:
-        why = f"no gradient reaches {', '.join(unreached)}: the loss does not depend on them"
-        raise UserError(f"{why}. Use them in forward, or remove them from modules.py and table.py")
+        raise UserError(
+            f"no gradient reaches {', '.join(unreached)}: the loss does not depend on them. "
+            "Use them in forward, or remove them from modules.py and table.py of the model"
+        )
 
 
 @torch.no_grad()
