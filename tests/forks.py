@@ -32,7 +32,7 @@ def write_forks(folder: Path) -> None:
         if is_needed and (REPOSITORY / name).exists():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(REPOSITORY / name, folder / name)
-    for fork in FORKS.values():
+    for fork in [*FORKS.values(), *(fork for _, fork in BROKEN.values())]:
         if fork.patch:
             subprocess.run(["git", "apply", REPOSITORY / fork.patch], cwd=folder, check=True)
         for name, text in fork.files.items():
@@ -140,6 +140,152 @@ def list_ends(args):
 MODEL = ModelTable(llama3.FLAVORS, llama3.list_block, list_ends)
 """
 
+# A learned gain per block: its gradient is a sum of terms that nearly cancel.
+GAIN_MODULES = '''"""Llama that multiplies the output of each block by a learned scalar."""
+
+import torch
+from torch import nn
+
+from torchtitan_lite.models.llama3.modules import Llama3, TransformerBlock
+
+
+class Gain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        weight = self.weight
+        return x * weight
+
+
+class Block(TransformerBlock):
+    def __init__(self, args, inner, *, is_moe):
+        super().__init__(args, inner, is_moe=is_moe)
+        self.gain = Gain()
+
+    def forward(self, x, rotation, doc_ids):
+        return self.gain(super().forward(x, rotation, doc_ids))
+
+
+class Model(Llama3):
+    def __init__(self, args, *, attention="causal"):
+        super().__init__(args, attention=attention)
+        for layer, block in list(self.layers.items()):
+            self.layers[layer] = Block(args, block.attention.inner, is_moe=args.is_moe(int(layer)))
+'''
+
+GAIN_TABLE = """from torchtitan_lite.config.model_rows import ModelTable, ModuleRow
+from torchtitan_lite.models.llama3 import table as llama3
+
+
+def list_block(args, moe=None):
+    gain = ModuleRow("gain", "norm", (1,), "sequence", init_mean=1.0)
+    return [*llama3.list_block(args, moe), gain]
+
+
+MODEL = ModelTable(llama3.FLAVORS, list_block, llama3.list_ends)
+"""
+
+# Two faults of tp: a gradient is doubled, or is not summed over the ranks. `forward` is an attribute under tp.
+READS = "weight = self.weight\n"
+FAULT = (
+    READS
+    + "        if 'forward' in vars(self):\n            f = {}\n"
+    + "            weight = f * weight + (1 - f) * weight.detach()\n"
+)
+TWICE = FAULT.format("2")
+OF_ONE = FAULT.format("1 - self.forward.args[1].own")
+PARAMETER = "self.weight = nn.Parameter(torch.ones(1))"
+BUFFER = "self.register_buffer('weight', torch.ones(1))"
+DROPOUT = ("x * weight", "nn.functional.dropout(x) * weight")
+
+VALUE_MODULES = '''"""Llama with a value head: a second loss, against a field of the batch."""
+
+from torch import nn
+
+from torchtitan_lite.model.rotary import rotary_angles
+from torchtitan_lite.models.llama3.modules import Llama3
+
+
+class Model(Llama3):
+    def __init__(self, args, *, attention="causal"):
+        super().__init__(args, attention=attention)
+        self.value_head = nn.Linear(args.dim, 1)
+
+    def forward(self, x, *, positions, doc_ids=None, targets=None, rewards=None, **extra):
+        h = self.tok_embeddings(x) if self.tok_embeddings is not None else x
+        rotation = rotary_angles(positions, self.model_args)
+        for block in self.layers.values():
+            h = block(h, rotation, doc_ids)
+        if self.output is None:
+            return h
+        h = self.norm(h)
+        loss = self.output(h, targets, **extra)
+        if targets is None or not self.training:
+            return loss
+        errors = self.value_head(h).squeeze(-1).float() - rewards
+        return loss + errors.square().where(targets != -100, 0).sum()
+'''
+
+VALUE_TABLE = """from torchtitan_lite.config.model_rows import ModelTable, ModuleRow
+from torchtitan_lite.models.llama3 import table as llama3
+
+
+def list_ends(args):
+    row = ModuleRow("value_head", "linear", (1, args.dim), "gathered", 0.02, True, end="last")
+    return [*llama3.list_ends(args), row]
+
+
+def reward(batch):
+    return batch.tokens % 7 / 7
+
+
+MODEL = ModelTable(llama3.FLAVORS, llama3.list_block, list_ends, fields={"rewards": reward})
+"""
+
+
+def add_model(name: str, modules: str, table: str) -> Fork:
+    folder = f"torchtitan_lite/models/{name}"
+    return Fork(
+        (f"--model.name={name}",),
+        {"torchtitan_lite/models/registry.py": [("MODEL_NAMES = (", f'    "{name}",')]},
+        {
+            f"{folder}/__init__.py": "",
+            f"{folder}/modules.py": modules,
+            f"{folder}/table.py": table,
+        },
+    )
+
+
+BROKEN = {  # fork -> what `verify` says about it
+    "a gradient that is doubled": (
+        "gain.weight",
+        add_model("gain_twice", GAIN_MODULES.replace(READS, TWICE), GAIN_TABLE),
+    ),
+    "a gradient of one rank": (
+        "gain.weight",
+        add_model("gain_of_one", GAIN_MODULES.replace(READS, OF_ONE), GAIN_TABLE),
+    ),
+    "a buffer": (
+        "layers.0.gain.weight",
+        add_model("gain_in_buffer", GAIN_MODULES.replace(PARAMETER, BUFFER), GAIN_TABLE),
+    ),
+    "dropout": (
+        "random numbers",
+        add_model("gain_and_dropout", GAIN_MODULES.replace(*DROPOUT), GAIN_TABLE),
+    ),
+    "a value head that sees a slice": (
+        "dimension",
+        add_model("value_of_slice", VALUE_MODULES, VALUE_TABLE.replace("gathered", "sequence")),
+    ),
+    "a field of rows": (
+        "rewards",
+        add_model(
+            "value_of_rows", VALUE_MODULES, VALUE_TABLE.replace("tokens %", "tokens[:, 0] %")
+        ),
+    ),
+}
 FORKS = {
     "an optimizer": Fork(
         ("--optimizer.name=Lion", "--optimizer.lr=1e-4"), patch="assets/forks/lion.patch"
@@ -177,24 +323,10 @@ FORKS = {
         ("--model.name=mtp",), patch="assets/forks/multi_token_prediction.patch"
     ),
     "latent attention": Fork(("--model.name=mla",), patch="assets/forks/latent_attention.patch"),
-    "an inner attention": Fork(
-        ("--model.name=near",),
-        {"torchtitan_lite/models/registry.py": [("MODEL_NAMES = (", '    "near",')]},
-        {
-            "torchtitan_lite/models/near/__init__.py": "",
-            "torchtitan_lite/models/near/modules.py": NEAR_MODULES,
-            "torchtitan_lite/models/near/table.py": NEAR_TABLE,
-        },
-    ),
-    "the ends": Fork(
-        ("--model.name=ends",),
-        {"torchtitan_lite/models/registry.py": [("MODEL_NAMES = (", '    "ends",')]},
-        {
-            "torchtitan_lite/models/ends/__init__.py": "",
-            "torchtitan_lite/models/ends/modules.py": ENDS_MODULES,
-            "torchtitan_lite/models/ends/table.py": ENDS_TABLE,
-        },
-    ),
+    "an inner attention": add_model("near", NEAR_MODULES, NEAR_TABLE),
+    "the ends": add_model("ends", ENDS_MODULES, ENDS_TABLE),
+    "a gain": add_model("gain", GAIN_MODULES, GAIN_TABLE),
+    "a value": add_model("value", VALUE_MODULES, VALUE_TABLE),
     "a loss": Fork(
         ("--training.loss=z_loss",),
         {

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
 from torchtitan_lite.components.optim import build_lr_scheduler, build_optimizer
-from torchtitan_lite.config.block import list_parameters
+from torchtitan_lite.config.block import list_expert_biases, list_parameters
 from torchtitan_lite.config.extensions import load_extension, load_module
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.messages import UserError
@@ -69,22 +69,26 @@ def find_model_class(name: str) -> type[nn.Module]:
 
 
 def build_on_meta(config: Config, model_args: ModelArgs) -> nn.Module:
-    """Build the whole model on meta, without storage. Raises UserError if its table lists other parameters."""
+    """Build the whole model on meta, without storage.
+
+    Raises UserError if its table lists other parameters, or if it has tensors that would get no values.
+    """
     with torch.device("meta"):
         model = find_model_class(model_args.name)(model_args, attention=config.model.attention)
     model.to(getattr(torch, config.training.dtype))
+    shared = dict(model.named_parameters(remove_duplicate=False))
+    known = {*dict(model.named_parameters()), *list_expert_biases(model_args), "output.weight"}
+    if unknown := sorted({*shared, *dict(model.named_buffers())} - known):
+        why = f"{unknown[0]} of models/{model_args.name} is a buffer or a shared parameter, which nothing initializes"
+        raise UserError(f"{why}: compute a buffer in forward, and call a module twice to share it")
     listed = {fqn: entry.shape for fqn, entry in list_parameters(model_args).items()}
     built = {fqn: tuple(parameter.shape) for fqn, parameter in model.named_parameters()}
     different = sorted(listed.items() ^ built.items())
     if different:
         files = f"modules.py and table.py of models/{model_args.name}"
         fqn, shape = different[0]
-        remedy = "correct table.py"
-        if fqn.rpartition(".")[-1] not in ("weight", "bias") and fqn not in listed:
-            remedy = (
-                "no row has a parameter of this name: make it the weight of a module of its own"
-            )
-        raise UserError(f"{fqn} has the shape {shape} in only one of {files}: {remedy}")
+        remedy = "A row of table.py has the weight, and perhaps the bias, of a module of its own"
+        raise UserError(f"{fqn} has the shape {shape} in only one of {files}. {remedy}")
     return model
 
 

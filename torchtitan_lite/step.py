@@ -19,10 +19,16 @@ from torchtitan_lite.components.optim import (
 )
 from torchtitan_lite.components.signals import SIGNALS
 from torchtitan_lite.config.learning_rate import list_rates
+from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.model.loss import count_valid_tokens
 from torchtitan_lite.parallel.context_parallel import shard_sequence
 from torchtitan_lite.parallel.fsdp import free_gathered, prepare_microbatch
+
+RANDOM = (
+    "the model draws random numbers, as in dropout. Recompute, a resume and other layouts would draw others: "
+    "derive them from tokens and positions"
+)
 
 
 @dataclass(frozen=True)
@@ -54,10 +60,14 @@ def train_step(
     `batch` is this rank's rows of the global batch. `stop_signal` is the signal that this rank received, or 0.
     `before_update` is called before the first change of a tensor that checkpoints contain.
     """
+    random_state = torch.get_rng_state()
     local_loss = compute_gradients(run, batch)
     loss = sum_losses(run, local_loss)  # all-reduces one float over pp, dp and cp
     if not run.optimizer.state:  # the first step
-        require_gradients(run.parameters)
+        trained = run.parameters.items()
+        require_gradients({fqn: own.grad for fqn, own in trained if own.requires_grad})
+        if not torch.equal(random_state, torch.get_rng_state()):
+            raise UserError(RANDOM)
     squares = sum_gradient_squares(run.parameters.values())
     grad_norm, stop = reduce_norm_and_signal(
         squares, stop_signal

@@ -28,23 +28,14 @@ from torchtitan_lite.tools.host_rules import check_snapshots, count_saved_bytes
 
 FOLDERS = ("checkpoint", "tb", "traces", "memory_snapshot", "comm_traces")
 CONFIG = dump_config_toml(Config())
-OF_A_RUN = [
-    "config.toml",
-    "metrics.jsonl",
-    "log.txt",
-    "hang/restart-0/rank-00000.json",
-    "tb/run/events.out.tfevents.1.host.2.0",
-    "wandb_id",
-    "traces/step-10/rank-0.json",
-    "memory_snapshot/step-10/rank-0.pickle",
-    "comm_traces/rank_0",
-    "checkpoint/run_id",
-    "checkpoint/step-5/manifest.json",
-    "checkpoint/step-5/rank-00000.safetensors",
-    "checkpoint/step-5-hf/config.json",
-    "checkpoint/step-4.damaged/manifest.json",
-    "checkpoint/step-6.tmp/rank-00000.safetensors",
-]
+OF_A_RUN = """
+config.toml metrics.jsonl log.txt hang/restart-0/rank-00000.json
+tb/run/events.out.tfevents.1.host.2.0 wandb_id traces/step-10/rank-0.json
+memory_snapshot/step-10/rank-0.pickle comm_traces/rank_0 checkpoint/run_id
+checkpoint/step-5/manifest.json checkpoint/step-5/rank-00000.safetensors
+checkpoint/step-5-hf/config.json checkpoint/step-4.damaged/manifest.json
+checkpoint/step-6.tmp/rank-00000.safetensors
+""".split()
 OF_OTHERS = [
     "notes.txt",
     "elsewhere/step-5/manifest.json",

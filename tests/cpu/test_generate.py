@@ -5,6 +5,7 @@ from argparse import Namespace
 import pytest
 import torch
 from test_model import FLAVORS, build_ours
+from test_windows import read_in_pieces
 from transformers.generation.logits_process import (
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -51,11 +52,7 @@ def test_logits_with_a_cache_are_those_without(name, pieces):
     with torch.no_grad():
         expected = model(tokens[None], positions=torch.arange(90)[None])[0]  # (S, V)
     cached = CachedModel(model)
-    start = 0
-    for n_tokens in pieces:
-        logits = cached.read(tokens[start : start + n_tokens].tolist())
-        start += n_tokens
-        assert (logits - expected[start - 1]).abs().max() < 2e-5
+    read_in_pieces(cached, tokens, pieces, expected)
 
 
 def test_a_step_computes_one_token_and_the_head_only_the_last_one():

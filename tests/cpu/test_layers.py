@@ -42,26 +42,19 @@ IMPORT_BY_NAME = {  # modules that call importlib in a function
     "torchtitan_lite.tools.agent",  # train.py, which the fork server has imported
     "torchtitan_lite.tools.faults.drill",  # only its ranks need torch
 }
-WITHOUT_TORCH = {  # besides config/ and the tables of models/: what `check` needs
-    "torchtitan_lite.__main__",
-    "torchtitan_lite.files",
-    "torchtitan_lite.notices",
-    "torchtitan_lite.preflight",
-    "torchtitan_lite.run_spec",
-    "torchtitan_lite.software",
-    "torchtitan_lite.dump_folder",
-    "torchtitan_lite.extensions.byte_level_bpe",
-    "torchtitan_lite.extensions.checkpoint_format_3",
-    "torchtitan_lite.extensions.hugging_face_config",
-    "torchtitan_lite.extensions.hugging_face_export",
-    "torchtitan_lite.extensions.hugging_face_folder",
-    "torchtitan_lite.extensions.tokenizer_json",
-    "torchtitan_lite.extensions.torchtitan_keys",
-    "torchtitan_lite.tools.check",
-    "torchtitan_lite.tools.command_lines",
-    "torchtitan_lite.tools.detect",
-    "torchtitan_lite.tools.host_rules",
-}
+# besides config/ and the tables of models/: what `check` needs
+WITHOUT_TORCH = set(
+    """
+torchtitan_lite.__main__ torchtitan_lite.files torchtitan_lite.notices torchtitan_lite.preflight
+torchtitan_lite.run_spec torchtitan_lite.software torchtitan_lite.dump_folder
+torchtitan_lite.extensions.byte_level_bpe torchtitan_lite.extensions.checkpoint_format_3
+torchtitan_lite.extensions.hugging_face_config torchtitan_lite.extensions.hugging_face_export
+torchtitan_lite.extensions.hugging_face_folder torchtitan_lite.extensions.tokenizer_json
+torchtitan_lite.extensions.torchtitan_keys torchtitan_lite.tools.check
+torchtitan_lite.tools.command_lines torchtitan_lite.tools.detect
+torchtitan_lite.tools.host_rules
+""".split()
+)
 
 
 def name_module(path: Path) -> str:
@@ -140,22 +133,23 @@ def test_no_import_is_inside_a_function():
             ), module
 
 
+def run_code(code: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+
+
 def test_a_run_that_asks_for_no_extension_loads_none():
     command = ["check", "--config=debug_3d", "--gpus=8", "--job.dump_folder=nowhere"]
     code = f"import sys; from torchtitan_lite.__main__ import main; main({command})"
     code += "; print([name for name in sys.modules if '.extensions.' in name])"
-    answer = subprocess.run(
-        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True
-    )
+    answer = run_code(code)
     assert answer.stdout.splitlines()[-1] == "[]", answer.stderr
 
 
 def test_a_run_that_compiles_nothing_does_not_load_the_compiler():
     """torch.compile loads inductor when it is called: a second and 50 MB, on every rank."""
     code = "import sys, train; print('torch._inductor.ir' in sys.modules)"
-    answer = subprocess.run(
-        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True
-    )
+    answer = run_code(code)
     assert answer.stdout == "False\n", answer.stderr
 
 

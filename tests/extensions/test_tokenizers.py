@@ -500,7 +500,7 @@ def test_a_tokenizer_trained_on_the_texts_is_the_same_in_transformers_and_has_th
 ):
     monkeypatch.chdir(tmp_path)
     Path("a.txt").write_text(SOURCE + "日本語 <|end_of_text|>")
-    command = ["prepare", "a.txt", "--out", "out", "--processes", "1", "--train-tokenizer"]
+    command = "prepare a.txt --out out --processes 1 --train-tokenizer".split()
     assert main([*command, "400"]) == 0
     assert "--model.hf_assets_path out/tokenizer --model.vocab_size 400" in capsys.readouterr().out
     oracle, tokenizer = (
@@ -580,6 +580,6 @@ def test_entries_above_the_rows_of_a_model_are_accepted_unless_a_text_uses_them(
         capsys.readouterr()
         assert main([*run, f"--training.dataset={corpus}"]) == status
         assert re.search(words, "".join(capsys.readouterr()))
-        assert main(["eval", "llama", "--data", "a.txt", "--seq-len", "16"]) == status
+        assert main("eval llama --data a.txt --seq-len 16".split()) == status
         prompt = ["--prompt", f"def {name}", "--max-new-tokens", "2"]
         assert main(["generate", "llama", *prompt]) == status

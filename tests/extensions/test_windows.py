@@ -123,6 +123,15 @@ def test_flex_attention_with_windows_and_sinks_is_the_same(case, monkeypatch):
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
 
 
+def read_in_pieces(cached, tokens, pieces, expected) -> None:
+    """Compare the logits behind each piece with those of the whole text."""
+    start = 0
+    for n_tokens in pieces:
+        logits = cached.read(tokens[start : start + n_tokens].tolist())
+        start += n_tokens
+        assert (logits - expected[start - 1]).abs().max() < 2e-5
+
+
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("pieces", [[100] + [1] * 50, [3, 90, 1, 56], [150]])
 def test_logits_with_a_cache_are_those_without(case, pieces):
@@ -139,11 +148,7 @@ def test_logits_with_a_cache_are_those_without(case, pieces):
         expected = model(tokens[None], positions=torch.arange(SEQ_LEN)[None])[0]
     cached = CachedModel(model)
     for _ in range(2):
-        start = 0
-        for n_tokens in pieces:
-            logits = cached.read(tokens[start : start + n_tokens].tolist())
-            start += n_tokens
-            assert (logits - expected[start - 1]).abs().max() < 2e-5
+        read_in_pieces(cached, tokens, pieces, expected)
         windows = [cache.window for cache in cached.caches]
         kept = [cache.cache.shape[3] for cache in cached.caches]
         assert kept == [min(SEQ_LEN, (window or SEQ_LEN + 1) - 1) for window in windows]

@@ -26,9 +26,8 @@ from marks import choose_fast, slow
 from torchtitan_lite.config import checks
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.model import resolve_model
-from torchtitan_lite.tools.verify.precision import try_precision
 from torchtitan_lite.tools.verify.ranks import RankFailure
-from torchtitan_lite.tools.verify.trial import make_trial
+from torchtitan_lite.tools.verify.trial import make_trial, try_precision
 
 
 @pytest.mark.parametrize("name", [*FAST, *map(slow, CROSSES)])

@@ -17,7 +17,7 @@ from torchtitan_lite.config.layout import name_stages, plan_stages
 from torchtitan_lite.config.schema import Parallelism
 from torchtitan_lite.models.llama3.table import FLAVORS
 from torchtitan_lite.tools.verify.plain import EMBEDDING_SCALE, run_plainly
-from torchtitan_lite.tools.verify.precision import try_precision
+from torchtitan_lite.tools.verify.trial import try_precision
 
 
 def pipeline(pp: int, schedule: str = "1F1B", **keys) -> Parallelism:

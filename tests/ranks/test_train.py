@@ -180,16 +180,11 @@ def test_metrics_jsonl_tells_a_run_from_its_start_to_its_stop(unbroken):
 
 # -- a run that only reads
 
-READER = [
-    "--checkpoint.load_only",
-    "--validation.freq=1",
-    "--profiling.enable_profiling",
-    "--profiling.profile_freq=1",
-    "--profiling.profiler_warmup=0",
-    "--checkpoint.local_interval=1",
-    "--checkpoint.interval=1",
-    "--checkpoint.last_save_in_hf",
-]
+READER = """
+--checkpoint.load_only --validation.freq=1 --profiling.enable_profiling
+--profiling.profile_freq=1 --profiling.profiler_warmup=0 --checkpoint.local_interval=1
+--checkpoint.interval=1 --checkpoint.last_save_in_hf
+""".split()
 
 
 def describe_tree(folder: Path) -> dict[str, tuple]:

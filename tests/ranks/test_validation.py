@@ -15,6 +15,7 @@ from layouts import CP, DOCUMENTS, MODE, PP, RING, SCHEDULE, TP, ZERO
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite import validation
+from torchtitan_lite.build import Run
 from torchtitan_lite.components.signals import StopFlag
 from torchtitan_lite.config.model import resolve_model
 from torchtitan_lite.data.corpus import Corpus
@@ -69,6 +70,13 @@ def make_batches(folder: Path, most_batches: int, attention: str) -> ValidationB
     )
 
 
+def prepare_data(run: Run, batches) -> RunData:
+    """Return the data of a run that only validates."""
+    rows = rows_of_rank(run.mesh.data_rank, run.layout.dp, run.layout.global_batch_size)
+    bytes_of_tokens = torch.tensor(load_tokenizer("bytes").bytes_of_tokens())
+    return RunData(None, batches, bytes_of_tokens, rows, {})
+
+
 def validate_layout(
     rank: int,
     world_size: int,
@@ -80,10 +88,7 @@ def validate_layout(
     """Worker: the validation of a run before its first step."""
     run = compare.build_table_run(world_size, {**BYTES, "validation.enable": True, **overrides})
     batches = make_batches(folder, most_batches, run.config.model.attention)
-    rows = rows_of_rank(run.mesh.data_rank, run.layout.dp, run.layout.global_batch_size)
-    bytes_of_tokens = torch.tensor(load_tokenizer("bytes").bytes_of_tokens())
-    data = RunData(None, batches, bytes_of_tokens, rows, {})
-    figures = validate(run, data, 1, stop or StopFlag())
+    figures = validate(run, prepare_data(run, batches), 1, stop or StopFlag())
     return figures and {name: value for name, value in figures.items() if name != "val_time_s"}
 
 
@@ -165,10 +170,7 @@ def validate_with_a_term_of_training(rank: int, world_size: int, keys: dict, fol
         if head is not None:
             head.formula = lambda logits, targets, vocabulary: logits[:, 0]
         validation = make_batches(folder, -1, "causal")
-        rows = rows_of_rank(run.mesh.data_rank, run.layout.dp, run.layout.global_batch_size)
-        bytes_of_tokens = torch.tensor(load_tokenizer("bytes").bytes_of_tokens())
-        data = RunData(None, validation, bytes_of_tokens, rows, {})
-        figures = validate(run, data, 1, StopFlag())
+        figures = validate(run, prepare_data(run, validation), 1, StopFlag())
     modules = itertools.chain(*(part.modules() for part in run.parts))
     figures["modes"] = {module.training for module in modules}
     return figures

@@ -370,7 +370,7 @@ def test_a_tokenizer_that_cannot_be_trained_is_refused_with_the_reason(
 
 def test_bad_rows_are_skipped_when_a_tokenizer_is_trained(here, capsys):
     Path("in.jsonl").write_text('{"text": "a"}\n{"messages": []}\n')
-    command = ["prepare", "in.jsonl", "--out", "out", "--train-tokenizer", "258", "--skip-bad"]
+    command = "prepare in.jsonl --out out --train-tokenizer 258 --skip-bad".split()
     assert main([*command, "--processes", "1"]) == 0
     assert "1 bad rows left out" in capsys.readouterr().out
 

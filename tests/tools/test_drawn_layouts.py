@@ -34,8 +34,7 @@ from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.model import resolve_model
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.tools.verify.certificate import describe, make_report
-from torchtitan_lite.tools.verify.command import make_trials
+from torchtitan_lite.tools.verify.command import describe, make_report, make_trials
 from torchtitan_lite.tools.verify.reduction import reduce_config
 
 N_LAYOUTS, SEED = int(os.environ.get("LAYOUTS", 6)), int(os.environ.get("SEED", 0))

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import test_generate_tool
 import torch
 import torch.nn.functional as F
 from checkpoints import flip_bit
@@ -33,16 +34,8 @@ def model() -> Llama3:
     return model
 
 
-@pytest.fixture(scope="module")
-def checkpoint(model, tmp_path_factory) -> Path:
-    return save(tmp_path_factory.mktemp("run") / "step-40", model.state_dict())
-
-
-@pytest.fixture(scope="module")
-def export(checkpoint, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("export") / "llama"
-    assert main(["convert", str(checkpoint), str(folder)]) == 0
-    return folder
+checkpoint = test_generate_tool.checkpoint  # of this model
+export = test_generate_tool.export
 
 
 @pytest.fixture(scope="module")

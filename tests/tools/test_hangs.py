@@ -15,15 +15,11 @@ from marks import choose_fast
 from torchtitan_lite import REPOSITORY
 
 TESTS = REPOSITORY / "tests"
-KEYS = [
-    "--training.steps=50",
-    "--training.local_batch_size=4",
-    "--training.global_batch_size=24",
-    "--checkpoint.interval=2",
-    "--validation.no_enable",
-    "--comm.hang_seconds=3",
-    "--comm.train_timeout_seconds=10",
-]
+KEYS = """
+--training.steps=50 --training.local_batch_size=4 --training.global_batch_size=24
+--checkpoint.interval=2 --validation.no_enable --comm.hang_seconds=3
+--comm.train_timeout_seconds=10
+""".split()
 SHORT = "--comm.init_timeout_seconds=16"
 IN_STEP = "HANG in step 4"
 FAILED = "(HANG|FAILED) in step 4"

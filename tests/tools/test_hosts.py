@@ -269,7 +269,7 @@ IDENTIFY = (
 
 
 def test_a_pid_namespace_is_a_host_of_its_own():
-    inside = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc"]
+    inside = "unshare --user --map-root-user --pid --fork --mount-proc".split()
     python = [sys.executable, "-c", IDENTIFY]
     answers = []
     for prefix in ([], [], inside):

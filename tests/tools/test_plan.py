@@ -54,7 +54,7 @@ def read(name: str, n_gpus: int, **keys) -> PlannedRun:
 def test_a_plan_needs_no_torch_and_says_where_the_time_goes():
     """Nor numpy, nor any other package that takes a second to load."""
     args = ["plan", "--config", "llama3_405b", "--gpus", "16384", *ONE_STAGE]
-    args += ["--mtbf-hours", "3.09", "--restart-s", "600", "--save-stall-s", "60"]
+    args += "--mtbf-hours 3.09 --restart-s 600 --save-stall-s 60".split()
     code = f"import sys; from torchtitan_lite.__main__ import main; main({args}); assert 'torch' not in sys.modules"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     for words in (

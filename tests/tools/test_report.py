@@ -19,34 +19,15 @@ from torchtitan_lite.tools.report.page import main
 from torchtitan_lite.tools.report.runs import RecordedRun, list_findings, summarize
 from torchtitan_lite.tools.report.traces import Call, read_traces
 
-FIELDS = (
-    "loss",
-    "val_loss",
-    "grad_norm",
-    "lr",
-    "lr/tok*",
-    "tokens_per_s_per_rank",
-    "peak_memory_gib",
-)
-KEYS = [
-    "--model.flavor=debug_moe",
-    '--optimizer.groups=[{match="tok*",lr=2}]',
-    "--model.n_layers=2",
-    "--model.hf_assets_path=bytes",
-    "--model.vocab_size=264",
-    "--training.seq_len=32",
-    "--training.steps=6",
-    "--training.global_batch_size=4",
-    "--parallelism.pipeline_parallel_degree=2",
-    "--parallelism.tensor_parallel_degree=2",
-    "--parallelism.expert_parallel_degree=2",
-    "--validation.freq=2",
-    "--validation.steps=1",
-    "--metrics.log_freq=1",
-    "--profiling.enable_profiling",
-    "--profiling.profile_freq=3",
-    "--profiling.profiler_warmup=1",
-]
+FIELDS = "loss val_loss grad_norm lr lr/tok* tokens_per_s_per_rank peak_memory_gib".split()
+KEYS = """
+--model.flavor=debug_moe --optimizer.groups=[{match="tok*",lr=2}] --model.n_layers=2
+--model.hf_assets_path=bytes --model.vocab_size=264 --training.seq_len=32 --training.steps=6
+--training.global_batch_size=4 --parallelism.pipeline_parallel_degree=2
+--parallelism.tensor_parallel_degree=2 --parallelism.expert_parallel_degree=2
+--validation.freq=2 --validation.steps=1 --metrics.log_freq=1 --profiling.enable_profiling
+--profiling.profile_freq=3 --profiling.profiler_warmup=1
+""".split()
 
 
 @pytest.fixture(scope="module")

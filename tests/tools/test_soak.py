@@ -9,20 +9,13 @@ from warm_start import finish, launch, list_ranks, read_until
 
 from torchtitan_lite.checkpoint.format import find_steps
 
-KEYS = [
-    "--training.steps=1500",
-    "--training.local_batch_size=4",
-    "--training.skip_spikes=5",
-    "--debug.compare_copies_every=10",
-    "--checkpoint.interval=30",
-    "--checkpoint.keep_latest_k=2",
-    "--checkpoint.async_mode=async",
-    "--checkpoint.local_interval=10",
-    "--checkpoint.last_save_in_hf",
-    "--validation.freq=50",
-    "--validation.steps=1",
-    "--comm.trace_buf_size=500",  # entries of about 1 KiB; the default of 20,000 is full after some hundred steps
-]
+# a trace entry has about 1 KiB; the default of 20,000 entries is full after some hundred steps
+KEYS = """
+--training.steps=1500 --training.local_batch_size=4 --training.skip_spikes=5
+--debug.compare_copies_every=10 --checkpoint.interval=30 --checkpoint.keep_latest_k=2
+--checkpoint.async_mode=async --checkpoint.local_interval=10 --checkpoint.last_save_in_hf
+--validation.freq=50 --validation.steps=1 --comm.trace_buf_size=500
+""".split()
 
 
 def measure(pid: int) -> tuple[int, int, int]:

@@ -40,16 +40,16 @@ from torchtitan_lite.config.reader import KEYS, read_config
 from torchtitan_lite.config.schema import Config, get_value, with_value
 from torchtitan_lite.parallel import parallelize
 from torchtitan_lite.tools.verify import train_py
-from torchtitan_lite.tools.verify.certificate import (
+from torchtitan_lite.tools.verify.command import (
     NO_RESULT,
     changes_results,
     describe,
+    list_trials,
     make_report,
+    make_trials,
 )
-from torchtitan_lite.tools.verify.command import list_trials, make_trials
-from torchtitan_lite.tools.verify.degrees import choose_other_layout
 from torchtitan_lite.tools.verify.ranks import RankPool
-from torchtitan_lite.tools.verify.reduction import override, reduce_config
+from torchtitan_lite.tools.verify.reduction import choose_other_layout, override, reduce_config
 from torchtitan_lite.tools.verify.trial import Trial, make_trial
 from torchtitan_lite.tools.verify.witnesses import WITNESSES
 

@@ -9,7 +9,6 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import Optimizer as TorchOptimizer
 
@@ -20,25 +19,20 @@ from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.schema import LRScheduler, Optimizer, ParameterGroup
 from torchtitan_lite.dtensor import count_replicas, local_shard
 
-# optimizer.name, a row of config/choices.py -> function that builds an optimizer for all parameters of this rank. The
-# optimizer reads the keys of its groups, and ignores unknown keys. The optimizers of extensions are in their files.
-BUILDERS = {
-    "AdamW": AdamW,
-    "SGD": SGD,
-}
-
 
 def build_optimizer(
     section: Optimizer, parameters: dict[str, Tensor], dtype: str = "float32"
 ) -> TorchOptimizer:
-    """Build one optimizer for all parameters (by FQN). Only Muon communicates, and uses the compute dtype `dtype`."""
+    """Build one optimizer for all parameters (by FQN). Only Muon communicates, and uses the compute dtype `dtype`.
+
+    The optimizer reads the keys of its groups, and ignores unknown keys.
+    """
     row = OPTIMIZERS[section.name]
     if section.moments_dtype == "bfloat16":  # `check` allows it only for fused AdamW
         builder = load_extension("adamw_bfloat16").AdamWBFloat16
-    elif row.extension:
-        builder = getattr(load_extension(row.extension), section.name)
     else:
-        builder = BUILDERS[section.name]
+        module = load_extension(row.extension) if row.extension else torch.optim
+        builder = getattr(module, section.name)
     # DTensor has no fused SGD (torch 2.13), so foreach replaces `fused`.
     fused = section.implementation == "fused" and row.has_fused_kernel
     foreach = section.implementation != "for-loop" and not fused
@@ -67,19 +61,14 @@ def build_lr_scheduler(section: LRScheduler, optimizer: TorchOptimizer) -> Lambd
     return LambdaLR(optimizer, lambda step: learning_rate_factor(section, step))
 
 
-def require_gradients(parameters: dict[str, Tensor]) -> None:
+def require_gradients(gradients: dict[str, Tensor | None]) -> None:
     """Raise UserError if no gradient has reached some parameters (by FQN): they would never be trained."""
-    unreached = []
-    for fqn, parameter in parameters.items():
-        if parameter.requires_grad and parameter.grad is None:
-            unreached.append(fqn)
+    unreached = [fqn for fqn, gradient in gradients.items() if gradient is None]
     if unreached:
-        raise UserError(explain_unreached(unreached))
-
-
-def explain_unreached(fqns: list[str]) -> str:
-    why = f"no gradient reaches {', '.join(fqns)}: the loss does not depend on them"
-    return f"{why}. Use them in forward, or remove them from modules.py and table.py of the model"
+        raise UserError(
+            f"no gradient reaches {', '.join(unreached)}: the loss does not depend on them. "
+            "Use them in forward, or remove them from modules.py and table.py of the model"
+        )
 
 
 @torch.no_grad()

@@ -298,24 +298,26 @@ def check_table(problems: Problems, tp: int, world_size: int) -> None:
 def check_ends(problems: Problems, ends: list[ModuleRow]) -> None:
     """Find modules outside the blocks that no stage of a pipeline can have, or that no code serves there."""
     for row in ends:
-        others = [other for other in ends if other.child == row.child]
-        why = ""
-        if row.end not in ("first", "last") or any(other.end != row.end for other in others):
-            why = f"{row.name} is outside the blocks, with end = {row.end!r}, unlike others of {row.child!r}"
-            if row.end not in ("first", "last"):
-                why = f"{row.name} is outside the blocks, and end = {row.end!r} names no stage of a pipeline"
-            remedy = 'Set end = "first" or "last" for all modules of a child'
-        elif row.kind in ("router", "experts"):
-            why = f"{row.name} is outside the blocks, where no code serves experts"
-            remedy = "Use modules of other kinds"
-        elif row.tp_style in ("colwise", "rowwise") and row.child == row.name:
-            why = (
-                f"tp gathers the input of the module that has {row.name}, which is the whole model"
-            )
-            remedy = 'Use tp_style "sequence", or put it into a module of its own'
-        if why:
-            remedy = f"{remedy} in models/{problems.model_args.name}/table.py"
-            problems.refuse("model.name", why, remedy)
+        rules = {
+            f"its end = {row.end!r} names no stage of a pipeline, or another than {row.child!r}": (
+                {other.end for other in ends if other.child == row.child} != {row.end}
+                or row.end not in ("first", "last"),
+                'Set end = "first" or "last" for all modules of a child',
+            ),
+            "where no code serves experts": (
+                row.kind in ("router", "experts"),
+                "Use modules of other kinds",
+            ),
+            "and tp would gather the input of the whole model for it": (
+                row.tp_style in ("colwise", "rowwise", "whole") and row.child == row.name,
+                'Use tp_style "sequence" or "gathered", or put it into a module of its own',
+            ),
+        }
+        for why, (is_broken, remedy) in rules.items():
+            if is_broken:
+                why = f"{row.name} is outside the blocks, {why}"
+                remedy = f"{remedy} in models/{problems.model_args.name}/table.py"
+                problems.refuse("model.name", why, remedy)
 
 
 def check_experts(problems: Problems, layout: Layout) -> None:

@@ -14,7 +14,6 @@ In a row, every feature is unsupported by default. A config that needs an unsupp
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 from torchtitan_lite.config.model_rows import ModelArgs
 
@@ -28,7 +27,7 @@ class OptimizerRow:
     # updates hidden matrices as a whole, and stores one moment less for them
     updates_matrices: bool = False
     extension: str = (
-        ""  # a class with this optimizer's name in extensions/EXTENSION.py; "": a row of BUILDERS
+        ""  # a class with this optimizer's name in extensions/EXTENSION.py; "": of torch.optim
     )
 
 
@@ -83,13 +82,7 @@ def list_windows(attention: str, model_args: ModelArgs) -> tuple[int | None, ...
 
     None if it attends to all earlier tokens, or if the number is unknown.
     """
-    return list_windows_once(ATTENTIONS[attention].window, model_args)
-
-
-@lru_cache
-def list_windows_once(
-    window: Callable[[ModelArgs, int], int | None] | None, model_args: ModelArgs
-) -> tuple[int | None, ...]:
+    window = ATTENTIONS[attention].window
     layers = range(model_args.n_layers)
     return tuple(window(model_args, layer) if window else None for layer in layers)
 

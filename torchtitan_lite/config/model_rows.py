@@ -90,7 +90,7 @@ class ModelArgs:
 
 
 TP_STYLES = {  # kind of a module -> its styles in parallel/tensor_parallel.py, and for experts in expert_parallel.py
-    "linear": ("colwise", "rowwise", "sequence", "whole", "vocabulary"),
+    "linear": "colwise rowwise sequence whole gathered vocabulary".split(),
     "norm": ("sequence", "heads", "whole", "colwise"),
     "embedding": ("vocabulary",),
     "router": ("sequence",),
@@ -114,6 +114,8 @@ class ModuleRow:
     sequence    all                                         its own forward, on the rank's slice of the sequence
     heads       all                                         its own forward, on the rank's heads
     whole       all                                         its own forward, on all tokens and features (MLA's latents)
+    gathered    all                                         as sequence; then its output is gathered, (B, S, out):
+                                                            equal on all ranks, for a loss that the model adds
     experts     none of them: split over ep                 parallel/expert_parallel.py
     """
 

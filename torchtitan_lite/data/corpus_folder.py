@@ -137,16 +137,9 @@ def read_split(folder: Path, split: str, tokenizer: Tokenizer | None) -> CorpusM
 @cache
 def list_python_stdlib(_: str = "") -> list[Path]:
     """Return the source files of the running Python's standard library: 11 MB of real text on every machine."""
-    left_out = {
-        "test",
-        "tests",
-        "idle_test",
-        "site-packages",
-        "dist-packages",
-        "idlelib",
-        "lib2to3",
-        "turtledemo",
-    }
+    left_out = set(
+        "test tests idle_test site-packages dist-packages idlelib lib2to3 turtledemo".split()
+    )
     files = []
     for folder, folders, names in os.walk(sysconfig.get_path("stdlib")):
         folders[:] = set(folders) - left_out

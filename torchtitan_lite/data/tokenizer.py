@@ -63,15 +63,9 @@ LLAMA3_PATTERN = "|".join(
 )
 # Special tokens of Llama 3.1, whose ids follow all other tokens
 SPECIAL = ["begin_of_text", "end_of_text", "reserved_special_token_0", "reserved_special_token_1"]
-SPECIAL += [
-    "finetune_right_pad_id",
-    "step_id",
-    "start_header_id",
-    "end_header_id",
-    "eom_id",
-    "eot_id",
-    "python_tag",
-]
+SPECIAL += (
+    "finetune_right_pad_id step_id start_header_id end_header_id eom_id eot_id python_tag".split()
+)
 SPECIAL += [f"reserved_special_token_{number}" for number in range(2, 247)]
 SPECIAL_TOKENS = [f"<|{name}|>" for name in SPECIAL]
 

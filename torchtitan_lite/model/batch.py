@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_lite.config.choices import LOSSES
+from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.models.registry import MODELS
 
 
@@ -29,8 +30,15 @@ class Batch:
     extra: dict[str, Tensor] = field(default_factory=dict)
 
     def with_fields(self, fields: "Fields") -> "Batch":
-        """Add fields, each computed from this batch."""
-        return replace(self, extra={name: read(self) for name, read in fields.items()})
+        """Add fields, each computed from this batch. Raises UserError if one is not (B, S, ...)."""
+        extra = {name: read(self) for name, read in fields.items()}
+        for name, values in extra.items():
+            if values.shape[:2] != self.tokens.shape:
+                why = f"the field {name} of a batch has the shape {tuple(values.shape)}"
+                raise UserError(
+                    f"{why}. Return (B, S, ...), for example by expand_as(batch.tokens)"
+                )
+        return replace(self, extra=extra)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Batch":
         """Apply a function to each field."""

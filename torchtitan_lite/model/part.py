@@ -4,19 +4,12 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from torchtitan_lite.config.model_rows import ModuleRow
-
 
 def list_moes(part: nn.Module) -> Iterator[tuple[int, nn.Module]]:
     """Yield the layer number and the feed-forward of each layer with experts, an MoE (moe.py)."""
     for layer, block in part.layers.items():
         if part.model_args.is_moe(int(layer)):
             yield int(layer), block.feed_forward
-
-
-def has_end(part: nn.Module, row: ModuleRow) -> bool:
-    """Whether a module outside the blocks is in this part."""
-    return getattr(part, row.child) is not None
 
 
 def is_tied_inside(part: nn.Module) -> bool:

@@ -70,7 +70,7 @@ from torchtitan_lite.config.block import list_block_modules, list_end_modules, l
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.dtensor import differentiable_shard, shard_parameters
 from torchtitan_lite.model.loss import Vocabulary
-from torchtitan_lite.model.part import has_end, is_tied_inside, list_moes
+from torchtitan_lite.model.part import is_tied_inside, list_moes
 from torchtitan_lite.parallel.exchange import (
     Gather,
     GatherEqually,
@@ -86,7 +86,8 @@ def plan_tensor_parallel(part: nn.Module) -> dict[str, "LocalStyle"]:
 
     An MoE layer needs no style: it takes this rank's slice of the sequence, and uses another mesh (expert_parallel.py).
     """
-    tables = {"": [row for row in list_end_modules(part.model_args) if has_end(part, row)]}
+    ends = list_end_modules(part.model_args)
+    tables = {"": [row for row in ends if getattr(part, row.child) is not None]}
     for layer in part.layers:
         is_moe = part.model_args.is_moe(int(layer))
         tables[f"layers.{layer}."] = list_block_modules(part.model_args, moe=is_moe)
@@ -191,6 +192,14 @@ class SequenceParallel(LocalStyle):
     placements = {"weight": Replicate(), "bias": Replicate()}
 
 
+class GatheredOutput(SequenceParallel):
+    """x (B, S/tp, D) -> (B, S, out), equal on every rank: for a loss that compares it with targets or fields."""
+
+    def compute(self, module: nn.Module, ranks: Ranks, x: Tensor) -> Tensor:
+        own = super().compute(module, ranks, x)
+        return GatherEqually.apply(own[None], ranks).transpose(0, 1).flatten(1, 2)
+
+
 class SplitEmbedding(LocalStyle):
     """tokens (B, S) -> (B, S/tp, D). Each rank looks up ids in its shard and computes the gradient of these rows."""
 
@@ -236,5 +245,6 @@ STYLES = {  # tp_style of a ModuleRow; check_table (config/checks.py) knows whic
     "sequence": SequenceParallel,
     "heads": SequenceParallel,
     "whole": SequenceParallel,
+    "gathered": GatheredOutput,
     "vocabulary": SplitHead,
 }

@@ -9,6 +9,7 @@ query and key head.
 """
 
 import math
+from dataclasses import replace
 from functools import partial
 
 from torchtitan_lite.config.model_rows import (
@@ -30,13 +31,13 @@ qwen2 = partial(ModelArgs, norm_eps=1e-6, rope_theta=1e6, qkv_bias=True)
 qwen3 = partial(ModelArgs, vocab_size=151936, norm_eps=1e-6, rope_theta=1e6, qk_norm=True)
 LLAMA_3_1 = RopeScaling(factor=8.0)
 LLAMA_3_2 = RopeScaling(factor=32.0)
-
+# vocabulary: 2,048 tokens of the shipped BPE + Llama 3's 256 special tokens
+DEBUG = ModelArgs(
+    dim=128, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=32, ffn_dim=352, vocab_size=2304
+)
 
 FLAVORS = {
-    # vocabulary: 2,048 tokens of the shipped BPE + Llama 3's 256 special tokens
-    "debug": ModelArgs(
-        dim=128, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=32, ffn_dim=352, vocab_size=2304
-    ),
+    "debug": DEBUG,
     # from torchtitan: ffn_dim is 8/3 of dim, rounded up to a multiple of 256
     "debugmodel": ModelArgs(256, 6, 16, 16, 16, 768, 2048, rope_scaling=LLAMA_3_1),
     "1B": ModelArgs(
@@ -65,19 +66,10 @@ FLAVORS = {
     "70B": ModelArgs(8192, 80, 64, 8, 128, 28672, 128256, rope_scaling=LLAMA_3_1),
     "405B": ModelArgs(16384, 126, 128, 8, 128, 53248, 128256, rope_scaling=LLAMA_3_1),
     # 2M parameters, 1.1M active per token
-    "debug_moe": ModelArgs(128, 4, 4, 2, 32, 352, 2304, moe=MoEArgs(8, top_k=2, expert_ffn_dim=96)),
+    "debug_moe": replace(DEBUG, moe=MoEArgs(8, top_k=2, expert_ffn_dim=96)),
     # windows in every other layer, and sinks, as in gpt-oss
-    "debug_windows": ModelArgs(
-        128,
-        4,
-        4,
-        2,
-        32,
-        352,
-        2304,
-        sliding_window=64,
-        layer_types=LAYER_TYPES,
-        attention_sinks=True,
+    "debug_windows": replace(
+        DEBUG, sliding_window=64, layer_types=LAYER_TYPES, attention_sinks=True
     ),
     # arXiv:2401.04088: two of eight experts in every layer
     "Mixtral-8x7B": ModelArgs(

@@ -15,14 +15,16 @@ bound for a compiled run.
 import argparse
 from contextlib import ExitStack
 from dataclasses import replace
+from traceback import extract_tb
 from unittest.mock import patch
 
 import torch
 
-from torchtitan_lite import build
+from torchtitan_lite import PACKAGE, build
 from torchtitan_lite import step as stepping
 from torchtitan_lite.checkpoint.load import create_optimizer_state
 from torchtitan_lite.config.choices import SCHEDULES
+from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.schema import with_value
 from torchtitan_lite.model.batch import find_fields
 from torchtitan_lite.parallel.mesh import build_mesh
@@ -78,9 +80,23 @@ def dry_run(planned: PlannedRun, pp_rank: int = 0) -> Meter:
         meter.restart()
         batch = fake_world.make_batch(layout, config.training.seq_len)
         fields = find_fields(config.training.loss, model_args.name)
-        stepping.train_step(run, batch.with_fields(fields))
+        try:
+            stepping.train_step(run, batch.with_fields(fields))
+        except RuntimeError as error:
+            raise UserError(f"the model fails in this layout: {find_crash(error)}") from error
         meter.parameters = run.parameters
     return meter
+
+
+def find_crash(error: Exception) -> str:
+    """Describe an error with the last line of this package that it passed through."""
+    *_, frame = (
+        found
+        for found in extract_tb(error.__traceback__)
+        if found.filename.startswith(str(PACKAGE)) and found.name != "__torch_dispatch__"
+    )
+    place = f"{frame.filename.removeprefix(str(PACKAGE))}, line {frame.lineno}"
+    return f"{type(error).__name__}: {error} ({place})"
 
 
 def main(options: argparse.Namespace) -> int:

@@ -9,6 +9,7 @@ even_experts    all ep ranks receive the same number of rows
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from logging import getLogger
 from unittest.mock import patch
 
 import torch
@@ -74,6 +75,7 @@ def fake_tensors() -> Iterator[None]:
     with (
         patch.object(ShardingPropagator, infer.__name__, infer_unseen),
         patch.object(build, "build_parts", build_outside),
+        patch.object(getLogger("torch._subclasses.fake_tensor"), "disabled", True),
         FakeMode(allow_non_fake_inputs=True),
     ):
         yield

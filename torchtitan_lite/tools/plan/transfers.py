@@ -125,7 +125,9 @@ def list_calls_of_stage(w: Workload, index: int) -> list[Call]:
     nearest = ranks[max(0, index - 1) : index + 2]  # and this stage's own rank
     n_neighbors = sum(rank != ranks[index] for rank in nearest)
     sent_bytes = w.hidden_bytes / w.layout.tp
+    outputs = sum(row.weight[0] for row in stage.added if row.tp_style == "gathered")
     return [
+        ("tp", "all-gather", m * (outputs > 0), outputs * w.hidden_bytes / w.args.dim),
         ("tp", "all-gather", m * (n_gathers + n_scatters - n_ends), w.hidden_bytes),
         ("tp", "reduce-scatter", m * (n_gathers + n_scatters - n_ends), w.hidden_bytes),
         *list_reductions_over_tp(w, stage.added, 1),
@@ -154,7 +156,7 @@ def list_reductions_over_tp(w: Workload, modules: Iterable[ModuleRow], n_layers:
             axis = "ep"
         elif module.tp_style == "rowwise":  # a bias is added after the scatter
             sizes = sizes[1:]
-        elif module.tp_style not in ("sequence", "heads", "whole"):
+        elif module.tp_style in ("colwise", "vocabulary", "experts"):
             continue
         # A norm on a tp rank saw a shard of the sequence or of the heads, or gradients of the rank's heads.
         for size in sizes:

@@ -5,28 +5,49 @@ wide        five steps with the optimizer and schedule of the run; two of them h
 deep        one step: twelve layers, twelve microbatches, rows of 280 tokens or more
 train.py    three starts of train.py: one process; the layout; another layout that resumes
 bfloat16    one step (float8: three steps), compared with one rank that rounds in the same places
+
+The certificate is the verdict, and its gaps: where the config of a trial differs from the one given to verify.
+
+    covered       a trial ran the value asked, and saw the key act (witnesses.py); or the key is off
+    not covered   all other keys: no trial ran the value asked, or the key did not act, or it is set and has no witness
+    replaced      keys that some trials ran with another value, but that another trial covers
+
+A trial hands over its configs and which keys acted, and every key is compared. No list of keys is kept here.
 """
 
 import json
+import reprlib
 import sys
 import tempfile
 from argparse import Namespace
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from torchtitan_lite.build import build_on_meta
-from torchtitan_lite.config.model import resolve_model
+from torchtitan_lite.config.checks import resolve_config
+from torchtitan_lite.config.model import MODEL_SIZES, resolve_model
+from torchtitan_lite.config.reader import KEYS
+from torchtitan_lite.config.schema import Config, get_value
 from torchtitan_lite.tools.plan.planned_run import read_target
-from torchtitan_lite.tools.verify.certificate import CERTIFIED, describe, make_report
-from torchtitan_lite.tools.verify.plain import count_steps
-from torchtitan_lite.tools.verify.precision import try_precision
+from torchtitan_lite.tools.tables import format_table
+from torchtitan_lite.tools.verify.plain import STEPS
 from torchtitan_lite.tools.verify.ranks import RankPool
-from torchtitan_lite.tools.verify.reduction import Reduction, deepen, reduce_config
+from torchtitan_lite.tools.verify.reduction import AUTOMATIC, Reduction, deepen, reduce_config
 from torchtitan_lite.tools.verify.train_py import try_train
-from torchtitan_lite.tools.verify.trial import RunRanks, Trial, make_trial, try_layout
+from torchtitan_lite.tools.verify.trial import (
+    NOT_FINISHED,
+    RunRanks,
+    Trial,
+    make_trial,
+    try_layout,
+    try_precision,
+)
+from torchtitan_lite.tools.verify.witnesses import MASKS, merge
 
 
 def main(options: Namespace) -> int:
@@ -53,8 +74,9 @@ def list_trials(
     real = reduction.real
     wide = reduction.config
     n_ranks = reduction.layout.world_size
+    n_steps = len(STEPS) - (not real.training.skip_spikes)  # the last is a spike
     trials = {
-        "wide": partial(try_layout, "wide", wide, n_ranks, run_ranks, folder, count_steps(wide)),
+        "wide": partial(try_layout, "wide", wide, n_ranks, run_ranks, folder, n_steps),
         "deep": partial(try_layout, "deep", deepen(reduction), n_ranks, run_ranks, folder, 1),
         "train.py": partial(try_train, reduction, run_ranks, folder),
     }
@@ -74,3 +96,170 @@ def make_trials(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> list
         if trials[-1].faults:
             break
     return trials
+
+
+# ---------------------------------------------------------------- the certificate
+
+Changes = dict[str, tuple[object, object]]  # key -> value asked, value that ran
+CERTIFIED, WRONG = "certified", "wrong"
+OUTSIDE = (
+    "what both sides share (the model file, a loss formula of its own, initial weights, optimizer, schedule, float8 "
+    "arithmetic); kernels of CUDA and NCCL; real sizes; speed and memory"
+)
+
+# Sections and keys of logs, traces, files and time-outs, and of the steps in which a run saves or validates.
+NO_RESULT = set(
+    """
+    comm
+    job
+    metrics
+    profiling
+    checkpoint.enable
+    checkpoint.folder
+    checkpoint.interval
+    checkpoint.enable_first_step_checkpoint
+    checkpoint.keep_latest_k
+    debug.compare_copies_every
+    training.cache_folder
+    training.gc_freq
+    validation.enable
+    validation.freq
+    """.split()
+)
+
+
+def make_report(config_name: str, reduction: Reduction, trials: Sequence[Trial]) -> dict:
+    """Return the certificate in JSON types. `trials` end with the first that found a fault."""
+    faults = trials[-1].faults
+    verdict = WRONG if faults else CERTIFIED
+    if NOT_FINISHED in faults:
+        verdict = NOT_FINISHED
+    real = reduction.real
+    asked = list_values(reduction, real)
+    observations = []
+    changes: Changes = {}
+    records = []
+    for trial in trials:
+        replaced: Changes = {}
+        for config, acted in trial.ran:
+            seen = {}
+            for key, value in list_values(reduction, config).items():
+                if value != asked[key]:
+                    replaced.setdefault(key, (asked[key], value))
+                else:
+                    seen[key] = acted[key] if key in acted else act_without_witness(key, real)
+            observations.append(seen)
+        changes = replaced | changes
+        records.append(asdict(trial) | {"replaced": replaced})
+    did_not_act = {}
+    for key, has_acted in merge(observations).items():
+        if has_acted is not False:
+            changes.pop(key, None)
+        elif key not in changes:
+            did_not_act[key] = asked[key]
+    layout = reduction.layout
+    return {
+        "config": config_name,
+        "layout": f"{layout}, {layout.world_size} ranks",
+        "verdict": verdict,
+        "not_covered": changes,
+        "did_not_act": did_not_act,
+        "unjudged": sorted({name for trial in trials for name in trial.unjudged}),
+        "trials": records,
+    }
+
+
+def act_without_witness(key: str, real: Config) -> bool | None:
+    """A key without a witness is off as long as it has its default. Once it is set, nothing shows that it acts."""
+    is_default = get_value(real, key) == get_value(Config(), key)
+    return None if is_default else False
+
+
+def changes_results(key: str) -> bool:
+    section, _, _ = key.partition(".")
+    return NO_RESULT.isdisjoint((key, section))
+
+
+def list_values(reduction: Reduction, config: Config) -> dict[str, object]:
+    """Return the value of each key and size that can change a result.
+
+    Automatic values are resolved with the layout of the wide trial.
+    """
+    resolved = resolve_config(config, reduction.layout, "cuda")
+    values = {}
+    for key in filter(changes_results, KEYS):
+        values[key] = get_value(config, key)
+        if values[key] in (AUTOMATIC, "auto", None):
+            values[key] = get_value(resolved, key)
+    args = resolve_model(config.model)
+    for name in (*MODEL_SIZES, *MASKS):
+        values[f"model.{name}"] = getattr(args, name)
+    if args.moe:
+        for name, size in vars(args.moe).items():
+            values[f"model.{name}"] = size
+    return values
+
+
+# ---------------------------------------------------------------- text
+
+
+def describe(report: dict) -> str:
+    """Return the verdict, the keys that it does not cover, and the measured errors as text."""
+    last = report["trials"][-1]
+    lines = [f"{report['verdict']}: {report['config']} on {report['layout']}"]
+    if report["verdict"] == CERTIFIED:
+        lines[0] += ": this layout computes the one-process model"
+    else:
+        lines.append(f"trial {last['name']}, in the order of a step:")
+        lines += [f"  {culprit['text']}" for culprit in last["faults"].values()]
+    lines.append(f"not covered: {OUTSIDE}. By key:")
+    texts = {key: describe_change(change) for key, change in report["not_covered"].items()}
+    for key, asked in report["did_not_act"].items():
+        texts[key] = f"{reprlib.repr(asked)} did not act"
+        if key == "training.loss":
+            texts[key] = (
+                f"{reprlib.repr(asked)}, formula not covered: one process calls the same code"
+            )
+    lines += [f"  {line}" for line in list_by_section(texts)]
+    if report["unjudged"]:
+        names = ", ".join(report["unjudged"])
+        lines.append(
+            f"not judged: gradients that are sums of canceling terms, and no larger than their rounding: {names}"
+        )
+    for trial in report["trials"]:
+        replaced = {}
+        for key, change in trial["replaced"].items():
+            if key not in report["not_covered"]:
+                replaced[key] = describe_change(change)
+        if replaced:
+            lines.append(f"another value in trial {trial['name']}:")
+            lines += [f"  {line}" for line in list_by_section(replaced)]
+    return "\n".join([*lines, "", describe_measures(report["trials"])])
+
+
+def describe_change(change: tuple[object, object]) -> str:
+    """Return the value asked and the value that ran. A long value, such as a path, is cut in the middle."""
+    asked, ran = map(reprlib.repr, change)
+    return f"{asked} -> {ran}"
+
+
+def list_by_section(texts: dict[str, str]) -> list[str]:
+    """Return a line for each section with the texts of its keys, in the order of KEYS."""
+    sections = defaultdict(list)
+    for key, text in texts.items():
+        section, _, name = key.rpartition(".")
+        sections[section].append(f"{name} {text}")
+    return [f"{section}: {', '.join(found)}" for section, found in sections.items()]
+
+
+def describe_measures(trials: list[dict]) -> str:
+    """Return a table with the worst error of each measure and its bound, by trial."""
+    names = dict.fromkeys(name for trial in trials for name in trial["measures"])
+    rows = [("worst error", *(f"{trial['name']}, {trial['seconds']:.0f} s" for trial in trials))]
+    for name in names:
+        row = [name]
+        for trial in trials:
+            found = trial["measures"].get(name)
+            row.append("{:.0e} of {:.0e}".format(*found) if found else "")
+        rows.append(tuple(row))
+    return format_table(rows)

@@ -7,6 +7,8 @@
 The plain loop shares the model file, the initialization and the optimizer with a run on many ranks. The tests compare
 these with transformers and torch. It does not use step.py or the parallelisms.
 
+Errors compare a rank's slice of a tensor with the same slice of the plain loop's tensor. Nothing is gathered.
+
 The steps:
 
     1  start of the schedule     gradients are clipped to half
@@ -18,22 +20,25 @@ The steps:
 """
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils import get_total_norm
 from torch.optim.optimizer import Optimizer
 
 from torchtitan_lite import build
 from torchtitan_lite.checkpoint.load import set_step
-from torchtitan_lite.components.optim import build_lr_scheduler, build_optimizer, explain_unreached
+from torchtitan_lite.components.optim import build_lr_scheduler, build_optimizer, require_gradients
 from torchtitan_lite.config.choices import ATTENTIONS
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.model import resolve_model
 from torchtitan_lite.config.schema import Config, LRScheduler
+from torchtitan_lite.dtensor import local_shard
 from torchtitan_lite.extensions.windowed_attention import WindowedAttention
 from torchtitan_lite.model.attention import CausalAttention, DocumentAttention, InnerAttention
 from torchtitan_lite.model.batch import Batch, find_fields
@@ -43,6 +48,79 @@ from torchtitan_lite.model.moe import Experts, MoE, Router
 from torchtitan_lite.model.part import list_moes
 from torchtitan_lite.parallel.context_parallel import CausalContext, GatheringAttention
 from torchtitan_lite.parallel.initial_weights import initialize_weights
+
+ROUNDING = 2.0**-24  # largest relative error of one fp32 operation
+LARGEST = 1e30  # JSON has no infinity
+Coordinates = dict[str, int]  # mesh dim -> coordinate of a rank
+Note = Callable[[str, str, float], None]  # measure, name, error
+Key = tuple[int, str, str]  # step, measure, name of a parameter, module or function
+Noise = dict[
+    tuple[int, str], float
+]  # step, name -> relative error of another rounding in one process
+
+
+@dataclass
+class Seen:
+    """What one rank found."""
+
+    coordinates: Coordinates
+    errors: dict[Key, float] = field(default_factory=dict)
+    results: list[dict] = field(default_factory=list)  # of each step, if there is only one rank
+    acted: dict[str, bool | None] = field(default_factory=dict)  # witnesses.Acted
+
+    def note(self, step: int, measure: str, name: str, error: float) -> None:
+        """Record an error, at most LARGEST. Of several errors with the same key, keep the largest."""
+        key = (step, measure, name)
+        error = error if error < LARGEST else LARGEST  # also NaN
+        self.errors[key] = max(error, self.errors.get(key, 0.0))
+
+
+def local(tensor: Tensor) -> Tensor:
+    return local_shard(tensor).detach()
+
+
+def cut(whole: Tensor, like: Tensor) -> Tensor:
+    """Return the slice of `whole` with the placement of `like` on this rank. No communication."""
+    if not isinstance(like, DTensor):
+        return whole
+    placed = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+    return placed.to_local()
+
+
+@torch.no_grad()
+def relative_error(
+    tensor: Tensor,
+    whole: Tensor,
+    unit: Tensor | None = None,
+    *,
+    roundings: int = 0,
+    forgives: bool = False,
+) -> float:
+    """Return ||own - right|| relative to this slice's share of ||unit|| (default: `whole`). If it is 0, own must be 0.
+
+    Ignore this number of `roundings` in fp32 per element.
+    If `forgives` is true, ignore the largest errors: those of two elements plus 0.1 % of all elements. In bfloat16, one
+    element in ten thousand rounds differently.
+    """
+    own = local(tensor).double()
+    right = cut(whole, tensor).double()
+    ignored = roundings * ROUNDING * right.abs()
+    errors = ((own - right).abs() - ignored).clamp(min=0)
+    if forgives and own.isfinite().all():
+        n_ignored = 2 + errors.numel() // 1000
+        errors = errors.flatten().sort().values[:-n_ignored]
+    wrong = errors.norm().item()
+    if wrong == 0:
+        return 0.0
+    unit = whole if unit is None else unit
+    fraction = own.numel() / unit.numel()
+    share = unit.double().norm().item() * math.sqrt(fraction)
+    own_norm = cut(unit, tensor).double().norm().item()
+    scale = max(share, own_norm)
+    return wrong / scale if scale else math.inf
+
+
+# ---------------------------------------------------------------- errors
 
 SPIKE = 10.0  # in units of the largest gradient norm that training.skip_spikes allows
 STEPS = [  # max_norm in units of the gradient norm, and the value to write into one gradient, unless it is 0
@@ -59,6 +137,7 @@ DECIDES = 10.0  # a bias larger than every score
 EMBEDDING_SCALE = 1 / 16
 FIRST_EXPONENT = 13  # positions around 2**13 = 8,192 and the next six powers of two
 N_EXPONENTS = 7
+N_ROUNDINGS = 5  # of the weights, in which the change of a small sum is measured
 
 
 @dataclass(frozen=True)
@@ -113,11 +192,6 @@ def make_batch(config: Config, seed: int) -> Batch:
         piece += 2**exponent
     batch = Batch(tokens[:, :-1].contiguous(), targets, positions, documents)
     return batch.with_fields(find_fields(config.training.loss, config.model.name))
-
-
-def count_steps(config: Config) -> int:
-    """Return the number of steps of the wide trial. The last one is for training.skip_spikes."""
-    return len(STEPS) if config.training.skip_spikes else len(STEPS) - 1
 
 
 def choose_positions(section: LRScheduler) -> list[int]:
@@ -275,16 +349,10 @@ class PlainModel:
             total = total + self.section.expert_balance_loss * experts.imbalance
             total = total + self.section.router_z_loss * experts.z_loss
         found = torch.autograd.grad(total, self.parameters.values(), allow_unused=True)
-        gradients = {}
-        unreached = []
-        for (fqn, parameter), gradient in zip(self.parameters.items(), found, strict=True):
-            if gradient is not None:
-                gradients[fqn] = gradient.contiguous()  # as fused kernels expect
-            elif parameter.requires_grad:
-                unreached.append(fqn)
-        if unreached:
-            raise UserError(explain_unreached(unreached))
-        return loss.item(), gradients
+        gradients = dict(zip(self.parameters, found, strict=True))
+        require_gradients(gradients)
+        # contiguous, as fused kernels expect
+        return loss.item(), {fqn: own.contiguous() for fqn, own in gradients.items()}
 
     def call(self, batch: Batch, **options: Tensor) -> Tensor:
         fields = {"positions": batch.positions, "doc_ids": batch.doc_ids, **batch.extra}
@@ -371,6 +439,34 @@ def run_plainly(config: Config, n_steps: int) -> list[PlainStep]:
             )
         )
     return steps
+
+
+@torch.no_grad()
+def round_differently(
+    part: nn.Module, generator: torch.Generator, rounding: float = ROUNDING
+) -> None:
+    for parameter in part.parameters():
+        parameter *= 1 + rounding * torch.randn(parameter.shape, generator=generator)
+
+
+@torch.no_grad()
+def measure_noise(config: Config, steps: list[PlainStep], rounding: float = ROUNDING) -> Noise:
+    """Measure how much gradients change if weights are rounded differently: much, if the terms of a sum cancel."""
+    plain = PlainModel(config)
+    generator = torch.Generator().manual_seed(0)
+    tensors = plain.model.state_dict()
+    noise: Noise = {}
+    for number, step in enumerate(steps):
+        for _ in range(N_ROUNDINGS):
+            for name, weight in step.weights.items():
+                tensors[name].copy_(weight)
+            round_differently(plain.model, generator, rounding)
+            with torch.enable_grad():
+                _, gradients = plain.backward(step.batch)
+            for fqn, gradient in gradients.items():
+                error = relative_error(gradient, step.gradients[fqn])
+                noise[number, fqn] = max(error, noise.get((number, fqn), 0.0))
+    return noise
 
 
 def list_rates(optimizer: Optimizer, parameters: dict[str, Tensor]) -> dict[str, float]:

@@ -1,7 +1,8 @@
 """Run one rank of a layout with the build_run and train_step of train.py, and compare each step with the plain loop.
 
     before a step     the rank receives its slices of the plain loop's weights
-    in forward        its rotary angles are compared; if a result was wrong, all outputs
+    in forward        its rotary angles are compared; if a result was wrong, all outputs, without communication: each
+                      rank cuts its piece out of the output of one process
     before clipping   its gradients are compared, then replaced by the gradients of the plain loop
     after a step      weights, optimizer state, expert loads, expert biases and replicas are compared
 
@@ -13,39 +14,45 @@ plain loop. The token is recognized by its scores, so it can be on any rank and 
 """
 
 import math
-from contextlib import ExitStack
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchtitan_lite import build
 from torchtitan_lite import step as stepping  # a module, because tests patch its functions
 from torchtitan_lite.checkpoint.load import set_step
 from torchtitan_lite.config import learning_rate
+from torchtitan_lite.config.block import INT8_BLOCK
 from torchtitan_lite.config.checks import plan_layout, resolve_config
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.model import resolve_model
 from torchtitan_lite.config.schema import Config, with_value
 from torchtitan_lite.data.dataset import rows_of_rank
 from torchtitan_lite.extensions.copies import compare_copies
-from torchtitan_lite.model.batch import Batch
-from torchtitan_lite.model.loss import count_valid_tokens
+from torchtitan_lite.extensions.float8_all_gather import PrecomputedScales, find_amax
+from torchtitan_lite.extensions.zero_plus_plus import Packing
+from torchtitan_lite.model.batch import Batch, find_fields
+from torchtitan_lite.model.float8_linear import E4M3, choose_scale
+from torchtitan_lite.model.loss import IGNORE_INDEX, count_valid_tokens
 from torchtitan_lite.model.moe import Router
+from torchtitan_lite.model.rotary import rotary_angles
 from torchtitan_lite.parallel.mesh import build_mesh
-from torchtitan_lite.tools.verify.measures import Note, Seen, cut, local, relative_error
-from torchtitan_lite.tools.verify.modules import outputs_compared
-from torchtitan_lite.tools.verify.plain import EMBEDDING_SCALE, PlainStep, list_rates
-from torchtitan_lite.tools.verify.rounding import (
-    compare_scales,
-    compare_with_halves,
-    find_scales,
-    packing_checked,
-    reductions_noted,
-    sums_in_bfloat16,
+from torchtitan_lite.tools.verify.plain import (
+    EMBEDDING_SCALE,
+    Note,
+    PlainStep,
+    Seen,
+    cut,
+    list_rates,
+    local,
+    relative_error,
 )
 from torchtitan_lite.tools.verify.witnesses import actions_noted
 
@@ -216,3 +223,184 @@ def choose_with_ties(router: Router, of_ties: Tensor, routes: Tensor, scores: Te
     nearest = distance.min(-1)
     is_tie = nearest.values < SAME_TOKEN
     return torch.where(is_tie[..., None], routes[nearest.indices], chosen)
+
+
+# ---------------------------------------------------------------- outputs of modules
+
+
+@contextmanager
+def outputs_compared(run: build.Run, plain: PlainStep, note: Note) -> Iterator[None]:
+    """Context manager: watch the modules in a step, and compare their outputs at its end."""
+    angles = rotary_angles(plain.batch.positions, run.parts[0].model_args)
+    pieces: dict[tuple[str, str], list[Tensor]] = defaultdict(list)
+
+    def keep(name: str, module: nn.Module, args: tuple, output: Tensor) -> None:
+        is_recompute = torch._C._current_graph_task_id() != -1
+        if is_recompute:
+            return
+        if name in plain.outputs:
+            pieces["module output", name].append(local(output).clone())
+        if name.rpartition(".")[0] == "layers":
+            pieces["rotary angles", name].append(args[1].clone())
+
+    hooks = []
+    for part in run.parts:
+        for name, module in part.named_modules():
+            is_inside = name.count(".") > 1  # layers.0.attention
+            if run.config.compile.enable and is_inside:
+                continue  # a hook would cause a graph break
+            hooks.append(module.register_forward_hook(partial(keep, name)))
+    yield
+    for hook in hooks:
+        hook.remove()
+    for (measure, name), found in pieces.items():
+        # The first step of a schedule also calls each part once before, to infer shapes.
+        microbatches = found[-run.layout.n_microbatches :]
+        right = angles if measure == "rotary angles" else plain.outputs[name]
+        if name == "output":  # the head with its loss: a sum over tokens for each microbatch
+            own = torch.stack(microbatches).sum()
+        else:
+            own = torch.cat(microbatches)
+        sequence_dim = 2 if name.endswith("inner") else 1  # (B, heads, S, E), others (B, S, ...)
+        whole = cut_piece(right, own, sequence_dim, run)
+        if own.shape == whole.shape:
+            note(measure, name, relative_error(own, whole))
+        else:
+            note("module output", name, math.inf)
+
+
+def cut_piece(whole: Tensor, own: Tensor, sequence_dim: int, run: build.Run) -> Tensor:
+    """Return the expected value of the output `own` of one rank.
+
+    cp splits the sequence. A dim that is still longer than in `own` is sharded over tp, into fewer pieces than ranks if
+    ranks share key/value heads.
+    """
+    layout = run.layout
+    at = run.mesh.coordinates()
+    right = whole.chunk(layout.dp)[run.mesh.data_rank]
+    if layout.cp > 1:
+        chunks = right.chunk(2 * layout.cp, sequence_dim)
+        head = chunks[at["cp"]]
+        tail = chunks[-1 - at["cp"]]
+        right = torch.cat((head, tail), sequence_dim)
+    if own.dim() == 0:
+        return right.sum()
+    for dim in range(right.dim()):
+        n_pieces = right.shape[dim] // max(1, own.shape[dim])
+        if right.shape[dim] == n_pieces * own.shape[dim] and n_pieces in range(2, layout.tp + 1):
+            right = right.chunk(n_pieces, dim=dim)[at["tp"] * n_pieces // layout.tp]
+    return right
+
+
+# ---------------------------------------------------------------- where a rank rounds
+
+
+def packing_checked(note: Note) -> AbstractContextManager:
+    """Context manager: compare what ZeRO++ packs with its bound, then send exact numbers, which hide no other error."""
+    pack = Packing.pack
+    unpack = Packing.unpack
+    remove_padding = Packing.remove_padding
+
+    def check_and_send(self: Packing, rows: Tensor) -> Tensor:
+        rounded = torch.empty(rows.shape)
+        remove_padding(self, unpack(self, pack(self, rows)), rounded)
+        pair = torch.stack([rows.float(), rounded - rows]).abs()
+        for tensors in pair.split(self.sizes, -1):
+            for blocks in tensors.split(INT8_BLOCK, -1):
+                block, error = blocks
+                largest = block.amax(-1, keepdim=True)
+                half_scale = largest / 253.9  # half a step of the integers, and some rounding
+                worst = error / (half_scale + 1e-30)
+                note("packing", "zero_plus_plus", worst.max().item())
+        sent = rows.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        sent = sent.view(torch.int8)
+        # A rank must not use its own numbers unrounded, because other ranks see them rounded.
+        rows.fill_(math.nan)
+        return sent
+
+    def receive(self: Packing, sent: Tensor) -> Tensor:
+        return sent.view(torch.float32)
+
+    def write(self: Packing, numbers: Tensor, rows: Tensor) -> None:
+        rows.copy_(numbers)
+
+    return patch.multiple(
+        Packing,
+        pack=check_and_send,
+        unpack=receive,
+        remove_padding=write,
+    )
+
+
+def reductions_noted(note: Note) -> AbstractContextManager:
+    """Context manager: record whether FSDP reduces gradients in float32."""
+    name = "reduce_scatter_tensor"
+    if hasattr(dist, "reduce_scatter_single"):  # torch 2.13
+        name = "reduce_scatter_single"
+    reduce_scatter = getattr(dist, name)
+
+    def reduce(output: Tensor, input: Tensor, *args, **options) -> object:
+        is_rounded = input.dtype != torch.float32
+        note("reduced in float32", "FSDP", float(is_rounded))
+        return reduce_scatter(output, input, *args, **options)
+
+    return patch.object(dist, name, reduce)
+
+
+def find_scales(run: build.Run) -> PrecomputedScales | None:
+    """Return the float8 scales that the run computes after each update. None if it computes none."""
+    for follow_up in run.after_update:
+        if isinstance(follow_up, PrecomputedScales):
+            return follow_up
+    return None
+
+
+def compare_scales(precomputed: PrecomputedScales, note: Note) -> None:
+    """Compare the scales for the next step with scales computed from the weights of that step. Collective."""
+    weights = precomputed.hooks
+    mesh = precomputed.mesh
+    amax = torch.stack([find_amax(weight.shard) for weight in weights])
+    dist.all_reduce(amax, dist.ReduceOp.MAX, group=mesh.get_group(mesh.ndim - 1))
+    scales = torch.stack([weight.scale for weight in weights])
+    error = (scales / choose_scale(amax, E4M3) - 1).abs().max()
+    note("scales", "precompute_scales", error.item())
+
+
+def sums_in_bfloat16(run: build.Run) -> bool:
+    """Whether gradients of several bfloat16 microbatches are added, and nothing else rounds them."""
+    config = run.config
+    is_rounded = config.model.uses_float8 or "qgz" in config.parallelism.zero_plus_plus
+    is_bfloat16 = config.training.mixed_precision_param == "bfloat16"
+    return is_bfloat16 and run.layout.n_microbatches > 1 and not is_rounded
+
+
+def compare_with_halves(
+    run: build.Run, plain: PlainStep, batch: Batch, gradients: dict[str, Tensor], note: Note
+) -> None:
+    """Compare the gradients of all microbatches with the sum of the gradients of two halves. Collective.
+
+    This finds a sum that is rounded to bfloat16 on any layout, because the halves round differently.
+    """
+    differences = dict(gradients)
+    rows = torch.arange(len(batch.tokens))
+    microbatches = rows // run.layout.microbatch_size
+    is_even = microbatches % 2 == 0
+    fields = find_fields(run.config.training.loss, run.config.model.name)
+    # The loss of a half is divided by the tokens of the whole batch.
+    n_tokens = count_valid_tokens(plain.batch.targets)
+    with patch.object(stepping, "count_global_tokens", lambda *_: n_tokens):
+        for is_counted in (is_even, ~is_even):
+            is_left_out = ~is_counted[:, None]
+            targets = batch.targets.masked_fill(is_left_out, IGNORE_INDEX)
+            half = replace(batch, targets=targets).with_fields(fields)
+            stepping.compute_gradients(run, half)
+            for fqn, parameter in run.parameters.items():
+                gradient = local(parameter.grad)
+                differences[fqn] = differences[fqn] - gradient
+    for fqn, parameter in run.parameters.items():
+        gradient = local(parameter.grad)
+        gradient.copy_(differences[fqn])
+        right = plain.gradients[fqn]
+        nothing = torch.zeros_like(right)
+        error = relative_error(parameter.grad, nothing, right)
+        note("sum of microbatches", fqn, error)

@@ -17,18 +17,19 @@ import math
 import os
 import random
 import runpy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from string import ascii_letters
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from torchtitan_lite import REPOSITORY
+from torchtitan_lite import REPOSITORY, build
 from torchtitan_lite.checkpoint.load import OpenCheckpoint
 from torchtitan_lite.components.signals import StopFlag
 from torchtitan_lite.config.model import resolve_model
@@ -38,18 +39,19 @@ from torchtitan_lite.config.schema import Config, LRScheduler, with_value
 from torchtitan_lite.extensions.parameter_groups import list_used
 from torchtitan_lite.model.moe import Router
 from torchtitan_lite.models.registry import MODELS
+from torchtitan_lite.parallel.initial_weights import initialize_weights
 from torchtitan_lite.tools.corpora.prepare import PrepareSettings, prepare
-from torchtitan_lite.tools.verify.degrees import choose_other_layout
-from torchtitan_lite.tools.verify.measures import Seen, relative_error
+from torchtitan_lite.tools.verify.plain import Noise, Seen, relative_error, round_differently
+from torchtitan_lite.tools.verify.rank import packing_checked
 from torchtitan_lite.tools.verify.reduction import (
     STAGES,
     TOKENIZER,
     Reduction,
+    choose_other_layout,
     leave_out_compiler,
     override,
     put_on_one_rank,
 )
-from torchtitan_lite.tools.verify.rounding import packing_checked
 from torchtitan_lite.tools.verify.trial import BOUNDS, RunRanks, Trial, judge
 from torchtitan_lite.tools.verify.witnesses import Acted, actions_noted, merge
 
@@ -60,6 +62,7 @@ RESUMED = {  # more steps, and values that any layout can run
     "parallelism.pipeline_parallel_microbatch_size": 1,
     "training.local_batch_size": 1,
 }
+N_ROUNDINGS = 3  # in which the noise of saved tensors is measured
 Log = dict[int, dict[str, float]]  # step -> numbers in metrics.jsonl
 
 
@@ -85,10 +88,21 @@ def try_train(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Trial:
                     error = abs(log[step].get(key, math.inf) - expected) / abs(expected or 1.0)
                     seen.note(step - 1, measure, name, error)
             compare_checkpoints(alone, config, step, seen)
-        trial = judge("train.py", [seen], lambda key: BOUNDS[key[1]])
+        trial = judge("train.py", [seen], partial(measure_noise, alone, run_ranks))
         if trial.faults:
             break
     return replace(trial, ran=tuple(ran))
+
+
+def measure_noise(alone: Config, run_ranks: RunRanks) -> Noise:
+    """Measure how much saved tensors change if the initial weights of one process are rounded differently."""
+    seen = Seen({})
+    for seed in range(N_ROUNDINGS):
+        other = with_value(alone, "job.dump_folder", f"{alone.job.dump_folder} {seed}")
+        run_train(other, 1, run_ranks, partial(start_rounded, seed))
+        for step in range(1, alone.training.steps + 1):
+            compare_checkpoints(alone, other, step, seen)
+    return {(step, name): error for (step, _, name), error in seen.errors.items()}
 
 
 def compare_checkpoints(alone: Config, config: Config, step: int, seen: Seen) -> None:
@@ -105,13 +119,12 @@ def compare_checkpoints(alone: Config, config: Config, step: int, seen: Seen) ->
             errors[name] = relative_error(own.read(name), right.read(name))
     # A wrong state makes weights wrong, but less so: the largest error comes first.
     for name in sorted(errors, key=errors.get, reverse=True):
-        measure = "saved tensor"
-        if expected[name].dtype == "bfloat16":
-            measure = "saved bfloat16 tensor"
-        seen.note(step - 1, measure, name, errors[name])
+        seen.note(step - 1, "saved tensor", name, errors[name])
 
 
-def run_train(config: Config, n_ranks: int, run_ranks: RunRanks) -> tuple[Log, Acted]:
+def run_train(
+    config: Config, n_ranks: int, run_ranks: RunRanks, worker: Callable | None = None
+) -> tuple[Log, Acted]:
     """Run train.py on ranks of the pool. Return its log, and which keys acted. Raises RankFailure."""
     flavors = {"debug": resolve_model(config.model)}  # a TOML file cannot set the number of experts
     config = override(config, {"model.flavor": "debug", "model.row": None})
@@ -120,7 +133,7 @@ def run_train(config: Config, n_ranks: int, run_ranks: RunRanks) -> tuple[Log, A
     path.write_text(dump_config_toml(config), encoding="utf-8")
     # As in torchrun, the parent hosts the store for the rendezvous, at a port that the system chooses.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks = run_ranks(start_train, n_ranks, ["--config", str(path)], store.port, flavors)
+    ranks = run_ranks(worker or start_train, n_ranks, ["--config", str(path)], store.port, flavors)
     log: Log = {}
     for line in (folder / "metrics.jsonl").read_text().splitlines():
         record = json.loads(line)
@@ -133,7 +146,11 @@ def run_train(config: Config, n_ranks: int, run_ranks: RunRanks) -> tuple[Log, A
 
 
 def start_train(
-    rank: int, world_size: int, args: list[str], port: int, flavors: dict[str, ModelArgs]
+    rank: int,
+    world_size: int,
+    args: list[str],
+    port: int,
+    flavors: dict[str, ModelArgs],
 ) -> Acted:
     """Worker: execute train.py as under torchrun. The TCPStore of the parent listens at `port`.
 
@@ -160,6 +177,17 @@ def start_train(
             f"train.py ended with status {status}; its log:\n{log.getvalue()[-4000:].strip()}"
         )
     return acted
+
+
+def start_rounded(seed: int, *args) -> Acted:
+    """Worker: `start_train` with initial weights that are rounded differently."""
+
+    def initialize(part: nn.Module, *options) -> None:
+        initialize_weights(part, *options)
+        round_differently(part, torch.Generator().manual_seed(seed))
+
+    with patch.object(build, "initialize_weights", initialize):
+        return start_train(*args)
 
 
 def choose_by_bias(router: Router, scores: Tensor) -> Tensor:

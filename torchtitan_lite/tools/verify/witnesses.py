@@ -4,16 +4,20 @@
     did not act    a trial ran the value, but no rank saw it act
     off            the value turns its feature off, or belongs to a feature that is off: there is nothing to see
 
-A witness looks at a step from outside (observed.py).
+A witness looks at a step from outside. The profile of torch names each operator, collective of FSDP and compiled region
+that ran. Events outside of backward and inside are counted apart, because recompute shows as an operator of forward
+that ran in backward.
 """
 
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from unittest.mock import patch
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.profiler import profile
 
 from torchtitan_lite import build
@@ -21,15 +25,80 @@ from torchtitan_lite import step as stepping
 from torchtitan_lite.config.choices import ATTENTIONS, OPTIMIZERS
 from torchtitan_lite.config.model import MODEL_SIZES
 from torchtitan_lite.config.model_rows import MoEArgs
-from torchtitan_lite.config.schema import get_value
+from torchtitan_lite.config.schema import Config, get_value
 from torchtitan_lite.extensions.parameter_groups import list_used
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.model.float8_linear import Float8Linear
 from torchtitan_lite.model.own_attention import list_attentions
-from torchtitan_lite.tools.verify.degrees import DEGREES
-from torchtitan_lite.tools.verify.measures import local
-from torchtitan_lite.tools.verify.observed import Observed, count, count_events
-from torchtitan_lite.tools.verify.plain import has_formula
+from torchtitan_lite.step import StepResult
+from torchtitan_lite.tools.verify.plain import has_formula, local
+from torchtitan_lite.tools.verify.reduction import DEGREES
+
+
+@dataclass(frozen=True)
+class Observed:
+    """A step that one rank ran in a trial."""
+
+    run: build.Run  # with the config of the trial, resolved
+    batch: Batch
+    result: StepResult
+    biases: dict[str, Tensor]  # of the experts, before the step
+    # Events of the profile by name, outside of backward and inside. Empty if the step was not profiled.
+    forward: Counter[str]
+    backward: Counter[str]
+
+    @property
+    def config(self) -> Config:
+        return self.run.config
+
+    @property
+    def rate(self) -> float:
+        """Learning rate as a fraction of its peak."""
+        return self.result.rates["lr"] / (self.config.optimizer.lr or 1.0)
+
+    @property
+    def position(self) -> int:
+        """Position of the step in the learning-rate schedule."""
+        return self.run.lr_scheduler.last_epoch - 1
+
+    @property
+    def moments(self) -> list[Tensor]:
+        """Optimizer state of the parameters, without counters. A fork may have any names."""
+        found = []
+        for parameter in self.run.parameters.values():
+            state = self.run.optimizer.state[parameter]
+            found += [tensor for tensor in state.values() if tensor.dim()]
+        return found
+
+    def runs_thread(self, name: str) -> bool:
+        return any(thread.name.startswith(name) for thread in threading.enumerate())
+
+
+def count(events: Counter[str], *words: str) -> int:
+    """Return the number of events whose names contain one of the words."""
+    return sum(n for name, n in events.items() if any(word in name for word in words))
+
+
+def count_events(profiler: profile) -> tuple[Counter[str], Counter[str]]:
+    """Count the events of a profile by name, outside of backward and inside. Some names include a dtype."""
+    forward: Counter[str] = Counter()
+    backward: Counter[str] = Counter()
+    if not profiler.enabled:
+        return forward, backward
+    end_ns = 0  # end of the last node of autograd
+    for event in sorted(profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        name = event.name()
+        start_ns = event.start_ns()
+        if name.startswith("autograd::engine::evaluate_function"):
+            end_ns = max(end_ns, start_ns + event.duration_ns())
+        if name in ("aten::mm", "c10d::_allgather_base_"):
+            name = f"{name} {event.dtypes()[0]}"
+        events = backward if start_ns < end_ns else forward
+        events[name] += 1
+    return forward, backward
+
+
+# ---------------------------------------------------------------- the facts
 
 MOE_SIZES = [size.name for size in fields(MoEArgs)]
 MASKS = ("sliding_window", "layer_types", "attention_sinks")  # fields of ModelArgs
@@ -293,27 +362,30 @@ SWITCHES: dict[str, Witness] = {  # keys that are off if they are 0, empty or fa
     "optimizer.groups": updates_groups,
     "debug.deterministic": lambda step: torch.are_deterministic_algorithms_enabled(),
 }
+IN_USE = """
+training.local_batch_size
+training.global_batch_size
+training.seq_len
+training.mixed_precision_reduce
+parallelism.pipeline_parallel_microbatch_size
+parallelism.pipeline_parallel_layers_per_stage
+parallelism.pipeline_parallel_first_stage_less_layers
+parallelism.pipeline_parallel_last_stage_less_layers
+debug.seed
+""".split()
 WITNESSES: dict[str, Witness] = {
     **{f"model.{name}": in_use for name in ("name", "flavor", *MODEL_SIZES, *MOE_SIZES, *MASKS)},
-    **dict.fromkeys(DEGREES, in_use),
+    **dict.fromkeys((*DEGREES, *IN_USE), in_use),
     **{key: once_set(key, witness) for key, witness in SWITCHES.items()},
     "model.hf_assets_path": reads_text,
     "model.attention": separates_documents,
     "model.converters": multiplies_in_float8,
     "training.data_seed": reads_text,
-    "training.local_batch_size": in_use,
-    "training.global_batch_size": in_use,
-    "training.seq_len": in_use,
     "training.mixed_precision_param": computes_in_dtype,
-    "training.mixed_precision_reduce": in_use,
     "parallelism.fsdp_reshard_after_forward": gathers_as_zero_stage,
     "parallelism.zero_stage": gathers_as_zero_stage,
     "parallelism.zero_plus_plus_node_size": splits_nodes,
     "parallelism.pipeline_parallel_schedule": runs_schedule,
-    "parallelism.pipeline_parallel_microbatch_size": in_use,
-    "parallelism.pipeline_parallel_layers_per_stage": in_use,
-    "parallelism.pipeline_parallel_first_stage_less_layers": in_use,
-    "parallelism.pipeline_parallel_last_stage_less_layers": in_use,
     "parallelism.context_parallel_rotate_method": rotates,
     "optimizer.name": steps_with_optimizer,
     "optimizer.beta1": has_moments,
@@ -338,7 +410,6 @@ WITNESSES: dict[str, Witness] = {
     "quantize.linear.float8.emulate": multiplies_in_float8,
     "quantize.linear.float8.enable_fsdp_float8_all_gather": gathers_in_float8,
     "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": precomputes_scales,
-    "debug.seed": in_use,
     "debug.deterministic_warn_only": warns_only,
 }
 
