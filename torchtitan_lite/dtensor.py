@@ -3,7 +3,7 @@
     wq.weight (H*E, D), tp=2          rank 0                  rank 1
     the parameter                     DTensor                 DTensor              optimizer, checkpoints, FSDP
     self.weight in its own forward    rows [:H*E/2]           rows [H*E/2:]        plain tensors, Shard(0)
-    its gradient                      of these rows           of these rows        DTensor, Shard(0)
+    its gradient                      of these rows           of these rows        plain until FSDP has reduced it
     norm.weight (D,), replicated      all                     all                  plain tensors
     its gradient                      of this rank's tokens   of this rank's       DTensor, Partial: FSDP sums over tp
 
@@ -12,14 +12,11 @@ own styles, which compute with DTensors, trained at 0.54 of this speed (tp2, glo
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache, lru_cache
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, distribute_tensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
 
@@ -121,29 +118,7 @@ def differentiable_shard(parameter: Tensor) -> Tensor:
     """Return this rank's shard of a parameter, for computing with it."""
     if not isinstance(parameter, DTensor):  # FSDP gathered the shard (parallel/fsdp.py)
         return parameter
-    placements = find_gradient_placements(parameter)
-    if torch.compiler.is_compiling():
-        return parameter.to_local(grad_placements=placements)
-    return ReadShard.apply(parameter, replace_placements(parameter._spec, placements))
-
-
-@lru_cache
-def replace_placements(spec: DTensorSpec, placements: tuple[Placement, ...]) -> DTensorSpec:
-    return replace(spec, placements=placements)
-
-
-class ReadShard(torch.autograd.Function):
-    """Does the same as DTensor.to_local, but the gradient's spec is derived once, and not in every backward."""
-
-    @staticmethod
-    def forward(ctx, parameter: DTensor, gradient_spec: DTensorSpec) -> Tensor:
-        ctx.gradient_spec = gradient_spec
-        own = parameter._local_tensor
-        return own.view_as(own)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[DTensor, None]:
-        return DTensor(grad.contiguous(), ctx.gradient_spec, requires_grad=False), None
+    return parameter.to_local(grad_placements=find_gradient_placements(parameter))
 
 
 def find_gradient_placements(parameter: DTensor) -> tuple[Placement, ...]:
