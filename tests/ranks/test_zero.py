@@ -42,7 +42,7 @@ def count_calls(rank: int, world_size: int, overrides: dict[str, object]) -> dic
 @pytest.mark.parametrize(
     "world_size, overrides, gathers, scatters, all_reduces",
     [
-        (2, {ZERO: 1, **ACCUMULATION_4}, 1, 1, 0),
+        (2, {ZERO: 1, **ACCUMULATION_4}, N_GROUPS, N_GROUPS, 0),
         (2, {ZERO: 2, **ACCUMULATION_4}, N_GROUPS, M * N_GROUPS, 0),
         (2, {ZERO: 3, **ACCUMULATION_4}, M * GATHERS_PER_MICROBATCH, M * N_GROUPS, 0),
         (
@@ -69,8 +69,7 @@ def test_collectives_per_step_are_those_of_the_table(
 @pytest.mark.parametrize(
     "stage, gathers, scatters",
     # 8 rows on 4 ranks are 2 microbatches. Each of 2 layers has a group of experts more, gathered as the blocks are.
-    # Under stage 1, a model without experts is a single group, and this one has 4 + 2.
-    [(1, 5, 5), (2, 2, 2 * 2), (3, 2 * 2 * 2, 2 * 2)],
+    [(1, 2, 2), (2, 2, 2 * 2), (3, 2 * 2 * 2, 2 * 2)],
 )
 def test_experts_are_one_more_group_a_layer_and_are_gathered_as_often_as_blocks(
     pool, stage, gathers, scatters
@@ -89,11 +88,11 @@ def test_under_pp_gradients_are_reduced_once_per_step(pool, stage):
     gathers, scatters = (  # of stage 0 and stage 1 of the first dp rank
         counts[0][name] + counts[2][name] for name in ("allgather_base", "reduce_scatter_base")
     )
-    assert scatters == {1: 2, 3: N_GROUPS}[stage]
+    assert scatters == N_GROUPS
     # Under 3 a parameter stays whole from a backward to the next forward. Stage 0 (F F B F B F B B) gathers its two
     # blocks for F, F, B, B, B, its embedding for each F; stage 1 (F B F B F B F B) gathers 3 for the first F, then 2
     # for each B: the head stays.
-    assert gathers == {1: 2, 3: 5 * 2 + 4 + 3 + 4 * 2}[stage]
+    assert gathers == {1: N_GROUPS, 3: 5 * 2 + 4 + 3 + 4 * 2}[stage]
 
 
 @pytest.mark.parametrize(

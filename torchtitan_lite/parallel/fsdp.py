@@ -19,8 +19,6 @@ of a step. With m microbatches, each block communicates this often in a step:
 The optimizer state is always sharded. Under PP, torch's runtime reduces gradients once per step; with stage 3 it frees
 the parameters after each forward, but not after each backward. The head stays gathered from its forward to its
 backward. An embedding is gathered in forward only, unless it is tied to the head.
-With gloo and stage 1, a part without experts is a single group: its parameters stay gathered for the step anyway, and
-a gather that hides behind a block's compute is of no use on a busy CPU.
 If nothing is sharded, stage 1 saves the copy of a microbatch's gradients, but at the end of the step the caching
 allocator reserves room for the gradients twice, on two streams: 162 GiB instead of 135 for Llama 3.1 8B on one GPU.
 
@@ -46,7 +44,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -116,9 +113,6 @@ def apply_fsdp(
             shard_placement_fn=lambda weight, dim=dim: Shard(dim if weight.dim() == 3 else 0),
         )
     groups = plan_fsdp_groups(part)
-    uses_gloo = dist.get_backend(mesh.get_group(mesh.ndim - 1)) == "gloo"
-    if layout.zero_stage == 1 and uses_gloo and not moes:
-        groups = []  # only the root, as a CPU hides no gather, and each group costs it time per microbatch
     for group in groups:
         # The head's backward directly follows its forward: freeing it in between would gather it twice in a row.
         shard(group, mesh=mesh, reshard_after_forward=reshard and part.output not in group)
