@@ -3,7 +3,7 @@
     wq.weight (H*E, D), tp=2          rank 0                  rank 1
     the parameter                     DTensor                 DTensor              optimizer, checkpoints, FSDP
     self.weight in its own forward    rows [:H*E/2]           rows [H*E/2:]        plain tensors, Shard(0)
-    its gradient                      of these rows           of these rows        DTensor, Shard(0)
+    its gradient                      of these rows           of these rows        plain until FSDP has reduced it
     norm.weight (D,), replicated      all                     all                  plain tensors
     its gradient                      of this rank's tokens   of this rank's       DTensor, Partial: FSDP sums over tp
 
@@ -14,7 +14,6 @@ own styles, which compute with DTensors, trained at 0.54 of this speed (tp2, glo
 from collections.abc import Sequence
 from functools import cache, lru_cache
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, distribute_tensor
@@ -90,11 +89,12 @@ def make_local(
     """Return a subclass of `cls` whose forward reads these parameters locally. Any other reader gets the DTensors."""
 
     def forward(self: nn.Module, *inputs, **options):
-        self.is_in_forward = True
+        # nn.Module.__setattr__ costs the host ten times as much
+        object.__setattr__(self, "is_in_forward", True)
         try:
             return cls.forward(self, *inputs, **options)
         finally:
-            self.is_in_forward = False
+            object.__setattr__(self, "is_in_forward", False)
 
     fields = {"is_in_forward": False, "forward": forward}
     for name in names:
@@ -114,26 +114,11 @@ def read_locally(name: str, *, is_hidden: bool) -> property:
     return property(read)
 
 
-def differentiable_shard(parameter: DTensor) -> Tensor:
+def differentiable_shard(parameter: Tensor) -> Tensor:
     """Return this rank's shard of a parameter, for computing with it."""
-    placements = find_gradient_placements(parameter)
-    if placements == parameter.placements and not torch.compiler.is_compiling():
-        return ReadShard.apply(parameter)
-    return parameter.to_local(grad_placements=placements)
-
-
-class ReadShard(torch.autograd.Function):
-    """Does the same as DTensor.to_local, but backward reuses the parameter's spec instead of deriving it each time."""
-
-    @staticmethod
-    def forward(ctx, parameter: DTensor) -> Tensor:
-        ctx.spec = parameter._spec
-        own = parameter.to_local()
-        return own.view_as(own)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> DTensor:
-        return DTensor(grad.contiguous(), ctx.spec, requires_grad=False)
+    if not isinstance(parameter, DTensor):  # FSDP gathered the shard (parallel/fsdp.py)
+        return parameter
+    return parameter.to_local(grad_placements=find_gradient_placements(parameter))
 
 
 def find_gradient_placements(parameter: DTensor) -> tuple[Placement, ...]:

@@ -127,6 +127,23 @@ def apply_fsdp(
             # A plain sum. With gloo the second call is the only way to a factor of 1.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+    gather_plain(part)
+
+
+def gather_plain(part: nn.Module) -> None:
+    """Let FSDP gather a parameter that tp or ep shards as a plain tensor: this rank's shard, as modules read it.
+
+    The gradient of a shard is complete. DTensors would only cost the host time for each read, gradient and sum. At
+    rest, the parameter stays a DTensor over both meshes. A replicated parameter is gathered as a DTensor, because FSDP
+    sums its gradient over tp or ep.
+    """
+    for _, group in list_fsdp_groups(part):
+        for parameter in group.fsdp_params:
+            if parameter.is_dtensor:
+                spec = parameter._unsharded_dtensor_spec
+                if all(placement.is_shard() for placement in spec.placements):
+                    parameter.is_dtensor = False
+                    parameter._unsharded_dtensor_spec = None
 
 
 def list_fsdp_modules(part: nn.Module) -> list[FSDPModule]:
