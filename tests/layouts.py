@@ -5,7 +5,8 @@ shares of the batch are summed over ranks and microbatches, partial products ove
 """
 
 import json
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from torchtitan_lite.config.choices import SCHEDULES
 from torchtitan_lite.config.model_rows import LAYER_TYPES
@@ -88,16 +89,16 @@ ENDS_ALONE = {
 EVERY_SECOND = {MODE: "selective", OPTION: "2"}
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """A layout: ranks that pp, tp and dp_replicate do not take are dp_shard."""
 
     world_size: int
-    overrides: dict[str, object] = field(default_factory=dict)
+    overrides: dict[str, object] = {}
 
 
-def read_rows(text: str) -> dict[str, Row]:
-    """Read lines of name | ranks | keys. A key is one of the names above: with its value, or a dict of keys."""
+def read_rows(text: str, more: Mapping[str, Any] | None = None) -> dict[str, Row]:
+    """Read lines of name | ranks | keys. A key has a value, or names a dict of keys here or in `more`."""
+    names = {**globals(), **(more or {})}
     rows = {}
     for line in text.strip().splitlines():
         if line[0] == "#":
@@ -106,7 +107,7 @@ def read_rows(text: str) -> dict[str, Row]:
         overrides = {}
         for word in " ".join(keys).split():
             key, _, value = word.partition("=")
-            named = globals().get(key, key)
+            named = names.get(key, key)
             if value[:1].isdigit() or value in ("true", "false"):
                 value = json.loads(value)
             overrides |= named if key == word else {named: value}

@@ -5,20 +5,7 @@ from unittest.mock import patch
 import compare
 import pytest
 import torch
-from layouts import (
-    ACCUMULATION_4,
-    CP,
-    EP,
-    FIVE_EXPERTS,
-    GROUPS,
-    MOE,
-    PP,
-    REPLICATE,
-    SHARED,
-    TP,
-    TWO_LAYERS,
-    ZERO,
-)
+from layouts import TWO_LAYERS, read_rows
 from marks import choose_fast
 from measure_memory import MODEL, plan
 from mutants_of_muon import MUON
@@ -98,21 +85,19 @@ def test_on_one_process_it_is_torchs_muon_and_torchs_adamw(dtype):
     assert set(optimizer.state[own["output.weight"]]) == {"step", "exp_avg", "exp_avg_sq"}
 
 
-LAYOUTS = {
-    "one rank": (1, {}),
-    "dp4": (4, {}),
-    "dp3, odd sizes and an empty slice": (3, {"training.global_batch_size": 6, "model.ffn_dim": 4}),
-    "hsdp2x2": (4, {REPLICATE: 2}),
-    "dp2, ZeRO 2": (2, {ZERO: 2, **ACCUMULATION_4}),
-    "dp2 x tp2": (4, {TP: 2}),
-    "cp2 x tp2": (4, {CP: 2, TP: 2}),
-    "pp2 x dp2 x tp2": (8, {PP: 2, TP: 2, **GROUPS}),
-    "debug_moe_3d": (8, {**MOE, PP: 2, TP: 2, EP: 4, **GROUPS}),
-    "experts whose matrices FSDP cuts": (4, FIVE_EXPERTS),
-    "shared experts": (4, {**SHARED, EP: 2, TP: 2}),
-}
-
-
+LAYOUTS = read_rows("""
+one rank | 1
+dp4 | 4
+dp3, odd sizes and an empty slice | 3 | training.global_batch_size=6 model.ffn_dim=4
+hsdp2x2 | 4 | REPLICATE=2
+dp2, ZeRO 2 | 2 | ZERO=2 ACCUMULATION_4
+dp2 x tp2 | 4 | TP=2
+cp2 x tp2 | 4 | CP=2 TP=2
+pp2 x dp2 x tp2 | 8 | PP=2 TP=2 GROUPS
+debug_moe_3d | 8 | MOE PP=2 TP=2 EP=4 GROUPS
+experts whose matrices FSDP cuts | 4 | FIVE_EXPERTS
+shared experts | 4 | SHARED EP=2 TP=2
+""")
 # Other rows hold the parts of these: dp2 x tp2, shared experts, and "pp2 tied, Muon" of layouts.py.
 SLOW = {"dp4", "cp2 x tp2", "pp2 x dp2 x tp2", "debug_moe_3d"}
 

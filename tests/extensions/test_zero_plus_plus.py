@@ -7,19 +7,7 @@ import compare
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import (
-    ACCUMULATION_4,
-    EP,
-    FIVE_EXPERTS,
-    GATHER,
-    MOE,
-    PP,
-    REPLICATE,
-    TP,
-    TWO_LAYERS,
-    ZERO,
-    Row,
-)
+from layouts import GATHER, PP, TP, ZERO, read_rows
 from marks import choose_fast, slow
 from mutant_table import put_in_place
 from test_costs import assert_equal_traffic, make
@@ -36,18 +24,22 @@ from torchtitan_lite.tools.verify.train_py import try_train
 
 KEY, NODE = "parallelism.zero_plus_plus", "parallelism.zero_plus_plus_node_size"
 ALL, ROUNDED = {KEY: ["hpz", "qwz", "qgz"], NODE: 2}, {KEY: ["qwz", "qgz"], NODE: 4}
-LAYOUTS = {
-    "dp4": Row(4, {**ALL, **TWO_LAYERS}),
-    "dp4, hpZ alone": Row(4, {KEY: ["hpz"], NODE: 2, **TWO_LAYERS}),
-    "dp4 accumulation 2": Row(4, {**ALL, **ACCUMULATION_4, **TWO_LAYERS}),
-    "hsdp2x2": Row(4, {**ALL, REPLICATE: 2, **TWO_LAYERS}),
-    "dp2 x tp2": Row(4, {**ROUNDED, TP: 2, **TWO_LAYERS}),
-    "dp4 x tp2": Row(8, {**ALL, TP: 2, NODE: 4, **TWO_LAYERS}),
-    "pp2 x dp2 x tp2": Row(8, {**ROUNDED, PP: 2, TP: 2, **TWO_LAYERS}),
-    "experts, dp4": Row(4, {**ALL, **MOE}),
-    "experts, dp4, matrices shared": Row(4, {**ALL, **FIVE_EXPERTS}),
-    "experts, dp2 x tp2, ep2": Row(4, {**ALL, NODE: 4, **MOE, TP: 2, EP: 2}),
-}
+HPZ = {KEY: ["hpz"], NODE: 2}
+LAYOUTS = read_rows(
+    """
+dp4 | 4 | ALL TWO_LAYERS
+dp4, hpZ alone | 4 | HPZ TWO_LAYERS
+dp4 accumulation 2 | 4 | ALL ACCUMULATION_4 TWO_LAYERS
+hsdp2x2 | 4 | ALL REPLICATE=2 TWO_LAYERS
+dp2 x tp2 | 4 | ROUNDED TP=2 TWO_LAYERS
+dp4 x tp2 | 8 | ALL TP=2 NODE=4 TWO_LAYERS
+pp2 x dp2 x tp2 | 8 | ROUNDED PP=2 TP=2 TWO_LAYERS
+experts, dp4 | 4 | ALL MOE
+experts, dp4, matrices shared | 4 | ALL FIVE_EXPERTS
+experts, dp2 x tp2, ep2 | 4 | ALL NODE=4 MOE TP=2 EP=2
+""",
+    globals(),
+)
 RESUMED = ("experts, dp4", "dp4", "pp2 x dp2 x tp2")
 
 

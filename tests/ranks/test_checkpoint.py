@@ -24,7 +24,7 @@ from checkpoints import (
     merge_states,
     train_and_save,
 )
-from layouts import CP, MODE, PP, REPLICATE, SCHEDULE, TP
+from layouts import MODE, PP, SCHEDULE, TP, read_rows
 from marks import choose_fast
 from safetensors import safe_open
 from torch.distributed.checkpoint import HuggingFaceStorageReader
@@ -46,16 +46,16 @@ ADAMW = {
 IN_3D = (8, {PP: 2, TP: 2, SCHEDULE: "Interleaved1F1B", **ADAMW})
 KEEP_ALL = Checkpoint(enable=True, keep_latest_k=0)
 
-OPENED_ON = {
-    "one rank": (1, ADAMW),
-    "dp4": (4, ADAMW),
-    "tp4": (4, {TP: 4, **ADAMW}),
-    "pp4": (4, {PP: 4, **ADAMW}),
-    "dp2 x tp2": (4, {TP: 2, **ADAMW}),
-    "hsdp2x2": (4, {REPLICATE: 2, **ADAMW}),
-    "pp2, one stage a rank": (2, {PP: 2, **ADAMW}),
-    "cp2": (2, {CP: 2, **ADAMW}),
-}
+OPENED_ON = read_rows(
+    """
+dp4 | 4 | ADAMW
+pp4 | 4 | PP=4 ADAMW
+hsdp2x2 | 4 | REPLICATE=2 ADAMW
+pp2, one stage a rank | 2 | PP=2 ADAMW
+cp2 | 2 | CP=2 ADAMW
+""",
+    globals(),
+)
 FAST = ["dp4", "pp4"]
 
 
