@@ -349,12 +349,6 @@ def test_the_state_of_another_run_is_continued_to_a_later_step_only():
     assert prepare(OURS, NOT_ONLY, "--training.steps=10")
 
 
-def test_a_z_loss_needs_a_router():
-    args = [*RUN, "--training.router_z_loss=0.1"]
-    assert find_one_problem(args).key == "training.router_z_loss"
-    assert prepare("--training.router_z_loss=0.1", "--model.flavor=debug_moe")
-
-
 def test_a_run_from_an_own_checkpoint_balances_its_experts_as_before():
     experts = ["--model.flavor=debug_moe", "--job.dump_folder=first"]
     for rate in (0.01, 0.0, 1e-3):

@@ -6,6 +6,7 @@ import random
 import re
 import shutil
 import sys
+from functools import cache
 from itertools import product
 from pathlib import Path
 
@@ -109,7 +110,12 @@ def test_plain_bytes_are_the_bytes_of_the_text():
 
 
 def train_bpe(kind: str) -> HuggingFace:
-    """Train a byte-level BPE with the pre-tokenizer of a published model."""
+    return HuggingFace.from_str(train_once(kind))
+
+
+@cache
+def train_once(kind: str) -> str:
+    """Train a byte-level BPE with the pre-tokenizer of a published model. Return its tokenizer.json."""
     tokenizer = HuggingFace(models.BPE(ignore_merges=kind == "Llama 3"))
     split = {"Llama 3": LLAMA3, "Qwen": QWEN}.get(kind)
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)
@@ -131,7 +137,7 @@ def train_bpe(kind: str) -> HuggingFace:
         tokenizer.post_processor = processors.Sequence(
             [processors.ByteLevel(trim_offsets=False), template]
         )
-    return tokenizer
+    return tokenizer.to_str()
 
 
 def make_sentencepiece() -> HuggingFace:

@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import pickle
 import random
 import shutil
 from dataclasses import asdict
@@ -99,22 +98,14 @@ def test_flipped_bits_are_refused_and_the_file_is_named(folder, group):
         assert all(torch.equal(tensor, make_tensors(8)[name]) for name, tensor in tensors.items())
 
 
-def zero_page(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[8192:12288] = bytes(4096)
-    path.write_bytes(content)
-
-
 DAMAGE = {
     "cut manifest": (MANIFEST, lambda path: os.truncate(path, path.stat().st_size - 1)),
     "cut file": (SECOND, lambda path: os.truncate(path, path.stat().st_size - 1)),
-    "lost page": (FIRST, zero_page),
     "file of another step": (
         SECOND,
         lambda path: shutil.copy(path.parent.with_name("step-4") / path.name, path),
     ),
     "lost file": (SECOND, Path.unlink),
-    "pickle": (FIRST, lambda path: path.write_bytes(pickle.dumps([1]))),
 }
 
 

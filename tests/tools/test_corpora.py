@@ -375,19 +375,6 @@ def test_bad_rows_are_skipped_when_a_tokenizer_is_trained(here, capsys):
     assert "1 bad rows left out" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "options",
-    ["--validation-share=1", "--validation-share=-1", "--validation-share=nan", "--encoding=nope"],
-)
-def test_options_that_cannot_be_used_are_refused(options, here):
-    Path("one.txt").write_text("text")
-    try:
-        status = prepare_here("one.txt", "--out", "out", options)
-    except SystemExit as error:  # of argparse
-        status = error.code
-    assert status == 2
-
-
 MANIFESTS = {  # a manifest that is not ours -> a word of the reason
     "no JSON": "{",
     "a list": "[]",
