@@ -49,21 +49,8 @@ TEXTS = [
     " " * 1000 + "x",
     SOURCE,
 ]
-PIECES = [
-    *TEXTS[:2],
-    " ",
-    "  ",
-    "\n",
-    "\r\n",
-    "'ll",
-    "'S",
-    " the",
-    "return",
-    "<|im_end|>",
-    "<think>",
-    "e\u0301",
-    "99999",
-]
+PIECES = [*TEXTS[:2], " ", "  ", "\n", "\r\n", " the"]
+PIECES += "'ll 'S return <|im_end|> <think> e\u0301 99999".split()
 
 
 def draw_texts(n: int) -> list[str]:
@@ -216,20 +203,8 @@ ADDED_TOKENS = {  # what is added to a byte-level BPE: content and flags; None: 
 for _flag in FLAGS:
     ADDED_TOKENS[_flag] = [("QZX", _flag), ("QZXJ", "")]
     ADDED_TOKENS[f"special, {_flag}"] = [("QZX", f"special {_flag}"), ("QZXJ", "special")]
-TRICKY = [
-    *WORDS,
-    *"JKQZXé!1> ",
-    "ZXJ",
-    "[|end",
-    "|]",
-    "x",
-    "e\u0301",
-    "\u0307",
-    "\u0338",
-    "\n",
-    "\t",
-]
-TRICKY += [" the", "return", "👩‍👩‍👧", "日本", "\u3000", "<|im_end|>", "<think>", "12345", "ſ"]
+TRICKY = [*WORDS, *"JKQZXé!1> \n\t\u0307\u0338\u3000", " the"]
+TRICKY += "ZXJ [|end |] x e\u0301 return 👩‍👩‍👧 日本 <|im_end|> <think> 12345 ſ".split()
 
 
 def add_tokens(tokenizer: HuggingFace, tokens: list[tuple[str, str]]) -> dict:
