@@ -278,8 +278,7 @@ tp2, one key/value head | 2 | TP=2 ONE_HEAD HEAD_NORMS BFLOAT16
 """)
 
 FLOAT8 = {"model.converters": ["float8"]}
-# A CPU takes 20 ms for a float8 matmul, however small. So tests that do not look at it emulate it, and so do layouts of
-# which another one has the kernel.
+# A CPU takes 20 ms for a float8 matmul, however small. So tests that do not look at it emulate it.
 EMULATED = {"quantize.linear.float8.emulate": True}
 GATHER = {**FLOAT8, "quantize.linear.float8.enable_fsdp_float8_all_gather": True}
 PRECOMPUTE = {**GATHER, "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": True}
@@ -289,13 +288,13 @@ FLOAT8_LAYOUTS = read_rows("""
 tp2 | 2 | TP=2 FLOAT8
 dp2 | 2 | FLOAT8
 cp2 | 2 | CP=2 FLOAT8 TWO_LAYERS
-tp2, Qwen2 | 2 | TP=2 FLOAT8 BIASES TWO_LAYERS EMULATED
+tp2, Qwen2 | 2 | TP=2 FLOAT8 BIASES TWO_LAYERS
 pp2 x dp2 x tp2, gathered | 8 | PP=2 TP=2 PRECOMPUTE TWO_LAYERS
-dp2 ZeRO-2 accumulation 4, gathered | 2 | PRECOMPUTE ZERO=2 ACCUMULATION_4 TWO_LAYERS EMULATED
-dp2 full recompute, gathered | 2 | MODE=full GATHER TWO_LAYERS EMULATED
-pp2 ZBVZeroBubble | 2 | PP=2 SCHEDULE=ZBVZeroBubble MODE=none FLOAT8 EMULATED
-tp2, one key/value head | 2 | TP=2 FLOAT8 ONE_HEAD EMULATED
-tp2 rowwise, one key/value head | 2 | TP=2 ROWWISE ONE_HEAD EMULATED
+dp2 ZeRO-2 accumulation 4, gathered | 2 | PRECOMPUTE ZERO=2 ACCUMULATION_4 TWO_LAYERS
+dp2 full recompute, gathered | 2 | MODE=full GATHER TWO_LAYERS
+pp2 ZBVZeroBubble | 2 | PP=2 SCHEDULE=ZBVZeroBubble MODE=none FLOAT8
+tp2, one key/value head | 2 | TP=2 FLOAT8 ONE_HEAD
+tp2 rowwise, one key/value head | 2 | TP=2 ROWWISE ONE_HEAD
 tp2 rowwise | 2 | TP=2 ROWWISE TWO_LAYERS
-tp2 rowwise_with_gw_hp | 2 | TP=2 ROWWISE_HP TWO_LAYERS EMULATED
+tp2 rowwise_with_gw_hp | 2 | TP=2 ROWWISE_HP TWO_LAYERS
 """)

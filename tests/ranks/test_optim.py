@@ -179,10 +179,8 @@ def step_on_given_gradients(rank: int, world_size: int, overrides: dict[str, obj
     "keys, bound",
     [
         ({"implementation": "fused"}, 1e-6),
-        ({"implementation": "foreach"}, 1e-6),
         ({"implementation": "for-loop"}, 1e-6),
         ({"name": "SGD", "implementation": "fused"}, 1e-6),
-        ({"name": "SGD", "implementation": "for-loop"}, 1e-6),
         # Two kernels round a moment in a thousand to different neighbors in bf16. Not rounded it would be 1e-3 away.
         ({"moments_dtype": "bfloat16"}, 3e-5),
     ],
