@@ -199,20 +199,29 @@ qwen | --{RATE}=0.01 | finetune-qwen | qwen3_moe of qwen | 128 | 0.01 | {LR}
 """
 
 
-def test_weights_that_are_trained_further_have_other_defaults_and_a_given_key_stays():
+def write_more_weights() -> None:
     write_hugging_face("short", ARGS, context=64)
     write_hugging_face("qwen", replace(ARGS, qk_norm=True, moe=MoEArgs(4, 2, 24)), context=8192)
     for name in ("short", "qwen"):
         write_tokenizer(Path(name), n_tokens=300)
     shutil.copytree("step-9", MINE)
+
+
+def test_weights_that_are_trained_further_have_other_defaults_and_a_given_key_stays():
+    write_more_weights()
     for line in FURTHER.strip().splitlines():
-        path, args, folder, title, seq_len, rate, said = map(str.strip, line.split("|"))
-        spec = resolve([*args.split(), f"--{PATH}={path}"], machine=LAPTOP, n_ranks=2)
-        config, notices = spec.config, "".join(spec.notices)
-        assert (spec.dump_folder, spec.title) == (Path("outputs", folder), title)
+        columns = [column.strip() for column in line.split("|")]
+        path, args, folder, title, seq_len, rate, said = columns
+        args = [*args.split(), f"--{PATH}={path}"]
+        spec = resolve(args, machine=LAPTOP, n_ranks=2)
+        config = spec.config
+        notices = "".join(spec.notices)
+        assert spec.dump_folder == Path("outputs", folder)
+        assert spec.title == title
         assert config.training.seq_len == int(seq_len)
         assert config.training.expert_bias_rate == float(rate)
-        assert [key for key in (LENGTH, RATE, LR) if key in notices] == said.split()
+        noted = [key for key in (LENGTH, RATE, LR) if key in notices]
+        assert noted == said.split()
 
 
 def test_a_key_without_effect_is_a_notice_and_a_value_that_cannot_be_is_a_problem():

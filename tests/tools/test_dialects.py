@@ -269,10 +269,12 @@ def test_a_row_is_written_as_transformers_does_and_what_is_not_used_is_counted(
     oracle = AutoTokenizer.from_pretrained(folder)
     right = oracle.apply_chat_template(messages, **variables, return_dict=True)
     assert document.tokens.tolist() == right["input_ids"]
-    assert decode_targets(document, folder) == "".join(text + END for text in case["targets"])
+    targets = [text + END for text in case["targets"]]
+    assert decode_targets(document, folder) == "".join(targets)
     named = [reason for reason in document.counts if reason.endswith("is not used")]
     for reason, words in zip(named, case["unused"], strict=True):
-        assert set(words.split()) <= set(reason.replace(",", "").split())
+        said = reason.replace(",", "").split()
+        assert {*words.split()} <= {*said}
 
 
 # name | row | words of the reason
@@ -344,12 +346,13 @@ def test_parquet_fills_rows_with_nulls_which_are_removed_at_any_depth(folder, tm
         {"messages": read_json("[U(?), CALL]"), "id": 1, "source": None},
         {"messages": read_json("[U(?), CALL]"), "id": None, "source": "web"},
     ]
-    rows[1]["messages"][1]["tool_calls"][0]["function"]["arguments"] = {"c": 2}
+    first, second = [row["messages"][1]["tool_calls"][0]["function"] for row in rows]
+    second["arguments"] = {"c": 2}
     file = tmp_path / "in.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
     settings = PrepareSettings(str(folder), is_chat=True)
     oracle = AutoTokenizer.from_pretrained(folder)
-    del rows[0]["messages"][1]["tool_calls"][0]["function"]["arguments"]["b"]
+    del first["arguments"]["b"]
     for row, expected in zip(read_file(file, "utf-8", 0), rows, strict=True):
         document = encode_row(settings, Row(file, 1, row, ""))
         right = oracle.apply_chat_template(expected["messages"], return_dict=True)
