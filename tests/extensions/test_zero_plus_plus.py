@@ -12,8 +12,7 @@ from marks import choose_fast
 from mutant_table import put_in_place
 from test_costs import assert_equal_traffic, make
 
-from torchtitan_lite.config.block import INT8_BLOCK
-from torchtitan_lite.extensions.zero_plus_plus import AllGather, Packing, ReduceScatter
+from torchtitan_lite.extensions.zero_plus_plus import AllGather, ReduceScatter
 from torchtitan_lite.tools.plan.dry_run import dry_run, shorten
 from torchtitan_lite.tools.plan.memory import estimate_memory
 from torchtitan_lite.tools.plan.planned_run import plan_run
@@ -64,20 +63,6 @@ def test_train_py_saves_and_resumes_on_another_layout(pool, tmp_path, name):
     assert try_train(reduction, pool.run, tmp_path).faults == {}
 
 
-def scales_of_the_next_block(pack, self, rows):
-    packed, n = pack(self, rows), sum(self.padded)
-    return torch.cat([packed[..., :n], packed[..., n:].roll(4, -1)], -1)
-
-
-def own_shard_not_rounded(gather, self, output_tensor, input_tensor, group, async_op=False):
-    gathered = torch.empty_like(output_tensor)
-    gather(self, gathered, input_tensor, group)
-    rows = zip(output_tensor.chunk(group.size()), gathered.chunk(group.size()), strict=True)
-    for rank, (row, right) in enumerate(rows):
-        if rank != group.rank():  # this rank has its own shard already
-            row.copy_(right)
-
-
 def summed_before_unpacking(exchange, self, rows, group):
     sent = self.packing.pack(rows)
     received = torch.empty_like(sent)
@@ -86,13 +71,6 @@ def summed_before_unpacking(exchange, self, rows, group):
     result = rows.new_empty(rows.shape[1:])
     self.packing.remove_padding(total, result)
     return result
-
-
-def remainder_dropped(pack, self, rows):
-    whole = rows.clone()
-    for own in whole.split(self.sizes, -1):
-        own[..., own.shape[-1] // INT8_BLOCK * INT8_BLOCK :] = 0
-    return pack(self, whole)
 
 
 def chunk_of_the_next_rank_kept(gather, self, output_tensor, input_tensor, group, async_op=False):
@@ -104,9 +82,6 @@ def chunk_of_the_next_rank_kept(gather, self, output_tensor, input_tensor, group
 
 
 MUTANTS = {
-    scales_of_the_next_block: (Packing, "pack", "packing"),
-    remainder_dropped: (Packing, "pack", "packing"),
-    own_shard_not_rounded: (AllGather, "__call__", "loss"),
     summed_before_unpacking: (ReduceScatter, "exchange", "gradients"),
     chunk_of_the_next_rank_kept: (AllGather, "__call__", "gradients"),
 }
