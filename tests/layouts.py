@@ -4,7 +4,9 @@ Tolerances are relative. In fp32 every row stays below 1e-6; the line is 1e-5. W
 shares of the batch are summed over ranks and microbatches, partial products over tp.
 """
 
-from dataclasses import dataclass, field
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from torchtitan_lite.config.choices import SCHEDULES
 from torchtitan_lite.config.model_rows import LAYER_TYPES
@@ -87,12 +89,30 @@ ENDS_ALONE = {
 EVERY_SECOND = {MODE: "selective", OPTION: "2"}
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """A layout: ranks that pp, tp and dp_replicate do not take are dp_shard."""
 
     world_size: int
-    overrides: dict[str, object] = field(default_factory=dict)
+    overrides: dict[str, object] = {}
+
+
+def read_rows(text: str, more: Mapping[str, Any] | None = None) -> dict[str, Row]:
+    """Read lines of name | ranks | keys. A key has a value, or names a dict of keys here or in `more`."""
+    names = {**globals(), **(more or {})}
+    rows = {}
+    for line in text.strip().splitlines():
+        if line[0] == "#":
+            continue
+        name, world_size, *keys = line.split(" | ")
+        overrides = {}
+        for word in " ".join(keys).split():
+            key, _, value = word.partition("=")
+            named = names.get(key, key)
+            if value[:1].isdigit() or value in ("true", "false"):
+                value = json.loads(value)
+            overrides |= named if key == word else {named: value}
+        rows[name] = Row(int(world_size), overrides)
+    return rows
 
 
 def add_schedules(rows: dict[str, Row], name: str, schedules, keys: dict, world_size: int) -> None:
@@ -105,201 +125,157 @@ def add_schedules(rows: dict[str, Row], name: str, schedules, keys: dict, world_
 
 
 # Each axis alone, and a cover of the pairs of axes.
-FAST = {
-    "one rank": Row(1),
-    "dp2": Row(2),
-    "dp4": Row(4),
-    "ddp2": Row(2, {REPLICATE: 2}),
-    "hsdp2x2 accumulation 2": Row(4, {REPLICATE: 2, **ACCUMULATION_4, **TWO_LAYERS}),
-    "accumulation 2": Row(1, {"training.local_batch_size": 4}),
-    "dp2 accumulation 4 ZeRO-1": Row(2, {ZERO: 1, **ACCUMULATION_4}),
-    "dp2 accumulation 4 ZeRO-2": Row(2, {ZERO: 2, **ACCUMULATION_4}),
-    "dp2 accumulation 4 ZeRO-3": Row(2, {ZERO: 3, **ACCUMULATION_4}),
-    "tp2": Row(2, {TP: 2}),
-    "tp4": Row(4, {TP: 4, **TWO_LAYERS}),
-    "dp2 x tp2, groups": Row(4, {TP: 2, **GROUPS, **TWO_LAYERS}),
-    "dp2 x tp2": Row(4, {TP: 2, **TWO_LAYERS}),
-    "dp2 tied": Row(2, TIED),
-    "tp2 tied": Row(2, {TP: 2, **TIED}),
-    # pipelines
-    "pp4 1F1B": Row(4, {PP: 4}),
-    "pp2 uneven": Row(2, {PP: 2, "parallelism.pipeline_parallel_first_stage_less_layers": 3}),
-    "pp2 Interleaved1F1B, embedding and head alone": Row(
-        2, {PP: 2, SCHEDULE: "Interleaved1F1B", **TWO_LAYERS}
-    ),
-    "pp2 x dp2 resharded": Row(4, {PP: 2, RESHARD: "always", **TWO_LAYERS}),
-    "pp2, groups": Row(2, {PP: 2, **GROUPS, **TWO_LAYERS}),
-    "pp2 x dp2 x tp2": Row(8, {PP: 2, TP: 2, **TWO_LAYERS}),
-    # tied embeddings: the first and the last stage hold the matrix
-    "pp4 tied": Row(4, {PP: 4, **TIED}),
-    "pp2 x dp2 tied, resharded": Row(4, {PP: 2, RESHARD: "always", **TIED, **TWO_LAYERS}),
-    "pp2 x tp2 tied": Row(4, {PP: 2, TP: 2, **TIED, **TWO_LAYERS}),
-    "pp2 tied, Muon": Row(2, {PP: 2, **TIED, "optimizer.name": "Muon", **TWO_LAYERS}),
-    "pp2 tied, offloaded": Row(2, {PP: 2, **TIED, **OFFLOAD, **TWO_LAYERS}),
-    # biases
-    "one rank, Qwen2": Row(1, BIASES),
-    "tp2, Qwen2": Row(2, {TP: 2, **BIASES, **TWO_LAYERS}),
-    "cp2, Qwen2 tied": Row(2, {CP: 2, **BIASES, **TIED, **TWO_LAYERS}),
-    # ranks of tp that share key/value heads
-    "tp2, one key/value head": Row(2, {TP: 2, **ONE_HEAD}),
-    "tp4, two key/value heads, Qwen2": Row(4, {TP: 4, **TWO_HEADS, **BIASES}),
-    "tp4, two key/value heads, Qwen3, full recompute": Row(
-        4, {TP: 4, **TWO_HEADS, **HEAD_NORMS, MODE: "full"}
-    ),
-    "pp2 x tp2 ZBVZeroBubble, one key/value head": Row(
-        4, {PP: 2, TP: 2, SCHEDULE: "ZBVZeroBubble", MODE: "none", **ONE_HEAD, **HEAD_NORMS}
-    ),
-    "cp2 x tp2 ring, one key/value head": Row(4, {CP: 2, TP: 2, **RING, **ONE_HEAD, **BIASES}),
-    "experts, dp2 x tp2, ep2, one key/value head": Row(
-        4, {**MOE, TP: 2, EP: 2, **ONE_HEAD, **HEAD_NORMS}
-    ),
-    # recompute, compile, offload
-    "full recompute": Row(1, {MODE: "full"}),
-    "pp2 GPipe, every-second-layer recompute": Row(2, {PP: 2, SCHEDULE: "GPipe", **EVERY_SECOND}),
-    "pp2 Interleaved1F1B, full recompute": Row(
-        2, {PP: 2, SCHEDULE: "Interleaved1F1B", MODE: "full"}
-    ),
-    "tp2 compile, budget": Row(2, {TP: 2, **BUDGET, **TWO_LAYERS}),
-    "dp2 offloaded, accumulation 2": Row(
-        2, {**OFFLOAD, "training.local_batch_size": 2, **TWO_LAYERS}
-    ),
-    # the loss
-    "tp2, many chunks": Row(2, {TP: 2, **CHUNKS, **TWO_LAYERS}),
-    "dp2 tied, many chunks": Row(2, {**TIED, **CHUNKS, **TWO_LAYERS}),
-    "pp2 compile, many chunks": Row(2, {PP: 2, **COMPILED, **CHUNKS, **TWO_LAYERS}),
-    "pp2 x tp2 ZBVZeroBubble, many chunks": Row(
-        4, {PP: 2, TP: 2, SCHEDULE: "ZBVZeroBubble", MODE: "none", **CHUNKS}
-    ),
-    # long sequences, documents
-    "cp2 allgather": Row(2, {CP: 2}),
-    "cp2 ring, full recompute": Row(2, {CP: 2, **RING, MODE: "full", **TWO_LAYERS}),
-    "cp4 ring": Row(4, {CP: 4, **RING}),
-    "dp2 x cp2 accumulation 4": Row(4, {CP: 2, **ACCUMULATION_4, **TWO_LAYERS}),
-    "pp2 x cp2 ring": Row(4, {CP: 2, PP: 2, **RING, **TWO_LAYERS}),
-    "cp2 x tp2 ring compile, full recompute": Row(
-        4, {CP: 2, TP: 2, **RING, MODE: "full", **COMPILED, **TWO_LAYERS}
-    ),
-    "one rank documents": Row(1, {**DOCUMENTS, **TWO_LAYERS}),
-    "cp4 documents": Row(4, {CP: 4, **DOCUMENTS, **TWO_LAYERS}),
-    "pp2 x cp2 documents": Row(4, {PP: 2, CP: 2, **DOCUMENTS, **TWO_LAYERS}),
-    # windows and sinks
-    "dp2 windows": Row(2, {**WINDOWS, **TWO_LAYERS}),
-    "tp2 windows and sinks": Row(2, {TP: 2, **WINDOWS, **SINKS, **TWO_LAYERS}),
-    "cp2 windows and sinks, documents": Row(
-        2, {CP: 2, **WINDOWS, **SINKS, **DOCUMENTS, **TWO_LAYERS}
-    ),
-    "cp4 windows in all layers": Row(4, {CP: 4, "flavor.sliding_window": 9, **TWO_LAYERS}),
-    "pp2 x tp2 sinks, full recompute": Row(4, {PP: 2, TP: 2, **SINKS, MODE: "full", **TWO_LAYERS}),
-    "pp2 windows and sinks": Row(2, {PP: 2, **WINDOWS, **SINKS}),
-    "dp2 windows and sinks, compile": Row(2, {**COMPILED, **WINDOWS, **SINKS, **TWO_LAYERS}),
-    "tp4 windows and sinks, one key/value head": Row(
-        4, {TP: 4, **WINDOWS, **SINKS, **ONE_HEAD, **BIASES}
-    ),
-}
+FAST = read_rows("""
+one rank | 1
+dp2 | 2
+dp4 | 4
+ddp2 | 2 | REPLICATE=2
+hsdp2x2 accumulation 2 | 4 | REPLICATE=2 ACCUMULATION_4 TWO_LAYERS
+accumulation 2 | 1 | training.local_batch_size=4
+dp2 accumulation 4 ZeRO-1 | 2 | ZERO=1 ACCUMULATION_4
+dp2 accumulation 4 ZeRO-2 | 2 | ZERO=2 ACCUMULATION_4
+dp2 accumulation 4 ZeRO-3 | 2 | ZERO=3 ACCUMULATION_4
+tp2 | 2 | TP=2
+tp4 | 4 | TP=4 TWO_LAYERS
+dp2 x tp2, groups | 4 | TP=2 GROUPS TWO_LAYERS
+dp2 x tp2 | 4 | TP=2 TWO_LAYERS
+dp2 tied | 2 | TIED
+tp2 tied | 2 | TP=2 TIED
+# pipelines
+pp4 1F1B | 4 | PP=4
+pp2 uneven | 2 | PP=2 parallelism.pipeline_parallel_first_stage_less_layers=3
+pp2 Interleaved1F1B, embedding and head alone | 2 | PP=2 SCHEDULE=Interleaved1F1B TWO_LAYERS
+pp2 x dp2 resharded | 4 | PP=2 RESHARD=always TWO_LAYERS
+pp2, groups | 2 | PP=2 GROUPS TWO_LAYERS
+pp2 x dp2 x tp2 | 8 | PP=2 TP=2 TWO_LAYERS
+# tied embeddings: the first and the last stage hold the matrix
+pp4 tied | 4 | PP=4 TIED
+pp2 x dp2 tied, resharded | 4 | PP=2 RESHARD=always TIED TWO_LAYERS
+pp2 x tp2 tied | 4 | PP=2 TP=2 TIED TWO_LAYERS
+pp2 tied, Muon | 2 | PP=2 TIED optimizer.name=Muon TWO_LAYERS
+pp2 tied, offloaded | 2 | PP=2 TIED OFFLOAD TWO_LAYERS
+# biases
+one rank, Qwen2 | 1 | BIASES
+tp2, Qwen2 | 2 | TP=2 BIASES TWO_LAYERS
+cp2, Qwen2 tied | 2 | CP=2 BIASES TIED TWO_LAYERS
+# ranks of tp that share key/value heads
+tp2, one key/value head | 2 | TP=2 ONE_HEAD
+tp4, two key/value heads, Qwen2 | 4 | TP=4 TWO_HEADS BIASES
+tp4, two key/value heads, Qwen3, full recompute | 4 | TP=4 TWO_HEADS HEAD_NORMS MODE=full
+pp2 x tp2 ZBVZeroBubble, one key/value head | 4 | PP=2 TP=2 SCHEDULE=ZBVZeroBubble MODE=none ONE_HEAD HEAD_NORMS
+cp2 x tp2 ring, one key/value head | 4 | CP=2 TP=2 RING ONE_HEAD BIASES
+experts, dp2 x tp2, ep2, one key/value head | 4 | MOE TP=2 EP=2 ONE_HEAD HEAD_NORMS
+# recompute, compile, offload
+full recompute | 1 | MODE=full
+pp2 GPipe, every-second-layer recompute | 2 | PP=2 SCHEDULE=GPipe EVERY_SECOND
+pp2 Interleaved1F1B, full recompute | 2 | PP=2 SCHEDULE=Interleaved1F1B MODE=full
+tp2 compile, budget | 2 | TP=2 BUDGET TWO_LAYERS
+dp2 offloaded, accumulation 2 | 2 | OFFLOAD training.local_batch_size=2 TWO_LAYERS
+# the loss
+tp2, many chunks | 2 | TP=2 CHUNKS TWO_LAYERS
+dp2 tied, many chunks | 2 | TIED CHUNKS TWO_LAYERS
+pp2 compile, many chunks | 2 | PP=2 COMPILED CHUNKS TWO_LAYERS
+pp2 x tp2 ZBVZeroBubble, many chunks | 4 | PP=2 TP=2 SCHEDULE=ZBVZeroBubble MODE=none CHUNKS
+# long sequences, documents
+cp2 allgather | 2 | CP=2
+cp2 ring, full recompute | 2 | CP=2 RING MODE=full TWO_LAYERS
+cp4 ring | 4 | CP=4 RING
+dp2 x cp2 accumulation 4 | 4 | CP=2 ACCUMULATION_4 TWO_LAYERS
+pp2 x cp2 ring | 4 | CP=2 PP=2 RING TWO_LAYERS
+cp2 ring compile, full recompute | 2 | CP=2 RING MODE=full COMPILED TWO_LAYERS
+one rank documents | 1 | DOCUMENTS TWO_LAYERS
+cp4 documents | 4 | CP=4 DOCUMENTS TWO_LAYERS
+pp2 x cp2 documents | 4 | PP=2 CP=2 DOCUMENTS TWO_LAYERS
+# windows and sinks
+dp2 windows | 2 | WINDOWS TWO_LAYERS
+tp2 windows and sinks | 2 | TP=2 WINDOWS SINKS TWO_LAYERS
+cp2 windows and sinks, documents | 2 | CP=2 WINDOWS SINKS DOCUMENTS TWO_LAYERS
+cp4 windows in all layers | 4 | CP=4 flavor.sliding_window=9 TWO_LAYERS
+pp2 x tp2 sinks, full recompute | 4 | PP=2 TP=2 SINKS MODE=full TWO_LAYERS
+pp2 windows and sinks | 2 | PP=2 WINDOWS SINKS
+dp2 windows and sinks, compile | 2 | COMPILED WINDOWS SINKS TWO_LAYERS
+tp4 windows and sinks, one key/value head | 4 | TP=4 WINDOWS SINKS ONE_HEAD BIASES
+""")
 add_schedules(FAST, "pp2 ", SCHEDULES, {PP: 2}, 2)
 add_schedules(FAST, "pp2 tied, ", ("Interleaved1F1B", "DualPipeV"), {PP: 2, **TIED}, 2)
 
 # Of MoE layers: on how many ranks, ep, and what else.
-EXPERT_LAYOUTS = {
-    "one rank, no recompute": Row(1, {MODE: "none"}),
-    "one rank, full recompute": Row(1, {MODE: "full"}),
-    "one rank, 3 experts of 8": Row(1, {"flavor.top_k": 3, "flavor.normalize_top_k": False}),
-    "dp2": Row(2),
-    "dp2, matrices shared": Row(2, FIVE_EXPERTS),
-    "tp2": Row(2, {TP: 2}),
-    "pp2": Row(2, {PP: 2}),
-    "pp2 ZBVZeroBubble": Row(
-        2, {PP: 2, SCHEDULE: "ZBVZeroBubble", MODE: "none", "model.n_layers": 4}
-    ),
-    "dp2, ep2": Row(2, {EP: 2}),
-    "tp2, ep2": Row(2, {TP: 2, EP: 2}),
-    "cp2 ring, ep2": Row(2, {CP: 2, EP: 2, **RING}),
-    "dp2, ep2, full recompute": Row(2, {EP: 2, MODE: "full"}),
-    "dp2, ep2, compile": Row(2, {EP: 2, **COMPILED}),
-    "dp2, ep2, accumulation 4 ZeRO-1": Row(2, {EP: 2, ZERO: 1, **ACCUMULATION_4}),
-    "dp2, ep2, accumulation 4 ZeRO-2": Row(2, {EP: 2, ZERO: 2, **ACCUMULATION_4}),
-    "hsdp2x2, ep2": Row(4, {REPLICATE: 2, EP: 2}),
-    "dp2 x tp2, ep4": Row(4, {TP: 2, EP: 4}),
-    "dp2 x cp2, ep4": Row(4, {CP: 2, EP: 4}),
-    "pp2 x dp2 x tp2, ep4": Row(8, {PP: 2, TP: 2, EP: 4}),
-    "tp2, ep2, shared experts": Row(2, {TP: 2, EP: 2, **SHARED}),
-    "cp2, ep2, shared experts": Row(2, {CP: 2, EP: 2, **SHARED}),
-    "pp2, shared experts": Row(2, {PP: 2, **SHARED}),
-}
+EXPERT_LAYOUTS = read_rows("""
+one rank, no recompute | 1 | MODE=none
+one rank, full recompute | 1 | MODE=full
+one rank, 3 experts of 8 | 1 | flavor.top_k=3 flavor.normalize_top_k=false
+dp2 | 2
+dp2, matrices shared | 2 | FIVE_EXPERTS
+tp2 | 2 | TP=2
+pp2 | 2 | PP=2
+pp2 ZBVZeroBubble | 2 | PP=2 SCHEDULE=ZBVZeroBubble MODE=none model.n_layers=4
+dp2, ep2 | 2 | EP=2
+tp2, ep2 | 2 | TP=2 EP=2
+cp2 ring, ep2 | 2 | CP=2 EP=2 RING
+dp2, ep2, full recompute | 2 | EP=2 MODE=full
+dp2, ep2, compile | 2 | EP=2 COMPILED
+dp2, ep2, accumulation 4 ZeRO-1 | 2 | EP=2 ZERO=1 ACCUMULATION_4
+dp2, ep2, accumulation 4 ZeRO-2 | 2 | EP=2 ZERO=2 ACCUMULATION_4
+hsdp2x2, ep2 | 4 | REPLICATE=2 EP=2
+dp2 x tp2, ep4 | 4 | TP=2 EP=4
+dp2 x cp2, ep4 | 4 | CP=2 EP=4
+pp2 x dp2 x tp2, ep4 | 8 | PP=2 TP=2 EP=4
+tp2, ep2, shared experts | 2 | TP=2 EP=2 SHARED
+cp2, ep2, shared experts | 2 | CP=2 EP=2 SHARED
+pp2, shared experts | 2 | PP=2 SHARED
+""")
 for name, row in EXPERT_LAYOUTS.items():
     FAST[f"experts, {name}"] = Row(row.world_size, {**MOE, **row.overrides})
 
 # Slow: every schedule on four stages, and three axes. test_drawn_layouts.py draws the pairs that are not here.
-CROSSES = {
-    "cp2 windows, 2,048 tokens": Row(
-        2, {CP: 2, "training.seq_len": 2048, **WINDOWS, "flavor.sliding_window": 512, **TWO_LAYERS}
-    ),
-    "tp8, two key/value heads, Qwen3 tied": Row(8, {TP: 8, **TWO_HEADS, **HEAD_NORMS, **TIED}),
-    "pp2 x cp2 x tp2, one key/value head, biases": Row(
-        8, {PP: 2, CP: 2, TP: 2, **ONE_HEAD, **BIASES}
-    ),
-    "hsdp2x2 x tp2 compile, one key/value head": Row(
-        8, {REPLICATE: 2, TP: 2, **COMPILED, **ONE_HEAD, **HEAD_NORMS, **BIASES}
-    ),
-    "cp2 x tp2 documents, one key/value head": Row(4, {CP: 2, TP: 2, **DOCUMENTS, **ONE_HEAD}),
-    "pp2 x tp2, Qwen2 compile": Row(4, {PP: 2, TP: 2, **BIASES, **COMPILED, **TWO_LAYERS}),
-    "pp2 x ddp2 x tp2": Row(8, {PP: 2, TP: 2, REPLICATE: 2, **TWO_LAYERS}),
-    "cp4 x tp2 allgather": Row(8, {CP: 4, TP: 2, **TWO_LAYERS}),
-    "pp2 x tp2 offloaded": Row(4, {PP: 2, TP: 2, **OFFLOAD, **TWO_LAYERS}),
-    "hsdp2x2 x tp2": Row(8, {TP: 2, REPLICATE: 2, **TWO_LAYERS}),
-    "hsdp2 x cp2 x tp2 ring": Row(8, {REPLICATE: 2, CP: 2, TP: 2, **RING, **TWO_LAYERS}),
-    "dp2 x cp4": Row(8, {CP: 4, **TWO_LAYERS}),
-    "pp2 x cp4 ring": Row(8, {PP: 2, CP: 4, **RING, **TWO_LAYERS}),
-    "pp2 x cp2 x tp2": Row(8, {PP: 2, CP: 2, TP: 2, **TWO_LAYERS}),
-    "pp2 x cp2 x tp2 documents": Row(8, {PP: 2, CP: 2, TP: 2, **DOCUMENTS, **TWO_LAYERS}),
-    "cp2 compile": Row(2, {CP: 2, **COMPILED, **TWO_LAYERS}),
-    "cp2 compile documents": Row(2, {CP: 2, **COMPILED, **DOCUMENTS, **TWO_LAYERS}),
-    "dp2 x tp2 compile": Row(4, {TP: 2, **COMPILED, **TWO_LAYERS}),
-    "dp2 x tp2 compile, full recompute": Row(4, {TP: 2, **COMPILED, MODE: "full", **TWO_LAYERS}),
-    "pp2 x cp2 ring ZBVZeroBubble": Row(
-        4, {PP: 2, CP: 2, **RING, SCHEDULE: "ZBVZeroBubble", MODE: "none"}
-    ),
-    "pp2 x dp2 x tp2 ZBVZeroBubble, embedding and head alone": Row(
-        8,
-        {
-            PP: 2,
-            TP: 2,
-            SCHEDULE: "ZBVZeroBubble",
-            MODE: "none",
-            **ENDS_ALONE,
-        },
-    ),
-    "pp2 x dp2 x tp2 tied, ZBVZeroBubble": Row(
-        8, {PP: 2, TP: 2, SCHEDULE: "ZBVZeroBubble", MODE: "none", **TIED, "model.n_layers": 4}
-    ),
-    "pp2 x ddp2 x tp2 tied": Row(8, {PP: 2, TP: 2, REPLICATE: 2, **TIED, **TWO_LAYERS}),
-    "pp2 x dp2 x tp2 DualPipeV": Row(8, {PP: 2, TP: 2, SCHEDULE: "DualPipeV", MODE: "none"}),
-    "experts, dp2, ep2, offloaded": Row(2, {**MOE, EP: 2, **OFFLOAD}),
-    "experts, dp2, ep2, 12 layers, accumulation 4": Row(
-        2, {**MOE, EP: 2, **ACCUMULATION_4, "model.n_layers": 12}
-    ),
-    "experts, dp2 x cp2 x tp2, ep8": Row(8, {**MOE, CP: 2, TP: 2, EP: 8}),
-    "experts, hsdp2x2 x tp2, ep4": Row(8, {**MOE, REPLICATE: 2, TP: 2, EP: 4}),
-    "experts, pp2 x cp2 x tp2, ep4, shared experts": Row(8, {**SHARED, PP: 2, CP: 2, TP: 2, EP: 4}),
-    "experts, pp2 x dp2 x tp2, ep4, DualPipeV": Row(
-        8, {**MOE, PP: 2, TP: 2, EP: 4, SCHEDULE: "DualPipeV", MODE: "none", "model.n_layers": 4}
-    ),
-}
+CROSSES = read_rows("""
+cp2 windows, 2,048 tokens | 2 | CP=2 training.seq_len=2048 WINDOWS flavor.sliding_window=512 TWO_LAYERS
+tp8, two key/value heads, Qwen3 tied | 8 | TP=8 TWO_HEADS HEAD_NORMS TIED
+pp2 x cp2 x tp2, one key/value head, biases | 8 | PP=2 CP=2 TP=2 ONE_HEAD BIASES
+hsdp2x2 x tp2 compile, one key/value head | 8 | REPLICATE=2 TP=2 COMPILED ONE_HEAD HEAD_NORMS BIASES
+cp2 x tp2 documents, one key/value head | 4 | CP=2 TP=2 DOCUMENTS ONE_HEAD
+pp2 x tp2, Qwen2 compile | 4 | PP=2 TP=2 BIASES COMPILED TWO_LAYERS
+pp2 x ddp2 x tp2 | 8 | PP=2 TP=2 REPLICATE=2 TWO_LAYERS
+cp4 x tp2 allgather | 8 | CP=4 TP=2 TWO_LAYERS
+pp2 x tp2 offloaded | 4 | PP=2 TP=2 OFFLOAD TWO_LAYERS
+hsdp2x2 x tp2 | 8 | TP=2 REPLICATE=2 TWO_LAYERS
+hsdp2 x cp2 x tp2 ring | 8 | REPLICATE=2 CP=2 TP=2 RING TWO_LAYERS
+dp2 x cp4 | 8 | CP=4 TWO_LAYERS
+pp2 x cp4 ring | 8 | PP=2 CP=4 RING TWO_LAYERS
+pp2 x cp2 x tp2 | 8 | PP=2 CP=2 TP=2 TWO_LAYERS
+pp2 x cp2 x tp2 documents | 8 | PP=2 CP=2 TP=2 DOCUMENTS TWO_LAYERS
+cp2 x tp2 ring compile, full recompute | 4 | CP=2 TP=2 RING MODE=full COMPILED TWO_LAYERS
+cp2 compile | 2 | CP=2 COMPILED TWO_LAYERS
+cp2 compile documents | 2 | CP=2 COMPILED DOCUMENTS TWO_LAYERS
+dp2 x tp2 compile | 4 | TP=2 COMPILED TWO_LAYERS
+dp2 x tp2 compile, full recompute | 4 | TP=2 COMPILED MODE=full TWO_LAYERS
+pp2 x cp2 ring ZBVZeroBubble | 4 | PP=2 CP=2 RING SCHEDULE=ZBVZeroBubble MODE=none
+pp2 x dp2 x tp2 ZBVZeroBubble, embedding and head alone | 8 | PP=2 TP=2 SCHEDULE=ZBVZeroBubble MODE=none ENDS_ALONE
+pp2 x dp2 x tp2 tied, ZBVZeroBubble | 8 | PP=2 TP=2 SCHEDULE=ZBVZeroBubble MODE=none TIED model.n_layers=4
+pp2 x ddp2 x tp2 tied | 8 | PP=2 TP=2 REPLICATE=2 TIED TWO_LAYERS
+pp2 x dp2 x tp2 DualPipeV | 8 | PP=2 TP=2 SCHEDULE=DualPipeV MODE=none
+experts, dp2, ep2, offloaded | 2 | MOE EP=2 OFFLOAD
+experts, dp2, ep2, 12 layers, accumulation 4 | 2 | MOE EP=2 ACCUMULATION_4 model.n_layers=12
+experts, dp2 x cp2 x tp2, ep8 | 8 | MOE CP=2 TP=2 EP=8
+experts, hsdp2x2 x tp2, ep4 | 8 | MOE REPLICATE=2 TP=2 EP=4
+experts, pp2 x cp2 x tp2, ep4, shared experts | 8 | SHARED PP=2 CP=2 TP=2 EP=4
+experts, pp2 x dp2 x tp2, ep4, DualPipeV | 8 | MOE PP=2 TP=2 EP=4 SCHEDULE=DualPipeV MODE=none model.n_layers=4
+""")
 add_schedules(CROSSES, "pp4 ", SCHEDULES, {PP: 4, "model.n_layers": 8}, 4)
 add_schedules(CROSSES, "pp2 tied, ", SCHEDULES, {PP: 2, **TIED}, 2)
 CROSSES = {name: row for name, row in CROSSES.items() if name not in FAST}
 LAYOUTS = {**CROSSES, **FAST}
 
-BFLOAT16_LAYOUTS = {
-    "dp2": Row(2, BFLOAT16),
-    "tp2": Row(2, {TP: 2, **BFLOAT16}),
-    "dp2 x tp2 many chunks": Row(4, {TP: 2, **CHUNKS, **BFLOAT16, **TWO_LAYERS}),
-    "pp2": Row(2, {PP: 2, **BFLOAT16}),
-    "pp2 x dp2 x tp2": Row(8, {PP: 2, TP: 2, **BFLOAT16, **TWO_LAYERS}),
-    "pp2 x dp2 tied": Row(4, {PP: 2, **TIED, **BFLOAT16}),
-    "tp2, Qwen2": Row(2, {TP: 2, **BIASES, **BFLOAT16}),
-    "tp2, one key/value head": Row(2, {TP: 2, **ONE_HEAD, **HEAD_NORMS, **BFLOAT16}),
-}
+BFLOAT16_LAYOUTS = read_rows("""
+dp2 | 2 | BFLOAT16
+tp2 | 2 | TP=2 BFLOAT16
+dp2 x tp2 many chunks | 4 | TP=2 CHUNKS BFLOAT16 TWO_LAYERS
+pp2 | 2 | PP=2 BFLOAT16
+pp2 x tp2 | 4 | PP=2 TP=2 BFLOAT16 TWO_LAYERS
+pp2 x dp2 tied | 4 | PP=2 TIED BFLOAT16
+tp2, Qwen2 | 2 | TP=2 BIASES BFLOAT16
+tp2, one key/value head | 2 | TP=2 ONE_HEAD HEAD_NORMS BFLOAT16
+""")
 
 FLOAT8 = {"model.converters": ["float8"]}
 # A CPU takes 20 ms for a float8 matmul, however small. So tests that do not look at it emulate it.
@@ -308,19 +284,17 @@ GATHER = {**FLOAT8, "quantize.linear.float8.enable_fsdp_float8_all_gather": True
 PRECOMPUTE = {**GATHER, "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": True}
 ROWWISE = {**FLOAT8, "quantize.linear.float8.recipe_name": "rowwise"}
 ROWWISE_HP = {**FLOAT8, "quantize.linear.float8.recipe_name": "rowwise_with_gw_hp"}
-FLOAT8_LAYOUTS = {
-    "tp2": Row(2, {TP: 2, **FLOAT8}),
-    "dp2": Row(2, FLOAT8),
-    "cp2": Row(2, {CP: 2, **FLOAT8, **TWO_LAYERS}),
-    "tp2, Qwen2": Row(2, {TP: 2, **FLOAT8, **BIASES, **TWO_LAYERS}),
-    "pp2 x dp2 x tp2, gathered": Row(8, {PP: 2, TP: 2, **PRECOMPUTE, **TWO_LAYERS}),
-    "dp2 ZeRO-2 accumulation 4, gathered": Row(
-        2, {**PRECOMPUTE, ZERO: 2, **ACCUMULATION_4, **TWO_LAYERS}
-    ),
-    "dp2 full recompute, gathered": Row(2, {MODE: "full", **GATHER, **TWO_LAYERS}),
-    "pp2 ZBVZeroBubble": Row(2, {PP: 2, SCHEDULE: "ZBVZeroBubble", MODE: "none", **FLOAT8}),
-    "tp2, one key/value head": Row(2, {TP: 2, **FLOAT8, **ONE_HEAD}),
-    "tp2 rowwise, one key/value head": Row(2, {TP: 2, **ROWWISE, **ONE_HEAD}),
-    "tp2 rowwise": Row(2, {TP: 2, **ROWWISE, **TWO_LAYERS}),
-    "tp2 rowwise_with_gw_hp": Row(2, {TP: 2, **ROWWISE_HP, **TWO_LAYERS}),
-}
+FLOAT8_LAYOUTS = read_rows("""
+tp2 | 2 | TP=2 FLOAT8
+dp2 | 2 | FLOAT8
+cp2 | 2 | CP=2 FLOAT8 TWO_LAYERS
+tp2, Qwen2 | 2 | TP=2 FLOAT8 BIASES TWO_LAYERS
+pp2 x dp2 x tp2, gathered | 8 | PP=2 TP=2 PRECOMPUTE TWO_LAYERS
+dp2 ZeRO-2 accumulation 4, gathered | 2 | PRECOMPUTE ZERO=2 ACCUMULATION_4 TWO_LAYERS
+dp2 full recompute, gathered | 2 | MODE=full GATHER TWO_LAYERS
+pp2 ZBVZeroBubble | 2 | PP=2 SCHEDULE=ZBVZeroBubble MODE=none FLOAT8
+tp2, one key/value head | 2 | TP=2 FLOAT8 ONE_HEAD
+tp2 rowwise, one key/value head | 2 | TP=2 ROWWISE ONE_HEAD
+tp2 rowwise | 2 | TP=2 ROWWISE TWO_LAYERS
+tp2 rowwise_with_gw_hp | 2 | TP=2 ROWWISE_HP TWO_LAYERS
+""")

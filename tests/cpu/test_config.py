@@ -252,36 +252,30 @@ def test_shipped_configs_read_without_a_problem_and_survive_the_way_through_toml
 # --- mistakes: test_check.py has those of the command line ---
 
 
-@pytest.mark.parametrize(
-    "text, key, remedy",
-    [
-        (
-            "[paralelism]\ntensor_parallel_degree = 2",
-            "paralelism.tensor_parallel_degree",
-            "parallelism.",
-        ),
-        ("[training]\nstepps = 2", "training.stepps", "training.steps"),
-        (
-            "[job]\nearly_step_in_backward = true",
-            "job.early_step_in_backward",
-            "optimizer.early_step_in_backward",
-        ),
-        ("steps = 2", "steps", "training.steps"),
-        ("training = 2", "training", "training."),
-        ("[zzz]\nqqq = 2", "zzz.qqq", "check --keys"),
-        ("[trainig]\n[job]", "trainig", "training."),
-        ("[quantize.linear.flot8]\n[fault_tolerance]\n[quantize]", "quantize.linear.flot8", ""),
-        ("[training.steps]\nn = 2", "training.steps", ""),
-        ("[model]\nflavor = 8", "model.flavor", ""),
-        ("[compile]\nenable = 1", "compile.enable", ""),
-        ("[training]\ndataset_weights = [1, nan]", "training.dataset_weights", ""),
-        ("[training]\ndataset_weights = [1, 'x']", "training.dataset_weights", ""),
-        ("[training]\nsteps = 3\nseq_len = = 4", "job.config_file", ""),
-        ("a\ud800", "job.config_file", ""),  # not UTF-8
-    ],
-)
-def test_a_mistake_in_toml_names_its_key_and_the_nearest_known_one(write_toml, text, key, remedy):
-    problem = read_one_problem(write_toml(text))
+# TOML | key of the problem | word of the remedy
+MISTAKES = r"""
+[paralelism]\ntensor_parallel_degree = 2 | paralelism.tensor_parallel_degree | parallelism.
+[training]\nstepps = 2 | training.stepps | training.steps
+[job]\nearly_step_in_backward = true | job.early_step_in_backward | optimizer.early_step_in_backward
+steps = 2 | steps | training.steps
+training = 2 | training | training.
+[zzz]\nqqq = 2 | zzz.qqq | check --keys
+[trainig]\n[job] | trainig | training.
+[quantize.linear.flot8]\n[fault_tolerance]\n[quantize] | quantize.linear.flot8 |
+[training.steps]\nn = 2 | training.steps |
+[model]\nflavor = 8 | model.flavor |
+[compile]\nenable = 1 | compile.enable |
+[training]\ndataset_weights = [1, nan] | training.dataset_weights |
+[training]\ndataset_weights = [1, 'x'] | training.dataset_weights |
+[training]\nsteps = 3\nseq_len = = 4 | job.config_file |
+a\ud800 | job.config_file |
+"""  # the last one is not UTF-8
+
+
+@pytest.mark.parametrize("line", MISTAKES.strip().splitlines())
+def test_a_mistake_in_toml_names_its_key_and_the_nearest_known_one(write_toml, line):
+    text, key, remedy = map(str.strip, line.split("|"))
+    problem = read_one_problem(write_toml(text.encode().decode("unicode_escape")))
     assert problem.key == key and remedy in problem.remedy
 
 

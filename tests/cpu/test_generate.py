@@ -5,14 +5,12 @@ from argparse import Namespace
 import pytest
 import torch
 from test_model import FLAVORS, build_ours
-from test_windows import read_in_pieces
 from transformers.generation.logits_process import (
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
-from torchtitan_lite.models.llama3.modules import Llama3
 from torchtitan_lite.tools.generate import choose_token, limit
 from torchtitan_lite.tools.kv_cache import CachedModel
 
@@ -24,35 +22,7 @@ def sampling(temperature: float, top_k: int = 0, top_p: float = 1.0) -> Namespac
     return Namespace(temperature=temperature, top_k=top_k, top_p=top_p)
 
 
-def sharpen(model: Llama3) -> Llama3:
-    """Initial queries and keys are so small that attention hardly looks at them, and a wrong cache would not show."""
-    with torch.no_grad():
-        for block in model.layers.values():
-            block.attention.wq.weight *= 7
-            block.attention.wk.weight *= 7
-    return model
-
-
-# ---------------------------------------------------------------- the cache
-
-
-@pytest.mark.parametrize(
-    "name, pieces",
-    [
-        ("Llama 3.1, scaled RoPE", [60] + [1] * 30),
-        ("Llama 3.2, tied", [40, 30, 1, 19]),
-        ("head dim of its own", [90]),
-        ("one key/value head", [60] + [1] * 30),
-        ("Qwen3-MoE, a dense layer, weights as they are", [85] + [1] * 5),
-    ],
-)
-def test_logits_with_a_cache_are_those_without(name, pieces):
-    model = sharpen(build_ours(FLAVORS[name]))
-    tokens = torch.randint(PLAIN.vocab_size, (90,), generator=torch.Generator().manual_seed(5))
-    with torch.no_grad():
-        expected = model(tokens[None], positions=torch.arange(90)[None])[0]  # (S, V)
-    cached = CachedModel(model)
-    read_in_pieces(cached, tokens, pieces, expected)
+# ---------------------------------------------------------------- the cache; its logits: test_windows.py
 
 
 def test_a_step_computes_one_token_and_the_head_only_the_last_one():

@@ -83,29 +83,26 @@ def test_gpus_are_those_that_the_driver_shows_and_without_any_the_cpu_is_the_dev
     assert machine.memory_bytes_per_device > GIB
 
 
-H100, V100, B200 = "NVIDIA H100 80GB HBM3", "Tesla V100-SXM2-16GB", "NVIDIA B200"
+# GPU | driver | lines of torch's version.py | words of the problem, if it has one
+TORCHES = """
+NVIDIA H100 80GB HBM3 | 580.65.06 | cuda: Optional[str] = '13.0' |
+NVIDIA H100 80GB HBM3 | 570.172.08 | cuda: Optional[str] = '13.0' | 570.172.08 580 whl/cu126 pip
+NVIDIA H100 80GB HBM3 | 535.104.05 | cuda = '12.6' |
+NVIDIA H100 80GB HBM3 | 470.57.02 | cuda = '12.6' | 525 470.57.02 Update
+NVIDIA H100 80GB HBM3 | 580.65.06 | cuda = None | CPUs CUDA_VISIBLE_DEVICES
+NVIDIA H100 80GB HBM3 | 580.65.06 | cuda = None; hip: Optional[str] = '7.1.2' | ROCm 7.1.2
+| | cuda = None; hip = '7.1.2' | ROCm 7.1.2
+| | cuda = '13.0' |
+Tesla V100-SXM2-16GB | 580.65.06 | cuda = '13.0' | V100 kernels whl/cu126
+NVIDIA B200 | 570.172.08 | cuda = '13.0' | Update 580
+NVIDIA B200 | 580.65.06 | cuda = '12.6' | B200 kernels PyPI
+"""
 
 
-@pytest.mark.parametrize(
-    "gpu, driver, torch_version, words",
-    [  # of version.py; "": fine
-        (H100, "580.65.06", "cuda: Optional[str] = '13.0'", ""),
-        (H100, "570.172.08", "cuda: Optional[str] = '13.0'", "570.172.08 580 whl/cu126 pip"),
-        (H100, "535.104.05", "cuda = '12.6'", ""),
-        (H100, "470.57.02", "cuda = '12.6'", "525 470.57.02 Update"),
-        (H100, "580.65.06", "cuda = None", "CPUs CUDA_VISIBLE_DEVICES"),
-        (H100, "580.65.06", "cuda = None\nhip: Optional[str] = '7.1.2'", "ROCm 7.1.2"),
-        ("", "", "cuda = None\nhip = '7.1.2'", "ROCm 7.1.2"),
-        ("", "", "cuda = '13.0'", ""),
-        (V100, "580.65.06", "cuda = '13.0'", "V100 kernels whl/cu126"),
-        (B200, "570.172.08", "cuda = '13.0'", "Update 580"),
-        (B200, "580.65.06", "cuda = '12.6'", "B200 kernels PyPI"),
-    ],
-)
-def test_a_torch_that_the_driver_or_the_gpu_cannot_run_is_refused(
-    monkeypatch, tmp_path, gpu, driver, torch_version, words
-):
-    (tmp_path / "version.py").write_text(f"debug = False\n{torch_version}\n")
+@pytest.mark.parametrize("line", TORCHES.strip().splitlines())
+def test_a_torch_that_the_driver_or_the_gpu_cannot_run_is_refused(monkeypatch, tmp_path, line):
+    gpu, driver, version, words = map(str.strip, line.split("|"))
+    (tmp_path / "version.py").write_text("\n".join(["debug = False", *version.split("; "), ""]))
     found = ModuleSpec("torch", None, origin=str(tmp_path / "__init__.py"))
     monkeypatch.setattr(software, "find_spec", lambda name: found)
     machine = Machine("cuda" if gpu else "cpu", 1, None, gpu, driver=driver)
@@ -125,29 +122,30 @@ def test_a_limit_of_the_control_group_or_any_around_it_is_a_limit(tmp_path):
     assert measure_cpu_memory(proc, root) == 4096
 
 
-@pytest.mark.parametrize(
-    "name, tflops",
-    [
-        ("NVIDIA A100-SXM4-80GB", 312),
-        ("NVIDIA H100 80GB HBM3", 989),
-        ("NVIDIA H100 PCIe", 756),
-        ("NVIDIA H200 NVL", 835),
-        ("NVIDIA GH200 480GB", 989),
-        ("NVIDIA GB200", 2500),
-        ("NVIDIA GB300", 2500),
-        ("NVIDIA B300 SXM6 AC", 2250),
-        ("NVIDIA L40", 181),
-        ("NVIDIA L40S", 362),
-        ("NVIDIA A10G", 70),
-        ("NVIDIA GeForce RTX 4090", 165.2),
-        ("NVIDIA GeForce RTX 5090", 209.5),
-        ("NVIDIA RTX A6000", 154.8),
-        ("NVIDIA RTX A1000", None),  # no A100
-        ("Tesla V100-SXM2-32GB", None),  # no bfloat16
-    ],
-)
-def test_peak_flops_are_the_dense_bfloat16_numbers_of_the_data_sheets(name, tflops):
-    assert peak_flops(name) == (tflops and tflops * 1e12)
+PEAKS = """
+NVIDIA A100-SXM4-80GB | 312
+NVIDIA H100 80GB HBM3 | 989
+NVIDIA H100 PCIe | 756
+NVIDIA H200 NVL | 835
+NVIDIA GH200 480GB | 989
+NVIDIA GB200 | 2500
+NVIDIA GB300 | 2500
+NVIDIA B300 SXM6 AC | 2250
+NVIDIA L40 | 181
+NVIDIA L40S | 362
+NVIDIA A10G | 70
+NVIDIA GeForce RTX 4090 | 165.2
+NVIDIA GeForce RTX 5090 | 209.5
+NVIDIA RTX A6000 | 154.8
+NVIDIA RTX A1000 | 0
+Tesla V100-SXM2-32GB | 0
+"""  # an A1000 is no A100, and a V100 has no bfloat16
+
+
+@pytest.mark.parametrize("line", PEAKS.strip().splitlines())
+def test_peak_flops_are_the_dense_bfloat16_numbers_of_the_data_sheets(line):
+    name, tflops = line.split(" | ")
+    assert (peak_flops(name) or 0) == float(tflops) * 1e12
 
 
 def test_the_commit_is_that_of_the_repository_if_it_is_one(tmp_path, monkeypatch):

@@ -38,15 +38,6 @@ from torchtitan_lite.extensions.hugging_face_config import (
 from torchtitan_lite.tools.convert import write_folder
 from torchtitan_lite.tools.model_source import ModelSource
 
-
-class Missing:
-    """A key that is left out. Its name in test ids is the same in every process."""
-
-    def __repr__(self) -> str:
-        return "missing"
-
-
-ABSENT = Missing()
 TOKENS = torch.randint(128, (2, 96), generator=torch.Generator().manual_seed(3))
 POSITIONS = torch.arange(96).expand(2, -1)
 SIZES = {
@@ -78,7 +69,7 @@ def make_content(family: str, sizes: str = "{}") -> dict:
 
 def write_config(folder: Path, family: str, changes: dict) -> None:
     content = {**make_content(family), **changes}
-    content = {key: value for key, value in content.items() if value is not ABSENT}
+    content = {key: value for key, value in content.items() if value != "missing"}
     (folder / "config.json").write_text(json.dumps(content))
 
 
@@ -113,101 +104,104 @@ STORED = {  # what else a tied model stores
     "different": lambda tensors: tensors.update({HEAD: tensors[EMBEDDING].flip(0).clone()}),
     "only the head": lambda tensors: tensors.update({HEAD: tensors.pop(EMBEDDING)}),
 }
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-VERSION_4 = {"rope_parameters": ABSENT, "rope_theta": 5e5}
-WINDOW = {"use_sliding_window": True, "sliding_window": 8, "layer_types": ABSENT}
-SLIDING = ["full_attention"] * 3 + ["sliding_attention"]
-ORIGINAL = "original_max_position_embeddings"
-DENSE, STEP = "mlp_only_layers", "decoder_sparse_step"
-ACCEPTED = [  # families, sizes of the stored model, changes of its config.json, what else is stored
-    ("all", {}, {}, ""),
-    ("all", {"num_key_value_heads": 4}, {"num_key_value_heads": 4}, ""),
-    ("llama qwen2 qwen3", {"num_key_value_heads": 4}, {"num_key_value_heads": None}, ""),
-    ("llama", {"num_key_value_heads": 4}, {"num_key_value_heads": ABSENT}, ""),
-    ("qwen3_moe", {"num_key_value_heads": 4}, {"num_key_value_heads": ABSENT}, ""),
-    ("llama mixtral", {}, {"head_dim": None}, ""),
-    ("llama mixtral qwen2 qwen3_moe", {}, {"head_dim": ABSENT}, ""),
-    ("llama qwen2", {"head_dim": 8}, {}, ""),
-    (
-        "mixtral qwen3",
-        {"hidden_size": 72, "num_attention_heads": 5, "num_key_value_heads": 5},
-        {},
-        "",
-    ),
-    ("all", {}, {"rms_norm_eps": ABSENT}, ""),
-    ("llama qwen3", {}, {"rms_norm_eps": 0.5}, ""),
-    ("llama", {}, {"rms_norm_eps": 0.0}, ""),
-    ("qwen2", {}, {"hidden_act": "swish"}, ""),
-    ("llama", {}, {"hidden_act": ABSENT, "attention_bias": ABSENT, "mlp_bias": ABSENT}, ""),
-    ("qwen3", {}, {"tie_word_embeddings": ABSENT}, ""),
-    ("qwen2", {"tie_word_embeddings": True}, {}, ""),
-    ("llama qwen2", {"tie_word_embeddings": True}, {}, "equal"),
-    ("llama qwen3_moe", {"tie_word_embeddings": True}, {}, "different"),
-    ("mixtral qwen3", {"tie_word_embeddings": True}, {}, "only the head"),
-    ("llama", {}, {"tie_word_embeddings": True}, ""),
-    # RoPE
-    ("llama qwen3_moe", {}, VERSION_4, ""),
-    ("llama mixtral", {}, {"rope_parameters": ABSENT}, ""),
-    ("qwen2", {}, {"rope_parameters": None, "rope_theta": 10000}, ""),
-    ("llama", {}, {"rope_parameters": {}, "rope_theta": 5e5, "rope_scaling": {}}, ""),
-    ("llama", {}, {"rope_parameters": {"rope_theta": 3e4}, "rope_theta": 5e5}, ""),
-    ("llama", {}, {"rope_scaling": {"type": "linear", "factor": 2}, "rope_theta": 5e5}, ""),
-    ("llama", {}, {"rope_parameters": {"type": "linear", "rope_type": "default", "factor": 2}}, ""),
-    ("llama", {}, {"rope_parameters": {"type": "linear", "factor": 0.5, "foo": 1}}, ""),
-    ("llama", {}, {"partial_rotary_factor": 1, "per_layer_config": {}}, ""),
-    ("llama qwen3", {}, {**VERSION_4, "rope_scaling": LLAMA3}, ""),
-    ("llama mixtral", {}, {**VERSION_4, "rope_scaling": LLAMA3, "max_position_embeddings": 64}, ""),
-    ("llama", {}, {**VERSION_4, "rope_scaling": LLAMA3, "max_position_embeddings": ABSENT}, ""),
-    ("llama qwen2", {}, {**VERSION_4, "rope_scaling": {**LLAMA3, ORIGINAL: 16}}, ""),
-    ("llama qwen2", {}, {**VERSION_4, "rope_scaling": {**LLAMA3, ORIGINAL: 16}, ORIGINAL: 32}, ""),
-    ("llama mixtral", {}, {"rope_parameters": {**LLAMA3, "rope_theta": 1e4}, ORIGINAL: 32}, ""),
-    ("llama", {}, {**VERSION_4, "rope_scaling": {**LLAMA3, "low_freq_factor": 4.0}}, ""),
-    # windows
-    ("qwen2 qwen3", {}, {**WINDOW, "max_window_layers": 3}, ""),
-    ("qwen2 qwen3 qwen3_moe", {}, {**WINDOW, "max_window_layers": 0}, ""),
-    ("qwen2 qwen3", {}, {**WINDOW, "max_window_layers": 0, "layer_types": SLIDING}, ""),
-    ("mixtral qwen3_moe", {}, {**WINDOW, "max_window_layers": 28}, ""),
-    # windows that no layer has
-    ("qwen2 qwen3", {}, {**WINDOW, "max_window_layers": 4}, ""),
-    ("qwen2 qwen3", {}, {**WINDOW, "max_window_layers": ABSENT}, ""),
-    (
-        "qwen2 qwen3",
-        {},
-        {**WINDOW, "max_window_layers": 0, "layer_types": ["full_attention"] * 4},
-        "",
-    ),
-    ("qwen2 qwen3 qwen3_moe", {}, {**WINDOW, "sliding_window": None, "max_window_layers": 0}, ""),
-    ("qwen2 qwen3 qwen3_moe", {}, {**WINDOW, "use_sliding_window": False}, ""),
-    ("llama", {}, {"sliding_window": 8, "layer_types": ["full_attention"] * 4}, ""),
-    ("qwen2 mixtral", {}, {"layer_types": None}, ""),
-    # experts
-    ("mixtral", {}, {"num_experts": 4, "num_local_experts": 8}, ""),
-    ("mixtral", {}, {"num_experts": 4, "num_local_experts": ABSENT}, ""),
-    ("qwen3_moe", {}, {"num_experts": 8, "num_local_experts": 4}, ""),
-    ("qwen3_moe", {}, {"num_experts": 4, "num_local_experts": ABSENT}, ""),
-    ("mixtral qwen3_moe", {}, {"num_experts_per_tok": 4}, ""),
-    ("mixtral qwen3_moe", {}, {"output_router_logits": True, "router_aux_loss_coef": 0.5}, ""),
-    ("mixtral", {}, {"router_jitter_noise": 0.1}, ""),
-    ("qwen3_moe", {}, {"norm_topk_prob": True}, ""),
-    ("qwen3_moe", {}, {"norm_topk_prob": ABSENT, DENSE: None}, ""),
-    ("qwen3_moe", {DENSE: [1, 0, 0, 99, -1]}, {}, ""),
-    ("qwen3_moe", {DENSE: [0], STEP: 2}, {}, ""),
-    ("qwen3_moe", {DENSE: [0, 1], STEP: 2}, {}, ""),
-    ("qwen3_moe", {STEP: 3}, {}, ""),
-    # without effect on the logits
-    ("all", {}, {"attention_dropout": 0.1, "initializer_range": 0.5, "use_cache": False}, ""),
-    ("all", {}, {"eos_token_id": [2, 3], "bos_token_id": None, "pad_token_id": -1}, ""),
-    ("llama", {}, {"dtype": ABSENT, "torch_dtype": "bfloat16", "architectures": None}, ""),
-    ("qwen3", {}, {"quantization_config": None, "per_layer_config": None, "is_causal": True}, ""),
-    ("qwen2", {}, {"rope_interleaved": True, "temperature": 0.5, "id2label": {"0": "a"}}, ""),
-    ("llama", {}, {"pretraining_tp": 2, "auto_map": {"AutoModel": "m.X"}}, ""),
-    ("qwen2", {}, {"attention_bias": True, "mlp_bias": True}, ""),
-    ("qwen3_moe", {}, {"max_window_layers": 1}, ""),
-]
-CASES = []
-for families, *case in ACCEPTED:
-    for family in list_families() if families == "all" else families.split():
-        CASES.append((family, *case))
+SHORT = {  # words of the tables, and what they stand for
+    "ORIGINAL": '"original_max_position_embeddings"',
+    "LLAMA3": '"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0',
+    "VERSION_4": '"rope_parameters": "missing", "rope_theta": 5e5',
+    "WINDOW": '"use_sliding_window": true, "sliding_window": 8, "layer_types": "missing"',
+    "FULL": '["full_attention", "full_attention", "full_attention", "full_attention"]',
+    "SLIDING": '["full_attention", "full_attention", "full_attention", "sliding_attention"]',
+}
+
+
+def read_table(text: str) -> list[list]:
+    """Return the rows of a table, in which every column but the first two is JSON."""
+    for word, meaning in SHORT.items():
+        text = text.replace(word, meaning)
+    rows = []
+    for line in text.strip().splitlines():
+        first, second, *others = map(str.strip, line.partition("  #")[0].split("|"))
+        rows.append([first, second, *map(json.loads, others)])
+    return rows
+
+
+# families | what else a tied model stores | sizes of the stored model | changes of its config.json
+ACCEPTED = """
+all | | {} | {}
+llama mixtral | | {"num_key_value_heads": 4} | {"num_key_value_heads": 4}
+llama qwen2 qwen3 | | {"num_key_value_heads": 4} | {"num_key_value_heads": null}
+llama qwen3_moe | | {"num_key_value_heads": 4} | {"num_key_value_heads": "missing"}
+llama mixtral | | {} | {"head_dim": null}
+llama mixtral qwen2 qwen3_moe | | {} | {"head_dim": "missing"}
+llama qwen2 | | {"head_dim": 8} | {}
+mixtral qwen3 | | {"hidden_size": 72, "num_attention_heads": 5, "num_key_value_heads": 5} | {}
+all | | {} | {"rms_norm_eps": "missing"}
+llama qwen3 | | {} | {"rms_norm_eps": 0.5}
+llama | | {} | {"rms_norm_eps": 0.0}
+qwen2 | | {} | {"hidden_act": "swish"}
+llama | | {} | {"hidden_act": "missing", "attention_bias": "missing", "mlp_bias": "missing"}
+qwen3 | | {} | {"tie_word_embeddings": "missing"}
+qwen2 | | {"tie_word_embeddings": true} | {}
+llama qwen2 | equal | {"tie_word_embeddings": true} | {}
+llama qwen3_moe | different | {"tie_word_embeddings": true} | {}
+mixtral qwen3 | only the head | {"tie_word_embeddings": true} | {}
+llama | | {} | {"tie_word_embeddings": true}
+llama qwen3_moe | | {} | {VERSION_4}  # RoPE
+llama mixtral | | {} | {"rope_parameters": "missing"}
+qwen2 | | {} | {"rope_parameters": null, "rope_theta": 10000}
+llama | | {} | {"rope_parameters": {}, "rope_theta": 5e5, "rope_scaling": {}}
+llama | | {} | {"rope_parameters": {"rope_theta": 3e4}, "rope_theta": 5e5}
+llama | | {} | {"rope_scaling": {"type": "linear", "factor": 2}, "rope_theta": 5e5}
+llama | | {} | {"rope_parameters": {"type": "linear", "rope_type": "default", "factor": 2}}
+llama | | {} | {"rope_parameters": {"type": "linear", "factor": 0.5, "foo": 1}}
+llama | | {} | {"partial_rotary_factor": 1, "per_layer_config": {}}
+llama qwen3 | | {} | {VERSION_4, "rope_scaling": {LLAMA3}}
+llama mixtral | | {} | {VERSION_4, "rope_scaling": {LLAMA3}, "max_position_embeddings": 64}
+llama | | {} | {VERSION_4, "rope_scaling": {LLAMA3}, "max_position_embeddings": "missing"}
+llama qwen2 | | {} | {VERSION_4, "rope_scaling": {LLAMA3, ORIGINAL: 16}}
+llama qwen2 | | {} | {VERSION_4, "rope_scaling": {LLAMA3, ORIGINAL: 16}, ORIGINAL: 32}
+llama mixtral | | {} | {"rope_parameters": {LLAMA3, "rope_theta": 1e4}, ORIGINAL: 32}
+llama | | {} | {VERSION_4, "rope_scaling": {LLAMA3, "low_freq_factor": 4.0}}
+qwen2 qwen3 | | {} | {WINDOW, "max_window_layers": 3}  # windows
+qwen2 qwen3 qwen3_moe | | {} | {WINDOW, "max_window_layers": 0}
+qwen2 qwen3 | | {} | {WINDOW, "max_window_layers": 0, "layer_types": SLIDING}
+mixtral qwen3_moe | | {} | {WINDOW, "max_window_layers": 28}
+qwen2 qwen3 | | {} | {WINDOW, "max_window_layers": 4}  # windows that no layer has
+qwen2 qwen3 | | {} | {WINDOW, "max_window_layers": "missing"}
+qwen2 qwen3 | | {} | {WINDOW, "max_window_layers": 0, "layer_types": FULL}
+qwen2 qwen3 qwen3_moe | | {} | {WINDOW, "sliding_window": null, "max_window_layers": 0}
+qwen2 qwen3 qwen3_moe | | {} | {WINDOW, "use_sliding_window": false}
+llama | | {} | {"sliding_window": 8, "layer_types": FULL}
+qwen2 mixtral | | {} | {"layer_types": null}
+mixtral | | {} | {"num_experts": 4, "num_local_experts": 8}  # experts
+mixtral | | {} | {"num_experts": 4, "num_local_experts": "missing"}
+qwen3_moe | | {} | {"num_experts": 8, "num_local_experts": 4}
+qwen3_moe | | {} | {"num_experts": 4, "num_local_experts": "missing"}
+mixtral qwen3_moe | | {} | {"num_experts_per_tok": 4}
+mixtral qwen3_moe | | {} | {"output_router_logits": true, "router_aux_loss_coef": 0.5}
+mixtral | | {} | {"router_jitter_noise": 0.1}
+qwen3_moe | | {} | {"norm_topk_prob": true}
+qwen3_moe | | {} | {"norm_topk_prob": "missing", "mlp_only_layers": null}
+qwen3_moe | | {"mlp_only_layers": [1, 0, 0, 99, -1]} | {}
+qwen3_moe | | {"mlp_only_layers": [0], "decoder_sparse_step": 2} | {}
+qwen3_moe | | {"mlp_only_layers": [0, 1], "decoder_sparse_step": 2} | {}
+qwen3_moe | | {"decoder_sparse_step": 3} | {}
+llama mixtral | | {} | {"attention_dropout": 0.1, "initializer_range": 0.5, "use_cache": false}  # no effect
+qwen2 | | {} | {"eos_token_id": [2, 3], "bos_token_id": null, "pad_token_id": -1}
+llama | | {} | {"dtype": "missing", "torch_dtype": "bfloat16", "architectures": null}
+qwen3 | | {} | {"quantization_config": null, "per_layer_config": null, "is_causal": true}
+qwen2 | | {} | {"rope_interleaved": true, "temperature": 0.5, "id2label": {"0": "a"}}
+llama | | {} | {"pretraining_tp": 2, "auto_map": {"AutoModel": "m.X"}}
+qwen2 | | {} | {"attention_bias": true, "mlp_bias": true}
+qwen3_moe | | {} | {"max_window_layers": 1}
+"""
+
+
+def name_families(words: str) -> list[str]:
+    return list(list_families()) if words == "all" else words.split()
+
+
+CASES = [(name, *row) for words, *row in read_table(ACCEPTED) for name in name_families(words)]
 
 
 @torch.no_grad()
@@ -219,9 +213,9 @@ def compute_theirs(folder: Path, dtype: torch.dtype) -> Tensor:
     return theirs(TOKENS).logits
 
 
-@pytest.mark.parametrize("family, sizes, changes, stored", CASES, ids=str)
+@pytest.mark.parametrize("family, stored, sizes, changes", CASES, ids=str)
 def test_an_accepted_value_gives_transformers_logits_and_so_does_an_export(
-    family, sizes, changes, stored, make_folder, tmp_path
+    family, stored, sizes, changes, make_folder, tmp_path
 ):
     folder = shutil.copytree(make_folder(family, sizes), tmp_path / "folder")
     write_config(folder, family, {**json.loads((folder / "config.json").read_text()), **changes})
@@ -278,25 +272,21 @@ def test_what_is_ignored_is_said(make_folder):
     assert "tie_word_embeddings" in notice
 
 
-THETA = {"rope_theta": 1e4}
-UNUSED_ROPE = {  # what is changed in a config.json of Llama -> words of its only notice
-    "a factor without scaling": ({"rope_scaling": {"type": "default", "factor": 4}}, "factor = 4"),
-    "yarn's key": ({"rope_scaling": {**LLAMA3, "beta_fast": 32}}, "rope_scaling.beta_fast = 32"),
-    "llama3's key": ({"rope_parameters": {**THETA, "low_freq_factor": 1}}, "low_freq_factor = 1"),
-    "another length": ({ORIGINAL: 32}, f"{ORIGINAL} = 32"),
-    "two thetas": ({"rope_parameters": {"rope_theta": 3e4}, **THETA}, "rope_theta = 10000.0"),
-    "two tables": (
-        {"rope_scaling": {"type": "linear", "factor": 2}, "rope_parameters": THETA},
-        "rope_parameters",
-    ),
-    "all used": ({"rope_scaling": LLAMA3, ORIGINAL: 32}, ""),
-}
+# what is changed in a config.json of Llama | words of its only notice | the changes
+UNUSED_ROPE = """
+a factor without scaling | factor = 4 | {"rope_scaling": {"type": "default", "factor": 4}}
+yarn's key | rope_scaling.beta_fast = 32 | {"rope_scaling": {LLAMA3, "beta_fast": 32}}
+llama3's key | low_freq_factor = 1 | {"rope_parameters": {"rope_theta": 1e4, "low_freq_factor": 1}}
+another length | original_max_position_embeddings = 32 | {ORIGINAL: 32}
+two thetas | rope_theta = 10000.0 | {"rope_parameters": {"rope_theta": 3e4}, "rope_theta": 1e4}
+two tables | rope_parameters | {"rope_scaling": {"type": "linear", "factor": 2}, "rope_parameters": {"rope_theta": 1e4}}
+all used | | {"rope_scaling": {LLAMA3}, ORIGINAL: 32}
+"""
 
 
-@pytest.mark.parametrize("case", UNUSED_ROPE)
-def test_fields_of_rope_without_effect_are_said(case, tmp_path):
-    changes, words = UNUSED_ROPE[case]
-    content = make_content("llama") | {"rope_parameters": None} | THETA | changes
+@pytest.mark.parametrize("name, words, changes", read_table(UNUSED_ROPE), ids=str)
+def test_fields_of_rope_without_effect_are_said(name, words, changes, tmp_path):
+    content = make_content("llama") | {"rope_parameters": None, "rope_theta": 1e4} | changes
     (tmp_path / "config.json").write_text(json.dumps(content))
     notices = list_ignored(content, read_model_args(tmp_path))
     assert [words in notice for notice in notices] == [True] * (words != "")
@@ -304,68 +294,67 @@ def test_fields_of_rope_without_effect_are_said(case, tmp_path):
 
 # ---------------------------------------------------------------- refused
 
-NESTED = {"full_attention": {"rope_type": "default", "rope_theta": 5e5}}
-REFUSED = [  # families, key, values
-    ("all", "num_attention_heads", [0, -4, "4", 4.0, True, None, ABSENT]),
-    ("llama", "num_attention_heads", [3, 5]),
-    ("all", "num_key_value_heads", [0, 3, "2"]),
-    ("mixtral qwen3_moe", "num_key_value_heads", [None]),
-    ("all", "head_dim", [0, 15, 16.0]),
-    ("qwen2 qwen3 qwen3_moe", "head_dim", [None]),
-    ("all", "hidden_size", [0, ABSENT]),
-    ("all", "num_hidden_layers", [0, 2.0]),
-    ("all", "vocab_size", [0, True]),
-    ("all", "intermediate_size", [0, ABSENT]),
-    ("all", "max_position_embeddings", [0, "512", None]),
-    ("all", "rms_norm_eps", [float("nan"), float("inf"), -1e-6, "1e-6", True, None]),
-    ("all", "hidden_act", ["gelu", None]),
-    ("llama qwen3 qwen3_moe", "attention_bias", [True, 0, None]),
-    ("llama", "mlp_bias", [True]),
-    ("all", "tie_word_embeddings", ["yes", 1, None]),
-    ("all", "is_causal", [False, None]),
-    ("all", "quantization_config", [{}, {"quant_method": "bitsandbytes"}]),
-    ("all", "per_layer_config", [{"0": {"rms_norm_eps": 0.1}}]),
-    ("all", "transformers_weights", ["other.safetensors"]),
-    ("all", "configuration_files", [["config.4.0.0.json"]]),
-    ("all", "fusion_config", [{"a": 1}]),
-    ("all", "eos_token_id", ["</s>", 2.0, True, -1, [2, None]]),
-    ("all", "bos_token_id", ["<s>", [1]]),
-    ("all", "pad_token_id", ["x"]),
-    ("all", "layer_types", [SLIDING, ["full_attention"], "full_attention"]),
-    ("mixtral", "sliding_window", ["8", 0]),
-    ("qwen2 qwen3 qwen3_moe", "use_sliding_window", ["no", 0, None]),
-    ("qwen2 qwen3 qwen3_moe", "sliding_window", ["8", 0]),
-    ("qwen2 qwen3", "max_window_layers", ["2", -1, None]),
-    ("mixtral qwen3_moe", "num_experts_per_tok", [0, 5, ABSENT]),
-    ("mixtral qwen3_moe", "num_local_experts", [0, None]),
-    ("mixtral qwen3_moe", "num_experts", [0, None]),
-    ("qwen3_moe", "moe_intermediate_size", [0, ABSENT]),
-    ("qwen3_moe", "norm_topk_prob", [1, "yes", None]),
-    ("qwen3_moe", "decoder_sparse_step", [0, -1, None]),
-    ("qwen3_moe", "mlp_only_layers", [[1], [0, 2], [0.0], [False], [None], "0", 1]),
-    ("all", "partial_rotary_factor", [0.5, "1", True]),
-    ("all", "rope_theta", [0, float("nan"), "1e4", None]),
-    ("all", "rope_scaling", ["llama3", 2.0, []]),
-    ("all", "original_max_position_embeddings", [None, 0, "64"]),
-    ("all", "rope_parameters.rope_theta", [0, None, float("inf")]),
-    ("all", "rope_parameters.partial_rotary_factor", [0.5]),
-    ("all", "rope_parameters.full_attention", list(NESTED.values())),
-]
-SCALED = [  # changes of rope_scaling, the key that is named
-    ({"rope_type": "yarn"}, "rope_type"),
-    ({"rope_type": "dynamic"}, "rope_type"),
-    ({"rope_type": "longrope"}, "rope_type"),
-    ({"rope_type": None}, "rope_type"),
-    ({"rope_type": {}}, "rope_type"),
-    ({"factor": 0}, "rope_scaling.factor"),
-    ({"factor": "8"}, "rope_scaling.factor"),
-    ({"factor": ABSENT}, "rope_scaling.factor"),
-    ({"low_freq_factor": 0.0}, "rope_scaling.low_freq_factor"),
-    ({"low_freq_factor": 8.0}, "rope_scaling.low_freq_factor"),
-    ({"low_freq_factor": ABSENT}, "rope_scaling.low_freq_factor"),
-    ({"high_freq_factor": None}, "rope_scaling.high_freq_factor"),
-    ({ORIGINAL: 64.0}, f"rope_scaling.{ORIGINAL}"),
-]
+# families | key | values
+REFUSED = """
+all | num_attention_heads | [0, -4, "4", 4.0, true, null, "missing"]
+llama | num_attention_heads | [3, 5]
+all | num_key_value_heads | [0, 3, "2"]
+mixtral qwen3_moe | num_key_value_heads | [null]
+all | head_dim | [0, 15, 16.0]
+qwen2 qwen3 qwen3_moe | head_dim | [null]
+all | hidden_size | [0, "missing"]
+all | num_hidden_layers | [0, 2.0]
+all | vocab_size | [0, true]
+all | intermediate_size | [0, "missing"]
+all | max_position_embeddings | [0, "512", null]
+all | rms_norm_eps | [NaN, Infinity, -1e-6, "1e-6", true, null]
+all | hidden_act | ["gelu", null]
+llama qwen3 qwen3_moe | attention_bias | [true, 0, null]
+llama | mlp_bias | [true]
+all | tie_word_embeddings | ["yes", 1, null]
+all | is_causal | [false, null]
+all | quantization_config | [{}, {"quant_method": "bitsandbytes"}]
+all | per_layer_config | [{"0": {"rms_norm_eps": 0.1}}]
+all | transformers_weights | ["other.safetensors"]
+all | configuration_files | [["config.4.0.0.json"]]
+all | fusion_config | [{"a": 1}]
+all | eos_token_id | ["</s>", 2.0, true, -1, [2, null]]
+all | bos_token_id | ["<s>", [1]]
+all | pad_token_id | ["x"]
+all | layer_types | [SLIDING, ["full_attention"], "full_attention"]
+mixtral | sliding_window | ["8", 0]
+qwen2 qwen3 qwen3_moe | use_sliding_window | ["no", 0, null]
+qwen2 qwen3 qwen3_moe | sliding_window | ["8", 0]
+qwen2 qwen3 | max_window_layers | ["2", -1, null]
+mixtral qwen3_moe | num_experts_per_tok | [0, 5, "missing"]
+mixtral qwen3_moe | num_local_experts | [0, null]
+mixtral qwen3_moe | num_experts | [0, null]
+qwen3_moe | moe_intermediate_size | [0, "missing"]
+qwen3_moe | norm_topk_prob | [1, "yes", null]
+qwen3_moe | decoder_sparse_step | [0, -1, null]
+qwen3_moe | mlp_only_layers | [[1], [0, 2], [0.0], [false], [null], "0", 1]
+all | partial_rotary_factor | [0.5, "1", true]
+all | rope_theta | [0, NaN, "1e4", null]
+all | rope_scaling | ["llama3", 2.0, []]
+all | original_max_position_embeddings | [null, 0, "64"]
+all | rope_parameters.rope_theta | [0, null, Infinity]
+all | rope_parameters.partial_rotary_factor | [0.5]
+all | rope_parameters.full_attention | [{"rope_type": "default", "rope_theta": 5e5}]
+"""
+# the key that is named | | changes of rope_scaling
+SCALED = """
+rope_type | | {"rope_type": "yarn"}
+rope_type | | {"rope_type": null}
+rope_type | | {"rope_type": {}}
+rope_scaling.factor | | {"factor": 0}
+rope_scaling.factor | | {"factor": "8"}
+rope_scaling.factor | | {"factor": "missing"}
+rope_scaling.low_freq_factor | | {"low_freq_factor": 0.0}
+rope_scaling.low_freq_factor | | {"low_freq_factor": 8.0}
+rope_scaling.low_freq_factor | | {"low_freq_factor": "missing"}
+rope_scaling.high_freq_factor | | {"high_freq_factor": null}
+rope_scaling.original_max_position_embeddings | | {ORIGINAL: 64.0}
+"""
 
 
 def assert_named(folder: Path, key: str) -> None:
@@ -376,23 +365,25 @@ def assert_named(folder: Path, key: str) -> None:
     )
 
 
-@pytest.mark.parametrize("families, key, values", REFUSED, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(
+    "families, key, values", read_table(REFUSED), ids=lambda value: str(value)[:40]
+)
 def test_a_value_that_cannot_be_is_refused_by_its_key(families, key, values, tmp_path):
-    for family in list_families() if families == "all" else families.split():
+    for family in name_families(families):
         for value in values:
             changes = {key: value}
             if key.startswith("rope_parameters."):
                 changes = {"rope_parameters": {key.removeprefix("rope_parameters."): value}}
             elif key == "rope_theta":
-                changes["rope_parameters"] = ABSENT
+                changes["rope_parameters"] = "missing"
             write_config(tmp_path, family, changes)
             assert_named(tmp_path, key)
 
 
-@pytest.mark.parametrize("changes, key", SCALED, ids=str)
-def test_a_scaling_that_cannot_be_is_refused_by_its_key(changes, key, tmp_path):
-    scaling = {**LLAMA3, **changes}
-    scaling = {name: value for name, value in scaling.items() if value is not ABSENT}
+@pytest.mark.parametrize("key, _, changes", read_table(SCALED), ids=str)
+def test_a_scaling_that_cannot_be_is_refused_by_its_key(key, _, changes, tmp_path):
+    scaling = json.loads(f"{{{SHORT['LLAMA3']}}}") | changes
+    scaling = {name: value for name, value in scaling.items() if value != "missing"}
     write_config(tmp_path, "llama", {"rope_scaling": scaling})
     assert_named(tmp_path, key)
 

@@ -8,7 +8,7 @@ import compare
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import ADAMW, EP, PP, REPLICATE, SCHEDULE, TP
+from layouts import ADAMW, PP, TP, read_rows
 from marks import slow
 from safetensors.torch import load_file
 from their_llama import make_their_config
@@ -24,23 +24,25 @@ from torchtitan_lite.extensions.hugging_face_folder import list_tensors, open_fo
 from torchtitan_lite.faults.start import load_initial
 
 MODEL_ARGS = compare.resolve_model(compare.TABLE_CONFIG.model)
-SIX = {"training.global_batch_size": 6}  # a batch that three ranks can share
 SIZES = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 4, "head_dim": 24, "vocab_size": 64}
 EXPERTS = {"n_experts": 8, "top_k": 2, "expert_ffn_dim": 128}
 MIXTRAL = {"model.flavor": "debug_moe"} | {f"model.{key}": value for key, value in SIZES.items()}
 MIXTRAL |= {f"flavor.{key}": value for key, value in EXPERTS.items()}
 QWEN = MIXTRAL | {"flavor.qk_norm": True, "model.ffn_dim": 48, "flavor.n_first_dense_layers": 1}
 QWEN |= {"flavor.norm_eps": 1e-6}
-LAYOUTS = {  # ranks, overrides
-    "dp3, uneven shards that cut through heads": (3, SIX),
-    "tp4": (4, {TP: 4}),
-    "hsdp2x2": (4, {REPLICATE: 2}),
-    "pp2 x dp2 x tp2 Interleaved1F1B": (8, {PP: 2, TP: 2, SCHEDULE: "Interleaved1F1B"}),
-    "dp4, ep2, two experts of each rank": (4, QWEN | {EP: 2}),
-    "dp4, experts of which each rank has a quarter": (4, MIXTRAL | {"flavor.n_experts": 6}),
-    "tp2, ep2": (2, QWEN | {TP: 2, EP: 2}),
-    "pp2 x dp2, ep2": (4, MIXTRAL | {PP: 2, EP: 2}),
-}
+LAYOUTS = read_rows(
+    """
+dp3, uneven shards that cut through heads | 3 | training.global_batch_size=6
+tp4 | 4 | TP=4
+hsdp2x2 | 4 | REPLICATE=2
+pp2 x dp2 x tp2 Interleaved1F1B | 8 | PP=2 TP=2 SCHEDULE=Interleaved1F1B
+dp4, ep2, two experts of each rank | 4 | QWEN EP=2
+dp4, experts of which each rank has a quarter | 4 | MIXTRAL flavor.n_experts=6
+tp2, ep2 | 2 | QWEN TP=2 EP=2
+pp2 x dp2, ep2 | 4 | MIXTRAL PP=2 EP=2
+""",
+    globals(),
+)
 SLOW = ["hsdp2x2", "pp2 x dp2 x tp2 Interleaved1F1B"]
 
 

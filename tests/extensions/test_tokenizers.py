@@ -6,8 +6,10 @@ import random
 import re
 import shutil
 import sys
+from functools import cache
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiktoken
@@ -48,21 +50,8 @@ TEXTS = [
     " " * 1000 + "x",
     SOURCE,
 ]
-PIECES = [
-    *TEXTS[:2],
-    " ",
-    "  ",
-    "\n",
-    "\r\n",
-    "'ll",
-    "'S",
-    " the",
-    "return",
-    "<|im_end|>",
-    "<think>",
-    "e\u0301",
-    "99999",
-]
+PIECES = [*TEXTS[:2], " ", "  ", "\n", "\r\n", " the"]
+PIECES += "'ll 'S return <|im_end|> <think> e\u0301 99999".split()
 
 
 def draw_texts(n: int) -> list[str]:
@@ -109,7 +98,12 @@ def test_plain_bytes_are_the_bytes_of_the_text():
 
 
 def train_bpe(kind: str) -> HuggingFace:
-    """Train a byte-level BPE with the pre-tokenizer of a published model."""
+    return HuggingFace.from_str(train_once(kind))
+
+
+@cache
+def train_once(kind: str) -> str:
+    """Train a byte-level BPE with the pre-tokenizer of a published model. Return its tokenizer.json."""
     tokenizer = HuggingFace(models.BPE(ignore_merges=kind == "Llama 3"))
     split = {"Llama 3": LLAMA3, "Qwen": QWEN}.get(kind)
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)
@@ -131,7 +125,7 @@ def train_bpe(kind: str) -> HuggingFace:
         tokenizer.post_processor = processors.Sequence(
             [processors.ByteLevel(trim_offsets=False), template]
         )
-    return tokenizer
+    return tokenizer.to_str()
 
 
 def make_sentencepiece() -> HuggingFace:
@@ -193,37 +187,32 @@ def test_both_makers_of_a_byte_level_bpe_give_the_packages_ids(kind, tmp_path, m
         assert ends[-1:] == [len(fast.normalize(text))][: len(ids)]
 
 
+def read_json_lines(text: str) -> dict[str, Any]:
+    """Read lines of name | JSON."""
+    pairs = [line.split(" | ", 1) for line in text.strip().splitlines()]
+    return {name: json.loads(value) for name, value in pairs}
+
+
 FLAGS = dict.fromkeys(("special", "lstrip", "rstrip", "single_word", "normalized"), False)
 WORDS = ("QZX", "QZXJ", "QZXJK")
-ADDED_TOKENS = {  # what is added to a byte-level BPE: content and flags; None: anything but an added token
-    "one begins another": [(word, "") for word in WORDS],
-    "special ones": [(word, "special") for word in WORDS],
-    "a special one has others": [("QZXJK", "special"), ("QZX", ""), ("ZXJ", ""), ("JK!", "")],
-    "others have a special one": [("QZXJK", ""), ("QZX", "special"), ("J", "special")],
-    "they overlap": [("QZX", "special"), ("XJK", ""), ("ZXJ", "")],
-    "brackets": [("[|end|]", "special"), ("[|end", ""), ("[|end|]x", "special")],
-    "spaces and accents": [(" QZX", ""), ("QZX\n", "special"), ("é", ""), ("X\u0307", "")],
-    "entries of the vocabulary": [("return", ""), ("the", "special"), ("Ġthe", ""), ("1", "")],
-    "twice": [("QZX", ""), ("QZX", "special"), ("QZXJ", "special"), ("QZXJ", "rstrip")],
-    "empty": [("", ""), ("QZX", "special")],
-}
+# what is added to a byte-level BPE: content and flags
+ADDED_TOKENS = read_json_lines(r"""
+one begins another | [["QZX", ""], ["QZXJ", ""], ["QZXJK", ""]]
+special ones | [["QZX", "special"], ["QZXJ", "special"], ["QZXJK", "special"]]
+a special one has others | [["QZXJK", "special"], ["QZX", ""], ["ZXJ", ""], ["JK!", ""]]
+others have a special one | [["QZXJK", ""], ["QZX", "special"], ["J", "special"]]
+they overlap | [["QZX", "special"], ["XJK", ""], ["ZXJ", ""]]
+brackets | [["[|end|]", "special"], ["[|end", ""], ["[|end|]x", "special"]]
+spaces and accents | [[" QZX", ""], ["QZX\n", "special"], ["é", ""], ["X\u0307", ""]]
+entries of the vocabulary | [["return", ""], ["the", "special"], ["Ġthe", ""], ["1", ""]]
+twice | [["QZX", ""], ["QZX", "special"], ["QZXJ", "special"], ["QZXJ", "rstrip"]]
+empty | [["", ""], ["QZX", "special"]]
+""")
 for _flag in FLAGS:
     ADDED_TOKENS[_flag] = [("QZX", _flag), ("QZXJ", "")]
     ADDED_TOKENS[f"special, {_flag}"] = [("QZX", f"special {_flag}"), ("QZXJ", "special")]
-TRICKY = [
-    *WORDS,
-    *"JKQZXé!1> ",
-    "ZXJ",
-    "[|end",
-    "|]",
-    "x",
-    "e\u0301",
-    "\u0307",
-    "\u0338",
-    "\n",
-    "\t",
-]
-TRICKY += [" the", "return", "👩‍👩‍👧", "日本", "\u3000", "<|im_end|>", "<think>", "12345", "ſ"]
+TRICKY = [*WORDS, *"JKQZXé!1> \n\t\u0307\u0338\u3000", " the"]
+TRICKY += "ZXJ [|end |] x e\u0301 return 👩‍👩‍👧 日本 <|im_end|> <think> 12345 ſ".split()
 
 
 def add_tokens(tokenizer: HuggingFace, tokens: list[tuple[str, str]]) -> dict:
@@ -365,19 +354,15 @@ def test_a_text_begins_as_the_package_begins_it_or_its_tokens_are_named(case, tm
         assert bos is None or n_leading
 
 
-ADDED = {
-    "special": True,
-    "lstrip": False,
-    "rstrip": False,
-    "normalized": False,
-    "single_word": False,
-}
+ADDED = dict.fromkeys(FLAGS, False) | {"special": True}
+# where people's folders name EOS -> the files beside tokenizer.json
+EOS_FILES = read_json_lines("""
+special_tokens_map.json | {"special_tokens_map": {"eos_token": {"content": "</s>"}}}
+both | {"special_tokens_map": {"eos_token": "<s>"}, "tokenizer_config": {"eos_token": "</s>"}}
+""")
 DECODER = {"273": {**ADDED, "content": "<new>"}, "274": {**ADDED, "content": "<eos>"}}
-EOS_FILES = {  # where people's folders name EOS -> the files beside tokenizer.json
-    "its token too": {"tokenizer_config": {"eos_token": "<eos>", "added_tokens_decoder": DECODER}},
-    "special_tokens_map.json": {"special_tokens_map": {"eos_token": {"content": "</s>"}}},
-    "both": {"special_tokens_map": {"eos_token": "<s>"}, "tokenizer_config": {"eos_token": "</s>"}},
-}
+CONFIG_WITH_TOKENS = {"eos_token": "<eos>", "added_tokens_decoder": DECODER}
+EOS_FILES["its token too"] = {"tokenizer_config": CONFIG_WITH_TOKENS}
 EOS_IDS = {"generation_config": {"eos_token_id": [2, 1]}, "config": {"eos_token_id": 2}}
 
 
@@ -524,28 +509,26 @@ def test_a_tokenizer_trained_on_the_texts_is_the_same_in_transformers_and_has_th
 
 
 SENTENCEPIECE = make_sentencepiece().to_str()
-BROKEN = [  # tokenizer.json, tokenizer.model, tokenizer_config.json -> words of the reason
-    (None, None, "{}", "there is no tokenizer.json"),
-    ("{", None, "{}", "is not JSON"),
-    ('{"model": {"vocab": 5}}', None, "{}", "model.vocab = 5"),
-    (SENTENCEPIECE, None, "{}", "no eos_token"),
-    (SENTENCEPIECE, None, '{"eos_token": 2}', "eos_token = 2"),
-    (SENTENCEPIECE, None, "", "no token 99999.* eos_token_id in config.json"),
-    (SENTENCEPIECE, None, '{"eos_token": "<x>"}', "no entry '<x>'"),
-    (
-        SENTENCEPIECE,
-        None,
-        '{"added_tokens_decoder": {"9": {"content": "<x>"}}}',
-        "9.special is missing",
-    ),
-    (None, "YQ== 1\n", "{}", "ranks"),
-    (None, "\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02", "{}", "SentencePiece.*save_pretrained"),
-]
+# tokenizer.json | tokenizer.model | tokenizer_config.json | words of the reason
+BROKEN = r"""
+| | {} | there is no tokenizer.json
+{ | | {} | is not JSON
+{"model": {"vocab": 5}} | | {} | model.vocab = 5
+SENTENCEPIECE | | {} | no eos_token
+SENTENCEPIECE | | {"eos_token": 2} | eos_token = 2
+SENTENCEPIECE | | | no token 99999.* eos_token_id in config.json
+SENTENCEPIECE | | {"eos_token": "<x>"} | no entry '<x>'
+SENTENCEPIECE | | {"added_tokens_decoder": {"9": {"content": "<x>"}}} | 9.special is missing
+| YQ== 1\n | {} | ranks
+| \n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02 | {} | SentencePiece.*save_pretrained
+"""
 
 
-@pytest.mark.parametrize("case", BROKEN, ids=lambda case: case[-1])
-def test_what_is_no_tokenizer_is_refused_by_key_and_path(case, tmp_path):
-    *contents, why = case
+@pytest.mark.parametrize("line", BROKEN.strip().splitlines())
+def test_what_is_no_tokenizer_is_refused_by_key_and_path(line, tmp_path):
+    *contents, why = map(str.strip, line.split("|"))
+    contents[0] = contents[0].replace("SENTENCEPIECE", SENTENCEPIECE)
+    contents[1] = contents[1].encode().decode("unicode_escape")
     for name, content in zip(
         ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"), contents, strict=True
     ):

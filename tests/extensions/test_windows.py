@@ -33,6 +33,7 @@ CASES = [  # window, layer types, sinks
     (1, LAYER_TYPES[::-1], False),
     (SEQ_LEN, (), True),
     (None, (), True),
+    (None, (), False),
 ]
 
 

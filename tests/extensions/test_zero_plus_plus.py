@@ -7,27 +7,12 @@ import compare
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import (
-    ACCUMULATION_4,
-    EP,
-    FIVE_EXPERTS,
-    GATHER,
-    MOE,
-    PP,
-    REPLICATE,
-    TP,
-    TWO_LAYERS,
-    ZERO,
-    Row,
-)
-from marks import choose_fast, slow
+from layouts import read_rows
+from marks import choose_fast
 from mutant_table import put_in_place
 from test_costs import assert_equal_traffic, make
 
-from torchtitan_lite.config.block import INT8_BLOCK
-from torchtitan_lite.config.checks import plan_layout
-from torchtitan_lite.config.messages import ConfigError
-from torchtitan_lite.extensions.zero_plus_plus import AllGather, Packing, ReduceScatter
+from torchtitan_lite.extensions.zero_plus_plus import AllGather, ReduceScatter
 from torchtitan_lite.tools.plan.dry_run import dry_run, shorten
 from torchtitan_lite.tools.plan.memory import estimate_memory
 from torchtitan_lite.tools.plan.planned_run import plan_run
@@ -36,18 +21,30 @@ from torchtitan_lite.tools.verify.train_py import try_train
 
 KEY, NODE = "parallelism.zero_plus_plus", "parallelism.zero_plus_plus_node_size"
 ALL, ROUNDED = {KEY: ["hpz", "qwz", "qgz"], NODE: 2}, {KEY: ["qwz", "qgz"], NODE: 4}
-LAYOUTS = {
-    "dp4": Row(4, {**ALL, **TWO_LAYERS}),
-    "dp4, hpZ alone": Row(4, {KEY: ["hpz"], NODE: 2, **TWO_LAYERS}),
-    "dp4 accumulation 2": Row(4, {**ALL, **ACCUMULATION_4, **TWO_LAYERS}),
-    "hsdp2x2": Row(4, {**ALL, REPLICATE: 2, **TWO_LAYERS}),
-    "dp2 x tp2": Row(4, {**ROUNDED, TP: 2, **TWO_LAYERS}),
-    "dp4 x tp2": Row(8, {**ALL, TP: 2, NODE: 4, **TWO_LAYERS}),
-    "pp2 x dp2 x tp2": Row(8, {**ROUNDED, PP: 2, TP: 2, **TWO_LAYERS}),
-    "experts, dp4": Row(4, {**ALL, **MOE}),
-    "experts, dp4, matrices shared": Row(4, {**ALL, **FIVE_EXPERTS}),
-    "experts, dp2 x tp2, ep2": Row(4, {**ALL, NODE: 4, **MOE, TP: 2, EP: 2}),
-}
+HPZ = {KEY: ["hpz"], NODE: 2}
+LAYOUTS = read_rows(
+    """
+dp4 | 4 | ALL TWO_LAYERS
+dp4, hpZ alone | 4 | HPZ TWO_LAYERS
+dp4 accumulation 2 | 4 | ALL ACCUMULATION_4 TWO_LAYERS
+hsdp2x2 | 4 | ALL REPLICATE=2 TWO_LAYERS
+dp2 x tp2 | 4 | ROUNDED TP=2 TWO_LAYERS
+dp4 x tp2 | 8 | ALL TP=2 NODE=4 TWO_LAYERS
+pp2 x dp2 x tp2 | 8 | ROUNDED PP=2 TP=2 TWO_LAYERS
+experts, dp4 | 4 | ALL MOE
+experts, dp4, matrices shared | 4 | ALL FIVE_EXPERTS
+experts, dp2 x tp2, ep2 | 4 | ALL NODE=4 MOE TP=2 EP=2
+""",
+    globals(),
+)
+# The other rows move no bytes by a rule that these do not have.
+PLANNED = (
+    "dp4, hpZ alone",
+    "dp4 accumulation 2",
+    "hsdp2x2",
+    "dp4 x tp2",
+    "experts, dp2 x tp2, ep2",
+)
 RESUMED = ("experts, dp4", "dp4", "pp2 x dp2 x tp2")
 
 
@@ -66,20 +63,6 @@ def test_train_py_saves_and_resumes_on_another_layout(pool, tmp_path, name):
     assert try_train(reduction, pool.run, tmp_path).faults == {}
 
 
-def scales_of_the_next_block(pack, self, rows):
-    packed, n = pack(self, rows), sum(self.padded)
-    return torch.cat([packed[..., :n], packed[..., n:].roll(4, -1)], -1)
-
-
-def own_shard_not_rounded(gather, self, output_tensor, input_tensor, group, async_op=False):
-    gathered = torch.empty_like(output_tensor)
-    gather(self, gathered, input_tensor, group)
-    rows = zip(output_tensor.chunk(group.size()), gathered.chunk(group.size()), strict=True)
-    for rank, (row, right) in enumerate(rows):
-        if rank != group.rank():  # this rank has its own shard already
-            row.copy_(right)
-
-
 def summed_before_unpacking(exchange, self, rows, group):
     sent = self.packing.pack(rows)
     received = torch.empty_like(sent)
@@ -88,13 +71,6 @@ def summed_before_unpacking(exchange, self, rows, group):
     result = rows.new_empty(rows.shape[1:])
     self.packing.remove_padding(total, result)
     return result
-
-
-def remainder_dropped(pack, self, rows):
-    whole = rows.clone()
-    for own in whole.split(self.sizes, -1):
-        own[..., own.shape[-1] // INT8_BLOCK * INT8_BLOCK :] = 0
-    return pack(self, whole)
 
 
 def chunk_of_the_next_rank_kept(gather, self, output_tensor, input_tensor, group, async_op=False):
@@ -106,16 +82,13 @@ def chunk_of_the_next_rank_kept(gather, self, output_tensor, input_tensor, group
 
 
 MUTANTS = {
-    scales_of_the_next_block: (Packing, "pack", "packing"),
-    remainder_dropped: (Packing, "pack", "packing"),
-    own_shard_not_rounded: (AllGather, "__call__", "loss"),
     summed_before_unpacking: (ReduceScatter, "exchange", "gradients"),
     chunk_of_the_next_rank_kept: (AllGather, "__call__", "gradients"),
 }
 LAYOUT_OF = {chunk_of_the_next_rank_kept: "dp4, hpZ alone"}
 
 
-@pytest.mark.parametrize("function", MUTANTS)
+@pytest.mark.parametrize("function", choose_fast(MUTANTS, [summed_before_unpacking]))
 def test_a_mutant_is_found(pool, tmp_path, function):
     *place, measure = MUTANTS[function]
     run_ranks = compare.ranks_inside(pool, partial(put_in_place, function, *place))
@@ -123,11 +96,10 @@ def test_a_mutant_is_found(pool, tmp_path, function):
     assert measure in compare.try_row(row, run_ranks, tmp_path).faults
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("dtype", ["bfloat16", slow("float32")])
-def test_the_closed_form_moves_what_a_dry_run_moves(name, dtype):
+@pytest.mark.parametrize("name", choose_fast(LAYOUTS, PLANNED))
+def test_the_closed_form_moves_what_a_dry_run_moves(name):
     row = LAYOUTS[name]
-    planned = make(row.world_size, {**row.overrides, "training.mixed_precision_param": dtype})
+    planned = make(row.world_size, {**row.overrides, "training.mixed_precision_param": "bfloat16"})
     closed = estimate_traffic(planned.workload, 0)
     assert_equal_traffic(closed, dry_run(planned).traffic)
 
@@ -146,19 +118,3 @@ def test_memory_of_a_large_model_on_two_nodes_and_no_bytes_between_them_in_backw
         if (call.axis, call.operation) == ("dp_shard", "all-gather")
     }
     assert phases == {"forward"}
-
-
-@pytest.mark.parametrize(
-    "world_size, keys, why",
-    [
-        (2, {**ALL, PP: 2}, "a single shard"),
-        (8, {**ALL, TP: 2}, "hpZ has nothing to keep"),
-        (4, {**ALL, PP: 2}, "no pipeline"),
-        (4, {**ALL, ZERO: 2}, "needs zero_stage = 3"),
-        (4, {KEY: ["qwz"], **GATHER}, "gathers them in float8"),
-    ],
-)
-def test_what_it_cannot_serve_is_refused(world_size, keys, why):
-    config = compare.complete(keys, world_size)
-    with pytest.raises(ConfigError, match=why):
-        plan_layout(config, compare.resolve_model(config.model), world_size)

@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import pickle
 import random
 import shutil
 from dataclasses import asdict
@@ -10,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from checkpoints import (
     flip_bit,
     make_saver,
@@ -25,7 +23,6 @@ from torchtitan_lite.checkpoint.save import describe_run
 from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.schema import Checkpoint, with_value
-from torchtitan_lite.parallel.gloo_workers import limit_gloo_workers
 from torchtitan_lite.preflight import resolve
 
 MANIFEST, FIRST, SECOND = FILES = [
@@ -64,65 +61,48 @@ def folder(saved, tmp_path) -> Path:
     return shutil.copytree(saved, tmp_path / "checkpoint")
 
 
-@pytest.fixture(scope="module")
-def group():
-    """A process group of this process alone."""
-    limit_gloo_workers()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
-
-
-def load(path: Path, group) -> dict[str, torch.Tensor]:
+def load(path: Path) -> dict[str, torch.Tensor]:
     """Load a checkpoint as a run does."""
     tensors = {name: torch.full_like(tensor, -1.0) for name, tensor in make_tensors(0).items()}
     loading.load_checkpoint(loading.OpenCheckpoint(path), tensors)
     return tensors
 
 
-def assert_damaged(path: Path, group, *named: str) -> None:
-    for read in (lambda: read_tensors(path), lambda: load(path, group)):
+def assert_damaged(path: Path, *named: str) -> None:
+    for read in (read_tensors, load):
         with pytest.raises(DamagedCheckpoint) as refused:
-            read()
+            read(path)
         assert any(name in str(refused.value) for name in named), refused.value
 
 
-def test_flipped_bits_are_refused_and_the_file_is_named(folder, group):
+def test_flipped_bits_are_refused_and_the_file_is_named(folder):
     checkpoint, draw = folder / "step-8", random.Random(0)
     for number in range(12):
         path = checkpoint / FILES[number % 3]
         place, bit = draw.randrange(path.stat().st_size), draw.randrange(8)
         flip_bit(path, place, bit)
-        assert_damaged(checkpoint, group, str(path))
+        assert_damaged(checkpoint, str(path))
         flip_bit(path, place, bit)
-    for tensors in (read_tensors(checkpoint), load(checkpoint, group)):
+    for tensors in (read_tensors(checkpoint), load(checkpoint)):
         assert all(torch.equal(tensor, make_tensors(8)[name]) for name, tensor in tensors.items())
-
-
-def zero_page(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[8192:12288] = bytes(4096)
-    path.write_bytes(content)
 
 
 DAMAGE = {
     "cut manifest": (MANIFEST, lambda path: os.truncate(path, path.stat().st_size - 1)),
     "cut file": (SECOND, lambda path: os.truncate(path, path.stat().st_size - 1)),
-    "lost page": (FIRST, zero_page),
     "file of another step": (
         SECOND,
         lambda path: shutil.copy(path.parent.with_name("step-4") / path.name, path),
     ),
     "lost file": (SECOND, Path.unlink),
-    "pickle": (FIRST, lambda path: path.write_bytes(pickle.dumps([1]))),
 }
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_a_damaged_file_is_refused_by_its_name(folder, group, name):
+def test_a_damaged_file_is_refused_by_its_name(folder, name):
     file, damage = DAMAGE[name]
     damage(folder / "step-8" / file)
-    assert_damaged(folder / "step-8", group, str(folder / "step-8" / file))
+    assert_damaged(folder / "step-8", str(folder / "step-8" / file))
 
 
 def test_a_damaged_checkpoint_is_renamed_and_never_replaced(folder):

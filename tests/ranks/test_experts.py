@@ -15,7 +15,7 @@ from checkpoints import (
     merge_states,
     train_and_save,
 )
-from layouts import ACCUMULATION_4, ADAMW, CP, EP, MODE, MOE, PP, SCHEDULE, TP
+from layouts import ADAMW, EP, MODE, MOE, PP, TP, read_rows
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -162,12 +162,12 @@ def count_step(rank: int, world_size: int, overrides: dict) -> dict:
 
 
 ALONE = (1, {MODE: "none"})
-COUNTED_ALIKE = {
-    "full recompute": (1, {MODE: "full"}),
-    "accumulation": (1, ACCUMULATION_4),
-    "pp2 ZBVZeroBubble": (2, {PP: 2, SCHEDULE: "ZBVZeroBubble", MODE: "none"}),
-    "cp2 x tp2, ep4": (4, {CP: 2, TP: 2, EP: 4}),
-}
+COUNTED_ALIKE = read_rows("""
+full recompute | 1 | MODE=full
+accumulation | 1 | ACCUMULATION_4
+pp2 ZBVZeroBubble | 2 | PP=2 SCHEDULE=ZBVZeroBubble MODE=none
+cp2 x tp2, ep4 | 4 | CP=2 TP=2 EP=4
+""")
 
 
 def test_a_bias_moves_toward_the_mean_load(pool):

@@ -11,22 +11,7 @@ import compare
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import (
-    ACCUMULATION_4,
-    ADAMW,
-    BFLOAT16,
-    CP,
-    DOCUMENTS,
-    EP,
-    MODE,
-    MOE,
-    PP,
-    PRECOMPUTE,
-    RING,
-    ROWWISE,
-    TP,
-    TWO_LAYERS,
-)
+from layouts import ACCUMULATION_4, ADAMW, EP, MODE, MOE, TWO_LAYERS, read_rows
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -50,22 +35,22 @@ BY_MASK = (
     "_unsafe_index",
 )  # masks among the indices count
 
-RUNS = {
-    "one rank": (1, {}),
-    "one rank, accumulation": (1, {"training.local_batch_size": 2}),
-    "one rank, bf16": (1, BFLOAT16),
-    "one rank, bf16 moments": (1, {"optimizer.moments_dtype": "bfloat16"}),
-    "one rank, documents": (1, DOCUMENTS),
-    "one rank, float8": (1, ROWWISE),
-    "dp2, float8 gathered": (2, PRECOMPUTE),
-    "dp2 x tp2": (4, {TP: 2}),
-    "dp2 x tp2, bf16 moments": (4, {TP: 2, "optimizer.moments_dtype": "bfloat16"}),
-    "pp2": (2, {PP: 2}),
-    "cp2": (2, {CP: 2}),
-    "one rank, experts": (1, MOE),
-    "dp2 x tp2, experts without ep": (4, {TP: 2, **MOE}),
-    "cp2, ring": (2, {CP: 2, **RING}),
-}
+RUNS = read_rows("""
+one rank | 1
+one rank, accumulation | 1 | training.local_batch_size=2
+one rank, bf16 | 1 | BFLOAT16
+one rank, bf16 moments | 1 | optimizer.moments_dtype=bfloat16
+one rank, documents | 1 | DOCUMENTS
+one rank, float8 | 1 | ROWWISE
+dp2, float8 gathered | 2 | PRECOMPUTE
+dp2 x tp2 | 4 | TP=2
+dp2 x tp2, bf16 moments | 4 | TP=2 optimizer.moments_dtype=bfloat16
+pp2 | 2 | PP=2
+cp2 | 2 | CP=2
+one rank, experts | 1 | MOE
+dp2 x tp2, experts without ep | 4 | TP=2 MOE
+cp2, ring | 2 | CP=2 RING
+""")
 
 
 class HostWaits(AssertionError):

@@ -1,10 +1,5 @@
 """Names inside torch that this project relies on, without an error if torch stops using them. Other tests hold more."""
 
-import json
-import os
-import subprocess
-import sys
-
 import compare
 import pytest
 import torch
@@ -13,38 +8,7 @@ from layouts import EMULATED, FLOAT8, GATHER, MODE, PP, TWO_LAYERS
 from test_costs import make
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtitan_lite import REPOSITORY
 from torchtitan_lite.tools.plan.dry_run import dry_run
-
-READ_RECORDER = """
-import json, threading
-import torch, torch.distributed as dist
-from torchtitan_lite.extensions.hang_report import read_recorder
-from torchtitan_lite.parallel.gloo_workers import limit_gloo_workers
-limit_gloo_workers()
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-group = dist.new_group([0], group_desc="mesh_tp")
-for _ in range(3):
-    dist.all_reduce(torch.ones(5), group=group)
-print(json.dumps(read_recorder(threading.main_thread().ident, has_failed=True, begun_ns=[])[0]))
-"""
-
-
-def test_gloos_recorder_tells_the_last_call_of_a_group():
-    """The flight recorder's functions, environment variable and fields (hang_report.py)."""
-    environment = {**os.environ, "TORCH_FR_BUFFER_SIZE": "100"}
-    answer = subprocess.run(
-        [sys.executable, "-c", READ_RECORDER],
-        cwd=REPOSITORY,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    row = json.loads(answer.stdout)["mesh_tp [0]"]
-    assert row["n"] == 3
-    assert row["pending"]["name"] == "all_reduce"
-    assert row["pending"]["sizes"] == [[5]]
 
 
 @pytest.mark.parametrize("world_size, keys", [(2, {}), (4, {PP: 2})])

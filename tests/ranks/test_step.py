@@ -11,21 +11,7 @@ import pytest
 import torch
 import warm_start
 from checkpoints import list_state
-from layouts import (
-    ADAMW,
-    BFLOAT16,
-    COMPILED,
-    CP,
-    DOCUMENTS,
-    EMULATED,
-    EVERY_SECOND,
-    GATHER,
-    MOE,
-    PP,
-    RING,
-    TP,
-    TWO_LAYERS,
-)
+from layouts import ADAMW, MOE, PP, TP, read_rows
 from marks import choose_fast
 
 from torchtitan_lite import build
@@ -225,20 +211,15 @@ def find_origin(run: build.Run, batch: Batch) -> str:
     return find_non_finite(run.parts, run.mesh.coordinates(), repeat)
 
 
-DIAGNOSED = {  # ranks, layout
-    "dp2": (2, {}),
-    "tp2": (2, {TP: 2}),
-    "pp2": (2, {PP: 2, **TWO_LAYERS}),
-    "pp2 x dp2 x tp2": (8, {PP: 2, TP: 2, **TWO_LAYERS}),
-    "cp2 ring, every second layer recomputed": (
-        2,
-        {CP: 2, **RING, **EVERY_SECOND},
-    ),
-    "cp2 documents, compiled": (2, {CP: 2, **DOCUMENTS, **COMPILED}),
-    "dp2 float8": (2, {**GATHER, **EMULATED, **BFLOAT16, **TWO_LAYERS}),
-}
-
-
+DIAGNOSED = read_rows("""
+dp2 | 2
+tp2 | 2 | TP=2
+pp2 | 2 | PP=2 TWO_LAYERS
+pp2 x dp2 x tp2 | 8 | PP=2 TP=2 TWO_LAYERS
+cp2 ring, every second layer recomputed | 2 | CP=2 RING EVERY_SECOND
+cp2 documents, compiled | 2 | CP=2 DOCUMENTS COMPILED
+dp2 float8 | 2 | GATHER EMULATED BFLOAT16 TWO_LAYERS
+""")
 SLOW = ("pp2 x dp2 x tp2", "cp2 documents, compiled")
 
 

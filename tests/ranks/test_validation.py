@@ -11,7 +11,7 @@ import compare
 import pytest
 import torch
 import torch.nn.functional as F
-from layouts import CP, DOCUMENTS, MODE, PP, RING, SCHEDULE, TP, ZERO
+from layouts import CP, DOCUMENTS, PP, TP, ZERO, read_rows
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite import validation
@@ -31,16 +31,16 @@ from torchtitan_lite.validation import validate
 SEQ_LEN = compare.SEQ_LEN
 BYTES = {"model.vocab_size": 264}  # of the byte tokenizer 258, and a multiple of tp
 
-LAYOUTS = {  # name -> ranks, keys
-    "one rank": (1, {}),
-    "accumulation 4": (1, {"training.local_batch_size": 2}),
-    "dp2": (2, {}),
-    "dp4 ZeRO-1": (4, {ZERO: 1}),
-    "tp2": (2, {TP: 2}),
-    "dp2 x cp2 ring": (4, {CP: 2, **RING}),
-    "pp2 x dp2 x tp2 ZBVZeroBubble": (8, {PP: 2, TP: 2, SCHEDULE: "ZBVZeroBubble", MODE: "none"}),
-    "pp2 Interleaved1F1B": (2, {PP: 2, SCHEDULE: "Interleaved1F1B"}),
-}
+LAYOUTS = read_rows("""
+one rank | 1
+accumulation 4 | 1 | training.local_batch_size=2
+dp2 | 2
+dp4 ZeRO-1 | 4 | ZERO=1
+tp2 | 2 | TP=2
+dp2 x cp2 ring | 4 | CP=2 RING
+pp2 x dp2 x tp2 ZBVZeroBubble | 8 | PP=2 TP=2 SCHEDULE=ZBVZeroBubble MODE=none
+pp2 Interleaved1F1B | 2 | PP=2 SCHEDULE=Interleaved1F1B
+""")
 
 
 @pytest.fixture(scope="module")

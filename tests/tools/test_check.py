@@ -84,12 +84,16 @@ CP = f"--{P}context_parallel_degree"
 ASYNC_TP = f"{P}enable_async_tensor_parallel"
 LONG = "n" * 256  # a name that no file can have
 FLOAT8 = "--model.converters=float8"
+ZERO_PP, NODE = f"--{P}zero_plus_plus", f"--{P}zero_plus_plus_node_size"
 
 # arguments | keys of the problems, in any order | ranks, and machine if it is not LAPTOP
 REFUSED = """
 --validation.seq_length=64 --job.use_for_integration_tests=1 | validation.seq_length job.use_for_integration_tests | 2
 --training.expert_balance_loss=0.1 | training.expert_balance_loss | 2
 --training.expert_bias_rate=0.1 | training.expert_bias_rate | 2
+--training.router_z_loss=0.1 | training.router_z_loss
+--optimizer.name=Muon --optimizer.moments_dtype=bfloat16 | optimizer.moments_dtype
+--optimizer.name=Muon --training.enable_cpu_offload | training.enable_cpu_offload | 2 EIGHT_H100
 # what cannot be read; test_config.py has the mistakes in a file
 --training.stepz 4 | training.stepz
 --training.tensor_parallel_degree=2 | training.tensor_parallel_degree
@@ -210,6 +214,7 @@ stray | argument
 --training.dtype=bfloat16 --optimizer.moments_dtype=bfloat16 --training.global_batch_size=64 \
     --parallelism.zero_stage=1 |
 --training.skip_spikes=1.1 --training.spike_window=2 |
+--training.router_z_loss=0.1 --model.flavor=debug_moe |
 --checkpoint.local_folder=new/snapshots |
 --parallelism.pipeline_parallel_degree=2 --parallelism.pipeline_parallel_schedule=ZBVZeroBubble \
     --activation_checkpoint.mode=none |
@@ -260,6 +265,11 @@ SAID = f"""
 {FLOAT8} {CP}=2 --training.seq_len=40 --training.local_batch_size=1 | 2 | Use a multiple of 32
 {PP}=8 | 8 | Use 6 layers or more
 --profiling.enable_profiling --profiling.profile_freq=3 | 2 | Use 4 or more
+{ZERO_PP}=qwz,qgz {TP}=2 | 2 | a single shard
+{ZERO_PP}=hpz,qwz,qgz {NODE}=2 {TP}=2 | 8 | hpZ has nothing to keep
+{ZERO_PP}=hpz,qwz,qgz {NODE}=2 {PP}=2 | 4 | no pipeline
+{ZERO_PP}=hpz,qwz,qgz {NODE}=2 --{P}zero_stage=2 | 4 | needs zero_stage = 3
+{ZERO_PP}=qwz {FLOAT8} --quantize.linear.float8.enable_fsdp_float8_all_gather | 4 | gathers them in float8
 """
 
 

@@ -104,6 +104,10 @@ prepare --check x --json                                     | --json would have
 prepare --dataset c4 --encoding=cp1252 --out x               | --out, --encoding would have no effect
 prepare --dataset c4 a.txt                                   | inputs would have no effect
 prepare a.txt --out x --cache-folder y                       | --cache-folder would have no effect without --dataset
+prepare README.md --out x --validation-share=1               | --validation-share
+prepare README.md --out x --validation-share=-1              | --validation-share
+prepare README.md --out x --validation-share=nan             | --validation-share
+prepare README.md --out x --encoding=nope                    | nope
 prepare a.txt --out x --only-last-turn                       | without --chat
 plan --config debug --search --json                          | --json would have no effect with --search
 plan --config debug --toml x                                 | without --search

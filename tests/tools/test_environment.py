@@ -140,25 +140,27 @@ def test_a_package_counts_only_within_its_bounds(
     assert environment.is_met(requirement) == is_met
 
 
-FOUND = [  # packages of the Python that starts | of .venv, None: absent | extras | calls | which Python
-    ("alpha-1.9", None, [], [], "mine"),
-    ("", None, [], ["venv", ".venv alpha>=1,<2"], ".venv"),
-    ("alpha-2.0", None, [], ["venv", ".venv alpha>=1,<2"], ".venv"),  # out of bounds
-    ("", None, ["test"], ["venv", ".venv alpha>=1,<2 beta"], ".venv"),
-    ("", "alpha-1.2", [], [], ".venv"),  # made by the user
-    ("", "alpha-1.2", ["test"], [".venv beta"], ".venv"),
-    ("", "alpha-2.0", [], [".venv alpha>=1,<2"], ".venv"),
-    ("alpha-1.9", "alpha-1.2", ["test"], ["mine beta"], "mine"),
-    ("alpha-1.9 beta-3", None, ["test"], [], "mine"),
-]
+# packages of the Python that starts | of .venv, if it exists | extras | calls | which Python
+FOUND = """
+alpha-1.9 | absent | | | mine
+| absent | | venv, .venv alpha>=1,<2 | .venv
+alpha-2.0 | absent | | venv, .venv alpha>=1,<2 | .venv
+| absent | test | venv, .venv alpha>=1,<2 beta | .venv
+| alpha-1.2 | | | .venv
+| alpha-1.2 | test | .venv beta | .venv
+| alpha-2.0 | | .venv alpha>=1,<2 | .venv
+alpha-1.9 | alpha-1.2 | test | mine beta | mine
+alpha-1.9 beta-3 | absent | test | | mine
+"""  # 2.0 is out of bounds
 
 
-@pytest.mark.parametrize(("mine", "venv_packages", "extras", "calls", "name"), FOUND)
-def test_a_python_that_can_train_is_taken_and_only_what_it_lacks_is_added(
-    checkout, mine, venv_packages, extras, calls, name
-):
+@pytest.mark.parametrize("line", FOUND.strip().splitlines())
+def test_a_python_that_can_train_is_taken_and_only_what_it_lacks_is_added(checkout, line):
+    mine, venv_packages, extras, calls, name = map(str.strip, line.split("|"))
+    calls = calls.split(", ") if calls else []
+    extras = extras.split()
     fill(checkout.mine, mine)
-    if venv_packages is not None:
+    if venv_packages != "absent":
         venv.create(checkout.venv)
         fill(checkout.venv, venv_packages)
     answer = checkout.find(*extras)

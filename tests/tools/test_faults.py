@@ -257,10 +257,6 @@ def test_a_pulse_measures_ranks_and_links_of_a_run(tmp_path):
 
 # ---------------------------------------------------------------- hangs
 
-WAITS = {"mesh_tp [0, 1]": (7, "all_reduce", [[3]], False)}
-ELSEWHERE = {"mesh_dp [0, 1]": (3, "all_gather", [[4]], False, 200)}
-CAME = {"mesh_tp [0, 1]": (6, "all_reduce", [[3]], True)}
-OTHER_SHAPE = {"mesh_tp [0, 1]": (7, "all_reduce", [[5]], False)}
 IN_LOG = ["torch/c10d.py:1 wait", "torch/c10d.py:2 all_reduce", "run_log.py:7 write_step"]
 UNUSUAL = [
     {"group": "mesh_tp [0, 1]", "number": number, "name": "all_reduce", "sizes": sizes}
@@ -277,75 +273,38 @@ def make_stage(n_done: int, sender: int | None = None, idle_s: float = 5.0, n: i
     return {"idle_s": idle_s, "done": done, "awaits": None if sender is None else awaits}
 
 
-HANGS = {  # what ranks 0 and 1 of a tp group of two wrote, the state of rank 1's process, who is named, and how
-    "stopped": ({0: {"calls": WAITS}}, "T", {1}, "is stopped"),
-    "holds the lock": ({0: {"calls": WAITS}}, "R", {1}, "never releases the GIL"),
-    "compiling": (
-        {0: {"calls": WAITS}, 1: {"calls": CAME, "stack": IN_COMPILER}},
-        "S",
-        {1},
-        "COMPILING in step 4, 5 s after it began, which is no hang yet. If",
-    ),
-    "calls compiled code": (
-        {0: {"calls": WAITS}, 1: {"calls": CAME, "stack": ["own.py:7 f", *IN_COMPILER[-1:]]}},
-        "S",
-        {1},
-        "HANG in step 4",
-    ),
-    "other call": (
-        {
-            0: {"calls": WAITS},
-            1: {"calls": CAME | ELSEWHERE, "stack": ["c.py:1 wait", "own.py:7 f"]},
-        },
-        "S",
-        {1},
-        "it is in c.py:1 wait < own.py:7 f",
-    ),
-    "other shape": (
-        {0: {"calls": WAITS}, 1: {"calls": OTHER_SHAPE}},
-        "S",
-        {0, 1},
-        "differs in call 7 of mesh_tp [0, 1]: all_reduce [[3]] on ranks [0], all_reduce [[5]] on ranks [1]",
-    ),
-    "between two steps": (
-        {0: {"calls": WAITS}, 1: {"calls": CAME | ELSEWHERE, "in_step": False, "stack": IN_LOG}},
-        "S",
-        {1},
-        "it is in torch/c10d.py:1 wait < run_log.py:7 write_step. Its process is 101",
-    ),
-    "the pipeline, by the peer of a victim": (
-        {
-            0: {"calls": WAITS, "pipeline": make_stage(8)},
-            1: {"calls": CAME, "stack": IN_PIPELINE, "pipeline": make_stage(7, 0)},
-        },
-        "S",
-        {0},
-        "rank 0 (tp 0) has computed the output of microbatch 3 from stage 0",
-    ),
-    "a pipeline that goes on": (
-        {
-            0: {"stack": IN_PIPELINE, "pipeline": make_stage(7, 1)},
-            1: {"stack": IN_PIPELINE, "pipeline": make_stage(8, 0, idle_s=0.5, n=9)},
-        },
-        "S",
-        set(),
-        "1 ranks wait in the pipeline for the output of microbatch 3 from stage 1",
-    ),
-    "another call than before": (
-        {0: {"calls": WAITS}, 1: {"calls": OTHER_SHAPE, "unusual": [UNUSUAL]}},
-        "S",
-        {1},
-        "made call 7 on axis tp, all_reduce [[5]], where its earlier steps made all_reduce [[3]]: it is in",
-    ),
-    "another call than before on all ranks": (
-        {n: {"calls": WAITS, "unusual": [UNUSUAL]} for n in range(2)},
-        "S",
-        set(),
-        "Cause unknown",
-    ),
-    "no calls": ({0: {"calls": {}}, 1: {"calls": {}}}, "S", set(), "2 ranks wait in unknown calls"),
-    "nobody differs": ({0: {"calls": WAITS}, 1: {"calls": WAITS}}, "S", set(), "Cause unknown"),
-}
+MESH = "mesh_tp [0, 1]"
+WAITS = {"calls": {MESH: (7, "all_reduce", [[3]], False)}}
+CAME = {"calls": {MESH: (6, "all_reduce", [[3]], True)}}
+OTHER_SHAPE = {"calls": {MESH: (7, "all_reduce", [[5]], False)}}
+AWAY = {"calls": CAME["calls"] | {"mesh_dp [0, 1]": (3, "all_gather", [[4]], False, 200)}}
+DIFFERS = {**OTHER_SHAPE, "unusual": [UNUSUAL]}
+NO_CALLS = {"calls": {}}
+COMPILING = {**CAME, "stack": IN_COMPILER}
+COMPILED_CODE = {**CAME, "stack": ["own.py:7 f", *IN_COMPILER[-1:]]}
+ELSEWHERE = {**AWAY, "stack": ["c.py:1 wait", "own.py:7 f"]}
+LOGGING = {**AWAY, "in_step": False, "stack": IN_LOG}
+SENT_8 = {**WAITS, "pipeline": make_stage(8)}
+AWAITS_0 = {**CAME, "stack": IN_PIPELINE, "pipeline": make_stage(7, 0)}
+AWAITS_1 = {"stack": IN_PIPELINE, "pipeline": make_stage(7, 1)}
+GOES_ON = {"stack": IN_PIPELINE, "pipeline": make_stage(8, 0, idle_s=0.5, n=9)}
+ALL_DIFFER = {**WAITS, "unusual": [UNUSUAL]}
+# what ranks 0 and 1 of a tp group of two wrote | the state of rank 1's process | who is named | words
+HANGS = """
+WAITS | T | 1 | is stopped
+WAITS | R | 1 | never releases the GIL
+WAITS COMPILING | S | 1 | COMPILING in step 4, 5 s after it began, which is no hang yet. If
+WAITS COMPILED_CODE | S | 1 | HANG in step 4
+WAITS ELSEWHERE | S | 1 | it is in c.py:1 wait < own.py:7 f
+WAITS OTHER_SHAPE | S | 0 1 | in call 7 of mesh_tp [0, 1]: all_reduce [[3]] on ranks [0], all_reduce [[5]] on ranks [1]
+WAITS LOGGING | S | 1 | it is in torch/c10d.py:1 wait < run_log.py:7 write_step. Its process is 101
+SENT_8 AWAITS_0 | S | 0 | rank 0 (tp 0) has computed the output of microbatch 3 from stage 0
+AWAITS_1 GOES_ON | S | | 1 ranks wait in the pipeline for the output of microbatch 3 from stage 1
+WAITS DIFFERS | S | 1 | call 7 on axis tp, all_reduce [[5]], where its earlier steps made all_reduce [[3]]: it is in
+ALL_DIFFER ALL_DIFFER | S | | Cause unknown
+NO_CALLS NO_CALLS | S | | 2 ranks wait in unknown calls
+WAITS WAITS | S | | Cause unknown
+"""
 
 
 def make_row(
@@ -374,12 +333,13 @@ def make_file(rank: int, state: str, written: dict) -> dict:
     }
 
 
-@pytest.mark.parametrize("name", HANGS)
-def test_a_report_names_the_rank_that_the_others_wait_for_or_says_unknown(name):
-    written, state, named, words = HANGS[name]
-    culprits, text = explain({rank: make_file(rank, state, row) for rank, row in written.items()})
-    assert set(culprits) == named and words in text, text
-    if named == {1} and "is missing" in text:
+@pytest.mark.parametrize("line", HANGS.strip().splitlines())
+def test_a_report_names_the_rank_that_the_others_wait_for_or_says_unknown(line):
+    written, state, named, words = map(str.strip, line.split("|"))
+    rows = [globals()[word] for word in written.split()]
+    culprits, text = explain({n: make_file(n, state, row) for n, row in enumerate(rows)})
+    assert set(culprits) == {*map(int, named.split())} and words in text, text
+    if named == "1" and "is missing" in text:
         assert (
             "rank 1 (tp 1) is missing from call 7 on axis tp, all_reduce [[3]], which rank 0 waits for"
             in text
@@ -390,14 +350,14 @@ def test_the_tool_hang_reads_the_files_of_the_last_start(tmp_path, capsys):
     assert main(["hang", str(tmp_path)]) == 2 and "no rank-*.json" in capsys.readouterr().err
     folder = tmp_path / "hang" / "restart-0"
     folder.mkdir(parents=True)
-    file = make_file(0, "T", {"calls": WAITS})
+    file = make_file(0, "T", WAITS)
     (folder / "rank-00000.json").write_text(json.dumps(file))
     (folder / "rank-00001.json").touch()  # an empty file does not hide the others
     assert main(["hang", str(tmp_path)]) == 0
     assert "rank 1 (tp 1) is missing from call 7" in capsys.readouterr().out
     later = tmp_path / "hang" / "restart-1"  # gloo has aborted rank 0
     later.mkdir()
-    file = make_file(1, "S", {"calls": OTHER_SHAPE, "unusual": [UNUSUAL]}) | {"kind": "FAILED"}
+    file = make_file(1, "S", DIFFERS) | {"kind": "FAILED"}
     (later / "failed-00001.json").write_text(json.dumps(file))
     assert main(["hang", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
@@ -628,9 +588,9 @@ def list_saved(folder: str) -> dict[str, list[str]]:
     return {name: sorted(path.name for path in paths) for name, paths in found.items()}
 
 
-def lose_snapshots(rank: int, world_size: int, overrides: dict, folder: str, mode: str) -> list:
+def lose_snapshots(rank: int, world_size: int, overrides: dict, folder: str) -> list:
     """Worker on one of two hosts: save after steps 1 to 3, lose them one after another, and restore each time."""
-    keys = {"n_hosts": 2, "async_mode": mode, "local_folder": f"{folder}/host-{rank // 2}"}
+    keys = {"n_hosts": 2, "async_mode": "async", "local_folder": f"{folder}/host-{rank // 2}"}
     run, snapshots = open_run(compare.build_table_run(world_size, overrides), folder, **keys)
     states = {}
     with snapshots:
@@ -654,10 +614,9 @@ def lose_snapshots(rank: int, world_size: int, overrides: dict, folder: str, mod
     return found
 
 
-@pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_the_newest_snapshot_that_all_hosts_can_open_is_restored(pool, tmp_path, mode):
+def test_the_newest_snapshot_that_all_hosts_can_open_is_restored(pool, tmp_path):
     overrides = {REPLICATE: 1, SHARD: 2, TP: 2, **TWO_LAYERS}
-    for found in pool.run(lose_snapshots, 4, overrides, str(tmp_path), mode):
+    for found in pool.run(lose_snapshots, 4, overrides, str(tmp_path)):
         assert found[:3] == [[2, 3], 3, 2]
         assert "step-2/rank-00003.safetensors" in found[3], (
             "no older snapshot is left, and no checkpoint"

@@ -77,31 +77,31 @@ def run(schedule: str, pp: int, m: int, v: int = 1, send: float = 0.0) -> Timeli
     return simulate(list_order(schedule, pp, m, v), seconds_of, send)
 
 
-@pytest.mark.parametrize(
-    "schedule, v, pp, m, idle, in_flight",
-    [
-        # idles 75 %, though (P-1)/M, which is often quoted, says 300
-        ("GPipe", 1, 4, 1, 9, [1, 1, 1, 1]),
-        ("GPipe", 1, 4, 8, 9, [8, 8, 8, 8]),
-        ("1F1B", 1, 4, 8, 9, [4, 3, 2, 1]),
-        ("Interleaved1F1B", 2, 4, 8, 9, [11, 9, 7, 5]),  # (v - 1) p + 2 (p - 1 - r) + 1
-        ("Interleaved1F1B", 3, 8, 8, 21, None),
-        ("LoopedBFS", 2, 8, 40, 21, None),
-        ("InterleavedZeroBubble", 2, 4, 20, 3, None),  # one forward per rank
-        ("ZBVZeroBubble", 2, 4, 20, 3, None),
-        ("DualPipeV", 2, 4, 20, 3, None),
-    ],
-)
-def test_bubbles_and_microbatches_in_flight_are_those_of_the_papers(
-    schedule, v, pp, m, idle, in_flight
-):
+# schedule, stages per rank, pp, microbatches | idle time | microbatches in flight on each rank
+PAPERS = """
+GPipe 1 4 1 | 9 | 1 1 1 1      # idles 75 %, though (P-1)/M, which is often quoted, says 300
+GPipe 1 4 8 | 9 | 8 8 8 8
+1F1B 1 4 8 | 9 | 4 3 2 1
+Interleaved1F1B 2 4 8 | 9 | 11 9 7 5  # (v - 1) p + 2 (p - 1 - r) + 1
+Interleaved1F1B 3 8 8 | 21 |
+LoopedBFS 2 8 40 | 21 |
+InterleavedZeroBubble 2 4 20 | 3 |  # one forward per rank
+ZBVZeroBubble 2 4 20 | 3 |
+DualPipeV 2 4 20 | 3 |
+"""
+
+
+@pytest.mark.parametrize("line", PAPERS.strip().splitlines())
+def test_bubbles_and_microbatches_in_flight_are_those_of_the_papers(line):
+    (schedule, *sizes), (idle,), in_flight = map(str.split, line.partition("#")[0].split("|"))
+    v, pp, m, idle = map(int, [*sizes, idle])
     timeline = run(schedule, pp, m, v)
     assert timeline.end_time == 3 * v * m + idle
     assert timeline.bubble == pytest.approx(idle / timeline.end_time, abs=5e-5)
     if in_flight:
         counts = [count_in_flight(row) for row in list_order(schedule, pp, m, v)]
         most = [max(each.total() for each in count.values()) for count in counts]
-        assert most == in_flight
+        assert most == [*map(int, in_flight)]
 
 
 def test_the_slowest_stage_and_the_way_between_ranks_count():

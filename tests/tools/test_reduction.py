@@ -1,5 +1,7 @@
 """A real config made small: exactly its degrees, the relations that are kept, and the deep run."""
 
+import json
+
 import compare
 import pytest
 from layouts import CP, EP, PP, REPLICATE, SCHEDULE, SHARD, TP
@@ -87,26 +89,27 @@ def test_a_layout_that_needs_more_ranks_is_refused_with_a_command_that_runs(
 
 # ---------------------------------------------------------------- stages, microbatches, sizes
 
-STAGES = ("llama3_8b", f"--{PP}=4", f"--{SHARD}=1", ANY_BATCH)
-# Embedding and head weigh a layer each: 32 on 4 stages.
-EVEN = (*STAGES, "--training.local_batch_size=16", "--model.n_layers=30")
-INTERLEAVED = (*EVEN, f"--{SCHEDULE}=Interleaved1F1B")
-ACCUMULATED = ("debug", f"--{SHARD}=2", "--training.local_batch_size=4")
-ODD = ("debug", f"--{SHARD}=2", f"--{TP}=2", "--model.vocab_size=2306")  # 2306 = 2 * 1153
-MIXTRAL = ("mixtral_8x22b", f"--{PP}=1", f"--{TP}=1", f"--{EP}=4", f"--{SHARD}=8", ONE_COPY)
-NEAR = ("debug", '--parallelism.zero_plus_plus=["hpz"]')
+ARGS = {  # of the table below
+    "EVEN": f"llama3_8b --{PP}=4 --{SHARD}=1 {ANY_BATCH} --training.local_batch_size=16 --model.n_layers=30",
+    "INTERLEAVED": f"EVEN --{SCHEDULE}=Interleaved1F1B --{PER_STAGE}",
+    "STAGES": f"llama3_8b --{PP}=4 --{SHARD}=1 {ANY_BATCH} --training.local_batch_size",
+    "ODD": f"debug --{SHARD}=2 --{TP}=2 --model.vocab_size",
+    "MIXTRAL": f"mixtral_8x22b --{PP}=1 --{TP}=1 --{EP}=4 --{SHARD}=8 {ONE_COPY}",
+    "QWEN": "qwen3_30b_a3b --parallelism.expert_parallel_degree",
+    "NEAR": f'debug --parallelism.zero_plus_plus=["hpz"] --{SHARD}',
+}
 
 
 def layers_of_stages(reduction: Reduction) -> list[int]:
     return count_layers(reduction.layout.stages)
 
 
-def n_microbatches(reduction: Reduction) -> int:
-    return reduction.layout.n_microbatches
+def n_microbatches(reduction: Reduction) -> list[int]:
+    return [reduction.layout.n_microbatches]
 
 
-def remainder_of_vocabulary(reduction: Reduction) -> int:
-    return reduction.config.model.vocab_size % 4
+def remainder_of_vocabulary(reduction: Reduction) -> list[int]:
+    return [reduction.config.model.vocab_size % 4]
 
 
 def experts(reduction: Reduction) -> tuple[int, ...]:
@@ -121,42 +124,37 @@ def nodes(reduction: Reduction) -> tuple[int, int]:
     return reduction.layout.fsdp_near, reduction.layout.fsdp_far
 
 
-@pytest.mark.parametrize(
-    "args, relation, value",
-    [
-        # the same number of stages per rank, and as evenly filled
-        (EVEN, layers_of_stages, [1, 2, 2, 1]),
-        ((*EVEN, "--model.n_layers=31"), layers_of_stages, [2, 2, 2, 1]),
-        ((*INTERLEAVED, f"--{PER_STAGE}=4"), layers_of_stages, [1, 2, 2, 2, 2, 2, 2, 1]),
-        (
-            (*INTERLEAVED, f"--{PER_STAGE}=1", "--model.n_layers=6"),
-            layers_of_stages,
-            [0, 1, 1, 1, 1, 1, 1, 0],
-        ),
-        ((*EVEN, "--model.n_layers=3"), layers_of_stages, [1, 1, 1, 0]),
-        # microbatches and stages
-        ((*STAGES, "--training.local_batch_size=4"), n_microbatches, 4),
-        ((*STAGES, "--training.local_batch_size=16"), n_microbatches, 6),
-        ((*STAGES, "--training.local_batch_size=2", f"--{SCHEDULE}=GPipe"), n_microbatches, 2),
-        # a third one that is left out is seen
-        ((*ACCUMULATED, "--training.global_batch_size=32"), n_microbatches, 3),
-        # sizes that the ranks do not divide
-        (ODD, remainder_of_vocabulary, 2),
-        ((*ODD, "--model.vocab_size=2304"), remainder_of_vocabulary, 0),
-        # FSDP shards experts, or their matrices
-        (MIXTRAL, experts, (4, 2, 8, 8, 2)),
-        (("qwen3_30b_a3b", f"--{EP}=8", f"--{SHARD}=8"), experts, (8, 1, 16, 24, 8)),
-        (("qwen3_30b_a3b", f"--{EP}=2", f"--{SHARD}=4", f"--{TP}=2"), experts, (2, 4, 16, 24, 8)),
-        (("debug_moe_3d",), experts, (4, 1, 8, 8, 2)),
-        # nodes split a group that is large enough
-        ((*NEAR, f"--{SHARD}=4"), nodes, (2, 2)),
-        ((*NEAR, f"--{SHARD}=4", f"--{TP}=2"), nodes, (2, 2)),
-        ((*NEAR, f"--{SHARD}=8"), nodes, (4, 2)),
-        ((*NEAR, f"--{SHARD}=2"), nodes, (1, 1)),
-    ],
-)
-def test_a_relation_between_sizes_is_kept(args, relation, value):
-    assert relation(reduce_config(read(*args), 8)) == value
+# Embedding and head weigh a layer each: 32 on 4 stages. 2306 = 2 * 1153
+KEPT = f"""
+EVEN | layers_of_stages | [1, 2, 2, 1]
+EVEN --model.n_layers=31 | layers_of_stages | [2, 2, 2, 1]
+INTERLEAVED=4 | layers_of_stages | [1, 2, 2, 2, 2, 2, 2, 1]
+INTERLEAVED=1 --model.n_layers=6 | layers_of_stages | [0, 1, 1, 1, 1, 1, 1, 0]
+EVEN --model.n_layers=3 | layers_of_stages | [1, 1, 1, 0]
+STAGES=4 | n_microbatches | [4]
+STAGES=16 | n_microbatches | [6]
+STAGES=2 --{SCHEDULE}=GPipe | n_microbatches | [2]
+debug --{SHARD}=2 --training.local_batch_size=4 --training.global_batch_size=32 | n_microbatches | [3]
+ODD=2306 | remainder_of_vocabulary | [2]
+ODD=2304 | remainder_of_vocabulary | [0]
+MIXTRAL | experts | [4, 2, 8, 8, 2]
+QWEN=8 --{SHARD}=8 | experts | [8, 1, 16, 24, 8]
+QWEN=2 --{SHARD}=4 --{TP}=2 | experts | [2, 4, 16, 24, 8]
+debug_moe_3d | experts | [4, 1, 8, 8, 2]
+NEAR=4 | nodes | [2, 2]
+NEAR=4 --{TP}=2 | nodes | [2, 2]
+NEAR=8 | nodes | [4, 2]
+NEAR=2 | nodes | [1, 1]
+"""
+
+
+@pytest.mark.parametrize("line", KEPT.strip().splitlines())
+def test_a_relation_between_sizes_is_kept(line):
+    args, relation, value = line.split(" | ")
+    for word in ("INTERLEAVED", *ARGS):
+        args = args.replace(word, ARGS[word])
+    reduction = reduce_config(read(*args.split()), 8)
+    assert list(globals()[relation](reduction)) == json.loads(value)
 
 
 def test_a_config_whose_real_run_cannot_start_is_refused():
