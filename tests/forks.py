@@ -52,7 +52,7 @@ SLIDING = '''"""Sliding-window attention: a token sees itself and the 15 tokens 
 import torch
 import torch.nn.functional as F
 
-from torchtitan_lite.model.attention import InnerAttention
+from torchtitan_lite.model.inner_attention import InnerAttention
 
 WINDOW = 16
 

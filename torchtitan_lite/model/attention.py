@@ -28,7 +28,7 @@ from functools import cache
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import (
     AuxRequest,
@@ -41,24 +41,9 @@ from torchtitan_lite.config.choices import ATTENTIONS, has_masks
 from torchtitan_lite.config.extensions import load_extension
 from torchtitan_lite.config.machine import SAFE_KV_HEADS
 from torchtitan_lite.config.model_rows import ModelArgs
+from torchtitan_lite.model.inner_attention import InnerAttention
 
 OTHER_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-
-
-class InnerAttention(nn.Module):
-    """Attention from queries to keys and values: `attention.inner` of a block. Only sinks are parameters.
-
-    A subclass has `forward(query, key, value, doc_ids)`: query (B, heads, S, E), key and value (B, kv heads, S, E) ->
-    (B, heads, S, E). doc_ids is the result of `plan`, or None.
-    """
-
-    def __init__(self, model_args: ModelArgs | None = None, layer: int = 0):
-        """A subclass whose layers differ overrides this."""
-        super().__init__()
-
-    def plan(self, doc_ids: Tensor | None) -> object:
-        """Prepare doc_ids (B, S), or None, for `forward`. The model calls it once for all layers."""
-        return doc_ids
 
 
 class CausalAttention(InnerAttention):
