@@ -60,13 +60,13 @@ def train_step(
     `batch` is this rank's rows of the global batch. `stop_signal` is the signal that this rank received, or 0.
     `before_update` is called before the first change of a tensor that checkpoints contain.
     """
-    random_state = torch.get_rng_state()
+    random_state = copy_random_state()
     local_loss = compute_gradients(run, batch)
     loss = sum_losses(run, local_loss)  # all-reduces one float over pp, dp and cp
     if not run.optimizer.state:  # the first step
         trained = run.parameters.items()
         require_gradients({fqn: own.grad for fqn, own in trained if own.requires_grad})
-        if not torch.equal(random_state, torch.get_rng_state()):
+        if copy_random_state() != random_state:
             raise UserError(RANDOM)
     squares = sum_gradient_squares(run.parameters.values())
     grad_norm, stop = reduce_norm_and_signal(
@@ -85,6 +85,11 @@ def train_step(
     rates = list_rates(run.config, run.lr_scheduler.last_epoch)
     run.lr_scheduler.step()
     return StepResult(loss, grad_norm, applied, stop, rates, expert_loads)
+
+
+def copy_random_state() -> bytes:
+    """Return the state of torch's random numbers on the CPU."""
+    return torch.get_rng_state().numpy().tobytes()
 
 
 def compute_gradients(run: Run, batch: Batch) -> Tensor:
