@@ -20,7 +20,7 @@ DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 # Code tokens of each part, and the most tokens per code line: guides, which fail only above MARGIN, so that nobody
 # shaves a name to pass.
-CORE = (64_100, 8.5)
+CORE = (64_200, 8.5)
 EXTENSIONS = (18_800, 9.0)
 TOOLS = (83_300, 9.0)
 TESTS = (144_000, 10.0)

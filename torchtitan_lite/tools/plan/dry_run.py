@@ -70,7 +70,6 @@ def dry_run(planned: PlannedRun, pp_rank: int = 0) -> Meter:
             enter(fake_world.even_experts(planned.workload))
         # Initial weights do not matter here, and take as long as a microbatch.
         enter(patch.object(build, "initialize_weights", lambda *args: None))
-        enter(patch.object(stepping, "copy_random_state", bytes))  # fake tensors have no values
         enter(fake_world.fake_tensors())
         enter(meter.watching())
         run = build.build_run(config, model_args, layout, mesh, CPU, parts=parts)
