@@ -371,6 +371,7 @@ def open_watch(rank: int, world_size: int, folder: str) -> None:
     store = dist.distributed_c10d._get_default_store()
     processes = meet_processes(place, store, Comm())
     watch = HangWatch(Path(folder), Comm(), run, place, processes, stop)
+    dist.barrier()  # rank 0 has removed the earlier files
     watch.begin(1)
     watch.end()
     watch.begin(2)
