@@ -140,7 +140,8 @@ def gather_plain(part: nn.Module) -> None:
     for _, group in list_fsdp_groups(part):
         for parameter in group.fsdp_params:
             if parameter.is_dtensor:
-                spec = parameter._unsharded_dtensor_spec
+                # torch 2.11 has the second name only
+                spec = getattr(parameter, "_unsharded_dtensor_spec", None) or parameter._tp_spec
                 if all(placement.is_shard() for placement in spec.placements):
                     parameter.is_dtensor = False
                     parameter._unsharded_dtensor_spec = None
