@@ -339,8 +339,8 @@ def find_unseen(rows: list[Row]) -> dict[str, list[Unseen]]:
 def make_bar(unseen: list[Unseen]) -> Bar:
     """Return the bar of these rows: the factor within which 80 % of them are, up or down.
 
-    The sign of an error is that of its stack, so an unseen stack may have either. A stack of many rows counts less per
-    row, as in the fit.
+    The bar is symmetric, because most errors of one stack have the same sign, and the sign for an unseen stack is not
+    known. Each row of a large stack has a smaller weight, as in the fit.
     """
     rows, errors = zip(*unseen, strict=True)
     logs = torch.tensor(errors, dtype=DOUBLE)

@@ -33,7 +33,7 @@ from torchtitan_lite.extensions.adamw_bfloat16 import AdamWBFloat16
 from torchtitan_lite.notices import describe_unusual_rates
 from torchtitan_lite.step import reduce_norm_and_signal
 
-# [lr_scheduler] | the first step | its rate and those of the steps after it, times optimizer.lr
+# keys of [lr_scheduler] | first step | learning rates from this step on, divided by optimizer.lr
 RATES = """
 {"total_steps": 10, "warmup_steps": 4} | 0 | 0.25 0.5 0.75 1
 {"total_steps": 12, "warmup_steps": 2} | 2 | 1 0.9 0.8 0.7 0.6 0.5 0.4 0.3 0.2 0.1

@@ -70,8 +70,8 @@ all
   targets: ["4"]
   unused: []
 """)["all"]
-# row: of the data set; written: messages and variables for apply_chat_template; targets: what is trained;
-# unused: columns and keys. What is left out is as in DEFAULTS.
+# row: a row of the data set. written: the arguments of apply_chat_template. targets: texts that are trained.
+# unused: columns and keys that are not written. Missing entries have the values of DEFAULTS.
 RIGHT = read_cases(r"""
 an id, a source, pairs of preferences
   row: {"id": 0, "source": "web", "chosen": [1], "rejected": [2], "ok": false, "messages": TALK}

@@ -16,7 +16,6 @@ from torchtitan_lite.config.reader import REPOSITORY
 SCRIPT = REPOSITORY / "assets" / "slurm" / "train.sbatch"
 STEPS = 40
 KEYS = [
-    f"--training.steps={STEPS}",
     "--training.global_batch_size=4",
     "--training.local_batch_size=2",
     "--checkpoint.interval=1000",
@@ -104,7 +103,8 @@ def cluster(tmp_path):
 
 def test_a_job_before_its_limit_saves_is_queued_again_and_resumes(cluster, tmp_path):
     folder = tmp_path / "job"
-    keys = [*KEYS, *warm_start.write_letters(tmp_path / "letters"), f"--job.dump_folder={folder}"]
+    keys = [f"--training.steps={STEPS}", *KEYS, f"--job.dump_folder={folder}"]
+    keys += warm_start.write_letters(tmp_path / "letters")
     job = cluster.start(*keys)
     read_until(job, r"step +3/")
     job.send_signal(signal.SIGUSR1)  # as --signal=B:USR1 does: to the script alone

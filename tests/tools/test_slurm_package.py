@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from test_slurm import KEYS
 from warm_start import read_losses, write_letters
 
 from torchtitan_lite.checkpoint.format import find_steps
@@ -52,14 +53,6 @@ slurmctld -f {folder}/slurm.conf
 for node in n1 n2; do slurmd -f {folder}/slurm.conf -N $node; done
 """
 STEPS = 400
-KEYS = [
-    f"--training.steps={STEPS}",
-    "--training.global_batch_size=4",
-    "--training.local_batch_size=2",
-    "--checkpoint.interval=1000",
-    "--validation.no_enable",
-    "--job.overwrite",
-]
 
 
 class Slurm:
@@ -129,7 +122,13 @@ def slurm(tmp_path_factory):
 
 @pytest.fixture
 def keys(tmp_path):
-    return [*KEYS, *write_letters(tmp_path / "letters"), f"--job.dump_folder={tmp_path / 'job'}"]
+    steps = f"--training.steps={STEPS}"
+    return [
+        steps,
+        *KEYS,
+        *write_letters(tmp_path / "letters"),
+        f"--job.dump_folder={tmp_path / 'job'}",
+    ]
 
 
 def count_ranks(folder: str) -> int:

@@ -1,7 +1,7 @@
 """Rules for layouts and machines that need only numbers: no files, no torch.
 
-plan_layout applies the rules of a layout; config/model.py has those of a model's sizes. preflight.py calls the other
-checks, and adds checks that read files. Each function checks all of its rules: a user sees every problem at once.
+plan_layout applies the rules of a layout. The rules of model sizes are in config/model.py. preflight.py calls the other
+checks, and adds checks that read files. Each function checks all of its rules, so a user sees every problem at once.
 """
 
 import re

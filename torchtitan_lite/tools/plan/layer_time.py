@@ -29,7 +29,8 @@ KERNELS_OF_LAYER = {False: 28, True: 14}  # compiled -> elementwise kernels in f
 KERNELS_OF_EXPERTS = 60  # additional kernels in an MoE layer: router, sorting, all-to-alls, experts
 # compiled -> tensors that these kernels read and write: a norm with a residual addition, SwiGLU, GPT's activation
 TENSORS = {False: (5, 5, 3), True: (4, 3, 2)}
-# The same for an eager norm that runs op by op in fp32: of a DTensor, because torch has no rule to shard its kernel
+# The same number for an eager norm whose operators run one by one in fp32. A DTensor needs this, because torch has no
+# rule that shards the fused kernel
 NORM_OP_BY_OP = 21
 # Bytes per element that ZeRO++'s kernels read and write around a gather, and around a reduction
 QWZ_BYTES = 4
@@ -338,7 +339,7 @@ class LayerTime:
         wait, wait_back, wait_again = map(sum, zip(*waits, strict=True))
         forward = linear + attend + elementwise + wait
         backward = of_inputs + attend_back + 2 * elementwise + wait_back + again + wait_again
-        # The host launches one kernel after the other, as many again for each gradient.
+        # The host launches the kernels one by one. Each gradient needs as many launches as forward.
         n_launches = KERNELS_OF_LAYER[w.compiled] + len(kind.block)
         launches = n_launches * self.cluster.host_s / (1 + w.compiled)
         waiting = kind.is_moe and self.dispatch_s

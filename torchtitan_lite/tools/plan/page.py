@@ -301,21 +301,24 @@ def draw_pipeline(planned: PlannedRun) -> str:
 def draw_memory(planned: PlannedRun) -> str:
     capacity = planned.cluster.memory_bytes
     memories = list_memory(planned)
+    live = max(memory.live for memory in memories.values())
     length = 1.02 * max(capacity, planned.taken_bytes)
+    is_small = live < length / 20  # then a bar shows only what is live
+    if is_small:
+        length = live
     bars = ""
     for name, memory in memories.items():
         most = planned.find_most_taken(memory.live)
-        sizes = memory._asdict() | {RESERVE: most - memory.live}
+        sizes = memory._asdict() | {RESERVE: 0 if is_small else most - memory.live}
         parts = []
         for part, size in sizes.items():
             look = "pale" if part == RESERVE else ""
             parts.append((size, MEMORY[part], look, f"{part}: {format_bytes(size)}"))
         value = f"{format_bytes(memory.live)}, at most {format_bytes(most)}"
-        bars += draw_bar(name, value, parts, length, capacity)
+        bars += draw_bar(name, value, parts, length, 0 if is_small else capacity)
     entries = [(color, "pale" if part == RESERVE else "", part) for part, color in MEMORY.items()]
-    about = (
-        f"{planned.cluster.name} has {capacity / GIB:.1f} GiB, the line. Error of the forecast: "
-    )
+    line = "" if is_small else ", the line"
+    about = f"{planned.cluster.name} has {capacity / GIB:.1f} GiB{line}. Error of the forecast: "
     about += BARS["memory"].describe(planned.cluster.name)
     return f"<h2>Peak memory</h2><p>{about}.</p>{draw_key(entries)}{bars}"
 
@@ -357,9 +360,11 @@ def draw_traffic(planned: PlannedRun) -> str:
     length = traffic[0].n_bytes
     bars = []
     for calls in traffic:
+        if calls.n_bytes < length / 1000:
+            break
         name = f"{calls.operation} over {calls.axis}, {calls.where}"
         value = f"{format_bytes(calls.n_bytes)} in {calls.n_calls:,.0f} calls"
         color = f"var(--{calls.axis.split()[0]})"
         bars.append(draw_bar(name, value, [(calls.n_bytes, color, "", value)], length))
-    about = "One step of the rank that moves most."
+    about = f"One step of the rank that moves most. {len(traffic) - len(bars)} smaller kinds of calls are left out."
     return f"<h2>Bytes that a rank moves</h2><p>{about}</p>{''.join(bars)}"

@@ -70,7 +70,7 @@ class Seen:
     acted: dict[str, bool | None] = field(default_factory=dict)  # witnesses.Acted
 
     def note(self, step: int, measure: str, name: str, error: float) -> None:
-        """Record an error, at most LARGEST. Of several errors with the same key, keep the largest."""
+        """Record an error of at most LARGEST. If a key has several errors, keep the largest."""
         key = (step, measure, name)
         error = error if error < LARGEST else LARGEST  # also NaN
         self.errors[key] = max(error, self.errors.get(key, 0.0))
@@ -99,9 +99,8 @@ def relative_error(
 ) -> float:
     """Return ||own - right|| relative to this slice's share of ||unit|| (default: `whole`). If it is 0, own must be 0.
 
-    Ignore this number of `roundings` in fp32 per element.
-    If `forgives` is true, ignore the largest errors: those of two elements plus 0.1 % of all elements. In bfloat16, one
-    element in ten thousand rounds differently.
+    An error of `roundings` fp32 roundings per element counts as 0. If `forgives` is true, the largest errors do not
+    count: two elements, plus 0.1 % of all elements. In bfloat16, one element in ten thousand rounds differently.
     """
     own = local(tensor).double()
     right = cut(whole, tensor).double()

@@ -7,8 +7,8 @@ In bfloat16 and float8, the trial checks that a layout rounds where one rank rou
                   add partial products in bfloat16. Their errors, measured against the plain loop in float32, may be
                   twice the errors of one rank
 
-There, rotary angles must be computed in float32, FSDP must reduce gradients in float32, and gradients must be the sums
-of the gradients of their microbatches (rank.py).
+The trial also checks that rotary angles and FSDP's reductions use float32, and that a gradient is the sum over its
+microbatches (rank.py).
 """
 
 import time
