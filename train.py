@@ -191,6 +191,8 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
 
 def see_machine(local_rank: int) -> Machine:
     """Return the device of this rank under a bare torchrun. Its memory is not checked."""
+    if torch.version.hip:
+        raise UserError("torch was built for ROCm, but this trainer is for NVIDIA GPUs and CPUs")
     if torch.cuda.is_available():
         n_devices = torch.cuda.device_count()
         return Machine("cuda", n_devices, None, torch.cuda.get_device_name(local_rank))

@@ -1,6 +1,7 @@
 """Notices that a run prints before it starts, about settings that the user did not choose or may not expect."""
 
 import re
+from bisect import bisect_left
 from math import prod
 from pathlib import Path
 
@@ -78,32 +79,32 @@ def list_notices(spec: RunSpec, restarted: bool) -> list[str]:
 
 
 def describe_unusual_rates(config: Config, resumed_step: int) -> list[str]:
-    """Return a notice if the rate of a resolved config is 0 before the last step, and one if the peak is never reached.
+    """Return a notice if the rate is 0 before the last step, and one if the peak is never reached.
 
-    The schedule is computed at 1,000 steps of the run, and at the ends of its phases.
+    The config is resolved.
     """
     section = config.lr_scheduler
     n_steps = config.training.steps
-    steps = set(range(0, n_steps, max(1, n_steps // 1000)))
-    for end in (resumed_step, section.warmup_steps, section.total_steps, n_steps):
-        steps.update(range(max(0, end - 2), min(end + 2, n_steps)))
     peak = config.optimizer.lr
-    rates = {step: peak * learning_rate_factor(section, step) for step in sorted(steps)}
-    idle_steps = [step for step, rate in rates.items() if rate <= peak * NEGLIGIBLE]
-    idle_steps = [step for step in idle_steps if resumed_step <= step < n_steps - 1]
+
+    def is_idle(step: int) -> bool:
+        return peak * learning_rate_factor(section, step) <= peak * NEGLIGIBLE
+
+    # the first idle step: the rate rises from above 0, then falls. In the last step, it may be 0
+    idle_step = bisect_left(range(n_steps - 1), True, lo=resumed_step, key=is_idle)
     notices = []
-    if idle_steps:
-        rate = rates[idle_steps[0]]
+    if idle_step < n_steps - 1:
+        rate = peak * learning_rate_factor(section, idle_step)
         keys = f"optimizer.lr = {peak:g}, lr_scheduler.total_steps = {section.total_steps}"
         why = f"{keys}, warmup_steps = {section.warmup_steps}, min_lr_factor = {section.min_lr_factor:g}"
-        where = f"step {idle_steps[0] + 1} of {n_steps}"
+        where = f"step {idle_step + 1} of {n_steps}"
         notices.append(f"the learning rate falls to {rate:.3g} at {where} ({why})")
-    if not idle_steps and section.total_steps < section.warmup_steps <= n_steps:
+    elif section.total_steps < section.warmup_steps <= n_steps:
         lengths = f"{section.warmup_steps} and {section.total_steps} steps"
         keys = "lr_scheduler.warmup_steps is longer than lr_scheduler.total_steps"
         notices.append(f"{keys}, {lengths}: no decay before the end of the warm-up")
-    highest = max(learning_rate_factor(section, step) for step in steps)
-    if highest < 0.999:
+    highest = learning_rate_factor(section, n_steps - 1)
+    if section.warmup_steps > n_steps and highest < 0.999:
         why = f"the learning rate only reaches {100 * highest:.3g}% of optimizer.lr"
         lengths = f"{section.warmup_steps} of {n_steps} steps"
         notices.append(f"lr_scheduler.warmup_steps is longer than the run, {lengths}: {why}")

@@ -49,7 +49,6 @@ from torchtitan_lite.dump_folder import check_files
 from torchtitan_lite.models.registry import MODELS, find_model_type, list_added_fields
 from torchtitan_lite.notices import describe_finished, list_notices
 from torchtitan_lite.run_spec import RunSpec
-from torchtitan_lite.software import check_software
 
 SHIPPED = "assets/tokenizer"
 HIGHEST_LR = 1e-4  # for trained weights; configs/finetune.toml uses a tenth of it
@@ -100,8 +99,6 @@ def resolve(
     sections = {key.partition(".")[0] for key in unread}
     if not sections & RULED_SECTIONS:
         problems += check_run(config) + check_machine(config, machine)
-        if machine.is_here:
-            problems += check_software(config, machine)
     problems += check_files(config, restarted)
     tokenizer = model_args = layout = None
     if not sections & LAYOUT_SECTIONS:

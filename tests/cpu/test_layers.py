@@ -46,13 +46,13 @@ IMPORT_BY_NAME = {  # modules that call importlib in a function
 WITHOUT_TORCH = set(
     """
 torchtitan_lite.__main__ torchtitan_lite.files torchtitan_lite.notices torchtitan_lite.preflight
-torchtitan_lite.run_spec torchtitan_lite.software torchtitan_lite.dump_folder
+torchtitan_lite.run_spec torchtitan_lite.dump_folder torchtitan_lite.extensions.software
 torchtitan_lite.extensions.byte_level_bpe torchtitan_lite.extensions.checkpoint_format_3
 torchtitan_lite.extensions.hugging_face_config torchtitan_lite.extensions.hugging_face_export
 torchtitan_lite.extensions.hugging_face_folder torchtitan_lite.extensions.tokenizer_json
 torchtitan_lite.extensions.torchtitan_keys torchtitan_lite.tools.check
 torchtitan_lite.tools.command_lines torchtitan_lite.tools.detect
-torchtitan_lite.tools.host_rules
+torchtitan_lite.tools.host_rules torchtitan_lite.tools.torch_build
 """.split()
 )
 

@@ -10,10 +10,10 @@ from layouts import CHUNKS, COMPILED, MODE, PP, TP, TWO_LAYERS
 from marks import slow
 from torch._dynamo.utils import counters, get_compilation_metrics
 
-from torchtitan_lite import software
 from torchtitan_lite import step as stepping
 from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.schema import Compile, Config, with_value
+from torchtitan_lite.extensions import software
 from torchtitan_lite.parallel.process_groups import prepare_process
 from torchtitan_lite.tools.verify.ranks import RankPool
 from torchtitan_lite.validation import evaluating

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_lite import software
 from torchtitan_lite.__main__ import main
 from torchtitan_lite.config.machine import GIB, Machine
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.reader import CONFIG_FOLDER, REPOSITORY, dump_config_toml
 from torchtitan_lite.data.corpus_folder import DATASETS
+from torchtitan_lite.extensions import software
 from torchtitan_lite.preflight import resolve
 from torchtitan_lite.tools import check
 from torchtitan_lite.tools.check import resolve_on_hosts

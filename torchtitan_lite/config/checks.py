@@ -16,7 +16,7 @@ from torchtitan_lite.config.block import (
     plan_float8,
 )
 from torchtitan_lite.config.choices import SCHEDULES, has_masks, list_cp_methods
-from torchtitan_lite.config.extensions import FLOAT8, check_extensions
+from torchtitan_lite.config.extensions import FLOAT8, check_extensions, load_extension
 from torchtitan_lite.config.layout import (
     Layout,
     Stages,
@@ -415,7 +415,7 @@ def check_run(config: Config) -> list[Problem]:
 
 
 def check_machine(config: Config, machine: Machine) -> list[Problem]:
-    """Find features that these devices lack."""
+    """Find features that these devices, or the software of this host, lack."""
     problems = Problems(config)
     for key in (ASYNC_TP, "training.enable_cpu_offload", "profiling.enable_memory_snapshot"):
         if machine.device_type != "cuda" and get_value(config, key):
@@ -430,4 +430,8 @@ def check_machine(config: Config, machine: Machine) -> list[Problem]:
     if config.parallelism.context_parallel_degree > 1 and uses_kernels and in_float32:
         why = "the GPU kernels for context parallel compute in 16 bits"
         problems.refuse("training.mixed_precision_param", why, 'Use "bfloat16"')
+    needs_packages = config.compile.enable or config.metrics.enable_wandb
+    schedule = SCHEDULES[config.parallelism.pipeline_parallel_schedule]
+    if machine.is_here and (needs_packages or schedule.splits_backward):
+        problems += load_extension("software").check_software(config, machine)
     return problems

@@ -211,6 +211,9 @@ EXTENSIONS = {  # file of extensions/, without .py
     "checkpoint_format_3": Extension(
         about="loaded for checkpoints of versions before format 4, whose manifest lists every slice",
     ),
+    "software": Extension(
+        about="loaded for torch.compile, split backward passes and optional packages: finds what this host lacks",
+    ),
     "torchtitan_keys": Extension(
         about="loaded for keys that have another name here, or belong to features that do not exist here",
     ),

@@ -1,4 +1,7 @@
-"""What is known about a device by its name: peak FLOP/s, float8, builds of torch. tools/detect.py asks the driver."""
+"""What is known about a device by its name: peak FLOP/s, and what it cannot compute.
+
+tools/detect.py asks the driver.
+"""
 
 import re
 from dataclasses import dataclass
@@ -48,17 +51,9 @@ PEAK_BF16_FLOPS = {
     "RTX 4090": 165.2e12,
     "RTX A6000": 154.8e12,
 }
-# CUDA that a torch is built for -> oldest driver that runs it. Source: docs.nvidia.com, CUDA compatibility
-LEAST_DRIVERS = {12: 525, 13: 580}
-# GPUs below compute capability 7.5, for which no torch for CUDA 13 has kernels; and GPUs that need CUDA 12.8
-BEFORE_TURING = r"\b(V100\w*|P100|P40|P4|TITAN (V|X|Xp)|GTX (9|10)..)\b"
-BLACKWELL = r"\b(G?B[123]00|GB10|RTX (PRO|50..))\b"
 # cuDNN's attention may be wrong on these GPUs with fewer heads of keys per rank (model/attention.py)
 WRONG_CUDNN = r"\bG?B[123]00\b"
 SAFE_KV_HEADS = 8
-PYPI_CUDA = "13.0"  # of the torch on PyPI, from version 2.11 on
-# Builds of torch 2.11 to 2.14 for an older CUDA, with kernels from Maxwell to Hopper
-OLDER_INDEX = "https://download.pytorch.org/whl/cu126"
 
 # in float32 training of a 135M model, on one thread; a rough guess for other CPUs
 CPU_FLOPS_PER_CORE = 20e9
@@ -74,31 +69,3 @@ def peak_flops(name: str) -> float | None:
 
 # Names of GPUs without float8 (compute capability below 8.9). Any other GPU is assumed to have it.
 WITHOUT_FLOAT8 = r"\b(V100|T4|A100|A800|A40|A30|A16|A10|A10G|A2|GeForce RTX [23]0..|A\d{4})\b"
-
-
-def explain_misfit(machine: Machine, cuda: str | None, install: str) -> tuple[str, str] | None:
-    """Return why a torch built for this CUDA cannot use the GPUs of `machine`, and a remedy. Return None if it can.
-
-    `install` is the command, or the advice, that installs torch from OLDER_INDEX.
-    """
-    if not machine.driver or not cuda:
-        return None
-    major, minor = map(int, cuda.split(".")[:2])
-    driver = int(machine.driver.partition(".")[0])
-    is_new = re.search(BLACKWELL, machine.name)
-    least = LEAST_DRIVERS.get(major, 0)
-    older = f"install torch for CUDA 12.6: {install}"
-    if driver < least:
-        why = (
-            f"CUDA {cuda} needs NVIDIA driver {least} or newer, but this host has {machine.driver}"
-        )
-        remedy = f"Update the driver to {LEAST_DRIVERS[13]} or newer"
-        if driver >= LEAST_DRIVERS[12] and not is_new:
-            remedy = f"{remedy}, or {older}"
-        return why, remedy
-    why = f"the builds for CUDA {cuda} have no kernels for {machine.name}"
-    if major > 12 and re.search(BEFORE_TURING, machine.name):
-        return why, f"I{older[1:]}"
-    if is_new and (major, minor) < (12, 8):
-        return why, "Install the torch of PyPI"
-    return None

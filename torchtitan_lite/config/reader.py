@@ -9,10 +9,11 @@ reported, the key keeps its default, and the other keys are still checked.
 """
 
 import json
+import os
 import re
 from collections.abc import Collection, Iterator
 from contextlib import suppress
-from dataclasses import MISSING, dataclass, is_dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from difflib import get_close_matches
 from math import isfinite
 from pathlib import Path
@@ -20,9 +21,8 @@ from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from torchtitan_lite import REPOSITORY
-from torchtitan_lite.config.arguments import expand_path, is_unicode
 from torchtitan_lite.config.extensions import load_extension
-from torchtitan_lite.config.messages import Problem, UserError, name_command
+from torchtitan_lite.config.messages import Problem, UserError
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schema import PATH, Config, Job, get_value, with_value
 
@@ -35,6 +35,7 @@ except ModuleNotFoundError:  # Python 3.10
         raise UserError("Python 3.10 cannot read TOML. Run `pip install tomli`.") from None
 
 CONFIG_FOLDER = REPOSITORY / "configs"
+LONGEST_NAME = 255  # bytes, on almost all file systems
 
 
 def list_types(section: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -46,7 +47,7 @@ def list_types(section: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield prefix + name, kind
 
 
-OLD_KEYS = "torchtitan_keys"  # the extension with torchtitan's other names
+OTHER_KEYS = "torchtitan_keys"  # the extension for names that are no keys here
 KEYS = dict(list_types(Config))  # "training.steps" -> its type
 SECTIONS = list(dict.fromkeys(key.rpartition(".")[0] for key in KEYS))
 
@@ -85,36 +86,25 @@ def read_config(args: list[str]) -> UserConfig:
     except ValueError as error:
         remedy = "Name a TOML file, or one in configs/"
         problems.append(Problem("job.config_file", config_file, str(error), remedy))
-    given = {}
-    notices = []
-    for source in (table, texts):  # the command line replaces the table
-        names: dict[str, str] = {}
-        for name, value in source.items():
-            key = find_key(name)
-            given[key] = value
-            if key != name:
-                notices.append(f"{name} is now {key}")
-            if key in names:
-                notices.append(f"{names[key]} and {name} are the same key: {value} counts")
-            names[key] = name
+    notices: list[str] = []
+    if not {*table, *texts} <= KEYS.keys():
+        rename = load_extension(OTHER_KEYS).rename_keys
+        table = rename(table, notices)
+        texts = rename(texts, notices)
+    given = table | texts  # the command line replaces the table
 
     config = Config()
     for key, value in given.items():
-        if key in KEYS:
-            try:
-                config = with_value(config, key, convert_text(KEYS[key], value))
-            except WrongValue as wrong:
-                problems.append(Problem(key, value, *wrong.args))
+        if key not in KEYS:
+            problem, notice = load_extension(OTHER_KEYS).explain_key(key, value)
+            problems += problem
+            notices += notice
             continue
-        absent = load_extension(OLD_KEYS).explain_absent(key, value)
-        if absent is None:
-            problems.append(Problem(key, value, "there is no such key", suggest_key(key)))
-        elif absent:
-            why = "torchtitan_lite does not have this feature"
-            problems.append(Problem(key, value, why, absent))
-        elif why := load_extension(OLD_KEYS).UNUSED.get(key):
-            notices.append(f"{key} = {value} has no effect: {why}")
-    chosen = map(find_key, texts) if is_shipped else given
+        try:
+            config = with_value(config, key, convert_text(KEYS[key], value))
+        except WrongValue as wrong:
+            problems.append(Problem(key, value, *wrong.args))
+    chosen = texts if is_shipped else given
     name = Path(config_file).stem
     return UserConfig(config, name, frozenset(chosen), tuple(problems), tuple(notices))
 
@@ -139,9 +129,10 @@ def parse_arguments(args: list[str]) -> tuple[dict[str, str | bool], list[Proble
             is_bare = not rest or rest[0].startswith("--")
             value = True if is_bare else rest.pop(0)
         positive = name.replace(".no_", ".")
-        if value is True and name != positive and is_switch(find_key(positive)):
-            name = positive
-            value = False
+        if value is True and name != positive:
+            if positive in KEYS or load_extension(OTHER_KEYS).is_switch(positive):
+                name = positive
+                value = False
         values[name] = value
     return values, problems
 
@@ -161,19 +152,7 @@ def drop_keys(args: list[str], keys: Collection[str]) -> list[str]:
 
 def find_key(written: str) -> str:
     """Return the key that has this name, or had it in torchtitan."""
-    return written if written in KEYS else load_extension(OLD_KEYS).resolve_alias(written)
-
-
-def is_switch(key: str) -> bool:
-    """Whether the key exists here, or turns on a feature of torchtitan."""
-    return key in KEYS or key in load_extension(OLD_KEYS).ABSENT
-
-
-def is_known_section(start: str) -> bool:
-    """Whether a key begins so, here or in torchtitan, such as "training."."""
-    extension = load_extension(OLD_KEYS)
-    names = (*KEYS, *extension.ABSENT, *extension.SETTINGS, *extension.ALIASES, "float8.", "mx.")
-    return any(name.startswith(start) for name in names)
+    return written if written in KEYS else load_extension(OTHER_KEYS).resolve_alias(written)
 
 
 def find_config_file(name: str) -> Path:
@@ -201,8 +180,8 @@ def flatten_table(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str
     An empty table with an unknown name is also yielded, because it may be a misspelled section.
     """
     for name, value in table.items():
-        is_section = value != {} or is_known_section(f"{prefix}{name}.")
-        if isinstance(value, dict) and is_section and prefix + name not in KEYS:
+        is_section = isinstance(value, dict) and prefix + name not in KEYS
+        if is_section and (value or load_extension(OTHER_KEYS).is_section(f"{prefix}{name}.")):
             yield from flatten_table(value, f"{prefix}{name}.")
         else:
             yield prefix + name, value
@@ -234,7 +213,7 @@ def convert(kind: Any, value: Any) -> Any:
             raise WrongValue("there is no such choice", remedy)
         return value
     if is_dataclass(kind):
-        return convert_table(kind, value)
+        return load_extension("parameter_groups").convert_table(kind, value)
     if origin is list:
         if isinstance(value, str):  # on the command line, or torchtitan's "a" for ["a"]
             value = split_list(inner[0], value)
@@ -250,27 +229,6 @@ def convert(kind: Any, value: Any) -> Any:
     if kind is str and not is_unicode(value):
         raise WrongValue("it is not UTF-8", "Rename it, or write it in UTF-8")
     return value
-
-
-def convert_table(kind: type, value: Any) -> Any:
-    """Convert a table of a list of tables to its dataclass. Raises WrongValue."""
-    remedy = describe_list(kind)
-    if not isinstance(value, dict):
-        raise WrongValue(f"{value!r} is not a table", remedy)
-    fields = {}
-    kinds = get_type_hints(kind, include_extras=True)
-    for name, item in value.items():
-        if name not in kinds:
-            raise WrongValue(f"a table has no key {name!r}", remedy)
-        try:
-            fields[name] = convert(kinds[name], item)
-        except WrongValue as wrong:
-            why, remedy = wrong.args
-            raise WrongValue(f"{name} = {item!r}: {why}", remedy) from None
-    for name, field in kind.__dataclass_fields__.items():
-        if name not in fields and field.default is MISSING:
-            raise WrongValue(f"{value!r} has no {name!r}", remedy)
-    return kind(**fields)
 
 
 def describe_list(kind: Any) -> str:
@@ -329,20 +287,32 @@ def split_list(kind: Any, text: str) -> list[Any]:
     return list(filter(None, map(str.strip, text.split(","))))
 
 
-def suggest_key(key: str) -> str:
-    """Return a remedy for an unknown key: a key with the same name in another section, or with a similar name."""
-    name = key.rpartition(".")[2]
-    torchtitan = load_extension(OLD_KEYS).ABSENT
-    same_name = [known for known in (*KEYS, *torchtitan) if known.endswith(f".{name}")]
-    near = get_close_matches(key, same_name, n=1, cutoff=0) + get_close_matches(key, KEYS, n=1)
-    return (
-        f"The nearest key is {near[0]}"
-        if near
-        else f"`{name_command('check --keys')}` prints all keys"
-    )
-
-
 # ---------------------------------------------------------------- paths
+
+
+def expand_path(text: str) -> str:
+    """Replace ~ and $VAR in a path that does not exist as written.
+
+    Raises UserError for an unknown user or variable, and for a name that is not UTF-8, as all files of a run are.
+    """
+    expanded = text
+    if not os.path.exists(text):
+        expanded = os.path.expanduser(os.path.expandvars(text))
+        if unset := re.search(r"^~[^/]*|\$(\w+|\{[^}]*\})", expanded):
+            raise UserError(f"the user or environment variable {unset[0]} does not exist")
+    if not is_unicode(expanded):
+        raise UserError(f"{expanded!a} is not UTF-8: rename it")
+    for name in expanded.split("/"):
+        if len(name.encode()) > LONGEST_NAME:
+            raise UserError(
+                f"a name in the path has more than {LONGEST_NAME} bytes: {name[:20]}..."
+            )
+    return expanded
+
+
+def is_unicode(text: str) -> bool:
+    """Return whether Python could decode all bytes of `text`, which are UTF-8 on almost all systems."""
+    return not re.search("[\ud800-\udfff]", text)
 
 
 # ---------------------------------------------------------------- writing

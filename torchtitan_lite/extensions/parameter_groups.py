@@ -12,12 +12,15 @@ b. If several groups match a parameter, it belongs to the first of them.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import MISSING
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from typing import Any, get_type_hints
 
 from torchtitan_lite.config.block import list_parameters
 from torchtitan_lite.config.messages import Problem
 from torchtitan_lite.config.model_rows import ModelArgs
+from torchtitan_lite.config.reader import WrongValue, convert, describe_list
 from torchtitan_lite.config.schema import Config, ParameterGroup
 
 GROUPS = "optimizer.groups"
@@ -91,3 +94,24 @@ def describe_groups(config: Config, model_args: ModelArgs) -> list[str]:
                 line += f"; {n_elsewhere} more that it matches are in earlier groups"
             lines.append(line)
     return lines
+
+
+def convert_table(kind: type, value: Any) -> Any:
+    """Convert a table of a list of tables to its dataclass. Raises WrongValue."""
+    remedy = describe_list(kind)
+    if not isinstance(value, dict):
+        raise WrongValue(f"{value!r} is not a table", remedy)
+    fields = {}
+    kinds = get_type_hints(kind, include_extras=True)
+    for name, item in value.items():
+        if name not in kinds:
+            raise WrongValue(f"a table has no key {name!r}", remedy)
+        try:
+            fields[name] = convert(kinds[name], item)
+        except WrongValue as wrong:
+            why, remedy = wrong.args
+            raise WrongValue(f"{name} = {item!r}: {why}", remedy) from None
+    for name, field in kind.__dataclass_fields__.items():
+        if name not in fields and field.default is MISSING:
+            raise WrongValue(f"{value!r} has no {name!r}", remedy)
+    return kind(**fields)

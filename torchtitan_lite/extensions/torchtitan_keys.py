@@ -1,8 +1,15 @@
-"""Keys of torchtitan v0.1 and v0.2 that have another name here, or do not exist here. Used by reader.py.
+"""Names in a config that are no keys here: of torchtitan v0.1 and v0.2, or misspelled. reader.py loads this for them.
 
 ALIASES: old names of keys. ABSENT: switches of missing features, which are accepted if they are off, and refused
 otherwise. SETTINGS: other keys of missing features, which are accepted with any value.
 """
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from torchtitan_lite.config.messages import Problem, name_command
+from torchtitan_lite.config.reader import KEYS
 
 ALIASES = {  # old name -> new name
     "job.print_args": "job.print_config",
@@ -94,3 +101,53 @@ def explain_absent(key: str, value: object) -> str | None:
         return ""
     remedy = f"Leave it out, or set it to {off!r}"
     return f"{remedy}. {REPLACED[key]} serves instead" if key in REPLACED else remedy
+
+
+def rename_keys(source: Mapping[str, Any], notices: list[str]) -> dict[str, Any]:
+    """Return the values of a file, or of the command line, by today's names. Adds a notice for each other name."""
+    renamed = {}
+    names: dict[str, str] = {}
+    for name, value in source.items():
+        key = name if name in KEYS else resolve_alias(name)
+        renamed[key] = value
+        if key != name:
+            notices.append(f"{name} is now {key}")
+        if key in names:
+            notices.append(f"{names[key]} and {name} are the same key: {value} counts")
+        names[key] = name
+    return renamed
+
+
+def explain_key(key: str, value: object) -> tuple[list[Problem], list[str]]:
+    """Return a problem, or a notice, or neither, for a name that is no key here."""
+    absent = explain_absent(key, value)
+    if absent is None:
+        return [Problem(key, value, "there is no such key", suggest_key(key))], []
+    if absent:
+        return [Problem(key, value, "torchtitan_lite does not have this feature", absent)], []
+    if key in UNUSED:
+        return [], [f"{key} = {value} has no effect: {UNUSED[key]}"]
+    return [], []
+
+
+def is_switch(name: str) -> bool:
+    """Whether a name is another one of a key, or turns on a feature of torchtitan."""
+    return resolve_alias(name) in {*KEYS, *ABSENT}
+
+
+def is_section(start: str) -> bool:
+    """Whether a key begins so, here or in torchtitan, such as "training."."""
+    names = (*KEYS, *ABSENT, *SETTINGS, *ALIASES, "float8.", "mx.")
+    return any(name.startswith(start) for name in names)
+
+
+def suggest_key(key: str) -> str:
+    """Return a remedy for an unknown key: a key with the same name in another section, or with a similar name."""
+    name = key.rpartition(".")[2]
+    same_name = [known for known in (*KEYS, *ABSENT) if known.endswith(f".{name}")]
+    near = get_close_matches(key, same_name, n=1, cutoff=0) + get_close_matches(key, KEYS, n=1)
+    return (
+        f"The nearest key is {near[0]}"
+        if near
+        else f"`{name_command('check --keys')}` prints all keys"
+    )

@@ -17,7 +17,7 @@ from torchtitan_lite.config.extensions import EXTENSIONS, load_extension
 from torchtitan_lite.config.machine import CPU_FLOPS_PER_CORE, Machine
 from torchtitan_lite.config.messages import ConfigError, Problem, UserError, name_command
 from torchtitan_lite.config.model_rows import ModelArgs
-from torchtitan_lite.config.reader import KEYS, NAMES, SECTIONS, find_key, read_config, suggest_key
+from torchtitan_lite.config.reader import KEYS, NAMES, SECTIONS, find_key, read_config
 from torchtitan_lite.config.schema import MANY, MOST_RANKS, PATH, Config, Range, get_value
 from torchtitan_lite.preflight import resolve
 from torchtitan_lite.run_spec import RunSpec
@@ -203,6 +203,7 @@ def describe_keys(names: list[str]) -> str:
     """
     starts = list(map(find_key, names)) or [""]
     problems = []
+    suggest_key = load_extension("torchtitan_keys").suggest_key
     for start in starts:
         if not any(key.startswith(start) for key in KEYS):
             problems.append(Problem("--keys", start, "there is no such key", suggest_key(start)))

@@ -1,4 +1,4 @@
-"""Rules about the host of a launch: memory, and space for snapshots. Ranks do not load them.
+"""Rules about the host of a launch: memory, space for snapshots, the build of torch. Ranks do not load them.
 
 Lower bound on the memory of a run: weights, gradients and optimizer state must fit.
 
@@ -23,6 +23,7 @@ from torchtitan_lite.config.messages import Problem, Problems, name_command
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schema import Config, Optimizer
 from torchtitan_lite.dump_folder import LOCAL_FOLDER, find_nearest, name_snapshots
+from torchtitan_lite.tools.torch_build import check_torch_build
 
 # left for this state on the 80 GB GPU that `plan` assumes; activations take the rest
 USUAL_GPU_BYTES = 40 * GIB
@@ -42,6 +43,7 @@ def check_host(
     bound = bound_memory(config, model_args, n_ranks, machine, n_hosts)
     problems = check_memory(bound, config.model.flavor, args, n_ranks, machine)
     if machine.is_here:
+        problems += check_torch_build(machine)
         # A lower bound: a host has every shard of its ranks, and replicas on different hosts have the same shards.
         snapshot_bytes = count_saved_bytes(config, model_args) // n_hosts
         problems += check_snapshots(config, snapshot_bytes)
@@ -123,7 +125,7 @@ def check_memory(
     return [Problem("model.flavor", flavor, f"the run needs {bound} on {machine.name}", remedy)]
 
 
-# ---------------------------------------------------------------- disk, compiler, packages
+# ---------------------------------------------------------------- disk
 
 
 def check_snapshots(config: Config, snapshot_bytes: int) -> Problems:

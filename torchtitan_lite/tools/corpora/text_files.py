@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from torchtitan_lite.config.arguments import is_unicode
 from torchtitan_lite.config.messages import UserError
+from torchtitan_lite.config.reader import is_unicode
 from torchtitan_lite.files import explain_hub_cache, import_extra, make_object
 
 PARQUET = ".parquet"

@@ -1,24 +1,21 @@
-"""Rules about the software of this host: a compiler, optional packages, the build of torch and the driver below it."""
+"""Whether this host can run what a config asks for: a compiler, optional packages, a torch without known faults."""
 
 import os
-import re
 import shutil
-import sys
 import sysconfig
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
 from torchtitan_lite.config.choices import SCHEDULES
-from torchtitan_lite.config.machine import OLDER_INDEX, Machine, explain_misfit
-from torchtitan_lite.config.messages import Problem, Problems
+from torchtitan_lite.config.machine import Machine
+from torchtitan_lite.config.messages import Problems
 from torchtitan_lite.config.schema import Config
 
 
 def check_software(config: Config, machine: Machine) -> Problems:
-    """Find compilers and packages that this host lacks, and a torch that cannot use its GPUs."""
+    """Find compilers and packages that this host lacks."""
     problems = Problems(config)
-    problems += check_torch_build(machine)
     if config.compile.enable and config.compile.backend == "inductor":
         missing = find_missing_compiler(machine.device_type)
         if missing:
@@ -35,36 +32,6 @@ def check_software(config: Config, machine: Machine) -> Problems:
         why = f"a split backward pass fails inside torch {version('torch')}"
         problems.refuse(key, why, "Install torch 2.13 or newer, or use Interleaved1F1B")
     return problems
-
-
-def check_torch_build(machine: Machine) -> list[Problem]:
-    """Check that the installed torch was built for the GPUs and the driver of this host."""
-    build = read_torch_build()
-    if not build:
-        return []
-    if build["hip"]:
-        why = f"it was built for ROCm {build['hip']}, but this trainer is for NVIDIA GPUs and CPUs"
-        remedy = "Install a build of torch for CUDA, or for CPUs"
-        return [Problem("torch", version("torch"), why, remedy)]
-    if machine.driver and not build["cuda"]:
-        why = f"it was built for CPUs, but this host has {machine.name}, driver {machine.driver}"
-        remedy = "Install a build of torch for CUDA, or set CUDA_VISIBLE_DEVICES to an empty value"
-        return [Problem("torch", version("torch"), why, remedy)]
-    command = f'{sys.executable} -m pip install --upgrade "torch<2.15" --index-url {OLDER_INDEX}'
-    misfit = explain_misfit(machine, build["cuda"], command)
-    return [Problem("torch", version("torch"), *misfit)] if misfit else []
-
-
-def read_torch_build() -> dict[str, str | None]:
-    """Read `cuda` and `hip` from version.py of the installed torch, without importing it. {} if there is no torch."""
-    found = find_spec("torch")
-    if found is None or not found.origin:
-        return {}
-    text = Path(found.origin).with_name("version.py").read_text()
-    build: dict[str, str | None] = {"cuda": None, "hip": None}
-    for name, value in re.findall(r"^(cuda|hip)\b.*= ['\"](.*)['\"]", text, re.MULTILINE):
-        build[name] = value
-    return build
 
 
 def torch_splits_backward() -> bool:
