@@ -1,4 +1,4 @@
-"""Check the paths of a run before it starts. Create, lock and empty `job.dump_folder`, which holds all files of a run.
+"""Check the paths of a run before it starts. Create and lock `job.dump_folder`, which holds all files of a run.
 
 config.toml     the resolved config, without job.overwrite: training from this file never deletes the run
 log.txt, metrics.jsonl, tb/<run name>/     logs; metrics-1.jsonl: records of an earlier start that saved nothing
@@ -16,20 +16,14 @@ import hashlib
 import logging
 import os
 import shlex
-import shutil
 from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import BinaryIO
 
-from torchtitan_lite.checkpoint.format import (
-    CHECKSUMS,
-    MANIFEST,
-    UNFINISHED,
-    CheckpointError,
-    find_steps,
-)
+from torchtitan_lite.checkpoint.format import CheckpointError, find_steps
 from torchtitan_lite.components.log import go_on_unwritten
+from torchtitan_lite.config.extensions import load_extension
 from torchtitan_lite.config.messages import Problems
 from torchtitan_lite.config.reader import dump_config_toml, flatten_table, load_toml
 from torchtitan_lite.config.schema import Config, get_value, with_value
@@ -42,27 +36,12 @@ CONFIG_TOML = "config.toml"  # marks the folder of a run
 RUN_ID = "run_id"  # in checkpoint.folder: names the snapshots of the run
 HANG = "hang"  # folder with what hanging ranks did, one folder inside for each restart
 METRICS = "metrics.jsonl"
-FILES = ("log.txt", METRICS, "metrics-[0-9]*.jsonl", "wandb_id", f"{HANG}/restart-*")
-FOLDERS = {  # keys that name a folder inside job.dump_folder -> what a run writes there, and job.overwrite deletes
-    "checkpoint.folder": (
-        f"step-*/{MANIFEST}",
-        f"step-*/{CHECKSUMS}",
-        f"step-*{UNFINISHED}",
-        "step-*-hf",
-        RUN_ID,
-    ),
-    "metrics.save_tb_folder": ("*/events.out.tfevents.*", "events.out.tfevents.*"),
-    "profiling.save_traces_folder": ("step-*/rank-*.json",),
-    "profiling.save_memory_snapshot_folder": ("step-*/rank-*.pickle",),
-    "comm.save_traces_folder": ("rank_*",),
-}
 
 
 def check_files(config: Config, restarted: bool) -> Problems:
     """Find every problem with the paths of a run. If torchrun `restarted` the job, the job has written files there."""
     problems = Problems(config)
     dump_folder = Path(config.job.dump_folder)
-    starts_over = config.job.overwrite and not restarted
     keys = ["training.cache_folder"]
     if not config.checkpoint.load_only:
         keys.append("job.dump_folder")
@@ -78,21 +57,8 @@ def check_files(config: Config, restarted: bool) -> Problems:
         if not is_usable:
             why = f"{nearest} is not a folder that this user can read and write"
             problems.refuse(key, why, "Name another folder")
-    for key in FOLDERS:
-        value = get_value(config, key)
-        if value in ("", ".", "..") or "/" in value:
-            why = "it is not the name of a folder"
-            problems.refuse(key, why, "Use a plain name, such as traces")
-    initial = config.checkpoint.initial_load_path
-    is_inside = initial and Path(initial).resolve().is_relative_to(dump_folder.resolve())
-    if is_inside and starts_over:
-        key = "checkpoint.initial_load_path"
-        problems.refuse(key, "job.overwrite deletes it first", "Copy it elsewhere")
-    if config.checkpoint.load_only and config.job.overwrite:
-        why = "it would delete the run that checkpoint.load_only reads"
-        problems.refuse("job.overwrite", why, "Set one of them to false")
     earlier = read_earlier(dump_folder)
-    if earlier is not None and not (starts_over or restarted):
+    if earlier is not None and not (config.job.overwrite or restarted):
         check_earlier(problems, config, earlier)
     return problems
 
@@ -174,7 +140,7 @@ def open_dump_folder(
         folder.mkdir(parents=True, exist_ok=True)
         lock = lock_folder(folder)
         if starting_over:
-            delete_earlier(folder, config)
+            load_extension("overwrite").delete_earlier(folder, config)
         kept = go_on_unwritten(str(folder / CONFIG_TOML), set()) if restarted else nullcontext()
         with kept:
             write_config(folder, config)
@@ -203,15 +169,6 @@ def lock_folder(folder: Path) -> BinaryIO:
     return lock
 
 
-def delete_earlier(folder: Path, config: Config) -> None:
-    """Delete the files of an earlier run. Raises OSError."""
-    for path in list_earlier(folder, config):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
-
-
 def write_config(folder: Path, config: Config) -> None:
     """Replace config.toml. The file is complete or unchanged. Raises OSError."""
     new = folder / f"{CONFIG_TOML}.new"
@@ -221,21 +178,3 @@ def write_config(folder: Path, config: Config) -> None:
         new.replace(folder / CONFIG_TOML)
     finally:
         new.unlink(missing_ok=True)
-
-
-def list_earlier(folder: Path, config: Config) -> list[Path]:
-    """List the paths that job.overwrite deletes: only what a run has written, never another file."""
-    paths = set()
-    earlier = read_earlier(folder) or {}
-    if (folder / CONFIG_TOML).exists():  # a run was here, so these are its files
-        for pattern in FILES:
-            paths.update(folder.glob(pattern))
-    for key, patterns in FOLDERS.items():
-        value = get_value(config, key)
-        for name in {value, earlier.get(key, value)}:
-            inside = folder / name
-            for pattern in patterns:
-                for path in inside.glob(pattern):
-                    # The first part: a checkpoint or a trace is deleted with its folder, step-N.
-                    paths.add(inside / path.relative_to(inside).parts[0])
-    return sorted(paths)

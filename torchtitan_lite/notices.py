@@ -8,12 +8,13 @@ from pathlib import Path
 from torchtitan_lite.checkpoint.continued import describe_rates
 from torchtitan_lite.checkpoint.starting_weights import PATH
 from torchtitan_lite.config.block import SKIP_SMALL, list_linears, plan_float8
+from torchtitan_lite.config.extensions import load_extension
 from torchtitan_lite.config.learning_rate import learning_rate_factor
 from torchtitan_lite.config.machine import SAFE_KV_HEADS, WRONG_CUDNN
 from torchtitan_lite.config.reader import dump_config_toml
 from torchtitan_lite.config.schema import Config, with_value
 from torchtitan_lite.data.corpus_folder import describe_epochs
-from torchtitan_lite.dump_folder import list_earlier, name_snapshots
+from torchtitan_lite.dump_folder import name_snapshots
 from torchtitan_lite.models.registry import CONFIG
 from torchtitan_lite.run_spec import RunSpec
 
@@ -70,6 +71,7 @@ def list_notices(spec: RunSpec, restarted: bool) -> list[str]:
         )
         notices.append(f"the run starts from random weights: {why}")
     if config.job.overwrite and not restarted:
+        list_earlier = load_extension("overwrite").list_earlier
         earlier = ", ".join(map(str, list_earlier(spec.dump_folder, config)))
         if earlier:
             notices.append(f"job.overwrite deletes the earlier run: {earlier}")

@@ -56,17 +56,6 @@ HIGHEST_LR = 1e-4  # for trained weights; configs/finetune.toml uses a tenth of 
 # a step of a 135M model takes less than two minutes on two cores (November 2026).
 CPU_TOKENS = 2048
 CPU_SEQ_LEN = 512
-# For checkpoint.load_only: key that would write a file -> value with which it writes none
-READ_ONLY = {
-    "metrics.enable_tensorboard": False,
-    "metrics.enable_wandb": False,
-    "profiling.enable_profiling": False,
-    "profiling.enable_memory_snapshot": False,
-    "comm.hang_seconds": 0,
-    "comm.trace_buf_size": 0,
-    "checkpoint.local_folder": "",
-    "checkpoint.last_save_in_hf": False,
-}
 OF_EXPERTS = ("training.router_z_loss", "training.expert_balance_loss", "training.expert_bias_rate")
 # Sections that decide the weights, the tokenizer and the layout. The rules of check_run and check_machine read more.
 LAYOUT_SECTIONS = {"model", "training", "parallelism", "checkpoint", "job"}
@@ -172,7 +161,7 @@ def read_run(
         folder = f"./outputs/{name_run(given)}"
         given = replace(given, config=with_value(given.config, "job.dump_folder", folder))
     if section.load_only:
-        given = turn_off_files(given)
+        given = load_extension("read_only").turn_off_files(given)
     problems: list[Problem] = []
     weights = None
     with collecting(problems):
@@ -239,22 +228,6 @@ def adapt_to_weights(given: UserConfig, weights: Weights) -> UserConfig:
         high = f"optimizer.lr = {config.optimizer.lr:g} is high for trained weights"
         given = replace(given, notices=(*given.notices, f"{high}; finetune.toml uses 1e-5"))
     return given
-
-
-def turn_off_files(given: UserConfig) -> UserConfig:
-    """For checkpoint.load_only, turn off everything that writes files. A notice says what the user does not get."""
-    config = given.config
-    ignored = []
-    for key, off in READ_ONLY.items():
-        if get_value(config, key) != off:
-            config = with_value(config, key, off)
-            if key in given.chosen:
-                ignored.append(key)
-    folder = Path(config.job.dump_folder)
-    notice = f"checkpoint.load_only: the run writes nothing to {folder}, only to the screen"
-    if ignored:
-        notice += f". It ignores {', '.join(ignored)}"
-    return replace(given, config=config, notices=(*given.notices, notice))
 
 
 def adapt_to_cpu(given: UserConfig) -> UserConfig:

@@ -228,7 +228,7 @@ def test_a_file_of_the_working_directory_comes_first_and_without_a_config_debug_
 
 AWKWARD = [
     *"--optimizer.eps 1e-30 --training.max_norm 1e22 --lr_scheduler.total_steps 5".split(),
-    *("--metrics.no_enable_tensorboard", "--comm.trace_buf_size", "0", "--checkpoint.folder="),
+    *("--metrics.no_enable_tensorboard", "--comm.trace_buf_size", "0", "--job.description="),
 ]
 
 

@@ -32,7 +32,8 @@ from warm_start import (
 import train
 from torchtitan_lite.checkpoint.format import find_steps
 from torchtitan_lite.checkpoint.load import OpenCheckpoint
-from torchtitan_lite.dump_folder import CONFIG_TOML, FILES, LOCK
+from torchtitan_lite.dump_folder import CONFIG_TOML, LOCK
+from torchtitan_lite.extensions.overwrite import FILES
 from torchtitan_lite.tools.verify.ranks import RankFailure
 
 STEPS = 20

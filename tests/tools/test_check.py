@@ -209,6 +209,7 @@ stray | argument
 --checkpoint.folder / | checkpoint.folder  # job.overwrite would empty it
 --job.overwrite --checkpoint.enable --checkpoint.load_step=3 | checkpoint.load_step
 --job.no_overwrite --checkpoint.enable --checkpoint.load_step=3 | checkpoint.load_step
+--job.overwrite --checkpoint.enable --checkpoint.load_only | job.overwrite checkpoint.load_only
 # sound: what a rule does not mean
 --optimizer.moments_dtype=bfloat16 --optimizer.beta2=0.99 |
 --training.dtype=bfloat16 --optimizer.moments_dtype=bfloat16 --training.global_batch_size=64 \

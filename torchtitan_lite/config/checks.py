@@ -298,26 +298,24 @@ def check_table(problems: Problems, tp: int, world_size: int) -> None:
 def check_ends(problems: Problems, ends: list[ModuleRow]) -> None:
     """Find modules outside the blocks that no stage of a pipeline can have, or that no code serves there."""
     for row in ends:
-        rules = {
-            f"its end = {row.end!r} names no stage of a pipeline, or another than {row.child!r}": (
-                {other.end for other in ends if other.child == row.child} != {row.end}
-                or row.end not in ("first", "last"),
-                'Set end = "first" or "last" for all modules of a child',
-            ),
-            "where no code serves experts": (
-                row.kind in ("router", "experts"),
-                "Use modules of other kinds",
-            ),
-            "and tp would gather the input of the whole model for it": (
-                row.tp_style in ("colwise", "rowwise", "whole") and row.child == row.name,
-                'Use tp_style "sequence" or "gathered", or put it into a module of its own',
-            ),
-        }
-        for why, (is_broken, remedy) in rules.items():
-            if is_broken:
-                why = f"{row.name} is outside the blocks, {why}"
-                remedy = f"{remedy} in models/{problems.model_args.name}/table.py"
-                problems.refuse("model.name", why, remedy)
+        place = f"in models/{problems.model_args.name}/table.py"
+        outside = f"{row.name} is outside the blocks,"
+        stages = {other.end for other in ends if other.child == row.child}
+        if stages not in ({"first"}, {"last"}):
+            why = (
+                f"its end = {row.end!r} names no stage of a pipeline, or another than {row.child!r}"
+            )
+            remedy = f'Set end = "first" or "last" for all modules of a child {place}'
+            problems.refuse("model.name", f"{outside} {why}", remedy)
+        if row.kind in ("router", "experts"):
+            remedy = f"Use modules of other kinds {place}"
+            problems.refuse("model.name", f"{outside} where no code serves experts", remedy)
+        if row.tp_style in ("colwise", "rowwise", "whole") and row.child == row.name:
+            why = "and tp would gather the input of the whole model for it"
+            remedy = (
+                f'Use tp_style "sequence" or "gathered", or put it into a module of its own {place}'
+            )
+            problems.refuse("model.name", f"{outside} {why}", remedy)
 
 
 def check_experts(problems: Problems, layout: Layout) -> None:
@@ -398,11 +396,6 @@ def check_run(config: Config) -> list[Problem]:
         why = "the compiler chooses what to recompute, but no block is compiled"
         remedy = 'Set compile.enable = true, or use "selective"'
         problems.refuse("activation_checkpoint.mode", why, remedy)
-    if 0 < config.training.skip_spikes <= 1:
-        why = "about half of all steps have a gradient norm above the median, so ordinary steps would be skipped"
-        problems.refuse(
-            "training.skip_spikes", why, "Use more than 1, such as 3, or 0 to skip none"
-        )
     n_steps = config.profiling.profiler_warmup + config.profiling.profiler_active
     if config.profiling.enable_profiling and config.profiling.profile_freq < n_steps:
         why = f"profiler_warmup + profiler_active take {n_steps} steps"

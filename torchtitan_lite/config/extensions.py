@@ -8,6 +8,7 @@ and a row. A row of OPTIMIZERS in choices.py may name the file too.
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 
 from torchtitan_lite.config.layout import Layout
@@ -88,6 +89,24 @@ def check_float8_all_gather(problems: Problems, layout: Layout) -> None:
     if "qwz" in config.parallelism.zero_plus_plus:
         why = "qwz gathers weights in int8, but this run gathers them in float8"
         problems.refuse(ZERO_PLUS_PLUS, why, f'{remedy}, or leave out "qwz"')
+
+
+def check_spikes(problems: Problems, layout: Layout) -> None:
+    if problems.config.training.skip_spikes <= 1:
+        why = "about half of all steps have a gradient norm above the median, so ordinary steps would be skipped"
+        remedy = "Use more than 1, such as 3, or 0 to skip none"
+        problems.refuse("training.skip_spikes", why, remedy)
+
+
+def check_overwrite(problems: Problems, layout: Layout) -> None:
+    config = problems.config
+    path = config.checkpoint.initial_load_path
+    if path and Path(path).resolve().is_relative_to(Path(config.job.dump_folder).resolve()):
+        key = "checkpoint.initial_load_path"
+        problems.refuse(key, "job.overwrite deletes it first", "Copy it elsewhere")
+    if config.checkpoint.load_only:
+        why = "it would delete the run that checkpoint.load_only reads"
+        problems.refuse("job.overwrite", why, "Set one of them to false")
 
 
 def check_parameter_groups(problems: Problems, layout: Layout) -> None:
@@ -171,11 +190,23 @@ EXTENSIONS = {  # file of extensions/, without .py
         "training.skip_spikes",
         (),
         "skips steps whose gradient norm is far above the median of the last norms",
+        check_spikes,
     ),
     "wandb_sink": Extension(
         "metrics.enable_wandb",
         (),
         "writes metrics to Weights & Biases",
+    ),
+    "overwrite": Extension(
+        "job.overwrite",
+        (),
+        "deletes the files of an earlier run in job.dump_folder first",
+        check_overwrite,
+    ),
+    "read_only": Extension(
+        "checkpoint.load_only",
+        (),
+        "the run writes no file",
     ),
     "copies": Extension(
         "debug.compare_copies_every",

@@ -24,7 +24,7 @@ from torchtitan_lite import REPOSITORY
 from torchtitan_lite.config.extensions import load_extension
 from torchtitan_lite.config.messages import Problem, UserError
 from torchtitan_lite.config.model_rows import ModelArgs
-from torchtitan_lite.config.schema import PATH, Config, Job, get_value, with_value
+from torchtitan_lite.config.schema import FOLDER, PATH, Config, Job, get_value, with_value
 
 try:
     import tomllib
@@ -240,13 +240,16 @@ def describe_list(kind: Any) -> str:
 
 
 def check_limits(value: Any, limits: Any) -> Any:
-    """Return a number in its range, or an expanded path. Raises WrongValue."""
+    """Return a number in its range, an expanded path, or the name of a folder. Raises WrongValue."""
     if limits == PATH:
         try:
             return expand_path(value)
         except UserError as error:
             raise WrongValue(str(error), "Write the whole path, or set the variable") from None
-    if value not in limits:
+    if limits == FOLDER:
+        if value in ("", ".", "..") or "/" in value:
+            raise WrongValue("it is not the name of a folder", "Use a plain name, such as traces")
+    elif value not in limits:
         raise WrongValue("it is out of range", f"Use {limits}")
     return value
 

@@ -54,6 +54,8 @@ Share = Annotated[float, Range(0, 1)]
 Decay = Annotated[float, Range(0, 0.999999)]  # Adam divides by 1 - beta
 PATH = "path"
 PathText = Annotated[str, PATH]  # reader.py expands ~ and $VAR
+FOLDER = "name of a folder"
+FolderName = Annotated[str, FOLDER]  # inside job.dump_folder
 
 
 def key(default: Any, *, resume: Literal["refuse", "note"]) -> Any:
@@ -223,7 +225,7 @@ class LRScheduler:
 class Checkpoint:
     # save checkpoints, and resume from the newest undamaged one in the dump folder
     enable: bool = False
-    folder: str = "checkpoint"  # inside dump_folder
+    folder: FolderName = "checkpoint"  # inside dump_folder
     interval: Positive = 500  # steps between saves; the last step is always saved
     # also save after the first step, to detect bad storage early
     enable_first_step_checkpoint: bool = False
@@ -312,7 +314,7 @@ class Quantize:
 class Metrics:
     log_freq: Positive = 10  # steps between log lines; the first ten steps are always logged
     enable_tensorboard: bool = True  # write TensorBoard events
-    save_tb_folder: str = "tb"  # inside dump_folder
+    save_tb_folder: FolderName = "tb"  # inside dump_folder
     enable_wandb: bool = False  # also send metrics to Weights & Biases; needs the extra `wandb`
 
 
@@ -325,7 +327,7 @@ class Comm:
     hang_seconds: Annotated[int, Range(0, MOST_SECONDS, auto=-1)] = -1
     # entries in NCCL's flight recorder, which is written on a time-out; 0 turns it off
     trace_buf_size: Annotated[int, Range(0, 10**7)] = 20000
-    save_traces_folder: str = "comm_traces"  # inside dump_folder
+    save_traces_folder: FolderName = "comm_traces"  # inside dump_folder
 
 
 @dataclass(frozen=True)
@@ -354,7 +356,7 @@ class Job:
 @dataclass(frozen=True)
 class Profiling:
     enable_profiling: bool = False  # write a Chrome trace of some steps of every rank
-    save_traces_folder: str = "traces"  # inside dump_folder
+    save_traces_folder: FolderName = "traces"  # inside dump_folder
     # steps from one trace to the next; at least profiler_warmup + profiler_active
     profile_freq: Positive = 10
     profiler_active: Positive = 1  # steps recorded in each trace
@@ -362,7 +364,7 @@ class Profiling:
     profiler_warmup: NotNegative = 3
     # CUDA: record allocations every profile_freq steps, and when memory runs out
     enable_memory_snapshot: bool = False
-    save_memory_snapshot_folder: str = "memory_snapshot"  # inside dump_folder
+    save_memory_snapshot_folder: FolderName = "memory_snapshot"  # inside dump_folder
 
 
 @dataclass(frozen=True)

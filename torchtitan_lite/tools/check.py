@@ -18,7 +18,7 @@ from torchtitan_lite.config.machine import CPU_FLOPS_PER_CORE, Machine
 from torchtitan_lite.config.messages import ConfigError, Problem, UserError, name_command
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.reader import KEYS, NAMES, SECTIONS, find_key, read_config
-from torchtitan_lite.config.schema import MANY, MOST_RANKS, PATH, Config, Range, get_value
+from torchtitan_lite.config.schema import MANY, MOST_RANKS, Config, Range, get_value
 from torchtitan_lite.preflight import resolve
 from torchtitan_lite.run_spec import RunSpec
 from torchtitan_lite.tools.detect import detect_machine
@@ -238,7 +238,7 @@ def describe_kind(kind: Any) -> str:
     if origin is Literal:
         return " | ".join(map(str, inner))
     if origin is Annotated:
-        return PATH if inner[1] == PATH else f"{NAMES[inner[0]]}, {inner[1]}"
+        return inner[1] if inner[0] is str else f"{NAMES[inner[0]]}, {inner[1]}"
     if is_dataclass(kind):
         return f"tables with {', '.join(get_type_hints(kind))}"
     if origin is list:

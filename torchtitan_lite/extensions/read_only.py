@@ -1,0 +1,35 @@
+"""checkpoint.load_only: a run loads a checkpoint, trains, and writes no file. Needs no torch."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from torchtitan_lite.config.reader import UserConfig
+from torchtitan_lite.config.schema import get_value, with_value
+
+# Key that would write a file -> value with which it writes none
+READ_ONLY = {
+    "metrics.enable_tensorboard": False,
+    "metrics.enable_wandb": False,
+    "profiling.enable_profiling": False,
+    "profiling.enable_memory_snapshot": False,
+    "comm.hang_seconds": 0,
+    "comm.trace_buf_size": 0,
+    "checkpoint.local_folder": "",
+    "checkpoint.last_save_in_hf": False,
+}
+
+
+def turn_off_files(given: UserConfig) -> UserConfig:
+    """For checkpoint.load_only, turn off everything that writes files. A notice says what the user does not get."""
+    config = given.config
+    ignored = []
+    for key, off in READ_ONLY.items():
+        if get_value(config, key) != off:
+            config = with_value(config, key, off)
+            if key in given.chosen:
+                ignored.append(key)
+    folder = Path(config.job.dump_folder)
+    notice = f"checkpoint.load_only: the run writes nothing to {folder}, only to the screen"
+    if ignored:
+        notice += f". It ignores {', '.join(ignored)}"
+    return replace(given, config=config, notices=(*given.notices, notice))
