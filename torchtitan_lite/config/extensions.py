@@ -104,9 +104,6 @@ def check_overwrite(problems: Problems, layout: Layout) -> None:
     if path and Path(path).resolve().is_relative_to(Path(config.job.dump_folder).resolve()):
         key = "checkpoint.initial_load_path"
         problems.refuse(key, "job.overwrite deletes it first", "Copy it elsewhere")
-    if config.checkpoint.load_only:
-        why = "it would delete the run that checkpoint.load_only reads"
-        problems.refuse("job.overwrite", why, "Set one of them to false")
 
 
 def check_parameter_groups(problems: Problems, layout: Layout) -> None:

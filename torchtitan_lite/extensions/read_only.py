@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+from torchtitan_lite.config.messages import Problem
 from torchtitan_lite.config.reader import UserConfig
 from torchtitan_lite.config.schema import get_value, with_value
 
@@ -32,4 +33,9 @@ def turn_off_files(given: UserConfig) -> UserConfig:
     notice = f"checkpoint.load_only: the run writes nothing to {folder}, only to the screen"
     if ignored:
         notice += f". It ignores {', '.join(ignored)}"
-    return replace(given, config=config, notices=(*given.notices, notice))
+    problems = list(given.problems)
+    if config.job.overwrite:
+        why = "it would delete the run that checkpoint.load_only reads"
+        problems.append(Problem("job.overwrite", True, why, "Set one of them to false"))
+    notices = (*given.notices, notice)
+    return replace(given, config=config, problems=tuple(problems), notices=notices)
