@@ -7,8 +7,7 @@ from pathlib import Path
 
 from torchtitan_lite.checkpoint.continued import describe_rates
 from torchtitan_lite.checkpoint.starting_weights import PATH
-from torchtitan_lite.config.block import SKIP_SMALL, list_linears, plan_float8
-from torchtitan_lite.config.extensions import load_extension
+from torchtitan_lite.config.extensions import load_extension, load_module
 from torchtitan_lite.config.learning_rate import learning_rate_factor
 from torchtitan_lite.config.machine import SAFE_KV_HEADS, WRONG_CUDNN
 from torchtitan_lite.config.reader import dump_config_toml
@@ -28,21 +27,14 @@ def list_notices(spec: RunSpec, restarted: bool) -> list[str]:
     notices = []
     if config.job.description:
         notices.append(config.job.description)
-    section = config.quantize.linear.float8
-    if section.emulate and not config.model.uses_float8:
+    if config.model.uses_float8:
+        notices += load_module("config.float8").list_notices(
+            config, spec.model_args, spec.layout.tp
+        )
+    elif config.quantize.linear.float8.emulate:
         notices.append(
             "quantize.linear.float8.emulate has no effect without --model.converters float8"
         )
-    if config.model.uses_float8:
-        linears = list_linears(spec.model_args)
-        used = plan_float8(linears, section.filter_fqns, spec.layout.tp, section.recipe_name)
-        notices.append(f"{len(used)} of {len(linears)} linear layers compute in float8")
-        if config.parallelism.enable_async_tensor_parallel:
-            notices.append("async TP fuses 1 of 10 collectives of a float8 block (bfloat16: 6)")
-        for part in section.filter_fqns:
-            if part != SKIP_SMALL and not any(part in fqn for fqn in linears):
-                why = f"{part!r} is in the name of no linear layer"
-                notices.append(f"quantize.linear.float8.filter_fqns: {why}")
     n_kv_heads = spec.model_args.n_kv_heads // spec.layout.tp
     if re.search(WRONG_CUDNN, spec.machine.name) and n_kv_heads < SAFE_KV_HEADS:
         why = f"it may be wrong on {spec.machine.name} with {n_kv_heads} heads of keys per rank"

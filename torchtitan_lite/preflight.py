@@ -31,11 +31,11 @@ from torchtitan_lite.config.checks import (
     plan_layout,
     resolve_config,
 )
-from torchtitan_lite.config.extensions import load_extension
+from torchtitan_lite.config.extensions import load_extension, load_module
 from torchtitan_lite.config.layout import plan_degrees
 from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.messages import ConfigError, Problem, Problems
-from torchtitan_lite.config.model import check_grouped_matmuls, resolve_model
+from torchtitan_lite.config.model import resolve_model
 from torchtitan_lite.config.model_rows import AUTO, ModelArgs
 from torchtitan_lite.config.reader import UserConfig, read_config
 from torchtitan_lite.config.schema import Config, Parallelism, get_value, with_value
@@ -101,7 +101,9 @@ def resolve(
             problems += check_host(config, model_args, n_ranks)
             layout = plan_layout(config, model_args, n_ranks)
             config = resolve_config(config, layout, machine.device_type)
-            problems += check_grouped_matmuls(config, model_args)
+            if model_args.moe:
+                check_grouped_matmuls = load_module("config.experts").check_grouped_matmuls
+                problems += check_grouped_matmuls(config, model_args)
     problems += check_data(config, tokenizer)
     notices = list(given.notices)
     is_continued = weights and (weights.is_resumed or not config.checkpoint.initial_load_model_only)

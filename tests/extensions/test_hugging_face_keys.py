@@ -23,8 +23,8 @@ from transformers import (
     AutoModelForCausalLM,
 )
 
+from torchtitan_lite.config.experts import explain_strides
 from torchtitan_lite.config.messages import UserError
-from torchtitan_lite.config.model import explain_strides
 from torchtitan_lite.config.model_rows import ModelArgs, MoEArgs
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.extensions.hugging_face_config import (

@@ -12,8 +12,8 @@ from layouts import EMULATED, FLOAT8, GATHER, PRECOMPUTE, REPLICATE, TP, TWO_LAY
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtitan_lite.config.block import list_linears, plan_float8
 from torchtitan_lite.config.checks import check_machine
+from torchtitan_lite.config.float8 import list_linears, plan_float8
 from torchtitan_lite.config.machine import GIB, Machine
 from torchtitan_lite.config.model import resolve_model
 from torchtitan_lite.config.reader import read_config

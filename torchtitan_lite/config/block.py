@@ -1,4 +1,4 @@
-"""Derive parameter counts, FLOPs and float8 layers from the tables of a model. No model is named here.
+"""Derive parameters and FLOPs from the tables of a model. No model is named here.
 
 Legend: D model dim, L layers, H query heads, E head dim, F ffn dim, S sequence.
 """
@@ -144,64 +144,4 @@ def count_flops_per_token(
     return FlopsPerToken(full=matmuls + of_key * full, causal=matmuls + int(of_key * causal))
 
 
-NEWTON_SCHULZ_STEPS = 5  # of Muon
-
-
-def deal_matrices(sizes: list[tuple[int, ...]], n_ranks: int) -> list[list[int]]:
-    """Return Muon's rounds, each a list of indices into `sizes`. In a round, rank i owns the i-th of these matrices.
-
-    A size may also be a batch of matrices. Matrices with the most work come first.
-    """
-    flops = []  # of one step of Newton-Schulz
-    for *batch, rows, columns in sizes:
-        m, n = sorted((rows, columns))
-        flops.append(prod(batch) * (4 * m * m * n + 2 * m**3))
-    order = sorted(range(len(sizes)), key=lambda index: -flops[index])
-    return [order[first : first + n_ranks] for first in range(0, len(sizes), n_ranks)]
-
-
-# ---------------------------------------------------------------- float8
-
 INT8_BLOCK = 256  # elements that share a scale in ZeRO++ (extensions/zero_plus_plus.py)
-FLOAT8_BLOCK = 16  # float8 matmuls need every dim to be a multiple of this
-SKIP_SMALL = "auto_filter_small_kn"  # in filter_fqns, as in torchtitan: skip layers that float8 would slow down
-
-
-def plan_float8(
-    linears: dict[str, tuple[int, int]],
-    filter_fqns: list[str],
-    tp: int,
-    recipe_name: str = "tensorwise",
-) -> list[str]:
-    """Return the FQNs of the layers that compute in float8.
-
-    `linears`: FQN -> (out, in) features of the full layer. A filter matches any part of an FQN, as in torchtitan.
-    Every matmul dim on a rank must be a multiple of FLOAT8_BLOCK: out and in features (of FLOAT8_BLOCK * tp, because tp
-    splits them) and the tokens of a microbatch (checks.py). The head and the experts never compute in float8.
-    """
-    chosen = []
-    unit = FLOAT8_BLOCK * tp
-    for fqn, (n_out, n_in) in linears.items():
-        is_small = SKIP_SMALL in filter_fqns and is_small_for_float8(n_out, n_in, recipe_name)
-        is_filtered = is_small or any(part in fqn for part in filter_fqns)
-        if not is_filtered and n_out % unit == 0 and n_in % unit == 0:
-            chosen.append(fqn)
-    return chosen
-
-
-def is_small_for_float8(n_out: int, n_in: int, recipe_name: str) -> bool:
-    """Whether rounding costs more time than the float8 matmul saves. torchao's thresholds, measured on an H100."""
-    if recipe_name == "tensorwise":
-        return n_out <= 1024 and n_in <= 4096
-    return n_out <= 2048 or n_in <= 1024 or (n_out <= 4096 and n_in <= 2048)
-
-
-def list_linears(model_args: ModelArgs) -> dict[str, tuple[int, int]]:
-    """Return FQN -> (out, in) features of every linear layer except the head, routers and experts."""
-    linears = {}
-    for fqn, parameter in list_parameters(model_args).items():
-        row = parameter.row
-        is_split = row.kind == "linear" and row.tp_style in ("colwise", "rowwise")
-        if is_split and not parameter.is_bias:
-            linears[fqn.removesuffix(".weight")] = parameter.shape
-    return linears

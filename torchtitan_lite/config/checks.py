@@ -5,18 +5,10 @@ checks, and adds checks that read files. Each function checks all of its rules, 
 """
 
 import re
-from math import gcd
 
-from torchtitan_lite.config.block import (
-    FLOAT8_BLOCK,
-    find_expert_dim,
-    list_block_modules,
-    list_end_modules,
-    list_linears,
-    plan_float8,
-)
+from torchtitan_lite.config.block import list_block_modules, list_end_modules
 from torchtitan_lite.config.choices import SCHEDULES, has_masks, list_cp_methods
-from torchtitan_lite.config.extensions import FLOAT8, check_extensions, load_extension
+from torchtitan_lite.config.extensions import check_extensions, load_extension, load_module
 from torchtitan_lite.config.layout import (
     Layout,
     Stages,
@@ -30,7 +22,7 @@ from torchtitan_lite.config.layout import (
     plan_stages,
     plan_zero_stage,
 )
-from torchtitan_lite.config.machine import WITHOUT_FLOAT8, Machine
+from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.messages import ConfigError, Problem, Problems
 from torchtitan_lite.config.model_rows import (
     TP_STYLES,
@@ -46,7 +38,6 @@ from torchtitan_lite.config.schema import (
 
 ASYNC_TP = "parallelism.enable_async_tensor_parallel"
 TP = "parallelism.tensor_parallel_degree"
-EP = "parallelism.expert_parallel_degree"
 SIZES_OF_TP = ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
 
 
@@ -128,15 +119,16 @@ def check_layout(
     check_sizes(problems, layout, world_size)
     check_table(problems, layout.tp, world_size)
     if model_args.moe:
-        check_experts(problems, layout)
+        load_module("config.experts").check_experts(problems, layout)
     elif section.expert_parallel_degree > 1:
         remedy = "Leave it out, or choose a flavor with experts"
-        problems.refuse(EP, "the model has no experts", remedy)
+        key = "parallelism.expert_parallel_degree"
+        problems.refuse(key, "the model has no experts", remedy)
     if layout.pp > 1 and section.zero_stage == 2:
         why = "torch's pipeline runtime reduces gradients once per step, so they cannot be sharded earlier"
         problems.refuse("parallelism.zero_stage", why, "Use 1, or 3 to shard the parameters too")
     if config.model.uses_float8:
-        check_float8(problems, layout)
+        load_module("config.float8").check_float8(problems, layout)
     return problems
 
 
@@ -318,36 +310,6 @@ def check_ends(problems: Problems, ends: list[ModuleRow]) -> None:
             problems.refuse("model.name", f"{outside} {why}", remedy)
 
 
-def check_experts(problems: Problems, layout: Layout) -> None:
-    """Find why the experts cannot be sharded with these degrees."""
-    moe = problems.model_args.moe
-    n_ranks = layout.fsdp * layout.tp
-    largest = gcd(n_ranks, moe.n_experts)
-    if largest % layout.ep:
-        ranks = f"the {n_ranks} ranks of dp_shard x cp x tp"
-        why = f"it must divide {ranks}, and the {moe.n_experts} experts of a layer"
-        problems.refuse(EP, why, f"Use a divisor of {largest}")
-    elif find_expert_dim(problems.model_args, layout.ep, layout.efsdp) is None:
-        sizes = f"{moe.n_experts} x {problems.model_args.dim} x {moe.expert_ffn_dim}"
-        why = f"FSDP cannot shard any dim of {sizes} evenly"
-        problems.refuse(EP, why, "Use another expert_parallel_degree or model.dim")
-
-
-def check_float8(problems: Problems, layout: Layout) -> None:
-    """Find why linear layers cannot compute in float8."""
-    config = problems.config
-    n_tokens = layout.microbatch_size * config.training.seq_len // layout.cp
-    section = config.quantize.linear.float8
-    linears = list_linears(problems.model_args)
-    if not plan_float8(linears, section.filter_fqns, layout.tp, section.recipe_name):
-        why = "no linear layer can use float8: all are filtered out, or have sizes that are not multiples of 16 x tp"
-        problems.refuse("model.converters", why, 'Leave out "float8"')
-    if n_tokens % FLOAT8_BLOCK:
-        why = f"float8 needs a multiple of {FLOAT8_BLOCK} tokens, but a microbatch of a rank has {n_tokens}"
-        remedy = f"Use a multiple of {FLOAT8_BLOCK * layout.cp}"
-        problems.refuse("training.seq_len", why, remedy)
-
-
 def find_refused(config: Config, model_args: ModelArgs, layout: Layout) -> list[Problem]:
     """Find combinations known to give wrong numbers or to crash (torch 2.13).
 
@@ -413,11 +375,8 @@ def check_machine(config: Config, machine: Machine) -> list[Problem]:
     for key in (ASYNC_TP, "training.enable_cpu_offload", "profiling.enable_memory_snapshot"):
         if machine.device_type != "cuda" and get_value(config, key):
             problems.refuse(key, "it needs a GPU, and there is none", "Leave this key out")
-    computes_float8 = config.model.uses_float8 and not config.quantize.linear.float8.emulate
-    if computes_float8 and re.search(WITHOUT_FLOAT8, machine.name):
-        why = f"{machine.name} has no float8 matmul, which needs compute capability 8.9"
-        remedy = f'Leave out "float8", or set {FLOAT8}.emulate = true'
-        problems.refuse("model.converters", why, remedy)
+    if config.model.uses_float8:
+        load_module("config.float8").check_matmul(problems, machine)
     uses_kernels = machine.device_type == "cuda" and config.model.attention == "causal"
     in_float32 = config.training.mixed_precision_param == "float32"
     if config.parallelism.context_parallel_degree > 1 and uses_kernels and in_float32:

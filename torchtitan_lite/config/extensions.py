@@ -135,6 +135,9 @@ EXTENSIONS = {  # file of extensions/, without .py
         "orthogonalizes the updates of hidden matrices, and uses AdamW for all other parameters",
         check_muon,
     ),
+    "muon_rounds": Extension(
+        about="loaded with muon, and by plan: which rank updates which matrix",
+    ),
     "adamw_bfloat16": Extension(
         "optimizer.moments_dtype",
         ("bfloat16",),

@@ -65,7 +65,3 @@ def peak_flops(name: str) -> float | None:
         if re.search(rf"\b{words}\b", name):
             return peak
     return None
-
-
-# Names of GPUs without float8 (compute capability below 8.9). Any other GPU is assumed to have it.
-WITHOUT_FLOAT8 = r"\b(V100|T4|A100|A800|A40|A30|A16|A10|A10G|A2|GeForce RTX [23]0..|A\d{4})\b"

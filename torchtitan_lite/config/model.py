@@ -8,9 +8,6 @@ from torchtitan_lite.config.model_rows import AUTO, LAYER_TYPES, SLIDING, ModelA
 from torchtitan_lite.config.schema import Config, Model
 from torchtitan_lite.models.registry import MODELS
 
-# torch.nn.functional.grouped_mm: every stride is a multiple of this
-GROUPED_BYTES = 16
-N_BYTES = {"bfloat16": 2, "float32": 4}
 # keys of [model]
 MODEL_SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size")
 
@@ -76,28 +73,3 @@ def check_windows(problems: Problems) -> None:
     elif (window or model_args.attention_sinks) and ATTENTIONS[attention].window is None:
         why = "the model has windows or sinks, but the row of this attention has no `window` (config/choices.py)"
         problems.refuse("model.attention", why, 'Use "causal", or add `window` to the row')
-
-
-def check_grouped_matmuls(config: Config, model_args: ModelArgs) -> list[Problem]:
-    """Find sizes that grouped matmuls cannot take in the dtype of a resolved config."""
-    problems = Problems(config, model_args)
-    dtype = "training.mixed_precision_param"
-    why = explain_strides(model_args, config.training.mixed_precision_param)
-    if why and not explain_strides(model_args, "float32"):
-        problems.refuse(dtype, why, 'Use "float32"')
-    elif why:
-        remedy = "Use multiples of 8, for example experts padded with zeros, which compute the same"
-        problems.refuse("model.flavor", why, remedy)
-    return problems
-
-
-def explain_strides(model_args: ModelArgs, dtype: str) -> str:
-    """Explain why the experts of a model cannot compute in this dtype; "" if they can."""
-    if model_args.moe is None:
-        return ""
-    unit = GROUPED_BYTES // N_BYTES[dtype]
-    width = model_args.moe.expert_ffn_dim
-    if model_args.dim % unit == 0 and width % unit == 0:
-        return ""
-    sizes = f"dim = {model_args.dim} and experts of width {width}"
-    return f"grouped matmuls in {dtype} need multiples of {unit}, but the model has {sizes}"

@@ -37,8 +37,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import AdamW
 
-from torchtitan_lite.config.block import NEWTON_SCHULZ_STEPS, deal_matrices
 from torchtitan_lite.dtensor import local_shard
+from torchtitan_lite.extensions.muon_rounds import NEWTON_SCHULZ_STEPS, deal_matrices
 
 # As in torch.optim.Muon
 MOMENTUM = 0.95

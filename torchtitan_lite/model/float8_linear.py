@@ -28,8 +28,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from torchtitan_lite.config.block import list_linears, plan_float8
 from torchtitan_lite.config.extensions import load_extension
+from torchtitan_lite.config.float8 import list_linears, plan_float8
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.schema import Float8
 

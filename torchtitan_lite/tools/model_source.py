@@ -18,8 +18,8 @@ from torchtitan_lite.build import find_model_class
 from torchtitan_lite.checkpoint.format import IN_MANIFEST, MANIFEST, find_steps, parse_model_args
 from torchtitan_lite.checkpoint.load import OpenCheckpoint
 from torchtitan_lite.config.block import list_expert_biases
+from torchtitan_lite.config.experts import explain_strides
 from torchtitan_lite.config.messages import ConfigError, UserError
-from torchtitan_lite.config.model import explain_strides
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_lite.extensions.hugging_face import load_weights

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from torchtitan_lite.config.block import list_linears, plan_float8
 from torchtitan_lite.config.checks import plan_layout, resolve_config
 from torchtitan_lite.config.choices import ATTENTIONS, OPTIMIZERS, has_masks
+from torchtitan_lite.config.float8 import list_linears, plan_float8
 from torchtitan_lite.config.layout import Layout, choose_chunk_tokens, plan_recompute
 from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.messages import ConfigError, Problem

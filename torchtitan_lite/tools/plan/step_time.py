@@ -6,8 +6,9 @@ from itertools import accumulate
 from math import prod
 from operator import mul
 
-from torchtitan_lite.config.block import NEWTON_SCHULZ_STEPS, count_flops_per_token
+from torchtitan_lite.config.block import count_flops_per_token
 from torchtitan_lite.config.choices import SCHEDULES
+from torchtitan_lite.extensions.muon_rounds import NEWTON_SCHULZ_STEPS
 from torchtitan_lite.models.registry import MODELS
 from torchtitan_lite.tools.plan.layer_time import LayerTime, Phases
 from torchtitan_lite.tools.plan.orders import Action, Order

@@ -19,7 +19,6 @@ from math import ceil, prod
 from typing import Literal, NamedTuple
 
 from torchtitan_lite.config.block import (
-    deal_matrices,
     find_expert_dim,
     list_added_ends,
     list_block_modules,
@@ -27,6 +26,7 @@ from torchtitan_lite.config.block import (
 )
 from torchtitan_lite.config.layout import Layout, Stages
 from torchtitan_lite.config.model_rows import ModelArgs, ModuleRow
+from torchtitan_lite.extensions.muon_rounds import deal_matrices
 from torchtitan_lite.tools.host_rules import MASTER_BYTES
 from torchtitan_lite.tools.plan.orders import Order, list_lengths, list_order
 

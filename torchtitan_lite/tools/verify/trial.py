@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from torchtitan_lite.config.block import SKIP_SMALL
+from torchtitan_lite.config.float8 import SKIP_SMALL
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.schema import Config, with_value
 from torchtitan_lite.tools.plan.dry_run import find_crash

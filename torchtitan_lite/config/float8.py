@@ -1,0 +1,100 @@
+"""Which linear layers compute in float8; its rules and notices. Loaded for model.converters = ["float8"]."""
+
+import re
+
+from torchtitan_lite.config.block import list_parameters
+from torchtitan_lite.config.extensions import FLOAT8
+from torchtitan_lite.config.layout import Layout
+from torchtitan_lite.config.machine import Machine
+from torchtitan_lite.config.messages import Problems
+from torchtitan_lite.config.model_rows import ModelArgs
+from torchtitan_lite.config.schema import Config
+
+FLOAT8_BLOCK = 16  # float8 matmuls need every dim to be a multiple of this
+SKIP_SMALL = "auto_filter_small_kn"  # in filter_fqns, as in torchtitan: skip layers that float8 would slow down
+# Names of GPUs without float8 (compute capability below 8.9). Any other GPU is assumed to have it.
+WITHOUT_FLOAT8 = r"\b(V100|T4|A100|A800|A40|A30|A16|A10|A10G|A2|GeForce RTX [23]0..|A\d{4})\b"
+
+
+def plan_float8(
+    linears: dict[str, tuple[int, int]],
+    filter_fqns: list[str],
+    tp: int,
+    recipe_name: str = "tensorwise",
+) -> list[str]:
+    """Return the FQNs of the layers that compute in float8.
+
+    `linears`: FQN -> (out, in) features of the full layer. A filter matches any part of an FQN, as in torchtitan.
+    Every matmul dim on a rank must be a multiple of FLOAT8_BLOCK: out and in features (of FLOAT8_BLOCK * tp, because tp
+    splits them) and the tokens of a microbatch (checks.py). The head and the experts never compute in float8.
+    """
+    chosen = []
+    unit = FLOAT8_BLOCK * tp
+    for fqn, (n_out, n_in) in linears.items():
+        is_small = SKIP_SMALL in filter_fqns and is_small_for_float8(n_out, n_in, recipe_name)
+        is_filtered = is_small or any(part in fqn for part in filter_fqns)
+        if not is_filtered and n_out % unit == 0 and n_in % unit == 0:
+            chosen.append(fqn)
+    return chosen
+
+
+def is_small_for_float8(n_out: int, n_in: int, recipe_name: str) -> bool:
+    """Whether rounding costs more time than the float8 matmul saves. torchao's thresholds, measured on an H100."""
+    if recipe_name == "tensorwise":
+        return n_out <= 1024 and n_in <= 4096
+    return n_out <= 2048 or n_in <= 1024 or (n_out <= 4096 and n_in <= 2048)
+
+
+def list_linears(model_args: ModelArgs) -> dict[str, tuple[int, int]]:
+    """Return FQN -> (out, in) features of every linear layer except the head, routers and experts."""
+    linears = {}
+    for fqn, parameter in list_parameters(model_args).items():
+        row = parameter.row
+        is_split = row.kind == "linear" and row.tp_style in ("colwise", "rowwise")
+        if is_split and not parameter.is_bias:
+            linears[fqn.removesuffix(".weight")] = parameter.shape
+    return linears
+
+
+# ---------------------------------------------------------------- rules and notices
+
+
+def check_float8(problems: Problems, layout: Layout) -> None:
+    """Find why linear layers cannot compute in float8."""
+    config = problems.config
+    n_tokens = layout.microbatch_size * config.training.seq_len // layout.cp
+    section = config.quantize.linear.float8
+    linears = list_linears(problems.model_args)
+    if not plan_float8(linears, section.filter_fqns, layout.tp, section.recipe_name):
+        why = "no linear layer can use float8: all are filtered out, or have sizes that are not multiples of 16 x tp"
+        problems.refuse("model.converters", why, 'Leave out "float8"')
+    if n_tokens % FLOAT8_BLOCK:
+        why = f"float8 needs a multiple of {FLOAT8_BLOCK} tokens, but a microbatch of a rank has {n_tokens}"
+        remedy = f"Use a multiple of {FLOAT8_BLOCK * layout.cp}"
+        problems.refuse("training.seq_len", why, remedy)
+
+
+def check_matmul(problems: Problems, machine: Machine) -> None:
+    """Find that the GPUs have no float8 matmul."""
+    if (
+        re.search(WITHOUT_FLOAT8, machine.name)
+        and not problems.config.quantize.linear.float8.emulate
+    ):
+        why = f"{machine.name} has no float8 matmul, which needs compute capability 8.9"
+        remedy = f'Leave out "float8", or set {FLOAT8}.emulate = true'
+        problems.refuse("model.converters", why, remedy)
+
+
+def list_notices(config: Config, model_args: ModelArgs, tp: int) -> list[str]:
+    """Say how many layers compute in float8, and which settings do less than they seem to."""
+    section = config.quantize.linear.float8
+    linears = list_linears(model_args)
+    used = plan_float8(linears, section.filter_fqns, tp, section.recipe_name)
+    notices = [f"{len(used)} of {len(linears)} linear layers compute in float8"]
+    if config.parallelism.enable_async_tensor_parallel:
+        notices.append("async TP fuses 1 of 10 collectives of a float8 block (bfloat16: 6)")
+    for part in section.filter_fqns:
+        if part != SKIP_SMALL and not any(part in fqn for fqn in linears):
+            why = f"{part!r} is in the name of no linear layer"
+            notices.append(f"quantize.linear.float8.filter_fqns: {why}")
+    return notices

@@ -1,0 +1,18 @@
+"""Which rank updates which matrix under Muon. `plan` uses it too, so it needs no torch."""
+
+from math import prod
+
+NEWTON_SCHULZ_STEPS = 5  # of Muon
+
+
+def deal_matrices(sizes: list[tuple[int, ...]], n_ranks: int) -> list[list[int]]:
+    """Return Muon's rounds, each a list of indices into `sizes`. In a round, rank i owns the i-th of these matrices.
+
+    A size may also be a batch of matrices. Matrices with the most work come first.
+    """
+    flops = []  # of one step of Newton-Schulz
+    for *batch, rows, columns in sizes:
+        m, n = sorted((rows, columns))
+        flops.append(prod(batch) * (4 * m * m * n + 2 * m**3))
+    order = sorted(range(len(sizes)), key=lambda index: -flops[index])
+    return [order[first : first + n_ranks] for first in range(0, len(sizes), n_ranks)]
