@@ -46,7 +46,7 @@ from torchtitan_lite.data.corpus_folder import (
 from torchtitan_lite.data.tokenizer import KEY as TOKENIZER
 from torchtitan_lite.data.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
 from torchtitan_lite.dump_folder import check_files
-from torchtitan_lite.models.registry import MODELS, find_model_type, list_added_fields
+from torchtitan_lite.models.registry import MODELS
 from torchtitan_lite.notices import describe_finished, list_notices
 from torchtitan_lite.run_spec import RunSpec
 
@@ -210,6 +210,7 @@ def adapt_to_weights(given: UserConfig, weights: Weights) -> UserConfig:
             model = replace(model, name=weights.model_args.name)
         elif model.name != weights.model_args.name:
             # the weights say nothing about the fields that only this model has
+            list_added_fields = load_extension("families").list_added_fields
             added = list_added_fields(MODELS[model.name].flavors["debug"], weights.model_args)
             model = replace(model, row=replace(weights.model_args, **added))
         given = replace(given, config=replace(config, model=model))
@@ -320,8 +321,9 @@ def check_vocabulary(problems: Problems, weights: Weights | None, tokenizer: Tok
 
 
 def name_model(config: Config, model_args: ModelArgs, weights: Weights | None) -> str:
-    """Return the model family, then the flavor or the folder of the weights."""
-    name = config.model.flavor
-    if name == AUTO:
-        name = f"of {weights.path}" if weights else "debug"
-    return f"{find_model_type(model_args) or model_args.name} {name}"
+    """Return the model, then the flavor; or the family of the weights, then their folder."""
+    if weights and config.model.flavor == AUTO:
+        family = load_extension("families").find_model_type(model_args) or model_args.name
+        return f"{family} of {weights.path}"
+    flavor = "debug" if config.model.flavor == AUTO else config.model.flavor
+    return f"{model_args.name} {flavor}"

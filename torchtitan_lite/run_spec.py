@@ -25,7 +25,7 @@ class RunSpec:
     machine: Machine  # each host of the run
     tokenizer: Tokenizer
     weights: Weights | None  # None if the run starts from initial weights
-    title: str  # model family, then flavor or folder of the weights: "qwen3 Qwen3-8B"
+    title: str  # "llama3 Qwen3-8B"; for weights their family and folder: "qwen3 of ~/Qwen3-8B"
     notices: tuple[str, ...] = ()
     # What the user can do if the resumed checkpoint is already at the last step
     finished: str = ""

@@ -195,7 +195,7 @@ short | {FINETUNE} --{LENGTH}=128 | finetune-short | llama of short | 128 | 1e-3
 qwen | {FINETUNE} | finetune-qwen | qwen3_moe of qwen | 512 | 0 | {LENGTH} {RATE}
 qwen | --{RATE}=0.01 | finetune-qwen | qwen3_moe of qwen | 128 | 0.01 | {LR}
 {MINE} | {FINETUNE} --{LR}=2e-4 | finetune-mine | llama of {MINE} | 512 | 1e-3 | {LENGTH} {LR}
-| --model.flavor=debug_moe | debug | mixtral debug_moe | 128 | 1e-3 |
+| --model.flavor=debug_moe | debug | llama3 debug_moe | 128 | 1e-3 |
 """
 
 

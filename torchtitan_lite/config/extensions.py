@@ -234,6 +234,9 @@ EXTENSIONS = {  # file of extensions/, without .py
     "hugging_face_config": Extension(
         about="loaded with hugging_face_folder: reads config.json",
     ),
+    "families": Extension(
+        about="loaded for weights: which Hugging Face family computes what a model describes",
+    ),
     "hugging_face_export": Extension(
         "checkpoint.last_save_in_hf",
         (True,),

@@ -154,12 +154,12 @@ def plan_stages(parallelism: Parallelism, n_layers: int) -> list[int]:
     if n_stages == 1:
         return [n_layers]
     sizes = [0, *[1] * (n_stages - 2), 0]  # layers per stage
-    others = [0] * n_stages  # load of other modules
-    others[0] = parallelism.pipeline_parallel_first_stage_less_layers
-    others[-1] = parallelism.pipeline_parallel_last_stage_less_layers
-
-    loads = [sum(pair) for pair in zip(sizes, others, strict=True)]
-    queue = [(loads[stage], sizes[stage] > 0, stage) for stage in range(n_stages)]
+    loads = list(sizes)
+    loads[0] = parallelism.pipeline_parallel_first_stage_less_layers
+    loads[-1] = parallelism.pipeline_parallel_last_stage_less_layers
+    queue = [
+        (load, size > 0, stage) for stage, (load, size) in enumerate(zip(loads, sizes, strict=True))
+    ]
     heapify(queue)
     for _ in range(n_layers - sum(sizes)):
         load, _, stage = queue[0]

@@ -30,8 +30,9 @@ from torchtitan_lite.config.model_rows import (
     MoEArgs,
     RopeScaling,
 )
+from torchtitan_lite.extensions.families import find_model_type
 from torchtitan_lite.files import JsonObject, has_kind, read_json, shorten
-from torchtitan_lite.models.registry import CONFIG, LENGTH, MODELS, find_model_type
+from torchtitan_lite.models.registry import CONFIG, LENGTH, MODELS
 
 GENERATION_CONFIG = "generation_config.json"
 DTYPE_KEYS = ("torch_dtype", "dtype")  # in transformers 4 and 5

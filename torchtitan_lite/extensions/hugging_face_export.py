@@ -10,6 +10,7 @@ from typing import Any
 from torchtitan_lite.config.block import list_parameters
 from torchtitan_lite.config.choices import ATTENTIONS, AttentionRow, list_windows
 from torchtitan_lite.config.model_rows import FULL, SLIDING, Family, ModelArgs
+from torchtitan_lite.extensions.families import find_model_type, list_unwritten
 from torchtitan_lite.extensions.hugging_face_config import (
     DENSE_LAYERS,
     DTYPE_KEYS,
@@ -19,7 +20,7 @@ from torchtitan_lite.extensions.hugging_face_config import (
     TIED,
     find_family,
 )
-from torchtitan_lite.models.registry import LENGTH, MODELS, find_model_type, list_unwritten
+from torchtitan_lite.models.registry import LENGTH, MODELS
 
 
 def explain_unwritable(model_args: ModelArgs, attention: str) -> str | None:

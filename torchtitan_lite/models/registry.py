@@ -4,11 +4,10 @@ models/NAME/table.py      MODEL, a ModelTable: sizes, modules, Hugging Face name
 models/NAME/modules.py    Model, an nn.Module: the code (see model/README.md); build.py imports it
 """
 
-from dataclasses import fields
 from importlib import import_module
 from itertools import chain
 
-from torchtitan_lite.config.model_rows import AUTO, Family, ModelArgs, ModelTable
+from torchtitan_lite.config.model_rows import AUTO, ModelTable
 
 CONFIG = "config.json"  # describes the model of a Hugging Face folder
 LENGTH = "max_position_embeddings"  # its key for the context length
@@ -21,45 +20,3 @@ MODELS: dict[str, ModelTable] = {
 }
 flavors = chain.from_iterable(table.flavors for table in MODELS.values())
 FLAVOR_NAMES = (*dict.fromkeys(flavors), AUTO)  # model.flavor, of all models
-
-
-# fields of ModelArgs that every family has
-WRITTEN = ("rope_theta", "rope_scaling", "tie_embeddings", "moe", "name")
-
-
-def find_model_type(model_args: ModelArgs) -> str | None:
-    """Return the model_type of the first Hugging Face family that computes what `model_args` describes, or None."""
-    for kind, family in MODELS[model_args.name].families.items():
-        if not list_unwritten(model_args, family):
-            return kind
-    return None
-
-
-def list_unwritten(model_args: ModelArgs, family: Family) -> dict[str, tuple[object, object]]:
-    """Return the fields of ModelArgs whose value the family cannot compute: field -> (value, the only possible value).
-
-    A field that the family does not name must have its default.
-    """
-    different: dict[str, tuple[object, object]] = {}
-    has_experts = model_args.moe is not None
-    if has_experts != bool(family.experts):
-        different["moe"] = model_args.moe, "experts" if family.experts else None
-    for field in fields(model_args):
-        if field.name in family.named or field.name in WRITTEN:
-            continue
-        value = getattr(model_args, field.name)
-        only = True if field.name in family.switches else field.default
-        if value != only:
-            different[field.name] = value, only
-    return different
-
-
-def list_added_fields(model_args: ModelArgs, weights: ModelArgs) -> dict[str, object]:
-    """Return field -> value for fields that a fork added: no family names them, and these weights do not set them."""
-    families = [family for table in MODELS.values() for family in table.families.values()]
-    named = set(WRITTEN).union(*(family.sizes for family in families))
-    named = named.union(*(family.switches for family in families))
-    for field in fields(weights):
-        if getattr(weights, field.name) != field.default:
-            named.add(field.name)
-    return {name: value for name, value in vars(model_args).items() if name not in named}
