@@ -44,14 +44,12 @@ from torchtitan_lite.data.corpus_folder import (
     fingerprint_documents,
 )
 from torchtitan_lite.data.tokenizer import KEY as TOKENIZER
-from torchtitan_lite.data.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
+from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_lite.dump_folder import check_files
-from torchtitan_lite.models.registry import MODELS
 from torchtitan_lite.notices import describe_finished, list_notices
 from torchtitan_lite.run_spec import RunSpec
 
 SHIPPED = "assets/tokenizer"
-HIGHEST_LR = 1e-4  # for trained weights; configs/finetune.toml uses a tenth of it
 # On a CPU, a step of more tokens than this gets shorter sequences and smaller batches, unless the user sets them. Then
 # a step of a 135M model takes less than two minutes on two cores (November 2026).
 CPU_TOKENS = 2048
@@ -94,7 +92,9 @@ def resolve(
         n_ranks = n_ranks or choose_n_ranks(config.parallelism, machine, n_hosts)
         with collecting(problems):
             tokenizer = load_tokenizer(config.model.hf_assets_path)
-            problems += check_tokenizer(config, weights, tokenizer)
+            if weights:
+                check_tokenizer = load_extension("from_weights").check_tokenizer
+                problems += check_tokenizer(config, weights, tokenizer)
         with collecting(problems):
             model_args = resolve_model(config.model)
             problems += check_model_files(config, model_args, weights, tokenizer)
@@ -179,7 +179,7 @@ def read_run(
         assets = weights.assets if weights else SHIPPED
         given = replace(given, config=with_value(given.config, TOKENIZER, assets))
     if weights:
-        given = adapt_to_weights(given, weights)
+        given = load_extension("from_weights").adapt_to_weights(given, weights)
     if machine and machine.device_type == "cpu" and machine.is_here:
         given = adapt_to_cpu(given)
     pieces = count_pieces(given.config.parallelism)
@@ -200,39 +200,6 @@ def name_run(given: UserConfig) -> str:
     return f"finetune-{path.parents[1].name if is_checkpoint else path.name}"
 
 
-def adapt_to_weights(given: UserConfig, weights: Weights) -> UserConfig:
-    """Use the model of the weights, and defaults for pretrained weights."""
-    config = given.config
-    section = config.checkpoint
-    if config.model.flavor == AUTO:
-        model = replace(config.model, row=weights.model_args)
-        if "model.name" not in given.chosen:
-            model = replace(model, name=weights.model_args.name)
-        elif model.name != weights.model_args.name:
-            # the weights say nothing about the fields that only this model has
-            list_added_fields = load_extension("families").list_added_fields
-            added = list_added_fields(MODELS[model.name].flavors["debug"], weights.model_args)
-            model = replace(model, row=replace(weights.model_args, **added))
-        given = replace(given, config=replace(config, model=model))
-    is_trained_further = section.initial_load_path and section.initial_load_model_only
-    if not (weights.published or is_trained_further):
-        return given
-    given = replace(given, notices=(*given.notices, *weights.notices))
-    seq_len = min(weights.context_length or config.training.seq_len, config.training.seq_len)
-    why = "the context length of the weights"
-    given = given.with_default("training.seq_len", seq_len, why)
-    if weights.model_args.moe:
-        rate = 0.0  # Hugging Face formats have no expert bias
-        if weights.manifest:
-            rate = weights.manifest.run["config"]["training"]["expert_bias_rate"]
-        why = f"as for the weights in {weights.path}"
-        given = given.with_default("training.expert_bias_rate", rate, why)
-    if config.optimizer.lr > HIGHEST_LR:
-        high = f"optimizer.lr = {config.optimizer.lr:g} is high for trained weights"
-        given = replace(given, notices=(*given.notices, f"{high}; finetune.toml uses 1e-5"))
-    return given
-
-
 def adapt_to_cpu(given: UserConfig) -> UserConfig:
     """Use short sequences and small batches if a step has too many tokens for a CPU."""
     training = given.config.training
@@ -249,27 +216,6 @@ def adapt_to_cpu(given: UserConfig) -> UserConfig:
 
 
 # ---------------------------------------------------------------- checking
-
-
-def check_tokenizer(config: Config, weights: Weights | None, tokenizer: Tokenizer) -> Problems:
-    """Check that the weights were trained with this tokenizer.
-
-    Raises ConfigError if the tokenizer of the weights cannot be loaded.
-    """
-    problems = Problems(config)
-    if weights and weights.manifest:
-        expected = weights.manifest.fingerprint["tokenizer"]
-    elif weights and find_tokenizer(weights.assets):
-        expected = load_tokenizer(weights.assets).fingerprint
-    else:
-        return problems
-    if tokenizer.fingerprint != expected:
-        why = f"the weights in {weights.path} were trained with another tokenizer, whose ids mean other words"
-        remedy = (
-            f"Leave it out to use {weights.assets}; if those files have changed since, restore them"
-        )
-        problems.refuse(TOKENIZER, why, remedy)
-    return problems
 
 
 def check_model_files(

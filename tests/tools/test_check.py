@@ -492,7 +492,7 @@ def test_the_config_that_a_run_saves_has_no_automatic_value_and_starts_the_same_
 
 VERDICT = """\
 debug_3d on a laptop: nothing found wrong
-  model   llama debug, 1,328,256 parameters, 0.00698 GFLOP per token (0.00659 with causal attention)
+  model   llama3 debug, 1,328,256 parameters, 0.00698 GFLOP per token (0.00659 with causal attention)
   start   random weights (debug.seed 1)
   mesh    8 ranks: pp2 x dp_shard2 x tp2
   batch   8 sequences of 128 tokens make 1,024 per step: data-parallel ranks 2 x microbatches 4 x sequences 1

@@ -50,7 +50,10 @@ def check_model(model: Model, model_args: ModelArgs) -> list[Problem]:
     if model_args.n_heads % model_args.n_kv_heads:
         why = f"it does not divide model.n_heads = {model_args.n_heads}"
         problems.refuse("model.n_kv_heads", why, "Use a divisor of n_heads")
-    if (model_args.sliding_window, model_args.layer_types) != (None, ()) or model_args.attention_sinks:
+    if (model_args.sliding_window, model_args.layer_types) != (
+        None,
+        (),
+    ) or model_args.attention_sinks:
         check_windows(problems)
     return problems
 
