@@ -16,8 +16,18 @@ from torch import Tensor
 
 from torchtitan_lite.build import Run
 from torchtitan_lite.components.signals import StopFlag
+from torchtitan_lite.config.layout import Layout
+from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.data.dataset import RunData
+from torchtitan_lite.data.corpus import Corpus
+from torchtitan_lite.data.dataset import (
+    SampleReader,
+    locate_in_parts,
+    open_reader,
+    prefetch,
+    rows_of_rank,
+)
+from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.model.loss import IGNORE_INDEX
 from torchtitan_lite.step import forward_only, shard_for_cp
@@ -25,9 +35,64 @@ from torchtitan_lite.step import forward_only, shard_for_cp
 logger = logging.getLogger(__name__)
 
 
+class ValidationBatches:
+    """Reads all samples of the validation corpora once, in order. Padding rows complete the last batch.
+
+    With `most_batches`, samples are taken at equal distances, because the first ones could be a single odd document.
+    Batches have the shape of training batches, so they use the same schedule and compiled graphs.
+    """
+
+    def __init__(
+        self,
+        reader: SampleReader,
+        tokenizer: Tokenizer,
+        global_batch_size: int,
+        most_batches: int = -1,
+    ):
+        self.reader = reader
+        self.global_batch_size = global_batch_size
+        self.bytes_of_tokens = count_bytes(tokenizer, reader.corpora)
+        self.n_samples = sum(reader.n_samples)
+        n_batches = -(-self.n_samples // global_batch_size)
+        self.n_batches = n_batches if most_batches == -1 else min(n_batches, most_batches)
+
+    def batch(self, step: int, rows: range) -> Batch:
+        """Return rows `rows` of batch number `step`, counted from 0. Raises CorpusError."""
+        numbers = step * self.global_batch_size + torch.tensor(rows)
+        n_read = self.n_batches * self.global_batch_size
+        if n_read < self.n_samples:
+            numbers = numbers * self.n_samples // n_read
+        sources, samples = locate_in_parts(numbers, self.reader.n_samples)
+        return self.reader.read(sources, samples)
+
+
+def count_bytes(tokenizer: Tokenizer, corpora: list[Corpus]) -> Tensor:
+    """Return the number of text bytes of each id, (V,) float64.
+
+    If the tokens in a row do not spell the text, every id gets the mean number of bytes per token in the corpora. Their
+    total number of bytes is then right.
+    """
+    if not tokenizer.decode_text:
+        return torch.tensor(tokenizer.bytes_of_tokens(), dtype=torch.float64)
+    n_bytes = sum(corpus.n_text_bytes for corpus in corpora)
+    n_tokens = sum(corpus.n_predicted for corpus in corpora)
+    return torch.full((tokenizer.vocab_size,), n_bytes / max(1, n_tokens), dtype=torch.float64)
+
+
+def open_validation(
+    config: Config, model_args: ModelArgs, layout: Layout, tokenizer: Tokenizer
+) -> ValidationBatches:
+    """Open the prepared corpora of a run for validation. `config` is resolved. No communication. Raises CorpusError."""
+    reader = open_reader(config, model_args, tokenizer, "validation")
+    return ValidationBatches(reader, tokenizer, layout.global_batch_size, config.validation.steps)
+
+
+# ---------------------------------------------------------------- a run
+
+
 def validate(
     run: Run,
-    data: RunData,
+    batches: ValidationBatches,
     step: int,
     stop: StopFlag,
     follow: Callable[[Iterator], Iterator] = iter,
@@ -40,16 +105,22 @@ def validate(
     Collective: all-reduces 8 bytes over all ranks before each batch; at the end, 8 bytes over pp, dp_replicate,
     dp_shard and cp, and 16 bytes over the last three.
     """
-    if not is_validated(run.config, step):
+    section = run.config.validation
+    is_end = step in (1, run.config.training.steps)
+    if not is_end and step % section.freq:
         return None
     started_s = time.perf_counter()
     one = torch.ones((), dtype=torch.int64, device=run.device)  # divisor of sums of token losses
 
+    bytes_of_tokens = batches.bytes_of_tokens.to(run.device)
+    layout = run.layout
+    rows = rows_of_rank(run.mesh.data_rank, layout.dp, layout.global_batch_size)
     is_stopped = False
 
     def find_batches() -> Iterator[Batch]:
         nonlocal is_stopped
-        for batch in follow(data.validation_batches()):
+        steps = range(batches.n_batches)
+        for batch in follow(prefetch(batches.batch, rows, steps=steps, device=run.device)):
             is_stopped = has_signal(run, stop)
             if is_stopped:
                 return
@@ -59,7 +130,7 @@ def validate(
         return forward_only(run, batch, one)
 
     with evaluating(run):
-        nats, counts = sum_nats(find_batches(), compute_loss, data.bytes_of_tokens)
+        nats, counts = sum_nats(find_batches(), compute_loss, bytes_of_tokens)
     if is_stopped:
         logger.info(f"step {step}: the validation is left out, because a signal stops the run")
         return None
@@ -87,20 +158,6 @@ def evaluating(run: Run) -> Iterator[None]:
     yield
     for part in run.parts:
         part.train()
-
-
-def is_validated(config: Config, step: int) -> bool:
-    section = config.validation
-    is_end = step in (1, config.training.steps)
-    return section.enable and (is_end or step % section.freq == 0)
-
-
-def find_warm_step(config: Config, resumed_step: int) -> int:
-    """Return the step after which every rank has compiled all its code and connected to its peers."""
-    steps = range(resumed_step + 1, config.training.steps + 1)
-    if not config.validation.enable:
-        return steps[0]
-    return next(step for step in steps if is_validated(config, step))
 
 
 def sum_nats(

@@ -12,15 +12,16 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from torchtitan_lite.components import log as log_module
 from torchtitan_lite.components import metrics as metrics_module
-from torchtitan_lite.components.metrics import MetricsWriter, describe_speed
+from torchtitan_lite.components.metrics import MetricsWriter
 from torchtitan_lite.config.block import count_flops_per_token
 from torchtitan_lite.config.machine import peak_flops
-from torchtitan_lite.config.schema import Metrics
+from torchtitan_lite.config.schema import Config, Metrics, Training
 from torchtitan_lite.extensions import wandb_sink
 from torchtitan_lite.models.llama3.table import FLAVORS
+from torchtitan_lite.run_log import describe_speed
 
 # torchtitan's published 8B row: 8 H100, one sequence of 8,192 tokens each, 5,762 tokens/s per GPU
-RUN = {"n_steps": 2000, "resumed_step": 0, "settings": {"training": {"steps": 2000}}}
+NO_TENSORBOARD = Metrics(enable_tensorboard=False)
 FLOPS = count_flops_per_token(FLAVORS["8B"], seq_len=8192)
 STEP = {
     "loss": 6.123456,
@@ -41,8 +42,11 @@ EXPERTS = {
 }
 
 
-def make_writer(folder: Path, section: Metrics | None = None, **changes) -> MetricsWriter:
-    return MetricsWriter(folder, section or Metrics(enable_tensorboard=False), **(RUN | changes))
+def make_writer(
+    folder: Path, section: Metrics = NO_TENSORBOARD, resumed_step: int = 0
+) -> MetricsWriter:
+    config = Config(training=Training(steps=2000), metrics=section)
+    return MetricsWriter(folder, config, resumed_step)
 
 
 def read_lines(folder: Path) -> list[dict]:
@@ -230,7 +234,7 @@ def test_events_that_a_full_disk_refuses_are_one_sentence_and_are_written_later(
 
 def test_an_id_for_wandb_is_whole_or_absent(tmp_path):
     with patch.object(wandb_sink, "import_extra"), limit_files(8), pytest.raises(OSError):
-        wandb_sink.WandbSink(tmp_path, settings={})
+        wandb_sink.WandbSink(Config(), tmp_path / "wandb", 0)
     assert not (tmp_path / "wandb_id").exists()
 
 

@@ -21,8 +21,20 @@ IN_FILE = logging.INFO - 1  # level of lines that the launcher shows on the scre
 UNWRITTEN = "{} cannot be written, and the run goes on: {}"
 
 
-class SayOnce(logging.Handler):
-    """Says once on stderr that lines cannot be written. logging itself prints a traceback for each of them."""
+class LineFormatter(logging.Formatter):
+    """Formats lines as `12:30:01 text`. Adds the level if it is above INFO, and the rank if it is not 0."""
+
+    def __init__(self, rank: int, date_format: str):
+        super().__init__("%(asctime)s", date_format)
+        self.rank = f"rank {rank}: " if rank > 0 else ""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        level = f"{record.levelname} " if record.levelno > logging.INFO else ""
+        return f"{record.asctime} {level}{self.rank}{record.message}"
+
+
+class LineHandler(logging.StreamHandler):
+    """Writes lines. Says once on stderr that they cannot be written; logging prints a traceback for each of them."""
 
     has_failed = False
 
@@ -32,14 +44,6 @@ class SayOnce(logging.Handler):
         self.has_failed = True
         with suppress(OSError):
             print(UNWRITTEN.format(self.name, sys.exc_info()[1]), file=sys.stderr)
-
-
-class Console(SayOnce, logging.StreamHandler):
-    pass
-
-
-class LogFile(SayOnce, logging.FileHandler):
-    pass
 
 
 @contextmanager
@@ -53,48 +57,27 @@ def go_on_unwritten(name: str, said: set[str]) -> Iterator[None]:
             logger.error(UNWRITTEN.format(name, error))
 
 
-class LineFormatter(logging.Formatter):
-    """Formats lines as `12:30:01 text`. Adds the level if it is above INFO, and the rank if it is not 0."""
-
-    def __init__(self, rank: int, date_format: str):
-        super().__init__("%(message)s", date_format)
-        self.rank = rank
-
-    def format(self, record: logging.LogRecord) -> str:
-        words = [self.formatTime(record, self.datefmt)]
-        if record.levelno > logging.INFO:
-            words.append(record.levelname)
-        if self.rank > 0:
-            words.append(f"rank {self.rank}:")
-        words.append(super().format(record))  # includes the traceback, if any
-        return " ".join(words)
-
-
 def start_logging(rank: int, dump_folder: Path | None) -> None:
     """Set up this package's logger in this process. A second call replaces the first. `rank` is the global rank.
 
     Without `dump_folder`, no log.txt is written.
     """
     package = logging.getLogger("torchtitan_lite")
-    for handler in list(package.handlers):
-        package.removeHandler(handler)
-        handler.close()
-
-    console = Console(sys.stdout if rank == 0 else sys.stderr)
+    package.setLevel(IN_FILE)
+    # A library that configures the root logger would print every line again.
+    package.propagate = False
+    console = LineHandler(sys.stdout if rank == 0 else sys.stderr)
     console.set_name("the console")
+    console.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     console.setFormatter(LineFormatter(rank, "%H:%M:%S"))
-    package.addHandler(console)
+    package.handlers = [console]
     if rank == 0 and dump_folder:
-        console.setLevel(logging.INFO)
         path = dump_folder / "log.txt"
         with go_on_unwritten(str(path), set()):
-            file = LogFile(path, encoding="utf-8")  # appends: a resumed run continues the file
+            file = LineHandler(path.open("a", encoding="utf-8"))  # a resumed run continues the file
             file.set_name(str(path))
             file.setFormatter(LineFormatter(rank, "%Y-%m-%d %H:%M:%S"))
             package.addHandler(file)
-    package.setLevel(IN_FILE if rank == 0 else logging.WARNING)
-    # A library that configures the root logger would print every line again.
-    package.propagate = False
 
 
 def describe_rank(rank: int, coordinates: dict[str, int]) -> str:
