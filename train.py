@@ -4,6 +4,7 @@ Every rank runs this file from top to bottom. torchtitan_lite/step.py has the op
 with "all ranks" is above each call in which ranks meet, and says what they send. Other calls involve a single rank.
 """
 
+import gc
 import logging
 import math
 import os
@@ -17,7 +18,6 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from torchtitan_lite.build import build_on_meta, build_run
 from torchtitan_lite.components.endings import describe_newest, describe_signal
-from torchtitan_lite.components.garbage import collect_at_steps
 from torchtitan_lite.components.log import IN_FILE, start_logging
 from torchtitan_lite.components.signals import StopFlag
 from torchtitan_lite.config.block import count_parameters
@@ -123,14 +123,13 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
     batches = prefetch(data.batch, rows, steps=range(resumed_step, last), device=device)
     copied = [saver.wait_for_copy for saver in savers]
     status = 0
+    torch.cuda.empty_cache()  # initializing or loading weights allocated one full tensor at a time
+    gc.collect()
+    gc.freeze()  # never scan objects that exist now
+    gc.disable()  # a rank that collects garbage alone makes all others wait
     # all ranks: a barrier, then long time-outs
     set_timeouts(config.comm.init_timeout_seconds, groups)
-    with (
-        metrics,
-        collect_at_steps(config.training.gc_freq) as collect_garbage,
-        ExitStack() as stack,
-        watch,
-    ):
+    with metrics, ExitStack() as stack, watch:
         profile = None
         if config.profiling.enable_profiling or config.profiling.enable_memory_snapshot:
             profile_steps = load_module("components.profiling").profile_steps
@@ -176,7 +175,8 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
                 is_warm = True
             if profile:
                 profile()
-            collect_garbage(step)
+            if step % config.training.gc_freq == 0:
+                gc.collect(1)
             is_stopped = stop_signal > 0 and step < last
             for saver in savers:  # checkpoints first: the last one replaces all snapshots
                 # all ranks, if due: rank 0 gathers a hash of each file and broadcasts that all is saved

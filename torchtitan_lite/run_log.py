@@ -35,15 +35,19 @@ GIB = 2**30
 N_FIRST = 10  # steps that are recorded one by one after a start: the user watches them
 
 
-class RunMetrics:
-    """Records the steps of a run. A context manager: on exit, it records the error, or logs how to look at the run."""
+class RunMetrics(MetricsWriter):
+    """Measures and records the steps of a run.
+
+    A context manager: on exit, it records the error, or logs how to look at the run.
+    """
 
     def __init__(self, run: Run, spec: RunSpec, resumed_step: int, restarts: int):
-        training = spec.config.training
+        self.is_writer = dist.get_rank() == 0
+        folder = spec.written_folder if self.is_writer else None
+        super().__init__(folder, spec.config, resumed_step)
         self.run = run
         self.spec = spec
-        self.resumed_step = resumed_step
-        self.n_steps = training.steps
+        training = spec.config.training
         self.tokens_per_step = run.layout.global_batch_size * training.seq_len
         self.flops = count_flops_per_token(
             spec.model_args, training.seq_len, spec.config.model.attention
@@ -53,10 +57,6 @@ class RunMetrics:
         self.was_skipped = False  # the last step
         self.first_s = math.nan  # time of the first record
         self.start_interval()
-        self.is_writer = dist.get_rank() == 0
-        folder = spec.written_folder if self.is_writer else None
-        self.writer = MetricsWriter(folder, spec.config, resumed_step)
-        self.record = self.writer.write
         if self.is_writer:
             self.record(
                 "start",
@@ -166,7 +166,7 @@ class RunMetrics:
         elif error is None and self.spec.written_folder:
             views = name_views(self.spec.dump_folder, self.spec.config.metrics)
             logger.info(f"look at it: {views}")
-        self.writer.close()
+        self.close()
 
 
 def describe_speed(

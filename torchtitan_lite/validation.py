@@ -7,7 +7,7 @@ counted, so every rank runs the same number of forward passes. A signal ends the
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -72,11 +72,15 @@ def count_bytes(tokenizer: Tokenizer, corpora: list[Corpus]) -> Tensor:
     If the tokens in a row do not spell the text, every id gets the mean number of bytes per token in the corpora. Their
     total number of bytes is then right.
     """
-    if not tokenizer.decode_text:
-        return torch.tensor(tokenizer.bytes_of_tokens(), dtype=torch.float64)
-    n_bytes = sum(corpus.n_text_bytes for corpus in corpora)
-    n_tokens = sum(corpus.n_predicted for corpus in corpora)
-    return torch.full((tokenizer.vocab_size,), n_bytes / max(1, n_tokens), dtype=torch.float64)
+    n_bytes = torch.zeros(tokenizer.vocab_size, dtype=torch.float64)
+    if tokenizer.decode_text:
+        n_text_bytes = sum(corpus.sizes.n_text_bytes for corpus in corpora)
+        # the first token of a document is no target
+        n_tokens = sum(corpus.n_tokens - corpus.sizes.n_documents for corpus in corpora)
+        return n_bytes + n_text_bytes / max(1, n_tokens)
+    for token_id in tokenizer.bytes_of_id.keys() - tokenizer.special.values():
+        n_bytes[token_id] = len(tokenizer.bytes_of_id[token_id])
+    return n_bytes
 
 
 def open_validation(
@@ -111,33 +115,22 @@ def validate(
         return None
     started_s = time.perf_counter()
     one = torch.ones((), dtype=torch.int64, device=run.device)  # divisor of sums of token losses
-
     bytes_of_tokens = batches.bytes_of_tokens.to(run.device)
-    layout = run.layout
-    rows = rows_of_rank(run.mesh.data_rank, layout.dp, layout.global_batch_size)
-    is_stopped = False
-
-    def find_batches() -> Iterator[Batch]:
-        nonlocal is_stopped
-        steps = range(batches.n_batches)
-        for batch in follow(prefetch(batches.batch, rows, steps=steps, device=run.device)):
-            is_stopped = has_signal(run, stop)
-            if is_stopped:
-                return
-            yield shard_for_cp(run, batch)
-
-    def compute_loss(batch: Batch) -> Tensor:
-        return forward_only(run, batch, one)
-
+    sums = torch.zeros(3, dtype=torch.float64, device=run.device)
+    rows = rows_of_rank(run.mesh.data_rank, run.layout.dp, run.layout.global_batch_size)
+    steps = range(batches.n_batches)
     with evaluating(run):
-        nats, counts = sum_nats(find_batches(), compute_loss, bytes_of_tokens)
-    if is_stopped:
-        logger.info(f"step {step}: the validation is left out, because a signal stops the run")
-        return None
-    dist.all_reduce(nats, group=run.mesh.loss_mesh.get_group())
-    dist.all_reduce(counts, group=run.mesh.dp_cp_mesh.get_group())
+        for batch in follow(prefetch(batches.batch, rows, steps=steps, device=run.device)):
+            if has_signal(run, stop):
+                why = "because a signal stops the run"
+                logger.info(f"step {step}: the validation is left out, {why}")
+                return None
+            batch = shard_for_cp(run, batch)
+            sums += measure_loss(forward_only(run, batch, one), batch, bytes_of_tokens)
+    dist.all_reduce(sums[:1], group=run.mesh.loss_mesh.get_group())
+    dist.all_reduce(sums[1:], group=run.mesh.dp_cp_mesh.get_group())
     figures = {}
-    for name, value in describe_loss(nats, counts).items():
+    for name, value in describe_loss(sums).items():
         figures[f"val_{name}"] = value
     figures["val_time_s"] = time.perf_counter() - started_s
     return figures
@@ -160,26 +153,25 @@ def evaluating(run: Run) -> Iterator[None]:
         part.train()
 
 
-def sum_nats(
-    batches: Iterable[Batch], compute_loss: Callable[[Batch], Tensor], bytes_of_tokens: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the loss summed over all batches in nats, () float64, and the number of tokens and bytes, (2,) float64.
+# ---------------------------------------------------------------- figures
 
-    `compute_loss` returns the sum of token losses of a batch, (). `bytes_of_tokens` (V,) float64: bytes of each id.
+
+def measure_loss(loss: Tensor, batch: Batch, bytes_of_tokens: Tensor) -> Tensor:
+    """Return the loss of a batch in nats, its number of targets, and of their bytes, (3,) float64. Sum over batches.
+
+    `loss`: the sum of its token losses, (). `bytes_of_tokens` (V,) float64: bytes of each id.
     """
-    nats = torch.zeros((), dtype=torch.float64, device=bytes_of_tokens.device)
-    counts = torch.zeros(2, dtype=torch.float64, device=bytes_of_tokens.device)
-    for batch in batches:
-        nats += compute_loss(batch)
-        counted = batch.targets != IGNORE_INDEX
-        n_bytes = bytes_of_tokens[batch.targets.clamp(min=0)] * counted
-        counts += torch.stack([counted.sum(), n_bytes.sum()])
-    return nats, counts
+    counted = batch.targets != IGNORE_INDEX
+    n_bytes = bytes_of_tokens[batch.targets.clamp(min=0)] * counted
+    return torch.stack([loss.double(), counted.sum(), n_bytes.sum()])
 
 
-def describe_loss(nats: Tensor, counts: Tensor) -> dict[str, float]:
-    """Return loss (nats per token), perplexity, and bits_per_byte for comparing tokenizers. NaN without tokens."""
-    n_tokens, n_bytes = counts
+def describe_loss(sums: Tensor) -> dict[str, float]:
+    """Return loss (nats per token), perplexity, and bits_per_byte for comparing tokenizers. NaN without tokens.
+
+    `sums`: the results of `measure_loss`, summed over all batches and ranks.
+    """
+    nats, n_tokens, n_bytes = sums
     loss = nats / n_tokens
     bits = nats / math.log(2)
     return {

@@ -87,7 +87,7 @@ class MetricsWriter:
             wandb_sink = load_extension("wandb_sink").WandbSink
             self.openers[dump_folder / "wandb"] = partial(wandb_sink, config)
 
-    def write(self, kind: str, step: int, **fields: object) -> None:
+    def record(self, kind: str, step: int, **fields: object) -> None:
         """Write one record. JSON has no NaN or infinity, so numbers that are not finite become null."""
         now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
         record = {"kind": kind, "step": step, "time": now, **fields}

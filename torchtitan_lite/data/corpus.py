@@ -52,7 +52,9 @@ class Corpus:
         manifest = open_split(folder, split, tokenizer)
         self.fingerprint = manifest.hash_split(split)  # of tokens, documents and targets
         sizes = manifest.splits[split]
+        self.sizes = sizes
         n_tokens = sizes.n_tokens
+        self.n_tokens = n_tokens
         path = folder / split
         dtype = getattr(torch, manifest.dtype)
         self.tokens = map_file(f"{path}.tokens", n_tokens, dtype)
@@ -60,9 +62,6 @@ class Corpus:
         self.targets = None
         if "targets" in sizes.sha256:
             self.targets = map_file(f"{path}.targets", n_tokens, torch.bool)
-        self.n_tokens = n_tokens
-        self.n_predicted = n_tokens - sizes.n_documents  # all but the first of each document
-        self.n_text_bytes = sizes.n_text_bytes
 
     def read(self, starts: Tensor, length: int) -> Tensor:
         """Read the slices at `starts`. Returns (3, len(starts), length) int64.

@@ -132,15 +132,6 @@ class Tokenizer:
         """Pickle only the path: functions that encode cannot be pickled, so another process loads the file again."""
         return load_tokenizer, (self.path,)
 
-    def bytes_of_tokens(self) -> list[int]:
-        """Return the number of bytes of each id; 0 for special tokens and unused ids. See count_bytes in dataset.py."""
-        special = set(self.special.values())
-        n_bytes = [0] * self.vocab_size
-        for token_id, token in self.bytes_of_id.items():
-            if token_id not in special:
-                n_bytes[token_id] = len(token)
-        return n_bytes
-
 
 def load_tokenizer(hf_assets_path: str | Path) -> Tokenizer:
     """Load the tokenizer at a path. Raises ConfigError if there is none, or if it cannot be used."""

@@ -25,7 +25,8 @@ class WeightedSampler(Sampler):
         amounts = torch.tensor(weights, dtype=torch.float64)
         self.shares = amounts / amounts.sum()
         ends = (self.shares.cumsum(0) * CYCLE).round().long()
-        points = torch.arange(CYCLE) * STRIDE % CYCLE
+        points = torch.arange(CYCLE) * STRIDE
+        points %= CYCLE
         self.sources = torch.searchsorted(ends, points, right=True)
         self.n_draws = self.sources.bincount(minlength=len(ends))  # of each source in a cycle
         self.n_earlier = torch.empty_like(points)  # draws from the same source, in the same cycle
