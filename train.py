@@ -4,6 +4,7 @@ Every rank runs this file from top to bottom. torchtitan_lite/step.py has the op
 with "all ranks" is above each call in which ranks meet, and says what they send. Other calls involve a single rank.
 """
 
+import gc
 import logging
 import math
 import os
@@ -16,18 +17,14 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from torchtitan_lite.build import build_on_meta, build_run
-from torchtitan_lite.components.diagnosis import find_non_finite
 from torchtitan_lite.components.endings import describe_newest, describe_signal
-from torchtitan_lite.components.garbage import collect_at_steps
 from torchtitan_lite.components.log import IN_FILE, start_logging
-from torchtitan_lite.components.profiling import profile_steps
 from torchtitan_lite.components.signals import StopFlag
 from torchtitan_lite.config.block import count_parameters
-from torchtitan_lite.config.extensions import load_extension
+from torchtitan_lite.config.extensions import load_extension, load_module
 from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.messages import ConfigError, UserError
-from torchtitan_lite.data.corpus_folder import check_prepared
-from torchtitan_lite.data.dataset import open_data
+from torchtitan_lite.data.dataset import open_data, prefetch, rows_of_rank
 from torchtitan_lite.dump_folder import open_dump_folder
 from torchtitan_lite.faults.hang_watch import HangWatch, meet_processes
 from torchtitan_lite.faults.processes import end_with_parent
@@ -43,7 +40,6 @@ from torchtitan_lite.preflight import resolve
 from torchtitan_lite.run_log import RunMetrics
 from torchtitan_lite.run_spec import RunSpec
 from torchtitan_lite.step import compute_gradients, train_step
-from torchtitan_lite.validation import find_warm_step, validate
 
 logger = logging.getLogger("torchtitan_lite.train")
 
@@ -74,7 +70,13 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
         if place.rank == 0:
             print(spec.finished)
         return 0
-    check_prepared(config, spec.tokenizer)
+    # ---- data: each data-parallel rank reads its rows of every global batch. Raises if a corpus is not on this host
+    data = open_data(config, spec.model_args, spec.layout, spec.tokenizer)
+    validation = None
+    if config.validation.enable:
+        validation = load_module("validation").open_validation(
+            config, spec.model_args, spec.layout, spec.tokenizer
+        )
     build_on_meta(config, spec.model_args)  # raises if the code of the model differs from its table
 
     # ---- mesh: one process group for the world, one for each mesh dim, and one for each group of flattened dims
@@ -99,10 +101,8 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
     n_parameters = count_parameters(spec.model_args)
     logger.info(f"{spec.title}: {n_parameters:,} parameters, {spec.layout}, {spec.origin}")
 
-    # ---- data: each data-parallel rank reads its rows of every global batch
-    data = open_data(config, spec.model_args, spec.layout, spec.tokenizer, mesh.data_rank, device)
     about = f"tokenizer {config.model.hf_assets_path}, {spec.tokenizer.vocab_size:,} tokens"
-    logger.info(f"data: {data.stream.describe(config.training.steps)}; {about}")
+    logger.info(f"data: {data.describe(config.training.steps)}; {about}")
 
     # ---- run: model parts, optimizer, schedules. Initial weights need no communication
     run = build_run(config, spec.model_args, spec.layout, mesh, device)
@@ -118,24 +118,28 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
     # ---- loop
     metrics = RunMetrics(run, spec, resumed_step, place.restarts)
     last = config.training.steps
-    warm_step = find_warm_step(config, resumed_step)
-    batches = data.batches(range(resumed_step, last))
+    is_warm = False  # every rank has compiled all its code and connected to its peers
+    rows = rows_of_rank(mesh.data_rank, spec.layout.dp, spec.layout.global_batch_size)
+    batches = prefetch(data.batch, rows, steps=range(resumed_step, last), device=device)
     copied = [saver.wait_for_copy for saver in savers]
-    folder = spec.dump_folder
     status = 0
+    torch.cuda.empty_cache()  # initializing or loading weights allocated one full tensor at a time
+    gc.collect()
+    gc.freeze()  # never scan objects that exist now
+    gc.disable()  # a rank that collects garbage alone makes all others wait
     # all ranks: a barrier, then long time-outs
     set_timeouts(config.comm.init_timeout_seconds, groups)
-    with (
-        metrics,
-        collect_at_steps(config.training.gc_freq) as collect_garbage,
-        profile_steps(
-            config.profiling, folder, place.rank, place.world_size, resumed_step=resumed_step
-        ) as profile,
-        ExitStack() as saving,
-        watch,
-    ):
+    with metrics, ExitStack() as stack, watch:
+        profile = None
+        if config.profiling.enable_profiling or config.profiling.enable_memory_snapshot:
+            profile_steps = load_module("components.profiling").profile_steps
+            profile = stack.enter_context(
+                profile_steps(
+                    config.profiling, spec.dump_folder, place.rank, resumed_step=resumed_step
+                )
+            )
         for saver in savers:
-            saving.enter_context(saver)  # all ranks: on leaving, they wait for the save in flight
+            stack.enter_context(saver)  # all ranks: on leaving, they wait for the save in flight
         for step in range(resumed_step + 1, last + 1):
             watch.begin(step)
             with metrics.waiting_for_data():
@@ -147,6 +151,7 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
             if not math.isfinite(grad_norm):
                 repeat = partial(compute_gradients, run, batch)
                 # all ranks repeat forward and backward; all-gather of what each has found
+                find_non_finite = load_module("components.diagnosis").find_non_finite
                 culprit = find_non_finite(run.parts, mesh.coordinates(), repeat)
                 why = f"gradient norm {grad_norm}, weights not updated: {culprit}"
                 metrics.stop(step, f"step {step}: {why}")
@@ -156,15 +161,22 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
             if config.debug.compare_copies_every and step % config.debug.compare_copies_every == 0:
                 # all ranks: rank 0 gathers checksums, and broadcasts what it finds
                 load_extension("copies").compare_copies(run, groups.host)
-            # all ranks, if due: weights and activations; all-reduce of signals before each batch (8 bytes), of the loss
-            # (8) and of token counts (16)
-            validation = validate(run, data, step, stop, watch.follow)
-            metrics.log(step, result, validation, is_applied=is_applied, grad_norm=grad_norm)
-            if step == warm_step:
+            figures = None
+            if validation:
+                # all ranks, if due: weights and activations; all-reduce of signals before each batch (8 bytes), of the
+                # loss (8) and of token counts (16)
+                figures = load_module("validation").validate(
+                    run, validation, step, stop, watch.follow
+                )
+            metrics.log(step, result, figures, is_applied=is_applied, grad_norm=grad_norm)
+            if not is_warm and (figures or not validation):
                 # all ranks: a barrier, then shorter time-outs
                 set_timeouts(config.comm.train_timeout_seconds, groups)
-            profile()
-            collect_garbage(step)
+                is_warm = True
+            if profile:
+                profile()
+            if step % config.training.gc_freq == 0:
+                gc.collect(1)
             is_stopped = stop_signal > 0 and step < last
             for saver in savers:  # checkpoints first: the last one replaces all snapshots
                 # all ranks, if due: rank 0 gathers a hash of each file and broadcasts that all is saved

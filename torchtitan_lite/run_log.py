@@ -2,22 +2,27 @@
 
 A CUDA step is only queued when its call returns, so timing a single step on the host is wrong. Reading the loss for a
 record waits for the device, so the time between two records is right.
+
+Loss and grad_norm are the same on every rank; times and memory are measured on rank 0.
+MFU is the FLOP/s of the model divided by the peak FLOP/s of the hardware (PaLM, app. B, arXiv:2204.02311).
 """
 
 import logging
 import math
+import resource
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 
+import torch
 import torch.distributed as dist
 
 from torchtitan_lite.build import Run
 from torchtitan_lite.components.endings import name_views
 from torchtitan_lite.components.log import IN_FILE, describe_rank
-from torchtitan_lite.components.metrics import MetricsWriter, describe_speed, read_peak_memory
-from torchtitan_lite.config.block import count_flops_per_token
+from torchtitan_lite.components.metrics import MetricsWriter
+from torchtitan_lite.config.block import FlopsPerToken, count_flops_per_token
 from torchtitan_lite.config.extensions import load_module
 from torchtitan_lite.config.machine import peak_flops
 from torchtitan_lite.files import describe_launch
@@ -26,63 +31,51 @@ from torchtitan_lite.step import StepResult
 
 logger = logging.getLogger(__name__)
 
+GIB = 2**30
 N_FIRST = 10  # steps that are recorded one by one after a start: the user watches them
 
 
-class RunMetrics:
-    """Records the steps of a run. A context manager: on exit, it records the error, or logs how to look at the run."""
+class RunMetrics(MetricsWriter):
+    """Measures and records the steps of a run.
 
-    def __init__(
-        self,
-        run: Run,
-        spec: RunSpec,
-        resumed_step: int,
-        restarts: int,
-    ):
-        config = run.config
+    A context manager: on exit, it records the error, or logs how to look at the run.
+    """
+
+    def __init__(self, run: Run, spec: RunSpec, resumed_step: int, restarts: int):
+        self.is_writer = dist.get_rank() == 0
+        folder = spec.written_folder if self.is_writer else None
+        super().__init__(folder, spec.config, resumed_step)
         self.run = run
         self.spec = spec
-        self.resumed_step = resumed_step
-        self.n_steps = config.training.steps
-        self.tokens_per_step = run.layout.global_batch_size * config.training.seq_len
+        training = spec.config.training
+        self.tokens_per_step = run.layout.global_batch_size * training.seq_len
         self.flops = count_flops_per_token(
-            spec.model_args, config.training.seq_len, config.model.attention
+            spec.model_args, training.seq_len, spec.config.model.attention
         )
         self.peak_flops = peak_flops(spec.machine.name) if run.device.type == "cuda" else None
         self.step = resumed_step
         self.was_skipped = False  # the last step
-        self.n_collapsed = 0  # consecutive logged steps with collapsed experts
-        # Since the last record:
+        self.first_s = math.nan  # time of the first record
+        self.start_interval()
+        if self.is_writer:
+            self.record(
+                "start",
+                resumed_step,
+                layout=run.layout.degrees,
+                world_size=run.layout.world_size,
+                device=spec.machine.name,
+                resumed=resumed_step > 0,
+                restarts=restarts,
+                weights=spec.origin,
+                **describe_launch(),
+            )
+
+    def start_interval(self) -> None:
+        """Start measuring for the next record."""
         self.started_s = time.perf_counter()
         self.data_time_s = 0.0
         self.n_timed = 0
         self.highest_norm = 0.0
-        self.first_s = math.nan  # time of the first record
-        self.writer = None
-        if dist.get_rank() == 0:
-            self.writer = MetricsWriter(
-                spec.written_folder,
-                config.metrics,
-                n_steps=self.n_steps,
-                resumed_step=resumed_step,
-                settings=asdict(config),
-            )
-        self.record(
-            "start",
-            resumed_step,
-            layout=run.layout.degrees,
-            world_size=run.layout.world_size,
-            device=spec.machine.name,
-            resumed=resumed_step > 0,
-            restarts=restarts,
-            weights=spec.origin,
-            **describe_launch(),
-        )
-
-    def record(self, kind: str, step: int, **fields: object) -> None:
-        """Write a record to metrics.jsonl. Only rank 0 writes."""
-        if self.writer:
-            self.writer.write(kind, step, **fields)
 
     @contextmanager
     def waiting_for_data(self) -> Iterator[None]:
@@ -105,10 +98,10 @@ class RunMetrics:
         self.n_timed += 1
         self.highest_norm = max(self.highest_norm, grad_norm)
         is_end = step <= self.resumed_step + N_FIRST or step == self.n_steps
-        is_due = is_end or step % self.run.config.metrics.log_freq == 0
+        is_due = is_end or step % self.spec.config.metrics.log_freq == 0
         if validation:
             self.started_s += validation["val_time_s"]
-        if self.writer and (validation or is_due or self.was_skipped or not is_applied):
+        if self.is_writer and (validation or is_due or self.was_skipped or not is_applied):
             self.write_step(step, result, is_applied)
             if validation:
                 self.record("validation", step, **validation)
@@ -133,20 +126,12 @@ class RunMetrics:
         fields["data_time_share"] = self.data_time_s / seconds
         fields["remaining_s"] = self.estimate_remaining(step)
         fields |= read_peak_memory(self.run.device)
-        if result.expert_loads is not None:
-            moe = self.spec.model_args.moe
-            balance = load_module("components.expert_balance")
-            load = balance.describe_load(result.expert_loads, moe.top_k)
-            self.n_collapsed = balance.count_collapsed(step, load, moe, self.n_collapsed)
-            fields |= load
-            fields["expert_loads"] = result.expert_loads[:, :-1].int().tolist()
+        if self.run.balance:
+            fields |= self.run.balance.describe(step, result.expert_loads)
         if self.run.spikes:
             fields |= self.run.spikes.describe(step, grad_norm, is_applied=is_applied)
         self.record("step", step, **fields)
-        self.started_s = time.perf_counter()
-        self.data_time_s = 0.0
-        self.n_timed = 0
-        self.highest_norm = 0.0
+        self.start_interval()
 
     def estimate_remaining(self, step: int) -> float | None:
         """Return the seconds until the last step, at the average speed since the first record.
@@ -170,13 +155,55 @@ class RunMetrics:
 
     def __exit__(self, kind: type | None, error: BaseException | None, *_: object) -> None:
         if isinstance(error, Exception):
+            load_module("components.diagnosis").explain_out_of_memory(
+                error, self.spec.dump_folder, self.run.layout.world_size
+            )
             name = describe_rank(dist.get_rank(), self.run.mesh.coordinates())
             reason = f"{name}: {type(error).__name__}: {error}"
             # not on the screen: if another rank failed first, the launcher shows that error
             logger.log(IN_FILE, reason)
             self.record("stop", self.step, reason=reason)
         elif error is None and self.spec.written_folder:
-            views = name_views(self.spec.dump_folder, self.run.config.metrics)
+            views = name_views(self.spec.dump_folder, self.spec.config.metrics)
             logger.info(f"look at it: {views}")
-        if self.writer:
-            self.writer.close()
+        self.close()
+
+
+def describe_speed(
+    tokens_per_s_per_rank: float, flops: FlopsPerToken, peak_flops: float | None
+) -> dict[str, float | None]:
+    """Return throughput and MFU, from 0 to 1. `peak_flops` is the peak FLOP/s of one device, or None if unknown.
+
+    All tokens of the global batch count, including padding. They are divided by the number of all ranks, including pp
+    and tp ranks.
+    """
+    full_flops = flops.full * tokens_per_s_per_rank
+    return {
+        "tokens_per_s_per_rank": tokens_per_s_per_rank,
+        "tflops_per_rank": full_flops / 1e12,
+        # These count the full attention matrix, and its causal half.
+        "mfu_full": peak_flops and full_flops / peak_flops,
+        "mfu_causal": peak_flops and flops.causal * tokens_per_s_per_rank / peak_flops,
+    }
+
+
+def read_peak_memory(device: torch.device) -> dict[str, float]:
+    """Return the peak memory of this rank: on CUDA since the last call, on a CPU since the process started."""
+    if device.type != "cuda":  # resident memory, including Python and torch
+        unit_bytes = 1 if sys.platform == "darwin" else 1024  # unit of getrusage
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return {"peak_memory_gib": peak * unit_bytes / GIB}
+    stats = torch.cuda.memory_stats(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    total_bytes = torch.cuda.get_device_properties(device).total_memory
+    peak_bytes = stats["active_bytes.all.peak"]  # live tensors
+    reserved_bytes = stats["reserved_bytes.all.peak"]  # by torch's allocator, including gaps
+    return {
+        "peak_memory_gib": peak_bytes / GIB,
+        "peak_memory_share": peak_bytes / total_bytes,
+        "reserved_memory_gib": reserved_bytes / GIB,
+        "reserved_memory_share": reserved_bytes / total_bytes,
+        # The allocator freed its cache and retried: memory is tight.
+        "n_alloc_retries": stats["num_alloc_retries"],
+        "n_ooms": stats["num_ooms"],
+    }

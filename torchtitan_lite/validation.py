@@ -7,7 +7,7 @@ counted, so every rank runs the same number of forward passes. A signal ends the
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -16,8 +16,18 @@ from torch import Tensor
 
 from torchtitan_lite.build import Run
 from torchtitan_lite.components.signals import StopFlag
+from torchtitan_lite.config.layout import Layout
+from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.data.dataset import RunData
+from torchtitan_lite.data.corpus import Corpus
+from torchtitan_lite.data.dataset import (
+    SampleReader,
+    locate_in_parts,
+    open_reader,
+    prefetch,
+    rows_of_rank,
+)
+from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.model.loss import IGNORE_INDEX
 from torchtitan_lite.step import forward_only, shard_for_cp
@@ -25,9 +35,68 @@ from torchtitan_lite.step import forward_only, shard_for_cp
 logger = logging.getLogger(__name__)
 
 
+class ValidationBatches:
+    """Reads all samples of the validation corpora once, in order. Padding rows complete the last batch.
+
+    With `most_batches`, samples are taken at equal distances, because the first ones could be a single odd document.
+    Batches have the shape of training batches, so they use the same schedule and compiled graphs.
+    """
+
+    def __init__(
+        self,
+        reader: SampleReader,
+        tokenizer: Tokenizer,
+        global_batch_size: int,
+        most_batches: int = -1,
+    ):
+        self.reader = reader
+        self.global_batch_size = global_batch_size
+        self.bytes_of_tokens = count_bytes(tokenizer, reader.corpora)
+        self.n_samples = sum(reader.n_samples)
+        n_batches = -(-self.n_samples // global_batch_size)
+        self.n_batches = n_batches if most_batches == -1 else min(n_batches, most_batches)
+
+    def batch(self, step: int, rows: range) -> Batch:
+        """Return rows `rows` of batch number `step`, counted from 0. Raises CorpusError."""
+        numbers = step * self.global_batch_size + torch.tensor(rows)
+        n_read = self.n_batches * self.global_batch_size
+        if n_read < self.n_samples:
+            numbers = numbers * self.n_samples // n_read
+        sources, samples = locate_in_parts(numbers, self.reader.n_samples)
+        return self.reader.read(sources, samples)
+
+
+def count_bytes(tokenizer: Tokenizer, corpora: list[Corpus]) -> Tensor:
+    """Return the number of text bytes of each id, (V,) float64.
+
+    If the tokens in a row do not spell the text, every id gets the mean number of bytes per token in the corpora. Their
+    total number of bytes is then right.
+    """
+    n_bytes = torch.zeros(tokenizer.vocab_size, dtype=torch.float64)
+    if tokenizer.decode_text:
+        n_text_bytes = sum(corpus.sizes.n_text_bytes for corpus in corpora)
+        # the first token of a document is no target
+        n_tokens = sum(corpus.n_tokens - corpus.sizes.n_documents for corpus in corpora)
+        return n_bytes + n_text_bytes / max(1, n_tokens)
+    for token_id in tokenizer.bytes_of_id.keys() - tokenizer.special.values():
+        n_bytes[token_id] = len(tokenizer.bytes_of_id[token_id])
+    return n_bytes
+
+
+def open_validation(
+    config: Config, model_args: ModelArgs, layout: Layout, tokenizer: Tokenizer
+) -> ValidationBatches:
+    """Open the prepared corpora of a run for validation. `config` is resolved. No communication. Raises CorpusError."""
+    reader = open_reader(config, model_args, tokenizer, "validation")
+    return ValidationBatches(reader, tokenizer, layout.global_batch_size, config.validation.steps)
+
+
+# ---------------------------------------------------------------- a run
+
+
 def validate(
     run: Run,
-    data: RunData,
+    batches: ValidationBatches,
     step: int,
     stop: StopFlag,
     follow: Callable[[Iterator], Iterator] = iter,
@@ -40,33 +109,28 @@ def validate(
     Collective: all-reduces 8 bytes over all ranks before each batch; at the end, 8 bytes over pp, dp_replicate,
     dp_shard and cp, and 16 bytes over the last three.
     """
-    if not is_validated(run.config, step):
+    section = run.config.validation
+    is_end = step in (1, run.config.training.steps)
+    if not is_end and step % section.freq:
         return None
     started_s = time.perf_counter()
     one = torch.ones((), dtype=torch.int64, device=run.device)  # divisor of sums of token losses
-
-    is_stopped = False
-
-    def find_batches() -> Iterator[Batch]:
-        nonlocal is_stopped
-        for batch in follow(data.validation_batches()):
-            is_stopped = has_signal(run, stop)
-            if is_stopped:
-                return
-            yield shard_for_cp(run, batch)
-
-    def compute_loss(batch: Batch) -> Tensor:
-        return forward_only(run, batch, one)
-
+    bytes_of_tokens = batches.bytes_of_tokens.to(run.device)
+    sums = torch.zeros(3, dtype=torch.float64, device=run.device)
+    rows = rows_of_rank(run.mesh.data_rank, run.layout.dp, run.layout.global_batch_size)
+    steps = range(batches.n_batches)
     with evaluating(run):
-        nats, counts = sum_nats(find_batches(), compute_loss, data.bytes_of_tokens)
-    if is_stopped:
-        logger.info(f"step {step}: the validation is left out, because a signal stops the run")
-        return None
-    dist.all_reduce(nats, group=run.mesh.loss_mesh.get_group())
-    dist.all_reduce(counts, group=run.mesh.dp_cp_mesh.get_group())
+        for batch in follow(prefetch(batches.batch, rows, steps=steps, device=run.device)):
+            if has_signal(run, stop):
+                why = "because a signal stops the run"
+                logger.info(f"step {step}: the validation is left out, {why}")
+                return None
+            batch = shard_for_cp(run, batch)
+            sums += measure_loss(forward_only(run, batch, one), batch, bytes_of_tokens)
+    dist.all_reduce(sums[:1], group=run.mesh.loss_mesh.get_group())
+    dist.all_reduce(sums[1:], group=run.mesh.dp_cp_mesh.get_group())
     figures = {}
-    for name, value in describe_loss(nats, counts).items():
+    for name, value in describe_loss(sums).items():
         figures[f"val_{name}"] = value
     figures["val_time_s"] = time.perf_counter() - started_s
     return figures
@@ -89,40 +153,25 @@ def evaluating(run: Run) -> Iterator[None]:
         part.train()
 
 
-def is_validated(config: Config, step: int) -> bool:
-    section = config.validation
-    is_end = step in (1, config.training.steps)
-    return section.enable and (is_end or step % section.freq == 0)
+# ---------------------------------------------------------------- figures
 
 
-def find_warm_step(config: Config, resumed_step: int) -> int:
-    """Return the step after which every rank has compiled all its code and connected to its peers."""
-    steps = range(resumed_step + 1, config.training.steps + 1)
-    if not config.validation.enable:
-        return steps[0]
-    return next(step for step in steps if is_validated(config, step))
+def measure_loss(loss: Tensor, batch: Batch, bytes_of_tokens: Tensor) -> Tensor:
+    """Return the loss of a batch in nats, its number of targets, and of their bytes, (3,) float64. Sum over batches.
 
-
-def sum_nats(
-    batches: Iterable[Batch], compute_loss: Callable[[Batch], Tensor], bytes_of_tokens: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the loss summed over all batches in nats, () float64, and the number of tokens and bytes, (2,) float64.
-
-    `compute_loss` returns the sum of token losses of a batch, (). `bytes_of_tokens` (V,) float64: bytes of each id.
+    `loss`: the sum of its token losses, (). `bytes_of_tokens` (V,) float64: bytes of each id.
     """
-    nats = torch.zeros((), dtype=torch.float64, device=bytes_of_tokens.device)
-    counts = torch.zeros(2, dtype=torch.float64, device=bytes_of_tokens.device)
-    for batch in batches:
-        nats += compute_loss(batch)
-        counted = batch.targets != IGNORE_INDEX
-        n_bytes = bytes_of_tokens[batch.targets.clamp(min=0)] * counted
-        counts += torch.stack([counted.sum(), n_bytes.sum()])
-    return nats, counts
+    counted = batch.targets != IGNORE_INDEX
+    n_bytes = bytes_of_tokens[batch.targets.clamp(min=0)] * counted
+    return torch.stack([loss.double(), counted.sum(), n_bytes.sum()])
 
 
-def describe_loss(nats: Tensor, counts: Tensor) -> dict[str, float]:
-    """Return loss (nats per token), perplexity, and bits_per_byte for comparing tokenizers. NaN without tokens."""
-    n_tokens, n_bytes = counts
+def describe_loss(sums: Tensor) -> dict[str, float]:
+    """Return loss (nats per token), perplexity, and bits_per_byte for comparing tokenizers. NaN without tokens.
+
+    `sums`: the results of `measure_loss`, summed over all batches and ranks.
+    """
+    nats, n_tokens, n_bytes = sums
     loss = nats / n_tokens
     bits = nats / math.log(2)
     return {

@@ -15,16 +15,16 @@ from made_corpora import BYTES, write_corpus
 from torchtitan_lite.data.corpus import Corpus
 from torchtitan_lite.data.corpus_folder import CorpusError
 from torchtitan_lite.data.dataset import (
-    CYCLE,
     Sampler,
     SampleReader,
     SampleStream,
-    ValidationBatches,
     prefetch,
     rows_of_rank,
 )
+from torchtitan_lite.data.weighted_sampler import CYCLE, WeightedSampler
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.model.loss import IGNORE_INDEX
+from torchtitan_lite.validation import ValidationBatches
 
 CPU = torch.device("cpu")
 FIELDS = ("tokens", "targets", "positions", "doc_ids")
@@ -35,6 +35,10 @@ N_DRAWS = 10_000
 
 def open_folders(folders: list[Path], *, split: str = "train") -> list:
     return [Corpus(str(folder), BYTES, NO_CACHE, split=split) for folder in folders]
+
+
+def make_sampler(n_samples: list[int], *, weights: list[float], seed: int) -> Sampler:
+    return WeightedSampler(n_samples, seed, weights) if weights else Sampler(n_samples, seed)
 
 
 def list_rows(batch: Batch) -> list[tuple[list[int], ...]]:
@@ -59,7 +63,7 @@ class Case:
         self, global_batch_size: int, *, restart_positions: bool = False
     ) -> SampleStream:
         reader = SampleReader(open_folders(self.folders), self.seq_len, 2**16, restart_positions)
-        sampler = Sampler(reader.n_samples, weights=self.weights, seed=self.seed)
+        sampler = make_sampler(reader.n_samples, weights=self.weights, seed=self.seed)
         return SampleStream(reader, sampler, global_batch_size)
 
 
@@ -151,7 +155,7 @@ def test_all_ranks_read_one_global_batch_whatever_their_number_and_where_they_re
         for rank in range(n_ranks):
             rows = rows_of_rank(rank, n_ranks, global_batch_size)
             stream = case.open_stream(global_batch_size)
-            batches = prefetch(stream, rows, steps=range(resumed, 6), device=CPU)
+            batches = prefetch(stream.batch, rows, steps=range(resumed, 6), device=CPU)
             for step_rows, batch in zip(found, batches, strict=True):
                 step_rows += list_rows(batch)
         assert found == unbroken[resumed:], (n_ranks, resumed)
@@ -200,7 +204,7 @@ def test_a_corpus_larger_than_memory_is_opened_and_read_at_any_step(tmp_path):
     os.truncate(path, 2 * n_tokens)
     corpora = open_folders([folder])
     reader = SampleReader(corpora, seq_len, vocab_size=300)
-    sampler = Sampler(reader.n_samples, seed=1)
+    sampler = Sampler(reader.n_samples, 1)
     stream = SampleStream(reader, sampler, batch_size)
     index = torch.tensor([step * batch_size + 3])
     _, (sample,) = sampler.choose(index)
@@ -227,7 +231,7 @@ def test_validation_batches_are_all_samples_once_in_order_on_any_number_of_ranks
         found = {}
         for rank in range(n_ranks):
             reader = SampleReader(open_folders(case.folders), case.seq_len, 2**16)
-            batches = ValidationBatches(reader, global_batch_size=global_batch_size)
+            batches = ValidationBatches(reader, BYTES, global_batch_size)
             rows = rows_of_rank(rank, n_ranks, global_batch_size)
             for step in range(batches.n_batches):
                 numbers = [step * global_batch_size + row for row in rows]
@@ -273,7 +277,7 @@ def test_only_the_next_batch_is_read_by_a_thread_while_the_caller_computes_and_c
     stream,
 ):
     spy = SpyStream(stream)
-    batches = prefetch(spy, range(4), steps=itertools.count(5), device=CPU)
+    batches = prefetch(spy.batch, range(4), steps=itertools.count(5), device=CPU)
     next(batches)
     assert spy.read_second.wait(timeout=60), "the second batch is not read before it is asked for"
     assert list_threads()
@@ -284,7 +288,7 @@ def test_only_the_next_batch_is_read_by_a_thread_while_the_caller_computes_and_c
 
 @pytest.mark.parametrize("fail_at", [0, 4])
 def test_failure_in_the_thread_is_raised_at_its_batch_and_ends_the_thread(stream, fail_at):
-    batches = prefetch(SpyStream(stream, fail_at), range(4), steps=range(5), device=CPU)
+    batches = prefetch(SpyStream(stream, fail_at).batch, range(4), steps=range(5), device=CPU)
     for step in range(fail_at):
         assert list_rows(next(batches)) == list_rows(stream.batch(step, range(4)))
     with pytest.raises(OSError, match=f"disk gone at step {fail_at}"):
@@ -294,7 +298,7 @@ def test_failure_in_the_thread_is_raised_at_its_batch_and_ends_the_thread(stream
 
 @pytest.mark.gpu
 def test_batches_arrive_on_the_gpu(stream):
-    batches = prefetch(stream, range(4), steps=range(3), device=torch.device("cuda", 0))
+    batches = prefetch(stream.batch, range(4), steps=range(3), device=torch.device("cuda", 0))
     for step, batch in enumerate(batches):
         assert all(getattr(batch, name).device.type == "cuda" for name in FIELDS)
         assert list_rows(batch) == list_rows(stream.batch(step, range(4)))
@@ -309,7 +313,7 @@ def test_every_source_epoch_and_seed_has_an_order_of_its_own(weights):
     n = 50
     orders = []
     for seed in (0, 1):
-        sampler = Sampler([n] * 3, weights=weights, seed=seed)
+        sampler = make_sampler([n] * 3, weights=weights, seed=seed)
         sources, samples = sampler.choose(torch.arange(10 * n))
         for source in range(3):
             own = samples[sources == source]
@@ -321,7 +325,7 @@ def test_every_source_epoch_and_seed_has_an_order_of_its_own(weights):
 
 @pytest.mark.parametrize("weights", [[], [1.0, 3.0]])
 def test_an_epoch_that_is_longer_than_a_cycle_of_draws_repeats_nothing(weights):
-    sampler = Sampler([2**22, 2**22], weights=weights, seed=0)
+    sampler = make_sampler([2**22, 2**22], weights=weights, seed=0)
     draws = torch.cat([cycle * CYCLE + torch.arange(1000) for cycle in range(4)])
     chosen = [tuple(pair) for pair in torch.stack(sampler.choose(draws), dim=1).tolist()]
     assert len(set(chosen)) == len(draws)
@@ -332,7 +336,7 @@ SHARES = [0.00004, 0.9, 0.000001, 0.0003, 0.00074, 0.098919]
 
 @pytest.mark.parametrize("start", [0, 70_000, 10**10])
 def test_a_small_weight_is_exact_on_average_from_any_draw_on(start):
-    sampler = Sampler([5000] * len(SHARES), weights=[3 * share for share in SHARES], seed=4)
+    sampler = make_sampler([5000] * len(SHARES), weights=[3 * share for share in SHARES], seed=4)
     counts = torch.zeros(len(SHARES))
     draws = start + torch.arange(N_DRAWS)
     for number in range(1, 61):
@@ -343,7 +347,7 @@ def test_a_small_weight_is_exact_on_average_from_any_draw_on(start):
 
 
 def test_draws_of_a_rare_source_go_through_its_epochs():
-    sampler = Sampler([50_000, 7], weights=[1, 0.0003], seed=2)
+    sampler = make_sampler([50_000, 7], weights=[1, 0.0003], seed=2)
     start = 10**9
     sources, samples = sampler.choose(start + torch.arange(20 * N_DRAWS))
     own = samples[sources == 1].tolist()

@@ -12,15 +12,16 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from torchtitan_lite.components import log as log_module
 from torchtitan_lite.components import metrics as metrics_module
-from torchtitan_lite.components.metrics import MetricsWriter, describe_speed
+from torchtitan_lite.components.metrics import MetricsWriter
 from torchtitan_lite.config.block import count_flops_per_token
 from torchtitan_lite.config.machine import peak_flops
-from torchtitan_lite.config.schema import Metrics
+from torchtitan_lite.config.schema import Config, Metrics, Training
 from torchtitan_lite.extensions import wandb_sink
 from torchtitan_lite.models.llama3.table import FLAVORS
+from torchtitan_lite.run_log import describe_speed
 
 # torchtitan's published 8B row: 8 H100, one sequence of 8,192 tokens each, 5,762 tokens/s per GPU
-RUN = {"n_steps": 2000, "resumed_step": 0, "settings": {"training": {"steps": 2000}}}
+NO_TENSORBOARD = Metrics(enable_tensorboard=False)
 FLOPS = count_flops_per_token(FLAVORS["8B"], seq_len=8192)
 STEP = {
     "loss": 6.123456,
@@ -41,8 +42,11 @@ EXPERTS = {
 }
 
 
-def make_writer(folder: Path, section: Metrics | None = None, **changes) -> MetricsWriter:
-    return MetricsWriter(folder, section or Metrics(enable_tensorboard=False), **(RUN | changes))
+def make_writer(
+    folder: Path, section: Metrics = NO_TENSORBOARD, resumed_step: int = 0
+) -> MetricsWriter:
+    config = Config(training=Training(steps=2000), metrics=section)
+    return MetricsWriter(folder, config, resumed_step)
 
 
 def read_lines(folder: Path) -> list[dict]:
@@ -66,7 +70,7 @@ def console(monkeypatch) -> list[str]:
 
 def test_a_step_is_one_console_line_and_one_json_object_with_throughput_and_mfu(tmp_path, console):
     writer = make_writer(tmp_path)
-    writer.write("step", 10, **STEP)
+    writer.record("step", 10, **STEP)
     # By hand: 8,030 M parameters without embedding and norms are 7,505 M. 6 * 7.505e9 + 12 * 32 * 4096 * 8192 =
     # 45.03e9 + 12.885e9 = 57.91 GFLOP per token; * 5,762 / 989e12 = 33.74 %. Half the attention less: 51.47 GFLOP.
     line = "step   10/2000  loss 6.12346  grad_norm 1.2346  1:23:45 left  5,762 tok/s/rank  MFU 33.7%  "
@@ -81,7 +85,7 @@ def test_a_step_is_one_console_line_and_one_json_object_with_throughput_and_mfu(
 
 def test_a_line_fits_the_terminal(tmp_path, console, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    make_writer(tmp_path).write("step", 10, **STEP)
+    make_writer(tmp_path).record("step", 10, **STEP)
     assert console == ["step   10/2000  loss 6.12346  grad_norm 1.2346  1:23:45 left"]
 
 
@@ -90,10 +94,10 @@ def test_mfu_is_left_out_if_no_peak_is_known_and_only_steps_and_validations_have
 ):
     writer = make_writer(tmp_path)
     step = STEP | describe_speed(5762, FLOPS, None)
-    writer.write("start", 0, world_size=8)
-    writer.write("step", 10, **step)
-    writer.write("step", 10, **step, **EXPERTS)
-    writer.write("validation", 10, **VALIDATION)
+    writer.record("start", 0, world_size=8)
+    writer.record("step", 10, **step)
+    writer.record("step", 10, **step, **EXPERTS)
+    writer.record("validation", 10, **VALIDATION)
     assert "MFU" not in console[0]
     experts = "  experts 2.0x mean, 12% dead"
     assert console[1:] == [
@@ -109,7 +113,7 @@ def test_mfu_is_left_out_if_no_peak_is_known_and_only_steps_and_validations_have
 
 
 def test_a_loss_that_is_not_finite_is_still_json(tmp_path):
-    make_writer(tmp_path).write(
+    make_writer(tmp_path).record(
         "step", 1, **(STEP | {"loss": float("nan"), "grad_norm": float("inf")})
     )
 
@@ -123,12 +127,12 @@ def test_a_loss_that_is_not_finite_is_still_json(tmp_path):
 def test_a_killed_and_resumed_run_leaves_each_step_once(tmp_path):
     killed = make_writer(tmp_path)
     for step in (1, 10, 20, 30):
-        killed.write("step", step, **(STEP | {"loss": 1.0}))
+        killed.record("step", step, **(STEP | {"loss": 1.0}))
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4')  # the kill came while this line was written
     resumed = make_writer(tmp_path, resumed_step=20)
     for step in (30, 40):
-        resumed.write("step", step, **(STEP | {"loss": 2.0}))
+        resumed.record("step", step, **(STEP | {"loss": 2.0}))
     losses = {}
     for line in read_lines(tmp_path):
         assert line["step"] not in losses
@@ -142,7 +146,7 @@ def test_tensorboard_has_torchtitans_tags_and_each_step_once_after_a_resume(tmp_
     tmp_path.mkdir()
     killed = make_writer(tmp_path, section)
     for step in (10, 20):
-        killed.write("step", step, **(STEP | {"loss": 1.0}))
+        killed.record("step", step, **(STEP | {"loss": 1.0}))
     # Never closed, as after a kill: what was logged is on disk all the same.
     events = EventAccumulator(str(tmp_path / "events" / "my_run")).Reload()
     assert [event.step for event in events.Scalars("grad_norm")] == [10, 20]
@@ -150,8 +154,8 @@ def test_tensorboard_has_torchtitans_tags_and_each_step_once_after_a_resume(tmp_
 
     resumed = make_writer(tmp_path, section, resumed_step=10)
     more = {"loss": 2.0, "peak_memory_share": 0.2, "data_time_share": 0.04}
-    resumed.write("step", 20, **(STEP | more), n_ooms=1, **EXPERTS)
-    resumed.write("validation", 20, **VALIDATION)
+    resumed.record("step", 20, **(STEP | more), n_ooms=1, **EXPERTS)
+    resumed.record("validation", 20, **VALIDATION)
     resumed.close()
     killed.close()
     events = EventAccumulator(str(tmp_path / "events" / "my_run")).Reload()
@@ -186,12 +190,12 @@ def test_records_that_a_full_disk_refuses_are_one_sentence_and_later_ones_are_wh
     tmp_path, console, errors
 ):
     writer = make_writer(tmp_path)
-    writer.write("step", 1, **STEP)
+    writer.record("step", 1, **STEP)
     size = (tmp_path / "metrics.jsonl").stat().st_size
     with limit_files(size + 100):
         for step in (2, 3, 4):
-            writer.write("step", step, **STEP)
-    writer.write("step", 5, **STEP)
+            writer.record("step", step, **STEP)
+    writer.record("step", 5, **STEP)
     writer.close()
     assert len(errors) == 1 and str(tmp_path / "metrics.jsonl") in errors[0]
     assert [line["step"] for line in read_lines(tmp_path)] == [1, 2, 3, 4, 5]
@@ -201,7 +205,7 @@ def test_records_that_a_full_disk_refuses_are_one_sentence_and_later_ones_are_wh
 def test_a_run_ends_although_its_last_records_cannot_be_written(tmp_path, errors):
     writer = make_writer(tmp_path)
     with limit_files(10):
-        writer.write("step", 1, **STEP)
+        writer.record("step", 1, **STEP)
         writer.close()
     assert len(errors) == 1
 
@@ -214,14 +218,14 @@ def test_events_that_a_full_disk_refuses_are_one_sentence_and_are_written_later(
     folder = tmp_path / "tb" / tmp_path.name
     folder.parent.write_text("a file")  # the folder cannot be made at first
     writer = make_writer(tmp_path, Metrics())
-    writer.write("step", 1, **STEP)
+    writer.record("step", 1, **STEP)
     folder.parent.unlink()
-    writer.write("step", 2, **STEP)
+    writer.record("step", 2, **STEP)
     (file,) = folder.iterdir()
     with limit_files(file.stat().st_size + 100):
         for step in (3, 4):
-            writer.write("step", step, **STEP)
-    writer.write("step", 5, **STEP)
+            writer.record("step", step, **STEP)
+    writer.record("step", 5, **STEP)
     writer.close()
     assert [str(folder) in error for error in errors if "jsonl" not in error] == [True]
     events = EventAccumulator(str(folder)).Reload()
@@ -230,7 +234,7 @@ def test_events_that_a_full_disk_refuses_are_one_sentence_and_are_written_later(
 
 def test_an_id_for_wandb_is_whole_or_absent(tmp_path):
     with patch.object(wandb_sink, "import_extra"), limit_files(8), pytest.raises(OSError):
-        wandb_sink.WandbSink(tmp_path, settings={})
+        wandb_sink.WandbSink(Config(), tmp_path / "wandb", 0)
     assert not (tmp_path / "wandb_id").exists()
 
 
@@ -245,9 +249,9 @@ def test_a_file_that_cannot_be_opened_does_not_stop_the_other_sinks(
     else:
         (tmp_path / "metrics.jsonl.new").mkdir()  # as a disk without room for it
         for step in (1, 3):
-            make_writer(tmp_path, resumed_step=9).write("step", step, **STEP)
+            make_writer(tmp_path, resumed_step=9).record("step", step, **STEP)
     writer = make_writer(tmp_path, Metrics(**{"enable_tensorboard": False, **keys}), resumed_step=1)
-    writer.write("step", 2, **STEP)
+    writer.record("step", 2, **STEP)
     writer.close()
     assert len(errors) == 1 and name in errors[0]
     steps = [line["step"] for line in read_lines(tmp_path)]
@@ -257,13 +261,13 @@ def test_a_file_that_cannot_be_opened_does_not_stop_the_other_sinks(
 
 def test_records_of_a_start_that_was_not_resumed_are_kept(tmp_path):
     (tmp_path / "metrics-1.jsonl").write_text("of a start before")
-    make_writer(tmp_path).write("start", 0)  # ended before its first step
+    make_writer(tmp_path).record("start", 0)  # ended before its first step
     killed = make_writer(tmp_path)
-    killed.write("start", 0)
-    killed.write("step", 1, **STEP)
+    killed.record("start", 0)
+    killed.record("step", 1, **STEP)
     before = (tmp_path / "metrics.jsonl").read_text()
     again = make_writer(tmp_path)
-    again.write("step", 1, **STEP)
+    again.record("step", 1, **STEP)
     assert [line["step"] for line in read_lines(tmp_path)] == [1]
     assert (tmp_path / "metrics-1.jsonl").read_text() == "of a start before"
     assert (tmp_path / "metrics-2.jsonl").read_text() == before
@@ -272,7 +276,7 @@ def test_records_of_a_start_that_was_not_resumed_are_kept(tmp_path):
 
 def test_lines_that_are_no_records_are_kept_aside(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"loss": 1}\n[3]\nof another program\n')
-    make_writer(tmp_path).write("step", 1, **STEP)
+    make_writer(tmp_path).record("step", 1, **STEP)
     assert "another program" in (tmp_path / "metrics-1.jsonl").read_text()
 
 
@@ -282,8 +286,8 @@ def test_a_resumed_run_is_the_same_run_in_wandb(tmp_path, monkeypatch):
     section = Metrics(enable_tensorboard=False, enable_wandb=True)
     for resumed_step in (0, 10):
         writer = make_writer(tmp_path, section, resumed_step=resumed_step)
-        writer.write("start", resumed_step, world_size=8)
-        writer.write("step", resumed_step + 10, **STEP)
+        writer.record("start", resumed_step, world_size=8)
+        writer.record("step", resumed_step + 10, **STEP)
         writer.close()
     run_id = (tmp_path / "wandb_id").read_text()
     files = list(tmp_path.glob(f"wandb/offline-run-*-{run_id}/run-{run_id}.wandb"))

@@ -33,6 +33,7 @@ from torchtitan_lite.config.reader import REPOSITORY
 from torchtitan_lite.data.corpus_folder import read_corpus_manifest
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.extensions import tokenizer_json
+from torchtitan_lite.validation import count_bytes
 
 SHIPPED = REPOSITORY / "assets" / "tokenizer"
 LLAMA3 = (  # as published, in one piece
@@ -91,7 +92,7 @@ def test_ids_are_those_of_tiktoken_with_llama3s_pattern_and_special_tokens_are_p
 def test_plain_bytes_are_the_bytes_of_the_text():
     tokenizer = load_tokenizer("bytes")
     assert tokenizer.encode("é!", bos=True, eos=True) == [256, 0xC3, 0xA9, 0x21, 257]
-    assert tokenizer.bytes_of_tokens() == [1] * 256 + [0, 0]
+    assert count_bytes(tokenizer, []).tolist() == [1] * 256 + [0, 0]
 
 
 # ---------------------------------------------------------------- tokenizer.json
@@ -315,7 +316,7 @@ def test_a_sentencepiece_tokenizer_gives_the_packages_ids_and_knows_begin_end_an
         assert max(ids, default=0) < ours.vocab_size and ours.eos_id not in ids
         written = " " + text if text else ""
         assert ours.decode(ids) == written
-        assert sum(ours.bytes_of_tokens()[id] for id in ids) == len(written.encode())
+        assert count_bytes(ours, [])[ids].sum() == len(written.encode())
     ids, ends = ours.encode_special("ab</s>c")
     assert ids.count(ours.eos_id) == 1
     assert ends[ids.index(ours.eos_id)] == len("ab</s>")

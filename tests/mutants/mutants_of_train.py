@@ -30,10 +30,10 @@ def tp_peers_read_other_rows(original, data_rank, dp, n_rows):
     return original(dist.get_rank() % dp, dp, n_rows)
 
 
-@in_resumed_start("dp2", kind="loss", at=(dataset.RunData, "batches"))
-def data_begins_anew_after_a_resume(original, data, steps):
+@in_resumed_start("dp2", kind="loss", at=(dataset, "prefetch"))
+def data_begins_anew_after_a_resume(original, *args, steps, device):
     """A resumed run reads the first batches again."""
-    return original(data, range(len(steps)))
+    return original(*args, steps=range(len(steps)), device=device)
 
 
 @in_saved_tensor("pp2 1F1B", name="model.layers.1.attention.wo.weight", at=(starting, "set_step"))

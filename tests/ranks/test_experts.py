@@ -104,7 +104,9 @@ def test_the_auxiliary_gradient_is_that_of_the_papers_loss():
     """Sum over experts of f x P for each sequence, f without gradient (DeepSeek-V3, eq. 17 to 20)."""
     router = make_moe(router_scores="sigmoid").router
     loads = torch.zeros(1, 7)
-    balance = ExpertBalance({}, loads, rate=0.0, loss_weight=0.25, z_loss_weight=0.0, groups=[])
+    balance = ExpertBalance(
+        {}, loads, rate=0.0, loss_weight=0.25, z_loss_weight=0.0, groups=[], moe=None
+    )
     router.register_forward_hook(partial(balance.observe, 0))
     x = torch.randn(3, 7, 16)
     weights, routes, *_ = router(x)

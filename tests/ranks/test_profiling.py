@@ -8,6 +8,7 @@ import torch
 from checkpoints import limit_files
 
 from torchtitan_lite.components import log, profiling
+from torchtitan_lite.components.diagnosis import explain_out_of_memory
 from torchtitan_lite.components.profiling import profile_steps
 from torchtitan_lite.config.schema import Profiling
 
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*Profiler clears events:UserWar
 
 def run_loop(section: Profiling, folder, *, n_steps: int, resumed_step: int = 0) -> None:
     """Step n multiplies an (n, n) matrix, so that a trace tells which steps are in it."""
-    with profile_steps(section, folder, rank=1, n_ranks=2, resumed_step=resumed_step) as end_step:
+    with profile_steps(section, folder, rank=1, resumed_step=resumed_step) as end_step:
         for step in range(resumed_step + 1, resumed_step + n_steps + 1):
             torch.ones(step, step) @ torch.ones(step, step)
             end_step()
@@ -83,8 +84,8 @@ def test_memory_is_written_after_every_period_beside_traces_and_recorded_no_long
 def test_where_memory_runs_out_it_is_written_and_the_error_goes_on(tmp_path, recording):
     section = Profiling(enable_memory_snapshot=True, save_memory_snapshot_folder="memory")
     with (
-        pytest.raises(RuntimeError),
-        profile_steps(section, tmp_path, rank=0, n_ranks=1) as end_step,
+        pytest.raises(RuntimeError) as caught,
+        profile_steps(section, tmp_path, rank=0) as end_step,
     ):
         end_step()
         raise RuntimeError("a pipeline stage failed") from torch.OutOfMemoryError(
@@ -93,6 +94,11 @@ def test_where_memory_runs_out_it_is_written_and_the_error_goes_on(tmp_path, rec
     assert list_snapshots(tmp_path) == ["memory/step-2-out-of-memory/rank-0.pickle"]
     assert list_traces(tmp_path) == []
     assert recording[-1] == {"enabled": None}
+    explain_out_of_memory(caught.value, tmp_path, 8)
+    why, hint = str(caught.value).splitlines()
+    assert why == "a pipeline stage failed" and hint.endswith(
+        f"plan --gpus 8 --config {tmp_path}/config.toml"
+    )
 
 
 # ---------------------------------------------------------------- a disk that is full

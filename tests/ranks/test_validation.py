@@ -15,18 +15,17 @@ from layouts import CP, DOCUMENTS, PP, TP, ZERO, read_rows
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite import validation
-from torchtitan_lite.build import Run
 from torchtitan_lite.components.signals import StopFlag
 from torchtitan_lite.config.model import resolve_model
 from torchtitan_lite.data.corpus import Corpus
-from torchtitan_lite.data.dataset import RunData, SampleReader, ValidationBatches, rows_of_rank
+from torchtitan_lite.data.dataset import SampleReader
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.models.llama3.modules import Llama3
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 from torchtitan_lite.step import forward_only, shard_for_cp
 from torchtitan_lite.tools.corpora.prepare import PrepareSettings, prepare
 from torchtitan_lite.tools.corpora.text_files import find_files
-from torchtitan_lite.validation import validate
+from torchtitan_lite.validation import ValidationBatches, validate
 
 SEQ_LEN = compare.SEQ_LEN
 BYTES = {"model.vocab_size": 264}  # of the byte tokenizer 258, and a multiple of tp
@@ -66,15 +65,8 @@ def make_batches(folder: Path, most_batches: int, attention: str) -> ValidationB
         restart_positions=attention == "document",
     )
     return ValidationBatches(
-        reader, global_batch_size=compare.GLOBAL_BATCH_SIZE, most_batches=most_batches
+        reader, load_tokenizer("bytes"), compare.GLOBAL_BATCH_SIZE, most_batches
     )
-
-
-def prepare_data(run: Run, batches) -> RunData:
-    """Return the data of a run that only validates."""
-    rows = rows_of_rank(run.mesh.data_rank, run.layout.dp, run.layout.global_batch_size)
-    bytes_of_tokens = torch.tensor(load_tokenizer("bytes").bytes_of_tokens())
-    return RunData(None, batches, bytes_of_tokens, rows, {})
 
 
 def validate_layout(
@@ -88,7 +80,7 @@ def validate_layout(
     """Worker: the validation of a run before its first step."""
     run = compare.build_table_run(world_size, {**BYTES, "validation.enable": True, **overrides})
     batches = make_batches(folder, most_batches, run.config.model.attention)
-    figures = validate(run, prepare_data(run, batches), 1, stop or StopFlag())
+    figures = validate(run, batches, 1, stop or StopFlag())
     return figures and {name: value for name, value in figures.items() if name != "val_time_s"}
 
 
@@ -170,7 +162,7 @@ def validate_with_a_term_of_training(rank: int, world_size: int, keys: dict, fol
         if head is not None:
             head.formula = lambda logits, targets, vocabulary: logits[:, 0]
         validation = make_batches(folder, -1, "causal")
-        figures = validate(run, prepare_data(run, validation), 1, StopFlag())
+        figures = validate(run, validation, 1, StopFlag())
     modules = itertools.chain(*(part.modules() for part in run.parts))
     figures["modes"] = {module.training for module in modules}
     return figures

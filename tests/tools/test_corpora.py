@@ -32,7 +32,6 @@ from torchtitan_lite.data.corpus_folder import (
     DATASETS,
     CorpusError,
     check_data,
-    check_prepared,
     find_corpus,
     read_corpus_manifest,
 )
@@ -418,9 +417,8 @@ def test_a_named_corpus_is_prepared_once_by_the_first_process_and_ranks_say_how_
 ):
     write_files(Path("in"))
     monkeypatch.setitem(DATASETS, "tiny", lambda path: find_files([Path(path)])[0])
-    config = read("tiny", "--training.dataset_path=in", "--training.cache_folder=cache")
     with pytest.raises(CorpusError) as error:
-        check_prepared(config, BYTES)
+        Corpus("tiny", BYTES, Path("cache"), dataset_path="in")
     command = error.value.remedy.removeprefix("Run: ")
     assert command.startswith(name_command("prepare"))
 
@@ -430,7 +428,6 @@ def test_a_named_corpus_is_prepared_once_by_the_first_process_and_ranks_say_how_
 
     monkeypatch.setattr(tool, "prepare", prepare_as_another_does)
     assert main(shlex.split(command.partition("torchtitan_lite ")[2])) == 0
-    check_prepared(config, BYTES)
     monkeypatch.setattr(tool, "prepare", lambda *_, **__: pytest.fail("prepared again"))
     tool.prepare_dataset("tiny", BYTES, Path("cache"), "in")
     (folder,) = Path("cache").iterdir()  # no other one was left

@@ -120,7 +120,7 @@ def expected(folder, keys, tmp_path_factory) -> tuple[list[float], dict[str, tor
         machine=LAPTOP,
         n_ranks=1,
     )
-    data = open_data(run.config, run.model_args, run.layout, run.tokenizer, 0, torch.device("cpu"))
+    data = open_data(run.config, run.model_args, run.layout, run.tokenizer)
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     theirs.model.embed_tokens.padding_idx = (
         None  # else the row of the pad token, here EOS, has no gradient
@@ -133,7 +133,8 @@ def expected(folder, keys, tmp_path_factory) -> tuple[list[float], dict[str, tor
         weight_decay=section.weight_decay,
     )
     losses = []
-    for step, batch in enumerate(data.batches(range(N_STEPS))):
+    for step in range(N_STEPS):
+        batch = data.batch(step, range(run.layout.global_batch_size))
         optimizer.param_groups[0]["lr"] = (
             section.lr * (step + 1) / run.config.lr_scheduler.warmup_steps
         )

@@ -1,9 +1,9 @@
-"""Find the rank and module that produced the first NaN or infinity, if the gradient norm of a step is not finite.
+"""Explain why a step failed: which rank and module produced the first NaN or infinity, or what uses the memory.
 
-The norm covers the whole model, so every rank notices the problem in the same step. But the tensors of a rank do not
-show which rank was first: a NaN in one pipeline stage reaches the loss in the last stage, and a NaN on one tp rank
-reaches the sums on all tp ranks. So all ranks repeat forward and backward (the weights did not change) with hooks on
-every module. A hook checks
+Loaded only if a step fails. The gradient norm covers the whole model, so every rank notices in the same step that it is
+not finite. But the tensors of a rank do not show which rank was first: a NaN in one pipeline stage reaches the loss in
+the last stage, and a NaN on one tp rank reaches the sums on all tp ranks. So all ranks repeat forward and backward (the
+weights did not change) with hooks on every module. A hook checks
 
     forward     the output of the module
     backward    the gradient of its inputs
@@ -14,8 +14,10 @@ first in backward.
 """
 
 import itertools
+import shlex
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -23,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from torchtitan_lite.components.log import describe_rank
+from torchtitan_lite.config.messages import name_command
 from torchtitan_lite.dtensor import local_shard
 
 
@@ -81,3 +84,19 @@ def is_finite(tree: object) -> bool:
             if not local_shard(leaf).isfinite().all():
                 return False
     return True
+
+
+def explain_out_of_memory(error: Exception, dump_folder: Path, n_ranks: int) -> None:
+    """Add the command that plans the memory of this run to an out-of-memory error."""
+    if is_out_of_memory(error):
+        config_file = shlex.quote(f"{dump_folder}/config.toml")
+        plan = f"plan --gpus {n_ranks} --config {config_file}"
+        hint = f"To see what uses the memory: {name_command(plan)}"
+        error.args = (f"{error}\n{hint}",)  # Python 3.10 has no add_note
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Return whether the error is a CUDA out-of-memory error, or was raised from one as torch's pipeline does."""
+    if error is None:
+        return False
+    return isinstance(error, torch.OutOfMemoryError) or is_out_of_memory(error.__cause__)

@@ -21,6 +21,7 @@ bias there, and counts the routes actually taken here; z-loss: ST-MoE arXiv:2202
 import logging
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,6 +50,8 @@ class ExpertBalance:
     loss_weight: float  # weight of the auxiliary loss, per sequence
     z_loss_weight: float  # weight of the z-loss, per token
     groups: list[dist.ProcessGroup]  # cp and tp, if they split sequences
+    moe: MoEArgs
+    n_collapsed: int = 0  # consecutive logged steps with collapsed experts
 
     @property
     def biases(self) -> dict[str, Tensor]:
@@ -91,6 +94,12 @@ class ExpertBalance:
             direction = missing.sign().float()
             router.expert_bias += self.rate * direction * finite
         return loads
+
+    def describe(self, step: int, loads: Tensor) -> dict[str, Any]:
+        """Return the fields of a record for the result of `update`. Warn if experts collapse. Waits for the device."""
+        load = describe_load(loads, self.moe.top_k)
+        self.n_collapsed = count_collapsed(step, load, self.moe, self.n_collapsed)
+        return {**load, "expert_loads": loads[:, :-1].int().tolist()}
 
 
 def is_recomputed() -> bool:
@@ -161,12 +170,13 @@ def build_balance(
         for layer, moe in list_moes(part):
             routers[layer] = moe.router
     model_args = parts[0].model_args
-    shape = (model_args.n_layers, model_args.moe.n_experts + 1)
+    moe_args = model_args.moe
+    shape = (model_args.n_layers, moe_args.n_experts + 1)
     loads = torch.zeros(shape, dtype=torch.float64, device=device)
     loss_weight = section.expert_balance_loss / global_batch_size
     z_loss_weight = section.router_z_loss / (global_batch_size * section.seq_len)
     balance = ExpertBalance(
-        routers, loads, section.expert_bias_rate, loss_weight, z_loss_weight, groups
+        routers, loads, section.expert_bias_rate, loss_weight, z_loss_weight, groups, moe_args
     )
     for layer, router in routers.items():
         router.register_forward_hook(partial(balance.observe, layer))

@@ -10,9 +10,11 @@ run reports it once and continues.
 
 import logging
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TextIO
 
 logger = logging.getLogger(__name__)
 
@@ -21,10 +23,23 @@ IN_FILE = logging.INFO - 1  # level of lines that the launcher shows on the scre
 UNWRITTEN = "{} cannot be written, and the run goes on: {}"
 
 
-class SayOnce(logging.Handler):
-    """Says once on stderr that lines cannot be written. logging itself prints a traceback for each of them."""
+class LineHandler(logging.StreamHandler):
+    """Writes lines as `12:30:01 text`. Adds the level if it is above INFO, and the rank if it is not 0.
 
-    has_failed = False
+    Says once on stderr that lines cannot be written. logging itself prints a traceback for each of them.
+    """
+
+    def __init__(self, name: str, stream: TextIO, rank: int, time_format: str):
+        super().__init__(stream)
+        self.set_name(name)
+        self.rank = f"rank {rank}: " if rank > 0 else ""
+        self.time_format = time_format
+        self.has_failed = False
+
+    def format(self, record: logging.LogRecord) -> str:
+        level = f"{record.levelname} " if record.levelno > logging.INFO else ""
+        text = super().format(record)  # includes the traceback, if any
+        return f"{time.strftime(self.time_format)} {level}{self.rank}{text}"
 
     def handleError(self, record: logging.LogRecord) -> None:
         if self.has_failed:
@@ -32,14 +47,6 @@ class SayOnce(logging.Handler):
         self.has_failed = True
         with suppress(OSError):
             print(UNWRITTEN.format(self.name, sys.exc_info()[1]), file=sys.stderr)
-
-
-class Console(SayOnce, logging.StreamHandler):
-    pass
-
-
-class LogFile(SayOnce, logging.FileHandler):
-    pass
 
 
 @contextmanager
@@ -53,48 +60,24 @@ def go_on_unwritten(name: str, said: set[str]) -> Iterator[None]:
             logger.error(UNWRITTEN.format(name, error))
 
 
-class LineFormatter(logging.Formatter):
-    """Formats lines as `12:30:01 text`. Adds the level if it is above INFO, and the rank if it is not 0."""
-
-    def __init__(self, rank: int, date_format: str):
-        super().__init__("%(message)s", date_format)
-        self.rank = rank
-
-    def format(self, record: logging.LogRecord) -> str:
-        words = [self.formatTime(record, self.datefmt)]
-        if record.levelno > logging.INFO:
-            words.append(record.levelname)
-        if self.rank > 0:
-            words.append(f"rank {self.rank}:")
-        words.append(super().format(record))  # includes the traceback, if any
-        return " ".join(words)
-
-
 def start_logging(rank: int, dump_folder: Path | None) -> None:
     """Set up this package's logger in this process. A second call replaces the first. `rank` is the global rank.
 
     Without `dump_folder`, no log.txt is written.
     """
     package = logging.getLogger("torchtitan_lite")
-    for handler in list(package.handlers):
-        package.removeHandler(handler)
-        handler.close()
-
-    console = Console(sys.stdout if rank == 0 else sys.stderr)
-    console.set_name("the console")
-    console.setFormatter(LineFormatter(rank, "%H:%M:%S"))
-    package.addHandler(console)
-    if rank == 0 and dump_folder:
-        console.setLevel(logging.INFO)
-        path = dump_folder / "log.txt"
-        with go_on_unwritten(str(path), set()):
-            file = LogFile(path, encoding="utf-8")  # appends: a resumed run continues the file
-            file.set_name(str(path))
-            file.setFormatter(LineFormatter(rank, "%Y-%m-%d %H:%M:%S"))
-            package.addHandler(file)
-    package.setLevel(IN_FILE if rank == 0 else logging.WARNING)
+    package.setLevel(IN_FILE)
     # A library that configures the root logger would print every line again.
     package.propagate = False
+    screen = sys.stdout if rank == 0 else sys.stderr
+    console = LineHandler("the console", screen, rank, "%H:%M:%S")
+    console.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    package.handlers = [console]
+    if rank == 0 and dump_folder:
+        path = dump_folder / "log.txt"
+        with go_on_unwritten(str(path), set()):
+            file = path.open("a", encoding="utf-8")  # a resumed run continues the file
+            package.addHandler(LineHandler(str(path), file, rank, "%Y-%m-%d %H:%M:%S"))
 
 
 def describe_rank(rank: int, coordinates: dict[str, int]) -> str:

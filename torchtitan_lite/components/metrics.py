@@ -1,4 +1,4 @@
-"""Write the metrics of a run to a file, the console and TensorBoard. Only rank 0 writes; other ranks send nothing.
+"""Write the records of a run to a file, the console and TensorBoard. Only rank 0 writes; other ranks send nothing.
 
     metrics.jsonl         one JSON object per line, with `kind`, `step` and `time`
         start             layout, number of ranks, restarts of the job, git commit, command, host
@@ -7,34 +7,34 @@
         save              the checkpoint, and the seconds that the ranks waited for it
         stop              why the run ended
     console and log.txt   one line per logged step, and one per validation
-    tb/, wandb            sinks.py, with the tags of torchtitan v0.2
+    tb/, wandb            with the tags of torchtitan v0.2; extensions/wandb_sink.py has Weights & Biases
 
-Loss and grad_norm are the same on every rank; times and memory are measured on rank 0.
-MFU is the FLOP/s of the model divided by the peak FLOP/s of the hardware (PaLM, app. B, arXiv:2204.02311).
+A sink is created with a path and the step that the run resumed from. It has `write(record)` and `close()`.
 """
 
+import json
 import logging
 import math
-import resource
+import os
 import shutil
-import sys
+import socket
+import time
 from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from torchtitan_lite.components.log import go_on_unwritten
-from torchtitan_lite.components.sinks import JsonLinesSink, TensorBoardSink
-from torchtitan_lite.config.block import FlopsPerToken
-from torchtitan_lite.config.extensions import load_extension
-from torchtitan_lite.config.schema import Metrics
+from torchtitan_lite.config.extensions import load_extension, load_module
+from torchtitan_lite.config.schema import Config
 
 logger = logging.getLogger(__name__)
 
-GIB = 2**30
 NO_TERMINAL = (200, 24)  # columns and lines, if the output goes to a file
 # Field of a record -> tag in TensorBoard and wandb. The tags are torchtitan's, except for experts and validation.
 TAGS = {
@@ -62,98 +62,43 @@ TAGS = {
 }
 
 
-def describe_speed(
-    tokens_per_s_per_rank: float, flops: FlopsPerToken, peak_flops: float | None
-) -> dict[str, float | None]:
-    """Return throughput and MFU, from 0 to 1. `peak_flops` is the peak FLOP/s of one device, or None if unknown.
-
-    All tokens of the global batch count, including padding. They are divided by the number of all ranks, including pp
-    and tp ranks.
-    """
-    full_flops = flops.full * tokens_per_s_per_rank
-    return {
-        "tokens_per_s_per_rank": tokens_per_s_per_rank,
-        "tflops_per_rank": full_flops / 1e12,
-        # These count the full attention matrix, and its causal half.
-        "mfu_full": peak_flops and full_flops / peak_flops,
-        "mfu_causal": peak_flops and flops.causal * tokens_per_s_per_rank / peak_flops,
-    }
-
-
-def read_peak_memory(device: torch.device) -> dict[str, float]:
-    """Return the peak memory of this rank: on CUDA since the last call, on a CPU since the process started."""
-    if device.type != "cuda":  # resident memory, including Python and torch
-        unit_bytes = 1 if sys.platform == "darwin" else 1024  # unit of getrusage
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return {"peak_memory_gib": peak * unit_bytes / GIB}
-    stats = torch.cuda.memory_stats(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    total_bytes = torch.cuda.get_device_properties(device).total_memory
-    peak_bytes = stats["active_bytes.all.peak"]  # live tensors
-    reserved_bytes = stats["reserved_bytes.all.peak"]  # by torch's allocator, including gaps
-    return {
-        "peak_memory_gib": peak_bytes / GIB,
-        "peak_memory_share": peak_bytes / total_bytes,
-        "reserved_memory_gib": reserved_bytes / GIB,
-        "reserved_memory_share": reserved_bytes / total_bytes,
-        # The allocator freed its cache and retried: memory is tight.
-        "n_alloc_retries": stats["num_alloc_retries"],
-        "n_ooms": stats["num_ooms"],
-    }
-
-
 class MetricsWriter:
-    """Writes records to the console, to metrics.jsonl and to the sinks that [metrics] enables. Only rank 0 creates one.
+    """Writes records to the console, to metrics.jsonl and to the sinks that [metrics] enables.
 
     If a sink cannot be written, the log says so once. Each new record is tried again.
     """
 
-    def __init__(
-        self,
-        dump_folder: Path | None,
-        section: Metrics,
-        *,
-        n_steps: int,
-        resumed_step: int,
-        settings: dict[str, object],
-    ):
-        """`n_steps`: number of steps in the whole run. `settings`: the config by section, for sinks that display it.
-
-        Without `dump_folder`, only the console is written.
-        """
-        self.n_steps = n_steps
-        self.sinks: dict[str, Any] = {}  # name -> open sink
-        self.unwritten: set[str] = set()  # names of the sinks that the log has reported
-        self.openers: dict[str, Callable] = {}
+    def __init__(self, dump_folder: Path | None, config: Config, resumed_step: int):
+        """Without `dump_folder`, only the console is written."""
+        self.n_steps = config.training.steps
+        self.resumed_step = resumed_step
+        self.sinks: dict[Path, Any] = {}  # path -> open sink
+        self.unwritten: set[str] = set()  # paths that the log has reported
+        self.openers: dict[Path, Callable] = {}
         if dump_folder is None:
             return
-        path = dump_folder / "metrics.jsonl"
-        self.openers[str(path)] = partial(JsonLinesSink, path, resumed_step=resumed_step)
+        self.openers[dump_folder / "metrics.jsonl"] = JsonLinesSink
+        section = config.metrics
         if section.enable_tensorboard:
             # TensorBoard names a run by its folder
             folder = dump_folder / section.save_tb_folder / dump_folder.resolve().name
-            self.openers[str(folder)] = partial(TensorBoardSink, folder, resumed_step=resumed_step)
+            self.openers[folder] = TensorBoardSink
         if section.enable_wandb:
-            folder = dump_folder / "wandb"
             wandb_sink = load_extension("wandb_sink").WandbSink
-            self.openers[str(folder)] = partial(wandb_sink, dump_folder, settings=settings)
+            self.openers[dump_folder / "wandb"] = partial(wandb_sink, config)
 
-    def write(self, kind: str, step: int, **fields: object) -> None:
+    def record(self, kind: str, step: int, **fields: object) -> None:
         """Write one record. JSON has no NaN or infinity, so numbers that are not finite become null."""
-        time = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
-        record = {"kind": kind, "step": step, "time": time, **fields}
-        scalars = {}
-        for key, value in record.items():
+        now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+        record = {"kind": kind, "step": step, "time": now, **fields}
+        for key, value in fields.items():
             if isinstance(value, float) and not math.isfinite(value):
                 record[key] = None
-            tag = key if key.startswith("lr/") else TAGS.get(key)  # lr/PATTERN: of optimizer.groups
-            if tag and value is not None:
-                scalars[tag] = 100 * value if tag.endswith("(%)") else value
-        for name, open_sink in self.openers.items():
-            with go_on_unwritten(name, self.unwritten):
-                if name not in self.sinks:
-                    self.sinks[name] = open_sink()
-                self.sinks[name].write(record, scalars)
+        for path, open_sink in self.openers.items():
+            with go_on_unwritten(str(path), self.unwritten):
+                if path not in self.sinks:
+                    self.sinks[path] = open_sink(path, self.resumed_step)
+                self.sinks[path].write(record)
         if kind in FORMATS:
             width = len(str(self.n_steps))
             figures = FORMATS[kind](fields)
@@ -162,9 +107,70 @@ class MetricsWriter:
             logger.info(fit_line(figures, columns - len("12:30:01 ")))
 
     def close(self) -> None:
-        for name, sink in self.sinks.items():
-            with go_on_unwritten(name, self.unwritten):
+        for path, sink in self.sinks.items():
+            with go_on_unwritten(str(path), self.unwritten):
                 sink.close()
+
+
+# ---------------------------------------------------------------- sinks
+
+
+class JsonLinesSink:
+    """Writes one JSON object per line. A resumed run has each step once: it drops the records after `resumed_step`."""
+
+    def __init__(self, path: Path, resumed_step: int):
+        if path.exists():
+            load_module("components.earlier_records").drop_later_steps(path, resumed_step)
+        # line-buffered: no record is lost on a kill
+        self.file = open(path, "a", encoding="utf-8", buffering=1)
+
+    def write(self, record: dict[str, Any]) -> None:
+        self.file.write(json.dumps(record) + "\n")
+
+    def close(self) -> None:
+        self.file.close()
+
+
+class TensorBoardSink:
+    """Writes events to a folder. TensorBoard keeps events of earlier attempts in its files, but does not show them.
+
+    torch's SummaryWriter writes from a thread, which ends at the first error.
+    """
+
+    def __init__(self, folder: Path, resumed_step: int):
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
+        self.writer = RecordWriter(open(folder / name, "wb"))
+        self.add(file_version="brain.Event:2")
+        # later steps of earlier files are not shown
+        self.add(step=resumed_step + 1, session_log=SessionLog(status=SessionLog.START))
+
+    def add(self, **fields: object) -> None:
+        event = Event(wall_time=time.time(), **fields)
+        self.writer.write(event.SerializeToString())
+
+    def write(self, record: dict[str, Any]) -> None:
+        scalars = find_scalars(record).items()
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars]
+        if values:
+            self.add(step=record["step"], summary=Summary(value=values))
+        self.writer.flush()
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+def find_scalars(record: dict[str, Any]) -> dict[str, float]:
+    """Return tag -> value for the fields of a record that have a tag, without those that are null."""
+    scalars = {}
+    for key, value in record.items():
+        tag = key if key.startswith("lr/") else TAGS.get(key)  # lr/PATTERN: of optimizer.groups
+        if tag and value is not None:
+            scalars[tag] = 100 * value if tag.endswith("(%)") else value
+    return scalars
+
+
+# ---------------------------------------------------------------- console
 
 
 def format_step(fields: dict[str, object]) -> list[str]:

@@ -28,33 +28,35 @@ def build_optimizer(
     The optimizer reads the keys of its groups, and ignores unknown keys.
     """
     row = OPTIMIZERS[section.name]
+    module = load_extension(row.extension) if row.extension else torch.optim
+    builder = getattr(module, section.name)
     if section.moments_dtype == "bfloat16":  # `check` allows it only for fused AdamW
         builder = load_extension("adamw_bfloat16").AdamWBFloat16
-    else:
-        module = load_extension(row.extension) if row.extension else torch.optim
-        builder = getattr(module, section.name)
-    # DTensor has no fused SGD (torch 2.13), so foreach replaces `fused`.
-    fused = section.implementation == "fused" and row.has_fused_kernel
-    foreach = section.implementation != "for-loop" and not fused
     # One group of torch for each of optimizer.groups and each mesh, because torch's kernels need all DTensors on one
     # mesh. Experts have another mesh.
-    groups: dict[tuple, dict] = {}
+    members: dict[tuple, list] = defaultdict(list)
     factors = ParameterGroup("")  # both factors are 1
     for fqn, parameter in parameters.items():
         if section.groups:
             factors = load_extension("parameter_groups").find_group(section.groups, fqn)
-        key = factors, getattr(parameter, "device_mesh", None)
-        if key not in groups:
-            groups[key] = {
-                "params": [],
+        mesh = getattr(parameter, "device_mesh", None)
+        members[factors, mesh].append((fqn, parameter))
+    groups = []
+    for (factors, _), named in members.items():
+        groups.append(
+            {
+                "params": named,
                 "lr": section.lr * factors.lr,
                 "betas": (section.beta1, section.beta2),
                 "eps": section.eps,
                 "weight_decay": section.weight_decay * factors.weight_decay,
                 "compute_dtype": getattr(torch, dtype),
             }
-        groups[key]["params"].append((fqn, parameter))
-    return builder(list(groups.values()), fused=fused, foreach=foreach)
+        )
+    # DTensor has no fused SGD (torch 2.13), so foreach replaces `fused`.
+    fused = section.implementation == "fused" and row.has_fused_kernel
+    foreach = section.implementation != "for-loop" and not fused
+    return builder(groups, fused=fused, foreach=foreach)
 
 
 def build_lr_scheduler(section: LRScheduler, optimizer: TorchOptimizer) -> LambdaLR:

@@ -13,7 +13,6 @@ import errno
 import logging
 import os
 import pickle
-import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -21,8 +20,8 @@ from pathlib import Path
 import torch
 from torch.profiler import profile, schedule
 
+from torchtitan_lite.components.diagnosis import is_out_of_memory
 from torchtitan_lite.components.log import go_on_unwritten
-from torchtitan_lite.config.messages import name_command
 from torchtitan_lite.config.schema import Profiling
 
 logger = logging.getLogger(__name__)
@@ -35,16 +34,14 @@ def profile_steps(
     section: Profiling,
     dump_folder: Path,
     rank: int,
-    n_ranks: int,
     *,
     resumed_step: int = 0,
 ) -> Iterator[Callable]:
     """Context manager around the training loop. Yields a function to call at the end of each step.
 
     `resumed_step` is the step that the run resumed from: file names count the steps of the whole run. An incomplete
-    period at the end of the loop writes no trace. If memory runs out, the snapshot is written at once, and the error
-    names the command that plans the memory of this run. If a file cannot be written, the run logs this once and
-    continues.
+    period at the end of the loop writes no trace. If memory runs out, the snapshot is written at once. If a file cannot
+    be written, the run logs this once and continues.
     """
     step = resumed_step
     memory = torch.cuda.memory
@@ -84,13 +81,8 @@ def profile_steps(
         with tracer or nullcontext():
             yield end_step
     except Exception as error:
-        if is_out_of_memory(error):
-            if section.enable_memory_snapshot:
-                write_snapshot(f"step-{step + 1}-out-of-memory")
-            config_file = shlex.quote(f"{dump_folder}/config.toml")
-            plan = f"plan --gpus {n_ranks} --config {config_file}"
-            hint = f"To see what uses the memory: {name_command(plan)}"
-            error.args = (f"{error}\n{hint}",)  # Python 3.10 has no add_note
+        if section.enable_memory_snapshot and is_out_of_memory(error):
+            write_snapshot(f"step-{step + 1}-out-of-memory")
         raise
     finally:
         if section.enable_memory_snapshot:
@@ -128,10 +120,3 @@ def export_whole(path: Path, export: Callable[[str], object], last_byte: bytes) 
         for unfinished in path.parent.glob(f"{path.name}*"):
             unfinished.unlink()
         raise
-
-
-def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return whether the error is a CUDA out-of-memory error, or was raised from one as torch's pipeline does."""
-    if error is None:
-        return False
-    return isinstance(error, torch.OutOfMemoryError) or is_out_of_memory(error.__cause__)

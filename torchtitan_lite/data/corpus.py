@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torchtitan_lite.data.corpus_folder import VALIDATION_ONLY, find_corpus, read_split
+from torchtitan_lite.data.corpus_folder import VALIDATION_ONLY, find_prepared, open_split
 from torchtitan_lite.data.tokenizer import Tokenizer
 
 
@@ -46,13 +46,15 @@ class Corpus:
     ):
         """Open the split "train" or "validation" of a corpus named as in training.dataset. Raises CorpusError."""
         self.name = name
-        folder = find_corpus(name, tokenizer, cache_folder, dataset_path)
+        folder = find_prepared(name, tokenizer, cache_folder, dataset_path)
         if name in VALIDATION_ONLY:
             split = "train"
-        manifest = read_split(folder, split, tokenizer=None)
+        manifest = open_split(folder, split, tokenizer)
         self.fingerprint = manifest.hash_split(split)  # of tokens, documents and targets
         sizes = manifest.splits[split]
+        self.sizes = sizes
         n_tokens = sizes.n_tokens
+        self.n_tokens = n_tokens
         path = folder / split
         dtype = getattr(torch, manifest.dtype)
         self.tokens = map_file(f"{path}.tokens", n_tokens, dtype)
@@ -60,15 +62,12 @@ class Corpus:
         self.targets = None
         if "targets" in sizes.sha256:
             self.targets = map_file(f"{path}.targets", n_tokens, torch.bool)
-        self.n_tokens = n_tokens
-        self.n_predicted = n_tokens - sizes.n_documents  # all but the first of each document
-        self.n_text_bytes = sizes.n_text_bytes
 
-    def read(self, starts: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Read the slices at `starts`.
+    def read(self, starts: Tensor, length: int) -> Tensor:
+        """Read the slices at `starts`. Returns (3, len(starts), length) int64.
 
-        Returns three tensors (len(starts), length): the tokens, int64; whether each token starts a document, bool; and
-        whether it may be a target, bool. After the end of the corpus, a document of zeros starts.
+        These are the tokens; whether each token starts a document, 0 or 1; and whether it may be a target. After the
+        end of the corpus, a document of zeros starts.
         """
         index = starts[:, None] + torch.arange(length)
         document = torch.searchsorted(self.documents, index)  # the first that starts here or later
@@ -80,4 +79,4 @@ class Corpus:
         is_target = inside & ~begins
         if self.targets is not None:  # a conversation
             is_target &= self.targets[index]
-        return tokens, begins, is_target
+        return torch.stack([tokens, begins, is_target])

@@ -22,7 +22,7 @@ import sysconfig
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Literal
 
@@ -69,8 +69,9 @@ class CorpusManifest:
         """Return a hash of the split's tokens, documents and targets."""
         return hashlib.sha256(json.dumps(self.splits[split].sha256).encode()).hexdigest()
 
-    def list_sizes(self) -> dict[str, int]:
-        """Return file name -> size in bytes."""
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """File name -> size in bytes."""
         widths = {"tokens": WIDTHS[self.dtype], "documents": 8, "targets": 1}
         sizes = {}
         for name, split in self.splits.items():
@@ -85,19 +86,11 @@ def dump_manifest(manifest: CorpusManifest) -> str:
     return json.dumps(asdict(manifest), indent=1) + "\n"
 
 
-def read_corpus_manifest(folder: Path, *, check_sizes: bool = True) -> CorpusManifest:
-    """Read the manifest, and compare the size of every file with it. Raises CorpusError."""
+def read_corpus_manifest(folder: Path) -> CorpusManifest:
+    """Read the manifest of a corpus. Raises CorpusError."""
     path = folder / MANIFEST
-    name = shlex.quote(str(folder))
-    if not folder.exists():
-        why = f"there is no folder {folder.absolute()}, and nothing is downloaded"
-        remedy = f"Write it: {name_command(f'prepare FILES --tokenizer ... --out {name}')}"
-        raise CorpusError(why, remedy)
-    if why := explain_hub_cache(folder):
-        raise CorpusError(why, f"Prepare them: {name_command('prepare FILES --out NEW_FOLDER')}")
     if not path.exists():
-        remedy = f"Prepare its files: {name_command(f'prepare {name} --out NEW_FOLDER')}"
-        raise CorpusError(f"{folder} is not a prepared corpus: it has no {MANIFEST}", remedy)
+        raise explain_missing(folder)
     try:
         file = read_json(path)
         found = file.take("format", int)
@@ -107,20 +100,37 @@ def read_corpus_manifest(folder: Path, *, check_sizes: bool = True) -> CorpusMan
         for name, split in file.take("splits", dict).items():
             splits[name] = Split(**split)
         manifest = CorpusManifest(**{**file, "splits": splits})
-        sizes = manifest.list_sizes()
+        _ = manifest.sizes  # raises if a field is missing
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CorpusError(f"{folder} is not a prepared corpus: {MANIFEST}: {error}") from None
-    for name, n_bytes in sizes.items() if check_sizes else ():
-        found = (folder / name).stat().st_size if (folder / name).is_file() else None
-        if found != n_bytes:
-            expected = f"but the manifest says {n_bytes}"
-            raise CorpusError(f"{folder / name} has {found or 'no'} bytes, {expected}")
     return manifest
 
 
-def read_split(folder: Path, split: str, tokenizer: Tokenizer | None) -> CorpusManifest:
-    """Return the manifest. Raises CorpusError if the split does not exist, or was made with another tokenizer."""
+def explain_missing(folder: Path) -> CorpusError:
+    """Return an error that says how to get a prepared corpus. `folder` has no manifest."""
+    name = shlex.quote(str(folder))
+    if not folder.exists():
+        why = f"there is no folder {folder.absolute()}, and nothing is downloaded"
+        remedy = f"Write it: {name_command(f'prepare FILES --tokenizer ... --out {name}')}"
+        return CorpusError(why, remedy)
+    if why := explain_hub_cache(folder):
+        return CorpusError(why, f"Prepare them: {name_command('prepare FILES --out NEW_FOLDER')}")
+    remedy = f"Prepare its files: {name_command(f'prepare {name} --out NEW_FOLDER')}"
+    return CorpusError(f"{folder} is not a prepared corpus: it has no {MANIFEST}", remedy)
+
+
+def open_split(folder: Path, split: str, tokenizer: Tokenizer | None) -> CorpusManifest:
+    """Read the manifest, and compare the size of every file with it. Raises CorpusError.
+
+    Also raises CorpusError if the split does not exist, or was made with another tokenizer.
+    """
     manifest = read_corpus_manifest(folder)
+    for name, n_bytes in manifest.sizes.items():
+        path = folder / name
+        found = path.stat().st_size if path.is_file() else None
+        if found != n_bytes:
+            expected = f"but the manifest says {n_bytes}"
+            raise CorpusError(f"{path} has {found or 'no'} bytes, {expected}")
     if tokenizer and manifest.tokenizer != tokenizer.fingerprint:
         remedy = "Set model.hf_assets_path to that tokenizer, or prepare the corpus again with --tokenizer"
         why = f"{folder} was made with another tokenizer, not with {tokenizer.path}"
@@ -201,6 +211,22 @@ def find_corpus(name: str, tokenizer: Tokenizer, cache_folder: Path, dataset_pat
     return cache_folder / f"{name}-{hashlib.sha256(content).hexdigest()[:16]}"
 
 
+def find_prepared(name: str, tokenizer: Tokenizer, cache_folder: Path, dataset_path: str) -> Path:
+    """Return the folder of a corpus. Raises CorpusError if it is a named one that is not prepared on this host.
+
+    The launcher prepares named corpora; ranks only read.
+    """
+    folder = find_corpus(name, tokenizer, cache_folder, dataset_path)
+    if name not in DATASETS or (folder / MANIFEST).is_file():
+        return folder
+    words = ["--dataset", name, "--tokenizer", str(tokenizer.path)]
+    words += ["--cache-folder", str(cache_folder)]
+    if dataset_path:
+        words += ["--dataset-path", dataset_path]
+    command = name_command(f"prepare {shlex.join(words)}")
+    raise CorpusError(f"{name} is not prepared here", f"Run: {command}")
+
+
 def list_corpora(config: Config) -> list[tuple[str, str, str, str]]:
     """Return (config key, name, split, dataset_path) for every corpus that a run reads."""
     training = config.training
@@ -217,15 +243,6 @@ def list_corpora(config: Config) -> list[tuple[str, str, str, str]]:
     return corpora
 
 
-def list_named(config: Config) -> set[tuple[str, str]]:
-    """Return (name, dataset_path) for every corpus of DATASETS that a run reads."""
-    return {
-        (name, dataset_path)
-        for _, name, _, dataset_path in list_corpora(config)
-        if name in DATASETS
-    }
-
-
 def fingerprint_documents(config: Config, tokenizer: Tokenizer) -> dict[str, str]:
     """Return name -> fingerprint of the training documents, for each corpus that is already prepared."""
     training = config.training
@@ -235,7 +252,7 @@ def fingerprint_documents(config: Config, tokenizer: Tokenizer) -> dict[str, str
             folder = find_corpus(
                 name, tokenizer, Path(training.cache_folder), training.dataset_path
             )
-            fingerprints[name] = read_split(folder, "train", tokenizer=None).hash_split("train")
+            fingerprints[name] = open_split(folder, "train", tokenizer).hash_split("train")
     return fingerprints
 
 
@@ -251,7 +268,7 @@ def check_data(config: Config, tokenizer: Tokenizer | None) -> Problems:
             if name in DATASETS:
                 list_files(name, dataset_path)
             else:
-                read_split(Path(name), split, tokenizer)
+                open_split(Path(name), split, tokenizer)
         except CorpusError as error:
             problem = Problem(key, name, error.why, error.remedy)
             if problem not in problems:  # both splits of a corpus may have the same problem
@@ -292,16 +309,3 @@ def describe_epochs(training: Training) -> str:
     prepare = name_command("prepare fineweb-edu --out data/fineweb-edu")
     why = f"the run reads {n_epochs:,.0f} epochs of {STDLIB_TOKENS / 1e6}M tokens of python_stdlib"
     return f"{why}. For --training.dataset data/fineweb-edu: {download}; {prepare}"
-
-
-def check_prepared(config: Config, tokenizer: Tokenizer) -> None:
-    """Raise CorpusError if a named corpus is not prepared on this host. The launcher prepares it; ranks only read."""
-    folder = config.training.cache_folder
-    for name, path in sorted(list_named(config)):
-        if (find_corpus(name, tokenizer, Path(folder), path) / MANIFEST).is_file():
-            continue
-        words = ["--dataset", name, "--tokenizer", str(tokenizer.path), "--cache-folder", folder]
-        if path:
-            words += ["--dataset-path", path]
-        command = name_command(f"prepare {shlex.join(words)}")
-        raise CorpusError(f"{name} is not prepared here", f"Run: {command}")

@@ -16,7 +16,7 @@ the same rows. Resuming needs only the step number. Ranks do not communicate. Le
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from itertools import chain, pairwise
@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_lite.config.choices import ATTENTIONS
+from torchtitan_lite.config.extensions import load_module
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schema import Config
@@ -34,10 +35,6 @@ from torchtitan_lite.data.corpus_folder import CorpusError, list_corpora
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.model.batch import Batch, Fields, find_fields
 from torchtitan_lite.model.loss import IGNORE_INDEX
-
-# Used with training.dataset_weights. Shares are multiples of 1 / CYCLE.
-CYCLE = 2**20
-STRIDE = 648055  # an odd number near CYCLE times the golden ratio, modulo 1
 
 
 @dataclass(frozen=True)
@@ -61,28 +58,25 @@ class SampleReader:
 
         A source is the index of a corpus; any other number gives a row of padding. Raises CorpusError.
         """
-        shape = (len(samples), self.seq_len + 1)
-        tokens = torch.zeros(shape, dtype=torch.int64)
-        begins = torch.zeros(shape, dtype=torch.bool)
-        is_target = torch.zeros(shape, dtype=torch.bool)
+        n_rows = len(samples)
+        rows = torch.zeros(3, n_rows, self.seq_len + 1, dtype=torch.int64)
         for source, corpus in enumerate(self.corpora):
-            rows = (sources == source).nonzero()[:, 0]
-            tokens[rows], begins[rows], is_target[rows] = corpus.read(
-                samples[rows] * self.seq_len, shape[1]
-            )
+            own = sources == source
+            rows[:, own] = corpus.read(samples[own] * self.seq_len, self.seq_len + 1)
+        tokens, begins, is_target = rows
         largest = tokens.max().item()
         if largest >= self.vocab_size:
             names = ", ".join(corpus.name for corpus in self.corpora)
             why = f"{names}: there is an id {largest}, but model.vocab_size = {self.vocab_size}"
             remedy = "Leave out documents with this id, or use the tokenizer that the model was trained with"
             raise CorpusError(why, remedy)
-        targets = tokens[:, 1:].masked_fill(~is_target[:, 1:], IGNORE_INDEX)
+        targets = tokens[:, 1:].masked_fill(is_target[:, 1:] == 0, IGNORE_INDEX)
         begins = begins[:, :-1]
-        begins[:, 0] = False  # documents are numbered from 0 in each row
-        positions = torch.arange(self.seq_len).repeat(len(samples), 1)
+        begins[:, 0] = 0  # documents are numbered from 0 in each row
+        positions = torch.arange(self.seq_len).repeat(n_rows, 1)
         if self.restart_positions:
             # positions of a document from an earlier row count from the start of this row
-            positions -= torch.where(begins, positions, 0).cummax(dim=1).values
+            positions -= (begins * positions).cummax(dim=1).values
         batch = Batch(tokens[:, :-1].contiguous(), targets, positions, doc_ids=begins.cumsum(dim=1))
         return batch.with_fields(self.fields)
 
@@ -93,45 +87,23 @@ class SampleReader:
 class Sampler:
     """Chooses the order in which a run draws samples from its sources. The order depends only on the seed.
 
-    Without weights, all sources form a single list of samples, and an epoch has every sample once. With weights, each
-    source has its own epochs. CYCLE points divide a circle, and each source owns an arc as long as its share. Draw d
-    is from the source whose arc contains point d * STRIDE. STRIDE / CYCLE is the golden ratio, so the draws fill the
-    circle evenly: after any number of draws, a source has its share of them within about 3.
+    All sources form a single list of samples, and an epoch has every sample once. See weighted_sampler.py for
+    training.dataset_weights.
     """
 
-    def __init__(self, n_samples: Sequence[int], *, weights: Sequence[float] = (), seed: int):
-        """`n_samples`: number per source. `weights`: one per source; they need not sum to 1."""
-        self.n_samples = list(n_samples)
+    def __init__(self, n_samples: Sequence[int], seed: int):
+        """`n_samples`: number per source."""
+        self.n_samples = n_samples
         self.seed = seed
-        amounts = torch.tensor(weights or n_samples, dtype=torch.float64)
+        amounts = torch.tensor(n_samples, dtype=torch.float64)
         self.shares = amounts / amounts.sum()
-        self.is_weighted = bool(weights)
-        if not weights:
-            return
-        ends = (self.shares.cumsum(0) * CYCLE).round().long()
-        points = torch.arange(CYCLE) * STRIDE % CYCLE
-        self.sources = torch.searchsorted(ends, points, right=True)
-        self.n_draws = self.sources.bincount(minlength=len(ends))  # of each source in a cycle
-        self.n_earlier = torch.empty_like(points)  # draws from the same source, in the same cycle
-        for source, n_draws in enumerate(self.n_draws.tolist()):
-            self.n_earlier[self.sources == source] = torch.arange(n_draws)
 
     def choose(self, draws: Tensor) -> tuple[Tensor, Tensor]:
         """Return the source and the sample for each of these consecutive draws; all (n,) int64."""
-        if not self.is_weighted:
-            permuted = self._permute(draws, sum(self.n_samples), name="all")
-            return locate_in_parts(permuted, self.n_samples)
-        point = draws % CYCLE
-        sources = self.sources[point]
-        turns = draws // CYCLE * self.n_draws[sources] + self.n_earlier[point]
-        samples = torch.empty_like(draws)
-        for source in sources.unique().tolist():
-            own = sources == source
-            n_samples = self.n_samples[source]
-            samples[own] = self._permute(turns[own], n_samples, name=f"source {source}")
-        return sources, samples
+        permuted = self.permute(draws, sum(self.n_samples), name="all")
+        return locate_in_parts(permuted, self.n_samples)
 
-    def _permute(self, draws: Tensor, n: int, *, name: str) -> Tensor:
+    def permute(self, draws: Tensor, n: int, *, name: str) -> Tensor:
         """For each draw d, apply permutation number d // n to d % n."""
         permuted = torch.empty_like(draws)
         for epoch in (draws // n).unique().tolist():
@@ -190,6 +162,7 @@ class SampleStream:
     reader: SampleReader
     sampler: Sampler
     global_batch_size: int
+    fingerprint: dict[str, object] = field(default_factory=dict)  # must match when a run resumes
 
     def describe(self, n_steps: int) -> str:
         """Describe the corpora that a run of `n_steps` reads, and the number of epochs of each."""
@@ -209,29 +182,6 @@ class SampleStream:
         return self.reader.read(sources, samples)
 
 
-class ValidationBatches:
-    """Reads all samples of the validation corpora once, in order. Padding rows complete the last batch.
-
-    With `most_batches`, samples are taken at equal distances, because the first ones could be a single odd document.
-    Batches have the shape of training batches, so they use the same schedule and compiled graphs.
-    """
-
-    def __init__(self, reader: SampleReader, *, global_batch_size: int, most_batches: int = -1):
-        self.reader, self.global_batch_size = reader, global_batch_size
-        self.n_samples = sum(reader.n_samples)
-        n_batches = -(-self.n_samples // global_batch_size)
-        self.n_batches = n_batches if most_batches == -1 else min(n_batches, most_batches)
-
-    def batch(self, step: int, rows: range) -> Batch:
-        """Return rows `rows` of batch number `step`, counted from 0. Raises CorpusError."""
-        numbers = step * self.global_batch_size + torch.tensor(rows)
-        n_read = self.n_batches * self.global_batch_size
-        if n_read < self.n_samples:
-            numbers = numbers * self.n_samples // n_read
-        sources, samples = locate_in_parts(numbers, self.reader.n_samples)
-        return self.reader.read(sources, samples)
-
-
 def rows_of_rank(rank: int, n_ranks: int, global_batch_size: int) -> range:
     """Return the rows of each global batch that data-parallel rank `rank` of `n_ranks` reads."""
     n_rows = global_batch_size // n_ranks
@@ -239,20 +189,20 @@ def rows_of_rank(rank: int, n_ranks: int, global_batch_size: int) -> range:
 
 
 def prefetch(
-    stream: SampleStream | ValidationBatches,
+    read_batch: Callable[[int, range], Batch],
     rows: range,
     *,
     steps: Iterator[int] | range,
     device: torch.device,
 ) -> Iterator[Batch]:
-    """Yield rows `rows` of the batches of these steps, on `device`. A CUDA device needs an index.
+    """Yield `read_batch(step, rows)` for each of these steps, on `device`. A CUDA device needs an index.
 
     A thread reads the next batch while the caller uses the current one. An error in the thread is raised when its batch
     is requested. Closing the iterator ends the thread.
     """
 
     def load(step: int) -> Batch:
-        batch = stream.batch(step, rows)
+        batch = read_batch(step, rows)
         if device.type == "cuda":
             # A new thread starts with GPU 0 as its current device. Pinning would create a context there for every rank.
             torch.cuda.set_device(device)
@@ -266,83 +216,43 @@ def prefetch(
             yield read.result().to(device)
 
 
-# ---------------------------------------------------------------- data of a rank
+# ---------------------------------------------------------------- data of a run
 
 
-def count_bytes(tokenizer: Tokenizer, corpora: list[Corpus]) -> Tensor:
-    """Return the number of text bytes of each id, (V,) float64.
-
-    If the tokens in a row do not spell the text, every id gets the mean number of bytes per token in the corpora. Their
-    total number of bytes is then right.
-    """
-    if not tokenizer.decode_text:
-        return torch.tensor(tokenizer.bytes_of_tokens(), dtype=torch.float64)
-    n_bytes = sum(corpus.n_text_bytes for corpus in corpora)
-    n_tokens = sum(corpus.n_predicted for corpus in corpora)
-    return torch.full((tokenizer.vocab_size,), n_bytes / max(1, n_tokens), dtype=torch.float64)
-
-
-@dataclass(frozen=True)
-class RunData:
-    """The batches of a run, and the rows that this rank reads. All tp and pp ranks of a replica read the same rows."""
-
-    stream: SampleStream
-    validation: ValidationBatches  # without batches if validation is off
-    bytes_of_tokens: Tensor  # (V,) float64, on the device: text bytes of each id in validation
-    rows: range
-    fingerprint: dict[str, object]  # must match when a run resumes
-
-    def batches(self, steps: range) -> Iterator[Batch]:
-        """Yield this rank's rows of the global batches of these steps, counted from 0."""
-        return prefetch(self.stream, self.rows, steps=steps, device=self.bytes_of_tokens.device)
-
-    def validation_batches(self) -> Iterator[Batch]:
-        steps = range(self.validation.n_batches)
-        return prefetch(self.validation, self.rows, steps=steps, device=self.bytes_of_tokens.device)
+def open_reader(
+    config: Config, model_args: ModelArgs, tokenizer: Tokenizer, split: str
+) -> SampleReader:
+    """Open the corpora that a run reads for "train" or "validation". Raises CorpusError."""
+    training = config.training
+    corpora = []
+    for _, name, used_for, path in list_corpora(config):
+        if used_for == split:
+            cache = Path(training.cache_folder)
+            corpora.append(Corpus(name, tokenizer, cache, split=split, dataset_path=path))
+    return SampleReader(
+        corpora,
+        training.seq_len,
+        model_args.vocab_size,
+        restart_positions=ATTENTIONS[config.model.attention].uses_documents,
+        fields=find_fields(training.loss, model_args.name),
+    )
 
 
 def open_data(
-    config: Config,
-    model_args: ModelArgs,
-    layout: Layout,
-    tokenizer: Tokenizer,
-    data_rank: int,
-    device: torch.device,
-) -> RunData:
-    """Open the prepared corpora of a run. `config` is resolved. No communication."""
+    config: Config, model_args: ModelArgs, layout: Layout, tokenizer: Tokenizer
+) -> SampleStream:
+    """Open the prepared corpora of a run for training. `config` is resolved. No communication. Raises CorpusError."""
     training = config.training
-    global_batch_size = layout.global_batch_size
-    corpora: dict[str, list[Corpus]] = {"train": [], "validation": []}
-    for _, name, split, path in list_corpora(config):
-        corpus = Corpus(
-            name, tokenizer, Path(training.cache_folder), split=split, dataset_path=path
+    reader = open_reader(config, model_args, tokenizer, "train")
+    sampler = Sampler(reader.n_samples, training.data_seed)
+    if training.dataset_weights:
+        sampler = load_module("data.weighted_sampler").WeightedSampler(
+            reader.n_samples, training.data_seed, training.dataset_weights
         )
-        corpora[split].append(corpus)
-    readers = {}
-    for split in corpora:
-        readers[split] = SampleReader(
-            corpora[split],
-            training.seq_len,
-            model_args.vocab_size,
-            restart_positions=ATTENTIONS[config.model.attention].uses_documents,
-            fields=find_fields(training.loss, model_args.name),
-        )
-    reader = readers["train"]
-    sampler = Sampler(reader.n_samples, weights=training.dataset_weights, seed=training.data_seed)
     # Checkpoints store it. Runs with equal fingerprints and configs have the same samples in the same order.
     fingerprint = {
         "documents": [corpus.fingerprint for corpus in reader.corpora],
         "tokenizer": tokenizer.fingerprint,
         "shape": asdict(model_args),
     }
-    return RunData(
-        stream=SampleStream(reader, sampler, global_batch_size),
-        validation=ValidationBatches(
-            readers["validation"],
-            global_batch_size=global_batch_size,
-            most_batches=config.validation.steps,
-        ),
-        bytes_of_tokens=count_bytes(tokenizer, corpora["validation"]).to(device),
-        rows=rows_of_rank(data_rank, layout.dp, global_batch_size),
-        fingerprint=fingerprint,
-    )
+    return SampleStream(reader, sampler, layout.global_batch_size, fingerprint)

@@ -16,24 +16,17 @@ If a text contains the name of a special token, it is encoded as plain text, so 
 """
 
 import hashlib
-import re
 import unicodedata
 from base64 import b64decode
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import accumulate
 from pathlib import Path
 
 from torchtitan_lite import REPOSITORY
-from torchtitan_lite.config.extensions import load_extension
+from torchtitan_lite.config.extensions import load_extension, load_module
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.files import explain_hub_name, refuse_pointer
-
-try:
-    import tiktoken
-except ModuleNotFoundError:  # `check` and `plan` read vocabularies and encode nothing
-    tiktoken = None
 
 KEY = "model.hf_assets_path"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -41,11 +34,6 @@ BYTES = "bytes"  # value of the key that means plain bytes
 # the first existing file is used
 IN_FOLDER = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
 REMEDY = "Name a folder with tokenizer.json or Llama 3's tokenizer.model; assets/tokenizer has a small one"
-
-# tiktoken's regular expression overflows its stack on longer runs of spaces. Llama 3's own code also cuts texts.
-MAX_CHARACTERS = 400_000
-
-CONTINUATION = bytes(range(0x80, 0xC0))  # bytes of UTF-8 that do not begin a character
 
 compose = partial(unicodedata.normalize, "NFC")
 
@@ -78,6 +66,12 @@ class BytePairs:
     pattern: str  # cuts a text into words
     nfc: bool = False  # normalize texts to NFC first
 
+    def make_encoders(
+        self, added: dict[str, int], in_text: Set[str] = frozenset()
+    ) -> tuple[Callable, Callable]:
+        """Return Tokenizer.encoders, implemented with tiktoken. See encode_by_tiktoken in encoding.py."""
+        return load_module("data.encoding").encode_by_tiktoken(self, added, in_text)
+
 
 @dataclass(frozen=True)
 class Tokenizer:
@@ -89,9 +83,8 @@ class Tokenizer:
     eos_id: int  # last token of every document
     special: dict[str, int]  # name -> id of special tokens, which never come from plain text
     bytes_of_id: dict[int, bytes]  # id -> text of the token; for a special token, its name
-    encode_text: Callable[[str], list[int]]
-    # Recognizes special tokens. Also returns the index after each token's last character in the normalized text.
-    encode_special: Callable[[str], tuple[list[int], list[int]]]
+    # returns the functions behind `encode` and `encode_special`; a run never encodes
+    make_encoders: Callable[[], tuple[Callable, Callable]]
     normalize: Callable[[str], str] = str  # normalization that encode_special applies to a text
     unknown_id: int | None = None  # used where the vocabulary has no token
     # None if the bytes of the tokens in a row are the text
@@ -108,12 +101,25 @@ class Tokenizer:
         unused = set(self.special.values()) - {self.bos_id, self.eos_id}
         return max(self.bytes_of_id.keys() - unused)
 
+    @cached_property
+    def encoders(self) -> tuple[Callable, Callable]:
+        return self.make_encoders()
+
     def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
         """Return the ids of `text`. Special tokens in it are encoded as plain text."""
-        ids = self.encode_text(text)
+        encode_text, _ = self.encoders
+        ids = encode_text(text)
         if bos and self.bos_id is not None:
             ids = [self.bos_id, *ids]
         return [*ids, self.eos_id] if eos else ids
+
+    def encode_special(self, text: str) -> tuple[list[int], list[int]]:
+        """Return the ids of a normalized text, with special tokens recognized, and the end of each token in it.
+
+        The end is the index after the token's last character.
+        """
+        _, encode_special = self.encoders
+        return encode_special(text)
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of `ids`. Bytes that are not UTF-8 become U+FFFD. Raises KeyError for an unused id."""
@@ -125,15 +131,6 @@ class Tokenizer:
     def __reduce__(self) -> tuple:
         """Pickle only the path: functions that encode cannot be pickled, so another process loads the file again."""
         return load_tokenizer, (self.path,)
-
-    def bytes_of_tokens(self) -> list[int]:
-        """Return the number of bytes of each id; 0 for special tokens and unused ids. See count_bytes in dataset.py."""
-        special = set(self.special.values())
-        n_bytes = [0] * self.vocab_size
-        for token_id, token in self.bytes_of_id.items():
-            if token_id not in special:
-                n_bytes[token_id] = len(token)
-        return n_bytes
 
 
 def load_tokenizer(hf_assets_path: str | Path) -> Tokenizer:
@@ -184,7 +181,6 @@ def make_llama3_tokenizer(
     special = {name: len(pairs.ranks) + number for number, name in enumerate(names)}
     bytes_of_id = {id: token for token, id in pairs.ranks.items()}
     bytes_of_id |= {id: name.encode() for name, id in special.items()}
-    encode_text, encode_special = encode_by_tiktoken(pairs, special)
     return Tokenizer(
         path=path,
         fingerprint=hashlib.sha256(content).hexdigest(),
@@ -192,8 +188,7 @@ def make_llama3_tokenizer(
         eos_id=special["<|end_of_text|>"],
         special=special,
         bytes_of_id=bytes_of_id,
-        encode_text=encode_text,
-        encode_special=encode_special,
+        make_encoders=partial(pairs.make_encoders, special),
     )
 
 
@@ -210,45 +205,3 @@ def parse_tokenizer_model(content: bytes) -> BytePairs:
     if sorted(ranks.values()) != list(range(len(lines))) or not ranks.keys() >= single_bytes:
         raise ValueError("its ranks are not 0, 1, 2, ..., or one of the 256 bytes is missing")
     return BytePairs(ranks, LLAMA3_PATTERN)
-
-
-def encode_by_tiktoken(
-    pairs: BytePairs, added: dict[str, int], in_text: Set[str] = frozenset()
-) -> tuple[Callable, Callable]:
-    """Return Tokenizer.encode_text and encode_special, implemented with tiktoken.
-
-    `added` maps name -> id of the tokens that are matched before the text is cut. In plain text, only the names in
-    `in_text` are matched.
-    """
-    encoding = tiktoken and tiktoken.Encoding(
-        "torchtitan_lite", pat_str=pairs.pattern, mergeable_ranks=pairs.ranks, special_tokens=added
-    )
-    names = match_longest(added)  # tiktoken does not try the longest first
-
-    def encode(text: str, found: Set[str]) -> list[int]:
-        ids = []
-        start = 0
-        for name in [*names.finditer(text), None]:
-            if name and name[0] not in found:
-                continue
-            piece = text[start : name.start() if name else None]
-            piece = compose(piece) if pairs.nfc else piece
-            for first in range(0, len(piece), MAX_CHARACTERS):
-                ids += encoding.encode_ordinary(piece[first : first + MAX_CHARACTERS])
-            if name:
-                ids.append(added[name[0]])
-                start = name.end()
-        return ids
-
-    def encode_special(text: str) -> tuple[list[int], list[int]]:
-        ids = encode(text, added.keys())
-        tokens = encoding.decode_tokens_bytes(ids)
-        return ids, list(accumulate(len(token.translate(None, CONTINUATION)) for token in tokens))
-
-    return partial(encode, found=in_text), encode_special
-
-
-def match_longest(names: Iterable[str]) -> re.Pattern:
-    """Return a pattern that finds the longest of the names at the earliest place."""
-    longest_first = sorted(names, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")

@@ -13,7 +13,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.data.tokenizer import TOKENIZER_CONFIG, Tokenizer, compose, encode_by_tiktoken
+from torchtitan_lite.data.tokenizer import TOKENIZER_CONFIG, Tokenizer, compose
 from torchtitan_lite.extensions.byte_level_bpe import AFFIXES, read_byte_level_bpe, spell_token
 from torchtitan_lite.files import JsonObject, import_extra, read_json
 
@@ -49,10 +49,10 @@ def read_tokenizer_json(path: Path, content: bytes) -> Tokenizer:
     pairs = read_byte_level_bpe(file, added)
     if pairs:
         in_text = added_ids.keys() - special.keys()
-        encode_text, encode_special = encode_by_tiktoken(pairs, added_ids, in_text)
+        make_encoders = partial(pairs.make_encoders, added_ids, in_text)
     else:
         package = import_extra("tokenizers", "hf").Tokenizer.from_buffer(content)
-        encode_text, encode_special = encode_by_package(package)
+        make_encoders = partial(encode_by_package, package)
         if not spelled:
             decode_text = partial(package.decode, skip_special_tokens=False)
     return Tokenizer(
@@ -62,8 +62,7 @@ def read_tokenizer_json(path: Path, content: bytes) -> Tokenizer:
         eos_id=eos_id,
         special=special,
         bytes_of_id=bytes_of_id | {id: text.encode() for text, id in added_ids.items()},
-        encode_text=encode_text,
-        encode_special=encode_special,
+        make_encoders=make_encoders,
         normalize=compose if pairs and pairs.nfc else str,
         unknown_id=model.get("unk_id", ids.get(model.get("unk_token"))),
         decode_text=decode_text,
@@ -71,7 +70,7 @@ def read_tokenizer_json(path: Path, content: bytes) -> Tokenizer:
 
 
 def encode_by_package(package: Any) -> tuple[Callable, Callable]:
-    """Return Tokenizer.encode_text and encode_special, implemented with the package `tokenizers`."""
+    """Return Tokenizer.encoders, implemented with the package `tokenizers`."""
     package.no_truncation()
     package.no_padding()
     package.post_processor = None  # it can leave white space out of offsets

@@ -4,28 +4,33 @@ wandb reads the environment (WANDB_MODE=offline, WANDB_PROJECT, WANDB_NAME, WAND
 dump folder keeps wandb's id of the run, so a resumed run is the same run in wandb.
 """
 
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
+from torchtitan_lite.components.metrics import find_scalars
+from torchtitan_lite.config.schema import Config
 from torchtitan_lite.files import import_extra
 
 
 class WandbSink:
-    """Writes to Weights & Biases, which stores its local files in `folder`/wandb. Needs the extra `wandb`."""
+    """Writes to Weights & Biases, which stores its local files in `path`. Needs the extra `wandb`."""
 
-    def __init__(self, folder: Path, *, settings: dict):
-        """`settings` is the config by section."""
+    def __init__(self, config: Config, path: Path, resumed_step: int):
         wandb = import_extra("wandb", "wandb")
+        folder = path.parent
         id_file = folder / "wandb_id"
         if not id_file.exists():
             new = id_file.with_name("wandb_id.new")
             new.write_text(uuid4().hex)
             new.rename(id_file)  # complete or absent
         self.run = wandb.init(
-            dir=str(folder), config=settings, id=id_file.read_text(), resume="allow"
+            dir=str(folder), config=asdict(config), id=id_file.read_text(), resume="allow"
         )
 
-    def write(self, record: dict[str, object], scalars: dict[str, float]) -> None:
+    def write(self, record: dict[str, Any]) -> None:
+        scalars = find_scalars(record)
         if scalars:
             self.run.log(scalars, step=record["step"])
 

@@ -12,16 +12,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from torch import Tensor
 
 from torchtitan_lite.checkpoint.format import CheckpointError
 from torchtitan_lite.config.choices import ATTENTIONS
 from torchtitan_lite.config.schema import Training
 from torchtitan_lite.data.corpus import Corpus
-from torchtitan_lite.data.corpus_folder import DATASETS, MANIFEST, read_split
-from torchtitan_lite.data.dataset import SampleReader, ValidationBatches, count_bytes, prefetch
+from torchtitan_lite.data.corpus_folder import DATASETS, MANIFEST
+from torchtitan_lite.data.dataset import SampleReader, prefetch
 from torchtitan_lite.data.tokenizer import Tokenizer
-from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.models.registry import MODELS
 from torchtitan_lite.step import stage_kwargs
 from torchtitan_lite.tools.corpora.command import prepare_dataset
@@ -29,7 +27,7 @@ from torchtitan_lite.tools.corpora.prepare import PrepareSettings, prepare
 from torchtitan_lite.tools.corpora.text_files import find_files
 from torchtitan_lite.tools.model_source import SourceError, build_model, open_source
 from torchtitan_lite.tools.progress import show_progress
-from torchtitan_lite.validation import describe_loss, sum_nats
+from torchtitan_lite.validation import ValidationBatches, describe_loss, measure_loss
 
 BATCH_TOKENS = 8192  # tokens per batch, and per window unless --seq-len is larger
 CHUNK_TOKENS = 1024  # number of tokens whose logits are in memory at once
@@ -54,34 +52,33 @@ def main(options: Namespace) -> int:
         model_args = source.model_args
         fields = MODELS[model_args.name].fields
         reader = SampleReader([corpus], seq_len, model_args.vocab_size, restart_positions, fields)
-        windows = ValidationBatches(reader, global_batch_size=n_rows)
+        windows = ValidationBatches(reader, source.tokenizer, n_rows)
         model = build_model(source)
         device = model.output.weight.device
         model.output.chunk_tokens = CHUNK_TOKENS
 
-        @torch.inference_mode()
-        def compute_loss(batch: Batch) -> Tensor:
-            return model(
-                batch.tokens,
-                **stage_kwargs(batch),
-            )
-
-        batches = prefetch(windows, range(n_rows), steps=range(windows.n_batches), device=device)
+        batches = prefetch(
+            windows.batch, range(n_rows), steps=range(windows.n_batches), device=device
+        )
         batches = show_progress(batches, windows.n_batches, "batches")
-        bytes_of_tokens = count_bytes(source.tokenizer, [corpus]).to(device)
-        nats, counts = sum_nats(batches, compute_loss, bytes_of_tokens)
+        bytes_of_tokens = windows.bytes_of_tokens.to(device)
+        sums = torch.zeros(3, dtype=torch.float64, device=device)
+        with torch.inference_mode():
+            for batch in batches:
+                loss = model(batch.tokens, **stage_kwargs(batch))
+                sums += measure_loss(loss, batch, bytes_of_tokens)
+    nats, n_tokens, n_bytes = sums.tolist()
     if not math.isfinite(nats):
-        why = f"the loss is {nats.item()}. The weights are damaged or diverged"
+        why = f"the loss is {nats}. The weights are damaged or diverged"
         raise CheckpointError(f"{source.path}: {why}.")
-    n_tokens, n_bytes = map(round, counts.tolist())
     report = {
         "source": str(source.path),
         "data": options.data,
         "device": device.type,
         "seq_len": seq_len,
-        **describe_loss(nats, counts),
-        "tokens": n_tokens,
-        "bytes": n_bytes,
+        **describe_loss(sums),
+        "tokens": round(n_tokens),
+        "bytes": round(n_bytes),
     }
     print(json.dumps(report) if options.json else REPORT.format(**report))
     return 0
@@ -96,9 +93,7 @@ def open_text(data: str, tokenizer: Tokenizer, out: Path) -> Corpus:
     split = "validation"
     if data in DATASETS:
         prepare_dataset(data, tokenizer, cache_folder)
-    elif (Path(data) / MANIFEST).is_file():
-        read_split(Path(data), split, tokenizer)
-    else:
+    elif not (Path(data) / MANIFEST).is_file():
         files, skipped = find_files([Path(data)])
         prepare(files, out, PrepareSettings(str(tokenizer.path), validation_share=0.0))
         for reason, n_files in skipped.items():

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from torchtitan_lite.checkpoint.format import CheckpointError
 from torchtitan_lite.config.choices import ATTENTIONS, AttentionRow
-from torchtitan_lite.data.tokenizer import Tokenizer, match_longest
+from torchtitan_lite.data.encoding import match_longest
+from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.models.registry import CONFIG, LENGTH
 from torchtitan_lite.tools.corpora.chat import ChatFormat, read_chat_format
 from torchtitan_lite.tools.kv_cache import CachedModel

@@ -41,7 +41,7 @@ from torchtitan_lite.components.endings import describe_newest, describe_signal
 from torchtitan_lite.components.signals import SIGNALS, STOPPED, handle_signals
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.reader import flatten_table, read_config
-from torchtitan_lite.data.corpus_folder import CorpusError, check_prepared, list_named
+from torchtitan_lite.data.corpus_folder import DATASETS, MANIFEST, find_corpus, list_corpora
 from torchtitan_lite.dump_folder import HANG
 from torchtitan_lite.run_spec import RunSpec
 from torchtitan_lite.tools.check import check, choose_host, describe_spec
@@ -119,23 +119,25 @@ def check_run(args: list[str]) -> tuple[RunSpec, int]:
         print(spec.finished or describe_spec(spec, n_hosts), file=sys.stderr, flush=True)
     if spec.finished:
         return spec, n_hosts
-    try:
-        check_prepared(spec.config, spec.tokenizer)
-    except CorpusError:
-        prepare_corpora(spec)
+    if prepare_corpora(spec):
         spec = check(args, machine, n_ranks, n_hosts)  # reads the documents too, now
     return spec, n_hosts
 
 
-def prepare_corpora(spec: RunSpec) -> None:
-    """Prepare the named corpora of a run. Raises PreparationError, OSError."""
+def prepare_corpora(spec: RunSpec) -> bool:
+    """Prepare the named corpora of a run. Return whether any was missing. Raises PreparationError, OSError."""
     cache_folder = Path(spec.config.training.cache_folder)
+    was_missing = False
     try:
-        for name, dataset_path in sorted(list_named(spec.config)):
-            prepare_dataset(name, spec.tokenizer, cache_folder, dataset_path)
+        for _, name, _, dataset_path in list_corpora(spec.config):
+            folder = find_corpus(name, spec.tokenizer, cache_folder, dataset_path)
+            if name in DATASETS and not (folder / MANIFEST).is_file():
+                prepare_dataset(name, spec.tokenizer, cache_folder, dataset_path)
+                was_missing = True
     except PreparationError as error:
         remedy = "Options named here belong to `prepare`: prepare the corpus with it, then start this run"
         raise PreparationError(f"{error}. {remedy}") from None
+    return was_missing
 
 
 def list_saved(checkpoints: Path) -> list[tuple[Path, int]]:

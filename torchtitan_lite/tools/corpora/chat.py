@@ -26,7 +26,8 @@ from itertools import accumulate, pairwise
 from types import SimpleNamespace
 from typing import Any
 
-from torchtitan_lite.data.tokenizer import SPECIAL_TOKENS, Tokenizer, match_longest
+from torchtitan_lite.data.encoding import match_longest
+from torchtitan_lite.data.tokenizer import SPECIAL_TOKENS, Tokenizer
 from torchtitan_lite.files import import_extra
 from torchtitan_lite.tools.corpora.dialects import read_conversation
 from torchtitan_lite.tools.corpora.text_files import PreparationError

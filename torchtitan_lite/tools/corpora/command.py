@@ -150,7 +150,7 @@ def suggest_command(options: argparse.Namespace, manifest: CorpusManifest) -> st
 
 def check(folder: Path) -> int:
     """Compare a corpus with its manifest. Print damaged files and return 1 if there are any."""
-    manifest = read_corpus_manifest(folder, check_sizes=False)
+    manifest = read_corpus_manifest(folder)
     hashes = {}
     for name, split in manifest.splits.items():
         for suffix, expected in split.sha256.items():

@@ -1,0 +1,51 @@
+"""The metrics.jsonl of an earlier start in the dump folder of a run: keep each step once, and lose no record.
+
+Loaded only if the file exists.
+"""
+
+import json
+import logging
+import os
+from itertools import count
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+
+def drop_later_steps(path: Path, last_step: int) -> None:
+    """Drop from metrics.jsonl all records after `last_step`, and an incomplete last line.
+
+    If no step would be left, the file is of a start that was not resumed: rename it instead to metrics-N.jsonl.
+    """
+    text = path.read_text(encoding="utf-8", errors="replace")
+    kept = []
+    n_steps = 0
+    for line in text.splitlines():
+        record = read_record(line)
+        if record and record["step"] <= last_step:
+            kept.append(line + "\n")
+            n_steps += record["kind"] == "step"
+    if "".join(kept) == text:
+        return
+    if n_steps == 0:
+        numbered = (path.with_name(f"{path.stem}-{n}{path.suffix}") for n in count(1))
+        aside = next(name for name in numbered if not name.exists())
+        path.rename(aside)
+        logger.info(f"{aside} has the records of an earlier start, whose steps are trained again")
+        return
+    new = path.with_name(path.name + ".new")
+    try:
+        new.write_text("".join(kept), encoding="utf-8")
+        os.replace(new, path)  # atomic: killing the process here loses nothing
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def read_record(line: str) -> dict[str, object] | None:
+    """Return the record in a line of metrics.jsonl; None if the line is incomplete."""
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    is_record = isinstance(record, dict) and {"kind", "step"} <= record.keys()
+    return record if is_record else None

@@ -1,0 +1,46 @@
+"""The order of samples under training.dataset_weights: each source has its share of the draws, and its own epochs.
+
+CYCLE points divide a circle, and each source owns an arc as long as its share. Draw d is from the source whose arc
+contains point d * STRIDE. STRIDE / CYCLE is the golden ratio, so the draws fill the circle evenly: after any number of
+draws, a source has its share of them within about 3.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torchtitan_lite.data.dataset import Sampler
+
+CYCLE = 2**20  # shares are multiples of 1 / CYCLE
+STRIDE = 648055  # an odd number near CYCLE times the golden ratio, modulo 1
+
+
+class WeightedSampler(Sampler):
+    """Draws from each source by its weight. The order depends only on the seed."""
+
+    def __init__(self, n_samples: Sequence[int], seed: int, weights: Sequence[float]):
+        """`n_samples`: number per source. `weights`: one per source; they need not sum to 1."""
+        super().__init__(n_samples, seed)
+        amounts = torch.tensor(weights, dtype=torch.float64)
+        self.shares = amounts / amounts.sum()
+        ends = (self.shares.cumsum(0) * CYCLE).round().long()
+        points = torch.arange(CYCLE) * STRIDE
+        points %= CYCLE
+        self.sources = torch.searchsorted(ends, points, right=True)
+        self.n_draws = self.sources.bincount(minlength=len(ends))  # of each source in a cycle
+        self.n_earlier = torch.empty_like(points)  # draws from the same source, in the same cycle
+        for source, n_draws in enumerate(self.n_draws.tolist()):
+            self.n_earlier[self.sources == source] = torch.arange(n_draws)
+
+    def choose(self, draws: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the source and the sample for each of these consecutive draws; all (n,) int64."""
+        point = draws % CYCLE
+        sources = self.sources[point]
+        turns = draws // CYCLE * self.n_draws[sources] + self.n_earlier[point]
+        samples = torch.empty_like(draws)
+        for source in sources.unique().tolist():
+            own = sources == source
+            n_samples = self.n_samples[source]
+            samples[own] = self.permute(turns[own], n_samples, name=f"source {source}")
+        return sources, samples
