@@ -290,8 +290,9 @@ class Workload:
                 groups.append((axis, sizes, kind.count(stage), float8))
         if self.gathers_whole_parts:
             whole = [size for _, sizes, n_groups, _ in groups for size in sizes * n_groups]
+            float8 = [size for *_, n_groups, sizes in groups for size in sizes * n_groups]
             none = ("fsdp", [], 0, [])
-            groups = [none, none, ("fsdp", whole, bool(whole), [])]
+            groups = [none, none, ("fsdp", whole, 1, float8)]
         return groups
 
     @cached_property
