@@ -76,17 +76,16 @@ def build_on_meta(config: Config, model_args: ModelArgs) -> nn.Module:
     with torch.device("meta"):
         model = find_model_class(model_args.name)(model_args, attention=config.model.attention)
     model.to(getattr(torch, config.training.dtype))
+    built = {(fqn, tuple(own.shape)) for fqn, own in model.named_parameters()}
+    known = {*dict(built), *list_expert_biases(model_args), "output.weight"}
     shared = dict(model.named_parameters(remove_duplicate=False))
-    known = {*dict(model.named_parameters()), *list_expert_biases(model_args), "output.weight"}
-    if unknown := sorted({*shared, *dict(model.named_buffers())} - known):
-        why = f"{unknown[0]} of models/{model_args.name} is a buffer or a shared parameter, which nothing initializes"
+    if unknown := {*shared, *dict(model.named_buffers())} - known:
+        why = f"{min(unknown)} of models/{model_args.name} is a buffer or a shared parameter, which nothing initializes"
         raise UserError(f"{why}: compute a buffer in forward, and call a module twice to share it")
-    listed = {fqn: entry.shape for fqn, entry in list_parameters(model_args).items()}
-    built = {fqn: tuple(parameter.shape) for fqn, parameter in model.named_parameters()}
-    different = sorted(listed.items() ^ built.items())
-    if different:
+    listed = {(fqn, entry.shape) for fqn, entry in list_parameters(model_args).items()}
+    if different := listed ^ built:
         files = f"modules.py and table.py of models/{model_args.name}"
-        fqn, shape = different[0]
+        fqn, shape = min(different)
         remedy = "A row of table.py has the weight, and perhaps the bias, of a module of its own"
         raise UserError(f"{fqn} has the shape {shape} in only one of {files}. {remedy}")
     return model
@@ -139,9 +138,7 @@ def build_run(
         after_update += load_extension("float8_all_gather").gather_in_float8(
             parts, float8, mesh.fsdp_mesh
         )
-    parameters = {}
-    for part in parts:
-        parameters.update(part.named_parameters())
+    parameters = {fqn: own for part in parts for fqn, own in part.named_parameters()}
     if layout.tied:  # the last stage's copy of the embedding is not a parameter
         copy = parameters.pop("output.weight", None)
     optimizer = build_optimizer(config.optimizer, parameters, config.training.mixed_precision_param)

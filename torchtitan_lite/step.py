@@ -19,11 +19,11 @@ from torchtitan_lite.components.optim import (
     update_weights,
 )
 from torchtitan_lite.components.signals import SIGNALS
+from torchtitan_lite.config.extensions import load_module
 from torchtitan_lite.config.learning_rate import list_rates
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.model.loss import count_valid_tokens
-from torchtitan_lite.parallel.context_parallel import shard_sequence
 from torchtitan_lite.parallel.fsdp import free_gathered, prepare_microbatch
 
 RANDOM = (
@@ -108,6 +108,7 @@ def shard_for_cp(run: Run, batch: Batch) -> Batch:
     """Keep this cp rank's pieces of each row: (B, S) -> (B, S/cp), except doc_ids (B, S). No communication."""
     if run.layout.cp == 1:
         return batch  # whose length may be odd; two pieces would drop its last token
+    shard_sequence = load_module("parallel.context_parallel").shard_sequence
     pieces = batch.map(lambda field: shard_sequence(field, run.mesh.cp))
     return replace(pieces, doc_ids=batch.doc_ids)
 

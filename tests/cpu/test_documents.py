@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 
-from torchtitan_lite.model.attention import (
+from torchtitan_lite.model.document_attention import (
     DocumentAttention,
     attend_in_blocks,
     attend_within_documents,

@@ -16,8 +16,9 @@ from torchtitan_lite.config.model import check_model
 from torchtitan_lite.config.model_rows import LAYER_TYPES, ModelArgs
 from torchtitan_lite.config.schema import Model
 from torchtitan_lite.extensions.windowed_attention import attend_in_windows
-from torchtitan_lite.model import attention
-from torchtitan_lite.model.attention import CausalAttention, build_attention, plan_blocks
+from torchtitan_lite.model import document_attention
+from torchtitan_lite.model.attention import CausalAttention, build_attention
+from torchtitan_lite.model.document_attention import plan_blocks
 from torchtitan_lite.model.own_attention import explain_own_attention
 from torchtitan_lite.models.llama3.modules import Attention, Llama3
 from torchtitan_lite.parallel.context_parallel import apply_context_parallel
@@ -108,7 +109,7 @@ def test_attention_is_a_softmax_over_the_window_and_the_sink(case, documents):
 @pytest.mark.parametrize("case", CASES)
 def test_flex_attention_with_windows_and_sinks_is_the_same(case, monkeypatch):
     monkeypatch.setattr(
-        attention, "compile_once", lambda function: function
+        document_attention, "compile_once", lambda function: function
     )  # lse on a CPU: eager only
     model_args = make_case(*case)
     doc_ids = make_documents(2, SEQ_LEN)

@@ -17,7 +17,7 @@ from torchtitan_lite.extensions.ring_attention import (
     attend_to_part_backward,
     merge_into,
 )
-from torchtitan_lite.model.attention import DocumentAttention
+from torchtitan_lite.model.document_attention import DocumentAttention
 from torchtitan_lite.parallel.context_parallel import (
     CausalContext,
     gather_keys,

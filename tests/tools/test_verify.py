@@ -38,7 +38,7 @@ from torchtitan_lite.config.model import MODEL_SIZES
 from torchtitan_lite.config.model_rows import ModelArgs, MoEArgs
 from torchtitan_lite.config.reader import KEYS, read_config
 from torchtitan_lite.config.schema import Config, get_value, with_value
-from torchtitan_lite.parallel import parallelize
+from torchtitan_lite.parallel import activation_checkpoint, context_parallel, parallelize
 from torchtitan_lite.tools.verify import train_py
 from torchtitan_lite.tools.verify.command import (
     NO_RESULT,
@@ -230,14 +230,14 @@ def gather_keys(original, part, mesh, *, attention, method):
 
 
 BROKEN = [  # row, key, the function that no longer obeys it, what it does instead: no number is wrong
-    ("sharded", MODE, parallelize, "apply_recompute", lambda *_: None),
+    ("sharded", MODE, activation_checkpoint, "apply_recompute", lambda *_: None),
     ("sharded", ZERO, parallelize, "apply_fsdp", keep_sharded),
     ("stages", SCHEDULE, build, "build_schedule", build_1f1b),
-    ("ring", "compile.enable", parallelize, "compile_method", lambda *_: None),
+    ("ring", "compile.enable", activation_checkpoint, "compile_method", lambda *_: None),
     (
         "ring",
         "parallelism.context_parallel_rotate_method",
-        parallelize,
+        context_parallel,
         "apply_context_parallel",
         gather_keys,
     ),

@@ -51,22 +51,25 @@ def list_gathered(rows: list[ModuleRow]) -> list[str]:
     return sorted({row.name.rpartition(".")[0] for row in linears})
 
 
-@lru_cache
-def list_parameters(model_args: ModelArgs) -> dict[str, Parameter]:
-    """Return FQN -> parameter for the whole model, in the order of the model. A tied head is omitted."""
+def list_modules(model_args: ModelArgs) -> list[tuple[str, ModuleRow]]:
+    """List the modules of the whole model in its order. The prefix of each, such as "layers.3.", makes it an FQN."""
     ends = list_end_modules(model_args)
     modules = [("", row) for row in ends if row.end == "first"]
     for layer in range(model_args.n_layers):
         for row in list_block_modules(model_args, moe=model_args.is_moe(layer)):
             modules.append((f"layers.{layer}.", row))
-    for row in ends:
-        is_tied = row.name == "output" and model_args.tie_embeddings
-        if row.end != "first" and not is_tied:
-            modules.append(("", row))
+    return modules + [("", row) for row in ends if row.end != "first"]
+
+
+@lru_cache
+def list_parameters(model_args: ModelArgs) -> dict[str, Parameter]:
+    """Return FQN -> parameter for the whole model, in the order of the model. A tied head is omitted."""
     parameters = {}
-    for prefix, row in modules:
+    for prefix, row in list_modules(model_args):
         for name, shape in row.tensors.items():
             parameters[prefix + name] = Parameter(row, shape, name.endswith(".bias"))
+    if model_args.tie_embeddings:
+        del parameters["output.weight"]
     return parameters
 
 

@@ -232,6 +232,15 @@ def plan_zero_stage(parallelism: Parallelism, *, n_shards: int, is_local: bool =
     return {"always": 3, "never": never, "default": default}[parallelism.fsdp_reshard_after_forward]
 
 
+def gathers_whole_parts(layout: Layout, compute_dtype: str) -> bool:
+    """Return whether FSDP gathers a model part at once, and not block by block.
+
+    In a pipeline with ZeRO stage 1, a part is gathered and reduced once per step, and nothing is freed in between. In
+    fp32, as on CPUs, no gather hides behind a block's compute, and each group would only cost the host time.
+    """
+    return layout.pp > 1 and layout.zero_stage == 1 and not layout.ep and compute_dtype == "float32"
+
+
 def plan_nodes(section: Parallelism, degrees: dict[str, int]) -> dict[str, int]:
     """Return the sizes of FSDP groups inside nodes and between nodes, as in Layout."""
     if not section.zero_plus_plus:

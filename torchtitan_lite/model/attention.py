@@ -6,39 +6,23 @@
     doc_ids     0 0 0 1 1 2 2 2       query 4 attends to keys 3 and 4
     positions   0 1 2 0 1 0 1 2       restart with each document (data/dataset.py)
 
-On a CPU, document attention uses an explicit mask (B, 1, queries, keys), which is simple but slow. On CUDA it uses
-compiled flex attention, which reads only blocks of 128 x 128 pairs that contain unmasked pairs. The model plans these
-blocks once per batch, before the first layer. The planning is compiled too, so no mask of queries x keys is stored.
-
-Queries and keys may be any part of the sequence in any order, because a context-parallel rank has only some queries.
-The CUDA path was never run on a GPU; on a CPU, tests check its blocks, its outputs, and that it compiles without a
-graph break.
-
 A model with windows or sinks uses extensions/windowed_attention.py in all layers, for each of these kinds.
 
 To add a kind, add a row in config/choices.py, which says what a token sees. Only a kind that is not plain also needs a
 module with a row in ATTENTION_MODULES here.
 
-Legend: B batch, S sequence, Q and K queries and keys of one call, E head dim.
-Sources: documents in a batch: Llama 3, arXiv:2407.21783; FlexAttention arXiv:2412.05496.
+Legend: B batch, S sequence, E head dim.
 """
 
 from collections.abc import Callable
-from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import (
-    AuxRequest,
-    BlockMask,
-    create_block_mask,
-    flex_attention,
-)
 
 from torchtitan_lite.config.choices import ATTENTIONS, has_masks
-from torchtitan_lite.config.extensions import load_extension
+from torchtitan_lite.config.extensions import load_extension, load_module
 from torchtitan_lite.config.machine import SAFE_KV_HEADS
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.model.inner_attention import InnerAttention
@@ -67,29 +51,6 @@ def avoids_cudnn(key: Tensor) -> bool:
     return few and torch.cuda.get_device_capability(key.device)[0] == 10
 
 
-class DocumentAttention(InnerAttention):
-    def plan(self, doc_ids: Tensor) -> Tensor | BlockMask:
-        """Plan which blocks flex attention reads; on a CPU, return doc_ids (B, S)."""
-        if doc_ids.device.type == "cpu":
-            return doc_ids
-        positions = self.positions(doc_ids.shape[1], doc_ids.device)
-        return plan_blocks(doc_ids, *positions)
-
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, doc_ids: Tensor | BlockMask
-    ) -> Tensor:
-        """query (B, heads, Q, E), key and value (B, kv heads, S, E), result of `plan` -> (B, heads, Q, E)."""
-        if isinstance(doc_ids, BlockMask):
-            return attend_in_blocks(query, key, value, doc_ids)
-        positions = self.positions(key.shape[2], key.device)
-        return attend_within_documents(query, key, value, doc_ids, *positions)
-
-    def positions(self, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the positions of the queries, (Q,), and of the keys, (S,), in the full sequence."""
-        positions = torch.arange(seq_len, device=device)
-        return positions, positions
-
-
 ATTENTION_MODULES: dict[str, Callable[[ModelArgs, int], InnerAttention]] = {
     # model.attention -> module, for rows of config/choices.py that are not plain. Called with (model_args, layer)
 }
@@ -102,82 +63,6 @@ def build_attention(attention: str, model_args: ModelArgs, layer: int) -> InnerA
     if has_masks(attention, model_args):
         windowed = load_extension("windowed_attention")
         return windowed.WindowedAttention(attention, model_args, layer)
-    return DocumentAttention() if ATTENTIONS[attention].uses_documents else CausalAttention()
-
-
-def attend_within_documents(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    doc_ids: Tensor,
-    query_positions: Tensor,
-    key_positions: Tensor,
-) -> Tensor:
-    """Attend with an explicit mask. query (B, heads, Q, E), key and value (B, kv heads, K, E) -> (B, heads, Q, E).
-
-    doc_ids (B, S) cover the full sequence; query_positions (Q,) and key_positions (K,) index into it.
-    """
-    mask = make_mask(doc_ids, query_positions, key_positions)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
-
-
-def make_mask(
-    doc_ids: Tensor, query_positions: Tensor, key_positions: Tensor, window: int | None = None
-) -> Tensor:
-    """Return which keys each query sees, (B, 1, Q, K). For the arguments see attend_within_documents."""
-    distance = query_positions[:, None] - key_positions
-    same = doc_ids[:, query_positions, None] == doc_ids[:, None, key_positions]
-    mask = same & (distance >= 0)
-    if window:
-        mask = mask & (distance < window)
-    return mask[:, None]
-
-
-# ---------------------------------------------------------------- flex attention
-
-
-def attend_in_blocks(
-    query: Tensor, key: Tensor, value: Tensor, blocks: BlockMask, **options: AuxRequest
-) -> Tensor:
-    """query (B, heads, Q, E), key and value (B, kv heads, K, E) -> (B, heads, Q, E).
-
-    Passes `options` to flex attention.
-    """
-    # Inside a compiled block, flex attention is compiled with it. In eager mode it would store all scores.
-    attend = flex_attention
-    if not torch.compiler.is_compiling():
-        attend = compile_once(flex_attention)
-    return attend(query, key, value, block_mask=blocks, enable_gqa=True, **options)
-
-
-@cache
-def compile_once(function: Callable) -> Callable:
-    """Return the compiled function. Call this when the function is first used: torch.compile loads inductor."""
-    # The option shows compiled regions to per-op recompute, which keeps their output (activation_checkpoint.py).
-    options = {"wrap_inductor_compiled_regions": True}
-    return torch.compile(function, dynamic=False, options=options)
-
-
-def plan_blocks(
-    doc_ids: Tensor, query_positions: Tensor, key_positions: Tensor, window: int | None = None
-) -> BlockMask:
-    """Plan which blocks of queries x keys flex attention reads. For the arguments see attend_within_documents."""
-    query_docs = doc_ids[:, query_positions]
-    key_docs = doc_ids[:, key_positions]
-
-    def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        distance = query_positions[query] - key_positions[key]
-        is_seen = (distance >= 0) & (query_docs[row, query] == key_docs[row, key])
-        return is_seen & (distance < window) if window else is_seen
-
-    create = create_block_mask
-    if doc_ids.device.type != "cpu":
-        create = compile_once(create_block_mask)
-    return create(
-        sees,
-        B=len(doc_ids),
-        H=None,
-        Q_LEN=len(query_positions),
-        KV_LEN=len(key_positions),
-        device=doc_ids.device.type,
-    )
+    if ATTENTIONS[attention].uses_documents:
+        return load_module("model.document_attention").DocumentAttention()
+    return CausalAttention()

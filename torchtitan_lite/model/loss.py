@@ -112,7 +112,5 @@ def differentiate_cross_entropy(
 
     normalizer = (largest - log_total).exp()
     values.mul_(normalizer * counted)  # probabilities
-    at_target = values.gather(1, column) - is_here.float()
-    gradient = values.to(logits.dtype)
-    gradient.scatter_(1, column, at_target.to(gradient.dtype))
-    return loss, gradient
+    values.scatter_(1, column, values.gather(1, column) - is_here.float())
+    return loss, values.to(logits.dtype)

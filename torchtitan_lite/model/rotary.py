@@ -40,10 +40,8 @@ def rotary_angles(positions: Tensor, model_args: ModelArgs) -> Tensor:
     angles = positions[..., None].float() * frequencies  # (B, S, E/2)
     cos = angles.cos()
     sin = angles.sin()
-    cos_row = torch.stack((cos, cos), dim=-1)
-    sin_row = torch.stack((-sin, sin), dim=-1)
-    rows = torch.stack((cos_row.flatten(-2), sin_row.flatten(-2)), dim=-2)
-    return rows[:, :, None]
+    pairs = torch.stack((cos, cos, -sin, sin), dim=-1)
+    return pairs.unflatten(-1, (2, 2)).transpose(-3, -2).flatten(-2)[:, :, None]
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Activation checkpointing: save fewer activations in forward, and recompute the others in backward.
+"""Activation checkpointing: save fewer activations in forward, and recompute the others in backward. torch.compile.
 
     mode        saved for backward, per block         recomputed
     none        every activation                      nothing
@@ -24,14 +24,19 @@ from collections.abc import Callable
 import torch
 import torch._functorch.config as partitioner_config
 from torch import nn
+from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import (
     checkpoint,
     create_selective_checkpoint_contexts,
     noop_context_fn,
 )
 
-from torchtitan_lite.config.schema import ActivationCheckpoint
+from torchtitan_lite.config.layout import plan_recompute
+from torchtitan_lite.config.schema import ActivationCheckpoint, Config
+from torchtitan_lite.model.part import list_moes
 from torchtitan_lite.parallel.exchange import collectives
+from torchtitan_lite.parallel.mesh import Mesh
 
 aten = torch.ops.aten
 
@@ -51,6 +56,51 @@ KEPT_OPS = [  # outputs worth saving: expensive to compute, or received from oth
 ]
 
 
+def recompute_and_compile(part: nn.Module, config: Config, mesh: Mesh) -> None:
+    """Apply recompute and torch.compile to the methods of each block, and compile the loss."""
+    recompute = plan_recompute(config.activation_checkpoint, [int(layer) for layer in part.layers])
+    set_memory_budget(config.activation_checkpoint)
+    options = None
+    if config.parallelism.enable_async_tensor_parallel:
+        options = enable_async_tensor_parallel(mesh.tp)
+    components = config.compile.components if config.compile.enable else []
+    backend = config.compile.backend
+    moes = dict(list_moes(part))
+    for layer, block in part.layers.items():
+        recomputed = [(block, "forward")]
+        compiled = recomputed
+        moe = moes.get(int(layer))
+        if moe is not None:
+            # An MoE block is recomputed and compiled in pieces: FSDP's hooks for the experts run in the middle of it,
+            # and the number of rows per expert is only known there.
+            dense = [(block, "attend")]
+            if block.shared_experts is not None:
+                dense.append((block.shared_experts, "forward"))
+            recomputed = [*dense, (moe, "forward")]
+            compiled = [*dense, (moe, "combine"), (moe.experts, "activate")]
+        if recompute[int(layer)] == "op":
+            for module, method in recomputed:
+                apply_recompute(module, method, save_expensive_outputs)
+        if "model" in components:
+            for module, method in compiled:
+                compile_method(module, method, backend, options)
+        if recompute[int(layer)] == "full":
+            apply_recompute(block, "forward")
+    if part.output is not None and "loss" in components:
+        # Only the loss of given logits, not the head's matmuls.
+        compile_method(part.output, "differentiate_cross_entropy", backend)
+        compile_method(part.output, "token_losses", backend)
+
+
+def compile_method(
+    module: nn.Module, method: str, backend: str, options: dict[str, bool] | None = None
+) -> None:
+    """Compile a method without graph breaks. All blocks are alike, so they share one compilation."""
+    eager = getattr(module, method)
+    compiled = torch.compile(eager, backend=backend, fullgraph=True, options=options)
+    setattr(module, method, compiled)
+
+
 def set_memory_budget(section: ActivationCheckpoint) -> None:
     """Set the partitioner's memory budget for the whole process, because torch has no option per compile call."""
     budget = section.memory_budget if section.mode == "memory_budget" else 1.0
@@ -59,6 +109,13 @@ def set_memory_budget(section: ActivationCheckpoint) -> None:
         # torch 2.13 refuses to plan for objects of unknown size. In a block, only TP's process groups are such objects,
         # and they hold no tensors.
         partitioner_config.unsafe_treat_script_objects_as_zero_size = True
+
+
+def enable_async_tensor_parallel(mesh: DeviceMesh) -> dict[str, bool]:
+    """Enable symmetric memory between the ranks of `mesh`. Returns the torch.compile options for the blocks."""
+    # torch warns that this function is deprecated, but in torch 2.13 its compiler pass still depends on it.
+    enable_symm_mem_for_group(mesh.get_group().group_name)
+    return {"_micro_pipeline_tp": True}
 
 
 def apply_recompute(module: nn.Module, method: str, context_fn: Callable = noop_context_fn) -> None:

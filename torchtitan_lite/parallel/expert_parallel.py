@@ -20,7 +20,7 @@ Per layer and microbatch, R rows (tokens x top_k) on this rank, over ep:
 
 The host must know the number of arriving rows before it can allocate them. So it waits for the counts once per layer
 and microbatch (read_splits), and once more if the layer is recomputed. To keep the device busy meanwhile, FSDP
-prefetches the next layer before this wait (fsdp.py). With ep = 1 there is no exchange and no wait.
+prefetches the next layer before this wait (plan_prefetch). With ep = 1 there is no exchange and no wait.
 
 With uneven loads a rank receives more than R rows; no row is dropped. Gradients are sums over all tokens of the global
 batch. For experts, the all-to-alls and FSDP's reduction over efsdp and dp_replicate compute these sums, so no factor of
@@ -30,6 +30,7 @@ Sources: GShard arXiv:2006.16668; folding ep into the other dims: arXiv:2504.149
 Effect: expert weights are DTensors on mesh dim ep; `experts.forward` exchanges rows before and after the same compute.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -37,6 +38,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
+from torchtitan_lite.config.block import find_expert_dim
+from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.dtensor import shard_parameters
 from torchtitan_lite.model.moe import Experts, permute_rows, sort_rows
 from torchtitan_lite.model.part import list_moes
@@ -51,6 +54,36 @@ def apply_expert_parallel(part: nn.Module, mesh: DeviceMesh) -> None:
         shard_parameters(moe.router, mesh, {"weight": Replicate()})
         shard_parameters(moe.experts, mesh, dict.fromkeys(("w1", "w2", "w3"), Shard(0)))
         moe.experts.forward = partial(compute_elsewhere, moe.experts, ranks)
+
+
+def shard_experts(
+    part: nn.Module, layout: Layout, shard: Callable[..., None], mesh: DeviceMesh
+) -> None:
+    """Shard each MoE layer over `mesh` (efsdp), as an FSDP group. `shard`: as in apply_fsdp (fsdp.py)."""
+    # 64 ranks cannot share 8 experts equally. In that case every matrix is sharded instead.
+    dim = find_expert_dim(part.model_args, layout.ep, layout.efsdp)
+    for _, moe in list_moes(part):
+        shard(
+            [moe],
+            mesh,
+            shard_placement_fn=lambda weight: Shard(dim if weight.dim() == 3 else 0),
+        )
+
+
+def plan_prefetch(part: nn.Module) -> None:
+    """Let each block prefetch its MoE layer and the next block before it computes.
+
+    By default, torch gathers a group when the host reaches it, but the host waits in the middle of each MoE layer. Only
+    the timing of the gathers changes.
+    """
+    moes = [moe for _, moe in list_moes(part)]
+    blocks = list(part.layers.values())
+    before: list[nn.Module] = []
+    for block, after in zip(blocks, [*blocks[1:], None], strict=True):
+        moe = [block.feed_forward] if block.feed_forward in moes else []
+        block.set_modules_to_forward_prefetch([*moe, after] if after else moe)
+        block.set_modules_to_backward_prefetch([*moe, *before])
+        before = [block, *moe]
 
 
 def compute_elsewhere(experts: Experts, ranks: Ranks, rows: Tensor, counts: Tensor) -> Tensor:

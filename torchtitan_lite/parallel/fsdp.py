@@ -19,6 +19,7 @@ of a step. With m microbatches, each block communicates this often in a step:
 The optimizer state is always sharded. Under PP, torch's runtime reduces gradients once per step; with stage 3 it frees
 the parameters after each forward, but not after each backward. The head stays gathered from its forward to its
 backward. An embedding is gathered in forward only, unless it is tied to the head.
+In fp32 with stage 1 under PP, a part is a single group (gathers_whole_parts in config/layout.py).
 If nothing is sharded, stage 1 saves the copy of a microbatch's gradients, but at the end of the step the caching
 allocator reserves room for the gradients twice, on two streams: 162 GiB instead of 135 for Llama 3.1 8B on one GPU.
 
@@ -40,7 +41,6 @@ the same mixed precision everywhere; skipped only if a stage has a single rank t
 """
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -53,12 +53,11 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import Shard
 
-from torchtitan_lite.config.block import find_expert_dim, list_added_ends
-from torchtitan_lite.config.layout import Layout
+from torchtitan_lite.config.block import list_added_ends
+from torchtitan_lite.config.extensions import load_module
+from torchtitan_lite.config.layout import Layout, gathers_whole_parts
 from torchtitan_lite.config.schema import Training
-from torchtitan_lite.model.part import list_moes
 
 
 def plan_fsdp_groups(part: nn.Module) -> list[list[nn.Module]]:
@@ -101,32 +100,28 @@ def apply_fsdp(
     if section.enable_cpu_offload:
         offload_policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     reshard = layout.zero_stage == 3
-    shard = partial(fully_shard, mp_policy=policy, offload_policy=offload_policy)
-    moes = [moe for _, moe in list_moes(part)]
-    for moe in moes:
-        # 64 ranks cannot share 8 experts equally. In that case every matrix is sharded instead.
-        dim = find_expert_dim(part.model_args, layout.ep, layout.efsdp)
-        shard(
-            moe,
-            mesh=expert_mesh,
-            reshard_after_forward=reshard,
-            shard_placement_fn=lambda weight, dim=dim: Shard(dim if weight.dim() == 3 else 0),
-        )
-    groups = plan_fsdp_groups(part)
+
+    def shard(group: list[nn.Module], mesh: DeviceMesh = mesh, **options) -> None:
+        options = {"reshard_after_forward": reshard, **options}
+        fully_shard(group, mesh=mesh, mp_policy=policy, offload_policy=offload_policy, **options)
+        if mesh.size() > 1:  # with one rank, FSDP would only copy the gradient
+            # A plain sum. With gloo the second call is the only way to a factor of 1.
+            group[0].set_gradient_divide_factor(1.0)
+            group[0].set_force_sum_reduction_for_comms(True)
+
+    if layout.ep:
+        load_module("parallel.expert_parallel").shard_experts(part, layout, shard, expert_mesh)
+    groups = []  # without groups, the root gathers everything
+    if not gathers_whole_parts(layout, section.mixed_precision_param):
+        groups = plan_fsdp_groups(part)
     for group in groups:
         # The head's backward directly follows its forward: freeing it in between would gather it twice in a row.
-        shard(group, mesh=mesh, reshard_after_forward=reshard and part.output not in group)
+        shard(group, reshard_after_forward=reshard and part.output not in group)
     if [part.tok_embeddings] in groups:  # not tied to the head: its backward reads no weight
         part.tok_embeddings.set_unshard_in_backward(False)
-    shard(part, mesh=mesh, reshard_after_forward=reshard)
-    if moes:
-        plan_prefetch(list(part.layers.values()), moes)
-    for module in list_fsdp_modules(part):
-        own_mesh = expert_mesh if module in moes else mesh
-        if own_mesh.size() > 1:  # with one rank, FSDP would only copy the gradient
-            # A plain sum. With gloo the second call is the only way to a factor of 1.
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
+    shard([part])
+    if layout.ep:
+        load_module("parallel.expert_parallel").plan_prefetch(part)
     gather_plain(part)
 
 
@@ -149,20 +144,6 @@ def gather_plain(part: nn.Module) -> None:
 
 def list_fsdp_modules(part: nn.Module) -> list[FSDPModule]:
     return [module for module in part.modules() if isinstance(module, FSDPModule)]
-
-
-def plan_prefetch(blocks: list[nn.Module], moes: list[nn.Module]) -> None:
-    """Let each block prefetch its MoE layer and the next block before it computes.
-
-    By default, torch gathers a group when the host reaches it, but the host waits in the middle of each MoE layer
-    (expert_parallel.py). Only the timing of the gathers changes.
-    """
-    before: list[nn.Module] = []
-    for block, after in zip(blocks, [*blocks[1:], None], strict=True):
-        moe = [block.feed_forward] if block.feed_forward in moes else []
-        block.set_modules_to_forward_prefetch([*moe, after] if after else moe)
-        block.set_modules_to_backward_prefetch([*moe, *before])
-        before = [block, *moe]
 
 
 def prepare_microbatch(part: nn.Module, *, zero_stage: int, is_last: bool) -> None:

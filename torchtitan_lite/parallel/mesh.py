@@ -11,8 +11,8 @@
     efsdp          expert parameters              all-gather and reduce-scatter, per block
     ep             experts                        all-to-all of tokens, four per block
 
-Every rank has one coordinate on each dim. A group consists of the ranks that differ only in one coordinate. Dims of
-size 1 share a group that does not communicate, so they need no special case. In traces and NCCL logs a group is named
+Every rank has one coordinate on each dim. A group consists of the ranks that differ only in one coordinate. The group
+of a dim of size 1 does not communicate, so such a dim needs no special case. In traces and NCCL logs a group is named
 after its dims: mesh_tp, mesh_dp_shard_cp. The group of all ranks is torch's default group, default_pg.
 
 Effect: creates process groups; nothing is sharded yet. Sources: DeviceMesh; arXiv:2410.06511.
@@ -20,9 +20,8 @@ Effect: creates process groups; nothing is sharded yet. Sources: DeviceMesh; arX
 
 from dataclasses import dataclass, replace
 
-import torch
 import torch.distributed as dist
-import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
+import torch.testing._internal.distributed.fake_pg  # noqa: F401  registers the backend "fake"
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchtitan_lite.config.layout import MESH_DIMS, Layout
@@ -94,37 +93,19 @@ def make_mesh(
     degrees: dict[str, int],
     new: tuple[str, ...] = (),
 ) -> DeviceMesh:
-    """Create a mesh of all ranks. Dims of size 1 share a group of one rank; every other dim gets a new group.
+    """Create a mesh of all ranks, with a new group for each dim.
 
     `new`: dims that get a new group even if they span all ranks. Otherwise they would use the default group, and the
     tokens of one layer would queue behind the parameters of the next.
     """
-    # The backend "fake" does nothing, which is right for one rank. Creating this group needs no other rank.
-    one_rank = dist.new_group(
-        [dist.get_rank()],
-        backend="fake",
-        use_local_synchronization=True,
-        group_desc="one rank",
-    )
-    used = {dim: degree for dim, degree in degrees.items() if degree > 1}
-    groups = dict.fromkeys(degrees, one_rank)
-    if used:
-        # Naming a backend makes torch create a group.
-        backends = {dim: dist.get_backend() for dim in new if dim in used}
-        mesh = init_device_mesh(
-            device_type,
-            tuple(used.values()),
-            mesh_dim_names=tuple(used),
-            backend_override=backends or None,
-        )
-        for dim in used:
-            groups[dim] = mesh.get_group(dim)
-    ranks = torch.arange(dist.get_world_size()).view(*degrees.values())
-    return DeviceMesh.from_group(
-        list(groups.values()),
+    # The backend "fake" does nothing, which is right for one rank. Naming a backend makes torch create a group.
+    backends = {dim: "fake" for dim, degree in degrees.items() if degree == 1}
+    backends = dict.fromkeys(new, dist.get_backend()) | backends
+    return init_device_mesh(
         device_type,
-        ranks,
+        tuple(degrees.values()),
         mesh_dim_names=tuple(degrees),
+        backend_override=backends,
     )
 
 

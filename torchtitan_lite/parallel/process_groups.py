@@ -125,14 +125,15 @@ def prepare_process(config: Config, dump_folder: Path) -> None:
         cache_folder = Path(config.training.cache_folder).absolute()
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_folder / "compiled")
 
-    # NCCL's flight recorder keeps the last collectives and writes them on a time-out.
-    traces = dump_folder / config.comm.save_traces_folder
+    # The flight recorder keeps the last collectives.
     n_recorded = config.comm.trace_buf_size
-    if n_recorded and torch.cuda.is_available():
-        traces.mkdir(parents=True, exist_ok=True)
     os.environ["TORCH_FR_BUFFER_SIZE"] = str(n_recorded)
-    os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1" if n_recorded else "0"
-    os.environ["TORCH_FR_DUMP_TEMP_FILE"] = str(traces / "rank_")
+    if torch.cuda.is_available():  # NCCL writes them on a time-out
+        traces = dump_folder / config.comm.save_traces_folder
+        if n_recorded:
+            traces.mkdir(parents=True, exist_ok=True)
+        os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1" if n_recorded else "0"
+        os.environ["TORCH_FR_DUMP_TEMP_FILE"] = str(traces / "rank_")
 
     allow_open_files()
 

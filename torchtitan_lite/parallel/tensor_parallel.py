@@ -61,12 +61,11 @@ Effect: parameters become DTensors; FQNs and the shapes seen by optimizer and ch
 from functools import partial
 
 from torch import Tensor, nn
-from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from torchtitan_lite.config.block import list_block_modules, list_end_modules, list_gathered
+from torchtitan_lite.config.block import list_gathered, list_modules
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.dtensor import differentiable_shard, shard_parameters
 from torchtitan_lite.model.loss import Vocabulary
@@ -86,21 +85,20 @@ def plan_tensor_parallel(part: nn.Module) -> dict[str, "LocalStyle"]:
 
     An MoE layer needs no style: it takes this rank's slice of the sequence, and uses another mesh (expert_parallel.py).
     """
-    ends = list_end_modules(part.model_args)
-    tables = {"": [row for row in ends if getattr(part, row.child) is not None]}
-    for layer in part.layers:
-        is_moe = part.model_args.is_moe(int(layer))
-        tables[f"layers.{layer}."] = list_block_modules(part.model_args, moe=is_moe)
+    modules = dict(part.named_modules())
     plan: dict[str, LocalStyle] = {}
-    for prefix, rows in tables.items():
-        for name in list_gathered(rows):
+    for prefix, row in list_modules(part.model_args):
+        fqn = prefix + row.name
+        if fqn not in modules or row.kind == "router":
+            continue  # on another stage, or in an MoE layer
+        for name in list_gathered([row]):
             plan[prefix + name] = PrepareModuleInput()
-        for row in rows:
-            if row.kind == "embedding":
-                plan[row.name] = SplitEmbedding()
-            elif row.kind not in ("router", "experts"):
-                style = KeyValueParallel(row.kv_heads) if row.kv_heads else STYLES[row.tp_style]()
-                plan[prefix + row.name] = style
+        if row.kind == "embedding":
+            plan[fqn] = SplitEmbedding()
+        elif row.kv_heads:
+            plan[fqn] = KeyValueParallel(row.kv_heads)
+        else:
+            plan[fqn] = STYLES[row.tp_style]()
     return plan
 
 
@@ -118,13 +116,6 @@ def apply_tensor_parallel(part: nn.Module, mesh: DeviceMesh) -> None:
     if is_tied_inside(part):
         # parallelize_module made a separate DTensor for each module, with equal placements
         part.output.weight = part.tok_embeddings.weight
-
-
-def enable_async_tensor_parallel(mesh: DeviceMesh) -> dict[str, bool]:
-    """Enable symmetric memory between the ranks of `mesh`. Returns the torch.compile options for the blocks."""
-    # torch warns that this function is deprecated, but in torch 2.13 its compiler pass still depends on it.
-    enable_symm_mem_for_group(mesh.get_group().group_name)
-    return {"_micro_pipeline_tp": True}
 
 
 # ---------------------------------------------------------------- styles: what ranks exchange around a module

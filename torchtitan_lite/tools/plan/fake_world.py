@@ -27,7 +27,7 @@ from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.extensions import adamw_bfloat16, windowed_attention
-from torchtitan_lite.model import attention, moe
+from torchtitan_lite.model import document_attention, moe
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.parallel import expert_parallel, pipeline
 from torchtitan_lite.tools.forget_groups import forget_groups
@@ -140,7 +140,7 @@ def gpu_kernels() -> Iterator[None]:
     keeps its input and two numbers per row, much as CUDA's RMS norm does.
     """
     with (
-        patch.object(attention, "attend_within_documents", attend_without_mask),
+        patch.object(document_attention, "attend_within_documents", attend_without_mask),
         patch.object(windowed_attention, "attend_with_mask", attend_with_sinks),
         patch.object(windowed_attention, "make_mask", lambda doc_ids, *_: doc_ids),
         patch.object(adamw_bfloat16, "move", lambda *args, **kwargs: None),  # one kernel

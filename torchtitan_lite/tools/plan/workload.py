@@ -24,7 +24,7 @@ from torchtitan_lite.config.block import (
     list_block_modules,
     list_gathered,
 )
-from torchtitan_lite.config.layout import Layout, Stages
+from torchtitan_lite.config.layout import Layout, Stages, gathers_whole_parts
 from torchtitan_lite.config.model_rows import ModelArgs, ModuleRow
 from torchtitan_lite.extensions.muon_rounds import deal_matrices
 from torchtitan_lite.tools.host_rules import MASTER_BYTES
@@ -184,6 +184,7 @@ class Workload:
         # A stage on a single rank in fp32 runs without FSDP (parallelize.py).
         is_alone = layout.dp * layout.cp * layout.tp == 1
         self.is_whole = is_alone and self.compute_bytes == self.weight_bytes == MASTER_BYTES
+        self.gathers_whole_parts = gathers_whole_parts(layout, self.compute_dtype)
         # Gradients are reduced once per microbatch if they are sharded, otherwise once per step.
         self.n_reductions = layout.n_microbatches if layout.zero_stage > 1 and layout.pp == 1 else 1
         # Bytes per element of a gradient that is reduced over tp or ep. Sums over several microbatches are in fp32.
@@ -287,6 +288,11 @@ class Workload:
             for axis, sizes in kind.groups.items():
                 float8 = kind.float8 if axis == "fsdp" else []
                 groups.append((axis, sizes, kind.count(stage), float8))
+        if self.gathers_whole_parts:
+            whole = [size for _, sizes, n_groups, _ in groups for size in sizes * n_groups]
+            float8 = [size for *_, n_groups, sizes in groups for size in sizes * n_groups]
+            none = ("fsdp", [], 0, [])
+            groups = [none, none, ("fsdp", whole, 1, float8)]
         return groups
 
     @cached_property
