@@ -70,9 +70,9 @@ class Corpus:
         end of the corpus, a document of zeros starts.
         """
         index = starts[:, None] + torch.arange(length)
-        document = torch.searchsorted(self.documents, index)  # the first that starts here or later
-        document.clamp_(max=len(self.documents) - 1)
-        begins = (self.documents[document] == index) | (index == self.n_tokens)
+        n_earlier = torch.searchsorted(self.documents, index)
+        begins = torch.searchsorted(self.documents, index, right=True) > n_earlier
+        begins |= index == self.n_tokens
         inside = index < self.n_tokens
         index.clamp_(max=self.n_tokens - 1)
         tokens = self.tokens[index].long().masked_fill_(~inside, 0)
