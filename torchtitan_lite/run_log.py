@@ -102,14 +102,15 @@ class RunMetrics(MetricsWriter):
         if validation:
             self.started_s += validation["val_time_s"]
         if self.is_writer and (validation or is_due or self.was_skipped or not is_applied):
-            self.write_step(step, result, is_applied)
+            self.write_step(step, result, grad_norm, is_applied=is_applied)
             if validation:
                 self.record("validation", step, **validation)
         self.was_skipped = not is_applied
 
-    def write_step(self, step: int, result: StepResult, is_applied: bool) -> None:
+    def write_step(
+        self, step: int, result: StepResult, grad_norm: float, *, is_applied: bool
+    ) -> None:
         """Write the record of a step, with average times since the last record. Waits for the device."""
-        grad_norm = result.grad_norm.item()
         fields = {
             "loss": result.loss.item(),
             "grad_norm": grad_norm,

@@ -19,8 +19,8 @@ from torchtitan_lite.components.signals import StopFlag
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.data.corpus import Corpus
 from torchtitan_lite.data.dataset import (
+    Corpus,
     SampleReader,
     locate_in_parts,
     open_reader,

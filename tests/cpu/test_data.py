@@ -12,9 +12,9 @@ import pytest
 import torch
 from made_corpora import BYTES, write_corpus
 
-from torchtitan_lite.data.corpus import Corpus
 from torchtitan_lite.data.corpus_folder import CorpusError
 from torchtitan_lite.data.dataset import (
+    Corpus,
     Sampler,
     SampleReader,
     SampleStream,

@@ -126,6 +126,7 @@ def roll_experts(tensor: torch.Tensor, direction: int) -> torch.Tensor:
 
 
 @in_first_start("dp2", kind="loss", at=(run_log.RunMetrics, "write_step"))
-def loss_of_rank_0_logged(original, log, step, result, is_applied):
+def loss_of_rank_0_logged(original, log, step, result, *others, **flags):
     """The logged loss is about the share of rank 0."""
-    original(log, step, replace(result, loss=result.loss / log.run.layout.world_size), is_applied)
+    share = replace(result, loss=result.loss / log.run.layout.world_size)
+    original(log, step, share, *others, **flags)

@@ -23,7 +23,6 @@ from torchtitan_lite import step as stepping
 from torchtitan_lite.components.expert_balance import (
     ExpertBalance,
     build_balance,
-    count_collapsed,
     describe_load,
 )
 from torchtitan_lite.config.model_rows import MoEArgs
@@ -294,9 +293,9 @@ def test_the_load_of_a_logged_step_is_three_numbers():
 
 def test_a_load_that_stays_on_one_expert_is_warned_of_once_with_keys(caplog):
     moe_args = MoEArgs(n_experts=8, top_k=2, expert_ffn_dim=1)
-    n_collapsed = 0
-    for step, ratio in enumerate([3.0, 3.0, 1.0, 3.0, 3.0, 3.0, 3.0], start=1):
-        load = {"expert_max_over_mean": ratio, "expert_dead_share": 0.0}
-        n_collapsed = count_collapsed(step, load, moe_args, n_collapsed)
+    balance = ExpertBalance({}, torch.empty(0), 0.0, 0.0, 0.0, [], moe_args)
+    for step, ratio in enumerate([3.2, 3.2, 1.0, 3.2, 3.2, 3.2, 3.2], start=1):
+        others = [(8 - ratio) / 7] * 7
+        balance.describe(step, torch.tensor([[ratio, *others, 5.0]]))
     (warning,) = caplog.messages
-    assert warning.startswith("step 6: an expert gets 3.0 times the mean load of its layer")
+    assert warning.startswith("step 6: an expert gets 3.2 times the mean load of its layer")

@@ -17,8 +17,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan_lite import validation
 from torchtitan_lite.components.signals import StopFlag
 from torchtitan_lite.config.model import resolve_model
-from torchtitan_lite.data.corpus import Corpus
-from torchtitan_lite.data.dataset import SampleReader
+from torchtitan_lite.data.dataset import Corpus, SampleReader
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.models.llama3.modules import Llama3
 from torchtitan_lite.parallel.initial_weights import initialize_weights

@@ -16,8 +16,7 @@ from tokenizers import Tokenizer as HuggingFace
 from transformers import AutoTokenizer
 
 from torchtitan_lite.__main__ import main
-from torchtitan_lite.data.corpus import Corpus
-from torchtitan_lite.data.dataset import SampleReader
+from torchtitan_lite.data.dataset import Corpus, SampleReader
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.model.loss import IGNORE_INDEX
 from torchtitan_lite.tools.corpora.chat import mark_targets, read_chat_format

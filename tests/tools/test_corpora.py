@@ -27,7 +27,6 @@ from torchtitan_lite.__main__ import main
 from torchtitan_lite.config.messages import name_command
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.data.corpus import Corpus
 from torchtitan_lite.data.corpus_folder import (
     DATASETS,
     CorpusError,
@@ -35,6 +34,7 @@ from torchtitan_lite.data.corpus_folder import (
     find_corpus,
     read_corpus_manifest,
 )
+from torchtitan_lite.data.dataset import Corpus
 from torchtitan_lite.tools.corpora import command as tool
 from torchtitan_lite.tools.corpora import prepare as preparing
 from torchtitan_lite.tools.corpora.prepare import PrepareSettings, prepare

@@ -1,13 +1,12 @@
-"""The metrics.jsonl of an earlier start in the dump folder of a run: keep each step once, and lose no record.
-
-Loaded only if the file exists.
-"""
+"""Read metrics.jsonl, and continue the file of an earlier start: keep each step once, and lose no record."""
 
 import json
 import logging
 import os
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -41,11 +40,10 @@ def drop_later_steps(path: Path, last_step: int) -> None:
         new.unlink(missing_ok=True)
 
 
-def read_record(line: str) -> dict[str, object] | None:
+def read_record(line: str) -> dict[str, Any] | None:
     """Return the record in a line of metrics.jsonl; None if the line is incomplete."""
-    try:
+    with suppress(ValueError):
         record = json.loads(line)
-    except json.JSONDecodeError:
-        return None
-    is_record = isinstance(record, dict) and {"kind", "step"} <= record.keys()
-    return record if is_record else None
+        if isinstance(record, dict) and {"kind", "step", "time"} <= record.keys():
+            return record
+    return None

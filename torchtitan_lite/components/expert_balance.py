@@ -96,9 +96,20 @@ class ExpertBalance:
         return loads
 
     def describe(self, step: int, loads: Tensor) -> dict[str, Any]:
-        """Return the fields of a record for the result of `update`. Warn if experts collapse. Waits for the device."""
+        """Return the fields of a record for the result of `update`. Waits for the device.
+
+        Warn at STEPS_TO_WARN consecutive logged steps in which one expert gets most tokens of a layer.
+        """
         load = describe_load(loads, self.moe.top_k)
-        self.n_collapsed = count_collapsed(step, load, self.moe, self.n_collapsed)
+        ratio = load["expert_max_over_mean"]
+        is_collapsed = ratio >= min(COLLAPSED, 0.75 * self.moe.n_experts / self.moe.top_k)
+        self.n_collapsed = self.n_collapsed + 1 if is_collapsed else 0
+        if self.n_collapsed == STEPS_TO_WARN:
+            dead = f"{load['expert_dead_share']:.0%} of all experts get none"
+            logger.warning(
+                f"step {step}: an expert gets {ratio:.1f} times the mean load of its layer; {dead}. "
+                "Raise training.expert_balance_loss or training.expert_bias_rate, or lower optimizer.lr"
+            )
         return {**load, "expert_loads": loads[:, :-1].int().tolist()}
 
 
@@ -200,20 +211,3 @@ def describe_load(loads: Tensor, top_k: int) -> dict[str, float]:
         "expert_dead_share": is_dead.double().mean().item(),  # experts that got no token
         "router_entropy": entropy.item(),  # of the router scores, in nats, averaged over tokens and layers
     }
-
-
-def count_collapsed(step: int, load: dict[str, float], moe: MoEArgs, n_before: int) -> int:
-    """Count consecutive logged steps in which one expert gets most tokens of a layer. Warn at STEPS_TO_WARN.
-
-    `load` is the result of `describe_load`; `n_before` is the count at the previous logged step.
-    """
-    ratio = load["expert_max_over_mean"]
-    if ratio < min(COLLAPSED, 0.75 * moe.n_experts / moe.top_k):
-        return 0
-    if n_before + 1 == STEPS_TO_WARN:
-        dead = f"{load['expert_dead_share']:.0%} of all experts get none"
-        logger.warning(
-            f"step {step}: an expert gets {ratio:.1f} times the mean load of its layer; {dead}. "
-            "Raise training.expert_balance_loss or training.expert_bias_rate, or lower optimizer.lr"
-        )
-    return n_before + 1

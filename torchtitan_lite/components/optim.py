@@ -34,29 +34,25 @@ def build_optimizer(
         builder = load_extension("adamw_bfloat16").AdamWBFloat16
     # One group of torch for each of optimizer.groups and each mesh, because torch's kernels need all DTensors on one
     # mesh. Experts have another mesh.
-    members: dict[tuple, list] = defaultdict(list)
+    groups: dict[tuple, dict] = {}
     factors = ParameterGroup("")  # both factors are 1
     for fqn, parameter in parameters.items():
         if section.groups:
             factors = load_extension("parameter_groups").find_group(section.groups, fqn)
-        mesh = getattr(parameter, "device_mesh", None)
-        members[factors, mesh].append((fqn, parameter))
-    groups = []
-    for (factors, _), named in members.items():
-        groups.append(
-            {
-                "params": named,
-                "lr": section.lr * factors.lr,
-                "betas": (section.beta1, section.beta2),
-                "eps": section.eps,
-                "weight_decay": section.weight_decay * factors.weight_decay,
-                "compute_dtype": getattr(torch, dtype),
-            }
-        )
+        options = {
+            "params": [],
+            "lr": section.lr * factors.lr,
+            "betas": (section.beta1, section.beta2),
+            "eps": section.eps,
+            "weight_decay": section.weight_decay * factors.weight_decay,
+            "compute_dtype": getattr(torch, dtype),
+        }
+        group = groups.setdefault((factors, getattr(parameter, "device_mesh", None)), options)
+        group["params"].append((fqn, parameter))
     # DTensor has no fused SGD (torch 2.13), so foreach replaces `fused`.
     fused = section.implementation == "fused" and row.has_fused_kernel
     foreach = section.implementation != "for-loop" and not fused
-    return builder(groups, fused=fused, foreach=foreach)
+    return builder(list(groups.values()), fused=fused, foreach=foreach)
 
 
 def build_lr_scheduler(section: LRScheduler, optimizer: TorchOptimizer) -> LambdaLR:

@@ -144,15 +144,17 @@ def open_split(folder: Path, split: str, tokenizer: Tokenizer | None) -> CorpusM
 # ---------------------------------------------------------------- named corpora
 
 
+NOT_READ = set(
+    "test tests idle_test site-packages dist-packages idlelib lib2to3 turtledemo".split()
+)
+
+
 @cache
 def list_python_stdlib(_: str = "") -> list[Path]:
     """Return the source files of the running Python's standard library: 11 MB of real text on every machine."""
-    left_out = set(
-        "test tests idle_test site-packages dist-packages idlelib lib2to3 turtledemo".split()
-    )
     files = []
     for folder, folders, names in os.walk(sysconfig.get_path("stdlib")):
-        folders[:] = set(folders) - left_out
+        folders[:] = set(folders) - NOT_READ
         # _sysconfigdata* is generated when Python is built, so it differs between machines with the same Python.
         for name in names:
             if name.endswith(".py") and not name.startswith("_sysconfigdata"):

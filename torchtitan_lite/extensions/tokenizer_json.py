@@ -48,8 +48,7 @@ def read_tokenizer_json(path: Path, content: bytes) -> Tokenizer:
     decode_text = None
     pairs = read_byte_level_bpe(file, added)
     if pairs:
-        in_text = added_ids.keys() - special.keys()
-        make_encoders = partial(pairs.make_encoders, added_ids, in_text)
+        make_encoders = partial(pairs.make_encoders, added_ids, added_ids.keys() - special.keys())
     else:
         package = import_extra("tokenizers", "hf").Tokenizer.from_buffer(content)
         make_encoders = partial(encode_by_package, package)

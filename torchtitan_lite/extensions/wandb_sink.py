@@ -6,7 +6,6 @@ dump folder keeps wandb's id of the run, so a resumed run is the same run in wan
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 from uuid import uuid4
 
 from torchtitan_lite.components.metrics import find_scalars
@@ -19,17 +18,16 @@ class WandbSink:
 
     def __init__(self, config: Config, path: Path, resumed_step: int):
         wandb = import_extra("wandb", "wandb")
-        folder = path.parent
-        id_file = folder / "wandb_id"
+        id_file = path.with_name("wandb_id")
         if not id_file.exists():
-            new = id_file.with_name("wandb_id.new")
+            new = path.with_name("wandb_id.new")
             new.write_text(uuid4().hex)
             new.rename(id_file)  # complete or absent
         self.run = wandb.init(
-            dir=str(folder), config=asdict(config), id=id_file.read_text(), resume="allow"
+            dir=str(path.parent), config=asdict(config), id=id_file.read_text(), resume="allow"
         )
 
-    def write(self, record: dict[str, Any]) -> None:
+    def write(self, record: dict) -> None:
         scalars = find_scalars(record)
         if scalars:
             self.run.log(scalars, step=record["step"])

@@ -16,9 +16,8 @@ import torch
 from torchtitan_lite.checkpoint.format import CheckpointError
 from torchtitan_lite.config.choices import ATTENTIONS
 from torchtitan_lite.config.schema import Training
-from torchtitan_lite.data.corpus import Corpus
 from torchtitan_lite.data.corpus_folder import DATASETS, MANIFEST
-from torchtitan_lite.data.dataset import SampleReader, prefetch
+from torchtitan_lite.data.dataset import Corpus, SampleReader, prefetch
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.models.registry import MODELS
 from torchtitan_lite.step import stage_kwargs

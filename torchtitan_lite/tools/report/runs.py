@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from statistics import median
 
+from torchtitan_lite.components.earlier_records import read_record
 from torchtitan_lite.config.block import count_parameters
 from torchtitan_lite.config.messages import ConfigError, UserError, name_command
 from torchtitan_lite.config.reader import flatten_table, load_toml
@@ -37,11 +38,10 @@ class RecordedRun:
         self.records = []
         self.unread: list[int] = []  # lines that are no record: a run may end while it writes one
         for number, line in enumerate(lines, 1):
-            try:
-                record = json.loads(line)
-                record["kind"], record["step"], record["time"]
+            record = read_record(line)
+            if record:
                 self.records.append(record)
-            except (ValueError, KeyError, TypeError):
+            else:
                 self.unread.append(number)
         if not self.list_values("loss"):
             raise UserError(f"{folder}/metrics.jsonl has no step yet")
