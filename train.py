@@ -180,9 +180,7 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
             is_stopped = stop_signal > 0 and step < last
             for saver in savers:  # checkpoints first: the last one replaces all snapshots
                 # all ranks, if due: rank 0 gathers a hash of each file and broadcasts that all is saved
-                saver.after_step(
-                    step, run.saved, n_steps=last, is_stopped=is_stopped, record=metrics.record
-                )
+                saver.after_step(step, n_steps=last, is_stopped=is_stopped, record=metrics.record)
             if is_stopped:
                 status = 128 + stop_signal
                 newest = describe_newest(savers[0].newest, config, args)

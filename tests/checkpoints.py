@@ -2,9 +2,10 @@
 
 import json
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import compare
@@ -24,7 +25,7 @@ from torchtitan_lite.checkpoint.format import (
     write_manifest,
 )
 from torchtitan_lite.checkpoint.load import OpenCheckpoint, Saved
-from torchtitan_lite.checkpoint.plan import EXPERT_DIMS, WORLD_DIMS, list_degrees
+from torchtitan_lite.checkpoint.plan import EXPERT_DIMS, list_degrees
 from torchtitan_lite.checkpoint.save import (
     CheckpointSaver,
     describe_run,
@@ -32,12 +33,13 @@ from torchtitan_lite.checkpoint.save import (
     plan_save,
     write_slices,
 )
+from torchtitan_lite.config.layout import MESH_DIMS
 from torchtitan_lite.config.schema import Checkpoint
 from torchtitan_lite.extensions.snapshots import Snapshots
-from torchtitan_lite.faults.start import restore_run
+from torchtitan_lite.faults.resume import restore_run
 from torchtitan_lite.parallel.process_groups import Place
 
-ONE_RANK = dict.fromkeys((*WORLD_DIMS, *EXPERT_DIMS), 1)
+ONE_RANK = dict.fromkeys((*MESH_DIMS, *EXPERT_DIMS), 1)
 FINGERPRINT = {
     "data": "of this test",
     "shape": {"dim": 64, "name": "llama3", "qk_norm": False, "moe": None},
@@ -75,18 +77,20 @@ def whole_state(run: build.Run) -> dict[str, Tensor]:
     }
 
 
+def list_saved(run: build.Run) -> Callable[[], dict[str, Tensor]]:
+    return partial(name_tensors, run.saved, run.optimizer, run.extension_state)
+
+
 def make_saver(
     folder: str | Path, section: Checkpoint, run: build.Run | None = None
 ) -> CheckpointSaver:
     """Return the saver of a run, or of ranks that all have the same tensors."""
-    optimizer = run.optimizer if run else torch.optim.SGD([torch.zeros(1)])
+    list_tensors = list_saved(run) if run else dict
     mesh = list_degrees(run.layout) if run else {**ONE_RANK, "dp_shard": dist.get_world_size()}
     manifest = Manifest(0, FINGERPRINT, {}, mesh=mesh)
-    options = {"manifest": manifest, "device": torch.device("cpu")}
-    if run:
-        options["extension_state"] = run.extension_state
+    group = dist.new_group(backend="gloo")
     return CheckpointSaver(
-        Path(folder), section, optimizer, group=dist.new_group(backend="gloo"), **options
+        Path(folder), section, list_tensors, manifest, group, torch.device("cpu")
     )
 
 
@@ -97,8 +101,9 @@ def make_snapshots(
     fingerprint = {"shape": asdict(run.parts[0].model_args)}
     about = describe_run(run.config, {}, {})
     manifest = Manifest(0, fingerprint, about, mesh=list_degrees(run.layout))
-    options = {"optimizer": run.optimizer, "manifest": manifest, "device": run.device}
-    return Snapshots(Path(folder), section, place, dist.group.WORLD, **options)
+    path = Path(folder, section.folder)
+    saver = CheckpointSaver(path, section, list_saved(run), manifest, dist.group.WORLD, run.device)
+    return Snapshots(saver, Path(folder), place, dist.group.WORLD)
 
 
 def train_and_save(

@@ -21,7 +21,7 @@ STEP = "train.train_step"
 PLACES = {  # kind -> function before which a rank hangs, and at which call of it
     "start": ("train.build_on_meta", 1),
     "set-up": ("train.build_run", 1),
-    "load": ("torchtitan_lite.faults.start.create_optimizer_state", 1),
+    "load": ("torchtitan_lite.faults.resume.create_optimizer_state", 1),
     "data": ("torchtitan_lite.data.dataset.SampleStream.batch", 4),
     "save": ("torchtitan_lite.checkpoint.save.write_tensors", 1),
     "validation": ("torchtitan_lite.validation.forward_only", 5),

@@ -5,8 +5,6 @@ from bisect import bisect_left
 from math import prod
 from pathlib import Path
 
-from torchtitan_lite.checkpoint.continued import describe_rates
-from torchtitan_lite.checkpoint.starting_weights import PATH
 from torchtitan_lite.config.extensions import load_extension, load_module
 from torchtitan_lite.config.learning_rate import learning_rate_factor
 from torchtitan_lite.config.machine import SAFE_KV_HEADS, WRONG_CUDNN
@@ -58,8 +56,9 @@ def list_notices(spec: RunSpec, restarted: bool) -> list[str]:
     assets = Path(config.model.hf_assets_path)
     has_model = (assets / CONFIG).is_file() and any(assets.glob("*.safetensors"))
     if spec.weights is None and has_model:
+        key = "checkpoint.initial_load_path"
         why = (
-            f"only the tokenizer of {assets} is used. To train its weights too, set {PATH}={assets}"
+            f"only the tokenizer of {assets} is used. To train its weights too, set {key}={assets}"
         )
         notices.append(f"the run starts from random weights: {why}")
     if config.job.overwrite and not restarted:
@@ -113,8 +112,9 @@ def describe_finished(spec: RunSpec, chosen: frozenset[str]) -> str:
     further = with_value(spec.config, "training.steps", 2 * step)
     if "lr_scheduler.total_steps" not in chosen:
         further = with_value(further, "lr_scheduler.total_steps", 2 * step)
+    rates = load_module("checkpoint.continued").describe_rates(further, spec.weights)
     return (
         f"{spec.config_name} is already at step {step}: everything is in {spec.dump_folder}. Use "
-        f"--training.steps={2 * step} to train further ({describe_rates(further, spec.weights)}), "
+        f"--training.steps={2 * step} to train further ({rates}), "
         "--job.dump_folder=FOLDER to start another run, or --job.overwrite to delete this one"
     )

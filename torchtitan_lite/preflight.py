@@ -15,15 +15,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from torchtitan_lite.checkpoint.continued import check_continued
-from torchtitan_lite.checkpoint.starting_weights import (
-    Weights,
-    check_model,
-    describe_differences,
-    find_initial,
-    find_resumed,
-)
+from torchtitan_lite.checkpoint.format import find_steps
 from torchtitan_lite.config.checks import (
     check_machine,
     check_run,
@@ -49,7 +43,11 @@ from torchtitan_lite.dump_folder import check_files
 from torchtitan_lite.notices import describe_finished, list_notices
 from torchtitan_lite.run_spec import RunSpec
 
+if TYPE_CHECKING:
+    from torchtitan_lite.checkpoint.starting_weights import Weights
+
 SHIPPED = "assets/tokenizer"
+STARTING_WEIGHTS = "checkpoint.starting_weights"  # the module that finds and checks them
 # On a CPU, a step of more tokens than this gets shorter sequences and smaller batches, unless the user sets them. Then
 # a step of a 135M model takes less than two minutes on two cores (November 2026).
 CPU_TOKENS = 2048
@@ -109,6 +107,7 @@ def resolve(
     is_continued = weights and (weights.is_resumed or not config.checkpoint.initial_load_model_only)
     if is_continued and weights.manifest and layout and tokenizer:
         documents = fingerprint_documents(config, tokenizer)
+        check_continued = load_module("checkpoint.continued").check_continued
         different, noted = check_continued(config, weights, documents)
         problems += different
         notices += noted
@@ -125,7 +124,7 @@ def resolve(
         title=name_model(config, model_args, weights),
     )
     if weights:
-        notices += describe_differences(model_args, weights)
+        notices += load_module(STARTING_WEIGHTS).describe_differences(model_args, weights)
     notices += list_notices(spec, restarted)
     finished = describe_finished(spec, given.chosen)
     return replace(spec, notices=tuple(notices), finished=finished)
@@ -152,7 +151,7 @@ def choose_n_ranks(parallelism: Parallelism, machine: Machine, n_hosts: int) -> 
 
 def read_run(
     args: list[str], *, machine: Machine | None = None, restarted: bool = False
-) -> tuple[UserConfig, Weights | None]:
+) -> "tuple[UserConfig, Weights | None]":
     """Read a config as `read_config` does, and find the weights that it names. Never raises: see `problems`.
 
     If torchrun `restarted` the job, it resumes from its own newest checkpoint. A run on this CPU gets a small step.
@@ -166,10 +165,12 @@ def read_run(
         given = load_extension("read_only").turn_off_files(given)
     problems: list[Problem] = []
     weights = None
+    folder = Path(given.config.job.dump_folder) / section.folder
+    is_resumed = section.enable and (section.load_step != -1 or find_steps(folder))
     with collecting(problems):
-        weights = find_resumed(given.config, restarted) or find_initial(given.config)
+        if is_resumed or section.initial_load_path:
+            weights = load_module(STARTING_WEIGHTS).find_weights(given.config, restarted)
         if section.load_only and weights is None:
-            folder = Path(given.config.job.dump_folder) / section.folder
             why = f"{folder} has no checkpoint that could be loaded"
             remedy = (
                 "Set checkpoint.enable, and job.dump_folder to the folder of a run that has saved"
@@ -219,7 +220,7 @@ def adapt_to_cpu(given: UserConfig) -> UserConfig:
 
 
 def check_model_files(
-    config: Config, model_args: ModelArgs, weights: Weights | None, tokenizer: Tokenizer | None
+    config: Config, model_args: ModelArgs, weights: "Weights | None", tokenizer: Tokenizer | None
 ) -> Problems:
     """Check the model against its tokenizer, the weights to load, and the export formats."""
     problems = Problems(config, model_args)
@@ -243,11 +244,11 @@ def check_model_files(
             remedy = "Set training.expert_bias_rate = 0, and balance the experts with training.expert_balance_loss"
             problems.refuse(key, why, remedy)
     if weights:
-        problems += check_model(config, model_args, weights)
+        problems += load_module(STARTING_WEIGHTS).check_model(config, model_args, weights)
     return problems
 
 
-def check_vocabulary(problems: Problems, weights: Weights | None, tokenizer: Tokenizer) -> None:
+def check_vocabulary(problems: Problems, weights: "Weights | None", tokenizer: Tokenizer) -> None:
     """Check that the model has a row for every id that plain text may use.
 
     Conversations also have special tokens: a batch with an id that has no row is refused when it is read.
@@ -266,7 +267,7 @@ def check_vocabulary(problems: Problems, weights: Weights | None, tokenizer: Tok
     problems.append(Problem("model.vocab_size", n_rows, why, remedy))
 
 
-def name_model(config: Config, model_args: ModelArgs, weights: Weights | None) -> str:
+def name_model(config: Config, model_args: ModelArgs, weights: "Weights | None") -> str:
     """Return the model, then the flavor; or the family of the weights, then their folder."""
     if weights and config.model.flavor == AUTO:
         family = load_extension("families").find_model_type(model_args) or model_args.name

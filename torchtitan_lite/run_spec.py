@@ -5,13 +5,16 @@ The launcher resolves a run once and hands the RunSpec to its ranks.
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from torchtitan_lite.checkpoint.starting_weights import Weights
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from torchtitan_lite.checkpoint.starting_weights import Weights
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,7 @@ class RunSpec:
     layout: Layout
     machine: Machine  # each host of the run
     tokenizer: Tokenizer
-    weights: Weights | None  # None if the run starts from initial weights
+    weights: "Weights | None"  # None if the run starts from initial weights
     title: str  # "llama3 Qwen3-8B"; for weights their family and folder: "qwen3 of ~/Qwen3-8B"
     notices: tuple[str, ...] = ()
     # What the user can do if the resumed checkpoint is already at the last step

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from math import prod
+from math import ceil, prod
 from pathlib import Path
 from pickle import dumps
 from types import SimpleNamespace
@@ -32,17 +32,16 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from torchtitan_lite import build, files
 from torchtitan_lite.checkpoint import load, save
-from torchtitan_lite.checkpoint.format import Manifest, read_manifest
+from torchtitan_lite.checkpoint.format import Manifest
 from torchtitan_lite.checkpoint.plan import (
-    WORLD_DIMS,
+    Degrees,
     TensorRecord,
     find_coordinates,
-    find_indices,
-    find_slice,
     find_writer,
     list_degrees,
     name_file,
 )
+from torchtitan_lite.checkpoint.read import read_manifest
 from torchtitan_lite.config.schema import Checkpoint, with_value
 from torchtitan_lite.dtensor import find_shard
 from torchtitan_lite.parallel.mesh import build_mesh
@@ -123,15 +122,14 @@ class Stored:
             return path
         rank = int(name.removeprefix("rank-").removesuffix(".safetensors"))
         mesh = self.manifest.mesh
-        stage, *_ = find_coordinates(rank, [mesh[dim] for dim in WORLD_DIMS])
         header: dict[str, Any] = {}
         sharding = {}
         at = 0
         for tensor, record in self.manifest.tensors.items():
-            indices = find_indices(record, mesh, rank)
-            if record.stage != stage or find_writer(record, mesh, indices) != rank:
+            at_rank = find_coordinates(rank, record.mesh_dims, mesh)
+            if record.stage != at_rank["pp"] or find_writer(record, mesh, at_rank) != rank:
                 continue
-            offsets, sizes = find_slice(record, mesh, rank)
+            offsets, sizes = find_slice(record, mesh, at_rank)
             if prod(sizes):
                 dtype, n_bytes = DTYPES[record.dtype]
                 stop = at + prod(sizes) * n_bytes
@@ -159,6 +157,25 @@ class Stored:
         """Return a made-up hash, because the file has no data."""
         self.opened[path.name] += 1
         return digest_name(path.name)
+
+
+def find_slice(
+    record: TensorRecord, degrees: Degrees, coordinates: dict[str, int]
+) -> tuple[list[int], list[int]]:
+    """Return the offsets and sizes of the slice of a rank."""
+    offsets = [0] * len(record.shape)
+    sizes = list(record.shape)
+    for dim, mesh_dims in record.splits:
+        n = 1
+        index = 0
+        for mesh_dim in mesh_dims:
+            n *= degrees[mesh_dim]
+            index = index * degrees[mesh_dim] + coordinates[mesh_dim]
+        size = ceil(sizes[dim] / n)
+        start = min(index * size, sizes[dim])
+        offsets[dim] += start
+        sizes[dim] = min(size, sizes[dim] - start)
+    return offsets, sizes
 
 
 class EmptySlice:
@@ -222,8 +239,8 @@ class Messages:
     def send_object_list(self, told: list, **options: object) -> None:
         self.count(len(dumps(told[0])))
 
-    def recv_object_list(self, received: list, *, group_src: int, **options: object) -> None:
-        stage = group_src // self.ranks_per_stage
+    def recv_object_list(self, received: list, *, src: int, **options: object) -> None:
+        stage = src // self.ranks_per_stage
         received[0] = {fqn: line for fqn, line in self.records.items() if line.stage == stage}
         self.count(len(dumps(received[0])))
 
@@ -275,7 +292,7 @@ def measure_save(
         started_s = time.process_time()
         saving = save.plan_save(named, mesh, rank)
         saver = save.CheckpointSaver(
-            folder, section, None, manifest=manifest, group=dist.group.WORLD, device=CPU
+            folder, section, lambda: named, manifest, dist.group.WORLD, CPU
         )
         if rank:
             (folder / f"step-{STEP}.tmp").mkdir(parents=True, exist_ok=True)
@@ -305,7 +322,7 @@ def measure_load(planned: PlannedRun, rank: int, named: dict[str, Tensor], path:
         ):
             read_before = count_read()
             started_s = time.process_time()
-            load.load_newest([load.Saved(STEP, path, world)], named, world)
+            load.load_newest([load.Saved(STEP, path, world)], lambda _: named, world)
             if is_traced is False:
                 seconds = time.process_time() - started_s
                 n_read = count_read() - read_before

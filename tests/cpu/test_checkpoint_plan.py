@@ -1,24 +1,29 @@
-"""The plan of a checkpoint: slices computed by arithmetic, beside slices that are cut from a real array."""
+"""The plan of a checkpoint: slices computed by arithmetic, beside slices of a real array and of DTensors."""
 
 import random
 from math import prod
 
+import compare
 import pytest
 import torch
+from layouts import LAYOUTS
+from marks import choose_fast
 
+from torchtitan_lite.build import build_parts
 from torchtitan_lite.checkpoint.plan import (
-    WORLD_DIMS,
     Split,
     TensorRecord,
-    choose_mesh,
-    count_copies,
     find_coordinates,
-    find_indices,
-    find_slice,
-    find_writer,
-    list_slices,
+    list_degrees,
     name_file,
 )
+from torchtitan_lite.checkpoint.read import list_slices
+from torchtitan_lite.checkpoint.save import plan_save
+from torchtitan_lite.config.checks import plan_layout, resolve_config
+from torchtitan_lite.config.layout import MESH_DIMS
+from torchtitan_lite.config.model import resolve_model
+from torchtitan_lite.parallel.mesh import build_mesh
+from torchtitan_lite.tools.plan.fake_world import fake_group
 
 
 def make_degrees(pp=1, dp_replicate=1, dp_shard=1, cp=1, tp=1, ep=1) -> dict[str, int]:
@@ -44,9 +49,7 @@ CASES = [  # degrees, shape, splits
 def cut_by_torch(record: TensorRecord, degrees: dict[str, int], rank: int) -> torch.Tensor:
     """Return the slice of a rank, by torch.chunk from a tensor of element numbers."""
     whole = torch.arange(prod(record.shape)).view(tuple(record.shape))
-    mesh_dims = choose_mesh(record)
-    coordinates = find_coordinates(rank, [degrees[dim] for dim in mesh_dims])
-    own = dict(zip(mesh_dims, coordinates, strict=True))
+    own = find_coordinates(rank, record.mesh_dims, degrees)
     for split in record.splits:
         n = 1
         index = 0
@@ -72,44 +75,42 @@ def cut_by_plan(record: TensorRecord, offsets, sizes) -> torch.Tensor:
 
 
 def list_ranks(degrees: dict[str, int], stage: int) -> range:
-    n = prod(degrees[dim] for dim in WORLD_DIMS[1:])
+    n = prod(degrees[dim] for dim in MESH_DIMS[1:])
     return range(stage * n, (stage + 1) * n)
 
 
 @pytest.mark.parametrize("degrees, shape, splits", CASES)
 def test_slices_are_torchs_chunks_and_each_is_written_once(degrees, shape, splits):
     stage = degrees["pp"] - 1
-    ranks = list_ranks(degrees, stage)
+    files = {name_file(rank): rank for rank in list_ranks(degrees, stage)}
     first = TensorRecord("float32", shape, stage, splits, 0)
-    for copy in range(count_copies(first, degrees)):
+    writers = set()
+    for copy in range(prod(degrees[dim] for dim in first.copy_dims)):
         record = first._replace(copy=copy)
         written = torch.zeros(shape, dtype=torch.int64)
-        for rank in ranks:
-            own = find_slice(record, degrees, rank)
-            assert torch.equal(cut_by_plan(record, *own), cut_by_torch(record, degrees, rank))
-            indices = find_indices(record, degrees, rank)
-            if find_writer(record, degrees, indices) == rank:
-                written[make_box(*own)] += 1
+        for file, *box in list_slices(record, degrees, [0] * len(shape), shape):
+            rank = files[file]
+            assert torch.equal(cut_by_plan(record, *box), cut_by_torch(record, degrees, rank))
+            assert rank not in writers, "copies are written by different ranks"
+            writers.add(rank)
+            written[make_box(*box)] += 1
         assert (written == 1).all()
 
 
 @pytest.mark.parametrize("degrees, shape, splits", CASES)
-def test_a_box_is_covered_once_by_the_slices_of_their_writers(degrees, shape, splits):
-    stage = degrees["pp"] - 1
-    record = TensorRecord("float32", shape, stage, splits, 0)
-    slices_of_files = {}
-    for rank in list_ranks(degrees, stage):
-        slices_of_files.setdefault(name_file(rank), find_slice(record, degrees, rank))
+def test_a_box_is_covered_once_by_the_slices_that_overlap_it(degrees, shape, splits):
+    record = TensorRecord("float32", shape, degrees["pp"] - 1, splits, 0)
+    stored = list(list_slices(record, degrees, [0] * len(shape), shape))
     chance = random.Random(0)
     for _ in range(20):
         offsets = [chance.randrange(n) for n in shape]
         sizes = [chance.randint(1, n - at) for n, at in zip(shape, offsets, strict=True)]
         wanted = make_box(offsets, sizes)
         covered = torch.zeros(shape, dtype=torch.int64)
-        for file, begin, extent in list_slices(record, degrees, offsets, sizes):
-            assert slices_of_files[file] == (list(begin), list(extent))
+        for one in list_slices(record, degrees, offsets, sizes):
+            assert one in stored
             before = covered[wanted].sum()
-            covered[make_box(begin, extent)] += 1
+            covered[make_box(one.offsets, one.sizes)] += 1
             assert covered[wanted].sum() > before  # no file is opened for nothing
         assert (covered[wanted] == 1).all()
 
@@ -122,3 +123,36 @@ def test_on_a_host_the_first_rank_with_a_slice_writes_it():
     weight = TensorRecord("float32", (8, 4), 0, [Split(0, ("tp",)), FSDP], 0)
     half = list(list_slices(weight, degrees, [0, 0], [8, 4], among=range(2)))  # dp_shard rank 0
     assert [one.offsets for one in half] == [[0, 0], [4, 0]]
+
+
+WRITTEN_ON = {}  # one row for each mesh
+for row in LAYOUTS.values():
+    config = compare.complete(row.overrides, row.world_size)
+    layout = plan_layout(config, resolve_model(config.model), row.world_size)
+    config = resolve_config(config, layout, "cpu")
+    WRITTEN_ON.setdefault(str(list_degrees(layout)), (config, layout))
+
+
+@pytest.mark.parametrize("mesh", choose_fast(WRITTEN_ON, list(WRITTEN_ON)[-4:]))
+def test_a_reader_computes_the_slices_that_ranks_write_of_their_dtensors(mesh):
+    config, layout = WRITTEN_ON[mesh]
+    degrees = list_degrees(layout)
+    model_args = resolve_model(config.model)
+    written = {}
+    records = {}
+    for rank in range(layout.world_size):
+        with fake_group(layout.world_size, rank=rank):
+            parts = build_parts(config, model_args, layout, build_mesh(layout, "cpu"))
+            tensors = {}
+            for part in parts:
+                for fqn, tensor in part.named_parameters():
+                    tensors[f"model.{fqn}"] = tensor
+            plan = plan_save(tensors, degrees, rank)
+        records |= plan.records
+        for name, shard in plan.slices.items():
+            written[name, plan.file] = plan.offsets[name], [*shard.shape]
+    computed = {}
+    for name, record in records.items():
+        for file, *box in list_slices(record, degrees, [0] * len(record.shape), record.shape):
+            computed[name, file] = tuple(box)
+    assert written == computed

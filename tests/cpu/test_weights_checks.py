@@ -16,6 +16,7 @@ from torchtitan_lite.__main__ import main
 from torchtitan_lite.checkpoint import format as folders
 from torchtitan_lite.checkpoint.format import Manifest
 from torchtitan_lite.checkpoint.plan import TensorRecord
+from torchtitan_lite.checkpoint.read import read_manifest
 from torchtitan_lite.checkpoint.save import describe_run
 from torchtitan_lite.checkpoint.starting_weights import (
     check_model,
@@ -175,7 +176,7 @@ def test_a_fork_starts_from_the_weights_of_another_model_if_its_tensors_have_the
 
 
 def test_a_checkpoint_of_a_fork_is_refused_by_the_field_or_the_model_that_is_unknown_here():
-    manifest = folders.read_manifest(Path("step-9"))
+    manifest = read_manifest(Path("step-9"))
     for number, (name, value) in enumerate([("window", 8), ("name", "of a fork")]):
         fingerprint = {**manifest.fingerprint, "shape": asdict(ARGS) | {name: value}}
         commit(Path(f"step-{number}"), replace(manifest, fingerprint=fingerprint))

@@ -16,12 +16,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from watching import PeakMemory
 
-from torchtitan_lite.checkpoint.save import export_weights, name_tensors
+from torchtitan_lite.checkpoint.save import export_weights, name_tensors, name_weights
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schema import Checkpoint
 from torchtitan_lite.extensions.hugging_face import load_weights
 from torchtitan_lite.extensions.hugging_face_folder import list_tensors, open_folder
-from torchtitan_lite.faults.start import load_initial
+from torchtitan_lite.faults.resume import load_initial
 
 MODEL_ARGS = compare.resolve_model(compare.TABLE_CONFIG.model)
 SIZES = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 4, "head_dim": 24, "vocab_size": 64}
@@ -111,7 +111,7 @@ def load_and_save(rank: int, world_size: int, overrides: dict, out: str, **keys)
     with checkpoints.make_saver(out, section, run) as saver:
         tensors = name_tensors(run.parameters, run.optimizer)
         if section.last_save_model_only:
-            tensors = export_weights(run.parameters, section.export_dtype)
+            tensors = export_weights(name_weights(run.parameters), section.export_dtype)
         saver.save(5, tensors)
     return step, compare.gather(run, lambda parameter: parameter)
 

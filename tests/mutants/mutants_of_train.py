@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from torchtitan_lite import preflight, run_log
 from torchtitan_lite.checkpoint import load as loading
-from torchtitan_lite.checkpoint import save as saving
 from torchtitan_lite.checkpoint.save import name_weights
 from torchtitan_lite.data import dataset
+from torchtitan_lite.faults import resume as resuming
 from torchtitan_lite.faults import start as starting
 from torchtitan_lite.tools.verify.rank import local
 
@@ -36,7 +36,7 @@ def data_begins_anew_after_a_resume(original, *args, steps, device):
     return original(*args, steps=range(len(steps)), device=device)
 
 
-@in_saved_tensor("pp2 1F1B", name="model.layers.1.attention.wo.weight", at=(starting, "set_step"))
+@in_saved_tensor("pp2 1F1B", name="model.layers.1.attention.wo.weight", at=(resuming, "set_step"))
 def only_rank_0_resumes_its_schedule(original, lr_scheduler, step):
     """Other ranks begin their warm-up again; the logged rate is right."""
     if dist.get_rank() == 0:
@@ -55,7 +55,7 @@ def schedule_as_long_as_this_start(original, config, layout, device_type):
 def moments_forgotten_by_a_resume():
     """Weights alone are loaded; AdamW begins with moments of zero."""
     return put_in_place(
-        lambda original, parameters, *others: name_weights(parameters), starting, "name_tensors"
+        lambda original, parameters, *others: name_weights(parameters), resuming, "name_tensors"
     )
 
 
@@ -87,7 +87,7 @@ def moments_in_bfloat16_not_restored(original, path, tensors, **options):
     return manifest
 
 
-@in_resumed_start("dp2", kind="lr", at=(starting, "set_step"))
+@in_resumed_start("dp2", kind="lr", at=(resuming, "set_step"))
 def schedule_shifted_by_a_resume(original, lr_scheduler, step):
     """The first step after a resume uses the rate of the step that was saved."""
     original(lr_scheduler, step - 1)
@@ -97,21 +97,21 @@ def schedule_shifted_by_a_resume(original, lr_scheduler, step):
 @contextmanager
 def experts_saved_in_another_order():
     """Experts are numbered from another one, which depends on ep, and read so: right as long as ep stays."""
-    name_tensors, load_newest = saving.name_tensors, starting.load_newest
+    name_tensors, load_newest = starting.name_tensors, resuming.load_newest
 
     def save_rolled(*of_run):
         named = name_tensors(*of_run)
         return {name: roll_experts(tensor, 1) for name, tensor in named.items()}
 
-    def load_rolled(found, tensors, group):
-        saved = load_newest(found, tensors, group)
-        for tensor in tensors.values():
+    def load_rolled(found, choose, group):
+        loaded, manifest = load_newest(found, choose, group)
+        for tensor in choose(manifest).values():
             local(tensor).copy_(local(roll_experts(tensor, -1)))
-        return saved
+        return loaded, manifest
 
     with (
-        patch.object(saving, "name_tensors", save_rolled),
-        patch.object(starting, "load_newest", load_rolled),
+        patch.object(starting, "name_tensors", save_rolled),
+        patch.object(resuming, "load_newest", load_rolled),
     ):
         yield
 

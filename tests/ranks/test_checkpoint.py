@@ -30,10 +30,10 @@ from safetensors import safe_open
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from torchtitan_lite.checkpoint import save as saving
 from torchtitan_lite.checkpoint.format import find_steps
 from torchtitan_lite.checkpoint.save import CheckpointSaver
 from torchtitan_lite.config.schema import Checkpoint
+from torchtitan_lite.extensions import asynchronous_saves
 from torchtitan_lite.tools.verify.ranks import RankFailure
 
 ADAMW = {
@@ -255,15 +255,15 @@ def train_with_late_copies(rank: int, world_size: int, keys: list[str]) -> dict[
         expected[saver] = saver.folder / f"step-{step}", copies
 
     def wait_and_compare(saver: CheckpointSaver) -> None:
-        saver.stager.is_awaited.set()
+        saver.background.stager.is_awaited.set()
         wait(saver)
-        saver.stager.is_awaited.clear()
+        saver.background.stager.is_awaited.clear()
         if saver in expected:
             path, copies = expected.pop(saver)
             changed[str(path)] = list_differing(assemble(path), copies)
 
     with (
-        patch.object(saving, "DefaultStager", LateStager),
+        patch.object(asynchronous_saves, "DefaultStager", LateStager),
         patch.object(CheckpointSaver, "save", note_and_save),
         patch.object(CheckpointSaver, "wait", wait_and_compare),
     ):

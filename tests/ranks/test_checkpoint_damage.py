@@ -16,13 +16,13 @@ from checkpoints import (
     write_tensors,
 )
 
-from torchtitan_lite.checkpoint import format as folders
 from torchtitan_lite.checkpoint import load as loading
 from torchtitan_lite.checkpoint.format import DamagedCheckpoint
 from torchtitan_lite.checkpoint.save import describe_run
 from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.schema import Checkpoint, with_value
+from torchtitan_lite.faults.resume import quarantine
 from torchtitan_lite.preflight import resolve
 
 MANIFEST, FIRST, SECOND = FILES = [
@@ -108,7 +108,7 @@ def test_a_damaged_file_is_refused_by_its_name(folder, name):
 def test_a_damaged_checkpoint_is_renamed_and_never_replaced(folder):
     for earlier in ("step-8.damaged", "step-8.damaged-2"):
         (folder / earlier).mkdir()
-    folders.quarantine([folder / "step-8"])
+    quarantine([folder / "step-8"])
     assert {path.name for path in (folder / "step-8.damaged-3").iterdir()} == {*FILES, "checksums"}
 
 

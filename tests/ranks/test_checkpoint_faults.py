@@ -67,7 +67,7 @@ def fail_beside_steps(rank: int, world_size: int, folder: str) -> tuple[str, str
     try:
         with saver:
             saver.save(1, tensors)
-            saver.in_flight.exception()
+            saver.background.in_flight.exception()
             try:
                 saver.check()
             except CheckpointError as error:

@@ -231,7 +231,7 @@ def save_weights_alone(rank: int, world_size: int, folder: str) -> dict[str, Ten
     with make_saver(folder, section, run) as saver:
         for step in (1, 2):
             options = {"n_steps": 2, "is_stopped": False, "record": lambda *_, **__: None}
-            saver.after_step(step, run.saved, **options)
+            saver.after_step(step, **options)
     return {f"model.{BIAS.format(layer)}": bias for layer, bias in enumerate(biases)}
 
 

@@ -18,7 +18,7 @@ from torchtitan_lite.checkpoint.save import CheckpointSaver, name_tensors
 from torchtitan_lite.config.choices import OPTIMIZERS
 from torchtitan_lite.config.reader import KEYS
 from torchtitan_lite.config.schema import Checkpoint
-from torchtitan_lite.faults.start import restore_run
+from torchtitan_lite.faults.resume import restore_run
 
 # The learning rate changes in every step, so that a shifted schedule changes the weights.
 SCHEDULE = {
@@ -122,7 +122,7 @@ def save_on_hosts(rank: int, world_size: int, folder: str) -> dict[str, list[int
         snapshots = make_snapshots(Path(folder, name), section, run, n_hosts=world_size)
         for step in hosts[rank]:
             snapshots.save(step, name_tensors(run.saved, run.optimizer))
-        usable[name] = [saved.step for saved in snapshots.list_usable(run.saved)]
+        usable[name] = [saved.step for saved in snapshots.list_usable()]
     return usable
 
 

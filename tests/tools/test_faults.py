@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import compare
@@ -45,7 +46,8 @@ from torchtitan_lite.extensions.copies import compare_copies
 from torchtitan_lite.extensions.hang_report import read_pipeline
 from torchtitan_lite.extensions.snapshots import Snapshots
 from torchtitan_lite.extensions.tied_embeddings import TiedSchedule
-from torchtitan_lite.faults import start as start_module
+from torchtitan_lite.faults import hang_watch
+from torchtitan_lite.faults import resume as resume_module
 from torchtitan_lite.faults.hang_watch import HangWatch, meet_processes
 from torchtitan_lite.faults.start import start_from
 from torchtitan_lite.parallel.pipeline import PatchedStage
@@ -384,12 +386,12 @@ def open_watch(rank: int, world_size: int, folder: str) -> None:
     assert not watch.is_late(), "a save may take longer"
     stop.received = 0
     watch.late = Path(folder, f"late-{rank}")
-    watch.write(watch.file)
+    watch.write("rank")
     assert not watch.is_peer_late(), "only a rank that waits looks into the folder of all ranks"
     watch.began_s -= 0.6 * watch.find_limit()
     assert watch.is_peer_late() and not watch.is_late(), "a rank between two steps writes too"
-    for file in (watch.late, watch.file):
-        file.unlink()
+    watch.late.unlink()
+    watch.name_file("rank").unlink()
     for may_compile in (True, False):
         for _ in watch.follow(range(3)):
             assert not watch.is_late(), "each batch counts from its own begin"
@@ -397,18 +399,23 @@ def open_watch(rank: int, world_size: int, folder: str) -> None:
             assert watch.is_late() != may_compile
         assert not watch.is_late()
     assert watch.find_phase() is Phase.STEPS
-    assert watch.seen == {pid for pid, _ in watch.local.values()}
     ended = subprocess.Popen("true")
     ended.wait()
-    watch.local[1 - rank] = (ended.pid, "rank of this host")
-    assert watch.find_phase() is Phase.STEPS, "a process that was never seen need not have ended"
-    watch.seen.add(ended.pid)
-    watch.file = Path(folder, "lock", "rank-00000.json")  # as on a disk that is read-only
-    watch.file.parent.touch()
+    host, _, name = processes[1 - rank]
+    processes[1 - rank] = host, ended.pid, name
+    with patch.object(hang_watch, "read_state", lambda pid: ""):
+        assert watch.find_phase() is Phase.STEPS, (
+            "a process that cannot be seen need not have ended"
+        )
+    written = watch.folder
+    watch.folder = Path(folder, "lock", "here")  # as on a disk that is read-only
+    watch.folder.parent.touch()
     with patch.object(log.logger, "error") as said:
         for _ in range(2):
-            watch.write(watch.file)
-    assert said.call_count == 1 and f"{watch.file} cannot be written" in said.call_args[0][0]
+            watch.write("rank")
+    file = watch.name_file("rank")
+    assert said.call_count == 1 and f"{file} cannot be written" in said.call_args[0][0]
+    watch.folder = written
     with patch.object(os, "_exit", side_effect=SystemExit), pytest.raises(SystemExit):
         stop.note(signal.SIGTERM)
     assert not stop.received, "nothing is said of the end of a step"
@@ -568,6 +575,11 @@ def open_run(run, folder: str, n_hosts: int, **keys: object) -> tuple[Run, Snaps
     return run, make_snapshots(job.dump_folder, section, run, n_hosts)
 
 
+def start_beside(run: Run, snapshots: Snapshots) -> int:
+    checkpoints = SimpleNamespace(folder=Path(run.config.job.dump_folder, "checkpoint"))
+    return start_from(run, [checkpoints, snapshots], dist.group.WORLD, restarted=False)
+
+
 def start(
     world_size: int, overrides: dict, folder: str, n_hosts: int = 1, **keys: object
 ) -> tuple[int | str, Run]:
@@ -577,7 +589,7 @@ def start(
     )
     with snapshots:
         try:
-            return start_from(run, [None, snapshots], dist.group.WORLD, restarted=False), run
+            return start_beside(run, snapshots), run
         except UserError as error:
             return str(error), run
 
@@ -598,7 +610,7 @@ def lose_snapshots(rank: int, world_size: int, overrides: dict, folder: str) -> 
         for step in (1, 2, 3):
             train(run, range(step, step + 1))
             states[step] = whole_state(run)
-            snapshots.after_step(step, run.saved, n_steps=9, is_stopped=False)
+            snapshots.after_step(step, n_steps=9, is_stopped=False)
     found = [find_steps(snapshots.folder)]
     for action in ("nothing", "one host lacks the newest", "a bit of the next is flipped"):
         dist.barrier()
@@ -684,13 +696,13 @@ def start_over_and_end(rank: int, world_size: int, folder: str) -> list:
         run, snapshots = open_run(compare.build_table_run(world_size, {}), folder, n_hosts=1)
         with snapshots:
             found += [
-                start_from(run, [None, snapshots], dist.group.WORLD, restarted=False),
+                start_beside(run, snapshots),
                 list_saved(folder)["snapshots"],
             ]
             dist.barrier()
             for step in (1, 2, 3):
                 n_steps = 3 if is_cleared else 9
-                snapshots.after_step(step, run.saved, n_steps=n_steps, is_stopped=False)
+                snapshots.after_step(step, n_steps=n_steps, is_stopped=False)
         dist.barrier()
         found.append(list_saved(folder)["snapshots"])
     return found
@@ -716,11 +728,11 @@ def restore_after_changes(rank: int, world_size: int, folder: str) -> dict[str, 
     run, snapshots = open_run(compare.build_table_run(world_size, {SHARD: 4}), folder, n_hosts=1)
     with snapshots:
         for step in (1, 2):
-            snapshots.after_step(step, run.saved, n_steps=9, is_stopped=False)
+            snapshots.after_step(step, n_steps=9, is_stopped=False)
     found = {}
     for name, (overrides, _) in CHANGED.items():
         dist.barrier()
-        with patch.object(start_module.logger, "info") as log:
+        with patch.object(resume_module.logger, "info") as log:
             result, _ = start(world_size, {SHARD: 4} | overrides, folder)
         lines = [call.args[0] for call in log.call_args_list]
         found[name] = result, [line for line in lines if not line.startswith("resumed")]

@@ -11,6 +11,7 @@ otherwise the others would wait in their next collective, and report a time-out 
 """
 
 import logging
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -22,14 +23,9 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
-from torchtitan_lite.checkpoint.format import (
-    CheckpointError,
-    DamagedCheckpoint,
-    find_slices,
-    read_manifest,
-    require_undamaged,
-)
+from torchtitan_lite.checkpoint.format import CheckpointError, DamagedCheckpoint, Manifest
 from torchtitan_lite.checkpoint.ranks import raise_on_all_ranks
+from torchtitan_lite.checkpoint.read import find_slices, read_manifest, require_undamaged
 from torchtitan_lite.checkpoint.save import OF_RUN
 from torchtitan_lite.dtensor import find_shard
 
@@ -124,7 +120,6 @@ class Saved(NamedTuple):
     path: Path
     ranks: dist.ProcessGroup  # the ranks whose shards it has
     kind: str = "checkpoint"
-    is_without_moments: bool = False  # load its weights only
 
 
 def create_optimizer_state(optimizer: Optimizer) -> None:
@@ -142,22 +137,25 @@ def set_step(lr_scheduler: LRScheduler, step: int) -> None:
     lr_scheduler.step()
 
 
-def load_newest(found: list[Saved], tensors: dict[str, Tensor], group: dist.ProcessGroup) -> Saved:
-    """Load `tensors` in place from the newest undamaged state in `found`, and return it. Collective over `group`.
+def load_newest(
+    found: list[Saved],
+    choose: Callable[[Manifest], dict[str, Tensor]],
+    group: dist.ProcessGroup,
+) -> tuple[Saved, Manifest]:
+    """Load the newest undamaged state in `found`, and return it with its manifest. Collective over `group`.
 
-    Renames and deletes nothing. Raises CheckpointError if all are damaged.
+    `choose` returns the tensors to load in place. Renames and deletes nothing. Raises CheckpointError if all are
+    damaged.
     """
     reasons = []
     for saved in sorted(found, key=lambda saved: saved.step, reverse=True):
-        wanted = tensors
-        if saved.is_without_moments:
-            wanted = {name: tensors[name] for name in tensors if name.startswith("model.")}
         # Every rank hashes its share of the files before any rank reads.
         part = (saved.ranks.rank(), saved.ranks.size())
         try:
             checkpoint = raise_on_all_ranks(group, partial(OpenCheckpoint, saved.path, *part))
+            wanted = choose(checkpoint.manifest)
             raise_on_all_ranks(group, partial(load_checkpoint, checkpoint, wanted))
-            return saved
+            return saved, checkpoint.manifest
         except DamagedCheckpoint as error:
             reasons.append(str(error))
             if group.rank() == 0:

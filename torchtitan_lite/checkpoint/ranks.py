@@ -19,40 +19,24 @@ def raise_on_all_ranks(group: dist.ProcessGroup, action: Callable[[], Any]) -> A
     """
     result = None
     failure = None
-    severity = 0
     try:
         result = action()
     except CheckpointError as error:
         failure = error
-        severity = 2 if isinstance(error, DamagedCheckpoint) else 1
     except Exception as error:  # a type that every process can unpickle
         failure = CheckpointError(f"{type(error).__name__}: {error}")
-        severity = 1
-    damage: list[str] = []
-    while (first := find_most_severe(group, severity)) is not None:
-        told: list[Any] = [failure]
-        dist.broadcast_object_list(told, group=group, group_src=first)
-        if not isinstance(told[0], DamagedCheckpoint):
-            if damage:
-                break
-            raise told[0]
-        damage.append(str(told[0]))
-        if len(damage) == MOST_DAMAGED:
-            break
-        if str(failure) == damage[-1]:
-            severity = 0
-    if damage:
-        raise DamagedCheckpoint("; ".join(damage))
+    n_failed = torch.tensor(int(failure is not None))
+    dist.all_reduce(n_failed, group=group)  # 8 bytes
+    if n_failed:
+        told: list[Any] = [None] * group.size()
+        dist.all_gather_object(told, failure, group=group)
+        failures = [each for each in told if each is not None]
+        damage = [str(each) for each in failures if isinstance(each, DamagedCheckpoint)]
+        if damage:
+            each_once = list(dict.fromkeys(damage))
+            raise DamagedCheckpoint("; ".join(each_once[:MOST_DAMAGED]))
+        raise failures[0]
     return result
-
-
-def find_most_severe(group: dist.ProcessGroup, severity: int) -> int | None:
-    """Return the lowest rank with the largest severity; None if all are 0. Collective."""
-    n_ranks = group.size()
-    # Larger for a more severe failure, then for a lower rank.
-    verdict = torch.tensor(severity * (n_ranks + 1) + (n_ranks - group.rank()) * (severity > 0))
-    dist.all_reduce(verdict, dist.ReduceOp.MAX, group=group)  # 8 bytes
-    return n_ranks - verdict.item() % (n_ranks + 1) if verdict else None
 
 
 def do_on_rank_0(group: dist.ProcessGroup, action: Callable[[], Any]) -> Any:

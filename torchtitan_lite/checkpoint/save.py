@@ -18,9 +18,7 @@ each file, 32 bytes a rank, and receives one line per tensor from the first rank
 If one rank fails, every rank raises the error of the lowest such rank. Files have the format of torch's
 HuggingFaceStorageWriter(save_distributed=True), so torch's HuggingFaceStorageReader opens them without this package.
 
-On CUDA, DCP's stager copies on a separate stream and in a separate thread. After backward, before the first change of a
-saved tensor, step.py calls `wait_for_copy`. Each tensor gets pinned memory of exactly its size, once. Without pinned
-memory, each copy holds the GIL, so the training loop waits for all copies (torch 2.13).
+extensions/asynchronous_saves.py has the copies and the thread of asynchronous saves.
 """
 
 import json
@@ -28,7 +26,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -41,7 +39,6 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim.optimizer import Optimizer
@@ -61,17 +58,16 @@ from torchtitan_lite.checkpoint.format import (
     write_manifest,
 )
 from torchtitan_lite.checkpoint.plan import (
-    WORLD_DIMS,
     Degrees,
     Split,
     TensorRecord,
-    count_copies,
-    find_indices,
-    find_slice,
+    find_coordinates,
     find_writer,
     name_file,
 )
 from torchtitan_lite.checkpoint.ranks import do_on_rank_0, raise_on_all_ranks
+from torchtitan_lite.config.extensions import load_extension
+from torchtitan_lite.config.layout import MESH_DIMS
 from torchtitan_lite.config.schema import Checkpoint, Config
 from torchtitan_lite.dtensor import find_shard
 from torchtitan_lite.files import describe_launch
@@ -85,7 +81,7 @@ OFFSETS = "saved_offsets"
 DEALT = 2**16  # elements of a tensor whose copies take turns in writing
 N_HASH_BYTES = 32  # SHA-256
 NO_TENSORS: Mapping[str, Tensor] = {}
-MESH_DIMS = re.compile("dp_replicate|dp_shard|efsdp|ep|cp|tp|pp")  # in the name of a mesh dim
+DIM_NAMES = re.compile("dp_replicate|dp_shard|efsdp|ep|cp|tp|pp")  # in the name of a mesh dim
 
 
 @dataclass(frozen=True)
@@ -95,8 +91,7 @@ class SavePlan:
     file: str
     slices: dict[str, Tensor]
     offsets: dict[str, list[int]]  # name -> offsets of the slice in its tensor
-    # manifest lines of all tensors of this stage; empty except on the first rank of the stage
-    records: dict[str, TensorRecord]
+    records: dict[str, TensorRecord]  # manifest lines of all tensors of this stage
 
 
 def plan_save(
@@ -106,10 +101,8 @@ def plan_save(
 
     `host`: the ranks of this host, if each host saves what its ranks have.
     """
-    stage = rank // count_ranks_per_stage(mesh)
-    records = {}
-    offsets = {}
-    slices = {}
+    stage = find_coordinates(rank, MESH_DIMS, mesh)["pp"]
+    plan = SavePlan(name_file(rank), {}, {}, {})
     for number, (name, tensor) in enumerate(sorted(tensors.items())):
         if not name.startswith(OF_RUN) and stage > 0 and host is None:
             continue  # equal on all ranks: the first stage saves it
@@ -118,25 +111,15 @@ def plan_save(
         if (
             tensor.numel() >= DEALT
         ):  # small tensors stay in few files, because every rank that resumes opens them
-            record = record._replace(copy=number % count_copies(record, mesh))
-        records[name] = record
+            n_copies = prod(mesh[mesh_dim] for mesh_dim in record.copy_dims)
+            record = record._replace(copy=number % n_copies)
+        plan.records[name] = record
         shard, begin = find_shard(tensor)
-        if shard.numel():
-            assert find_slice(record, mesh, rank) == (list(begin), list(shard.shape)), name
-            if find_writer(record, mesh, find_indices(record, mesh, rank), host) == rank:
-                offsets[name] = list(begin)
-                slices[name] = shard.detach()
-    is_first = is_first_on_stage(rank, mesh, host.start if host else 0)
-    return SavePlan(name_file(rank), slices, offsets, records if is_first else {})
-
-
-def count_ranks_per_stage(mesh: Degrees) -> int:
-    return prod(mesh[mesh_dim] for mesh_dim in WORLD_DIMS) // mesh["pp"]
-
-
-def is_first_on_stage(rank: int, mesh: Degrees, start: int) -> bool:
-    """Return whether a rank is the first one of its pipeline stage among the ranks from `start` on."""
-    return rank == start or rank % count_ranks_per_stage(mesh) == 0
+        at = find_coordinates(rank, record.mesh_dims, mesh)
+        if shard.numel() and find_writer(record, mesh, at, host) == rank:
+            plan.offsets[name] = list(begin)
+            plan.slices[name] = shard.detach()
+    return plan
 
 
 def list_splits(tensor: Tensor, mesh: Degrees) -> list[Split]:
@@ -148,7 +131,7 @@ def list_splits(tensor: Tensor, mesh: Degrees) -> list[Split]:
     second = []
     names = tensor.device_mesh.mesh_dim_names or ()
     for name, placement in zip(names, tensor.placements, strict=True):
-        mesh_dims = tuple(dim for dim in MESH_DIMS.findall(name) if mesh[dim] > 1)
+        mesh_dims = tuple(dim for dim in DIM_NAMES.findall(name) if mesh[dim] > 1)
         if mesh_dims and not placement.is_replicate():
             is_second = isinstance(placement, _StridedShard)
             cuts = second if is_second else first
@@ -156,59 +139,31 @@ def list_splits(tensor: Tensor, mesh: Degrees) -> list[Split]:
     return first + second
 
 
+@dataclass(eq=False)
 class CheckpointSaver:
     """Saves to `folder` according to [checkpoint]. A context manager: leaving it waits for the save in flight.
 
-    `manifest` gives the fingerprint and the description of the run. `group` has all ranks, uses gloo, and is only for
-    this saver, because two threads that share a group can deadlock. extensions/snapshots.py has a subclass.
+    extensions/snapshots.py has a subclass.
     """
 
+    folder: Path
+    section: Checkpoint
+    list_tensors: Callable[[], dict[str, Tensor]]  # name in a checkpoint -> tensor, as name_tensors
+    manifest: Manifest  # with the fingerprint and the description of the run
+    # All ranks, on gloo. Only for this saver, because two threads that share a group can deadlock.
+    group: dist.ProcessGroup
+    device: torch.device
     host: range | None = None  # the ranks of this host, in a subclass whose hosts save apart
-    log_level = logging.INFO
+    log_level: int = logging.INFO
 
-    def __init__(
-        self,
-        folder: Path,
-        section: Checkpoint,
-        optimizer: Optimizer,
-        *,
-        manifest: Manifest,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        extension_state: Mapping[str, Tensor] = NO_TENSORS,
-    ):
-        self.folder = folder
-        self.section = section
-        self.optimizer = optimizer
-        self.extension_state = extension_state
-        self.manifest = manifest
-        self.group = group
-        self.in_flight: Future | None = None
-        self.stager = None
-        self.thread = None
-        self.on_cuda = device.type == "cuda"
-        if section.async_mode != "disabled":
-            # The stager reuses its buffers, so memory does not grow. On a CPU it copies synchronously.
-            options = StagingOptions(
-                use_pinned_memory=self.on_cuda and section.async_mode == "async_with_pinned_mem",
-                use_shared_memory=False,
-                use_async_staging=self.on_cuda,
-                use_non_blocking_copy=self.on_cuda,
-            )
-            self.stager = DefaultStager(options)
-            initializer = partial(torch.cuda.set_device, device) if self.on_cuda else None
-            self.thread = ThreadPoolExecutor(1, "checkpoint", initializer)
-            # torch 2.11 and 2.12 close the inner stager after each copy, so the second save would fail.
-            self.stager._state_dict_stager.close = lambda: None
+    def __post_init__(self) -> None:
+        self.background: Any = None  # what copies and writes while the run trains
+        if self.section.async_mode != "disabled":
+            extension = load_extension("asynchronous_saves")
+            self.background = extension.Background(self.section.async_mode, self.device)
 
     def after_step(
-        self,
-        step: int,
-        parameters: dict[str, Tensor],
-        *,
-        n_steps: int,
-        is_stopped: bool,
-        record: Callable[..., None],
+        self, step: int, *, n_steps: int, is_stopped: bool, record: Callable[..., None]
     ) -> None:
         """Save if `is_saved` says so. At the end of the run, wait for the save. Raises errors of earlier saves.
 
@@ -218,10 +173,9 @@ class CheckpointSaver:
         self.check()
         is_last = step == n_steps
         if is_saved(step, self.section, n_steps, is_stopped=is_stopped):
+            tensors = self.list_tensors()
             if is_last and self.section.last_save_model_only:
-                tensors = export_weights(parameters, self.section.export_dtype)
-            else:
-                tensors = name_tensors(parameters, self.optimizer, self.extension_state)
+                tensors = export_weights(tensors, self.section.export_dtype)
             self.save(step, tensors)
             waited_s = time.perf_counter() - started_s  # then all ranks continue training
             record("save", step, path=str(self.folder / f"step-{step}"), waited_s=waited_s)
@@ -242,31 +196,26 @@ class CheckpointSaver:
         """
         self.wait()
         plan = plan_save(tensors, self.manifest.mesh, dist.get_rank(), self.host)
-        if self.stager is None:
-            self.write(step, plan, plan.slices)
-            return
-        if self.on_cuda:
-            # the stager's stream does not wait for kernels that still write the tensors
-            torch.cuda.current_stream().synchronize()
-        copies = self.stager.stage(plan.slices)
-        self.in_flight = self.thread.submit(self.write, step, plan, copies)
+        write = partial(self.write, step, plan)
+        if self.background:
+            self.background.start(write, plan.slices)
+        else:
+            write(plan.slices)
 
     def wait_for_copy(self) -> None:
         """Wait until the save in flight has copied its tensors to the host."""
-        if self.stager is not None:
-            self.stager.synchronize_staging()
+        if self.background:
+            self.background.wait_for_copy()
 
     def check(self) -> None:
         """If the save in flight has ended with an error, raise it. Does not wait."""
-        if self.in_flight is not None and self.in_flight.done():
+        if self.background and self.background.has_ended:
             self.wait()
 
     def wait(self) -> None:
         """Wait for the save in flight, if any. Raises its error."""
-        if self.in_flight is not None:
-            in_flight = self.in_flight
-            self.in_flight = None
-            in_flight.result()
+        if self.background:
+            self.background.wait()
 
     def write(self, step: int, plan: SavePlan, slices: dict[str, Tensor] | Future) -> None:
         """Write and commit one checkpoint, then delete old ones. Runs in the thread if saves are asynchronous.
@@ -315,24 +264,22 @@ class CheckpointSaver:
                 raise
             logger.error(f"the last save failed: {error}")  # the run ends with another error
         finally:
-            if self.thread is not None:
-                self.thread.shutdown()
-                self.stager.close()
+            if self.background:
+                self.background.close()
 
 
 def gather_hashes(group: dist.ProcessGroup, written: str) -> dict[str, str]:
     """Return file name -> hash of all ranks, on rank 0. `written`: hash of this rank's file, or "". Collective."""
-    own = torch.zeros(N_HASH_BYTES, dtype=torch.uint8)
-    if written:
-        own = torch.frombuffer(bytearray.fromhex(written), dtype=torch.uint8)
-    gathered = None
+    digest = bytearray.fromhex(written).ljust(N_HASH_BYTES, b"\0")
+    own = torch.frombuffer(digest, dtype=torch.uint8)
+    gathered = []
     if group.rank() == 0:
-        gathered = list(torch.empty(group.size(), N_HASH_BYTES, dtype=torch.uint8))
+        gathered = list(own.new_empty(group.size(), N_HASH_BYTES))
     dist.gather(own, gathered, group=group, group_dst=0)  # 32 bytes a rank
     hashes = {}
-    for rank, digest in zip(dist.get_process_group_ranks(group), gathered or [], strict=False):
+    for rank, digest in zip(dist.get_process_group_ranks(group), gathered, strict=False):
         if digest.any():
-            hashes[name_file(rank)] = digest.numpy().tobytes().hex()
+            hashes[name_file(rank)] = bytes(digest.tolist()).hex()
     return hashes
 
 
@@ -341,7 +288,8 @@ def gather_records(
 ) -> dict[str, TensorRecord]:
     """Return one line per tensor on rank 0. The first rank of each other pipeline stage sends its own. Collective."""
     ranks = dist.get_process_group_ranks(group)
-    senders = [rank for rank in ranks[1:] if is_first_on_stage(rank, mesh, ranks[0])]
+    n_ranks = prod(mesh[mesh_dim] for mesh_dim in MESH_DIMS[1:])  # of a stage
+    senders = [rank for rank in ranks[1:] if rank % n_ranks == 0]
     if dist.get_rank() in senders:
         dist.send_object_list([own], group=group, group_dst=0)
     if group.rank() > 0:
@@ -349,7 +297,7 @@ def gather_records(
     tensors = dict(own)
     for sender in senders:
         received: list[Any] = [None]
-        dist.recv_object_list(received, group=group, group_src=ranks.index(sender))
+        dist.recv_object_list(received, src=sender, group=group)
         tensors |= received[0]
     return tensors
 
@@ -406,12 +354,13 @@ def name_tensors(
     return named | dict(extension_state)
 
 
-def export_weights(parameters: dict[str, Tensor], dtype: str) -> dict[str, Tensor]:
-    """Return name in a checkpoint -> weight in this dtype. Expert biases keep their dtype."""
-    weights = name_weights(parameters)
-    for name, tensor in weights.items():
-        if not name.endswith("expert_bias"):
-            weights[name] = tensor.to(getattr(torch, dtype))
+def export_weights(tensors: dict[str, Tensor], dtype: str) -> dict[str, Tensor]:
+    """Return the weights among the tensors of a checkpoint, in this dtype. Expert biases keep their dtype."""
+    weights = {}
+    for name, tensor in tensors.items():
+        if name.startswith("model."):
+            is_bias = name.endswith("expert_bias")
+            weights[name] = tensor if is_bias else tensor.to(getattr(torch, dtype))
     return weights
 
 

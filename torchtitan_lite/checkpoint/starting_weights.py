@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from torchtitan_lite.checkpoint.format import (
     IN_MANIFEST,
@@ -19,19 +20,17 @@ from torchtitan_lite.checkpoint.format import (
     DamagedCheckpoint,
     Manifest,
     find_steps,
-    parse_model_args,
-    read_manifest,
-    require_files,
 )
+from torchtitan_lite.checkpoint.read import read_manifest, require_files
 from torchtitan_lite.config.block import list_expert_biases, list_parameters
 from torchtitan_lite.config.extensions import load_extension
 from torchtitan_lite.config.messages import ConfigError, Problem, Problems, UserError
 from torchtitan_lite.config.model import MODEL_SIZES
-from torchtitan_lite.config.model_rows import ModelArgs
+from torchtitan_lite.config.model_rows import ModelArgs, MoEArgs, RopeScaling
 from torchtitan_lite.config.reader import flatten_table
 from torchtitan_lite.config.schema import Checkpoint, Config, get_value
 from torchtitan_lite.files import explain_hub_name
-from torchtitan_lite.models.registry import CONFIG, LENGTH
+from torchtitan_lite.models.registry import CONFIG, LENGTH, MODELS
 
 PATH = "checkpoint.initial_load_path"
 NOT_ONLY = (
@@ -73,11 +72,19 @@ class Weights:
         return shapes
 
 
+def find_weights(config: Config, restarted: bool) -> Weights | None:
+    """Return the weights that a run starts from; None for initial weights. Raises ConfigError."""
+    weights = None
+    if config.checkpoint.enable:
+        weights = find_resumed(config, restarted)
+    if weights is None and config.checkpoint.initial_load_path:
+        weights = find_initial(config)
+    return weights
+
+
 def find_resumed(config: Config, restarted: bool) -> Weights | None:
     """Return the checkpoint to resume from: load_step, or the newest readable one. Raises ConfigError."""
     section = config.checkpoint
-    if not section.enable:
-        return None
     folder = Path(config.job.dump_folder) / section.folder
     starts_over = config.job.overwrite and not restarted
     steps = [] if starts_over else find_steps(folder)
@@ -138,11 +145,9 @@ def check_went_on(section: Checkpoint, folder: Path, steps: list[int]) -> None:
     raise ConfigError([Problem("checkpoint.load_step", step, why, remedy)])
 
 
-def find_initial(config: Config) -> Weights | None:
+def find_initial(config: Config) -> Weights:
     """Return the weights in initial_load_path, a checkpoint or a Hugging Face folder. Raises ConfigError."""
     name = config.checkpoint.initial_load_path
-    if not name:
-        return None
     path = Path(name)
     try:
         if why := explain_hub_name(name):
@@ -228,3 +233,27 @@ def describe_checkpoint(path: Path) -> Weights:
     return Weights(
         path, parse_model_args(manifest), assets, manifest.run.get(IN_MANIFEST, {}), manifest
     )
+
+
+def parse_model_args(manifest: Manifest) -> ModelArgs:
+    """Return the ModelArgs in the fingerprint. Raises CheckpointError if this code has no such model."""
+    model_args = dict(manifest.fingerprint["shape"])
+    for name, kind in (("rope_scaling", RopeScaling), ("moe", MoEArgs)):
+        if model_args[name] is not None:
+            model_args[name] = parse_fields(kind, model_args[name])
+    model_args["layer_types"] = tuple(model_args.get("layer_types", ()))  # a list in JSON
+    model = parse_fields(ModelArgs, model_args)
+    if model.name not in MODELS:
+        raise CheckpointError(
+            f"its model is {model.name!r}, but this code only has {', '.join(MODELS)}"
+        )
+    return model
+
+
+def parse_fields(kind: type, values: dict[str, object]) -> Any:
+    """Return a dataclass. Raises CheckpointError for unknown fields, which a fork may have added."""
+    unknown = [f"{name} = {values[name]!r}" for name in values if name not in kind.__annotations__]
+    if unknown:
+        why = f"its model has {', '.join(unknown)}, which this code does not know"
+        raise CheckpointError(f"{why}: use the code that saved it")
+    return kind(**values)

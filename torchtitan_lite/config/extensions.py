@@ -181,6 +181,11 @@ EXTENSIONS = {  # file of extensions/, without .py
     "windowed_attention": Extension(
         about="loaded for a model with windows or sinks: attention to the last tokens, and to a logit without a token",
     ),
+    "asynchronous_saves": Extension(
+        "checkpoint.async_mode",
+        ("async", "async_with_pinned_mem"),
+        "saves while the run trains",
+    ),
     "snapshots": Extension(
         "checkpoint.local_folder",
         (),

@@ -8,7 +8,7 @@ The files of tensors are the same as in format 4. A save writes format 4. Needs 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from torchtitan_lite.checkpoint.plan import Slice
+from torchtitan_lite.checkpoint.read import Slice
 
 
 class OldRecord(NamedTuple):

@@ -22,7 +22,11 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 
+from torchtitan_lite.checkpoint.plan import find_coordinates
+from torchtitan_lite.components.log import describe_rank
+from torchtitan_lite.config.layout import MESH_DIMS
 from torchtitan_lite.faults.hang_watch import HangWatch
+from torchtitan_lite.faults.processes import read_state
 
 # Groups of checkpoints, which threads use beside the steps
 IN_THREADS = ("host", "saver", "snapshot")
@@ -46,15 +50,19 @@ def collect(watch: HangWatch, *, has_failed: bool) -> dict[str, object]:
                 thread = other
                 stack = saving
     host = {}
-    for rank, (pid, described) in watch.local.items():
-        host[rank] = (pid, watch.find_state(pid), described)
-    next_rank, pid, described = watch.next
-    host.setdefault(next_rank, (pid, "", described))
+    for rank, (_, pid, hostname) in watch.processes.items():
+        at = find_coordinates(rank, MESH_DIMS, watch.run.layout.degrees)
+        name = describe_rank(rank, at)
+        if rank in watch.local:
+            host[rank] = (pid, read_state(pid), name)
+        else:
+            host[rank] = (pid, "", f"{name} on {hostname}")
+    schedule = watch.run.schedule
     groups, unusual = read_recorder(thread, has_failed, list(watch.begun_ns))
     return {
         "kind": "FAILED" if has_failed else "HANG",
-        "rank": watch.rank,
-        "world_size": watch.world_size,
+        "rank": watch.place.rank,
+        "world_size": watch.place.world_size,
         "step": watch.step,
         "in_step": watch.is_in_step,
         "seconds": round(time.monotonic() - watch.began_s, 1),
@@ -62,7 +70,7 @@ def collect(watch: HangWatch, *, has_failed: bool) -> dict[str, object]:
         "stack": stack,
         "groups": groups,
         "unusual": unusual if watch.is_in_step else [],
-        "pipeline": read_pipeline(getattr(watch.schedule, "schedule", watch.schedule)),
+        "pipeline": read_pipeline(getattr(schedule, "schedule", schedule)),
     }
 
 

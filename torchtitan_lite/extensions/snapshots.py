@@ -14,18 +14,16 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 from shutil import rmtree
-from typing import Any
 from uuid import uuid4
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from torchtitan_lite.checkpoint.format import CheckpointError, find_steps, read_manifest
+from torchtitan_lite.checkpoint.format import CheckpointError, find_steps
 from torchtitan_lite.checkpoint.load import Saved
 from torchtitan_lite.checkpoint.ranks import do_on_rank_0, raise_on_all_ranks
-from torchtitan_lite.checkpoint.save import CheckpointSaver, name_tensors, name_weights
-from torchtitan_lite.config.schema import Checkpoint
+from torchtitan_lite.checkpoint.read import read_manifest
+from torchtitan_lite.checkpoint.save import CheckpointSaver
 from torchtitan_lite.dump_folder import RUN_ID, name_snapshots
 from torchtitan_lite.parallel.process_groups import Place
 
@@ -35,38 +33,37 @@ logger = logging.getLogger(__name__)
 class Snapshots(CheckpointSaver):
     """Saves and restores snapshots. All methods are collective."""
 
-    log_level = logging.DEBUG
-
     def __init__(
         self,
+        checkpoints: CheckpointSaver,
         dump_folder: Path,
-        section: Checkpoint,
         place: Place,
         all_ranks: dist.ProcessGroup,
-        **options: Any,
     ):
+        """`checkpoints` is the saver of the same run, whose section and tensors this one shares."""
         self.all_ranks = all_ranks
-        self.host = place.list_local_ranks()
+        host = place.list_local_ranks()
         # Without local synchronization, all ranks would wait for each other once per host.
         group = dist.new_group(
-            list(self.host), backend="gloo", use_local_synchronization=True, group_desc="snapshot"
+            list(host), backend="gloo", use_local_synchronization=True, group_desc="snapshot"
         )
-        run_id = do_on_rank_0(all_ranks, lambda: identify_run(dump_folder / section.folder))
-        folder = name_snapshots(section.local_folder, dump_folder) / run_id
+        run_id = do_on_rank_0(all_ranks, lambda: identify_run(checkpoints.folder))
+        folder = name_snapshots(checkpoints.section.local_folder, dump_folder) / run_id
         # Before the first step, because the first snapshot is saved only after local_interval steps.
         raise_on_all_ranks(all_ranks, lambda: create_folder(folder))
-        section = replace(section, keep_latest_k=2)
-        manifest = replace(options.pop("manifest"), host=[self.host[0], self.host[-1]])
-        super().__init__(folder, section, group=group, manifest=manifest, **options)
+        super().__init__(
+            folder,
+            replace(checkpoints.section, keep_latest_k=2),
+            checkpoints.list_tensors,
+            replace(checkpoints.manifest, host=[host[0], host[-1]]),
+            group,
+            checkpoints.device,
+            host,
+            logging.DEBUG,
+        )
 
     def after_step(
-        self,
-        step: int,
-        parameters: dict[str, Tensor],
-        *,
-        n_steps: int,
-        is_stopped: bool,
-        record: object = None,
+        self, step: int, *, n_steps: int, is_stopped: bool, record: object = None
     ) -> None:
         """Save every local_interval steps, except at the end of a run that saves a checkpoint. Raises errors of saves.
 
@@ -78,12 +75,11 @@ class Snapshots(CheckpointSaver):
             if self.group.rank() == 0:
                 rmtree(self.folder.parent, ignore_errors=True)
         elif step % self.section.local_interval == 0 and not is_stopped:
-            self.save(step, name_tensors(parameters, self.optimizer, self.extension_state))
+            self.save(step, self.list_tensors())
 
-    def list_usable(self, parameters: dict[str, Tensor]) -> list[Saved]:
+    def list_usable(self) -> list[Saved]:
         """Return the snapshots of this run that all ranks can use. Does not check hashes."""
-        weights = name_weights(parameters)
-        own = [step for step in find_steps(self.folder) if self.has_shards(step, weights)]
+        own = [step for step in find_steps(self.folder) if self.has_shards(step)]
         usable = []
         # Every rank has a newest step. The oldest of these is the only candidate for the newest common step, so ranks
         # need not exchange lists. The same holds for the steps before it.
@@ -100,7 +96,7 @@ class Snapshots(CheckpointSaver):
         dist.all_reduce(lowest, dist.ReduceOp.MIN, group=self.all_ranks)  # 8 bytes
         return int(lowest)
 
-    def has_shards(self, step: int, weights: dict[str, Tensor]) -> bool:
+    def has_shards(self, step: int) -> bool:
         """Return whether the snapshot of a step has every shard of this rank. This is so if the layout is the same."""
         try:
             manifest = read_manifest(self.folder / f"step-{step}")
@@ -108,7 +104,8 @@ class Snapshots(CheckpointSaver):
             return False
         if manifest.mesh != self.manifest.mesh or manifest.host != self.manifest.host:
             return False
-        return weights.keys() <= manifest.tensors.keys()
+        weights = {name for name in self.list_tensors() if name.startswith("model.")}
+        return weights <= manifest.tensors.keys()
 
     def forget_after(self, step: int) -> None:
         """Delete snapshots of later steps, and of earlier runs in the same dump folder."""

@@ -26,17 +26,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
 
 from torchtitan_lite.build import Run
-from torchtitan_lite.checkpoint.plan import find_coordinates
-from torchtitan_lite.components.log import describe_rank, go_on_unwritten
+from torchtitan_lite.components.log import go_on_unwritten
 from torchtitan_lite.components.signals import Phase, StopFlag
 from torchtitan_lite.config.extensions import load_extension
-from torchtitan_lite.config.layout import MESH_DIMS
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.schema import Comm
 from torchtitan_lite.dump_folder import HANG
@@ -50,11 +49,6 @@ STOP_WITHIN_S = (
 )
 
 
-def name_process(rank: int, restarts: int) -> str:
-    """Return the key under which a rank tells the others its process."""
-    return f"process of rank {rank}, restart {restarts}"
-
-
 def meet_processes(
     place: Place, store: dist.Store, section: Comm
 ) -> dict[int, tuple[str, int, str]]:
@@ -62,19 +56,17 @@ def meet_processes(
 
     The launcher of the next host may be cut off. Raises UserError if a rank does not answer.
     """
-    store.set_timeout(timedelta(seconds=section.init_timeout_seconds))
+    processes = dist.PrefixStore(f"processes of restart {place.restarts}", store)  # by rank
+    processes.set_timeout(timedelta(seconds=section.init_timeout_seconds))
     own = (identify_host(), os.getpid(), socket.gethostname())
-    store.set(name_process(place.rank, place.restarts), json.dumps(own))
+    processes.set(str(place.rank), json.dumps(own))
     local_ranks = place.list_local_ranks()
     next_rank = (place.rank + len(local_ranks)) % place.world_size
     known = [*local_ranks, next_rank]
-    names = [name_process(rank, place.restarts) for rank in known]
     try:
-        answers = store.multi_get(names)
+        answers = processes.multi_get([str(rank) for rank in known])
     except dist.DistStoreError:
-        late = [
-            str(rank) for rank, name in zip(known, names, strict=True) if not store.check([name])
-        ]
+        late = [str(rank) for rank in known if not processes.check([str(rank)])]
         why = f"rank {', '.join(late)} has not started within"
         raise UserError(
             f"{why} comm.init_timeout_seconds = {section.init_timeout_seconds}"
@@ -82,56 +74,35 @@ def meet_processes(
     return dict(zip(known, map(json.loads, answers), strict=True))
 
 
+@dataclass(eq=False)
 class HangWatch:
-    """Watches the steps between `begin` and `end`. A context manager: leaving it ends the thread.
+    """Watches the steps between `begin` and `end`. A context manager: leaving it ends the thread."""
 
-    Writes nothing if `dump_folder` is None. `processes` is the result of meet_processes.
-    """
+    dump_folder: Path | None  # None: write nothing
+    section: Comm
+    run: Run
+    place: Place
+    processes: dict[int, tuple[str, int, str]]  # the result of meet_processes
+    stop: StopFlag
+    step: int = 0
+    # time of day at which each of the last steps began
+    begun_ns: deque[int] = field(default_factory=lambda: deque(maxlen=N_STEPS))
+    is_in_step: bool = False
+    began_s: float = field(default_factory=time.monotonic)
+    last_s: float | None = None  # duration of the last step; None before the first step has ended
+    has_validated: bool = False
+    written_in_s: float | None = None  # `began_s` of the step that the file is about
+    has_failed: bool = False
+    leaving: threading.Event = field(default_factory=threading.Event)
+    unwritten: set[str] = field(default_factory=set)  # files that the log has reported
 
-    def __init__(
-        self,
-        dump_folder: Path | None,
-        section: Comm,
-        run: Run,
-        place: Place,
-        processes: dict[int, tuple[str, int, str]],
-        stop: StopFlag,
-    ):
-        self.section = section
-        self.stop = stop
-        self.rank = place.rank
-        self.world_size = place.world_size
-        self.may_write = dump_folder is not None
-        reports = (dump_folder or Path()) / HANG
-        self.folder = reports / f"restart-{place.restarts}"
-        if self.may_write and self.rank == 0 and place.restarts == 0:
+    def __post_init__(self) -> None:
+        reports = (self.dump_folder or Path()) / HANG
+        self.folder = reports / f"restart-{self.place.restarts}"
+        if self.dump_folder and self.place.rank == 0 and self.place.restarts == 0:
             shutil.rmtree(reports, ignore_errors=True)  # reports of an earlier start
-        self.file = self.folder / f"rank-{self.rank:05}.json"
-        self.failed = self.folder / f"failed-{self.rank:05}.json"
         self.late = self.folder / "late"  # a rank is late, so that all ranks write
-        self.schedule = run.schedule
-        own_host, _, _ = processes[self.rank]
-        self.local = {}  # rank of this host -> process, name
-        for rank, (host, pid, hostname) in processes.items():
-            coordinates = find_coordinates(rank, run.mesh.world.shape)
-            name = describe_rank(rank, dict(zip(MESH_DIMS, coordinates, strict=True)))
-            if host == own_host:  # not in another container
-                self.local[rank] = (pid, name)
-            # the last one
-            self.next = (rank, pid, f"{name} on {hostname}")
-        self.seen = {pid for pid, _ in self.local.values() if read_state(pid)}
-        self.written_in_s: float | None = None  # `began_s` of the step that the file is about
-        self.step = 0
-        self.begun_ns: deque[int] = deque(maxlen=N_STEPS)  # time of day at which each step began
-        self.is_in_step = False
-        self.began_s = time.monotonic()
-        # duration of the last step; None before the first step has ended
-        self.last_s: float | None = None
-        self.has_validated = False
-        self.leaving = threading.Event()
-        self.has_failed = False
-        self.unwritten: set[str] = set()  # files that the log has reported
-        stop.follow(self.find_phase)
+        self.stop.follow(self.find_phase)
 
     def start(self) -> None:
         """Watch the load of the state that the run starts from, and then the steps."""
@@ -172,19 +143,20 @@ class HangWatch:
         self.leaving.set()
         if kind is not None:
             self.has_failed = True
-            self.write(self.failed)
+            self.write("failed")
 
     def watch(self) -> None:
         while not self.leaving.wait(1.0):
             if self.written_in_s is None:
                 if self.is_late() or self.is_peer_late():
                     self.written_in_s = self.began_s
-                    self.write(self.file)
+                    self.write("rank")
             elif self.written_in_s != self.began_s:  # the step has ended after all
                 self.written_in_s = None
-                with go_on_unwritten(str(self.file), self.unwritten):
+                file = self.name_file("rank")
+                with go_on_unwritten(str(file), self.unwritten):
                     self.late.unlink(missing_ok=True)
-                    self.file.unlink(missing_ok=True)
+                    file.unlink(missing_ok=True)
 
     def is_late(self) -> bool:
         """Return whether the step, or what follows it, takes longer than its limit."""
@@ -218,28 +190,33 @@ class HangWatch:
         """
         if self.has_failed:
             return Phase.FAILED
-        states = [self.find_state(pid) for pid, _ in self.local.values()]
-        if "Z" in states and not self.leaving.is_set():
-            self.write(self.failed)
+        if not self.leaving.is_set() and "Z" in map(read_state, self.local.values()):
+            self.write("failed")
             return Phase.LOST_PEER
         return Phase.START if self.last_s is None else Phase.STEPS
 
-    def find_state(self, pid: int) -> str:
-        """Return what read_state says of a rank of this host. A rank that was seen and is missing has ended."""
-        state = read_state(pid)
-        if not state and pid in self.seen:
-            state = "Z"
-        return state
+    @property
+    def local(self) -> dict[int, int]:
+        """Rank -> process id, for ranks whose processes this one can see: not in another container."""
+        own_host, _, _ = self.processes[self.place.rank]
+        return {rank: pid for rank, (host, pid, _) in self.processes.items() if host == own_host}
 
-    def write(self, file: Path) -> None:
-        """Write what this rank does. The file is complete or does not exist."""
-        if not self.may_write:
+    def name_file(self, kind: str) -> Path:
+        return self.folder / f"{kind}-{self.place.rank:05}.json"
+
+    def write(self, kind: str) -> None:
+        """Write what this rank does: "rank" if a step hangs, "failed" if a rank has ended.
+
+        The file is complete or does not exist.
+        """
+        if self.dump_folder is None:
             return
-        content = load_extension("hang_report").collect(self, has_failed=file == self.failed)
+        content = load_extension("hang_report").collect(self, has_failed=kind == "failed")
+        file = self.name_file(kind)
         unfinished = file.with_suffix(".tmp")
         with go_on_unwritten(str(file), self.unwritten):
-            file.parent.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
             unfinished.write_text(json.dumps(content))
             unfinished.rename(file)
-            if file == self.file:
+            if kind == "rank":
                 self.late.touch()

@@ -37,12 +37,12 @@ def identify_host() -> str:
         return socket.gethostname()
 
 
-def read_state(pid: int) -> str:
+def read_state(pid: int | str) -> str:
     """Return the state of a process's main thread: R runs, S sleeps, D waits for a disk, T is stopped, Z has ended.
 
-    Returns "" if this process cannot see it: it may have ended.
+    Returns "" if this system shows no processes. Only for processes of this user and this `identify_host`.
     """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return ""
+        return "Z" if pid != "self" and read_state("self") else ""

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from torchtitan_lite.build import find_model_class
-from torchtitan_lite.checkpoint.format import IN_MANIFEST, MANIFEST, find_steps, parse_model_args
+from torchtitan_lite.checkpoint.format import IN_MANIFEST, MANIFEST, find_steps
 from torchtitan_lite.checkpoint.load import OpenCheckpoint
+from torchtitan_lite.checkpoint.starting_weights import parse_model_args
 from torchtitan_lite.config.block import list_expert_biases
 from torchtitan_lite.config.experts import explain_strides
 from torchtitan_lite.config.messages import ConfigError, UserError

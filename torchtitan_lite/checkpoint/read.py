@@ -1,0 +1,176 @@
+"""Read a checkpoint folder: its manifest, its hashes, and which stored slices overlap a box of a tensor. No torch.
+
+A dim of n elements over k ranks has slices of ceil(n/k) elements, and the last ones may be smaller or empty, as in
+torch.chunk. If a dim is split twice, the second split cuts each slice of the first.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from itertools import product
+from math import ceil, prod
+from pathlib import Path
+from typing import NamedTuple
+
+from torchtitan_lite import files
+from torchtitan_lite.checkpoint.format import (
+    CHECKSUMS,
+    FORMAT,
+    MANIFEST,
+    CheckpointError,
+    DamagedCheckpoint,
+    Manifest,
+)
+from torchtitan_lite.checkpoint.plan import (
+    Degrees,
+    Split,
+    TensorRecord,
+    find_coordinates,
+    find_writer,
+    name_file,
+)
+from torchtitan_lite.config.extensions import load_extension
+
+OLD_FORMAT = 3  # a list of slices for each tensor
+OLD_READER = "checkpoint_format_3"  # the extension that reads it
+
+
+class Slice(NamedTuple):
+    """One stored slice of a tensor."""
+
+    file: str
+    offsets: Sequence[int]  # index of the first element in the full tensor
+    sizes: Sequence[int]
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read the manifest of the checkpoint `folder`. Opens no other file but the checksums.
+
+    Raises DamagedCheckpoint if one of them is missing or has changed, and CheckpointError if this process cannot read
+    it.
+    """
+    path = folder / MANIFEST
+    try:
+        content = path.read_bytes()
+        # stop reading at the manifest, which is among the first lines
+        named = (digest for name, digest in iterate_checksums(folder) if name == MANIFEST)
+        expected = next(named, None)
+    except FileNotFoundError as error:
+        if path.exists():
+            raise DamagedCheckpoint(f"{error.filename} is missing") from None
+        raise CheckpointError(f"{folder} is not a checkpoint: {error}") from None
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error}") from None
+    if hashlib.sha256(content).hexdigest() != expected:
+        raise DamagedCheckpoint(f"{path} has changed since it was written: see {CHECKSUMS}")
+    raw = json.loads(content)
+    if raw["format"] == FORMAT:
+        raw["tensors"] = {name: parse_record(*line) for name, line in raw["tensors"].items()}
+    elif raw["format"] == OLD_FORMAT:
+        raw["tensors"] = load_extension(OLD_READER).parse_records(raw["tensors"])
+    else:
+        supported = f"but this version reads formats {OLD_FORMAT} and {FORMAT}"
+        raise CheckpointError(f"{folder} has format {raw['format']}, {supported}")
+    return Manifest(**raw)
+
+
+def parse_record(
+    dtype: str, shape: list[int], stage: int, splits: list[list], copy: int
+) -> TensorRecord:
+    """Return the line of a tensor, from JSON."""
+    cuts = [Split(dim, tuple(mesh_dims)) for dim, mesh_dims in splits]
+    return TensorRecord(dtype, shape, stage, cuts, copy)
+
+
+def find_slices(
+    manifest: Manifest, name: str, offsets: Sequence[int], sizes: Sequence[int]
+) -> Iterator[Slice]:
+    """Yield the stored slices that overlap a box of a tensor."""
+    record = manifest.tensors[name]
+    if manifest.format == OLD_FORMAT:
+        return load_extension(OLD_READER).list_slices(record, offsets, sizes)
+    host = None
+    if manifest.host:
+        first, last = manifest.host
+        host = range(first, last + 1)
+    return list_slices(record, manifest.mesh, offsets, sizes, host)
+
+
+def list_slices(
+    record: TensorRecord,
+    degrees: Degrees,
+    offsets: Sequence[int],
+    sizes: Sequence[int],
+    among: range | None = None,
+) -> Iterator[Slice]:
+    """Yield the stored slices that overlap a box of the tensor.
+
+    If `among` is given (see find_writer), slices that none of its ranks has are left out.
+    """
+    by_dim = []
+    for dim, length in enumerate(record.shape):
+        splits = [split for split in record.splits if split.dim == dim]
+        stop = offsets[dim] + sizes[dim]
+        by_dim.append(list_cuts(0, length, splits, degrees, offsets[dim], stop))
+    for chosen in product(*by_dim):
+        at = {"pp": record.stage}
+        for coordinates, _, _ in chosen:
+            at |= coordinates
+        writer = find_writer(record, degrees, at, among)
+        if writer is not None:
+            begin = [first for _, first, _ in chosen]
+            yield Slice(name_file(writer), begin, [length for _, _, length in chosen])
+
+
+def list_cuts(
+    begin: int, length: int, splits: Sequence[Split], degrees: Degrees, first: int, stop: int
+) -> Iterator[tuple[dict[str, int], int, int]]:
+    """Yield the slices of one dim that overlap first .. stop - 1: coordinates of a rank, first element, length.
+
+    The elements from `begin` on are cut by the first split, each of these slices by the second one, and so on.
+    """
+    if not splits:
+        if max(begin, first) < min(begin + length, stop):
+            yield {}, begin, length
+        return
+    split, *rest = splits
+    n = prod(degrees[mesh_dim] for mesh_dim in split.mesh_dims)
+    size = max(1, ceil(length / n))
+    least = max(0, (first - begin) // size)
+    most = min(n, ceil((stop - begin) / size))
+    for index in range(least, most):
+        start = index * size
+        own_length = min(size, length - start)
+        at = find_coordinates(index, split.mesh_dims, degrees)
+        for others, one, extent in list_cuts(begin + start, own_length, rest, degrees, first, stop):
+            yield at | others, one, extent
+
+
+def require_files(folder: Path) -> None:
+    """Compare the names in the folder with the checksums. Opens no file. Raises DamagedCheckpoint."""
+    missing = sorted(read_checksums(folder).keys() - set(os.listdir(folder)))
+    if missing:
+        others = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise DamagedCheckpoint(f"{folder / missing[0]} is missing{others}")
+
+
+def read_checksums(folder: Path) -> dict[str, str]:
+    """Return file name -> hash. Raises OSError."""
+    return dict(iterate_checksums(folder))
+
+
+def iterate_checksums(folder: Path) -> Iterator[tuple[str, str]]:
+    """Yield the name of each file, and its hash. Raises OSError."""
+    with open(folder / CHECKSUMS, errors="replace") as file:
+        for line in file:
+            digest, _, name = line.rstrip("\n").partition("  ")
+            yield name, digest
+
+
+def require_undamaged(folder: Path, part: int = 0, n_parts: int = 1) -> None:
+    """Hash part number `part` of `n_parts` of the files. Raises DamagedCheckpoint, which names the changed files."""
+    checksums = read_checksums(folder)
+    names = sorted(checksums)[part::n_parts]
+    if damage := files.find_damage({folder / name: checksums[name] for name in names}):
+        raise DamagedCheckpoint("; ".join(damage))

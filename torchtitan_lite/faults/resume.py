@@ -1,0 +1,151 @@
+"""Resume from the newest checkpoint or snapshot, or load checkpoint.initial_load_path.
+
+    the run                          starts from
+    with checkpoint.load_step        that checkpoint, or is refused. A run that has continued from there: see next row
+    restarted by torchrun            the newest checkpoint or snapshot that all ranks can open
+    in the folder of an earlier run  the same
+    other                            checkpoint.initial_load_path, if set
+
+With job.overwrite, the files of the earlier run are already deleted, and its snapshots belong to another run. Nothing
+else is renamed or deleted until a state has been loaded. Then damaged newer checkpoints are renamed, and snapshots that
+do not belong to this run any more are deleted. With checkpoint.load_only nothing is.
+"""
+
+import json
+import logging
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from torchtitan_lite.build import Run
+from torchtitan_lite.checkpoint.continued import check_continued, excludes_moments
+from torchtitan_lite.checkpoint.format import CheckpointError, Manifest
+from torchtitan_lite.checkpoint.load import (
+    Saved,
+    create_optimizer_state,
+    load_newest,
+    set_step,
+)
+from torchtitan_lite.checkpoint.ranks import do_on_rank_0, raise_on_all_ranks
+from torchtitan_lite.checkpoint.save import name_tensors, name_weights
+from torchtitan_lite.checkpoint.starting_weights import describe_checkpoint, names_step
+from torchtitan_lite.config.extensions import load_extension
+from torchtitan_lite.config.messages import ConfigError
+from torchtitan_lite.models.registry import CONFIG
+
+logger = logging.getLogger(__name__)
+
+
+def resume(
+    run: Run, steps: list[int], snapshots: Any, group: dist.ProcessGroup, *, restarted: bool
+) -> int:
+    """Load the newest state. Return its step, or 0 for weights without a step. Collective over all ranks.
+
+    `steps`: the checkpoints in the dump folder. Raises as `start_from`.
+    """
+    section = run.config.checkpoint
+    folder = Path(run.config.job.dump_folder) / section.folder
+    snapshotted = snapshots.list_usable() if snapshots else []
+    if names_step(section, steps, restarted):
+        steps = [section.load_step]
+        snapshotted = []
+    checkpoints = [Saved(step, folder / f"step-{step}", group) for step in steps]
+    found = checkpoints + snapshotted
+    if found:
+        newest = max(found, key=lambda saved: saved.step)
+        if newest in snapshotted:
+            check_snapshot(run, snapshots, newest.path)
+        step = restore_run(found, run, group)
+    else:
+        step = load_initial(run, group)
+    damaged = [saved.path for saved in checkpoints if saved.step > step]
+    if not section.load_only:
+        do_on_rank_0(group, lambda: quarantine(damaged))
+    if snapshots:
+        snapshots.forget_after(step)
+    return step
+
+
+def quarantine(damaged: list[Path]) -> None:
+    """Rename damaged checkpoints. Their steps can then be saved again."""
+    for final in damaged:
+        aside = final.with_name(f"{final.name}.damaged")
+        n_earlier = len(list(final.parent.glob(f"{aside.name}*")))
+        if n_earlier:
+            aside = final.with_name(f"{aside.name}-{n_earlier + 1}")
+        logger.error(f"{final} was renamed to {final.rename(aside)}; its steps are trained again")
+
+
+def check_snapshot(run: Run, snapshots: Any, path: Path) -> None:
+    """Print the keys that differ from the run that saved a snapshot. preflight only does so for a checkpoint.
+
+    Raises ConfigError for keys that must not differ, and CheckpointError if the model or the documents differ.
+    """
+    weights = describe_checkpoint(path)
+    problems, notices = check_continued(run.config, weights, documents={})
+    if problems:
+        raise ConfigError(problems)
+    if json.dumps(weights.manifest.fingerprint) != json.dumps(snapshots.manifest.fingerprint):
+        why = f"{path} was saved with another model, tokenizer, or other documents"
+        raise CheckpointError(f"{why}: use the same, or start another run in a job.dump_folder")
+    for notice in notices:
+        logger.info(notice)
+
+
+def restore_run(
+    found: list[Saved], run: Run, group: dist.ProcessGroup, *, is_resumed: bool = True
+) -> int:
+    """Restore the newest of `found` that all ranks can open. Return its step. Collective over `group`.
+
+    `is_resumed`: this run has saved them. Raises CheckpointError; the parameters are then undefined.
+    """
+    create_optimizer_state(run.optimizer)
+    tensors = name_tensors(run.saved, run.optimizer, run.extension_state)
+
+    def choose(manifest: Manifest) -> dict[str, Tensor]:
+        if not excludes_moments(run.config, manifest, is_resumed=is_resumed):
+            return tensors
+        return {name: tensors[name] for name in tensors if name.startswith("model.")}
+
+    loaded, manifest = load_newest(found, choose, group)
+    if excludes_moments(run.config, manifest, is_resumed=is_resumed):
+        logger.info("the optimizer starts with new moments (checkpoint.exclude_from_loading)")
+        for parameter in run.parameters.values():
+            run.optimizer.state.pop(parameter, None)
+    set_step(run.lr_scheduler, manifest.step)
+    logger.info(f"resumed from the {loaded.kind} {loaded.path}")
+    return manifest.step
+
+
+def load_initial(run: Run, group: dist.ProcessGroup) -> int:
+    """Load checkpoint.initial_load_path if it is set. Return the step of its optimizer state, or 0. Collective.
+
+    preflight has already compared the config with the checkpoint. Raises CheckpointError; the parameters are then
+    undefined.
+    """
+    section = run.config.checkpoint
+    if not section.initial_load_path:
+        return 0
+    path = Path(section.initial_load_path)
+    saved = Saved(0, path, group)
+    if (path / CONFIG).is_file():
+        load_weights = load_extension("hugging_face").load_weights
+        raise_on_all_ranks(group, lambda: load_weights(path, run.saved))
+    elif section.initial_load_model_only:
+        load_newest([saved], partial(list_stored, run), group)
+    else:
+        return restore_run([saved], run, group, is_resumed=False)
+    logger.info(f"the run starts from the weights in {path}")
+    return 0
+
+
+def list_stored(run: Run, manifest: Manifest) -> dict[str, Tensor]:
+    """Return the weights to load. A model that differs from the one in the checkpoint may have more of them."""
+    weights = name_weights(run.saved)
+    if manifest.fingerprint["shape"] == asdict(run.parts[0].model_args):
+        return weights
+    return {name: weights[name] for name in weights if name in manifest.tensors}
