@@ -14,7 +14,7 @@ from warm_start import read_losses
 SMALL = """
 --config=debug --model.n_layers=2 --model.dim=64 --model.n_heads=4 --model.n_kv_heads=2 --model.head_dim=16
 --model.ffn_dim=96 --training.seq_len=32 --training.local_batch_size=2 --training.global_batch_size=4
---training.dataset=own_sources --parallelism.tensor_parallel_degree=2 --optimizer.implementation=for-loop
+--training.dataset=own_sources --parallelism.tensor_parallel_degree=2
 """.split()  # the corpus is of the fork "a corpus": smaller than the default
 ONE_SHARD = "--parallelism.data_parallel_shard_degree=1"
 UNSPLIT = [ONE_SHARD, "--parallelism.tensor_parallel_degree=1"]
