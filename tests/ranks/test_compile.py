@@ -7,7 +7,7 @@ import compare
 import pytest
 import torch
 from layouts import CHUNKS, COMPILED, MODE, PP, TP, TWO_LAYERS
-from marks import slow
+from marks import choose_fast
 from torch._dynamo.utils import counters, get_compilation_metrics
 
 from torchtitan_lite import step as stepping
@@ -47,16 +47,13 @@ def list_compiled_by_step(
 
 
 COMPILED_RUNS = {  # name -> ranks, keys
-    "accumulation": (1, {"training.local_batch_size": 2, "training.global_batch_size": 8}),
+    "accumulation, chunks of two sizes": (1, {"training.local_batch_size": 2, **CHUNKS}),
     "tp2, chunks of two sizes": (2, {TP: 2, **CHUNKS}),
     "pp2": (2, {PP: 2, MODE: "none", **CHUNKS}),
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [slow("pp2"), "accumulation", "tp2, chunks of two sizes"],
-)
+@pytest.mark.parametrize("name", choose_fast(COMPILED_RUNS, [*COMPILED_RUNS][:1]))
 def test_nothing_is_compiled_after_the_second_step(pool, name):
     world_size, keys = COMPILED_RUNS[name]
     by_rank = pool.run(list_compiled_by_step, world_size, {**COMPILED, **TWO_LAYERS, **keys})

@@ -162,7 +162,6 @@ def count_step(rank: int, world_size: int, overrides: dict) -> dict:
     }
 
 
-ALONE = (1, {MODE: "none"})
 COUNTED_ALIKE = read_rows("""
 full recompute | 1 | MODE=full
 accumulation | 1 | ACCUMULATION_4
@@ -171,8 +170,12 @@ cp2 x tp2, ep4 | 4 | CP=2 TP=2 EP=4
 """)
 
 
-def test_a_bias_moves_toward_the_mean_load(pool):
-    (alone,) = pool.run(count_step, *ALONE)
+@pytest.fixture(scope="module")
+def alone(pool) -> dict:
+    return pool.run(count_step, 1, {MODE: "none"})[0]
+
+
+def test_a_bias_moves_toward_the_mean_load(alone):
     for load, bias in zip(alone["loads"], alone["biases"].values(), strict=True):
         assert sum(load) == 2 * TOKENS
         direction = (sum(load) / 8 - torch.tensor(load)).sign()
@@ -180,8 +183,7 @@ def test_a_bias_moves_toward_the_mean_load(pool):
 
 
 @pytest.mark.parametrize("name", COUNTED_ALIKE)
-def test_every_layout_counts_each_token_once_and_moves_the_same_biases(pool, name):
-    (alone,) = pool.run(count_step, *ALONE)
+def test_every_layout_counts_each_token_once_and_moves_the_same_biases(pool, alone, name):
     biases = {}
     for rank in pool.run(count_step, *COUNTED_ALIKE[name]):
         assert rank["loads"] == alone["loads"]

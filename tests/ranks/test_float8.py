@@ -95,7 +95,6 @@ def train_steps(rank: int, world_size: int, overrides: dict) -> list[float]:
 SMALL = {**TWO_LAYERS, **EMULATED}
 BATCH_OF_6 = {"training.local_batch_size": 2, "training.global_batch_size": 6}
 GATHERED = {
-    "dp2": (2, {}),
     "dp3, rows that 3 does not divide": (3, BATCH_OF_6),
     "dp2 x tp2": (4, {TP: 2}),
     "hsdp2x2": (4, {REPLICATE: 2}),

@@ -29,6 +29,9 @@ from torchtitan_lite.config.model import resolve_model
 from torchtitan_lite.tools.verify.ranks import RankFailure
 from torchtitan_lite.tools.verify.trial import make_trial, try_precision
 
+# Slow, because other rows hold the parts of these: those of Qwen2, and those with one key/value head.
+HELD = {"tp2", "tp2 rowwise", "pp2 x dp2 x tp2, gathered"}
+
 
 @pytest.mark.parametrize("name", [*FAST, *map(slow, CROSSES)])
 def test_layout_computes_the_single_device_model(pool, tmp_path, name):
@@ -36,15 +39,13 @@ def test_layout_computes_the_single_device_model(pool, tmp_path, name):
     assert trial.faults == {}
 
 
-@pytest.mark.parametrize("name", BFLOAT16_LAYOUTS)
+@pytest.mark.parametrize("name", choose_fast(BFLOAT16_LAYOUTS, BFLOAT16_LAYOUTS.keys() - HELD))
 def test_layout_rounds_to_bfloat16_where_one_rank_does(pool, tmp_path, name):
     reduction = compare.reduce_row(BFLOAT16_LAYOUTS[name])
     assert try_precision("bfloat16", reduction, pool.run, tmp_path).faults == {}
 
 
-@pytest.mark.parametrize(
-    "name", choose_fast(FLOAT8_LAYOUTS, FLOAT8_LAYOUTS.keys() - {"pp2 x dp2 x tp2, gathered"})
-)
+@pytest.mark.parametrize("name", choose_fast(FLOAT8_LAYOUTS, FLOAT8_LAYOUTS.keys() - HELD))
 def test_layout_rounds_to_float8_where_one_rank_does(pool, tmp_path, name):
     reduction = compare.reduce_row(FLOAT8_LAYOUTS[name])
     assert try_precision("float8", reduction, pool.run, tmp_path).faults == {}

@@ -9,7 +9,7 @@ import checkpoints
 import compare
 import pytest
 from layouts import ADAMW, BIASES, CP, HEAD_NORMS, MODE, ONE_HEAD, PP, TP, TWO_LAYERS, Row
-from marks import slow
+from marks import choose_fast
 from safetensors.torch import load_file
 from test_hugging_face_ranks import load_shards, save_theirs
 
@@ -23,6 +23,7 @@ LR = {"lr_scheduler.warmup_steps": 4, "lr_scheduler.total_steps": 10, MODE: "non
 COMMON = {**TWO_LAYERS, **ADAMW, **LR}
 SIXTEEN = {"model.n_heads": 16, "model.dim": 128, "model.n_kv_heads": 4}
 CASES = {  # ranks, degrees, model
+    "Qwen3 on tp4": (4, {TP: 4}, {"model.n_kv_heads": 2, **HEAD_NORMS}),
     "Qwen3 on tp8": (8, {TP: 8}, SIXTEEN | HEAD_NORMS),
     "Llama on tp8": (8, {TP: 8}, {"model.n_kv_heads": 2}),
     "Qwen2 on tp8, Muon": (
@@ -53,10 +54,9 @@ for dim, key in {"pp2": PP, "cp2": CP}.items():
     for family in FAMILIES:
         model = MODELS_ON_8[f"{family}, 16 heads, 4 KV heads"]
         CASES[f"{family} on {dim} x tp8"] = (16, {key: 2, TP: 8}, model)
-SLOW = CASES.keys() - {"Qwen3 on tp8"}
 
 
-@pytest.mark.parametrize("name", [slow(name) if name in SLOW else name for name in CASES])
+@pytest.mark.parametrize("name", choose_fast(CASES, ["Qwen3 on tp4"]))
 def test_losses_and_checkpoints_are_those_of_one_process(pool, tmp_path, name):
     """Five losses on both; a checkpoint of either opens on the other with every element equal."""
     n_ranks, degrees, model = CASES[name]
@@ -85,16 +85,16 @@ def test_losses_and_checkpoints_are_those_of_one_process(pool, tmp_path, name):
         assert opened[0][1] == alone
 
 
-OF_EACH_FAMILY = ["Qwen2, 8 heads, 2 KV heads", "Qwen3, 16 heads, 4 KV heads"]
-OTHERS = [slow(name) for name in MODELS_ON_8 if name not in OF_EACH_FAMILY]
+OF_EACH_FAMILY = ["Qwen2, 8 heads, 2 KV heads", "Qwen3, 8 heads, 2 KV heads"]  # on four ranks
 
 
-@pytest.mark.parametrize("name", [*OF_EACH_FAMILY, *OTHERS])
+@pytest.mark.parametrize("name", choose_fast(MODELS_ON_8, OF_EACH_FAMILY))
 def test_weights_of_transformers_come_back_bit_equal(pool, tmp_path: Path, name):
-    keys = {**TWO_LAYERS, TP: 8, "flavor.norm_eps": 1e-6, **MODELS_ON_8[name]}
+    n_ranks = 4 if name in OF_EACH_FAMILY else 8
+    keys = {**TWO_LAYERS, TP: n_ranks, "flavor.norm_eps": 1e-6, **MODELS_ON_8[name]}
     args = compare.resolve_model(compare.override(compare.TABLE_CONFIG, keys).model)
     theirs = save_theirs(tmp_path / "theirs", args)
-    loaded = pool.run(load_shards, 8, keys, str(theirs))[0][0]
+    loaded = pool.run(load_shards, n_ranks, keys, str(theirs))[0][0]
     tokenizer = load_tokenizer("bytes")
     source = ModelSource(theirs, args, "causal", tokenizer, frozenset(), None, {}, None)
     convert.write_folder(source, tmp_path / "ours", "float32", loaded.__getitem__)

@@ -88,9 +88,9 @@ LAYOUTS = {
     ),
     "pp2 x dp2 x tp2": (8, {PP: 2, TP: 2, BATCH: 4, **EVERY_SECOND, "model.n_layers": 4}),
     "pp2, ZeRO 3": (4, {PP: 2, BATCH: 4, ZERO: 3, MODE: "full"}),
-    "pp2, five stages per rank": (
+    "pp2, three stages per rank": (
         4,
-        {PP: 2, BATCH: 4, SCHEDULE: "Interleaved1F1B", LAYERS: 1, "model.n_layers": 8},
+        {PP: 2, BATCH: 4, SCHEDULE: "Interleaved1F1B", LAYERS: 1, "model.n_layers": 4},
     ),
     "norm and head alone": (
         12,
@@ -186,7 +186,7 @@ LARGE = [  # config | GPUs | keys | pp rank | microbatches | error
     ("llama3_8b", 8, [f"--{TP}=2", "--optimizer.moments_dtype=bfloat16", *SHORT], 0, 1, 0.03),
     ("llama3_8b", 8, [f"--{PP}=4", *SHORT, "--training.local_batch_size=8", *SGD], 1, 8, 0.03),
     ("llama3_8b", 8, [f"--{PP}=2", f"--{DTYPE}=float32", *SHORT], 1, 1, 0.03),
-    ("qwen3_30b_a3b", 64, ["--model.n_layers=12"], 0, 1, 0.03),
+    ("qwen3_30b_a3b", 64, ["--model.n_layers=4"], 0, 1, 0.03),
     ("qwen3_30b_a3b", 64, [f"--{TP}=8", f"--{MODE}=none", "--model.n_layers=4"], 0, 1, 0.03),
     ("qwen3_30b_a3b", 64, [f"--{TP}=8", f"--{MODE}=selective", "--model.n_layers=4"], 0, 1, 0.03),
     ("llama3_8b", 8, [f"--{TP}=4", "--model.n_kv_heads=2", *SHORT], 0, 1, 0.03),

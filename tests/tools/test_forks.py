@@ -66,13 +66,20 @@ CERTIFIED = [  # the slow walks certify each fork on dp2 x tp2 and on pp2
 CALLS = """
 import contextlib, io, json, sys, traceback
 from torchtitan_lite.__main__ import main
+from unittest.mock import patch
+from torchtitan_lite.tools.verify import command
 from torchtitan_lite.tools.verify.ranks import RankPool
 import warm_start
 
+list_trials = command.list_trials
+
 def call(tool, args):
-    if tool != "train":
-        return main([tool, *args])
-    return max(pool.run(warm_start.start, args[0], args[1:]))
+    if tool == "train":
+        return max(pool.run(warm_start.start, args[0], args[1:]))
+    if tool == "verify wide":
+        with patch.object(command, "list_trials", lambda *of: {"wide": list_trials(*of)["wide"]}):
+            return main(["verify", *args])
+    return main([tool, *args])
 
 pool = RankPool()
 answers = {}
@@ -116,13 +123,13 @@ def answers(checkout) -> Answers:
     for name, place in [*CERTIFIED, ("an inner attention", "under cp")]:
         layout, n_ranks = PLACES[place]
         keys = [*SMALL, *FORKS[name].keys, *layout]
-        calls[f"verify {name} {place}"] = ["verify", *keys, f"--ranks={n_ranks}"]
+        calls[f"verify {name} {place}"] = ["verify wide", *keys, f"--ranks={n_ranks}"]
     teacher = [*SMALL, *FORKS["a teacher"].keys, "--gpus=4"]
     calls["explain of a teacher"] = ["explain", *teacher]
     for name, (_, fork) in BROKEN.items():
         keys = [*SMALL, *fork.keys, ONE_SHARD]
         calls[f"explain {name}"] = ["explain", *keys, "--gpus=2"]
-        calls[f"verify {name}"] = ["verify", *keys, "--ranks=2"]
+        calls[f"verify {name}"] = ["verify wide", *keys, "--ranks=2"]
     train = [*SMALL, "--checkpoint.enable", "--metrics.log_freq=1", "--validation.no_enable"]
     train.append(ONE_SHARD)
     calls["llama"] = ["train", 2, *train, "--job.dump_folder=llama", "--training.steps=2"]
@@ -133,7 +140,7 @@ def answers(checkout) -> Answers:
         calls[f"check {run}"] = ["check", *keys, "--gpus=2"]
         calls[run] = ["train", 2, *keys]
     calls["plan "] = ["plan", *SMALL, "--gpus=4", "--json"]
-    calls["verify of a teacher"] = list_walk(("a teacher",))["verify"]
+    calls["verify of a teacher"] = ["verify wide", *list_walk(("a teacher",))["verify"][1:]]
     for what, (name, keys, _) in CANNOT.items():
         calls[f"refuse {what}"] = ["check", *SMALL, *FORKS[name].keys, *keys, "--gpus=4"]
     return run_calls(checkout, calls)

@@ -40,7 +40,6 @@ except UserError as error:
 
 MET = "met over lo"
 HOSTS = {  # NNODES, learning rate and MAX_RESTARTS of each host, and what each says
-    "equal": ("2", ["0.1 1", "0.1 1"], [MET, MET]),
     "restarts": (
         "2",
         ["0.1 1", "0.1 3"],

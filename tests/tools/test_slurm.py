@@ -122,12 +122,6 @@ def test_a_job_before_its_limit_saves_is_queued_again_and_resumes(cluster, tmp_p
     assert cluster.calls().count("scontrol") == 1, "a run that has ended is not queued again"
     assert list(read_losses(folder)) == [*range(1, STEPS + 1)]
 
-    job = cluster.start(*keys, "--training.steps=90", SLURM_RESTART_COUNT="2")
-    read_until(job, "mesh ")
-    job.send_signal(signal.SIGUSR1)
-    output = finish(job, status=143)
-    assert "saved no step" in output and cluster.calls().count("scontrol") == 1
-
 
 @pytest.mark.parametrize(
     "received, status, saved, calls",

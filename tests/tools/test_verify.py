@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections import defaultdict
 from dataclasses import fields, replace
@@ -30,16 +28,16 @@ from layouts import (
 )
 from marks import choose_fast
 from mutant_table import put_in_place
-from mutants import MUTANTS, apply_mutant, try_mutant
+from mutants import MUTANTS, try_mutant
 
-from torchtitan_lite import REPOSITORY, build
+from torchtitan_lite import build
 from torchtitan_lite.config.checks import plan_layout
 from torchtitan_lite.config.model import MODEL_SIZES
 from torchtitan_lite.config.model_rows import ModelArgs, MoEArgs
 from torchtitan_lite.config.reader import KEYS, read_config
 from torchtitan_lite.config.schema import Config, get_value, with_value
 from torchtitan_lite.parallel import activation_checkpoint, context_parallel, parallelize
-from torchtitan_lite.tools.verify import train_py
+from torchtitan_lite.tools.verify import command, train_py
 from torchtitan_lite.tools.verify.command import (
     NO_RESULT,
     changes_results,
@@ -50,15 +48,15 @@ from torchtitan_lite.tools.verify.command import (
 )
 from torchtitan_lite.tools.verify.ranks import RankPool
 from torchtitan_lite.tools.verify.reduction import choose_other_layout, override, reduce_config
-from torchtitan_lite.tools.verify.trial import Trial, make_trial
+from torchtitan_lite.tools.verify.trial import Culprit, Trial, make_trial
 from torchtitan_lite.tools.verify.witnesses import WITNESSES
 
 TP2 = ("--config", "debug", f"--{TP}=2", f"--{SHARD}=1")
 # One of each kind. The others: `tests/run.sh --all`.
 DEFAULT = """
-clip_norm_forgets_pp loss_averaged_per_rank replicas_not_reduced gradients_averaged_instead_of_summed
+clip_norm_forgets_pp replicas_not_reduced
 hidden_states_rounded_between_stages loads_of_own_tokens another_beta_on_one_rank infinity_counts_as_finite
-odd_rows_lose_a_token layers_in_the_order_of_text experts_saved_in_another_order tp_peers_read_other_rows
+odd_rows_lose_a_token layers_in_the_order_of_text loss_of_rank_0_logged
 moments_forgotten_by_a_resume gradients_reduced_in_bfloat16 scales_of_the_step_before owner_forgets_to_send
 """.split()
 
@@ -80,31 +78,24 @@ def reduce(*args: str):
     return reduce_config(given.config, 2)
 
 
-def test_the_command_certifies_a_config_from_a_cold_start():
-    command = [sys.executable, "-m", "torchtitan_lite", "verify", *TP2, "--ranks=2"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    first, *rest = done.stdout.splitlines()
-    assert first.startswith("certified: debug on tp2, 2 ranks") and len(rest) < 50
-    assert "seq_len 128 -> 42" in done.stdout and "the model file" in done.stdout
-    assert all(f"{name}, " in done.stdout for name in ("wide", "deep", "train.py", "bfloat16"))
-
-
 # ---------------------------------------------------------------- the verdict
 
 
-def test_a_wrong_layout_ends_with_its_first_fault(pool, tmp_path):
-    run_ranks = compare.ranks_inside(pool, partial(apply_mutant, "loss_counted_by_every_tp_rank"))
+def test_a_wrong_layout_ends_with_its_first_fault(monkeypatch, tmp_path):
     reduction = reduce()
-    trials = make_trials(reduction, run_ranks, tmp_path)
+    faults = {}
+    for kind in ("module output", "loss"):
+        faults[kind] = Culprit(kind, "output", f"{kind}: output, off by 1")
+    wrong = Trial("wide", {"loss": (1.0, 1e-5)}, faults, ran=((reduction.config, {}),))
+    calls = {"wide": lambda: wrong, "deep": pytest.fail}
+    monkeypatch.setattr(command, "list_trials", lambda *_: calls)
+    trials = make_trials(reduction, None, tmp_path)
     text = json.dumps(make_report("debug", reduction, trials), default=str)
     report = json.loads(text)
     (trial,) = report["trials"]
     assert (report["verdict"], trial["name"]) == ("wrong", "wide")
     assert report["not_covered"]["training.seq_len"] == [128, 42]
     assert trial["faults"]["module output"]["name"] == "output" and "loss" in trial["faults"]
-    error, bound = trial["measures"]["loss"]
-    assert error > bound
     first, second, third, *_ = describe(report).splitlines()
     assert first.startswith("wrong: debug on tp2") and "trial wide" in second
     assert "module output: output, off by" in third
@@ -163,6 +154,7 @@ def test_every_key_that_a_trial_replaces_is_in_the_certificate(pool, tmp_path):
     report = make_report("debug", reduction, trials)
     text = describe(report)
     assert report["verdict"] == "certified", text
+    assert text.startswith("certified: debug on dp_shard2, 2 ranks") and "seq_len 128 -> " in text
     assert configs.keys() == {"wide", "deep", "train.py", "bfloat16"}
     for trial in report["trials"]:
         for config in configs[trial["name"]]:
