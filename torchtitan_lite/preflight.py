@@ -291,7 +291,7 @@ def check_tokenizer(config: Config, weights: Weights | None, tokenizer: Tokenize
     else:
         return problems
     if tokenizer.fingerprint != expected:
-        why = f"the weights in {weights.path} were trained with another tokenizer, whose ids mean other words"
+        why = f"the weights in {weights.path} were trained with a different tokenizer: the same ids mean other words"
         remedy = (
             f"Leave it out to use {weights.assets}; if those files have changed since, restore them"
         )
@@ -329,7 +329,7 @@ def check_model_files(
 
 
 def check_vocabulary(problems: Problems, weights: Weights | None, tokenizer: Tokenizer) -> None:
-    """Check that the model has a row for every id that plain text may use.
+    """Check that the embedding has a row for every id that plain text may contain.
 
     Conversations also have special tokens: a batch with an id that has no row is refused when it is read.
     """

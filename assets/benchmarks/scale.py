@@ -242,7 +242,7 @@ class Messages:
 
 
 def write_header(path: Path, slices: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Replace save_file: the header of a safetensors file, without data."""
+    """Write only the header of a safetensors file, without data. Replaces save_file."""
     header: dict[str, Any] = {"__metadata__": metadata}
     at = 0
     for name, tensor in slices.items():

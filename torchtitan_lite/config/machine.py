@@ -79,7 +79,7 @@ WITHOUT_FLOAT8 = r"\b(V100|T4|A100|A800|A40|A30|A16|A10|A10G|A2|GeForce RTX [23]
 def explain_misfit(machine: Machine, cuda: str | None, install: str) -> tuple[str, str] | None:
     """Return why a torch built for this CUDA cannot use the GPUs of `machine`, and a remedy. Return None if it can.
 
-    `install` is the command, or the advice, that installs torch from OLDER_INDEX.
+    `install` is a command or a sentence that says how to install torch from OLDER_INDEX.
     """
     if not machine.driver or not cuda:
         return None

@@ -221,7 +221,7 @@ def count_elements(by_rank: list[list]) -> list[int]:
 
 
 def newton_schulz(matrix: Tensor) -> Tensor:
-    """Return (..., rows, columns) with all singular values moved to about 1. The smallest grow 3.4445^5 = 485 times."""
+    """Return (..., rows, columns) with all singular values moved to about 1. Small values grow 3.4445^5 = 485 times."""
     rows, columns = matrix.shape[-2:]
     if rows > columns:
         return newton_schulz(matrix.mT).mT

@@ -163,7 +163,7 @@ def list_special_names(config: dict) -> list[str]:
 
 def find_eos(folder: Path, config: JsonObject, ids: dict[str, int]) -> int:
     """Return the id of eos_token. As in transformers, special_tokens_map.json comes first, unless tokenizer_config.json
-    has added_tokens_decoder. Without a name, it is the id that ends a text in transformers' `generate`.
+    has added_tokens_decoder. If eos_token has no name, use the id that ends a text in transformers' `generate`.
 
     Raises ValueError.
     """

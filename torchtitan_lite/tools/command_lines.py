@@ -129,7 +129,7 @@ each of NNODES hosts like this one. check needs no package.""",
         (
             Option("--gpus", "check a run on this many GPUs elsewhere", ranks),
             GPU,
-            Option("--keys", "print all keys, or those whose names start so", str, nargs="*"),
+            Option("--keys", "print all keys, or the keys that start with these", str, nargs="*"),
         ),
         {"without --gpus": "--gpu"},
     ),

@@ -8,7 +8,7 @@ NODE_RANK=0    tells every host which hosts differ from it, and in which setting
 a signal       a host that receives a signal before it has met the other hosts connects to tell them
 at the end     the first host that fails writes why; the others repeat it
 
-With NNODES=2:4, ranks start when two hosts are there, and a host may join later. So a host whose settings differ is
+With NNODES=2:4, ranks start when two hosts have met, and a host may join later. So a host whose settings differ is
 refused alone. Otherwise all hosts end with the reason and status of the refused host. This matters because Slurm
 reports the largest exit status: if it ended a host because another host was refused, it would report 143.
 """
@@ -175,7 +175,7 @@ def telling_signals() -> Iterator[None]:
 
 
 def tell_signal(number: int) -> None:
-    """Tell the other hosts a signal that this host received before it met them. NODE_RANK=0 may not be there yet."""
+    """Tell the other hosts a signal that this host received before it met them. NODE_RANK=0 may not listen yet."""
     handle_signals(signal.SIG_IGN)
     c10d = importlib.import_module("torch.distributed")
     timeout = timedelta(seconds=TELL_WITHIN_S)

@@ -1,4 +1,4 @@
-"""Say which rank makes the others wait: during a run, or afterwards from the files that hanging ranks wrote.
+"""Name the rank that the others wait for: during a run, or afterwards from the files that hanging ranks wrote.
 
     FOLDER/hang/restart-N/rank-00003.json      faults/hang_watch.py
     FOLDER/hang/restart-N/failed-00003.json    the same, of a rank that ended because another one did

@@ -145,7 +145,7 @@ def write_page(
 
 
 def compare_runs(series: list[Series], keys: list[str]) -> str:
-    """Draw a table of the final results and of these keys, a column for each curve."""
+    """Draw a table of the final results and of these keys, with one column per curve."""
     columns = [["", "runs", *AXES, *FINAL_FIELDS, *keys]]
     for each in series:
         last_places = []

@@ -97,7 +97,7 @@ def relative_error(
     roundings: int = 0,
     forgives: bool = False,
 ) -> float:
-    """Return ||own - right|| relative to this slice's share of ||unit|| (default: `whole`). If it is 0, own must be 0.
+    """Return ||own - right|| over this slice's share of ||unit|| (default: `whole`). If the share is 0, own must be 0.
 
     An error of `roundings` fp32 roundings per element counts as 0. If `forgives` is true, the largest errors do not
     count: two elements, plus 0.1 % of all elements. In bfloat16, one element in ten thousand rounds differently.
@@ -205,7 +205,7 @@ def choose_positions(section: LRScheduler) -> list[int]:
 
 
 class PlainAttention(InnerAttention):
-    """Attention within documents and windows, and to sinks: an explicit mask, and the softmax written out."""
+    """Attention with documents, windows and sinks, by an explicit mask and a hand-written softmax."""
 
     def __init__(self, replaced: InnerAttention, *, uses_documents: bool):
         super().__init__()
@@ -451,7 +451,7 @@ def round_differently(
 
 @torch.no_grad()
 def measure_noise(config: Config, steps: list[PlainStep], rounding: float = ROUNDING) -> Noise:
-    """Measure how much gradients change if weights are rounded differently: much, if the terms of a sum cancel."""
+    """Measure how much gradients change if weights are rounded differently: a lot if the terms of a sum cancel."""
     plain = PlainModel(config)
     generator = torch.Generator().manual_seed(0)
     tensors = plain.model.state_dict()
