@@ -4,7 +4,7 @@
 
 Most columns of the file are fields of ModelArgs, MoEArgs, Layout and Workload. `engine`: deepspeed is slower by a
 factor (fit), and its memory is the driver's. Rows with the evidence "recalled" are in no fit and no figure.
-A stack is the code that ran: all of its rows are left out together. Rows with experts count in the fit like others.
+A stack is a code base: all of its rows are left out together. The fit weights rows with experts like all other rows.
 """
 
 import csv

@@ -190,7 +190,7 @@ def plan_float8(
 
 
 def is_small_for_float8(n_out: int, n_in: int, recipe_name: str) -> bool:
-    """Whether rounding costs more time than the float8 matmul saves. torchao's thresholds, measured on an H100."""
+    """Return whether rounding costs more time than float8 saves, by torchao's thresholds, measured on an H100."""
     if recipe_name == "tensorwise":
         return n_out <= 1024 and n_in <= 4096
     return n_out <= 2048 or n_in <= 1024 or (n_out <= 4096 and n_in <= 2048)

@@ -1,4 +1,4 @@
-"""What is known about a device by its name: peak FLOP/s, float8, builds of torch. tools/detect.py asks the driver."""
+"""Facts about a device, by its name: peak FLOP/s, float8, builds of torch. tools/detect.py asks the driver."""
 
 import re
 from dataclasses import dataclass

@@ -165,12 +165,12 @@ def find_key(written: str) -> str:
 
 
 def is_switch(key: str) -> bool:
-    """Whether the key exists here, or turns on a feature of torchtitan."""
+    """Return whether the key exists here, or turns on a feature of torchtitan."""
     return key in KEYS or key in load_extension(OLD_KEYS).ABSENT
 
 
 def is_known_section(start: str) -> bool:
-    """Whether a key begins so, here or in torchtitan, such as "training."."""
+    """Return whether a key here or in torchtitan begins with this text, such as "training."."""
     extension = load_extension(OLD_KEYS)
     names = (*KEYS, *extension.ABSENT, *extension.SETTINGS, *extension.ALIASES, "float8.", "mx.")
     return any(name.startswith(start) for name in names)

@@ -213,7 +213,7 @@ def read_when_set(store: Any, key: str, what: str) -> str:
 
 
 def compare_hosts(store: Any, facts: dict[str, object], n_hosts: int) -> str:
-    """Wait for the hashes of all hosts. Return a text: which hosts differ from this host, and how. "" if none does.
+    """Wait for the hashes of all hosts. Return which hosts differ from this host, and how; "" if no host differs.
 
     A host sets its facts before its hash, and only if they differ.
     """
@@ -304,7 +304,7 @@ def wait_until(is_ready: Callable[[], Any], what: str) -> Any:
 
 
 def claim_cause(store: Any, key: str, status: int, reason: str) -> tuple[int, str]:
-    """Return exit status and reason of the first host that gave a reason for `key`, or of this host if none did.
+    """Return exit status and reason of the first host that gave a reason for `key`, or of this host if no host did.
 
     `reason` is the reason of this host, or "". The returned reason names its host.
     """
@@ -317,7 +317,7 @@ def claim_cause(store: Any, key: str, status: int, reason: str) -> tuple[int, st
 
 
 def agree_on_cause(store: Any, status: int, reason: str) -> tuple[int, str]:
-    """Return the exit status and the reason of the host that failed first, or of this host if none failed."""
+    """Return the exit status and the reason of the host that failed first, or of this host if no host failed."""
     with suppress(RuntimeError):  # NODE_RANK=0 has ended, or this host is cut off
         first, cause = claim_cause(store, "cause", status, reason if status == 1 else "")
         if first == 1 and status:

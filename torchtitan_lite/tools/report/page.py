@@ -56,7 +56,7 @@ PLOTS = {  # title -> field, field of the dashed curve, whether the axis starts 
 
 
 class Series(NamedTuple):
-    """What one curve shows: a run, or the mean and the spread of several."""
+    """The data of one curve: a run, or the mean and the spread of several runs."""
 
     name: str
     color: str

@@ -62,7 +62,7 @@ Noise = dict[
 
 @dataclass
 class Seen:
-    """What one rank found."""
+    """The findings of one rank."""
 
     coordinates: Coordinates
     errors: dict[Key, float] = field(default_factory=dict)
@@ -237,7 +237,7 @@ MASKED_ATTENTIONS = (DocumentAttention, WindowedAttention)
 
 
 def has_formula(inner: InnerAttention) -> bool:
-    """Whether this file or torch also computes this attention. If not, the plain loop calls the model's own code."""
+    """Return whether this file or torch computes this attention too; else the plain loop calls the model's code."""
     kind, *bases = type(inner).__mro__
     if bases[0] is GatheringAttention:
         kind = bases[1]
@@ -359,7 +359,7 @@ class PlainModel:
         return self.model(batch.tokens, **fields, **options)
 
     def finds_own_loss(self, batch: Batch) -> bool:
-        """Whether the loss is more than one call of the shared head: a fork may add to it, or have another head."""
+        """Return whether the loss is more than one call of the head: a fork may add terms, or a second head."""
         head = self.model.output
         calls = []
         hook = head.register_forward_hook(lambda *call: calls.append(call[-1]))

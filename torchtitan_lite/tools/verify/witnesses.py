@@ -269,7 +269,7 @@ def runs_schedule(step: Observed) -> bool | None:
 
 
 def rotates(step: Observed) -> bool | None:
-    """Whether keys are rotated as asked: only the ring exchanges them by all-to-all.
+    """Return whether keys are rotated as asked: only the ring exchanges them by all-to-all.
 
     A Scatter of tp also uses one all-to-all. With ep > 1, experts use many, so the answer is no.
     """
