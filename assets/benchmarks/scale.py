@@ -64,7 +64,7 @@ DTYPES = {"float32": ("F32", 4), "bfloat16": ("BF16", 2), "int64": ("I64", 8)}
 
 
 class Cost(NamedTuple):
-    """What one rank does to save or load."""
+    """The costs of one rank in a save or a load."""
 
     metadata_bytes: int  # read or written
     files: int  # opened

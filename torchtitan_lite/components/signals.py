@@ -37,7 +37,7 @@ COPIES_ARRIVE_WITHIN_S = 5.0
 
 
 class Phase(Enum):
-    """What a signal does to a rank. The faults/hang_watch.py of a run knows its phase."""
+    """The effect of a signal on a rank, by the phase of the run that faults/hang_watch.py tracks."""
 
     START = "ends it, because there is nothing to save before the end of the first step"
     STEPS = "ends the run after a step"

@@ -101,7 +101,7 @@ class Snapshots(CheckpointSaver):
         return int(lowest)
 
     def has_shards(self, step: int, weights: dict[str, Tensor]) -> bool:
-        """Return whether the snapshot of a step has every shard of this rank. This is so if the layout is the same."""
+        """Return whether the snapshot of a step has every shard of this rank. True on the same layout."""
         try:
             manifest = read_manifest(self.folder / f"step-{step}")
         except CheckpointError:

@@ -83,7 +83,7 @@ KEYS = [
 
 @dataclass
 class Fault:
-    """A fault and its consequences: a row of the score card."""
+    """One row of the score card: a fault and its consequences."""
 
     kind: str  # a key of KINDS
     seed: int  # also chooses the weight and the bit
