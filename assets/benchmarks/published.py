@@ -132,7 +132,7 @@ class OtherTime(StepTime):
         return self.expose("ep", seconds, seconds) if w.overlaps_ep else seconds
 
     def once_bytes(self, n: float) -> float:
-        """Return the bytes for one of n places, if a token is sent once to each place that has one of its experts."""
+        """Return the bytes to one of n ranks or nodes, if each receives a token once for all experts there."""
         top_k = self.workload.args.moe.top_k
         return self.workload.rows_bytes / top_k * (1 - (1 - 1 / n) ** top_k)
 

@@ -323,7 +323,7 @@ def count_read() -> int:
 
 
 def measure(name: str, n_ranks: int) -> dict[str, Cost]:
-    """Return the costs of saving on the shipped layout, and of resuming on it and on another one."""
+    """Return the costs of saving on the shipped layout, and of resuming on this and on a different layout."""
     shipped, other = MODELS[name]
     planned = plan(name, n_ranks, shipped)
     rank = n_ranks * 5 // 8 + 1

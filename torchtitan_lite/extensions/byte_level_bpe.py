@@ -6,8 +6,8 @@
     added_tokens    matched as they are written, before the text is normalized: no flag changes that
 
 tiktoken looks a word up, and otherwise merges the two neighbors that form the token with the lowest id. The package
-`tokenizers` applies the first merge in its list. Both give the same ids if the merges are sorted by the ids that they
-form, and if merging the bytes of each token gives this token, as in trained files. With `ignore_merges`, the package
+`tokenizers` applies the first merge in its list. Both give the same ids under two conditions, as in trained files: the
+merges are sorted by the ids that they form, and merging the bytes of each token gives this token. With `ignore_merges`, the package
 looks words up too. Tokens that merging does not give are then allowed as words, if the list has all merges that form
 them (695 tokens of Llama 3.1).
 """

@@ -118,8 +118,8 @@ def list_leading(processor: dict) -> list[str]:
 def list_added_tokens(file: dict, configs: list[JsonObject], vocab: dict[str, int]) -> list[dict]:
     """Return the added tokens of tokenizer.json and of the configs in its folder, as transformers does.
 
-    As in the package `tokenizers`, an id in the file has no effect: an entry of the vocabulary keeps its id there, and
-    others follow the vocabulary. Raises UserError.
+    As in the package `tokenizers`, an id in the file has no effect: a token of the vocabulary keeps its id there, and
+    all other tokens follow the vocabulary. Raises UserError.
     """
     tokens = list(file.get("added_tokens") or [])
     for config in configs:

@@ -236,7 +236,7 @@ def read_if_any(path: Path) -> str:
 
 
 def run_rank(work: Callable, args: list[str], folder: Path, spec: RunSpec) -> int:
-    """Return the status of `work(args, folder, spec)`: one rank. If it fails, write why, and end the process."""
+    """Run one rank, `work(args, folder, spec)`, and return its status. If it fails, write why and end the process."""
     faulthandler.enable()  # a crash prints the stacks of all threads
     rank = os.environ["RANK"]
     status = 1

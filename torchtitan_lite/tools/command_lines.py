@@ -47,7 +47,7 @@ class Tool(NamedTuple):
 def parse_command(name: str, args: list[str]) -> Namespace:
     """Return the options of a tool. Exits with status 2 on an error, and with 0 after --help.
 
-    Raises UserError for an option that the tool would ignore beside the others.
+    Raises UserError for an option that has no effect together with the other options.
     """
     tool = TOOLS[name]
     parser = ArgumentParser(

@@ -87,7 +87,7 @@ def choose_float8(
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run on a cluster, with a valid config, and what it costs there."""
+    """A run on a cluster, with a valid config, and its costs there."""
 
     config_name: str
     config: Config
