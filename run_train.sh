@@ -41,7 +41,7 @@ Environment:
                  and https://download.pytorch.org/whl/cpu for CPUs (1 GB)
 
 Several hosts: start the same command on each, with
-  NNODES         number of hosts; 2:4 to go on while hosts are lost and come back (assets/slurm/README.md)
+  NNODES         number of hosts; 2:4 to continue while hosts are lost and return (assets/slurm/README.md)
   NODE_RANK      0 on the host that MASTER_ADDR names, a different number on every other host; torchrun numbers the
                  ranks by host name
   MASTER_ADDR    name or address of the host with NODE_RANK=0

@@ -1,4 +1,4 @@
-"""What a run takes from its host: JSON files that others wrote, hashes, optional packages, and the commit in git."""
+"""Read what a run needs from its host: JSON files of other programs, hashes, optional packages, the git commit."""
 
 import hashlib
 import importlib

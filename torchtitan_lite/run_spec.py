@@ -44,7 +44,7 @@ class RunSpec:
 
     @property
     def where_kept(self) -> str:
-        """Where the results are, for people."""
+        """Text for the user: where the results are."""
         if self.written_folder is None:
             return "nothing was written (checkpoint.load_only)"
         return f"everything is in {self.dump_folder}"
@@ -58,7 +58,7 @@ class RunSpec:
 
     @property
     def origin(self) -> str:
-        """Where the weights come from, for people."""
+        """Text for the user: where the weights come from."""
         if self.weights is None:
             return f"random weights (debug.seed {self.config.debug.seed})"
         return f"weights of {self.weights.path}"

@@ -34,7 +34,7 @@ RANDOM = (
 
 @dataclass(frozen=True)
 class StepResult:
-    """Scalars on the device. Reading one makes the host wait for the step."""
+    """Scalars on the device. Reading a value makes the host wait for the step."""
 
     loss: Tensor  # of the global batch, the same on every rank
     grad_norm: Tensor  # of all parameters, before clipping, the same on every rank

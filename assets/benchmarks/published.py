@@ -4,7 +4,7 @@
 
 Most columns of the file are fields of ModelArgs, MoEArgs, Layout and Workload. `engine`: deepspeed is slower by a
 factor (fit), and its memory is the driver's. Rows with the evidence "recalled" are in no fit and no figure.
-A stack is the code that ran: all of its rows are left out together. Rows with experts count in the fit like others.
+A stack is a code base: all of its rows are left out together. The fit weights rows with experts like all other rows.
 """
 
 import csv
@@ -132,7 +132,7 @@ class OtherTime(StepTime):
         return self.expose("ep", seconds, seconds) if w.overlaps_ep else seconds
 
     def once_bytes(self, n: float) -> float:
-        """Return the bytes for one of n places, if a token is sent once to each place that has one of its experts."""
+        """Return the bytes to one of n ranks or nodes, if each receives a token once for all experts there."""
         top_k = self.workload.args.moe.top_k
         return self.workload.rows_bytes / top_k * (1 - (1 - 1 / n) ** top_k)
 

@@ -3,8 +3,8 @@
     python3 -m assets.benchmarks.scale --ranks 256 4096 16384      one line per model, world size and layout
 
 The code of the trainer runs: plan_save, CheckpointSaver, load_newest. The other ranks are a fake process group.
-Tensors have shapes only, and files have headers only: a file is created when it is opened, with the slices that plan.py
-gives its rank. So bytes of metadata, files, messages and seconds are measured, but no data is read, hashed or sent.
+Tensors have shapes only, and files have headers only. Opening a file creates it, with the slices that plan.py gives to
+its rank. So bytes of metadata, files, messages and seconds are measured, but no data is read, hashed or sent.
 """
 
 import argparse
@@ -63,7 +63,7 @@ DTYPES = {"float32": ("F32", 4), "bfloat16": ("BF16", 2), "int64": ("I64", 8)}
 
 
 class Cost(NamedTuple):
-    """What one rank does to save or load."""
+    """The costs of one rank in a save or a load."""
 
     metadata_bytes: int  # read or written
     files: int  # opened
@@ -259,7 +259,7 @@ class Messages:
 
 
 def write_header(path: Path, slices: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Replace save_file: the header of a safetensors file, without data."""
+    """Write only the header of a safetensors file, without data. Replaces save_file."""
     header: dict[str, Any] = {"__metadata__": metadata}
     at = 0
     for name, tensor in slices.items():
@@ -340,7 +340,7 @@ def count_read() -> int:
 
 
 def measure(name: str, n_ranks: int) -> dict[str, Cost]:
-    """Return the costs of saving on the shipped layout, and of resuming on it and on another one."""
+    """Return the costs of saving on the shipped layout, and of resuming on this and on a different layout."""
     shipped, other = MODELS[name]
     planned = plan(name, n_ranks, shipped)
     rank = n_ranks * 5 // 8 + 1

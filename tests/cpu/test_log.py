@@ -67,7 +67,7 @@ def test_a_log_txt_that_cannot_be_written_is_one_sentence_and_the_console_goes_o
         "line 2",
     ]
     said = [line for line in (out + err).splitlines() if str(path) in line]
-    assert len(said) == 1 and "the run goes on: [Errno" in said[0]
+    assert len(said) == 1 and "the run continues: [Errno" in said[0]
     assert "Traceback" not in out + err
     for handler in logger.handlers:
         with suppress(OSError):  # what it still has to write
@@ -85,5 +85,5 @@ def test_a_console_that_cannot_be_written_is_one_sentence_and_log_txt_goes_on(
             logger.info(f"line {number}")
         monkeypatch.undo()
     err = capsys.readouterr().err
-    assert err.count("\n") == 1 and "the run goes on: [Errno 28]" in err
+    assert err.count("\n") == 1 and "the run continues: [Errno 28]" in err
     assert len((tmp_path / "log.txt").read_text().splitlines()) == 3

@@ -128,5 +128,7 @@ def test_a_file_that_cannot_be_written_is_one_sentence_and_leaves_nothing(
     assert said["info"] == []
     assert is_folder or "as on a full disk" in said["error"][0]
     for error, name in zip(said["error"], folders, strict=True):
-        assert error.startswith(f"{tmp_path / name} cannot be written, and the run goes on: [Errno")
+        assert error.startswith(
+            f"{tmp_path / name} cannot be written, and the run continues: [Errno"
+        )
     assert not [path for path in tmp_path.rglob("*/step-*/*")]

@@ -95,7 +95,7 @@ def flush_and_hash(path: Path) -> str:
 
 
 def write_manifest(folder: Path, manifest: Manifest, hashes: Mapping[str, str]) -> None:
-    """Write the manifest and the checksums. `hashes`: name of each other file -> its hash."""
+    """Write the manifest and the checksums. `hashes` maps the name of every other file to its hash."""
     content = json.dumps(vars(manifest)).encode()
     hashes = {**hashes, MANIFEST: write_file(folder / MANIFEST, content)}
     lines = [f"{digest}  {name}\n" for name, digest in sorted(hashes.items())]

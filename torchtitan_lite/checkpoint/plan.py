@@ -1,4 +1,4 @@
-"""Who writes which slice of which tensor: a pure function of the mesh degrees and one line per tensor. No torch.
+"""Plan which rank writes which slice of a tensor, from the mesh degrees and one line per tensor. Pure; no torch.
 
     layers.3.attention.wq.weight (256, 256)      stage 1   split dim 0 over tp, then over dp_shard x cp
     norm.weight (256,)                           stage 1   split dim 0 over dp_shard x cp; tp ranks have copies

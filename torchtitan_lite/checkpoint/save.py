@@ -184,7 +184,7 @@ class CheckpointSaver:
 
     @property
     def newest(self) -> Path | None:
-        """The newest checkpoint of this run; None if there is none."""
+        """The newest checkpoint of this run; None before the first save."""
         steps = find_steps(self.folder)
         return self.folder / f"step-{steps[-1]}" if steps else None
 

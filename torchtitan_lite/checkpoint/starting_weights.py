@@ -205,7 +205,7 @@ def list_differences(model_args: ModelArgs, weights: Weights) -> Iterator[tuple[
 
 
 def describe_differences(model_args: ModelArgs, weights: Weights) -> list[str]:
-    """Return notices for a model that loads the weights of another one: what differs, and what is initialized."""
+    """Return notices for a model that loads the weights of a different model: differences, and new parameters."""
     differences = dict(list_differences(model_args, weights))
     if not differences:
         return []

@@ -1,4 +1,4 @@
-"""How a run ends, for its launcher and for its user: one small file per rank, and the command that continues.
+"""Report how a run ends: a small file per rank for the launcher, and for the user the command that continues.
 
 TORCHELASTIC_ERROR_FILE    {"status": 1, "message": "rank 3 failed: ..."}    tools/agent.py reads the first one
 """

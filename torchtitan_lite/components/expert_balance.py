@@ -174,7 +174,7 @@ def build_balance(
 ) -> ExpertBalance:
     """Balance the routers of `parts`. The losses of a step are means over its sequences and tokens.
 
-    `groups`: cp and tp, if they split sequences.
+    `groups` has cp and tp, if these dims split sequences.
     """
     routers = {}
     for part in parts:

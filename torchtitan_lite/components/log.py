@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 IN_FILE = logging.INFO - 1  # level of lines that the launcher shows on the screen
 
-UNWRITTEN = "{} cannot be written, and the run goes on: {}"
+UNWRITTEN = "{} cannot be written, and the run continues: {}"
 
 
 class LineHandler(logging.StreamHandler):

@@ -14,7 +14,7 @@ launcher forwards the signal, so a rank gets several copies. A later signal ends
 first step even the first signal ends it, because there is nothing to save.
 
 After a crash, torchrun ends the other ranks of the host with SIGTERM. If a rank of this host has already ended, the
-step cannot end either. So a signal then ends the process without a word: the launcher says why the run failed.
+step cannot end either. So a signal then ends the process without a message: the launcher reports the failure.
 """
 
 import logging
@@ -37,7 +37,7 @@ COPIES_ARRIVE_WITHIN_S = 5.0
 
 
 class Phase(Enum):
-    """What a signal does to a rank. The faults/hang_watch.py of a run knows its phase."""
+    """The effect of a signal on a rank, by the phase of the run that faults/hang_watch.py tracks."""
 
     START = "ends it, because there is nothing to save before the end of the first step"
     STEPS = "ends the run after a step"

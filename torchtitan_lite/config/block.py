@@ -24,7 +24,7 @@ class Parameter(NamedTuple):
 
 @lru_cache  # by the function too, which a test may replace
 def call_once(list_modules: Callable[..., list[ModuleRow]], *args: object) -> list[ModuleRow]:
-    """Return what a function of a table has returned for these arguments. Do not change the list."""
+    """Cache the result of a function of a table, by its arguments. Do not change the list."""
     return list_modules(*args)
 
 

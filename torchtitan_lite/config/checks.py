@@ -233,7 +233,7 @@ def check_sizes(problems: Problems, layout: Layout, world_size: int) -> None:
 
 
 def fits_tp(name: str, size: int, tp: int) -> bool:
-    """Whether tp divides a size of [model]. Key/value heads may also be fewer than tp ranks, which then share them."""
+    """Return whether tp divides a size of [model]. With fewer key/value heads than tp ranks, ranks share heads."""
     return size % tp == 0 or (name == "n_kv_heads" and tp % size == 0)
 
 
@@ -261,7 +261,7 @@ def list_rows(model_args: ModelArgs) -> list[ModuleRow]:
 
 
 def can_split(row: ModuleRow, model_args: ModelArgs, tp: int) -> bool:
-    """Whether tp ranks can share the features of a module."""
+    """Return whether tp ranks can share the features of a module."""
     n_features = row.weight[-1] if row.tp_style == "rowwise" else row.weight[0]
     n_together = {"sequence": model_args.dim, "heads": model_args.head_dim}.get(row.tp_style)
     # A gain of one feature multiplies all of them.

@@ -95,7 +95,7 @@ def list_cp_methods(attention: str, model_args: ModelArgs) -> list[str]:
 
 
 def has_masks(attention: str, model_args: ModelArgs) -> bool:
-    """Whether layers have windows or sinks, so that extensions/windowed_attention.py computes them."""
+    """Return whether layers have windows or sinks; extensions/windowed_attention.py then computes attention."""
     return model_args.attention_sinks or any(list_windows(attention, model_args))
 
 

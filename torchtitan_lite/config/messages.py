@@ -55,7 +55,7 @@ class ConfigError(UserError):
 
 
 def name_command(line: str) -> str:
-    """Return the command that runs a tool in the user's current folder. `line`: tool and arguments: `plan --gpus 8`."""
+    """Return the command that runs a tool in the current folder. `line` has tool and arguments: `plan --gpus 8`."""
     if IS_INSTALLED:
         return f"torchtitan-lite {line}"
     is_here = Path.cwd() == REPOSITORY

@@ -82,7 +82,7 @@ class ModelArgs:
         return self.sliding_window if types[layer % len(types)] == SLIDING else None
 
     def is_moe(self, layer: int) -> bool:
-        """Whether this layer has experts."""
+        """Return whether this layer has experts."""
         moe = self.moe
         if moe is None or layer < moe.n_first_dense_layers:
             return False

@@ -61,8 +61,8 @@ FolderName = Annotated[str, FOLDER]  # inside job.dump_folder
 def key(default: Any, *, resume: Literal["refuse", "note"]) -> Any:
     """Return a field that matters to a run that continues from a checkpoint.
 
-    refuse    the saved state has no meaning with another value: data, batch, seed, kind of optimizer
-    note      the run trains in another way from here on, so both values are printed
+    refuse    the saved state has no meaning with a different value: data, batch, seed, kind of optimizer
+    note      the run trains differently from here on, so both values are printed
     (free)    any other key: another value gives the same training: layout, recompute, logs, folders
     """
     metadata = {"resume": resume}

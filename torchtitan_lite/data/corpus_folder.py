@@ -193,7 +193,7 @@ VALIDATION_ONLY = {"c4_validation"}  # all documents are for validation
 
 
 def list_files(name: str, dataset_path: str) -> list[Path]:
-    """Return the files of a named corpus. Raises CorpusError if there are none."""
+    """Return the files of a named corpus. Raises CorpusError if it has no files."""
     files = DATASETS[name](dataset_path)
     if not files:
         why = f"the function of {name} lists no files"

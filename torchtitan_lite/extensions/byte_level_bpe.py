@@ -6,8 +6,8 @@
     added_tokens    matched as they are written, before the text is normalized: no flag changes that
 
 tiktoken looks a word up, and otherwise merges the two neighbors that form the token with the lowest id. The package
-`tokenizers` applies the first merge in its list. Both give the same ids if the merges are sorted by the ids that they
-form, and if merging the bytes of each token gives this token, as in trained files. With `ignore_merges`, the package
+`tokenizers` applies the first merge in its list. Both give the same ids under two conditions, as in trained files: the
+merges are sorted by the ids that they form, and merging the bytes of each token gives this token. With `ignore_merges`, the package
 looks words up too. Tokens that merging does not give are then allowed as words, if the list has all merges that form
 them (695 tokens of Llama 3.1).
 """
@@ -25,7 +25,7 @@ PATTERNS = (LLAMA3_PATTERN, QWEN_PATTERN, GPT2_PATTERN)
 
 
 def read_byte_level_bpe(file: dict, added: list[dict]) -> BytePairs | None:
-    """Return the vocabulary of a tokenizer.json, or None if tiktoken would encode some texts in another way."""
+    """Return the vocabulary of a tokenizer.json, or None if tiktoken would encode some texts differently."""
     normalizer = file.get("normalizer")
     pattern = read_pattern(file.get("pre_tokenizer"))
     if pattern not in PATTERNS or normalizer not in (None, {"type": "NFC"}):
@@ -71,7 +71,7 @@ def are_matched_as_written(added: list[dict], *, is_normalized: bool) -> bool:
 
 
 def rank_tokens(model: dict) -> dict[bytes, int] | None:
-    """Return the ids of the tokens that texts can have; None if tiktoken would merge some bytes in another way."""
+    """Return the ids of the tokens that texts can have; None if tiktoken would merge some bytes differently."""
     vocab = model["vocab"]
     if "merges" not in model or any(map(model.get, AFFIXES)):
         return None

@@ -55,7 +55,7 @@ def compute_checksum(shard: Tensor) -> Tensor:
 
 
 def find_odd_copy(of_ranks: list[Checksums]) -> str | None:
-    """Compare the checksums of all ranks. Return one sentence about copies that differ, or None if none differ."""
+    """Compare the checksums of all ranks. Return one sentence about copies that differ, or None if all are equal."""
     copies = defaultdict(dict)
     for rank, sums in enumerate(of_ranks):
         for shard, checksum in sums.items():

@@ -63,7 +63,7 @@ def check_tokenizer(config: Config, weights: Weights, tokenizer: Tokenizer) -> P
     else:
         return problems
     if tokenizer.fingerprint != expected:
-        why = f"the weights in {weights.path} were trained with another tokenizer, whose ids mean other words"
+        why = f"the weights in {weights.path} were trained with a different tokenizer: the same ids mean other words"
         remedy = (
             f"Leave it out to use {weights.assets}; if those files have changed since, restore them"
         )

@@ -13,7 +13,7 @@
     ...mlp.experts.0.gate_proj.weight  (F, D)        ...feed_forward.experts.w1  (experts, D, F)
 
 Modules, shapes and names come from models/NAME/table.py. Both sides have the same shapes, except for experts:
-theirs are one transposed matrix per expert. The rows of wq and wk are in a different order: hugging_face.py.
+Hugging Face has one transposed matrix per expert. The rows of wq and wk are in a different order: hugging_face.py.
 
 A tied model usually stores only the embedding. As in transformers, a model that stores only the head is tied too, and a
 model that stores two different matrices is not tied.

@@ -12,7 +12,7 @@ size. Drawn for one wo, whose owner is rank (1, 0):
     two all-to-alls back            its slice     its slice     its slice     its slice
     decay and update, fp32          its slice     its slice     its slice     its slice
 
-cp ranks are part of fsdp. Each HSDP replica and pipeline stage has its own rounds. The E/ep experts of a rank are a
+The dim fsdp includes cp. Each HSDP replica and pipeline stage has its own rounds. The E/ep experts of a rank are a
 batch of matrices, dealt over efsdp. If FSDP shards by expert, each rank has whole matrices and does not communicate.
 
     state      4 bytes per parameter of a hidden matrix (momentum), 8 per other parameter (two moments of AdamW)
@@ -221,7 +221,7 @@ def count_elements(by_rank: list[list]) -> list[int]:
 
 
 def newton_schulz(matrix: Tensor) -> Tensor:
-    """Return (..., rows, columns) with all singular values moved to about 1. The smallest grow 3.4445^5 = 485 times."""
+    """Return (..., rows, columns) with all singular values moved to about 1. Small values grow 3.4445^5 = 485 times."""
     rows, columns = matrix.shape[-2:]
     if rows > columns:
         return newton_schulz(matrix.mT).mT

@@ -9,7 +9,7 @@ is skipped. A skipped step does not change the weights, so skipping cannot lower
 median then rises after half of the window, and the run continues.
 
 All ranks have the same norm and history, so they decide the same, without communication. The history stays on the
-device. A checkpoint has it as spike_filter.history and spike_filter.skipped.
+device. Checkpoints store it as spike_filter.history and spike_filter.skipped.
 """
 
 import logging

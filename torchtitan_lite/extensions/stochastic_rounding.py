@@ -1,4 +1,4 @@
-"""Weights in bfloat16 between steps: 10 bytes of training state per parameter with fp32 sums of gradients, or 8.
+"""Weights in bfloat16 between steps: 8 bytes of training state per parameter, or 10 with fp32 sums of gradients.
 
     between steps     weight bf16 2   gradient bf16 2   moments bf16 2 + 2
     while microbatches of a step are summed, under ZeRO 1: a gradient in fp32, 4 bytes per parameter, too

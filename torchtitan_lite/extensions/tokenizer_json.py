@@ -116,8 +116,8 @@ def list_leading(processor: dict) -> list[str]:
 def list_added_tokens(file: dict, configs: list[JsonObject], vocab: dict[str, int]) -> list[dict]:
     """Return the added tokens of tokenizer.json and of the configs in its folder, as transformers does.
 
-    As in the package `tokenizers`, an id in the file has no effect: an entry of the vocabulary keeps its id there, and
-    others follow the vocabulary. Raises UserError.
+    As in the package `tokenizers`, an id in the file has no effect: a token of the vocabulary keeps its id there, and
+    all other tokens follow the vocabulary. Raises UserError.
     """
     tokens = list(file.get("added_tokens") or [])
     for config in configs:
@@ -161,7 +161,7 @@ def list_special_names(config: dict) -> list[str]:
 
 def find_eos(folder: Path, config: JsonObject, ids: dict[str, int]) -> int:
     """Return the id of eos_token. As in transformers, special_tokens_map.json comes first, unless tokenizer_config.json
-    has added_tokens_decoder. Without a name, it is the id that ends a text in transformers' `generate`.
+    has added_tokens_decoder. If eos_token has no name, use the id that ends a text in transformers' `generate`.
 
     Raises ValueError.
     """

@@ -1,4 +1,4 @@
-"""The loss of some tokens from their logits: a formula, and what it reduces over the vocabulary.
+"""Compute the loss of tokens from their logits: a formula, and its reductions over the vocabulary.
 
 A formula (training.loss) takes logits (n, V) in fp32, targets (n,) and a Vocabulary, and returns token losses (n,):
 

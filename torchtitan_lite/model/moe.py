@@ -143,7 +143,7 @@ def multiply_groups(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 
 
 def sort_rows(experts: Tensor, n_experts: int) -> tuple[Tensor, Tensor]:
-    """Sort rows by expert, (R,): return the order, and its inverse permutation: where each row went.
+    """Sort rows by expert. Return the order and its inverse permutation, (R,) each.
 
     A GPU sorts 8 bits of a key at a time, so keys are as short as possible. Equal keys keep their order.
     """

@@ -35,7 +35,7 @@ def explain_own_attention(part: nn.Module, expected: type[InnerAttention]) -> st
 
 
 def reads_child(module: nn.Module, child: str) -> bool:
-    """Whether the forward of a module, or a method that it calls, has the name of a child in its code."""
+    """Return whether the forward of a module, or a method that it calls, has the name of a child in its code."""
     unread = {"forward"}
     read = set()
     while unread:

@@ -16,7 +16,7 @@ Causal attention (ring_attention.py) exchanges keys and values by an all-gather 
 proportional to 1/n. Causal attention is a separate operator, because two calls of torch's attention on the gathered
 keys would compute the masked half too: on a CPU, torch turns `causal_lower_right` into an explicit mask.
 
-Attention with documents, windows or sinks all-gathers keys and values and masks them: P(n-1)/n, with
+Attention with documents, windows or sinks all-gathers and masks keys and values: P(n-1)/n bytes, with
 P = 2*B*K*S*E*2 bytes in bf16, and a reduce-scatter of P in backward. The gathered keys and values are saved for
 backward, unless recompute (any mode except "none") fetches them again.
 

@@ -66,7 +66,7 @@ class RunStopped(Exception):
 
 
 class Starts(DefaultLogsSpecs):
-    """Numbers the starts of the ranks, and gives each a folder."""
+    """Numbers the starts of the ranks, and makes a folder for each start."""
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
@@ -195,7 +195,7 @@ def explain_failure(rank: int, failure: ProcessFailure, signals: Signals) -> End
     """Return the first cause on this host: an error, or a signal. `rank` is the rank that torchrun reports.
 
     If ranks end together, torchrun reports any of them, so the first ending that a rank wrote decides. A rank that was
-    killed, or returned a status, writes none.
+    killed, or returned a status, writes no ending.
     """
     exitcode = failure.exitcode
     received = signals.received
@@ -220,7 +220,7 @@ def explain_failure(rank: int, failure: ProcessFailure, signals: Signals) -> End
 
 
 def describe_exit(exitcode: int) -> str:
-    """Describe how a rank ended that has written nothing. `exitcode` is defined as in multiprocessing."""
+    """Describe how a rank ended that wrote no file. `exitcode` is defined as in multiprocessing."""
     if exitcode == -signal.SIGKILL:
         return "was killed by SIGKILL, as Linux does when memory runs out, and so left no traceback"
     if exitcode < 0:
@@ -236,7 +236,7 @@ def read_if_any(path: Path) -> str:
 
 
 def run_rank(work: Callable, args: list[str], folder: Path, spec: RunSpec) -> int:
-    """Return the status of `work(args, folder, spec)`: one rank. If it fails, write why, and end the process."""
+    """Run one rank, `work(args, folder, spec)`, and return its status. If it fails, write why and end the process."""
     faulthandler.enable()  # a crash prints the stacks of all threads
     rank = os.environ["RANK"]
     status = 1

@@ -197,7 +197,7 @@ def describe_spec(spec: RunSpec, n_hosts: int = 1) -> str:
 
 
 def describe_keys(names: list[str]) -> str:
-    """Return the keys whose names start so, with their defaults, values and comments; without names, all keys.
+    """Return keys by the start of their names, with defaults, values and comments; without names, all keys.
 
     Raises ConfigError.
     """

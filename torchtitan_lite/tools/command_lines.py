@@ -47,7 +47,7 @@ class Tool(NamedTuple):
 def parse_command(name: str, args: list[str]) -> Namespace:
     """Return the options of a tool. Exits with status 2 on an error, and with 0 after --help.
 
-    Raises UserError for an option that the tool would ignore beside the others.
+    Raises UserError for an option that has no effect together with the other options.
     """
     tool = TOOLS[name]
     parser = ArgumentParser(
@@ -129,7 +129,7 @@ each of NNODES hosts like this one. check needs no package.""",
         (
             Option("--gpus", "check a run on this many GPUs elsewhere", ranks),
             GPU,
-            Option("--keys", "print all keys, or those whose names start so", str, nargs="*"),
+            Option("--keys", "print all keys, or the keys that start with these", str, nargs="*"),
         ),
         {"without --gpus": "--gpu"},
     ),

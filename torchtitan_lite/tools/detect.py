@@ -10,7 +10,7 @@ from torchtitan_lite.config.machine import MIB, Machine
 
 
 def detect_machine() -> Machine:
-    """Return the GPUs that are visible under CUDA_VISIBLE_DEVICES, or the CPU if there are none.
+    """Return the GPUs that are visible under CUDA_VISIBLE_DEVICES, or the CPU if no GPU is visible.
 
     The launcher asks for all of its ranks. If every rank asked a slow driver, one could fall back to the CPU.
     """

@@ -44,7 +44,7 @@ def continue_with_packages() -> None:
 
 
 def find_python(extras: list[str]) -> str:
-    """Return the path of a Python that has the packages. Create .venv if there is none."""
+    """Return the path of a Python that has the packages. Create .venv if no Python has them."""
     names = ["dependencies", *extras]
     missing = list_missing(names)
     if not missing:

@@ -56,7 +56,7 @@ def main(options: Namespace) -> int:
             model = CachedModel(build_model(source), source.attention)
         if not chat:
             show(prompt)
-        model.forget()  # a template can write earlier turns in another way
+        model.forget()  # a template can write earlier turns differently
         tokens = generate(model, model.read(prompt_tokens), options, source.tokenizer)
         before = [] if chat else prompt_tokens
         tokens = islice(tokens, n_new_tokens)
@@ -116,7 +116,7 @@ def encode_conversation(messages: list[dict], chat: ChatFormat) -> list[int]:
     messages[-1]["content"] = text.rstrip("\n")
     named = [name for name in tokenizer.special if name in text]
     if named and len(messages) > 1:
-        why = "would become a special token. Write it in another way"
+        why = "would become a special token. Write it differently"
         raise SourceError(f"{named[0]} {why}.")
     if named:
         about = "is a special token, so the prompt is a formatted conversation."
@@ -131,7 +131,7 @@ def encode_conversation(messages: list[dict], chat: ChatFormat) -> list[int]:
 
 
 def count_new_tokens(tokens: list[int], source: ModelSource, options: Namespace) -> int:
-    """Return the most tokens to generate after these. Raises SourceError if they cannot be continued."""
+    """Return the maximum number of new tokens. Raises SourceError if `tokens` cannot be continued."""
     n_rows = source.model_args.vocab_size
     why = ""
     if not tokens:
@@ -183,7 +183,7 @@ def take(
 def generate(
     model: CachedModel, logits: Tensor, options: Namespace, tokenizer: Tokenizer
 ) -> Iterator[int]:
-    """Yield tokens without end. Each depends on earlier tokens and --seed. `logits` (V,) predict the first token."""
+    """Yield tokens without end. A token depends on earlier ones and --seed. `logits` (V,) predict the first token."""
     n_rows = len(logits)
     usable = torch.zeros(n_rows, dtype=torch.bool)  # a model may have more rows than tokens
     usable[[id for id in tokenizer.bytes_of_id if id < n_rows]] = True

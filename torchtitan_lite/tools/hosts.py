@@ -8,7 +8,7 @@ NODE_RANK=0    tells every host which hosts differ from it, and in which setting
 a signal       a host that receives a signal before it has met the other hosts connects to tell them
 at the end     the first host that fails writes why; the others repeat it
 
-With NNODES=2:4, ranks start when two hosts are there, and a host may join later. So a host whose settings differ is
+With NNODES=2:4, ranks start when two hosts have met, and a host may join later. So a host whose settings differ is
 refused alone. Otherwise all hosts end with the reason and status of the refused host. This matters because Slurm
 reports the largest exit status: if it ended a host because another host was refused, it would report 143.
 """
@@ -175,7 +175,7 @@ def telling_signals() -> Iterator[None]:
 
 
 def tell_signal(number: int) -> None:
-    """Tell the other hosts a signal that this host received before it met them. NODE_RANK=0 may not be there yet."""
+    """Tell the other hosts a signal that this host received before it met them. NODE_RANK=0 may not listen yet."""
     handle_signals(signal.SIG_IGN)
     c10d = importlib.import_module("torch.distributed")
     timeout = timedelta(seconds=TELL_WITHIN_S)
@@ -213,7 +213,7 @@ def read_when_set(store: Any, key: str, what: str) -> str:
 
 
 def compare_hosts(store: Any, facts: dict[str, object], n_hosts: int) -> str:
-    """Wait for the hashes of all hosts. Return a text: which hosts differ from this host, and how. "" if none does.
+    """Wait for the hashes of all hosts. Return which hosts differ from this host, and how; "" if no host differs.
 
     A host sets its facts before its hash, and only if they differ.
     """
@@ -304,7 +304,7 @@ def wait_until(is_ready: Callable[[], Any], what: str) -> Any:
 
 
 def claim_cause(store: Any, key: str, status: int, reason: str) -> tuple[int, str]:
-    """Return exit status and reason of the first host that gave a reason for `key`, or of this host if none did.
+    """Return exit status and reason of the first host that gave a reason for `key`, or of this host if no host did.
 
     `reason` is the reason of this host, or "". The returned reason names its host.
     """
@@ -317,7 +317,7 @@ def claim_cause(store: Any, key: str, status: int, reason: str) -> tuple[int, st
 
 
 def agree_on_cause(store: Any, status: int, reason: str) -> tuple[int, str]:
-    """Return the exit status and the reason of the host that failed first, or of this host if none failed."""
+    """Return the exit status and the reason of the host that failed first, or of this host if no host failed."""
     with suppress(RuntimeError):  # NODE_RANK=0 has ended, or this host is cut off
         first, cause = claim_cause(store, "cause", status, reason if status == 1 else "")
         if first == 1 and status:

@@ -31,7 +31,7 @@ MOST_ERROR = 1e-3  # fraction of the largest logit; 1e-6 is usual
 
 
 class CachedAttention(InnerAttention):
-    """Causal attention from the tokens being read to themselves and to the cached tokens, within the window."""
+    """Causal attention. The tokens being read attend to themselves and to the cached tokens within the window."""
 
     def __init__(self, replaced: InnerAttention):
         super().__init__()

@@ -10,7 +10,7 @@ If a rank fails, torchrun ends the other ranks. Each failed rank writes why (age
 traceback of the first failed rank. The last line names the rank, the reason, the line of code, and the command that
 resumes from the newest checkpoint. On several hosts, the other launchers print the last line too.
 
-If NNODES is a range such as 2:4, torchrun restarts the ranks on the hosts that are left after a loss, and on all hosts
+If NNODES is a range such as 2:4, torchrun restarts the ranks on the remaining hosts when one is lost, and on all hosts
 when one joins. A host joins after the step that is running is saved: torchrun sends SIGTERM to the ranks.
 
 Environment: NGPU (ranks of this host), LOG_RANK (ranks whose output is shown, default 0), MAX_RESTARTS; for several

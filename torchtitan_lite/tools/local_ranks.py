@@ -106,7 +106,7 @@ class Signals:
         self.forward()
 
     def share(self, store: Any) -> None:
-        """Tell the other hosts the signal that this one receives, or receive theirs. Runs in a thread."""
+        """Send a received signal to the other hosts, or receive a signal from them. Runs in a thread."""
         with suppress(RuntimeError):  # NODE_RANK=0, which has the store, has ended
             while not self.received:
                 if store.check([SIGNAL]):

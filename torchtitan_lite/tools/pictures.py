@@ -215,7 +215,7 @@ def draw_key(entries: Iterable[tuple[str, str, str]]) -> str:
 
 
 def draw_facts(facts: dict[str, str]) -> str:
-    """Draw a few figures: words -> the figure."""
+    """Draw a few values under their labels: label -> value."""
     cells = "".join(
         f"<div><b>{escape(fact)}</b>{escape(text)}</div>" for text, fact in facts.items()
     )

@@ -225,7 +225,7 @@ class ChatFormat:
         )
 
     def write_up_to(self, row: dict, number: int) -> tuple[str, str | None]:
-        """Return the text of a conversation up to an answer and its end token, and this token if there is one."""
+        """Return the text of a conversation up to an answer and its end token, and the end token if there is one."""
         text = self.try_write(row | {"messages": row["messages"][: number + 1]})
         text = text.removesuffix(self.after_end)
         *_, last = [None, *self.special.finditer(text)]
@@ -235,14 +235,14 @@ class ChatFormat:
 
 
 def vary(value: Any) -> Any:
-    """Return another value of a field: a list or dict without elements, the other boolean, or SIGN."""
+    """Return a different value for a field: an empty list or dict, the opposite boolean, or SIGN."""
     if isinstance(value, list | dict):
         return type(value)()
     return not value if isinstance(value, bool) else SIGN
 
 
 def list_varied(value: Any, *, is_deep: bool) -> list[Any]:
-    """Return other values of a field. For a list, these include copies that lack one of its elements.
+    """Return different values for a field. For a list, these include copies that lack one of its elements.
 
     If `is_deep`, also return values that differ at the end of a text, or in the name or arguments of one tool call.
     """

@@ -55,8 +55,8 @@ KINDS = {  # function of inject.py -> what names its fault in the output; {rank}
     "shape": OTHER_CALL,
     "no_send": HANG,
     "records_full": "(?=[^$]*metrics.jsonl cannot be written)[^$]*log.txt cannot be written",
-    "traces_full": "traces cannot be written, and the run goes on",
-    "hangs_full": r"rank-\d+.json cannot be written, and the run goes on",
+    "traces_full": "traces cannot be written, and the run continues",
+    "hangs_full": r"rank-\d+.json cannot be written, and the run continues",
 }
 N_STEPS = 8
 HANG_S = 5  # comm.hang_seconds
@@ -83,7 +83,7 @@ KEYS = [
 
 @dataclass
 class Fault:
-    """A fault and its consequences: a row of the score card."""
+    """One row of the score card: a fault and its consequences."""
 
     kind: str  # a key of KINDS
     seed: int  # also chooses the weight and the bit

@@ -1,4 +1,4 @@
-"""Say which rank makes the others wait: during a run, or afterwards from the files that hanging ranks wrote.
+"""Name the rank that the others wait for: during a run, or afterwards from the files that hanging ranks wrote.
 
     FOLDER/hang/restart-N/rank-00003.json      faults/hang_watch.py
     FOLDER/hang/restart-N/failed-00003.json    the same, of a rank that ended because another one did
@@ -13,9 +13,9 @@ Before that, the report looks for two kinds of ranks: a rank whose call differs 
 earlier steps, and a rank that has computed a microbatch for the next stage, but has not sent it.
 
 If every rank waits, the report names the ranks whose call differs from the calls of their group. If there are none, it
-names the ranks that wait between two steps while most ranks wait in a step, or the other way round. If there are none
-either, it finds the call in which a rank has waited longest, and names a rank that has not made this call. Otherwise
-the cause is unknown.
+names the ranks that wait between steps while most ranks wait in a step, or in a step while most wait between. If there
+are none either, it finds the call in which a rank has waited longest, and names a rank that has not made this call.
+Otherwise the cause is unknown.
 """
 
 import json

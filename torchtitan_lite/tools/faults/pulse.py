@@ -1,10 +1,10 @@
-"""Test the ranks of a run before it starts: which device is slow or computes wrong, which link is slow?
+"""Test the ranks of a run before it starts: find slow links, and devices that are slow or compute wrong results.
 
     each rank        the same matmuls of random numbers: seconds, and a checksum that must be equal on all ranks
     each mesh dim    the same all-gathers in all of its groups at once: seconds
 
-All of it is measured in several rounds, and the fastest round of each rank or group counts, because another process of
-the host may slow some rounds. Rank 0 prints the median and the slowest of each, next to what `plan` expects of this
+Every rank and group is measured in several rounds, and its fastest round counts, because other processes of the host
+may slow some rounds. Rank 0 prints the median and the slowest time of both tests, next to what `plan` expects of this
 device. A rank or group far above the median is slow. The checksum of most ranks is right; without a majority, all
 ranks are suspects.
 """

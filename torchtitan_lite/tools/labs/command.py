@@ -1,4 +1,4 @@
-"""Learn distributed training by predicting, writing and repairing it: `lab`. The options are in command_lines.py."""
+"""Run `lab`: learn distributed training by predicting, writing and repairing. The options are in command_lines.py."""
 
 from argparse import Namespace
 from pathlib import Path

@@ -74,7 +74,7 @@ class Lab:
         return FOLDER / f"lab{self.number}"
 
     def find_hint(self, name: str, ratio: float) -> str:
-        """Return the hint for an answer that is `ratio` times the right one; empty if there is none."""
+        """Return the hint for an answer that is `ratio` times the right answer; "" if no hint fits."""
         for slip, factor, hint in self.slips:
             if slip == name and abs(ratio / float(factor) - 1) < 0.02:
                 return hint

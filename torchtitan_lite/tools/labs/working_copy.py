@@ -28,11 +28,11 @@ OURS = {HOLE, JUDGE, "solution.py", "solution.toml", "__pycache__"}  # not for t
 
 
 def start(lab: Lab, folder: Path) -> None:
-    """Write the working copy of a lab. Raises UserError if it exists, or if the lab has none."""
+    """Write the working copy of a lab. Raises UserError if the copy exists, or if the lab has no work."""
     if not lab.judge:
         raise UserError(f"lab {lab.number} has nothing to write: it is text and questions.")
     if folder.exists():
-        raise UserError(f"{folder} exists. Go on there, or delete it to start again.")
+        raise UserError(f"{folder} exists. Continue there, or delete it to start again.")
     shutil.copytree(PACKAGE, folder / "torchtitan_lite", ignore=leave_out)
     for name in FOLDERS:
         shutil.copytree(REPOSITORY / name, folder / name)
@@ -76,7 +76,7 @@ def replace_functions(folder: Path, source: Path) -> None:
 
 
 def replace_function(path: Path, name: str, function: str) -> None:
-    """Replace a function or a method, such as `Class.forward`, in a file. Raises UserError if it is not there."""
+    """Replace a function or a method, such as `Class.forward`, in a file. Raises UserError if the file lacks it."""
     text = path.read_text(encoding="utf-8")
     node: ast.AST = ast.parse(text)
     for part in name.split("."):

@@ -1,6 +1,6 @@
-"""Error bars of the forecast, by family of layouts: how far it was from published runs whose stack it had not seen.
+"""Error bars of the forecast for each family of layouts: distances from published runs of stacks left out of the fit.
 
-A stack is the code that ran: all pages about torchtitan are one stack, and all pages about NVIDIA's Megatron are one. A
+A stack is a code base: all pages about torchtitan are one stack, and so are all pages about NVIDIA's Megatron. A
 family whose rows come from fewer than three stacks has no bar.
 """
 

@@ -192,7 +192,7 @@ class LayerTime:
     def tensor_parallel_times(self, kind: LayerKind) -> Times:
         """Return the seconds of tp's collectives in the forward, the backward and the recompute of a layer.
 
-        Without sequence parallel, an all-reduce replaces each pair of calls. Recompute repeats either all or none.
+        Without sequence parallel, an all-reduce replaces each pair of calls. Recompute repeats all of them or none.
         """
         w = self.workload
         seconds = self.collective_time("tp", w.hidden_bytes)
@@ -238,7 +238,7 @@ class LayerTime:
     def context_parallel_times(self, kind: LayerKind) -> Times:
         """Return the seconds that a layer waits for keys and values.
 
-        An all-gather overlaps with attention on the local shard, 1/cp of the work; a ring overlaps with all of it. The
+        An all-gather overlaps with attention on the local shard, 1/cp of the work; a ring overlaps with all work. The
         reduction of fp32 gradients overlaps with attention's backward in a ring, and otherwise with nothing.
         """
         w = self.workload

@@ -198,7 +198,7 @@ def draw_mesh(planned: PlannedRun) -> str:
 
 
 def choose_weight(args: ModelArgs) -> ModuleRow:
-    """Return the first matrix of the feed-forward, or of attention if the feed-forward is experts."""
+    """Return the first matrix of the feed-forward, or of attention in an MoE layer."""
     block = list_block_modules(args, moe=args.is_moe(args.n_layers - 1))
     colwise = [row for row in block if row.kind == "linear" and row.tp_style == "colwise"]
     return next((row for row in colwise if row.name.endswith("w1")), colwise[0])

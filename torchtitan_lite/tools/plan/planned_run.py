@@ -87,7 +87,7 @@ def choose_float8(
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run on a cluster, with a valid config, and what it costs there."""
+    """A run on a cluster, with a valid config, and its costs there."""
 
     config_name: str
     config: Config
@@ -120,7 +120,7 @@ class PlannedRun:
 
     @property
     def has_own_reserve(self) -> bool:
-        """Whether the reserve of this trainer applies: on one GPU. Published runs of others have several GPUs."""
+        """Whether this trainer's own reserve applies: on one GPU, because published runs have several GPUs."""
         return self.layout.world_size == 1 and self.cluster.name != "cpu"
 
     @cached_property
@@ -138,7 +138,7 @@ class PlannedRun:
         return self.holds(self.workload)
 
     def holds(self, w: Workload) -> bool:
-        """Whether a workload of this layout fits in the memory of the GPUs."""
+        """Return whether a workload of this layout fits in the memory of the GPUs."""
         taken = (self.find_most_taken(memory.live) for memory in list_fullest(w))
         return all(n_bytes <= self.cluster.memory_bytes for n_bytes in taken)
 

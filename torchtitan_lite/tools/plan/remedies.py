@@ -1,4 +1,4 @@
-"""Remarks of `plan`: settings that waste time or memory, each with a better value, and what is not modeled."""
+"""Remarks of `plan`: settings that waste time or memory, each with a better value, and unmodeled features."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import suppress

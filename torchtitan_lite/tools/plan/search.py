@@ -142,7 +142,7 @@ def rank(fitting: list[PlannedRun], n_best: int = N_BEST) -> list[tuple[PlannedR
 
 
 def is_common(planned: PlannedRun) -> bool:
-    """Whether people publish such layouts: cp for long sequences only, 1F1B on at most 16 pp ranks, ep in a node.
+    """Return whether people publish such layouts: cp only for long sequences, 1F1B on up to 16 pp ranks, ep in a node.
 
     Most people train experts with ep.
     """

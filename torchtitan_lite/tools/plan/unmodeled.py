@@ -23,7 +23,7 @@ MODELED_VALUES = {  # key -> its values that the closed forms model, and what th
 
 
 def list_unmodeled(planned: PlannedRun) -> dict[str, str]:
-    """Return key with its value, or name of a module -> what the forecast counts instead."""
+    """Map each unmodeled key (with its value) or module to what the forecast counts instead."""
     unmodeled = {}
     for key, (values, counted) in MODELED_VALUES.items():
         value = get_value(planned.config, key)

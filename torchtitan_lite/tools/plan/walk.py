@@ -91,7 +91,7 @@ def list_steps(run: Meter, fqns: tuple[str, ...], rank: int, n_microbatches: int
 
 
 def locate(parameter: DTensor, rank: int, *, gathered: bool = False) -> list[range]:
-    """Return the span of each dim that a rank stores, or has after FSDP's gather. Spans are empty if it has nothing."""
+    """Return the span of each dim that a rank stores, or has after FSDP's gather; empty spans if it has nothing."""
     mesh = parameter.device_mesh  # spans all ranks of a stage
     placements = list(parameter.placements)
     if gathered:

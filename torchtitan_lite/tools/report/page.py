@@ -56,7 +56,7 @@ PLOTS = {  # title -> field, field of the dashed curve, whether the axis starts 
 
 
 class Series(NamedTuple):
-    """What one curve shows: a run, or the mean and the spread of several."""
+    """The data of one curve: a run, or the mean and the spread of several runs."""
 
     name: str
     color: str
@@ -145,7 +145,7 @@ def write_page(
 
 
 def compare_runs(series: list[Series], keys: list[str]) -> str:
-    """Draw a table of the final results and of these keys, a column for each curve."""
+    """Draw a table of the final results and of these keys, with one column per curve."""
     columns = [["", "runs", *AXES, *FINAL_FIELDS, *keys]]
     for each in series:
         last_places = []

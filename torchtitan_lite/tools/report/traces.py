@@ -50,7 +50,7 @@ class Trace(NamedTuple):
 
 
 def read_traces(folder: Path, layout: Layout) -> list[Trace]:
-    """Read the traces of the newest step. Return an empty list if there are none."""
+    """Read the traces of the newest step. Return an empty list if there are no traces."""
     steps = sorted(folder.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
     if not steps:
         return []

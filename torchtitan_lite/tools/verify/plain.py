@@ -63,7 +63,7 @@ Noise = dict[
 
 @dataclass
 class Seen:
-    """What one rank found."""
+    """The findings of one rank."""
 
     coordinates: Coordinates
     errors: dict[Key, float] = field(default_factory=dict)
@@ -98,7 +98,7 @@ def relative_error(
     roundings: int = 0,
     forgives: bool = False,
 ) -> float:
-    """Return ||own - right|| relative to this slice's share of ||unit|| (default: `whole`). If it is 0, own must be 0.
+    """Return ||own - right|| over this slice's share of ||unit|| (default: `whole`). If the share is 0, own must be 0.
 
     An error of `roundings` fp32 roundings per element counts as 0. If `forgives` is true, the largest errors do not
     count: two elements, plus 0.1 % of all elements. In bfloat16, one element in ten thousand rounds differently.
@@ -206,7 +206,7 @@ def choose_positions(section: LRScheduler) -> list[int]:
 
 
 class PlainAttention(InnerAttention):
-    """Attention within documents and windows, and to sinks: an explicit mask, and the softmax written out."""
+    """Attention with documents, windows and sinks, by an explicit mask and a hand-written softmax."""
 
     def __init__(self, replaced: InnerAttention, *, uses_documents: bool):
         super().__init__()
@@ -238,7 +238,7 @@ MASKED_ATTENTIONS = (DocumentAttention, WindowedAttention)
 
 
 def has_formula(inner: InnerAttention) -> bool:
-    """Whether this file or torch also computes this attention. If not, the plain loop calls the model's own code."""
+    """Return whether this file or torch computes this attention too; else the plain loop calls the model's code."""
     kind, *bases = type(inner).__mro__
     if bases[0] is GatheringAttention:
         kind = bases[1]
@@ -360,7 +360,7 @@ class PlainModel:
         return self.model(batch.tokens, **fields, **options)
 
     def finds_own_loss(self, batch: Batch) -> bool:
-        """Whether the loss is more than one call of the shared head: a fork may add to it, or have another head."""
+        """Return whether the loss is more than one call of the head: a fork may add terms, or a second head."""
         head = self.model.output
         calls = []
         hook = head.register_forward_hook(lambda *call: calls.append(call[-1]))
@@ -452,7 +452,7 @@ def round_differently(
 
 @torch.no_grad()
 def measure_noise(config: Config, steps: list[PlainStep], rounding: float = ROUNDING) -> Noise:
-    """Measure how much gradients change if weights are rounded differently: much, if the terms of a sum cancel."""
+    """Measure how much gradients change if weights are rounded differently: a lot if the terms of a sum cancel."""
     plain = PlainModel(config)
     generator = torch.Generator().manual_seed(0)
     tensors = plain.model.state_dict()

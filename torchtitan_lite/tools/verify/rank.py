@@ -272,8 +272,8 @@ def outputs_compared(run: build.Run, plain: PlainStep, note: Note) -> Iterator[N
 def cut_piece(whole: Tensor, own: Tensor, sequence_dim: int, run: build.Run) -> Tensor:
     """Return the expected value of the output `own` of one rank.
 
-    cp splits the sequence. A dim that is still longer than in `own` is sharded over tp, into fewer pieces than ranks if
-    ranks share key/value heads.
+    cp splits the sequence. If a dim is then longer than in `own`, tp shards it, into fewer pieces than ranks if ranks
+    share key/value heads.
     """
     layout = run.layout
     at = run.mesh.coordinates()
@@ -367,7 +367,7 @@ def compare_scales(precomputed: PrecomputedScales, note: Note) -> None:
 
 
 def sums_in_bfloat16(run: build.Run) -> bool:
-    """Whether gradients of several bfloat16 microbatches are added, and nothing else rounds them."""
+    """Return whether gradients of several bfloat16 microbatches are added without any other rounding."""
     config = run.config
     is_rounded = config.model.uses_float8 or "qgz" in config.parallelism.zero_plus_plus
     is_bfloat16 = config.training.mixed_precision_param == "bfloat16"

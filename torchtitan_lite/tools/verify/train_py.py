@@ -5,8 +5,8 @@
     another layout            3 4       on the same ranks, with another ep if possible, from the last checkpoint
 
 train.py is started three times in warm workers. All numbers in metrics.jsonl are compared, and every tensor of the
-checkpoint after each step: a loss would hide a state that a resume has rounded. A fault that one process has too is
-not found here, but by the tests.
+checkpoint after each step: a loss would hide a state that a resume has rounded. Faults that one process has too are
+found by the tests, not here.
 """
 
 import gc

@@ -141,7 +141,7 @@ def try_layout(
 
 
 def make_trial(name: str, call: Callable[[], Trial]) -> Trial:
-    """Run a trial and time it. An exception on a rank, or of the model in the plain loop, is a result, too."""
+    """Run a trial and time it. An exception on a rank, or of the model in the plain loop, counts as a result."""
     start = time.monotonic()
     try:
         trial = call()

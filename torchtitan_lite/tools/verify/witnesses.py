@@ -269,9 +269,9 @@ def runs_schedule(step: Observed) -> bool | None:
 
 
 def rotates(step: Observed) -> bool | None:
-    """Whether keys are rotated as asked: only the ring exchanges them by all-to-all.
+    """Return whether keys are rotated as asked: only the ring exchanges them by all-to-all.
 
-    A Scatter of tp also uses one all-to-all. With ep > 1, experts use many, so the answer is no.
+    A Scatter of tp also uses one all-to-all. With ep > 1, experts use many, so this returns False.
     """
     layout = step.run.layout
     is_ring = step.forward["_c10d_functional::all_to_all_single"] > step.forward["Scatter"]
