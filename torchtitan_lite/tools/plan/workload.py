@@ -139,8 +139,8 @@ class Workload:
     zero_plus_plus: tuple[str, ...] = ()  # hpz, qwz, qgz
     schedule: str = "1F1B"  # of the pipeline
     attention_row: str = "causal"  # model.attention
-    # triton: the kernel of this trainer for documents, windows and sinks; unfused: scores are written to memory
-    attention: Literal["cudnn", "flash2", "triton", "unfused"] = "cudnn"
+    # triton: the kernel for documents, windows and sinks; of other trainers: flash2, and unfused (scores in memory)
+    attention: str = "cudnn"
     weight_bytes: int = MASTER_BYTES  # of a weight, or of its gradient, between steps
     moment_bytes: int = 8  # optimizer state per parameter
     updates_matrices: bool = False  # Muon updates matrices, and keeps MASTER_BYTES less for them
