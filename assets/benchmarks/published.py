@@ -247,9 +247,8 @@ class Row:
     def idle(self) -> float:
         """Time of the pipeline over its lower bound, which hardly depends on constants."""
         model = OtherTime(self.workload, self.find_cluster({}))
-        samples = self.workload.samples
         once_s = model.once_s + model.optimizer_s
-        return (model.forecast(samples).step_time_s - once_s) / (model.lower_bound_s - once_s)
+        return (model.forecast().step_time_s - once_s) / (model.lower_bound_s - once_s)
 
     def miss_time(self, constants: dict[str, float]) -> float:
         """Return the logarithm of forecast over published throughput."""
@@ -402,10 +401,8 @@ def find_unseen(rows: list[Row]) -> dict[str, list[Unseen]]:
         if not has_experts:
             groups["dense"].append(unseen)
         if row.gib:
-            of_memory = (row, row.miss_memory(constants))
-            groups["memory"].append(of_memory)
-            if has_experts:
-                groups["memory of experts"].append(of_memory)
+            family = "memory of experts" if has_experts else "memory"
+            groups[family].append((row, row.miss_memory(constants)))
     return groups
 
 
@@ -423,7 +420,6 @@ def make_bar(unseen: list[Unseen]) -> Bar:
     high = round(sizes[widest].exp().item(), 2)
     middle = median((logs.exp() - 1).abs().tolist())
     return Bar(
-        low=round(1 / high, 2),
         high=high,
         median=round(middle, 3),
         n_stacks=len({row.stack for row in rows}),
@@ -433,7 +429,7 @@ def make_bar(unseen: list[Unseen]) -> Bar:
 
 def share_held(bar: Bar, unseen: list[Unseen]) -> float:
     """Return the fraction of rows that a bar holds."""
-    return mean(bar.low <= round(exp(error), 2) <= bar.high for _, error in unseen)
+    return mean(round(exp(abs(error)), 2) <= bar.high for _, error in unseen)
 
 
 def share_held_of_others(unseen: list[Unseen]) -> float:
@@ -480,7 +476,7 @@ def main() -> None:
         if bar.n_stacks < LEAST_STACKS:
             print(f"{name}: never compared with {LEAST_STACKS} stacks; {bar}")
             continue
-        widths.append(bar.high / bar.low)
+        widths.append(bar.high**2)
         print(f'"{name}": {bar},')
         held = f"{share_held(bar, pairs):.0%} of its rows"
         print(f"    holds {held}; bars without their stack hold {share_held_of_others(pairs):.0%}")

@@ -317,7 +317,7 @@ class LayerTime:
         again = kind.average(
             op=experts + elementwise / 2,
             full=linear_again + attend + elementwise,
-            alternate=linear / 3 + elementwise,
+            alternate=experts + (linear - experts) / 3 + elementwise,
         )
         waits = [
             self.tensor_parallel_times(kind),
