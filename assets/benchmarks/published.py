@@ -27,10 +27,10 @@ from torchtitan_lite.config.schema import Parallelism
 from torchtitan_lite.models.registry import MODELS
 from torchtitan_lite.tools.plan.bars import Bar, find_family
 from torchtitan_lite.tools.plan.cluster import CLUSTERS, GB, Cluster
-from torchtitan_lite.tools.plan.layer_time import KERNELS_OF_EXPERTS, TILE_ROWS, Times
+from torchtitan_lite.tools.plan.layer_time import KERNELS_OF_EXPERTS, TENSORS, TILE_ROWS, Times
 from torchtitan_lite.tools.plan.memory import find_fullest
 from torchtitan_lite.tools.plan.step_time import StepTime
-from torchtitan_lite.tools.plan.workload import Workload
+from torchtitan_lite.tools.plan.workload import LayerKind, Workload
 
 ROWS = REPOSITORY / "assets" / "benchmarks" / "published_layouts.csv"
 # CUDA's context, NCCL's buffers, and two buckets of 5e8 fp16 elements, DeepSpeed's defaults. Not fitted.
@@ -55,6 +55,8 @@ PRIORS = {
 }
 RESERVES = {"reserve_factor": 1.2, "tp_reserve_factor": 1.3}  # the same for memory
 KERNELS_OF_DEEPEP = 20  # with fused routers, instead of KERNELS_OF_EXPERTS
+# Bytes that softmax, dropout and two matmuls read and write per fp16 score of unfused attention
+SCORE_BYTES = 13
 STREAMS = 4  # Transformer Engine multiplies this many experts at a time
 LEAST_STACKS = 3  # of a bar
 SHARE = 0.8  # of the rows that a bar holds
@@ -64,6 +66,24 @@ STIFFNESS = 0.2
 MOVE = 0.03  # step of the finite differences, in the logarithm of a constant
 N_TANGENTS = 3
 DOUBLE = torch.float64
+
+
+@dataclass(frozen=True)
+class OtherCluster(Cluster):
+    """A cluster with kernels of attention that this trainer does not use. The defaults are Hopper's."""
+
+    # FlashAttention-2: 335 TFLOP/s causal forward, arXiv:2407.08608, figure 5. Backward: fit.
+    flash2_forward: float = 0.34
+    flash2_backward: float = 0.27
+    # Matmuls of unfused attention, which writes its scores to memory. Fit.
+    unfused_efficiency: float = 0.50
+
+
+# Forward and backward of FlashAttention-2: A100's figures, and the FLOP/s that it has on Hopper
+FLASH2 = {
+    "a100-80": {"flash2_forward": 0.60, "flash2_backward": 0.50},
+    "b200": {"flash2_forward": 0.15, "flash2_backward": 0.11},
+}
 
 
 @dataclass
@@ -78,9 +98,54 @@ class OtherWorkload(Workload):
 
 
 class OtherTime(StepTime):
-    """Estimates the seconds of a step of another trainer: where its layers with experts differ from this one."""
+    """Estimates the seconds of a step of another trainer, where its layers differ from this trainer's."""
 
     workload: OtherWorkload
+    cluster: OtherCluster
+
+    def linear_times(self, rows: float, out: float, into: float, *others: str | int) -> Times:
+        """Transformer Engine fuses casts into other kernels, and casts weights once per step."""
+        if self.workload.float8_recipe != "te" or others != ("float8",):
+            return super().linear_times(rows, out, into, *others)
+        sizes = (rows, out, into), (rows, into, out), (out, into, rows)
+        forward, of_inputs, of_weights = (self.cluster.matmul_time(*n, "float8") for n in sizes)
+        cast_s = self.cluster.memory_time(rows * into)
+        return forward + cast_s, of_inputs + cast_s, of_weights
+
+    @cached_property
+    def attention_times(self) -> tuple[float, float]:
+        w = self.workload
+        if w.attention != "unfused":
+            return super().attention_times
+        head_dim = w.args.head_dim
+        n_scores = w.n_tokens * w.seq_len * w.args.n_heads / w.layout.tp
+        rate = self.cluster.unfused_efficiency * self.cluster.peak(w.compute_dtype)
+        rate *= self.cluster.clock
+        if head_dim % 8:  # tensor cores cannot compute it
+            rate = self.cluster.matmul_efficiency * self.cluster.peak_float32
+        scores_s = self.cluster.memory_time(SCORE_BYTES * n_scores)
+        forward = 4 * n_scores * head_dim / rate + scores_s  # both halves
+        return forward, 2 * forward
+
+    def elementwise_time(self, kind: LayerKind) -> float:
+        """Add the norms that each tp rank computes in full without sequence parallel."""
+        w = self.workload
+        seconds = super().elementwise_time(kind)
+        if w.sequence_parallel:
+            return seconds
+        of_norm, *_ = TENSORS[w.compiled]
+        n_elements = w.n_tokens * w.args.dim * len(kind.norms) * (1 - 1 / w.layout.tp)
+        return seconds + self.cluster.memory_time(of_norm * w.compute_bytes * n_elements)
+
+    def tensor_parallel_times(self, kind: LayerKind) -> Times:
+        """Without sequence parallel, an all-reduce replaces each pair of calls. Recompute repeats all or none."""
+        forward, backward, again = super().tensor_parallel_times(kind)
+        if not self.workload.sequence_parallel:
+            again = forward * kind.average(full=1)
+        return forward, backward, again
+
+    def copy_hidden(self, n_times: int) -> float:
+        return super().copy_hidden(n_times) if self.workload.engine == "torch" else 0.0
 
     def module_times(self, module: ModuleRow) -> Times:
         """Return the seconds of a module's matmuls. Routers multiply in bfloat16, experts on streams."""
@@ -100,15 +165,19 @@ class OtherTime(StepTime):
 
     @property
     def has_slow_norms(self) -> bool:
-        return self.workload.norms_op_by_op or super().has_slow_norms
+        w = self.workload
+        return w.norms_op_by_op or (w.engine == "torch" and super().has_slow_norms)
 
     @property
-    def n_copies(self) -> int:
-        """Number of times that rows are read or written: fused kernels sort tokens, DeepEP sorts while it sends."""
+    def row_bytes(self) -> float:
+        """Fused kernels sort tokens and sum their rows. DeepEP sorts while it sends."""
         w = self.workload
-        if w.sends_once or w.engine == "torch":
-            return 5 if w.sends_once else super().n_copies
-        return 7 if w.layout.ep > 1 else 3
+        n_copies = 7 if w.layout.ep > 1 else 3
+        if w.sends_once:
+            n_copies = 5
+        elif w.engine == "torch":
+            return super().row_bytes
+        return n_copies * w.compute_bytes + 16 * (w.engine == "torch" and not w.compiled)
 
     @property
     def dispatch_s(self) -> float:
@@ -171,15 +240,15 @@ class Row:
             chip, _, field = name.rpartition(".")
             if field != "deepspeed" and self.values["gpu"].startswith(chip):
                 own[field] = value
-        return replace(CLUSTERS[self.values["gpu"]], **own)
+        gpu = self.values["gpu"]
+        return OtherCluster(**vars(CLUSTERS[gpu]) | FLASH2.get(gpu, {}) | own)
 
     @cached_property
     def idle(self) -> float:
         """Time of the pipeline over its lower bound, which hardly depends on constants."""
         model = OtherTime(self.workload, self.find_cluster({}))
-        samples = self.workload.samples
         once_s = model.once_s + model.optimizer_s
-        return (model.forecast(samples).step_time_s - once_s) / (model.lower_bound_s - once_s)
+        return (model.forecast().step_time_s - once_s) / (model.lower_bound_s - once_s)
 
     def miss_time(self, constants: dict[str, float]) -> float:
         """Return the logarithm of forecast over published throughput."""
@@ -254,7 +323,7 @@ def describe_row(values: dict[str, object]) -> OtherWorkload:
     n_again = values["recomputed_layers"]
     recompute = Counter({values["recompute"]: n_again}) + Counter(none=n_layers - n_again)
     modules = {module.name for module in list_block_modules(args, moe=bool(moe))}
-    return make(
+    workload = make(
         OtherWorkload,
         values,
         args=args,
@@ -263,6 +332,9 @@ def describe_row(values: dict[str, object]) -> OtherWorkload:
         recompute={bool(moe): recompute},
         float8=frozenset(modules if values["float8"] else ()),
     )
+    for kind in workload.kinds:  # without sequence parallel, recompute stops nowhere
+        kind.ends_in_rowwise &= workload.sequence_parallel
+    return workload
 
 
 Unseen = tuple[Row, float]  # a row and its log error, by a fit that has not seen its source
@@ -329,10 +401,8 @@ def find_unseen(rows: list[Row]) -> dict[str, list[Unseen]]:
         if not has_experts:
             groups["dense"].append(unseen)
         if row.gib:
-            of_memory = (row, row.miss_memory(constants))
-            groups["memory"].append(of_memory)
-            if has_experts:
-                groups["memory of experts"].append(of_memory)
+            family = "memory of experts" if has_experts else "memory"
+            groups[family].append((row, row.miss_memory(constants)))
     return groups
 
 
@@ -350,7 +420,6 @@ def make_bar(unseen: list[Unseen]) -> Bar:
     high = round(sizes[widest].exp().item(), 2)
     middle = median((logs.exp() - 1).abs().tolist())
     return Bar(
-        low=round(1 / high, 2),
         high=high,
         median=round(middle, 3),
         n_stacks=len({row.stack for row in rows}),
@@ -360,7 +429,7 @@ def make_bar(unseen: list[Unseen]) -> Bar:
 
 def share_held(bar: Bar, unseen: list[Unseen]) -> float:
     """Return the fraction of rows that a bar holds."""
-    return mean(bar.low <= round(exp(error), 2) <= bar.high for _, error in unseen)
+    return mean(round(exp(abs(error)), 2) <= bar.high for _, error in unseen)
 
 
 def share_held_of_others(unseen: list[Unseen]) -> float:
@@ -407,7 +476,7 @@ def main() -> None:
         if bar.n_stacks < LEAST_STACKS:
             print(f"{name}: never compared with {LEAST_STACKS} stacks; {bar}")
             continue
-        widths.append(bar.high / bar.low)
+        widths.append(bar.high**2)
         print(f'"{name}": {bar},')
         held = f"{share_held(bar, pairs):.0%} of its rows"
         print(f"    holds {held}; bars without their stack hold {share_held_of_others(pairs):.0%}")

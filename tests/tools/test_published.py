@@ -22,11 +22,19 @@ def test_the_bars_in_code_hold_the_share_of_unseen_runs_that_they_promise():
         bar = published.make_bar(unseen)
         assert (bar.n_stacks < published.LEAST_STACKS) == (name not in BARS), name
         if printed := BARS.get(name):
-            assert printed[:4] == pytest.approx(bar[:4], abs=0.011), name
+            assert printed[:3] == pytest.approx(bar[:3], abs=0.011), name
             assert printed.n_rows == bar.n_rows
-            assert 0.7 <= published.share_held(printed, unseen) <= 0.9, name
-            held = published.share_held_of_others(unseen)
-            assert 0.7 <= held <= 0.92, name
+            least, most = (
+                (0.7, 0.92) if len(unseen) > 3 else (0.6, 1.0)
+            )  # of three rows, two or all
+            assert least <= published.share_held(printed, unseen) <= most, name
+            assert least <= published.share_held_of_others(unseen) <= most, name
+            if "memory" in name:  # the upper end of the bar is on the safe side
+                assert all(
+                    exp(error) > 1 / bar.high - 0.01
+                    for row, error in unseen
+                    if row.workload.args.moe
+                )
     assert BARS["dense"].median <= 0.08 and BARS["memory"].median <= 0.06
     least = {"dense": 0.8, "experts": 0.7}
     for name, coefficient in least.items():

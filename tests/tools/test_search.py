@@ -66,7 +66,7 @@ def test_what_a_search_prunes_by_is_true_of_every_layout():
     """The bound is below the simulated time, and three pp ranks are enough to find the fullest."""
     for planned in list_8b():
         w = planned.workload
-        step_time_s = planned.forecast_quickly().step_time_s
+        step_time_s = planned.forecast.step_time_s
         assert planned.step_time.lower_bound_s <= step_time_s * (1 + 1e-9)
         peaks = [estimate_memory(w, rank).live for rank in range(w.layout.pp)]
         assert find_fullest(w).live == max(peaks)
@@ -91,7 +91,7 @@ def test_one_rank_has_one_layout_for_each_microbatch_and_recompute():
 def test_the_ten_best_are_those_that_simulating_all_would_give():
     fitting = list_8b()
     best = rank(fitting)
-    simulated = [each.forecast_quickly().step_time_s for each in fitting]
+    simulated = [each.forecast.step_time_s for each in fitting]
     assert [expected.step_time_s for _, expected in best] == sorted(simulated)[:10]
     for planned, expected in best:
         assert planned.taken_bytes <= 81559 * 2**20
@@ -134,7 +134,7 @@ def test_a_search_gives_what_practitioners_run(name, n_gpus, arguments, words):
     shipped = PlannedRun(name, config, model_args, layout, H100)
     (_, common), *_ = rank(list(filter(is_common, candidates)))
     assert shipped.fits and not config.profiling.enable_profiling
-    assert shipped.forecast_quickly().step_time_s <= 1.05 * common.step_time_s
+    assert shipped.forecast.step_time_s <= 1.05 * common.step_time_s
 
 
 # ---------------------------------------------------------------- no answer

@@ -39,7 +39,7 @@ class Cluster:
     # nvidia.com, H100 SXM and DGX H100 datasheets: NVLink 900 GB/s, eight cards of 400 Gb/s
     peak_bfloat16: float = PEAK_BF16_FLOPS["H100"]  # dense FLOP/s
     peak_float32: float = 67e12
-    peak_float8: float = 2 * PEAK_BF16_FLOPS["H100"]  # peak_bfloat16 if the GPU has no float8 units
+    float8_speed: float = 2.0  # float8 FLOP/s per bf16 FLOP/s; 1 if the GPU has no float8 units
     # of one GPU, as the driver reports it: the total in nvidia-smi
     memory_bytes: float = 81559 * MIB
     memory_bandwidth: float = 3.35e12
@@ -57,17 +57,12 @@ class Cluster:
     # Cost of a tile's prologue and epilogue, in elements of the inner dim. Fit.
     tile_depth: float = 256.0
     kernel_s: float = 5e-6  # start and end of a kernel. Fit.
-    # FlashAttention-2 on Hopper: 335 TFLOP/s causal forward, arXiv:2407.08608, figure 5. Backward: fit.
-    flash2_forward: float = 0.34
-    flash2_backward: float = 0.27
-    # cuDNN on Hopper, where it is torch's default: 529 TFLOP/s, same figure. Backward: assumed.
+    # cuDNN on Hopper, where it is torch's default: 529 TFLOP/s, arXiv:2407.08608, figure 5. Backward: assumed.
     cudnn_forward: float = 0.53
     cudnn_backward: float = 0.45
     # Triton kernels: flex attention, and llm-foundry's kernel. Fit.
     triton_forward: float = 0.29
     triton_backward: float = 0.18
-    # Matmuls of unfused attention, which writes its scores to memory. Fit.
-    unfused_efficiency: float = 0.50
     # Of elementwise kernels. Fit; STREAM-like copies reach 80 to 90 %
     memory_efficiency: float = 0.77
     # 370 of 450 GB/s on H100, 235 of 300 on A100: nccl-tests issue 212
@@ -106,6 +101,8 @@ class Cluster:
 
     def peak(self, dtype: str) -> float:
         """Return the dense FLOP/s of matmuls in `bfloat16`, `float32` or `float8`."""
+        if dtype == "float8":
+            return self.float8_speed * self.peak_bfloat16
         return getattr(self, f"peak_{dtype}")
 
     def matmul_time(
@@ -163,12 +160,6 @@ class Cluster:
         return self.latency_s + links_s + network_s
 
 
-GEFORCE_4090 = PEAK_BF16_FLOPS["RTX 4090"]
-GEFORCE_5090 = PEAK_BF16_FLOPS["RTX 5090"]
-L40S = PEAK_BF16_FLOPS["L40S"]
-A6000 = PEAK_BF16_FLOPS["RTX A6000"]
-A100 = PEAK_BF16_FLOPS["A100"]
-B200 = PEAK_BF16_FLOPS["B200"]
 # One row for each --gpu, with the values in which it differs from H100
 ROWS = [
     Cluster("h100"),
@@ -178,17 +169,15 @@ ROWS = [
     # A100 is FlashAttention-2: arXiv:2307.08691, figures 5 and 6
     Cluster(
         "a100-80",
-        peak_bfloat16=A100,
+        peak_bfloat16=PEAK_BF16_FLOPS["A100"],
         peak_float32=19.5e12,
-        peak_float8=A100,
+        float8_speed=1,
         memory_bytes=81920 * MIB,
         memory_bandwidth=2.039e12,
         link_bandwidth=300 * GB,
         network_bandwidth=25 * GB,
         n_multiprocessors=108,
         matmul_efficiency=0.87,
-        flash2_forward=0.60,
-        flash2_backward=0.50,
         cudnn_forward=0.60,
         cudnn_backward=0.50,
     ),
@@ -197,15 +186,12 @@ ROWS = [
     # have been compared with this row
     Cluster(
         "b200",
-        peak_bfloat16=B200,
+        peak_bfloat16=PEAK_BF16_FLOPS["B200"],
         peak_float32=75e12,
-        peak_float8=2 * B200,
         memory_bytes=180 * GB,
         memory_bandwidth=8e12,
         link_bandwidth=900 * GB,
         n_multiprocessors=148,
-        flash2_forward=0.15,
-        flash2_backward=0.11,
         triton_forward=0.13,
         triton_backward=0.08,
     ),
@@ -213,9 +199,8 @@ ROWS = [
     # multiprocessors: from memory, to be compared with NVIDIA's data sheets. Network and efficiencies: assumed. No run
     Cluster(
         "4090",
-        peak_bfloat16=GEFORCE_4090,
+        peak_bfloat16=PEAK_BF16_FLOPS["RTX 4090"],
         peak_float32=82.6e12,
-        peak_float8=2 * GEFORCE_4090,
         memory_bytes=24564 * MIB,
         memory_bandwidth=1.008e12,
         link_bandwidth=32 * GB,
@@ -224,9 +209,8 @@ ROWS = [
     ),
     Cluster(
         "5090",
-        peak_bfloat16=GEFORCE_5090,
+        peak_bfloat16=PEAK_BF16_FLOPS["RTX 5090"],
         peak_float32=104.8e12,
-        peak_float8=2 * GEFORCE_5090,
         memory_bytes=32607 * MIB,
         memory_bandwidth=1.792e12,
         link_bandwidth=64 * GB,
@@ -235,9 +219,8 @@ ROWS = [
     ),
     Cluster(
         "l40s",
-        peak_bfloat16=L40S,
+        peak_bfloat16=PEAK_BF16_FLOPS["L40S"],
         peak_float32=91.6e12,
-        peak_float8=2 * L40S,
         memory_bytes=46068 * MIB,
         memory_bandwidth=864e9,
         link_bandwidth=32 * GB,
@@ -246,9 +229,9 @@ ROWS = [
     ),
     Cluster(
         "a6000",
-        peak_bfloat16=A6000,
+        peak_bfloat16=PEAK_BF16_FLOPS["RTX A6000"],
         peak_float32=38.7e12,
-        peak_float8=A6000,
+        float8_speed=1,
         memory_bytes=49140 * MIB,
         memory_bandwidth=768e9,
         link_bandwidth=32 * GB,
@@ -260,7 +243,7 @@ ROWS = [
         "v100",
         peak_bfloat16=15.7e12,
         peak_float32=15.7e12,
-        peak_float8=15.7e12,
+        float8_speed=1,
         memory_bytes=32768 * MIB,
         memory_bandwidth=900e9,
         link_bandwidth=150 * GB,
@@ -276,7 +259,7 @@ ROWS = [
         "cpu",
         peak_bfloat16=9e10,
         peak_float32=9e10,
-        peak_float8=9e10,
+        float8_speed=1,
         memory_bytes=4 * GIB,
         memory_bandwidth=4e10,
         node_size=64,

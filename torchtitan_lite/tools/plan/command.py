@@ -40,11 +40,9 @@ def main(options: argparse.Namespace) -> int:
 
 def list_figures(planned: PlannedRun) -> dict[str, object]:
     """Return the figures of the plan, for programs. Names end with their unit: bytes, or s for seconds."""
-    figures = dict(vars(planned.forecast))
-    del figures["timeline"]
     bar = BARS[find_family(planned.workload)]
     speed = planned.forecast.tokens_per_s_per_gpu
-    return figures | {
+    return vars(planned.forecast) | {
         "config_name": planned.config_name,
         "layout": str(planned),
         "gpu": planned.cluster.name,
@@ -98,14 +96,9 @@ def describe_memory(planned: PlannedRun) -> str:
             cells[1] = "none yet"
         rows.append((f"  {name}", *cells))
     legend = "at most: with the allocator's reserve and CUDA; upper end of the 80 % range, which must fit"
-    source = BARS["memory"].describe(planned.cluster.name)
     if planned.has_own_reserve:
         legend = "at most: with the allocator's reserve and CUDA, which must fit"
-        source = "reserve of this trainer, replayed without a GPU; compared with no run, so without a bar"
-    lines = [format_table(rows), f"  {legend}", f"  {source}"]
-    if planned.model_args.moe:
-        lines.append("  memory of experts: never compared with three stacks")
-    return "\n".join(lines)
+    return f"{format_table(rows)}\n  {legend}\n  {planned.source_of_reserve}"
 
 
 def describe_time(planned: PlannedRun) -> str:

@@ -15,12 +15,8 @@ class Calls(NamedTuple):
     operation: str
     n_calls: float
     n_bytes: float  # that the rank moves
-    n_nodes: int
+    where: str
     seconds: float  # if nothing else used the links
-
-    @property
-    def where(self) -> str:
-        return f"over {self.n_nodes} nodes" if self.n_nodes > 1 else "inside a node"
 
 
 def list_memory(planned: PlannedRun) -> dict[str, Memory]:
@@ -49,5 +45,6 @@ def list_traffic(planned: PlannedRun) -> list[Calls]:
         n_nodes = cluster.count_nodes(stride, n_ranks)
         seconds = moved.n_bytes / cluster.find_bandwidth(stride, n_ranks)
         seconds += moved.n_calls * cluster.find_latency(stride, n_ranks)
-        rows.append(Calls(axis, operation, *moved, n_nodes, seconds))
+        where = f"over {n_nodes} nodes" if n_nodes > 1 else "inside a node"
+        rows.append(Calls(axis, operation, *moved, where, seconds))
     return rows

@@ -22,8 +22,6 @@ from torchtitan_lite.tools.plan.workload import LayerKind, Workload
 
 # Tokens. Attention reaches S/(S+300) of its rate, so short sequences are slow. Fit
 CAUSAL_EDGE = 300
-# Bytes that softmax, dropout and two matmuls read and write per fp16 score of unfused attention
-SCORE_BYTES = 13
 TILE_ROWS = 128  # of a grouped matmul's result
 KERNELS_OF_LAYER = {False: 28, True: 14}  # compiled -> elementwise kernels in forward
 KERNELS_OF_EXPERTS = 60  # additional kernels in an MoE layer: router, sorting, all-to-alls, experts
@@ -89,14 +87,11 @@ class LayerTime:
         each = rows / n_experts
         of_weights = self.cluster.matmul_time(n_experts * out, into, each, dtype, recipe)
         if dtype == "float8" and n_experts == 1:
-            # Transformer Engine fuses casts into other kernels, and casts weights once per step. Others find a maximum,
-            # cast, and transpose inputs and gradients for the gradients of weights.
-            n_bytes = rows * into
-            if recipe != "te":
-                n_bytes = 5 * into * (rows + out)
-                of_weights += self.cluster.memory_time(2 * rows * (into + out))
-            forward += self.cluster.memory_time(n_bytes)
-            of_inputs += self.cluster.memory_time(n_bytes)
+            # Casts find a maximum and cast. Inputs and gradients are transposed for the gradients of weights.
+            cast_s = self.cluster.memory_time(5 * into * (rows + out))
+            forward += cast_s
+            of_inputs += cast_s
+            of_weights += self.cluster.memory_time(2 * rows * (into + out))
         return forward, of_inputs, of_weights
 
     def module_times(self, module: ModuleRow) -> Times:
@@ -121,17 +116,10 @@ class LayerTime:
         _, n_keys = count_keys(
             w.args, w.seq_len, w.attention_row
         )  # half of the matrices, less with windows
-        n_scores = w.n_tokens * 2 * n_keys / w.args.n_layers * w.args.n_heads / w.layout.tp
-        head_dim = w.args.head_dim
-        flops = 2 * n_scores * head_dim
+        heads_dim = w.args.n_heads * w.args.head_dim / w.layout.tp
+        flops = 4 * w.n_tokens * n_keys / w.args.n_layers * heads_dim
         peak = cluster.peak(w.compute_dtype) * cluster.clock
-        if w.attention == "unfused":  # computes both halves
-            rate = cluster.unfused_efficiency * peak
-            if head_dim % 8:  # tensor cores cannot compute it
-                rate = cluster.matmul_efficiency * cluster.peak_float32
-            forward = 2 * flops / rate + cluster.memory_time(SCORE_BYTES * n_scores)
-            return forward, 2 * forward
-        peak *= w.seq_len / (w.seq_len + CAUSAL_EDGE) * min(1.0, 0.5 + head_dim / 256)
+        peak *= w.seq_len / (w.seq_len + CAUSAL_EDGE) * min(1.0, 0.5 + w.args.head_dim / 256)
         forward = flops / (peak * getattr(cluster, f"{w.attention}_forward"))
         backward = 2.5 * flops / (peak * getattr(cluster, f"{w.attention}_backward"))
         return forward + cluster.kernel_s, backward + cluster.kernel_s
@@ -139,19 +127,21 @@ class LayerTime:
     @property
     def has_slow_norms(self) -> bool:
         """Whether norms run op by op."""
-        w = self.workload
-        return w.engine == "torch" and w.layout.tp > 1 and not w.compiled
+        return self.workload.layout.tp > 1 and not self.workload.compiled
 
     @property
-    def n_copies(self) -> int:
-        """Number of times that rows of tokens are read or written outside of experts."""
-        return 9 if self.workload.layout.ep > 1 else 5
+    def row_bytes(self) -> float:
+        """Bytes read and written per element of a row of tokens outside of experts.
+
+        Rows are copied when sorted, when sorted back, and around the all-to-alls. Eager code sums them in fp32.
+        """
+        w = self.workload
+        return (9 if w.layout.ep > 1 else 5) * w.compute_bytes + 16 * (not w.compiled)
 
     def elementwise_time(self, kind: LayerKind) -> float:
         """Return the seconds of a layer's elementwise kernels in forward. An eager kernel reads and writes its tensors.
 
-        c: bytes per element. MoE rows are read and written when sorted, when sorted back, and around the all-to-alls.
-        Eager code sums them in fp32, op by op.
+        c: bytes per element.
         """
         w = self.workload
         args = w.args
@@ -159,21 +149,17 @@ class LayerTime:
         of_norm, of_gate, of_activation = TENSORS[w.compiled]
         if self.has_slow_norms:
             of_norm = NORM_OP_BY_OP
-        sharded_bytes = of_activation * c * kind.products_dim
+        n_bytes = of_activation * c * kind.products_dim
         if kind.is_gated:  # with rotary embeddings, in fp32 if eager
             of_head = 2 * c + of_norm * c * args.qk_norm
             if not w.compiled:
                 of_head += 16
             heads_dim = (args.n_heads + w.n_kv_heads * w.layout.tp) * args.head_dim
-            sharded_bytes = of_head * heads_dim + of_gate * c * kind.products_dim
-        hidden_bytes = of_norm * c * len(kind.norms) * args.dim
-        if w.sequence_parallel:
-            sharded_bytes += hidden_bytes
-            hidden_bytes = 0
-        n_bytes = w.n_tokens * (sharded_bytes / w.layout.tp + hidden_bytes)
+            n_bytes = of_head * heads_dim + of_gate * c * kind.products_dim
+        n_bytes += of_norm * c * len(kind.norms) * args.dim
+        n_bytes *= w.n_tokens / w.layout.tp
         if kind.is_moe:
-            of_row = self.n_copies * c + 16 * (w.engine == "torch" and not w.compiled)
-            per_row = args.dim * of_row + of_gate * c * args.moe.expert_ffn_dim
+            per_row = args.dim * self.row_bytes + of_gate * c * args.moe.expert_ffn_dim
             n_bytes += w.n_rows * per_row
         launch_s = KERNELS_OF_LAYER[w.compiled] * self.cluster.kernel_s
         return self.cluster.memory_time(n_bytes) + launch_s
@@ -192,26 +178,28 @@ class LayerTime:
     def tensor_parallel_times(self, kind: LayerKind) -> Times:
         """Return the seconds of tp's collectives in the forward, the backward and the recompute of a layer.
 
-        Without sequence parallel, an all-reduce replaces each pair of calls. Recompute repeats all of them or none.
+        Each gathered tensor has a gradient per colwise matmul. In eager code, their sum reads two and writes one.
         """
         w = self.workload
-        seconds = self.collective_time("tp", w.hidden_bytes)
-        if w.engine == "torch" and w.layout.tp > 1:
-            seconds += self.cluster.memory_time(2 * w.hidden_bytes)
+        seconds = self.collective_time("tp", w.hidden_bytes) + self.copy_hidden(2)
         if w.async_tp:
             seconds *= 1 - self.cluster.async_tp_hidden
         n_calls = kind.n_gathers + kind.n_scatters
         n_again = kind.gathers_again + kind.scatters_again
-        if not w.sequence_parallel:
-            n_again = kind.average(full=n_calls)
+        n_sums = 0 if w.compiled else len(kind.colwise) - kind.n_gathers
         sharing = kind.n_shared * self.cluster.collective_time(1, w.n_sharing, w.head_bytes)
         both = seconds * n_calls + sharing
-        sums = 0.0
-        if w.engine == "torch" and w.layout.tp > 1 and not w.compiled:
-            # Each gathered tensor has a gradient per colwise matmul. Their sum reads two tensors and writes one.
-            n_sums = len(kind.colwise) - kind.n_gathers
-            sums = self.cluster.memory_time(3 * n_sums * w.hidden_bytes)
-        return both, both + sums, seconds * n_again + sharing * kind.average(full=1)
+        return (
+            both,
+            both + self.copy_hidden(3 * n_sums),
+            seconds * n_again + sharing * kind.average(full=1),
+        )
+
+    def copy_hidden(self, n_times: int) -> float:
+        """Return the seconds to read or write gathered hidden states. DTensor copies what tp gathers."""
+        if self.workload.layout.tp == 1:
+            return 0.0
+        return self.cluster.memory_time(n_times * self.workload.hidden_bytes)
 
     def expert_parallel_times(self, kind: LayerKind) -> Times:
         """Return the seconds of a layer's all-to-alls over ep: the counts, rows to experts, and their results."""
@@ -321,7 +309,7 @@ class LayerTime:
         times = [self.module_times(module) for module in kind.block if module.kind != "norm"]
         linear, of_inputs, of_weights = map(sum, zip(*times, strict=True))
         linear_again = linear
-        if kind.ends_in_rowwise and w.sequence_parallel:
+        if kind.ends_in_rowwise:
             linear_again -= self.module_times(kind.rowwise[-1])[0]
         attend, attend_back = self.attention_times
         elementwise = self.elementwise_time(kind)
@@ -329,7 +317,7 @@ class LayerTime:
         again = kind.average(
             op=experts + elementwise / 2,
             full=linear_again + attend + elementwise,
-            alternate=linear / 3 + elementwise,
+            alternate=experts + (linear - experts) / 3 + elementwise,
         )
         waits = [
             self.tensor_parallel_times(kind),

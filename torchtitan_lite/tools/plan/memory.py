@@ -53,7 +53,7 @@ def list_kept(w: Workload, kind: LayerKind) -> dict[str, float]:
         op         100.1  input of the block, outputs of colwise layers and attention, outputs of rowwise layers
                           (whole: partial sums); with tp, also after the reduce-scatter
         full         8.0  input of the block
-        alternate   62.1  input of the block, outputs of wq, wv, w1, attention and w2 (whole)
+        alternate   62.1  input of the block, outputs of wq, wv, attention, w1 and w2 (whole), none of experts
 
     Each mode also keeps the log-sum-exp of attention, 4 bytes per head, unless attention is recomputed. Unfused
     attention keeps its scores. QK norms keep their input and 4 bytes per head. In MoE layers, "op" recomputes pieces of
@@ -79,7 +79,9 @@ def list_kept(w: Workload, kind: LayerKind) -> dict[str, float]:
         + (heads + activated + normalized) / tp,
         "op": hidden + of_colwise + shared + of_rowwise + heads / tp,
         "full": hidden,
-        "alternate": hidden + (heads + keys + args.ffn_dim + heads) / tp + args.dim,
+        "alternate": hidden
+        + (heads + keys + kind.products_dim + heads) / tp
+        + args.dim * (kind.n_scatters - 1),
     }
     if tp > 1:
         saved["op"] += of_rowwise / tp

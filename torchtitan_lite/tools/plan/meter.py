@@ -110,12 +110,12 @@ def measure(
     """Return the whole tensor of a collective, and the bytes that this rank moves."""
     tensors = [leaf for leaf in tree_leaves((result, args)) if isinstance(leaf, Tensor)]
     whole = max(tensors, key=Tensor.numel)
-    n_rows = []
+    fraction = fraction_moved(operation, group.size())
     if operation == "all-to-all":
         whole = tensors[-1]  # the input
-        lists = [argument for argument in args if isinstance(argument, list)]
-        n_rows = lists[-1]  # sent to each rank
-    fraction = fraction_moved(operation, group.size(), group.rank(), n_rows)
+        *_, n_rows = (argument for argument in args if isinstance(argument, list))
+        if n_rows:  # sent to each rank; otherwise all get the same
+            fraction = 1 - n_rows[group.rank()] / max(1, sum(n_rows))
     return whole, whole.nbytes * fraction
 
 

@@ -26,7 +26,7 @@ from torchtitan_lite.tools.plan.figures import list_memory, list_traffic
 from torchtitan_lite.tools.plan.planned_run import PlannedRun
 from torchtitan_lite.tools.plan.remedies import list_faster, list_remarks
 from torchtitan_lite.tools.plan.slices import choose_shown, find_slices
-from torchtitan_lite.tools.plan.timeline import draw_timeline
+from torchtitan_lite.tools.plan.timeline import draw_timeline, simulate
 from torchtitan_lite.tools.tables import format_bytes, format_seconds
 
 FEW_RANKS = 16  # up to this number of ranks, cards have words
@@ -280,6 +280,8 @@ def show(*spans: range) -> str:
 def draw_pipeline(planned: PlannedRun) -> str:
     layout = planned.layout
     forecast = planned.forecast
+    times = planned.step_time
+    timeline = simulate(planned.workload.order, times.seconds_of, times.send_s)
     sent = planned.workload.hidden_bytes / layout.tp
     letters = {
         "F": "forward",
@@ -287,15 +289,15 @@ def draw_pipeline(planned: PlannedRun) -> str:
         "I": "gradients of inputs",
         "W": "gradients of weights",
     }
-    used = {event.action.kind for event in forecast.timeline.events}
+    used = {event.action.kind for event in timeline.events}
     key = draw_key((f"var(--{kind})", "", word) for kind, word in letters.items() if kind in used)
     about = (
         f"{layout.n_microbatches} microbatches pass through {len(layout.stages)} stages. Between two stages, a rank "
         f"sends {format_bytes(sent)} for each microbatch in forward, and as many in backward. "
         f"Ranks are idle for {forecast.bubble:.1%} of a step. The pipeline takes "
-        f"{format_seconds(forecast.timeline.end_time)}."
+        f"{format_seconds(timeline.end_time)}."
     )
-    return f"<h2>One step of the pipeline</h2><p>{about}</p>{key}{draw_timeline(forecast.timeline)}"
+    return f"<h2>One step of the pipeline</h2><p>{about}</p>{key}{draw_timeline(timeline)}"
 
 
 def draw_memory(planned: PlannedRun) -> str:
@@ -319,7 +321,7 @@ def draw_memory(planned: PlannedRun) -> str:
     entries = [(color, "pale" if part == RESERVE else "", part) for part, color in MEMORY.items()]
     line = "" if is_small else ", the line"
     about = f"{planned.cluster.name} has {capacity / GIB:.1f} GiB{line}. Error of the forecast: "
-    about += BARS["memory"].describe(planned.cluster.name)
+    about += planned.source_of_reserve
     return f"<h2>Peak memory</h2><p>{about}.</p>{draw_key(entries)}{bars}"
 
 

@@ -1,7 +1,6 @@
 """Describe a run on a cluster: config + number of GPUs -> layout -> Workload -> memory and time."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -17,7 +16,7 @@ from torchtitan_lite.config.reader import UserConfig
 from torchtitan_lite.config.schema import ActivationCheckpoint, Config
 from torchtitan_lite.preflight import choose_n_ranks, read_run
 from torchtitan_lite.tools.host_rules import count_moment_bytes, count_weight_bytes
-from torchtitan_lite.tools.plan.bars import BARS
+from torchtitan_lite.tools.plan.bars import BARS, Bar
 from torchtitan_lite.tools.plan.cluster import (
     CLUSTERS,
     OWN_CONTEXT_BYTES,
@@ -99,15 +98,12 @@ class PlannedRun:
     def workload(self) -> Workload:
         return describe_workload(self.config, self.model_args, self.layout)
 
-    def list_fitting(self, sections: list[ActivationCheckpoint]) -> Iterator["PlannedRun"]:
-        """Yield this run with each of these recompute settings, if it fits in memory."""
-        for section in sections:
-            workload = self.workload.with_recompute(count_recompute(section, self.model_args))
-            if self.holds(workload):
-                config = replace(self.config, activation_checkpoint=section)
-                planned = replace(self, config=config)
-                vars(planned)["workload"] = workload
-                yield planned
+    def with_recompute(self, section: ActivationCheckpoint) -> "PlannedRun":
+        """Return this run with these recompute settings. It shares what depends on the layout only."""
+        planned = replace(self, config=replace(self.config, activation_checkpoint=section))
+        counts = count_recompute(section, self.model_args)
+        vars(planned)["workload"] = self.workload.with_recompute(counts)
+        return planned
 
     def find_most_taken(self, live_bytes: float) -> float:
         """Return the memory of a GPU at the upper end of the error bar, if a rank has `live_bytes` in use."""
@@ -115,8 +111,17 @@ class PlannedRun:
         if self.has_own_reserve:
             return live_bytes * OWN_RESERVE[self.layout.zero_stage] + OWN_CONTEXT_BYTES
         factor = cluster.tp_reserve_factor if self.layout.tp > 1 else cluster.reserve_factor
-        _, most_reserved = BARS["memory"].widen(live_bytes * factor)
-        return most_reserved + cluster.context_bytes
+        return live_bytes * factor * self.memory_bar.high + cluster.context_bytes
+
+    @property
+    def memory_bar(self) -> Bar:
+        return BARS["memory of experts" if self.model_args.moe else "memory"]
+
+    @property
+    def source_of_reserve(self) -> str:
+        if self.has_own_reserve:
+            return "reserve of this trainer, replayed without a GPU; compared with no run, so without a bar"
+        return self.memory_bar.describe(self.cluster.name)
 
     @property
     def has_own_reserve(self) -> bool:
@@ -135,11 +140,7 @@ class PlannedRun:
 
     @property
     def fits(self) -> bool:
-        return self.holds(self.workload)
-
-    def holds(self, w: Workload) -> bool:
-        """Return whether a workload of this layout fits in the memory of the GPUs."""
-        taken = (self.find_most_taken(memory.live) for memory in list_fullest(w))
+        taken = (self.find_most_taken(memory.live) for memory in list_fullest(self.workload))
         return all(n_bytes <= self.cluster.memory_bytes for n_bytes in taken)
 
     @cached_property
@@ -148,11 +149,7 @@ class PlannedRun:
 
     @cached_property
     def forecast(self) -> Forecast:
-        return self.step_time.forecast([(self.workload.order, 1)])
-
-    def forecast_quickly(self) -> Forecast:
-        """Forecast the step from short orders, without the timeline of the whole step."""
-        return self.step_time.forecast(self.workload.samples)
+        return self.step_time.forecast()
 
     def __str__(self) -> str:
         """Return "pp4 x tp2, Interleaved1F1B, 8 stages, microbatches: 32 x 1, ZeRO 1, recompute op (32)"."""

@@ -9,13 +9,13 @@ from torchtitan_lite.config.checks import plan_layout
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.machine import GIB
 from torchtitan_lite.config.messages import ConfigError
-from torchtitan_lite.config.schema import with_value
+from torchtitan_lite.config.schema import get_value, with_value
 from torchtitan_lite.tools.plan.cluster import Cluster
 from torchtitan_lite.tools.plan.planned_run import PlannedRun
 from torchtitan_lite.tools.plan.unmodeled import list_unmodeled
 
 MOST_IDLE = 0.15  # fraction of a step
-LEVERS = [  # key, value; the setting that costs least time is first
+LEVERS = [  # settings that take less memory; the one that costs least time is first
     ("training.loss_chunk_tokens", 1024),
     ("parallelism.zero_stage", 3),
     # op: also gathers the inputs of norms again, whole on every tp rank
@@ -26,13 +26,12 @@ LEVERS = [  # key, value; the setting that costs least time is first
     ("optimizer.moments_dtype", "bfloat16"),
 ]
 
-FASTER = [  # single changes that may be faster, beside twice and half of a degree
-    *(("parallelism.zero_stage", stage) for stage in (1, 2, 3)),
-    *(("activation_checkpoint.mode", mode) for mode in ("none", "selective", "full")),
-    *(("training.local_batch_size", size) for size in (1, 2, 4)),
-    ("parallelism.pipeline_parallel_schedule", "Interleaved1F1B"),
-    ("parallelism.pipeline_parallel_schedule", "ZBVZeroBubble"),
-]
+FASTER = {  # single changes that may be faster, beside twice and half of a degree
+    "parallelism.zero_stage": (1, 2, 3),
+    "activation_checkpoint.mode": ("none", "selective", "full"),
+    "training.local_batch_size": (1, 2, 4),
+    "parallelism.pipeline_parallel_schedule": ("Interleaved1F1B", "ZBVZeroBubble"),
+}
 DEGREES = (
     "parallelism.pipeline_parallel_degree",
     "parallelism.tensor_parallel_degree",
@@ -56,18 +55,13 @@ def list_remarks(planned: PlannedRun) -> list[str]:
         )
     if not planned.fits:
         sizes = f"{planned.taken_bytes / GIB:.1f} of {cluster.memory_bytes / GIB:.1f} GiB"
-        levers = list_levers(planned) or ["more GPUs, or `--search`"]
-        advice = f"What helps: {'; '.join(levers)}"
+        levers = [
+            f"{key} = {value} ({candidate.taken_bytes / GIB:.1f} GiB)"
+            for key, value, candidate in list_changed(planned, LEVERS)
+        ]
+        advice = f"What helps: {'; '.join(levers) or 'more GPUs, or `--search`'}"
         remarks.append(f"the layout does not fit in memory: it may take {sizes}. {advice}")
     return remarks
-
-
-def list_levers(planned: PlannedRun) -> list[str]:
-    """Return single settings that make the layout fit, each with the memory that the run may then take."""
-    levers = []
-    for key, value, candidate in list_changed(planned, LEVERS):
-        levers.append(f"{key} = {value} ({candidate.taken_bytes / GIB:.1f} GiB)")
-    return levers
 
 
 def list_changed(
@@ -85,10 +79,9 @@ def list_changed(
 
 def list_faster(planned: PlannedRun) -> list[tuple[str, ...]]:
     """Return the faster layouts that fit and differ in one key, best first: key, value, speed, gain, memory."""
-    changes = list(FASTER)
+    changes = [(key, value) for key, values in FASTER.items() for value in values]
     for key in DEGREES:
-        _, _, name = key.partition(".")
-        degree = getattr(planned.config.parallelism, name)
+        degree = get_value(planned.config, key)
         changes += [(key, n) for n in (2 * degree, degree // 2) if n]
     base = planned.forecast.tokens_per_s_per_gpu if planned.fits else 0
     config = with_value(planned.config, "parallelism.data_parallel_shard_degree", -1)

@@ -46,8 +46,8 @@ def list_candidates(
         with suppress(ConfigError):
             layout = plan_layout(proposal, model_args, world_size)
             first = PlannedRun("search", proposal, model_args, layout, cluster)
-            for planned in first.list_fitting(RECOMPUTE):
-                if not find_refused(planned.config, model_args, layout):
+            for planned in map(first.with_recompute, RECOMPUTE):
+                if planned.fits and not find_refused(planned.config, model_args, layout):
                     yield planned
 
 
@@ -135,7 +135,7 @@ def rank(fitting: list[PlannedRun], n_best: int = N_BEST) -> list[tuple[PlannedR
     for planned in sorted(fitting, key=lambda planned: planned.step_time.lower_bound_s):
         if len(best) == n_best and planned.step_time.lower_bound_s >= best[-1][1].step_time_s:
             break
-        best.append((planned, planned.forecast_quickly()))
+        best.append((planned, planned.forecast))
         best.sort(key=lambda pair: pair[1].step_time_s)
         del best[n_best:]
     return best

@@ -11,6 +11,7 @@ explain.py prints the same slices of every parameter, recorded from a dry run. A
 from math import ceil
 from typing import NamedTuple
 
+from torchtitan_lite.checkpoint.plan import find_coordinates
 from torchtitan_lite.config.layout import Layout
 
 MOST_RANKS = 64  # a picture shows at most this number of ranks
@@ -27,11 +28,6 @@ class Slices(NamedTuple):
     experts: range
 
 
-def find_coordinates(layout: Layout, rank: int) -> dict[str, int]:
-    """Return mesh dim -> coordinate of a rank, outermost first."""
-    return {dim: rank // layout.strides[dim] % n for dim, n in layout.degrees.items()}
-
-
 def cut(whole: range, n: int, index: int) -> range:
     """Return one of n slices. As in torch.chunk, the last one may be smaller."""
     size = ceil(len(whole) / n)
@@ -40,7 +36,7 @@ def cut(whole: range, n: int, index: int) -> range:
 
 def find_slices(layout: Layout, rank: int, n_rows: int, seq_len: int, n_experts: int = 0) -> Slices:
     """Return a rank's slices of `n_rows` output features, of `n_experts` experts, and of sequences of `seq_len`."""
-    _, replica, shard, cp, tp = find_coordinates(layout, rank).values()
+    _, replica, shard, cp, tp = find_coordinates(rank, [*layout.degrees.values()])
     used_rows = cut(range(n_rows), layout.tp, tp)
     used_tokens = [range(seq_len)]
     if layout.cp > 1:  # an early and a late piece (context_parallel.py)

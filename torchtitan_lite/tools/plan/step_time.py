@@ -11,8 +11,8 @@ from torchtitan_lite.config.choices import SCHEDULES
 from torchtitan_lite.extensions.muon_rounds import NEWTON_SCHULZ_STEPS
 from torchtitan_lite.models.registry import MODELS
 from torchtitan_lite.tools.plan.layer_time import LayerTime, Phases
-from torchtitan_lite.tools.plan.orders import Action, Order
-from torchtitan_lite.tools.plan.timeline import Timeline, simulate
+from torchtitan_lite.tools.plan.orders import Action
+from torchtitan_lite.tools.plan.timeline import simulate
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,6 @@ class Forecast:
     step_time_s: float
     parts_s: dict[str, float]  # "compute", "bubble", ... -> seconds, averaged over pp ranks
     bubble: float  # idle fraction of a step, averaged over pp ranks
-    timeline: Timeline  # of the whole step, or of the first sample
     tokens_per_s_per_gpu: float
     # Model FLOP/s over the bf16 peak (fp32 runs: the fp32 peak), with full attention and with its causal half
     mfu_full: float
@@ -140,19 +139,17 @@ class StepTime(LayerTime):
             bounds.append(fills[indices[0]] + layout.n_microbatches * busy)
         return max(bounds) + self.once_s + self.optimizer_s
 
-    def forecast(self, orders: list[tuple[Order, int]]) -> Forecast:
-        """Forecast one step from weighted orders: the whole step with weight 1, or the workload's samples."""
+    def forecast(self) -> Forecast:
+        """Forecast one step from short orders (list_lengths)."""
         w = self.workload
         layout = w.layout
-        timelines = []
         end_time = 0.0
-        for order, weight in orders:
-            timelines.append(simulate(order, self.seconds_of, self.send_s))
-            end_time += weight * timelines[-1].end_time
+        for order, weight in w.samples:
+            end_time += weight * simulate(order, self.seconds_of, self.send_s).end_time
         step_time_s = end_time + self.once_s + self.optimizer_s
         n_times = layout.n_microbatches / layout.pp
-        averages = [n_times * sum(seconds) for seconds in zip(*self.stages, strict=True)]
-        average = Phases(*averages)  # of a step
+        # Of a step
+        average = Phases(*(n_times * sum(seconds) for seconds in zip(*self.stages, strict=True)))
         bubble = 0.0
         if layout.pp > 1:
             bubble = max(0.0, end_time - average.total)
@@ -172,7 +169,6 @@ class StepTime(LayerTime):
             step_time_s=step_time_s,
             parts_s={"compute": step_time_s - sum(parts.values()), **parts},
             bubble=bubble / step_time_s,
-            timeline=timelines[0],
             tokens_per_s_per_gpu=speed,
             mfu_full=flops.full * mfu_of_one_flop,
             mfu_causal=flops.causal * mfu_of_one_flop,

@@ -18,7 +18,7 @@ tests compare the closed form and the dry run to the byte. parallel/ explains wh
 """
 
 import re
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable
 from math import ceil, prod
 from typing import NamedTuple
 
@@ -55,15 +55,8 @@ def sum_moved(calls: Iterable[tuple[Hashable, float, float]]) -> dict[Hashable, 
     return moved
 
 
-def fraction_moved(
-    operation: str, n_ranks: int, rank: int = 0, splits: Sequence[int] = ()
-) -> float:
-    """Return the fraction of a tensor's bytes that one rank of a group moves.
-
-    `splits` has the number of rows that `rank` sends to each rank in an all-to-all. If it is empty, all get the same.
-    """
-    if operation == "all-to-all" and splits:
-        return 1 - splits[rank] / max(1, sum(splits))
+def fraction_moved(operation: str, n_ranks: int) -> float:
+    """Return the fraction of a tensor's bytes that one rank of a group moves."""
     ring = (n_ranks - 1) / n_ranks
     return {"all-reduce": 2 * ring, "broadcast": 1, "send": 1, "receive": 1}.get(operation, ring)
 
@@ -82,8 +75,11 @@ def estimate_traffic(w: Workload, pp_rank: int) -> dict[tuple[str, str], Moved]:
     for index in layout.stages_of(pp_rank):
         stage = w.stages[index]
         for kind in w.kinds:
-            n_scales += w.precomputes_scales * len(kind.float8) * kind.count(stage)
-            calls += list_calls_of_layers(w, kind, kind.count(stage))
+            n_layers = kind.count(stage)
+            n_scales += w.precomputes_scales * len(kind.float8) * n_layers
+            for axis, operation, n_calls, n_bytes in list_calls_of_pass(w, kind):
+                calls.append((axis, operation, n_calls * layout.n_microbatches * n_layers, n_bytes))
+            calls += list_reductions_over_tp(w, kind.block, n_layers)
         calls += list_calls_of_fsdp(w, stage, n_gathers[index])
         calls += list_calls_of_stage(w, index)
     calls += list_calls_of_tied_matrix(w, pp_rank)
@@ -138,14 +134,6 @@ def list_calls_of_stage(w: Workload, index: int) -> list[Call]:
     ]
 
 
-def list_calls_of_layers(w: Workload, kind: LayerKind, n_layers: int) -> list[Call]:
-    """List the calls over tp, ep and cp of `n_layers` layers. Backward mirrors forward, recompute repeats a part."""
-    calls = []
-    for axis, operation, n_calls, n_bytes in list_calls_of_pass(w, kind):
-        calls.append((axis, operation, n_calls * w.layout.n_microbatches * n_layers, n_bytes))
-    return calls + list_reductions_over_tp(w, kind.block, n_layers)
-
-
 def list_reductions_over_tp(w: Workload, modules: Iterable[ModuleRow], n_layers: int) -> list[Call]:
     """List the all-reduces of gradients to which each tp or ep rank contributes different tokens."""
     calls = []
@@ -166,7 +154,7 @@ def list_reductions_over_tp(w: Workload, modules: Iterable[ModuleRow], n_layers:
 
 
 def list_calls_of_pass(w: Workload, kind: LayerKind) -> list[Call]:
-    """List the calls over tp, ep and cp of one layer and microbatch, forward and backward.
+    """List the calls over tp, ep and cp of one layer and microbatch. Backward mirrors forward.
 
     tp gathers inputs of colwise layers and scatters outputs of rowwise layers. Recompute repeats the gathers, and full
     recompute also repeats all or all but one scatters. Over ep, counts and rows go to experts, and results come back.

@@ -16,7 +16,7 @@ from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import ceil, prod
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from torchtitan_lite.config.block import (
     find_expert_dim,
@@ -139,8 +139,8 @@ class Workload:
     zero_plus_plus: tuple[str, ...] = ()  # hpz, qwz, qgz
     schedule: str = "1F1B"  # of the pipeline
     attention_row: str = "causal"  # model.attention
-    # triton: the kernel of this trainer for documents, windows and sinks; unfused: scores are written to memory
-    attention: Literal["cudnn", "flash2", "triton", "unfused"] = "cudnn"
+    # triton: the kernel for documents, windows and sinks; of other trainers: flash2, and unfused (scores in memory)
+    attention: str = "cudnn"
     weight_bytes: int = MASTER_BYTES  # of a weight, or of its gradient, between steps
     moment_bytes: int = 8  # optimizer state per parameter
     updates_matrices: bool = False  # Muon updates matrices, and keeps MASTER_BYTES less for them
@@ -152,7 +152,7 @@ class Workload:
     balances_by_loss: bool = False  # the auxiliary loss counts routes over whole sequences
     # Properties of other trainers, for published runs. The defaults describe this trainer.
     # torch: DTensor copies what tp gathers, and a pipeline has a receive buffer per microbatch; others: one per pp rank
-    engine: Literal["torch", "megatron", "deepspeed"] = "torch"
+    engine: str = "torch"  # or megatron, deepspeed
     keeps_logits: bool = False  # fp32 logits, log-softmax and gradients of all tokens at once
     sequence_parallel: bool = True
     overlaps_reduction: bool = False  # in a pipeline, gradients are reduced beside last backwards
@@ -200,8 +200,7 @@ class Workload:
         # Number of parameters that a rank holds between steps, by pp rank
         self.at_rest = self.count_at_rest()
         # Number of parameters of each stage on a rank, before FSDP shards them
-        totals = {stage: counts.total() for stage, counts in self.sizes.items()}
-        self.n_parameters = [totals[stage] for stage in self.stages]
+        self.n_parameters = [self.sizes[stage].total() for stage in self.stages]
 
     def with_recompute(self, recompute: dict[bool, Counter]) -> "Workload":
         """Return this workload with a different recompute. It shares everything that depends on the layout only."""
@@ -308,22 +307,17 @@ class Workload:
 
     def count_by_axis(self, stages: Iterable[Stage]) -> Counter[str]:
         """Return axis -> number of parameters of these stages on one rank, before FSDP shards them."""
-        counts = Counter()
-        for stage in stages:
-            for axis, n in self.sizes[stage].items():
-                counts[axis] += n
-        return counts
+        return sum((self.sizes[stage] for stage in stages), Counter())
 
     def spare_bytes(self, stages: Iterable[Stage]) -> float:
         """Return the bytes that float8 saves when these stages are gathered."""
         return sum(kind.spared_bytes * kind.count(stage) for stage in stages for kind in self.kinds)
 
     def count_at_rest(self) -> list[float]:
-        at_rest = [0.0] * self.layout.pp
-        for ranks in self.alike:
-            counts = self.count_by_axis(self.stages_by_rank[ranks[0]])
-            for rank in ranks:
-                at_rest[rank] = sum(n / getattr(self.layout, axis) for axis, n in counts.items())
+        at_rest = []
+        for stages in self.stages_by_rank:
+            counts = self.count_by_axis(stages)
+            at_rest.append(sum(n / getattr(self.layout, axis) for axis, n in counts.items()))
         return at_rest
 
     # ------------------------------------------------------------ Muon
