@@ -27,9 +27,8 @@ ONE_STAGE = [
 ]
 H100 = CLUSTERS["h100"]
 SECTIONS = {"local_batch_size": "training", "global_batch_size": "training", "seq_len": "training"}
-SECTIONS |= {"mode": "activation_checkpoint", "enable": "compile"}
-
-
+SECTIONS |= {"mode": "activation_checkpoint", "enable": "compile", "dtype": "training"}
+SECTIONS |= {"moments_dtype": "optimizer"}
 DEGREES = {
     "tp": "tensor_parallel_degree",
     "pp": "pipeline_parallel_degree",
@@ -150,6 +149,25 @@ def test_one_gpu_has_the_reserve_of_this_trainer(config, stage, factor, fits):
     assert planned.fits == fits and "without a bar" in describe_memory(planned)
     published = read("llama3_8b", 8)
     assert published.taken_bytes == published.memory.live * 1.21 * 1.09 + 2 * 2**30
+
+
+COPIES = [  # ZeRO stage, microbatches, dtype of weights -> bytes per parameter: operators of torch's FSDP, recorded
+    (1, 1, "float32", 24),
+    (1, 4, "float32", 62),
+    (2, 4, "float32", 102),
+    (3, 4, "float32", 172),
+    (1, 4, "bfloat16", 62),
+]
+
+
+@pytest.mark.parametrize(("stage", "n", "dtype", "n_bytes"), COPIES)
+def test_fsdp_copies_on_one_gpu(stage, n, dtype, n_bytes):
+    dtypes = {"dtype": dtype, "moments_dtype": dtype}
+    keys = {"zero_stage": stage, "local_batch_size": 2, "global_batch_size": 2 * n}
+    seconds = read("llama3_8b", 1, **keys, **dtypes).forecast.parts_s["copies of FSDP"]
+    moved_bytes = seconds * H100.memory_bandwidth * H100.memory_efficiency
+    assert moved_bytes / 8_030_261_248 == pytest.approx(n_bytes)
+    assert read("llama3_8b", 8).forecast.parts_s["copies of FSDP"] == 0
 
 
 def test_1b_with_weights_in_bfloat16_fits_a_small_gpu():
@@ -274,7 +292,7 @@ def test_llama3_405b_on_16384_h100_and_its_128k_layout():
 def test_replicas_overlap():
     keys = {"data_parallel_replicate_degree": 64, "data_parallel_shard_degree": 1}
     replicas, shards = read("llama3_1b", 64, **keys), read("llama3_1b", 64, zero_stage=1)
-    step_time_s = replicas.forecast.step_time_s
+    step_time_s = replicas.forecast.step_time_s - replicas.forecast.parts_s["copies of FSDP"]
     assert step_time_s == pytest.approx(shards.forecast.step_time_s, rel=0.05)
 
 

@@ -56,6 +56,7 @@ TIME = {  # part of a step -> color
     "waiting for ep": "var(--ep)",
     "waiting for dp": "var(--dp_shard)",
     "bubble": "var(--waiting)",
+    "copies of FSDP": "var(--run2)",
     "optimizer": "var(--run4)",
 }
 FSDP_DIMS = {"dp_replicate", "dp_shard", "cp", "efsdp"}

@@ -14,6 +14,11 @@ from torchtitan_lite.tools.plan.layer_time import LayerTime, Phases
 from torchtitan_lite.tools.plan.orders import Action
 from torchtitan_lite.tools.plan.timeline import simulate
 
+# ZeRO stage -> bytes that FSDP reads and writes per parameter if it shards nothing: in a step, and in each microbatch.
+# Weights are cast and copied, gradients concatenated, copied and added. Recorded with float32 weights
+# (assets/benchmarks/2026-11-29-no-gpu.md). bfloat16 weights move 6 bytes less per microbatch under ZeRO 3
+COPIED_BYTES = {1: (22, 10), 2: (-2, 26), 3: (-12, 46)}
+
 
 @dataclass(frozen=True)
 class Forecast:
@@ -95,6 +100,17 @@ class StepTime(LayerTime):
         return first + last + self.expose("dp_replicate", replicas, beside)
 
     @cached_property
+    def copies_s(self) -> float:
+        """Seconds of FSDP's copies in a step if it shards nothing, on the fullest rank. They overlap with nothing."""
+        w = self.workload
+        if w.layout.fsdp > 1 or w.is_whole or w.engine != "torch":
+            return 0.0
+        n = w.layout.n_microbatches
+        stage = w.layout.zero_stage
+        once, each = COPIED_BYTES[stage if n > 1 else max(stage, 2)]
+        return self.cluster.memory_time(max(w.at_rest) * (once + each * n))
+
+    @cached_property
     def optimizer_s(self) -> float:
         """Seconds of the optimizer on the slowest rank."""
         return max(self.update_time(rank) for rank, *_ in self.workload.alike)
@@ -137,7 +153,7 @@ class StepTime(LayerTime):
             indices = layout.stages_of(rank)
             busy = sum(self.stages[index].total for index in indices)
             bounds.append(fills[indices[0]] + layout.n_microbatches * busy)
-        return max(bounds) + self.once_s + self.optimizer_s
+        return max(bounds) + self.once_s + self.copies_s + self.optimizer_s
 
     def forecast(self) -> Forecast:
         """Forecast one step from short orders (list_lengths)."""
@@ -146,7 +162,7 @@ class StepTime(LayerTime):
         end_time = 0.0
         for order, weight in w.samples:
             end_time += weight * simulate(order, self.seconds_of, self.send_s).end_time
-        step_time_s = end_time + self.once_s + self.optimizer_s
+        step_time_s = end_time + self.once_s + self.copies_s + self.optimizer_s
         n_times = layout.n_microbatches / layout.pp
         # Of a step
         average = Phases(*(n_times * sum(seconds) for seconds in zip(*self.stages, strict=True)))
@@ -160,6 +176,7 @@ class StepTime(LayerTime):
             "waiting for ep": average.ep,
             "waiting for dp": average.dp + self.once_s,
             "bubble": bubble,
+            "copies of FSDP": self.copies_s,
             "optimizer": self.optimizer_s,
         }
         speed = w.tokens_per_step / step_time_s / layout.world_size
