@@ -292,6 +292,7 @@ NOTED = f"""
 --training.steps=200 --lr_scheduler.total_steps=100 --lr_scheduler.warmup_steps=200 | 200 and 100 steps
 --job.dump_folder=my/run --checkpoint.local_folder=new | new/run-
 {FLOAT8} --quantize.linear.float8.filter_fqns=output,wx | 'wx' is in the name of no linear layer
+--config llama3_8b --gpus 8 --gpu h100 {FLOAT8} {TP}=2 --{P}enable_async_tensor_parallel | fuses 1 of 10 collectives
 --model.hf_assets_path=model | set checkpoint.initial_load_path=model
 --training.local_batch_size=6 | (training.local_batch_size allows 6)
 --config own.toml | training.seq_len is 512, because a CPU is slow

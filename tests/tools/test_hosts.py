@@ -278,3 +278,25 @@ def test_a_pid_namespace_is_a_host_of_its_own():
         answers.append(answer.stdout)
     here, again, elsewhere = answers
     assert here == again != elsewhere
+
+
+CPUS = [("0", {0}), ("0-0,4000-4100", {0}), ("4000", None), ("", None), (None, None)]
+
+
+@pytest.mark.parametrize(("listed", "bound"), CPUS)
+def test_a_rank_is_bound_to_the_cpus_near_its_gpu_or_not_at_all(
+    listed, bound, tmp_path, monkeypatch
+):
+    gpu = SimpleNamespace(pci_domain_id=0, pci_bus_id=0xDC, pci_device_id=0)
+    monkeypatch.setattr(agent.torch.cuda, "get_device_properties", lambda index: gpu)
+    monkeypatch.setattr(agent, "PCI", tmp_path)
+    if listed is not None:
+        folder = tmp_path / "0000:dc:00.0"
+        folder.mkdir()
+        (folder / "local_cpulist").write_text(f"{listed}\n")
+    allowed = os.sched_getaffinity(0)
+    try:
+        agent.bind_to_gpu(0)
+        assert os.sched_getaffinity(0) == (bound or allowed)
+    finally:
+        os.sched_setaffinity(0, allowed)

@@ -107,7 +107,8 @@ class ChunkedLoss(torch.autograd.Function):
         total = torch.zeros((), device=hidden.device)
         grad_hidden = torch.empty_like(hidden)
         # A sum over many chunks is too inexact in bf16.
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        grad_weight = torch.empty_like(weight, dtype=torch.float32)
+        beta = 0  # the first chunk does not read the sum
         chunks = head.split(hidden, targets, grad_hidden, *fields.values())
         for some_hidden, some_targets, some_grad_hidden, *values in chunks:
             logits = some_hidden @ weight.t()
@@ -116,7 +117,8 @@ class ChunkedLoss(torch.autograd.Function):
             del logits
             total += some_loss
             torch.mm(grad_logits, weight, out=some_grad_hidden)
-            add_product(grad_weight, grad_logits.t(), some_hidden)
+            add_product(grad_weight, grad_logits.t(), some_hidden, beta)
+            beta = 1
             del grad_logits  # free it before allocating the next chunk's logits
         ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype))
         return total
@@ -129,11 +131,13 @@ class ChunkedLoss(torch.autograd.Function):
         return grad_hidden * grad_total, grad_weight * grad_total, None, None, None
 
 
-def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to `total` (fp32) in place."""
+def add_product(total: Tensor, a: Tensor, b: Tensor, beta: int) -> None:
+    """Set `total` (fp32) to beta * total + a @ b in place. If beta is 0, `total` is not read."""
     if a.dtype == total.dtype:
-        total.addmm_(a, b)
+        total.addmm_(a, b, beta=beta)
     elif a.is_cuda:  # the matmul kernel accumulates into fp32; CPUs have no such kernel
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    else:
+        torch.addmm(total, a, b, out_dtype=total.dtype, beta=beta, out=total)
+    elif beta:
         total += a @ b
+    else:
+        total.copy_(a @ b)

@@ -26,6 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, Std
@@ -57,6 +58,7 @@ from torchtitan_lite.tools.local_ranks import (
     show,
 )
 
+PCI = Path("/sys/bus/pci/devices")
 N_LINES = 60  # of the hidden stderr of a rank that was killed: the stacks of its threads
 JOIN_WITHIN_S = 10.0  # an agent looks for new hosts ten times a second
 
@@ -262,6 +264,8 @@ def run_rank(work: Callable, args: list[str], folder: Path, spec: RunSpec) -> in
 
 def train_rank(args: list[str], folder: Path, spec: RunSpec) -> int:
     """Train as one rank. Return the status of train.py."""
+    if torch.cuda.is_available():
+        bind_to_gpu(int(os.environ["LOCAL_RANK"]))
     stop = StopFlag(os.environ["RANK"])
     stop.listen()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
@@ -275,3 +279,21 @@ def train_rank(args: list[str], folder: Path, spec: RunSpec) -> int:
         # If a late signal killed a rank that is done, the launcher would hang.
         handle_signals(signal.SIG_IGN)
     return status
+
+
+def bind_to_gpu(index: int) -> None:
+    """Bind this process to the CPUs of its GPU's NUMA node. On a host with one node, all CPUs are near.
+
+    torchrun's own option has no effect on forked ranks, and needs numactl. A host that does not tell the CPUs, or does
+    not let this process use them, is no error. Never run on a GPU.
+    """
+    gpu = torch.cuda.get_device_properties(index)
+    try:
+        address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+        near = set()
+        for part in (PCI / address / "local_cpulist").read_text().split(","):
+            first, _, last = part.partition("-")
+            near.update(range(int(first), int(last or first) + 1))
+        os.sched_setaffinity(0, near & os.sched_getaffinity(0))
+    except (OSError, ValueError, AttributeError):
+        return
