@@ -174,8 +174,10 @@ class Sampler:
         """`n_samples`: number per source."""
         self.n_samples = n_samples
         self.seed = seed
-        amounts = torch.tensor(n_samples, dtype=torch.float64)
-        self.shares = amounts / amounts.sum()
+
+    def count_epochs(self, n_draws: int) -> list[float]:
+        """Return the number of epochs of each source in the first `n_draws` draws."""
+        return [n_draws / sum(self.n_samples)] * len(self.n_samples)
 
     def choose(self, draws: Tensor) -> tuple[Tensor, Tensor]:
         """Return the source and the sample for each of these consecutive draws; all (n,) int64."""
@@ -245,11 +247,9 @@ class SampleStream:
 
     def describe(self, n_steps: int) -> str:
         """Describe the corpora that a run of `n_steps` reads, and the number of epochs of each."""
+        epochs = self.sampler.count_epochs(n_steps * self.global_batch_size)
         corpora = []
-        for corpus, share, n in zip(
-            self.reader.corpora, self.sampler.shares, self.reader.n_samples, strict=True
-        ):
-            n_epochs = n_steps * self.global_batch_size * share / n
+        for corpus, n_epochs in zip(self.reader.corpora, epochs, strict=True):
             corpora.append(f"{corpus.name} ({corpus.n_tokens:,} tokens, {n_epochs:.3g} epochs)")
         tokens_per_step = self.global_batch_size * self.reader.seq_len
         steps = f"{n_steps:,} steps of {tokens_per_step:,} tokens are {n_steps * tokens_per_step:,}"
@@ -303,11 +303,12 @@ def open_reader(
 ) -> SampleReader:
     """Open the corpora that a run reads for "train" or "validation". Raises CorpusError."""
     training = config.training
-    corpora = []
-    for _, name, used_for, path in list_corpora(config):
-        if used_for == split:
-            cache = Path(training.cache_folder)
-            corpora.append(Corpus(name, tokenizer, cache, split=split, dataset_path=path))
+    cache = Path(training.cache_folder)
+    corpora = [
+        Corpus(name, tokenizer, cache, split=split, dataset_path=path)
+        for _, name, used_for, path in list_corpora(config)
+        if used_for == split
+    ]
     return SampleReader(
         corpora,
         training.seq_len,

@@ -33,6 +33,10 @@ class WeightedSampler(Sampler):
         for source, n_draws in enumerate(self.n_draws.tolist()):
             self.n_earlier[self.sources == source] = torch.arange(n_draws)
 
+    def count_epochs(self, n_draws: int) -> list[float]:
+        """Return the number of epochs of each source in the first `n_draws` draws."""
+        return (n_draws * self.shares / torch.tensor(self.n_samples)).tolist()
+
     def choose(self, draws: Tensor) -> tuple[Tensor, Tensor]:
         """Return the source and the sample for each of these consecutive draws; all (n,) int64."""
         point = draws % CYCLE
