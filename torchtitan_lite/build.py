@@ -144,10 +144,8 @@ def build_run(
     optimizer = build_optimizer(config.optimizer, parameters, config.training.mixed_precision_param)
     balance = None
     if layout.ep:
-        groups = []  # process groups of the ranks that share sequences
-        for dim in (mesh.cp, mesh.tp):
-            if dim.size() > 1:
-                groups.append(dim.get_group())
+        # process groups of the ranks that share sequences
+        groups = [dim.get_group() for dim in (mesh.cp, mesh.tp) if dim.size() > 1]
         balance = load_module("components.expert_balance").build_balance(
             parts, config.training, layout.global_batch_size, groups, device
         )

@@ -119,19 +119,18 @@ def forward_backward(run: Run, batch: Batch, n_tokens: Tensor) -> Tensor:
     Here and in the functions below, `batch` is the result of `shard_for_cp`.
     Returns this rank's part of the loss, () fp32: zero if no stage of this rank has the head.
     """
-    loss = torch.zeros((), device=run.device)
+    losses = []
     if run.schedule is not None:
         losses = run_schedule(run, run.schedule.step, batch, n_tokens)
-        return sum(losses, loss)
-    (part,) = run.parts
-    micros = batch.split(run.layout.n_microbatches)
-    for index, micro in enumerate(micros, 1):
-        is_last = index == run.layout.n_microbatches
-        prepare_microbatch(part, zero_stage=run.layout.zero_stage, is_last=is_last)
-        micro_loss = part(micro.tokens, **stage_kwargs(micro)) / n_tokens
-        micro_loss.backward()
-        loss += micro_loss.detach()
-    return loss
+    else:
+        (part,) = run.parts
+        for index, micro in enumerate(batch.split(run.layout.n_microbatches), 1):
+            is_last = index == run.layout.n_microbatches
+            prepare_microbatch(part, zero_stage=run.layout.zero_stage, is_last=is_last)
+            loss = part(micro.tokens, **stage_kwargs(micro)) / n_tokens
+            loss.backward()
+            losses.append(loss.detach())
+    return sum(losses, torch.zeros((), device=run.device))
 
 
 @torch.no_grad()

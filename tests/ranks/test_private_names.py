@@ -5,13 +5,13 @@ import pytest
 import torch
 from checkpoints import train
 from layouts import EMULATED, FLOAT8, GATHER, MODE, PP, TWO_LAYERS
-from test_costs import make
+from test_costs import DTYPE, make
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan_lite.tools.plan.dry_run import dry_run
 
 
-@pytest.mark.parametrize("world_size, keys", [(2, {}), (4, {PP: 2})])
+@pytest.mark.parametrize("world_size, keys", [(2, {}), (4, {PP: 2, DTYPE: "bfloat16"})])
 def test_collectives_of_fsdp_bear_a_phase_and_the_modules_of_their_group(world_size, keys):
     """The file and functions of FSDP that meter.py finds on the stack."""
     run = dry_run(make(world_size, {**keys, **TWO_LAYERS}, "cpu"))

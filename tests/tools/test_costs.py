@@ -162,6 +162,7 @@ def test_traffic_of_the_closed_form_is_that_of_a_dry_run(name):
         assert bound_memory(*run, gpu, n_hosts=1).state_bytes < max(peaks)
 
 
+LOCAL_2 = "--training.local_batch_size=2"
 ANY = "--training.global_batch_size=-1"
 FULL, NONE = f"--{MODE}=full", f"--{MODE}=none"
 INTERLEAVED = [
@@ -185,7 +186,7 @@ LARGE = [  # config | GPUs | keys | pp rank | microbatches | error
     ("llama3_8b", 8, SHORT, 0, 1, 0.03),
     ("llama3_8b", 8, [f"--{TP}=2", "--optimizer.moments_dtype=bfloat16", *SHORT], 0, 1, 0.03),
     ("llama3_8b", 8, [f"--{PP}=4", *SHORT, "--training.local_batch_size=8", *SGD], 1, 8, 0.03),
-    ("llama3_8b", 8, [f"--{PP}=2", f"--{DTYPE}=float32", *SHORT], 1, 1, 0.03),
+    ("llama3_8b", 8, [f"--{PP}=2", f"--{DTYPE}=float32", *SHORT, LOCAL_2], 1, 2, 0.03),
     ("qwen3_30b_a3b", 64, ["--model.n_layers=4"], 0, 1, 0.03),
     ("qwen3_30b_a3b", 64, [f"--{TP}=8", f"--{MODE}=none", "--model.n_layers=4"], 0, 1, 0.03),
     ("qwen3_30b_a3b", 64, [f"--{TP}=8", f"--{MODE}=selective", "--model.n_layers=4"], 0, 1, 0.03),

@@ -18,8 +18,6 @@ Effect: each rank's parts have only the modules of its stages; FQNs are the same
 
 import copy
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -105,23 +103,22 @@ class PatchedStage(PipelineStage):
         super().clear_runtime_states()
         self.n_before = dict(self.n_done)
 
-    @contextmanager
-    def act(self, action: str, kind: str) -> Iterator[None]:
-        """Name an action in traces, and count it as F or B."""
-        with record_function(f"pp {action} stage {self.stage_index}"):
-            yield
+    def note(self, kind: str) -> None:
         self.n_done[kind] += 1
         self.done_at_s = time.monotonic()
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args, **kwargs):
-        with self.act(f"F{fwd_chunk_id}", "F"):
-            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        with record_function(f"pp F{fwd_chunk_id} stage {self.stage_index}"):
+            output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        self.note("F")
+        return output
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args, full_backward: bool = True, **kwargs):
         # I and W: halves of a split backward, for inputs and for weights
-        half = "B" if full_backward else "I"
-        with self.act(f"{half}{bwd_chunk_id}", "B"):
+        kind = "B" if full_backward else "I"
+        with record_function(f"pp {kind}{bwd_chunk_id} stage {self.stage_index}"):
             super().backward_one_chunk(bwd_chunk_id, *args, full_backward=full_backward, **kwargs)
+        self.note("B")
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args, **kwargs):
         with record_function(f"pp W{bwd_chunk_id} stage {self.stage_index}"):
