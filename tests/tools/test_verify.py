@@ -86,7 +86,12 @@ def test_a_wrong_layout_ends_with_its_first_fault(monkeypatch, tmp_path):
     faults = {}
     for kind in ("module output", "loss"):
         faults[kind] = Culprit(kind, "output", f"{kind}: output, off by 1")
-    wrong = Trial("wide", {"loss": (1.0, 1e-5)}, faults, ran=((reduction.config, {}),))
+    wrong = Trial(
+        "wide",
+        {"loss": (1.0, 1e-5)},
+        faults,
+        ran=((reduction.config, dict.fromkeys(WITNESSES, True)),),
+    )
     calls = {"wide": lambda: wrong, "deep": pytest.fail}
     monkeypatch.setattr(command, "list_trials", lambda *_: calls)
     trials = make_trials(reduction, None, tmp_path)
