@@ -131,7 +131,7 @@ def is_crossed(
 ) -> bool:
     """Return whether a merge below the id `last` joins two neighbors across the border between two tokens.
 
-    This goes back in time: it undoes the latest merge beside the border until only bytes are left. If two merges are
+    The search undoes merges, the latest beside the border first, until only bytes are left. If two merges are
     equal, the left one was first.
     """
     while merges.get((left, right), last) >= last:
