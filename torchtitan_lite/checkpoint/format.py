@@ -82,7 +82,7 @@ def find_steps(folder: Path) -> list[int]:
 def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of the checkpoint `folder`. Opens no other file except the checksums.
 
-    Raises DamagedCheckpoint if a file is missing or has changed, and CheckpointError if this process cannot read
+    Raises DamagedCheckpoint if one of them is missing or has changed, and CheckpointError if this process cannot read
     it.
     """
     path = folder / MANIFEST

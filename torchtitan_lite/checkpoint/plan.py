@@ -115,7 +115,7 @@ def find_writer(
 ) -> int | None:
     """Return the rank that writes a slice, or None if no rank of `among` has it.
 
-    `indices` is the result of find_indices. For a snapshot, `among` has the ranks of one host; the first rank
+    `indices` is the result of find_indices. For a snapshot, `among` has the ranks of one host, and the first of them
     that has the slice writes it. If `among` is None, `record.copy` says which of all ranks with the slice writes it.
     """
     mesh_dims = choose_mesh(record)

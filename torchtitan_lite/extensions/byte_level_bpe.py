@@ -7,9 +7,9 @@
 
 tiktoken looks a word up, and otherwise merges the two neighbors that form the token with the lowest id. The package
 `tokenizers` applies the first merge in its list. Both give the same ids under two conditions, as in trained files: the
-merges are sorted by the ids that they form, and merging the bytes of each token gives this token. With `ignore_merges`,
-the package looks words up too. Tokens that merging does not give are then allowed as words, if the list has all merges
-that form them (695 tokens of Llama 3.1).
+merges are sorted by the ids that they form, and merging the bytes of each token gives this token. With
+`ignore_merges`, the package looks words up too. Tokens that merging does not give are then allowed as words, if the
+list has all merges that form them (695 tokens of Llama 3.1).
 """
 
 from torchtitan_lite.data.tokenizer import LLAMA3_PATTERN, BytePairs
@@ -131,7 +131,7 @@ def is_crossed(
 ) -> bool:
     """Return whether a merge below the id `last` joins two neighbors across the border between two tokens.
 
-    The search undoes merges, the latest beside the border first, until only bytes are left. If two merges are
+    This goes back in time: it undoes the latest merge beside the border until only bytes are left. If two merges are
     equal, the left one was first.
     """
     while merges.get((left, right), last) >= last:
