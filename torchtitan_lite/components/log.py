@@ -22,7 +22,7 @@ UNWRITTEN = "{} cannot be written, and the run continues: {}"
 
 
 class SayOnce(logging.Handler):
-    """Says once on stderr that lines cannot be written. logging itself prints a traceback for each of them."""
+    """Says once on stderr that lines cannot be written. logging itself prints a traceback for each line."""
 
     has_failed = False
 

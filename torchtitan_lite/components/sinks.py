@@ -1,4 +1,4 @@
-"""Where metrics are written besides the log: metrics.jsonl and TensorBoard.
+"""Write metrics to metrics.jsonl and TensorBoard.
 
 A sink has `write(record, scalars)`, with `scalars` from tag to value, and `close()`. Only rank 0 creates sinks.
 extensions/wandb_sink.py has one for Weights & Biases.

@@ -192,7 +192,7 @@ class LayerTime:
     def tensor_parallel_times(self, kind: LayerKind) -> Times:
         """Return the seconds of tp's collectives in the forward, the backward and the recompute of a layer.
 
-        Without sequence parallel, an all-reduce replaces each pair of calls. Recompute repeats either all or none.
+        Without sequence parallel, an all-reduce replaces each pair of calls. Recompute repeats all of them or none.
         """
         w = self.workload
         seconds = self.collective_time("tp", w.hidden_bytes)

@@ -138,7 +138,7 @@ class PlannedRun:
         return self.holds(self.workload)
 
     def holds(self, w: Workload) -> bool:
-        """Whether a workload of this layout fits in the memory of the GPUs."""
+        """Return whether a workload of this layout fits in the memory of the GPUs."""
         taken = (self.find_most_taken(memory.live) for memory in list_fullest(w))
         return all(n_bytes <= self.cluster.memory_bytes for n_bytes in taken)
 
