@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Run:
-    """Everything that an optimizer step needs. Frozen: only the contents of the tensors change."""
+    """Everything that an optimizer step needs. It is frozen; only the contents of the tensors change."""
 
     config: Config
     layout: Layout

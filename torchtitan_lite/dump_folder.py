@@ -8,7 +8,7 @@ wandb/          Weights & Biases if enabled; job.overwrite keeps it, because som
 wandb_id        id of the run in Weights & Biases
 lock            locked by the run that writes here
 
-A run with checkpoint.load_only writes none of them.
+A run with checkpoint.load_only writes no file.
 """
 
 import fcntl

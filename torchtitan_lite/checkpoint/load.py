@@ -51,7 +51,7 @@ class OpenCheckpoint:
         self.files: dict[str, safe_open] = {}
 
     def read(self, name: str) -> Tensor:
-        """Return a full tensor on the CPU. Raises KeyError if it is missing, DamagedCheckpoint for a damaged file."""
+        """Return a full tensor on the CPU. Raises KeyError for an unknown name, and DamagedCheckpoint."""
         record = self.manifest.tensors[name]
         tensor = torch.empty(record.shape, dtype=getattr(torch, record.dtype))
         self.read_shard(name, tensor)

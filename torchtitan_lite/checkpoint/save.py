@@ -4,7 +4,7 @@
     optimizer.layers.3.attention.wq.weight.exp_avg
 
 Learning rate, position in the data and initial weights are functions of step and seed, and a step draws no random
-numbers. So the step in the manifest restores all of them on any layout.
+numbers. So the step in the manifest restores all three on any layout.
 
     after_step(20) ------------------------ after_step(40)
       |  waits for the previous save          |

@@ -134,7 +134,7 @@ class Tokenizer:
 
 
 def load_tokenizer(hf_assets_path: str | Path) -> Tokenizer:
-    """Load the tokenizer at a path. Raises ConfigError if it is missing or unusable."""
+    """Load the tokenizer at a path. Raises ConfigError if the tokenizer is missing or unusable."""
     if str(hf_assets_path) == BYTES:
         return make_byte_tokenizer()
     path = find_tokenizer(hf_assets_path)

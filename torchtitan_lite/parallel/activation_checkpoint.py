@@ -139,6 +139,6 @@ def apply_recompute(module: nn.Module, method: str, context_fn: Callable = noop_
 
 
 def save_expensive_outputs():
-    """Context function of `checkpoint`. Not a partial, because torch.compile would trace the list inside it."""
+    """Context function of `checkpoint`. It is not a partial, because torch.compile would trace the list inside it."""
     own = torch.ops.torchtitan_lite  # operators of loaded extensions; these operators communicate
     return create_selective_checkpoint_contexts(KEPT_OPS + [getattr(own, op).default for op in own])

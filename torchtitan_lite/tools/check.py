@@ -260,4 +260,4 @@ def describe_decayed(config: Config, model_args: ModelArgs) -> str:
     if not decayed:
         return ""
     what = f"optimizer.weight_decay = {section.weight_decay:g} also covers norms and biases"
-    return f"{what}, such as {decayed[0]}; a group with weight_decay = 0 leaves them out (optimizer.groups)"
+    return f"{what}, such as {decayed[0]}; to exclude them, add a group with weight_decay = 0 (optimizer.groups)"

@@ -6,7 +6,7 @@ Lower bound on the memory of a run: weights, gradients and optimizer state must 
                           or if weights are bfloat16 too
     bytes per rank        (parameters / ranks that share one copy of the model) * bytes per parameter
 
-Each GPU holds one rank. On a host without GPUs, all ranks share the memory. Activations come on top:
+Each GPU holds one rank. On a host without GPUs, all ranks share the memory. Activations are not included:
 `python3 -m torchtitan_lite plan` predicts them.
 """
 
@@ -65,8 +65,8 @@ class MemoryBound:
         ranks = f"{self.n_ranks} ranks share" if self.n_ranks > 1 else "a rank has"
         state = "weights, gradients and optimizer state"
         needed = f"at least {self.state_bytes / GIB:.2f} GiB for {state}"
-        more = "activations, gathered weights and the allocator's reserve come on top"
-        return f"{needed}; {more}; {ranks} {self.available_bytes / GIB:.1f} GiB"
+        more = "without activations, gathered weights and the allocator's reserve"
+        return f"{needed}, {more}; {ranks} {self.available_bytes / GIB:.1f} GiB"
 
 
 def count_moment_bytes(section: Optimizer) -> int:

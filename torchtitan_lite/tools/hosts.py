@@ -54,7 +54,7 @@ def read_number(name: str, default: int = 0) -> int:
 
 
 def read_hosts() -> tuple[int, int]:
-    """Return the smallest and the largest number of hosts in NNODES, which are equal unless it is a range."""
+    """Return the smallest and the largest number of hosts in NNODES, equal unless NNODES is a range."""
     numbers = os.environ.get("NNODES") or "1"
     hosts = sorted(map(int, numbers.split(":")))
     return hosts[0], hosts[-1]

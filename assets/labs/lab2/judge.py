@@ -32,7 +32,7 @@ def make_batch(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def backward(model: nn.Module, ranks: range) -> None:
-    """Add the gradients of the sum of all token losses of some ranks."""
+    """Add the gradients of some ranks, each for the sum of its token losses."""
     for rank in ranks:
         tokens, targets = make_batch(rank)
         F.cross_entropy(model(tokens), targets, reduction="sum").backward()
