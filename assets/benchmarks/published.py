@@ -188,6 +188,13 @@ class OtherTime(StepTime):
             n_kernels += w.args.moe.n_experts // max(1, w.layout.ep) * (6 if w.float8 else 2)
         return n_kernels * self.cluster.host_s
 
+    def expert_parallel_times(self, kind: LayerKind) -> Times:
+        """torch's recompute stops before the combine of DeepEP, which keeps nothing: NeMo Automodel, PR 2930."""
+        forward, backward, again = super().expert_parallel_times(kind)
+        if forward and self.workload.sends_once and self.workload.engine == "torch":
+            again -= self.exchange_s * kind.average(full=1)
+        return forward, backward, again
+
     @property
     def exchange_s(self) -> float:
         w = self.workload
@@ -401,8 +408,10 @@ def find_unseen(rows: list[Row]) -> dict[str, list[Unseen]]:
         if not has_experts:
             groups["dense"].append(unseen)
         if row.gib:
-            family = "memory of experts" if has_experts else "memory"
-            groups[family].append((row, row.miss_memory(constants)))
+            of_memory = (row, row.miss_memory(constants))
+            groups["memory"].append(of_memory)
+            if has_experts:
+                groups["memory of experts"].append(of_memory)
     return groups
 
 
