@@ -103,6 +103,8 @@ def build_parts(
     uses = config.parallelism.zero_plus_plus
     if uses and layout.fsdp > 1:  # after FSDP, whose collectives it replaces
         load_extension("zero_plus_plus").apply_zero_plus_plus(parts, uses, layout, mesh)
+    if config.parallelism.fsdp_symmetric_memory:
+        load_extension("symmetric_memory").share_buffers(parts)
     return parts
 
 

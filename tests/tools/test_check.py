@@ -186,6 +186,11 @@ stray | argument
 --parallelism.enable_async_tensor_parallel | parallelism.enable_async_tensor_parallel \
     parallelism.enable_async_tensor_parallel  # without a compiler, and without a GPU
 --training.enable_cpu_offload | training.enable_cpu_offload
+--parallelism.fsdp_symmetric_memory | parallelism.fsdp_symmetric_memory
+--parallelism.fsdp_symmetric_memory | parallelism.fsdp_symmetric_memory | 1 H100_ELSEWHERE
+--parallelism.fsdp_symmetric_memory --parallelism.zero_plus_plus=qwz | parallelism.fsdp_symmetric_memory | \
+    8 H100_ELSEWHERE
+--parallelism.fsdp_symmetric_memory | | 8 H100_ELSEWHERE
 --profiling.enable_memory_snapshot | profiling.enable_memory_snapshot
 --model.converters=float8 | model.converters | 4 EIGHT_A100
 --config llama3_8b.toml | model.flavor

@@ -38,6 +38,12 @@ from torchtitan_lite.config.schema import (
 
 ASYNC_TP = "parallelism.enable_async_tensor_parallel"
 TP = "parallelism.tensor_parallel_degree"
+ON_GPU = (  # keys that need a GPU
+    ASYNC_TP,
+    "parallelism.fsdp_symmetric_memory",
+    "training.enable_cpu_offload",
+    "profiling.enable_memory_snapshot",
+)
 SIZES_OF_TP = ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
 
 
@@ -372,7 +378,7 @@ def check_run(config: Config) -> list[Problem]:
 def check_machine(config: Config, machine: Machine) -> list[Problem]:
     """Find features that these devices, or the software of this host, lack."""
     problems = Problems(config)
-    for key in (ASYNC_TP, "training.enable_cpu_offload", "profiling.enable_memory_snapshot"):
+    for key in ON_GPU:
         if machine.device_type != "cuda" and get_value(config, key):
             problems.refuse(key, "it needs a GPU, and there is none", "Leave this key out")
     if config.model.uses_float8:

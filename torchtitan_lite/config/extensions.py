@@ -75,6 +75,14 @@ def check_zero_plus_plus(problems: Problems, layout: Layout) -> None:
         problems.refuse(ZERO_PLUS_PLUS, why, 'Leave out "hpz"')
 
 
+def check_symmetric_memory(problems: Problems, layout: Layout) -> None:
+    key = "parallelism.fsdp_symmetric_memory"
+    if layout.fsdp == 1:
+        problems.refuse(key, "FSDP has a single shard, so no weight is gathered", "Leave it out")
+    elif problems.config.parallelism.zero_plus_plus:
+        problems.refuse(key, "ZeRO++ gathers by its own collectives", "Use one of them")
+
+
 def check_float8_all_gather(problems: Problems, layout: Layout) -> None:
     config = problems.config
     if not config.model.uses_float8:
@@ -161,6 +169,12 @@ EXTENSIONS = {  # file of extensions/, without .py
         (),
         "FSDP sends int8 blocks, and gathers inside a node for backward",
         check_zero_plus_plus,
+    ),
+    "symmetric_memory": Extension(
+        "parallelism.fsdp_symmetric_memory",
+        (True,),
+        "FSDP gathers from NCCL's symmetric memory",
+        check_symmetric_memory,
     ),
     "float8_all_gather": Extension(
         f"{FLOAT8}.enable_fsdp_float8_all_gather",

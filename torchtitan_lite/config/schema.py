@@ -164,6 +164,8 @@ class Parallelism:
     # new: keep a node's shards for backward (hpz); round the weights (qwz) and gradients (qgz) that FSDP sends to int8
     zero_plus_plus: list[Literal["hpz", "qwz", "qgz"]] = key([], resume="note")
     zero_plus_plus_node_size: Degree = key(8, resume="note")  # new: number of ranks in a node
+    # new: NCCL gathers FSDP's shards from buffers that the GPUs of a host share; torch 2.12 or newer, never run
+    fsdp_symmetric_memory: bool = False
     tensor_parallel_degree: Degree = 1
     # overlap TP collectives with chunks of matmuls; inductor on CUDA
     enable_async_tensor_parallel: bool = False

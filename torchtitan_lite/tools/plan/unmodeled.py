@@ -16,6 +16,7 @@ MODELED_VALUES = {  # key -> its values that the closed forms model, and what th
     "quantize.linear.float8.emulate": ((False,), "matmuls of float8 units"),
     "training.router_z_loss": ((0.0,), "routers without this loss"),
     "debug.deterministic": ((False,), "the fastest kernels"),
+    "parallelism.fsdp_symmetric_memory": ((False,), "NCCL's usual kernels"),
     "training.enable_cpu_offload": ((False,), "a run without offload"),
     "debug.compare_copies_every": ((0,), "no comparisons"),
     "checkpoint.local_folder": (("",), "no snapshots"),

@@ -141,6 +141,7 @@ REPLACED = {
     "training.mixed_precision_param": "float32",  # the precision of the run has a separate trial
     "model.converters": [],  # float8 has a separate trial too
     "parallelism.enable_async_tensor_parallel": False,  # needs inductor and GPUs
+    "parallelism.fsdp_symmetric_memory": False,  # needs NCCL
     # Only train.py reads the keys below. Every step is logged and saved, the first and the last are validated.
     "model.hf_assets_path": TOKENIZER,
     "training.dataset_path": "",
