@@ -12,11 +12,12 @@ from measure_memory import BATCH, plan
 
 from torchtitan_lite import build
 from torchtitan_lite.__main__ import main
+from torchtitan_lite.checkpoint.plan import find_coordinates
 from torchtitan_lite.parallel.context_parallel import plan_query_positions
 from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.tools.plan.explain import describe_slice
 from torchtitan_lite.tools.plan.fake_world import fake_group
-from torchtitan_lite.tools.plan.slices import cut, find_coordinates, find_slices
+from torchtitan_lite.tools.plan.slices import cut, find_slices
 
 PAGES = {
     "debug_3d": 8,
@@ -51,7 +52,8 @@ def test_slices_of_a_picture_are_those_of_the_trainer(keys):
         told = describe_slice(parameters[weight], rank)
         first, last = re.fullmatch(r"rows (\d+)\.\.(\d+)", told).groups()
         assert held.held_rows == range(int(first), int(last) + 1)
-        at = find_coordinates(layout, rank)
+        coordinates = find_coordinates(rank, list(layout.degrees.values()))
+        at = dict(zip(layout.degrees, coordinates, strict=True))
         positions = torch.arange(seq_len)
         if layout.cp > 1:
             positions = plan_query_positions(at["cp"], layout.cp, seq_len)

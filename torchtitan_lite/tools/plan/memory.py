@@ -81,7 +81,8 @@ def list_kept(w: Workload, kind: LayerKind) -> dict[str, float]:
         "full": hidden,
         "alternate": hidden
         + (heads + keys + kind.products_dim + heads) / tp
-        + args.dim * (kind.n_scatters - 1),
+        + of_rowwise
+        - args.dim,
     }
     if tp > 1:
         saved["op"] += of_rowwise / tp
