@@ -232,7 +232,7 @@ def test_a_run_that_only_reads_and_is_stopped_names_no_command_to_continue(pool,
 
 def fail_in_a_step(rank: int, world_size: int, keys: list[str]) -> str:
     """Worker: start a run that ends with an error in its first step. Return the error."""
-    with patch.object(train, "validate", side_effect=RuntimeError("planted")):
+    with patch.object(train.RunMetrics, "log", side_effect=RuntimeError("planted")):
         try:
             return f"status {warm_start.start(rank, world_size, keys)}"
         except RuntimeError as error:
