@@ -2,7 +2,6 @@
 
 import hashlib
 import importlib
-import json
 import os
 import platform
 import re
@@ -10,82 +9,14 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.config.messages import UserError
-
-REQUIRED = object()  # default of JsonObject.take: the key must be present
-
-
-class JsonObject(dict):
-    """An object of a JSON file from outside. `take` checks each value where it is used."""
-
-    def __init__(self, path: Path, values: dict[str, Any], place: str = ""):
-        super().__init__(values)
-        self.path = path
-        self.place = place  # keys that lead to this object: "rope_scaling."
-
-    def take(self, key: str, kind: Any, default: Any = REQUIRED) -> Any:
-        """Return the value of `key`, which must have the type `kind`, such as `int`, `list` or `str | dict`.
-
-        Returns the default if the key is missing or null. An object becomes a JsonObject. Raises UserError.
-        """
-        value = self.get(key)
-        name = self.place + key
-        if value is None and default is not REQUIRED:
-            return default
-        if not has_kind(value, kind):
-            found = "is missing" if value is None else f"= {shorten(value)}"
-            expected = kind.__name__ if type(kind) is type else kind
-            raise UserError(f"{self.path}: {name} {found}; it must be {expected}")
-        return JsonObject(self.path, value, f"{name}.") if isinstance(value, dict) else value
-
-
-def read_json(path: Path, *, may_be_missing: bool = False) -> JsonObject:
-    """Return the object in a JSON file from outside. A missing file gives {} if it `may_be_missing`.
-
-    Raises UserError.
-    """
-    if may_be_missing and not path.exists():
-        return JsonObject(path, {})
-    try:
-        value = json.loads(path.read_bytes(), object_pairs_hook=make_object)
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{path} must hold an object {{...}}, but it is {shorten(value)}")
-    return JsonObject(path, value)
-
-
-def make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make an object from its pairs, for a JSON parser that calls this. Raises ValueError for a repeated key."""
-    content = dict(pairs)
-    if len(content) < len(pairs):
-        ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
-        raise ValueError(f"an object has the key {key!r} more than once: {shorten(content)}")
-    return content
-
-
-def has_kind(value: Any, kind: Any) -> bool:
-    """Return whether a JSON value has this type. An int is also a float; a bool is neither."""
-    if isinstance(value, bool):
-        return kind is bool
-    return isinstance(value, float | int if kind is float else kind)
-
-
-def shorten(value: Any) -> str:
-    """Return the first characters of a JSON value."""
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 def import_extra(name: str, extra: str) -> ModuleType:

@@ -244,6 +244,9 @@ EXTENSIONS = {  # file of extensions/, without .py
     "byte_level_bpe": Extension(
         about="loaded with tokenizer_json: decides whether tiktoken encodes a tokenizer.json exactly",
     ),
+    "foreign_json": Extension(
+        about="loaded with tokenizer_json and hugging_face: reads JSON files that others wrote",
+    ),
     "hugging_face": Extension(
         about="loaded for a Hugging Face folder in checkpoint.initial_load_path: reads its weights on any layout",
     ),

@@ -30,7 +30,7 @@ from torchtitan_lite.config.checks import Problems
 from torchtitan_lite.config.messages import Problem, UserError, name_command
 from torchtitan_lite.config.schema import Config, Training
 from torchtitan_lite.data.tokenizer import Tokenizer
-from torchtitan_lite.files import explain_hub_cache, read_json
+from torchtitan_lite.files import explain_hub_cache
 
 FORMAT = 3
 MANIFEST = "manifest.json"
@@ -92,16 +92,13 @@ def read_corpus_manifest(folder: Path) -> CorpusManifest:
     if not path.exists():
         raise explain_missing(folder)
     try:
-        file = read_json(path)
-        found = file.take("format", int)
-        if found != FORMAT:
-            raise ValueError(f"its format is {found}, but this version reads {FORMAT}")
-        splits = {}
-        for name, split in file.take("splits", dict).items():
-            splits[name] = Split(**split)
+        file = json.loads(path.read_bytes())
+        if file["format"] != FORMAT:
+            raise ValueError(f"its format is {file['format']}, but this version reads {FORMAT}")
+        splits = {name: Split(**split) for name, split in file["splits"].items()}
         manifest = CorpusManifest(**{**file, "splits": splits})
         _ = manifest.sizes  # raises if a field is missing
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
         raise CorpusError(f"{folder} is not a prepared corpus: {MANIFEST}: {error}") from None
     return manifest
 

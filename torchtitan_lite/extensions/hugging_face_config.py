@@ -31,7 +31,7 @@ from torchtitan_lite.config.model_rows import (
     RopeScaling,
 )
 from torchtitan_lite.extensions.families import find_model_type
-from torchtitan_lite.files import JsonObject, has_kind, read_json, shorten
+from torchtitan_lite.extensions.foreign_json import JsonObject, has_kind, read_json, shorten
 from torchtitan_lite.models.registry import CONFIG, LENGTH, MODELS
 
 GENERATION_CONFIG = "generation_config.json"

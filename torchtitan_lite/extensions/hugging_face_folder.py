@@ -26,12 +26,13 @@ from pathlib import Path
 
 from torchtitan_lite.config.block import list_parameters
 from torchtitan_lite.config.model_rows import ModelArgs
+from torchtitan_lite.extensions.foreign_json import read_json
 from torchtitan_lite.extensions.hugging_face_config import (
     HuggingFaceError,
     find_family,
     read_model_args,
 )
-from torchtitan_lite.files import import_extra, read_json, refuse_pointer
+from torchtitan_lite.files import import_extra, refuse_pointer
 from torchtitan_lite.models.registry import CONFIG
 
 SINGLE_FILE = "model.safetensors"

@@ -15,7 +15,8 @@ from typing import Any
 
 from torchtitan_lite.data.tokenizer import TOKENIZER_CONFIG, Tokenizer, compose
 from torchtitan_lite.extensions.byte_level_bpe import AFFIXES, read_byte_level_bpe, spell_token
-from torchtitan_lite.files import JsonObject, import_extra, read_json
+from torchtitan_lite.extensions.foreign_json import JsonObject, read_json
+from torchtitan_lite.files import import_extra
 
 SPECIAL_MAP = "special_tokens_map.json"  # older than tokenizer_config.json
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torchtitan_lite.files import make_object
+from torchtitan_lite.extensions.foreign_json import make_object
 
 ROLES = {  # of published data sets -> of chat templates. All others are left as they are
     "human": "user",

@@ -27,7 +27,8 @@ from typing import Any, BinaryIO
 
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.reader import is_unicode
-from torchtitan_lite.files import explain_hub_cache, import_extra, make_object
+from torchtitan_lite.extensions.foreign_json import make_object
+from torchtitan_lite.files import explain_hub_cache, import_extra
 
 PARQUET = ".parquet"
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
