@@ -31,7 +31,7 @@ from torchtitan_lite.checkpoint.load import (
     set_step,
 )
 from torchtitan_lite.checkpoint.ranks import do_on_rank_0, raise_on_all_ranks
-from torchtitan_lite.checkpoint.save import name_tensors, name_weights
+from torchtitan_lite.checkpoint.save import name_weights
 from torchtitan_lite.checkpoint.starting_weights import describe_checkpoint, names_step
 from torchtitan_lite.config.extensions import load_extension
 from torchtitan_lite.config.messages import ConfigError
@@ -104,7 +104,7 @@ def restore_run(
     `is_resumed`: this run has saved them. Raises CheckpointError; the parameters are then undefined.
     """
     create_optimizer_state(run.optimizer)
-    tensors = name_tensors(run.saved, run.optimizer, run.extension_state)
+    tensors = run.name_tensors()
 
     def choose(manifest: Manifest) -> dict[str, Tensor]:
         if not excludes_moments(run.config, manifest, is_resumed=is_resumed):
