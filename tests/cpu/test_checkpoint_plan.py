@@ -73,10 +73,11 @@ def make_box(offsets, sizes) -> tuple[slice, ...]:
 def test_slices_are_torchs_chunks_and_each_is_written_once(degrees, shape, splits):
     stage = degrees["pp"] - 1
     first = TensorRecord("float32", shape, stage, splits, 0)
+    n_copies = prod(degrees[dim] for dim in first.copy_dims)
     numbers = torch.arange(prod(shape)).view(shape)
     writers = set()
     chance = random.Random(0)
-    for copy in range(prod(degrees[dim] for dim in first.copy_dims)):
+    for copy in range(n_copies):
         record = first._replace(copy=copy)
         stored = list(list_slices(record, degrees, [0] * len(shape), shape))
         written = torch.zeros(shape, dtype=torch.int64)
@@ -84,8 +85,10 @@ def test_slices_are_torchs_chunks_and_each_is_written_once(degrees, shape, split
             assert file not in writers, "copies are written by different ranks"
             writers.add(file)
             rank = int(file[5:10])
-            assert torch.equal(numbers[make_box(*box)], cut_by_torch(record, degrees, rank))
-            written[make_box(*box)] += 1
+            place = make_box(*box)
+            cut = cut_by_torch(record, degrees, rank)
+            assert torch.equal(numbers[place], cut)
+            written[place] += 1
         assert (written == 1).all()
         for _ in range(10):
             offsets = [chance.randrange(n) for n in shape]

@@ -106,13 +106,17 @@ def restore_run(
     create_optimizer_state(run.optimizer)
     tensors = run.name_tensors()
 
+    def starts_anew(manifest: Manifest) -> bool:
+        is_asked = bool(run.config.checkpoint.exclude_from_loading)
+        return is_asked and excludes_moments(run.config, manifest, is_resumed=is_resumed)
+
     def choose(manifest: Manifest) -> dict[str, Tensor]:
-        if not excludes_moments(run.config, manifest, is_resumed=is_resumed):
+        if not starts_anew(manifest):
             return tensors
         return {name: tensors[name] for name in tensors if name.startswith("model.")}
 
     loaded, manifest = load_newest(found, choose, group)
-    if excludes_moments(run.config, manifest, is_resumed=is_resumed):
+    if starts_anew(manifest):
         logger.info("the optimizer starts with new moments (checkpoint.exclude_from_loading)")
         for parameter in run.parameters.values():
             run.optimizer.state.pop(parameter, None)
