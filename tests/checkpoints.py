@@ -2,10 +2,9 @@
 
 import json
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 
 import compare
@@ -29,7 +28,6 @@ from torchtitan_lite.checkpoint.plan import EXPERT_DIMS, list_degrees
 from torchtitan_lite.checkpoint.save import (
     CheckpointSaver,
     describe_run,
-    name_tensors,
     plan_save,
     write_slices,
 )
@@ -77,15 +75,11 @@ def whole_state(run: build.Run) -> dict[str, Tensor]:
     }
 
 
-def list_saved(run: build.Run) -> Callable[[], dict[str, Tensor]]:
-    return partial(name_tensors, run.saved, run.optimizer, run.extension_state)
-
-
 def make_saver(
     folder: str | Path, section: Checkpoint, run: build.Run | None = None
 ) -> CheckpointSaver:
     """Return the saver of a run, or of ranks that all have the same tensors."""
-    list_tensors = list_saved(run) if run else dict
+    list_tensors = run.name_tensors if run else dict
     mesh = list_degrees(run.layout) if run else {**ONE_RANK, "dp_shard": dist.get_world_size()}
     manifest = Manifest(0, FINGERPRINT, {}, mesh=mesh)
     group = dist.new_group(backend="gloo")
@@ -102,7 +96,7 @@ def make_snapshots(
     about = describe_run(run.config, {}, {})
     manifest = Manifest(0, fingerprint, about, mesh=list_degrees(run.layout))
     path = Path(folder, section.folder)
-    saver = CheckpointSaver(path, section, list_saved(run), manifest, dist.group.WORLD, run.device)
+    saver = CheckpointSaver(path, section, run.name_tensors, manifest, dist.group.WORLD, run.device)
     return Snapshots(saver, Path(folder), place, dist.group.WORLD)
 
 
@@ -114,8 +108,7 @@ def train_and_save(
     with make_saver(folder, section, run) as saver:
         for step in range(n_steps):
             train(run, range(step, step + 1))
-            saver.check()
-            saver.save(step + 1, name_tensors(run.saved, run.optimizer, run.extension_state))
+            saver.save(step + 1, run.name_tensors())
     state = whole_state(run)
     return state, train(run, range(n_steps, n_steps + 3)), whole_state(run)
 
@@ -137,7 +130,7 @@ def load_and_train(
     state = whole_state(run)
     if saved_again:
         with make_saver(saved_again, section, run) as saver:
-            saver.save(step, name_tensors(run.saved, run.optimizer, run.extension_state))
+            saver.save(step, run.name_tensors())
     return state, train(run, range(step, step + 3)), whole_state(run), step
 
 

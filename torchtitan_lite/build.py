@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
+from torchtitan_lite.checkpoint.save import name_weights
 from torchtitan_lite.components.optim import build_lr_scheduler, build_optimizer
 from torchtitan_lite.config.block import list_expert_biases, list_parameters
 from torchtitan_lite.config.extensions import load_extension, load_module
@@ -61,6 +62,15 @@ class Run:
     def extension_state(self) -> dict[str, Tensor]:
         """Tensors in a checkpoint that are equal on all ranks, by the name they have there."""
         return self.spikes.state if self.spikes else {}
+
+    def name_tensors(self) -> dict[str, Tensor]:
+        """Return name in a checkpoint -> tensor: weights, expert biases, optimizer state, and state of extensions."""
+        named = name_weights(self.saved)
+        for fqn, parameter in self.parameters.items():
+            for name, value in self.optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    named[f"optimizer.{fqn}.{name}"] = value
+        return named | self.extension_state
 
 
 def find_model_class(name: str) -> type[nn.Module]:

@@ -102,7 +102,7 @@ def as_rank(planned: PlannedRun, rank: int) -> Iterator[dict[str, Tensor]]:
             moment = parameter.detach()
             state = {"step": torch.zeros(()), "exp_avg": moment, "exp_avg_sq": moment}
             run.optimizer.state[parameter] = state
-        named = save.name_tensors(run.saved, run.optimizer)
+        named = run.name_tensors()
         enter(_disable_current_modes())  # in which every coordinate is 1
         yield named
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from watching import PeakMemory
 
-from torchtitan_lite.checkpoint.save import export_weights, name_tensors, name_weights
+from torchtitan_lite.checkpoint.save import export_weights, name_weights
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schema import Checkpoint
 from torchtitan_lite.extensions.hugging_face import load_weights
@@ -109,7 +109,7 @@ def load_and_save(rank: int, world_size: int, overrides: dict, out: str, **keys)
     run = replace(run, config=replace(run.config, checkpoint=section))
     step = load_initial(run, dist.group.WORLD)
     with checkpoints.make_saver(out, section, run) as saver:
-        tensors = name_tensors(run.parameters, run.optimizer)
+        tensors = run.name_tensors()
         if section.last_save_model_only:
             tensors = export_weights(name_weights(run.parameters), section.export_dtype)
         saver.save(5, tensors)

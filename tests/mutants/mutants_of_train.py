@@ -8,15 +8,14 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from layouts import ADAMW, FAST, Row
-from mutant_table import mutant, put_in_place
+from mutant_table import mutant
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from torchtitan_lite import preflight, run_log
 from torchtitan_lite.checkpoint import load as loading
-from torchtitan_lite.checkpoint.save import name_weights
+from torchtitan_lite.checkpoint import save as saving
 from torchtitan_lite.data import dataset
 from torchtitan_lite.faults import resume as resuming
-from torchtitan_lite.faults import start as starting
 from torchtitan_lite.tools.verify.rank import local
 
 in_first_start = partial(mutant, name="first start", trial="train.py")
@@ -51,12 +50,14 @@ def schedule_as_long_as_this_start(original, config, layout, device_type):
     return replace(config, lr_scheduler=section)
 
 
-@in_saved_tensor(Row(2, ADAMW), name="optimizer.layers.0.attention.wk.weight.exp_avg")
-def moments_forgotten_by_a_resume():
+@in_saved_tensor(
+    Row(2, ADAMW),
+    name="optimizer.layers.0.attention.wk.weight.exp_avg",
+    at=(loading, "load_checkpoint"),
+)
+def moments_forgotten_by_a_resume(original, checkpoint, tensors):
     """Weights alone are loaded; AdamW begins with moments of zero."""
-    return put_in_place(
-        lambda original, parameters, *others: name_weights(parameters), resuming, "name_tensors"
-    )
+    original(checkpoint, {name: tensors[name] for name in tensors if name.startswith("model.")})
 
 
 @in_saved_tensor(
@@ -97,11 +98,10 @@ def schedule_shifted_by_a_resume(original, lr_scheduler, step):
 @contextmanager
 def experts_saved_in_another_order():
     """Experts are numbered from another one, which depends on ep, and read so: right as long as ep stays."""
-    name_tensors, load_newest = starting.name_tensors, resuming.load_newest
+    plan_save, load_newest = saving.plan_save, resuming.load_newest
 
-    def save_rolled(*of_run):
-        named = name_tensors(*of_run)
-        return {name: roll_experts(tensor, 1) for name, tensor in named.items()}
+    def save_rolled(named, *layout):
+        return plan_save({name: roll_experts(named[name], 1) for name in named}, *layout)
 
     def load_rolled(found, choose, group):
         loaded, manifest = load_newest(found, choose, group)
@@ -110,7 +110,7 @@ def experts_saved_in_another_order():
         return loaded, manifest
 
     with (
-        patch.object(starting, "name_tensors", save_rolled),
+        patch.object(saving, "plan_save", save_rolled),
         patch.object(resuming, "load_newest", load_rolled),
     ):
         yield

@@ -69,10 +69,10 @@ def fail_beside_steps(rank: int, world_size: int, folder: str) -> tuple[str, str
             saver.save(1, tensors)
             saver.background.in_flight.exception()
             try:
-                saver.check()
+                saver.background.check()
             except CheckpointError as error:
                 said[0] = str(error)
-            saver.check()  # once is enough
+            saver.background.check()  # once is enough
             saver.save(1, tensors)
     except CheckpointError as error:
         said[1] = str(error)

@@ -14,7 +14,7 @@ from layouts import MODE, MOE, OFFLOAD, TWO_LAYERS
 from marks import choose_fast
 
 from torchtitan_lite.checkpoint.load import Saved
-from torchtitan_lite.checkpoint.save import CheckpointSaver, name_tensors
+from torchtitan_lite.checkpoint.save import CheckpointSaver
 from torchtitan_lite.config.choices import OPTIMIZERS
 from torchtitan_lite.config.reader import KEYS
 from torchtitan_lite.config.schema import Checkpoint
@@ -82,7 +82,7 @@ def save_and_resume(rank: int, world_size: int, overrides: dict, folder: str) ->
             if step == 1 and run.spikes:  # then the next step is skipped
                 run.spikes.history.fill_(1e-6)
             for mode, saver in zip(MODES, savers, strict=True):
-                saver.save(step, name_tensors(run.saved, run.optimizer, run.extension_state))
+                saver.save(step, run.name_tensors())
                 saved[mode] = Saved(step, saver.folder / f"step-{step}", dist.group.WORLD)
         state = copy_state(run)
         assert run.spikes is None or run.spikes.skipped == 1
@@ -121,7 +121,7 @@ def save_on_hosts(rank: int, world_size: int, folder: str) -> dict[str, list[int
         section = replace(MODES["snapshot"], local_folder=f"{folder}/{name}-{rank}")
         snapshots = make_snapshots(Path(folder, name), section, run, n_hosts=world_size)
         for step in hosts[rank]:
-            snapshots.save(step, name_tensors(run.saved, run.optimizer))
+            snapshots.save(step, run.name_tensors())
         usable[name] = [saved.step for saved in snapshots.list_usable()]
     return usable
 

@@ -37,7 +37,6 @@ from torchtitan_lite import REPOSITORY
 from torchtitan_lite.__main__ import main
 from torchtitan_lite.build import Run
 from torchtitan_lite.checkpoint.format import find_steps
-from torchtitan_lite.checkpoint.save import name_tensors
 from torchtitan_lite.components import log
 from torchtitan_lite.components.signals import Phase, StopFlag
 from torchtitan_lite.config.messages import UserError
@@ -644,7 +643,7 @@ def damage_and_start(rank: int, world_size: int, folder: str) -> list:
         for step, owner in ((5, saver), (6, snapshots), (9, snapshots), (10, saver)):
             train(run, range(step, step + 1))
             states[step] = whole_state(run)
-            owner.save(step, name_tensors(run.saved, run.optimizer, run.extension_state))
+            owner.save(step, run.name_tensors())
     saved = {
         step: owner.folder / f"step-{step}"
         for step, owner in ((5, saver), (6, snapshots), (9, snapshots))

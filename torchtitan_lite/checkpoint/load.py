@@ -5,7 +5,7 @@
 
 A rank opens the files that have its shards, and the files that it hashes.
 
-A load only succeeds if every hash matches. If the newest state is damaged, an older one is loaded. faults/start.py
+A load only succeeds if every hash matches. If the newest state is damaged, an older one is loaded. faults/resume.py
 lists the states that a run may resume from. If a rank fails, every rank raises its error (`raise_on_all_ranks`);
 otherwise the others would wait in their next collective, and report a time-out minutes later.
 """
@@ -59,7 +59,7 @@ class OpenCheckpoint:
 
     @torch.no_grad()
     def read_shard(self, name: str, tensor: Tensor) -> None:
-        """Fill this rank's shard of a tensor, from all stored slices that overlap it."""
+        """Fill this rank's shard of a tensor from the stored slices that overlap it."""
         shard, begin = find_shard(tensor)
         for stored in find_slices(self.manifest, name, begin, shard.shape):
             source = []
@@ -70,8 +70,9 @@ class OpenCheckpoint:
                 stop = min(own_offset + own_size, offset + size)
                 source.append(slice(first - offset, stop - offset))
                 target.append(slice(first - own_offset, stop - own_offset))
-            values = self.open(stored.file).get_slice(name)[tuple(source)]
-            shard[tuple(target)].copy_(values)
+            if all(part.start < part.stop for part in source):
+                values = self.open(stored.file).get_slice(name)[tuple(source)]
+                shard[tuple(target)].copy_(values)
 
     def open(self, file: str) -> safe_open:
         if file not in self.files:

@@ -7,7 +7,7 @@ torch.chunk. If a dim is split twice, the second split cuts each slice of the fi
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from math import ceil, prod
 from pathlib import Path
@@ -85,11 +85,11 @@ def parse_record(
 
 def find_slices(
     manifest: Manifest, name: str, offsets: Sequence[int], sizes: Sequence[int]
-) -> Iterator[Slice]:
-    """Yield the stored slices that overlap a box of a tensor."""
+) -> Iterable[Slice]:
+    """Return the stored slices that overlap a box of a tensor, and in the old format perhaps other ones."""
     record = manifest.tensors[name]
-    if manifest.format == OLD_FORMAT:
-        return load_extension(OLD_READER).list_slices(record, offsets, sizes)
+    if not isinstance(record, TensorRecord):
+        return record.slices
     host = None
     if manifest.host:
         first, last = manifest.host
@@ -149,15 +149,10 @@ def list_cuts(
 
 def require_files(folder: Path) -> None:
     """Compare the names in the folder with the checksums. Opens no file. Raises DamagedCheckpoint."""
-    missing = sorted(read_checksums(folder).keys() - set(os.listdir(folder)))
+    missing = sorted(dict(iterate_checksums(folder)).keys() - set(os.listdir(folder)))
     if missing:
         others = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise DamagedCheckpoint(f"{folder / missing[0]} is missing{others}")
-
-
-def read_checksums(folder: Path) -> dict[str, str]:
-    """Return file name -> hash. Raises OSError."""
-    return dict(iterate_checksums(folder))
 
 
 def iterate_checksums(folder: Path) -> Iterator[tuple[str, str]]:
@@ -170,7 +165,7 @@ def iterate_checksums(folder: Path) -> Iterator[tuple[str, str]]:
 
 def require_undamaged(folder: Path, part: int = 0, n_parts: int = 1) -> None:
     """Hash part number `part` of `n_parts` of the files. Raises DamagedCheckpoint, which names the changed files."""
-    checksums = read_checksums(folder)
+    checksums = dict(iterate_checksums(folder))
     names = sorted(checksums)[part::n_parts]
     if damage := files.find_damage({folder / name: checksums[name] for name in names}):
         raise DamagedCheckpoint("; ".join(damage))

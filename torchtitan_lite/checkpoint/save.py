@@ -41,7 +41,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.optim.optimizer import Optimizer
 
 from torchtitan_lite.checkpoint.format import (
     IN_MANIFEST,
@@ -80,7 +79,6 @@ SHARDING = "DCP_SHARDING_INFO"
 OFFSETS = "saved_offsets"
 DEALT = 2**16  # elements of a tensor whose copies take turns in writing
 N_HASH_BYTES = 32  # SHA-256
-NO_TENSORS: Mapping[str, Tensor] = {}
 DIM_NAMES = re.compile("dp_replicate|dp_shard|efsdp|ep|cp|tp|pp")  # in the name of a mesh dim
 
 
@@ -108,9 +106,8 @@ def plan_save(
             continue  # equal on all ranks: the first stage saves it
         dtype = str(tensor.dtype).removeprefix("torch.")
         record = TensorRecord(dtype, list(tensor.shape), stage, list_splits(tensor, mesh), 0)
-        if (
-            tensor.numel() >= DEALT
-        ):  # small tensors stay in few files, because every rank that resumes opens them
+        # small tensors stay in few files, because every rank that resumes opens them
+        if tensor.numel() >= DEALT:
             n_copies = prod(mesh[mesh_dim] for mesh_dim in record.copy_dims)
             record = record._replace(copy=number % n_copies)
         plan.records[name] = record
@@ -126,17 +123,14 @@ def list_splits(tensor: Tensor, mesh: Degrees) -> list[Split]:
     """Return how a tensor is split over mesh dims, in the order of cutting."""
     if not isinstance(tensor, DTensor):
         return []
-    first = []
+    splits = []
+    placed = zip(tensor.placements, tensor.device_mesh.mesh_dim_names or (), strict=True)
     # FSDP cuts the slices of tp or ep again, but FSDP's mesh dim is to the left of tp and ep.
-    second = []
-    names = tensor.device_mesh.mesh_dim_names or ()
-    for name, placement in zip(names, tensor.placements, strict=True):
+    for placement, name in sorted(placed, key=lambda pair: isinstance(pair[0], _StridedShard)):
         mesh_dims = tuple(dim for dim in DIM_NAMES.findall(name) if mesh[dim] > 1)
         if mesh_dims and not placement.is_replicate():
-            is_second = isinstance(placement, _StridedShard)
-            cuts = second if is_second else first
-            cuts.append(Split(placement.dim, mesh_dims))
-    return first + second
+            splits.append(Split(placement.dim, mesh_dims))
+    return splits
 
 
 @dataclass(eq=False)
@@ -148,7 +142,7 @@ class CheckpointSaver:
 
     folder: Path
     section: Checkpoint
-    list_tensors: Callable[[], dict[str, Tensor]]  # name in a checkpoint -> tensor, as name_tensors
+    list_tensors: Callable[[], dict[str, Tensor]]  # Run.name_tensors
     manifest: Manifest  # with the fingerprint and the description of the run
     # All ranks, on gloo. Only for this saver, because two threads that share a group can deadlock.
     group: dist.ProcessGroup
@@ -170,7 +164,8 @@ class CheckpointSaver:
         After a step that saves, `record` is called with "save", the step, the path and the seconds.
         """
         started_s = time.perf_counter()
-        self.check()
+        if self.background:
+            self.background.check()
         is_last = step == n_steps
         if is_saved(step, self.section, n_steps, is_stopped=is_stopped):
             tensors = self.list_tensors()
@@ -206,11 +201,6 @@ class CheckpointSaver:
         """Wait until the save in flight has copied its tensors to the host."""
         if self.background:
             self.background.wait_for_copy()
-
-    def check(self) -> None:
-        """If the save in flight has ended with an error, raise it. Does not wait."""
-        if self.background and self.background.has_ended:
-            self.wait()
 
     def wait(self) -> None:
         """Wait for the save in flight, if any. Raises its error."""
@@ -270,8 +260,7 @@ class CheckpointSaver:
 
 def gather_hashes(group: dist.ProcessGroup, written: str) -> dict[str, str]:
     """Return file name -> hash of all ranks, on rank 0. `written`: hash of this rank's file, or "". Collective."""
-    digest = bytearray.fromhex(written).ljust(N_HASH_BYTES, b"\0")
-    own = torch.frombuffer(digest, dtype=torch.uint8)
+    own = torch.tensor([*bytes.fromhex(written)] or [0] * N_HASH_BYTES, dtype=torch.uint8)
     gathered = []
     if group.rank() == 0:
         gathered = list(own.new_empty(group.size(), N_HASH_BYTES))
@@ -338,20 +327,6 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
 def name_weights(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return name in a checkpoint -> parameter."""
     return {f"model.{fqn}": parameter.detach() for fqn, parameter in parameters.items()}
-
-
-def name_tensors(
-    parameters: dict[str, Tensor],
-    optimizer: Optimizer,
-    extension_state: Mapping[str, Tensor] = NO_TENSORS,
-) -> dict[str, Tensor]:
-    """Return name in a checkpoint -> tensor, for all parameters, the optimizer state, and the state of extensions."""
-    named = name_weights(parameters)
-    for fqn, parameter in parameters.items():
-        for name, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, Tensor):
-                named[f"optimizer.{fqn}.{name}"] = value
-    return named | dict(extension_state)
 
 
 def export_weights(tensors: dict[str, Tensor], dtype: str) -> dict[str, Tensor]:

@@ -45,9 +45,10 @@ class Background:
     def wait_for_copy(self) -> None:
         self.stager.synchronize_staging()
 
-    @property
-    def has_ended(self) -> bool:
-        return self.in_flight is not None and self.in_flight.done()
+    def check(self) -> None:
+        """If the save in flight has ended with an error, raise it. Does not wait."""
+        if self.in_flight is not None and self.in_flight.done():
+            self.wait()
 
     def wait(self) -> None:
         """Wait for the save in flight, if any. Raises its error."""

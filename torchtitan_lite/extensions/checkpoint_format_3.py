@@ -5,7 +5,7 @@
 The files of tensors are the same as in format 4. A save writes format 4. Needs no torch.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torchtitan_lite.checkpoint.read import Slice
@@ -24,11 +24,3 @@ def parse_records(raw: dict[str, list]) -> dict[str, OldRecord]:
     for name, (dtype, shape, stored) in raw.items():
         records[name] = OldRecord(dtype, shape, [Slice(*each) for each in stored])
     return records
-
-
-def list_slices(record: OldRecord, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[Slice]:
-    """Yield the slices that overlap a box of the tensor."""
-    for stored in record.slices:
-        bounds = zip(offsets, sizes, stored.offsets, stored.sizes, strict=True)
-        if all(max(at, first) < min(at + n, first + length) for at, n, first, length in bounds):
-            yield stored

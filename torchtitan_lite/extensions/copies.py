@@ -21,7 +21,6 @@ from torch import Tensor
 
 from torchtitan_lite.build import Run
 from torchtitan_lite.checkpoint.ranks import do_on_rank_0
-from torchtitan_lite.checkpoint.save import name_tensors
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.dtensor import find_shard
 from torchtitan_lite.extensions.tied_embeddings import TiedSchedule
@@ -32,7 +31,7 @@ Checksums = dict[tuple[str, tuple[int, ...]], int]  # name and offsets of a shar
 
 def compare_copies(run: Run, group: dist.ProcessGroup) -> None:
     """Raise UserError on every rank if copies differ. `group` has all ranks. Collective."""
-    tensors = name_tensors(run.saved, run.optimizer, run.extension_state)
+    tensors = run.name_tensors()
     if isinstance(run.schedule, TiedSchedule):
         run.schedule.send_weights()  # broadcasts this rank's shard of the matrix
         tensors[TIED] = run.schedule.pick()

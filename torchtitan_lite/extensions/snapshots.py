@@ -7,7 +7,7 @@
 
 A snapshot has the format of a checkpoint, is committed by a rename, and the last two are kept. On start, a rank can use
 a snapshot if its host has the shards of this rank. If there is none that all ranks can use, because a host was lost or
-the layout has changed, they load the shared checkpoint (start.py). All snapshots are deleted at the end of the run.
+the layout has changed, they load the shared checkpoint (resume.py). All snapshots are deleted at the end of the run.
 """
 
 import logging
@@ -69,7 +69,8 @@ class Snapshots(CheckpointSaver):
 
         Call it after the checkpoint of the same step is committed: the last step deletes all snapshots.
         """
-        self.check()
+        if self.background:
+            self.background.check()
         if step == n_steps:
             self.wait()
             if self.group.rank() == 0:

@@ -31,7 +31,7 @@ from torchtitan_lite.checkpoint.load import (
     set_step,
 )
 from torchtitan_lite.checkpoint.ranks import do_on_rank_0, raise_on_all_ranks
-from torchtitan_lite.checkpoint.save import name_tensors, name_weights
+from torchtitan_lite.checkpoint.save import name_weights
 from torchtitan_lite.checkpoint.starting_weights import describe_checkpoint, names_step
 from torchtitan_lite.config.extensions import load_extension
 from torchtitan_lite.config.messages import ConfigError
@@ -104,15 +104,19 @@ def restore_run(
     `is_resumed`: this run has saved them. Raises CheckpointError; the parameters are then undefined.
     """
     create_optimizer_state(run.optimizer)
-    tensors = name_tensors(run.saved, run.optimizer, run.extension_state)
+    tensors = run.name_tensors()
+
+    def starts_anew(manifest: Manifest) -> bool:
+        is_asked = bool(run.config.checkpoint.exclude_from_loading)
+        return is_asked and excludes_moments(run.config, manifest, is_resumed=is_resumed)
 
     def choose(manifest: Manifest) -> dict[str, Tensor]:
-        if not excludes_moments(run.config, manifest, is_resumed=is_resumed):
+        if not starts_anew(manifest):
             return tensors
         return {name: tensors[name] for name in tensors if name.startswith("model.")}
 
     loaded, manifest = load_newest(found, choose, group)
-    if excludes_moments(run.config, manifest, is_resumed=is_resumed):
+    if starts_anew(manifest):
         logger.info("the optimizer starts with new moments (checkpoint.exclude_from_loading)")
         for parameter in run.parameters.values():
             run.optimizer.state.pop(parameter, None)

@@ -1,14 +1,12 @@
 """Start a run: build its savers, and find out whether there is a state to load. faults/resume.py loads it."""
 
-from functools import partial
-
 import torch.distributed as dist
 
 from torchtitan_lite.build import Run
 from torchtitan_lite.checkpoint.format import Manifest, find_steps
 from torchtitan_lite.checkpoint.plan import list_degrees
 from torchtitan_lite.checkpoint.ranks import do_on_rank_0
-from torchtitan_lite.checkpoint.save import CheckpointSaver, describe_run, name_tensors
+from torchtitan_lite.checkpoint.save import CheckpointSaver, describe_run
 from torchtitan_lite.config.extensions import load_extension, load_module
 from torchtitan_lite.parallel.process_groups import Groups, Place
 from torchtitan_lite.run_spec import RunSpec
@@ -27,7 +25,7 @@ def build_savers(
     saver = CheckpointSaver(
         spec.dump_folder / section.folder,
         section,
-        partial(name_tensors, run.saved, run.optimizer, run.extension_state),
+        run.name_tensors,
         Manifest(0, fingerprint, about, mesh=list_degrees(run.layout)),
         groups.saver,
         run.device,
