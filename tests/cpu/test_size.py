@@ -20,9 +20,9 @@ DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 # Code tokens of each part, and the most tokens per code line: guides, which fail only above MARGIN, so that nobody
 # shaves a name to pass.
-CORE = (64_200, 8.5)
-EXTENSIONS = (18_800, 9.0)
-TOOLS = (83_300, 9.0)
+CORE = (60_900, 8.5)
+EXTENSIONS = (21_800, 9.0)
+TOOLS = (83_700, 9.0)
 TESTS = (144_000, 10.0)
 MARGIN = 1.05
 MOST_PER_LINE = 13.0  # in a function of MANY_LINES or more
