@@ -13,7 +13,7 @@ from torchtitan_lite import files
 from torchtitan_lite.config.machine import GIB, Machine, peak_flops
 from torchtitan_lite.parallel import process_groups
 from torchtitan_lite.parallel.process_groups import choose_device
-from torchtitan_lite.tools import torch_build
+from torchtitan_lite.tools import host_rules
 from torchtitan_lite.tools.detect import detect_machine, measure_cpu_memory
 
 # As the real one: --id selects by index or UUID, and an unknown id is an error
@@ -104,9 +104,9 @@ def test_a_torch_that_the_driver_or_the_gpu_cannot_run_is_refused(monkeypatch, t
     gpu, driver, version, words = map(str.strip, line.split("|"))
     (tmp_path / "version.py").write_text("\n".join(["debug = False", *version.split("; "), ""]))
     found = ModuleSpec("torch", None, origin=str(tmp_path / "__init__.py"))
-    monkeypatch.setattr(torch_build, "find_spec", lambda name: found)
+    monkeypatch.setattr(host_rules, "find_spec", lambda name: found)
     machine = Machine("cuda" if gpu else "cpu", 1, None, gpu, driver=driver)
-    said = "\n".join(map(str, torch_build.check_torch_build(machine)))
+    said = "\n".join(map(str, host_rules.check_torch_build(machine)))
     assert bool(said) == bool(words)
     assert all(word in said for word in words.split()), said
 

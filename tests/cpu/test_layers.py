@@ -53,7 +53,7 @@ torchtitan_lite.extensions.hugging_face_config torchtitan_lite.extensions.huggin
 torchtitan_lite.extensions.hugging_face_folder torchtitan_lite.extensions.tokenizer_json
 torchtitan_lite.extensions.torchtitan_keys torchtitan_lite.extensions.muon_rounds
 torchtitan_lite.extensions.families torchtitan_lite.tools.check torchtitan_lite.tools.command_lines
-torchtitan_lite.tools.detect torchtitan_lite.tools.host_rules torchtitan_lite.tools.torch_build
+torchtitan_lite.tools.detect torchtitan_lite.tools.host_rules
 """.split()
 )
 

@@ -1,5 +1,7 @@
-"""Problems with a config, each with a remedy, and the exceptions that carry them."""
+"""What a user reads and writes: problems with a config, each with a remedy; commands; paths."""
 
+import os
+import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,6 +9,8 @@ from pathlib import Path
 from torchtitan_lite import IS_INSTALLED, REPOSITORY
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schema import Config, get_value
+
+LONGEST_NAME = 255  # bytes, on almost all file systems
 
 
 @dataclass(frozen=True)
@@ -65,3 +69,28 @@ def name_command(line: str) -> str:
         return f"{'.' if is_here else folder}/run_train.sh {args}".rstrip()
     command = f"python3 -m torchtitan_lite {line}"
     return command if is_here else f"PYTHONPATH={folder} {command}"
+
+
+def expand_path(text: str) -> str:
+    """Replace ~ and $VAR in a path that does not exist as written.
+
+    Raises UserError for an unknown user or variable, and for a name that is not UTF-8, as all files of a run are.
+    """
+    expanded = text
+    if not os.path.exists(text):
+        expanded = os.path.expanduser(os.path.expandvars(text))
+        if unset := re.search(r"^~[^/]*|\$(\w+|\{[^}]*\})", expanded):
+            raise UserError(f"the user or environment variable {unset[0]} does not exist")
+    if not is_unicode(expanded):
+        raise UserError(f"{expanded!a} is not UTF-8: rename it")
+    for name in expanded.split("/"):
+        if len(name.encode()) > LONGEST_NAME:
+            raise UserError(
+                f"a name in the path has more than {LONGEST_NAME} bytes: {name[:20]}..."
+            )
+    return expanded
+
+
+def is_unicode(text: str) -> bool:
+    """Return whether Python could decode all bytes of `text`, which are UTF-8 on almost all systems."""
+    return not re.search("[\ud800-\udfff]", text)

@@ -9,7 +9,6 @@ reported, the key keeps its default, and the other keys are still checked.
 """
 
 import json
-import os
 import re
 from collections.abc import Collection, Iterator
 from contextlib import suppress
@@ -22,7 +21,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.config.extensions import load_extension
-from torchtitan_lite.config.messages import Problem, UserError
+from torchtitan_lite.config.messages import Problem, UserError, expand_path, is_unicode
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schema import FOLDER, PATH, Config, Job, get_value, with_value
 
@@ -35,7 +34,6 @@ except ModuleNotFoundError:  # Python 3.10
         raise UserError("Python 3.10 cannot read TOML. Run `pip install tomli`.") from None
 
 CONFIG_FOLDER = REPOSITORY / "configs"
-LONGEST_NAME = 255  # bytes, on almost all file systems
 
 
 def list_types(section: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -288,34 +286,6 @@ def split_list(kind: Any, text: str) -> list[Any]:
     if text.startswith("["):  # a shell has removed the quotes
         raise WrongValue("it is not a TOML list", """Write a,b, or quote the list: '["a", "b"]'""")
     return list(filter(None, map(str.strip, text.split(","))))
-
-
-# ---------------------------------------------------------------- paths
-
-
-def expand_path(text: str) -> str:
-    """Replace ~ and $VAR in a path that does not exist as written.
-
-    Raises UserError for an unknown user or variable, and for a name that is not UTF-8, as all files of a run are.
-    """
-    expanded = text
-    if not os.path.exists(text):
-        expanded = os.path.expanduser(os.path.expandvars(text))
-        if unset := re.search(r"^~[^/]*|\$(\w+|\{[^}]*\})", expanded):
-            raise UserError(f"the user or environment variable {unset[0]} does not exist")
-    if not is_unicode(expanded):
-        raise UserError(f"{expanded!a} is not UTF-8: rename it")
-    for name in expanded.split("/"):
-        if len(name.encode()) > LONGEST_NAME:
-            raise UserError(
-                f"a name in the path has more than {LONGEST_NAME} bytes: {name[:20]}..."
-            )
-    return expanded
-
-
-def is_unicode(text: str) -> bool:
-    """Return whether Python could decode all bytes of `text`, which are UTF-8 on almost all systems."""
-    return not re.search("[\ud800-\udfff]", text)
 
 
 # ---------------------------------------------------------------- writing

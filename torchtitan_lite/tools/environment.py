@@ -22,8 +22,12 @@ from typing import NoReturn
 
 from torchtitan_lite import IS_INSTALLED, REPOSITORY
 from torchtitan_lite.faults.processes import end_with_parent
-from torchtitan_lite.tools.detect import detect_machine
-from torchtitan_lite.tools.torch_build import OLDER_INDEX, PYPI_CUDA, explain_misfit
+from torchtitan_lite.tools.detect import (
+    OLDER_INDEX,
+    PYPI_CUDA,
+    detect_machine,
+    explain_misfit,
+)
 
 try:  # tensorboard depends on packaging, so a Python without packaging also lacks tensorboard
     from packaging.requirements import Requirement

@@ -10,9 +10,13 @@ Each GPU holds one rank. On a host without GPUs, all ranks share the memory. Act
 `python3 -m torchtitan_lite plan` predicts them.
 """
 
+import re
 import shlex
 import shutil
+import sys
 from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
 from math import ceil, log2
 from pathlib import Path
 
@@ -23,7 +27,7 @@ from torchtitan_lite.config.messages import Problem, Problems, name_command
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schema import Config, Optimizer
 from torchtitan_lite.dump_folder import LOCAL_FOLDER, find_nearest, name_snapshots
-from torchtitan_lite.tools.torch_build import check_torch_build
+from torchtitan_lite.tools.detect import OLDER_INDEX, explain_misfit
 
 # left for this state on the 80 GB GPU that `plan` assumes; activations take the rest
 USUAL_GPU_BYTES = 40 * GIB
@@ -123,6 +127,39 @@ def check_memory(
         plan = name_command(f"plan {command} --gpus {n_gpus}")
         remedy = f"Here `{verify}` checks the layout; `{plan}` predicts the run on GPUs"
     return [Problem("model.flavor", flavor, f"the run needs {bound} on {machine.name}", remedy)]
+
+
+# ---------------------------------------------------------------- the build of torch
+
+
+def check_torch_build(machine: Machine) -> list[Problem]:
+    """Check that the installed torch was built for the GPUs and the driver of this host."""
+    build = read_torch_build()
+    if not build:
+        return []
+    if build["hip"]:
+        why = f"it was built for ROCm {build['hip']}, but this trainer is for NVIDIA GPUs and CPUs"
+        remedy = "Install a build of torch for CUDA, or for CPUs"
+        return [Problem("torch", version("torch"), why, remedy)]
+    if machine.driver and not build["cuda"]:
+        why = f"it was built for CPUs, but this host has {machine.name}, driver {machine.driver}"
+        remedy = "Install a build of torch for CUDA, or set CUDA_VISIBLE_DEVICES to an empty value"
+        return [Problem("torch", version("torch"), why, remedy)]
+    command = f'{sys.executable} -m pip install --upgrade "torch<2.15" --index-url {OLDER_INDEX}'
+    misfit = explain_misfit(machine, build["cuda"], command)
+    return [Problem("torch", version("torch"), *misfit)] if misfit else []
+
+
+def read_torch_build() -> dict[str, str | None]:
+    """Read `cuda` and `hip` from version.py of the installed torch, without importing it. {} if there is no torch."""
+    found = find_spec("torch")
+    if found is None or not found.origin:
+        return {}
+    text = Path(found.origin).with_name("version.py").read_text()
+    build: dict[str, str | None] = {"cuda": None, "hip": None}
+    for name, value in re.findall(r"^(cuda|hip)\b.*= ['\"](.*)['\"]", text, re.MULTILINE):
+        build[name] = value
+    return build
 
 
 # ---------------------------------------------------------------- disk

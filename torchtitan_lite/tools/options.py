@@ -5,8 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from torchtitan_lite.config.messages import UserError
-from torchtitan_lite.config.reader import expand_path, is_unicode
+from torchtitan_lite.config.messages import UserError, expand_path, is_unicode
 from torchtitan_lite.config.schema import MANY, Range
 
 

@@ -25,8 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from torchtitan_lite.config.messages import UserError
-from torchtitan_lite.config.reader import is_unicode
+from torchtitan_lite.config.messages import UserError, is_unicode
 from torchtitan_lite.extensions.foreign_json import make_object
 from torchtitan_lite.files import explain_hub_cache, import_extra
 
