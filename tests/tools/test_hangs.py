@@ -43,7 +43,7 @@ HANGS = {
     "validation": (
         "validation",
         "HANG in step 2",
-        "sum_nats",
+        " validate",
         "--validation.enable",
         "--validation.freq=2",
         "--validation.steps=3",

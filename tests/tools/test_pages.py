@@ -52,8 +52,7 @@ def test_slices_of_a_picture_are_those_of_the_trainer(keys):
         told = describe_slice(parameters[weight], rank)
         first, last = re.fullmatch(r"rows (\d+)\.\.(\d+)", told).groups()
         assert held.held_rows == range(int(first), int(last) + 1)
-        coordinates = find_coordinates(rank, list(layout.degrees.values()))
-        at = dict(zip(layout.degrees, coordinates, strict=True))
+        at = find_coordinates(rank, list(layout.degrees), layout.degrees)
         positions = torch.arange(seq_len)
         if layout.cp > 1:
             positions = plan_query_positions(at["cp"], layout.cp, seq_len)

@@ -95,6 +95,7 @@ def test_help_names_every_environment_variable_and_starts_nothing(checkout):
     assert read > {"NNODES", "PYTHON", "MAX_RESTARTS", "LOG_RANK"}
     internal = {
         "RANK",
+        "LOCAL_RANK",
         "PYTHONPATH",
         "SLURM_JOB_NUM_NODES",
         "SLURM_STEP_NUM_NODES",

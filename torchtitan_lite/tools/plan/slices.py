@@ -12,7 +12,7 @@ from math import ceil
 from typing import NamedTuple
 
 from torchtitan_lite.checkpoint.plan import find_coordinates
-from torchtitan_lite.config.layout import Layout
+from torchtitan_lite.config.layout import MESH_DIMS, Layout
 
 MOST_RANKS = 64  # a picture shows at most this number of ranks
 
@@ -36,7 +36,9 @@ def cut(whole: range, n: int, index: int) -> range:
 
 def find_slices(layout: Layout, rank: int, n_rows: int, seq_len: int, n_experts: int = 0) -> Slices:
     """Return a rank's slices of `n_rows` output features, of `n_experts` experts, and of sequences of `seq_len`."""
-    _, replica, shard, cp, tp = find_coordinates(rank, [*layout.degrees.values()])
+    at = find_coordinates(rank, MESH_DIMS, layout.degrees)
+    cp, tp = at["cp"], at["tp"]
+    data_rank = at["dp_replicate"] * layout.dp_shard + at["dp_shard"]
     used_rows = cut(range(n_rows), layout.tp, tp)
     used_tokens = [range(seq_len)]
     if layout.cp > 1:  # an early and a late piece (context_parallel.py)
@@ -52,9 +54,9 @@ def find_slices(layout: Layout, rank: int, n_rows: int, seq_len: int, n_experts:
         if held:
             held_tokens.append(held)
     return Slices(
-        cut(used_rows, layout.fsdp, shard * layout.cp + cp),
+        cut(used_rows, layout.fsdp, at["dp_shard"] * layout.cp + cp),
         used_rows,
-        cut(range(layout.global_batch_size), layout.dp, replica * layout.dp_shard + shard),
+        cut(range(layout.global_batch_size), layout.dp, data_rank),
         held_tokens,
         used_tokens,
         cut(range(n_experts), max(1, layout.ep), rank % max(1, layout.ep)),
