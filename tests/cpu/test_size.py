@@ -20,7 +20,7 @@ DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 # Code tokens of each part, and the most tokens per code line: guides, which fail only above MARGIN, so that nobody
 # shaves a name to pass.
-CORE = (60_900, 8.5)
+CORE = (60_800, 8.5)
 EXTENSIONS = (21_800, 9.0)
 TOOLS = (83_700, 9.0)
 TESTS = (144_000, 10.0)
