@@ -215,7 +215,8 @@ def explain_failure(rank: int, failure: ProcessFailure, signals: Signals) -> End
     details = ""
     if exitcode not in (1, -signal.SIGKILL):  # 1: train.py has logged why
         details = "\n".join(read_if_any(own / "stderr.log").splitlines()[-N_LINES:])
-    if exitcode == -signal.SIGABRT:  # gloo does so if calls differ
+    # gloo aborts if calls differ; printing the stacks of running threads may then fail
+    if exitcode in (-signal.SIGABRT, -signal.SIGSEGV):
         _, text = hang.explain_newest(signals.hangs, "failed")
         details = f"{details}\n{text}".strip()
     return Ending(1, f"rank {rank} {describe_exit(exitcode)}", details)
