@@ -112,5 +112,7 @@ def differentiate_cross_entropy(
 
     normalizer = (largest - log_total).exp()
     values.mul_(normalizer * counted)  # probabilities
-    values.scatter_(1, column, values.gather(1, column) - is_here.float())
-    return loss, values.to(logits.dtype)
+    at_target = values.gather(1, column) - is_here.float()
+    gradient = values.to(logits.dtype)  # before the scatter: compiled, that would need all fp32 values at once
+    gradient.scatter_(1, column, at_target.to(gradient.dtype))
+    return loss, gradient
