@@ -185,7 +185,9 @@ DATASETS: dict[str, Callable[[str], list[Path]]] = {
         list_downloaded, "tests/assets/c4_test", "*.json*", "Start in a checkout of torchtitan"
     ),
 }
-DOWNLOADS = DATASETS.keys() - {"python_stdlib"}  # these use training.dataset_path
+DOWNLOADS = [
+    name for name in DATASETS if name != "python_stdlib"
+]  # these use training.dataset_path
 VALIDATION_ONLY = {"c4_validation"}  # all documents are for validation
 
 
@@ -275,7 +277,7 @@ def check_data(config: Config, tokenizer: Tokenizer | None) -> Problems:
     if not training.dataset:
         remedy = f"Name at least one: {', '.join(DATASETS)}, or a folder that `prepare` wrote"
         problems.refuse("training.dataset", "it names no corpus", remedy)
-    if training.dataset_path and not set(training.dataset) & DOWNLOADS:
+    if training.dataset_path and not set(training.dataset).intersection(DOWNLOADS):
         why = f"it is only used for {', '.join(DOWNLOADS)}, and training.dataset names none of them"
         remedy = "Leave it out. For other corpora, set training.dataset to a path"
         problems.refuse("training.dataset_path", why, remedy)

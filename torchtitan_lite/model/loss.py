@@ -113,6 +113,8 @@ def differentiate_cross_entropy(
     normalizer = (largest - log_total).exp()
     values.mul_(normalizer * counted)  # probabilities
     at_target = values.gather(1, column) - is_here.float()
-    gradient = values.to(logits.dtype)  # before the scatter: compiled, that would need all fp32 values at once
+    gradient = values.to(
+        logits.dtype
+    )  # before the scatter: compiled, that would need all fp32 values at once
     gradient.scatter_(1, column, at_target.to(gradient.dtype))
     return loss, gradient
