@@ -29,7 +29,7 @@ from torchtitan_lite.config.model import resolve_model
 from torchtitan_lite.tools.verify.ranks import RankFailure
 from torchtitan_lite.tools.verify.trial import make_trial, try_precision
 
-# Slow, because other rows hold the parts of these: those of Qwen2, and those with one key/value head.
+# These rows are slow tests. The rows of Qwen2 and of one key/value head test the same code by default.
 HELD = {"tp2", "tp2 rowwise", "pp2 x dp2 x tp2, gathered"}
 
 

@@ -327,7 +327,7 @@ class LayerTime:
         wait, wait_back, wait_again = map(sum, zip(*waits, strict=True))
         forward = linear + attend + elementwise + wait
         backward = of_inputs + attend_back + 2 * elementwise + wait_back + again + wait_again
-        # The host launches the kernels one by one. Each gradient needs as many launches as forward.
+        # In eager code, the host launches each kernel. A gradient takes as many launches as the forward.
         n_launches = KERNELS_OF_LAYER[w.compiled] + len(kind.block)
         launches = n_launches * self.cluster.host_s / (1 + w.compiled)
         waiting = kind.is_moe and self.dispatch_s

@@ -164,7 +164,7 @@ class StepTime(LayerTime):
             end_time += weight * simulate(order, self.seconds_of, self.send_s).end_time
         step_time_s = end_time + self.once_s + self.copies_s + self.optimizer_s
         n_times = layout.n_microbatches / layout.pp
-        # Of a step
+        # the seconds of all microbatches of a step
         average = Phases(*(n_times * sum(seconds) for seconds in zip(*self.stages, strict=True)))
         bubble = 0.0
         if layout.pp > 1:
