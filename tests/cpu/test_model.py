@@ -16,6 +16,7 @@ from torchtitan_lite.model import attention
 from torchtitan_lite.model.attention import CausalAttention, avoids_cudnn
 from torchtitan_lite.model.loss import IGNORE_INDEX
 from torchtitan_lite.model.part import list_moes
+from torchtitan_lite.model.rotary import rotary_angles, rotate
 from torchtitan_lite.models.llama3.modules import Llama3
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 
@@ -206,6 +207,32 @@ def test_positions_decide_the_rotation_not_the_place_in_the_row():
     stretched = ours(tokens, positions=torch.arange(20)[None] * 2)
     assert torch.allclose(from_zero, shifted, atol=1e-4)
     assert not torch.allclose(from_zero, stretched, atol=1e-2)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "error"), [(torch.float64, 1e-7), (torch.float32, 3e-7), (torch.bfloat16, 4e-3)]
+)
+def test_pairs_are_rotated_as_complex_numbers(monkeypatch, compiled, dtype, error):
+    """Values, and the gradient of a tensor whose heads come before its positions, as attention returns it."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiled)
+    torch.manual_seed(0)
+    positions = torch.arange(50)[None]
+    rotation = rotary_angles(positions, PLAIN)
+    x = torch.randn(1, 50, 3, PLAIN.head_dim).to(dtype).requires_grad_()
+    weights = torch.randn(1, 3, 50, PLAIN.head_dim).to(dtype).transpose(1, 2)
+    rotated = rotate(x, rotation)
+    rotated.backward(weights)
+
+    exponents = torch.arange(0, PLAIN.head_dim, 2).double() / PLAIN.head_dim
+    angles = positions[..., None, None] * PLAIN.rope_theta**-exponents
+    wide = x.detach().double().requires_grad_()
+    pairs = torch.view_as_complex(wide.unflatten(-1, (-1, 2)))
+    oracle = torch.view_as_real(pairs * torch.exp(1j * angles)).flatten(-2)
+    oracle.backward(weights.double())
+    assert rotated.dtype == x.grad.dtype == dtype
+    for ours, theirs in ((rotated, oracle), (x.grad, wide.grad)):
+        assert torch.allclose(ours.double(), theirs, rtol=error, atol=error * 10)
 
 
 def test_initial_weights_depend_on_seed_and_name_only():
