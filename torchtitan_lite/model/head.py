@@ -10,7 +10,7 @@ stores all logits, but computes the projection and the loss for one chunk of tok
 
 Backward only scales the gradient of a sum of losses, so forward computes this gradient while it has the logits.
 torch's cross entropy would store several tensors of N x V values, 4 GiB each in fp32 for 8,192 tokens of Llama 3. This
-loss stores n x V values and grad_weight. loss.py has the formula; with TP, parallel/tensor_parallel.py gives it the
+loss stores n x V values and grad_weight in fp32. loss.py has the formula; with TP, parallel/tensor_parallel.py gives it the
 shards of the vocabulary.
 
 Legend: B batch, S sequence, N = B*S tokens, n tokens of a chunk, D model dim, V vocabulary.
@@ -120,15 +120,18 @@ class ChunkedLoss(torch.autograd.Function):
             add_product(grad_weight, grad_logits.t(), some_hidden, beta)
             beta = 1
             del grad_logits  # free it before allocating the next chunk's logits
-        ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype))
+        ctx.weight_dtype = weight.dtype
+        ctx.save_for_backward(grad_hidden, grad_weight)
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_total: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         # Not in place: a pipeline schedule that splits backward calls this twice.
-        grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden * grad_total, grad_weight * grad_total, None, None, None
+        grad_hidden, sums = ctx.saved_tensors
+        grad_weight = torch.empty_like(sums, dtype=ctx.weight_dtype)
+        torch.mul(sums, grad_total, out=grad_weight)  # scales in fp32 and casts, in one kernel
+        return grad_hidden * grad_total, grad_weight, None, None, None
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor, beta: int) -> None:
