@@ -10,8 +10,8 @@ stores all logits, but computes the projection and the loss for one chunk of tok
 
 Backward only scales the gradient of a sum of losses, so forward computes this gradient while it has the logits.
 torch's cross entropy would store several tensors of N x V values, 4 GiB each in fp32 for 8,192 tokens of Llama 3. This
-loss stores n x V values and grad_weight in fp32. loss.py has the formula; with TP, parallel/tensor_parallel.py gives it the
-shards of the vocabulary.
+loss stores n x V values, and grad_weight in fp32. loss.py has the formula. With TP, parallel/tensor_parallel.py gives
+it the shards of the vocabulary.
 
 Legend: B batch, S sequence, N = B*S tokens, n tokens of a chunk, D model dim, V vocabulary.
 """
