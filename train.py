@@ -88,13 +88,7 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
     mesh = build_mesh(spec.layout, device.type)
     lock = None
     if place.rank == 0 and spec.written_folder:
-        starting_over = config.job.overwrite and place.restarts == 0
-        lock = open_dump_folder(
-            spec.dump_folder,
-            config,
-            starting_over=starting_over,
-            restarted=place.restarts > 0,
-        )
+        lock = open_dump_folder(config, restarted=place.restarts > 0)
     start_logging(place.rank, spec.written_folder)
     for notice in spec.notices:  # the launcher has printed them
         logger.log(IN_FILE if spec is launched else logging.INFO, notice)

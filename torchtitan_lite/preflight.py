@@ -33,14 +33,11 @@ from torchtitan_lite.config.model import resolve_model
 from torchtitan_lite.config.model_rows import AUTO, ModelArgs
 from torchtitan_lite.config.reader import UserConfig, read_config
 from torchtitan_lite.config.schema import Config, Parallelism, get_value, with_value
-from torchtitan_lite.data.corpus_folder import (
-    check_data,
-    fingerprint_documents,
-)
+from torchtitan_lite.data.corpus_folder import check_data
 from torchtitan_lite.data.tokenizer import KEY as TOKENIZER
 from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_lite.dump_folder import check_files
-from torchtitan_lite.notices import describe_finished, list_notices
+from torchtitan_lite.notices import list_notices
 from torchtitan_lite.run_spec import RunSpec
 
 if TYPE_CHECKING:
@@ -90,9 +87,6 @@ def resolve(
         n_ranks = n_ranks or choose_n_ranks(config.parallelism, machine, n_hosts)
         with collecting(problems):
             tokenizer = load_tokenizer(config.model.hf_assets_path)
-            if weights:
-                check_tokenizer = load_extension("from_weights").check_tokenizer
-                problems += check_tokenizer(config, weights, tokenizer)
         with collecting(problems):
             model_args = resolve_model(config.model)
             problems += check_model_files(config, model_args, weights, tokenizer)
@@ -104,13 +98,11 @@ def resolve(
                 problems += check_grouped_matmuls(config, model_args)
     problems += check_data(config, tokenizer)
     notices = list(given.notices)
-    is_continued = weights and (weights.is_resumed or not config.checkpoint.initial_load_model_only)
-    if is_continued and weights.manifest and layout and tokenizer:
-        documents = fingerprint_documents(config, tokenizer)
-        check_continued = load_module("checkpoint.continued").check_continued
-        different, noted = check_continued(config, weights, documents)
-        problems += different
-        notices += noted
+    if weights:
+        with collecting(problems):
+            notices += load_extension("from_weights").check_weights(
+                config, model_args, layout, tokenizer, weights
+            )
     if problems or not (model_args and layout and tokenizer):
         raise ConfigError(problems)
     spec = RunSpec(
@@ -123,10 +115,10 @@ def resolve(
         weights=weights,
         title=name_model(config, model_args, weights),
     )
-    if weights:
-        notices += load_module(STARTING_WEIGHTS).describe_differences(model_args, weights)
     notices += list_notices(spec, restarted)
-    finished = describe_finished(spec, given.chosen)
+    finished = ""
+    if spec.resumed_step >= config.training.steps:
+        finished = load_extension("from_weights").describe_finished(spec, given.chosen)
     return replace(spec, notices=tuple(notices), finished=finished)
 
 
@@ -185,7 +177,7 @@ def read_run(
         given = adapt_to_cpu(given)
     pieces = count_pieces(given.config.parallelism)
     seq_len = given.config.training.seq_len
-    if seq_len > pieces:
+    if seq_len > pieces and seq_len % pieces:
         why = f"a multiple of {pieces}, which tp and cp need"
         given = given.with_default("training.seq_len", seq_len - seq_len % pieces, why)
     return replace(given, problems=(*given.problems, *problems)), weights
@@ -222,7 +214,7 @@ def adapt_to_cpu(given: UserConfig) -> UserConfig:
 def check_model_files(
     config: Config, model_args: ModelArgs, weights: "Weights | None", tokenizer: Tokenizer | None
 ) -> Problems:
-    """Check the model against its tokenizer, the weights to load, and the export formats."""
+    """Check the model against its tokenizer and the export formats."""
     problems = Problems(config, model_args)
     section = config.checkpoint
     if tokenizer:
@@ -243,8 +235,6 @@ def check_model_files(
             )
             remedy = "Set training.expert_bias_rate = 0, and balance the experts with training.expert_balance_loss"
             problems.refuse(key, why, remedy)
-    if weights:
-        problems += load_module(STARTING_WEIGHTS).check_model(config, model_args, weights)
     return problems
 
 

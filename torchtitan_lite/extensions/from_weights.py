@@ -5,15 +5,23 @@ Needs no torch.
 
 from dataclasses import replace
 
-from torchtitan_lite.checkpoint.starting_weights import Weights
-from torchtitan_lite.config.messages import Problems
-from torchtitan_lite.config.model_rows import AUTO
+from torchtitan_lite.checkpoint.continued import check_continued, describe_rates
+from torchtitan_lite.checkpoint.starting_weights import (
+    Weights,
+    check_model,
+    describe_differences,
+)
+from torchtitan_lite.config.layout import Layout
+from torchtitan_lite.config.messages import ConfigError, Problem, Problems
+from torchtitan_lite.config.model_rows import AUTO, ModelArgs
 from torchtitan_lite.config.reader import UserConfig
-from torchtitan_lite.config.schema import Config
+from torchtitan_lite.config.schema import Config, with_value
+from torchtitan_lite.data.corpus_folder import fingerprint_documents
 from torchtitan_lite.data.tokenizer import KEY as TOKENIZER
 from torchtitan_lite.data.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
 from torchtitan_lite.extensions.families import list_added_fields
 from torchtitan_lite.models.registry import MODELS
+from torchtitan_lite.run_spec import RunSpec
 
 HIGHEST_LR = 1e-4  # for trained weights; configs/finetune.toml uses a tenth of it
 
@@ -50,16 +58,45 @@ def adapt_to_weights(given: UserConfig, weights: Weights) -> UserConfig:
     return given
 
 
-def check_tokenizer(config: Config, weights: Weights, tokenizer: Tokenizer) -> Problems:
-    """Check that the weights were trained with this tokenizer.
+def check_weights(
+    config: Config,
+    model_args: ModelArgs | None,
+    layout: Layout | None,
+    tokenizer: Tokenizer | None,
+    weights: Weights,
+) -> list[str]:
+    """Return the notices about a run of this model, tokenizer and config from these weights.
 
-    Raises ConfigError if the tokenizer of the weights cannot be loaded.
+    What is None has a problem already. `config` is resolved if there is a layout. Raises ConfigError with all problems.
     """
+    problems = Problems(config)
+    notices = []
+    if tokenizer:
+        problems += check_tokenizer(config, weights, tokenizer)
+    if model_args:
+        problems += check_model(config, model_args, weights)
+        notices += describe_differences(model_args, weights)
+    is_continued = weights.is_resumed or not config.checkpoint.initial_load_model_only
+    if is_continued and weights.manifest and layout and tokenizer:
+        documents = fingerprint_documents(config, tokenizer)
+        different, noted = check_continued(config, weights, documents)
+        problems += different
+        notices = noted + notices
+    if problems:
+        raise ConfigError(problems)
+    return notices
+
+
+def check_tokenizer(config: Config, weights: Weights, tokenizer: Tokenizer) -> list[Problem]:
+    """Check that the weights were trained with this tokenizer."""
     problems = Problems(config)
     if weights.manifest:
         expected = weights.manifest.fingerprint["tokenizer"]
     elif find_tokenizer(weights.assets):
-        expected = load_tokenizer(weights.assets).fingerprint
+        try:
+            expected = load_tokenizer(weights.assets).fingerprint
+        except ConfigError as error:
+            return error.problems
     else:
         return problems
     if tokenizer.fingerprint != expected:
@@ -69,3 +106,17 @@ def check_tokenizer(config: Config, weights: Weights, tokenizer: Tokenizer) -> P
         )
         problems.refuse(TOKENIZER, why, remedy)
     return problems
+
+
+def describe_finished(spec: RunSpec, chosen: frozenset[str]) -> str:
+    """Return what the user can do if the resumed checkpoint is already at the last step."""
+    step = spec.resumed_step
+    further = with_value(spec.config, "training.steps", 2 * step)
+    if "lr_scheduler.total_steps" not in chosen:
+        further = with_value(further, "lr_scheduler.total_steps", 2 * step)
+    rates = describe_rates(further, spec.weights)
+    return (
+        f"{spec.config_name} is already at step {step}: everything is in {spec.dump_folder}. Use "
+        f"--training.steps={2 * step} to train further ({rates}), "
+        "--job.dump_folder=FOLDER to start another run, or --job.overwrite to delete this one"
+    )

@@ -38,7 +38,7 @@ def delete_earlier(folder: Path, config: Config) -> None:
 def list_earlier(folder: Path, config: Config) -> list[Path]:
     """List the paths that job.overwrite deletes: only what a run has written, never another file."""
     paths = set()
-    earlier = read_earlier(folder) or {}
+    earlier = read_earlier(folder)
     if (folder / CONFIG_TOML).exists():  # a run was here, so these are its files
         for pattern in FILES:
             paths.update(folder.glob(pattern))
