@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from torchtitan_lite.checkpoint.starting_weights import Weights
 
 SHIPPED = "assets/tokenizer"
-STARTING_WEIGHTS = "checkpoint.starting_weights"  # the module that finds and checks them
 # On a CPU, a step of more tokens than this gets shorter sequences and smaller batches, unless the user sets them. Then
 # a step of a 135M model takes less than two minutes on two cores (November 2026).
 CPU_TOKENS = 2048
@@ -89,7 +88,7 @@ def resolve(
             tokenizer = load_tokenizer(config.model.hf_assets_path)
         with collecting(problems):
             model_args = resolve_model(config.model)
-            problems += check_model_files(config, model_args, weights, tokenizer)
+            problems += check_model_use(config, model_args, weights, tokenizer)
             problems += check_host(config, model_args, n_ranks)
             layout = plan_layout(config, model_args, n_ranks)
             config = resolve_config(config, layout, machine.device_type)
@@ -155,24 +154,13 @@ def read_run(
         given = replace(given, config=with_value(given.config, "job.dump_folder", folder))
     if section.load_only:
         given = load_extension("read_only").turn_off_files(given)
-    problems: list[Problem] = []
     weights = None
     folder = Path(given.config.job.dump_folder) / section.folder
     is_resumed = section.enable and (section.load_step != -1 or find_steps(folder))
-    with collecting(problems):
-        if is_resumed or section.initial_load_path:
-            weights = load_module(STARTING_WEIGHTS).find_weights(given.config, restarted)
-        if section.load_only and weights is None:
-            why = f"{folder} has no checkpoint that could be loaded"
-            remedy = (
-                "Set checkpoint.enable, and job.dump_folder to the folder of a run that has saved"
-            )
-            problems.append(Problem("checkpoint.load_only", True, why, remedy))
+    if is_resumed or section.initial_load_path or section.load_only:
+        given, weights = load_extension("from_weights").find_weights(given, restarted)
     if given.config.model.hf_assets_path == AUTO:
-        assets = weights.assets if weights else SHIPPED
-        given = replace(given, config=with_value(given.config, TOKENIZER, assets))
-    if weights:
-        given = load_extension("from_weights").adapt_to_weights(given, weights)
+        given = replace(given, config=with_value(given.config, TOKENIZER, SHIPPED))
     if machine and machine.device_type == "cpu" and machine.is_here:
         given = adapt_to_cpu(given)
     pieces = count_pieces(given.config.parallelism)
@@ -180,7 +168,7 @@ def read_run(
     if seq_len > pieces and seq_len % pieces:
         why = f"a multiple of {pieces}, which tp and cp need"
         given = given.with_default("training.seq_len", seq_len - seq_len % pieces, why)
-    return replace(given, problems=(*given.problems, *problems)), weights
+    return given, weights
 
 
 def name_run(given: UserConfig) -> str:
@@ -211,43 +199,28 @@ def adapt_to_cpu(given: UserConfig) -> UserConfig:
 # ---------------------------------------------------------------- checking
 
 
-def check_model_files(
+def check_model_use(
     config: Config, model_args: ModelArgs, weights: "Weights | None", tokenizer: Tokenizer | None
 ) -> Problems:
-    """Check the model against its tokenizer and the export formats."""
+    """Check the model against its tokenizer and the keys of experts."""
     problems = Problems(config, model_args)
-    section = config.checkpoint
-    if tokenizer:
-        check_vocabulary(problems, weights, tokenizer)
+    if tokenizer and tokenizer.largest_text_id >= model_args.vocab_size:
+        refuse_vocabulary(problems, weights, tokenizer)
     for key in OF_EXPERTS:
         value = get_value(config, key)
         if value not in (0, get_value(Config(), key)) and not model_args.moe:
             problems.refuse(key, "the model has no experts", "Leave this key out")
-    if section.enable and section.last_save_in_hf:
-        key = "checkpoint.last_save_in_hf"
-        explain_unwritable = load_extension("hugging_face_export").explain_unwritable
-        unwritable = explain_unwritable(model_args, config.model.attention)
-        if unwritable:
-            problems.refuse(key, unwritable, "Set it to false, or change [model]")
-        if model_args.moe and config.training.expert_bias_rate:
-            why = (
-                "Hugging Face formats have no expert bias, but training.expert_bias_rate trains one"
-            )
-            remedy = "Set training.expert_bias_rate = 0, and balance the experts with training.expert_balance_loss"
-            problems.refuse(key, why, remedy)
     return problems
 
 
-def check_vocabulary(problems: Problems, weights: "Weights | None", tokenizer: Tokenizer) -> None:
-    """Check that the model has a row for every id that plain text may use.
+def refuse_vocabulary(problems: Problems, weights: "Weights | None", tokenizer: Tokenizer) -> None:
+    """Refuse a model that has no row for an id that plain text may use.
 
     Conversations also have special tokens: a batch with an id that has no row is refused when it is read.
     """
     n_ids = tokenizer.vocab_size
     n_rows = problems.model_args.vocab_size
     largest_id = tokenizer.largest_text_id
-    if largest_id < n_rows:
-        return
     token = tokenizer.decode([largest_id])
     assets = problems.config.model.hf_assets_path
     why = f"a text may use the id {largest_id} ({token!r}) of {assets}"

@@ -72,13 +72,19 @@ class Weights:
         return shapes
 
 
-def find_weights(config: Config, restarted: bool) -> Weights | None:
+def find_starting_weights(config: Config, restarted: bool) -> Weights | None:
     """Return the weights that a run starts from; None for initial weights. Raises ConfigError."""
+    section = config.checkpoint
     weights = None
-    if config.checkpoint.enable:
+    if section.enable:
         weights = find_resumed(config, restarted)
-    if weights is None and config.checkpoint.initial_load_path:
+    if weights is None and section.initial_load_path:
         weights = find_initial(config)
+    if weights is None and section.load_only:
+        folder = Path(config.job.dump_folder) / section.folder
+        why = f"{folder} has no checkpoint that could be loaded"
+        remedy = "Set checkpoint.enable, and job.dump_folder to the folder of a run that has saved"
+        raise ConfigError([Problem("checkpoint.load_only", True, why, remedy)])
     return weights
 
 

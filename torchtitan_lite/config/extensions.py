@@ -114,6 +114,10 @@ def check_overwrite(problems: Problems, layout: Layout) -> None:
         problems.refuse(key, "job.overwrite deletes it first", "Copy it elsewhere")
 
 
+def check_export(problems: Problems, layout: Layout) -> None:
+    load_extension("hugging_face_export").check_export(problems)
+
+
 def check_parameter_groups(problems: Problems, layout: Layout) -> None:
     check_groups = load_extension("parameter_groups").check_groups
     problems += check_groups(problems.config, problems.model_args)
@@ -266,6 +270,7 @@ EXTENSIONS = {  # file of extensions/, without .py
         "checkpoint.last_save_in_hf",
         (True,),
         "says whether a model has a Hugging Face format, and writes its config.json",
+        check_export,
     ),
     "checkpoint_format_3": Extension(
         about="loaded for checkpoints of versions before format 4, whose manifest lists every slice",

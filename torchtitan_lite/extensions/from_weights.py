@@ -10,6 +10,7 @@ from torchtitan_lite.checkpoint.starting_weights import (
     Weights,
     check_model,
     describe_differences,
+    find_starting_weights,
 )
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.messages import ConfigError, Problem, Problems
@@ -24,6 +25,22 @@ from torchtitan_lite.models.registry import MODELS
 from torchtitan_lite.run_spec import RunSpec
 
 HIGHEST_LR = 1e-4  # for trained weights; configs/finetune.toml uses a tenth of it
+
+
+def find_weights(given: UserConfig, restarted: bool) -> tuple[UserConfig, Weights | None]:
+    """Find the weights that a run starts from, and adapt its config to them. Never raises: see `problems`.
+
+    If torchrun `restarted` the job, it resumes from its own newest checkpoint.
+    """
+    try:
+        weights = find_starting_weights(given.config, restarted)
+    except ConfigError as error:
+        return replace(given, problems=(*given.problems, *error.problems)), None
+    if weights is None:
+        return given, None
+    if given.config.model.hf_assets_path == AUTO:
+        given = replace(given, config=with_value(given.config, TOKENIZER, weights.assets))
+    return adapt_to_weights(given, weights), weights
 
 
 def adapt_to_weights(given: UserConfig, weights: Weights) -> UserConfig:
