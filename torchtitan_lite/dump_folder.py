@@ -15,17 +15,16 @@ import fcntl
 import hashlib
 import logging
 import os
-import shlex
 import shutil
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import BinaryIO
 
-from torchtitan_lite.checkpoint.format import CheckpointError, find_steps
+from torchtitan_lite.checkpoint.format import CheckpointError
 from torchtitan_lite.components.log import go_on_unwritten
-from torchtitan_lite.config.extensions import load_extension
+from torchtitan_lite.config.extensions import load_extension, load_module
 from torchtitan_lite.config.messages import Problems
-from torchtitan_lite.config.reader import dump_config_toml, flatten_table, load_toml
+from torchtitan_lite.config.reader import dump_config_toml
 from torchtitan_lite.config.schema import Config, get_value, with_value
 
 logger = logging.getLogger(__name__)
@@ -59,7 +58,7 @@ def check_files(config: Config, restarted: bool) -> Problems:
             problems.refuse(key, why, "Name another folder")
     has_run = (dump_folder / CONFIG_TOML).exists() or (dump_folder / METRICS).exists()
     if has_run and not (config.job.overwrite or restarted):
-        check_earlier(problems, config, read_earlier(dump_folder))
+        load_module("earlier_run").check_earlier(problems, dump_folder / CONFIG_TOML)
     return problems
 
 
@@ -90,37 +89,6 @@ def name_snapshots(local_folder: str, dump_folder: Path) -> Path:
     path = os.fsencode(dump_folder.absolute())
     beginning = os.path.basename(path)[:64].decode(errors="ignore")  # a name has at most 255 bytes
     return Path(local_folder, f"{beginning}-{hashlib.sha256(path).hexdigest()[:16]}")
-
-
-def read_earlier(folder: Path) -> dict[str, object]:
-    """Return key -> value in the config of the run that wrote to `folder`; {} if its config.toml is lost."""
-    try:
-        return dict(flatten_table(load_toml(folder / CONFIG_TOML)))
-    except ValueError:
-        return {}
-
-
-def check_earlier(problems: Problems, config: Config, earlier: dict[str, object]) -> None:
-    """Refuse an earlier run in the dump folder, unless this run resumes it, or it ended before it could save."""
-    section = config.checkpoint
-    saved_in = earlier.get("checkpoint.folder", section.folder)
-    why = "it has an earlier run, which saved no checkpoints"
-    remedy = "Name another folder"
-    if not section.load_only:
-        remedy += ", or delete that run with --job.overwrite"
-    resuming = []
-    if find_steps(Path(config.job.dump_folder) / saved_in):
-        why = f"it has an earlier run, with checkpoints in {saved_in}"
-        if not section.enable:
-            resuming.append("--checkpoint.enable")
-        if saved_in != section.folder:
-            resuming.append(f"--checkpoint.folder={shlex.quote(saved_in)}")
-        if not resuming:
-            return
-        remedy += f", or resume it with {' '.join(resuming)}"
-    elif section.load_only or (section.enable and earlier.get("checkpoint.enable", True)):
-        return
-    problems.refuse("job.dump_folder", why, remedy)
 
 
 def open_dump_folder(config: Config, *, restarted: bool) -> BinaryIO:

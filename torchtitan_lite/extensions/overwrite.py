@@ -8,7 +8,8 @@ from pathlib import Path
 
 from torchtitan_lite.checkpoint.format import CHECKSUMS, MANIFEST, UNFINISHED
 from torchtitan_lite.config.schema import Config, get_value
-from torchtitan_lite.dump_folder import CONFIG_TOML, HANG, METRICS, RUN_ID, read_earlier
+from torchtitan_lite.dump_folder import CONFIG_TOML, HANG, METRICS, RUN_ID
+from torchtitan_lite.earlier_run import read_earlier
 
 FILES = ("log.txt", METRICS, "metrics-[0-9]*.jsonl", "wandb_id", f"{HANG}/restart-*")
 FOLDERS = {  # keys that name a folder inside job.dump_folder -> what a run writes there, and job.overwrite deletes
@@ -38,7 +39,7 @@ def delete_earlier(folder: Path, config: Config) -> None:
 def list_earlier(folder: Path, config: Config) -> list[Path]:
     """List the paths that job.overwrite deletes: only what a run has written, never another file."""
     paths = set()
-    earlier = read_earlier(folder)
+    earlier = read_earlier(folder / CONFIG_TOML)
     if (folder / CONFIG_TOML).exists():  # a run was here, so these are its files
         for pattern in FILES:
             paths.update(folder.glob(pattern))

@@ -206,18 +206,7 @@ class HangWatch:
         return self.folder / f"{kind}-{self.place.rank:05}.json"
 
     def write(self, kind: str) -> None:
-        """Write what this rank does: "rank" if a step hangs, "failed" if a rank has ended.
-
-        The file is complete or does not exist.
-        """
+        """Write what this rank does: "rank" if a step hangs, "failed" if a rank has ended."""
         if self.dump_folder is None:
             return
-        content = load_extension("hang_report").collect(self, has_failed=kind == "failed")
-        file = self.name_file(kind)
-        unfinished = file.with_suffix(".tmp")
-        with go_on_unwritten(str(file), self.unwritten):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            unfinished.write_text(json.dumps(content))
-            unfinished.rename(file)
-            if kind == "rank":
-                self.late.touch()
+        load_extension("hang_report").write(self, self.name_file(kind), has_failed=kind == "failed")
