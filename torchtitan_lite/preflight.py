@@ -112,7 +112,6 @@ def resolve(
         machine=machine,
         tokenizer=tokenizer,
         weights=weights,
-        title=name_model(config, model_args, weights),
     )
     notices += list_notices(spec, restarted)
     finished = ""
@@ -228,12 +227,3 @@ def refuse_vocabulary(problems: Problems, weights: "Weights | None", tokenizer: 
     if weights:
         remedy = f"Call resize_token_embeddings({n_ids}) of transformers, or leave out {TOKENIZER}"
     problems.append(Problem("model.vocab_size", n_rows, why, remedy))
-
-
-def name_model(config: Config, model_args: ModelArgs, weights: "Weights | None") -> str:
-    """Return the model, then the flavor; or the family of the weights, then their folder."""
-    if weights and config.model.flavor == AUTO:
-        family = load_extension("families").find_model_type(model_args) or model_args.name
-        return f"{family} of {weights.path}"
-    flavor = "debug" if config.model.flavor == AUTO else config.model.flavor
-    return f"{model_args.name} {flavor}"

@@ -52,7 +52,7 @@ class RunMetrics(MetricsWriter):
         self.flops = count_flops_per_token(
             spec.model_args, training.seq_len, spec.config.model.attention
         )
-        self.peak_flops = peak_flops(spec.machine.name)
+        self.peak_flops = peak_flops(spec.machine.name) if run.device.type == "cuda" else None
         self.step = resumed_step
         self.was_skipped = False  # the last step
         self.first_s = math.nan  # time of the first record
