@@ -48,7 +48,7 @@ def list_notices(spec: RunSpec, restarted: bool) -> list[str]:
                 f"data-parallel degree {layout.dp}, {share} per rank"
             )
     notices += describe_unusual_rates(config, spec.resumed_step)
-    if config.checkpoint.local_folder and not config.checkpoint.load_only:
+    if config.checkpoint.local_folder:
         folder = name_snapshots(config.checkpoint.local_folder, spec.dump_folder)
         notices.append(f"snapshots are saved in {folder.absolute()} of each host")
     epochs = describe_epochs(config.training)

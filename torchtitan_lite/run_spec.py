@@ -61,9 +61,9 @@ class RunSpec:
     @property
     def resumed_step(self) -> int:
         """Step of the checkpoint that the run resumes from; 0 if the run does not resume."""
-        if self.weights is None or self.weights.manifest is None or not self.weights.is_resumed:
-            return 0
-        return self.weights.manifest.step
+        if self.weights and self.weights.manifest and self.weights.is_resumed:
+            return self.weights.manifest.step
+        return 0
 
     @property
     def origin(self) -> str:

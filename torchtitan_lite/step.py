@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_lite.build import Run
+from torchtitan_lite.checkpoint.save import CheckpointSaver
 from torchtitan_lite.components.optim import (
     require_gradients,
     sum_gradient_squares,
@@ -58,12 +59,12 @@ def train_step(
     run: Run,
     batch: Batch,
     stop_signal: int = 0,
-    before_update: Sequence[Callable[[], None]] = (),
+    savers: Sequence[CheckpointSaver] = (),
 ) -> StepResult:
     """Run one optimizer step. Nothing is copied to the host.
 
     `batch` is this rank's rows of the global batch. `stop_signal` is the signal that this rank received, or 0.
-    `before_update` is called before the first change of a tensor that checkpoints contain.
+    `savers` may still copy the tensors of the last save; they finish before the first change of a tensor.
     """
     random_state = copy_random_state()
     local_loss = compute_gradients(run, batch)
@@ -76,8 +77,8 @@ def train_step(
     squares = sum_gradient_squares(run.parameters.values())
     # all-reduces 40 bytes over all ranks
     grad_norm, stops = reduce_norm_and_signal(squares, stop_signal)
-    for wait in before_update:
-        wait()
+    for saver in savers:
+        saver.wait_for_copy()
     is_spike = run.spikes.judge(grad_norm) if run.spikes else None
     max_norm = run.config.training.max_norm
     applied = update_weights(run.optimizer, grad_norm, max_norm, is_spike)  # clips too

@@ -156,14 +156,12 @@ class HangWatch:
     def is_late(self) -> bool:
         """Return whether this rank has not advanced for too long, or for half as long while another rank is late."""
         step_limit_s = self.find_limit()
-        limit_s = (
-            SHARE_OF_TIMEOUT * self.section.init_timeout_seconds
-        )  # of a save or the first step
+        # a save, or the first step, may take longer than other steps
+        limit_s = SHARE_OF_TIMEOUT * self.section.init_timeout_seconds
         if self.is_in_step and self.last_s:
             limit_s = step_limit_s
-        waited_s = (
-            time.monotonic() - self.began_s
-        )  # last: a step that begins now may have the shorter limit
+        # measured after the limit is chosen: a step that begins meanwhile has waited for 0 s
+        waited_s = time.monotonic() - self.began_s
         if waited_s > limit_s:
             return True
         has_waited = waited_s > step_limit_s / 2
