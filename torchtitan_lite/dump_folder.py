@@ -22,7 +22,7 @@ from typing import BinaryIO
 
 from torchtitan_lite.checkpoint.format import CheckpointError
 from torchtitan_lite.components.log import go_on_unwritten
-from torchtitan_lite.config.extensions import load_extension, load_module
+from torchtitan_lite.config.extensions import load_extension
 from torchtitan_lite.config.messages import Problems
 from torchtitan_lite.config.reader import dump_config_toml
 from torchtitan_lite.config.schema import Config, get_value, with_value
@@ -58,7 +58,7 @@ def check_files(config: Config, restarted: bool) -> Problems:
             problems.refuse(key, why, "Name another folder")
     has_run = (dump_folder / CONFIG_TOML).exists() or (dump_folder / METRICS).exists()
     if has_run and not (config.job.overwrite or restarted):
-        load_module("earlier_run").check_earlier(problems, dump_folder / CONFIG_TOML)
+        load_extension("overwrite").check_earlier(problems, dump_folder)
     return problems
 
 

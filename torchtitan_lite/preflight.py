@@ -53,8 +53,6 @@ OF_EXPERTS = ("training.router_z_loss", "training.expert_balance_loss", "trainin
 LAYOUT_SECTIONS = {"model", "training", "parallelism", "checkpoint", "job"}
 RULED_SECTIONS = {*LAYOUT_SECTIONS, "optimizer", "activation_checkpoint", "compile", "profiling"}
 
-HostRules = Callable[[Config, ModelArgs, int], list[Problem]]  # the number is the world size
-
 
 def resolve(
     args: list[str],
@@ -63,12 +61,12 @@ def resolve(
     n_ranks: int | None = None,
     n_hosts: int = 1,
     restarted: bool = False,
-    check_host: HostRules = lambda *_: [],
+    check_host: Callable[[Config, ModelArgs, int], list[Problem]] = lambda *_: [],
 ) -> RunSpec:
     """Read a config and check it for `n_ranks` ranks on `n_hosts` hosts like `machine`.
 
     Without n_ranks, choose_n_ranks decides. If torchrun `restarted` the job, the files in the dump folder are its own.
-    Writes nothing. Raises ConfigError with every problem.
+    `check_host` adds rules; its last argument is the world size. Writes nothing. Raises ConfigError with every problem.
     """
     given, weights = read_run(args, machine=machine, restarted=restarted)
     config = given.config
@@ -99,7 +97,7 @@ def resolve(
     notices = list(given.notices)
     if weights:
         with collecting(problems):
-            notices += load_extension("from_weights").check_weights(
+            notices += load_module("from_weights").check_weights(
                 config, model_args, layout, tokenizer, weights
             )
     if problems or not (model_args and layout and tokenizer):
@@ -116,7 +114,7 @@ def resolve(
     notices += list_notices(spec, restarted)
     finished = ""
     if spec.resumed_step >= config.training.steps:
-        finished = load_extension("from_weights").describe_finished(spec, given.chosen)
+        finished = load_module("from_weights").describe_finished(spec, given.chosen)
     return replace(spec, notices=tuple(notices), finished=finished)
 
 
@@ -157,7 +155,7 @@ def read_run(
     folder = Path(given.config.job.dump_folder) / section.folder
     is_resumed = section.enable and (section.load_step != -1 or find_steps(folder))
     if is_resumed or section.initial_load_path or section.load_only:
-        given, weights = load_extension("from_weights").find_weights(given, restarted)
+        given, weights = load_module("from_weights").find_weights(given, restarted)
     if given.config.model.hf_assets_path == AUTO:
         given = replace(given, config=with_value(given.config, TOKENIZER, SHIPPED))
     if machine and machine.device_type == "cpu" and machine.is_here:

@@ -72,22 +72,6 @@ class Weights:
         return shapes
 
 
-def find_starting_weights(config: Config, restarted: bool) -> Weights | None:
-    """Return the weights that a run starts from; None for initial weights. Raises ConfigError."""
-    section = config.checkpoint
-    weights = None
-    if section.enable:
-        weights = find_resumed(config, restarted)
-    if weights is None and section.initial_load_path:
-        weights = find_initial(config)
-    if weights is None and section.load_only:
-        folder = Path(config.job.dump_folder) / section.folder
-        why = f"{folder} has no checkpoint that could be loaded"
-        remedy = "Set checkpoint.enable, and job.dump_folder to the folder of a run that has saved"
-        raise ConfigError([Problem("checkpoint.load_only", True, why, remedy)])
-    return weights
-
-
 def find_resumed(config: Config, restarted: bool) -> Weights | None:
     """Return the checkpoint to resume from: load_step, or the newest readable one. Raises ConfigError."""
     section = config.checkpoint

@@ -260,9 +260,6 @@ EXTENSIONS = {  # file of extensions/, without .py
     "hugging_face_config": Extension(
         about="loaded with hugging_face_folder: reads config.json",
     ),
-    "from_weights": Extension(
-        about="loaded for a run that starts from weights: takes their model, tokenizer and defaults",
-    ),
     "families": Extension(
         about="loaded for weights: which Hugging Face family computes what a model describes",
     ),

@@ -38,15 +38,19 @@ KINDS = {"F": "F", "B": "B", "I": "B"}
 TORCH = Path(torch.__file__).parent
 
 
-def write(watch: HangWatch, file: Path, *, has_failed: bool) -> None:
-    """Write what this rank does. The file is complete or does not exist. If a step hangs, tell the other ranks."""
-    content = collect(watch, has_failed=has_failed)
+def write(watch: HangWatch, kind: str) -> None:
+    """Write what this rank does: "rank" if a step hangs, which other ranks then learn, or "failed" if a rank has ended.
+
+    The file is complete or does not exist.
+    """
+    content = collect(watch, has_failed=kind == "failed")
+    file = watch.name_file(kind)
     unfinished = file.with_suffix(".tmp")
     with go_on_unwritten(str(file), watch.unwritten):
         file.parent.mkdir(parents=True, exist_ok=True)
         unfinished.write_text(json.dumps(content))
         unfinished.rename(file)
-        if not has_failed:
+        if kind == "rank":
             watch.late.touch()
 
 

@@ -4,14 +4,17 @@ Needs no torch.
 """
 
 from dataclasses import replace
+from pathlib import Path
 
 from torchtitan_lite.checkpoint.continued import check_continued, describe_rates
 from torchtitan_lite.checkpoint.starting_weights import (
     Weights,
     check_model,
     describe_differences,
-    find_starting_weights,
+    find_initial,
+    find_resumed,
 )
+from torchtitan_lite.config.extensions import load_extension
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.messages import ConfigError, Problem, Problems
 from torchtitan_lite.config.model_rows import AUTO, ModelArgs
@@ -20,7 +23,6 @@ from torchtitan_lite.config.schema import Config, with_value
 from torchtitan_lite.data.corpus_folder import fingerprint_documents
 from torchtitan_lite.data.tokenizer import KEY as TOKENIZER
 from torchtitan_lite.data.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
-from torchtitan_lite.extensions.families import list_added_fields
 from torchtitan_lite.models.registry import MODELS
 from torchtitan_lite.run_spec import RunSpec
 
@@ -32,10 +34,22 @@ def find_weights(given: UserConfig, restarted: bool) -> tuple[UserConfig, Weight
 
     If torchrun `restarted` the job, it resumes from its own newest checkpoint.
     """
+    config = given.config
+    section = config.checkpoint
+    weights = None
     try:
-        weights = find_starting_weights(given.config, restarted)
+        if section.enable:
+            weights = find_resumed(config, restarted)
+        if weights is None and section.initial_load_path:
+            weights = find_initial(config)
     except ConfigError as error:
         return replace(given, problems=(*given.problems, *error.problems)), None
+    if weights is None and section.load_only:
+        folder = Path(config.job.dump_folder) / section.folder
+        why = f"{folder} has no checkpoint that could be loaded"
+        remedy = "Set checkpoint.enable, and job.dump_folder to the folder of a run that has saved"
+        problem = Problem("checkpoint.load_only", True, why, remedy)
+        given = replace(given, problems=(*given.problems, problem))
     if weights is None:
         return given, None
     if given.config.model.hf_assets_path == AUTO:
@@ -53,6 +67,7 @@ def adapt_to_weights(given: UserConfig, weights: Weights) -> UserConfig:
             model = replace(model, name=weights.model_args.name)
         elif model.name != weights.model_args.name:
             # the weights say nothing about the fields that only this model has
+            list_added_fields = load_extension("families").list_added_fields
             added = list_added_fields(MODELS[model.name].flavors["debug"], weights.model_args)
             model = replace(model, row=replace(weights.model_args, **added))
         given = replace(given, config=replace(config, model=model))
