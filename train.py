@@ -88,13 +88,7 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
     mesh = build_mesh(spec.layout, device.type)
     lock = None
     if place.rank == 0 and spec.written_folder:
-        starting_over = config.job.overwrite and place.restarts == 0
-        lock = open_dump_folder(
-            spec.dump_folder,
-            config,
-            starting_over=starting_over,
-            restarted=place.restarts > 0,
-        )
+        lock = open_dump_folder(config, restarted=place.restarts > 0)
     start_logging(place.rank, spec.written_folder)
     for notice in spec.notices:  # the launcher has printed them
         logger.log(IN_FILE if spec is launched else logging.INFO, notice)
@@ -121,7 +115,6 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
     is_warm = False  # every rank has compiled all its code and connected to its peers
     rows = rows_of_rank(mesh.data_rank, spec.layout.dp, spec.layout.global_batch_size)
     batches = prefetch(data.batch, rows, steps=range(resumed_step, last), device=device)
-    copied = [saver.wait_for_copy for saver in savers]
     status = 0
     torch.cuda.empty_cache()  # initializing or loading weights allocated one full tensor at a time
     gc.collect()
@@ -145,7 +138,7 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
             with metrics.waiting_for_data():
                 batch = next(batches)
             # all ranks: weights, activations and gradients; loss, gradient norm and signals (step.py has the bytes)
-            result = train_step(run, batch, stop.received, copied)
+            result = train_step(run, batch, stop.received, savers)
             # the same on every rank; the host waits for the device, and so for all ranks
             is_applied, grad_norm, stop_signal = result.read()
             if not math.isfinite(grad_norm):
@@ -191,7 +184,6 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
         else:
             trained = f"trained {last - resumed_step} steps ({resumed_step + 1} to {last})"
             metrics.stop(last, f"{trained}; {spec.where_kept}")
-    batches.close()
     if lock:
         lock.close()
     # all ranks: a barrier, so that no rank closes a connection that another one still uses

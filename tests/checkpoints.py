@@ -64,7 +64,7 @@ def list_state(run: build.Run) -> dict[str, Tensor]:
                 "a number is saved only if the step in the manifest gives it"
             )
             state[f"optimizer.{fqns[owner]}.{name}"] = value
-    return state | run.extension_state
+    return state | (run.spikes.state if run.spikes else {})
 
 
 def whole_state(run: build.Run) -> dict[str, Tensor]:

@@ -58,11 +58,6 @@ class Run:
         """Tensors in a checkpoint besides the optimizer state: FQN -> parameter, or expert bias of a layer."""
         return self.parameters | (self.balance.biases if self.balance else {})
 
-    @property
-    def extension_state(self) -> dict[str, Tensor]:
-        """Tensors in a checkpoint that are equal on all ranks, by the name they have there."""
-        return self.spikes.state if self.spikes else {}
-
     def name_tensors(self) -> dict[str, Tensor]:
         """Return name in a checkpoint -> tensor: weights, expert biases, optimizer state, and state of extensions."""
         named = name_weights(self.saved)
@@ -70,7 +65,9 @@ class Run:
             for name, value in self.optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
                     named[f"optimizer.{fqn}.{name}"] = value
-        return named | self.extension_state
+        if self.spikes:
+            named |= self.spikes.state
+        return named
 
 
 def find_model_class(name: str) -> type[nn.Module]:

@@ -19,6 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, distribute_tensor
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
+# many tensors are alike, and torch makes a view for each FSDP rank if tp splits the same dim
+locate_shard = lru_cache(_compute_local_shape_and_global_offset)
+
 
 def local_shard(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a DTensor, or the tensor itself if it is not a DTensor."""
@@ -31,20 +34,8 @@ def find_shard(tensor: Tensor) -> tuple[Tensor, Sequence[int]]:
         return tensor, [0] * tensor.dim()
     mesh = tensor.device_mesh
     coordinate = tuple(mesh.get_coordinate())
-    begin = find_offsets(tensor.shape, mesh.shape, coordinate, tensor.placements)
+    _, begin = locate_shard(tensor.shape, mesh.shape, coordinate, tensor.placements)
     return tensor.to_local(), begin
-
-
-@lru_cache  # many tensors are alike, and torch makes a view for each FSDP rank if tp splits the same dim
-def find_offsets(
-    shape: Sequence[int],
-    mesh_shape: tuple[int, ...],
-    coordinate: tuple[int, ...],
-    placements: tuple[Placement, ...],
-) -> Sequence[int]:
-    """Return the index of the first element of a shard in the full tensor."""
-    _, offsets = _compute_local_shape_and_global_offset(shape, mesh_shape, coordinate, placements)
-    return offsets
 
 
 def count_replicas(tensor: Tensor) -> int:
@@ -72,14 +63,12 @@ def shard_parameters(
     The module's own forward reads the parameters in `hidden` as None. The class of the module becomes a subclass; FQNs
     do not change.
     """
-    names = []
-    for name, placement in placements.items():
-        full = getattr(module, name, None)
-        if full is not None:
-            own = distribute_tensor(full, mesh, [placement], src_data_rank=None)
-            module.register_parameter(name, nn.Parameter(own))
-            names.append(name)
-    module.__class__ = make_local(type(module), tuple(names), hidden)
+    names = tuple(name for name in placements if getattr(module, name, None) is not None)
+    for name in names:
+        full = getattr(module, name)
+        own = distribute_tensor(full, mesh, [placements[name]], src_data_rank=None)
+        module.register_parameter(name, nn.Parameter(own))
+    module.__class__ = make_local(type(module), names, hidden)
 
 
 @cache  # compiled code is shared by modules of one class

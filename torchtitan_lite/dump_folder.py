@@ -15,17 +15,16 @@ import fcntl
 import hashlib
 import logging
 import os
-import shlex
-from contextlib import nullcontext
+import shutil
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import BinaryIO
 
-from torchtitan_lite.checkpoint.format import CheckpointError, find_steps
+from torchtitan_lite.checkpoint.format import CheckpointError
 from torchtitan_lite.components.log import go_on_unwritten
 from torchtitan_lite.config.extensions import load_extension
 from torchtitan_lite.config.messages import Problems
-from torchtitan_lite.config.reader import dump_config_toml, flatten_table, load_toml
+from torchtitan_lite.config.reader import dump_config_toml
 from torchtitan_lite.config.schema import Config, get_value, with_value
 
 logger = logging.getLogger(__name__)
@@ -57,9 +56,9 @@ def check_files(config: Config, restarted: bool) -> Problems:
         if not is_usable:
             why = f"{nearest} is not a folder that this user can read and write"
             problems.refuse(key, why, "Name another folder")
-    earlier = read_earlier(dump_folder)
-    if earlier is not None and not (config.job.overwrite or restarted):
-        check_earlier(problems, config, earlier)
+    has_run = (dump_folder / CONFIG_TOML).exists() or (dump_folder / METRICS).exists()
+    if has_run and not (config.job.overwrite or restarted):
+        load_extension("overwrite").check_earlier(problems, dump_folder)
     return problems
 
 
@@ -92,58 +91,26 @@ def name_snapshots(local_folder: str, dump_folder: Path) -> Path:
     return Path(local_folder, f"{beginning}-{hashlib.sha256(path).hexdigest()[:16]}")
 
 
-def read_earlier(folder: Path) -> dict[str, object] | None:
-    """Return key -> value in the config of the run that wrote to `folder`.
-
-    {} if its config.toml is lost, None if no run has written to the folder.
-    """
-    try:
-        return dict(flatten_table(load_toml(folder / CONFIG_TOML)))
-    except ValueError:
-        has_files = (folder / CONFIG_TOML).exists() or (folder / METRICS).exists()
-        return {} if has_files else None
-
-
-def check_earlier(problems: Problems, config: Config, earlier: dict[str, object]) -> None:
-    """Refuse an earlier run in the dump folder, unless this run resumes it, or it ended before it could save."""
-    section = config.checkpoint
-    saved_in = earlier.get("checkpoint.folder", section.folder)
-    why = "it has an earlier run, which saved no checkpoints"
-    remedy = "Name another folder"
-    if not section.load_only:
-        remedy += ", or delete that run with --job.overwrite"
-    resuming = []
-    if find_steps(Path(config.job.dump_folder) / saved_in):
-        why = f"it has an earlier run, with checkpoints in {saved_in}"
-        if not section.enable:
-            resuming.append("--checkpoint.enable")
-        if saved_in != section.folder:
-            resuming.append(f"--checkpoint.folder={shlex.quote(saved_in)}")
-        if not resuming:
-            return
-        remedy += f", or resume it with {' '.join(resuming)}"
-    elif section.load_only or (section.enable and earlier.get("checkpoint.enable", True)):
-        return
-    problems.refuse("job.dump_folder", why, remedy)
-
-
-def open_dump_folder(
-    folder: Path, config: Config, *, starting_over: bool, restarted: bool = False
-) -> BinaryIO:
+def open_dump_folder(config: Config, *, restarted: bool) -> BinaryIO:
     """Create the folder, lock it for this run, and write the resolved config there. Rank 0 calls this.
 
-    `starting_over` deletes the files of an earlier run first. Returns the open lock file. The lock is released when the
-    file is closed, or when the process dies. Raises CheckpointError if another run holds the lock, or if a file cannot
-    be written. A run that torchrun has `restarted` keeps the config.toml of its first start in this case.
+    job.overwrite deletes the files of an earlier run first, unless torchrun has `restarted` this run. Returns the open
+    lock file. The lock is released when the file is closed, or when the process dies. Raises CheckpointError if another
+    run holds the lock, or if a file cannot be written.
     """
+    folder = Path(config.job.dump_folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = lock_folder(folder)
-        if starting_over:
+        if restarted:  # with a full disk, it keeps the config.toml of its first start
+            with go_on_unwritten(str(folder / CONFIG_TOML), set()):
+                write_config(folder, config)
+            return lock
+        if config.job.overwrite:
             load_extension("overwrite").delete_earlier(folder, config)
-        kept = go_on_unwritten(str(folder / CONFIG_TOML), set()) if restarted else nullcontext()
-        with kept:
-            write_config(folder, config)
+        write_config(folder, config)
+        for earlier in folder.glob(f"{HANG}/restart-*"):
+            shutil.rmtree(earlier, ignore_errors=True)
     except OSError as error:
         remedy = "Free some space, or set another job.dump_folder"
         raise CheckpointError(f"the run cannot start in {folder}: {error}. {remedy}") from None

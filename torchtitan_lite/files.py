@@ -6,11 +6,11 @@ import os
 import platform
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -105,8 +105,16 @@ def describe_launch() -> dict[str, str | None]:
     The commit ends in "-dirty" if files differ from it. It is None if this is not a git repository.
     """
     commit = ""
-    if (REPOSITORY / ".git").exists() and shutil.which("git"):
-        git = ["git", "describe", "--always", "--dirty", "--abbrev=40"]
+    # not the repository of a folder above
+    git = [
+        "git",
+        f"--git-dir={REPOSITORY / '.git'}",
+        "describe",
+        "--always",
+        "--dirty",
+        "--abbrev=40",
+    ]
+    with suppress(FileNotFoundError):  # a host without git
         answer = subprocess.run(git, cwd=REPOSITORY, capture_output=True, text=True)
         commit = answer.stdout.strip()
     command = shlex.join(sys.argv)

@@ -9,7 +9,7 @@ from torchtitan_lite.config.extensions import load_extension, load_module
 from torchtitan_lite.config.learning_rate import learning_rate_factor
 from torchtitan_lite.config.machine import SAFE_KV_HEADS, WRONG_CUDNN
 from torchtitan_lite.config.reader import dump_config_toml
-from torchtitan_lite.config.schema import Config, with_value
+from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.corpus_folder import describe_epochs
 from torchtitan_lite.dump_folder import name_snapshots
 from torchtitan_lite.models.registry import CONFIG
@@ -33,10 +33,11 @@ def list_notices(spec: RunSpec, restarted: bool) -> list[str]:
         notices.append(
             "quantize.linear.float8.emulate has no effect without --model.converters float8"
         )
-    n_kv_heads = spec.model_args.n_kv_heads // spec.layout.tp
-    if re.search(WRONG_CUDNN, spec.machine.name) and n_kv_heads < SAFE_KV_HEADS:
+    if re.search(WRONG_CUDNN, spec.machine.name):
+        n_kv_heads = spec.model_args.n_kv_heads // spec.layout.tp
         why = f"it may be wrong on {spec.machine.name} with {n_kv_heads} heads of keys per rank"
-        notices.append(f"attention does not use cuDNN: {why} (pytorch issue 193893)")
+        if n_kv_heads < SAFE_KV_HEADS:
+            notices.append(f"attention does not use cuDNN: {why} (pytorch issue 193893)")
     if spec.resumed_step:
         layout = spec.layout
         n_before = prod(spec.weights.manifest.run["layout"].values())
@@ -47,15 +48,14 @@ def list_notices(spec: RunSpec, restarted: bool) -> list[str]:
                 f"data-parallel degree {layout.dp}, {share} per rank"
             )
     notices += describe_unusual_rates(config, spec.resumed_step)
-    if config.checkpoint.local_folder and not config.checkpoint.load_only:
+    if config.checkpoint.local_folder:
         folder = name_snapshots(config.checkpoint.local_folder, spec.dump_folder)
         notices.append(f"snapshots are saved in {folder.absolute()} of each host")
     epochs = describe_epochs(config.training)
     if epochs:
         notices.append(epochs)
     assets = Path(config.model.hf_assets_path)
-    has_model = (assets / CONFIG).is_file() and any(assets.glob("*.safetensors"))
-    if spec.weights is None and has_model:
+    if spec.weights is None and any(assets.glob("*.safetensors")) and (assets / CONFIG).is_file():
         key = "checkpoint.initial_load_path"
         why = (
             f"only the tokenizer of {assets} is used. To train its weights too, set {key}={assets}"
@@ -78,6 +78,22 @@ def describe_unusual_rates(config: Config, resumed_step: int) -> list[str]:
     """
     section = config.lr_scheduler
     n_steps = config.training.steps
+    notices = []
+    if section.total_steps < n_steps or config.optimizer.lr == 0:
+        notices += describe_idle_steps(config, resumed_step)
+    if section.warmup_steps > n_steps:
+        highest = learning_rate_factor(section, n_steps - 1)
+        why = f"the learning rate only reaches {100 * highest:.3g}% of optimizer.lr"
+        lengths = f"{section.warmup_steps} of {n_steps} steps"
+        if highest < 0.999:
+            notices.append(f"lr_scheduler.warmup_steps is longer than the run, {lengths}: {why}")
+    return notices
+
+
+def describe_idle_steps(config: Config, resumed_step: int) -> list[str]:
+    """Return a notice if the rate is 0 before the last step, or if it never decays."""
+    section = config.lr_scheduler
+    n_steps = config.training.steps
     peak = config.optimizer.lr
 
     def is_idle(step: int) -> bool:
@@ -85,36 +101,14 @@ def describe_unusual_rates(config: Config, resumed_step: int) -> list[str]:
 
     # the first idle step: the rate rises from above 0, then falls. In the last step, it may be 0
     idle_step = bisect_left(range(n_steps - 1), True, lo=resumed_step, key=is_idle)
-    notices = []
     if idle_step < n_steps - 1:
         rate = peak * learning_rate_factor(section, idle_step)
         keys = f"optimizer.lr = {peak:g}, lr_scheduler.total_steps = {section.total_steps}"
         why = f"{keys}, warmup_steps = {section.warmup_steps}, min_lr_factor = {section.min_lr_factor:g}"
         where = f"step {idle_step + 1} of {n_steps}"
-        notices.append(f"the learning rate falls to {rate:.3g} at {where} ({why})")
-    elif section.total_steps < section.warmup_steps <= n_steps:
+        return [f"the learning rate falls to {rate:.3g} at {where} ({why})"]
+    if section.total_steps < section.warmup_steps <= n_steps:
         lengths = f"{section.warmup_steps} and {section.total_steps} steps"
         keys = "lr_scheduler.warmup_steps is longer than lr_scheduler.total_steps"
-        notices.append(f"{keys}, {lengths}: no decay before the end of the warm-up")
-    highest = learning_rate_factor(section, n_steps - 1)
-    if section.warmup_steps > n_steps and highest < 0.999:
-        why = f"the learning rate only reaches {100 * highest:.3g}% of optimizer.lr"
-        lengths = f"{section.warmup_steps} of {n_steps} steps"
-        notices.append(f"lr_scheduler.warmup_steps is longer than the run, {lengths}: {why}")
-    return notices
-
-
-def describe_finished(spec: RunSpec, chosen: frozenset[str]) -> str:
-    """If the resumed checkpoint is already at the last step, return what the user can do. Otherwise return ""."""
-    step = spec.resumed_step
-    if step == 0 or step < spec.config.training.steps:
-        return ""
-    further = with_value(spec.config, "training.steps", 2 * step)
-    if "lr_scheduler.total_steps" not in chosen:
-        further = with_value(further, "lr_scheduler.total_steps", 2 * step)
-    rates = load_module("checkpoint.continued").describe_rates(further, spec.weights)
-    return (
-        f"{spec.config_name} is already at step {step}: everything is in {spec.dump_folder}. Use "
-        f"--training.steps={2 * step} to train further ({rates}), "
-        "--job.dump_folder=FOLDER to start another run, or --job.overwrite to delete this one"
-    )
+        return [f"{keys}, {lengths}: no decay before the end of the warm-up"]
+    return []

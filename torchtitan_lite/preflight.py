@@ -33,21 +33,17 @@ from torchtitan_lite.config.model import resolve_model
 from torchtitan_lite.config.model_rows import AUTO, ModelArgs
 from torchtitan_lite.config.reader import UserConfig, read_config
 from torchtitan_lite.config.schema import Config, Parallelism, get_value, with_value
-from torchtitan_lite.data.corpus_folder import (
-    check_data,
-    fingerprint_documents,
-)
+from torchtitan_lite.data.corpus_folder import check_data
 from torchtitan_lite.data.tokenizer import KEY as TOKENIZER
 from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_lite.dump_folder import check_files
-from torchtitan_lite.notices import describe_finished, list_notices
+from torchtitan_lite.notices import list_notices
 from torchtitan_lite.run_spec import RunSpec
 
 if TYPE_CHECKING:
     from torchtitan_lite.checkpoint.starting_weights import Weights
 
 SHIPPED = "assets/tokenizer"
-STARTING_WEIGHTS = "checkpoint.starting_weights"  # the module that finds and checks them
 # On a CPU, a step of more tokens than this gets shorter sequences and smaller batches, unless the user sets them. Then
 # a step of a 135M model takes less than two minutes on two cores (November 2026).
 CPU_TOKENS = 2048
@@ -57,8 +53,6 @@ OF_EXPERTS = ("training.router_z_loss", "training.expert_balance_loss", "trainin
 LAYOUT_SECTIONS = {"model", "training", "parallelism", "checkpoint", "job"}
 RULED_SECTIONS = {*LAYOUT_SECTIONS, "optimizer", "activation_checkpoint", "compile", "profiling"}
 
-HostRules = Callable[[Config, ModelArgs, int], list[Problem]]  # the number is the world size
-
 
 def resolve(
     args: list[str],
@@ -67,12 +61,12 @@ def resolve(
     n_ranks: int | None = None,
     n_hosts: int = 1,
     restarted: bool = False,
-    check_host: HostRules = lambda *_: [],
+    check_host: Callable[[Config, ModelArgs, int], list[Problem]] = lambda *_: [],
 ) -> RunSpec:
     """Read a config and check it for `n_ranks` ranks on `n_hosts` hosts like `machine`.
 
     Without n_ranks, choose_n_ranks decides. If torchrun `restarted` the job, the files in the dump folder are its own.
-    Writes nothing. Raises ConfigError with every problem.
+    `check_host` adds rules; its last argument is the world size. Writes nothing. Raises ConfigError with every problem.
     """
     given, weights = read_run(args, machine=machine, restarted=restarted)
     config = given.config
@@ -90,12 +84,9 @@ def resolve(
         n_ranks = n_ranks or choose_n_ranks(config.parallelism, machine, n_hosts)
         with collecting(problems):
             tokenizer = load_tokenizer(config.model.hf_assets_path)
-            if weights:
-                check_tokenizer = load_extension("from_weights").check_tokenizer
-                problems += check_tokenizer(config, weights, tokenizer)
         with collecting(problems):
             model_args = resolve_model(config.model)
-            problems += check_model_files(config, model_args, weights, tokenizer)
+            problems += check_model_use(config, model_args, weights, tokenizer)
             problems += check_host(config, model_args, n_ranks)
             layout = plan_layout(config, model_args, n_ranks)
             config = resolve_config(config, layout, machine.device_type)
@@ -104,13 +95,11 @@ def resolve(
                 problems += check_grouped_matmuls(config, model_args)
     problems += check_data(config, tokenizer)
     notices = list(given.notices)
-    is_continued = weights and (weights.is_resumed or not config.checkpoint.initial_load_model_only)
-    if is_continued and weights.manifest and layout and tokenizer:
-        documents = fingerprint_documents(config, tokenizer)
-        check_continued = load_module("checkpoint.continued").check_continued
-        different, noted = check_continued(config, weights, documents)
-        problems += different
-        notices += noted
+    if weights:
+        with collecting(problems):
+            notices += load_module("from_weights").check_weights(
+                config, model_args, layout, tokenizer, weights
+            )
     if problems or not (model_args and layout and tokenizer):
         raise ConfigError(problems)
     spec = RunSpec(
@@ -121,12 +110,11 @@ def resolve(
         machine=machine,
         tokenizer=tokenizer,
         weights=weights,
-        title=name_model(config, model_args, weights),
     )
-    if weights:
-        notices += load_module(STARTING_WEIGHTS).describe_differences(model_args, weights)
     notices += list_notices(spec, restarted)
-    finished = describe_finished(spec, given.chosen)
+    finished = ""
+    if spec.resumed_step >= config.training.steps:
+        finished = load_module("from_weights").describe_finished(spec, given.chosen)
     return replace(spec, notices=tuple(notices), finished=finished)
 
 
@@ -163,32 +151,21 @@ def read_run(
         given = replace(given, config=with_value(given.config, "job.dump_folder", folder))
     if section.load_only:
         given = load_extension("read_only").turn_off_files(given)
-    problems: list[Problem] = []
     weights = None
     folder = Path(given.config.job.dump_folder) / section.folder
     is_resumed = section.enable and (section.load_step != -1 or find_steps(folder))
-    with collecting(problems):
-        if is_resumed or section.initial_load_path:
-            weights = load_module(STARTING_WEIGHTS).find_weights(given.config, restarted)
-        if section.load_only and weights is None:
-            why = f"{folder} has no checkpoint that could be loaded"
-            remedy = (
-                "Set checkpoint.enable, and job.dump_folder to the folder of a run that has saved"
-            )
-            problems.append(Problem("checkpoint.load_only", True, why, remedy))
+    if is_resumed or section.initial_load_path or section.load_only:
+        given, weights = load_module("from_weights").find_weights(given, restarted)
     if given.config.model.hf_assets_path == AUTO:
-        assets = weights.assets if weights else SHIPPED
-        given = replace(given, config=with_value(given.config, TOKENIZER, assets))
-    if weights:
-        given = load_extension("from_weights").adapt_to_weights(given, weights)
+        given = replace(given, config=with_value(given.config, TOKENIZER, SHIPPED))
     if machine and machine.device_type == "cpu" and machine.is_here:
         given = adapt_to_cpu(given)
     pieces = count_pieces(given.config.parallelism)
     seq_len = given.config.training.seq_len
-    if seq_len > pieces:
+    if seq_len > pieces and seq_len % pieces:
         why = f"a multiple of {pieces}, which tp and cp need"
         given = given.with_default("training.seq_len", seq_len - seq_len % pieces, why)
-    return replace(given, problems=(*given.problems, *problems)), weights
+    return given, weights
 
 
 def name_run(given: UserConfig) -> str:
@@ -219,45 +196,28 @@ def adapt_to_cpu(given: UserConfig) -> UserConfig:
 # ---------------------------------------------------------------- checking
 
 
-def check_model_files(
+def check_model_use(
     config: Config, model_args: ModelArgs, weights: "Weights | None", tokenizer: Tokenizer | None
 ) -> Problems:
-    """Check the model against its tokenizer, the weights to load, and the export formats."""
+    """Check the model against its tokenizer and the keys of experts."""
     problems = Problems(config, model_args)
-    section = config.checkpoint
-    if tokenizer:
-        check_vocabulary(problems, weights, tokenizer)
+    if tokenizer and tokenizer.largest_text_id >= model_args.vocab_size:
+        refuse_vocabulary(problems, weights, tokenizer)
     for key in OF_EXPERTS:
         value = get_value(config, key)
         if value not in (0, get_value(Config(), key)) and not model_args.moe:
             problems.refuse(key, "the model has no experts", "Leave this key out")
-    if section.enable and section.last_save_in_hf:
-        key = "checkpoint.last_save_in_hf"
-        explain_unwritable = load_extension("hugging_face_export").explain_unwritable
-        unwritable = explain_unwritable(model_args, config.model.attention)
-        if unwritable:
-            problems.refuse(key, unwritable, "Set it to false, or change [model]")
-        if model_args.moe and config.training.expert_bias_rate:
-            why = (
-                "Hugging Face formats have no expert bias, but training.expert_bias_rate trains one"
-            )
-            remedy = "Set training.expert_bias_rate = 0, and balance the experts with training.expert_balance_loss"
-            problems.refuse(key, why, remedy)
-    if weights:
-        problems += load_module(STARTING_WEIGHTS).check_model(config, model_args, weights)
     return problems
 
 
-def check_vocabulary(problems: Problems, weights: "Weights | None", tokenizer: Tokenizer) -> None:
-    """Check that the model has a row for every id that plain text may use.
+def refuse_vocabulary(problems: Problems, weights: "Weights | None", tokenizer: Tokenizer) -> None:
+    """Refuse a model that has no row for an id that plain text may use.
 
     Conversations also have special tokens: a batch with an id that has no row is refused when it is read.
     """
     n_ids = tokenizer.vocab_size
     n_rows = problems.model_args.vocab_size
     largest_id = tokenizer.largest_text_id
-    if largest_id < n_rows:
-        return
     token = tokenizer.decode([largest_id])
     assets = problems.config.model.hf_assets_path
     why = f"a text may use the id {largest_id} ({token!r}) of {assets}"
@@ -265,12 +225,3 @@ def check_vocabulary(problems: Problems, weights: "Weights | None", tokenizer: T
     if weights:
         remedy = f"Call resize_token_embeddings({n_ids}) of transformers, or leave out {TOKENIZER}"
     problems.append(Problem("model.vocab_size", n_rows, why, remedy))
-
-
-def name_model(config: Config, model_args: ModelArgs, weights: "Weights | None") -> str:
-    """Return the model, then the flavor; or the family of the weights, then their folder."""
-    if weights and config.model.flavor == AUTO:
-        family = load_extension("families").find_model_type(model_args) or model_args.name
-        return f"{family} of {weights.path}"
-    flavor = "debug" if config.model.flavor == AUTO else config.model.flavor
-    return f"{model_args.name} {flavor}"

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torchtitan_lite.config.extensions import load_extension
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.machine import Machine
-from torchtitan_lite.config.model_rows import ModelArgs
+from torchtitan_lite.config.model_rows import AUTO, ModelArgs
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.tokenizer import Tokenizer
 
@@ -28,10 +29,18 @@ class RunSpec:
     machine: Machine  # each host of the run
     tokenizer: Tokenizer
     weights: "Weights | None"  # None if the run starts from initial weights
-    title: str  # "llama3 Qwen3-8B"; for weights their family and folder: "qwen3 of ~/Qwen3-8B"
     notices: tuple[str, ...] = ()
     # What the user can do if the resumed checkpoint is already at the last step
     finished: str = ""
+
+    @property
+    def title(self) -> str:
+        """Model and flavor, "llama3 8B"; or the family of the weights and their folder, "qwen3 of ~/Qwen3-8B"."""
+        flavor = self.config.model.flavor
+        if flavor == AUTO and self.weights:
+            family = load_extension("families").find_model_type(self.model_args)
+            return f"{family or self.model_args.name} of {self.weights.path}"
+        return f"{self.model_args.name} {'debug' if flavor == AUTO else flavor}"
 
     @property
     def dump_folder(self) -> Path:
@@ -52,9 +61,9 @@ class RunSpec:
     @property
     def resumed_step(self) -> int:
         """Step of the checkpoint that the run resumes from; 0 if the run does not resume."""
-        if self.weights is None or self.weights.manifest is None or not self.weights.is_resumed:
-            return 0
-        return self.weights.manifest.step
+        if self.weights and self.weights.manifest and self.weights.is_resumed:
+            return self.weights.manifest.step
+        return 0
 
     @property
     def origin(self) -> str:

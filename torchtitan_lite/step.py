@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_lite.build import Run
+from torchtitan_lite.checkpoint.save import CheckpointSaver
 from torchtitan_lite.components.optim import (
     require_gradients,
     sum_gradient_squares,
@@ -39,27 +40,31 @@ class StepResult:
     loss: Tensor  # of the global batch, the same on every rank
     grad_norm: Tensor  # of all parameters, before clipping, the same on every rank
     applied: Tensor  # False: the gradient norm was not finite or a spike, and no weight was changed
-    stop: Tensor  # number of the signal that makes all ranks stop after this step, or 0 if there is none
+    stops: Tensor  # for each of SIGNALS, the number of ranks that received it
     rates: dict[str, float]  # learning rates of this step, as list_rates returns them
     expert_loads: Tensor | None  # as ExpertBalance.update returns them
 
     def read(self) -> tuple[bool, float, int]:
-        """Return `applied`, `grad_norm` and `stop` in one device-to-host copy. The host waits for the device."""
-        scalars = [self.applied.double(), self.grad_norm.double(), self.stop.double()]
-        applied, grad_norm, stop = torch.stack(scalars).tolist()
-        return bool(applied), grad_norm, int(stop)
+        """Return `applied`, `grad_norm`, and the signal that makes all ranks stop after this step, or 0.
+
+        If ranks got different signals, the last one in SIGNALS stops them. One device-to-host copy; the host waits.
+        """
+        scalars = [self.applied, self.grad_norm, *self.stops]
+        applied, grad_norm, *stops = torch.stack([each.double() for each in scalars]).tolist()
+        received = [int(number) for number, n in zip(SIGNALS, stops, strict=True) if n]
+        return bool(applied), grad_norm, max(received, default=0, key=SIGNALS.index)
 
 
 def train_step(
     run: Run,
     batch: Batch,
     stop_signal: int = 0,
-    before_update: Sequence[Callable[[], None]] = (),
+    savers: Sequence[CheckpointSaver] = (),
 ) -> StepResult:
     """Run one optimizer step. Nothing is copied to the host.
 
     `batch` is this rank's rows of the global batch. `stop_signal` is the signal that this rank received, or 0.
-    `before_update` is called before the first change of a tensor that checkpoints contain.
+    `savers` may still copy the tensors of the last save; they finish before the first change of a tensor.
     """
     random_state = copy_random_state()
     local_loss = compute_gradients(run, batch)
@@ -70,11 +75,10 @@ def train_step(
         if copy_random_state() != random_state:
             raise UserError(RANDOM)
     squares = sum_gradient_squares(run.parameters.values())
-    grad_norm, stop = reduce_norm_and_signal(
-        squares, stop_signal
-    )  # all-reduces 40 bytes over all ranks
-    for wait in before_update:
-        wait()
+    # all-reduces 40 bytes over all ranks
+    grad_norm, stops = reduce_norm_and_signal(squares, stop_signal)
+    for saver in savers:
+        saver.wait_for_copy()
     is_spike = run.spikes.judge(grad_norm) if run.spikes else None
     max_norm = run.config.training.max_norm
     applied = update_weights(run.optimizer, grad_norm, max_norm, is_spike)  # clips too
@@ -85,7 +89,7 @@ def train_step(
         follow_up()  # precomputed float8 scales: all-reduces one float per weight
     rates = list_rates(run.config, run.lr_scheduler.last_epoch)
     run.lr_scheduler.step()
-    return StepResult(loss, grad_norm, applied, stop, rates, expert_loads)
+    return StepResult(loss, grad_norm, applied, stops, rates, expert_loads)
 
 
 def copy_random_state() -> bytes:
@@ -185,21 +189,19 @@ def count_global_tokens(run: Run, batch: Batch) -> Tensor:
 
 @torch.no_grad()
 def reduce_norm_and_signal(squares: Tensor, stop_signal: int) -> tuple[Tensor, Tensor]:
-    """All-reduce two things in 40 bytes over all ranks: the gradient norm, and the signal that stops the run.
+    """All-reduce two things in 40 bytes over all ranks: the gradient norm, and the signals that ranks received.
 
     `squares`: the result of `sum_gradient_squares`. `stop_signal`: the signal that this rank received, one of SIGNALS,
-    or 0. Returns the norm, () fp32, and the signal that stops all ranks, () int64, or 0. If ranks got different
-    signals, the last one in SIGNALS stops them.
+    or 0. Returns the norm, () fp32, and for each of SIGNALS the number of ranks that received it.
     """
-    # Fill the flags on the device, because a copy from the host would wait for the device.
-    flags = [squares.new_full((), stop_signal == number) for number in SIGNALS]
-    numbers = torch.stack([squares, *flags])
+    numbers = squares.new_zeros(1 + len(SIGNALS))
+    numbers[0] = squares
+    if stop_signal:
+        numbers[1 + SIGNALS.index(stop_signal)] = (
+            1  # filled on the device: a copy would wait for it
+        )
     dist.all_reduce(numbers)
-    squares, *n_ranks = numbers.unbind()
-    stop = torch.zeros((), dtype=torch.int64, device=squares.device)
-    for number, n_received in zip(SIGNALS, n_ranks, strict=True):
-        stop = torch.where(n_received > 0, int(number), stop)
-    return squares.sqrt().float(), stop
+    return numbers[0].sqrt().float(), numbers[1:]
 
 
 def sum_losses(run: Run, local_loss: Tensor) -> Tensor:

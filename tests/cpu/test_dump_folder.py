@@ -57,20 +57,29 @@ def folder(tmp_path) -> Path:
     return tmp_path / "run"
 
 
+def in_folder(folder: Path, *, overwrite: bool = False) -> Config:
+    return with_value(
+        with_value(Config(), "job.dump_folder", str(folder)), "job.overwrite", overwrite
+    )
+
+
 def list_files(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
 def test_a_run_that_starts_over_deletes_what_a_run_leaves_and_nothing_else(folder):
-    open_dump_folder(folder, Config(), starting_over=True).close()
+    open_dump_folder(in_folder(folder, overwrite=True), restarted=False).close()
     assert list_files(folder) == {"config.toml", "lock", *OF_OTHERS}
 
 
-def test_a_run_that_goes_on_changes_nothing_but_its_config(folder):
-    open_dump_folder(folder, Config(), starting_over=False).close()
+def test_a_run_that_goes_on_changes_nothing_but_its_config_and_hang_reports(folder):
+    open_dump_folder(in_folder(folder), restarted=True).close()
     assert list_files(folder) == {"lock", *OF_A_RUN, *OF_OTHERS}
-    contents = {name: (folder / name).read_text() for name in (*OF_A_RUN, *OF_OTHERS)}
-    assert contents.pop("config.toml") == dump_config_toml(Config())
+    open_dump_folder(in_folder(folder), restarted=False).close()
+    kept = {*OF_A_RUN, *OF_OTHERS} - {"hang/restart-0/rank-00000.json"}
+    assert list_files(folder) == {"lock", *kept}
+    contents = {name: (folder / name).read_text() for name in kept}
+    assert contents.pop("config.toml") == dump_config_toml(in_folder(folder))
     assert set(contents.values()) == {"of an earlier run"}
 
 
@@ -163,35 +172,34 @@ def test_a_folder_where_no_file_can_be_created_is_refused(tmp_path, key):
 
 
 def test_a_second_run_on_one_folder_stops_until_the_lock_of_the_first_is_closed(folder):
-    first = open_dump_folder(folder, Config(), starting_over=False)
+    first = open_dump_folder(in_folder(folder), restarted=False)
     before = list_files(folder)
     with pytest.raises(CheckpointError, match=str(folder)):
-        open_dump_folder(folder, Config(), starting_over=True)
+        open_dump_folder(in_folder(folder, overwrite=True), restarted=False)
     assert list_files(folder) == before  # nothing of the first run is deleted
     first.close()
-    open_dump_folder(folder, Config(), starting_over=True).close()
+    open_dump_folder(in_folder(folder, overwrite=True), restarted=False).close()
 
 
 def test_a_file_system_without_locks_is_warned_of_and_used(folder, caplog):
     with patch.object(fcntl, "flock", side_effect=OSError(errno.ENOLCK, "No locks available")):
-        open_dump_folder(folder, Config(), starting_over=False).close()
+        open_dump_folder(in_folder(folder), restarted=False).close()
     assert str(folder) in caplog.text
 
 
 def test_a_full_disk_stops_the_start_with_a_sentence_and_the_earlier_config_stays(folder, caplog):
     before = list_files(folder)
     with limit_files(100), pytest.raises(CheckpointError, match=f"{folder}.*too large"):
-        open_dump_folder(folder, Config(), starting_over=False)
+        open_dump_folder(in_folder(folder), restarted=False)
     assert (folder / "config.toml").read_text() == CONFIG
     assert list_files(folder) == before | {"lock"}
     with limit_files(100):  # torchrun has restarted the run
-        open_dump_folder(folder, Config(), starting_over=False, restarted=True).close()
+        open_dump_folder(in_folder(folder, overwrite=True), restarted=True).close()
     assert f"{folder / 'config.toml'} cannot be written" in caplog.text
 
 
 def test_training_from_the_config_of_a_run_never_deletes_the_run(tmp_path):
-    config = with_value(Config(), "job.overwrite", True)
-    open_dump_folder(tmp_path, config, starting_over=False).close()
+    open_dump_folder(in_folder(tmp_path, overwrite=True), restarted=False).close()
     written = read_config([f"--config={tmp_path / 'config.toml'}"])
     assert not written.problems and not written.config.job.overwrite
 
@@ -284,7 +292,7 @@ def test_an_earlier_run_is_resumed_or_refused_by_what_it_wrote_and_the_remedies_
 def test_job_overwrite_deletes_the_checkpoints_of_the_earlier_run_wherever_it_saved_them(tmp_path):
     write_earlier(tmp_path / "run", IN_CK)
     (tmp_path / "run" / "ck" / "letter.txt").write_text("not of a run")
-    open_dump_folder(tmp_path / "run", Config(), starting_over=True).close()
+    open_dump_folder(in_folder(tmp_path / "run", overwrite=True), restarted=False).close()
     assert list_files(tmp_path / "run") == {"config.toml", "lock", "ck/letter.txt"}
 
 

@@ -31,7 +31,7 @@ from torchtitan_lite.config.schema import (
 )
 from torchtitan_lite.extensions.adamw_bfloat16 import AdamWBFloat16
 from torchtitan_lite.notices import describe_unusual_rates
-from torchtitan_lite.step import reduce_norm_and_signal
+from torchtitan_lite.step import StepResult, reduce_norm_and_signal
 
 # keys of [lr_scheduler] | first step | learning rates from this step on, divided by optimizer.lr
 RATES = """
@@ -231,8 +231,9 @@ def test_the_norm_of_a_large_gradient_is_right_whole_and_in_slices(pool, n_ranks
 
 def agree_to_stop(rank: int, world_size: int, signals: list[int]) -> int:
     """Worker: the signal for which all ranks stop, given the signal that each received."""
-    _, stop = reduce_norm_and_signal(torch.ones(()), signals[rank])
-    return stop.item()
+    norm, stops = reduce_norm_and_signal(torch.ones(()), signals[rank])
+    _, _, stop = StepResult(norm, norm, norm, stops, {}, None).read()
+    return stop
 
 
 @pytest.mark.parametrize(

@@ -72,16 +72,6 @@ class Weights:
         return shapes
 
 
-def find_weights(config: Config, restarted: bool) -> Weights | None:
-    """Return the weights that a run starts from; None for initial weights. Raises ConfigError."""
-    weights = None
-    if config.checkpoint.enable:
-        weights = find_resumed(config, restarted)
-    if weights is None and config.checkpoint.initial_load_path:
-        weights = find_initial(config)
-    return weights
-
-
 def find_resumed(config: Config, restarted: bool) -> Weights | None:
     """Return the checkpoint to resume from: load_step, or the newest readable one. Raises ConfigError."""
     section = config.checkpoint

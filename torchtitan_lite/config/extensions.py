@@ -114,6 +114,10 @@ def check_overwrite(problems: Problems, layout: Layout) -> None:
         problems.refuse(key, "job.overwrite deletes it first", "Copy it elsewhere")
 
 
+def check_export(problems: Problems, layout: Layout) -> None:
+    load_extension("hugging_face_export").check_export(problems)
+
+
 def check_parameter_groups(problems: Problems, layout: Layout) -> None:
     check_groups = load_extension("parameter_groups").check_groups
     problems += check_groups(problems.config, problems.model_args)
@@ -256,9 +260,6 @@ EXTENSIONS = {  # file of extensions/, without .py
     "hugging_face_config": Extension(
         about="loaded with hugging_face_folder: reads config.json",
     ),
-    "from_weights": Extension(
-        about="loaded for a run that starts from weights: takes their model, tokenizer and defaults",
-    ),
     "families": Extension(
         about="loaded for weights: which Hugging Face family computes what a model describes",
     ),
@@ -266,6 +267,7 @@ EXTENSIONS = {  # file of extensions/, without .py
         "checkpoint.last_save_in_hf",
         (True,),
         "says whether a model has a Hugging Face format, and writes its config.json",
+        check_export,
     ),
     "checkpoint_format_3": Extension(
         about="loaded for checkpoints of versions before format 4, whose manifest lists every slice",

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d
 
 from torchtitan_lite.checkpoint.plan import find_coordinates
-from torchtitan_lite.components.log import describe_rank
+from torchtitan_lite.components.log import describe_rank, go_on_unwritten
 from torchtitan_lite.config.layout import MESH_DIMS
 from torchtitan_lite.faults.hang_watch import HangWatch
 from torchtitan_lite.faults.processes import read_state
@@ -36,6 +36,22 @@ SAVES = re.compile(r"save\.py:\d+ write$")
 # Value of an action of torch's schedules -> its kind; I computes the gradient of the input in a split backward
 KINDS = {"F": "F", "B": "B", "I": "B"}
 TORCH = Path(torch.__file__).parent
+
+
+def write(watch: HangWatch, kind: str) -> None:
+    """Write what this rank does: "rank" if a step hangs, which other ranks then learn, or "failed" if a rank has ended.
+
+    The file is complete or does not exist.
+    """
+    content = collect(watch, has_failed=kind == "failed")
+    file = watch.name_file(kind)
+    unfinished = file.with_suffix(".tmp")
+    with go_on_unwritten(str(file), watch.unwritten):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.write_text(json.dumps(content))
+        unfinished.rename(file)
+        if kind == "rank":
+            watch.late.touch()
 
 
 def collect(watch: HangWatch, *, has_failed: bool) -> dict[str, object]:

@@ -1,14 +1,17 @@
-"""job.overwrite: a run deletes the files of an earlier run in its folder first. Needs no torch.
+"""An earlier run in job.dump_folder: a run resumes it, is refused, or deletes it first (job.overwrite). Needs no torch.
 
-It deletes only what a run writes, never another file. A run that torchrun restarts keeps its own files.
+The last deletes only what a run writes, never another file. A run that torchrun restarts keeps its own files.
 """
 
+import shlex
 import shutil
 from pathlib import Path
 
-from torchtitan_lite.checkpoint.format import CHECKSUMS, MANIFEST, UNFINISHED
+from torchtitan_lite.checkpoint.format import CHECKSUMS, MANIFEST, UNFINISHED, find_steps
+from torchtitan_lite.config.messages import Problems
+from torchtitan_lite.config.reader import flatten_table, load_toml
 from torchtitan_lite.config.schema import Config, get_value
-from torchtitan_lite.dump_folder import CONFIG_TOML, HANG, METRICS, RUN_ID, read_earlier
+from torchtitan_lite.dump_folder import CONFIG_TOML, HANG, METRICS, RUN_ID
 
 FILES = ("log.txt", METRICS, "metrics-[0-9]*.jsonl", "wandb_id", f"{HANG}/restart-*")
 FOLDERS = {  # keys that name a folder inside job.dump_folder -> what a run writes there, and job.overwrite deletes
@@ -26,6 +29,38 @@ FOLDERS = {  # keys that name a folder inside job.dump_folder -> what a run writ
 }
 
 
+def read_earlier(folder: Path) -> dict[str, object]:
+    """Return key -> value in the config of the run that wrote to `folder`; {} if its config.toml is lost."""
+    try:
+        return dict(flatten_table(load_toml(folder / CONFIG_TOML)))
+    except ValueError:
+        return {}
+
+
+def check_earlier(problems: Problems, folder: Path) -> None:
+    """Refuse an earlier run in the dump folder, unless this run resumes it, or it ended before it could save."""
+    earlier = read_earlier(folder)
+    section = problems.config.checkpoint
+    saved_in = earlier.get("checkpoint.folder", section.folder)
+    why = "it has an earlier run, which saved no checkpoints"
+    remedy = "Name another folder"
+    if not section.load_only:
+        remedy += ", or delete that run with --job.overwrite"
+    resuming = []
+    if find_steps(folder / saved_in):
+        why = f"it has an earlier run, with checkpoints in {saved_in}"
+        if not section.enable:
+            resuming.append("--checkpoint.enable")
+        if saved_in != section.folder:
+            resuming.append(f"--checkpoint.folder={shlex.quote(saved_in)}")
+        if not resuming:
+            return
+        remedy += f", or resume it with {' '.join(resuming)}"
+    elif section.load_only or (section.enable and earlier.get("checkpoint.enable", True)):
+        return
+    problems.refuse("job.dump_folder", why, remedy)
+
+
 def delete_earlier(folder: Path, config: Config) -> None:
     """Delete the files of an earlier run. Raises OSError."""
     for path in list_earlier(folder, config):
@@ -38,7 +73,7 @@ def delete_earlier(folder: Path, config: Config) -> None:
 def list_earlier(folder: Path, config: Config) -> list[Path]:
     """List the paths that job.overwrite deletes: only what a run has written, never another file."""
     paths = set()
-    earlier = read_earlier(folder) or {}
+    earlier = read_earlier(folder)
     if (folder / CONFIG_TOML).exists():  # a run was here, so these are its files
         for pattern in FILES:
             paths.update(folder.glob(pattern))

@@ -10,7 +10,7 @@ first step, the first validation and the load before them may take 3/4 of comm.i
 also leaves a file `late`. A rank that has not advanced for half of its limit, in a step or between two, looks for this
 file and then writes too. So a run that advances never looks into the folder that all ranks share. A rank that is
 stopped or never releases the GIL cannot write. So each file also has the state of every rank of its host, from /proc.
-If the step ends after all, the rank deletes its file. A new start deletes the files of all earlier ones.
+If the step ends after all, the rank deletes its file. A new start deletes all earlier files (dump_folder.py).
 
 gloo aborts a rank if its call differs from the calls of its peers. A rank that ends with an error, or because another
 rank has ended, writes the same record to hang/restart-0/failed-00003.json.
@@ -20,7 +20,6 @@ extensions/hang_report.py collects what a rank does, and is loaded when a step h
 
 import json
 import os
-import shutil
 import socket
 import threading
 import time
@@ -89,7 +88,7 @@ class HangWatch:
     begun_ns: deque[int] = field(default_factory=lambda: deque(maxlen=N_STEPS))
     is_in_step: bool = False
     began_s: float = field(default_factory=time.monotonic)
-    last_s: float | None = None  # duration of the last step; None before the first step has ended
+    last_s: float = 0.0  # duration of the last step; 0 before the first step has ended
     has_validated: bool = False
     written_in_s: float | None = None  # `began_s` of the step that the file is about
     has_failed: bool = False
@@ -97,10 +96,7 @@ class HangWatch:
     unwritten: set[str] = field(default_factory=set)  # files that the log has reported
 
     def __post_init__(self) -> None:
-        reports = (self.dump_folder or Path()) / HANG
-        self.folder = reports / f"restart-{self.place.restarts}"
-        if self.dump_folder and self.place.rank == 0 and self.place.restarts == 0:
-            shutil.rmtree(reports, ignore_errors=True)  # reports of an earlier start
+        self.folder = (self.dump_folder or Path()) / HANG / f"restart-{self.place.restarts}"
         self.late = self.folder / "late"  # a rank is late, so that all ranks write
         self.stop.follow(self.find_phase)
 
@@ -136,7 +132,6 @@ class HangWatch:
             self.has_validated = True
 
     def __enter__(self) -> "HangWatch":
-        self.began_s = time.monotonic()
         return self
 
     def __exit__(self, kind: type | None, *_: object) -> None:
@@ -148,7 +143,7 @@ class HangWatch:
     def watch(self) -> None:
         while not self.leaving.wait(1.0):
             if self.written_in_s is None:
-                if self.is_late() or self.is_peer_late():
+                if self.is_late():
                     self.written_in_s = self.began_s
                     self.write("rank")
             elif self.written_in_s != self.began_s:  # the step has ended after all
@@ -159,29 +154,33 @@ class HangWatch:
                     file.unlink(missing_ok=True)
 
     def is_late(self) -> bool:
-        """Return whether the step, or what follows it, takes longer than its limit."""
-        now_s = time.monotonic()
-        # Saves, and the first step, may take longer than other steps.
+        """Return whether this rank has not advanced for too long, or for half as long while another rank is late."""
+        step_limit_s = self.find_limit()
+        # a save, or the first step, may take longer than other steps
         limit_s = SHARE_OF_TIMEOUT * self.section.init_timeout_seconds
-        if self.is_in_step and self.last_s is not None:
-            limit_s = self.find_limit()
-            stop_within_s = max(STOP_WITHIN_S, 2 * self.last_s)
-            if self.stop.received and now_s - self.stop.received_at_s > stop_within_s:
+        if self.is_in_step and self.last_s:
+            limit_s = step_limit_s
+        # measured after the limit is chosen: a step that begins meanwhile has waited for 0 s
+        waited_s = time.monotonic() - self.began_s
+        if waited_s > limit_s:
+            return True
+        has_waited = waited_s > step_limit_s / 2
+        if self.stop.received:
+            has_waited = True
+            if self.is_in_step and self.last_s and self.is_late_to_stop():
                 return True
-        return now_s - self.began_s > limit_s
+        return has_waited and self.late.exists()  # a rank that advances does not look
+
+    def is_late_to_stop(self) -> bool:
+        """Return whether a step after the first one goes on for too long after a signal."""
+        waited_s = time.monotonic() - self.stop.received_at_s
+        return waited_s > max(STOP_WITHIN_S, 2 * self.last_s)
 
     def find_limit(self) -> float:
         """Return the seconds that a step after the first one may take."""
         if self.section.hang_seconds > 0:
             return self.section.hang_seconds
-        limit_s = SHARE_OF_TIMEOUT * self.section.train_timeout_seconds
-        return max(2 * (self.last_s or 0.0), limit_s)
-
-    def is_peer_late(self) -> bool:
-        """Return whether another rank is late. A rank that advances does not look."""
-        waited_s = time.monotonic() - self.began_s
-        has_waited = self.stop.received or waited_s > self.find_limit() / 2
-        return bool(has_waited) and os.path.exists(self.late)
+        return max(2 * self.last_s, SHARE_OF_TIMEOUT * self.section.train_timeout_seconds)
 
     def find_phase(self) -> Phase:
         """Return the phase, which decides what a signal does.
@@ -193,7 +192,7 @@ class HangWatch:
         if not self.leaving.is_set() and "Z" in map(read_state, self.local.values()):
             self.write("failed")
             return Phase.LOST_PEER
-        return Phase.START if self.last_s is None else Phase.STEPS
+        return Phase.STEPS if self.last_s else Phase.START
 
     @property
     def local(self) -> dict[int, int]:
@@ -205,18 +204,7 @@ class HangWatch:
         return self.folder / f"{kind}-{self.place.rank:05}.json"
 
     def write(self, kind: str) -> None:
-        """Write what this rank does: "rank" if a step hangs, "failed" if a rank has ended.
-
-        The file is complete or does not exist.
-        """
+        """Write what this rank does: "rank" if a step hangs, "failed" if a rank has ended."""
         if self.dump_folder is None:
             return
-        content = load_extension("hang_report").collect(self, has_failed=kind == "failed")
-        file = self.name_file(kind)
-        unfinished = file.with_suffix(".tmp")
-        with go_on_unwritten(str(file), self.unwritten):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            unfinished.write_text(json.dumps(content))
-            unfinished.rename(file)
-            if kind == "rank":
-                self.late.touch()
+        load_extension("hang_report").write(self, kind)

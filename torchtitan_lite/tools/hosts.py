@@ -40,7 +40,6 @@ MEET_WITHIN_S = 600.0
 SAY_AFTER_S = 10.0
 CONNECT_EVERY_S = 5.0
 STORE_TIMEOUT_S = 20
-OF_HOSTS = {"wait_for_workers": False, "multi_tenant": True}  # options of a TCPStore
 REFUSED = "refused"  # instead of the settings of a host: why it cannot start
 N_HOSTS = "hosts"  # in the store: the number of hosts of the last start, and of those that wait
 SIGNAL = "signal"  # in the store: the first signal that a host has received
@@ -60,8 +59,19 @@ def read_hosts() -> tuple[int, int]:
     return hosts[0], hosts[-1]
 
 
+def join_store(c10d: ModuleType, timeout_s: float) -> Any:
+    """Return the TCPStore that all hosts share. NODE_RANK=0 has it. `c10d` is torch.distributed."""
+    return c10d.TCPStore(
+        *find_master(),
+        is_master=is_first_host(),
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+
+
 def open_store(c10d: ModuleType) -> Any:
-    """Wait for NODE_RANK=0. Return a TCPStore that all hosts share. `c10d` is torch.distributed. Raises UserError."""
+    """Wait for NODE_RANK=0. Return the store, with the address of this host in it. Raises UserError."""
     node_rank = read_number("NODE_RANK")
     address, port = find_master()
     place = f"MASTER_ADDR={address}, MASTER_PORT={port}"
@@ -74,8 +84,7 @@ def open_store(c10d: ModuleType) -> Any:
     own_address = ""
     if node_rank > 0:
         own_address = wait_until(connect, f"NODE_RANK=0 at {place}")
-    timeout = timedelta(seconds=STORE_TIMEOUT_S)
-    store = c10d.TCPStore(address, port, is_master=node_rank == 0, timeout=timeout, **OF_HOSTS)
+    store = join_store(c10d, STORE_TIMEOUT_S)
     store.add(N_HOSTS, 1)
     if own_address:
         store.set("address", own_address)
@@ -130,9 +139,14 @@ def wait_for_readers(store: Any) -> None:
     """Wait until all hosts know why the run cannot start, or for a signal, or for END_WITHIN_S."""
     with suppress(RuntimeError, KeyboardInterrupt):  # NODE_RANK=0, which has the store, has ended
         store.add("told", 1)
-        deadline_s = time.monotonic() + END_WITHIN_S
-        while store.add("told", 0) < read_hosts()[1] and time.monotonic() < deadline_s:
-            time.sleep(0.1)
+        wait_for_count(store, "told", lambda: read_hosts()[1], END_WITHIN_S)
+
+
+def wait_for_count(store: Any, name: str, count_hosts: Callable[[], int], wait_s: float) -> None:
+    """Wait until a number in the store is as large as the number of hosts, at most `wait_s`."""
+    deadline_s = time.monotonic() + wait_s
+    while store.add(name, 0) < count_hosts() and time.monotonic() < deadline_s:
+        time.sleep(0.1)
 
 
 def tell_refusal(error: UserError) -> None:
@@ -146,10 +160,7 @@ def tell_refusal(error: UserError) -> None:
     c10d = importlib.import_module("torch.distributed")
     handle_signals(signal.default_int_handler)
     with suppress(RuntimeError, KeyboardInterrupt):  # MASTER_ADDR cannot be reached
-        timeout = timedelta(seconds=END_WITHIN_S)
-        store = c10d.TCPStore(
-            *find_master(), is_master=is_first_host(), timeout=timeout, **OF_HOSTS
-        )
+        store = join_store(c10d, END_WITHIN_S)
         name = f"NODE_RANK={read_number('NODE_RANK')}"
         store.set(f"facts of {name}", json.dumps({REFUSED: str(error)}))
         if is_first_host():
@@ -178,12 +189,10 @@ def tell_signal(number: int) -> None:
     """Tell the other hosts a signal that this host received before it met them. NODE_RANK=0 may not listen yet."""
     handle_signals(signal.SIG_IGN)
     c10d = importlib.import_module("torch.distributed")
-    timeout = timedelta(seconds=TELL_WITHIN_S)
     with suppress(RuntimeError, UserError):  # MASTER_ADDR cannot be reached
-        is_first = is_first_host()
-        store = c10d.TCPStore(*find_master(), is_master=is_first, timeout=timeout, **OF_HOSTS)
+        store = join_store(c10d, TELL_WITHIN_S)
         store.set(SIGNAL, str(number))
-        if is_first:  # this host has the store
+        if is_first_host():  # this host has the store
             time.sleep(TELL_WITHIN_S)
 
 
@@ -328,9 +337,6 @@ def agree_on_cause(store: Any, status: int, reason: str) -> tuple[int, str]:
         wait_s = END_WITHIN_S
         if int(store.get(N_HOSTS)) < n_needed:  # a signal has come before the last host
             wait_s = TELL_WITHIN_S
-        deadline_s = time.monotonic() + wait_s
-        while is_first_host() and time.monotonic() < deadline_s:
-            if store.add("ended", 0) >= max(n_needed, int(store.get(N_HOSTS))):
-                break
-            time.sleep(0.1)
+        if is_first_host():
+            wait_for_count(store, "ended", lambda: max(n_needed, int(store.get(N_HOSTS))), wait_s)
     return status, reason

@@ -1,0 +1,154 @@
+"""A run that starts from weights takes their model and tokenizer, and other defaults if it trains them further.
+
+Needs no torch.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+from torchtitan_lite.checkpoint.continued import check_continued, describe_rates
+from torchtitan_lite.checkpoint.starting_weights import (
+    Weights,
+    check_model,
+    describe_differences,
+    find_initial,
+    find_resumed,
+)
+from torchtitan_lite.config.extensions import load_extension
+from torchtitan_lite.config.layout import Layout
+from torchtitan_lite.config.messages import ConfigError, Problem, Problems
+from torchtitan_lite.config.model_rows import AUTO, ModelArgs
+from torchtitan_lite.config.reader import UserConfig
+from torchtitan_lite.config.schema import Config, with_value
+from torchtitan_lite.data.corpus_folder import fingerprint_documents
+from torchtitan_lite.data.tokenizer import KEY as TOKENIZER
+from torchtitan_lite.data.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
+from torchtitan_lite.models.registry import MODELS
+from torchtitan_lite.run_spec import RunSpec
+
+HIGHEST_LR = 1e-4  # for trained weights; configs/finetune.toml uses a tenth of it
+
+
+def find_weights(given: UserConfig, restarted: bool) -> tuple[UserConfig, Weights | None]:
+    """Find the weights that a run starts from, and adapt its config to them. Never raises: see `problems`.
+
+    If torchrun `restarted` the job, it resumes from its own newest checkpoint.
+    """
+    config = given.config
+    section = config.checkpoint
+    weights = None
+    try:
+        if section.enable:
+            weights = find_resumed(config, restarted)
+        if weights is None and section.initial_load_path:
+            weights = find_initial(config)
+    except ConfigError as error:
+        return replace(given, problems=(*given.problems, *error.problems)), None
+    if weights is None and section.load_only:
+        folder = Path(config.job.dump_folder) / section.folder
+        why = f"{folder} has no checkpoint that could be loaded"
+        remedy = "Set checkpoint.enable, and job.dump_folder to the folder of a run that has saved"
+        problem = Problem("checkpoint.load_only", True, why, remedy)
+        given = replace(given, problems=(*given.problems, problem))
+    if weights is None:
+        return given, None
+    if given.config.model.hf_assets_path == AUTO:
+        given = replace(given, config=with_value(given.config, TOKENIZER, weights.assets))
+    return adapt_to_weights(given, weights), weights
+
+
+def adapt_to_weights(given: UserConfig, weights: Weights) -> UserConfig:
+    """Use the model of the weights, and defaults for pretrained weights."""
+    config = given.config
+    section = config.checkpoint
+    if config.model.flavor == AUTO:
+        model = replace(config.model, row=weights.model_args)
+        if "model.name" not in given.chosen:
+            model = replace(model, name=weights.model_args.name)
+        elif model.name != weights.model_args.name:
+            # the weights say nothing about the fields that only this model has
+            list_added_fields = load_extension("families").list_added_fields
+            added = list_added_fields(MODELS[model.name].flavors["debug"], weights.model_args)
+            model = replace(model, row=replace(weights.model_args, **added))
+        given = replace(given, config=replace(config, model=model))
+    is_trained_further = section.initial_load_path and section.initial_load_model_only
+    if not (weights.published or is_trained_further):
+        return given
+    given = replace(given, notices=(*given.notices, *weights.notices))
+    seq_len = min(weights.context_length or config.training.seq_len, config.training.seq_len)
+    why = "the context length of the weights"
+    given = given.with_default("training.seq_len", seq_len, why)
+    if weights.model_args.moe:
+        rate = 0.0  # Hugging Face formats have no expert bias
+        if weights.manifest:
+            rate = weights.manifest.run["config"]["training"]["expert_bias_rate"]
+        why = f"as for the weights in {weights.path}"
+        given = given.with_default("training.expert_bias_rate", rate, why)
+    if config.optimizer.lr > HIGHEST_LR:
+        high = f"optimizer.lr = {config.optimizer.lr:g} is high for trained weights"
+        given = replace(given, notices=(*given.notices, f"{high}; finetune.toml uses 1e-5"))
+    return given
+
+
+def check_weights(
+    config: Config,
+    model_args: ModelArgs | None,
+    layout: Layout | None,
+    tokenizer: Tokenizer | None,
+    weights: Weights,
+) -> list[str]:
+    """Return the notices about a run of this model, tokenizer and config from these weights.
+
+    What is None has a problem already. `config` is resolved if there is a layout. Raises ConfigError with all problems.
+    """
+    problems = Problems(config)
+    notices = []
+    if tokenizer:
+        problems += check_tokenizer(config, weights, tokenizer)
+    if model_args:
+        problems += check_model(config, model_args, weights)
+        notices += describe_differences(model_args, weights)
+    is_continued = weights.is_resumed or not config.checkpoint.initial_load_model_only
+    if is_continued and weights.manifest and layout and tokenizer:
+        documents = fingerprint_documents(config, tokenizer)
+        different, noted = check_continued(config, weights, documents)
+        problems += different
+        notices = noted + notices
+    if problems:
+        raise ConfigError(problems)
+    return notices
+
+
+def check_tokenizer(config: Config, weights: Weights, tokenizer: Tokenizer) -> list[Problem]:
+    """Check that the weights were trained with this tokenizer."""
+    problems = Problems(config)
+    if weights.manifest:
+        expected = weights.manifest.fingerprint["tokenizer"]
+    elif find_tokenizer(weights.assets):
+        try:
+            expected = load_tokenizer(weights.assets).fingerprint
+        except ConfigError as error:
+            return error.problems
+    else:
+        return problems
+    if tokenizer.fingerprint != expected:
+        why = f"the weights in {weights.path} were trained with a different tokenizer: the same ids mean other words"
+        remedy = (
+            f"Leave it out to use {weights.assets}; if those files have changed since, restore them"
+        )
+        problems.refuse(TOKENIZER, why, remedy)
+    return problems
+
+
+def describe_finished(spec: RunSpec, chosen: frozenset[str]) -> str:
+    """Return what the user can do if the resumed checkpoint is already at the last step."""
+    step = spec.resumed_step
+    further = with_value(spec.config, "training.steps", 2 * step)
+    if "lr_scheduler.total_steps" not in chosen:
+        further = with_value(further, "lr_scheduler.total_steps", 2 * step)
+    rates = describe_rates(further, spec.weights)
+    return (
+        f"{spec.config_name} is already at step {step}: everything is in {spec.dump_folder}. Use "
+        f"--training.steps={2 * step} to train further ({rates}), "
+        "--job.dump_folder=FOLDER to start another run, or --job.overwrite to delete this one"
+    )
