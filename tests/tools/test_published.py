@@ -49,14 +49,6 @@ def test_the_bars_in_code_hold_the_share_of_unseen_runs_that_they_promise():
         assert not row.is_eager_tp or abs(exp(error) - 1) < 0.155
 
 
-def test_a_left_out_author_is_all_pages_of_one_stack():
-    stacks = {}
-    for row in published.read_rows():
-        stacks.setdefault(row.stack, set()).add(row.values["source"].split()[0])
-    assert len(stacks["torchtitan"]) >= 4 and {"NeMo", "Megatron-Bridge"} < stacks["Megatron"]
-    assert stacks["Megatron-DeepSpeed"] == {"BLOOM", "MT-NLG,"}
-
-
 def test_published_layouts_multiply_out_and_their_models_have_the_published_size():
     sizes = {
         "MPT 70B": 64.86e9,

@@ -145,20 +145,6 @@ def test_a_job_near_its_limit_saves_is_requeued_and_resumes(slurm, keys, tmp_pat
     assert list(read_losses(tmp_path / "job")) == [*range(1, STEPS + 1)]
 
 
-def test_a_job_that_saved_no_step_is_not_requeued(slurm, keys, tmp_path):
-    job = slurm.submit(*keys)
-    slurm.wait_until_said(job, "mesh |meet")
-    slurm.ask("scancel", "--batch", "--signal=USR1", job)
-    assert slurm.wait_for_end(job) == ("FAILED", 143, 0)
-    assert "saved no step" in slurm.read_output(job)
-
-
-def test_a_refused_config_is_status_2_on_two_nodes(slurm):
-    job = slurm.submit("--training.no_such_key=1")
-    assert slurm.wait_for_end(job) == ("FAILED", 2, 0)
-    assert "training.no_such_key" in slurm.read_output(job)
-
-
 def test_a_cancelled_job_saves_and_leaves_no_process_within_ten_seconds(slurm, keys, tmp_path):
     job = slurm.submit(*keys)
     slurm.wait_until_said(job, r"step +9/")
