@@ -95,7 +95,7 @@ experts whose matrices FSDP cuts | 4 | FIVE_EXPERTS
 shared experts | 4 | SHARED EP=2 TP=2
 """)
 # Other rows hold the parts of these: dp2 x tp2, shared experts, and "pp2 tied, Muon" and ZeRO 2 of layouts.py.
-SLOW = {"one rank", "dp4", "dp2, ZeRO 2", "cp2 x tp2", "pp2 x dp2 x tp2", "debug_moe_3d"}
+SLOW = {"one rank", "dp4", "hsdp2x2", "dp2, ZeRO 2", "cp2 x tp2", "pp2 x dp2 x tp2", "debug_moe_3d"}
 
 
 @pytest.mark.parametrize("name", choose_fast(LAYOUTS, LAYOUTS.keys() - SLOW))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import warm_start
-from warm_start import STREAMS, finish, read_losses, read_until
+from warm_start import STREAMS, finish, read_until
 
 from torchtitan_lite.checkpoint.format import find_steps
 from torchtitan_lite.config.reader import REPOSITORY
@@ -101,7 +101,7 @@ def cluster(tmp_path):
     return Cluster(tmp_path)
 
 
-def test_a_job_before_its_limit_saves_is_queued_again_and_resumes(cluster, tmp_path):
+def test_a_job_before_its_limit_saves_and_is_queued_again(cluster, tmp_path):
     folder = tmp_path / "job"
     keys = [f"--training.steps={STEPS}", *KEYS, f"--job.dump_folder={folder}"]
     keys += warm_start.write_letters(tmp_path / "letters")
@@ -116,11 +116,14 @@ def test_a_job_before_its_limit_saves_is_queued_again_and_resumes(cluster, tmp_p
     (saved,) = find_steps(folder / "checkpoint")
     assert 3 < saved < STEPS
 
-    job = cluster.start(*keys, SLURM_RESTART_COUNT="1")
-    output = finish(job)
-    assert f"resumed from the checkpoint {folder / 'checkpoint' / f'step-{saved}'}" in output
-    assert cluster.calls().count("scontrol") == 1, "a run that has ended is not queued again"
-    assert list(read_losses(folder)) == [*range(1, STEPS + 1)]
+
+def test_a_job_that_slurm_has_queued_again_resumes_whatever_it_was_told(cluster, tmp_path):
+    (tmp_path / "run_train.sh").write_text('#!/bin/bash\necho "$@"\n')
+    (tmp_path / "run_train.sh").chmod(0o755)
+    told = ["--config", "debug", "--job.overwrite", "--checkpoint.load_step=3"]
+    for count, added in (("0", []), ("1", ["--job.no_overwrite", "--checkpoint.load_step=-1"])):
+        job = cluster.start(*told[2:], REPOSITORY=str(tmp_path), SLURM_RESTART_COUNT=count)
+        assert finish(job).split() == [*told, "--checkpoint.enable", *added]
 
 
 @pytest.mark.parametrize(
