@@ -13,6 +13,7 @@ import compare
 import pytest
 from layouts import (
     ACCUMULATION_4,
+    ADAMW,
     COMPILED,
     CP,
     EP,
@@ -206,10 +207,12 @@ def test_a_key_that_is_set_is_covered_only_if_its_witness_saw_it_act():
 
 # ---------------------------------------------------------------- keys that are broken
 
+IMPLEMENTATION = "optimizer.implementation"
 ROWS = {
     "sharded": Row(2, {**ACCUMULATION_4, MODE: "full", ZERO: 2}),
     "stages": Row(2, {PP: 2, SCHEDULE: "GPipe"}),
     "ring": Row(2, {CP: 2, **RING, **COMPILED, MODE: "none"}),
+    "loops": Row(2, {**ADAMW, IMPLEMENTATION: "for-loop"}),
 }
 
 
@@ -220,6 +223,10 @@ def keep_sharded(original, part, mesh, expert_mesh, section, layout):
 def build_1f1b(original, parts, layout, mesh, *, section, **options):
     section = replace(section, pipeline_parallel_schedule="1F1B")
     return original(parts, layout, mesh, section=section, **options)
+
+
+def build_foreach(original, section, *args):
+    return original(replace(section, implementation="foreach"), *args)
 
 
 def gather_keys(original, part, mesh, *, attention, method):
@@ -238,6 +245,7 @@ BROKEN = [  # row, key, the function that no longer obeys it, what it does inste
         "apply_context_parallel",
         gather_keys,
     ),
+    ("loops", IMPLEMENTATION, build, "build_optimizer", build_foreach),
 ]
 
 

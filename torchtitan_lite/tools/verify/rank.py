@@ -86,7 +86,8 @@ def compare_steps(
             right = right / EMBEDDING_SCALE
         is_equal = torch.equal(local(parameter), right)
         seen.note(0, "initial weights", fqn, float(not is_equal))
-    with actions_noted(seen.acted, profiled=is_profiled):
+    profiled = min(1, len(steps) - 1) if is_profiled else None
+    with actions_noted(seen.acted, profiled=profiled):
         for number, plain in enumerate(steps):
             results = compare_step(run, plain, partial(seen.note, number))
             if world_size == 1:

@@ -6,7 +6,7 @@
 
 A witness looks at a step from outside. The profile of torch names each operator, collective of FSDP and compiled region
 that ran. Events outside of backward and inside are counted apart, because recompute shows as an operator of forward
-that ran in backward.
+that ran in backward. One step of a trial is profiled.
 """
 
 import threading
@@ -196,7 +196,8 @@ def runs_implementation(step: Observed) -> bool | None:
     if count(step.forward, "_fused_adam"):
         return section.implementation == "fused"
     is_foreach = count(step.forward, "_foreach_addcdiv") > 0
-    return section.implementation == ("foreach" if is_foreach else "for-loop")
+    is_asked = section.implementation == ("foreach" if is_foreach else "for-loop")
+    return bool(step.forward) and is_asked
 
 
 def moves_biases(step: Observed) -> bool | None:
@@ -418,15 +419,22 @@ WITNESSES: dict[str, Witness] = {
 
 
 @contextmanager
-def actions_noted(acted: Acted, *, profiled: bool = True) -> Iterator[None]:
-    """Context manager: note in `acted` which keys act in the steps of this rank."""
+def actions_noted(acted: Acted, *, profiled: int | None = 1) -> Iterator[None]:
+    """Context manager: note in `acted` which keys act in the steps of this rank.
+
+    `profiled` is the number of the step whose operators are profiled: by default the second, which also uses what the
+    first one has computed for it. Profiling takes three times as long as a step.
+    """
     train_step = stepping.train_step
+    n_steps = 0
 
     def watch(run: build.Run, batch: Batch, *args) -> stepping.StepResult:
+        nonlocal n_steps
         biases = {}
         if run.balance:
             biases = {fqn: bias.clone() for fqn, bias in run.balance.biases.items()}
-        profiler = profile(enabled=profiled, record_shapes=True)
+        profiler = profile(enabled=n_steps == profiled, record_shapes=True)
+        n_steps += 1
         with profiler:
             result = train_step(run, batch, *args)
         step = Observed(run, batch, result, biases, *count_events(profiler))
