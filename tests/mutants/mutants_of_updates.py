@@ -8,7 +8,6 @@ from layouts import ADAMW, GROUPS, PP, TP, Row
 from mutant_table import mutant
 
 from torchtitan_lite import build, step
-from torchtitan_lite.checkpoint.load import set_step
 from torchtitan_lite.components import optim
 from torchtitan_lite.dtensor import local_shard as local
 
@@ -102,15 +101,6 @@ def all_steps_left_out_after_one(update_weights, optimizer, grad_norm, max_norm,
     optimizer.seen = getattr(optimizer, "seen", 0.0) + 0 * grad_norm  # NaN from then on
     update_weights(optimizer, grad_norm + optimizer.seen, max_norm, *is_spike)
     return grad_norm.isfinite()
-
-
-@mutant(Row(2, RATES), "schedule", "lr_scheduler", at=(step, "train_step"))
-def schedule_waits_for_a_finite_gradient(train_step, run, batch):
-    """A step that changes no weight does not count for the schedule either."""
-    result = train_step(run, batch)
-    if not result.applied:
-        set_step(run.lr_scheduler, run.lr_scheduler.last_epoch - 1)
-    return result
 
 
 @mutant(Row(2, MOMENTS_IN_BFLOAT16), "state", "output.weight (exp_avg)", at=(torch.Tensor, "copy_"))

@@ -206,30 +206,6 @@ def test_weights_alone_are_rounded_only_at_the_end_and_biases_of_experts_never(p
 # ---------------------------------------------------------------- the log
 
 
-def count_and_sum(rank: int, world_size: int) -> tuple[list, list]:
-    """Worker: return the loads of all ranks after two forward passes of many tokens, and this rank's own counts."""
-    run = compare.build_table_run(world_size, MOE)
-    own = []
-    for layer, router in run.balance.routers.items():
-        generator = torch.Generator().manual_seed(2 * rank + layer)
-        x = torch.randn(3, 1031, 64, generator=generator)
-        weight = torch.randn(router.n_experts, 64, generator=generator)
-        router.weight = torch.nn.Parameter(weight)
-        router(x)
-        _, routes, *_ = router(x)
-        counts = routes.flatten().bincount(minlength=router.n_experts)
-        counts = 2 * counts
-        own.append(counts.tolist())
-    loads = run.balance.update(torch.tensor(False))
-    return loads[:, :-1].tolist(), own
-
-
-def test_loads_of_thousands_of_tokens_are_counted_without_rounding(pool):
-    """bfloat16 holds integers up to 256 only, and the loads of `verify` on few ranks are smaller."""
-    (loads, first), (_, second) = pool.run(count_and_sum, 2)
-    assert torch.equal(torch.tensor(loads), torch.tensor(first) + torch.tensor(second))
-
-
 def test_the_load_of_a_logged_step_is_three_numbers():
     """16 tokens of two routes each; layer 0 is dense."""
     entropy = 16 * 1.25
