@@ -22,7 +22,6 @@ from layouts import (
 from mutant_table import CP2, mutant
 
 from torchtitan_lite import step
-from torchtitan_lite.components import optim
 from torchtitan_lite.config import checks
 from torchtitan_lite.extensions import ring_attention
 from torchtitan_lite.model.loss import count_valid_tokens
@@ -40,12 +39,6 @@ from torchtitan_lite.parallel import (
 def clip_norm_forgets_pp(original, squares, stop_signal):
     """Each stage clips by the norm of its own gradients."""
     return squares.sqrt().float(), original(squares, stop_signal)[1]
-
-
-@mutant("tp2", "gradient norm", "all gradients", at=(optim, "count_replicas"))
-def norm_counts_every_copy(original, tensor):
-    """What several ranks hold, norm weights under tp, counts once on each of them."""
-    return 1
 
 
 SHARED_HEADS = "tp4, two key/value heads, Qwen2"

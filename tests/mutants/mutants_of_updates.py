@@ -109,9 +109,3 @@ def moments_cut_instead_of_rounded(copy, target, source, *args, **options):
     if target.dtype == torch.bfloat16 and source.dtype == torch.float32:
         source = (source.contiguous().view(torch.int32) & -65536).view(torch.float32)
     return copy(target, source, *args, **options)
-
-
-@mutant(SHARDED, "learning rate", "lr_scheduler", at=(optim, "learning_rate_factor"))
-def decay_ends_one_step_early(original, section, at):
-    """The last step has the rate that the step after it would have."""
-    return original(section, section.total_steps if at == section.total_steps - 1 else at)
