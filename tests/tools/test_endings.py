@@ -85,7 +85,7 @@ ENDINGS = {  # what the ranks do, the signals that the launcher gets, one per se
         143,
         "stopped by SIGTERM",
     ),
-    "copies": ("wait(stop); time.sleep(3); print('saved', flush=True)", [signal.SIGTERM] * 3, 143, "stopped"),
+    "copies": ("wait(stop); time.sleep(2); print('saved', flush=True)", [signal.SIGTERM] * 2, 143, "stopped"),
     "Ctrl-C twice, and ranks do not listen": ("stop.note = print", [signal.SIGINT] * 2, 130, "stopped by SIGINT"),
     "SIGTERM, and the save fails": ("wait(stop); raise OSError('disk full')", [signal.SIGTERM], 1, "rank"),
     "a rank raises, and its peer loses it": (
