@@ -180,6 +180,7 @@ pp2 x tp2 ZBVZeroBubble, many chunks | 4 | PP=2 TP=2 SCHEDULE=ZBVZeroBubble MODE
 cp2 allgather | 2 | CP=2
 cp2 ring, full recompute | 2 | CP=2 RING MODE=full TWO_LAYERS
 cp4 ring | 4 | CP=4 RING
+cp3 | 3 | CP=3 training.seq_len=48 TWO_LAYERS
 dp2 x cp2 accumulation 4 | 4 | CP=2 ACCUMULATION_4 TWO_LAYERS
 pp2 x cp2 ring | 4 | CP=2 PP=2 RING TWO_LAYERS
 cp2 ring compile, full recompute | 2 | CP=2 RING MODE=full COMPILED TWO_LAYERS
@@ -204,6 +205,7 @@ EXPERT_LAYOUTS = read_rows("""
 one rank, no recompute | 1 | MODE=none
 one rank, full recompute | 1 | MODE=full
 one rank, 3 experts of 8 | 1 | flavor.top_k=3 flavor.normalize_top_k=false
+one rank, balanced by losses | 1 | training.expert_balance_loss=0.1 training.router_z_loss=0.1
 dp2 | 2
 dp2, matrices shared | 2 | FIVE_EXPERTS
 tp2 | 2 | TP=2
@@ -271,6 +273,7 @@ dp2 | 2 | BFLOAT16
 tp2 | 2 | TP=2 BFLOAT16
 dp2 x tp2 many chunks | 4 | TP=2 CHUNKS BFLOAT16 TWO_LAYERS
 pp2 | 2 | PP=2 BFLOAT16
+cp2 ring | 2 | CP=2 RING BFLOAT16 TWO_LAYERS
 pp2 x tp2 | 4 | PP=2 TP=2 BFLOAT16 TWO_LAYERS
 pp2 x dp2 tied | 4 | PP=2 TIED BFLOAT16
 tp2, Qwen2 | 2 | TP=2 BIASES BFLOAT16

@@ -162,21 +162,6 @@ def test_all_ranks_read_one_global_batch_whatever_their_number_and_where_they_re
     assert not list_threads()
 
 
-@pytest.mark.parametrize("is_weighted", [False, True])
-def test_a_batch_does_not_depend_on_what_was_read_before_and_microbatches_are_its_rows_in_order(
-    tmp_path, is_weighted
-):
-    case = make_case(tmp_path, 7)
-    case = replace(case, weights=[1.0 + n for n in range(len(case.folders))] if is_weighted else [])
-    stream = case.open_stream(12)
-    for step in random.Random(0).sample(range(100_000), 20):
-        rows = list_rows(stream.batch(step, range(12)))
-        assert list_rows(case.open_stream(12).batch(step, range(3, 9))) == rows[3:9]
-        microbatches = stream.batch(step, range(12)).split(4)
-        assert [row for microbatch in microbatches for row in list_rows(microbatch)] == rows
-        assert [len(microbatch.tokens) for microbatch in microbatches] == [3, 3, 3, 3]
-
-
 # ---------------------------------------------------------------- rows written out
 
 

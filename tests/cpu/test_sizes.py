@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from torchtitan_lite.build import build_on_meta
 from torchtitan_lite.config.block import count_flops_per_token, count_parameters, list_parameters
-from torchtitan_lite.config.checks import can_split, plan_layout
+from torchtitan_lite.config.checks import plan_layout
 from torchtitan_lite.config.choices import ATTENTIONS, OPTIMIZERS, SCHEDULES
 from torchtitan_lite.config.extensions import EXTENSIONS, load_extension
 from torchtitan_lite.config.messages import ConfigError, UserError
@@ -167,9 +167,3 @@ def test_a_table_that_differs_from_its_code_stops_a_run_with_a_sentence():
         build_on_meta(config, resolve_model(config.model))
     list_parameters.cache_clear()
     assert "layers.0.attention.q_norm.weight" in str(error.value) and "table.py" in str(error.value)
-
-
-@pytest.mark.parametrize("n_features, fits", [(1, True), (128, True), (256, False)])
-def test_tp_serves_a_gain_of_one_feature_but_no_norm_across_ranks(n_features, fits):
-    row = ModuleRow("gain", "norm", (n_features,), "sequence", init_mean=1.0)
-    assert can_split(row, MODELS["llama3"].flavors["debug"], 2) == fits

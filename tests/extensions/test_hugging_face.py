@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import list_differing
-from test_model import FLAVORS, PLAIN, build_ours, build_theirs
+from test_model import FLAVORS, PLAIN, build_ours
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torchtitan_lite.config.model_rows import ModelArgs
@@ -79,32 +79,6 @@ def test_an_export_gives_our_logits_in_transformers_and_comes_back_bit_by_bit(
     for folder in ("ours", "theirs"):
         back = load_ours(tmp_path / folder)
         assert list_differing(back.state_dict(), ours.state_dict()) == []
-
-
-@pytest.mark.parametrize(
-    "name, version, dtype, file_size",
-    [
-        ("Llama 3.1, scaled RoPE", 4, "float32", "1GB"),
-        ("Llama 3.2, tied", 5, "bfloat16", "30KB"),
-        ("linear scaling", 4, "float16", "1GB"),
-        ("Qwen3-MoE, each second layer", 4, "float32", "30KB"),
-    ],
-)
-def test_we_load_what_transformers_saved_and_give_its_logits(
-    name, version, dtype, file_size, tmp_path
-):
-    theirs = build_theirs(FLAVORS[name], build_ours(FLAVORS[name])).to(getattr(torch, dtype))
-    theirs.save_pretrained(tmp_path, max_shard_size=file_size)
-    if version == 4:
-        spell_as_version_4(tmp_path)
-    assert open_folder(tmp_path).model_args == FLAVORS[name]
-    with torch.no_grad():
-        expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)(
-            TOKENS
-        ).logits
-        assert (
-            load_ours(tmp_path)(TOKENS, positions=POSITIONS) - expected
-        ).abs().max() < LARGEST_ERROR
 
 
 @pytest.mark.parametrize(

@@ -80,12 +80,6 @@ def change_tensors(change):
     return edit
 
 
-def write_lfs_pointer(folder: Path) -> None:
-    first_file(folder).write_text(
-        "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 4976698672\n"
-    )
-
-
 def keep_only_pickles(folder: Path) -> None:
     for path in folder.glob("*.safetensors*"):
         path.unlink()
@@ -157,7 +151,6 @@ WRONG_FILES = {  # action, named; found when the folder is opened, before torch
     ),
     "header with a flipped bit": (lambda folder: flip_bit(first_file(folder), place=8), A_FILE),
     "empty file": (lambda folder: os.truncate(first_file(folder), 0), A_FILE),
-    "pointer of Git LFS": (write_lfs_pointer, A_FILE),
 }
 
 

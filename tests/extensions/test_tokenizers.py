@@ -329,7 +329,6 @@ LEADING = {  # post-processor -> number of tokens before a text
     "a template": (BEFORE_S, 1),
     "none before": (processors.TemplateProcessing(single="$A </s>", special_tokens=[E]), 0),
     "two": (processors.TemplateProcessing(single="</s> <s> $A", special_tokens=[S, E]), 2),
-    "BERT": (processors.BertProcessing(E, S), 1),
     "RoBERTa": (processors.RobertaProcessing(E, S), 1),
     "RoBERTa and a template": (
         processors.Sequence([processors.RobertaProcessing(E, S), BEFORE_S]),
@@ -410,20 +409,6 @@ def test_a_token_that_the_folder_calls_special_never_comes_from_plain_text(
     assert ids == oracle.encode("a<q>b", add_special_tokens=False) and 273 in ids
 
 
-def make_suffix_bpe() -> HuggingFace:
-    """As GPT-1 has it: the last token of a word ends with "</w>", and spaces are lost."""
-    tokenizer = HuggingFace(models.BPE(unk_token="<unk>", end_of_word_suffix="</w>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = decoders.BPEDecoder(suffix="</w>")
-    tokenizer.train_from_iterator(
-        TEXTS,
-        trainers.BpeTrainer(
-            vocab_size=400, end_of_word_suffix="</w>", special_tokens=["<unk>", "</s>"]
-        ),
-    )
-    return tokenizer
-
-
 def make_word_piece() -> HuggingFace:
     """As BERT has it: a token inside a word starts with "##", and spaces are lost."""
     tokenizer = HuggingFace(models.WordPiece(unk_token="<unk>"))
@@ -444,7 +429,7 @@ def make_byte_level_suffix_bpe() -> HuggingFace:
     return HuggingFace.from_str(json.dumps(content))
 
 
-@pytest.mark.parametrize("make", [make_suffix_bpe, make_word_piece, make_byte_level_suffix_bpe])
+@pytest.mark.parametrize("make", [make_word_piece, make_byte_level_suffix_bpe])
 def test_text_that_is_not_its_tokens_in_a_row_is_decoded_by_the_package(make, tmp_path):
     oracle = make()
     ours = load_tokenizer(write(tmp_path, oracle, oracle.id_to_token(1)))

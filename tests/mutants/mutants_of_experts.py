@@ -125,7 +125,7 @@ def loads_of_own_tokens():
     at=(ExpertBalance, "update"),
 )
 def loads_summed_in_bfloat16(original, balance, finite):
-    """Loads are rounded to bf16 before they are added. tests/ranks/test_experts.py sees it on every layout."""
+    """Loads are rounded to bf16 before they are added."""
     balance.loads.copy_(balance.loads.bfloat16())
     return original(balance, finite)
 

@@ -22,7 +22,6 @@ from layouts import (
 from mutant_table import CP2, mutant
 
 from torchtitan_lite import step
-from torchtitan_lite.components import optim
 from torchtitan_lite.config import checks
 from torchtitan_lite.extensions import ring_attention
 from torchtitan_lite.model.loss import count_valid_tokens
@@ -42,12 +41,6 @@ def clip_norm_forgets_pp(original, squares, stop_signal):
     return squares.sqrt().float(), original(squares, stop_signal)[1]
 
 
-@mutant("tp2", "gradient norm", "all gradients", at=(optim, "count_replicas"))
-def norm_counts_every_copy(original, tensor):
-    """What several ranks hold, norm weights under tp, counts once on each of them."""
-    return 1
-
-
 SHARED_HEADS = "tp4, two key/value heads, Qwen2"
 
 
@@ -64,26 +57,6 @@ def gradients_of_a_shared_head_are_not_summed(original, ctx, grad):
     kept = torch.zeros_like(grad)
     kept.chunk(n_sharing)[own].copy_(grad.chunk(n_sharing)[own])
     return kept, None, None, None
-
-
-@mutant(
-    SHARED_HEADS,
-    "gradients",
-    "layers.1.attention.wv.bias",
-    at=(exchange.ExchangeRows, "backward"),
-)
-def gradients_of_a_shared_head_are_summed_twice(original, ctx, grad):
-    """The sum over the ranks of a head is taken again, after the exchange has taken it."""
-    n_sharing = sum(count > 0 for count in ctx.sent)
-    rows, *rest = original(ctx, grad)
-    return rows * n_sharing, *rest
-
-
-@mutant(SHARED_HEADS, "gradient norm", "all gradients", at=(optim, "count_replicas"))
-def norm_counts_a_shared_head_on_each_of_its_ranks(original, tensor):
-    """wk and wv are counted as if every rank that uses a head had a copy of it to itself."""
-    is_key_or_value = tensor.dim() == 2 and tensor.shape[0] < min(tensor.shape[1], 32)
-    return original(tensor) / (2 if is_key_or_value else 1)
 
 
 @mutant("dp2", "counted tokens", "count_global_tokens", at=(step, "count_global_tokens"))
@@ -171,26 +144,6 @@ def norm_updated_on_one_rank_only(original, optimizer, grad_norm, max_norm, *is_
         if parameter.dim() == 1 and dist.get_rank() == 1:
             parameter.grad.to_local().zero_()
     return original(optimizer, grad_norm, max_norm, *is_spike)
-
-
-@mutant("tp2", "module output", "output", at=(tensor_parallel.SplitHead, "compute"))
-def loss_counted_by_every_tp_rank(original, style, module, ranks, *inputs, **options):
-    """All tensor-parallel ranks hold the same loss and it is added up over them."""
-    return original(style, module, ranks, *inputs, **options) * ranks.n
-
-
-@mutant(
-    "tp2",
-    "module output",
-    "layers.0.attention.inner",
-    at=(llama3.F, "scaled_dot_product_attention"),
-    dims=("tp",),
-)
-def causal_mask_lost_on_one_rank(original, query, key, value, *, is_causal, enable_gqa):
-    """Let the heads of one rank see the future."""
-    return original(
-        query, key, value, is_causal=is_causal and dist.get_rank() == 0, enable_gqa=enable_gqa
-    )
 
 
 @mutant("pp2 1F1B", "module output", "layers.1.attention_norm", at=(llama3.Llama3, "forward"))

@@ -15,12 +15,6 @@ def rows_orthogonalized_instead_of_matrices(orthogonalize, slices, matrices, axe
     orthogonalize(slices, matrices, [], empty)
 
 
-@mutant(SHARDED, "updates", "layers.1.feed_forward.w3.weight", at=(muon, "newton_schulz"))
-def orthogonalized_in_bfloat16(newton_schulz, matrix):
-    """Newton-Schulz computes in bf16, whatever the compute dtype. test_muon.py sees it on one rank too."""
-    return newton_schulz(matrix.bfloat16()).to(matrix.dtype)
-
-
 @mutant(
     Row(4, {TP: 2, **MUON}), "updates", "layers.1.feed_forward.w3.weight", at=(muon, "plan_rounds")
 )

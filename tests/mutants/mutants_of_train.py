@@ -74,20 +74,6 @@ def second_moments_rounded_by_a_resume(original, path, tensors, **options):
     return manifest
 
 
-@in_saved_tensor(
-    Row(2, {**ADAMW, "optimizer.moments_dtype": "bfloat16"}),
-    name="model.layers.1.attention.wo.weight",
-    at=(loading, "load_checkpoint"),
-)
-def moments_in_bfloat16_not_restored(original, path, tensors, **options):
-    """Moments kept in bf16 are left at zero by a resume; others would be restored."""
-    manifest = original(path, tensors, **options)
-    for name, tensor in tensors.items():
-        if tensor.dtype == torch.bfloat16 and "exp_avg" in name:
-            local(tensor).zero_()
-    return manifest
-
-
 @in_resumed_start("dp2", kind="lr", at=(resuming, "set_step"))
 def schedule_shifted_by_a_resume(original, lr_scheduler, step):
     """The first step after a resume uses the rate of the step that was saved."""

@@ -8,7 +8,6 @@ from layouts import ADAMW, GROUPS, PP, TP, Row
 from mutant_table import mutant
 
 from torchtitan_lite import build, step
-from torchtitan_lite.checkpoint.load import set_step
 from torchtitan_lite.components import optim
 from torchtitan_lite.dtensor import local_shard as local
 
@@ -104,24 +103,9 @@ def all_steps_left_out_after_one(update_weights, optimizer, grad_norm, max_norm,
     return grad_norm.isfinite()
 
 
-@mutant(Row(2, RATES), "schedule", "lr_scheduler", at=(step, "train_step"))
-def schedule_waits_for_a_finite_gradient(train_step, run, batch):
-    """A step that changes no weight does not count for the schedule either."""
-    result = train_step(run, batch)
-    if not result.applied:
-        set_step(run.lr_scheduler, run.lr_scheduler.last_epoch - 1)
-    return result
-
-
 @mutant(Row(2, MOMENTS_IN_BFLOAT16), "state", "output.weight (exp_avg)", at=(torch.Tensor, "copy_"))
 def moments_cut_instead_of_rounded(copy, target, source, *args, **options):
     """The lower half of the bits of each moment is dropped, so that it moves toward zero."""
     if target.dtype == torch.bfloat16 and source.dtype == torch.float32:
         source = (source.contiguous().view(torch.int32) & -65536).view(torch.float32)
     return copy(target, source, *args, **options)
-
-
-@mutant(SHARDED, "learning rate", "lr_scheduler", at=(optim, "learning_rate_factor"))
-def decay_ends_one_step_early(original, section, at):
-    """The last step has the rate that the step after it would have."""
-    return original(section, section.total_steps if at == section.total_steps - 1 else at)

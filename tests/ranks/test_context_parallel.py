@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from compare import TABLE_CONFIG, complete, local, relative_error
 from layouts import CP, MODE, ROTATIONS
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from watching import AttentionWork, Collectives, PeakMemory, Watch
 
 from torchtitan_lite import step as stepping
@@ -17,16 +16,9 @@ from torchtitan_lite.extensions.ring_attention import (
     attend_to_part_backward,
     merge_into,
 )
-from torchtitan_lite.model.document_attention import DocumentAttention
-from torchtitan_lite.parallel.context_parallel import (
-    CausalContext,
-    gather_keys,
-    plan_query_positions,
-)
 from torchtitan_lite.tools.verify.plain import make_batch
 from torchtitan_lite.tools.verify.rank import build_small_run, own_rows
 
-KINDS = ["allgather", "ring", "documents"]
 N_HEADS = 4
 SEQ_LEN = 48
 HEAD_DIM = 8
@@ -42,14 +34,6 @@ def make_inputs(n_kv_heads: int, dtype: torch.dtype = torch.float32) -> list[tor
         shape = (2, n_heads, SEQ_LEN, HEAD_DIM)
         inputs.append(torch.randn(shape, generator=generator).to(dtype))
     return inputs
-
-
-def make_documents() -> torch.Tensor:
-    """Return doc_ids (2, S): borders inside pieces, at their ends, and a document that spans several pieces."""
-    begins = torch.zeros(2, SEQ_LEN, dtype=torch.int64)
-    begins[0, [3, 12, 13, 40]] = 1
-    begins[1, [30]] = 1
-    return begins.cumsum(1)
 
 
 def differentiate(attend, query, key, value, grad_out) -> list[torch.Tensor]:
@@ -69,53 +53,6 @@ def attend_masked(query, key, value, *, doc_ids=None, first: int = 0):
     if doc_ids is not None:
         mask = mask & (doc_ids[:, None, :, None] == doc_ids[:, None, None, :])
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
-
-
-def attend_on_ranks(
-    rank: int, world_size: int, dtype: torch.dtype, n_kv_heads: tuple
-) -> list[tuple]:
-    """Worker: return the largest error of output and gradients for each kind of attention and number of heads."""
-    mesh = init_device_mesh("cpu", (world_size,))
-    errors = []
-    for kind in KINDS:
-        for n in n_kv_heads:
-            error = attend_on_rank(mesh, kind, make_inputs(n, dtype))
-            errors.append((kind, n, error))
-    return errors
-
-
-def attend_on_rank(mesh: DeviceMesh, kind: str, inputs: list[torch.Tensor]) -> float:
-    doc_ids = make_documents() if kind == "documents" else None
-    inner = CausalContext(mesh, kind)
-    if kind == "documents":
-        inner = DocumentAttention()
-        gather_keys(inner, mesh)
-    positions = plan_query_positions(mesh.get_local_rank(), mesh.size(), SEQ_LEN)
-    found = differentiate(
-        lambda query, key, value: inner(query, key, value, doc_ids),
-        *(tensor[:, :, positions] for tensor in inputs),
-    )
-    exact = [tensor.float() for tensor in inputs]
-    expected = differentiate(partial(attend_masked, doc_ids=doc_ids), *exact)
-    errors = []
-    for one, other in zip(found, expected, strict=True):
-        assert one.dtype == inputs[0].dtype
-        errors.append(relative_error(one.float(), other[:, :, positions]))
-    return max(errors)
-
-
-@pytest.mark.parametrize(
-    "n_ranks, dtype, n_kv_heads, most",
-    [
-        (2, torch.float32, (4, 2, 1), 1e-5),
-        (3, torch.float32, (2,), 1e-5),
-        (4, torch.float32, (4, 1), 1e-5),
-        (2, torch.bfloat16, (2,), 0.01),  # 8 bits
-    ],
-)
-def test_attention_over_ranks_is_that_of_one_process(pool, n_ranks, dtype, n_kv_heads, most):
-    for of_rank in pool.run(attend_on_ranks, n_ranks, dtype, n_kv_heads):
-        assert [case for case in of_rank if case[2] > most] == []
 
 
 # ---------------------------------------------------------------- work and memory

@@ -1,8 +1,6 @@
 """Mixtures of experts: what one process computes, what is counted, how the bias moves, what the log says."""
 
 import copy
-from functools import partial
-from types import SimpleNamespace
 
 import compare
 import pytest
@@ -22,11 +20,10 @@ from torch import Tensor
 from torchtitan_lite import step as stepping
 from torchtitan_lite.components.expert_balance import (
     ExpertBalance,
-    build_balance,
     describe_load,
 )
 from torchtitan_lite.config.model_rows import MoEArgs
-from torchtitan_lite.config.schema import Checkpoint, Training
+from torchtitan_lite.config.schema import Checkpoint
 from torchtitan_lite.model.moe import MoE
 
 TOKENS = compare.GLOBAL_BATCH_SIZE * compare.SEQ_LEN
@@ -97,51 +94,6 @@ def test_in_bfloat16_scores_and_the_sum_of_a_tokens_experts_are_computed_in_fp32
         rows
     )  # then a token is the weighted sum of six times itself
     assert torch.equal(moe(x), x)
-
-
-def test_the_auxiliary_gradient_is_that_of_the_papers_loss():
-    """Sum over experts of f x P for each sequence, f without gradient (DeepSeek-V3, eq. 17 to 20)."""
-    router = make_moe(router_scores="sigmoid").router
-    loads = torch.zeros(1, 7)
-    balance = ExpertBalance(
-        {}, loads, rate=0.0, loss_weight=0.25, z_loss_weight=0.0, groups=[], moe=None
-    )
-    router.register_forward_hook(partial(balance.observe, 0))
-    x = torch.randn(3, 7, 16)
-    weights, routes, *_ = router(x)
-    (found,) = torch.autograd.grad(0 * weights.sum(), router.weight)
-    scores = (x @ router.weight.T).sigmoid()
-    probabilities = scores / scores.sum(-1, keepdim=True)
-    mean_probability = probabilities.mean(1)  # P (B, E)
-    counts = F.one_hot(routes, 6)
-    counts = counts.sum(2)  # (B, S, E)
-    fraction = counts.float().mean(1)
-    fraction = fraction * 6 / 2  # f (B, E)
-    loss = 0.25 * fraction * mean_probability
-    (expected,) = torch.autograd.grad(loss.sum(), router.weight)
-    assert compare.relative_error(found, expected) < 1e-6
-
-
-@pytest.mark.parametrize("router_scores", ["softmax", "sigmoid"])
-def test_the_z_loss_is_added_to_the_loss(router_scores):
-    """With all the gradients through the layer, to its input too (ST-MoE, eq. 5)."""
-    moe = make_moe(router_scores=router_scores)
-    x = torch.randn(2, 5, 16, requires_grad=True)
-    training = Training(router_z_loss=0.25, seq_len=5)
-    sizes = SimpleNamespace(n_layers=2, moe=moe.router.args, is_moe=bool)
-    block = SimpleNamespace(feed_forward=moe)
-    part = SimpleNamespace(layers={"1": block}, model_args=sizes)
-    inputs = [x, *moe.parameters()]
-    loss = moe(x).square().sum()
-    logits = x @ moe.router.weight.T
-    of_token = logits.exp().sum(-1).log()
-    z_loss = of_token.square().mean()
-    expected = torch.autograd.grad(loss + 0.25 * z_loss, inputs)
-    build_balance([part], training, 2, [], x.device)
-    loss = moe(x).square().sum()
-    found = torch.autograd.grad(loss, inputs)
-    for ours, plain in zip(found, expected, strict=True):
-        assert compare.relative_error(ours, plain) < 1e-6
 
 
 # ---------------------------------------------------------------- loads and biases of a step
@@ -252,30 +204,6 @@ def test_weights_alone_are_rounded_only_at_the_end_and_biases_of_experts_never(p
 
 
 # ---------------------------------------------------------------- the log
-
-
-def count_and_sum(rank: int, world_size: int) -> tuple[list, list]:
-    """Worker: return the loads of all ranks after two forward passes of many tokens, and this rank's own counts."""
-    run = compare.build_table_run(world_size, MOE)
-    own = []
-    for layer, router in run.balance.routers.items():
-        generator = torch.Generator().manual_seed(2 * rank + layer)
-        x = torch.randn(3, 1031, 64, generator=generator)
-        weight = torch.randn(router.n_experts, 64, generator=generator)
-        router.weight = torch.nn.Parameter(weight)
-        router(x)
-        _, routes, *_ = router(x)
-        counts = routes.flatten().bincount(minlength=router.n_experts)
-        counts = 2 * counts
-        own.append(counts.tolist())
-    loads = run.balance.update(torch.tensor(False))
-    return loads[:, :-1].tolist(), own
-
-
-def test_loads_of_thousands_of_tokens_are_counted_without_rounding(pool):
-    """bfloat16 holds integers up to 256 only, and the loads of `verify` on few ranks are smaller."""
-    (loads, first), (_, second) = pool.run(count_and_sum, 2)
-    assert torch.equal(torch.tensor(loads), torch.tensor(first) + torch.tensor(second))
 
 
 def test_the_load_of_a_logged_step_is_three_numbers():

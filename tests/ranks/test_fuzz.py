@@ -38,6 +38,7 @@ training = {dataset = ["FOLDER/out"], cache_folder = "FOLDER/cache", local_batch
 validation = {enable = true, freq = 1, steps = 1}
 checkpoint = {enable = true, interval = 1}
 metrics = {log_freq = 1}
+compile = {backend = "aot_eager"}
 """
 
 

@@ -4,19 +4,16 @@ from types import SimpleNamespace
 
 import compare
 import pytest
-import torch
-from layouts import BFLOAT16, MODE, PP, SCHEDULE, TP, ZERO, Row
+from layouts import BFLOAT16, MODE, PP, SCHEDULE, TP, Row
 from marks import slow
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
-from torchtitan_lite import step as stepping
 from torchtitan_lite.config.block import list_end_modules
 from torchtitan_lite.config.checks import check_microbatches
 from torchtitan_lite.config.choices import SCHEDULES
 from torchtitan_lite.config.layout import name_stages, plan_stages
 from torchtitan_lite.config.schema import Parallelism
 from torchtitan_lite.models.llama3.table import FLAVORS
-from torchtitan_lite.tools.verify.plain import EMBEDDING_SCALE, run_plainly
 from torchtitan_lite.tools.verify.trial import try_precision
 
 
@@ -113,72 +110,4 @@ def test_weight_halves_in_bfloat16_are_summed_in_float32(pool, tmp_path, name, t
 # ---------------------------------------------------------------- forward only
 
 
-def validate_then_train(
-    rank: int, world_size: int, overrides: dict[str, object]
-) -> tuple[float, float, bool]:
-    """Worker: the loss forward only, the loss of training on the same batch, and whether validation left a gradient."""
-    run = compare.build_table_run(world_size, overrides)
-    embedding = run.parameters.get("tok_embeddings.weight")
-    if embedding is not None:  # as in the plain loop
-        compare.local(embedding).mul_(EMBEDDING_SCALE)
-    batch = compare.read_rows(run)
-    n_tokens = stepping.count_global_tokens(run, batch)
-
-    def measure(make_losses) -> float:
-        losses = make_losses(run, batch, n_tokens)
-        return stepping.sum_losses(run, losses).item()
-
-    validated = measure(stepping.forward_only)
-    gradients = [parameter.grad for parameter in run.parameters.values()]
-    left = any(gradient is not None for gradient in gradients)
-    trained = measure(stepping.forward_backward)
-    again = measure(stepping.forward_only)
-    return validated, trained, left or again != validated
-
-
-KINDS = ("1F1B", "LoopedBFS", "DualPipeV")  # a loop of its own, several stages in a loop, a V
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        {ZERO: 1},  # parameters stay whole
-        {ZERO: 3},
-        *({PP: 2, SCHEDULE: name} for name in KINDS),
-        *(slow({PP: 2, SCHEDULE: name}) for name in SCHEDULES if name not in KINDS),
-    ],
-)
-def test_validation_runs_forward_through_every_schedule_and_zero_stage(pool, overrides):
-    (plain,) = run_plainly(compare.TABLE_CONFIG, 1)
-    expected = plain.loss
-    overrides = {**overrides, MODE: "none"}
-    for validated, trained, disturbed in pool.run(validate_then_train, 4, overrides):
-        assert validated == pytest.approx(expected, rel=1e-6)
-        assert trained == pytest.approx(expected, rel=1e-6)
-        assert not disturbed
-
-
 # ---------------------------------------------------------------- traces
-
-
-def list_traced(rank: int, world_size: int, overrides: dict[str, object]) -> list[str]:
-    """Worker: the pipeline actions that a profiler sees in the second step."""
-    run = compare.build_table_run(world_size, overrides)
-    batch = compare.read_rows(run)
-    stepping.train_step(run, batch)
-    with torch.profiler.profile() as profiler:
-        stepping.train_step(run, batch)
-    return sorted(event.name for event in profiler.events() if event.name.startswith("pp "))
-
-
-def test_a_trace_names_each_action_of_the_pipeline_once(pool):
-    overrides = {PP: 2, SCHEDULE: "ZBVZeroBubble", ZERO: 1, MODE: "none"}
-    for names, stages in zip(pool.run(list_traced, 2, overrides), ((0, 3), (1, 2)), strict=True):
-        n_microbatches = sum(name.startswith("pp F") for name in names) // 2
-        for stage in stages:
-            for microbatch in range(n_microbatches):
-                kinds = "".join(
-                    kind for kind in "FBIW" if f"pp {kind}{microbatch} stage {stage}" in names
-                )
-                assert kinds in ("FB", "FIW")
-        assert len(names) == len(set(names))

@@ -49,11 +49,6 @@ MODELS_ON_8 = {
         FAMILIES.items(), HEADS.items(), (2, 4)
     )
 }
-CASES |= {f"{name}, tp8": (8, {TP: 8}, model) for name, model in MODELS_ON_8.items()}
-for dim, key in {"pp2": PP, "cp2": CP}.items():
-    for family in FAMILIES:
-        model = MODELS_ON_8[f"{family}, 16 heads, 4 KV heads"]
-        CASES[f"{family} on {dim} x tp8"] = (16, {key: 2, TP: 8}, model)
 
 
 @pytest.mark.parametrize("name", choose_fast(CASES, ["Qwen3 on tp4"]))

@@ -16,7 +16,6 @@ from unittest.mock import patch
 import pytest
 import warm_start
 from checkpoints import assemble, flip_bit
-from layouts import PP, TP
 from marks import slow
 from warm_start import (
     finish,
@@ -25,7 +24,6 @@ from warm_start import (
     list_differences,
     list_ranks,
     read_losses,
-    read_records,
     read_until,
 )
 
@@ -46,7 +44,6 @@ KEYS = [
     "--checkpoint.interval=8",
 ]
 RANKS, LAYOUT = 2, "--training.local_batch_size=6"
-WIDE = f"--{PP}=2 --{TP}=2 --training.local_batch_size=6"
 
 
 @pytest.fixture(scope="module")
@@ -90,31 +87,6 @@ def kill_new_rank(process: subprocess.Popen, n_ranks: int, delay_s: float = 0.0)
         time.sleep(0.001)
     time.sleep(delay_s)
     os.kill(ranks[-1], signal.SIGKILL)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "n_ranks, layout, n_steps",
-    [(RANKS, LAYOUT, 200), (8, WIDE, 40)],  # a start outlives its kill: not done in two seconds
-)
-def test_five_starts_in_a_row_lose_a_rank_within_two_seconds(
-    pool, unbroken, tmp_path, n_ranks, layout, n_steps
-):
-    keys = [f"--training.steps={n_steps}", *unbroken[1][1:]]
-    alone = [*keys, LAYOUT, f"--job.dump_folder={tmp_path / 'alone'}"]
-    assert pool.run(warm_start.start, RANKS, alone) == [0] * RANKS
-    process = launch(
-        tmp_path / "killed", tmp_path, *keys, *layout.split(), n_ranks=n_ranks, MAX_RESTARTS="6"
-    )
-    kill_rank(process, 0, after_step=11)
-    for n in range(5):
-        read_until(process, "All ranks start again")
-        kill_new_rank(process, n_ranks, delay_s=n / 2)
-    finish(process)
-    starts = [row for row in read_records(tmp_path / "killed") if row["kind"] == "start"]
-    assert starts[-1]["restarts"] == 6
-    losses = read_losses(tmp_path / "killed")
-    assert losses == pytest.approx(read_losses(tmp_path / "alone"), rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -36,8 +36,13 @@ dp2 | 2
 dp4 ZeRO-1 | 4 | ZERO=1
 tp2 | 2 | TP=2
 dp2 x cp2 ring | 4 | CP=2 RING
-pp2 x dp2 x tp2 ZBVZeroBubble | 8 | PP=2 TP=2 SCHEDULE=ZBVZeroBubble MODE=none
+pp2 x dp2 1F1B | 4 | PP=2
+pp2 x tp2 ZBVZeroBubble | 4 | PP=2 TP=2 SCHEDULE=ZBVZeroBubble MODE=none
 pp2 Interleaved1F1B | 2 | PP=2 SCHEDULE=Interleaved1F1B
+pp2 LoopedBFS | 2 | PP=2 SCHEDULE=LoopedBFS
+pp2 DualPipeV | 2 | PP=2 SCHEDULE=DualPipeV MODE=none
+pp2 GPipe | 2 | PP=2 SCHEDULE=GPipe
+pp2 InterleavedZeroBubble | 2 | PP=2 SCHEDULE=InterleavedZeroBubble MODE=none
 """)
 
 

@@ -1,7 +1,6 @@
 """Closed form = dry run = real step: memory and traffic of the same layouts, three ways."""
 
 import inspect
-from collections import Counter
 from itertools import starmap
 from unittest.mock import patch
 
@@ -181,19 +180,19 @@ V_8B = [
     ANY,
 ]
 SGD = ["--optimizer.name=SGD", "--optimizer.implementation=foreach"]
-SHORT = [FULL, ANY, "--model.n_layers=6"]
+SHORT = [FULL, ANY, "--model.n_layers=4"]
 LARGE = [  # config | GPUs | keys | pp rank | microbatches | error
     ("llama3_8b", 8, SHORT, 0, 1, 0.03),
     ("llama3_8b", 8, [f"--{TP}=2", "--optimizer.moments_dtype=bfloat16", *SHORT], 0, 1, 0.03),
     ("llama3_8b", 8, [f"--{PP}=4", *SHORT, "--training.local_batch_size=8", *SGD], 1, 8, 0.03),
     ("llama3_8b", 8, [f"--{PP}=2", f"--{DTYPE}=float32", *SHORT, LOCAL_2], 1, 2, 0.03),
     ("qwen3_30b_a3b", 64, ["--model.n_layers=12"], 0, 1, 0.03),
-    ("qwen3_30b_a3b", 64, [f"--{TP}=8", f"--{MODE}=none", "--model.n_layers=4"], 0, 1, 0.03),
     ("qwen3_30b_a3b", 64, [f"--{TP}=8", f"--{MODE}=selective", "--model.n_layers=4"], 0, 1, 0.03),
     ("llama3_8b", 8, [f"--{TP}=4", "--model.n_kv_heads=2", *SHORT], 0, 1, 0.03),
     ("llama3_1b_one_gpu", 1, [], 0, 1, 0.03),
 ]
 LARGE_AND_SLOW = [  # up to a minute each
+    ("qwen3_30b_a3b", 64, [f"--{TP}=8", f"--{MODE}=none", "--model.n_layers=4"], 0, 1, 0.03),
     ("llama3_8b", 8, [ANY], 0, 1, 0.03),
     ("llama3_8b", 8, ["--training.global_batch_size=24", "--parallelism.zero_stage=2"], 0, 3, 0.03),
     ("llama3_8b", 8, INTERLEAVED, 1, 4, 0.03),
@@ -288,17 +287,6 @@ def test_a_real_step_moves_what_was_forecast(pool, all_keys):
 
 
 # ---------------------------------------------------------------- the dry run
-
-
-def test_backward_collectives_bear_the_line_and_module_of_their_forward():
-    run = dry_run(make(2, {TP: 2, MODE: "full"}, "cpu"))
-    of_layer = [call for call in run.collectives if call.site.module.startswith("layers.2.")]
-    phases = Counter((call.site.phase, call.operation) for call in of_layer)
-    # Backward mirrors forward; and the inputs of attention and feed-forward are gathered again, as is what wo puts out.
-    assert phases["forward", "all-gather"] == phases["forward", "reduce-scatter"] == 2
-    assert phases["backward", "reduce-scatter"] == phases["backward", "all-gather"] == 2
-    assert phases["recompute", "all-gather"] == 2
-    assert all(call.site.line.startswith("models/llama3/modules.py:") for call in of_layer)
 
 
 def test_an_extra_collective_in_the_step_is_in_the_dry_run_with_its_line():

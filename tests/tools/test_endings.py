@@ -1,5 +1,6 @@
 """How a run ends: one clear last line and the exit status; no process and no temporary folder stays behind."""
 
+import json
 import multiprocessing
 import os
 import shutil
@@ -10,6 +11,7 @@ import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import warm_start
@@ -37,18 +39,29 @@ def main(args, stop, spec):
     assert spec.layout.world_size == 2
     print("stdout of", rank, flush=True)
     print("stderr of", rank, file=sys.stderr, flush=True)
-    if "wait(stop)" in open(__file__).read().splitlines()[-1]:
+    path = os.path.abspath("act.py")
+    source = open(path).read()
+    if "return wait(stop)" in source:
         stop.follow(lambda: Phase.STEPS)
     open(f"rank {rank} listens", "w")
     while not os.path.exists(f"rank {1 - int(rank)} listens"):
         time.sleep(0.01)
+    exec(compile(source, path, "exec"), globals())
+    return act(rank, stop)
 """
+ACT = "def act(rank, stop):\n    {}\n    {}\n"
+# One process launches all runs, one after another: importing torch takes most of the time of each.
 LAUNCH = """
-import sys; from pathlib import Path
+import json, os, sys
+from pathlib import Path
 from torchtitan_lite.tools import command_lines, launch, local_ranks
-launch.REPOSITORY = Path("repository")
-local_ranks.COPIES_ARRIVE_WITHIN_S = float(sys.argv.pop())
-sys.exit(launch.main(command_lines.parse_command("train", sys.argv[1:])))
+launch.REPOSITORY = Path.cwd() / "repository"
+for line in sys.stdin:
+    folder, copies_arrive_within_s, *keys = json.loads(line)
+    os.chdir(folder)
+    local_ranks.COPIES_ARRIVE_WITHIN_S = copies_arrive_within_s
+    status = launch.main(command_lines.parse_command("train", keys))
+    print(f"status {status}", flush=True)
 """
 ENDINGS = {  # what the ranks do, the signals that the launcher gets, one per second, its exit status, the last line
     "SIGTERM, and the temporary folder is gone": (
@@ -72,20 +85,20 @@ ENDINGS = {  # what the ranks do, the signals that the launcher gets, one per se
         143,
         "stopped by SIGTERM",
     ),
-    "copies": ("wait(stop); time.sleep(3); print('saved', flush=True)", [signal.SIGTERM] * 3, 143, "stopped"),
+    "copies": ("wait(stop); time.sleep(2); print('saved', flush=True)", [signal.SIGTERM] * 2, 143, "stopped"),
     "Ctrl-C twice, and ranks do not listen": ("stop.note = print", [signal.SIGINT] * 2, 130, "stopped by SIGINT"),
     "SIGTERM, and the save fails": ("wait(stop); raise OSError('disk full')", [signal.SIGTERM], 1, "rank"),
     "a rank raises, and its peer loses it": (
         "if rank == '1': raise OSError('no disk 7')\n    time.sleep(0.2); raise OSError('Connection closed')",
         [],
         1,
-        "rank 1 failed: OSError: no disk 7 ({repository}/train.py:22)",
+        "rank 1 failed: OSError: no disk 7 ({act}:2)",
     ),
     "two ranks raise": (
         "time.sleep(0.1 * int(rank)); raise OSError(f'disk {rank} is full\\nsecond line')",
         [],
         1,
-        "rank 0 failed: OSError: disk 0 is full ({repository}/train.py:22)",
+        "rank 0 failed: OSError: disk 0 is full ({act}:2)",
     ),
     "a user's mistake": (
         "from torchtitan_lite.config.messages import UserError; raise UserError('There is no disk. Buy one')",
@@ -112,49 +125,72 @@ SHOWN = {  # lines about the rank that failed first; nothing of the other ranks 
     "SIGTERM, and the save fails": "OSError: disk full",
     "a rank raises, and its peer loses it": "OSError: no disk 7",
     "two ranks raise": "OSError: disk 0 is full\nsecond line",
-    "a rank crashes": '  File "{repository}/train.py", line 22 in main',
+    "a rank crashes": '  File "{act}", line 2 in act',
 }
 SLOW = ("a closed terminal", "SIGTERM, and the save fails", "two ranks raise")
 
 
+class Launcher(NamedTuple):
+    process: subprocess.Popen
+    temporary: Path  # its folder for temporary files; tmp_path is too long for the socket of multiprocessing
+    keys: list[str]
+
+
+@pytest.fixture(scope="module")
+def launcher(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("launcher")
+    (folder / "repository").mkdir()
+    (folder / "repository" / "train.py").write_text(TRAIN)
+    temporary = Path(tempfile.mkdtemp())
+    variables = {"PYTHONPATH": str(REPOSITORY), "NGPU": "2", "TMPDIR": str(temporary)}
+    command = [sys.executable, "-c", LAUNCH]
+    environment = os.environ | variables
+    with subprocess.Popen(
+        command, cwd=folder, env=environment, stdin=subprocess.PIPE, **STREAMS
+    ) as process:
+        keys = [*warm_start.write_letters(folder / "letters"), "--validation.no_enable"]
+        yield Launcher(process, temporary, keys)
+        finish(process)
+    assert list(temporary.iterdir()) == []
+    temporary.rmdir()
+
+
 @pytest.mark.parametrize("name", choose_fast(ENDINGS, ENDINGS.keys() - SLOW))
-def test_the_last_line_says_how_the_run_has_ended(tmp_path, name):
+def test_the_last_line_says_how_the_run_has_ended(launcher, tmp_path, name):
+    process, temporary, keys = launcher
     action, numbers, status, last_line = ENDINGS[name]
     # torchrun's SIGTERM ends a rank before its first step
     end = "return wait(stop)" if numbers else "time.sleep(60)"
-    (tmp_path / "repository").mkdir()
-    (tmp_path / "repository" / "train.py").write_text(f"{TRAIN}    {action}\n    {end}\n")
+    act = tmp_path / "act.py"
+    act.write_text(ACT.format(action, end))
     (tmp_path / "train.py").write_text("1 / 0  # a program of the user's")
-    temporary = Path(tempfile.mkdtemp())  # tmp_path is too long for the socket of multiprocessing
-    keys = [*warm_start.write_letters(tmp_path / "letters"), "--validation.no_enable"]
-    variables = {"PYTHONPATH": str(REPOSITORY), "NGPU": "2", "TMPDIR": str(temporary)}
-    copies_arrive_within_s = "5.0" if "copies" in name else "0.5"
-    command = [sys.executable, "-c", LAUNCH, *keys, copies_arrive_within_s]
-    process = subprocess.Popen(command, env=os.environ | variables, cwd=tmp_path, **STREAMS)
+    copies_arrive_within_s = 5.0 if "copies" in name else 0.5
+    print(
+        json.dumps([str(tmp_path), copies_arrive_within_s, *keys]), file=process.stdin, flush=True
+    )
     output = read_until(process, "ready") if numbers else ""
-    for number in numbers:
+    for n, number in enumerate(numbers):
+        time.sleep(min(n, 1))
         process.send_signal(number)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=1)
-    output += finish(process, status)
-    repository = tmp_path / "repository"
-    last_line = last_line.format(repository=repository)
-    assert output.splitlines()[-1].startswith(f"run_train.sh: {last_line}"), output
-    for line in SHOWN.get(name, "Traceback").format(repository=repository).splitlines():
-        assert (line in output.splitlines()) == (name in SHOWN), output
+    *lines, ended = (output + read_until(process, "^status ")).splitlines()
+    output = "\n".join(lines)
+    assert ended == f"status {status}", output
+    assert lines[-1].startswith(f"run_train.sh: {last_line.format(act=act)}"), output
+    for line in SHOWN.get(name, "Traceback").format(act=act).splitlines():
+        assert (line in lines) == (name in SHOWN), output
     assert output.count("Traceback (most recent call last)") == ("Error" in SHOWN.get(name, ""))
     assert "Connection closed" not in output and "my peer is gone" not in output
     assert ("saved" in output) == ("saved" in action), "a copy of the signal has killed the ranks"
     assert "stdout of 0" in output and "stderr of 0" in output and "stdout of 1" not in output
     assert ("stderr of 1" in output) == ("crashes" in name)
     assert ("torch/distributed" in output) == ("crashes" in name)
-    (kept,) = list(temporary.glob("torchtitan_lite.*")) if status == 1 else [None]
-    if kept:
-        assert f"What the other ranks wrote is in {kept}/" in output
-        (text,) = [path.read_text() for path in kept.rglob("stderr.log")]
+    kept = list(temporary.glob("torchtitan_lite.*"))
+    assert len(kept) == (status == 1)
+    for folder in kept:
+        assert f"What the other ranks wrote is in {folder}/" in output
+        (text,) = [path.read_text() for path in folder.rglob("stderr.log")]
         assert text.startswith("stderr of 1\n")
-    assert list(temporary.iterdir()) == [kept] * bool(kept)
-    shutil.rmtree(temporary)
+        shutil.rmtree(folder)
 
 
 def ignore_sigterm(is_ready) -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from checkpoints import flip_bit
 from test_generate_tool import ARGS, SHIPPED, save
-from test_tokenizers import make_suffix_bpe, make_word_piece, write
+from test_tokenizers import make_word_piece, write
 from transformers import LlamaForCausalLM
 
 from torchtitan_lite.__main__ import main
@@ -109,9 +109,8 @@ def test_of_a_corpus_the_held_out_documents_count(evaluate, checkpoint, texts, t
     assert found["tokens"] == validation["n_tokens"] - validation["n_documents"] > 0
 
 
-@pytest.mark.parametrize("make", [make_suffix_bpe, make_word_piece])
-def test_bits_per_byte_count_the_bytes_of_the_text_itself(make, evaluate, export, texts, tmp_path):
-    vocabulary = write(tmp_path, make(), "</s>")
+def test_bits_per_byte_count_the_bytes_of_the_text_itself(evaluate, export, texts, tmp_path):
+    vocabulary = write(tmp_path, make_word_piece(), "</s>")
     found = evaluate(export, "--data", texts, "--tokenizer", vocabulary)
     assert found["bytes"] == sum(len(text.encode()) for text in TEXTS.values())
     bits = found["loss"] * found["tokens"] / math.log(2)

@@ -6,11 +6,12 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import warm_start
 from marks import choose_fast
+from test_orphans import check_that_all_end
 
 from torchtitan_lite import REPOSITORY
 
@@ -54,18 +55,20 @@ HANGS = {
 
 
 @pytest.fixture
-def start(tmp_path) -> Callable[..., subprocess.Popen]:
-    """Function: kind, number of ranks, keys, variables -> launcher."""
+def start(tmp_path) -> Iterator[Callable[..., subprocess.Popen]]:
+    """Function: kind, number of ranks, keys, variables -> launcher. No rank outlives it."""
     keys = [*warm_start.write_letters(tmp_path / "letters"), *KEYS]
-    keys += [f"--job.dump_folder={tmp_path / 'run'}", f"--training.cache_folder={tmp_path}"]
+    folder = tmp_path / "run"
+    keys += [f"--job.dump_folder={folder}", f"--training.cache_folder={tmp_path}"]
 
     def start(kind: str, n_ranks: int, *own: str, **variables: str) -> subprocess.Popen:
         command = [sys.executable, TESTS / "hanging.py", kind, "1", *keys, *own]
         path = f"{REPOSITORY}:{TESTS}"
-        environment = {**os.environ, "PYTHONPATH": path, "NGPU": str(n_ranks), **variables}
-        return subprocess.Popen(command, env=environment, **warm_start.STREAMS)
+        variables |= {"PYTHONPATH": path, "NGPU": str(n_ranks), warm_start.MARK: str(folder)}
+        return subprocess.Popen(command, env=os.environ | variables, **warm_start.STREAMS)
 
-    return start
+    yield start
+    check_that_all_end(folder)
 
 
 def check_report(launcher: subprocess.Popen, when: str, does: str, process: int = 0) -> None:
@@ -76,6 +79,8 @@ def check_report(launcher: subprocess.Popen, when: str, does: str, process: int 
     if "HANG in" in line:
         process = process or warm_start.list_ranks(launcher)[1]
         assert f"Its process is {process}." in line
+    for rank in warm_start.list_ranks(launcher)[:1]:
+        os.kill(rank, signal.SIGSTOP)
     launcher.kill()
 
 

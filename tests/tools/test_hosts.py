@@ -9,34 +9,20 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stderr
+from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch.distributed as dist
-from marks import slow
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.tools import agent, hosts
 from torchtitan_lite.tools.local_ranks import Ending, Signals
-
-MEET = """
-import os, sys, time, torch.distributed
-from torchtitan_lite.config.messages import UserError
-from torchtitan_lite.tools import hosts
-hosts.SAY_AFTER_S = hosts.END_WITHIN_S = 0.6
-try:
-    hosts.meet_hosts(hosts.open_store(torch.distributed), {"optimizer.lr": float(sys.argv[1])})
-    print("met over", os.environ["GLOO_SOCKET_IFNAME"])
-    time.sleep(2)  # a host that is refused needs the store
-except UserError as error:
-    print(error)
-"""
-
 
 MET = "met over lo"
 HOSTS = {  # NNODES, learning rate and MAX_RESTARTS of each host, and what each says
@@ -53,24 +39,40 @@ HOSTS = {  # NNODES, learning rate and MAX_RESTARTS of each host, and what each 
 }
 
 
+def meet_as_host(
+    rank: int, world_size: int, n_hosts: str, port: int, settings: list[str], log: Path
+):
+    """Worker: meet the other ranks as one of several hosts. Return what this host says."""
+    rate, restarts = settings[rank].split()
+    variables = {"NNODES": n_hosts, "NODE_RANK": str(rank), "MAX_RESTARTS": restarts}
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    waits = f"waits for NODE_RANK=0 at MASTER_ADDR=127.0.0.1, MASTER_PORT={port}"
+    while rank == 0 and not (log.exists() and waits in log.read_text()):
+        time.sleep(0.01)
+    with (
+        patch.dict(os.environ, variables),
+        patch.multiple(hosts, SAY_AFTER_S=0.6, END_WITHIN_S=1.0),
+        log.open("a") as file,
+        redirect_stderr(file),
+    ):
+        del os.environ["GLOO_SOCKET_IFNAME"]
+        said = ""
+        try:
+            store = hosts.open_store(dist)
+            hosts.meet_hosts(store, {"optimizer.lr": float(rate)})
+        except UserError as error:
+            said = str(error)
+        dist.barrier()  # a host that is refused needs the store
+        return said or f"met over {os.environ['GLOO_SOCKET_IFNAME']}"
+
+
 @pytest.mark.parametrize("name", HOSTS)
-def test_hosts_meet_or_each_says_who_differs(name):
+def test_hosts_meet_or_each_says_who_differs(pool, tmp_path, name):
     n_hosts, settings, said = HOSTS[name]
     with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
-    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NNODES": n_hosts}
-    started = []
-    for node_rank, setting in reversed(list(enumerate(settings))):
-        rate, restarts = setting.split()
-        if node_rank == 0:
-            assert f"waits for NODE_RANK=0 at MASTER_ADDR=127.0.0.1, MASTER_PORT={port}" in (
-                started[-1].stderr.readline()
-            )
-        own = {"NODE_RANK": str(node_rank), "MAX_RESTARTS": restarts}
-        started.append(start(MEET, rate, **variables, **own))
-    for host, words in zip(reversed(started), said, strict=True):
-        out, err = host.communicate(timeout=120)
-        assert out == f"{words}\n", err
+        port = server.getsockname()[1]
+    log = tmp_path / "stderr"
+    assert pool.run(meet_as_host, len(said), n_hosts, port, settings, log) == said
 
 
 class CountingStore:
@@ -93,52 +95,36 @@ class CountingStore:
         return getattr(self.store, name)
 
 
-def meet(node_rank: int, rate: float, own: threading.local, open_store: Callable):
+def meet(node_rank: int, rate: float, own: threading.local, shared: dist.Store) -> tuple[str, int]:
     own.node_rank = node_rank
-    stores = []
-
-    def open_counting(*args, **options) -> CountingStore:
-        stores.append(CountingStore(open_store(*args, **options)))
-        return stores[0]
-
+    store = CountingStore(shared)
+    store.add(hosts.N_HOSTS, 1)
     said = ""
     try:
-        store = hosts.open_store(SimpleNamespace(TCPStore=open_counting))
         hosts.meet_hosts(store, {"optimizer.lr": rate})
     except UserError as error:
         said = str(error)
-    return said, stores[0].moved
+    return said, store.moved
 
 
 @pytest.mark.parametrize("different", [(), (3, 7)])
-@pytest.mark.parametrize("n_hosts, is_tcp", [(64, False), slow(2048, True)])
-def test_settings_travel_only_from_hosts_that_differ(monkeypatch, n_hosts, is_tcp, different):
+def test_settings_travel_only_from_hosts_that_differ(monkeypatch, different):
     """Hosts are threads, which share the cores that each host has for itself."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        monkeypatch.setenv("MASTER_PORT", str(server.getsockname()[1]))
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("NNODES", str(n_hosts))
+    n_hosts = 64
+    variables = {"MASTER_ADDR": "127.0.0.1", "NNODES": str(n_hosts)}
     facts = hosts.list_facts({})
     own = threading.local()
-
-    def read_number(name: str, default: int = 0) -> int:
-        return own.node_rank if name == "NODE_RANK" else int(os.environ.get(name, default))
-
     shared = dist.HashStore()
-    open_store = dist.TCPStore if is_tcp else lambda *args, **options: shared
-    monkeypatch.setattr(hosts, "read_number", read_number)
+    shared.set("address", "127.0.0.1")
+    monkeypatch.setattr(hosts, "read_number", lambda *_: own.node_rank)
     monkeypatch.setattr(hosts, "list_facts", lambda config: facts | config)
-    monkeypatch.setattr(hosts.subprocess, "run", no_command)
-    if not is_tcp:
-        monkeypatch.setattr(hosts, "connect", lambda: "127.0.0.1")
-    started_s = time.monotonic()
-    with ThreadPoolExecutor(n_hosts) as threads:
+    monkeypatch.setattr(hosts.subprocess, "run", Mock(side_effect=FileNotFoundError))
+    with ThreadPoolExecutor(n_hosts) as threads, patch.dict(os.environ, variables):
         meeting = []
         for node_rank in range(n_hosts):
             rate = 0.2 if node_rank in different else 0.1
-            meeting.append(threads.submit(meet, node_rank, rate, own, open_store))
+            meeting.append(threads.submit(meet, node_rank, rate, own, shared))
         answers = [host.result() for host in meeting]
-    print(n_hosts, "hosts,", time.monotonic() - started_s, "s")
     n_facts = len(json.dumps(facts))
     for node_rank, (said, moved) in enumerate(answers):
         if different:
@@ -150,10 +136,6 @@ def test_settings_travel_only_from_hosts_that_differ(monkeypatch, n_hosts, is_tc
             assert moved < 2 * n_facts + 64 * n_hosts + 1000
         elif node_rank not in different:
             assert moved < 500
-
-
-def no_command(*args: object, **options: object) -> None:
-    raise FileNotFoundError
 
 
 @pytest.mark.parametrize(

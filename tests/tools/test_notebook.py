@@ -3,8 +3,6 @@
 import json
 import re
 
-import pytest
-
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.tools.command_lines import parse_command
@@ -34,11 +32,3 @@ def test_its_commands_exist():
         assert not read_config(getattr(options, "config_args", [])).problems
     for keys in re.findall(r"run_train.sh (--config \w+)", source):
         assert not read_config(keys.split()).problems
-
-
-@pytest.mark.slow
-def test_it_runs():
-    nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed")
-    nbformat = pytest.importorskip("nbformat", reason="nbformat is not installed")
-    notebook = nbformat.read(NOTEBOOK, 4)
-    nbclient.NotebookClient(notebook, timeout=1800, kernel_name="python3").execute(cwd=REPOSITORY)

@@ -42,7 +42,7 @@ def test_slices_of_a_picture_are_those_of_the_trainer(keys):
     config, model_args, layout = plan(8, keys)
     seq_len = config.training.seq_len
     moe = model_args.moe
-    for rank in range(8):
+    for rank in (0, 3, 6):
         with fake_group(8, rank=rank):
             part, *_ = build.build_parts(config, model_args, layout, build_mesh(layout, "cpu"))
             parameters = dict(part.named_parameters())

@@ -127,8 +127,7 @@ WHEN = {  # moment -> keys of the run
     "step": ["--parallelism.pipeline_parallel_degree=2"],  # all stages stop after the same step
     "save": ["--checkpoint.interval=1"],
 }
-DEFAULT = [
-    ("group", signal.SIGTERM, "step"),
+DEFAULT = [  # in a step: test_slurm.py; stages: test_report.py
     ("group", signal.SIGINT, "import"),
     ("launcher", signal.SIGTERM, "save"),
 ]

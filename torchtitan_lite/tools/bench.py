@@ -41,9 +41,10 @@ from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.parallel.process_groups import choose_device
 from torchtitan_lite.step import train_step
 from torchtitan_lite.tools.detect import detect_machine
+from torchtitan_lite.tools.verify.degrees import DEGREES, SHARD
 from torchtitan_lite.tools.verify.plain import make_batch
 from torchtitan_lite.tools.verify.ranks import RankPool
-from torchtitan_lite.tools.verify.reduction import DEGREES, SHARD, override
+from torchtitan_lite.tools.verify.reduction import override
 
 REPLICATE = DEGREES[0]
 

@@ -7,8 +7,6 @@
 The plain loop shares the model file, the initialization and the optimizer with a run on many ranks. The tests compare
 these with transformers and torch. It does not use step.py or the parallelisms.
 
-Errors compare a rank's slice of a tensor with the same slice of the plain loop's tensor. Nothing is gathered.
-
 The steps:
 
     1  start of the schedule     gradients are clipped to half
@@ -20,14 +18,12 @@ The steps:
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils import get_total_norm
 from torch.optim.optimizer import Optimizer
 
@@ -38,7 +34,6 @@ from torchtitan_lite.config.choices import ATTENTIONS
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.model import resolve_model
 from torchtitan_lite.config.schema import Config, LRScheduler
-from torchtitan_lite.dtensor import local_shard
 from torchtitan_lite.extensions.windowed_attention import WindowedAttention
 from torchtitan_lite.model.attention import CausalAttention
 from torchtitan_lite.model.batch import Batch, find_fields
@@ -50,78 +45,6 @@ from torchtitan_lite.model.moe import Experts, MoE, Router
 from torchtitan_lite.model.part import list_moes
 from torchtitan_lite.parallel.context_parallel import CausalContext, GatheringAttention
 from torchtitan_lite.parallel.initial_weights import initialize_weights
-
-ROUNDING = 2.0**-24  # largest relative error of one fp32 operation
-LARGEST = 1e30  # JSON has no infinity
-Coordinates = dict[str, int]  # mesh dim -> coordinate of a rank
-Note = Callable[[str, str, float], None]  # measure, name, error
-Key = tuple[int, str, str]  # step, measure, name of a parameter, module or function
-Noise = dict[
-    tuple[int, str], float
-]  # step, name -> relative error of another rounding in one process
-
-
-@dataclass
-class Seen:
-    """The findings of one rank."""
-
-    coordinates: Coordinates
-    errors: dict[Key, float] = field(default_factory=dict)
-    results: list[dict] = field(default_factory=list)  # of each step, if there is only one rank
-    acted: dict[str, bool | None] = field(default_factory=dict)  # witnesses.Acted
-
-    def note(self, step: int, measure: str, name: str, error: float) -> None:
-        """Record an error of at most LARGEST. If a key has several errors, keep the largest."""
-        key = (step, measure, name)
-        error = error if error < LARGEST else LARGEST  # also NaN
-        self.errors[key] = max(error, self.errors.get(key, 0.0))
-
-
-def local(tensor: Tensor) -> Tensor:
-    return local_shard(tensor).detach()
-
-
-def cut(whole: Tensor, like: Tensor) -> Tensor:
-    """Return the slice of `whole` with the placement of `like` on this rank. No communication."""
-    if not isinstance(like, DTensor):
-        return whole
-    placed = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
-    return placed.to_local()
-
-
-@torch.no_grad()
-def relative_error(
-    tensor: Tensor,
-    whole: Tensor,
-    unit: Tensor | None = None,
-    *,
-    roundings: int = 0,
-    forgives: bool = False,
-) -> float:
-    """Return ||own - right|| over this slice's share of ||unit|| (default: `whole`). If the share is 0, own must be 0.
-
-    An error of `roundings` fp32 roundings per element counts as 0. If `forgives` is true, the largest errors do not
-    count: two elements, plus 0.1 % of all elements. In bfloat16, one element in ten thousand rounds differently.
-    """
-    own = local(tensor).double()
-    right = cut(whole, tensor).double()
-    ignored = roundings * ROUNDING * right.abs()
-    errors = ((own - right).abs() - ignored).clamp(min=0)
-    if forgives and own.isfinite().all():
-        n_ignored = 2 + errors.numel() // 1000
-        errors = errors.flatten().sort().values[:-n_ignored]
-    wrong = errors.norm().item()
-    if wrong == 0:
-        return 0.0
-    unit = whole if unit is None else unit
-    fraction = own.numel() / unit.numel()
-    share = unit.double().norm().item() * math.sqrt(fraction)
-    own_norm = cut(unit, tensor).double().norm().item()
-    scale = max(share, own_norm)
-    return wrong / scale if scale else math.inf
-
-
-# ---------------------------------------------------------------- errors
 
 SPIKE = 10.0  # in units of the largest gradient norm that training.skip_spikes allows
 STEPS = [  # max_norm in units of the gradient norm, and the value to write into one gradient, unless it is 0
@@ -138,7 +61,6 @@ DECIDES = 10.0  # a bias larger than every score
 EMBEDDING_SCALE = 1 / 16
 FIRST_EXPONENT = 13  # positions around 2**13 = 8,192 and the next six powers of two
 N_EXPONENTS = 7
-N_ROUNDINGS = 5  # of the weights, in which the change of a small sum is measured
 
 
 @dataclass(frozen=True)
@@ -440,34 +362,6 @@ def run_plainly(config: Config, n_steps: int) -> list[PlainStep]:
             )
         )
     return steps
-
-
-@torch.no_grad()
-def round_differently(
-    part: nn.Module, generator: torch.Generator, rounding: float = ROUNDING
-) -> None:
-    for parameter in part.parameters():
-        parameter *= 1 + rounding * torch.randn(parameter.shape, generator=generator)
-
-
-@torch.no_grad()
-def measure_noise(config: Config, steps: list[PlainStep], rounding: float = ROUNDING) -> Noise:
-    """Measure how much gradients change if weights are rounded differently: a lot if the terms of a sum cancel."""
-    plain = PlainModel(config)
-    generator = torch.Generator().manual_seed(0)
-    tensors = plain.model.state_dict()
-    noise: Noise = {}
-    for number, step in enumerate(steps):
-        for _ in range(N_ROUNDINGS):
-            for name, weight in step.weights.items():
-                tensors[name].copy_(weight)
-            round_differently(plain.model, generator, rounding)
-            with torch.enable_grad():
-                _, gradients = plain.backward(step.batch)
-            for fqn, gradient in gradients.items():
-                error = relative_error(gradient, step.gradients[fqn])
-                noise[number, fqn] = max(error, noise.get((number, fqn), 0.0))
-    return noise
 
 
 def list_rates(optimizer: Optimizer, parameters: dict[str, Tensor]) -> dict[str, float]:

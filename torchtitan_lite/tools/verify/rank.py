@@ -16,7 +16,7 @@ plain loop. The token is recognized by its scores, so it can be on any rank and 
 import math
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from unittest.mock import patch
@@ -29,30 +29,26 @@ from torchtitan_lite import build
 from torchtitan_lite import step as stepping  # a module, because tests patch its functions
 from torchtitan_lite.checkpoint.load import set_step
 from torchtitan_lite.config import learning_rate
-from torchtitan_lite.config.block import INT8_BLOCK
 from torchtitan_lite.config.checks import plan_layout, resolve_config
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.model import resolve_model
 from torchtitan_lite.config.schema import Config, with_value
 from torchtitan_lite.data.dataset import rows_of_rank
 from torchtitan_lite.extensions.copies import compare_copies
-from torchtitan_lite.extensions.float8_all_gather import PrecomputedScales, find_amax
-from torchtitan_lite.extensions.zero_plus_plus import Packing
-from torchtitan_lite.model.batch import Batch, find_fields
-from torchtitan_lite.model.float8_linear import E4M3, choose_scale
-from torchtitan_lite.model.loss import IGNORE_INDEX, count_valid_tokens
+from torchtitan_lite.model.batch import Batch
+from torchtitan_lite.model.loss import count_valid_tokens
 from torchtitan_lite.model.moe import Router
 from torchtitan_lite.model.rotary import rotary_angles
 from torchtitan_lite.parallel.mesh import build_mesh
-from torchtitan_lite.tools.verify.plain import (
-    EMBEDDING_SCALE,
-    Note,
-    PlainStep,
-    Seen,
-    cut,
-    list_rates,
-    local,
-    relative_error,
+from torchtitan_lite.tools.verify.errors import Note, Seen, cut, local, relative_error
+from torchtitan_lite.tools.verify.plain import EMBEDDING_SCALE, PlainStep, list_rates
+from torchtitan_lite.tools.verify.rounding import (
+    compare_scales,
+    compare_with_halves,
+    find_scales,
+    packing_checked,
+    reductions_noted,
+    sums_in_bfloat16,
 )
 from torchtitan_lite.tools.verify.witnesses import actions_noted
 
@@ -74,9 +70,12 @@ def own_rows(run: build.Run, batch: Batch) -> Batch:
 
 
 def compare_steps(
-    rank: int, world_size: int, config: Config, path: str, *, is_profiled: bool = True
+    rank: int, world_size: int, config: Config, path: str, *, profiled: int | None = None
 ) -> Seen:
-    """Worker: repeat the steps of the plain loop, stored in the file `path`, on this layout. Collective."""
+    """Worker: repeat the steps of the plain loop, stored in the file `path`, on this layout. Collective.
+
+    `profiled`: the number of the step whose operators are profiled. None: of no step.
+    """
     steps: list[PlainStep] = torch.load(path, weights_only=False, mmap=True)
     run = build_small_run(config, world_size)
     seen = Seen(run.mesh.coordinates())
@@ -86,7 +85,7 @@ def compare_steps(
             right = right / EMBEDDING_SCALE
         is_equal = torch.equal(local(parameter), right)
         seen.note(0, "initial weights", fqn, float(not is_equal))
-    with actions_noted(seen.acted, profiled=is_profiled):
+    with actions_noted(seen.acted, profiled):
         for number, plain in enumerate(steps):
             results = compare_step(run, plain, partial(seen.note, number))
             if world_size == 1:
@@ -290,117 +289,3 @@ def cut_piece(whole: Tensor, own: Tensor, sequence_dim: int, run: build.Run) -> 
         if right.shape[dim] == n_pieces * own.shape[dim] and n_pieces in range(2, layout.tp + 1):
             right = right.chunk(n_pieces, dim=dim)[at["tp"] * n_pieces // layout.tp]
     return right
-
-
-# ---------------------------------------------------------------- where a rank rounds
-
-
-def packing_checked(note: Note) -> AbstractContextManager:
-    """Context manager: compare what ZeRO++ packs with its bound, then send exact numbers, which hide no other error."""
-    pack = Packing.pack
-    unpack = Packing.unpack
-    remove_padding = Packing.remove_padding
-
-    def check_and_send(self: Packing, rows: Tensor) -> Tensor:
-        rounded = torch.empty(rows.shape)
-        remove_padding(self, unpack(self, pack(self, rows)), rounded)
-        pair = torch.stack([rows.float(), rounded - rows]).abs()
-        for tensors in pair.split(self.sizes, -1):
-            for blocks in tensors.split(INT8_BLOCK, -1):
-                block, error = blocks
-                largest = block.amax(-1, keepdim=True)
-                half_scale = largest / 253.9  # half a step of the integers, and some rounding
-                worst = error / (half_scale + 1e-30)
-                note("packing", "zero_plus_plus", worst.max().item())
-        sent = rows.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-        sent = sent.view(torch.int8)
-        # A rank must not use its own numbers unrounded, because other ranks see them rounded.
-        rows.fill_(math.nan)
-        return sent
-
-    def receive(self: Packing, sent: Tensor) -> Tensor:
-        return sent.view(torch.float32)
-
-    def write(self: Packing, numbers: Tensor, rows: Tensor) -> None:
-        rows.copy_(numbers)
-
-    return patch.multiple(
-        Packing,
-        pack=check_and_send,
-        unpack=receive,
-        remove_padding=write,
-    )
-
-
-def reductions_noted(note: Note) -> AbstractContextManager:
-    """Context manager: record whether FSDP reduces gradients in float32."""
-    name = "reduce_scatter_tensor"
-    if hasattr(dist, "reduce_scatter_single"):  # torch 2.13
-        name = "reduce_scatter_single"
-    reduce_scatter = getattr(dist, name)
-
-    def reduce(output: Tensor, input: Tensor, *args, **options) -> object:
-        is_rounded = input.dtype != torch.float32
-        note("reduced in float32", "FSDP", float(is_rounded))
-        return reduce_scatter(output, input, *args, **options)
-
-    return patch.object(dist, name, reduce)
-
-
-def find_scales(run: build.Run) -> PrecomputedScales | None:
-    """Return the float8 scales that the run computes after each update. None if it computes none."""
-    for follow_up in run.after_update:
-        if isinstance(follow_up, PrecomputedScales):
-            return follow_up
-    return None
-
-
-def compare_scales(precomputed: PrecomputedScales, note: Note) -> None:
-    """Compare the scales for the next step with scales computed from the weights of that step. Collective."""
-    weights = precomputed.hooks
-    mesh = precomputed.mesh
-    amax = torch.stack([find_amax(weight.shard) for weight in weights])
-    dist.all_reduce(amax, dist.ReduceOp.MAX, group=mesh.get_group(mesh.ndim - 1))
-    scales = torch.stack([weight.scale for weight in weights])
-    error = (scales / choose_scale(amax, E4M3) - 1).abs().max()
-    note("scales", "precompute_scales", error.item())
-
-
-def sums_in_bfloat16(run: build.Run) -> bool:
-    """Return whether gradients of several bfloat16 microbatches are added without any other rounding."""
-    config = run.config
-    is_rounded = config.model.uses_float8 or "qgz" in config.parallelism.zero_plus_plus
-    is_bfloat16 = config.training.mixed_precision_param == "bfloat16"
-    return is_bfloat16 and run.layout.n_microbatches > 1 and not is_rounded
-
-
-def compare_with_halves(
-    run: build.Run, plain: PlainStep, batch: Batch, gradients: dict[str, Tensor], note: Note
-) -> None:
-    """Compare the gradients of all microbatches with the sum of the gradients of two halves. Collective.
-
-    This finds a sum that is rounded to bfloat16 on any layout, because the halves round differently.
-    """
-    differences = dict(gradients)
-    rows = torch.arange(len(batch.tokens))
-    microbatches = rows // run.layout.microbatch_size
-    is_even = microbatches % 2 == 0
-    fields = find_fields(run.config.training.loss, run.config.model.name)
-    # The loss of a half is divided by the tokens of the whole batch.
-    n_tokens = count_valid_tokens(plain.batch.targets)
-    with patch.object(stepping, "count_global_tokens", lambda *_: n_tokens):
-        for is_counted in (is_even, ~is_even):
-            is_left_out = ~is_counted[:, None]
-            targets = batch.targets.masked_fill(is_left_out, IGNORE_INDEX)
-            half = replace(batch, targets=targets).with_fields(fields)
-            stepping.compute_gradients(run, half)
-            for fqn, parameter in run.parameters.items():
-                gradient = local(parameter.grad)
-                differences[fqn] = differences[fqn] - gradient
-    for fqn, parameter in run.parameters.items():
-        gradient = local(parameter.grad)
-        gradient.copy_(differences[fqn])
-        right = plain.gradients[fqn]
-        nothing = torch.zeros_like(right)
-        error = relative_error(parameter.grad, nothing, right)
-        note("sum of microbatches", fqn, error)

@@ -1,7 +1,6 @@
 """Reduce a real config to laptop size. Keep the relations between sizes that decide which faults a layout shows.
 
-    degrees         exactly as in the config, or an error with the command for a smaller layout. An automatic dp_shard
-                    gets all remaining ranks, at least two: with one, nothing would be sharded
+    degrees         exactly as in the config, or an error with the command for a smaller layout (degrees.py)
     kept relations  query heads per key/value head; one or several key/value heads per tp rank; which sizes tp x
                     dp_shard divides; one or several stages per rank; even or uneven stages; embedding or head alone on
                     a stage; more, fewer, or the same number of microbatches as stages;
@@ -24,16 +23,16 @@ The certificate lists every difference from the real config, because these are n
 """
 
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import product
-from math import gcd, lcm, prod
+from math import lcm
 
 from torchtitan_lite.config.block import find_expert_dim
 from torchtitan_lite.config.checks import check_microbatches, plan_layout
 from torchtitan_lite.config.choices import ATTENTIONS, SCHEDULES, list_windows
 from torchtitan_lite.config.float8 import FLOAT8_BLOCK
-from torchtitan_lite.config.layout import Layout, count_stages, plan_degrees, plan_stages
+from torchtitan_lite.config.layout import Layout, count_stages, plan_stages
 from torchtitan_lite.config.messages import ConfigError, Problem, name_command
 from torchtitan_lite.config.model import find_row, resolve_model
 from torchtitan_lite.config.model_rows import ModelArgs
@@ -45,83 +44,14 @@ from torchtitan_lite.config.schema import (
     get_value,
     with_value,
 )
-
-SHARD = "parallelism.data_parallel_shard_degree"
-CP = "parallelism.context_parallel_degree"
-TP = "parallelism.tensor_parallel_degree"
-EP = "parallelism.expert_parallel_degree"  # not a mesh dim: uses the ranks of dp_shard x cp x tp
-DEGREES = (  # if several degrees are largest, the first of them is made smaller
-    "parallelism.data_parallel_replicate_degree",
+from torchtitan_lite.tools.verify.degrees import (
+    AUTOMATIC,
+    DEGREES,
     SHARD,
-    "parallelism.pipeline_parallel_degree",
-    CP,
-    TP,
-    EP,
+    choose_dp_shard,
+    count_ranks,
+    list_smaller,
 )
-AUTOMATIC = -1
-
-
-def find_shard_unit(section: Parallelism) -> int:
-    """Return the smallest dp_shard for this ep. An automatic dp_shard must be a multiple of it."""
-    ep = section.expert_parallel_degree
-    return ep // gcd(ep, section.context_parallel_degree * section.tensor_parallel_degree)
-
-
-def count_ranks(section: Parallelism) -> int:
-    """Return the minimum number of ranks for these degrees. An automatic dp_shard is at least 2."""
-    n_ranks = prod(plan_degrees(section, 1).values())
-    if section.data_parallel_shard_degree == AUTOMATIC:
-        n_ranks *= max(2, find_shard_unit(section))
-    return n_ranks
-
-
-def choose_dp_shard(section: Parallelism, max_ranks: int) -> int:
-    """Return dp_shard. An automatic value becomes all remaining ranks; any other is already a multiple of the unit."""
-    unit = find_shard_unit(section)
-    return plan_degrees(section, max_ranks)["dp_shard"] // unit * unit
-
-
-def list_smaller(config: Config) -> Iterator[Config]:
-    """Yield the config on fewer and fewer ranks. Each time the largest degree is divided by its smallest factor."""
-    while True:
-        degrees = {key: get_value(config, key) for key in DEGREES}
-        key = max(DEGREES, key=degrees.get)
-        degree = degrees[key]
-        if degree == 1:
-            return
-        factor = next(n for n in range(2, degree + 1) if degree % n == 0)
-        config = with_value(config, key, degree // factor)
-        degrees[key] = degree // factor
-        if degrees[SHARD] != AUTOMATIC:
-            n_ranks = degrees[SHARD] * degrees[CP] * degrees[TP]
-            config = with_value(config, EP, gcd(degrees[EP], n_ranks))
-        yield config
-
-
-def choose_other_layout(config: Config, n_ranks: int) -> Config:
-    """Return the config on another mesh of the same ranks, with the same global batch and another ep if possible.
-
-    It has tp = 2, and dp_shard over the rest. If that is not possible, dp_shard covers all ranks.
-    """
-    args = resolve_model(config.model)
-    asked = {key: get_value(config, key) for key in DEGREES}
-    eps = [1]
-    if args.moe:
-        eps = sorted((2, n_ranks, 1), key=lambda ep: ep == asked[EP])
-    for ep in eps:
-        for tp in (gcd(2, n_ranks), 1):
-            degrees = dict.fromkeys(DEGREES, 1) | {TP: tp, SHARD: n_ranks // tp, EP: ep}
-            other = config
-            for key, degree in degrees.items():
-                other = with_value(other, key, degree)
-            try:
-                plan_layout(other, args, n_ranks)
-            except ConfigError:
-                continue
-            if degrees != asked:
-                return other
-    return config
-
 
 # ---------------------------------------------------------------- the small config
 

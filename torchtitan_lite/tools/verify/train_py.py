@@ -41,18 +41,25 @@ from torchtitan_lite.model.moe import Router
 from torchtitan_lite.models.registry import MODELS
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 from torchtitan_lite.tools.corpora.prepare import PrepareSettings, prepare
-from torchtitan_lite.tools.verify.plain import Noise, Seen, relative_error, round_differently
-from torchtitan_lite.tools.verify.rank import packing_checked
+from torchtitan_lite.tools.verify.degrees import choose_other_layout
+from torchtitan_lite.tools.verify.errors import Seen, relative_error
 from torchtitan_lite.tools.verify.reduction import (
     STAGES,
     TOKENIZER,
     Reduction,
-    choose_other_layout,
     leave_out_compiler,
     override,
     put_on_one_rank,
 )
-from torchtitan_lite.tools.verify.trial import BOUNDS, RunRanks, Trial, judge
+from torchtitan_lite.tools.verify.rounding import packing_checked
+from torchtitan_lite.tools.verify.trial import (
+    BOUNDS,
+    Noise,
+    RunRanks,
+    Trial,
+    judge,
+    round_differently,
+)
 from torchtitan_lite.tools.verify.witnesses import Acted, actions_noted, merge
 
 RESUMED = {  # more steps, and values that any layout can run
@@ -166,7 +173,7 @@ def start_train(
         patch.dict(MODELS[flavors["debug"].name].flavors, flavors),
         patch.object(Router, "choose", choose_by_bias),
         packing_checked(lambda *_: None),
-        actions_noted(acted),
+        actions_noted(acted, profiled=1),
         redirect_stdout(log),
         redirect_stderr(log),
     ):

@@ -19,20 +19,20 @@ from itertools import combinations
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from torchtitan_lite.config.float8 import SKIP_SMALL
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.schema import Config, with_value
 from torchtitan_lite.tools.plan.dry_run import find_crash
-from torchtitan_lite.tools.verify.plain import (
+from torchtitan_lite.tools.verify.errors import (
     ROUNDING,
     Coordinates,
     Key,
-    Noise,
     Seen,
-    measure_noise,
-    run_plainly,
+    relative_error,
 )
+from torchtitan_lite.tools.verify.plain import PlainModel, PlainStep, run_plainly
 from torchtitan_lite.tools.verify.rank import compare_steps
 from torchtitan_lite.tools.verify.ranks import NoAnswer, RankFailure
 from torchtitan_lite.tools.verify.reduction import (
@@ -44,6 +44,8 @@ from torchtitan_lite.tools.verify.reduction import (
 from torchtitan_lite.tools.verify.witnesses import Acted, merge
 
 RunRanks = Callable[..., list]  # (worker, world_size, *args) -> one result per rank
+# step, name -> relative error of another rounding in one process
+Noise = dict[tuple[int, str], float]
 
 # Errors of correct layouts: gradients 2e-6, with twelve MoE layers 8e-6; state 2e-7, updates 4e-8.
 SUMS = 1e-5  # sums in another order
@@ -51,6 +53,7 @@ SAME = 5e-6  # the same numbers rounded differently
 EXACT = 0.0
 # Terms of a sum may cancel. An error is correct if other roundings in one process change the sum by a tenth of it.
 NOISE = 10.0
+N_ROUNDINGS = 5  # of the weights
 OF_SUMS = ("gradients", "sum of microbatches", "saved tensor")  # measures
 BOUNDS = {  # measure, in the order of a step -> largest error of a correct layout
     "initial weights": EXACT,
@@ -123,11 +126,12 @@ def try_layout(
     A single step is not profiled: the step of the deep trial is so long that profiling would take most of the time.
     """
     steps = run_plainly(config, n_steps)
-    is_profiled = n_steps > 1
+    # the second step also uses what the first one has computed for it
+    profiled = 1 if n_steps > 1 else None
     find_noise = partial(measure_noise, config, steps)
     path = folder / f"{name}.pt"
     torch.save([replace(step, outputs={}) for step in steps], path)
-    ranks = run_ranks(compare_steps, world_size, config, str(path), is_profiled=is_profiled)
+    ranks = run_ranks(compare_steps, world_size, config, str(path), profiled=profiled)
     trial = judge(name, ranks, find_noise)
     ran = with_value(config, "training.max_norm", round(steps[0].max_norm, 3))
     acted = merge(rank.acted for rank in ranks)
@@ -242,7 +246,8 @@ def try_precision(name: str, reduction: Reduction, run_ranks: RunRanks, folder: 
     if is_exact:
         rounded = [replace(step, **own) for step, own in zip(steps, one.results, strict=True)]
         torch.save(rounded, path)
-    ranks = run_ranks(compare_steps, layout.world_size, config, str(path))
+    profiled = min(1, n_steps - 1)
+    ranks = run_ranks(compare_steps, layout.world_size, config, str(path), profiled=profiled)
 
     def choose_bound(key: Key) -> float | None:
         _, measure, fqn = key
@@ -275,3 +280,34 @@ def make_config(reduction: Reduction, *, float8: bool) -> Config:
         keys["model.converters"] = reduction.real.model.converters
         keys["quantize.linear.float8"] = replace(section, emulate=True, filter_fqns=filters)
     return override(leave_out_compiler(reduction.config), keys)
+
+
+# ---------------------------------------------------------------- noise
+
+
+@torch.no_grad()
+def round_differently(
+    part: nn.Module, generator: torch.Generator, rounding: float = ROUNDING
+) -> None:
+    for parameter in part.parameters():
+        parameter *= 1 + rounding * torch.randn(parameter.shape, generator=generator)
+
+
+@torch.no_grad()
+def measure_noise(config: Config, steps: list[PlainStep], rounding: float = ROUNDING) -> Noise:
+    """Measure how much gradients change if weights are rounded differently: a lot if the terms of a sum cancel."""
+    plain = PlainModel(config)
+    generator = torch.Generator().manual_seed(0)
+    tensors = plain.model.state_dict()
+    noise: Noise = {}
+    for number, step in enumerate(steps):
+        for _ in range(N_ROUNDINGS):
+            for name, weight in step.weights.items():
+                tensors[name].copy_(weight)
+            round_differently(plain.model, generator, rounding)
+            with torch.enable_grad():
+                _, gradients = plain.backward(step.batch)
+            for fqn, gradient in gradients.items():
+                error = relative_error(gradient, step.gradients[fqn])
+                noise[number, fqn] = max(error, noise.get((number, fqn), 0.0))
+    return noise

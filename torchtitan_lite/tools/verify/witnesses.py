@@ -4,20 +4,16 @@
     did not act    a trial ran the value, but no rank saw it act
     off            the value turns its feature off, or belongs to a feature that is off: there is nothing to see
 
-A witness looks at a step from outside. The profile of torch names each operator, collective of FSDP and compiled region
-that ran. Events outside of backward and inside are counted apart, because recompute shows as an operator of forward
-that ran in backward.
+A witness looks at a step from outside. One step of a trial is profiled.
 """
 
-import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.profiler import profile
 
 from torchtitan_lite import build
@@ -25,78 +21,15 @@ from torchtitan_lite import step as stepping
 from torchtitan_lite.config.choices import ATTENTIONS, OPTIMIZERS
 from torchtitan_lite.config.model import MODEL_SIZES
 from torchtitan_lite.config.model_rows import MoEArgs
-from torchtitan_lite.config.schema import Config, get_value
+from torchtitan_lite.config.schema import get_value
 from torchtitan_lite.extensions.parameter_groups import list_used
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.model.float8_linear import Float8Linear
 from torchtitan_lite.model.own_attention import list_attentions
-from torchtitan_lite.step import StepResult
-from torchtitan_lite.tools.verify.plain import has_formula, local
-from torchtitan_lite.tools.verify.reduction import DEGREES
-
-
-@dataclass(frozen=True)
-class Observed:
-    """A step that one rank ran in a trial."""
-
-    run: build.Run  # with the config of the trial, resolved
-    batch: Batch
-    result: StepResult
-    biases: dict[str, Tensor]  # of the experts, before the step
-    # Events of the profile by name, outside of backward and inside. Empty if the step was not profiled.
-    forward: Counter[str]
-    backward: Counter[str]
-
-    @property
-    def config(self) -> Config:
-        return self.run.config
-
-    @property
-    def rate(self) -> float:
-        """Learning rate as a fraction of its peak."""
-        return self.result.rates["lr"] / (self.config.optimizer.lr or 1.0)
-
-    @property
-    def position(self) -> int:
-        """Position of the step in the learning-rate schedule."""
-        return self.run.lr_scheduler.last_epoch - 1
-
-    @property
-    def moments(self) -> list[Tensor]:
-        """Optimizer state of the parameters, without counters. A fork may have any names."""
-        found = []
-        for parameter in self.run.parameters.values():
-            state = self.run.optimizer.state[parameter]
-            found += [tensor for tensor in state.values() if tensor.dim()]
-        return found
-
-    def runs_thread(self, name: str) -> bool:
-        return any(thread.name.startswith(name) for thread in threading.enumerate())
-
-
-def count(events: Counter[str], *words: str) -> int:
-    """Return the number of events whose names contain one of the words."""
-    return sum(n for name, n in events.items() if any(word in name for word in words))
-
-
-def count_events(profiler: profile) -> tuple[Counter[str], Counter[str]]:
-    """Count the events of a profile by name, outside of backward and inside. Some names include a dtype."""
-    forward: Counter[str] = Counter()
-    backward: Counter[str] = Counter()
-    if not profiler.enabled:
-        return forward, backward
-    end_ns = 0  # end of the last node of autograd
-    for event in sorted(profiler.kineto_results.events(), key=lambda event: event.start_ns()):
-        name = event.name()
-        start_ns = event.start_ns()
-        if name.startswith("autograd::engine::evaluate_function"):
-            end_ns = max(end_ns, start_ns + event.duration_ns())
-        if name in ("aten::mm", "c10d::_allgather_base_"):
-            name = f"{name} {event.dtypes()[0]}"
-        events = backward if start_ns < end_ns else forward
-        events[name] += 1
-    return forward, backward
-
+from torchtitan_lite.tools.verify.degrees import DEGREES
+from torchtitan_lite.tools.verify.errors import local
+from torchtitan_lite.tools.verify.observed import Observed, count, count_events
+from torchtitan_lite.tools.verify.plain import has_formula
 
 # ---------------------------------------------------------------- the facts
 
@@ -196,7 +129,8 @@ def runs_implementation(step: Observed) -> bool | None:
     if count(step.forward, "_fused_adam"):
         return section.implementation == "fused"
     is_foreach = count(step.forward, "_foreach_addcdiv") > 0
-    return section.implementation == ("foreach" if is_foreach else "for-loop")
+    is_asked = section.implementation == ("foreach" if is_foreach else "for-loop")
+    return bool(step.forward) and is_asked
 
 
 def moves_biases(step: Observed) -> bool | None:
@@ -288,11 +222,6 @@ def recomputes(step: Observed) -> bool | None:
     return once_on(is_on, any("rms_norm" in name or "attention" in name for name in repeated))
 
 
-def recomputes_in(step: Observed, mode: str) -> bool | None:
-    """Return whether blocks are recomputed, or None if recompute has a different mode."""
-    return recomputes(step) if step.config.activation_checkpoint.mode == mode else None
-
-
 def compiles(step: Observed) -> bool | None:
     """A compiled block is an autograd function, unless the backend is "eager". The compiled loss is none."""
     section = step.config.compile
@@ -338,12 +267,6 @@ def saves_in_thread(step: Observed) -> bool | None:
     """Nothing is pinned on a CPU."""
     mode = step.config.checkpoint.async_mode
     return once_on(mode != "disabled", mode == "async" and step.runs_thread("checkpoint"))
-
-
-def warns_only(step: Observed) -> bool | None:
-    section = step.config.debug
-    is_on = section.deterministic and section.deterministic_warn_only
-    return once_on(is_on, torch.is_deterministic_algorithms_warn_only_enabled())
 
 
 # ---------------------------------------------------------------- the table
@@ -400,8 +323,8 @@ WITNESSES: dict[str, Witness] = {
     "lr_scheduler.min_lr_factor": ends_above_zero,
     "checkpoint.async_mode": saves_in_thread,
     "activation_checkpoint.mode": recomputes,
-    "activation_checkpoint.selective_ac_option": lambda step: recomputes_in(step, "selective"),
-    "activation_checkpoint.memory_budget": lambda step: recomputes_in(step, "memory_budget"),
+    "activation_checkpoint.selective_ac_option": recomputes,
+    "activation_checkpoint.memory_budget": recomputes,
     "compile.enable": compiles,
     "compile.components": compiles,
     "compile.backend": compiles,
@@ -410,7 +333,6 @@ WITNESSES: dict[str, Witness] = {
     "quantize.linear.float8.emulate": multiplies_in_float8,
     "quantize.linear.float8.enable_fsdp_float8_all_gather": gathers_in_float8,
     "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": precomputes_scales,
-    "debug.deterministic_warn_only": warns_only,
 }
 
 
@@ -418,15 +340,21 @@ WITNESSES: dict[str, Witness] = {
 
 
 @contextmanager
-def actions_noted(acted: Acted, *, profiled: bool = True) -> Iterator[None]:
-    """Context manager: note in `acted` which keys act in the steps of this rank."""
+def actions_noted(acted: Acted, profiled: int | None) -> Iterator[None]:
+    """Context manager: note in `acted` which keys act in the steps of this rank.
+
+    `profiled` is the number of the step whose operators are profiled. This takes as long as three other steps.
+    """
     train_step = stepping.train_step
+    n_steps = 0
 
     def watch(run: build.Run, batch: Batch, *args) -> stepping.StepResult:
+        nonlocal n_steps
         biases = {}
         if run.balance:
             biases = {fqn: bias.clone() for fqn, bias in run.balance.biases.items()}
-        profiler = profile(enabled=profiled, record_shapes=True)
+        profiler = profile(enabled=n_steps == profiled, record_shapes=True)
+        n_steps += 1
         with profiler:
             result = train_step(run, batch, *args)
         step = Observed(run, batch, result, biases, *count_events(profiler))

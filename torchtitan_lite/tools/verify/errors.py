@@ -1,0 +1,77 @@
+"""The error of a rank: its slice of a tensor beside the same slice of the plain loop's tensor. Nothing is gathered."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from torchtitan_lite.dtensor import local_shard
+
+ROUNDING = 2.0**-24  # largest relative error of one fp32 operation
+LARGEST = 1e30  # JSON has no infinity
+Coordinates = dict[str, int]  # mesh dim -> coordinate of a rank
+Note = Callable[[str, str, float], None]  # measure, name, error
+Key = tuple[int, str, str]  # step, measure, name of a parameter, module or function
+
+
+@dataclass
+class Seen:
+    """The findings of one rank."""
+
+    coordinates: Coordinates
+    errors: dict[Key, float] = field(default_factory=dict)
+    results: list[dict] = field(default_factory=list)  # of each step, if there is only one rank
+    acted: dict[str, bool | None] = field(default_factory=dict)  # witnesses.Acted
+
+    def note(self, step: int, measure: str, name: str, error: float) -> None:
+        """Record an error of at most LARGEST. If a key has several errors, keep the largest."""
+        key = (step, measure, name)
+        error = error if error < LARGEST else LARGEST  # also NaN
+        self.errors[key] = max(error, self.errors.get(key, 0.0))
+
+
+def local(tensor: Tensor) -> Tensor:
+    return local_shard(tensor).detach()
+
+
+def cut(whole: Tensor, like: Tensor) -> Tensor:
+    """Return the slice of `whole` with the placement of `like` on this rank. No communication."""
+    if not isinstance(like, DTensor):
+        return whole
+    placed = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+    return placed.to_local()
+
+
+@torch.no_grad()
+def relative_error(
+    tensor: Tensor,
+    whole: Tensor,
+    unit: Tensor | None = None,
+    *,
+    roundings: int = 0,
+    forgives: bool = False,
+) -> float:
+    """Return ||own - right|| over this slice's share of ||unit|| (default: `whole`). If the share is 0, own must be 0.
+
+    An error of `roundings` fp32 roundings per element counts as 0. If `forgives` is true, the largest errors do not
+    count: two elements, plus 0.1 % of all elements. In bfloat16, one element in ten thousand rounds differently.
+    """
+    own = local(tensor).double()
+    right = cut(whole, tensor).double()
+    ignored = roundings * ROUNDING * right.abs()
+    errors = ((own - right).abs() - ignored).clamp(min=0)
+    if forgives and own.isfinite().all():
+        n_ignored = 2 + errors.numel() // 1000
+        errors = errors.flatten().sort().values[:-n_ignored]
+    wrong = errors.norm().item()
+    if wrong == 0:
+        return 0.0
+    unit = whole if unit is None else unit
+    fraction = own.numel() / unit.numel()
+    share = unit.double().norm().item() * math.sqrt(fraction)
+    own_norm = cut(unit, tensor).double().norm().item()
+    scale = max(share, own_norm)
+    return wrong / scale if scale else math.inf

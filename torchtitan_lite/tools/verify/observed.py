@@ -1,0 +1,80 @@
+"""What one rank shows of a step from outside: its result, its optimizer state, the events of torch's profile.
+
+Events outside of backward and inside are counted apart, because recompute shows as an operator of forward that ran in
+backward. Names of events are operators, collectives of FSDP and compiled regions.
+"""
+
+import threading
+from collections import Counter
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.autograd.profiler import profile
+
+from torchtitan_lite import build
+from torchtitan_lite.config.schema import Config
+from torchtitan_lite.model.batch import Batch
+from torchtitan_lite.step import StepResult
+
+
+@dataclass(frozen=True)
+class Observed:
+    """A step that one rank ran in a trial."""
+
+    run: build.Run  # with the config of the trial, resolved
+    batch: Batch
+    result: StepResult
+    biases: dict[str, Tensor]  # of the experts, before the step
+    # Events of the profile by name, outside of backward and inside. Empty if the step was not profiled.
+    forward: Counter[str]
+    backward: Counter[str]
+
+    @property
+    def config(self) -> Config:
+        return self.run.config
+
+    @property
+    def rate(self) -> float:
+        """Learning rate as a fraction of its peak."""
+        return self.result.rates["lr"] / (self.config.optimizer.lr or 1.0)
+
+    @property
+    def position(self) -> int:
+        """Position of the step in the learning-rate schedule."""
+        return self.run.lr_scheduler.last_epoch - 1
+
+    @property
+    def moments(self) -> list[Tensor]:
+        """Optimizer state of the parameters, without counters. A fork may have any names."""
+        found = []
+        for parameter in self.run.parameters.values():
+            state = self.run.optimizer.state[parameter]
+            found += [tensor for tensor in state.values() if tensor.dim()]
+        return found
+
+    def runs_thread(self, name: str) -> bool:
+        return any(thread.name.startswith(name) for thread in threading.enumerate())
+
+
+def count(events: Counter[str], text: str) -> int:
+    """Return the number of events whose names contain the text."""
+    return sum(n for name, n in events.items() if text in name)
+
+
+def count_events(profiler: profile) -> tuple[Counter[str], Counter[str]]:
+    """Count the events of a profile by name, outside of backward and inside. Some names include a dtype."""
+    forward: Counter[str] = Counter()
+    backward: Counter[str] = Counter()
+    if not profiler.enabled:
+        return forward, backward
+    end_ns = 0  # end of the last node of autograd
+    for event in sorted(profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        name = event.name()
+        start_ns = event.start_ns()
+        if name.startswith("autograd::engine::evaluate_function"):
+            end_ns = max(end_ns, start_ns + event.duration_ns())
+        if name in ("aten::mm", "c10d::_allgather_base_"):
+            name = f"{name} {event.dtypes()[0]}"
+        events = backward if start_ns < end_ns else forward
+        events[name] += 1
+    return forward, backward

@@ -1,0 +1,130 @@
+"""Where a rank rounds: integers of ZeRO++, the dtype of FSDP's reductions, scales of float8, sums in bfloat16."""
+
+import math
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchtitan_lite import build
+from torchtitan_lite import step as stepping  # a module, because tests patch its functions
+from torchtitan_lite.config.block import INT8_BLOCK
+from torchtitan_lite.extensions.float8_all_gather import PrecomputedScales, find_amax
+from torchtitan_lite.extensions.zero_plus_plus import Packing
+from torchtitan_lite.model.batch import Batch, find_fields
+from torchtitan_lite.model.float8_linear import E4M3, choose_scale
+from torchtitan_lite.model.loss import IGNORE_INDEX, count_valid_tokens
+from torchtitan_lite.tools.verify.errors import Note, local, relative_error
+from torchtitan_lite.tools.verify.plain import PlainStep
+
+
+def packing_checked(note: Note) -> AbstractContextManager:
+    """Context manager: compare what ZeRO++ packs with its bound, then send exact numbers, which hide no other error."""
+    pack = Packing.pack
+    unpack = Packing.unpack
+    remove_padding = Packing.remove_padding
+
+    def check_and_send(self: Packing, rows: Tensor) -> Tensor:
+        rounded = torch.empty(rows.shape)
+        remove_padding(self, unpack(self, pack(self, rows)), rounded)
+        pair = torch.stack([rows.float(), rounded - rows]).abs()
+        for tensors in pair.split(self.sizes, -1):
+            for blocks in tensors.split(INT8_BLOCK, -1):
+                block, error = blocks
+                largest = block.amax(-1, keepdim=True)
+                half_scale = largest / 253.9  # half a step of the integers, and some rounding
+                worst = error / (half_scale + 1e-30)
+                note("packing", "zero_plus_plus", worst.max().item())
+        sent = rows.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        sent = sent.view(torch.int8)
+        # A rank must not use its own numbers unrounded, because other ranks see them rounded.
+        rows.fill_(math.nan)
+        return sent
+
+    def receive(self: Packing, sent: Tensor) -> Tensor:
+        return sent.view(torch.float32)
+
+    def write(self: Packing, numbers: Tensor, rows: Tensor) -> None:
+        rows.copy_(numbers)
+
+    return patch.multiple(
+        Packing,
+        pack=check_and_send,
+        unpack=receive,
+        remove_padding=write,
+    )
+
+
+def reductions_noted(note: Note) -> AbstractContextManager:
+    """Context manager: record whether FSDP reduces gradients in float32."""
+    name = "reduce_scatter_tensor"
+    if hasattr(dist, "reduce_scatter_single"):  # torch 2.13
+        name = "reduce_scatter_single"
+    reduce_scatter = getattr(dist, name)
+
+    def reduce(output: Tensor, input: Tensor, *args, **options) -> object:
+        is_rounded = input.dtype != torch.float32
+        note("reduced in float32", "FSDP", float(is_rounded))
+        return reduce_scatter(output, input, *args, **options)
+
+    return patch.object(dist, name, reduce)
+
+
+def find_scales(run: build.Run) -> PrecomputedScales | None:
+    """Return the float8 scales that the run computes after each update. None if it computes none."""
+    scales = [each for each in run.after_update if isinstance(each, PrecomputedScales)]
+    return scales[0] if scales else None
+
+
+def compare_scales(precomputed: PrecomputedScales, note: Note) -> None:
+    """Compare the scales for the next step with scales computed from the weights of that step. Collective."""
+    weights = precomputed.hooks
+    mesh = precomputed.mesh
+    amax = torch.stack([find_amax(weight.shard) for weight in weights])
+    dist.all_reduce(amax, dist.ReduceOp.MAX, group=mesh.get_group(mesh.ndim - 1))
+    scales = torch.stack([weight.scale for weight in weights])
+    error = (scales / choose_scale(amax, E4M3) - 1).abs().max()
+    note("scales", "precompute_scales", error.item())
+
+
+def sums_in_bfloat16(run: build.Run) -> bool:
+    """Return whether gradients of several bfloat16 microbatches are added without any other rounding."""
+    config = run.config
+    is_rounded = config.model.uses_float8 or "qgz" in config.parallelism.zero_plus_plus
+    is_bfloat16 = config.training.mixed_precision_param == "bfloat16"
+    return is_bfloat16 and run.layout.n_microbatches > 1 and not is_rounded
+
+
+def compare_with_halves(
+    run: build.Run, plain: PlainStep, batch: Batch, gradients: dict[str, Tensor], note: Note
+) -> None:
+    """Compare the gradients of all microbatches with the sum of the gradients of two halves. Collective.
+
+    This finds a sum that is rounded to bfloat16 on any layout, because the halves round differently.
+    """
+    differences = dict(gradients)
+    rows = torch.arange(len(batch.tokens))
+    microbatches = rows // run.layout.microbatch_size
+    is_even = microbatches % 2 == 0
+    fields = find_fields(run.config.training.loss, run.config.model.name)
+    # The loss of a half is divided by the tokens of the whole batch.
+    n_tokens = count_valid_tokens(plain.batch.targets)
+    with patch.object(stepping, "count_global_tokens", lambda *_: n_tokens):
+        for is_counted in (is_even, ~is_even):
+            is_left_out = ~is_counted[:, None]
+            targets = batch.targets.masked_fill(is_left_out, IGNORE_INDEX)
+            half = replace(batch, targets=targets).with_fields(fields)
+            stepping.compute_gradients(run, half)
+            for fqn, parameter in run.parameters.items():
+                gradient = local(parameter.grad)
+                differences[fqn] = differences[fqn] - gradient
+    for fqn, parameter in run.parameters.items():
+        gradient = local(parameter.grad)
+        gradient.copy_(differences[fqn])
+        right = plain.gradients[fqn]
+        nothing = torch.zeros_like(right)
+        error = relative_error(parameter.grad, nothing, right)
+        note("sum of microbatches", fqn, error)
