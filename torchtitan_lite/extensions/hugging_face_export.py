@@ -1,7 +1,7 @@
 """Write config.json of a Hugging Face folder, or explain why a model has none. Needs no torch.
 
-Exports use the format of transformers 4, which every version reads. A model that fits no family in the table of its
-model cannot be exported.
+Exports use the format of transformers 4, which later versions read too. A model can be exported only if it fits a
+family in its table.
 """
 
 from dataclasses import fields
@@ -85,7 +85,7 @@ def make_config(
             changed[TIED] = model_args.tie_embeddings
         if context and context > (published.get(LENGTH) or context):
             changed[LENGTH] = context
-            if scaling and scaling.kind == "llama3":  # here, the default is the original length
+            if scaling and scaling.kind == "llama3":  # defaults to the context length
                 changed[ORIGINAL_LENGTH] = scaling.original_length
         return published | changed
     family = find_family(model_args)
@@ -119,7 +119,7 @@ def make_config(
 
 
 def describe_windows(model_args: ModelArgs, family: Family) -> dict[str, object]:
-    """Return the keys of config.json that describe the windows of a model, or that it has none."""
+    """Return the keys of config.json that describe the windows of a model, or turn windows off."""
     is_sliding = [model_args.find_window(layer) is not None for layer in range(model_args.n_layers)]
     keys: dict[str, object] = {"sliding_window": model_args.sliding_window}
     if not any(is_sliding):

@@ -46,7 +46,7 @@ def list_members(
 
 
 def list_used(groups: Sequence[ParameterGroup], model_args: ModelArgs) -> list[ParameterGroup]:
-    """Return the groups that have a parameter of this model."""
+    """Return the groups that match a parameter of this model."""
     members = list_members(groups, list_parameters(model_args))
     return [group for group in groups if members[group]]
 
@@ -97,7 +97,7 @@ def describe_groups(config: Config, model_args: ModelArgs) -> list[str]:
 
 
 def convert_table(kind: type, value: Any) -> Any:
-    """Convert a table of a list of tables to its dataclass. Raises WrongValue."""
+    """Convert one [[table]] of a list to its dataclass. Raises WrongValue."""
     remedy = describe_list(kind)
     if not isinstance(value, dict):
         raise WrongValue(f"{value!r} is not a table", remedy)

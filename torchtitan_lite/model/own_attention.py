@@ -1,4 +1,4 @@
-"""Find attention that a model computes in a way of its own, before context parallel or a cache replaces it."""
+"""Find custom attention in a model, before context parallel or a KV cache replaces it."""
 
 import inspect
 
@@ -14,10 +14,10 @@ def list_attentions(part: nn.Module) -> dict[str, InnerAttention]:
 
 
 def explain_own_attention(part: nn.Module, expected: type[InnerAttention]) -> str:
-    """Explain where a part, for example of a fork, computes attention in a way of its own; "" if it does so nowhere.
+    """Explain where a part, for example of a fork, has custom attention; "" if it has none.
 
-    A part does so if an inner attention is not exactly of the class that `build_attention` returns, if a module does
-    not call its inner attention, or if a block has no inner attention.
+    Attention is custom if the class of an inner attention is not exactly the class that `build_attention` returns, if a
+    module does not call its inner attention, or if a block has no inner attention.
     """
     attentions = list_attentions(part)
     for layer in part.layers:
@@ -48,7 +48,7 @@ def reads_child(module: nn.Module, child: str) -> bool:
                 return True
             unread |= names - read
             if names and "super" not in names:
-                break  # it overrides the others
+                break  # overrides all later methods
     return False
 
 

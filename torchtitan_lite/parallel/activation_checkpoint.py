@@ -1,4 +1,4 @@
-"""Activation checkpointing: save fewer activations in forward, and recompute the others in backward. torch.compile.
+"""Activation checkpointing (save fewer activations in forward, recompute the others in backward) and torch.compile.
 
     mode        saved for backward, per block         recomputed
     none        every activation                      nothing
@@ -8,9 +8,9 @@
     full        the block's input (B, S, D)           the block: a third more FLOPs
     memory_budget: the fraction of activations that a compiled block may save; the compiler recomputes the cheapest
 
-It adds no collectives, but recompute repeats the TP collectives whose outputs are not saved. So "op" saves the outputs
-of collectives that reduce. The bound `forward` of each block is replaced in place, so FQNs do not change. A pipeline
-schedule that splits backward would recompute in each half and for each weight, so config/checks.py refuses it.
+Recompute repeats the TP collectives whose outputs are not saved. So "op" saves the outputs of collectives that reduce.
+The bound `forward` of each block is replaced in place, so FQNs do not change. A pipeline schedule that splits backward
+would recompute in each half and for each weight, so config/checks.py refuses recompute under such a schedule.
 
 Selective recompute handles each operator in Python. Without compile, this costs the host more time than all collectives
 of the step: debug_3d trained 1,355 tokens/s with "none" and 800 with "selective" (two x86_64 cores, gloo, November
@@ -50,7 +50,7 @@ KEPT_OPS = [  # outputs worth saving: expensive to compute, or received from oth
     aten.amax.default,  # float8 scales: tiny, but recompute would read the full tensor
     aten.topk.default,  # routes of an MoE layer: small, and recompute must not choose different ones
     torch.ops.higher_order.flex_attention,  # inside a compiled block
-    torch.ops.higher_order.inductor_compiled_code,  # separately compiled, in an eager block
+    torch.ops.higher_order.inductor_compiled_code,  # flex attention in an eager block
     collectives.reduce_scatter_tensor.default,
     collectives.all_to_all_single.default,
 ]
@@ -71,8 +71,8 @@ def recompute_and_compile(part: nn.Module, config: Config, mesh: Mesh) -> None:
         compiled = recomputed
         moe = moes.get(int(layer))
         if moe is not None:
-            # An MoE block is recomputed and compiled in pieces: FSDP's hooks for the experts run in the middle of it,
-            # and the number of rows per expert is only known there.
+            # An MoE block is recomputed and compiled in pieces: FSDP's hooks for the experts run in the middle of the
+            # block, where the number of rows per expert becomes known.
             dense = [(block, "attend")]
             if block.shared_experts is not None:
                 dense.append((block.shared_experts, "forward"))
@@ -87,7 +87,7 @@ def recompute_and_compile(part: nn.Module, config: Config, mesh: Mesh) -> None:
         if recompute[int(layer)] == "full":
             apply_recompute(block, "forward")
     if part.output is not None and "loss" in components:
-        # Only the loss of given logits, not the head's matmuls.
+        # Compile only the loss of given logits, not the head's matmuls.
         compile_method(part.output, "differentiate_cross_entropy", backend)
         compile_method(part.output, "token_losses", backend)
 
@@ -139,6 +139,6 @@ def apply_recompute(module: nn.Module, method: str, context_fn: Callable = noop_
 
 
 def save_expensive_outputs():
-    """Context function of `checkpoint`. It is not a partial, because torch.compile would trace the list inside it."""
+    """Context function of `checkpoint`. Not a partial: torch.compile would trace the list inside the partial."""
     own = torch.ops.torchtitan_lite  # operators of loaded extensions; these operators communicate
     return create_selective_checkpoint_contexts(KEPT_OPS + [getattr(own, op).default for op in own])
