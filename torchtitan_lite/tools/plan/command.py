@@ -3,7 +3,7 @@
     memory      memory.py           bubble, time    the simulated schedule, with durations from step_time.py
     traffic     transfers.py        remarks         settings that waste time or memory, and better values
 
-`plan --dry-run` also runs step.py on fake tensors and prints both; `plan --search` ranks all layouts.
+`plan --dry-run` also runs step.py on fake tensors and prints both results; `plan --search` ranks all layouts.
 """
 
 import argparse
@@ -92,7 +92,7 @@ def describe_memory(planned: PlannedRun) -> str:
     for name, memory in list_memory(planned).items():
         sizes = [*memory, memory.live, planned.find_most_taken(memory.live)]
         cells = list(map(format_bytes, sizes))
-        if not memory.gradients:  # the peak is at the loss of the only microbatch
+        if not memory.gradients:  # the peak is during the loss of the only microbatch
             cells[1] = "none yet"
         rows.append((f"  {name}", *cells))
     legend = "at most: with the allocator's reserve and CUDA; upper end of the 80 % range, which must fit"
