@@ -14,13 +14,13 @@
     wide        1 or 2 each   about 41, odd if possible        like real run   8
     deep        12 or more    280 tokens, 560 with documents   12 under pp     20
 
-Rows are longer than every window. The window of a flavor becomes smaller; the window of a row in config/choices.py
-stays, so rows are as long as it needs.
+Rows are longer than every window. The window of a flavor is reduced; the window of a row in config/choices.py is not,
+so rows become long enough for it.
 
-The deep trial finds faults that need depth, length or large counts. It has the options of the wide one, except
+The deep trial finds faults that need depth, length or large counts. It has the options of the wide trial, except
 recompute and compile.
 
-The certificate lists every difference from the real config, because these are not certified. No torch here.
+The certificate lists every difference from the real config, because differences are not certified. No torch here.
 """
 
 import shlex
@@ -50,7 +50,7 @@ SHARD = "parallelism.data_parallel_shard_degree"
 CP = "parallelism.context_parallel_degree"
 TP = "parallelism.tensor_parallel_degree"
 EP = "parallelism.expert_parallel_degree"  # not a mesh dim: uses the ranks of dp_shard x cp x tp
-DEGREES = (  # if several degrees are largest, the first of them is made smaller
+DEGREES = (  # of several equal largest degrees, the first is reduced
     "parallelism.data_parallel_replicate_degree",
     SHARD,
     "parallelism.pipeline_parallel_degree",
@@ -62,7 +62,7 @@ AUTOMATIC = -1
 
 
 def find_shard_unit(section: Parallelism) -> int:
-    """Return the smallest dp_shard for this ep. An automatic dp_shard must be a multiple of it."""
+    """Return the smallest dp_shard for this ep. An automatic dp_shard must be a multiple."""
     ep = section.expert_parallel_degree
     return ep // gcd(ep, section.context_parallel_degree * section.tensor_parallel_degree)
 
@@ -76,13 +76,13 @@ def count_ranks(section: Parallelism) -> int:
 
 
 def choose_dp_shard(section: Parallelism, max_ranks: int) -> int:
-    """Return dp_shard. An automatic value becomes all remaining ranks; any other is already a multiple of the unit."""
+    """Return dp_shard. An automatic value becomes all remaining ranks; other values are multiples already."""
     unit = find_shard_unit(section)
     return plan_degrees(section, max_ranks)["dp_shard"] // unit * unit
 
 
 def list_smaller(config: Config) -> Iterator[Config]:
-    """Yield the config on fewer and fewer ranks. Each time the largest degree is divided by its smallest factor."""
+    """Yield the config on fewer and fewer ranks. Each step divides the largest degree by its smallest prime factor."""
     while True:
         degrees = {key: get_value(config, key) for key in DEGREES}
         key = max(DEGREES, key=degrees.get)
@@ -101,7 +101,7 @@ def list_smaller(config: Config) -> Iterator[Config]:
 def choose_other_layout(config: Config, n_ranks: int) -> Config:
     """Return the config on another mesh of the same ranks, with the same global batch and another ep if possible.
 
-    It has tp = 2, and dp_shard over the rest. If that is not possible, dp_shard covers all ranks.
+    The mesh has tp = 2, and dp_shard over the other ranks. If this is impossible, dp_shard covers all ranks.
     """
     args = resolve_model(config.model)
     asked = {key: get_value(config, key) for key in DEGREES}
@@ -134,9 +134,9 @@ LAST = "parallelism.pipeline_parallel_last_stage_less_layers"
 WINDOW = 12  # tokens of a small window: most of a row is outside
 BEYOND = 25  # tokens of a row beyond the largest window
 TOKENIZER = "bytes"
-N_WORDS = 258  # of this tokenizer
+N_WORDS = 258  # vocabulary of this tokenizer
 REPLACED = {
-    "training.steps": 5,  # the wide trial has five or more
+    "training.steps": 5,  # the wide trial has five or six
     "training.dtype": "float32",
     "training.mixed_precision_param": "float32",  # the precision of the run has a separate trial
     "model.converters": [],  # float8 has a separate trial too
@@ -171,7 +171,7 @@ REPLACED = {
 class Reduction:
     """A real config and its reduced version."""
 
-    real: Config  # as it was read: "auto" values are not resolved
+    real: Config  # as read: "auto" values are not resolved
     config: Config  # config of the wide trial
     layout: Layout  # of `config`
 
@@ -196,7 +196,7 @@ def reduce_config(config: Config, max_ranks: int) -> Reduction:
         **reduce_sizes(config, args, wide),
     }
     if config.training.loss_chunk_tokens:
-        # A small batch needs a smaller chunk to have several; 0 means no chunks and stays.
+        # A small batch needs a smaller chunk size to have several chunks; 0 (no chunks) stays.
         keys["training.loss_chunk_tokens"] = 24
     n_shards = wide.dp_shard * wide.cp
     of_node = config.parallelism.zero_plus_plus_node_size // wide.tp
@@ -205,9 +205,9 @@ def reduce_config(config: Config, max_ranks: int) -> Reduction:
         # ZeRO++ differs only if a group has several nodes of several ranks.
         keys["parallelism.zero_plus_plus_node_size"] = wide.tp * n_shards // 2
     if config.validation.steps != AUTOMATIC:
-        keys["validation.steps"] = 1  # fewer than the small split has
+        keys["validation.steps"] = 1  # the small split has more
     if config.compile.enable:
-        # Traces and differentiates like inductor, but generates no kernels.
+        # aot_eager traces and differentiates like inductor, but generates no kernels.
         keys["compile.backend"] = "aot_eager"
     keys |= reduce_experts(args, wide, keys["model.dim"], N_EXPERTS)
     if args.sliding_window:
@@ -238,7 +238,7 @@ def suggest_smaller(config: Config, max_ranks: int) -> str:
 
 
 def override(config: Config, overrides: dict[str, object]) -> Config:
-    """Return the config with some keys ("section.key") set. "flavor.NAME" sets a field of the row, or of its `moe`."""
+    """Return the config with some keys ("section.key") set. "flavor.NAME" sets a field of ModelArgs, or of `moe`."""
     for key, value in overrides.items():
         if key.startswith("flavor."):
             name = key.removeprefix("flavor.")
@@ -268,7 +268,7 @@ def reduce_sizes(config: Config, args: ModelArgs, layout: Layout) -> dict[str, i
         unit = FLOAT8_BLOCK * tp
     dim = n_heads * head_dim
     if args.dim != args.n_heads * args.head_dim:
-        dim += 16  # keep them different, so that code that confuses the two fails
+        dim += 16  # different sizes, so that code that confuses them fails
     dim = round_up(dim, unit)
     split = tp
     if config.parallelism.data_parallel_shard_degree != AUTOMATIC:
@@ -326,8 +326,8 @@ def round_up(size: int, unit: int) -> int:
 def reduce_stages(section: Parallelism, n_layers: int, real: Layout) -> dict[str, object]:
     """Return layers and stages: the same number of stages per rank, at most two if possible, even or uneven.
 
-    Keeps the first stages and the last. Each has one layer, or two if it has more than the smallest stage of the real
-    run.
+    Keeps the first stages and the last. A stage has two layers if its real stage has more layers than the smallest,
+    else one.
     """
     if real.pp == 1:
         return {"model.n_layers": min(2, n_layers), STAGES: None}
@@ -339,7 +339,7 @@ def reduce_stages(section: Parallelism, n_layers: int, real: Layout) -> dict[str
     for count in [*counts[: n_stages - 1], counts[-1]]:
         fewer.append(min(count, 1 if count == fewest else 2))
     layers_per_stage = [None, 1, 2, 3]
-    loads = range(4)  # of the modules beside the layers
+    loads = range(4)  # of the modules outside the layers
     for values in product(layers_per_stage, loads, loads):
         keys = {
             "model.n_layers": sum(fewer),
@@ -366,12 +366,12 @@ def reduce_batch(small: Config, config: Config, real: Layout, wide: Layout) -> d
     if real.pp > 1:
         n_rows = min(2, real.microbatch_size)
         n_stages = count_stages(small.parallelism, small.model.n_layers)
-        # More than stages, or the number of the real run if that is smaller. Even if possible, so that other layouts
+        # More microbatches than stages, or the real number if it is smaller. Even if possible, so that other layouts
         # can resume with the same batch.
         wanted = min(real.n_microbatches, 2 * (n_stages // 2 + 1))
         n_microbatches = find_n_microbatches(small.parallelism, wanted, n_stages)
     unit = FLOAT8_BLOCK if config.model.uses_float8 else 1
-    # 41 stays odd if neither tp nor cp divides rows: code that halves a row must keep its last token.
+    # 41 stays odd if neither tp nor cp divides rows, to test that code which halves a row keeps the last token.
     n_tokens = count_tokens(small, 41)
     keys = give_batch(wide, n_rows, n_microbatches, n_tokens, unit)
     if accumulates:
@@ -380,7 +380,7 @@ def reduce_batch(small: Config, config: Config, real: Layout, wide: Layout) -> d
 
 
 def count_tokens(small: Config, least: int) -> int:
-    """Return a length of rows, at least `least`, in which every window of this model ends."""
+    """Return a row length, at least `least`, that is longer than every window of this model."""
     windows = list_windows(small.model.attention, resolve_model(small.model))
     return max([least, *(BEYOND + window for window in windows if window)])
 
@@ -411,8 +411,8 @@ def find_n_microbatches(section: Parallelism, least: int, n_stages: int) -> int:
 
 # ---------------------------------------------------------------- the deep trial
 
-N_LAYERS = 12  # some layer indices have two digits: sorted as text, 10 comes before 2
-N_TOKENS = 280  # per row; twice that with documents of two tokens. Indices do not fit in a byte
+N_LAYERS = 12  # some layer indices have two digits; sorted as text, 10 comes before 2
+N_TOKENS = 280  # per row, doubled with documents of two tokens: indices do not fit in a byte
 N_MICROBATCHES = 12
 N_DEEP_EXPERTS = 20
 DIM = 16
@@ -423,7 +423,7 @@ def deepen(reduction: Reduction) -> Config:
     layout = reduction.layout
     real = reduction.real
     args = resolve_model(real.model)
-    # Recompute and the compiler would take most of the time. The wide trial finds their faults.
+    # Without recompute and compiler, which would take most of the time. The wide trial tests them.
     keys = {
         STAGES: None,
         FIRST: 1,
