@@ -20,7 +20,7 @@ from math import ceil, log2, sqrt
 from torchtitan_lite.config.machine import GIB, MIB, PEAK_BF16_FLOPS, Machine
 
 GB = 10**9
-# ZeRO stage -> bytes that the allocator reserves per byte in use, for this trainer on one GPU. Replayed on a pretended
+# ZeRO stage -> bytes that the allocator reserves per byte in use, for this trainer on one GPU. Replayed on a simulated
 # H200 (assets/benchmarks/2026-11-29-no-gpu.md), never run on a GPU. The memory of CUDA without NCCL is assumed
 OWN_RESERVE = {1: 1.28, 2: 1.02, 3: 1.25}
 OWN_CONTEXT_BYTES = GIB
