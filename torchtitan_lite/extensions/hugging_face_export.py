@@ -27,7 +27,7 @@ def explain_unwritable(model_args: ModelArgs, attention: str) -> str | None:
     """Explain why a model with this attention cannot be exported to Hugging Face; None if it can."""
     families = MODELS[model_args.name].families
     if not families:
-        return f"no family in the table of model.name = {model_args.name!r} computes the same in transformers"
+        return f"transformers has no model that computes the same as model.name = {model_args.name!r} with these sizes"
     unwritten = [(list_unwritten(model_args, family), family) for family in families.values()]
     different, family = min(unwritten, key=lambda pair: len(pair[0]))  # the closest family
     theirs = f"transformers' {family.title}"
@@ -39,12 +39,12 @@ def explain_unwritable(model_args: ModelArgs, attention: str) -> str | None:
         return f"model.attention = {attention!r}, but {theirs} only has causal attention"
     layers = range(model_args.n_layers)
     if list_windows(attention, model_args) != tuple(map(model_args.find_window, layers)):
-        return f"model.attention = {attention!r} has other windows than the model, and an export has the model's"
+        return f"model.attention = {attention!r} has different windows than the model that would be exported"
     scaling = model_args.rope_scaling
     parts = [("", model_args.moe, family.experts)]
     if scaling:
         if scaling.kind not in SCALINGS:
-            return f"rope_scaling.kind = {scaling.kind!r}, but {theirs} is written with {', '.join(SCALINGS)}"
+            return f"rope_scaling.kind = {scaling.kind!r}, but {theirs} has {', '.join(SCALINGS)}"
         parts.append(("rope_scaling.", scaling, {"kind": "rope_type", **SCALINGS[scaling.kind]}))
     for prefix, part, written in parts:
         for number in fields(part) if part else ():

@@ -71,7 +71,7 @@ def check_groups(config: Config, model_args: ModelArgs) -> list[Problem]:
         elif all(find_group(earlier, fqn) is not OTHERS for fqn in matched):
             owners = {find_group(earlier, fqn).match: None for fqn in matched}
             names = " and ".join(map(repr, owners))
-            why = f"the first group that matches has a parameter, and {names} has all that this one matches"
+            why = f"a parameter belongs to the first group that matches it, and {names} matches all of these"
             remedy = "Move this group before that, or remove it"
             problems.append(Problem(GROUPS, group.match, why, remedy))
         earlier.append(group)

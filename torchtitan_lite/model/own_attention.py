@@ -23,10 +23,10 @@ def explain_own_attention(part: nn.Module, expected: type[InnerAttention]) -> st
     for layer in part.layers:
         block = f"layers.{layer}"
         if not any(fqn.startswith(f"{block}.") for fqn in attentions):
-            return f"{block} has no InnerAttention, and so an attention of its own"
+            return f"{block} has no InnerAttention, so its attention is custom"
     for fqn, inner in attentions.items():
         if type(inner) is not expected:
-            return f"{fqn} is {type(inner).__name__}, but the row of model.attention stands for {expected.__name__}"
+            return f"{fqn} is {type(inner).__name__}, but model.attention uses {expected.__name__}"
         name, _, child = fqn.rpartition(".")
         module = part.get_submodule(name)
         if not reads_child(module, child):

@@ -222,7 +222,7 @@ class ChatFormat:
             if is_certain and answered.endswith(whole[len(head) : stop]):
                 return range(len(head), stop)
         raise ValueError(
-            f"message {number + 1} cannot be found with certainty; --only-last-turn trains the last answer alone"
+            f"message {number + 1} cannot be found with certainty; --only-last-turn trains only the last answer"
         )
 
     def write_up_to(self, row: dict, number: int) -> tuple[str, str | None]:

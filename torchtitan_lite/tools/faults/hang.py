@@ -172,12 +172,12 @@ def explain(files: dict[int, dict]) -> tuple[list[int], str]:
             does = "it is in " + " < ".join([innermost, *code[:N_LINES]])
         text.append(f"{name} {why}: {does}. Its process is {pid}.")
     if len(culprits) > 3:
-        text.append(f"So are {len(culprits) - 3} more ranks: {culprits[3:20]}.")
+        text.append(f"The same applies to {len(culprits) - 3} more ranks: {culprits[3:20]}.")
     if not culprits:
         waits = Counter(find_wait(file) or "unknown calls" for file in files.values())
         most = [f"{n} ranks wait in {wait}" for wait, n in waits.most_common(4)]
         text.append(f"Cause unknown. {'; '.join(most)}.")
-    text.append(f"{len(files)} of {first['world_size']} ranks wrote what they do.")
+    text.append(f"{len(files)} of {first['world_size']} ranks wrote a report.")
     return culprits, " ".join(text)
 
 

@@ -8,6 +8,7 @@
 
 import argparse
 import json
+import sys
 from datetime import timedelta
 from math import ceil
 
@@ -31,6 +32,7 @@ def main(options: argparse.Namespace) -> int:
     planned = plan_run(options.config_args, options.gpus, options.gpu)
     if options.html:
         write_file(options.html, write_page(planned, options.config_args))
+        print(f"open {options.html} in a browser", file=sys.stderr)
     if options.json:
         print(json.dumps(list_figures(planned), indent=2))
     else:

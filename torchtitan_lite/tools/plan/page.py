@@ -118,7 +118,7 @@ def draw_forecast(planned: PlannedRun) -> str:
         ),
     }
     return (
-        f"{draw_facts(facts)}<p><i>A forecast by closed form. Bar of {family}: {about}. "
+        f"{draw_facts(facts)}<p><i>A forecast by closed form. Error bar of {family}: {about}. "
         "This trainer has never run on a GPU.</i></p>"
     )
 
@@ -174,7 +174,7 @@ def draw_mesh(planned: PlannedRun) -> str:
     if n_shown < layout.world_size:
         wide = [each for each, indices in shown.items() if len(indices) < layout.degrees[each]]
         folded = (
-            f" Shown are {n_shown} of {layout.world_size:,} ranks: "
+            f" The page shows {n_shown} of {layout.world_size:,} ranks: "
             f"of {' and '.join(wide)}, the first and the last."
         )
     n_rows, n_columns = weight.weight
@@ -185,7 +185,7 @@ def draw_mesh(planned: PlannedRun) -> str:
             "",
             f"{weight.name} of a layer, {n_rows:,} x {n_columns:,}: rows that the rank stores",
         ),
-        (WEIGHT, "pale", "and uses while the block runs"),
+        (WEIGHT, "pale", "rows that it uses while the block runs"),
         (TOKENS, "", f"the batch, {sizes}: tokens that it holds between matmuls"),
         (TOKENS, "pale", "and multiplies"),
     ]
@@ -294,7 +294,7 @@ def draw_pipeline(planned: PlannedRun) -> str:
     key = draw_key((f"var(--{kind})", "", word) for kind, word in letters.items() if kind in used)
     about = (
         f"{layout.n_microbatches} microbatches pass through {len(layout.stages)} stages. Between two stages, a rank "
-        f"sends {format_bytes(sent)} for each microbatch in forward, and as many in backward. "
+        f"sends {format_bytes(sent)} for each microbatch in forward, and the same number in backward. "
         f"Ranks are idle for {forecast.bubble:.1%} of a step. The pipeline takes "
         f"{format_seconds(timeline.end_time)}."
     )

@@ -120,7 +120,7 @@ class PlannedRun:
     @property
     def source_of_reserve(self) -> str:
         if self.has_own_reserve:
-            return "reserve of this trainer, replayed without a GPU; compared with no run, so without a bar"
+            return "reserve of this trainer, measured without a GPU; no error bar, because no run confirmed it"
         return self.memory_bar.describe(self.cluster.name)
 
     @property

@@ -158,15 +158,15 @@ def is_common(planned: PlannedRun) -> bool:
 def explain_common(common: list[PlannedRun], best: Forecast) -> str:
     """Return a text: the fastest common layout, and why it is slower than the best layout."""
     if not common:
-        return "No layout of the kind that people publish fits."
+        return "No layout of the kind that is commonly published fits."
     ((planned, expected),) = rank(common, 1)
     if expected.step_time_s <= best.step_time_s:
-        return "The best layout is of the kind that people publish."
+        return "The best layout is of the kind that is commonly published."
     extra = {what: seconds - best.parts_s[what] for what, seconds in expected.parts_s.items()}
     named = sorted(extra, key=extra.get, reverse=True)[:3]
     causes = [f"{what} {extra[what]:+.2f} s" for what in named]
     return (
-        f"The fastest of the kind that people publish: {planned}\n"
+        f"The fastest of the kind that is commonly published: {planned}\n"
         f"{expected.tokens_per_s_per_gpu:,.0f} tok/s/GPU, a step of {expected.step_time_s:.2f} s instead of "
         f"{best.step_time_s:.2f} s: {', '.join(causes)}"
     )
@@ -208,7 +208,7 @@ def search_layouts(options: argparse.Namespace) -> str:
         table.append(row)
     return (
         f"{len(fitting):,} layouts fit in the memory of {n_gpus:,} GPUs.\n"
-        f"Values of yours that the best one replaces: {', '.join(replaced) or 'none'}.\n\n"
+        f"Your values that the best layout replaces: {', '.join(replaced) or 'none'}.\n\n"
         f"{format_table(table, '>>>>>')}\n\n"
         f"{explain_common(list(filter(is_common, fitting)), best[0][1])}"
     )
