@@ -337,7 +337,7 @@ def list_ignored(content: dict[str, Any], model_args: ModelArgs) -> list[str]:
     rope = content.get("rope_scaling") or content.get("rope_parameters") or {}
     used = {"rope_type", "type", *list_rope_keys(rope.get("rope_type", rope.get("type")))}
     if content.get("rope_scaling") and content.get("rope_parameters"):
-        notices.append(f"{CONFIG}: rope_scaling is read, and rope_parameters beside it is not")
+        notices.append(f"{CONFIG}: rope_scaling is used, and rope_parameters is ignored")
     for name in ("rope_scaling", "rope_parameters"):
         rope = content.get(name) or {}
         unknown += [f"{name}.{key} = {shorten(rope[key])}" for key in rope if key not in used]

@@ -133,7 +133,7 @@ def plan_rounds(names: list[str], parameters: list[Tensor]) -> list[tuple[list, 
 
 
 def find_axes(parameter: Tensor) -> tuple[int, ...]:
-    """Return the mesh dims that shard matrices. FSDP may instead shard a batch of experts by expert."""
+    """Return the mesh dims that shard matrices. FSDP may shard experts as a batch, without cutting their matrices."""
     axes = []
     if not isinstance(parameter, DTensor):
         return ()

@@ -224,7 +224,7 @@ def describe(report: dict) -> str:
     if report["unjudged"]:
         names = ", ".join(report["unjudged"])
         lines.append(
-            f"not judged: gradients that are sums of canceling terms, and no larger than their rounding: {names}"
+            f"not judged, because terms cancel and only rounding errors are left: gradients of {names}"
         )
     for trial in report["trials"]:
         replaced = {}
