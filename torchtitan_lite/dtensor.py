@@ -35,7 +35,7 @@ def find_shard(tensor: Tensor) -> tuple[Tensor, Sequence[int]]:
     return tensor.to_local(), begin
 
 
-@lru_cache  # many tensors are alike, and torch makes a view for each FSDP rank if tp splits the same dim
+@lru_cache  # cached, because many tensors are alike, and torch makes a view per FSDP rank if tp splits the same dim
 def find_offsets(
     shape: Sequence[int],
     mesh_shape: tuple[int, ...],
@@ -86,7 +86,7 @@ def shard_parameters(
 def make_local(
     cls: type[nn.Module], names: tuple[str, ...], hidden: tuple[str, ...]
 ) -> type[nn.Module]:
-    """Return a subclass of `cls` whose forward reads these parameters locally. Any other reader gets the DTensors."""
+    """Return a subclass of `cls` whose forward reads local shards. All other code reads the DTensors."""
 
     def forward(self: nn.Module, *inputs, **options):
         # nn.Module.__setattr__ costs the host ten times as much

@@ -15,12 +15,12 @@ from torchtitan_lite.dump_folder import name_snapshots
 from torchtitan_lite.models.registry import CONFIG
 from torchtitan_lite.run_spec import RunSpec
 
-# times the peak. The last steps of a cosine decay over ten million steps are above this
+# fraction of the peak, below the last steps of a cosine decay over ten million steps
 NEGLIGIBLE = 1e-14
 
 
 def list_notices(spec: RunSpec, restarted: bool) -> list[str]:
-    """List what the user did not ask for, or may not expect."""
+    """List notices about settings that the user did not choose or may not expect."""
     config = spec.config
     notices = []
     if config.job.description:
@@ -35,7 +35,7 @@ def list_notices(spec: RunSpec, restarted: bool) -> list[str]:
         )
     n_kv_heads = spec.model_args.n_kv_heads // spec.layout.tp
     if re.search(WRONG_CUDNN, spec.machine.name) and n_kv_heads < SAFE_KV_HEADS:
-        why = f"it may be wrong on {spec.machine.name} with {n_kv_heads} heads of keys per rank"
+        why = f"it may be wrong on {spec.machine.name} with {n_kv_heads} key/value heads per rank"
         notices.append(f"attention does not use cuDNN: {why} (pytorch issue 193893)")
     if spec.resumed_step:
         layout = spec.layout
@@ -83,7 +83,7 @@ def describe_unusual_rates(config: Config, resumed_step: int) -> list[str]:
     def is_idle(step: int) -> bool:
         return peak * learning_rate_factor(section, step) <= peak * NEGLIGIBLE
 
-    # the first idle step: the rate rises from above 0, then falls. In the last step, it may be 0
+    # the first idle step, by bisection: the rate rises from above 0, then falls. The last step may have a rate of 0
     idle_step = bisect_left(range(n_steps - 1), True, lo=resumed_step, key=is_idle)
     notices = []
     if idle_step < n_steps - 1:

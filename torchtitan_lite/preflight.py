@@ -48,8 +48,8 @@ if TYPE_CHECKING:
 
 SHIPPED = "assets/tokenizer"
 STARTING_WEIGHTS = "checkpoint.starting_weights"  # the module that finds and checks them
-# On a CPU, a step of more tokens than this gets shorter sequences and smaller batches, unless the user sets them. Then
-# a step of a 135M model takes less than two minutes on two cores (November 2026).
+# On a CPU, a step of more tokens than this gets shorter sequences and smaller batches, unless the user sets them. The
+# smaller step of a 135M model takes less than two minutes on two cores (November 2026).
 CPU_TOKENS = 2048
 CPU_SEQ_LEN = 512
 OF_EXPERTS = ("training.router_z_loss", "training.expert_balance_loss", "training.expert_bias_rate")
@@ -71,15 +71,15 @@ def resolve(
 ) -> RunSpec:
     """Read a config and check it for `n_ranks` ranks on `n_hosts` hosts like `machine`.
 
-    Without n_ranks, choose_n_ranks decides. If torchrun `restarted` the job, the files in the dump folder are its own.
+    Without n_ranks, choose_n_ranks decides. If torchrun `restarted` the job, the job itself wrote the dump folder.
     Writes nothing. Raises ConfigError with every problem.
     """
     given, weights = read_run(args, machine=machine, restarted=restarted)
     config = given.config
     problems = list(given.problems)
-    # If a bad key fell back to its default, do not check what depends on it: those problems would be meaningless.
+    # A bad key keeps its default. Skip the rules that depend on it, because their problems would be meaningless.
     unread = [problem.key for problem in problems]
-    if "job.config_file" in unread:  # no key of that file is known
+    if "job.config_file" in unread:  # no key of this file was read
         raise ConfigError(problems)
     sections = {key.partition(".")[0] for key in unread}
     if not sections & RULED_SECTIONS:
@@ -251,7 +251,7 @@ def check_model_files(
 def check_vocabulary(problems: Problems, weights: "Weights | None", tokenizer: Tokenizer) -> None:
     """Check that the model has a row for every id that plain text may use.
 
-    Conversations also have special tokens: a batch with an id that has no row is refused when it is read.
+    Conversations also have special tokens, which are checked later: reading a batch with an id without a row fails.
     """
     n_ids = tokenizer.vocab_size
     n_rows = problems.model_args.vocab_size
@@ -268,7 +268,7 @@ def check_vocabulary(problems: Problems, weights: "Weights | None", tokenizer: T
 
 
 def name_model(config: Config, model_args: ModelArgs, weights: "Weights | None") -> str:
-    """Return the model, then the flavor; or the family of the weights, then their folder."""
+    """Return the name of the model and its flavor, or the family of the weights and their folder."""
     if weights and config.model.flavor == AUTO:
         family = load_extension("families").find_model_type(model_args) or model_args.name
         return f"{family} of {weights.path}"

@@ -1,4 +1,4 @@
-"""Report how a run ends: a small file per rank for the launcher, and for the user the command that continues.
+"""Report the end of a run: a small file per rank for the launcher, and the command to continue for the user.
 
 TORCHELASTIC_ERROR_FILE    {"status": 1, "message": "rank 3 failed: ..."}    tools/agent.py reads the first one
 """
@@ -21,7 +21,7 @@ def describe_signal(status: int) -> str:
 
 
 def write_ending(status: int, message: str) -> bool:
-    """Write why this rank ends to the file that torchrun names. Return whether no rank of this host has ended before.
+    """Write why this rank ends to torchrun's error file. Return whether it is the first rank of this host to end.
 
     `status`: exit status of the run. `message`: one line, which torchrun reads, too. The first ending of a process
     counts.
@@ -47,8 +47,8 @@ def describe_newest(
 ) -> str:
     """Name the newest checkpoint and the command that resumes from it.
 
-    `args`: the arguments of the run. If the checkpoint `is_own`, saved by this run, the command leaves out the keys in
-    ONE_SHOT, which have acted. Otherwise the same command repeats the run.
+    `args`: the arguments of the run. If the checkpoint `is_own` (saved by this run), the command leaves out the keys in
+    ONE_SHOT, which have already acted. Otherwise it repeats the run's command.
     """
     if newest is None or config.checkpoint.load_only:
         return "nothing is saved"

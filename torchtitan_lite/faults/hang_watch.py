@@ -1,4 +1,4 @@
-"""Notice a step that does not end, and write what this rank waits for. One thread per rank looks once a second.
+"""Detect a step that hangs, and write what this rank waits for. One thread per rank checks once a second.
 
     main thread    begin(1) train_step end() save ... begin(2) train_step end() ...
     watch thread   ... is this step older than the limit? then:
@@ -6,11 +6,11 @@
     launcher       2 s after the first file: read all files, print one paragraph (tools/faults/hang.py)
 
 The limit is comm.hang_seconds for a step and for a batch of a validation; after a signal, STOP_WITHIN_S. A save, the
-first step, the first validation and the load before them may take 3/4 of comm.init_timeout_seconds. A rank that is late
-also leaves a file `late`. A rank that has not advanced for half of its limit, in a step or between two, looks for this
-file and then writes too. So a run that advances never looks into the folder that all ranks share. A rank that is
-stopped or never releases the GIL cannot write. So each file also has the state of every rank of its host, from /proc.
-If the step ends after all, the rank deletes its file. A new start deletes the files of all earlier ones.
+first step, the first validation and the load before them may take 3/4 of comm.init_timeout_seconds. A late rank also
+creates a file `late`. A rank without progress for half of its limit, in a step or between steps, looks for this file,
+and then writes too. So ranks that make progress never read the shared folder. A rank that is stopped or never releases
+the GIL cannot write. So each file also has the state of every rank of its host, from /proc. If the step ends later, the
+rank deletes its file. A new start deletes the files of earlier starts.
 
 gloo aborts a rank if its call differs from the calls of its peers. A rank that ends with an error, or because another
 rank has ended, writes the same record to hang/restart-0/failed-00003.json.
@@ -43,7 +43,7 @@ from torchtitan_lite.faults.processes import identify_host, read_state
 from torchtitan_lite.parallel.process_groups import Place
 
 SHARE_OF_TIMEOUT = 0.75  # report before a collective times out and the ranks end
-N_STEPS = 8  # whose calls a hang report compares
+N_STEPS = 8  # steps whose calls a hang report compares
 STOP_WITHIN_S = (
     15.0  # after a signal, a step hangs if it takes longer, and twice as long as the last one
 )
@@ -124,7 +124,7 @@ class HangWatch:
         self.is_in_step = False
 
     def follow(self, batches: Iterator) -> Iterator:
-        """Yield the batches of a validation, and watch each like a step. The first validation has the longer limit."""
+        """Yield the batches of a validation, and watch each one like a step. The first validation may take longer."""
         try:
             for batch in batches:
                 self.began_s = time.monotonic()
@@ -151,7 +151,7 @@ class HangWatch:
                 if self.is_late() or self.is_peer_late():
                     self.written_in_s = self.began_s
                     self.write("rank")
-            elif self.written_in_s != self.began_s:  # the step has ended after all
+            elif self.written_in_s != self.began_s:  # the step ended later
                 self.written_in_s = None
                 file = self.name_file("rank")
                 with go_on_unwritten(str(file), self.unwritten):
@@ -178,7 +178,7 @@ class HangWatch:
         return max(2 * (self.last_s or 0.0), limit_s)
 
     def is_peer_late(self) -> bool:
-        """Return whether another rank is late. A rank that advances does not look."""
+        """Return whether another rank is late. A rank with progress does not check."""
         waited_s = time.monotonic() - self.began_s
         has_waited = self.stop.received or waited_s > self.find_limit() / 2
         return bool(has_waited) and os.path.exists(self.late)
@@ -186,7 +186,7 @@ class HangWatch:
     def find_phase(self) -> Phase:
         """Return the phase, which decides what a signal does.
 
-        If a rank of this host has ended before the run, write what this rank does.
+        If a rank of this host has ended before the end of the run, write what this rank does.
         """
         if self.has_failed:
             return Phase.FAILED
@@ -197,7 +197,7 @@ class HangWatch:
 
     @property
     def local(self) -> dict[int, int]:
-        """Rank -> process id, for ranks whose processes this one can see: not in another container."""
+        """Rank -> process id, for ranks whose processes are visible from here (not in other containers)."""
         own_host, _, _ = self.processes[self.place.rank]
         return {rank: pid for rank, (host, pid, _) in self.processes.items() if host == own_host}
 
