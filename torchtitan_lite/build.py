@@ -60,7 +60,7 @@ class Run:
 
     @property
     def extension_state(self) -> dict[str, Tensor]:
-        """Tensors in a checkpoint that are equal on all ranks, by their names in the checkpoint."""
+        """Tensors in a checkpoint that are equal on all ranks, by the name they have there."""
         return self.spikes.state if self.spikes else {}
 
     def name_tensors(self) -> dict[str, Tensor]:

@@ -35,7 +35,7 @@ def find_shard(tensor: Tensor) -> tuple[Tensor, Sequence[int]]:
     return tensor.to_local(), begin
 
 
-@lru_cache  # cached, because many tensors are alike, and torch makes a view per FSDP rank if tp splits the same dim
+@lru_cache  # many tensors are alike, and torch makes a view for each FSDP rank if tp splits the same dim
 def find_offsets(
     shape: Sequence[int],
     mesh_shape: tuple[int, ...],

@@ -105,7 +105,7 @@ def read_earlier(folder: Path) -> dict[str, object] | None:
 
 
 def check_earlier(problems: Problems, config: Config, earlier: dict[str, object]) -> None:
-    """Refuse a dump folder with an earlier run, unless this run resumes it, or the earlier run never saved."""
+    """Refuse an earlier run in the dump folder, unless this run resumes it, or it ended before it could save."""
     section = config.checkpoint
     saved_in = earlier.get("checkpoint.folder", section.folder)
     why = "it has an earlier run, which saved no checkpoints"

@@ -35,7 +35,7 @@ def list_notices(spec: RunSpec, restarted: bool) -> list[str]:
         )
     n_kv_heads = spec.model_args.n_kv_heads // spec.layout.tp
     if re.search(WRONG_CUDNN, spec.machine.name) and n_kv_heads < SAFE_KV_HEADS:
-        why = f"it may be wrong on {spec.machine.name} with {n_kv_heads} key/value heads per rank"
+        why = f"it may be wrong on {spec.machine.name} with {n_kv_heads} heads of keys per rank"
         notices.append(f"attention does not use cuDNN: {why} (pytorch issue 193893)")
     if spec.resumed_step:
         layout = spec.layout

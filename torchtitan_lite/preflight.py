@@ -48,8 +48,8 @@ if TYPE_CHECKING:
 
 SHIPPED = "assets/tokenizer"
 STARTING_WEIGHTS = "checkpoint.starting_weights"  # the module that finds and checks them
-# On a CPU, a step of more tokens than this gets shorter sequences and smaller batches, unless the user sets them. The
-# smaller step of a 135M model takes less than two minutes on two cores (November 2026).
+# On a CPU, a step of more tokens than this gets shorter sequences and smaller batches, unless the user sets them. Then
+# a step of a 135M model takes less than two minutes on two cores (November 2026).
 CPU_TOKENS = 2048
 CPU_SEQ_LEN = 512
 OF_EXPERTS = ("training.router_z_loss", "training.expert_balance_loss", "training.expert_bias_rate")
@@ -268,7 +268,7 @@ def check_vocabulary(problems: Problems, weights: "Weights | None", tokenizer: T
 
 
 def name_model(config: Config, model_args: ModelArgs, weights: "Weights | None") -> str:
-    """Return the name of the model and its flavor, or the family of the weights and their folder."""
+    """Return the model, then the flavor; or the family of the weights, then their folder."""
     if weights and config.model.flavor == AUTO:
         family = load_extension("families").find_model_type(model_args) or model_args.name
         return f"{family} of {weights.path}"

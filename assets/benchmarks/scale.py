@@ -3,8 +3,8 @@
     python3 -m assets.benchmarks.scale --ranks 256 4096 16384      one line per model, world size and layout
 
 The code of the trainer runs: plan_save, CheckpointSaver, load_newest. The other ranks are a fake process group.
-Tensors have shapes only, and files have headers only. A file is created when it is opened, with the slices that plan.py
-assigns to its rank. So metadata, files, messages and seconds are measured, but no data is read, hashed or sent.
+Tensors have shapes only, and files have headers only. Opening a file creates it, with the slices that plan.py gives to
+its rank. So bytes of metadata, files, messages and seconds are measured, but no data is read, hashed or sent.
 """
 
 import argparse

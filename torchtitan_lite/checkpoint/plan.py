@@ -7,9 +7,9 @@
     wq.weight                       rows 0..63      rows 128..191   rows 64..127    rows 192..255
     norm.weight, copy 0             rows 0..127     (equal)         rows 128..255   (equal)
 
-So a save gathers no list of slices, and the manifest has one line per tensor, on any number of ranks. A reader computes
-which ranks wrote the slices that it needs (read.py). If several ranks have equal slices, rank number `copy` of them
-writes; save.py lets these ranks take turns.
+A save therefore gathers no list of slices, and the manifest has one line per tensor, on any number of ranks. A reader
+computes by arithmetic which ranks wrote the slices that it needs (read.py). If several ranks have equal slices, the
+rank with the number `copy` writes; save.py lets them take turns.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ def list_degrees(layout: Layout) -> Degrees:
 
 
 class Split(NamedTuple):
-    """One split of a tensor dim over mesh dims, the outermost first."""
+    """One cut of a tensor dim: its slices belong to the ranks of mesh dims, the first of them outermost."""
 
     dim: int
     mesh_dims: tuple[str, ...]
@@ -43,9 +43,9 @@ class TensorRecord(NamedTuple):
 
     dtype: str  # torch's name: "float32"
     shape: Sequence[int]
-    stage: int  # pp coordinate of the ranks that have this tensor
+    stage: int  # coordinate on pp of the ranks that have it
     splits: Sequence[Split]  # in the order of cutting
-    copy: int  # index of the writer among the ranks with equal slices
+    copy: int  # which of the ranks with equal slices writes
 
     @property
     def mesh_dims(self) -> tuple[str, ...]:
@@ -79,10 +79,10 @@ def find_coordinates(rank: int, mesh_dims: Sequence[str], degrees: Degrees) -> d
 def find_writer(
     record: TensorRecord, degrees: Degrees, at: Coordinates, among: range | None = None
 ) -> int | None:
-    """Return the rank that writes the slice at these coordinates. Coordinates on copy_dims may be missing.
+    """Return the rank that writes the slice of the rank at these coordinates; those on copy_dims may be missing.
 
-    For a snapshot, `among` has the ranks of one host: the first of these ranks with the slice writes it; the result is
-    None if no rank has the slice. Without `among`, `record.copy` selects one of all ranks with the slice.
+    For a snapshot, `among` has the ranks of one host. The first of them that has the slice writes it; the result is
+    None if none of them has it. Otherwise `record.copy` says which of all ranks with the slice writes it.
     """
     if among is not None:
         for rank in among:

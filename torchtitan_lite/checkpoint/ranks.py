@@ -1,4 +1,4 @@
-"""Raise one error on all ranks that save or load together. The error lists the damage found by all ranks."""
+"""Raise one error on all ranks that save or load together. It names the damage that each rank has found."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,8 +14,8 @@ MOST_DAMAGED = 8  # messages in one error
 def raise_on_all_ranks(group: dist.ProcessGroup, action: Callable[[], Any]) -> Any:
     """Call `action` on every rank. If it fails on any rank, all raise one of the errors. Collective.
 
-    Damaged files can cause other errors. So if any rank has found damage, the error lists the damaged files of all
-    ranks (the first MOST_DAMAGED messages). Otherwise it is the error of the lowest failed rank.
+    Damage explains other errors. So if any rank has found damaged files, the error lists the damaged files of all
+    ranks (the first MOST_DAMAGED messages). Otherwise it is the error of the lowest rank that failed.
     """
     result = None
     failure = None

@@ -1,4 +1,4 @@
-"""Report the end of a run: a small file per rank for the launcher, and the command to continue for the user.
+"""Report how a run ends: a small file per rank for the launcher, and for the user the command that continues.
 
 TORCHELASTIC_ERROR_FILE    {"status": 1, "message": "rank 3 failed: ..."}    tools/agent.py reads the first one
 """
@@ -21,7 +21,7 @@ def describe_signal(status: int) -> str:
 
 
 def write_ending(status: int, message: str) -> bool:
-    """Write why this rank ends to torchrun's error file. Return whether it is the first rank of this host to end.
+    """Write why this rank ends to the file that torchrun names. Return whether no rank of this host has ended before.
 
     `status`: exit status of the run. `message`: one line, which torchrun reads, too. The first ending of a process
     counts.

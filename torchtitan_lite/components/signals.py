@@ -14,8 +14,7 @@ launcher forwards the signal, so a rank gets several copies. A later signal ends
 first step, even the first signal ends the process, because there is nothing to save.
 
 After a crash, torchrun ends the other ranks of the host with SIGTERM. If a rank of this host has already ended, the
-step of the other ranks cannot end. So a signal then ends the process without a message, and the launcher reports the
-failure.
+step cannot end either. So a signal then ends the process without a message: the launcher reports the failure.
 """
 
 import logging

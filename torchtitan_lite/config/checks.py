@@ -113,7 +113,7 @@ def resolve_config(config: Config, layout: Layout, device_type: str) -> Config:
 def check_layout(
     config: Config, model_args: ModelArgs, layout: Layout, world_size: int
 ) -> list[Problem]:
-    """Check that the number of ranks fits the layout, and that its degrees divide the sizes of the model."""
+    """Say why the number of ranks does not fit the layout, and which sizes of the model its degrees do not divide."""
     problems = Problems(config, model_args)
     section = config.parallelism
     if layout.world_size != world_size:
@@ -300,12 +300,14 @@ def check_ends(problems: Problems, ends: list[ModuleRow]) -> None:
         outside = f"{row.name} is outside the blocks,"
         stages = {other.end for other in ends if other.child == row.child}
         if stages not in ({"first"}, {"last"}):
-            why = f"its end = {row.end!r} is no stage of a pipeline, or not the stage of {row.child!r}"
+            why = (
+                f"its end = {row.end!r} names no stage of a pipeline, or another than {row.child!r}"
+            )
             remedy = f'Set end = "first" or "last" for all modules of a child {place}'
             problems.refuse("model.name", f"{outside} {why}", remedy)
         if row.kind in ("router", "experts"):
             remedy = f"Use modules of other kinds {place}"
-            problems.refuse("model.name", f"{outside} where experts are not supported", remedy)
+            problems.refuse("model.name", f"{outside} where no code serves experts", remedy)
         if row.tp_style in ("colwise", "rowwise", "whole") and row.child == row.name:
             why = "and tp would gather the input of the whole model for it"
             remedy = (
@@ -317,7 +319,7 @@ def check_ends(problems: Problems, ends: list[ModuleRow]) -> None:
 def find_refused(config: Config, model_args: ModelArgs, layout: Layout) -> list[Problem]:
     """Find combinations known to give wrong numbers or to crash (torch 2.13).
 
-    tests/ranks/test_layouts.py runs each combination and expects a failure, so the test reports a fix in torch.
+    tests/ranks/test_layouts.py runs each of them and expects a failure, so the test reports when torch fixes one.
     """
     problems = Problems(config, model_args)
     section = config.parallelism
@@ -374,7 +376,7 @@ def check_run(config: Config) -> list[Problem]:
 
 
 def check_machine(config: Config, machine: Machine) -> list[Problem]:
-    """Find features that these devices or the software of this host do not have."""
+    """Find features that these devices, or the software of this host, lack."""
     problems = Problems(config)
     for key in ON_GPU:
         if machine.device_type != "cuda" and get_value(config, key):

@@ -88,7 +88,7 @@ def list_windows(attention: str, model_args: ModelArgs) -> tuple[int | None, ...
 
 
 def list_cp_methods(attention: str, model_args: ModelArgs) -> list[str]:
-    """List the methods of context parallel that support this attention. The ring has no masks."""
+    """List the methods of context parallel that serve this attention. The ring has no masks."""
     methods = ATTENTIONS[attention].under_cp
     masked = has_masks(attention, model_args)
     return [method for method in methods if method == "allgather" or not masked]

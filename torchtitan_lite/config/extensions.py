@@ -1,8 +1,8 @@
 """Features that only some configs ask for: one file of torchtitan_lite/extensions/ for each row of EXTENSIONS.
 
-A row has the key that loads the file, and the rules of `check` for this key. Rules are here, because they need no
-torch. The core imports extensions only by `load_extension`, in the places where features act. To add an extension,
-write a file and a row. A row of OPTIMIZERS in choices.py may also name the file.
+A row says which key loads the file, and which rules `check` applies then. Rules need no torch, so they are here. The
+core names no extension outside of `load_extension`, which it calls where the feature acts. To add one, write a file
+and a row. A row of OPTIMIZERS in choices.py may name the file too.
 """
 
 from collections.abc import Callable
@@ -68,7 +68,7 @@ def check_zero_plus_plus(problems: Problems, layout: Layout) -> None:
     n_ranks = layout.fsdp * layout.tp  # of a pipeline stage
     is_split = layout.fsdp_near > 1 or (layout.ep and layout.efsdp_near > 1)
     if n_ranks > section.zero_plus_plus_node_size and not is_split:
-        why = "with nodes of this size, an FSDP group is not several nodes of several ranks, so hpZ has nothing to keep"
+        why = "nodes of this size do not have two or more ranks of an FSDP group each, so hpZ has nothing to keep"
         problems.refuse(f"{ZERO_PLUS_PLUS}_node_size", why, f'Leave "hpz" out of {ZERO_PLUS_PLUS}')
     if layout.zero_stage < 3 or layout.pp > 1:
         why = "hpz keeps the weights that backward gathers, so it needs zero_stage = 3, and no pipeline"
@@ -102,7 +102,7 @@ def check_float8_all_gather(problems: Problems, layout: Layout) -> None:
 def check_spikes(problems: Problems, layout: Layout) -> None:
     if problems.config.training.skip_spikes <= 1:
         why = "about half of all steps have a gradient norm above the median, so ordinary steps would be skipped"
-        remedy = "Use a value above 1, such as 3, or 0 to never skip a step"
+        remedy = "Use more than 1, such as 3, or 0 to skip none"
         problems.refuse("training.skip_spikes", why, remedy)
 
 
@@ -124,10 +124,10 @@ def check_parameter_groups(problems: Problems, layout: Layout) -> None:
 
 @dataclass(frozen=True)
 class Extension:
-    """The condition for loading a file of extensions/."""
+    """When a run loads a file of extensions/."""
 
-    key: str = ""  # the key that asks for it; "": files of the run ask, see `about`
-    values: tuple[object, ...] = ()  # the values that ask for it; empty: all except 0, "" and []
+    key: str = ""  # the key that asks for it; "": the run's files do, as `about` says
+    values: tuple[object, ...] = ()  # its values that do; empty: every value but 0, "" and []
     about: str = ""  # one sentence for `check --keys`
     check: Callable[[Problems, Layout], None] | None = None
 
@@ -144,7 +144,7 @@ EXTENSIONS = {  # file of extensions/, without .py
         check_muon,
     ),
     "muon_rounds": Extension(
-        about="loaded with muon, and by plan: chooses the rank that updates a matrix",
+        about="loaded with muon, and by plan: which rank updates which matrix",
     ),
     "adamw_bfloat16": Extension(
         "optimizer.moments_dtype",
@@ -155,7 +155,7 @@ EXTENSIONS = {  # file of extensions/, without .py
     "stochastic_rounding": Extension(
         "training.dtype",
         ("bfloat16",),
-        "weights in bfloat16 between steps, with stochastic rounding of updates",
+        "weights in bfloat16 between steps, whose updates are rounded up or down at random",
         check_bfloat16_weights,
     ),
     "parameter_groups": Extension(
@@ -193,7 +193,7 @@ EXTENSIONS = {  # file of extensions/, without .py
         "causal attention over cp ranks, part by part, by an all-gather or around a ring",
     ),
     "windowed_attention": Extension(
-        about="loaded for a model with windows or sinks: computes their attention",
+        about="loaded for a model with windows or sinks: attention to the last tokens, and to a logit without a token",
     ),
     "asynchronous_saves": Extension(
         "checkpoint.async_mode",
@@ -242,10 +242,10 @@ EXTENSIONS = {  # file of extensions/, without .py
         about="loaded for a tokenizer.json, Hugging Face's file",
     ),
     "byte_level_bpe": Extension(
-        about="loaded with tokenizer_json: decides whether tiktoken can encode with a tokenizer.json exactly",
+        about="loaded with tokenizer_json: decides whether tiktoken encodes a tokenizer.json exactly",
     ),
     "foreign_json": Extension(
-        about="loaded with tokenizer_json and hugging_face: reads JSON files from other programs",
+        about="loaded with tokenizer_json and hugging_face: reads JSON files that others wrote",
     ),
     "hugging_face": Extension(
         about="loaded for a Hugging Face folder in checkpoint.initial_load_path: reads its weights on any layout",
@@ -260,7 +260,7 @@ EXTENSIONS = {  # file of extensions/, without .py
         about="loaded for a run that starts from weights: takes their model, tokenizer and defaults",
     ),
     "families": Extension(
-        about="loaded for weights: finds the Hugging Face family of a model",
+        about="loaded for weights: which Hugging Face family computes what a model describes",
     ),
     "hugging_face_export": Extension(
         "checkpoint.last_save_in_hf",
@@ -274,7 +274,7 @@ EXTENSIONS = {  # file of extensions/, without .py
         about="loaded for torch.compile, split backward passes and optional packages: finds what this host lacks",
     ),
     "torchtitan_keys": Extension(
-        about="loaded for unknown keys: old names, or features that do not exist here",
+        about="loaded for keys that have another name here, or belong to features that do not exist here",
     ),
 }
 

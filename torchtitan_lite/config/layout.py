@@ -223,7 +223,7 @@ def plan_zero_stage(parallelism: Parallelism, *, n_shards: int, is_local: bool =
     Under PP, torch's runtime gathers parameters once per step (stage 1) or for every microbatch (stage 3), and always
     reduces gradients once. So stage 2 does not exist, and stage 3 shards parameters but not gradients. If `is_local`,
     gradients are neither sharded nor moved to the host, so stage 2 would only copy them once per microbatch. With a
-    single shard, stage 3 would only repeat the cast of parameters in each backward.
+    single shard, stage 3 would only cast the parameters again in each backward.
     """
     if parallelism.zero_stage != "auto":
         return parallelism.zero_stage

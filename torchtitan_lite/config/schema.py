@@ -399,7 +399,7 @@ ONE_SHOT = {
 
 
 def find_resume_rule(key: str) -> Literal["refuse", "note", "free"]:
-    """Return the rule for a run that continues with a different value of this key."""
+    """Return what happens if a run continues with another value of this key."""
     section, _, name = key.rpartition(".")
     fields = type(get_value(Config(), section)).__dataclass_fields__
     return fields[name].metadata.get("resume", "free")

@@ -97,7 +97,7 @@ class Corpus:
     def read(self, starts: Tensor, length: int) -> Tensor:
         """Read the slices at `starts`. Returns (3, len(starts), length) int64.
 
-        The three are the tokens, whether a token starts a document (0 or 1), and whether it may be a target. After the
+        These are the tokens; whether each token starts a document, 0 or 1; and whether it may be a target. After the
         end of the corpus, a document of zeros starts.
         """
         index = starts[:, None] + torch.arange(length)

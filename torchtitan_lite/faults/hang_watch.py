@@ -6,11 +6,11 @@
     launcher       2 s after the first file: read all files, print one paragraph (tools/faults/hang.py)
 
 The limit is comm.hang_seconds for a step and for a batch of a validation; after a signal, STOP_WITHIN_S. A save, the
-first step, the first validation and the load before them may take 3/4 of comm.init_timeout_seconds. A late rank also
-creates a file `late`. A rank without progress for half of its limit, in a step or between steps, looks for this file,
-and then writes too. So ranks that make progress never read the shared folder. A rank that is stopped or never releases
-the GIL cannot write. So each file also has the state of every rank of its host, from /proc. If the step ends later, the
-rank deletes its file. A new start deletes the files of earlier starts.
+first step, the first validation and the load before them may take 3/4 of comm.init_timeout_seconds. A rank that is late
+also leaves a file `late`. A rank that has not advanced for half of its limit, in a step or between two, looks for this
+file and then writes too. So a run that advances never looks into the folder that all ranks share. A rank that is
+stopped or never releases the GIL cannot write. So each file also has the state of every rank of its host, from /proc.
+If the step ends after all, the rank deletes its file. A new start deletes the files of all earlier ones.
 
 gloo aborts a rank if its call differs from the calls of its peers. A rank that ends with an error, or because another
 rank has ended, writes the same record to hang/restart-0/failed-00003.json.
@@ -178,7 +178,7 @@ class HangWatch:
         return max(2 * (self.last_s or 0.0), limit_s)
 
     def is_peer_late(self) -> bool:
-        """Return whether another rank is late. A rank with progress does not check."""
+        """Return whether another rank is late. A rank that advances does not look."""
         waited_s = time.monotonic() - self.began_s
         has_waited = self.stop.received or waited_s > self.find_limit() / 2
         return bool(has_waited) and os.path.exists(self.late)

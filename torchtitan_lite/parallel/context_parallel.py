@@ -73,9 +73,9 @@ def apply_context_parallel(
 ) -> None:
     """Let the attention of each block fetch keys and values over cp.
 
-    `attention` is model.attention; `method` is context_parallel_rotate_method. Before launch, config/checks.py refuses
-    unsupported pairs (`list_cp_methods` in config/choices.py). Raises UserError if a model has custom attention
-    (model/own_attention.py).
+    `attention` is model.attention; `method` is context_parallel_rotate_method. config/checks.py refuses a pair that is
+    not served before launch (`list_cp_methods` in config/choices.py). Raises UserError if a model computes attention in
+    its own way, which this function cannot see.
     """
     with torch.device("meta"):
         expected = type(build_attention(attention, part.model_args, layer=0))

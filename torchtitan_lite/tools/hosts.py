@@ -41,8 +41,8 @@ SAY_AFTER_S = 10.0
 CONNECT_EVERY_S = 5.0
 STORE_TIMEOUT_S = 20
 OF_HOSTS = {"wait_for_workers": False, "multi_tenant": True}  # options of a TCPStore
-REFUSED = "refused"  # in place of a host's settings: why the host cannot start
-N_HOSTS = "hosts"  # in the store: the number of hosts in the last start, and of waiting hosts
+REFUSED = "refused"  # instead of the settings of a host: why it cannot start
+N_HOSTS = "hosts"  # in the store: the number of hosts of the last start, and of those that wait
 SIGNAL = "signal"  # in the store: the first signal that a host has received
 TELL_WITHIN_S = 2.0
 END_WITHIN_S = 10.0  # NODE_RANK=0 has the store, so it waits for the other hosts

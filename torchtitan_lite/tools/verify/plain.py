@@ -5,7 +5,7 @@
     step       cross entropy, backward, clipping as in torch, optimizer and schedule of the run, on whole tensors
 
 The plain loop shares the model file, the initialization and the optimizer with a run on many ranks. The tests compare
-these three with transformers and torch. The plain loop does not use step.py or the parallelisms.
+these with transformers and torch. It does not use step.py or the parallelisms.
 
 Errors compare a rank's slice of a tensor with the same slice of the plain loop's tensor. Nothing is gathered.
 
@@ -58,7 +58,7 @@ Note = Callable[[str, str, float], None]  # measure, name, error
 Key = tuple[int, str, str]  # step, measure, name of a parameter, module or function
 Noise = dict[
     tuple[int, str], float
-]  # step, name -> relative error in one process that rounds differently
+]  # step, name -> relative error of another rounding in one process
 
 
 @dataclass
@@ -67,11 +67,11 @@ class Seen:
 
     coordinates: Coordinates
     errors: dict[Key, float] = field(default_factory=dict)
-    results: list[dict] = field(default_factory=list)  # of each step, if there is a single rank
+    results: list[dict] = field(default_factory=list)  # of each step, if there is only one rank
     acted: dict[str, bool | None] = field(default_factory=dict)  # witnesses.Acted
 
     def note(self, step: int, measure: str, name: str, error: float) -> None:
-        """Record an error, at most LARGEST. Of several errors of a key, keep the largest."""
+        """Record an error of at most LARGEST. If a key has several errors, keep the largest."""
         key = (step, measure, name)
         error = error if error < LARGEST else LARGEST  # also NaN
         self.errors[key] = max(error, self.errors.get(key, 0.0))
@@ -98,10 +98,10 @@ def relative_error(
     roundings: int = 0,
     forgives: bool = False,
 ) -> float:
-    """Return ||own - right|| / this slice's share of ||unit|| (default: `whole`). If the share is 0, own must be 0.
+    """Return ||own - right|| over this slice's share of ||unit|| (default: `whole`). If the share is 0, own must be 0.
 
-    An error of `roundings` fp32 roundings per element counts as 0. If `forgives` is true, the largest errors are
-    ignored: two elements, plus 0.1 % of all elements. In bfloat16, one element in ten thousand rounds differently.
+    An error of `roundings` fp32 roundings per element counts as 0. If `forgives` is true, the largest errors do not
+    count: two elements, plus 0.1 % of all elements. In bfloat16, one element in ten thousand rounds differently.
     """
     own = local(tensor).double()
     right = cut(whole, tensor).double()
@@ -138,7 +138,7 @@ DECIDES = 10.0  # a bias larger than every score
 EMBEDDING_SCALE = 1 / 16
 FIRST_EXPONENT = 13  # positions around 2**13 = 8,192 and the next six powers of two
 N_EXPONENTS = 7
-N_ROUNDINGS = 5  # of the weights: random roundings that measure the change of a small sum
+N_ROUNDINGS = 5  # of the weights, in which the change of a small sum is measured
 
 
 @dataclass(frozen=True)
@@ -452,7 +452,7 @@ def round_differently(
 
 @torch.no_grad()
 def measure_noise(config: Config, steps: list[PlainStep], rounding: float = ROUNDING) -> Noise:
-    """Measure how much gradients change if weights are rounded differently. Sums with canceling terms change a lot."""
+    """Measure how much gradients change if weights are rounded differently: a lot if the terms of a sum cancel."""
     plain = PlainModel(config)
     generator = torch.Generator().manual_seed(0)
     tensors = plain.model.state_dict()

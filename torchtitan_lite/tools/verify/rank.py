@@ -296,7 +296,7 @@ def cut_piece(whole: Tensor, own: Tensor, sequence_dim: int, run: build.Run) -> 
 
 
 def packing_checked(note: Note) -> AbstractContextManager:
-    """Context manager: compare the rounding of ZeRO++ with its bound, then send exact numbers."""
+    """Context manager: compare what ZeRO++ packs with its bound, then send exact numbers, which hide no other error."""
     pack = Packing.pack
     unpack = Packing.unpack
     remove_padding = Packing.remove_padding
@@ -309,12 +309,12 @@ def packing_checked(note: Note) -> AbstractContextManager:
             for blocks in tensors.split(INT8_BLOCK, -1):
                 block, error = blocks
                 largest = block.amax(-1, keepdim=True)
-                half_scale = largest / 253.9  # half an integer step, plus some rounding
+                half_scale = largest / 253.9  # half a step of the integers, and some rounding
                 worst = error / (half_scale + 1e-30)
                 note("packing", "zero_plus_plus", worst.max().item())
         sent = rows.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         sent = sent.view(torch.int8)
-        # A rank must round its own numbers too, because other ranks see them rounded.
+        # A rank must not use its own numbers unrounded, because other ranks see them rounded.
         rows.fill_(math.nan)
         return sent
 
@@ -348,7 +348,7 @@ def reductions_noted(note: Note) -> AbstractContextManager:
 
 
 def find_scales(run: build.Run) -> PrecomputedScales | None:
-    """Return the object that computes float8 scales after each update, or None."""
+    """Return the float8 scales that the run computes after each update. None if it computes none."""
     for follow_up in run.after_update:
         if isinstance(follow_up, PrecomputedScales):
             return follow_up
@@ -356,7 +356,7 @@ def find_scales(run: build.Run) -> PrecomputedScales | None:
 
 
 def compare_scales(precomputed: PrecomputedScales, note: Note) -> None:
-    """Compare the precomputed scales with scales of the updated weights. Collective."""
+    """Compare the scales for the next step with scales computed from the weights of that step. Collective."""
     weights = precomputed.hooks
     mesh = precomputed.mesh
     amax = torch.stack([find_amax(weight.shard) for weight in weights])
@@ -379,7 +379,7 @@ def compare_with_halves(
 ) -> None:
     """Compare the gradients of all microbatches with the sum of the gradients of two halves. Collective.
 
-    This detects sums in bfloat16 on any layout, because the halves round differently.
+    This finds a sum that is rounded to bfloat16 on any layout, because the halves round differently.
     """
     differences = dict(gradients)
     rows = torch.arange(len(batch.tokens))

@@ -50,7 +50,7 @@ SHARD = "parallelism.data_parallel_shard_degree"
 CP = "parallelism.context_parallel_degree"
 TP = "parallelism.tensor_parallel_degree"
 EP = "parallelism.expert_parallel_degree"  # not a mesh dim: uses the ranks of dp_shard x cp x tp
-DEGREES = (  # of several equal largest degrees, the first is reduced
+DEGREES = (  # if several degrees are largest, the first of them is made smaller
     "parallelism.data_parallel_replicate_degree",
     SHARD,
     "parallelism.pipeline_parallel_degree",
@@ -62,7 +62,7 @@ AUTOMATIC = -1
 
 
 def find_shard_unit(section: Parallelism) -> int:
-    """Return the smallest dp_shard for this ep. An automatic dp_shard must be a multiple."""
+    """Return the smallest dp_shard for this ep. An automatic dp_shard must be a multiple of it."""
     ep = section.expert_parallel_degree
     return ep // gcd(ep, section.context_parallel_degree * section.tensor_parallel_degree)
 
@@ -76,13 +76,13 @@ def count_ranks(section: Parallelism) -> int:
 
 
 def choose_dp_shard(section: Parallelism, max_ranks: int) -> int:
-    """Return dp_shard. An automatic value becomes all remaining ranks; other values are multiples already."""
+    """Return dp_shard. An automatic value becomes all remaining ranks; any other is already a multiple of the unit."""
     unit = find_shard_unit(section)
     return plan_degrees(section, max_ranks)["dp_shard"] // unit * unit
 
 
 def list_smaller(config: Config) -> Iterator[Config]:
-    """Yield the config on fewer and fewer ranks. Each step divides the largest degree by its smallest prime factor."""
+    """Yield the config on fewer and fewer ranks. Each time the largest degree is divided by its smallest factor."""
     while True:
         degrees = {key: get_value(config, key) for key in DEGREES}
         key = max(DEGREES, key=degrees.get)
@@ -101,7 +101,7 @@ def list_smaller(config: Config) -> Iterator[Config]:
 def choose_other_layout(config: Config, n_ranks: int) -> Config:
     """Return the config on another mesh of the same ranks, with the same global batch and another ep if possible.
 
-    The mesh has tp = 2, and dp_shard over the other ranks. If this is impossible, dp_shard covers all ranks.
+    It has tp = 2, and dp_shard over the rest. If that is not possible, dp_shard covers all ranks.
     """
     args = resolve_model(config.model)
     asked = {key: get_value(config, key) for key in DEGREES}

@@ -4,9 +4,9 @@
     did not act    a trial ran the value, but no rank saw an effect
     off            the value turns its feature off, or belongs to a feature that is off
 
-A witness looks at a step from outside. torch's profile has an event for each operator, FSDP collective and compiled
-region. Events inside and outside of backward are counted separately: an operator of forward inside backward is
-recompute.
+A witness looks at a step from outside. The profile of torch names each operator, collective of FSDP and compiled region
+that ran. Events outside of backward and inside are counted apart, because recompute shows as an operator of forward
+that ran in backward.
 """
 
 import threading
@@ -63,7 +63,7 @@ class Observed:
 
     @property
     def moments(self) -> list[Tensor]:
-        """Optimizer state of the parameters, without counters. A fork may use any names."""
+        """Optimizer state of the parameters, without counters. A fork may have any names."""
         found = []
         for parameter in self.run.parameters.values():
             state = self.run.optimizer.state[parameter]
