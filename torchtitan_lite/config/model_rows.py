@@ -172,7 +172,8 @@ class ConfigKey:
 class Family:
     """An architecture of transformers that computes the same outputs as some flavors of a model.
 
-    `switches`: fields of ModelArgs that must be true. A field that no family has a key for must have its default.
+    `switches`: fields of ModelArgs that must be true. If no family has a key for a field, the field must have its
+    default.
     """
 
     architecture: str

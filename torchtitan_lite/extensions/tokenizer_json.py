@@ -1,8 +1,9 @@
 """Read tokenizer.json, Hugging Face's file, with the ids of the package `tokenizers` (extra `hf`).
 
-tiktoken is three times as fast, so it encodes a byte-level BPE whose ids are the same (byte_level_bpe.py). The package
-encodes every other file. A tokenizer.json has a model, and added tokens, which are matched before the text is cut into
-words. tokenizer_config.json and special_tokens_map.json in the same folder add more tokens.
+tiktoken is three times as fast as the package. It encodes with a byte-level BPE if both give the same ids
+(byte_level_bpe.py). The package encodes with every other file. A tokenizer.json has a model, and added tokens, which
+are matched before the text is cut into words. tokenizer_config.json and special_tokens_map.json in the same folder add
+more tokens.
 """
 
 import hashlib

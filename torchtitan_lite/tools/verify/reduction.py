@@ -196,7 +196,7 @@ def reduce_config(config: Config, max_ranks: int) -> Reduction:
         **reduce_sizes(config, args, wide),
     }
     if config.training.loss_chunk_tokens:
-        # A small batch needs a smaller chunk size to have several chunks; 0 (no chunks) stays.
+        # A small batch needs a smaller chunk to have several; 0 means no chunks and stays.
         keys["training.loss_chunk_tokens"] = 24
     n_shards = wide.dp_shard * wide.cp
     of_node = config.parallelism.zero_plus_plus_node_size // wide.tp
