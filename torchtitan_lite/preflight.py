@@ -71,7 +71,7 @@ def resolve(
 ) -> RunSpec:
     """Read a config and check it for `n_ranks` ranks on `n_hosts` hosts like `machine`.
 
-    Without n_ranks, choose_n_ranks decides. If torchrun `restarted` the job, the job itself wrote the dump folder.
+    Without n_ranks, choose_n_ranks decides. If torchrun `restarted` the job, the files in the dump folder are its own.
     Writes nothing. Raises ConfigError with every problem.
     """
     given, weights = read_run(args, machine=machine, restarted=restarted)

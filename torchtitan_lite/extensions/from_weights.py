@@ -1,4 +1,4 @@
-"""Take model and tokenizer from the weights that a run starts from, and use other defaults if it trains them further.
+"""A run that starts from weights takes their model and tokenizer, and other defaults if it trains them further.
 
 Needs no torch.
 """
@@ -27,7 +27,7 @@ def adapt_to_weights(given: UserConfig, weights: Weights) -> UserConfig:
         if "model.name" not in given.chosen:
             model = replace(model, name=weights.model_args.name)
         elif model.name != weights.model_args.name:
-            # fields that only this model has keep their values
+            # the weights say nothing about the fields that only this model has
             added = list_added_fields(MODELS[model.name].flavors["debug"], weights.model_args)
             model = replace(model, row=replace(weights.model_args, **added))
         given = replace(given, config=replace(config, model=model))

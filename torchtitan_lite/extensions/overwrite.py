@@ -1,4 +1,4 @@
-"""job.overwrite: before it starts, a run deletes the files of an earlier run in its folder. Needs no torch.
+"""job.overwrite: a run deletes the files of an earlier run in its folder first. Needs no torch.
 
 It deletes only what a run writes, never another file. A run that torchrun restarts keeps its own files.
 """

@@ -119,7 +119,7 @@ def rename_keys(source: Mapping[str, Any], notices: list[str]) -> dict[str, Any]
 
 
 def explain_key(key: str, value: object) -> tuple[list[Problem], list[str]]:
-    """Return a problem, a notice, or neither for an unknown name."""
+    """Return a problem, or a notice, or neither, for a name that is no key here."""
     absent = explain_absent(key, value)
     if absent is None:
         return [Problem(key, value, "there is no such key", suggest_key(key))], []
