@@ -24,7 +24,7 @@ from torchtitan_lite.tools.plan.orders import (
 )
 from torchtitan_lite.tools.plan.workload import MASTER_BYTES, LayerKind, Stage, Workload
 
-ANGLE_BYTES = 3 * 4  # rotary angles per token and element of a head, kept by each stage
+ANGLE_BYTES = 3 * 4  # rotary angles per token and element of a head, which each stage keeps
 
 
 class Memory(NamedTuple):
