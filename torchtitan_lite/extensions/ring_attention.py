@@ -75,7 +75,7 @@ class GatheredKeys(KeysOfRanks):
                 yield source, gathered[source]
 
     def add_gradient(self, source: int, keys: slice, grad: Tensor) -> None:
-        """Add to the gradient of these keys of rank `source`, the rank that `fetch` yielded last."""
+        """Add `grad` to the gradient of a slice of keys of rank `source`, which `fetch` has yielded last."""
         if self.grads is None:
             self.grads = grad.new_zeros(self.ranks.n, *self.key_value.shape)
         self.grads[source, :, :, :, keys] += grad

@@ -128,7 +128,7 @@ def find_checkpoint(path: Path) -> Path:
             return folder / f"step-{steps[-1]}"
     if why := explain_hub_name(path):
         raise SourceError(f"{why}. Name that folder.")
-    remedy = f"Name one, a run that saved one (--checkpoint.enable), or a folder with {CONFIG}"
+    remedy = f"Name a checkpoint, a run with a checkpoint (--checkpoint.enable), or a folder with {CONFIG}"
     raise SourceError(f"{path} is no folder with a checkpoint. {remedy}.")
 
 

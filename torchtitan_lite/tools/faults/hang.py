@@ -221,7 +221,7 @@ def find_unsent(files: dict[int, dict]) -> dict[int, str]:
 def find_odd_calls(files: dict[int, dict]) -> tuple[list[int], str]:
     """Return the ranks whose pending call differs from the majority of their group, and a text about these calls.
 
-    Compares calls with the same number. If no call has a majority, all ranks that wait in these calls are returned.
+    Compares calls with the same number. Without a majority, returns all ranks that wait in these calls.
     """
     waiting: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, file in files.items():

@@ -268,7 +268,7 @@ class LayerTime:
     def gather_time(
         self, sizes: Counter[str], spared_bytes: float, *, again: bool = False
     ) -> float:
-        """Return the seconds to all-gather parameters. `sizes` maps an axis to their number.
+        """Return the seconds to all-gather parameters. `sizes`: axis -> number of parameters.
 
         `spared_bytes`: bytes that float8 saves. `again`: whether this is the gather in backward.
         """
@@ -288,7 +288,7 @@ class LayerTime:
         return seconds
 
     def reduce_time(self, sizes: Counter[str]) -> float:
-        """Return the seconds to reduce-scatter gradients. `sizes` maps an axis to the number of parameters."""
+        """Return the seconds to reduce-scatter gradients. `sizes`: axis -> number of parameters."""
         w = self.workload
         seconds = 0.0
         for axis, n_parameters in sizes.items():

@@ -294,8 +294,8 @@ def reduce_size(real: int, wanted: int, unit: int, split: int) -> int:
 def reduce_experts(args: ModelArgs, layout: Layout, dim: int, n_wanted: int) -> dict[str, int]:
     """Return the sizes of an MoE: about `n_wanted` experts, and top_k of the real model, at most N_EXPERTS.
 
-    FSDP shards whole experts if it does so in the real run, and otherwise matrices. If the real model has both MoE and
-    dense layers, so does the small model. Returns {} for a dense model.
+    As in the real run, FSDP shards either whole experts or their matrices. If the real model has both MoE and dense
+    layers, so does the small model. Returns {} for a dense model.
     """
     moe = args.moe
     if moe is None:
