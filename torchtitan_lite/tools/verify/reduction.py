@@ -14,13 +14,13 @@
     wide        1 or 2 each   about 41, odd if possible        like real run   8
     deep        12 or more    280 tokens, 560 with documents   12 under pp     20
 
-Rows are longer than every window. The window of a flavor is reduced; the window of a row in config/choices.py is not,
-so rows become long enough for it.
+Rows are longer than every window. The window of a flavor becomes smaller; the window of a row in config/choices.py
+stays, so rows are as long as it needs.
 
-The deep trial finds faults that need depth, length or large counts. It has the options of the wide trial, except
+The deep trial finds faults that need depth, length or large counts. It has the options of the wide one, except
 recompute and compile.
 
-The certificate lists every difference from the real config, because differences are not certified. No torch here.
+The certificate lists every difference from the real config, because these are not certified. No torch here.
 """
 
 import shlex
