@@ -47,7 +47,7 @@ logger = logging.getLogger("torchtitan_lite.train")
 def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> int:
     """Train. Return the exit status. `stop` holds the signals of this process.
 
-    `launched`: what the launcher has resolved; None under a bare torchrun.
+    `launched`: the run that the launcher has resolved; None under plain torchrun.
 
     0 trained and saved, 1 a step was not finite or a checkpoint was not written, 128 + n stopped by signal n.
     """
@@ -57,7 +57,7 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
     place, store = join_job(os.environ)
     spec = launched
     if spec is None or place.restarts or spec.layout.world_size != place.world_size:
-        # a bare torchrun, or the checkpoints or the hosts are not those that the launcher saw
+        # plain torchrun, or checkpoints or hosts have changed since the launcher resolved the run
         spec = resolve(
             args,
             machine=launched.machine if launched else see_machine(place.local_rank),
@@ -80,7 +80,7 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
     build_on_meta(config, spec.model_args)  # raises if the code of the model differs from its table
 
     # ---- mesh: one process group for the world, one for each mesh dim, and one for each group of flattened dims
-    # the ranks of each host, and the next rank of another one, by the store: their process ids
+    # the ranks of each host, and a rank of the next host, by the store: their process ids
     processes = meet_processes(place, store, config.comm)
     # all ranks connect by the store
     device, groups = start_process(place, store, spec.machine.device_type, config, spec.dump_folder)
@@ -143,7 +143,7 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
             is_applied, grad_norm, stop_signal = result.read()
             if not math.isfinite(grad_norm):
                 repeat = partial(compute_gradients, run, batch)
-                # all ranks repeat forward and backward; all-gather of what each has found
+                # all ranks repeat forward and backward; all-gather of the findings
                 find_non_finite = load_module("components.diagnosis").find_non_finite
                 culprit = find_non_finite(run.parts, mesh.coordinates(), repeat)
                 why = f"gradient norm {grad_norm}, weights not updated: {culprit}"
@@ -152,7 +152,7 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
                 break
             watch.end()
             if config.debug.compare_copies_every and step % config.debug.compare_copies_every == 0:
-                # all ranks: rank 0 gathers checksums, and broadcasts what it finds
+                # all ranks: rank 0 gathers checksums, and broadcasts the finding
                 load_extension("copies").compare_copies(run, groups.host)
             figures = None
             if validation:
@@ -171,7 +171,7 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
             if step % config.training.gc_freq == 0:
                 gc.collect(1)
             is_stopped = stop_signal > 0 and step < last
-            for saver in savers:  # checkpoints first: the last one replaces all snapshots
+            for saver in savers:  # checkpoints first: the last checkpoint replaces all snapshots
                 # all ranks, if due: rank 0 gathers a hash of each file and broadcasts that all is saved
                 saver.after_step(step, n_steps=last, is_stopped=is_stopped, record=metrics.record)
             if is_stopped:
@@ -186,13 +186,13 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
             metrics.stop(last, f"{trained}; {spec.where_kept}")
     if lock:
         lock.close()
-    # all ranks: a barrier, so that no rank closes a connection that another one still uses
+    # all ranks: a barrier, so that no rank closes a connection that its peer still uses
     end_process(groups)
     return status
 
 
 def see_machine(local_rank: int) -> Machine:
-    """Return the device of this rank under a bare torchrun. Its memory is not checked."""
+    """Return the device of this rank under plain torchrun. Its memory is not checked."""
     if torch.version.hip:
         raise UserError("torch was built for ROCm, but this trainer is for NVIDIA GPUs and CPUs")
     if torch.cuda.is_available():

@@ -78,7 +78,7 @@ def find_model_class(name: str) -> type[nn.Module]:
 def build_on_meta(config: Config, model_args: ModelArgs) -> nn.Module:
     """Build the whole model on meta, without storage.
 
-    Raises UserError if its table lists other parameters, or if it has tensors that would get no values.
+    Raises UserError if the table lists different parameters, or if tensors of the model would get no values.
     """
     with torch.device("meta"):
         model = find_model_class(model_args.name)(model_args, attention=config.model.attention)
@@ -87,7 +87,7 @@ def build_on_meta(config: Config, model_args: ModelArgs) -> nn.Module:
     known = {*dict(built), *list_expert_biases(model_args), "output.weight"}
     shared = dict(model.named_parameters(remove_duplicate=False))
     if unknown := {*shared, *dict(model.named_buffers())} - known:
-        why = f"{min(unknown)} of models/{model_args.name} is a buffer or a shared parameter, which nothing initializes"
+        why = f"{min(unknown)} of models/{model_args.name} is a buffer or a shared parameter, which no code initializes"
         raise UserError(f"{why}: compute a buffer in forward, and call a module twice to share it")
     listed = {(fqn, entry.shape) for fqn, entry in list_parameters(model_args).items()}
     if different := listed ^ built:

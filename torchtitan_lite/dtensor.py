@@ -75,7 +75,7 @@ def shard_parameters(
 def make_local(
     cls: type[nn.Module], names: tuple[str, ...], hidden: tuple[str, ...]
 ) -> type[nn.Module]:
-    """Return a subclass of `cls` whose forward reads these parameters locally. Any other reader gets the DTensors."""
+    """Return a subclass of `cls` whose forward reads local shards. All other code reads the DTensors."""
 
     def forward(self: nn.Module, *inputs, **options):
         # nn.Module.__setattr__ costs the host ten times as much

@@ -3,7 +3,7 @@
 config.toml     the resolved config, without job.overwrite: training from this file never deletes the run
 log.txt, metrics.jsonl, tb/<run name>/     logs; metrics-1.jsonl: records of an earlier start that saved nothing
 checkpoint/     step-N/, run_id          traces/, comm_traces/, memory_snapshot/    if enabled
-hang/           what hanging ranks did: `python3 -m torchtitan_lite hang FOLDER`
+hang/           reports of hanging ranks: `python3 -m torchtitan_lite hang FOLDER`
 wandb/          Weights & Biases if enabled; job.overwrite keeps it, because some of it may not be uploaded yet
 wandb_id        id of the run in Weights & Biases
 lock            locked by the run that writes here
@@ -33,7 +33,7 @@ LOCAL_FOLDER = "checkpoint.local_folder"
 LOCK = "lock"
 CONFIG_TOML = "config.toml"  # marks the folder of a run
 RUN_ID = "run_id"  # in checkpoint.folder: names the snapshots of the run
-HANG = "hang"  # folder with what hanging ranks did, one folder inside for each restart
+HANG = "hang"  # reports of hanging ranks, one folder for each restart
 METRICS = "metrics.jsonl"
 
 
@@ -63,9 +63,9 @@ def check_files(config: Config, restarted: bool) -> Problems:
 
 
 def can_hold_files(folder: Path) -> bool:
-    """Return whether files can be created here. If the file system has no blocks, try it with a file without a name.
+    """Return whether files can be created here. If the file system reports no blocks, try it with an unnamed file.
 
-    os.access does not suffice: it says that root may write in /proc.
+    os.access is not enough: for root it returns True in /proc.
     """
     if os.statvfs(folder).f_blocks:
         return True

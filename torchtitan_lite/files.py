@@ -1,4 +1,4 @@
-"""Read what a run needs from its host: JSON files of other programs, hashes, optional packages, the git commit."""
+"""Helpers for files of the host: JSON files of other programs, hashes, optional packages, the git commit."""
 
 import hashlib
 import importlib

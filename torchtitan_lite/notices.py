@@ -15,12 +15,12 @@ from torchtitan_lite.dump_folder import name_snapshots
 from torchtitan_lite.models.registry import CONFIG
 from torchtitan_lite.run_spec import RunSpec
 
-# times the peak. The last steps of a cosine decay over ten million steps are above this
+# fraction of the peak, below the last steps of a cosine decay over ten million steps
 NEGLIGIBLE = 1e-14
 
 
 def list_notices(spec: RunSpec, restarted: bool) -> list[str]:
-    """List what the user did not ask for, or may not expect."""
+    """List notices about settings that the user did not choose or may not expect."""
     config = spec.config
     notices = []
     if config.job.description:
@@ -99,7 +99,7 @@ def describe_idle_steps(config: Config, resumed_step: int) -> list[str]:
     def is_idle(step: int) -> bool:
         return peak * learning_rate_factor(section, step) <= peak * NEGLIGIBLE
 
-    # the first idle step: the rate rises from above 0, then falls. In the last step, it may be 0
+    # the first idle step, by bisection: the rate rises from above 0, then falls. The last step may have a rate of 0
     idle_step = bisect_left(range(n_steps - 1), True, lo=resumed_step, key=is_idle)
     if idle_step < n_steps - 1:
         rate = peak * learning_rate_factor(section, idle_step)

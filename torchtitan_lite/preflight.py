@@ -71,9 +71,9 @@ def resolve(
     given, weights = read_run(args, machine=machine, restarted=restarted)
     config = given.config
     problems = list(given.problems)
-    # If a bad key fell back to its default, do not check what depends on it: those problems would be meaningless.
+    # A bad key keeps its default. Skip the rules that depend on it, because their problems would be meaningless.
     unread = [problem.key for problem in problems]
-    if "job.config_file" in unread:  # no key of that file is known
+    if "job.config_file" in unread:  # no key of this file was read
         raise ConfigError(problems)
     sections = {key.partition(".")[0] for key in unread}
     if not sections & RULED_SECTIONS:
@@ -213,7 +213,7 @@ def check_model_use(
 def refuse_vocabulary(problems: Problems, weights: "Weights | None", tokenizer: Tokenizer) -> None:
     """Refuse a model that has no row for an id that plain text may use.
 
-    Conversations also have special tokens: a batch with an id that has no row is refused when it is read.
+    Conversations also have special tokens, which are checked later: reading a batch with an id without a row fails.
     """
     n_ids = tokenizer.vocab_size
     n_rows = problems.model_args.vocab_size

@@ -1,7 +1,7 @@
 """Measure the steps of a run, and record them. Only rank 0 writes; nothing is sent.
 
-A CUDA step is only queued when its call returns, so timing a single step on the host is wrong. Reading the loss for a
-record waits for the device, so the time between two records is right.
+When the call of a CUDA step returns, the step is only queued, so the host cannot time a single step. Reading the loss
+for a record waits for the device, so the time between two records is right.
 
 Loss and grad_norm are the same on every rank; times and memory are measured on rank 0.
 MFU is the FLOP/s of the model divided by the peak FLOP/s of the hardware (PaLM, app. B, arXiv:2204.02311).
@@ -32,7 +32,7 @@ from torchtitan_lite.step import StepResult
 logger = logging.getLogger(__name__)
 
 GIB = 2**30
-N_FIRST = 10  # steps that are recorded one by one after a start: the user watches them
+N_FIRST = 10  # steps after a start that are all recorded, because the user watches them
 
 
 class RunMetrics(MetricsWriter):
@@ -161,7 +161,7 @@ class RunMetrics(MetricsWriter):
             )
             name = describe_rank(dist.get_rank(), self.run.mesh.coordinates())
             reason = f"{name}: {type(error).__name__}: {error}"
-            # not on the screen: if another rank failed first, the launcher shows that error
+            # not on the screen, because the launcher shows the error of the rank that failed first
             logger.log(IN_FILE, reason)
             self.record("stop", self.step, reason=reason)
         elif error is None and self.spec.written_folder:

@@ -1,6 +1,6 @@
-"""RunSpec: all that is decided about a run before it starts. `preflight.resolve` makes it; nothing changes it later.
+"""RunSpec: all decisions about a run before it starts. `preflight.resolve` creates it; it never changes.
 
-The launcher resolves a run once and hands the RunSpec to its ranks.
+The launcher resolves a run once and passes the RunSpec to its ranks.
 """
 
 from dataclasses import dataclass
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunSpec:
-    """What will run, on which ranks, from which weights."""
+    """A resolved run: its config, its ranks, its starting weights."""
 
-    config: Config  # no automatic value is left in it
+    config: Config  # all automatic values are resolved
     config_name: str  # name of the TOML file, without folder and extension
     model_args: ModelArgs
     layout: Layout

@@ -111,7 +111,7 @@ def compute_gradients(run: Run, batch: Batch) -> Tensor:
 def shard_for_cp(run: Run, batch: Batch) -> Batch:
     """Keep this cp rank's pieces of each row: (B, S) -> (B, S/cp), except doc_ids (B, S). No communication."""
     if run.layout.cp == 1:
-        return batch  # whose length may be odd; two pieces would drop its last token
+        return batch  # its length may be odd, and two pieces would drop the last token
     shard_sequence = load_module("parallel.context_parallel").shard_sequence
     pieces = batch.map(lambda field: shard_sequence(field, run.mesh.cp))
     return replace(pieces, doc_ids=batch.doc_ids)
@@ -155,7 +155,7 @@ def run_schedule(run: Run, schedule_fn: Callable, batch: Batch, n_tokens: Tensor
     """Run the pipeline schedule. Return the loss of each microbatch on the rank with the head, [] on other ranks.
 
     `schedule_fn` is the schedule's `step` or `eval`. Stages send hidden states and their gradients. Every rank passes
-    the other inputs itself, and torch splits them into microbatches along dim 0.
+    all other inputs to its own stages; torch splits them into microbatches along dim 0.
     """
     tokens = [batch.tokens] if run.parts[0].tok_embeddings is not None else []
     losses: list[Tensor] = []  # one per microbatch, on the rank that has the head

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 class ValidationBatches:
     """Reads all samples of the validation corpora once, in order. Padding rows complete the last batch.
 
-    With `most_batches`, samples are taken at equal distances, because the first ones could be a single odd document.
+    With `most_batches`, samples are spread evenly, because the first samples could be a single unusual document.
     Batches have the shape of training batches, so they use the same schedule and compiled graphs.
     """
 
@@ -69,13 +69,13 @@ class ValidationBatches:
 def count_bytes(tokenizer: Tokenizer, corpora: list[Corpus]) -> Tensor:
     """Return the number of text bytes of each id, (V,) float64.
 
-    If the tokens in a row do not spell the text, every id gets the mean number of bytes per token in the corpora. Their
-    total number of bytes is then right.
+    If concatenated tokens are not the text, every id gets the mean number of bytes per token, so the total for the
+    corpora is right.
     """
     n_bytes = torch.zeros(tokenizer.vocab_size, dtype=torch.float64)
     if tokenizer.decode_text:
         n_text_bytes = sum(corpus.sizes.n_text_bytes for corpus in corpora)
-        # the first token of a document is no target
+        # the first token of a document is not a target
         n_tokens = sum(corpus.n_tokens - corpus.sizes.n_documents for corpus in corpora)
         return n_bytes + n_text_bytes / max(1, n_tokens)
     for token_id in tokenizer.bytes_of_id.keys() - tokenizer.special.values():

@@ -1,10 +1,11 @@
-"""Fit constants of cluster.py to published runs, and print the error on runs whose source the fit has not seen.
+"""Fit constants of cluster.py to published runs, and print the error on runs that the fit has not seen.
 
     python3 -m assets.benchmarks.published      assets/benchmarks/published_layouts.csv  ->  the rows of BARS
 
 Most columns of the file are fields of ModelArgs, MoEArgs, Layout and Workload. `engine`: deepspeed is slower by a
-factor (fit), and its memory is the driver's. Rows with the evidence "recalled" are in no fit and no figure.
-A stack is a code base: all of its rows are left out together. The fit weights rows with experts like all other rows.
+factor (fit), and its memory is read from the driver. Rows with the evidence "recalled" are in no fit and no figure. A
+stack is the code base of a trainer; all of its rows are left out together. Rows with experts have the same weight as
+other rows.
 """
 
 import csv
@@ -35,7 +36,7 @@ from torchtitan_lite.tools.plan.workload import LayerKind, Workload
 ROWS = REPOSITORY / "assets" / "benchmarks" / "published_layouts.csv"
 # CUDA's context, NCCL's buffers, and two buckets of 5e8 fp16 elements, DeepSpeed's defaults. Not fitted.
 DEEPSPEED_GIB = 6.0
-# Constant, of all GPUs or of one chip -> its value before any row was seen: papers, data sheets, measurements of others
+# Constant, for all GPUs or one chip -> prior value, from papers, data sheets and published measurements
 PRIORS = {
     "h100.matmul_efficiency": 0.72,
     "a100.matmul_efficiency": 0.80,
@@ -58,10 +59,10 @@ KERNELS_OF_DEEPEP = 20  # with fused routers, instead of KERNELS_OF_EXPERTS
 # Bytes that softmax, dropout and two matmuls read and write per fp16 score of unfused attention
 SCORE_BYTES = 13
 STREAMS = 4  # Transformer Engine multiplies this many experts at a time
-LEAST_STACKS = 3  # of a bar
-SHARE = 0.8  # of the rows that a bar holds
+LEAST_STACKS = 3  # an error bar needs
+SHARE = 0.8  # fraction of the rows that an error bar contains
 # Pull toward the priors, chosen among 0.02, 0.08 and 0.2 by the errors on unseen rows.
-# A constant that no row needs keeps its prior.
+# A constant without effect on any row keeps its prior.
 STIFFNESS = 0.2
 MOVE = 0.03  # step of the finite differences, in the logarithm of a constant
 N_TANGENTS = 3
@@ -79,7 +80,7 @@ class OtherCluster(Cluster):
     unfused_efficiency: float = 0.50
 
 
-# Forward and backward of FlashAttention-2: A100's figures, and the FLOP/s that it has on Hopper
+# Forward and backward of FlashAttention-2: figures for A100, and FLOP/s on Hopper
 FLASH2 = {
     "a100-80": {"flash2_forward": 0.60, "flash2_backward": 0.50},
     "b200": {"flash2_forward": 0.15, "flash2_backward": 0.11},
@@ -88,17 +89,17 @@ FLASH2 = {
 
 @dataclass
 class OtherWorkload(Workload):
-    """A step of another trainer."""
+    """A step of a different trainer."""
 
     sends_once: bool = (
         False  # DeepEP: over ep, a token goes once to each rank and node, which copies it
     )
-    overlaps_ep: bool = False  # all-to-alls run beside the kernels of another microbatch
+    overlaps_ep: bool = False  # all-to-alls overlap with another microbatch
     norms_op_by_op: bool = False  # in fp32
 
 
 class OtherTime(StepTime):
-    """Estimates the seconds of a step of another trainer, where its layers differ from this trainer's."""
+    """Estimates the seconds of a step of a different trainer, if its layers differ from this trainer's layers."""
 
     workload: OtherWorkload
     cluster: OtherCluster
@@ -208,13 +209,13 @@ class OtherTime(StepTime):
         return self.expose("ep", seconds, seconds) if w.overlaps_ep else seconds
 
     def once_bytes(self, n: float) -> float:
-        """Return the bytes to one of n ranks or nodes, if each receives a token once for all experts there."""
+        """Return the bytes sent to one of n ranks or nodes. Each receives a token once, for all of its experts."""
         top_k = self.workload.args.moe.top_k
         return self.workload.rows_bytes / top_k * (1 - (1 - 1 / n) ** top_k)
 
 
 def list_gpt_block(args: ModelArgs, moe: MoEArgs | None = None) -> list[ModuleRow]:
-    """List the modules of a GPT block: Llama's without the gate."""
+    """List the modules of a GPT block: Llama's modules without the gate."""
     block = MODELS["llama3"].list_block(args, moe)
     return [module for module in block if not module.name.endswith("w3")]
 
@@ -231,7 +232,7 @@ class Row:
         self.stack = values["stack"]
         self.misses: dict[tuple[Cluster, float], float] = {}
         self.is_deepspeed = values["engine"] == "deepspeed"
-        # DTensor copies what tp gathers, other engines do not.
+        # DTensor copies gathered tensors, other engines do not.
         copies = values["engine"] == "torch" and values["tp"] > 1
         self.is_eager_tp = copies and not values["compiled"]
         self.reserve = "tp_reserve_factor" if copies else "reserve_factor"
@@ -258,10 +259,10 @@ class Row:
         return (model.forecast().step_time_s - once_s) / (model.lower_bound_s - once_s)
 
     def miss_time(self, constants: dict[str, float]) -> float:
-        """Return the logarithm of forecast over published throughput."""
+        """Return log(forecast / published) of the throughput."""
         cluster = self.find_cluster(constants)
         factor = constants["deepspeed"] if self.is_deepspeed else 1.0
-        if (cluster, factor) not in self.misses:  # most constants are of another chip
+        if (cluster, factor) not in self.misses:  # most constants belong to other chips
             self.misses[cluster, factor] = self.compare(cluster, factor)
         return self.misses[cluster, factor]
 
@@ -279,7 +280,7 @@ class Row:
         return (self.gib - outside) * GIB / find_fullest(self.workload).live
 
     def miss_memory(self, constants: dict[str, float]) -> float:
-        """Return the logarithm of forecast over published memory."""
+        """Return log(forecast / published) of the memory."""
         return log(constants[self.reserve] / self.reserved_per_live)
 
 
@@ -298,7 +299,7 @@ def read_rows() -> list[Row]:
 
 
 def make(kind: type, values: dict[str, object], **others: object) -> object:
-    """Return a dataclass whose fields have the values of these columns."""
+    """Return a dataclass with the values of the columns that name its fields."""
     own = {field.name: values[field.name] for field in fields(kind) if field.name in values}
     return kind(**own | others)
 
@@ -308,7 +309,7 @@ def describe_row(values: dict[str, object]) -> OtherWorkload:
     args = make(ModelArgs, values, moe=moe)
     n_layers = args.n_layers
     n_stages = values["pp"] * values["stages_per_rank"]
-    # Embedding and head count as a layer each if the layers alone do not divide.
+    # If pp does not divide the layers, embedding and head count as one layer each.
     load = int(n_layers % n_stages > 0)
     schedule = "Interleaved1F1B" if values["stages_per_rank"] > 1 else "1F1B"
     section = Parallelism(
@@ -339,12 +340,12 @@ def describe_row(values: dict[str, object]) -> OtherWorkload:
         recompute={bool(moe): recompute},
         float8=frozenset(modules if values["float8"] else ()),
     )
-    for kind in workload.kinds:  # without sequence parallel, recompute stops nowhere
+    for kind in workload.kinds:  # without sequence parallel, recompute never stops early
         kind.ends_in_rowwise &= workload.sequence_parallel
     return workload
 
 
-Unseen = tuple[Row, float]  # a row and its log error, by a fit that has not seen its source
+Unseen = tuple[Row, float]  # a row and its log error, by a fit without the row's stack
 
 
 def weigh(rows: Sequence[Row]) -> torch.Tensor:
@@ -355,7 +356,7 @@ def weigh(rows: Sequence[Row]) -> torch.Tensor:
 
 
 def name_constants(logs: torch.Tensor) -> dict[str, float]:
-    """Return the constants of these logarithms, in the order of PRIORS."""
+    """Return name -> constant for these logarithms, in the order of PRIORS."""
     return dict(zip(PRIORS, logs.exp().tolist(), strict=True))
 
 
@@ -416,10 +417,10 @@ def find_unseen(rows: list[Row]) -> dict[str, list[Unseen]]:
 
 
 def make_bar(unseen: list[Unseen]) -> Bar:
-    """Return the bar of these rows: the factor within which 80 % of them are, up or down.
+    """Return the error bar of these rows: the factor, up or down, that contains 80 % of them.
 
-    The bar is symmetric, because most errors of one stack have the same sign, and the sign for an unseen stack is not
-    known. Each row of a large stack has a smaller weight, as in the fit.
+    The bar is symmetric, because most errors of one stack have the same sign, and the sign for an unseen stack is
+    unknown. Rows of a large stack have smaller weights, as in the fit.
     """
     rows, errors = zip(*unseen, strict=True)
     logs = torch.tensor(errors, dtype=DOUBLE)
@@ -437,12 +438,12 @@ def make_bar(unseen: list[Unseen]) -> Bar:
 
 
 def share_held(bar: Bar, unseen: list[Unseen]) -> float:
-    """Return the fraction of rows that a bar holds."""
+    """Return the fraction of rows that an error bar contains."""
     return mean(round(exp(abs(error)), 2) <= bar.high for _, error in unseen)
 
 
 def share_held_of_others(unseen: list[Unseen]) -> float:
-    """Return the fraction of rows that the bar of all other stacks holds."""
+    """Return the fraction of rows inside the error bar of all other stacks."""
     held = []
     for stack in {row.stack for row, _ in unseen}:
         own = [pair for pair in unseen if pair[0].stack == stack]

@@ -3,10 +3,9 @@
     dp4, pp2 x dp2 x tp2    one launcher
     two hosts               two launchers, of two ranks each, on 127.0.0.1 and 127.0.0.2
 
-Each layout trains twice: undisturbed, and with all its kills in a row, each after some more steps. A kill "during a
+Each layout trains twice: undisturbed, and with many kills, a few steps apart. A kill "during a
 restart" hits a rank of the next start. "back after": seconds from the kill until the run logs a step again. At the end,
-weights and optimizer state must be bit-equal to the undisturbed run. Linux only.
-The arguments are names of layouts.
+weights and optimizer state must be bit-equal to the undisturbed run. Linux only. Arguments choose layouts by name.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Save and load a checkpoint as one rank of many thousands: what grows with the number of ranks.
+"""Save and load a checkpoint as one of many thousands of ranks, and measure the costs that grow with their number.
 
     python3 -m assets.benchmarks.scale --ranks 256 4096 16384      one line per model, world size and layout
 
@@ -58,7 +58,7 @@ MODELS = {  # config -> keys of the layout that saves ({}: as shipped), keys of 
     "qwen3_30b_a3b": ({}, {"expert_parallel_degree": 16}),
 }
 STEP = 1000
-MOST_EXPERT_RANKS = 256  # FSDP refuses experts on more ranks: the others are copies (dp_replicate)
+MOST_EXPERT_RANKS = 256  # FSDP refuses experts on more ranks; other ranks are copies (dp_replicate)
 DTYPES = {"float32": ("F32", 4), "bfloat16": ("BF16", 2), "int64": ("I64", 8)}
 
 
@@ -87,7 +87,7 @@ def plan(name: str, n_ranks: int, changes: dict[str, int]) -> PlannedRun:
 
 @contextmanager
 def as_rank(planned: PlannedRun, rank: int) -> Iterator[dict[str, Tensor]]:
-    """Context manager: be one rank of a run. Gives what it saves; the tensors have no storage."""
+    """Context manager: act as one rank of a run. Yields the tensors to save, without storage."""
     config = with_value(planned.config, "compile.enable", False)
     with ExitStack() as stack:
         enter = stack.enter_context
@@ -103,7 +103,7 @@ def as_rank(planned: PlannedRun, rank: int) -> Iterator[dict[str, Tensor]]:
             state = {"step": torch.zeros(()), "exp_avg": moment, "exp_avg_sq": moment}
             run.optimizer.state[parameter] = state
         named = run.name_tensors()
-        enter(_disable_current_modes())  # in which every coordinate is 1
+        enter(_disable_current_modes())  # fake modes, in which every coordinate is 1
         yield named
 
 
@@ -206,7 +206,7 @@ def digest_name(name: str) -> str:
 
 
 def list_records(planned: PlannedRun) -> dict[str, TensorRecord]:
-    """Return lines of the manifest: those that rank 0 receives from the other pipeline stages."""
+    """Return the lines of the manifest that rank 0 receives from the other pipeline stages."""
     layout = planned.layout
     tensors = {}
     for stage in range(1, layout.pp):

@@ -1,7 +1,7 @@
 """Stop a run by one SIGTERM in each of its phases, and print a table: `python assets/benchmarks/signal_phases.py`.
 
-    launcher    the signal goes to the launcher alone, as `kill PID` sends it
-    group       to the launcher, the fork server and the ranks at once, as `timeout`, systemd and scancel send it
+    launcher    the signal goes to the launcher alone, as from `kill PID`
+    group       to the launcher, the fork server and the ranks at once, as from `timeout`, systemd and scancel
 
 Each row: seconds from the signal to the end, exit status, newest checkpoint, processes that are left one second later,
 and what else was printed. Linux only. Arguments choose phases by name.
@@ -129,7 +129,7 @@ PHASES = {
 
 
 def copy_repository(folder: Path) -> Path:
-    """Copy what run_train.sh needs, so that it creates a .venv of its own there."""
+    """Copy the files that run_train.sh needs. The copy then creates its own .venv."""
     names = subprocess.check_output(["git", "ls-files"], cwd=REPOSITORY, text=True).split()
     for name in names:
         if not name.startswith(("tests/", "assets/")):

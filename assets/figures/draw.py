@@ -1,7 +1,7 @@
 """Draw the figures of the README files: python3 assets/figures/draw.py [1_RANK 8_RANKS TRACED]
 
-Needs chromium. Without arguments, it draws only the layouts. The arguments are the folders of three runs: the two runs
-under "The same loss" in README, and a run of debug_3d with profiling.enable_profiling.
+Needs chromium. The arguments are the folders of three runs: the two runs under "The same loss" in README, and a run of
+debug_3d with profiling.enable_profiling. Without arguments, this draws only the layouts.
 """
 
 import shutil

@@ -145,7 +145,7 @@ ONE_GPU = [  # config, ZeRO stage -> bytes reserved and of CUDA, over bytes in u
 def test_one_gpu_has_the_reserve_of_this_trainer(config, stage, factor, fits):
     planned = plan_run([f"--config={config}", f"--parallelism.zero_stage={stage}"], 1, "h200")
     assert planned.taken_bytes == planned.memory.live * factor + 2**30
-    assert planned.fits == fits and "without a bar" in describe_memory(planned)
+    assert planned.fits == fits and "no error bar" in describe_memory(planned)
     published = read("llama3_8b", 8)
     assert published.taken_bytes == published.memory.live * 1.21 * 1.11 + 2 * 2**30
 

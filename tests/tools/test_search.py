@@ -99,7 +99,7 @@ def test_the_report_names_the_winner_which_reads_back(tmp_path, capsys):
     printed = capsys.readouterr().out
     layout = plan_layout(*read(str(file)), 8)
     winner = next(line for line in printed.splitlines() if line.lstrip().startswith("1  "))
-    assert "of the kind that people publish" in printed
+    assert "of the kind that is commonly published" in printed
     assert f"{layout}, " in winner and winner.partition(str(layout))[2] in file.read_text()
 
 

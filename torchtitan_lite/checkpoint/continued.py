@@ -1,7 +1,7 @@
 """Compare a config with the run that saved the checkpoint it continues from. Needs no torch.
 
-The rule of a key is beside it in config/schema.py: refuse, note or free. preflight compares the sizes of the model and
-the tokenizer with the fingerprint in the manifest.
+The rule of each key is in config/schema.py: refuse, note or free. preflight compares the sizes of the model and the
+tokenizer with the fingerprint in the manifest.
 """
 
 from dataclasses import asdict
@@ -25,9 +25,9 @@ def list_different(config: Config, weights: Weights) -> dict[str, tuple[object, 
     values = dict(flatten_table(asdict(config)))
     for key in KEYS:
         value = values[key]
-        # a key that did not exist then had no effect
+        # a key that did not exist at the time had no effect
         before = saved.get(key, get_value(Config(), key))
-        if key.endswith(".dataset"):  # a corpus may move to another folder
+        if key.endswith(".dataset"):  # a corpus may move to a new folder
             before = [Path(name).name for name in before]
             value = [Path(name).name for name in value]
         if before != value:
@@ -88,7 +88,7 @@ def check_continued(
 def excludes_moments(config: Config, manifest: Manifest, *, is_resumed: bool) -> bool:
     """Return whether a run leaves out the optimizer state of a checkpoint (checkpoint.exclude_from_loading).
 
-    The key acts once: a checkpoint that a run has saved since then is resumed with its state, if the config can use it.
+    The key acts once: later checkpoints of the run are resumed with their state, if the config can use it.
     """
     key = "checkpoint.exclude_from_loading"
     if "optimizer" not in get_value(config, key):

@@ -5,7 +5,7 @@
 
 A rank opens the files that have its shards, and the files that it hashes.
 
-A load only succeeds if every hash matches. If the newest state is damaged, an older one is loaded. faults/resume.py
+A load only succeeds if every hash matches. If the newest state is damaged, an older state is loaded. faults/resume.py
 lists the states that a run may resume from. If a rank fails, every rank raises its error (`raise_on_all_ranks`);
 otherwise the others would wait in their next collective, and report a time-out minutes later.
 """
@@ -31,7 +31,7 @@ from torchtitan_lite.dtensor import find_shard
 
 logger = logging.getLogger(__name__)
 
-OLD_NAME = ("spike_filter.", "optimizer.gradient_norms.")  # the second one in earlier checkpoints
+OLD_NAME = ("spike_filter.", "optimizer.gradient_norms.")  # the second name in earlier checkpoints
 
 
 # ---------------------------------------------------------------- one process
@@ -40,8 +40,8 @@ OLD_NAME = ("spike_filter.", "optimizer.gradient_norms.")  # the second one in e
 class OpenCheckpoint:
     """A checkpoint with its manifest. Files are opened when their tensors are read.
 
-    Opening it checks the hashes of all files, or of one part of them if there are `n_parts`. Raises CheckpointError if
-    there is no checkpoint, and DamagedCheckpoint with the names of damaged files.
+    Opening checks the hashes of all files, or of one of `n_parts` parts of the files. Raises CheckpointError if there
+    is no checkpoint, and DamagedCheckpoint with the names of damaged files.
     """
 
     def __init__(self, folder: Path, part: int = 0, n_parts: int = 1):
@@ -101,7 +101,7 @@ def load_checkpoint(checkpoint: OpenCheckpoint, tensors: dict[str, Tensor]) -> N
         record = checkpoint.manifest.tensors.get(name)
         has_shape = record is not None and record.shape == list(tensor.shape)
         if not has_shape and is_of_extension:
-            continue  # the earlier run did not skip spikes, or had another window: start without a history
+            continue  # the earlier run had no spike filter, or a different window: start without a history
         if not has_shape:
             found = record and record.shape
             shapes = f"{list(tensor.shape)} in this run, but {found} there"

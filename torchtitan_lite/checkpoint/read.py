@@ -86,7 +86,7 @@ def parse_record(
 def find_slices(
     manifest: Manifest, name: str, offsets: Sequence[int], sizes: Sequence[int]
 ) -> Iterable[Slice]:
-    """Return the stored slices that overlap a box of a tensor, and in the old format perhaps other ones."""
+    """Return the stored slices that overlap a box of a tensor. The old format may give more slices."""
     record = manifest.tensors[name]
     if not isinstance(record, TensorRecord):
         return record.slices
@@ -106,7 +106,7 @@ def list_slices(
 ) -> Iterator[Slice]:
     """Yield the stored slices that overlap a box of the tensor.
 
-    If `among` is given (see find_writer), slices that none of its ranks has are left out.
+    If `among` is given (see find_writer), slices outside of its ranks are left out.
     """
     by_dim = []
     for dim, length in enumerate(record.shape):
@@ -128,7 +128,7 @@ def list_cuts(
 ) -> Iterator[tuple[dict[str, int], int, int]]:
     """Yield the slices of one dim that overlap first .. stop - 1: coordinates of a rank, first element, length.
 
-    The elements from `begin` on are cut by the first split, each of these slices by the second one, and so on.
+    The first split cuts the elements from `begin` on, the second split cuts each of these slices, and so on.
     """
     if not splits:
         if max(begin, first) < min(begin + length, stop):

@@ -77,7 +77,7 @@ OF_RUN = ("model.", "optimizer.")  # prefixes of tensor names; extensions use ot
 # Keys of the file header that tell torch's reader the offsets of a shard in its tensor.
 SHARDING = "DCP_SHARDING_INFO"
 OFFSETS = "saved_offsets"
-DEALT = 2**16  # elements of a tensor whose copies take turns in writing
+DEALT = 2**16  # from this number of elements on, the copies of a tensor take turns in writing
 N_HASH_BYTES = 32  # SHA-256
 DIM_NAMES = re.compile("dp_replicate|dp_shard|efsdp|ep|cp|tp|pp")  # in the name of a mesh dim
 
@@ -97,7 +97,7 @@ def plan_save(
 ) -> SavePlan:
     """Plan what this rank writes of `tensors`. No communication.
 
-    `host`: the ranks of this host, if each host saves what its ranks have.
+    `host`: the ranks of this host, if each host saves the shards of its ranks.
     """
     stage = find_coordinates(rank, MESH_DIMS, mesh)["pp"]
     plan = SavePlan(name_file(rank), {}, {}, {})
@@ -147,11 +147,11 @@ class CheckpointSaver:
     # All ranks, on gloo. Only for this saver, because two threads that share a group can deadlock.
     group: dist.ProcessGroup
     device: torch.device
-    host: range | None = None  # the ranks of this host, in a subclass whose hosts save apart
+    host: range | None = None  # the ranks of this host, in a subclass whose hosts save separately
     log_level: int = logging.INFO
 
     def __post_init__(self) -> None:
-        self.background: Any = None  # what copies and writes while the run trains
+        self.background: Any = None  # copies and writes while the run trains
         if self.section.async_mode != "disabled":
             extension = load_extension("asynchronous_saves")
             self.background = extension.Background(self.section.async_mode, self.device)

@@ -1,6 +1,7 @@
 """Find the weights that a run starts from: a checkpoint to resume, or checkpoint.initial_load_path. Loads no tensor.
 
-checkpoint in the dump folder    the newest readable one, or checkpoint.load_step: the run continues from its step
+checkpoint in the dump folder    the newest readable checkpoint, or checkpoint.load_step: the run continues from its
+step
                                  (a run that saves continues from its last step only)
 checkpoint elsewhere             its weights; also its step and optimizer state, unless initial_load_model_only
 Hugging Face folder              its weights
@@ -36,7 +37,7 @@ PATH = "checkpoint.initial_load_path"
 NOT_ONLY = (
     "checkpoint.no_initial_load_model_only"  # argument: with the optimizer state and the step
 )
-# Fields that give the same tensors another meaning, or share them
+# Fields that change the meaning of the same tensors, or share tensors
 SIZES = (*MODEL_SIZES, "tie_embeddings")
 
 
@@ -51,7 +52,7 @@ class Weights:
     published: dict[str, dict]
     manifest: Manifest | None = None  # None for a Hugging Face folder
     is_resumed: bool = False  # the checkpoint is in the dump folder
-    notices: tuple[str, ...] = ()  # what config.json says, but this trainer does not do
+    notices: tuple[str, ...] = ()  # settings of config.json that this trainer ignores
 
     @property
     def context_length(self) -> int | None:
@@ -89,13 +90,15 @@ def find_resumed(config: Config, restarted: bool) -> Weights | None:
     for step in reversed(steps):
         try:
             weights = describe_checkpoint(folder / f"step-{step}")
-            if not restarted:  # in a restarted job every rank comes here; a missing file is noticed when it is opened
+            if (
+                not restarted
+            ):  # in a restarted job every rank comes here; opening a missing file reports it
                 require_files(weights.path)
             return replace(weights, is_resumed=True)
         except CheckpointError as error:
             reasons.append(str(error))
             if not isinstance(error, DamagedCheckpoint):
-                break  # the checkpoint may be good: with an earlier one, the run would repeat its steps
+                break  # the checkpoint may be good; an earlier checkpoint would repeat its steps
     else:
         if not reasons or section.local_folder:  # the run may resume from a snapshot
             return None
@@ -105,7 +108,7 @@ def find_resumed(config: Config, restarted: bool) -> Weights | None:
 def names_step(section: Checkpoint, steps: list[int], restarted: bool) -> bool:
     """Return whether load_step is the step to load. A run that saves would save later steps a second time.
 
-    A job that torchrun restarts continues from what it has saved.
+    A job that torchrun restarts resumes its own newest checkpoint.
     """
     if section.load_only:
         return section.load_step in steps
@@ -212,7 +215,7 @@ def describe_differences(model_args: ModelArgs, weights: Weights) -> list[str]:
 
 
 def abbreviate(fqns: Iterable[str]) -> list[str]:
-    """Return FQNs with `*` in place of the number of a layer, each once."""
+    """Return the distinct FQNs, with `*` instead of layer numbers."""
     return list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", fqn) for fqn in fqns))
 
 

@@ -1,15 +1,15 @@
 """Explain why a step failed: which rank and module produced the first NaN or infinity, or what uses the memory.
 
-Loaded only if a step fails. The gradient norm covers the whole model, so every rank notices in the same step that it is
-not finite. But the tensors of a rank do not show which rank was first: a NaN in one pipeline stage reaches the loss in
-the last stage, and a NaN on one tp rank reaches the sums on all tp ranks. So all ranks repeat forward and backward (the
-weights did not change) with hooks on every module. A hook checks
+Loaded only if a step fails. The gradient norm covers the whole model, so every rank notices a norm that is not finite
+in the same step. But the tensors of a rank do not show which rank was first: a NaN in one pipeline stage reaches the
+loss in the last stage, and a NaN on one tp rank reaches the sums on all tp ranks. So all ranks repeat forward and
+backward (the weights did not change) with hooks on every module. A hook checks
 
     forward     the output of the module
     backward    the gradient of its inputs
 
 Hooks run for inner modules first, and before a module's collective. All ranks of a stage run the same hooks in the same
-order, so the first one that finds a NaN or infinity names the origin. Stages run first to last in forward, and last to
+order, so the first hook that finds a NaN or infinity names the origin. Stages run first to last in forward, and last to
 first in backward.
 """
 
@@ -36,13 +36,13 @@ def find_non_finite(
 ) -> str:
     """Return one sentence that names the rank and module of the first NaN or infinity. Collective.
 
-    `parts` have the gradients of the step; `repeat` computes them again. Every rank reports a finding. The first one in
-    this order counts: weights, outputs of modules, gradients of their inputs, gradients of weights.
+    `parts` have the gradients of the step; `repeat` computes them again. Every rank reports a finding. The first
+    finding in this order counts: weights, outputs of modules, gradients of their inputs, gradients of weights.
     """
     rank = describe_rank(dist.get_rank(), coordinates)
     pp_rank = coordinates["pp"]
     calls = itertools.count()
-    found: list[tuple[tuple, str]] = []  # when, and where
+    found: list[tuple[tuple, str]] = []  # order of events, and finding
 
     def check(phase: int, place: int, what: str, values: object) -> None:
         call = next(calls)

@@ -1,4 +1,4 @@
-"""Read metrics.jsonl, and continue the file of an earlier start: keep each step once, and lose no record."""
+"""Continue the metrics.jsonl of an earlier start: keep each step once, and lose no record."""
 
 import json
 import logging
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 def drop_later_steps(path: Path, last_step: int) -> None:
     """Drop from metrics.jsonl all records after `last_step`, and an incomplete last line.
 
-    If no step would be left, the file is of a start that was not resumed: rename it instead to metrics-N.jsonl.
+    If no step would be left, the file belongs to a start that was not resumed: rename it to metrics-N.jsonl instead.
     """
     text = path.read_text(encoding="utf-8", errors="replace")
     kept = []

@@ -47,8 +47,8 @@ def describe_newest(
 ) -> str:
     """Name the newest checkpoint and the command that resumes from it.
 
-    `args`: the arguments of the run. If the checkpoint `is_own`, saved by this run, the command leaves out the keys in
-    ONE_SHOT, which have acted. Otherwise the same command repeats the run.
+    `args`: the arguments of the run. If the checkpoint `is_own` (saved by this run), the command leaves out the keys in
+    ONE_SHOT, which have already acted. Otherwise it repeats the run's command.
     """
     if newest is None or config.checkpoint.load_only:
         return "nothing is saved"

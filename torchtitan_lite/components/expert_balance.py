@@ -1,5 +1,4 @@
-"""Balance the load of experts: if a few experts get all tokens, the others learn nothing. Two methods, one hook.
-The hook also adds the z-loss, which keeps the router's logits small.
+"""Balance the load of experts: experts without tokens learn nothing. One hook serves two methods, and the z-loss.
 
     load of a layer   routes per expert: counted after every forward pass of the step, then summed over all ranks
     bias              after each step, += rate if an expert's load is below the layer's mean, -= rate if it is above
@@ -208,6 +207,6 @@ def describe_load(loads: Tensor, top_k: int) -> dict[str, float]:
     entropy = entropies.sum() / counts.sum() * top_k  # each token has top_k routes
     return {
         "expert_max_over_mean": relative_load.max().item(),  # for the busiest expert
-        "expert_dead_share": is_dead.double().mean().item(),  # experts that got no token
+        "expert_dead_share": is_dead.double().mean().item(),  # experts without tokens
         "router_entropy": entropy.item(),  # of the router scores, in nats, averaged over tokens and layers
     }

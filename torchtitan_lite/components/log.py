@@ -26,7 +26,7 @@ UNWRITTEN = "{} cannot be written, and the run continues: {}"
 class LineHandler(logging.StreamHandler):
     """Writes lines as `12:30:01 text`. Adds the level if it is above INFO, and the rank if it is not 0.
 
-    Says once on stderr that lines cannot be written. logging itself prints a traceback for each of them.
+    Reports on stderr, once, that lines cannot be written. logging itself would print a traceback for each line.
     """
 
     def __init__(self, name: str, stream: TextIO, rank: int, time_format: str):

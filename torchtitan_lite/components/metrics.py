@@ -65,7 +65,7 @@ TAGS = {
 class MetricsWriter:
     """Writes records to the console, to metrics.jsonl and to the sinks that [metrics] enables.
 
-    If a sink cannot be written, the log says so once. Each new record is tried again.
+    If a sink cannot be written, the log says so once, and each new record is tried again.
     """
 
     def __init__(self, dump_folder: Path | None, config: Config, resumed_step: int):

@@ -32,8 +32,8 @@ def build_optimizer(
     builder = getattr(module, section.name)
     if section.moments_dtype == "bfloat16":  # `check` allows it only for fused AdamW
         builder = load_extension("adamw_bfloat16").AdamWBFloat16
-    # One group of torch for each of optimizer.groups and each mesh, because torch's kernels need all DTensors on one
-    # mesh. Experts have another mesh.
+    # One parameter group for each pair of optimizer.groups and mesh, because torch's kernels need all DTensors on one
+    # mesh. Experts have a second mesh.
     groups: dict[tuple, dict] = {}
     factors = ParameterGroup("")  # both factors are 1
     for fqn, parameter in parameters.items():
@@ -60,7 +60,7 @@ def build_lr_scheduler(section: LRScheduler, optimizer: TorchOptimizer) -> Lambd
 
 
 def require_gradients(gradients: dict[str, Tensor | None]) -> None:
-    """Raise UserError if no gradient has reached some parameters (by FQN): they would never be trained."""
+    """Raise UserError if parameters (by FQN) have no gradient, because they would never be trained."""
     unreached = [fqn for fqn, gradient in gradients.items() if gradient is None]
     if unreached:
         raise UserError(

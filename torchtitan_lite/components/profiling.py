@@ -58,7 +58,7 @@ def profile_steps(
             logger.info(f"profiled: {path}")
 
     def write_trace(profiler: profile) -> None:
-        if is_due():  # else the loop ended in the middle of a recording
+        if is_due():  # otherwise the loop ended during a recording
             name = f"step-{step}/rank-{rank}.json"
             write(section.save_traces_folder, name, profiler.export_chrome_trace, b"}")
 
@@ -102,7 +102,7 @@ def make_tracer(section: Profiling, write_trace: Callable) -> profile:
 
 
 def export_whole(path: Path, export: Callable[[str], object], last_byte: bytes) -> None:
-    """Call `export(path)`. Raise OSError if the file is not complete, and delete what is there.
+    """Call `export(path)`. If the file is incomplete, delete it and raise OSError.
 
     On a full disk, torch cuts a trace, or leaves it with the suffix .tmp, and raises no error.
     """

@@ -11,7 +11,7 @@ collective. A validation, which may take longer than a step, ends after a batch 
 
 All signals within 5 s count as one. `timeout`, systemd, Slurm and terminals signal the launcher and the ranks, and the
 launcher forwards the signal, so a rank gets several copies. A later signal ends the process immediately. During the
-first step even the first signal ends it, because there is nothing to save.
+first step, even the first signal ends the process, because there is nothing to save.
 
 After a crash, torchrun ends the other ranks of the host with SIGTERM. If a rank of this host has already ended, the
 step cannot end either. So a signal then ends the process without a message: the launcher reports the failure.
@@ -46,7 +46,7 @@ class Phase(Enum):
 
 
 def handle_signals(handler: Callable | signal.Handlers) -> None:
-    """Set the handler of all SIGNALS. nohup ignores SIGHUP, and this stays so."""
+    """Set the handler of all SIGNALS, except SIGHUP if nohup ignores it."""
     for number in SIGNALS:
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, handler)
@@ -62,7 +62,7 @@ class StopFlag:
         self.find_phase: Callable[[], Phase] = lambda: Phase.START
 
     def follow(self, find_phase: Callable[[], Phase]) -> None:
-        """Call `find_phase` from now on to learn what a signal does. Another thread calls it."""
+        """Use `find_phase` from now on to decide the effect of a signal. A different thread calls it."""
         self.find_phase = find_phase
 
     def listen(self) -> None:

@@ -22,9 +22,9 @@ class Parameter(NamedTuple):
     is_bias: bool
 
 
-@lru_cache  # by the function too, which a test may replace
+@lru_cache  # the function is part of the key, because tests may replace it
 def call_once(list_modules: Callable[..., list[ModuleRow]], *args: object) -> list[ModuleRow]:
-    """Cache the result of a function of a table, by its arguments. Do not change the list."""
+    """Call a function of a table, and cache the result by its arguments. Do not change the list."""
     return list_modules(*args)
 
 
@@ -52,7 +52,7 @@ def list_gathered(rows: list[ModuleRow]) -> list[str]:
 
 
 def list_modules(model_args: ModelArgs) -> list[tuple[str, ModuleRow]]:
-    """List the modules of the whole model in its order. The prefix of each, such as "layers.3.", makes it an FQN."""
+    """List the modules of the whole model in order, as (prefix, row). FQN: prefix, such as "layers.3.", plus name."""
     ends = list_end_modules(model_args)
     modules = [("", row) for row in ends if row.end == "first"]
     for layer in range(model_args.n_layers):

@@ -139,7 +139,7 @@ def check_layout(
 
 
 def check_batch(problems: Problems, layout: Layout) -> None:
-    """Find why data-parallel ranks cannot have equal numbers of full microbatches."""
+    """Check that data-parallel ranks have equal numbers of full microbatches."""
     n_local = problems.config.training.local_batch_size
     n_sequences = layout.global_batch_size
     unit = n_local * layout.dp
@@ -164,9 +164,9 @@ def list_multiples(value: int, unit: int) -> str:
 
 
 def check_stages(problems: Problems, n_stages: int) -> None:
-    """Find why the schedule cannot run this number of stages, or the model has too few layers for them.
+    """Check that the schedule can run this number of stages, and that the model has enough layers for them.
 
-    The first stage may have only the embedding, and the last only norm and head. Every other stage needs a layer.
+    The first stage may have only the embedding, and the last stage only norm and head. Other stages need a layer.
     """
     section = problems.config.parallelism
     pp = section.pipeline_parallel_degree
@@ -270,14 +270,14 @@ def can_split(row: ModuleRow, model_args: ModelArgs, tp: int) -> bool:
     """Return whether tp ranks can share the features of a module."""
     n_features = row.weight[-1] if row.tp_style == "rowwise" else row.weight[0]
     n_together = {"sequence": model_args.dim, "heads": model_args.head_dim}.get(row.tp_style)
-    # A gain of one feature multiplies all of them.
+    # A weight with one element applies to all features.
     if tp > 1 and row.kind == "norm" and n_features > 1 and n_together not in (None, n_features):
-        return False  # it would be a norm across ranks
+        return False  # the norm would span ranks
     return row.tp_style not in ("colwise", "rowwise") or n_features % tp == 0
 
 
 def check_table(problems: Problems, tp: int, world_size: int) -> None:
-    """Find rows in the table of the model that no code serves, or that tp cannot split."""
+    """Find rows in the table of the model that are not supported, or that tp cannot split."""
     model_args = problems.model_args
     check_ends(problems, list_end_modules(model_args))
     for row in list_rows(model_args):
@@ -294,7 +294,7 @@ def check_table(problems: Problems, tp: int, world_size: int) -> None:
 
 
 def check_ends(problems: Problems, ends: list[ModuleRow]) -> None:
-    """Find modules outside the blocks that no stage of a pipeline can have, or that no code serves there."""
+    """Find modules outside the blocks that no pipeline stage can have, or whose kind is not supported there."""
     for row in ends:
         place = f"in models/{problems.model_args.name}/table.py"
         outside = f"{row.name} is outside the blocks,"

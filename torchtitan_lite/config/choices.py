@@ -50,19 +50,19 @@ DECAYS: dict[str, Callable[[float], float]] = {
 
 @dataclass(frozen=True)
 class AttentionRow:
-    """Which tokens a token sees, and support besides one device with the full sequence.
+    """The tokens that a token attends to, and the features that support this attention.
 
     A plain row needs no code. A row that is not plain names its module in ATTENTION_MODULES (model/attention.py).
     """
 
     uses_documents: bool = False  # it reads doc_ids
-    # values of parallelism.context_parallel_rotate_method that support it
+    # supported values of parallelism.context_parallel_rotate_method
     under_cp: tuple[str, ...] = ()
     # True if attention is a softmax over the token itself and the earlier tokens of its document and window, and over
     # the sinks of the model. Then this row is enough for training, `generate`, verify and context parallel
     is_plain: bool = False
-    # (model_args, layer) -> number of tokens that a token sees, itself included; None: all earlier ones. Without this
-    # function nobody knows: plan counts all earlier tokens, and says so
+    # (model_args, layer) -> number of tokens that a token sees, itself included; None: all earlier tokens. Without this
+    # function the number is unknown: plan counts all earlier tokens, and says so
     window: Callable[[ModelArgs, int], int | None] | None = None
 
 

@@ -1,4 +1,4 @@
-"""Rules for models with experts. Loaded for a model that has some."""
+"""Rules for models with experts. Loaded only for such models."""
 
 from math import gcd
 
@@ -15,7 +15,7 @@ N_BYTES = {"bfloat16": 2, "float32": 4}
 
 
 def check_experts(problems: Problems, layout: Layout) -> None:
-    """Find why the experts cannot be sharded with these degrees."""
+    """Check that the experts can be sharded with these degrees."""
     moe = problems.model_args.moe
     n_ranks = layout.fsdp * layout.tp
     largest = gcd(n_ranks, moe.n_experts)

@@ -1,4 +1,4 @@
-"""Which linear layers compute in float8; its rules and notices. Loaded for model.converters = ["float8"]."""
+"""Choose the linear layers that compute in float8; rules and notices. Loaded for model.converters = ["float8"]."""
 
 import re
 
@@ -39,7 +39,7 @@ def plan_float8(
 
 
 def is_small_for_float8(n_out: int, n_in: int, recipe_name: str) -> bool:
-    """Whether rounding costs more time than the float8 matmul saves. torchao's thresholds, measured on an H100."""
+    """Return whether rounding takes more time than a float8 matmul saves. Thresholds from torchao, for an H100."""
     if recipe_name == "tensorwise":
         return n_out <= 1024 and n_in <= 4096
     return n_out <= 2048 or n_in <= 1024 or (n_out <= 4096 and n_in <= 2048)
@@ -60,7 +60,7 @@ def list_linears(model_args: ModelArgs) -> dict[str, tuple[int, int]]:
 
 
 def check_float8(problems: Problems, layout: Layout) -> None:
-    """Find why linear layers cannot compute in float8."""
+    """Check that linear layers can compute in float8."""
     config = problems.config
     n_tokens = layout.microbatch_size * config.training.seq_len // layout.cp
     section = config.quantize.linear.float8
@@ -86,7 +86,7 @@ def check_matmul(problems: Problems, machine: Machine) -> None:
 
 
 def list_notices(config: Config, model_args: ModelArgs, tp: int) -> list[str]:
-    """Say how many layers compute in float8, and which settings do less than they seem to."""
+    """Return notices: how many layers compute in float8, and settings without the expected effect."""
     section = config.quantize.linear.float8
     linears = list_linears(model_args)
     used = plan_float8(linears, section.filter_fqns, tp, section.recipe_name)

@@ -1,4 +1,4 @@
-"""The layout of a run: how many ranks each mesh dim has, and what each rank gets. Only numbers and names.
+"""The layout of a run: the degree of each mesh dim, and the share of each rank. Only numbers and names.
 
     rank = (((pp * dp_replicate + r) * dp_shard + s) * cp + c) * tp + t        outermost: pp, innermost: tp
 
@@ -46,7 +46,7 @@ class Layout:
     zero_stage: int
     tied: bool = False  # in a pipeline, the first and the last stage hold the same matrix
     ep: int = 0  # ranks of dp_shard x cp x tp that share the experts of a layer; 0 if the model has no experts
-    # Each FSDP group has `far` nodes with `near` ranks each. All 1 if ZeRO++ is off, or if nodes do not split the group
+    # Each FSDP group has `far` nodes with `near` ranks each. All 1 if ZeRO++ is off, or if groups are not split by node
     fsdp_near: int = 1
     fsdp_far: int = 1
     efsdp_near: int = 1
@@ -146,9 +146,10 @@ def count_stages(parallelism: Parallelism, n_layers: int) -> int:
 def plan_stages(parallelism: Parallelism, n_layers: int) -> list[int]:
     """Return the number of layers of each stage, first to last. `check_stages` has accepted the number of stages.
 
-    Every stage except the first and the last gets one layer. Each remaining layer goes to the stage with least load;
-    ties go to a stage without layers, then to the earliest. The two `less_layers` keys are the loads of embedding and
-    head, in layers. Llama 3 8B on pp4: 8, 9, 8, 7 layers. Llama 3 405B on 128 stages: 0, 1, 1, ..., 1, 0.
+    Every stage except the first and the last gets one layer. Each remaining layer goes to the stage with the least
+    load; if loads are equal, to a stage without layers, then to the earliest stage. The two `less_layers` keys are the
+    loads of embedding and head, in layers. Llama 3 8B on pp4: 8, 9, 8, 7 layers. Llama 3 405B on 128 stages: 0, 1, 1,
+    ..., 1, 0.
     """
     n_stages = count_stages(parallelism, n_layers)
     if n_stages == 1:
@@ -233,7 +234,7 @@ def plan_zero_stage(parallelism: Parallelism, *, n_shards: int, is_local: bool =
 
 
 def gathers_whole_parts(layout: Layout, compute_dtype: str) -> bool:
-    """Return whether FSDP gathers a model part at once, and not block by block.
+    """Return whether FSDP gathers a whole model part at once, instead of block by block.
 
     In a pipeline with ZeRO stage 1, a part is gathered and reduced once per step, and nothing is freed in between. In
     fp32, as on CPUs, no gather hides behind a block's compute, and each group would only cost the host time.
@@ -257,7 +258,7 @@ def plan_nodes(section: Parallelism, degrees: dict[str, int]) -> dict[str, int]:
 
 
 def plan_recompute(section: ActivationCheckpoint, layers: Iterable[int]) -> dict[int, str]:
-    """Return layer number -> "none", "op" or "full". Layer numbers are global, so pipeline stages do not change it."""
+    """Return layer number -> "none", "op" or "full". Numbers are global, so the result is the same on all stages."""
     if section.mode == "memory_budget":  # handled by set_memory_budget and the compiler
         return dict.fromkeys(layers, "none")
     if section.mode != "selective":

@@ -1,4 +1,4 @@
-"""What is known about a device by its name: peak FLOP/s, and what it cannot compute.
+"""Facts about devices by name: peak FLOP/s, and missing features.
 
 tools/detect.py asks the driver.
 """
@@ -18,12 +18,12 @@ class Machine:
     n_devices: int
     memory_bytes_per_device: int | None  # None: unknown
     name: str  # as the driver reports it
-    is_here: bool = True  # False: another host, so this host's compilers and memory do not matter
+    is_here: bool = True  # False: a remote host, so compilers and memory here do not matter
     driver: str = ""  # version of NVIDIA's driver; "": not known
 
 
-# Dense bfloat16 peak of one GPU in FLOP/s: half of NVIDIA's number if that number assumes 2:4 sparsity. The first key
-# found in the driver's name of the GPU applies.
+# Dense bfloat16 peak of one GPU in FLOP/s: half of NVIDIA's number if it assumes 2:4 sparsity. The first key found in
+# the driver's name of the GPU applies.
 PEAK_BF16_FLOPS = {
     "GB300": 2.5e15,  # nvidia.com, GB300 NVL72 datasheet: 360 PFLOP/s sparse for 72
     "B300": 2.25e15,  # nvidia.com, HGX B300 datasheet: 36 PFLOP/s sparse for 8
@@ -51,7 +51,7 @@ PEAK_BF16_FLOPS = {
     "RTX 4090": 165.2e12,
     "RTX A6000": 154.8e12,
 }
-# cuDNN's attention may be wrong on these GPUs with fewer heads of keys per rank (model/attention.py)
+# cuDNN's attention may be wrong on these GPUs with few key/value heads per rank (model/attention.py)
 WRONG_CUDNN = r"\bG?B[123]00\b"
 SAFE_KV_HEADS = 8
 

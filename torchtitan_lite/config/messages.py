@@ -1,4 +1,4 @@
-"""What a user reads and writes: problems with a config, each with a remedy; commands; paths."""
+"""Format text for users: problems with a config, each with a remedy; commands; paths."""
 
 import os
 import re

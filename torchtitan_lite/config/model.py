@@ -1,4 +1,4 @@
-"""The model that a config names, and rules for its sizes alone. Needs no torch."""
+"""Find the model that a config names, and check its sizes. Needs no torch."""
 
 from dataclasses import replace
 

@@ -4,7 +4,7 @@
     ModuleRow     one module: its weight and bias, how tp splits them, their initial values
     Family        names and keys of the model in Hugging Face folders
     ConfigKey     one key of config.json: read, refused or ignored
-    ModelTable    all of these: what models/registry.py has for each model
+    ModelTable    all of these for one model: the rows of models/registry.py
 
 Everything else derives from them: counts and FLOPs, tensor parallel, float8, memory, traffic, Hugging Face names,
 initial weights and the bounds of `verify`.
@@ -26,12 +26,12 @@ AUTO = "auto"  # flavor: the model of the weights that the run loads, or debug i
 class RopeScaling:
     """Scaling of rotary wavelengths for contexts longer than the original training context.
 
-    kind llama3 (Llama 3.1) scales only long wavelengths. kind linear scales all of them, and only uses `factor`.
+    Kind llama3 (Llama 3.1) scales only long wavelengths. Kind linear scales all wavelengths, and only uses `factor`.
     """
 
     factor: float  # scaled wavelengths are multiplied by this
     low_freq_factor: float = 1.0  # wavelengths above original_length / low_freq_factor are scaled
-    # wavelengths below original_length / high_freq_factor are not; between: interpolated
+    # wavelengths below original_length / high_freq_factor are not scaled; between the two, interpolated
     high_freq_factor: float = 4.0
     original_length: int = 8192  # tokens in the original training context
     kind: Literal["llama3", "linear"] = "llama3"
@@ -77,7 +77,7 @@ class ModelArgs:
     attention_sinks: bool = False  # each query head has a learned logit without key and value
 
     def find_window(self, layer: int) -> int | None:
-        """Return the number of tokens that a token sees in this layer; None if it sees all up to itself."""
+        """Return the number of tokens that a token sees in this layer; None if it sees all earlier tokens."""
         types = self.layer_types or (SLIDING,)
         return self.sliding_window if types[layer % len(types)] == SLIDING else None
 
@@ -127,9 +127,9 @@ class ModuleRow:
     init_std: float = 0.0
     bias: bool = False  # has a bias, which starts at 0
     init_mean: float = 0.0
-    # Of a colwise module: its output is this many key/value heads. If tp has more ranks, several ranks use each head.
+    # For colwise modules: number of key/value heads in the output. If tp has more ranks, several ranks share each head.
     kv_heads: int = 0
-    # Its output is heads that rotary embedding turns. Hugging Face orders the rows of a head in another way.
+    # Rotary embedding rotates its output. Hugging Face orders the rows of each head differently.
     is_rotated: bool = False
     end: str = (
         ""  # of a module outside the blocks: "first" or "last", the pipeline stage that has it
@@ -137,7 +137,7 @@ class ModuleRow:
 
     @property
     def child(self) -> str:
-        """The child of the model that has a module outside the blocks."""
+        """Name of the model's child that contains this module outside the blocks."""
         return self.name.partition(".")[0]
 
     @property
@@ -153,7 +153,7 @@ class ModuleRow:
 
 @dataclass(frozen=True)
 class ConfigKey:
-    """One key of config.json. A value of another type or size is refused, and so is any value outside `only`.
+    """One key of config.json. A value of a different type or size, or outside `only`, is refused.
 
     An ignored key has no effect on our model, and its value is not checked. If the value is outside `only`, a notice
     says so.
@@ -162,7 +162,7 @@ class ConfigKey:
     kind: Any = object  # type of the JSON value, such as int, or list | None if null is allowed
     default: Any = None  # transformers' value if the key is missing; ...: it must not be missing
     least: float = -inf  # smallest number
-    only: tuple = ()  # the values that our model computes; exports have the first
+    only: tuple = ()  # the values that our model supports; exports have the first
     items: type = object  # type of the items of a list
     same_as: str = ""  # the key that this one replaces
     is_ignored: bool = False
@@ -170,21 +170,22 @@ class ConfigKey:
 
 @dataclass(frozen=True)
 class Family:
-    """An architecture of transformers that computes the same as some of a model's flavors.
+    """An architecture of transformers that computes the same outputs as some flavors of a model.
 
-    `switches`: fields of ModelArgs that must be true. A field that no family has a key for must have its default.
+    `switches`: fields of ModelArgs that must be true. If no family has a key for a field, the field must have its
+    default.
     """
 
     architecture: str
     keys: dict[str, ConfigKey]  # the keys that only some architectures have
     sizes: dict[str, str]  # field of ModelArgs -> key
-    # FQN of our module, inside the block if it is in one -> theirs; {}: the index of an expert
+    # FQN of our module (in the block, if any) -> Hugging Face's name; {}: the index of an expert
     names: dict[str, str]
     switches: tuple[str, ...] = ()
     # field of MoEArgs -> key; other fields must be the default
     experts: dict[str, str] = field(default_factory=dict)
     divides_dim: bool = False  # the number of heads must divide the hidden size
-    # "all": every layer may have the window; "some": layer_types or max_window_layers say which
+    # "all": every layer has the window; "some": layer_types or max_window_layers choose layers
     windows: Literal["none", "all", "some"] = "none"
 
     @property
@@ -207,7 +208,7 @@ class ModelTable:
     """A model: its sizes by flavor (with a row "debug"), its modules, and its families (model_type -> row)."""
 
     flavors: dict[str, ModelArgs]
-    # the modules of a dense block, or with experts
+    # function that lists the modules of a block, dense or with experts
     list_block: Callable[[ModelArgs, MoEArgs | None], list[ModuleRow]]
     # tok_embeddings, norm, output, and any other module outside the blocks, each with its `end`; FQNs in the model
     list_ends: Callable[[ModelArgs], list[ModuleRow]]
@@ -215,4 +216,4 @@ class ModelTable:
     families: dict[str, Family] = field(default_factory=dict)
     # keyword of the model's forward -> function of a Batch (model/batch.py)
     fields: dict[str, Callable] = field(default_factory=dict)
-    head_calls: int = 1  # in training, for each microbatch: FLOPs and the time of a step count them
+    head_calls: int = 1  # calls of the head per microbatch in training, for FLOPs and step time

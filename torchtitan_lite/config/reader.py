@@ -61,7 +61,7 @@ class UserConfig:
     notices: tuple[str, ...]
 
     def with_default(self, key: str, value: object, why: str) -> "UserConfig":
-        """Return a copy with another default of a key, and a notice. Equal to `self` if the user chose a value."""
+        """Return a copy with a new default of a key, and a notice; `self` if the user chose a value."""
         if key in self.chosen or get_value(self.config, key) == value:
             return self
         config = with_value(self.config, key, value)
@@ -79,7 +79,7 @@ def read_config(args: list[str]) -> UserConfig:
         path = find_config_file(expand_path(config_file))
         is_shipped = path.parent.resolve() == CONFIG_FOLDER
         table |= flatten_table(load_toml(path))
-        # a resolved config.toml also has this key: it names the file that it was made from
+        # a resolved config.toml also has this key, with the name of its source file
         table["job.config_file"] = config_file
     except ValueError as error:
         remedy = "Name a TOML file, or one in configs/"
@@ -149,7 +149,7 @@ def drop_keys(args: list[str], keys: Collection[str]) -> list[str]:
 
 
 def find_key(written: str) -> str:
-    """Return the key that has this name, or had it in torchtitan."""
+    """Return the key with this name, or with this name in torchtitan."""
     return written if written in KEYS else load_extension(OTHER_KEYS).resolve_alias(written)
 
 
@@ -173,7 +173,7 @@ def load_toml(path: Path) -> dict[str, Any]:
 
 
 def flatten_table(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield ("a.b.c", 1) for `[a.b]` with `c = 1`. A table in place of a value is yielded as is, and refused later.
+    """Yield ("a.b.c", 1) for `[a.b]` with `c = 1`. A table in place of a value is yielded unchanged, and refused later.
 
     An empty table with an unknown name is also yielded, because it may be a misspelled section.
     """
@@ -253,7 +253,7 @@ def check_limits(value: Any, limits: Any) -> Any:
 
 
 def convert_text(kind: Any, text: Any) -> Any:
-    """Convert a value to the type of its key: a text as it is if the key takes texts, else as a literal.
+    """Convert a text to the type of its key: unchanged if the key takes texts, else as a TOML literal.
 
     Raises WrongValue.
     """

@@ -18,7 +18,7 @@ from torchtitan_lite.models.registry import FLAVOR_NAMES, MODELS
 class Range:
     """Bounds of a number: `low <= value <= high`, or the value `auto`, which is resolved later.
 
-    Every number has an upper bound. A larger one would overflow, or keep the check busy for hours.
+    Every number has an upper bound. A larger number would overflow, or keep the check busy for hours.
     """
 
     low: float
@@ -61,9 +61,9 @@ FolderName = Annotated[str, FOLDER]  # inside job.dump_folder
 def key(default: Any, *, resume: Literal["refuse", "note"]) -> Any:
     """Return a field that matters to a run that continues from a checkpoint.
 
-    refuse    the saved state has no meaning with a different value: data, batch, seed, kind of optimizer
+    refuse    the saved state is useless with a different value: data, batch, seed, kind of optimizer
     note      the run trains differently from here on, so both values are printed
-    (free)    any other key: another value gives the same training: layout, recompute, logs, folders
+    (free)    a different value gives the same training: layout, recompute, logs, folders
     """
     metadata = {"resume": resume}
     if isinstance(default, list):
@@ -111,8 +111,8 @@ class Training:
     dataset_weights: list[AboveZero] = key([], resume="refuse")
     # new: tokens of named corpora, and compiled code; all runs share it
     cache_folder: PathText = "outputs/cache"
-    # upper bound on the sequences per data-parallel rank and forward pass; a rank whose share of global_batch_size is
-    # smaller passes its share. Under PP: divides the share
+    # sequences per data-parallel rank and forward pass, or fewer if a rank's share of global_batch_size is smaller.
+    # Under PP: a divisor of the share
     local_batch_size: Size = 8
     # sequences per step; auto: local_batch_size x data-parallel ranks. Smaller on a CPU unless set
     global_batch_size: SizeOrAuto = key(-1, resume="refuse")
@@ -125,7 +125,7 @@ class Training:
     max_norm: ZeroOrMore = key(1.0, resume="note")
     # new: skip the update of a step whose gradient norm is more than this times its running median, such as 3; 0: never
     skip_spikes: ZeroOrMore = key(0.0, resume="note")
-    # new: number of steps in that median, skipped steps included. If norms rise for good, half as many steps are
+    # new: number of steps in this median, skipped steps included. If norms rise for good, half this number of steps is
     # skipped; then the higher level is accepted
     spike_window: Annotated[int, Range(2, 2**20)] = key(32, resume="note")
     # compute dtype; auto: bfloat16 on CUDA
@@ -157,7 +157,7 @@ class Parallelism:
     data_parallel_replicate_degree: Degree = 1
     # FSDP2: ranks that shard one replica; auto: all remaining ranks
     data_parallel_shard_degree: DegreeOrAuto = -1
-    # read if zero_stage is auto. always: 3; never: 2, or 1 where auto is 1
+    # used if zero_stage is auto. always: 3; never: 2, or 1 if auto is 1
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     # new: which tensors FSDP shards, see parallel/fsdp.py; auto: 3; under PP, or if nothing is sharded, 1
     zero_stage: Literal["auto", 1, 2, 3] = "auto"
@@ -208,7 +208,8 @@ class Optimizer:
     # new: bfloat16 saves 4 bytes per parameter of AdamW
     moments_dtype: Literal["float32", "bfloat16"] = key("float32", resume="refuse")
     # new: tables [[optimizer.groups]] with a pattern `match` of FQNs, such as "*norm.weight", and factors `lr` and
-    # `weight_decay` of the keys above; the first that matches a parameter has it. `check` prints the parameters of each
+    # `weight_decay` of the keys above. A parameter is in the first table that matches. `check` prints the parameters of
+    # each table
     groups: list[ParameterGroup] = key([], resume="note")
 
 
@@ -257,7 +258,7 @@ class Checkpoint:
 class Validation:
     # compute the loss on validation documents, which are the same on every layout
     enable: bool = False
-    # as training.dataset; empty: validation split of training.dataset
+    # like training.dataset; empty: validation split of training.dataset
     dataset: list[PathText] = key([], resume="note")
     dataset_path: PathText = ""  # as training.dataset_path; empty: the same path
     freq: Positive = 10  # steps between validations; also runs after the first and the last step
@@ -388,8 +389,8 @@ class Config:
     profiling: Profiling = Profiling()
 
 
-# Keys that act when a run starts, and not again when it continues from a checkpoint that it has saved since then -> the
-# argument that turns them off in the command that continues
+# Keys that act once, not again when the run continues from its own checkpoint -> argument that turns the key off in the
+# command to continue
 ONE_SHOT = {
     "job.overwrite": "--job.no_overwrite",
     "checkpoint.load_step": "--checkpoint.load_step=-1",

@@ -119,7 +119,7 @@ def explain_missing(folder: Path) -> CorpusError:
 def open_split(folder: Path, split: str, tokenizer: Tokenizer | None) -> CorpusManifest:
     """Read the manifest, and compare the size of every file with it. Raises CorpusError.
 
-    Also raises CorpusError if the split does not exist, or was made with another tokenizer.
+    Also raises CorpusError if the split does not exist, or was made with a different tokenizer.
     """
     manifest = read_corpus_manifest(folder)
     for name, n_bytes in manifest.sizes.items():
@@ -162,7 +162,7 @@ def list_python_stdlib(_: str = "") -> list[Path]:
 def list_downloaded(folder: str, pattern: str, advice: str, dataset_path: str) -> list[Path]:
     """Return the files of a downloaded corpus in `dataset_path`, or in `folder` by default. Raises CorpusError."""
     path = Path(dataset_path or folder)
-    if why := explain_hub_cache(path):  # a cache folder can have several versions
+    if why := explain_hub_cache(path):  # may contain several versions
         raise CorpusError(why, "Set training.dataset_path to that folder")
     files = [path] if path.is_file() else sorted(path.rglob(pattern))
     # Hugging Face metadata
@@ -213,7 +213,7 @@ def find_corpus(name: str, tokenizer: Tokenizer, cache_folder: Path, dataset_pat
 
 
 def find_prepared(name: str, tokenizer: Tokenizer, cache_folder: Path, dataset_path: str) -> Path:
-    """Return the folder of a corpus. Raises CorpusError if it is a named one that is not prepared on this host.
+    """Return the folder of a corpus. Raises CorpusError if a named corpus is not prepared on this host.
 
     The launcher prepares named corpora; ranks only read.
     """
@@ -272,7 +272,7 @@ def check_data(config: Config, tokenizer: Tokenizer | None) -> Problems:
                 open_split(Path(name), split, tokenizer)
         except CorpusError as error:
             problem = Problem(key, name, error.why, error.remedy)
-            if problem not in problems:  # both splits of a corpus may have the same problem
+            if problem not in problems:  # two splits may have the same problem
                 problems.append(problem)
     if not training.dataset:
         remedy = f"Name at least one: {', '.join(DATASETS)}, or a folder that `prepare` wrote"

@@ -135,7 +135,7 @@ class SampleReader:
     def read(self, sources: Tensor, samples: Tensor) -> Batch:
         """Return one row per sample. `sources` and `samples` are (B,) int64.
 
-        A source is the index of a corpus; any other number gives a row of padding. Raises CorpusError.
+        A source is the index of a corpus; a larger number gives a row of padding. Raises CorpusError.
         """
         n_rows = len(samples)
         rows = torch.zeros(3, n_rows, self.seq_len + 1, dtype=torch.int64)
@@ -329,7 +329,8 @@ def open_data(
         sampler = load_module("data.weighted_sampler").WeightedSampler(
             reader.n_samples, training.data_seed, training.dataset_weights
         )
-    # Checkpoints store it. Runs with equal fingerprints and configs have the same samples in the same order.
+    # Checkpoints store the fingerprint. Runs with equal fingerprints and configs have the same samples in the same
+    # order.
     fingerprint = {
         "documents": [corpus.fingerprint for corpus in reader.corpora],
         "tokenizer": tokenizer.fingerprint,

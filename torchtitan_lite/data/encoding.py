@@ -1,4 +1,4 @@
-"""Encode text with tiktoken. Loaded with the first text: a run, `check` and `plan` encode nothing."""
+"""Encode text with tiktoken. Loaded when the first text is encoded; a run, `check` and `plan` never encode."""
 
 import re
 from collections.abc import Callable, Iterable, Set
@@ -26,7 +26,7 @@ def encode_by_tiktoken(
     encoding = tiktoken.Encoding(
         "torchtitan_lite", pat_str=pairs.pattern, mergeable_ranks=pairs.ranks, special_tokens=added
     )
-    names = match_longest(added)  # tiktoken does not try the longest first
+    names = match_longest(added)  # tiktoken does not prefer the longest
 
     def encode(text: str, found: Set[str]) -> list[int]:
         ids = []

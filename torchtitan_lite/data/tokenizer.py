@@ -43,7 +43,7 @@ LLAMA3_PATTERN = "|".join(
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)",  # the end of an English contraction
         r"[^\r\n\p{L}\p{N}]?\p{L}+",  # letters, and one other character before them: " return", "_name"
         r"\p{N}{1,3}",  # up to three digits
-        r" ?[^\s\p{L}\p{N}]+[\r\n]*",  # punctuation, with the line ends after it
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",  # punctuation, with the line ends that follow
         r"\s*[\r\n]+",  # empty lines
         r"\s+(?!\S)",  # spaces, except the last one before a word, which belongs to the word
         r"\s+",
@@ -86,8 +86,8 @@ class Tokenizer:
     # returns the functions behind `encode` and `encode_special`; a run never encodes
     make_encoders: Callable[[], tuple[Callable, Callable]]
     normalize: Callable[[str], str] = str  # normalization that encode_special applies to a text
-    unknown_id: int | None = None  # used where the vocabulary has no token
-    # None if the bytes of the tokens in a row are the text
+    unknown_id: int | None = None  # for text outside the vocabulary
+    # None if the concatenated bytes of tokens are the text
     decode_text: Callable[[list[int]], str] | None = None
 
     @cached_property

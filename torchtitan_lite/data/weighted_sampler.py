@@ -1,8 +1,8 @@
-"""The order of samples under training.dataset_weights: each source has its share of the draws, and its own epochs.
+"""The order of samples under training.dataset_weights: each source has a share of the draws, and its own epochs.
 
-CYCLE points divide a circle, and each source owns an arc as long as its share. Draw d is from the source whose arc
+CYCLE points divide a circle, and each source owns an arc proportional to its share. Draw d uses the source whose arc
 contains point d * STRIDE. STRIDE / CYCLE is the golden ratio, so the draws fill the circle evenly: after any number of
-draws, a source has its share of them within about 3.
+draws, a source is within about 3 draws of its share.
 """
 
 from collections.abc import Sequence

@@ -4,13 +4,12 @@
     bytes moved          20 per parameter and step: weight and moments are read and written, the gradient is read
                          28 with fp32 moments
 
-All arithmetic is in fp32. Only the moments are rounded to 8 significant bits, once per step. On CUDA, `move` is
-compiled to one kernel per tensor, and one for its step count. It has never run on a GPU. On a CPU it runs
-operator by operator.
+All arithmetic is in fp32. Only the moments are rounded to 8 significant bits, once per step. On CUDA (never run),
+`move` is compiled to two kernels per tensor: the update and the step count. On a CPU, `move` runs operator by operator.
 
 Why beta2 must not exceed 0.99: in a step without a gradient, the second moment should decay by the factor beta2. bf16
 values are 0.4 to 0.8 % apart, and rounding undoes any decay smaller than half of that. With beta2 = 0.999, one large
-gradient would slow down its weight forever. With 0.99 the decay always has an effect, although a coarse one.
+gradient would slow down its weight forever. With beta2 = 0.99, rounding makes the decay coarse, but never undoes it.
 
 No communication: each rank updates its own shards. Sources: AdamW arXiv:1711.05101; bf16 moments: DeepSeek-V3
 arXiv:2412.19437.
@@ -37,7 +36,7 @@ class AdamWBFloat16(AdamW):
     def step(self, closure: None = None) -> None:
         for group in self.param_groups:
             device = local_shard(group["params"][0]).device
-            # tensors, so that no new number compiles `move` again
+            # tensors, because each new Python number would compile `move` again
             rate = torch.full((), group["lr"], device=device)
             scale = torch.ones_like(rate) if self.grad_scale is None else self.grad_scale
             skipped = torch.zeros_like(rate) if self.found_inf is None else self.found_inf
@@ -45,7 +44,7 @@ class AdamWBFloat16(AdamW):
             eps = group["eps"]
             decay = group["weight_decay"]
             update = compile_move() if device.type == "cuda" else move
-            for salt, parameter in enumerate(group["params"], 2):  # 0 and 1 compile again
+            for salt, parameter in enumerate(group["params"], 2):  # 0 and 1 would recompile
                 if parameter.grad is not None:
                     tensors = self.flatten(parameter)
                     update(*tensors, rate, scale, skipped, salt, betas, eps, decay)

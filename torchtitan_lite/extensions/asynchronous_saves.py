@@ -1,8 +1,8 @@
-"""Save while the run trains: copies of the tensors on the host, and a thread that writes them.
+"""Save while the run trains: copy the tensors to the host, and write the copies in a thread.
 
 On CUDA, DCP's stager copies on a separate stream and in a separate thread. After backward, before the first change of a
-saved tensor, step.py calls `wait_for_copy`. Each tensor gets pinned memory of exactly its size, once. Without pinned
-memory, each copy holds the GIL, so the training loop waits for all copies (torch 2.13).
+saved tensor, step.py calls `wait_for_copy`. Pinned memory is allocated once, exactly one buffer per tensor. Without
+pinned memory, each copy holds the GIL, so the training loop waits for all copies (torch 2.13).
 """
 
 from collections.abc import Callable

@@ -3,13 +3,14 @@
     model           byte-level BPE: tokens with one printable character per byte ("Ġreturn" is " return"), and merges
     pre_tokenizer   a pattern that cuts a text into words: one of PATTERNS
     normalizer      none, or NFC
-    added_tokens    matched as they are written, before the text is normalized: no flag changes that
+    added_tokens    matched as written, before the text is normalized; no flag may change this
 
-tiktoken looks a word up, and otherwise merges the two neighbors that form the token with the lowest id. The package
-`tokenizers` applies the first merge in its list. Both give the same ids under two conditions, as in trained files: the
-merges are sorted by the ids that they form, and merging the bytes of each token gives this token. With
-`ignore_merges`, the package looks words up too. Tokens that merging does not give are then allowed as words, if the
-list has all merges that form them (695 tokens of Llama 3.1).
+tiktoken first looks a word up in the vocabulary. If the word is missing, tiktoken merges the two neighbors that form
+the token with the lowest id. The package `tokenizers` applies the first merge in its list. Both give the same ids under
+two conditions, which trained files meet: merges are sorted by the ids that they form, and merging the bytes of each
+token gives this token. With `ignore_merges`, the package looks words up too. Then the second condition has an
+exception: a token that merging does not give is allowed as a word, if the list has all merges that form it (695 tokens
+of Llama 3.1).
 """
 
 from torchtitan_lite.data.tokenizer import LLAMA3_PATTERN, BytePairs
@@ -17,7 +18,7 @@ from torchtitan_lite.data.tokenizer import LLAMA3_PATTERN, BytePairs
 AFFIXES = (
     "continuing_subword_prefix",
     "end_of_word_suffix",
-)  # of a token inside or at the end of a word
+)  # marks a token inside or at the end of a word
 
 QWEN_PATTERN = LLAMA3_PATTERN.replace("{1,3}", "")
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -82,14 +83,14 @@ def rank_tokens(model: dict) -> dict[bytes, int] | None:
         # A merge is "a b" or ["a", "b"]. No token has a space: it is spelled "Ġ".
         left, right = merge.split() if isinstance(merge, str) else merge
         pair = (vocab[left], vocab[right])
-        merges.pop(pair, None)  # the last one of equal merges counts
+        merges.pop(pair, None)  # of equal merges, the last counts
         merges[pair] = vocab[left + right]
     bytes_ids = {vocab[character] for character in BYTE_OF}
     made = [max(bytes_ids), *merges.values()]
     if made != sorted(made):
         return None
     used = {*bytes_ids, *made}
-    # words are looked up in the vocabulary; otherwise only merges form tokens
+    # with it, words are looked up in the vocabulary; without it, only merges form tokens
     looks_up = model.get("ignore_merges")
     formed = bytes_ids | find_halves(merges).keys()
     ranks = {}
@@ -105,7 +106,7 @@ def rank_tokens(model: dict) -> dict[bytes, int] | None:
 
 
 def list_splits(token: str, vocab: dict[str, int]) -> set[tuple[int, int]]:
-    """Return the ids of all pairs of tokens that are this token in a row."""
+    """Return the ids of all pairs of tokens that spell this token."""
     cuts = range(1, len(token))
     pairs = [(vocab.get(token[:cut]), vocab.get(token[cut:])) for cut in cuts]
     return {pair for pair in pairs if None not in pair}
@@ -131,8 +132,8 @@ def is_crossed(
 ) -> bool:
     """Return whether a merge below the id `last` joins two neighbors across the border between two tokens.
 
-    This goes back in time: it undoes the latest merge beside the border until only bytes are left. If two merges are
-    equal, the left one was first.
+    Works backwards: undoes the latest merge beside the border, until only bytes are left. Of two equal merges, the left
+    one came first.
     """
     while merges.get((left, right), last) >= last:
         if left in halves and (left > right or right not in halves):
@@ -165,5 +166,5 @@ def spell_bytes() -> dict[str, int]:
 
 
 BYTE_OF = spell_bytes()
-# for str.translate, which removes characters that stand for no byte
+# for str.translate, which removes characters that encode no byte
 BYTES = dict.fromkeys(range(256)) | {ord(character): byte for character, byte in BYTE_OF.items()}

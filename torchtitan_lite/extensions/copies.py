@@ -9,8 +9,8 @@
     rank 0       gathers all checksums, about 100 bytes per shard; compares shards with the same name and offsets
     all ranks    receive the finding
 
-A sum of bytes changes with every single flipped bit. Two copies have no majority, so both ranks are suspects. The
-report names the shard with the fewest suspects.
+A sum of bytes changes with every single flipped bit. If only two ranks have a copy, either may be wrong, so both are
+suspects. The report names the shard with the fewest suspects.
 """
 
 from collections import Counter, defaultdict

@@ -1,4 +1,4 @@
-"""Which Hugging Face family computes what a model describes. Needs no torch."""
+"""Find the Hugging Face family that computes a model. Needs no torch."""
 
 from dataclasses import fields
 
@@ -10,7 +10,7 @@ WRITTEN = ("rope_theta", "rope_scaling", "tie_embeddings", "moe", "name")
 
 
 def find_model_type(model_args: ModelArgs) -> str | None:
-    """Return the model_type of the first Hugging Face family that computes what `model_args` describes, or None."""
+    """Return the model_type of the first Hugging Face family that computes this model, or None."""
     for kind, family in MODELS[model_args.name].families.items():
         if not list_unwritten(model_args, family):
             return kind
@@ -18,7 +18,7 @@ def find_model_type(model_args: ModelArgs) -> str | None:
 
 
 def list_unwritten(model_args: ModelArgs, family: Family) -> dict[str, tuple[object, object]]:
-    """Return the fields of ModelArgs whose value the family cannot compute: field -> (value, the only possible value).
+    """Return the fields that the family does not support: field -> (value, the only supported value).
 
     A field that the family does not name must have its default.
     """

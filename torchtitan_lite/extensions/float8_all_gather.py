@@ -1,4 +1,4 @@
-"""FSDP gathers the weights of float8 layers in float8 (drawn for dp_shard=2).
+"""Let FSDP gather the weights of float8 layers in float8 (drawn for dp_shard=2).
 
     wq.weight (N, K)   rank 0              rank 1
     at rest            rows [:N/2], fp32   rows [N/2:], fp32     for the optimizer and checkpoints
@@ -38,12 +38,12 @@ def gather_in_float8(
 
     Returns the functions to call after each optimizer step.
 
-    A rank without FSDP (the only rank of its stage) gathers nothing, so its weights do not change.
+    A rank without FSDP (the only rank of its stage) gathers nothing, so its weights stay as they are.
     """
     hooks = []
     for module in nn.ModuleList(parts).modules():
         if isinstance(module, Float8Linear) and isinstance(module.weight, DTensor):
-            # Not a view: FSDP2 looks for the two hooks on this very tensor.
+            # Not a view: FSDP2 looks for the two hooks on this tensor object.
             hook = Float8AllGatherHook(module.weight._local_tensor)
             hook.shard.fsdp_pre_all_gather = hook.pre_all_gather
             hook.shard.fsdp_post_all_gather = hook.post_all_gather
@@ -54,7 +54,7 @@ def gather_in_float8(
 
 
 class PrecomputedScales:
-    """Call it after a step to compute the scales of all weights for the next step."""
+    """Computes the scales of all weights for the next step. Call it after each step."""
 
     def __init__(self, hooks: list["Float8AllGatherHook"], mesh: DeviceMesh):
         self.hooks = hooks
@@ -73,7 +73,7 @@ class PrecomputedScales:
 class Float8AllGatherHook:
     """This rank's rows of a weight, with the hooks that FSDP2 calls before and after the all-gather.
 
-    It is not a tensor subclass, because the optimizer and checkpoints would have to support that.
+    Not a tensor subclass: the optimizer and checkpoints would have to support the subclass.
     """
 
     def __init__(self, shard: Tensor):
@@ -132,7 +132,7 @@ VIEWS = (aten.detach.default, aten.alias.default, aten.view.default, aten.as_str
 class Float8GatheredWeight(Tensor):
     """A weight that FSDP gathered in float8.
 
-    FSDP and autograd see it as `dtype`, which is also the dtype of its gradient.
+    For FSDP and autograd its dtype is `dtype`, and so is the dtype of its gradient.
     """
 
     @staticmethod

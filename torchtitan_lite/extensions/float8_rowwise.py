@@ -4,8 +4,8 @@
     dx = dy @ w        dy: a scale per token (row)             w: a scale per in feature (column), or one for w
     dw = dy.T @ x      dy: a scale per out feature (column)    x: a scale per in feature (column), or in high precision
 
-Scales are powers of two. Multiplying by them is exact, so a value becomes the same float8 in forward and backward. A
-smaller range is enough than with one scale per tensor, so dy is e4m3 too.
+Scales are powers of two. Multiplying by a power of two is exact, so a value becomes the same float8 in forward and
+backward. The values that share a scale span a smaller range than a whole tensor, so dy is e4m3 too.
 
 Sources: arXiv:2209.05433; the recipes come from torchao. On an H100, rowwise is often slower than bfloat16 (published).
 """
@@ -28,7 +28,7 @@ class Rowwise(Recipe):
     ) -> Tensor:
         """Multiply a (M, K) @ b (K, N) -> (M, N) on float8 units.
 
-        A torch for CUDA before 12.9 has a CUTLASS kernel, which is slow with exact accumulation.
+        If torch was built for CUDA before 12.9, this uses a CUTLASS kernel, which is slow with exact accumulation.
         """
         product = torch._scaled_mm(
             a.data.contiguous(),

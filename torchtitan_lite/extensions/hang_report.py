@@ -1,9 +1,9 @@
 """Collect what a rank does when a step hangs or a rank fails: its stack, its peers on this host, its collectives.
 
 The calls come from torch's flight recorder (comm.trace_buf_size entries), which records collectives on NCCL and gloo,
-and on NCCL also sends and receives. On gloo, the stack of the main thread shows that it waits in a pipeline, and the
-schedule shows for which microbatch of which rank. tools/faults/hang.py reads the records of all ranks, and names the
-rank that the others wait for.
+and on NCCL also sends and receives. On gloo, the stack of the main thread shows a wait in a pipeline, and the schedule
+shows which microbatch of which rank is missing. tools/faults/hang.py reads the records of all ranks, and names the rank
+that the others wait for.
 """
 
 import json
@@ -28,7 +28,7 @@ from torchtitan_lite.config.layout import MESH_DIMS
 from torchtitan_lite.faults.hang_watch import HangWatch
 from torchtitan_lite.faults.processes import read_state
 
-# Groups of checkpoints, which threads use beside the steps
+# Groups for checkpoints: other threads use them during the steps
 IN_THREADS = ("host", "saver", "snapshot")
 # Functions of checkpoint/save.py: the main thread waits for a thread that saves
 WAITS_FOR_SAVE = re.compile(r"save\.py:\d+ wait$")
@@ -146,8 +146,8 @@ def read_recorder(
     """Return for each group the number of its last call, and its first pending call.
 
     The name of a group, "mesh_tp [0, 1]", is the same on all of its ranks. `thread` is the main thread, or the
-    checkpoint thread that it waits for. Calls of other checkpoint threads are left out. If a call `has_failed`, perhaps
-    no call is pending any more: then the last call counts as pending.
+    checkpoint thread that it waits for. Calls of other checkpoint threads are left out. After a failed call
+    (`has_failed`), perhaps no call is pending any more. The last call then counts as pending.
 
     Also returns, for each group, the first call of this step that no earlier step made at the same place, with the
     usual call. `begun_ns` has the time of day at which each of these steps began.

@@ -1,10 +1,10 @@
 """Load weights from a Hugging Face folder on any layout.
 
-Every rank reads only its rows or columns from the mapped files, without communication. Besides its shards, it needs
-memory for one matrix.
+Every rank reads only its rows or columns from the mapped files, without communication. A rank needs memory for its
+shards and for one more matrix.
 
-Both models rotate pairs of features in a head. transformers rotates (i, i + E/2), and we rotate (2i, 2i + 1). So the
-rows of modules marked `is_rotated` in the table of the model are in a different order in each head. For E = 6:
+RoPE rotates pairs of features in a head: (i, i + E/2) in transformers, (2i, 2i + 1) here. So the rows of each head have
+a different order, in modules that the table of the model marks `is_rotated`. For E = 6:
 
     theirs   0 1 2 3 4 5      our rows in their order:   0 2 4 1 3 5
     ours     0 3 1 4 2 5      their rows in our order

@@ -1,9 +1,9 @@
 """Read config.json of a Hugging Face folder into ModelArgs. Needs no torch.
 
 The architectures are in FAMILIES of models/NAME/table.py, with one row for each key of their config.json; EVERY_FAMILY
-has the keys that they share. A model with an unsupported feature (other biases, another activation or RoPE scaling,
-quantized weights) is refused, because it would load but compute something else. A key without a row
-is ignored with a notice, as transformers ignores it.
+has the keys that they share. A model with an unsupported feature (other biases, a different activation or RoPE scaling,
+quantized weights) is refused: it would load, but compute wrong outputs. A key without a row has no effect, as in
+transformers, and a notice says so.
 
 transformers 5 writes `rope_parameters` with theta and scaling; version 4 writes `rope_theta` and `rope_scaling`. Both
 are read.
@@ -74,7 +74,7 @@ EVERY_FAMILY = {  # keys that transformers reads for every architecture
     "quantization_config": ABSENT,
     "per_layer_config": ConfigKey(dict | None, only=(None, {})),
     "fusion_config": ABSENT,
-    "transformers_weights": ABSENT,  # the name of another file of weights
+    "transformers_weights": ABSENT,  # the name of a different file of weights
     "configuration_files": ABSENT,  # the names of other files instead of config.json
     **dict.fromkeys(
         [
@@ -110,7 +110,7 @@ ROPE_KEYS = {  # inside rope_parameters or rope_scaling
 
 
 def find_family(model_args: ModelArgs) -> Family:
-    """Return the family of a model that has one."""
+    """Return the Hugging Face family of a model that has one."""
     return MODELS[model_args.name].families[find_model_type(model_args)]
 
 
@@ -178,7 +178,7 @@ def read_model_args(folder: Path) -> ModelArgs:
 
 
 def read_windows(config: dict[str, Any], family: Family) -> dict[str, Any]:
-    """Return the fields of ModelArgs for windows, by transformers' rules of precedence."""
+    """Return the fields of ModelArgs for windows. If keys conflict, the same key wins as in transformers."""
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
     types = [SLIDING] * config["num_hidden_layers"]
     if family.windows == "some":
@@ -228,7 +228,7 @@ def explain_wrong(value: Any, row: ConfigKey, title: str) -> str:
 
 
 def name_kind(row: ConfigKey) -> str:
-    """Return the type of a key, as in "int" or "list[int] | None"."""
+    """Return the type of a key, such as "int" or "list[int] | None"."""
     name = row.kind.__name__ if isinstance(row.kind, type) else str(row.kind)
     if row.items is not object:
         name = name.replace("list", f"list[{row.items.__name__}]")
@@ -238,7 +238,7 @@ def name_kind(row: ConfigKey) -> str:
 def read_rope(
     content: JsonObject, config: dict[str, Any], family: Family
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return rope_type with the values of its keys, by transformers' rules of precedence, and a list of problems."""
+    """Return rope_type with the values of its keys, and a list of problems. Of two keys, transformers' choice wins."""
     name = "rope_scaling" if config["rope_scaling"] else "rope_parameters"
     rope = content.take(name, dict, JsonObject(content.path, {}))
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -267,7 +267,7 @@ def list_rope_keys(kind: str) -> list[str]:
 
 
 def fill_in(config: dict[str, Any]) -> None:
-    """Set sizes that follow from others."""
+    """Set missing sizes that follow from other sizes."""
     if config["num_key_value_heads"] is None:
         config["num_key_value_heads"] = config["num_attention_heads"]
     if config["head_dim"] is None:
@@ -275,7 +275,7 @@ def fill_in(config: dict[str, Any]) -> None:
 
 
 def find_unsupported(config: dict[str, Any], family: Family) -> list[str]:
-    """Find values that contradict each other, and layers that our model does not compute."""
+    """Find contradictory values and unsupported layers."""
     problems = []
     dim, n_layers = config["hidden_size"], config["num_hidden_layers"]
     n_heads, n_kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
@@ -310,7 +310,7 @@ def find_unsupported(config: dict[str, Any], family: Family) -> list[str]:
 
 
 def count_dense(config: dict[str, Any]) -> int | None:
-    """Return the number of dense layers at the start; None if any other layer is listed as dense."""
+    """Return the number of leading dense layers; None if a later layer is dense too."""
     n_layers = config["num_hidden_layers"]
     step = config.get("decoder_sparse_step", 1)
     dense = config.get(DENSE_LAYERS) or []
@@ -337,7 +337,7 @@ def list_ignored(content: dict[str, Any], model_args: ModelArgs) -> list[str]:
     rope = content.get("rope_scaling") or content.get("rope_parameters") or {}
     used = {"rope_type", "type", *list_rope_keys(rope.get("rope_type", rope.get("type")))}
     if content.get("rope_scaling") and content.get("rope_parameters"):
-        notices.append(f"{CONFIG}: rope_scaling is read, and rope_parameters beside it is not")
+        notices.append(f"{CONFIG}: rope_scaling is used, and rope_parameters is ignored")
     for name in ("rope_scaling", "rope_parameters"):
         rope = content.get(name) or {}
         unknown += [f"{name}.{key} = {shorten(rope[key])}" for key in rope if key not in used]

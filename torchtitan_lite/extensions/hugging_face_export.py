@@ -1,7 +1,7 @@
 """Write config.json of a Hugging Face folder, or explain why a model has none. Needs no torch.
 
-Exports use the format of transformers 4, which every version reads. A model that fits no family in the table of its
-model cannot be exported.
+Exports use the format of transformers 4, which later versions read too. A model can be exported only if it fits a
+family in its table.
 """
 
 from dataclasses import fields
@@ -44,7 +44,7 @@ def explain_unwritable(model_args: ModelArgs, attention: str) -> str | None:
     """Explain why a model with this attention cannot be exported to Hugging Face; None if it can."""
     families = MODELS[model_args.name].families
     if not families:
-        return f"no family in the table of model.name = {model_args.name!r} computes the same in transformers"
+        return f"transformers has no model that computes the same as model.name = {model_args.name!r} with these sizes"
     unwritten = [(list_unwritten(model_args, family), family) for family in families.values()]
     different, family = min(unwritten, key=lambda pair: len(pair[0]))  # the closest family
     theirs = f"transformers' {family.title}"
@@ -56,12 +56,12 @@ def explain_unwritable(model_args: ModelArgs, attention: str) -> str | None:
         return f"model.attention = {attention!r}, but {theirs} only has causal attention"
     layers = range(model_args.n_layers)
     if list_windows(attention, model_args) != tuple(map(model_args.find_window, layers)):
-        return f"model.attention = {attention!r} has other windows than the model, and an export has the model's"
+        return f"model.attention = {attention!r} has different windows than the model that would be exported"
     scaling = model_args.rope_scaling
     parts = [("", model_args.moe, family.experts)]
     if scaling:
         if scaling.kind not in SCALINGS:
-            return f"rope_scaling.kind = {scaling.kind!r}, but {theirs} is written with {', '.join(SCALINGS)}"
+            return f"rope_scaling.kind = {scaling.kind!r}, but {theirs} has {', '.join(SCALINGS)}"
         parts.append(("rope_scaling.", scaling, {"kind": "rope_type", **SCALINGS[scaling.kind]}))
     for prefix, part, written in parts:
         for number in fields(part) if part else ():
@@ -102,7 +102,7 @@ def make_config(
             changed[TIED] = model_args.tie_embeddings
         if context and context > (published.get(LENGTH) or context):
             changed[LENGTH] = context
-            if scaling and scaling.kind == "llama3":  # here, the default is the original length
+            if scaling and scaling.kind == "llama3":  # defaults to the context length
                 changed[ORIGINAL_LENGTH] = scaling.original_length
         return published | changed
     family = find_family(model_args)
@@ -136,7 +136,7 @@ def make_config(
 
 
 def describe_windows(model_args: ModelArgs, family: Family) -> dict[str, object]:
-    """Return the keys of config.json that describe the windows of a model, or that it has none."""
+    """Return the keys of config.json that describe the windows of a model, or turn windows off."""
     is_sliding = [model_args.find_window(layer) is not None for layer in range(model_args.n_layers)]
     keys: dict[str, object] = {"sliding_window": model_args.sliding_window}
     if not any(is_sliding):

@@ -49,7 +49,7 @@ class HuggingFaceFolder:
     """A complete model: the folder has exactly the tensors that its config.json describes."""
 
     model_args: ModelArgs
-    tensors: dict[str, tuple[Path, str]]  # tensor name -> file, and the name there
+    tensors: dict[str, tuple[Path, str]]  # tensor name -> file, and the name in this file
 
 
 def list_tensors(model_args: ModelArgs) -> dict[str, tuple[int, ...]]:
@@ -58,7 +58,7 @@ def list_tensors(model_args: ModelArgs) -> dict[str, tuple[int, ...]]:
 
 
 def name_theirs(fqn: str, model_args: ModelArgs) -> list[str]:
-    """Return Hugging Face's name of a parameter; for experts, one name per expert."""
+    """Return Hugging Face's names of a parameter: one, or one per expert."""
     row = list_parameters(model_args)[fqn].row
     prefix = ".".join(["model", *fqn.split(".")[:2], ""]) if fqn.startswith("layers.") else ""
     name = prefix + find_family(model_args).names[row.name]

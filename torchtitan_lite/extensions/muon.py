@@ -1,8 +1,8 @@
 """Muon: orthogonalize the momentum of every hidden matrix; AdamW for all other parameters (drawn for fsdp 2 x tp 2).
 
-Hidden matrices are the weights of attention and feed-forward, and of each expert. Newton-Schulz needs a whole matrix.
-So a step has rounds. In a round, each rank of fsdp x tp owns one matrix; the matrices of a round have about the same
-size. Drawn for one wo, whose owner is rank (1, 0):
+Hidden matrices are the weights of attention, feed-forward and each expert. Newton-Schulz needs a whole matrix. So a
+step has rounds, and in a round each rank of fsdp x tp owns one matrix of about the same size. Drawn for one wo, whose
+owner is rank (1, 0):
 
     rank (fsdp, tp)                 (0, 0)        (0, 1)        (1, 0)        (1, 1)
     momentum and Nesterov, fp32     its slice     its slice     its slice     its slice
@@ -13,16 +13,17 @@ size. Drawn for one wo, whose owner is rank (1, 0):
     decay and update, fp32          its slice     its slice     its slice     its slice
 
 The dim fsdp includes cp. Each HSDP replica and pipeline stage has its own rounds. The E/ep experts of a rank are a
-batch of matrices, dealt over efsdp. If FSDP shards by expert, each rank has whole matrices and does not communicate.
+batch of matrices, distributed over efsdp. If FSDP shards by expert, each rank has whole matrices and does not
+communicate.
 
     state      4 bytes per parameter of a hidden matrix (momentum), 8 per other parameter (two moments of AdamW)
     traffic    2P(n-1)/n per rank over fsdp (n ranks) and 2P(t-1)/t over tp (t ranks), without overlap. P: bytes of its
                slices in compute dtype, 1.6 GiB for 8B on 8 ranks
     work       5 x (4m^2n + 2m^3) FLOPs per m x n matrix, m <= n, on its owner. 8B: the FLOPs of 12,000 tokens
 
-Newton-Schulz computes in training.mixed_precision_param. bfloat16 matches torch.optim.Muon; float32 makes updates equal
-on all layouts, which bfloat16 rounds differently. Updates have the RMS of AdamW's ("match_rms_adamw"), so its learning
-rate and weight decay carry over. beta1, beta2 and eps are for AdamW.
+Newton-Schulz computes in training.mixed_precision_param. bfloat16 matches torch.optim.Muon, but rounds differently on
+each layout; with float32, updates are equal on all layouts. Updates have the same RMS as those of AdamW
+("match_rms_adamw"), so AdamW's learning rate and weight decay carry over. beta1, beta2 and eps are for AdamW.
 Sources: Muon, kellerjordan.github.io/posts/muon; scaling: Moonlight arXiv:2502.16982.
 """
 
@@ -40,7 +41,7 @@ from torch.optim import AdamW
 from torchtitan_lite.dtensor import local_shard
 from torchtitan_lite.extensions.muon_rounds import NEWTON_SCHULZ_STEPS, deal_matrices
 
-# As in torch.optim.Muon
+# the same as in torch.optim.Muon
 MOMENTUM = 0.95
 EPS = 1e-7
 UPDATE_RMS = 0.2
@@ -53,7 +54,7 @@ class HiddenMatrix(NamedTuple):
     """A hidden parameter: a matrix, or a batch of this rank's experts. An axis is a mesh dim that shards matrices."""
 
     parameter: Tensor
-    owner: tuple  # rank on each axis
+    owner: tuple  # rank of the owner on each axis
     dims: list[int]  # the dim that each axis shards: -2 or -1
     shapes: list[list[int]]  # the shape before each axis shards it
 
@@ -105,7 +106,7 @@ class Muon(AdamW):
 
 
 def plan_rounds(names: list[str], parameters: list[Tensor]) -> list[tuple[list, list]]:
-    """Return the rounds of a step for parameters on one mesh. A round has its axes, and a matrix for each owner."""
+    """Return the rounds of a step for parameters on one mesh. A round is a list of axes and one matrix per owner."""
     by_axes = {}
     for name, parameter in zip(names, parameters, strict=True):
         if name.startswith("layers.") and parameter.dim() > 1 and "router" not in name:
@@ -132,7 +133,7 @@ def plan_rounds(names: list[str], parameters: list[Tensor]) -> list[tuple[list, 
 
 
 def find_axes(parameter: Tensor) -> tuple[int, ...]:
-    """Return the mesh dims that shard matrices. FSDP may instead shard a batch of experts by expert."""
+    """Return the mesh dims that shard matrices. FSDP may shard experts as a batch, without cutting their matrices."""
     axes = []
     if not isinstance(parameter, DTensor):
         return ()
@@ -170,8 +171,8 @@ def orthogonalize(
 ) -> None:
     """Replace this rank's slices of matrices by its slices of the orthogonalized matrices. Collective.
 
-    Each call joins slices over axis `at`, on the ranks of the owners, calls itself for the next axis, and splits the
-    results again. `empty` has the dtype and the device of all slices.
+    Each call joins slices over axis `at` on the owners' ranks, then recurses to the next axis, then splits the results.
+    `empty` has the dtype and the device of all slices.
     """
     if at == len(axes):
         for matrix in slices:

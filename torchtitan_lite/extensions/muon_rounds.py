@@ -1,4 +1,4 @@
-"""Which rank updates which matrix under Muon. `plan` uses it too, so it needs no torch."""
+"""Choose which rank updates which matrix under Muon. Needs no torch, because `plan` imports it."""
 
 from math import prod
 
@@ -8,7 +8,7 @@ NEWTON_SCHULZ_STEPS = 5  # of Muon
 def deal_matrices(sizes: list[tuple[int, ...]], n_ranks: int) -> list[list[int]]:
     """Return Muon's rounds, each a list of indices into `sizes`. In a round, rank i owns the i-th of these matrices.
 
-    A size may also be a batch of matrices. Matrices with the most work come first.
+    A size may have a batch dim. Rounds are sorted by work, the largest matrices first.
     """
     flops = []  # of one step of Newton-Schulz
     for *batch, rows, columns in sizes:

@@ -14,7 +14,7 @@ from torchtitan_lite.config.schema import Config, get_value
 from torchtitan_lite.dump_folder import CONFIG_TOML, HANG, METRICS, RUN_ID
 
 FILES = ("log.txt", METRICS, "metrics-[0-9]*.jsonl", "wandb_id", f"{HANG}/restart-*")
-FOLDERS = {  # keys that name a folder inside job.dump_folder -> what a run writes there, and job.overwrite deletes
+FOLDERS = {  # key of a folder inside job.dump_folder -> what a run writes there and job.overwrite deletes
     "checkpoint.folder": (
         f"step-*/{MANIFEST}",
         f"step-*/{CHECKSUMS}",
@@ -83,6 +83,6 @@ def list_earlier(folder: Path, config: Config) -> list[Path]:
             inside = folder / name
             for pattern in patterns:
                 for path in inside.glob(pattern):
-                    # The first part: a checkpoint or a trace is deleted with its folder, step-N.
+                    # The first part of the path: a checkpoint or a trace is deleted with its folder, step-N.
                     paths.add(inside / path.relative_to(inside).parts[0])
     return sorted(paths)

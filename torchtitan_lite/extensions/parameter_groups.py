@@ -46,7 +46,7 @@ def list_members(
 
 
 def list_used(groups: Sequence[ParameterGroup], model_args: ModelArgs) -> list[ParameterGroup]:
-    """Return the groups that have a parameter of this model."""
+    """Return the groups that match a parameter of this model."""
     members = list_members(groups, list_parameters(model_args))
     return [group for group in groups if members[group]]
 
@@ -71,7 +71,7 @@ def check_groups(config: Config, model_args: ModelArgs) -> list[Problem]:
         elif all(find_group(earlier, fqn) is not OTHERS for fqn in matched):
             owners = {find_group(earlier, fqn).match: None for fqn in matched}
             names = " and ".join(map(repr, owners))
-            why = f"the first group that matches has a parameter, and {names} has all that this one matches"
+            why = f"a parameter belongs to the first group that matches it, and {names} matches all of these"
             remedy = "Move this group before that, or remove it"
             problems.append(Problem(GROUPS, group.match, why, remedy))
         earlier.append(group)
@@ -97,7 +97,7 @@ def describe_groups(config: Config, model_args: ModelArgs) -> list[str]:
 
 
 def convert_table(kind: type, value: Any) -> Any:
-    """Convert a table of a list of tables to its dataclass. Raises WrongValue."""
+    """Convert one [[table]] of a list to its dataclass. Raises WrongValue."""
     remedy = describe_list(kind)
     if not isinstance(value, dict):
         raise WrongValue(f"{value!r} is not a table", remedy)

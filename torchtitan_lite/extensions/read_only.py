@@ -7,7 +7,7 @@ from torchtitan_lite.config.messages import Problem
 from torchtitan_lite.config.reader import UserConfig
 from torchtitan_lite.config.schema import get_value, with_value
 
-# Key that would write a file -> value with which it writes none
+# Key that makes a run write files -> its value for no files
 READ_ONLY = {
     "metrics.enable_tensorboard": False,
     "metrics.enable_wandb": False,
@@ -21,7 +21,7 @@ READ_ONLY = {
 
 
 def turn_off_files(given: UserConfig) -> UserConfig:
-    """For checkpoint.load_only, turn off everything that writes files. A notice says what the user does not get."""
+    """For checkpoint.load_only, turn off everything that writes files. A notice says so."""
     config = given.config
     ignored = []
     for key, off in READ_ONLY.items():

@@ -15,10 +15,9 @@ pairs. The parts are merged by their log-sum-exp, lse (below).
                                                             their keys one step behind
 
 For `allgather`, P = 2*B*K*S*E*2 bytes in bf16, the keys and values of all ranks. For `ring`, P is 1/n of this, so the
-totals are equal. With both methods, a rank attends to its own keys first, and then to the keys of one rank after
-another, while more keys arrive.
-A rank saves only local tensors for backward: query, key, value, out and lse. While a layer computes, `allgather`
-stores the keys, values and gradients of all ranks; `ring` stores two ranks'.
+totals are equal. With both methods, a rank first attends to its own keys, then to the keys of the other ranks in turn,
+while more keys arrive. A rank saves only local tensors for backward: query, key, value, out and lse. While a layer
+computes, `allgather` stores the keys, values and gradients of all ranks, and `ring` those of two ranks.
 
 Legend: B batch, S full sequence over n ranks, H query heads, K key/value heads, E head dim, C = S/(2n) one piece.
 Sources: arXiv:2310.01889; online softmax arXiv:1805.02867; FlashAttention arXiv:2205.14135, 2307.08691.
@@ -45,16 +44,16 @@ class KeysOfRanks:
     """The keys and values of all ranks, and their gradients. A subclass defines how ranks exchange them."""
 
     def __init__(self, key: Tensor, value: Tensor, ranks: Ranks):
-        """key and value (B, K, 2C, E): of this rank."""
+        """`key` and `value` of this rank, (B, K, 2C, E)."""
         self.key_value = torch.stack((key, value))  # (2, B, K, 2C, E)
         self.ranks = ranks
         self.grads: Tensor | None = None  # sums so far, fp32
 
     def list_visible(self) -> Iterator[tuple[int, slice, slice, Tensor]]:
-        """Yield each rank, first this one.
+        """Yield each rank, starting with this one.
 
-        Also yields the slice of queries that attend to the rank, the slice of its visible keys, and these keys with
-        their values.
+        With each rank, yields the slice of our queries that attend to it, the slice of its visible keys, and these keys
+        with their values.
         """
         half = self.key_value.shape[3] // 2
         for source, key_value in self.fetch():
@@ -63,10 +62,10 @@ class KeysOfRanks:
 
 
 class GatheredKeys(KeysOfRanks):
-    """allgather: the keys and values of all ranks at once. `grads` (n, 2, B, K, 2C, E)."""
+    """allgather: fetches the keys and values of all ranks at once. `grads` (n, 2, B, K, 2C, E)."""
 
     def fetch(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield the rank and its keys and values, for all ranks, first this one."""
+        """Yield each rank with its keys and values, starting with this rank."""
         n = self.ranks.n
         gathered = collectives.all_gather_into_tensor(self.key_value, n, self.ranks.group_name)
         yield self.ranks.own, self.key_value
@@ -76,7 +75,7 @@ class GatheredKeys(KeysOfRanks):
                 yield source, gathered[source]
 
     def add_gradient(self, source: int, keys: slice, grad: Tensor) -> None:
-        """Add to the gradient of these keys of rank `source`, the rank that `fetch` yielded last."""
+        """Add `grad` to the gradient of a slice of keys of rank `source`, which `fetch` has yielded last."""
         if self.grads is None:
             self.grads = grad.new_zeros(self.ranks.n, *self.key_value.shape)
         self.grads[source, :, :, :, keys] += grad
@@ -90,7 +89,7 @@ class GatheredKeys(KeysOfRanks):
 
 
 class PassedKeys(KeysOfRanks):
-    """ring: keys and values of one rank at a time. Their gradients arrive one step later, as a flat tensor."""
+    """ring: fetches keys and values of one rank at a time. Gradients arrive one step later, as a flat tensor."""
 
     def fetch(self) -> Iterator[tuple[int, Tensor]]:
         key_value = self.key_value
@@ -186,7 +185,7 @@ def attend_to_part_backward(
     tensors = (grad_out, query, key, value, out)
     if query.device.type == "cpu":
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, lse, 0.0, causal)
-    # All sequences have the same length, so no cumulative lengths. No dropout, so seed and offset are empty.
+    # Equal sequence lengths need no cumulative lengths. Without dropout, seed and offset are empty.
     lengths = (None, None, query.shape[2], key.shape[2])
     empty = torch.empty((), dtype=torch.int64, device=query.device)
     if prefers_cudnn(query, key):
@@ -201,7 +200,7 @@ def attend_to_part_backward(
 
 def merge_into(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
     """Merge the attention to more keys into (out, lse), both fp32, in place."""
-    # Weight of these keys in the softmax over all keys. It cannot overflow.
+    # Weight of these keys in the softmax over all keys. The formula cannot overflow.
     weight = torch.sigmoid(part_lse - lse)
     out.lerp_(part_out.float(), weight.unsqueeze(-1))
     lse.copy_(torch.logaddexp(lse, part_lse))

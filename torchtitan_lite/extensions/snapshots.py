@@ -1,13 +1,13 @@
 """Snapshots in memory: save checkpoints often into a folder on each host, such as one in /dev/shm.
 
-    host 0    local_folder/<name and hash of dump_folder>/<run id>/step-12/   the shards of ranks 0 .. 7, each copy once
+    host 0    local_folder/<name and hash of dump_folder>/<run id>/step-12/   the shards of ranks 0 .. 7, each once
     host 1    local_folder/<name and hash of dump_folder>/<run id>/step-12/   the shards of ranks 8 .. 15
     shared    dump_folder/checkpoint/step-10/                                 all shards
               dump_folder/checkpoint/run_id                                   deleted with the checkpoints of the run
 
-A snapshot has the format of a checkpoint, is committed by a rename, and the last two are kept. On start, a rank can use
-a snapshot if its host has the shards of this rank. If there is none that all ranks can use, because a host was lost or
-the layout has changed, they load the shared checkpoint (resume.py). All snapshots are deleted at the end of the run.
+A snapshot has the format of a checkpoint, and is committed by a rename. A host keeps the last two snapshots. On start,
+a rank can use a snapshot if its host has the shards of this rank. If a host was lost or the layout has changed, all
+ranks load the shared checkpoint instead (resume.py). All snapshots are deleted at the end of the run.
 """
 
 import logging
@@ -40,7 +40,7 @@ class Snapshots(CheckpointSaver):
         place: Place,
         all_ranks: dist.ProcessGroup,
     ):
-        """`checkpoints` is the saver of the same run, whose section and tensors this one shares."""
+        """`checkpoints` is the saver of the same run. Both savers share its section and tensors."""
         self.all_ranks = all_ranks
         host = place.list_local_ranks()
         # Without local synchronization, all ranks would wait for each other once per host.
@@ -49,7 +49,7 @@ class Snapshots(CheckpointSaver):
         )
         run_id = do_on_rank_0(all_ranks, lambda: identify_run(checkpoints.folder))
         folder = name_snapshots(checkpoints.section.local_folder, dump_folder) / run_id
-        # Before the first step, because the first snapshot is saved only after local_interval steps.
+        # Check now: an error at the first snapshot would cost local_interval steps.
         raise_on_all_ranks(all_ranks, lambda: create_folder(folder))
         super().__init__(
             folder,
@@ -82,8 +82,8 @@ class Snapshots(CheckpointSaver):
         """Return the snapshots of this run that all ranks can use. Does not check hashes."""
         own = [step for step in find_steps(self.folder) if self.has_shards(step)]
         usable = []
-        # Every rank has a newest step. The oldest of these is the only candidate for the newest common step, so ranks
-        # need not exchange lists. The same holds for the steps before it.
+        # The newest common step can only be the minimum of all ranks' newest steps, so ranks need not exchange lists.
+        # The same holds for earlier steps.
         while newest := self.find_lowest(max(own, default=0)):
             if self.find_lowest(newest in own):
                 path = self.folder / f"step-{newest}"
@@ -98,7 +98,7 @@ class Snapshots(CheckpointSaver):
         return int(lowest)
 
     def has_shards(self, step: int) -> bool:
-        """Return whether the snapshot of a step has every shard of this rank. This is so if the layout is the same."""
+        """Return whether the snapshot of a step has every shard of this rank. It has if the layout is the same."""
         try:
             manifest = read_manifest(self.folder / f"step-{step}")
         except CheckpointError:

@@ -1,4 +1,4 @@
-"""Whether this host can run what a config asks for: a compiler, optional packages, a torch without known faults."""
+"""Check the software that a config needs: a compiler, optional packages, a torch without known faults."""
 
 import os
 import shutil
@@ -37,7 +37,7 @@ def check_software(config: Config, machine: Machine) -> Problems:
 def torch_splits_backward() -> bool:
     """Return whether zero-bubble and V schedules run with the torch that is installed. 2.11.0 and 2.12.1 fail.
 
-    torch 2.13 fixed them inside a function, without a change of any API, so only the version number shows it.
+    torch 2.13 fixed them without a change of any API, so only the version number tells.
     """
     major, minor = version("torch").split(".")[:2]
     return (int(major), int(minor)) >= (2, 13)

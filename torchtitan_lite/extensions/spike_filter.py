@@ -4,9 +4,9 @@
     median                    1.0 | 1.0 | 1.0
     step                  applied | skipped | applied
 
-The window includes the norm of this step and the norms of skipped steps. While less than half of it is known, no step
-is skipped. A skipped step does not change the weights, so skipping cannot lower norms that have risen for good. The
-median then rises after half of the window, and the run continues.
+The window includes the norm of this step and the norms of skipped steps. No step is skipped until half of the window is
+filled. Norms may rise for good. Skipping cannot lower them, because a skipped step does not change the weights. After
+half of the window, the median has risen too, and the run continues.
 
 All ranks have the same norm and history, so they decide the same, without communication. The history stays on the
 device. Checkpoints store it as spike_filter.history and spike_filter.skipped.
@@ -47,7 +47,7 @@ class SpikeFilter:
         return is_spike
 
     def describe(self, step: int, grad_norm: float, *, is_applied: bool) -> dict[str, float]:
-        """Return skipped_steps and, if this step was skipped, skipped_above. Log that a higher level is accepted."""
+        """Return skipped_steps and, if this step was skipped, skipped_above. Log when a higher level is accepted."""
         fields: dict[str, float] = {"skipped_steps": int(self.skipped)}
         median = self.history.median().item()
         if not is_applied:

@@ -15,7 +15,7 @@ from torchtitan_lite.parallel.fsdp import list_fsdp_modules
 
 
 def share_buffers(parts: list[nn.Module]) -> None:
-    """Let FSDP allocate its buffers in symmetric memory. Raises UserError if this torch cannot."""
+    """Let FSDP allocate its buffers in symmetric memory. Raises UserError if torch is too old."""
     if not hasattr(FSDPModule, "set_symm_mem_for_comm"):
         why = "this torch has no FSDPModule.set_symm_mem_for_comm, which parallelism.fsdp_symmetric_memory needs"
         raise UserError(f"{why}: install torch 2.12 or newer, or leave this key out")

@@ -27,12 +27,12 @@ from torchtitan_lite.dtensor import local_shard
 
 @dataclass(frozen=True)
 class TiedSchedule:
-    """A pipeline schedule on a rank that holds the matrix. The first and the last stage hold the same shard of it."""
+    """A pipeline schedule on a rank that has the matrix. The first and the last stage have the same shard of it."""
 
     schedule: _PipelineSchedule
     owner: Tensor | None  # tok_embeddings.weight; None if another rank has the first stage
     copy: Tensor | None  # output.weight; None if another rank has the last stage
-    # the ranks of both stages, first the owner; None if both stages are on one rank
+    # the ranks of both stages, the owner first; None if both stages are on one rank
     group: dist.ProcessGroup | None
 
     def step(self, *tokens: Tensor, **options) -> None:
@@ -46,7 +46,7 @@ class TiedSchedule:
 
     @torch.no_grad()
     def send_weights(self) -> None:
-        """Overwrite the copy, and forget its gradient. Collective over the group."""
+        """Overwrite the copy, and drop its gradient. Collective over the group."""
         if self.copy is not None:
             self.copy.grad = None
         if self.group is None:

@@ -1,8 +1,9 @@
 """Read tokenizer.json, Hugging Face's file, with the ids of the package `tokenizers` (extra `hf`).
 
-tiktoken encodes a byte-level BPE if the ids are the same (byte_level_bpe.py), because it is three times as fast. For
-every other file, the package encodes. A tokenizer.json has a model, and added tokens, which are matched before the text
-is cut. tokenizer_config.json and special_tokens_map.json in the same folder add more tokens.
+tiktoken is three times as fast as the package. It encodes with a byte-level BPE if both give the same ids
+(byte_level_bpe.py). The package encodes with every other file. A tokenizer.json has a model, and added tokens, which
+are matched before the text is cut into words. tokenizer_config.json and special_tokens_map.json in the same folder add
+more tokens.
 """
 
 import hashlib
@@ -73,7 +74,7 @@ def encode_by_package(package: Any) -> tuple[Callable, Callable]:
     """Return Tokenizer.encoders, implemented with the package `tokenizers`."""
     package.no_truncation()
     package.no_padding()
-    package.post_processor = None  # it can leave white space out of offsets
+    package.post_processor = None  # offsets may otherwise leave out white space
     package.encode_special_tokens = True  # treats names of special tokens as plain text
 
     def encode_text(text: str) -> list[int]:
@@ -117,8 +118,8 @@ def list_leading(processor: dict) -> list[str]:
 def list_added_tokens(file: dict, configs: list[JsonObject], vocab: dict[str, int]) -> list[dict]:
     """Return the added tokens of tokenizer.json and of the configs in its folder, as transformers does.
 
-    As in the package `tokenizers`, an id in the file has no effect: a token of the vocabulary keeps its id there, and
-    all other tokens follow the vocabulary. Raises UserError.
+    As in the package `tokenizers`, the ids of added tokens in the file have no effect: a token of the vocabulary keeps
+    its id, and new tokens follow the vocabulary. Raises UserError.
     """
     tokens = list(file.get("added_tokens") or [])
     for config in configs:
@@ -192,7 +193,7 @@ def find_eos(folder: Path, config: JsonObject, ids: dict[str, int]) -> int:
 def spell_vocabulary(file: dict, vocab: dict[str, int]) -> dict[int, bytes] | None:
     """Return id -> bytes of the token's text.
 
-    None if concatenating tokens does not give the text, as with the "##" of WordPiece.
+    Returns None if concatenated tokens are not the text, as with the "##" of WordPiece.
     """
     decoder = json.dumps(file.get("decoder"))
     is_byte_level = '"ByteLevel"' in json.dumps(file.get("pre_tokenizer")) + decoder

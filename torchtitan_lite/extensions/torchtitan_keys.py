@@ -1,4 +1,4 @@
-"""Names in a config that are no keys here: of torchtitan v0.1 and v0.2, or misspelled. reader.py loads this for them.
+"""Explain unknown names in a config: keys of torchtitan v0.1 and v0.2, or misspelled keys. reader.py loads this file.
 
 ALIASES: old names of keys. ABSENT: switches of missing features, which are accepted if they are off, and refused
 otherwise. SETTINGS: other keys of missing features, which are accepted with any value.
@@ -104,7 +104,7 @@ def explain_absent(key: str, value: object) -> str | None:
 
 
 def rename_keys(source: Mapping[str, Any], notices: list[str]) -> dict[str, Any]:
-    """Return the values of a file, or of the command line, by today's names. Adds a notice for each other name."""
+    """Return the values of a file or the command line by their current names. Adds a notice for each old name."""
     renamed = {}
     names: dict[str, str] = {}
     for name, value in source.items():
@@ -131,12 +131,12 @@ def explain_key(key: str, value: object) -> tuple[list[Problem], list[str]]:
 
 
 def is_switch(name: str) -> bool:
-    """Whether a name is another one of a key, or turns on a feature of torchtitan."""
+    """Return whether a name is an old name of a key, or a switch of a torchtitan feature."""
     return resolve_alias(name) in {*KEYS, *ABSENT}
 
 
 def is_section(start: str) -> bool:
-    """Whether a key begins so, here or in torchtitan, such as "training."."""
+    """Return whether `start`, such as "training.", begins a key, here or in torchtitan."""
     names = (*KEYS, *ABSENT, *SETTINGS, *ALIASES, "float8.", "mx.")
     return any(name.startswith(start) for name in names)
 

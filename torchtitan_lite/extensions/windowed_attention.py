@@ -6,9 +6,9 @@
 
 A query sees keys of its document (if model.attention says so) and window. All layers of a model with windows or sinks
 use this module. The model plans one mask for each kind of layer, once per batch: an explicit mask (B, 1, Q, K) on a
-CPU; on CUDA the blocks of flex attention, as in model/document_attention.py. There, a sink multiplies the output
-without it by exp(lse) / (exp(lse) + exp(sink)), where lse is the log-sum-exp of the scores. The CUDA path was never run
-on a GPU; on a CPU, tests compare its blocks and its outputs.
+CPU; on CUDA the blocks of flex attention, as in model/document_attention.py. Flex attention computes the output without
+sinks. A sink then scales it by exp(lse) / (exp(lse) + exp(sink)), where lse is the log-sum-exp of the scores. The CUDA
+path was never run on a GPU; on a CPU, tests compare its blocks and its outputs.
 
 `attention.inner.sinks.weight` has a logit for each query head. tp splits it like the heads.
 

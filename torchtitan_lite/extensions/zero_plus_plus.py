@@ -10,7 +10,7 @@
 
     hpZ   backward gathers what the ranks of the node kept: no bytes between nodes
     qwZ   the all-gather sends int8 blocks. A rank rounds its own rows too, so that all ranks use equal weights
-    qgZ   two all-to-alls of int8 blocks replace the reduce-scatter. What arrives is unpacked, then summed in fp32
+    qgZ   two all-to-alls of int8 blocks replace the reduce-scatter. Received blocks are unpacked, then summed in fp32
 
 A block is 256 consecutive elements of one rank's shard of one parameter, and is sent as 256 integers of one byte and an
 fp32 scale. The last block of a shard is padded with zeros. A block never mixes two parameters: a norm's weights are
@@ -35,9 +35,9 @@ Nothing else is rounded. `verify` checks every packed block against s/2. It then
 collectives, and compares everything else with its usual bounds. In a block with NaN or infinity, all elements become
 NaN, and the step is skipped as usual.
 
-Nodes split a group only if it has several ranks in each of several nodes. For other groups hpZ keeps nothing, and qgZ
-has a single all-to-all. Replicas (HSDP) all-reduce exactly. Packing, collective and unpacking run on FSDP's streams, in
-the place of its own collective; the host does not wait.
+An FSDP group is split by node only if it has several ranks in each of several nodes. In any other group, hpZ keeps
+nothing, and qgZ has a single all-to-all. Replicas (HSDP) all-reduce exactly. Packing, collective and unpacking run on
+FSDP's streams, in the place of its own collective; the host does not wait.
 
 Source: ZeRO++ arXiv:2306.10209. FSDP2's integer reshard_after_forward also keeps secondary shards. It does not support
 TP or experts, and adds two process groups per block.
@@ -65,17 +65,17 @@ from torchtitan_lite.parallel.mesh import Mesh
 
 
 class Nodes(NamedTuple):
-    """The groups in which nodes split an FSDP group."""
+    """The two groups of a rank if an FSDP group is split by node."""
 
-    near: dist.ProcessGroup  # the ranks of this node, or the whole group if nodes do not split it
-    # the ranks with the same place in their nodes, or None if nodes do not split the group
+    near: dist.ProcessGroup  # the ranks of this node, or the whole group if it is not split
+    # the ranks with the same index in their nodes, or None if the group is not split
     far: dist.ProcessGroup | None
 
 
 def split_by_node(mesh: DeviceMesh, dim: str, near: int) -> Nodes:
     """Split the last dim of an FSDP mesh into nodes of `near` consecutive ranks. Collective.
 
-    If `near` is 1, nodes do not split the group.
+    If `near` is 1, the group is not split.
     """
     shard = mesh
     if mesh.ndim > 1:
@@ -132,7 +132,7 @@ class Packing:
         self.padded = [ceil(size / INT8_BLOCK) * INT8_BLOCK for size in sizes]
 
     def pack(self, rows: Tensor) -> Tensor:
-        """Round rows (..., elements of a shard) to blocks (..., bytes)."""
+        """Round rows (..., elements of a shard) to packed blocks (..., bytes)."""
         size = (*rows.shape[:-1], sum(self.padded))
         padded = rows.new_zeros(size, dtype=torch.float32)
         shards = rows.split(self.sizes, -1)
@@ -159,7 +159,7 @@ class Packing:
         return blocks.flatten(-2)
 
     def remove_padding(self, padded: Tensor, rows: Tensor) -> None:
-        """Write numbers with padding to rows (..., elements of a shard), whose dtype may be any."""
+        """Copy the numbers without padding to rows (..., elements of a shard), of any dtype."""
         shards = rows.split(self.sizes, -1)
         parts = padded.split(self.padded, -1)
         for shard, part in zip(shards, parts, strict=True):
@@ -170,7 +170,7 @@ class AllGather(DefaultAllGather):
     """The all-gather of an FSDP group, called by FSDP."""
 
     def __init__(self, packing: Packing | None, near: dist.ProcessGroup | None):
-        """`packing` rounds the weights (qwZ). The ranks of `near` keep secondary shards (hpZ). None turns them off."""
+        """`packing` rounds the weights (qwZ). The ranks of `near` keep secondary shards (hpZ). None: off."""
         self.packing = packing
         self.near = near
         # This rank's part of the secondary shard of its node, packed if weights are rounded.
@@ -186,7 +186,7 @@ class AllGather(DefaultAllGather):
         """Fill `output_tensor` with the shards of all ranks. Returns no Work: FSDP's stream runs everything in order.
 
         Weights change after a backward and before the next forward. So every forward makes a new secondary shard, even
-        if no backward has used the last one, and only backward reads it.
+        if the last one was never used. Only backward reads it.
         """
         own = input_tensor
         ranks = group

@@ -1,4 +1,4 @@
-"""Notice a step that does not end, and write what this rank waits for. One thread per rank looks once a second.
+"""Detect a step that hangs, and write what this rank waits for. One thread per rank checks once a second.
 
     main thread    begin(1) train_step end() save ... begin(2) train_step end() ...
     watch thread   ... is this step older than the limit? then:
@@ -42,7 +42,7 @@ from torchtitan_lite.faults.processes import identify_host, read_state
 from torchtitan_lite.parallel.process_groups import Place
 
 SHARE_OF_TIMEOUT = 0.75  # report before a collective times out and the ranks end
-N_STEPS = 8  # whose calls a hang report compares
+N_STEPS = 8  # steps whose calls a hang report compares
 STOP_WITHIN_S = (
     15.0  # after a signal, a step hangs if it takes longer, and twice as long as the last one
 )
@@ -120,7 +120,7 @@ class HangWatch:
         self.is_in_step = False
 
     def follow(self, batches: Iterator) -> Iterator:
-        """Yield the batches of a validation, and watch each like a step. The first validation has the longer limit."""
+        """Yield the batches of a validation, and watch each one like a step. The first validation may take longer."""
         try:
             for batch in batches:
                 self.began_s = time.monotonic()
@@ -146,7 +146,7 @@ class HangWatch:
                 if self.is_late():
                     self.written_in_s = self.began_s
                     self.write("rank")
-            elif self.written_in_s != self.began_s:  # the step has ended after all
+            elif self.written_in_s != self.began_s:  # the step ended later
                 self.written_in_s = None
                 file = self.name_file("rank")
                 with go_on_unwritten(str(file), self.unwritten):
@@ -185,7 +185,7 @@ class HangWatch:
     def find_phase(self) -> Phase:
         """Return the phase, which decides what a signal does.
 
-        If a rank of this host has ended before the run, write what this rank does.
+        If a rank of this host has ended before the end of the run, write what this rank does.
         """
         if self.has_failed:
             return Phase.FAILED
@@ -196,7 +196,7 @@ class HangWatch:
 
     @property
     def local(self) -> dict[int, int]:
-        """Rank -> process id, for ranks whose processes this one can see: not in another container."""
+        """Rank -> process id, for ranks whose processes are visible from here (not in other containers)."""
         own_host, _, _ = self.processes[self.place.rank]
         return {rank: pid for rank, (host, pid, _) in self.processes.items() if host == own_host}
 

@@ -1,12 +1,12 @@
-"""Processes of this host: ranks end with the process that started them, and tell who else runs here (Linux: /proc).
+"""Processes of this host: end ranks with the process that started them, and read the states of ranks (Linux: /proc).
 
     run_train.sh       launcher  <-  fork server  <-  ranks
-    a bare torchrun    torchrun  <-  ranks
+    plain torchrun     torchrun  <-  ranks
 
-`<-` means: asks the kernel to be killed as soon as its parent ends (PR_SET_PDEATHSIG). The kernel needs no thread of
-the process for that, so it also ends ranks that are stopped, or hold the GIL. A fork server does not end with the
-launcher by itself, because the ranks hold its pipe open; it makes the same request (tools/fork_server.py). The workers
-of `verify` and `prepare` do so, too.
+`<-` means: asks the kernel to be killed as soon as its parent ends (PR_SET_PDEATHSIG). The kernel needs no help of the
+process, so it also ends ranks that are stopped, or hold the GIL. A fork server does not end with the launcher by
+itself, because the ranks hold its pipe open; it makes the same request (tools/fork_server.py). The workers of `verify`
+and `prepare` do so, too.
 """
 
 import ctypes

@@ -1,14 +1,14 @@
 """Resume from the newest checkpoint or snapshot, or load checkpoint.initial_load_path.
 
     the run                          starts from
-    with checkpoint.load_step        that checkpoint, or is refused. A run that has continued from there: see next row
+    with checkpoint.load_step        this checkpoint, or is refused. If the run has continued since then: see next row
     restarted by torchrun            the newest checkpoint or snapshot that all ranks can open
     in the folder of an earlier run  the same
     other                            checkpoint.initial_load_path, if set
 
-With job.overwrite, the files of the earlier run are already deleted, and its snapshots belong to another run. Nothing
-else is renamed or deleted until a state has been loaded. Then damaged newer checkpoints are renamed, and snapshots that
-do not belong to this run any more are deleted. With checkpoint.load_only nothing is.
+With job.overwrite, the files of the earlier run are already deleted, and its snapshots are ignored. Nothing else is
+renamed or deleted until a state has been loaded. Then damaged newer checkpoints are renamed, and snapshots of other
+runs are deleted. With checkpoint.load_only, nothing is renamed or deleted.
 """
 
 import json
@@ -81,7 +81,7 @@ def quarantine(damaged: list[Path]) -> None:
 
 
 def check_snapshot(run: Run, snapshots: Any, path: Path) -> None:
-    """Print the keys that differ from the run that saved a snapshot. preflight only does so for a checkpoint.
+    """Print the keys that differ from the run that saved a snapshot, as preflight does for a checkpoint.
 
     Raises ConfigError for keys that must not differ, and CheckpointError if the model or the documents differ.
     """
@@ -99,7 +99,7 @@ def check_snapshot(run: Run, snapshots: Any, path: Path) -> None:
 def restore_run(
     found: list[Saved], run: Run, group: dist.ProcessGroup, *, is_resumed: bool = True
 ) -> int:
-    """Restore the newest of `found` that all ranks can open. Return its step. Collective over `group`.
+    """Restore the newest state in `found` that all ranks can open. Return its step. Collective over `group`.
 
     `is_resumed`: this run has saved them. Raises CheckpointError; the parameters are then undefined.
     """
@@ -148,7 +148,7 @@ def load_initial(run: Run, group: dist.ProcessGroup) -> int:
 
 
 def list_stored(run: Run, manifest: Manifest) -> dict[str, Tensor]:
-    """Return the weights to load. A model that differs from the one in the checkpoint may have more of them."""
+    """Return the weights to load: those of this model that the checkpoint has."""
     weights = name_weights(run.saved)
     if manifest.fingerprint["shape"] == asdict(run.parts[0].model_args):
         return weights

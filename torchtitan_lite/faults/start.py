@@ -1,4 +1,4 @@
-"""Start a run: build its savers, and find out whether there is a state to load. faults/resume.py loads it."""
+"""Start a run: build its savers, and decide whether a state must be loaded (faults/resume.py)."""
 
 import torch.distributed as dist
 

@@ -6,10 +6,10 @@
     doc_ids     0 0 0 1 1 2 2 2       query 4 attends to keys 3 and 4
     positions   0 1 2 0 1 0 1 2       restart with each document (data/dataset.py)
 
-A model with windows or sinks uses extensions/windowed_attention.py in all layers, for each of these kinds.
+A model with windows or sinks uses extensions/windowed_attention.py in all layers, for both kinds.
 
-To add a kind, add a row in config/choices.py, which says what a token sees. Only a kind that is not plain also needs a
-module with a row in ATTENTION_MODULES here.
+To add a kind, add a row in config/choices.py, which says what tokens attend to. A kind that is not plain also needs a
+module, in ATTENTION_MODULES below.
 
 Legend: B batch, S sequence, E head dim.
 """
@@ -44,8 +44,8 @@ class CausalAttention(InnerAttention):
 def avoids_cudnn(key: Tensor) -> bool:
     """Return whether cuDNN's attention may be wrong for keys (B, kv heads, S, E) of a rank.
 
-    On B200 GPUs, Qwen2.5 with 2 or 4 heads of keys gave wrong outputs (pytorch issue 193893, open in August 2026; the
-    cause is not known, and a Llama with 4 heads of 64 was right). Never run.
+    On B200 GPUs, Qwen2.5 with 2 or 4 key/value heads gave wrong outputs, but a Llama with 4 heads of 64 was right
+    (pytorch issue 193893, open in August 2026; the cause is unknown). Never run.
     """
     few = key.is_cuda and key.shape[1] < SAFE_KV_HEADS
     return few and torch.cuda.get_device_capability(key.device)[0] == 10
@@ -57,7 +57,7 @@ ATTENTION_MODULES: dict[str, Callable[[ModelArgs, int], InnerAttention]] = {
 
 
 def build_attention(attention: str, model_args: ModelArgs, layer: int) -> InnerAttention:
-    """Build the attention of a layer as its row says."""
+    """Build the attention module of a layer."""
     if attention in ATTENTION_MODULES or not ATTENTIONS[attention].is_plain:
         return ATTENTION_MODULES[attention](model_args, layer)
     if has_masks(attention, model_args):

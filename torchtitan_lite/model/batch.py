@@ -2,7 +2,7 @@
 
 The row of a loss in LOSSES (config/choices.py) and the ModelTable of a model list extra fields in `fields`: a name, and
 a function that computes the field from full rows of a batch, before cp splits them. The batches of runs and tools
-contain the extra fields. Each microbatch and each pipeline stage receives its part as a keyword.
+contain the extra fields. Each call of a model part receives the extra fields of its microbatch as keyword arguments.
 
 Legend: B sequences, S tokens per sequence.
 """
@@ -20,10 +20,10 @@ from torchtitan_lite.models.registry import MODELS
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of a global batch. Each field is (B, S) int64, but the extra ones are (B, S, ...) of any dtype."""
+    """Rows of a global batch. Fields are (B, S) int64; extra fields are (B, S, ...) of any dtype."""
 
     tokens: Tensor
-    targets: Tensor  # the next token; IGNORE_INDEX if it does not count
+    targets: Tensor  # the next token, or IGNORE_INDEX for no loss
     positions: Tensor  # position of each token in its row, or in its document
     doc_ids: Tensor  # index of each token's document in its row, from 0
     # keywords of a model, or of its loss (loss.py)

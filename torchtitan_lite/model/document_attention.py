@@ -89,7 +89,7 @@ def attend_in_blocks(
 
     Passes `options` to flex attention.
     """
-    # Inside a compiled block, flex attention is compiled with it. In eager mode it would store all scores.
+    # Inside a compiled block, flex attention is compiled with the block. Eager flex attention would store all scores.
     attend = flex_attention
     if not torch.compiler.is_compiling():
         attend = compile_once(flex_attention)
@@ -99,7 +99,7 @@ def attend_in_blocks(
 @cache
 def compile_once(function: Callable) -> Callable:
     """Return the compiled function. Call this when the function is first used: torch.compile loads inductor."""
-    # The option shows compiled regions to per-op recompute, which keeps their output (activation_checkpoint.py).
+    # The option lets per-op recompute see compiled regions and save their outputs (activation_checkpoint.py).
     options = {"wrap_inductor_compiled_regions": True}
     return torch.compile(function, dynamic=False, options=options)
 

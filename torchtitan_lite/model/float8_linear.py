@@ -62,7 +62,7 @@ class Recipe:
     def round(self, x: Tensor, dim: int | None, dtype: torch.dtype = E4M3) -> Float8Tensor:
         """Round to float8. `dim` is the dim that the dot product sums over; tensorwise ignores it.
 
-        FSDP has already rounded a weight that it gathered in float8.
+        A weight that FSDP gathered in float8 is already rounded.
         """
         if hasattr(x, "data8"):
             return Float8Tensor(x.data8, x.scale)
@@ -187,7 +187,7 @@ def apply_float8(part: nn.Module, section: Float8, tp: int) -> None:
     for fqn in plan_float8(sizes, section.filter_fqns, tp, section.recipe_name):
         linear = modules.get(fqn)
         if linear is None:
-            continue  # it is on another stage
+            continue  # the layer is on another stage
         if type(linear) is not nn.Linear:
             why = f"{fqn} is {type(linear).__name__}, and float8 would replace its forward"
             raise UserError(f"{why}. Add it to quantize.linear.float8.filter_fqns.")

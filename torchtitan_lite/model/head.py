@@ -46,7 +46,7 @@ class Head(nn.Linear):
 
         The loss is a sum, because ranks and microbatches have different numbers of counted tokens: a mean of means
         would weigh tokens unequally. `step.py` divides by the counted tokens of the global batch. `fields`: as in
-        Batch, (B, S, ...) each. Without gradients the loss is the cross entropy, whatever the formula is.
+        Batch, (B, S, ...) each. Without gradients, the loss is always the cross entropy.
         """
         weight = self.weight
         if targets is None:

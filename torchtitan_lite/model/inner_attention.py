@@ -1,6 +1,6 @@
 """The base of the kinds of attention (attention.py, tools/kv_cache.py, parallel/context_parallel.py).
 
-It has a file of its own, so that attention.py can import the file of a fork's attention, which imports this base.
+In attention.py, this class would close a cycle: attention.py imports a fork's attention, which imports this class.
 """
 
 from torch import Tensor, nn
@@ -9,14 +9,14 @@ from torchtitan_lite.config.model_rows import ModelArgs
 
 
 class InnerAttention(nn.Module):
-    """Attention from queries to keys and values: `attention.inner` of a block. Only sinks are parameters.
+    """Attention from queries to keys and values: `attention.inner` of a block. Its only parameters are sinks.
 
     A subclass has `forward(query, key, value, doc_ids)`: query (B, heads, S, E), key and value (B, kv heads, S, E) ->
     (B, heads, S, E). doc_ids is the result of `plan`, or None.
     """
 
     def __init__(self, model_args: ModelArgs | None = None, layer: int = 0):
-        """A subclass whose layers differ overrides this."""
+        """Override this if the layers differ."""
         super().__init__()
 
     def plan(self, doc_ids: Tensor | None) -> object:

@@ -33,12 +33,12 @@ def count_valid_tokens(targets: Tensor) -> Tensor:
 
 
 class Vocabulary:
-    """Differentiable reductions over the vocabulary. In the subclass of TP, each rank has one shard."""
+    """Differentiable reductions over the vocabulary. TP replaces it by SplitVocabulary, with one shard per rank."""
 
     shard = 0  # which of the equal shards of the vocabulary this rank has
 
     def gather(self, own: Tensor) -> Tensor:
-        """Stack the results that ranks computed from their shards, (...) -> (shards, ...). Equal on every rank."""
+        """Stack the results of all shards, (...) -> (shards, ...). The stack is equal on every rank."""
         return own[None]
 
     def find(self, targets: Tensor, n_columns: int) -> tuple[Tensor, Tensor]:
@@ -53,7 +53,7 @@ class Vocabulary:
         return self.gather(logits.logsumexp(1)).logsumexp(0)
 
     def target_logit(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """logits (n, V/tp), targets (n,) -> (n,). Zero for targets that do not count."""
+        """logits (n, V/tp), targets (n,) -> (n,). Zero for IGNORE_INDEX."""
         column, is_here = self.find(targets, logits.shape[1])
         own = logits.gather(1, column).where(is_here, 0)
         return self.gather(own.squeeze(1)).sum(0)

@@ -6,8 +6,8 @@
     experts    one grouped matmul over all groups of rows (grouped_mm); groups may have any size: no token is dropped
     output     weighted sum of each token's K rows
 
-A bias is added to the scores when experts are chosen, but not to the weights. components/expert_balance.py changes it
-after each step to balance the load, and counts the routes that the router returns.
+The choice of experts adds a bias to the scores; the weights do not contain it. components/expert_balance.py changes the
+bias after each step to balance the load, and counts the routes.
 
 Legend: B batch, S sequence, T = B*S tokens, D model dim, F expert hidden dim, E experts, K = top_k, R = T*K.
 Sources: arXiv:1701.06538; Mixtral arXiv:2401.04088; bias arXiv:2408.15664.
@@ -156,7 +156,7 @@ def sort_rows(experts: Tensor, n_experts: int) -> tuple[Tensor, Tensor]:
 class PermuteRows(torch.autograd.Function):
     """Return x[order // n_copies]. `inverse` is the inverse permutation of `order`.
 
-    The backward of plain indexing would add rows one by one.
+    In backward, plain indexing would add rows one by one.
     """
 
     @staticmethod
@@ -175,5 +175,5 @@ class PermuteRows(torch.autograd.Function):
 
 
 def permute_rows(x: Tensor, order: Tensor, inverse: Tensor, n_copies: int = 1) -> Tensor:
-    """Return the rows of x (R / n_copies, D) in an order, (R, D): `n_copies` of each row, one after the other."""
+    """Copy each row of x (R / n_copies, D) `n_copies` times, and return the copies in this order, (R, D)."""
     return PermuteRows.apply(x, order, inverse, n_copies)

@@ -1,4 +1,4 @@
-"""Find attention that a model computes in a way of its own, before context parallel or a cache replaces it."""
+"""Find custom attention in a model, before context parallel or a KV cache replaces it."""
 
 import inspect
 
@@ -14,19 +14,19 @@ def list_attentions(part: nn.Module) -> dict[str, InnerAttention]:
 
 
 def explain_own_attention(part: nn.Module, expected: type[InnerAttention]) -> str:
-    """Explain where a part, for example of a fork, computes attention in a way of its own; "" if it does so nowhere.
+    """Explain where a part, for example of a fork, has custom attention; "" if it has none.
 
-    A part does so if an inner attention is not exactly of the class that `build_attention` returns, if a module does
-    not call its inner attention, or if a block has no inner attention.
+    Attention is custom if the class of an inner attention is not exactly the class that `build_attention` returns, if a
+    module does not call its inner attention, or if a block has no inner attention.
     """
     attentions = list_attentions(part)
     for layer in part.layers:
         block = f"layers.{layer}"
         if not any(fqn.startswith(f"{block}.") for fqn in attentions):
-            return f"{block} has no InnerAttention, and so an attention of its own"
+            return f"{block} has no InnerAttention, so its attention is custom"
     for fqn, inner in attentions.items():
         if type(inner) is not expected:
-            return f"{fqn} is {type(inner).__name__}, but the row of model.attention stands for {expected.__name__}"
+            return f"{fqn} is {type(inner).__name__}, but model.attention uses {expected.__name__}"
         name, _, child = fqn.rpartition(".")
         module = part.get_submodule(name)
         if not reads_child(module, child):
@@ -48,7 +48,7 @@ def reads_child(module: nn.Module, child: str) -> bool:
                 return True
             unread |= names - read
             if names and "super" not in names:
-                break  # it overrides the others
+                break  # overrides all later methods
     return False
 
 

@@ -13,6 +13,6 @@ def list_moes(part: nn.Module) -> Iterator[tuple[int, nn.Module]]:
 
 
 def is_tied_inside(part: nn.Module) -> bool:
-    """Return whether this part has embedding and head, sharing a matrix. For a pipeline: tied_embeddings.py."""
+    """Return whether this part has embedding and head, and they share a matrix. For pipelines: tied_embeddings.py."""
     has_both = part.tok_embeddings is not None and part.output is not None
     return has_both and part.model_args.tie_embeddings

@@ -1,4 +1,4 @@
-"""Activation checkpointing: save fewer activations in forward, and recompute the others in backward. torch.compile.
+"""Activation checkpointing (save fewer activations in forward, recompute the others in backward) and torch.compile.
 
     mode        saved for backward, per block         recomputed
     none        every activation                      nothing
@@ -50,7 +50,7 @@ KEPT_OPS = [  # outputs worth saving: expensive to compute, or received from oth
     aten.amax.default,  # float8 scales: tiny, but recompute would read the full tensor
     aten.topk.default,  # routes of an MoE layer: small, and recompute must not choose different ones
     torch.ops.higher_order.flex_attention,  # inside a compiled block
-    torch.ops.higher_order.inductor_compiled_code,  # separately compiled, in an eager block
+    torch.ops.higher_order.inductor_compiled_code,  # flex attention in an eager block
     collectives.reduce_scatter_tensor.default,
     collectives.all_to_all_single.default,
 ]
@@ -71,8 +71,8 @@ def recompute_and_compile(part: nn.Module, config: Config, mesh: Mesh) -> None:
         compiled = recomputed
         moe = moes.get(int(layer))
         if moe is not None:
-            # An MoE block is recomputed and compiled in pieces: FSDP's hooks for the experts run in the middle of it,
-            # and the number of rows per expert is only known there.
+            # An MoE block is recomputed and compiled in pieces: FSDP's hooks for the experts run in the middle of the
+            # block, where the number of rows per expert becomes known.
             dense = [(block, "attend")]
             if block.shared_experts is not None:
                 dense.append((block.shared_experts, "forward"))
@@ -87,7 +87,7 @@ def recompute_and_compile(part: nn.Module, config: Config, mesh: Mesh) -> None:
         if recompute[int(layer)] == "full":
             apply_recompute(block, "forward")
     if part.output is not None and "loss" in components:
-        # Only the loss of given logits, not the head's matmuls.
+        # Compile only the loss of given logits, not the head's matmuls.
         compile_method(part.output, "differentiate_cross_entropy", backend)
         compile_method(part.output, "token_losses", backend)
 
@@ -139,6 +139,6 @@ def apply_recompute(module: nn.Module, method: str, context_fn: Callable = noop_
 
 
 def save_expensive_outputs():
-    """Context function of `checkpoint`. It is not a partial, because torch.compile would trace the list inside it."""
+    """Context function of `checkpoint`. Not a partial: torch.compile would trace the list inside the partial."""
     own = torch.ops.torchtitan_lite  # operators of loaded extensions; these operators communicate
     return create_selective_checkpoint_contexts(KEPT_OPS + [getattr(own, op).default for op in own])

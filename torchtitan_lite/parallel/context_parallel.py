@@ -23,7 +23,7 @@ backward, unless recompute (any mode except "none") fetches them again.
 Legend: B batch, S full sequence over n ranks, D model dim, H query heads, K key/value heads, E head dim.
 Sources: ring arXiv:2310.01889; zig-zag: Llama 3 arXiv:2407.21783, and arXiv:2311.09431 for another balanced order.
 Effect: replaces `attention.inner` of each block if it is causal. Any other attention becomes a subclass that gathers
-keys and values first, and computes its mask from `positions`. A fork's attention may do so too: set `under_cp` in its
+keys and values first, and computes its mask from `positions`. A fork's attention can also gather: set `under_cp` in its
 row. FQNs do not change.
 """
 

@@ -74,7 +74,7 @@ def reduce_scatter(whole: Tensor, ranks: Ranks, dim: int) -> Tensor:
 
 
 def is_stacked(tensor: Tensor, dim: int) -> bool:
-    """Return whether chunks along `dim` follow each other in memory, as in a batch of one sequence: no copy is needed.
+    """Return whether chunks along `dim` are contiguous, as in a batch of one sequence. Such chunks need no copy.
 
     False in compiled code, where inductor looks for the copies (parallelism.enable_async_tensor_parallel).
     """
@@ -114,7 +114,7 @@ class Gather(torch.autograd.Function):
 
 
 class GatherEqually(torch.autograd.Function):
-    """All-gathers (1, ...) -> (tp, ...). All ranks must compute the same from the result; gradients are then equal."""
+    """All-gathers (1, ...) -> (tp, ...). All ranks must use the result in the same way, so its gradients are equal."""
 
     @staticmethod
     def forward(ctx, own: Tensor, ranks: Ranks) -> Tensor:

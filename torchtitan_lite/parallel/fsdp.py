@@ -18,10 +18,10 @@ of a step. With m microbatches, each block communicates this often in a step:
 
 The optimizer state is always sharded. Under PP, torch's runtime reduces gradients once per step; with stage 3 it frees
 the parameters after each forward, but not after each backward. The head stays gathered from its forward to its
-backward. An embedding is gathered in forward only, unless it is tied to the head.
-In fp32 with stage 1 under PP, a part is a single group (gathers_whole_parts in config/layout.py).
-If nothing is sharded, stage 1 saves the copy of a microbatch's gradients, but at the end of the step the caching
-allocator reserves room for the gradients twice, on two streams: 162 GiB instead of 135 for Llama 3.1 8B on one GPU.
+backward. An embedding is gathered in forward only, unless it is tied to the head. In fp32 with stage 1 under PP, a part
+is a single group (gathers_whole_parts in config/layout.py). If nothing is sharded, stage 1 avoids copying the gradients
+of each microbatch. But at the end of the step, the caching allocator reserves memory for the gradients twice, on two
+streams: 162 GiB instead of 135 for Llama 3.1 8B on one GPU.
 
 A 2-D mesh (replicate, shard) adds one all-reduce of the local shard's gradients over `replicate` per block and step
 (HSDP). With a shard dim of size 1, this is plain data parallel (DDP).
@@ -63,8 +63,8 @@ from torchtitan_lite.config.schema import Training
 def plan_fsdp_groups(part: nn.Module) -> list[list[nn.Module]]:
     """List the groups of modules that are gathered together, in forward order. The root gathers all others.
 
-    FSDP counts the calls in a group, so the modules of a group must be called equally often. A model with additional
-    modules at its ends may call the head twice, or a module only in training: then norm and head do not form a group.
+    FSDP counts the calls in a group, so the modules of a group must be called equally often. Norm and head do not form
+    a group if the model has additional modules at its ends: it may call the head twice, or a module only in training.
     """
     blocks = [[block] for block in part.layers.values()]
     first = [part.tok_embeddings]
@@ -105,7 +105,7 @@ def apply_fsdp(
         options = {"reshard_after_forward": reshard, **options}
         fully_shard(group, mesh=mesh, mp_policy=policy, offload_policy=offload_policy, **options)
         if mesh.size() > 1:  # with one rank, FSDP would only copy the gradient
-            # A plain sum. With gloo the second call is the only way to a factor of 1.
+            # Sum without a factor. With gloo, only the second call makes the factor 1.
             group[0].set_gradient_divide_factor(1.0)
             group[0].set_force_sum_reduction_for_comms(True)
 
@@ -135,7 +135,7 @@ def gather_plain(part: nn.Module) -> None:
     for _, group in list_fsdp_groups(part):
         for parameter in group.fsdp_params:
             if parameter.is_dtensor:
-                # torch 2.11 has the second name only
+                # torch 2.11 has only the second name
                 spec = getattr(parameter, "_unsharded_dtensor_spec", None) or parameter._tp_spec
                 if all(placement.is_shard() for placement in spec.placements):
                     parameter.is_dtensor = False
@@ -159,13 +159,13 @@ def prepare_microbatch(part: nn.Module, *, zero_stage: int, is_last: bool) -> No
 def accumulate_weight_gradients(part: nn.Module) -> None:
     """Add the gradients of the last weight half to FSDP's sums, which have the dtype of the reduction (fp32).
 
-    FSDP does so in hooks on gradients of inputs. The weight half of a split backward does not call these hooks: torch
-    2.13 adds all gradients up to the next hook in the compute dtype. No communication.
+    FSDP adds them in hooks on gradients of inputs. The weight half of a split backward does not call these hooks, so
+    torch 2.13 adds gradients in the compute dtype until the next hook. No communication.
     """
     for _, group in list_fsdp_groups(part):
         for parameter in group.fsdp_params:
             if hasattr(parameter, "to_accumulated_grad_if_needed"):
-                # first add to the sum, if there is one: the next line would replace it
+                # add to an existing sum first, because the next line would replace it
                 parameter.accumulate_unsharded_grad_if_needed()
                 parameter.to_accumulated_grad_if_needed()
             # torch 2.15 has neither method: there, autograd adds gradients in the dtype of the reduction
@@ -175,7 +175,7 @@ def list_fsdp_groups(part: nn.Module) -> Iterator[tuple[FSDPModule, Any]]:
     """Yield each FSDP module that has parameters, with FSDP's object for them. torch has no public name for it."""
     for module in list_fsdp_modules(part):
         group = module._get_fsdp_state()._fsdp_param_group
-        if group is not None:  # a root has none if all parameters are in other groups
+        if group is not None:  # None for a root whose parameters are all in other groups
             yield module, group
 
 

@@ -1,4 +1,4 @@
-"""One worker thread for each gloo group, because torch's gloo corrupts memory with two.
+"""Give each gloo group a single worker thread: with two, torch's gloo corrupts memory.
 
 torch starts two workers per group. After a collective, each writes the name of that collective into one std::string of
 the group without a lock (ProcessGroupGloo::runLoop). A name of more than 15 letters is on the heap, so two writes at
@@ -6,8 +6,8 @@ once can free it twice: a rank dies of SIGSEGV, or of "malloc(): unaligned tcach
 elsewhere. The all-gathers of tensor and context parallel and of DTensor have such a name, ALLGATHER_COALESCED. Seen
 with torch 2.11.0, 2.13.0, 2.14.1 and 2.15.0.
 
-A race cannot be probed, so a group has one worker with every torch. Ranks start the collectives of a group in the same
-order, so a second worker is never needed to make progress. Sends and receives do not use workers.
+No probe can detect a race, so groups have one worker with every version of torch. Ranks start the collectives of a
+group in the same order, so a second worker is never needed to make progress. Sends and receives do not use workers.
 
 Effect: replaces the method of torch that creates every gloo group, including the groups of DeviceMesh.
 """

@@ -39,7 +39,7 @@ def initialize_weights(part: nn.Module, seed: int, device: torch.device | None =
 def fill_tensor(full: Tensor, entry: Parameter, generator: torch.Generator) -> None:
     """Fill the full tensor of one parameter: 0 in biases, a constant in norms, else normal values.
 
-    They are clamped at three standard deviations, because `trunc_normal_` is slower.
+    Normal values are clamped at three standard deviations; `trunc_normal_` would be slower.
     """
     mean = entry.row.init_mean
     std = entry.row.init_std

@@ -98,8 +98,8 @@ def make_mesh(
     `new`: dims that get a new group even if they span all ranks. Otherwise they would use the default group, and the
     tokens of one layer would queue behind the parameters of the next.
     """
-    # The backend "fake" does nothing, which is right for one rank. Naming a backend makes torch create a group. torch
-    # does so for every rank in turn: 1.3 CPU seconds for 16,384 ranks and two such dims.
+    # The backend "fake" does nothing, which is right for one rank. Naming a backend makes torch create a group for
+    # every rank in turn: 1.3 CPU seconds for 16,384 ranks and two such dims.
     backends = {dim: "fake" for dim, degree in degrees.items() if degree == 1}
     backends = dict.fromkeys(new, dist.get_backend()) | backends
     return init_device_mesh(

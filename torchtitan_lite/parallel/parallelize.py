@@ -1,7 +1,7 @@
 """Apply all parallelisms to one model part, in the required order, with the reason for each position.
 
     on meta   0. float8                swaps classes of linear layers, so it comes before code that checks classes
-              1. context parallel      replaces attention.inner, if it is the one that the model calls
+              1. context parallel      replaces attention.inner, if the model calls it
               2. tensor parallel       finds modules by FQN and replaces their parameters
               3. loss                  sets its formula and chunks; 2 to 4 can be reordered
               4. expert parallel       keeps this rank's experts; 5 and 6 must see the modules that 1 to 4 replaced

@@ -94,7 +94,7 @@ class PatchedStage(PipelineStage):
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
-        # A hang report compares the microbatches of stages: since the start of the run, and before this step
+        # Microbatches since the start of the run, and before this step: hang reports compare them between stages
         self.n_done = {"F": 0, "B": 0}
         self.n_before = dict(self.n_done)
         self.done_at_s = time.monotonic()

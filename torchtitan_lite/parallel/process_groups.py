@@ -26,7 +26,7 @@ from torchtitan_lite.config.schema import Config
 from torchtitan_lite.parallel.gloo_workers import limit_gloo_workers
 
 MOST_OPEN_FILES = 10240  # OPEN_MAX of macOS
-MANY_RANKS = 1024  # from here on, ranks of a gloo group connect when they first communicate
+MANY_RANKS = 1024  # from this size on, ranks of a gloo group connect when they first communicate
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Place:
     world_size: int
     local_rank: int  # among the ranks of this host
     n_hosts: int
-    restarts: int  # restarts of the job: the largest number that a host has counted
+    restarts: int  # restarts of the job: the maximum over hosts
 
     def list_local_ranks(self) -> range:
         """Return the ranks of this host."""
@@ -152,7 +152,7 @@ def allow_open_files() -> None:
     """Raise the limit of open files: gloo opens about n + 3 files for each group of n ranks."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = hard
-    if hard == resource.RLIM_INFINITY:  # macOS, which does not allow it as the soft limit
+    if hard == resource.RLIM_INFINITY:  # macOS, whose soft limit must be finite
         most = max(soft, MOST_OPEN_FILES)
     if soft != resource.RLIM_INFINITY:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

@@ -114,7 +114,7 @@ def apply_tensor_parallel(part: nn.Module, mesh: DeviceMesh) -> None:
             why = f"the plan for tensor parallel has no style for {fqn}"
             raise UserError(f"{why}: in the table of the model, its row needs another kind")
     if is_tied_inside(part):
-        # parallelize_module made a separate DTensor for each module, with equal placements
+        # parallelize_module made a separate DTensor for each of the two modules, with equal placements
         part.output.weight = part.tok_embeddings.weight
 
 

@@ -5,12 +5,12 @@
                                                   error.txt   the traceback of its exception
                                                   stderr.log  if LOG_RANK hides it
 
-All ranks of a host get N from its launcher. torchrun itself counts a restart only after a failure on this host, and not
-if a host joins.
+The launcher of a host gives N to all its ranks. torchrun's own count ignores failures on other hosts, and hosts that
+join.
 
 If NNODES is a range, torchrun restarts the ranks of all hosts when a host joins, and ends them first by SIGTERM. The
-agent of one host notices the new host first, and so stops the ranks of all hosts after the same step. A rank that has
-not received a signal itself waits until its agent notices the new host too; otherwise the run would end there.
+agent that notices the new host first makes the ranks of all hosts stop after the same step. A rank without a signal
+then waits until its own agent notices the new host; otherwise the run would end on this host.
 """
 
 import faulthandler
@@ -59,7 +59,7 @@ from torchtitan_lite.tools.local_ranks import (
 )
 
 PCI = Path("/sys/bus/pci/devices")
-N_LINES = 60  # of the hidden stderr of a rank that was killed: the stacks of its threads
+N_LINES = 60  # shown of a killed rank's hidden stderr: the stacks of its threads
 JOIN_WITHIN_S = 10.0  # an agent looks for new hosts ten times a second
 
 
@@ -100,7 +100,7 @@ class Agent(LocalElasticAgent):
         if self.store:
             self.store.set(N_HOSTS, str(worker_group.group_world_size))
         pids = super()._start_workers(worker_group)
-        self.signals.forward()  # to ranks that were forked after it
+        self.signals.forward()  # to ranks that were forked after the signal
         return pids
 
     def _monitor_workers(self, worker_group: Any) -> RunResult:
@@ -110,11 +110,11 @@ class Agent(LocalElasticAgent):
         return result
 
     def _restart_workers(self, worker_group: Any) -> None:
-        own = self.ending or Ending(0, "")  # another host has failed, or joins
+        own = self.ending or Ending(0, "")  # a different host failed or joins
         self.ending = None
         cause = own[:2]
         if self.store:
-            # torchrun has a store for each start of all hosts; a host that joins late has started less often
+            # torchrun has a store for each start of all hosts; a late host has fewer starts
             cause = claim_cause(worker_group.store, "cause", *cause)
         status, reason = cause
         if status in STOPPED:
@@ -130,7 +130,7 @@ class Agent(LocalElasticAgent):
 def run_agent(run: tuple, n_local: int, n_hosts: int, signals: Signals, store: Any) -> Ending:
     """Call `run_rank(*run)` on each rank of this host. `store` is shared by several hosts; None on one host."""
     logging.disable(logging.ERROR)  # torchrun's long reports
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGUSR2"  # needs one; we forward SIGNALS
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGUSR2"  # needs a signal; we forward SIGNALS
     address = "127.0.0.1:0"  # port 0: any free port
     local_address = "127.0.0.1"
     if n_hosts > 1:
@@ -148,7 +148,7 @@ def run_agent(run: tuple, n_local: int, n_hosts: int, signals: Signals, store: A
         local_addr=local_address,
         is_host=is_first_host(),
         read_timeout=STORE_TIMEOUT_S,
-        last_call_timeout=10,  # for more hosts than the smallest number in NNODES
+        last_call_timeout=10,  # wait for hosts beyond the smallest number in NNODES
     )
     shown = {int(rank) for rank in (os.environ.get("LOG_RANK") or "0").split(",")}
     hidden = dict.fromkeys(set(range(n_local)) - shown, Std.ERR)
@@ -196,8 +196,8 @@ def number_host() -> None:
 def explain_failure(rank: int, failure: ProcessFailure, signals: Signals) -> Ending:
     """Return the first cause on this host: an error, or a signal. `rank` is the rank that torchrun reports.
 
-    If ranks end together, torchrun reports any of them, so the first ending that a rank wrote decides. A rank that was
-    killed, or returned a status, writes no ending.
+    If ranks end together, torchrun reports an arbitrary rank, so the first ending file decides. A rank that was killed,
+    or returned a status, writes no ending.
     """
     exitcode = failure.exitcode
     received = signals.received
@@ -223,7 +223,7 @@ def explain_failure(rank: int, failure: ProcessFailure, signals: Signals) -> End
 
 
 def describe_exit(exitcode: int) -> str:
-    """Describe how a rank ended that wrote no file. `exitcode` is defined as in multiprocessing."""
+    """Describe the end of a rank that wrote no file. `exitcode` is defined as in multiprocessing."""
     if exitcode == -signal.SIGKILL:
         return "was killed by SIGKILL, as Linux does when memory runs out, and so left no traceback"
     if exitcode < 0:
@@ -256,9 +256,9 @@ def run_rank(work: Callable, args: list[str], folder: Path, spec: RunSpec) -> in
         file, line, *_ = traceback.extract_tb(error.__traceback__)[-1]
         what = traceback.format_exception_only(error)[0].splitlines()[0]
         write_ending(1, f"rank {rank} failed: {what} ({file}:{line})")
-    # torchrun's SIGTERM must end a failed rank
+    # so that torchrun's SIGTERM ends a failed rank
     handle_signals(signal.SIG_DFL)
-    # torchrun reports the rank that exits first, so a killed rank, which cannot write why, must exit before this one
+    # torchrun reports the rank that exits first. Let a killed rank, which cannot write why, exit before this rank
     time.sleep(1)
     sys.exit(status)
 
@@ -274,10 +274,10 @@ def train_rank(args: list[str], folder: Path, spec: RunSpec) -> int:
     if status in STOPPED and ":" in os.environ.get("NNODES", ""):
         handle_signals(signal.SIG_DFL)
         if not stop.received:
-            time.sleep(JOIN_WITHIN_S)  # its agent ends it by SIGTERM if a host joins
-        sys.exit(status)  # torchrun does not start ranks again that have returned
+            time.sleep(JOIN_WITHIN_S)  # if a host joins, the agent sends SIGTERM
+        sys.exit(status)  # torchrun does not restart ranks that returned
     if status in (0, *STOPPED):
-        # If a late signal killed a rank that is done, the launcher would hang.
+        # The launcher would hang if a late signal killed a finished rank.
         handle_signals(signal.SIG_IGN)
     return status
 
@@ -285,8 +285,8 @@ def train_rank(args: list[str], folder: Path, spec: RunSpec) -> int:
 def bind_to_gpu(index: int) -> None:
     """Bind this process to the CPUs of its GPU's NUMA node. On a host with one node, all CPUs are near.
 
-    torchrun's own option has no effect on forked ranks, and needs numactl. A host that does not tell the CPUs, or does
-    not let this process use them, is no error. Never run on a GPU.
+    torchrun's own option has no effect on forked ranks, and needs numactl. Does nothing if the host does not report
+    these CPUs, or forbids them. Never run on a GPU.
     """
     gpu = torch.cuda.get_device_properties(index)
     try:

@@ -4,11 +4,11 @@
     bare_loop      a hand-written loop with the same model class; with --layout, data-parallel over the same ranks
     transformers   the same loop with Hugging Face's Llama of the same size; without --layout
 
-They take turns in one process, on one thread or one GPU. With --layout, they run on the CPU, in one process per rank. A
-ratio divides a time by the time of the trainer in the same round; the median over rounds is printed. On a shared
-machine speeds drift, but these ratios do not. CPU seconds (user and system, all threads and ranks) depend even less on
-other work.
-Before the timing starts, trainer and bare_loop must have the same losses.
+The implementations take turns in one process, on one thread or one GPU. With --layout, they run on the CPU, in one
+process per rank. A ratio is the time of an implementation divided by the trainer's time in the same round; the median
+over rounds is printed. On a shared machine speeds drift, but ratios do not. CPU seconds (user and system, all threads
+and ranks) are even less sensitive to other work. Before the timing starts, trainer and bare_loop must have the same
+losses.
 """
 
 import gc
@@ -48,7 +48,7 @@ from torchtitan_lite.tools.verify.reduction import override
 
 REPLICATE = DEGREES[0]
 
-# As in the bare loop: float32 (on CUDA too) and a constant learning rate.
+# The same as in the bare loop: float32 (on CUDA too) and a constant learning rate.
 STEP_CONFIG = override(
     Config(),
     {
@@ -129,7 +129,7 @@ def time_contenders(
         torch.device("cpu") if options.layout else choose_device(0, detect_machine().device_type)
     )
     contenders = build_contenders(config, device)
-    # The first step allocates. The second loss also depends on gradients and the optimizer.
+    # Two steps: the first allocates, and the loss of the second depends on gradients and optimizer.
     losses = {name: torch.stack([step(), step()]) for name, step in contenders.items()}
     if not torch.allclose(losses["trainer"], losses["bare_loop"], rtol=1e-5, atol=0):
         print(f"the losses of trainer and bare_loop differ: {losses}", file=sys.stderr)
@@ -188,7 +188,7 @@ def write_loop(
     n_tokens: Tensor,
     config: Config,
 ) -> Callable:
-    """Return a hand-written training step with the trainer's hyperparameters. Ranks sum their gradients at once."""
+    """Return a hand-written training step with the trainer's hyperparameters. One all-reduce sums all gradients."""
     section = config.optimizer
     optimizer = torch.optim.AdamW(
         model.parameters(),

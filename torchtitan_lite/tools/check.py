@@ -26,9 +26,9 @@ from torchtitan_lite.tools.host_rules import bound_memory, check_host
 from torchtitan_lite.tools.hosts import read_hosts, read_number
 from torchtitan_lite.tools.plan.cluster import CLUSTERS, describe_node
 
-# a key in schema.py: lines of comments, name, a comment behind the type and the default
+# a field in schema.py: comment lines above it, its name, and a comment at the end of its line
 FIELD = re.compile(r"^((?: *#.*\n)*) *(\w+): .+?(?:  # (.*))?$", re.MULTILINE)
-NUMBERS = {  # variables of the launcher: how to write the numbers, and their range
+NUMBERS = {  # environment variables of the launcher: their spelling and range
     "NGPU": (r"\d+", Range(1, 4096)),
     "NNODES": (r"\d+(:\d+)?", Range(1, MOST_RANKS)),
     "LOG_RANK": (r"\d+(,\d+)*", Range(0, 4095)),
@@ -197,7 +197,7 @@ def describe_spec(spec: RunSpec, n_hosts: int = 1) -> str:
 
 
 def describe_keys(names: list[str]) -> str:
-    """Return keys by the start of their names, with defaults, values and comments; without names, all keys.
+    """Return the keys that start with `names`, or all keys, with defaults, values and comments.
 
     Raises ConfigError.
     """

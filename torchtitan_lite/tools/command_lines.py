@@ -40,7 +40,7 @@ class Tool(NamedTuple):
     description: str
     reads_config: bool  # unknown arguments are keys of the config and go to options.config_args
     options: tuple[Option | list[Option], ...] = ()  # the options in a list exclude each other
-    # "with --dataset" or "without --chat" -> arguments that the tool would ignore, so they are refused
+    # "with --dataset" or "without --chat" -> arguments without effect in this case, which are refused
     without_effect: Mapping[str, str] = {}
 
 
@@ -55,7 +55,7 @@ def parse_command(name: str, args: list[str]) -> Namespace:
         description=tool.description,
         epilog=f"{CONFIG if tool.reads_config else ''}{STATUS}",
         formatter_class=RawDescriptionHelpFormatter,
-        allow_abbrev=False,  # an abbreviation could be a key of the config
+        allow_abbrev=False,  # abbreviations could be keys of the config
     )
     for option in tool.options:
         if isinstance(option, list):
@@ -106,7 +106,7 @@ SEED = Option("--seed", "equal seeds give equal results (%(default)s)", seed, 0)
 SOURCE = Option("source", "checkpoint, run (its newest checkpoint), or Hugging Face folder", path)
 TOKENIZER = Option("--tokenizer", "default: the tokenizer of the source", file)
 
-# arguments of `prepare` that say how texts become a corpus
+# arguments of `prepare` that only apply to texts
 OF_TEXTS = "inputs --json --out --train-tokenizer --validation-share --validation --text-column --encoding --chat"
 OF_TEXTS += " --only-last-turn --suffix --processes"
 

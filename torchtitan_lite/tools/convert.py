@@ -50,7 +50,7 @@ MOST_FILE_BYTES = 5 * 10**9  # as in transformers
 
 def main(options: argparse.Namespace) -> int:
     """Write the folder. Raises SourceError or CheckpointError."""
-    out = options.out.absolute()  # "." too has a name then
+    out = options.out.absolute()  # gives "." a name
     source = open_source(options)
     model_args = source.model_args
     checkpoint = source.checkpoint
@@ -127,7 +127,7 @@ def write_folder(source: ModelSource, out: Path, dtype: str, read: Callable[[str
 def cut_into_files(n_bytes: dict[str, int], most_file_bytes: int) -> list[list[str]]:
     """Distribute tensors (name -> bytes) over files of at most `most_file_bytes`. A larger tensor gets its own file."""
     files = []
-    free_bytes = 0  # in the last file
+    free_bytes = 0  # left in the last file
     for name, size in n_bytes.items():
         if size > free_bytes:
             files.append([])

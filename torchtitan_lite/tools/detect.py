@@ -1,4 +1,4 @@
-"""Detect the GPUs and the memory limit of this host, without torch, and which builds of torch its driver runs."""
+"""Detect this host's GPUs and memory limit, and the builds of torch that its driver runs. Needs no torch."""
 
 import os
 import platform
@@ -9,9 +9,9 @@ from pathlib import Path
 
 from torchtitan_lite.config.machine import MIB, Machine
 
-# CUDA that a torch is built for -> oldest driver that runs it. Source: docs.nvidia.com, CUDA compatibility
+# CUDA version of a build of torch -> oldest driver that runs it. Source: docs.nvidia.com, CUDA compatibility
 LEAST_DRIVERS = {12: 525, 13: 580}
-# GPUs below compute capability 7.5, for which no torch for CUDA 13 has kernels; and GPUs that need CUDA 12.8
+# GPUs below compute capability 7.5, which builds for CUDA 13 do not support; and GPUs that need CUDA 12.8
 BEFORE_TURING = r"\b(V100\w*|P100|P40|P4|TITAN (V|X|Xp)|GTX (9|10)..)\b"
 BLACKWELL = r"\b(G?B[123]00|GB10|RTX (PRO|50..))\b"
 PYPI_CUDA = "13.0"  # of the torch on PyPI, from version 2.11 on
@@ -22,13 +22,14 @@ OLDER_INDEX = "https://download.pytorch.org/whl/cu126"
 def detect_machine() -> Machine:
     """Return the GPUs that are visible under CUDA_VISIBLE_DEVICES, or the CPU if no GPU is visible.
 
-    The launcher asks for all of its ranks. If every rank asked a slow driver, one could fall back to the CPU.
+    The launcher calls this once for all of its ranks. If every rank asked a slow driver, one rank could fall back to
+    the CPU.
     """
     gpus = list_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
     if not gpus:
         return Machine("cpu", 1, measure_cpu_memory(), f"{platform.machine()} CPU")
     names, sizes, drivers = zip(*gpus, strict=True)
-    # FSDP shards evenly, so the smallest GPU is the limit
+    # FSDP shards evenly, so the smallest GPU limits
     least = min(filter(None, sizes), default=None)
     return Machine("cuda", len(gpus), least, names[0], driver=drivers[0])
 
@@ -75,9 +76,9 @@ def measure_cpu_memory(
 
 
 def explain_misfit(machine: Machine, cuda: str | None, install: str) -> tuple[str, str] | None:
-    """Return why a torch built for this CUDA cannot use the GPUs of `machine`, and a remedy. Return None if it can.
+    """Return why a torch built for this CUDA cannot use the GPUs of `machine`, and a remedy; None if it can.
 
-    `install` is the command, or the advice, that installs torch from OLDER_INDEX.
+    `install` is a command or advice to install torch from OLDER_INDEX.
     """
     if not machine.driver or not cuda:
         return None

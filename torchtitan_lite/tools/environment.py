@@ -1,10 +1,10 @@
 """Print the path of a Python that has the required packages: `python3 -m torchtitan_lite.tools.environment [EXTRA]`.
 
-    if this Python has the packages in pyproject.toml    this Python; missing packages of EXTRA are added to it
+    if this Python has the packages in pyproject.toml    this Python; missing packages of EXTRA are installed into it
     otherwise                                            .venv/bin/python: yours, or created with constraints.txt
 
-run_train.sh and tests/run.sh run it first; `python3 -m torchtitan_lite` calls continue_with_packages(). Progress goes
-to stderr. Exit status: 0, 1 with the reason, or 128 + number of the signal that stopped it. If the first argument is
+run_train.sh and tests/run.sh run this first; `python3 -m torchtitan_lite` calls continue_with_packages(). Progress is
+printed to stderr. Exit status: 0, 1 with the reason, or 128 + the number of a signal. If the first argument is
 --missing, print the packages that this Python lacks.
 """
 
@@ -41,7 +41,7 @@ set PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu"""
 
 
 def continue_with_packages() -> None:
-    """If this Python lacks packages, run the same command in a Python that has them, instead of this process."""
+    """If this Python lacks packages, replace this process: run the same command in a Python that has them."""
     python = find_python([])
     if python != sys.executable:
         os.execv(python, [python, *sys.orig_argv[1:]])
@@ -108,12 +108,12 @@ def create_venv() -> None:
     command = [sys.executable, "-m", "venv", str(VENV)]
     torch = [text for text in read_requirements("dependencies") if text.startswith("torch>")]
     if any(map(is_met, torch)):
-        # That build of torch fits the machine's GPUs, so .venv also uses the packages of this Python.
+        # This Python's build of torch fits the machine's GPUs, so .venv also uses its packages.
         command.append("--system-site-packages")
     try:
         run(command, "On Debian and Ubuntu: apt install python3-venv")
     except BaseException:
-        shutil.rmtree(VENV, ignore_errors=True)  # it may have no pip
+        shutil.rmtree(VENV, ignore_errors=True)  # it may lack pip
         raise
 
 
@@ -136,7 +136,7 @@ def install(python: str, requirements: list[str]) -> None:
 
 
 def run(command: list[str], remedy: str) -> None:
-    """Run a command in a session of its own, which ends if a signal ends this process."""
+    """Run a command in a new session, which ends if a signal ends this process."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup
             signal.signal(number, stop)
@@ -144,7 +144,7 @@ def run(command: list[str], remedy: str) -> None:
         try:
             status = process.wait()
         except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)  # pip has processes too
+            os.killpg(process.pid, signal.SIGKILL)  # pip starts processes
             raise
     if status != 0:
         said = f"`{' '.join(command[:4])}` failed, see its last lines above"
@@ -165,5 +165,5 @@ if __name__ == "__main__":
             print(requirement)
         sys.exit()
     end_with_parent(signal.SIGTERM)  # bash does not forward a signal to a process that it waits for
-    with suppress(BrokenPipeError):  # bash has ended before
+    with suppress(BrokenPipeError):  # bash has ended already
         os.write(1, f"{find_python(sys.argv[1:])}\n".encode())

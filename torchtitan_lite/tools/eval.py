@@ -1,4 +1,4 @@
-"""Measure how well a model predicts a text: nats per token, perplexity, bits per byte. One process, GPU or CPU.
+"""Measure how well a model predicts a text: nats per token, perplexity, bits per byte. Runs on one GPU or the CPU.
 
 The text is cut into windows, like training samples (data/dataset.py). So on the validation split of a run's corpus, the
 loss equals the val_loss of that run.

@@ -1,4 +1,4 @@
-"""The fork servers of the launcher and of `verify` import this. A fork server ends with the process that started it."""
+"""Imported by the fork servers of the launcher and `verify`, which then end with the process that started them."""
 
 from torchtitan_lite.faults.processes import end_with_parent
 

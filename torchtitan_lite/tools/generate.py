@@ -2,8 +2,8 @@
 
     logits  ->  / temperature  ->  top-k: the k most likely  ->  top-p: the fewest with total probability p  ->  draw
 
-Temperature 0 chooses the most likely token. Tokens are drawn on the CPU with --seed, so equal logits and seeds give
-equal tokens on every device. A text ends at an end token, after --max-new-tokens, or when the context is full.
+Temperature 0 chooses the most likely token. Tokens are drawn on the CPU with --seed, so equal logits and equal seeds
+give equal tokens on every device. A text ends at an end token, after --max-new-tokens, or when the context is full.
 Source: top-p arXiv:1904.09751. Legend: V vocabulary.
 """
 
@@ -56,7 +56,7 @@ def main(options: Namespace) -> int:
             model = CachedModel(build_model(source), source.attention)
         if not chat:
             show(prompt)
-        model.forget()  # a template can write earlier turns differently
+        model.forget()  # a template may rewrite earlier turns
         tokens = generate(model, model.read(prompt_tokens), options, source.tokenizer)
         before = [] if chat else prompt_tokens
         tokens = islice(tokens, n_new_tokens)
@@ -109,7 +109,7 @@ def encode_text(prompt: str, tokenizer: Tokenizer) -> list[int]:
 def encode_conversation(messages: list[dict], chat: ChatFormat) -> list[int]:
     """Return the tokens of a conversation and of the start of an answer. Raises SourceError.
 
-    If the first message has names of special tokens, it must be a whole conversation that is already formatted.
+    A first message with names of special tokens must be a whole, already formatted conversation.
     """
     tokenizer = chat.tokenizer
     text = messages[-1]["content"]
@@ -209,13 +209,13 @@ def choose_token(
 
 def limit(logits: Tensor, options: Namespace) -> Tensor:
     """Apply temperature, top-k and top-p, (V,) -> (V,) fp64. Excluded tokens get -inf; the most likely one is kept."""
-    # At most 0, so that a low temperature does not overflow.
+    # Shift to at most 0, so that a low temperature cannot overflow.
     logits = (logits.double() - logits.max()) / options.temperature
     ordered, ids = logits.sort(descending=True, stable=True)
     if options.top_k > 0:
         ordered[options.top_k :] = -inf
     probabilities = ordered.softmax(0)
-    more_likely = probabilities.cumsum(0) - probabilities  # probability of all more likely tokens
+    more_likely = probabilities.cumsum(0) - probabilities  # total probability of more likely tokens
     is_out = ordered == -inf
     if options.top_p < 1:
         is_out |= more_likely >= options.top_p

@@ -29,7 +29,7 @@ from torchtitan_lite.config.schema import Config, Optimizer
 from torchtitan_lite.dump_folder import LOCAL_FOLDER, find_nearest, name_snapshots
 from torchtitan_lite.tools.detect import OLDER_INDEX, explain_misfit
 
-# left for this state on the 80 GB GPU that `plan` assumes; activations take the rest
+# for this state, on the 80 GB GPU that `plan` assumes; activations take the rest
 USUAL_GPU_BYTES = 40 * GIB
 MASTER_BYTES = 4  # a parameter and its gradient are fp32
 
@@ -48,7 +48,7 @@ def check_host(
     problems = check_memory(bound, config.model.flavor, args, n_ranks, machine)
     if machine.is_here:
         problems += check_torch_build(machine)
-        # A lower bound: a host has every shard of its ranks, and replicas on different hosts have the same shards.
+        # A lower bound: a host stores every shard of its ranks, and replicas on different hosts store the same shards.
         snapshot_bytes = count_saved_bytes(config, model_args) // n_hosts
         problems += check_snapshots(config, snapshot_bytes)
     return problems
@@ -166,7 +166,7 @@ def read_torch_build() -> dict[str, str | None]:
 
 
 def check_snapshots(config: Config, snapshot_bytes: int) -> Problems:
-    """Check the free space for snapshots on this host. During a save there are three: the last two, and the new one."""
+    """Check the free space for snapshots on this host. During a save there are three: the last two and the new."""
     problems = Problems(config)
     section = config.checkpoint
     n_saved = (config.training.steps - 1) // section.local_interval

@@ -2,15 +2,15 @@
 
 NODE_RANK=0    listens at MASTER_ADDR:MASTER_PORT: a store of torch, which torchrun's rendezvous uses too
 others         connect to it
-all            compare a hash of their settings with NODE_RANK=0; settings travel only if the hash differs;
+all            compare a hash of their settings with NODE_RANK=0, and send settings only if the hash differs;
                gloo gets the network interface of this connection
-NODE_RANK=0    tells every host which hosts differ from it, and in which setting
+NODE_RANK=0    tells every host which hosts have different settings, and which settings differ
 a signal       a host that receives a signal before it has met the other hosts connects to tell them
 at the end     the first host that fails writes why; the others repeat it
 
-With NNODES=2:4, ranks start when two hosts have met, and a host may join later. So a host whose settings differ is
-refused alone. Otherwise all hosts end with the reason and status of the refused host. This matters because Slurm
-reports the largest exit status: if it ended a host because another host was refused, it would report 143.
+With NNODES=2:4, ranks start when two hosts have met, and a host may join later. So only the host with different
+settings is refused. With a fixed number of hosts, all hosts end with the reason and status of the refused host.
+Otherwise Slurm would end the other hosts by a signal and report their 143, because it reports the largest status.
 """
 
 import hashlib
@@ -44,7 +44,7 @@ REFUSED = "refused"  # instead of the settings of a host: why it cannot start
 N_HOSTS = "hosts"  # in the store: the number of hosts of the last start, and of those that wait
 SIGNAL = "signal"  # in the store: the first signal that a host has received
 TELL_WITHIN_S = 2.0
-END_WITHIN_S = 10.0  # NODE_RANK=0, which has the store, waits for the other hosts
+END_WITHIN_S = 10.0  # NODE_RANK=0 has the store, so it waits for the other hosts
 
 
 def read_number(name: str, default: int = 0) -> int:
@@ -126,7 +126,7 @@ def meet_hosts(store: Any, config: dict[str, object]) -> None:
         raise UserError(verdict)
     store.add("arrived", 1)
     if node_rank == 0:
-        n_first = max(2, n_needed)  # at least one other host has to tell its address
+        n_first = max(2, n_needed)  # a second host must send its address
         wait_until(lambda: store.add("arrived", 0) >= n_first, f"{n_first} hosts")
         address = store.get("address").decode()
     with suppress(FileNotFoundError):  # a container without the command
@@ -150,7 +150,7 @@ def wait_for_count(store: Any, name: str, count_hosts: Callable[[], int], wait_s
 
 
 def tell_refusal(error: UserError) -> None:
-    """Tell the other hosts why this host is refused. From here on, a signal cannot change the exit status."""
+    """Tell the other hosts why this host is refused. Afterwards, signals cannot change the exit status."""
     n_needed, n_hosts = read_hosts()
     if not os.environ.get("MASTER_ADDR") or n_needed < n_hosts or n_hosts == 1:
         return
@@ -186,7 +186,7 @@ def telling_signals() -> Iterator[None]:
 
 
 def tell_signal(number: int) -> None:
-    """Tell the other hosts a signal that this host received before it met them. NODE_RANK=0 may not listen yet."""
+    """Tell the other hosts about a signal that came before the hosts met. NODE_RANK=0 may not listen yet."""
     handle_signals(signal.SIG_IGN)
     c10d = importlib.import_module("torch.distributed")
     with suppress(RuntimeError, UserError):  # MASTER_ADDR cannot be reached
@@ -213,7 +213,7 @@ def hash_facts(facts: dict[str, object]) -> str:
 
 
 def read_when_set(store: Any, key: str, what: str) -> str:
-    """Wait until the store has a value, and return it. `what` describes who sets it. Raises UserError."""
+    """Wait until the store has a value, and return the value. `what` describes its writer. Raises UserError."""
     try:
         wait_until(partial(store.check, [key]), what)
         return store.get(key).decode()
@@ -222,7 +222,7 @@ def read_when_set(store: Any, key: str, what: str) -> str:
 
 
 def compare_hosts(store: Any, facts: dict[str, object], n_hosts: int) -> str:
-    """Wait for the hashes of all hosts. Return which hosts differ from this host, and how; "" if no host differs.
+    """Wait for the hashes of all hosts. Describe the hosts that differ from this host; "" if none differs.
 
     A host sets its facts before its hash, and only if they differ.
     """
@@ -281,7 +281,7 @@ def connect() -> str:
 def end_if_cut_off(timeout_s: float) -> None:
     """End this launcher and its ranks if NODE_RANK=0 cannot be reached for `timeout_s`. Runs in a thread.
 
-    torchrun would wait forever for the store: its time-out only ends if the other side answers (torch 2.13).
+    torchrun would wait forever for the store, because its time-out needs an answer of the other side (torch 2.13).
     """
     reached_at_s = time.monotonic()
     while time.monotonic() - reached_at_s < timeout_s:
@@ -313,9 +313,9 @@ def wait_until(is_ready: Callable[[], Any], what: str) -> Any:
 
 
 def claim_cause(store: Any, key: str, status: int, reason: str) -> tuple[int, str]:
-    """Return exit status and reason of the first host that gave a reason for `key`, or of this host if no host did.
+    """Return status and reason of the first host that gave a reason for `key`; if none did, of this host.
 
-    `reason` is the reason of this host, or "". The returned reason names its host.
+    `reason` is this host's reason, or "". The returned reason names its host.
     """
     own = ""
     if reason:  # containers can share a hostname
@@ -335,7 +335,7 @@ def agree_on_cause(store: Any, status: int, reason: str) -> tuple[int, str]:
         store.add("ended", 1)
         n_needed, _ = read_hosts()
         wait_s = END_WITHIN_S
-        if int(store.get(N_HOSTS)) < n_needed:  # a signal has come before the last host
+        if int(store.get(N_HOSTS)) < n_needed:  # a signal came before all hosts met
             wait_s = TELL_WITHIN_S
         if is_first_host():
             wait_for_count(store, "ended", lambda: max(n_needed, int(store.get(N_HOSTS))), wait_s)

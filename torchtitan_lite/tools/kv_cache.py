@@ -1,4 +1,4 @@
-"""KV cache: with cached keys and values, reading one more token does not recompute the earlier tokens.
+"""KV cache: store keys and values, so that reading one more token does not recompute the earlier tokens.
 
     read([a, b, c])    computes keys and values of a b c      caches a b c .     returns the logits after c
     read([d])          computes keys and values of d only     caches a b c d     returns the logits after d
@@ -7,7 +7,7 @@
 The cache replaces the submodule `attention.inner`, as context parallel does, so training and generation run the same
 model code. It computes attention over one document that starts at position 0, with the window and the sinks of its
 layer. In config/choices.py, ATTENTIONS[name].is_plain says whether this is correct for a value of `model.attention`. A
-model that computes attention in its own way is refused.
+model with custom attention (model/own_attention.py) is refused.
 
 Legend: B batch (1 here), S sequence, Q tokens being read, L tokens read so far, H heads, K kv heads, E head dim.
 """
@@ -24,7 +24,7 @@ from torchtitan_lite.model.document_attention import make_mask
 from torchtitan_lite.model.inner_attention import InnerAttention
 from torchtitan_lite.model.own_attention import explain_own_attention, list_attentions
 
-# Without cuDNN, because it makes a plan for each new text length.
+# Without cuDNN, which makes a plan for each new length.
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 MOST_ERROR = 1e-3  # fraction of the largest logit; 1e-6 is usual
@@ -50,7 +50,7 @@ class CachedAttention(InnerAttention):
         """query (1, H, Q, E), key and value (1, K, Q, E) of the tokens being read -> (1, H, Q, E)."""
         key_value = torch.stack((key, value))
         if self.cache is not None:
-            # This copies the cache, but attention reads all of it anyway, and no capacity must be known in advance.
+            # This copies the cache, but attention reads all of it anyway, and the cache needs no capacity in advance.
             key_value = torch.cat((self.cache, key_value), dim=3)
         n_queries = query.shape[2]
         n_keys = key_value.shape[3]
@@ -61,7 +61,7 @@ class CachedAttention(InnerAttention):
             mask = make_mask(torch.zeros_like(keys)[None], keys[-n_queries:], keys, self.window)
             sinks = None if self.sinks is None else self.sinks()
             return attend_with_mask(query, *key_value, mask, sinks)
-        mask = None  # a single token attends to everything; an empty cache needs only is_causal
+        mask = None  # a single token sees everything; with an empty cache, is_causal is enough
         if 1 < n_queries < n_keys:
             mask = query.new_ones(n_queries, n_keys, dtype=torch.bool).tril(n_keys - n_queries)
         return F.scaled_dot_product_attention(
@@ -97,9 +97,9 @@ class CachedModel:
         self.require_equal_pieces()
 
     def require_equal_pieces(self) -> None:
-        """Raise UserError if reading tokens one by one changes the logits: layers then mix tokens outside attention.
+        """Raise UserError if reading tokens one by one changes the logits, because layers mix tokens outside attention.
 
-        Only in float32, because rounding in bfloat16 hides such a difference.
+        Checks only in float32, because rounding in bfloat16 hides such a difference.
         """
         tokens = [0, 1, 2, 3]
         at_once = self.read(tokens)

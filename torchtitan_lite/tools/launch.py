@@ -4,14 +4,15 @@
 
 SIGINT, SIGTERM, SIGHUP and SIGQUIT are forwarded to the ranks, which finish a step, save and exit
 (components/signals.py). Copies of the signal within 5 s are ignored; a later signal kills the ranks. If a step hangs,
-the first signal kills them. A signal for one of several hosts reaches all launchers through their store.
+the first signal kills the ranks. With several hosts, a signal to one launcher reaches all launchers through their
+store.
 
 If a rank fails, torchrun ends the other ranks. Each failed rank writes why (agent.py). The launcher prints the
 traceback of the first failed rank. The last line names the rank, the reason, the line of code, and the command that
 resumes from the newest checkpoint. On several hosts, the other launchers print the last line too.
 
 If NNODES is a range such as 2:4, torchrun restarts the ranks on the remaining hosts when one is lost, and on all hosts
-when one joins. A host joins after the step that is running is saved: torchrun sends SIGTERM to the ranks.
+when one joins. Before a host joins, torchrun sends SIGTERM to the ranks, which finish their step and save.
 
 Environment: NGPU (ranks of this host), LOG_RANK (ranks whose output is shown, default 0), MAX_RESTARTS; for several
 hosts NNODES, NODE_RANK (0 on the host that MASTER_ADDR names), MASTER_ADDR, MASTER_PORT (default 29500).
@@ -64,7 +65,7 @@ from torchtitan_lite.tools.progress import watch_saves
 
 
 def main(options: Namespace, work: Callable[[list[str], Path, RunSpec], int] | None = None) -> int:
-    """Train. Return the exit status. Each rank calls `work` if it is given, else `train_rank`. Raises UserError."""
+    """Train. Return the exit status. Each rank calls `work`, by default `train_rank`. Raises UserError."""
     args = options.config_args
     try:
         with telling_signals():
@@ -81,7 +82,7 @@ def main(options: Namespace, work: Callable[[list[str], Path, RunSpec], int] | N
     checkpoints = spec.dump_folder / spec.config.checkpoint.folder
     saved_before = list_saved(checkpoints)
     folder = Path(tempfile.mkdtemp(prefix="torchtitan_lite."))
-    # a run that writes nothing must not read the hang reports of an earlier one
+    # a run that writes nothing must not read an earlier run's hang reports
     signals = Signals(folder, (spec.written_folder or folder) / HANG)
     status, reason = run_ranks(work, args, spec, n_hosts, signals)
     for newest, saved_at_ns in list_saved(checkpoints)[-1:]:
@@ -94,7 +95,7 @@ def main(options: Namespace, work: Callable[[list[str], Path, RunSpec], int] | N
         status = export_last_checkpoint(spec)
         if status in STOPPED:
             reason = describe_signal(status)
-    handle_signals(signal.SIG_IGN)  # another copy of the signal must not change the exit status
+    handle_signals(signal.SIG_IGN)  # a copy of the signal must not change the status
     last = find_last_start(folder)
     if status == 1 and last and len(list(last.iterdir())) > 1:
         said = f"What the other ranks wrote is in {last}: RANK/{ERROR}, RANK/stderr.log."
@@ -125,7 +126,7 @@ def check_run(args: list[str]) -> tuple[RunSpec, int]:
 
 
 def prepare_corpora(spec: RunSpec) -> bool:
-    """Prepare the named corpora of a run. Return whether any was missing. Raises PreparationError, OSError."""
+    """Prepare the missing corpora of a run. Return whether any were missing. Raises PreparationError, OSError."""
     cache_folder = Path(spec.config.training.cache_folder)
     was_missing = False
     try:
@@ -183,12 +184,12 @@ def run_ranks(
         with signals.ending() if n_hosts == 1 else nullcontext():
             agent = importlib.import_module("torchtitan_lite.tools.agent")
         if n_hosts > 1:
-            # a host that joins later has a checkpoint to resume, so its resolved config may differ
+            # a host that joins later resumes from a checkpoint, so its resolved config may differ
             config = dict(flatten_table(asdict(read_config(args).config)))
             config["NGPU"] = n_local
             with signals.interrupting():
                 store = open_store(importlib.import_module("torch.distributed"))
-            # Python waits for it: at its end, a daemon inside the store would abort this process
+            # Not a daemon: at exit, a daemon thread inside the store would abort this process
             sharing = threading.Thread(target=signals.share, args=(store,), name="signals")
             sharing.start()
             with signals.interrupting():
@@ -208,7 +209,7 @@ def run_ranks(
             tell_signal(signals.received[0])
     agreed = (ending.status, ending.reason)
     if store:
-        if ending.status in STOPPED and not signals.received:  # a rank has received it
+        if ending.status in STOPPED and not signals.received:  # a rank received a signal
             signals.received.append(ending.status - 128)
         if signals.received:
             sharing.join()
@@ -226,9 +227,9 @@ def start_fork_server() -> None:
     tools = "torchtitan_lite.tools"
     multiprocessing.set_forkserver_preload([f"{tools}.fork_server", f"{tools}.train_file"])
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    # otherwise, if this launcher ends immediately, a warning would follow the reason
+    # prevents a warning after the reason if this launcher ends immediately
     sys.warnoptions.append("ignore::UserWarning:multiprocessing.resource_tracker")
-    resource_tracker.ensure_running()  # starting it later would unblock the signals, as it does here
+    resource_tracker.ensure_running()  # now, because starting it unblocks the signals
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     folder = os.getcwd()
     os.chdir(REPOSITORY)  # train_file.py imports train.py from there

@@ -1,4 +1,4 @@
-"""The launcher's view of the ranks of this host: signals to forward, folders, and how the ranks ended."""
+"""Track the ranks of this host for the launcher: forward signals, find their folders, record how they ended."""
 
 import multiprocessing
 import os
@@ -46,7 +46,7 @@ class Signals:
         self.hangs = hangs
         self.received: list[int] = []
         self.received_at_s = 0.0  # time of the first signal
-        # the first signal came from another host, and this launcher itself has not received it
+        # the first signal came from a different host, not to this launcher
         self.is_passed_on = False
         self.has_killed = False  # ranks ended because of this launcher
         self.may_interrupt = False
@@ -54,7 +54,7 @@ class Signals:
 
     @contextmanager
     def interrupting(self) -> Iterator[None]:
-        """Context manager: a signal raises KeyboardInterrupt, because there are no ranks that could stop."""
+        """Context manager: a signal raises KeyboardInterrupt, because no ranks run yet."""
         self.may_interrupt = True
         self.check()
         try:
@@ -72,9 +72,9 @@ class Signals:
         self.may_end = False
 
     def end(self) -> NoReturn:
-        """End this process. Call this only if it has no ranks, and if no other host waits for it."""
+        """End this process. Call this only if it has no ranks and no other host waits for it."""
         status = 128 + self.received[0]
-        # a fork server that still imports ends later by itself
+        # a fork server that is still importing ends by itself
         if fork_server := getattr(forkserver._forkserver, "_forkserver_pid", None):
             os.kill(fork_server, signal.SIGKILL)
         for folder in (self.folder, get_temp_dir()):
@@ -119,15 +119,15 @@ class Signals:
             store.set(SIGNAL, str(self.received[0]))
 
     def forward(self) -> None:
-        """Send the first signal to the ranks, if there is one. Kill the ranks on a later signal, or if they hang."""
+        """Send a first signal to the ranks. On a later signal, or if a step hangs, kill the ranks."""
         if not self.received:
             return
         number = self.received[0]
         is_hanging = False
         start = find_last_start(self.folder)
-        with suppress(FileNotFoundError):  # the step has ended after all
+        with suppress(FileNotFoundError):  # the step ended meanwhile
             for file in self.hangs.glob("restart-*/rank-*.json"):
-                # numbered by the host that has started most often
+                # numbered by the host with the most starts
                 is_hanging |= start is not None and file.stat().st_mtime > start.stat().st_mtime
         if is_hanging or len(self.received) > 1:
             number = signal.SIGKILL
@@ -148,7 +148,7 @@ class Signals:
 
 
 def find_last_start(folder: Path) -> Path | None:
-    """Return the folder of the last start, which has one folder for each local rank. None if there was no start."""
+    """Return the folder of the last start, which has one folder per local rank; None before the first start."""
     return max(folder.glob("*/attempt_*"), key=number_start, default=None)
 
 

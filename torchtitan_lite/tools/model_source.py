@@ -98,7 +98,7 @@ def open_source(options: Namespace) -> ModelSource:
             f"{path}: {why}. Name the right one with --tokenizer, which is not checked."
         )
     beside = published
-    if not published and found.path.is_file():  # the tokenizer's folder may name more end tokens
+    if not published and found.path.is_file():  # its folder may list more end tokens
         beside = read_published(found.path.parent)
     end_ids = read_end_ids(beside)
     for end_id in sorted(end_ids):
@@ -120,7 +120,7 @@ def open_source(options: Namespace) -> ModelSource:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Return `path` if it is a checkpoint; otherwise the newest checkpoint in it or in its folder checkpoint/."""
+    """Return `path` if it is a checkpoint, else the newest checkpoint in `path` or in its folder checkpoint/."""
     if (path / MANIFEST).is_file():
         return path
     for folder in (path, path / "checkpoint"):
@@ -128,7 +128,7 @@ def find_checkpoint(path: Path) -> Path:
             return folder / f"step-{steps[-1]}"
     if why := explain_hub_name(path):
         raise SourceError(f"{why}. Name that folder.")
-    remedy = f"Name one, a run that saved one (--checkpoint.enable), or a folder with {CONFIG}"
+    remedy = f"Name a checkpoint, a run with a checkpoint (--checkpoint.enable), or a folder with {CONFIG}"
     raise SourceError(f"{path} is no folder with a checkpoint. {remedy}.")
 
 
@@ -156,7 +156,7 @@ def build_model(source: ModelSource) -> nn.Module:
     model.to(dtype).to_empty(device=device).eval()
     for _, moe in list_moes(model):
         moe.router.reset(device)
-    if model_args.tie_embeddings:  # to_empty made two tensors out of the shared one
+    if model_args.tie_embeddings:  # to_empty split the shared tensor in two
         model.output.weight = model.tok_embeddings.weight
     tensors = dict(model.named_parameters())
     for fqn in list_expert_biases(model_args):

@@ -1,4 +1,4 @@
-"""Arguments of the command line: their fields, and the types that parse their values."""
+"""Define arguments of the command line, and the types that parse their values."""
 
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable
@@ -32,7 +32,7 @@ def add_option(parser: ArgumentParser, option: Option) -> None:
 
 
 def number(name: str, kind: type, limits: Range) -> Callable:
-    """Return the type of an argument: a number within `limits`. Help and errors call it by its name."""
+    """Return the type of an argument: a number within `limits`. `name` appears in help and errors."""
 
     def parse(text: str) -> float:
         value = parse_whole(text) if kind is int else float(text)
@@ -68,7 +68,7 @@ DEGREE_KEYS = {
 
 
 def degree(text: str) -> tuple[str, int]:
-    """Parse a mesh dim and its degree, such as tp2. Return the key of the config, and the degree."""
+    """Parse a mesh dim and its degree, such as tp2. Return the config key and the degree."""
     dim = text.rstrip("0123456789")
     n_ranks = text.removeprefix(dim)
     if dim not in DEGREE_KEYS or not n_ranks.strip("0"):

@@ -2,7 +2,7 @@
 
 Horizontal positions are percentages and heights are pixels, so a picture fits any width and its text keeps its size.
 Each point and each box has a tooltip, its <title>. STYLE has the colors: one for each run, mesh dim and action of a
-pipeline. A page is one file without scripts, so the tools that write one need no torch.
+pipeline. A page is one file without scripts. This file needs no torch.
 """
 
 from collections import defaultdict
@@ -16,7 +16,7 @@ WIDTH = 83.0  # length of the horizontal axis, in percent
 PLOT_HEIGHT = 130  # pixels
 ROW_HEIGHT = 20  # pixels
 MOST_POINTS = 300  # per curve
-MOST_BOXES = 700  # per picture of rows; if there are more, the boxes of a color share a shape, without tooltips
+MOST_BOXES = 700  # per picture of rows; beyond this, boxes of a color share one shape, no tooltips
 PAGE_WIDTH = 1048  # pixels, at most
 PHONE_WIDTH = 358
 CHARACTER = 6.6  # pixels of a character in a box
@@ -66,7 +66,7 @@ Part = tuple[float, str, str, str]  # size, color, "" or "pale", title
 
 
 def choose_ticks(low: float, high: float, most: int = 4) -> list[float]:
-    """Return round numbers from low to high, at most `most` + 1 of them."""
+    """Return at most `most` + 1 round numbers from low to high."""
     size = 10 ** floor(log10((high - low) / most))
     steps = (size, 2 * size, 5 * size, 10 * size)
     step = next(step for step in steps if (high - low) / step <= most)
@@ -76,7 +76,7 @@ def choose_ticks(low: float, high: float, most: int = 4) -> list[float]:
 
 
 def thin(points: Points) -> Points:
-    """Return at most MOST_POINTS points: the lowest and the highest of each group of neighbors, which keeps spikes."""
+    """Return at most MOST_POINTS points. To keep spikes, keep the lowest and the highest of each group of neighbors."""
     if len(points) <= MOST_POINTS:
         return points
     kept = set()
@@ -187,7 +187,7 @@ def draw_rows(rows: list[tuple[str, int, list[Box]]], length: float) -> str:
 
 
 def choose_look(text: str, width: float) -> str:
-    """Return the class of a text in a box of `width` percent: "all", "desk" if a phone is too small, "" for none."""
+    """Return where a text fits into a box of `width` percent: "all", "desk" (not on a phone) or "" (nowhere)."""
     needed = 100 * (CHARACTER * len(text) + 5)
     if width * PHONE_WIDTH >= needed:
         return "all"
@@ -232,7 +232,7 @@ def draw_table(rows: Iterable[Sequence[str]]) -> str:
 
 
 def wrap_page(title: str, body: str, refresh_s: int = 0) -> str:
-    """Return a whole page. The browser loads it again after `refresh_s` seconds, or never if it is 0."""
+    """Return a whole page. The browser reloads it every `refresh_s` seconds; 0: never."""
     head = f'<meta name="viewport" content="width=device-width"><title>{escape(title)}</title><style>{STYLE}</style>'
     if refresh_s:
         head = f'<meta http-equiv="refresh" content="{refresh_s}">{head}'

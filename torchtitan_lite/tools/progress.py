@@ -1,4 +1,4 @@
-"""Show on a terminal how far a tool is: share, rate, remaining time. Elsewhere nothing is written."""
+"""Show the progress of a tool: share, rate, remaining time. Writes nothing if the output is no terminal."""
 
 import sys
 import time
@@ -38,7 +38,7 @@ def show_progress(
 
 
 def draw(done: float, total: float, unit: str, seconds: float, what: str = "") -> None:
-    """Write the line in place of an earlier one. Any line that another process writes replaces it."""
+    """Replace the previous progress line. Output of other processes overwrites this line."""
     share = min(1.0, done / max(total, 1))
     line = f"{what}{share:.0%} of {round(total, 2):,g} {unit}"
     if share > 0:
@@ -68,7 +68,7 @@ def watch_saves(folder: Path) -> None:
         time.sleep(REDRAW_S)
         total = 0
         written = 0
-        with suppress(FileNotFoundError):  # a file got its final name meanwhile
+        with suppress(FileNotFoundError):  # a file was renamed meanwhile
             for path in folder.glob(f"*{UNFINISHED}/*"):
                 status = path.stat()
                 total += status.st_size

@@ -6,7 +6,7 @@ from torchtitan_lite.config.messages import UserError
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write a file, and make its folder. Raises UserError."""
+    """Write a file, and create its folder. Raises UserError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")

@@ -8,7 +8,7 @@ def sum_gradients(model: nn.Module, n_tokens: Tensor) -> None:
     """Give every rank the gradients of the mean loss over the tokens of all ranks.
 
     Before: each rank has the gradient of the *sum* of its own token losses in `parameter.grad`.
-    n_tokens: () int64, how many tokens this rank counted. The ranks differ.
+    n_tokens: () int64, the number of tokens that this rank counted. Other ranks count a different number.
 
     You need dist.all_reduce, which adds up a tensor over all ranks, in place.
     """

@@ -23,7 +23,7 @@ def build_model() -> nn.Module:
 
 
 def make_batch(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return tokens and targets, both (12,), of which the first N_VALID count."""
+    """Return tokens and targets, both (12,). Only the first N_VALID targets count."""
     generator = torch.Generator().manual_seed(1 + rank)
     tokens = torch.randint(32, (12,), generator=generator)
     targets = torch.randint(32, (12,), generator=generator)

@@ -20,7 +20,7 @@ def read_action(text: str) -> Action:
 
 
 def find_fault(order: Order) -> str:
-    """Describe work that is not done exactly once, or actions that wait for each other; empty if there is none."""
+    """Describe work that is not done exactly once, or a deadlock; "" if the schedule has neither."""
     times = Counter(chain(*order))
     last_stage, _, _ = max(times)
     n_microbatches = 1 + max(microbatch for _, _, microbatch in times)
@@ -33,7 +33,7 @@ def find_fault(order: Order) -> str:
 
 
 def judge(n_stages: int, n_microbatches: int) -> str:
-    """Return what is wrong with the schedule, or nothing."""
+    """Describe the first fault of the schedule; "" if it has none."""
     rows = [[read_action(text) for text in row] for row in write_rows(n_stages, n_microbatches)]
     if fault := find_fault(rows):
         return f"the schedule {fault}"

@@ -1,6 +1,6 @@
 # torchtitan_lite/step.py: count_global_tokens
 def count_global_tokens(run: Run, batch: Batch) -> Tensor:
-    """Count the valid targets of the global batch: the ranks may have different numbers of them."""
+    """Count the valid targets of the global batch, because ranks may have different numbers."""
     n_tokens = count_valid_tokens(batch.targets)
     dist.all_reduce(n_tokens, group=run.mesh.dp_cp_mesh.get_group())
     return n_tokens.clamp(min=1)
@@ -8,7 +8,7 @@ def count_global_tokens(run: Run, batch: Batch) -> Tensor:
 
 # torchtitan_lite/dtensor.py: count_replicas
 def count_replicas(tensor: Tensor) -> int:
-    """Return the number of ranks that hold the same shard: each counts its part of it."""
+    """Return the number of ranks that hold the same shard. Each counts 1/n of it."""
     if not isinstance(tensor, DTensor):
         return 1
     n_replicas = 1
@@ -20,7 +20,7 @@ def count_replicas(tensor: Tensor) -> int:
 
 # torchtitan_lite/parallel/exchange.py: Gather.backward
 def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
-    # Every rank used the whole sequence, so each has a part of its gradient.
+    # Every rank used the whole sequence, so its gradient is a partial sum.
     return reduce_scatter(grad, ctx.ranks, ctx.dim), None, None
 
 

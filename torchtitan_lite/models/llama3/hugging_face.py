@@ -63,7 +63,7 @@ SHARED = {
 }
 EXPERTS = {
     "num_experts_per_tok": POSITIVE_INT,
-    # The loss of transformers adds a balance loss if this is true; here training.expert_balance_loss does
+    # If true, transformers adds a balance loss. Here, training.expert_balance_loss does so
     "output_router_logits": ConfigKey(only=(False,), is_ignored=True),
     "router_aux_loss_coef": IGNORED_KEY,
 }
@@ -73,7 +73,7 @@ WINDOW = {
     "sliding_window": ConfigKey(int | None, 4096, least=1),
     "max_window_layers": ConfigKey(int, 28, least=0),
 }
-FAMILIES = {  # model_type -> family; an export has the first that fits
+FAMILIES = {  # model_type -> family; an export uses the first one that fits
     "llama": Family(
         "LlamaForCausalLM",
         SHARED

@@ -7,14 +7,14 @@
                                                      ^^^^^^^^^^^ targets
 
 transformers (the extra `chat`) reads the tokenizer's folder and runs its chat template, so the text equals the text of
-`apply_chat_template`. Targets are the text between the template's {% generation %} marks. Without marks, a turn is
-found in the whole text by two other texts of the template:
+`apply_chat_template`. Targets are the text between the template's {% generation %} marks. Without marks, two more texts
+of the template locate a turn in the whole text:
 
-    prompt    the conversation before the answer, and the text that asks for it: the turn begins at its end
-    answered  the conversation up to the answer: the turn is the end of this text, up to the first special token of the
-              tokenizer that the template writes after an answer
+    prompt    the conversation before the answer, and the text that asks for the answer: the turn begins after it
+    answered  the conversation up to the answer: the turn is the end of this text, up to the first special token that
+    the template writes after an answer
 
-A corpus depends only on its files: a template that asks for today's date gets DATE.
+A corpus depends only on its input files: a template that asks for today's date gets DATE.
 """
 
 import sys
@@ -42,9 +42,9 @@ LLAMA_3 = (  # arXiv:2407.21783, and Llama 3's model card
 LLAMA_3_NAMES = set(match_longest(SPECIAL_TOKENS).findall(LLAMA_3))
 SIGN = "\U00100000"  # a text that no template writes
 TEMPLATE_ROLES = ("system", "developer", "user", "assistant", "tool")
-# Arguments of the function that renders a template. If they are true, a text does not end with its last answer.
+# Arguments of the function that renders a template. If one is true, a text does not end with its last answer.
 OF_ENDS = ("continue_final_message", "add_generation_prompt")
-# other arguments of that function, which are no variables of a template
+# more arguments of that function: not template variables
 ARGUMENTS = ("conversations", "chat_template", "return_assistant_tokens_mask")
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 CONTENTS = ("content", "tool_calls", "function_call", *MEDIA)  # of a message
@@ -52,11 +52,11 @@ CONTENTS = ("content", "tool_calls", "function_call", *MEDIA)  # of a message
 
 @dataclass(frozen=True)
 class RenderedChat:
-    """A conversation as text, normalized as `Tokenizer.encode_special` needs it."""
+    """A conversation as text, normalized for `Tokenizer.encode_special`."""
 
     text: str
     turns: list[range]  # characters of the targets
-    unused: list[str]  # for the summary: columns, and keys of messages, that are not in the text
+    unused: list[str]  # for the summary: columns and message keys that are not in the text
 
 
 @dataclass
@@ -69,11 +69,11 @@ class ChatFormat:
     name: str  # for the summary
 
     def __post_init__(self) -> None:
-        """Find the form of contents that the template takes, and the text that it writes after an answer.
+        """Find the form of contents that the template accepts, and the text that it writes after an answer.
 
-        takes_parts: a content must be [{"type": "text", "text": ...}], as in many templates of models for pictures
-        end: the special token after an answer, such as "<|im_end|>", or None
-        after_end: the text after this token. If there is no such token, the white space that ends the text
+        takes_parts: a content must be [{"type": "text", "text": ...}], as in many templates of models for pictures end:
+        the special token after an answer, such as "<|im_end|>", or None after_end: the text after this token; without
+        such a token, the white space at the end of the text
         """
         self.special = match_longest(self.tokenizer.special)
         _, exchange = read_conversation({"prompt": SIGN, "completion": SIGN})
@@ -87,7 +87,7 @@ class ChatFormat:
         self.after_end = after[name.end() if name else len(after.rstrip()) :]
 
     def write(self, row: dict) -> tuple[str, list[range] | None]:
-        """Return the text of a conversation, and the ranges of its {% generation %} marks, as transformers does.
+        """Return the text of a conversation, and the ranges between its {% generation %} marks, as transformers does.
 
         Returns None for the ranges if the template has no such marks. Raises ValueError if the template refuses the
         conversation.
@@ -149,8 +149,8 @@ class ChatFormat:
     def check_fields(self, row: dict, text: str) -> list[str]:
         """Return descriptions of the fields that are not in the text.
 
-        Raises ValueError if a field would become special tokens, or if a role or a field that is part of the
-        conversation is unknown to the template. A field is in the text if another value would change the text.
+        Raises ValueError if a field would become special tokens, or if the template does not use a role or a field that
+        is part of the conversation. A field is in the text if a different value would change the text.
         """
         unused = {}
         for number, part in enumerate([row, *row["messages"]]):
@@ -186,7 +186,7 @@ class ChatFormat:
         return list(unused)
 
     def check_role(self, role: str, row: dict, number: int) -> None:
-        """Raise ValueError if a role is neither a usual one nor named in the template."""
+        """Raise ValueError if a role is neither a standard role nor named in the template."""
         template = self.theirs.get_chat_template(tools=row.get("tools"))
         if (
             role not in TEMPLATE_ROLES
@@ -209,7 +209,8 @@ class ChatFormat:
             )
         head = prompt
         if not whole.startswith(prompt):
-            # The answer can leave out the end of the prompt, such as <think>: it begins where a content begins.
+            # The text before an answer can lack the end of the prompt, such as <think>. Then the turn begins with its
+            # content.
             signed = [*earlier, {"role": "assistant", "content": SIGN}, *messages[number + 1 :]]
             head, _, _ = self.try_write(row | {"messages": signed}).partition(SIGN)
         answered, end = self.write_up_to(row, number)
@@ -221,11 +222,11 @@ class ChatFormat:
             if is_certain and answered.endswith(whole[len(head) : stop]):
                 return range(len(head), stop)
         raise ValueError(
-            f"message {number + 1} cannot be found with certainty; --only-last-turn trains the last answer alone"
+            f"message {number + 1} cannot be found with certainty; --only-last-turn trains only the last answer"
         )
 
     def write_up_to(self, row: dict, number: int) -> tuple[str, str | None]:
-        """Return the text of a conversation up to an answer and its end token, and the end token if there is one."""
+        """Return the text of a conversation up to the end token of an answer, and the end token or None."""
         text = self.try_write(row | {"messages": row["messages"][: number + 1]})
         text = text.removesuffix(self.after_end)
         *_, last = [None, *self.special.finditer(text)]
@@ -259,7 +260,7 @@ def list_varied(value: Any, *, is_deep: bool) -> list[Any]:
 
 
 def list_other_calls(call: Any) -> list[Any]:
-    """Return tool calls that differ from `call` in the name or in one value of the arguments; not in its id or type."""
+    """Return tool calls that differ from `call` in the name or one argument, not in the id or type."""
     if not isinstance(call, dict):
         return []
     if "function" in call:
@@ -269,7 +270,7 @@ def list_other_calls(call: Any) -> list[Any]:
 
 
 def list_leaf_varied(value: Any) -> list[Any]:
-    """Return copies of a JSON value that differ in one of its texts, numbers, booleans or nulls."""
+    """Return copies of a JSON value, each with one text, number, boolean or null changed."""
     if not isinstance(value, dict | list):
         return [vary(value)]
     copies = []
@@ -284,7 +285,7 @@ def list_leaf_varied(value: Any) -> list[Any]:
 def normalize_turns(
     text: str, turns: list[range], normalize: Callable[[str], str]
 ) -> tuple[str, list[range]]:
-    """Normalize the text in and between turns. Return the whole text and the turns in it."""
+    """Normalize the text inside and between turns. Return the whole text and the ranges of the turns."""
     cuts = {0, len(text)}
     for turn in turns:
         cuts |= {turn.start, turn.stop}
@@ -323,7 +324,7 @@ def read_chat_format(tokenizer: Tokenizer) -> ChatFormat:
         if not theirs.chat_template and tokenizer.special.keys() >= LLAMA_3_NAMES:
             theirs.chat_template = LLAMA_3
             name = "the format of Llama 3, because the tokenizer has no chat template"
-        theirs.get_chat_template()  # raises if there is none
+        theirs.get_chat_template()  # raises without a template
         return ChatFormat(tokenizer, theirs, templates, name)
     except Exception as error:  # jinja2 and transformers raise their own errors
         raise PreparationError(

@@ -42,7 +42,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def prepare_named(options: argparse.Namespace) -> Path:
-    """Prepare a corpus of DATASETS, and return its folder."""
+    """Prepare a named corpus of DATASETS, and return its folder."""
     if options.dataset not in DATASETS:
         raise PreparationError(
             f"There is no corpus named {options.dataset!r}. Use {', '.join(DATASETS)}"
@@ -66,8 +66,8 @@ def prepare_dataset(
 ) -> Path:
     """Return the folder of a named corpus, and prepare it if it does not exist.
 
-    Two runs may start at the same time. Each prepares the corpus, and the first one that is complete stays.
-    Raises CorpusError, PreparationError, OSError.
+    If two runs start at the same time, both prepare the corpus, and the first complete corpus stays. Raises
+    CorpusError, PreparationError, OSError.
     """
     folder = find_corpus(name, tokenizer, cache_folder, dataset_path)
     if (folder / MANIFEST).exists():
@@ -81,7 +81,7 @@ def prepare_dataset(
     try:
         prepare(files, folder, settings, n_processes=n_processes)
     except (OSError, PreparationError):
-        if not (folder / MANIFEST).exists():  # another process was not first
+        if not (folder / MANIFEST).exists():  # no other process was first
             raise
     return folder
 
@@ -134,7 +134,7 @@ def run(options: argparse.Namespace) -> str:
 
 
 def suggest_command(options: argparse.Namespace, manifest: CorpusManifest) -> str:
-    """Return a command that trains on the corpus: weights in the tokenizer's folder if any, else the debug model."""
+    """Return a command that trains on the corpus: the weights in the tokenizer's folder, or else the debug model."""
     assets = str(options.out / "tokenizer") if options.train_tokenizer else options.tokenizer
     run_folder = f"outputs/{options.out.name}"
     words = ["train", "--training.dataset", str(options.out), "--job.dump_folder", run_folder]

@@ -1,4 +1,4 @@
-"""Read one conversation from the columns of a row, in the dialects of published data sets.
+"""Read the conversation in a row of a data set. Supports the formats (dialects) of published data sets.
 
     messages                     [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
     conversations                the same, or ShareGPT's [{"from": "human", "value": "2+2?"}, ...]
@@ -6,13 +6,13 @@
                                  has targets
     instruction, input, output   Alpaca: the user turn is the instruction, an empty line, and the input, if any
 
-In the last two, a column `history` is a list of earlier [question, answer], whose answers have targets. In all
-dialects, a column `system` is the system message. All other columns are variables of the chat template, such as `tools`
-and `documents`. A list of messages, tools, tool calls or history can be JSON text; an empty text means that there is
-none.
+In the last two dialects, a column `history` is a list of earlier [question, answer] pairs, whose answers have targets.
+In all dialects, a column `system` is the system message. All other columns are variables of the chat template, such as
+`tools` and `documents`. A list of messages, tools, tool calls or history can be JSON text; an empty text means that
+there is none.
 
-Columns and keys of a message whose value is null are removed first. A content that is a list of texts is joined; a
-picture is refused.
+Columns and keys of a message whose value is null are removed first. If a content is a list of texts, they are joined.
+Pictures are refused.
 """
 
 import json
@@ -24,7 +24,7 @@ from typing import Any
 
 from torchtitan_lite.extensions.foreign_json import make_object
 
-ROLES = {  # of published data sets -> of chat templates. All others are left as they are
+ROLES = {  # in published data sets -> in chat templates. Other roles stay unchanged
     "human": "user",
     "gpt": "assistant",
     "chatgpt": "assistant",
@@ -35,10 +35,10 @@ ROLES = {  # of published data sets -> of chat templates. All others are left as
     "tool_call": "assistant",
     "tool_response": "tool",
 }
-# in other dialects, "observation" is a role of GLM's templates
+# only in this dialect: elsewhere, "observation" is a role of GLM's templates
 SHAREGPT_ROLES = ROLES | {"observation": "tool"}
-CALL_ROLES = {"function_call", "tool_call"}  # their text is JSON of one or more calls
-WEIGHTS = ("weight", "loss", "train")  # keys of a message: 0 or false means that it has no targets
+CALL_ROLES = {"function_call", "tool_call"}  # the text is JSON of one or more calls
+WEIGHTS = ("weight", "loss", "train")  # keys of a message; 0 or false: the message has no targets
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,13 @@ class Dialect:
 
     name: str
     columns: tuple[str, ...]  # columns that every row has
-    take_turns: Callable[[dict], list | None]  # removes columns of a row, and returns its turns
+    take_turns: Callable[[dict], list | None]  # removes the columns with turns, returns the turns
 
 
 def read_conversation(row: Any, column: str | None = None) -> tuple[str, dict]:
-    """Return the dialect, and a normalized copy: `messages`, and variables of the template. Raises ValueError.
+    """Return the dialect, and a copy of the row as `messages` and template variables. Raises ValueError.
 
-    If the column with the messages has an unusual name, `column` is this name.
+    `column` is the name of the column with the messages, if it is unusual.
     """
     columns = drop_nulls(row) if isinstance(row, dict) else {}
     dialects = [list_messages(column, "conversations")] if column else DIALECTS
@@ -82,7 +82,7 @@ def drop_nulls(columns: dict) -> dict:
 
 
 def drop_all_nulls(row: Any) -> Any:
-    """Return a copy without nulls at any depth, because a row of a Parquet file has the keys of all rows."""
+    """Return a copy without nulls at any depth: a row of a Parquet file has the keys of all rows."""
     return json.loads(json.dumps(row, default=str), object_hook=drop_nulls)
 
 
@@ -179,7 +179,7 @@ def read_message(turn: Any, number: int) -> dict:
 
 
 def read_calls(content: Any, number: int) -> list[dict]:
-    """Return the calls in the text of ShareGPT's `function_call`: JSON of {name, arguments}, or of a list of these."""
+    """Return the calls in the text of ShareGPT's `function_call`: JSON of one or several {name, arguments}."""
     calls = parse_json(content)
     calls = calls if isinstance(calls, list) else [calls]
     if not all(isinstance(call, dict) and "name" in call for call in calls):
@@ -202,7 +202,7 @@ def join_parts(parts: list, number: int) -> str:
 
 
 def take_weight(message: dict, number: int) -> bool:
-    """Remove the weights of a message. Return whether an answer has targets. Raises ValueError."""
+    """Remove the weights of a message. Return whether the message has targets. Raises ValueError."""
     weights = {name: message.pop(name) for name in WEIGHTS if name in message}
     for name, weight in weights.items():
         if weight not in (0, 1):

@@ -8,8 +8,8 @@ document is `BOS text EOS`, without BOS if the tokenizer has none. A conversatio
 Empty documents are left out and counted; white space is text.
 
 A hash selects the validation documents. For a row, it is the hash of the text, so equal rows stay together. For a file,
-it is the hash of the path, so a file stays in its split when it changes. If that leaves a split empty, it gets the last
-document. A single text file is cut instead: its last part validates.
+it is the hash of the path, so a file stays in its split when it changes. If a split would be empty, it gets the last
+document. A single text file is cut instead: its last part is for validation.
 """
 
 import hashlib
@@ -56,7 +56,7 @@ class PrepareSettings:
 
     assets: str  # the tokenizer: an argument for load_tokenizer
     validation_share: float = 0.01  # of the documents
-    tail: float = 0.0  # fraction at the end of a single text, used for validation instead
+    tail: float = 0.0  # instead: the fraction at the end of a single text
     validation: Sequence[Path] = ()  # all documents of these files and folders are for validation
     column: str | None = (
         None  # column of the text or messages; None selects "text", or the column of the dialect
@@ -75,7 +75,7 @@ class Document:
 
     counts: Counter[str]  # for the summary
     split: str = "train"
-    tokens: array | tuple = ()  # none: the row was left out
+    tokens: array | tuple = ()  # empty: the row was left out
     n_text_bytes: int = 0  # in UTF-8
     targets: bytes = b""  # conversations: 1 for each token of the assistant
 
@@ -100,7 +100,7 @@ def prepare(
                 read_texts(files, settings), settings.train_tokenizer, folder / "tokenizer"
             )
             settings = replace(settings, assets=assets)
-        # refuse a bad tokenizer before any row is encoded
+        # raises for a bad tokenizer before any row is encoded
         tokenizer, _ = get_encoder(settings.assets, settings.is_chat)
         documents = map_in_order(
             partial(encode_row, settings), read_rows(files, settings), n_processes
@@ -128,7 +128,7 @@ def read_rows(files: list[Path], settings: PrepareSettings) -> Iterator[Row]:
                 yield Row(path, number, content, name)
             if not number:
                 print(f"{path} has no rows", file=sys.stderr)
-        # many libraries raise their own errors, for half a download, and wrong text, JSON or tables
+        # libraries raise many kinds of errors for half a download, wrong text, JSON or tables
         except Exception as error:
             raise PreparationError(f"{path} cannot be read: {error}") from None
 
@@ -138,7 +138,7 @@ def read_texts(files: list[Path], settings: PrepareSettings) -> Iterator[str]:
     for row in read_rows(files, settings):
         try:
             yield read_text(settings, row)
-        except Exception as error:  # encode_row prints and counts a skipped one
+        except Exception as error:  # encode_row prints and counts skipped rows
             if not settings.skip_bad:
                 raise explain_bad_row(row, error) from None
 
@@ -165,7 +165,7 @@ def train_tokenizer(texts: Iterator[str], n_entries: int, folder: Path) -> str:
     """Write a byte-level BPE of `n_entries` to the new folder, and return the folder. Raises PreparationError.
 
     Ids 0 and 1 are BOS and EOS, the next 256 are bytes, and the others merge two tokens, the most frequent pairs first.
-    The file also loads in transformers, and without the package `tokenizers` here.
+    transformers can read the file, and this trainer needs no package `tokenizers` for it.
     """
     library = import_extra("tokenizers", "hf")
     tokenizer = library.ByteLevelBPETokenizer()
@@ -282,7 +282,7 @@ def encode_row(settings: PrepareSettings, row: Row) -> Document:
             ids = tokenizer.encode(text, bos=True, eos=True)
         if "\0" in text:
             raise ValueError(f"character {text.index(chr(0))} of its text is NUL (U+0000)")
-        n_bytes = len(text.encode())  # refuses half a surrogate pair, which tiktoken would replace
+        n_bytes = len(text.encode())  # fails for half a surrogate pair: tiktoken would replace it
     except Exception as error:  # a row from outside can be wrong in any way
         if settings.skip_bad:
             print(f"{row.path}, row {row.number}: {error}", file=sys.stderr)
@@ -309,7 +309,7 @@ def read_text(settings: PrepareSettings, row: Row) -> str:
         raise ValueError(
             f"it has no text in {column!r} (or set --text-column or --chat): {content!r:.60}"
         )
-    text.encode()  # raises for half of a surrogate pair, which JSON may contain
+    text.encode()  # fails for half a surrogate pair, which JSON may contain
     return text
 
 

@@ -7,7 +7,7 @@
     x.md.gz  x.jsonl.zst        the same, compressed; also .bz2 and .xz
     src/                        all files of known kinds in a folder and behind its links, sorted by name
 
-Files of other kinds are refused if they are named, and counted if they are in a folder. `.zst` and `.parquet` need the
+Files of other kinds are refused if you name them, and counted if a folder contains them. `.zst` and `.parquet` need the
 package pyarrow, from the extra `data`.
 """
 
@@ -59,8 +59,8 @@ class Row:
 
     path: Path
     number: int  # in the file, from 1
-    content: Any  # a line of JSON or a text in bytes; else the value of the row
-    name: str  # of a text, in the common folder of all files; "" for a row
+    content: Any  # bytes of a JSON line or a text, otherwise the value of the row
+    name: str  # path of a text in the common folder of all files; "" for a row
 
     def parse(self, encoding: str) -> Any:
         """Return the text, or the value of the row. Raises ValueError, RecursionError, LookupError."""
@@ -100,7 +100,7 @@ OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": open_zs
 
 
 def get_kind(path: Path) -> str:
-    """Return the suffix without compression, in lower case: ".txt" for Notes.TXT.gz."""
+    """Return the suffix without the compression suffix, in lower case: ".txt" for Notes.TXT.gz."""
     if path.suffix.lower() in OPENERS:
         path = path.with_suffix("")
     return path.suffix.lower()
@@ -129,7 +129,7 @@ def find_files(
     files = []
     skipped = Counter()
     seen = set()
-    pending = inputs[::-1]  # the next one is the last
+    pending = inputs[::-1]  # popped from the end
     while pending:
         path = pending.pop()
         is_named = path in inputs
@@ -166,9 +166,9 @@ def find_files(
 
 
 def read_file(path: Path, encoding: str, tail: float) -> Iterator[Any]:
-    """Yield the rows of a file, as in Row.content. The libraries that read it raise any error.
+    """Yield the rows of a file, as in Row.content. The libraries for reading files may raise any error.
 
-    A text is one row. If `tail`, a fraction of its characters, is not 0, the tail is a second row.
+    A text is one row. If `tail` is not 0, this fraction at the end of the text is a second row.
     """
     kind = get_kind(path)
     if path.suffix.lower() in OPENERS and path.stat().st_size == 0:  # gzip and zstd read no rows
@@ -199,9 +199,9 @@ def read_file(path: Path, encoding: str, tail: float) -> Iterator[Any]:
 
 
 def is_row(line: bytes) -> bool:
-    """Return whether the first line of a JSON file is a row. All other lines are then rows too. A bad line is a row.
+    """Return whether the first line of a JSON file is a row, and so all lines are rows. A bad line is a row.
 
-    These are not rows: an array, the start of an object over several lines, several objects, UTF-16 or UTF-32.
+    Not rows: an array, the start of an object over several lines, several objects, UTF-16 or UTF-32.
     """
     if line.startswith((*UTF32_MARKS, *UTF16_MARKS)):
         return False
@@ -218,7 +218,7 @@ def is_row(line: bytes) -> bool:
 
 
 def refuse_double(names: Sequence[str]) -> None:
-    """Raise ValueError if two columns have one name: the first would be lost."""
+    """Raise ValueError if two columns have the same name, because the first would be lost."""
     for name, number in Counter(names).items():
         if number > 1:
             raise ValueError(f"it has {number} columns {name!r}")

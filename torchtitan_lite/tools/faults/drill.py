@@ -32,7 +32,7 @@ from torchtitan_lite.tools import launch
 from torchtitan_lite.tools.check import check, choose_host
 from torchtitan_lite.tools.tables import format_table
 
-# Environment variables: the fault, and the process id of the launcher
+# Names of environment variables: for the fault, and for the process id of the launcher
 VARIABLE = "TORCHTITAN_LITE_FAULT"
 LAUNCHER = "TORCHTITAN_LITE_LAUNCHER"
 HANG = r"HANG in step \d+, \S+ s after it began\. rank {rank} .*?Its process is (\d+)"
@@ -40,7 +40,7 @@ HANG = r"HANG in step \d+, \S+ s after it began\. rank {rank} .*?Its process is 
 OTHER_CALL = rf"{HANG}|FAILED in step .* began\. rank {{rank}} .*(missing from call|earlier steps)"
 KILLED = "rank {rank} was killed by SIGKILL"
 MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None  # None: a temporary folder
-KINDS = {  # function of inject.py -> what names its fault in the output; {rank} is the rank that met it
+KINDS = {  # function of inject.py -> pattern of its message in the output; {rank} is the faulty rank
     "kill": KILLED,
     "kill_saving": KILLED,
     "kill_torchrun": "torchrun was killed",
@@ -120,16 +120,16 @@ def main(options: Namespace) -> int:
 
 
 def train_with_faults(args: list[str], folder: Path, spec: RunSpec) -> int:
-    """Train as one rank; torchrun calls it. Only ranks import torch."""
+    """Train as one rank. Called by torchrun, because only ranks import torch."""
     inject = importlib.import_module("torchtitan_lite.tools.faults.inject")
     inject.replace_step(Fault(**json.loads(os.environ[VARIABLE])))
     return importlib.import_module("torchtitan_lite.tools.agent").train_rank(args, folder, spec)
 
 
 def drill(kind: str, seed: int, world_size: int, args: list[str], out: Path) -> Fault:
-    """Train once with a fault; the seed chooses its rank and step."""
+    """Train once with a fault. The seed chooses rank and step of the fault."""
     chosen = random.Random(f"{kind} {seed}")
-    first = N_STEPS - 1 if kind == "flip_checkpoint" else FIRST_FAULT  # two checkpoints exist then
+    first = N_STEPS - 1 if kind == "flip_checkpoint" else FIRST_FAULT  # after two checkpoints
     rank = -1 if kind == "none" else chosen.randrange(1 if kind in ON_RANK_0 else world_size)
     folder = out / f"{kind}-{seed}"
     fault = Fault(
@@ -147,7 +147,7 @@ def drill(kind: str, seed: int, world_size: int, args: list[str], out: Path) -> 
 
 
 def read_shards(folder: Path) -> dict[str, bytes]:
-    """Return the tensors of a checkpoint: its files without their headers, in which the order of names is random."""
+    """Return the tensors of a checkpoint: its files without headers, because headers list names in random order."""
     shards = {}
     for path in folder.glob("rank-*"):
         content = path.read_bytes()
@@ -157,7 +157,7 @@ def read_shards(folder: Path) -> dict[str, bytes]:
 
 
 def run_with(fault: Fault, args: list[str]) -> None:
-    """Run to the end, and note in `fault` what the output says."""
+    """Run to the end, and record in `fault` what the output says."""
     environment = {**os.environ, VARIABLE: json.dumps(asdict(fault)), "MAX_RESTARTS": "2"}
     command = [sys.executable, "-m", "torchtitan_lite", "drill", *args]
     command.append(f"--job.dump_folder={fault.folder}")
@@ -167,17 +167,17 @@ def run_with(fault: Fault, args: list[str]) -> None:
         while process.poll() is None and time.monotonic() < deadline_s:
             time.sleep(0.1)
             read_output(fault)
-            # kill_torchrun. A rank that lives on would hold the folder's lock.
+            # kill_torchrun. A surviving rank would hold the folder's lock.
             if process.poll() == -signal.SIGKILL:
                 output.write(b"torchrun was killed\n")
                 process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
-        process.kill()  # matters only if the process is late; its ranks end with it
+        process.kill()  # needed only if the process is late; its ranks end too
         process.wait()
     read_output(fault)
 
 
 def read_output(fault: Fault) -> None:
-    """Note what the output says for the first time. Kill the rank that a report of a hang names."""
+    """Record the first mention of each event in the output. Kill the rank that a hang report names."""
     mark = Path(fault.folder, MARK)
     if not mark.exists():
         return

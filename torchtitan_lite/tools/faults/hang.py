@@ -1,21 +1,21 @@
 """Name the rank that the others wait for: during a run, or afterwards from the files that hanging ranks wrote.
 
     FOLDER/hang/restart-N/rank-00003.json      faults/hang_watch.py
-    FOLDER/hang/restart-N/failed-00003.json    the same, of a rank that ended because another one did
+    FOLDER/hang/restart-N/failed-00003.json    the same, from a rank that ended because another rank did
     FOLDER/comm_traces/rank_3                  NCCL's flight recorder, on a time-out: read it with `torchfrtrace`
 
-    ranks        files with     a collective that has not completed, or a wait in the pipeline: they wait
+    ranks        files with     a pending collective or a wait in the pipeline: these ranks wait
     0 1 2 . 4    no file        stopped, ended, or busy without releasing the GIL: /proc on its host shows which
     5 6 7        neither        busy or asleep somewhere else: its stack shows where
                  no calls       unknown: the flight recorder is off
 
-Before that, the report looks for two kinds of ranks: a rank whose call differs from its own calls at this place in
-earlier steps, and a rank that has computed a microbatch for the next stage, but has not sent it.
+Two other kinds of ranks are named first: a rank whose call differs from its own calls at this place in earlier steps,
+and a rank that has computed a microbatch for the next stage, but has not sent it.
 
-If every rank waits, the report names the ranks whose call differs from the calls of their group. If there are none, it
-names the ranks that wait between steps while most ranks wait in a step, or in a step while most wait between. If there
-are none either, it finds the call in which a rank has waited longest, and names a rank that has not made this call.
-Otherwise the cause is unknown.
+If every rank waits, the report names the first of these that it finds; otherwise the cause is unknown:
+
+    ranks whose call differs from the calls of their group ranks that wait between steps while most ranks wait in a
+    step, or the reverse a rank that has not made the call in which a rank has waited longest
 """
 
 import json
@@ -36,7 +36,7 @@ STATES = {  # of a rank without a file, from /proc
     "S": "it sleeps and holds the GIL, or has not built its model yet",
 }
 IN_PIPELINE = " _wait_batch_p2p"  # function of torch's schedules
-# files of torch whose functions are called only while a function is compiled
+# files of torch whose functions run only during compilation
 COMPILERS = ("torch/_dynamo/convert_frame.py:", "torch/_inductor/compile_fx.py:")
 UNEQUAL = ("all_to_all", "gather", "scatter")  # ranks may call these with different sizes
 N_LINES = 4  # of the code that has called torch
@@ -74,7 +74,7 @@ def when_started(folder: Path) -> tuple[float, int]:
 def watch(folder: Path, report: Callable[[str], None]) -> None:
     """Call `report` with a paragraph about each hang of a run whose ranks write into `folder`. Runs in a thread.
 
-    Files of failed ranks do not count: a rank also fails if a signal has ended another one.
+    Files of failed ranks do not count, because a rank also fails if a signal ends its peer.
     """
     reported = list_hangs(folder)  # of an earlier run
     while True:
@@ -83,7 +83,7 @@ def watch(folder: Path, report: Callable[[str], None]) -> None:
         for restart in found - reported:
             time.sleep(WAIT_FOR_RANKS_S)
             _, text = explain(read_files(restart))
-            if text:  # otherwise the step has ended after all
+            if text:  # "" if the step has ended meanwhile
                 report(text)
         reported = found
 
@@ -106,7 +106,7 @@ def read_files(folder: Path, kind: str = "rank") -> dict[int, dict]:
 
 
 def explain(files: dict[int, dict]) -> tuple[list[int], str]:
-    """Return the ranks that the others wait for, ascending, and a paragraph that says where these ranks are instead.
+    """Return the ranks that block the others, ascending, and a paragraph that says where they are stuck.
 
     The paragraph is empty if there are no files, or if all ranks failed: their errors say why.
     """
@@ -123,7 +123,7 @@ def explain(files: dict[int, dict]) -> tuple[list[int], str]:
         for rank, row in file["host"].items():
             if (
                 row[1] or int(rank) not in processes
-            ):  # a rank of another host does not know the state
+            ):  # a rank of a different host does not know the state
                 processes[int(rank)] = row
     ranks = range(first["world_size"])
     odd, differing = find_odd_calls(files)
@@ -172,12 +172,12 @@ def explain(files: dict[int, dict]) -> tuple[list[int], str]:
             does = "it is in " + " < ".join([innermost, *code[:N_LINES]])
         text.append(f"{name} {why}: {does}. Its process is {pid}.")
     if len(culprits) > 3:
-        text.append(f"So are {len(culprits) - 3} more ranks: {culprits[3:20]}.")
+        text.append(f"The same applies to {len(culprits) - 3} more ranks: {culprits[3:20]}.")
     if not culprits:
         waits = Counter(find_wait(file) or "unknown calls" for file in files.values())
         most = [f"{n} ranks wait in {wait}" for wait, n in waits.most_common(4)]
         text.append(f"Cause unknown. {'; '.join(most)}.")
-    text.append(f"{len(files)} of {first['world_size']} ranks wrote what they do.")
+    text.append(f"{len(files)} of {first['world_size']} ranks wrote a report.")
     return culprits, " ".join(text)
 
 
@@ -202,7 +202,7 @@ def find_unusual_calls(files: dict[int, dict]) -> dict[int, str]:
 
 
 def find_unsent(files: dict[int, dict]) -> dict[int, str]:
-    """Return rank -> a message, for each rank that has a result that another pipeline rank still waits for."""
+    """Return rank -> a message, for each rank with a finished result that a pipeline neighbor still waits for."""
     found = {}
     for waiter, file in files.items():
         awaits = file.get("pipeline", {}).get("awaits")
@@ -219,9 +219,9 @@ def find_unsent(files: dict[int, dict]) -> dict[int, str]:
 
 
 def find_odd_calls(files: dict[int, dict]) -> tuple[list[int], str]:
-    """Return the ranks that wait in a different call than most ranks of their group, and a text about these calls.
+    """Return the ranks whose pending call differs from the majority of their group, and a text about these calls.
 
-    Compares calls with the same number. If no call has a majority, all ranks that wait in these calls are returned.
+    Compares calls with the same number. Without a majority, returns all ranks that wait in these calls.
     """
     waiting: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, file in files.items():
@@ -264,7 +264,7 @@ def describe_input(awaits: dict) -> str:
 
 
 def find_missed_call(files: dict[int, dict], rank: int) -> tuple[int, int, str] | None:
-    """Find the oldest call in which another rank waits for this rank. Return time, that rank and the call, or None."""
+    """Find the oldest call that waits for this rank. Return its time, the waiting rank and the call, or None."""
     own_groups = files[rank]["groups"] if rank in files else {}
     waits = []
     for waiter, file in files.items():

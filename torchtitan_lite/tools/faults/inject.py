@@ -42,7 +42,7 @@ def kill_torchrun(fault: Fault, run: Run) -> None:
 
 
 def kill_saving(fault: Fault, run: Run) -> None:
-    """Die 0.05 s after the update of this step, when every rank saves."""
+    """Die 0.05 s after the update of this step, while every rank saves."""
     run.optimizer.register_step_post_hook(lambda *_: die_after(0.05))
 
 
@@ -73,7 +73,7 @@ def shape(fault: Fault, run: Run) -> None:
 
 
 def no_send(fault: Fault, run: Run) -> None:
-    """Leave out the next send of this rank in the pipeline."""
+    """Skip this rank's next send in the pipeline."""
     for stage in getattr(run.schedule, "_stages", None) or [run.schedule._stage]:
         for kind in ("get_fwd_send_ops", "get_bwd_send_ops"):
             leave_out_once(stage, kind)
@@ -100,7 +100,7 @@ def flip_weight(fault: Fault, run: Run) -> None:
 
 
 def choose_weight(fault: Fault, run: Run) -> torch.Tensor:
-    """Return the local shard of a weight, flat. Prefers weights that several ranks hold copies of."""
+    """Return the local shard of a weight, flat. Prefers weights with copies on several ranks."""
     own = [parameter for parameter in run.parameters.values() if local_shard(parameter).numel()]
     copied = [parameter for parameter in own if count_replicas(parameter) > 1]
     if not copied:
@@ -120,7 +120,7 @@ def flip_checkpoint(fault: Fault, run: Run) -> None:
 
 
 def disk_full(fault: Fault, run: Run) -> None:
-    """Limit the size of every file that this process writes to half of its file in the newest checkpoint."""
+    """Limit the files that this process writes to half the size of its file in the newest checkpoint."""
     newest = find_newest(Path(fault.folder)).with_name(name_file(fault.rank))
     limit = newest.stat().st_size // 2
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
@@ -136,12 +136,12 @@ def records_full(fault: Fault, run: Run) -> None:
 
 
 def traces_full(fault: Fault, run: Run) -> None:
-    """Put a file in the place of the folder of traces."""
+    """Replace the folder of traces by a file."""
     Path(fault.folder, run.config.profiling.save_traces_folder).touch()
 
 
 def hangs_full(fault: Fault, run: Run) -> None:
-    """Put a file in the place of the folder of hang reports, and hang for a while."""
+    """Replace the folder of hang reports by a file, and hang for a while."""
     Path(fault.folder, HANG).touch()
     time.sleep(HANG_S + 3)
 

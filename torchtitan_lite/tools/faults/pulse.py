@@ -3,10 +3,10 @@
     each rank        the same matmuls of random numbers: seconds, and a checksum that must be equal on all ranks
     each mesh dim    the same all-gathers in all of its groups at once: seconds
 
-Every rank and group is measured in several rounds, and its fastest round counts, because other processes of the host
-may slow some rounds. Rank 0 prints the median and the slowest time of both tests, next to what `plan` expects of this
-device. A rank or group far above the median is slow. The checksum of most ranks is right; without a majority, all
-ranks are suspects.
+Every rank and group is measured in several rounds. Only the fastest round counts, because other processes of the host
+may slow the others. Rank 0 prints the median and the slowest time of both tests, next to what `plan` expects of this
+device. A rank or group far above the median is slow. The checksum of most ranks is right; without a majority, all ranks
+are suspects.
 """
 
 import os
@@ -36,8 +36,8 @@ from torchtitan_lite.tools.check import check, choose_host
 from torchtitan_lite.tools.plan.cluster import CLUSTERS, Cluster, find_row
 from torchtitan_lite.tools.tables import format_table
 
-# By device: rows and dtype of the matrices, number of products, bytes of a rank in a large all-gather, and how many
-# times the median is slow, for products and all-gathers. Ranks on CPUs share the cores, so their times differ.
+# By device: rows and dtype of the matrices, number of products, bytes of a rank in a large all-gather, and the multiple
+# of the median that counts as slow, for products and all-gathers. Ranks on CPUs share the cores, so their times differ.
 LOADS = {
     "cuda": (8192, "bfloat16", 300, 2**26, 1.1, 1.1),
     "cpu": (256, "float32", 100, 2**20, 2.0, 4.0),
@@ -144,7 +144,7 @@ def judge(
 ) -> tuple[str, list[str]]:
     """Return a table of all measurements, and one sentence for each fault. `rows` has one entry per rank, by rank."""
     matmuls = [row["matmul"] for row in rows]
-    # the checksum of most ranks; of no rank if two halves differ
+    # the checksum of the majority, if there is one
     usual = median(each.checksum for each in matmuls)
     found = []
     for each in matmuls:

@@ -5,9 +5,9 @@
     <!-- slip gather_bytes 2: a rank already holds one half -->
     <!-- judge: verify --config debug --ranks 2 -->
 
-An answer is what the tool prints, at the place of the pattern. A slip is a common mistake: the ratio of the wrong
-answer to the right one, and a hint. A judge is a tool, or a Python file of the lab, that ends with status 0 if the
-work is right. Nobody stores an answer.
+An answer is the text that matches the pattern in the tool's output, so no answer is stored. A slip is a common mistake:
+the ratio of the wrong to the right answer, and a hint. A judge is a tool, or a Python file of the lab, that ends with
+status 0 if the work is right.
 """
 
 import os
@@ -70,7 +70,7 @@ class Lab:
 
     @property
     def folder(self) -> Path:
-        """The folder of its holes, solution and judge, if it has something to write or repair."""
+        """The folder of the lab's holes, solution and judge, if it has work."""
         return FOLDER / f"lab{self.number}"
 
     def find_hint(self, name: str, ratio: float) -> str:

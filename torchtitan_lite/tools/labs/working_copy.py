@@ -1,6 +1,6 @@
 """Make a working copy of the package with a hole or a planted bug. Nothing in the checkout changes.
 
-In a file of functions, a comment above each function names its place; `replace_functions` puts it there:
+In a file of functions, a comment above each function names the function that it replaces (`replace_functions`):
 
     # torchtitan_lite/parallel/tensor_parallel.py: RowwiseParallel.forward
     def forward(self, x): ...
@@ -46,7 +46,7 @@ def start(lab: Lab, folder: Path) -> None:
 
 
 def leave_out(folder: str, names: list[str]) -> list[str]:
-    """Return the names that a working copy does not need."""
+    """Return the file names that a working copy leaves out."""
     left_out = ["__pycache__"]
     if IS_INSTALLED:
         left_out.append("shipped")
@@ -69,7 +69,7 @@ def judge_work(lab: Lab, folder: Path) -> int:
 
 
 def replace_functions(folder: Path, source: Path) -> None:
-    """Put each function of `source` in the place that the comment above it names."""
+    """Replace functions by the functions in `source`, as the comments above them say."""
     pieces = PLACE.split(source.read_text(encoding="utf-8"))[1:]
     for file, name, function in zip(pieces[0::3], pieces[1::3], pieces[2::3], strict=True):
         replace_function(folder / file, name, function.strip())

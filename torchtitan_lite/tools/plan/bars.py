@@ -1,7 +1,7 @@
-"""Error bars of the forecast for each family of layouts: distances from published runs of stacks left out of the fit.
+"""Error bars of the forecast for each family of layouts, from published runs of trainers that the fit had not seen.
 
-A stack is a code base: all pages about torchtitan are one stack, and so are all pages about NVIDIA's Megatron. A
-family whose rows come from fewer than three stacks has no bar.
+A stack is the code base of a trainer: all pages about torchtitan are one stack, and so are all pages about NVIDIA's
+Megatron. A family with runs of fewer than three stacks has no error bar.
 """
 
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from torchtitan_lite.tools.plan.workload import Workload
 
 
 class Bar(NamedTuple):
-    """Distance between forecasts and published runs whose stack was left out of the fit."""
+    """Error of forecasts for published runs. Each fit left out the runs of the same stack."""
 
     high: float  # forecast / published: 80 % of the rows are between 1 / high and high
     median: float  # of |forecast / published - 1|
@@ -18,11 +18,11 @@ class Bar(NamedTuple):
     n_rows: dict[str, int]  # GPU -> number of rows
 
     def widen(self, value: float) -> tuple[float, float]:
-        """Return the range that holds the measured value, for a forecast of `value`."""
+        """Return the 80 % range for a forecast of `value`."""
         return value / self.high, value * self.high
 
     def describe(self, gpu: str) -> str:
-        """Return the number of rows and stacks, and how many rows are of this GPU."""
+        """Return the number of runs and stacks, the number of runs on this GPU, and the median error."""
         n_rows = sum(self.n_rows.values())
         own = [f"{n} on {name}" for name, n in self.n_rows.items() if name.startswith(gpu)]
         where = ", ".join(own) or f"none on {gpu}, only on {', '.join(self.n_rows)}"
@@ -45,7 +45,7 @@ BARS = {
 def find_family(w: Workload) -> str:
     """Return the family of a workload: a key of BARS.
 
-    HSDP has too few rows for a bar of its own.
+    HSDP has too few runs for an error bar.
     """
     if w.args.moe:
         return "experts"

@@ -26,6 +26,6 @@ def find_interval(mtbf_s: float, save_stall_s: float) -> float:
 def measure_goodput(
     interval_s: float, mtbf_s: float, restart_s: float, save_stall_s: float
 ) -> float:
-    """Return the fraction of time spent on useful work, if the run saves after every `interval_s` of work."""
+    """Return the fraction of time that is useful work, for a save after every `interval_s` of work."""
     expected = mtbf_s * exp(restart_s / mtbf_s) * (exp((interval_s + save_stall_s) / mtbf_s) - 1)
     return interval_s / expected

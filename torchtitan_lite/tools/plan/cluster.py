@@ -7,11 +7,11 @@
     overlap                  a collective of c s during w s of compute costs max(0, c - w) + contention * min(c, w)
     launches                 a layer takes at least host_s per kernel
 
-Small matmuls are slow and overlap is not free. Without these two terms, all layouts take about the same time.
+Two terms decide between layouts: small matmuls are slow, and overlap is not free.
 
 The comment on each constant names its source. "Fit" means fitted to published runs: one value for all runs, two digits.
-assets/benchmarks/published.py repeats the fit with each stack left out in turn.
-To add a machine, add a row to CLUSTERS.
+assets/benchmarks/published.py repeats the fit with each trainer (stack) left out in turn. To add a machine, add a row
+to CLUSTERS.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from math import ceil, log2, sqrt
 from torchtitan_lite.config.machine import GIB, MIB, PEAK_BF16_FLOPS, Machine
 
 GB = 10**9
-# ZeRO stage -> bytes that the allocator reserves per byte in use, for this trainer on one GPU. Replayed on a pretended
+# ZeRO stage -> bytes that the allocator reserves per byte in use, for this trainer on one GPU. Replayed on a simulated
 # H200 (assets/benchmarks/2026-11-29-no-gpu.md), never run on a GPU. The memory of CUDA without NCCL is assumed
 OWN_RESERVE = {1: 1.28, 2: 1.02, 3: 1.25}
 OWN_CONTEXT_BYTES = GIB
@@ -29,7 +29,7 @@ TILE = 128 * 256  # elements of a matmul's result that one multiprocessor comput
 
 @dataclass(frozen=True)
 class Cluster:
-    """Identical GPUs in identical nodes. Bandwidths are bytes/s per GPU, in one direction. The defaults are H100's.
+    """Identical GPUs in identical nodes. Bandwidths are bytes/s per GPU, in one direction. Defaults: H100.
 
     An efficiency is the fraction of the datasheet's number that a large kernel or message reaches.
     """
@@ -40,7 +40,7 @@ class Cluster:
     peak_bfloat16: float = PEAK_BF16_FLOPS["H100"]  # dense FLOP/s
     peak_float32: float = 67e12
     float8_speed: float = 2.0  # float8 FLOP/s per bf16 FLOP/s; 1 if the GPU has no float8 units
-    # of one GPU, as the driver reports it: the total in nvidia-smi
+    # memory of one GPU, as nvidia-smi reports it
     memory_bytes: float = 81559 * MIB
     memory_bandwidth: float = 3.35e12
     node_size: int = 8  # GPUs connected by the fast links
@@ -49,7 +49,7 @@ class Cluster:
     network_bandwidth: float = 50 * GB  # between nodes
     n_multiprocessors: int = 132  # each computes one tile at a time
 
-    # Of an infinitely large matmul, at the power limit. Fit.
+    # For an infinitely large matmul, at the power limit. Fit.
     matmul_efficiency: float = 0.63
     # The same in float8, with a scale per tensor and per row. Fit.
     float8_efficiency: float = 0.61
@@ -63,7 +63,7 @@ class Cluster:
     # Triton kernels: flex attention, and llm-foundry's kernel. Fit.
     triton_forward: float = 0.29
     triton_backward: float = 0.18
-    # Of elementwise kernels. Fit; STREAM-like copies reach 80 to 90 %
+    # For elementwise kernels. Fit; STREAM-like copies reach 80 to 90 %
     memory_efficiency: float = 0.77
     # 370 of 450 GB/s on H100, 235 of 300 on A100: nccl-tests issue 212
     link_efficiency: float = 0.80
@@ -72,18 +72,18 @@ class Cluster:
     latency_s: float = 8.4e-6
     link_latency_s: float = 3.4e-6
     network_latency_s: float = 14e-6
-    # An overlapped collective takes multiprocessors, memory bandwidth and power from compute. The two together take the
-    # time of the longer plus this fraction of the shorter: inside a node, and between nodes. Fit.
+    # An overlapped collective takes multiprocessors, memory bandwidth and power from compute. Together they take the
+    # longer time plus this fraction of the shorter time: inside a node, and between nodes. Fit.
     contention: float = 0.30
     network_contention: float = 0.15
     # Seconds that the host needs to launch an eager kernel; half of it if compiled. Fit. Elementwise operators of
     # torch took 4 to 6 us on one loaded CPU core, forward or backward, without a GPU driver's part.
     host_s: float = 10e-6
-    # Of a grouped matmul over experts, relative to a matmul. Fit.
+    # Speed of a grouped matmul over experts, relative to a matmul. Fit.
     grouped_efficiency: float = 0.87
     async_tp_hidden: float = 0.62  # fraction of tp's collectives that async TP hides. Fit.
-    # Bytes that the allocator reserves per byte in use, without and with tp, whose copies of hidden states come and
-    # go. Fit.
+    # Bytes that the allocator reserves per byte in use, without and with tp. tp often allocates and frees copies of
+    # hidden states. Fit.
     reserve_factor: float = 1.21
     tp_reserve_factor: float = 1.35
     context_bytes: float = 2 * GIB  # memory of CUDA and NCCL, outside of the allocator. Assumed.
@@ -131,7 +131,7 @@ class Cluster:
         return seconds + self.find_latency(stride, n)
 
     def expose(self, stride: int, n: int, seconds: float, work: float) -> float:
-        """Return the seconds that a collective adds to `work` seconds of kernels that it overlaps with."""
+        """Return the seconds that a collective adds to `work` seconds of overlapping kernels."""
         is_near = self.count_nodes(stride, n) == 1
         fraction = self.contention if is_near else self.network_contention
         return max(0.0, seconds - work) + fraction * min(seconds, work)
@@ -160,7 +160,7 @@ class Cluster:
         return self.latency_s + links_s + network_s
 
 
-# One row for each --gpu, with the values in which it differs from H100
+# One row for each --gpu, with the values that differ from H100
 ROWS = [
     Cluster("h100"),
     # nvidia.com, H200 SXM and DGX H200 datasheets: an H100 with 141 GB at 4.8 TB/s, which leaves more power for matmuls
@@ -195,7 +195,7 @@ ROWS = [
         triton_forward=0.13,
         triton_backward=0.08,
     ),
-    # GPUs without NVLink between all of a node: each talks over its PCIe slot, version 4 or 5, x16. Peaks, memory and
+    # GPUs without NVLink between all GPUs of a node: each uses its PCIe slot, version 4 or 5, x16. Peaks, memory and
     # multiprocessors: from memory, to be compared with NVIDIA's data sheets. Network and efficiencies: assumed. No run
     Cluster(
         "4090",
@@ -281,7 +281,7 @@ CLUSTERS = {row.name: row for row in ROWS}
 
 def describe_node(cluster: Cluster, n_ranks: int) -> Machine:
     """Return a remote host with `n_ranks` such GPUs."""
-    if cluster.name == "cpu":  # the row describes one core with its share of the memory
+    if cluster.name == "cpu":  # the row describes one core and its share of memory
         return Machine("cpu", 1, int(cluster.memory_bytes * n_ranks), "CPU", is_here=False)
     return Machine("cuda", n_ranks, int(cluster.memory_bytes), cluster.name.upper(), is_here=False)
 

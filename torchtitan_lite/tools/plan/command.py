@@ -3,11 +3,12 @@
     memory      memory.py           bubble, time    the simulated schedule, with durations from step_time.py
     traffic     transfers.py        remarks         settings that waste time or memory, and better values
 
-`plan --dry-run` also runs step.py on fake tensors and prints both; `plan --search` ranks all layouts.
+`plan --dry-run` also runs step.py on fake tensors and prints both results; `plan --search` ranks all layouts.
 """
 
 import argparse
 import json
+import sys
 from datetime import timedelta
 from math import ceil
 
@@ -31,6 +32,7 @@ def main(options: argparse.Namespace) -> int:
     planned = plan_run(options.config_args, options.gpus, options.gpu)
     if options.html:
         write_file(options.html, write_page(planned, options.config_args))
+        print(f"open {options.html} in a browser", file=sys.stderr)
     if options.json:
         print(json.dumps(list_figures(planned), indent=2))
     else:
@@ -92,7 +94,7 @@ def describe_memory(planned: PlannedRun) -> str:
     for name, memory in list_memory(planned).items():
         sizes = [*memory, memory.live, planned.find_most_taken(memory.live)]
         cells = list(map(format_bytes, sizes))
-        if not memory.gradients:  # the peak is at the loss of the only microbatch
+        if not memory.gradients:  # the peak is during the loss of the only microbatch
             cells[1] = "none yet"
         rows.append((f"  {name}", *cells))
     legend = "at most: with the allocator's reserve and CUDA; upper end of the 80 % range, which must fit"

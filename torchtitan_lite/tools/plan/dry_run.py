@@ -1,11 +1,11 @@
-"""Run step.py as one rank of a world of any size, in one process: a fake process group, and tensors without storage.
+"""Run step.py as one rank of any number, in one process, with a fake process group and tensors without storage.
 
     plan --dry-run, explain   ->   dry_run(planned, pp_rank)   ->   build_run, train_step under a Meter
 
-A dry run calls the same functions as training, with the same arguments, so it tests the closed form: the collectives
-are equal, and memory is within a few percent. Collectives return at once and tensors have no storage (fake_world.py),
-so 16,384 ranks cost no more than one. A step with many microbatches is shortened to a few (`shorten`); compare it with
-the closed form of the same short step.
+A dry run calls the same functions as training, with the same arguments. Tests compare the closed form with it: the
+collectives are equal, and memory is within a few percent. Collectives return at once and tensors have no storage
+(fake_world.py), so 16,384 ranks cost no more than one. A step with many microbatches is shortened to a few (`shorten`),
+and compared with the closed form of the short step.
 
 Scratch memory of kernels is not counted, because no operator returns it. If the dry run is for a GPU, operators save
 the same tensors as the CUDA kernels: no S x S mask, and one kernel per norm. compile is off, so memory is an upper
@@ -52,7 +52,7 @@ def shorten(planned: PlannedRun, n_microbatches: int) -> PlannedRun:
 def dry_run(planned: PlannedRun, pp_rank: int = 0) -> Meter:
     """Run one optimizer step of the first rank of a pipeline stage, with all its microbatches.
 
-    Return the memory and traffic of a step that is not the first, which creates the optimizer state.
+    Return the memory and traffic of the second step, because the first step creates the optimizer state.
     """
     config = with_value(planned.config, "compile.enable", False)
     model_args = planned.model_args
@@ -68,14 +68,14 @@ def dry_run(planned: PlannedRun, pp_rank: int = 0) -> Meter:
             enter(fake_world.gpu_kernels())
         if model_args.moe:
             enter(fake_world.even_experts(planned.workload))
-        # Initial weights do not matter here, and take as long as a microbatch.
+        # Skip initial weights: they do not matter here, and take as long as a microbatch.
         enter(patch.object(build, "initialize_weights", lambda *args: None))
         enter(fake_world.fake_tensors())
         enter(meter.watching())
         run = build.build_run(config, model_args, layout, mesh, CPU, parts=parts)
         meter.name_modules(parts)
         create_optimizer_state(run.optimizer)
-        for follow_up in run.after_update:  # scales that the step before has computed
+        for follow_up in run.after_update:  # scales computed by the previous step
             follow_up()
         meter.restart()
         batch = fake_world.make_batch(layout, config.training.seq_len)
@@ -89,7 +89,7 @@ def dry_run(planned: PlannedRun, pp_rank: int = 0) -> Meter:
 
 
 def find_crash(error: Exception) -> str:
-    """Describe an error with the last line of this package that it passed through."""
+    """Describe an error, with the innermost line of this package in its traceback."""
     *_, frame = (
         found
         for found in extract_tb(error.__traceback__)
@@ -100,7 +100,7 @@ def find_crash(error: Exception) -> str:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Print the plan, then compare the closed form with dry runs of a short step, for one rank per kind of stage."""
+    """Print the plan, then compare the closed form of a short step with a dry run of one rank per kind of stage."""
     status = command.main(options)
     planned = plan_run(options.config_args, options.gpus, options.gpu)
     short = shorten(planned, 2 * planned.layout.pp)

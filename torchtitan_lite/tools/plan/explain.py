@@ -1,4 +1,4 @@
-"""Explain a layout by dry runs of step.py: the mesh, each rank's weights, the line of every collective."""
+"""Print a layout, from dry runs of step.py: the mesh, each rank's weights, and the code line of every collective."""
 
 import argparse
 import re
@@ -20,7 +20,7 @@ from torchtitan_lite.tools.tables import format_bytes, format_table, write_file
 
 LAYER = re.compile(r"(layers\.\d+|[^.]*)\.?(.*)")  # an FQN's layer or root module, and the rest
 FEW = 3  # microbatches of a dry run: the first, one in the middle, the last
-MOST_SHOWN = 8  # if there are more ranks, only the first two and the last are shown
+MOST_SHOWN = 8  # with more ranks, only the first two and the last are shown
 
 
 def main(options: argparse.Namespace) -> int:
@@ -113,7 +113,7 @@ def format_collectives(collectives: list[Collective]) -> str:
 
 
 def list_rows(calls: Iterable[Collective]) -> list[tuple[str, ...]]:
-    """Return the rows of one pass. Successive layers with the same collectives share their rows."""
+    """Return the rows of one pass. Successive layers with the same collectives share rows."""
     by_owner = defaultdict(list)
     for call in calls:
         owner, module = LAYER.fullmatch(call.site.module).groups()

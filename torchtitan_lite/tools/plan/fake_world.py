@@ -46,13 +46,13 @@ def fake_group(world_size: int, *, rank: int) -> Iterator[None]:
 
 
 class FakeMode(FakeTensorMode):
-    """Fake mode in which .item() and bool() also work: they return 1."""
+    """Fake mode in which .item() and bool() return 1 instead of failing."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten._local_scalar_dense.default:  # .item(), bool()
             return 1
         if func is torch.ops._c10d_functional.wait_tensor.default:
-            return args[0]  # as on a device; torch's meta function returns another tensor
+            return args[0]  # as on a device; torch's meta function returns a new tensor
         return super().__torch_dispatch__(func, types, args, kwargs or {})
 
 
@@ -68,7 +68,7 @@ def fake_tensors() -> Iterator[None]:
             return infer(*args)
 
     def build_outside(*args):
-        # fully_shard fails on fake tensors. An extension may build a second model.
+        # fully_shard fails on fake tensors, also for a second model of an extension.
         with _disable_current_modes():
             return build_parts(*args)
 
@@ -104,7 +104,7 @@ def static_stages(config: Config, model_args: ModelArgs, layout: Layout) -> Iter
         stage = stage_class(
             part, index, n_stages, device, input_args=received, output_args=sent, group=group
         )
-        stage._warmup_forward_vote = lambda *args, **kwargs: torch.ones(1)  # it knows its shapes
+        stage._warmup_forward_vote = lambda *args, **kwargs: torch.ones(1)  # shapes are known
         stage._warmup_backward_result = stage._warmup_forward_vote
         return stage
 
@@ -134,10 +134,10 @@ def multiply_fake_groups(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor
 
 @contextmanager
 def gpu_kernels() -> Iterator[None]:
-    """Context manager: attention without a mask, fused norms and updates, as on CUDA. CPU kernels differ.
+    """Context manager: attention without a mask, fused norms and fused updates, as on CUDA.
 
-    A CPU computes F.rms_norm in steps that keep three more tensors of the size of x. Layer norm is one kernel: it
-    keeps its input and two numbers per row, much as CUDA's RMS norm does.
+    On a CPU, F.rms_norm keeps three more tensors of the size of x. Layer norm replaces it: one kernel, which keeps its
+    input and two numbers per row, almost like RMS norm on CUDA.
     """
     with (
         patch.object(document_attention, "attend_within_documents", attend_without_mask),
@@ -154,13 +154,13 @@ def gpu_kernels() -> Iterator[None]:
 def attend_without_mask(
     query: Tensor, key: Tensor, value: Tensor, doc_ids: Tensor, *positions: Tensor
 ) -> Tensor:
-    """Replace flex attention by a kernel that keeps the same tensors for backward."""
+    """Replaces flex attention: a kernel that keeps the same tensors for backward."""
     return F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
 
 
 def attend_with_sinks(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sinks: Tensor | None
 ) -> Tensor:
-    """Replace flex attention with windows, and its multiplication by shares that depend on the sinks."""
+    """Replaces flex attention with windows and sinks."""
     out = F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
     return out if sinks is None else out * sinks.sigmoid()[:, None, None].to(out.dtype)

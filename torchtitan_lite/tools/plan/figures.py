@@ -1,4 +1,4 @@
-"""Lists of what `plan` prints as text and draws in a page."""
+"""List the memory and the traffic of a plan, which `plan` prints as text and draws in a page."""
 
 from math import prod
 from typing import NamedTuple
@@ -16,7 +16,7 @@ class Calls(NamedTuple):
     n_calls: float
     n_bytes: float  # that the rank moves
     where: str
-    seconds: float  # if nothing else used the links
+    seconds: float  # with exclusive use of the links
 
 
 def list_memory(planned: PlannedRun) -> dict[str, Memory]:

@@ -1,7 +1,7 @@
 """Estimate the seconds of one layer on a cluster: its kernels, and the exposed part of its collectives.
 
     matmuls       by module of the block; tp shards them, ep shards the experts
-    attention     FLOPs of the causal half, 2.5 times that in backward, at the efficiency of the attention kernel
+    attention     FLOPs of the causal half (backward: 2.5 times), at the efficiency of the attention kernel
     elementwise   norms, rotary, SwiGLU, residual, casts, loss; less if compiled
     tp, ep        not overlapped; async TP hides most of tp
     cp            overlaps with attention on the local shard
@@ -27,19 +27,19 @@ KERNELS_OF_LAYER = {False: 28, True: 14}  # compiled -> elementwise kernels in f
 KERNELS_OF_EXPERTS = 60  # additional kernels in an MoE layer: router, sorting, all-to-alls, experts
 # compiled -> tensors that these kernels read and write: a norm with a residual addition, SwiGLU, GPT's activation
 TENSORS = {False: (5, 5, 3), True: (4, 3, 2)}
-# The same number for an eager norm whose operators run one by one in fp32. A DTensor needs this, because torch has no
-# rule that shards the fused kernel
+# The same number for an eager norm that runs operator by operator in fp32, as DTensors do: torch has no rule that
+# shards the fused kernel
 NORM_OP_BY_OP = 21
-# Bytes per element that ZeRO++'s kernels read and write around a gather, and around a reduction
+# Bytes per element that the kernels of ZeRO++ read and write: around a gather, around a reduction
 QWZ_BYTES = 4
 QGZ_BYTES = 48
 LOSS_BYTES = {False: 12, True: 6}  # compiled -> bytes per logit, in each direction
-# Seconds of matmuls: forward, gradients of inputs, gradients of weights; of waits: forward, backward, recompute
+# Seconds of matmuls (forward, gradients of inputs, gradients of weights), or of waits (forward, backward, recompute)
 Times = tuple[float, float, float]
 
 
 class Phases(NamedTuple):
-    """Seconds of one microbatch on a rank. These include the waits for each mesh axis and the recompute (`again`)."""
+    """Seconds of one microbatch on a rank, including the waits for each mesh axis and the recompute (`again`)."""
 
     forward: float = 0.0
     backward_input: float = 0.0
@@ -87,7 +87,8 @@ class LayerTime:
         each = rows / n_experts
         of_weights = self.cluster.matmul_time(n_experts * out, into, each, dtype, recipe)
         if dtype == "float8" and n_experts == 1:
-            # Casts find a maximum and cast. Inputs and gradients are transposed for the gradients of weights.
+            # A cast reads the tensor twice, to find the maximum and to cast. Gradients of weights need transposed
+            # copies.
             cast_s = self.cluster.memory_time(5 * into * (rows + out))
             forward += cast_s
             of_inputs += cast_s
@@ -115,7 +116,7 @@ class LayerTime:
         cluster = self.cluster
         _, n_keys = count_keys(
             w.args, w.seq_len, w.attention_row
-        )  # half of the matrices, less with windows
+        )  # half of the score matrix, less with windows
         heads_dim = w.args.n_heads * w.args.head_dim / w.layout.tp
         flops = 4 * w.n_tokens * n_keys / w.args.n_layers * heads_dim
         peak = cluster.peak(w.compute_dtype) * cluster.clock
@@ -139,7 +140,7 @@ class LayerTime:
         return (9 if w.layout.ep > 1 else 5) * w.compute_bytes + 16 * (not w.compiled)
 
     def elementwise_time(self, kind: LayerKind) -> float:
-        """Return the seconds of a layer's elementwise kernels in forward. An eager kernel reads and writes its tensors.
+        """Return the seconds of a layer's elementwise kernels in forward. Eager kernels read and write all tensors.
 
         c: bytes per element.
         """
@@ -150,7 +151,7 @@ class LayerTime:
         if self.has_slow_norms:
             of_norm = NORM_OP_BY_OP
         n_bytes = of_activation * c * kind.products_dim
-        if kind.is_gated:  # with rotary embeddings, in fp32 if eager
+        if kind.is_gated:  # with rotary embeddings; eager code rotates in fp32
             of_head = 2 * c + of_norm * c * args.qk_norm
             if not w.compiled:
                 of_head += 16
@@ -166,10 +167,10 @@ class LayerTime:
 
     @property
     def dispatch_s(self) -> float:
-        """Seconds of an MoE layer's small kernels in forward; half of those in backward.
+        """Seconds of an MoE layer's small kernels in forward, and half of its small kernels in backward.
 
-        The host waits for the counts of rows, so it is not ahead of the device, which waits for each of these launches.
-        No trainer compiles them.
+        The host waits for the counts of rows, so the device waits for each of these launches. No trainer compiles these
+        kernels.
         """
         return KERNELS_OF_EXPERTS * self.cluster.host_s
 
@@ -178,7 +179,8 @@ class LayerTime:
     def tensor_parallel_times(self, kind: LayerKind) -> Times:
         """Return the seconds of tp's collectives in the forward, the backward and the recompute of a layer.
 
-        Each gathered tensor has a gradient per colwise matmul. In eager code, their sum reads two and writes one.
+        Each gathered tensor has one gradient per colwise matmul. Each eager addition of gradients reads two tensors and
+        writes one.
         """
         w = self.workload
         seconds = self.collective_time("tp", w.hidden_bytes) + self.copy_hidden(2)
@@ -196,7 +198,7 @@ class LayerTime:
         )
 
     def copy_hidden(self, n_times: int) -> float:
-        """Return the seconds to read or write gathered hidden states. DTensor copies what tp gathers."""
+        """Return the seconds to read or write gathered hidden states, because DTensor copies them."""
         if self.workload.layout.tp == 1:
             return 0.0
         return self.cluster.memory_time(n_times * self.workload.hidden_bytes)
@@ -213,7 +215,7 @@ class LayerTime:
     def exchange_s(self) -> float:
         """Seconds of an all-to-all over ep.
 
-        A rank sends R rows, including those to itself. Rows for other nodes use the network card of the rank, in
+        A rank sends R rows, including rows to itself. Rows for other nodes use the network card of the rank, in
         parallel with rows inside the node.
         """
         n = self.workload.layout.ep
@@ -244,8 +246,8 @@ class LayerTime:
     def shard_times(self, kind: LayerKind, forward: float, backward: float) -> tuple[float, float]:
         """Return the seconds that a layer needs for FSDP in forward (all-gather) and backward (reduce-scatter too).
 
-        FSDP2 copies gathered parameters out of a buffer, and gradients into a buffer. Copies overlap with nothing. The
-        copies of dense layers are short, and included in the fitted constants.
+        FSDP2 copies gathered parameters out of a buffer, and gradients into a buffer, without overlap. The copies of
+        dense layers are short, and included in the fitted constants.
         """
         w = self.workload
         gather = 0.0
@@ -266,9 +268,9 @@ class LayerTime:
     def gather_time(
         self, sizes: Counter[str], spared_bytes: float, *, again: bool = False
     ) -> float:
-        """Return the seconds to all-gather parameters. `sizes` maps an axis to their number.
+        """Return the seconds to all-gather parameters. `sizes`: axis -> number of parameters.
 
-        `spared_bytes`: bytes that float8 saves. If `again` is true, this is the gather that backward repeats.
+        `spared_bytes`: bytes that float8 saves. `again`: whether this is the gather in backward.
         """
         w = self.workload
         seconds = 0.0
@@ -286,7 +288,7 @@ class LayerTime:
         return seconds
 
     def reduce_time(self, sizes: Counter[str]) -> float:
-        """Return the seconds to reduce-scatter gradients. `sizes` maps an axis to the number of parameters."""
+        """Return the seconds to reduce-scatter gradients. `sizes`: axis -> number of parameters."""
         w = self.workload
         seconds = 0.0
         for axis, n_parameters in sizes.items():
@@ -327,7 +329,8 @@ class LayerTime:
         wait, wait_back, wait_again = map(sum, zip(*waits, strict=True))
         forward = linear + attend + elementwise + wait
         backward = of_inputs + attend_back + 2 * elementwise + wait_back + again + wait_again
-        # In eager code, the host launches each kernel. A gradient takes as many launches as the forward.
+        # In eager code, the host launches each kernel. Gradients of inputs, and of weights, take as many launches as
+        # forward.
         n_launches = KERNELS_OF_LAYER[w.compiled] + len(kind.block)
         launches = n_launches * self.cluster.host_s / (1 + w.compiled)
         waiting = kind.is_moe and self.dispatch_s

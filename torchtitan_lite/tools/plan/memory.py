@@ -3,12 +3,12 @@
     at rest      parameters, gradients (fp32) and optimizer state of the rank's stages, sharded over tp and
                  dp_shard x cp; experts are sharded over ep and efsdp
     gathered     full parameters in the compute dtype: two blocks (ZeRO 3), or all blocks (ZeRO 1, 2;
-                 in a pipeline, those of three stages)
+                 in a pipeline, the blocks of three stages)
     activations  tensors that forward keeps for backward, by recompute mode, times microbatches in flight
     received     receive buffers of a pipeline; torch allocates them for all microbatches of a step at once
     working      temporary tensors of the block in backward, or the logits and their gradients
 
-These are live bytes; the allocator reserves more (Cluster.reserve_factor). Tests compare them with the dry run.
+These are live bytes, which tests compare with the dry run. The allocator reserves more (Cluster.reserve_factor).
 Legend in workload.py.
 """
 
@@ -57,13 +57,13 @@ def list_kept(w: Workload, kind: LayerKind) -> dict[str, float]:
 
     Each mode also keeps the log-sum-exp of attention, 4 bytes per head, unless attention is recomputed. Unfused
     attention keeps its scores. QK norms keep their input and 4 bytes per head. In MoE layers, "op" recomputes pieces of
-    the block. The norm before the experts is in none of the pieces, so its input and output are kept.
+    the block. No piece has the norm before the experts, so its input and output are kept.
     """
     args = w.args
     tp = w.layout.tp
     heads = args.n_heads * args.head_dim
     keys = w.n_kv_heads * args.head_dim * tp
-    shared = kind.n_shared * args.head_dim  # keys and values of the ranks that use one head
+    shared = kind.n_shared * args.head_dim  # keys and values of all ranks that share a head
     hidden = args.dim / tp if w.sequence_parallel else args.dim
     norms = hidden * len(kind.norms)
     gathered = args.dim * kind.n_gathers if w.sequence_parallel else 0
@@ -123,9 +123,10 @@ def list_kept_by_experts(w: Workload) -> Counter[str]:
 def estimate_layer(w: Workload, kind: LayerKind) -> tuple[float, float]:
     """Return the bytes that a layer keeps per microbatch, and the additional bytes at the peak of its backward.
 
-    In backward, a layer holds recomputed activations and temporary gradients. An MoE can need more at two other times:
-    when the next MoE is gathered (a buffer, and copies of its slices), and when its own gradients are reduced (in the
-    compute dtype and in fp32). By then its activations are freed and, under ZeRO 3, its parameters.
+    In backward, a layer holds recomputed activations and temporary gradients. An MoE layer can need more at two other
+    times: when the next MoE layer is gathered (a buffer, and copies of its slices), and when its own gradients are
+    reduced (in the compute dtype and in fp32). At the reduction, its activations are already freed; under ZeRO 3, its
+    parameters too.
     """
     args = w.args
     layout = w.layout
@@ -140,7 +141,7 @@ def estimate_layer(w: Workload, kind: LayerKind) -> tuple[float, float]:
         weighted = w.n_rows * args.dim * MASTER_BYTES
         of_experts = w.n_rows * (3 * args.moe.expert_ffn_dim + args.dim) * width
         exchanged = 5 * w.rows_bytes if layout.ep > 1 else 0
-        # First the gradients of the weighted rows and of their weights, then the gradients of the experts or of the
+        # First the gradients of the weighted rows and of the routing weights, then the gradients of experts or
         # all-to-alls.
         temporary = max(2 * weighted, max(of_experts, exchanged) - weighted)
         gathered = kind.sizes["efsdp"] * width
@@ -163,9 +164,9 @@ def estimate_layer(w: Workload, kind: LayerKind) -> tuple[float, float]:
 def estimate_loss(w: Workload) -> float:
     """Return the bytes that the loss holds at its peak.
 
-    It holds the fp32 gradient of the weight, plus the larger of two sums: a chunk's logits in both dtypes and
-    their gradient, or the gradient of the logits and the chunk's contribution to the weight's gradient. A trainer that
-    keeps all logits holds three fp32 tensors (T, V): log-softmax and two gradients; one if compiled.
+    These are the fp32 gradient of the weight, plus the larger of two sums: a chunk's logits in both dtypes and their
+    gradient, or the gradient of the logits and the chunk's contribution to the weight's gradient. A trainer that keeps
+    all logits holds three fp32 tensors (T, V), log-softmax and two gradients; a compiled loss holds one.
     """
     width = w.compute_bytes
     vocab_size = w.args.vocab_size / w.layout.tp
@@ -174,7 +175,7 @@ def estimate_loss(w: Workload) -> float:
     weight = vocab_size * w.args.dim
     logits = vocab_size * min(w.loss_chunk_tokens or w.n_tokens, w.n_tokens)
     if width == MASTER_BYTES:
-        # The logits need one tensor, and the weight's gradient is accumulated in place.
+        # The logits need one tensor; the weight's gradient is accumulated in place.
         return (weight + logits) * MASTER_BYTES
     in_forward = logits * (2 * width + MASTER_BYTES)
     in_backward = (weight + logits) * width
@@ -193,7 +194,7 @@ def find_fullest(w: Workload) -> Memory:
 def list_fullest(w: Workload) -> Iterator[Memory]:
     """Yield the memory of the ranks that can be the fullest.
 
-    These are the first pp rank, the second (it may have one layer more) and the last (the logits).
+    These are the first pp rank, the second (which may have one layer more) and the last (which has the logits).
     """
     last = w.layout.pp - 1
     layers = estimate_layers(w)
@@ -246,7 +247,7 @@ def estimate_memory(w: Workload, pp_rank: int, of_model: Layers | None = None) -
 
 
 def estimate_head(w: Workload) -> float:
-    """Return the bytes of the head's loss, of hidden states before and after its norm, and of their gradient."""
+    """Return the bytes of the loss, of hidden states before and after the final norm, and of their gradient."""
     tp = w.layout.tp
     n_hidden = 3 if tp == 1 else 2 + 2 / tp  # tp gathers the last two
     return estimate_loss(w) + n_hidden * w.hidden_bytes
@@ -255,7 +256,7 @@ def estimate_head(w: Workload) -> float:
 def list_moments_of_pipeline(
     w: Workload, layers: Layers, indices: list[int], in_flight: InFlight
 ) -> list[Moment]:
-    """List the peaks of a pp rank: one while each set of stages has gradients. A stage reduces them at its end."""
+    """List the possible peaks of a pp rank: one for each set of stages that have gradients at the same time."""
     has_head = indices[-1] == len(w.stages) - 1
     working = max((working for *_, working in layers), default=0.0)
     table = w.table * w.compute_bytes
@@ -272,7 +273,7 @@ def list_moments_of_pipeline(
     for index in indices:
         kept[index] = sum(n_bytes * kind.count(w.stages[index]) for kind, n_bytes, _ in layers)
         if index == 0 and not kept[index]:
-            # The embedding alone keeps its output. Other stages keep a receive buffer.
+            # A stage with only the embedding keeps its output. Later stages keep a receive buffer.
             kept[index] = w.hidden_bytes / w.layout.tp
         elif kept[index] and w.engine == "torch":
             kept[index] += w.n_tokens * w.args.head_dim * ANGLE_BYTES
@@ -293,7 +294,7 @@ def find_largest_block(w: Workload, layers: Layers) -> float:
 
 
 def list_moments(w: Workload, layers: Layers, stage: Stage, at_rest: float) -> list[Moment]:
-    """List the moments without a pipeline that can be the peak.
+    """List the moments that can be the peak without a pipeline.
 
     These are the loss, the last and the first block in backward, and the reduction of the embedding's gradient.
     Activations are freed while gradients are allocated. FSDP gathers into a buffer and copies. The head's buffer is
@@ -321,7 +322,7 @@ def list_moments(w: Workload, layers: Layers, stage: Stage, at_rest: float) -> l
     reduce_bytes = 0
     if not w.is_whole and (layout.zero_stage > 1 or layout.n_microbatches == 1):
         reduce_bytes = w.reduce_bytes
-    near = 0.0  # copies inside a node that hpZ keeps of each block
+    near = 0.0  # hpZ's copies of each block inside a node
     if "hpz" in w.zero_plus_plus:
         for kind in w.kinds:
             for axis, n_parameters in kind.sizes.items():

@@ -2,7 +2,7 @@
 
     train_step(run, batch)  ->  operator  ->  Meter records it  ->  the same operator, on fake or real tensors
 
-A storage counts from the operator that returns it until it is freed, as in an allocator without fragmentation.
+A storage is live from the operator that returns it until it is freed, as in an allocator without fragmentation.
 
 The line and the module of a call come from Python's stack while the operator runs:
 
@@ -52,9 +52,9 @@ OPERATIONS = {  # part of an operator's name, without "_" -> operation
     "recv": "receive",
 }
 CALL, ENGINE = nn.Module._call_impl.__code__, torch.autograd.graph._engine_run_backward.__code__
-# A pipeline schedule calls these outside of the model.
+# A pipeline schedule calls these functions outside of the model.
 FSDP = {"unshard": "forward", "post_backward": "backward"}
-# Helpers, whose callers are shown
+# Helpers: their callers are shown instead
 NO_CALL_SITES = ("parallel/exchange.py", "parallel/tensor_parallel.py", "tools/")
 
 
@@ -114,7 +114,7 @@ def measure(
     if operation == "all-to-all":
         whole = tensors[-1]  # the input
         *_, n_rows = (argument for argument in args if isinstance(argument, list))
-        if n_rows:  # sent to each rank; otherwise all get the same
+        if n_rows:  # rows for each rank; otherwise all ranks get the same tensor
             fraction = 1 - n_rows[group.rank()] / max(1, sum(n_rows))
     return whole, whole.nbytes * fraction
 
@@ -171,7 +171,7 @@ class Meter(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(issubclass(kind, DTensor | AsyncCollectiveTensor) for kind in types):
             return NotImplemented  # these subclasses call the operator again on their plain tensors
-        site = self._find_site()  # of every operator: backward needs the sites of forward
+        site = self._find_site()  # for every operator: backward needs the sites of forward
         if func in CONTEXT_ATTENTION:
             with self:
                 return CONTEXT_ATTENTION[func](*args, **kwargs)
@@ -200,7 +200,7 @@ class Meter(TorchDispatchMode):
             if code is ENGINE:
                 phase = phase or "backward"
                 if node is not None:
-                    break  # the frames that called backward() are not of interest
+                    break  # ignore the frames that called backward()
             elif code is CALL and not phase and id(frame.f_locals["self"]) in self._names:
                 phase = "forward" if node is None else "recompute"
                 module = module or self._names[id(frame.f_locals["self"])]
@@ -213,7 +213,7 @@ class Meter(TorchDispatchMode):
             frame = frame.f_back
         site = CallSite(line, module, phase or outside or "between")
         if phase == "backward" and node is not None:
-            # The first call site in forward after autograd numbered the node
+            # The first call site in forward after the node got its number
             at = bisect_left(self._in_forward, node._sequence_nr() + 1, key=itemgetter(0))
             if at < len(self._in_forward):
                 _, forward = self._in_forward[at]

@@ -27,7 +27,7 @@ class Action(NamedTuple):
 
 
 Order = list[list[Action]]  # the actions of each pp rank in one step
-HALVES = {"F": "F", "B": "IW", "I": "I", "W": "W"}  # kind -> work that is done after the action
+HALVES = {"F": "F", "B": "IW", "I": "I", "W": "W"}  # kind -> halves that the action completes
 
 
 def list_row(
@@ -43,9 +43,9 @@ def list_order(schedule: str, pp: int, n_microbatches: int, n_stages_per_rank: i
 
 
 def list_lengths(pp: int, n_microbatches: int) -> list[tuple[int, int]]:
-    """Return numbers of microbatches of short orders, with weights.
+    """Return short orders for a long order: number of microbatches and weight of each.
 
-    The weighted sum of the results of short orders is the result of the long order.
+    The weighted sum of their results is the result of the long order.
 
     In a full pipeline, each round of microbatches adds the same time and the same number of microbatches in flight:
     f(m) = f(a) + k * (f(a + round) - f(a)) for a = m - k * round. An order of at most four rounds is not shortened.
@@ -151,7 +151,7 @@ def dual_pipe_v(rank: int, pp: int, n_microbatches: int, stages: range) -> list[
     split = last[rank + 1 :]
     for arm in split:
         steps += f"{arm}I "
-    weights = split + "a" * n_after  # in the order of their I
+    weights = split + "a" * n_after  # ordered like their I
     for arm in weights[:n_after]:
         steps += f"{arm}W aI "
     for arm in weights[n_after:]:
@@ -169,7 +169,7 @@ ORDERS: dict[str, Callable[..., list[Action]]] = {  # names as in torch
     "DualPipeV": dual_pipe_v,
 }
 
-# ---------------------------------------------------------------- what torch holds on a pp rank
+# ---------------------------------------------------------------- microbatches and stages that torch keeps on a pp rank
 #
 # 0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1      two stages, two microbatches
 #         |       |   |           |
@@ -184,15 +184,15 @@ InFlight = dict[frozenset[int], Counter[tuple[int, str]]]
 # layers: in a block of Llama 8B, 264 KiB per token instead of 164.
 WAITING = 1.6
 STAGES_GATHERED = 3  # torch gathers the next three stages of a pp rank, and frees the others
-# kind -> change of the number of microbatches in flight, by their last action
+# kind -> changes of the number of microbatches in flight, by last action
 CHANGES = {"F": {"F": 1}, "B": {"F": -1}, "I": {"F": -1, "I": 1}, "W": {"I": -1}}
 
 
 def count_in_flight(row: list[Action]) -> InFlight:
-    """Return the microbatches in flight on a pp rank at its peaks.
+    """Return the numbers of microbatches in flight on a pp rank at its possible peaks.
 
-    After F, a microbatch holds the activations for its backward. Between I and W, it holds WAITING times as many bytes.
-    A stage reduces its gradients after its last W.
+    From F to its backward, a microbatch holds its activations. Between I and W, it holds WAITING times these bytes. A
+    stage reduces its gradients after its last W.
     """
     to_come = Counter(action.stage for action in row if action.kind in "BW")
     held: Counter[tuple[int, str]] = Counter()
@@ -230,10 +230,10 @@ def extrapolate_in_flight(
 
 
 def count_gathers(row: list[Action]) -> Counter[int]:
-    """Return stage -> how often torch gathers it, if it always holds the next STAGES_GATHERED stages of the row."""
+    """Return stage -> number of its gathers, if torch always keeps the next STAGES_GATHERED stages of the row."""
     gathers = Counter()
-    later = set()  # the stages that torch holds at the next action
-    ahead = []  # all stages from here on, by their first action
+    later = set()  # the stages that torch keeps at the next action
+    ahead = []  # stages of later actions, in the order of their next use
     for action in reversed(row):
         ahead = [action.stage, *(stage for stage in ahead if stage != action.stage)]
         now = set(ahead[:STAGES_GATHERED])

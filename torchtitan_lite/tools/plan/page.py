@@ -29,7 +29,7 @@ from torchtitan_lite.tools.plan.slices import choose_shown, find_slices
 from torchtitan_lite.tools.plan.timeline import draw_timeline, simulate
 from torchtitan_lite.tools.tables import format_bytes, format_seconds
 
-FEW_RANKS = 16  # up to this number of ranks, cards have words
+FEW_RANKS = 16  # up to this number of ranks, cards have text
 # Left end and width of the boxes of a card
 WEIGHT_X = (1.0, 27.0)
 TOKENS_X = (33.0, 36.0)
@@ -118,7 +118,7 @@ def draw_forecast(planned: PlannedRun) -> str:
         ),
     }
     return (
-        f"{draw_facts(facts)}<p><i>A forecast by closed form. Bar of {family}: {about}. "
+        f"{draw_facts(facts)}<p><i>A forecast by closed form. Error bar of {family}: {about}. "
         "This trainer has never run on a GPU.</i></p>"
     )
 
@@ -153,7 +153,7 @@ def draw_mesh(planned: PlannedRun) -> str:
     n_shown = prod(map(len, shown.values()))
     rows = [
         dim for dim in layout.used_dims[:-1] if dim != "pp"
-    ]  # a line of cards for each place in them
+    ]  # coordinates on these dims; each gets a line of cards
     dim = layout.used_dims[-1] if layout.used_dims else "tp"
     sections = []
     for pp in shown["pp"]:
@@ -174,7 +174,7 @@ def draw_mesh(planned: PlannedRun) -> str:
     if n_shown < layout.world_size:
         wide = [each for each, indices in shown.items() if len(indices) < layout.degrees[each]]
         folded = (
-            f" Shown are {n_shown} of {layout.world_size:,} ranks: "
+            f" The page shows {n_shown} of {layout.world_size:,} ranks: "
             f"of {' and '.join(wide)}, the first and the last."
         )
     n_rows, n_columns = weight.weight
@@ -185,7 +185,7 @@ def draw_mesh(planned: PlannedRun) -> str:
             "",
             f"{weight.name} of a layer, {n_rows:,} x {n_columns:,}: rows that the rank stores",
         ),
-        (WEIGHT, "pale", "and uses while the block runs"),
+        (WEIGHT, "pale", "rows that it uses while the block runs"),
         (TOKENS, "", f"the batch, {sizes}: tokens that it holds between matmuls"),
         (TOKENS, "pale", "and multiplies"),
     ]
@@ -263,7 +263,7 @@ def draw_box(
     rows: range = range(1),
     n: int = 1,
 ) -> str:
-    """Draw `rows` of `n` as a part of a box. `x`: left end and width. `least`: smallest height if there is a row."""
+    """Draw `rows` of `n` as part of a box. `x`: left end and width. `least`: smallest height of a row."""
     left, width = x
     y = 1 + 40 * rows.start / n
     height = max(least * bool(rows), 40 * len(rows) / n)
@@ -294,7 +294,7 @@ def draw_pipeline(planned: PlannedRun) -> str:
     key = draw_key((f"var(--{kind})", "", word) for kind, word in letters.items() if kind in used)
     about = (
         f"{layout.n_microbatches} microbatches pass through {len(layout.stages)} stages. Between two stages, a rank "
-        f"sends {format_bytes(sent)} for each microbatch in forward, and as many in backward. "
+        f"sends {format_bytes(sent)} for each microbatch in forward, and the same number in backward. "
         f"Ranks are idle for {forecast.bubble:.1%} of a step. The pipeline takes "
         f"{format_seconds(timeline.end_time)}."
     )
@@ -306,7 +306,7 @@ def draw_memory(planned: PlannedRun) -> str:
     memories = list_memory(planned)
     live = max(memory.live for memory in memories.values())
     length = 1.02 * max(capacity, planned.taken_bytes)
-    is_small = live < length / 20  # then a bar shows only what is live
+    is_small = live < length / 20  # then the bar shows only live memory
     if is_small:
         length = live
     bars = ""

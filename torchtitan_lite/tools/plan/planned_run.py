@@ -31,7 +31,7 @@ ANY_CPU = Machine("cpu", 1, 0, "CPU")
 
 
 def describe_workload(config: Config, args: ModelArgs, layout: Layout) -> Workload:
-    """Return the workload of a run. "auto" values are resolved for a GPU. Raises ConfigError."""
+    """Return the workload of a run, with "auto" values resolved for a GPU. Raises ConfigError."""
     if config.activation_checkpoint.mode == "memory_budget":
         why = "the compiler decides what to recompute, so there is no closed form"
         remedy = 'Plan with "none" and with "full": the result is between the two'
@@ -99,7 +99,7 @@ class PlannedRun:
         return describe_workload(self.config, self.model_args, self.layout)
 
     def with_recompute(self, section: ActivationCheckpoint) -> "PlannedRun":
-        """Return this run with these recompute settings. It shares what depends on the layout only."""
+        """Return this run with these recompute settings. The copy shares all values that depend only on the layout."""
         planned = replace(self, config=replace(self.config, activation_checkpoint=section))
         counts = count_recompute(section, self.model_args)
         vars(planned)["workload"] = self.workload.with_recompute(counts)
@@ -120,12 +120,12 @@ class PlannedRun:
     @property
     def source_of_reserve(self) -> str:
         if self.has_own_reserve:
-            return "reserve of this trainer, replayed without a GPU; compared with no run, so without a bar"
+            return "reserve of this trainer, measured without a GPU; no error bar, because no run confirmed it"
         return self.memory_bar.describe(self.cluster.name)
 
     @property
     def has_own_reserve(self) -> bool:
-        """Whether this trainer's own reserve applies: on one GPU, because published runs have several GPUs."""
+        """Whether to use this trainer's own allocator reserve: on one GPU, because published runs have several."""
         return self.layout.world_size == 1 and self.cluster.name != "cpu"
 
     @cached_property

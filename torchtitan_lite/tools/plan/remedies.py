@@ -15,10 +15,10 @@ from torchtitan_lite.tools.plan.planned_run import PlannedRun
 from torchtitan_lite.tools.plan.unmodeled import list_unmodeled
 
 MOST_IDLE = 0.15  # fraction of a step
-LEVERS = [  # settings that take less memory; the one that costs least time is first
+LEVERS = [  # settings that take less memory, sorted by the time they cost
     ("training.loss_chunk_tokens", 1024),
     ("parallelism.zero_stage", 3),
-    # op: also gathers the inputs of norms again, whole on every tp rank
+    # op also repeats the gathers of norm outputs over tp
     ("activation_checkpoint.mode", "selective"),
     ("activation_checkpoint.mode", "full"),
     ("parallelism.pipeline_parallel_degree", 4),
@@ -26,7 +26,7 @@ LEVERS = [  # settings that take less memory; the one that costs least time is f
     ("optimizer.moments_dtype", "bfloat16"),
 ]
 
-FASTER = {  # single changes that may be faster, beside twice and half of a degree
+FASTER = {  # changes of one key that may be faster, besides doubling or halving a degree
     "parallelism.zero_stage": (1, 2, 3),
     "activation_checkpoint.mode": ("none", "selective", "full"),
     "training.local_batch_size": (1, 2, 4),

@@ -2,8 +2,8 @@
 
     degrees x schedule x microbatch x ZeRO stage x recompute  ->  check's rules  ->  memory  ->  closed form, simulated
 
-Layouts that fit in memory are sorted by a lower bound on their step time and simulated in this order. The search stops
-when the next bound exceeds the step time of the N_BEST-th layout, so the result equals an exhaustive search.
+Layouts that fit in memory are simulated in the order of a lower bound on their step time. The search stops when the
+next bound exceeds the step time of the N_BEST-th layout, so the result equals an exhaustive search.
 """
 
 import argparse
@@ -77,7 +77,7 @@ def list_proposals(
             sums_in_bfloat16 = config.training.dtype == "bfloat16" and microbatch < global_batch
             alone = 1 if pp > 1 or sums_in_bfloat16 else 2  # ZeRO 2 takes less memory
             if world_size == pp and zero_stage != alone:
-                continue  # nothing is sharded, so all stages are the same run
+                continue  # nothing is sharded, so all ZeRO stages are the same run
             training = replace(
                 config.training,
                 local_batch_size=microbatch,
@@ -97,7 +97,7 @@ def list_proposals(
                 pipeline_parallel_schedule=schedule,
                 pipeline_parallel_layers_per_stage=layers,
             )
-            # list_candidates sets other recompute modes. Some schedules would refuse the mode of the config.
+            # Some schedules would refuse the recompute mode of the config. list_candidates tries the modes.
             yield replace(
                 config,
                 training=training,
@@ -107,7 +107,7 @@ def list_proposals(
 
 
 def list_schedules(config: Config, pp: int, n_layers: int) -> list[tuple[str, int | None]]:
-    """Return every schedule with its layers per stage. None if the schedule sets the number of stages."""
+    """Return every schedule with its layers per stage, or with None if the schedule sets the number of stages."""
     section = config.parallelism
     if pp == 1:
         return [(section.pipeline_parallel_schedule, None)]
@@ -142,9 +142,9 @@ def rank(fitting: list[PlannedRun], n_best: int = N_BEST) -> list[tuple[PlannedR
 
 
 def is_common(planned: PlannedRun) -> bool:
-    """Return whether people publish such layouts: cp only for long sequences, 1F1B on up to 16 pp ranks, ep in a node.
+    """Return whether such layouts are common in publications.
 
-    Most people train experts with ep.
+    Common are cp only for long sequences, 1F1B on up to 16 pp ranks, ep inside a node, and ep for models with experts.
     """
     w = planned.workload
     layout = w.layout
@@ -156,17 +156,17 @@ def is_common(planned: PlannedRun) -> bool:
 
 
 def explain_common(common: list[PlannedRun], best: Forecast) -> str:
-    """Return a text: the fastest of the layouts that people publish, and why it is slower than the best layout."""
+    """Return a text: the fastest common layout, and why it is slower than the best layout."""
     if not common:
-        return "No layout of the kind that people publish fits."
+        return "No layout of the kind that is commonly published fits."
     ((planned, expected),) = rank(common, 1)
     if expected.step_time_s <= best.step_time_s:
-        return "The best layout is of the kind that people publish."
+        return "The best layout is of the kind that is commonly published."
     extra = {what: seconds - best.parts_s[what] for what, seconds in expected.parts_s.items()}
     named = sorted(extra, key=extra.get, reverse=True)[:3]
     causes = [f"{what} {extra[what]:+.2f} s" for what in named]
     return (
-        f"The fastest of the kind that people publish: {planned}\n"
+        f"The fastest of the kind that is commonly published: {planned}\n"
         f"{expected.tokens_per_s_per_gpu:,.0f} tok/s/GPU, a step of {expected.step_time_s:.2f} s instead of "
         f"{best.step_time_s:.2f} s: {', '.join(causes)}"
     )
@@ -208,7 +208,7 @@ def search_layouts(options: argparse.Namespace) -> str:
         table.append(row)
     return (
         f"{len(fitting):,} layouts fit in the memory of {n_gpus:,} GPUs.\n"
-        f"Values of yours that the best one replaces: {', '.join(replaced) or 'none'}.\n\n"
+        f"Your values that the best layout replaces: {', '.join(replaced) or 'none'}.\n\n"
         f"{format_table(table, '>>>>>')}\n\n"
         f"{explain_common(list(filter(is_common, fitting)), best[0][1])}"
     )

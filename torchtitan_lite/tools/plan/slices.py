@@ -1,11 +1,11 @@
 """Find the slice of a weight and the tokens that each rank holds, for pictures of a layout. Numbers only, no torch.
 
               held all the time                             in use, after a gather
-    weight    rows between steps: 1/tp, of it 1/fsdp        rows while the block runs: gathered over dp_shard x cp
-    tokens    positions between matmuls: 1/cp, of it 1/tp   positions in matmuls: gathered over tp
-    experts   1/ep of them, of it 1/efsdp                   1/ep of them, gathered over efsdp
+    weight    rows between steps: 1/(tp x fsdp)             rows while the block runs: gathered over dp_shard x cp
+    tokens    positions between matmuls: 1/(cp x tp)        positions in matmuls: gathered over tp
+    experts   1/(ep x efsdp)                                1/ep, gathered over efsdp
 
-explain.py prints the same slices of every parameter, recorded from a dry run. A test compares the two.
+explain.py prints the same slices of every parameter from a dry run. A test compares both results.
 """
 
 from math import ceil
@@ -18,7 +18,7 @@ MOST_RANKS = 64  # a picture shows at most this number of ranks
 
 
 class Slices(NamedTuple):
-    """One rank's slices: of a weight whose output features tp splits, of a batch, and of the experts of a layer."""
+    """One rank's slices of three things: a weight whose output features tp splits, a batch, the experts of a layer."""
 
     held_rows: range  # rows of the weight
     used_rows: range
@@ -29,7 +29,7 @@ class Slices(NamedTuple):
 
 
 def cut(whole: range, n: int, index: int) -> range:
-    """Return one of n slices. As in torch.chunk, the last one may be smaller."""
+    """Return one of n slices. As in torch.chunk, the last slice may be smaller."""
     size = ceil(len(whole) / n)
     return whole[index * size : (index + 1) * size]
 

@@ -14,8 +14,8 @@ from torchtitan_lite.tools.plan.layer_time import LayerTime, Phases
 from torchtitan_lite.tools.plan.orders import Action
 from torchtitan_lite.tools.plan.timeline import simulate
 
-# ZeRO stage -> bytes that FSDP reads and writes per parameter if it shards nothing: in a step, and in each microbatch.
-# Weights are cast and copied, gradients concatenated, copied and added. Recorded with float32 weights
+# ZeRO stage -> bytes that FSDP reads and writes per parameter if nothing is sharded: per step, and per microbatch. FSDP
+# casts and copies weights, and concatenates, copies and adds gradients. Recorded with float32 weights
 # (assets/benchmarks/2026-11-29-no-gpu.md). bfloat16 weights move 6 bytes less per microbatch under ZeRO 3
 COPIED_BYTES = {1: (22, 10), 2: (-2, 26), 3: (-12, 46)}
 
@@ -28,7 +28,7 @@ class Forecast:
     parts_s: dict[str, float]  # "compute", "bubble", ... -> seconds, averaged over pp ranks
     bubble: float  # idle fraction of a step, averaged over pp ranks
     tokens_per_s_per_gpu: float
-    # Model FLOP/s over the bf16 peak (fp32 runs: the fp32 peak), with full attention and with its causal half
+    # Model FLOP/s divided by the bf16 peak (fp32 runs: the fp32 peak), with full and with causal attention
     mfu_full: float
     mfu_causal: float
 
@@ -66,11 +66,11 @@ class StepTime(LayerTime):
 
     @cached_property
     def once_s(self) -> float:
-        """Seconds of FSDP's collectives that are exposed once per step, on the worst rank."""
+        """Seconds of FSDP's collectives that are exposed once per step, on the slowest rank."""
         return max(self.wait_once(rank) for rank, *_ in self.workload.alike)
 
     def wait_once(self, pp_rank: int) -> float:
-        """Return the seconds of FSDP's collectives that one pp rank exposes once per step.
+        """Return the seconds that one pp rank waits for FSDP's collectives once per step.
 
         The first all-gather and the last reduction overlap with nothing. In a pipeline, torch reduces the gradients
         of a stage after its last backward. Gradients of replicas are reduced per block, in the last backward.
@@ -101,7 +101,7 @@ class StepTime(LayerTime):
 
     @cached_property
     def copies_s(self) -> float:
-        """Seconds of FSDP's copies in a step if it shards nothing, on the fullest rank. They overlap with nothing."""
+        """Seconds of FSDP's copies, without overlap, in a step if nothing is sharded, on the fullest rank."""
         w = self.workload
         if w.layout.fsdp > 1 or w.is_whole or w.engine != "torch":
             return 0.0
@@ -119,7 +119,7 @@ class StepTime(LayerTime):
         """Return the seconds of the optimizer on one pp rank.
 
         The norm reads the gradient; the update reads gradient, weight and moments, and writes weight and moments. In
-        each round of Muon, Newton-Schulz of the largest matrix and the all-to-alls overlap with nothing.
+        each round of Muon, the all-to-alls and the Newton-Schulz of the largest matrix overlap with nothing.
         """
         w = self.workload
         n_parameters = w.at_rest[pp_rank]
@@ -139,7 +139,7 @@ class StepTime(LayerTime):
     def lower_bound_s(self) -> float:
         """Lower bound on the step time: a rank waits for its first microbatch, then is never idle.
 
-        Earlier stages run their last backwards after that rank, unless its last gradients of weights overlap with them.
+        The last backwards of earlier stages come later, unless they overlap with this rank's last gradients of weights.
         """
         layout = self.workload.layout
         splits_backward = SCHEDULES[self.workload.schedule].splits_backward
@@ -149,7 +149,7 @@ class StepTime(LayerTime):
             passes.append(phases.forward + after)
         fills = [0.0, *accumulate(passes)]
         bounds = []
-        for *_, rank in self.workload.alike:  # the last of equal ranks waits longest
+        for *_, rank in self.workload.alike:  # of equal ranks, the last starts latest
             indices = layout.stages_of(rank)
             busy = sum(self.stages[index].total for index in indices)
             bounds.append(fills[indices[0]] + layout.n_microbatches * busy)
@@ -164,7 +164,7 @@ class StepTime(LayerTime):
             end_time += weight * simulate(order, self.seconds_of, self.send_s).end_time
         step_time_s = end_time + self.once_s + self.copies_s + self.optimizer_s
         n_times = layout.n_microbatches / layout.pp
-        # the seconds of all microbatches of a step
+        # seconds of all microbatches of a step
         average = Phases(*(n_times * sum(seconds) for seconds in zip(*self.stages, strict=True)))
         bubble = 0.0
         if layout.pp > 1:

@@ -1,4 +1,4 @@
-"""Estimate the bytes that one rank moves in one step, by a closed form. A dry run records the same calls (meter.py).
+"""Compute the bytes that one rank moves in one step, by a closed form. A dry run records the same calls (meter.py).
 
     axis              tensors                                           number of calls
     tp                hidden states (B, S/cp, D)                        4 per layer and microbatch, 2 in an MoE layer,
@@ -62,7 +62,7 @@ def fraction_moved(operation: str, n_ranks: int) -> float:
 
 
 def name_axis(layout: Layout, description: str) -> str:
-    """Return the mesh dims of a group from its description, such as "mesh_dp_shard_cp". The default group has all."""
+    """Return the mesh dims in a group's description, such as "mesh_dp_shard_cp"; all dims for the default group."""
     return " x ".join(NAMES.findall(description) or layout.used_dims)
 
 
@@ -71,7 +71,7 @@ def estimate_traffic(w: Workload, pp_rank: int) -> dict[tuple[str, str], Moved]:
     layout = w.layout
     n_gathers = count_gathers(w.order[pp_rank])
     calls = []
-    n_scales = 0  # one per weight that is gathered in float8, if they are precomputed
+    n_scales = 0  # precomputed scales: one per weight that is gathered in float8
     for index in layout.stages_of(pp_rank):
         stage = w.stages[index]
         for kind in w.kinds:
@@ -106,7 +106,7 @@ def estimate_traffic(w: Workload, pp_rank: int) -> dict[tuple[str, str], Moved]:
 
 
 def list_calls_of_stage(w: Workload, index: int) -> list[Call]:
-    """List the calls over tp of embedding, final norm, head and loss, and those between stages on different ranks."""
+    """List the calls of embedding, final norm, head and loss over tp, and the sends to neighboring stages."""
     m = w.layout.n_microbatches
     stage = w.stages[index]
     n_ends = stage.has_embedding + stage.has_head
@@ -118,7 +118,7 @@ def list_calls_of_stage(w: Workload, index: int) -> list[Call]:
     norm_bytes = w.args.dim * w.reduced_bytes
     # One send and one receive per neighbor: hidden states one way, gradients the other
     ranks = w.layout.stage_ranks
-    nearest = ranks[max(0, index - 1) : index + 2]  # and this stage's own rank
+    nearest = ranks[max(0, index - 1) : index + 2]  # includes this stage's own rank
     n_neighbors = sum(rank != ranks[index] for rank in nearest)
     sent_bytes = w.hidden_bytes / w.layout.tp
     outputs = sum(row.weight[0] for row in stage.added if row.tp_style == "gathered")
@@ -140,7 +140,7 @@ def list_reductions_over_tp(w: Workload, modules: Iterable[ModuleRow], n_layers:
     for module in modules:
         axis = "tp"
         sizes = list(map(prod, module.tensors.values()))
-        if module.kind == "router":  # the router of each ep rank saw different tokens
+        if module.kind == "router":  # each ep rank routes different tokens
             axis = "ep"
         elif module.tp_style == "rowwise":  # a bias is added after the scatter
             sizes = sizes[1:]
@@ -156,8 +156,9 @@ def list_reductions_over_tp(w: Workload, modules: Iterable[ModuleRow], n_layers:
 def list_calls_of_pass(w: Workload, kind: LayerKind) -> list[Call]:
     """List the calls over tp, ep and cp of one layer and microbatch. Backward mirrors forward.
 
-    tp gathers inputs of colwise layers and scatters outputs of rowwise layers. Recompute repeats the gathers, and full
-    recompute also repeats all or all but one scatters. Over ep, counts and rows go to experts, and results come back.
+    tp gathers inputs of colwise layers and scatters outputs of rowwise layers. Recompute repeats the gathers. Full
+    recompute also repeats the scatters, except a last scatter at the end of the block. Over ep, counts and rows go to
+    experts, and results come back.
     """
     again = kind.average(full=1)
     n_both = kind.n_gathers + kind.n_scatters
@@ -198,7 +199,7 @@ def list_calls_of_pass(w: Workload, kind: LayerKind) -> list[Call]:
 
 
 def list_calls_of_fsdp(w: Workload, stage: Stage, n_gathers: int) -> list[Call]:
-    """List the calls of FSDP (fsdp.py). If ZeRO 3 does not free a stage, it is gathered `n_gathers` times."""
+    """List the calls of FSDP (fsdp.py). `n_gathers`: gathers of a stage that ZeRO 3 does not free after each use."""
     m = w.layout.n_microbatches
     of_embedding = n_gathers
     of_head = n_gathers
@@ -219,7 +220,7 @@ def list_calls_of_fsdp(w: Workload, stage: Stage, n_gathers: int) -> list[Call]:
 
 
 def list_calls_of_group(w: Workload, group: Group, n_gathers: int) -> list[Call]:
-    """List the gathers of some equal FSDP groups, and the reductions of their gradients."""
+    """List the gathers and reductions of several equal FSDP groups."""
     axis, sizes, n_groups, float8 = group
     near = f"{axis}_near"  # the ranks inside a node
     n_shards = getattr(w.layout, axis)

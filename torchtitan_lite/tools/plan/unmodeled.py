@@ -1,7 +1,7 @@
 """List features of a run that the forecast does not model. `plan` prints a remark for each, also before a dry run.
 
-A key is listed with the values that the closed forms model. Other keys either are modeled for all of their values, or
-do not change the time or the memory of a step. Validation and checkpoints run between steps, so they are not listed.
+MODELED_VALUES has the keys that are modeled for some values only. Other keys are modeled for all values, or do not
+change the time or the memory of a step. Validation and checkpoints run between steps, so they are not listed.
 """
 
 from torchtitan_lite.config.block import list_added_ends
@@ -10,7 +10,7 @@ from torchtitan_lite.config.schema import get_value
 from torchtitan_lite.models.registry import MODELS
 from torchtitan_lite.tools.plan.planned_run import PlannedRun
 
-MODELED_VALUES = {  # key -> its values that the closed forms model, and what they count for all others
+MODELED_VALUES = {  # key -> modeled values, and what the closed forms count for other values
     "training.loss": (("cross_entropy",), "the time and memory of cross entropy"),
     "model.name": (("llama3",), "the modules in its table, and attention as model.attention says"),
     "quantize.linear.float8.emulate": ((False,), "matmuls of float8 units"),

@@ -1,5 +1,7 @@
-"""`explain --html`: show the path of one token through a model as a page. It has every module in the order of forward,
-the slices of the module's weight that a rank stores and uses, and the collectives with the bytes that the rank moves.
+"""`explain --html`: draw the path of one token through a model as a page.
+
+Each module, in the order of forward, has a row with the slices of its weight that a rank stores and uses, and with its
+collectives and the bytes that the rank moves.
 
 The page follows one rank and its peers in the other stages. Figures come from a dry run of each pp rank (dry_run.py).
 """
@@ -91,7 +93,7 @@ def list_steps(run: Meter, fqns: tuple[str, ...], rank: int, n_microbatches: int
 
 
 def locate(parameter: DTensor, rank: int, *, gathered: bool = False) -> list[range]:
-    """Return the span of each dim that a rank stores, or has after FSDP's gather; empty spans if it has nothing."""
+    """Return the span of each dim that a rank stores, or has after FSDP's gather. The span may be empty."""
     mesh = parameter.device_mesh  # spans all ranks of a stage
     placements = list(parameter.placements)
     if gathered:
@@ -106,7 +108,7 @@ def locate(parameter: DTensor, rank: int, *, gathered: bool = False) -> list[ran
 
 
 def draw_weight(parameter: Tensor, rank: int) -> list[str]:
-    """Return the picture of a weight, and the shapes of what the rank stores and uses."""
+    """Return the picture of a weight, and the shapes of the slices that the rank stores and uses."""
     whole = tuple(parameter.shape)
     stored = used = everything = [range(n) for n in whole]
     if isinstance(parameter, DTensor):

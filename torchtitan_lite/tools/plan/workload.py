@@ -1,4 +1,4 @@
-"""Describe one optimizer step of a model in a layout by numbers. Every closed form computes from these numbers.
+"""Describe one optimizer step of a model in a layout by numbers, the inputs of every closed form.
 
     planned_run.py  ->  Workload  ->  memory.py       bytes that a rank holds
                                   ->  transfers.py    bytes that a rank moves
@@ -31,7 +31,7 @@ from torchtitan_lite.tools.host_rules import MASTER_BYTES
 from torchtitan_lite.tools.plan.orders import Order, list_lengths, list_order
 
 # Parameters of one rank that FSDP gathers together: axis, elements of each parameter before FSDP shards it (with
-# padding), how often such a group occurs, and elements of the weights among them that are gathered in float8
+# padding), number of such groups, and elements of the weights that are gathered in float8
 Group = tuple[str, list[int], int, list[int]]
 
 
@@ -48,12 +48,12 @@ class Matrix(NamedTuple):
     """A matrix that Muon updates, or a batch of experts."""
 
     sizes: tuple[int, ...]  # (..., rows, columns)
-    owners: tuple[str, int, int]  # axis of FSDP, number of its ranks that cut the matrix, and of tp
+    owners: tuple[str, int, int]  # axis of FSDP; ranks of FSDP, and of tp, that shard the matrix
     n_at_rest: int  # elements on rank 0
 
 
 class LayerKind:
-    """All dense layers of the model, or all MoE layers. `recompute` maps a mode to the number of these layers."""
+    """All dense layers of the model, or all MoE layers. `recompute` maps a mode to a number of layers."""
 
     def __init__(self, w: "Workload", recompute: Counter, is_moe: bool):
         self.is_moe = is_moe
@@ -83,11 +83,11 @@ class LayerKind:
         self.colwise = [module for module in by_style["colwise"] if module.kind == "linear"]
         self.rowwise = by_style["rowwise"]  # tp scatters their output
         self.norms = [module for module in by_style["sequence"] if module.kind == "norm"]
-        # The closed forms know matmuls that tp splits, experts, norms of hidden states, and Qwen3's norms of heads.
+        # The closed forms support matmuls that tp splits, experts, norms of hidden states, and Qwen3's norms of heads.
         known = {"attention.q_norm", "attention.k_norm"}
         known.update(module.name for module in self.colwise + self.rowwise + self.norms)
         self.untimed = {row.name for row in self.block if row.kind in ("linear", "norm")} - known
-        # The first rowwise matmul multiplies heads, the others multiply products: of SwiGLU, and of shared experts.
+        # The input of the first rowwise matmul is heads; the input of others is a product, as in SwiGLU.
         self.products_dim = sum(module.weight[1] for module in self.rowwise[1:])
         # Blocks of Llama have SwiGLU and rotary embeddings; blocks of GPT have neither.
         self.is_gated = any(module.name.endswith("w3") for module in self.block)
@@ -114,7 +114,7 @@ class LayerKind:
         return stage.n_layers[self.is_moe]
 
     def average(self, **by_mode: float) -> float:
-        """Average a number that depends on the recompute mode over the layers. Modes that are not given count as 0."""
+        """Average a number per recompute mode over the layers. Missing modes count as 0."""
         total = sum(by_mode.get(mode, 0.0) * n for mode, n in self.recompute.items())
         return total / self.recompute.total()
 
@@ -126,12 +126,12 @@ class Workload:
     args: ModelArgs
     layout: Layout
     seq_len: int
-    # Whether layers have experts -> none, op, full, or (published runs only) alternate, torchtitan's policy of 2024 ->
-    # number of layers
+    # Whether layers have experts -> recompute mode -> number of layers. Modes: none, op, full, and for published runs
+    # alternate, torchtitan's policy of 2024
     recompute: dict[bool, Counter]
     compute_dtype: str = "bfloat16"  # dtype of activations and gathered parameters
     float8: frozenset[str] = frozenset()  # names of a block's modules that compute in float8
-    float8_recipe: str = "tensorwise"  # or rowwise, or te: Transformer Engine fuses casts
+    float8_recipe: str = "tensorwise"  # or rowwise, or te (Transformer Engine, which fuses casts)
     gathers_float8: bool = False  # FSDP all-gathers in float8 ...
     precomputes_scales: bool = (
         False  # ... with scales that it reduces once per step, not at each gather
@@ -139,23 +139,23 @@ class Workload:
     zero_plus_plus: tuple[str, ...] = ()  # hpz, qwz, qgz
     schedule: str = "1F1B"  # of the pipeline
     attention_row: str = "causal"  # model.attention
-    # triton: the kernel for documents, windows and sinks; of other trainers: flash2, and unfused (scores in memory)
+    # triton: the kernel for documents, windows and sinks. Other trainers: flash2, or unfused (scores in memory)
     attention: str = "cudnn"
-    weight_bytes: int = MASTER_BYTES  # of a weight, or of its gradient, between steps
+    weight_bytes: int = MASTER_BYTES  # bytes of a weight, or of its gradient, between steps
     moment_bytes: int = 8  # optimizer state per parameter
-    updates_matrices: bool = False  # Muon updates matrices, and keeps MASTER_BYTES less for them
+    updates_matrices: bool = False  # Muon updates matrices, with MASTER_BYTES less state
     loss_chunk_tokens: int = 0  # 0 computes all logits at once
     compiled: bool = False
     compiles_loss: bool = False
     async_tp: bool = False
     ring: bool = False  # cp passes keys and values around a ring; otherwise it all-gathers them
     balances_by_loss: bool = False  # the auxiliary loss counts routes over whole sequences
-    # Properties of other trainers, for published runs. The defaults describe this trainer.
-    # torch: DTensor copies what tp gathers, and a pipeline has a receive buffer per microbatch; others: one per pp rank
+    # Properties of other trainers, for published runs. The defaults describe this trainer. torch: DTensor copies
+    # gathered tensors, and each microbatch has a receive buffer. Others: one buffer per pp rank
     engine: str = "torch"  # or megatron, deepspeed
     keeps_logits: bool = False  # fp32 logits, log-softmax and gradients of all tokens at once
     sequence_parallel: bool = True
-    overlaps_reduction: bool = False  # in a pipeline, gradients are reduced beside last backwards
+    overlaps_reduction: bool = False  # in a pipeline, reductions overlap with the last backwards
     grad_bytes: int = MASTER_BYTES  # bytes per gradient element at rest ...
     reduce_bytes: int = MASTER_BYTES  # ... and during the reduction over dp
 
@@ -187,10 +187,10 @@ class Workload:
         self.gathers_whole_parts = gathers_whole_parts(layout, self.compute_dtype)
         # Gradients are reduced once per microbatch if they are sharded, otherwise once per step.
         self.n_reductions = layout.n_microbatches if layout.zero_stage > 1 and layout.pp == 1 else 1
-        # Bytes per element of a gradient that is reduced over tp or ep. Sums over several microbatches are in fp32.
+        # Bytes per element of a gradient that is reduced over tp or ep: fp32 if it sums several microbatches
         sums_each = self.n_reductions == layout.n_microbatches
         self.reduced_bytes = self.compute_bytes if sums_each else MASTER_BYTES
-        # Whether FSDP shards the matrices of each expert, because the number of experts does not divide
+        # Whether FSDP shards the matrices of each expert, because ranks do not divide the number of experts
         self.cuts_experts = find_expert_dim(args, layout.ep, layout.efsdp) != 0
         # Elements of the embedding, or of the head, on a tp rank
         self.table = pad(args.vocab_size // layout.tp, layout.fsdp) * args.dim
@@ -203,7 +203,7 @@ class Workload:
         self.n_parameters = [self.sizes[stage].total() for stage in self.stages]
 
     def with_recompute(self, recompute: dict[bool, Counter]) -> "Workload":
-        """Return this workload with a different recompute. It shares everything that depends on the layout only."""
+        """Return this workload with a different recompute. All values that depend only on the layout are shared."""
         other = copy(self)
         other.recompute = recompute
         other.kinds = []
@@ -253,7 +253,7 @@ class Workload:
     def alike(self) -> list[list[int]]:
         """Groups of pp ranks with equal stages.
 
-        The first has the most microbatches in flight, except in schedules that place stages in a V.
+        The first rank of a group has the most microbatches in flight, except in V schedules.
         """
         groups = defaultdict(list)
         for rank, stages in enumerate(self.stages_by_rank):
@@ -263,7 +263,7 @@ class Workload:
     # ------------------------------------------------------------ parameters
 
     def groups_of(self, stage: Stage) -> list[Group]:
-        """Return the FSDP groups of a stage: first its embedding, then its head, then the root and its layers."""
+        """Return the FSDP groups of a stage: embedding, head, root, layers, in this order."""
         is_tied = stage.has_head and self.args.tie_embeddings
         norm = pad(self.args.dim, self.layout.fsdp)
         head = [self.table, norm]
@@ -336,7 +336,7 @@ class Workload:
     def describe_matrix(self, module: ModuleRow) -> Matrix:
         layout = self.layout
         rows, *others = self.shape_on_rank(module)
-        if module.kind == "experts":  # each FSDP rank has whole experts, or a slice of all experts
+        if module.kind == "experts":  # each FSDP rank has whole experts, or a slice of every expert
             n_shards = layout.efsdp if self.cuts_experts else 1
             sizes = (rows * n_shards // layout.efsdp, *others)
             return Matrix(sizes, ("efsdp", n_shards, 1), prod(sizes) // n_shards)
@@ -344,9 +344,9 @@ class Workload:
         return Matrix(module.weight, ("fsdp", layout.fsdp, layout.tp), n_at_rest)
 
     def deal_rounds(self, pp_rank: int) -> list[tuple[tuple[int, ...], dict[str, float]]]:
-        """Return the rounds of Muon. A round has the sizes of its largest matrix, and the elements of its all-to-alls.
+        """Return the rounds of Muon: the sizes of the largest matrix, and axis -> elements in an all-to-all of rank 0.
 
-        The elements are axis -> number of elements in an all-to-all of rank 0.
+        The elements are the average of the two ways, to the owners and back.
         """
         rounds = []
         alike = defaultdict(list)

@@ -36,9 +36,9 @@ from torchtitan_lite.tools.report.traces import Trace
 from torchtitan_lite.tools.tables import format_bytes, format_seconds, write_file
 
 REFRESH_S = 10  # between two pages of a watched run
-LEAST_SHARE = 1000  # calls shorter than 1/1000 of a step are not drawn
+LEAST_SHARE = 1000  # a call shorter than 1/1000 of a step is not drawn
 N_WIDEST = 3  # exposed collectives that are named
-MOST_CURVES = 12  # as many colors as the style sheet has
+MOST_CURVES = 12  # number of colors in the style sheet
 FINAL_FIELDS = ("loss", "val_loss", "tokens_per_s_per_rank")
 MARKS = {  # kind of record -> color
     "start": "var(--run2)",
@@ -104,7 +104,7 @@ def main(options: argparse.Namespace) -> int:
 def write_page(
     runs: list[RecordedRun], key: str | None, axis: str, *, refresh: bool = False
 ) -> str:
-    """Return the page. Runs with the same value of `key` form one curve. If `refresh`, the browser reloads the page."""
+    """Return the page. Runs with equal values of `key` share a curve. If `refresh`, the browser reloads the page."""
     differences = list_differences(runs)
     is_alone = len(runs) == 1
     if not is_alone:
@@ -145,7 +145,7 @@ def write_page(
 
 
 def compare_runs(series: list[Series], keys: list[str]) -> str:
-    """Draw a table of the final results and of these keys, with one column per curve."""
+    """Draw a table of the final results and the values of `keys`, with one column per curve."""
     columns = [["", "runs", *AXES, *FINAL_FIELDS, *keys]]
     for each in series:
         last_places = []
@@ -226,7 +226,7 @@ def compare_with_forecast(run: RecordedRun) -> str:
         return f"<p><i>No forecast and no traces. This checkout refuses the config: {escape(run.no_plan)}</i></p>"
     forecast = run.plan.forecast
     times_s = [step_s for _, step_s in run.list_values("step_time_s")]
-    median_s = median(times_s[1:] or times_s)  # the first one warms up
+    median_s = median(times_s[1:] or times_s)  # the first step is a warm-up
     rows = [
         ["", "measured", f"forecast, {run.plan.cluster.name}"],
         [
@@ -235,7 +235,7 @@ def compare_with_forecast(run: RecordedRun) -> str:
             f"{forecast.step_time_s:.3g} s",
         ],
     ]
-    if run.start["device"].endswith(" CPU"):  # its memory is that of Python and torch
+    if run.start["device"].endswith(" CPU"):  # measured memory includes Python and torch
         return f"<h3>Measurements and forecast</h3>{draw_table(rows)}"
     peak_bytes = GIB * max(gib for _, gib in run.list_values("peak_memory_gib"))
     live_bytes = estimate_memory(run.plan.workload, 0).live

@@ -1,7 +1,7 @@
 """Read the files in a run's folder, and summarize the run in words.
 
-The run of a fork can be read too. If a part of the page needs rows of the fork, such as an optimizer that this checkout
-does not know, the part is left out and the page says why.
+Runs of forks can be read too. If this checkout lacks a row of the fork, such as its optimizer, the parts of the page
+that need the row are left out, and the page says why.
 """
 
 import json
@@ -28,7 +28,7 @@ AXES = ("steps", "tokens", "hours")  # horizontal axes of the curves
 
 
 class RecordedRun:
-    """A run: its settings, the records in metrics.jsonl, the traces, and its forecast if it can be made here."""
+    """A run: its settings, the records in metrics.jsonl, the traces, and a forecast if possible."""
 
     def __init__(self, folder: Path):
         """Read a dump folder. Raises OSError or ValueError if it has no step or no config."""
@@ -36,7 +36,7 @@ class RecordedRun:
         self.name = folder.resolve().name
         lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         self.records = []
-        self.unread: list[int] = []  # lines that are no record: a run may end while it writes one
+        self.unread: list[int] = []  # invalid lines: a run may end while it writes a line
         for number, line in enumerate(lines, 1):
             record = read_record(line)
             if record:
@@ -111,7 +111,7 @@ def list_differences(runs: list[RecordedRun]) -> list[str]:
 
 
 def name_runs(runs: list[RecordedRun], keys: list[str]) -> None:
-    """Name each run by the values of at most three keys that differ. If these names repeat, use the folders."""
+    """Name each run by at most three keys whose values differ. If these names are not unique, use the folders."""
     names = []
     for run in runs:
         values = [f"{key.rpartition('.')[2]} {run.show(key)}" for key in keys]
@@ -167,7 +167,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def list_findings(run: RecordedRun) -> list[str]:
-    """Return remarkable findings: spikes, a bubble, slow or skipped steps, a validation loss that rises again."""
+    """Return warnings: spikes, a bubble, slow or skipped steps, a validation loss that rises again."""
     remarks = []
     if run.unread:
         numbers = ", ".join(map(str, run.unread))

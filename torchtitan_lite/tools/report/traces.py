@@ -2,10 +2,10 @@
 
     computing    kernels of a GPU, or operators in the main thread of a CPU
     exposed      communication that does not overlap with computing
-    hidden       communication that overlaps with computing; NCCL only, because a CPU's main thread does not do both
+    hidden       communication that overlaps with computing; NCCL only: the main thread of a CPU does one at a time
     waiting      the rest: the host runs Python, or another rank is late
 
-NCCL records the group of each call. gloo does not: there, the axis is derived from the caller.
+NCCL records the group of each call. gloo does not, so the axis is derived from the caller.
 """
 
 import json
@@ -23,7 +23,7 @@ from torchtitan_lite.tools.plan.transfers import name_axis
 
 MOST_RANKS = 16  # maximum number of traces that are read, evenly spaced
 IGNORED = ("PythonDispatchMode", "gloo:send")
-MODULE = re.compile(r"FSDP::(pre|post)_(forward|backward)(?:_reshard)? \((.+)\)")  # hooks around it
+MODULE = re.compile(r"FSDP::(pre|post)_(forward|backward)(?:_reshard)? \((.+)\)")  # its hooks
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation")
 
 
@@ -46,7 +46,7 @@ class Trace(NamedTuple):
     actions: dict[Action, tuple]  # of the pipeline -> start and end, by the clock of the host
     calls: list[
         Call
-    ]  # sorted by start; those of a row do not overlap, except kernels of several streams
+    ]  # sorted by start; calls in a row do not overlap, except kernels of several streams
 
 
 def read_traces(folder: Path, layout: Layout) -> list[Trace]:
@@ -93,7 +93,7 @@ def read_trace(folder: Path, rank: int, layout: Layout) -> Trace:
         if axis or "annotation" not in event["cat"]:
             spans[axis].append((start, end))
         stream = axis if on_gpu else "main thread"
-        if axis and start >= outer_ends[stream]:  # else it is a part of another call
+        if axis and start >= outer_ends[stream]:  # otherwise part of a longer call
             outer_ends[stream] = end
             short = name.rpartition("::")[2].strip("_")
             operation = f"wait for {operation}" if short == "wait_tensor" else short
@@ -183,7 +183,7 @@ def find_axis(event: dict, used: list[str], axes: dict) -> str:
 
 
 def measure_pipeline(traces: list[Trace], layout: Layout) -> Timeline | None:
-    """Return the measured pipeline, or None if there is no pipeline or a pp rank has no trace."""
+    """Return the measured pipeline. None without a pipeline, or if a pp rank has no trace."""
     by_pp_rank = {}
     for trace in reversed(traces):
         if trace.actions:

@@ -1,18 +1,18 @@
 """`verify`: compare a reduced config with one process; print a certificate or the first difference.
 
 wide        five steps with the optimizer and schedule of the run; two of them have a gradient that is not finite.
-            With training.skip_spikes a sixth, whose gradient is a spike
+            With training.skip_spikes, a sixth step has a spike
 deep        one step: twelve layers, twelve microbatches, rows of 280 tokens or more
 train.py    three starts of train.py: one process; the layout; another layout that resumes
 bfloat16    one step (float8: three steps), compared with one rank that rounds in the same places
 
-The certificate is the verdict, and its gaps: where the config of a trial differs from the one given to verify.
+The certificate has the verdict and its gaps, the differences between the given config and the configs of the trials.
 
-    covered       a trial ran the value asked, and saw the key act (witnesses.py); or the key is off
-    not covered   all other keys: no trial ran the value asked, or the key did not act, or it is set and has no witness
-    replaced      keys that some trials ran with another value, but that another trial covers
+    covered       a trial ran the given value, and saw the key act (witnesses.py); or the key is off
+    not covered   no trial ran the given value, or the key did not act, or the key is set and has no witness
+    replaced      some trials ran a different value, but another trial covers the key
 
-A trial hands over its configs and which keys acted, and every key is compared. No list of keys is kept here.
+A trial returns its configs and the keys that acted. Every key is compared, so this file needs no list of keys.
 """
 
 import json
@@ -89,7 +89,7 @@ def list_trials(
 
 
 def make_trials(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> list[Trial]:
-    """Run the trials of one layout, up to the first trial that finds a fault."""
+    """Run the trials of one layout. Stop after the first trial that finds a fault."""
     trials: list[Trial] = []
     for name, call in list_trials(reduction, run_ranks, folder).items():
         print(f"  {name} ...", file=sys.stderr)
@@ -108,7 +108,7 @@ OUTSIDE = (
     "arithmetic); kernels of CUDA and NCCL; real sizes; speed and memory"
 )
 
-# Sections and keys of logs, traces, files and time-outs, and of the steps in which a run saves or validates.
+# Sections and keys of logs, traces, files, time-outs, and the steps at which a run saves or validates.
 NO_RESULT = set(
     """
     comm
@@ -171,7 +171,7 @@ def make_report(config_name: str, reduction: Reduction, trials: Sequence[Trial])
 
 
 def act_without_witness(key: str, real: Config) -> bool | None:
-    """A key without a witness is off as long as it has its default. Once it is set, nothing shows that it acts."""
+    """A key without a witness is off at its default. If it is set, nothing shows whether it acts."""
     is_default = get_value(real, key) == get_value(Config(), key)
     return None if is_default else False
 
@@ -225,7 +225,7 @@ def describe(report: dict) -> str:
     if report["unjudged"]:
         names = ", ".join(report["unjudged"])
         lines.append(
-            f"not judged: gradients that are sums of canceling terms, and no larger than their rounding: {names}"
+            f"not judged, because terms cancel and only rounding errors are left: gradients of {names}"
         )
     for trial in report["trials"]:
         replaced = {}
@@ -239,13 +239,13 @@ def describe(report: dict) -> str:
 
 
 def describe_change(change: tuple[object, object]) -> str:
-    """Return the value asked and the value that ran. A long value, such as a path, is cut in the middle."""
+    """Return the given value and the value that ran as text. Long values, such as paths, are cut in the middle."""
     asked, ran = map(reprlib.repr, change)
     return f"{asked} -> {ran}"
 
 
 def list_by_section(texts: dict[str, str]) -> list[str]:
-    """Return a line for each section with the texts of its keys, in the order of KEYS."""
+    """Return one line per section with the texts of its keys, in the order of KEYS."""
     sections = defaultdict(list)
     for key, text in texts.items():
         section, _, name = key.rpartition(".")

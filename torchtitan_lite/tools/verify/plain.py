@@ -1,4 +1,4 @@
-"""The plain loop: a simple training loop in one process. Every layout must compute the same.
+"""The plain loop: a simple training loop in one process. Every layout must compute the same results.
 
     model      the user's class on one device; one explicit mask for documents; every expert computes every token
     batch      random tokens; every row masks a different fraction of its targets, and one row masks all
@@ -14,7 +14,7 @@ The steps:
     3  two steps before the end  one gradient of the last rank is NaN: the step must be skipped
     4  one step before the end   the same with infinity
     5  end of the schedule       gradients are clipped to half
-    6  the same, if training.skip_spikes is on: a gradient is a spike, and the step must be skipped
+    6  only with training.skip_spikes: a gradient is a spike, and the step must be skipped
 """
 
 import math
@@ -47,7 +47,7 @@ from torchtitan_lite.parallel.context_parallel import CausalContext, GatheringAt
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 
 SPIKE = 10.0  # in units of the largest gradient norm that training.skip_spikes allows
-STEPS = [  # max_norm in units of the gradient norm, and the value to write into one gradient, unless it is 0
+STEPS = [  # max_norm in units of the gradient norm; the value to write into one gradient, 0 for none
     (0.5, 0.0),
     (2.0, 0.0),
     (2.0, math.nan),
@@ -55,9 +55,9 @@ STEPS = [  # max_norm in units of the gradient norm, and the value to write into
     (0.5, 0.0),
     (2.0, SPIKE),
 ]
-TIE = 5e-6  # a smaller margin between the last chosen and the first unchosen expert is a tie: about fifty roundings
+TIE = 5e-6  # a tie is a smaller margin between the last chosen and the first unchosen expert: about fifty roundings
 DECIDES = 10.0  # a bias larger than every score
-# A smaller embedding makes the outputs of layers, and the eps of a norm, matter. The factor is exact: bits stay equal.
+# With a smaller embedding, the outputs of layers and the eps of norms matter. The factor is exact: bits stay equal.
 EMBEDDING_SCALE = 1 / 16
 FIRST_EXPONENT = 13  # positions around 2**13 = 8,192 and the next six powers of two
 N_EXPONENTS = 7
@@ -73,7 +73,7 @@ class PlainStep:
     spoiled_by: float  # NaN, infinity or a spike to write into one gradient, or 0 to write nothing
     weights: dict[str, Tensor]  # before the step, including expert biases
     outputs: dict[str, Tensor]  # of each module, in forward order; for the head, token losses
-    has_own_loss: bool  # the loss is the code of the model
+    has_own_loss: bool  # the model computes its own loss
     ties: dict[int, tuple[Tensor, Tensor]]  # layer -> scores and experts of tokens with tied scores
     loss: float
     gradients: dict[str, Tensor]  # before clipping
@@ -88,8 +88,8 @@ def make_batch(config: Config, seed: int) -> Batch:
     """Draw a global batch. The fraction of masked targets grows to 90 % at its end. Row 1 is masked entirely.
 
     With document attention, row 0 has documents of two tokens on average, and other rows of eight. A row begins with
-    small positions. Then they jump to 8,192, and to each of the next powers of two up to half a million: positions
-    that wrap or end anywhere are seen.
+    small positions. Then positions jump to 8,192, and to each of the next powers of two up to half a million, which
+    reveals positions that wrap or end at a limit.
     """
     n_rows = config.training.global_batch_size
     seq_len = config.training.seq_len
@@ -118,7 +118,7 @@ def make_batch(config: Config, seed: int) -> Batch:
 
 
 def choose_positions(section: LRScheduler) -> list[int]:
-    """Return the position of each step in the schedule of the run: start, peak, the last three, the last again."""
+    """Return each step's position in the schedule of the run: start, peak, the last three, and the last again."""
     last = section.total_steps - 1
     positions = [0, section.warmup_steps - 1, last - 2, last - 1, last, last]
     return [max(0, min(position, last)) for position in positions]
@@ -155,12 +155,12 @@ class PlainAttention(InnerAttention):
         return (scores - total[..., None]).exp() @ values
 
 
-# Attention that the plain loop computes in its own way
+# Attention with separate code in the plain loop
 MASKED_ATTENTIONS = (DocumentAttention, WindowedAttention)
 
 
 def has_formula(inner: InnerAttention) -> bool:
-    """Return whether this file or torch computes this attention too; else the plain loop calls the model's code."""
+    """Return whether this file or torch has code for this attention; if not, the plain loop calls the model's code."""
     kind, *bases = type(inner).__mro__
     if bases[0] is GatheringAttention:
         kind = bases[1]
@@ -174,7 +174,7 @@ class PlainExperts:
     """Replaces the forward of an MoE: every expert computes every token. The weight of an unchosen expert is 0.
 
     In every layer one expert gets no token, and one gets every token if top_k is at least 2. If `biases_decide`, biases
-    choose the same experts for every token, whatever the rounding.
+    choose the same experts for every token, independent of rounding.
     """
 
     def __init__(self, moe: MoE, layer: int, *, biases_decide: bool):
@@ -256,15 +256,15 @@ class PlainModel:
         self.outputs[name] = output.detach()
 
     def backward(self, batch: Batch) -> tuple[float, dict[str, Tensor]]:
-        """Return the mean loss over tokens that count, and the gradients.
+        """Return the mean loss over counted tokens, and the gradients.
 
-        The cross entropy is computed here, any other loss by its formula, and a loss of the model by the model.
+        This file computes the cross entropy; other losses use their formula, and a model's own loss the model.
         """
         self.has_own_loss = self.has_own_loss or self.finds_own_loss(batch.take_rows(range(1)))
         counted = batch.targets != IGNORE_INDEX
         if self.has_own_loss:
             loss = self.call(batch, targets=batch.targets) / counted.sum()
-            del self.outputs["output"]  # perhaps of several calls
+            del self.outputs["output"]  # the head may have several calls
         else:
             loss = self.compute_loss(batch, counted)
         total = loss
@@ -274,7 +274,7 @@ class PlainModel:
         found = torch.autograd.grad(total, self.parameters.values(), allow_unused=True)
         gradients = dict(zip(self.parameters, found, strict=True))
         require_gradients(gradients)
-        # contiguous, as fused kernels expect
+        # fused kernels need contiguous tensors
         return loss.item(), {fqn: own.contiguous() for fqn, own in gradients.items()}
 
     def call(self, batch: Batch, **options: Tensor) -> Tensor:
@@ -288,12 +288,12 @@ class PlainModel:
         hook = head.register_forward_hook(lambda *call: calls.append(call[-1]))
         loss = self.call(batch, targets=batch.targets)
         hook.remove()
-        own = ["forward" in vars(self.model)]  # an extension has replaced it
+        own = ["forward" in vars(self.model)]  # replaced by an extension
         own += [getattr(type(head), name) is not getattr(Head, name) for name in OF_LOSS]
         return any(own) or len(calls) != 1 or loss is not calls[0]
 
     def compute_loss(self, batch: Batch, counted: Tensor) -> Tensor:
-        """Return the mean of the cross entropy, or of the formula, over the targets that count, from full logits."""
+        """Return the mean cross entropy, or the mean of the formula, over counted targets, from full logits."""
         exact = self.call(batch).double()
         targets = batch.targets.where(counted, 0)
         if self.section.loss == "cross_entropy":

@@ -1,16 +1,16 @@
 """Run one rank of a layout with the build_run and train_step of train.py, and compare each step with the plain loop.
 
     before a step     the rank receives its slices of the plain loop's weights
-    in forward        its rotary angles are compared; if a result was wrong, all outputs, without communication: each
-                      rank cuts its piece out of the output of one process
+    in forward        its rotary angles are compared; after a wrong result, all outputs too, without communication: each
+    rank cuts its piece out of the output of one process
     before clipping   its gradients are compared, then replaced by the gradients of the plain loop
     after a step      weights, optimizer state, expert loads, expert biases and replicas are compared
 
 Errors do not carry over into the next step, and AdamW does not amplify rounding, so the run keeps its optimizer and
 schedule. Each rank slices the tensors of the plain loop; nothing is gathered.
 
-Experts: rounding a score can change the top-k choice. A token with tied scores takes the experts that it has in the
-plain loop. The token is recognized by its scores, so it can be on any rank and in any microbatch.
+Experts: rounding a score can change the top-k choice. A token with tied scores takes its experts from the plain loop.
+Scores identify the token, so it can be on any rank and in any microbatch.
 """
 
 import math
@@ -52,7 +52,7 @@ from torchtitan_lite.tools.verify.rounding import (
 )
 from torchtitan_lite.tools.verify.witnesses import actions_noted
 
-SAME_TOKEN = 1e-6  # score distance within one token; if another token is that close, it makes the same choice (see TIE)
+SAME_TOKEN = 1e-6  # score distance within one token; a different token that close makes the same choice (see TIE)
 
 
 def build_small_run(config: Config, world_size: int) -> build.Run:
@@ -96,7 +96,7 @@ def compare_steps(
 def compare_step(run: build.Run, plain: PlainStep, note: Note) -> dict[str, object]:
     """Run one step and compare everything. Collective. Returns the loss, and the gradients of the rank."""
     results: dict[str, object] = {}
-    if run.lr_scheduler.last_epoch != plain.position:  # as on resume
+    if run.lr_scheduler.last_epoch != plain.position:  # as a resume does
         set_step(run.lr_scheduler, plain.position)
     give_weights(run, plain.weights)
     routers = run.balance.routers if run.balance else {}
@@ -108,7 +108,7 @@ def compare_step(run: build.Run, plain: PlainStep, note: Note) -> dict[str, obje
     note("counted tokens", "count_global_tokens", abs(n_tokens - n_right))
     config = with_value(run.config, "training.max_norm", plain.max_norm)
     if math.isfinite(plain.spoiled_by) and plain.spoiled_by:
-        # A spike is judged by the norms of earlier steps.
+        # Whether a norm is a spike depends on earlier norms.
         for _ in range(config.training.spike_window):
             norm = torch.tensor(plain.norm)
             run.spikes.judge(norm)
@@ -128,7 +128,7 @@ def compare_step(run: build.Run, plain: PlainStep, note: Note) -> dict[str, obje
         patches.enter_context(outputs_compared(run, plain, note))
         scales = find_scales(run)
         if scales:
-            # Scales are computed from the weights after the optimizer step.
+            # Scales are computed from the updated weights.
             hook = run.optimizer.register_step_post_hook(
                 lambda *_: give_weights(run, plain.updated)
             )
@@ -247,13 +247,13 @@ def outputs_compared(run: build.Run, plain: PlainStep, note: Note) -> Iterator[N
         for name, module in part.named_modules():
             is_inside = name.count(".") > 1  # layers.0.attention
             if run.config.compile.enable and is_inside:
-                continue  # a hook would cause a graph break
+                continue  # a hook would break the graph
             hooks.append(module.register_forward_hook(partial(keep, name)))
     yield
     for hook in hooks:
         hook.remove()
     for (measure, name), found in pieces.items():
-        # The first step of a schedule also calls each part once before, to infer shapes.
+        # Before its first step, a schedule also calls each part once, to infer shapes.
         microbatches = found[-run.layout.n_microbatches :]
         right = angles if measure == "rotary angles" else plain.outputs[name]
         if name == "output":  # the head with its loss: a sum over tokens for each microbatch
@@ -271,7 +271,7 @@ def outputs_compared(run: build.Run, plain: PlainStep, note: Note) -> Iterator[N
 def cut_piece(whole: Tensor, own: Tensor, sequence_dim: int, run: build.Run) -> Tensor:
     """Return the expected value of the output `own` of one rank.
 
-    cp splits the sequence. If a dim is then longer than in `own`, tp shards it, into fewer pieces than ranks if ranks
+    cp splits the sequence. If a dim is still longer than in `own`, tp shards it: into fewer pieces than ranks if ranks
     share key/value heads.
     """
     layout = run.layout

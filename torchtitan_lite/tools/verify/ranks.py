@@ -28,8 +28,8 @@ from torchtitan_lite.parallel.gloo_workers import limit_gloo_workers
 from torchtitan_lite.tools.forget_groups import forget_groups
 from torchtitan_lite.tools.processes import WORKER_ENVIRONMENT, start_fork_server
 
-# Gloo groups that torch's caches still reference keep their threads. After dozens of jobs, hundreds of threads compete
-# for the cores. New workers are cheap: they are forks of a process that has imported torch.
+# torch's caches keep gloo groups, and so their threads, alive: after dozens of jobs, hundreds of threads compete for
+# the cores. New workers are cheap: they are forks of a process that has imported torch.
 JOBS_PER_WORKER = 8
 SECONDS_AFTER_A_FAILURE = 3  # time for the other ranks to finish after one has failed
 
@@ -87,7 +87,7 @@ class RankPool(AbstractContextManager):
             ours, theirs = context.Pipe()
             process = context.Process(target=serve, args=(rank, theirs), daemon=True)
             process.start()
-            theirs.close()  # otherwise recv() would not see the end of the stream when a worker dies
+            theirs.close()  # otherwise recv() would not notice that a worker died
             self._processes.append(process)
             self._connections.append(ours)
 
@@ -133,7 +133,7 @@ def serve(rank: int, connection: Connection) -> None:
     """Worker: run jobs until the parent ends. For each job, join a group, call the function and send the result."""
     os.environ.update(WORKER_ENVIRONMENT)
     torch.set_num_threads(1)
-    # DTensor warns that gathering over two dims takes two steps. Here that does not matter.
+    # DTensor warns that gathering over two dims takes two steps, which does not matter here.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     # Ctrl-C reaches workers too, but the parent handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -149,10 +149,10 @@ def serve(rank: int, connection: Connection) -> None:
             store = dist.FileStore(str(Path(folder) / "store"), world_size)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
             try:
-                dist.barrier()  # a rank with an empty job must not leave while others still join
+                dist.barrier()  # a rank with a short job must not leave while others still join
                 result = function(rank, world_size, *args, **kwargs)
             finally:
-                if dist.is_initialized():  # the function may have destroyed the group
+                if dist.is_initialized():  # the job may have destroyed the group
                     dist.destroy_process_group()
                 forget_groups()
             connection.send((True, result))

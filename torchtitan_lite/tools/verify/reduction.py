@@ -64,9 +64,9 @@ LAST = "parallelism.pipeline_parallel_last_stage_less_layers"
 WINDOW = 12  # tokens of a small window: most of a row is outside
 BEYOND = 25  # tokens of a row beyond the largest window
 TOKENIZER = "bytes"
-N_WORDS = 258  # of this tokenizer
+N_WORDS = 258  # vocabulary of this tokenizer
 REPLACED = {
-    "training.steps": 5,  # the wide trial has five or more
+    "training.steps": 5,  # the wide trial has five or six
     "training.dtype": "float32",
     "training.mixed_precision_param": "float32",  # the precision of the run has a separate trial
     "model.converters": [],  # float8 has a separate trial too
@@ -101,7 +101,7 @@ REPLACED = {
 class Reduction:
     """A real config and its reduced version."""
 
-    real: Config  # as it was read: "auto" values are not resolved
+    real: Config  # as read: "auto" values are not resolved
     config: Config  # config of the wide trial
     layout: Layout  # of `config`
 
@@ -135,9 +135,9 @@ def reduce_config(config: Config, max_ranks: int) -> Reduction:
         # ZeRO++ differs only if a group has several nodes of several ranks.
         keys["parallelism.zero_plus_plus_node_size"] = wide.tp * n_shards // 2
     if config.validation.steps != AUTOMATIC:
-        keys["validation.steps"] = 1  # fewer than the small split has
+        keys["validation.steps"] = 1  # the small split has more
     if config.compile.enable:
-        # Traces and differentiates like inductor, but generates no kernels.
+        # aot_eager traces and differentiates like inductor, but generates no kernels.
         keys["compile.backend"] = "aot_eager"
     keys |= reduce_experts(args, wide, keys["model.dim"], N_EXPERTS)
     if args.sliding_window:
@@ -168,7 +168,7 @@ def suggest_smaller(config: Config, max_ranks: int) -> str:
 
 
 def override(config: Config, overrides: dict[str, object]) -> Config:
-    """Return the config with some keys ("section.key") set. "flavor.NAME" sets a field of the row, or of its `moe`."""
+    """Return the config with some keys ("section.key") set. "flavor.NAME" sets a field of ModelArgs, or of `moe`."""
     for key, value in overrides.items():
         if key.startswith("flavor."):
             name = key.removeprefix("flavor.")
@@ -198,7 +198,7 @@ def reduce_sizes(config: Config, args: ModelArgs, layout: Layout) -> dict[str, i
         unit = FLOAT8_BLOCK * tp
     dim = n_heads * head_dim
     if args.dim != args.n_heads * args.head_dim:
-        dim += 16  # keep them different, so that code that confuses the two fails
+        dim += 16  # different sizes, so that code that confuses them fails
     dim = round_up(dim, unit)
     split = tp
     if config.parallelism.data_parallel_shard_degree != AUTOMATIC:
@@ -224,8 +224,8 @@ def reduce_size(real: int, wanted: int, unit: int, split: int) -> int:
 def reduce_experts(args: ModelArgs, layout: Layout, dim: int, n_wanted: int) -> dict[str, int]:
     """Return the sizes of an MoE: about `n_wanted` experts, and top_k of the real model, at most N_EXPERTS.
 
-    FSDP shards whole experts if it does so in the real run, and otherwise matrices. If the real model has both MoE and
-    dense layers, so does the small model. Returns {} for a dense model.
+    As in the real run, FSDP shards either whole experts or their matrices. If the real model has both MoE and dense
+    layers, so does the small model. Returns {} for a dense model.
     """
     moe = args.moe
     if moe is None:
@@ -256,8 +256,8 @@ def round_up(size: int, unit: int) -> int:
 def reduce_stages(section: Parallelism, n_layers: int, real: Layout) -> dict[str, object]:
     """Return layers and stages: the same number of stages per rank, at most two if possible, even or uneven.
 
-    Keeps the first stages and the last. Each has one layer, or two if it has more than the smallest stage of the real
-    run.
+    Keeps the first stages and the last. A stage has two layers if its real stage has more layers than the smallest,
+    else one.
     """
     if real.pp == 1:
         return {"model.n_layers": min(2, n_layers), STAGES: None}
@@ -269,7 +269,7 @@ def reduce_stages(section: Parallelism, n_layers: int, real: Layout) -> dict[str
     for count in [*counts[: n_stages - 1], counts[-1]]:
         fewer.append(min(count, 1 if count == fewest else 2))
     layers_per_stage = [None, 1, 2, 3]
-    loads = range(4)  # of the modules beside the layers
+    loads = range(4)  # of the modules outside the layers
     for values in product(layers_per_stage, loads, loads):
         keys = {
             "model.n_layers": sum(fewer),
@@ -296,12 +296,12 @@ def reduce_batch(small: Config, config: Config, real: Layout, wide: Layout) -> d
     if real.pp > 1:
         n_rows = min(2, real.microbatch_size)
         n_stages = count_stages(small.parallelism, small.model.n_layers)
-        # More than stages, or the number of the real run if that is smaller. Even if possible, so that other layouts
+        # More microbatches than stages, or the real number if it is smaller. Even if possible, so that other layouts
         # can resume with the same batch.
         wanted = min(real.n_microbatches, 2 * (n_stages // 2 + 1))
         n_microbatches = find_n_microbatches(small.parallelism, wanted, n_stages)
     unit = FLOAT8_BLOCK if config.model.uses_float8 else 1
-    # 41 stays odd if neither tp nor cp divides rows: code that halves a row must keep its last token.
+    # 41 stays odd if neither tp nor cp divides rows, to test that code which halves a row keeps the last token.
     n_tokens = count_tokens(small, 41)
     keys = give_batch(wide, n_rows, n_microbatches, n_tokens, unit)
     if accumulates:
@@ -310,7 +310,7 @@ def reduce_batch(small: Config, config: Config, real: Layout, wide: Layout) -> d
 
 
 def count_tokens(small: Config, least: int) -> int:
-    """Return a length of rows, at least `least`, in which every window of this model ends."""
+    """Return a row length, at least `least`, that is longer than every window of this model."""
     windows = list_windows(small.model.attention, resolve_model(small.model))
     return max([least, *(BEYOND + window for window in windows if window)])
 
@@ -341,8 +341,8 @@ def find_n_microbatches(section: Parallelism, least: int, n_stages: int) -> int:
 
 # ---------------------------------------------------------------- the deep trial
 
-N_LAYERS = 12  # some layer indices have two digits: sorted as text, 10 comes before 2
-N_TOKENS = 280  # per row; twice that with documents of two tokens. Indices do not fit in a byte
+N_LAYERS = 12  # some layer indices have two digits; sorted as text, 10 comes before 2
+N_TOKENS = 280  # per row, doubled with documents of two tokens: indices do not fit in a byte
 N_MICROBATCHES = 12
 N_DEEP_EXPERTS = 20
 DIM = 16
@@ -353,7 +353,7 @@ def deepen(reduction: Reduction) -> Config:
     layout = reduction.layout
     real = reduction.real
     args = resolve_model(real.model)
-    # Recompute and the compiler would take most of the time. The wide trial finds their faults.
+    # Without recompute and compiler, which would take most of the time. The wide trial tests them.
     keys = {
         STAGES: None,
         FIRST: 1,

@@ -5,8 +5,8 @@
     another layout            3 4       on the same ranks, with another ep if possible, from the last checkpoint
 
 train.py is started three times in warm workers. All numbers in metrics.jsonl are compared, and every tensor of the
-checkpoint after each step: a loss would hide a state that a resume has rounded. Faults that one process has too are
-found by the tests, not here.
+checkpoint after each step, because a loss hides that a resume rounded a state. Faults that also occur in one process
+are found by the tests, not here.
 """
 
 import gc
@@ -69,7 +69,7 @@ RESUMED = {  # more steps, and values that any layout can run
     "parallelism.pipeline_parallel_microbatch_size": 1,
     "training.local_batch_size": 1,
 }
-N_ROUNDINGS = 3  # in which the noise of saved tensors is measured
+N_ROUNDINGS = 3  # random roundings that measure the noise of saved tensors
 Log = dict[int, dict[str, float]]  # step -> numbers in metrics.jsonl
 
 
@@ -90,7 +90,7 @@ def try_train(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Trial:
         ran.append((config, acted))
         for step in steps:
             for key, expected in right[step].items():
-                measure = key.partition("/")[0]  # lr, also of a group: lr/PATTERN
+                measure = key.partition("/")[0]  # lr, or lr/PATTERN of a group
                 if measure in BOUNDS:
                     error = abs(log[step].get(key, math.inf) - expected) / abs(expected or 1.0)
                     seen.note(step - 1, measure, name, error)
@@ -124,7 +124,7 @@ def compare_checkpoints(alone: Config, config: Config, step: int, seen: Seen) ->
         errors[name] = math.inf
         if name in saved and saved[name][:2] == entry[:2]:  # dtype, shape
             errors[name] = relative_error(own.read(name), right.read(name))
-    # A wrong state makes weights wrong, but less so: the largest error comes first.
+    # A wrong state also makes weights wrong, but less: report the largest error first.
     for name in sorted(errors, key=errors.get, reverse=True):
         seen.note(step - 1, "saved tensor", name, errors[name])
 
@@ -138,7 +138,7 @@ def run_train(
     folder = Path(config.job.dump_folder)
     path = folder.with_suffix(".toml")
     path.write_text(dump_config_toml(config), encoding="utf-8")
-    # As in torchrun, the parent hosts the store for the rendezvous, at a port that the system chooses.
+    # Like torchrun, the parent hosts the rendezvous store, at a port that the system chooses.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = run_ranks(worker or start_train, n_ranks, ["--config", str(path)], store.port, flavors)
     log: Log = {}
@@ -161,8 +161,8 @@ def start_train(
 ) -> Acted:
     """Worker: execute train.py as under torchrun. The TCPStore of the parent listens at `port`.
 
-    `flavors` are added to those of the model. Returns which keys acted. Exceptions of train.py propagate.
-    Raises RuntimeError if its exit status is not 0.
+    `flavors` are added to the model's flavors. Returns which keys acted. Exceptions of train.py propagate. Raises
+    RuntimeError if its exit status is not 0.
     """
     log = io.StringIO()
     acted: Acted = {}
@@ -200,7 +200,7 @@ def start_rounded(seed: int, *args) -> Acted:
 def choose_by_bias(router: Router, scores: Tensor) -> Tensor:
     """Replace Router.choose: every token chooses the experts with the largest biases.
 
-    Rounding the scores could change a top-k choice. Biases change by fixed amounts, so the chosen experts vary between
+    A rounded score could change a top-k choice. Biases change by fixed amounts, so the chosen experts vary between
     steps, but not between layouts.
     """
     order = router.expert_bias - 1e-6 * torch.arange(router.n_experts, device=scores.device)
@@ -241,20 +241,20 @@ def process_left_as_it_was() -> Iterator[None]:
 def make_config(reduction: Reduction, folder: Path) -> Config:
     """Return the config for train.py: few steps, in which every logged number depends on the layout being correct."""
     real = reduction.real
-    small = leave_out_compiler(reduction.config)  # slow, and the wide trial has compiled
+    small = leave_out_compiler(reduction.config)  # slow, and tested by the wide trial
     optimizer = real.optimizer
     if optimizer.name != "SGD":
-        # With an eps of the size of gradients, updates depend on more than their signs.
+        # With an eps as large as gradients, updates depend on more than the signs of gradients.
         optimizer = replace(optimizer, lr=0.015, eps=1e-3)
     # train.py refuses groups that match nothing in the small model.
     optimizer = replace(optimizer, groups=list_used(optimizer.groups, resolve_model(small.model)))
-    # The rate differs in every step, so that a step too many or too few is seen.
+    # The rate differs in every step, which reveals a step too many or too few.
     decay_type = real.lr_scheduler.decay_type
     return override(
         small,
         {
             "training.steps": 2,
-            "training.seq_len": 2 * small.training.seq_len,  # the other layout may have tp
+            "training.seq_len": 2 * small.training.seq_len,  # the other layout may use tp
             "job.dump_folder": str(folder / "layout"),
             "optimizer": optimizer,
             "lr_scheduler": LRScheduler(warmup_steps=2, total_steps=6, decay_type=decay_type),

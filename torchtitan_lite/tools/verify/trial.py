@@ -1,11 +1,11 @@
-"""Run one trial: the steps of a reduced config on all ranks of its layout. Find the first error above its bound.
+"""Run one trial, the steps of a reduced config on all ranks of its layout, and find the first error above its bound.
 
 In bfloat16 and float8, the trial checks that a layout rounds where one rank rounds:
 
     one rank      runs the same microbatches one by one; gradients are rounded per microbatch and summed in float32
-    the layout    dp and pp only change the order of float32 sums, so they may differ from one rank by 1e-5. tp and cp
-                  add partial products in bfloat16. Their errors, measured against the plain loop in float32, may be
-                  twice the errors of one rank
+    the layout    dp and pp only change the order of float32 sums, so results may differ from one rank by 1e-5. tp and
+    cp add partial products in bfloat16, so errors, measured against the plain loop in float32, may be twice the errors
+    of one rank
 
 The trial also checks that rotary angles and FSDP's reductions use float32, and that a gradient is the sum over its
 microbatches (rank.py).
@@ -51,7 +51,8 @@ Noise = dict[tuple[int, str], float]
 SUMS = 1e-5  # sums in another order
 SAME = 5e-6  # the same numbers rounded differently
 EXACT = 0.0
-# Terms of a sum may cancel. An error is correct if other roundings in one process change the sum by a tenth of it.
+# Terms of a sum may cancel. An error is accepted if rounding alone changes the sum by a tenth of the error in one
+# process.
 NOISE = 10.0
 N_ROUNDINGS = 5  # of the weights
 OF_SUMS = ("gradients", "sum of microbatches", "saved tensor")  # measures
@@ -84,7 +85,7 @@ BOUNDS = {  # measure, in the order of a step -> largest error of a correct layo
     "router_entropy": SUMS,
     "saved tensor": 5e-4,  # 1.2e-4 seen; a state rounded to bfloat16 is off by 1.4e-3
 }
-# A wrong module can cause an error of these measures.
+# Measures that a wrong module can affect.
 OF_FORWARD = ("counted tokens", "module output", "loss", "gradients", "expert loads")
 NOT_FINISHED = "not finished"
 
@@ -110,7 +111,7 @@ class Trial:
     ran: tuple[
         tuple[Config, Acted], ...
     ] = ()  # config of each layout that ran, and which keys acted
-    # parameters whose gradients are rounding errors in every step: twice or none of them would not be noticed
+    # parameters whose gradients are only rounding errors in every step, so a wrong gradient would not be noticed
     unjudged: tuple[str, ...] = ()
 
     @property
@@ -123,7 +124,7 @@ def try_layout(
 ) -> Trial:
     """Run a reduced config on `world_size` ranks, and compare it with the plain loop.
 
-    A single step is not profiled: the step of the deep trial is so long that profiling would take most of the time.
+    A single step is not profiled, because profiling would take most of the time of the deep trial.
     """
     steps = run_plainly(config, n_steps)
     # the second step also uses what the first one has computed for it
@@ -168,10 +169,10 @@ def judge(
     choose_bound: Callable[[Key], float | None] = lambda key: BOUNDS[key[1]],
     modules: Iterable[str] = (),
 ) -> Trial:
-    """Return the error of each measure that is nearest to its bound, and its first fault in the order of the steps.
+    """Return for each measure the error nearest to its bound, and the first fault in the order of the steps.
 
-    `find_noise` is called if a sum seems wrong. `modules` are in forward order. Names of other kinds are in the order
-    in which a rank noted them.
+    Calls `find_noise` if a sum seems wrong. `modules` are in forward order; other names are in the order in which a
+    rank noted them.
     """
     find_noise = cache(find_noise)
     keys: dict[Key, None] = {}
@@ -194,7 +195,7 @@ def judge(
                 bound = max(bound, NOISE * find_noise()[step, name])
             least[name] = min(bound, least.get(name, bound))
         before, its_bound = measures.get(measure, (0.0, bound))
-        if worst * its_bound >= before * bound:  # nearer to its bound
+        if worst * its_bound >= before * bound:  # closer to its bound
             measures[measure] = (worst, bound)
         if worst > bound and measure not in faults:
             faults[measure] = blame(key, errors, bound)
@@ -221,14 +222,14 @@ def blame(key: Key, errors: list[tuple[Coordinates, float]], bound: float) -> Cu
 
 # ---------------------------------------------------------------- bfloat16 and float8
 
-# name -> steps; lower limit of a bound, because the errors of one rank may cancel in its loss, or in the gradient of a
-# scalar, which ranks round once more (bfloat16: 2**-9); a quarter of a rounding, whose effect on the gradients is
-# measured if they seem wrong
+# name -> number of steps; minimum bound; a quarter of a rounding, whose effect is measured if gradients seem wrong.
+# Bounds have a minimum because errors of one rank may cancel: in its loss, or in the gradient of a scalar, which other
+# layouts round once more (bfloat16: 2**-9)
 PRECISIONS = {"bfloat16": (1, 4e-3, 2**-11), "float8": (3, 1e-2, 2**-6)}
 # With ep, experts multiply the rows of several ranks at once, and add them in another order. One rank adds the two
 # gradients of a tied matrix in the compute dtype, but stages add them in float32.
 ROUNDED_OFTEN = 2e-2
-NOT_JUDGED = ("gradient norm", "state", "updates")  # they belong to gradients of the plain loop
+NOT_JUDGED = ("gradient norm", "state", "updates")  # computed from gradients of the plain loop
 
 
 def try_precision(name: str, reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Trial:
@@ -270,7 +271,7 @@ def try_precision(name: str, reduction: Reduction, run_ranks: RunRanks, folder: 
 def make_config(reduction: Reduction, *, float8: bool) -> Config:
     keys: dict[str, object] = {
         "training.mixed_precision_param": "bfloat16",
-        # both halves of the microbatches would add them
+        # both halves of the microbatches would add auxiliary losses
         "training.expert_balance_loss": 0.0,
         "training.router_z_loss": 0.0,
     }

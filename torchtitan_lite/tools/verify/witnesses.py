@@ -1,8 +1,8 @@
-"""Witnesses: the facts that show that a config key acted in a trial. A key without a witness is never covered.
+"""Witnesses observe whether a config key takes effect in a trial. A key without a witness is never covered.
 
-    acted          a trial ran the value of the key, and a rank saw it act: a spike was skipped, a block recomputed
-    did not act    a trial ran the value, but no rank saw it act
-    off            the value turns its feature off, or belongs to a feature that is off: there is nothing to see
+    acted          a trial ran the value of the key, and a rank saw its effect: a spike was skipped, a block recomputed
+    did not act    a trial ran the value, but no rank saw an effect
+    off            the value turns its feature off, or belongs to a feature that is off
 
 A witness looks at a step from outside. One step of a trial is profiled.
 """
@@ -45,7 +45,7 @@ def once_on(is_on: object, acted: bool) -> bool | None:
 
 
 def in_use(step: Observed) -> bool:
-    """Every step uses the value: a size, a degree, a seed. The comparison with the plain loop would fail without it."""
+    """Every step uses the value (a size, a degree, a seed). If it did not, the comparison would fail."""
     return True
 
 
@@ -68,7 +68,7 @@ def reads_text(step: Observed) -> bool:
 
 
 def separates_documents(step: Observed) -> bool | None:
-    """Attention without separate code in the plain loop is shared with it, so it is not covered."""
+    """If the plain loop has no code of its own for this attention, both sides share the code, so it is not covered."""
     name = step.config.model.attention
     inners = [inner for part in step.run.parts for inner in list_attentions(part).values()]
     is_compared = all(map(has_formula, inners))
@@ -116,7 +116,7 @@ def decays(step: Observed) -> bool | None:
 
 
 def ends_above_zero(step: Observed) -> bool | None:
-    """The rate never decays below this value. Without it, the rate of the last step is nearly 0."""
+    """The rate never decays below this value. Otherwise the rate of the last step would be nearly 0."""
     factor = step.config.lr_scheduler.min_lr_factor
     return once_on(factor and decays(step) is not None, decays(step) and step.rate >= factor)
 
@@ -149,7 +149,7 @@ def adds_z_loss(step: Observed) -> bool | None:
 
 
 def updates_groups(step: Observed) -> bool:
-    """Every group has a parameter of the small model, and this rank updates one of them with the group's factors."""
+    """Every group has a parameter of the small model, and this rank updates a parameter with its group's factors."""
     section = step.config.optimizer
     asked = set()
     for group in section.groups:
@@ -185,7 +185,7 @@ def gathers_as_zero_stage(step: Observed) -> bool | None:
 
 
 def splits_nodes(step: Observed) -> bool | None:
-    """hpZ keeps nothing, and qgZ has a single exchange, if nodes do not split an FSDP group."""
+    """If FSDP groups are not split by node, hpZ keeps nothing, and qgZ has a single exchange."""
     layout = step.run.layout
     uses_nodes = {"hpz", "qgz"} & set(step.config.parallelism.zero_plus_plus)
     return once_on(uses_nodes, layout.fsdp_far > 1 or layout.efsdp_far > 1)
@@ -203,7 +203,7 @@ def runs_schedule(step: Observed) -> bool | None:
 
 
 def rotates(step: Observed) -> bool | None:
-    """Return whether keys are rotated as asked: only the ring exchanges them by all-to-all.
+    """Return whether the rotate method is the requested one: only the ring exchanges keys by all-to-all.
 
     A Scatter of tp also uses one all-to-all. With ep > 1, experts use many, so this returns False.
     """
@@ -223,7 +223,7 @@ def recomputes(step: Observed) -> bool | None:
 
 
 def compiles(step: Observed) -> bool | None:
-    """A compiled block is an autograd function, unless the backend is "eager". The compiled loss is none."""
+    """A compiled block is an autograd function, unless the backend is "eager". The compiled loss is not."""
     section = step.config.compile
     n_regions = count(step.forward, "Torch-Compiled Region")
     n_blocks = step.forward["CompiledFunction"]
@@ -264,7 +264,7 @@ def precomputes_scales(step: Observed) -> bool | None:
 
 
 def saves_in_thread(step: Observed) -> bool | None:
-    """Nothing is pinned on a CPU."""
+    """A CPU pins no memory."""
     mode = step.config.checkpoint.async_mode
     return once_on(mode != "disabled", mode == "async" and step.runs_thread("checkpoint"))
 
@@ -367,7 +367,7 @@ def actions_noted(acted: Acted, profiled: int | None) -> Iterator[None]:
 
 
 def merge(observations: Iterable[Acted]) -> Acted:
-    """Merge the observations of steps and ranks. A key acted if it acted once. It is off if it was off each time."""
+    """Merge the observations of steps and ranks. A key acted if any observation says so; it is off if all say off."""
     merged: Acted = {}
     for acted in observations:
         for key, is_acting in acted.items():
