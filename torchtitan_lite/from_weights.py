@@ -91,17 +91,17 @@ def adapt_to_weights(given: UserConfig, weights: Weights) -> UserConfig:
 
 
 def check_weights(
+    problems: list[Problem],
     config: Config,
     model_args: ModelArgs | None,
     layout: Layout | None,
     tokenizer: Tokenizer | None,
     weights: Weights,
 ) -> list[str]:
-    """Return the notices about a run of this model, tokenizer and config from these weights.
+    """Add the problems of a run of this model, tokenizer and config with these weights. Return its notices.
 
-    What is None has a problem already. `config` is resolved if there is a layout. Raises ConfigError with all problems.
+    What is None has a problem already. `config` is resolved if there is a layout.
     """
-    problems = Problems(config)
     notices = []
     if tokenizer:
         problems += check_tokenizer(config, weights, tokenizer)
@@ -114,8 +114,6 @@ def check_weights(
         different, noted = check_continued(config, weights, documents)
         problems += different
         notices = noted + notices
-    if problems:
-        raise ConfigError(problems)
     return notices
 
 

@@ -96,10 +96,8 @@ def resolve(
     problems += check_data(config, tokenizer)
     notices = list(given.notices)
     if weights:
-        with collecting(problems):
-            notices += load_module("from_weights").check_weights(
-                config, model_args, layout, tokenizer, weights
-            )
+        check_weights = load_module("from_weights").check_weights
+        notices += check_weights(problems, config, model_args, layout, tokenizer, weights)
     if problems or not (model_args and layout and tokenizer):
         raise ConfigError(problems)
     spec = RunSpec(

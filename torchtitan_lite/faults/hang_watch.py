@@ -158,7 +158,8 @@ class HangWatch:
         step_limit_s = self.find_limit()
         # a save, or the first step, may take longer than other steps
         limit_s = SHARE_OF_TIMEOUT * self.section.init_timeout_seconds
-        if self.is_in_step and self.last_s:
+        is_later_step = self.is_in_step and self.last_s > 0
+        if is_later_step:
             limit_s = step_limit_s
         # measured after the limit is chosen: a step that begins meanwhile has waited for 0 s
         waited_s = time.monotonic() - self.began_s
@@ -167,14 +168,10 @@ class HangWatch:
         has_waited = waited_s > step_limit_s / 2
         if self.stop.received:
             has_waited = True
-            if self.is_in_step and self.last_s and self.is_late_to_stop():
+            stopping_s = time.monotonic() - self.stop.received_at_s
+            if is_later_step and stopping_s > max(STOP_WITHIN_S, 2 * self.last_s):
                 return True
         return has_waited and self.late.exists()  # a rank that advances does not look
-
-    def is_late_to_stop(self) -> bool:
-        """Return whether a step after the first one goes on for too long after a signal."""
-        waited_s = time.monotonic() - self.stop.received_at_s
-        return waited_s > max(STOP_WITHIN_S, 2 * self.last_s)
 
     def find_limit(self) -> float:
         """Return the seconds that a step after the first one may take."""
