@@ -52,13 +52,14 @@ def main(args, stop, spec):
 ACT = "def act(rank, stop):\n    {}\n    {}\n"
 # One process launches all runs, one after another: importing torch takes most of the time of each.
 LAUNCH = """
-import json, os, sys
+import json, os, signal, sys
 from pathlib import Path
 from torchtitan_lite.tools import command_lines, launch, local_ranks
 launch.REPOSITORY = Path.cwd() / "repository"
 for line in sys.stdin:
     folder, copies_arrive_within_s, *keys = json.loads(line)
     os.chdir(folder)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the end of a run ignores it
     local_ranks.COPIES_ARRIVE_WITHIN_S = copies_arrive_within_s
     status = launch.main(command_lines.parse_command("train", keys))
     print(f"status {status}", flush=True)

@@ -3,8 +3,8 @@
     degrees         exactly as in the config, or an error with the command for a smaller layout (degrees.py)
     kept relations  query heads per key/value head; one or several key/value heads per tp rank; which sizes tp x
                     dp_shard divides; one or several stages per rank; even or uneven stages; embedding or head alone on
-                    a stage; more, fewer, or the same number of microbatches as stages;
-                    gradient accumulation; whether FSDP shards the number of experts or their matrices; dense layers
+                    a stage; more, fewer, or as many microbatches as stages; gradient accumulation; whether FSDP shards
+                    the number of experts or their matrices; dense layers
     kept as is      optimizer and learning rates, schedule, ZeRO stage, recompute, documents, ring, tied embeddings,
                     rotary scaling, loss parallel
     replaced        sizes, and features that a CPU does not have
@@ -13,13 +13,10 @@
     wide        1 or 2 each   about 41, odd if possible        like real run   8
     deep        12 or more    280 tokens, 560 with documents   12 under pp     20
 
-Rows are longer than every window. The window of a flavor becomes smaller; the window of a row in config/choices.py
-stays, so rows are as long as it needs.
+Rows are longer than every window. Only the window of a flavor becomes smaller, not that of a row in config/choices.py.
 
 The deep trial finds faults that need depth, length or large counts. It has the options of the wide one, except
-recompute and compile.
-
-The certificate lists every difference from the real config, because these are not certified. No torch here.
+recompute and compile. The certificate lists every difference from the real config. No torch here.
 """
 
 import shlex
