@@ -4,11 +4,9 @@ plan_layout applies the rules of a layout. The rules of model sizes are in confi
 checks, and adds checks that read files. Each function checks all of its rules, so a user sees every problem at once.
 """
 
-import re
-
 from torchtitan_lite.config.block import list_block_modules, list_end_modules
-from torchtitan_lite.config.choices import SCHEDULES, has_masks, list_cp_methods
-from torchtitan_lite.config.extensions import check_extensions, load_extension, load_module
+from torchtitan_lite.config.choices import SCHEDULES
+from torchtitan_lite.config.extensions import load_module
 from torchtitan_lite.config.layout import (
     Layout,
     Stages,
@@ -22,13 +20,13 @@ from torchtitan_lite.config.layout import (
     plan_stages,
     plan_zero_stage,
 )
-from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.messages import ConfigError, Problem, Problems
 from torchtitan_lite.config.model_rows import (
     TP_STYLES,
     ModelArgs,
     ModuleRow,
 )
+from torchtitan_lite.config.reader import KEYS
 from torchtitan_lite.config.schema import (
     Config,
     Parallelism,
@@ -36,15 +34,18 @@ from torchtitan_lite.config.schema import (
     with_value,
 )
 
-ASYNC_TP = "parallelism.enable_async_tensor_parallel"
 TP = "parallelism.tensor_parallel_degree"
-ON_GPU = (  # keys that need a GPU
-    ASYNC_TP,
-    "parallelism.fsdp_symmetric_memory",
-    "training.enable_cpu_offload",
-    "profiling.enable_memory_snapshot",
-)
 SIZES_OF_TP = ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
+# If only these keys differ from their defaults, no rule of features.py refuses the config, so the file is not loaded.
+PLAIN_KEYS = set(
+    """
+    job.config_file job.dump_folder model.hf_assets_path optimizer.lr lr_scheduler.warmup_steps
+    training.local_batch_size training.global_batch_size training.seq_len training.steps
+    parallelism.data_parallel_shard_degree parallelism.tensor_parallel_degree
+    parallelism.pipeline_parallel_degree activation_checkpoint.mode checkpoint.enable metrics.log_freq
+    validation.enable validation.freq validation.steps
+    """.split()
+)
 
 
 # ---------------------------------------------------------------- layout
@@ -54,11 +55,11 @@ def plan_layout(config: Config, model_args: ModelArgs, world_size: int) -> Layou
     """Return the layout of a run on `world_size` ranks. Raises ConfigError with all problems, not only the first."""
     section = config.parallelism
     degrees = plan_degrees(section, world_size)
-    of_stages = Problems(config, model_args)
+    problems = Problems(config, model_args)
     stages: Stages = ()
     if section.pipeline_parallel_degree > 1:
-        check_stages(of_stages, count_stages(section, model_args.n_layers))
-    if not of_stages:
+        check_stages(problems, count_stages(section, model_args.n_layers))
+    if not problems:
         n_layers = plan_stages(section, model_args.n_layers)
         stages = name_stages(tuple(n_layers), tuple(list_end_modules(model_args)))
     n_shards = degrees["dp_shard"] * degrees["cp"]
@@ -76,8 +77,9 @@ def plan_layout(config: Config, model_args: ModelArgs, world_size: int) -> Layou
         tied=model_args.tie_embeddings and section.pipeline_parallel_degree > 1,
         ep=section.expert_parallel_degree if model_args.moe else 0,
     )
-    problems = check_layout(config, model_args, layout, world_size) + of_stages
-    problems += find_refused(config, model_args, layout)
+    check_layout(problems, layout, world_size)
+    if asks_for_features(config):
+        problems += load_module("config.features").find_refused(config, model_args, layout)
     if layout.pp > 1 and not any("batch_size" in problem.key for problem in problems):
         local_batch_size = config.training.local_batch_size
         problems += check_microbatches(
@@ -86,6 +88,13 @@ def plan_layout(config: Config, model_args: ModelArgs, world_size: int) -> Layou
     if problems:
         raise ConfigError(problems)
     return layout
+
+
+def asks_for_features(config: Config) -> bool:
+    """Return whether rules of features.py may refuse this config."""
+    changed = (key for key in KEYS if get_value(config, key) != get_value(Config(), key))
+    is_plain = PLAIN_KEYS.issuperset(changed)
+    return not is_plain or config.activation_checkpoint.mode == "memory_budget"
 
 
 def resolve_config(config: Config, layout: Layout, device_type: str) -> Config:
@@ -110,12 +119,8 @@ def resolve_config(config: Config, layout: Layout, device_type: str) -> Config:
     return config
 
 
-def check_layout(
-    config: Config, model_args: ModelArgs, layout: Layout, world_size: int
-) -> list[Problem]:
+def check_layout(problems: Problems, layout: Layout, world_size: int) -> None:
     """Say why the number of ranks does not fit the layout, and which sizes of the model its degrees do not divide."""
-    problems = Problems(config, model_args)
-    section = config.parallelism
     if layout.world_size != world_size:
         others = layout.world_size // layout.dp_shard
         why = f"the degrees ({layout}) make {layout.world_size} ranks, but the run has {world_size}"
@@ -124,18 +129,8 @@ def check_layout(
     check_batch(problems, layout)
     check_sizes(problems, layout, world_size)
     check_table(problems, layout.tp, world_size)
-    if model_args.moe:
+    if problems.model_args.moe:
         load_module("config.experts").check_experts(problems, layout)
-    elif section.expert_parallel_degree > 1:
-        remedy = "Leave it out, or choose a flavor with experts"
-        key = "parallelism.expert_parallel_degree"
-        problems.refuse(key, "the model has no experts", remedy)
-    if layout.pp > 1 and section.zero_stage == 2:
-        why = "torch's pipeline runtime reduces gradients once per step, so they cannot be sharded earlier"
-        problems.refuse("parallelism.zero_stage", why, "Use 1, or 3 to shard the parameters too")
-    if config.model.uses_float8:
-        load_module("config.float8").check_float8(problems, layout)
-    return problems
 
 
 def check_batch(problems: Problems, layout: Layout) -> None:
@@ -151,10 +146,6 @@ def check_batch(problems: Problems, layout: Layout) -> None:
         why = f"{ranks} equal shares of {n_sequences} sequences, {full}"
         remedy = f"Use {list_multiples(n_sequences, unit)}"
         problems.refuse("training.global_batch_size", why, remedy)
-    if layout.pp > 1 and n_local % layout.microbatch_size:
-        key = "parallelism.pipeline_parallel_microbatch_size"
-        why = f"it does not divide training.local_batch_size = {n_local}"
-        problems.refuse(key, why, "Use a divisor of it, such as 1")
 
 
 def list_multiples(value: int, unit: int) -> str:
@@ -314,82 +305,3 @@ def check_ends(problems: Problems, ends: list[ModuleRow]) -> None:
                 f'Use tp_style "sequence" or "gathered", or put it into a module of its own {place}'
             )
             problems.refuse("model.name", f"{outside} {why}", remedy)
-
-
-def find_refused(config: Config, model_args: ModelArgs, layout: Layout) -> list[Problem]:
-    """Find combinations known to give wrong numbers or to crash (torch 2.13).
-
-    tests/ranks/test_layouts.py runs each of them and expects a failure, so the test reports when torch fixes one.
-    """
-    problems = Problems(config, model_args)
-    section = config.parallelism
-    check_extensions(problems, layout)
-    schedule = SCHEDULES[section.pipeline_parallel_schedule]
-    if schedule.splits_backward and section.pipeline_parallel_degree > 1:
-        otherwise = "or use Interleaved1F1B"
-        if layout.zero_stage == 3:
-            why = "it computes weight gradients after FSDP freed the parameters, so gradients are missing or wrong"
-            remedy = f"Set parallelism.zero_stage = 1, {otherwise}"
-            problems.refuse("parallelism.pipeline_parallel_schedule", why, remedy)
-        if config.activation_checkpoint.mode != "none":
-            why = "both halves of a split backward would recompute, which torch refuses in the first step"
-            problems.refuse("activation_checkpoint.mode", why, f'Set it to "none", {otherwise}')
-        if config.compile.enable:
-            why = "the backward of a compiled block cannot be split: torch fails in the first step"
-            problems.refuse("compile.enable", why, f"Set it to false, {otherwise}")
-    methods = list_cp_methods(config.model.attention, model_args)
-    method = section.context_parallel_rotate_method
-    if section.context_parallel_degree > 1 and method not in methods:
-        why = f"this method does not support model.attention = {config.model.attention!r} (under_cp in choices.py)"
-        if has_masks(config.model.attention, model_args):
-            why = "this method has no masks, but layers of the model have windows or sinks"
-        remedy = f"Use {' or '.join(map(repr, methods)) or 'context_parallel_degree = 1'}"
-        problems.refuse("parallelism.context_parallel_rotate_method", why, remedy)
-    return problems
-
-
-# ---------------------------------------------------------------- on every layout
-
-
-def check_run(config: Config) -> list[Problem]:
-    """Find settings that contradict each other on every layout."""
-    problems = Problems(config)
-    recompute = config.activation_checkpoint
-    compiles = config.compile.compiles_blocks
-    if not re.fullmatch("op|0*[1-9][0-9]*", recompute.selective_ac_option):
-        why = 'it is neither "op" nor a number'
-        remedy = 'Use "op", or a number n to recompute every n-th layer, such as "2"'
-        problems.refuse("activation_checkpoint.selective_ac_option", why, remedy)
-    if recompute.mode == "memory_budget" and (not compiles or config.compile.backend == "eager"):
-        why = "the compiler chooses what to recompute, but no block is compiled"
-        remedy = 'Set compile.enable = true, or use "selective"'
-        problems.refuse("activation_checkpoint.mode", why, remedy)
-    n_steps = config.profiling.profiler_warmup + config.profiling.profiler_active
-    if config.profiling.enable_profiling and config.profiling.profile_freq < n_steps:
-        why = f"profiler_warmup + profiler_active take {n_steps} steps"
-        problems.refuse("profiling.profile_freq", why, f"Use {n_steps} or more")
-    is_rewritten = compiles and config.compile.backend == "inductor"
-    if config.parallelism.enable_async_tensor_parallel and not is_rewritten:
-        why = "inductor must rewrite the matmuls, but it compiles no block (compile.enable, components, backend)"
-        problems.refuse(ASYNC_TP, why, "Leave this key out")
-    return problems
-
-
-def check_machine(config: Config, machine: Machine) -> list[Problem]:
-    """Find features that these devices, or the software of this host, lack."""
-    problems = Problems(config)
-    for key in ON_GPU:
-        if machine.device_type != "cuda" and get_value(config, key):
-            problems.refuse(key, "it needs a GPU, and there is none", "Leave this key out")
-    if config.model.uses_float8:
-        load_module("config.float8").check_matmul(problems, machine)
-    uses_kernels = machine.device_type == "cuda" and config.model.attention == "causal"
-    in_float32 = config.training.mixed_precision_param == "float32"
-    if config.parallelism.context_parallel_degree > 1 and uses_kernels and in_float32:
-        why = "the GPU kernels for context parallel compute in 16 bits"
-        problems.refuse("training.mixed_precision_param", why, 'Use "bfloat16"')
-    needs_packages = config.compile.enable or config.metrics.enable_wandb
-    schedule = SCHEDULES[config.parallelism.pipeline_parallel_schedule]
-    if machine.is_here and (needs_packages or schedule.splits_backward):
-        problems += load_extension("software").check_software(config, machine)
-    return problems

@@ -3,7 +3,7 @@
 import re
 
 from torchtitan_lite.config.block import list_parameters
-from torchtitan_lite.config.extensions import FLOAT8
+from torchtitan_lite.config.features import FLOAT8
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.messages import Problems

@@ -13,8 +13,9 @@ from dataclasses import replace
 from itertools import product
 from math import ceil
 
-from torchtitan_lite.config.checks import find_refused, plan_layout, resolve_config
+from torchtitan_lite.config.checks import plan_layout, resolve_config
 from torchtitan_lite.config.choices import SCHEDULES
+from torchtitan_lite.config.features import find_refused
 from torchtitan_lite.config.layout import plan_batch, plan_degrees
 from torchtitan_lite.config.machine import GIB
 from torchtitan_lite.config.messages import ConfigError, Problem
