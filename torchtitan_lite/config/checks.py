@@ -4,6 +4,8 @@ plan_layout applies the rules of a layout. The rules of model sizes are in confi
 checks, and adds checks that read files. Each function checks all of its rules, so a user sees every problem at once.
 """
 
+from dataclasses import replace
+
 from torchtitan_lite.config.block import list_block_modules, list_end_modules
 from torchtitan_lite.config.choices import SCHEDULES
 from torchtitan_lite.config.extensions import load_module
@@ -31,7 +33,6 @@ from torchtitan_lite.config.schema import (
     Config,
     Parallelism,
     get_value,
-    with_value,
 )
 
 TP = "parallelism.tensor_parallel_degree"
@@ -62,29 +63,18 @@ def plan_layout(config: Config, model_args: ModelArgs, world_size: int) -> Layou
     if not problems:
         n_layers = plan_stages(section, model_args.n_layers)
         stages = name_stages(tuple(n_layers), tuple(list_end_modules(model_args)))
-    n_shards = degrees["dp_shard"] * degrees["cp"]
-    n_most = n_shards
-    if model_args.moe:
-        n_most = max(n_shards, n_shards * degrees["tp"] // section.expert_parallel_degree)
-    is_local = n_most == 1 and not config.training.enable_cpu_offload
     layout = Layout(
         **degrees,
         **plan_batch(config, degrees),
         **plan_nodes(section, degrees),
         stages=stages,
         stage_ranks=place_stages(section, len(stages)),
-        zero_stage=plan_zero_stage(section, n_shards=n_shards, is_local=is_local),
+        zero_stage=0,
         tied=model_args.tie_embeddings and section.pipeline_parallel_degree > 1,
         ep=section.expert_parallel_degree if model_args.moe else 0,
     )
+    layout = replace(layout, zero_stage=plan_zero_stage(config, layout))
     check_layout(problems, layout, world_size)
-    if asks_for_features(config):
-        problems += load_module("config.features").find_refused(config, model_args, layout)
-    if layout.pp > 1 and not any("batch_size" in problem.key for problem in problems):
-        local_batch_size = config.training.local_batch_size
-        problems += check_microbatches(
-            section, local_batch_size, layout.n_microbatches, len(stages)
-        )
     if problems:
         raise ConfigError(problems)
     return layout
@@ -99,28 +89,37 @@ def asks_for_features(config: Config) -> bool:
 
 def resolve_config(config: Config, layout: Layout, device_type: str) -> Config:
     """Replace every automatic value of a config with the resolved value. A run logs and saves the result."""
-    param = config.training.mixed_precision_param
+    training = config.training
+    param = training.mixed_precision_param
     if param == "auto":
         param = "bfloat16" if device_type == "cuda" else "float32"
-    data_seed = config.training.data_seed
+    data_seed = training.data_seed
     if data_seed is None:
         data_seed = config.debug.seed
-    for key, value in {
-        "training.data_seed": data_seed,
-        "parallelism.data_parallel_shard_degree": layout.dp_shard,
-        "parallelism.fsdp_reshard_after_forward": "default",  # zero_stage replaces it
-        "parallelism.zero_stage": layout.zero_stage,
-        "training.global_batch_size": layout.global_batch_size,
-        "training.mixed_precision_param": param,
-        "training.loss_chunk_tokens": choose_chunk_tokens(config.training, device_type),
-        "lr_scheduler.total_steps": config.lr_scheduler.total_steps or config.training.steps,
-    }.items():
-        config = with_value(config, key, value)
-    return config
+    total_steps = config.lr_scheduler.total_steps or training.steps
+    return replace(
+        config,
+        training=replace(
+            training,
+            data_seed=data_seed,
+            global_batch_size=layout.global_batch_size,
+            mixed_precision_param=param,
+            loss_chunk_tokens=choose_chunk_tokens(training, device_type),
+        ),
+        parallelism=replace(
+            config.parallelism,
+            data_parallel_shard_degree=layout.dp_shard,
+            fsdp_reshard_after_forward="default",  # zero_stage replaces it
+            zero_stage=layout.zero_stage,
+        ),
+        lr_scheduler=replace(config.lr_scheduler, total_steps=total_steps),
+    )
 
 
 def check_layout(problems: Problems, layout: Layout, world_size: int) -> None:
-    """Say why the number of ranks does not fit the layout, and which sizes of the model its degrees do not divide."""
+    """Apply the rules of a layout: the number of ranks, and what its degrees and the schedule must divide."""
+    config = problems.config
+    model_args = problems.model_args
     if layout.world_size != world_size:
         others = layout.world_size // layout.dp_shard
         why = f"the degrees ({layout}) make {layout.world_size} ranks, but the run has {world_size}"
@@ -129,8 +128,15 @@ def check_layout(problems: Problems, layout: Layout, world_size: int) -> None:
     check_batch(problems, layout)
     check_sizes(problems, layout, world_size)
     check_table(problems, layout.tp, world_size)
-    if problems.model_args.moe:
+    if model_args.moe:
         load_module("config.experts").check_experts(problems, layout)
+    if asks_for_features(config):
+        problems += load_module("config.features").find_refused(config, model_args, layout)
+    if layout.pp > 1 and not any("batch_size" in problem.key for problem in problems):
+        local_batch_size = config.training.local_batch_size
+        problems += check_microbatches(
+            config.parallelism, local_batch_size, layout.n_microbatches, len(layout.stages)
+        )
 
 
 def check_batch(problems: Problems, layout: Layout) -> None:
