@@ -293,21 +293,24 @@ def check_table(problems: Problems, tp: int, world_size: int) -> None:
 def check_ends(problems: Problems, ends: list[ModuleRow]) -> None:
     """Find modules outside the blocks that no stage of a pipeline can have, or that no code serves there."""
     for row in ends:
-        place = f"in models/{problems.model_args.name}/table.py"
-        outside = f"{row.name} is outside the blocks,"
         stages = {other.end for other in ends if other.child == row.child}
         if stages not in ({"first"}, {"last"}):
             why = (
                 f"its end = {row.end!r} names no stage of a pipeline, or another than {row.child!r}"
             )
-            remedy = f'Set end = "first" or "last" for all modules of a child {place}'
-            problems.refuse("model.name", f"{outside} {why}", remedy)
+            remedy = 'Set end = "first" or "last" for all modules of a child'
+            refuse_end(problems, row, why, remedy)
         if row.kind in ("router", "experts"):
-            remedy = f"Use modules of other kinds {place}"
-            problems.refuse("model.name", f"{outside} where no code serves experts", remedy)
+            why = "where no code serves experts"
+            refuse_end(problems, row, why, "Use modules of other kinds")
         if row.tp_style in ("colwise", "rowwise", "whole") and row.child == row.name:
             why = "and tp would gather the input of the whole model for it"
-            remedy = (
-                f'Use tp_style "sequence" or "gathered", or put it into a module of its own {place}'
-            )
-            problems.refuse("model.name", f"{outside} {why}", remedy)
+            remedy = 'Use tp_style "sequence" or "gathered", or put it into a module of its own'
+            refuse_end(problems, row, why, remedy)
+
+
+def refuse_end(problems: Problems, row: ModuleRow, why: str, remedy: str) -> None:
+    """Add a problem with a module outside the blocks."""
+    why = f"{row.name} is outside the blocks, {why}"
+    place = f"in models/{problems.model_args.name}/table.py"
+    problems.refuse("model.name", why, f"{remedy} {place}")

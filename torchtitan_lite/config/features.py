@@ -12,12 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchtitan_lite.config.choices import SCHEDULES, has_masks, list_cp_methods
+from torchtitan_lite.config.choices import ATTENTIONS, SCHEDULES, has_masks
 from torchtitan_lite.config.extensions import load_extension, load_module
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.messages import Problem, Problems
-from torchtitan_lite.config.model_rows import ModelArgs
+from torchtitan_lite.config.model_rows import LAYER_TYPES, SLIDING, ModelArgs
 from torchtitan_lite.config.schema import Config, get_value
 
 FLOAT8 = "quantize.linear.float8"
@@ -374,3 +374,31 @@ def check_pipeline(problems: Problems, layout: Layout) -> None:
         if config.compile.enable:
             why = "the backward of a compiled block cannot be split: torch fails in the first step"
             problems.refuse("compile.enable", why, f"Set it to false, {otherwise}")
+
+
+def list_cp_methods(attention: str, model_args: ModelArgs) -> list[str]:
+    """List the methods of context parallel that serve this attention. The ring has no masks."""
+    methods = ATTENTIONS[attention].under_cp
+    masked = has_masks(attention, model_args)
+    return [method for method in methods if method == "allgather" or not masked]
+
+
+def check_windows(problems: Problems) -> None:
+    """Find windows and sinks that no layer uses, or that the attention does not support."""
+    attention = problems.config.model.attention
+    model_args = problems.model_args
+    window = model_args.sliding_window
+    types = model_args.layer_types
+    why = ""
+    if not set(types) <= set(LAYER_TYPES):
+        why = f"its layer_types are {types}, but layers have the types {LAYER_TYPES}"
+    elif types and (SLIDING in types) != (window is not None):
+        why = f"its layer_types are {types}, but sliding_window = {window}"
+    elif window is not None and window < 1:
+        why = f"sliding_window = {window}, but a token sees at least itself"
+    if why:
+        remedy = f"Correct the flavor in models/{model_args.name}/table.py"
+        problems.refuse("model.flavor", why, remedy)
+    elif (window or model_args.attention_sinks) and ATTENTIONS[attention].window is None:
+        why = "the model has windows or sinks, but the row of this attention has no `window` (config/choices.py)"
+        problems.refuse("model.attention", why, 'Use "causal", or add `window` to the row')

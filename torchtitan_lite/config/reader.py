@@ -86,18 +86,12 @@ def read_config(args: list[str]) -> UserConfig:
         problems.append(Problem("job.config_file", config_file, str(error), remedy))
     notices: list[str] = []
     if not {*table, *texts} <= KEYS.keys():
-        rename = load_extension(OTHER_KEYS).rename_keys
-        table = rename(table, notices)
-        texts = rename(texts, notices)
+        translate_keys = load_extension(OTHER_KEYS).translate_keys
+        table, texts = translate_keys(table, texts, problems, notices)
     given = table | texts  # the command line replaces the table
 
     config = Config()
     for key, value in given.items():
-        if key not in KEYS:
-            problem, notice = load_extension(OTHER_KEYS).explain_key(key, value)
-            problems += problem
-            notices += notice
-            continue
         try:
             config = with_value(config, key, convert_text(KEYS[key], value))
         except WrongValue as wrong:

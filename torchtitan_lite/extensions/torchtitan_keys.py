@@ -103,6 +103,22 @@ def explain_absent(key: str, value: object) -> str | None:
     return f"{remedy}. {REPLACED[key]} serves instead" if key in REPLACED else remedy
 
 
+def translate_keys(
+    table: dict[str, Any], texts: dict[str, Any], problems: list[Problem], notices: list[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the values of a file and of the command line that have keys here. Adds problems and notices for others."""
+    table = rename_keys(table, notices)
+    texts = rename_keys(texts, notices)
+    for key, value in (table | texts).items():
+        if key not in KEYS:
+            problem, notice = explain_key(key, value)
+            problems += problem
+            notices += notice
+            table.pop(key, None)
+            texts.pop(key, None)
+    return table, texts
+
+
 def rename_keys(source: Mapping[str, Any], notices: list[str]) -> dict[str, Any]:
     """Return the values of a file, or of the command line, by today's names. Adds a notice for each other name."""
     renamed = {}

@@ -19,11 +19,11 @@ from math import ceil, prod
 from typing import NamedTuple
 
 from torchtitan_lite.config.block import (
-    find_expert_dim,
     list_added_ends,
     list_block_modules,
     list_gathered,
 )
+from torchtitan_lite.config.experts import find_expert_dim
 from torchtitan_lite.config.layout import Layout, Stages, gathers_whole_parts
 from torchtitan_lite.config.model_rows import ModelArgs, ModuleRow
 from torchtitan_lite.extensions.muon_rounds import deal_matrices
