@@ -6,6 +6,7 @@ the tokenizer with the fingerprint in the manifest.
 
 from dataclasses import asdict
 from pathlib import Path
+from typing import Literal
 
 from torchtitan_lite.checkpoint.format import Manifest
 from torchtitan_lite.checkpoint.starting_weights import NOT_ONLY, PATH, Weights
@@ -15,10 +16,16 @@ from torchtitan_lite.config.reader import KEYS, flatten_table
 from torchtitan_lite.config.schema import (
     Config,
     LRScheduler,
-    find_resume_rule,
     get_value,
     learning_rate_factor,
 )
+
+
+def find_resume_rule(key: str) -> Literal["refuse", "note", "free"]:
+    """Return what happens if a run continues with another value of this key."""
+    section, _, name = key.rpartition(".")
+    fields = type(get_value(Config(), section)).__dataclass_fields__
+    return fields[name].metadata.get("resume", "free")
 
 
 def list_different(config: Config, weights: Weights) -> dict[str, tuple[object, object]]:

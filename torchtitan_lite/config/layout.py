@@ -95,17 +95,9 @@ class Layout:
             strides[f"{dim}_far"] = strides[dim] * getattr(self, f"{dim}_near")
         return strides
 
-    @cached_property
-    def stages_by_rank(self) -> list[list[int]]:
-        """The stages of each pp rank, first to last."""
-        by_rank = [[] for _ in range(self.pp)]
-        for stage, rank in enumerate(self.stage_ranks):
-            by_rank[rank].append(stage)
-        return by_rank
-
     def stages_of(self, pp_rank: int) -> list[int]:
         """Return the stages of one pp rank, first to last."""
-        return self.stages_by_rank[pp_rank]
+        return [stage for stage, rank in enumerate(self.stage_ranks) if rank == pp_rank]
 
     def __str__(self) -> str:
         used = [f"{dim}{self.degrees[dim]}" for dim in self.used_dims]

@@ -397,13 +397,6 @@ ONE_SHOT = {
 }
 
 
-def find_resume_rule(key: str) -> Literal["refuse", "note", "free"]:
-    """Return what happens if a run continues with another value of this key."""
-    section, _, name = key.rpartition(".")
-    fields = type(get_value(Config(), section)).__dataclass_fields__
-    return fields[name].metadata.get("resume", "free")
-
-
 def get_value(config: Config, key: str) -> Any:
     """Return the value of a dotted key."""
     return reduce(getattr, key.split("."), config)

@@ -247,7 +247,8 @@ class Workload:
     @cached_property
     def stages_by_rank(self) -> list[list[Stage]]:
         """The stages of each pp rank, first to last."""
-        return [[self.stages[index] for index in each] for each in self.layout.stages_by_rank]
+        by_rank = map(self.layout.stages_of, range(self.layout.pp))
+        return [[self.stages[index] for index in each] for each in by_rank]
 
     @cached_property
     def alike(self) -> list[list[int]]:
