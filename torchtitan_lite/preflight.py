@@ -6,7 +6,7 @@
     initial_load_path: Hugging Face      the model in config.json       the tokenizer in that folder
     initial weights                      debug                          assets/tokenizer
 
-The rules in config/checks.py need only numbers; the rules here need files. tools/check.py adds rules about the host.
+The rules in config/ need only numbers; the rules here need files. tools/check.py adds rules about the host.
 The launcher calls `resolve` once for all of its ranks. All problems are reported together.
 """
 

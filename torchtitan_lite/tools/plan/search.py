@@ -117,7 +117,7 @@ def list_schedules(config: Config, pp: int, n_layers: int) -> list[tuple[str, in
     pairs = []
     for name, schedule in SCHEDULES.items():
         if schedule.splits_backward and config.compile.enable:
-            continue  # checks.py refuses it on every layout
+            continue  # features.py refuses it on every layout
         layers_per_stage = {None}
         if schedule.most_stages_per_rank is None:
             layers_per_stage = {ceil(weight / pp / n_stages) for n_stages in STAGES_PER_RANK}
