@@ -4,7 +4,8 @@ A row says which key loads the file, and which rules `check` applies then. Rules
 core names no extension outside of `load_extension`, which it calls where the feature acts. To add one, write a file
 and a row. A row of OPTIMIZERS in choices.py may name the file too.
 
-Loaded if a key that is not in PLAIN_KEYS (checks.py) does not have its default: no rule here refuses a plain config.
+Loaded if a key that is not in PLAIN_KEYS (checks.py) does not have its default, and for a model with windows: no rule
+here refuses any other config. A rule that does is in checks.py.
 """
 
 import re
