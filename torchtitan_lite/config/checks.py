@@ -18,7 +18,6 @@ from torchtitan_lite.config.layout import (
     place_stages,
     plan_batch,
     plan_degrees,
-    plan_nodes,
     plan_stages,
     plan_zero_stage,
 )
@@ -63,10 +62,13 @@ def plan_layout(config: Config, model_args: ModelArgs, world_size: int) -> Layou
     if not problems:
         n_layers = plan_stages(section, model_args.n_layers)
         stages = name_stages(tuple(n_layers), tuple(list_end_modules(model_args)))
+    nodes = {}
+    if section.zero_plus_plus:
+        nodes = load_module("config.features").plan_nodes(section, degrees)
     layout = Layout(
         **degrees,
         **plan_batch(config, degrees),
-        **plan_nodes(section, degrees),
+        **nodes,
         stages=stages,
         stage_ranks=place_stages(section, len(stages)),
         zero_stage=0,

@@ -11,6 +11,7 @@ here refuses any other config. A rule that does is in checks.py.
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import gcd
 from pathlib import Path
 
 from torchtitan_lite.config.choices import ATTENTIONS, SCHEDULES, has_masks
@@ -19,7 +20,7 @@ from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.messages import Problem, Problems
 from torchtitan_lite.config.model_rows import LAYER_TYPES, SLIDING, ModelArgs
-from torchtitan_lite.config.schema import Config, get_value
+from torchtitan_lite.config.schema import Config, Parallelism, get_value
 
 FLOAT8 = "quantize.linear.float8"
 ZERO_PLUS_PLUS = "parallelism.zero_plus_plus"
@@ -403,3 +404,19 @@ def check_windows(problems: Problems) -> None:
     elif (window or model_args.attention_sinks) and ATTENTIONS[attention].window is None:
         why = "the model has windows or sinks, but the row of this attention has no `window` (config/choices.py)"
         problems.refuse("model.attention", why, 'Use "causal", or add `window` to the row')
+
+
+# ---------------------------------------------------------------- ZeRO++
+
+
+def plan_nodes(section: Parallelism, degrees: dict[str, int]) -> dict[str, int]:
+    """Return the sizes of FSDP groups inside nodes and between nodes, as in Layout."""
+    tp, ep = degrees["tp"], section.expert_parallel_degree
+    n_shards = degrees["dp_shard"] * degrees["cp"]
+    sizes = {}
+    for dim, n_ranks, stride in (("fsdp", n_shards, tp), ("efsdp", n_shards * tp // ep, ep)):
+        near = gcd(n_ranks, max(1, section.zero_plus_plus_node_size // stride))
+        if 1 < near < n_ranks:
+            sizes[f"{dim}_near"] = near
+            sizes[f"{dim}_far"] = n_ranks // near
+    return sizes

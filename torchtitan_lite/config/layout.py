@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from heapq import heapify, heapreplace
 from itertools import islice
-from math import ceil, gcd, prod
+from math import ceil, prod
 
 from torchtitan_lite.config.choices import SCHEDULES
 from torchtitan_lite.config.model_rows import ModuleRow
@@ -232,21 +232,6 @@ def gathers_whole_parts(layout: Layout, compute_dtype: str) -> bool:
     fp32, as on CPUs, no gather hides behind a block's compute, and each group would only cost the host time.
     """
     return layout.pp > 1 and layout.zero_stage == 1 and not layout.ep and compute_dtype == "float32"
-
-
-def plan_nodes(section: Parallelism, degrees: dict[str, int]) -> dict[str, int]:
-    """Return the sizes of FSDP groups inside nodes and between nodes, as in Layout."""
-    if not section.zero_plus_plus:
-        return {}
-    tp, ep = degrees["tp"], section.expert_parallel_degree
-    n_shards = degrees["dp_shard"] * degrees["cp"]
-    sizes = {}
-    for dim, n_ranks, stride in (("fsdp", n_shards, tp), ("efsdp", n_shards * tp // ep, ep)):
-        near = gcd(n_ranks, max(1, section.zero_plus_plus_node_size // stride))
-        if 1 < near < n_ranks:
-            sizes[f"{dim}_near"] = near
-            sizes[f"{dim}_far"] = n_ranks // near
-    return sizes
 
 
 def plan_recompute(section: ActivationCheckpoint, layers: Iterable[int]) -> dict[int, str]:
