@@ -110,12 +110,18 @@ def translate_keys(
     table = rename_keys(table, notices)
     texts = rename_keys(texts, notices)
     for key, value in (table | texts).items():
-        if key not in KEYS:
-            problem, notice = explain_key(key, value)
-            problems += problem
-            notices += notice
-            table.pop(key, None)
-            texts.pop(key, None)
+        if key in KEYS:
+            continue
+        table.pop(key, None)
+        texts.pop(key, None)
+        absent = explain_absent(key, value)
+        if absent is None:
+            problems.append(Problem(key, value, "there is no such key", suggest_key(key)))
+        elif absent:
+            why = "torchtitan_lite does not have this feature"
+            problems.append(Problem(key, value, why, absent))
+        elif key in UNUSED:
+            notices.append(f"{key} = {value} has no effect: {UNUSED[key]}")
     return table, texts
 
 
@@ -132,18 +138,6 @@ def rename_keys(source: Mapping[str, Any], notices: list[str]) -> dict[str, Any]
             notices.append(f"{names[key]} and {name} are the same key: {value} counts")
         names[key] = name
     return renamed
-
-
-def explain_key(key: str, value: object) -> tuple[list[Problem], list[str]]:
-    """Return a problem, or a notice, or neither, for a name that is no key here."""
-    absent = explain_absent(key, value)
-    if absent is None:
-        return [Problem(key, value, "there is no such key", suggest_key(key))], []
-    if absent:
-        return [Problem(key, value, "torchtitan_lite does not have this feature", absent)], []
-    if key in UNUSED:
-        return [], [f"{key} = {value} has no effect: {UNUSED[key]}"]
-    return [], []
 
 
 def is_switch(name: str) -> bool:
