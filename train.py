@@ -17,9 +17,8 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from torchtitan_lite.build import build_on_meta, build_run
-from torchtitan_lite.components.endings import describe_newest, describe_signal
 from torchtitan_lite.components.log import IN_FILE, start_logging
-from torchtitan_lite.components.signals import StopFlag
+from torchtitan_lite.components.signals import StopFlag, describe_signal
 from torchtitan_lite.config.block import count_parameters
 from torchtitan_lite.config.extensions import load_extension, load_module
 from torchtitan_lite.config.machine import Machine
@@ -176,6 +175,7 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
                 saver.after_step(step, n_steps=last, is_stopped=is_stopped, record=metrics.record)
             if is_stopped:
                 status = 128 + stop_signal
+                describe_newest = load_module("components.endings").describe_newest
                 newest = describe_newest(savers[0].newest, config, args)
                 metrics.stop(
                     step, f"{describe_signal(status)} after step {step} of {last}; {newest}"

@@ -17,14 +17,15 @@ from torch.distributed.tensor import DTensor
 from torchtitan_lite import build
 from torchtitan_lite import step as stepping
 from torchtitan_lite.checkpoint.format import (
+    EXPERT_DIMS,
     Manifest,
     commit,
     create_unfinished,
+    list_degrees,
     name_unfinished,
     write_manifest,
 )
 from torchtitan_lite.checkpoint.load import OpenCheckpoint, Saved
-from torchtitan_lite.checkpoint.plan import EXPERT_DIMS, list_degrees
 from torchtitan_lite.checkpoint.save import (
     CheckpointSaver,
     describe_run,

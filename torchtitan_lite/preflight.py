@@ -6,7 +6,7 @@
     initial_load_path: Hugging Face      the model in config.json       the tokenizer in that folder
     initial weights                      debug                          assets/tokenizer
 
-The rules in config/checks.py need only numbers; the rules here need files. tools/check.py adds rules about the host.
+The rules in config/ need only numbers; the rules here need files. tools/check.py adds rules about the host.
 The launcher calls `resolve` once for all of its ranks. All problems are reported together.
 """
 
@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING
 
 from torchtitan_lite.checkpoint.format import find_steps
 from torchtitan_lite.config.checks import (
-    check_machine,
-    check_run,
+    asks_for_features,
     count_pieces,
     plan_layout,
     resolve_config,
@@ -49,7 +48,7 @@ SHIPPED = "assets/tokenizer"
 CPU_TOKENS = 2048
 CPU_SEQ_LEN = 512
 OF_EXPERTS = ("training.router_z_loss", "training.expert_balance_loss", "training.expert_bias_rate")
-# Sections that decide the weights, the tokenizer and the layout. The rules of check_run and check_machine read more.
+# Sections that decide the weights, the tokenizer and the layout. The rules of check_settings read more.
 LAYOUT_SECTIONS = {"model", "training", "parallelism", "checkpoint", "job"}
 RULED_SECTIONS = {*LAYOUT_SECTIONS, "optimizer", "activation_checkpoint", "compile", "profiling"}
 
@@ -76,8 +75,8 @@ def resolve(
     if "job.config_file" in unread:  # no key of this file was read
         raise ConfigError(problems)
     sections = {key.partition(".")[0] for key in unread}
-    if not sections & RULED_SECTIONS:
-        problems += check_run(config) + check_machine(config, machine)
+    if not sections & RULED_SECTIONS and asks_for_features(config):
+        problems += load_module("config.features").check_settings(config, machine)
     problems += check_files(config, restarted)
     tokenizer = model_args = layout = None
     if not sections & LAYOUT_SECTIONS:

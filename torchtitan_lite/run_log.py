@@ -19,9 +19,8 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_lite.build import Run
-from torchtitan_lite.components.endings import name_views
 from torchtitan_lite.components.log import IN_FILE, describe_rank
-from torchtitan_lite.components.metrics import MetricsWriter
+from torchtitan_lite.components.metrics import MetricsWriter, name_views
 from torchtitan_lite.config.block import FlopsPerToken, count_flops_per_token
 from torchtitan_lite.config.extensions import load_module
 from torchtitan_lite.config.machine import peak_flops

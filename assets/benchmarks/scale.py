@@ -3,8 +3,8 @@
     python3 -m assets.benchmarks.scale --ranks 256 4096 16384      one line per model, world size and layout
 
 The code of the trainer runs: plan_save, CheckpointSaver, load_newest. The other ranks are a fake process group.
-Tensors have shapes only, and files have headers only. Opening a file creates it, with the slices that plan.py gives to
-its rank. So bytes of metadata, files, messages and seconds are measured, but no data is read, hashed or sent.
+Tensors have shapes only, and files have headers only. Opening a file creates it, with the slices that format.py gives
+to its rank. So bytes of metadata, files, messages and seconds are measured, but no data is read, hashed or sent.
 """
 
 import argparse
@@ -32,9 +32,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from torchtitan_lite import build, files
 from torchtitan_lite.checkpoint import load, save
-from torchtitan_lite.checkpoint.format import Manifest
-from torchtitan_lite.checkpoint.plan import (
+from torchtitan_lite.checkpoint.format import (
     Degrees,
+    Manifest,
     TensorRecord,
     find_coordinates,
     find_writer,

@@ -1,7 +1,7 @@
 """Print the table "what combines with what" of parallel/README.md. Needs tests/ in PYTHONPATH.
 
 A cell counts the rows of tests/layouts.py that use both features: those of the default tests, then those that --all
-adds. No row tests the pair of an empty cell: test_drawn_layouts.py draws it at random, or config/checks.py refuses it.
+adds. No row tests the pair of an empty cell: test_drawn_layouts.py draws it at random, or features.py refuses it.
 """
 
 from layouts import CP, EP, FAST, LAYOUTS, MODE, PP, REPLICATE, SCHEDULE, TP, ZERO, Row

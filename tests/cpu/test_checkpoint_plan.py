@@ -10,7 +10,7 @@ from layouts import LAYOUTS
 from marks import choose_fast
 
 from torchtitan_lite.build import build_parts
-from torchtitan_lite.checkpoint.plan import (
+from torchtitan_lite.checkpoint.format import (
     Split,
     TensorRecord,
     find_coordinates,

@@ -7,6 +7,7 @@ from typing import get_args
 
 import pytest
 
+from torchtitan_lite.checkpoint.continued import find_resume_rule
 from torchtitan_lite.config.model import MODEL_SIZES
 from torchtitan_lite.config.reader import (
     CONFIG_FOLDER,
@@ -16,7 +17,7 @@ from torchtitan_lite.config.reader import (
     find_key,
     read_config,
 )
-from torchtitan_lite.config.schema import Config, Range, find_resume_rule, get_value
+from torchtitan_lite.config.schema import Config, Range, get_value
 from torchtitan_lite.extensions.torchtitan_keys import ABSENT, explain_absent
 
 

@@ -1,5 +1,6 @@
 """The tables of the models, and the rows of choices.py: sizes as published and as torch counts, code for each name."""
 
+from contextlib import suppress
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -10,12 +11,19 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from torchtitan_lite.build import build_on_meta
 from torchtitan_lite.config.block import count_flops_per_token, count_parameters, list_parameters
-from torchtitan_lite.config.checks import plan_layout
+from torchtitan_lite.config.checks import (
+    PLAIN_KEYS,
+    asks_for_features,
+    plan_layout,
+)
 from torchtitan_lite.config.choices import ATTENTIONS, OPTIMIZERS, SCHEDULES
-from torchtitan_lite.config.extensions import EXTENSIONS, load_extension
+from torchtitan_lite.config.extensions import load_extension
+from torchtitan_lite.config.features import EXTENSIONS, check_settings, find_refused
+from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.messages import ConfigError, UserError
 from torchtitan_lite.config.model import resolve_model
 from torchtitan_lite.config.model_rows import ModuleRow
+from torchtitan_lite.config.reader import KEYS, WrongValue, convert
 from torchtitan_lite.config.schema import Config, Model, with_value
 from torchtitan_lite.model.attention import ATTENTION_MODULES
 from torchtitan_lite.models.llama3.modules import Llama3
@@ -112,6 +120,18 @@ def test_rows_and_code_name_the_same_choices():
     assert all(pipelining.schedules.get_schedule_class(name) for name in SCHEDULES)
 
 
+@pytest.mark.parametrize("value", [2, True, "full", "none"])
+@pytest.mark.parametrize("key", sorted(PLAIN_KEYS))
+def test_no_feature_refuses_a_config_of_plain_keys(key, value):
+    with suppress(WrongValue):
+        config = with_value(Config(), key, convert(KEYS[key], value))
+        assert not asks_for_features(config)
+        model_args = FLAVORS["debug"]
+        layout = plan_layout(config, model_args, 2)
+        problems = check_settings(config, Machine("cpu", 1, None, ""))
+        assert problems + find_refused(config, model_args, layout) == []
+
+
 def give_table(**fields):
     """Replace fields of llama3's table inside a context."""
     return patch.dict(MODELS, llama3=replace(MODELS["llama3"], **fields))
@@ -120,6 +140,10 @@ def give_table(**fields):
 def add_row(row: ModuleRow):
     """Return the block of llama3 with another row."""
     return lambda model_args, moe=None: [*list_llama_block(model_args, moe), row]
+
+
+def make_norm(n_features: int, tp_style: str = "sequence") -> ModuleRow:
+    return ModuleRow("ffn_scale", "norm", (n_features,), tp_style, init_mean=1.0)
 
 
 list_llama_block = MODELS["llama3"].list_block
@@ -138,8 +162,10 @@ OLMO_NORM = ModuleRow(
             2,
             "parallelism.tensor_parallel_degree",
         ),
-        (ModuleRow("ffn_scale", "norm", (128,), "rowwise", init_mean=1.0), 1, "model.name"),
-        (ModuleRow("ffn_scale", "norm", (128,), "sequence", init_mean=1.0), 2, None),
+        (make_norm(128, "rowwise"), 1, "model.name"),
+        (make_norm(128), 2, None),
+        (make_norm(1), 2, None),  # a gain that multiplies all features
+        (make_norm(256), 2, "parallelism.tensor_parallel_degree"),  # a norm across ranks
     ],
 )
 def test_check_judges_a_table_without_its_code(row, tp, key):

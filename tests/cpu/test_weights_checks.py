@@ -14,8 +14,7 @@ from test_check import LAPTOP, find_one_problem, find_problems, write_tokenizer
 
 from torchtitan_lite.__main__ import main
 from torchtitan_lite.checkpoint import format as folders
-from torchtitan_lite.checkpoint.format import Manifest
-from torchtitan_lite.checkpoint.plan import TensorRecord
+from torchtitan_lite.checkpoint.format import Manifest, TensorRecord
 from torchtitan_lite.checkpoint.read import read_manifest
 from torchtitan_lite.checkpoint.save import describe_run
 from torchtitan_lite.checkpoint.starting_weights import (

@@ -12,7 +12,7 @@ from layouts import EMULATED, FLOAT8, GATHER, PRECOMPUTE, REPLICATE, TP, TWO_LAY
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtitan_lite.config.checks import check_machine
+from torchtitan_lite.config.features import check_settings
 from torchtitan_lite.config.float8 import list_linears, plan_float8
 from torchtitan_lite.config.machine import GIB, Machine
 from torchtitan_lite.config.model import resolve_model
@@ -208,7 +208,7 @@ HAVE = ["H100 80GB HBM3", "L4", "GeForce RTX 4090", "RTX 2000 Ada Generation", "
 def test_a_gpu_without_float8_is_refused_and_may_emulate(name):
     machine = Machine("cuda", 2, 80 * GIB, f"NVIDIA {name}")
     keys = ["--model.converters=float8"]
-    is_refused = bool(check_machine(read_config(keys).config, machine))
+    is_refused = bool(check_settings(read_config(keys).config, machine))
     assert is_refused == (name in LACK)
     keys.append("--quantize.linear.float8.emulate")
-    assert check_machine(read_config(keys).config, machine) == []
+    assert check_settings(read_config(keys).config, machine) == []

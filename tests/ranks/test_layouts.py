@@ -23,7 +23,7 @@ from layouts import (
 )
 from marks import choose_fast, slow
 
-from torchtitan_lite.config import checks
+from torchtitan_lite.config import checks, features
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.model import resolve_model
 from torchtitan_lite.tools.verify.ranks import RankFailure
@@ -80,7 +80,7 @@ REFUSED = [
 
 
 def refuse_nothing():
-    return patch.object(checks, "find_refused", lambda *args: [])
+    return patch.object(features, "find_refused", lambda *args: [])
 
 
 @pytest.mark.parametrize("key, row, symptom", REFUSED)

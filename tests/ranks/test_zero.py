@@ -1,7 +1,5 @@
 """How often ranks talk under each ZeRO stage: the table of parallel/fsdp.py, counted."""
 
-from functools import partial
-
 import compare
 import pytest
 from layouts import ACCUMULATION_4, EP, MODE, MOE, PP, REPLICATE, TP, TWO_LAYERS, ZERO
@@ -9,12 +7,11 @@ from watching import Collectives
 
 from torchtitan_lite import step as stepping
 from torchtitan_lite.config.checks import plan_layout
-from torchtitan_lite.config.layout import plan_zero_stage
 from torchtitan_lite.config.model import resolve_model
 from torchtitan_lite.config.reader import read_config
-from torchtitan_lite.config.schema import Parallelism
 
 M = 4  # microbatches
+RESHARD = "--parallelism.fsdp_reshard_after_forward"
 N_GROUPS = compare.TABLE_CONFIG.model.n_layers + 2  # blocks, embedding, head
 GATHERS_PER_MICROBATCH = (
     2 * (N_GROUPS - 2) + 2
@@ -111,22 +108,17 @@ def test_under_pp_gradients_are_reduced_once_per_step(pool, stage):
             2,
         ),  # experts: 4 shards
         ("debug_moe", 4, [f"--{TP}=4", "--parallelism.expert_parallel_degree=4"], 1),
+        ("debug", 2, [], 3),
+        ("debug", 1, [f"{RESHARD}=never"], 1),
+        ("debug", 2, [f"{RESHARD}=never"], 2),
+        ("debug", 2, [f"{RESHARD}=never", f"--{ZERO}=3"], 3),
+        ("debug", 4, [f"--{PP}=2"], 1),
+        ("debug", 4, [f"--{PP}=2", f"{RESHARD}=never"], 1),
+        ("debug", 4, [f"--{PP}=2", f"{RESHARD}=always"], 3),
     ],
 )
-def test_without_a_shard_gradients_are_not_copied_per_microbatch(name, n_ranks, keys, stage):
+def test_zero_stage_follows_from_either_key_and_copies_no_gradients_without_a_shard(
+    name, n_ranks, keys, stage
+):
     config = read_config(["--config", name, *keys]).config
     assert plan_layout(config, resolve_model(config.model), n_ranks).zero_stage == stage
-
-
-def test_zero_stage_follows_from_either_key():
-    plan = partial(plan_zero_stage, n_shards=2)
-    pipeline = partial(Parallelism, pipeline_parallel_degree=2)
-    assert plan(Parallelism()) == 3
-    assert plan(Parallelism(), n_shards=1, is_local=True) == 1
-    assert plan(Parallelism(), n_shards=1) == 2
-    assert plan(Parallelism(fsdp_reshard_after_forward="never"), is_local=True) == 1
-    assert plan(Parallelism(fsdp_reshard_after_forward="never")) == 2
-    assert plan(pipeline()) == 1
-    assert plan(pipeline(fsdp_reshard_after_forward="never")) == 1
-    assert plan(pipeline(fsdp_reshard_after_forward="always")) == 3
-    assert plan(Parallelism(zero_stage=2, fsdp_reshard_after_forward="never")) == 2

@@ -12,7 +12,7 @@ from measure_memory import BATCH, plan
 
 from torchtitan_lite import build
 from torchtitan_lite.__main__ import main
-from torchtitan_lite.checkpoint.plan import find_coordinates
+from torchtitan_lite.checkpoint.format import find_coordinates
 from torchtitan_lite.parallel.context_parallel import plan_query_positions
 from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.tools.plan.explain import describe_slice

@@ -13,9 +13,15 @@ from safetensors.torch import save_file
 from assets.benchmarks import scale
 from torchtitan_lite import files
 from torchtitan_lite.checkpoint import load
-from torchtitan_lite.checkpoint.format import DamagedCheckpoint, Manifest, write_manifest
-from torchtitan_lite.checkpoint.plan import Split, TensorRecord, name_file
-from torchtitan_lite.checkpoint.ranks import raise_on_all_ranks
+from torchtitan_lite.checkpoint.format import (
+    DamagedCheckpoint,
+    Manifest,
+    Split,
+    TensorRecord,
+    name_file,
+    write_manifest,
+)
+from torchtitan_lite.checkpoint.save import raise_on_all_ranks
 
 MIB = 2**20
 CASES = []

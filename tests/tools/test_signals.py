@@ -20,7 +20,7 @@ from warm_start import finish, launch, list_children, list_ranks, read_losses, r
 
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.checkpoint.format import find_steps
-from torchtitan_lite.components import endings, signals
+from torchtitan_lite.components import signals
 from torchtitan_lite.components.endings import describe_newest
 from torchtitan_lite.components.signals import COPIES_ARRIVE_WITHIN_S, Phase, StopFlag
 from torchtitan_lite.config.messages import name_command
@@ -73,7 +73,7 @@ def test_the_first_ending_of_a_rank_counts_and_one_rank_of_a_host_tells_a_signal
         file = tmp_path / rank / "error.json"
         file.parent.mkdir(exist_ok=True)
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
-        said.append(endings.write_ending(143, f"stopped {len(said)} times before"))
+        said.append(signals.write_ending(143, f"stopped {len(said)} times before"))
     assert said == [True, False, False]
     for rank in (0, 1):
         ending = json.loads((tmp_path / str(rank) / "error.json").read_text())

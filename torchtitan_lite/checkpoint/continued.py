@@ -6,14 +6,26 @@ tokenizer with the fingerprint in the manifest.
 
 from dataclasses import asdict
 from pathlib import Path
+from typing import Literal
 
 from torchtitan_lite.checkpoint.format import Manifest
 from torchtitan_lite.checkpoint.starting_weights import NOT_ONLY, PATH, Weights
 from torchtitan_lite.config.choices import OPTIMIZERS
-from torchtitan_lite.config.learning_rate import learning_rate_factor
 from torchtitan_lite.config.messages import Problems
 from torchtitan_lite.config.reader import KEYS, flatten_table
-from torchtitan_lite.config.schema import Config, LRScheduler, find_resume_rule, get_value
+from torchtitan_lite.config.schema import (
+    Config,
+    LRScheduler,
+    get_value,
+    learning_rate_factor,
+)
+
+
+def find_resume_rule(key: str) -> Literal["refuse", "note", "free"]:
+    """Return what happens if a run continues with another value of this key."""
+    section, _, name = key.rpartition(".")
+    fields = type(get_value(Config(), section)).__dataclass_fields__
+    return fields[name].metadata.get("resume", "free")
 
 
 def list_different(config: Config, weights: Weights) -> dict[str, tuple[object, object]]:

@@ -24,9 +24,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
 from torchtitan_lite.checkpoint.format import CheckpointError, DamagedCheckpoint, Manifest
-from torchtitan_lite.checkpoint.ranks import raise_on_all_ranks
 from torchtitan_lite.checkpoint.read import find_slices, read_manifest, require_undamaged
-from torchtitan_lite.checkpoint.save import OF_RUN
+from torchtitan_lite.checkpoint.save import OF_RUN, raise_on_all_ranks
 from torchtitan_lite.dtensor import find_shard
 
 logger = logging.getLogger(__name__)

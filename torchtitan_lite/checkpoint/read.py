@@ -20,10 +20,8 @@ from torchtitan_lite.checkpoint.format import (
     MANIFEST,
     CheckpointError,
     DamagedCheckpoint,
-    Manifest,
-)
-from torchtitan_lite.checkpoint.plan import (
     Degrees,
+    Manifest,
     Split,
     TensorRecord,
     find_coordinates,

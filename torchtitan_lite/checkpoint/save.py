@@ -12,8 +12,8 @@ numbers. So the step in the manifest restores all three on any layout.
       v  the next forward and backward        v        leaving the saver waits for the last save
       thread: rank 0: create step-20.tmp/   every rank: write and hash its file   rank 0: manifest, rename, prune
 
-plan.py says which rank writes which slice; a slice that several ranks hold is written once. Rank 0 gathers the hash of
-each file, 32 bytes a rank, and receives one line per tensor from the first rank of each pipeline stage.
+format.py says which rank writes which slice; a slice that several ranks hold is written once. Rank 0 gathers the hash
+of each file, 32 bytes a rank, and receives one line per tensor from the first rank of each pipeline stage.
 
 If one rank fails, every rank raises the error of the lowest such rank. Files have the format of torch's
 HuggingFaceStorageWriter(save_distributed=True), so torch's HuggingFaceStorageReader opens them without this package.
@@ -45,26 +45,24 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torchtitan_lite.checkpoint.format import (
     IN_MANIFEST,
     CheckpointError,
+    DamagedCheckpoint,
+    Degrees,
     Manifest,
+    Split,
+    TensorRecord,
     commit,
     create_unfinished,
     discard,
+    find_coordinates,
     find_steps,
+    find_writer,
     flush_and_hash,
+    name_file,
     name_unfinished,
     prune,
     remove_partial,
     write_manifest,
 )
-from torchtitan_lite.checkpoint.plan import (
-    Degrees,
-    Split,
-    TensorRecord,
-    find_coordinates,
-    find_writer,
-    name_file,
-)
-from torchtitan_lite.checkpoint.ranks import do_on_rank_0, raise_on_all_ranks
 from torchtitan_lite.config.extensions import load_extension
 from torchtitan_lite.config.layout import MESH_DIMS
 from torchtitan_lite.config.schema import Checkpoint, Config
@@ -79,6 +77,7 @@ SHARDING = "DCP_SHARDING_INFO"
 OFFSETS = "saved_offsets"
 DEALT = 2**16  # from this number of elements on, the copies of a tensor take turns in writing
 N_HASH_BYTES = 32  # SHA-256
+MOST_DAMAGED = 8  # messages in one error
 DIM_NAMES = re.compile("dp_replicate|dp_shard|efsdp|ep|cp|tp|pp")  # in the name of a mesh dim
 
 
@@ -359,3 +358,41 @@ def is_saved(step: int, section: Checkpoint, n_steps: int, *, is_stopped: bool =
     is_first = step == 1 and section.enable_first_step_checkpoint
     is_due = is_stopped or is_first or step == n_steps or step % section.interval == 0
     return section.enable and not section.load_only and is_due
+
+
+# ---------------------------------------------------------------- all ranks together
+
+
+def raise_on_all_ranks(group: dist.ProcessGroup, action: Callable[[], Any]) -> Any:
+    """Call `action` on every rank. If it fails on any rank, all raise one of the errors. Collective.
+
+    Damage explains other errors. So if any rank has found damaged files, the error lists the damaged files of all
+    ranks (the first MOST_DAMAGED messages). Otherwise it is the error of the lowest rank that failed.
+    """
+    result = None
+    failure = None
+    try:
+        result = action()
+    except CheckpointError as error:
+        failure = error
+    except Exception as error:  # a type that every process can unpickle
+        failure = CheckpointError(f"{type(error).__name__}: {error}")
+    n_failed = torch.tensor(int(failure is not None))
+    dist.all_reduce(n_failed, group=group)  # 8 bytes
+    if n_failed:
+        told: list[Any] = [None] * group.size()
+        dist.all_gather_object(told, failure, group=group)
+        failures = [each for each in told if each is not None]
+        damage = [str(each) for each in failures if isinstance(each, DamagedCheckpoint)]
+        if damage:
+            each_once = list(dict.fromkeys(damage))
+            raise DamagedCheckpoint("; ".join(each_once[:MOST_DAMAGED]))
+        raise failures[0]
+    return result
+
+
+def do_on_rank_0(group: dist.ProcessGroup, action: Callable[[], Any]) -> Any:
+    """Call `action` on rank 0 only. Return its result, or raise its error, on every rank. Collective."""
+    results = [raise_on_all_ranks(group, action if group.rank() == 0 else lambda: None)]
+    dist.broadcast_object_list(results, group=group, group_src=0)
+    return results[0]

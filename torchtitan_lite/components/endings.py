@@ -1,41 +1,13 @@
-"""Report how a run ends: a small file per rank for the launcher, and for the user the command that continues.
+"""The command that continues a run. Loaded when a run stops early."""
 
-TORCHELASTIC_ERROR_FILE    {"status": 1, "message": "rank 3 failed: ..."}    tools/agent.py reads the first one
-"""
-
-import json
 import os
 import shlex
-import signal
-import sys
+from collections.abc import Collection
 from pathlib import Path
 
 from torchtitan_lite.config.messages import name_command
-from torchtitan_lite.config.reader import drop_keys, read_config
-from torchtitan_lite.config.schema import ONE_SHOT, Config, Metrics, get_value
-
-
-def describe_signal(status: int) -> str:
-    """Describe the exit status 128 + number of a run that a signal has stopped."""
-    return f"stopped by {signal.Signals(status - 128).name}"
-
-
-def write_ending(status: int, message: str) -> bool:
-    """Write why this rank ends to the file that torchrun names. Return whether no rank of this host has ended before.
-
-    `status`: exit status of the run. `message`: one line, which torchrun reads, too. The first ending of a process
-    counts.
-    """
-    name = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not name:
-        return True
-    file = Path(name)
-    earlier = list(file.parent.parent.glob(f"*/{file.name}"))
-    if file not in earlier:
-        unfinished = file.with_suffix(".tmp")
-        unfinished.write_text(json.dumps({"status": status, "message": message}))
-        unfinished.rename(file)
-    return not earlier
+from torchtitan_lite.config.reader import find_key, read_config
+from torchtitan_lite.config.schema import ONE_SHOT, Config, get_value
 
 
 def describe_newest(
@@ -64,13 +36,14 @@ def describe_newest(
     return f"newest checkpoint {newest}; to continue: {variable}{name_command(shlex.join(command))}"
 
 
-def name_views(folder: Path, section: Metrics) -> str:
-    """Return the commands that show the curves of the run in `folder`."""
-    name = shlex.quote(str(folder))
-    views = name_command(f"report {name}")
-    if section.enable_tensorboard:
-        python = os.path.relpath(sys.executable)
-        if python.startswith(".."):
-            python = sys.executable
-        views += f", or {python} -m tensorboard.main --logdir {name}/{section.save_tb_folder}"
-    return views
+def drop_keys(args: list[str], keys: Collection[str]) -> list[str]:
+    """Return command-line arguments without those that set one of `keys`."""
+    kept = []
+    is_dropped = False
+    for argument in args:
+        if argument.startswith("--"):
+            name = argument.partition("=")[0][2:].replace("-", "_")
+            is_dropped = find_key(name.replace(".no_", ".")) in keys
+        if not is_dropped:
+            kept.append(argument)
+    return kept

@@ -16,8 +16,10 @@ import json
 import logging
 import math
 import os
+import shlex
 import shutil
 import socket
+import sys
 import time
 from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
@@ -31,7 +33,8 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from torchtitan_lite.components.log import go_on_unwritten
 from torchtitan_lite.config.extensions import load_extension, load_module
-from torchtitan_lite.config.schema import Config
+from torchtitan_lite.config.messages import name_command
+from torchtitan_lite.config.schema import Config, Metrics
 
 logger = logging.getLogger(__name__)
 
@@ -215,3 +218,15 @@ def fit_line(figures: list[str], width: int) -> str:
             break
         line = longer
     return line
+
+
+def name_views(folder: Path, section: Metrics) -> str:
+    """Return the commands that show the curves of the run in `folder`."""
+    name = shlex.quote(str(folder))
+    views = name_command(f"report {name}")
+    if section.enable_tensorboard:
+        python = os.path.relpath(sys.executable)
+        if python.startswith(".."):
+            python = sys.executable
+        views += f", or {python} -m tensorboard.main --logdir {name}/{section.save_tb_folder}"
+    return views

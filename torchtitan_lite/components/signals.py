@@ -15,8 +15,12 @@ first step, even the first signal ends the process, because there is nothing to 
 
 After a crash, torchrun ends the other ranks of the host with SIGTERM. If a rank of this host has already ended, the
 step cannot end either. So a signal then ends the process without a message: the launcher reports the failure.
+
+The launcher reads why a rank has ended from a small file, which TORCHELASTIC_ERROR_FILE names:
+{"status": 1, "message": "rank 3 failed: ..."}. tools/agent.py reads the first one.
 """
 
+import json
 import logging
 import os
 import signal
@@ -24,9 +28,8 @@ import threading
 import time
 from collections.abc import Callable
 from enum import Enum
+from pathlib import Path
 from typing import NoReturn
-
-from torchtitan_lite.components.endings import describe_signal, write_ending
 
 logger = logging.getLogger(__name__)
 
@@ -110,3 +113,29 @@ class StopFlag:
         if write_ending(status, reason):
             os.write(2, f"rank {self.rank} was {reason} {when}\n".encode())
         os._exit(status)
+
+
+# ---------------------------------------------------------------- the end of a process
+
+
+def describe_signal(status: int) -> str:
+    """Describe the exit status 128 + number of a run that a signal has stopped."""
+    return f"stopped by {signal.Signals(status - 128).name}"
+
+
+def write_ending(status: int, message: str) -> bool:
+    """Write why this rank ends to the file that torchrun names. Return whether no rank of this host has ended before.
+
+    `status`: exit status of the run. `message`: one line, which torchrun reads, too. The first ending of a process
+    counts.
+    """
+    name = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not name:
+        return True
+    file = Path(name)
+    earlier = list(file.parent.parent.glob(f"*/{file.name}"))
+    if file not in earlier:
+        unfinished = file.with_suffix(".tmp")
+        unfinished.write_text(json.dumps({"status": status, "message": message}))
+        unfinished.rename(file)
+    return not earlier

@@ -96,17 +96,6 @@ def count_parameters(
     return n_parameters
 
 
-def find_expert_dim(model_args: ModelArgs, ep: int, n_ranks: int) -> int | None:
-    """Return the first dim of the experts (E/ep, in, out) that FSDP can shard evenly over `n_ranks`, or None."""
-    block = list_block_modules(model_args, moe=True)
-    experts = [row.weight for row in block if row.kind == "experts"]
-    for dim in range(3):
-        n_pieces = n_ranks * ep if dim == 0 else n_ranks
-        if all(sizes[dim] % n_pieces == 0 for sizes in experts):
-            return dim
-    return None
-
-
 @dataclass(frozen=True)
 class FlopsPerToken:
     """FLOPs per token, forward and backward, without recompute."""

@@ -4,11 +4,11 @@ plan_layout applies the rules of a layout. The rules of model sizes are in confi
 checks, and adds checks that read files. Each function checks all of its rules, so a user sees every problem at once.
 """
 
-import re
+from dataclasses import replace
 
 from torchtitan_lite.config.block import list_block_modules, list_end_modules
-from torchtitan_lite.config.choices import SCHEDULES, has_masks, list_cp_methods
-from torchtitan_lite.config.extensions import check_extensions, load_extension, load_module
+from torchtitan_lite.config.choices import SCHEDULES
+from torchtitan_lite.config.extensions import load_module
 from torchtitan_lite.config.layout import (
     Layout,
     Stages,
@@ -18,33 +18,34 @@ from torchtitan_lite.config.layout import (
     place_stages,
     plan_batch,
     plan_degrees,
-    plan_nodes,
     plan_stages,
     plan_zero_stage,
 )
-from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.messages import ConfigError, Problem, Problems
 from torchtitan_lite.config.model_rows import (
     TP_STYLES,
     ModelArgs,
     ModuleRow,
 )
+from torchtitan_lite.config.reader import KEYS
 from torchtitan_lite.config.schema import (
     Config,
     Parallelism,
     get_value,
-    with_value,
 )
 
-ASYNC_TP = "parallelism.enable_async_tensor_parallel"
 TP = "parallelism.tensor_parallel_degree"
-ON_GPU = (  # keys that need a GPU
-    ASYNC_TP,
-    "parallelism.fsdp_symmetric_memory",
-    "training.enable_cpu_offload",
-    "profiling.enable_memory_snapshot",
-)
 SIZES_OF_TP = ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
+# If only these keys differ from their defaults, no rule of features.py refuses the config, so the file is not loaded.
+PLAIN_KEYS = set(
+    """
+    job.config_file job.dump_folder model.hf_assets_path optimizer.lr lr_scheduler.warmup_steps
+    training.local_batch_size training.global_batch_size training.seq_len training.steps
+    parallelism.data_parallel_shard_degree parallelism.tensor_parallel_degree
+    parallelism.pipeline_parallel_degree activation_checkpoint.mode checkpoint.enable metrics.log_freq
+    validation.enable validation.freq validation.steps
+    """.split()
+)
 
 
 # ---------------------------------------------------------------- layout
@@ -54,68 +55,73 @@ def plan_layout(config: Config, model_args: ModelArgs, world_size: int) -> Layou
     """Return the layout of a run on `world_size` ranks. Raises ConfigError with all problems, not only the first."""
     section = config.parallelism
     degrees = plan_degrees(section, world_size)
-    of_stages = Problems(config, model_args)
+    problems = Problems(config, model_args)
     stages: Stages = ()
     if section.pipeline_parallel_degree > 1:
-        check_stages(of_stages, count_stages(section, model_args.n_layers))
-    if not of_stages:
+        check_stages(problems, count_stages(section, model_args.n_layers))
+    if not problems:
         n_layers = plan_stages(section, model_args.n_layers)
         stages = name_stages(tuple(n_layers), tuple(list_end_modules(model_args)))
-    n_shards = degrees["dp_shard"] * degrees["cp"]
-    n_most = n_shards
-    if model_args.moe:
-        n_most = max(n_shards, n_shards * degrees["tp"] // section.expert_parallel_degree)
-    is_local = n_most == 1 and not config.training.enable_cpu_offload
+    nodes = {}
+    if section.zero_plus_plus:
+        nodes = load_module("config.features").plan_nodes(section, degrees)
     layout = Layout(
         **degrees,
         **plan_batch(config, degrees),
-        **plan_nodes(section, degrees),
+        **nodes,
         stages=stages,
         stage_ranks=place_stages(section, len(stages)),
-        zero_stage=plan_zero_stage(section, n_shards=n_shards, is_local=is_local),
+        zero_stage=0,
         tied=model_args.tie_embeddings and section.pipeline_parallel_degree > 1,
         ep=section.expert_parallel_degree if model_args.moe else 0,
     )
-    problems = check_layout(config, model_args, layout, world_size) + of_stages
-    problems += find_refused(config, model_args, layout)
-    if layout.pp > 1 and not any("batch_size" in problem.key for problem in problems):
-        local_batch_size = config.training.local_batch_size
-        problems += check_microbatches(
-            section, local_batch_size, layout.n_microbatches, len(stages)
-        )
+    layout = replace(layout, zero_stage=plan_zero_stage(config, layout))
+    check_layout(problems, layout, world_size)
     if problems:
         raise ConfigError(problems)
     return layout
 
 
+def asks_for_features(config: Config) -> bool:
+    """Return whether rules of features.py may refuse this config."""
+    changed = (key for key in KEYS if get_value(config, key) != get_value(Config(), key))
+    is_plain = PLAIN_KEYS.issuperset(changed)
+    return not is_plain or config.activation_checkpoint.mode == "memory_budget"
+
+
 def resolve_config(config: Config, layout: Layout, device_type: str) -> Config:
     """Replace every automatic value of a config with the resolved value. A run logs and saves the result."""
-    param = config.training.mixed_precision_param
+    training = config.training
+    param = training.mixed_precision_param
     if param == "auto":
         param = "bfloat16" if device_type == "cuda" else "float32"
-    data_seed = config.training.data_seed
+    data_seed = training.data_seed
     if data_seed is None:
         data_seed = config.debug.seed
-    for key, value in {
-        "training.data_seed": data_seed,
-        "parallelism.data_parallel_shard_degree": layout.dp_shard,
-        "parallelism.fsdp_reshard_after_forward": "default",  # zero_stage replaces it
-        "parallelism.zero_stage": layout.zero_stage,
-        "training.global_batch_size": layout.global_batch_size,
-        "training.mixed_precision_param": param,
-        "training.loss_chunk_tokens": choose_chunk_tokens(config.training, device_type),
-        "lr_scheduler.total_steps": config.lr_scheduler.total_steps or config.training.steps,
-    }.items():
-        config = with_value(config, key, value)
-    return config
+    total_steps = config.lr_scheduler.total_steps or training.steps
+    return replace(
+        config,
+        training=replace(
+            training,
+            data_seed=data_seed,
+            global_batch_size=layout.global_batch_size,
+            mixed_precision_param=param,
+            loss_chunk_tokens=choose_chunk_tokens(training, device_type),
+        ),
+        parallelism=replace(
+            config.parallelism,
+            data_parallel_shard_degree=layout.dp_shard,
+            fsdp_reshard_after_forward="default",  # zero_stage replaces it
+            zero_stage=layout.zero_stage,
+        ),
+        lr_scheduler=replace(config.lr_scheduler, total_steps=total_steps),
+    )
 
 
-def check_layout(
-    config: Config, model_args: ModelArgs, layout: Layout, world_size: int
-) -> list[Problem]:
-    """Say why the number of ranks does not fit the layout, and which sizes of the model its degrees do not divide."""
-    problems = Problems(config, model_args)
-    section = config.parallelism
+def check_layout(problems: Problems, layout: Layout, world_size: int) -> None:
+    """Apply the rules of a layout: the number of ranks, and what its degrees and the schedule must divide."""
+    config = problems.config
+    model_args = problems.model_args
     if layout.world_size != world_size:
         others = layout.world_size // layout.dp_shard
         why = f"the degrees ({layout}) make {layout.world_size} ranks, but the run has {world_size}"
@@ -126,16 +132,13 @@ def check_layout(
     check_table(problems, layout.tp, world_size)
     if model_args.moe:
         load_module("config.experts").check_experts(problems, layout)
-    elif section.expert_parallel_degree > 1:
-        remedy = "Leave it out, or choose a flavor with experts"
-        key = "parallelism.expert_parallel_degree"
-        problems.refuse(key, "the model has no experts", remedy)
-    if layout.pp > 1 and section.zero_stage == 2:
-        why = "torch's pipeline runtime reduces gradients once per step, so they cannot be sharded earlier"
-        problems.refuse("parallelism.zero_stage", why, "Use 1, or 3 to shard the parameters too")
-    if config.model.uses_float8:
-        load_module("config.float8").check_float8(problems, layout)
-    return problems
+    if asks_for_features(config):
+        problems += load_module("config.features").find_refused(config, model_args, layout)
+    if layout.pp > 1 and not any("batch_size" in problem.key for problem in problems):
+        local_batch_size = config.training.local_batch_size
+        problems += check_microbatches(
+            config.parallelism, local_batch_size, layout.n_microbatches, len(layout.stages)
+        )
 
 
 def check_batch(problems: Problems, layout: Layout) -> None:
@@ -151,10 +154,6 @@ def check_batch(problems: Problems, layout: Layout) -> None:
         why = f"{ranks} equal shares of {n_sequences} sequences, {full}"
         remedy = f"Use {list_multiples(n_sequences, unit)}"
         problems.refuse("training.global_batch_size", why, remedy)
-    if layout.pp > 1 and n_local % layout.microbatch_size:
-        key = "parallelism.pipeline_parallel_microbatch_size"
-        why = f"it does not divide training.local_batch_size = {n_local}"
-        problems.refuse(key, why, "Use a divisor of it, such as 1")
 
 
 def list_multiples(value: int, unit: int) -> str:
@@ -296,100 +295,24 @@ def check_table(problems: Problems, tp: int, world_size: int) -> None:
 def check_ends(problems: Problems, ends: list[ModuleRow]) -> None:
     """Find modules outside the blocks that no pipeline stage can have, or whose kind is not supported there."""
     for row in ends:
-        place = f"in models/{problems.model_args.name}/table.py"
-        outside = f"{row.name} is outside the blocks,"
         stages = {other.end for other in ends if other.child == row.child}
         if stages not in ({"first"}, {"last"}):
             why = (
                 f"its end = {row.end!r} names no stage of a pipeline, or another than {row.child!r}"
             )
-            remedy = f'Set end = "first" or "last" for all modules of a child {place}'
-            problems.refuse("model.name", f"{outside} {why}", remedy)
+            remedy = 'Set end = "first" or "last" for all modules of a child'
+            refuse_end(problems, row, why, remedy)
         if row.kind in ("router", "experts"):
-            remedy = f"Use modules of other kinds {place}"
-            problems.refuse("model.name", f"{outside} where no code serves experts", remedy)
+            why = "where no code serves experts"
+            refuse_end(problems, row, why, "Use modules of other kinds")
         if row.tp_style in ("colwise", "rowwise", "whole") and row.child == row.name:
             why = "and tp would gather the input of the whole model for it"
-            remedy = (
-                f'Use tp_style "sequence" or "gathered", or put it into a module of its own {place}'
-            )
-            problems.refuse("model.name", f"{outside} {why}", remedy)
+            remedy = 'Use tp_style "sequence" or "gathered", or put it into a module of its own'
+            refuse_end(problems, row, why, remedy)
 
 
-def find_refused(config: Config, model_args: ModelArgs, layout: Layout) -> list[Problem]:
-    """Find combinations known to give wrong numbers or to crash (torch 2.13).
-
-    tests/ranks/test_layouts.py runs each of them and expects a failure, so the test reports when torch fixes one.
-    """
-    problems = Problems(config, model_args)
-    section = config.parallelism
-    check_extensions(problems, layout)
-    schedule = SCHEDULES[section.pipeline_parallel_schedule]
-    if schedule.splits_backward and section.pipeline_parallel_degree > 1:
-        otherwise = "or use Interleaved1F1B"
-        if layout.zero_stage == 3:
-            why = "it computes weight gradients after FSDP freed the parameters, so gradients are missing or wrong"
-            remedy = f"Set parallelism.zero_stage = 1, {otherwise}"
-            problems.refuse("parallelism.pipeline_parallel_schedule", why, remedy)
-        if config.activation_checkpoint.mode != "none":
-            why = "both halves of a split backward would recompute, which torch refuses in the first step"
-            problems.refuse("activation_checkpoint.mode", why, f'Set it to "none", {otherwise}')
-        if config.compile.enable:
-            why = "the backward of a compiled block cannot be split: torch fails in the first step"
-            problems.refuse("compile.enable", why, f"Set it to false, {otherwise}")
-    methods = list_cp_methods(config.model.attention, model_args)
-    method = section.context_parallel_rotate_method
-    if section.context_parallel_degree > 1 and method not in methods:
-        why = f"this method does not support model.attention = {config.model.attention!r} (under_cp in choices.py)"
-        if has_masks(config.model.attention, model_args):
-            why = "this method has no masks, but layers of the model have windows or sinks"
-        remedy = f"Use {' or '.join(map(repr, methods)) or 'context_parallel_degree = 1'}"
-        problems.refuse("parallelism.context_parallel_rotate_method", why, remedy)
-    return problems
-
-
-# ---------------------------------------------------------------- on every layout
-
-
-def check_run(config: Config) -> list[Problem]:
-    """Find settings that contradict each other on every layout."""
-    problems = Problems(config)
-    recompute = config.activation_checkpoint
-    compiles = config.compile.compiles_blocks
-    if not re.fullmatch("op|0*[1-9][0-9]*", recompute.selective_ac_option):
-        why = 'it is neither "op" nor a number'
-        remedy = 'Use "op", or a number n to recompute every n-th layer, such as "2"'
-        problems.refuse("activation_checkpoint.selective_ac_option", why, remedy)
-    if recompute.mode == "memory_budget" and (not compiles or config.compile.backend == "eager"):
-        why = "the compiler chooses what to recompute, but no block is compiled"
-        remedy = 'Set compile.enable = true, or use "selective"'
-        problems.refuse("activation_checkpoint.mode", why, remedy)
-    n_steps = config.profiling.profiler_warmup + config.profiling.profiler_active
-    if config.profiling.enable_profiling and config.profiling.profile_freq < n_steps:
-        why = f"profiler_warmup + profiler_active take {n_steps} steps"
-        problems.refuse("profiling.profile_freq", why, f"Use {n_steps} or more")
-    is_rewritten = compiles and config.compile.backend == "inductor"
-    if config.parallelism.enable_async_tensor_parallel and not is_rewritten:
-        why = "inductor must rewrite the matmuls, but it compiles no block (compile.enable, components, backend)"
-        problems.refuse(ASYNC_TP, why, "Leave this key out")
-    return problems
-
-
-def check_machine(config: Config, machine: Machine) -> list[Problem]:
-    """Find features that these devices, or the software of this host, lack."""
-    problems = Problems(config)
-    for key in ON_GPU:
-        if machine.device_type != "cuda" and get_value(config, key):
-            problems.refuse(key, "it needs a GPU, and there is none", "Leave this key out")
-    if config.model.uses_float8:
-        load_module("config.float8").check_matmul(problems, machine)
-    uses_kernels = machine.device_type == "cuda" and config.model.attention == "causal"
-    in_float32 = config.training.mixed_precision_param == "float32"
-    if config.parallelism.context_parallel_degree > 1 and uses_kernels and in_float32:
-        why = "the GPU kernels for context parallel compute in 16 bits"
-        problems.refuse("training.mixed_precision_param", why, 'Use "bfloat16"')
-    needs_packages = config.compile.enable or config.metrics.enable_wandb
-    schedule = SCHEDULES[config.parallelism.pipeline_parallel_schedule]
-    if machine.is_here and (needs_packages or schedule.splits_backward):
-        problems += load_extension("software").check_software(config, machine)
-    return problems
+def refuse_end(problems: Problems, row: ModuleRow, why: str, remedy: str) -> None:
+    """Add a problem with a module outside the blocks."""
+    why = f"{row.name} is outside the blocks, {why}"
+    place = f"in models/{problems.model_args.name}/table.py"
+    problems.refuse("model.name", why, f"{remedy} {place}")

@@ -87,13 +87,6 @@ def list_windows(attention: str, model_args: ModelArgs) -> tuple[int | None, ...
     return tuple(window(model_args, layer) if window else None for layer in layers)
 
 
-def list_cp_methods(attention: str, model_args: ModelArgs) -> list[str]:
-    """List the methods of context parallel that serve this attention. The ring has no masks."""
-    methods = ATTENTIONS[attention].under_cp
-    masked = has_masks(attention, model_args)
-    return [method for method in methods if method == "allgather" or not masked]
-
-
 def has_masks(attention: str, model_args: ModelArgs) -> bool:
     """Return whether layers have windows or sinks; extensions/windowed_attention.py then computes attention."""
     return model_args.attention_sinks or any(list_windows(attention, model_args))

@@ -2,7 +2,7 @@
 
 from math import gcd
 
-from torchtitan_lite.config.block import find_expert_dim
+from torchtitan_lite.config.block import list_block_modules
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.messages import Problem, Problems
 from torchtitan_lite.config.model_rows import ModelArgs
@@ -12,6 +12,17 @@ EP = "parallelism.expert_parallel_degree"
 # torch.nn.functional.grouped_mm: every stride is a multiple of this
 GROUPED_BYTES = 16
 N_BYTES = {"bfloat16": 2, "float32": 4}
+
+
+def find_expert_dim(model_args: ModelArgs, ep: int, n_ranks: int) -> int | None:
+    """Return the first dim of the experts (E/ep, in, out) that FSDP can shard evenly over `n_ranks`, or None."""
+    block = list_block_modules(model_args, moe=True)
+    experts = [row.weight for row in block if row.kind == "experts"]
+    for dim in range(3):
+        n_pieces = n_ranks * ep if dim == 0 else n_ranks
+        if all(sizes[dim] % n_pieces == 0 for sizes in experts):
+            return dim
+    return None
 
 
 def check_experts(problems: Problems, layout: Layout) -> None:

@@ -3,7 +3,7 @@
 import re
 
 from torchtitan_lite.config.block import list_parameters
-from torchtitan_lite.config.extensions import FLOAT8
+from torchtitan_lite.config.features import FLOAT8
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.messages import Problems
@@ -26,7 +26,7 @@ def plan_float8(
 
     `linears`: FQN -> (out, in) features of the full layer. A filter matches any part of an FQN, as in torchtitan.
     Every matmul dim on a rank must be a multiple of FLOAT8_BLOCK: out and in features (of FLOAT8_BLOCK * tp, because tp
-    splits them) and the tokens of a microbatch (checks.py). The head and the experts never compute in float8.
+    splits them) and the tokens of a microbatch. The head and the experts never compute in float8.
     """
     chosen = []
     unit = FLOAT8_BLOCK * tp

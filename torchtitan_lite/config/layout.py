@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from heapq import heapify, heapreplace
 from itertools import islice
-from math import ceil, gcd, prod
+from math import ceil, prod
 
 from torchtitan_lite.config.choices import SCHEDULES
 from torchtitan_lite.config.model_rows import ModuleRow
@@ -95,17 +95,9 @@ class Layout:
             strides[f"{dim}_far"] = strides[dim] * getattr(self, f"{dim}_near")
         return strides
 
-    @cached_property
-    def stages_by_rank(self) -> list[list[int]]:
-        """The stages of each pp rank, first to last."""
-        by_rank = [[] for _ in range(self.pp)]
-        for stage, rank in enumerate(self.stage_ranks):
-            by_rank[rank].append(stage)
-        return by_rank
-
     def stages_of(self, pp_rank: int) -> list[int]:
         """Return the stages of one pp rank, first to last."""
-        return self.stages_by_rank[pp_rank]
+        return [stage for stage, rank in enumerate(self.stage_ranks) if rank == pp_rank]
 
     def __str__(self) -> str:
         used = [f"{dim}{self.degrees[dim]}" for dim in self.used_dims]
@@ -155,12 +147,10 @@ def plan_stages(parallelism: Parallelism, n_layers: int) -> list[int]:
     if n_stages == 1:
         return [n_layers]
     sizes = [0, *[1] * (n_stages - 2), 0]  # layers per stage
-    loads = list(sizes)
-    loads[0] = parallelism.pipeline_parallel_first_stage_less_layers
-    loads[-1] = parallelism.pipeline_parallel_last_stage_less_layers
-    queue = [
-        (load, size > 0, stage) for stage, (load, size) in enumerate(zip(loads, sizes, strict=True))
-    ]
+    # load, whether the stage has layers, stage
+    queue = [(1, True, stage) for stage in range(n_stages)]
+    queue[0] = (parallelism.pipeline_parallel_first_stage_less_layers, False, 0)
+    queue[-1] = (parallelism.pipeline_parallel_last_stage_less_layers, False, n_stages - 1)
     heapify(queue)
     for _ in range(n_layers - sum(sizes)):
         load, _, stage = queue[0]
@@ -172,13 +162,14 @@ def plan_stages(parallelism: Parallelism, n_layers: int) -> list[int]:
 @lru_cache
 def name_stages(n_layers: tuple[int, ...], ends: tuple[ModuleRow, ...]) -> Stages:
     """Return the FQNs of stages with these numbers of layers. Together they have all modules of a model."""
-    layers = (f"layers.{layer}" for layer in range(sum(n_layers)))
-    stages = [list(islice(layers, size)) for size in n_layers]
-    first = [row.child for row in ends if row.end == "first"]
-    last = [row.child for row in ends if row.end != "first"]
-    stages[0] = [*dict.fromkeys(first), *stages[0]]
-    stages[-1] += dict.fromkeys(last)
-    return tuple(map(tuple, stages))
+    first = dict.fromkeys(row.child for row in ends if row.end == "first")
+    last = dict.fromkeys(row.child for row in ends if row.end != "first")
+    layers = [f"layers.{layer}" for layer in range(sum(n_layers))]
+    names = iter([*first, *layers, *last])
+    sizes = list(n_layers)
+    sizes[0] += len(first)
+    sizes[-1] += len(last)
+    return tuple(tuple(islice(names, size)) for size in sizes)
 
 
 def place_stages(parallelism: Parallelism, n_stages: int) -> tuple[int, ...]:
@@ -217,20 +208,22 @@ def choose_chunk_tokens(section: Training, device_type: str) -> int:
     return automatic if section.loss_chunk_tokens == -1 else section.loss_chunk_tokens
 
 
-def plan_zero_stage(parallelism: Parallelism, *, n_shards: int, is_local: bool = False) -> int:
+def plan_zero_stage(config: Config, layout: Layout) -> int:
     """Return ZeRO stage 1, 2 or 3 from zero_stage, else from torchtitan's fsdp_reshard_after_forward.
 
     Under PP, torch's runtime gathers parameters once per step (stage 1) or for every microbatch (stage 3), and always
-    reduces gradients once. So stage 2 does not exist, and stage 3 shards parameters but not gradients. If `is_local`,
-    gradients are neither sharded nor moved to the host, so stage 2 would only copy them once per microbatch. With a
-    single shard, stage 3 would only cast the parameters again in each backward.
+    reduces gradients once. So stage 2 does not exist, and stage 3 shards parameters but not gradients. If gradients are
+    neither sharded nor moved to the host, stage 2 would only copy them once per microbatch. With a single shard, stage
+    3 would only cast the parameters again in each backward.
     """
-    if parallelism.zero_stage != "auto":
-        return parallelism.zero_stage
-    is_pipeline = parallelism.pipeline_parallel_degree > 1
-    never = 1 if is_pipeline or is_local else 2
-    default = 3 if not is_pipeline and n_shards > 1 else never
-    return {"always": 3, "never": never, "default": default}[parallelism.fsdp_reshard_after_forward]
+    section = config.parallelism
+    if section.zero_stage != "auto":
+        return section.zero_stage
+    is_sharded = layout.fsdp > 1 or (layout.ep > 0 and layout.efsdp > 1)
+    is_moved = is_sharded or config.training.enable_cpu_offload
+    never = 2 if layout.pp == 1 and is_moved else 1
+    default = 3 if layout.pp == 1 and layout.fsdp > 1 else never
+    return {"always": 3, "never": never, "default": default}[section.fsdp_reshard_after_forward]
 
 
 def gathers_whole_parts(layout: Layout, compute_dtype: str) -> bool:
@@ -240,21 +233,6 @@ def gathers_whole_parts(layout: Layout, compute_dtype: str) -> bool:
     fp32, as on CPUs, no gather hides behind a block's compute, and each group would only cost the host time.
     """
     return layout.pp > 1 and layout.zero_stage == 1 and not layout.ep and compute_dtype == "float32"
-
-
-def plan_nodes(section: Parallelism, degrees: dict[str, int]) -> dict[str, int]:
-    """Return the sizes of FSDP groups inside nodes and between nodes, as in Layout."""
-    if not section.zero_plus_plus:
-        return {}
-    tp, ep = degrees["tp"], section.expert_parallel_degree
-    n_shards = degrees["dp_shard"] * degrees["cp"]
-    sizes = {}
-    for dim, n_ranks, stride in (("fsdp", n_shards, tp), ("efsdp", n_shards * tp // ep, ep)):
-        near = gcd(n_ranks, max(1, section.zero_plus_plus_node_size // stride))
-        if 1 < near < n_ranks:
-            sizes[f"{dim}_near"] = near
-            sizes[f"{dim}_far"] = n_ranks // near
-    return sizes
 
 
 def plan_recompute(section: ActivationCheckpoint, layers: Iterable[int]) -> dict[int, str]:

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from torchtitan_lite.config.choices import ATTENTIONS
+from torchtitan_lite.config.extensions import load_module
 from torchtitan_lite.config.messages import ConfigError, Problem, Problems
-from torchtitan_lite.config.model_rows import AUTO, LAYER_TYPES, SLIDING, ModelArgs
+from torchtitan_lite.config.model_rows import AUTO, ModelArgs
 from torchtitan_lite.config.schema import Config, Model
 from torchtitan_lite.models.registry import MODELS
 
@@ -50,30 +50,10 @@ def check_model(model: Model, model_args: ModelArgs) -> list[Problem]:
     if model_args.n_heads % model_args.n_kv_heads:
         why = f"it does not divide model.n_heads = {model_args.n_heads}"
         problems.refuse("model.n_kv_heads", why, "Use a divisor of n_heads")
-    if (model_args.sliding_window, model_args.layer_types) != (
-        None,
-        (),
-    ) or model_args.attention_sinks:
-        check_windows(problems)
+    if (
+        model_args.sliding_window is not None
+        or model_args.layer_types
+        or model_args.attention_sinks
+    ):
+        load_module("config.features").check_windows(problems)
     return problems
-
-
-def check_windows(problems: Problems) -> None:
-    """Find windows and sinks that no layer uses, or that the attention does not support."""
-    attention = problems.config.model.attention
-    model_args = problems.model_args
-    window = model_args.sliding_window
-    types = model_args.layer_types
-    why = ""
-    if not set(types) <= set(LAYER_TYPES):
-        why = f"its layer_types are {types}, but layers have the types {LAYER_TYPES}"
-    elif types and (SLIDING in types) != (window is not None):
-        why = f"its layer_types are {types}, but sliding_window = {window}"
-    elif window is not None and window < 1:
-        why = f"sliding_window = {window}, but a token sees at least itself"
-    if why:
-        remedy = f"Correct the flavor in models/{model_args.name}/table.py"
-        problems.refuse("model.flavor", why, remedy)
-    elif (window or model_args.attention_sinks) and ATTENTIONS[attention].window is None:
-        why = "the model has windows or sinks, but the row of this attention has no `window` (config/choices.py)"
-        problems.refuse("model.attention", why, 'Use "causal", or add `window` to the row')

@@ -10,7 +10,7 @@ reported, the key keeps its default, and the other keys are still checked.
 
 import json
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, is_dataclass, replace
 from difflib import get_close_matches
@@ -86,18 +86,12 @@ def read_config(args: list[str]) -> UserConfig:
         problems.append(Problem("job.config_file", config_file, str(error), remedy))
     notices: list[str] = []
     if not {*table, *texts} <= KEYS.keys():
-        rename = load_extension(OTHER_KEYS).rename_keys
-        table = rename(table, notices)
-        texts = rename(texts, notices)
+        translate_keys = load_extension(OTHER_KEYS).translate_keys
+        table, texts = translate_keys(table, texts, problems, notices)
     given = table | texts  # the command line replaces the table
 
     config = Config()
     for key, value in given.items():
-        if key not in KEYS:
-            problem, notice = load_extension(OTHER_KEYS).explain_key(key, value)
-            problems += problem
-            notices += notice
-            continue
         try:
             config = with_value(config, key, convert_text(KEYS[key], value))
         except WrongValue as wrong:
@@ -133,19 +127,6 @@ def parse_arguments(args: list[str]) -> tuple[dict[str, str | bool], list[Proble
                 value = False
         values[name] = value
     return values, problems
-
-
-def drop_keys(args: list[str], keys: Collection[str]) -> list[str]:
-    """Return command-line arguments without those that set one of `keys`."""
-    kept = []
-    is_dropped = False
-    for argument in args:
-        if argument.startswith("--"):
-            name = argument.partition("=")[0][2:].replace("-", "_")
-            is_dropped = find_key(name.replace(".no_", ".")) in keys
-        if not is_dropped:
-            kept.append(argument)
-    return kept
 
 
 def find_key(written: str) -> str:

@@ -26,8 +26,7 @@ from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Literal
 
-from torchtitan_lite.config.checks import Problems
-from torchtitan_lite.config.messages import Problem, UserError, name_command
+from torchtitan_lite.config.messages import Problem, Problems, UserError, name_command
 from torchtitan_lite.config.schema import Config, Training
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.files import explain_hub_cache
@@ -281,15 +280,22 @@ def check_data(config: Config, tokenizer: Tokenizer | None) -> Problems:
         why = f"it is only used for {', '.join(DOWNLOADS)}, and training.dataset names none of them"
         remedy = "Leave it out. For other corpora, set training.dataset to a path"
         problems.refuse("training.dataset_path", why, remedy)
+    if training.dataset_weights:
+        check_weights(problems)
+    return problems
+
+
+def check_weights(problems: Problems) -> None:
+    """Find weights that fit no corpus, or hardly ever draw one."""
+    training = problems.config.training
     n_corpora = len(training.dataset)
-    if len(training.dataset_weights) not in (0, n_corpora):
+    if len(training.dataset_weights) != n_corpora:
         remedy = "Give one weight per corpus, or none to draw every sample equally often"
         problems.refuse("training.dataset_weights", f"there are {n_corpora} corpora", remedy)
     for name, weight in zip(training.dataset, training.dataset_weights, strict=False):
         if weight < SMALLEST_SHARE * sum(training.dataset_weights):
             why = f"the share of {name} is below {SMALLEST_SHARE:g}, so hardly any sample of it is drawn"
             problems.refuse("training.dataset_weights", why, "Leave it out, or raise its weight")
-    return problems
 
 
 SMALLEST_SHARE = (

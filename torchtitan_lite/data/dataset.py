@@ -49,18 +49,16 @@ from torchtitan_lite.model.loss import IGNORE_INDEX
 # ---------------------------------------------------------------- corpora
 
 
-def map_file(path: str, n_elements: int, dtype: torch.dtype) -> Tensor:
+def map_file(path: str, dtype: torch.dtype) -> Tensor:
     """Map a file read-only. Nothing may write to the tensor.
 
     torch.from_file maps a file private and writable; Linux refuses that if the file is larger than memory and swap.
     """
-    if n_elements == 0:  # an empty file cannot be mapped
-        return torch.empty(0, dtype=dtype)
     with open(path, "rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that the tensor is not writable
-        return torch.frombuffer(mapped, dtype=dtype, count=n_elements)
+        return torch.frombuffer(mapped, dtype=dtype)
 
 
 class Corpus:
@@ -82,35 +80,29 @@ class Corpus:
             split = "train"
         manifest = open_split(folder, split, tokenizer)
         self.fingerprint = manifest.hash_split(split)  # of tokens, documents and targets
-        sizes = manifest.splits[split]
-        self.sizes = sizes
-        n_tokens = sizes.n_tokens
-        self.n_tokens = n_tokens
+        self.sizes = manifest.splits[split]
+        self.n_tokens = self.sizes.n_tokens
         path = folder / split
-        dtype = getattr(torch, manifest.dtype)
-        self.tokens = map_file(f"{path}.tokens", n_tokens, dtype)
-        self.documents = map_file(f"{path}.documents", sizes.n_documents, torch.int64)
+        self.tokens = map_file(f"{path}.tokens", getattr(torch, manifest.dtype))
+        self.documents = map_file(f"{path}.documents", torch.int64)
         self.targets = None
-        if "targets" in sizes.sha256:
-            self.targets = map_file(f"{path}.targets", n_tokens, torch.bool)
+        if "targets" in self.sizes.sha256:
+            self.targets = map_file(f"{path}.targets", torch.bool)
 
     def read(self, starts: Tensor, length: int) -> Tensor:
         """Read the slices at `starts`. Returns (3, len(starts), length) int64.
 
-        These are the tokens; whether each token starts a document, 0 or 1; and whether it may be a target. After the
+        These are the tokens; the number of the document of each token; and whether the token may be a target. After the
         end of the corpus, a document of zeros starts.
         """
         index = starts[:, None] + torch.arange(length)
-        n_earlier = torch.searchsorted(self.documents, index)
-        begins = torch.searchsorted(self.documents, index, right=True) > n_earlier
-        begins |= index == self.n_tokens
-        inside = index < self.n_tokens
+        is_target = index < self.n_tokens
+        documents = torch.searchsorted(self.documents, index, right=True) + ~is_target
         index.clamp_(max=self.n_tokens - 1)
-        tokens = self.tokens[index].long().masked_fill_(~inside, 0)
-        is_target = inside & ~begins
+        tokens = self.tokens[index].long() * is_target
         if self.targets is not None:  # a conversation
             is_target &= self.targets[index]
-        return torch.stack([tokens, begins, is_target])
+        return torch.stack([tokens, documents, is_target])
 
 
 # ---------------------------------------------------------------- samples
@@ -142,21 +134,26 @@ class SampleReader:
         for source, corpus in enumerate(self.corpora):
             own = sources == source
             rows[:, own] = corpus.read(samples[own] * self.seq_len, self.seq_len + 1)
-        tokens, begins, is_target = rows
+        tokens, documents, is_target = rows
         largest = tokens.max().item()
         if largest >= self.vocab_size:
             names = ", ".join(corpus.name for corpus in self.corpora)
             why = f"{names}: there is an id {largest}, but model.vocab_size = {self.vocab_size}"
             remedy = "Leave out documents with this id, or use the tokenizer that the model was trained with"
             raise CorpusError(why, remedy)
-        targets = tokens[:, 1:].masked_fill(is_target[:, 1:] == 0, IGNORE_INDEX)
-        begins = begins[:, :-1]
-        begins[:, 0] = 0  # documents are numbered from 0 in each row
+        begins = documents.diff(
+            dim=1, prepend=documents[:, :1]
+        )  # 1 if a document starts in the row
+        is_ignored = (is_target == 0) | (begins == 1)
+        targets = tokens[:, 1:].masked_fill(is_ignored[:, 1:], IGNORE_INDEX)
         positions = torch.arange(self.seq_len).repeat(n_rows, 1)
         if self.restart_positions:
             # positions of a document from an earlier row count from the start of this row
-            positions -= (begins * positions).cummax(dim=1).values
-        batch = Batch(tokens[:, :-1].contiguous(), targets, positions, doc_ids=begins.cumsum(dim=1))
+            positions -= (begins[:, :-1] * positions).cummax(dim=1).values
+        doc_ids = documents - documents[:, :1]
+        batch = Batch(
+            tokens[:, :-1].contiguous(), targets, positions, doc_ids=doc_ids[:, :-1].contiguous()
+        )
         return batch.with_fields(self.fields)
 
 

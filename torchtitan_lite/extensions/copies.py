@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_lite.build import Run
-from torchtitan_lite.checkpoint.ranks import do_on_rank_0
+from torchtitan_lite.checkpoint.save import do_on_rank_0
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.dtensor import find_shard
 from torchtitan_lite.extensions.tied_embeddings import TiedSchedule

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 
-from torchtitan_lite.checkpoint.plan import find_coordinates
+from torchtitan_lite.checkpoint.format import find_coordinates
 from torchtitan_lite.components.log import describe_rank, go_on_unwritten
 from torchtitan_lite.config.layout import MESH_DIMS
 from torchtitan_lite.faults.hang_watch import HangWatch

@@ -144,7 +144,7 @@ def find_visible(rank: int, source: int, half: int) -> tuple[slice, slice]:
 # A part is either causal (its queries and keys are at the same positions) or not masked at all. So no S x S mask is
 # ever stored. Kernels do not store their scores; their other inputs and outputs are no larger than query. On a CPU
 # torch's flash attention computes, on GPUs cuDNN if torch's SDPA prefers it (Hopper, Blackwell), else FlashAttention 2.
-# The CUDA kernels support bf16 and fp16, and a head_dim that is a multiple of 8 up to 256; config/checks.py refuses
+# The CUDA kernels support bf16 and fp16, and a head_dim that is a multiple of 8 up to 256; config/features.py refuses
 # anything else. They were never run on a GPU. Their arguments are checked on meta tensors; GPU tests check results.
 
 OutAndLse = tuple[Tensor, Tensor]  # out (B, H, S, E); lse (B, H, S) fp32, contiguous

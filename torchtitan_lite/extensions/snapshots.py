@@ -21,9 +21,8 @@ import torch.distributed as dist
 
 from torchtitan_lite.checkpoint.format import CheckpointError, find_steps
 from torchtitan_lite.checkpoint.load import Saved
-from torchtitan_lite.checkpoint.ranks import do_on_rank_0, raise_on_all_ranks
 from torchtitan_lite.checkpoint.read import read_manifest
-from torchtitan_lite.checkpoint.save import CheckpointSaver
+from torchtitan_lite.checkpoint.save import CheckpointSaver, do_on_rank_0, raise_on_all_ranks
 from torchtitan_lite.dump_folder import RUN_ID, name_snapshots
 from torchtitan_lite.parallel.process_groups import Place
 

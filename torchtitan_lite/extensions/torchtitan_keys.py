@@ -103,6 +103,28 @@ def explain_absent(key: str, value: object) -> str | None:
     return f"{remedy}. {REPLACED[key]} serves instead" if key in REPLACED else remedy
 
 
+def translate_keys(
+    table: dict[str, Any], texts: dict[str, Any], problems: list[Problem], notices: list[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the values of a file and of the command line that have keys here. Adds problems and notices for others."""
+    table = rename_keys(table, notices)
+    texts = rename_keys(texts, notices)
+    for key, value in (table | texts).items():
+        if key in KEYS:
+            continue
+        table.pop(key, None)
+        texts.pop(key, None)
+        absent = explain_absent(key, value)
+        if absent is None:
+            problems.append(Problem(key, value, "there is no such key", suggest_key(key)))
+        elif absent:
+            why = "torchtitan_lite does not have this feature"
+            problems.append(Problem(key, value, why, absent))
+        elif key in UNUSED:
+            notices.append(f"{key} = {value} has no effect: {UNUSED[key]}")
+    return table, texts
+
+
 def rename_keys(source: Mapping[str, Any], notices: list[str]) -> dict[str, Any]:
     """Return the values of a file or the command line by their current names. Adds a notice for each old name."""
     renamed = {}
@@ -116,18 +138,6 @@ def rename_keys(source: Mapping[str, Any], notices: list[str]) -> dict[str, Any]
             notices.append(f"{names[key]} and {name} are the same key: {value} counts")
         names[key] = name
     return renamed
-
-
-def explain_key(key: str, value: object) -> tuple[list[Problem], list[str]]:
-    """Return a problem, or a notice, or neither, for a name that is no key here."""
-    absent = explain_absent(key, value)
-    if absent is None:
-        return [Problem(key, value, "there is no such key", suggest_key(key))], []
-    if absent:
-        return [Problem(key, value, "torchtitan_lite does not have this feature", absent)], []
-    if key in UNUSED:
-        return [], [f"{key} = {value} has no effect: {UNUSED[key]}"]
-    return [], []
 
 
 def is_switch(name: str) -> bool:

@@ -30,8 +30,7 @@ from torchtitan_lite.checkpoint.load import (
     load_newest,
     set_step,
 )
-from torchtitan_lite.checkpoint.ranks import do_on_rank_0, raise_on_all_ranks
-from torchtitan_lite.checkpoint.save import name_weights
+from torchtitan_lite.checkpoint.save import do_on_rank_0, name_weights, raise_on_all_ranks
 from torchtitan_lite.checkpoint.starting_weights import describe_checkpoint, names_step
 from torchtitan_lite.config.extensions import load_extension
 from torchtitan_lite.config.messages import ConfigError

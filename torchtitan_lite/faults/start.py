@@ -3,10 +3,8 @@
 import torch.distributed as dist
 
 from torchtitan_lite.build import Run
-from torchtitan_lite.checkpoint.format import Manifest, find_steps
-from torchtitan_lite.checkpoint.plan import list_degrees
-from torchtitan_lite.checkpoint.ranks import do_on_rank_0
-from torchtitan_lite.checkpoint.save import CheckpointSaver, describe_run
+from torchtitan_lite.checkpoint.format import Manifest, find_steps, list_degrees
+from torchtitan_lite.checkpoint.save import CheckpointSaver, describe_run, do_on_rank_0
 from torchtitan_lite.config.extensions import load_extension, load_module
 from torchtitan_lite.parallel.process_groups import Groups, Place
 from torchtitan_lite.run_spec import RunSpec

@@ -73,8 +73,8 @@ def apply_context_parallel(
 ) -> None:
     """Let the attention of each block fetch keys and values over cp.
 
-    `attention` is model.attention; `method` is context_parallel_rotate_method. config/checks.py refuses a pair that is
-    not served before launch (`list_cp_methods` in config/choices.py). Raises UserError if a model computes attention in
+    `attention` is model.attention; `method` is context_parallel_rotate_method. config/features.py refuses a pair that
+    is not served before launch (`list_cp_methods`). Raises UserError if a model computes attention in
     its own way, which this function cannot see.
     """
     with torch.device("meta"):

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
-from torchtitan_lite.config.block import find_expert_dim
+from torchtitan_lite.config.experts import find_expert_dim
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.dtensor import shard_parameters
 from torchtitan_lite.model.moe import Experts, permute_rows, sort_rows

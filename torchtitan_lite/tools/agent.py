@@ -35,8 +35,14 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from torchtitan_lite.components.endings import describe_signal, write_ending
-from torchtitan_lite.components.signals import SIGNALS, STOPPED, StopFlag, handle_signals
+from torchtitan_lite.components.signals import (
+    SIGNALS,
+    STOPPED,
+    StopFlag,
+    describe_signal,
+    handle_signals,
+    write_ending,
+)
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.run_spec import RunSpec
 from torchtitan_lite.tools.faults import hang

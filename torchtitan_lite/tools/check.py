@@ -13,7 +13,8 @@ from math import ceil, lcm
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from torchtitan_lite.config.block import count_flops_per_token, count_parameters, list_parameters
-from torchtitan_lite.config.extensions import EXTENSIONS, load_extension
+from torchtitan_lite.config.extensions import load_extension
+from torchtitan_lite.config.features import EXTENSIONS
 from torchtitan_lite.config.machine import CPU_FLOPS_PER_CORE, Machine
 from torchtitan_lite.config.messages import ConfigError, Problem, UserError, name_command
 from torchtitan_lite.config.model_rows import ModelArgs

@@ -31,8 +31,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from torchtitan_lite import PACKAGE
-from torchtitan_lite.components.endings import describe_signal
-from torchtitan_lite.components.signals import handle_signals
+from torchtitan_lite.components.signals import describe_signal, handle_signals
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.files import hash_file
 

@@ -38,8 +38,8 @@ from pathlib import Path
 
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.checkpoint.format import find_steps
-from torchtitan_lite.components.endings import describe_newest, describe_signal
-from torchtitan_lite.components.signals import SIGNALS, STOPPED, handle_signals
+from torchtitan_lite.components.endings import describe_newest
+from torchtitan_lite.components.signals import SIGNALS, STOPPED, describe_signal, handle_signals
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.reader import flatten_table, read_config
 from torchtitan_lite.data.corpus_folder import DATASETS, MANIFEST, find_corpus, list_corpora

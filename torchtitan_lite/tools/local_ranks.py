@@ -14,8 +14,7 @@ from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from torchtitan_lite.components.endings import describe_signal
-from torchtitan_lite.components.signals import COPIES_ARRIVE_WITHIN_S
+from torchtitan_lite.components.signals import COPIES_ARRIVE_WITHIN_S, describe_signal
 from torchtitan_lite.tools.hosts import SIGNAL, is_first_host
 
 ASK_EVERY_S = 0.2

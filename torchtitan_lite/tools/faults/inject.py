@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 import train
 from torchtitan_lite.build import Run
-from torchtitan_lite.checkpoint.plan import name_file
+from torchtitan_lite.checkpoint.format import name_file
 from torchtitan_lite.dtensor import count_replicas, local_shard
 from torchtitan_lite.dump_folder import HANG
 from torchtitan_lite.model.batch import Batch

@@ -13,8 +13,9 @@ from dataclasses import replace
 from itertools import product
 from math import ceil
 
-from torchtitan_lite.config.checks import find_refused, plan_layout, resolve_config
+from torchtitan_lite.config.checks import plan_layout, resolve_config
 from torchtitan_lite.config.choices import SCHEDULES
+from torchtitan_lite.config.features import find_refused
 from torchtitan_lite.config.layout import plan_batch, plan_degrees
 from torchtitan_lite.config.machine import GIB
 from torchtitan_lite.config.messages import ConfigError, Problem
@@ -116,7 +117,7 @@ def list_schedules(config: Config, pp: int, n_layers: int) -> list[tuple[str, in
     pairs = []
     for name, schedule in SCHEDULES.items():
         if schedule.splits_backward and config.compile.enable:
-            continue  # checks.py refuses it on every layout
+            continue  # features.py refuses it on every layout
         layers_per_stage = {None}
         if schedule.most_stages_per_rank is None:
             layers_per_stage = {ceil(weight / pp / n_stages) for n_stages in STAGES_PER_RANK}

@@ -11,7 +11,7 @@ explain.py prints the same slices of every parameter from a dry run. A test comp
 from math import ceil
 from typing import NamedTuple
 
-from torchtitan_lite.checkpoint.plan import find_coordinates
+from torchtitan_lite.checkpoint.format import find_coordinates
 from torchtitan_lite.config.layout import MESH_DIMS, Layout
 
 MOST_RANKS = 64  # a picture shows at most this number of ranks

@@ -19,11 +19,11 @@ from math import ceil, prod
 from typing import NamedTuple
 
 from torchtitan_lite.config.block import (
-    find_expert_dim,
     list_added_ends,
     list_block_modules,
     list_gathered,
 )
+from torchtitan_lite.config.experts import find_expert_dim
 from torchtitan_lite.config.layout import Layout, Stages, gathers_whole_parts
 from torchtitan_lite.config.model_rows import ModelArgs, ModuleRow
 from torchtitan_lite.extensions.muon_rounds import deal_matrices
@@ -247,7 +247,8 @@ class Workload:
     @cached_property
     def stages_by_rank(self) -> list[list[Stage]]:
         """The stages of each pp rank, first to last."""
-        return [[self.stages[index] for index in each] for each in self.layout.stages_by_rank]
+        by_rank = map(self.layout.stages_of, range(self.layout.pp))
+        return [[self.stages[index] for index in each] for each in by_rank]
 
     @cached_property
     def alike(self) -> list[list[int]]:

@@ -1,0 +1,424 @@
+"""Features that only some configs ask for: a row for each file of torchtitan_lite/extensions/, and rules.
+
+A row says which key loads the file, and which rules `check` applies then. Rules need no torch, so they are here. The
+core names no extension outside of `load_extension`, which it calls where the feature acts. To add one, write a file
+and a row. A row of OPTIMIZERS in choices.py may name the file too.
+
+Loaded if a key that is not in PLAIN_KEYS (checks.py) does not have its default, and for a model with windows: no rule
+here refuses any other config. A rule that does is in checks.py.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import gcd
+from pathlib import Path
+
+from torchtitan_lite.config.choices import ATTENTIONS, SCHEDULES, has_masks
+from torchtitan_lite.config.extensions import load_extension, load_module
+from torchtitan_lite.config.layout import Layout
+from torchtitan_lite.config.machine import Machine
+from torchtitan_lite.config.messages import Problem, Problems
+from torchtitan_lite.config.model_rows import LAYER_TYPES, SLIDING, ModelArgs
+from torchtitan_lite.config.schema import Config, Parallelism, get_value
+
+FLOAT8 = "quantize.linear.float8"
+ZERO_PLUS_PLUS = "parallelism.zero_plus_plus"
+ASYNC_TP = "parallelism.enable_async_tensor_parallel"
+ON_GPU = (  # keys that need a GPU
+    ASYNC_TP,
+    "parallelism.fsdp_symmetric_memory",
+    "training.enable_cpu_offload",
+    "profiling.enable_memory_snapshot",
+)
+
+# ---------------------------------------------------------------- rules of extensions
+
+
+def check_muon(problems: Problems, layout: Layout) -> None:
+    if problems.config.training.enable_cpu_offload:
+        why = "Muon would multiply whole matrices on the host, which takes minutes"
+        problems.refuse("training.enable_cpu_offload", why, "Leave this key out, or use AdamW")
+
+
+def check_bfloat16_moments(problems: Problems, layout: Layout) -> None:
+    optimizer = problems.config.optimizer
+    if optimizer.name != "AdamW" or optimizer.implementation != "fused":
+        why = f"{optimizer.name} with implementation {optimizer.implementation!r} has no bfloat16 moments"
+        remedy = 'Use AdamW with implementation = "fused"'
+        problems.refuse("optimizer.moments_dtype", why, remedy)
+    elif optimizer.beta2 > 0.99:
+        why = f"with optimizer.beta2 = {optimizer.beta2}, bfloat16 rounds away the decay of the second moment"
+        remedy = "Use a beta2 of at most 0.99, or moments in float32"
+        problems.refuse("optimizer.moments_dtype", why, remedy)
+
+
+def check_bfloat16_weights(problems: Problems, layout: Layout) -> None:
+    is_summed = layout.zero_stage > layout.pp == 1 < layout.n_microbatches  # in bfloat16
+    if problems.config.optimizer.moments_dtype != "bfloat16" or is_summed:
+        why = "bfloat16 weights need bfloat16 moments, and float32 sums of the microbatches' gradients"
+        remedy = 'Set optimizer.moments_dtype = "bfloat16" and parallelism.zero_stage = 1'
+        problems.refuse("training.dtype", why, remedy)
+
+
+def check_zero_plus_plus(problems: Problems, layout: Layout) -> None:
+    section = problems.config.parallelism
+    if layout.fsdp == 1:
+        why = "FSDP has a single shard, so no weight is gathered"
+        problems.refuse(ZERO_PLUS_PLUS, why, "Leave this key out")
+    if "hpz" not in section.zero_plus_plus:
+        return
+    n_ranks = layout.fsdp * layout.tp  # of a pipeline stage
+    is_split = layout.fsdp_near > 1 or (layout.ep and layout.efsdp_near > 1)
+    if n_ranks > section.zero_plus_plus_node_size and not is_split:
+        why = "nodes of this size do not have two or more ranks of an FSDP group each, so hpZ has nothing to keep"
+        problems.refuse(f"{ZERO_PLUS_PLUS}_node_size", why, f'Leave "hpz" out of {ZERO_PLUS_PLUS}')
+    if layout.zero_stage < 3 or layout.pp > 1:
+        why = "hpz keeps the weights that backward gathers, so it needs zero_stage = 3, and no pipeline"
+        problems.refuse(ZERO_PLUS_PLUS, why, 'Leave out "hpz"')
+
+
+def check_symmetric_memory(problems: Problems, layout: Layout) -> None:
+    key = "parallelism.fsdp_symmetric_memory"
+    if layout.fsdp == 1:
+        problems.refuse(key, "FSDP has a single shard, so no weight is gathered", "Leave it out")
+    elif problems.config.parallelism.zero_plus_plus:
+        problems.refuse(key, "ZeRO++ gathers by its own collectives", "Use one of them")
+
+
+def check_float8_all_gather(problems: Problems, layout: Layout) -> None:
+    config = problems.config
+    if not config.model.uses_float8:
+        return
+    remedy = f"Set {FLOAT8}.enable_fsdp_float8_all_gather = false"
+    if config.quantize.linear.float8.recipe_name != "tensorwise":
+        why = "a weight gathered in float8 has a single scale, but this recipe needs one per row"
+        problems.refuse(f"{FLOAT8}.recipe_name", why, f'{remedy}, or use "tensorwise"')
+    if config.training.enable_cpu_offload:
+        why = "with offload, FSDP gathers a copy that it makes on the GPU, without rounding it to float8 first"
+        problems.refuse("training.enable_cpu_offload", why, remedy)
+    if "qwz" in config.parallelism.zero_plus_plus:
+        why = "qwz gathers weights in int8, but this run gathers them in float8"
+        problems.refuse(ZERO_PLUS_PLUS, why, f'{remedy}, or leave out "qwz"')
+
+
+def check_spikes(problems: Problems, layout: Layout) -> None:
+    if problems.config.training.skip_spikes <= 1:
+        why = "about half of all steps have a gradient norm above the median, so ordinary steps would be skipped"
+        remedy = "Use more than 1, such as 3, or 0 to skip none"
+        problems.refuse("training.skip_spikes", why, remedy)
+
+
+def check_overwrite(problems: Problems, layout: Layout) -> None:
+    config = problems.config
+    path = config.checkpoint.initial_load_path
+    if path and Path(path).resolve().is_relative_to(Path(config.job.dump_folder).resolve()):
+        key = "checkpoint.initial_load_path"
+        problems.refuse(key, "job.overwrite deletes it first", "Copy it elsewhere")
+
+
+def check_export(problems: Problems, layout: Layout) -> None:
+    load_extension("hugging_face_export").check_export(problems)
+
+
+def check_parameter_groups(problems: Problems, layout: Layout) -> None:
+    check_groups = load_extension("parameter_groups").check_groups
+    problems += check_groups(problems.config, problems.model_args)
+
+
+# ---------------------------------------------------------------- extensions
+
+
+@dataclass(frozen=True)
+class Extension:
+    """When a run loads a file of extensions/."""
+
+    key: str = ""  # the key that asks for it; "": the run's files do, as `about` says
+    values: tuple[object, ...] = ()  # its values that do; empty: every value but 0, "" and []
+    about: str = ""  # one sentence for `check --keys`
+    check: Callable[[Problems, Layout], None] | None = None
+
+    def is_asked(self, config: Config) -> bool:
+        value = self.key and get_value(config, self.key)
+        return value in self.values if self.values else bool(value)
+
+
+EXTENSIONS = {  # file of extensions/, without .py
+    "muon": Extension(
+        "optimizer.name",
+        ("Muon",),
+        "orthogonalizes the updates of hidden matrices, and uses AdamW for all other parameters",
+        check_muon,
+    ),
+    "muon_rounds": Extension(
+        about="loaded with muon, and by plan: which rank updates which matrix",
+    ),
+    "adamw_bfloat16": Extension(
+        "optimizer.moments_dtype",
+        ("bfloat16",),
+        "AdamW with both moments in bfloat16: 12 bytes of training state per parameter instead of 16",
+        check_bfloat16_moments,
+    ),
+    "stochastic_rounding": Extension(
+        "training.dtype",
+        ("bfloat16",),
+        "weights in bfloat16 between steps, whose updates are rounded up or down at random",
+        check_bfloat16_weights,
+    ),
+    "parameter_groups": Extension(
+        "optimizer.groups",
+        (),
+        "factors of learning rate and weight decay for parameters whose names match",
+        check_parameter_groups,
+    ),
+    "zero_plus_plus": Extension(
+        ZERO_PLUS_PLUS,
+        (),
+        "FSDP sends int8 blocks, and gathers inside a node for backward",
+        check_zero_plus_plus,
+    ),
+    "symmetric_memory": Extension(
+        "parallelism.fsdp_symmetric_memory",
+        (True,),
+        "FSDP gathers from NCCL's symmetric memory",
+        check_symmetric_memory,
+    ),
+    "float8_all_gather": Extension(
+        f"{FLOAT8}.enable_fsdp_float8_all_gather",
+        (True,),
+        "FSDP gathers the weights of float8 layers in float8",
+        check_float8_all_gather,
+    ),
+    "float8_rowwise": Extension(
+        f"{FLOAT8}.recipe_name",
+        ("rowwise", "rowwise_with_gw_hp"),
+        "float8 with one scale for each row and column that a dot product sums over",
+    ),
+    "ring_attention": Extension(
+        "parallelism.context_parallel_degree",
+        (),
+        "causal attention over cp ranks, part by part, by an all-gather or around a ring",
+    ),
+    "windowed_attention": Extension(
+        about="loaded for a model with windows or sinks: attention to the last tokens, and to a logit without a token",
+    ),
+    "asynchronous_saves": Extension(
+        "checkpoint.async_mode",
+        ("async", "async_with_pinned_mem"),
+        "saves while the run trains",
+    ),
+    "snapshots": Extension(
+        "checkpoint.local_folder",
+        (),
+        "saves checkpoints often into a folder on each host",
+    ),
+    "spike_filter": Extension(
+        "training.skip_spikes",
+        (),
+        "skips steps whose gradient norm is far above the median of the last norms",
+        check_spikes,
+    ),
+    "wandb_sink": Extension(
+        "metrics.enable_wandb",
+        (),
+        "writes metrics to Weights & Biases",
+    ),
+    "overwrite": Extension(
+        "job.overwrite",
+        (),
+        "deletes the files of an earlier run in job.dump_folder first",
+        check_overwrite,
+    ),
+    "read_only": Extension(
+        "checkpoint.load_only",
+        (),
+        "the run writes no file",
+    ),
+    "copies": Extension(
+        "debug.compare_copies_every",
+        (),
+        "compares tensors that must be bit-equal on several ranks",
+    ),
+    "hang_report": Extension(
+        about="loaded when a step hangs or a rank fails: collects what this rank does",
+    ),
+    "tied_embeddings": Extension(
+        about="loaded for tied weights in a pipeline: the last stage computes with a copy of the embedding",
+    ),
+    "tokenizer_json": Extension(
+        about="loaded for a tokenizer.json, Hugging Face's file",
+    ),
+    "byte_level_bpe": Extension(
+        about="loaded with tokenizer_json: decides whether tiktoken encodes a tokenizer.json exactly",
+    ),
+    "foreign_json": Extension(
+        about="loaded with tokenizer_json and hugging_face: reads JSON files that others wrote",
+    ),
+    "hugging_face": Extension(
+        about="loaded for a Hugging Face folder in checkpoint.initial_load_path: reads its weights on any layout",
+    ),
+    "hugging_face_folder": Extension(
+        about="loaded with hugging_face: finds the tensors of the folder, and compares them with its config.json",
+    ),
+    "hugging_face_config": Extension(
+        about="loaded with hugging_face_folder: reads config.json",
+    ),
+    "families": Extension(
+        about="loaded for weights: which Hugging Face family computes what a model describes",
+    ),
+    "hugging_face_export": Extension(
+        "checkpoint.last_save_in_hf",
+        (True,),
+        "says whether a model has a Hugging Face format, and writes its config.json",
+        check_export,
+    ),
+    "checkpoint_format_3": Extension(
+        about="loaded for checkpoints of versions before format 4, whose manifest lists every slice",
+    ),
+    "software": Extension(
+        about="loaded for torch.compile, split backward passes and optional packages: finds what this host lacks",
+    ),
+    "torchtitan_keys": Extension(
+        about="loaded for keys that have another name here, or belong to features that do not exist here",
+    ),
+}
+
+
+# ---------------------------------------------------------------- rules
+
+
+def check_settings(config: Config, machine: Machine) -> list[Problem]:
+    """Find settings that contradict each other on every layout, or that these devices or this host cannot run."""
+    problems = Problems(config)
+    recompute = config.activation_checkpoint
+    compiles = config.compile.compiles_blocks
+    if not re.fullmatch("op|0*[1-9][0-9]*", recompute.selective_ac_option):
+        why = 'it is neither "op" nor a number'
+        remedy = 'Use "op", or a number n to recompute every n-th layer, such as "2"'
+        problems.refuse("activation_checkpoint.selective_ac_option", why, remedy)
+    if recompute.mode == "memory_budget" and (not compiles or config.compile.backend == "eager"):
+        why = "the compiler chooses what to recompute, but no block is compiled"
+        remedy = 'Set compile.enable = true, or use "selective"'
+        problems.refuse("activation_checkpoint.mode", why, remedy)
+    n_steps = config.profiling.profiler_warmup + config.profiling.profiler_active
+    if config.profiling.enable_profiling and config.profiling.profile_freq < n_steps:
+        why = f"profiler_warmup + profiler_active take {n_steps} steps"
+        problems.refuse("profiling.profile_freq", why, f"Use {n_steps} or more")
+    is_rewritten = compiles and config.compile.backend == "inductor"
+    if config.parallelism.enable_async_tensor_parallel and not is_rewritten:
+        why = "inductor must rewrite the matmuls, but it compiles no block (compile.enable, components, backend)"
+        problems.refuse(ASYNC_TP, why, "Leave this key out")
+    for key in ON_GPU:
+        if machine.device_type != "cuda" and get_value(config, key):
+            problems.refuse(key, "it needs a GPU, and there is none", "Leave this key out")
+    if config.model.uses_float8:
+        load_module("config.float8").check_matmul(problems, machine)
+    uses_kernels = machine.device_type == "cuda" and config.model.attention == "causal"
+    in_float32 = config.training.mixed_precision_param == "float32"
+    if config.parallelism.context_parallel_degree > 1 and uses_kernels and in_float32:
+        why = "the GPU kernels for context parallel compute in 16 bits"
+        problems.refuse("training.mixed_precision_param", why, 'Use "bfloat16"')
+    needs_packages = config.compile.enable or config.metrics.enable_wandb
+    schedule = SCHEDULES[config.parallelism.pipeline_parallel_schedule]
+    if machine.is_here and (needs_packages or schedule.splits_backward):
+        problems += load_extension("software").check_software(config, machine)
+    return problems
+
+
+def find_refused(config: Config, model_args: ModelArgs, layout: Layout) -> list[Problem]:
+    """Find combinations of features that are known to crash or to give wrong numbers (torch 2.13).
+
+    tests/ranks/test_layouts.py runs those of torch and expects a failure, so the test reports when torch fixes one.
+    """
+    problems = Problems(config, model_args)
+    section = config.parallelism
+    for extension in EXTENSIONS.values():
+        if extension.check and extension.is_asked(config):
+            extension.check(problems, layout)
+    if section.expert_parallel_degree > 1 and not model_args.moe:
+        remedy = "Leave it out, or choose a flavor with experts"
+        key = "parallelism.expert_parallel_degree"
+        problems.refuse(key, "the model has no experts", remedy)
+    if config.model.uses_float8:
+        load_module("config.float8").check_float8(problems, layout)
+    if layout.pp > 1:
+        check_pipeline(problems, layout)
+    methods = list_cp_methods(config.model.attention, model_args)
+    method = section.context_parallel_rotate_method
+    if section.context_parallel_degree > 1 and method not in methods:
+        why = f"this method does not support model.attention = {config.model.attention!r} (under_cp in choices.py)"
+        if has_masks(config.model.attention, model_args):
+            why = "this method has no masks, but layers of the model have windows or sinks"
+        remedy = f"Use {' or '.join(map(repr, methods)) or 'context_parallel_degree = 1'}"
+        problems.refuse("parallelism.context_parallel_rotate_method", why, remedy)
+    return problems
+
+
+def check_pipeline(problems: Problems, layout: Layout) -> None:
+    """Find what torch's pipeline schedules cannot run."""
+    config = problems.config
+    section = config.parallelism
+    n_local = config.training.local_batch_size
+    if n_local % layout.microbatch_size:
+        key = "parallelism.pipeline_parallel_microbatch_size"
+        why = f"it does not divide training.local_batch_size = {n_local}"
+        problems.refuse(key, why, "Use a divisor of it, such as 1")
+    if section.zero_stage == 2:
+        why = "torch's pipeline runtime reduces gradients once per step, so they cannot be sharded earlier"
+        problems.refuse("parallelism.zero_stage", why, "Use 1, or 3 to shard the parameters too")
+    if SCHEDULES[section.pipeline_parallel_schedule].splits_backward:
+        otherwise = "or use Interleaved1F1B"
+        if layout.zero_stage == 3:
+            why = "it computes weight gradients after FSDP freed the parameters, so gradients are missing or wrong"
+            remedy = f"Set parallelism.zero_stage = 1, {otherwise}"
+            problems.refuse("parallelism.pipeline_parallel_schedule", why, remedy)
+        if config.activation_checkpoint.mode != "none":
+            why = "both halves of a split backward would recompute, which torch refuses in the first step"
+            problems.refuse("activation_checkpoint.mode", why, f'Set it to "none", {otherwise}')
+        if config.compile.enable:
+            why = "the backward of a compiled block cannot be split: torch fails in the first step"
+            problems.refuse("compile.enable", why, f"Set it to false, {otherwise}")
+
+
+def list_cp_methods(attention: str, model_args: ModelArgs) -> list[str]:
+    """List the methods of context parallel that serve this attention. The ring has no masks."""
+    methods = ATTENTIONS[attention].under_cp
+    masked = has_masks(attention, model_args)
+    return [method for method in methods if method == "allgather" or not masked]
+
+
+def check_windows(problems: Problems) -> None:
+    """Find windows and sinks that no layer uses, or that the attention does not support."""
+    attention = problems.config.model.attention
+    model_args = problems.model_args
+    window = model_args.sliding_window
+    types = model_args.layer_types
+    why = ""
+    if not set(types) <= set(LAYER_TYPES):
+        why = f"its layer_types are {types}, but layers have the types {LAYER_TYPES}"
+    elif types and (SLIDING in types) != (window is not None):
+        why = f"its layer_types are {types}, but sliding_window = {window}"
+    elif window is not None and window < 1:
+        why = f"sliding_window = {window}, but a token sees at least itself"
+    if why:
+        remedy = f"Correct the flavor in models/{model_args.name}/table.py"
+        problems.refuse("model.flavor", why, remedy)
+    elif (window or model_args.attention_sinks) and ATTENTIONS[attention].window is None:
+        why = "the model has windows or sinks, but the row of this attention has no `window` (config/choices.py)"
+        problems.refuse("model.attention", why, 'Use "causal", or add `window` to the row')
+
+
+# ---------------------------------------------------------------- ZeRO++
+
+
+def plan_nodes(section: Parallelism, degrees: dict[str, int]) -> dict[str, int]:
+    """Return the sizes of FSDP groups inside nodes and between nodes, as in Layout."""
+    tp, ep = degrees["tp"], section.expert_parallel_degree
+    n_shards = degrees["dp_shard"] * degrees["cp"]
+    sizes = {}
+    for dim, n_ranks, stride in (("fsdp", n_shards, tp), ("efsdp", n_shards * tp // ep, ep)):
+        near = gcd(n_ranks, max(1, section.zero_plus_plus_node_size // stride))
+        if 1 < near < n_ranks:
+            sizes[f"{dim}_near"] = near
+            sizes[f"{dim}_far"] = n_ranks // near
+    return sizes
