@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,16 @@ logger = logging.getLogger(__name__)
 
 GIB = 2**30
 N_FIRST = 10  # steps after a start that are all recorded, because the user watches them
+
+
+@dataclass
+class Interval:
+    """What was measured since the last record."""
+
+    started_s: float = field(default_factory=time.perf_counter)
+    data_time_s: float = 0.0  # the host waited for a batch
+    n_steps: int = 0
+    highest_norm: float = 0.0
 
 
 class RunMetrics(MetricsWriter):
@@ -55,7 +66,7 @@ class RunMetrics(MetricsWriter):
         self.step = resumed_step
         self.was_skipped = False  # the last step
         self.first_s = math.nan  # time of the first record
-        self.start_interval()
+        self.interval = Interval()
         if self.is_writer:
             self.record(
                 "start",
@@ -69,19 +80,12 @@ class RunMetrics(MetricsWriter):
                 **describe_launch(),
             )
 
-    def start_interval(self) -> None:
-        """Start measuring for the next record."""
-        self.started_s = time.perf_counter()
-        self.data_time_s = 0.0
-        self.n_timed = 0
-        self.highest_norm = 0.0
-
     @contextmanager
     def waiting_for_data(self) -> Iterator[None]:
         """Measure how long the host waits for a batch."""
         started_s = time.perf_counter()
         yield
-        self.data_time_s += time.perf_counter() - started_s
+        self.interval.data_time_s += time.perf_counter() - started_s
 
     def log(
         self,
@@ -94,12 +98,13 @@ class RunMetrics(MetricsWriter):
     ) -> None:
         """Record the result of `validate`. Record the step if it is due or skipped, or follows a skipped step."""
         self.step = step
-        self.n_timed += 1
-        self.highest_norm = max(self.highest_norm, grad_norm)
+        interval = self.interval
+        interval.n_steps += 1
+        interval.highest_norm = max(interval.highest_norm, grad_norm)
         is_end = step <= self.resumed_step + N_FIRST or step == self.n_steps
         is_due = is_end or step % self.spec.config.metrics.log_freq == 0
         if validation:
-            self.started_s += validation["val_time_s"]
+            interval.started_s += validation["val_time_s"]
         if self.is_writer and (validation or is_due or self.was_skipped or not is_applied):
             self.write_step(step, result, grad_norm, is_applied=is_applied)
             if validation:
@@ -110,20 +115,21 @@ class RunMetrics(MetricsWriter):
         self, step: int, result: StepResult, grad_norm: float, *, is_applied: bool
     ) -> None:
         """Write the record of a step, with average times since the last record. Waits for the device."""
+        interval = self.interval
         fields = {
             "loss": result.loss.item(),
             "grad_norm": grad_norm,
-            "grad_norm_max": self.highest_norm,  # since the last record
+            "grad_norm_max": interval.highest_norm,  # since the last record
             **result.rates,
             "tokens": step * self.tokens_per_step,  # of all ranks, from the first step to this one
         }
-        seconds = time.perf_counter() - self.started_s  # without validation
-        n_tokens = self.n_timed * self.tokens_per_step
+        seconds = time.perf_counter() - interval.started_s  # without validation
+        n_tokens = interval.n_steps * self.tokens_per_step
         speed = n_tokens / seconds / self.run.layout.world_size
         fields |= describe_speed(speed, self.flops, self.peak_flops)
-        fields["step_time_s"] = seconds / self.n_timed
-        fields["data_time_s"] = self.data_time_s / self.n_timed  # the host waited for a batch
-        fields["data_time_share"] = self.data_time_s / seconds
+        fields["step_time_s"] = seconds / interval.n_steps
+        fields["data_time_s"] = interval.data_time_s / interval.n_steps
+        fields["data_time_share"] = interval.data_time_s / seconds
         fields["remaining_s"] = self.estimate_remaining(step)
         fields |= read_peak_memory(self.run.device)
         if self.run.balance:
@@ -131,7 +137,7 @@ class RunMetrics(MetricsWriter):
         if self.run.spikes:
             fields |= self.run.spikes.describe(step, grad_norm, is_applied=is_applied)
         self.record("step", step, **fields)
-        self.start_interval()
+        self.interval = Interval()
 
     def estimate_remaining(self, step: int) -> float | None:
         """Return the seconds until the last step, at the average speed since the first record.
