@@ -3,7 +3,9 @@
 import re
 import shutil
 import subprocess
+from contextlib import redirect_stderr
 from html import unescape
+from io import StringIO
 
 import pytest
 import torch
@@ -75,8 +77,11 @@ def test_slices_of_uneven_sizes_are_those_of_torch():
 def pages(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pages")
     for config, n_ranks in PAGES.items():
-        args = f"plan --config {config} --gpus {n_ranks} --html {folder}/{config}.html"
-        assert main(args.split()) == (config == "mixtral_8x22b")  # does not fit
+        path = f"{folder}/{config}.html"
+        args = f"plan --config {config} --gpus {n_ranks} --html {path}"
+        with redirect_stderr(StringIO()) as said:
+            assert main(args.split()) == (config == "mixtral_8x22b")  # does not fit
+        assert f"open {path} in a browser" in said.getvalue()
     args = f"explain --config debug_3d --gpus 8 --rank 3 --html {folder}/walk.html"
     assert main(args.split()) == 0
     return {path.stem: path for path in folder.iterdir()}
