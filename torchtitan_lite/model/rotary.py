@@ -31,14 +31,15 @@ def rotary_frequencies(model_args: ModelArgs, device: torch.device) -> Tensor:
 
 
 def rotary_angles(positions: Tensor, model_args: ModelArgs) -> Tensor:
-    """Return the factors for `rotate`, (B, S, 1, 2, E/2) fp32, shared by all heads and layers.
+    """Return the factors for `rotate`, (B, S, 1, E) fp32, shared by all heads and layers.
 
-    The first row has the cosine of each pair, the second its sine. Always fp32: at position 8,191, a bf16 angle would
-    be off by up to 16 radians.
+    They are the cosine and the sine of each pair: the first n factors rotate the first n features. Always fp32: at
+    position 8,191, a bf16 angle would be off by up to 16 radians.
     """
     frequencies = rotary_frequencies(model_args, positions.device)
     angles = positions[..., None].float() * frequencies  # (B, S, E/2)
-    return torch.stack((angles.cos(), angles.sin()), dim=-2)[:, :, None]
+    factors = torch.stack((angles.cos(), angles.sin()), dim=-1)
+    return factors.flatten(-2)[:, :, None]
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
@@ -47,57 +48,62 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
 
 
 class Rotation(torch.autograd.Function):
-    """`rotate`. The gradient is rotated back. Only the angles are kept for backward, and all layers share them."""
+    """`rotate`. The gradient is rotated back. Only the factors are kept for backward, and all layers share them."""
 
     @staticmethod
     def forward(ctx, x: Tensor, rotation: Tensor) -> Tensor:
         ctx.save_for_backward(rotation)
-        cos, sin = rotation.unbind(-2)
-        return turned(x, cos, sin)
+        return turned(x, rotation, direction=1)
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
         (rotation,) = ctx.saved_tensors
-        cos, sin = rotation.unbind(-2)
-        return turned(gradient, cos, -sin), None
+        return turned(gradient, rotation, direction=-1), None
 
 
-def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return x (B, S, heads, E) with its pairs rotated. cos, sin (B, S, 1, E/2).
+def turned(x: Tensor, rotation: Tensor, *, direction: int) -> Tensor:
+    """Return x (B, S, heads, E) with its pairs rotated forward (1) or back (-1).
 
     A pair is a complex number. Eager code multiplies them in one kernel. inductor does not write kernels for complex
     numbers, so compiled code has the product written out.
     """
+    if x.stride(-1) != 1:  # an expanded gradient
+        x = x.contiguous()
     if not torch.compiler.is_compiling():
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        pairs = torch.view_as_complex(wide.unflatten(-1, (-1, 2)))
-        product = pairs * torch.complex(cos, sin)
+        turns = as_complex(rotation)
+        product = as_complex(wide) * (turns if direction == 1 else turns.conj())
         return torch.view_as_real(product).flatten(-2).type_as(x)
-    if x.dtype == torch.bfloat16:
-        even, odd = split_words(x)
-    else:
-        even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
-    turned_even = even * cos - odd * sin
-    turned_odd = odd * cos + even * sin
-    if x.dtype == torch.bfloat16:
-        return join_words(turned_even, turned_odd)
-    return torch.stack((turned_even, turned_odd), dim=-1).flatten(-2).type_as(x)
+    even, odd = split_pairs(x)
+    cos, sin = split_pairs(rotation)
+    sin = sin * direction
+    return join_pairs(even * cos - odd * sin, odd * cos + even * sin, x.dtype)
 
 
-def split_words(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the even and the odd features of x (..., E) bf16, each (..., E/2) fp32.
+def as_complex(pairs: Tensor) -> Tensor:
+    """(..., E) -> (..., E/2) complex, a view."""
+    return torch.view_as_complex(pairs.unflatten(-1, (-1, 2)))
 
-    A pair is read as one 32-bit word with the even feature in its low half. The upper half of an fp32 number is the
-    same number in bf16.
+
+def split_pairs(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the even and the odd features of x (..., E), each (..., E/2), in fp32 if x is narrower.
+
+    A pair is read as one word with the even feature in its low half. The upper half of an fp32 number is the same
+    number in bf16.
     """
-    words = x.view(torch.int32)
-    even = (words << 16).view(torch.float32)
-    odd = (words & ~0xFFFF).view(torch.float32)
-    return even, odd
+    if x.dtype == torch.bfloat16:
+        words = x.view(torch.int32)
+        return (words << 16).view(torch.float32), (words & ~0xFFFF).view(torch.float32)
+    if x.dtype == torch.float32:
+        words = x.view(torch.int64)
+        return words.int().view(torch.float32), (words >> 32).int().view(torch.float32)
+    return x.unflatten(-1, (-1, 2)).unbind(-1)
 
 
-def join_words(even: Tensor, odd: Tensor) -> Tensor:
-    """Return (..., E) bf16 from its even and odd features, each (..., E/2) fp32: `split_words` backward."""
-    low = even.bfloat16().view(torch.int16).int() & 0xFFFF
-    high = odd.bfloat16().view(torch.int16).int() << 16
-    return (low | high).view(torch.bfloat16)
+def join_pairs(even: Tensor, odd: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return (..., E) in `dtype` from its even and odd features: the inverse of `split_pairs`."""
+    if dtype == torch.bfloat16:
+        low = even.bfloat16().view(torch.int16).int() & 0xFFFF
+        high = odd.bfloat16().view(torch.int16).int() << 16
+        return (low | high).view(torch.bfloat16)
+    return torch.stack((even, odd), dim=-1).flatten(-2).to(dtype)
