@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
 from torchtitan_lite.checkpoint.format import CheckpointError, DamagedCheckpoint, Manifest
-from torchtitan_lite.checkpoint.read import find_slices, read_manifest, require_undamaged
+from torchtitan_lite.checkpoint.read import list_slices, read_manifest, require_undamaged
 from torchtitan_lite.checkpoint.save import OF_RUN, raise_on_all_ranks
 from torchtitan_lite.dtensor import find_shard
 
@@ -60,7 +60,9 @@ class OpenCheckpoint:
     def read_shard(self, name: str, tensor: Tensor) -> None:
         """Fill this rank's shard of a tensor from the stored slices that overlap it."""
         shard, begin = find_shard(tensor)
-        for stored in find_slices(self.manifest, name, begin, shard.shape):
+        record = self.manifest.tensors[name]
+        among = self.manifest.host
+        for stored in list_slices(record, self.manifest.mesh, begin, shard.shape, among):
             source = []
             target = []
             bounds = zip(begin, shard.shape, stored.offsets, stored.sizes, strict=True)

@@ -7,7 +7,7 @@ torch.chunk. If a dim is split twice, the second split cuts each slice of the fi
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 from math import ceil, prod
 from pathlib import Path
@@ -78,16 +78,6 @@ def parse_record(
     return TensorRecord(dtype, shape, stage, [Split(*split) for split in splits], copy)
 
 
-def find_slices(
-    manifest: Manifest, name: str, offsets: Sequence[int], sizes: Sequence[int]
-) -> Iterable[Slice]:
-    """Return the stored slices that overlap a box of a tensor. The old format may give more slices."""
-    record = manifest.tensors[name]
-    if not isinstance(record, TensorRecord):
-        return record.slices
-    return list_slices(record, manifest.mesh, offsets, sizes, manifest.host)
-
-
 def list_slices(
     record: TensorRecord,
     degrees: Degrees,
@@ -95,10 +85,13 @@ def list_slices(
     sizes: Sequence[int],
     among: Sequence[int] | None = None,
 ) -> Iterator[Slice]:
-    """Yield the stored slices that overlap a box of the tensor.
+    """Yield the stored slices that overlap a box of the tensor. The old format gives all slices.
 
     If `among` is given (see find_writer), slices outside of its ranks are left out.
     """
+    if not isinstance(record, TensorRecord):
+        yield from record.slices
+        return
     by_dim = []
     for dim, length in enumerate(record.shape):
         splits = [split for split in record.splits if split.dim == dim]
