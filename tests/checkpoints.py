@@ -82,7 +82,8 @@ def make_saver(
     """Return the saver of a run, or of ranks that all have the same tensors."""
     list_tensors = run.name_tensors if run else dict
     mesh = list_degrees(run.layout) if run else {**ONE_RANK, "dp_shard": dist.get_world_size()}
-    manifest = Manifest(0, FINGERPRINT, {}, mesh=mesh)
+    about = describe_run(run.config, {}, {}) if run else {}
+    manifest = Manifest(0, FINGERPRINT, about, mesh=mesh)
     group = dist.new_group(backend="gloo")
     return CheckpointSaver(
         Path(folder), section, list_tensors, manifest, group, torch.device("cpu")

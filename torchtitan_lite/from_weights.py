@@ -10,7 +10,6 @@ from torchtitan_lite.checkpoint.continued import check_continued, describe_rates
 from torchtitan_lite.checkpoint.starting_weights import (
     Weights,
     check_model,
-    describe_differences,
     find_initial,
     find_resumed,
 )
@@ -23,7 +22,7 @@ from torchtitan_lite.config.schema import Config, with_value
 from torchtitan_lite.data.corpus_folder import fingerprint_documents
 from torchtitan_lite.data.tokenizer import KEY as TOKENIZER
 from torchtitan_lite.data.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
-from torchtitan_lite.models.registry import MODELS
+from torchtitan_lite.models.registry import CONFIG, LENGTH, MODELS
 from torchtitan_lite.run_spec import RunSpec
 
 HIGHEST_LR = 1e-4  # for trained weights; configs/finetune.toml uses a tenth of it
@@ -42,14 +41,15 @@ def find_weights(given: UserConfig, restarted: bool) -> tuple[UserConfig, Weight
             weights = find_resumed(config, restarted)
         if weights is None and section.initial_load_path:
             weights = find_initial(config)
+        if weights is None and section.load_only:
+            folder = Path(config.job.dump_folder) / section.folder
+            why = f"{folder} has no checkpoint that could be loaded"
+            remedy = (
+                "Set checkpoint.enable, and job.dump_folder to the folder of a run that has saved"
+            )
+            raise ConfigError([Problem("checkpoint.load_only", True, why, remedy)])
     except ConfigError as error:
         return replace(given, problems=(*given.problems, *error.problems)), None
-    if weights is None and section.load_only:
-        folder = Path(config.job.dump_folder) / section.folder
-        why = f"{folder} has no checkpoint that could be loaded"
-        remedy = "Set checkpoint.enable, and job.dump_folder to the folder of a run that has saved"
-        problem = Problem("checkpoint.load_only", True, why, remedy)
-        given = replace(given, problems=(*given.problems, problem))
     if weights is None:
         return given, None
     if given.config.model.hf_assets_path == AUTO:
@@ -75,7 +75,8 @@ def adapt_to_weights(given: UserConfig, weights: Weights) -> UserConfig:
     if not (weights.published or is_trained_further):
         return given
     given = replace(given, notices=(*given.notices, *weights.notices))
-    seq_len = min(weights.context_length or config.training.seq_len, config.training.seq_len)
+    context = weights.published.get(CONFIG, {}).get(LENGTH) or config.training.seq_len
+    seq_len = min(context, config.training.seq_len)
     why = "the context length of the weights"
     given = given.with_default("training.seq_len", seq_len, why)
     if weights.model_args.moe:
@@ -106,8 +107,8 @@ def check_weights(
     if tokenizer:
         problems += check_tokenizer(config, weights, tokenizer)
     if model_args:
-        problems += check_model(config, model_args, weights)
-        notices += describe_differences(model_args, weights)
+        unlike, notices = check_model(config, model_args, weights)
+        problems += unlike
     is_continued = weights.is_resumed or not config.checkpoint.initial_load_model_only
     if is_continued and weights.manifest and layout and tokenizer:
         documents = fingerprint_documents(config, tokenizer)
@@ -141,7 +142,7 @@ def check_tokenizer(config: Config, weights: Weights, tokenizer: Tokenizer) -> l
 def describe_finished(spec: RunSpec, chosen: frozenset[str]) -> str:
     """Return what the user can do if the resumed checkpoint is already at the last step."""
     step = spec.resumed_step
-    further = with_value(spec.config, "training.steps", 2 * step)
+    further = spec.config
     if "lr_scheduler.total_steps" not in chosen:
         further = with_value(further, "lr_scheduler.total_steps", 2 * step)
     rates = describe_rates(further, spec.weights)

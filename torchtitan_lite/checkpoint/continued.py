@@ -28,10 +28,10 @@ def find_resume_rule(key: str) -> Literal["refuse", "note", "free"]:
     return fields[name].metadata.get("resume", "free")
 
 
-def list_different(config: Config, weights: Weights) -> dict[str, tuple[object, object]]:
+def list_different(config: Config, manifest: Manifest) -> dict[str, tuple[object, object]]:
     """Return key -> (value in the run that saved the checkpoint, value in this config), if they differ."""
     different = {}
-    saved = dict(flatten_table(weights.manifest.run["config"]))
+    saved = dict(flatten_table(manifest.run["config"]))
     if saved.get("training.data_seed") is None:  # an older checkpoint has one seed
         saved["training.data_seed"] = saved["debug.seed"]
     values = dict(flatten_table(asdict(config)))
@@ -61,13 +61,12 @@ def check_continued(
     new_run = f"start another run from these weights: {options}"
     problems = Problems(config)
     notices = []
-    different = list_different(config, weights)
+    different = list_different(config, manifest)
     for key, (before, value) in different.items():
         rule = find_resume_rule(key)
-        is_of_optimizer = key.startswith("optimizer.")
-        if rule == "refuse" and not (is_of_optimizer and starts_anew):
+        if rule == "refuse" and not (is_of_moments(key) and starts_anew):
             remedy = f"Use {before!r}, or {new_run}"
-            if is_of_optimizer:
+            if is_of_moments(key):
                 remedy += ", or start with new moments: --checkpoint.exclude_from_loading=optimizer"
             problems.refuse(key, f"{path} was trained with {before!r}", remedy)
         elif rule != "free":
@@ -102,17 +101,18 @@ def excludes_moments(config: Config, manifest: Manifest, *, is_resumed: bool) ->
 
     The key acts once: later checkpoints of the run are resumed with their state, if the config can use it.
     """
-    key = "checkpoint.exclude_from_loading"
-    if "optimizer" not in get_value(config, key):
+    if not config.checkpoint.exclude_from_loading:
         return False
-    saved = dict(flatten_table(manifest.run.get("config", {})))
-    has_acted = "optimizer" in saved.get(key, [])
-    is_usable = has_moments(manifest)
-    for name in KEYS:
-        is_kind = name.startswith("optimizer.") and find_resume_rule(name) == "refuse"
-        if is_kind and saved.get(name) != get_value(config, name):
-            is_usable = False
-    return not (is_resumed and has_acted and is_usable)
+    if not (is_resumed and has_moments(manifest)):
+        return True
+    has_acted = manifest.run["config"]["checkpoint"].get("exclude_from_loading")
+    different = list_different(config, manifest)
+    return not has_acted or any(is_of_moments(key) for key in different)
+
+
+def is_of_moments(key: str) -> bool:
+    """Return whether the optimizer state has another meaning with another value of this key."""
+    return key.startswith("optimizer.") and find_resume_rule(key) == "refuse"
 
 
 def has_moments(manifest: Manifest) -> bool:

@@ -108,7 +108,7 @@ def find_coordinates(rank: int, mesh_dims: Sequence[str], degrees: Degrees) -> d
 
 
 def find_writer(
-    record: TensorRecord, degrees: Degrees, at: Coordinates, among: range | None = None
+    record: TensorRecord, degrees: Degrees, at: Coordinates, among: Sequence[int] | None = None
 ) -> int | None:
     """Return the rank that writes the slice of the rank at these coordinates; those on copy_dims may be missing.
 
@@ -148,7 +148,7 @@ class Manifest:
     run: dict[str, object]  # config, layout, launch; for exports: the published config.json
     tensors: dict[str, TensorRecord] = field(default_factory=dict)
     mesh: Degrees = field(default_factory=dict)  # degrees of the ranks that saved it
-    host: list[int] | None = None  # snapshots: first and last rank whose slices are here
+    host: list[int] | None = None  # snapshots: the ranks whose slices are here
     format: int = FORMAT
 
 

@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
 from torchtitan_lite.checkpoint.format import CheckpointError, DamagedCheckpoint, Manifest
-from torchtitan_lite.checkpoint.read import find_slices, read_manifest, require_undamaged
+from torchtitan_lite.checkpoint.read import list_slices, read_manifest, require_undamaged
 from torchtitan_lite.checkpoint.save import OF_RUN, raise_on_all_ranks
 from torchtitan_lite.dtensor import find_shard
 
@@ -60,7 +60,9 @@ class OpenCheckpoint:
     def read_shard(self, name: str, tensor: Tensor) -> None:
         """Fill this rank's shard of a tensor from the stored slices that overlap it."""
         shard, begin = find_shard(tensor)
-        for stored in find_slices(self.manifest, name, begin, shard.shape):
+        record = self.manifest.tensors[name]
+        among = self.manifest.host
+        for stored in list_slices(record, self.manifest.mesh, begin, shard.shape, among):
             source = []
             target = []
             bounds = zip(begin, shard.shape, stored.offsets, stored.sizes, strict=True)
@@ -70,13 +72,10 @@ class OpenCheckpoint:
                 source.append(slice(first - offset, stop - offset))
                 target.append(slice(first - own_offset, stop - own_offset))
             if all(part.start < part.stop for part in source):
-                values = self.open(stored.file).get_slice(name)[tuple(source)]
+                if stored.file not in self.files:
+                    self.files[stored.file] = open_tensors(self.folder / stored.file)
+                values = self.files[stored.file].get_slice(name)[tuple(source)]
                 shard[tuple(target)].copy_(values)
-
-    def open(self, file: str) -> safe_open:
-        if file not in self.files:
-            self.files[file] = open_tensors(self.folder / file)
-        return self.files[file]
 
 
 def open_tensors(path: Path) -> safe_open:
@@ -94,20 +93,17 @@ def load_checkpoint(checkpoint: OpenCheckpoint, tensors: dict[str, Tensor]) -> N
     read; `tensors` are then undefined.
     """
     for name, tensor in tensors.items():
-        is_of_extension = not name.startswith(OF_RUN)
-        if is_of_extension and name not in checkpoint.manifest.tensors:
-            name = name.replace(*OLD_NAME)
-        record = checkpoint.manifest.tensors.get(name)
-        has_shape = record is not None and record.shape == list(tensor.shape)
-        if not has_shape and is_of_extension:
-            continue  # the earlier run had no spike filter, or a different window: start without a history
-        if not has_shape:
-            found = record and record.shape
+        stored = name if name in checkpoint.manifest.tensors else name.replace(*OLD_NAME)
+        record = checkpoint.manifest.tensors.get(stored)
+        found = record and record.shape
+        if found == list(tensor.shape):
+            checkpoint.read_shard(stored, tensor)
+        elif name.startswith(OF_RUN):
             shapes = f"{list(tensor.shape)} in this run, but {found} there"
             raise CheckpointError(
                 f"{checkpoint.folder} has a different model: {name} has shape {shapes}"
             )
-        checkpoint.read_shard(name, tensor)
+        # else the earlier run had no spike filter, or a different window: start without a history
 
 
 # ---------------------------------------------------------------- all ranks
@@ -142,13 +138,13 @@ def load_newest(
     choose: Callable[[Manifest], dict[str, Tensor]],
     group: dist.ProcessGroup,
 ) -> tuple[Saved, Manifest]:
-    """Load the newest undamaged state in `found`, and return it with its manifest. Collective over `group`.
+    """Load the first undamaged state in `found`, newest first. Return it with its manifest. Collective over `group`.
 
     `choose` returns the tensors to load in place. Renames and deletes nothing. Raises CheckpointError if all are
     damaged.
     """
     reasons = []
-    for saved in sorted(found, key=lambda saved: saved.step, reverse=True):
+    for saved in found:
         # Every rank hashes its share of the files before any rank reads.
         part = (saved.ranks.rank(), saved.ranks.size())
         try:

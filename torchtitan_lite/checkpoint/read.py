@@ -7,7 +7,7 @@ torch.chunk. If a dim is split twice, the second split cuts each slice of the fi
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 from math import ceil, prod
 from pathlib import Path
@@ -51,9 +51,7 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     try:
         content = path.read_bytes()
-        # stop reading at the manifest, which is among the first lines
-        named = (digest for name, digest in iterate_checksums(folder) if name == MANIFEST)
-        expected = next(named, None)
+        expected = read_checksums(folder).get(MANIFEST)
     except FileNotFoundError as error:
         if path.exists():
             raise DamagedCheckpoint(f"{error.filename} is missing") from None
@@ -77,22 +75,7 @@ def parse_record(
     dtype: str, shape: list[int], stage: int, splits: list[list], copy: int
 ) -> TensorRecord:
     """Return the line of a tensor, from JSON."""
-    cuts = [Split(dim, tuple(mesh_dims)) for dim, mesh_dims in splits]
-    return TensorRecord(dtype, shape, stage, cuts, copy)
-
-
-def find_slices(
-    manifest: Manifest, name: str, offsets: Sequence[int], sizes: Sequence[int]
-) -> Iterable[Slice]:
-    """Return the stored slices that overlap a box of a tensor. The old format may give more slices."""
-    record = manifest.tensors[name]
-    if not isinstance(record, TensorRecord):
-        return record.slices
-    host = None
-    if manifest.host:
-        first, last = manifest.host
-        host = range(first, last + 1)
-    return list_slices(record, manifest.mesh, offsets, sizes, host)
+    return TensorRecord(dtype, shape, stage, [Split(*split) for split in splits], copy)
 
 
 def list_slices(
@@ -100,12 +83,15 @@ def list_slices(
     degrees: Degrees,
     offsets: Sequence[int],
     sizes: Sequence[int],
-    among: range | None = None,
+    among: Sequence[int] | None = None,
 ) -> Iterator[Slice]:
-    """Yield the stored slices that overlap a box of the tensor.
+    """Yield the stored slices that overlap a box of the tensor. The old format gives all slices.
 
     If `among` is given (see find_writer), slices outside of its ranks are left out.
     """
+    if not isinstance(record, TensorRecord):
+        yield from record.slices
+        return
     by_dim = []
     for dim, length in enumerate(record.shape):
         splits = [split for split in record.splits if split.dim == dim]
@@ -147,23 +133,24 @@ def list_cuts(
 
 def require_files(folder: Path) -> None:
     """Compare the names in the folder with the checksums. Opens no file. Raises DamagedCheckpoint."""
-    missing = sorted(dict(iterate_checksums(folder)).keys() - set(os.listdir(folder)))
+    missing = sorted(read_checksums(folder).keys() - set(os.listdir(folder)))
     if missing:
         others = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise DamagedCheckpoint(f"{folder / missing[0]} is missing{others}")
 
 
-def iterate_checksums(folder: Path) -> Iterator[tuple[str, str]]:
-    """Yield the name of each file, and its hash. Raises OSError."""
-    with open(folder / CHECKSUMS, errors="replace") as file:
-        for line in file:
-            digest, _, name = line.rstrip("\n").partition("  ")
-            yield name, digest
+def read_checksums(folder: Path) -> dict[str, str]:
+    """Return the name of each file -> its hash. Raises OSError."""
+    checksums = {}
+    for line in (folder / CHECKSUMS).read_text(errors="replace").splitlines():
+        digest, _, name = line.partition("  ")
+        checksums[name] = digest
+    return checksums
 
 
 def require_undamaged(folder: Path, part: int = 0, n_parts: int = 1) -> None:
     """Hash part number `part` of `n_parts` of the files. Raises DamagedCheckpoint, which names the changed files."""
-    checksums = dict(iterate_checksums(folder))
+    checksums = read_checksums(folder)
     names = sorted(checksums)[part::n_parts]
     if damage := files.find_damage({folder / name: checksums[name] for name in names}):
         raise DamagedCheckpoint("; ".join(damage))

@@ -9,7 +9,7 @@ Hugging Face folder              its weights
 
 import re
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from torchtitan_lite.checkpoint.format import (
     find_steps,
 )
 from torchtitan_lite.checkpoint.read import read_manifest, require_files
-from torchtitan_lite.config.block import list_expert_biases, list_parameters
+from torchtitan_lite.config.block import list_parameters
 from torchtitan_lite.config.extensions import load_extension
 from torchtitan_lite.config.messages import ConfigError, Problem, Problems, UserError
 from torchtitan_lite.config.model import MODEL_SIZES
@@ -31,7 +31,7 @@ from torchtitan_lite.config.model_rows import ModelArgs, MoEArgs, RopeScaling
 from torchtitan_lite.config.reader import flatten_table
 from torchtitan_lite.config.schema import Checkpoint, Config, get_value
 from torchtitan_lite.files import explain_hub_name
-from torchtitan_lite.models.registry import CONFIG, LENGTH, MODELS
+from torchtitan_lite.models.registry import CONFIG, MODELS
 
 PATH = "checkpoint.initial_load_path"
 NOT_ONLY = (
@@ -53,24 +53,6 @@ class Weights:
     manifest: Manifest | None = None  # None for a Hugging Face folder
     is_resumed: bool = False  # the checkpoint is in the dump folder
     notices: tuple[str, ...] = ()  # settings of config.json that this trainer ignores
-
-    @property
-    def context_length(self) -> int | None:
-        """Tokens that the weights were trained for, if their config.json says so."""
-        return self.published.get(CONFIG, {}).get(LENGTH)
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """FQN -> shape of each parameter that is stored."""
-        if self.manifest is None:
-            return {fqn: entry.shape for fqn, entry in list_parameters(self.model_args).items()}
-        shapes = {}
-        for name, record in self.manifest.tensors.items():
-            if name.startswith("model."):
-                shapes[name.removeprefix("model.")] = tuple(record.shape)
-        for fqn in list_expert_biases(self.model_args):
-            shapes.pop(fqn, None)
-        return shapes
 
 
 def find_resumed(config: Config, restarted: bool) -> Weights | None:
@@ -161,57 +143,45 @@ def find_initial(config: Config) -> Weights:
         raise ConfigError([Problem(PATH, name, str(error), remedy)]) from None
 
 
-def check_model(config: Config, model_args: ModelArgs, weights: Weights) -> Problems:
-    """Check that a run of this model can use the weights. Differences that do not affect tensors are only notices.
+def check_model(
+    config: Config, model_args: ModelArgs, weights: Weights
+) -> tuple[Problems, list[str]]:
+    """Check that a run of this model can use the weights. Return problems, and notices if the models differ.
 
-    A run that continues with the optimizer state needs the same model.
+    A run that continues with the optimizer state needs the same model. Other runs need tensors with the same meaning.
     """
     problems = Problems(config, model_args)
-    differences = dict(list_differences(model_args, weights))
+    theirs = dict(flatten_table(asdict(weights.model_args)))
+    ours = dict(flatten_table(asdict(model_args)))
+    differences = {}
+    for name in theirs | ours:
+        if ours.get(name) != theirs.get(name):
+            differences[name] = f"{name} {ours.get(name)} instead of {theirs.get(name)}"
     if not differences:
-        return problems
+        return problems, []
     is_continued = weights.is_resumed or not config.checkpoint.initial_load_model_only
-    sizes = {name: text for name, text in differences.items() if name in SIZES}
-    stored = weights.shapes
-    unlike = []
-    for fqn, entry in list_parameters(model_args).items():
-        if stored.pop(fqn, entry.shape) != entry.shape:
-            unlike.append(f"{fqn} has another shape")
-    if is_continued or sizes:
-        unlike = list((differences if is_continued else sizes).values())
-    elif stored:
-        unlike.append(f"this model has no {', '.join(abbreviate(stored))}")
+    unlike = [text for name, text in differences.items() if is_continued or name in SIZES]
+    wanted = list_parameters(model_args)
+    stored = list_parameters(weights.model_args)
+    if not unlike:
+        for fqn, entry in wanted.items():
+            if fqn in stored and stored[fqn].shape != entry.shape:
+                unlike.append(f"{fqn} has another shape")
+        if lacking := [fqn for fqn in stored if fqn not in wanted]:
+            unlike.append(f"this model has no {', '.join(abbreviate(lacking))}")
     if unlike:
         why = f"it is not the model in {weights.path}: {', '.join(unlike)}"
         remedy = 'Leave out [model] and set flavor "auto" to use that model, or use another job.dump_folder for this'
         problems.refuse("model.flavor", why, remedy)
-    return problems
-
-
-def list_differences(model_args: ModelArgs, weights: Weights) -> Iterator[tuple[str, str]]:
-    """Yield the fields in which a model differs from the model of the weights, and both values as text."""
-    theirs = dict(flatten_table(asdict(weights.model_args)))
-    ours = dict(flatten_table(asdict(model_args)))
-    for name in theirs | ours:
-        if ours.get(name) != theirs.get(name):
-            yield name, f"{name} {ours.get(name)} instead of {theirs.get(name)}"
-
-
-def describe_differences(model_args: ModelArgs, weights: Weights) -> list[str]:
-    """Return notices for a model that loads the weights of a different model: differences, and new parameters."""
-    differences = dict(list_differences(model_args, weights))
-    if not differences:
-        return []
     notices = [
         f"the model differs from the one in {weights.path}: {', '.join(differences.values())}"
     ]
-    added = [fqn for fqn in list_parameters(model_args) if fqn not in weights.shapes]
-    if added:
+    if added := [fqn for fqn in wanted if fqn not in stored]:
         names = ", ".join(abbreviate(added))
         notices.append(
             f"{len(added)} parameters are not in {weights.path}, and start from initial weights: {names}"
         )
-    return notices
+    return problems, notices
 
 
 def abbreviate(fqns: Iterable[str]) -> list[str]:

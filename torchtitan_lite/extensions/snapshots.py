@@ -54,7 +54,7 @@ class Snapshots(CheckpointSaver):
             folder,
             replace(checkpoints.section, keep_latest_k=2),
             checkpoints.list_tensors,
-            replace(checkpoints.manifest, host=[host[0], host[-1]]),
+            replace(checkpoints.manifest, host=list(host)),
             group,
             checkpoints.device,
             host,

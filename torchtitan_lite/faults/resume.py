@@ -53,11 +53,10 @@ def resume(
         steps = [section.load_step]
         snapshotted = []
     checkpoints = [Saved(step, folder / f"step-{step}", group) for step in steps]
-    found = checkpoints + snapshotted
+    found = sorted(checkpoints + snapshotted, key=lambda saved: saved.step, reverse=True)
     if found:
-        newest = max(found, key=lambda saved: saved.step)
-        if newest in snapshotted:
-            check_snapshot(run, snapshots, newest.path)
+        if found[0] in snapshotted:
+            check_snapshot(run, snapshots, found[0].path)
         step = restore_run(found, run, group)
     else:
         step = load_initial(run, group)
@@ -98,21 +97,16 @@ def check_snapshot(run: Run, snapshots: Any, path: Path) -> None:
 def restore_run(
     found: list[Saved], run: Run, group: dist.ProcessGroup, *, is_resumed: bool = True
 ) -> int:
-    """Restore the newest state in `found` that all ranks can open. Return its step. Collective over `group`.
+    """Restore the first state in `found` that all ranks can open. Return its step. Collective over `group`.
 
     `is_resumed`: this run has saved them. Raises CheckpointError; the parameters are then undefined.
     """
     create_optimizer_state(run.optimizer)
     tensors = run.name_tensors()
-
-    def starts_anew(manifest: Manifest) -> bool:
-        is_asked = bool(run.config.checkpoint.exclude_from_loading)
-        return is_asked and excludes_moments(run.config, manifest, is_resumed=is_resumed)
+    starts_anew = partial(excludes_moments, run.config, is_resumed=is_resumed)
 
     def choose(manifest: Manifest) -> dict[str, Tensor]:
-        if not starts_anew(manifest):
-            return tensors
-        return {name: tensors[name] for name in tensors if name.startswith("model.")}
+        return name_weights(run.saved) if starts_anew(manifest) else tensors
 
     loaded, manifest = load_newest(found, choose, group)
     if starts_anew(manifest):
