@@ -34,7 +34,7 @@ HOSTS = {  # NNODES, learning rate and MAX_RESTARTS of each host, and what each 
     "a host that joins is refused alone": (
         "2:3",
         ["0.1 1", "0.1 1", "0.2 1"],
-        [MET, MET, "optimizer.lr is 0.2 on NODE_RANK=2, but 0.1 on NODE_RANK=0"],
+        [MET, MET, "optimizer.lr is 0.1 on NODE_RANK=0, but 0.2 on NODE_RANK=2"],
     ),
 }
 

@@ -58,7 +58,7 @@ from torchtitan_lite.tools.hosts import (
     open_store,
     tell_refusal,
     tell_signal,
-    telling_signals,
+    tell_signals,
 )
 from torchtitan_lite.tools.local_ranks import ERROR, Ending, Signals, find_last_start, show
 from torchtitan_lite.tools.progress import watch_saves
@@ -68,8 +68,8 @@ def main(options: Namespace, work: Callable[[list[str], Path, RunSpec], int] | N
     """Train. Return the exit status. Each rank calls `work`, by default `train_rank`. Raises UserError."""
     args = options.config_args
     try:
-        with telling_signals():
-            spec, n_hosts = check_run(args)
+        tell_signals()
+        spec, n_hosts = check_run(args)
     except UserError as error:
         tell_refusal(error)
         raise
