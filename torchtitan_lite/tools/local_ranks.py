@@ -141,7 +141,7 @@ class Signals:
 
     def report_hang(self, text: str) -> None:
         if is_first_host():
-            print(text, file=sys.stderr, flush=True)
+            show(text)
         if self.received:
             self.end_ranks(signal.SIGKILL)
 
