@@ -58,7 +58,7 @@ def meet_as_host(
         del os.environ["GLOO_SOCKET_IFNAME"]
         said = ""
         try:
-            store = hosts.open_store(dist)
+            store = hosts.open_store()
             hosts.meet_hosts(store, {"optimizer.lr": float(rate)})
         except UserError as error:
             said = str(error)
@@ -153,7 +153,7 @@ def test_an_address_that_the_first_host_cannot_use_is_refused(monkeypatch, addre
         with pytest.raises(
             UserError, match=f"NODE_RANK=0 cannot use MASTER_ADDR={address}.*({said})"
         ):
-            hosts.open_store(dist)
+            hosts.open_store()
 
 
 CUT_OFF = """

@@ -98,7 +98,7 @@ class Agent(LocalElasticAgent):
         self.ending: Ending | None = None  # how the last start ended
 
     def _rendezvous(self, worker_group: Any) -> None:
-        with self.signals.interrupting():
+        with self.signals.reacting(self.signals.check):
             super()._rendezvous(worker_group)
 
     def _start_workers(self, worker_group: Any) -> dict[int, Any]:

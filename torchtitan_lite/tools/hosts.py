@@ -26,7 +26,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from types import ModuleType
 from typing import Any, NoReturn
 
 from torchtitan_lite import PACKAGE
@@ -56,8 +55,9 @@ def read_hosts() -> tuple[int, int]:
     return hosts[0], hosts[-1]
 
 
-def join_store(c10d: ModuleType, timeout_s: float) -> Any:
-    """Return the TCPStore that all hosts share. NODE_RANK=0 has it. `c10d` is torch.distributed."""
+def join_store(timeout_s: float) -> Any:
+    """Return the TCPStore that all hosts share. NODE_RANK=0 has it. The first call imports torch."""
+    c10d = importlib.import_module("torch.distributed")
     return c10d.TCPStore(
         *find_master(),
         is_master=is_first_host(),
@@ -67,7 +67,7 @@ def join_store(c10d: ModuleType, timeout_s: float) -> Any:
     )
 
 
-def open_store(c10d: ModuleType) -> Any:
+def open_store() -> Any:
     """Wait for NODE_RANK=0. Return the store, with the address of this host in it. Raises UserError."""
     node_rank = read_number("NODE_RANK")
     address, port = find_master()
@@ -81,7 +81,7 @@ def open_store(c10d: ModuleType) -> Any:
     own_address = ""
     if node_rank > 0:
         own_address = wait_until(connect, f"NODE_RANK=0 at {place}")
-    store = join_store(c10d, STORE_TIMEOUT_S)
+    store = join_store(STORE_TIMEOUT_S)
     store.add(N_HOSTS, 1)
     if own_address:
         store.set("address", own_address)
@@ -138,10 +138,10 @@ def tell_refusal(error: UserError) -> None:
     handle_signals(
         signal.SIG_IGN
     )  # an exception of a handler while torch is imported would abort this process
-    c10d = importlib.import_module("torch.distributed")
+    importlib.import_module("torch.distributed")
     handle_signals(signal.default_int_handler)
     with suppress(RuntimeError, KeyboardInterrupt):  # MASTER_ADDR cannot be reached
-        store = join_store(c10d, END_WITHIN_S)
+        store = join_store(END_WITHIN_S)
         name = name_host()
         key = f"verdict of {name}"
         if is_first_host():  # others wait for its facts first
@@ -169,9 +169,8 @@ def tell_signals() -> None:
 def tell_signal(number: int) -> None:
     """Tell the other hosts about a signal that came before the hosts met. NODE_RANK=0 may not listen yet."""
     handle_signals(signal.SIG_IGN)
-    c10d = importlib.import_module("torch.distributed")
     with suppress(RuntimeError, UserError):  # MASTER_ADDR cannot be reached
-        store = join_store(c10d, TELL_WITHIN_S)
+        store = join_store(TELL_WITHIN_S)
         store.set(SIGNAL, str(number))
         if is_first_host():  # this host has the store
             time.sleep(TELL_WITHIN_S)

@@ -181,18 +181,18 @@ def run_ranks(
         if n_hosts == 1:
             start_fork_server()
         # This import loads torch, which takes 1.5 s. Meanwhile the fork server imports train.py.
-        with signals.ending() if n_hosts == 1 else nullcontext():
+        with signals.reacting(signals.end) if n_hosts == 1 else nullcontext():
             agent = importlib.import_module("torchtitan_lite.tools.agent")
         if n_hosts > 1:
             # a host that joins later resumes from a checkpoint, so its resolved config may differ
             config = dict(flatten_table(asdict(read_config(args).config)))
             config["NGPU"] = n_local
-            with signals.interrupting():
-                store = open_store(importlib.import_module("torch.distributed"))
+            with signals.reacting(signals.check):
+                store = open_store()
             # Not a daemon: at exit, a daemon thread inside the store would abort this process
             sharing = threading.Thread(target=signals.share, args=(store,), name="signals")
             sharing.start()
-            with signals.interrupting():
+            with signals.reacting(signals.check):
                 meet_hosts(store, config)
             timeout_s = spec.config.comm.train_timeout_seconds
             if not is_first_host():

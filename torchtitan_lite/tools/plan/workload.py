@@ -28,7 +28,7 @@ from torchtitan_lite.config.layout import Layout, Stages, gathers_whole_parts
 from torchtitan_lite.config.model_rows import ModelArgs, ModuleRow
 from torchtitan_lite.extensions.muon_rounds import deal_matrices
 from torchtitan_lite.tools.host_rules import MASTER_BYTES
-from torchtitan_lite.tools.plan.orders import Order, list_lengths, list_order
+from torchtitan_lite.tools.plan.orders import Order, list_order
 
 # Parameters of one rank that FSDP gathers together: axis, elements of each parameter before FSDP shards it (with
 # padding), number of such groups, and elements of the weights that are gathered in float8
@@ -236,13 +236,6 @@ class Workload:
     def order(self) -> Order:
         """The actions of each pp rank in one step."""
         return list_order(*self.pipeline)
-
-    @property
-    def samples(self) -> list[tuple[Order, int]]:
-        """Short orders, with weights."""
-        schedule, pp, n_microbatches, n_stages_per_rank = self.pipeline
-        lengths = list_lengths(pp, n_microbatches)
-        return [(list_order(schedule, pp, n, n_stages_per_rank), weight) for n, weight in lengths]
 
     @cached_property
     def stages_by_rank(self) -> list[list[Stage]]:
