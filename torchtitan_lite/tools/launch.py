@@ -60,7 +60,7 @@ from torchtitan_lite.tools.hosts import (
     tell_signal,
     tell_signals,
 )
-from torchtitan_lite.tools.local_ranks import ERROR, Ending, Signals, find_last_start, show
+from torchtitan_lite.tools.local_ranks import ERROR, Signals, find_last_start, show
 from torchtitan_lite.tools.progress import watch_saves
 
 
@@ -203,8 +203,7 @@ def run_ranks(
     except UserError as error:
         return 2, str(error)
     except KeyboardInterrupt:
-        status = 128 + signals.received[0]
-        ending = Ending(status, describe_signal(status))
+        ending = signals.ending
         if n_hosts > 1 and not store:
             tell_signal(signals.received[0])
     agreed = (ending.status, ending.reason)

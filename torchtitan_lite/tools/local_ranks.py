@@ -61,19 +61,24 @@ class Signals:
         finally:
             self.react = self.forward
 
+    @property
+    def ending(self) -> Ending:
+        """How the first signal ends the run."""
+        status = 128 + self.received[0]
+        return Ending(status, describe_signal(status))
+
     def end(self) -> NoReturn:
         """End this process. Call this only if it has no ranks and no other host waits for it.
 
         Raising in a signal handler, as `check` does, could abort an import of C++ code.
         """
-        status = 128 + self.received[0]
         # a fork server that is still importing ends by itself
         if fork_server := getattr(forkserver._forkserver, "_forkserver_pid", None):
             os.kill(fork_server, signal.SIGKILL)
         for folder in (self.folder, get_temp_dir()):
             shutil.rmtree(folder, ignore_errors=True)
-        os.write(2, f"run_train.sh: {describe_signal(status)}\n".encode())
-        os._exit(status)
+        os.write(2, f"run_train.sh: {self.ending.reason}\n".encode())
+        os._exit(self.ending.status)
 
     def check(self) -> None:
         """Raise KeyboardInterrupt if a signal has arrived."""
