@@ -198,7 +198,10 @@ class Workload:
         self.stages = count_modules(layout.stages, args)
         self.kinds = [LayerKind(self, modes, is_moe) for is_moe, modes in self.recompute.items()]
         # Number of parameters that a rank holds between steps, by pp rank
-        self.at_rest = self.count_at_rest()
+        self.at_rest = []
+        for stages in self.stages_by_rank:
+            counts = self.count_by_axis(stages)
+            self.at_rest.append(sum(n / getattr(layout, axis) for axis, n in counts.items()))
         # Number of parameters of each stage on a rank, before FSDP shards them
         self.n_parameters = [self.sizes[stage].total() for stage in self.stages]
 
@@ -306,13 +309,6 @@ class Workload:
     def spare_bytes(self, stages: Iterable[Stage]) -> float:
         """Return the bytes that float8 saves when these stages are gathered."""
         return sum(kind.spared_bytes * kind.count(stage) for stage in stages for kind in self.kinds)
-
-    def count_at_rest(self) -> list[float]:
-        at_rest = []
-        for stages in self.stages_by_rank:
-            counts = self.count_by_axis(stages)
-            at_rest.append(sum(n / getattr(self.layout, axis) for axis, n in counts.items()))
-        return at_rest
 
     # ------------------------------------------------------------ Muon
 
