@@ -232,7 +232,7 @@ def test_one_signal_kills_ranks_that_hang(tmp_path, ranks):
 def test_ctrl_c_interrupts_the_launcher_only_before_it_forks_ranks(tmp_path, ranks):
     """In the middle of a fork, an exception would make the fork server or a rank print a traceback."""
     signals = local_ranks.Signals(tmp_path, tmp_path / "hang")
-    with pytest.raises(KeyboardInterrupt), signals.interrupting():
+    with pytest.raises(KeyboardInterrupt), signals.reacting(signals.check):
         signals.pass_on(signal.SIGINT, None)
     signals = local_ranks.Signals(tmp_path, tmp_path / "hang")
     signals.pass_on(signal.SIGINT, None)

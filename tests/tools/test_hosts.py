@@ -34,7 +34,7 @@ HOSTS = {  # NNODES, learning rate and MAX_RESTARTS of each host, and what each 
     "a host that joins is refused alone": (
         "2:3",
         ["0.1 1", "0.1 1", "0.2 1"],
-        [MET, MET, "optimizer.lr is 0.2 on NODE_RANK=2, but 0.1 on NODE_RANK=0"],
+        [MET, MET, "optimizer.lr is 0.1 on NODE_RANK=0, but 0.2 on NODE_RANK=2"],
     ),
 }
 
@@ -58,7 +58,7 @@ def meet_as_host(
         del os.environ["GLOO_SOCKET_IFNAME"]
         said = ""
         try:
-            store = hosts.open_store(dist)
+            store = hosts.open_store()
             hosts.meet_hosts(store, {"optimizer.lr": float(rate)})
         except UserError as error:
             said = str(error)
@@ -153,7 +153,7 @@ def test_an_address_that_the_first_host_cannot_use_is_refused(monkeypatch, addre
         with pytest.raises(
             UserError, match=f"NODE_RANK=0 cannot use MASTER_ADDR={address}.*({said})"
         ):
-            hosts.open_store(dist)
+            hosts.open_store()
 
 
 CUT_OFF = """

@@ -98,7 +98,7 @@ class Agent(LocalElasticAgent):
         self.ending: Ending | None = None  # how the last start ended
 
     def _rendezvous(self, worker_group: Any) -> None:
-        with self.signals.interrupting():
+        with self.signals.reacting(self.signals.check):
             super()._rendezvous(worker_group)
 
     def _start_workers(self, worker_group: Any) -> dict[int, Any]:
@@ -182,8 +182,7 @@ def run_agent(run: tuple, n_local: int, n_hosts: int, signals: Signals, store: A
             2 * ASK_EVERY_S
         )  # another host, which a signal has stopped, may have ended the rendezvous
         if signals.received:
-            status = 128 + signals.received[0]
-            return Ending(status, describe_signal(status))
+            return signals.ending
         return Ending(1, f"torchrun failed: {type(error).__name__}: {error}")
     if agent.ending:
         return agent.ending
@@ -215,7 +214,7 @@ def explain_failure(rank: int, failure: ProcessFailure, signals: Signals) -> End
         details = read_if_any(endings[0].with_name(ERROR))
         return Ending(ending["status"], ending["message"], details)
     if received and (signals.has_killed or -exitcode in received or exitcode in STOPPED):
-        exitcode = 128 + received[0]
+        return signals.ending
     if exitcode in STOPPED:
         return Ending(exitcode, describe_signal(exitcode))
     details = ""

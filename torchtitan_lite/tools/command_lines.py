@@ -19,7 +19,6 @@ from torchtitan_lite.tools.options import (
     file,
     number,
     path,
-    share,
     text,
     words,
 )
@@ -100,6 +99,7 @@ timeout = number("seconds", int, Range(1, 10**6))
 hours = number("hours", float, Range(0.1, 1e9))
 seconds = number("seconds", float, Range(0, 86_400))
 temperature = number("temperature", float, Range(0, 1e6))
+share = number("share", float, Range(0, 0.999999))
 probability = number("probability", float, Range(0, 1))
 GPUS = Option("--gpus", "default: the product of the degrees", ranks)
 SEED = Option("--seed", "equal seeds give equal results (%(default)s)", seed, 0)
@@ -348,7 +348,7 @@ The launcher prints the same paragraph when a step takes longer than comm.hang_s
         """Which faults does a run survive, and how fast? Injects faults into runs of this config, prints a score card.
 
 Each fault gets a run of its own, with snapshots in memory, one restart, and a rank and step drawn from the seed. Every
-run that is done is kept in --out: the same command continues where it stopped.""",
+run is kept in --out.""",
         True,
         (
             JSON,

@@ -1,10 +1,9 @@
 """Let the launchers of several hosts meet before torchrun starts, and agree on the cause if the run fails.
 
 NODE_RANK=0    listens at MASTER_ADDR:MASTER_PORT: a store of torch, which torchrun's rendezvous uses too
-others         connect to it
-all            compare a hash of their settings with NODE_RANK=0, and send settings only if the hash differs;
-               gloo gets the network interface of this connection
-NODE_RANK=0    tells every host which hosts have different settings, and which settings differ
+others         connect to it, and compare their settings with its settings, which they read only if a hash differs
+NODE_RANK=0    tells every host which hosts have different settings, and the first setting that differs
+all            gloo gets the network interface of this connection
 a signal       a host that receives a signal before it has met the other hosts connects to tell them
 at the end     the first host that fails writes why; the others repeat it
 
@@ -23,11 +22,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from types import ModuleType
 from typing import Any, NoReturn
 
 from torchtitan_lite import PACKAGE
@@ -39,7 +37,6 @@ MEET_WITHIN_S = 600.0
 SAY_AFTER_S = 10.0
 CONNECT_EVERY_S = 5.0
 STORE_TIMEOUT_S = 20
-REFUSED = "refused"  # instead of the settings of a host: why it cannot start
 N_HOSTS = "hosts"  # in the store: the number of hosts of the last start, and of those that wait
 SIGNAL = "signal"  # in the store: the first signal that a host has received
 TELL_WITHIN_S = 2.0
@@ -58,8 +55,9 @@ def read_hosts() -> tuple[int, int]:
     return hosts[0], hosts[-1]
 
 
-def join_store(c10d: ModuleType, timeout_s: float) -> Any:
-    """Return the TCPStore that all hosts share. NODE_RANK=0 has it. `c10d` is torch.distributed."""
+def join_store(timeout_s: float) -> Any:
+    """Return the TCPStore that all hosts share. NODE_RANK=0 has it. The first call imports torch."""
+    c10d = importlib.import_module("torch.distributed")
     return c10d.TCPStore(
         *find_master(),
         is_master=is_first_host(),
@@ -69,7 +67,7 @@ def join_store(c10d: ModuleType, timeout_s: float) -> Any:
     )
 
 
-def open_store(c10d: ModuleType) -> Any:
+def open_store() -> Any:
     """Wait for NODE_RANK=0. Return the store, with the address of this host in it. Raises UserError."""
     node_rank = read_number("NODE_RANK")
     address, port = find_master()
@@ -83,7 +81,7 @@ def open_store(c10d: ModuleType) -> Any:
     own_address = ""
     if node_rank > 0:
         own_address = wait_until(connect, f"NODE_RANK=0 at {place}")
-    store = join_store(c10d, STORE_TIMEOUT_S)
+    store = join_store(STORE_TIMEOUT_S)
     store.add(N_HOSTS, 1)
     if own_address:
         store.set("address", own_address)
@@ -96,35 +94,24 @@ def meet_hosts(store: Any, config: dict[str, object]) -> None:
     If NNODES is a range, wait for the smallest number of hosts. `config` has the value of each key. Raises UserError on
     every host if one host differs or cannot be reached.
     """
-    node_rank = read_number("NODE_RANK")
     n_needed, n_hosts = read_hosts()
     address, _ = find_master()
     facts = list_facts(config)
-    digest = hash_facts(facts)
-    is_elastic = n_needed < n_hosts
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
     verdict = ""
-    if node_rank == 0:
-        store.set("facts of NODE_RANK=0", json.dumps(facts))
-        store.set("hash of NODE_RANK=0", digest)
-        if not is_elastic:
-            verdict = compare_hosts(store, facts, n_hosts)
-            store.set("verdict", verdict)
-    else:
-        first = read_when_set(store, "hash of NODE_RANK=0", "NODE_RANK=0")
-        if is_elastic and first != digest:
-            theirs = json.loads(store.get("facts of NODE_RANK=0"))
-            verdict = describe_difference(facts, f"NODE_RANK={node_rank}", theirs, "NODE_RANK=0")
-        elif not is_elastic:
-            if first != digest:
-                store.set(f"facts of NODE_RANK={node_rank}", json.dumps(facts))
-            store.set(f"hash of NODE_RANK={node_rank}", digest)
-            verdict = read_when_set(store, "verdict", "NODE_RANK=0, which waits for all hosts")
+    if is_first_host():
+        store.set("facts", json.dumps(facts))
+        store.set("hash", digest)
+    elif read_when_set(store, "hash", "NODE_RANK=0") != digest:
+        verdict = describe_difference(json.loads(store.get("facts")), facts)
+    if n_needed == n_hosts:
+        verdict = share_verdict(store, verdict)
     if verdict:
         store.add(N_HOSTS, -1)
         wait_for_readers(store)
         raise UserError(verdict)
     store.add("arrived", 1)
-    if node_rank == 0:
+    if is_first_host():
         n_first = max(2, n_needed)  # a second host must send its address
         wait_until(lambda: store.add("arrived", 0) >= n_first, f"{n_first} hosts")
         address = store.get("address").decode()
@@ -136,16 +123,11 @@ def meet_hosts(store: Any, config: dict[str, object]) -> None:
 
 def wait_for_readers(store: Any) -> None:
     """Wait until all hosts know why the run cannot start, or for a signal, or for END_WITHIN_S."""
-    with suppress(RuntimeError, KeyboardInterrupt):  # NODE_RANK=0, which has the store, has ended
+    # RuntimeError: NODE_RANK=0, which has the store, has ended
+    with suppress(RuntimeError, KeyboardInterrupt, UserError):
         store.add("told", 1)
-        wait_for_count(store, "told", lambda: read_hosts()[1], END_WITHIN_S)
-
-
-def wait_for_count(store: Any, name: str, count_hosts: Callable[[], int], wait_s: float) -> None:
-    """Wait until a number in the store is as large as the number of hosts, at most `wait_s`."""
-    deadline_s = time.monotonic() + wait_s
-    while store.add(name, 0) < count_hosts() and time.monotonic() < deadline_s:
-        time.sleep(0.1)
+        n_hosts = read_hosts()[1]
+        wait_until(lambda: store.add("told", 0) >= n_hosts, "all hosts", END_WITHIN_S)
 
 
 def tell_refusal(error: UserError) -> None:
@@ -156,22 +138,23 @@ def tell_refusal(error: UserError) -> None:
     handle_signals(
         signal.SIG_IGN
     )  # an exception of a handler while torch is imported would abort this process
-    c10d = importlib.import_module("torch.distributed")
+    importlib.import_module("torch.distributed")
     handle_signals(signal.default_int_handler)
     with suppress(RuntimeError, KeyboardInterrupt):  # MASTER_ADDR cannot be reached
-        store = join_store(c10d, END_WITHIN_S)
-        name = f"NODE_RANK={read_number('NODE_RANK')}"
-        store.set(f"facts of {name}", json.dumps({REFUSED: str(error)}))
-        if is_first_host():
-            store.set("verdict", describe_refusal(name, error))
-        store.set(f"hash of {name}", REFUSED)
+        store = join_store(END_WITHIN_S)
+        name = name_host()
+        key = f"verdict of {name}"
+        if is_first_host():  # others wait for its facts first
+            store.set("facts", "{}")
+            store.set("hash", "")
+            key = "verdict"
+        store.set(key, f"{name} cannot start:\n{error}")
         wait_for_readers(store)
     handle_signals(signal.SIG_IGN)
 
 
-@contextmanager
-def telling_signals() -> Iterator[None]:
-    """Context manager: a signal ends this launcher and the other hosts, which would otherwise wait for it."""
+def tell_signals() -> None:
+    """From now on, a signal ends this launcher and the other hosts, which would otherwise wait for it."""
 
     def end(number: int, frame: object) -> NoReturn:
         status = 128 + number
@@ -181,22 +164,16 @@ def telling_signals() -> Iterator[None]:
 
     if read_hosts()[1] > 1:
         handle_signals(end)
-    yield
 
 
 def tell_signal(number: int) -> None:
     """Tell the other hosts about a signal that came before the hosts met. NODE_RANK=0 may not listen yet."""
     handle_signals(signal.SIG_IGN)
-    c10d = importlib.import_module("torch.distributed")
     with suppress(RuntimeError, UserError):  # MASTER_ADDR cannot be reached
-        store = join_store(c10d, TELL_WITHIN_S)
+        store = join_store(TELL_WITHIN_S)
         store.set(SIGNAL, str(number))
         if is_first_host():  # this host has the store
             time.sleep(TELL_WITHIN_S)
-
-
-def describe_refusal(name: str, reason: object) -> str:
-    return f"{name} cannot start:\n{reason}"
 
 
 def list_facts(config: dict[str, object]) -> dict[str, object]:
@@ -205,10 +182,6 @@ def list_facts(config: dict[str, object]) -> dict[str, object]:
     for path in PACKAGE.rglob("*.py"):
         facts[str(path.relative_to(PACKAGE))] = hash_file(path)
     return facts
-
-
-def hash_facts(facts: dict[str, object]) -> str:
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def read_when_set(store: Any, key: str, what: str) -> str:
@@ -220,39 +193,35 @@ def read_when_set(store: Any, key: str, what: str) -> str:
         raise UserError("NODE_RANK=0, which has the store of the hosts, has ended") from None
 
 
-def compare_hosts(store: Any, facts: dict[str, object], n_hosts: int) -> str:
-    """Wait for the hashes of all hosts. Describe the hosts that differ from this host; "" if none differs.
-
-    A host sets its facts before its hash, and only if they differ.
-    """
-    own = hash_facts(facts)
-    different = []
-    for other in range(1, n_hosts):
+def share_verdict(store: Any, own: str) -> str:
+    """Wait for the verdicts of all hosts, and return the first: why a host cannot start, or "" if all can."""
+    if not is_first_host():
+        store.set(f"verdict of {name_host()}", own)
+        return read_when_set(store, "verdict", "NODE_RANK=0, which waits for all hosts")
+    different = {}
+    for other in range(1, read_hosts()[1]):
         name = f"NODE_RANK={other}"
-        if read_when_set(store, f"hash of {name}", name) != own:
-            different.append(name)
-    if not different:
-        return ""
-    name = different[0]
-    theirs = json.loads(store.get(f"facts of {name}"))
-    if REFUSED in theirs:
-        return describe_refusal(name, theirs[REFUSED])
-    text = describe_difference(facts, "NODE_RANK=0", theirs, name)
+        if verdict := read_when_set(store, f"verdict of {name}", name):
+            different[name] = verdict
+    first = next(iter(different.values()), "")
     if len(different) > 1:
-        text += f". {len(different)} hosts differ: {', '.join(different)}"
-    return text
+        first += f". {len(different)} hosts differ: {', '.join(different)}"
+    store.set("verdict", first)
+    return first
 
 
-def describe_difference(
-    facts: dict[str, object], name: str, theirs: dict[str, object], their_name: str
-) -> str:
-    """Return the first fact in which two hosts differ."""
-    for key in [*facts, *theirs]:
-        here = facts.get(key)
-        there = theirs.get(key)
+def describe_difference(first: dict[str, object], own: dict[str, object]) -> str:
+    """Return the first fact in which this host differs from NODE_RANK=0."""
+    for key in [*first, *own]:
+        there = first.get(key)
+        here = own.get(key)
         if json.dumps(here) != json.dumps(there):
-            return f"{key} is {here} on {name}, but {there} on {their_name}"
+            return f"{key} is {there} on NODE_RANK=0, but {here} on {name_host()}"
     return ""
+
+
+def name_host() -> str:
+    return f"NODE_RANK={read_number('NODE_RANK')}"
 
 
 def is_first_host() -> bool:
@@ -292,8 +261,8 @@ def end_if_cut_off(timeout_s: float) -> None:
     os._exit(1)
 
 
-def wait_until(is_ready: Callable[[], Any], what: str) -> Any:
-    """Call `is_ready` until its result is true, and return the result. Raises UserError after MEET_WITHIN_S.
+def wait_until(is_ready: Callable[[], Any], what: str, within_s: float = MEET_WITHIN_S) -> Any:
+    """Call `is_ready` until its result is true, and return the result. Raises UserError after `within_s`.
 
     After SAY_AFTER_S, print that this host waits for `what`.
     """
@@ -302,8 +271,8 @@ def wait_until(is_ready: Callable[[], Any], what: str) -> Any:
     is_said = False
     while not (result := is_ready()):
         waited_s = time.monotonic() - started_s
-        if waited_s > MEET_WITHIN_S:
-            raise UserError(f"{host} has waited {MEET_WITHIN_S:g} s for {what}")
+        if waited_s > within_s:
+            raise UserError(f"{host} has waited {within_s:g} s for {what}")
         if waited_s > SAY_AFTER_S and not is_said:
             print(f"{host} waits for {what}", file=sys.stderr, flush=True)
             is_said = True
@@ -318,7 +287,7 @@ def claim_cause(store: Any, key: str, status: int, reason: str) -> tuple[int, st
     """
     own = ""
     if reason:  # containers can share a hostname
-        host = f"{socket.gethostname()}, NODE_RANK={read_number('NODE_RANK')}"
+        host = f"{socket.gethostname()}, {name_host()}"
         own = json.dumps([status, f"{reason} (on {host})"])
     first = store.compare_set(key, "", own).decode()
     return tuple(json.loads(first)) if first else (status, reason)
@@ -326,7 +295,9 @@ def claim_cause(store: Any, key: str, status: int, reason: str) -> tuple[int, st
 
 def agree_on_cause(store: Any, status: int, reason: str) -> tuple[int, str]:
     """Return the exit status and the reason of the host that failed first, or of this host if no host failed."""
-    with suppress(RuntimeError):  # NODE_RANK=0 has ended, or this host is cut off
+    with suppress(
+        RuntimeError, UserError
+    ):  # NODE_RANK=0 has ended, this host is cut off, or others are late
         first, cause = claim_cause(store, "cause", status, reason if status == 1 else "")
         if first == 1 and status:
             status = 1
@@ -336,6 +307,10 @@ def agree_on_cause(store: Any, status: int, reason: str) -> tuple[int, str]:
         wait_s = END_WITHIN_S
         if int(store.get(N_HOSTS)) < n_needed:  # a signal came before all hosts met
             wait_s = TELL_WITHIN_S
+
+        def have_ended() -> bool:
+            return store.add("ended", 0) >= max(n_needed, int(store.get(N_HOSTS)))
+
         if is_first_host():
-            wait_for_count(store, "ended", lambda: max(n_needed, int(store.get(N_HOSTS))), wait_s)
+            wait_until(have_ended, "the other hosts", wait_s)
     return status, reason

@@ -58,9 +58,9 @@ from torchtitan_lite.tools.hosts import (
     open_store,
     tell_refusal,
     tell_signal,
-    telling_signals,
+    tell_signals,
 )
-from torchtitan_lite.tools.local_ranks import ERROR, Ending, Signals, find_last_start, show
+from torchtitan_lite.tools.local_ranks import ERROR, Signals, find_last_start, show
 from torchtitan_lite.tools.progress import watch_saves
 
 
@@ -68,8 +68,8 @@ def main(options: Namespace, work: Callable[[list[str], Path, RunSpec], int] | N
     """Train. Return the exit status. Each rank calls `work`, by default `train_rank`. Raises UserError."""
     args = options.config_args
     try:
-        with telling_signals():
-            spec, n_hosts = check_run(args)
+        tell_signals()
+        spec, n_hosts = check_run(args)
     except UserError as error:
         tell_refusal(error)
         raise
@@ -181,18 +181,18 @@ def run_ranks(
         if n_hosts == 1:
             start_fork_server()
         # This import loads torch, which takes 1.5 s. Meanwhile the fork server imports train.py.
-        with signals.ending() if n_hosts == 1 else nullcontext():
+        with signals.reacting(signals.end) if n_hosts == 1 else nullcontext():
             agent = importlib.import_module("torchtitan_lite.tools.agent")
         if n_hosts > 1:
             # a host that joins later resumes from a checkpoint, so its resolved config may differ
             config = dict(flatten_table(asdict(read_config(args).config)))
             config["NGPU"] = n_local
-            with signals.interrupting():
-                store = open_store(importlib.import_module("torch.distributed"))
+            with signals.reacting(signals.check):
+                store = open_store()
             # Not a daemon: at exit, a daemon thread inside the store would abort this process
             sharing = threading.Thread(target=signals.share, args=(store,), name="signals")
             sharing.start()
-            with signals.interrupting():
+            with signals.reacting(signals.check):
                 meet_hosts(store, config)
             timeout_s = spec.config.comm.train_timeout_seconds
             if not is_first_host():
@@ -203,8 +203,7 @@ def run_ranks(
     except UserError as error:
         return 2, str(error)
     except KeyboardInterrupt:
-        status = 128 + signals.received[0]
-        ending = Ending(status, describe_signal(status))
+        ending = signals.ending
         if n_hosts > 1 and not store:
             tell_signal(signals.received[0])
     agreed = (ending.status, ending.reason)

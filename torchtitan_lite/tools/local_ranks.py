@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver
 from multiprocessing.util import get_temp_dir
@@ -48,38 +48,37 @@ class Signals:
         # the first signal came from a different host, not to this launcher
         self.is_passed_on = False
         self.has_killed = False  # ranks ended because of this launcher
-        self.may_interrupt = False
-        self.may_end = False
+        self.react = self.forward
 
     @contextmanager
-    def interrupting(self) -> Iterator[None]:
-        """Context manager: a signal raises KeyboardInterrupt, because no ranks run yet."""
-        self.may_interrupt = True
-        self.check()
+    def reacting(self, react: Callable[[], None]) -> Iterator[None]:
+        """Context manager: a signal calls `self.check` or `self.end`, because no ranks run yet."""
+        self.react = react
+        if self.received:
+            react()
         try:
             yield
         finally:
-            self.may_interrupt = False
+            self.react = self.forward
 
-    @contextmanager
-    def ending(self) -> Iterator[None]:
-        """Context manager: a signal ends this process. Raising in its handler could abort an import of C++ code."""
-        self.may_end = True
-        if self.received:
-            self.end()
-        yield
-        self.may_end = False
+    @property
+    def ending(self) -> Ending:
+        """How the first signal ends the run."""
+        status = 128 + self.received[0]
+        return Ending(status, describe_signal(status))
 
     def end(self) -> NoReturn:
-        """End this process. Call this only if it has no ranks and no other host waits for it."""
-        status = 128 + self.received[0]
+        """End this process. Call this only if it has no ranks and no other host waits for it.
+
+        Raising in a signal handler, as `check` does, could abort an import of C++ code.
+        """
         # a fork server that is still importing ends by itself
         if fork_server := getattr(forkserver._forkserver, "_forkserver_pid", None):
             os.kill(fork_server, signal.SIGKILL)
         for folder in (self.folder, get_temp_dir()):
             shutil.rmtree(folder, ignore_errors=True)
-        os.write(2, f"run_train.sh: {describe_signal(status)}\n".encode())
-        os._exit(status)
+        os.write(2, f"run_train.sh: {self.ending.reason}\n".encode())
+        os._exit(self.ending.status)
 
     def check(self) -> None:
         """Raise KeyboardInterrupt if a signal has arrived."""
@@ -98,11 +97,7 @@ class Signals:
                 return
         self.received_at_s = self.received_at_s or now_s
         self.received.append(number)
-        if self.may_end:
-            self.end()
-        if self.may_interrupt:
-            raise KeyboardInterrupt
-        self.forward()
+        self.react()
 
     def share(self, store: Any) -> None:
         """Send a received signal to the other hosts, or receive a signal from them. Runs in a thread."""
@@ -141,7 +136,7 @@ class Signals:
 
     def report_hang(self, text: str) -> None:
         if is_first_host():
-            print(text, file=sys.stderr, flush=True)
+            show(text)
         if self.received:
             self.end_ranks(signal.SIGKILL)
 

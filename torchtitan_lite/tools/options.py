@@ -78,14 +78,6 @@ def degree(text: str) -> tuple[str, int]:
     return DEGREE_KEYS[dim], int(n_ranks)
 
 
-def share(text: str) -> float:
-    """Parse a number from 0 to below 1; used as the type of an argument."""
-    number = float(text)
-    if not 0 <= number < 1:
-        raise ArgumentTypeError(f"{text} is not a number from 0 to below 1, such as 0.01")
-    return number
-
-
 def text(written: str) -> str:
     """Return a text that a tokenizer can encode; used as the type of an argument."""
     if not is_unicode(written):

@@ -15,6 +15,7 @@ LEFT = 13.0  # start of the horizontal axis, in percent
 WIDTH = 83.0  # length of the horizontal axis, in percent
 PLOT_HEIGHT = 130  # pixels
 ROW_HEIGHT = 20  # pixels
+MOST_STEPS = 4  # of an axis, between its ticks
 MOST_POINTS = 300  # per curve
 MOST_BOXES = 700  # per picture of rows; beyond this, boxes of a color share one shape, no tooltips
 PAGE_WIDTH = 1048  # pixels, at most
@@ -65,11 +66,11 @@ Box = tuple[float, float, str, str, str]  # start, end, color, title, text insid
 Part = tuple[float, str, str, str]  # size, color, "" or "pale", title
 
 
-def choose_ticks(low: float, high: float, most: int = 4) -> list[float]:
-    """Return at most `most` + 1 round numbers from low to high."""
-    size = 10 ** floor(log10((high - low) / most))
+def choose_ticks(low: float, high: float) -> list[float]:
+    """Return at most MOST_STEPS + 1 round numbers from low to high."""
+    size = 10 ** floor(log10((high - low) / MOST_STEPS))
     steps = (size, 2 * size, 5 * size, 10 * size)
-    step = next(step for step in steps if (high - low) / step <= most)
+    step = next(step for step in steps if (high - low) / step <= MOST_STEPS)
     first = ceil(low / step)
     last = floor(high / step)
     return [number * step for number in range(first, last + 1)]

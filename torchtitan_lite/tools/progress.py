@@ -51,12 +51,6 @@ def write(text: str) -> None:
     print(text, end="", file=sys.stderr, flush=True)
 
 
-def show_bytes(documents: Iterable, files: list[Path]) -> Iterator:
-    """Yield the documents of some files, and show their share of the bytes."""
-    total = sum(path.stat().st_size for path in files)
-    return show_progress(documents, total / 1e6, "MB", lambda each: each.n_text_bytes / 1e6)
-
-
 def watch_saves(folder: Path) -> None:
     """Show how much of a checkpoint is on disk, while ranks write one to `folder`. Returns when the process ends.
 

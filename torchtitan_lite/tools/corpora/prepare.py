@@ -41,7 +41,7 @@ from torchtitan_lite.tools.corpora.text_files import (
     is_text,
     read_file,
 )
-from torchtitan_lite.tools.progress import show_bytes
+from torchtitan_lite.tools.progress import show_progress
 
 BOS = "<|begin_of_text|>"  # of a new tokenizer
 EOS = "<|end_of_text|>"
@@ -105,7 +105,8 @@ def prepare(
         documents = map_in_order(
             partial(encode_row, settings), read_rows(files, settings), n_processes
         )
-        documents = show_bytes(documents, files)
+        n_mb = sum(path.stat().st_size for path in files) / 1e6
+        documents = show_progress(documents, n_mb, "MB", lambda each: each.n_text_bytes / 1e6)
         splits, counts = write_documents(documents, folder, has_floor=settings.validation_share > 0)
         if "train" not in splits:
             raise PreparationError(f"these {len(files)} files have no text to train on")

@@ -15,7 +15,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-from torchtitan_lite import IS_INSTALLED, PACKAGE, REPOSITORY
+from torchtitan_lite import PACKAGE, REPOSITORY
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.tools.labs.lab import Lab
 
@@ -33,7 +33,8 @@ def start(lab: Lab, folder: Path) -> None:
         raise UserError(f"lab {lab.number} has nothing to write: it is text and questions.")
     if folder.exists():
         raise UserError(f"{folder} exists. Continue there, or delete it to start again.")
-    shutil.copytree(PACKAGE, folder / "torchtitan_lite", ignore=leave_out)
+    left_out = shutil.ignore_patterns("__pycache__", "shipped")  # in an installed package
+    shutil.copytree(PACKAGE, folder / "torchtitan_lite", ignore=left_out)
     for name in FOLDERS:
         shutil.copytree(REPOSITORY / name, folder / name)
     for name in FILES:
@@ -43,14 +44,6 @@ def start(lab: Lab, folder: Path) -> None:
             shutil.copy(path, folder / path.name)
     if (lab.folder / HOLE).exists():
         replace_functions(folder, lab.folder / HOLE)
-
-
-def leave_out(folder: str, names: list[str]) -> list[str]:
-    """Return the file names that a working copy leaves out."""
-    left_out = ["__pycache__"]
-    if IS_INSTALLED:
-        left_out.append("shipped")
-    return left_out
 
 
 def judge_work(lab: Lab, folder: Path) -> int:

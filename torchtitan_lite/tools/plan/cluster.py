@@ -15,6 +15,7 @@ to CLUSTERS.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from math import ceil, log2, sqrt
 
 from torchtitan_lite.config.machine import GIB, MIB, PEAK_BF16_FLOPS, Machine
@@ -160,6 +161,9 @@ class Cluster:
         return self.latency_s + links_s + network_s
 
 
+# GPUs without NVLink between all GPUs of a node: each uses its PCIe slot, version 4, x16. Network: assumed
+without_nvlink = partial(Cluster, link_bandwidth=32 * GB, network_bandwidth=12.5 * GB)
+
 # One row for each --gpu, with the values that differ from H100
 ROWS = [
     Cluster("h100"),
@@ -195,47 +199,40 @@ ROWS = [
         triton_forward=0.13,
         triton_backward=0.08,
     ),
-    # GPUs without NVLink between all GPUs of a node: each uses its PCIe slot, version 4 or 5, x16. Peaks, memory and
-    # multiprocessors: from memory, to be compared with NVIDIA's data sheets. Network and efficiencies: assumed. No run
-    Cluster(
+    # Peaks, memory and multiprocessors: from memory, to be compared with NVIDIA's data sheets. Efficiencies: assumed.
+    # No run
+    without_nvlink(
         "4090",
         peak_bfloat16=PEAK_BF16_FLOPS["RTX 4090"],
         peak_float32=82.6e12,
         memory_bytes=24564 * MIB,
         memory_bandwidth=1.008e12,
-        link_bandwidth=32 * GB,
-        network_bandwidth=12.5 * GB,
         n_multiprocessors=128,
     ),
-    Cluster(
+    without_nvlink(
         "5090",
         peak_bfloat16=PEAK_BF16_FLOPS["RTX 5090"],
         peak_float32=104.8e12,
         memory_bytes=32607 * MIB,
         memory_bandwidth=1.792e12,
-        link_bandwidth=64 * GB,
-        network_bandwidth=12.5 * GB,
+        link_bandwidth=64 * GB,  # version 5
         n_multiprocessors=170,
     ),
-    Cluster(
+    without_nvlink(
         "l40s",
         peak_bfloat16=PEAK_BF16_FLOPS["L40S"],
         peak_float32=91.6e12,
         memory_bytes=46068 * MIB,
         memory_bandwidth=864e9,
-        link_bandwidth=32 * GB,
-        network_bandwidth=12.5 * GB,
         n_multiprocessors=142,
     ),
-    Cluster(
+    without_nvlink(
         "a6000",
         peak_bfloat16=PEAK_BF16_FLOPS["RTX A6000"],
         peak_float32=38.7e12,
         float8_speed=1,
         memory_bytes=49140 * MIB,
         memory_bandwidth=768e9,
-        link_bandwidth=32 * GB,
-        network_bandwidth=12.5 * GB,
         n_multiprocessors=84,
     ),
     # The 32 GB model. It has no bfloat16 units, so a matmul in bfloat16 is assumed to run as one in float32

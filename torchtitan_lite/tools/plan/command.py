@@ -13,7 +13,6 @@ from datetime import timedelta
 from math import ceil
 
 from torchtitan_lite.config.machine import GIB
-from torchtitan_lite.tools.plan.bars import BARS, find_family
 from torchtitan_lite.tools.plan.cadence import find_interval, measure_goodput
 from torchtitan_lite.tools.plan.figures import list_memory, list_traffic
 from torchtitan_lite.tools.plan.memory import Memory
@@ -42,7 +41,6 @@ def main(options: argparse.Namespace) -> int:
 
 def list_figures(planned: PlannedRun) -> dict[str, object]:
     """Return the figures of the plan, for programs. Names end with their unit: bytes, or s for seconds."""
-    bar = BARS[find_family(planned.workload)]
     speed = planned.forecast.tokens_per_s_per_gpu
     return vars(planned.forecast) | {
         "config_name": planned.config_name,
@@ -51,7 +49,7 @@ def list_figures(planned: PlannedRun) -> dict[str, object]:
         "fits": planned.fits,
         "taken_bytes": planned.taken_bytes,
         "live_bytes": planned.memory.live,
-        "tokens_per_s_per_gpu_range": bar.widen(speed),
+        "tokens_per_s_per_gpu_range": planned.speed_bar.widen(speed),
         "unmodeled": list_unmodeled(planned),
         "remarks": list_remarks(planned),
     }
@@ -109,8 +107,7 @@ def describe_time(planned: PlannedRun) -> str:
     for what, seconds in expected.parts_s.items():
         if seconds:
             rows.append((f"  {what}", f"{seconds:.3f} s", f"{seconds / expected.step_time_s:.1%}"))
-    family = find_family(planned.workload)
-    bar = BARS[family]
+    bar = planned.speed_bar
     low, high = bar.widen(expected.tokens_per_s_per_gpu)
     compared = f"80 % range: {low:,.0f} to {high:,.0f}; {bar.describe(planned.cluster.name)}"
     bubble = f"bubble {expected.bubble:.1%}"
@@ -120,7 +117,7 @@ def describe_time(planned: PlannedRun) -> str:
         bubble += f" (1F1B with equal stages and free sends: {even:.1%})"
     return (
         f"{format_table(rows, '<>>')}\n"
-        f"  {expected.tokens_per_s_per_gpu:,.0f} tokens/s/GPU ({family}: {compared})\n"
+        f"  {expected.tokens_per_s_per_gpu:,.0f} tokens/s/GPU ({planned.family}: {compared})\n"
         f"  MFU {expected.mfu_full:.1%}, {expected.mfu_causal:.1%} with causal attention; {bubble}"
     )
 

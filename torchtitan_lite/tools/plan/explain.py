@@ -15,6 +15,7 @@ from torchtitan_lite.tools.plan.dry_run import dry_run, shorten
 from torchtitan_lite.tools.plan.meter import Collective
 from torchtitan_lite.tools.plan.page import show
 from torchtitan_lite.tools.plan.planned_run import plan_run
+from torchtitan_lite.tools.plan.slices import find_slices
 from torchtitan_lite.tools.plan.walk import locate, write_walk
 from torchtitan_lite.tools.tables import format_bytes, format_table, write_file
 
@@ -41,10 +42,8 @@ def main(options: argparse.Namespace) -> int:
     torch.set_printoptions(edgeitems=1)  # print only the first and the last ranks of a large mesh
     print(f"mesh ({', '.join(layout.used_dims)}):\n{mesh}")
     if options.rank is not None:
-        n_rows = layout.global_batch_size // layout.dp
-        first = options.rank // layout.strides["dp_shard"] % layout.dp * n_rows
-        rows = f"rows {first}..{first + n_rows - 1} of {layout.global_batch_size}"
-        print(f"\nrank {options.rank} reads {rows}")
+        rows = show(find_slices(layout, options.rank, 1, 1).sequences)
+        print(f"\nrank {options.rank} reads rows {rows} of {layout.global_batch_size}")
     per_stage = layout.strides["pp"]
     for alike in planned.workload.alike:
         pp_rank = alike[0]

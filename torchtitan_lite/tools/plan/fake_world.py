@@ -162,5 +162,5 @@ def attend_with_sinks(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sinks: Tensor | None
 ) -> Tensor:
     """Replaces flex attention with windows and sinks."""
-    out = F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+    out = attend_without_mask(query, key, value, mask)
     return out if sinks is None else out * sinks.sigmoid()[:, None, None].to(out.dtype)

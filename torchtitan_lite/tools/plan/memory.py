@@ -13,7 +13,6 @@ Legend in workload.py.
 """
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from torchtitan_lite.tools.plan.orders import (
@@ -187,19 +186,14 @@ Moment = tuple[float, float, float, float]  # bytes: gathered, gradients, activa
 
 
 def find_fullest(w: Workload) -> Memory:
-    """Return the memory of the rank with the most live bytes."""
-    return max(list_fullest(w), key=lambda memory: memory.live)
+    """Return the memory of the rank with the most live bytes.
 
-
-def list_fullest(w: Workload) -> Iterator[Memory]:
-    """Yield the memory of the ranks that can be the fullest.
-
-    These are the first pp rank, the second (which may have one layer more) and the last (which has the logits).
+    It is the first pp rank, the second (which may have one layer more) or the last (which has the logits).
     """
     last = w.layout.pp - 1
     layers = estimate_layers(w)
-    for pp_rank in {0, min(1, last), last}:
-        yield estimate_memory(w, pp_rank, layers)
+    memories = [estimate_memory(w, pp_rank, layers) for pp_rank in {0, min(1, last), last}]
+    return max(memories, key=lambda memory: memory.live)
 
 
 def estimate_layers(w: Workload) -> Layers:

@@ -21,7 +21,6 @@ from torchtitan_lite.tools.pictures import (
     draw_table,
     wrap_page,
 )
-from torchtitan_lite.tools.plan.bars import BARS, find_family
 from torchtitan_lite.tools.plan.figures import list_memory, list_traffic
 from torchtitan_lite.tools.plan.planned_run import PlannedRun
 from torchtitan_lite.tools.plan.remedies import list_faster, list_remarks
@@ -100,8 +99,7 @@ def write_page(planned: PlannedRun, config_args: list[str]) -> str:
 
 def draw_forecast(planned: PlannedRun) -> str:
     forecast = planned.forecast
-    family = find_family(planned.workload)
-    bar = BARS[family]
+    bar = planned.speed_bar
     low, high = bar.widen(forecast.tokens_per_s_per_gpu)
     speed_range = f"80 % range: {low:,.0f} to {high:,.0f}"
     about = bar.describe(planned.cluster.name)
@@ -118,7 +116,7 @@ def draw_forecast(planned: PlannedRun) -> str:
         ),
     }
     return (
-        f"{draw_facts(facts)}<p><i>A forecast by closed form. Error bar of {family}: {about}. "
+        f"{draw_facts(facts)}<p><i>A forecast by closed form. Error bar of {planned.family}: {about}. "
         "This trainer has never run on a GPU.</i></p>"
     )
 
@@ -228,14 +226,14 @@ def draw_card(planned: PlannedRun, rank: int, weight: ModuleRow) -> str:
     n_experts = moe.n_experts if moe else 0
     held = find_slices(planned.layout, rank, n_rows, seq_len, n_experts)
     shapes = draw_box("all", WEIGHT, WEIGHT_X)
-    shapes += draw_box("pale", WEIGHT, WEIGHT_X, 1, held.used_rows, n_rows)
-    shapes += draw_box("held", WEIGHT, WEIGHT_X, 1, held.held_rows, n_rows)
+    shapes += draw_box("pale", WEIGHT, WEIGHT_X, held.used_rows, n_rows)
+    shapes += draw_box("held", WEIGHT, WEIGHT_X, held.held_rows, n_rows)
     shapes += draw_box("all", TOKENS, TOKENS_X)
     for look, spans in (("pale", held.used_tokens), ("held", held.held_tokens)):
         for span in spans:
             left, width = TOKENS_X
             x = left + width * span.start / seq_len, width * len(span) / seq_len
-            shapes += draw_box(look, TOKENS, x, 1, held.sequences, n_sequences)
+            shapes += draw_box(look, TOKENS, x, held.sequences, n_sequences)
     words = {
         f"stores {weight.name}": show(held.held_rows),
         "uses": show(held.used_rows),
@@ -245,7 +243,7 @@ def draw_card(planned: PlannedRun, rank: int, weight: ModuleRow) -> str:
     }
     if moe:
         shapes += draw_box("all", EXPERTS, EXPERTS_X)
-        shapes += draw_box("held", EXPERTS, EXPERTS_X, 1, held.experts, n_experts)
+        shapes += draw_box("held", EXPERTS, EXPERTS_X, held.experts, n_experts)
         words["experts"] = show(held.experts)
     told = "; ".join(f"{what} {which}" for what, which in words.items())
     rows, used, sequences, tokens, *_ = words.values()
@@ -259,14 +257,13 @@ def draw_box(
     look: str,
     color: str,
     x: tuple[float, float],
-    least: float = 0,
     rows: range = range(1),
     n: int = 1,
 ) -> str:
-    """Draw `rows` of `n` as part of a box. `x`: left end and width. `least`: smallest height of a row."""
+    """Draw `rows` of `n` as part of a box. `x`: left end and width."""
     left, width = x
     y = 1 + 40 * rows.start / n
-    height = max(least * bool(rows), 40 * len(rows) / n)
+    height = max(bool(rows), 40 * len(rows) / n)  # a few rows of many are visible too
     at = f'x="{left:.1f}" width="{width:.1f}" y="{y:.1f}" height="{height:.1f}"'
     return f'<rect class="{look}" color="{color}" {at}/>'
 

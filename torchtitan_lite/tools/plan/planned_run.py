@@ -13,17 +13,17 @@ from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.model import resolve_model
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.reader import UserConfig
-from torchtitan_lite.config.schema import ActivationCheckpoint, Config
+from torchtitan_lite.config.schema import ActivationCheckpoint, Config, Float8
 from torchtitan_lite.preflight import choose_n_ranks, read_run
 from torchtitan_lite.tools.host_rules import count_moment_bytes, count_weight_bytes
-from torchtitan_lite.tools.plan.bars import BARS, Bar
+from torchtitan_lite.tools.plan.bars import BARS, Bar, find_family
 from torchtitan_lite.tools.plan.cluster import (
     CLUSTERS,
     OWN_CONTEXT_BYTES,
     OWN_RESERVE,
     Cluster,
 )
-from torchtitan_lite.tools.plan.memory import Memory, find_fullest, list_fullest
+from torchtitan_lite.tools.plan.memory import Memory, find_fullest
 from torchtitan_lite.tools.plan.step_time import Forecast, StepTime
 from torchtitan_lite.tools.plan.workload import Workload
 
@@ -39,7 +39,6 @@ def describe_workload(config: Config, args: ModelArgs, layout: Layout) -> Worklo
     dtype, float8 = config.training.mixed_precision_param, config.quantize.linear.float8
     row = ATTENTIONS[config.model.attention]
     is_masked = row.uses_documents or has_masks(config.model.attention, args)
-    asked = args, tuple(float8.filter_fqns), layout.tp, float8.recipe_name
     return Workload(
         args=args,
         layout=layout,
@@ -48,7 +47,7 @@ def describe_workload(config: Config, args: ModelArgs, layout: Layout) -> Worklo
         recompute=count_recompute(config.activation_checkpoint, args),
         balances_by_loss=config.training.expert_balance_loss > 0,
         compute_dtype="bfloat16" if dtype == "auto" else dtype,
-        float8=choose_float8(*asked) if config.model.uses_float8 else frozenset(),
+        float8=choose_float8(args, float8, layout.tp) if config.model.uses_float8 else frozenset(),
         float8_recipe=float8.recipe_name.partition("_")[0],
         gathers_float8=float8.enable_fsdp_float8_all_gather,
         precomputes_scales=float8.precompute_float8_dynamic_scale_for_fsdp,
@@ -75,12 +74,9 @@ def count_recompute(section: ActivationCheckpoint, args: ModelArgs) -> dict[bool
     return counts
 
 
-@lru_cache
-def choose_float8(
-    args: ModelArgs, filter_fqns: tuple[str, ...], tp: int, recipe_name: str
-) -> frozenset[str]:
+def choose_float8(args: ModelArgs, section: Float8, tp: int) -> frozenset[str]:
     """Return the names of a block's modules that compute in float8."""
-    fqns = plan_float8(list_linears(args), list(filter_fqns), tp, recipe_name)
+    fqns = plan_float8(list_linears(args), section.filter_fqns, tp, section.recipe_name)
     return frozenset(fqn.split(".", 2)[2] for fqn in fqns)
 
 
@@ -114,6 +110,14 @@ class PlannedRun:
         return live_bytes * factor * self.memory_bar.high + cluster.context_bytes
 
     @property
+    def family(self) -> str:
+        return find_family(self.workload)
+
+    @property
+    def speed_bar(self) -> Bar:
+        return BARS[self.family]
+
+    @property
     def memory_bar(self) -> Bar:
         return BARS["memory of experts" if self.model_args.moe else "memory"]
 
@@ -140,8 +144,7 @@ class PlannedRun:
 
     @property
     def fits(self) -> bool:
-        taken = (self.find_most_taken(memory.live) for memory in list_fullest(self.workload))
-        return all(n_bytes <= self.cluster.memory_bytes for n_bytes in taken)
+        return self.taken_bytes <= self.cluster.memory_bytes
 
     @cached_property
     def step_time(self) -> StepTime:

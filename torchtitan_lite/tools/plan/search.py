@@ -130,14 +130,14 @@ def divisors(n: int, most: int) -> list[int]:
     return [d for d in range(1, min(n, most) + 1) if n % d == 0]
 
 
-def rank(fitting: list[PlannedRun], n_best: int = N_BEST) -> list[tuple[PlannedRun, Forecast]]:
+def rank(fitting: list[PlannedRun], n_best: int = N_BEST) -> list[PlannedRun]:
     """Return the `n_best` fastest of these layouts."""
-    best = []
+    best: list[PlannedRun] = []
     for planned in sorted(fitting, key=lambda planned: planned.step_time.lower_bound_s):
-        if len(best) == n_best and planned.step_time.lower_bound_s >= best[-1][1].step_time_s:
+        if len(best) == n_best and planned.step_time.lower_bound_s >= best[-1].forecast.step_time_s:
             break
-        best.append((planned, planned.forecast))
-        best.sort(key=lambda pair: pair[1].step_time_s)
+        best.append(planned)
+        best.sort(key=lambda planned: planned.forecast.step_time_s)
         del best[n_best:]
     return best
 
@@ -160,7 +160,8 @@ def explain_common(common: list[PlannedRun], best: Forecast) -> str:
     """Return a text: the fastest common layout, and why it is slower than the best layout."""
     if not common:
         return "No layout of the kind that is commonly published fits."
-    ((planned, expected),) = rank(common, 1)
+    (planned,) = rank(common, 1)
+    expected = planned.forecast
     if expected.step_time_s <= best.step_time_s:
         return "The best layout is of the kind that is commonly published."
     extra = {what: seconds - best.parts_s[what] for what, seconds in expected.parts_s.items()}
@@ -186,7 +187,7 @@ def search_layouts(options: argparse.Namespace) -> str:
         )
         raise ConfigError([Problem("--gpus", n_gpus, why, remedy)])
     best = rank(fitting)
-    winner = best[0][0]
+    winner = best[0]
     replaced = []
     for key in sorted(given.chosen):
         value = get_value(given.config, key)
@@ -197,7 +198,8 @@ def search_layouts(options: argparse.Namespace) -> str:
         title = f"# Found by plan --search for {n_gpus:,} GPUs: {winner}"
         write_file(options.toml, f"{title}\n\n{dump_config_toml(config)}")
     table = [("", "tok/s/GPU", "MFU", "bubble", "GiB", "layout")]
-    for number, (planned, expected) in enumerate(best, 1):
+    for number, planned in enumerate(best, 1):
+        expected = planned.forecast
         row = (
             str(number),
             f"{expected.tokens_per_s_per_gpu:,.0f}",
@@ -211,5 +213,5 @@ def search_layouts(options: argparse.Namespace) -> str:
         f"{len(fitting):,} layouts fit in the memory of {n_gpus:,} GPUs.\n"
         f"Your values that the best layout replaces: {', '.join(replaced) or 'none'}.\n\n"
         f"{format_table(table, '>>>>>')}\n\n"
-        f"{explain_common(list(filter(is_common, fitting)), best[0][1])}"
+        f"{explain_common(list(filter(is_common, fitting)), winner.forecast)}"
     )

@@ -11,7 +11,7 @@ from torchtitan_lite.config.choices import SCHEDULES
 from torchtitan_lite.extensions.muon_rounds import NEWTON_SCHULZ_STEPS
 from torchtitan_lite.models.registry import MODELS
 from torchtitan_lite.tools.plan.layer_time import LayerTime, Phases
-from torchtitan_lite.tools.plan.orders import Action
+from torchtitan_lite.tools.plan.orders import Action, list_lengths, list_order
 from torchtitan_lite.tools.plan.timeline import simulate
 
 # ZeRO stage -> bytes that FSDP reads and writes per parameter if nothing is sharded: per step, and per microbatch. FSDP
@@ -160,7 +160,9 @@ class StepTime(LayerTime):
         w = self.workload
         layout = w.layout
         end_time = 0.0
-        for order, weight in w.samples:
+        schedule, pp, n_microbatches, n_stages_per_rank = w.pipeline
+        for n, weight in list_lengths(pp, n_microbatches):
+            order = list_order(schedule, pp, n, n_stages_per_rank)
             end_time += weight * simulate(order, self.seconds_of, self.send_s).end_time
         step_time_s = end_time + self.once_s + self.copies_s + self.optimizer_s
         n_times = layout.n_microbatches / layout.pp

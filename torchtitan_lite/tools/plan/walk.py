@@ -121,7 +121,7 @@ def draw_weight(parameter: Tensor, rank: int) -> list[str]:
         if columns:
             left = BOX_X[1] * columns[0].start / whole[1]
             x = left, BOX_X[1] * len(columns[0]) / whole[1]
-        shapes += draw_box(look, WEIGHT, x, 1, rows, whole[0])
+        shapes += draw_box(look, WEIGHT, x, rows, whole[0])
     sizes = [" x ".join(str(len(span)) for span in slices) for slices in (stored, used, everything)]
     in_use = f", {sizes[1]} in use" if used != stored else ""
     text = f"<br><i>{sizes[0]} of {sizes[2]}{in_use}</i>"

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from math import ceil, prod
+from math import prod
 from typing import NamedTuple
 
 from torchtitan_lite.config.block import (
@@ -28,7 +28,7 @@ from torchtitan_lite.config.layout import Layout, Stages, gathers_whole_parts
 from torchtitan_lite.config.model_rows import ModelArgs, ModuleRow
 from torchtitan_lite.extensions.muon_rounds import deal_matrices
 from torchtitan_lite.tools.host_rules import MASTER_BYTES
-from torchtitan_lite.tools.plan.orders import Order, list_lengths, list_order
+from torchtitan_lite.tools.plan.orders import Order, list_order
 
 # Parameters of one rank that FSDP gathers together: axis, elements of each parameter before FSDP shards it (with
 # padding), number of such groups, and elements of the weights that are gathered in float8
@@ -69,7 +69,7 @@ class LayerKind:
             if module.kind in ("router", "experts"):
                 axis = "efsdp"
             if module.kind != "experts":
-                rows = pad(rows, getattr(w.layout, axis))
+                rows = round_up(rows, getattr(w.layout, axis))
             self.groups[axis].append(rows * prod(others))
             if w.gathers_float8 and module.name in w.float8:
                 self.float8.append(rows * prod(others))
@@ -193,12 +193,15 @@ class Workload:
         # Whether FSDP shards the matrices of each expert, because ranks do not divide the number of experts
         self.cuts_experts = find_expert_dim(args, layout.ep, layout.efsdp) != 0
         # Elements of the embedding, or of the head, on a tp rank
-        self.table = pad(args.vocab_size // layout.tp, layout.fsdp) * args.dim
+        self.table = round_up(args.vocab_size // layout.tp, layout.fsdp) * args.dim
         self.has_added_ends = bool(list_added_ends(args))
         self.stages = count_modules(layout.stages, args)
         self.kinds = [LayerKind(self, modes, is_moe) for is_moe, modes in self.recompute.items()]
         # Number of parameters that a rank holds between steps, by pp rank
-        self.at_rest = self.count_at_rest()
+        self.at_rest = []
+        for stages in self.stages_by_rank:
+            counts = self.count_by_axis(stages)
+            self.at_rest.append(sum(n / getattr(layout, axis) for axis, n in counts.items()))
         # Number of parameters of each stage on a rank, before FSDP shards them
         self.n_parameters = [self.sizes[stage].total() for stage in self.stages]
 
@@ -237,13 +240,6 @@ class Workload:
         """The actions of each pp rank in one step."""
         return list_order(*self.pipeline)
 
-    @property
-    def samples(self) -> list[tuple[Order, int]]:
-        """Short orders, with weights."""
-        schedule, pp, n_microbatches, n_stages_per_rank = self.pipeline
-        lengths = list_lengths(pp, n_microbatches)
-        return [(list_order(schedule, pp, n, n_stages_per_rank), weight) for n, weight in lengths]
-
     @cached_property
     def stages_by_rank(self) -> list[list[Stage]]:
         """The stages of each pp rank, first to last."""
@@ -266,12 +262,12 @@ class Workload:
     def groups_of(self, stage: Stage) -> list[Group]:
         """Return the FSDP groups of a stage: embedding, head, root, layers, in this order."""
         is_tied = stage.has_head and self.args.tie_embeddings
-        norm = pad(self.args.dim, self.layout.fsdp)
+        norm = round_up(self.args.dim, self.layout.fsdp)
         head = [self.table, norm]
         root = []  # FSDP's group of all other modules (fsdp.py)
         for row in stage.added:
             rows, *others = self.shape_on_rank(row)
-            rows = pad(rows, self.layout.fsdp)
+            rows = round_up(rows, self.layout.fsdp)
             root += [rows * prod(others), *[rows] * row.bias]
         if self.has_added_ends:
             head.remove(norm)
@@ -314,13 +310,6 @@ class Workload:
         """Return the bytes that float8 saves when these stages are gathered."""
         return sum(kind.spared_bytes * kind.count(stage) for stage in stages for kind in self.kinds)
 
-    def count_at_rest(self) -> list[float]:
-        at_rest = []
-        for stages in self.stages_by_rank:
-            counts = self.count_by_axis(stages)
-            at_rest.append(sum(n / getattr(self.layout, axis) for axis, n in counts.items()))
-        return at_rest
-
     # ------------------------------------------------------------ Muon
 
     def list_matrices(self, pp_rank: int) -> list[Matrix]:
@@ -341,7 +330,7 @@ class Workload:
             n_shards = layout.efsdp if self.cuts_experts else 1
             sizes = (rows * n_shards // layout.efsdp, *others)
             return Matrix(sizes, ("efsdp", n_shards, 1), prod(sizes) // n_shards)
-        n_at_rest = pad(rows, layout.fsdp) * others[0] // layout.fsdp
+        n_at_rest = round_up(rows, layout.fsdp) * others[0] // layout.fsdp
         return Matrix(module.weight, ("fsdp", layout.fsdp, layout.tp), n_at_rest)
 
     def deal_rounds(self, pp_rank: int) -> list[tuple[tuple[int, ...], dict[str, float]]]:
@@ -372,9 +361,9 @@ class Workload:
         return rounds
 
 
-def pad(rows: int, n_shards: int) -> int:
-    """Return the number of rows after FSDP's padding. Every rank gets the same number of rows."""
-    return ceil(rows / n_shards) * n_shards
+def round_up(size: int, unit: int) -> int:
+    """Return the next multiple of a unit, such as the rows of a weight after FSDP's padding."""
+    return -(-size // unit) * unit
 
 
 @lru_cache

@@ -235,11 +235,11 @@ def compare_with_forecast(run: RecordedRun) -> str:
             f"{forecast.step_time_s:.3g} s",
         ],
     ]
-    if run.start["device"].endswith(" CPU"):  # measured memory includes Python and torch
-        return f"<h3>Measurements and forecast</h3>{draw_table(rows)}"
-    peak_bytes = GIB * max(gib for _, gib in run.list_values("peak_memory_gib"))
-    live_bytes = estimate_memory(run.plan.workload, 0).live
-    rows.append(["memory of rank 0", format_bytes(peak_bytes), format_bytes(live_bytes)])
+    # measured memory of a CPU includes Python and torch
+    if not run.start["device"].endswith(" CPU"):
+        peak_bytes = GIB * max(gib for _, gib in run.list_values("peak_memory_gib"))
+        live_bytes = estimate_memory(run.plan.workload, 0).live
+        rows.append(["memory of rank 0", format_bytes(peak_bytes), format_bytes(live_bytes)])
     return f"<h3>Measurements and forecast</h3>{draw_table(rows)}"
 
 

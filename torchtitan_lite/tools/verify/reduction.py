@@ -41,6 +41,7 @@ from torchtitan_lite.config.schema import (
     get_value,
     with_value,
 )
+from torchtitan_lite.tools.plan.workload import round_up
 from torchtitan_lite.tools.verify.degrees import (
     AUTOMATIC,
     DEGREES,
@@ -241,10 +242,6 @@ def reduce_experts(args: ModelArgs, layout: Layout, dim: int, n_wanted: int) -> 
         "flavor.n_first_dense_layers": min(moe.n_first_dense_layers, 1),
         "flavor.moe_every": min(moe.moe_every, 2),
     }
-
-
-def round_up(size: int, unit: int) -> int:
-    return -(-size // unit) * unit
 
 
 # ---------------------------------------------------------------- stages and batch
