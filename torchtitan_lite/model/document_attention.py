@@ -71,12 +71,16 @@ def make_mask(
     doc_ids: Tensor, query_positions: Tensor, key_positions: Tensor, window: int | None = None
 ) -> Tensor:
     """Return which keys each query sees, (B, 1, Q, K). For the arguments see attend_within_documents."""
-    distance = query_positions[:, None] - key_positions
-    same = doc_ids[:, query_positions, None] == doc_ids[:, None, key_positions]
-    mask = same & (distance >= 0)
-    if window:
-        mask = mask & (distance < window)
-    return mask[:, None]
+    rows = torch.arange(len(doc_ids), device=doc_ids.device)
+    row = rows[:, None, None, None]
+    return is_seen(doc_ids, row, query_positions[:, None], key_positions, window)
+
+
+def is_seen(doc_ids: Tensor, row: Tensor, query: Tensor, key: Tensor, window: int | None) -> Tensor:
+    """Return whether queries see keys, for positions of any shape in the rows of doc_ids (B, S)."""
+    distance = query - key
+    seen = (distance >= 0) & (doc_ids[row, query] == doc_ids[row, key])
+    return seen & (distance < window) if window else seen
 
 
 # ---------------------------------------------------------------- flex attention
@@ -108,13 +112,9 @@ def plan_blocks(
     doc_ids: Tensor, query_positions: Tensor, key_positions: Tensor, window: int | None = None
 ) -> BlockMask:
     """Plan which blocks of queries x keys flex attention reads. For the arguments see attend_within_documents."""
-    query_docs = doc_ids[:, query_positions]
-    key_docs = doc_ids[:, key_positions]
 
     def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        distance = query_positions[query] - key_positions[key]
-        is_seen = (distance >= 0) & (query_docs[row, query] == key_docs[row, key])
-        return is_seen & (distance < window) if window else is_seen
+        return is_seen(doc_ids, row, query_positions[query], key_positions[key], window)
 
     create = create_block_mask
     if doc_ids.device.type != "cpu":

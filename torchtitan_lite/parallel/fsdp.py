@@ -58,6 +58,7 @@ from torchtitan_lite.config.block import list_added_ends
 from torchtitan_lite.config.extensions import load_module
 from torchtitan_lite.config.layout import Layout, gathers_whole_parts
 from torchtitan_lite.config.schema import Training
+from torchtitan_lite.model.part import is_tied_inside
 
 
 def plan_fsdp_groups(part: nn.Module) -> list[list[nn.Module]]:
@@ -73,8 +74,7 @@ def plan_fsdp_groups(part: nn.Module) -> list[list[nn.Module]]:
     if not is_usual:
         last = [part.output]
     groups = [first, *blocks, last]
-    if part.model_args.tie_embeddings and None not in first + last:
-        # a shared matrix can be in only one group
+    if is_tied_inside(part):  # a shared matrix can be in only one group
         groups = [*blocks, first + last] if is_usual else blocks
     return [group for group in groups if None not in group]  # a module on another stage is None
 
