@@ -40,10 +40,9 @@ class DocumentAttention(InnerAttention):
         self, query: Tensor, key: Tensor, value: Tensor, doc_ids: Tensor | BlockMask
     ) -> Tensor:
         """query (B, heads, Q, E), key and value (B, kv heads, S, E), result of `plan` -> (B, heads, Q, E)."""
-        mask = doc_ids
-        if isinstance(mask, BlockMask):
-            return attend_in_blocks(query, key, value, mask)
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+        if isinstance(doc_ids, BlockMask):
+            return attend_in_blocks(query, key, value, doc_ids)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=doc_ids, enable_gqa=True)
 
     def positions(self, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the positions of the queries, (Q,), and of the keys, (S,), in the full sequence."""

@@ -83,10 +83,8 @@ class Router(nn.Module):
         weights = scores.gather(-1, routes)
         if self.args.normalize_top_k:
             weights = weights / weights.sum(-1, keepdim=True)
-        experts = torch.arange(self.n_experts, device=x.device)
-        is_chosen = routes[..., None] == experts  # (B, S, K, E)
-        counts = is_chosen.sum((1, 2))
-        return Routing(weights, routes, counts, probabilities, logits)
+        is_chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, routes, True)
+        return Routing(weights, routes, is_chosen.sum(1), probabilities, logits)
 
     def choose(self, scores: Tensor) -> Tensor:
         """Return the K best experts for each token: (B, S, E) -> (B, S, K). The bias affects only this choice."""

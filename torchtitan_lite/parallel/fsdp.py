@@ -50,7 +50,6 @@ from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
-    OffloadPolicy,
     fully_shard,
 )
 
@@ -90,20 +89,21 @@ def apply_fsdp(
 
     Gradients are summed, not averaged: each loss is already divided by the number of tokens in the global batch.
     """
+    policies: dict[str, Any] = {}
     # Do not cast inputs: hidden states already have the compute dtype, and rotary angles must stay fp32.
-    policy = MixedPrecisionPolicy(
+    policies["mp_policy"] = MixedPrecisionPolicy(
         param_dtype=getattr(torch, section.mixed_precision_param),
         reduce_dtype=getattr(torch, section.mixed_precision_reduce),
         cast_forward_inputs=False,
     )
-    offload_policy = OffloadPolicy()
     if section.enable_cpu_offload:
-        offload_policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+        policies["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     reshard = layout.zero_stage == 3
 
-    def shard(group: list[nn.Module], mesh: DeviceMesh = mesh, **options) -> None:
-        options = {"reshard_after_forward": reshard, **options}
-        fully_shard(group, mesh=mesh, mp_policy=policy, offload_policy=offload_policy, **options)
+    def shard(
+        group: list[nn.Module], mesh: DeviceMesh = mesh, reshard: bool = reshard, **options
+    ) -> None:
+        fully_shard(group, mesh=mesh, reshard_after_forward=reshard, **policies, **options)
         if mesh.size() > 1:  # with one rank, FSDP would only copy the gradient
             # Sum without a factor. With gloo, only the second call makes the factor 1.
             group[0].set_gradient_divide_factor(1.0)
@@ -116,7 +116,7 @@ def apply_fsdp(
         groups = plan_fsdp_groups(part)
     for group in groups:
         # The head's backward directly follows its forward: freeing it in between would gather it twice in a row.
-        shard(group, reshard_after_forward=reshard and part.output not in group)
+        shard(group, reshard=reshard and part.output not in group)
     if [part.tok_embeddings] in groups:  # not tied to the head: its backward reads no weight
         part.tok_embeddings.set_unshard_in_backward(False)
     shard([part])
