@@ -25,7 +25,6 @@ import torch
 import torch._functorch.config as partitioner_config
 from torch import nn
 from torch.distributed._symmetric_memory import enable_symm_mem_for_group
-from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import (
     checkpoint,
     create_selective_checkpoint_contexts,
@@ -62,7 +61,9 @@ def recompute_and_compile(part: nn.Module, config: Config, mesh: Mesh) -> None:
     set_memory_budget(config.activation_checkpoint)
     options = None
     if config.parallelism.enable_async_tensor_parallel:
-        options = enable_async_tensor_parallel(mesh.tp)
+        # torch warns that this function is deprecated, but in torch 2.13 its compiler pass still depends on it.
+        enable_symm_mem_for_group(mesh.tp.get_group().group_name)
+        options = {"_micro_pipeline_tp": True}
     components = config.compile.components if config.compile.enable else []
     backend = config.compile.backend
     moes = dict(list_moes(part))
@@ -109,13 +110,6 @@ def set_memory_budget(section: ActivationCheckpoint) -> None:
         # torch 2.13 refuses to plan for objects of unknown size. In a block, only TP's process groups are such objects,
         # and they hold no tensors.
         partitioner_config.unsafe_treat_script_objects_as_zero_size = True
-
-
-def enable_async_tensor_parallel(mesh: DeviceMesh) -> dict[str, bool]:
-    """Enable symmetric memory between the ranks of `mesh`. Returns the torch.compile options for the blocks."""
-    # torch warns that this function is deprecated, but in torch 2.13 its compiler pass still depends on it.
-    enable_symm_mem_for_group(mesh.get_group().group_name)
-    return {"_micro_pipeline_tp": True}
 
 
 def apply_recompute(module: nn.Module, method: str, context_fn: Callable = noop_context_fn) -> None:

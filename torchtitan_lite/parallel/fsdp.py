@@ -89,21 +89,19 @@ def apply_fsdp(
 
     Gradients are summed, not averaged: each loss is already divided by the number of tokens in the global batch.
     """
-    policies: dict[str, Any] = {}
     # Do not cast inputs: hidden states already have the compute dtype, and rotary angles must stay fp32.
-    policies["mp_policy"] = MixedPrecisionPolicy(
+    policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, section.mixed_precision_param),
         reduce_dtype=getattr(torch, section.mixed_precision_reduce),
         cast_forward_inputs=False,
     )
-    if section.enable_cpu_offload:
-        policies["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     reshard = layout.zero_stage == 3
+    usual: dict[str, Any] = {"mp_policy": policy, "reshard_after_forward": reshard}
+    if section.enable_cpu_offload:
+        usual["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
 
-    def shard(
-        group: list[nn.Module], mesh: DeviceMesh = mesh, reshard: bool = reshard, **options
-    ) -> None:
-        fully_shard(group, mesh=mesh, reshard_after_forward=reshard, **policies, **options)
+    def shard(group: list[nn.Module], mesh: DeviceMesh = mesh, **options) -> None:
+        fully_shard(group, mesh=mesh, **usual | options)
         if mesh.size() > 1:  # with one rank, FSDP would only copy the gradient
             # Sum without a factor. With gloo, only the second call makes the factor 1.
             group[0].set_gradient_divide_factor(1.0)
@@ -116,7 +114,7 @@ def apply_fsdp(
         groups = plan_fsdp_groups(part)
     for group in groups:
         # The head's backward directly follows its forward: freeing it in between would gather it twice in a row.
-        shard(group, reshard=reshard and part.output not in group)
+        shard(group, reshard_after_forward=reshard and part.output not in group)
     if [part.tok_embeddings] in groups:  # not tied to the head: its backward reads no weight
         part.tok_embeddings.set_unshard_in_backward(False)
     shard([part])
