@@ -18,7 +18,7 @@ mesh_dp_shard_cp. The group of all ranks is torch's default group, default_pg.
 Effect: creates process groups; nothing is sharded yet. Sources: DeviceMesh; arXiv:2410.06511.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # noqa: F401  registers the backend "fake"
@@ -42,8 +42,8 @@ class Mesh:
     loss_mesh: DeviceMesh  # 1-D: ranks whose losses are summed, pp x dp x cp (all except tp)
     # None if the model has no experts:
     # for their fully_shard: (efsdp) or (dp_replicate, efsdp)
-    expert_fsdp_mesh: DeviceMesh | None
-    ep: DeviceMesh | None  # 1-D: ranks that share the experts of a layer
+    expert_fsdp_mesh: DeviceMesh | None = None
+    ep: DeviceMesh | None = None  # 1-D: ranks that share the experts of a layer
 
     def coordinates(self) -> dict[str, int]:
         """Return the coordinate of this rank on each mesh dim."""
@@ -64,20 +64,7 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
     fsdp_mesh = shard
     if layout.dp_replicate > 1:
         fsdp_mesh = DeviceMesh._concatenate([world["dp_replicate"], shard])
-    ep = expert_fsdp_mesh = None
-    if layout.ep:
-        degrees = {
-            "pp": layout.pp,
-            "dp_replicate": layout.dp_replicate,
-            "efsdp": layout.efsdp,
-            "ep": layout.ep,
-        }
-        experts = make_mesh(device_type, degrees, new=("efsdp", "ep"))
-        ep = experts["ep"]
-        expert_fsdp_mesh = experts["efsdp"]
-        if layout.dp_replicate > 1:
-            expert_fsdp_mesh = experts["dp_replicate", "efsdp"]
-    return Mesh(
+    mesh = Mesh(
         world=world,
         pp=world["pp"],
         cp=world["cp"],
@@ -85,9 +72,20 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
         fsdp_mesh=fsdp_mesh,
         dp_cp_mesh=join_dims(world, "dp_replicate", "dp_shard", "cp"),
         loss_mesh=join_dims(world, "pp", "dp_replicate", "dp_shard", "cp"),
-        expert_fsdp_mesh=expert_fsdp_mesh,
-        ep=ep,
     )
+    if not layout.ep:
+        return mesh
+    degrees = {
+        "pp": layout.pp,
+        "dp_replicate": layout.dp_replicate,
+        "efsdp": layout.efsdp,
+        "ep": layout.ep,
+    }
+    experts = make_mesh(device_type, degrees, new=("efsdp", "ep"))
+    expert_fsdp_mesh = experts["efsdp"]
+    if layout.dp_replicate > 1:
+        expert_fsdp_mesh = experts["dp_replicate", "efsdp"]
+    return replace(mesh, expert_fsdp_mesh=expert_fsdp_mesh, ep=experts["ep"])
 
 
 def make_mesh(
