@@ -32,7 +32,7 @@ from torch.utils.checkpoint import (
 )
 
 from torchtitan_lite.config.layout import plan_recompute
-from torchtitan_lite.config.schema import ActivationCheckpoint, Config
+from torchtitan_lite.config.schema import Config
 from torchtitan_lite.model.part import list_moes
 from torchtitan_lite.parallel.exchange import collectives
 from torchtitan_lite.parallel.mesh import Mesh
@@ -57,8 +57,15 @@ KEPT_OPS = [  # outputs worth saving: expensive to compute, or received from oth
 
 def recompute_and_compile(part: nn.Module, config: Config, mesh: Mesh) -> None:
     """Apply recompute and torch.compile to the methods of each block, and compile the loss."""
-    recompute = plan_recompute(config.activation_checkpoint, [int(layer) for layer in part.layers])
-    set_memory_budget(config.activation_checkpoint)
+    section = config.activation_checkpoint
+    recompute = plan_recompute(section, [int(layer) for layer in part.layers])
+    # The budget holds for the whole process, because torch has no option per compile call.
+    budget = section.memory_budget if section.mode == "memory_budget" else 1.0
+    partitioner_config.activation_memory_budget = budget
+    if hasattr(partitioner_config, "unsafe_treat_script_objects_as_zero_size"):
+        # torch 2.13 refuses to plan for objects of unknown size. In a block, only TP's process groups are such objects,
+        # and they hold no tensors.
+        partitioner_config.unsafe_treat_script_objects_as_zero_size = True
     options = None
     if config.parallelism.enable_async_tensor_parallel:
         # torch warns that this function is deprecated, but in torch 2.13 its compiler pass still depends on it.
@@ -100,16 +107,6 @@ def compile_method(
     eager = getattr(module, method)
     compiled = torch.compile(eager, backend=backend, fullgraph=True, options=options)
     setattr(module, method, compiled)
-
-
-def set_memory_budget(section: ActivationCheckpoint) -> None:
-    """Set the partitioner's memory budget for the whole process, because torch has no option per compile call."""
-    budget = section.memory_budget if section.mode == "memory_budget" else 1.0
-    partitioner_config.activation_memory_budget = budget
-    if hasattr(partitioner_config, "unsafe_treat_script_objects_as_zero_size"):
-        # torch 2.13 refuses to plan for objects of unknown size. In a block, only TP's process groups are such objects,
-        # and they hold no tensors.
-        partitioner_config.unsafe_treat_script_objects_as_zero_size = True
 
 
 def apply_recompute(module: nn.Module, method: str, context_fn: Callable = noop_context_fn) -> None:

@@ -88,6 +88,7 @@ def apply_context_parallel(
         if expected is CausalAttention:
             part.set_submodule(fqn, CausalContext(ranks, method))
         else:
+            assert method == "allgather", "the ring has no masks"
             inner.__class__ = make_gathering(type(inner))
             inner.ranks = ranks
 
