@@ -2,13 +2,10 @@
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from torchtitan_lite.model.document_attention import (
-    attend_in_blocks,
-    attend_within_documents,
-    plan_blocks,
-)
+from torchtitan_lite.model import document_attention
+from torchtitan_lite.model.document_attention import DocumentAttention, plan_mask
 
 
 def make_documents(n_rows: int, seq_len: int) -> torch.Tensor:
@@ -60,18 +57,25 @@ def make_part(n_rows: int):
     return (*part, doc_ids, query_positions, key_positions), expected[:, :, query_positions]
 
 
+@pytest.fixture
+def blocks_on_a_cpu(monkeypatch):
+    monkeypatch.setattr(document_attention, "create_mask", create_block_mask)
+
+
 def attend_part(query, key, value, *places):
-    return flex_attention(query, key, value, block_mask=plan_blocks(*places), enable_gqa=True)
+    return flex_attention(query, key, value, block_mask=plan_mask(*places), enable_gqa=True)
 
 
+@pytest.mark.usefixtures("blocks_on_a_cpu")
 def test_blocks_that_no_document_reaches_into_are_left_out():
     doc_ids = (torch.arange(4 * BLOCK) // BLOCK)[None]  # each document is one block
     positions = torch.arange(4 * BLOCK)
-    blocks = plan_blocks(doc_ids, positions, positions)
+    blocks = plan_mask(doc_ids, positions, positions)
     assert blocks.to_dense()[0, 0].tolist() == torch.eye(4).tolist()
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.usefixtures("blocks_on_a_cpu")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_attention_in_blocks_is_attention_document_by_document_and_compiles_without_a_break(
     compiled,
@@ -94,10 +98,7 @@ def test_attention_in_blocks_on_a_gpu_gives_outputs_and_gradients_of_the_cpu():
             tensor.detach().to(device) for tensor in part
         )
         heads = [tensor.requires_grad_() for tensor in heads]
-        if device == "cuda":
-            out = attend_in_blocks(*heads, plan_blocks(doc_ids, query_positions, key_positions))
-        else:
-            out = attend_within_documents(*heads, doc_ids, query_positions, key_positions)
+        out = DocumentAttention()(*heads, plan_mask(doc_ids, query_positions, key_positions))
         found.append([out, *torch.autograd.grad(out.square().sum(), heads)])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(other.cpu(), one, rtol=1e-3, atol=1e-3)

@@ -9,6 +9,7 @@ import torch
 from compare import TABLE_CONFIG, resolve_model
 from test_documents import make_documents
 from torch import nn
+from torch.nn.attention.flex_attention import create_block_mask
 
 from torchtitan_lite.config.block import count_keys
 from torchtitan_lite.config.messages import UserError
@@ -18,7 +19,7 @@ from torchtitan_lite.config.schema import Model
 from torchtitan_lite.extensions.windowed_attention import attend_in_windows
 from torchtitan_lite.model import document_attention
 from torchtitan_lite.model.attention import CausalAttention, build_attention
-from torchtitan_lite.model.document_attention import plan_blocks
+from torchtitan_lite.model.document_attention import plan_mask
 from torchtitan_lite.model.own_attention import explain_own_attention
 from torchtitan_lite.models.llama3.modules import Attention, Llama3
 from torchtitan_lite.parallel.context_parallel import apply_context_parallel
@@ -111,6 +112,7 @@ def test_flex_attention_with_windows_and_sinks_is_the_same(case, monkeypatch):
     monkeypatch.setattr(
         document_attention, "compile_once", lambda function: function
     )  # lse on a CPU: eager only
+    monkeypatch.setattr(document_attention, "create_mask", create_block_mask)
     model_args = make_case(*case)
     doc_ids = make_documents(2, SEQ_LEN)
     positions = torch.arange(SEQ_LEN)
@@ -119,7 +121,7 @@ def test_flex_attention_with_windows_and_sinks_is_the_same(case, monkeypatch):
     with torch.no_grad():
         heads, sinks, _ = make_inputs(model_args, inner)
         heads = [tensor.detach() for tensor in heads]
-        blocks = plan_blocks(doc_ids, positions, positions, model_args.find_window(0))
+        blocks = plan_mask(doc_ids, positions, positions, model_args.find_window(0))
         found = attend_in_windows(*heads, blocks, sinks)
         expected = attend_exactly(*heads, sinks, list_sees(model_args, 0, doc_ids))
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)

@@ -9,7 +9,7 @@ from mutant_table import mutant
 from torchtitan_lite import build, step
 from torchtitan_lite.components import optim
 from torchtitan_lite.extensions import ring_attention
-from torchtitan_lite.model import attention, head, moe
+from torchtitan_lite.model import document_attention, head, moe
 from torchtitan_lite.parallel import initial_weights
 
 LONG = {"training.seq_len": 2048}
@@ -82,13 +82,13 @@ def odd_rows_lose_a_token(original, run, batch):
     Row(2, {CP: 2, **DOCUMENTS, **LONG}),
     "module output",
     "layers.0.attention.inner",
-    at=(attention, "attend_within_documents"),
+    at=(document_attention, "plan_mask"),
     dims=("cp",),
     trial="deep",
 )
-def documents_numbered_in_a_byte(original, query, key, value, doc_ids, *positions):
+def documents_numbered_in_a_byte(original, doc_ids, *positions):
     """Document numbers are kept in eight bits to save memory, so that document 256 sees document 0."""
-    return original(query, key, value, doc_ids % 256, *positions)
+    return original(doc_ids % 256, *positions)
 
 
 @mutant(

@@ -129,16 +129,18 @@ class AuxiliaryGradient(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(counts)
         ctx.balance = balance
-        ctx.top_k = weights.shape[-1]
         ctx.shape = probabilities.shape  # (B, S, E)
         return weights.view_as(weights)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple:
         (counts,) = ctx.saved_tensors
-        counts = sum_over_ranks(counts, ctx.balance.groups)  # (B, E), over full sequences
+        counts = counts.clone()  # (B, E), over full sequences
+        for group in ctx.balance.groups:
+            dist.all_reduce(counts, group=group)  # B x E x 8 bytes
         n_routes = counts.sum(-1, keepdim=True).float()
-        fraction = ctx.shape[-1] * ctx.top_k * counts.float()
+        moe = ctx.balance.moe
+        fraction = moe.n_experts * moe.top_k * counts.float()
         per_token = fraction / n_routes.square()  # f / S, with S = routes of a sequence / top_k
         per_token = per_token[:, None].expand(ctx.shape)
         return grad, ctx.balance.loss_weight * per_token, None, None
@@ -154,14 +156,6 @@ class AddLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
         return grad, grad.new_ones(())
-
-
-def sum_over_ranks(counts: Tensor, groups: list[dist.ProcessGroup]) -> Tensor:
-    """Sum the counts of the ranks that share sequences: all-reduces B x E x 8 bytes over each group."""
-    total = counts.clone()
-    for group in groups:
-        dist.all_reduce(total, group=group)
-    return total
 
 
 def build_balance(

@@ -237,7 +237,7 @@ def gathers_whole_parts(layout: Layout, compute_dtype: str) -> bool:
 
 def plan_recompute(section: ActivationCheckpoint, layers: Iterable[int]) -> dict[int, str]:
     """Return layer number -> "none", "op" or "full". Numbers are global, so the result is the same on all stages."""
-    if section.mode == "memory_budget":  # handled by set_memory_budget and the compiler
+    if section.mode == "memory_budget":  # handled by the compiler
         return dict.fromkeys(layers, "none")
     if section.mode != "selective":
         return dict.fromkeys(layers, section.mode)

@@ -29,8 +29,7 @@ from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.model.document_attention import (
     DocumentAttention,
     attend_in_blocks,
-    make_mask,
-    plan_blocks,
+    plan_mask,
 )
 
 Masks = list[Tensor | BlockMask]  # one for each kind of layer
@@ -66,8 +65,7 @@ class WindowedAttention(DocumentAttention):
         if not self.uses_documents:
             doc_ids = torch.zeros_like(doc_ids[:1])
         places = self.positions(doc_ids.shape[1], doc_ids.device)
-        make = make_mask if doc_ids.device.type == "cpu" else plan_blocks
-        return [make(doc_ids, *places, window) for window in self.kinds]
+        return [plan_mask(doc_ids, *places, window) for window in self.kinds]
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, doc_ids: Masks | None) -> Tensor:
         """query (B, heads, Q, E), key and value (B, kv heads, K, E), result of `plan` -> (B, heads, Q, E)."""

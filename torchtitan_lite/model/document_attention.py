@@ -1,8 +1,9 @@
 """Attention inside documents: a token attends to itself and all earlier tokens in its document (attention.py).
 
 On a CPU, document attention uses an explicit mask (B, 1, queries, keys), which is simple but slow. On CUDA it uses
-compiled flex attention, which reads only blocks of 128 x 128 pairs that contain unmasked pairs. The model plans these
-blocks once per batch, before the first layer. The planning is compiled too, so no mask of queries x keys is stored.
+compiled flex attention, which reads only blocks of 128 x 128 pairs that contain unmasked pairs. The model makes the
+mask or these blocks once per batch, before the first layer. On CUDA this is compiled too, so no mask of queries x keys
+is stored.
 
 Queries and keys may be any part of the sequence in any order, because a context-parallel rank has only some queries.
 The CUDA path was never run on a GPU; on a CPU, tests check its blocks, its outputs, and that it compiles without a
@@ -22,6 +23,7 @@ from torch.nn.attention.flex_attention import (
     AuxRequest,
     BlockMask,
     create_block_mask,
+    create_mask,
     flex_attention,
 )
 
@@ -30,11 +32,9 @@ from torchtitan_lite.model.inner_attention import InnerAttention
 
 class DocumentAttention(InnerAttention):
     def plan(self, doc_ids: Tensor) -> Tensor | BlockMask:
-        """Plan which blocks flex attention reads; on a CPU, return doc_ids (B, S)."""
-        if doc_ids.device.type == "cpu":
-            return doc_ids
+        """Return the mask of all layers."""
         positions = self.positions(doc_ids.shape[1], doc_ids.device)
-        return plan_blocks(doc_ids, *positions)
+        return plan_mask(doc_ids, *positions)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, doc_ids: Tensor | BlockMask
@@ -42,8 +42,7 @@ class DocumentAttention(InnerAttention):
         """query (B, heads, Q, E), key and value (B, kv heads, S, E), result of `plan` -> (B, heads, Q, E)."""
         if isinstance(doc_ids, BlockMask):
             return attend_in_blocks(query, key, value, doc_ids)
-        positions = self.positions(key.shape[2], key.device)
-        return attend_within_documents(query, key, value, doc_ids, *positions)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=doc_ids, enable_gqa=True)
 
     def positions(self, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the positions of the queries, (Q,), and of the keys, (S,), in the full sequence."""
@@ -51,35 +50,32 @@ class DocumentAttention(InnerAttention):
         return positions, positions
 
 
-def attend_within_documents(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    doc_ids: Tensor,
-    query_positions: Tensor,
-    key_positions: Tensor,
-) -> Tensor:
-    """Attend with an explicit mask. query (B, heads, Q, E), key and value (B, kv heads, K, E) -> (B, heads, Q, E).
+def plan_mask(
+    doc_ids: Tensor, query_positions: Tensor, key_positions: Tensor, window: int | None = None
+) -> Tensor | BlockMask:
+    """Return which keys each query sees: on a CPU (B, 1, Q, K), else the blocks that flex attention reads.
 
     doc_ids (B, S) cover the full sequence; query_positions (Q,) and key_positions (K,) index into it.
     """
-    mask = make_mask(doc_ids, query_positions, key_positions)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+    query_docs = doc_ids[:, query_positions]
+    key_docs = doc_ids[:, key_positions]
 
+    def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        distance = query_positions[query] - key_positions[key]
+        is_seen = (distance >= 0) & (query_docs[row, query] == key_docs[row, key])
+        return is_seen & (distance < window) if window else is_seen
 
-def make_mask(
-    doc_ids: Tensor, query_positions: Tensor, key_positions: Tensor, window: int | None = None
-) -> Tensor:
-    """Return which keys each query sees, (B, 1, Q, K). For the arguments see attend_within_documents."""
-    distance = query_positions[:, None] - key_positions
-    same = doc_ids[:, query_positions, None] == doc_ids[:, None, key_positions]
-    mask = same & (distance >= 0)
-    if window:
-        mask = mask & (distance < window)
-    return mask[:, None]
-
-
-# ---------------------------------------------------------------- flex attention
+    create = create_mask
+    if doc_ids.device.type != "cpu":
+        create = compile_once(create_block_mask)
+    return create(
+        sees,
+        B=len(doc_ids),
+        H=None,
+        Q_LEN=len(query_positions),
+        KV_LEN=len(key_positions),
+        device=doc_ids.device.type,
+    )
 
 
 def attend_in_blocks(
@@ -102,28 +98,3 @@ def compile_once(function: Callable) -> Callable:
     # The option lets per-op recompute see compiled regions and save their outputs (activation_checkpoint.py).
     options = {"wrap_inductor_compiled_regions": True}
     return torch.compile(function, dynamic=False, options=options)
-
-
-def plan_blocks(
-    doc_ids: Tensor, query_positions: Tensor, key_positions: Tensor, window: int | None = None
-) -> BlockMask:
-    """Plan which blocks of queries x keys flex attention reads. For the arguments see attend_within_documents."""
-    query_docs = doc_ids[:, query_positions]
-    key_docs = doc_ids[:, key_positions]
-
-    def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        distance = query_positions[query] - key_positions[key]
-        is_seen = (distance >= 0) & (query_docs[row, query] == key_docs[row, key])
-        return is_seen & (distance < window) if window else is_seen
-
-    create = create_block_mask
-    if doc_ids.device.type != "cpu":
-        create = compile_once(create_block_mask)
-    return create(
-        sees,
-        B=len(doc_ids),
-        H=None,
-        Q_LEN=len(query_positions),
-        KV_LEN=len(key_positions),
-        device=doc_ids.device.type,
-    )

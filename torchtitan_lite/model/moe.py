@@ -35,9 +35,9 @@ class MoE(nn.Module):
         weights, routes, counts, _, _ = self.router(x)
         # (R,): rows by expert; row r is copy r % K of token r // K
         order, place = sort_rows(routes.flatten(), self.router.n_experts)
-        rows = permute_rows(x.flatten(0, 1), order, place, routes.shape[-1])
+        rows = PermuteRows.apply(x.flatten(0, 1), order, place, routes.shape[-1])
         rows = self.experts(rows, counts.sum(0))
-        copies = permute_rows(rows, place, order)
+        copies = PermuteRows.apply(rows, place, order, 1)
         return self.combine(copies.view(*routes.shape, -1), weights)
 
     def combine(self, copies: Tensor, weights: Tensor) -> Tensor:
@@ -83,10 +83,8 @@ class Router(nn.Module):
         weights = scores.gather(-1, routes)
         if self.args.normalize_top_k:
             weights = weights / weights.sum(-1, keepdim=True)
-        experts = torch.arange(self.n_experts, device=x.device)
-        is_chosen = routes[..., None] == experts  # (B, S, K, E)
-        counts = is_chosen.sum((1, 2))
-        return Routing(weights, routes, counts, probabilities, logits)
+        is_chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, routes, True)
+        return Routing(weights, routes, is_chosen.sum(1), probabilities, logits)
 
     def choose(self, scores: Tensor) -> Tensor:
         """Return the K best experts for each token: (B, S, E) -> (B, S, K). The bias affects only this choice."""
@@ -154,16 +152,16 @@ def sort_rows(experts: Tensor, n_experts: int) -> tuple[Tensor, Tensor]:
 
 
 class PermuteRows(torch.autograd.Function):
-    """Return x[order // n_copies]. `inverse` is the inverse permutation of `order`.
+    """Copy each row of x (R / n_copies, D) `n_copies` times, and return the copies in `order`, (R, D).
 
-    In backward, plain indexing would add rows one by one.
+    `inverse` is the inverse permutation of `order`. In backward, plain indexing would add rows one by one.
     """
 
     @staticmethod
     def forward(ctx, x: Tensor, order: Tensor, inverse: Tensor, n_copies: int) -> Tensor:
         ctx.save_for_backward(inverse)
         ctx.n_copies = n_copies
-        return x.index_select(0, order if n_copies == 1 else order // n_copies)
+        return x.index_select(0, order // n_copies)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -172,8 +170,3 @@ class PermuteRows(torch.autograd.Function):
         if ctx.n_copies > 1:
             copies = copies.unflatten(0, (-1, ctx.n_copies)).sum(1)
         return copies, None, None, None
-
-
-def permute_rows(x: Tensor, order: Tensor, inverse: Tensor, n_copies: int = 1) -> Tensor:
-    """Copy each row of x (R / n_copies, D) `n_copies` times, and return the copies in this order, (R, D)."""
-    return PermuteRows.apply(x, order, inverse, n_copies)

@@ -25,7 +25,6 @@ import torch
 import torch._functorch.config as partitioner_config
 from torch import nn
 from torch.distributed._symmetric_memory import enable_symm_mem_for_group
-from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import (
     checkpoint,
     create_selective_checkpoint_contexts,
@@ -33,7 +32,7 @@ from torch.utils.checkpoint import (
 )
 
 from torchtitan_lite.config.layout import plan_recompute
-from torchtitan_lite.config.schema import ActivationCheckpoint, Config
+from torchtitan_lite.config.schema import Config
 from torchtitan_lite.model.part import list_moes
 from torchtitan_lite.parallel.exchange import collectives
 from torchtitan_lite.parallel.mesh import Mesh
@@ -58,11 +57,20 @@ KEPT_OPS = [  # outputs worth saving: expensive to compute, or received from oth
 
 def recompute_and_compile(part: nn.Module, config: Config, mesh: Mesh) -> None:
     """Apply recompute and torch.compile to the methods of each block, and compile the loss."""
-    recompute = plan_recompute(config.activation_checkpoint, [int(layer) for layer in part.layers])
-    set_memory_budget(config.activation_checkpoint)
+    section = config.activation_checkpoint
+    recompute = plan_recompute(section, [int(layer) for layer in part.layers])
+    # The budget holds for the whole process, because torch has no option per compile call.
+    budget = section.memory_budget if section.mode == "memory_budget" else 1.0
+    partitioner_config.activation_memory_budget = budget
+    if hasattr(partitioner_config, "unsafe_treat_script_objects_as_zero_size"):
+        # torch 2.13 refuses to plan for objects of unknown size. In a block, only TP's process groups are such objects,
+        # and they hold no tensors.
+        partitioner_config.unsafe_treat_script_objects_as_zero_size = True
     options = None
     if config.parallelism.enable_async_tensor_parallel:
-        options = enable_async_tensor_parallel(mesh.tp)
+        # torch warns that this function is deprecated, but in torch 2.13 its compiler pass still depends on it.
+        enable_symm_mem_for_group(mesh.tp.get_group().group_name)
+        options = {"_micro_pipeline_tp": True}
     components = config.compile.components if config.compile.enable else []
     backend = config.compile.backend
     moes = dict(list_moes(part))
@@ -99,23 +107,6 @@ def compile_method(
     eager = getattr(module, method)
     compiled = torch.compile(eager, backend=backend, fullgraph=True, options=options)
     setattr(module, method, compiled)
-
-
-def set_memory_budget(section: ActivationCheckpoint) -> None:
-    """Set the partitioner's memory budget for the whole process, because torch has no option per compile call."""
-    budget = section.memory_budget if section.mode == "memory_budget" else 1.0
-    partitioner_config.activation_memory_budget = budget
-    if hasattr(partitioner_config, "unsafe_treat_script_objects_as_zero_size"):
-        # torch 2.13 refuses to plan for objects of unknown size. In a block, only TP's process groups are such objects,
-        # and they hold no tensors.
-        partitioner_config.unsafe_treat_script_objects_as_zero_size = True
-
-
-def enable_async_tensor_parallel(mesh: DeviceMesh) -> dict[str, bool]:
-    """Enable symmetric memory between the ranks of `mesh`. Returns the torch.compile options for the blocks."""
-    # torch warns that this function is deprecated, but in torch 2.13 its compiler pass still depends on it.
-    enable_symm_mem_for_group(mesh.get_group().group_name)
-    return {"_micro_pipeline_tp": True}
 
 
 def apply_recompute(module: nn.Module, method: str, context_fn: Callable = noop_context_fn) -> None:

@@ -79,38 +79,33 @@ def apply_context_parallel(
     """
     with torch.device("meta"):
         expected = type(build_attention(attention, part.model_args, layer=0))
+    ranks = list_ranks(mesh)
     own_attention = load_module("model.own_attention")
     if why := own_attention.explain_own_attention(part, expected):
         remedy = "Add a row to ATTENTIONS (config/choices.py) for it, or use parallelism.context_parallel_degree = 1"
         raise UserError(f"Context parallel cannot fetch keys for this attention: {why}. {remedy}.")
     for fqn, inner in own_attention.list_attentions(part).items():
         if expected is CausalAttention:
-            part.set_submodule(fqn, CausalContext(mesh, method))
+            part.set_submodule(fqn, CausalContext(ranks, method))
         else:
             assert method == "allgather", "the ring has no masks"
-            gather_keys(inner, mesh)
+            inner.__class__ = make_gathering(type(inner))
+            inner.ranks = ranks
 
 
 class CausalContext(InnerAttention):
     """Causal attention: every token attends to all earlier tokens, on every rank."""
 
-    def __init__(self, mesh: DeviceMesh, method: str):
+    def __init__(self, ranks: Ranks, method: str):
         super().__init__()
         self.method = method
-        self.ranks = list_ranks(mesh)
+        self.ranks = ranks
         self.attend = load_extension("ring_attention").context_attention
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, doc_ids: Tensor | None) -> Tensor:
         """query (B, H, S/cp, E), key and value (B, K, S/cp, E) -> (B, H, S/cp, E). Collective."""
-        own, n_ranks, group_name, _ = self.ranks
-        out, _ = self.attend(query, key, value, self.method, own, n_ranks, group_name)
+        out, _ = self.attend(query, key, value, self.method, *self.ranks[:3])
         return out
-
-
-def gather_keys(inner: InnerAttention, mesh: DeviceMesh) -> None:
-    """Let an attention whose mask comes from `positions` attend to the keys of all cp ranks."""
-    inner.__class__ = make_gathering(type(inner))
-    inner.ranks = list_ranks(mesh)
 
 
 @cache  # compiled code is shared by modules of one class

@@ -114,30 +114,29 @@ class Gather(torch.autograd.Function):
 
 
 class GatherEqually(torch.autograd.Function):
-    """All-gathers (1, ...) -> (tp, ...). All ranks must use the result in the same way, so its gradients are equal."""
+    """All-gathers (...) -> (tp, ...). All ranks must use the result in the same way, so its gradients are equal."""
 
     @staticmethod
     def forward(ctx, own: Tensor, ranks: Ranks) -> Tensor:
         ctx.ranks = ranks
-        return all_gather(own, ranks, 0)
+        return all_gather(own[None], ranks, 0)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return grad[ctx.ranks.own, None], None
+        return grad[ctx.ranks.own], None
 
 
 class Scatter(torch.autograd.Function):
-    """Reduce-scatters partial sums along `dim`, (B, S, D) -> (B, S/tp, D)."""
+    """Reduce-scatters partial sums, (B, S, D) -> (B, S/tp, D)."""
 
     @staticmethod
-    def forward(ctx, partial_sum: Tensor, ranks: Ranks, dim: int) -> Tensor:
+    def forward(ctx, partial_sum: Tensor, ranks: Ranks) -> Tensor:
         ctx.ranks = ranks
-        ctx.dim = dim
-        return reduce_scatter(partial_sum, ranks, dim)
+        return reduce_scatter(partial_sum, ranks, 1)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
-        return all_gather(grad, ctx.ranks, ctx.dim), None, None
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return all_gather(grad, ctx.ranks, 1), None
 
 
 class ExchangeRows(torch.autograd.Function):

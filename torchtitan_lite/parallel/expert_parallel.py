@@ -41,7 +41,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torchtitan_lite.config.experts import find_expert_dim
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.dtensor import shard_parameters
-from torchtitan_lite.model.moe import Experts, permute_rows, sort_rows
+from torchtitan_lite.model.moe import Experts, PermuteRows, sort_rows
 from torchtitan_lite.model.part import list_moes
 from torchtitan_lite.parallel.exchange import ExchangeRows, Ranks, all_to_all, list_ranks
 
@@ -102,9 +102,9 @@ def compute_elsewhere(experts: Experts, ranks: Ranks, rows: Tensor, counts: Tens
         output_size=sum(received),
     )
     order, place = sort_rows(expert_of_row, n_experts)
-    sorted_rows = permute_rows(arrived, order, place)
+    sorted_rows = PermuteRows.apply(arrived, order, place, 1)
     results = type(experts).forward(experts, sorted_rows, arriving.sum(0))
-    results = permute_rows(results, place, order)
+    results = PermuteRows.apply(results, place, order, 1)
     return ExchangeRows.apply(results, sent, received, ranks)
 
 

@@ -50,7 +50,6 @@ from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
-    OffloadPolicy,
     fully_shard,
 )
 
@@ -58,6 +57,7 @@ from torchtitan_lite.config.block import list_added_ends
 from torchtitan_lite.config.extensions import load_module
 from torchtitan_lite.config.layout import Layout, gathers_whole_parts
 from torchtitan_lite.config.schema import Training
+from torchtitan_lite.model.part import is_tied_inside
 
 
 def plan_fsdp_groups(part: nn.Module) -> list[list[nn.Module]]:
@@ -73,8 +73,7 @@ def plan_fsdp_groups(part: nn.Module) -> list[list[nn.Module]]:
     if not is_usual:
         last = [part.output]
     groups = [first, *blocks, last]
-    if part.model_args.tie_embeddings and None not in first + last:
-        # a shared matrix can be in only one group
+    if is_tied_inside(part):  # a shared matrix can be in only one group
         groups = [*blocks, first + last] if is_usual else blocks
     return [group for group in groups if None not in group]  # a module on another stage is None
 
@@ -96,14 +95,13 @@ def apply_fsdp(
         reduce_dtype=getattr(torch, section.mixed_precision_reduce),
         cast_forward_inputs=False,
     )
-    offload_policy = OffloadPolicy()
-    if section.enable_cpu_offload:
-        offload_policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     reshard = layout.zero_stage == 3
+    usual: dict[str, Any] = {"mp_policy": policy, "reshard_after_forward": reshard}
+    if section.enable_cpu_offload:
+        usual["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
 
     def shard(group: list[nn.Module], mesh: DeviceMesh = mesh, **options) -> None:
-        options = {"reshard_after_forward": reshard, **options}
-        fully_shard(group, mesh=mesh, mp_policy=policy, offload_policy=offload_policy, **options)
+        fully_shard(group, mesh=mesh, **usual | options)
         if mesh.size() > 1:  # with one rank, FSDP would only copy the gradient
             # Sum without a factor. With gloo, only the second call makes the factor 1.
             group[0].set_gradient_divide_factor(1.0)

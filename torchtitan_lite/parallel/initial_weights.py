@@ -45,8 +45,6 @@ def fill_tensor(full: Tensor, entry: Parameter, generator: torch.Generator) -> N
     std = entry.row.init_std
     if entry.is_bias:
         full.zero_()
-    elif std == 0:
-        full.fill_(mean)
     else:
         full.normal_(mean, std, generator=generator).clamp_(mean - 3 * std, mean + 3 * std)
 

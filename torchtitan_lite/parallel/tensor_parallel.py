@@ -63,7 +63,6 @@ from functools import partial
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from torchtitan_lite.config.block import list_gathered, list_modules
 from torchtitan_lite.config.messages import UserError
@@ -107,31 +106,30 @@ def apply_tensor_parallel(part: nn.Module, mesh: DeviceMesh) -> None:
 
     Raises UserError if a parameter has no style: its gradient would cover only this rank's tokens.
     """
-    parallelize_module(part, mesh, plan_tensor_parallel(part))
+    for fqn, style in plan_tensor_parallel(part).items():
+        style.apply(part.get_submodule(fqn), mesh)
     moes = tuple(f"layers.{layer}.feed_forward." for layer, _ in list_moes(part))
     for fqn, parameter in part.named_parameters():
         if not isinstance(parameter, DTensor) and not fqn.startswith(moes):
             why = f"the plan for tensor parallel has no style for {fqn}"
             raise UserError(f"{why}: in the table of the model, its row needs another kind")
     if is_tied_inside(part):
-        # parallelize_module made a separate DTensor for each of the two modules, with equal placements
+        # the two modules have separate DTensors now, with equal placements
         part.output.weight = part.tok_embeddings.weight
 
 
 # ---------------------------------------------------------------- styles: what ranks exchange around a module
 
 
-class LocalStyle(ParallelStyle):
+class LocalStyle:
     """Base of the styles: parameters are sharded over tp, and `forward` reads the local shards under their names."""
 
     placements: dict[str, Placement] = {}  # of weight and bias
     hides: tuple[str, ...] = ()  # parameters that read as None in the module's own forward
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        """Called by `parallelize_module`."""
-        shard_parameters(module, device_mesh, self.placements, self.hides)
-        module.forward = partial(self.compute, module, list_ranks(device_mesh))
-        return module
+    def apply(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        shard_parameters(module, mesh, self.placements, self.hides)
+        module.forward = partial(self.compute, module, list_ranks(mesh))
 
     def compute(self, module: nn.Module, ranks: Ranks, *inputs, **options) -> Tensor:
         """Replacement for `module.forward`."""
@@ -155,7 +153,6 @@ class KeyValueParallel(ColwiseParallel):
     """x (B, S, D) -> (B, S, E * max(1, K/tp)): computes this rank's key/value heads, or its slice of one head."""
 
     def __init__(self, n_heads: int):
-        super().__init__()
         self.n_heads = n_heads
 
     def compute(self, module: nn.Module, ranks: Ranks, x: Tensor) -> Tensor:
@@ -172,7 +169,7 @@ class RowwiseParallel(LocalStyle):
     hides = ("bias",)
 
     def compute(self, module: nn.Module, ranks: Ranks, x: Tensor) -> Tensor:
-        out = Scatter.apply(super().compute(module, ranks, x), ranks, 1)
+        out = Scatter.apply(super().compute(module, ranks, x), ranks)
         bias = module.bias
         return out if bias is None else out + differentiable_shard(bias)
 
@@ -188,7 +185,7 @@ class GatheredOutput(SequenceParallel):
 
     def compute(self, module: nn.Module, ranks: Ranks, x: Tensor) -> Tensor:
         own = super().compute(module, ranks, x)
-        return GatherEqually.apply(own[None], ranks).transpose(0, 1).flatten(1, 2)
+        return GatherEqually.apply(own, ranks).transpose(0, 1).flatten(1, 2)
 
 
 class SplitEmbedding(LocalStyle):
@@ -202,7 +199,7 @@ class SplitEmbedding(LocalStyle):
         is_here = (row >= 0) & (row < n_rows)
         found = super().compute(module, ranks, row.where(is_here, 0))
         # One rank finds each token; the other ranks add zero.
-        return Scatter.apply(found * is_here[:, :, None], ranks, 1)
+        return Scatter.apply(found * is_here[:, :, None], ranks)
 
 
 class SplitHead(PrepareModuleInput):
@@ -213,9 +210,9 @@ class SplitHead(PrepareModuleInput):
 
     placements = {"weight": Shard(0)}
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.vocabulary = SplitVocabulary(list_ranks(device_mesh))
-        return super()._apply(module, device_mesh)
+    def apply(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        module.vocabulary = SplitVocabulary(list_ranks(mesh))
+        super().apply(module, mesh)
 
 
 class SplitVocabulary(Vocabulary):
@@ -227,7 +224,7 @@ class SplitVocabulary(Vocabulary):
 
     def gather(self, own: Tensor) -> Tensor:
         """All-gathers `own`: two numbers per token for the cross entropy."""
-        return GatherEqually.apply(own[None], self.ranks)
+        return GatherEqually.apply(own, self.ranks)
 
 
 STYLES = {  # tp_style of a ModuleRow; check_table (config/checks.py) knows which kinds have it

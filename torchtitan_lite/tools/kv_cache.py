@@ -20,7 +20,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.extensions.windowed_attention import attend_with_mask
 from torchtitan_lite.model.attention import build_attention
-from torchtitan_lite.model.document_attention import make_mask
 from torchtitan_lite.model.inner_attention import InnerAttention
 from torchtitan_lite.model.own_attention import explain_own_attention, list_attentions
 
@@ -58,7 +57,8 @@ class CachedAttention(InnerAttention):
         self.cache = key_value[:, :, :, first_kept:]
         if self.window or self.sinks is not None:
             keys = torch.arange(n_keys, device=query.device)
-            mask = make_mask(torch.zeros_like(keys)[None], keys[-n_queries:], keys, self.window)
+            distance = keys[-n_queries:, None] - keys
+            mask = (distance >= 0) & (distance < (self.window or n_keys))
             sinks = None if self.sinks is None else self.sinks()
             return attend_with_mask(query, *key_value, mask, sinks)
         mask = None  # a single token sees everything; with an empty cache, is_causal is enough

@@ -140,22 +140,15 @@ def gpu_kernels() -> Iterator[None]:
     input and two numbers per row, almost like RMS norm on CUDA.
     """
     with (
-        patch.object(document_attention, "attend_within_documents", attend_without_mask),
+        # without a mask: a kernel that keeps the same tensors for backward as flex attention
+        patch.object(document_attention, "create_mask", lambda *args, **options: None),
         patch.object(windowed_attention, "attend_with_mask", attend_with_sinks),
-        patch.object(windowed_attention, "make_mask", lambda doc_ids, *_: doc_ids),
         patch.object(adamw_bfloat16, "move", lambda *args, **kwargs: None),  # one kernel
         patch.object(
             F, "rms_norm", lambda x, shape, weight=None, eps=None: F.layer_norm(x, shape, weight)
         ),
     ):
         yield
-
-
-def attend_without_mask(
-    query: Tensor, key: Tensor, value: Tensor, doc_ids: Tensor, *positions: Tensor
-) -> Tensor:
-    """Replaces flex attention: a kernel that keeps the same tensors for backward."""
-    return F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
 
 
 def attend_with_sinks(
