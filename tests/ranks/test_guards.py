@@ -12,6 +12,7 @@ import warm_start
 from layouts import TP
 from made_corpora import write_corpus
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
 
 import train
 from torchtitan_lite.checkpoint.format import CheckpointError
@@ -55,8 +56,7 @@ def compare_rowwise_bias(rank: int, world_size: int) -> float:
     x = torch.randn(2, 4, 8)
     grad = torch.randn(2, 4, 6)
     mesh = init_device_mesh("cpu", (world_size,))
-    linear = copy.deepcopy(plain)
-    RowwiseParallel().apply(linear, mesh)
+    linear = parallelize_module(copy.deepcopy(plain), mesh, RowwiseParallel())
     out = linear(x.chunk(world_size, -1)[rank])
     out.backward(grad.chunk(world_size, 1)[rank])
     expected = plain(x)

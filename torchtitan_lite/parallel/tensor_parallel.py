@@ -63,6 +63,7 @@ from functools import partial
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from torchtitan_lite.config.block import list_gathered, list_modules
 from torchtitan_lite.config.messages import UserError
@@ -106,30 +107,31 @@ def apply_tensor_parallel(part: nn.Module, mesh: DeviceMesh) -> None:
 
     Raises UserError if a parameter has no style: its gradient would cover only this rank's tokens.
     """
-    for fqn, style in plan_tensor_parallel(part).items():
-        style.apply(part.get_submodule(fqn), mesh)
+    parallelize_module(part, mesh, plan_tensor_parallel(part))
     moes = tuple(f"layers.{layer}.feed_forward." for layer, _ in list_moes(part))
     for fqn, parameter in part.named_parameters():
         if not isinstance(parameter, DTensor) and not fqn.startswith(moes):
             why = f"the plan for tensor parallel has no style for {fqn}"
             raise UserError(f"{why}: in the table of the model, its row needs another kind")
     if is_tied_inside(part):
-        # the two modules have separate DTensors now, with equal placements
+        # parallelize_module made a separate DTensor for each of the two modules, with equal placements
         part.output.weight = part.tok_embeddings.weight
 
 
 # ---------------------------------------------------------------- styles: what ranks exchange around a module
 
 
-class LocalStyle:
+class LocalStyle(ParallelStyle):
     """Base of the styles: parameters are sharded over tp, and `forward` reads the local shards under their names."""
 
     placements: dict[str, Placement] = {}  # of weight and bias
     hides: tuple[str, ...] = ()  # parameters that read as None in the module's own forward
 
-    def apply(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        shard_parameters(module, mesh, self.placements, self.hides)
-        module.forward = partial(self.compute, module, list_ranks(mesh))
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """Called by `parallelize_module`."""
+        shard_parameters(module, device_mesh, self.placements, self.hides)
+        module.forward = partial(self.compute, module, list_ranks(device_mesh))
+        return module
 
     def compute(self, module: nn.Module, ranks: Ranks, *inputs, **options) -> Tensor:
         """Replacement for `module.forward`."""
@@ -153,6 +155,7 @@ class KeyValueParallel(ColwiseParallel):
     """x (B, S, D) -> (B, S, E * max(1, K/tp)): computes this rank's key/value heads, or its slice of one head."""
 
     def __init__(self, n_heads: int):
+        super().__init__()
         self.n_heads = n_heads
 
     def compute(self, module: nn.Module, ranks: Ranks, x: Tensor) -> Tensor:
@@ -210,9 +213,9 @@ class SplitHead(PrepareModuleInput):
 
     placements = {"weight": Shard(0)}
 
-    def apply(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        module.vocabulary = SplitVocabulary(list_ranks(mesh))
-        super().apply(module, mesh)
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.vocabulary = SplitVocabulary(list_ranks(device_mesh))
+        return super()._apply(module, device_mesh)
 
 
 class SplitVocabulary(Vocabulary):
