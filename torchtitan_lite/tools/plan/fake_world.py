@@ -155,5 +155,5 @@ def attend_with_sinks(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sinks: Tensor | None
 ) -> Tensor:
     """Replaces flex attention with windows and sinks."""
-    out = attend_without_mask(query, key, value, mask)
+    out = F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
     return out if sinks is None else out * sinks.sigmoid()[:, None, None].to(out.dtype)
