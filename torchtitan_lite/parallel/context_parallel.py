@@ -74,16 +74,16 @@ def apply_context_parallel(
     """Let the attention of each block fetch keys and values over cp.
 
     `attention` is model.attention; `method` is context_parallel_rotate_method. config/features.py refuses a pair that
-    is not served before launch (`list_cp_methods`). Raises UserError if a model computes attention in
-    its own way, which this function cannot see.
+    is not served before launch (`list_cp_methods`). Raises UserError if a model computes attention in its own way, which
+    this function cannot see.
     """
     with torch.device("meta"):
         expected = type(build_attention(attention, part.model_args, layer=0))
-    ranks = list_ranks(mesh)
     own_attention = load_module("model.own_attention")
     if why := own_attention.explain_own_attention(part, expected):
         remedy = "Add a row to ATTENTIONS (config/choices.py) for it, or use parallelism.context_parallel_degree = 1"
         raise UserError(f"Context parallel cannot fetch keys for this attention: {why}. {remedy}.")
+    ranks = list_ranks(mesh)
     for fqn, inner in own_attention.list_attentions(part).items():
         if expected is CausalAttention:
             part.set_submodule(fqn, CausalContext(ranks, method))
