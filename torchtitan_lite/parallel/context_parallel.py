@@ -74,8 +74,8 @@ def apply_context_parallel(
     """Let the attention of each block fetch keys and values over cp.
 
     `attention` is model.attention; `method` is context_parallel_rotate_method. config/features.py refuses a pair that
-    is not served before launch (`list_cp_methods`). Raises UserError if a model computes attention in its own way, which
-    this function cannot see.
+    is not served before launch (`list_cp_methods`). Raises UserError if a model computes attention in its own way,
+    which this function cannot see.
     """
     with torch.device("meta"):
         expected = type(build_attention(attention, part.model_args, layer=0))
