@@ -80,7 +80,7 @@ class OtherCluster(Cluster):
     unfused_efficiency: float = 0.50
 
 
-# Forward and backward of FlashAttention-2: figures for A100, and FLOP/s on Hopper
+# Fraction of peak that FlashAttention-2 reaches: A100's own figures; for B200, the FLOP/s of Hopper
 FLASH2 = {
     "a100-80": {"flash2_forward": 0.60, "flash2_backward": 0.50},
     "b200": {"flash2_forward": 0.15, "flash2_backward": 0.11},
@@ -345,7 +345,7 @@ def describe_row(values: dict[str, object]) -> OtherWorkload:
     return workload
 
 
-Unseen = tuple[Row, float]  # a row and its log error, by a fit without the row's stack
+Unseen = tuple[Row, float]  # a row, and its log error in the fit that excluded its stack
 
 
 def weigh(rows: Sequence[Row]) -> torch.Tensor:

@@ -146,7 +146,7 @@ class CheckpointSaver:
     # All ranks, on gloo. Only for this saver, because two threads that share a group can deadlock.
     group: dist.ProcessGroup
     device: torch.device
-    host: range | None = None  # the ranks of this host, in a subclass whose hosts save separately
+    host: range | None = None  # this host's ranks, for snapshots
     log_level: int = logging.INFO
 
     def __post_init__(self) -> None:

@@ -33,7 +33,7 @@ from torchtitan_lite.model.part import list_moes
 
 logger = logging.getLogger(__name__)
 
-COLLAPSED = 4.0  # ratio of the largest to the mean load of a layer, or three quarters of the largest possible ratio
+COLLAPSED = 4.0  # largest / mean load of a layer, or three quarters of the largest possible ratio if that is less
 STEPS_TO_WARN = 3  # consecutive logged steps
 
 

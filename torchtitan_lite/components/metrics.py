@@ -135,7 +135,7 @@ class JsonLinesSink:
 
 
 class TensorBoardSink:
-    """Writes events to a folder. TensorBoard keeps events of earlier attempts in its files, but does not show them.
+    """Writes events to a folder. TensorBoard hides events of earlier starts after the resumed step.
 
     torch's SummaryWriter writes from a thread, which ends at the first error.
     """

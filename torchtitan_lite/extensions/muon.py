@@ -23,7 +23,8 @@ communicate.
 
 Newton-Schulz computes in training.mixed_precision_param. bfloat16 matches torch.optim.Muon, but rounds differently on
 each layout; with float32, updates are equal on all layouts. Updates have the same RMS as those of AdamW
-("match_rms_adamw"), so AdamW's learning rate and weight decay carry over. beta1, beta2 and eps are for AdamW.
+("match_rms_adamw"), so AdamW's learning rate and weight decay carry over. Only the parameters of AdamW use
+beta1, beta2 and eps.
 Sources: Muon, kellerjordan.github.io/posts/muon; scaling: Moonlight arXiv:2502.16982.
 """
 

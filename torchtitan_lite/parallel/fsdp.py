@@ -31,7 +31,7 @@ local shard to the GPU, 4 bytes per parameter, and each reduce-scatter ends with
 on the host, with collectives on CPU tensors, so the process groups use gloo as well as NCCL.
 
 With TP, rows are split twice: tp rank t has block t of the rows, and dp rank s has slice s of this block. DTensor
-prints the data-parallel dim as `_StridedShard`, because in mesh order (shard, tp) the rows of a rank are strided.
+prints the data-parallel dim as `_StridedShard`, because the mesh order is (shard, tp), but tp splits first.
 
 An MoE layer is a separate group, over efsdp (expert_parallel.py), gathered with its block.
 

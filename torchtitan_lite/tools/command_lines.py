@@ -159,7 +159,7 @@ documents are skipped and counted. OUT is complete or does not exist.""",
             ],
             [
                 Option(
-                    "--validation-share", "default: 0.01; 0.1 if there is a single document", share
+                    "--validation-share", "default: 0.01; 0.1 if there is a single text file", share
                 ),
                 Option("--validation", "files with validation documents", path, [], "+", "extend"),
             ],

@@ -140,7 +140,9 @@ class ChatFormat:
         elif len(turns) == len(answers):
             turns = [turns[answers.index(n)] for n in trained]
         elif trained != answers:
-            raise ValueError("the template does not mark each answer once, so none can be left out")
+            raise ValueError(
+                "the template does not mark each answer once, so no answer can be left out"
+            )
         if not any(turns):
             raise ValueError("it has no assistant turn to train on, so it has no targets")
         text, turns = normalize_turns(text, turns, self.tokenizer.normalize)

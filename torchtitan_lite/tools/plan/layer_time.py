@@ -72,7 +72,7 @@ class LayerTime:
         return self.cluster.collective_time(*self.place(axis), whole_bytes)
 
     def expose(self, axis: str, seconds: float, work: float) -> float:
-        """Return the seconds that collectives over `axis` add to `work` seconds of kernels."""
+        """Return how many seconds collectives over `axis` add to `work` seconds of overlapping kernels."""
         return self.cluster.expose(*self.place(axis), seconds, work)
 
     # ------------------------------------------------------------ kernels

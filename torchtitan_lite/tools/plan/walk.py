@@ -1,7 +1,7 @@
 """`explain --html`: draw the path of one token through a model as a page.
 
-Each module, in the order of forward, has a row with the slices of its weight that a rank stores and uses, and with its
-collectives and the bytes that the rank moves.
+The page has a row per module, in the order of forward. It shows the slice of the weight that the rank stores, the slice
+that it uses, the collectives, and the bytes that they move.
 
 The page follows one rank and its peers in the other stages. Figures come from a dry run of each pp rank (dry_run.py).
 """

@@ -150,8 +150,8 @@ class Workload:
     async_tp: bool = False
     ring: bool = False  # cp passes keys and values around a ring; otherwise it all-gathers them
     balances_by_loss: bool = False  # the auxiliary loss counts routes over whole sequences
-    # Properties of other trainers, for published runs. The defaults describe this trainer. torch: DTensor copies
-    # gathered tensors, and each microbatch has a receive buffer. Others: one buffer per pp rank
+    # Properties of other trainers, for published runs. The defaults describe this trainer. With the engine torch,
+    # DTensor copies gathered tensors, and each microbatch has a receive buffer. Others have as many buffers as pp ranks
     engine: str = "torch"  # or megatron, deepspeed
     keeps_logits: bool = False  # fp32 logits, log-softmax and gradients of all tokens at once
     sequence_parallel: bool = True

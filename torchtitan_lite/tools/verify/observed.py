@@ -1,7 +1,7 @@
 """What one rank shows of a step from outside: its result, its optimizer state, the events of torch's profile.
 
 Events outside of backward and inside are counted apart, because recompute shows as an operator of forward that ran in
-backward. Names of events are operators, collectives of FSDP and compiled regions.
+backward. Events are named after operators, collectives of FSDP and compiled regions.
 """
 
 import threading

@@ -13,7 +13,8 @@
     wide        1 or 2 each   about 41, odd if possible        like real run   8
     deep        12 or more    280 tokens, 560 with documents   12 under pp     20
 
-Rows are longer than every window. Only the window of a flavor becomes smaller, not that of a row in config/choices.py.
+Sequences are longer than every attention window. The window of a flavor becomes smaller; one that a row in
+config/choices.py sets does not.
 
 The deep trial finds faults that need depth, length or large counts. It has the options of the wide one, except
 recompute and compile. The certificate lists every difference from the real config. No torch here.
