@@ -70,9 +70,9 @@ def turned(x: Tensor, rotation: Tensor, *, direction: int) -> Tensor:
     if x.stride(-1) != 1:  # an expanded gradient
         x = x.contiguous()
     if not torch.compiler.is_compiling():
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        turns = as_complex(rotation)
-        product = as_complex(wide) * (turns if direction == 1 else turns.conj())
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        turns = as_complex(rotation.to(dtype))
+        product = as_complex(x.to(dtype)) * (turns if direction == 1 else turns.conj())
         return torch.view_as_real(product).flatten(-2).type_as(x)
     even, odd = split_pairs(x)
     cos, sin = split_pairs(rotation)
