@@ -6,9 +6,10 @@ from math import prod
 from pathlib import Path
 
 from torchtitan_lite.config.extensions import load_extension, load_module
+from torchtitan_lite.config.learning_rate import learning_rate_factor
 from torchtitan_lite.config.machine import SAFE_KV_HEADS, WRONG_CUDNN
 from torchtitan_lite.config.reader import dump_config_toml
-from torchtitan_lite.config.schema import Config, learning_rate_factor
+from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.corpus_folder import describe_epochs
 from torchtitan_lite.dump_folder import name_snapshots
 from torchtitan_lite.models.registry import CONFIG

@@ -21,8 +21,8 @@ from torchtitan_lite.components.optim import (
 )
 from torchtitan_lite.components.signals import SIGNALS
 from torchtitan_lite.config.extensions import load_module
+from torchtitan_lite.config.learning_rate import list_rates
 from torchtitan_lite.config.messages import UserError
-from torchtitan_lite.config.schema import list_rates
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.model.loss import count_valid_tokens
 from torchtitan_lite.parallel.fsdp import free_gathered, prepare_microbatch

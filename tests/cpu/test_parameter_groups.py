@@ -9,6 +9,7 @@ from compare import relative_error
 
 from torchtitan_lite.components.optim import build_lr_scheduler, build_optimizer
 from torchtitan_lite.config.block import list_parameters
+from torchtitan_lite.config.learning_rate import list_rates
 from torchtitan_lite.config.model import resolve_model
 from torchtitan_lite.config.reader import dump_config_toml, read_config
 from torchtitan_lite.config.schema import (
@@ -17,7 +18,6 @@ from torchtitan_lite.config.schema import (
     Model,
     Optimizer,
     ParameterGroup,
-    list_rates,
     with_value,
 )
 from torchtitan_lite.extensions.parameter_groups import (

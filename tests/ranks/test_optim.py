@@ -13,11 +13,11 @@ from torch.distributed.tensor import DTensor, Shard
 from torchtitan_lite.checkpoint.continued import describe_rates
 from torchtitan_lite.components.optim import (
     build_optimizer,
-    learning_rate_factor,
     sum_gradient_squares,
     update_weights,
 )
 from torchtitan_lite.config.choices import DECAYS
+from torchtitan_lite.config.learning_rate import learning_rate_factor
 from torchtitan_lite.config.reader import CONFIG_FOLDER, read_config
 from torchtitan_lite.config.schema import (
     Config,

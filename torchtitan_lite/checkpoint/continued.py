@@ -11,14 +11,10 @@ from typing import Literal
 from torchtitan_lite.checkpoint.format import Manifest
 from torchtitan_lite.checkpoint.starting_weights import NOT_ONLY, PATH, Weights
 from torchtitan_lite.config.choices import OPTIMIZERS
+from torchtitan_lite.config.learning_rate import learning_rate_factor
 from torchtitan_lite.config.messages import Problems
 from torchtitan_lite.config.reader import KEYS, flatten_table
-from torchtitan_lite.config.schema import (
-    Config,
-    LRScheduler,
-    get_value,
-    learning_rate_factor,
-)
+from torchtitan_lite.config.schema import Config, LRScheduler, get_value
 
 
 def find_resume_rule(key: str) -> Literal["refuse", "note", "free"]:

@@ -14,13 +14,9 @@ from torch.optim.optimizer import Optimizer as TorchOptimizer
 
 from torchtitan_lite.config.choices import OPTIMIZERS
 from torchtitan_lite.config.extensions import load_extension
+from torchtitan_lite.config.learning_rate import learning_rate_factor
 from torchtitan_lite.config.messages import UserError
-from torchtitan_lite.config.schema import (
-    LRScheduler,
-    Optimizer,
-    ParameterGroup,
-    learning_rate_factor,
-)
+from torchtitan_lite.config.schema import LRScheduler, Optimizer, ParameterGroup
 from torchtitan_lite.dtensor import count_replicas, local_shard
 
 

@@ -328,7 +328,7 @@ def check_settings(config: Config, machine: Machine) -> list[Problem]:
 def find_refused(config: Config, model_args: ModelArgs, layout: Layout) -> list[Problem]:
     """Find combinations of features that are known to crash or to give wrong numbers (torch 2.13).
 
-    tests/ranks/test_layouts.py runs those of torch and expects a failure, so the test reports when torch fixes one.
+    tests/ranks/test_layouts.py runs the combinations that torch cannot compute. A test fails when torch repairs one.
     """
     problems = Problems(config, model_args)
     section = config.parallelism

@@ -17,7 +17,7 @@ pairs. The parts are merged by their log-sum-exp, lse (below).
 For `allgather`, P = 2*B*K*S*E*2 bytes in bf16, the keys and values of all ranks. For `ring`, P is 1/n of this, so the
 totals are equal. With both methods, a rank first attends to its own keys, then to the keys of the other ranks in turn,
 while more keys arrive. A rank saves only local tensors for backward: query, key, value, out and lse. While a layer
-computes, `allgather` stores the keys, values and gradients of all ranks, and `ring` those of two ranks.
+computes, `allgather` stores keys, values and gradients of all ranks, and `ring` stores them of two ranks.
 
 Legend: B batch, S full sequence over n ranks, H query heads, K key/value heads, E head dim, C = S/(2n) one piece.
 Sources: arXiv:2310.01889; online softmax arXiv:1805.02867; FlashAttention arXiv:2205.14135, 2307.08691.

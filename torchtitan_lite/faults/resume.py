@@ -141,7 +141,7 @@ def load_initial(run: Run, group: dist.ProcessGroup) -> int:
 
 
 def list_stored(run: Run, manifest: Manifest) -> dict[str, Tensor]:
-    """Return the weights to load: those of this model that the checkpoint has."""
+    """Return the weights of this model that the checkpoint has, by name in the checkpoint."""
     weights = name_weights(run.saved)
     if manifest.fingerprint["shape"] == asdict(run.parts[0].model_args):
         return weights

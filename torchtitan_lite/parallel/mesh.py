@@ -11,9 +11,9 @@
     efsdp          expert parameters              all-gather and reduce-scatter, per block
     ep             experts                        all-to-all of tokens, four per block
 
-Every rank has one coordinate on each dim. A group consists of the ranks that differ only in one coordinate. The group
-of a dim of size 1 has one rank, and sends nothing. In traces and NCCL logs a group is named after its dims: mesh_tp,
-mesh_dp_shard_cp. The group of all ranks is torch's default group, default_pg.
+Every rank has one coordinate on each dim. A group consists of the ranks that differ only in one coordinate. A dim
+of size 1 has a group of one rank, which sends nothing. In traces and NCCL logs a group is named after its dims:
+mesh_tp, mesh_dp_shard_cp. The group of all ranks is torch's default group, default_pg.
 
 Effect: creates process groups; nothing is sharded yet. Sources: DeviceMesh; arXiv:2410.06511.
 """

@@ -36,8 +36,8 @@ from torchtitan_lite.tools.check import check, choose_host
 from torchtitan_lite.tools.plan.cluster import CLUSTERS, Cluster, find_row
 from torchtitan_lite.tools.tables import format_table
 
-# By device: rows and dtype of the matrices, number of products, bytes of a rank in a large all-gather, and the multiple
-# of the median that counts as slow, for products and all-gathers. Ranks on CPUs share the cores, so their times differ.
+# By device: rows and dtype of the matrices, number of products, bytes of a rank in a large all-gather, and how many
+# times the median is slow, for products and all-gathers. Ranks on CPUs share the cores, so their times differ.
 LOADS = {
     "cuda": (8192, "bfloat16", 300, 2**26, 1.1, 1.1),
     "cpu": (256, "float32", 100, 2**20, 2.0, 4.0),

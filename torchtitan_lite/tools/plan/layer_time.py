@@ -329,8 +329,8 @@ class LayerTime:
         wait, wait_back, wait_again = map(sum, zip(*waits, strict=True))
         forward = linear + attend + elementwise + wait
         backward = of_inputs + attend_back + 2 * elementwise + wait_back + again + wait_again
-        # In eager code, the host launches each kernel. Gradients of inputs, and of weights, take as many launches as
-        # forward.
+        # In eager code, the host launches each kernel. Backward launches twice as many kernels as forward: for the
+        # gradients of inputs, and for those of weights.
         n_launches = KERNELS_OF_LAYER[w.compiled] + len(kind.block)
         launches = n_launches * self.cluster.host_s / (1 + w.compiled)
         waiting = kind.is_moe and self.dispatch_s

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torchtitan_lite import build
 from torchtitan_lite import step as stepping  # a module, because tests patch its functions
 from torchtitan_lite.checkpoint.load import set_step
-from torchtitan_lite.config import schema
+from torchtitan_lite.config import learning_rate
 from torchtitan_lite.config.checks import plan_layout, resolve_config
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.model import resolve_model
@@ -150,7 +150,7 @@ def compare_step(run: build.Run, plain: PlainStep, note: Note) -> dict[str, obje
         bias = f"{name}.expert_bias"
         bias_error = (router.expert_bias - plain.updated[bias]).abs().max()
         note("expert biases", bias, bias_error.item())
-    for name, right in schema.list_rates(run.config, plain.position).items():
+    for name, right in learning_rate.list_rates(run.config, plain.position).items():
         note("learning rate", f"logged as {name}", abs(result.rates[name] - right) / (right or 1.0))
     n_steps_off = abs(run.lr_scheduler.last_epoch - plain.position - 1)
     note("schedule", "lr_scheduler", n_steps_off)
