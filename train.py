@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from torchtitan_lite.build import build_on_meta, build_run
+from torchtitan_lite.build import build_on_meta, build_run, build_savers, start_from
 from torchtitan_lite.components.log import IN_FILE, start_logging
 from torchtitan_lite.components.signals import StopFlag, describe_signal
 from torchtitan_lite.config.block import count_parameters
@@ -27,7 +27,6 @@ from torchtitan_lite.data.dataset import open_data, prefetch, rows_of_rank
 from torchtitan_lite.dump_folder import open_dump_folder
 from torchtitan_lite.faults.hang_watch import HangWatch, meet_processes
 from torchtitan_lite.faults.processes import end_with_parent
-from torchtitan_lite.faults.start import build_savers, start_from
 from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.parallel.process_groups import (
     end_process,
@@ -35,9 +34,8 @@ from torchtitan_lite.parallel.process_groups import (
     set_timeouts,
     start_process,
 )
-from torchtitan_lite.preflight import resolve
+from torchtitan_lite.preflight import RunSpec, resolve
 from torchtitan_lite.run_log import RunMetrics
-from torchtitan_lite.run_spec import RunSpec
 from torchtitan_lite.step import compute_gradients, train_step
 
 logger = logging.getLogger("torchtitan_lite.train")
@@ -61,7 +59,6 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
             args,
             machine=launched.machine if launched else see_machine(place.local_rank),
             n_ranks=place.world_size,
-            n_hosts=place.n_hosts,
             restarted=place.restarts > 0,
         )
     config = spec.config
@@ -82,13 +79,15 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
     # the ranks of each host, and a rank of the next host, by the store: their process ids
     processes = meet_processes(place, store, config.comm)
     # all ranks connect by the store
-    device, groups = start_process(place, store, spec.machine.device_type, config, spec.dump_folder)
+    device, host = start_process(place, store, spec.machine.device_type, config)
     # all ranks connect the groups by the store
     mesh = build_mesh(spec.layout, device.type)
+    # rank 0 writes the log and the records of the run
+    folder = spec.written_folder if place.rank == 0 else None
     lock = None
-    if place.rank == 0 and spec.written_folder:
+    if folder:
         lock = open_dump_folder(config, restarted=place.restarts > 0)
-    start_logging(place.rank, spec.written_folder)
+    start_logging(place.rank, folder)
     for notice in spec.notices:  # the launcher has printed them
         logger.log(IN_FILE if spec is launched else logging.INFO, notice)
     n_parameters = count_parameters(spec.model_args)
@@ -102,14 +101,14 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
 
     # ---- checkpoint: resume from the newest checkpoint or snapshot, or from load_step; otherwise load initial weights
     # all ranks, if snapshots are on: rank 0 broadcasts the id of the run
-    savers = build_savers(run, spec, place, groups, data.fingerprint)
+    savers = build_savers(run, spec, place, host, data.fingerprint)
     watch = HangWatch(spec.written_folder, config.comm, run, place, processes, stop)
     watch.start()
     # all ranks: rank 0 broadcasts the steps in the dump folder; all-gather of usable snapshots; all-reduce of errors
-    resumed_step = start_from(run, savers, groups.host, restarted=place.restarts > 0)
+    resumed_step = start_from(run, savers, host, restarted=place.restarts > 0)
 
     # ---- loop
-    metrics = RunMetrics(run, spec, resumed_step, place.restarts)
+    metrics = RunMetrics(run, spec, folder, resumed_step, place.restarts)
     last = config.training.steps
     is_warm = False  # every rank has compiled all its code and connected to its peers
     rows = rows_of_rank(mesh.data_rank, spec.layout.dp, spec.layout.global_batch_size)
@@ -120,7 +119,7 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
     gc.freeze()  # never scan objects that exist now
     gc.disable()  # a rank that collects garbage alone makes all others wait
     # all ranks: a barrier, then long time-outs
-    set_timeouts(config.comm.init_timeout_seconds, groups)
+    set_timeouts(config.comm.init_timeout_seconds, host)
     with metrics, ExitStack() as stack, watch:
         profile = None
         if config.profiling.enable_profiling or config.profiling.enable_memory_snapshot:
@@ -152,7 +151,7 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
             watch.end()
             if config.debug.compare_copies_every and step % config.debug.compare_copies_every == 0:
                 # all ranks: rank 0 gathers checksums, and broadcasts the finding
-                load_extension("copies").compare_copies(run, groups.host)
+                load_extension("copies").compare_copies(run, host)
             figures = None
             if validation:
                 # all ranks, if due: weights and activations; all-reduce of signals before each batch (8 bytes), of the
@@ -163,7 +162,7 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
             metrics.log(step, result, figures, is_applied=is_applied, grad_norm=grad_norm)
             if not is_warm and (figures or not validation):
                 # all ranks: a barrier, then shorter time-outs
-                set_timeouts(config.comm.train_timeout_seconds, groups)
+                set_timeouts(config.comm.train_timeout_seconds, host)
                 is_warm = True
             if profile:
                 profile()
@@ -187,7 +186,7 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
     if lock:
         lock.close()
     # all ranks: a barrier, so that no rank closes a connection that its peer still uses
-    end_process(groups)
+    end_process(host)
     return status
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from torchtitan_lite.run_spec import RunSpec
+from torchtitan_lite.preflight import RunSpec
 from torchtitan_lite.tools import launch
 
 HANG = "RANK_THAT_HANGS"  # variable: kind and rank

@@ -1,23 +1,33 @@
-"""Build a run: the model parts of this rank, their storage and weights, optimizer and schedules.
+"""Build a run: the model parts of this rank, their storage and weights, optimizer and schedules, savers.
 
     build_on_meta   the whole model without storage
     build_parts     one model part per pipeline stage of this rank, parallelized, still without storage
     materialize     storage and initial weights, which depend only on (seed, FQN)
     build_run       all of these, and optimizer, learning-rate schedule, pipeline schedule
+    build_savers    what saves the run after a step
+    start_from      the state that a run starts from, if it has more than initial weights (faults/resume.py)
 
 train.py, verify, plan, explain and bench all build their runs here, so they cannot drift apart.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
-from torchtitan_lite.checkpoint.save import name_weights
+from torchtitan_lite.checkpoint.format import Manifest, find_steps, list_degrees
+from torchtitan_lite.checkpoint.save import (
+    CheckpointSaver,
+    describe_run,
+    do_on_rank_0,
+    name_weights,
+)
 from torchtitan_lite.components.optim import build_lr_scheduler, build_optimizer
 from torchtitan_lite.config.block import list_expert_biases, list_parameters
 from torchtitan_lite.config.extensions import load_extension, load_module
@@ -30,6 +40,8 @@ from torchtitan_lite.parallel.initial_weights import initialize_weights
 from torchtitan_lite.parallel.mesh import Mesh
 from torchtitan_lite.parallel.parallelize import parallelize
 from torchtitan_lite.parallel.pipeline import apply_stage, build_schedule
+from torchtitan_lite.parallel.process_groups import Place
+from torchtitan_lite.preflight import RunSpec
 
 if TYPE_CHECKING:
     from torchtitan_lite.components.expert_balance import ExpertBalance
@@ -196,3 +208,50 @@ def build_run(
         balance,
         spikes,
     )
+
+
+def build_savers(
+    run: Run, spec: RunSpec, place: Place, host: dist.ProcessGroup, fingerprint: dict[str, object]
+) -> list[CheckpointSaver]:
+    """Return the savers to call after each step: for checkpoints, then for snapshots if checkpoint.local_folder is set.
+
+    `host`: the gloo group of all ranks. Collective if saves are asynchronous, or if snapshots are on.
+    """
+    section = run.config.checkpoint
+    published = spec.weights.published if spec.weights else {}
+    about = describe_run(run.config, run.layout.degrees, published)
+    group = host
+    if section.async_mode != "disabled":  # each thread needs its own group (process_groups.py)
+        timeout = timedelta(seconds=run.config.comm.init_timeout_seconds)
+        group = dist.new_group(backend="gloo", timeout=timeout, group_desc="saver")
+    saver = CheckpointSaver(
+        spec.dump_folder / section.folder,
+        section,
+        run.name_tensors,
+        Manifest(0, fingerprint, about, mesh=list_degrees(run.layout)),
+        group,
+        run.device,
+    )
+    if not section.local_folder:
+        return [saver]
+    snapshots = load_extension("snapshots").Snapshots
+    return [saver, snapshots(saver, spec.dump_folder, place, host)]
+
+
+def start_from(
+    run: Run, savers: list[CheckpointSaver], group: dist.ProcessGroup, *, restarted: bool
+) -> int:
+    """Load the state that a run starts from. Return its step, or 0 for initial weights. Collective over all ranks.
+
+    `savers` is the result of build_savers; `group` has all ranks. If torchrun `restarted` the job, the job resumes from
+    its own newest state. Raises ConfigError if the config cannot continue a snapshot, and CheckpointError.
+    """
+    section = run.config.checkpoint
+    checkpoints, *snapshots = savers
+    steps = []
+    if section.enable:
+        steps = do_on_rank_0(group, lambda: find_steps(checkpoints.folder))
+    if not (steps or snapshots or section.initial_load_path):
+        return 0
+    resume = load_module("faults.resume").resume
+    return resume(run, steps, *(snapshots or [None]), group, restarted=restarted)

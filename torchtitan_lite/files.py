@@ -65,11 +65,10 @@ def refuse_pointer(path: Path) -> None:
 
 def hash_file(path: Path) -> str:
     """Return the SHA-256 of a file in hexadecimal. Hashing releases the GIL. Raises OSError."""
-    with open(path, "rb", buffering=0) as file:
-        digest = hashlib.sha256()
-        block = bytearray(2**20)
-        while n := file.readinto(block):
-            digest.update(memoryview(block)[:n])
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(2**20):
+            digest.update(block)
     return digest.hexdigest()
 
 

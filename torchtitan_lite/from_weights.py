@@ -4,9 +4,11 @@ Needs no torch.
 """
 
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 from torchtitan_lite.checkpoint.continued import check_continued, describe_rates
+from torchtitan_lite.checkpoint.format import Manifest
 from torchtitan_lite.checkpoint.starting_weights import (
     Weights,
     check_model,
@@ -23,7 +25,7 @@ from torchtitan_lite.data.corpus_folder import fingerprint_documents
 from torchtitan_lite.data.tokenizer import KEY as TOKENIZER
 from torchtitan_lite.data.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
 from torchtitan_lite.models.registry import CONFIG, LENGTH, MODELS
-from torchtitan_lite.run_spec import RunSpec
+from torchtitan_lite.preflight import RunSpec
 
 HIGHEST_LR = 1e-4  # for trained weights; configs/finetune.toml uses a tenth of it
 
@@ -115,7 +117,21 @@ def check_weights(
         different, noted = check_continued(config, weights, documents)
         problems += different
         notices = noted + notices
+        if weights.is_resumed:
+            notices += describe_size(layout, weights.manifest)
     return notices
+
+
+def describe_size(layout: Layout, manifest: Manifest) -> list[str]:
+    """Return a notice if a run resumes on a different number of ranks."""
+    n_before = prod(manifest.run["layout"].values())
+    if layout.world_size == n_before:
+        return []
+    share = f"{layout.n_microbatches} microbatches of {layout.microbatch_size} sequences"
+    return [
+        f"the run resumes with world size {layout.world_size} instead of {n_before}: "
+        f"data-parallel degree {layout.dp}, {share} per rank"
+    ]
 
 
 def check_tokenizer(config: Config, weights: Weights, tokenizer: Tokenizer) -> list[Problem]:

@@ -1,4 +1,4 @@
-"""Resolve a run and find every problem with it, before torch is imported.
+"""Resolve a run to a RunSpec and find every problem with it, before torch is imported.
 
     the run starts from                  model.flavor = "auto" means    model.hf_assets_path = "auto" means
     a checkpoint that it resumes         the model in the manifest      the tokenizer named in the manifest
@@ -7,12 +7,13 @@
     initial weights                      debug                          assets/tokenizer
 
 The rules in config/ need only numbers; the rules here need files. tools/check.py adds rules about the host.
-The launcher calls `resolve` once for all of its ranks. All problems are reported together.
+All problems are reported together. The launcher calls `resolve` once, and passes the RunSpec to its ranks.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,19 +26,19 @@ from torchtitan_lite.config.checks import (
     resolve_config,
 )
 from torchtitan_lite.config.extensions import load_extension, load_module
-from torchtitan_lite.config.layout import plan_degrees
-from torchtitan_lite.config.machine import Machine
-from torchtitan_lite.config.messages import ConfigError, Problem, Problems
+from torchtitan_lite.config.layout import Layout, plan_degrees
+from torchtitan_lite.config.learning_rate import describe_unusual_rates
+from torchtitan_lite.config.machine import SAFE_KV_HEADS, WRONG_CUDNN, Machine
+from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.model import resolve_model
 from torchtitan_lite.config.model_rows import AUTO, ModelArgs
-from torchtitan_lite.config.reader import UserConfig, read_config
-from torchtitan_lite.config.schema import Config, Parallelism, get_value, with_value
-from torchtitan_lite.data.corpus_folder import check_data
+from torchtitan_lite.config.reader import UserConfig, dump_config_toml, read_config
+from torchtitan_lite.config.schema import Config, Parallelism, with_value
+from torchtitan_lite.data.corpus_folder import check_data, describe_epochs
 from torchtitan_lite.data.tokenizer import KEY as TOKENIZER
 from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
-from torchtitan_lite.dump_folder import check_files
-from torchtitan_lite.notices import list_notices
-from torchtitan_lite.run_spec import RunSpec
+from torchtitan_lite.dump_folder import check_files, name_snapshots
+from torchtitan_lite.models.registry import CONFIG
 
 if TYPE_CHECKING:
     from torchtitan_lite.checkpoint.starting_weights import Weights
@@ -47,10 +48,64 @@ SHIPPED = "assets/tokenizer"
 # a step of a 135M model takes less than two minutes on two cores (November 2026).
 CPU_TOKENS = 2048
 CPU_SEQ_LEN = 512
-OF_EXPERTS = ("training.router_z_loss", "training.expert_balance_loss", "training.expert_bias_rate")
 # Sections that decide the weights, the tokenizer and the layout. The rules of check_settings read more.
 LAYOUT_SECTIONS = {"model", "training", "parallelism", "checkpoint", "job"}
 RULED_SECTIONS = {*LAYOUT_SECTIONS, "optimizer", "activation_checkpoint", "compile", "profiling"}
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """A resolved run: its config, its ranks, its starting weights. `resolve` creates it; it never changes."""
+
+    config: Config  # all automatic values are resolved
+    config_name: str  # name of the TOML file, without folder and extension
+    model_args: ModelArgs
+    layout: Layout
+    machine: Machine  # each host of the run
+    tokenizer: Tokenizer
+    weights: "Weights | None"  # None if the run starts from initial weights
+    notices: tuple[str, ...] = ()
+    # What the user can do if the resumed checkpoint is already at the last step
+    finished: str = ""
+
+    @property
+    def title(self) -> str:
+        """Model and flavor, "llama3 8B"; or the family of the weights and their folder, "qwen3 of ~/Qwen3-8B"."""
+        flavor = self.config.model.flavor
+        if flavor == AUTO and self.weights:
+            family = load_extension("families").find_model_type(self.model_args)
+            return f"{family or self.model_args.name} of {self.weights.path}"
+        return f"{self.model_args.name} {'debug' if flavor == AUTO else flavor}"
+
+    @property
+    def dump_folder(self) -> Path:
+        return Path(self.config.job.dump_folder)
+
+    @property
+    def written_folder(self) -> Path | None:
+        """Folder that the run writes to; None with checkpoint.load_only, which writes no file."""
+        return None if self.config.checkpoint.load_only else self.dump_folder
+
+    @property
+    def where_kept(self) -> str:
+        """Text for the user: where the results are."""
+        if self.written_folder is None:
+            return "nothing was written (checkpoint.load_only)"
+        return f"everything is in {self.dump_folder}"
+
+    @property
+    def resumed_step(self) -> int:
+        """Step of the checkpoint that the run resumes from; 0 if the run does not resume."""
+        if self.weights and self.weights.manifest and self.weights.is_resumed:
+            return self.weights.manifest.step
+        return 0
+
+    @property
+    def origin(self) -> str:
+        """Text for the user: where the weights come from."""
+        if self.weights is None:
+            return f"random weights (debug.seed {self.config.debug.seed})"
+        return f"weights of {self.weights.path}"
 
 
 def resolve(
@@ -62,10 +117,11 @@ def resolve(
     restarted: bool = False,
     check_host: Callable[[Config, ModelArgs, int], list[Problem]] = lambda *_: [],
 ) -> RunSpec:
-    """Read a config and check it for `n_ranks` ranks on `n_hosts` hosts like `machine`.
+    """Read a config and check it for `n_ranks` ranks on hosts like `machine`.
 
-    Without n_ranks, choose_n_ranks decides. If torchrun `restarted` the job, the files in the dump folder are its own.
-    `check_host` adds rules; its last argument is the world size. Writes nothing. Raises ConfigError with every problem.
+    Without n_ranks, choose_n_ranks decides for `n_hosts`. If torchrun `restarted` the job, the files in the dump folder
+    are its own. `check_host` adds rules; its last argument is the world size. Writes nothing. Raises ConfigError with
+    every problem.
     """
     given, weights = read_run(args, machine=machine, restarted=restarted)
     config = given.config
@@ -85,7 +141,8 @@ def resolve(
             tokenizer = load_tokenizer(config.model.hf_assets_path)
         with collecting(problems):
             model_args = resolve_model(config.model)
-            problems += check_model_use(config, model_args, weights, tokenizer)
+            if tokenizer:
+                problems += check_vocabulary(config, model_args, weights, tokenizer)
             problems += check_host(config, model_args, n_ranks)
             layout = plan_layout(config, model_args, n_ranks)
             config = resolve_config(config, layout, machine.device_type)
@@ -149,9 +206,8 @@ def read_run(
     if section.load_only:
         given = load_extension("read_only").turn_off_files(given)
     weights = None
-    folder = Path(given.config.job.dump_folder) / section.folder
-    is_resumed = section.enable and (section.load_step != -1 or find_steps(folder))
-    if is_resumed or section.initial_load_path or section.load_only:
+    steps = find_steps(Path(given.config.job.dump_folder, section.folder))
+    if steps or section.load_step != -1 or section.initial_load_path or section.load_only:
         given, weights = load_module("from_weights").find_weights(given, restarted)
     if given.config.model.hf_assets_path == AUTO:
         given = replace(given, config=with_value(given.config, TOKENIZER, SHIPPED))
@@ -193,32 +249,65 @@ def adapt_to_cpu(given: UserConfig) -> UserConfig:
 # ---------------------------------------------------------------- checking
 
 
-def check_model_use(
-    config: Config, model_args: ModelArgs, weights: "Weights | None", tokenizer: Tokenizer | None
-) -> Problems:
-    """Check the model against its tokenizer and the keys of experts."""
-    problems = Problems(config, model_args)
-    if tokenizer and tokenizer.largest_text_id >= model_args.vocab_size:
-        refuse_vocabulary(problems, weights, tokenizer)
-    for key in OF_EXPERTS:
-        value = get_value(config, key)
-        if value not in (0, get_value(Config(), key)) and not model_args.moe:
-            problems.refuse(key, "the model has no experts", "Leave this key out")
-    return problems
-
-
-def refuse_vocabulary(problems: Problems, weights: "Weights | None", tokenizer: Tokenizer) -> None:
-    """Refuse a model that has no row for an id that plain text may use.
+def check_vocabulary(
+    config: Config, model_args: ModelArgs, weights: "Weights | None", tokenizer: Tokenizer
+) -> list[Problem]:
+    """Check that the model has a row for every id that plain text may use.
 
     Conversations also have special tokens, which are checked later: reading a batch with an id without a row fails.
     """
-    n_ids = tokenizer.vocab_size
-    n_rows = problems.model_args.vocab_size
     largest_id = tokenizer.largest_text_id
+    n_rows = model_args.vocab_size
+    if largest_id < n_rows:
+        return []
+    n_ids = tokenizer.vocab_size
     token = tokenizer.decode([largest_id])
-    assets = problems.config.model.hf_assets_path
-    why = f"a text may use the id {largest_id} ({token!r}) of {assets}"
+    why = f"a text may use the id {largest_id} ({token!r}) of {config.model.hf_assets_path}"
     remedy = f"Set it to {n_ids} or more, or choose another {TOKENIZER}"
     if weights:
         remedy = f"Call resize_token_embeddings({n_ids}) of transformers, or leave out {TOKENIZER}"
-    problems.append(Problem("model.vocab_size", n_rows, why, remedy))
+    return [Problem("model.vocab_size", n_rows, why, remedy)]
+
+
+# ---------------------------------------------------------------- notices
+
+
+def list_notices(spec: RunSpec, restarted: bool) -> list[str]:
+    """List notices about settings that the user did not choose or may not expect."""
+    config = spec.config
+    notices = []
+    if config.job.description:
+        notices.append(config.job.description)
+    if config.model.uses_float8:
+        notices += load_module("config.float8").list_notices(
+            config, spec.model_args, spec.layout.tp
+        )
+    elif config.quantize.linear.float8.emulate:
+        notices.append(
+            "quantize.linear.float8.emulate has no effect without --model.converters float8"
+        )
+    if re.search(WRONG_CUDNN, spec.machine.name):
+        n_kv_heads = spec.model_args.n_kv_heads // spec.layout.tp
+        why = f"it may be wrong on {spec.machine.name} with {n_kv_heads} heads of keys per rank"
+        if n_kv_heads < SAFE_KV_HEADS:
+            notices.append(f"attention does not use cuDNN: {why} (pytorch issue 193893)")
+    notices += describe_unusual_rates(config, spec.resumed_step)
+    if config.checkpoint.local_folder:
+        folder = name_snapshots(config.checkpoint.local_folder, spec.dump_folder)
+        notices.append(f"snapshots are saved in {folder.absolute()} of each host")
+    notices += describe_epochs(config.training)
+    assets = Path(config.model.hf_assets_path)
+    if spec.weights is None and any(assets.glob("*.safetensors")) and (assets / CONFIG).is_file():
+        key = "checkpoint.initial_load_path"
+        why = (
+            f"only the tokenizer of {assets} is used. To train its weights too, set {key}={assets}"
+        )
+        notices.append(f"the run starts from random weights: {why}")
+    if config.job.overwrite and not restarted:
+        list_earlier = load_extension("overwrite").list_earlier
+        earlier = ", ".join(map(str, list_earlier(spec.dump_folder, config)))
+        if earlier:
+            notices.append(f"job.overwrite deletes the earlier run: {earlier}")
+    if config.job.print_config:
+        notices.append(dump_config_toml(config))
+    return notices

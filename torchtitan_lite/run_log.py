@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ from torchtitan_lite.config.block import FlopsPerToken, count_flops_per_token
 from torchtitan_lite.config.extensions import load_module
 from torchtitan_lite.config.machine import peak_flops
 from torchtitan_lite.files import describe_launch
-from torchtitan_lite.run_spec import RunSpec
+from torchtitan_lite.preflight import RunSpec
 from torchtitan_lite.step import StepResult
 
 logger = logging.getLogger(__name__)
@@ -51,9 +52,10 @@ class RunMetrics(MetricsWriter):
     A context manager: on exit, it records the error, or logs how to look at the run.
     """
 
-    def __init__(self, run: Run, spec: RunSpec, resumed_step: int, restarts: int):
-        self.is_writer = dist.get_rank() == 0
-        folder = spec.written_folder if self.is_writer else None
+    def __init__(
+        self, run: Run, spec: RunSpec, folder: Path | None, resumed_step: int, restarts: int
+    ):
+        """`folder`: where this rank writes records, or None."""
         super().__init__(folder, spec.config, resumed_step)
         self.run = run
         self.spec = spec
@@ -63,22 +65,20 @@ class RunMetrics(MetricsWriter):
             spec.model_args, training.seq_len, spec.config.model.attention
         )
         self.peak_flops = peak_flops(spec.machine.name) if run.device.type == "cuda" else None
-        self.step = resumed_step
         self.was_skipped = False  # the last step
         self.first_s = math.nan  # time of the first record
         self.interval = Interval()
-        if self.is_writer:
-            self.record(
-                "start",
-                resumed_step,
-                layout=run.layout.degrees,
-                world_size=run.layout.world_size,
-                device=spec.machine.name,
-                resumed=resumed_step > 0,
-                restarts=restarts,
-                weights=spec.origin,
-                **describe_launch(),
-            )
+        self.record(
+            "start",
+            resumed_step,
+            layout=run.layout.degrees,
+            world_size=run.layout.world_size,
+            device=spec.machine.name,
+            resumed=resumed_step > 0,
+            restarts=restarts,
+            weights=spec.origin,
+            **describe_launch(),
+        )
 
     @contextmanager
     def waiting_for_data(self) -> Iterator[None]:
@@ -97,7 +97,6 @@ class RunMetrics(MetricsWriter):
         grad_norm: float,
     ) -> None:
         """Record the result of `validate`. Record the step if it is due or skipped, or follows a skipped step."""
-        self.step = step
         interval = self.interval
         interval.n_steps += 1
         interval.highest_norm = max(interval.highest_norm, grad_norm)
@@ -105,7 +104,7 @@ class RunMetrics(MetricsWriter):
         is_due = is_end or step % self.spec.config.metrics.log_freq == 0
         if validation:
             interval.started_s += validation["val_time_s"]
-        if self.is_writer and (validation or is_due or self.was_skipped or not is_applied):
+        if validation or is_due or self.was_skipped or not is_applied:
             self.write_step(step, result, grad_norm, is_applied=is_applied)
             if validation:
                 self.record("validation", step, **validation)
@@ -168,7 +167,7 @@ class RunMetrics(MetricsWriter):
             reason = f"{name}: {type(error).__name__}: {error}"
             # not on the screen, because the launcher shows the error of the rank that failed first
             logger.log(IN_FILE, reason)
-            self.record("stop", self.step, reason=reason)
+            self.record("stop", self.run.lr_scheduler.last_epoch, reason=reason)
         elif error is None and self.spec.written_folder:
             views = name_views(self.spec.dump_folder, self.spec.config.metrics)
             logger.info(f"look at it: {views}")

@@ -45,9 +45,8 @@ IMPORT_BY_NAME = {  # modules that call importlib in a function
 # besides config/ and the tables of models/: what `check` needs
 WITHOUT_TORCH = set(
     """
-torchtitan_lite.__main__ torchtitan_lite.files torchtitan_lite.notices torchtitan_lite.preflight
-torchtitan_lite.run_spec torchtitan_lite.from_weights torchtitan_lite.dump_folder
-torchtitan_lite.extensions.overwrite
+torchtitan_lite.__main__ torchtitan_lite.files torchtitan_lite.preflight
+torchtitan_lite.from_weights torchtitan_lite.dump_folder torchtitan_lite.extensions.overwrite
 torchtitan_lite.extensions.read_only torchtitan_lite.extensions.software
 torchtitan_lite.extensions.byte_level_bpe torchtitan_lite.extensions.checkpoint_format_3
 torchtitan_lite.extensions.hugging_face_config torchtitan_lite.extensions.hugging_face_export

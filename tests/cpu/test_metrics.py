@@ -234,7 +234,7 @@ def test_events_that_a_full_disk_refuses_are_one_sentence_and_are_written_later(
 
 def test_an_id_for_wandb_is_whole_or_absent(tmp_path):
     with patch.object(wandb_sink, "import_extra"), limit_files(8), pytest.raises(OSError):
-        wandb_sink.WandbSink(Config(), tmp_path / "wandb", 0)
+        wandb_sink.WandbSink(tmp_path / "wandb", 0, Config()).write(STEP)
     assert not (tmp_path / "wandb_id").exists()
 
 

@@ -29,8 +29,7 @@ from torchtitan_lite.data.corpus_folder import fingerprint_documents
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.extensions.hugging_face_folder import list_tensors
 from torchtitan_lite.models.registry import MODELS
-from torchtitan_lite.preflight import SHIPPED, resolve
-from torchtitan_lite.run_spec import RunSpec
+from torchtitan_lite.preflight import SHIPPED, RunSpec, resolve
 from torchtitan_lite.tools.convert import write_folder
 from torchtitan_lite.tools.model_source import ModelSource
 

@@ -76,7 +76,7 @@ def test_only_the_named_components_are_compiled(pool, components):
 def compile_a_matmul(rank: int, world_size: int, cache_folder: Path) -> tuple[int, int]:
     """Worker: return how many graphs were found in the cache, and how many were not."""
     os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)  # a folder that a user has set would be kept
-    prepare_process(with_value(Config(), "training.cache_folder", str(cache_folder)), cache_folder)
+    prepare_process(with_value(Config(), "training.cache_folder", str(cache_folder)))
     # A matmul is called, not written: no C++ compiler is at work.
     compiled = torch.compile(lambda matrix: matrix @ matrix)
     compiled(torch.eye(3))

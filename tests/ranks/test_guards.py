@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 import train
+from torchtitan_lite.build import start_from
 from torchtitan_lite.checkpoint.format import CheckpointError
 from torchtitan_lite.checkpoint.save import CheckpointSaver
 from torchtitan_lite.extensions import copies
-from torchtitan_lite.faults.start import start_from
 from torchtitan_lite.model.loss import Vocabulary, differentiate_cross_entropy
 from torchtitan_lite.parallel.initial_weights import copy_local_shard
 from torchtitan_lite.parallel.tensor_parallel import RowwiseParallel

@@ -17,7 +17,7 @@ from torchtitan_lite.components.optim import (
     update_weights,
 )
 from torchtitan_lite.config.choices import DECAYS
-from torchtitan_lite.config.learning_rate import learning_rate_factor
+from torchtitan_lite.config.learning_rate import describe_unusual_rates, learning_rate_factor
 from torchtitan_lite.config.reader import CONFIG_FOLDER, read_config
 from torchtitan_lite.config.schema import (
     Config,
@@ -28,7 +28,6 @@ from torchtitan_lite.config.schema import (
     with_value,
 )
 from torchtitan_lite.extensions.adamw_bfloat16 import AdamWBFloat16
-from torchtitan_lite.notices import describe_unusual_rates
 from torchtitan_lite.step import StepResult, reduce_norm_and_signal
 
 # keys of [lr_scheduler] | first step | learning rates from this step on, divided by optimizer.lr

@@ -35,7 +35,7 @@ from marks import slow
 
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.__main__ import main
-from torchtitan_lite.build import Run
+from torchtitan_lite.build import Run, start_from
 from torchtitan_lite.checkpoint.format import find_steps
 from torchtitan_lite.components import log
 from torchtitan_lite.components.signals import Phase, StopFlag
@@ -48,7 +48,6 @@ from torchtitan_lite.extensions.tied_embeddings import TiedSchedule
 from torchtitan_lite.faults import hang_watch
 from torchtitan_lite.faults import resume as resume_module
 from torchtitan_lite.faults.hang_watch import HangWatch, meet_processes
-from torchtitan_lite.faults.start import start_from
 from torchtitan_lite.parallel.pipeline import PatchedStage
 from torchtitan_lite.parallel.process_groups import Place
 from torchtitan_lite.step import forward_only

@@ -95,7 +95,7 @@ def test_a_hang_is_reported_with_the_rank_that_the_others_wait_for(start, name):
     "kind, when, does",
     [
         ("stop", "HANG in step 6", "is stopped"),
-        ("load", "HANG before the first step", "start.py:[0-9]+ restore_run"),
+        ("load", "HANG before the first step", "resume.py:[0-9]+ restore_run"),
     ],
 )
 def test_a_hang_after_a_resume_on_fewer_ranks_is_reported_with_the_new_rank(

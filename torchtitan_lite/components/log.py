@@ -63,7 +63,7 @@ def go_on_unwritten(name: str, said: set[str]) -> Iterator[None]:
 def start_logging(rank: int, dump_folder: Path | None) -> None:
     """Set up this package's logger in this process. A second call replaces the first. `rank` is the global rank.
 
-    Without `dump_folder`, no log.txt is written.
+    Only rank 0 has a `dump_folder`, unless the run writes nothing. log.txt is written there.
     """
     package = logging.getLogger("torchtitan_lite")
     package.setLevel(IN_FILE)
@@ -73,7 +73,7 @@ def start_logging(rank: int, dump_folder: Path | None) -> None:
     console = LineHandler("the console", screen, rank, "%H:%M:%S")
     console.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     package.handlers = [console]
-    if rank == 0 and dump_folder:
+    if dump_folder:
         path = dump_folder / "log.txt"
         with go_on_unwritten(str(path), set()):
             file = path.open("a", encoding="utf-8")  # a resumed run continues the file

@@ -9,7 +9,8 @@
     console and log.txt   one line per logged step, and one per validation
     tb/, wandb            with the tags of torchtitan v0.2; extensions/wandb_sink.py has Weights & Biases
 
-A sink is created with a path and the step that the run resumed from. It has `write(record)` and `close()`.
+A sink has a path, the step that the run resumed from, `write(record)` and `close()`. The first record opens its file
+by a cached property. If that raises an error, nothing is cached, so the next record tries again.
 """
 
 import json
@@ -21,11 +22,11 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
-from functools import partial
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
@@ -75,20 +76,19 @@ class MetricsWriter:
         """Without `dump_folder`, only the console is written."""
         self.n_steps = config.training.steps
         self.resumed_step = resumed_step
-        self.sinks: dict[Path, Any] = {}  # path -> open sink
+        self.sinks: list[Any] = []
         self.unwritten: set[str] = set()  # paths that the log has reported
-        self.openers: dict[Path, Callable] = {}
         if dump_folder is None:
             return
-        self.openers[dump_folder / "metrics.jsonl"] = JsonLinesSink
+        self.sinks.append(JsonLinesSink(dump_folder / "metrics.jsonl", resumed_step))
         section = config.metrics
         if section.enable_tensorboard:
             # TensorBoard names a run by its folder
             folder = dump_folder / section.save_tb_folder / dump_folder.resolve().name
-            self.openers[folder] = TensorBoardSink
+            self.sinks.append(TensorBoardSink(folder, resumed_step))
         if section.enable_wandb:
             wandb_sink = load_extension("wandb_sink").WandbSink
-            self.openers[dump_folder / "wandb"] = partial(wandb_sink, config)
+            self.sinks.append(wandb_sink(dump_folder / "wandb", resumed_step, config))
 
     def record(self, kind: str, step: int, **fields: object) -> None:
         """Write one record. JSON has no NaN or infinity, so numbers that are not finite become null."""
@@ -97,11 +97,9 @@ class MetricsWriter:
         for key, value in fields.items():
             if isinstance(value, float) and not math.isfinite(value):
                 record[key] = None
-        for path, open_sink in self.openers.items():
-            with go_on_unwritten(str(path), self.unwritten):
-                if path not in self.sinks:
-                    self.sinks[path] = open_sink(path, self.resumed_step)
-                self.sinks[path].write(record)
+        for sink in self.sinks:
+            with go_on_unwritten(str(sink.path), self.unwritten):
+                sink.write(record)
         if kind in FORMATS:
             width = len(str(self.n_steps))
             figures = FORMATS[kind](fields)
@@ -110,22 +108,28 @@ class MetricsWriter:
             logger.info(fit_line(figures, columns - len("12:30:01 ")))
 
     def close(self) -> None:
-        for path, sink in self.sinks.items():
-            with go_on_unwritten(str(path), self.unwritten):
+        for sink in self.sinks:
+            with go_on_unwritten(str(sink.path), self.unwritten):
                 sink.close()
 
 
 # ---------------------------------------------------------------- sinks
 
 
+@dataclass(eq=False)
 class JsonLinesSink:
     """Writes one JSON object per line. A resumed run has each step once: it drops the records after `resumed_step`."""
 
-    def __init__(self, path: Path, resumed_step: int):
-        if path.exists():
-            load_module("components.earlier_records").drop_later_steps(path, resumed_step)
+    path: Path
+    resumed_step: int
+
+    @cached_property
+    def file(self) -> TextIO:
+        if self.path.exists():
+            drop_later_steps = load_module("components.earlier_records").drop_later_steps
+            drop_later_steps(self.path, self.resumed_step)
         # line-buffered: no record is lost on a kill
-        self.file = open(path, "a", encoding="utf-8", buffering=1)
+        return open(self.path, "a", encoding="utf-8", buffering=1)
 
     def write(self, record: dict[str, Any]) -> None:
         self.file.write(json.dumps(record) + "\n")
@@ -134,33 +138,41 @@ class JsonLinesSink:
         self.file.close()
 
 
+@dataclass(eq=False)
 class TensorBoardSink:
-    """Writes events to a folder. TensorBoard hides events of earlier starts after the resumed step.
+    """Writes events to a new file in the folder `path`.
 
     torch's SummaryWriter writes from a thread, which ends at the first error.
     """
 
-    def __init__(self, folder: Path, resumed_step: int):
-        folder.mkdir(parents=True, exist_ok=True)
-        name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
-        self.writer = RecordWriter(open(folder / name, "wb"))
-        self.add(file_version="brain.Event:2")
-        # later steps of earlier files are not shown
-        self.add(step=resumed_step + 1, session_log=SessionLog(status=SessionLog.START))
+    path: Path
+    resumed_step: int
 
-    def add(self, **fields: object) -> None:
-        event = Event(wall_time=time.time(), **fields)
-        self.writer.write(event.SerializeToString())
+    @cached_property
+    def writer(self) -> RecordWriter:
+        self.path.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
+        writer = RecordWriter(open(self.path / name, "wb"))
+        writer.write(encode_event(file_version="brain.Event:2"))
+        # TensorBoard hides later steps of the files of earlier starts
+        start = SessionLog(status=SessionLog.START)
+        writer.write(encode_event(step=self.resumed_step + 1, session_log=start))
+        return writer
 
     def write(self, record: dict[str, Any]) -> None:
         scalars = find_scalars(record).items()
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars]
         if values:
-            self.add(step=record["step"], summary=Summary(value=values))
+            self.writer.write(encode_event(step=record["step"], summary=Summary(value=values)))
         self.writer.flush()
 
     def close(self) -> None:
         self.writer.close()
+
+
+def encode_event(**fields: object) -> bytes:
+    """Return an event of now with these fields, as TensorBoard reads it."""
+    return Event(wall_time=time.time(), **fields).SerializeToString()
 
 
 def find_scalars(record: dict[str, Any]) -> dict[str, float]:

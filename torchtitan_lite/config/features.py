@@ -25,6 +25,11 @@ from torchtitan_lite.config.schema import Config, Parallelism, get_value
 FLOAT8 = "quantize.linear.float8"
 ZERO_PLUS_PLUS = "parallelism.zero_plus_plus"
 ASYNC_TP = "parallelism.enable_async_tensor_parallel"
+OF_EXPERTS = (  # keys that need a model with experts
+    "training.router_z_loss",
+    "training.expert_balance_loss",
+    "training.expert_bias_rate",
+)
 ON_GPU = (  # keys that need a GPU
     ASYNC_TP,
     "parallelism.fsdp_symmetric_memory",
@@ -335,10 +340,8 @@ def find_refused(config: Config, model_args: ModelArgs, layout: Layout) -> list[
     for extension in EXTENSIONS.values():
         if extension.check and extension.is_asked(config):
             extension.check(problems, layout)
-    if section.expert_parallel_degree > 1 and not model_args.moe:
-        remedy = "Leave it out, or choose a flavor with experts"
-        key = "parallelism.expert_parallel_degree"
-        problems.refuse(key, "the model has no experts", remedy)
+    if not model_args.moe:
+        refuse_experts(problems)
     if config.model.uses_float8:
         load_module("config.float8").check_float8(problems, layout)
     if layout.pp > 1:
@@ -352,6 +355,18 @@ def find_refused(config: Config, model_args: ModelArgs, layout: Layout) -> list[
         remedy = f"Use {' or '.join(map(repr, methods)) or 'context_parallel_degree = 1'}"
         problems.refuse("parallelism.context_parallel_rotate_method", why, remedy)
     return problems
+
+
+def refuse_experts(problems: Problems) -> None:
+    """Refuse the keys of experts, for a model without experts."""
+    config = problems.config
+    why = "the model has no experts"
+    if config.parallelism.expert_parallel_degree > 1:
+        remedy = "Leave it out, or choose a flavor with experts"
+        problems.refuse("parallelism.expert_parallel_degree", why, remedy)
+    for key in OF_EXPERTS:
+        if get_value(config, key) not in (0, get_value(Config(), key)):
+            problems.refuse(key, why, "Leave this key out")
 
 
 def check_pipeline(problems: Problems, layout: Layout) -> None:

@@ -305,14 +305,14 @@ STDLIB_TOKENS = 3_600_000  # of Python 3.11, with the shipped tokenizer
 MOST_EPOCHS = 4  # more epochs of the same text help little: arXiv:2305.16264
 
 
-def describe_epochs(training: Training) -> str:
-    """Return a notice if a run repeats python_stdlib often, with commands for a larger corpus; otherwise ""."""
+def describe_epochs(training: Training) -> list[str]:
+    """Return a notice if a run repeats python_stdlib often, with commands for a larger corpus."""
     n_tokens = training.steps * training.global_batch_size * training.seq_len
     n_epochs = n_tokens / STDLIB_TOKENS
     if training.dataset != ["python_stdlib"] or n_epochs < MOST_EPOCHS:
-        return ""
+        return []
     file = "HuggingFaceFW/fineweb-edu sample/10BT/000_00000.parquet"
     download = f"hf download {file} --repo-type dataset --local-dir fineweb-edu"
     prepare = name_command("prepare fineweb-edu --out data/fineweb-edu")
     why = f"the run reads {n_epochs:,.0f} epochs of {STDLIB_TOKENS / 1e6}M tokens of python_stdlib"
-    return f"{why}. For --training.dataset data/fineweb-edu: {download}; {prepare}"
+    return [f"{why}. For --training.dataset data/fineweb-edu: {download}; {prepare}"]

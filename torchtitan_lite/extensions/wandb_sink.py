@@ -4,8 +4,10 @@ wandb reads the environment (WANDB_MODE=offline, WANDB_PROJECT, WANDB_NAME, WAND
 dump folder stores wandb's id of the run, so a resumed run continues the same run in wandb.
 """
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 from torchtitan_lite.components.metrics import find_scalars
@@ -13,19 +15,25 @@ from torchtitan_lite.config.schema import Config
 from torchtitan_lite.files import import_extra
 
 
+@dataclass(eq=False)
 class WandbSink:
     """Writes to Weights & Biases, which stores its local files in `path`. Needs the extra `wandb`."""
 
-    def __init__(self, config: Config, path: Path, resumed_step: int):
+    path: Path
+    resumed_step: int
+    config: Config
+
+    @cached_property
+    def run(self) -> Any:
         wandb = import_extra("wandb", "wandb")
-        id_file = path.with_name("wandb_id")
+        id_file = self.path.with_name("wandb_id")
         if not id_file.exists():
-            new = path.with_name("wandb_id.new")
+            new = self.path.with_name("wandb_id.new")
             new.write_text(uuid4().hex)
             new.rename(id_file)  # complete or absent
-        self.run = wandb.init(
-            dir=str(path.parent), config=asdict(config), id=id_file.read_text(), resume="allow"
-        )
+        folder = str(self.path.parent)
+        run_id = id_file.read_text()
+        return wandb.init(dir=folder, config=asdict(self.config), id=run_id, resume="allow")
 
     def write(self, record: dict) -> None:
         scalars = find_scalars(record)

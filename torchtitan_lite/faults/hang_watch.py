@@ -53,19 +53,20 @@ def meet_processes(
 ) -> dict[int, tuple[str, int, str]]:
     """Return host, process id and hostname of the ranks of this host, and of one rank of the next host.
 
-    The launcher of the next host may be cut off. Raises UserError if a rank does not answer.
+    The launcher of the next host may be cut off. `store` is the result of join_job. Raises UserError if a rank does not
+    answer.
     """
-    processes = dist.PrefixStore(f"processes of restart {place.restarts}", store)  # by rank
-    processes.set_timeout(timedelta(seconds=section.init_timeout_seconds))
+    store.set_timeout(timedelta(seconds=section.init_timeout_seconds))
     own = (identify_host(), os.getpid(), socket.gethostname())
-    processes.set(str(place.rank), json.dumps(own))
+    store.set(f"process of rank {place.rank}", json.dumps(own))
     local_ranks = place.list_local_ranks()
     next_rank = (place.rank + len(local_ranks)) % place.world_size
     known = [*local_ranks, next_rank]
+    names = [f"process of rank {rank}" for rank in known]
     try:
-        answers = processes.multi_get([str(rank) for rank in known])
+        answers = store.multi_get(names)
     except dist.DistStoreError:
-        late = [str(rank) for rank in known if not processes.check([str(rank)])]
+        late = [str(rank) for rank in known if not store.check([f"process of rank {rank}"])]
         why = f"rank {', '.join(late)} has not started within"
         raise UserError(
             f"{why} comm.init_timeout_seconds = {section.init_timeout_seconds}"

@@ -1,7 +1,7 @@
 """Start one rank: process settings, device, process groups, and the time-outs of collectives ([comm]).
 
     groups of the mesh   init_timeout_seconds until the first step is done, then train_timeout_seconds
-    host groups          always init_timeout_seconds, because a rank waits for the slowest disk of all ranks
+    HOST_GROUPS          always init_timeout_seconds, because a rank waits for the slowest disk of all ranks
 
 A rank that waits longer raises an error. During the first step, ranks compile, connect and read at different speeds.
 Afterwards, a peer that is many steps late is hung. On CPUs, sends and receives of a pipeline keep gloo's default
@@ -27,6 +27,9 @@ from torchtitan_lite.parallel.gloo_workers import limit_gloo_workers
 
 MOST_OPEN_FILES = 10240  # OPEN_MAX of macOS
 MANY_RANKS = 1024  # from this size on, ranks of a gloo group connect when they first communicate
+# Names of gloo groups of all ranks, for objects and CPU tensors: "host" is for the main thread, "saver" for the thread
+# of asynchronous saves. Ranks match calls by their order, so two threads that share a group can deadlock.
+HOST_GROUPS = ("host", "saver")
 
 
 @dataclass(frozen=True)
@@ -47,20 +50,19 @@ class Place:
 
 
 def join_job(environment: os._Environ) -> tuple[Place, dist.Store]:
-    """Return the position of this process, and the key-value store of all ranks. Collective.
+    """Return the position of this process, and a key-value store of all ranks for this start of the job. Collective.
 
     torchrun counts a restart only on hosts where a rank failed first, and a host may join late. Hosts must agree
     whether the job has restarted, so the largest count decides. This needs a store that is new after each restart
     (tools/launch.py).
     """
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    try:
-        rank, world_size, local_rank, local_world_size = [int(environment[name]) for name in names]
-    except KeyError:
+    if "LOCAL_WORLD_SIZE" not in environment:
         sys.exit("train.py runs as one rank of many: start it with ./run_train.sh or torchrun")
+    store, rank, world_size = next(dist.rendezvous("env://"))
+    local_rank = int(environment["LOCAL_RANK"])
+    local_world_size = int(environment["LOCAL_WORLD_SIZE"])
     n_hosts = world_size // local_world_size
     restarts = int(environment.get("TORCHELASTIC_RESTART_COUNT", 0))
-    store, _, _ = next(dist.rendezvous("env://"))
     if n_hosts > 1:
         may_restart = environment.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
         if may_restart and environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -73,45 +75,34 @@ def join_job(environment: os._Environ) -> tuple[Place, dist.Store]:
         if rank == 0:  # the other ranks then read one value instead of one per host
             store.set("restarts", str(max(map(int, store.multi_get(counts)))))
         restarts = int(store.get("restarts"))
-    return Place(rank, world_size, local_rank, n_hosts, restarts), store
-
-
-@dataclass(frozen=True)
-class Groups:
-    """Gloo groups of all ranks, for objects and CPU tensors.
-
-    Each thread needs its own group. Ranks match calls by their order, so two threads that share a group can deadlock.
-    """
-
-    host: dist.ProcessGroup  # for the main thread
-    saver: dist.ProcessGroup  # for the thread that saves checkpoints
+    # On a single host, torchrun's store survives restarts and still has the addresses of dead ranks. Without a new
+    # prefix, a restarted rank may read these addresses, and fail to connect or wait forever (torch 2.13).
+    fresh_store = dist.PrefixStore(f"restart-{restarts}", store)
+    return Place(rank, world_size, local_rank, n_hosts, restarts), fresh_store
 
 
 def start_process(
-    place: Place,
-    store: dist.Store,
-    device_type: str,
-    config: Config,
-    dump_folder: Path,
-) -> tuple[torch.device, Groups]:
-    """Prepare this process and connect it to all ranks. Collective."""
+    place: Place, store: dist.Store, device_type: str, config: Config
+) -> tuple[torch.device, dist.ProcessGroup]:
+    """Prepare this process and connect it to all ranks. Return its device, and the group "host". Collective.
+
+    `store` is the result of join_job.
+    """
     timeout = timedelta(seconds=config.comm.init_timeout_seconds)
     device = choose_device(place.local_rank, device_type)
-    prepare_process(config, dump_folder)
+    prepare_process(config)
     limit_gloo_workers()
     connect_late(place.world_size)
     start_process_group(device, config, place, store, timeout)
-    host = dist.new_group(backend="gloo", timeout=timeout, group_desc="host")
-    saver = dist.new_group(backend="gloo", timeout=timeout, group_desc="saver")
-    return device, Groups(host, saver)
+    return device, dist.new_group(backend="gloo", timeout=timeout, group_desc="host")
 
 
-def end_process(groups: Groups) -> None:
-    dist.barrier(groups.host)  # do not close connections while another rank still communicates
+def end_process(host: dist.ProcessGroup) -> None:
+    dist.barrier(host)  # do not close connections while another rank still communicates
     dist.destroy_process_group()
 
 
-def prepare_process(config: Config, dump_folder: Path) -> None:
+def prepare_process(config: Config) -> None:
     """Apply process-wide settings: determinism, folders of compiled code and NCCL traces, limit of open files."""
     if config.debug.deterministic:  # weights and data depend only on the seed in any case
         # cuBLAS needs a fixed workspace for determinism.
@@ -129,7 +120,7 @@ def prepare_process(config: Config, dump_folder: Path) -> None:
     n_recorded = config.comm.trace_buf_size
     os.environ["TORCH_FR_BUFFER_SIZE"] = str(n_recorded)
     if torch.cuda.is_available():  # NCCL writes them on a time-out
-        traces = dump_folder / config.comm.save_traces_folder
+        traces = Path(config.job.dump_folder, config.comm.save_traces_folder)
         if n_recorded:
             traces.mkdir(parents=True, exist_ok=True)
         os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1" if n_recorded else "0"
@@ -194,13 +185,10 @@ def start_process_group(
         # (gloo_workers.py).
         connects_at_once = False
 
-    # On a single host, torchrun's store survives restarts and still has the addresses of dead ranks. Without a new
-    # prefix, a restarted rank may read these addresses, and fail to connect or wait forever (torch 2.13).
-    fresh_store = dist.PrefixStore(f"restart-{place.restarts}", store)
     store.set_timeout(timeout)
     dist.init_process_group(
         backend,
-        store=fresh_store,
+        store=store,
         rank=place.rank,
         world_size=place.world_size,
         timeout=timeout,
@@ -208,15 +196,15 @@ def start_process_group(
     )
 
 
-def set_timeouts(timeout_s: int, groups: Groups) -> None:
-    """Set the time-out of all groups of this process, except the host groups.
+def set_timeouts(timeout_s: int, host: dist.ProcessGroup) -> None:
+    """Set the time-out of all groups of this process, except HOST_GROUPS. `host`: the group of that name.
 
     Collective, because no rank may wait with a short time-out for a rank that is still in its first step.
     """
-    dist.barrier(groups.host)
+    dist.barrier(host)
     timeout = timedelta(seconds=timeout_s)
     # public from torch 2.14 on
     set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     for group in list(dist.distributed_c10d._world.pg_map):  # torch has no public list
-        if group not in (groups.host, groups.saver) and dist.get_backend(group) != "fake":
+        if group.group_desc not in HOST_GROUPS and dist.get_backend(group) != "fake":
             set_timeout(timeout, group)

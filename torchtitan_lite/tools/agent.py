@@ -44,7 +44,7 @@ from torchtitan_lite.components.signals import (
     write_ending,
 )
 from torchtitan_lite.config.messages import UserError
-from torchtitan_lite.run_spec import RunSpec
+from torchtitan_lite.preflight import RunSpec
 from torchtitan_lite.tools.faults import hang
 from torchtitan_lite.tools.hosts import (
     N_HOSTS,

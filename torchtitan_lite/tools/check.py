@@ -20,8 +20,7 @@ from torchtitan_lite.config.messages import ConfigError, Problem, UserError, nam
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.reader import KEYS, NAMES, SECTIONS, find_key, read_config
 from torchtitan_lite.config.schema import MANY, MOST_RANKS, Config, Range, get_value
-from torchtitan_lite.preflight import resolve
-from torchtitan_lite.run_spec import RunSpec
+from torchtitan_lite.preflight import RunSpec, resolve
 from torchtitan_lite.tools.detect import detect_machine
 from torchtitan_lite.tools.host_rules import bound_memory, check_host
 from torchtitan_lite.tools.hosts import read_hosts, read_number

@@ -44,7 +44,7 @@ from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.reader import flatten_table, read_config
 from torchtitan_lite.data.corpus_folder import DATASETS, MANIFEST, find_corpus, list_corpora
 from torchtitan_lite.dump_folder import HANG
-from torchtitan_lite.run_spec import RunSpec
+from torchtitan_lite.preflight import RunSpec
 from torchtitan_lite.tools.check import check, choose_host, describe_spec
 from torchtitan_lite.tools.corpora.command import prepare_dataset
 from torchtitan_lite.tools.corpora.text_files import PreparationError

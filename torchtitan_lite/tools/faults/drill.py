@@ -27,7 +27,7 @@ from pathlib import Path
 from shutil import rmtree
 
 from torchtitan_lite.config.messages import UserError
-from torchtitan_lite.run_spec import RunSpec
+from torchtitan_lite.preflight import RunSpec
 from torchtitan_lite.tools import launch
 from torchtitan_lite.tools.check import check, choose_host
 from torchtitan_lite.tools.tables import format_table

@@ -25,12 +25,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_lite.components.signals import SIGNALS
+from torchtitan_lite.config.schema import with_value
 from torchtitan_lite.extensions.copies import compute_checksum
 from torchtitan_lite.faults.processes import end_with_parent
 from torchtitan_lite.parallel.exchange import collectives, list_ranks
 from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.parallel.process_groups import end_process, join_job, start_process
-from torchtitan_lite.run_spec import RunSpec
+from torchtitan_lite.preflight import RunSpec
 from torchtitan_lite.tools import launch
 from torchtitan_lite.tools.check import check, choose_host
 from torchtitan_lite.tools.plan.cluster import CLUSTERS, Cluster, find_row
@@ -77,7 +78,8 @@ def measure_rank(args: list[str], folder: Path, spec: RunSpec) -> int:
     place, store = join_job(os.environ)
     machine = spec.machine
     # NCCL writes its traces to the folder.
-    device, groups = start_process(place, store, machine.device_type, spec.config, folder)
+    config = with_value(spec.config, "job.dump_folder", str(folder))
+    device, host = start_process(place, store, machine.device_type, config)
     mesh = build_mesh(spec.layout, device.type)
     cluster = CLUSTERS[find_row(machine.name)]
     name = f"rank {place.rank} on {socket.gethostname()}"
@@ -90,14 +92,14 @@ def measure_rank(args: list[str], folder: Path, spec: RunSpec) -> int:
             rounds[f"all-gather over {dim}"].append(link)
     measured = {what: choose_fastest(of_rounds) for what, of_rounds in rounds.items()}
     rows: list[dict] = [{}] * place.world_size
-    dist.all_gather_object(rows, measured, group=groups.host)
+    dist.all_gather_object(rows, measured, group=host)
     if place.rank == 0:
         text, found = judge(rows, *LOADS[device.type][-2:])
         print(f"{spec.config_name} on {spec.layout}\n{text}")
         print("\n".join(found) or "nothing found wrong", flush=True)
         if found:
             (folder / FOUND).touch()
-    end_process(groups)
+    end_process(host)
     return 0
 
 
