@@ -52,14 +52,15 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
     end_with_parent()
     # all ranks of several hosts, by the key-value store of torchrun: the number of restarts of each host
     place, store = join_job(os.environ)
+    restarted = place.restarts > 0
     spec = launched
-    if spec is None or place.restarts or spec.layout.world_size != place.world_size:
+    if spec is None or restarted or spec.layout.world_size != place.world_size:
         # plain torchrun, or checkpoints or hosts have changed since the launcher resolved the run
         spec = resolve(
             args,
             machine=launched.machine if launched else see_machine(place.local_rank),
             n_ranks=place.world_size,
-            restarted=place.restarts > 0,
+            restarted=restarted,
         )
     config = spec.config
     if spec.finished:
@@ -86,7 +87,7 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
     folder = spec.written_folder if place.rank == 0 else None
     lock = None
     if folder:
-        lock = open_dump_folder(config, restarted=place.restarts > 0)
+        lock = open_dump_folder(config, restarted=restarted)
     start_logging(place.rank, folder)
     for notice in spec.notices:  # the launcher has printed them
         logger.log(IN_FILE if spec is launched else logging.INFO, notice)
@@ -105,7 +106,7 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
     watch = HangWatch(spec.written_folder, config.comm, run, place, processes, stop)
     watch.start()
     # all ranks: rank 0 broadcasts the steps in the dump folder; all-gather of usable snapshots; all-reduce of errors
-    resumed_step = start_from(run, savers, host, restarted=place.restarts > 0)
+    resumed_step = start_from(run, savers, host, restarted=restarted)
 
     # ---- loop
     metrics = RunMetrics(run, spec, folder, resumed_step, place.restarts)
@@ -149,9 +150,9 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
                 status = 1
                 break
             watch.end()
-            if config.debug.compare_copies_every and step % config.debug.compare_copies_every == 0:
-                # all ranks: rank 0 gathers checksums, and broadcasts the finding
-                load_extension("copies").compare_copies(run, host)
+            if config.debug.compare_copies_every:
+                # all ranks, if due: rank 0 gathers checksums, and broadcasts the finding
+                load_extension("copies").compare_if_due(run, step, host)
             figures = None
             if validation:
                 # all ranks, if due: weights and activations; all-reduce of signals before each batch (8 bytes), of the

@@ -278,14 +278,9 @@ def list_notices(spec: RunSpec, restarted: bool) -> list[str]:
     notices = []
     if config.job.description:
         notices.append(config.job.description)
-    if config.model.uses_float8:
-        notices += load_module("config.float8").list_notices(
-            config, spec.model_args, spec.layout.tp
-        )
-    elif config.quantize.linear.float8.emulate:
-        notices.append(
-            "quantize.linear.float8.emulate has no effect without --model.converters float8"
-        )
+    if config.model.uses_float8 or config.quantize.linear.float8.emulate:
+        about_float8 = load_module("config.float8").list_notices
+        notices += about_float8(config, spec.model_args, spec.layout.tp)
     if re.search(WRONG_CUDNN, spec.machine.name):
         n_kv_heads = spec.model_args.n_kv_heads // spec.layout.tp
         why = f"it may be wrong on {spec.machine.name} with {n_kv_heads} heads of keys per rank"

@@ -143,7 +143,7 @@ class CheckpointSaver:
     section: Checkpoint
     list_tensors: Callable[[], dict[str, Tensor]]  # Run.name_tensors
     manifest: Manifest  # with the fingerprint and the description of the run
-    # All ranks, on gloo. Only for this saver, because two threads that share a group can deadlock.
+    # All ranks, on gloo. A thread that saves needs its own, because two threads that share a group can deadlock.
     group: dist.ProcessGroup
     device: torch.device
     host: range | None = None  # this host's ranks, for snapshots

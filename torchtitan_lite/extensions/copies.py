@@ -29,6 +29,12 @@ TIED = "model.tok_embeddings.weight"
 Checksums = dict[tuple[str, tuple[int, ...]], int]  # name and offsets of a shard -> its checksum
 
 
+def compare_if_due(run: Run, step: int, group: dist.ProcessGroup) -> None:
+    """Compare the copies after every n-th step, n = debug.compare_copies_every. As compare_copies."""
+    if step % run.config.debug.compare_copies_every == 0:
+        compare_copies(run, group)
+
+
 def compare_copies(run: Run, group: dist.ProcessGroup) -> None:
     """Raise UserError on every rank if copies differ. `group` has all ranks. Collective."""
     tensors = run.name_tensors()
