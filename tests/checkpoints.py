@@ -93,7 +93,11 @@ def make_saver(
 def make_snapshots(
     folder: str | Path, section: Checkpoint, run: build.Run, n_hosts: int = 1
 ) -> Snapshots:
-    place = Place(dist.get_rank(), dist.get_world_size(), 0, n_hosts, 0)
+    rank = dist.get_rank()
+    n_ranks = dist.get_world_size()
+    n_local = n_ranks // n_hosts
+    first = rank // n_local * n_local
+    place = Place(rank, n_ranks, rank - first, range(first, first + n_local), 0)
     fingerprint = {"shape": asdict(run.parts[0].model_args)}
     about = describe_run(run.config, {}, {})
     manifest = Manifest(0, fingerprint, about, mesh=list_degrees(run.layout))

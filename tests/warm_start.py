@@ -41,7 +41,7 @@ def start(rank: int, world_size: int, keys: list[str], n_steps: int = 0, restart
 
     Rank 0 gets SIGTERM before step number `n_steps` of this start. torchrun has restarted the job `restarts` times.
     """
-    place = process_groups.Place(rank, world_size, rank, 1, restarts)
+    place = process_groups.Place(rank, world_size, rank, range(world_size), restarts)
     store = process_groups.dist.distributed_c10d._get_default_store()
     with (
         process_left_as_it_was(),

@@ -217,7 +217,7 @@ def test_groups_of_offload_are_not_split_from_the_default_group(offload, pp, is_
         Config(),
         {"training.enable_cpu_offload": offload, "parallelism.pipeline_parallel_degree": pp},
     )
-    place = process_groups.Place(0, 1, 0, 1, 0)
+    place = process_groups.Place(0, 1, 0, range(1), 0)
     device = torch.device("cuda", 0)
     with patch.object(process_groups.dist, "init_process_group") as join:
         process_groups.start_process_group(

@@ -367,7 +367,7 @@ def test_the_tool_hang_reads_the_files_of_the_last_start(tmp_path, capsys):
 def open_watch(rank: int, world_size: int, folder: str) -> None:
     run = compare.build_table_run(world_size, {})
     stop = StopFlag()
-    place = Place(rank, world_size, rank, 1, 0)
+    place = Place(rank, world_size, rank, range(world_size), 0)
     store = dist.distributed_c10d._get_default_store()
     processes = meet_processes(place, store, Comm())
     watch = HangWatch(Path(folder), Comm(), run, place, processes, stop)

@@ -41,7 +41,7 @@ class Snapshots(CheckpointSaver):
     ):
         """`checkpoints` is the saver of the same run. Both savers share its section and tensors."""
         self.all_ranks = all_ranks
-        host = place.list_local_ranks()
+        host = place.host_ranks
         # Without local synchronization, all ranks would wait for each other once per host.
         group = dist.new_group(
             list(host), backend="gloo", use_local_synchronization=True, group_desc="snapshot"

@@ -59,9 +59,8 @@ def meet_processes(
     store.set_timeout(timedelta(seconds=section.init_timeout_seconds))
     own = (identify_host(), os.getpid(), socket.gethostname())
     store.set(f"process of rank {place.rank}", json.dumps(own))
-    local_ranks = place.list_local_ranks()
-    next_rank = (place.rank + len(local_ranks)) % place.world_size
-    known = [*local_ranks, next_rank]
+    next_rank = (place.rank + len(place.host_ranks)) % place.world_size
+    known = [*place.host_ranks, next_rank]
     names = [f"process of rank {rank}" for rank in known]
     try:
         answers = store.multi_get(names)

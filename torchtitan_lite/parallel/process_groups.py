@@ -39,14 +39,8 @@ class Place:
     rank: int
     world_size: int
     local_rank: int  # among the ranks of this host
-    n_hosts: int
+    host_ranks: range  # the ranks of this host
     restarts: int  # restarts of the job: the maximum over hosts
-
-    def list_local_ranks(self) -> range:
-        """Return the ranks of this host."""
-        n_local = self.world_size // self.n_hosts
-        first = self.rank // n_local * n_local
-        return range(first, first + n_local)
 
 
 def join_job(environment: os._Environ) -> tuple[Place, dist.Store]:
@@ -60,8 +54,9 @@ def join_job(environment: os._Environ) -> tuple[Place, dist.Store]:
         sys.exit("train.py runs as one rank of many: start it with ./run_train.sh or torchrun")
     store, rank, world_size = next(dist.rendezvous("env://"))
     local_rank = int(environment["LOCAL_RANK"])
-    local_world_size = int(environment["LOCAL_WORLD_SIZE"])
-    n_hosts = world_size // local_world_size
+    n_local = int(environment["LOCAL_WORLD_SIZE"])
+    n_hosts = world_size // n_local
+    first = rank - local_rank
     restarts = int(environment.get("TORCHELASTIC_RESTART_COUNT", 0))
     if n_hosts > 1:
         may_restart = environment.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
@@ -71,14 +66,15 @@ def join_job(environment: os._Environ) -> tuple[Place, dist.Store]:
             )
         counts = [f"restarts of host {host}" for host in range(n_hosts)]
         if local_rank == 0:
-            store.set(counts[rank // local_world_size], str(restarts))
+            store.set(counts[rank // n_local], str(restarts))
         if rank == 0:  # the other ranks then read one value instead of one per host
             store.set("restarts", str(max(map(int, store.multi_get(counts)))))
         restarts = int(store.get("restarts"))
     # On a single host, torchrun's store survives restarts and still has the addresses of dead ranks. Without a new
     # prefix, a restarted rank may read these addresses, and fail to connect or wait forever (torch 2.13).
     fresh_store = dist.PrefixStore(f"restart-{restarts}", store)
-    return Place(rank, world_size, local_rank, n_hosts, restarts), fresh_store
+    place = Place(rank, world_size, local_rank, range(first, first + n_local), restarts)
+    return place, fresh_store
 
 
 def start_process(
