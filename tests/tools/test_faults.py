@@ -399,8 +399,8 @@ def open_watch(rank: int, world_size: int, folder: str) -> None:
     assert watch.find_phase() is Phase.STEPS
     ended = subprocess.Popen("true")
     ended.wait()
-    host, _, name = processes[1 - rank]
-    processes[1 - rank] = host, ended.pid, name
+    _, name = processes[1 - rank]
+    processes[1 - rank] = ended.pid, name
     with patch.object(hang_watch, "read_state", lambda pid: ""):
         assert watch.find_phase() is Phase.STEPS, (
             "a process that cannot be seen need not have ended"

@@ -66,7 +66,7 @@ def collect(watch: HangWatch, *, has_failed: bool) -> dict[str, object]:
                 thread = other
                 stack = saving
     host = {}
-    for rank, (_, pid, hostname) in watch.processes.items():
+    for rank, (pid, hostname) in watch.processes.items():
         at = find_coordinates(rank, MESH_DIMS, watch.run.layout.degrees)
         name = describe_rank(rank, at)
         if rank in watch.local:

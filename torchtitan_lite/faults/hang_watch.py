@@ -38,7 +38,7 @@ from torchtitan_lite.config.extensions import load_extension
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.schema import Comm
 from torchtitan_lite.dump_folder import HANG
-from torchtitan_lite.faults.processes import identify_host, read_state
+from torchtitan_lite.faults.processes import read_state
 from torchtitan_lite.parallel.process_groups import Place
 
 SHARE_OF_TIMEOUT = 0.75  # report before a collective times out and the ranks end
@@ -48,16 +48,14 @@ STOP_WITHIN_S = (
 )
 
 
-def meet_processes(
-    place: Place, store: dist.Store, section: Comm
-) -> dict[int, tuple[str, int, str]]:
-    """Return host, process id and hostname of the ranks of this host, and of one rank of the next host.
+def meet_processes(place: Place, store: dist.Store, section: Comm) -> dict[int, tuple[int, str]]:
+    """Return process id and hostname of the ranks of this host, and of one rank of the next host.
 
     The launcher of the next host may be cut off. `store` is the result of join_job. Raises UserError if a rank does not
     answer.
     """
     store.set_timeout(timedelta(seconds=section.init_timeout_seconds))
-    own = (identify_host(), os.getpid(), socket.gethostname())
+    own = (os.getpid(), socket.gethostname())
     store.set(f"process of rank {place.rank}", json.dumps(own))
     next_rank = (place.rank + len(place.host_ranks)) % place.world_size
     known = [*place.host_ranks, next_rank]
@@ -81,7 +79,7 @@ class HangWatch:
     section: Comm
     run: Run
     place: Place
-    processes: dict[int, tuple[str, int, str]]  # the result of meet_processes
+    processes: dict[int, tuple[int, str]]  # the result of meet_processes
     stop: StopFlag
     step: int = 0
     # time of day at which each of the last steps began
@@ -193,9 +191,8 @@ class HangWatch:
 
     @property
     def local(self) -> dict[int, int]:
-        """Rank -> process id, for ranks whose processes are visible from here (not in other containers)."""
-        own_host, _, _ = self.processes[self.place.rank]
-        return {rank: pid for rank, (host, pid, _) in self.processes.items() if host == own_host}
+        """Rank -> process id, for the ranks of this host. torchrun has started them, so it shares their ids."""
+        return {rank: self.processes[rank][0] for rank in self.place.host_ranks}
 
     def name_file(self, kind: str) -> Path:
         return self.folder / f"{kind}-{self.place.rank:05}.json"

@@ -10,9 +10,7 @@ and `prepare` do so, too.
 """
 
 import ctypes
-import os
 import signal
-import socket
 import sys
 from pathlib import Path
 
@@ -25,22 +23,10 @@ def end_with_parent(number: int = signal.SIGKILL) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
-def identify_host() -> str:
-    """Return the boot of the kernel and the PID namespace. Processes with equal values see each other's process ids.
-
-    Two containers can share a hostname but not their process ids.
-    """
-    try:
-        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot_id} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:  # not Linux
-        return socket.gethostname()
-
-
 def read_state(pid: int | str) -> str:
     """Return the state of a process's main thread: R runs, S sleeps, D waits for a disk, T is stopped, Z has ended.
 
-    Returns "" if this system shows no processes. Only for processes of this user and this `identify_host`.
+    Returns "" if this system shows no processes. Only for processes of this user in this PID namespace.
     """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
