@@ -168,7 +168,7 @@ class RunMetrics(MetricsWriter):
             # not on the screen, because the launcher shows the error of the rank that failed first
             logger.log(IN_FILE, reason)
             self.record("stop", self.run.lr_scheduler.last_epoch, reason=reason)
-        elif error is None and self.spec.written_folder:
+        elif error is None and self.sinks:
             views = name_views(self.spec.dump_folder, self.spec.config.metrics)
             logger.info(f"look at it: {views}")
         self.close()

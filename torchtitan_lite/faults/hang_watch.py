@@ -27,6 +27,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 
 import torch.distributed as dist
@@ -94,8 +95,6 @@ class HangWatch:
     unwritten: set[str] = field(default_factory=set)  # files that the log has reported
 
     def __post_init__(self) -> None:
-        self.folder = (self.dump_folder or Path()) / HANG / f"restart-{self.place.restarts}"
-        self.late = self.folder / "late"  # a rank is late, so that all ranks write
         self.stop.follow(self.find_phase)
 
     def start(self) -> None:
@@ -193,6 +192,16 @@ class HangWatch:
     def local(self) -> dict[int, int]:
         """Rank -> process id, for the ranks of this host. torchrun has started them, so it shares their ids."""
         return {rank: self.processes[rank][0] for rank in self.place.host_ranks}
+
+    @cached_property
+    def folder(self) -> Path:
+        """Folder of the files of this start."""
+        return (self.dump_folder or Path()) / HANG / f"restart-{self.place.restarts}"
+
+    @cached_property
+    def late(self) -> Path:
+        """File that says that a rank is late, so that all ranks write."""
+        return self.folder / "late"
 
     def name_file(self, kind: str) -> Path:
         return self.folder / f"{kind}-{self.place.rank:05}.json"
