@@ -83,7 +83,7 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
     device, host = start_process(place, store, spec.machine.device_type, config)
     # all ranks connect the groups by the store
     mesh = build_mesh(spec.layout, device.type)
-    # rank 0 writes the log and the records of the run
+    # rank 0 writes config.toml, the log and the records
     folder = spec.written_folder if place.rank == 0 else None
     lock = None
     if folder:
@@ -101,7 +101,7 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
     run = build_run(config, spec.model_args, spec.layout, mesh, device)
 
     # ---- checkpoint: resume from the newest checkpoint or snapshot, or from load_step; otherwise load initial weights
-    # all ranks, if snapshots are on: rank 0 broadcasts the id of the run
+    # all ranks connect a group, if saves are asynchronous; if snapshots are on, rank 0 broadcasts the id of the run
     savers = build_savers(run, spec, place, host, data.fingerprint)
     watch = HangWatch(spec.written_folder, config.comm, run, place, processes, stop)
     watch.start()
