@@ -22,7 +22,7 @@ import sysconfig
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Literal
 
@@ -68,17 +68,6 @@ class CorpusManifest:
         """Return a hash of the split's tokens, documents and targets."""
         return hashlib.sha256(json.dumps(self.splits[split].sha256).encode()).hexdigest()
 
-    @cached_property
-    def sizes(self) -> dict[str, int]:
-        """File name -> size in bytes."""
-        widths = {"tokens": WIDTHS[self.dtype], "documents": 8, "targets": 1}
-        sizes = {}
-        for name, split in self.splits.items():
-            for suffix in split.sha256:
-                n_entries = split.n_documents if suffix == "documents" else split.n_tokens
-                sizes[f"{name}.{suffix}"] = widths[suffix] * n_entries
-        return sizes
-
 
 def dump_manifest(manifest: CorpusManifest) -> str:
     """Return the content of manifest.json."""
@@ -87,19 +76,18 @@ def dump_manifest(manifest: CorpusManifest) -> str:
 
 def read_corpus_manifest(folder: Path) -> CorpusManifest:
     """Read the manifest of a corpus. Raises CorpusError."""
-    path = folder / MANIFEST
-    if not path.exists():
-        raise explain_missing(folder)
     try:
-        file = json.loads(path.read_bytes())
+        file = json.loads((folder / MANIFEST).read_bytes())
         if file["format"] != FORMAT:
             raise ValueError(f"its format is {file['format']}, but this version reads {FORMAT}")
+        if file["dtype"] not in WIDTHS:
+            raise ValueError(f"its dtype is {file['dtype']}, not one of {', '.join(WIDTHS)}")
         splits = {name: Split(**split) for name, split in file["splits"].items()}
-        manifest = CorpusManifest(**{**file, "splits": splits})
-        _ = manifest.sizes  # raises if a field is missing
+        return CorpusManifest(file["dtype"], file["tokenizer"], splits)
+    except (FileNotFoundError, NotADirectoryError):
+        raise explain_missing(folder) from None
     except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
         raise CorpusError(f"{folder} is not a prepared corpus: {MANIFEST}: {error}") from None
-    return manifest
 
 
 def explain_missing(folder: Path) -> CorpusError:
@@ -121,12 +109,16 @@ def open_split(folder: Path, split: str, tokenizer: Tokenizer | None) -> CorpusM
     Also raises CorpusError if the split does not exist, or was made with a different tokenizer.
     """
     manifest = read_corpus_manifest(folder)
-    for name, n_bytes in manifest.sizes.items():
-        path = folder / name
-        found = path.stat().st_size if path.is_file() else None
-        if found != n_bytes:
-            expected = f"but the manifest says {n_bytes}"
-            raise CorpusError(f"{path} has {found or 'no'} bytes, {expected}")
+    widths = {"tokens": WIDTHS[manifest.dtype], "documents": 8, "targets": 1}
+    for name, own in manifest.splits.items():
+        for suffix in own.sha256:
+            n_entries = own.n_documents if suffix == "documents" else own.n_tokens
+            n_bytes = n_entries * widths[suffix]
+            path = folder / f"{name}.{suffix}"
+            found = path.stat().st_size if path.is_file() else 0
+            if found != n_bytes:
+                expected = f"but the manifest says {n_bytes}"
+                raise CorpusError(f"{path} has {found or 'no'} bytes, {expected}")
     if tokenizer and manifest.tokenizer != tokenizer.fingerprint:
         remedy = "Set model.hf_assets_path to that tokenizer, or prepare the corpus again with --tokenizer"
         why = f"{folder} was made with another tokenizer, not with {tokenizer.path}"
