@@ -6,6 +6,7 @@ from torchtitan_lite.build import Run
 from torchtitan_lite.checkpoint.format import Manifest, find_steps, list_degrees
 from torchtitan_lite.checkpoint.save import CheckpointSaver, describe_run, do_on_rank_0
 from torchtitan_lite.config.extensions import load_extension, load_module
+from torchtitan_lite.config.schema import Checkpoint
 from torchtitan_lite.parallel.process_groups import Groups, Place
 from torchtitan_lite.run_spec import RunSpec
 
@@ -20,7 +21,7 @@ def build_savers(
     section = run.config.checkpoint
     published = spec.weights.published if spec.weights else {}
     about = describe_run(run.config, run.layout.degrees, published)
-    saver = CheckpointSaver(
+    saver = find_saver(section)(
         spec.dump_folder / section.folder,
         section,
         run.name_tensors,
@@ -32,6 +33,13 @@ def build_savers(
         return [saver]
     snapshots = load_extension("snapshots").Snapshots
     return [saver, snapshots(saver, spec.dump_folder, place, groups.host)]
+
+
+def find_saver(section: Checkpoint) -> type[CheckpointSaver]:
+    """Return the class of the savers of a run."""
+    if section.async_mode != "disabled":
+        return load_extension("asynchronous_saves").AsynchronousSaver
+    return CheckpointSaver
 
 
 def start_from(
