@@ -79,7 +79,7 @@ class SavePlan:
 
     file: str
     slices: dict[str, Tensor]
-    offsets: dict[str, list[int]]  # name -> offsets of the slice in its tensor
+    sharding: dict[str, dict[str, list[int]]]  # name -> offsets of the slice, for torch's reader
     records: dict[str, TensorRecord]  # the manifest lines that were dealt to it
 
 
@@ -107,7 +107,7 @@ def plan_save(
         shard, begin = find_shard(tensor)
         at = find_coordinates(rank, record.mesh_dims, mesh)
         if shard.numel() and find_writer(record, mesh, at, host) == rank:
-            plan.offsets[name] = list(begin)
+            plan.sharding[name] = {OFFSETS: list(begin)}
             plan.slices[name] = shard
     return plan
 
@@ -234,8 +234,7 @@ def write_slices(final: Path, plan: SavePlan, slices: dict[str, Tensor]) -> str:
     if not slices:
         return ""
     path = name_unfinished(final) / plan.file
-    sharding = {name: {OFFSETS: offsets} for name, offsets in plan.offsets.items()}
-    write_tensors(path, slices, {SHARDING: json.dumps(sharding)})
+    write_tensors(path, slices, {SHARDING: json.dumps(plan.sharding)})
     return flush_and_hash(path)
 
 

@@ -26,6 +26,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Literal
 
+from torchtitan_lite.config.extensions import load_module
 from torchtitan_lite.config.messages import Problem, Problems, UserError, name_command
 from torchtitan_lite.config.schema import Config, Training
 from torchtitan_lite.data.tokenizer import Tokenizer
@@ -176,9 +177,6 @@ DATASETS: dict[str, Callable[[str], list[Path]]] = {
         list_downloaded, "tests/assets/c4_test", "*.json*", "Start in a checkout of torchtitan"
     ),
 }
-DOWNLOADS = [
-    name for name in DATASETS if name != "python_stdlib"
-]  # these use training.dataset_path
 VALIDATION_ONLY = {"c4_validation"}  # all documents are for validation
 
 
@@ -268,31 +266,11 @@ def check_data(config: Config, tokenizer: Tokenizer | None) -> Problems:
     if not training.dataset:
         remedy = f"Name at least one: {', '.join(DATASETS)}, or a folder that `prepare` wrote"
         problems.refuse("training.dataset", "it names no corpus", remedy)
-    if training.dataset_path and not set(training.dataset).intersection(DOWNLOADS):
-        why = f"it is only used for {', '.join(DOWNLOADS)}, and training.dataset names none of them"
-        remedy = "Leave it out. For other corpora, set training.dataset to a path"
-        problems.refuse("training.dataset_path", why, remedy)
-    if training.dataset_weights:
-        check_weights(problems)
+    if training.dataset_path or training.dataset_weights:
+        load_module("data.corpus_rules").check_keys(problems)
     return problems
 
 
-def check_weights(problems: Problems) -> None:
-    """Find weights that fit no corpus, or hardly ever draw one."""
-    training = problems.config.training
-    n_corpora = len(training.dataset)
-    if len(training.dataset_weights) != n_corpora:
-        remedy = "Give one weight per corpus, or none to draw every sample equally often"
-        problems.refuse("training.dataset_weights", f"there are {n_corpora} corpora", remedy)
-    for name, weight in zip(training.dataset, training.dataset_weights, strict=False):
-        if weight < SMALLEST_SHARE * sum(training.dataset_weights):
-            why = f"the share of {name} is below {SMALLEST_SHARE:g}, so hardly any sample of it is drawn"
-            problems.refuse("training.dataset_weights", why, "Leave it out, or raise its weight")
-
-
-SMALLEST_SHARE = (
-    1e-6  # of a corpus in training.dataset_weights; data/dataset.py draws in cycles of 2**20
-)
 STDLIB_TOKENS = 3_600_000  # of Python 3.11, with the shipped tokenizer
 MOST_EPOCHS = 4  # more epochs of the same text help little: arXiv:2305.16264
 
