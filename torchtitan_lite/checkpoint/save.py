@@ -10,7 +10,7 @@ numbers. So the step in the manifest restores all three on any layout.
 
 format.py says which rank writes which slice; a slice that several ranks hold is written once. The lines of the manifest
 are dealt to the ranks of a pipeline stage. Rank 0 gathers the hash of each file and the lines: for each rank, as many
-bytes as the longest message has, about 500 if a stage has more ranks than tensors.
+bytes as the longest message has, about 300 if a stage has more ranks than tensors.
 
 If one rank fails, every rank raises the error of the lowest such rank. Files have the format of torch's
 HuggingFaceStorageWriter(save_distributed=True), so torch's HuggingFaceStorageReader opens them without this package.
@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
-from math import prod
+from math import ceil, prod
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +92,7 @@ def plan_save(
     """
     n_ranks = prod(mesh[mesh_dim] for mesh_dim in MESH_DIMS[1:])
     stage, place = divmod(rank, n_ranks)
+    n_lines = ceil(len(tensors) / n_ranks)  # dealt to each rank
     plan = SavePlan(name_file(rank), {}, {}, {})
     for number, (name, tensor) in enumerate(sorted(tensors.items())):
         if not name.startswith(OF_RUN) and stage > 0 and host is None:
@@ -102,7 +103,7 @@ def plan_save(
         if tensor.numel() >= DEALT:
             n_copies = prod(mesh[mesh_dim] for mesh_dim in record.copy_dims)
             record = record._replace(copy=number % n_copies)
-        if host is not None or number % n_ranks == place:
+        if host is not None or number // n_lines == place:
             plan.records[name] = record
         shard, begin = find_shard(tensor)
         at = find_coordinates(rank, record.mesh_dims, mesh)
@@ -209,8 +210,7 @@ class CheckpointSaver(AbstractContextManager):
             if digest:
                 hashes[file] = digest
             tensors |= records
-        ordered = sorted(tensors.items(), key=lambda line: (line[1].stage, line[0]))
-        manifest = replace(self.manifest, step=step, tensors=dict(ordered))
+        manifest = replace(self.manifest, step=step, tensors=tensors)
         write_manifest(name_unfinished(final), manifest, hashes)
         commit(final)
         logger.log(self.log_level, f"saved checkpoint {final}")
