@@ -182,13 +182,11 @@ class CheckpointSaver(AbstractContextManager):
         try:
             do_on_rank_0(self.group, lambda: self.create(final))
             digest = raise_on_all_ranks(self.group, lambda: write_slices(final, plan, slices))
-            dist.gather_object(
-                (plan.file, digest, plan.records), told, group=self.group, group_dst=0
-            )
+            own = (plan.file, digest, plan.records)
+            dist.gather_object(own, told, group=self.group, group_dst=0)
             do_on_rank_0(self.group, lambda: self.finish(step, final, told))
-        except (
-            CheckpointError
-        ) as error:  # raised on every rank, after all ranks have stopped writing
+        except CheckpointError as error:
+            # raised on every rank, after all ranks have stopped writing
             if self.group.rank() == 0:
                 discard(final)
             raise CheckpointError(f"{final} cannot be written: {error}") from None
