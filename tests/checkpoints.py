@@ -36,6 +36,7 @@ from torchtitan_lite.config.layout import MESH_DIMS
 from torchtitan_lite.config.schema import Checkpoint
 from torchtitan_lite.extensions.snapshots import Snapshots
 from torchtitan_lite.faults.resume import restore_run
+from torchtitan_lite.faults.start import find_saver
 from torchtitan_lite.parallel.process_groups import Place
 
 ONE_RANK = dict.fromkeys((*MESH_DIMS, *EXPERT_DIMS), 1)
@@ -85,9 +86,8 @@ def make_saver(
     about = describe_run(run.config, {}, {}) if run else {}
     manifest = Manifest(0, FINGERPRINT, about, mesh=mesh)
     group = dist.new_group(backend="gloo")
-    return CheckpointSaver(
-        Path(folder), section, list_tensors, manifest, group, torch.device("cpu")
-    )
+    cpu = torch.device("cpu")
+    return find_saver(section)(Path(folder), section, list_tensors, manifest, group, cpu)
 
 
 def make_snapshots(
@@ -102,7 +102,8 @@ def make_snapshots(
     about = describe_run(run.config, {}, {})
     manifest = Manifest(0, fingerprint, about, mesh=list_degrees(run.layout))
     path = Path(folder, section.folder)
-    saver = CheckpointSaver(path, section, run.name_tensors, manifest, dist.group.WORLD, run.device)
+    world = dist.group.WORLD
+    saver = find_saver(section)(path, section, run.name_tensors, manifest, world, run.device)
     return Snapshots(saver, Path(folder), place, dist.group.WORLD)
 
 

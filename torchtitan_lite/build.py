@@ -220,11 +220,14 @@ def build_savers(
     section = run.config.checkpoint
     published = spec.weights.published if spec.weights else {}
     about = describe_run(run.config, run.layout.degrees, published)
+    saver_class = CheckpointSaver
     group = host
-    if section.async_mode != "disabled":  # each thread needs its own group (process_groups.py)
+    if section.async_mode != "disabled":
+        saver_class = load_extension("asynchronous_saves").AsynchronousSaver
+        # each thread needs its own group (process_groups.py)
         timeout = timedelta(seconds=run.config.comm.init_timeout_seconds)
         group = dist.new_group(backend="gloo", timeout=timeout, group_desc="saver")
-    saver = CheckpointSaver(
+    saver = saver_class(
         spec.dump_folder / section.folder,
         section,
         run.name_tensors,

@@ -22,7 +22,6 @@ from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import (
     Corpus,
     SampleReader,
-    locate_in_parts,
     open_reader,
     prefetch,
     rows_of_rank,
@@ -62,8 +61,7 @@ class ValidationBatches:
         n_read = self.n_batches * self.global_batch_size
         if n_read < self.n_samples:
             numbers = numbers * self.n_samples // n_read
-        sources, samples = locate_in_parts(numbers, self.reader.n_samples)
-        return self.reader.read(sources, samples)
+        return self.reader.read(numbers)
 
 
 def count_bytes(tokenizer: Tokenizer, corpora: list[Corpus]) -> Tensor:

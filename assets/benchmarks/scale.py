@@ -206,23 +206,22 @@ def digest_name(name: str) -> str:
 
 
 def list_records(planned: PlannedRun) -> dict[str, TensorRecord]:
-    """Return the lines of the manifest that rank 0 receives from the other pipeline stages."""
+    """Return the lines of the manifest that rank 0 receives from all ranks."""
     layout = planned.layout
     tensors = {}
-    for stage in range(1, layout.pp):
+    for stage in range(layout.pp):
         rank = stage * layout.strides["pp"]
+        host = range(rank, rank + 1)  # then one rank has all lines
         with as_rank(planned, rank) as named:
-            tensors |= save.plan_save(named, list_degrees(layout), rank).records
+            tensors |= save.plan_save(named, list_degrees(layout), rank, host).records
     return tensors
 
 
 class Messages:
     """Replaces the collectives of a save or a load. Counts what this rank sends and receives."""
 
-    def __init__(self, rank: int, records: dict[str, TensorRecord], strides: dict[str, int]):
-        self.rank = rank
+    def __init__(self, records: dict[str, TensorRecord]):
         self.records = records
-        self.ranks_per_stage = strides["pp"]
         self.n = 0
         self.n_bytes = 0
 
@@ -236,26 +235,23 @@ class Messages:
     def broadcast_object_list(self, told: list, **options: object) -> None:
         self.count(len(dumps(told[0])))
 
-    def send_object_list(self, told: list, **options: object) -> None:
-        self.count(len(dumps(told[0])))
-
-    def recv_object_list(self, received: list, *, src: int, **options: object) -> None:
-        stage = src // self.ranks_per_stage
-        received[0] = {fqn: line for fqn, line in self.records.items() if line.stage == stage}
-        self.count(len(dumps(received[0])))
-
-    def gather(self, own: Tensor, gathered: list[Tensor] | None, **options: object) -> None:
-        others = gathered or [own]
-        self.n += len(others)
-        self.n_bytes += own.nbytes * len(others)
-        for rank, digest in enumerate(gathered or []):
-            content = bytearray.fromhex(digest_name(name_file(rank)))
-            digest.copy_(torch.frombuffer(content, dtype=torch.uint8))
+    def gather_object(self, own: tuple, told: list[tuple] | None, **options: object) -> None:
+        """Every rank receives the lengths of all messages; rank 0 receives each message, padded to the longest."""
+        n_ranks = dist.get_world_size()
+        self.count(8 * n_ranks)
+        n_bytes = len(dumps(own))
+        if told is None:
+            self.count(n_bytes)
+            return
+        self.n += n_ranks
+        self.n_bytes += n_ranks * n_bytes
+        for rank in range(n_ranks):
+            file = name_file(rank)
+            told[rank] = file, digest_name(file), {} if rank else self.records
 
     def patched(self) -> Any:
-        names = ("all_reduce", "broadcast_object_list", "gather")
-        both = (*names, "send_object_list", "recv_object_list")
-        return patch.multiple(dist, **{name: getattr(self, name) for name in both})
+        names = ("all_reduce", "broadcast_object_list", "gather_object")
+        return patch.multiple(dist, **{name: getattr(self, name) for name in names})
 
 
 def write_header(path: Path, slices: dict[str, Tensor], metadata: dict[str, str]) -> None:
@@ -283,7 +279,7 @@ def measure_save(
     about = save.describe_run(planned.config, layout.degrees, {})
     manifest = Manifest(STEP, {}, about, mesh=mesh)
     section = Checkpoint(enable=True, async_mode="disabled", keep_latest_k=0)
-    messages = Messages(rank, records, layout.strides)
+    messages = Messages(records)
     with ExitStack() as stack:
         enter = stack.enter_context
         enter(messages.patched())
@@ -311,7 +307,7 @@ def measure_load(planned: PlannedRun, rank: int, named: dict[str, Tensor], path:
     world = dist.group.WORLD
     for is_traced in (None, False, True):
         stored = Stored(path, manifest, Counter(), set())
-        messages = Messages(rank, {}, planned.layout.strides)
+        messages = Messages({})
         if is_traced:
             tracemalloc.start()
         with (

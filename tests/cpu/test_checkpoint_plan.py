@@ -18,7 +18,7 @@ from torchtitan_lite.checkpoint.format import (
     name_file,
 )
 from torchtitan_lite.checkpoint.read import list_slices
-from torchtitan_lite.checkpoint.save import plan_save
+from torchtitan_lite.checkpoint.save import OFFSETS, plan_save
 from torchtitan_lite.config.checks import plan_layout, resolve_config
 from torchtitan_lite.config.layout import MESH_DIMS
 from torchtitan_lite.config.model import resolve_model
@@ -136,7 +136,7 @@ def test_a_reader_computes_the_slices_that_ranks_write_of_their_dtensors(mesh):
             plan = plan_save(tensors, degrees, rank)
         records |= plan.records
         for name, shard in plan.slices.items():
-            written[name, plan.file] = plan.offsets[name], [*shard.shape]
+            written[name, plan.file] = plan.sharding[name][OFFSETS], [*shard.shape]
     computed = {}
     for name, record in records.items():
         for file, *box in list_slices(record, degrees, [0] * len(record.shape), record.shape):

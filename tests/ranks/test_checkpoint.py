@@ -31,9 +31,9 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from torchtitan_lite.checkpoint.format import find_steps
-from torchtitan_lite.checkpoint.save import CheckpointSaver
 from torchtitan_lite.config.schema import Checkpoint
 from torchtitan_lite.extensions import asynchronous_saves
+from torchtitan_lite.extensions.asynchronous_saves import AsynchronousSaver
 from torchtitan_lite.tools.verify.ranks import RankFailure
 
 ADAMW = {
@@ -245,27 +245,27 @@ class LateStager(DefaultStager):
 
 def train_with_late_copies(rank: int, world_size: int, keys: list[str]) -> dict[str, list[str]]:
     """Worker: train four steps. Return path of a checkpoint or snapshot -> what has changed before it was copied."""
-    save, wait = CheckpointSaver.save, CheckpointSaver.wait
-    expected: dict[CheckpointSaver, tuple[Path, dict]] = {}
+    save, wait = AsynchronousSaver.save, AsynchronousSaver.wait
+    expected: dict[AsynchronousSaver, tuple[Path, dict]] = {}
     changed = {}
 
-    def note_and_save(saver: CheckpointSaver, step: int, tensors: dict) -> None:
+    def note_and_save(saver: AsynchronousSaver, step: int, tensors: dict) -> None:
         save(saver, step, tensors)
         copies = {name: compare.local(tensor).clone() for name, tensor in tensors.items()}
         expected[saver] = saver.folder / f"step-{step}", copies
 
-    def wait_and_compare(saver: CheckpointSaver) -> None:
-        saver.background.stager.is_awaited.set()
+    def wait_and_compare(saver: AsynchronousSaver) -> None:
+        saver.stager.is_awaited.set()
         wait(saver)
-        saver.background.stager.is_awaited.clear()
+        saver.stager.is_awaited.clear()
         if saver in expected:
             path, copies = expected.pop(saver)
             changed[str(path)] = list_differing(assemble(path), copies)
 
     with (
         patch.object(asynchronous_saves, "DefaultStager", LateStager),
-        patch.object(CheckpointSaver, "save", note_and_save),
-        patch.object(CheckpointSaver, "wait", wait_and_compare),
+        patch.object(AsynchronousSaver, "save", note_and_save),
+        patch.object(AsynchronousSaver, "wait", wait_and_compare),
     ):
         assert warm_start.start(rank, world_size, keys) == 0
     return changed

@@ -63,7 +63,7 @@ def open_saver(run, mode: str, folder: Path) -> CheckpointSaver:
     if not section.local_folder:
         return make_saver(folder / mode, section, run)
     section = replace(section, local_folder=str(folder / mode))
-    return make_snapshots(folder / "run", section, run)
+    return make_snapshots(folder / "run", section, run).saver
 
 
 def copy_state(run) -> dict[str, torch.Tensor]:
@@ -121,7 +121,7 @@ def save_on_hosts(rank: int, world_size: int, folder: str) -> dict[str, list[int
         section = replace(MODES["snapshot"], local_folder=f"{folder}/{name}-{rank}")
         snapshots = make_snapshots(Path(folder, name), section, run, n_hosts=world_size)
         for step in hosts[rank]:
-            snapshots.save(step, run.name_tensors())
+            snapshots.saver.save(step, run.name_tensors())
         usable[name] = [saved.step for saved in snapshots.list_usable()]
     return usable
 

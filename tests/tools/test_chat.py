@@ -409,7 +409,7 @@ def test_every_token_of_the_assistant_is_a_target_once_and_no_other_is(tmp_path)
         pairs += zip(ids, targets, strict=True)
     reader = SampleReader([Corpus(str(tmp_path / "out"), tokenizer, tmp_path)], 64, 2304)
     (n,) = reader.n_samples
-    batch = reader.read(torch.zeros(n, dtype=torch.int64), torch.arange(n))
+    batch = reader.read(torch.arange(n))
     tokens = batch.tokens.flatten().tolist()
     targets = batch.targets.flatten().tolist()
     for place, (id, _) in enumerate(pairs[:-1]):

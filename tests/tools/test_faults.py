@@ -631,14 +631,14 @@ def damage_and_start(rank: int, world_size: int, folder: str) -> list:
     """Worker: checkpoints 5 and 10, snapshots 6 and 9; the newest is damaged again and again."""
     run, snapshots = open_run(compare.build_table_run(world_size, {}), folder, n_hosts=1)
     states, found = {}, []
+    local = snapshots.saver
     with snapshots, make_saver(f"{folder}/run/checkpoint", run.config.checkpoint) as saver:
-        for step, owner in ((5, saver), (6, snapshots), (9, snapshots), (10, saver)):
+        for step, owner in ((5, saver), (6, local), (9, local), (10, saver)):
             train(run, range(step, step + 1))
             states[step] = whole_state(run)
             owner.save(step, run.name_tensors())
     saved = {
-        step: owner.folder / f"step-{step}"
-        for step, owner in ((5, saver), (6, snapshots), (9, snapshots))
+        step: owner.folder / f"step-{step}" for step, owner in ((5, saver), (6, local), (9, local))
     }
     saved[10] = saver.folder / "step-10"
     for damaged in ([], [10, 9, 6, 5], [10], [9], [6]):

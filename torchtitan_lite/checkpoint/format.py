@@ -30,7 +30,6 @@ import shutil
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
@@ -99,11 +98,9 @@ def name_file(rank: int) -> str:
 
 def find_coordinates(rank: int, mesh_dims: Sequence[str], degrees: Degrees) -> dict[str, int]:
     """Return the index of a rank on each of these mesh dims, the first of them outermost."""
-    n_ranks = prod(degrees[mesh_dim] for mesh_dim in mesh_dims)
     coordinates = {}
-    for mesh_dim in mesh_dims:
-        n_ranks //= degrees[mesh_dim]
-        coordinates[mesh_dim], rank = divmod(rank, n_ranks)
+    for mesh_dim in reversed(mesh_dims):
+        rank, coordinates[mesh_dim] = divmod(rank, degrees[mesh_dim])
     return coordinates
 
 

@@ -6,37 +6,31 @@
 Learning rate, position in the data and initial weights are functions of step and seed, and a step draws no random
 numbers. So the step in the manifest restores all three on any layout.
 
-    after_step(20) ------------------------ after_step(40)
-      |  waits for the previous save          |
-      |  copies to the host, on CUDA during   |        async: an error in the thread is raised by the next after_step;
-      v  the next forward and backward        v        leaving the saver waits for the last save
-      thread: rank 0: create step-20.tmp/   every rank: write and hash its file   rank 0: manifest, rename, prune
+    after_step(20)   rank 0: create step-20.tmp/   every rank: write and hash its file   rank 0: manifest, rename, prune
 
-format.py says which rank writes which slice; a slice that several ranks hold is written once. Rank 0 gathers the hash
-of each file, 32 bytes a rank, and receives one line per tensor from the first rank of each pipeline stage.
+format.py says which rank writes which slice; a slice that several ranks hold is written once. The lines of the manifest
+are dealt to the ranks of a pipeline stage. Rank 0 gathers the hash of each file and the lines: for each rank, as many
+bytes as the longest message has, about 300 if a stage has more ranks than tensors.
 
 If one rank fails, every rank raises the error of the lowest such rank. Files have the format of torch's
 HuggingFaceStorageWriter(save_distributed=True), so torch's HuggingFaceStorageReader opens them without this package.
 
-extensions/asynchronous_saves.py has the copies and the thread of asynchronous saves.
+extensions/asynchronous_saves.py saves while the run trains.
 """
 
 import json
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
-from functools import partial
-from math import prod
+from math import ceil, prod
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -63,7 +57,6 @@ from torchtitan_lite.checkpoint.format import (
     remove_partial,
     write_manifest,
 )
-from torchtitan_lite.config.extensions import load_extension
 from torchtitan_lite.config.layout import MESH_DIMS
 from torchtitan_lite.config.schema import Checkpoint, Config
 from torchtitan_lite.dtensor import find_shard
@@ -76,7 +69,6 @@ OF_RUN = ("model.", "optimizer.")  # prefixes of tensor names; extensions use ot
 SHARDING = "DCP_SHARDING_INFO"
 OFFSETS = "saved_offsets"
 DEALT = 2**16  # from this number of elements on, the copies of a tensor take turns in writing
-N_HASH_BYTES = 32  # SHA-256
 MOST_DAMAGED = 8  # messages in one error
 DIM_NAMES = re.compile("dp_replicate|dp_shard|efsdp|ep|cp|tp|pp")  # in the name of a mesh dim
 
@@ -87,8 +79,8 @@ class SavePlan:
 
     file: str
     slices: dict[str, Tensor]
-    offsets: dict[str, list[int]]  # name -> offsets of the slice in its tensor
-    records: dict[str, TensorRecord]  # manifest lines of all tensors of this stage
+    sharding: dict[str, dict[str, list[int]]]  # name -> offsets of the slice, for torch's reader
+    records: dict[str, TensorRecord]  # the manifest lines that were dealt to it
 
 
 def plan_save(
@@ -96,9 +88,11 @@ def plan_save(
 ) -> SavePlan:
     """Plan what this rank writes of `tensors`. No communication.
 
-    `host`: the ranks of this host, if each host saves the shards of its ranks.
+    `host`: the ranks of this host, if each host saves the shards of its ranks. Then a rank has all lines of its stage.
     """
-    stage = find_coordinates(rank, MESH_DIMS, mesh)["pp"]
+    n_ranks = prod(mesh[mesh_dim] for mesh_dim in MESH_DIMS[1:])
+    stage, place = divmod(rank, n_ranks)
+    n_lines = ceil(len(tensors) / n_ranks)  # dealt to each rank
     plan = SavePlan(name_file(rank), {}, {}, {})
     for number, (name, tensor) in enumerate(sorted(tensors.items())):
         if not name.startswith(OF_RUN) and stage > 0 and host is None:
@@ -109,12 +103,13 @@ def plan_save(
         if tensor.numel() >= DEALT:
             n_copies = prod(mesh[mesh_dim] for mesh_dim in record.copy_dims)
             record = record._replace(copy=number % n_copies)
-        plan.records[name] = record
+        if host is not None or number // n_lines == place:
+            plan.records[name] = record
         shard, begin = find_shard(tensor)
         at = find_coordinates(rank, record.mesh_dims, mesh)
         if shard.numel() and find_writer(record, mesh, at, host) == rank:
-            plan.offsets[name] = list(begin)
-            plan.slices[name] = shard.detach()
+            plan.sharding[name] = {OFFSETS: list(begin)}
+            plan.slices[name] = shard
     return plan
 
 
@@ -133,10 +128,10 @@ def list_splits(tensor: Tensor, mesh: Degrees) -> list[Split]:
 
 
 @dataclass(eq=False)
-class CheckpointSaver:
-    """Saves to `folder` according to [checkpoint]. A context manager: leaving it waits for the save in flight.
+class CheckpointSaver(AbstractContextManager):
+    """Saves to `folder` according to [checkpoint].
 
-    extensions/snapshots.py has a subclass.
+    It has the methods that train.py calls if saves are asynchronous (extensions/asynchronous_saves.py).
     """
 
     folder: Path
@@ -149,32 +144,22 @@ class CheckpointSaver:
     host: range | None = None  # this host's ranks, for snapshots
     log_level: int = logging.INFO
 
-    def __post_init__(self) -> None:
-        self.background: Any = None  # copies and writes while the run trains
-        if self.section.async_mode != "disabled":
-            extension = load_extension("asynchronous_saves")
-            self.background = extension.Background(self.section.async_mode, self.device)
-
     def after_step(
         self, step: int, *, n_steps: int, is_stopped: bool, record: Callable[..., None]
     ) -> None:
-        """Save if `is_saved` says so. At the end of the run, wait for the save. Raises errors of earlier saves.
+        """Save if `is_saved` says so. Collective.
 
         After a step that saves, `record` is called with "save", the step, the path and the seconds.
         """
+        if not is_saved(step, self.section, n_steps, is_stopped=is_stopped):
+            return
         started_s = time.perf_counter()
-        if self.background:
-            self.background.check()
-        is_last = step == n_steps
-        if is_saved(step, self.section, n_steps, is_stopped=is_stopped):
-            tensors = self.list_tensors()
-            if is_last and self.section.last_save_model_only:
-                tensors = export_weights(tensors, self.section.export_dtype)
-            self.save(step, tensors)
-            waited_s = time.perf_counter() - started_s  # then all ranks continue training
-            record("save", step, path=str(self.folder / f"step-{step}"), waited_s=waited_s)
-        if is_last or is_stopped:
-            self.wait()
+        tensors = self.list_tensors()
+        if step == n_steps and self.section.last_save_model_only:
+            tensors = export_weights(tensors, self.section.export_dtype)
+        self.save(step, tensors)
+        waited_s = time.perf_counter() - started_s  # then all ranks continue training
+        record("save", step, path=str(self.folder / f"step-{step}"), waited_s=waited_s)
 
     @property
     def newest(self) -> Path | None:
@@ -183,139 +168,77 @@ class CheckpointSaver:
         return self.folder / f"step-{steps[-1]}" if steps else None
 
     def save(self, step: int, tensors: dict[str, Tensor]) -> None:
-        """Save this rank's shards `tensors` as step-N, or only start the save if saves are asynchronous. Collective.
+        """Save this rank's shards `tensors` as step-N. Collective.
 
-        Call `wait_for_copy` before `tensors` change. Raises CheckpointError if this save or the
-        previous one failed on any rank. A failed save leaves no files behind.
+        Raises CheckpointError if the save failed on any rank. A failed save leaves no files behind.
         """
-        self.wait()
         plan = plan_save(tensors, self.manifest.mesh, dist.get_rank(), self.host)
-        write = partial(self.write, step, plan)
-        if self.background:
-            self.background.start(write, plan.slices)
-        else:
-            write(plan.slices)
+        self.write(step, plan, plan.slices)
 
-    def wait_for_copy(self) -> None:
-        """Wait until the save in flight has copied its tensors to the host."""
-        if self.background:
-            self.background.wait_for_copy()
-
-    def wait(self) -> None:
-        """Wait for the save in flight, if any. Raises its error."""
-        if self.background:
-            self.background.wait()
-
-    def write(self, step: int, plan: SavePlan, slices: dict[str, Tensor] | Future) -> None:
-        """Write and commit one checkpoint, then delete old ones. Runs in the thread if saves are asynchronous.
-
-        `slices`: the slices of `plan`, or their copies on the host.
-        """
+    def write(self, step: int, plan: SavePlan, slices: dict[str, Tensor]) -> None:
+        """Write and commit one checkpoint, then delete old ones. `slices`: the slices of `plan`, or copies of them."""
         final = self.folder / f"step-{step}"
+        told = [None] * self.group.size() if self.group.rank() == 0 else None
         try:
             do_on_rank_0(self.group, lambda: self.create(final))
-            written = raise_on_all_ranks(self.group, lambda: write_slices(final, plan, slices))
-            hashes = gather_hashes(self.group, written)
-            tensors = gather_records(self.group, plan.records, self.manifest.mesh)
-            do_on_rank_0(self.group, lambda: self.finish(step, final, hashes, tensors))
-        except CheckpointError:  # raised on every rank, after all ranks have stopped writing
+            digest = raise_on_all_ranks(self.group, lambda: write_slices(final, plan, slices))
+            own = (plan.file, digest, plan.records)
+            dist.gather_object(own, told, group=self.group, group_dst=0)
+            do_on_rank_0(self.group, lambda: self.finish(step, final, told))
+        except CheckpointError as error:
+            # raised on every rank, after all ranks have stopped writing
             if self.group.rank() == 0:
                 discard(final)
-            raise
+            raise CheckpointError(f"{final} cannot be written: {error}") from None
 
     def create(self, final: Path) -> None:
-        with refuse_to_write(final):
-            remove_partial(final.parent)
-            create_unfinished(final)
+        remove_partial(final.parent)
+        create_unfinished(final)
 
     def finish(
-        self, step: int, final: Path, hashes: dict[str, str], tensors: dict[str, TensorRecord]
+        self, step: int, final: Path, told: list[tuple[str, str, dict[str, TensorRecord]]]
     ) -> None:
-        """Commit the checkpoint, whose files are all on disk, and delete old ones."""
+        """Commit the checkpoint, whose files are all on disk, and delete old ones.
+
+        `told`: the file of each rank, its hash or "", and lines of the manifest.
+        """
+        hashes = {}
+        tensors = {}
+        for file, digest, records in told:
+            if digest:
+                hashes[file] = digest
+            tensors |= records
         manifest = replace(self.manifest, step=step, tensors=tensors)
-        with refuse_to_write(final):
-            write_manifest(name_unfinished(final), manifest, hashes)
-            commit(final)
+        write_manifest(name_unfinished(final), manifest, hashes)
+        commit(final)
         logger.log(self.log_level, f"saved checkpoint {final}")
         try:
             prune(self.folder, self.section)
         except OSError as error:  # the new checkpoint is saved anyway
             logger.error(f"an old checkpoint cannot be deleted: {error}")
 
-    def __enter__(self) -> "CheckpointSaver":
-        return self
+    def wait_for_copy(self) -> None:
+        """Wait until the save in flight has copied its tensors."""
 
-    def __exit__(self, kind: type | None, *_: object) -> None:
-        try:
-            self.wait()
-        except CheckpointError as error:
-            if kind is None:
-                raise
-            logger.error(f"the last save failed: {error}")  # the run ends with another error
-        finally:
-            if self.background:
-                self.background.close()
+    def wait(self) -> None:
+        """Wait for the save in flight, if any. Raises its error."""
+
+    def __exit__(self, *why: object) -> None:
+        """End the save in flight."""
 
 
-def gather_hashes(group: dist.ProcessGroup, written: str) -> dict[str, str]:
-    """Return file name -> hash of all ranks, on rank 0. `written`: hash of this rank's file, or "". Collective."""
-    own = torch.tensor([*bytes.fromhex(written)] or [0] * N_HASH_BYTES, dtype=torch.uint8)
-    gathered = []
-    if group.rank() == 0:
-        gathered = list(own.new_empty(group.size(), N_HASH_BYTES))
-    dist.gather(own, gathered, group=group, group_dst=0)  # 32 bytes a rank
-    hashes = {}
-    for rank, digest in zip(dist.get_process_group_ranks(group), gathered, strict=False):
-        if digest.any():
-            hashes[name_file(rank)] = bytes(digest.tolist()).hex()
-    return hashes
-
-
-def gather_records(
-    group: dist.ProcessGroup, own: dict[str, TensorRecord], mesh: Degrees
-) -> dict[str, TensorRecord]:
-    """Return one line per tensor on rank 0. The first rank of each other pipeline stage sends its own. Collective."""
-    ranks = dist.get_process_group_ranks(group)
-    n_ranks = prod(mesh[mesh_dim] for mesh_dim in MESH_DIMS[1:])  # of a stage
-    senders = [rank for rank in ranks[1:] if rank % n_ranks == 0]
-    if dist.get_rank() in senders:
-        dist.send_object_list([own], group=group, group_dst=0)
-    if group.rank() > 0:
-        return {}
-    tensors = dict(own)
-    for sender in senders:
-        received: list[Any] = [None]
-        dist.recv_object_list(received, src=sender, group=group)
-        tensors |= received[0]
-    return tensors
-
-
-def write_slices(final: Path, plan: SavePlan, slices: dict[str, Tensor] | Future) -> str:
+def write_slices(final: Path, plan: SavePlan, slices: dict[str, Tensor]) -> str:
     """Write this rank's file. Return its hash; "" if the rank has nothing to write."""
-    if isinstance(slices, Future):
-        slices = slices.result()
     if not slices:
         return ""
     path = name_unfinished(final) / plan.file
-    sharding = {name: {OFFSETS: offsets} for name, offsets in plan.offsets.items()}
-    with refuse_to_write(final):
-        write_tensors(path, slices, {SHARDING: json.dumps(sharding)})
-        return flush_and_hash(path)
-
-
-@contextmanager
-def refuse_to_write(final: Path) -> Iterator[None]:
-    """Raise an error of writing as a CheckpointError that names the rank and the folder."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        why = f"rank {dist.get_rank()} cannot write {final}: {error}"
-        raise CheckpointError(why) from None
+    write_tensors(path, slices, {SHARDING: json.dumps(plan.sharding)})
+    return flush_and_hash(path)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
     """Write a safetensors file. The caller must flush it to disk. Raises OSError or SafetensorError."""
-    on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    on_host = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
     path.touch(exist_ok=False)
     mode = path.stat().st_mode  # from the umask; safetensors creates files only for the owner
     # transformers refuses files without "format"
@@ -376,7 +299,7 @@ def raise_on_all_ranks(group: dist.ProcessGroup, action: Callable[[], Any]) -> A
     except CheckpointError as error:
         failure = error
     except Exception as error:  # a type that every process can unpickle
-        failure = CheckpointError(f"{type(error).__name__}: {error}")
+        failure = CheckpointError(f"rank {dist.get_rank()}: {type(error).__name__}: {error}")
     n_failed = torch.tensor(int(failure is not None))
     dist.all_reduce(n_failed, group=group)  # 8 bytes
     if n_failed:

@@ -22,10 +22,11 @@ import sysconfig
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Literal
 
+from torchtitan_lite.config.extensions import load_module
 from torchtitan_lite.config.messages import Problem, Problems, UserError, name_command
 from torchtitan_lite.config.schema import Config, Training
 from torchtitan_lite.data.tokenizer import Tokenizer
@@ -68,17 +69,6 @@ class CorpusManifest:
         """Return a hash of the split's tokens, documents and targets."""
         return hashlib.sha256(json.dumps(self.splits[split].sha256).encode()).hexdigest()
 
-    @cached_property
-    def sizes(self) -> dict[str, int]:
-        """File name -> size in bytes."""
-        widths = {"tokens": WIDTHS[self.dtype], "documents": 8, "targets": 1}
-        sizes = {}
-        for name, split in self.splits.items():
-            for suffix in split.sha256:
-                n_entries = split.n_documents if suffix == "documents" else split.n_tokens
-                sizes[f"{name}.{suffix}"] = widths[suffix] * n_entries
-        return sizes
-
 
 def dump_manifest(manifest: CorpusManifest) -> str:
     """Return the content of manifest.json."""
@@ -87,19 +77,18 @@ def dump_manifest(manifest: CorpusManifest) -> str:
 
 def read_corpus_manifest(folder: Path) -> CorpusManifest:
     """Read the manifest of a corpus. Raises CorpusError."""
-    path = folder / MANIFEST
-    if not path.exists():
-        raise explain_missing(folder)
     try:
-        file = json.loads(path.read_bytes())
+        file = json.loads((folder / MANIFEST).read_bytes())
         if file["format"] != FORMAT:
             raise ValueError(f"its format is {file['format']}, but this version reads {FORMAT}")
+        if file["dtype"] not in WIDTHS:
+            raise ValueError(f"its dtype is {file['dtype']}, not one of {', '.join(WIDTHS)}")
         splits = {name: Split(**split) for name, split in file["splits"].items()}
-        manifest = CorpusManifest(**{**file, "splits": splits})
-        _ = manifest.sizes  # raises if a field is missing
+        return CorpusManifest(file["dtype"], file["tokenizer"], splits)
+    except (FileNotFoundError, NotADirectoryError):
+        raise explain_missing(folder) from None
     except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
         raise CorpusError(f"{folder} is not a prepared corpus: {MANIFEST}: {error}") from None
-    return manifest
 
 
 def explain_missing(folder: Path) -> CorpusError:
@@ -121,12 +110,16 @@ def open_split(folder: Path, split: str, tokenizer: Tokenizer | None) -> CorpusM
     Also raises CorpusError if the split does not exist, or was made with a different tokenizer.
     """
     manifest = read_corpus_manifest(folder)
-    for name, n_bytes in manifest.sizes.items():
-        path = folder / name
-        found = path.stat().st_size if path.is_file() else None
-        if found != n_bytes:
-            expected = f"but the manifest says {n_bytes}"
-            raise CorpusError(f"{path} has {found or 'no'} bytes, {expected}")
+    widths = {"tokens": WIDTHS[manifest.dtype], "documents": 8, "targets": 1}
+    for name, own in manifest.splits.items():
+        for suffix in own.sha256:
+            n_entries = own.n_documents if suffix == "documents" else own.n_tokens
+            n_bytes = n_entries * widths[suffix]
+            path = folder / f"{name}.{suffix}"
+            found = path.stat().st_size if path.is_file() else 0
+            if found != n_bytes:
+                expected = f"but the manifest says {n_bytes}"
+                raise CorpusError(f"{path} has {found or 'no'} bytes, {expected}")
     if tokenizer and manifest.tokenizer != tokenizer.fingerprint:
         remedy = "Set model.hf_assets_path to that tokenizer, or prepare the corpus again with --tokenizer"
         why = f"{folder} was made with another tokenizer, not with {tokenizer.path}"
@@ -184,9 +177,6 @@ DATASETS: dict[str, Callable[[str], list[Path]]] = {
         list_downloaded, "tests/assets/c4_test", "*.json*", "Start in a checkout of torchtitan"
     ),
 }
-DOWNLOADS = [
-    name for name in DATASETS if name != "python_stdlib"
-]  # these use training.dataset_path
 VALIDATION_ONLY = {"c4_validation"}  # all documents are for validation
 
 
@@ -276,31 +266,11 @@ def check_data(config: Config, tokenizer: Tokenizer | None) -> Problems:
     if not training.dataset:
         remedy = f"Name at least one: {', '.join(DATASETS)}, or a folder that `prepare` wrote"
         problems.refuse("training.dataset", "it names no corpus", remedy)
-    if training.dataset_path and not set(training.dataset).intersection(DOWNLOADS):
-        why = f"it is only used for {', '.join(DOWNLOADS)}, and training.dataset names none of them"
-        remedy = "Leave it out. For other corpora, set training.dataset to a path"
-        problems.refuse("training.dataset_path", why, remedy)
-    if training.dataset_weights:
-        check_weights(problems)
+    if training.dataset_path or training.dataset_weights:
+        load_module("data.corpus_rules").check_keys(problems)
     return problems
 
 
-def check_weights(problems: Problems) -> None:
-    """Find weights that fit no corpus, or hardly ever draw one."""
-    training = problems.config.training
-    n_corpora = len(training.dataset)
-    if len(training.dataset_weights) != n_corpora:
-        remedy = "Give one weight per corpus, or none to draw every sample equally often"
-        problems.refuse("training.dataset_weights", f"there are {n_corpora} corpora", remedy)
-    for name, weight in zip(training.dataset, training.dataset_weights, strict=False):
-        if weight < SMALLEST_SHARE * sum(training.dataset_weights):
-            why = f"the share of {name} is below {SMALLEST_SHARE:g}, so hardly any sample of it is drawn"
-            problems.refuse("training.dataset_weights", why, "Leave it out, or raise its weight")
-
-
-SMALLEST_SHARE = (
-    1e-6  # of a corpus in training.dataset_weights; data/dataset.py draws in cycles of 2**20
-)
 STDLIB_TOKENS = 3_600_000  # of Python 3.11, with the shipped tokenizer
 MOST_EPOCHS = 4  # more epochs of the same text help little: arXiv:2305.16264
 

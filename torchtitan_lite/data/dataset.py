@@ -92,17 +92,19 @@ class Corpus:
     def read(self, starts: Tensor, length: int) -> Tensor:
         """Read the slices at `starts`. Returns (3, len(starts), length) int64.
 
-        These are the tokens; the number of the document of each token; and whether the token may be a target. After the
-        end of the corpus, a document of zeros starts.
+        These are the tokens, the target of each token, and the number of its document. After the end of the corpus, a
+        document of zeros starts.
         """
-        index = starts[:, None] + torch.arange(length)
+        index = starts[:, None] + torch.arange(length + 1)
         is_target = index < self.n_tokens
         documents = torch.searchsorted(self.documents, index, right=True) + ~is_target
         index.clamp_(max=self.n_tokens - 1)
         tokens = self.tokens[index].long() * is_target
         if self.targets is not None:  # a conversation
             is_target &= self.targets[index]
-        return torch.stack([tokens, documents, is_target])
+        is_target[:, 1:] &= documents.diff() == 0  # nothing predicts the first token of a document
+        targets = tokens.where(is_target, IGNORE_INDEX)
+        return torch.stack([tokens[:, :-1], targets[:, 1:], documents[:, :-1]])
 
 
 # ---------------------------------------------------------------- samples
@@ -124,82 +126,64 @@ class SampleReader:
         """Number of samples in each corpus. They cover every token except the first as a target."""
         return [-(-(corpus.n_tokens - 1) // self.seq_len) for corpus in self.corpora]
 
-    def read(self, sources: Tensor, samples: Tensor) -> Batch:
-        """Return one row per sample. `sources` and `samples` are (B,) int64.
+    def read(self, samples: Tensor) -> Batch:
+        """Return one row per sample, (B,) int64. The samples of all corpora have consecutive numbers.
 
-        A source is the index of a corpus; a larger number gives a row of padding. Raises CorpusError.
+        A number after the last sample gives a row of padding. Raises CorpusError.
         """
-        n_rows = len(samples)
-        rows = torch.zeros(3, n_rows, self.seq_len + 1, dtype=torch.int64)
-        for source, corpus in enumerate(self.corpora):
-            own = sources == source
-            rows[:, own] = corpus.read(samples[own] * self.seq_len, self.seq_len + 1)
-        tokens, documents, is_target = rows
-        largest = tokens.max().item()
+        rows = torch.zeros(3, len(samples), self.seq_len, dtype=torch.int64)
+        tokens, targets, documents = rows
+        targets.fill_(IGNORE_INDEX)
+        for corpus, n_samples in zip(self.corpora, self.n_samples, strict=True):
+            own = (samples >= 0) & (samples < n_samples)
+            rows[:, own] = corpus.read(samples[own] * self.seq_len, self.seq_len)
+            samples = samples - n_samples  # of the next corpus
+        largest = rows[:2].max().item()
         if largest >= self.vocab_size:
             names = ", ".join(corpus.name for corpus in self.corpora)
             why = f"{names}: there is an id {largest}, but model.vocab_size = {self.vocab_size}"
             remedy = "Leave out documents with this id, or use the tokenizer that the model was trained with"
             raise CorpusError(why, remedy)
-        begins = documents.diff(
-            dim=1, prepend=documents[:, :1]
-        )  # 1 if a document starts in the row
-        is_ignored = (is_target == 0) | (begins == 1)
-        targets = tokens[:, 1:].masked_fill(is_ignored[:, 1:], IGNORE_INDEX)
-        positions = torch.arange(self.seq_len).repeat(n_rows, 1)
+        positions = torch.arange(self.seq_len).repeat(len(samples), 1)
         if self.restart_positions:
             # positions of a document from an earlier row count from the start of this row
-            positions -= (begins[:, :-1] * positions).cummax(dim=1).values
-        doc_ids = documents - documents[:, :1]
-        batch = Batch(
-            tokens[:, :-1].contiguous(), targets, positions, doc_ids=doc_ids[:, :-1].contiguous()
-        )
-        return batch.with_fields(self.fields)
+            begins = documents.diff(dim=1, prepend=documents[:, :1])  # 1 if a document starts here
+            positions -= (begins * positions).cummax(dim=1).values
+        batch = Batch(tokens, targets, positions, doc_ids=documents - documents[:, :1])
+        return batch.with_fields(self.fields) if self.fields else batch
 
 
 # ---------------------------------------------------------------- order
 
 
 class Sampler:
-    """Chooses the order in which a run draws samples from its sources. The order depends only on the seed.
+    """Chooses the order in which a run draws samples. The order depends only on the seed.
 
-    All sources form a single list of samples, and an epoch has every sample once. See weighted_sampler.py for
-    training.dataset_weights.
+    An epoch has every sample once. See weighted_sampler.py for training.dataset_weights.
     """
 
     def __init__(self, n_samples: Sequence[int], seed: int):
-        """`n_samples`: number per source."""
+        """`n_samples`: number per corpus."""
         self.n_samples = n_samples
         self.seed = seed
 
     def count_epochs(self, n_draws: int) -> list[float]:
-        """Return the number of epochs of each source in the first `n_draws` draws."""
+        """Return the number of epochs of each corpus in the first `n_draws` draws."""
         return [n_draws / sum(self.n_samples)] * len(self.n_samples)
 
-    def choose(self, draws: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the source and the sample for each of these consecutive draws; all (n,) int64."""
-        permuted = self.permute(draws, sum(self.n_samples), name="all")
-        return locate_in_parts(permuted, self.n_samples)
+    def choose(self, draws: Tensor) -> Tensor:
+        """Return the number of the sample for each of these consecutive draws; both (n,) int64."""
+        return self.permute(draws, sum(self.n_samples), name="all")
 
     def permute(self, draws: Tensor, n: int, *, name: str) -> Tensor:
         """For each draw d, apply permutation number d // n to d % n."""
         permuted = torch.empty_like(draws)
-        for epoch in (draws // n).unique().tolist():
-            in_epoch = draws // n == epoch
-            permuted[in_epoch] = feistel_permute(
-                draws[in_epoch] % n, n, key=f"{self.seed} {name} {epoch}"
-            )
+        epochs = draws // n
+        for epoch in epochs.unique().tolist():
+            own = epochs == epoch
+            key = f"{self.seed} {name} {epoch}"
+            permuted[own] = feistel_permute(draws[own] % n, n, key=key)
         return permuted
-
-
-def locate_in_parts(index: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Split indices into concatenated parts of `sizes`: return the parts and the indices inside them, (n,) int64 each.
-
-    The part of an index after the end is len(sizes).
-    """
-    starts = torch.tensor([0, *sizes]).cumsum(0)
-    parts = torch.searchsorted(starts, index, right=True) - 1
-    return parts, index - starts[parts]
 
 
 def feistel_permute(index: Tensor, n: int, *, key: str) -> Tensor:
@@ -254,8 +238,8 @@ class SampleStream:
 
     def batch(self, step: int, rows: range) -> Batch:
         """Return rows `rows` of the global batch of `step`, counted from 0. Raises CorpusError."""
-        sources, samples = self.sampler.choose(step * self.global_batch_size + torch.tensor(rows))
-        return self.reader.read(sources, samples)
+        draws = step * self.global_batch_size + torch.tensor(rows)
+        return self.reader.read(self.sampler.choose(draws))
 
 
 def rows_of_rank(rank: int, n_ranks: int, global_batch_size: int) -> range:

@@ -29,6 +29,8 @@ class WeightedSampler(Sampler):
         points %= CYCLE
         self.sources = torch.searchsorted(ends, points, right=True)
         self.n_draws = self.sources.bincount(minlength=len(ends))  # of each source in a cycle
+        # number of the first sample of each source
+        self.starts = torch.tensor([0, *n_samples]).cumsum(0)
         self.n_earlier = torch.empty_like(points)  # draws from the same source, in the same cycle
         for source, n_draws in enumerate(self.n_draws.tolist()):
             self.n_earlier[self.sources == source] = torch.arange(n_draws)
@@ -37,8 +39,8 @@ class WeightedSampler(Sampler):
         """Return the number of epochs of each source in the first `n_draws` draws."""
         return (n_draws * self.shares / torch.tensor(self.n_samples)).tolist()
 
-    def choose(self, draws: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the source and the sample for each of these consecutive draws; all (n,) int64."""
+    def choose(self, draws: Tensor) -> Tensor:
+        """Return the number of the sample for each of these consecutive draws; both (n,) int64."""
         point = draws % CYCLE
         sources = self.sources[point]
         turns = draws // CYCLE * self.n_draws[sources] + self.n_earlier[point]
@@ -47,4 +49,4 @@ class WeightedSampler(Sampler):
             own = sources == source
             n_samples = self.n_samples[source]
             samples[own] = self.permute(turns[own], n_samples, name=f"source {source}")
-        return sources, samples
+        return self.starts[sources] + samples

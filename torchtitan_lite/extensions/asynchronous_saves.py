@@ -1,46 +1,78 @@
 """Save while the run trains: copy the tensors to the host, and write the copies in a thread.
 
+    after_step(20) ------------------------ after_step(40)
+      |  waits for the previous save          |
+      |  copies to the host, on CUDA during   |        an error in the thread is raised by the next after_step;
+      v  the next forward and backward        v        leaving the saver waits for the last save
+      thread: CheckpointSaver.write
+
 On CUDA, DCP's stager copies on a separate stream and in a separate thread. After backward, before the first change of a
 saved tensor, step.py calls `wait_for_copy`. Pinned memory is allocated once, exactly one buffer per tensor. Without
 pinned memory, each copy holds the GIL, so the training loop waits for all copies (torch 2.13).
 """
 
-from collections.abc import Callable
+import logging
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
+from torchtitan_lite.checkpoint.format import CheckpointError
+from torchtitan_lite.checkpoint.save import CheckpointSaver, SavePlan, raise_on_all_ranks
 
-class Background:
-    """Copies tensors, and writes the copies in a thread. `mode` is checkpoint.async_mode. One save is in flight."""
+logger = logging.getLogger(__name__)
 
-    def __init__(self, mode: str, device: torch.device):
-        self.on_cuda = device.type == "cuda"
+
+@dataclass(eq=False)
+class AsynchronousSaver(CheckpointSaver):
+    """Copies tensors, and writes the copies in a thread. One save is in flight."""
+
+    def __post_init__(self) -> None:
+        self.on_cuda = self.device.type == "cuda"
         self.in_flight: Future | None = None
+        is_pinned = self.section.async_mode == "async_with_pinned_mem"
         # The stager reuses its buffers, so memory does not grow. On a CPU it copies synchronously.
         options = StagingOptions(
-            use_pinned_memory=self.on_cuda and mode == "async_with_pinned_mem",
+            use_pinned_memory=self.on_cuda and is_pinned,
             use_shared_memory=False,
             use_async_staging=self.on_cuda,
             use_non_blocking_copy=self.on_cuda,
         )
         self.stager = DefaultStager(options)
-        initializer = partial(torch.cuda.set_device, device) if self.on_cuda else None
+        initializer = partial(torch.cuda.set_device, self.device) if self.on_cuda else None
         self.thread = ThreadPoolExecutor(1, "checkpoint", initializer)
         # torch 2.11 and 2.12 close the inner stager after each copy, so the second save would fail.
         self.stager._state_dict_stager.close = lambda: None
 
-    def start(
-        self, write: Callable[[dict[str, Tensor] | Future], None], slices: dict[str, Tensor]
-    ) -> None:
-        """Copy `slices`, and call `write` with the copies in the thread. The copies may be a Future."""
+    def after_step(self, step: int, *, n_steps: int, is_stopped: bool, **options: Any) -> None:
+        """Start a save if it is due. At the end of the run, wait for it. Raises errors of earlier saves."""
+        self.check()
+        super().after_step(step, n_steps=n_steps, is_stopped=is_stopped, **options)
+        if step == n_steps or is_stopped:
+            self.wait()
+
+    def save(self, step: int, tensors: dict[str, Tensor]) -> None:
+        """Start a save. Call `wait_for_copy` before `tensors` change. Raises the error of the previous save."""
+        self.wait()
+        super().save(step, tensors)
+
+    def write(self, step: int, plan: SavePlan, slices: dict[str, Tensor]) -> None:
+        """Copy `slices`, and write the copies in the thread."""
         if self.on_cuda:
             # the stager's stream does not wait for kernels that still write the tensors
             torch.cuda.current_stream().synchronize()
-        self.in_flight = self.thread.submit(write, self.stager.stage(slices))
+        copies = self.stager.stage(slices)
+        self.in_flight = self.thread.submit(self.write_copies, step, plan, copies)
+
+    def write_copies(self, step: int, plan: SavePlan, copies: dict[str, Tensor] | Future) -> None:
+        """Write one checkpoint. Runs in the thread. `copies` may be a Future."""
+        if isinstance(copies, Future):
+            copies = raise_on_all_ranks(self.group, copies.result)
+        super().write(step, plan, copies)
 
     def wait_for_copy(self) -> None:
         self.stager.synchronize_staging()
@@ -51,12 +83,18 @@ class Background:
             self.wait()
 
     def wait(self) -> None:
-        """Wait for the save in flight, if any. Raises its error."""
         if self.in_flight is not None:
             in_flight = self.in_flight
             self.in_flight = None
             in_flight.result()
 
-    def close(self) -> None:
-        self.thread.shutdown()
-        self.stager.close()
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        try:
+            self.wait()
+        except CheckpointError as error:
+            if kind is None:
+                raise
+            logger.error(f"the last save failed: {error}")  # the run ends with another error
+        finally:
+            self.thread.shutdown()
+            self.stager.close()

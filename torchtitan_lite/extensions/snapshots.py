@@ -11,6 +11,7 @@ ranks load the shared checkpoint instead (resume.py). All snapshots are deleted 
 """
 
 import logging
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from shutil import rmtree
@@ -29,8 +30,8 @@ from torchtitan_lite.parallel.process_groups import Place
 logger = logging.getLogger(__name__)
 
 
-class Snapshots(CheckpointSaver):
-    """Saves and restores snapshots. All methods are collective."""
+class Snapshots(AbstractContextManager):
+    """Saves and restores snapshots. All methods are collective. train.py calls it like a CheckpointSaver."""
 
     def __init__(
         self,
@@ -39,26 +40,32 @@ class Snapshots(CheckpointSaver):
         place: Place,
         all_ranks: dist.ProcessGroup,
     ):
-        """`checkpoints` is the saver of the same run. Both savers share its section and tensors."""
+        """`checkpoints` is the saver of the same run. The saver of snapshots has its class, section and tensors."""
         self.all_ranks = all_ranks
         host = place.host_ranks
         # Without local synchronization, all ranks would wait for each other once per host.
-        group = dist.new_group(
+        self.group = dist.new_group(
             list(host), backend="gloo", use_local_synchronization=True, group_desc="snapshot"
         )
         run_id = do_on_rank_0(all_ranks, lambda: identify_run(checkpoints.folder))
-        folder = name_snapshots(checkpoints.section.local_folder, dump_folder) / run_id
+        section = checkpoints.section
+        self.folder = name_snapshots(section.local_folder, dump_folder) / run_id
         # Check now: an error at the first snapshot would cost local_interval steps.
-        raise_on_all_ranks(all_ranks, lambda: create_folder(folder))
-        super().__init__(
-            folder,
-            replace(checkpoints.section, keep_latest_k=2),
-            checkpoints.list_tensors,
-            replace(checkpoints.manifest, host=list(host)),
-            group,
-            checkpoints.device,
-            host,
-            logging.DEBUG,
+        raise_on_all_ranks(all_ranks, lambda: create_folder(self.folder))
+        self.saver = replace(
+            checkpoints,
+            folder=self.folder,
+            section=replace(
+                section,
+                enable=True,
+                interval=section.local_interval,
+                enable_first_step_checkpoint=False,
+                keep_latest_k=2,
+            ),
+            manifest=replace(checkpoints.manifest, host=list(host)),
+            group=self.group,
+            host=host,
+            log_level=logging.DEBUG,
         )
 
     def after_step(
@@ -68,14 +75,18 @@ class Snapshots(CheckpointSaver):
 
         Call it after the checkpoint of the same step is committed: the last step deletes all snapshots.
         """
-        if self.background:
-            self.background.check()
         if step == n_steps:
-            self.wait()
+            self.saver.wait()
             if self.group.rank() == 0:
                 rmtree(self.folder.parent, ignore_errors=True)
-        elif step % self.section.local_interval == 0 and not is_stopped:
-            self.save(step, self.list_tensors())
+        elif not is_stopped:
+            self.saver.after_step(step, n_steps=n_steps, is_stopped=False, record=forget)
+
+    def wait_for_copy(self) -> None:
+        self.saver.wait_for_copy()
+
+    def __exit__(self, *why: object) -> None:
+        self.saver.__exit__(*why)
 
     def list_usable(self) -> list[Saved]:
         """Return the snapshots of this run that all ranks can use. Does not check hashes."""
@@ -102,9 +113,9 @@ class Snapshots(CheckpointSaver):
             manifest = read_manifest(self.folder / f"step-{step}")
         except CheckpointError:
             return False
-        if manifest.mesh != self.manifest.mesh or manifest.host != self.manifest.host:
+        if manifest.mesh != self.saver.manifest.mesh or manifest.host != self.saver.manifest.host:
             return False
-        weights = {name for name in self.list_tensors() if name.startswith("model.")}
+        weights = {name for name in self.saver.list_tensors() if name.startswith("model.")}
         return weights <= manifest.tensors.keys()
 
     def forget_after(self, step: int) -> None:
@@ -117,6 +128,10 @@ class Snapshots(CheckpointSaver):
                 why = f"does not continue step {step} of this run, and is deleted"
                 logger.warning(f"the snapshot {path} {why}")
                 rmtree(path)
+
+
+def forget(*_: object, **fields: object) -> None:
+    """Record nothing: snapshots are no checkpoints of the run."""
 
 
 def create_folder(folder: Path) -> None:

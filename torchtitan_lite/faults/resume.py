@@ -87,7 +87,7 @@ def check_snapshot(run: Run, snapshots: Any, path: Path) -> None:
     problems, notices = check_continued(run.config, weights, documents={})
     if problems:
         raise ConfigError(problems)
-    if json.dumps(weights.manifest.fingerprint) != json.dumps(snapshots.manifest.fingerprint):
+    if json.dumps(weights.manifest.fingerprint) != json.dumps(snapshots.saver.manifest.fingerprint):
         why = f"{path} was saved with another model, tokenizer, or other documents"
         raise CheckpointError(f"{why}: use the same, or start another run in a job.dump_folder")
     for notice in notices:

@@ -42,9 +42,13 @@ class Batch:
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Batch":
         """Apply a function to each field."""
-        extra = {name: function(values) for name, values in self.extra.items()}
-        tokens, targets, positions, doc_ids, _ = vars(self).values()
-        return Batch(*map(function, (tokens, targets, positions, doc_ids)), extra)
+        return Batch(
+            function(self.tokens),
+            function(self.targets),
+            function(self.positions),
+            function(self.doc_ids),
+            {name: function(values) for name, values in self.extra.items()},
+        )
 
     def to(self, device: torch.device) -> "Batch":
         """Copy to the device. The host does not wait if the memory is pinned."""

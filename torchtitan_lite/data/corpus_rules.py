@@ -1,0 +1,26 @@
+"""Rules of training.dataset_path and training.dataset_weights. Loaded if one of them is set. Needs no torch."""
+
+from torchtitan_lite.config.messages import Problems
+from torchtitan_lite.data.corpus_folder import DATASETS
+
+# these use training.dataset_path
+DOWNLOADS = [name for name in DATASETS if name != "python_stdlib"]
+# of a corpus in training.dataset_weights; weighted_sampler.py draws in cycles of 2**20
+SMALLEST_SHARE = 1e-6
+
+
+def check_keys(problems: Problems) -> None:
+    """Find a path that no corpus uses, and weights that fit no corpus or hardly ever draw one."""
+    training = problems.config.training
+    if training.dataset_path and not set(training.dataset).intersection(DOWNLOADS):
+        why = f"it is only used for {', '.join(DOWNLOADS)}, and training.dataset names none of them"
+        remedy = "Leave it out. For other corpora, set training.dataset to a path"
+        problems.refuse("training.dataset_path", why, remedy)
+    n_corpora = len(training.dataset)
+    if training.dataset_weights and len(training.dataset_weights) != n_corpora:
+        remedy = "Give one weight per corpus, or none to draw every sample equally often"
+        problems.refuse("training.dataset_weights", f"there are {n_corpora} corpora", remedy)
+    for name, weight in zip(training.dataset, training.dataset_weights, strict=False):
+        if weight < SMALLEST_SHARE * sum(training.dataset_weights):
+            why = f"the share of {name} is below {SMALLEST_SHARE:g}, so hardly any sample of it is drawn"
+            problems.refuse("training.dataset_weights", why, "Leave it out, or raise its weight")
