@@ -1,15 +1,14 @@
-"""Derive parameters and FLOPs from the tables of a model. No model is named here.
+"""Derive parameters, windows and FLOPs from the tables of a model. No model is named here.
 
 Legend: D model dim, L layers, H query heads, E head dim, F ffn dim, S sequence.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
-from torchtitan_lite.config.choices import list_windows
+from torchtitan_lite.config.choices import ATTENTIONS
 from torchtitan_lite.config.model_rows import ModelArgs, ModuleRow
 from torchtitan_lite.models.registry import MODELS
 
@@ -22,21 +21,15 @@ class Parameter(NamedTuple):
     is_bias: bool
 
 
-@lru_cache  # the function is part of the key, because tests may replace it
-def call_once(list_modules: Callable[..., list[ModuleRow]], *args: object) -> list[ModuleRow]:
-    """Call a function of a table, and cache the result by its arguments. Do not change the list."""
-    return list_modules(*args)
-
-
 def list_block_modules(model_args: ModelArgs, *, moe: bool = False) -> list[ModuleRow]:
     """List the modules of one block of this model, dense or with experts."""
     experts = model_args.moe if moe else None
-    return call_once(MODELS[model_args.name].list_block, model_args, experts)
+    return MODELS[model_args.name].list_block(model_args, experts)
 
 
 def list_end_modules(model_args: ModelArgs) -> list[ModuleRow]:
     """List the modules outside the blocks: tok_embeddings, norm, output, and those that only some models have."""
-    return call_once(MODELS[model_args.name].list_ends, model_args)
+    return MODELS[model_args.name].list_ends(model_args)
 
 
 def list_added_ends(model_args: ModelArgs) -> list[ModuleRow]:
@@ -45,10 +38,10 @@ def list_added_ends(model_args: ModelArgs) -> list[ModuleRow]:
     return [row for row in list_end_modules(model_args) if row.name not in common]
 
 
-def list_gathered(rows: list[ModuleRow]) -> list[str]:
+def list_gathered(rows: list[ModuleRow]) -> set[str]:
     """List the modules of a block whose linear layers need all tokens: tp gathers their input."""
     linears = [row for row in rows if row.kind == "linear" and row.tp_style in ("colwise", "whole")]
-    return sorted({row.name.rpartition(".")[0] for row in linears})
+    return {row.name.rpartition(".")[0] for row in linears}
 
 
 def list_modules(model_args: ModelArgs) -> list[tuple[str, ModuleRow]]:
@@ -94,6 +87,21 @@ def count_parameters(
         if fqn.startswith(prefix) and (len(shape) > 1 or not linear_only):
             n_parameters += prod(shape)
     return n_parameters
+
+
+def list_windows(attention: str, model_args: ModelArgs) -> tuple[int | None, ...]:
+    """Return, for each layer, the number of tokens that a token attends to, itself included.
+
+    None if it attends to all earlier tokens, or if the number is unknown.
+    """
+    window = ATTENTIONS[attention].window
+    layers = range(model_args.n_layers)
+    return tuple(window(model_args, layer) if window else None for layer in layers)
+
+
+def has_masks(attention: str, model_args: ModelArgs) -> bool:
+    """Return whether layers have windows or sinks; extensions/windowed_attention.py then computes attention."""
+    return model_args.attention_sinks or any(list_windows(attention, model_args))
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ family in its table.
 from dataclasses import fields
 from typing import Any
 
-from torchtitan_lite.config.block import list_parameters
-from torchtitan_lite.config.choices import ATTENTIONS, AttentionRow, list_windows
+from torchtitan_lite.config.block import list_parameters, list_windows
+from torchtitan_lite.config.choices import ATTENTIONS, AttentionRow
 from torchtitan_lite.config.messages import Problems
 from torchtitan_lite.config.model_rows import FULL, SLIDING, Family, ModelArgs
 from torchtitan_lite.extensions.families import find_model_type, list_unwritten
