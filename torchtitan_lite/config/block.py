@@ -40,8 +40,11 @@ def list_added_ends(model_args: ModelArgs) -> list[ModuleRow]:
 
 def list_gathered(rows: list[ModuleRow]) -> set[str]:
     """List the modules of a block whose linear layers need all tokens: tp gathers their input."""
-    linears = [row for row in rows if row.kind == "linear" and row.tp_style in ("colwise", "whole")]
-    return {row.name.rpartition(".")[0] for row in linears}
+    return {
+        row.name.rpartition(".")[0]
+        for row in rows
+        if row.kind == "linear" and row.tp_style in ("colwise", "whole")
+    }
 
 
 def list_modules(model_args: ModelArgs) -> list[tuple[str, ModuleRow]]:
@@ -73,18 +76,19 @@ def list_expert_biases(model_args: ModelArgs) -> list[str]:
 
 
 def count_parameters(
-    model_args: ModelArgs, *, prefix: str = "", active: bool = False, linear_only: bool = False
+    model_args: ModelArgs, *, active: bool = False, in_matmuls: bool = False
 ) -> int:
-    """Count the parameters whose FQNs start with `prefix`. A tied embedding counts once, as in the model cards.
+    """Count the parameters. A tied embedding counts once, as in the model cards.
 
-    `active`: count only parameters that one token uses, so top_k of the experts. `linear_only`: do not count vectors.
+    `active`: count only parameters that one token uses, so top_k of the experts. `in_matmuls`: count only the matrices
+    of blocks.
     """
     n_parameters = 0
     for fqn, parameter in list_parameters(model_args).items():
         shape = parameter.shape
         if active and parameter.row.kind == "experts":
             shape = (model_args.moe.top_k, *shape[1:])
-        if fqn.startswith(prefix) and (len(shape) > 1 or not linear_only):
+        if not in_matmuls or (fqn.startswith("layers.") and len(shape) > 1):
             n_parameters += prod(shape)
     return n_parameters
 
@@ -135,7 +139,7 @@ def count_flops_per_token(
     is tied, and top_k experts count.
     Both conventions are in use: for 8B at 8,192 tokens, full gives 57.9 GFLOP and causal 51.5.
     """
-    weights = count_parameters(model_args, prefix="layers.", active=True, linear_only=True)
+    weights = count_parameters(model_args, active=True, in_matmuls=True)
     weights += sum(prod(row.weight) for row in list_added_ends(model_args) if row.kind == "linear")
     head = MODELS[model_args.name].head_calls * model_args.vocab_size * model_args.dim
     matmuls = 6 * (weights + head)

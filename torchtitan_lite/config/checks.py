@@ -248,8 +248,7 @@ def list_tp(model_args: ModelArgs, world_size: int) -> str:
 def list_rows(model_args: ModelArgs) -> list[ModuleRow]:
     """List the different rows in the table of a model."""
     rows = list_end_modules(model_args) + list_block_modules(model_args)
-    if model_args.moe:
-        rows += list_block_modules(model_args, moe=True)
+    rows += list_block_modules(model_args, moe=True)
     return list(dict.fromkeys(rows))
 
 
