@@ -3,6 +3,7 @@
 Legend: D model dim, L layers, H query heads, E head dim, F ffn dim, S sequence.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -21,15 +22,21 @@ class Parameter(NamedTuple):
     is_bias: bool
 
 
+@lru_cache  # for searches. The function is part of the key, because tests may replace it
+def call_once(list_modules: Callable[..., list[ModuleRow]], *args: object) -> list[ModuleRow]:
+    """Call a function of a table, and cache the result by its arguments. Do not change the list."""
+    return list_modules(*args)
+
+
 def list_block_modules(model_args: ModelArgs, *, moe: bool = False) -> list[ModuleRow]:
     """List the modules of one block of this model, dense or with experts."""
     experts = model_args.moe if moe else None
-    return MODELS[model_args.name].list_block(model_args, experts)
+    return call_once(MODELS[model_args.name].list_block, model_args, experts)
 
 
 def list_end_modules(model_args: ModelArgs) -> list[ModuleRow]:
     """List the modules outside the blocks: tok_embeddings, norm, output, and those that only some models have."""
-    return MODELS[model_args.name].list_ends(model_args)
+    return call_once(MODELS[model_args.name].list_ends, model_args)
 
 
 def list_added_ends(model_args: ModelArgs) -> list[ModuleRow]:
@@ -93,6 +100,7 @@ def count_parameters(
     return n_parameters
 
 
+@lru_cache  # a search asks for it with every layout
 def list_windows(attention: str, model_args: ModelArgs) -> tuple[int | None, ...]:
     """Return, for each layer, the number of tokens that a token attends to, itself included.
 
