@@ -19,7 +19,7 @@ from statistics import mean, median
 
 import torch
 
-from torchtitan_lite.config.block import list_block_modules, list_end_modules
+from torchtitan_lite.config.block import list_block_modules
 from torchtitan_lite.config.layout import Layout, name_stages, place_stages, plan_stages
 from torchtitan_lite.config.machine import GIB
 from torchtitan_lite.config.model_rows import ModelArgs, ModuleRow, MoEArgs
@@ -319,7 +319,7 @@ def describe_row(values: dict[str, object]) -> OtherWorkload:
         pipeline_parallel_first_stage_less_layers=load,
         pipeline_parallel_last_stage_less_layers=load,
     )
-    stages = name_stages(tuple(plan_stages(section, n_layers)), tuple(list_end_modules(args)))
+    stages = name_stages(tuple(plan_stages(section, n_layers)), args)
     n_sequences = values["dp_replicate"] * values["dp_shard"] * values["microbatch_size"]
     layout = make(
         Layout,

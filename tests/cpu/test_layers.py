@@ -16,6 +16,7 @@ from torchtitan_lite.parallel import tensor_parallel
 # own row; rows on one floor never import each other.
 FLOORS = {
     "torchtitan_lite.config.model_rows": -2,  # the types of the rows below
+    "torchtitan_lite.config.family_rows": -2,
     "torchtitan_lite.models": -1,  # the tables of the models
     "torchtitan_lite.config": 0,
     "torchtitan_lite.dtensor": 1,

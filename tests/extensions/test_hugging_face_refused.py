@@ -17,7 +17,7 @@ from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.model_rows import ModelArgs, RopeScaling
 from torchtitan_lite.extensions.hugging_face_export import explain_unwritable
 from torchtitan_lite.extensions.hugging_face_folder import INDEX, open_folder
-from torchtitan_lite.models.registry import MODELS
+from torchtitan_lite.models.llama3.hugging_face import FAMILIES
 
 EMBEDDING = "model.embed_tokens.weight"
 LLAMA = "Llama 3"
@@ -186,7 +186,7 @@ def test_a_field_that_no_family_names_is_not_exported_unless_it_has_its_default(
 
 
 def test_a_parameter_that_the_family_has_no_name_for_is_not_exported(monkeypatch):
-    family = MODELS["llama3"].families["llama"]
+    family = FAMILIES["llama"]
     names = {name: theirs for name, theirs in family.names.items() if name != "norm"}
-    monkeypatch.setitem(MODELS["llama3"].families, "llama", replace(family, names=names))
+    monkeypatch.setitem(FAMILIES, "llama", replace(family, names=names))
     assert "no parameter for norm.weight" in explain_unwritable(PLAIN, "causal")

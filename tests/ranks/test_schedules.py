@@ -1,5 +1,6 @@
 """Pipeline plans as numbers, weight halves in bfloat16, and validation forward through every schedule."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import compare
@@ -8,7 +9,6 @@ from layouts import BFLOAT16, MODE, PP, SCHEDULE, TP, Row
 from marks import slow
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
-from torchtitan_lite.config.block import list_end_modules
 from torchtitan_lite.config.checks import check_microbatches
 from torchtitan_lite.config.choices import SCHEDULES
 from torchtitan_lite.config.layout import name_stages, plan_stages
@@ -23,10 +23,10 @@ def pipeline(pp: int, schedule: str = "1F1B", **keys) -> Parallelism:
 
 
 def count_layers(parallelism: Parallelism, n_layers: int) -> list[int]:
-    ends = tuple(list_end_modules(FLAVORS["debug"]))
+    model_args = replace(FLAVORS["debug"], n_layers=n_layers)
     sizes = plan_stages(parallelism, n_layers)
-    stages = name_stages(tuple(sizes), ends)
-    assert (sum(stages, ()),) == name_stages((n_layers,), ends)
+    stages = name_stages(tuple(sizes), model_args)
+    assert (sum(stages, ()),) == name_stages((n_layers,), model_args)
     assert sizes == [sum(fqn.startswith("layers.") for fqn in stage) for stage in stages]
     return sizes
 

@@ -1,4 +1,4 @@
-"""Derive parameters and FLOPs from the tables of a model. No model is named here.
+"""Derive parameters, windows and FLOPs from the tables of a model. No model is named here.
 
 Legend: D model dim, L layers, H query heads, E head dim, F ffn dim, S sequence.
 """
@@ -9,7 +9,7 @@ from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
-from torchtitan_lite.config.choices import list_windows
+from torchtitan_lite.config.choices import ATTENTIONS
 from torchtitan_lite.config.model_rows import ModelArgs, ModuleRow
 from torchtitan_lite.models.registry import MODELS
 
@@ -22,7 +22,7 @@ class Parameter(NamedTuple):
     is_bias: bool
 
 
-@lru_cache  # the function is part of the key, because tests may replace it
+@lru_cache  # for searches. The function is part of the key, because tests may replace it
 def call_once(list_modules: Callable[..., list[ModuleRow]], *args: object) -> list[ModuleRow]:
     """Call a function of a table, and cache the result by its arguments. Do not change the list."""
     return list_modules(*args)
@@ -45,10 +45,13 @@ def list_added_ends(model_args: ModelArgs) -> list[ModuleRow]:
     return [row for row in list_end_modules(model_args) if row.name not in common]
 
 
-def list_gathered(rows: list[ModuleRow]) -> list[str]:
+def list_gathered(rows: list[ModuleRow]) -> set[str]:
     """List the modules of a block whose linear layers need all tokens: tp gathers their input."""
-    linears = [row for row in rows if row.kind == "linear" and row.tp_style in ("colwise", "whole")]
-    return sorted({row.name.rpartition(".")[0] for row in linears})
+    return {
+        row.name.rpartition(".")[0]
+        for row in rows
+        if row.kind == "linear" and row.tp_style in ("colwise", "whole")
+    }
 
 
 def list_modules(model_args: ModelArgs) -> list[tuple[str, ModuleRow]]:
@@ -80,20 +83,37 @@ def list_expert_biases(model_args: ModelArgs) -> list[str]:
 
 
 def count_parameters(
-    model_args: ModelArgs, *, prefix: str = "", active: bool = False, linear_only: bool = False
+    model_args: ModelArgs, *, active: bool = False, in_matmuls: bool = False
 ) -> int:
-    """Count the parameters whose FQNs start with `prefix`. A tied embedding counts once, as in the model cards.
+    """Count the parameters. A tied embedding counts once, as in the model cards.
 
-    `active`: count only parameters that one token uses, so top_k of the experts. `linear_only`: do not count vectors.
+    `active`: count only parameters that one token uses, so top_k of the experts. `in_matmuls`: count only the matrices
+    of blocks.
     """
     n_parameters = 0
     for fqn, parameter in list_parameters(model_args).items():
         shape = parameter.shape
         if active and parameter.row.kind == "experts":
             shape = (model_args.moe.top_k, *shape[1:])
-        if fqn.startswith(prefix) and (len(shape) > 1 or not linear_only):
+        if not in_matmuls or (fqn.startswith("layers.") and len(shape) > 1):
             n_parameters += prod(shape)
     return n_parameters
+
+
+@lru_cache  # a search asks for it with every layout
+def list_windows(attention: str, model_args: ModelArgs) -> tuple[int | None, ...]:
+    """Return, for each layer, the number of tokens that a token attends to, itself included.
+
+    None if it attends to all earlier tokens, or if the number is unknown.
+    """
+    window = ATTENTIONS[attention].window
+    layers = range(model_args.n_layers)
+    return tuple(window(model_args, layer) if window else None for layer in layers)
+
+
+def has_masks(attention: str, model_args: ModelArgs) -> bool:
+    """Return whether layers have windows or sinks; extensions/windowed_attention.py then computes attention."""
+    return model_args.attention_sinks or any(list_windows(attention, model_args))
 
 
 @dataclass(frozen=True)
@@ -127,7 +147,7 @@ def count_flops_per_token(
     is tied, and top_k experts count.
     Both conventions are in use: for 8B at 8,192 tokens, full gives 57.9 GFLOP and causal 51.5.
     """
-    weights = count_parameters(model_args, prefix="layers.", active=True, linear_only=True)
+    weights = count_parameters(model_args, active=True, in_matmuls=True)
     weights += sum(prod(row.weight) for row in list_added_ends(model_args) if row.kind == "linear")
     head = MODELS[model_args.name].head_calls * model_args.vocab_size * model_args.dim
     matmuls = 6 * (weights + head)

@@ -12,7 +12,6 @@ from torchtitan_lite.config.extensions import load_module
 from torchtitan_lite.config.layout import (
     Layout,
     Stages,
-    choose_chunk_tokens,
     count_stages,
     name_stages,
     place_stages,
@@ -22,19 +21,18 @@ from torchtitan_lite.config.layout import (
     plan_zero_stage,
 )
 from torchtitan_lite.config.messages import ConfigError, Problem, Problems
-from torchtitan_lite.config.model_rows import (
-    TP_STYLES,
-    ModelArgs,
-    ModuleRow,
-)
+from torchtitan_lite.config.model_rows import AUTO, TP_STYLES, ModelArgs, ModuleRow
 from torchtitan_lite.config.reader import KEYS
 from torchtitan_lite.config.schema import (
     Config,
     Parallelism,
     get_value,
+    with_value,
 )
 
+AUTOMATIC = (None, -1, AUTO)  # the values that resolve_config replaces
 TP = "parallelism.tensor_parallel_degree"
+SPLIT_DIMS = {"colwise": 0, "rowwise": -1}  # tp_style -> dim of the weight that tp splits
 SIZES_OF_TP = ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
 # If only these keys differ from their defaults, no rule of features.py refuses the config, so the file is not loaded.
 PLAIN_KEYS = set(
@@ -61,14 +59,10 @@ def plan_layout(config: Config, model_args: ModelArgs, world_size: int) -> Layou
         check_stages(problems, count_stages(section, model_args.n_layers))
     if not problems:
         n_layers = plan_stages(section, model_args.n_layers)
-        stages = name_stages(tuple(n_layers), tuple(list_end_modules(model_args)))
-    nodes = {}
-    if section.zero_plus_plus:
-        nodes = load_module("config.features").plan_nodes(section, degrees)
+        stages = name_stages(tuple(n_layers), model_args)
     layout = Layout(
         **degrees,
         **plan_batch(config, degrees),
-        **nodes,
         stages=stages,
         stage_ranks=place_stages(section, len(stages)),
         zero_stage=0,
@@ -76,6 +70,8 @@ def plan_layout(config: Config, model_args: ModelArgs, world_size: int) -> Layou
         ep=section.expert_parallel_degree if model_args.moe else 0,
     )
     layout = replace(layout, zero_stage=plan_zero_stage(config, layout))
+    if section.zero_plus_plus:
+        layout = load_module("config.features").split_nodes(layout, section)
     check_layout(problems, layout, world_size)
     if problems:
         raise ConfigError(problems)
@@ -84,38 +80,30 @@ def plan_layout(config: Config, model_args: ModelArgs, world_size: int) -> Layou
 
 def asks_for_features(config: Config) -> bool:
     """Return whether rules of features.py may refuse this config."""
-    changed = (key for key in KEYS if get_value(config, key) != get_value(Config(), key))
-    is_plain = PLAIN_KEYS.issuperset(changed)
+    default = Config()
+    others = KEYS.keys() - PLAIN_KEYS
+    is_plain = all(get_value(config, key) == get_value(default, key) for key in others)
     return not is_plain or config.activation_checkpoint.mode == "memory_budget"
 
 
 def resolve_config(config: Config, layout: Layout, device_type: str) -> Config:
     """Replace every automatic value of a config with the resolved value. A run logs and saves the result."""
-    training = config.training
-    param = training.mixed_precision_param
-    if param == "auto":
-        param = "bfloat16" if device_type == "cuda" else "float32"
-    data_seed = training.data_seed
-    if data_seed is None:
-        data_seed = config.debug.seed
-    total_steps = config.lr_scheduler.total_steps or training.steps
-    return replace(
-        config,
-        training=replace(
-            training,
-            data_seed=data_seed,
-            global_batch_size=layout.global_batch_size,
-            mixed_precision_param=param,
-            loss_chunk_tokens=choose_chunk_tokens(training, device_type),
-        ),
-        parallelism=replace(
-            config.parallelism,
-            data_parallel_shard_degree=layout.dp_shard,
-            fsdp_reshard_after_forward="default",  # zero_stage replaces it
-            zero_stage=layout.zero_stage,
-        ),
-        lr_scheduler=replace(config.lr_scheduler, total_steps=total_steps),
-    )
+    on_gpu = device_type == "cuda"
+    resolved = {
+        "training.data_seed": config.debug.seed,
+        "training.global_batch_size": layout.global_batch_size,
+        "training.mixed_precision_param": "bfloat16" if on_gpu else "float32",
+        # large matmuls are faster on a GPU; small ones fit the caches of a CPU
+        "training.loss_chunk_tokens": 4096 if on_gpu else 1024,
+        "parallelism.data_parallel_shard_degree": layout.dp_shard,
+        "parallelism.zero_stage": layout.zero_stage,
+        "lr_scheduler.total_steps": config.training.steps,
+    }
+    for key, value in resolved.items():
+        if get_value(config, key) in AUTOMATIC:
+            config = with_value(config, key, value)
+    # zero_stage replaces it
+    return with_value(config, "parallelism.fsdp_reshard_after_forward", "default")
 
 
 def check_layout(problems: Problems, layout: Layout, world_size: int) -> None:
@@ -260,19 +248,18 @@ def list_tp(model_args: ModelArgs, world_size: int) -> str:
 def list_rows(model_args: ModelArgs) -> list[ModuleRow]:
     """List the different rows in the table of a model."""
     rows = list_end_modules(model_args) + list_block_modules(model_args)
-    if model_args.moe:
-        rows += list_block_modules(model_args, moe=True)
+    rows += list_block_modules(model_args, moe=True)
     return list(dict.fromkeys(rows))
 
 
 def can_split(row: ModuleRow, model_args: ModelArgs, tp: int) -> bool:
     """Return whether tp ranks can share the features of a module."""
-    n_features = row.weight[-1] if row.tp_style == "rowwise" else row.weight[0]
-    n_together = {"sequence": model_args.dim, "heads": model_args.head_dim}.get(row.tp_style)
-    # A weight with one element applies to all features.
-    if tp > 1 and row.kind == "norm" and n_features > 1 and n_together not in (None, n_features):
-        return False  # the norm would span ranks
-    return row.tp_style not in ("colwise", "rowwise") or n_features % tp == 0
+    if row.tp_style in SPLIT_DIMS:
+        return row.weight[SPLIT_DIMS[row.tp_style]] % tp == 0
+    width = {"sequence": model_args.dim, "heads": model_args.head_dim}.get(row.tp_style)
+    # A weight with one element applies to all features. Any other norm would span ranks.
+    is_wider = row.kind == "norm" and width and row.weight not in ((1,), (width,))
+    return tp == 1 or not is_wider
 
 
 def check_table(problems: Problems, tp: int, world_size: int) -> None:
@@ -287,7 +274,7 @@ def check_table(problems: Problems, tp: int, world_size: int) -> None:
             continue
         # check_sizes has refused the sizes of [model] by their names
         if not can_split(row, model_args, tp) and not problems:
-            n_features = row.weight[-1] if row.tp_style == "rowwise" else row.weight[0]
+            n_features = row.weight[SPLIT_DIMS.get(row.tp_style, 0)]
             why = f"tp ranks cannot share the {n_features} features of {row.name}, whose tp_style is {row.tp_style!r}"
             problems.refuse(TP, why, f"Use {list_tp(model_args, world_size)}")
 

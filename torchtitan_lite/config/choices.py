@@ -77,21 +77,6 @@ ATTENTIONS = {
 }
 
 
-def list_windows(attention: str, model_args: ModelArgs) -> tuple[int | None, ...]:
-    """Return, for each layer, the number of tokens that a token attends to, itself included.
-
-    None if it attends to all earlier tokens, or if the number is unknown.
-    """
-    window = ATTENTIONS[attention].window
-    layers = range(model_args.n_layers)
-    return tuple(window(model_args, layer) if window else None for layer in layers)
-
-
-def has_masks(attention: str, model_args: ModelArgs) -> bool:
-    """Return whether layers have windows or sinks; extensions/windowed_attention.py then computes attention."""
-    return model_args.attention_sinks or any(list_windows(attention, model_args))
-
-
 @dataclass(frozen=True)
 class ScheduleRow:
     """Requirements of one of torch's pipeline schedules."""

@@ -10,11 +10,12 @@ here refuses any other config. A rule that does is in checks.py.
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 from pathlib import Path
 
-from torchtitan_lite.config.choices import ATTENTIONS, SCHEDULES, has_masks
+from torchtitan_lite.config.block import has_masks
+from torchtitan_lite.config.choices import ATTENTIONS, SCHEDULES
 from torchtitan_lite.config.extensions import load_extension, load_module
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.machine import Machine
@@ -426,14 +427,14 @@ def check_windows(problems: Problems) -> None:
 # ---------------------------------------------------------------- ZeRO++
 
 
-def plan_nodes(section: Parallelism, degrees: dict[str, int]) -> dict[str, int]:
-    """Return the sizes of FSDP groups inside nodes and between nodes, as in Layout."""
-    tp, ep = degrees["tp"], section.expert_parallel_degree
-    n_shards = degrees["dp_shard"] * degrees["cp"]
+def split_nodes(layout: Layout, section: Parallelism) -> Layout:
+    """Split the FSDP groups of a layout into groups inside nodes and between nodes."""
+    tp, ep = layout.tp, section.expert_parallel_degree
+    n_shards = layout.fsdp
     sizes = {}
     for dim, n_ranks, stride in (("fsdp", n_shards, tp), ("efsdp", n_shards * tp // ep, ep)):
         near = gcd(n_ranks, max(1, section.zero_plus_plus_node_size // stride))
         if 1 < near < n_ranks:
             sizes[f"{dim}_near"] = near
             sizes[f"{dim}_far"] = n_ranks // near
-    return sizes
+    return replace(layout, **sizes)

@@ -15,13 +15,14 @@ Sources: 3-D layouts, arXiv:2104.04473; TorchTitan, arXiv:2410.06511.
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from heapq import heapify, heapreplace
-from itertools import islice
+from heapq import heapreplace
+from itertools import accumulate, cycle, islice, pairwise
 from math import ceil, prod
 
+from torchtitan_lite.config.block import list_modules
 from torchtitan_lite.config.choices import SCHEDULES
-from torchtitan_lite.config.model_rows import ModuleRow
-from torchtitan_lite.config.schema import ActivationCheckpoint, Config, Parallelism, Training
+from torchtitan_lite.config.model_rows import ModelArgs
+from torchtitan_lite.config.schema import ActivationCheckpoint, Config, Parallelism
 
 Stages = tuple[tuple[str, ...], ...]  # FQNs of the modules of each stage, first to last
 MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # outermost first
@@ -146,12 +147,15 @@ def plan_stages(parallelism: Parallelism, n_layers: int) -> list[int]:
     n_stages = count_stages(parallelism, n_layers)
     if n_stages == 1:
         return [n_layers]
-    sizes = [0, *[1] * (n_stages - 2), 0]  # layers per stage
-    # load, whether the stage has layers, stage
-    queue = [(1, True, stage) for stage in range(n_stages)]
-    queue[0] = (parallelism.pipeline_parallel_first_stage_less_layers, False, 0)
-    queue[-1] = (parallelism.pipeline_parallel_last_stage_less_layers, False, n_stages - 1)
-    heapify(queue)
+    middle = [1] * (n_stages - 2)
+    sizes = [0, *middle, 0]  # layers per stage
+    loads = [
+        parallelism.pipeline_parallel_first_stage_less_layers,
+        *middle,
+        parallelism.pipeline_parallel_last_stage_less_layers,
+    ]
+    # load, whether the stage has layers, stage. A sorted list is a heap
+    queue = sorted(zip(loads, map(bool, sizes), range(n_stages), strict=True))
     for _ in range(n_layers - sum(sizes)):
         load, _, stage = queue[0]
         sizes[stage] += 1
@@ -160,25 +164,21 @@ def plan_stages(parallelism: Parallelism, n_layers: int) -> list[int]:
 
 
 @lru_cache
-def name_stages(n_layers: tuple[int, ...], ends: tuple[ModuleRow, ...]) -> Stages:
-    """Return the FQNs of stages with these numbers of layers. Together they have all modules of a model."""
-    first = dict.fromkeys(row.child for row in ends if row.end == "first")
-    last = dict.fromkeys(row.child for row in ends if row.end != "first")
-    layers = [f"layers.{layer}" for layer in range(sum(n_layers))]
-    names = iter([*first, *layers, *last])
-    sizes = list(n_layers)
-    sizes[0] += len(first)
-    sizes[-1] += len(last)
-    return tuple(tuple(islice(names, size)) for size in sizes)
+def name_stages(n_layers: tuple[int, ...], model_args: ModelArgs) -> Stages:
+    """Return the FQNs of stages with these numbers of layers: the model's children, cut behind layers."""
+    names = [(prefix or row.child).rstrip(".") for prefix, row in list_modules(model_args)]
+    children = list(dict.fromkeys(names))
+    n_before = children.index("layers.0")
+    cuts = [n_before + n for n in accumulate(n_layers[:-1])]
+    return tuple(tuple(children[start:end]) for start, end in pairwise([0, *cuts, None]))
 
 
 def place_stages(parallelism: Parallelism, n_stages: int) -> tuple[int, ...]:
     """Return the pp rank of each stage."""
-    pp = parallelism.pipeline_parallel_degree
-    ranks = list(range(pp))
+    ranks = list(range(parallelism.pipeline_parallel_degree))
     if SCHEDULES[parallelism.pipeline_parallel_schedule].placement == "v":
         ranks += reversed(ranks)
-    return tuple(ranks[stage % len(ranks)] for stage in range(n_stages))
+    return tuple(islice(cycle(ranks), n_stages))
 
 
 # ---------------------------------------------------------------- batch, ZeRO, recompute
@@ -190,22 +190,19 @@ def plan_batch(config: Config, degrees: dict[str, int]) -> dict[str, int]:
     Without PP, a microbatch is an accumulation step of local_batch_size sequences, or fewer if a rank has fewer. With
     PP, all sequences of a step are microbatches of a single schedule, so each step has a single bubble.
     """
-    training, section = config.training, config.parallelism
+    training = config.training
     dp = degrees["dp_replicate"] * degrees["dp_shard"]
     global_batch_size = training.global_batch_size
     if global_batch_size == -1:
         global_batch_size = training.local_batch_size * dp
     microbatch_size = min(training.local_batch_size, max(1, global_batch_size // dp))
     if degrees["pp"] > 1:
-        microbatch_size = section.pipeline_parallel_microbatch_size
-    sizes = {"global_batch_size": global_batch_size, "microbatch_size": microbatch_size}
-    return sizes | {"n_microbatches": global_batch_size // dp // microbatch_size}
-
-
-def choose_chunk_tokens(section: Training, device_type: str) -> int:
-    """Resolve loss_chunk_tokens. Large matmuls are faster on a GPU; small ones fit the caches of a CPU."""
-    automatic = 4096 if device_type == "cuda" else 1024
-    return automatic if section.loss_chunk_tokens == -1 else section.loss_chunk_tokens
+        microbatch_size = config.parallelism.pipeline_parallel_microbatch_size
+    return {
+        "global_batch_size": global_batch_size,
+        "microbatch_size": microbatch_size,
+        "n_microbatches": global_batch_size // dp // microbatch_size,
+    }
 
 
 def plan_zero_stage(config: Config, layout: Layout) -> int:
@@ -219,11 +216,13 @@ def plan_zero_stage(config: Config, layout: Layout) -> int:
     section = config.parallelism
     if section.zero_stage != "auto":
         return section.zero_stage
+    when = section.fsdp_reshard_after_forward
+    if when == "always" or (when == "default" and layout.pp == 1 and layout.fsdp > 1):
+        return 3
+    if layout.pp > 1:
+        return 1
     is_sharded = layout.fsdp > 1 or (layout.ep > 0 and layout.efsdp > 1)
-    is_moved = is_sharded or config.training.enable_cpu_offload
-    never = 2 if layout.pp == 1 and is_moved else 1
-    default = 3 if layout.pp == 1 and layout.fsdp > 1 else never
-    return {"always": 3, "never": never, "default": default}[section.fsdp_reshard_after_forward]
+    return 2 if is_sharded or config.training.enable_cpu_offload else 1
 
 
 def gathers_whole_parts(layout: Layout, compute_dtype: str) -> bool:

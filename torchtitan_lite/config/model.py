@@ -13,13 +13,32 @@ MODEL_SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim"
 
 
 def resolve_model(model: Model) -> ModelArgs:
-    """Return the model of the flavor, or of the loaded weights, with the sizes in [model]. Raises ConfigError."""
+    """Return the model of the flavor, or of the loaded weights, with the sizes in [model].
+
+    Raises ConfigError if the sizes are inconsistent.
+    """
     row = find_row(model)
     sizes = {name: getattr(model, name) or getattr(row, name) for name in MODEL_SIZES}
-    if model.head_dim is None and (model.dim or model.n_heads):
+    is_derived = model.head_dim is None and (model.dim or model.n_heads)
+    if is_derived:
         sizes["head_dim"] = sizes["dim"] // sizes["n_heads"]
     model_args = replace(row, **sizes, name=model.name)
-    problems = check_model(model, model_args)
+    problems = Problems(Config(model=model), model_args)
+    if is_derived and model_args.dim % model_args.n_heads:
+        why = f"it does not divide model.dim = {model_args.dim}, and head_dim is dim / n_heads"
+        problems.refuse("model.n_heads", why, "Use a divisor of model.dim, or set model.head_dim")
+    elif model_args.head_dim % 2:
+        why = "rotary embedding rotates pairs of features"
+        problems.refuse("model.head_dim", why, "Use an even number")
+    if model_args.n_heads % model_args.n_kv_heads:
+        why = f"it does not divide model.n_heads = {model_args.n_heads}"
+        problems.refuse("model.n_kv_heads", why, "Use a divisor of n_heads")
+    if (
+        model_args.layer_types
+        or model_args.attention_sinks
+        or model_args.sliding_window is not None
+    ):
+        load_module("config.features").check_windows(problems)
     if problems:
         raise ConfigError(problems)
     return model_args
@@ -35,25 +54,3 @@ def find_row(model: Model) -> ModelArgs:
         remedy = f"Use one of {', '.join([*flavors, AUTO])}"
         raise ConfigError([Problem("model.flavor", model.flavor, why, remedy)])
     return row
-
-
-def check_model(model: Model, model_args: ModelArgs) -> list[Problem]:
-    """Find inconsistent sizes in [model]. `model_args`: the flavor with these sizes applied."""
-    problems = Problems(Config(model=model), model_args)
-    is_derived = model.head_dim is None and (model.dim or model.n_heads)
-    if is_derived and model_args.dim % model_args.n_heads:
-        why = f"it does not divide model.dim = {model_args.dim}, and head_dim is dim / n_heads"
-        problems.refuse("model.n_heads", why, "Use a divisor of model.dim, or set model.head_dim")
-    elif model_args.head_dim % 2:
-        why = "rotary embedding rotates pairs of features"
-        problems.refuse("model.head_dim", why, "Use an even number")
-    if model_args.n_heads % model_args.n_kv_heads:
-        why = f"it does not divide model.n_heads = {model_args.n_heads}"
-        problems.refuse("model.n_kv_heads", why, "Use a divisor of n_heads")
-    if (
-        model_args.sliding_window is not None
-        or model_args.layer_types
-        or model_args.attention_sinks
-    ):
-        load_module("config.features").check_windows(problems)
-    return problems

@@ -2,20 +2,16 @@
 
     ModelArgs     the sizes of a model, and the options that its modules share
     ModuleRow     one module: its weight and bias, how tp splits them, their initial values
-    Family        names and keys of the model in Hugging Face folders
-    ConfigKey     one key of config.json: read, refused or ignored
-    ModelTable    all of these for one model: the rows of models/registry.py
+    ModelTable    both for one model, by flavor: the rows of models/registry.py
 
-Everything else derives from them: counts and FLOPs, tensor parallel, float8, memory, traffic, Hugging Face names,
-initial weights and the bounds of `verify`.
+Everything else derives from them: counts and FLOPs, tensor parallel, float8, memory, traffic, initial weights and the
+bounds of `verify`. family_rows.py has the types for Hugging Face folders.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import inf
-from typing import Any, Literal
+from typing import Literal
 
-ABOVE_ZERO = 1e-30  # `least` of a number that must be above zero
 SLIDING = "sliding_attention"  # in ModelArgs.layer_types
 FULL = "full_attention"
 LAYER_TYPES = (SLIDING, FULL)
@@ -152,68 +148,16 @@ class ModuleRow:
 
 
 @dataclass(frozen=True)
-class ConfigKey:
-    """One key of config.json. A value of a different type or size, or outside `only`, is refused.
-
-    An ignored key has no effect on our model, and its value is not checked. If the value is outside `only`, a notice
-    says so.
-    """
-
-    kind: Any = object  # type of the JSON value, such as int, or list | None if null is allowed
-    default: Any = None  # transformers' value if the key is missing; ...: it must not be missing
-    least: float = -inf  # smallest number
-    only: tuple = ()  # the values that our model supports; exports have the first
-    items: type = object  # type of the items of a list
-    same_as: str = ""  # the key that this one replaces
-    is_ignored: bool = False
-
-
-@dataclass(frozen=True)
-class Family:
-    """An architecture of transformers that computes the same outputs as some flavors of a model.
-
-    `switches`: fields of ModelArgs that must be true. If no family has a key for a field, the field must have its
-    default.
-    """
-
-    architecture: str
-    keys: dict[str, ConfigKey]  # the keys that only some architectures have
-    sizes: dict[str, str]  # field of ModelArgs -> key
-    # FQN of our module (in the block, if any) -> Hugging Face's name; {}: the index of an expert
-    names: dict[str, str]
-    switches: tuple[str, ...] = ()
-    # field of MoEArgs -> key; other fields must be the default
-    experts: dict[str, str] = field(default_factory=dict)
-    divides_dim: bool = False  # the number of heads must divide the hidden size
-    # "all": every layer has the window; "some": layer_types or max_window_layers choose layers
-    windows: Literal["none", "all", "some"] = "none"
-
-    @property
-    def named(self) -> set[str]:
-        """The fields of ModelArgs that this family has keys for, besides the fields of every family."""
-        windows = {
-            "none": (),
-            "all": ("sliding_window",),
-            "some": ("sliding_window", "layer_types"),
-        }
-        return {*self.sizes, *windows[self.windows]}
-
-    @property
-    def title(self) -> str:
-        return self.architecture.removesuffix("ForCausalLM")
-
-
-@dataclass(frozen=True)
 class ModelTable:
-    """A model: its sizes by flavor (with a row "debug"), its modules, and its families (model_type -> row)."""
+    """A model: its sizes by flavor (with a row "debug"), its modules, and where its families are."""
 
     flavors: dict[str, ModelArgs]
     # function that lists the modules of a block, dense or with experts
     list_block: Callable[[ModelArgs, MoEArgs | None], list[ModuleRow]]
     # tok_embeddings, norm, output, and any other module outside the blocks, each with its `end`; FQNs in the model
     list_ends: Callable[[ModelArgs], list[ModuleRow]]
-    # empty: the model has no Hugging Face format
-    families: dict[str, Family] = field(default_factory=dict)
+    # module with FAMILIES (model_type -> Family), such as "models.llama3.hugging_face"; "": no Hugging Face format
+    families: str = ""
     # keyword of the model's forward -> function of a Batch (model/batch.py)
     fields: dict[str, Callable] = field(default_factory=dict)
     head_calls: int = 1  # calls of the head per microbatch in training, for FLOPs and step time

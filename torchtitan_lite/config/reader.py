@@ -120,8 +120,8 @@ def parse_arguments(args: list[str]) -> tuple[dict[str, str | bool], list[Proble
         if not equals:
             is_bare = not rest or rest[0].startswith("--")
             value = True if is_bare else rest.pop(0)
-        positive = name.replace(".no_", ".")
-        if value is True and name != positive:
+        if value is True and ".no_" in name:
+            positive = name.replace(".no_", ".")
             if positive in KEYS or load_extension(OTHER_KEYS).is_switch(positive):
                 name = positive
                 value = False
@@ -154,13 +154,13 @@ def load_toml(path: Path) -> dict[str, Any]:
 
 
 def flatten_table(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield ("a.b.c", 1) for `[a.b]` with `c = 1`. A table in place of a value is yielded unchanged, and refused later.
+    """Yield ("a.b.c", 1) for `[a.b]` with `c = 1`.
 
-    An empty table with an unknown name is also yielded, because it may be a misspelled section.
+    Two kinds of tables are yielded unchanged: a table in place of a value, and an empty one, which may be a misspelled
+    section.
     """
     for name, value in table.items():
-        is_section = isinstance(value, dict) and prefix + name not in KEYS
-        if is_section and (value or load_extension(OTHER_KEYS).is_section(f"{prefix}{name}.")):
+        if value and isinstance(value, dict) and prefix + name not in KEYS:
             yield from flatten_table(value, f"{prefix}{name}.")
         else:
             yield prefix + name, value

@@ -5,8 +5,9 @@ Keys have torchtitan's names (v0.2); `new` marks keys that exist only here. The 
 from TOML and the command line, and `layout.py` plans the layout from them.
 """
 
+from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from functools import partial, reduce
 from typing import Annotated, Any, Literal
 
 from torchtitan_lite.config.choices import ATTENTIONS, DECAYS, LOSSES, OPTIMIZERS, SCHEDULES
@@ -65,10 +66,8 @@ def key(default: Any, *, resume: Literal["refuse", "note"]) -> Any:
     note      the run trains differently from here on, so both values are printed
     (free)    a different value gives the same training: layout, recompute, logs, folders
     """
-    metadata = {"resume": resume}
-    if isinstance(default, list):
-        return field(default_factory=default.copy, metadata=metadata)
-    return field(default=default, metadata=metadata)
+    # a list must be copied for each section
+    return field(default_factory=partial(copy, default), metadata={"resume": resume})
 
 
 @dataclass(frozen=True)

@@ -2,16 +2,24 @@
 
 from dataclasses import fields
 
-from torchtitan_lite.config.model_rows import Family, ModelArgs
+from torchtitan_lite.config.extensions import load_module
+from torchtitan_lite.config.family_rows import Family
+from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.models.registry import MODELS
 
 # fields of ModelArgs that every family has
 WRITTEN = ("rope_theta", "rope_scaling", "tie_embeddings", "moe", "name")
 
 
+def load_families(name: str) -> dict[str, Family]:
+    """Return model_type -> family for a model of models/registry.py; empty if it has no Hugging Face format."""
+    module = MODELS[name].families
+    return load_module(module).FAMILIES if module else {}
+
+
 def find_model_type(model_args: ModelArgs) -> str | None:
     """Return the model_type of the first Hugging Face family that computes this model, or None."""
-    for kind, family in MODELS[model_args.name].families.items():
+    for kind, family in load_families(model_args.name).items():
         if not list_unwritten(model_args, family):
             return kind
     return None
@@ -38,7 +46,7 @@ def list_unwritten(model_args: ModelArgs, family: Family) -> dict[str, tuple[obj
 
 def list_added_fields(model_args: ModelArgs, weights: ModelArgs) -> dict[str, object]:
     """Return field -> value for fields that a fork added: no family names them, and these weights do not set them."""
-    families = [family for table in MODELS.values() for family in table.families.values()]
+    families = [family for name in MODELS for family in load_families(name).values()]
     named = set(WRITTEN).union(*(family.sizes for family in families))
     named = named.union(*(family.switches for family in families))
     for field in fields(weights):

@@ -1,9 +1,9 @@
 """Read config.json of a Hugging Face folder into ModelArgs. Needs no torch.
 
-The architectures are in FAMILIES of models/NAME/table.py, with one row for each key of their config.json; EVERY_FAMILY
-has the keys that they share. A model with an unsupported feature (other biases, a different activation or RoPE scaling,
-quantized weights) is refused: it would load, but compute wrong outputs. A key without a row has no effect, as in
-transformers, and a notice says so.
+The architectures are in FAMILIES of models/NAME/hugging_face.py, with one row for each key of their config.json;
+EVERY_FAMILY has the keys that they share. A model with an unsupported feature (other biases, a different activation or
+RoPE scaling, quantized weights) is refused: it would load, but compute wrong outputs. A key without a row has no
+effect, as in transformers, and a notice says so.
 
 transformers 5 writes `rope_parameters` with theta and scaling; version 4 writes `rope_theta` and `rope_scaling`. Both
 are read.
@@ -18,19 +18,17 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+from torchtitan_lite.config.family_rows import ABOVE_ZERO, ConfigKey, Family
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.model_rows import (
-    ABOVE_ZERO,
     FULL,
     LAYER_TYPES,
     SLIDING,
-    ConfigKey,
-    Family,
     ModelArgs,
     MoEArgs,
     RopeScaling,
 )
-from torchtitan_lite.extensions.families import find_model_type
+from torchtitan_lite.extensions.families import find_model_type, load_families
 from torchtitan_lite.extensions.foreign_json import JsonObject, has_kind, read_json, shorten
 from torchtitan_lite.models.registry import CONFIG, LENGTH, MODELS
 
@@ -111,14 +109,14 @@ ROPE_KEYS = {  # inside rope_parameters or rope_scaling
 
 def find_family(model_args: ModelArgs) -> Family:
     """Return the Hugging Face family of a model that has one."""
-    return MODELS[model_args.name].families[find_model_type(model_args)]
+    return load_families(model_args.name)[find_model_type(model_args)]
 
 
 def list_families() -> dict[str, tuple[str, Family]]:
     """Return model_type -> name of the first model that has it, and its family."""
     found = {}
-    for name, table in MODELS.items():
-        for kind, row in table.families.items():
+    for name in MODELS:
+        for kind, row in load_families(name).items():
             found.setdefault(kind, (name, row))
     return found
 

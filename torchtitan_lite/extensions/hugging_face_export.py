@@ -7,11 +7,16 @@ family in its table.
 from dataclasses import fields
 from typing import Any
 
-from torchtitan_lite.config.block import list_parameters
-from torchtitan_lite.config.choices import ATTENTIONS, AttentionRow, list_windows
+from torchtitan_lite.config.block import list_parameters, list_windows
+from torchtitan_lite.config.choices import ATTENTIONS, AttentionRow
+from torchtitan_lite.config.family_rows import Family
 from torchtitan_lite.config.messages import Problems
-from torchtitan_lite.config.model_rows import FULL, SLIDING, Family, ModelArgs
-from torchtitan_lite.extensions.families import find_model_type, list_unwritten
+from torchtitan_lite.config.model_rows import FULL, SLIDING, ModelArgs
+from torchtitan_lite.extensions.families import (
+    find_model_type,
+    list_unwritten,
+    load_families,
+)
 from torchtitan_lite.extensions.hugging_face_config import (
     DENSE_LAYERS,
     DTYPE_KEYS,
@@ -21,7 +26,7 @@ from torchtitan_lite.extensions.hugging_face_config import (
     TIED,
     find_family,
 )
-from torchtitan_lite.models.registry import LENGTH, MODELS
+from torchtitan_lite.models.registry import LENGTH
 
 
 def check_export(problems: Problems) -> None:
@@ -42,7 +47,7 @@ def check_export(problems: Problems) -> None:
 
 def explain_unwritable(model_args: ModelArgs, attention: str) -> str | None:
     """Explain why a model with this attention cannot be exported to Hugging Face; None if it can."""
-    families = MODELS[model_args.name].families
+    families = load_families(model_args.name)
     if not families:
         return f"transformers has no model that computes the same as model.name = {model_args.name!r} with these sizes"
     unwritten = [(list_unwritten(model_args, family), family) for family in families.values()]

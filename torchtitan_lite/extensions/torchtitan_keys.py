@@ -114,6 +114,8 @@ def translate_keys(
             continue
         table.pop(key, None)
         texts.pop(key, None)
+        if value == {} and is_section(f"{key}."):
+            continue
         absent = explain_absent(key, value)
         if absent is None:
             problems.append(Problem(key, value, "there is no such key", suggest_key(key)))

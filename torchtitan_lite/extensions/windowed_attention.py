@@ -24,7 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
-from torchtitan_lite.config.choices import ATTENTIONS, list_windows
+from torchtitan_lite.config.block import list_windows
+from torchtitan_lite.config.choices import ATTENTIONS
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.model.document_attention import (
     DocumentAttention,

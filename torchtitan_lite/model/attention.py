@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from torchtitan_lite.config.choices import ATTENTIONS, has_masks
+from torchtitan_lite.config.block import has_masks
+from torchtitan_lite.config.choices import ATTENTIONS
 from torchtitan_lite.config.extensions import load_extension, load_module
 from torchtitan_lite.config.machine import SAFE_KV_HEADS
 from torchtitan_lite.config.model_rows import ModelArgs

@@ -88,7 +88,7 @@ def count_saved_bytes(config: Config, model_args: ModelArgs) -> int:
     n_parameters = count_parameters(model_args)
     saved_bytes = n_parameters * (count_weight_bytes(config) + count_moment_bytes(config.optimizer))
     if OPTIMIZERS[config.optimizer.name].updates_matrices:
-        n_matrices = count_parameters(model_args, prefix="layers.", linear_only=True)
+        n_matrices = count_parameters(model_args, in_matmuls=True)
         saved_bytes -= n_matrices * MASTER_BYTES
     return saved_bytes
 

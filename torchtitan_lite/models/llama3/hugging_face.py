@@ -1,6 +1,6 @@
 """The Llama family in Hugging Face folders, without torch: architectures, keys of config.json, names of modules."""
 
-from torchtitan_lite.config.model_rows import ABOVE_ZERO, ConfigKey, Family
+from torchtitan_lite.config.family_rows import ABOVE_ZERO, ConfigKey, Family
 
 SIZE_KEYS = {  # field of ModelArgs -> key in config.json
     "dim": "hidden_size",

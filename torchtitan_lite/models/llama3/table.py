@@ -2,7 +2,7 @@
 
     FLAVORS       sizes, compared with the model cards by tests
     list_block    the modules of a block, in the order of modules.py
-    MODEL         both, with the names and keys of hugging_face.py
+    MODEL         both, and the module with its Hugging Face names
 
 Mixtral has experts in place of the feed-forward, Qwen2 a bias on queries, keys and values, Qwen3 an RMSNorm of each
 query and key head.
@@ -20,7 +20,6 @@ from torchtitan_lite.config.model_rows import (
     MoEArgs,
     RopeScaling,
 )
-from torchtitan_lite.models.llama3.hugging_face import FAMILIES
 
 # ---------------------------------------------------------------- sizes
 
@@ -187,4 +186,4 @@ def list_ends(model_args: ModelArgs) -> list[ModuleRow]:
     ]
 
 
-MODEL = ModelTable(FLAVORS, list_block, list_ends, FAMILIES)
+MODEL = ModelTable(FLAVORS, list_block, list_ends, "models.llama3.hugging_face")

@@ -4,10 +4,11 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
+from torchtitan_lite.config.block import has_masks
 from torchtitan_lite.config.checks import plan_layout, resolve_config
-from torchtitan_lite.config.choices import ATTENTIONS, OPTIMIZERS, has_masks
+from torchtitan_lite.config.choices import ATTENTIONS, OPTIMIZERS
 from torchtitan_lite.config.float8 import list_linears, plan_float8
-from torchtitan_lite.config.layout import Layout, choose_chunk_tokens, plan_recompute
+from torchtitan_lite.config.layout import Layout, plan_recompute
 from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.model import resolve_model
@@ -36,7 +37,8 @@ def describe_workload(config: Config, args: ModelArgs, layout: Layout) -> Worklo
         why = "the compiler decides what to recompute, so there is no closed form"
         remedy = 'Plan with "none" and with "full": the result is between the two'
         raise ConfigError([Problem("activation_checkpoint.mode", "memory_budget", why, remedy)])
-    dtype, float8 = config.training.mixed_precision_param, config.quantize.linear.float8
+    config = resolve_config(config, layout, "cuda")
+    float8 = config.quantize.linear.float8
     row = ATTENTIONS[config.model.attention]
     is_masked = row.uses_documents or has_masks(config.model.attention, args)
     return Workload(
@@ -46,7 +48,7 @@ def describe_workload(config: Config, args: ModelArgs, layout: Layout) -> Worklo
         seq_len=config.training.seq_len,
         recompute=count_recompute(config.activation_checkpoint, args),
         balances_by_loss=config.training.expert_balance_loss > 0,
-        compute_dtype="bfloat16" if dtype == "auto" else dtype,
+        compute_dtype=config.training.mixed_precision_param,
         float8=choose_float8(args, float8, layout.tp) if config.model.uses_float8 else frozenset(),
         float8_recipe=float8.recipe_name.partition("_")[0],
         gathers_float8=float8.enable_fsdp_float8_all_gather,
@@ -57,7 +59,7 @@ def describe_workload(config: Config, args: ModelArgs, layout: Layout) -> Worklo
         weight_bytes=count_weight_bytes(config),
         moment_bytes=count_moment_bytes(config.optimizer),
         updates_matrices=OPTIMIZERS[config.optimizer.name].updates_matrices,
-        loss_chunk_tokens=choose_chunk_tokens(config.training, "cuda"),
+        loss_chunk_tokens=config.training.loss_chunk_tokens,
         compiled=config.compile.compiles_blocks,
         compiles_loss=config.compile.enable and "loss" in config.compile.components,
         async_tp=config.parallelism.enable_async_tensor_parallel,

@@ -26,8 +26,9 @@ from dataclasses import dataclass, replace
 from itertools import product
 from math import lcm
 
+from torchtitan_lite.config.block import list_windows
 from torchtitan_lite.config.checks import check_microbatches, plan_layout
-from torchtitan_lite.config.choices import ATTENTIONS, SCHEDULES, list_windows
+from torchtitan_lite.config.choices import ATTENTIONS, SCHEDULES
 from torchtitan_lite.config.experts import find_expert_dim
 from torchtitan_lite.config.float8 import FLOAT8_BLOCK
 from torchtitan_lite.config.layout import Layout, count_stages, plan_stages
