@@ -73,6 +73,11 @@ def reduce_scatter(whole: Tensor, ranks: Ranks, dim: int) -> Tensor:
     return terms.unflatten(0, (ranks.n, -1)).sum(0)
 
 
+def all_reduce(own: Tensor, ranks: Ranks) -> Tensor:
+    """Sum the tensors of all ranks. Collective; not differentiable."""
+    return run_collective(collectives.all_reduce, own, "sum", ranks.group_name)
+
+
 def is_stacked(tensor: Tensor, dim: int) -> bool:
     """Return whether chunks along `dim` are contiguous, as in a batch of one sequence. Such chunks need no copy.
 
