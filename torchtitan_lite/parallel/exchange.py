@@ -68,7 +68,7 @@ def reduce_scatter(whole: Tensor, ranks: Ranks, dim: int) -> Tensor:
         return run_collective(
             collectives.reduce_scatter_tensor, stacked, "sum", ranks.n, ranks.group_name
         )
-    n_rows = [len(chunks[0])] * ranks.n
+    n_rows = [stacked.shape[0] // ranks.n] * ranks.n
     terms = all_to_all(stacked, ranks, n_rows, n_rows)
     return terms.unflatten(0, (ranks.n, -1)).sum(0)
 
@@ -83,7 +83,7 @@ def is_stacked(tensor: Tensor, dim: int) -> bool:
 
     False in compiled code, where inductor looks for the copies (parallelism.enable_async_tensor_parallel).
     """
-    return dim == 1 and len(tensor) == 1 and not torch.compiler.is_compiling()
+    return dim == 1 and tensor.shape[0] == 1 and not torch.compiler.is_compiling()
 
 
 def all_to_all(rows: Tensor, ranks: Ranks, received: list[int], sent: list[int]) -> Tensor:

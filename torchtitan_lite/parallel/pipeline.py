@@ -60,6 +60,7 @@ def build_schedule(
     device: torch.device,
     n_tokens: Tensor,
     expert_loads: Tensor | None,
+    gathers_whole_parts: bool,
 ) -> _PipelineSchedule:
     """Build the schedule that runs this rank's parts (already parallelized) over mesh dim `pp`.
 
@@ -71,6 +72,7 @@ def build_schedule(
     for part, index in zip(parts, indices, strict=True):
         stage = PatchedStage(part, index, len(layout.stages), device, group=mesh.get_group())
         stage.expert_loads = expert_loads
+        stage.gathers_whole_part = gathers_whole_parts
         stages.append(stage)
     schedule_class = get_schedule_class(section.pipeline_parallel_schedule)
     one_stage = issubclass(schedule_class, PipelineScheduleSingle)
@@ -91,6 +93,7 @@ class PatchedStage(PipelineStage):
     """
 
     expert_loads: Tensor | None = None
+    gathers_whole_part = False
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
@@ -106,6 +109,16 @@ class PatchedStage(PipelineStage):
     def note(self, kind: str) -> None:
         self.n_done[kind] += 1
         self.done_at_s = time.monotonic()
+
+    def forward_maybe_with_nosync(self, *args, **kwargs):
+        """Run forward. After the first microbatch of a step, skip FSDP's hooks if the part is a single group.
+
+        The group stays gathered until the end of the step, so the hooks would do nothing.
+        """
+        is_gathered = self.gathers_whole_part and self.n_done["F"] > self.n_before["F"]
+        if is_gathered and torch.is_grad_enabled():
+            return self.submod.forward(*args, **kwargs)
+        return super().forward_maybe_with_nosync(*args, **kwargs)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args, **kwargs):
         with record_function(f"pp F{fwd_chunk_id} stage {self.stage_index}"):
