@@ -59,18 +59,17 @@ def all_gather(own: Tensor, ranks: Ranks, dim: int) -> Tensor:
 
 def reduce_scatter(whole: Tensor, ranks: Ranks, dim: int) -> Tensor:
     """Sum the tensors of all ranks, and keep this rank's chunk along `dim`. Collective; not differentiable."""
-    chunks = whole.chunk(ranks.n, dim)
     if is_stacked(whole, dim):
-        stacked = whole.reshape(-1, *chunks[0].shape[1:])
+        stacked = whole.reshape(ranks.n, -1, *whole.shape[2:])
     else:
-        stacked = torch.cat(chunks)
+        stacked = torch.cat(whole.chunk(ranks.n, dim))
     if not ranks.uses_gloo or torch.compiler.is_compiling():
         return run_collective(
             collectives.reduce_scatter_tensor, stacked, "sum", ranks.n, ranks.group_name
         )
     n_rows = [stacked.shape[0] // ranks.n] * ranks.n
     terms = all_to_all(stacked, ranks, n_rows, n_rows)
-    return terms.unflatten(0, (ranks.n, -1)).sum(0)
+    return terms.view(ranks.n, -1, *terms.shape[1:]).sum(0)
 
 
 def all_reduce(own: Tensor, ranks: Ranks) -> Tensor:
