@@ -175,9 +175,7 @@ def build_run(
             device=device,
             n_tokens=n_tokens,
             expert_loads=balance.loads if balance else None,
-            gathers_whole_parts=gathers_whole_parts(
-                layout, config.training.mixed_precision_param
-            ),
+            gathers_whole_parts=gathers_whole_parts(layout, config.training.mixed_precision_param),
         )
     if layout.tied:  # the ranks of the first and the last stage connect
         owner = parameters.get("tok_embeddings.weight")

@@ -52,9 +52,7 @@ def count_replicas(tensor: Tensor) -> int:
 # ---------------------------------------------------------------- modules with sharded parameters
 
 
-def shard_parameters(
-    module: nn.Module, mesh: DeviceMesh, placements: dict[str, Placement]
-) -> None:
+def shard_parameters(module: nn.Module, mesh: DeviceMesh, placements: dict[str, Placement]) -> None:
     """Shard the parameters of `module` (on meta) that are in `placements`. FQNs do not change."""
     for name, placement in placements.items():
         full = getattr(module, name, None)

@@ -82,7 +82,7 @@ def turned(x: Tensor, rotation: Tensor, *, direction: int) -> Tensor:
 
 def as_complex(pairs: Tensor) -> Tensor:
     """(..., E) -> (..., E/2) complex, a view."""
-    return torch.view_as_complex(pairs.view(*pairs.shape[:-1], -1, 2))
+    return torch.view_as_complex(pairs.unflatten(-1, (-1, 2)))
 
 
 def split_pairs(x: Tensor) -> tuple[Tensor, Tensor]:

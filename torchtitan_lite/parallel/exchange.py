@@ -59,17 +59,18 @@ def all_gather(own: Tensor, ranks: Ranks, dim: int) -> Tensor:
 
 def reduce_scatter(whole: Tensor, ranks: Ranks, dim: int) -> Tensor:
     """Sum the tensors of all ranks, and keep this rank's chunk along `dim`. Collective; not differentiable."""
+    chunks = whole.chunk(ranks.n, dim)
     if is_stacked(whole, dim):
-        stacked = whole.reshape(ranks.n, -1, *whole.shape[2:])
+        stacked = whole.reshape(-1, *chunks[0].shape[1:])
     else:
-        stacked = torch.cat(whole.chunk(ranks.n, dim))
+        stacked = torch.cat(chunks)
     if not ranks.uses_gloo or torch.compiler.is_compiling():
         return run_collective(
             collectives.reduce_scatter_tensor, stacked, "sum", ranks.n, ranks.group_name
         )
-    n_rows = [stacked.shape[0] // ranks.n] * ranks.n
+    n_rows = [len(chunks[0])] * ranks.n
     terms = all_to_all(stacked, ranks, n_rows, n_rows)
-    return terms.view(ranks.n, -1, *terms.shape[1:]).sum(0)
+    return terms.unflatten(0, (ranks.n, -1)).sum(0)
 
 
 def all_reduce(own: Tensor, ranks: Ranks) -> Tensor:
@@ -82,7 +83,7 @@ def is_stacked(tensor: Tensor, dim: int) -> bool:
 
     False in compiled code, where inductor looks for the copies (parallelism.enable_async_tensor_parallel).
     """
-    return dim == 1 and tensor.shape[0] == 1 and not torch.compiler.is_compiling()
+    return dim == 1 and len(tensor) == 1 and not torch.compiler.is_compiling()
 
 
 def all_to_all(rows: Tensor, ranks: Ranks, received: list[int], sent: list[int]) -> Tensor:
