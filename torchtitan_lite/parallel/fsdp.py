@@ -45,7 +45,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -59,7 +59,7 @@ from torchtitan_lite.config.extensions import load_module
 from torchtitan_lite.config.layout import Layout, gathers_whole_parts
 from torchtitan_lite.config.schema import Training
 from torchtitan_lite.model.part import is_tied_inside
-from torchtitan_lite.parallel.exchange import Ranks, all_reduce, list_ranks
+from torchtitan_lite.parallel.exchange import add_tokens, list_ranks
 
 
 def plan_fsdp_groups(part: nn.Module) -> list[list[nn.Module]]:
@@ -139,14 +139,9 @@ def gather_plain(part: nn.Module) -> None:
                 spec = getattr(parameter, "_unsharded_dtensor_spec", None) or parameter._tp_spec
                 parameter.is_dtensor = False
                 parameter._unsharded_dtensor_spec = None
-                if all(placement.is_replicate() for placement in spec.placements):
+                if spec.is_replicated():
                     # FSDP calls this before it reduces a gradient over data-parallel ranks
                     parameter._get_grad_inner_tensor = partial(add_tokens, list_ranks(spec.mesh))
-
-
-def add_tokens(ranks: Ranks, gradient: Tensor) -> Tensor:
-    """Add the gradients of a replicated parameter, each for the tokens of one rank. All-reduces over tp or ep."""
-    return all_reduce(gradient, ranks)
 
 
 def list_fsdp_modules(part: nn.Module) -> list[FSDPModule]:

@@ -24,7 +24,7 @@ def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
     return reduce_scatter(grad, ctx.ranks, ctx.dim), None, None
 
 
-# torchtitan_lite/parallel/fsdp.py: add_tokens
+# torchtitan_lite/parallel/exchange.py: add_tokens
 def add_tokens(ranks: Ranks, gradient: Tensor) -> Tensor:
     """A rank has the gradient of its own tokens only, so the gradient of a copied parameter is a partial sum."""
-    return all_reduce(gradient, ranks)
+    return run_collective(collectives.all_reduce, gradient, "sum", ranks.group_name)
