@@ -7,7 +7,7 @@
     Scatter            part of sum  the other  -> S/2 reduce-scatter    all-gather              after wo, w2, embedding
     share_heads        E[:E/2]    E[E/2:]      -> E   all-to-all        all-to-all, sum         after wk, wv, if ranks
                                                                                                 share a head
-    add_tokens         of own tokens           -> sum  (only in backward)  all-reduce           weights of norms
+    add_tokens         of own tokens  others   -> sum nothing           all-reduce              weights of norms
     over cp
     Gather             its pieces   the others -> S   all-gather        reduce-scatter          keys and values of
                                                                                                 document attention

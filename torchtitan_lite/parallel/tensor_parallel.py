@@ -170,10 +170,9 @@ class RowwiseParallel(LocalStyle):
     placements = {"weight": Shard(1), "bias": Replicate()}
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        super()._apply(module, device_mesh)
         if module.bias is not None:
             module.__class__ = hide_bias(type(module))
-        return module
+        return super()._apply(module, device_mesh)
 
     def compute(self, module: nn.Module, ranks: Ranks, x: Tensor) -> Tensor:
         out = Scatter.apply(super().compute(module, ranks, x), ranks)
