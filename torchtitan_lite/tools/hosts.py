@@ -4,7 +4,7 @@ NODE_RANK=0    listens at MASTER_ADDR:MASTER_PORT: a store of torch, which torch
 others         connect to it, and compare their settings with its settings, which they read only if a hash differs
 NODE_RANK=0    tells every host which hosts have different settings, and the first setting that differs
 all            gloo gets the network interface of this connection
-a signal       a host that receives a signal before it has met the other hosts connects to tell them
+a host that cannot start, or receives a signal, connects too, to tell the others
 at the end     the first host that fails writes why; the others repeat it
 
 With NNODES=2:4, ranks start when two hosts have met, and a host may join later. So only the host with different
@@ -17,19 +17,19 @@ import importlib
 import json
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 from torchtitan_lite import PACKAGE
-from torchtitan_lite.components.signals import describe_signal, handle_signals
+from torchtitan_lite.components.signals import STOPPED
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.files import hash_file
 
@@ -55,65 +55,81 @@ def read_hosts() -> tuple[int, int]:
     return hosts[0], hosts[-1]
 
 
-def join_store(timeout_s: float) -> Any:
+def join_store(within_s: float) -> Any:
     """Return the TCPStore that all hosts share. NODE_RANK=0 has it. The first call imports torch."""
     c10d = importlib.import_module("torch.distributed")
     return c10d.TCPStore(
         *find_master(),
         is_master=is_first_host(),
-        timeout=timedelta(seconds=timeout_s),
+        timeout=timedelta(seconds=within_s),
         wait_for_workers=False,
         multi_tenant=True,
     )
 
 
-def open_store() -> Any:
-    """Wait for NODE_RANK=0. Return the store, with the address of this host in it. Raises UserError."""
-    node_rank = read_number("NODE_RANK")
-    address, port = find_master()
-    place = f"MASTER_ADDR={address}, MASTER_PORT={port}"
+def join_hosts(config: dict[str, object], timeout_s: float, signals: Any) -> Any:
+    """Meet the other hosts, and share signals with them from now on. Return the store of all hosts.
+
+    Raises UserError if the run cannot start, and KeyboardInterrupt.
+    """
     try:
-        family, *_, endpoint = socket.getaddrinfo(address, port)[0]
-        if node_rank == 0:
-            socket.create_server(endpoint[:2], family=family).close()
-    except OSError as error:
-        raise UserError(f"NODE_RANK={node_rank} cannot use {place}: {error.strerror}") from None
-    own_address = ""
-    if node_rank > 0:
-        own_address = wait_until(connect, f"NODE_RANK=0 at {place}")
-    store = join_store(STORE_TIMEOUT_S)
-    store.add(N_HOSTS, 1)
-    if own_address:
-        store.set("address", own_address)
+        with signals.interrupting():
+            store = open_store()
+            # Not a daemon: at exit, a daemon thread inside the store would abort this process
+            threading.Thread(target=signals.share, args=(store,), name="signals").start()
+            meet_hosts(store, config)
+    except RuntimeError:
+        raise UserError("NODE_RANK=0, which has the store of the hosts, has ended") from None
+    if not is_first_host():
+        threading.Thread(target=end_if_cut_off, args=(timeout_s,), daemon=True).start()
     return store
 
 
-def meet_hosts(store: Any, config: dict[str, object]) -> None:
+def open_store(within_s: float = MEET_WITHIN_S) -> Any:
+    """Wait for NODE_RANK=0. Return the store, with the address of this host in it. Raises UserError."""
+    address, port = find_master()
+    place = f"MASTER_ADDR={address}, MASTER_PORT={port}"
+    own_address = ""
+    try:
+        family, *_, endpoint = socket.getaddrinfo(address, port)[0]
+        if is_first_host():
+            socket.create_server(endpoint[:2], family=family).close()
+        else:
+            own_address = wait_until(connect, f"NODE_RANK=0 at {place}", within_s)
+    except OSError as error:
+        raise UserError(f"{name_host()} cannot use {place}: {error.strerror}") from None
+    store = join_store(STORE_TIMEOUT_S)
+    if own_address:
+        store.set("address", own_address)
+    store.add(N_HOSTS, 1)
+    return store
+
+
+def meet_hosts(store: Any, config: dict[str, object], refusal: str = "") -> None:
     """Wait for all hosts, and compare their settings.
 
-    If NNODES is a range, wait for the smallest number of hosts. `config` has the value of each key. Raises UserError on
-    every host if one host differs or cannot be reached.
+    If NNODES is a range, wait for the smallest number of hosts. `config` has the value of each key. `refusal`: why this
+    host cannot start. Raises UserError on every host if one host is refused, differs, or cannot be reached.
     """
     n_needed, n_hosts = read_hosts()
-    address, _ = find_master()
     facts = list_facts(config)
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-    verdict = ""
     if is_first_host():
         store.set("facts", json.dumps(facts))
         store.set("hash", digest)
-    elif read_when_set(store, "hash", "NODE_RANK=0") != digest:
-        verdict = describe_difference(json.loads(store.get("facts")), facts)
+    elif not refusal and read_when_set(store, "hash", "NODE_RANK=0") != digest:
+        refusal = describe_difference(json.loads(store.get("facts")), facts)
     if n_needed == n_hosts:
-        verdict = share_verdict(store, verdict)
-    if verdict:
+        refusal = share_refusal(store, refusal)
+    if refusal:
         store.add(N_HOSTS, -1)
-        wait_for_readers(store)
-        raise UserError(verdict)
-    store.add("arrived", 1)
+        if n_needed == n_hosts:
+            leave(store)
+        raise UserError(refusal)
+    address, _ = find_master()
     if is_first_host():
         n_first = max(2, n_needed)  # a second host must send its address
-        wait_until(lambda: store.add("arrived", 0) >= n_first, f"{n_first} hosts")
+        wait_until(lambda: store.add(N_HOSTS, 0) >= n_first, f"{n_first} hosts")
         address = store.get("address").decode()
     with suppress(FileNotFoundError):  # a container without the command
         route = subprocess.run(["ip", "route", "get", address], capture_output=True, text=True)
@@ -121,59 +137,48 @@ def meet_hosts(store: Any, config: dict[str, object]) -> None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface[1])
 
 
-def wait_for_readers(store: Any) -> None:
-    """Wait until all hosts know why the run cannot start, or for a signal, or for END_WITHIN_S."""
-    # RuntimeError: NODE_RANK=0, which has the store, has ended
-    with suppress(RuntimeError, KeyboardInterrupt, UserError):
-        store.add("told", 1)
-        n_hosts = read_hosts()[1]
-        wait_until(lambda: store.add("told", 0) >= n_hosts, "all hosts", END_WITHIN_S)
+def share_refusal(store: Any, own: str) -> str:
+    """Return why the first host that is refused cannot start, or "" if all hosts can."""
+    if not is_first_host():
+        store.set(f"refusal of {name_host()}", own)
+        return read_when_set(store, "refusal", "NODE_RANK=0, which waits for all hosts")
+    refused = {}
+    others = [] if own else range(1, read_hosts()[1])
+    for name in [f"NODE_RANK={other}" for other in others]:
+        if refusal := read_when_set(store, f"refusal of {name}", name):
+            refused[name] = refusal
+    first = own or next(iter(refused.values()), "")
+    if len(refused) > 1:
+        first += f". {len(refused)} hosts differ: {', '.join(refused)}"
+    store.set("refusal", first)
+    return first
 
 
-def tell_refusal(error: UserError) -> None:
-    """Tell the other hosts why this host is refused. Afterwards, signals cannot change the exit status."""
+def leave(store: Any) -> None:
+    """Wait until all hosts know how the run ends, but not longer than END_WITHIN_S. Raises UserError, RuntimeError."""
+    store.add("left", 1)
+    n_hosts = max(read_hosts()[0], int(store.get(N_HOSTS)))
+    wait_until(lambda: store.add("left", 0) >= n_hosts, "the other hosts", END_WITHIN_S)
+
+
+def tell_refusal(error: UserError, signals: Any) -> None:
+    """Tell the other hosts why this host is refused. If NNODES is a range, they start without it."""
     n_needed, n_hosts = read_hosts()
-    if not os.environ.get("MASTER_ADDR") or n_needed < n_hosts or n_hosts == 1:
-        return
-    handle_signals(
-        signal.SIG_IGN
-    )  # an exception of a handler while torch is imported would abort this process
-    importlib.import_module("torch.distributed")
-    handle_signals(signal.default_int_handler)
-    with suppress(RuntimeError, KeyboardInterrupt):  # MASTER_ADDR cannot be reached
-        store = join_store(END_WITHIN_S)
-        name = name_host()
-        key = f"verdict of {name}"
-        if is_first_host():  # others wait for its facts first
-            store.set("facts", "{}")
-            store.set("hash", "")
-            key = "verdict"
-        store.set(key, f"{name} cannot start:\n{error}")
-        wait_for_readers(store)
-    handle_signals(signal.SIG_IGN)
+    if n_needed == n_hosts > 1:
+        importlib.import_module("torch.distributed")
+        with suppress(UserError, RuntimeError, KeyboardInterrupt), signals.interrupting():
+            store = open_store(END_WITHIN_S)
+            meet_hosts(store, {}, f"{name_host()} cannot start:\n{error}")
 
 
-def tell_signals() -> None:
-    """From now on, a signal ends this launcher and the other hosts, which would otherwise wait for it."""
-
-    def end(number: int, frame: object) -> NoReturn:
-        status = 128 + number
-        os.write(2, f"run_train.sh: {describe_signal(status)}\n".encode())
-        tell_signal(number)
-        os._exit(status)
-
+def tell_signal(status: int) -> None:
+    """Tell the other hosts about a signal that came before all hosts met. NODE_RANK=0 may not listen yet."""
     if read_hosts()[1] > 1:
-        handle_signals(end)
-
-
-def tell_signal(number: int) -> None:
-    """Tell the other hosts about a signal that came before the hosts met. NODE_RANK=0 may not listen yet."""
-    handle_signals(signal.SIG_IGN)
-    with suppress(RuntimeError, UserError):  # MASTER_ADDR cannot be reached
-        store = join_store(TELL_WITHIN_S)
-        store.set(SIGNAL, str(number))
-        if is_first_host():  # this host has the store
-            time.sleep(TELL_WITHIN_S)
+        with suppress(RuntimeError, UserError):  # MASTER_ADDR cannot be reached, or is missing
+            store = join_store(TELL_WITHIN_S)
+            store.set(SIGNAL, str(status - 128))
+            if is_first_host():  # this host has the store
+                time.sleep(TELL_WITHIN_S)
 
 
 def list_facts(config: dict[str, object]) -> dict[str, object]:
@@ -186,28 +191,8 @@ def list_facts(config: dict[str, object]) -> dict[str, object]:
 
 def read_when_set(store: Any, key: str, what: str) -> str:
     """Wait until the store has a value, and return the value. `what` describes its writer. Raises UserError."""
-    try:
-        wait_until(partial(store.check, [key]), what)
-        return store.get(key).decode()
-    except RuntimeError:
-        raise UserError("NODE_RANK=0, which has the store of the hosts, has ended") from None
-
-
-def share_verdict(store: Any, own: str) -> str:
-    """Wait for the verdicts of all hosts, and return the first: why a host cannot start, or "" if all can."""
-    if not is_first_host():
-        store.set(f"verdict of {name_host()}", own)
-        return read_when_set(store, "verdict", "NODE_RANK=0, which waits for all hosts")
-    different = {}
-    for other in range(1, read_hosts()[1]):
-        name = f"NODE_RANK={other}"
-        if verdict := read_when_set(store, f"verdict of {name}", name):
-            different[name] = verdict
-    first = next(iter(different.values()), "")
-    if len(different) > 1:
-        first += f". {len(different)} hosts differ: {', '.join(different)}"
-    store.set("verdict", first)
-    return first
+    wait_until(partial(store.check, [key]), what)
+    return store.get(key).decode()
 
 
 def describe_difference(first: dict[str, object], own: dict[str, object]) -> str:
@@ -295,22 +280,13 @@ def claim_cause(store: Any, key: str, status: int, reason: str) -> tuple[int, st
 
 def agree_on_cause(store: Any, status: int, reason: str) -> tuple[int, str]:
     """Return the exit status and the reason of the host that failed first, or of this host if no host failed."""
-    with suppress(
-        RuntimeError, UserError
-    ):  # NODE_RANK=0 has ended, this host is cut off, or others are late
+    # NODE_RANK=0 has ended, this host is cut off, or others are late
+    with suppress(RuntimeError, UserError):
+        if status in STOPPED:  # perhaps only a rank has received the signal
+            store.set(SIGNAL, str(status - 128))
         first, cause = claim_cause(store, "cause", status, reason if status == 1 else "")
         if first == 1 and status:
             status = 1
             reason = cause
-        store.add("ended", 1)
-        n_needed, _ = read_hosts()
-        wait_s = END_WITHIN_S
-        if int(store.get(N_HOSTS)) < n_needed:  # a signal came before all hosts met
-            wait_s = TELL_WITHIN_S
-
-        def have_ended() -> bool:
-            return store.add("ended", 0) >= max(n_needed, int(store.get(N_HOSTS)))
-
-        if is_first_host():
-            wait_until(have_ended, "the other hosts", wait_s)
+        leave(store)
     return status, reason

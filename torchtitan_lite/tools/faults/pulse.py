@@ -61,8 +61,8 @@ def main(options: Namespace) -> int:
     spec = check(options.config_args, machine, n_ranks, n_hosts)
     with tempfile.TemporaryDirectory(prefix="torchtitan_lite.") as name:
         folder = Path(name)
-        signals = launch.Signals(folder, folder / "hang")
-        status, reason = launch.run_ranks(measure_rank, options.config_args, spec, n_hosts, signals)
+        run = (measure_rank, options.config_args, spec, n_hosts, folder)
+        status, reason = launch.run_ranks(*run, launch.Signals())
         is_sound = not (folder / FOUND).exists()
     if reason:
         print(f"pulse: {reason}")
