@@ -60,6 +60,7 @@ def meet_as_host(
         try:
             store = hosts.open_store()
             hosts.meet_hosts(store, {"optimizer.lr": float(rate)})
+            hosts.choose_interface(store)
         except UserError as error:
             said = str(error)
         dist.barrier()  # a host that is refused needs the store
@@ -115,10 +116,8 @@ def test_settings_travel_only_from_hosts_that_differ(monkeypatch, different):
     facts = hosts.list_facts({})
     own = threading.local()
     shared = dist.HashStore()
-    shared.set("address", "127.0.0.1")
     monkeypatch.setattr(hosts, "read_number", lambda *_: own.node_rank)
     monkeypatch.setattr(hosts, "list_facts", lambda config: facts | config)
-    monkeypatch.setattr(hosts.subprocess, "run", Mock(side_effect=FileNotFoundError))
     with ThreadPoolExecutor(n_hosts) as threads, patch.dict(os.environ, variables):
         meeting = []
         for node_rank in range(n_hosts):
@@ -201,9 +200,9 @@ def test_the_cause_on_another_host_wins_over_the_signal_on_this_one(monkeypatch,
         assert (status, reason.partition(" (on ")[0]) == agreed
 
 
-def test_a_signal_for_one_host_reaches_all_and_the_next_one_is_a_copy(monkeypatch, tmp_path):
+def test_a_signal_for_one_host_reaches_all_and_the_next_one_is_a_copy(monkeypatch):
     store = dist.HashStore()
-    here, there = [Signals(tmp_path, tmp_path) for _ in range(2)]
+    here, there = [Signals() for _ in range(2)]
     here.received.append(signal.SIGHUP)
     here.share(store)
     sent = []

@@ -58,6 +58,7 @@ from torchtitan_lite.tools.local_ranks import (
     ASK_EVERY_S,
     Ending,
     Signals,
+    find_last_start,
     show,
 )
 
@@ -129,23 +130,24 @@ class Agent(LocalElasticAgent):
         super()._restart_workers(worker_group)
 
 
-def run_agent(run: tuple, n_local: int, n_hosts: int, signals: Signals, store: Any) -> Ending:
+def run_agent(run: tuple, n_local: int, signals: Signals, store: Any) -> Ending:
     """Call `run_rank(*run)` on each rank of this host. `store` is shared by several hosts; None on one host."""
     logging.disable(logging.ERROR)  # torchrun's long reports
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGUSR2"  # needs a signal; we forward SIGNALS
     address = "127.0.0.1:0"  # port 0: any free port
     local_address = "127.0.0.1"
-    if n_hosts > 1:
+    if store:
         address = "{}:{}".format(*find_master())
         local_address = os.environ.get("PET_LOCAL_ADDR")
         # torchrun makes a new store after each restart
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         number_host()
+    n_needed, n_hosts = read_hosts()
     meeting = RendezvousParameters(
         "c10d",
         address,
         run_id="torchtitan_lite",
-        min_nodes=read_hosts()[0],
+        min_nodes=n_needed,
         max_nodes=n_hosts,
         local_addr=local_address,
         is_host=is_first_host(),
@@ -203,9 +205,10 @@ def explain_failure(rank: int, failure: ProcessFailure, folder: Path, signals: S
     """
     exitcode = failure.exitcode
     received = signals.received
-    own = Path(failure.error_file)
-    endings = sorted(own.parent.parent.glob("*/error.json"), key=os.path.getmtime)
-    if endings and (exitcode in STOPPED or own in endings):
+    start = find_last_start(folder) or folder  # /tmp may have been cleaned
+    own = start / str(failure.local_rank)
+    endings = sorted(start.glob("*/error.json"), key=os.path.getmtime)
+    if endings and (exitcode in STOPPED or own / "error.json" in endings):
         ending = json.loads(endings[0].read_text())
         return Ending(ending["status"], ending["message"], ending["details"])
     if received and (signals.has_killed or -exitcode in received or exitcode in STOPPED):
@@ -213,7 +216,7 @@ def explain_failure(rank: int, failure: ProcessFailure, folder: Path, signals: S
     if exitcode in STOPPED:
         return Ending(exitcode, describe_signal(exitcode))
     details = ""
-    hidden = own.with_name("stderr.log")
+    hidden = own / "stderr.log"
     if exitcode not in (1, -signal.SIGKILL) and hidden.exists():  # 1: train.py has logged why
         details = "\n".join(hidden.read_text(errors="replace").splitlines()[-N_LINES:])
     # gloo aborts if calls differ; printing the stacks of running threads may then fail

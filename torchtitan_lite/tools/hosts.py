@@ -78,6 +78,7 @@ def join_hosts(config: dict[str, object], timeout_s: float, signals: Any) -> Any
             # Not a daemon: at exit, a daemon thread inside the store would abort this process
             threading.Thread(target=signals.share, args=(store,), name="signals").start()
             meet_hosts(store, config)
+            choose_interface(store)
     except RuntimeError:
         raise UserError("NODE_RANK=0, which has the store of the hosts, has ended") from None
     if not is_first_host():
@@ -86,21 +87,18 @@ def join_hosts(config: dict[str, object], timeout_s: float, signals: Any) -> Any
 
 
 def open_store(within_s: float = MEET_WITHIN_S) -> Any:
-    """Wait for NODE_RANK=0. Return the store, with the address of this host in it. Raises UserError."""
+    """Wait for NODE_RANK=0. Return its store. Raises UserError."""
     address, port = find_master()
     place = f"MASTER_ADDR={address}, MASTER_PORT={port}"
-    own_address = ""
     try:
         family, *_, endpoint = socket.getaddrinfo(address, port)[0]
         if is_first_host():
             socket.create_server(endpoint[:2], family=family).close()
         else:
-            own_address = wait_until(connect, f"NODE_RANK=0 at {place}", within_s)
+            wait_until(connect, f"NODE_RANK=0 at {place}", within_s)
     except OSError as error:
         raise UserError(f"{name_host()} cannot use {place}: {error.strerror}") from None
     store = join_store(STORE_TIMEOUT_S)
-    if own_address:
-        store.set("address", own_address)
     store.add(N_HOSTS, 1)
     return store
 
@@ -126,14 +124,21 @@ def meet_hosts(store: Any, config: dict[str, object], refusal: str = "") -> None
         if n_needed == n_hosts:
             leave(store)
         raise UserError(refusal)
-    address, _ = find_master()
     if is_first_host():
-        n_first = max(2, n_needed)  # a second host must send its address
-        wait_until(lambda: store.add(N_HOSTS, 0) >= n_first, f"{n_first} hosts")
-        address = store.get("address").decode()
+        wait_until(lambda: store.add(N_HOSTS, 0) >= n_needed, f"{n_needed} hosts")
+
+
+def choose_interface(store: Any) -> None:
+    """Let gloo use the network interface of the connection to NODE_RANK=0. Raises UserError."""
+    if is_first_host():
+        address = read_when_set(store, "address", "a second host")
+    else:
+        address, first_address = wait_until(connect, "NODE_RANK=0")
+        store.set("address", first_address)
+    command = ["ip", "-oneline", "address", "show", "to", address]
     with suppress(FileNotFoundError):  # a container without the command
-        route = subprocess.run(["ip", "route", "get", address], capture_output=True, text=True)
-        if interface := re.search(r" dev (\S+)", route.stdout):
+        found = subprocess.run(command, capture_output=True, text=True)
+        if interface := re.match(r"\d+: (\S+)", found.stdout):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface[1])
 
 
@@ -171,14 +176,17 @@ def tell_refusal(error: UserError, signals: Any) -> None:
             meet_hosts(store, {}, f"{name_host()} cannot start:\n{error}")
 
 
-def tell_signal(status: int) -> None:
-    """Tell the other hosts about a signal that came before all hosts met. NODE_RANK=0 may not listen yet."""
+def tell_signal(signals: Any) -> tuple[int, str]:
+    """Tell the other hosts about a signal that came before all hosts met. Return status and reason of the run.
+
+    NODE_RANK=0 may not listen yet.
+    """
     if read_hosts()[1] > 1:
         with suppress(RuntimeError, UserError):  # MASTER_ADDR cannot be reached, or is missing
-            store = join_store(TELL_WITHIN_S)
-            store.set(SIGNAL, str(status - 128))
+            signals.share(join_store(TELL_WITHIN_S))
             if is_first_host():  # this host has the store
                 time.sleep(TELL_WITHIN_S)
+    return signals.ending[:2]
 
 
 def list_facts(config: dict[str, object]) -> dict[str, object]:
@@ -222,13 +230,11 @@ def find_master() -> tuple[str, int]:
     return address, read_number("MASTER_PORT", 29500)
 
 
-def connect() -> str:
-    """Return the address of this host on a connection to NODE_RANK=0, or "" if NODE_RANK=0 cannot be reached."""
-    try:
-        with socket.create_connection(find_master(), timeout=5) as connection:
-            return connection.getsockname()[0]
-    except OSError:
-        return ""
+def connect() -> tuple[str, str] | None:
+    """Return the addresses of this host and of NODE_RANK=0 on a connection, or None if there is no connection."""
+    with suppress(OSError), socket.create_connection(find_master(), timeout=5) as connection:
+        return connection.getsockname()[0], connection.getpeername()[0]
+    return None
 
 
 def end_if_cut_off(timeout_s: float) -> None:

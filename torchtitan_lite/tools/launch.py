@@ -52,6 +52,7 @@ from torchtitan_lite.tools.hosts import (
     find_master,
     is_first_host,
     join_hosts,
+    read_hosts,
     tell_refusal,
     tell_signal,
 )
@@ -66,9 +67,9 @@ def main(options: Namespace, work: Callable[[list[str], Path, RunSpec], int] | N
     handle_signals(signals.pass_on)
     try:
         with signals.interrupting():
-            spec, n_hosts = check_run(args)
+            spec = check_run(args)
     except KeyboardInterrupt:
-        status, reason = end_early(signals)
+        status, reason = tell_signal(signals)
         print(f"run_train.sh: {reason}", file=sys.stderr)
         return status
     except UserError as error:
@@ -87,7 +88,7 @@ def main(options: Namespace, work: Callable[[list[str], Path, RunSpec], int] | N
     folder = Path(tempfile.mkdtemp(prefix="torchtitan_lite."))
     # a run that writes nothing must not read an earlier run's hang reports
     signals.watch_hangs((spec.written_folder or folder) / HANG)
-    status, reason = run_ranks(work, args, spec, n_hosts, folder, signals)
+    status, reason = run_ranks(work, args, spec, folder, signals)
     for newest, saved_at_ns in list_saved(checkpoints)[-1:]:
         is_own = (newest, saved_at_ns) not in saved_before
         if status == 1 and spec.config.checkpoint.enable:
@@ -110,10 +111,10 @@ def main(options: Namespace, work: Callable[[list[str], Path, RunSpec], int] | N
     return status
 
 
-def check_run(args: list[str]) -> tuple[RunSpec, int]:
-    """Check the config, describe the run, and prepare its corpus. Return the run and the largest number of hosts.
+def check_run(args: list[str]) -> RunSpec:
+    """Check the config, describe the run, and prepare its corpora.
 
-    Raises UserError, and OSError if the corpus cannot be written.
+    Raises UserError, and OSError if a corpus cannot be written.
     """
     machine, n_ranks, n_hosts = choose_host()
     if n_hosts > 1:
@@ -121,11 +122,9 @@ def check_run(args: list[str]) -> tuple[RunSpec, int]:
     spec = check(args, machine, n_ranks, n_hosts)
     if is_first_host():
         print(spec.finished or describe_spec(spec, n_hosts), file=sys.stderr, flush=True)
-    if spec.finished:
-        return spec, n_hosts
-    if prepare_corpora(spec):
+    if not spec.finished and prepare_corpora(spec):
         spec = check(args, machine, n_ranks, n_hosts)  # reads the documents too, now
-    return spec, n_hosts
+    return spec
 
 
 def prepare_corpora(spec: RunSpec) -> bool:
@@ -169,12 +168,12 @@ def run_ranks(
     work: Callable | None,
     args: list[str],
     spec: RunSpec,
-    n_hosts: int,
     folder: Path,
     signals: Signals,
 ) -> tuple[int, str]:
     """Run the ranks of this host, as `main` says. Return the exit status, and the reason if it is not 0."""
     handle_signals(signals.pass_on)
+    n_hosts = read_hosts()[1]
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if n_hosts == 1 and Path("/sys/class/net/lo").exists():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -192,21 +191,14 @@ def run_ranks(
     except UserError as error:
         return 2, str(error)
     except KeyboardInterrupt:
-        return end_early(signals)
+        return tell_signal(signals)
     run = (work or agent.train_rank, args, folder, spec)
-    ending = agent.run_agent(run, n_local, n_hosts, signals, store)
-    status, reason = ending.status, ending.reason
+    status, own, details = agent.run_agent(run, n_local, signals, store)
+    reason = own
     if store:
-        status, reason = agree_on_cause(store, status, reason)
-    if reason.startswith(ending.reason):  # otherwise another host shows its traceback
-        show(ending.details)
-    return status, reason
-
-
-def end_early(signals: Signals) -> tuple[int, str]:
-    """Return status and reason of a run that a signal ends before its ranks start, and tell the other hosts."""
-    status, reason, _ = signals.ending
-    tell_signal(status)
+        status, reason = agree_on_cause(store, status, own)
+    if reason.startswith(own):  # otherwise another host shows its traceback
+        show(details)
     return status, reason
 
 

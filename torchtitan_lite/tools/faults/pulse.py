@@ -57,11 +57,10 @@ class Measured(NamedTuple):
 
 
 def main(options: Namespace) -> int:
-    machine, n_ranks, n_hosts = choose_host()
-    spec = check(options.config_args, machine, n_ranks, n_hosts)
+    spec = check(options.config_args, *choose_host())
     with tempfile.TemporaryDirectory(prefix="torchtitan_lite.") as name:
         folder = Path(name)
-        run = (measure_rank, options.config_args, spec, n_hosts, folder)
+        run = (measure_rank, options.config_args, spec, folder)
         status, reason = launch.run_ranks(*run, launch.Signals())
         is_sound = not (folder / FOUND).exists()
     if reason:
