@@ -22,7 +22,7 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.tools import agent, hosts
-from torchtitan_lite.tools.local_ranks import Ending, Signals
+from torchtitan_lite.tools.local_ranks import Signals
 
 MET = "met over lo"
 HOSTS = {  # NNODES, learning rate and MAX_RESTARTS of each host, and what each says
@@ -196,8 +196,8 @@ def test_the_cause_on_another_host_wins_over_the_signal_on_this_one(monkeypatch,
     server.set(hosts.N_HOSTS, "2")
     for status, reason in endings:
         store = dist.TCPStore("127.0.0.1", server.port, wait_for_workers=False)
-        status, reason = hosts.agree_on_cause(store, status, reason)
-        assert (status, reason.partition(" (on ")[0]) == agreed
+        ending = hosts.agree_on_cause(store, hosts.Ending(status, reason))
+        assert (ending.status, ending.reason.partition(" (on ")[0]) == agreed
 
 
 def test_a_signal_for_one_host_reaches_all_and_the_next_one_is_a_copy(monkeypatch):
@@ -225,7 +225,7 @@ def test_hosts_that_have_started_differently_often_tell_the_same_cause(monkeypat
         host = object.__new__(agent.Agent)
         host.starts = SimpleNamespace(n_starts=n_starts)
         host.store = shared
-        host.ending = Ending(1, reason)
+        host.ending = hosts.Ending(1, reason)
         host._remaining_restarts = 1
         host._restart_workers(SimpleNamespace(store=store))
     said = re.findall(r"rank \d failed", capsys.readouterr().err)

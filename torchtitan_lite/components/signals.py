@@ -17,7 +17,7 @@ After a crash, torchrun ends the other ranks of the host with SIGTERM. If a rank
 step cannot end either. So a signal then ends the process without a message: the launcher reports the failure.
 
 The launcher reads why a rank has ended from a small file, which TORCHELASTIC_ERROR_FILE names:
-{"status": 1, "message": "rank 3 failed: ..."}. tools/agent.py reads the first one.
+{"status": 1, "message": "rank 3 failed: ...", "details": "Traceback ..."}. tools/agent.py reads the first one.
 """
 
 import json

@@ -1,9 +1,11 @@
 """Start the ranks of this host by torchrun's agent, restart them after a failure, and explain how they ended.
 
     Agent       torchrun's: meets the other hosts, forks the ranks, and starts all of them again if one has failed
-    start N     FOLDER/*/attempt_N/LOCAL_RANK/    error.json  status and reason with which the rank ended
-                                                  error.txt   the traceback of its exception
+    start N     FOLDER/*/attempt_N/LOCAL_RANK/    error.json  status, reason and traceback with which the rank ended
                                                   stderr.log  if LOG_RANK hides it
+
+Our own code does what torchrun does not: it names the rank that failed first on all hosts and shows only its traceback,
+forwards the first signal of several copies, and keeps the exit status of a signal.
 
 The launcher of a host gives N to all its ranks. torchrun's own count ignores failures on other hosts, and hosts that
 join.
@@ -48,6 +50,7 @@ from torchtitan_lite.tools.faults import hang
 from torchtitan_lite.tools.hosts import (
     N_HOSTS,
     STORE_TIMEOUT_S,
+    Ending,
     claim_cause,
     find_master,
     is_first_host,
@@ -56,7 +59,6 @@ from torchtitan_lite.tools.hosts import (
 )
 from torchtitan_lite.tools.local_ranks import (
     ASK_EVERY_S,
-    Ending,
     Signals,
     find_last_start,
     show,
@@ -112,20 +114,17 @@ class Agent(LocalElasticAgent):
         return result
 
     def _restart_workers(self, worker_group: Any) -> None:
-        own = self.ending or Ending(0, "")  # a different host failed or joins
-        cause = own[:2]
+        cause = self.ending or Ending(0, "")  # a different host failed or joins
         if self.store:
             # torchrun has a store for each start of all hosts; a late host has fewer starts
-            cause = claim_cause(worker_group.store, "cause", *cause)
-        status, reason = cause
-        if status in STOPPED:
-            self.ending = Ending(*cause)
+            cause = claim_cause(worker_group.store, "cause", cause)
+        if cause.status in STOPPED:
+            self.ending = cause
             raise KeyboardInterrupt
         self.ending = None
-        if reason.startswith(own.reason):  # otherwise another host shows its traceback
-            show(own.details)
+        show(cause.details)
         n_left = f"{self._remaining_restarts} of {read_number('MAX_RESTARTS')} restarts are left"
-        why = reason or "another host joins or has failed"
+        why = cause.reason or "another host joins or has failed"
         show(f"run_train.sh: {why}\nAll ranks start again. {n_left}.")
         super()._restart_workers(worker_group)
 

@@ -4,7 +4,7 @@ NODE_RANK=0    listens at MASTER_ADDR:MASTER_PORT: a store of torch, which torch
 others         connect to it, and compare their settings with its settings, which they read only if a hash differs
 NODE_RANK=0    tells every host which hosts have different settings, and the first setting that differs
 all            gloo gets the network interface of this connection
-a host that cannot start, or receives a signal, connects too, to tell the others
+a host that cannot start, or receives a signal before it has met the others, connects too, to tell them
 at the end     the first host that fails writes why; the others repeat it
 
 With NNODES=2:4, ranks start when two hosts have met, and a host may join later. So only the host with different
@@ -26,7 +26,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchtitan_lite import PACKAGE
 from torchtitan_lite.components.signals import STOPPED
@@ -43,6 +43,14 @@ TELL_WITHIN_S = 2.0
 END_WITHIN_S = 10.0  # NODE_RANK=0 has the store, so it waits for the other hosts
 
 
+class Ending(NamedTuple):
+    """How the ranks of a host have ended."""
+
+    status: int  # exit status of the run
+    reason: str  # one line; empty if the run was trained
+    details: str = ""  # several lines about the rank that failed first: its traceback, or the end of its stderr
+
+
 def read_number(name: str, default: int = 0) -> int:
     """Return an environment variable of the launcher."""
     return int(os.environ.get(name) or default)
@@ -53,18 +61,6 @@ def read_hosts() -> tuple[int, int]:
     numbers = os.environ.get("NNODES") or "1"
     hosts = sorted(map(int, numbers.split(":")))
     return hosts[0], hosts[-1]
-
-
-def join_store(within_s: float) -> Any:
-    """Return the TCPStore that all hosts share. NODE_RANK=0 has it. The first call imports torch."""
-    c10d = importlib.import_module("torch.distributed")
-    return c10d.TCPStore(
-        *find_master(),
-        is_master=is_first_host(),
-        timeout=timedelta(seconds=within_s),
-        wait_for_workers=False,
-        multi_tenant=True,
-    )
 
 
 def join_hosts(config: dict[str, object], timeout_s: float, signals: Any) -> Any:
@@ -87,7 +83,7 @@ def join_hosts(config: dict[str, object], timeout_s: float, signals: Any) -> Any
 
 
 def open_store(within_s: float = MEET_WITHIN_S) -> Any:
-    """Wait for NODE_RANK=0. Return its store. Raises UserError."""
+    """Wait for NODE_RANK=0. Return its TCPStore, which all hosts share. Raises UserError. The first call imports torch."""
     address, port = find_master()
     place = f"MASTER_ADDR={address}, MASTER_PORT={port}"
     try:
@@ -98,7 +94,14 @@ def open_store(within_s: float = MEET_WITHIN_S) -> Any:
             wait_until(connect, f"NODE_RANK=0 at {place}", within_s)
     except OSError as error:
         raise UserError(f"{name_host()} cannot use {place}: {error.strerror}") from None
-    store = join_store(STORE_TIMEOUT_S)
+    store = importlib.import_module("torch.distributed").TCPStore(
+        address,
+        port,
+        is_master=is_first_host(),
+        timeout=timedelta(seconds=STORE_TIMEOUT_S),
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
     store.add(N_HOSTS, 1)
     return store
 
@@ -110,13 +113,13 @@ def meet_hosts(store: Any, config: dict[str, object], refusal: str = "") -> None
     host cannot start. Raises UserError on every host if one host is refused, differs, or cannot be reached.
     """
     n_needed, n_hosts = read_hosts()
-    facts = list_facts(config)
-    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    facts = json.dumps(list_facts(config))
+    digest = hashlib.sha256(facts.encode()).hexdigest()
     if is_first_host():
-        store.set("facts", json.dumps(facts))
+        store.set("facts", facts)
         store.set("hash", digest)
     elif not refusal and read_when_set(store, "hash", "NODE_RANK=0") != digest:
-        refusal = describe_difference(json.loads(store.get("facts")), facts)
+        refusal = describe_difference(json.loads(store.get("facts")), json.loads(facts))
     if n_needed == n_hosts:
         refusal = share_refusal(store, refusal)
     if refusal:
@@ -168,31 +171,31 @@ def leave(store: Any) -> None:
 
 def tell_refusal(error: UserError, signals: Any) -> None:
     """Tell the other hosts why this host is refused. If NNODES is a range, they start without it."""
-    n_needed, n_hosts = read_hosts()
-    if n_needed == n_hosts > 1:
-        importlib.import_module("torch.distributed")
-        with suppress(UserError, RuntimeError, KeyboardInterrupt), signals.interrupting():
-            store = open_store(END_WITHIN_S)
-            meet_hosts(store, {}, f"{name_host()} cannot start:\n{error}")
+    # ValueError: NODE_RANK=0 cannot be reached, or NNODES is no number
+    with suppress(ValueError, RuntimeError, KeyboardInterrupt):
+        n_needed, n_hosts = read_hosts()
+        if n_needed == n_hosts > 1:
+            importlib.import_module("torch.distributed")
+            with signals.interrupting():
+                store = open_store(END_WITHIN_S)
+                meet_hosts(store, {}, f"{name_host()} cannot start:\n{error}")
 
 
-def tell_signal(signals: Any) -> tuple[int, str]:
-    """Tell the other hosts about a signal that came before all hosts met. Return status and reason of the run.
-
-    NODE_RANK=0 may not listen yet.
-    """
+def tell_signal(signals: Any) -> Ending:
+    """Tell the other hosts about a signal that came before all hosts met. NODE_RANK=0 may not listen yet."""
     if read_hosts()[1] > 1:
-        with suppress(RuntimeError, UserError):  # MASTER_ADDR cannot be reached, or is missing
-            signals.share(join_store(TELL_WITHIN_S))
-            if is_first_host():  # this host has the store
-                time.sleep(TELL_WITHIN_S)
-    return signals.ending[:2]
+        # MASTER_ADDR cannot be reached or is missing, or this host has opened the store: a thread shares signals then
+        with suppress(RuntimeError, UserError):
+            signals.share(open_store(TELL_WITHIN_S))
+        if is_first_host():  # this host has the store
+            time.sleep(TELL_WITHIN_S)
+    return signals.ending
 
 
 def list_facts(config: dict[str, object]) -> dict[str, object]:
     """Return the facts that must be equal on all hosts: launcher variables, the config, and hashes of this package."""
     facts = {name: os.environ.get(name) for name in ("NNODES", "MAX_RESTARTS")} | config
-    for path in PACKAGE.rglob("*.py"):
+    for path in sorted(PACKAGE.rglob("*.py")):
         facts[str(path.relative_to(PACKAGE))] = hash_file(path)
     return facts
 
@@ -208,7 +211,7 @@ def describe_difference(first: dict[str, object], own: dict[str, object]) -> str
     for key in [*first, *own]:
         there = first.get(key)
         here = own.get(key)
-        if json.dumps(here) != json.dumps(there):
+        if here != there:
             return f"{key} is {there} on NODE_RANK=0, but {here} on {name_host()}"
     return ""
 
@@ -271,28 +274,30 @@ def wait_until(is_ready: Callable[[], Any], what: str, within_s: float = MEET_WI
     return result
 
 
-def claim_cause(store: Any, key: str, status: int, reason: str) -> tuple[int, str]:
-    """Return status and reason of the first host that gave a reason for `key`; if none did, of this host.
+def claim_cause(store: Any, key: str, own: Ending) -> Ending:
+    """Return the ending of the first host that gave a reason for `key`, or `own` if no host did.
 
-    `reason` is this host's reason, or "". The returned reason names its host.
+    The returned reason names its host. Another host shows the details of its ending.
     """
-    own = ""
-    if reason:  # containers can share a hostname
+    claimed = ""
+    if own.reason:  # containers can share a hostname
         host = f"{socket.gethostname()}, {name_host()}"
-        own = json.dumps([status, f"{reason} (on {host})"])
-    first = store.compare_set(key, "", own).decode()
-    return tuple(json.loads(first)) if first else (status, reason)
+        claimed = json.dumps([own.status, f"{own.reason} (on {host})"])
+    first = store.compare_set(key, "", claimed).decode()
+    if not first:
+        return own
+    return Ending(*json.loads(first), own.details if first == claimed else "")
 
 
-def agree_on_cause(store: Any, status: int, reason: str) -> tuple[int, str]:
-    """Return the exit status and the reason of the host that failed first, or of this host if no host failed."""
+def agree_on_cause(store: Any, own: Ending) -> Ending:
+    """Return the ending of the host that failed first, or `own` if no host failed or the ranks of this host trained."""
     # NODE_RANK=0 has ended, this host is cut off, or others are late
     with suppress(RuntimeError, UserError):
-        if status in STOPPED:  # perhaps only a rank has received the signal
-            store.set(SIGNAL, str(status - 128))
-        first, cause = claim_cause(store, "cause", status, reason if status == 1 else "")
-        if first == 1 and status:
-            status = 1
-            reason = cause
+        if own.status in STOPPED:  # perhaps only a rank has received the signal
+            store.set(SIGNAL, str(own.status - 128))
+        failed = own if own.status == 1 else Ending(own.status, "")
+        first = claim_cause(store, "cause", failed)
+        if first.status == 1 and own.status:
+            own = first
         leave(store)
-    return status, reason
+    return own

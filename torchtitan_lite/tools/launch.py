@@ -48,6 +48,7 @@ from torchtitan_lite.tools.check import check, choose_host, describe_spec
 from torchtitan_lite.tools.corpora.command import prepare_dataset
 from torchtitan_lite.tools.corpora.text_files import PreparationError
 from torchtitan_lite.tools.hosts import (
+    Ending,
     agree_on_cause,
     find_master,
     is_first_host,
@@ -69,9 +70,9 @@ def main(options: Namespace, work: Callable[[list[str], Path, RunSpec], int] | N
         with signals.interrupting():
             spec = check_run(args)
     except KeyboardInterrupt:
-        status, reason = tell_signal(signals)
-        print(f"run_train.sh: {reason}", file=sys.stderr)
-        return status
+        ending = tell_signal(signals)
+        print(f"run_train.sh: {ending.reason}", file=sys.stderr)
+        return ending.status
     except UserError as error:
         tell_refusal(error, signals)
         raise
@@ -88,7 +89,8 @@ def main(options: Namespace, work: Callable[[list[str], Path, RunSpec], int] | N
     folder = Path(tempfile.mkdtemp(prefix="torchtitan_lite."))
     # a run that writes nothing must not read an earlier run's hang reports
     signals.watch_hangs((spec.written_folder or folder) / HANG)
-    status, reason = run_ranks(work, args, spec, folder, signals)
+    status, reason, details = run_ranks(work, args, spec, folder, signals)
+    show(details)
     for newest, saved_at_ns in list_saved(checkpoints)[-1:]:
         is_own = (newest, saved_at_ns) not in saved_before
         if status == 1 and spec.config.checkpoint.enable:
@@ -170,8 +172,8 @@ def run_ranks(
     spec: RunSpec,
     folder: Path,
     signals: Signals,
-) -> tuple[int, str]:
-    """Run the ranks of this host, as `main` says. Return the exit status, and the reason if it is not 0."""
+) -> Ending:
+    """Run the ranks of this host, as `main` says."""
     handle_signals(signals.pass_on)
     n_hosts = read_hosts()[1]
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -189,17 +191,12 @@ def run_ranks(
             config["NGPU"] = n_local
             store = join_hosts(config, spec.config.comm.train_timeout_seconds, signals)
     except UserError as error:
-        return 2, str(error)
+        return Ending(2, str(error))
     except KeyboardInterrupt:
         return tell_signal(signals)
     run = (work or agent.train_rank, args, folder, spec)
-    status, own, details = agent.run_agent(run, n_local, signals, store)
-    reason = own
-    if store:
-        status, reason = agree_on_cause(store, status, own)
-    if reason.startswith(own):  # otherwise another host shows its traceback
-        show(details)
-    return status, reason
+    ending = agent.run_agent(run, n_local, signals, store)
+    return agree_on_cause(store, ending) if store else ending
 
 
 def start_fork_server() -> None:

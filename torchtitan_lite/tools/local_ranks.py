@@ -15,21 +15,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from math import inf
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torchtitan_lite.components.signals import COPIES_ARRIVE_WITHIN_S, describe_signal
 from torchtitan_lite.tools.faults import hang
-from torchtitan_lite.tools.hosts import SIGNAL, is_first_host
+from torchtitan_lite.tools.hosts import SIGNAL, Ending, is_first_host
 
 ASK_EVERY_S = 0.2
-
-
-class Ending(NamedTuple):
-    """How the ranks of this host have ended."""
-
-    status: int  # exit status of the run
-    reason: str  # one line; empty if the run was trained
-    details: str = ""  # several lines about the rank that failed first: its traceback, or the end of its stderr
 
 
 def show(details: str) -> None:

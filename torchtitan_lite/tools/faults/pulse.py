@@ -61,11 +61,12 @@ def main(options: Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="torchtitan_lite.") as name:
         folder = Path(name)
         run = (measure_rank, options.config_args, spec, folder)
-        status, reason = launch.run_ranks(*run, launch.Signals())
+        ending = launch.run_ranks(*run, launch.Signals())
         is_sound = not (folder / FOUND).exists()
-    if reason:
-        print(f"pulse: {reason}")
-    return status if is_sound else 1
+    launch.show(ending.details)
+    if ending.reason:
+        print(f"pulse: {ending.reason}")
+    return ending.status if is_sound else 1
 
 
 def measure_rank(args: list[str], folder: Path, spec: RunSpec) -> int:
