@@ -83,7 +83,7 @@ def join_hosts(config: dict[str, object], timeout_s: float, signals: Any) -> Any
 
 
 def open_store(within_s: float = MEET_WITHIN_S) -> Any:
-    """Wait for NODE_RANK=0. Return its TCPStore, which all hosts share. Raises UserError. The first call imports torch."""
+    """Wait for NODE_RANK=0. Return its TCPStore, which all hosts share. Raises UserError. Imports torch."""
     address, port = find_master()
     place = f"MASTER_ADDR={address}, MASTER_PORT={port}"
     try:

@@ -75,6 +75,7 @@ def main(options: Namespace, work: Callable[[list[str], Path, RunSpec], int] | N
         return ending.status
     except UserError as error:
         tell_refusal(error, signals)
+        handle_signals(signal.SIG_IGN)  # Slurm's signal must not change the status
         raise
     except OSError as error:
         print(f"This run cannot start:\n{error}", file=sys.stderr)
