@@ -45,8 +45,8 @@ def meet_as_host(
     """Worker: meet the other ranks as one of several hosts. Return what this host says."""
     rate, restarts = settings[rank].split()
     variables = {"NNODES": n_hosts, "NODE_RANK": str(rank), "MAX_RESTARTS": restarts}
-    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    waits = f"waits for NODE_RANK=0 at MASTER_ADDR=127.0.0.1, MASTER_PORT={port}"
+    variables |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    waits = f"waits for NODE_RANK=0 at MASTER_ADDR=localhost, MASTER_PORT={port}"
     while rank == 0 and not (log.exists() and waits in log.read_text()):
         time.sleep(0.01)
     with (

@@ -280,8 +280,8 @@ def train_rank(args: list[str], folder: Path, spec: RunSpec) -> int:
 def bind_to_gpu(index: int) -> None:
     """Bind this process to the CPUs of its GPU's NUMA node. On a host with one node, all CPUs are near.
 
-    torchrun's own option has no effect on forked ranks, and needs numactl. Does nothing if the host does not report
-    these CPUs, or forbids them. Never run on a GPU.
+    torchrun's own option needs the program numactl. Does nothing if the host does not report these CPUs, or forbids
+    them. Never run on a GPU.
     """
     gpu = torch.cuda.get_device_properties(index)
     try:

@@ -163,10 +163,12 @@ def share_refusal(store: Any, own: str) -> str:
 
 
 def leave(store: Any) -> None:
-    """Wait until all hosts know how the run ends, but not longer than END_WITHIN_S. Raises UserError, RuntimeError."""
-    store.add("left", 1)
-    n_hosts = max(read_hosts()[0], int(store.get(N_HOSTS)))
-    wait_until(lambda: store.add("left", 0) >= n_hosts, "the other hosts", END_WITHIN_S)
+    """Wait until all hosts know how the run ends, but not longer than END_WITHIN_S."""
+    # RuntimeError: NODE_RANK=0, which has the store, has ended
+    with suppress(RuntimeError, UserError, KeyboardInterrupt):
+        store.add("left", 1)
+        n_hosts = max(read_hosts()[0], int(store.get(N_HOSTS)))
+        wait_until(lambda: store.add("left", 0) >= n_hosts, "the other hosts", END_WITHIN_S)
 
 
 def tell_refusal(error: UserError, signals: Any) -> None:
@@ -291,13 +293,12 @@ def claim_cause(store: Any, key: str, own: Ending) -> Ending:
 
 def agree_on_cause(store: Any, own: Ending) -> Ending:
     """Return the ending of the host that failed first, or `own` if no host failed or the ranks of this host trained."""
-    # NODE_RANK=0 has ended, this host is cut off, or others are late
-    with suppress(RuntimeError, UserError):
+    with suppress(RuntimeError):  # NODE_RANK=0 has ended, or this host is cut off
         if own.status in STOPPED:  # perhaps only a rank has received the signal
             store.set(SIGNAL, str(own.status - 128))
         failed = own if own.status == 1 else Ending(own.status, "")
         first = claim_cause(store, "cause", failed)
         if first.status == 1 and own.status:
             own = first
-        leave(store)
+    leave(store)
     return own
