@@ -137,6 +137,16 @@ def test_settings_travel_only_from_hosts_that_differ(monkeypatch, different):
             assert moved < 500
 
 
+def test_a_refused_host_keeps_its_reason_if_the_first_host_ends_before_it(monkeypatch):
+    monkeypatch.setenv("NNODES", "2")
+    monkeypatch.setenv("NODE_RANK", "1")
+    store = Mock()
+    store.get.return_value = b"no such key"
+    store.add.side_effect = [1, RuntimeError]
+    with pytest.raises(UserError, match="^no such key$"):
+        hosts.meet_hosts(store, {}, "no such key")
+
+
 @pytest.mark.parametrize(
     ("address", "said"),
     [

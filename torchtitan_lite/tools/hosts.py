@@ -188,9 +188,10 @@ def tell_signal(signals: Any) -> Ending:
     if read_hosts()[1] > 1:
         # MASTER_ADDR cannot be reached or is missing, or this host has opened the store: a thread shares signals then
         with suppress(RuntimeError, UserError):
-            signals.share(open_store(TELL_WITHIN_S))
-        if is_first_host():  # this host has the store
-            time.sleep(TELL_WITHIN_S)
+            store = open_store(TELL_WITHIN_S)
+            signals.share(store)
+            if is_first_host():  # this host has the store
+                time.sleep(TELL_WITHIN_S)
     return signals.ending
 
 

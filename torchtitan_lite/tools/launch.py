@@ -31,7 +31,9 @@ import tempfile
 import threading
 from argparse import Namespace
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict
+from functools import partial
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
@@ -182,7 +184,8 @@ def run_ranks(
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     start_fork_server()
     # This import loads torch, which takes 1.5 s. Meanwhile the fork server imports train.py.
-    agent = importlib.import_module("torchtitan_lite.tools.agent")
+    with signals.reacting(partial(signals.end, folder)) if n_hosts == 1 else nullcontext():
+        agent = importlib.import_module("torchtitan_lite.tools.agent")
     n_local = spec.layout.world_size // n_hosts
     store = None
     try:

@@ -1,21 +1,24 @@
 """Forward the signals that a launcher receives: to the ranks of this host, and to the launchers of the other hosts.
 
 no ranks run        the signal raises KeyboardInterrupt in the launcher
-torch is imported   the signal waits, because an exception could abort an import of C++ code
+torch is imported   the signal ends the launcher immediately, because an exception could abort an import of C++ code;
+                    with several hosts it waits, because only torch can tell them
 ranks run           they get the first signal; a later signal kills them, or the first one if a step hangs
 """
 
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from math import inf
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torchtitan_lite.components.signals import COPIES_ARRIVE_WITHIN_S, describe_signal
 from torchtitan_lite.tools.faults import hang
@@ -35,7 +38,7 @@ class Signals:
     def __init__(self) -> None:
         self.received: list[int] = []
         self.copies_until_s = 0.0
-        self.can_interrupt = False
+        self.react = self.forward
         self.has_killed = False  # ranks ended because of this launcher
         self.hangs = Path()  # folder of the reports of ranks that hang
         self.started_at_s = time.time()  # the last start of the ranks
@@ -55,13 +58,29 @@ class Signals:
     @contextmanager
     def interrupting(self) -> Iterator[None]:
         """Context manager: a signal raises KeyboardInterrupt, because no ranks run."""
-        self.can_interrupt = True
+        with self.reacting(self.interrupt):
+            yield
+
+    @contextmanager
+    def reacting(self, react: Callable[[], None]) -> Iterator[None]:
+        """Context manager: call `react` if a signal arrives, or has arrived."""
+        self.react = react
         try:
             if self.received:
-                raise KeyboardInterrupt
+                react()
             yield
         finally:
-            self.can_interrupt = False
+            self.react = self.forward
+
+    def interrupt(self) -> NoReturn:
+        raise KeyboardInterrupt
+
+    def end(self, folder: Path) -> NoReturn:
+        """End this process, which has no ranks. `folder` has its temporary files."""
+        for temporary in (folder, get_temp_dir()):
+            shutil.rmtree(temporary, ignore_errors=True)
+        os.write(2, f"run_train.sh: {self.ending.reason}\n".encode())
+        os._exit(self.ending.status)
 
     def pass_on(self, number: int, frame: object) -> None:
         """Handle a signal: interrupt this launcher, or forward the signal to the ranks."""
@@ -73,9 +92,7 @@ class Signals:
             self.copies_until_s = min(self.copies_until_s, end_s)
             return
         self.received.append(number)
-        if self.can_interrupt:
-            raise KeyboardInterrupt
-        self.forward()
+        self.react()
 
     def share(self, store: Any) -> None:
         """Send a received signal to the other hosts, or receive a signal from them. Runs in a thread."""
