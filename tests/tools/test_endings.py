@@ -233,11 +233,11 @@ def test_one_signal_kills_ranks_that_hang(tmp_path, ranks):
 def test_ctrl_c_interrupts_the_launcher_only_before_it_forks_ranks(ranks):
     """In the middle of a fork, an exception would make the fork server or a rank print a traceback."""
     signals = local_ranks.Signals()
-    with pytest.raises(KeyboardInterrupt), signals.interrupting():
+    with pytest.raises(KeyboardInterrupt), signals.reacting(signals.interrupt):
         signals.pass_on(signal.SIGINT, None)
     signals = local_ranks.Signals()
     signals.pass_on(signal.SIGINT, None)
-    with pytest.raises(KeyboardInterrupt), signals.interrupting():
+    with pytest.raises(KeyboardInterrupt), signals.reacting(signals.interrupt):
         time.sleep(60)
 
 

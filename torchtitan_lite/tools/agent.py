@@ -97,7 +97,7 @@ class Agent(LocalElasticAgent):
         self.ending: Ending | None = None  # how the last start ended
 
     def _rendezvous(self, worker_group: Any) -> None:
-        with self.signals.interrupting():
+        with self.signals.reacting(self.signals.interrupt):
             super()._rendezvous(worker_group)
         if self.store:
             self.store.set(N_HOSTS, str(worker_group.group_world_size))

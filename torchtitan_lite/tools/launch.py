@@ -69,7 +69,7 @@ def main(options: Namespace, work: Callable[[list[str], Path, RunSpec], int] | N
     signals = Signals()
     handle_signals(signals.pass_on)
     try:
-        with signals.interrupting():
+        with signals.reacting(signals.interrupt):
             spec = check_run(args)
     except KeyboardInterrupt:
         ending = tell_signal(signals)

@@ -56,12 +56,6 @@ class Signals:
         return Ending(status, describe_signal(status))
 
     @contextmanager
-    def interrupting(self) -> Iterator[None]:
-        """Context manager: a signal raises KeyboardInterrupt, because no ranks run."""
-        with self.reacting(self.interrupt):
-            yield
-
-    @contextmanager
     def reacting(self, react: Callable[[], None]) -> Iterator[None]:
         """Context manager: call `react` if a signal arrives, or has arrived."""
         self.react = react

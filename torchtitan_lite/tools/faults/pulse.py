@@ -60,8 +60,9 @@ def main(options: Namespace) -> int:
     spec = check(options.config_args, *choose_host())
     with tempfile.TemporaryDirectory(prefix="torchtitan_lite.") as name:
         folder = Path(name)
-        run = (measure_rank, options.config_args, spec, folder)
-        ending = launch.run_ranks(*run, launch.Signals())
+        signals = launch.Signals()
+        signals.watch_hangs(folder / "hang")
+        ending = launch.run_ranks(measure_rank, options.config_args, spec, folder, signals)
         is_sound = not (folder / FOUND).exists()
     launch.show(ending.details)
     if ending.reason:
