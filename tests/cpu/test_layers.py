@@ -38,6 +38,7 @@ IMPORT_BY_NAME = {  # modules that call importlib in a function
     "torchtitan_lite.files",  # import_extra: optional packages
     "torchtitan_lite.config.extensions",  # load_module
     "torchtitan_lite.__main__",  # picks its tool
+    "torchtitan_lite.tools.environment",  # packaging, which may be missing
     "torchtitan_lite.tools.hosts",
     "torchtitan_lite.tools.launch",  # imports torch after the fork server has started
     "torchtitan_lite.tools.agent",  # train.py, which the fork server has imported

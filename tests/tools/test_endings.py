@@ -216,11 +216,12 @@ def test_one_signal_kills_ranks_that_hang(tmp_path, ranks):
     ranks.append(rank)
     is_ready.wait()
     # a hang before the restart; another host, which has started more often, numbers the starts
-    before = tmp_path / "hang" / "restart-1" / "rank-00000.json"
+    before = tmp_path / "restart-1" / "rank-00000.json"
     before.parent.mkdir(parents=True)
     before.touch()
-    (tmp_path / "torchrun" / "attempt_1").mkdir(parents=True)
-    signals = local_ranks.Signals(tmp_path, tmp_path / "hang")
+    signals = local_ranks.Signals()
+    signals.watch_hangs(tmp_path)
+    signals.started_at_s = time.time() + 1
     signals.pass_on(signal.SIGTERM, None)
     rank.join(0.2)
     assert rank.is_alive()
@@ -229,15 +230,15 @@ def test_one_signal_kills_ranks_that_hang(tmp_path, ranks):
     assert rank.exitcode == -signal.SIGKILL
 
 
-def test_ctrl_c_interrupts_the_launcher_only_before_it_forks_ranks(tmp_path, ranks):
+def test_ctrl_c_interrupts_the_launcher_only_before_it_forks_ranks(ranks):
     """In the middle of a fork, an exception would make the fork server or a rank print a traceback."""
-    signals = local_ranks.Signals(tmp_path, tmp_path / "hang")
-    with pytest.raises(KeyboardInterrupt), signals.reacting(signals.check):
+    signals = local_ranks.Signals()
+    with pytest.raises(KeyboardInterrupt), signals.reacting(signals.interrupt):
         signals.pass_on(signal.SIGINT, None)
-    signals = local_ranks.Signals(tmp_path, tmp_path / "hang")
+    signals = local_ranks.Signals()
     signals.pass_on(signal.SIGINT, None)
-    with pytest.raises(KeyboardInterrupt):
-        signals.check()
+    with pytest.raises(KeyboardInterrupt), signals.reacting(signals.interrupt):
+        time.sleep(60)
 
 
 # ---------------------------------------------------------------- tools with workers

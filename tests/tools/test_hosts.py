@@ -22,7 +22,7 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.tools import agent, hosts
-from torchtitan_lite.tools.local_ranks import Ending, Signals
+from torchtitan_lite.tools.local_ranks import Signals
 
 MET = "met over lo"
 HOSTS = {  # NNODES, learning rate and MAX_RESTARTS of each host, and what each says
@@ -45,8 +45,8 @@ def meet_as_host(
     """Worker: meet the other ranks as one of several hosts. Return what this host says."""
     rate, restarts = settings[rank].split()
     variables = {"NNODES": n_hosts, "NODE_RANK": str(rank), "MAX_RESTARTS": restarts}
-    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    waits = f"waits for NODE_RANK=0 at MASTER_ADDR=127.0.0.1, MASTER_PORT={port}"
+    variables |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    waits = f"waits for NODE_RANK=0 at MASTER_ADDR=localhost, MASTER_PORT={port}"
     while rank == 0 and not (log.exists() and waits in log.read_text()):
         time.sleep(0.01)
     with (
@@ -60,6 +60,7 @@ def meet_as_host(
         try:
             store = hosts.open_store()
             hosts.meet_hosts(store, {"optimizer.lr": float(rate)})
+            hosts.choose_interface(store)
         except UserError as error:
             said = str(error)
         dist.barrier()  # a host that is refused needs the store
@@ -115,10 +116,8 @@ def test_settings_travel_only_from_hosts_that_differ(monkeypatch, different):
     facts = hosts.list_facts({})
     own = threading.local()
     shared = dist.HashStore()
-    shared.set("address", "127.0.0.1")
     monkeypatch.setattr(hosts, "read_number", lambda *_: own.node_rank)
     monkeypatch.setattr(hosts, "list_facts", lambda config: facts | config)
-    monkeypatch.setattr(hosts.subprocess, "run", Mock(side_effect=FileNotFoundError))
     with ThreadPoolExecutor(n_hosts) as threads, patch.dict(os.environ, variables):
         meeting = []
         for node_rank in range(n_hosts):
@@ -136,6 +135,16 @@ def test_settings_travel_only_from_hosts_that_differ(monkeypatch, different):
             assert moved < 2 * n_facts + 64 * n_hosts + 1000
         elif node_rank not in different:
             assert moved < 500
+
+
+def test_a_refused_host_keeps_its_reason_if_the_first_host_ends_before_it(monkeypatch):
+    monkeypatch.setenv("NNODES", "2")
+    monkeypatch.setenv("NODE_RANK", "1")
+    store = Mock()
+    store.get.return_value = b"no such key"
+    store.add.side_effect = [1, RuntimeError]
+    with pytest.raises(UserError, match="^no such key$"):
+        hosts.meet_hosts(store, {}, "no such key")
 
 
 @pytest.mark.parametrize(
@@ -197,13 +206,13 @@ def test_the_cause_on_another_host_wins_over_the_signal_on_this_one(monkeypatch,
     server.set(hosts.N_HOSTS, "2")
     for status, reason in endings:
         store = dist.TCPStore("127.0.0.1", server.port, wait_for_workers=False)
-        status, reason = hosts.agree_on_cause(store, status, reason)
-        assert (status, reason.partition(" (on ")[0]) == agreed
+        ending = hosts.agree_on_cause(store, hosts.Ending(status, reason))
+        assert (ending.status, ending.reason.partition(" (on ")[0]) == agreed
 
 
-def test_a_signal_for_one_host_reaches_all_and_the_next_one_is_a_copy(monkeypatch, tmp_path):
+def test_a_signal_for_one_host_reaches_all_and_the_next_one_is_a_copy(monkeypatch):
     store = dist.HashStore()
-    here, there = [Signals(tmp_path, tmp_path) for _ in range(2)]
+    here, there = [Signals() for _ in range(2)]
     here.received.append(signal.SIGHUP)
     here.share(store)
     sent = []
@@ -226,7 +235,7 @@ def test_hosts_that_have_started_differently_often_tell_the_same_cause(monkeypat
         host = object.__new__(agent.Agent)
         host.starts = SimpleNamespace(n_starts=n_starts)
         host.store = shared
-        host.ending = Ending(1, reason)
+        host.ending = hosts.Ending(1, reason)
         host._remaining_restarts = 1
         host._restart_workers(SimpleNamespace(store=store))
     said = re.findall(r"rank \d failed", capsys.readouterr().err)

@@ -34,6 +34,7 @@ class Checkout:
         self.folder.mkdir(parents=True)
         self.take_real("run_train.sh")
         self.take_real("torchtitan_lite/__init__.py")
+        self.take_real("torchtitan_lite/components/signals.py")
         self.take_real("torchtitan_lite/config/machine.py")
         self.take_real("torchtitan_lite/tools/detect.py")
         self.take_real("torchtitan_lite/tools/environment.py")

@@ -17,7 +17,7 @@ After a crash, torchrun ends the other ranks of the host with SIGTERM. If a rank
 step cannot end either. So a signal then ends the process without a message: the launcher reports the failure.
 
 The launcher reads why a rank has ended from a small file, which TORCHELASTIC_ERROR_FILE names:
-{"status": 1, "message": "rank 3 failed: ..."}. tools/agent.py reads the first one.
+{"status": 1, "message": "rank 3 failed: ...", "details": "Traceback ..."}. tools/agent.py reads the first one.
 """
 
 import json
@@ -123,11 +123,11 @@ def describe_signal(status: int) -> str:
     return f"stopped by {signal.Signals(status - 128).name}"
 
 
-def write_ending(status: int, message: str) -> bool:
+def write_ending(status: int, message: str, details: str = "") -> bool:
     """Write why this rank ends to the file that torchrun names. Return whether no rank of this host has ended before.
 
-    `status`: exit status of the run. `message`: one line, which torchrun reads, too. The first ending of a process
-    counts.
+    `status`: exit status of the run. `message`: one line, which torchrun reads, too. `details`: a traceback. The first
+    ending of a process counts.
     """
     name = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not name:
@@ -135,7 +135,9 @@ def write_ending(status: int, message: str) -> bool:
     file = Path(name)
     earlier = list(file.parent.parent.glob(f"*/{file.name}"))
     if file not in earlier:
+        file.parent.mkdir(parents=True, exist_ok=True)  # /tmp may have been cleaned
         unfinished = file.with_suffix(".tmp")
-        unfinished.write_text(json.dumps({"status": status, "message": message}))
+        ending = {"status": status, "message": message, "details": details}
+        unfinished.write_text(json.dumps(ending))
         unfinished.rename(file)
     return not earlier

@@ -1,9 +1,11 @@
 """Start the ranks of this host by torchrun's agent, restart them after a failure, and explain how they ended.
 
     Agent       torchrun's: meets the other hosts, forks the ranks, and starts all of them again if one has failed
-    start N     FOLDER/*/attempt_N/LOCAL_RANK/    error.json  status and reason with which the rank ended
-                                                  error.txt   the traceback of its exception
+    start N     FOLDER/*/attempt_N/LOCAL_RANK/    error.json  status, reason and traceback with which the rank ended
                                                   stderr.log  if LOG_RANK hides it
+
+Our own code does what torchrun does not: it names the rank that failed first on all hosts and shows only its traceback,
+forwards the first signal of several copies, and keeps the exit status of a signal.
 
 The launcher of a host gives N to all its ranks. torchrun's own count ignores failures on other hosts, and hosts that
 join.
@@ -13,7 +15,6 @@ agent that notices the new host first makes the ranks of all hosts stop after th
 then waits until its own agent notices the new host; otherwise the run would end on this host.
 """
 
-import faulthandler
 import importlib
 import json
 import logging
@@ -49,6 +50,7 @@ from torchtitan_lite.tools.faults import hang
 from torchtitan_lite.tools.hosts import (
     N_HOSTS,
     STORE_TIMEOUT_S,
+    Ending,
     claim_cause,
     find_master,
     is_first_host,
@@ -57,8 +59,6 @@ from torchtitan_lite.tools.hosts import (
 )
 from torchtitan_lite.tools.local_ranks import (
     ASK_EVERY_S,
-    ERROR,
-    Ending,
     Signals,
     find_last_start,
     show,
@@ -69,19 +69,15 @@ N_LINES = 60  # shown of a killed rank's hidden stderr: the stacks of its thread
 JOIN_WITHIN_S = 10.0  # an agent looks for new hosts ten times a second
 
 
-class RunStopped(Exception):
-    """A signal has stopped the run, so the ranks are not started again."""
-
-
 class Starts(DefaultLogsSpecs):
     """Numbers the starts of the ranks, and makes a folder for each start."""
 
-    def __init__(self, *args: Any, **options: Any):
-        super().__init__(*args, **options)
-        self.n_starts = 0
+    n_starts = 0
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         for environment in envs.values():
+            # the fork server was started before GLOO_SOCKET_IFNAME was known
+            environment.update(os.environ | environment)
             environment["TORCHELASTIC_RESTART_COUNT"] = str(self.n_starts)
         self.n_starts += 1
         return super().reify(envs)
@@ -90,75 +86,78 @@ class Starts(DefaultLogsSpecs):
 class Agent(LocalElasticAgent):
     """torchrun's agent. It shows the first cause of a restart, and starts no ranks after a signal."""
 
-    def __init__(self, spec: WorkerSpec, starts: Starts, signals: Signals, store: Any):
+    def __init__(
+        self, spec: WorkerSpec, starts: Starts, folder: Path, signals: Signals, store: Any
+    ):
         """`store` is the store of all hosts, or None if there is one host."""
         super().__init__(spec, starts, start_method="forkserver")
+        self.folder = folder  # of the files of all starts
         self.signals = signals
         self.store = store
         self.ending: Ending | None = None  # how the last start ended
 
     def _rendezvous(self, worker_group: Any) -> None:
-        with self.signals.reacting(self.signals.check):
+        with self.signals.reacting(self.signals.interrupt):
             super()._rendezvous(worker_group)
-
-    def _start_workers(self, worker_group: Any) -> dict[int, Any]:
-        self.signals.check()
         if self.store:
             self.store.set(N_HOSTS, str(worker_group.group_world_size))
+
+    def _start_workers(self, worker_group: Any) -> dict[int, Any]:
         pids = super()._start_workers(worker_group)
-        self.signals.forward()  # to ranks that were forked after the signal
+        self.signals.begin_start()
         return pids
 
     def _monitor_workers(self, worker_group: Any) -> RunResult:
         result = super()._monitor_workers(worker_group)
         for rank, failure in result.failures.items():
-            self.ending = explain_failure(rank, failure, self.signals)
+            self.ending = explain_failure(rank, failure, self.folder, self.signals)
         return result
 
     def _restart_workers(self, worker_group: Any) -> None:
-        own = self.ending or Ending(0, "")  # a different host failed or joins
-        self.ending = None
-        cause = own[:2]
+        cause = self.ending or Ending(0, "")  # a different host failed or joins
         if self.store:
             # torchrun has a store for each start of all hosts; a late host has fewer starts
-            cause = claim_cause(worker_group.store, "cause", *cause)
-        status, reason = cause
-        if status in STOPPED:
-            raise RunStopped(*cause)
-        if reason.startswith(own.reason):  # otherwise another host shows its traceback
-            show(own.details)
+            cause = claim_cause(worker_group.store, "cause", cause)
+        if cause.status in STOPPED:
+            self.ending = cause
+            raise KeyboardInterrupt
+        self.ending = None
+        show(cause.details)
         n_left = f"{self._remaining_restarts} of {read_number('MAX_RESTARTS')} restarts are left"
-        why = reason or "another host joins or has failed"
+        why = cause.reason or "another host joins or has failed"
         show(f"run_train.sh: {why}\nAll ranks start again. {n_left}.")
         super()._restart_workers(worker_group)
 
 
-def run_agent(run: tuple, n_local: int, n_hosts: int, signals: Signals, store: Any) -> Ending:
+def run_agent(run: tuple, n_local: int, signals: Signals, store: Any) -> Ending:
     """Call `run_rank(*run)` on each rank of this host. `store` is shared by several hosts; None on one host."""
     logging.disable(logging.ERROR)  # torchrun's long reports
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGUSR2"  # needs a signal; we forward SIGNALS
     address = "127.0.0.1:0"  # port 0: any free port
     local_address = "127.0.0.1"
-    if n_hosts > 1:
+    if store:
         address = "{}:{}".format(*find_master())
         local_address = os.environ.get("PET_LOCAL_ADDR")
         # torchrun makes a new store after each restart
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         number_host()
+    n_needed, n_hosts = read_hosts()
     meeting = RendezvousParameters(
         "c10d",
         address,
         run_id="torchtitan_lite",
-        min_nodes=read_hosts()[0],
+        min_nodes=n_needed,
         max_nodes=n_hosts,
         local_addr=local_address,
         is_host=is_first_host(),
         read_timeout=STORE_TIMEOUT_S,
         last_call_timeout=10,  # wait for hosts beyond the smallest number in NNODES
     )
+    folder = run[2]
     shown = {int(rank) for rank in (os.environ.get("LOG_RANK") or "0").split(",")}
     hidden = dict.fromkeys(set(range(n_local)) - shown, Std.ERR)
-    starts = Starts(str(signals.folder), redirects=hidden, local_ranks_filter=shown)
+    starts = Starts(str(folder), redirects=hidden, local_ranks_filter=shown)
+    agent = None
     try:
         workers = WorkerSpec(
             "rank",
@@ -170,17 +169,16 @@ def run_agent(run: tuple, n_local: int, n_hosts: int, signals: Signals, store: A
             monitor_interval=0.1,
             local_addr=local_address,
         )
-        agent = Agent(workers, starts, signals, store)
+        agent = Agent(workers, starts, folder, signals, store)
         try:
             result = agent.run()
         finally:
             workers.rdzv_handler.shutdown()
-    except RunStopped as stopped:
-        return Ending(*stopped.args)
+    except KeyboardInterrupt:
+        return agent.ending or signals.ending
     except Exception as error:  # hosts cannot connect, or a port is in use
-        time.sleep(
-            2 * ASK_EVERY_S
-        )  # another host, which a signal has stopped, may have ended the rendezvous
+        # another host, which a signal has stopped, may have ended the rendezvous
+        time.sleep(2 * ASK_EVERY_S)
         if signals.received:
             return signals.ending
         return Ending(1, f"torchrun failed: {type(error).__name__}: {error}")
@@ -198,7 +196,7 @@ def number_host() -> None:
     DynamicRendezvousHandler._node_desc_generator._local_id = read_number("NODE_RANK")
 
 
-def explain_failure(rank: int, failure: ProcessFailure, signals: Signals) -> Ending:
+def explain_failure(rank: int, failure: ProcessFailure, folder: Path, signals: Signals) -> Ending:
     """Return the first cause on this host: an error, or a signal. `rank` is the rank that torchrun reports.
 
     If ranks end together, torchrun reports an arbitrary rank, so the first ending file decides. A rank that was killed,
@@ -206,20 +204,20 @@ def explain_failure(rank: int, failure: ProcessFailure, signals: Signals) -> End
     """
     exitcode = failure.exitcode
     received = signals.received
-    start = find_last_start(signals.folder) or signals.folder  # /tmp may have been cleaned
+    start = find_last_start(folder) or folder  # /tmp may have been cleaned
     own = start / str(failure.local_rank)
     endings = sorted(start.glob("*/error.json"), key=os.path.getmtime)
     if endings and (exitcode in STOPPED or own / "error.json" in endings):
         ending = json.loads(endings[0].read_text())
-        details = read_if_any(endings[0].with_name(ERROR))
-        return Ending(ending["status"], ending["message"], details)
+        return Ending(ending["status"], ending["message"], ending["details"])
     if received and (signals.has_killed or -exitcode in received or exitcode in STOPPED):
         return signals.ending
     if exitcode in STOPPED:
         return Ending(exitcode, describe_signal(exitcode))
     details = ""
-    if exitcode not in (1, -signal.SIGKILL):  # 1: train.py has logged why
-        details = "\n".join(read_if_any(own / "stderr.log").splitlines()[-N_LINES:])
+    hidden = own / "stderr.log"
+    if exitcode not in (1, -signal.SIGKILL) and hidden.exists():  # 1: train.py has logged why
+        details = "\n".join(hidden.read_text(errors="replace").splitlines()[-N_LINES:])
     # gloo aborts if calls differ; printing the stacks of running threads may then fail
     if exitcode in (-signal.SIGABRT, -signal.SIGSEGV):
         _, text = hang.explain_newest(signals.hangs, "failed")
@@ -236,17 +234,11 @@ def describe_exit(exitcode: int) -> str:
     return f"exited with status {exitcode}"
 
 
-def read_if_any(path: Path) -> str:
-    return path.read_text(errors="replace").rstrip() if path.exists() else ""
-
-
 # ---------------------------------------------------------------- in a rank
 
 
 def run_rank(work: Callable, args: list[str], folder: Path, spec: RunSpec) -> int:
     """Run one rank, `work(args, folder, spec)`, and return its status. If it fails, write why and end the process."""
-    faulthandler.enable()  # a crash prints the stacks of all threads
-    rank = os.environ["RANK"]
     status = 1
     try:
         status = work(args, folder, spec)
@@ -255,12 +247,10 @@ def run_rank(work: Callable, args: list[str], folder: Path, spec: RunSpec) -> in
     except UserError as error:
         write_ending(1, f"the run stopped: {error}")
     except Exception as error:
-        own = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent
-        own.mkdir(parents=True, exist_ok=True)  # /tmp may have been cleaned
-        (own / ERROR).write_text(traceback.format_exc())
         file, line, *_ = traceback.extract_tb(error.__traceback__)[-1]
         what = traceback.format_exception_only(error)[0].splitlines()[0]
-        write_ending(1, f"rank {rank} failed: {what} ({file}:{line})")
+        reason = f"rank {os.environ['RANK']} failed: {what} ({file}:{line})"
+        write_ending(1, reason, traceback.format_exc().rstrip())
     # so that torchrun's SIGTERM ends a failed rank
     handle_signals(signal.SIG_DFL)
     # torchrun reports the rank that exits first. Let a killed rank, which cannot write why, exit before this rank
@@ -290,8 +280,8 @@ def train_rank(args: list[str], folder: Path, spec: RunSpec) -> int:
 def bind_to_gpu(index: int) -> None:
     """Bind this process to the CPUs of its GPU's NUMA node. On a host with one node, all CPUs are near.
 
-    torchrun's own option has no effect on forked ranks, and needs numactl. Does nothing if the host does not report
-    these CPUs, or forbids them. Never run on a GPU.
+    torchrun's own option needs the program numactl. Does nothing if the host does not report these CPUs, or forbids
+    them. Never run on a GPU.
     """
     gpu = torch.cuda.get_device_properties(index)
     try:

@@ -3,12 +3,13 @@
     if this Python has the packages in pyproject.toml    this Python; missing packages of EXTRA are installed into it
     otherwise                                            .venv/bin/python: yours, or created with constraints.txt
 
-run_train.sh and tests/run.sh run this first; `python3 -m torchtitan_lite` calls continue_with_packages(). Progress is
-printed to stderr. Exit status: 0, 1 with the reason, or 128 + the number of a signal. If the first argument is
---missing, print the packages that this Python lacks.
+run_train.sh and tests/run.sh run this first; `python3 -m torchtitan_lite` calls continue_with_packages(). A Python
+without the packages runs the same command again with .venv's Python, which installs what it lacks. Progress is printed
+to stderr. Exit status: 0, 1 with the reason, or 128 + the number of a signal.
 """
 
 import fcntl
+import importlib
 import os
 import re
 import shlex
@@ -21,6 +22,7 @@ from importlib import metadata
 from typing import NoReturn
 
 from torchtitan_lite import IS_INSTALLED, REPOSITORY
+from torchtitan_lite.components.signals import describe_signal, handle_signals
 from torchtitan_lite.faults.processes import end_with_parent
 from torchtitan_lite.tools.detect import (
     OLDER_INDEX,
@@ -29,48 +31,35 @@ from torchtitan_lite.tools.detect import (
     explain_misfit,
 )
 
-try:  # tensorboard depends on packaging, so a Python without packaging also lacks tensorboard
-    from packaging.requirements import Requirement
-    from packaging.version import Version
-except ImportError:
-    Requirement = Version = None
-
 VENV = REPOSITORY / ".venv"
+PYTHON = str(VENV / "bin" / "python")
 SIZE = """The CUDA build of torch takes about 5 GB and ten minutes. The CPU build takes 1 GB:
 set PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu"""
 
 
-def continue_with_packages() -> None:
-    """If this Python lacks packages, replace this process: run the same command in a Python that has them."""
-    python = find_python([])
-    if python != sys.executable:
-        os.execv(python, [python, *sys.orig_argv[1:]])
+def continue_with_packages(extras: list[str] | None = None) -> None:
+    """Return if this Python has the packages. If it lacks those of `extras`, or is .venv's, install them.
 
-
-def find_python(extras: list[str]) -> str:
-    """Return the path of a Python that has the packages. Create .venv if no Python has them."""
-    names = ["dependencies", *extras]
+    Otherwise create .venv, and replace this process: run the same command with .venv's Python.
+    """
+    names = ["dependencies", *(extras or [])]
     missing = list_missing(names)
     if not missing:
-        return sys.executable
+        return
     if IS_INSTALLED:
         sys.exit(f"{sys.executable} lacks packages. Install them there: {shlex.join(missing)}")
-    python = sys.executable
     try:
         with open(REPOSITORY / ".venv.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # a second process waits for the first one
-            if list_missing(names[:1]):
-                python = str(VENV / "bin" / "python")
+            if list_missing(names[:1]) and sys.executable != PYTHON:
                 if not VENV.exists():
                     create_venv()
-                ask = [python, "-m", "torchtitan_lite.tools.environment", "--missing", *names]
-                missing = subprocess.check_output(ask, cwd=REPOSITORY, text=True).splitlines()
-            if missing:
-                install(python, missing)
-    except (OSError, subprocess.CalledProcessError) as error:  # such as a read-only folder
+                os.execv(PYTHON, [PYTHON, *sys.orig_argv[1:]])  # releases the lock
+            if missing := list_missing(names):  # another process may have installed them
+                install(missing)
+    except OSError as error:  # such as a read-only folder
         remedy = "Delete it, or set PYTHON to a Python that has the packages"
         sys.exit(f"{VENV} cannot be used: {error}. {remedy}.")
-    return python
 
 
 def list_missing(names: list[str]) -> list[str]:
@@ -90,17 +79,17 @@ def read_requirements(name: str) -> list[str]:
 
 def is_met(text: str) -> bool:
     """Return whether this Python has a package in the required version, or does not need it."""
-    if Requirement is None:
+    try:  # tensorboard depends on packaging, so a Python without packaging also lacks tensorboard
+        packaging = importlib.import_module("packaging.requirements")
+        versions = importlib.import_module("packaging.version")
+        requirement = packaging.Requirement(text)
+        if requirement.marker and not requirement.marker.evaluate():
+            return True
+        version = versions.Version(metadata.version(requirement.name))
+    except ImportError:  # also metadata.PackageNotFoundError
         return False
-    requirement = Requirement(text)
-    if requirement.marker and not requirement.marker.evaluate():
-        return True
-    try:
-        version = Version(metadata.version(requirement.name))
-        # 2.13.0+cpu and NVIDIA's 2.13.0a0+nv26 count as 2.13.0
-        return requirement.specifier.contains(version.base_version)
-    except metadata.PackageNotFoundError:
-        return False
+    # 2.13.0+cpu and NVIDIA's 2.13.0a0+nv26 count as 2.13.0
+    return requirement.specifier.contains(version.base_version)
 
 
 def create_venv() -> None:
@@ -117,8 +106,9 @@ def create_venv() -> None:
         raise
 
 
-def install(python: str, requirements: list[str]) -> None:
+def install(requirements: list[str]) -> None:
     """Install the requirements with pip in the tested versions. Exits with the reason on failure."""
+    pip = [sys.executable, "-m", "pip"]
     packages = shlex.join(requirements)
     gets_torch = any(text.startswith("torch>") for text in requirements)
     chooses_index = any(map(os.environ.get, ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL")))
@@ -127,19 +117,17 @@ def install(python: str, requirements: list[str]) -> None:
         misfit = explain_misfit(detect_machine(), PYPI_CUDA, again)
         if misfit:
             sys.exit(f"Not installing torch: {'. '.join(misfit)}.")
-    print(f"Installing once, with {python} -m pip: {packages}.", file=sys.stderr, flush=True)
+    print(f"Installing once, with {' '.join(pip)}: {packages}.", file=sys.stderr, flush=True)
     if gets_torch:
         print(SIZE, file=sys.stderr, flush=True)
-    command = [python, "-m", "pip", "install", "--disable-pip-version-check"]
-    remedy = f"Other allowed versions will do: {python} -m pip install {packages}"
-    run([*command, "-c", str(REPOSITORY / "constraints.txt"), *requirements], remedy)
+    tested = ["--disable-pip-version-check", "-c", str(REPOSITORY / "constraints.txt")]
+    remedy = f"Other allowed versions will do: {' '.join(pip)} install {packages}"
+    run([*pip, "install", *tested, *requirements], remedy)
 
 
 def run(command: list[str], remedy: str) -> None:
     """Run a command in a new session, which ends if a signal ends this process."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-        if signal.getsignal(number) != signal.SIG_IGN:  # nohup
-            signal.signal(number, stop)
+    handle_signals(stop)
     with subprocess.Popen(command, stdout=sys.stderr, start_new_session=True) as process:
         try:
             status = process.wait()
@@ -154,16 +142,13 @@ def run(command: list[str], remedy: str) -> None:
 def stop(number: int, frame: object) -> NoReturn:
     """Handle a signal, as above. Copies of it are ignored."""
     signal.signal(number, signal.SIG_IGN)
-    name = signal.Signals(number).name
-    print(f"stopped by {name}; the next start tries again", file=sys.stderr)
-    sys.exit(128 + number)
+    status = 128 + number
+    print(f"{describe_signal(status)}; the next start tries again", file=sys.stderr)
+    sys.exit(status)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--missing"]:
-        for requirement in list_missing(sys.argv[2:]):
-            print(requirement)
-        sys.exit()
     end_with_parent(signal.SIGTERM)  # bash does not forward a signal to a process that it waits for
+    continue_with_packages(sys.argv[1:])
     with suppress(BrokenPipeError):  # bash has ended already
-        os.write(1, f"{find_python(sys.argv[1:])}\n".encode())
+        os.write(1, f"{sys.executable}\n".encode())

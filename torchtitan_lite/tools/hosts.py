@@ -4,7 +4,7 @@ NODE_RANK=0    listens at MASTER_ADDR:MASTER_PORT: a store of torch, which torch
 others         connect to it, and compare their settings with its settings, which they read only if a hash differs
 NODE_RANK=0    tells every host which hosts have different settings, and the first setting that differs
 all            gloo gets the network interface of this connection
-a signal       a host that receives a signal before it has met the other hosts connects to tell them
+a host that cannot start, or receives a signal before it has met the others, connects too, to tell them
 at the end     the first host that fails writes why; the others repeat it
 
 With NNODES=2:4, ranks start when two hosts have met, and a host may join later. So only the host with different
@@ -17,19 +17,19 @@ import importlib
 import json
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NamedTuple
 
 from torchtitan_lite import PACKAGE
-from torchtitan_lite.components.signals import describe_signal, handle_signals
+from torchtitan_lite.components.signals import STOPPED
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.files import hash_file
 
@@ -41,6 +41,14 @@ N_HOSTS = "hosts"  # in the store: the number of hosts of the last start, and of
 SIGNAL = "signal"  # in the store: the first signal that a host has received
 TELL_WITHIN_S = 2.0
 END_WITHIN_S = 10.0  # NODE_RANK=0 has the store, so it waits for the other hosts
+
+
+class Ending(NamedTuple):
+    """How the ranks of a host have ended."""
+
+    status: int  # exit status of the run
+    reason: str  # one line; empty if the run was trained
+    details: str = ""  # several lines about the rank that failed first: its traceback, or the end of its stderr
 
 
 def read_number(name: str, default: int = 0) -> int:
@@ -55,159 +63,150 @@ def read_hosts() -> tuple[int, int]:
     return hosts[0], hosts[-1]
 
 
-def join_store(timeout_s: float) -> Any:
-    """Return the TCPStore that all hosts share. NODE_RANK=0 has it. The first call imports torch."""
-    c10d = importlib.import_module("torch.distributed")
-    return c10d.TCPStore(
-        *find_master(),
-        is_master=is_first_host(),
-        timeout=timedelta(seconds=timeout_s),
-        wait_for_workers=False,
-        multi_tenant=True,
-    )
+def join_hosts(config: dict[str, object], timeout_s: float, signals: Any) -> Any:
+    """Meet the other hosts, and share signals with them from now on. Return the store of all hosts.
+
+    Raises UserError if the run cannot start, and KeyboardInterrupt.
+    """
+    try:
+        with signals.reacting(signals.interrupt):
+            store = open_store()
+            # Not a daemon: at exit, a daemon thread inside the store would abort this process
+            threading.Thread(target=signals.share, args=(store,), name="signals").start()
+            meet_hosts(store, config)
+            choose_interface(store)
+    except RuntimeError:
+        raise UserError("NODE_RANK=0, which has the store of the hosts, has ended") from None
+    if not is_first_host():
+        threading.Thread(target=end_if_cut_off, args=(timeout_s,), daemon=True).start()
+    return store
 
 
-def open_store() -> Any:
-    """Wait for NODE_RANK=0. Return the store, with the address of this host in it. Raises UserError."""
-    node_rank = read_number("NODE_RANK")
+def open_store(within_s: float = MEET_WITHIN_S) -> Any:
+    """Wait for NODE_RANK=0. Return its TCPStore, which all hosts share. Raises UserError. Imports torch."""
     address, port = find_master()
     place = f"MASTER_ADDR={address}, MASTER_PORT={port}"
     try:
         family, *_, endpoint = socket.getaddrinfo(address, port)[0]
-        if node_rank == 0:
+        if is_first_host():
             socket.create_server(endpoint[:2], family=family).close()
+        else:
+            wait_until(connect, f"NODE_RANK=0 at {place}", within_s)
     except OSError as error:
-        raise UserError(f"NODE_RANK={node_rank} cannot use {place}: {error.strerror}") from None
-    own_address = ""
-    if node_rank > 0:
-        own_address = wait_until(connect, f"NODE_RANK=0 at {place}")
-    store = join_store(STORE_TIMEOUT_S)
+        raise UserError(f"{name_host()} cannot use {place}: {error.strerror}") from None
+    store = importlib.import_module("torch.distributed").TCPStore(
+        address,
+        port,
+        is_master=is_first_host(),
+        timeout=timedelta(seconds=STORE_TIMEOUT_S),
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
     store.add(N_HOSTS, 1)
-    if own_address:
-        store.set("address", own_address)
     return store
 
 
-def meet_hosts(store: Any, config: dict[str, object]) -> None:
+def meet_hosts(store: Any, config: dict[str, object], refusal: str = "") -> None:
     """Wait for all hosts, and compare their settings.
 
-    If NNODES is a range, wait for the smallest number of hosts. `config` has the value of each key. Raises UserError on
-    every host if one host differs or cannot be reached.
+    If NNODES is a range, wait for the smallest number of hosts. `config` has the value of each key. `refusal`: why this
+    host cannot start. Raises UserError on every host if one host is refused, differs, or cannot be reached.
     """
     n_needed, n_hosts = read_hosts()
-    address, _ = find_master()
-    facts = list_facts(config)
-    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-    verdict = ""
+    facts = json.dumps(list_facts(config))
+    digest = hashlib.sha256(facts.encode()).hexdigest()
     if is_first_host():
-        store.set("facts", json.dumps(facts))
+        store.set("facts", facts)
         store.set("hash", digest)
-    elif read_when_set(store, "hash", "NODE_RANK=0") != digest:
-        verdict = describe_difference(json.loads(store.get("facts")), facts)
+    elif not refusal and read_when_set(store, "hash", "NODE_RANK=0") != digest:
+        refusal = describe_difference(json.loads(store.get("facts")), json.loads(facts))
     if n_needed == n_hosts:
-        verdict = share_verdict(store, verdict)
-    if verdict:
+        refusal = share_refusal(store, refusal)
+    if refusal:
         store.add(N_HOSTS, -1)
-        wait_for_readers(store)
-        raise UserError(verdict)
-    store.add("arrived", 1)
+        if n_needed == n_hosts:
+            leave(store)
+        raise UserError(refusal)
     if is_first_host():
-        n_first = max(2, n_needed)  # a second host must send its address
-        wait_until(lambda: store.add("arrived", 0) >= n_first, f"{n_first} hosts")
-        address = store.get("address").decode()
+        wait_until(lambda: store.add(N_HOSTS, 0) >= n_needed, f"{n_needed} hosts")
+
+
+def choose_interface(store: Any) -> None:
+    """Let gloo use the network interface of the connection to NODE_RANK=0. Raises UserError."""
+    if is_first_host():
+        address = read_when_set(store, "address", "a second host")
+    else:
+        address, first_address = wait_until(connect, "NODE_RANK=0")
+        store.set("address", first_address)
+    command = ["ip", "-oneline", "address", "show", "to", address]
     with suppress(FileNotFoundError):  # a container without the command
-        route = subprocess.run(["ip", "route", "get", address], capture_output=True, text=True)
-        if interface := re.search(r" dev (\S+)", route.stdout):
+        found = subprocess.run(command, capture_output=True, text=True)
+        if interface := re.match(r"\d+: (\S+)", found.stdout):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface[1])
 
 
-def wait_for_readers(store: Any) -> None:
-    """Wait until all hosts know why the run cannot start, or for a signal, or for END_WITHIN_S."""
+def share_refusal(store: Any, own: str) -> str:
+    """Return why the first host that is refused cannot start, or "" if all hosts can."""
+    if not is_first_host():
+        store.set(f"refusal of {name_host()}", own)
+        return read_when_set(store, "refusal", "NODE_RANK=0, which waits for all hosts")
+    refused = {}
+    others = [] if own else range(1, read_hosts()[1])
+    for name in [f"NODE_RANK={other}" for other in others]:
+        if refusal := read_when_set(store, f"refusal of {name}", name):
+            refused[name] = refusal
+    first = own or next(iter(refused.values()), "")
+    if len(refused) > 1:
+        first += f". {len(refused)} hosts differ: {', '.join(refused)}"
+    store.set("refusal", first)
+    return first
+
+
+def leave(store: Any) -> None:
+    """Wait until all hosts know how the run ends, but not longer than END_WITHIN_S."""
     # RuntimeError: NODE_RANK=0, which has the store, has ended
-    with suppress(RuntimeError, KeyboardInterrupt, UserError):
-        store.add("told", 1)
-        n_hosts = read_hosts()[1]
-        wait_until(lambda: store.add("told", 0) >= n_hosts, "all hosts", END_WITHIN_S)
+    with suppress(RuntimeError, UserError, KeyboardInterrupt):
+        store.add("left", 1)
+        n_hosts = max(read_hosts()[0], int(store.get(N_HOSTS)))
+        wait_until(lambda: store.add("left", 0) >= n_hosts, "the other hosts", END_WITHIN_S)
 
 
-def tell_refusal(error: UserError) -> None:
-    """Tell the other hosts why this host is refused. Afterwards, signals cannot change the exit status."""
-    n_needed, n_hosts = read_hosts()
-    if not os.environ.get("MASTER_ADDR") or n_needed < n_hosts or n_hosts == 1:
-        return
-    handle_signals(
-        signal.SIG_IGN
-    )  # an exception of a handler while torch is imported would abort this process
-    importlib.import_module("torch.distributed")
-    handle_signals(signal.default_int_handler)
-    with suppress(RuntimeError, KeyboardInterrupt):  # MASTER_ADDR cannot be reached
-        store = join_store(END_WITHIN_S)
-        name = name_host()
-        key = f"verdict of {name}"
-        if is_first_host():  # others wait for its facts first
-            store.set("facts", "{}")
-            store.set("hash", "")
-            key = "verdict"
-        store.set(key, f"{name} cannot start:\n{error}")
-        wait_for_readers(store)
-    handle_signals(signal.SIG_IGN)
+def tell_refusal(error: UserError, signals: Any) -> None:
+    """Tell the other hosts why this host is refused. If NNODES is a range, they start without it."""
+    # ValueError: NODE_RANK=0 cannot be reached, or NNODES is no number
+    with suppress(ValueError, RuntimeError, KeyboardInterrupt):
+        n_needed, n_hosts = read_hosts()
+        if n_needed == n_hosts > 1:
+            importlib.import_module("torch.distributed")
+            with signals.reacting(signals.interrupt):
+                store = open_store(END_WITHIN_S)
+                meet_hosts(store, {}, f"{name_host()} cannot start:\n{error}")
 
 
-def tell_signals() -> None:
-    """From now on, a signal ends this launcher and the other hosts, which would otherwise wait for it."""
-
-    def end(number: int, frame: object) -> NoReturn:
-        status = 128 + number
-        os.write(2, f"run_train.sh: {describe_signal(status)}\n".encode())
-        tell_signal(number)
-        os._exit(status)
-
+def tell_signal(signals: Any) -> Ending:
+    """Tell the other hosts about a signal that came before all hosts met. NODE_RANK=0 may not listen yet."""
     if read_hosts()[1] > 1:
-        handle_signals(end)
-
-
-def tell_signal(number: int) -> None:
-    """Tell the other hosts about a signal that came before the hosts met. NODE_RANK=0 may not listen yet."""
-    handle_signals(signal.SIG_IGN)
-    with suppress(RuntimeError, UserError):  # MASTER_ADDR cannot be reached
-        store = join_store(TELL_WITHIN_S)
-        store.set(SIGNAL, str(number))
-        if is_first_host():  # this host has the store
-            time.sleep(TELL_WITHIN_S)
+        # MASTER_ADDR cannot be reached or is missing, or this host has opened the store: a thread shares signals then
+        with suppress(RuntimeError, UserError):
+            store = open_store(TELL_WITHIN_S)
+            signals.share(store)
+            if is_first_host():  # this host has the store
+                time.sleep(TELL_WITHIN_S)
+    return signals.ending
 
 
 def list_facts(config: dict[str, object]) -> dict[str, object]:
     """Return the facts that must be equal on all hosts: launcher variables, the config, and hashes of this package."""
     facts = {name: os.environ.get(name) for name in ("NNODES", "MAX_RESTARTS")} | config
-    for path in PACKAGE.rglob("*.py"):
+    for path in sorted(PACKAGE.rglob("*.py")):
         facts[str(path.relative_to(PACKAGE))] = hash_file(path)
     return facts
 
 
 def read_when_set(store: Any, key: str, what: str) -> str:
     """Wait until the store has a value, and return the value. `what` describes its writer. Raises UserError."""
-    try:
-        wait_until(partial(store.check, [key]), what)
-        return store.get(key).decode()
-    except RuntimeError:
-        raise UserError("NODE_RANK=0, which has the store of the hosts, has ended") from None
-
-
-def share_verdict(store: Any, own: str) -> str:
-    """Wait for the verdicts of all hosts, and return the first: why a host cannot start, or "" if all can."""
-    if not is_first_host():
-        store.set(f"verdict of {name_host()}", own)
-        return read_when_set(store, "verdict", "NODE_RANK=0, which waits for all hosts")
-    different = {}
-    for other in range(1, read_hosts()[1]):
-        name = f"NODE_RANK={other}"
-        if verdict := read_when_set(store, f"verdict of {name}", name):
-            different[name] = verdict
-    first = next(iter(different.values()), "")
-    if len(different) > 1:
-        first += f". {len(different)} hosts differ: {', '.join(different)}"
-    store.set("verdict", first)
-    return first
+    wait_until(partial(store.check, [key]), what)
+    return store.get(key).decode()
 
 
 def describe_difference(first: dict[str, object], own: dict[str, object]) -> str:
@@ -215,7 +214,7 @@ def describe_difference(first: dict[str, object], own: dict[str, object]) -> str
     for key in [*first, *own]:
         there = first.get(key)
         here = own.get(key)
-        if json.dumps(here) != json.dumps(there):
+        if here != there:
             return f"{key} is {there} on NODE_RANK=0, but {here} on {name_host()}"
     return ""
 
@@ -237,13 +236,11 @@ def find_master() -> tuple[str, int]:
     return address, read_number("MASTER_PORT", 29500)
 
 
-def connect() -> str:
-    """Return the address of this host on a connection to NODE_RANK=0, or "" if NODE_RANK=0 cannot be reached."""
-    try:
-        with socket.create_connection(find_master(), timeout=5) as connection:
-            return connection.getsockname()[0]
-    except OSError:
-        return ""
+def connect() -> tuple[str, str] | None:
+    """Return the addresses of this host and of NODE_RANK=0 on a connection, or None if there is no connection."""
+    with suppress(OSError), socket.create_connection(find_master(), timeout=5) as connection:
+        return connection.getsockname()[0], connection.getpeername()[0]
+    return None
 
 
 def end_if_cut_off(timeout_s: float) -> None:
@@ -280,37 +277,29 @@ def wait_until(is_ready: Callable[[], Any], what: str, within_s: float = MEET_WI
     return result
 
 
-def claim_cause(store: Any, key: str, status: int, reason: str) -> tuple[int, str]:
-    """Return status and reason of the first host that gave a reason for `key`; if none did, of this host.
+def claim_cause(store: Any, key: str, own: Ending) -> Ending:
+    """Return the ending of the first host that gave a reason for `key`, or `own` if no host did.
 
-    `reason` is this host's reason, or "". The returned reason names its host.
+    The returned reason names its host. Another host shows the details of its ending.
     """
-    own = ""
-    if reason:  # containers can share a hostname
+    claimed = ""
+    if own.reason:  # containers can share a hostname
         host = f"{socket.gethostname()}, {name_host()}"
-        own = json.dumps([status, f"{reason} (on {host})"])
-    first = store.compare_set(key, "", own).decode()
-    return tuple(json.loads(first)) if first else (status, reason)
+        claimed = json.dumps([own.status, f"{own.reason} (on {host})"])
+    first = store.compare_set(key, "", claimed).decode()
+    if not first:
+        return own
+    return Ending(*json.loads(first), own.details if first == claimed else "")
 
 
-def agree_on_cause(store: Any, status: int, reason: str) -> tuple[int, str]:
-    """Return the exit status and the reason of the host that failed first, or of this host if no host failed."""
-    with suppress(
-        RuntimeError, UserError
-    ):  # NODE_RANK=0 has ended, this host is cut off, or others are late
-        first, cause = claim_cause(store, "cause", status, reason if status == 1 else "")
-        if first == 1 and status:
-            status = 1
-            reason = cause
-        store.add("ended", 1)
-        n_needed, _ = read_hosts()
-        wait_s = END_WITHIN_S
-        if int(store.get(N_HOSTS)) < n_needed:  # a signal came before all hosts met
-            wait_s = TELL_WITHIN_S
-
-        def have_ended() -> bool:
-            return store.add("ended", 0) >= max(n_needed, int(store.get(N_HOSTS)))
-
-        if is_first_host():
-            wait_until(have_ended, "the other hosts", wait_s)
-    return status, reason
+def agree_on_cause(store: Any, own: Ending) -> Ending:
+    """Return the ending of the host that failed first, or `own` if no host failed or the ranks of this host trained."""
+    with suppress(RuntimeError):  # NODE_RANK=0 has ended, or this host is cut off
+        if own.status in STOPPED:  # perhaps only a rank has received the signal
+            store.set(SIGNAL, str(own.status - 128))
+        failed = own if own.status == 1 else Ending(own.status, "")
+        first = claim_cause(store, "cause", failed)
+        if first.status == 1 and own.status:
+            own = first
+    leave(store)
+    return own

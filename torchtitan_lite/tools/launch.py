@@ -33,6 +33,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict
+from functools import partial
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
@@ -48,30 +49,35 @@ from torchtitan_lite.preflight import RunSpec
 from torchtitan_lite.tools.check import check, choose_host, describe_spec
 from torchtitan_lite.tools.corpora.command import prepare_dataset
 from torchtitan_lite.tools.corpora.text_files import PreparationError
-from torchtitan_lite.tools.faults import hang
 from torchtitan_lite.tools.hosts import (
+    Ending,
     agree_on_cause,
-    end_if_cut_off,
     find_master,
     is_first_host,
-    meet_hosts,
-    open_store,
+    join_hosts,
+    read_hosts,
     tell_refusal,
     tell_signal,
-    tell_signals,
 )
-from torchtitan_lite.tools.local_ranks import ERROR, Signals, find_last_start, show
+from torchtitan_lite.tools.local_ranks import Signals, find_last_start, show
 from torchtitan_lite.tools.progress import watch_saves
 
 
 def main(options: Namespace, work: Callable[[list[str], Path, RunSpec], int] | None = None) -> int:
     """Train. Return the exit status. Each rank calls `work`, by default `train_rank`. Raises UserError."""
     args = options.config_args
+    signals = Signals()
+    handle_signals(signals.pass_on)
     try:
-        tell_signals()
-        spec, n_hosts = check_run(args)
+        with signals.reacting(signals.interrupt):
+            spec = check_run(args)
+    except KeyboardInterrupt:
+        ending = tell_signal(signals)
+        print(f"run_train.sh: {ending.reason}", file=sys.stderr)
+        return ending.status
     except UserError as error:
-        tell_refusal(error)
+        tell_refusal(error, signals)
+        handle_signals(signal.SIG_IGN)  # Slurm's signal must not change the status
         raise
     except OSError as error:
         print(f"This run cannot start:\n{error}", file=sys.stderr)
@@ -81,10 +87,13 @@ def main(options: Namespace, work: Callable[[list[str], Path, RunSpec], int] | N
         return export_last_checkpoint(spec) if is_first else 0
     checkpoints = spec.dump_folder / spec.config.checkpoint.folder
     saved_before = list_saved(checkpoints)
+    if is_first and sys.stderr.isatty():
+        threading.Thread(target=watch_saves, args=(checkpoints,), name="saves", daemon=True).start()
     folder = Path(tempfile.mkdtemp(prefix="torchtitan_lite."))
     # a run that writes nothing must not read an earlier run's hang reports
-    signals = Signals(folder, (spec.written_folder or folder) / HANG)
-    status, reason = run_ranks(work, args, spec, n_hosts, signals)
+    signals.watch_hangs((spec.written_folder or folder) / HANG)
+    status, reason, details = run_ranks(work, args, spec, folder, signals)
+    show(details)
     for newest, saved_at_ns in list_saved(checkpoints)[-1:]:
         is_own = (newest, saved_at_ns) not in saved_before
         if status == 1 and spec.config.checkpoint.enable:
@@ -98,7 +107,7 @@ def main(options: Namespace, work: Callable[[list[str], Path, RunSpec], int] | N
     handle_signals(signal.SIG_IGN)  # a copy of the signal must not change the status
     last = find_last_start(folder)
     if status == 1 and last and len(list(last.iterdir())) > 1:
-        said = f"What the other ranks wrote is in {last}: RANK/{ERROR}, RANK/stderr.log."
+        said = f"What the other ranks wrote is in {last}: RANK/error.json, RANK/stderr.log."
         print(said, file=sys.stderr)
     else:
         shutil.rmtree(folder, ignore_errors=True)  # /tmp may have been cleaned during a long run
@@ -107,10 +116,10 @@ def main(options: Namespace, work: Callable[[list[str], Path, RunSpec], int] | N
     return status
 
 
-def check_run(args: list[str]) -> tuple[RunSpec, int]:
-    """Check the config, describe the run, and prepare its corpus. Return the run and the largest number of hosts.
+def check_run(args: list[str]) -> RunSpec:
+    """Check the config, describe the run, and prepare its corpora.
 
-    Raises UserError, and OSError if the corpus cannot be written.
+    Raises UserError, and OSError if a corpus cannot be written.
     """
     machine, n_ranks, n_hosts = choose_host()
     if n_hosts > 1:
@@ -118,11 +127,9 @@ def check_run(args: list[str]) -> tuple[RunSpec, int]:
     spec = check(args, machine, n_ranks, n_hosts)
     if is_first_host():
         print(spec.finished or describe_spec(spec, n_hosts), file=sys.stderr, flush=True)
-    if spec.finished:
-        return spec, n_hosts
-    if prepare_corpora(spec):
+    if not spec.finished and prepare_corpora(spec):
         spec = check(args, machine, n_ranks, n_hosts)  # reads the documents too, now
-    return spec, n_hosts
+    return spec
 
 
 def prepare_corpora(spec: RunSpec) -> bool:
@@ -163,59 +170,37 @@ def export_last_checkpoint(spec: RunSpec) -> int:
 
 
 def run_ranks(
-    work: Callable | None, args: list[str], spec: RunSpec, n_hosts: int, signals: Signals
-) -> tuple[int, str]:
-    """Run the ranks of this host, as `main` says. Return the exit status, and the reason if it is not 0."""
+    work: Callable | None,
+    args: list[str],
+    spec: RunSpec,
+    folder: Path,
+    signals: Signals,
+) -> Ending:
+    """Run the ranks of this host, as `main` says."""
     handle_signals(signals.pass_on)
-    hang_options = (signals.hangs, signals.report_hang)
-    threading.Thread(target=hang.watch, args=hang_options, name="hangs", daemon=True).start()
-    if is_first_host() and sys.stderr.isatty():
-        saved = spec.dump_folder / spec.config.checkpoint.folder
-        threading.Thread(target=watch_saves, args=(saved,), name="saves", daemon=True).start()
+    n_hosts = read_hosts()[1]
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if n_hosts == 1 and Path("/sys/class/net/lo").exists():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    start_fork_server()
+    # This import loads torch, which takes 1.5 s. Meanwhile the fork server imports train.py.
+    with signals.reacting(partial(signals.end, folder)) if n_hosts == 1 else nullcontext():
+        agent = importlib.import_module("torchtitan_lite.tools.agent")
     n_local = spec.layout.world_size // n_hosts
     store = None
     try:
-        if n_hosts == 1:
-            start_fork_server()
-        # This import loads torch, which takes 1.5 s. Meanwhile the fork server imports train.py.
-        with signals.reacting(signals.end) if n_hosts == 1 else nullcontext():
-            agent = importlib.import_module("torchtitan_lite.tools.agent")
         if n_hosts > 1:
             # a host that joins later resumes from a checkpoint, so its resolved config may differ
             config = dict(flatten_table(asdict(read_config(args).config)))
             config["NGPU"] = n_local
-            with signals.reacting(signals.check):
-                store = open_store()
-            # Not a daemon: at exit, a daemon thread inside the store would abort this process
-            sharing = threading.Thread(target=signals.share, args=(store,), name="signals")
-            sharing.start()
-            with signals.reacting(signals.check):
-                meet_hosts(store, config)
-            timeout_s = spec.config.comm.train_timeout_seconds
-            if not is_first_host():
-                threading.Thread(target=end_if_cut_off, args=(timeout_s,), daemon=True).start()
-            start_fork_server()
-        run = (work or agent.train_rank, args, signals.folder, spec)
-        ending = agent.run_agent(run, n_local, n_hosts, signals, store)
+            store = join_hosts(config, spec.config.comm.train_timeout_seconds, signals)
     except UserError as error:
-        return 2, str(error)
+        return Ending(2, str(error))
     except KeyboardInterrupt:
-        ending = signals.ending
-        if n_hosts > 1 and not store:
-            tell_signal(signals.received[0])
-    agreed = (ending.status, ending.reason)
-    if store:
-        if ending.status in STOPPED and not signals.received:  # a rank received a signal
-            signals.received.append(ending.status - 128)
-        if signals.received:
-            sharing.join()
-        agreed = agree_on_cause(store, *agreed)
-    if agreed[1].startswith(ending.reason):  # otherwise another host shows its traceback
-        show(ending.details)
-    return agreed
+        return tell_signal(signals)
+    run = (work or agent.train_rank, args, folder, spec)
+    ending = agent.run_agent(run, n_local, signals, store)
+    return agree_on_cause(store, ending) if store else ending
 
 
 def start_fork_server() -> None:

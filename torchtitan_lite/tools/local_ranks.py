@@ -1,4 +1,10 @@
-"""Track the ranks of this host for the launcher: forward signals, find their folders, record how they ended."""
+"""Forward the signals that a launcher receives: to the ranks of this host, and to the launchers of the other hosts.
+
+no ranks run        the signal raises KeyboardInterrupt in the launcher
+torch is imported   the signal ends the launcher immediately, because an exception could abort an import of C++ code;
+                    with several hosts it waits, because only torch can tell them
+ranks run           they get the first signal; a later signal kills them, or the first one if a step hangs
+"""
 
 import multiprocessing
 import os
@@ -9,24 +15,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from multiprocessing import forkserver
+from math import inf
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from torchtitan_lite.components.signals import COPIES_ARRIVE_WITHIN_S, describe_signal
-from torchtitan_lite.tools.hosts import SIGNAL, is_first_host
+from torchtitan_lite.tools.faults import hang
+from torchtitan_lite.tools.hosts import SIGNAL, Ending, is_first_host
 
 ASK_EVERY_S = 0.2
-ERROR = "error.txt"  # in the folder of a rank: the traceback of its exception
-
-
-class Ending(NamedTuple):
-    """How the ranks of this host have ended."""
-
-    status: int  # exit status of the run
-    reason: str  # one line; empty if the run was trained
-    details: str = ""  # several lines about the rank that failed first: its traceback, or the end of its stderr
 
 
 def show(details: str) -> None:
@@ -35,31 +33,21 @@ def show(details: str) -> None:
 
 
 class Signals:
-    """Forwards the signals that this launcher receives to the ranks of this host.
+    """The signals that this launcher has received. `pass_on` handles them."""
 
-    `folder` has torchrun's files of this start; ranks that hang write into `hangs`.
-    """
-
-    def __init__(self, folder: Path, hangs: Path):
-        self.folder = folder
-        self.hangs = hangs
+    def __init__(self) -> None:
         self.received: list[int] = []
-        self.received_at_s = 0.0  # time of the first signal
-        # the first signal came from a different host, not to this launcher
-        self.is_passed_on = False
-        self.has_killed = False  # ranks ended because of this launcher
+        self.copies_until_s = 0.0
         self.react = self.forward
+        self.has_killed = False  # ranks ended because of this launcher
+        self.hangs = Path()  # folder of the reports of ranks that hang
+        self.started_at_s = time.time()  # the last start of the ranks
 
-    @contextmanager
-    def reacting(self, react: Callable[[], None]) -> Iterator[None]:
-        """Context manager: a signal calls `self.check` or `self.end`, because no ranks run yet."""
-        self.react = react
-        if self.received:
-            react()
-        try:
-            yield
-        finally:
-            self.react = self.forward
+    def watch_hangs(self, folder: Path) -> None:
+        """From now on, print the hangs that ranks report in `folder`, and kill them if a signal has arrived."""
+        self.hangs = folder
+        watch = (folder, self.report_hang)
+        threading.Thread(target=hang.watch, args=watch, name="hangs", daemon=True).start()
 
     @property
     def ending(self) -> Ending:
@@ -67,35 +55,36 @@ class Signals:
         status = 128 + self.received[0]
         return Ending(status, describe_signal(status))
 
-    def end(self) -> NoReturn:
-        """End this process. Call this only if it has no ranks and no other host waits for it.
+    @contextmanager
+    def reacting(self, react: Callable[[], None]) -> Iterator[None]:
+        """Context manager: call `react` if a signal arrives, or has arrived."""
+        self.react = react
+        try:
+            if self.received:
+                react()
+            yield
+        finally:
+            self.react = self.forward
 
-        Raising in a signal handler, as `check` does, could abort an import of C++ code.
-        """
-        # a fork server that is still importing ends by itself
-        if fork_server := getattr(forkserver._forkserver, "_forkserver_pid", None):
-            os.kill(fork_server, signal.SIGKILL)
-        for folder in (self.folder, get_temp_dir()):
-            shutil.rmtree(folder, ignore_errors=True)
+    def interrupt(self) -> NoReturn:
+        raise KeyboardInterrupt
+
+    def end(self, folder: Path) -> NoReturn:
+        """End this process, which has no ranks. `folder` has its temporary files."""
+        for temporary in (folder, get_temp_dir()):
+            shutil.rmtree(temporary, ignore_errors=True)
         os.write(2, f"run_train.sh: {self.ending.reason}\n".encode())
         os._exit(self.ending.status)
 
-    def check(self) -> None:
-        """Raise KeyboardInterrupt if a signal has arrived."""
-        if self.received:
-            raise KeyboardInterrupt
-
     def pass_on(self, number: int, frame: object) -> None:
-        """Handle a signal: forward it to the ranks, or interrupt this launcher."""
+        """Handle a signal: interrupt this launcher, or forward the signal to the ranks."""
         now_s = time.monotonic()
-        if self.received:
-            is_copy = self.is_passed_on or now_s - self.received_at_s <= COPIES_ARRIVE_WITHIN_S
-            if self.is_passed_on:  # a user may signal one host after another
-                self.is_passed_on = False
-                self.received_at_s = now_s
-            if is_copy:
-                return
-        self.received_at_s = self.received_at_s or now_s
+        end_s = now_s + COPIES_ARRIVE_WITHIN_S
+        if not self.received:
+            self.copies_until_s = max(self.copies_until_s, end_s)
+        elif now_s <= self.copies_until_s:
+            self.copies_until_s = min(self.copies_until_s, end_s)
+            return
         self.received.append(number)
         self.react()
 
@@ -104,7 +93,7 @@ class Signals:
         with suppress(RuntimeError):  # NODE_RANK=0, which has the store, has ended
             while not self.received:
                 if store.check([SIGNAL]):
-                    self.is_passed_on = True
+                    self.copies_until_s = inf  # a user may signal one host after another
                     os.kill(os.getpid(), int(store.get(SIGNAL)))
                     return
                 time.sleep(ASK_EVERY_S)
@@ -112,24 +101,27 @@ class Signals:
                     return
             store.set(SIGNAL, str(self.received[0]))
 
+    def begin_start(self) -> None:
+        """Note that ranks were started. Forward a signal that arrived before they were forked."""
+        self.started_at_s = time.time()
+        self.forward()
+
     def forward(self) -> None:
         """Send a first signal to the ranks. On a later signal, or if a step hangs, kill the ranks."""
-        if not self.received:
-            return
-        number = self.received[0]
-        is_hanging = False
-        start = find_last_start(self.folder)
+        if self.received:
+            must_kill = len(self.received) > 1 or self.is_hanging()
+            self.end_ranks(signal.SIGKILL if must_kill else self.received[0])
+
+    def is_hanging(self) -> bool:
+        """Return whether a rank of this start has reported a hang that still lasts."""
         with suppress(FileNotFoundError):  # the step ended meanwhile
             for file in self.hangs.glob("restart-*/rank-*.json"):
-                # numbered by the host with the most starts
-                is_hanging |= start is not None and file.stat().st_mtime > start.stat().st_mtime
-        if is_hanging or len(self.received) > 1:
-            number = signal.SIGKILL
-        self.end_ranks(number)
+                if file.stat().st_mtime > self.started_at_s:
+                    return True
+        return False
 
     def end_ranks(self, number: int) -> None:
-        if number == signal.SIGKILL:
-            self.has_killed = True
+        self.has_killed |= number == signal.SIGKILL
         for rank in multiprocessing.active_children():
             with suppress(ProcessLookupError):  # the rank has just exited
                 os.kill(rank.pid, number)
@@ -143,8 +135,4 @@ class Signals:
 
 def find_last_start(folder: Path) -> Path | None:
     """Return the folder of the last start, which has one folder per local rank; None before the first start."""
-    return max(folder.glob("*/attempt_*"), key=number_start, default=None)
-
-
-def number_start(folder: Path) -> int:
-    return int(folder.name.removeprefix("attempt_"))
+    return max(folder.glob("*/attempt_*"), key=os.path.getmtime, default=None)

@@ -58,16 +58,17 @@ class Measured(NamedTuple):
 
 
 def main(options: Namespace) -> int:
-    machine, n_ranks, n_hosts = choose_host()
-    spec = check(options.config_args, machine, n_ranks, n_hosts)
+    spec = check(options.config_args, *choose_host())
     with tempfile.TemporaryDirectory(prefix="torchtitan_lite.") as name:
         folder = Path(name)
-        signals = launch.Signals(folder, folder / "hang")
-        status, reason = launch.run_ranks(measure_rank, options.config_args, spec, n_hosts, signals)
+        signals = launch.Signals()
+        signals.watch_hangs(folder / "hang")
+        ending = launch.run_ranks(measure_rank, options.config_args, spec, folder, signals)
         is_sound = not (folder / FOUND).exists()
-    if reason:
-        print(f"pulse: {reason}")
-    return status if is_sound else 1
+    launch.show(ending.details)
+    if ending.reason:
+        print(f"pulse: {ending.reason}")
+    return ending.status if is_sound else 1
 
 
 def measure_rank(args: list[str], folder: Path, spec: RunSpec) -> int:
