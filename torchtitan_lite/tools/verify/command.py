@@ -153,8 +153,9 @@ def make_report(config_name: str, reduction: Reduction, trials: Sequence[Trial])
         changes = replaced | changes
         records.append(asdict(trial) | {"replaced": replaced})
     did_not_act = {}
+    shared = {key for trial in trials for key in trial.shared}
     for key, has_acted in merge(observations).items():
-        if has_acted is not False:
+        if has_acted is not False and key not in shared:
             changes.pop(key, None)
         elif key not in changes:
             did_not_act[key] = asked[key]

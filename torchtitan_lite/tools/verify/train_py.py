@@ -89,11 +89,11 @@ def try_train(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Trial:
         log, acted = run_train(config, n_ranks, run_ranks)
         ran.append((config, acted))
         for step in steps:
+            seen.step = step - 1
             for key, expected in right[step].items():
                 measure = key.partition("/")[0]  # lr, or lr/PATTERN of a group
                 if measure in BOUNDS:
-                    error = abs(log[step].get(key, math.inf) - expected) / abs(expected or 1.0)
-                    seen.note(step - 1, measure, name, error)
+                    seen.compare(measure, name, log[step].get(key, math.inf), expected)
             compare_checkpoints(alone, config, step, seen)
         trial = judge("train.py", [seen], partial(measure_noise, alone, run_ranks))
         if trial.faults:
@@ -108,6 +108,7 @@ def measure_noise(alone: Config, run_ranks: RunRanks) -> Noise:
         other = with_value(alone, "job.dump_folder", f"{alone.job.dump_folder} {seed}")
         run_train(other, 1, run_ranks, partial(start_rounded, seed))
         for step in range(1, alone.training.steps + 1):
+            seen.step = step - 1
             compare_checkpoints(alone, other, step, seen)
     return {(step, name): error for (step, _, name), error in seen.errors.items()}
 
@@ -126,7 +127,7 @@ def compare_checkpoints(alone: Config, config: Config, step: int, seen: Seen) ->
             errors[name] = relative_error(own.read(name), right.read(name))
     # A wrong state also makes weights wrong, but less: report the largest error first.
     for name in sorted(errors, key=errors.get, reverse=True):
-        seen.note(step - 1, "saved tensor", name, errors[name])
+        seen.note("saved tensor", name, errors[name])
 
 
 def run_train(
@@ -172,8 +173,8 @@ def start_train(
         patch.dict(os.environ, make_environment(rank, world_size, port)),
         patch.dict(MODELS[flavors["debug"].name].flavors, flavors),
         patch.object(Router, "choose", choose_by_bias),
-        packing_checked(lambda *_: None),
-        actions_noted(acted, profiled=1),
+        packing_checked(Seen({})),
+        actions_noted(acted),
         redirect_stdout(log),
         redirect_stderr(log),
     ):
