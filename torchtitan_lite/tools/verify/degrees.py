@@ -1,4 +1,4 @@
-"""Degrees of a mesh for `verify`: those that fit its ranks, a smaller layout, another layout of the same ranks.
+"""Degrees of a mesh for `verify`: those that fit its ranks, and smaller layouts.
 
 An automatic dp_shard takes the ranks that the other degrees leave, at least two: with one, nothing would be sharded.
 """
@@ -6,10 +6,7 @@ An automatic dp_shard takes the ranks that the other degrees leave, at least two
 from collections.abc import Iterator
 from math import gcd, prod
 
-from torchtitan_lite.config.checks import plan_layout
 from torchtitan_lite.config.layout import plan_degrees
-from torchtitan_lite.config.messages import ConfigError
-from torchtitan_lite.config.model import resolve_model
 from torchtitan_lite.config.schema import Config, Parallelism, get_value, with_value
 
 SHARD = "parallelism.data_parallel_shard_degree"
@@ -62,28 +59,3 @@ def list_smaller(config: Config) -> Iterator[Config]:
             n_ranks = degrees[SHARD] * degrees[CP] * degrees[TP]
             config = with_value(config, EP, gcd(degrees[EP], n_ranks))
         yield config
-
-
-def choose_other_layout(config: Config, n_ranks: int) -> Config:
-    """Return the config on another mesh of the same ranks, with the same global batch and another ep if possible.
-
-    It has tp = 2, and dp_shard over the rest. If that is not possible, dp_shard covers all ranks.
-    """
-    args = resolve_model(config.model)
-    asked = {key: get_value(config, key) for key in DEGREES}
-    eps = [1]
-    if args.moe:
-        eps = sorted((2, n_ranks, 1), key=lambda ep: ep == asked[EP])
-    for ep in eps:
-        for tp in (gcd(2, n_ranks), 1):
-            degrees = dict.fromkeys(DEGREES, 1) | {TP: tp, SHARD: n_ranks // tp, EP: ep}
-            other = config
-            for key, degree in degrees.items():
-                other = with_value(other, key, degree)
-            try:
-                plan_layout(other, args, n_ranks)
-            except ConfigError:
-                continue
-            if degrees != asked:
-                return other
-    return config

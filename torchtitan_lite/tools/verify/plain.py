@@ -218,7 +218,7 @@ class PlainModel:
         self.shared: set[str] = set()  # keys without a formula here or in torch
         uses_documents = ATTENTIONS[config.model.attention].uses_documents
         for name, module in self.model.named_modules():
-            if name:
+            if name and not isinstance(module, Router):  # which returns several tensors
                 module.register_forward_hook(partial(self.keep_output, name))
             inner = getattr(module, "inner", None)
             if type(inner) in MASKED_ATTENTIONS:

@@ -21,12 +21,12 @@ recompute and compile. The certificate lists every difference from the real conf
 """
 
 import shlex
-from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
-from math import lcm
+from math import gcd, lcm
 
-from torchtitan_lite.config.checks import check_microbatches, plan_layout
+from torchtitan_lite.config.checks import check_microbatches, count_pieces, plan_layout
 from torchtitan_lite.config.choices import ATTENTIONS, SCHEDULES, list_windows
 from torchtitan_lite.config.experts import find_expert_dim
 from torchtitan_lite.config.float8 import FLOAT8_BLOCK
@@ -46,7 +46,9 @@ from torchtitan_lite.tools.plan.workload import round_up
 from torchtitan_lite.tools.verify.degrees import (
     AUTOMATIC,
     DEGREES,
+    EP,
     SHARD,
+    TP,
     choose_dp_shard,
     count_ranks,
     list_smaller,
@@ -256,7 +258,7 @@ def reduce_stages(section: Parallelism, n_layers: int, real: Layout) -> dict[str
     """
     if real.pp == 1:
         return {"model.n_layers": min(2, n_layers), STAGES: None}
-    counts = count_layers(real.stages)
+    counts = plan_stages(section, n_layers)
     least = SCHEDULES[section.pipeline_parallel_schedule].least_stages_per_rank
     n_stages = real.pp * max(least, min(2, len(counts) // real.pp))
     fewest = min(filter(None, counts))
@@ -266,21 +268,11 @@ def reduce_stages(section: Parallelism, n_layers: int, real: Layout) -> dict[str
     layers_per_stage = [None, 1, 2, 3]
     loads = range(4)  # of the modules outside the layers
     for values in product(layers_per_stage, loads, loads):
-        keys = {
-            "model.n_layers": sum(fewer),
-            **dict(zip((STAGES, FIRST, LAST), values, strict=True)),
-        }
+        keys = dict(zip((STAGES, FIRST, LAST), values, strict=True))
         small = override(Config(parallelism=section), keys)
-        if count_stages(small.parallelism, sum(fewer)) != n_stages:
-            continue
         if plan_stages(small.parallelism, sum(fewer)) == fewer:
-            return keys
+            return keys | {"model.n_layers": sum(fewer)}
     raise ValueError(f"no keys of the pipeline give stages of {fewer} layers")
-
-
-def count_layers(stages: Iterable[Iterable[str]]) -> list[int]:
-    """Return the number of layers of each stage."""
-    return [sum(fqn.startswith("layers.") for fqn in stage) for stage in stages]
 
 
 def reduce_batch(small: Config, config: Config, real: Layout, wide: Layout) -> dict[str, object]:
@@ -297,31 +289,31 @@ def reduce_batch(small: Config, config: Config, real: Layout, wide: Layout) -> d
         n_microbatches = find_n_microbatches(small.parallelism, wanted, n_stages)
     unit = FLOAT8_BLOCK if config.model.uses_float8 else 1
     # 41 stays odd if neither tp nor cp divides rows, to test that code which halves a row keeps the last token.
-    n_tokens = count_tokens(small, 41)
-    keys = give_batch(wide, n_rows, n_microbatches, n_tokens, unit)
+    keys = give_batch(small, wide, n_rows, n_microbatches, 41, unit)
     if accumulates:
         keys["training.local_batch_size"] = n_rows
     return keys
 
 
-def count_tokens(small: Config, least: int) -> int:
-    """Return a row length, at least `least`, that is longer than every window of this model."""
-    windows = list_windows(small.model.attention, resolve_model(small.model))
-    return max([least, *(BEYOND + window for window in windows if window)])
-
-
 def give_batch(
-    layout: Layout, n_rows: int, n_microbatches: int, least_tokens: int, unit: int = 1
+    small: Config,
+    layout: Layout,
+    n_rows: int,
+    n_microbatches: int,
+    least_tokens: int,
+    unit: int = 1,
 ) -> dict[str, object]:
-    """Return the keys of a batch with `n_rows` per microbatch, and a multiple of `unit` tokens per piece of a row."""
+    """Return the keys of a batch with `n_rows` per microbatch, and rows that are longer than every window.
+
+    A row has at least `least_tokens`, and a multiple of `unit` in each piece that cp and tp need.
+    """
+    windows = list_windows(small.model.attention, resolve_model(small.model))
+    n_tokens = max([least_tokens, *(BEYOND + window for window in windows if window)])
     local_batch_size = n_rows * n_microbatches
-    pieces = layout.tp * unit
-    if layout.cp > 1:
-        pieces *= 2 * layout.cp
     return {
         "training.local_batch_size": local_batch_size,
         "training.global_batch_size": local_batch_size * layout.dp,
-        "training.seq_len": round_up(least_tokens, pieces),
+        "training.seq_len": round_up(n_tokens, count_pieces(small.parallelism) * unit),
         "parallelism.pipeline_parallel_microbatch_size": n_rows if layout.pp > 1 else 1,
     }
 
@@ -376,8 +368,7 @@ def deepen(reduction: Reduction) -> Config:
     if ATTENTIONS[real.model.attention].uses_documents:
         n_tokens = 2 * N_TOKENS
     small = override(reduction.config, keys)
-    n_tokens = count_tokens(small, n_tokens)
-    return override(small, give_batch(layout, 1, n_microbatches, n_tokens))
+    return override(small, give_batch(small, layout, 1, n_microbatches, n_tokens))
 
 
 # ---------------------------------------------------------------- other trials
@@ -396,3 +387,23 @@ def put_on_one_rank(config: Config, local_batch_size: int) -> Config:
     section = replace(Parallelism(), data_parallel_shard_degree=1)
     keys = {"parallelism": section, "training.local_batch_size": local_batch_size}
     return override(leave_out_compiler(config), keys)
+
+
+def choose_other_layout(config: Config, n_ranks: int) -> Config:
+    """Return the config on another mesh of the same ranks, with the same global batch and another ep if possible.
+
+    It has tp = 2, and dp_shard over the rest. If that is not possible, dp_shard covers all ranks.
+    """
+    args = resolve_model(config.model)
+    asked = {key: get_value(config, key) for key in DEGREES}
+    eps = [1]
+    if args.moe:
+        eps = sorted((2, n_ranks, 1), key=lambda ep: ep == asked[EP])
+    for ep, tp in product(eps, (gcd(2, n_ranks), 1)):
+        degrees = dict.fromkeys(DEGREES, 1) | {TP: tp, SHARD: n_ranks // tp, EP: ep}
+        other = override(config, degrees)
+        with suppress(ConfigError):
+            plan_layout(other, args, n_ranks)
+            if degrees != asked:
+                return other
+    return config

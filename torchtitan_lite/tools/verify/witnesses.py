@@ -42,7 +42,7 @@ def once_on(is_on: object, acted: bool) -> bool | None:
 
 
 def in_use(step: Observed) -> bool:
-    """Every step uses the value (a size, a degree, a seed). If it did not, the comparison would fail."""
+    """Every step uses the value (a size, a degree, a rate). If it did not, the comparison would fail."""
     return True
 
 
@@ -65,12 +65,9 @@ def separates_documents(step: Observed) -> bool | None:
     return once_on(uses_documents, step.batch.doc_ids.any().item())
 
 
-def updates(step: Observed) -> bool:
-    return bool(step.result.applied) and step.result.rates["lr"] > 0
-
-
 def clips(step: Observed) -> bool:
-    return updates(step) and step.result.grad_norm.item() > step.config.training.max_norm
+    is_above = step.result.grad_norm > step.config.training.max_norm
+    return bool(step.result.applied & is_above)
 
 
 def skips_a_spike(step: Observed) -> bool:
@@ -81,20 +78,11 @@ def steps_with_optimizer(step: Observed) -> bool:
     return count(step.forward, f"Optimizer.step#{step.config.optimizer.name}") > 0
 
 
-def has_moments(step: Observed) -> bool | None:
-    n_moments = OPTIMIZERS[step.config.optimizer.name].n_moments
-    return once_on(n_moments, bool(step.run.optimizer.state))
-
-
 def stores_moments(step: Observed) -> bool | None:
-    asked = getattr(torch, step.config.optimizer.moments_dtype)
+    section = step.config.optimizer
+    asked = getattr(torch, section.moments_dtype)
     stored = [tensor for state in step.run.optimizer.state.values() for tensor in state.values()]
-    return once_on(has_moments(step) is not None, any(each.dtype == asked for each in stored))
-
-
-def warms_up(step: Observed) -> bool | None:
-    n_steps = step.config.lr_scheduler.warmup_steps
-    return once_on(n_steps > 1, step.position < n_steps - 1)
+    return once_on(OPTIMIZERS[section.name].n_moments, any(each.dtype == asked for each in stored))
 
 
 def decays(step: Observed) -> bool | None:
@@ -125,7 +113,7 @@ def adds_z_loss(step: Observed) -> bool | None:
 
 
 def updates_groups(step: Observed) -> bool:
-    """Every group has a parameter of the small model, and this rank updates a parameter with its group's factors."""
+    """Every group has a parameter of the small model, and this rank has a parameter with its group's factors."""
     section = step.config.optimizer
     asked = set()
     for group in section.groups:
@@ -135,7 +123,7 @@ def updates_groups(step: Observed) -> bool:
         used.add((group["initial_lr"], group["weight_decay"]))
     model_args = step.run.parts[0].model_args
     has_all = list_used(section.groups, model_args) == section.groups
-    return updates(step) and has_all and bool(asked & used)
+    return has_all and bool(asked & used)
 
 
 def splits_loss(step: Observed) -> bool:
@@ -257,6 +245,12 @@ parallelism.pipeline_parallel_microbatch_size
 parallelism.pipeline_parallel_layers_per_stage
 parallelism.pipeline_parallel_first_stage_less_layers
 parallelism.pipeline_parallel_last_stage_less_layers
+optimizer.lr
+optimizer.weight_decay
+optimizer.beta1
+optimizer.beta2
+optimizer.eps
+lr_scheduler.warmup_steps
 debug.seed
 """.split()
 SIZES = ("name", "flavor", *MODEL_SIZES, *MOE_SIZES, *MASKS)
@@ -280,15 +274,9 @@ WITNESSES: dict[str, Witness] = {
     "parallelism.pipeline_parallel_schedule": runs_schedule,
     "parallelism.context_parallel_rotate_method": rotates,
     "optimizer.name": steps_with_optimizer,
-    "optimizer.lr": updates,
-    "optimizer.weight_decay": updates,
     "optimizer.groups": updates_groups,
-    "optimizer.beta1": has_moments,
-    "optimizer.beta2": has_moments,
-    "optimizer.eps": has_moments,
     "optimizer.implementation": runs_implementation,
     "optimizer.moments_dtype": stores_moments,
-    "lr_scheduler.warmup_steps": warms_up,
     "lr_scheduler.total_steps": decays,
     "lr_scheduler.decay_ratio": decays,
     "lr_scheduler.decay_type": decays,
