@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from math import gcd, prod
 
 from torchtitan_lite.config.layout import plan_degrees
-from torchtitan_lite.config.schema import Config, Parallelism, get_value, with_value
+from torchtitan_lite.config.schema import Config, Parallelism, get_value
 
 SHARD = "parallelism.data_parallel_shard_degree"
 CP = "parallelism.context_parallel_degree"
@@ -44,18 +44,13 @@ def choose_dp_shard(section: Parallelism, max_ranks: int) -> int:
     return plan_degrees(section, max_ranks)["dp_shard"] // unit * unit
 
 
-def list_smaller(config: Config) -> Iterator[Config]:
-    """Yield the config on fewer and fewer ranks. Each time the largest degree is divided by its smallest factor."""
-    while True:
-        degrees = {key: get_value(config, key) for key in DEGREES}
+def list_smaller(config: Config) -> Iterator[dict[str, int]]:
+    """Yield the degrees of smaller and smaller layouts. Each time the largest is divided by its smallest factor."""
+    degrees = {key: get_value(config, key) for key in DEGREES}
+    while max(degrees.values()) > 1:
         key = max(DEGREES, key=degrees.get)
-        degree = degrees[key]
-        if degree == 1:
-            return
-        factor = next(n for n in range(2, degree + 1) if degree % n == 0)
-        config = with_value(config, key, degree // factor)
-        degrees[key] = degree // factor
+        factor = next(n for n in range(2, degrees[key] + 1) if degrees[key] % n == 0)
+        degrees[key] //= factor
         if degrees[SHARD] != AUTOMATIC:
-            n_ranks = degrees[SHARD] * degrees[CP] * degrees[TP]
-            config = with_value(config, EP, gcd(degrees[EP], n_ranks))
-        yield config
+            degrees[EP] = gcd(degrees[EP], degrees[SHARD] * degrees[CP] * degrees[TP])
+        yield dict(degrees)

@@ -31,11 +31,6 @@ class Observed:
     def config(self) -> Config:
         return self.run.config
 
-    @property
-    def position(self) -> int:
-        """Position of the step in the learning-rate schedule."""
-        return self.run.lr_scheduler.last_epoch - 1
-
     def runs_thread(self, name: str) -> bool:
         return any(thread.name.startswith(name) for thread in threading.enumerate())
 

@@ -152,19 +152,17 @@ def reduce_config(config: Config, max_ranks: int) -> Reduction:
 
 def suggest_smaller(config: Config, max_ranks: int) -> str:
     """Return the command for a smaller layout, or else the advice to allow more ranks."""
-    for smaller in list_smaller(config):
+    for degrees in list_smaller(config):
+        smaller = override(config, degrees)
         if count_ranks(smaller.parallelism) > max_ranks:
             continue
-        try:
+        with suppress(ConfigError):
             reduce_config(smaller, max_ranks)
-        except ConfigError:
-            continue
-        command = ["verify", f"--config={config.job.config_file}", f"--ranks={max_ranks}"]
-        for key in DEGREES:
-            degree = get_value(smaller, key)
-            if degree != get_value(config, key):
-                command.append(f"--{key}={degree}")
-        return f"Verify a smaller layout: {name_command(shlex.join(command))}"
+            command = ["verify", f"--config={config.job.config_file}", f"--ranks={max_ranks}"]
+            for key, degree in degrees.items():
+                if degree != get_value(config, key):
+                    command.append(f"--{key}={degree}")
+            return f"Verify a smaller layout: {name_command(shlex.join(command))}"
     return "Give a larger --ranks"
 
 
@@ -340,6 +338,7 @@ def deepen(reduction: Reduction) -> Config:
     layout = reduction.layout
     real = reduction.real
     args = resolve_model(real.model)
+    tp = layout.tp
     # Without recompute and compiler, which would take most of the time. The wide trial tests them.
     keys = {
         STAGES: None,
@@ -348,26 +347,25 @@ def deepen(reduction: Reduction) -> Config:
         "compile.enable": False,
         "activation_checkpoint.mode": "none",
     }
-    section = override(reduction.config, keys).parallelism
-    n_stages = count_stages(section, 2**14)
-    n_layers = max(N_LAYERS, n_stages)
+    small = override(reduction.config, keys)
+    n_stages = count_stages(small.parallelism, N_LAYERS)
     n_microbatches = 1
     if layout.pp > 1:
-        n_microbatches = find_n_microbatches(section, N_MICROBATCHES, n_stages)
-    keys |= {
-        "model.n_layers": n_layers,
+        n_microbatches = find_n_microbatches(small.parallelism, N_MICROBATCHES, n_stages)
+    keys = {
+        "model.n_layers": max(N_LAYERS, n_stages),
         "model.dim": DIM,
-        "model.n_heads": layout.tp * min(2, args.n_heads // max(layout.tp, args.n_kv_heads)),
-        "model.n_kv_heads": min(layout.tp, args.n_kv_heads),
-        "model.head_dim": lcm(4, max(1, layout.tp // args.n_kv_heads)),
-        "model.ffn_dim": reduce_size(args.ffn_dim, 24, layout.tp, 1),
-        "model.vocab_size": reduce_size(args.vocab_size, 64, layout.tp, 1),
+        "model.n_heads": tp * min(2, args.n_heads // max(tp, args.n_kv_heads)),
+        "model.n_kv_heads": min(tp, args.n_kv_heads),
+        "model.head_dim": lcm(4, max(1, tp // args.n_kv_heads)),
+        "model.ffn_dim": round_up(24, tp),
+        "model.vocab_size": round_up(64, tp),
         **reduce_experts(args, layout, DIM, N_DEEP_EXPERTS),
     }
     n_tokens = N_TOKENS
     if ATTENTIONS[real.model.attention].uses_documents:
         n_tokens = 2 * N_TOKENS
-    small = override(reduction.config, keys)
+    small = override(small, keys)
     return override(small, give_batch(small, layout, 1, n_microbatches, n_tokens))
 
 

@@ -73,10 +73,9 @@ def reductions_noted(seen: Seen) -> AbstractContextManager:
     return patch.object(dist, name, reduce)
 
 
-def find_scales(run: build.Run) -> PrecomputedScales | None:
-    """Return the float8 scales that the run computes after each update. None if it computes none."""
-    scales = [each for each in run.after_update if isinstance(each, PrecomputedScales)]
-    return scales[0] if scales else None
+def list_scales(run: build.Run) -> list[PrecomputedScales]:
+    """Return the float8 scales that the run computes after each update."""
+    return [each for each in run.after_update if isinstance(each, PrecomputedScales)]
 
 
 def compare_scales(precomputed: PrecomputedScales, seen: Seen) -> None:

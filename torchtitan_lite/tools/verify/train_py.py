@@ -108,7 +108,7 @@ def measure_noise(alone: Config, run_ranks: RunRanks) -> Noise:
         run_train(other, 1, run_ranks, seed)
         for seen.step in range(alone.training.steps):
             compare_checkpoints(alone, other, seen)
-    return {(step, name): error for (step, _, name), error in seen.errors.items()}
+    return seen.errors
 
 
 def compare_checkpoints(alone: Config, config: Config, seen: Seen) -> None:

@@ -44,8 +44,7 @@ from torchtitan_lite.tools.verify.reduction import (
 from torchtitan_lite.tools.verify.witnesses import Acted, merge
 
 RunRanks = Callable[..., list]  # (worker, world_size, *args) -> one result per rank
-# step, name -> relative error of another rounding in one process
-Noise = dict[tuple[int, str], float]
+Noise = dict[Key, float]  # relative errors of another rounding in one process
 
 # Errors of correct layouts: gradients 2e-6, with twelve MoE layers 8e-6; state 2e-7, updates 4e-8.
 SUMS = 1e-5  # sums in another order
@@ -197,7 +196,7 @@ def judge(
     faults: dict[str, Culprit] = {}
     least: dict[str, float] = {}  # smallest bound of each sum
     for key in sorted(keys, key=lambda key: (key[0], order.index(key[1]), places.get(key[2], 0))):
-        step, measure, name = key
+        _, measure, name = key
         bound = choose_bound(key)
         if bound is None:
             continue
@@ -205,7 +204,7 @@ def judge(
         worst = max(error for _, error in errors)
         if measure in OF_SUMS:
             if worst > bound:
-                bound = max(bound, NOISE * find_noise()[step, name])
+                bound = max(bound, NOISE * find_noise()[key])
             least[name] = min(bound, least.get(name, bound))
         before, its_bound = measures.get(measure, (0.0, bound))
         if worst * its_bound >= before * bound:  # closer to its bound
@@ -308,16 +307,13 @@ def measure_noise(config: Config, steps: list[PlainStep], rounding: float = ROUN
     """Measure how much gradients change if weights are rounded differently: a lot if the terms of a sum cancel."""
     plain = PlainModel(config)
     generator = torch.Generator().manual_seed(0)
-    tensors = plain.model.state_dict()
-    noise: Noise = {}
-    for number, step in enumerate(steps):
+    seen = Seen({})
+    for seen.step, step in enumerate(steps):
         for _ in range(N_ROUNDINGS):
-            for name, weight in step.weights.items():
-                tensors[name].copy_(weight)
+            plain.model.load_state_dict(step.weights)
             round_differently(plain.model, generator, rounding)
             with torch.enable_grad():
                 _, gradients = plain.backward(step.batch)
             for fqn, gradient in gradients.items():
-                error = relative_error(gradient, step.gradients[fqn])
-                noise[number, fqn] = max(error, noise.get((number, fqn), 0.0))
-    return noise
+                seen.note("gradients", fqn, relative_error(gradient, step.gradients[fqn]))
+    return seen.errors

@@ -13,7 +13,6 @@ from dataclasses import fields
 from unittest.mock import patch
 
 import torch
-from torch import nn
 from torch.autograd.profiler import profile
 
 from torchtitan_lite import build
@@ -87,7 +86,7 @@ def stores_moments(step: Observed) -> bool | None:
 
 def decays(step: Observed) -> bool | None:
     section = step.config.lr_scheduler
-    is_after_warmup = step.position >= section.warmup_steps
+    is_after_warmup = step.run.lr_scheduler.last_epoch > section.warmup_steps
     is_lower = step.result.rates["lr"] < step.config.optimizer.lr
     return once_on(section.decay_ratio != 0, is_after_warmup and is_lower)
 
@@ -211,13 +210,11 @@ def gathers_in_float8(step: Observed) -> bool | None:
 def filters_linears(step: Observed) -> bool | None:
     """A linear layer that a filter names does not multiply in float8."""
     filters = step.config.quantize.linear.float8.filter_fqns
-    named = []
     for part in step.run.parts:
         for fqn, module in part.named_modules():
-            if isinstance(module, nn.Linear) and any(text in fqn for text in filters):
-                named.append(module)
-    is_filtered = not any(isinstance(module, Float8Linear) for module in named)
-    return once_on(step.config.model.uses_float8 and named, is_filtered)
+            if isinstance(module, Float8Linear) and any(text in fqn for text in filters):
+                return False
+    return None
 
 
 def precomputes_scales(step: Observed) -> bool | None:
