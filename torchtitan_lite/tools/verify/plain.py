@@ -40,9 +40,13 @@ from torchtitan_lite.model.batch import Batch, find_fields
 from torchtitan_lite.model.document_attention import DocumentAttention
 from torchtitan_lite.model.head import Head
 from torchtitan_lite.model.inner_attention import InnerAttention
-from torchtitan_lite.model.loss import IGNORE_INDEX, Vocabulary, find_formula
+from torchtitan_lite.model.loss import (
+    IGNORE_INDEX,
+    Vocabulary,
+    count_valid_tokens,
+    find_formula,
+)
 from torchtitan_lite.model.moe import Experts, MoE, Router
-from torchtitan_lite.model.own_attention import list_attentions
 from torchtitan_lite.model.part import list_moes
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 
@@ -223,8 +227,8 @@ class PlainModel:
             inner = getattr(module, "inner", None)
             if type(inner) in MASKED_ATTENTIONS:
                 module.inner = PlainAttention(inner, uses_documents=uses_documents)
-        for inner in list_attentions(self.model).values():
-            if type(inner) not in (CausalAttention, PlainAttention):
+            is_attention = isinstance(module, InnerAttention)
+            if is_attention and type(module) not in (CausalAttention, PlainAttention):
                 self.shared.add("model.attention")
         initialize_weights(self.model, config.debug.seed)
         self.model.tok_embeddings.weight.data *= EMBEDDING_SCALE
@@ -245,15 +249,14 @@ class PlainModel:
     def backward(self, batch: Batch) -> tuple[float, dict[str, Tensor]]:
         """Return the mean loss over counted tokens, and the gradients.
 
-        This file computes the cross entropy; other losses use their formula, and a model's own loss the model.
+        torch computes the cross entropy; other losses use their formula, and a model's own loss the model.
         """
-        counted = batch.targets != IGNORE_INDEX
         if self.finds_own_loss(batch.take_rows(range(1))):
             self.shared.add("training.loss")
-            loss = self.call(batch, targets=batch.targets) / counted.sum()
+            loss = self.call(batch, targets=batch.targets) / count_valid_tokens(batch.targets)
             del self.outputs["output"]  # the head may have several calls
         else:
-            loss = self.compute_loss(batch, counted)
+            loss = self.compute_loss(batch)
         total = loss
         for experts in self.experts.values():
             total = total + self.section.expert_balance_loss * experts.imbalance
@@ -279,23 +282,20 @@ class PlainModel:
         own += [getattr(type(head), name) is not getattr(Head, name) for name in OF_LOSS]
         return any(own) or len(calls) != 1 or loss is not calls[0]
 
-    def compute_loss(self, batch: Batch, counted: Tensor) -> Tensor:
+    def compute_loss(self, batch: Batch) -> Tensor:
         """Return the mean cross entropy, or the mean of the formula, over counted targets, from full logits."""
-        exact = self.call(batch).double()
-        targets = batch.targets.where(counted, 0)
+        exact = self.call(batch).double().flatten(0, 1)
+        targets = batch.targets.flatten()
         if self.section.loss == "cross_entropy":
-            of_target = exact.gather(-1, targets[..., None])
-            losses = exact.logsumexp(-1) - of_target.squeeze(-1)
+            losses = F.cross_entropy(exact, targets, ignore_index=IGNORE_INDEX, reduction="none")
         else:
-            formula = find_formula(self.section.loss)
             extra = {name: values.flatten(0, 1) for name, values in batch.extra.items()}
-            losses = formula(exact.flatten(0, 1), targets.flatten(), Vocabulary(), **extra)
-            losses = losses.view_as(targets)
+            losses = self.model.output.formula(exact, targets, Vocabulary(), **extra)
+        counted = targets != IGNORE_INDEX
         losses = losses.where(counted, 0)
-        self.outputs["output"] = losses.detach()
+        self.outputs["output"] = losses.detach().view_as(batch.targets)
         return losses.sum() / counted.sum()
 
-    @torch.no_grad()
     def move_biases(self) -> None:
         for experts in self.experts.values():
             load = experts.load.double()
