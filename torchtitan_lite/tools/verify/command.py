@@ -4,7 +4,7 @@ wide        five steps with the optimizer and schedule of the run; two of them h
             With training.skip_spikes, a sixth step has a spike
 deep        one step: twelve layers, twelve microbatches, rows of 280 tokens or more
 train.py    three starts of train.py: one process; the layout; another layout that resumes
-bfloat16    one step (float8: three steps), compared with one rank that rounds in the same places
+bfloat16    two steps (float8: three steps), compared with one rank that rounds in the same places
 
 The certificate has the verdict and its gaps, the differences between the given config and the configs of the trials.
 
