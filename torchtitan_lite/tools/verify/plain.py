@@ -200,14 +200,20 @@ class PlainExperts:
     def forward(self, x: Tensor) -> Tensor:
         weights, routes, counts, probabilities, logits = self.router(x)
         tokens = x.flatten(0, 1)  # (T, D) times (E, D, F)
-        hidden = F.silu(tokens @ self.experts.w1) * (tokens @ self.experts.w3)
+        gate = F.silu(tokens @ self.experts.w1)
+        hidden = gate * (tokens @ self.experts.w3)
         outputs = hidden @ self.experts.w2
-        of_expert = torch.zeros_like(logits).scatter(-1, routes, weights)  # (B, S, E)
+        of_expert = torch.zeros_like(logits)  # (B, S, E)
+        of_expert = of_expert.scatter(-1, routes, weights)
         self.load = counts.sum(0)
-        fraction = counts * logits.shape[-1] / (self.top_k * logits.shape[1])
-        self.imbalance = (fraction * probabilities.mean(1)).sum(-1).mean()
-        self.z_loss = logits.exp().sum(-1).log().square().mean()
-        return torch.einsum("etd,te->td", outputs, of_expert.flatten(0, 1)).view_as(x)
+        _, seq_len, n_experts = logits.shape
+        fraction = counts * n_experts / (self.top_k * seq_len)
+        per_sequence = (fraction * probabilities.mean(1)).sum(-1)
+        self.imbalance = per_sequence.mean()
+        log_total = logits.exp().sum(-1).log()
+        self.z_loss = log_total.square().mean()
+        mixed = torch.einsum("etd,te->td", outputs, of_expert.flatten(0, 1))
+        return mixed.view_as(x)
 
 
 class PlainModel:
@@ -284,7 +290,8 @@ class PlainModel:
 
     def compute_loss(self, batch: Batch) -> Tensor:
         """Return the mean cross entropy, or the mean of the formula, over counted targets, from full logits."""
-        exact = self.call(batch).double().flatten(0, 1)
+        logits = self.call(batch)
+        exact = logits.double().flatten(0, 1)
         targets = batch.targets.flatten()
         if self.section.loss == "cross_entropy":
             losses = F.cross_entropy(exact, targets, ignore_index=IGNORE_INDEX, reduction="none")

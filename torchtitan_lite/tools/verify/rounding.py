@@ -103,7 +103,8 @@ def compare_with_halves(run: build.Run, plain: PlainStep, batch: Batch, seen: Se
     """
     differences = dict(seen.results[-1]["gradients"])
     rows = torch.arange(len(batch.tokens))
-    is_even = rows // run.layout.microbatch_size % 2 == 0  # microbatches
+    microbatches = rows // run.layout.microbatch_size
+    is_even = microbatches % 2 == 0
     fields = find_fields(run.config.training.loss, run.config.model.name)
     # The loss of a half is divided by the tokens of the whole batch.
     n_tokens = count_valid_tokens(plain.batch.targets)
@@ -113,9 +114,11 @@ def compare_with_halves(run: build.Run, plain: PlainStep, batch: Batch, seen: Se
             half = replace(batch, targets=targets).with_fields(fields)
             stepping.compute_gradients(run, half)
             for fqn, parameter in run.parameters.items():
-                differences[fqn] = differences[fqn] - local(parameter.grad)
+                gradient = local(parameter.grad)
+                differences[fqn] = differences[fqn] - gradient
     for fqn, parameter in run.parameters.items():
         local(parameter.grad).copy_(differences[fqn])
         right = plain.gradients[fqn]
-        error = relative_error(parameter.grad, torch.zeros_like(right), right)
+        nothing = torch.zeros_like(right)
+        error = relative_error(parameter.grad, nothing, right)
         seen.note("sum of microbatches", fqn, error)

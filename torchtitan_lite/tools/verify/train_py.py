@@ -117,8 +117,9 @@ def compare_checkpoints(alone: Config, config: Config, seen: Seen) -> None:
     right = OpenCheckpoint(Path(alone.job.dump_folder) / folder)
     own = OpenCheckpoint(Path(config.job.dump_folder) / folder)
     saved = own.manifest.tensors
+    expected = right.manifest.tensors
     errors = {}
-    for name, entry in right.manifest.tensors.items():
+    for name, entry in expected.items():
         errors[name] = math.inf
         if name in saved and saved[name][:2] == entry[:2]:  # dtype, shape
             errors[name] = relative_error(own.read(name), right.read(name))
