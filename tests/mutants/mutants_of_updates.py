@@ -56,7 +56,7 @@ def another_beta_on_one_rank(build, section, *args):
 )
 def groups_numbered_on_each_stage(find_group, groups, fqn):
     """The last stage has no embedding, so it takes the factors of the embedding's group for the head."""
-    is_last = dist.get_rank() == 1
+    is_last = dist.is_initialized() and dist.get_rank() == 1
     return groups[0] if is_last and fqn == "output.weight" else find_group(groups, fqn)
 
 

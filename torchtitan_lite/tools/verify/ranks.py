@@ -102,16 +102,14 @@ class RankPool(AbstractContextManager):
                 break
             for connection in ready:
                 rank = pending.pop(connection)
-                name = f"rank {rank} of {world_size}"
                 try:
-                    succeeded, results[rank] = connection.recv()
+                    results[rank] = connection.recv()
                 except EOFError:
-                    failures.append(describe_end(name, self._workers[connection]))
-                else:
-                    if succeeded:
-                        continue
-                    failures.append(RankFailure(f"{name}: {results[rank]}"))
-                deadline = min(deadline, time.monotonic() + SECONDS_AFTER_A_FAILURE)
+                    name = f"rank {rank} of {world_size}"
+                    results[rank] = describe_end(name, self._workers[connection])
+                if isinstance(results[rank], RankFailure):
+                    failures.append(results[rank])
+                    deadline = min(deadline, time.monotonic() + SECONDS_AFTER_A_FAILURE)
         if pending and not failures:
             late = ", ".join(map(str, pending.values()))
             failures.append(NoAnswer(f"no answer within {timeout_s:g} s from rank {late}"))
@@ -156,6 +154,7 @@ def serve(rank: int, connection: Connection) -> None:
                 if dist.is_initialized():  # the job may have destroyed the group
                     dist.destroy_process_group()
                 forget_groups()
-            connection.send((True, result))
+            connection.send(result)
         except BaseException:  # a worker must always answer
-            connection.send((False, traceback.format_exc()))
+            text = f"rank {rank} of {world_size}: {traceback.format_exc()}"
+            connection.send(RankFailure(text))
