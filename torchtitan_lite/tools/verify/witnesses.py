@@ -48,6 +48,11 @@ def in_use(step: Observed) -> bool:
 # ---------------------------------------------------------------- the facts
 
 
+def happens(event: str) -> Witness:
+    """Return the witness of a key that is set: the profile has an event whose name contains `event`."""
+    return lambda step: count(step.forward + step.backward, event) > 0
+
+
 def computes_in_dtype(step: Observed) -> bool:
     is_bfloat16 = count(step.forward, "aten::mm c10::BFloat16") > 0
     is_asked = step.config.training.mixed_precision_param == "bfloat16"
@@ -101,14 +106,6 @@ def runs_implementation(step: Observed) -> bool | None:
     is_foreach = count(step.forward, "_foreach_addcdiv") > 0
     is_asked = section.implementation == ("foreach" if is_foreach else "for-loop")
     return bool(step.forward) and is_asked
-
-
-def balances(step: Observed) -> bool | None:
-    return once_on(step.run.balance, count(step.backward, "AuxiliaryGradient") > 0)
-
-
-def adds_z_loss(step: Observed) -> bool | None:
-    return once_on(step.run.balance, count(step.backward, "AddLoss") > 0)
 
 
 def updates_groups(step: Observed) -> bool:
@@ -196,17 +193,6 @@ def compiles(step: Observed) -> bool | None:
     return once_on(section.enable, all(acted[name] for name in section.components))
 
 
-def multiplies_in_float8(step: Observed) -> bool | None:
-    n_matmuls = count(step.forward, "Float8MatmulFunction")
-    return once_on(step.config.model.uses_float8, n_matmuls > 0)
-
-
-def gathers_in_float8(step: Observed) -> bool | None:
-    """FSDP sends bytes. No backend gathers float8."""
-    n_gathers = count(step.forward, "_allgather_base_ unsigned char")
-    return once_on(step.config.model.uses_float8, n_gathers > 0)
-
-
 def filters_linears(step: Observed) -> bool | None:
     """A linear layer that a filter names does not multiply in float8."""
     filters = step.config.quantize.linear.float8.filter_fqns
@@ -217,11 +203,11 @@ def filters_linears(step: Observed) -> bool | None:
     return None
 
 
-def precomputes_scales(step: Observed) -> bool | None:
+def precomputes_scales(step: Observed) -> bool:
     """Without precomputed scales, each weight that is gathered in float8 needs an all-reduce in forward."""
-    n_matmuls = count(step.forward, "Float8MatmulFunction")
+    n_matmuls = count(step.forward, FLOAT8)
     n_reductions = count(step.forward, "c10d::allreduce_")
-    return once_on(step.config.model.uses_float8, 0 < n_reductions < n_matmuls)
+    return 0 < n_reductions < n_matmuls
 
 
 def saves_in_thread(step: Observed) -> bool | None:
@@ -232,6 +218,7 @@ def saves_in_thread(step: Observed) -> bool | None:
 
 # ---------------------------------------------------------------- the table
 
+FLOAT8 = "Float8MatmulFunction"  # event
 IN_USE = """
 training.local_batch_size
 training.global_batch_size
@@ -255,15 +242,15 @@ WITNESSES: dict[str, Witness] = {
     **dict.fromkeys((*DEGREES, *IN_USE, *(f"model.{name}" for name in SIZES)), in_use),
     "model.hf_assets_path": reads_text,
     "model.attention": separates_documents,
-    "model.converters": multiplies_in_float8,
+    "model.converters": happens(FLOAT8),
     "training.data_seed": reads_text,
     "training.dataset_weights": reads_text,
     "training.max_norm": clips,
     "training.skip_spikes": skips_a_spike,
     "training.mixed_precision_param": computes_in_dtype,
     "training.loss_chunk_tokens": splits_loss,
-    "training.expert_balance_loss": balances,
-    "training.router_z_loss": adds_z_loss,
+    "training.expert_balance_loss": happens("AuxiliaryGradient"),
+    "training.router_z_loss": happens("AddLoss"),
     "parallelism.fsdp_reshard_after_forward": gathers_as_zero_stage,
     "parallelism.zero_stage": gathers_as_zero_stage,
     "parallelism.zero_plus_plus": rounds_shards,
@@ -286,10 +273,13 @@ WITNESSES: dict[str, Witness] = {
     "compile.components": compiles,
     "compile.backend": compiles,
     "debug.deterministic": lambda step: torch.are_deterministic_algorithms_enabled(),
-    "quantize.linear.float8.recipe_name": multiplies_in_float8,
+    "quantize.linear.float8.recipe_name": happens(FLOAT8),
     "quantize.linear.float8.filter_fqns": filters_linears,
-    "quantize.linear.float8.emulate": multiplies_in_float8,
-    "quantize.linear.float8.enable_fsdp_float8_all_gather": gathers_in_float8,
+    "quantize.linear.float8.emulate": happens(FLOAT8),
+    # FSDP sends bytes. No backend gathers float8.
+    "quantize.linear.float8.enable_fsdp_float8_all_gather": happens(
+        "_allgather_base_ unsigned char"
+    ),
     "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": precomputes_scales,
 }
 
@@ -298,9 +288,12 @@ WITNESSES: dict[str, Witness] = {
 
 
 def ask(key: str, step: Observed) -> bool | None:
-    """Return whether a key acted in a step; None if it is off. A key that is 0, empty or false is off."""
+    """Return whether a key acted in a step; None if it is off: 0, empty or false, or a key of float8 without float8."""
     witness = WITNESSES[key]
-    if witness is in_use or get_value(step.config, key):
+    if witness is in_use:
+        return True
+    is_on = step.config.model.uses_float8 or not key.startswith("quantize")
+    if is_on and get_value(step.config, key):
         return witness(step)
     return None
 
