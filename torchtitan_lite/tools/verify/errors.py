@@ -20,7 +20,7 @@ class Seen:
     """The findings of one rank."""
 
     coordinates: Coordinates
-    step: int = 0  # that is being compared
+    step: int = 0  # number of the step to which new errors belong
     errors: dict[Key, float] = field(default_factory=dict)
     results: list[dict] = field(default_factory=list)  # loss and gradients of each step
     acted: dict[str, bool | None] = field(default_factory=dict)  # witnesses.Acted

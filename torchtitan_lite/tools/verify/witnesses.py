@@ -129,7 +129,7 @@ def splits_loss(step: Observed) -> bool:
 
 
 def count_most(step: Observed, text: str) -> int:
-    """Return how often an event happened whose name contains the text: the most frequent one."""
+    """Return the count of the most frequent event whose name contains the text."""
     events = step.forward + step.backward
     return max((n for name, n in events.items() if text in name), default=0)
 
