@@ -34,7 +34,7 @@ from torchtitan_lite.config.extensions import load_extension, load_module
 from torchtitan_lite.config.layout import Layout, gathers_whole_parts
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.model_rows import ModelArgs
-from torchtitan_lite.config.schema import Config
+from torchtitan_lite.config.schema import Checkpoint, Config
 from torchtitan_lite.model.part import is_tied_inside, list_moes
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 from torchtitan_lite.parallel.mesh import Mesh
@@ -221,14 +221,11 @@ def build_savers(
     section = run.config.checkpoint
     published = spec.weights.published if spec.weights else {}
     about = describe_run(run.config, run.layout.degrees, published)
-    saver_class = CheckpointSaver
     group = host
-    if section.async_mode != "disabled":
-        saver_class = load_extension("asynchronous_saves").AsynchronousSaver
-        # each thread needs its own group (process_groups.py)
+    if section.async_mode != "disabled":  # each thread needs its own group (process_groups.py)
         timeout = timedelta(seconds=run.config.comm.init_timeout_seconds)
         group = dist.new_group(backend="gloo", timeout=timeout, group_desc="saver")
-    saver = saver_class(
+    saver = find_saver(section)(
         spec.dump_folder / section.folder,
         section,
         run.name_tensors,
@@ -240,6 +237,13 @@ def build_savers(
         return [saver]
     snapshots = load_extension("snapshots").Snapshots
     return [saver, snapshots(saver, spec.dump_folder, place, host)]
+
+
+def find_saver(section: Checkpoint) -> type[CheckpointSaver]:
+    """Return the class of the savers of a run."""
+    if section.async_mode != "disabled":
+        return load_extension("asynchronous_saves").AsynchronousSaver
+    return CheckpointSaver
 
 
 def start_from(

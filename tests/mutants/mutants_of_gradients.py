@@ -28,6 +28,7 @@ from torchtitan_lite.model.loss import count_valid_tokens
 from torchtitan_lite.models.llama3 import modules as llama3
 from torchtitan_lite.parallel import (
     activation_checkpoint,
+    context_parallel,
     exchange,
     fsdp,
     parallelize,
@@ -190,12 +191,12 @@ def norm_with_an_eps_of_its_own(original, x, shape, weight, eps):
 
 
 @mutant(Row(1, CHUNKS), "gradients", "output.weight", at=(torch.Tensor, "addmm_"))
-def gradients_of_the_last_chunk_kept(original, total, one, other):
+def gradients_of_the_last_chunk_kept(original, total, one, other, *, beta):
     """The head's gradient is overwritten by every chunk instead of added up."""
     return total.copy_(one @ other)
 
 
-@mutant(Row(2, CP2), "rotary angles", "layers.0", at=(step, "shard_sequence"))
+@mutant(Row(2, CP2), "rotary angles", "layers.0", at=(context_parallel, "shard_sequence"))
 def wrong_zig_zag_pieces(original, whole, mesh):
     """Each context-parallel rank takes one half of a sequence, while attention takes it for head and tail of a zig-
     zag."""

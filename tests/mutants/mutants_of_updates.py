@@ -8,8 +8,8 @@ from layouts import ADAMW, GROUPS, PP, TP, Row
 from mutant_table import mutant
 
 from torchtitan_lite import build, step
-from torchtitan_lite.components import optim
 from torchtitan_lite.dtensor import local_shard as local
+from torchtitan_lite.extensions import parameter_groups
 
 # Warm-up, peak and decay all differ, and the decay ends above zero.
 RATES = {
@@ -52,11 +52,11 @@ def another_beta_on_one_rank(build, section, *args):
     Row(2, {PP: 2, **GROUPS, **ADAMW_WITH_RATES}),
     "learning rate",
     "output.weight",
-    at=(optim, "find_group"),
+    at=(parameter_groups, "find_group"),
 )
 def groups_numbered_on_each_stage(find_group, groups, fqn):
     """The last stage has no embedding, so it takes the factors of the embedding's group for the head."""
-    is_last = dist.get_rank() == 1
+    is_last = dist.is_initialized() and dist.get_rank() == 1
     return groups[0] if is_last and fqn == "output.weight" else find_group(groups, fqn)
 
 

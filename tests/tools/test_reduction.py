@@ -13,7 +13,6 @@ from torchtitan_lite.config.reader import CONFIG_FOLDER, read_config
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.tools.verify.reduction import (
     Reduction,
-    count_layers,
     deepen,
     override,
     reduce_config,
@@ -101,7 +100,10 @@ ARGS = {  # of the table below
 
 
 def layers_of_stages(reduction: Reduction) -> list[int]:
-    return count_layers(reduction.layout.stages)
+    counts = []
+    for stage in reduction.layout.stages:
+        counts.append(sum(fqn.startswith("layers.") for fqn in stage))
+    return counts
 
 
 def n_microbatches(reduction: Reduction) -> list[int]:

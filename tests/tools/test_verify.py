@@ -47,9 +47,8 @@ from torchtitan_lite.tools.verify.command import (
     make_report,
     make_trials,
 )
-from torchtitan_lite.tools.verify.degrees import choose_other_layout
 from torchtitan_lite.tools.verify.ranks import RankPool
-from torchtitan_lite.tools.verify.reduction import override, reduce_config
+from torchtitan_lite.tools.verify.reduction import choose_other_layout, override, reduce_config
 from torchtitan_lite.tools.verify.trial import Culprit, Trial, make_trial
 from torchtitan_lite.tools.verify.witnesses import WITNESSES
 
@@ -142,8 +141,7 @@ def record_configs(run_ranks, configs: dict):
 
     def run(worker, world_size: int, *args, **options):
         if world_size > 1 and worker.__name__ == "start_train":
-            path = args[0][1]
-            configs["train.py"].append(read_config(["--config", path]).config)
+            configs["train.py"].append(args[0])
         elif world_size > 1:
             name = Path(args[1]).stem
             configs[name].append(args[0])

@@ -4,7 +4,7 @@ wide        five steps with the optimizer and schedule of the run; two of them h
             With training.skip_spikes, a sixth step has a spike
 deep        one step: twelve layers, twelve microbatches, rows of 280 tokens or more
 train.py    three starts of train.py: one process; the layout; another layout that resumes
-bfloat16    one step (float8: three steps), compared with one rank that rounds in the same places
+bfloat16    two steps (float8: three steps), compared with one rank that rounds in the same places
 
 The certificate has the verdict and its gaps, the differences between the given config and the configs of the trials.
 
@@ -153,8 +153,9 @@ def make_report(config_name: str, reduction: Reduction, trials: Sequence[Trial])
         changes = replaced | changes
         records.append(asdict(trial) | {"replaced": replaced})
     did_not_act = {}
+    shared = {key for trial in trials for key in trial.shared}
     for key, has_acted in merge(observations).items():
-        if has_acted is not False:
+        if has_acted is not False and key not in shared:
             changes.pop(key, None)
         elif key not in changes:
             did_not_act[key] = asked[key]

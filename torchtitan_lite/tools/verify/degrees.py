@@ -1,4 +1,4 @@
-"""Degrees of a mesh for `verify`: those that fit its ranks, a smaller layout, another layout of the same ranks.
+"""Degrees of a mesh for `verify`: those that fit its ranks, and smaller layouts.
 
 An automatic dp_shard takes the ranks that the other degrees leave, at least two: with one, nothing would be sharded.
 """
@@ -6,11 +6,8 @@ An automatic dp_shard takes the ranks that the other degrees leave, at least two
 from collections.abc import Iterator
 from math import gcd, prod
 
-from torchtitan_lite.config.checks import plan_layout
 from torchtitan_lite.config.layout import plan_degrees
-from torchtitan_lite.config.messages import ConfigError
-from torchtitan_lite.config.model import resolve_model
-from torchtitan_lite.config.schema import Config, Parallelism, get_value, with_value
+from torchtitan_lite.config.schema import Config, Parallelism, get_value
 
 SHARD = "parallelism.data_parallel_shard_degree"
 CP = "parallelism.context_parallel_degree"
@@ -47,43 +44,13 @@ def choose_dp_shard(section: Parallelism, max_ranks: int) -> int:
     return plan_degrees(section, max_ranks)["dp_shard"] // unit * unit
 
 
-def list_smaller(config: Config) -> Iterator[Config]:
-    """Yield the config on fewer and fewer ranks. Each time the largest degree is divided by its smallest factor."""
-    while True:
-        degrees = {key: get_value(config, key) for key in DEGREES}
+def list_smaller(config: Config) -> Iterator[dict[str, int]]:
+    """Yield the degrees of smaller and smaller layouts. Each time the largest is divided by its smallest factor."""
+    degrees = {key: get_value(config, key) for key in DEGREES}
+    while max(degrees.values()) > 1:
         key = max(DEGREES, key=degrees.get)
-        degree = degrees[key]
-        if degree == 1:
-            return
-        factor = next(n for n in range(2, degree + 1) if degree % n == 0)
-        config = with_value(config, key, degree // factor)
-        degrees[key] = degree // factor
+        factor = next(n for n in range(2, degrees[key] + 1) if degrees[key] % n == 0)
+        degrees[key] //= factor
         if degrees[SHARD] != AUTOMATIC:
-            n_ranks = degrees[SHARD] * degrees[CP] * degrees[TP]
-            config = with_value(config, EP, gcd(degrees[EP], n_ranks))
-        yield config
-
-
-def choose_other_layout(config: Config, n_ranks: int) -> Config:
-    """Return the config on another mesh of the same ranks, with the same global batch and another ep if possible.
-
-    It has tp = 2, and dp_shard over the rest. If that is not possible, dp_shard covers all ranks.
-    """
-    args = resolve_model(config.model)
-    asked = {key: get_value(config, key) for key in DEGREES}
-    eps = [1]
-    if args.moe:
-        eps = sorted((2, n_ranks, 1), key=lambda ep: ep == asked[EP])
-    for ep in eps:
-        for tp in (gcd(2, n_ranks), 1):
-            degrees = dict.fromkeys(DEGREES, 1) | {TP: tp, SHARD: n_ranks // tp, EP: ep}
-            other = config
-            for key, degree in degrees.items():
-                other = with_value(other, key, degree)
-            try:
-                plan_layout(other, args, n_ranks)
-            except ConfigError:
-                continue
-            if degrees != asked:
-                return other
-    return config
+            degrees[EP] = gcd(degrees[EP], degrees[SHARD] * degrees[CP] * degrees[TP])
+        yield dict(degrees)

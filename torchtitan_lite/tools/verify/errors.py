@@ -1,7 +1,6 @@
 """The error of a rank: its slice of a tensor beside the same slice of the plain loop's tensor. Nothing is gathered."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -13,7 +12,6 @@ from torchtitan_lite.dtensor import local_shard
 ROUNDING = 2.0**-24  # largest relative error of one fp32 operation
 LARGEST = 1e30  # JSON has no infinity
 Coordinates = dict[str, int]  # mesh dim -> coordinate of a rank
-Note = Callable[[str, str, float], None]  # measure, name, error
 Key = tuple[int, str, str]  # step, measure, name of a parameter, module or function
 
 
@@ -22,15 +20,20 @@ class Seen:
     """The findings of one rank."""
 
     coordinates: Coordinates
+    step: int = 0  # number of the step to which new errors belong
     errors: dict[Key, float] = field(default_factory=dict)
-    results: list[dict] = field(default_factory=list)  # of each step, if there is only one rank
+    results: list[dict] = field(default_factory=list)  # loss and gradients of each step
     acted: dict[str, bool | None] = field(default_factory=dict)  # witnesses.Acted
 
-    def note(self, step: int, measure: str, name: str, error: float) -> None:
+    def note(self, measure: str, name: str, error: float) -> None:
         """Record an error of at most LARGEST. If a key has several errors, keep the largest."""
-        key = (step, measure, name)
+        key = (self.step, measure, name)
         error = error if error < LARGEST else LARGEST  # also NaN
         self.errors[key] = max(error, self.errors.get(key, 0.0))
+
+    def compare(self, measure: str, name: str, own: float, right: float) -> None:
+        """Record the relative error of a number."""
+        self.note(measure, name, abs(own - right) / (abs(right) or 1.0))
 
 
 def local(tensor: Tensor) -> Tensor:

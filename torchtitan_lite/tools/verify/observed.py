@@ -1,4 +1,4 @@
-"""What one rank shows of a step from outside: its result, its optimizer state, the events of torch's profile.
+"""What one rank shows of a step from outside: its result and the events of torch's profile.
 
 Events outside of backward and inside are counted apart, because recompute shows as an operator of forward that ran in
 backward. Events are named after operators, collectives of FSDP and compiled regions.
@@ -8,7 +8,6 @@ import threading
 from collections import Counter
 from dataclasses import dataclass
 
-from torch import Tensor
 from torch.autograd.profiler import profile
 
 from torchtitan_lite import build
@@ -24,7 +23,6 @@ class Observed:
     run: build.Run  # with the config of the trial, resolved
     batch: Batch
     result: StepResult
-    biases: dict[str, Tensor]  # of the experts, before the step
     # Events of the profile by name, outside of backward and inside. Empty if the step was not profiled.
     forward: Counter[str]
     backward: Counter[str]
@@ -32,25 +30,6 @@ class Observed:
     @property
     def config(self) -> Config:
         return self.run.config
-
-    @property
-    def rate(self) -> float:
-        """Learning rate as a fraction of its peak."""
-        return self.result.rates["lr"] / (self.config.optimizer.lr or 1.0)
-
-    @property
-    def position(self) -> int:
-        """Position of the step in the learning-rate schedule."""
-        return self.run.lr_scheduler.last_epoch - 1
-
-    @property
-    def moments(self) -> list[Tensor]:
-        """Optimizer state of the parameters, without counters. A fork may have any names."""
-        found = []
-        for parameter in self.run.parameters.values():
-            state = self.run.optimizer.state[parameter]
-            found += [tensor for tensor in state.values() if tensor.dim()]
-        return found
 
     def runs_thread(self, name: str) -> bool:
         return any(thread.name.startswith(name) for thread in threading.enumerate())

@@ -40,10 +40,14 @@ from torchtitan_lite.model.batch import Batch, find_fields
 from torchtitan_lite.model.document_attention import DocumentAttention
 from torchtitan_lite.model.head import Head
 from torchtitan_lite.model.inner_attention import InnerAttention
-from torchtitan_lite.model.loss import IGNORE_INDEX, Vocabulary, find_formula
+from torchtitan_lite.model.loss import (
+    IGNORE_INDEX,
+    Vocabulary,
+    count_valid_tokens,
+    find_formula,
+)
 from torchtitan_lite.model.moe import Experts, MoE, Router
 from torchtitan_lite.model.part import list_moes
-from torchtitan_lite.parallel.context_parallel import CausalContext, GatheringAttention
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 
 SPIKE = 10.0  # in units of the largest gradient norm that training.skip_spikes allows
@@ -73,7 +77,9 @@ class PlainStep:
     spoiled_by: float  # NaN, infinity or a spike to write into one gradient, or 0 to write nothing
     weights: dict[str, Tensor]  # before the step, including expert biases
     outputs: dict[str, Tensor]  # of each module, in forward order; for the head, token losses
-    has_own_loss: bool  # the model computes its own loss
+    shared: set[
+        str
+    ]  # keys whose code the plain loop shares with the layout: a loss or an attention of a fork
     ties: dict[int, tuple[Tensor, Tensor]]  # layer -> scores and experts of tokens with tied scores
     loss: float
     gradients: dict[str, Tensor]  # before clipping
@@ -157,16 +163,6 @@ class PlainAttention(InnerAttention):
 
 # Attention with separate code in the plain loop
 MASKED_ATTENTIONS = (DocumentAttention, WindowedAttention)
-
-
-def has_formula(inner: InnerAttention) -> bool:
-    """Return whether this file or torch has code for this attention; if not, the plain loop calls the model's code."""
-    kind, *bases = type(inner).__mro__
-    if bases[0] is GatheringAttention:
-        kind = bases[1]
-    return kind in (CausalAttention, CausalContext, *MASKED_ATTENTIONS)
-
-
 OF_LOSS = ("forward", "differentiate", "token_losses")  # methods of a head
 
 
@@ -178,48 +174,46 @@ class PlainExperts:
     """
 
     def __init__(self, moe: MoE, layer: int, *, biases_decide: bool):
-        self.moe = moe
-        router = moe.router
-        router.reset(torch.device("cpu"))
-        top_k = router.args.top_k
-        n_decided = top_k if biases_decide else min(1, top_k - 1)
-        bias = torch.zeros(router.n_experts)
+        self.router = moe.router
+        self.experts = moe.experts
+        self.top_k = self.router.args.top_k
+        self.router.reset(torch.device("cpu"))
+        n_decided = self.top_k if biases_decide else min(1, self.top_k - 1)
+        bias = torch.zeros(self.router.n_experts)
         bias[0] = -DECIDES
         bias[1 : 1 + n_decided] = DECIDES
-        router.expert_bias.copy_(bias.roll(layer))
+        self.router.expert_bias.copy_(bias.roll(layer))
+        self.router.choose = self.choose
         moe.forward = self.forward
 
-    def forward(self, x: Tensor) -> Tensor:
-        router = self.moe.router
-        args = router.args
-        top_k = args.top_k
-        experts = self.moe.experts
-        logits = x @ router.weight.t()
-        scores = logits.sigmoid()  # (B, S, E)
-        if args.router_scores == "softmax":
-            scores = logits.softmax(-1)
-        biased = (scores + router.expert_bias).detach()
+    def choose(self, scores: Tensor) -> Tensor:
+        """Choose as the router does, and keep the scores and experts of tied tokens. (B, S, E) -> (B, S, K)."""
+        biased = scores + self.router.expert_bias
         values, order = biased.sort(-1, descending=True)
-        routes = order[..., :top_k]
-        last_chosen = values[..., top_k - 1]
-        first_left_out = values[..., top_k]
+        routes = order[..., : self.top_k]
+        last_chosen = values[..., self.top_k - 1]
+        first_left_out = values[..., self.top_k]
         is_tie = last_chosen - first_left_out < TIE
-        self.ties = (scores[is_tie].detach(), routes[is_tie])
-        chosen = F.one_hot(routes, router.n_experts).sum(-2)  # (B, S, E)
-        weights = scores * chosen
-        if args.normalize_top_k:
-            weights = weights / weights.sum(-1, keepdim=True)
+        self.ties = (scores[is_tie], routes[is_tie])
+        return routes
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, routes, counts, probabilities, logits = self.router(x)
         tokens = x.flatten(0, 1)  # (T, D) times (E, D, F)
-        gate = F.silu(tokens @ experts.w1)
-        hidden = gate * (tokens @ experts.w3)
-        outputs = hidden @ experts.w2
-        self.load = chosen.sum((0, 1))
-        fraction = chosen.float().mean(1) * router.n_experts / top_k
-        probabilities = scores / scores.sum(-1, keepdim=True)
+        gate = F.silu(tokens @ self.experts.w1)
+        hidden = gate * (tokens @ self.experts.w3)
+        outputs = hidden @ self.experts.w2
+        of_expert = torch.zeros_like(logits)  # (B, S, E)
+        of_expert = of_expert.scatter(-1, routes, weights)
+        self.load = counts.sum(0)
+        _, seq_len, n_experts = logits.shape
+        fraction = counts * n_experts / (self.top_k * seq_len)
         per_sequence = (fraction * probabilities.mean(1)).sum(-1)
         self.imbalance = per_sequence.mean()
-        self.z_loss = logits.exp().sum(-1).log().square().mean()
-        return torch.einsum("etd,te->td", outputs, weights.flatten(0, 1)).view_as(x)
+        log_total = logits.exp().sum(-1).log()
+        self.z_loss = log_total.square().mean()
+        mixed = torch.einsum("etd,te->td", outputs, of_expert.flatten(0, 1))
+        return mixed.view_as(x)
 
 
 class PlainModel:
@@ -231,13 +225,17 @@ class PlainModel:
         model_class = build.find_model_class(args.name)
         self.model = model_class(args, attention=config.model.attention)
         self.outputs: dict[str, Tensor] = {}  # of each module in the last forward, in order
+        self.shared: set[str] = set()  # keys without a formula here or in torch
+        uses_documents = ATTENTIONS[config.model.attention].uses_documents
         for name, module in self.model.named_modules():
-            if name:
+            if name and not isinstance(module, Router):  # which returns several tensors
                 module.register_forward_hook(partial(self.keep_output, name))
             inner = getattr(module, "inner", None)
             if type(inner) in MASKED_ATTENTIONS:
-                uses_documents = ATTENTIONS[config.model.attention].uses_documents
                 module.inner = PlainAttention(inner, uses_documents=uses_documents)
+            is_attention = isinstance(module, InnerAttention)
+            if is_attention and type(module) not in (CausalAttention, PlainAttention):
+                self.shared.add("model.attention")
         initialize_weights(self.model, config.debug.seed)
         self.model.tok_embeddings.weight.data *= EMBEDDING_SCALE
         biases_decide = self.section.mixed_precision_param == "bfloat16"
@@ -250,7 +248,6 @@ class PlainModel:
             self.experts[layer] = PlainExperts(moe, layer, biases_decide=biases_decide)
         self.parameters = dict(self.model.named_parameters())
         self.model.output.formula = find_formula(self.section.loss)
-        self.has_own_loss = False  # known after the first step
 
     def keep_output(self, name: str, module: nn.Module, args: tuple, output: Tensor) -> None:
         self.outputs[name] = output.detach()
@@ -258,15 +255,14 @@ class PlainModel:
     def backward(self, batch: Batch) -> tuple[float, dict[str, Tensor]]:
         """Return the mean loss over counted tokens, and the gradients.
 
-        This file computes the cross entropy; other losses use their formula, and a model's own loss the model.
+        torch computes the cross entropy; other losses use their formula, and a model's own loss the model.
         """
-        self.has_own_loss = self.has_own_loss or self.finds_own_loss(batch.take_rows(range(1)))
-        counted = batch.targets != IGNORE_INDEX
-        if self.has_own_loss:
-            loss = self.call(batch, targets=batch.targets) / counted.sum()
+        if self.finds_own_loss(batch.take_rows(range(1))):
+            self.shared.add("training.loss")
+            loss = self.call(batch, targets=batch.targets) / count_valid_tokens(batch.targets)
             del self.outputs["output"]  # the head may have several calls
         else:
-            loss = self.compute_loss(batch, counted)
+            loss = self.compute_loss(batch)
         total = loss
         for experts in self.experts.values():
             total = total + self.section.expert_balance_loss * experts.imbalance
@@ -292,28 +288,26 @@ class PlainModel:
         own += [getattr(type(head), name) is not getattr(Head, name) for name in OF_LOSS]
         return any(own) or len(calls) != 1 or loss is not calls[0]
 
-    def compute_loss(self, batch: Batch, counted: Tensor) -> Tensor:
+    def compute_loss(self, batch: Batch) -> Tensor:
         """Return the mean cross entropy, or the mean of the formula, over counted targets, from full logits."""
-        exact = self.call(batch).double()
-        targets = batch.targets.where(counted, 0)
+        logits = self.call(batch)
+        exact = logits.double().flatten(0, 1)
+        targets = batch.targets.flatten()
         if self.section.loss == "cross_entropy":
-            of_target = exact.gather(-1, targets[..., None])
-            losses = exact.logsumexp(-1) - of_target.squeeze(-1)
+            losses = F.cross_entropy(exact, targets, ignore_index=IGNORE_INDEX, reduction="none")
         else:
-            formula = find_formula(self.section.loss)
             extra = {name: values.flatten(0, 1) for name, values in batch.extra.items()}
-            losses = formula(exact.flatten(0, 1), targets.flatten(), Vocabulary(), **extra)
-            losses = losses.view_as(targets)
+            losses = self.model.output.formula(exact, targets, Vocabulary(), **extra)
+        counted = targets != IGNORE_INDEX
         losses = losses.where(counted, 0)
-        self.outputs["output"] = losses.detach()
+        self.outputs["output"] = losses.detach().view_as(batch.targets)
         return losses.sum() / counted.sum()
 
-    @torch.no_grad()
     def move_biases(self) -> None:
         for experts in self.experts.values():
             load = experts.load.double()
             direction = torch.sign(load.mean() - load).float()
-            experts.moe.router.expert_bias += self.section.expert_bias_rate * direction
+            experts.router.expert_bias += self.section.expert_bias_rate * direction
 
 
 def run_plainly(config: Config, n_steps: int) -> list[PlainStep]:
@@ -350,12 +344,12 @@ def run_plainly(config: Config, n_steps: int) -> list[PlainStep]:
                 spoiled_by=spoiled_by,
                 weights=weights,
                 outputs=dict(plain.outputs),
-                has_own_loss=plain.has_own_loss,
+                shared=plain.shared,
                 ties={layer: experts.ties for layer, experts in plain.experts.items()},
                 loss=loss,
                 gradients=gradients,
                 norm=norm,
-                rates=list_rates(optimizer, plain.parameters),
+                rates=list_rates(optimizer),
                 loads={layer: experts.load for layer, experts in plain.experts.items()},
                 updated=copy_tensors(plain.model.state_dict()),
                 state=state,
@@ -364,13 +358,11 @@ def run_plainly(config: Config, n_steps: int) -> list[PlainStep]:
     return steps
 
 
-def list_rates(optimizer: Optimizer, parameters: dict[str, Tensor]) -> dict[str, float]:
+def list_rates(optimizer: Optimizer) -> dict[str, float]:
     """Return FQN -> learning rate that the optimizer uses now."""
-    names = {parameter: fqn for fqn, parameter in parameters.items()}
     rates = {}
     for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            rates[names[parameter]] = group["lr"]
+        rates |= dict.fromkeys(group["param_names"], group["lr"])
     return rates
 
 

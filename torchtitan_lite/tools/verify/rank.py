@@ -16,7 +16,7 @@ Scores identify the token, so it can be on any rank and in any microbatch.
 import math
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from unittest.mock import patch
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torchtitan_lite import build
 from torchtitan_lite import step as stepping  # a module, because tests patch its functions
 from torchtitan_lite.checkpoint.load import set_step
+from torchtitan_lite.components.expert_balance import is_recomputed
 from torchtitan_lite.config import learning_rate
 from torchtitan_lite.config.checks import plan_layout, resolve_config
 from torchtitan_lite.config.messages import UserError
@@ -40,12 +41,12 @@ from torchtitan_lite.model.loss import count_valid_tokens
 from torchtitan_lite.model.moe import Router
 from torchtitan_lite.model.rotary import rotary_angles
 from torchtitan_lite.parallel.mesh import build_mesh
-from torchtitan_lite.tools.verify.errors import Note, Seen, cut, local, relative_error
+from torchtitan_lite.tools.verify.errors import Seen, cut, local, relative_error
 from torchtitan_lite.tools.verify.plain import EMBEDDING_SCALE, PlainStep, list_rates
 from torchtitan_lite.tools.verify.rounding import (
     compare_scales,
     compare_with_halves,
-    find_scales,
+    list_scales,
     packing_checked,
     reductions_noted,
     sums_in_bfloat16,
@@ -69,13 +70,8 @@ def own_rows(run: build.Run, batch: Batch) -> Batch:
     return batch.take_rows(rows_of_rank(run.mesh.data_rank, run.layout.dp, len(batch.tokens)))
 
 
-def compare_steps(
-    rank: int, world_size: int, config: Config, path: str, *, profiled: int | None = None
-) -> Seen:
-    """Worker: repeat the steps of the plain loop, stored in the file `path`, on this layout. Collective.
-
-    `profiled`: the number of the step whose operators are profiled. None: of no step.
-    """
+def compare_steps(rank: int, world_size: int, config: Config, path: str) -> Seen:
+    """Worker: repeat the steps of the plain loop, stored in the file `path`, on this layout. Collective."""
     steps: list[PlainStep] = torch.load(path, weights_only=False, mmap=True)
     run = build_small_run(config, world_size)
     seen = Seen(run.mesh.coordinates())
@@ -84,28 +80,29 @@ def compare_steps(
         if fqn == "tok_embeddings.weight":
             right = right / EMBEDDING_SCALE
         is_equal = torch.equal(local(parameter), right)
-        seen.note(0, "initial weights", fqn, float(not is_equal))
-    with actions_noted(seen.acted, profiled):
-        for number, plain in enumerate(steps):
-            results = compare_step(run, plain, partial(seen.note, number))
-            if world_size == 1:
-                seen.results.append(results)
+        seen.note("initial weights", fqn, float(not is_equal))
+    with actions_noted(seen.acted), packing_checked(seen), reductions_noted(seen):
+        for seen.step, plain in enumerate(steps):
+            compare_step(run, plain, seen)
+    if world_size > 1:
+        seen.results.clear()  # shards
     return seen
 
 
-def compare_step(run: build.Run, plain: PlainStep, note: Note) -> dict[str, object]:
-    """Run one step and compare everything. Collective. Returns the loss, and the gradients of the rank."""
-    results: dict[str, object] = {}
+def compare_step(run: build.Run, plain: PlainStep, seen: Seen) -> None:
+    """Run one step and compare everything. Collective."""
     if run.lr_scheduler.last_epoch != plain.position:  # as a resume does
         set_step(run.lr_scheduler, plain.position)
     give_weights(run, plain.weights)
+    for scales in list_scales(run):
+        scales()  # of these weights
     routers = run.balance.routers if run.balance else {}
     for layer, router in routers.items():
         router.choose = partial(choose_with_ties, router, *plain.ties[layer])
     batch = own_rows(run, plain.batch)
-    n_tokens = stepping.count_global_tokens(run, stepping.shard_for_cp(run, batch)).item()
-    n_right = count_valid_tokens(plain.batch.targets).item()
-    note("counted tokens", "count_global_tokens", abs(n_tokens - n_right))
+    n_tokens = stepping.count_global_tokens(run, stepping.shard_for_cp(run, batch))
+    n_right = count_valid_tokens(plain.batch.targets)
+    seen.compare("counted tokens", "count_global_tokens", n_tokens.item(), n_right.item())
     config = with_value(run.config, "training.max_norm", plain.max_norm)
     if math.isfinite(plain.spoiled_by) and plain.spoiled_by:
         # Whether a norm is a spike depends on earlier norms.
@@ -115,92 +112,77 @@ def compare_step(run: build.Run, plain: PlainStep, note: Note) -> dict[str, obje
     sum_gradient_squares = stepping.sum_gradient_squares
 
     def compare_and_measure(*args) -> Tensor:
-        results["gradients"] = compare_gradients(run, plain, note)
-        for fqn, rate in list_rates(run.optimizer, run.parameters).items():
-            right = plain.rates[fqn]
-            note("learning rate", fqn, abs(rate - right) / (right or 1.0))
+        compare_gradients(run, plain, seen)
         return sum_gradient_squares(*args)
 
-    with ExitStack() as patches:
-        patches.enter_context(patch.object(stepping, "sum_gradient_squares", compare_and_measure))
-        patches.enter_context(packing_checked(note))
-        patches.enter_context(reductions_noted(note))
-        patches.enter_context(outputs_compared(run, plain, note))
-        scales = find_scales(run)
-        if scales:
-            # Scales are computed from the updated weights.
-            hook = run.optimizer.register_step_post_hook(
-                lambda *_: give_weights(run, plain.updated)
-            )
-            patches.callback(hook.remove)
+    with (
+        patch.object(stepping, "sum_gradient_squares", compare_and_measure),
+        outputs_compared(run, plain, seen),
+    ):
         result = stepping.train_step(replace(run, config=config), batch)
     loss = result.loss.item()
-    results["loss"] = loss
-    note("loss", "sum_losses", abs(loss - plain.loss) / abs(plain.loss))
+    seen.results[-1]["loss"] = loss
+    seen.compare("loss", "sum_losses", loss, plain.loss)
     is_finite = not plain.spoiled_by
     if is_finite:
-        norm = result.grad_norm.item()
-        note("gradient norm", "all gradients", abs(norm - plain.norm) / plain.norm)
-    note("finite flag", "train_step", float(bool(result.applied) != is_finite))
-    compare_updates(run, plain, note)
+        seen.compare("gradient norm", "all gradients", result.grad_norm.item(), plain.norm)
+    seen.compare("finite flag", "train_step", bool(result.applied), is_finite)
+    compare_updates(run, plain, seen)
     for layer, router in routers.items():
         name = f"layers.{layer}.feed_forward.router"
-        load_error = (result.expert_loads[layer, :-1] - plain.loads[layer]).abs().max()
-        note("expert loads", name, load_error.item())
+        load = result.expert_loads[layer, :-1]
+        seen.note("expert loads", name, relative_error(load, plain.loads[layer]))
         bias = f"{name}.expert_bias"
         bias_error = (router.expert_bias - plain.updated[bias]).abs().max()
-        note("expert biases", bias, bias_error.item())
+        seen.note("expert biases", bias, bias_error.item())
     for name, right in learning_rate.list_rates(run.config, plain.position).items():
-        note("learning rate", f"logged as {name}", abs(result.rates[name] - right) / (right or 1.0))
-    n_steps_off = abs(run.lr_scheduler.last_epoch - plain.position - 1)
-    note("schedule", "lr_scheduler", n_steps_off)
-    if scales:
-        compare_scales(scales, note)
+        seen.compare("learning rate", f"logged as {name}", result.rates[name], right)
+    seen.compare("schedule", "lr_scheduler", run.lr_scheduler.last_epoch, plain.position + 1)
+    for scales in list_scales(run):
+        compare_scales(scales, seen)
     if sums_in_bfloat16(run):
         give_weights(run, plain.weights)
-        compare_with_halves(run, plain, batch, results["gradients"], note)
-    return results
+        compare_with_halves(run, plain, batch, seen)
 
 
 @torch.no_grad()
-def compare_gradients(run: build.Run, plain: PlainStep, note: Note) -> dict[str, Tensor]:
-    """Compare the gradients, replace them with those of the plain loop, and return them."""
-    kept = {}
+def compare_gradients(run: build.Run, plain: PlainStep, seen: Seen) -> None:
+    """Compare gradients and learning rates. Keep the gradients, and replace them with those of the plain loop."""
+    gradients = {}
     for fqn, parameter in reversed(run.parameters.items()):
         right = plain.gradients[fqn]
-        if parameter.grad is None:
-            note("gradients", fqn, math.inf)
-            parameter.grad = torch.zeros_like(parameter)
         own = local(parameter.grad)
-        note("gradients", fqn, relative_error(parameter.grad, right))
-        kept[fqn] = own.clone()
+        seen.note("gradients", fqn, relative_error(parameter.grad, right))
+        gradients[fqn] = own.clone()
         own.copy_(cut(right, parameter))
+    seen.results.append({"gradients": gradients})
     if plain.spoiled_by and dist.get_rank() == dist.get_world_size() - 1:
         for parameter in run.parameters.values():
             own = local(parameter.grad)
             if own.numel():
                 own.view(-1)[0] = plain.spoiled_by
                 break
-    return kept
+    for fqn, rate in list_rates(run.optimizer).items():
+        seen.compare("learning rate", fqn, rate, plain.rates[fqn])
 
 
-def compare_updates(run: build.Run, plain: PlainStep, note: Note) -> None:
+def compare_updates(run: build.Run, plain: PlainStep, seen: Seen) -> None:
     """Compare the optimizer state, the updates of the weights and the replicas after a step. Collective."""
     forgives = run.config.optimizer.moments_dtype == "bfloat16"
     for fqn, parameter in reversed(run.parameters.items()):
         own_state = run.optimizer.state[parameter]
         for name, right in plain.state[fqn].items():
             error = relative_error(own_state[name], right, forgives=forgives)
-            note("state", f"{fqn} ({name})", error)
+            seen.note("state", f"{fqn} ({name})", error)
         right = plain.updated[fqn]
         update = right.double() - plain.weights[fqn].double()
         error = relative_error(parameter, right, update, roundings=4, forgives=forgives)
-        note("updates", fqn, error)
-    note("copies", "weights and state", 0.0)
+        seen.note("updates", fqn, error)
+    seen.note("copies", "weights and state", 0.0)
     try:
         compare_copies(run, dist.group.WORLD)
     except UserError as damage:
-        note("copies", str(damage), 1.0)
+        seen.note("copies", str(damage), 1.0)
 
 
 @torch.no_grad()
@@ -228,14 +210,12 @@ def choose_with_ties(router: Router, of_ties: Tensor, routes: Tensor, scores: Te
 
 
 @contextmanager
-def outputs_compared(run: build.Run, plain: PlainStep, note: Note) -> Iterator[None]:
+def outputs_compared(run: build.Run, plain: PlainStep, seen: Seen) -> Iterator[None]:
     """Context manager: watch the modules in a step, and compare their outputs at its end."""
-    angles = rotary_angles(plain.batch.positions, run.parts[0].model_args)
     pieces: dict[tuple[str, str], list[Tensor]] = defaultdict(list)
 
     def keep(name: str, module: nn.Module, args: tuple, output: Tensor) -> None:
-        is_recompute = torch._C._current_graph_task_id() != -1
-        if is_recompute:
+        if is_recomputed():
             return
         if name in plain.outputs:
             pieces["module output", name].append(local(output).clone())
@@ -252,6 +232,7 @@ def outputs_compared(run: build.Run, plain: PlainStep, note: Note) -> Iterator[N
     yield
     for hook in hooks:
         hook.remove()
+    angles = rotary_angles(plain.batch.positions, run.parts[0].model_args)
     for (measure, name), found in pieces.items():
         # Before its first step, a schedule also calls each part once, to infer shapes.
         microbatches = found[-run.layout.n_microbatches :]
@@ -263,9 +244,9 @@ def outputs_compared(run: build.Run, plain: PlainStep, note: Note) -> Iterator[N
         sequence_dim = 2 if name.endswith("inner") else 1  # (B, heads, S, E), others (B, S, ...)
         whole = cut_piece(right, own, sequence_dim, run)
         if own.shape == whole.shape:
-            note(measure, name, relative_error(own, whole))
+            seen.note(measure, name, relative_error(own, whole))
         else:
-            note("module output", name, math.inf)
+            seen.note("module output", name, math.inf)
 
 
 def cut_piece(whole: Tensor, own: Tensor, sequence_dim: int, run: build.Run) -> Tensor:

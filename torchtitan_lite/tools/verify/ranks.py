@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import torch
@@ -46,8 +47,7 @@ class RankPool(AbstractContextManager):
     """Worker processes, which start when first needed. Use as a context manager, or call close()."""
 
     def __init__(self):
-        self._processes: list = []
-        self._connections: list[Connection] = []
+        self._workers: dict[Connection, BaseProcess] = {}  # in the order of ranks
         self._n_jobs = 0  # since the workers started
 
     def __exit__(self, *exception) -> None:
@@ -63,37 +63,37 @@ class RankPool(AbstractContextManager):
         """
         if self._n_jobs == JOBS_PER_WORKER:
             self.close()
-        self._start(world_size)
+        for rank in range(len(self._workers), world_size):
+            self._start(rank)
         self._n_jobs += 1
+        connections = list(self._workers)[:world_size]
         with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-            job = (function, world_size, folder, args, kwargs)
-            for connection in self._connections[:world_size]:
-                connection.send(job)
-            return self._collect(world_size, timeout_s)
+            for connection in connections:
+                connection.send((function, world_size, folder, args, kwargs))
+            return self._collect(connections, timeout_s)
 
     def close(self) -> None:
         """End the workers."""
-        for process in self._processes:
+        for process in self._workers.values():
             process.kill()
-        for process in self._processes:
+        for process in self._workers.values():
             process.join()
-        self._processes, self._connections, self._n_jobs = [], [], 0
+        self._workers = {}
+        self._n_jobs = 0
 
-    def _start(self, n_ranks: int) -> None:
-        """Start missing workers, up to `n_ranks`."""
+    def _start(self, rank: int) -> None:
         start_fork_server()
         context = multiprocessing.get_context("forkserver")
-        for rank in range(len(self._processes), n_ranks):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(rank, theirs), daemon=True)
-            process.start()
-            theirs.close()  # otherwise recv() would not notice that a worker died
-            self._processes.append(process)
-            self._connections.append(ours)
+        ours, theirs = context.Pipe()
+        process = context.Process(target=serve, args=(rank, theirs), daemon=True)
+        process.start()
+        theirs.close()  # otherwise recv() would not notice that a worker died
+        self._workers[ours] = process
 
-    def _collect(self, world_size: int, timeout_s: float) -> list:
+    def _collect(self, connections: list[Connection], timeout_s: float) -> list:
+        world_size = len(connections)
         results = [None] * world_size
-        pending = dict(zip(self._connections, range(world_size), strict=False))
+        pending = {connection: rank for rank, connection in enumerate(connections)}
         failures: list[RankFailure] = []
         deadline = time.monotonic() + timeout_s
         while pending:
@@ -103,14 +103,13 @@ class RankPool(AbstractContextManager):
             for connection in ready:
                 rank = pending.pop(connection)
                 try:
-                    succeeded, results[rank] = connection.recv()
+                    results[rank] = connection.recv()
                 except EOFError:
-                    failures.append(self._describe_end(rank))
-                else:
-                    if succeeded:
-                        continue
-                    failures.append(RankFailure(f"rank {rank} of {world_size}: {results[rank]}"))
-                deadline = min(deadline, time.monotonic() + SECONDS_AFTER_A_FAILURE)
+                    name = f"rank {rank} of {world_size}"
+                    results[rank] = describe_end(name, self._workers[connection])
+                if isinstance(results[rank], RankFailure):
+                    failures.append(results[rank])
+                    deadline = min(deadline, time.monotonic() + SECONDS_AFTER_A_FAILURE)
         if pending and not failures:
             late = ", ".join(map(str, pending.values()))
             failures.append(NoAnswer(f"no answer within {timeout_s:g} s from rank {late}"))
@@ -120,13 +119,13 @@ class RankPool(AbstractContextManager):
             raise min(failures, key=lambda failure: not isinstance(failure, NoAnswer))
         return results
 
-    def _describe_end(self, rank: int) -> RankFailure:
-        process = self._processes[rank]
-        process.join(timeout=5)
-        status = process.exitcode or 0
-        if status < 0:
-            return NoAnswer(f"rank {rank} was killed by {signal.Signals(-status).name}")
-        return RankFailure(f"rank {rank} of {len(self._processes)} ended without an answer")
+
+def describe_end(name: str, process: BaseProcess) -> RankFailure:
+    process.join(timeout=5)
+    status = process.exitcode or 0
+    if status < 0:
+        return NoAnswer(f"{name} was killed by {signal.Signals(-status).name}")
+    return RankFailure(f"{name} ended without an answer")
 
 
 def serve(rank: int, connection: Connection) -> None:
@@ -155,6 +154,7 @@ def serve(rank: int, connection: Connection) -> None:
                 if dist.is_initialized():  # the job may have destroyed the group
                     dist.destroy_process_group()
                 forget_groups()
-            connection.send((True, result))
+            connection.send(result)
         except BaseException:  # a worker must always answer
-            connection.send((False, traceback.format_exc()))
+            text = f"rank {rank} of {world_size}: {traceback.format_exc()}"
+            connection.send(RankFailure(text))

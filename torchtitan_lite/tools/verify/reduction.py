@@ -21,13 +21,13 @@ recompute and compile. The certificate lists every difference from the real conf
 """
 
 import shlex
-from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
-from math import lcm
+from math import gcd, lcm
 
 from torchtitan_lite.config.block import list_windows
-from torchtitan_lite.config.checks import check_microbatches, plan_layout
+from torchtitan_lite.config.checks import check_microbatches, count_pieces, plan_layout
 from torchtitan_lite.config.choices import ATTENTIONS, SCHEDULES
 from torchtitan_lite.config.experts import find_expert_dim
 from torchtitan_lite.config.float8 import FLOAT8_BLOCK
@@ -47,7 +47,9 @@ from torchtitan_lite.tools.plan.workload import round_up
 from torchtitan_lite.tools.verify.degrees import (
     AUTOMATIC,
     DEGREES,
+    EP,
     SHARD,
+    TP,
     choose_dp_shard,
     count_ranks,
     list_smaller,
@@ -151,19 +153,17 @@ def reduce_config(config: Config, max_ranks: int) -> Reduction:
 
 def suggest_smaller(config: Config, max_ranks: int) -> str:
     """Return the command for a smaller layout, or else the advice to allow more ranks."""
-    for smaller in list_smaller(config):
+    for degrees in list_smaller(config):
+        smaller = override(config, degrees)
         if count_ranks(smaller.parallelism) > max_ranks:
             continue
-        try:
+        with suppress(ConfigError):
             reduce_config(smaller, max_ranks)
-        except ConfigError:
-            continue
-        command = ["verify", f"--config={config.job.config_file}", f"--ranks={max_ranks}"]
-        for key in DEGREES:
-            degree = get_value(smaller, key)
-            if degree != get_value(config, key):
-                command.append(f"--{key}={degree}")
-        return f"Verify a smaller layout: {name_command(shlex.join(command))}"
+            command = ["verify", f"--config={config.job.config_file}", f"--ranks={max_ranks}"]
+            for key, degree in degrees.items():
+                if degree != get_value(config, key):
+                    command.append(f"--{key}={degree}")
+            return f"Verify a smaller layout: {name_command(shlex.join(command))}"
     return "Give a larger --ranks"
 
 
@@ -257,7 +257,7 @@ def reduce_stages(section: Parallelism, n_layers: int, real: Layout) -> dict[str
     """
     if real.pp == 1:
         return {"model.n_layers": min(2, n_layers), STAGES: None}
-    counts = count_layers(real.stages)
+    counts = plan_stages(section, n_layers)
     least = SCHEDULES[section.pipeline_parallel_schedule].least_stages_per_rank
     n_stages = real.pp * max(least, min(2, len(counts) // real.pp))
     fewest = min(filter(None, counts))
@@ -267,21 +267,11 @@ def reduce_stages(section: Parallelism, n_layers: int, real: Layout) -> dict[str
     layers_per_stage = [None, 1, 2, 3]
     loads = range(4)  # of the modules outside the layers
     for values in product(layers_per_stage, loads, loads):
-        keys = {
-            "model.n_layers": sum(fewer),
-            **dict(zip((STAGES, FIRST, LAST), values, strict=True)),
-        }
+        keys = dict(zip((STAGES, FIRST, LAST), values, strict=True))
         small = override(Config(parallelism=section), keys)
-        if count_stages(small.parallelism, sum(fewer)) != n_stages:
-            continue
         if plan_stages(small.parallelism, sum(fewer)) == fewer:
-            return keys
+            return keys | {"model.n_layers": sum(fewer)}
     raise ValueError(f"no keys of the pipeline give stages of {fewer} layers")
-
-
-def count_layers(stages: Iterable[Iterable[str]]) -> list[int]:
-    """Return the number of layers of each stage."""
-    return [sum(fqn.startswith("layers.") for fqn in stage) for stage in stages]
 
 
 def reduce_batch(small: Config, config: Config, real: Layout, wide: Layout) -> dict[str, object]:
@@ -298,31 +288,31 @@ def reduce_batch(small: Config, config: Config, real: Layout, wide: Layout) -> d
         n_microbatches = find_n_microbatches(small.parallelism, wanted, n_stages)
     unit = FLOAT8_BLOCK if config.model.uses_float8 else 1
     # 41 stays odd if neither tp nor cp divides rows, to test that code which halves a row keeps the last token.
-    n_tokens = count_tokens(small, 41)
-    keys = give_batch(wide, n_rows, n_microbatches, n_tokens, unit)
+    keys = give_batch(small, wide, n_rows, n_microbatches, 41, unit)
     if accumulates:
         keys["training.local_batch_size"] = n_rows
     return keys
 
 
-def count_tokens(small: Config, least: int) -> int:
-    """Return a row length, at least `least`, that is longer than every window of this model."""
-    windows = list_windows(small.model.attention, resolve_model(small.model))
-    return max([least, *(BEYOND + window for window in windows if window)])
-
-
 def give_batch(
-    layout: Layout, n_rows: int, n_microbatches: int, least_tokens: int, unit: int = 1
+    small: Config,
+    layout: Layout,
+    n_rows: int,
+    n_microbatches: int,
+    least_tokens: int,
+    unit: int = 1,
 ) -> dict[str, object]:
-    """Return the keys of a batch with `n_rows` per microbatch, and a multiple of `unit` tokens per piece of a row."""
+    """Return the keys of a batch with `n_rows` per microbatch, and rows that are longer than every window.
+
+    A row has at least `least_tokens`, and a multiple of `unit` in each piece that cp and tp need.
+    """
+    windows = list_windows(small.model.attention, resolve_model(small.model))
+    n_tokens = max([least_tokens, *(BEYOND + window for window in windows if window)])
     local_batch_size = n_rows * n_microbatches
-    pieces = layout.tp * unit
-    if layout.cp > 1:
-        pieces *= 2 * layout.cp
     return {
         "training.local_batch_size": local_batch_size,
         "training.global_batch_size": local_batch_size * layout.dp,
-        "training.seq_len": round_up(least_tokens, pieces),
+        "training.seq_len": round_up(n_tokens, count_pieces(small.parallelism) * unit),
         "parallelism.pipeline_parallel_microbatch_size": n_rows if layout.pp > 1 else 1,
     }
 
@@ -349,6 +339,7 @@ def deepen(reduction: Reduction) -> Config:
     layout = reduction.layout
     real = reduction.real
     args = resolve_model(real.model)
+    tp = layout.tp
     # Without recompute and compiler, which would take most of the time. The wide trial tests them.
     keys = {
         STAGES: None,
@@ -357,28 +348,26 @@ def deepen(reduction: Reduction) -> Config:
         "compile.enable": False,
         "activation_checkpoint.mode": "none",
     }
-    section = override(reduction.config, keys).parallelism
-    n_stages = count_stages(section, 2**14)
-    n_layers = max(N_LAYERS, n_stages)
+    small = override(reduction.config, keys)
+    n_stages = count_stages(small.parallelism, N_LAYERS)
     n_microbatches = 1
     if layout.pp > 1:
-        n_microbatches = find_n_microbatches(section, N_MICROBATCHES, n_stages)
-    keys |= {
-        "model.n_layers": n_layers,
+        n_microbatches = find_n_microbatches(small.parallelism, N_MICROBATCHES, n_stages)
+    keys = {
+        "model.n_layers": max(N_LAYERS, n_stages),
         "model.dim": DIM,
-        "model.n_heads": layout.tp * min(2, args.n_heads // max(layout.tp, args.n_kv_heads)),
-        "model.n_kv_heads": min(layout.tp, args.n_kv_heads),
-        "model.head_dim": lcm(4, max(1, layout.tp // args.n_kv_heads)),
-        "model.ffn_dim": reduce_size(args.ffn_dim, 24, layout.tp, 1),
-        "model.vocab_size": reduce_size(args.vocab_size, 64, layout.tp, 1),
+        "model.n_heads": tp * min(2, args.n_heads // max(tp, args.n_kv_heads)),
+        "model.n_kv_heads": min(tp, args.n_kv_heads),
+        "model.head_dim": lcm(4, max(1, tp // args.n_kv_heads)),
+        "model.ffn_dim": round_up(24, tp),
+        "model.vocab_size": round_up(64, tp),
         **reduce_experts(args, layout, DIM, N_DEEP_EXPERTS),
     }
     n_tokens = N_TOKENS
     if ATTENTIONS[real.model.attention].uses_documents:
         n_tokens = 2 * N_TOKENS
-    small = override(reduction.config, keys)
-    n_tokens = count_tokens(small, n_tokens)
-    return override(small, give_batch(layout, 1, n_microbatches, n_tokens))
+    small = override(small, keys)
+    return override(small, give_batch(small, layout, 1, n_microbatches, n_tokens))
 
 
 # ---------------------------------------------------------------- other trials
@@ -397,3 +386,23 @@ def put_on_one_rank(config: Config, local_batch_size: int) -> Config:
     section = replace(Parallelism(), data_parallel_shard_degree=1)
     keys = {"parallelism": section, "training.local_batch_size": local_batch_size}
     return override(leave_out_compiler(config), keys)
+
+
+def choose_other_layout(config: Config, n_ranks: int) -> Config:
+    """Return the config on another mesh of the same ranks, with the same global batch and another ep if possible.
+
+    It has tp = 2, and dp_shard over the rest. If that is not possible, dp_shard covers all ranks.
+    """
+    args = resolve_model(config.model)
+    asked = {key: get_value(config, key) for key in DEGREES}
+    eps = [1]
+    if args.moe:
+        eps = sorted((2, n_ranks, 1), key=lambda ep: ep == asked[EP])
+    for ep, tp in product(eps, (gcd(2, n_ranks), 1)):
+        degrees = dict.fromkeys(DEGREES, 1) | {TP: tp, SHARD: n_ranks // tp, EP: ep}
+        other = override(config, degrees)
+        with suppress(ConfigError):
+            plan_layout(other, args, n_ranks)
+            if degrees != asked:
+                return other
+    return config

@@ -17,11 +17,11 @@ from torchtitan_lite.extensions.zero_plus_plus import Packing
 from torchtitan_lite.model.batch import Batch, find_fields
 from torchtitan_lite.model.float8_linear import E4M3, choose_scale
 from torchtitan_lite.model.loss import IGNORE_INDEX, count_valid_tokens
-from torchtitan_lite.tools.verify.errors import Note, local, relative_error
+from torchtitan_lite.tools.verify.errors import Seen, local, relative_error
 from torchtitan_lite.tools.verify.plain import PlainStep
 
 
-def packing_checked(note: Note) -> AbstractContextManager:
+def packing_checked(seen: Seen) -> AbstractContextManager:
     """Context manager: compare what ZeRO++ packs with its bound, then send exact numbers, which hide no other error."""
     pack = Packing.pack
     unpack = Packing.unpack
@@ -37,7 +37,7 @@ def packing_checked(note: Note) -> AbstractContextManager:
                 largest = block.amax(-1, keepdim=True)
                 half_scale = largest / 253.9  # half a step of the integers, and some rounding
                 worst = error / (half_scale + 1e-30)
-                note("packing", "zero_plus_plus", worst.max().item())
+                seen.note("packing", "zero_plus_plus", worst.max().item())
         sent = rows.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         sent = sent.view(torch.int8)
         # A rank must not use its own numbers unrounded, because other ranks see them rounded.
@@ -58,7 +58,7 @@ def packing_checked(note: Note) -> AbstractContextManager:
     )
 
 
-def reductions_noted(note: Note) -> AbstractContextManager:
+def reductions_noted(seen: Seen) -> AbstractContextManager:
     """Context manager: record whether FSDP reduces gradients in float32."""
     name = "reduce_scatter_tensor"
     if hasattr(dist, "reduce_scatter_single"):  # torch 2.13
@@ -67,27 +67,25 @@ def reductions_noted(note: Note) -> AbstractContextManager:
 
     def reduce(output: Tensor, input: Tensor, *args, **options) -> object:
         is_rounded = input.dtype != torch.float32
-        note("reduced in float32", "FSDP", float(is_rounded))
+        seen.note("reduced in float32", "FSDP", float(is_rounded))
         return reduce_scatter(output, input, *args, **options)
 
     return patch.object(dist, name, reduce)
 
 
-def find_scales(run: build.Run) -> PrecomputedScales | None:
-    """Return the float8 scales that the run computes after each update. None if it computes none."""
-    scales = [each for each in run.after_update if isinstance(each, PrecomputedScales)]
-    return scales[0] if scales else None
+def list_scales(run: build.Run) -> list[PrecomputedScales]:
+    """Return the float8 scales that the run computes after each update."""
+    return [each for each in run.after_update if isinstance(each, PrecomputedScales)]
 
 
-def compare_scales(precomputed: PrecomputedScales, note: Note) -> None:
-    """Compare the scales for the next step with scales computed from the weights of that step. Collective."""
-    weights = precomputed.hooks
-    mesh = precomputed.mesh
-    amax = torch.stack([find_amax(weight.shard) for weight in weights])
-    dist.all_reduce(amax, dist.ReduceOp.MAX, group=mesh.get_group(mesh.ndim - 1))
-    scales = torch.stack([weight.scale for weight in weights])
-    error = (scales / choose_scale(amax, E4M3) - 1).abs().max()
-    note("scales", "precompute_scales", error.item())
+def compare_scales(precomputed: PrecomputedScales, seen: Seen) -> None:
+    """Compare the scales for the next step with scales computed from the updated weights. Collective."""
+    group = precomputed.mesh.get_group(precomputed.mesh.ndim - 1)
+    for hook in precomputed.hooks:
+        amax = find_amax(hook.shard)
+        dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)
+        right = choose_scale(amax, E4M3)
+        seen.compare("scales", "precompute_scales", hook.scale.item(), right.item())
 
 
 def sums_in_bfloat16(run: build.Run) -> bool:
@@ -98,14 +96,12 @@ def sums_in_bfloat16(run: build.Run) -> bool:
     return is_bfloat16 and run.layout.n_microbatches > 1 and not is_rounded
 
 
-def compare_with_halves(
-    run: build.Run, plain: PlainStep, batch: Batch, gradients: dict[str, Tensor], note: Note
-) -> None:
+def compare_with_halves(run: build.Run, plain: PlainStep, batch: Batch, seen: Seen) -> None:
     """Compare the gradients of all microbatches with the sum of the gradients of two halves. Collective.
 
     This finds a sum that is rounded to bfloat16 on any layout, because the halves round differently.
     """
-    differences = dict(gradients)
+    differences = dict(seen.results[-1]["gradients"])
     rows = torch.arange(len(batch.tokens))
     microbatches = rows // run.layout.microbatch_size
     is_even = microbatches % 2 == 0
@@ -113,18 +109,16 @@ def compare_with_halves(
     # The loss of a half is divided by the tokens of the whole batch.
     n_tokens = count_valid_tokens(plain.batch.targets)
     with patch.object(stepping, "count_global_tokens", lambda *_: n_tokens):
-        for is_counted in (is_even, ~is_even):
-            is_left_out = ~is_counted[:, None]
-            targets = batch.targets.masked_fill(is_left_out, IGNORE_INDEX)
+        for is_left_out in (is_even, ~is_even):
+            targets = batch.targets.masked_fill(is_left_out[:, None], IGNORE_INDEX)
             half = replace(batch, targets=targets).with_fields(fields)
             stepping.compute_gradients(run, half)
             for fqn, parameter in run.parameters.items():
                 gradient = local(parameter.grad)
                 differences[fqn] = differences[fqn] - gradient
     for fqn, parameter in run.parameters.items():
-        gradient = local(parameter.grad)
-        gradient.copy_(differences[fqn])
+        local(parameter.grad).copy_(differences[fqn])
         right = plain.gradients[fqn]
         nothing = torch.zeros_like(right)
         error = relative_error(parameter.grad, nothing, right)
-        note("sum of microbatches", fqn, error)
+        seen.note("sum of microbatches", fqn, error)

@@ -17,7 +17,8 @@ import math
 import os
 import random
 import runpy
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from functools import partial
@@ -29,24 +30,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchtitan_lite import REPOSITORY, build
+from torchtitan_lite import REPOSITORY, build, preflight
 from torchtitan_lite.checkpoint.load import OpenCheckpoint
 from torchtitan_lite.components.signals import StopFlag
 from torchtitan_lite.config.model import resolve_model
-from torchtitan_lite.config.model_rows import ModelArgs
-from torchtitan_lite.config.reader import dump_config_toml
+from torchtitan_lite.config.reader import KEYS, UserConfig
 from torchtitan_lite.config.schema import Config, LRScheduler, with_value
 from torchtitan_lite.extensions.parameter_groups import list_used
 from torchtitan_lite.model.moe import Router
-from torchtitan_lite.models.registry import MODELS
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 from torchtitan_lite.tools.corpora.prepare import PrepareSettings, prepare
-from torchtitan_lite.tools.verify.degrees import choose_other_layout
 from torchtitan_lite.tools.verify.errors import Seen, relative_error
 from torchtitan_lite.tools.verify.reduction import (
     STAGES,
     TOKENIZER,
     Reduction,
+    choose_other_layout,
     leave_out_compiler,
     override,
     put_on_one_rank,
@@ -85,16 +84,16 @@ def try_train(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Trial:
     right, _ = run_train(alone, 1, run_ranks)
     seen = Seen({})
     ran = []
-    for name, config, steps in (("first start", first, (1, 2)), ("resumed start", resumed, (3, 4))):
+    for name, config, steps in (("first start", first, (0, 1)), ("resumed start", resumed, (2, 3))):
         log, acted = run_train(config, n_ranks, run_ranks)
         ran.append((config, acted))
-        for step in steps:
-            for key, expected in right[step].items():
+        for seen.step in steps:
+            own = log[seen.step + 1]
+            for key, expected in right[seen.step + 1].items():
                 measure = key.partition("/")[0]  # lr, or lr/PATTERN of a group
                 if measure in BOUNDS:
-                    error = abs(log[step].get(key, math.inf) - expected) / abs(expected or 1.0)
-                    seen.note(step - 1, measure, name, error)
-            compare_checkpoints(alone, config, step, seen)
+                    seen.compare(measure, name, own.get(key, math.inf), expected)
+            compare_checkpoints(alone, config, seen)
         trial = judge("train.py", [seen], partial(measure_noise, alone, run_ranks))
         if trial.faults:
             break
@@ -106,17 +105,17 @@ def measure_noise(alone: Config, run_ranks: RunRanks) -> Noise:
     seen = Seen({})
     for seed in range(N_ROUNDINGS):
         other = with_value(alone, "job.dump_folder", f"{alone.job.dump_folder} {seed}")
-        run_train(other, 1, run_ranks, partial(start_rounded, seed))
-        for step in range(1, alone.training.steps + 1):
-            compare_checkpoints(alone, other, step, seen)
-    return {(step, name): error for (step, _, name), error in seen.errors.items()}
+        run_train(other, 1, run_ranks, seed)
+        for seen.step in range(alone.training.steps):
+            compare_checkpoints(alone, other, seen)
+    return seen.errors
 
 
-def compare_checkpoints(alone: Config, config: Config, step: int, seen: Seen) -> None:
+def compare_checkpoints(alone: Config, config: Config, seen: Seen) -> None:
     """Compare every tensor of a checkpoint, weights and optimizer state, with the checkpoint of one process."""
-    name = Path(config.checkpoint.folder, f"step-{step}")
-    right = OpenCheckpoint(Path(alone.job.dump_folder) / name)
-    own = OpenCheckpoint(Path(config.job.dump_folder) / name)
+    folder = Path(config.checkpoint.folder, f"step-{seen.step + 1}")
+    right = OpenCheckpoint(Path(alone.job.dump_folder) / folder)
+    own = OpenCheckpoint(Path(config.job.dump_folder) / folder)
     saved = own.manifest.tensors
     expected = right.manifest.tensors
     errors = {}
@@ -126,59 +125,51 @@ def compare_checkpoints(alone: Config, config: Config, step: int, seen: Seen) ->
             errors[name] = relative_error(own.read(name), right.read(name))
     # A wrong state also makes weights wrong, but less: report the largest error first.
     for name in sorted(errors, key=errors.get, reverse=True):
-        seen.note(step - 1, "saved tensor", name, errors[name])
+        seen.note("saved tensor", name, errors[name])
 
 
 def run_train(
-    config: Config, n_ranks: int, run_ranks: RunRanks, worker: Callable | None = None
+    config: Config, n_ranks: int, run_ranks: RunRanks, seed: int | None = None
 ) -> tuple[Log, Acted]:
     """Run train.py on ranks of the pool. Return its log, and which keys acted. Raises RankFailure."""
-    flavors = {"debug": resolve_model(config.model)}  # a TOML file cannot set the number of experts
-    config = override(config, {"model.flavor": "debug", "model.row": None})
-    folder = Path(config.job.dump_folder)
-    path = folder.with_suffix(".toml")
-    path.write_text(dump_config_toml(config), encoding="utf-8")
     # Like torchrun, the parent hosts the rendezvous store, at a port that the system chooses.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks = run_ranks(worker or start_train, n_ranks, ["--config", str(path)], store.port, flavors)
-    log: Log = {}
-    for line in (folder / "metrics.jsonl").read_text().splitlines():
+    ranks = run_ranks(start_train, n_ranks, config, store.port, seed)
+    log: Log = defaultdict(dict)
+    for line in Path(config.job.dump_folder, "metrics.jsonl").read_text().splitlines():
         record = json.loads(line)
         if record["kind"] in ("step", "validation"):
-            log.setdefault(record["step"], {}).update(record)
+            log[record["step"]] |= record
     return log, merge(ranks)
 
 
 # ---------------------------------------------------------------- a start
 
 
-def start_train(
-    rank: int,
-    world_size: int,
-    args: list[str],
-    port: int,
-    flavors: dict[str, ModelArgs],
-) -> Acted:
+def start_train(rank: int, world_size: int, config: Config, port: int, seed: int | None) -> Acted:
     """Worker: execute train.py as under torchrun. The TCPStore of the parent listens at `port`.
 
-    `flavors` are added to the model's flavors. Returns which keys acted. Exceptions of train.py propagate. Raises
-    RuntimeError if its exit status is not 0.
+    With a `seed`, initial weights are rounded differently. Returns which keys acted. Exceptions of train.py propagate.
+    Raises RuntimeError if its exit status is not 0.
     """
+    # A TOML file could not set the number of experts.
+    given = UserConfig(config, "train", frozenset(KEYS), problems=(), notices=())
     log = io.StringIO()
     acted: Acted = {}
     dist.destroy_process_group()
     with (
         process_left_as_it_was(),
         patch.dict(os.environ, make_environment(rank, world_size, port)),
-        patch.dict(MODELS[flavors["debug"].name].flavors, flavors),
+        patch.object(preflight, "read_config", lambda args: given),
+        patch.object(build, "initialize_weights", partial(initialize, seed)),
         patch.object(Router, "choose", choose_by_bias),
-        packing_checked(lambda *_: None),
-        actions_noted(acted, profiled=1),
+        packing_checked(Seen({})),
+        actions_noted(acted),
         redirect_stdout(log),
         redirect_stderr(log),
     ):
         names = runpy.run_path(str(REPOSITORY / "train.py"), run_name="train")
-        status = names["main"](args, StopFlag())
+        status = names["main"]([], StopFlag())
     if status != 0:
         raise RuntimeError(
             f"train.py ended with status {status}; its log:\n{log.getvalue()[-4000:].strip()}"
@@ -186,15 +177,11 @@ def start_train(
     return acted
 
 
-def start_rounded(seed: int, *args) -> Acted:
-    """Worker: `start_train` with initial weights that are rounded differently."""
-
-    def initialize(part: nn.Module, *options) -> None:
-        initialize_weights(part, *options)
+def initialize(seed: int | None, part: nn.Module, *options) -> None:
+    """Replace `initialize_weights`: with a seed, round the weights differently."""
+    initialize_weights(part, *options)
+    if seed is not None:
         round_differently(part, torch.Generator().manual_seed(seed))
-
-    with patch.object(build, "initialize_weights", initialize):
-        return start_train(*args)
 
 
 def choose_by_bias(router: Router, scores: Tensor) -> Tensor:

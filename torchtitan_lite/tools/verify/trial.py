@@ -44,8 +44,7 @@ from torchtitan_lite.tools.verify.reduction import (
 from torchtitan_lite.tools.verify.witnesses import Acted, merge
 
 RunRanks = Callable[..., list]  # (worker, world_size, *args) -> one result per rank
-# step, name -> relative error of another rounding in one process
-Noise = dict[tuple[int, str], float]
+Noise = dict[Key, float]  # relative errors of another rounding in one process
 
 # Errors of correct layouts: gradients 2e-6, with twelve MoE layers 8e-6; state 2e-7, updates 4e-8.
 SUMS = 1e-5  # sums in another order
@@ -113,6 +112,7 @@ class Trial:
     ] = ()  # config of each layout that ran, and which keys acted
     # parameters whose gradients are only rounding errors in every step, so a wrong gradient would not be noticed
     unjudged: tuple[str, ...] = ()
+    shared: tuple[str, ...] = ()  # keys whose code one process shares with the layout
 
     @property
     def culprit(self) -> Culprit | None:
@@ -122,27 +122,39 @@ class Trial:
 def try_layout(
     name: str, config: Config, world_size: int, run_ranks: RunRanks, folder: Path, n_steps: int
 ) -> Trial:
-    """Run a reduced config on `world_size` ranks, and compare it with the plain loop.
-
-    A single step is not profiled, because profiling would take most of the time of the deep trial.
-    """
+    """Run a reduced config on `world_size` ranks, and compare it with the plain loop."""
     steps = run_plainly(config, n_steps)
-    # the second step also uses what the first one has computed for it
-    profiled = 1 if n_steps > 1 else None
+    run_layout = partial(repeat_steps, config, world_size, run_ranks, folder / f"{name}.pt")
     find_noise = partial(measure_noise, config, steps)
-    path = folder / f"{name}.pt"
-    torch.save([replace(step, outputs={}) for step in steps], path)
-    ranks = run_ranks(compare_steps, world_size, config, str(path), profiled=profiled)
+    ranks = run_layout(steps)
     trial = judge(name, ranks, find_noise)
+    if trial.culprit and trial.culprit.kind in OF_FORWARD:
+        again = run_layout(steps, compares_outputs=True)
+        trial = judge(name, again, find_noise, modules=steps[0].outputs)
+    return describe_run(trial, config, steps, ranks)
+
+
+def repeat_steps(
+    config: Config,
+    world_size: int,
+    run_ranks: RunRanks,
+    path: Path,
+    steps: list[PlainStep],
+    *,
+    compares_outputs: bool = False,
+) -> list[Seen]:
+    """Repeat steps of the plain loop on ranks that read them from the file `path`."""
+    if not compares_outputs:
+        steps = [replace(step, outputs={}) for step in steps]
+    torch.save(steps, path)
+    return run_ranks(compare_steps, world_size, config, str(path))
+
+
+def describe_run(trial: Trial, config: Config, steps: list[PlainStep], ranks: list[Seen]) -> Trial:
+    """Return the trial with the config that ran, the keys that acted, and those whose code is shared."""
     ran = with_value(config, "training.max_norm", round(steps[0].max_norm, 3))
     acted = merge(rank.acted for rank in ranks)
-    if steps[0].has_own_loss:
-        acted["training.loss"] = False
-    if trial.culprit and trial.culprit.kind in OF_FORWARD:
-        torch.save(steps, path)
-        ranks = run_ranks(compare_steps, world_size, config, str(path))
-        trial = judge(name, ranks, find_noise, modules=steps[0].outputs)
-    return replace(trial, ran=((ran, acted),))
+    return replace(trial, ran=((ran, acted),), shared=tuple(steps[0].shared))
 
 
 def make_trial(name: str, call: Callable[[], Trial]) -> Trial:
@@ -184,7 +196,7 @@ def judge(
     faults: dict[str, Culprit] = {}
     least: dict[str, float] = {}  # smallest bound of each sum
     for key in sorted(keys, key=lambda key: (key[0], order.index(key[1]), places.get(key[2], 0))):
-        step, measure, name = key
+        _, measure, name = key
         bound = choose_bound(key)
         if bound is None:
             continue
@@ -192,7 +204,7 @@ def judge(
         worst = max(error for _, error in errors)
         if measure in OF_SUMS:
             if worst > bound:
-                bound = max(bound, NOISE * find_noise()[step, name])
+                bound = max(bound, NOISE * find_noise()[key])
             least[name] = min(bound, least.get(name, bound))
         before, its_bound = measures.get(measure, (0.0, bound))
         if worst * its_bound >= before * bound:  # closer to its bound
@@ -225,7 +237,7 @@ def blame(key: Key, errors: list[tuple[Coordinates, float]], bound: float) -> Cu
 # name -> number of steps; minimum bound; a quarter of a rounding, whose effect is measured if gradients seem wrong.
 # Bounds have a minimum because errors of one rank may cancel: in its loss, or in the gradient of a scalar, which other
 # layouts round once more (bfloat16: 2**-9)
-PRECISIONS = {"bfloat16": (1, 4e-3, 2**-11), "float8": (3, 1e-2, 2**-6)}
+PRECISIONS = {"bfloat16": (2, 4e-3, 2**-11), "float8": (3, 1e-2, 2**-6)}
 # With ep, experts multiply the rows of several ranks at once, and add them in another order. One rank adds the two
 # gradients of a tied matrix in the compute dtype, but stages add them in float32.
 ROUNDED_OFTEN = 2e-2
@@ -239,16 +251,14 @@ def try_precision(name: str, reduction: Reduction, run_ranks: RunRanks, folder: 
     config = make_config(reduction, float8=name == "float8")
     precompute = "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp"
     alone = override(put_on_one_rank(config, layout.microbatch_size), {precompute: False})
-    steps = [replace(step, outputs={}) for step in run_plainly(config, n_steps)]
+    steps = run_plainly(config, n_steps)
     path = folder / f"{name}.pt"
-    torch.save(steps, path)
-    (one,) = run_ranks(compare_steps, 1, alone, str(path))
+    (one,) = repeat_steps(alone, 1, run_ranks, path, steps)
+    reference = steps
     is_exact = layout.tp == layout.cp == 1
     if is_exact:
-        rounded = [replace(step, **own) for step, own in zip(steps, one.results, strict=True)]
-        torch.save(rounded, path)
-    profiled = min(1, n_steps - 1)
-    ranks = run_ranks(compare_steps, layout.world_size, config, str(path), profiled=profiled)
+        reference = [replace(step, **own) for step, own in zip(steps, one.results, strict=True)]
+    ranks = repeat_steps(config, layout.world_size, run_ranks, path, reference)
 
     def choose_bound(key: Key) -> float | None:
         _, measure, fqn = key
@@ -262,10 +272,8 @@ def try_precision(name: str, reduction: Reduction, run_ranks: RunRanks, folder: 
         is_of_experts = layout.ep > 1 and ".feed_forward." in fqn
         return ROUNDED_OFTEN if is_tied or is_of_experts else SUMS
 
-    ran = with_value(config, "training.max_norm", round(steps[0].max_norm, 3))
     find_noise = partial(measure_noise, config, steps, ROUNDING if is_exact else rounding)
-    trial = judge(name, ranks, find_noise, choose_bound)
-    return replace(trial, ran=((ran, merge(rank.acted for rank in ranks)),))
+    return describe_run(judge(name, ranks, find_noise, choose_bound), config, steps, ranks)
 
 
 def make_config(reduction: Reduction, *, float8: bool) -> Config:
@@ -299,16 +307,13 @@ def measure_noise(config: Config, steps: list[PlainStep], rounding: float = ROUN
     """Measure how much gradients change if weights are rounded differently: a lot if the terms of a sum cancel."""
     plain = PlainModel(config)
     generator = torch.Generator().manual_seed(0)
-    tensors = plain.model.state_dict()
-    noise: Noise = {}
-    for number, step in enumerate(steps):
+    seen = Seen({})
+    for seen.step, step in enumerate(steps):
         for _ in range(N_ROUNDINGS):
-            for name, weight in step.weights.items():
-                tensors[name].copy_(weight)
+            plain.model.load_state_dict(step.weights)
             round_differently(plain.model, generator, rounding)
             with torch.enable_grad():
                 _, gradients = plain.backward(step.batch)
             for fqn, gradient in gradients.items():
-                error = relative_error(gradient, step.gradients[fqn])
-                noise[number, fqn] = max(error, noise.get((number, fqn), 0.0))
-    return noise
+                seen.note("gradients", fqn, relative_error(gradient, step.gradients[fqn]))
+    return seen.errors

@@ -13,7 +13,6 @@ from dataclasses import fields
 from unittest.mock import patch
 
 import torch
-from torch import nn
 from torch.autograd.profiler import profile
 
 from torchtitan_lite import build
@@ -25,11 +24,8 @@ from torchtitan_lite.config.schema import get_value
 from torchtitan_lite.extensions.parameter_groups import list_used
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.model.float8_linear import Float8Linear
-from torchtitan_lite.model.own_attention import list_attentions
 from torchtitan_lite.tools.verify.degrees import DEGREES
-from torchtitan_lite.tools.verify.errors import local
 from torchtitan_lite.tools.verify.observed import Observed, count, count_events
-from torchtitan_lite.tools.verify.plain import has_formula
 
 # ---------------------------------------------------------------- the facts
 
@@ -45,16 +41,16 @@ def once_on(is_on: object, acted: bool) -> bool | None:
 
 
 def in_use(step: Observed) -> bool:
-    """Every step uses the value (a size, a degree, a seed). If it did not, the comparison would fail."""
+    """Every step uses the value (a size, a degree, a rate). If it did not, the comparison would fail."""
     return True
 
 
-def once_set(key: str, witness: Witness) -> Witness:
-    """Return the witness of a key that is off if its value is 0, empty or false."""
-    return lambda step: witness(step) if get_value(step.config, key) else None
-
-
 # ---------------------------------------------------------------- the facts
+
+
+def happens(event: str) -> Witness:
+    """Return the witness of a key that is set: the profile has an event whose name contains `event`."""
+    return lambda step: count(step.forward + step.backward, event) > 0
 
 
 def computes_in_dtype(step: Observed) -> bool:
@@ -68,21 +64,14 @@ def reads_text(step: Observed) -> bool:
 
 
 def separates_documents(step: Observed) -> bool | None:
-    """If the plain loop has no code of its own for this attention, both sides share the code, so it is not covered."""
-    name = step.config.model.attention
-    inners = [inner for part in step.run.parts for inner in list_attentions(part).values()]
-    is_compared = all(map(has_formula, inners))
-    if is_compared and ATTENTIONS[name].uses_documents:
-        is_compared = step.batch.doc_ids.any().item()
-    return once_on(name != "causal" or not is_compared, is_compared)
-
-
-def updates(step: Observed) -> bool:
-    return bool(step.result.applied) and step.result.rates["lr"] > 0
+    """The certificate also needs a formula for this attention in the plain loop."""
+    uses_documents = ATTENTIONS[step.config.model.attention].uses_documents
+    return once_on(uses_documents, step.batch.doc_ids.any().item())
 
 
 def clips(step: Observed) -> bool:
-    return updates(step) and step.result.grad_norm.item() > step.config.training.max_norm
+    is_above = step.result.grad_norm > step.config.training.max_norm
+    return bool(step.result.applied & is_above)
 
 
 def skips_a_spike(step: Observed) -> bool:
@@ -93,32 +82,18 @@ def steps_with_optimizer(step: Observed) -> bool:
     return count(step.forward, f"Optimizer.step#{step.config.optimizer.name}") > 0
 
 
-def has_moments(step: Observed) -> bool | None:
-    n_moments = OPTIMIZERS[step.config.optimizer.name].n_moments
-    return once_on(n_moments, bool(step.moments))
-
-
 def stores_moments(step: Observed) -> bool | None:
-    asked = getattr(torch, step.config.optimizer.moments_dtype)
-    is_stored = any(local(moment).dtype == asked for moment in step.moments)
-    return once_on(has_moments(step) is not None, is_stored)
-
-
-def warms_up(step: Observed) -> bool | None:
-    n_steps = step.config.lr_scheduler.warmup_steps
-    return once_on(n_steps > 1, step.position < n_steps and step.rate < 1)
+    section = step.config.optimizer
+    asked = getattr(torch, section.moments_dtype)
+    stored = [tensor for state in step.run.optimizer.state.values() for tensor in state.values()]
+    return once_on(OPTIMIZERS[section.name].n_moments, any(each.dtype == asked for each in stored))
 
 
 def decays(step: Observed) -> bool | None:
     section = step.config.lr_scheduler
-    is_after_warmup = step.position >= section.warmup_steps
-    return once_on(section.decay_ratio != 0, is_after_warmup and step.rate < 1)
-
-
-def ends_above_zero(step: Observed) -> bool | None:
-    """The rate never decays below this value. Otherwise the rate of the last step would be nearly 0."""
-    factor = step.config.lr_scheduler.min_lr_factor
-    return once_on(factor and decays(step) is not None, decays(step) and step.rate >= factor)
+    is_after_warmup = step.run.lr_scheduler.last_epoch > section.warmup_steps
+    is_lower = step.result.rates["lr"] < step.config.optimizer.lr
+    return once_on(section.decay_ratio != 0, is_after_warmup and is_lower)
 
 
 def runs_implementation(step: Observed) -> bool | None:
@@ -133,23 +108,8 @@ def runs_implementation(step: Observed) -> bool | None:
     return bool(step.forward) and is_asked
 
 
-def moves_biases(step: Observed) -> bool | None:
-    if step.run.balance is None:
-        return None
-    moved = [not torch.equal(step.biases[fqn], b) for fqn, b in step.run.balance.biases.items()]
-    return any(moved)
-
-
-def balances(step: Observed) -> bool | None:
-    return once_on(step.run.balance, count(step.backward, "AuxiliaryGradient") > 0)
-
-
-def adds_z_loss(step: Observed) -> bool | None:
-    return once_on(step.run.balance, count(step.backward, "AddLoss") > 0)
-
-
 def updates_groups(step: Observed) -> bool:
-    """Every group has a parameter of the small model, and this rank updates a parameter with its group's factors."""
+    """Every group has a parameter of the small model, and this rank has a parameter with its group's factors."""
     section = step.config.optimizer
     asked = set()
     for group in section.groups:
@@ -159,7 +119,7 @@ def updates_groups(step: Observed) -> bool:
         used.add((group["initial_lr"], group["weight_decay"]))
     model_args = step.run.parts[0].model_args
     has_all = list_used(section.groups, model_args) == section.groups
-    return updates(step) and has_all and bool(asked & used)
+    return has_all and bool(asked & used)
 
 
 def splits_loss(step: Observed) -> bool:
@@ -168,20 +128,22 @@ def splits_loss(step: Observed) -> bool:
     return n_tokens > step.config.training.loss_chunk_tokens
 
 
+def count_most(step: Observed, text: str) -> int:
+    """Return the count of the most frequent event whose name contains the text."""
+    events = step.forward + step.backward
+    return max((n for name, n in events.items() if text in name), default=0)
+
+
 def gathers_as_zero_stage(step: Observed) -> bool | None:
     """Compare the gathers and reductions of a block with the table in parallel/fsdp.py."""
     layout = step.run.layout
-    events = step.forward + step.backward
-    n_gathers = max(
-        (events[name] for name in events if "FSDP::all_gather (layers." in name), default=0
-    )
-    n_reduced = max((events[name] for name in events if "reduce (layers." in name), default=0)
+    n_gathers = count_most(step, "FSDP::all_gather (layers.")
     acted = n_gathers > 1
     if layout.zero_stage < 3:
         # With a single microbatch, stages 1 and 2 are the same.
         expected = layout.n_microbatches if layout.zero_stage == 2 else 1
-        acted = n_gathers == 1 and n_reduced == expected
-    return once_on(layout.dp_shard * layout.cp > 1, acted)
+        acted = n_gathers == 1 and count_most(step, "reduce (layers.") == expected
+    return once_on(layout.fsdp > 1, acted)
 
 
 def splits_nodes(step: Observed) -> bool | None:
@@ -231,36 +193,21 @@ def compiles(step: Observed) -> bool | None:
     return once_on(section.enable, all(acted[name] for name in section.components))
 
 
-def multiplies_in_float8(step: Observed) -> bool | None:
-    n_matmuls = count(step.forward, "Float8MatmulFunction")
-    return once_on(step.config.model.uses_float8, n_matmuls > 0)
-
-
-def gathers_in_float8(step: Observed) -> bool | None:
-    """FSDP sends bytes. No backend gathers float8."""
-    section = step.config.quantize.linear.float8
-    is_on = step.config.model.uses_float8 and section.enable_fsdp_float8_all_gather
-    return once_on(is_on, count(step.forward, "_allgather_base_ unsigned char") > 0)
-
-
 def filters_linears(step: Observed) -> bool | None:
     """A linear layer that a filter names does not multiply in float8."""
     filters = step.config.quantize.linear.float8.filter_fqns
-    named = []
     for part in step.run.parts:
         for fqn, module in part.named_modules():
-            if isinstance(module, nn.Linear) and any(text in fqn for text in filters):
-                named.append(module)
-    is_filtered = not any(isinstance(module, Float8Linear) for module in named)
-    return once_on(step.config.model.uses_float8 and named, is_filtered)
+            if isinstance(module, Float8Linear) and any(text in fqn for text in filters):
+                return False
+    return None
 
 
-def precomputes_scales(step: Observed) -> bool | None:
+def precomputes_scales(step: Observed) -> bool:
     """Without precomputed scales, each weight that is gathered in float8 needs an all-reduce in forward."""
-    section = step.config.quantize.linear.float8
-    is_on = step.config.model.uses_float8 and section.precompute_float8_dynamic_scale_for_fsdp
-    n_matmuls = count(step.forward, "Float8MatmulFunction")
-    return once_on(is_on, 0 < count(step.forward, "c10d::allreduce_") < n_matmuls)
+    n_matmuls = count(step.forward, FLOAT8)
+    n_reductions = count(step.forward, "c10d::allreduce_")
+    return 0 < n_reductions < n_matmuls
 
 
 def saves_in_thread(step: Observed) -> bool | None:
@@ -271,56 +218,53 @@ def saves_in_thread(step: Observed) -> bool | None:
 
 # ---------------------------------------------------------------- the table
 
-SWITCHES: dict[str, Witness] = {  # keys that are off if they are 0, empty or false
-    "training.dataset_weights": reads_text,
-    "training.max_norm": clips,
-    "training.skip_spikes": skips_a_spike,
-    "training.loss_chunk_tokens": splits_loss,
-    "training.expert_bias_rate": moves_biases,
-    "training.expert_balance_loss": balances,
-    "training.router_z_loss": adds_z_loss,
-    "parallelism.zero_plus_plus": rounds_shards,
-    "optimizer.lr": updates,
-    "optimizer.weight_decay": updates,
-    "optimizer.groups": updates_groups,
-    "debug.deterministic": lambda step: torch.are_deterministic_algorithms_enabled(),
-}
+FLOAT8 = "Float8MatmulFunction"  # event
 IN_USE = """
 training.local_batch_size
 training.global_batch_size
 training.seq_len
 training.mixed_precision_reduce
+training.expert_bias_rate
 parallelism.pipeline_parallel_microbatch_size
 parallelism.pipeline_parallel_layers_per_stage
 parallelism.pipeline_parallel_first_stage_less_layers
 parallelism.pipeline_parallel_last_stage_less_layers
+optimizer.lr
+optimizer.weight_decay
+optimizer.beta1
+optimizer.beta2
+optimizer.eps
+lr_scheduler.warmup_steps
 debug.seed
 """.split()
+SIZES = ("name", "flavor", *MODEL_SIZES, *MOE_SIZES, *MASKS)
 WITNESSES: dict[str, Witness] = {
-    **{f"model.{name}": in_use for name in ("name", "flavor", *MODEL_SIZES, *MOE_SIZES, *MASKS)},
-    **dict.fromkeys((*DEGREES, *IN_USE), in_use),
-    **{key: once_set(key, witness) for key, witness in SWITCHES.items()},
+    **dict.fromkeys((*DEGREES, *IN_USE, *(f"model.{name}" for name in SIZES)), in_use),
     "model.hf_assets_path": reads_text,
     "model.attention": separates_documents,
-    "model.converters": multiplies_in_float8,
+    "model.converters": happens(FLOAT8),
     "training.data_seed": reads_text,
+    "training.dataset_weights": reads_text,
+    "training.max_norm": clips,
+    "training.skip_spikes": skips_a_spike,
     "training.mixed_precision_param": computes_in_dtype,
+    "training.loss_chunk_tokens": splits_loss,
+    "training.expert_balance_loss": happens("AuxiliaryGradient"),
+    "training.router_z_loss": happens("AddLoss"),
     "parallelism.fsdp_reshard_after_forward": gathers_as_zero_stage,
     "parallelism.zero_stage": gathers_as_zero_stage,
+    "parallelism.zero_plus_plus": rounds_shards,
     "parallelism.zero_plus_plus_node_size": splits_nodes,
     "parallelism.pipeline_parallel_schedule": runs_schedule,
     "parallelism.context_parallel_rotate_method": rotates,
     "optimizer.name": steps_with_optimizer,
-    "optimizer.beta1": has_moments,
-    "optimizer.beta2": has_moments,
-    "optimizer.eps": has_moments,
+    "optimizer.groups": updates_groups,
     "optimizer.implementation": runs_implementation,
     "optimizer.moments_dtype": stores_moments,
-    "lr_scheduler.warmup_steps": warms_up,
     "lr_scheduler.total_steps": decays,
     "lr_scheduler.decay_ratio": decays,
     "lr_scheduler.decay_type": decays,
-    "lr_scheduler.min_lr_factor": ends_above_zero,
+    "lr_scheduler.min_lr_factor": decays,
     "checkpoint.async_mode": saves_in_thread,
     "activation_checkpoint.mode": recomputes,
     "activation_checkpoint.selective_ac_option": recomputes,
@@ -328,10 +272,14 @@ WITNESSES: dict[str, Witness] = {
     "compile.enable": compiles,
     "compile.components": compiles,
     "compile.backend": compiles,
-    "quantize.linear.float8.recipe_name": multiplies_in_float8,
+    "debug.deterministic": lambda step: torch.are_deterministic_algorithms_enabled(),
+    "quantize.linear.float8.recipe_name": happens(FLOAT8),
     "quantize.linear.float8.filter_fqns": filters_linears,
-    "quantize.linear.float8.emulate": multiplies_in_float8,
-    "quantize.linear.float8.enable_fsdp_float8_all_gather": gathers_in_float8,
+    "quantize.linear.float8.emulate": happens(FLOAT8),
+    # FSDP sends bytes. No backend gathers float8.
+    "quantize.linear.float8.enable_fsdp_float8_all_gather": happens(
+        "_allgather_base_ unsigned char"
+    ),
     "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": precomputes_scales,
 }
 
@@ -339,26 +287,35 @@ WITNESSES: dict[str, Witness] = {
 # ---------------------------------------------------------------- steps of a trial
 
 
+def ask(key: str, step: Observed) -> bool | None:
+    """Return whether a key acted in a step; None if it is off: 0, empty or false, or a key of float8 without float8."""
+    witness = WITNESSES[key]
+    if witness is in_use:
+        return True
+    is_on = step.config.model.uses_float8 or not key.startswith("quantize")
+    if is_on and get_value(step.config, key):
+        return witness(step)
+    return None
+
+
 @contextmanager
-def actions_noted(acted: Acted, profiled: int | None) -> Iterator[None]:
+def actions_noted(acted: Acted) -> Iterator[None]:
     """Context manager: note in `acted` which keys act in the steps of this rank.
 
-    `profiled` is the number of the step whose operators are profiled. This takes as long as three other steps.
+    The second step is profiled, which takes as long as three other steps. It also uses what the first step has computed
+    for it. A trial of one step, the deep one, is not profiled.
     """
     train_step = stepping.train_step
     n_steps = 0
 
     def watch(run: build.Run, batch: Batch, *args) -> stepping.StepResult:
         nonlocal n_steps
-        biases = {}
-        if run.balance:
-            biases = {fqn: bias.clone() for fqn, bias in run.balance.biases.items()}
-        profiler = profile(enabled=n_steps == profiled, record_shapes=True)
         n_steps += 1
+        profiler = profile(enabled=n_steps == 2, record_shapes=True)
         with profiler:
             result = train_step(run, batch, *args)
-        step = Observed(run, batch, result, biases, *count_events(profiler))
-        seen = {key: witness(step) for key, witness in WITNESSES.items()}
+        step = Observed(run, batch, result, *count_events(profiler))
+        seen = {key: ask(key, step) for key in WITNESSES}
         acted.update(merge([acted, seen]))
         return result
 
