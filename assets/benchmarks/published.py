@@ -75,7 +75,7 @@ class OtherCluster(Cluster):
 
     # FlashAttention-2: 335 TFLOP/s causal forward, arXiv:2407.08608, figure 5. Backward: fit.
     flash2_forward: float = 0.34
-    flash2_backward: float = 0.27
+    flash2_backward: float = 0.28
     # Matmuls of unfused attention, which writes its scores to memory. Fit.
     unfused_efficiency: float = 0.50
 
@@ -103,6 +103,7 @@ class OtherWorkload(Workload):
     )
     overlaps_ep: bool = False  # all-to-alls overlap with another microbatch
     norms_op_by_op: bool = False  # in fp32
+    repeats_keys: bool = False  # attention reads a copy of keys and values for every query head
 
 
 class OtherTime(StepTime):
@@ -136,9 +137,12 @@ class OtherTime(StepTime):
         return forward, 2 * forward
 
     def elementwise_time(self, kind: LayerKind) -> float:
-        """Add the norms that each tp rank computes in full without sequence parallel."""
+        """Add copies of keys and values, and the norms that each tp rank computes in full without sequence parallel."""
         w = self.workload
         seconds = super().elementwise_time(kind)
+        if w.repeats_keys:
+            heads_dim = (w.args.n_heads / w.layout.tp + w.n_kv_heads) * w.args.head_dim
+            seconds += self.cluster.memory_time(2 * w.compute_bytes * heads_dim * w.n_tokens)
         if w.sequence_parallel:
             return seconds
         of_norm, *_ = TENSORS[w.compiled]
