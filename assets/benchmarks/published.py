@@ -29,7 +29,7 @@ from torchtitan_lite.models.registry import MODELS
 from torchtitan_lite.tools.plan.bars import Bar, find_family
 from torchtitan_lite.tools.plan.cluster import CLUSTERS, GB, Cluster
 from torchtitan_lite.tools.plan.layer_time import KERNELS_OF_EXPERTS, TENSORS, TILE_ROWS, Times
-from torchtitan_lite.tools.plan.memory import find_fullest
+from torchtitan_lite.tools.plan.memory import Memory, RankMemory
 from torchtitan_lite.tools.plan.step_time import StepTime
 from torchtitan_lite.tools.plan.workload import LayerKind, Workload
 
@@ -75,7 +75,7 @@ class OtherCluster(Cluster):
 
     # FlashAttention-2: 335 TFLOP/s causal forward, arXiv:2407.08608, figure 5. Backward: fit.
     flash2_forward: float = 0.34
-    flash2_backward: float = 0.27
+    flash2_backward: float = 0.28
     # Matmuls of unfused attention, which writes its scores to memory. Fit.
     unfused_efficiency: float = 0.50
 
@@ -89,13 +89,21 @@ FLASH2 = {
 
 @dataclass
 class OtherWorkload(Workload):
-    """A step of a different trainer."""
+    """A step of a different trainer.
 
+    With the engine torch, DTensor copies gathered tensors, and each microbatch of a pipeline has a receive buffer.
+    Other engines have as many buffers as pp ranks.
+    """
+
+    engine: str = "torch"  # or megatron, deepspeed
+    keeps_logits: bool = False  # fp32 logits, log-softmax and gradients of all tokens at once
+    sequence_parallel: bool = True
     sends_once: bool = (
         False  # DeepEP: over ep, a token goes once to each rank and node, which copies it
     )
     overlaps_ep: bool = False  # all-to-alls overlap with another microbatch
     norms_op_by_op: bool = False  # in fp32
+    repeats_keys: bool = False  # attention reads a copy of keys and values for every query head
 
 
 class OtherTime(StepTime):
@@ -129,9 +137,12 @@ class OtherTime(StepTime):
         return forward, 2 * forward
 
     def elementwise_time(self, kind: LayerKind) -> float:
-        """Add the norms that each tp rank computes in full without sequence parallel."""
+        """Add copies of keys and values, and the norms that each tp rank computes in full without sequence parallel."""
         w = self.workload
         seconds = super().elementwise_time(kind)
+        if w.repeats_keys:
+            heads_dim = (w.args.n_heads / w.layout.tp + w.n_kv_heads) * w.args.head_dim
+            seconds += self.cluster.memory_time(2 * w.compute_bytes * heads_dim * w.n_tokens)
         if w.sequence_parallel:
             return seconds
         of_norm, *_ = TENSORS[w.compiled]
@@ -145,8 +156,8 @@ class OtherTime(StepTime):
             again = forward * kind.average(full=1)
         return forward, backward, again
 
-    def copy_hidden(self, n_times: int) -> float:
-        return super().copy_hidden(n_times) if self.workload.engine == "torch" else 0.0
+    def copy_time(self, n_bytes: float) -> float:
+        return super().copy_time(n_bytes) if self.workload.engine == "torch" else 0.0
 
     def module_times(self, module: ModuleRow) -> Times:
         """Return the seconds of a module's matmuls. Routers multiply in bfloat16, experts on streams."""
@@ -214,6 +225,64 @@ class OtherTime(StepTime):
         return self.workload.rows_bytes / top_k * (1 - (1 - 1 / n) ** top_k)
 
 
+class OtherMemory(RankMemory):
+    """Estimates the peak memory of a different trainer, if its layers or its buffers differ."""
+
+    workload: OtherWorkload
+
+    @property
+    def n_gathered(self) -> int:
+        return (
+            RankMemory.n_gathered if self.workload.engine == "torch" else len(self.workload.stages)
+        )
+
+    @property
+    def angle_bytes(self) -> int:
+        return RankMemory.angle_bytes if self.workload.engine == "torch" else 0
+
+    def estimate(self, pp_rank: int) -> Memory:
+        memory = super().estimate(pp_rank)
+        layout = self.workload.layout
+        if self.workload.engine == "torch":
+            return memory
+        return memory._replace(received=memory.received / layout.n_microbatches * layout.pp)
+
+    def list_kept(self, kind: LayerKind) -> dict[str, float]:
+        """Add scores of unfused attention, torchtitan's recompute of 2024, and hidden states of all tp ranks.
+
+        alternate keeps 62.1 KiB per token of Llama 8B: the input of the block, outputs of wq, wv, attention, w1 and w2
+        (whole), none of experts.
+        """
+        w = self.workload
+        args = w.args
+        tp = w.layout.tp
+        c = w.compute_bytes
+        kept = super().list_kept(kind)
+        if w.attention == "unfused":  # softmax, dropout and the dropout mask
+            kept["none"] += 5 * w.seq_len * args.n_heads / tp
+        heads = 2 * args.n_heads * args.head_dim + w.n_kv_heads * args.head_dim * tp
+        of_rowwise = args.dim * (kind.n_scatters - 1)
+        kept["alternate"] = kept["full"] + 4 * args.n_heads / tp
+        kept["alternate"] += ((heads + kind.products_dim) / tp + of_rowwise) * c
+        if not w.sequence_parallel:
+            repeated = args.dim * (1 - 1 / tp) * c
+            for mode in kept:
+                kept[mode] += repeated
+            kept["none"] += (len(kind.norms) - 1) * repeated - kind.n_gathers * args.dim * c
+            kept["op"] += 2 * kind.is_moe * repeated
+        return kept
+
+    def estimate_loss(self) -> float:
+        """Add a trainer that keeps all logits.
+
+        It holds three fp32 tensors (T, V), log-softmax and two gradients; a compiled loss holds one.
+        """
+        w = self.workload
+        if not w.keeps_logits:
+            return super().estimate_loss()
+        return (4 if w.compiles_loss else 12) * w.n_tokens * w.args.vocab_size / w.layout.tp
+
+
 def list_gpt_block(args: ModelArgs, moe: MoEArgs | None = None) -> list[ModuleRow]:
     """List the modules of a GPT block: Llama's modules without the gate."""
     block = MODELS["llama3"].list_block(args, moe)
@@ -277,7 +346,7 @@ class Row:
     def reserved_per_live(self) -> float:
         """Published bytes that the allocator reserves, per byte in use by the closed form."""
         outside = DEEPSPEED_GIB if self.is_deepspeed else 0.0
-        return (self.gib - outside) * GIB / find_fullest(self.workload).live
+        return (self.gib - outside) * GIB / OtherMemory(self.workload).fullest.live
 
     def miss_memory(self, constants: dict[str, float]) -> float:
         """Return log(forecast / published) of the memory."""

@@ -15,7 +15,7 @@ from torchtitan_lite.components.optim import build_optimizer
 from torchtitan_lite.config.schema import Optimizer, ParameterGroup
 from torchtitan_lite.tools.plan.cluster import CLUSTERS
 from torchtitan_lite.tools.plan.dry_run import dry_run
-from torchtitan_lite.tools.plan.memory import estimate_memory
+from torchtitan_lite.tools.plan.memory import RankMemory
 from torchtitan_lite.tools.plan.planned_run import PlannedRun
 from torchtitan_lite.tools.plan.transfers import estimate_traffic
 from torchtitan_lite.tools.verify.plain import STEPS
@@ -131,7 +131,7 @@ def test_the_closed_form_moves_what_a_dry_run_moves_and_counts_its_state(name):
         assert_equal_traffic(closed, run.traffic)
         sites = [call.site.line.startswith("extensions/muon.py") for call in run.collectives]
         assert any(sites) == (world_size > 1)
-        moments = [estimate_memory(each.workload, pp_rank).optimizer for each in runs]
+        moments = [RankMemory(each.workload).estimate(pp_rank).optimizer for each in runs]
         weights = {
             fqn: p
             for fqn, p in run.parameters.items()

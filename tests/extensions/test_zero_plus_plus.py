@@ -14,7 +14,6 @@ from test_costs import assert_equal_traffic, make
 
 from torchtitan_lite.extensions.zero_plus_plus import AllGather, ReduceScatter
 from torchtitan_lite.tools.plan.dry_run import dry_run, shorten
-from torchtitan_lite.tools.plan.memory import estimate_memory
 from torchtitan_lite.tools.plan.planned_run import plan_run
 from torchtitan_lite.tools.plan.transfers import estimate_traffic
 from torchtitan_lite.tools.verify.train_py import try_train
@@ -110,8 +109,7 @@ def test_memory_of_a_large_model_on_two_nodes_and_no_bytes_between_them_in_backw
     keys = ["--config", "llama3_8b", "--model.n_layers=8", *keys]
     planned = shorten(plan_run(keys, 16, "h100"), 1)
     run = dry_run(planned)
-    memory = estimate_memory(planned.workload, 0)
-    assert memory.live == pytest.approx(run.peak_bytes, rel=0.01)
+    assert planned.memory.live == pytest.approx(run.peak_bytes, rel=0.01)
     phases = {
         call.site.phase
         for call in run.collectives

@@ -50,7 +50,7 @@ from torchtitan_lite.model.moe import Router
 from torchtitan_lite.tools.host_rules import bound_memory
 from torchtitan_lite.tools.plan.cluster import CLUSTERS
 from torchtitan_lite.tools.plan.dry_run import dry_run, shorten
-from torchtitan_lite.tools.plan.memory import estimate_memory
+from torchtitan_lite.tools.plan.memory import RankMemory
 from torchtitan_lite.tools.plan.meter import Meter
 from torchtitan_lite.tools.plan.planned_run import PlannedRun, plan_run
 from torchtitan_lite.tools.plan.transfers import Moved, estimate_traffic, sum_moved
@@ -152,7 +152,7 @@ def test_traffic_of_the_closed_form_is_that_of_a_dry_run(name):
         run = dry_run(planned, pp_rank)
         assert_equal_traffic(estimate_traffic(planned.workload, pp_rank), run.traffic)
         # A tiny model also holds its batch, angles and ids.
-        live_bytes = estimate_memory(planned.workload, pp_rank).live
+        live_bytes = RankMemory(planned.workload).estimate(pp_rank).live
         assert live_bytes == pytest.approx(run.peak_bytes, rel=0.25)
         peaks.append(run.peak_bytes)
     if planned.layout.pp <= 2:  # The bound of `check` is below the peak of some rank.
@@ -210,7 +210,7 @@ def test_memory_of_the_closed_form_is_that_of_a_dry_run_of_a_large_model(
     name, n_gpus, keys, pp_rank, n_microbatches, error
 ):
     planned = shorten(plan_run(["--config", name, *keys], n_gpus, "h100"), n_microbatches)
-    memory = estimate_memory(planned.workload, pp_rank)
+    memory = RankMemory(planned.workload).estimate(pp_rank)
     assert memory.live == pytest.approx(dry_run(planned, pp_rank).peak_bytes, rel=error)
 
 

@@ -15,7 +15,7 @@ from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.tools.plan.cluster import CLUSTERS, Cluster
-from torchtitan_lite.tools.plan.memory import estimate_memory, find_fullest
+from torchtitan_lite.tools.plan.memory import RankMemory
 from torchtitan_lite.tools.plan.planned_run import PlannedRun
 from torchtitan_lite.tools.plan.search import is_common, list_candidates, rank
 
@@ -67,8 +67,8 @@ def test_what_a_search_prunes_by_is_true_of_every_layout():
         w = planned.workload
         step_time_s = planned.forecast.step_time_s
         assert planned.step_time.lower_bound_s <= step_time_s * (1 + 1e-9)
-        peaks = [estimate_memory(w, rank).live for rank in range(w.layout.pp)]
-        assert find_fullest(w).live == max(peaks)
+        peaks = [RankMemory(w).estimate(rank).live for rank in range(w.layout.pp)]
+        assert planned.memory.live == max(peaks)
         alone = PlannedRun("alone", planned.config, planned.model_args, planned.layout, H100)
         assert alone.taken_bytes == planned.taken_bytes
         assert alone.step_time.lower_bound_s == planned.step_time.lower_bound_s

@@ -51,7 +51,7 @@ class Cluster:
     n_multiprocessors: int = 132  # each computes one tile at a time
 
     # For an infinitely large matmul, at the power limit. Fit.
-    matmul_efficiency: float = 0.63
+    matmul_efficiency: float = 0.64
     # The same in float8, with a scale per tensor and per row. Fit.
     float8_efficiency: float = 0.61
     rowwise_efficiency: float = 0.35
@@ -81,7 +81,7 @@ class Cluster:
     # torch took 4 to 6 us on one loaded CPU core, forward or backward, without a GPU driver's part.
     host_s: float = 10e-6
     # Speed of a grouped matmul over experts, relative to a matmul. Fit.
-    grouped_efficiency: float = 0.87
+    grouped_efficiency: float = 0.86
     async_tp_hidden: float = 0.62  # fraction of tp's collectives that async TP hides. Fit.
     # Bytes that the allocator reserves per byte in use, without and with tp. tp often allocates and frees copies of
     # hidden states. Fit.

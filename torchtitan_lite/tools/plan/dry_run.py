@@ -29,7 +29,7 @@ from torchtitan_lite.config.schema import with_value
 from torchtitan_lite.model.batch import find_fields
 from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.tools.plan import command, fake_world
-from torchtitan_lite.tools.plan.memory import estimate_memory
+from torchtitan_lite.tools.plan.memory import RankMemory
 from torchtitan_lite.tools.plan.meter import Meter
 from torchtitan_lite.tools.plan.planned_run import PlannedRun, plan_run
 from torchtitan_lite.tools.plan.transfers import Moved, estimate_traffic
@@ -109,7 +109,7 @@ def main(options: argparse.Namespace) -> int:
     for rank, *_ in w.alike:
         name = f"  pp rank {rank}"
         run = dry_run(short, rank)
-        memory = estimate_memory(w, rank)
+        memory = RankMemory(w).estimate(rank)
         sizes = map(format_bytes, (memory.live, run.peak_bytes))
         rows.append((name, "live memory at the peak", *sizes))
         traffics = estimate_traffic(w, rank), run.traffic

@@ -3,7 +3,7 @@
 from math import prod
 from typing import NamedTuple
 
-from torchtitan_lite.tools.plan.memory import Memory, estimate_memory
+from torchtitan_lite.tools.plan.memory import Memory, RankMemory
 from torchtitan_lite.tools.plan.planned_run import PlannedRun
 from torchtitan_lite.tools.plan.transfers import estimate_traffic
 
@@ -22,8 +22,9 @@ class Calls(NamedTuple):
 def list_memory(planned: PlannedRun) -> dict[str, Memory]:
     """Return the fullest pp rank of each group of equal pp ranks, by name."""
     rows = {}
+    of_ranks = RankMemory(planned.workload)
     for alike in planned.workload.alike:
-        by_rank = {rank: estimate_memory(planned.workload, rank) for rank in alike}
+        by_rank = {rank: of_ranks.estimate(rank) for rank in alike}
         pp_rank = max(by_rank, key=lambda rank: by_rank[rank].live)
         like = f" and {len(alike) - 1} like it" if len(alike) > 1 else ""
         rows[f"pp rank {pp_rank}{like}"] = by_rank[pp_rank]

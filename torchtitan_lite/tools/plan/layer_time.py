@@ -75,6 +75,10 @@ class LayerTime:
         """Return how many seconds collectives over `axis` add to `work` seconds of overlapping kernels."""
         return self.cluster.expose(*self.place(axis), seconds, work)
 
+    def copy_time(self, n_bytes: float) -> float:
+        """Return the seconds of copies that only torch makes: FSDP2 around buffers, DTensor of gathered tensors."""
+        return self.cluster.memory_time(n_bytes)
+
     # ------------------------------------------------------------ kernels
 
     def linear_times(
@@ -201,7 +205,7 @@ class LayerTime:
         """Return the seconds to read or write gathered hidden states, because DTensor copies them."""
         if self.workload.layout.tp == 1:
             return 0.0
-        return self.cluster.memory_time(n_times * self.workload.hidden_bytes)
+        return self.copy_time(n_times * self.workload.hidden_bytes)
 
     def expert_parallel_times(self, kind: LayerKind) -> Times:
         """Return the seconds of a layer's all-to-alls over ep: the counts, rows to experts, and their results."""
@@ -254,14 +258,14 @@ class LayerTime:
         again = 0.0
         wait = 0.0
         wait_back = 0.0
-        n_copied = kind.sizes["efsdp"] if w.engine == "torch" and w.layout.efsdp > 1 else 0
+        n_copied = kind.sizes["efsdp"] if w.layout.efsdp > 1 else 0
         if w.layout.zero_stage == 3:
             gather = self.gather_time(kind.sizes, kind.spared_bytes)
             again = self.gather_time(kind.sizes, kind.spared_bytes, again=True)
-            wait = wait_back = self.cluster.memory_time(2 * w.compute_bytes * n_copied)
+            wait = wait_back = self.copy_time(2 * w.compute_bytes * n_copied)
         if w.layout.pp == 1 and w.n_reductions == w.layout.n_microbatches:
             again += self.reduce_time(kind.sizes)
-            wait_back += self.cluster.memory_time((w.compute_bytes + w.reduce_bytes) * n_copied)
+            wait_back += self.copy_time((w.compute_bytes + w.reduce_bytes) * n_copied)
         wait += self.expose("fsdp", gather, forward)
         return wait, wait_back + self.expose("fsdp", again, backward)
 

@@ -13,6 +13,8 @@ Legend in workload.py.
 """
 
 from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from torchtitan_lite.tools.plan.orders import (
@@ -22,8 +24,6 @@ from torchtitan_lite.tools.plan.orders import (
     extrapolate_in_flight,
 )
 from torchtitan_lite.tools.plan.workload import MASTER_BYTES, LayerKind, Stage, Workload
-
-ANGLE_BYTES = 4  # rotary angles per token and element of a head, which each stage keeps
 
 
 class Memory(NamedTuple):
@@ -42,292 +42,293 @@ class Memory(NamedTuple):
         return sum(self)
 
 
-def list_kept(w: Workload, kind: LayerKind) -> dict[str, float]:
-    """Return recompute mode -> bytes per token that a layer keeps for backward, without router and experts.
-
-    Tensors are in the compute dtype and sharded over tp, except those marked "whole". KiB: Llama 8B, bf16, one rank.
-
-        none       164.1  input of each norm and its gathered output (whole), outputs of colwise layers (q, k, v, w1,
-                          w3), inputs of rowwise layers (attention's output, the product), output of silu
-        op         100.1  input of the block, outputs of colwise layers and attention, outputs of rowwise layers
-                          (whole: partial sums); with tp, also after the reduce-scatter
-        full         8.0  input of the block
-        alternate   62.1  input of the block, outputs of wq, wv, attention, w1 and w2 (whole), none of experts
-
-    Each mode also keeps the log-sum-exp of attention, 4 bytes per head, unless attention is recomputed. Unfused
-    attention keeps its scores. QK norms keep their input and 4 bytes per head. In MoE layers, "op" recomputes pieces of
-    the block. No piece has the norm before the experts, so its input and output are kept.
-    """
-    args = w.args
-    tp = w.layout.tp
-    heads = args.n_heads * args.head_dim
-    keys = w.n_kv_heads * args.head_dim * tp
-    shared = kind.n_shared * args.head_dim  # keys and values of all ranks that share a head
-    hidden = args.dim / tp if w.sequence_parallel else args.dim
-    norms = hidden * len(kind.norms)
-    gathered = args.dim * kind.n_gathers if w.sequence_parallel else 0
-    of_colwise = sum(module.weight[0] for module in kind.colwise) / tp
-    of_rowwise = args.dim * kind.n_scatters
-    activated = kind.products_dim * (2 if kind.is_gated else 1)
-    normalized = (heads + keys) * args.qk_norm
-    saved = {
-        "none": norms
-        + gathered
-        + of_colwise
-        + shared * (1 - 1 / w.n_sharing)
-        + (heads + activated + normalized) / tp,
-        "op": hidden + of_colwise + shared + of_rowwise + heads / tp,
-        "full": hidden,
-        "alternate": hidden
-        + (heads + keys + kind.products_dim + heads) / tp
-        + of_rowwise
-        - args.dim,
-    }
-    if tp > 1:
-        saved["op"] += of_rowwise / tp
-    if kind.is_moe:
-        saved["op"] += 2 * hidden
-    kept = {mode: n * w.compute_bytes + 4 * args.n_heads / tp for mode, n in saved.items()}
-    kept["full"] = hidden * w.compute_bytes
-    kept["none"] += 4 * (args.n_heads / tp + w.n_kv_heads) * args.qk_norm
-    if w.attention == "unfused":  # softmax, dropout and the dropout mask
-        kept["none"] += 5 * w.seq_len * args.n_heads / tp
-    return kept
-
-
-def list_kept_by_experts(w: Workload) -> Counter[str]:
-    """Return recompute mode -> bytes per token kept by router and experts for backward. A rank has 1/tp of the tokens.
-
-    none    in fp32: input and scores of the router, routing weights, the rows they multiply; routes and orders (int64);
-            rows sorted by expert, outputs of w1 and w3, output of silu, the product
-    op      logits, routes; with ep > 1, also the rows after each all-to-all
-    """
-    args = w.args
-    moe = args.moe
-    c = w.compute_bytes
-    weights = 4 * moe.top_k
-    if moe.normalize_top_k:  # also the weights before normalization, and their sum
-        weights += 4 * (moe.top_k + 1)
-    router = 4 * (args.dim + moe.n_experts) + weights
-    rows = 3 * 8 + 4 * args.dim + (args.dim + 4 * moe.expert_ffn_dim) * c
-    arrived = 0
-    if w.layout.ep > 1:
-        rows += 2 * 8
-        arrived = 2 * args.dim * c
-    none = router + moe.top_k * rows
-    op = 4 * moe.n_experts + moe.top_k * (4 + 8 + arrived)
-    return Counter(none=none / w.layout.tp, op=op / w.layout.tp)
-
-
-def estimate_layer(w: Workload, kind: LayerKind) -> tuple[float, float]:
-    """Return the bytes that a layer keeps per microbatch, and the additional bytes at the peak of its backward.
-
-    In backward, a layer holds recomputed activations and temporary gradients. An MoE layer can need more at two other
-    times: when the next MoE layer is gathered (a buffer, and copies of its slices), and when its own gradients are
-    reduced (in the compute dtype and in fp32). At the reduction, its activations are already freed; under ZeRO 3, its
-    parameters too.
-    """
-    args = w.args
-    layout = w.layout
-    width = w.compute_bytes
-    rest = list_kept(w, kind)
-    experts = Counter()
-    temporary = (3 * args.ffn_dim / layout.tp + args.dim) * width * w.n_tokens
-    moments = []
-    if kind.is_moe:
-        experts = list_kept_by_experts(w)
-        # Outputs of the experts in fp32, which the routing weights multiply
-        weighted = w.n_rows * args.dim * MASTER_BYTES
-        of_experts = w.n_rows * (3 * args.moe.expert_ffn_dim + args.dim) * width
-        exchanged = 5 * w.rows_bytes if layout.ep > 1 else 0
-        # First the gradients of the weighted rows and of the routing weights, then the gradients of experts or
-        # all-to-alls.
-        temporary = max(2 * weighted, max(of_experts, exchanged) - weighted)
-        gathered = kind.sizes["efsdp"] * width
-        reduced = kind.sizes["efsdp"] * MASTER_BYTES
-        if layout.zero_stage == 3:  # FSDP concatenates slices of experts: another copy
-            moments.append(gathered * (2 if w.cuts_experts else 1))
-        else:
-            reduced += gathered
-    for mode in kind.recompute:
-        of_rest = rest["none"] - rest[mode]
-        of_moe = experts["none"] - experts[mode]
-        again = max(of_rest, of_moe) if mode == "op" else of_rest + of_moe
-        moments.append(again * w.n_tokens + temporary)
-        if kind.is_moe and layout.pp == 1:
-            freed = experts[mode] - (of_rest if mode == "full" else 0)
-            moments.append(reduced - freed * w.n_tokens)
-    return (kind.average(**rest) + kind.average(**experts)) * w.n_tokens, max(moments)
-
-
-def estimate_loss(w: Workload) -> float:
-    """Return the bytes that the loss holds at its peak.
-
-    These are the fp32 gradient of the weight, plus the larger of two sums: a chunk's logits in both dtypes and their
-    gradient, or the gradient of the logits and the chunk's contribution to the weight's gradient. A trainer that keeps
-    all logits holds three fp32 tensors (T, V), log-softmax and two gradients; a compiled loss holds one.
-    """
-    width = w.compute_bytes
-    vocab_size = w.args.vocab_size / w.layout.tp
-    if w.keeps_logits:
-        return (4 if w.compiles_loss else 12) * w.n_tokens * vocab_size
-    weight = vocab_size * w.args.dim
-    logits = vocab_size * min(w.loss_chunk_tokens or w.n_tokens, w.n_tokens)
-    if width == MASTER_BYTES:
-        # The logits need one tensor; the weight's gradient is accumulated in place.
-        return (weight + logits) * MASTER_BYTES
-    in_forward = logits * (2 * width + MASTER_BYTES)
-    in_backward = (weight + logits) * width
-    return weight * MASTER_BYTES + max(in_forward, in_backward)
-
-
 Layers = list[tuple[LayerKind, float, float]]  # kind, and the two results of estimate_layer
 Moment = tuple[float, float, float, float]  # bytes: gathered, gradients, activations, working
 
 
-def find_fullest(w: Workload) -> Memory:
-    """Return the memory of the rank with the most live bytes.
+@dataclass
+class RankMemory:
+    """Estimates the peak memory of the ranks of a workload."""
 
-    It is the first pp rank, the second (which may have one layer more) or the last (which has the logits).
-    """
-    last = w.layout.pp - 1
-    layers = estimate_layers(w)
-    memories = [estimate_memory(w, pp_rank, layers) for pp_rank in {0, min(1, last), last}]
-    return max(memories, key=lambda memory: memory.live)
+    workload: Workload
+    # Properties of torch: FSDP keeps this number of stages gathered, and each stage keeps rotary angles
+    n_gathered = STAGES_GATHERED
+    angle_bytes = 4  # per token and element of a head
 
+    @property
+    def fullest(self) -> Memory:
+        """The memory of the rank with the most live bytes.
 
-def estimate_layers(w: Workload) -> Layers:
-    return [(kind, *estimate_layer(w, kind)) for kind in w.kinds]
+        It is the first pp rank, the second (which may have one layer more) or the last (which has the logits).
+        """
+        last = self.workload.layout.pp - 1
+        memories = map(self.estimate, {0, min(1, last), last})
+        return max(memories, key=lambda memory: memory.live)
 
+    def estimate(self, pp_rank: int) -> Memory:
+        """Return the peak memory of one pp rank."""
+        w = self.workload
+        layout = w.layout
+        indices = layout.stages_of(pp_rank)
+        stages = w.stages_by_rank[pp_rank]
+        layers = [layer for layer in self.layers if any(map(layer[0].count, stages))]
+        at_rest = w.at_rest[pp_rank]
+        moment_bytes = at_rest * w.moment_bytes
+        moment_bytes -= MASTER_BYTES * sum(matrix.n_at_rest for matrix in w.list_matrices(pp_rank))
+        if layout.tied and pp_rank == layout.stage_ranks[-1]:  # the first stage has the moments
+            moment_bytes -= w.table / layout.fsdp * w.moment_bytes
+        if layout.pp > 1:
+            in_flight = extrapolate_in_flight(*w.pipeline, pp_rank)
+            moments = self.list_moments_of_pipeline(layers, indices, in_flight)
+        else:
+            moments = self.list_moments(layers, stages[0], at_rest)
+        gathered, gradients, kept, working = max(moments, key=sum)
+        if layout.zero_stage < 3 and not w.is_whole:
+            sizes = []
+            for index in indices:
+                n_bytes = w.n_parameters[index] * w.compute_bytes
+                sizes.append(n_bytes - w.spare_bytes([w.stages[index]]))
+            gathered += sum(sorted(sizes)[-self.n_gathered :])
+        # Receive buffers hold hidden states for all stages except the first, and gradients for all except the last.
+        n_received = sum((index > 0) + (index < len(layout.stages) - 1) for index in indices)
+        return Memory(
+            parameters=at_rest * w.weight_bytes,
+            gradients=gradients,
+            optimizer=moment_bytes,
+            gathered=gathered,
+            activations=kept,
+            received=n_received * layout.n_microbatches * w.hidden_bytes / layout.tp,
+            working=working,
+        )
 
-def estimate_memory(w: Workload, pp_rank: int, of_model: Layers | None = None) -> Memory:
-    """Return the peak memory of one pp rank. `of_model` is the result of `estimate_layers`."""
-    layout = w.layout
-    indices = layout.stages_of(pp_rank)
-    stages = w.stages_by_rank[pp_rank]
-    of_model = of_model or estimate_layers(w)
-    layers = [layer for layer in of_model if any(map(layer[0].count, stages))]
-    at_rest = w.at_rest[pp_rank]
-    moment_bytes = at_rest * w.moment_bytes
-    moment_bytes -= MASTER_BYTES * sum(matrix.n_at_rest for matrix in w.list_matrices(pp_rank))
-    if layout.tied and pp_rank == layout.stage_ranks[-1]:  # the first stage has the moments
-        moment_bytes -= w.table / layout.fsdp * w.moment_bytes
-    if layout.pp > 1:
-        in_flight = extrapolate_in_flight(*w.pipeline, pp_rank)
-        moments = list_moments_of_pipeline(w, layers, indices, in_flight)
-    else:
-        moments = list_moments(w, layers, stages[0], at_rest)
-    gathered, gradients, kept, working = max(moments, key=sum)
-    if layout.zero_stage < 3 and not w.is_whole:
-        sizes = []
+    @cached_property
+    def layers(self) -> Layers:
+        return [(kind, *self.estimate_layer(kind)) for kind in self.workload.kinds]
+
+    def list_kept(self, kind: LayerKind) -> dict[str, float]:
+        """Return recompute mode -> bytes per token that a layer keeps for backward, without router and experts.
+
+        Tensors are in the compute dtype and sharded over tp, except those marked "whole". KiB: Llama 8B, bf16, a rank.
+
+            none       164.1  input of each norm and its gathered output (whole), outputs of colwise layers (q, k, v,
+                              w1, w3), inputs of rowwise layers (attention's output, the product), output of silu
+            op         100.1  input of the block, outputs of colwise layers and attention, outputs of rowwise layers
+                              (whole: partial sums); with tp, also after the reduce-scatter
+            full         8.0  input of the block
+
+        Each mode also keeps the log-sum-exp of attention, 4 bytes per head, unless attention is recomputed. QK norms
+        keep their input and 4 bytes per head. In MoE layers, "op" recomputes pieces of the block. No piece has the norm
+        before the experts, so its input and output are kept.
+        """
+        w = self.workload
+        args = w.args
+        tp = w.layout.tp
+        heads = args.n_heads * args.head_dim
+        keys = w.n_kv_heads * args.head_dim * tp
+        shared = kind.n_shared * args.head_dim  # keys and values of all ranks that share a head
+        hidden = args.dim / tp
+        norms = hidden * len(kind.norms)
+        gathered = args.dim * kind.n_gathers
+        of_colwise = sum(module.weight[0] for module in kind.colwise) / tp
+        of_rowwise = args.dim * kind.n_scatters
+        activated = kind.products_dim * (2 if kind.is_gated else 1)
+        normalized = (heads + keys) * args.qk_norm
+        saved = {
+            "none": norms
+            + gathered
+            + of_colwise
+            + shared * (1 - 1 / w.n_sharing)
+            + (heads + activated + normalized) / tp,
+            "op": hidden + of_colwise + shared + of_rowwise + heads / tp,
+            "full": hidden,
+        }
+        if tp > 1:
+            saved["op"] += of_rowwise / tp
+        if kind.is_moe:
+            saved["op"] += 2 * hidden
+        kept = {mode: n * w.compute_bytes + 4 * args.n_heads / tp for mode, n in saved.items()}
+        kept["full"] = hidden * w.compute_bytes
+        kept["none"] += 4 * (args.n_heads / tp + w.n_kv_heads) * args.qk_norm
+        return kept
+
+    def list_kept_by_experts(self) -> Counter[str]:
+        """Return recompute mode -> bytes per token that router and experts keep for backward.
+
+        A rank has 1/tp of the tokens.
+
+        none    in fp32: input and scores of the router, routing weights, the rows they multiply; routes and orders
+                (int64); rows sorted by expert, outputs of w1 and w3, output of silu, the product
+        op      logits, routes; with ep > 1, also the rows after each all-to-all
+        """
+        w = self.workload
+        args = w.args
+        moe = args.moe
+        c = w.compute_bytes
+        weights = 4 * moe.top_k
+        if moe.normalize_top_k:  # also the weights before normalization, and their sum
+            weights += 4 * (moe.top_k + 1)
+        router = 4 * (args.dim + moe.n_experts) + weights
+        rows = 3 * 8 + 4 * args.dim + (args.dim + 4 * moe.expert_ffn_dim) * c
+        arrived = 0
+        if w.layout.ep > 1:
+            rows += 2 * 8
+            arrived = 2 * args.dim * c
+        none = router + moe.top_k * rows
+        op = 4 * moe.n_experts + moe.top_k * (4 + 8 + arrived)
+        return Counter(none=none / w.layout.tp, op=op / w.layout.tp)
+
+    def estimate_layer(self, kind: LayerKind) -> tuple[float, float]:
+        """Return the bytes that a layer keeps per microbatch, and the additional bytes at the peak of its backward.
+
+        In backward, a layer holds recomputed activations and temporary gradients. An MoE layer can need more at two
+        other times: when the next MoE layer is gathered (a buffer, and copies of its slices), and when its own
+        gradients are reduced (in the compute dtype and in fp32). At the reduction, its activations are already freed;
+        under ZeRO 3, its parameters too.
+        """
+        w = self.workload
+        args = w.args
+        layout = w.layout
+        width = w.compute_bytes
+        rest = self.list_kept(kind)
+        experts = Counter()
+        temporary = (3 * args.ffn_dim / layout.tp + args.dim) * width * w.n_tokens
+        moments = []
+        if kind.is_moe:
+            experts = self.list_kept_by_experts()
+            # Outputs of the experts in fp32, which the routing weights multiply
+            weighted = w.n_rows * args.dim * MASTER_BYTES
+            of_experts = w.n_rows * (3 * args.moe.expert_ffn_dim + args.dim) * width
+            exchanged = 5 * w.rows_bytes if layout.ep > 1 else 0
+            # First the gradients of the weighted rows and of the routing weights, then the gradients of experts or
+            # all-to-alls.
+            temporary = max(2 * weighted, max(of_experts, exchanged) - weighted)
+            gathered = kind.sizes["efsdp"] * width
+            reduced = kind.sizes["efsdp"] * MASTER_BYTES
+            if layout.zero_stage == 3:  # FSDP concatenates slices of experts: another copy
+                moments.append(gathered * (2 if w.cuts_experts else 1))
+            else:
+                reduced += gathered
+        for mode in kind.recompute:
+            of_rest = rest["none"] - rest[mode]
+            of_moe = experts["none"] - experts[mode]
+            again = max(of_rest, of_moe) if mode == "op" else of_rest + of_moe
+            moments.append(again * w.n_tokens + temporary)
+            if kind.is_moe and layout.pp == 1:
+                freed = experts[mode] - (of_rest if mode == "full" else 0)
+                moments.append(reduced - freed * w.n_tokens)
+        return (kind.average(**rest) + kind.average(**experts)) * w.n_tokens, max(moments)
+
+    def estimate_loss(self) -> float:
+        """Return the bytes that the loss holds at its peak.
+
+        These are the fp32 gradient of the weight, plus the larger of two sums: a chunk's logits in both dtypes and
+        their gradient, or the gradient of the logits and the chunk's contribution to the weight's gradient.
+        """
+        w = self.workload
+        width = w.compute_bytes
+        vocab_size = w.args.vocab_size / w.layout.tp
+        weight = vocab_size * w.args.dim
+        logits = vocab_size * min(w.loss_chunk_tokens or w.n_tokens, w.n_tokens)
+        if width == MASTER_BYTES:
+            # The logits need one tensor; the weight's gradient is accumulated in place.
+            return (weight + logits) * MASTER_BYTES
+        in_forward = logits * (2 * width + MASTER_BYTES)
+        in_backward = (weight + logits) * width
+        return weight * MASTER_BYTES + max(in_forward, in_backward)
+
+    def estimate_head(self) -> float:
+        """Return the bytes of the loss, of hidden states before and after the final norm, and of their gradient."""
+        w = self.workload
+        tp = w.layout.tp
+        n_hidden = 3 if tp == 1 else 2 + 2 / tp  # tp gathers the last two
+        return self.estimate_loss() + n_hidden * w.hidden_bytes
+
+    def list_moments_of_pipeline(
+        self, layers: Layers, indices: list[int], in_flight: InFlight
+    ) -> list[Moment]:
+        """List the possible peaks of a pp rank: one for each set of stages that have gradients at the same time."""
+        w = self.workload
+        has_head = indices[-1] == len(w.stages) - 1
+        working = max((working for *_, working in layers), default=0.0)
+        table = w.table * w.compute_bytes
+        if has_head:
+            working = max(working, self.estimate_head())
+        if indices[0] == 0:
+            working = max(working, table)
+        gathered = 0.0
+        if w.layout.zero_stage == 3 and not w.is_whole:
+            gathered = 2 * self.find_largest_block(layers)
+            if has_head or not layers:  # a stage without layers has the head or the embedding
+                gathered += table
+        kept = {}  # stage -> bytes of a microbatch
         for index in indices:
-            n_bytes = w.n_parameters[index] * w.compute_bytes
-            sizes.append(n_bytes - w.spare_bytes([w.stages[index]]))
-        if w.engine == "torch":
-            sizes = sorted(sizes)[-STAGES_GATHERED:]
-        gathered += sum(sizes)
-    # Receive buffers hold hidden states for all stages except the first, and gradients for all except the last.
-    n_received = sum((index > 0) + (index < len(layout.stages) - 1) for index in indices)
-    n_buffers = layout.n_microbatches if w.engine == "torch" else layout.pp
-    return Memory(
-        parameters=at_rest * w.weight_bytes,
-        gradients=gradients,
-        optimizer=moment_bytes,
-        gathered=gathered,
-        activations=kept,
-        received=n_received * n_buffers * w.hidden_bytes / layout.tp,
-        working=working,
-    )
+            kept[index] = sum(n_bytes * kind.count(w.stages[index]) for kind, n_bytes, _ in layers)
+            if index == 0 and not kept[index]:
+                # A stage with only the embedding keeps its output. Later stages keep a receive buffer.
+                kept[index] = w.hidden_bytes / w.layout.tp
+            elif kept[index]:
+                kept[index] += w.n_tokens * w.args.head_dim * self.angle_bytes
+        moments = []
+        for with_gradients, held in in_flight.items():
+            n_gradients = sum(w.n_parameters[index] for index in with_gradients)
+            n_bytes = 0.0
+            for (index, action), n in held.items():
+                n_bytes += (WAITING if action == "I" else 1) * n * kept[index]
+            moments.append((gathered, w.grad_bytes * n_gradients, n_bytes, working))
+        return moments
 
+    def find_largest_block(self, layers: Layers) -> float:
+        """Return the bytes of the largest gathered layer."""
+        sizes = [
+            kind.sizes.total() * self.workload.compute_bytes - kind.spared_bytes
+            for kind, *_ in layers
+        ]
+        return max(sizes, default=0)
 
-def estimate_head(w: Workload) -> float:
-    """Return the bytes of the loss, of hidden states before and after the final norm, and of their gradient."""
-    tp = w.layout.tp
-    n_hidden = 3 if tp == 1 else 2 + 2 / tp  # tp gathers the last two
-    return estimate_loss(w) + n_hidden * w.hidden_bytes
+    def list_moments(self, layers: Layers, stage: Stage, at_rest: float) -> list[Moment]:
+        """List the moments that can be the peak without a pipeline.
 
-
-def list_moments_of_pipeline(
-    w: Workload, layers: Layers, indices: list[int], in_flight: InFlight
-) -> list[Moment]:
-    """List the possible peaks of a pp rank: one for each set of stages that have gradients at the same time."""
-    has_head = indices[-1] == len(w.stages) - 1
-    working = max((working for *_, working in layers), default=0.0)
-    table = w.table * w.compute_bytes
-    if has_head:
-        working = max(working, estimate_head(w))
-    if indices[0] == 0:
-        working = max(working, table)
-    gathered = 0.0
-    if w.layout.zero_stage == 3 and not w.is_whole:
-        gathered = 2 * find_largest_block(w, layers)
-        if has_head or not layers:  # a stage without layers has the head or the embedding
-            gathered += table
-    kept = {}  # stage -> bytes of a microbatch
-    for index in indices:
-        kept[index] = sum(n_bytes * kind.count(w.stages[index]) for kind, n_bytes, _ in layers)
-        if index == 0 and not kept[index]:
-            # A stage with only the embedding keeps its output. Later stages keep a receive buffer.
-            kept[index] = w.hidden_bytes / w.layout.tp
-        elif kept[index] and w.engine == "torch":
-            kept[index] += w.n_tokens * w.args.head_dim * ANGLE_BYTES
-    moments = []
-    for with_gradients, held in in_flight.items():
-        n_gradients = sum(w.n_parameters[index] for index in with_gradients)
-        n_bytes = 0.0
-        for (index, action), n in held.items():
-            n_bytes += (WAITING if action == "I" else 1) * n * kept[index]
-        moments.append((gathered, w.grad_bytes * n_gradients, n_bytes, working))
-    return moments
-
-
-def find_largest_block(w: Workload, layers: Layers) -> float:
-    """Return the bytes of the largest gathered layer."""
-    sizes = [kind.sizes.total() * w.compute_bytes - kind.spared_bytes for kind, *_ in layers]
-    return max(sizes, default=0)
-
-
-def list_moments(w: Workload, layers: Layers, stage: Stage, at_rest: float) -> list[Moment]:
-    """List the moments that can be the peak without a pipeline.
-
-    These are the loss, the last and the first block in backward, and the reduction of the embedding's gradient.
-    Activations are freed while gradients are allocated. FSDP gathers into a buffer and copies. The head's buffer is
-    freed after its backward, a block's buffer when the next block is gathered, and the fp32 input of a reduction at the
-    next reduction.
-    """
-    layout = w.layout
-    width = w.compute_bytes
-    table = w.table
-    kept = sum(n_bytes * kind.count(stage) for kind, n_bytes, _ in layers)
-    last = max(n_bytes for _, n_bytes, _ in layers)
-    working = max(working for *_, working in layers)
-    dense = max(kind.sizes["fsdp"] for kind, *_ in layers)
-    head = 0.0
-    block = 0.0
-    if layout.zero_stage == 3 and not w.is_whole:
-        head = table * width
-        block = find_largest_block(w, layers)
-    tied = head * w.args.tie_embeddings  # freed after the backward of the embedding
-    gradients = w.weight_bytes * at_rest  # after the step
-    if layout.zero_stage == 1:
-        gradients = MASTER_BYTES * w.sizes[stage].total()
-    before = gradients if layout.n_microbatches > 1 else 0.0
-    to_come = 0.0 if before else MASTER_BYTES * (dense + table) / layout.fsdp
-    reduce_bytes = 0
-    if not w.is_whole and (layout.zero_stage > 1 or layout.n_microbatches == 1):
-        reduce_bytes = w.reduce_bytes
-    near = 0.0  # hpZ's copies of each block inside a node
-    if "hpz" in w.zero_plus_plus:
-        for kind in w.kinds:
-            for axis, n_parameters in kind.sizes.items():
-                n_near = getattr(layout, f"{axis}_near")
-                if n_near > 1:
-                    near += n_parameters / n_near * kind.count(stage)
-        near *= 1 if "qwz" in w.zero_plus_plus else width
-    packing = 6 + 4 / layout.fsdp_near if "qgz" in w.zero_plus_plus else 0.0  # bytes per element
-    return [
-        (2 * head + near, before, kept, estimate_head(w)),
-        (2 * block + tied + near, before + table * reduce_bytes, kept, working),
-        (block + tied, gradients - to_come + dense * reduce_bytes, last, working),
-        (0.0, gradients + table * (reduce_bytes + packing + width), 0.0, 0.0),
-    ]
+        These are the loss, the last and the first block in backward, and the reduction of the embedding's gradient.
+        Activations are freed while gradients are allocated. FSDP gathers into a buffer and copies. The head's buffer is
+        freed after its backward, a block's buffer when the next block is gathered, and the fp32 input of a reduction at
+        the next reduction.
+        """
+        w = self.workload
+        layout = w.layout
+        width = w.compute_bytes
+        table = w.table
+        kept = sum(n_bytes * kind.count(stage) for kind, n_bytes, _ in layers)
+        last = max(n_bytes for _, n_bytes, _ in layers)
+        working = max(working for *_, working in layers)
+        dense = max(kind.sizes["fsdp"] for kind, *_ in layers)
+        head = 0.0
+        block = 0.0
+        if layout.zero_stage == 3 and not w.is_whole:
+            head = table * width
+            block = self.find_largest_block(layers)
+        tied = head * w.args.tie_embeddings  # freed after the backward of the embedding
+        gradients = w.weight_bytes * at_rest  # after the step
+        if layout.zero_stage == 1:
+            gradients = MASTER_BYTES * w.sizes[stage].total()
+        before = gradients if layout.n_microbatches > 1 else 0.0
+        to_come = 0.0 if before else MASTER_BYTES * (dense + table) / layout.fsdp
+        reduce_bytes = 0
+        if not w.is_whole and (layout.zero_stage > 1 or layout.n_microbatches == 1):
+            reduce_bytes = w.reduce_bytes
+        near = 0.0  # hpZ's copies of each block inside a node
+        if "hpz" in w.zero_plus_plus:
+            for kind in w.kinds:
+                for axis, n_parameters in kind.sizes.items():
+                    n_near = getattr(layout, f"{axis}_near")
+                    if n_near > 1:
+                        near += n_parameters / n_near * kind.count(stage)
+            near *= 1 if "qwz" in w.zero_plus_plus else width
+        packing = (
+            6 + 4 / layout.fsdp_near if "qgz" in w.zero_plus_plus else 0.0
+        )  # bytes per element
+        return [
+            (2 * head + near, before, kept, self.estimate_head()),
+            (2 * block + tied + near, before + table * reduce_bytes, kept, working),
+            (block + tied, gradients - to_come + dense * reduce_bytes, last, working),
+            (0.0, gradients + table * (reduce_bytes + packing + width), 0.0, 0.0),
+        ]

@@ -24,7 +24,7 @@ from torchtitan_lite.tools.plan.cluster import (
     OWN_RESERVE,
     Cluster,
 )
-from torchtitan_lite.tools.plan.memory import Memory, find_fullest
+from torchtitan_lite.tools.plan.memory import Memory, RankMemory
 from torchtitan_lite.tools.plan.step_time import Forecast, StepTime
 from torchtitan_lite.tools.plan.workload import Workload
 
@@ -137,7 +137,7 @@ class PlannedRun:
     @cached_property
     def memory(self) -> Memory:
         """Bytes of the fullest rank at its peak."""
-        return find_fullest(self.workload)
+        return RankMemory(self.workload).fullest
 
     @property
     def taken_bytes(self) -> float:

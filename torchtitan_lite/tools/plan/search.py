@@ -31,6 +31,13 @@ N_BEST = 10
 MICROBATCHES = (1, 2, 4, 8)  # sequences per microbatch
 STAGES_PER_RANK = (2, 4, 8)  # for interleaved schedules
 LEAST_TOKENS = 1024  # per sequence and cp rank
+# Printed if the best layout of a model with experts has no ep. Sources: assets/benchmarks/2026-11-29-experts.md
+NO_EP = """
+Why the best layout has no ep: in this trainer, all-to-alls overlap with nothing and rows are
+sorted twice, while gathers of experts hide behind a large microbatch. With few tokens per rank, ep
+is faster. A published run speaks against it: Qwen3 30B-A3B with ep8 and DeepEP, 12,040
+tokens/s/GPU on 8 H100 (NeMo AutoModel). A run with torch's all-to-all supports it: 9,930 with ep8
+on 8 B200; 14,796 with DeepEP, as fast as without ep (torchtitan of Nous Research)."""
 RECOMPUTE = [
     ActivationCheckpoint("none"),
     ActivationCheckpoint("selective", "op"),
@@ -214,4 +221,5 @@ def search_layouts(options: argparse.Namespace) -> str:
         f"Your values that the best layout replaces: {', '.join(replaced) or 'none'}.\n\n"
         f"{format_table(table, '>>>>>')}\n\n"
         f"{explain_common(list(filter(is_common, fitting)), winner.forecast)}"
+        f"{NO_EP if winner.layout.ep == 1 else ''}"
     )

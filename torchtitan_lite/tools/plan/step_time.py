@@ -103,12 +103,12 @@ class StepTime(LayerTime):
     def copies_s(self) -> float:
         """Seconds of FSDP's copies, without overlap, in a step if nothing is sharded, on the fullest rank."""
         w = self.workload
-        if w.layout.fsdp > 1 or w.is_whole or w.engine != "torch":
+        if w.layout.fsdp > 1 or w.is_whole:
             return 0.0
         n = w.layout.n_microbatches
         stage = w.layout.zero_stage
         once, each = COPIED_BYTES[stage if n > 1 else max(stage, 2)]
-        return self.cluster.memory_time(max(w.at_rest) * (once + each * n))
+        return self.copy_time(max(w.at_rest) * (once + each * n))
 
     @cached_property
     def optimizer_s(self) -> float:

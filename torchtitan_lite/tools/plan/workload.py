@@ -139,7 +139,7 @@ class Workload:
     zero_plus_plus: tuple[str, ...] = ()  # hpz, qwz, qgz
     schedule: str = "1F1B"  # of the pipeline
     attention_row: str = "causal"  # model.attention
-    # triton: the kernel for documents, windows and sinks. Other trainers: flash2, or unfused (scores in memory)
+    # triton: the kernel for documents, windows and sinks
     attention: str = "cudnn"
     weight_bytes: int = MASTER_BYTES  # bytes of a weight, or of its gradient, between steps
     moment_bytes: int = 8  # optimizer state per parameter
@@ -150,11 +150,7 @@ class Workload:
     async_tp: bool = False
     ring: bool = False  # cp passes keys and values around a ring; otherwise it all-gathers them
     balances_by_loss: bool = False  # the auxiliary loss counts routes over whole sequences
-    # Properties of other trainers, for published runs. The defaults describe this trainer. With the engine torch,
-    # DTensor copies gathered tensors, and each microbatch has a receive buffer. Others have as many buffers as pp ranks
-    engine: str = "torch"  # or megatron, deepspeed
-    keeps_logits: bool = False  # fp32 logits, log-softmax and gradients of all tokens at once
-    sequence_parallel: bool = True
+    # Properties of other trainers, for published runs. The defaults describe this trainer
     overlaps_reduction: bool = False  # in a pipeline, reductions overlap with the last backwards
     grad_bytes: int = MASTER_BYTES  # bytes per gradient element at rest ...
     reduce_bytes: int = MASTER_BYTES  # ... and during the reduction over dp

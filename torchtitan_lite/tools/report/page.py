@@ -22,7 +22,7 @@ from torchtitan_lite.tools.pictures import (
     thin,
     wrap_page,
 )
-from torchtitan_lite.tools.plan.memory import estimate_memory
+from torchtitan_lite.tools.plan.memory import RankMemory
 from torchtitan_lite.tools.plan.page import draw_layout
 from torchtitan_lite.tools.plan.timeline import draw_timeline
 from torchtitan_lite.tools.report.runs import (
@@ -238,7 +238,7 @@ def compare_with_forecast(run: RecordedRun) -> str:
     # measured memory of a CPU includes Python and torch
     if not run.start["device"].endswith(" CPU"):
         peak_bytes = GIB * max(gib for _, gib in run.list_values("peak_memory_gib"))
-        live_bytes = estimate_memory(run.plan.workload, 0).live
+        live_bytes = RankMemory(run.plan.workload).estimate(0).live
         rows.append(["memory of rank 0", format_bytes(peak_bytes), format_bytes(live_bytes)])
     return f"<h3>Measurements and forecast</h3>{draw_table(rows)}"
 
