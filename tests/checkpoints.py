@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_lite import build
 from torchtitan_lite import step as stepping
+from torchtitan_lite.build import find_saver
 from torchtitan_lite.checkpoint.format import (
     EXPERT_DIMS,
     Manifest,
@@ -36,7 +37,6 @@ from torchtitan_lite.config.layout import MESH_DIMS
 from torchtitan_lite.config.schema import Checkpoint
 from torchtitan_lite.extensions.snapshots import Snapshots
 from torchtitan_lite.faults.resume import restore_run
-from torchtitan_lite.build import find_saver
 from torchtitan_lite.parallel.process_groups import Place
 
 ONE_RANK = dict.fromkeys((*MESH_DIMS, *EXPERT_DIMS), 1)
