@@ -1,16 +1,17 @@
 """Start the ranks of this host by torchrun's agent, restart them after a failure, and explain how they ended.
 
-    Agent       torchrun's: meets the other hosts, forks the ranks, and starts all of them again if one has failed
+    Agent       a subclass of torchrun's agent: meets the other hosts, forks the ranks, restarts all if one has failed
     start N     FOLDER/*/attempt_N/LOCAL_RANK/    error.json  status and reason with which the rank ended
                                                   error.txt   the traceback of its exception
                                                   stderr.log  if LOG_RANK hides it
 
-The launcher of a host gives N to all its ranks. torchrun's own count ignores failures on other hosts, and hosts that
-join.
+The agent of each host counts the starts itself and passes N to its ranks. torchrun's own count leaves out restarts that
+are caused by a failure on a different host, or by a host that joins.
 
 If NNODES is a range, torchrun restarts the ranks of all hosts when a host joins, and ends them first by SIGTERM. The
-agent that notices the new host first makes the ranks of all hosts stop after the same step. A rank without a signal
-then waits until its own agent notices the new host; otherwise the run would end on this host.
+agent that notices the new host first makes the ranks of all hosts stop after the same step. A rank that stopped without
+receiving SIGTERM waits until its own agent notices the new host too. If it returned at once, the run would end on its
+host.
 """
 
 import faulthandler
@@ -65,7 +66,7 @@ from torchtitan_lite.tools.local_ranks import (
 )
 
 PCI = Path("/sys/bus/pci/devices")
-N_LINES = 60  # shown of a killed rank's hidden stderr: the stacks of its threads
+N_LINES = 60  # shown of a killed rank's hidden stderr, which ends with its threads' stacks
 JOIN_WITHIN_S = 10.0  # an agent looks for new hosts ten times a second
 
 
@@ -120,7 +121,7 @@ class Agent(LocalElasticAgent):
         self.ending = None
         cause = own[:2]
         if self.store:
-            # torchrun has a store for each start of all hosts; a late host has fewer starts
+            # torchrun makes a new store for each start. N cannot be in the key: it is smaller on a host that joined
             cause = claim_cause(worker_group.store, "cause", *cause)
         status, reason = cause
         if status in STOPPED:
@@ -136,7 +137,8 @@ class Agent(LocalElasticAgent):
 def run_agent(run: tuple, n_local: int, n_hosts: int, signals: Signals, store: Any) -> Ending:
     """Call `run_rank(*run)` on each rank of this host. `store` is shared by several hosts; None on one host."""
     logging.disable(logging.ERROR)  # torchrun's long reports
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGUSR2"  # needs a signal; we forward SIGNALS
+    # This variable cannot be empty. The launcher forwards SIGNALS itself.
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGUSR2"
     address = "127.0.0.1:0"  # port 0: any free port
     local_address = "127.0.0.1"
     if n_hosts > 1:
@@ -154,7 +156,7 @@ def run_agent(run: tuple, n_local: int, n_hosts: int, signals: Signals, store: A
         local_addr=local_address,
         is_host=is_first_host(),
         read_timeout=STORE_TIMEOUT_S,
-        last_call_timeout=10,  # wait for hosts beyond the smallest number in NNODES
+        last_call_timeout=10,  # seconds to wait for more hosts than the smallest number in NNODES
     )
     shown = {int(rank) for rank in (os.environ.get("LOG_RANK") or "0").split(",")}
     hidden = dict.fromkeys(set(range(n_local)) - shown, Std.ERR)
@@ -178,9 +180,8 @@ def run_agent(run: tuple, n_local: int, n_hosts: int, signals: Signals, store: A
     except RunStopped as stopped:
         return Ending(*stopped.args)
     except Exception as error:  # hosts cannot connect, or a port is in use
-        time.sleep(
-            2 * ASK_EVERY_S
-        )  # another host, which a signal has stopped, may have ended the rendezvous
+        # If a signal stops a different host, the connection to it can break before we hear of the signal.
+        time.sleep(2 * ASK_EVERY_S)
         if signals.received:
             return signals.ending
         return Ending(1, f"torchrun failed: {type(error).__name__}: {error}")
@@ -191,18 +192,19 @@ def run_agent(run: tuple, n_local: int, n_hosts: int, signals: Signals, store: A
 
 
 def number_host() -> None:
-    """Let torchrun distinguish two containers with one hostname, whose launchers have the same process id.
+    """Make torchrun distinguish containers that have the same hostname and the same process id of their launchers.
 
-    torchrun names a host by hostname, process id, and a number that counts the rendezvous of a process (torch 2.13).
+    torchrun identifies a host by hostname, process id, and a counter of rendezvous in this process (torch 2.13). This
+    sets the counter to NODE_RANK.
     """
     DynamicRendezvousHandler._node_desc_generator._local_id = read_number("NODE_RANK")
 
 
 def explain_failure(rank: int, failure: ProcessFailure, signals: Signals) -> Ending:
-    """Return the first cause on this host: an error, or a signal. `rank` is the rank that torchrun reports.
+    """Return why the ranks of this host ended first: an error, or a signal. `rank` is the rank that torchrun reports.
 
-    If ranks end together, torchrun reports an arbitrary rank, so the first ending file decides. A rank that was killed,
-    or returned a status, writes no ending.
+    If several ranks end together, torchrun reports any of them, so the oldest error.json decides. A rank that was
+    killed, or returned a status, writes no error.json.
     """
     exitcode = failure.exitcode
     received = signals.received
@@ -220,7 +222,7 @@ def explain_failure(rank: int, failure: ProcessFailure, signals: Signals) -> End
     details = ""
     if exitcode not in (1, -signal.SIGKILL):  # 1: train.py has logged why
         details = "\n".join(read_if_any(own / "stderr.log").splitlines()[-N_LINES:])
-    # gloo aborts if calls differ; printing the stacks of running threads may then fail
+    # gloo aborts if ranks call different collectives; printing the stacks of running threads can then crash
     if exitcode in (-signal.SIGABRT, -signal.SIGSEGV):
         _, text = hang.explain_newest(signals.hangs, "failed")
         details = f"{details}\n{text}".strip()
@@ -228,7 +230,7 @@ def explain_failure(rank: int, failure: ProcessFailure, signals: Signals) -> End
 
 
 def describe_exit(exitcode: int) -> str:
-    """Describe the end of a rank that wrote no file. `exitcode` is defined as in multiprocessing."""
+    """Describe how a rank without an error.json ended. `exitcode` is negative for a signal, as in multiprocessing."""
     if exitcode == -signal.SIGKILL:
         return "was killed by SIGKILL, as Linux does when memory runs out, and so left no traceback"
     if exitcode < 0:
@@ -263,7 +265,7 @@ def run_rank(work: Callable, args: list[str], folder: Path, spec: RunSpec) -> in
         write_ending(1, f"rank {rank} failed: {what} ({file}:{line})")
     # so that torchrun's SIGTERM ends a failed rank
     handle_signals(signal.SIG_DFL)
-    # torchrun reports the rank that exits first. Let a killed rank, which cannot write why, exit before this rank
+    # torchrun reports the rank that exits first. Wait, so that it reports a killed rank, which cannot write why
     time.sleep(1)
     sys.exit(status)
 
@@ -275,7 +277,8 @@ def train_rank(args: list[str], folder: Path, spec: RunSpec) -> int:
     stop = StopFlag(os.environ["RANK"])
     stop.listen()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    status = importlib.import_module("train").main(args, stop, spec)  # imported by the fork server
+    # the fork server has imported train already
+    status = importlib.import_module("train").main(args, stop, spec)
     if status in STOPPED and ":" in os.environ.get("NNODES", ""):
         handle_signals(signal.SIG_DFL)
         if not stop.received:
@@ -288,10 +291,10 @@ def train_rank(args: list[str], folder: Path, spec: RunSpec) -> int:
 
 
 def bind_to_gpu(index: int) -> None:
-    """Bind this process to the CPUs of its GPU's NUMA node. On a host with one node, all CPUs are near.
+    """Bind this process to the CPUs of its GPU's NUMA node. If the host has one node, these are all its CPUs.
 
-    torchrun's own option has no effect on forked ranks, and needs numactl. Does nothing if the host does not report
-    these CPUs, or forbids them. Never run on a GPU.
+    torchrun's own option needs numactl and has no effect on forked ranks. Does nothing if the host does not report
+    these CPUs, or forbids to bind to them. This function has not been tested on a GPU.
     """
     gpu = torch.cuda.get_device_properties(index)
     try:

@@ -1,11 +1,12 @@
 """Print the path of a Python that has the required packages: `python3 -m torchtitan_lite.tools.environment [EXTRA]`.
 
     if this Python has the packages in pyproject.toml    this Python; missing packages of EXTRA are installed into it
-    otherwise                                            .venv/bin/python: yours, or created with constraints.txt
+    otherwise                                            .venv/bin/python; .venv is created if it does not exist
 
-run_train.sh and tests/run.sh run this first; `python3 -m torchtitan_lite` calls continue_with_packages(). Progress is
-printed to stderr. Exit status: 0, 1 with the reason, or 128 + the number of a signal. If the first argument is
---missing, print the packages that this Python lacks.
+Packages are installed in the versions of constraints.txt. run_train.sh and tests/run.sh run this file first, and
+`python3 -m torchtitan_lite` calls continue_with_packages(). Progress is printed to stderr. The exit status is 0, 1 for
+an error, or 128 + the number of a signal that stopped it. If the first argument is --missing, print the packages that
+this Python lacks.
 """
 
 import fcntl
@@ -108,7 +109,7 @@ def create_venv() -> None:
     command = [sys.executable, "-m", "venv", str(VENV)]
     torch = [text for text in read_requirements("dependencies") if text.startswith("torch>")]
     if any(map(is_met, torch)):
-        # This Python's build of torch fits the machine's GPUs, so .venv also uses its packages.
+        # This Python has a torch that fits the machine's GPUs, so .venv uses this Python's packages too.
         command.append("--system-site-packages")
     try:
         run(command, "On Debian and Ubuntu: apt install python3-venv")
@@ -118,7 +119,7 @@ def create_venv() -> None:
 
 
 def install(python: str, requirements: list[str]) -> None:
-    """Install the requirements with pip in the tested versions. Exits with the reason on failure."""
+    """Install the requirements with pip, in the versions of constraints.txt. Exits with the reason on failure."""
     packages = shlex.join(requirements)
     gets_torch = any(text.startswith("torch>") for text in requirements)
     chooses_index = any(map(os.environ.get, ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL")))
@@ -136,15 +137,15 @@ def install(python: str, requirements: list[str]) -> None:
 
 
 def run(command: list[str], remedy: str) -> None:
-    """Run a command in a new session, which ends if a signal ends this process."""
+    """Run a command in a new session. If a signal ends this process, all processes of the session are killed."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-        if signal.getsignal(number) != signal.SIG_IGN:  # nohup
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, stop)
     with subprocess.Popen(command, stdout=sys.stderr, start_new_session=True) as process:
         try:
             status = process.wait()
         except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)  # pip starts processes
+            os.killpg(process.pid, signal.SIGKILL)  # also the processes that pip has started
             raise
     if status != 0:
         said = f"`{' '.join(command[:4])}` failed, see its last lines above"
@@ -152,7 +153,7 @@ def run(command: list[str], remedy: str) -> None:
 
 
 def stop(number: int, frame: object) -> NoReturn:
-    """Handle a signal, as above. Copies of it are ignored."""
+    """Exit with status 128 + `number`, and ignore further signals of this kind."""
     signal.signal(number, signal.SIG_IGN)
     name = signal.Signals(number).name
     print(f"stopped by {name}; the next start tries again", file=sys.stderr)

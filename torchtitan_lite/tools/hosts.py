@@ -1,15 +1,15 @@
 """Let the launchers of several hosts meet before torchrun starts, and agree on the cause if the run fails.
 
-NODE_RANK=0    listens at MASTER_ADDR:MASTER_PORT: a store of torch, which torchrun's rendezvous uses too
-others         connect to it, and compare their settings with its settings, which they read only if a hash differs
-NODE_RANK=0    tells every host which hosts have different settings, and the first setting that differs
-all            gloo gets the network interface of this connection
-a signal       a host that receives a signal before it has met the other hosts connects to tell them
-at the end     the first host that fails writes why; the others repeat it
+    NODE_RANK=0    opens a TCPStore at MASTER_ADDR:MASTER_PORT, which torchrun's rendezvous uses too
+    other hosts    compare a hash of their settings with NODE_RANK=0's; if it differs, they read its settings
+    NODE_RANK=0    tells every host which hosts have different settings, and the first setting that differs
+    all hosts      make gloo use the network interface of this connection
+    on a signal    a host that receives a signal before it has met the other hosts connects to tell them
+    at the end     the first host that fails writes the cause to the store, and the other hosts print it too
 
-With NNODES=2:4, ranks start when two hosts have met, and a host may join later. So only the host with different
-settings is refused. With a fixed number of hosts, all hosts end with the reason and status of the refused host.
-Otherwise Slurm would end the other hosts by a signal and report their 143, because it reports the largest status.
+With NNODES=2:4, ranks start when two hosts have met, and a host may join later. Therefore only the host with different
+settings is refused. With a fixed number of hosts, all hosts end with the reason and the exit status of the refused
+host. If they waited instead, Slurm would end them by a signal and report 143, because it reports the largest status.
 """
 
 import hashlib
@@ -37,26 +37,26 @@ MEET_WITHIN_S = 600.0
 SAY_AFTER_S = 10.0
 CONNECT_EVERY_S = 5.0
 STORE_TIMEOUT_S = 20
-N_HOSTS = "hosts"  # in the store: the number of hosts of the last start, and of those that wait
-SIGNAL = "signal"  # in the store: the first signal that a host has received
+N_HOSTS = "hosts"  # key in the store: the number of hosts in the last start and of waiting hosts
+SIGNAL = "signal"  # key in the store: the first signal that a host has received
 TELL_WITHIN_S = 2.0
-END_WITHIN_S = 10.0  # NODE_RANK=0 has the store, so it waits for the other hosts
+END_WITHIN_S = 10.0  # the store ends with NODE_RANK=0, so this host waits for the others
 
 
 def read_number(name: str, default: int = 0) -> int:
-    """Return an environment variable of the launcher."""
+    """Return an environment variable of the launcher as a number."""
     return int(os.environ.get(name) or default)
 
 
 def read_hosts() -> tuple[int, int]:
-    """Return the smallest and the largest number of hosts in NNODES, equal unless NNODES is a range."""
+    """Return the smallest and the largest number of hosts in NNODES. They differ only if NNODES is a range."""
     numbers = os.environ.get("NNODES") or "1"
     hosts = sorted(map(int, numbers.split(":")))
     return hosts[0], hosts[-1]
 
 
 def join_store(timeout_s: float) -> Any:
-    """Return the TCPStore that all hosts share. NODE_RANK=0 has it. The first call imports torch."""
+    """Return the TCPStore that all hosts share. Its server runs on NODE_RANK=0. The first call imports torch."""
     c10d = importlib.import_module("torch.distributed")
     return c10d.TCPStore(
         *find_master(),
@@ -68,7 +68,7 @@ def join_store(timeout_s: float) -> Any:
 
 
 def open_store() -> Any:
-    """Wait for NODE_RANK=0. Return the store, with the address of this host in it. Raises UserError."""
+    """Wait for NODE_RANK=0, write the address of this host to its store, and return the store. Raises UserError."""
     node_rank = read_number("NODE_RANK")
     address, port = find_master()
     place = f"MASTER_ADDR={address}, MASTER_PORT={port}"
@@ -92,7 +92,7 @@ def meet_hosts(store: Any, config: dict[str, object]) -> None:
     """Wait for all hosts, and compare their settings.
 
     If NNODES is a range, wait for the smallest number of hosts. `config` has the value of each key. Raises UserError on
-    every host if one host differs or cannot be reached.
+    every host if the settings of one host differ, or if a host cannot be reached.
     """
     n_needed, n_hosts = read_hosts()
     address, _ = find_master()
@@ -115,15 +115,15 @@ def meet_hosts(store: Any, config: dict[str, object]) -> None:
         n_first = max(2, n_needed)  # a second host must send its address
         wait_until(lambda: store.add("arrived", 0) >= n_first, f"{n_first} hosts")
         address = store.get("address").decode()
-    with suppress(FileNotFoundError):  # a container without the command
+    with suppress(FileNotFoundError):  # a container may lack the command `ip`
         route = subprocess.run(["ip", "route", "get", address], capture_output=True, text=True)
         if interface := re.search(r" dev (\S+)", route.stdout):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface[1])
 
 
 def wait_for_readers(store: Any) -> None:
-    """Wait until all hosts know why the run cannot start, or for a signal, or for END_WITHIN_S."""
-    # RuntimeError: NODE_RANK=0, which has the store, has ended
+    """Wait until all hosts have read why the run cannot start, a signal arrives, or END_WITHIN_S have passed."""
+    # RuntimeError: the store has ended with NODE_RANK=0
     with suppress(RuntimeError, KeyboardInterrupt, UserError):
         store.add("told", 1)
         n_hosts = read_hosts()[1]
@@ -135,16 +135,15 @@ def tell_refusal(error: UserError) -> None:
     n_needed, n_hosts = read_hosts()
     if not os.environ.get("MASTER_ADDR") or n_needed < n_hosts or n_hosts == 1:
         return
-    handle_signals(
-        signal.SIG_IGN
-    )  # an exception of a handler while torch is imported would abort this process
+    # while torch is imported, an exception in a signal handler would abort this process
+    handle_signals(signal.SIG_IGN)
     importlib.import_module("torch.distributed")
     handle_signals(signal.default_int_handler)
     with suppress(RuntimeError, KeyboardInterrupt):  # MASTER_ADDR cannot be reached
         store = join_store(END_WITHIN_S)
         name = name_host()
         key = f"verdict of {name}"
-        if is_first_host():  # others wait for its facts first
+        if is_first_host():  # the other hosts read these two keys first
             store.set("facts", "{}")
             store.set("hash", "")
             key = "verdict"
@@ -154,7 +153,7 @@ def tell_refusal(error: UserError) -> None:
 
 
 def tell_signals() -> None:
-    """From now on, a signal ends this launcher and the other hosts, which would otherwise wait for it."""
+    """Let a signal from now on end this launcher and the other hosts. Otherwise they would wait for this host."""
 
     def end(number: int, frame: object) -> NoReturn:
         status = 128 + number
@@ -167,17 +166,17 @@ def tell_signals() -> None:
 
 
 def tell_signal(number: int) -> None:
-    """Tell the other hosts about a signal that came before the hosts met. NODE_RANK=0 may not listen yet."""
+    """Tell the other hosts about a signal that arrived before the hosts have met. Gives up after TELL_WITHIN_S."""
     handle_signals(signal.SIG_IGN)
     with suppress(RuntimeError, UserError):  # MASTER_ADDR cannot be reached
         store = join_store(TELL_WITHIN_S)
         store.set(SIGNAL, str(number))
-        if is_first_host():  # this host has the store
+        if is_first_host():  # the store ends with this host
             time.sleep(TELL_WITHIN_S)
 
 
 def list_facts(config: dict[str, object]) -> dict[str, object]:
-    """Return the facts that must be equal on all hosts: launcher variables, the config, and hashes of this package."""
+    """Return what must be equal on all hosts: launcher variables, the config, and hashes of the package's files."""
     facts = {name: os.environ.get(name) for name in ("NNODES", "MAX_RESTARTS")} | config
     for path in PACKAGE.rglob("*.py"):
         facts[str(path.relative_to(PACKAGE))] = hash_file(path)
@@ -185,7 +184,7 @@ def list_facts(config: dict[str, object]) -> dict[str, object]:
 
 
 def read_when_set(store: Any, key: str, what: str) -> str:
-    """Wait until the store has a value, and return the value. `what` describes its writer. Raises UserError."""
+    """Wait until the store has `key`, and return its value. `what` describes the writer. Raises UserError."""
     try:
         wait_until(partial(store.check, [key]), what)
         return store.get(key).decode()
@@ -194,7 +193,7 @@ def read_when_set(store: Any, key: str, what: str) -> str:
 
 
 def share_verdict(store: Any, own: str) -> str:
-    """Wait for the verdicts of all hosts, and return the first: why a host cannot start, or "" if all can."""
+    """Wait for all hosts. Return why the first host that is refused cannot start, or "" if all hosts can start."""
     if not is_first_host():
         store.set(f"verdict of {name_host()}", own)
         return read_when_set(store, "verdict", "NODE_RANK=0, which waits for all hosts")
@@ -211,7 +210,7 @@ def share_verdict(store: Any, own: str) -> str:
 
 
 def describe_difference(first: dict[str, object], own: dict[str, object]) -> str:
-    """Return the first fact in which this host differs from NODE_RANK=0."""
+    """Return a text about the first setting that differs from NODE_RANK=0, or ""."""
     for key in [*first, *own]:
         there = first.get(key)
         here = own.get(key)
@@ -249,7 +248,7 @@ def connect() -> str:
 def end_if_cut_off(timeout_s: float) -> None:
     """End this launcher and its ranks if NODE_RANK=0 cannot be reached for `timeout_s`. Runs in a thread.
 
-    torchrun would wait forever for the store, because its time-out needs an answer of the other side (torch 2.13).
+    Without this, torchrun waits forever: its time-out needs an answer from the host with the store (torch 2.13).
     """
     reached_at_s = time.monotonic()
     while time.monotonic() - reached_at_s < timeout_s:
@@ -281,9 +280,10 @@ def wait_until(is_ready: Callable[[], Any], what: str, within_s: float = MEET_WI
 
 
 def claim_cause(store: Any, key: str, status: int, reason: str) -> tuple[int, str]:
-    """Return status and reason of the first host that gave a reason for `key`; if none did, of this host.
+    """Return the exit status and the reason of the first host that gave a reason for `key`.
 
-    `reason` is this host's reason, or "". The returned reason names its host.
+    `status` and `reason` belong to this host, and are returned if no host gave a reason. A returned reason names its
+    host.
     """
     own = ""
     if reason:  # containers can share a hostname
@@ -295,9 +295,8 @@ def claim_cause(store: Any, key: str, status: int, reason: str) -> tuple[int, st
 
 def agree_on_cause(store: Any, status: int, reason: str) -> tuple[int, str]:
     """Return the exit status and the reason of the host that failed first, or of this host if no host failed."""
-    with suppress(
-        RuntimeError, UserError
-    ):  # NODE_RANK=0 has ended, this host is cut off, or others are late
+    # RuntimeError: NODE_RANK=0 has ended, or cannot be reached. UserError: the other hosts are late
+    with suppress(RuntimeError, UserError):
         first, cause = claim_cause(store, "cause", status, reason if status == 1 else "")
         if first == 1 and status:
             status = 1

@@ -1,15 +1,15 @@
 """Train a model: check the config, start the ranks of this host with torchrun, and wait. run_train.sh calls this.
 
-    launcher  ->  fork server: imports train.py once  ->  rank 0, rank 1, ...     forks that share its memory
+    launcher  ->  fork server, which imports train.py once  ->  rank 0, rank 1, ...: forks that share its memory
 
 SIGINT, SIGTERM, SIGHUP and SIGQUIT are forwarded to the ranks, which finish a step, save and exit
-(components/signals.py). Copies of the signal within 5 s are ignored; a later signal kills the ranks. If a step hangs,
-the first signal kills the ranks. With several hosts, a signal to one launcher reaches all launchers through their
-store.
+(components/signals.py). Further signals are ignored for 5 s; after that, a signal kills the ranks. If a step hangs,
+the first signal kills the ranks. With several hosts, a signal to one launcher reaches all launchers through the store
+that they share (hosts.py).
 
 If a rank fails, torchrun ends the other ranks. Each failed rank writes why (agent.py). The launcher prints the
 traceback of the first failed rank. The last line names the rank, the reason, the line of code, and the command that
-resumes from the newest checkpoint. On several hosts, the other launchers print the last line too.
+resumes from the newest checkpoint. With several hosts, all launchers print this last line.
 
 If NNODES is a range such as 2:4, torchrun restarts the ranks on the remaining hosts when one is lost, and on all hosts
 when one joins. Before a host joins, torchrun sends SIGTERM to the ranks, which finish their step and save.
@@ -82,7 +82,7 @@ def main(options: Namespace, work: Callable[[list[str], Path, RunSpec], int] | N
     checkpoints = spec.dump_folder / spec.config.checkpoint.folder
     saved_before = list_saved(checkpoints)
     folder = Path(tempfile.mkdtemp(prefix="torchtitan_lite."))
-    # a run that writes nothing must not read an earlier run's hang reports
+    # A run without a dump folder gets an empty folder, because it must not read an earlier run's hang reports.
     signals = Signals(folder, (spec.written_folder or folder) / HANG)
     status, reason = run_ranks(work, args, spec, n_hosts, signals)
     for newest, saved_at_ns in list_saved(checkpoints)[-1:]:
@@ -165,7 +165,7 @@ def export_last_checkpoint(spec: RunSpec) -> int:
 def run_ranks(
     work: Callable | None, args: list[str], spec: RunSpec, n_hosts: int, signals: Signals
 ) -> tuple[int, str]:
-    """Run the ranks of this host, as `main` says. Return the exit status, and the reason if it is not 0."""
+    """Run the ranks of this host. Each calls `work`. Return the exit status, and the reason if the status is not 0."""
     handle_signals(signals.pass_on)
     hang_options = (signals.hangs, signals.report_hang)
     threading.Thread(target=hang.watch, args=hang_options, name="hangs", daemon=True).start()
@@ -184,12 +184,12 @@ def run_ranks(
         with signals.reacting(signals.end) if n_hosts == 1 else nullcontext():
             agent = importlib.import_module("torchtitan_lite.tools.agent")
         if n_hosts > 1:
-            # a host that joins later resumes from a checkpoint, so its resolved config may differ
+            # The hosts compare unresolved configs: a host that joins later resolves a resumed run, which may differ.
             config = dict(flatten_table(asdict(read_config(args).config)))
             config["NGPU"] = n_local
             with signals.reacting(signals.check):
                 store = open_store()
-            # Not a daemon: at exit, a daemon thread inside the store would abort this process
+            # Not a daemon: a daemon thread that uses the store at exit would abort this process.
             sharing = threading.Thread(target=signals.share, args=(store,), name="signals")
             sharing.start()
             with signals.reacting(signals.check):
@@ -226,9 +226,9 @@ def start_fork_server() -> None:
     tools = "torchtitan_lite.tools"
     multiprocessing.set_forkserver_preload([f"{tools}.fork_server", f"{tools}.train_file"])
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    # prevents a warning after the reason if this launcher ends immediately
+    # Without this, a warning would follow the reason if this launcher ends immediately.
     sys.warnoptions.append("ignore::UserWarning:multiprocessing.resource_tracker")
-    resource_tracker.ensure_running()  # now, because starting it unblocks the signals
+    resource_tracker.ensure_running()  # started first, because this unblocks the signals
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     folder = os.getcwd()
     os.chdir(REPOSITORY)  # train_file.py imports train.py from there

@@ -25,8 +25,8 @@ class Ending(NamedTuple):
     """How the ranks of this host have ended."""
 
     status: int  # exit status of the run
-    reason: str  # one line; empty if the run was trained
-    details: str = ""  # several lines about the rank that failed first: its traceback, or the end of its stderr
+    reason: str  # one line; empty if the run succeeded
+    details: str = ""  # the traceback of the rank that failed first, or the end of its stderr
 
 
 def show(details: str) -> None:
@@ -37,7 +37,7 @@ def show(details: str) -> None:
 class Signals:
     """Forwards the signals that this launcher receives to the ranks of this host.
 
-    `folder` has torchrun's files of this start; ranks that hang write into `hangs`.
+    `folder` has torchrun's files. Ranks that hang write their reports into `hangs`.
     """
 
     def __init__(self, folder: Path, hangs: Path):
@@ -45,14 +45,13 @@ class Signals:
         self.hangs = hangs
         self.received: list[int] = []
         self.received_at_s = 0.0  # time of the first signal
-        # the first signal came from a different host, not to this launcher
-        self.is_passed_on = False
-        self.has_killed = False  # ranks ended because of this launcher
+        self.is_passed_on = False  # the first signal came from the launcher of a different host
+        self.has_killed = False  # this launcher has killed its ranks
         self.react = self.forward
 
     @contextmanager
     def reacting(self, react: Callable[[], None]) -> Iterator[None]:
-        """Context manager: a signal calls `self.check` or `self.end`, because no ranks run yet."""
+        """Context manager: until ranks run, let a signal call `react`, which is self.check or self.end."""
         self.react = react
         if self.received:
             react()
@@ -63,16 +62,16 @@ class Signals:
 
     @property
     def ending(self) -> Ending:
-        """How the first signal ends the run."""
+        """The exit status and the reason that the first signal gives the run."""
         status = 128 + self.received[0]
         return Ending(status, describe_signal(status))
 
     def end(self) -> NoReturn:
         """End this process. Call this only if it has no ranks and no other host waits for it.
 
-        Raising in a signal handler, as `check` does, could abort an import of C++ code.
+        Use this instead of `check` while C++ code is imported: an exception in a signal handler could abort the import.
         """
-        # a fork server that is still importing ends by itself
+        # if _forkserver_pid is not set, the fork server is still importing, and ends by itself
         if fork_server := getattr(forkserver._forkserver, "_forkserver_pid", None):
             os.kill(fork_server, signal.SIGKILL)
         for folder in (self.folder, get_temp_dir()):
@@ -90,7 +89,7 @@ class Signals:
         now_s = time.monotonic()
         if self.received:
             is_copy = self.is_passed_on or now_s - self.received_at_s <= COPIES_ARRIVE_WITHIN_S
-            if self.is_passed_on:  # a user may signal one host after another
+            if self.is_passed_on:  # the user may send the same signal to one host after another
                 self.is_passed_on = False
                 self.received_at_s = now_s
             if is_copy:
@@ -101,7 +100,7 @@ class Signals:
 
     def share(self, store: Any) -> None:
         """Send a received signal to the other hosts, or receive a signal from them. Runs in a thread."""
-        with suppress(RuntimeError):  # NODE_RANK=0, which has the store, has ended
+        with suppress(RuntimeError):  # the store has ended with NODE_RANK=0
             while not self.received:
                 if store.check([SIGNAL]):
                     self.is_passed_on = True
@@ -113,15 +112,15 @@ class Signals:
             store.set(SIGNAL, str(self.received[0]))
 
     def forward(self) -> None:
-        """Send a first signal to the ranks. On a later signal, or if a step hangs, kill the ranks."""
+        """Send the first signal to the ranks. After a second signal, or if a step hangs, kill the ranks."""
         if not self.received:
             return
         number = self.received[0]
         is_hanging = False
         start = find_last_start(self.folder)
-        with suppress(FileNotFoundError):  # the step ended meanwhile
+        with suppress(FileNotFoundError):  # a file is deleted if the step ends meanwhile
             for file in self.hangs.glob("restart-*/rank-*.json"):
-                # numbered by the host with the most starts
+                # compare times, because a different host may have numbered the restarts
                 is_hanging |= start is not None and file.stat().st_mtime > start.stat().st_mtime
         if is_hanging or len(self.received) > 1:
             number = signal.SIGKILL
@@ -142,7 +141,7 @@ class Signals:
 
 
 def find_last_start(folder: Path) -> Path | None:
-    """Return the folder of the last start, which has one folder per local rank; None before the first start."""
+    """Return the folder of the last start, or None before the first start. It has a subfolder for each local rank."""
     return max(folder.glob("*/attempt_*"), key=number_start, default=None)
 
 

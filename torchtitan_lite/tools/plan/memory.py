@@ -1,14 +1,14 @@
-"""Estimate the peak memory of one rank, in bytes, by a closed form.
+"""Estimate the peak memory of one rank in bytes, with formulas.
 
     at rest      parameters, gradients (fp32) and optimizer state of the rank's stages, sharded over tp and
                  dp_shard x cp; experts are sharded over ep and efsdp
     gathered     full parameters in the compute dtype: two blocks (ZeRO 3), or all blocks (ZeRO 1, 2;
                  in a pipeline, the blocks of three stages)
-    activations  tensors that forward keeps for backward, by recompute mode, times microbatches in flight
+    activations  tensors that forward keeps for backward (depends on the recompute mode), times microbatches in flight
     received     receive buffers of a pipeline; torch allocates them for all microbatches of a step at once
     working      temporary tensors of the block in backward, or the logits and their gradients
 
-These are live bytes, which tests compare with the dry run. The allocator reserves more (Cluster.reserve_factor).
+These are live bytes. Tests compare them with the dry run. The allocator reserves more (Cluster.reserve_factor).
 Legend in workload.py.
 """
 
@@ -23,11 +23,11 @@ from torchtitan_lite.tools.plan.orders import (
 )
 from torchtitan_lite.tools.plan.workload import MASTER_BYTES, LayerKind, Stage, Workload
 
-ANGLE_BYTES = 4  # rotary angles per token and element of a head, which each stage keeps
+ANGLE_BYTES = 4  # of the rotary angles that each stage keeps, per token and element of a head
 
 
 class Memory(NamedTuple):
-    """Bytes that one rank holds at its peak."""
+    """Bytes that are live on one rank at its peak."""
 
     parameters: float
     gradients: float
@@ -45,18 +45,19 @@ class Memory(NamedTuple):
 def list_kept(w: Workload, kind: LayerKind) -> dict[str, float]:
     """Return recompute mode -> bytes per token that a layer keeps for backward, without router and experts.
 
-    Tensors are in the compute dtype and sharded over tp, except those marked "whole". KiB: Llama 8B, bf16, one rank.
+    Tensors are in the compute dtype. They are sharded over tp, except those marked "full". The second column has the
+    KiB per token for Llama 8B in bf16 on one rank.
 
-        none       164.1  input of each norm and its gathered output (whole), outputs of colwise layers (q, k, v, w1,
+        none       164.1  input of each norm and its gathered output (full), outputs of colwise layers (q, k, v, w1,
                           w3), inputs of rowwise layers (attention's output, the product), output of silu
         op         100.1  input of the block, outputs of colwise layers and attention, outputs of rowwise layers
-                          (whole: partial sums); with tp, also after the reduce-scatter
+                          (full, as partial sums); with tp, these outputs also after the reduce-scatter
         full         8.0  input of the block
-        alternate   62.1  input of the block, outputs of wq, wv, attention, w1 and w2 (whole), none of experts
+        alternate   62.1  input of the block, outputs of wq, wv, attention, w1 and w2 (full), nothing of experts
 
     Each mode also keeps the log-sum-exp of attention, 4 bytes per head, unless attention is recomputed. Unfused
-    attention keeps its scores. QK norms keep their input and 4 bytes per head. In MoE layers, "op" recomputes pieces of
-    the block. No piece has the norm before the experts, so its input and output are kept.
+    attention keeps its scores. QK norms keep their input and 4 bytes per head. In MoE layers, "op" recomputes two
+    parts of the block. The norm before the experts is in neither part, so its input and output are kept.
     """
     args = w.args
     tp = w.layout.tp
@@ -96,17 +97,20 @@ def list_kept(w: Workload, kind: LayerKind) -> dict[str, float]:
 
 
 def list_kept_by_experts(w: Workload) -> Counter[str]:
-    """Return recompute mode -> bytes per token kept by router and experts for backward. A rank has 1/tp of the tokens.
+    """Return recompute mode -> bytes per token that router and experts keep for backward.
 
-    none    in fp32: input and scores of the router, routing weights, the rows they multiply; routes and orders (int64);
-            rows sorted by expert, outputs of w1 and w3, output of silu, the product
-    op      logits, routes; with ep > 1, also the rows after each all-to-all
+    A rank has 1/tp of the tokens.
+
+    none    in fp32: input and scores of the router, routing weights, and the rows that these weights multiply;
+            in int64: routes and orders; in the compute dtype: rows sorted by expert, outputs of w1 and w3, output of
+            silu, the product
+    op      logits and routes; with ep > 1, also the rows after each all-to-all
     """
     args = w.args
     moe = args.moe
     c = w.compute_bytes
     weights = 4 * moe.top_k
-    if moe.normalize_top_k:  # also the weights before normalization, and their sum
+    if moe.normalize_top_k:  # also keeps the weights before normalization, and their sum
         weights += 4 * (moe.top_k + 1)
     router = 4 * (args.dim + moe.n_experts) + weights
     rows = 3 * 8 + 4 * args.dim + (args.dim + 4 * moe.expert_ffn_dim) * c
@@ -123,9 +127,9 @@ def estimate_layer(w: Workload, kind: LayerKind) -> tuple[float, float]:
     """Return the bytes that a layer keeps per microbatch, and the additional bytes at the peak of its backward.
 
     In backward, a layer holds recomputed activations and temporary gradients. An MoE layer can need more at two other
-    times: when the next MoE layer is gathered (a buffer, and copies of its slices), and when its own gradients are
-    reduced (in the compute dtype and in fp32). At the reduction, its activations are already freed; under ZeRO 3, its
-    parameters too.
+    times. When the next MoE layer is gathered, its parameters are in a buffer, and also copied if experts are cut. When
+    its own gradients are reduced, they exist in the compute dtype and in fp32. By then its activations have been freed,
+    and under ZeRO 3 its parameters too.
     """
     args = w.args
     layout = w.layout
@@ -136,16 +140,16 @@ def estimate_layer(w: Workload, kind: LayerKind) -> tuple[float, float]:
     moments = []
     if kind.is_moe:
         experts = list_kept_by_experts(w)
-        # Outputs of the experts in fp32, which the routing weights multiply
+        # The routing weights multiply the outputs of the experts in fp32
         weighted = w.n_rows * args.dim * MASTER_BYTES
         of_experts = w.n_rows * (3 * args.moe.expert_ffn_dim + args.dim) * width
         exchanged = 5 * w.rows_bytes if layout.ep > 1 else 0
-        # First the gradients of the weighted rows and of the routing weights, then the gradients of experts or
-        # all-to-alls.
+        # Backward first needs the gradients of the weighted rows and of the routing weights, and then the gradients
+        # inside the experts, or the buffers of the all-to-alls.
         temporary = max(2 * weighted, max(of_experts, exchanged) - weighted)
         gathered = kind.sizes["efsdp"] * width
         reduced = kind.sizes["efsdp"] * MASTER_BYTES
-        if layout.zero_stage == 3:  # FSDP concatenates slices of experts: another copy
+        if layout.zero_stage == 3:  # FSDP concatenates slices of experts, which needs a second copy
             moments.append(gathered * (2 if w.cuts_experts else 1))
         else:
             reduced += gathered
@@ -163,9 +167,9 @@ def estimate_layer(w: Workload, kind: LayerKind) -> tuple[float, float]:
 def estimate_loss(w: Workload) -> float:
     """Return the bytes that the loss holds at its peak.
 
-    These are the fp32 gradient of the weight, plus the larger of two sums: a chunk's logits in both dtypes and their
-    gradient, or the gradient of the logits and the chunk's contribution to the weight's gradient. A trainer that keeps
-    all logits holds three fp32 tensors (T, V), log-softmax and two gradients; a compiled loss holds one.
+    The loss holds the fp32 gradient of the weight, and the larger of two sums: a chunk's logits in both dtypes plus
+    their gradient, or the gradient of the logits plus the chunk's contribution to the weight's gradient. A trainer that
+    keeps all logits holds three fp32 tensors (T, V), log-softmax and two gradients, or one if the loss is compiled.
     """
     width = w.compute_bytes
     vocab_size = w.args.vocab_size / w.layout.tp
@@ -174,7 +178,7 @@ def estimate_loss(w: Workload) -> float:
     weight = vocab_size * w.args.dim
     logits = vocab_size * min(w.loss_chunk_tokens or w.n_tokens, w.n_tokens)
     if width == MASTER_BYTES:
-        # The logits need one tensor; the weight's gradient is accumulated in place.
+        # One tensor for the logits is enough, and the weight's gradient is accumulated in place.
         return (weight + logits) * MASTER_BYTES
     in_forward = logits * (2 * width + MASTER_BYTES)
     in_backward = (weight + logits) * width
@@ -182,13 +186,15 @@ def estimate_loss(w: Workload) -> float:
 
 
 Layers = list[tuple[LayerKind, float, float]]  # kind, and the two results of estimate_layer
-Moment = tuple[float, float, float, float]  # bytes: gathered, gradients, activations, working
+# bytes at one moment of a step: gathered, gradients, activations, working
+Moment = tuple[float, float, float, float]
 
 
 def find_fullest(w: Workload) -> Memory:
     """Return the memory of the rank with the most live bytes.
 
-    It is the first pp rank, the second (which may have one layer more) or the last (which has the logits).
+    This is the first pp rank, the second (which may have one more layer than the first), or the last (which has the
+    logits).
     """
     last = w.layout.pp - 1
     layers = estimate_layers(w)
@@ -241,7 +247,7 @@ def estimate_memory(w: Workload, pp_rank: int, of_model: Layers | None = None) -
 
 
 def estimate_head(w: Workload) -> float:
-    """Return the bytes of the loss, of hidden states before and after the final norm, and of their gradient."""
+    """Return the bytes of the loss, of the hidden states before and after the final norm, and of their gradient."""
     tp = w.layout.tp
     n_hidden = 3 if tp == 1 else 2 + 2 / tp  # tp gathers the last two
     return estimate_loss(w) + n_hidden * w.hidden_bytes
@@ -250,7 +256,7 @@ def estimate_head(w: Workload) -> float:
 def list_moments_of_pipeline(
     w: Workload, layers: Layers, indices: list[int], in_flight: InFlight
 ) -> list[Moment]:
-    """List the possible peaks of a pp rank: one for each set of stages that have gradients at the same time."""
+    """List the moments that can be the peak of a pp rank, one for each set of stages that have gradients together."""
     has_head = indices[-1] == len(w.stages) - 1
     working = max((working for *_, working in layers), default=0.0)
     table = w.table * w.compute_bytes
@@ -290,10 +296,10 @@ def find_largest_block(w: Workload, layers: Layers) -> float:
 def list_moments(w: Workload, layers: Layers, stage: Stage, at_rest: float) -> list[Moment]:
     """List the moments that can be the peak without a pipeline.
 
-    These are the loss, the last and the first block in backward, and the reduction of the embedding's gradient.
-    Activations are freed while gradients are allocated. FSDP gathers into a buffer and copies. The head's buffer is
-    freed after its backward, a block's buffer when the next block is gathered, and the fp32 input of a reduction at the
-    next reduction.
+    These are the loss, the backward of the last block and of the first block, and the reduction of the embedding's
+    gradient. In backward, activations are freed and gradients are allocated. FSDP gathers into a buffer and copies the
+    parameters out of it. The head's buffer is freed after its backward, a block's buffer when the next block is
+    gathered, and the fp32 input of a reduction at the next reduction.
     """
     layout = w.layout
     width = w.compute_bytes
@@ -308,7 +314,7 @@ def list_moments(w: Workload, layers: Layers, stage: Stage, at_rest: float) -> l
         head = table * width
         block = find_largest_block(w, layers)
     tied = head * w.args.tie_embeddings  # freed after the backward of the embedding
-    gradients = w.weight_bytes * at_rest  # after the step
+    gradients = w.weight_bytes * at_rest  # at the end of backward
     if layout.zero_stage == 1:
         gradients = MASTER_BYTES * w.sizes[stage].total()
     before = gradients if layout.n_microbatches > 1 else 0.0
@@ -316,7 +322,7 @@ def list_moments(w: Workload, layers: Layers, stage: Stage, at_rest: float) -> l
     reduce_bytes = 0
     if not w.is_whole and (layout.zero_stage > 1 or layout.n_microbatches == 1):
         reduce_bytes = w.reduce_bytes
-    near = 0.0  # hpZ's copies of each block inside a node
+    near = 0.0  # bytes of the copies that hpZ keeps inside a node
     if "hpz" in w.zero_plus_plus:
         for kind in w.kinds:
             for axis, n_parameters in kind.sizes.items():

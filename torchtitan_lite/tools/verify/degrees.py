@@ -1,6 +1,6 @@
-"""Degrees of a mesh for `verify`: those that fit its ranks, a smaller layout, another layout of the same ranks.
+"""Choose the degrees of a mesh for `verify`: to fit the ranks, to be smaller, or to differ on the same ranks.
 
-An automatic dp_shard takes the ranks that the other degrees leave, at least two: with one, nothing would be sharded.
+An automatic dp_shard gets the ranks that the other degrees leave, and at least two, so that something is sharded.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ SHARD = "parallelism.data_parallel_shard_degree"
 CP = "parallelism.context_parallel_degree"
 TP = "parallelism.tensor_parallel_degree"
 EP = "parallelism.expert_parallel_degree"  # not a mesh dim: uses the ranks of dp_shard x cp x tp
-DEGREES = (  # if several degrees are largest, the first of them is made smaller
+DEGREES = (  # if several degrees are the largest, list_smaller divides the first of them
     "parallelism.data_parallel_replicate_degree",
     SHARD,
     "parallelism.pipeline_parallel_degree",
@@ -28,7 +28,7 @@ AUTOMATIC = -1
 
 
 def find_shard_unit(section: Parallelism) -> int:
-    """Return the smallest dp_shard for this ep. An automatic dp_shard must be a multiple of it."""
+    """Return the smallest dp_shard that ep allows. An automatic dp_shard must be a multiple of it."""
     ep = section.expert_parallel_degree
     return ep // gcd(ep, section.context_parallel_degree * section.tensor_parallel_degree)
 
@@ -42,13 +42,13 @@ def count_ranks(section: Parallelism) -> int:
 
 
 def choose_dp_shard(section: Parallelism, max_ranks: int) -> int:
-    """Return dp_shard. An automatic value becomes all remaining ranks; any other is already a multiple of the unit."""
+    """Return dp_shard. An automatic value becomes as many of the remaining ranks as find_shard_unit allows."""
     unit = find_shard_unit(section)
     return plan_degrees(section, max_ranks)["dp_shard"] // unit * unit
 
 
 def list_smaller(config: Config) -> Iterator[Config]:
-    """Yield the config on fewer and fewer ranks. Each time the largest degree is divided by its smallest factor."""
+    """Yield the config for fewer and fewer ranks. Each step divides the largest degree by its smallest factor."""
     while True:
         degrees = {key: get_value(config, key) for key in DEGREES}
         key = max(DEGREES, key=degrees.get)
@@ -65,9 +65,10 @@ def list_smaller(config: Config) -> Iterator[Config]:
 
 
 def choose_other_layout(config: Config, n_ranks: int) -> Config:
-    """Return the config on another mesh of the same ranks, with the same global batch and another ep if possible.
+    """Return the config on a different mesh of the same ranks, with the same global batch.
 
-    It has tp = 2, and dp_shard over the rest. If that is not possible, dp_shard covers all ranks.
+    The mesh has tp = 2, and dp_shard for the rest. If that is not possible, dp_shard has all ranks. ep differs too if
+    possible.
     """
     args = resolve_model(config.model)
     asked = {key: get_value(config, key) for key in DEGREES}

@@ -1,4 +1,4 @@
-"""The error of a rank: its slice of a tensor beside the same slice of the plain loop's tensor. Nothing is gathered."""
+"""Compute the error of a rank: compare its slice of a tensor with the plain loop's, without gathering anything."""
 
 import math
 from collections.abc import Callable
@@ -23,13 +23,13 @@ class Seen:
 
     coordinates: Coordinates
     errors: dict[Key, float] = field(default_factory=dict)
-    results: list[dict] = field(default_factory=list)  # of each step, if there is only one rank
+    results: list[dict] = field(default_factory=list)  # one per step, if there is only one rank
     acted: dict[str, bool | None] = field(default_factory=dict)  # witnesses.Acted
 
     def note(self, step: int, measure: str, name: str, error: float) -> None:
         """Record an error of at most LARGEST. If a key has several errors, keep the largest."""
         key = (step, measure, name)
-        error = error if error < LARGEST else LARGEST  # also NaN
+        error = error if error < LARGEST else LARGEST  # NaN becomes LARGEST too
         self.errors[key] = max(error, self.errors.get(key, 0.0))
 
 
@@ -54,10 +54,11 @@ def relative_error(
     roundings: int = 0,
     forgives: bool = False,
 ) -> float:
-    """Return ||own - right|| over this slice's share of ||unit|| (default: `whole`). If the share is 0, own must be 0.
+    """Return ||own - right|| divided by this slice's share of ||unit||. `right` is the slice of `whole`.
 
-    An error of `roundings` fp32 roundings per element counts as 0. If `forgives` is true, the largest errors do not
-    count: two elements, plus 0.1 % of all elements. In bfloat16, one element in ten thousand rounds differently.
+    `unit` is `whole` by default. If the share is 0, the result is 0 for own = right, and otherwise infinity. An error
+    of `roundings` fp32 roundings per element counts as 0. If `forgives` is true, the largest errors do not count: two
+    elements, plus 0.1 % of all elements. In bfloat16, one element in ten thousand rounds differently.
     """
     own = local(tensor).double()
     right = cut(whole, tensor).double()

@@ -1,4 +1,4 @@
-"""Where a rank rounds: integers of ZeRO++, the dtype of FSDP's reductions, scales of float8, sums in bfloat16."""
+"""Check where a rank rounds: integers of ZeRO++, dtype of FSDP's reductions, float8 scales, sums in bfloat16."""
 
 import math
 from contextlib import AbstractContextManager
@@ -22,7 +22,10 @@ from torchtitan_lite.tools.verify.plain import PlainStep
 
 
 def packing_checked(note: Note) -> AbstractContextManager:
-    """Context manager: compare what ZeRO++ packs with its bound, then send exact numbers, which hide no other error."""
+    """Context manager: check the rounding of ZeRO++'s packing, but send exact numbers.
+
+    Rounded numbers would hide other errors.
+    """
     pack = Packing.pack
     unpack = Packing.unpack
     remove_padding = Packing.remove_padding
@@ -35,12 +38,12 @@ def packing_checked(note: Note) -> AbstractContextManager:
             for blocks in tensors.split(INT8_BLOCK, -1):
                 block, error = blocks
                 largest = block.amax(-1, keepdim=True)
-                half_scale = largest / 253.9  # half a step of the integers, and some rounding
+                half_scale = largest / 253.9  # half a step of the integers, and a margin
                 worst = error / (half_scale + 1e-30)
                 note("packing", "zero_plus_plus", worst.max().item())
         sent = rows.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         sent = sent.view(torch.int8)
-        # A rank must not use its own numbers unrounded, because other ranks see them rounded.
+        # The rank must not use its own numbers again, because other ranks would have rounded ones.
         rows.fill_(math.nan)
         return sent
 
@@ -61,7 +64,7 @@ def packing_checked(note: Note) -> AbstractContextManager:
 def reductions_noted(note: Note) -> AbstractContextManager:
     """Context manager: record whether FSDP reduces gradients in float32."""
     name = "reduce_scatter_tensor"
-    if hasattr(dist, "reduce_scatter_single"):  # torch 2.13
+    if hasattr(dist, "reduce_scatter_single"):  # since torch 2.13
         name = "reduce_scatter_single"
     reduce_scatter = getattr(dist, name)
 
@@ -74,13 +77,13 @@ def reductions_noted(note: Note) -> AbstractContextManager:
 
 
 def find_scales(run: build.Run) -> PrecomputedScales | None:
-    """Return the float8 scales that the run computes after each update. None if it computes none."""
+    """Return the float8 scales that the run computes after each update, or None."""
     scales = [each for each in run.after_update if isinstance(each, PrecomputedScales)]
     return scales[0] if scales else None
 
 
 def compare_scales(precomputed: PrecomputedScales, note: Note) -> None:
-    """Compare the scales for the next step with scales computed from the weights of that step. Collective."""
+    """Compare the precomputed scales with scales that are computed from the current weights. Collective."""
     weights = precomputed.hooks
     mesh = precomputed.mesh
     amax = torch.stack([find_amax(weight.shard) for weight in weights])
@@ -91,7 +94,7 @@ def compare_scales(precomputed: PrecomputedScales, note: Note) -> None:
 
 
 def sums_in_bfloat16(run: build.Run) -> bool:
-    """Return whether gradients of several bfloat16 microbatches are added without any other rounding."""
+    """Return whether gradients of several bfloat16 microbatches are added, and nothing else rounds them."""
     config = run.config
     is_rounded = config.model.uses_float8 or "qgz" in config.parallelism.zero_plus_plus
     is_bfloat16 = config.training.mixed_precision_param == "bfloat16"
@@ -101,16 +104,16 @@ def sums_in_bfloat16(run: build.Run) -> bool:
 def compare_with_halves(
     run: build.Run, plain: PlainStep, batch: Batch, gradients: dict[str, Tensor], note: Note
 ) -> None:
-    """Compare the gradients of all microbatches with the sum of the gradients of two halves. Collective.
+    """Compare the gradients with the sum of the gradients of two halves of the microbatches. Collective.
 
-    This finds a sum that is rounded to bfloat16 on any layout, because the halves round differently.
+    This finds a sum over microbatches that is rounded to bfloat16, because the sums of the halves round differently.
     """
     differences = dict(gradients)
     rows = torch.arange(len(batch.tokens))
     microbatches = rows // run.layout.microbatch_size
     is_even = microbatches % 2 == 0
     fields = find_fields(run.config.training.loss, run.config.model.name)
-    # The loss of a half is divided by the tokens of the whole batch.
+    # The loss of a half must be divided by the tokens of the whole batch.
     n_tokens = count_valid_tokens(plain.batch.targets)
     with patch.object(stepping, "count_global_tokens", lambda *_: n_tokens):
         for is_counted in (is_even, ~is_even):

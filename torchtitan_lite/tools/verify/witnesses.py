@@ -1,10 +1,10 @@
-"""Witnesses observe whether a config key takes effect in a trial. A key without a witness is never covered.
+"""Observe whether config keys act in a trial. A key that is set and has no witness is never covered.
 
-    acted          a trial ran the value of the key, and a rank saw its effect: a spike was skipped, a block recomputed
-    did not act    a trial ran the value, but no rank saw an effect
+    acted          a trial ran the key's value, and a rank saw its effect: a skipped spike, a recomputed block, ...
+    did not act    a trial ran the key's value, but no rank saw an effect
     off            the value turns its feature off, or belongs to a feature that is off
 
-A witness looks at a step from outside. One step of a trial is profiled.
+A witness is a function that looks at what a step shows from outside (observed.py). One step of a trial is profiled.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -31,7 +31,7 @@ from torchtitan_lite.tools.verify.errors import local
 from torchtitan_lite.tools.verify.observed import Observed, count, count_events
 from torchtitan_lite.tools.verify.plain import has_formula
 
-# ---------------------------------------------------------------- the facts
+# ---------------------------------------------------------------- kinds of witnesses
 
 MOE_SIZES = [size.name for size in fields(MoEArgs)]
 MASKS = ("sliding_window", "layer_types", "attention_sinks")  # fields of ModelArgs
@@ -40,12 +40,12 @@ Witness = Callable[[Observed], bool | None]
 
 
 def once_on(is_on: object, acted: bool) -> bool | None:
-    """Return whether a key acted; None if it is off."""
+    """Return whether a key acted, or None if it is off."""
     return acted if is_on else None
 
 
 def in_use(step: Observed) -> bool:
-    """Every step uses the value (a size, a degree, a seed). If it did not, the comparison would fail."""
+    """Return True for a size, a degree or a seed. Every step uses it; if a step did not, the comparison would fail."""
     return True
 
 
@@ -54,7 +54,7 @@ def once_set(key: str, witness: Witness) -> Witness:
     return lambda step: witness(step) if get_value(step.config, key) else None
 
 
-# ---------------------------------------------------------------- the facts
+# ---------------------------------------------------------------- the witnesses
 
 
 def computes_in_dtype(step: Observed) -> bool:
@@ -64,11 +64,11 @@ def computes_in_dtype(step: Observed) -> bool:
 
 
 def reads_text(step: Observed) -> bool:
-    return step.runs_thread("prefetch")  # train.py does
+    return step.runs_thread("prefetch")  # only the trial of train.py has this thread
 
 
 def separates_documents(step: Observed) -> bool | None:
-    """If the plain loop has no code of its own for this attention, both sides share the code, so it is not covered."""
+    """Return False if the plain loop has no code of its own for this attention: both sides would have its faults."""
     name = step.config.model.attention
     inners = [inner for part in step.run.parts for inner in list_attentions(part).values()]
     is_compared = all(map(has_formula, inners))
@@ -116,13 +116,16 @@ def decays(step: Observed) -> bool | None:
 
 
 def ends_above_zero(step: Observed) -> bool | None:
-    """The rate never decays below this value. Otherwise the rate of the last step would be nearly 0."""
+    """Return whether the learning rate of a late step is at least this value. Otherwise it would be nearly 0."""
     factor = step.config.lr_scheduler.min_lr_factor
     return once_on(factor and decays(step) is not None, decays(step) and step.rate >= factor)
 
 
 def runs_implementation(step: Observed) -> bool | None:
-    """Only AdamW has separate kernels for each implementation. "fused" also uses a kernel for lists of tensors."""
+    """Return whether the chosen kernels ran. Only AdamW has several implementations.
+
+    "fused" is checked first, because it uses a _foreach_ kernel too.
+    """
     section = step.config.optimizer
     if not OPTIMIZERS[section.name].has_fused_kernel or section.moments_dtype == "bfloat16":
         return None
@@ -149,7 +152,7 @@ def adds_z_loss(step: Observed) -> bool | None:
 
 
 def updates_groups(step: Observed) -> bool:
-    """Every group has a parameter of the small model, and this rank updates a parameter with its group's factors."""
+    """Return whether each group has parameters in the small model, and the rank updates some with a group's factors."""
     section = step.config.optimizer
     asked = set()
     for group in section.groups:
@@ -185,7 +188,7 @@ def gathers_as_zero_stage(step: Observed) -> bool | None:
 
 
 def splits_nodes(step: Observed) -> bool | None:
-    """If FSDP groups are not split by node, hpZ keeps nothing, and qgZ has a single exchange."""
+    """Return whether FSDP groups are split by node. If not, hpZ keeps nothing, and qgZ has a single exchange."""
     layout = step.run.layout
     uses_nodes = {"hpz", "qgz"} & set(step.config.parallelism.zero_plus_plus)
     return once_on(uses_nodes, layout.fsdp_far > 1 or layout.efsdp_far > 1)
@@ -203,9 +206,10 @@ def runs_schedule(step: Observed) -> bool | None:
 
 
 def rotates(step: Observed) -> bool | None:
-    """Return whether the rotate method is the requested one: only the ring exchanges keys by all-to-all.
+    """Return whether keys are exchanged by the chosen method. Only the ring uses all-to-alls for them.
 
-    A Scatter of tp also uses one all-to-all. With ep > 1, experts use many, so this returns False.
+    A Scatter of tp also uses one all-to-all, so these are subtracted. With ep > 1, experts use many all-to-alls, so
+    this returns False.
     """
     layout = step.run.layout
     is_ring = step.forward["_c10d_functional::all_to_all_single"] > step.forward["Scatter"]
@@ -216,14 +220,17 @@ def rotates(step: Observed) -> bool | None:
 
 
 def recomputes(step: Observed) -> bool | None:
-    """Backward repeats norms or attention. The compiler alone repeats only cheaper operators."""
+    """Return whether backward repeats norms or attention. Without recompute, the compiler repeats only cheaper ones."""
     is_on = step.config.activation_checkpoint.mode != "none"
     repeated = [name for name in step.backward if "ackward" not in name]
     return once_on(is_on, any("rms_norm" in name or "attention" in name for name in repeated))
 
 
 def compiles(step: Observed) -> bool | None:
-    """A compiled block is an autograd function, unless the backend is "eager". The compiled loss is not."""
+    """Return whether the chosen components are compiled.
+
+    A compiled block is an autograd function (CompiledFunction), unless the backend is "eager". A compiled loss is not.
+    """
     section = step.config.compile
     n_regions = count(step.forward, "Torch-Compiled Region")
     n_blocks = step.forward["CompiledFunction"]
@@ -237,14 +244,14 @@ def multiplies_in_float8(step: Observed) -> bool | None:
 
 
 def gathers_in_float8(step: Observed) -> bool | None:
-    """FSDP sends bytes. No backend gathers float8."""
+    """Return whether FSDP gathers bytes. Backends cannot gather float8, so it is sent as bytes."""
     section = step.config.quantize.linear.float8
     is_on = step.config.model.uses_float8 and section.enable_fsdp_float8_all_gather
     return once_on(is_on, count(step.forward, "_allgather_base_ unsigned char") > 0)
 
 
 def filters_linears(step: Observed) -> bool | None:
-    """A linear layer that a filter names does not multiply in float8."""
+    """Return whether no linear layer that a filter names multiplies in float8."""
     filters = step.config.quantize.linear.float8.filter_fqns
     named = []
     for part in step.run.parts:
@@ -256,7 +263,7 @@ def filters_linears(step: Observed) -> bool | None:
 
 
 def precomputes_scales(step: Observed) -> bool | None:
-    """Without precomputed scales, each weight that is gathered in float8 needs an all-reduce in forward."""
+    """Return whether forward has few all-reduces. Without precomputed scales, each weight would need one."""
     section = step.config.quantize.linear.float8
     is_on = step.config.model.uses_float8 and section.precompute_float8_dynamic_scale_for_fsdp
     n_matmuls = count(step.forward, "Float8MatmulFunction")
@@ -264,7 +271,7 @@ def precomputes_scales(step: Observed) -> bool | None:
 
 
 def saves_in_thread(step: Observed) -> bool | None:
-    """A CPU pins no memory."""
+    """Return whether a thread saves. The mode with pinned memory cannot act, because a CPU pins no memory."""
     mode = step.config.checkpoint.async_mode
     return once_on(mode != "disabled", mode == "async" and step.runs_thread("checkpoint"))
 
@@ -343,7 +350,7 @@ WITNESSES: dict[str, Witness] = {
 def actions_noted(acted: Acted, profiled: int | None) -> Iterator[None]:
     """Context manager: note in `acted` which keys act in the steps of this rank.
 
-    `profiled` is the number of the step whose operators are profiled. This takes as long as three other steps.
+    `profiled` is the number of the step whose operators are profiled. A profiled step takes as long as three others.
     """
     train_step = stepping.train_step
     n_steps = 0
@@ -367,7 +374,7 @@ def actions_noted(acted: Acted, profiled: int | None) -> Iterator[None]:
 
 
 def merge(observations: Iterable[Acted]) -> Acted:
-    """Merge the observations of steps and ranks. A key acted if any observation says so; it is off if all say off."""
+    """Merge the observations of steps and ranks. A key acted if it did in any of them, and is off if it was in all."""
     merged: Acted = {}
     for acted in observations:
         for key, is_acting in acted.items():
