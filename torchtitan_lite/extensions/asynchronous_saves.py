@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 
 class Background:
-    """Copies tensors, and writes the copies in a thread. `mode` is checkpoint.async_mode. One save is in flight."""
+    """Copies tensors, and writes the copies in a thread. `mode` is checkpoint.async_mode. Allows one save at a time."""
 
     def __init__(self, mode: str, device: torch.device):
         self.on_cuda = device.type == "cuda"
@@ -38,7 +38,7 @@ class Background:
     ) -> None:
         """Copy `slices`, and call `write` with the copies in the thread. The copies may be a Future."""
         if self.on_cuda:
-            # the stager's stream does not wait for kernels that still write the tensors
+            # The stager's stream would not wait for kernels that still write the tensors.
             torch.cuda.current_stream().synchronize()
         self.in_flight = self.thread.submit(write, self.stager.stage(slices))
 

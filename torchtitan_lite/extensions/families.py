@@ -1,4 +1,4 @@
-"""Find the Hugging Face family that computes a model. Needs no torch."""
+"""Find the Hugging Face architecture ("family") that computes the same as a model. Needs no torch."""
 
 from dataclasses import fields
 
@@ -37,7 +37,10 @@ def list_unwritten(model_args: ModelArgs, family: Family) -> dict[str, tuple[obj
 
 
 def list_added_fields(model_args: ModelArgs, weights: ModelArgs) -> dict[str, object]:
-    """Return field -> value for fields that a fork added: no family names them, and these weights do not set them."""
+    """Return field -> value for the fields that a fork has added to ModelArgs.
+
+    These are the fields that no family names and that `weights` leaves at their defaults.
+    """
     families = [family for table in MODELS.values() for family in table.families.values()]
     named = set(WRITTEN).union(*(family.sizes for family in families))
     named = named.union(*(family.switches for family in families))

@@ -22,7 +22,7 @@ class WandbSink:
         if not id_file.exists():
             new = path.with_name("wandb_id.new")
             new.write_text(uuid4().hex)
-            new.rename(id_file)  # complete or absent
+            new.rename(id_file)  # so that the file is complete or does not exist
         self.run = wandb.init(
             dir=str(path.parent), config=asdict(config), id=id_file.read_text(), resume="allow"
         )

@@ -8,7 +8,7 @@ def count_global_tokens(run: Run, batch: Batch) -> Tensor:
 
 # torchtitan_lite/dtensor.py: count_replicas
 def count_replicas(tensor: Tensor) -> int:
-    """Return the number of ranks that hold the same shard. Each counts 1/n of it."""
+    """Return the number n of ranks that have the same shard. In the gradient norm, each counts 1/n of it."""
     if not isinstance(tensor, DTensor):
         return 1
     n_replicas = 1
@@ -26,5 +26,5 @@ def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
 
 # torchtitan_lite/dtensor.py: find_gradient_placements
 def find_gradient_placements(parameter: DTensor) -> tuple[Placement, ...]:
-    """A rank has the gradient of its own tokens only, so the gradient of a copied parameter is a partial sum."""
+    """Return the placements of a gradient. For a replicated parameter, it is a partial sum over this rank's tokens."""
     return tuple(Partial() if each.is_replicate() else each for each in parameter.placements)
