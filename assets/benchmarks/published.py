@@ -104,7 +104,7 @@ class OtherTime(StepTime):
     cluster: OtherCluster
 
     def linear_times(self, rows: float, out: float, into: float, *others: str | int) -> Times:
-        """Count fewer casts for Transformer Engine, which fuses them into other kernels and casts weights once a step."""
+        """Count fewer casts for Transformer Engine: it fuses them into other kernels and casts weights once a step."""
         if self.workload.float8_recipe != "te" or others != ("float8",):
             return super().linear_times(rows, out, into, *others)
         sizes = (rows, out, into), (rows, into, out), (out, into, rows)
@@ -151,7 +151,7 @@ class OtherTime(StepTime):
         return super().copy_hidden(n_times) if self.workload.engine == "torch" else 0.0
 
     def module_times(self, module: ModuleRow) -> Times:
-        """Return the seconds of a module's matmuls. Other trainers use bfloat16 for routers, and streams for experts."""
+        """Return the seconds of a module's matmuls. Other trainers route in bfloat16 and run experts on streams."""
         w = self.workload
         if module.kind == "router" and (w.sends_once or w.engine == "megatron"):
             shape = w.shape_on_rank(module)
@@ -173,7 +173,7 @@ class OtherTime(StepTime):
 
     @property
     def row_bytes(self) -> float:
-        """Bytes per element of a row. Other trainers sort and sum rows in fused kernels. DeepEP sorts while it sends."""
+        """Bytes per element of a row. Other trainers sort and sum rows in fused kernels. DeepEP sorts while sending."""
         w = self.workload
         n_copies = 7 if w.layout.ep > 1 else 3
         if w.sends_once:

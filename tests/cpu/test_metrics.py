@@ -1,4 +1,4 @@
-"""The numbers of a run: the clocks and the arithmetic behind them, console line, metrics.jsonl, TensorBoard."""
+"""The numbers of a run: how they are measured and computed, the console line, metrics.jsonl and TensorBoard."""
 
 import json
 import threading
@@ -147,7 +147,7 @@ def test_tensorboard_has_torchtitans_tags_and_each_step_once_after_a_resume(tmp_
     killed = make_writer(tmp_path, section)
     for step in (10, 20):
         killed.record("step", step, **(STEP | {"loss": 1.0}))
-    # Never closed, as after a kill: what was logged is on disk all the same.
+    # The writer is never closed, as in a run that was killed. Everything that was logged must be on disk.
     events = EventAccumulator(str(tmp_path / "events" / "my_run")).Reload()
     assert [event.step for event in events.Scalars("grad_norm")] == [10, 20]
     assert not {"memory/max_reserved(GiB)", "experts/dead_share"} & set(events.Tags()["scalars"])
@@ -213,10 +213,10 @@ def test_a_run_ends_although_its_last_records_cannot_be_written(tmp_path, errors
 def test_events_that_a_full_disk_refuses_are_one_sentence_and_are_written_later(
     tmp_path, errors, monkeypatch
 ):
-    """Neither a thread with a traceback nor a file that TensorBoard cannot read."""
+    """No thread may print a traceback, and no file may be unreadable for TensorBoard."""
     monkeypatch.setattr(threading, "excepthook", lambda thread: errors.append(str(thread)))
     folder = tmp_path / "tb" / tmp_path.name
-    folder.parent.write_text("a file")  # the folder cannot be made at first
+    folder.parent.write_text("a file")  # so the folder cannot be made yet
     writer = make_writer(tmp_path, Metrics())
     writer.record("step", 1, **STEP)
     folder.parent.unlink()
