@@ -106,7 +106,7 @@ def make_snapshots(
 def train_and_save(
     rank: int, world_size: int, overrides: dict, folder: str, n_steps: int, section: Checkpoint
 ) -> tuple[dict[str, Tensor], list[float], dict[str, Tensor]]:
-    """Worker: save after each of `n_steps` steps. Return the state, three more steps' losses, and the state after them."""
+    """Worker: save after each of `n_steps`. Return the state, three more steps' losses, and the state after them."""
     run = compare.build_table_run(world_size, overrides)
     with make_saver(folder, section, run) as saver:
         for step in range(n_steps):
@@ -125,7 +125,7 @@ def load_and_train(
     section: Checkpoint,
     saved_again: str | None = None,
 ) -> tuple[dict[str, Tensor], list[float], dict[str, Tensor], int]:
-    """Worker: load a checkpoint. Return what train_and_save returns, and the step. Can save the loaded state elsewhere."""
+    """Worker: load a checkpoint. Return what train_and_save returns, and the step. Can save what it has loaded."""
     run = compare.build_table_run(world_size, overrides)
     run = replace(run, config=replace(run.config, checkpoint=section))
     group = dist.new_group(backend="gloo")
@@ -180,7 +180,7 @@ def limit_files(n_bytes: int) -> Iterator[None]:
 
 
 def assemble(folder: Path) -> dict[str, Tensor]:
-    """Return all tensors of a checkpoint, read with safetensors' own reader, the files' headers and the manifest's shapes.
+    """Return all tensors of a checkpoint by safetensors' own reader, the files' headers and the manifest's shapes.
 
     Raises AssertionError if an element is stored twice or never.
     """

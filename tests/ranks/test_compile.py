@@ -1,4 +1,4 @@
-"""What is compiled, how often, where the result is kept, and what must be there. Gradients: the rows of layouts.py."""
+"""What is compiled, how often, where the code is stored, and which programs are needed. layouts.py: gradients."""
 
 import os
 from pathlib import Path
@@ -24,7 +24,7 @@ N_STEPS = 4
 def list_compiled_by_step(
     rank: int, world_size: int, overrides: dict[str, object]
 ) -> list[list[str]]:
-    """Worker: what each of N_STEPS compiles. After the first, a forward without gradients, as validation makes it."""
+    """Worker: return what each of N_STEPS steps compiles. After step 1, validation's forward without gradients runs."""
     run = compare.build_table_run(world_size, overrides)
     compiled = []
     for step in range(N_STEPS):
@@ -33,7 +33,7 @@ def list_compiled_by_step(
             id(entry) for entry in get_compilation_metrics()
         }  # torch keeps the last 64 entries
         stepping.train_step(run, batch)
-        # A backward has no name, and follows from its forward.
+        # Backwards are left out: they have no name, and each follows from its forward.
         entries = [
             entry for entry in get_compilation_metrics() if id(entry) not in known and entry.co_name
         ]
@@ -75,9 +75,10 @@ def test_only_the_named_components_are_compiled(pool, components):
 
 def compile_a_matmul(rank: int, world_size: int, cache_folder: Path) -> tuple[int, int]:
     """Worker: return how many graphs were found in the cache, and how many were not."""
-    os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)  # a folder that a user has set would be kept
+    # Without this, a folder that the user has set would be used.
+    os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
     prepare_process(with_value(Config(), "training.cache_folder", str(cache_folder)), cache_folder)
-    # A matmul is called, not written: no C++ compiler is at work.
+    # Inductor calls a library for a matmul, so that no C++ compiler is needed.
     compiled = torch.compile(lambda matrix: matrix @ matrix)
     compiled(torch.eye(3))
     found = counters["inductor"]
