@@ -372,7 +372,7 @@ def fit(rows: list[Row]) -> dict[str, float]:
     """Return the constants that minimize the absolute log error of throughput.
 
     The error is nearly linear in the logarithms of the constants, so each round approximates it by its tangents. Least
-    squares with each weight divided by the error minimize absolute values.
+    squares minimize absolute values if each weight is divided by the absolute error of the previous round.
     """
     weights = weigh(rows)
     priors = torch.tensor(list(PRIORS.values()), dtype=DOUBLE).log()

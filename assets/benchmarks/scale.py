@@ -87,7 +87,7 @@ def plan(name: str, n_ranks: int, changes: dict[str, int]) -> PlannedRun:
 
 @contextmanager
 def as_rank(planned: PlannedRun, rank: int) -> Iterator[dict[str, Tensor]]:
-    """Context manager: act as one rank of a run. Yields the tensors to save, without storage."""
+    """Context manager: act as one rank of a run. Yields the tensors to save, which have no storage."""
     config = with_value(planned.config, "compile.enable", False)
     with ExitStack() as stack:
         enter = stack.enter_context

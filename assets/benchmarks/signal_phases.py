@@ -64,7 +64,7 @@ class Run:
         mark = f"{MARK}={self.folder}".encode()
         commands = {}
         for path in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):  # it has ended
+            with suppress(OSError):  # if a process has ended
                 if mark in (path / "environ").read_bytes().split(b"\0"):
                     command = (path / "cmdline").read_bytes().replace(b"\0", b" ")
                     commands[int(path.name)] = command.decode()

@@ -1,7 +1,7 @@
 """Print the table "what combines with what" of parallel/README.md. Needs tests/ in PYTHONPATH.
 
 A cell counts the rows of tests/layouts.py that use both features: first the rows of the default tests, then the rows
-that --all adds. For an empty cell, no row tests the two features together: test_drawn_layouts.py may draw them at
+that --all adds. If a cell is empty, no row tests the two features together, but test_drawn_layouts.py may draw them at
 random, or features.py refuses them.
 """
 

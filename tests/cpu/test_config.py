@@ -250,7 +250,7 @@ def test_shipped_configs_read_without_a_problem_and_survive_the_way_through_toml
     assert replace(again, job=replace(again.job, config_file=config.job.config_file)) == config
 
 
-# --- mistakes: test_check.py has those of the command line ---
+# --- mistakes in files; test_check.py has mistakes on the command line ---
 
 
 # TOML | key of the problem | word of the remedy

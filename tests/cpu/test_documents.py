@@ -1,4 +1,4 @@
-"""Documents packed into one sequence: attention stops at their borders. Positions: test_data.py."""
+"""Documents packed into one sequence: attention stops at their borders. test_data.py tests positions."""
 
 import pytest
 import torch

@@ -22,7 +22,7 @@ def sampling(temperature: float, top_k: int = 0, top_p: float = 1.0) -> Namespac
     return Namespace(temperature=temperature, top_k=top_k, top_p=top_p)
 
 
-# ---------------------------------------------------------------- the cache; its logits: test_windows.py
+# ---------------------------------------------------------------- the cache; test_windows.py tests its logits
 
 
 def test_a_step_computes_one_token_and_the_head_only_the_last_one():

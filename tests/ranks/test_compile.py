@@ -1,4 +1,4 @@
-"""What is compiled, how often, where the code is stored, and which programs are needed. layouts.py: gradients."""
+"""What is compiled, how often, where the code is stored, and which programs are needed. layouts.py tests gradients."""
 
 import os
 from pathlib import Path

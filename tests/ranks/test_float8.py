@@ -1,6 +1,6 @@
 """Float8: results equal torchao's bit by bit; weights are gathered as float8; which layers compute in float8.
 
-Gradients of layouts: test_layouts.py. Refused configs: test_check.py."""
+test_layouts.py tests gradients of layouts, and test_check.py refused configs."""
 
 from dataclasses import replace
 

@@ -67,7 +67,7 @@ def watch_start(
 
     Return its exit status, the number of workers beyond one per group, and each group's threads and final time-out.
 
-    On a CPU, autograd calls collectives in the thread that called it. Threads with two names work at the same time.
+    On a CPU, autograd calls collectives in the thread that called it. Threads with different names run simultaneously.
     """
     threads = defaultdict(set)
     surplus = count_surplus_workers()

@@ -105,7 +105,7 @@ def test_weights_of_transformers_come_back_bit_equal(pool, tmp_path: Path, name)
 
 
 def make_whole():
-    """Inside this context each tp rank has all weights of keys and values and computes all of them, as in MLA."""
+    """Context manager: each tp rank has all weights of keys and values and computes all of them, as in MLA."""
     table = MODELS["llama3"]
 
     def list_block(*args):

@@ -1,8 +1,8 @@
 """`verify` accuses no correct layout: it certifies random layouts, exactly as asked for.
 
 Mesh, schedule, stages, recompute, loss, optimizer and precision are drawn. A refused config is drawn again.
-`tests/run.sh --all` tries six. `LAYOUTS=60 SEED=1 pytest -m slow tests/tools/test_drawn_layouts.py` tries more of them,
-`ONLY=7,40` these alone.
+`tests/run.sh --all` tries six. `LAYOUTS=60 SEED=1 pytest -m slow tests/tools/test_drawn_layouts.py` tries 60, and
+`ONLY=7,40` only numbers 7 and 40.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Orders of schedules equal torch's, and are complete and without deadlock. Also their simulation and pictures."""
+"""Orders of schedules equal torch's, and are complete and without deadlock. Simulations and pictures are tested too."""
 
 import xml.etree.ElementTree as ElementTree
 from types import SimpleNamespace

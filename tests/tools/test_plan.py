@@ -48,7 +48,7 @@ def read(name: str, n_gpus: int, **keys) -> PlannedRun:
 
 
 def test_a_plan_says_where_the_time_goes(capsys):
-    """That `plan` works without torch, test_environment.py tests in a Python without packages."""
+    """test_environment.py tests `plan` without torch, in a Python without packages."""
     args = ["plan", "--config", "llama3_405b", "--gpus", "16384", *ONE_STAGE]
     args += "--mtbf-hours 3.09 --restart-s 600 --save-stall-s 60".split()
     assert main(args) == 0

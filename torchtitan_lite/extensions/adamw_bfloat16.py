@@ -1,4 +1,4 @@
-"""Run AdamW with both moments in bfloat16: 12 bytes of training state per parameter instead of 16.
+"""Run AdamW with both moments in bfloat16. Training state takes 12 bytes per parameter instead of 16.
 
     bytes between steps   weight fp32 4   gradient fp32 4   moments bf16 2 + 2
     bytes moved           20 per parameter and step: weight and moments are read and written, the gradient is read

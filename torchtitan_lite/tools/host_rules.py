@@ -80,7 +80,7 @@ def count_moment_bytes(section: Optimizer) -> int:
 
 
 def count_weight_bytes(config: Config) -> int:
-    """Return the bytes per parameter of the weights between steps. Gradients take as much."""
+    """Return the bytes per parameter of the weights between steps. Gradients take the same number."""
     return 2 if config.training.dtype == "bfloat16" else MASTER_BYTES
 
 

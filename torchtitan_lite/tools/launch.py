@@ -121,7 +121,7 @@ def check_run(args: list[str]) -> tuple[RunSpec, int]:
     if spec.finished:
         return spec, n_hosts
     if prepare_corpora(spec):
-        spec = check(args, machine, n_ranks, n_hosts)  # reads the documents too, now
+        spec = check(args, machine, n_ranks, n_hosts)  # now checks the documents too
     return spec, n_hosts
 
 

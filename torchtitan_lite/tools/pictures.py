@@ -164,7 +164,7 @@ def draw_rows(rows: list[tuple[str, int, list[Box]]], length: float) -> str:
     is_fine = sum(len(boxes) for *_, boxes in rows) > MOST_BOXES
     for label, height, boxes in rows:
         shapes.append(f'<text y="{y + height / 2 + 4}">{escape(label)}</text>')
-        paths = defaultdict(list)  # by color
+        paths = defaultdict(list)  # color -> shapes
         for start, end, color, title, text in boxes:
             x = LEFT + WIDTH * start / length
             width = WIDTH * (end - start) / length

@@ -212,7 +212,7 @@ def write_documents(
         writer = empty[0] if empty and has_floor else writers[last.split]
         writer.write(last)
     splits = {name: writer.finish() for name, writer in writers.items() if writer.totals}
-    return splits, +counts  # without zeros
+    return splits, +counts  # the plus drops counts of zero
 
 
 class SplitWriter:

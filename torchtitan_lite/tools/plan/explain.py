@@ -64,7 +64,7 @@ def main(options: argparse.Namespace) -> int:
 
 def format_parameters(parameters: dict[str, Tensor], ranks: list[int]) -> str:
     """Return a table of the parameter slices on these ranks of a stage. Layers with equal slices share a row."""
-    layers_of = defaultdict(list)  # by row
+    layers_of = defaultdict(list)  # row -> its layers
     for fqn, parameter in parameters.items():
         layer, name = LAYER.fullmatch(fqn).groups()
         slices = tuple(describe_slice(parameter, rank) for rank in ranks)

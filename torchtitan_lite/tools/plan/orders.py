@@ -113,7 +113,7 @@ def run_steps(rank: int, pp: int, steps: str) -> list[Action]:
     Each step runs the next microbatch of its stage and kind.
     """
     stages = {"a": rank, "b": 2 * pp - 1 - rank}
-    n_done: Counter[tuple[str, str]] = Counter()  # by arm and half
+    n_done: Counter[tuple[str, str]] = Counter()  # (arm, half of an action) -> number
     row = []
     for arm, kind in steps.split():
         halves = HALVES[kind]
@@ -155,7 +155,7 @@ def dual_pipe_v(rank: int, pp: int, n_microbatches: int, stages: range) -> list[
     split = last[rank + 1 :]
     for arm in split:
         steps += f"{arm}I "
-    weights = split + "a" * n_after  # in the order of their I
+    weights = split + "a" * n_after  # each W in the order of its I
     for arm in weights[:n_after]:
         steps += f"{arm}W aI "
     for arm in weights[n_after:]:
@@ -188,7 +188,7 @@ InFlight = dict[frozenset[int], Counter[tuple[int, str]]]
 # layers: in a block of Llama 8B, 264 KiB per token instead of 164.
 WAITING = 1.6
 STAGES_GATHERED = 3  # torch gathers the next three stages of a pp rank, and frees the others
-# kind of an action -> how it changes the number of microbatches in flight, by their last action
+# kind of an action -> changes of the numbers of microbatches whose last action was of each kind
 CHANGES = {"F": {"F": 1}, "B": {"F": -1}, "I": {"F": -1, "I": 1}, "W": {"I": -1}}
 
 

@@ -294,7 +294,7 @@ class Workload:
 
     @cached_property
     def sizes(self) -> dict[Stage, Counter[str]]:
-        """Stage -> axis -> number of parameters. Equal stages, which are most, are counted once."""
+        """Stage -> axis -> number of parameters. Most stages are equal, and equal stages are counted once."""
         sizes = {}
         for stage in set(self.stages):
             counts = Counter()

@@ -72,7 +72,7 @@ def read_trace(folder: Path, rank: int, layout: Layout) -> Trace:
     for group in data["distributedInfo"]["pg_config"]:
         axes[group["pg_name"]] = name_axis(layout, group["pg_desc"])
     used = layout.used_dims + ["ep"] * (layout.ep > 1)
-    spans = defaultdict(list)  # by axis
+    spans = defaultdict(list)  # axis -> its calls
     received = []
     actions = {}
     calls = []

@@ -58,7 +58,8 @@ STEPS = [  # max_norm in units of the gradient norm; value to write into one gra
 # Scores of experts are tied if the last chosen and the first unchosen expert differ by less: about fifty roundings.
 TIE = 5e-6
 DECIDES = 10.0  # a bias larger than every score
-# Without this factor, the embedding would hide the outputs of layers and the eps of norms. A power of two is exact.
+# Without this factor, the embedding would hide the outputs of layers and the eps of norms. Multiplication by a power
+# of two rounds nothing.
 EMBEDDING_SCALE = 1 / 16
 FIRST_EXPONENT = 13  # positions around 2**13 = 8,192 and the next six powers of two
 N_EXPONENTS = 7
@@ -259,7 +260,8 @@ class PlainModel:
     def backward(self, batch: Batch) -> tuple[float, dict[str, Tensor]]:
         """Return the mean loss over counted tokens, and the gradients.
 
-        Cross entropy is computed here. A different training.loss uses its formula, and a model's own loss the model.
+        Cross entropy is computed here. Other values of training.loss use their formulas. A model with its own loss
+        computes it.
         """
         self.has_own_loss = self.has_own_loss or self.finds_own_loss(batch.take_rows(range(1)))
         counted = batch.targets != IGNORE_INDEX

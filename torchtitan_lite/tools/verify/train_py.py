@@ -187,7 +187,7 @@ def start_train(
 
 
 def start_rounded(seed: int, *args) -> Acted:
-    """Worker: `start_train` with initial weights that are rounded differently."""
+    """Worker: run `start_train` with initial weights that are rounded differently."""
 
     def initialize(part: nn.Module, *options) -> None:
         initialize_weights(part, *options)

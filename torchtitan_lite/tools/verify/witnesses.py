@@ -374,7 +374,7 @@ def actions_noted(acted: Acted, profiled: int | None) -> Iterator[None]:
 
 
 def merge(observations: Iterable[Acted]) -> Acted:
-    """Merge the observations of steps and ranks. A key acted if it did in any of them, and is off if it was in all."""
+    """Merge the observations of steps and ranks. A key acted if it acted in any, and is off if it was off in all."""
     merged: Acted = {}
     for acted in observations:
         for key, is_acting in acted.items():
