@@ -72,7 +72,7 @@ def test_a_step_is_one_console_line_and_one_json_object_with_throughput_and_mfu(
     writer = make_writer(tmp_path)
     writer.record("step", 10, **STEP)
     # By hand: 8,030 M parameters without embedding and norms are 7,505 M. 6 * 7.505e9 + 12 * 32 * 4096 * 8192 =
-    # 45.03e9 + 12.885e9 = 57.91 GFLOP per token; * 5,762 / 989e12 = 33.74 %. Half the attention less: 51.47 GFLOP.
+    # 45.03e9 + 12.885e9 = 57.91 GFLOP per token; * 5,762 / 989e12 = 33.74 %. Without the masked half: 51.47 GFLOP.
     line = "step   10/2000  loss 6.12346  grad_norm 1.2346  1:23:45 left  5,762 tok/s/rank  MFU 33.7%  "
     assert console == [line + "lr 8.00e-04  1.5 GiB  1.42 s"]
     (values,) = read_lines(tmp_path)  # before close

@@ -403,7 +403,7 @@ def test_a_finished_run_says_what_can_be_done_and_nothing_is_deleted_without_job
         notice for each in spec for notice in each.notices if "job.overwrite deletes" in notice
     ]
     assert len(deletes) == 1 and deletes[0].endswith(": outputs/debug/checkpoint/step-200")
-    # The log of a resumed run has the same two rates, and the given key keeps the earlier ones.
+    # A resumed run logs the learning rates before and after the jump. With a given total_steps there is no jump.
     step_200, jump, earlier = 4e-3 / 180, 4e-3 * 200 / 380, 0.0
     rates = f"the learning rate is {step_200:.3g} at step 200 and {jump:.3g} at step 201"
     assert (

@@ -1,4 +1,4 @@
-"""The learning-rate schedules, and the optimizers on sharded parameters against torch's own on whole ones."""
+"""Learning-rate schedules, and optimizers on sharded parameters, which must equal torch's on full parameters."""
 
 import json
 import math

@@ -226,7 +226,7 @@ class ReduceScatter(DefaultReduceScatter):
         async_op: bool = False,
     ):
         """Write the sum of all ranks' gradients of this shard to `output_tensor`. `op` is always a sum (fsdp.py)."""
-        shape = (-1, self.nodes.near.size(), output_tensor.numel())  # node, place in it, shard
+        shape = (-1, self.nodes.near.size(), output_tensor.numel())  # node, rank in node, shard
         rows = input_tensor.view(shape).transpose(0, 1)
         rows = self.exchange(rows, self.nodes.near)
         if self.nodes.far is not None:

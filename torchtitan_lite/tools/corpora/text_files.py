@@ -77,7 +77,7 @@ def decode(content: bytes, encoding: str) -> str:
     """
     if content.startswith(codecs.BOM_UTF8):
         encoding = "utf-8"
-    if content.startswith(UTF32_MARKS):  # checked first: one of them begins with a mark of UTF-16
+    if content.startswith(UTF32_MARKS):  # before UTF-16, whose mark begins one of these
         encoding = "utf-32"
     elif content.startswith(UTF16_MARKS):
         encoding = "utf-16"

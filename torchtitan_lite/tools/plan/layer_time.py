@@ -34,7 +34,7 @@ NORM_OP_BY_OP = 21
 QWZ_BYTES = 4
 QGZ_BYTES = 48
 LOSS_BYTES = {False: 12, True: 6}  # compiled -> bytes per logit, in each direction
-# Seconds of matmuls: forward, gradients of inputs, gradients of weights. Or of waits: forward, backward, recompute.
+# Seconds of matmuls (forward, gradients of inputs, gradients of weights) or of waits (forward, backward, recompute).
 Times = tuple[float, float, float]
 
 

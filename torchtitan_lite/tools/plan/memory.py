@@ -127,7 +127,7 @@ def estimate_layer(w: Workload, kind: LayerKind) -> tuple[float, float]:
     """Return the bytes that a layer keeps per microbatch, and the additional bytes at the peak of its backward.
 
     In backward, a layer holds recomputed activations and temporary gradients. An MoE layer can need more at two other
-    times. When the next MoE layer is gathered, its parameters are in a buffer, and also copied if experts are cut. When
+    times. When the next MoE layer is gathered, its parameters are in a buffer, and in a copy if experts are cut. When
     its own gradients are reduced, they exist in the compute dtype and in fp32. By then its activations have been freed,
     and under ZeRO 3 its parameters too.
     """
@@ -169,7 +169,7 @@ def estimate_loss(w: Workload) -> float:
 
     The loss holds the fp32 gradient of the weight, and the larger of two sums: a chunk's logits in both dtypes plus
     their gradient, or the gradient of the logits plus the chunk's contribution to the weight's gradient. A trainer that
-    keeps all logits holds three fp32 tensors (T, V), log-softmax and two gradients, or one if the loss is compiled.
+    keeps all logits holds three fp32 tensors (T, V): log-softmax and two gradients. With a compiled loss, it holds one.
     """
     width = w.compute_bytes
     vocab_size = w.args.vocab_size / w.layout.tp

@@ -24,7 +24,7 @@ MODELED_VALUES = {  # key -> modeled values, and what the forecast counts for al
 
 
 def list_unmodeled(planned: PlannedRun) -> dict[str, str]:
-    """Return unmodeled key with its value, or module -> what the forecast counts instead."""
+    """Return what the forecast counts instead of each unmodeled key or module. A key is given with its value."""
     unmodeled = {}
     for key, (values, counted) in MODELED_VALUES.items():
         value = get_value(planned.config, key)

@@ -337,7 +337,7 @@ class Workload:
     def deal_rounds(self, pp_rank: int) -> list[tuple[tuple[int, ...], dict[str, float]]]:
         """Return the rounds of Muon: the sizes of the largest matrix, and axis -> elements in an all-to-all of rank 0.
 
-        A round has two all-to-alls, to the owners of the matrices and back. The elements are the average of the two.
+        A round has two all-to-alls, to the owners of the matrices and back. The elements are averaged over the two.
         """
         rounds = []
         alike = defaultdict(list)

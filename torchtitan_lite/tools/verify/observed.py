@@ -25,7 +25,7 @@ class Observed:
     batch: Batch
     result: StepResult
     biases: dict[str, Tensor]  # of the experts, before the step
-    # Number of events of the profile by name: not in backward, and in backward. Empty if the step was not profiled.
+    # Name of an event in the profile -> number of events outside backward, or in backward. Empty without a profile.
     forward: Counter[str]
     backward: Counter[str]
 

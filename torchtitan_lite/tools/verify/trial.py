@@ -222,8 +222,8 @@ def blame(key: Key, errors: list[tuple[Coordinates, float]], bound: float) -> Cu
 # ---------------------------------------------------------------- bfloat16 and float8
 
 # name -> number of steps; minimum bound; a quarter of a rounding, whose effect is measured if gradients seem wrong.
-# Bounds have a minimum because the errors of one rank may happen to cancel: in its loss, or in the gradient of a
-# scalar, which other layouts round once more (by 2**-9 in bfloat16).
+# Bounds have a minimum, because the errors of one rank can cancel by chance in its loss or in the gradient of a scalar.
+# Other layouts also round this gradient once more (by 2**-9 in bfloat16).
 PRECISIONS = {"bfloat16": (1, 4e-3, 2**-11), "float8": (3, 1e-2, 2**-6)}
 # Bound for two cases. With ep, experts multiply the rows of several ranks at once, and add them in a different order.
 # One rank adds the two gradients of a tied matrix in the compute dtype, but pipeline stages add them in float32.
@@ -295,7 +295,7 @@ def round_differently(
 
 @torch.no_grad()
 def measure_noise(config: Config, steps: list[PlainStep], rounding: float = ROUNDING) -> Noise:
-    """Measure how much gradients change if weights are rounded differently. They change much if terms cancel."""
+    """Measure how much gradients change if weights are rounded differently. Sums whose terms cancel change much."""
     plain = PlainModel(config)
     generator = torch.Generator().manual_seed(0)
     tensors = plain.model.state_dict()

@@ -181,7 +181,7 @@ def gathers_as_zero_stage(step: Observed) -> bool | None:
     n_reduced = max((events[name] for name in events if "reduce (layers." in name), default=0)
     acted = n_gathers > 1
     if layout.zero_stage < 3:
-        # With a single microbatch, stages 1 and 2 are the same.
+        # With a single microbatch, ZeRO stages 1 and 2 are the same.
         expected = layout.n_microbatches if layout.zero_stage == 2 else 1
         acted = n_gathers == 1 and n_reduced == expected
     return once_on(layout.dp_shard * layout.cp > 1, acted)
