@@ -10,9 +10,8 @@ the token with the lowest id. The package `tokenizers` applies the first merge i
 two conditions, which the files of trained tokenizers meet: merges are sorted by the ids that they form, and merging the
 bytes of each token gives this token.
 
-With `ignore_merges`, the package looks words up too. In this case, the second condition has an exception: if merging
-its bytes does not give a token, the token is still allowed, as a word that is looked up, if the list has all merges
-that form it (695 tokens of Llama 3.1).
+With `ignore_merges`, the package looks words up too. Then a token may violate the second condition, if the list has all
+merges that form it (695 tokens of Llama 3.1).
 """
 
 from torchtitan_lite.data.tokenizer import LLAMA3_PATTERN, BytePairs

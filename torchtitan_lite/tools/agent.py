@@ -66,7 +66,7 @@ from torchtitan_lite.tools.local_ranks import (
 )
 
 PCI = Path("/sys/bus/pci/devices")
-N_LINES = 60  # shown of a killed rank's hidden stderr, which ends with its threads' stacks
+N_LINES = 60  # shown of the hidden stderr of a killed rank: its threads' stacks are at the end
 JOIN_WITHIN_S = 10.0  # an agent looks for new hosts ten times a second
 
 

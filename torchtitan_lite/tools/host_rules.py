@@ -49,7 +49,7 @@ def check_host(
     problems = check_memory(bound, config.model.flavor, args, n_ranks, machine)
     if machine.is_here:
         problems += check_torch_build(machine)
-        # A lower bound: every host stores all shards of its ranks. With replicas on several hosts, this is more.
+        # A lower bound: every host stores all shards of its ranks, and replicas on several hosts are not counted.
         snapshot_bytes = count_saved_bytes(config, model_args) // n_hosts
         problems += check_snapshots(config, snapshot_bytes)
     return problems

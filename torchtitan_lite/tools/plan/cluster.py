@@ -51,7 +51,7 @@ class Cluster:
     network_bandwidth: float = 50 * GB  # between nodes
     n_multiprocessors: int = 132  # each computes one tile at a time
 
-    # Of an infinitely large matmul, at the power limit. Fit.
+    # Efficiency of an infinitely large matmul, at the power limit. Fit.
     matmul_efficiency: float = 0.63
     # The same for float8 matmuls, with one scale per tensor and with one scale per row. Fit.
     float8_efficiency: float = 0.61
@@ -70,7 +70,8 @@ class Cluster:
     # 370 of 450 GB/s on H100, 235 of 300 on A100: nccl-tests issue 212
     link_efficiency: float = 0.80
     network_efficiency: float = 0.92  # 46 to 48 GB/s on a 400 Gb/s card: nccl-tests issue 290
-    # Of a ring with the protocol Simple: per collective, per hop in a node, per hop between nodes. NCCL, tuning.cc.
+    # Latencies of a ring with the protocol Simple: per collective, per hop in a node, per hop between nodes. Source: NCCL,
+    # tuning.cc.
     latency_s: float = 8.4e-6
     link_latency_s: float = 3.4e-6
     network_latency_s: float = 14e-6

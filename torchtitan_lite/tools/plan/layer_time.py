@@ -27,8 +27,8 @@ KERNELS_OF_LAYER = {False: 28, True: 14}  # compiled -> elementwise kernels in f
 KERNELS_OF_EXPERTS = 60  # additional kernels in an MoE layer: router, sorting, all-to-alls, experts
 # compiled -> tensors that three functions read and write: a norm with a residual addition, SwiGLU, GPT's activation
 TENSORS = {False: (5, 5, 3), True: (4, 3, 2)}
-# The first number for an eager norm of a DTensor. It runs operator by operator in fp32, because torch has no sharding
-# rule for the fused kernel.
+# For an eager norm of a DTensor, this replaces the first number. The norm runs operator by operator in fp32, because
+# torch has no sharding rule for the fused kernel.
 NORM_OP_BY_OP = 21
 # Bytes per element that the kernels of ZeRO++ read and write: before and after a gather, and a reduction
 QWZ_BYTES = 4
