@@ -70,8 +70,8 @@ class Cluster:
     # 370 of 450 GB/s on H100, 235 of 300 on A100: nccl-tests issue 212
     link_efficiency: float = 0.80
     network_efficiency: float = 0.92  # 46 to 48 GB/s on a 400 Gb/s card: nccl-tests issue 290
-    # Latencies of a ring with the protocol Simple: per collective, per hop in a node, per hop between nodes. Source: NCCL,
-    # tuning.cc.
+    # Latencies of a ring with the protocol Simple: per collective, per hop in a node, per hop between nodes. Source:
+    # NCCL, tuning.cc.
     latency_s: float = 8.4e-6
     link_latency_s: float = 3.4e-6
     network_latency_s: float = 14e-6
