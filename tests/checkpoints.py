@@ -163,7 +163,7 @@ def write_tensors(
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """Return all tensors of a checkpoint, read in the way of the tools."""
+    """Return all tensors of a checkpoint, read as the tools read them."""
     checkpoint = OpenCheckpoint(folder)
     return {name: checkpoint.read(name) for name in checkpoint.manifest.tensors}
 

@@ -35,7 +35,7 @@ TABLE_CONFIG = Config(
         ffn_dim=96,
         vocab_size=256,
     ),
-    # One parameter at a time, without decay: with tp, DTensor takes seconds to plan lists of parameters, and sums.
+    # One parameter at a time, without decay: with tp, DTensor needs seconds to plan updates of lists, and sums.
     optimizer=Optimizer(name="SGD", lr=0.5, weight_decay=0.0, implementation="for-loop"),
     lr_scheduler=LRScheduler(warmup_steps=0, total_steps=10, decay_ratio=0.0),
     training=Training(

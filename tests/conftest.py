@@ -10,7 +10,7 @@ from torchtitan_lite.__main__ import main
 from torchtitan_lite.tools.processes import PRELOADED
 from torchtitan_lite.tools.verify.ranks import RankPool
 
-# The server that forks the ranks imports these once. Otherwise each rank would: in 1.5 s if it compiles, else in 0.2 s.
+# The server that forks the ranks imports these once. Otherwise each rank would need 0.2 s, or 1.5 s to compile.
 PRELOADED += ["torch._dynamo.backends.debugging", "torch._inductor.compile_fx", "tests.preloaded"]
 
 
@@ -21,7 +21,7 @@ def one_thread():
 
 @pytest.fixture(scope="session", autouse=True)
 def ctrl_c_is_heard():
-    """Undo that a shell ignores SIGINT in its background jobs: the processes that tests start would inherit it."""
+    """Restore SIGINT: a shell ignores it in its background jobs, and the processes that tests start would too."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

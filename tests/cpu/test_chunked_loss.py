@@ -102,7 +102,7 @@ def test_totals_of_two_shards_of_any_size_are_combined():
 def test_without_a_counted_target_loss_and_gradients_are_zero():
     head, hidden, targets = make_case()
     for value in run_head(head, hidden, torch.full_like(targets, IGNORE_INDEX), 7):
-        assert not value.any()  # NaN is not zero either
+        assert not value.any()  # fails for NaN too
 
 
 def test_memory_of_the_head_does_not_grow_with_sequence_times_vocabulary():

@@ -39,7 +39,7 @@ OTHERS |= {"layers.0.feed_forward.router.weight": (8, 48)}
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_on_one_process_it_is_torchs_muon_and_torchs_adamw(dtype):
-    """torch's Muon computes in bfloat16 only, so a test replaces Tensor.bfloat16. Experts are a batch of matrices."""
+    """torch's Muon only computes in bfloat16, so Tensor.bfloat16 is replaced. Experts are a batch of matrices."""
     sizes = {f"layers.0.{name}": size for name, size in HIDDEN.items()} | OTHERS
     own = {name: torch.ones(size, requires_grad=True) for name, size in sizes.items()}
     theirs = {name: torch.ones(size, requires_grad=True) for name, size in sizes.items()}

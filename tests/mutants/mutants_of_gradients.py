@@ -67,7 +67,7 @@ def loss_averaged_per_rank(original, run, batch):
 
 @mutant("dp2", "gradients", "output.weight", at=(fsdp.FSDPModule, "set_gradient_divide_factor"))
 def gradients_averaged_instead_of_summed(original, module, factor):
-    """FSDP divides by the number of ranks, its default, though the loss was already divided by all tokens."""
+    """By default FSDP divides by the number of ranks, though the loss was already divided by all tokens."""
     return None
 
 

@@ -25,7 +25,7 @@ def gradients_reduced_in_bfloat16(apply, part, mesh, expert_mesh, section, layou
     "one rank", "rotary angles", "layers.0", at=(fsdp, "MixedPrecisionPolicy"), trial="bfloat16"
 )
 def rotary_angles_cast_to_bfloat16(make_policy, **options):
-    """FSDP casts all inputs of a block, its default, and so also the cosines and sines of the positions."""
+    """By default FSDP casts all inputs of a block, also the cosines and sines of the positions."""
     return make_policy(**{**options, "cast_forward_inputs": True})
 
 

@@ -62,7 +62,7 @@ def folder(saved, tmp_path) -> Path:
 
 
 def load(path: Path) -> dict[str, torch.Tensor]:
-    """Load a checkpoint in the way of a run."""
+    """Load a checkpoint as a run does."""
     tensors = {name: torch.full_like(tensor, -1.0) for name, tensor in make_tensors(0).items()}
     loading.load_checkpoint(loading.OpenCheckpoint(path), tensors)
     return tensors

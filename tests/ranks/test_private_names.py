@@ -1,4 +1,4 @@
-"""Internal names of torch that the project uses, where a change in torch would raise no error. See also other tests."""
+"""Internal names of torch that the project uses, where a change in torch would raise no error. Other tests use more."""
 
 import compare
 import pytest

@@ -98,7 +98,8 @@ def test_under_pp_gradients_are_reduced_once_per_step(pool, stage):
     "name, n_ranks, keys, stage",
     [
         ("llama3_1b", 1, [], 1),
-        ("llama3_1b", 1, ["--training.enable_cpu_offload"], 2),  # 1 keeps gradients on GPUs
+        # ZeRO 1 would keep gradients on the GPU.
+        ("llama3_1b", 1, ["--training.enable_cpu_offload"], 2),
         ("llama3_1b", 4, ["--parallelism.data_parallel_replicate_degree=4"], 1),
         ("llama3_1b", 4, [], 3),
         (

@@ -1,4 +1,4 @@
-"""`prepare --chat`: ids and targets equal transformers', in the corpus and in the batch. And what is refused."""
+"""`prepare --chat`: ids and targets equal transformers', in the corpus and in the batch. Refusals are tested too."""
 
 import json
 import sys

@@ -1,5 +1,5 @@
-"""A table of arguments that must be refused before a run starts, with the keys of their problems. And what `check`
-prints about a run without problems.
+"""A table of arguments that must be refused before a run starts, with the keys of their problems. Also tests
+what `check` prints about a run without problems.
 
 Wording is not tested. Each problem must have a key as in TOML, a reason and a remedy, and the status must be 2.
 """
@@ -328,7 +328,7 @@ def test_check_says_what_a_user_did_not_ask_for(line, empty_folder, capsys):
 # ---------------------------------------------------------------- ranks and places
 
 
-# arguments | variables | machine if it is not LAPTOP | number of ranks, or the key of the problem: and words
+# arguments | variables | machine if it is not LAPTOP | number of ranks, or key of the problem: words of the output
 ANSWERS = f"""
                                                     |                | | 2
 --parallelism.data_parallel_shard_degree 1          |                | | 1

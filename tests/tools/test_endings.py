@@ -160,7 +160,7 @@ def launcher(tmp_path_factory):
 def test_the_last_line_says_how_the_run_has_ended(launcher, tmp_path, name):
     process, temporary, keys = launcher
     action, numbers, status, last_line = ENDINGS[name]
-    # A rank without signals sleeps: SIGTERM from torchrun ends it before its first step.
+    # If the launcher gets no signal, ranks sleep until SIGTERM from torchrun ends them before their first step.
     end = "return wait(stop)" if numbers else "time.sleep(60)"
     act = tmp_path / "act.py"
     act.write_text(ACT.format(action, end))

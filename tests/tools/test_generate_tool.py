@@ -1,4 +1,4 @@
-"""`generate` writes the text that transformers writes from an export. How text is shown, and what is refused."""
+"""`generate` writes the text that transformers writes from an export. Display and refusals are tested too."""
 
 import io
 import json

@@ -150,7 +150,7 @@ def test_one_gpu_has_the_reserve_of_this_trainer(config, stage, factor, fits):
     assert published.taken_bytes == published.memory.live * 1.21 * 1.11 + 2 * 2**30
 
 
-COPIES = [  # ZeRO stage, microbatches, dtype of weights -> bytes per parameter: operators of torch's FSDP, recorded
+COPIES = [  # ZeRO stage, microbatches, dtype of weights -> bytes per parameter, recorded from operators of torch's FSDP
     (1, 1, "float32", 24),
     (1, 4, "float32", 62),
     (2, 4, "float32", 102),
