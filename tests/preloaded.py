@@ -1,4 +1,4 @@
-"""Imports of most tests' ranks. The server that forks the ranks imports this file; it starts in the repository."""
+"""Import what the ranks of most tests need. The server that forks the ranks loads this; it starts in the repository."""
 
 import gc
 import site

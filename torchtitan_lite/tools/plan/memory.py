@@ -249,7 +249,7 @@ def estimate_memory(w: Workload, pp_rank: int, of_model: Layers | None = None) -
 def estimate_head(w: Workload) -> float:
     """Return the bytes of the loss, of the hidden states before and after the final norm, and of their gradient."""
     tp = w.layout.tp
-    n_hidden = 3 if tp == 1 else 2 + 2 / tp  # tp gathers the last two
+    n_hidden = 3 if tp == 1 else 2 + 2 / tp  # with tp, two full tensors and two shards
     return estimate_loss(w) + n_hidden * w.hidden_bytes
 
 
