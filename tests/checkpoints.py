@@ -52,7 +52,8 @@ def train(run: build.Run, steps: range) -> list[float]:
 
 
 def list_state(run: build.Run) -> dict[str, Tensor]:
-    """Return all that modules and optimizer hold, by its name in a checkpoint. Asks torch, not the code that saves."""
+    """Return every tensor of modules and optimizer by its name in a checkpoint. The names come from torch, not from the
+    code that saves."""
     state = {}
     fqns = {}
     for part in run.parts:
@@ -110,7 +111,7 @@ def make_snapshots(
 def train_and_save(
     rank: int, world_size: int, overrides: dict, folder: str, n_steps: int, section: Checkpoint
 ) -> tuple[dict[str, Tensor], list[float], dict[str, Tensor]]:
-    """Worker: save after each of `n_steps`. Return the state, the losses of three more steps, and the last state."""
+    """Worker: save after each of `n_steps`. Return the state, three more steps' losses, and the state after them."""
     run = compare.build_table_run(world_size, overrides)
     with make_saver(folder, section, run) as saver:
         for step in range(n_steps):
@@ -129,7 +130,7 @@ def load_and_train(
     section: Checkpoint,
     saved_again: str | None = None,
 ) -> tuple[dict[str, Tensor], list[float], dict[str, Tensor], int]:
-    """Worker: return the same after loading a checkpoint, and its step. May save what it has loaded elsewhere."""
+    """Worker: load a checkpoint. Return what train_and_save returns, and the step. Can save what it has loaded."""
     run = compare.build_table_run(world_size, overrides)
     run = replace(run, config=replace(run.config, checkpoint=section))
     group = dist.new_group(backend="gloo")
@@ -167,14 +168,14 @@ def write_tensors(
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """Return all tensors of a checkpoint, as a tool reads them."""
+    """Return all tensors of a checkpoint, read as the tools read them."""
     checkpoint = OpenCheckpoint(folder)
     return {name: checkpoint.read(name) for name in checkpoint.manifest.tensors}
 
 
 @contextmanager
 def limit_files(n_bytes: int) -> Iterator[None]:
-    """Let writing beyond that size fail with EFBIG in this process, as on a full disk with ENOSPC."""
+    """Let this process fail to write files beyond `n_bytes`, with EFBIG. A full disk would give ENOSPC."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, hard))
     try:
@@ -184,7 +185,7 @@ def limit_files(n_bytes: int) -> Iterator[None]:
 
 
 def assemble(folder: Path) -> dict[str, Tensor]:
-    """Return all tensors of a checkpoint, by safetensors' own reader, the headers of files, and the manifest's shapes.
+    """Return all tensors of a checkpoint by safetensors' own reader, the files' headers and the manifest's shapes.
 
     Raises AssertionError if an element is stored twice or never.
     """

@@ -1,4 +1,4 @@
-"""The table model, and what tests need to put one of its layouts beside one process. The engine is that of `verify`."""
+"""The small model of the layout table, and functions that compare its layouts with one process, by `verify`'s code."""
 
 import os
 from collections.abc import Callable
@@ -23,7 +23,7 @@ __all__ = ["build_small_run", "local", "override", "own_rows", "relative_error",
 GLOBAL_BATCH_SIZE = 8
 SEQ_LEN = 32
 
-# 4 key/value heads, so that tp4 has something to hold; rows with many stages ask for 8 layers.
+# 4 key/value heads, so that each rank of tp4 holds one. Table rows with many stages set 8 layers.
 TABLE_CONFIG = Config(
     model=Model(
         flavor="debug",
@@ -35,7 +35,7 @@ TABLE_CONFIG = Config(
         ffn_dim=96,
         vocab_size=256,
     ),
-    # One by one, and without decay: on a mesh with tp, DTensor plans lists of parameters, and sums, for seconds.
+    # One parameter at a time, without decay: with tp, DTensor needs seconds to plan updates of lists, and sums.
     optimizer=Optimizer(name="SGD", lr=0.5, weight_decay=0.0, implementation="for-loop"),
     lr_scheduler=LRScheduler(warmup_steps=0, total_steps=10, decay_ratio=0.0),
     training=Training(
@@ -56,7 +56,7 @@ def make_batch(
 
 
 def complete(overrides: dict[str, object], world_size: int, base: Config = TABLE_CONFIG) -> Config:
-    """The table config with these keys. Ranks that other dims leave are dp_shard; one accumulation step by default."""
+    """Return the table config with these keys. By default dp_shard takes the remaining ranks, without accumulation."""
     config = override(base, overrides)
     degrees = plan_degrees(config.parallelism, world_size)
     keys = {"parallelism.data_parallel_shard_degree": degrees["dp_shard"]}
@@ -65,12 +65,12 @@ def complete(overrides: dict[str, object], world_size: int, base: Config = TABLE
 
 
 def reduce_row(row) -> Reduction:
-    """The small run of `verify` for a row of the table."""
+    """Return the small run that `verify` makes of a row of the table."""
     return reduce_config(complete(row.overrides, row.world_size), row.world_size)
 
 
 def try_row(row, run_ranks: RunRanks, folder: Path) -> Trial:
-    """One step of the table model on a layout, beside one process."""
+    """Run one step of the table model on a layout and in one process, and compare them."""
     config = complete(row.overrides, row.world_size)
     return try_layout("table", config, row.world_size, run_ranks, folder, 1)
 
@@ -78,7 +78,7 @@ def try_row(row, run_ranks: RunRanks, folder: Path) -> Trial:
 def build_table_run(
     world_size: int, overrides: dict[str, object], base: Config = TABLE_CONFIG
 ) -> build.Run:
-    """A run of the table model."""
+    """Build a run of the table model."""
     return build_small_run(complete(overrides, world_size, base), world_size)
 
 
@@ -90,7 +90,7 @@ def read_rows(run: build.Run, step: int = 0, *, documents: bool = False) -> Batc
 
 
 def gather(run: build.Run, choose: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    """Full copies of one tensor per parameter. Collective over the ranks that share them."""
+    """Return full copies of one tensor per parameter. Collective over the ranks that share them."""
     chosen = {fqn: choose(parameter) for fqn, parameter in run.parameters.items()}
     return {
         fqn: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone()
@@ -106,13 +106,13 @@ def run_inside(
     *args,
     **options,
 ):
-    """Worker: another one inside a context manager, in this process only."""
+    """Worker: call a different worker function inside a context manager, in this process only."""
     with context():
         return worker(rank, world_size, *args, **options)
 
 
 def ranks_inside(pool, context: Callable[[], AbstractContextManager]) -> RunRanks:
-    """`pool.run`, whose workers call everything inside a context manager. `context` can be pickled."""
+    """Return a `pool.run` whose workers call everything inside a context manager. `context` can be pickled."""
 
     def run_ranks(worker, world_size: int, *args, **options) -> list:
         return pool.run(run_inside, world_size, context, worker, *args, **options)
@@ -121,7 +121,7 @@ def ranks_inside(pool, context: Callable[[], AbstractContextManager]) -> RunRank
 
 
 def fail_on(rank: int, world_size: int, failing_rank: int) -> int:
-    """Worker: dies without a word on one rank."""
+    """Worker: end the process of one rank without a message."""
     if rank == failing_rank:
         os._exit(3)
     return rank

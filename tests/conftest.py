@@ -10,7 +10,7 @@ from torchtitan_lite.__main__ import main
 from torchtitan_lite.tools.processes import PRELOADED
 from torchtitan_lite.tools.verify.ranks import RankPool
 
-# Imported once, by the server that forks the ranks. Otherwise each rank that compiles would take 1.5 s, others 0.2 s.
+# The server that forks the ranks imports these once. Otherwise each rank would need 0.2 s, or 1.5 s to compile.
 PRELOADED += ["torch._dynamo.backends.debugging", "torch._inductor.compile_fx", "tests.preloaded"]
 
 
@@ -21,7 +21,7 @@ def one_thread():
 
 @pytest.fixture(scope="session", autouse=True)
 def ctrl_c_is_heard():
-    """A shell ignores SIGINT in its background jobs, and processes that the tests start would inherit that."""
+    """Restore SIGINT: a shell ignores it in its background jobs, and the processes that tests start would too."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -40,7 +40,7 @@ def pool():
 
 @pytest.fixture
 def run_json(capsys):
-    """Function: a tool and its arguments -> what --json prints."""
+    """Return a function that runs a tool with arguments and returns what --json prints."""
 
     def run(*args: object) -> dict:
         capsys.readouterr()

@@ -1,7 +1,7 @@
-"""Forks: what a user adds to make a change, and nothing else. test_forks.py takes each through the tools.
+"""Forks: the rows and files that a user adds for a change. test_forks.py runs the tools on each of them.
 
-A fork is rows for tables, each inserted below the line that opens its table, and files of its own. One checkout holds
-all forks: no row needs another fork's.
+A fork has rows for tables and new files. Each row is inserted below the line that opens its table. One checkout holds
+all forks, because no row needs a row of a different fork.
 """
 
 import shutil
@@ -140,7 +140,7 @@ def list_ends(args):
 MODEL = ModelTable(llama3.FLAVORS, llama3.list_block, list_ends)
 """
 
-# A learned gain per block: its gradient is a sum of terms that nearly cancel.
+# A learned gain for each block. Its gradient is a sum whose terms nearly cancel.
 GAIN_MODULES = '''"""Llama that multiplies the output of each block by a learned scalar."""
 
 import torch
@@ -187,7 +187,7 @@ def list_block(args, moe=None):
 MODEL = ModelTable(llama3.FLAVORS, list_block, llama3.list_ends)
 """
 
-# Two faults of tp: a gradient is doubled, or is not summed over the ranks. `forward` is an attribute under tp.
+# Two faults under tp: one doubles a gradient, one does not sum it over the ranks. Under tp, `forward` is an attribute.
 READS = "weight = self.weight\n"
 FAULT = (
     READS

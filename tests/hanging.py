@@ -18,7 +18,7 @@ from torchtitan_lite.tools import launch
 
 HANG = "RANK_THAT_HANGS"  # variable: kind and rank
 STEP = "train.train_step"
-PLACES = {  # kind -> function before which a rank hangs, and at which call of it
+PLACES = {  # kind -> the function before which a rank hangs, and the number of the call
     "start": ("train.build_on_meta", 1),
     "set-up": ("train.build_run", 1),
     "load": ("torchtitan_lite.faults.resume.create_optimizer_state", 1),
@@ -35,7 +35,7 @@ ACTS = {
 
 
 def hang_at(place: str, number: int, act: Callable) -> None:
-    """Call `act` before one of the calls of a function."""
+    """Replace a function: `act` is called before its call number `number`."""
     original = pkgutil.resolve_name(place)
     calls = count(1)
 
@@ -48,7 +48,7 @@ def hang_at(place: str, number: int, act: Callable) -> None:
 
 
 def train(args: list[str], folder: Path, spec: RunSpec) -> int:
-    """Train as one rank."""
+    """Train in this process, as one rank."""
     kind, rank = os.environ[HANG].split(",")
     if rank == os.environ["RANK"]:
         inject = importlib.import_module("torchtitan_lite.tools.faults.inject")

@@ -1,6 +1,6 @@
 """The layout table: each row is compared with one process, parameter by parameter.
 
-Tolerances are relative. In fp32 every row stays below 1e-6; the line is 1e-5. What differs is the order of additions:
+Tolerances are relative. In fp32 every row stays below 1e-6; the bound is 1e-5. Only the order of additions differs:
 shares of the batch are summed over ranks and microbatches, partial products over tp.
 """
 
@@ -30,10 +30,10 @@ RING, DOCUMENTS = ROTATIONS["ring"], {"model.attention": "document"}
 COMPILED = {"compile.enable": True, "compile.backend": "aot_eager"}
 OFFLOAD = {
     "training.enable_cpu_offload": True
-}  # on a CPU the same path, without copies; only `check` refuses it there
+}  # A CPU runs the same code, without copies. Only `check` refuses it there.
 BUDGET = {MODE: "memory_budget", "activation_checkpoint.memory_budget": 0.3, **COMPILED}
 CHUNK = "training.loss_chunk_tokens"
-# By default all 256 tokens of the table's batch are one chunk. 24 make several, of which the last is smaller.
+# By default all 256 tokens of the table's batch are one chunk. Chunks of 24 tokens leave a smaller last chunk.
 CHUNKS = {CHUNK: 24}
 ADAMW = {
     "optimizer.name": "AdamW",
@@ -42,7 +42,7 @@ ADAMW = {
     "optimizer.weight_decay": 0.1,
 }
 BFLOAT16 = {"training.mixed_precision_param": "bfloat16"}
-TWO_LAYERS = {"model.n_layers": 2}  # of many ranks on two cores each layer takes seconds
+TWO_LAYERS = {"model.n_layers": 2}  # for rows of many ranks: on two cores each layer takes seconds
 TIED = {"flavor.tie_embeddings": True}
 MOE = {
     "model.flavor": "debug_moe",
@@ -52,8 +52,8 @@ MOE = {
 FIVE_EXPERTS = {
     **MOE,
     "flavor.n_experts": 5,
-}  # which FSDP cannot share out: each rank has a part of every matrix
-SHARED = {  # as DeepSeek-V3 has them; and an auxiliary loss that is no small part of the gradients
+}  # FSDP cannot divide 5 by the ranks, so it splits every matrix
+SHARED = {  # experts as in DeepSeek-V3, and an auxiliary loss that contributes much to the gradients
     **MOE,
     "flavor.n_shared_experts": 2,
     "flavor.router_scores": "sigmoid",
@@ -61,14 +61,14 @@ SHARED = {  # as DeepSeek-V3 has them; and an auxiliary loss that is no small pa
     "training.expert_balance_loss": 0.1,
     "training.router_z_loss": 0.1,
 }
-GROUPS = {  # a stage may have no parameter of the first one
+GROUPS = {  # some stages have no parameter of the first group
     "optimizer.groups": [
         ParameterGroup("tok_embeddings.*", lr=4.0),
         ParameterGroup("*norm*", weight_decay=0.0),
         ParameterGroup("*.w[123]*", lr=0.5, weight_decay=2.0),
     ]
 }
-WINDOWS = {  # in every other layer; rows have 32 tokens
+WINDOWS = {  # in every second layer; rows have 32 tokens
     "flavor.sliding_window": 5,
     "flavor.layer_types": LAYER_TYPES,
 }
@@ -78,8 +78,8 @@ ONE_HEAD, TWO_HEADS = ({"model.n_kv_heads": n, **TWO_LAYERS} for n in (1, 2))  #
 BIASES = {"flavor.qkv_bias": True}
 EXPERTS = {"model.flavor": "debug_moe", "flavor.expert_ffn_dim": 192}  # 2 of 8 for each token
 BALANCE_LOSS = {"training.expert_balance_loss": 0.01}
-# As in Llama 3, the first stage is the embedding alone and the last one norm and head. Two layers on four stages make
-# that too.
+# As in Llama 3, the first stage has only the embedding, and the last one only norm and head. Two layers on four stages
+# give this too.
 ENDS_ALONE = {
     "parallelism.pipeline_parallel_first_stage_less_layers": 2,
     "parallelism.pipeline_parallel_last_stage_less_layers": 2,
@@ -90,14 +90,14 @@ EVERY_SECOND = {MODE: "selective", OPTION: "2"}
 
 
 class Row(NamedTuple):
-    """A layout: ranks that pp, tp and dp_replicate do not take are dp_shard."""
+    """A layout. dp_shard takes the ranks that pp, tp and dp_replicate leave."""
 
     world_size: int
     overrides: dict[str, object] = {}
 
 
 def read_rows(text: str, more: Mapping[str, Any] | None = None) -> dict[str, Row]:
-    """Read lines of name | ranks | keys. A key has a value, or names a dict of keys here or in `more`."""
+    """Read lines of name | ranks | keys. A key has a value, or is the name of a dict of keys here or in `more`."""
     names = {**globals(), **(more or {})}
     rows = {}
     for line in text.strip().splitlines():
@@ -116,7 +116,7 @@ def read_rows(text: str, more: Mapping[str, Any] | None = None) -> dict[str, Row
 
 
 def add_schedules(rows: dict[str, Row], name: str, schedules, keys: dict, world_size: int) -> None:
-    """Add a row for each schedule. A split backward and recompute, which is the default, exclude each other."""
+    """Add a row for each schedule. A split backward does not work with recompute, which is on by default."""
     for schedule in schedules:
         own = {**keys, SCHEDULE: schedule}
         if SCHEDULES[schedule].splits_backward:
@@ -124,7 +124,7 @@ def add_schedules(rows: dict[str, Row], name: str, schedules, keys: dict, world_
         rows[f"{name}{schedule}"] = Row(world_size, own)
 
 
-# Each axis alone, and a cover of the pairs of axes.
+# Each axis alone, and rows that together contain all pairs of axes.
 FAST = read_rows("""
 one rank | 1
 dp2 | 2
@@ -200,7 +200,7 @@ tp4 windows and sinks, one key/value head | 4 | TP=4 WINDOWS SINKS ONE_HEAD BIAS
 add_schedules(FAST, "pp2 ", SCHEDULES, {PP: 2}, 2)
 add_schedules(FAST, "pp2 tied, ", ("Interleaved1F1B", "DualPipeV"), {PP: 2, **TIED}, 2)
 
-# Of MoE layers: on how many ranks, ep, and what else.
+# Layouts of MoE layers: the number of ranks, ep, and further keys.
 EXPERT_LAYOUTS = read_rows("""
 one rank, no recompute | 1 | MODE=none
 one rank, full recompute | 1 | MODE=full
@@ -229,7 +229,7 @@ pp2, shared experts | 2 | PP=2 SHARED
 for name, row in EXPERT_LAYOUTS.items():
     FAST[f"experts, {name}"] = Row(row.world_size, {**MOE, **row.overrides})
 
-# Slow: every schedule on four stages, and three axes. test_drawn_layouts.py draws the pairs that are not here.
+# Slow rows: every schedule on four stages, and three axes. test_drawn_layouts.py draws the remaining combinations.
 CROSSES = read_rows("""
 cp2 windows, 2,048 tokens | 2 | CP=2 training.seq_len=2048 WINDOWS flavor.sliding_window=512 TWO_LAYERS
 tp8, two key/value heads, Qwen3 tied | 8 | TP=8 TWO_HEADS HEAD_NORMS TIED
@@ -281,7 +281,7 @@ tp2, one key/value head | 2 | TP=2 ONE_HEAD HEAD_NORMS BFLOAT16
 """)
 
 FLOAT8 = {"model.converters": ["float8"]}
-# A CPU takes 20 ms for a float8 matmul, however small. So tests that do not look at it emulate it.
+# A CPU takes 20 ms for any float8 matmul, however small. Tests that do not need the matmul itself emulate it.
 EMULATED = {"quantize.linear.float8.emulate": True}
 GATHER = {**FLOAT8, "quantize.linear.float8.enable_fsdp_float8_all_gather": True}
 PRECOMPUTE = {**GATHER, "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": True}

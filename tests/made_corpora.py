@@ -37,7 +37,7 @@ def write_corpus(
     dtype: str = "uint16",
     tokenizer_fingerprint: str = BYTES.fingerprint,
 ) -> Path:
-    """A prepared corpus of these documents, given in several lists."""
+    """Write a prepared corpus of these documents, given in several lists."""
     folder.mkdir(parents=True)
     of_splits = {"train": list(chain(*shards)), "validation": list(chain(*validation))}
     splits = {

@@ -1,9 +1,9 @@
 """Measure the memory of a step with real tensors, by torch's allocator; test_costs.py compares it with the dry run.
 
-One thread computes: a kernel's scratch memory grows with the number of threads, and is not planned.
+Only one thread computes: a kernel's scratch memory grows with the number of threads, and the plan leaves it out.
 
-torch's profiler may miss a release by another thread. A tensor counts as released at the latest when another one gets
-its address.
+torch's profiler can miss a release by another thread. So a tensor counts as released at the latest when a different
+tensor gets its address.
 """
 
 import gc
@@ -35,7 +35,7 @@ from torchtitan_lite.tools.plan.fake_world import (
 from torchtitan_lite.tools.plan.meter import Meter
 
 BATCH, GLOBAL_BATCH = "training.local_batch_size", "training.global_batch_size"
-MODEL = {  # small, but with activations larger than its weights
+MODEL = {  # small, but its activations are larger than its weights
     "training.seq_len": 128,
     "model.dim": 128,
     "model.head_dim": 16,
@@ -56,14 +56,14 @@ def plan(
 
 
 def measure_peak(config: Config, model_args: ModelArgs, layout: Layout, pp_rank: int) -> int:
-    """Return the allocator's peak in bytes during a second step, without other ranks."""
+    """Return the allocator's peak in bytes during the second step. No other rank runs."""
     rank = pp_rank * layout.world_size // layout.pp
     with fake_group(layout.world_size, rank=rank), static_stages(config, model_args, layout):
         return measure_step(config, model_args, layout)
 
 
 def measure_step(config: Config, model_args: ModelArgs, layout: Layout) -> int:
-    """Return the peak of the second step."""
+    """Return the peak bytes of the second step."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recording:
         mesh = build_mesh(layout, "cpu")
         run = build.build_run(config, model_args, layout, mesh, torch.device("cpu"))
@@ -80,12 +80,12 @@ def choose_evenly(router: Router, scores: torch.Tensor) -> torch.Tensor:
     """Replace Router.choose, so that every expert gets the same number of tokens. scores (B, S, E) -> (B, S, K)."""
     routes = (
         (scores + router.expert_bias).topk(router.args.top_k, dim=-1).indices
-    )  # allocates what the original does
+    )  # allocates as much as the original
     return (torch.arange(routes.numel()) % router.n_experts).view_as(routes)
 
 
 def find_peak(events: list) -> int:
-    """Return the peak bytes of the measured step among these events."""
+    """Return the peak bytes of the measured step, computed from these events."""
     moments = []
     to_do = list(events)
     while to_do:
@@ -98,7 +98,7 @@ def find_peak(events: list) -> int:
             moments.append((event.start_time_ns, None, 0))
     n_bytes = 0
     peak = 0
-    sizes = {}  # by address
+    sizes = {}  # address -> bytes
     for _, address, size in sorted(moments, key=lambda moment: moment[0]):
         if address is None:
             peak = 0

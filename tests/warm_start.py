@@ -1,7 +1,7 @@
-"""Start train.py for tests, kill it, and compare what two runs leave.
+"""Start train.py for tests, kill it, and compare the results of two runs.
 
-start     in the workers of a rank pool, from top to bottom: a second
-launch    by ./run_train.sh, as users do: five seconds
+start     runs train.py in the workers of a rank pool, and takes a second
+launch    runs ./run_train.sh, as users do, and takes five seconds
 """
 
 import io
@@ -33,13 +33,14 @@ from torchtitan_lite.step import StepResult, train_step
 from torchtitan_lite.tools.verify.train_py import make_environment, process_left_as_it_was
 
 STREAMS = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-MARK = "RUN_UNDER_TEST"  # variable in the environment of every process of a run: its dump folder
+MARK = "RUN_UNDER_TEST"  # environment variable with the dump folder, in every process of a run
 
 
 def start(rank: int, world_size: int, keys: list[str], n_steps: int = 0, restarts: int = 0) -> int:
-    """Worker: train over the process group that this worker is in. Return the exit status.
+    """Worker: run train.py in the process group of this worker. Return the exit status.
 
-    Rank 0 gets SIGTERM before step number `n_steps` of this start. torchrun has restarted the job `restarts` times.
+    Rank 0 gets SIGTERM before step number `n_steps` of this start. The run is told that torchrun has restarted it
+    `restarts` times.
     """
     place = process_groups.Place(rank, world_size, rank, range(world_size), restarts)
     store = process_groups.dist.distributed_c10d._get_default_store()
@@ -58,13 +59,13 @@ def start(rank: int, world_size: int, keys: list[str], n_steps: int = 0, restart
 def step_with_signal(
     steps: Iterator[int], rank: int, n_steps: int, run: Run, batch: Batch, signal: int, copied: list
 ) -> StepResult:
-    """Make a step. Rank 0 gets SIGTERM before step number `n_steps`."""
+    """Make a step, but send SIGTERM to rank 0 before step number `n_steps`."""
     is_stopped = next(steps) == n_steps and rank == 0
     return train_step(run, batch, SIGTERM if is_stopped else signal, copied)
 
 
 def start_aloud(rank: int, world_size: int, keys: list[str], n_steps: int = 0) -> tuple[int, str]:
-    """Worker: start a run. Return its exit status, and what this rank prints to stdout."""
+    """Worker: start a run. Return its exit status, and this rank's output to stdout."""
     with redirect_stdout(io.StringIO()) as said:
         return start(rank, world_size, keys, n_steps), said.getvalue()
 
@@ -99,7 +100,7 @@ def write_letters(folder: Path) -> list[str]:
 def launch(
     dump_folder: Path, cache: Path, *keys: str, n_ranks: int, **environment: str
 ) -> subprocess.Popen:
-    """Start ./run_train.sh. The launcher takes the shell's place, so its pid is the one returned."""
+    """Start ./run_train.sh. The launcher replaces the shell, so the returned process is the launcher."""
     command = [
         str(REPOSITORY / "run_train.sh"),
         "--config",
@@ -129,7 +130,7 @@ def read_until(process: subprocess.Popen, pattern: str) -> str:
 
 
 def finish(process: subprocess.Popen, status: int | None = 0) -> str:
-    """Return what the run still prints until its end. `status`: the exit status it must have; None: any."""
+    """Wait for the end of a run, and return its remaining output. `status`: the required exit status. None: any."""
     output, _ = process.communicate(timeout=300)
     assert status is None or process.returncode == status, output
     return output
@@ -138,14 +139,14 @@ def finish(process: subprocess.Popen, status: int | None = 0) -> str:
 def kill_rank(
     process: subprocess.Popen, victim: int, *, after_step: int, delay_s: float = 0.0
 ) -> None:
-    """Send SIGKILL to one rank, once that step was logged."""
+    """Wait until a step is logged, then send SIGKILL to one rank."""
     read_until(process, f"step +{after_step}/")
     time.sleep(delay_s)
     os.kill(list_ranks(process)[victim], SIGKILL)
 
 
 def list_ranks(launcher: subprocess.Popen) -> list[int]:
-    """Return the pids of the ranks, by rank: forks of a process that the launcher has started."""
+    """Return the pids of the ranks, in their order. A process that the launcher started has forked them."""
     return [rank for child in list_children(launcher.pid) for rank in list_children(child)]
 
 
@@ -154,7 +155,7 @@ def list_children(pid: int) -> list[int]:
         return [
             int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         ]
-    except OSError:  # it has ended
+    except OSError:  # the process has ended
         return []
 
 
@@ -163,7 +164,7 @@ def read_records(dump_folder: Path) -> list[dict]:
 
 
 def read_losses(dump_folder: Path, name: str = "loss") -> dict[int, float]:
-    """Return step -> its loss, or another number that was measured."""
+    """Return step -> its loss, or the number `name`."""
     records = read_records(dump_folder)
     numbers = [(record["step"], record[name]) for record in records if name in record]
     assert len(dict(numbers)) == len(numbers), "a step was logged twice"
@@ -171,7 +172,7 @@ def read_losses(dump_folder: Path, name: str = "loss") -> dict[int, float]:
 
 
 def list_differences(one: Path, other: Path, step: int) -> list[str]:
-    """Return what differs between two runs at their last step: tensors by name, and losses by step."""
+    """Return the names of tensors that differ between two runs at step `step`, and the steps whose losses differ."""
     states = [assemble(folder / "checkpoint" / f"step-{step}") for folder in (one, other)]
     losses, expected = read_losses(one), read_losses(other)
     steps = sorted(losses.keys() | expected.keys())

@@ -1,4 +1,4 @@
-"""Dispatch modes that watch every operator, also inside the operators of context parallel."""
+"""Dispatch modes that see every operator, also those inside the operators of context parallel."""
 
 import weakref
 from collections import Counter
@@ -21,7 +21,7 @@ class Watch(TorchDispatchMode):
         if any(
             issubclass(one, Tensor) and one not in (Tensor, torch.nn.Parameter) for one in types
         ):
-            return NotImplemented  # a DTensor: its operators on local tensors come next
+            return NotImplemented  # a DTensor: it calls operators on local tensors next
         if func in IMPLEMENTATIONS:
             with self:
                 return IMPLEMENTATIONS[func](*args, **(kwargs or {}))
@@ -30,7 +30,7 @@ class Watch(TorchDispatchMode):
         return outputs
 
     def know(self, tensors: list[Tensor]) -> None:
-        """Leave these tensors out: they existed before."""
+        """Do not count these tensors, because they existed before."""
 
     def note(self, func, args: tuple, outputs: list[Tensor]) -> None:
         raise NotImplementedError
@@ -40,7 +40,7 @@ class Watch(TorchDispatchMode):
 
 
 class PeakMemory(Watch):
-    """Peak bytes of the storages that were made inside."""
+    """Measures the peak bytes of the storages that are allocated inside the context."""
 
     def __init__(self):
         super().__init__()
@@ -67,7 +67,7 @@ class PeakMemory(Watch):
 
 
 class AttentionWork(Watch):
-    """Pairs of a query and a key that attention kernels compute, in forward and in backward."""
+    """Counts the pairs of query and key that attention kernels compute, in forward and in backward."""
 
     FORWARD = aten._scaled_dot_product_flash_attention_for_cpu.default
     BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -78,7 +78,7 @@ class AttentionWork(Watch):
 
     def note(self, func, args, outputs):
         if func == self.FORWARD:
-            self.add(func, *args[:2], causal=args[4:5] == (True,))  # defaults are left out
+            self.add(func, *args[:2], causal=args[4:5] == (True,))  # defaults are not passed
         elif func == self.BACKWARD:
             self.add(func, *args[1:3], causal=args[7])
 
@@ -93,7 +93,7 @@ class AttentionWork(Watch):
 
 
 class Collectives(Watch):
-    """Collectives by name of the operator: exchanges of keys and values, and of their gradients."""
+    """Counts collectives by the operator's name: exchanges of keys and values, and of their gradients."""
 
     def __init__(self):
         super().__init__()

@@ -2,10 +2,10 @@
 
     python3 -m assets.benchmarks.published      assets/benchmarks/published_layouts.csv  ->  the rows of BARS
 
-Most columns of the file are fields of ModelArgs, MoEArgs, Layout and Workload. `engine`: deepspeed is slower by a
-factor (fit), and its memory is read from the driver. Rows with the evidence "recalled" are in no fit and no figure. A
+Most columns of the file are fields of ModelArgs, MoEArgs, Layout and Workload. With the `engine` deepspeed, steps are
+slower by a fitted factor, and memory was read from the driver. Rows with the `evidence` "recalled" are not used. A
 stack is the code base of a trainer; all of its rows are left out together. Rows with experts have the same weight as
-other rows.
+all other rows.
 """
 
 import csv
@@ -34,9 +34,9 @@ from torchtitan_lite.tools.plan.step_time import StepTime
 from torchtitan_lite.tools.plan.workload import LayerKind, Workload
 
 ROWS = REPOSITORY / "assets" / "benchmarks" / "published_layouts.csv"
-# CUDA's context, NCCL's buffers, and two buckets of 5e8 fp16 elements, DeepSpeed's defaults. Not fitted.
+# CUDA's context, NCCL's buffers, and two buckets of 5e8 fp16 elements, which are DeepSpeed's defaults. Not fitted.
 DEEPSPEED_GIB = 6.0
-# Constant, for all GPUs or one chip -> prior value, from papers, data sheets and published measurements
+# constant of all GPUs or of one chip -> prior value, from papers, data sheets and published measurements
 PRIORS = {
     "h100.matmul_efficiency": 0.72,
     "a100.matmul_efficiency": 0.80,
@@ -54,14 +54,14 @@ PRIORS = {
     "async_tp_hidden": 0.6,
     "deepspeed": 1.15,
 }
-RESERVES = {"reserve_factor": 1.2, "tp_reserve_factor": 1.3}  # the same for memory
-KERNELS_OF_DEEPEP = 20  # with fused routers, instead of KERNELS_OF_EXPERTS
+RESERVES = {"reserve_factor": 1.2, "tp_reserve_factor": 1.3}  # prior values for memory
+KERNELS_OF_DEEPEP = 20  # replaces KERNELS_OF_EXPERTS, with DeepEP and fused routers
 # Bytes that softmax, dropout and two matmuls read and write per fp16 score of unfused attention
 SCORE_BYTES = 13
 STREAMS = 4  # Transformer Engine multiplies this many experts at a time
-LEAST_STACKS = 3  # an error bar needs
+LEAST_STACKS = 3  # a family needs this number for an error bar
 SHARE = 0.8  # fraction of the rows that an error bar contains
-# Pull toward the priors, chosen among 0.02, 0.08 and 0.2 by the errors on unseen rows.
+# How strongly constants are pulled toward their priors. Chosen among 0.02, 0.08 and 0.2 by the errors on unseen rows.
 # A constant without effect on any row keeps its prior.
 STIFFNESS = 0.2
 MOVE = 0.03  # step of the finite differences, in the logarithm of a constant
@@ -80,7 +80,7 @@ class OtherCluster(Cluster):
     unfused_efficiency: float = 0.50
 
 
-# Fraction of peak that FlashAttention-2 reaches: A100's own figures; for B200, the FLOP/s of Hopper
+# fraction of the peak that FlashAttention-2 reaches; A100's own figures, and for B200 as many FLOP/s as on Hopper
 FLASH2 = {
     "a100-80": {"flash2_forward": 0.60, "flash2_backward": 0.50},
     "b200": {"flash2_forward": 0.15, "flash2_backward": 0.11},
@@ -113,7 +113,7 @@ class OtherTime(StepTime):
     cluster: OtherCluster
 
     def linear_times(self, rows: float, out: float, into: float, *others: str | int) -> Times:
-        """Transformer Engine fuses casts into other kernels, and casts weights once per step."""
+        """Count fewer casts for Transformer Engine: it fuses them into other kernels and casts weights once a step."""
         if self.workload.float8_recipe != "te" or others != ("float8",):
             return super().linear_times(rows, out, into, *others)
         sizes = (rows, out, into), (rows, into, out), (out, into, rows)
@@ -133,7 +133,7 @@ class OtherTime(StepTime):
         if head_dim % 8:  # tensor cores cannot compute it
             rate = self.cluster.matmul_efficiency * self.cluster.peak_float32
         scores_s = self.cluster.memory_time(SCORE_BYTES * n_scores)
-        forward = 4 * n_scores * head_dim / rate + scores_s  # both halves
+        forward = 4 * n_scores * head_dim / rate + scores_s  # also computes the masked half
         return forward, 2 * forward
 
     def elementwise_time(self, kind: LayerKind) -> float:
@@ -150,7 +150,10 @@ class OtherTime(StepTime):
         return seconds + self.cluster.memory_time(of_norm * w.compute_bytes * n_elements)
 
     def tensor_parallel_times(self, kind: LayerKind) -> Times:
-        """Without sequence parallel, an all-reduce replaces each pair of calls. Recompute repeats all or none."""
+        """Return the times of tp. Without sequence parallel, recompute repeats all all-reduces or none.
+
+        An all-reduce takes as long as the pair of calls that it replaces.
+        """
         forward, backward, again = super().tensor_parallel_times(kind)
         if not self.workload.sequence_parallel:
             again = forward * kind.average(full=1)
@@ -160,7 +163,7 @@ class OtherTime(StepTime):
         return super().copy_time(n_bytes) if self.workload.engine == "torch" else 0.0
 
     def module_times(self, module: ModuleRow) -> Times:
-        """Return the seconds of a module's matmuls. Routers multiply in bfloat16, experts on streams."""
+        """Return the seconds of a module's matmuls. Other trainers route in bfloat16 and run experts on streams."""
         w = self.workload
         if module.kind == "router" and (w.sends_once or w.engine == "megatron"):
             shape = w.shape_on_rank(module)
@@ -182,7 +185,7 @@ class OtherTime(StepTime):
 
     @property
     def row_bytes(self) -> float:
-        """Fused kernels sort tokens and sum their rows. DeepEP sorts while it sends."""
+        """Bytes per element of a row. Other trainers sort and sum rows in fused kernels. DeepEP sorts while sending."""
         w = self.workload
         n_copies = 7 if w.layout.ep > 1 else 3
         if w.sends_once:
@@ -201,7 +204,7 @@ class OtherTime(StepTime):
         return n_kernels * self.cluster.host_s
 
     def expert_parallel_times(self, kind: LayerKind) -> Times:
-        """torch's recompute stops before the combine of DeepEP, which keeps nothing: NeMo Automodel, PR 2930."""
+        """Leave out DeepEP's combine in torch's recompute. It keeps nothing for backward (NeMo Automodel, PR 2930)."""
         forward, backward, again = super().expert_parallel_times(kind)
         if forward and self.workload.sends_once and self.workload.engine == "torch":
             again -= self.exchange_s * kind.average(full=1)
@@ -220,7 +223,7 @@ class OtherTime(StepTime):
         return self.expose("ep", seconds, seconds) if w.overlaps_ep else seconds
 
     def once_bytes(self, n: float) -> float:
-        """Return the bytes sent to one of n ranks or nodes. Each receives a token once, for all of its experts."""
+        """Return the bytes sent to one of n ranks or nodes. Each receives a token once for all experts that it has."""
         top_k = self.workload.args.moe.top_k
         return self.workload.rows_bytes / top_k * (1 - (1 - 1 / n) ** top_k)
 
@@ -293,7 +296,7 @@ GPT = replace(MODELS["llama3"], list_block=list_gpt_block)
 
 
 class Row:
-    """One published run. `values`: by column."""
+    """One published run. `values` maps a column to its value."""
 
     def __init__(self, values: dict[str, object]):
         self.values = values
@@ -301,7 +304,7 @@ class Row:
         self.stack = values["stack"]
         self.misses: dict[tuple[Cluster, float], float] = {}
         self.is_deepspeed = values["engine"] == "deepspeed"
-        # DTensor copies gathered tensors, other engines do not.
+        # DTensor copies gathered tensors. Other engines do not.
         copies = values["engine"] == "torch" and values["tp"] > 1
         self.is_eager_tp = copies and not values["compiled"]
         self.reserve = "tp_reserve_factor" if copies else "reserve_factor"
@@ -322,7 +325,7 @@ class Row:
 
     @cached_property
     def idle(self) -> float:
-        """Time of the pipeline over its lower bound, which hardly depends on constants."""
+        """Time of the pipeline divided by its lower bound. This ratio hardly depends on the constants."""
         model = OtherTime(self.workload, self.find_cluster({}))
         once_s = model.once_s + model.optimizer_s
         return (model.forecast().step_time_s - once_s) / (model.lower_bound_s - once_s)
@@ -344,7 +347,7 @@ class Row:
 
     @cached_property
     def reserved_per_live(self) -> float:
-        """Published bytes that the allocator reserves, per byte in use by the closed form."""
+        """Published bytes that the allocator reserves, divided by the forecast bytes in use."""
         outside = DEEPSPEED_GIB if self.is_deepspeed else 0.0
         return (self.gib - outside) * GIB / OtherMemory(self.workload).fullest.live
 
@@ -368,7 +371,7 @@ def read_rows() -> list[Row]:
 
 
 def make(kind: type, values: dict[str, object], **others: object) -> object:
-    """Return a dataclass with the values of the columns that name its fields."""
+    """Make a dataclass from the columns that have the names of its fields."""
     own = {field.name: values[field.name] for field in fields(kind) if field.name in values}
     return kind(**own | others)
 
@@ -409,16 +412,16 @@ def describe_row(values: dict[str, object]) -> OtherWorkload:
         recompute={bool(moe): recompute},
         float8=frozenset(modules if values["float8"] else ()),
     )
-    for kind in workload.kinds:  # without sequence parallel, recompute never stops early
+    for kind in workload.kinds:  # without sequence parallel, recompute leaves out no matmul
         kind.ends_in_rowwise &= workload.sequence_parallel
     return workload
 
 
-Unseen = tuple[Row, float]  # a row, and its log error in the fit that excluded its stack
+Unseen = tuple[Row, float]  # a row, and its log error in the fit without its stack
 
 
 def weigh(rows: Sequence[Row]) -> torch.Tensor:
-    """Return the weight of each row: a source of n rows counts as n to the power 0.65."""
+    """Return the weight of each row. The n rows of a stack together count as n to the power 0.65."""
     n_rows = Counter(row.stack for row in rows)
     weights = torch.tensor([n_rows[row.stack] ** -0.35 for row in rows], dtype=DOUBLE)
     return weights / weights.sum()
@@ -438,8 +441,8 @@ def miss_times(rows: list[Row], logs: torch.Tensor) -> torch.Tensor:
 def fit(rows: list[Row]) -> dict[str, float]:
     """Return the constants that minimize the absolute log error of throughput.
 
-    The error is nearly linear in the logarithms of the constants, so each round replaces it by its tangents. Dividing
-    each weight by the error turns squares into absolute values.
+    The error is nearly linear in the logarithms of the constants, so each round approximates it by its tangents. Least
+    squares minimize absolute values if each weight is divided by the absolute error of the previous round.
     """
     weights = weigh(rows)
     priors = torch.tensor(list(PRIORS.values()), dtype=DOUBLE).log()
@@ -465,7 +468,7 @@ def fit(rows: list[Row]) -> dict[str, float]:
 
 
 def find_unseen(rows: list[Row]) -> dict[str, list[Unseen]]:
-    """Return family, "dense", "memory" or "memory of experts" -> errors of its rows, by fits without their stack."""
+    """Return key of BARS -> errors of its rows. The error of a row comes from a fit without the row's stack."""
     fits = {}
     groups = defaultdict(list)
     for row in rows:
@@ -486,7 +489,7 @@ def find_unseen(rows: list[Row]) -> dict[str, list[Unseen]]:
 
 
 def make_bar(unseen: list[Unseen]) -> Bar:
-    """Return the error bar of these rows: the factor, up or down, that contains 80 % of them.
+    """Return the error bar of these rows: 80 % of them are wrong by at most this factor, up or down.
 
     The bar is symmetric, because most errors of one stack have the same sign, and the sign for an unseen stack is
     unknown. Rows of a large stack have smaller weights, as in the fit.
@@ -512,7 +515,7 @@ def share_held(bar: Bar, unseen: list[Unseen]) -> float:
 
 
 def share_held_of_others(unseen: list[Unseen]) -> float:
-    """Return the fraction of rows inside the error bar of all other stacks."""
+    """Return the fraction of rows that are inside the error bar made from the other stacks."""
     held = []
     for stack in {row.stack for row, _ in unseen}:
         own = [pair for pair in unseen if pair[0].stack == stack]
@@ -522,9 +525,9 @@ def share_held_of_others(unseen: list[Unseen]) -> float:
 
 
 def rank_correlation(unseen: list[Unseen]) -> float:
-    """Return Spearman's coefficient within one source and model of three rows or more, averaged by rows.
+    """Return Spearman's rank correlation, computed for each source and model with at least three rows.
 
-    Equal forecasts share their mean rank.
+    The average is weighted by the number of rows. Equal forecasts get their mean rank.
     """
     groups = defaultdict(list)
     for row, error in unseen:

@@ -3,9 +3,10 @@
     dp4, pp2 x dp2 x tp2    one launcher
     two hosts               two launchers, of two ranks each, on 127.0.0.1 and 127.0.0.2
 
-Each layout trains twice: undisturbed, and with many kills, a few steps apart. A kill "during a
-restart" hits a rank of the next start. "back after": seconds from the kill until the run logs a step again. At the end,
-weights and optimizer state must be bit-equal to the undisturbed run. Linux only. Arguments choose layouts by name.
+Each layout trains twice: undisturbed, and with many kills, a few steps apart. A kill "during a restart" ends a rank
+that is starting again after the previous kill. "back after" is the number of seconds from the kill until the run logs a
+step again. At the end, weights and optimizer state must be bit-equal to the undisturbed run. Linux only. Arguments
+choose layouts by name.
 """
 
 import os
@@ -26,7 +27,7 @@ from assets.benchmarks.signal_phases import REPOSITORY, Run, list_children
 from torchtitan_lite.tools.faults.drill import read_shards
 
 N_STEPS = 200
-N_KILLS = 40  # of each layout
+N_KILLS = 40  # per layout
 N_IN_RESTART = 10
 LONGEST_S = 900.0
 KEYS = [
@@ -41,14 +42,14 @@ BACK = rf"{RESTART}(?s:.*?){STEP}"
 
 class Layout(NamedTuple):
     keys: list[str]
-    n_ranks: int  # of a host
+    n_ranks: int  # ranks per host
     n_hosts: int
 
 
 class Kill(NamedTuple):
     moment: str
     killed_s: float
-    n_printed: int  # characters that the run had printed
+    n_printed: int  # number of characters that the run had printed before the kill
 
 
 LAYOUTS = {
@@ -74,7 +75,7 @@ def start(layout: Layout, folder: Path) -> list[Run]:
 
 
 def wait_for(hosts: list[Run], is_ready: Callable[[], bool]) -> bool:
-    """Return False if the run ends first."""
+    """Wait until `is_ready` returns true. Return False if the run ends first."""
     deadline_s = time.monotonic() + LONGEST_S
     while not is_ready():
         if any(host.process.poll() is not None for host in hosts):

@@ -2,8 +2,8 @@
 
     python3 -m assets.benchmarks.scale --ranks 256 4096 16384      one line per model, world size and layout
 
-The code of the trainer runs: plan_save, CheckpointSaver, load_newest. The other ranks are a fake process group.
-Tensors have shapes only, and files have headers only. Opening a file creates it, with the slices that format.py gives
+This runs the code of the trainer: plan_save, CheckpointSaver, load_newest. The other ranks are a fake process group.
+Tensors have only shapes, and files have only headers. Opening a file creates it, with the slices that format.py gives
 to its rank. So bytes of metadata, files, messages and seconds are measured, but no data is read, hashed or sent.
 """
 
@@ -51,31 +51,31 @@ from torchtitan_lite.tools.tables import format_bytes, format_table
 
 CPU = torch.device("cpu")
 LAYOUT = "parallelism."
-MODELS = {  # config -> keys of the layout that saves ({}: as shipped), keys of the layout that resumes
+MODELS = {  # config -> changed keys of the layout that saves, changed keys of the layout that resumes
     "llama3_8b": ({}, {"tensor_parallel_degree": 8}),
     "llama3_70b": ({}, {"tensor_parallel_degree": 8, "pipeline_parallel_degree": 4}),
     "llama3_405b": ({}, {"pipeline_parallel_degree": 1}),
     "qwen3_30b_a3b": ({}, {"expert_parallel_degree": 16}),
 }
 STEP = 1000
-MOST_EXPERT_RANKS = 256  # FSDP refuses experts on more ranks; other ranks are copies (dp_replicate)
+MOST_EXPERT_RANKS = 256  # FSDP refuses experts on more ranks, so there are replicas (dp_replicate)
 DTYPES = {"float32": ("F32", 4), "bfloat16": ("BF16", 2), "int64": ("I64", 8)}
 
 
 class Cost(NamedTuple):
     """The costs of one rank in a save or a load."""
 
-    metadata_bytes: int  # read or written
-    files: int  # opened
+    metadata_bytes: int  # bytes of metadata that are read or written
+    files: int  # number of files that are opened
     messages: int
     message_bytes: int  # sent and received by this rank
-    seconds: float  # of one core
-    peak_bytes: int  # of Python's memory, without the shards
+    seconds: float  # CPU time of one core
+    peak_bytes: int  # peak of Python's memory, without the shards
     n_sources: int = 0  # files with slices that overlap the shards of this rank
 
 
 def plan(name: str, n_ranks: int, changes: dict[str, int]) -> PlannedRun:
-    """Return a shipped config on this number of ranks, with changes of the layout."""
+    """Plan a shipped config on this number of ranks, with some keys of the layout changed."""
     args = [f"--config={name}", f"--training.global_batch_size={4 * n_ranks}"]
     if name.startswith("qwen3") and n_ranks > MOST_EXPERT_RANKS:
         n_copies = n_ranks // MOST_EXPERT_RANKS
@@ -87,7 +87,7 @@ def plan(name: str, n_ranks: int, changes: dict[str, int]) -> PlannedRun:
 
 @contextmanager
 def as_rank(planned: PlannedRun, rank: int) -> Iterator[dict[str, Tensor]]:
-    """Context manager: act as one rank of a run. Yields the tensors to save, without storage."""
+    """Context manager: act as one rank of a run. Yields the tensors to save, which have no storage."""
     config = with_value(planned.config, "compile.enable", False)
     with ExitStack() as stack:
         enter = stack.enter_context
@@ -103,13 +103,13 @@ def as_rank(planned: PlannedRun, rank: int) -> Iterator[dict[str, Tensor]]:
             state = {"step": torch.zeros(()), "exp_avg": moment, "exp_avg_sq": moment}
             run.optimizer.state[parameter] = state
         named = run.name_tensors()
-        enter(_disable_current_modes())  # fake modes, in which every coordinate is 1
+        enter(_disable_current_modes())  # in fake modes, every coordinate would be 1
         yield named
 
 
 @dataclass
 class Stored:
-    """A checkpoint whose files have headers only. They are created when they are first opened."""
+    """A checkpoint whose files have only headers. Each file is created when it is first opened."""
 
     folder: Path
     manifest: Manifest
@@ -144,7 +144,7 @@ class Stored:
         return path
 
     def open_tensors(self, path: Path) -> SimpleNamespace:
-        """Replace safe_open: read the header, and give slices without storage."""
+        """Replace safe_open: read the header, and return slices without storage."""
         self.create_file(path.name)
         self.opened[path.name] += 1
         with open(path, "rb", buffering=0) as file:
@@ -196,7 +196,7 @@ class EmptySlice:
 
 
 def find_empty_shard(tensor: Tensor) -> tuple[EmptySlice, Sequence[int]]:
-    """Replace find_shard."""
+    """Replace find_shard: return a shard without data."""
     shard, begin = find_shard(tensor)
     return EmptySlice(*shard.shape), begin
 
@@ -273,7 +273,7 @@ def measure_save(
     folder: Path,
     records: dict[str, TensorRecord],
 ) -> Cost:
-    """Save as one rank: rank 0 leaves a manifest and checksums in `folder`."""
+    """Save as one rank, and measure the costs. Rank 0 leaves a manifest and checksums in `folder`."""
     layout = planned.layout
     mesh = list_degrees(layout)
     about = save.describe_run(planned.config, layout.degrees, {})
@@ -302,7 +302,10 @@ def measure_save(
 
 
 def measure_load(planned: PlannedRun, rank: int, named: dict[str, Tensor], path: Path) -> Cost:
-    """Load as one rank: three times, to create the files, for the seconds, and for the peak of memory."""
+    """Load as one rank, and measure the costs.
+
+    This loads three times: first to create the files, then to measure the seconds, then to measure the peak of memory.
+    """
     manifest = read_manifest(path)
     world = dist.group.WORLD
     for is_traced in (None, False, True):
@@ -331,12 +334,12 @@ def measure_load(planned: PlannedRun, rank: int, named: dict[str, Tensor], path:
 
 
 def count_read() -> int:
-    """Return the bytes that this process has read from files. Linux."""
+    """Return the number of bytes that this process has read from files. Linux only."""
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
 def measure(name: str, n_ranks: int) -> dict[str, Cost]:
-    """Return the costs of saving on the shipped layout, and of resuming on this and on a different layout."""
+    """Measure a save on the shipped layout, and resumes on the shipped layout and on a different one."""
     shipped, other = MODELS[name]
     planned = plan(name, n_ranks, shipped)
     rank = n_ranks * 5 // 8 + 1

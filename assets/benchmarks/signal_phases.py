@@ -1,10 +1,10 @@
 """Stop a run by one SIGTERM in each of its phases, and print a table: `python assets/benchmarks/signal_phases.py`.
 
     launcher    the signal goes to the launcher alone, as from `kill PID`
-    group       to the launcher, the fork server and the ranks at once, as from `timeout`, systemd and scancel
+    group       the signal goes to the launcher, the fork server and the ranks, as from `timeout`, systemd and scancel
 
-Each row: seconds from the signal to the end, exit status, newest checkpoint, processes that are left one second later,
-and what else was printed. Linux only. Arguments choose phases by name.
+Each row has the seconds from the signal to the end, the exit status, the newest checkpoints, the number of processes
+that are left one second later, and whatever else was printed. Linux only. Arguments choose phases by name.
 """
 
 import os
@@ -23,7 +23,7 @@ from threading import Thread
 from typing import NamedTuple
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-MARK = "SIGNAL_PHASE"  # in the environment of all processes of a run
+MARK = "SIGNAL_PHASE"  # environment variable that all processes of a run have
 WAIT_S = 300.0
 KEYS = [
     "--config=debug",
@@ -35,7 +35,7 @@ KEYS = [
 
 
 class Run:
-    """A run, what it has printed, and its processes."""
+    """A run, with its output and its processes."""
 
     def __init__(self, folder: Path, repository: Path, keys: list[str], variables: dict[str, str]):
         self.folder = folder
@@ -64,7 +64,7 @@ class Run:
         mark = f"{MARK}={self.folder}".encode()
         commands = {}
         for path in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):  # it has ended
+            with suppress(OSError):  # if a process has ended
                 if mark in (path / "environ").read_bytes().split(b"\0"):
                     command = (path / "cmdline").read_bytes().replace(b"\0", b" ")
                     commands[int(path.name)] = command.decode()
@@ -140,7 +140,7 @@ def copy_repository(folder: Path) -> Path:
 
 
 def stop_run(name: str, whom: str, folder: Path) -> list[str]:
-    """Start a run, and stop it in the phase. Return a row."""
+    """Start a run, stop it in the phase, and return a row of the table."""
     phase = PHASES[name]
     keys = [key.replace("CACHE", str(folder / "cache")) for key in phase.keys]
     variables = {"NNODES": phase.hosts}

@@ -1,7 +1,8 @@
 """Print the table "what combines with what" of parallel/README.md. Needs tests/ in PYTHONPATH.
 
-A cell counts the rows of tests/layouts.py that use both features: those of the default tests, then those that --all
-adds. No row tests the pair of an empty cell: test_drawn_layouts.py draws it at random, or features.py refuses it.
+A cell counts the rows of tests/layouts.py that use both features: first the rows of the default tests, then the rows
+that --all adds. If a cell is empty, no row tests the two features together, but test_drawn_layouts.py may draw them at
+random, or features.py refuses them.
 """
 
 from layouts import CP, EP, FAST, LAYOUTS, MODE, PP, REPLICATE, SCHEDULE, TP, ZERO, Row

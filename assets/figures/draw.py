@@ -1,7 +1,7 @@
 """Draw the figures of the README files: python3 assets/figures/draw.py [1_RANK 8_RANKS TRACED]
 
-Needs chromium. The arguments are the folders of three runs: the two runs under "The same loss" in README, and a run of
-debug_3d with profiling.enable_profiling. Without arguments, this draws only the layouts.
+Needs chromium. The arguments are the folders of three runs: the two runs in "The same loss" of README.md, and a run of
+debug_3d with profiling.enable_profiling. Without arguments, only the layouts and the pipeline are drawn.
 """
 
 import shutil
@@ -56,7 +56,7 @@ def crop(path: Path, height: int) -> None:
 
 
 def shoot(name: str, body: str, width: int, height: int) -> None:
-    """Write a picture of a page in light and in dark."""
+    """Write two pictures of a page, with light and with dark colors."""
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "page.html"
         page.write_text(wrap_page(name, CROPPED + body), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The plan of a checkpoint: slices computed by arithmetic, beside slices of a real array and of DTensors."""
+"""The plan of a checkpoint: slices computed by arithmetic equal the slices of a real array and of DTensors."""
 
 import random
 from math import prod
@@ -47,7 +47,7 @@ CASES = [  # degrees, shape, splits
 
 
 def cut_by_torch(record: TensorRecord, degrees: dict[str, int], rank: int) -> torch.Tensor:
-    """Return the slice of a rank, by torch.chunk from a tensor of element numbers."""
+    """Return the slice of a rank, which torch.chunk cuts from a tensor of element numbers."""
     whole = torch.arange(prod(record.shape)).view(tuple(record.shape))
     own = find_coordinates(rank, record.mesh_dims, degrees)
     for split in record.splits:

@@ -1,4 +1,4 @@
-"""The chunked loss: the plain loss's numbers without its logits. In float32 and on ranks: test_loss.py."""
+"""The chunked loss gives the plain loss's numbers without storing all logits. test_loss.py: float32, many ranks."""
 
 import math
 from unittest.mock import patch
@@ -20,7 +20,7 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def make_case(dtype: torch.dtype = torch.float32) -> tuple[Head, torch.Tensor, torch.Tensor]:
-    """A head, hidden states, and targets of which a third is not counted: one row as a whole."""
+    """Return a head, hidden states, and targets. One whole row of targets and a part of another are not counted."""
     generator = torch.Generator().manual_seed(0)
     head = Head(DIM, VOCAB)
     with torch.no_grad():
@@ -33,7 +33,7 @@ def make_case(dtype: torch.dtype = torch.float32) -> tuple[Head, torch.Tensor, t
 
 
 def run_head(head: Head, hidden: torch.Tensor, targets: torch.Tensor, chunk_tokens: int) -> Tensors:
-    """Loss per 7 tokens, gradients of hidden states and weight. chunk_tokens 0: one chunk."""
+    """Return the loss divided by 7, and the gradients of hidden states and weight. chunk_tokens 0: one chunk."""
     head.chunk_tokens = chunk_tokens
     head.weight.grad, hidden = None, hidden.clone().requires_grad_()
     loss = head(hidden, targets) / 7
@@ -42,7 +42,7 @@ def run_head(head: Head, hidden: torch.Tensor, targets: torch.Tensor, chunk_toke
 
 
 def compute(dtype: torch.dtype, head: Head, hidden: torch.Tensor, targets: torch.Tensor) -> Tensors:
-    """The same from torch's own cross entropy of all logits, of matmuls in `dtype`."""
+    """Return the same as run_head, by torch's own cross entropy of all logits, with matmuls in `dtype`."""
     weight = head.weight.detach().to(dtype).requires_grad_()
     hidden = hidden.to(dtype, copy=True).requires_grad_()
     logits = (hidden @ weight.t()).flatten(0, 1)
@@ -66,7 +66,7 @@ def test_in_bfloat16_it_errs_no_more_than_torchs_loss(chunk_tokens):
 
 
 def test_in_bfloat16_a_token_that_is_almost_certain_still_has_a_gradient():
-    # Its probability is 0.9991: rounded to bfloat16 before the 1 is taken away, nothing would be left.
+    # The target's probability is 0.9991. bfloat16 would round it to 1, and its gradient, probability - 1, to 0.
     head, hidden, targets = (
         Head(2, 2).bfloat16(),
         torch.tensor([[[7.0, 0.0]]]).bfloat16(),
@@ -95,20 +95,20 @@ def test_totals_of_two_shards_of_any_size_are_combined():
     ranks = Ranks(0, 2, "tp")
     with patch.object(exchange, "all_gather", lambda own, ranks, dim: torch.cat([own, own])):
         combined = SplitVocabulary(ranks).logsumexp(total)[:, None]
-    expected = total.double() + math.log(2)  # the same log of a sum twice
+    expected = total.double() + math.log(2)  # two equal shards double the sum
     assert compare.relative_error(combined, expected) < 1e-6
 
 
 def test_without_a_counted_target_loss_and_gradients_are_zero():
     head, hidden, targets = make_case()
     for value in run_head(head, hidden, torch.full_like(targets, IGNORE_INDEX), 7):
-        assert not value.any()  # NaN is not zero either
+        assert not value.any()  # fails for NaN too
 
 
 def test_memory_of_the_head_does_not_grow_with_sequence_times_vocabulary():
     sizes = {"dim": 64, "vocab_size": 128256, "chunk_tokens": 512}
     short, long = (count_head_peak_bytes(n_tokens=n, **sizes) for n in (1024, 8192))
-    # The gradient of a hidden state, twice: as formed, and as scaled in backward.
+    # The gradient of a hidden state is stored twice: as it is computed, and as backward scales it.
     assert 0 <= long - short <= 7168 * 2 * 64 * 4
     assert long < 2 * 512 * 128256 * 4
     whole = count_head_peak_bytes(n_tokens=2048, **sizes | {"chunk_tokens": 0})

@@ -1,4 +1,4 @@
-"""Reading a config: what wins over what, every kind of mistake, TOML there and back, and torchtitan's own files."""
+"""Reading a config: which source wins, every kind of mistake, TOML written and read again, torchtitan's own files."""
 
 import ast
 from dataclasses import replace
@@ -22,7 +22,7 @@ from torchtitan_lite.extensions.torchtitan_keys import ABSENT, explain_absent
 
 
 def find_range(kind: object) -> Range | None:
-    """Return the bounds in the type of a key: Annotated[int, Range], a list of these, or None."""
+    """Return the bounds in the type of a key, Annotated[int, Range] or a list of it, or None if it has none."""
     ranges = [part for part in get_args(kind) if isinstance(part, Range)]
     ranges += filter(None, map(find_range, get_args(kind)))
     return next(iter(ranges), None)
@@ -34,7 +34,7 @@ WITHOUT_END = (int, float, int | None, float | None, list[int], list[float])
 
 @pytest.fixture
 def write_toml(tmp_path):
-    """Write TOML text to a file; returns the arguments that read it."""
+    """Return a function that writes TOML text to a file and returns the arguments that read it."""
 
     def write(text: str) -> list[str]:
         (tmp_path / "some run.toml").write_bytes(text.encode(errors="surrogatepass"))
@@ -96,7 +96,7 @@ def test_values_are_read_by_the_type_of_their_key(write_toml):
         )
     args = write_toml("[lr_scheduler]\ndecay_ratio = 0.5\n")
     config = read_sound([*args, "--lr_scheduler.decay_ratio", "none"])
-    assert config.lr_scheduler.decay_ratio is None  # `none` takes a value of the file back
+    assert config.lr_scheduler.decay_ratio is None  # `none` overrides the value in the file
 
 
 SPELLINGS = """
@@ -156,7 +156,7 @@ BEYOND = ("1e31", "-2", "nan", "inf")
 
 @pytest.mark.parametrize("text", BEYOND)
 def test_every_number_has_an_end(text):
-    """Larger ones would overflow, or keep the check busy for hours. The ends themselves are accepted."""
+    """Numbers beyond the end would overflow, or keep the check busy for hours. The ends themselves are accepted."""
     assert len(NUMBERS) > 50 and not any(kind in WITHOUT_END for kind in KEYS.values())
     for key, limits in NUMBERS.items():
         problem = read_one_problem([f"--{key}={text}"])
@@ -167,7 +167,7 @@ def test_every_number_has_an_end(text):
 
 
 def test_a_text_that_is_not_utf_8_is_refused(monkeypatch):
-    """As a Latin-1 byte of a command line reaches Python. It could not be written to config.toml."""
+    """Python gets such a text from a Latin-1 byte on the command line. It could not be written to config.toml."""
     monkeypatch.setenv("FOLDER", "caf\udce9")
     for key in ("job.dump_folder", "job.description", "checkpoint.folder", "job.config_file"):
         assert read_one_problem([f"--{key}=caf\udce9"]).key == key
@@ -250,7 +250,7 @@ def test_shipped_configs_read_without_a_problem_and_survive_the_way_through_toml
     assert replace(again, job=replace(again.job, config_file=config.job.config_file)) == config
 
 
-# --- mistakes: test_check.py has those of the command line ---
+# --- mistakes in files; test_check.py has mistakes on the command line ---
 
 
 # TOML | key of the problem | word of the remedy
@@ -383,6 +383,6 @@ def test_every_key_is_read_by_some_code():
     read = {
         node.attr for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)
     }
-    read |= set(MODEL_SIZES)  # resolve_model goes through the table
+    read |= set(MODEL_SIZES)  # resolve_model reads these in a loop
     unread = [key for key in KEYS if key.rpartition(".")[2] not in read]
     assert not unread, f"no code reads {unread}: delete them from config/schema.py"

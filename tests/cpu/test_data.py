@@ -1,4 +1,5 @@
-"""Corpora to batches: the same global batch on every layout, each token a target once per epoch, read ahead."""
+"""Batches from corpora: every layout has the same global batch, each token is a target once per epoch, data is read
+ahead."""
 
 import itertools
 import json
@@ -51,7 +52,7 @@ def list_rows(batch: Batch) -> list[tuple[list[int], ...]]:
 
 @dataclass(frozen=True)
 class Case:
-    """Some corpora on disk, and their documents. No two tokens of them have the same id, so an id tells its place."""
+    """Some corpora on disk, and their documents. All tokens have different ids, so an id tells its token's place."""
 
     folders: list[Path]
     documents: list[list[list[int]]]  # of each corpus
@@ -95,7 +96,7 @@ def make_case(folder: Path, seed: int) -> Case:
 def cut_by_hand(
     documents: list[list[int]], seq_len: int, *, restart: bool
 ) -> list[tuple[list[int], ...]]:
-    """Rows (tokens, targets, positions, doc_ids) of all samples in their order, token by token."""
+    """Return the rows (tokens, targets, positions, doc_ids) of all samples in their order, cut token by token."""
     placed = [(token, place) for document in documents for place, token in enumerate(document)]
     rows = []
     for start in range(0, len(placed) - 1, seq_len):
@@ -174,7 +175,7 @@ def test_an_id_that_the_model_does_not_know_is_named_with_its_corpus(tmp_path):
 
 
 def test_a_corpus_larger_than_memory_is_opened_and_read_at_any_step(tmp_path):
-    """A sparse file of 10 TB, which has data at one sample only."""
+    """The corpus is a sparse file of 10 TB, which has data at one sample only."""
     folder = write_corpus(tmp_path / "made", [[[5, 6, 7]]])
     path = folder / "train.tokens"
     manifest_path = folder / "manifest.json"
@@ -230,7 +231,7 @@ def test_validation_batches_are_all_samples_once_in_order_on_any_number_of_ranks
 
 
 class SpyStream:
-    """Stands in for a SampleStream: notes which steps were read, and by whom, and may fail at one."""
+    """Replaces a SampleStream: records which steps were read, and by which thread, and can fail at one of them."""
 
     def __init__(self, stream: SampleStream, fail_at: int | None = None):
         self.stream, self.fail_at = stream, fail_at
@@ -293,7 +294,7 @@ def test_batches_arrive_on_the_gpu(stream):
 
 @pytest.mark.parametrize("weights", [[], [1.0, 1.0, 1.0]])
 def test_every_source_epoch_and_seed_has_an_order_of_its_own(weights):
-    """Three sources of equal size. Two fair permutations of 50 samples agree in one place on average."""
+    """Compare three sources of equal size. Two random permutations of 50 samples agree in one place on average."""
     n = 50
     orders = []
     for seed in (0, 1):
@@ -339,6 +340,6 @@ def test_draws_of_a_rare_source_go_through_its_epochs():
     first = n_different.index(7)
     assert first < 7  # an epoch begins at one of seven places
     assert set(n_different[first::7]) == {7}
-    for step in (0, 777, 19_999):  # any draws alone are chosen as together with others
+    for step in (0, 777, 19_999):  # a draw does not depend on which others are asked for
         draws = torch.arange(step, step + 3)
         assert sampler.choose(start + draws).equal(samples[draws])

@@ -1,4 +1,4 @@
-"""Documents packed into one sequence: attention stops at their borders. Positions: test_data.py."""
+"""Documents packed into one sequence: attention stops at their borders. test_data.py tests positions."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from torchtitan_lite.model.document_attention import DocumentAttention, plan_mas
 
 
 def make_documents(n_rows: int, seq_len: int) -> torch.Tensor:
-    """doc_ids (B, S), borders anywhere: the first row is one document, the others about one per 40 tokens."""
+    """Return random doc_ids (B, S). The first row is one document; the others have about one per 40 tokens."""
     generator = torch.Generator().manual_seed(0)
     begins = torch.rand(n_rows, seq_len, generator=generator) < 1 / 40
     begins[0] = False
@@ -21,7 +21,7 @@ def make_heads(n_rows: int, n_heads: int, seq_len: int, *, seed: int) -> torch.T
 
 
 def attend_document_by_document(query, key, value, doc_ids):
-    """Each document as if it were alone: plain causal attention over its tokens, softmax written out."""
+    """Attend within each document alone: plain causal attention over its tokens, with the softmax written out."""
     group = query.shape[1] // key.shape[1]
     out = torch.empty_like(query)
     for row, ids in enumerate(doc_ids):
@@ -39,14 +39,14 @@ def attend_document_by_document(query, key, value, doc_ids):
     return out
 
 
-# ---------------------------------------------------------------- flex attention, as far as a CPU runs it
+# ---------------------------------------------------------------- flex attention: the part that a CPU can run
 
 BLOCK = 128
 SEQ_LEN = 3 * BLOCK + 50
 
 
 def make_part(n_rows: int):
-    """Make some queries of a sequence, and its keys in another order, as a rank of context parallel has them."""
+    """Make what a rank of context parallel has: some queries of a sequence, and its keys in a different order."""
     doc_ids = make_documents(n_rows, SEQ_LEN)
     heads = [make_heads(n_rows, n, SEQ_LEN, seed=seed) for seed, n in enumerate((4, 2, 2))]
     query, key, value = heads

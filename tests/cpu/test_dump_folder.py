@@ -46,7 +46,7 @@ OF_OTHERS = [
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """What an earlier run has left, what is none of its business, and a checkpoint that is a link."""
+    """Make a dump folder with the files of an earlier run, files of the user, and a checkpoint that is a link."""
     for name in (*OF_A_RUN, *OF_OTHERS):
         path = tmp_path / "run" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -105,13 +105,13 @@ def test_snapshots_of_two_runs_have_names_of_their_own_that_a_file_system_accept
 ):
     folders = [name_snapshots(str(tmp_path), Path(path)) for path in (one, another)]
     for folder in folders:
-        folder.mkdir()  # raises for a second folder of this name, and for a name that is too long
+        folder.mkdir()  # raises if the folder exists already, or its name is too long
     assert name_snapshots(str(tmp_path), Path(one)) in folders
     assert folders[0].name.startswith(Path(one).name[:20])
 
 
 def find_problem(*, steps: int = 1000, replaced_bytes: int = 0) -> str:
-    """Return the key of the problem with snapshots of 100 bytes in a folder with 299 free bytes."""
+    """Return the key of the problem that a run has if snapshots of 100 bytes go to a folder with 299 free bytes."""
     folder = Path("snapshots")
     old = name_snapshots(str(folder), Path("run")) / "an id" / "step-1" / "rank-00000.safetensors"
     old.parent.mkdir(parents=True)
@@ -147,7 +147,7 @@ def test_a_snapshot_has_the_bytes_of_the_weights_and_the_optimizer_state():
 
 
 def test_a_folder_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
-    """Root may read every folder, so os.access answers for another user."""
+    """Root can read every folder, so a stub of os.access answers as for a different user."""
     (tmp_path / "there").mkdir()
     can_write = os.access
     monkeypatch.setattr(
@@ -163,7 +163,7 @@ def test_a_folder_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
     "key", ["checkpoint.local_folder", "job.dump_folder", "training.cache_folder"]
 )
 def test_a_folder_where_no_file_can_be_created_is_refused(tmp_path, key):
-    """Not even by root, to whom os.access says yes."""
+    """The folder is refused even if the user is root, for whom os.access is always true."""
     config = Config()
     for name in ("job.dump_folder", "training.cache_folder"):
         config = with_value(config, name, str(tmp_path))
@@ -209,7 +209,7 @@ def test_training_from_the_config_of_a_run_never_deletes_the_run(tmp_path):
 SAVED, IN_CK, NEVER = "saved", "saved in ck", "never saved"
 ON = "--checkpoint.enable"
 RESUME, REFUSED, ANEW = "resume", "refused", "anew"
-# What the earlier run has left | arguments of this run | what happens | arguments that resume, which the refusal names.
+# What the earlier run left | arguments of this run | what happens | arguments that resume: the refusal names them.
 # `saved` and `saved in ck` have a checkpoint; `killed` had none yet; `never saved` had checkpoint.enable = false.
 # `lost`: config.toml is gone. `records`: nothing is left but metrics.jsonl.
 EARLIER = f"""
@@ -242,7 +242,7 @@ records                |                                       | {REFUSED} |
 
 
 def write_earlier(folder: Path, left: str) -> None:
-    """Write what an earlier run has left."""
+    """Write the files that an earlier run left."""
     if left == "nothing":
         return
     keys = {"checkpoint.enable": left != NEVER}

@@ -1,4 +1,4 @@
-"""Generation against transformers: logits with a cache, limits on what is drawn, greedy tokens."""
+"""Generation compared with transformers: logits with a cache, the limits of sampling, greedy tokens."""
 
 from argparse import Namespace
 
@@ -18,11 +18,11 @@ PLAIN = FLAVORS["Llama 3"]
 
 
 def sampling(temperature: float, top_k: int = 0, top_p: float = 1.0) -> Namespace:
-    """The options of `generate` for choosing a token."""
+    """Return the options of `generate` for choosing a token."""
     return Namespace(temperature=temperature, top_k=top_k, top_p=top_p)
 
 
-# ---------------------------------------------------------------- the cache; its logits: test_windows.py
+# ---------------------------------------------------------------- the cache; test_windows.py tests its logits
 
 
 def test_a_step_computes_one_token_and_the_head_only_the_last_one():
@@ -64,7 +64,7 @@ def test_tokens_are_drawn_as_often_as_their_probability_says():
     for _ in range(4000):
         token = choose_token(logits, options, generator, usable)
         counts[token] += 1
-    # tokens 0, 1 and 2 are the likeliest three that are usable
+    # tokens 0, 1 and 2 are the three likeliest that may be drawn
     expected = torch.tensor([0.0, 2.0, 4.0]).softmax(0)
     assert counts[3:].sum() == 0
     found = counts[:3] / 4000

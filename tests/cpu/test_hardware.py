@@ -16,7 +16,7 @@ from torchtitan_lite.parallel.process_groups import choose_device
 from torchtitan_lite.tools import host_rules
 from torchtitan_lite.tools.detect import detect_machine, measure_cpu_memory
 
-# As the real one: --id selects by index or UUID, and an unknown id is an error
+# This stub behaves as the real nvidia-smi: --id selects by index or UUID, and an unknown id is an error.
 NVIDIA_SMI = """#!/bin/sh
 ids=0,1
 for word; do case $word in --id=*) ids=${word#--id=};; esac; done
@@ -33,7 +33,7 @@ exit $STATUS
 
 @pytest.fixture
 def nvidia_smi(tmp_path, monkeypatch):
-    """A driver with two GPUs on PATH."""
+    """Put a stub of nvidia-smi with two GPUs on PATH."""
     program = tmp_path / "bin" / "nvidia-smi"
     program.parent.mkdir()
     program.write_text(NVIDIA_SMI)
@@ -139,7 +139,7 @@ NVIDIA GeForce RTX 5090 | 209.5
 NVIDIA RTX A6000 | 154.8
 NVIDIA RTX A1000 | 0
 Tesla V100-SXM2-32GB | 0
-"""  # an A1000 is no A100, and a V100 has no bfloat16
+"""  # The name A1000 is not taken for an A100, and a V100 has no bfloat16.
 
 
 @pytest.mark.parametrize("line", PEAKS.strip().splitlines())

@@ -12,8 +12,8 @@ from torchtitan_lite.config.model import resolve_model
 from torchtitan_lite.config.schema import Config, Model
 from torchtitan_lite.parallel import tensor_parallel
 
-# Floor of a module, by the longest name that it starts with. A module imports from floors below its own and from its
-# own row; rows on one floor never import each other.
+# Start of a module's name -> its floor; the longest start counts. A module may import from lower floors and from its
+# own row. Two rows on the same floor never import each other.
 FLOORS = {
     "torchtitan_lite.config.model_rows": -2,  # the types of the rows below
     "torchtitan_lite.config.family_rows": -2,
@@ -27,7 +27,7 @@ FLOORS = {
     "torchtitan_lite.data": 2,
     "torchtitan_lite.checkpoint": 2,
     "torchtitan_lite.components": 2,
-    "torchtitan_lite": 3,  # what is in the package itself
+    "torchtitan_lite": 3,  # the modules directly in the package
     "torchtitan_lite.faults": 4,
     "torchtitan_lite.extensions": 5,  # loaded by name, from config/extensions.py
     "train": 5,
@@ -41,10 +41,10 @@ IMPORT_BY_NAME = {  # modules that call importlib in a function
     "torchtitan_lite.tools.environment",  # packaging, which may be missing
     "torchtitan_lite.tools.hosts",
     "torchtitan_lite.tools.launch",  # imports torch after the fork server has started
-    "torchtitan_lite.tools.agent",  # train.py, which the fork server has imported
+    "torchtitan_lite.tools.agent",  # imports train.py, which the fork server has loaded already
     "torchtitan_lite.tools.faults.drill",  # only its ranks need torch
 }
-# besides config/ and the tables of models/: what `check` needs
+# Besides config/ and the tables of models/, `check` needs these modules, so none of them imports torch.
 WITHOUT_TORCH = set(
     """
 torchtitan_lite.__main__ torchtitan_lite.files torchtitan_lite.preflight
@@ -83,7 +83,7 @@ def list_imports(tree: ast.AST) -> set[str]:
     return names
 
 
-# Without torchtitan_lite itself, whose __init__.py has a few paths and imports nothing of the package
+# torchtitan_lite itself is left out: its __init__.py has a few paths and imports nothing of the package.
 IMPORTS = {
     module: list_imports(tree) & TREES.keys() - {"torchtitan_lite"}
     for module, tree in TREES.items()
@@ -147,7 +147,7 @@ print("torch._inductor.ir" in sys.modules)
 
 
 def test_a_run_that_asks_for_no_extension_loads_none_and_without_compile_no_compiler():
-    """torch.compile loads inductor when it is called: a second and 50 MB, on every rank."""
+    """torch.compile loads inductor when it is called. This costs a second and 50 MB on every rank."""
     command = [sys.executable, "-c", LOADED]
     answer = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     assert answer.stdout.splitlines()[-2:] == ["[]", "False"], answer.stderr

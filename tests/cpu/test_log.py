@@ -1,4 +1,4 @@
-"""Log lines: who says what, and where."""
+"""Log lines: which rank writes which lines, to the console or a file."""
 
 import logging
 import sys
@@ -12,7 +12,7 @@ from torchtitan_lite.components.log import IN_FILE, start_logging
 
 @pytest.fixture
 def logger():
-    """The package's logger, put back afterwards as it was: other tests may listen to it."""
+    """Provide the package's logger, and restore its handlers and level afterwards, for other tests."""
     package_logger = logging.getLogger("torchtitan_lite")
     handlers, level, propagate = (
         list(package_logger.handlers),
@@ -70,7 +70,7 @@ def test_a_log_txt_that_cannot_be_written_is_one_sentence_and_the_console_goes_o
     assert len(said) == 1 and "the run continues: [Errno" in said[0]
     assert "Traceback" not in out + err
     for handler in logger.handlers:
-        with suppress(OSError):  # what it still has to write
+        with suppress(OSError):  # text that is still in the buffer
             handler.close()
     logger.handlers = []
 

@@ -1,4 +1,4 @@
-"""The numbers of a run: the clocks and the arithmetic behind them, console line, metrics.jsonl, TensorBoard."""
+"""The numbers of a run: how they are measured and computed, the console line, metrics.jsonl and TensorBoard."""
 
 import json
 import threading
@@ -72,7 +72,7 @@ def test_a_step_is_one_console_line_and_one_json_object_with_throughput_and_mfu(
     writer = make_writer(tmp_path)
     writer.record("step", 10, **STEP)
     # By hand: 8,030 M parameters without embedding and norms are 7,505 M. 6 * 7.505e9 + 12 * 32 * 4096 * 8192 =
-    # 45.03e9 + 12.885e9 = 57.91 GFLOP per token; * 5,762 / 989e12 = 33.74 %. Half the attention less: 51.47 GFLOP.
+    # 45.03e9 + 12.885e9 = 57.91 GFLOP per token; * 5,762 / 989e12 = 33.74 %. Without the masked half: 51.47 GFLOP.
     line = "step   10/2000  loss 6.12346  grad_norm 1.2346  1:23:45 left  5,762 tok/s/rank  MFU 33.7%  "
     assert console == [line + "lr 8.00e-04  1.5 GiB  1.42 s"]
     (values,) = read_lines(tmp_path)  # before close
@@ -147,7 +147,7 @@ def test_tensorboard_has_torchtitans_tags_and_each_step_once_after_a_resume(tmp_
     killed = make_writer(tmp_path, section)
     for step in (10, 20):
         killed.record("step", step, **(STEP | {"loss": 1.0}))
-    # Never closed, as after a kill: what was logged is on disk all the same.
+    # The writer is never closed, as in a run that was killed. Everything that was logged must be on disk.
     events = EventAccumulator(str(tmp_path / "events" / "my_run")).Reload()
     assert [event.step for event in events.Scalars("grad_norm")] == [10, 20]
     assert not {"memory/max_reserved(GiB)", "experts/dead_share"} & set(events.Tags()["scalars"])
@@ -213,10 +213,10 @@ def test_a_run_ends_although_its_last_records_cannot_be_written(tmp_path, errors
 def test_events_that_a_full_disk_refuses_are_one_sentence_and_are_written_later(
     tmp_path, errors, monkeypatch
 ):
-    """Neither a thread with a traceback nor a file that TensorBoard cannot read."""
+    """No thread may print a traceback, and no file may be unreadable for TensorBoard."""
     monkeypatch.setattr(threading, "excepthook", lambda thread: errors.append(str(thread)))
     folder = tmp_path / "tb" / tmp_path.name
-    folder.parent.write_text("a file")  # the folder cannot be made at first
+    folder.parent.write_text("a file")  # so the folder cannot be made yet
     writer = make_writer(tmp_path, Metrics())
     writer.record("step", 1, **STEP)
     folder.parent.unlink()

@@ -55,7 +55,7 @@ FLAVORS = {
 def build_ours(args: ModelArgs) -> Llama3:
     model = Llama3(args)
     initialize_weights(model, seed=1)
-    with torch.no_grad():  # norms of 1 would hide a norm that is left out
+    with torch.no_grad():  # if all weights of norms were 1, a missing norm could go unseen
         for index, parameter in enumerate(model.parameters()):
             if parameter.dim() == 1:
                 parameter += torch.linspace(-0.3, 0.3, parameter.numel()).roll(index)
@@ -91,7 +91,7 @@ THEIR_NAMES = {
 
 
 def to_theirs(tensors: dict[str, Tensor], args: ModelArgs) -> dict[str, Tensor]:
-    """Weights or gradients as transformers' model in memory has them: experts stacked, gate above up."""
+    """Convert weights or gradients to the names and shapes of transformers' model: experts stacked, gate above up."""
     theirs = {}
     for fqn, tensor in tensors.items():
         block = f"model.layers.{fqn.split('.')[1]}.mlp.experts"
@@ -114,7 +114,7 @@ def their_name(fqn: str) -> str:
 
 
 def in_their_order(fqn: str, tensor: Tensor, args: ModelArgs) -> Tensor:
-    """They turn the pairs (i, i + E/2) of a head, we (2i, 2i + 1): the rows of wq and wk stand in another order."""
+    """Reorder rows of wq and wk: transformers rotates the pairs (i, i + E/2) of a head, and we rotate (2i, 2i + 1)."""
     if not re.search(r"\.(wq|wk|q_norm|k_norm)\.", fqn):
         return tensor
     return tensor.unflatten(0, (-1, args.head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
@@ -152,7 +152,7 @@ def test_logits_and_gradients_are_those_of_transformers(name):
 
 
 def turn(values, turns):
-    """Multiply in float64."""
+    """Rotate by a complex multiplication in float64."""
     pairs = values.detach().double().unflatten(-1, (-1, 2))
     product = torch.view_as_complex(pairs) * turns
     return torch.view_as_real(product).flatten(-2).to(values.dtype)
@@ -164,7 +164,7 @@ ROTATION_ERRORS = {torch.float64: 1e-6, torch.float32: 1e-6, torch.bfloat16: 4e-
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("dtype", ROTATION_ERRORS)
 def test_pairs_are_rotated_as_complex_numbers(monkeypatch, compiled, dtype):
-    """Values and gradient. The gradient has heads before positions in memory, as attention returns it."""
+    """Compare values and gradients. In memory the gradient has heads before positions, as attention returns it."""
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiled)
     head_dim = PLAIN.head_dim
     positions = torch.arange(50)[None]
@@ -195,14 +195,14 @@ def test_initial_weights_depend_on_seed_and_name_only():
         initialize_weights(model, seed)
         models[name] = dict(model.named_parameters())
     wq = "layers.1.attention.wq.weight"
-    assert torch.equal(models["a"][wq], models["b"][wq])  # another depth, the same name
-    assert not torch.equal(models["a"][wq], models["c"][wq])  # another seed
+    assert torch.equal(models["a"][wq], models["b"][wq])  # different depth, same name
+    assert not torch.equal(models["a"][wq], models["c"][wq])  # different seed
     assert not torch.equal(
         models["a"][wq], models["a"]["layers.0.attention.wq.weight"]
-    )  # another name
+    )  # different name
 
 
-CUT = 0.9933  # of a normal distribution cut off (by clamping) at three standard deviations
+CUT = 0.9933  # standard deviation of a normal distribution with std 1 that is clamped at 3
 SPREAD = {  # weight -> mean, standard deviation
     "layers.0.attention.wq.weight": (0, 0.02 * CUT),
     "layers.0.attention.wo.weight": (0, 0.02 / 4**0.5 * CUT),

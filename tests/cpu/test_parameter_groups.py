@@ -1,4 +1,4 @@
-"""[[optimizer.groups]]: how tables are read, which parameters a group has, and torch's own optimizers as the oracle.
+"""[[optimizer.groups]]: reading the tables, the parameters of each group, and updates equal to torch's optimizers.
 
 tests/layouts.py has layouts with groups, and tests/extensions/test_muon.py compares Muon.
 """
@@ -105,7 +105,7 @@ def test_the_first_group_that_matches_has_a_parameter():
     assert members[OTHERS] == ["tok_embeddings.weight", "output.weight"]
 
 
-# patterns of the groups | those that are refused: a word of the remedy
+# patterns of the groups | the patterns that are refused, each with a word of the remedy
 REFUSED = """
 *norm* layers.*.w?.weight |
 layers.3.* layers.*.w?.weight |
@@ -167,7 +167,7 @@ SECTIONS = {
 
 
 class RoundedAdamW(torch.optim.AdamW):
-    """Both moments are rounded to bfloat16 between steps."""
+    """Rounds both moments to bfloat16 between steps."""
 
     @torch.no_grad()
     def step(self) -> None:
@@ -182,7 +182,10 @@ ORACLES = {"bfloat16": RoundedAdamW, "SGD": torch.optim.SGD}
 
 @pytest.mark.parametrize("name", SECTIONS)
 def test_groups_update_as_the_parameter_groups_of_torch(name):
-    """The rates follow the schedule, and are the logged ones. Two kernels round few moments to different neighbors."""
+    """The learning rates follow the schedule and equal the logged ones.
+
+    Two kernels may round a few moments to different neighbors, hence the tolerance.
+    """
     groups = [NORMS, LAYER_3, HIDDEN]
     section = Optimizer(lr=0.02, weight_decay=0.1, groups=groups, **SECTIONS[name])
     schedule = LRScheduler(warmup_steps=2, total_steps=5)

@@ -1,7 +1,7 @@
 """Code tokens of each part: names, operators, numbers and strings, without docstrings and comments.
 
-A part above its guide has an idea too many. Take one out; do not write denser lines, because lines are free.
-Only `.ci/run` runs these tests, so a fork that grows does not fail. Python 3.11 counts: 3.12 splits f-strings.
+If a part exceeds its guide, remove a feature or simplify. Denser lines do not help: tokens count, and lines do not.
+Only `.ci/run` runs these tests, so a fork may grow. They need Python 3.11, because 3.12 splits f-strings into tokens.
 """
 
 import ast
@@ -18,8 +18,8 @@ from torchtitan_lite import REPOSITORY
 COUNTED = (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING)
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
-# Code tokens of each part, and the most tokens per code line: guides, which fail only above MARGIN, so that nobody
-# shaves a name to pass.
+# Guides for each part: code tokens, and tokens per code line. A test fails only above guide * MARGIN, so that nobody
+# shortens names to pass.
 CORE = (60_800, 8.5)
 EXTENSIONS = (21_800, 9.0)
 TOOLS = (83_700, 9.0)
@@ -47,7 +47,7 @@ def find_docstrings(source: str) -> set[int]:
 
 
 def count_tokens(source: str) -> dict[int, int]:
-    """Return line -> number of code tokens that start there, without lines that have none."""
+    """Return line number -> number of code tokens that start on it. Lines without tokens are left out."""
     docstrings = find_docstrings(source)
     counts: dict[int, int] = {}
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
@@ -58,7 +58,7 @@ def count_tokens(source: str) -> dict[int, int]:
 
 
 def list_files(is_of_part) -> list[str]:
-    """Return the Python files of a part that git has, so that scratch files do not count."""
+    """Return a part's Python files that git tracks, so that scratch files do not count."""
     command = ["git", "ls-files", "*.py"]
     listing = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
     return [name for name in listing.stdout.splitlines() if is_of_part(name)]

@@ -1,4 +1,4 @@
-"""The tables of the models, and the rows of choices.py: sizes as published and as torch counts, code for each name."""
+"""Tables of models and rows of choices.py: sizes equal the published ones and torch's counts, every name has code."""
 
 from contextlib import suppress
 from dataclasses import replace
@@ -32,7 +32,7 @@ from torchtitan_lite.models.registry import MODELS
 from torchtitan_lite.tools.plan.planned_run import plan_run
 from torchtitan_lite.tools.plan.remedies import list_remarks
 
-# As the published checkpoints hold them: Llama 3.2 1B and 3B, Llama 3.1 8B, 70B and 405B, Mixtral v0.1, Qwen3.
+# Parameters in the published checkpoints of Llama 3.2 1B and 3B, Llama 3.1 8B, 70B and 405B, Mixtral v0.1, Qwen3.
 PUBLISHED_PARAMETERS = """
 debug 1,328,256
 auto 1,328,256
@@ -61,7 +61,7 @@ Qwen3-14B 14,768,307,200
 Qwen3-32B 32,762,123,264
 Qwen3-30B-A3B 30,532,122,624
 Qwen3-235B-A22B 235,093,634,560
-"""  # debugmodel: as torchtitan logs it
+"""  # debugmodel: the number that torchtitan logs
 ACTIVE_PARAMETERS = {  # in billions, as the model cards round them
     "Mixtral-8x7B": 12.9,
     "Mixtral-8x22B": 39.2,
@@ -92,7 +92,7 @@ def test_flops_are_three_times_what_torch_counts_in_forward(flavor):
     with torch.device("meta"):
         model = Llama3(args)
         tokens = torch.zeros(1, seq_len, dtype=torch.int64)
-        # The plain matmuls of attention: the counter knows each of them, whatever kernel this machine would take.
+        # Attention by plain matmuls: torch's counter knows them all, whichever attention kernel this machine has.
         with (
             torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
             FlopCounterMode(display=False) as counter,
@@ -138,7 +138,7 @@ def give_table(**fields):
 
 
 def add_row(row: ModuleRow):
-    """Return the block of llama3 with another row."""
+    """Return the block of llama3 with one more row."""
     return lambda model_args, moe=None: [*list_llama_block(model_args, moe), row]
 
 
@@ -149,7 +149,7 @@ def make_norm(n_features: int, tp_style: str = "sequence") -> ModuleRow:
 list_llama_block = MODELS["llama3"].list_block
 OLMO_NORM = ModuleRow(
     "attention.q_norm", "norm", (128,), "heads", init_mean=1.0
-)  # over all heads; one has 32 features
+)  # of all heads; each head has 32
 
 
 @pytest.mark.parametrize(

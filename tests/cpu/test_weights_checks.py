@@ -1,4 +1,4 @@
-"""The weights that a run starts from or exports, checked before torch; and a run uses the tokenizer of its weights."""
+"""Checks of the weights that a run starts from or exports, before torch is imported, and the tokenizer of weights."""
 
 import json
 import os
@@ -46,7 +46,7 @@ STATE = {"optimizer.norm.weight.step": TensorRecord("float32", (), 0, (), 0)}
 
 @pytest.fixture(autouse=True)
 def working_folder(tmp_path, monkeypatch):
-    """Weights in hf/ with a tokenizer beside them; checkpoints step-9, trained with mine/, and step-12, with other/."""
+    """Write weights and a tokenizer to hf/, and checkpoints step-9, trained with mine/, and step-12, with other/."""
     monkeypatch.chdir(tmp_path)
     write_hugging_face("hf", ARGS)
     for number, folder in enumerate(("hf", "mine", "other", "assets/tokenizer")):
@@ -60,7 +60,7 @@ def working_folder(tmp_path, monkeypatch):
 
 
 def commit(final: Path, manifest: Manifest) -> None:
-    """Write a checkpoint without files of tensors."""
+    """Write a checkpoint that has no files of tensors."""
     unfinished = folders.create_unfinished(final)
     folders.write_manifest(unfinished, manifest, {})
     folders.commit(final)
@@ -119,7 +119,7 @@ def test_weights_that_do_not_fit_are_one_problem(line):
 
 
 def fork_model(monkeypatch, name: str, added: list[ModuleRow], without: str = "") -> ModelArgs:
-    """Register a model with other modules at its end than Llama. Return ARGS as its arguments."""
+    """Register a model that differs from Llama in the modules at its end. Return ARGS as its arguments."""
 
     def list_ends(args: ModelArgs) -> list[ModuleRow]:
         rows = [row for row in MODELS["llama3"].list_ends(args) if row.name != without]
@@ -243,7 +243,7 @@ def test_sizes_that_grouped_matmuls_cannot_take_are_refused_in_the_dtype_of_the_
 
 
 def save(step: int, *args: str, tensors: dict[str, TensorRecord] = STATE) -> Path:
-    """Write what a run leaves after `step`, without files of tensors. Return the checkpoint."""
+    """Write what a run leaves after `step`, except the files of tensors. Return the checkpoint."""
     spec = prepare(*args)
     fingerprint = {
         "shape": asdict(spec.model_args),
@@ -402,7 +402,7 @@ def test_a_finished_run_says_what_can_be_done_and_nothing_is_deleted_without_job
         notice for each in spec for notice in each.notices if "job.overwrite deletes" in notice
     ]
     assert len(deletes) == 1 and deletes[0].endswith(": outputs/debug/checkpoint/step-200")
-    # The log of a resumed run has the same two rates, and the given key keeps the earlier ones.
+    # A resumed run logs the learning rates before and after the jump. With a given total_steps there is no jump.
     step_200, jump, earlier = 4e-3 / 180, 4e-3 * 200 / 380, 0.0
     rates = f"the learning rate is {step_200:.3g} at step 200 and {jump:.3g} at step 201"
     assert (
@@ -419,7 +419,7 @@ def test_a_finished_run_says_what_can_be_done_and_nothing_is_deleted_without_job
 
 
 def find_tokenizer(*args: str) -> str:
-    """Return the folder of the tokenizer of a run, as a rank has it, to which the launcher has sent the run."""
+    """Return the tokenizer folder of a run, as a rank sees it after the launcher has sent the run to it."""
     sent = prepare(*args)
     spec = pickle.loads(pickle.dumps(sent))
     assert (spec.config, spec.layout, spec.weights) == (sent.config, sent.layout, sent.weights)

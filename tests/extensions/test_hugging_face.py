@@ -1,4 +1,4 @@
-"""Hugging Face folders: transformers gives our logits with our exports, and we give its logits with its folders."""
+"""Hugging Face folders: with our exports transformers computes our logits, and with its folders we compute its."""
 
 import json
 from pathlib import Path
@@ -25,14 +25,14 @@ TOKENS = torch.randint(
     128, (2, 200), generator=torch.Generator().manual_seed(3)
 )  # longer than original_length
 POSITIONS = torch.arange(200).expand(2, -1)
-LARGEST_ERROR = 5e-6  # of a logit; they are about 4
+LARGEST_ERROR = 5e-6  # of a logit; logits are about 4
 
 
 def load_ours(folder: Path) -> Llama3:
     model = Llama3(open_folder(folder).model_args)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.fill_(torch.nan)  # shows what is not loaded
+            parameter.fill_(torch.nan)  # so that a weight that is not loaded shows
     load_weights(folder, dict(model.named_parameters()))
     return model
 
@@ -89,7 +89,7 @@ def test_each_flavor_is_described_by_its_config(name, tmp_path):
     config = make_config(OUR_FLAVORS[name], dtype="bfloat16")
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert list_tensors(read_model_args(tmp_path)) == list_tensors(OUR_FLAVORS[name])
-    published = config | {"dtype": "float32"}  # two spellings, and no length
+    published = config | {"dtype": "float32"}  # both spellings of dtype, and no length
     for length, longer in (({}, {}), ({LENGTH: 16}, {LENGTH: 99}), ({LENGTH: 200}, {LENGTH: 200})):
         changed = make_config(
             OUR_FLAVORS[name], dtype="bfloat16", context=99, published=published | length

@@ -1,4 +1,4 @@
-"""Each key of config.json: transformers' logits with the values that we accept, a refusal by name of all others."""
+"""Each key of config.json: accepted values give transformers' logits; other values are refused by the key's name."""
 
 import inspect
 import json
@@ -61,7 +61,7 @@ LARGEST_ERRORS = {torch.float64: 5e-6, torch.float32: 1e-4}
 
 @cache
 def make_content(family: str, sizes: str = "{}") -> dict:
-    """config.json of a small model, as transformers writes it. `sizes`: JSON of more keys."""
+    """Return config.json of a small model, as transformers writes it. `sizes`: JSON of more keys."""
     config = AutoConfig.for_model(
         family, **{**SIZES, **EXPERTS.get(family, {})} | json.loads(sizes)
     )
@@ -76,7 +76,7 @@ def write_config(folder: Path, family: str, changes: dict) -> None:
 
 @pytest.fixture(scope="module")
 def make_folder(tmp_path_factory):
-    """Function: a folder with weights for a family of these sizes, as transformers writes it."""
+    """Return a function that lets transformers write a folder with weights of a family, with given sizes."""
     made: dict[tuple, Path] = {}
 
     def find(family: str, sizes: dict) -> Path:
@@ -100,7 +100,7 @@ def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], None]) ->
 
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-STORED = {  # what else a tied model stores
+STORED = {  # which further matrix a tied model stores
     "equal": lambda tensors: tensors.update({HEAD: tensors[EMBEDDING].clone()}),
     "different": lambda tensors: tensors.update({HEAD: tensors[EMBEDDING].flip(0).clone()}),
     "only the head": lambda tensors: tensors.update({HEAD: tensors.pop(EMBEDDING)}),

@@ -1,4 +1,4 @@
-"""Weights loaded on many ranks: each reads its shards, and together they have what the folder has."""
+"""Weights loaded on many ranks: each rank reads its shards, and all shards together are the folder's weights."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -47,7 +47,7 @@ SLOW = ["hsdp2x2", "pp2 x dp2 x tp2 Interleaved1F1B"]
 
 
 def save_theirs(folder: Path, args: ModelArgs) -> Path:
-    """Save a model that transformers initializes, a dense one in several files. No two norms are equal."""
+    """Save a model that transformers initializes. A dense model gets several files. No two norms are equal."""
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(make_their_config(args))
     with torch.no_grad():
@@ -99,11 +99,11 @@ def test_a_folder_is_loaded_on_any_layout_bit_by_bit(pool, tmp_path, name):
     )
     assert all(
         peak <= 2 * largest for _, peak in results
-    )  # one mapped tensor, and its rows in our order
+    )  # a mapped tensor, and a copy of it with its rows in our order
 
 
 def load_and_save(rank: int, world_size: int, overrides: dict, out: str, **keys) -> tuple:
-    """Worker: load as train.py does, and save step 5 as [checkpoint] says. Return the step and what was loaded."""
+    """Worker: load as train.py does, and save step 5 by [checkpoint]. Return the step and what was loaded."""
     run = compare.build_table_run(world_size, overrides)
     section = Checkpoint(enable=True, **keys)
     run = replace(run, config=replace(run.config, checkpoint=section))
@@ -134,7 +134,7 @@ def test_a_run_starts_with_a_folder_and_saves_weights_alone_in_the_export_dtype(
     rounded = {f"model.{fqn}": weight.bfloat16() for fqn, weight in expected.items()}
     assert checkpoints.list_differing(checkpoints.read_tensors(tmp_path / "step-5"), rounded) == []
 
-    # Weights alone, opened on another layout: the run has the rounded numbers, and starts at step 0.
+    # A checkpoint of weights alone opens on a different layout. The run has the rounded weights, and starts at step 0.
     keys = {"initial_load_path": str(tmp_path / "step-5")}
     results = pool.run(load_and_save, 4, {TP: 4}, str(tmp_path / "next"), **keys)
     assert {step for step, _ in results} == {0}

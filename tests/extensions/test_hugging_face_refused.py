@@ -1,4 +1,4 @@
-"""Hugging Face folders that are refused, by the name of the file, tensor or key that is wrong."""
+"""Hugging Face folders that are refused. The message names the wrong file, tensor or key."""
 
 import json
 import os
@@ -25,7 +25,7 @@ LLAMA = "Llama 3"
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Function: name of FLAVORS -> a folder as transformers writes it. A Llama has several files."""
+    """Return a function: name in FLAVORS -> a folder that transformers wrote. A Llama has several files."""
     made: dict[str, Path] = {}
 
     def find(name: str) -> Path:
@@ -90,7 +90,7 @@ A_FILE = "model-00001-of"
 
 
 def name_last_file(folder: Path) -> None:
-    """Let the index say that the embedding is in the last file."""
+    """Change the index: it says that the embedding is in the last file."""
     weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
     edit_json(folder / INDEX, weight_map=weight_map | {EMBEDDING: max(weight_map.values())})
 

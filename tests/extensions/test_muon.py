@@ -1,4 +1,4 @@
-"""Muon: torch.optim.Muon on one process, the same update on every layout, checkpoints, and what plan and check say."""
+"""Muon equals torch.optim.Muon in one process and is the same on every layout; checkpoints; plan and check know it."""
 
 from unittest.mock import patch
 
@@ -39,7 +39,7 @@ OTHERS |= {"layers.0.feed_forward.router.weight": (8, 48)}
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_on_one_process_it_is_torchs_muon_and_torchs_adamw(dtype):
-    """torch computes in bfloat16 only, by Tensor.bfloat16. Experts are a batch of matrices."""
+    """torch's Muon only computes in bfloat16, so Tensor.bfloat16 is replaced. Experts are a batch of matrices."""
     sizes = {f"layers.0.{name}": size for name, size in HIDDEN.items()} | OTHERS
     own = {name: torch.ones(size, requires_grad=True) for name, size in sizes.items()}
     theirs = {name: torch.ones(size, requires_grad=True) for name, size in sizes.items()}
@@ -75,7 +75,7 @@ def test_on_one_process_it_is_torchs_muon_and_torchs_adamw(dtype):
     own |= {f"layers.0.expert {n}": expert for n, expert in enumerate(experts)}
     bound = (
         1e-6 if dtype == "float32" else 1e-2
-    )  # in bfloat16, a batch of matrices may be summed in another order
+    )  # in bfloat16, a batch of matrices may be summed in a different order
     assert max(compare.relative_error(own[name], theirs[name]) for name in theirs) < bound
     assert set(optimizer.state[own["layers.0.attention.wq.weight"]]) == {"momentum_buffer"}
     assert set(optimizer.state[own["output.weight"]]) == {"step", "exp_avg", "exp_avg_sq"}
@@ -94,13 +94,14 @@ debug_moe_3d | 8 | MOE PP=2 TP=2 EP=4 GROUPS
 experts whose matrices FSDP cuts | 4 | FIVE_EXPERTS
 shared experts | 4 | SHARED EP=2 TP=2
 """)
-# Other rows hold the parts of these: dp2 x tp2, shared experts, and "pp2 tied, Muon" and ZeRO 2 of layouts.py.
+# These are slow, because rows that run by default test their parts: dp2 x tp2, shared experts, and in layouts.py
+# "pp2 tied, Muon" and ZeRO 2.
 SLOW = {"one rank", "dp4", "hsdp2x2", "dp2, ZeRO 2", "cp2 x tp2", "pp2 x dp2 x tp2", "debug_moe_3d"}
 
 
 @pytest.mark.parametrize("name", choose_fast(LAYOUTS, LAYOUTS.keys() - SLOW))
 def test_weights_and_state_are_those_of_one_process(pool, tmp_path, name):
-    """Five steps, some clipped and some skipped. Updates may differ by 1e-5."""
+    """Make five steps, of which some are clipped and some skipped. Updates may differ by 1e-5."""
     world_size, keys = LAYOUTS[name]
     trial = try_layout(
         name,

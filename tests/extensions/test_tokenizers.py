@@ -1,4 +1,4 @@
-"""Tokenizers: Llama 3's file against tiktoken set up by hand, tokenizer.json against Hugging Face's own library."""
+"""Tokenizers: Llama 3's file is compared with tiktoken set up by hand, tokenizer.json with Hugging Face's library."""
 
 import base64
 import json
@@ -36,7 +36,7 @@ from torchtitan_lite.extensions import tokenizer_json
 from torchtitan_lite.validation import count_bytes
 
 SHIPPED = REPOSITORY / "assets" / "tokenizer"
-LLAMA3 = (  # as published, in one piece
+LLAMA3 = (  # the published pattern in one string
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -130,7 +130,7 @@ def train_once(kind: str) -> str:
 
 
 def make_sentencepiece() -> HuggingFace:
-    """As Mixtral has it: "▁" for spaces, bytes for characters outside the vocabulary, <s> before a text."""
+    """Make a tokenizer like Mixtral's: "▁" for spaces, bytes for unknown characters, <s> before a text."""
     letters = [
         "<unk>",
         "<s>",
@@ -196,7 +196,7 @@ def read_json_lines(text: str) -> dict[str, Any]:
 
 FLAGS = dict.fromkeys(("special", "lstrip", "rstrip", "single_word", "normalized"), False)
 WORDS = ("QZX", "QZXJ", "QZXJK")
-# what is added to a byte-level BPE: content and flags
+# tokens that are added to a byte-level BPE: content and flags
 ADDED_TOKENS = read_json_lines(r"""
 one begins another | [["QZX", ""], ["QZXJ", ""], ["QZXJK", ""]]
 special ones | [["QZX", "special"], ["QZXJ", "special"], ["QZXJK", "special"]]
@@ -226,7 +226,7 @@ def add_tokens(tokenizer: HuggingFace, tokens: list[tuple[str, str]]) -> dict:
 
 
 def compare(folder: Path, content: dict, pieces: list[str] = TRICKY) -> None:
-    """Compare ids of both kinds with the package, on texts of these pieces."""
+    """Compare our ids, without and with special tokens, with those of tokenizers, on texts of these pieces."""
     draw = random.Random(0)
     texts = ["".join(draw.choices(pieces, k=draw.randrange(1, 12))) for _ in range(300)]
     oracle = HuggingFace.from_str(json.dumps(content))
@@ -267,7 +267,7 @@ def test_tokens_that_begin_another_stay_with_tiktoken(tmp_path, monkeypatch):
     assert tokenizer.encode_special("".join(names)) == (ids, [4, 9, 14, 17])
 
 
-MERGES = {  # what a tokenizer.json has behind the merges of a trained BPE: ignore_merges, merges
+MERGES = {  # ignore_merges, and merges that follow those of a trained BPE in tokenizer.json
     "a word that other merges take apart": (False, "crossed"),
     "the same, looked up whole": (True, "crossed"),
     "a word without merges": (True, "nothing"),
@@ -355,7 +355,7 @@ def test_a_text_begins_as_the_package_begins_it_or_its_tokens_are_named(case, tm
 
 
 ADDED = dict.fromkeys(FLAGS, False) | {"special": True}
-# where people's folders name EOS -> the files beside tokenizer.json
+# the place where a published folder names EOS -> the files beside tokenizer.json
 EOS_FILES = read_json_lines("""
 special_tokens_map.json | {"special_tokens_map": {"eos_token": {"content": "</s>"}}}
 both | {"special_tokens_map": {"eos_token": "<s>"}, "tokenizer_config": {"eos_token": "</s>"}}
@@ -410,7 +410,7 @@ def test_a_token_that_the_folder_calls_special_never_comes_from_plain_text(
 
 
 def make_word_piece() -> HuggingFace:
-    """As BERT has it: a token inside a word starts with "##", and spaces are lost."""
+    """Make a tokenizer like BERT's: a token inside a word starts with "##", and spaces are lost."""
     tokenizer = HuggingFace(models.WordPiece(unk_token="<unk>"))
     tokenizer.normalizer = normalizers.BertNormalizer()
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -422,7 +422,7 @@ def make_word_piece() -> HuggingFace:
 
 
 def make_byte_level_suffix_bpe() -> HuggingFace:
-    """As CLIP has it."""
+    """Make a tokenizer like CLIP's, which marks the end of a word."""
     content = json.loads(train_bpe("GPT-2").to_str())
     content["model"]["end_of_word_suffix"] = "</w>"
     content["model"]["unk_token"] = "!"

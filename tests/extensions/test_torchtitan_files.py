@@ -1,4 +1,4 @@
-"""torchtitan's own Llama 3 files, with their keys and values: they load, start, and train on files of C4."""
+"""torchtitan's own Llama 3 config files, with their keys and values: they load, start, and train on files of C4."""
 
 import gzip
 import json
@@ -79,7 +79,7 @@ validation = {%(validation)s = false, dataset = "c4_validation", freq = 500, ste
 
 
 def write_toml(folder: Path, version: str, file: str) -> list[str]:
-    """Write one of their files; return the arguments that read it."""
+    """Write one of torchtitan's files; return the arguments that read it."""
     values = dict(zip(NAMES, FILES[file], strict=True))
     is_debug = values["flavor"] == "debugmodel"
     is_first = version == "v0.1.0"
@@ -105,7 +105,7 @@ def write_toml(folder: Path, version: str, file: str) -> list[str]:
 
 @pytest.fixture
 def c4(tmp_path) -> Path:
-    """A folder as a download of allenai/c4 makes it, with one file of each split."""
+    """Make a folder like a download of allenai/c4, with one file of each split."""
     folder = tmp_path / "c4" / "en"
     folder.mkdir(parents=True)
     for name, n in {"c4-train.00000-of-01024": 30, "c4-validation.0-of-8": 5}.items():
@@ -119,7 +119,7 @@ def c4(tmp_path) -> Path:
 
 @pytest.fixture
 def tokenizer(tmp_path) -> Path:
-    """A tokenizer.model of 2,048 ids, under another name: the first tokens of the one that is shipped."""
+    """Write a tokenizer of 2,048 ids with the first tokens of the shipped tokenizer.model, under a different name."""
     lines = (
         (REPOSITORY / "assets" / "tokenizer" / "tokenizer.model")
         .read_bytes()

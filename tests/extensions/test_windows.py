@@ -1,4 +1,4 @@
-"""Windows and sinks against a softmax in float64 with an explicit mask: training, the cache, flex attention, FLOPs."""
+"""Windows and sinks equal a float64 softmax with an explicit mask: in training, the cache, flex attention, FLOPs."""
 
 import itertools
 import math
@@ -39,7 +39,7 @@ CASES = [  # window, layer types, sinks
 
 
 def list_sees(model_args: ModelArgs, layer: int, doc_ids: torch.Tensor | None) -> torch.Tensor:
-    """Which keys each query sees, pair by pair: (B or 1, S, S)."""
+    """Return a mask (B or 1, S, S): which keys each query sees, computed pair by pair."""
     types = model_args.layer_types or ("sliding_attention",)
     is_sliding = types[layer % len(types)] == "sliding_attention"
     window = model_args.sliding_window if is_sliding else None
@@ -55,7 +55,7 @@ def list_sees(model_args: ModelArgs, layer: int, doc_ids: torch.Tensor | None) -
 
 
 def attend_exactly(query, key, value, sinks, sees):
-    """Softmax over the visible scores and the sink, in float64."""
+    """Attend in float64, with a softmax over the visible scores and the sink."""
     query, key, value = (tensor.double() for tensor in (query, key, value))
     group = query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(group, 1) for tensor in (key, value))
@@ -127,7 +127,7 @@ def test_flex_attention_with_windows_and_sinks_is_the_same(case, monkeypatch):
 
 
 def read_in_pieces(cached, tokens, pieces, expected) -> None:
-    """Read the text piece by piece. Compare the last logits of each piece with `expected`, from the whole text."""
+    """Read the text piece by piece. Compare the last logits of each piece with `expected`, those of the whole text."""
     start = 0
     for n_tokens in pieces:
         logits = cached.read(tokens[start : start + n_tokens].tolist())
@@ -142,7 +142,7 @@ def test_logits_with_a_cache_are_those_without(case, pieces):
     model = Llama3(model_args)
     initialize_weights(model, 1)
     with torch.no_grad():
-        for block in model.layers.values():  # initial attention hardly looks at keys
+        for block in model.layers.values():  # initial scores are almost equal
             block.attention.wq.weight *= 7
             block.attention.wk.weight *= 7
             if model_args.attention_sinks:
@@ -168,7 +168,7 @@ def test_flops_count_the_pairs_of_each_layer(case):
         n_keys = sees.sum(-1).max().item()
         n_pairs += (
             sees.sum().item() - n_keys / 2
-        )  # as 12*L*H*E*S / 2 leaves out half of the diagonal
+        )  # because 12*L*H*E*S / 2 leaves out half of the diagonal
         full -= n_keys
     assert full == 0
     assert causal * SEQ_LEN == pytest.approx(n_pairs)
@@ -202,7 +202,7 @@ class OwnInner(CausalAttention):
 
 
 class Capped(Attention):
-    """Computes scores by itself, and does not call the inner attention that it has."""
+    """Computes scores itself, and does not call its inner attention."""
 
     def forward(self, x, rotation, doc_ids):
         return self.wo(self.wq(x).tanh())
@@ -214,7 +214,7 @@ class Gated(Attention):
 
 
 def change(cls: type[nn.Module] | None = None, inner: nn.Module | None = None) -> Llama3:
-    """Return a model whose layer 1 has another class of attention, or another inner attention."""
+    """Return a model whose layer 1 has a different class of attention, or a different inner attention."""
     with torch.device("meta"):
         model = Llama3(ARGS)
     attention = model.layers["1"].attention
@@ -247,7 +247,7 @@ def test_a_cache_and_context_parallel_refuse_an_attention_that_they_would_replac
 
 
 class Shifted(nn.Module):
-    """Adds the hidden state of the token before."""
+    """Adds the hidden state of the previous token."""
 
     def forward(self, x):
         return x + nn.functional.pad(x, (0, 0, 1, 0))[:, :-1]

@@ -1,4 +1,4 @@
-"""ZeRO++: certified on each layout, mutants found, bytes as planned, refused where it has nothing to do."""
+"""ZeRO++: `verify` certifies each layout and finds mutants, bytes equal the plan, useless settings are refused."""
 
 import json
 from functools import partial
@@ -36,7 +36,7 @@ experts, dp2 x tp2, ep2 | 4 | ALL NODE=4 MOE TP=2 EP=2
 """,
     globals(),
 )
-# The other rows move no bytes by a rule that these do not have.
+# These rows contain every rule by which any row moves bytes.
 PLANNED = (
     "dp4, hpZ alone",
     "dp4 accumulation 2",

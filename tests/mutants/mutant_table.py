@@ -1,7 +1,8 @@
 """Small patches that break the code on purpose. `verify` must catch and name each of them, or it proves nothing.
 
-They are teaching material too: each says what is wrong, and mostly no user would have seen anything. A patch is in
-force inside one worker process, for one measurement. The parent, which runs the plain loop, is not patched.
+They are also examples for readers: each docstring says what is wrong, and in most cases a user would not notice it. A
+patch is active in one worker process, for one measurement. The parent process, which runs the plain loop, is not
+patched.
 """
 
 from collections.abc import Callable
@@ -17,11 +18,11 @@ CP2 = {CP: 2}
 
 @dataclass(frozen=True)
 class Mutant:
-    row: Row  # the layout that must notice
-    trial: str  # of `verify`, in which it does
-    kind: str  # of the culprit that must be found
+    row: Row  # the layout on which `verify` must notice it
+    trial: str  # the trial in which it must
+    kind: str  # kind of culprit that must be named
     name: str
-    dims: tuple[str, ...]  # along which a correct and a wrong rank are neighbors
+    dims: tuple[str, ...]  # mesh dims in which a correct rank is next to a wrong one
     patch: Callable[[], AbstractContextManager]
 
 
@@ -39,8 +40,8 @@ def mutant(
 ):
     """Add a mutant to MUTANTS.
 
-    With `at`, a module or class and the name of one of its functions, the decorated function takes that one's place;
-    its first argument is the original. Without, it returns a context manager.
+    `at` is a module or class and the name of one of its functions. The decorated function replaces that function, and
+    gets the original as its first argument. Without `at`, the decorated function returns a context manager.
     """
 
     def add(function: Callable) -> Callable:

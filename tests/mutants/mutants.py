@@ -1,4 +1,4 @@
-"""All mutants, and one trial of `verify` on ranks that are broken by one of them."""
+"""Imports all mutants, and runs one trial of `verify` on ranks that have one of them."""
 
 from contextlib import AbstractContextManager
 from functools import partial
@@ -12,7 +12,7 @@ from torchtitan_lite.tools.verify.command import list_trials
 from torchtitan_lite.tools.verify.trial import Trial, make_trial
 
 for path in Path(__file__).parent.glob("mutants_of_*.py"):
-    import_module(path.stem)  # it adds its mutants to the table
+    import_module(path.stem)  # the import adds the file's mutants to the table
 
 
 def apply_mutant(name: str) -> AbstractContextManager:
@@ -20,9 +20,9 @@ def apply_mutant(name: str) -> AbstractContextManager:
 
 
 def try_mutant(name: str, pool, folder: Path) -> Trial:
-    """Make the trial that must notice, on ranks that are all broken in this way."""
+    """Run the trial that must notice a mutant, on ranks that all have it."""
     trial = MUTANTS[name].trial
-    with apply_mutant(name):  # one of them lets a refused config through
+    with apply_mutant(name):  # the parent needs it too: one mutant accepts a config that is refused
         reduction = compare.reduce_row(MUTANTS[name].row)
     trials = list_trials(reduction, compare.ranks_inside(pool, partial(apply_mutant, name)), folder)
     return make_trial(trial, trials[trial])

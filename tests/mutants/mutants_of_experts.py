@@ -47,7 +47,7 @@ def router_gradient_of_own_tokens(original, ranks, gradient):
     at=(expert_balance.AuxiliaryGradient, "backward"),
 )
 def auxiliary_loss_of_a_slice_of_the_sequence(original, ctx, grad):
-    """Each rank balances the routes of its slice of a sequence, though the loss is defined for whole ones."""
+    """Each rank balances the routes of its slice of a sequence, though the loss is defined for whole sequences."""
     ctx.balance.groups.clear()
     return original(ctx, grad)
 
@@ -59,7 +59,7 @@ def auxiliary_loss_of_a_slice_of_the_sequence(original, ctx, grad):
     at=(expert_balance, "build_balance"),
 )
 def z_loss_averaged_over_own_tokens(original, *args):
-    """Each rank divides the sum over its tokens by their number. It is a part of the global mean, which ranks add."""
+    """Each rank divides its sum by its own number of tokens, but ranks are added as parts of a global mean."""
     balance = original(*args)
     balance.z_loss_weight *= 2
     return balance
@@ -73,7 +73,7 @@ def z_loss_averaged_over_own_tokens(original, *args):
     dims=("dp_shard",),
 )
 def experts_drawn_alike_on_ep_ranks(original, parameter, full):
-    """Every ep rank seeds its generator alike and draws its own experts."""
+    """Every ep rank draws its experts with the same seed, so that the ranks have equal experts."""
     original(parameter, full)
     if is_of_experts(parameter):
         own = parameter.to_local()
@@ -87,8 +87,8 @@ def experts_drawn_alike_on_ep_ranks(original, parameter, full):
     EP2, "module output", "layers.0.feed_forward", at=(moe, "multiply_groups"), dims=("dp_shard",)
 )
 def rows_beyond_the_capacity_dropped(original, rows, matrices, ends):
-    """An expert takes three times its fair share of the rows, and leaves out the rest, as it did when its buffers
-    had a fixed size."""
+    """Each expert computes at most three times its fair share of the rows, and drops the rest, as with buffers of a
+    fixed size."""
     counts = ends.diff(prepend=ends.new_zeros(1))
     place = torch.arange(len(rows)) - (ends - counts).repeat_interleave(counts)
     return original(rows, matrices, ends) * (place < 3 * len(rows) // len(ends))[:, None]
@@ -99,7 +99,7 @@ def rows_beyond_the_capacity_dropped(original, rows, matrices, ends):
 
 @mutant(EP2, "module output", "layers.0.feed_forward", at=(moe.Router, "choose"))
 def scores_rounded_before_the_choice(original, router, scores):
-    """Experts are chosen by scores in bf16, of which many are equal."""
+    """Experts are chosen by scores rounded to bf16, so that many scores are equal."""
     return (scores + router.expert_bias).bfloat16().topk(router.args.top_k, dim=-1).indices
 
 
@@ -108,13 +108,13 @@ def scores_rounded_before_the_choice(original, router, scores):
 
 @mutant(EP2, "expert loads", "layers.0.feed_forward.router", at=(expert_balance, "is_recomputed"))
 def loads_counted_again_by_recompute(original):
-    """Loads are added up in forward, which recompute runs again."""
+    """Loads are counted in forward. Recompute runs it again, so they count twice."""
     return False
 
 
 @mutant(EP2, "expert loads", "layers.0.feed_forward.router")
 def loads_of_own_tokens():
-    """Loads are not added up over the ranks."""
+    """Loads are not summed over the ranks."""
     return patch.object(expert_balance, "dist")
 
 
@@ -126,7 +126,7 @@ def loads_of_own_tokens():
     at=(ExpertBalance, "update"),
 )
 def loads_summed_in_bfloat16(original, balance, finite):
-    """Loads are rounded to bf16 before they are added."""
+    """Loads are rounded to bf16 before they are summed over the ranks."""
     balance.loads.copy_(balance.loads.bfloat16())
     return original(balance, finite)
 
@@ -135,5 +135,5 @@ def loads_summed_in_bfloat16(original, balance, finite):
     EP2, "expert biases", "layers.0.feed_forward.router.expert_bias", at=(ExpertBalance, "update")
 )
 def bias_moved_by_a_step_that_is_left_out(original, balance, finite):
-    """A step with a gradient that is not finite changes no weight, but it moves the biases."""
+    """A step that is left out because a gradient is not finite still moves the biases."""
     return original(balance, torch.ones_like(finite))

@@ -1,4 +1,4 @@
-"""Mutants that the wide trial sees: norm, loss, gradients, pieces, positions, masks."""
+"""Mutants that the wide trial of `verify` finds: in norm, loss, gradients, pieces, positions and masks."""
 
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -52,7 +52,7 @@ SHARED_HEADS = "tp4, two key/value heads, Qwen2"
     at=(exchange.ExchangeRows, "backward"),
 )
 def gradients_of_a_shared_head_are_not_summed(original, ctx, grad):
-    """Each rank keeps the gradient of its own queries, for its own slice of the head."""
+    """Ranks that share a key/value head do not sum its gradients. Each rank keeps the gradient of its own queries."""
     n_sharing = sum(count > 0 for count in ctx.sent)
     own = ctx.ranks.own % n_sharing
     kept = torch.zeros_like(grad)
@@ -62,31 +62,31 @@ def gradients_of_a_shared_head_are_not_summed(original, ctx, grad):
 
 @mutant("dp2", "counted tokens", "count_global_tokens", at=(step, "count_global_tokens"))
 def loss_averaged_per_rank(original, run, batch):
-    """Each rank divides by its own number of tokens, and the ranks are averaged."""
+    """Each rank divides its loss by its own number of tokens, and the losses of the ranks are averaged."""
     return (count_valid_tokens(batch.targets) * run.layout.dp).clamp(min=1)
 
 
 @mutant("dp2", "gradients", "output.weight", at=(fsdp.FSDPModule, "set_gradient_divide_factor"))
 def gradients_averaged_instead_of_summed(original, module, factor):
-    """FSDP's default divides by the number of ranks, after the loss was already divided by all tokens."""
+    """By default FSDP divides by the number of ranks, though the loss was already divided by all tokens."""
     return None
 
 
 @mutant("accumulation 2", "module output", "tok_embeddings", at=(step.Batch, "split"))
 def last_microbatch_dropped(original, batch, n):
-    """An off-by-one in the accumulation loop."""
+    """The accumulation loop has an off-by-one error and leaves out the last microbatch."""
     return original(batch, n)[: n - 1] if n > 1 else [batch]
 
 
 @mutant("pp2 1F1B", "loss", "sum_losses", at=(step, "sum_losses"), dims=("pp",))
 def loss_not_summed_over_pp(original, run, local_loss):
-    """Rank 0 holds no head and logs a loss of zero, or each stage logs its own idea of it."""
+    """The loss of the last stage does not reach the other stages, so rank 0, which has no head, logs zero."""
     return local_loss.clone()
 
 
 @mutant("tp2", "gradients", "norm.weight", at=(exchange.Gather, "backward"))
 def gathered_sequence_keeps_its_own_gradient(original, ctx, grad):
-    """What was gathered is read by every tensor-parallel rank, and each forms a part of its gradient."""
+    """Every tp rank reads the gathered sequence and computes a part of its gradient. The parts are not summed."""
     return grad.chunk(ctx.ranks.n, dim=1)[ctx.ranks.own], None, None
 
 
@@ -97,13 +97,13 @@ def gathered_sequence_keeps_its_own_gradient(original, ctx, grad):
     at=(exchange, "reduce_scatter"),
 )
 def partial_sums_averaged(original, whole, ranks, dim):
-    """Partial sums are averaged, as gradients of replicas are."""
+    """Partial sums over tp ranks are averaged instead of added."""
     return original(whole, ranks, dim) / ranks.n
 
 
 @mutant("ddp2", "gradients", "output.weight", at=(parallelize, "apply_fsdp"))
 def replicas_not_reduced(original, part, mesh, *rest):
-    """The all-reduce over dp_replicate is left out."""
+    """Gradients are not all-reduced over dp_replicate."""
     original(part, mesh[mesh.mesh_dim_names[-1]], *rest)
 
 
@@ -114,7 +114,7 @@ def replicas_not_reduced(original, part, mesh, *rest):
     at=(activation_checkpoint, "checkpoint"),
 )
 def recompute_forgets_an_input(original, forward, *args, **options):
-    """The recomputed block sees positions that start elsewhere."""
+    """Recompute runs a block with positions that start at a different number than in forward."""
     shifts = iter((0, 1))
 
     def drifting(x, rotation, doc_ids):
@@ -132,7 +132,7 @@ def recompute_forgets_an_input(original, forward, *args, **options):
 def documents_lost_after_the_first_stage(
     original, part, x, *, positions, doc_ids=None, targets=None
 ):
-    """Later stages are not told where documents begin, so that half of the layers attend across borders."""
+    """Later stages do not get the borders of documents, so that half of the layers attend across borders."""
     if part.tok_embeddings is None:
         doc_ids = torch.zeros_like(doc_ids)
     return original(part, x, positions=positions, doc_ids=doc_ids, targets=targets)
@@ -140,7 +140,7 @@ def documents_lost_after_the_first_stage(
 
 @mutant("tp2", "updates", "norm.weight", at=(step, "update_weights"), dims=("tp",))
 def norm_updated_on_one_rank_only(original, optimizer, grad_norm, max_norm, *is_spike):
-    """Norm weights are copied on each tensor-parallel rank, and one rank forgets to step them."""
+    """Each tensor-parallel rank has a copy of the norm weights, and one rank does not update its copy."""
     for parameter in optimizer.param_groups[0]["params"]:
         if parameter.dim() == 1 and dist.get_rank() == 1:
             parameter.grad.to_local().zero_()
@@ -149,7 +149,7 @@ def norm_updated_on_one_rank_only(original, optimizer, grad_norm, max_norm, *is_
 
 @mutant("pp2 1F1B", "module output", "layers.1.attention_norm", at=(llama3.Llama3, "forward"))
 def hidden_states_rounded_between_stages(original, part, x, **inputs):
-    """Hidden states travel in bf16 while the model computes in fp32."""
+    """Hidden states are sent between stages in bf16, while the model computes in fp32."""
     hidden = original(part, x, **inputs)
     return hidden if part.output is not None else hidden.bfloat16().float()
 
@@ -161,7 +161,7 @@ def hidden_states_rounded_between_stages(original, part, x, **inputs):
     at=(features, "find_refused"),
 )
 def refused_combination_run(original, *args):
-    """A fork takes a row out of the table of refused combinations."""
+    """A fork deletes a row from the table of refused combinations."""
     return []
 
 
@@ -172,7 +172,7 @@ def refused_combination_run(original, *args):
     at=(tensor_parallel.SplitVocabulary, "gather"),
 )
 def softmax_over_a_share_of_the_vocabulary(original, vocabulary, both):
-    """Each tensor-parallel rank normalises over its own tokens of the vocabulary only."""
+    """Each tensor-parallel rank normalizes the softmax over its own part of the vocabulary only."""
     log_totals, of_targets = original(vocabulary, both).unbind(1)
     alone = torch.full_like(log_totals, -torch.inf)
     alone[vocabulary.shard] = both[0]
@@ -186,7 +186,7 @@ def softmax_over_a_share_of_the_vocabulary(original, vocabulary, both):
     at=(F, "rms_norm"),
 )
 def norm_with_an_eps_of_its_own(original, x, shape, weight, eps):
-    """Under tensor parallelism a norm is computed without the eps of the model, by torch's own default."""
+    """Under tensor parallelism a norm uses torch's default eps instead of the model's."""
     return original(x, shape, weight)
 
 
@@ -198,8 +198,8 @@ def gradients_of_the_last_chunk_kept(original, total, one, other, *, beta):
 
 @mutant(Row(2, CP2), "rotary angles", "layers.0", at=(context_parallel, "shard_sequence"))
 def wrong_zig_zag_pieces(original, whole, mesh):
-    """Each context-parallel rank takes one half of a sequence, while attention takes it for head and tail of a zig-
-    zag."""
+    """Each context-parallel rank takes one contiguous half of a sequence, but attention expects the two pieces of a
+    zigzag."""
     return whole.chunk(mesh.size(), dim=1)[mesh.get_local_rank()]
 
 
@@ -211,7 +211,7 @@ def wrong_zig_zag_pieces(original, whole, mesh):
     dims=("tp",),
 )
 def small_error_from_layer_0(original, part, mesh):
-    """One matrix of the first layer is 0.1 % too large on one tensor-parallel rank."""
+    """On one tensor-parallel rank, one matrix of the first layer is 0.1 % too large."""
     original(part, mesh)
     if mesh.get_local_rank() == 1:
         part.layers["0"].feed_forward.w1.register_forward_hook(
@@ -221,7 +221,7 @@ def small_error_from_layer_0(original, part, mesh):
 
 @mutant(Row(2, {**CP2, **RING}), "module output", "layers.0.attention.inner")
 def keys_not_fetched():
-    """Context parallel brings a rank its own keys and values again."""
+    """A context-parallel rank gets its own keys and values again instead of those of the next rank."""
     ops = torch.ops._c10d_functional
     broken = SimpleNamespace(
         all_gather_into_tensor=lambda own, n_ranks, group_name: torch.cat([own] * n_ranks),

@@ -1,4 +1,4 @@
-"""Mutants of what a model brings: a matrix that two stages hold, and biases."""
+"""Mutants in features that only some models have: a matrix that two stages hold, and biases."""
 
 from layouts import BIASES, PP, TIED, TP, Row
 from mutant_table import mutant
@@ -15,7 +15,7 @@ from torchtitan_lite.parallel.tensor_parallel import ColwiseParallel
     at=(TiedSchedule, "sum_gradients"),
 )
 def the_gradient_of_the_tied_head_is_lost(sum_gradients, tied):
-    """The first stage trains with the gradient of its lookup alone."""
+    """The first stage trains the tied matrix with the gradient of the embedding alone, without the head's."""
 
 
 @mutant(
@@ -25,7 +25,7 @@ def the_gradient_of_the_tied_head_is_lost(sum_gradients, tied):
     at=(ColwiseParallel, "compute"),
 )
 def a_bias_is_added_for_every_tp_rank(compute, style, module, ranks, x):
-    """Biases start at zero, so only their gradients show it in the first step."""
+    """Every tp rank adds the whole bias. Biases start at zero, so only their gradients are wrong in the first step."""
     out = compute(style, module, ranks, x)
     return out if module.bias is None else out + (ranks.n - 1) * module.bias
 
@@ -37,7 +37,7 @@ def a_bias_is_added_for_every_tp_rank(compute, style, module, ranks, x):
     at=(initial_weights, "fill_tensor"),
 )
 def a_bias_starts_as_a_norm(fill_tensor, full, entry, generator):
-    """Whatever has one dimension starts at one."""
+    """Biases start at one, because everything with one dimension is initialized as a norm's weight."""
     fill_tensor(full, entry, generator)
     if full.dim() == 1:
         full.fill_(1.0)

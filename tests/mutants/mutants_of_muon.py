@@ -1,4 +1,4 @@
-"""Mutants of Muon: what the ranks of a round do to a matrix that no rank holds whole."""
+"""Mutants of Muon: errors in the update of a matrix that is split over the ranks."""
 
 from layouts import TP, Row
 from mutant_table import mutant
@@ -11,7 +11,7 @@ SHARDED, TENSOR = Row(2, MUON), Row(2, {TP: 2, **MUON})
 
 @mutant(SHARDED, "updates", "layers.1.feed_forward.w3.weight", at=(muon, "orthogonalize"))
 def rows_orthogonalized_instead_of_matrices(orthogonalize, slices, matrices, axes, empty):
-    """Each rank orthogonalizes its own rows. The update has the right size, and no rank waits."""
+    """Each rank orthogonalizes its own rows instead of the whole matrix. The update still has the right size."""
     orthogonalize(slices, matrices, [], empty)
 
 
@@ -19,7 +19,7 @@ def rows_orthogonalized_instead_of_matrices(orthogonalize, slices, matrices, axe
     Row(4, {TP: 2, **MUON}), "updates", "layers.1.feed_forward.w3.weight", at=(muon, "plan_rounds")
 )
 def halves_of_tp_orthogonalized(plan_rounds, names, parameters):
-    """Slices are joined over fsdp only. On each tp rank, an owner has its half of the matrix."""
+    """Slices are joined over fsdp only, so on each tp rank the owner orthogonalizes half of the matrix."""
     return [(axes[:1], matrices) for axes, matrices in plan_rounds(names, parameters)]
 
 
@@ -27,7 +27,7 @@ def halves_of_tp_orthogonalized(plan_rounds, names, parameters):
     TENSOR, "updates", "layers.1.feed_forward.w2.weight", at=(muon, "exchange_slices"), dims=("tp",)
 )
 def owner_forgets_to_send(exchange, sent, received, group, empty, calls=[]):  # noqa: B006
-    """A rank sends no results: the others add their momentum as it is."""
+    """One rank does not send its results, so the other ranks add their momentum without orthogonalizing it."""
     before = [tensor.clone() for tensor in received[0]]
     exchange(sent, received, group, empty)
     calls.append(group)
@@ -44,7 +44,7 @@ def owner_forgets_to_send(exchange, sent, received, group, empty, calls=[]):  # 
     dims=("dp_shard",),
 )
 def momentum_of_another_matrix(update, optimizer, matrices, axes, group):
-    """A rank keeps the momenta of a round in the order of their owners, and finds another one in the next step."""
+    """A rank stores momenta in the order of their owners, and the next step reads those of a different matrix."""
     update(optimizer, matrices, axes, group)
     states, (first, second) = optimizer.state, [matrix.parameter for matrix in matrices]
     if muon.dist.get_rank() == 1 and first.shape == second.shape:

@@ -1,4 +1,4 @@
-"""Mutants that round otherwise: bfloat16 and float8."""
+"""Mutants that round to bfloat16 or float8 where they must not."""
 
 from contextlib import ExitStack
 from dataclasses import replace
@@ -17,7 +17,7 @@ from torchtitan_lite.parallel import fsdp, parallelize, pipeline
 
 @mutant("dp2", "reduced in float32", "FSDP", at=(parallelize, "apply_fsdp"), trial="bfloat16")
 def gradients_reduced_in_bfloat16(apply, part, mesh, expert_mesh, section, layout):
-    """FSDP adds the gradients of the ranks in the compute dtype."""
+    """FSDP adds the gradients of the ranks in the compute dtype instead of fp32."""
     apply(part, mesh, expert_mesh, replace(section, mixed_precision_reduce="bfloat16"), layout)
 
 
@@ -25,13 +25,13 @@ def gradients_reduced_in_bfloat16(apply, part, mesh, expert_mesh, section, layou
     "one rank", "rotary angles", "layers.0", at=(fsdp, "MixedPrecisionPolicy"), trial="bfloat16"
 )
 def rotary_angles_cast_to_bfloat16(make_policy, **options):
-    """FSDP casts what enters a block, as it does by default, and cosines and sines with it."""
+    """By default FSDP casts all inputs of a block, also the cosines and sines of the positions."""
     return make_policy(**{**options, "cast_forward_inputs": True})
 
 
 @mutant("dp2 accumulation 4 ZeRO-1", "gradients", "output.weight", trial="bfloat16")
 def microbatches_accumulated_in_bfloat16():
-    """What one rank's microbatches contribute is added in the compute dtype, and in fp32 only between ranks."""
+    """The gradients of one rank's microbatches are added in the compute dtype. Only sums over ranks are in fp32."""
     return patch.object(FSDPParam, "to_accumulated_grad_if_needed", lambda parameter: None)
 
 
@@ -46,7 +46,7 @@ ZERO_BUBBLE = {PP: 2, SCHEDULE: "InterleavedZeroBubble", MODE: "none"}
     trial="bfloat16",
 )
 def weight_halves_added_in_bfloat16_under_tp(accumulate, part):
-    """torch adds the gradients of weight halves in the compute dtype, which the rounding of tp hides from one rank."""
+    """torch adds gradients of weight halves in the compute dtype. Under tp, comparing with one rank cannot show it."""
 
 
 @mutant(
@@ -56,7 +56,7 @@ def weight_halves_added_in_bfloat16_under_tp(accumulate, part):
     at=(ring_attention, "merge_into"),
 )
 def attention_merged_in_bfloat16(merge, out, lse, new_out, new_lse):
-    """Around the ring the attention to each rank's keys is added to what there is, which is kept in bf16."""
+    """Ring attention keeps its running result in bf16 while it adds the attention to each rank's keys."""
     merge(out, lse, new_out, new_lse)
     out.copy_(out.bfloat16())
 
@@ -75,7 +75,7 @@ PrecomputedScales = float8_all_gather.PrecomputedScales
     trial="float8",
 )
 def scale_set_beside_the_weight(post_all_gather, weight, gathered, told, dtype, *, out=None):
-    """Under TP the gathered weight is a DTensor, and the new scale is set on it instead of inside."""
+    """Under tp the gathered weight is a DTensor. The new scale is set on the DTensor instead of its local tensor."""
     if out is None:
         return post_all_gather(weight, gathered, told, dtype)
     (out.scale,) = told
@@ -83,7 +83,7 @@ def scale_set_beside_the_weight(post_all_gather, weight, gathered, told, dtype, 
 
 @mutant(Row(2, GATHER), "gradients", "output.weight", trial="float8")
 def ranks_round_with_scales_of_their_own():
-    """The largest weight is looked for among a rank's own rows."""
+    """Each rank computes the scale from the largest weight of its own rows only."""
     alone = SimpleNamespace(all_reduce=lambda *args, **options: None, ReduceOp=dist.ReduceOp)
     return patch.object(float8_all_gather, "dist", alone)
 
@@ -96,14 +96,14 @@ def ranks_round_with_scales_of_their_own():
     at=(PrecomputedScales, "__call__"),
 )
 def scales_of_the_first_step_kept(compute, scales):
-    """Scales are computed once, after the first step."""
+    """Scales are computed once, after the first step, and never again."""
     if any(hook.scale is None for hook in scales.hooks):
         compute(scales)
 
 
 @mutant(Row(2, PRECOMPUTE), "scales", "precompute_scales", trial="float8")
 def scales_of_the_step_before():
-    """Scales are computed before the optimizer step."""
+    """Scales are computed before the optimizer step, so they are those of the previous weights."""
     original = step.sum_losses
     compute = PrecomputedScales.__call__
 

@@ -1,4 +1,4 @@
-"""Mutants that are wrong only beyond a depth, a length, a size, a count."""
+"""Mutants that are wrong only above a certain depth, length, size or number."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ LONG = {"training.seq_len": 2048}
     dims=("cp",),
 )
 def ring_right_for_two_ranks_only(original, rank, source, half):
-    """Each rank takes what comes after the first round for keys of a later rank."""
+    """After the first round of the ring, each rank treats all keys as those of a later rank."""
     return original(rank, source if abs(rank - source) <= 1 else rank + 1, half)
 
 
@@ -31,7 +31,7 @@ def ring_right_for_two_ranks_only(original, rank, source, half):
     "pp2 1F1B", "module output", "layers.6.attention_norm", at=(build, "apply_stage"), trial="deep"
 )
 def layers_in_the_order_of_text(original, model, fqns):
-    """A stage sorts its layers by name."""
+    """A stage sorts its layers by name, so that layer 10 comes before layer 2."""
     part = original(model, fqns)
     part.layers = torch.nn.ModuleDict(dict(sorted(part.layers.items())))
     return part
@@ -45,8 +45,8 @@ def layers_in_the_order_of_text(original, model, fqns):
     trial="deep",
 )
 def layer_numbers_of_one_digit(original, seed, fqn):
-    """The seed of a layer's weights is made of the first digit of its number, so that layers 10 to 19 are born as
-    copies of layer 1."""
+    """The seed of a layer's weights uses only the first digit of its number, so that layers 10 to 19 start as copies of
+    layer 1."""
     prefix, _, rest = fqn.partition("layers.")
     number, dot, name = rest.partition(".")
     return original(seed, f"{prefix}layers.{number[0]}{dot}{name}" if rest else fqn)
@@ -54,7 +54,7 @@ def layer_numbers_of_one_digit(original, seed, fqn):
 
 @mutant("one rank", "gradient norm", "all gradients", at=(optim, "sum_squares"), trial="deep")
 def norm_of_the_first_hundred_tensors(original, tensors):
-    """The norm is taken of a list that was cut for a kernel with a limit."""
+    """The gradient norm covers only the first 100 tensors, as if a kernel had a limit."""
     return original(tensors[:100])
 
 
@@ -66,14 +66,14 @@ def norm_of_the_first_hundred_tensors(original, tensors):
     trial="deep",
 )
 def positions_wrap_at_32768(original, run, batch):
-    """Positions are kept in 15 bits on their way to a context-parallel rank."""
+    """Positions are sent to a context-parallel rank in 15 bits."""
     pieces = original(run, batch)
     return replace(pieces, positions=pieces.positions % 32_768)
 
 
 @mutant("dp2", "counted tokens", "count_global_tokens", at=(step, "shard_for_cp"))
 def odd_rows_lose_a_token(original, run, batch):
-    """Rows are cut into two equal pieces with one cp rank, too."""
+    """Rows are cut to an even length even with one cp rank, so that odd rows lose a token."""
     n_kept = batch.tokens.shape[1] // 2 * 2
     return batch.map(lambda field: field[:, :n_kept])
 
@@ -87,7 +87,7 @@ def odd_rows_lose_a_token(original, run, batch):
     trial="deep",
 )
 def documents_numbered_in_a_byte(original, doc_ids, *positions):
-    """Document numbers are kept in eight bits to save memory, so that document 256 sees document 0."""
+    """Document numbers have eight bits to save memory, so that document 256 attends to document 0."""
     return original(doc_ids % 256, *positions)
 
 
@@ -99,7 +99,7 @@ def documents_numbered_in_a_byte(original, doc_ids, *positions):
     trial="deep",
 )
 def loss_of_the_first_eight_chunks(original, loss, logits, targets):
-    """Chunks of the loss are counted in three bits."""
+    """Chunks of the loss are counted in three bits, so only the first eight contribute."""
     loss.n_seen = getattr(loss, "n_seen", 0) + 1
     result, gradient = original(loss, logits, targets)
     return (result, gradient) if loss.n_seen <= 8 else (result * 0, gradient * 0)
@@ -107,7 +107,7 @@ def loss_of_the_first_eight_chunks(original, loss, logits, targets):
 
 @mutant("pp2 1F1B", "loss", "sum_losses", trial="deep", at=(step, "run_schedule"))
 def losses_of_ten_microbatches_added(original, *args):
-    """The buffer for the losses of microbatches has ten places."""
+    """The buffer for the losses of microbatches has ten places, so the losses of later microbatches are lost."""
     return original(*args)[:10]
 
 

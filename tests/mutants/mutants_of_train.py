@@ -25,26 +25,26 @@ in_saved_tensor = partial(mutant, kind="saved tensor", trial="train.py")
 
 @in_first_start("dp2 x tp2", kind="loss", at=(dataset, "rows_of_rank"))
 def tp_peers_read_other_rows(original, data_rank, dp, n_rows):
-    """Rows are dealt out by the number of the rank, as if tp did not exist."""
+    """Rows are assigned by the number of the rank, as if tp did not exist."""
     return original(dist.get_rank() % dp, dp, n_rows)
 
 
 @in_resumed_start("dp2", kind="loss", at=(dataset, "prefetch"))
 def data_begins_anew_after_a_resume(original, *args, steps, device):
-    """A resumed run reads the first batches again."""
+    """A resumed run starts again with the first batches."""
     return original(*args, steps=range(len(steps)), device=device)
 
 
 @in_saved_tensor("pp2 1F1B", name="model.layers.1.attention.wo.weight", at=(resuming, "set_step"))
 def only_rank_0_resumes_its_schedule(original, lr_scheduler, step):
-    """Other ranks begin their warm-up again; the logged rate is right."""
+    """Only rank 0 resumes the learning rate, which it logs. All other ranks begin the warm-up again."""
     if dist.get_rank() == 0:
         original(lr_scheduler, step)
 
 
 @in_first_start("one rank", kind="lr", at=(preflight, "resolve_config"))
 def schedule_as_long_as_this_start(original, config, layout, device_type):
-    """lr_scheduler.total_steps gives way to training.steps."""
+    """The schedule ends after training.steps instead of lr_scheduler.total_steps."""
     config = original(config, layout, device_type)
     section = replace(config.lr_scheduler, total_steps=config.training.steps, warmup_steps=0)
     return replace(config, lr_scheduler=section)
@@ -56,7 +56,7 @@ def schedule_as_long_as_this_start(original, config, layout, device_type):
     at=(loading, "load_checkpoint"),
 )
 def moments_forgotten_by_a_resume(original, checkpoint, tensors):
-    """Weights alone are loaded; AdamW begins with moments of zero."""
+    """A resume loads only the weights, so that AdamW begins with moments of zero."""
     original(checkpoint, {name: tensors[name] for name in tensors if name.startswith("model.")})
 
 
@@ -66,7 +66,7 @@ def moments_forgotten_by_a_resume(original, checkpoint, tensors):
     at=(loading, "load_checkpoint"),
 )
 def second_moments_rounded_by_a_resume(original, path, tensors, **options):
-    """Second moments pass through bf16 on their way from a checkpoint. No loss shows it."""
+    """A resume rounds second moments to bf16. No loss shows it."""
     manifest = original(path, tensors, **options)
     for name, tensor in tensors.items():
         if name.endswith("exp_avg_sq"):
@@ -76,14 +76,14 @@ def second_moments_rounded_by_a_resume(original, path, tensors, **options):
 
 @in_resumed_start("dp2", kind="lr", at=(resuming, "set_step"))
 def schedule_shifted_by_a_resume(original, lr_scheduler, step):
-    """The first step after a resume uses the rate of the step that was saved."""
+    """The first step after a resume uses the learning rate of the saved step again."""
     original(lr_scheduler, step - 1)
 
 
 @in_saved_tensor(FAST["experts, dp2, ep2"], name="model.layers.0.feed_forward.experts.w2")
 @contextmanager
 def experts_saved_in_another_order():
-    """Experts are numbered from another one, which depends on ep, and read so: right as long as ep stays."""
+    """Experts are saved and loaded in an order that depends on ep. This is right only if ep stays the same."""
     plan_save, load_newest = saving.plan_save, resuming.load_newest
 
     def save_rolled(named, *layout):
@@ -113,6 +113,6 @@ def roll_experts(tensor: torch.Tensor, direction: int) -> torch.Tensor:
 
 @in_first_start("dp2", kind="loss", at=(run_log.RunMetrics, "write_step"))
 def loss_of_rank_0_logged(original, log, step, result, *others, **flags):
-    """The logged loss is about the share of rank 0."""
+    """The logged loss is only the contribution of rank 0, approximately."""
     share = replace(result, loss=result.loss / log.run.layout.world_size)
     original(log, step, share, *others, **flags)

@@ -1,4 +1,4 @@
-"""Mutants of what follows the gradients: clipping, optimizer, learning rate, steps that are not finite."""
+"""Mutants of the steps after backward: clipping, optimizer, learning rate, gradients that are not finite."""
 
 from dataclasses import replace
 
@@ -27,7 +27,7 @@ SHARDED, TENSOR, STAGES = (
 
 @mutant("tp2", "updates", "output.weight", at=(step, "update_weights"))
 def small_gradients_are_scaled_up(update_weights, optimizer, grad_norm, max_norm, *is_spike):
-    """Gradients below the threshold are brought up to it, because nothing keeps the factor at most 1."""
+    """Gradients with a norm below max_norm are scaled up to it, because the factor may exceed 1."""
     if grad_norm < max_norm:
         for group in optimizer.param_groups:
             torch._foreach_mul_(
@@ -44,7 +44,7 @@ def small_gradients_are_scaled_up(update_weights, optimizer, grad_norm, max_norm
     dims=("dp_shard",),
 )
 def another_beta_on_one_rank(build, section, *args):
-    """One host reads an older config."""
+    """One rank has a different beta2, as if its host had read an older config."""
     return build(replace(section, beta2=0.9975) if dist.get_rank() == 1 else section, *args)
 
 
@@ -68,7 +68,7 @@ def groups_numbered_on_each_stage(find_group, groups, fqn):
     dims=("pp",),
 )
 def schedule_stepped_on_the_first_stage_only(build, section, optimizer):
-    """Later stages stay at the learning rate of the first step."""
+    """Only the first stage advances its schedule. Later stages keep the learning rate of the first step."""
     scheduler = build(section, optimizer)
     if dist.get_rank() == 1:
         scheduler.step = lambda: None
@@ -79,7 +79,7 @@ def schedule_stepped_on_the_first_stage_only(build, section, optimizer):
 def each_stage_judges_for_itself_what_is_finite(
     update_weights, optimizer, grad_norm, max_norm, *is_spike
 ):
-    """A stage whose own gradients are finite steps, while the one that met a NaN does not."""
+    """A stage updates its weights if its own gradients are finite, although another stage has a NaN."""
     gradients = [local(p.grad) for group in optimizer.param_groups for p in group["params"]]
     is_finite = all(gradient.isfinite().all() for gradient in gradients)
     return update_weights(
@@ -89,15 +89,14 @@ def each_stage_judges_for_itself_what_is_finite(
 
 @mutant(SHARDED, "finite flag", "train_step", at=(step, "update_weights"))
 def infinity_counts_as_finite(update_weights, optimizer, grad_norm, max_norm, *is_spike):
-    """Only NaN is looked for."""
+    """Gradients are checked for NaN only, so that infinite ones count as finite."""
     judged = torch.where(grad_norm.isinf(), 1.0, grad_norm)
     return update_weights(optimizer, judged, max_norm, *is_spike)
 
 
 @mutant(SHARDED, "state", "output.weight (exp_avg)", at=(step, "update_weights"))
 def all_steps_left_out_after_one(update_weights, optimizer, grad_norm, max_norm, *is_spike):
-    """The flag of a gradient that is not finite is added up instead of set, so that no later step moves a
-    weight."""
+    """The flag for a gradient that is not finite is never reset, so that no later step changes a weight."""
     optimizer.seen = getattr(optimizer, "seen", 0.0) + 0 * grad_norm  # NaN from then on
     update_weights(optimizer, grad_norm + optimizer.seen, max_norm, *is_spike)
     return grad_norm.isfinite()
@@ -105,7 +104,7 @@ def all_steps_left_out_after_one(update_weights, optimizer, grad_norm, max_norm,
 
 @mutant(Row(2, MOMENTS_IN_BFLOAT16), "state", "output.weight (exp_avg)", at=(torch.Tensor, "copy_"))
 def moments_cut_instead_of_rounded(copy, target, source, *args, **options):
-    """The lower half of the bits of each moment is dropped, so that it moves toward zero."""
+    """Moments are truncated to bfloat16 instead of rounded, so that they drift toward zero."""
     if target.dtype == torch.bfloat16 and source.dtype == torch.float32:
         source = (source.contiguous().view(torch.int32) & -65536).view(torch.float32)
     return copy(target, source, *args, **options)

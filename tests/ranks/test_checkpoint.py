@@ -1,4 +1,4 @@
-"""Checkpoints: the same state on every layout, resumed runs equal to unbroken ones, and which steps are kept."""
+"""Checkpoints: every layout reads the same state, resumed runs equal unbroken ones, old checkpoints are deleted."""
 
 import hashlib
 import json
@@ -41,7 +41,7 @@ ADAMW = {
     **layouts.TWO_LAYERS,
     "lr_scheduler.warmup_steps": 4,
     "lr_scheduler.total_steps": 10,
-    MODE: "none",  # what is computed again, is not saved
+    MODE: "none",  # recompute does not change checkpoints
 }
 IN_3D = (8, {PP: 2, TP: 2, SCHEDULE: "Interleaved1F1B", **ADAMW})
 KEEP_ALL = Checkpoint(enable=True, keep_latest_k=0)
@@ -61,7 +61,7 @@ FAST = ["dp4", "pp4"]
 
 @pytest.fixture(scope="module")
 def saved(pool, tmp_path_factory):
-    """A checkpoint of step 2 of a 3-D run, and what that run did afterwards."""
+    """Save step 2 of a 3-D run. Return the folder, the state, the losses of three more steps, and the last state."""
     folder = tmp_path_factory.mktemp("checkpoints")
     world_size, overrides = IN_3D
     results = pool.run(train_and_save, world_size, overrides, str(folder), 2, KEEP_ALL)
@@ -72,7 +72,7 @@ def saved(pool, tmp_path_factory):
 def open_on(
     pool, world_size: int, overrides: dict, folder, step: int = 2, section=KEEP_ALL, **more
 ):
-    """The whole state after loading, the losses of three more steps, the last state, the step."""
+    """Return the whole state after loading, the losses of three more steps, the last state, and the loaded step."""
     results = pool.run(load_and_train, world_size, overrides, str(folder), step, section, **more)
     states, losses, last_states, steps = zip(*results, strict=True)
     return merge_states(states), losses[0], merge_states(last_states), steps[0]
@@ -129,7 +129,7 @@ def test_files_are_safetensors_that_torch_opens_and_sha256sum_checks_and_others_
 
 
 def rewrite_in_format_3(checkpoint: Path) -> None:
-    """Replace the manifest by the one that versions before format 4 wrote: a list of slices for each tensor."""
+    """Replace the manifest by one of format 3, which has a list of slices for each tensor."""
     path_of_manifest = checkpoint / "manifest.json"
     path_of_hashes = checkpoint / "checksums"
     manifest = json.loads(path_of_manifest.read_text())
@@ -163,7 +163,7 @@ def test_checkpoints_of_format_3_open_on_another_layout(pool, saved, tmp_path):
 
 
 def save_small(rank: int, world_size: int, folder: str, n_steps: int, section: Checkpoint) -> None:
-    """Worker: saves one number at each of these steps."""
+    """Worker: save a checkpoint of one number after each of `n_steps` steps."""
     with make_saver(folder, section) as saver:
         for step in range(1, n_steps + 1):
             saver.save(step, {"model.a": torch.ones(2)})
@@ -227,7 +227,7 @@ def test_moments_begin_anew_where_the_optimizer_is_excluded(pool, saved):
 
 
 class LateStager(DefaultStager):
-    """Copies in a thread, as on CUDA, and as late as it may: only when somebody waits for the copy or for the save."""
+    """Copies in a thread, as on CUDA, as late as possible: when the run waits for the copy or for the save."""
 
     def __init__(self, options: StagingOptions):
         super().__init__(StagingOptions(False, False, True, False))

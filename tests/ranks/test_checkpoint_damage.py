@@ -1,4 +1,4 @@
-"""Damaged checkpoints: each is refused by the name of the damaged file, and a run resumes from an older one."""
+"""Damaged checkpoints: the refusal names the damaged file, and a run resumes from an older checkpoint."""
 
 import hashlib
 import os
@@ -42,7 +42,7 @@ def make_tensors(step: int) -> dict[str, torch.Tensor]:
 
 
 def save_steps(rank: int, world_size: int, folder: str, steps: list[int]) -> None:
-    """Worker: every rank has all tensors, and each writes some of them."""
+    """Worker: save checkpoints. Every rank has all tensors, and each writes some of them."""
     with make_saver(folder, Checkpoint(enable=True)) as saver:
         for step in steps:
             saver.save(step, make_tensors(step))
@@ -57,7 +57,7 @@ def saved(pool, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def folder(saved, tmp_path) -> Path:
-    """Two checkpoints to damage."""
+    """Copy two checkpoints, to be damaged by a test."""
     return shutil.copytree(saved, tmp_path / "checkpoint")
 
 
@@ -116,7 +116,7 @@ LAPTOP = Machine("cpu", 1, 2**34, "a laptop")
 
 
 def write_steps(folder: Path, steps: list[int], load_step: int = -1) -> None:
-    """Write checkpoints as a run with this load_step saves them."""
+    """Write the checkpoints that a run with this load_step saves."""
     spec = resolve(["--config=debug"], machine=LAPTOP)
     fingerprint = {
         "shape": asdict(spec.model_args),
@@ -131,7 +131,7 @@ def write_steps(folder: Path, steps: list[int], load_step: int = -1) -> None:
 
 @pytest.fixture
 def run_folder(tmp_path) -> Path:
-    """The dump folder of a run that has saved steps 4 and 8."""
+    """Make the dump folder of a run that has saved steps 4 and 8."""
     write_steps(tmp_path, [4, 8])
     return tmp_path
 
@@ -149,13 +149,13 @@ def resume_at(folder: Path, step: int, *more: str, restarted: bool = False) -> i
 
 def test_a_named_step_is_checked_before_torch_starts(run_folder):
     assert resume_at(run_folder, 8) == 8 and resume_at(run_folder, 4, "--checkpoint.load_only") == 4
-    # A job that torchrun restarts continues from its own newest checkpoint, wherever it began.
+    # A job that torchrun restarts continues from its own newest checkpoint, not from load_step.
     assert resume_at(run_folder, 4, restarted=True) == 8
     assert resume_at(run_folder, -1, "--job.overwrite", restarted=True) == 8
     assert resume_at(run_folder, -1, "--job.overwrite") == 0
     for step, named, *more in (
         (6, "steps [4, 8]"),
-        (4, "Use [8]"),  # the run would meet step 8 again
+        (4, "Use [8]"),  # the run would save step 8 a second time
         (8, "start from the beginning", "--job.overwrite"),
     ):
         with pytest.raises(ConfigError) as refused:
@@ -165,7 +165,7 @@ def test_a_named_step_is_checked_before_torch_starts(run_folder):
 
 
 def test_a_command_with_a_step_that_is_started_again_goes_on_from_what_it_has_saved(run_folder):
-    """As a job that is queued again. Only a run that saves does so."""
+    """Slurm runs the same command when it queues a job again. Only a run that saves continues in this way."""
     write_steps(run_folder, [12, 16], load_step=8)
     assert resume_at(run_folder, 8) == 16
     for restarted in (False, True):
@@ -188,7 +188,7 @@ def test_a_run_that_only_reads_is_refused_if_there_is_nothing_to_read(run_folder
 
 
 def change_format(path: Path) -> None:
-    """Write a manifest as another version would, with a hash that matches."""
+    """Write a manifest of a different format version, with a hash that matches."""
     written = path.read_text()
     changed = written.replace('"format": 4', '"format": 2')
     assert changed != written
@@ -199,7 +199,7 @@ def change_format(path: Path) -> None:
 
 
 def replace_by_folder(path: Path) -> None:
-    """Let every read fail, also for root."""
+    """Replace a file by a folder, so that every read fails, even for root."""
     path.unlink()
     path.mkdir()
 

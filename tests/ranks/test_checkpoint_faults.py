@@ -1,4 +1,4 @@
-"""Saving on full disks and with dead ranks; the memory that loading takes; the steps that are saved."""
+"""Saving on a full disk or when a rank dies, the memory that loading takes, and the choice of the steps to save."""
 
 import os
 import resource
@@ -27,7 +27,7 @@ MIB = 2**20
 
 
 def try_to_save(saver: CheckpointSaver, step: int, tensors: dict[str, Tensor]) -> str:
-    """Return the error of a save, or nothing if it worked."""
+    """Return the error message of a save, or an empty text if it worked."""
     try:
         saver.save(step, tensors)
         saver.wait()
@@ -37,11 +37,11 @@ def try_to_save(saver: CheckpointSaver, step: int, tensors: dict[str, Tensor]) -
 
 
 def save_without_room(rank: int, world_size: int, folder: str, mode: str) -> list[str]:
-    """Worker: rank 1 has no room in every second of four saves. Return the errors."""
+    """Worker: save four times. In every second save the disk of rank 1 is full. Return the errors."""
     said = []
     tensors = {
         f"model.{n}": torch.randn(256, 1024) for n in range(4)
-    }  # 4 MiB, of which each rank writes a half
+    }  # 4 MiB; each rank writes half
     with make_saver(folder, Checkpoint(enable=True, async_mode=mode)) as saver:
         for step in (1, 2, 3, 4):
             with limit_files(MIB if rank == 1 and step % 2 == 0 else resource.RLIM_INFINITY):
@@ -61,7 +61,7 @@ def test_without_room_the_save_fails_on_every_rank_and_names_the_rank(pool, tmp_
 
 
 def fail_beside_steps(rank: int, world_size: int, folder: str) -> tuple[str, str]:
-    """Worker: return what `check` raises after the thread has met an error, and what leaving the saver raises."""
+    """Worker: let the saving thread fail. Return the errors that `check` and then the end of the saver raise."""
     saver, said = make_saver(folder, Checkpoint(enable=True, async_mode="async")), ["", ""]
     tensors = {"model.a": torch.zeros(3)}
     try:
@@ -89,7 +89,7 @@ def test_errors_beside_the_steps_surface_at_the_next_step_and_at_the_end(pool, t
 
 
 class Death(BaseException):
-    """Stands for the end of the process at one certain call."""
+    """Simulates that the process ends at a certain call."""
 
 
 def die(*_: object) -> None:
@@ -156,7 +156,7 @@ def test_a_stager_that_closes_after_a_copy_saves_again(pool, tmp_path):
 def watch_loading(
     rank: int, world_size: int, path: str, n_tensors: int, shape: tuple[int, int]
 ) -> int:
-    """Worker: return the peak of bytes besides its shards while it fills its columns of every tensor."""
+    """Worker: load this rank's columns of every tensor. Return the peak bytes without the shards themselves."""
     mesh = init_device_mesh("cpu", (world_size,))
     tensors = {
         f"model.{n}": distribute_tensor(torch.ones(shape), mesh, [Shard(1)], src_data_rank=None)
@@ -183,14 +183,14 @@ def test_loading_on_another_layout_takes_its_share_and_no_more_than_one_tensor(p
         step=1,
     )
     for n_bytes in pool.run(watch_loading, 2, str(tmp_path / "step-1"), n_tensors, shape):
-        assert 2 * MIB <= n_bytes < 5 * MIB  # two mapped tensors; a whole copy would be 16 MiB
+        assert 2 * MIB <= n_bytes < 5 * MIB  # two mapped tensors; all tensors have 16 MiB
 
 
-# ---------------------------------------------------------------- another spike_window
+# ---------------------------------------------------------------- a different spike_window
 
 
 def load_with_another_window(rank: int, world_size: int, path: str) -> dict[str, list]:
-    """Worker: load the history of 32 gradient norms into one of 8."""
+    """Worker: load the last 32 gradient norms of a checkpoint into a run that keeps 8."""
     tensors = {
         "spike_filter.history": torch.full((8,), 7.0),
         "spike_filter.skipped": torch.zeros(()),
@@ -200,7 +200,7 @@ def load_with_another_window(rank: int, world_size: int, path: str) -> dict[str,
     return {name: tensor.tolist() for name, tensor in tensors.items()}
 
 
-@pytest.mark.parametrize("owner", ["spike_filter", "optimizer.gradient_norms"])  # now, and earlier
+@pytest.mark.parametrize("owner", ["spike_filter", "optimizer.gradient_norms"])  # new and old name
 def test_a_history_of_another_window_is_not_loaded_and_everything_else_is(pool, tmp_path, owner):
     saved = {
         f"{owner}.history": torch.ones(32),

@@ -1,4 +1,4 @@
-"""What is compiled, how often, where the result is kept, and what must be there. Gradients: the rows of layouts.py."""
+"""What is compiled, how often, where the code is stored, and which programs are needed. layouts.py tests gradients."""
 
 import os
 from pathlib import Path
@@ -24,7 +24,7 @@ N_STEPS = 4
 def list_compiled_by_step(
     rank: int, world_size: int, overrides: dict[str, object]
 ) -> list[list[str]]:
-    """Worker: what each of N_STEPS compiles. After the first, a forward without gradients, as validation makes it."""
+    """Worker: return what each of N_STEPS steps compiles. After step 1, validation's forward without gradients runs."""
     run = compare.build_table_run(world_size, overrides)
     compiled = []
     for step in range(N_STEPS):
@@ -33,7 +33,7 @@ def list_compiled_by_step(
             id(entry) for entry in get_compilation_metrics()
         }  # torch keeps the last 64 entries
         stepping.train_step(run, batch)
-        # A backward has no name, and follows from its forward.
+        # Backwards are left out: they have no name, and each follows from its forward.
         entries = [
             entry for entry in get_compilation_metrics() if id(entry) not in known and entry.co_name
         ]

@@ -1,4 +1,4 @@
-"""Context parallel: the attention itself, its work, memory and kernels. The layout table runs it in a model."""
+"""Context parallel: the results, work, memory and kernels of attention. The layout table runs it in a model."""
 
 from functools import partial
 
@@ -27,7 +27,7 @@ HEAD_DIM = 8
 
 
 def make_inputs(n_kv_heads: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    """Return query, key, value of full sequences, and a gradient of the output; the same on every rank."""
+    """Return query, key and value of full sequences, and a gradient of the output. All ranks get the same."""
     generator = torch.Generator().manual_seed(0)
     inputs = []
     for n_heads in (N_HEADS, n_kv_heads, n_kv_heads, N_HEADS):
@@ -57,7 +57,7 @@ def attend_masked(query, key, value, *, doc_ids=None, first: int = 0):
 
 # ---------------------------------------------------------------- work and memory
 
-LONG = {  # the proportions of Llama 3 8B, small
+LONG = {  # a small model with the proportions of Llama 3 8B
     "model.dim": 32,
     "model.n_heads": 4,
     "model.n_kv_heads": 1,
@@ -70,7 +70,7 @@ LONG = {  # the proportions of Llama 3 8B, small
 
 
 def watch_steps(rank: int, world_size: int, configs: list[dict], watch_class: type[Watch]) -> list:
-    """Worker: return the observations of forward and backward of a model with long sequences, for each config."""
+    """Worker: for each config, return what `watch_class` sees in forward and backward with long sequences."""
     return [watch_step(world_size, overrides, watch_class) for overrides in configs]
 
 
@@ -82,7 +82,7 @@ def watch_step(world_size: int, overrides: dict, watch_class: type[Watch]):
     n_tokens = stepping.count_global_tokens(run, batch)
     stepping.forward_backward(
         run, batch, n_tokens
-    )  # allocates the tensors that stay from step to step
+    )  # allocates the tensors that are kept between steps
     known = [batch.tokens, batch.targets, batch.positions, batch.doc_ids]
     for parameter in run.parameters.values():
         known += [local(parameter), local(parameter.grad)]
@@ -109,7 +109,7 @@ def test_activation_memory_of_a_rank_falls_with_the_number_of_ranks(pool):
 @pytest.mark.parametrize("n_ranks", [2, 4])
 def test_all_ranks_do_the_same_attention_work_and_none_of_it_twice(pool, n_ranks):
     by_rank = pool.run(watch_steps, n_ranks, list(ROTATIONS.values()), AttentionWork)
-    n_pairs = torch.tensor(by_rank)  # of rank, method, forward or backward
+    n_pairs = torch.tensor(by_rank)  # [rank, method, forward or backward]
     seq_len = LONG["training.seq_len"]
     n_causal = seq_len * (seq_len + 1) // 2
     n_maps = LONG["model.n_heads"] * TABLE_CONFIG.model.n_layers
@@ -124,7 +124,7 @@ def test_all_ranks_do_the_same_attention_work_and_none_of_it_twice(pool, n_ranks
         (
             "ring",
             {"all_to_all_single": 1 + 1 + 2},
-        ),  # keys forward, keys backward, their gradients there and home
+        ),  # exchanges of keys in forward and in backward, and of their gradients away and back
     ],
 )
 def test_per_op_recompute_exchanges_no_keys_again(pool, method, expected):

@@ -1,4 +1,4 @@
-"""Mixtures of experts: what one process computes, what is counted, how the bias moves, what the log says."""
+"""Mixtures of experts: the results in one process, the counts of tokens, the updates of the bias, the log."""
 
 import copy
 
@@ -42,7 +42,7 @@ def make_moe(**sizes) -> MoE:
 
 
 def compute_plainly(moe: MoE, x: Tensor) -> Tensor:
-    """The paper's formula, token by token."""
+    """Compute an MoE layer by the paper's formula, token by token."""
     router = moe.router
     experts = moe.experts
     outputs = []
@@ -73,7 +73,7 @@ def compute_plainly(moe: MoE, x: Tensor) -> Tensor:
 def test_an_moe_layer_and_its_gradients_are_those_of_the_formula(sizes):
     moe = make_moe(**sizes)
     x = torch.randn(2, 5, 16, requires_grad=True)
-    moe.router.expert_bias[3] = 0.4  # counts for the choice, not for the weights
+    moe.router.expert_bias[3] = 0.4  # changes the choice of experts, not their weights
     results = []
     for output in (moe(x), compute_plainly(moe, x)):
         gradients = torch.autograd.grad(output.square().sum(), [x, *moe.parameters()])
@@ -92,7 +92,7 @@ def test_in_bfloat16_scores_and_the_sum_of_a_tokens_experts_are_computed_in_fp32
     assert torch.equal(weights, expected)
     moe.experts.forward = lambda rows, counts: (
         rows
-    )  # then a token is the weighted sum of six times itself
+    )  # so each token becomes the weighted sum of six copies of itself
     assert torch.equal(moe(x), x)
 
 
@@ -166,14 +166,14 @@ def test_a_checkpoint_of_ep2_opens_on_another_layout_with_every_element_and_bias
         opened_states, opened_losses, *_ = zip(*opened, strict=True)
         opened_state = merge_states(opened_states)
         assert list_differing(opened_state, state) == [], keys
-        assert opened_losses[0] == pytest.approx(losses[0], rel=1e-4)  # of three more steps
+        assert opened_losses[0] == pytest.approx(losses[0], rel=1e-4)  # losses of three more steps
 
 
 BIAS = "layers.{}.feed_forward.router.expert_bias"
 
 
 def save_weights_alone(rank: int, world_size: int, folder: str) -> dict[str, Tensor]:
-    """Worker: save the weights of a run in bfloat16. Return the biases, which a run starts with at zero."""
+    """Worker: save only the weights of a run, in bfloat16. Return the biases, which are zero in a new run."""
     run = compare.build_table_run(world_size, {**MOE, **ADAMW})
     biases = [router.expert_bias for router in run.balance.routers.values()]
     assert not any(bias.any() for bias in biases)
@@ -207,7 +207,7 @@ def test_weights_alone_are_rounded_only_at_the_end_and_biases_of_experts_never(p
 
 
 def test_the_load_of_a_logged_step_is_three_numbers():
-    """16 tokens of two routes each; layer 0 is dense."""
+    """There are 16 tokens with two routes each. Layer 0 is dense."""
     entropy = 16 * 1.25
     loads = [
         [0, 0, 0, 0, 0],

@@ -1,4 +1,4 @@
-"""A Hugging Face model, trained further by naming its folder, and exported: transformers computes our model."""
+"""A Hugging Face model is trained further by naming its folder, and exported. transformers then computes our logits."""
 
 import json
 import shutil
@@ -73,11 +73,12 @@ CASES = {
         layout=(BALANCE,),
     ),
 }
-SLOW = ["linear scaling, on dp2 x tp2", "tied, published in bfloat16"]  # others have their parts
+# Other cases test the parts of these.
+SLOW = ["linear scaling, on dp2 x tp2", "tied, published in bfloat16"]
 
 
 def publish(folder: Path, case: Case) -> Path:
-    """A Llama with a tokenizer of its own, as transformers saves both."""
+    """Let transformers save a Llama and its tokenizer."""
     tokenizer = HuggingFace(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -116,7 +117,7 @@ def from_folder(folder: Path) -> list[str]:
 
 
 def write_text(folder: Path, tokenizer_folder: Path) -> list[str]:
-    """A corpus of one sentence. Return the keys of a short run on it, which say nothing of the model."""
+    """Write a corpus of one sentence. Return the keys of a short run on it, without keys of the model."""
     tokenizer = load_tokenizer(tokenizer_folder)
     document = tokenizer.encode(TEXT * 20, bos=True, eos=True)
     write_corpus(folder, [[document] * 4], tokenizer_fingerprint=tokenizer.fingerprint)
@@ -143,7 +144,7 @@ def test_a_fine_tuned_model_is_given_back_and_transformers_computes_it(
     statuses = [0] * case.n_ranks
     assert pool.run(warm_start.start, case.n_ranks, [*keys, "--training.steps=3"]) == statuses
 
-    # what follows is on a machine that has the checkpoint and the tokenizer, and not the folder
+    # from here on the machine has the checkpoint and the tokenizer, but not the Hugging Face folder
     config, generation_config = read_json(source), read_json(source, "generation_config.json")
     (tmp_path / "tokenizer").mkdir()
     for file in ("tokenizer.json", "tokenizer_config.json"):
@@ -175,7 +176,7 @@ def test_a_fine_tuned_model_is_given_back_and_transformers_computes_it(
 def load_equal(
     checkpoint: Path, exported: Path, before: dict[str, torch.Tensor]
 ) -> PreTrainedModel:
-    """Return transformers' model of an export. It has our logits, and no weight is as it was `before`."""
+    """Load an export with transformers, and return the model. It must give our logits, with every weight changed."""
     options = Namespace(source=checkpoint, tokenizer=None)
     ours = build_model(open_source(options)).cpu()
     theirs = AutoModelForCausalLM.from_pretrained(exported)

@@ -1,6 +1,6 @@
-"""Float8: the arithmetic beside torchao's, bit by bit; weights gathered as float8; which layers compute in it.
+"""Float8: results equal torchao's bit by bit; weights are gathered as float8; which layers compute in float8.
 
-Gradients of layouts: test_layouts.py. Refused configs: test_check.py."""
+test_layouts.py tests gradients of layouts, and test_check.py refused configs."""
 
 from dataclasses import replace
 
@@ -63,9 +63,7 @@ def test_output_and_gradients_have_the_bits_of_torchaos(recipe_name, dtype, emul
     )
     torch.manual_seed(0)
     weight = 0.02 * torch.randn(96, 64)
-    weight[:, 5] *= (
-        4096  # next to it, others are small enough to lose bits under a scale for the whole tensor
-    )
+    weight[:, 5] *= 4096  # with one scale for the whole tensor, the other numbers lose bits
     weight = weight.to(dtype)
     x = torch.randn(32, 64)
     dy = torch.randn(32, 96).to(dtype) / 1e4
@@ -87,7 +85,7 @@ def test_output_and_gradients_have_the_bits_of_torchaos(recipe_name, dtype, emul
 
 
 def train_steps(rank: int, world_size: int, overrides: dict) -> list[float]:
-    """Worker: return the losses of three steps."""
+    """Worker: train three steps. Return their losses."""
     run = compare.build_table_run(world_size, overrides)
     return checkpoints.train(run, range(3))
 
@@ -114,7 +112,7 @@ def test_weights_that_travel_as_float8_are_the_same_as_weights_that_are_rounded_
 
 
 class Matmuls(TorchDispatchMode):
-    """Notes for each float8 matmul whether it may accumulate in fewer bits."""
+    """Records for each float8 matmul whether it may accumulate in fewer bits."""
 
     def __init__(self):
         super().__init__()
@@ -163,7 +161,7 @@ def test_checkpoints_hold_high_precision_under_the_usual_names(pool, tmp_path):
         loaded, more, *_ = rank_0
         assert checkpoints.list_differing(tensors, loaded) == []
         is_same_run = overrides == precompute
-        assert (losses == more) == is_same_run  # of the steps that follow
+        assert (losses == more) == is_same_run  # `more`: losses after step 2
 
 
 # ---------------------------------------------------------------- which layers

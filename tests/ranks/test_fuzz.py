@@ -1,6 +1,6 @@
-"""Any combination of keys is either refused as a ConfigError or starts: draws values by the type of each key.
+"""Any combination of keys is either refused with a ConfigError or starts. Values are drawn by the type of each key.
 
-FUZZ=2500 draws so many configs, FUZZ_RUNS=50 starts so many runs.
+FUZZ=2500 draws 2500 configs, and FUZZ_RUNS=50 starts 50 runs.
 """
 
 import json
@@ -43,7 +43,7 @@ compile = {backend = "aot_eager"}
 
 
 def draw_value(draw: random.Random, kind: Any) -> object:
-    """Return a value that fits the type of a key, most of the time."""
+    """Return a value which in most cases fits the type of a key."""
     origin, inner = get_origin(kind), get_args(kind)
     if draw.random() < 0.1:
         return draw.choice(TEXTS)

@@ -1,4 +1,4 @@
-"""Process groups: no two threads use the same one, gloo's threads included, and none waits longer than [comm] says."""
+"""Process groups: no two threads, gloo's included, use the same group, and no group waits longer than [comm] says."""
 
 import gc
 import os
@@ -25,9 +25,9 @@ from torchtitan_lite.tools.verify.reduction import override
 
 FRONT = (
     torch.DispatchKey.BackendSelect
-)  # runs before the kernels of all devices; c10d has no kernels there
+)  # a dispatch key that runs before the kernels of all devices; c10d has no kernels of this key
 LISTENS = "0A"  # the state of a socket in /proc/net/tcp
-INIT_TIMEOUT_S = 200  # patient: a loaded machine is no failure
+INIT_TIMEOUT_S = 200  # long, so that the test does not fail on a loaded machine
 TRAIN_TIMEOUT_S = 100
 KEYS = [
     "--training.global_batch_size=8",
@@ -65,9 +65,9 @@ def watch_start(
 ) -> tuple[int, int, dict[str, set], dict[str, float]]:
     """Worker: start train.py in a process that has not yet limited gloo's workers.
 
-    Return its exit status, its workers above one per group, and the threads and the final time-out of each group.
+    Return its exit status, the number of workers beyond one per group, and each group's threads and final time-out.
 
-    On a CPU, autograd calls collectives in the thread that called it. Two names are two threads that work at once.
+    On a CPU, autograd calls collectives in the thread that called it. Threads with different names run simultaneously.
     """
     threads = defaultdict(set)
     surplus = count_surplus_workers()
@@ -109,7 +109,7 @@ def count_surplus_workers() -> int:
     gc.collect()
     groups = [group for group in dist.distributed_c10d._world.pg_map if is_gloo(group)]
     for group in groups:
-        dist.barrier(group)  # by a worker, which has its name then
+        dist.barrier(group)  # a worker runs this, and has its name from then on
     names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
     return names.count("pt_gloo_runloop") - len(groups)
 
@@ -127,7 +127,7 @@ def test_no_two_threads_use_one_group_and_every_group_has_a_time_out_of_comm(
     pool, letters, tmp_path, layout
 ):
     keys = [*letters, *KEYS, *LAYOUTS[layout], f"--job.dump_folder={tmp_path}/run"]
-    for steps in (4, 8):  # begins; resumes
+    for steps in (4, 8):  # the run begins, and is resumed
         results = pool.run(watch_start, 2, [*keys, f"--training.steps={steps}"])
         for status, surplus_workers, threads, timeouts_s in results:
             assert status == 0
@@ -157,7 +157,7 @@ def check_timeouts(timeouts_s: dict[str, float]) -> None:
 
 
 def make_groups(rank: int, world_size: int) -> tuple[int, int]:
-    """Worker: create groups in each way that the project does. Return their number and the surplus workers."""
+    """Worker: create groups in each way that the project uses. Return the numbers of groups and of surplus workers."""
     dist.new_group(use_local_synchronization=True, timeout=timedelta(seconds=60))
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     mesh["a", "b"]._flatten()._unflatten(0, (2, 2), ("far", "near"))
@@ -172,7 +172,7 @@ def test_each_gloo_group_of_a_pool_has_one_worker():
 
 
 def list_listeners() -> dict[str, str]:
-    """Return the address of each socket of this process that listens, by its inode."""
+    """Return inode -> address for each socket of this process that listens."""
     own = {os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()}
     found = {}
     for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
@@ -212,7 +212,7 @@ def test_a_torch_without_the_option_is_named(caplog):
     "offload, pp, is_bound", [(False, 1, True), (False, 2, False), (True, 1, False)]
 )
 def test_groups_of_offload_are_not_split_from_the_default_group(offload, pp, is_bound):
-    """A split gives the gloo half of a group two workers; DeviceMesh splits if the default group has a device."""
+    """Splitting gives the gloo part of a group two workers. DeviceMesh splits if the default group has a device."""
     config = override(
         Config(),
         {"training.enable_cpu_offload": offload, "parallelism.pipeline_parallel_degree": pp},
@@ -227,7 +227,7 @@ def test_groups_of_offload_are_not_split_from_the_default_group(offload, pp, is_
 
 
 def count_opened(rank: int, world_size: int, many_ranks: int) -> int:
-    """Worker: return the number of files that a group opens when it is created."""
+    """Worker: create a group. Return the number of files that this opens."""
     with patch.dict(os.environ), patch.object(process_groups, "MANY_RANKS", many_ranks):
         process_groups.connect_late(world_size)
         before = len(os.listdir("/proc/self/fd"))

@@ -1,4 +1,4 @@
-"""Mistakes that one process and every layout would share, or that only large sizes show: `verify` cannot see them."""
+"""Mistakes that `verify` cannot see, because one process and every layout share them or only large sizes show them."""
 
 import copy
 import signal
@@ -32,7 +32,7 @@ def test_each_shard_of_a_large_vocabulary_finds_its_own_targets():
     targets = torch.tensor([5, 2**16 + 5, 2**17 - 1])
     of_target = logits[range(3), targets]
     vocabulary = Vocabulary()
-    # Without the other rank: minus the logits of the targets in this shard.
+    # Expected without the totals of the other rank: minus the logits of the targets in this shard.
     without_totals = torch.tensor([0.0, 1.0])[None, :, None, None]
     vocabulary.gather = lambda both: both * without_totals
     n_ids = 2**16
@@ -160,7 +160,7 @@ def test_a_run_compares_validates_and_records_after_every_nth_step(pool, tmp_pat
 
 
 def fail_to_save_the_last_step(rank: int, world_size: int, keys: list[str]) -> list[str]:
-    """Worker: train six steps, of which the last cannot be saved. Return the snapshots that were saved."""
+    """Worker: train six steps. The last one cannot be saved. Return the snapshots that were saved."""
     write = CheckpointSaver.write
     snapshots = []
 
@@ -187,7 +187,7 @@ def test_snapshots_are_kept_until_the_last_checkpoint_is_saved(pool, tmp_path, m
 
 
 def note_resumed_step(rank: int, world_size: int, keys: list[str], restarts: int) -> int:
-    """Worker: start a job that torchrun has restarted so often. Return the step that it resumes from."""
+    """Worker: start a job that torchrun has restarted `restarts` times. Return the step that it resumes from."""
     steps = []
     with patch.object(
         train, "start_from", lambda *a, **o: steps.append(start_from(*a, **o)) or steps[0]

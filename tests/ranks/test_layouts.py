@@ -1,4 +1,4 @@
-"""The heart of the tests: every layout computes the single-device model, and each refused one really does not."""
+"""The central tests: every layout computes what the single-device model does, and refused layouts really fail."""
 
 from unittest.mock import patch
 
@@ -54,8 +54,8 @@ def test_layout_rounds_to_float8_where_one_rank_does(pool, tmp_path, name):
 # ---------------------------------------------------------------- refused
 
 SPLIT = {PP: 2, SCHEDULE: "ZBVZeroBubble", MODE: "none"}
-# Key of the problem, a run that is refused, and how it fails: words of the crash, or the wrong measure. The day a torch
-# release repairs one, a test fails and says so.
+# Key of the problem, a run that is refused, and how it would fail: words of the crash, or the measure that is wrong. If
+# a torch release repairs one of these, its test fails and says so.
 REFUSED = [
     (SCHEDULE, Row(4, {**SPLIT, ZERO: 3}), "no gradient reaches"),
     slow(

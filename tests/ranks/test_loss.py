@@ -1,4 +1,4 @@
-"""Losses written as formulas: values and gradients over shards of the vocabulary, beside torch in float64."""
+"""Losses written as formulas: values and gradients over shards of the vocabulary equal torch's in float64."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def weighted(logits, targets, vocabulary, weights):
 
 
 def distilled(logits, targets, vocabulary, teacher):
-    """Cross entropy with the probabilities of a teacher, whose logits (n, V) arrive with the batch."""
+    """Return the cross entropy with the probabilities of a teacher. Its logits (n, V) come with the batch."""
     width = logits.shape[1]
     begin = vocabulary.shard * width
     probabilities = teacher.softmax(1)[:, begin : begin + width]
@@ -47,7 +47,7 @@ class CappedHead(Head):
 
 
 def make_case() -> tuple[torch.Tensor, ...]:
-    """Return weight, hidden, targets of which some are not counted, weights and a teacher's logits."""
+    """Return weight, hidden, targets, weights and a teacher's logits. Some targets are not counted."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(VOCAB, DIM, generator=generator)
     hidden = torch.randn(ROWS, SEQ_LEN, DIM, generator=generator)

@@ -1,8 +1,8 @@
-"""Nothing inside a step makes the host wait for the device: no number is read, no shape depends on data.
+"""No operation in a step makes the host wait for the device: it reads no number, and no shape depends on data.
 
-A host that waits cannot queue the next kernels, and the device then waits for the host. On a CPU nothing waits, but the
-operators that would are called all the same, and a dispatch mode sees them: below DTensor, in backward, in collectives,
-in the optimizer. Copies between devices it cannot see; those CUDA itself reports, in the last test.
+A host that waits cannot queue the next kernels, so the device then waits for the host. On a CPU nothing waits, but the
+same operators are called, and a dispatch mode sees them: below DTensor, in backward, in collectives, in the optimizer.
+It cannot see copies between devices. CUDA itself reports these in the last test.
 """
 
 from unittest.mock import patch
@@ -22,7 +22,7 @@ from torchtitan_lite.config.model import resolve_model
 from torchtitan_lite.parallel import expert_parallel
 from torchtitan_lite.parallel.mesh import build_mesh
 
-# What reads a number, or has as many results as the data say.
+# Operators that read a number, or whose number of results depends on the data.
 WAITING = (
     "_local_scalar_dense is_nonzero equal allclose nonzero masked_select unique_dim _unique _unique2 "
     "unique_consecutive unique_dim_consecutive bincount histc repeat_interleave.Tensor _assert_async"
@@ -33,7 +33,7 @@ BY_MASK = (
     "index_put_",
     "_index_put_impl_",
     "_unsafe_index",
-)  # masks among the indices count
+)  # indices wait if one of them is a mask
 
 RUNS = read_rows("""
 one rank | 1
@@ -61,7 +61,7 @@ class NoWaiting(TorchDispatchMode):
     """Raises HostWaits where an operator would make the host wait for a device."""
 
     def __enter__(self):
-        # These two read memory without an operator.
+        # tolist and numpy read memory without calling an operator.
         self.readers = [patch.object(Tensor, name, refuse_reading) for name in ("tolist", "numpy")]
         for reader in self.readers:
             reader.start()
@@ -74,7 +74,7 @@ class NoWaiting(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         if any(kind is not Tensor and kind is not torch.nn.Parameter for kind in types):
-            return NotImplemented  # a DTensor and its like: what they do with the tensors inside is looked at
+            return NotImplemented  # a subclass such as DTensor: its operators on inner tensors are checked instead
         name, overload = operator.__name__.split(".", 1)
         if (
             name in WAITING
@@ -88,7 +88,7 @@ class NoWaiting(TorchDispatchMode):
 def counts_by_mask(
     tensor: Tensor, indices: list[Tensor | None], values: Tensor | None = None, *_: object
 ) -> bool:
-    """Whether it must count what a mask selects. To write one number it fills instead."""
+    """Return whether an operator must count the elements that a mask selects. Writing a single number only fills."""
     masked = any(index is not None and index.dtype is torch.bool for index in indices)
     return masked and (values is None or values.numel() > 1)
 
@@ -105,7 +105,7 @@ def test_the_watcher_sees_what_waits():
 
 
 def list_waits(rank: int, world_size: int, runs: dict[str, dict[str, object]]) -> dict[str, str]:
-    """Worker: name of run -> what made the host wait in its second step, when everything is allocated and planned."""
+    """Worker: return name of a run -> what made the host wait in step 2. Step 1 allocates and plans."""
     waits = {}
     for name, overrides in runs.items():
         run = compare.build_table_run(world_size, {**ADAMW, **TWO_LAYERS, **overrides})
@@ -129,7 +129,7 @@ def test_no_host_waits_for_the_device_inside_a_step(pool, n_ranks):
 
 
 def count_waits(rank: int, world_size: int, overrides: dict[str, object]) -> int:
-    """Worker: how often the host reads the rows of an all-to-all in a step."""
+    """Worker: return how often the host reads the row counts of an all-to-all in a step."""
     run = compare.build_table_run(world_size, overrides)
     batch = compare.read_rows(run)
     with patch.object(
@@ -149,7 +149,7 @@ def test_with_ep_the_host_waits_once_a_layer_and_microbatch_and_again_where_it_i
 
 @pytest.fixture
 def gpu(tmp_path):
-    """A GPU, and a group of one rank on it."""
+    """Return a GPU, after creating a group of one rank on it."""
     device = torch.device("cuda", 0)
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=device)

@@ -1,4 +1,4 @@
-"""The learning-rate schedules, and the optimizers on sharded parameters against torch's own on whole ones."""
+"""Learning-rate schedules, and optimizers on sharded parameters, which must equal torch's on full parameters."""
 
 import json
 import math
@@ -51,8 +51,8 @@ def test_learning_rate_warms_up_stays_and_decays(line):
         assert learning_rate_factor(section, step) == pytest.approx(float(rate), rel=1e-5)
 
 
-# training.steps | [lr_scheduler] | step of the checkpoint that the run resumes from | the first step with the rate 0,
-# counted from 1, unless it is the last step | the highest rate in percent of the peak
+# training.steps | [lr_scheduler] | step of the checkpoint that the run resumes from | first step whose rate is 0,
+# counted from 1, unless it is the last step | highest rate in percent of the peak
 UNUSUAL = """
 200 | {"total_steps": 200} | 0 | null | 100
 200 | {"total_steps": 100} | 0 | 101 | 100
@@ -120,21 +120,21 @@ def test_the_schedules_of_shipped_configs_are_usual(path):
 
 @pytest.mark.parametrize("gradient", [1.0, 0.0])
 def test_updates_of_bfloat16_weights_are_right_on_average(gradient):
-    """Each update is a hundredth of the distance between two weights, so the nearest is always the old one."""
+    """Each update is 1/100 of the distance between neighboring bfloat16 numbers: rounding to nearest would undo it."""
     weight = torch.nn.Parameter(torch.full((4096,), 1.0).bfloat16())
     rate = 2**-7 / 100
     optimizer = AdamWBFloat16([weight], rate, fused=True, weight_decay=1 - gradient)
     for _ in range(100):
         weight.grad = torch.full_like(weight, -gradient)
         optimizer.step()
-    # It grows by its rate, or decays by it. Below 1, two weights are half as far apart.
+    # The weight grows or decays by the learning rate. Below 1, neighboring numbers are half as far apart.
     expected = 1 + (2 * gradient - 1) * 100 * rate
     assert weight.detach().float().mean() == pytest.approx(expected, abs=5e-4)
     assert len(weight.unique()) > 2
 
 
 def measure_large_gradient(rank: int, world_size: int, n_numbers: int) -> float:
-    """Worker: the measured norm of a gradient over all ranks, relative to the true one."""
+    """Worker: measure the norm of a gradient over all ranks. Return it divided by the true norm."""
     own = []
     true = 0.0
     for n in range(8):
@@ -157,7 +157,7 @@ def test_the_norm_of_a_large_gradient_is_right_whole_and_in_slices(pool, n_ranks
 
 
 def agree_to_stop(rank: int, world_size: int, signals: list[int]) -> int:
-    """Worker: the signal for which all ranks stop, given the signal that each received."""
+    """Worker: receive a signal. Return the signal for which all ranks stop."""
     norm, stops = reduce_norm_and_signal(torch.ones(()), signals[rank])
     _, _, stop = StepResult(norm, norm, norm, stops, {}, None).read()
     return stop

@@ -1,4 +1,4 @@
-"""Names inside torch that this project relies on, without an error if torch stops using them. Other tests hold more."""
+"""Internal names of torch that the project uses, where a change in torch would raise no error. Other tests use more."""
 
 import compare
 import pytest
@@ -13,7 +13,7 @@ from torchtitan_lite.tools.plan.dry_run import dry_run
 
 @pytest.mark.parametrize("world_size, keys", [(2, {}), (4, {PP: 2, DTYPE: "bfloat16"})])
 def test_collectives_of_fsdp_bear_a_phase_and_the_modules_of_their_group(world_size, keys):
-    """The file and functions of FSDP that meter.py finds on the stack."""
+    """meter.py finds a file and functions of FSDP on the stack. Check that they still have these names."""
     run = dry_run(make(world_size, {**keys, **TWO_LAYERS}, "cpu"))
     of_fsdp = [
         call for call in run.collectives if call.operation in ("all-gather", "reduce-scatter")
@@ -38,7 +38,7 @@ class Calls(TorchDispatchMode):
 
 
 def count_calls(rank: int, world_size: int, name: str, overrides: dict) -> int:
-    """Worker: calls of an operator in one step, forward and recompute."""
+    """Worker: return the number of calls of an operator in one step, forward and recompute."""
     run = compare.build_table_run(world_size, overrides)
     with Calls(getattr(torch.ops.aten, name).default) as calls:
         train(run, range(1))
@@ -62,6 +62,6 @@ ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 def test_per_op_recompute_keeps_the_outputs_of_expensive_operators(
     pool, operator, keys, mode, n_calls
 ):
-    """The operators in KEPT_OPS are those that the model calls."""
+    """Check that the model calls the operators in KEPT_OPS."""
     keys = {**keys, MODE: mode, "model.n_layers": 1}
     assert pool.run(count_calls, 1, operator, keys) == [n_calls]

@@ -1,4 +1,4 @@
-"""Profiling: where traces and snapshots are, and what they hold. Traces of a run on ranks: test_report.py."""
+"""Profiling: places and contents of traces and memory snapshots. test_report.py has traces of a run on ranks."""
 
 import json
 from pathlib import Path
@@ -12,12 +12,12 @@ from torchtitan_lite.components.diagnosis import explain_out_of_memory
 from torchtitan_lite.components.profiling import profile_steps
 from torchtitan_lite.config.schema import Profiling
 
-# torch says so at the end of the first period; that is what we want.
+# torch warns about this at the end of the first period. Events are cleared on purpose.
 pytestmark = pytest.mark.filterwarnings("ignore:.*Profiler clears events:UserWarning")
 
 
 def run_loop(section: Profiling, folder, *, n_steps: int, resumed_step: int = 0) -> None:
-    """Step n multiplies an (n, n) matrix, so that a trace tells which steps are in it."""
+    """Run a loop in which step n multiplies an (n, n) matrix, so that a trace tells which steps are in it."""
     with profile_steps(section, folder, rank=1, resumed_step=resumed_step) as end_step:
         for step in range(resumed_step + 1, resumed_step + n_steps + 1):
             torch.ones(step, step) @ torch.ones(step, step)
@@ -29,7 +29,7 @@ def list_traces(folder) -> list[str]:
 
 
 def traced_matmuls(path) -> list[int]:
-    """Steps whose matrix product the trace holds."""
+    """Return the steps whose matrix product is in the trace."""
     events = json.loads(path.read_text())["traceEvents"]
     return [
         event["args"]["Input Dims"][0][0] for event in events if event.get("name") == "aten::mm"
@@ -54,7 +54,7 @@ def test_traces_hold_the_last_steps_of_every_whole_period_and_bear_their_number(
 
 @pytest.fixture
 def recording(monkeypatch):
-    """Calls of CUDA's record of allocations, which a stub answers."""
+    """Replace CUDA's recording of allocations by a stub. Return the list of its calls."""
     asked = []
     memory = torch.cuda.memory
     monkeypatch.setattr(memory, "_record_memory_history", lambda **options: asked.append(options))

@@ -1,4 +1,4 @@
-"""The result of assets/results: its first 100 steps reach the loss that was published there."""
+"""The run of assets/results: its first 100 steps reach the loss that is published there."""
 
 from warm_start import read_losses, start
 

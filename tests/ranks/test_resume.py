@@ -1,4 +1,4 @@
-"""Every optimizer x every way to save: a resumed run is bit-equal to the unbroken one."""
+"""With every optimizer and every way to save, a resumed run is bit-equal to the unbroken one."""
 
 from contextlib import ExitStack
 from dataclasses import replace
@@ -106,7 +106,7 @@ def test_every_optimizer_is_saved_and_resumed_bit_equal_in_every_mode(pool, tmp_
         assert differing == dict.fromkeys(MODES, [])
 
 
-# steps that each of two hosts has saved -> those that both can use
+# the steps that each of two hosts has saved -> the steps that both can use
 HOSTS = {
     "one is ahead": ([2, 4], [4, 6], [4]),
     "none in common": ([2, 5], [3, 4], []),
@@ -114,7 +114,7 @@ HOSTS = {
 
 
 def save_on_hosts(rank: int, world_size: int, folder: str) -> dict[str, list[int]]:
-    """Worker: save snapshots on a host of its own. Return the steps that can be used."""
+    """Worker: save snapshots, as the only rank of a host. Return the steps that can be used."""
     usable = {}
     run = compare.build_table_run(world_size, {})
     for name, hosts in HOSTS.items():

@@ -1,4 +1,4 @@
-"""Pipeline plans as numbers, weight halves in bfloat16, and validation forward through every schedule."""
+"""Pipelines: numbers of stages and microbatches, weight halves in bfloat16, validation forward in every schedule."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -37,7 +37,7 @@ def count_layers(parallelism: Parallelism, n_layers: int) -> list[int]:
 @pytest.mark.parametrize(
     "parallelism, n_layers, layers",
     [
-        (pipeline(4), 32, [8, 9, 8, 7]),  # embedding and head weigh one layer each
+        (pipeline(4), 32, [8, 9, 8, 7]),  # embedding and head count as one layer each
         (pipeline(2, first_stage_less_layers=5), 8, [2, 6]),
         (pipeline(4, "Interleaved1F1B"), 8, [1, 1, 1, 1, 1, 1, 1, 1]),
         (pipeline(2, "LoopedBFS", layers_per_stage=3), 10, [2, 3, 3, 2]),
@@ -46,7 +46,7 @@ def count_layers(parallelism: Parallelism, n_layers: int) -> list[int]:
             pipeline(16, "Interleaved1F1B", layers_per_stage=1),
             126,
             [0, *[1] * 126, 0],
-        ),  # the same, as it was trained
+        ),  # the same model, with the layers of its published training
         (pipeline(4), 3, [1, 1, 1, 0]),
         (pipeline(2, "Interleaved1F1B", first_stage_less_layers=3), 8, [0, 3, 3, 2]),
         (pipeline(4, first_stage_less_layers=0, last_stage_less_layers=0), 2, [0, 1, 1, 0]),
@@ -58,7 +58,7 @@ def test_layers_are_spread_evenly_with_embedding_and_head_counted(parallelism, n
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_microbatch_numbers_that_torch_refuses_are_refused_before_launch(name):
-    """Torch's schedule classes are the oracle: they count in their constructors."""
+    """Torch's schedule classes are the reference, because their constructors check the number of microbatches."""
     for n_microbatches in range(1, 14):
         parallelism = pipeline(4, name)
         n_stages = 4 * SCHEDULES[name].least_stages_per_rank
@@ -67,7 +67,7 @@ def test_microbatch_numbers_that_torch_refuses_are_refused_before_launch(name):
 
 
 def torch_refuses(name: str, pp: int, n_stages: int, n_microbatches: int) -> bool:
-    """Whether torch's class raises ValueError, with stages that hold nothing."""
+    """Return whether torch's class raises ValueError. Its stages are stubs."""
     schedule_class = get_schedule_class(name)
     stages = []
     for index in range(0, n_stages, pp):
@@ -91,14 +91,14 @@ def torch_refuses(name: str, pp: int, n_stages: int, n_microbatches: int) -> boo
 SPLITS = {
     "InterleavedZeroBubble": {SCHEDULE: "InterleavedZeroBubble"},
     "ZBVZeroBubble": {SCHEDULE: "ZBVZeroBubble"},
-    "DualPipeV": {SCHEDULE: "DualPipeV"},  # whole backwards between its weight halves
+    "DualPipeV": {SCHEDULE: "DualPipeV"},  # mixes whole backwards with weight halves
 }
 
 
 @pytest.mark.parametrize("name", SPLITS)
 @pytest.mark.parametrize("tp", [1, slow(2)])
 def test_weight_halves_in_bfloat16_are_summed_in_float32(pool, tmp_path, name, tp):
-    """Without tp, every gradient is compared with one rank that sums in float32; the bound is 1e-5."""
+    """Without tp, every gradient is compared with one rank that sums in float32. The bound is 1e-5."""
     overrides = {PP: 2, TP: tp, MODE: "none", **BFLOAT16, **SPLITS[name]}
     trial = try_precision(
         "bfloat16", compare.reduce_row(Row(2 * tp, overrides)), pool.run, tmp_path

@@ -53,7 +53,7 @@ MODELS_ON_8 = {
 
 @pytest.mark.parametrize("name", choose_fast(CASES, ["Qwen3 on tp4"]))
 def test_losses_and_checkpoints_are_those_of_one_process(pool, tmp_path, name):
-    """Five losses on both; a checkpoint of either opens on the other with every element equal."""
+    """Compare five losses. A checkpoint of the layout opens in one process, and the reverse, with equal elements."""
     n_ranks, degrees, model = CASES[name]
     plain = COMMON | model
     sides = {"many": (n_ranks, plain | degrees), "one": (1, plain)}
@@ -105,7 +105,7 @@ def test_weights_of_transformers_come_back_bit_equal(pool, tmp_path: Path, name)
 
 
 def make_whole():
-    """Context: each tp rank computes all keys and values, as the latents of MLA, with all of their weights."""
+    """Context manager: each tp rank has all weights of keys and values and computes all of them, as in MLA."""
     table = MODELS["llama3"]
 
     def list_block(*args):

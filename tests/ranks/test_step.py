@@ -1,4 +1,4 @@
-"""What a step does when something goes wrong: losses and gradients that are not finite."""
+"""What a step does if a loss or a gradient is not finite, or a gradient norm is unusually high."""
 
 import math
 import os
@@ -31,7 +31,9 @@ def make_step(run: build.Run, step: int) -> tuple[stepping.StepResult, bool]:
 
 
 def break_a_step(rank: int, world_size: int, overrides: dict[str, object]) -> tuple[bool, bool]:
-    """Worker: one good step, then one with a NaN on rank 1. Was it applied; did weights and moments stay?"""
+    """Worker: make a good step, then one with a NaN on rank 1. Return whether the second was applied, and whether
+    weights and moments stayed the same.
+    """
     run = compare.build_table_run(world_size, overrides)
     make_step(run, 0)
     if rank == 1:
@@ -61,10 +63,12 @@ def test_a_loss_that_is_not_finite_changes_nothing(pool, name):
 
 
 def meet_spikes(rank: int, world_size: int, overrides: dict[str, object]) -> list[tuple]:
-    """Worker: three steps. Return for each whether it was applied, whether it changed nothing, and the skipped ones."""
+    """Worker: make three steps. Return for each whether it was applied, whether it changed nothing, and the skipped
+    steps.
+    """
     run = compare.build_table_run(world_size, overrides | {"training.skip_spikes": 2.0})
     seen = []
-    for step, usual_norm in enumerate((math.inf, 1e-6, 1e6)):  # unknown, far below, far above
+    for step, usual_norm in enumerate((math.inf, 1e-6, 1e6)):  # unknown, far too low, far too high
         run.spikes.history.fill_(usual_norm)
         result, is_unchanged = make_step(run, step)
         seen.append((result.read()[0], is_unchanged, int(run.spikes.skipped)))
@@ -82,8 +86,8 @@ def test_a_spike_changes_nothing_on_any_rank_and_is_counted(pool, overrides):
 
 
 FORTY = [1.0] * 40
-NORMS_AND_SKIPPED = {  # norms of successive steps, with 3 times the median of 32 -> steps that are skipped
-    # the 16th norm is judged by nothing yet; at the end, most of the last 32 norms are 2
+NORMS_AND_SKIPPED = {  # norms of successive steps -> skipped steps. The limit: 3 * median of 32 norms
+    # there is no limit yet for the 16th norm; at the end, most of the last 32 norms are 2
     "a NaN and spikes": (
         [1.0] * 15 + [9.0] + [1.0, 3.1, math.nan, 2.9] + [2.0] * 20 + [5.0],
         [17],
@@ -96,7 +100,7 @@ NORMS_AND_SKIPPED = {  # norms of successive steps, with 3 times the median of 3
     ),
     "higher twice": (FORTY + [4.0] * 40 + [16.0] * 40, [*range(40, 56), *range(80, 96)]),
     "a burst, then as before": (FORTY + [9.0] * 15 + [1.0] * 20 + [9.0], [*range(40, 55), 75]),
-    # infinity would raise the median
+    # infinite norms are not kept, because they would raise the median
     "infinity": (FORTY + [math.inf] * 40 + [4.0], range(40, 81)),
     "lower for good, then as before": (FORTY + [0.1] * 40 + [1.0] * 40, range(80, 96)),
 }
@@ -143,7 +147,7 @@ def test_the_log_names_skipped_steps_and_the_level_that_is_accepted(pool, tmp_pa
     assert pool.run(start_with_norms, 1, keys, norms) == [0]
     steps = [record for record in warm_start.read_records(tmp_path / "run") if "loss" in record]
     seen = [(s["step"], s["skipped_steps"], s.get("skipped_above")) for s in steps]
-    # After the first ten, each skipped step and the next applied one; the last step.
+    # After the first ten steps, the log has each skipped step, the next applied one, and the last step.
     later = [record for record in seen if record[0] > 10]
     assert later == [(15, 1, 1), (16, 1, None), (17, 2, 1), (18, 2, None), (22, 2, None)]
     (warning,) = [
@@ -154,7 +158,7 @@ def test_the_log_names_skipped_steps_and_the_level_that_is_accepted(pool, tmp_pa
 
 # --- who made the first number that is not finite ---
 
-N_TRIALS = int(os.environ.get("TRIALS", "4"))  # of each layout
+N_TRIALS = int(os.environ.get("TRIALS", "4"))  # for each layout
 
 
 def break_output(forward, factor: float, *args, **kwargs) -> torch.Tensor:
@@ -171,13 +175,13 @@ def break_gradient(forward, factor: float, x: torch.Tensor, *args, **kwargs) -> 
 BREAKS = {
     "output": break_output,
     "gradient": break_gradient,
-}  # of a module of one rank, by NaN or infinity
+}  # what becomes NaN or infinite in a module of one rank
 
 
 def break_many_steps(
     rank: int, world_size: int, overrides: dict[str, object], n_trials: int
 ) -> list[tuple]:
-    """Worker: each trial breaks one module of one rank. What was broken, and the diagnosis; a sound step first."""
+    """Worker: after a good step, each trial breaks a module of one rank. Return what was broken, and the diagnosis."""
     run = compare.build_table_run(world_size, overrides)
     batch = compare.read_rows(run)
     trials = [(None, "a sound step", find_origin(run, batch))]
@@ -189,8 +193,8 @@ def break_many_steps(
         broken_rank = chosen.randrange(world_size)
         kind = chosen.choice(list(BREAKS))
         factor = chosen.choice([math.nan, math.inf])
-        # The first two compute nothing. Of modules that share an input the first one is named, and the gradient of
-        # token ids is none.
+        # Not broken: the first two compute nothing. If modules share an input, the diagnosis names the first one. Token
+        # ids have no gradient.
         left_out = ("", "layers")
         if kind == "gradient":
             left_out += ("tok_embeddings", "wk", "wv", "w3")
@@ -240,7 +244,7 @@ def test_the_rank_and_the_module_that_made_the_first_nan_are_named(pool, name):
 
 
 def break_a_weight(rank: int, world_size: int, kind: str) -> str:
-    """Worker: a NaN in a weight of rank 1, as a checkpoint or a defect of memory may leave one, or in its gradient."""
+    """Worker: put a NaN into a weight of rank 1, as from a bad checkpoint or broken memory, or into its gradient."""
     run = compare.build_table_run(world_size, {TP: 2})
     batch = compare.read_rows(run)
     stepping.compute_gradients(run, batch)

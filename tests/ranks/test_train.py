@@ -1,4 +1,4 @@
-"""train.py: killed and restarted under torchrun, resumed on another layout."""
+"""train.py is killed and restarted under torchrun, and resumed on a different layout."""
 
 import fcntl
 import hashlib
@@ -48,7 +48,7 @@ RANKS, LAYOUT = 2, "--training.local_batch_size=6"
 
 @pytest.fixture(scope="module")
 def unbroken(pool, tmp_path_factory) -> tuple[Path, list[str]]:
-    """Dump folder of a run that nothing disturbs, and the keys of its data. Its ranks are the workers of the pool."""
+    """Train without interruption, in the workers of the pool. Return the dump folder, and the keys of the data."""
     folder = tmp_path_factory.mktemp("train with spaces")
     keys = [*KEYS, *warm_start.write_letters(folder / "letters")]
     assert (
@@ -82,7 +82,7 @@ def test_a_killed_rank_is_restarted_and_the_run_ends_bit_equal_to_the_unbroken_o
 
 
 def kill_new_rank(process: subprocess.Popen, n_ranks: int, delay_s: float = 0.0) -> None:
-    """Kill the last rank of a start; without a delay, before it has imported anything."""
+    """Kill the last rank of a start. Without a delay, it has not imported anything yet."""
     while len(ranks := list_ranks(process)) < n_ranks:
         time.sleep(0.001)
     time.sleep(delay_s)
@@ -93,7 +93,7 @@ def kill_new_rank(process: subprocess.Popen, n_ranks: int, delay_s: float = 0.0)
     "n_ranks, layout",
     [
         (3, "--training.local_batch_size=4"),
-        slow(1, LAYOUT),  # accumulates
+        slow(1, LAYOUT),  # accumulates gradients
     ],
 )
 def test_a_run_resumed_on_other_ranks_has_the_losses_of_the_unbroken_one(
@@ -103,7 +103,7 @@ def test_a_run_resumed_on_other_ranks_has_the_losses_of_the_unbroken_one(
     checkpoints = tmp_path / "checkpoint"
     shutil.copytree(folder / "checkpoint" / "step-8", checkpoints / "step-8")
     keys = [*keys, layout, f"--job.dump_folder={tmp_path}"]
-    stopped = pool.run(warm_start.start, n_ranks, keys, 4)  # by a signal
+    stopped = pool.run(warm_start.start, n_ranks, keys, 4)  # stopped by a signal
     assert stopped == [143] * n_ranks
     assert find_steps(checkpoints) == [8, 12]
     assert pool.run(warm_start.start, n_ranks, keys) == [0] * n_ranks
@@ -115,7 +115,7 @@ def test_a_run_resumed_on_other_ranks_has_the_losses_of_the_unbroken_one(
 
 
 def test_a_second_run_says_that_the_first_has_finished_and_changes_nothing(pool, unbroken):
-    """By ./run_train.sh, and by train.py alone as a bare torchrun starts it."""
+    """The second run starts by ./run_train.sh, and by train.py alone, as torchrun starts it."""
     folder, keys = unbroken
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     output = finish(launch(folder, folder / "cache", *keys, LAYOUT, n_ranks=RANKS))
@@ -137,7 +137,7 @@ READER = """
 
 
 def describe_tree(folder: Path) -> dict[str, tuple]:
-    """Return path -> size, time of the last change, and hash, of everything in a folder."""
+    """Return path -> (size, time of the last change, hash) for every file in a folder."""
     tree = {}
     for path in (folder, *folder.rglob("*")):
         about = path.stat()
@@ -148,7 +148,7 @@ def describe_tree(folder: Path) -> dict[str, tuple]:
 
 @pytest.fixture(scope="module")
 def stopped(pool, unbroken, tmp_path_factory) -> tuple[Path, list[str]]:
-    """Dump folder and snapshots of a run that a signal has stopped after step 10, and its keys."""
+    """Stop a run after step 10 by a signal. Return its dump folder with snapshots, and its keys."""
     folder = tmp_path_factory.mktemp("stopped")
     keys = [*unbroken[1], LAYOUT, f"--job.dump_folder={folder / 'run'}"]
     keys += ["--checkpoint.interval=4", "--checkpoint.local_interval=3"]
@@ -229,7 +229,8 @@ def read_adam_step(dump_folder: Path) -> int:
 
 
 ANEW = "--checkpoint.exclude_from_loading=optimizer"
-# starts of one command, each stopped after so many steps, before or after its first save -> AdamW's step at the end
+# The same command is started several times: number of steps after which each start stops, and whether before or after
+# its first save -> AdamW's step count at the end.
 STARTS = {
     "three, the first two save": ([3, 4, 0], 12),
     "two, the newest of the first is damaged": ([5, "damage", 0], 12),
@@ -251,7 +252,7 @@ def test_new_moments_begin_once_however_often_the_command_is_started(
             status = 143 if n_steps else 0
             assert pool.run(warm_start.start, RANKS, keys, n_steps) == [status] * RANKS
     assert read_adam_step(tmp_path) == expected
-    # A new folder is a new run: its first start begins with new moments again.
+    # A new folder is a new run, so its first start begins with new moments.
     (tmp_path / "again").mkdir()
     path = tmp_path / "checkpoint" / f"step-{STEPS}"
     more = [f"--job.dump_folder={tmp_path / 'again'}", f"--checkpoint.initial_load_path={path}"]
@@ -286,12 +287,12 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.slow  # half a minute each; KILLS=10 kills as often as one likes
+@pytest.mark.slow  # half a minute each; KILLS=10 makes 10 kills
 @pytest.mark.parametrize("seed", range(int(os.environ.get("KILLS", 3))))
 def test_a_run_killed_at_a_random_instant_ends_bit_equal_to_the_unbroken_one(
     pool, unbroken, tmp_path, seed
 ):
-    """Layouts, ways to save, and ways to resume take turns."""
+    """Successive kills use different layouts, ways to save, and ways to resume."""
     draw = random.Random(seed)
     steps = 60  # the run must not end before the kill
     dim, batch = list(LAYOUTS.items())[seed % 3]
@@ -307,7 +308,7 @@ def test_a_run_killed_at_a_random_instant_ends_bit_equal_to_the_unbroken_one(
     kill_rank(process, draw.randrange(2), after_step=step, delay_s=delay_s)
     finish(process, status=None)
     for step in find_steps(killed / "checkpoint"):
-        OpenCheckpoint(killed / "checkpoint" / f"step-{step}")  # each one is whole
-    if process.returncode:  # also where torchrun itself does not survive the death of a rank
+        OpenCheckpoint(killed / "checkpoint" / f"step-{step}")  # each one is complete
+    if process.returncode:  # also if torchrun ends because a rank was killed
         finish(launch(killed, tmp_path, *keys, n_ranks=2))
     assert list_differences(killed, tmp_path / "unbroken", steps) == []

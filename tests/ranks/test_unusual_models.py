@@ -1,4 +1,4 @@
-"""A model whose forward is not as the table or the plain loop expects: a sentence with a name, never a wrong run."""
+"""A model whose forward differs from its table or the plain loop gives an error with a name, never a wrong run."""
 
 from functools import partial
 
@@ -54,7 +54,7 @@ def test_a_model_that_adds_to_the_loss_is_compared_with_its_own_code(monkeypatch
 
 
 def train_without_a_norm(rank: int, world_size: int, keys: dict) -> str:
-    """Worker: the error of a step in which no gradient reaches a parameter."""
+    """Worker: make a step in which a parameter gets no gradient. Return the error."""
     run = compare.build_table_run(world_size, keys)
     run.parts[-1].norm.forward = lambda x: x
     with pytest.raises(UserError) as error:

@@ -1,4 +1,4 @@
-"""The loss on held-out documents: of exactly those, and the same on every layout."""
+"""The validation loss covers exactly the held-out documents, and is the same on every layout."""
 
 import itertools
 import math
@@ -27,7 +27,7 @@ from torchtitan_lite.tools.corpora.text_files import find_files
 from torchtitan_lite.validation import ValidationBatches, validate
 
 SEQ_LEN = compare.SEQ_LEN
-BYTES = {"model.vocab_size": 264}  # of the byte tokenizer 258, and a multiple of tp
+BYTES = {"model.vocab_size": 264}  # at least the 258 of the byte tokenizer, and divisible by tp
 
 LAYOUTS = read_rows("""
 one rank | 1
@@ -48,7 +48,7 @@ pp2 InterleavedZeroBubble | 2 | PP=2 SCHEDULE=InterleavedZeroBubble MODE=none
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A corpus of documents with all sorts of lengths and letters, about half of them held out."""
+    """Prepare a corpus of documents of many lengths and letters. About half of them are held out."""
     root = tmp_path_factory.mktemp("corpus")
     files = [root / f"{number:02}.txt" for number in range(26)]
     for number, path in enumerate(files):
@@ -81,7 +81,7 @@ def validate_layout(
     most_batches: int,
     stop: StopFlag | None = None,
 ) -> dict[str, float] | None:
-    """Worker: the validation of a run before its first step."""
+    """Worker: validate a run before its first step. Return the figures."""
     run = compare.build_table_run(world_size, {**BYTES, "validation.enable": True, **overrides})
     batches = make_batches(folder, most_batches, run.config.model.attention)
     figures = validate(run, batches, 1, stop or StopFlag())
@@ -89,7 +89,9 @@ def validate_layout(
 
 
 def stop_in_validation(rank: int, world_size: int, overrides: dict, folder: Path) -> tuple:
-    """Worker: the last rank gets SIGTERM in the second batch. Return the figures, and the number of batches."""
+    """Worker: send SIGTERM to the last rank in the second batch of a validation. Return the figures, and the number of
+    batches.
+    """
     stop = StopFlag()
     n_batches = 0
 
@@ -112,7 +114,7 @@ def test_a_signal_on_one_rank_ends_the_validation_of_all_after_the_same_batch(
 
 
 def validate_in_one_process(folder: Path, starts: Sequence[int]) -> dict[str, float]:
-    """The same by a plain loop over samples of the held-out row, one at a time; `starts`: their first tokens."""
+    """Validate by a plain loop over the samples of the held-out row, one at a time. `starts`: their first tokens."""
     config = compare.override(compare.TABLE_CONFIG, BYTES)
     model = Llama3(resolve_model(config.model))
     initialize_weights(model, config.debug.seed)
@@ -128,7 +130,7 @@ def validate_in_one_process(folder: Path, starts: Sequence[int]) -> dict[str, fl
         losses = F.cross_entropy(logits[0].double(), row[1:], reduction="none")
         loss += losses[counted].sum().item()
         n_counted += counted.sum().item()
-        n_bytes += (counted & (row[1:] < 256)).sum().item()  # each byte of text is a token
+        n_bytes += (counted & (row[1:] < 256)).sum().item()  # each byte of text is one token
     mean = loss / n_counted
     return {
         "val_loss": mean,
@@ -151,7 +153,7 @@ def test_every_layout_has_the_loss_of_one_process_on_all_held_out_documents(pool
 
 
 def validate_with_a_term_of_training(rank: int, world_size: int, keys: dict, folder: Path) -> dict:
-    """Worker: the validation of a model whose forward adds to the loss in training, with a z-loss."""
+    """Worker: validate a model whose forward adds a z-loss in training only. Return the figures."""
     forward = Llama3.forward
 
     def add(self, *args, **fields) -> torch.Tensor:
@@ -182,7 +184,7 @@ def test_validation_is_evaluation_and_measures_the_cross_entropy(pool, folder, n
 
 
 def count_gathered(rank: int, world_size: int, overrides: dict, folder: Path) -> list[int]:
-    """Worker: return the numbers of parameters that are not sharded before, during and after a validation."""
+    """Worker: return how many parameters are not sharded before, during and after a validation."""
     run = compare.build_table_run(world_size, overrides)
 
     def count() -> int:

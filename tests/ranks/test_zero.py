@@ -1,4 +1,4 @@
-"""How often ranks talk under each ZeRO stage: the table of parallel/fsdp.py, counted."""
+"""The number of collectives under each ZeRO stage is as in the table of parallel/fsdp.py."""
 
 import compare
 import pytest
@@ -15,11 +15,11 @@ RESHARD = "--parallelism.fsdp_reshard_after_forward"
 N_GROUPS = compare.TABLE_CONFIG.model.n_layers + 2  # blocks, embedding, head
 GATHERS_PER_MICROBATCH = (
     2 * (N_GROUPS - 2) + 2
-)  # under stage 3, blocks twice, embedding and head once
+)  # under stage 3: blocks twice, embedding and head once
 
 
 class GroupCalls(Collectives):
-    """Calls of process groups by the name of their operation: what FSDP calls."""
+    """Counts the calls of process groups, which FSDP makes, by the name of the operation."""
 
     def note(self, func, args, outputs):
         if func.namespace == "c10d":
@@ -27,7 +27,7 @@ class GroupCalls(Collectives):
 
 
 def count_calls(rank: int, world_size: int, overrides: dict[str, object]) -> dict[str, int]:
-    """Worker: collectives of FSDP in one forward_backward, after one that is not counted."""
+    """Worker: count the collectives of FSDP in the second forward_backward."""
     run = compare.build_table_run(world_size, {MODE: "none", **overrides})
     batch = compare.read_rows(run)
     n_tokens = stepping.count_global_tokens(run, batch)
@@ -66,7 +66,7 @@ def test_collectives_per_step_are_those_of_the_table(
 
 @pytest.mark.parametrize(
     "stage, gathers, scatters",
-    # 8 rows on 4 ranks are 2 microbatches. Each of 2 layers has a group of experts more, gathered as the blocks are.
+    # 8 rows on 4 ranks are 2 microbatches. Each of 2 layers has one more group, for experts, gathered like the blocks.
     [(1, 2, 2), (2, 2, 2 * 2), (3, 2 * 2 * 2, 2 * 2)],
 )
 def test_experts_are_one_more_group_a_layer_and_are_gathered_as_often_as_blocks(
@@ -74,7 +74,7 @@ def test_experts_are_one_more_group_a_layer_and_are_gathered_as_often_as_blocks(
 ):
     keys = {ZERO: stage, **ACCUMULATION_4, **TWO_LAYERS}
     dense = pool.run(count_calls, 4, keys)[0]
-    # Over efsdp = 2 ranks; the exchanges of tokens are no calls of process groups.
+    # The experts are sharded over efsdp = 2 ranks. The exchanges of tokens do not call process groups.
     experts = pool.run(count_calls, 4, {**keys, **MOE, EP: 2})[0]
     assert experts["allgather_base"] - dense["allgather_base"] == gathers
     assert experts["reduce_scatter_base"] - dense["reduce_scatter_base"] == scatters
@@ -83,14 +83,14 @@ def test_experts_are_one_more_group_a_layer_and_are_gathered_as_often_as_blocks(
 @pytest.mark.parametrize("stage", [1, 3])
 def test_under_pp_gradients_are_reduced_once_per_step(pool, stage):
     counts = pool.run(count_calls, 4, {PP: 2, ZERO: stage, "training.local_batch_size": M})
-    gathers, scatters = (  # of stage 0 and stage 1 of the first dp rank
+    gathers, scatters = (  # by stage 0 and stage 1 of the first dp rank
         counts[0][name] + counts[2][name] for name in ("allgather_base", "reduce_scatter_base")
     )
-    # In fp32, each of the two stages is a single group under 1.
+    # Under ZeRO 1 in fp32, each of the two pipeline stages is a single group.
     assert scatters == {1: 2, 3: N_GROUPS}[stage]
-    # Under 3 a parameter stays whole from a backward to the next forward. Stage 0 (F F B F B F B B) gathers its two
-    # blocks for F, F, B, B, B, its embedding for each F; stage 1 (F B F B F B F B) gathers 3 for the first F, then 2
-    # for each B: the head stays.
+    # Under ZeRO 3 a parameter stays whole from a backward to the next forward. Stage 0 (F F B F B F B B) gathers its
+    # two blocks for F, F, B, B, B, and its embedding for each F. Stage 1 (F B F B F B F B) gathers 3 groups for the
+    # first F, then 2 for each B, because the head stays.
     assert gathers == {1: 2, 3: 5 * 2 + 4 + 3 + 4 * 2}[stage]
 
 
@@ -98,7 +98,8 @@ def test_under_pp_gradients_are_reduced_once_per_step(pool, stage):
     "name, n_ranks, keys, stage",
     [
         ("llama3_1b", 1, [], 1),
-        ("llama3_1b", 1, ["--training.enable_cpu_offload"], 2),  # 1 would keep gradients on the GPU
+        # ZeRO 1 would keep gradients on the GPU.
+        ("llama3_1b", 1, ["--training.enable_cpu_offload"], 2),
         ("llama3_1b", 4, ["--parallelism.data_parallel_replicate_degree=4"], 1),
         ("llama3_1b", 4, [], 3),
         (

@@ -1,4 +1,4 @@
-"""bench: contenders take turns, and ratios are of each round. Never how fast anything is."""
+"""bench: contenders take turns, and ratios are computed within each round. No test depends on a speed."""
 
 from argparse import ArgumentTypeError, Namespace
 from dataclasses import replace
@@ -48,7 +48,7 @@ def test_contenders_take_turns_and_another_one_is_first_each_round():
 
 
 def test_a_ratio_compares_the_turns_of_one_round(monkeypatch, capsys):
-    # The machine slows down from round to round. Medians of the speeds alone would say the opposite.
+    # The machine slows down from round to round. A ratio of the median speeds would give the opposite result.
     rounds = []
     for trainer_s, loop_s in ((1.0, 2.0), (2.0, 1.0), (8.0, 4.0)):
         rounds.append({"trainer": bench.Turn(trainer_s, 0.5), "bare_loop": bench.Turn(loop_s, 0.7)})

@@ -1,4 +1,4 @@
-"""`prepare --chat`: ids and targets against transformers, through the corpus to the batch, and what is refused."""
+"""`prepare --chat`: ids and targets equal transformers', in the corpus and in the batch. Refusals are tested too."""
 
 import json
 import sys
@@ -52,7 +52,7 @@ TALKS = {"single": SINGLE, "multi": MULTI, "calls": CALLS}
 HEAD = "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
 TAIL = "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 CHATML = "{{ date_string }}" + HEAD + "{{ message.content + '<|im_end|>\n' }}" + TAIL
-# template -> targets of "single", "multi" and "calls"; None: those between the marks; a string: it is refused with that
+# template -> targets of "single", "multi" and "calls". None: the texts between the marks. A string: why it is refused.
 TEMPLATES = {
     "plain": (
         CHATML,
@@ -121,12 +121,12 @@ TEMPLATES = {
 
 @pytest.fixture(scope="module")
 def make_folder(tmp_path_factory) -> Callable[..., Path]:
-    """Function: chat template -> a tokenizer's folder with it."""
+    """Return a function: chat template -> the folder of a tokenizer with this template."""
     bpe = train_bpe("Qwen")
     bpe.add_special_tokens(["<|im_start|>"])
 
     def make(template: str | None, *special: str) -> Path:
-        """`special`: more special tokens, of which the first is EOS."""
+        """Write the folder. `special`: further special tokens; the first of them is EOS."""
         more = HuggingFace.from_str(bpe.to_str())
         more.add_special_tokens([*special])
         eos = [*special, "<|end_of_text|>"][0]
@@ -141,7 +141,7 @@ def make_folder(tmp_path_factory) -> Callable[..., Path]:
 
 
 def in_parts(messages: list[dict]) -> list[dict]:
-    """Return the messages with each content as a list of one text."""
+    """Return the messages with each content written as a list with one text."""
     return [
         {**message, "content": [{"type": "text", "text": message.get("content") or ""}]}
         for message in messages
@@ -206,7 +206,7 @@ def test_a_greeting_is_an_answer(make_folder):
 
 
 BRACKETS = ("[|endofturn|]", "[|assistant|]", "[|user|]")
-ENDINGS = {  # special tokens, text after a message, what a target has of it, the end token
+ENDINGS = {  # special tokens, text after a message, the part of it that is a target, the end token
     "in brackets": (BRACKETS, "[|endofturn|]\n", "[|endofturn|]", "[|endofturn|]"),
     "start of another": (("[|end|]", "[|end|]\n\n"), "[|end|]\n", "[|end|]", "[|end|]"),
     "longer than another": (("[|end|]x", "[|end|]"), "[|end|]x[|end|]", "[|end|]x", "[|end|]x"),
@@ -253,7 +253,7 @@ def test_weights_and_only_last_turn_choose_the_answers(kind, make_folder):
 
 
 def prepare(path: Path, rows: list, *arguments: object) -> int:
-    """Write rows to a file, and prepare them."""
+    """Write rows to a file, and run prepare on it."""
     if path.suffix == ".parquet":
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     else:

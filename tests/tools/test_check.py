@@ -1,6 +1,7 @@
-"""What must stop a run before it starts: one table of arguments and keys. And what `check` says about a sound run.
+"""A table of arguments that must be refused before a run starts, with the keys of their problems. Also tests
+what `check` prints about a run without problems.
 
-Wording is not tested, only that each problem has a key as in TOML, a reason and a remedy, and that the status is 2.
+Wording is not tested. Each problem must have a key as in TOML, a reason and a remedy, and the status must be 2.
 """
 
 import os
@@ -327,7 +328,7 @@ def test_check_says_what_a_user_did_not_ask_for(line, empty_folder, capsys):
 # ---------------------------------------------------------------- ranks and places
 
 
-# arguments | variables | machine if it is not LAPTOP | number of ranks, or the key of the problem: and words
+# arguments | variables | machine if it is not LAPTOP | number of ranks, or key of the problem: words of the output
 ANSWERS = f"""
                                                     |                | | 2
 --parallelism.data_parallel_shard_degree 1          |                | | 1
@@ -365,7 +366,7 @@ ANSWERS = f"""
 --config llama3_70b --gpus 8 --gpu a100-80          |                | | model.flavor
 ASYNC --gpus 2                                      | CC=none        | | 2
 ASYNC                                               | NGPU=2         | | parallelism.enable_async_tensor_parallel
-"""  # compilers here do not matter for GPUs elsewhere
+"""  # compilers of this machine do not matter if the GPUs are elsewhere
 
 
 @pytest.mark.parametrize("line", ANSWERS.strip("\n").splitlines())
@@ -390,7 +391,7 @@ def test_check_answers_for_this_host_and_for_a_run_elsewhere(line, monkeypatch, 
 
 # ---------------------------------------------------------------- memory
 
-WHOLE = 8_030_261_248 * 16  # bytes of state of the 8B
+WHOLE = 8_030_261_248 * 16  # bytes of weights, gradients and moments of Llama 3 8B
 
 
 def bound_state(*args: str, n_ranks: int) -> int:
@@ -456,9 +457,10 @@ def test_a_tokenizer_is_looked_up_here_first_then_in_the_repository(empty_folder
 
 
 def test_a_sink_whose_package_is_absent_is_refused_with_its_extra(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "path", [str(tmp_path)])  # without any package
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])  # so that no package is found
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
-    with pytest.raises(ConfigError) as error:  # as a rank under a bare torchrun
+    # A rank that torchrun starts without the launcher makes the same checks.
+    with pytest.raises(ConfigError) as error:
         resolve(["--metrics.enable_wandb"], machine=LAPTOP, n_ranks=2)
     (problem,) = error.value.problems
     assert problem.key == "metrics.enable_wandb" and "the extra `wandb`" in problem.remedy
@@ -475,7 +477,7 @@ def test_a_split_backward_needs_a_torch_that_repaired_it(torch_version, is_fine,
     for schedule in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"):
         keys = find_keys([*layout, f"--{key}={schedule}"], n_ranks=2)
         assert keys == ([] if is_fine else [key])
-    assert not find_keys([*layout, f"--{key}=Interleaved1F1B"], n_ranks=2)  # the remedy
+    assert not find_keys([*layout, f"--{key}=Interleaved1F1B"], n_ranks=2)  # follows the remedy
 
 
 # ---------------------------------------------------------------- the resolved config, and the verdict

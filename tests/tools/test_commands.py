@@ -1,6 +1,6 @@
-"""Every command line that README and the chapters show is correct, and runs in a folder with the files it names.
+"""Every command line that the READMEs show is correct, and runs in a folder with the files that it names.
 
-The default tests parse the command lines. With --all they are run in this order, as a reader would.
+The default tests only parse the command lines. With --all they are run in the order in which a reader meets them.
 """
 
 import gzip
@@ -36,7 +36,7 @@ TWO_STEPS = "--training.steps 2 --validation.steps 1"
 TINY = f"{TWO_STEPS} --model.dim 64 --model.n_layers 1 --model.n_heads 4 --model.n_kv_heads 2 --model.ffn_dim 128"
 TINY += " --model.vocab_size 2304 --training.seq_len 64 --training.local_batch_size 1"
 TINY += " --training.mixed_precision_param float32"
-MORE = {  # part of a command that trains -> arguments that make the run short; the default is two steps
+MORE = {  # part of a training command -> arguments that make it short; default: two steps
     "--help": "",
     "outputs/diverged --": "--checkpoint.interval 1 --training.steps 3 --validation.steps 1",
     "initial_load_path outputs/diverged": (
@@ -50,15 +50,15 @@ MORE = {  # part of a command that trains -> arguments that make the run short; 
 }
 STATUS = {  # part of a command -> its exit status if that is not 0
     "llama3_8b.toml": 2,  # too large for a CPU host
-    "report outputs/llama3_70b": 2,  # did not run here
+    "report outputs/llama3_70b": 2,  # this run does not exist here
     "hang outputs/debug": 2,  # nothing hangs
-    "lab 1 answer": 1,  # wrong
-    "lab 3 check": 1,  # not yet written
+    "lab 1 answer": 1,  # the answer is wrong
+    "lab 3 check": 1,  # the exercise is not yet solved
 }
 
 
 def list_shown() -> list[str]:
-    """Return the commands in the order of the chapters, each once."""
+    """Return the commands in the order of the READMEs, each once."""
     shown = []
     for path in CHAPTERS:
         text = path.read_text(encoding="utf-8")
@@ -130,7 +130,7 @@ def test_wrong_input_ends_a_tool_with_status_2_and_its_key(line, capsys):
 
 
 def list_numbers() -> list[tuple[str, Option]]:
-    """Return each tool and argument that takes a number."""
+    """Return (tool, argument) for each argument that takes a number."""
     found = []
     for name, tool in TOOLS.items():
         for option in tool.options:
@@ -153,14 +153,15 @@ def test_a_number_of_a_tool_has_an_end(name, option, capsys):
 
 @pytest.fixture(scope="module")
 def desk(tmp_path_factory) -> Path:
-    """A working directory with the files and folders that the commands name."""
+    """Make a working directory with the files and folders that the commands name."""
     desk = tmp_path_factory.mktemp("desk")
     (desk / "run_train.sh").symlink_to(REPOSITORY / "run_train.sh")
     (desk / "texts").mkdir()
     lines = []
     for path in CHAPTERS:
         lines += path.read_text(encoding="utf-8").split("\n\n")
-    for number, line in enumerate(lines):  # enough documents that a hash holds one of a hundred out
+    # So many documents that some are among the hundredth that is held out.
+    for number, line in enumerate(lines):
         (desk / "texts" / f"{number}.md").write_text(line + "\n", encoding="utf-8")
     with gzip.open(desk / "notes.jsonl.gz", "wt") as notes:
         for line in lines:
@@ -188,7 +189,7 @@ def test_a_command_that_is_shown_runs(desk, command):
         if part in command:
             more = arguments
     words = command.split()
-    if "--out" in words:  # two chapters make the same corpus
+    if "--out" in words:  # two READMEs make the same corpus
         shutil.rmtree(desk / words[words.index("--out") + 1], ignore_errors=True)
     line = f"{command} {more}".replace("python3", sys.executable)
     variables = {"PYTHONPATH": str(REPOSITORY), "PYTHON": sys.executable}

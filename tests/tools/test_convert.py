@@ -1,4 +1,4 @@
-"""convert: a checkpoint becomes a Hugging Face folder that is complete or does not exist."""
+"""convert turns a checkpoint into a Hugging Face folder, which is complete or does not exist."""
 
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.tools import convert
 
-SMALL = replace(PLAIN, vocab_size=258)  # plain bytes and two special tokens
+SMALL = replace(PLAIN, vocab_size=258)  # 256 bytes and two special tokens
 
 
 def save_ours(
@@ -27,7 +27,7 @@ def save_ours(
     bias: float = 0.0,
     attention: str = "causal",
 ) -> dict[str, torch.Tensor]:
-    """Save weights, and biases of experts, which add up to zero, as a checkpoint. Return them."""
+    """Save weights and biases of experts as a checkpoint, and return them. The biases add up to zero."""
     weights = {}
     for fqn, parameter in build_ours(args).named_parameters():
         weights[f"model.{fqn}"] = parameter.detach().to(dtype)
@@ -60,7 +60,7 @@ def test_the_dtype_of_the_source_is_kept_and_another_one_can_be_chosen(tmp_path)
     weights = save_ours(tmp_path / "step-7", SMALL, dtype=torch.bfloat16)
     for dtype in ("bfloat16", "float32", "float16"):
         arguments = [] if dtype == "bfloat16" else ["--dtype", dtype]
-        assert run(tmp_path, tmp_path / dtype, *arguments) == 0  # the newest checkpoint there
+        assert run(tmp_path, tmp_path / dtype, *arguments) == 0  # the folder's newest checkpoint
         held = LlamaForCausalLM.from_pretrained(tmp_path / dtype, dtype="auto").lm_head.weight
         assert torch.equal(held, weights["model.output.weight"].to(getattr(torch, dtype)))
 

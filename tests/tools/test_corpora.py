@@ -1,4 +1,4 @@
-"""Files to corpora to tokens: every document once, in its order, whatever the kind of file and number of processes."""
+"""Corpora from files: each document appears once and in order, for any kind of file and number of processes."""
 
 import bz2
 import gzip
@@ -47,7 +47,7 @@ def write_rows(path: Path, texts: list[str]) -> Path:
 
 
 def write_files(folder: Path) -> list[str]:
-    """Write texts of all lengths to files of three kinds, and return them in the order of the corpus."""
+    """Write texts of many lengths to files of three kinds. Return the texts in the order of the corpus."""
     draw = random.Random(0)
     texts = [" ".join(draw.choices(WORDS, k=draw.randrange(1, 60))) for _ in range(900)]
     (folder / "sub").mkdir(parents=True)
@@ -110,7 +110,7 @@ ROW = b'{"text": "x"}\n'
 
 
 def make_double() -> bytes:
-    """Return a Parquet file with two columns of one name."""
+    """Return the bytes of a Parquet file with two columns of the same name."""
     file = io.BytesIO()
     columns = [["one"], ["two"]]
     pyarrow.parquet.write_table(pyarrow.table(columns, names=["text", "text"]), file)
@@ -208,7 +208,7 @@ def test_bad_rows_are_printed_and_counted_with_skip_bad_and_the_corpus_is_checke
     assert prepare_here(*args, "a.jsonl/out") == 1
     assert main(["prepare", "--check", "out"]) == 0
     flip_bit(Path("out/train.tokens"))
-    Path("out/train.documents").write_bytes(b"")  # half a copy
+    Path("out/train.documents").write_bytes(b"")  # a copy that was not finished
     assert main(["prepare", "--check", "out"]) == 1
     damage = capsys.readouterr().out
     assert "train.tokens" in damage and "train.documents" in damage
@@ -223,7 +223,7 @@ SPACED = [f'{{ "id": 1,\n\n "text": {json.dumps(text)} }}' for text in ROWS]
 NESTED = [f'{{"tags": [1, {{\n"a": 2}}],"text": {json.dumps(text)}}}' for text in ROWS]
 LONG = [json.dumps({"id": "x" * 20_000, "text": text}) for text in ROWS]
 CSV = "id,text\r\n" + "".join(f'{n},"{text}"\r\n' for n, text in enumerate(ROWS))
-FORMS = {  # what people have on disk, all with the documents ROWS
+FORMS = {  # usual kinds of files, all with the documents ROWS
     "lines.jsonl": LINES.encode(),
     "lines.jsonl.bz2": bz2.compress(LINES.encode()),
     "lines.jsonl.xz": lzma.compress(LINES.encode()),
@@ -251,7 +251,7 @@ def test_rows_are_read_from_every_form_that_people_have(name, here):
     assert list_texts(Path("out"), "train") == ROWS
 
 
-CLOSED = [  # arguments, PYTHONUNBUFFERED -> exit status if nobody reads the output
+CLOSED = [  # arguments, PYTHONUNBUFFERED -> exit status if the output pipe is closed
     ("prepare a.jsonl --out out --tokenizer bytes --processes 1", "", 0),
     ("prepare a.jsonl --out out --tokenizer bytes --processes 1 --json", "1", 0),
     ("prepare --check made", "", 0),
@@ -371,7 +371,7 @@ def test_bad_rows_are_skipped_when_a_tokenizer_is_trained(here, capsys):
     assert "1 bad rows left out" in capsys.readouterr().out
 
 
-MANIFESTS = {  # a manifest that is not ours -> a word of the reason
+MANIFESTS = {  # a manifest that `prepare` did not write -> a word of the reason
     "no JSON": "{",
     "a list": "[]",
     "of a checkpoint": '{"format": "x"}',
@@ -401,7 +401,7 @@ def test_a_corpus_that_cannot_be_used_is_one_problem_with_its_name_and_a_remedy(
     assert "--validation-share" in problem.remedy
     (made / "train.tokens").write_bytes(b"1")
     names = [str(made), str(tmp_path), "nowhere", "c4"]
-    problems = check_data(read(*names), BYTES)  # each of them once
+    problems = check_data(read(*names), BYTES)  # each corpus once
     assert [
         problem.value for problem in problems
     ] == names and "train.tokens has 1 bytes" in problems[0].why
@@ -422,7 +422,8 @@ def test_a_named_corpus_is_prepared_once_by_the_first_process_and_ranks_say_how_
     command = error.value.remedy.removeprefix("Run: ")
     assert command.startswith(name_command("prepare"))
 
-    def prepare_as_another_does(files, out, settings, **options):  # two runs that start together
+    # As if two runs started at the same time.
+    def prepare_as_another_does(files, out, settings, **options):
         prepare(files, out, settings, **options)
         prepare(files, out, settings, **options)
 
@@ -430,7 +431,7 @@ def test_a_named_corpus_is_prepared_once_by_the_first_process_and_ranks_say_how_
     assert main(shlex.split(command.partition("torchtitan_lite ")[2])) == 0
     monkeypatch.setattr(tool, "prepare", lambda *_, **__: pytest.fail("prepared again"))
     tool.prepare_dataset("tiny", BYTES, Path("cache"), "in")
-    (folder,) = Path("cache").iterdir()  # no other one was left
+    (folder,) = Path("cache").iterdir()  # no temporary folder is left
     corpus = Corpus("tiny", BYTES, Path("cache"), split="validation", dataset_path="in")
     assert corpus.n_tokens > 0
     Path("in/more.txt").write_text("more")

@@ -1,4 +1,4 @@
-"""Closed form = dry run = real step: memory and traffic of the same layouts, three ways."""
+"""Memory and traffic of a layout are equal in three ways: closed form, dry run and real step."""
 
 import inspect
 from itertools import starmap
@@ -145,7 +145,7 @@ def assert_equal_traffic(predicted: dict[object, Moved], counted: dict[object, M
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_traffic_of_the_closed_form_is_that_of_a_dry_run(name):
-    """Calls and bytes of each operation over each axis, of the first and the last pp rank; in bf16, as on a GPU."""
+    """Compare calls and bytes of each operation over each axis, on the first and the last pp rank, in bf16."""
     planned = read(name, **{DTYPE: "bfloat16"})
     peaks = []
     for pp_rank in {0, planned.layout.pp - 1}:
@@ -155,7 +155,7 @@ def test_traffic_of_the_closed_form_is_that_of_a_dry_run(name):
         live_bytes = RankMemory(planned.workload).estimate(pp_rank).live
         assert live_bytes == pytest.approx(run.peak_bytes, rel=0.25)
         peaks.append(run.peak_bytes)
-    if planned.layout.pp <= 2:  # The bound of `check` is below the peak of some rank.
+    if planned.layout.pp <= 2:  # `check`'s bound must be below some rank's peak
         gpu = Machine("cuda", 8, 2**40, "a GPU")
         run = planned.config, planned.model_args, planned.layout.world_size
         assert bound_memory(*run, gpu, n_hosts=1).state_bytes < max(peaks)
@@ -237,7 +237,7 @@ def test_memory_of_a_dry_run_is_what_the_allocator_gives_out(name, pp_rank):
 
 
 def count_real_steps(rank: int, world_size: int, all_keys: list[dict]) -> list[tuple[dict, dict]]:
-    """Worker: for each layout the traffic of this rank in a real step, by the closed form and counted."""
+    """Worker: for each layout, return the traffic of this rank in a real step: by the closed form, and counted."""
     return [count_real_step(world_size, keys) for keys in all_keys]
 
 
@@ -258,7 +258,7 @@ def count_real_step(world_size: int, keys: dict) -> tuple[dict, dict]:
 
 
 def join_reductions(traffic: dict[tuple, Moved]) -> dict[tuple, Moved]:
-    """gloo's ranks reduce-scatter by an all-to-all of the same bytes (exchange.py)."""
+    """Count all-to-alls as reduce-scatters: with gloo, exchange.py replaces these by all-to-alls of the same bytes."""
     names = {"all-to-all": "reduce-scatter"}
     calls = [((axis, names.get(name, name)), *moved) for (axis, name), moved in traffic.items()]
     return sum_moved(calls)
@@ -313,7 +313,7 @@ def test_an_extra_collective_in_the_step_is_in_the_dry_run_with_its_line():
 def test_a_gpu_makes_no_mask_of_the_sequence_and_keeps_no_steps_of_a_norm():
     keys = {"training.seq_len": 512, BATCH: 1, MODE: "full", **DOCUMENTS}
     assert save_on_gpu(keys) > 512 * 512
-    # In bfloat16 a CPU keeps two: x in fp32, and x over its rms before the weight.
+    # For a bfloat16 norm a CPU keeps two tensors: x in fp32, and x divided by its rms, before the weight.
     keys = {**MODEL, BATCH: 8, MODE: "none", DTYPE: "bfloat16"}
     model_args = make(1, keys).model_args
     n_norms = 2 * model_args.n_layers + 1
@@ -322,5 +322,5 @@ def test_a_gpu_makes_no_mask_of_the_sequence_and_keeps_no_steps_of_a_norm():
 
 
 def save_on_gpu(keys: dict) -> int:
-    """Return the bytes that a run needs less on a GPU than on a CPU."""
+    """Return how many fewer bytes a run needs on a GPU than on a CPU."""
     return dry_run(make(1, keys, "cpu")).peak_bytes - dry_run(make(1, keys)).peak_bytes

@@ -1,4 +1,4 @@
-"""Rows of published data sets: ids as transformers gives them, targets, fields that are not used, and refusals."""
+"""Rows of published data sets: ids equal to transformers', targets, fields that are not used, and refusals."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from torchtitan_lite.__main__ import main
 from torchtitan_lite.tools.corpora.prepare import Document, PrepareSettings, encode_row
 from torchtitan_lite.tools.corpora.text_files import PreparationError, Row, read_file
 
-# Reads tools, tool calls, tool_call_id, thoughts, a date, and a switch. Cannot write a conversation without messages.
+# This template reads tools, tool calls, tool_call_id, thoughts, a date, and a switch. It fails without messages.
 TEMPLATE = (
     "{% if messages[0].role != 'system' %}{{ date_string }}<|im_start|>system\nHelp.<|im_end|>\n{% endif %}"
     "{% if enable_thinking is false %}/no_think\n{% endif %}"
@@ -29,7 +29,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 END = "<|im_end|>"
-SHORT = {  # words of the tables, and what they stand for. U(x) ... G(x) are messages
+SHORT = {  # abbreviation in the tables -> its value. U(x) ... G(x) are messages
     "TALK": "[U(2+2?), A(4)]",
     "CALLED": '[U(?), CALL, {"role": "tool", "content": "5"}, A(6)]',
     "CALL": '{"role": "assistant", "tool_calls": [{"type": "function", "function": FUNCTION}]}',
@@ -55,7 +55,7 @@ def read_json(text: str) -> Any:
 
 
 def read_cases(text: str) -> dict[str, dict]:
-    """Return name -> the values in the indented lines below it."""
+    """Return name -> the values in the indented lines below the name."""
     cases = {}
     for block in re.split(r"\n(?! )", text.replace("\n    ", " ").strip("\n")):
         name, *lines = block.splitlines()
@@ -70,7 +70,7 @@ all
   targets: ["4"]
   unused: []
 """)["all"]
-# row: a row of the data set. written: the arguments of apply_chat_template. targets: texts that are trained.
+# row: a row of the data set. written: the arguments of apply_chat_template. targets: texts whose tokens are targets.
 # unused: columns and keys that are not written. Missing entries have the values of DEFAULTS.
 RIGHT = read_cases(r"""
 an id, a source, pairs of preferences
@@ -231,7 +231,7 @@ an assistant begins after the system
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A tokenizer of NFC, as Qwen's, with TEMPLATE."""
+    """Write a tokenizer with TEMPLATE, which normalizes texts to NFC as Qwen's does."""
     bpe = train_bpe("Qwen")
     bpe.add_special_tokens(["<|im_start|>"])
     folder = write(tmp_path_factory.mktemp("tokenizer"), bpe, "<|end_of_text|>")

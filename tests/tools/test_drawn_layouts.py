@@ -1,8 +1,8 @@
-"""No healthy layout is accused: random ones are certified, as they were asked for.
+"""`verify` accuses no correct layout: it certifies random layouts, exactly as asked for.
 
-Mesh, schedule, stages, recompute, loss, optimizer and precision are drawn; what is refused is drawn again.
-`tests/run.sh --all` tries six. `LAYOUTS=60 SEED=1 pytest -m slow tests/tools/test_drawn_layouts.py` tries more of them,
-`ONLY=7,40` these alone.
+Mesh, schedule, stages, recompute, loss, optimizer and precision are drawn. A refused config is drawn again.
+`tests/run.sh --all` tries six. `LAYOUTS=60 SEED=1 pytest -m slow tests/tools/test_drawn_layouts.py` tries 60, and
+`ONLY=7,40` only numbers 7 and 40.
 """
 
 import os
@@ -71,7 +71,7 @@ RECOMPUTE = [
 
 
 def draw_layout(draw: random.Random) -> tuple[Config, int]:
-    """A config and the ranks, 2 to 8, on which it may run."""
+    """Draw a config and a number of ranks, 2 to 8, on which it can run."""
     factors = draw.choice([[2], [3], [2, 2], [2, 3], [2, 2, 2], [2, 2, 2]])
     degrees = dict.fromkeys((PP, REPLICATE, SHARD, CP, TP), 1)
     for factor in factors:
@@ -89,7 +89,7 @@ def draw_layout(draw: random.Random) -> tuple[Config, int]:
 
 
 def draw_keys(draw: random.Random, degrees: dict[str, int]) -> dict[str, object]:
-    """Keys that differ from those of the debug config. Not all of them go together."""
+    """Draw keys that differ from the debug config. Some combinations of them are refused."""
     local_batch_size = (
         draw.choice([2, 4, 6, 8]) if degrees[PP] == 1 else draw.choice([1, 2, 3]) * 2 * degrees[PP]
     )
@@ -125,7 +125,7 @@ def draw_keys(draw: random.Random, degrees: dict[str, int]) -> dict[str, object]
             EP: draw.choice([n for n in (1, 2, 4, 8) if n_ranks % n == 0]),
         }
         top_k = draw.choice([1, 2, 3])
-        # The only expert of a token would have the weight 1, and the router a gradient of rounding errors.
+        # A token's only expert would have weight 1, and the router's gradient would be nothing but rounding errors.
         experts |= {
             "flavor.n_experts": draw.choice([8, 24]),
             "flavor.top_k": top_k,

@@ -1,4 +1,4 @@
-"""How a run ends: one clear last line and the exit status; no process and no temporary folder stays behind."""
+"""The end of a run: one clear last line, the right exit status, and no process or temporary folder that remains."""
 
 import json
 import multiprocessing
@@ -21,7 +21,7 @@ from warm_start import STREAMS, finish, read_until
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.tools import local_ranks
 
-# ---------------------------------------------------------------- the launcher, with another program as train.py
+# ---------------------------------------------------------------- the launcher, with a stub of train.py
 
 TRAIN = """
 import os, signal, sys, time
@@ -50,7 +50,7 @@ def main(args, stop, spec):
     return act(rank, stop)
 """
 ACT = "def act(rank, stop):\n    {}\n    {}\n"
-# One process launches all runs, one after another: importing torch takes most of the time of each.
+# One process launches all runs one after another, because importing torch takes most of the time of a run.
 LAUNCH = """
 import json, os, signal, sys
 from pathlib import Path
@@ -64,7 +64,7 @@ for line in sys.stdin:
     status = launch.main(command_lines.parse_command("train", keys))
     print(f"status {status}", flush=True)
 """
-ENDINGS = {  # what the ranks do, the signals that the launcher gets, one per second, its exit status, the last line
+ENDINGS = {  # what the ranks do, the launcher's signals, one per second, its exit status, the last line
     "SIGTERM, and the temporary folder is gone": (
         "if rank == '0': import glob, shutil; shutil.rmtree(*glob.glob(f'{os.environ[\"TMPDIR\"]}/torchtitan_lite.*'))",
         [signal.SIGTERM],
@@ -121,7 +121,7 @@ ENDINGS = {  # what the ranks do, the signals that the launcher gets, one per se
 }  # fmt: skip
 
 
-SHOWN = {  # lines about the rank that failed first; nothing of the other ranks is shown
+SHOWN = {  # what is shown of the rank that failed first; nothing is shown of other ranks
     "SIGTERM, and the peer of a failed rank ends first": "OSError: disk full",
     "SIGTERM, and the save fails": "OSError: disk full",
     "a rank raises, and its peer loses it": "OSError: no disk 7",
@@ -133,7 +133,7 @@ SLOW = ("a closed terminal", "SIGTERM, and the save fails", "two ranks raise")
 
 class Launcher(NamedTuple):
     process: subprocess.Popen
-    temporary: Path  # its folder for temporary files; tmp_path is too long for the socket of multiprocessing
+    temporary: Path  # for temporary files. tmp_path is too long for a socket of multiprocessing
     keys: list[str]
 
 
@@ -160,7 +160,7 @@ def launcher(tmp_path_factory):
 def test_the_last_line_says_how_the_run_has_ended(launcher, tmp_path, name):
     process, temporary, keys = launcher
     action, numbers, status, last_line = ENDINGS[name]
-    # torchrun's SIGTERM ends a rank before its first step
+    # If the launcher gets no signal, ranks sleep until SIGTERM from torchrun ends them before their first step.
     end = "return wait(stop)" if numbers else "time.sleep(60)"
     act = tmp_path / "act.py"
     act.write_text(ACT.format(action, end))
@@ -202,7 +202,7 @@ def ignore_sigterm(is_ready) -> None:
 
 @pytest.fixture
 def ranks(monkeypatch) -> list:
-    """Child processes as the launcher sees them. The pool of these tests has others, which must live."""
+    """Return the list of children that the launcher sees. It is empty, because the ranks of the test pool must live."""
     found: list = []
     monkeypatch.setattr(local_ranks.multiprocessing, "active_children", lambda: found)
     return found
@@ -265,7 +265,7 @@ def test_workers_end_with_a_tool_that_is_killed(tmp_path):
         for _ in range(2):
             assert int(tool.stdout.readline())
         tool.kill()
-        tool.communicate(timeout=60)  # the pipe ends when neither tool nor worker holds it
+        tool.communicate(timeout=60)  # the pipe ends when neither the tool nor a worker has it open
     finally:
         with suppress(ProcessLookupError):
             os.killpg(tool.pid, signal.SIGKILL)

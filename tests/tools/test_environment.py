@@ -1,7 +1,7 @@
-"""environment.py finds or makes a Python that has the packages, whatever happened before. No network is used.
+"""environment.py finds or makes a Python with the packages, whatever earlier starts have left. No network is used.
 
-`mine` is the Python that starts, an environment without packages. A stub of venv leaves pip out, and a stub of pip
-records its arguments and writes what importlib.metadata finds of an installed package.
+`mine` is the Python that starts environment.py: an environment without packages. A stub of venv leaves out pip. A stub
+of pip records its arguments and writes the files by which importlib.metadata finds a package.
 """
 
 import shutil
@@ -51,7 +51,7 @@ NEEDS = 'dependencies = [\n    "alpha>=1,<2",\n]\ntest = [\n    "beta",\n]\n'
 
 
 class Checkout(RunCheckout):
-    """A repository that needs the package alpha, and beta with the extra `test`."""
+    """A repository that needs the package alpha, and with the extra `test` also beta."""
 
     def __init__(self, folder: Path):
         super().__init__(folder)
@@ -88,7 +88,7 @@ def checkout(tmp_path):
 
 
 def add_package(folder: Path, name: str, version: str) -> str:
-    """Write what importlib.metadata finds of an installed package. Return a PYTHONPATH that holds it."""
+    """Write the files by which importlib.metadata finds a package. Return the PYTHONPATH of their folder."""
     info = folder / f"{name}-{version}.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n", encoding="utf-8")
@@ -126,7 +126,7 @@ def test_requirements_are_read_as_toml_has_them_and_the_tested_versions_meet_the
     ("requirement", "version", "is_met"),
     [
         ("some>=2.11,<2.14", "2.10.99", False),
-        ("some>=2.11,<2.14", "2.11.0a0+f00d.nv26.04", True),  # in NVIDIA's containers
+        ("some>=2.11,<2.14", "2.11.0a0+f00d.nv26.04", True),  # a version in NVIDIA's containers
         ("some>=2.11,<2.14", "2.13.0+cpu", True),
         ("some>=2.11,<2.14", "2.14", False),
         ('other; python_version < "3.10"', "1", True),  # only older Pythons need it
@@ -151,7 +151,7 @@ alpha-2.0 | absent | | venv, .venv alpha>=1,<2 | .venv
 | alpha-2.0 | | .venv alpha>=1,<2 | .venv
 alpha-1.9 | alpha-1.2 | test | mine beta | mine
 alpha-1.9 beta-3 | absent | test | | mine
-"""  # 2.0 is out of bounds
+"""  # version 2.0 is not allowed
 
 
 @pytest.mark.parametrize("line", FOUND.strip().splitlines())
@@ -170,7 +170,7 @@ def test_a_python_that_can_train_is_taken_and_only_what_it_lacks_is_added(checko
     for line in calls:
         if line != "venv":
             assert line.split()[-1] in answer.stderr
-    if calls and "alpha-2.0" not in (mine, venv_packages):  # the stub does not remove it
+    if calls and "alpha-2.0" not in (mine, venv_packages):  # the stub of pip does not remove 2.0
         assert checkout.find(*extras).stdout == answer.stdout
         assert checkout.calls() == calls
 
@@ -185,7 +185,7 @@ def test_only_a_torch_that_the_machine_comes_with_is_shared_with_the_venv(checko
     assert checkout.calls()[0] == f"venv{flags}"
 
 
-FAILURES = {  # what goes wrong -> what the one sentence says
+FAILURES = {  # what goes wrong -> words of the message, which is one sentence
     "venv": "apt install python3-venv",
     "pip": "Other allowed versions will do: {venv}/bin/python -m pip install 'alpha>=1,<2'",
     "the folder is read-only": "{venv} cannot be used: [Errno 21] Is a directory",
@@ -246,11 +246,11 @@ def test_a_signal_while_packages_are_installed_is_one_sentence(checkout, receive
 
 
 def test_packages_are_not_installed_on_after_run_train_has_ended(checkout):
-    """bash forwards no signal to a process that it waits for."""
+    """bash does not forward signals to a process that it waits for."""
     python = str(checkout.mine / "bin" / "python")
     variables = checkout.variables | {"PYTHON": python, "PIP_S": "30"}
     command = [str(checkout.root / "run_train.sh")]
-    pipe = {"stderr": subprocess.PIPE, "text": True}  # pip has it too, and so it ends with pip
+    pipe = {"stderr": subprocess.PIPE, "text": True}  # the pipe ends when pip ends
     process = subprocess.Popen(command, env=variables, cwd=checkout.folder, **pipe)
     while len(checkout.calls()) < 2:
         time.sleep(0.01)
@@ -273,7 +273,7 @@ BARE += ["plan --config llama3_8b --gpus 8 --search", "lab", "lab 1", "verify --
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory) -> Path:
-    """A clone in which no environment can be made, beside a Python without packages."""
+    """Make a clone in which no environment can be made, and a Python without packages."""
     folder = tmp_path_factory.mktemp("bare")
     venv.create(folder / "mine")
     for name in ("torchtitan_lite", "configs", "assets/tokenizer", "assets/labs"):

@@ -1,4 +1,4 @@
-"""`eval`: the loss of transformers on the same windows, on text, corpora and models with experts."""
+"""`eval` gives transformers' loss on the same windows, for texts, corpora and models with experts."""
 
 import json
 import math
@@ -34,7 +34,7 @@ def model() -> Llama3:
     return model
 
 
-checkpoint = test_generate_tool.checkpoint  # of this model
+checkpoint = test_generate_tool.checkpoint  # a fixture that saves `model`
 export = test_generate_tool.export
 
 
@@ -52,10 +52,10 @@ def evaluate(run_json):
 
 
 def measure(model, window_size: int) -> dict[str, float]:
-    """Compute the figures of TEXTS by a plain loop over windows of one row of documents. `model`: ids -> logits."""
+    """Compute the figures of TEXTS by a loop over windows of one row that has all documents. `model`: ids -> logits."""
     tokenizer = load_tokenizer(SHIPPED)
     tokens = []
-    is_counted = []  # the first token of a document is not
+    is_counted = []  # False for the first token of a document
     for text in TEXTS.values():
         document = tokenizer.encode(text, bos=True, eos=True)
         tokens += document
@@ -89,7 +89,7 @@ def test_a_text_has_the_loss_of_transformers_on_the_same_windows(
     for source in (checkpoint, export):
         found = evaluate(source, *options)
         assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-5)
-    assert evaluate(checkpoint, "--data", texts)["seq_len"] == 128  # as it was trained
+    assert evaluate(checkpoint, "--data", texts)["seq_len"] == 128  # the length of its training
     assert main(["eval", str(checkpoint), *options]) == 0
     shown = capsys.readouterr().out.split()
     assert f"{expected['perplexity']:.5g}" in shown
@@ -97,7 +97,7 @@ def test_a_text_has_the_loss_of_transformers_on_the_same_windows(
 
 
 def prepare(texts: Path, out: Path, tokenizer: str, share: str) -> None:
-    """Make a corpus."""
+    """Make a corpus of `texts` in `out`."""
     arguments = f"--tokenizer {tokenizer} --validation-share {share} --processes 1 --json"
     assert main(["prepare", str(texts), "--out", str(out), *arguments.split()]) == 0
 

@@ -1,4 +1,4 @@
-"""`explain`: slices of weights, collectives with their lines."""
+"""`explain`: it prints the slices of weights, and the collectives with the lines of code that call them."""
 
 import re
 from collections import Counter
@@ -36,7 +36,7 @@ def cut(full: torch.Tensor, text: str) -> torch.Tensor:
         (
             {EP: 4, BATCH: 2, **EXPERTS, "flavor.n_experts": 4},
             6,
-        ),  # one expert a rank: efsdp splits it
+        ),  # each rank has one expert, which efsdp splits
     ],
 )
 def test_slices_are_those_that_the_rank_holds(keys, rank):
@@ -65,7 +65,7 @@ def test_experts_are_explained_with_their_mesh_slices_and_exchange(capsys):
     (slices,) = re.findall("layers.2-3.feed_forward.experts.w1 .*", printed)
     held = [f"experts {first}..{first}" for first in (0, 2, 4, 6, 1, 3, 5, 7)]
     assert re.split(r"  +", slices)[1:] == ["[8, 128, 96]", *held]
-    # Of 32 rows, 8 stay: 24 are sent, and the results of 24 go back. In bf16, 128 wide.
+    # Of 32 rows, 8 stay. 24 rows are sent, and their results are sent back, in bf16 with a width of 128.
     exchanged = re.findall(r"all-to-all over ep +(\[.*?\]) (\w+) +(\S+ \S+)", printed)
     assert set(exchanged) == {("[8]", "int64", "48 B"), ("[32, 128]", "bfloat16", "6.0 KiB")}
     assert "reduce-scatter over efsdp" in printed[printed.index("backward: ") :]

@@ -1,4 +1,4 @@
-"""Faults of a run: hangs are named, copies are compared, snapshots are restored, and a drill injects all of it."""
+"""Faults of a run: hangs are named, copies are compared, snapshots are restored, and a drill injects such faults."""
 
 import json
 import os
@@ -107,7 +107,7 @@ def test_a_drill_finds_all_faults_and_ends_with_the_weights_of_the_undisturbed_r
 
 @pytest.fixture
 def start_host(tmp_path) -> Callable[..., subprocess.Popen]:
-    """Function: NODE_RANK, other variables -> the launcher of a host with one rank and an address of its own."""
+    """Return a function: NODE_RANK, other variables -> the launcher of a host that has one rank and its own address."""
     keys = [
         *warm_start.write_letters(tmp_path / "letters"),
         "--training.steps=30",
@@ -130,14 +130,14 @@ def start_host(tmp_path) -> Callable[..., subprocess.Popen]:
 
 @pytest.mark.slow
 def test_two_hosts_restart_together_although_torchrun_counts_the_restart_on_one_of_them(start_host):
-    """A rank of host 1 is killed. The rank of host 0 does not fail, as with NCCL, whose ranks wait for a killed one."""
+    """A rank of host 1 is killed. The rank of host 0 does not fail, as with NCCL, where other ranks wait for it."""
     hosts = [start_host(n, NNODES="2", MAX_RESTARTS="1") for n in range(2)]
     warm_start.read_until(hosts[0], "step +5/")
     (waiting,), (killed,) = map(warm_start.list_ranks, hosts)
     os.kill(waiting, signal.SIGSTOP)
     os.kill(killed, signal.SIGKILL)
     warm_start.read_until(hosts[0], "All ranks start again")
-    os.kill(waiting, signal.SIGKILL)  # torchrun would do so after 30 s
+    os.kill(waiting, signal.SIGKILL)  # torchrun would kill it after 30 s
     assert "resumed from" in warm_start.finish(hosts[0])
     warm_start.finish(hosts[1])
 
@@ -146,11 +146,11 @@ def test_two_hosts_restart_together_although_torchrun_counts_the_restart_on_one_
 @pytest.mark.parametrize("signaled", [0, 1])
 def test_a_signal_for_one_of_two_elastic_hosts_stops_the_ranks_of_both(start_host, signaled):
     hosts = [start_host(n, NNODES="1:2", MAX_RESTARTS="1") for n in range(2)]
-    warm_start.read_until(hosts[0], "parameters, dp_shard2,")  # a late host joins
+    warm_start.read_until(hosts[0], "parameters, dp_shard2,")  # both hosts have joined
     for _ in range(2):
         warm_start.read_until(hosts[0], "step +")
     (rank,) = warm_start.list_ranks(hosts[1])
-    os.kill(rank, signal.SIGSTOP)  # the step waits
+    os.kill(rank, signal.SIGSTOP)  # so the step waits for this rank
     hosts[signaled].send_signal(signal.SIGTERM)
     warm_start.read_until(hosts[0], "SIGTERM: the run stops at the end of a step")
     os.kill(rank, signal.SIGCONT)
@@ -187,7 +187,7 @@ def test_a_lost_host_is_left_out_and_joins_again_with_the_losses_of_an_unbroken_
     warm_start.read_until(hosts[0], "parameters, dp_shard2,")
     warm_start.read_until(hosts[0], "step +")
     (rank,) = warm_start.list_ranks(hosts[1])
-    os.kill(rank, signal.SIGSTOP)  # the run waits for the host
+    os.kill(rank, signal.SIGSTOP)  # so the run waits for the host of this rank
     hosts[2] = start_host(2, **elastic)
     warm_start.read_until(hosts[1], "another host joins")
     os.kill(rank, signal.SIGCONT)
@@ -206,7 +206,7 @@ def test_a_lost_host_is_left_out_and_joins_again_with_the_losses_of_an_unbroken_
 
 # ---------------------------------------------------------------- the pulse
 
-WRONG = [  # of two hosts of four ranks: rank, what it measures, another value, what is said
+WRONG = [  # two hosts have four ranks each. Row: rank, measure, wrong value, message
     (3, "matmul", {"checksum": 8}, "rank 3 on b computes wrong"),
     (5, "matmul", {"seconds": 3e-3}, "rank 5 on b is slow: matmul takes 3.00 times the median"),
     (6, "pp", {"seconds": 5e-3}, "pp of ranks [2, 6] is slow: pp takes 5.00 times the median"),
@@ -267,7 +267,7 @@ IN_PIPELINE = ["c10d.py:1 wait", "torch/schedules.py:9 _wait_batch_p2p", "own.py
 
 
 def make_stage(n_done: int, sender: int | None = None, idle_s: float = 5.0, n: int = 7) -> dict:
-    """Return what a rank with stages 0 and 1 writes of its pipeline, after `n_done` microbatches of both."""
+    """Return what a rank with stages 0 and 1 writes about its pipeline, after `n_done` microbatches of both stages."""
     awaits = {"rank": sender, "stage": sender, "kind": "F", "n": n, "microbatch": 3}
     done = {str(stage): {"F": n_done, "B": n_done} for stage in range(2)}
     return {"idle_s": idle_s, "done": done, "awaits": None if sender is None else awaits}
@@ -289,7 +289,7 @@ AWAITS_0 = {**CAME, "stack": IN_PIPELINE, "pipeline": make_stage(7, 0)}
 AWAITS_1 = {"stack": IN_PIPELINE, "pipeline": make_stage(7, 1)}
 GOES_ON = {"stack": IN_PIPELINE, "pipeline": make_stage(8, 0, idle_s=0.5, n=9)}
 ALL_DIFFER = {**WAITS, "unusual": [UNUSUAL]}
-# what ranks 0 and 1 of a tp group of two wrote | the state of rank 1's process | who is named | words
+# what ranks 0 and 1 of a tp group of two wrote | state of rank 1's process | the ranks that are named | words
 HANGS = """
 WAITS | T | 1 | is stopped
 WAITS | R | 1 | never releases the GIL
@@ -352,10 +352,10 @@ def test_the_tool_hang_reads_the_files_of_the_last_start(tmp_path, capsys):
     folder.mkdir(parents=True)
     file = make_file(0, "T", WAITS)
     (folder / "rank-00000.json").write_text(json.dumps(file))
-    (folder / "rank-00001.json").touch()  # an empty file does not hide the others
+    (folder / "rank-00001.json").touch()  # an empty file must not hide the others
     assert main(["hang", str(tmp_path)]) == 0
     assert "rank 1 (tp 1) is missing from call 7" in capsys.readouterr().out
-    later = tmp_path / "hang" / "restart-1"  # gloo has aborted rank 0
+    later = tmp_path / "hang" / "restart-1"  # as if gloo had aborted rank 0
     later.mkdir()
     file = make_file(1, "S", DIFFERS) | {"kind": "FAILED"}
     (later / "failed-00001.json").write_text(json.dumps(file))
@@ -406,7 +406,7 @@ def open_watch(rank: int, world_size: int, folder: str) -> None:
             "a process that cannot be seen need not have ended"
         )
     written = watch.folder
-    watch.folder = Path(folder, "lock", "here")  # as on a disk that is read-only
+    watch.folder = Path(folder, "lock", "here")  # cannot be created, as on a read-only disk
     watch.folder.parent.touch()
     with patch.object(log.logger, "error") as said:
         for _ in range(2):
@@ -428,7 +428,7 @@ def test_a_rank_that_waits_writes_and_a_rank_without_its_peer_ends_at_a_signal(p
 
 
 def compare_awaited(rank: int, world_size: int, schedule: str) -> tuple[list, dict]:
-    """Worker: train, validate, train. Return what was said to be awaited before each computation, and what it was."""
+    """Worker: train, validate, train. Return what the pipeline said that it awaits, and what it computed next."""
     run = compare.build_table_run(world_size, {PP: 2, SCHEDULE: schedule, MODE: "none"})
     stages = getattr(run.schedule, "_stages", None) or [run.schedule._stage]
     seen = []
@@ -472,7 +472,7 @@ def test_a_rank_knows_which_microbatch_of_which_rank_it_awaits(pool, schedule):
 
 
 def try_to_compare(run: Run) -> str:
-    """Return what is said of copies that differ."""
+    """Compare copies. Return the message about copies that differ."""
     try:
         compare_copies(run, dist.group.WORLD)
     except UserError as error:
@@ -483,7 +483,7 @@ def try_to_compare(run: Run) -> str:
 def flip_each_tensor(
     rank: int, world_size: int, overrides: dict
 ) -> tuple[list[str], dict[str, str]]:
-    """Worker: flip one bit of each tensor in a checkpoint on rank 1. Return those with a copy, and what is said."""
+    """Worker: on rank 1, flip one bit of each tensor in turn. Return the tensors that have copies, and the messages."""
     run = compare.build_table_run(world_size, overrides | TWO_LAYERS)
     train(run, range(1))
     tensors = list_state(run)
@@ -530,7 +530,7 @@ def test_a_flipped_bit_is_found_in_everything_that_more_than_one_rank_holds(pool
 
 
 def send_a_wrong_copy(rank: int, world_size: int) -> list[str]:
-    """Worker: return what is said of a tied embedding in a pipeline, and if rank 3 receives it with another bit."""
+    """Worker: return the messages about a tied embedding in a pipeline: correct, and with a wrong bit on rank 3."""
     overrides = {PP: 2, REPLICATE: 2, SHARD: 1, "flavor.tie_embeddings": True}
     run = compare.build_table_run(world_size, overrides)
     train(run, range(1))
@@ -557,7 +557,7 @@ def test_the_copy_of_a_tied_embedding_is_compared_over_the_pipeline(pool):
 
 
 def open_run(run, folder: str, n_hosts: int, **keys: object) -> tuple[Run, Snapshots]:
-    """Return the run with a dump folder and snapshots of every step inside `folder`."""
+    """Return the run, with a dump folder inside `folder`, and its snapshots of every step."""
     section = Checkpoint(
         **{"enable": True, "local_folder": f"{folder}/snapshots", "local_interval": 1, **keys}
     )
@@ -574,7 +574,7 @@ def start_beside(run: Run, snapshots: Snapshots) -> int:
 def start(
     world_size: int, overrides: dict, folder: str, n_hosts: int = 1, **keys: object
 ) -> tuple[int | str, Run]:
-    """Start a run. Return its step, or the error that it ends with."""
+    """Start a run. Return the step that it resumes from, or its error."""
     run, snapshots = open_run(
         compare.build_table_run(world_size, overrides), folder, n_hosts, **keys
     )
@@ -593,7 +593,7 @@ def list_saved(folder: str) -> dict[str, list[str]]:
 
 
 def lose_snapshots(rank: int, world_size: int, overrides: dict, folder: str) -> list:
-    """Worker on one of two hosts: save after steps 1 to 3, lose them one after another, and restore each time."""
+    """Worker on one of two hosts: save after steps 1 to 3, delete the snapshots one by one, and restore each time."""
     keys = {"n_hosts": 2, "async_mode": "async", "local_folder": f"{folder}/host-{rank // 2}"}
     run, snapshots = open_run(compare.build_table_run(world_size, overrides), folder, **keys)
     states = {}
@@ -628,7 +628,7 @@ def test_the_newest_snapshot_that_all_hosts_can_open_is_restored(pool, tmp_path)
 
 
 def damage_and_start(rank: int, world_size: int, folder: str) -> list:
-    """Worker: checkpoints 5 and 10, snapshots 6 and 9; the newest is damaged again and again."""
+    """Worker: save checkpoints 5 and 10, snapshots 6 and 9. Start several times, each time with the newest damaged."""
     run, snapshots = open_run(compare.build_table_run(world_size, {}), folder, n_hosts=1)
     states, found = {}, []
     local = snapshots.saver
@@ -677,7 +677,7 @@ def test_the_newest_state_that_opens_is_restored_and_nothing_is_deleted_before(p
 
 
 def start_over_and_end(rank: int, world_size: int, folder: str) -> list:
-    """Worker: save snapshots, clear the dump folder, and train to the end."""
+    """Worker: save snapshots, start over in the dump folder, and train to the end."""
     found = []
     for is_cleared in (False, True):
         dist.barrier()
@@ -715,7 +715,7 @@ CHANGED = {
 
 
 def restore_after_changes(rank: int, world_size: int, folder: str) -> dict[str, tuple]:
-    """Worker: save on dp4. Return the result of starts with changed keys and no checkpoint, and what they log."""
+    """Worker: save snapshots on dp4. Return the results and logs of starts with changed keys and no checkpoint."""
     run, snapshots = open_run(compare.build_table_run(world_size, {SHARD: 4}), folder, n_hosts=1)
     with snapshots:
         for step in (1, 2):

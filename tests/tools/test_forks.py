@@ -1,4 +1,4 @@
-"""A fork adds a row where README says, and every tool serves it, or refuses it in one line with key and remedy."""
+"""A fork adds a row where README says. Every tool then works with it, or refuses it in a line with key and remedy."""
 
 import json
 import os
@@ -15,14 +15,14 @@ SMALL = """
 --config=debug --model.n_layers=2 --model.dim=64 --model.n_heads=4 --model.n_kv_heads=2 --model.head_dim=16
 --model.ffn_dim=96 --training.seq_len=32 --training.local_batch_size=2 --training.global_batch_size=4
 --training.dataset=own_sources --parallelism.tensor_parallel_degree=2
-""".split()  # the corpus is of the fork "a corpus": smaller than the default
+""".split()  # the corpus of the fork "a corpus" is smaller than the default one
 ONE_SHARD = "--parallelism.data_parallel_shard_degree=1"
 UNSPLIT = [ONE_SHARD, "--parallelism.tensor_parallel_degree=1"]
 STAGES = [*UNSPLIT, "--parallelism.pipeline_parallel_degree=2"]
 CONTEXT = [*UNSPLIT, "--parallelism.context_parallel_degree=2"]
 EXPORT = ["--checkpoint.last_save_in_hf", "--checkpoint.enable", "--gpus=4"]
 ENDS = [  # fork, tool, keys | exit status, words of the answer
-    # the slow walks certify each fork on dp2 x tp2 and on pp2, in all trials
+    # SLOW_WALKS certify each fork on dp2 x tp2 and on pp2, in all trials.
     ("the ends", "verify wide", ["--ranks=4"], 0, "certified"),
     ("a second prediction", "verify wide", [*STAGES, "--ranks=2"], 0, "certified"),
     ("a value", "verify wide", [*CONTEXT, "--ranks=2"], 0, "certified"),
@@ -52,7 +52,7 @@ ENDS = [  # fork, tool, keys | exit status, words of the answer
         2,
         "model.attention",
     ),
-    # no names for its parameters; transformers computes it in another way
+    # Its parameters have no names in transformers, which computes the norm in a different way.
     ("a norm", "check", EXPORT, 2, "checkpoint.last_save_in_hf"),
     ("an attention", "check", EXPORT, 2, "checkpoint.last_save_in_hf"),
 ]
@@ -61,7 +61,7 @@ REFUSED = {  # fork -> tool -> the key that it names
     "a window": {"convert": "window"},
     "an inner attention": {"generate": "layers.1.attention.inner"},
 }
-MODEL_FORKS = []  # which `explain` shows
+MODEL_FORKS = []  # the forks that `explain` shows
 for name, fork in FORKS.items():
     if fork.keys[0].startswith("--model."):
         MODEL_FORKS.append(name)
@@ -71,10 +71,10 @@ FROM_LLAMA = {  # run -> its keys, and the weights that it starts from
     for name, keys in {"llama": (), "gain": FORKS["a gain"].keys}.items()
     for source in ("checkpoint/step-2", "hf")
 }
-# Two forks in one run, by default: the one has state of its own in checkpoints, the other cannot be converted.
+# By default one run uses two forks: the first has its own state in checkpoints, the second cannot be converted.
 WHOLE_WALK = ("an optimizer", "a norm")
 
-# Calls tools, and train.py on a pool of ranks, in one process: importing torch takes most of the time of each.
+# Calls tools, and train.py on a pool of ranks, in one process, because importing torch takes most of the time.
 CALLS = """
 import contextlib, io, json, sys, traceback
 from torchtitan_lite.__main__ import main
@@ -123,9 +123,9 @@ def checkout(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def answers(checkout) -> Answers:
-    """What the default calls of all forks answer."""
+    """Run the default calls of all forks. Return their answers."""
     calls = list_walk(WHOLE_WALK)
-    del calls["verify pp2"]  # which the slow walks make
+    del calls["verify pp2"]  # the slow walks make this call
     for name, fork in FORKS.items():
         keys = [*SMALL, *fork.keys]
         calls[f"check {name}"] = ["check", *keys, "--gpus=4"]
@@ -152,12 +152,12 @@ def answers(checkout) -> Answers:
 
 
 def list_walk(names: tuple[str, ...]) -> dict[str, list]:
-    """The calls that train with these forks on 4 ranks, resume on others, verify, generate and convert."""
+    """Return the calls that train with these forks on 4 ranks, resume on 2, verify, generate and convert."""
     keys, run = [key for name in names for key in FORKS[name].keys], describe_run(names)
     train = [*SMALL, *keys, f"--job.dump_folder={run}", "--checkpoint.enable", "--job.no_overwrite"]
     train += ["--validation.no_enable", "--metrics.log_freq=1"]
     return {
-        "prepare": ["prepare", "--dataset=own_sources"],  # as the launcher does
+        "prepare": ["prepare", "--dataset=own_sources"],  # the launcher prepares this corpus
         "train": ["train", 4, *train, "--training.steps=2"],
         "resume": ["train", 2, *train, "--training.steps=3"],
         "verify": ["verify", *SMALL, *keys, "--ranks=4", "--json"],
@@ -240,7 +240,7 @@ def test_plan_counts_the_window_of_a_row_and_names_what_it_does_not_know(answers
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_fault_of_a_fork_under_tp_is_found(answers, name):
-    """Also in a sum of terms that cancel, whose bound is wider."""
+    """The fault is found even in a sum whose terms cancel and whose bound is therefore wider."""
     status, out, err = answers[f"verify {name}"]
     found, _ = BROKEN[name]
     assert status in (1, 2) and found in out + err, out + err
@@ -259,7 +259,7 @@ def test_a_fork_starts_from_the_weights_of_a_llama(checkout, answers):
         assert (listed in answers[f"check {run}"][1]) == ("gain" in run)
 
 
-# The slow ones are whole walks too: 20 s each, and the tables they pass through are those of the one by default.
+# The slow walks take 20 s each. They use the same tables as the default walk.
 SLOW_WALKS = [slow((name,)) for name in FORKS]
 
 
@@ -276,7 +276,7 @@ def test_a_fork_trains_resumes_elsewhere_is_verified_generates_and_is_converted(
     assert [*read_losses(checkout / describe_run(names))] == [1, 2, 3]
     status, out, err = walked["verify"]
     assert status == 0, out + err
-    idle = json.loads(out)["did_not_act"]  # the plain loop has no code of its own for these
+    idle = json.loads(out)["did_not_act"]  # the plain loop has no code for these keys
     for key, forks in {
         "model.attention": {"an attention", "an inner attention"},
         "training.loss": {"a loss", "a second prediction", "a teacher", "a value"},

@@ -1,4 +1,4 @@
-"""`generate`: the text that transformers writes from the export, how it is shown, and what is refused."""
+"""`generate` writes the text that transformers writes from an export. Display and refusals are tested too."""
 
 import io
 import json
@@ -42,7 +42,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def model() -> Llama3:
-    """A model with weights so large that its next tokens depend on more than rounding, and on all tokens before."""
+    """Make a model with weights so large that a next token depends on all earlier tokens, and not on rounding."""
     model = Llama3(ARGS)
     initialize_weights(model, seed=0)
     for parameter in model.parameters():
@@ -53,10 +53,10 @@ def model() -> Llama3:
 def save(
     path: Path, weights: dict[str, Tensor], *, attention: str = "causal", **fingerprint: object
 ) -> Path:
-    """Save a checkpoint like a run of 128 tokens with the shipped tokenizer, with a further `fingerprint`."""
+    """Save a checkpoint like that of a run of 128 tokens with the shipped tokenizer. `fingerprint`: further entries."""
     keys = {
         "model.hf_assets_path": SHIPPED,
-        "model.attention": attention,  # a run resolves "auto"
+        "model.attention": attention,  # a run would write the resolved value of "auto"
         "training.seq_len": 128,
     }
     about = {"shape": asdict(ARGS), "tokenizer": load_tokenizer(SHIPPED).fingerprint}
@@ -98,7 +98,7 @@ def test_greedy_text_is_that_of_transformers_on_the_exported_model(
     theirs = LlamaForCausalLM.from_pretrained(export, dtype=torch.float32)
     expected = theirs.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=100, **ends)
     expected = expected[0, len(prompt) :].tolist()
-    assert len(expected) == 100 and len(set(expected)) > 10  # it does not only repeat itself
+    assert len(expected) == 100 and len(set(expected)) > 10  # the text does not only repeat itself
     for source in (checkpoint, export):
         report = generate(source, *GREEDY, "--max-new-tokens", 100)
         assert report["prompt_tokens"] == prompt
@@ -228,7 +228,7 @@ def test_a_conversation_on_a_terminal_answers_each_line_as_if_it_had_been_read_a
 def test_wrong_input_is_refused_before_weights_are_loaded(
     model, checkpoint, export, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr(tool, "build_model", None)  # would raise TypeError
+    monkeypatch.setattr(tool, "build_model", None)  # building a model would raise TypeError
     foreign = save(tmp_path / "step-1", model.state_dict(), tokenizer="0" * 64)
     other = save(tmp_path / "step-2", model.state_dict(), attention="of_another_fork")
     without_context = shutil.copytree(export, tmp_path / "llama")

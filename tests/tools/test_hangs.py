@@ -1,4 +1,4 @@
-"""Each kind of hang in a run of its own: the launcher names the rank that the others wait for, and its process."""
+"""Each kind of hang happens in its own run. The launcher names the rank that the others wait for, and its process."""
 
 import os
 import re
@@ -25,7 +25,7 @@ SHORT = "--comm.init_timeout_seconds=16"
 IN_STEP = "HANG in step 4"
 FAILED = "(HANG|FAILED) in step 4"
 END = "run_train.sh"
-# what is wrong with rank 1 -> kind in hanging.py or in the drill; when it is named, and how; keys
+# what is wrong with rank 1 -> kind in hanging.py or in the drill; when and how the report names it; keys
 HANGS = {
     "sends nothing in a pipeline": (
         "no_send",
@@ -56,7 +56,7 @@ HANGS = {
 
 @pytest.fixture
 def start(tmp_path) -> Iterator[Callable[..., subprocess.Popen]]:
-    """Function: kind, number of ranks, keys, variables -> launcher. No rank outlives it."""
+    """Return a function: kind, number of ranks, keys, variables -> launcher. All ranks end with the test."""
     keys = [*warm_start.write_letters(tmp_path / "letters"), *KEYS]
     folder = tmp_path / "run"
     keys += [f"--job.dump_folder={folder}", f"--training.cache_folder={tmp_path}"]

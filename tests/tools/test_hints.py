@@ -1,4 +1,4 @@
-"""Every command that a message prints is correct: each hint is provoked, and its command runs or passes `check`."""
+"""Every command in a message is correct. Each test provokes a message, and its command runs or passes `check`."""
 
 import json
 import re
@@ -34,7 +34,7 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 497
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    """Run each test on a laptop, in a folder of its own, without a launcher."""
+    """Run each test as on a laptop, in its own folder, without a launcher."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(check, "detect_machine", lambda: LAPTOP)
     for name in ("NGPU", "NNODES"):
@@ -43,7 +43,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def follow(command: str) -> int:
-    """Run the check before a command that trains or plans, whose parser must know it. Return the exit status."""
+    """Parse a command that trains or plans, and run `check` with its arguments. Return the exit status."""
     if "run_train.sh " in command:
         assert command.startswith(f"{REPOSITORY}/run_train.sh ")
         return main(["check", *shlex.split(command)[1:]])
@@ -52,7 +52,7 @@ def follow(command: str) -> int:
 
 
 def split_tool(name: str, command: str) -> list[str]:
-    """Return the arguments of a tool in a command for this folder, which is not the repository."""
+    """Return a tool's arguments in a command. The command is for the current folder, which is not the repository."""
     start = f"PYTHONPATH={REPOSITORY} python3 -m torchtitan_lite {name} "
     assert command.startswith(start)
     return shlex.split(command.removeprefix(start))
@@ -71,7 +71,7 @@ def write_lines(rows: list[dict]) -> str:
 
 
 def write_large_vocabulary() -> list[str]:
-    """Write a tokenizer of 3,256 tokens, which are more than the embedding of the debug model has rows."""
+    """Write a tokenizer of 3,256 tokens. The embedding of the debug model has fewer rows."""
     lines = (SHIPPED / "tokenizer.model").read_text().splitlines()
     more = [b64encode(bytes([n // 256, n % 256] * 9)).decode() for n in range(3000 - len(lines))]
     Path("large").mkdir()
@@ -151,7 +151,7 @@ def test_a_pointer_of_git_lfs_names_the_command_that_fetches_the_file(folder):
 
 @pytest.fixture
 def cache(folder) -> Path:
-    """A cache folder: links in snapshots/HASH to files in blobs/."""
+    """Make a cache folder: links in snapshots/HASH to files in blobs/."""
     root = folder / "models--a--llama"
     model = publish(folder / "a model", CASES["tied, published in bfloat16"])
     model.rename(root.with_name("blobs"))
@@ -226,7 +226,7 @@ def test_a_model_that_is_too_large_for_this_host_is_verified_here_and_planned_el
     assert follow(plan) == 0
 
 
-COMMANDS = [  # tool and arguments | in the repository | in another folder | of an installed package
+COMMANDS = [  # tool and arguments | the command in the repository | in a different folder | of an installed package
     (
         "plan --gpus 8",
         "python3 -m torchtitan_lite plan --gpus 8",

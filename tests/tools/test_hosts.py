@@ -1,4 +1,4 @@
-"""Launchers of several hosts meet before torchrun starts, name who differs, and agree on the cause of a failure."""
+"""Launchers of several hosts meet before torchrun starts, name the hosts that differ, and agree why a run failed."""
 
 import json
 import os
@@ -25,7 +25,7 @@ from torchtitan_lite.tools import agent, hosts
 from torchtitan_lite.tools.local_ranks import Signals
 
 MET = "met over lo"
-HOSTS = {  # NNODES, learning rate and MAX_RESTARTS of each host, and what each says
+HOSTS = {  # NNODES, learning rate and MAX_RESTARTS of each host, and the message of each
     "restarts": (
         "2",
         ["0.1 1", "0.1 3"],
@@ -42,7 +42,7 @@ HOSTS = {  # NNODES, learning rate and MAX_RESTARTS of each host, and what each 
 def meet_as_host(
     rank: int, world_size: int, n_hosts: str, port: int, settings: list[str], log: Path
 ):
-    """Worker: meet the other ranks as one of several hosts. Return what this host says."""
+    """Worker: meet the other ranks as one of several hosts. Return this host's message."""
     rate, restarts = settings[rank].split()
     variables = {"NNODES": n_hosts, "NODE_RANK": str(rank), "MAX_RESTARTS": restarts}
     variables |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
@@ -63,7 +63,7 @@ def meet_as_host(
             hosts.choose_interface(store)
         except UserError as error:
             said = str(error)
-        dist.barrier()  # a host that is refused needs the store
+        dist.barrier()  # the store must live until refused hosts have read it
         return said or f"met over {os.environ['GLOO_SOCKET_IFNAME']}"
 
 
@@ -77,7 +77,7 @@ def test_hosts_meet_or_each_says_who_differs(pool, tmp_path, name):
 
 
 class CountingStore:
-    """The store as one host sees it. Counts the bytes of values that the host sets and gets."""
+    """One host's view of the store. Counts the bytes of the values that the host sets and gets."""
 
     def __init__(self, store: dist.Store):
         self.store = store
@@ -110,7 +110,7 @@ def meet(node_rank: int, rate: float, own: threading.local, shared: dist.Store) 
 
 @pytest.mark.parametrize("different", [(), (3, 7)])
 def test_settings_travel_only_from_hosts_that_differ(monkeypatch, different):
-    """Hosts are threads, which share the cores that each host has for itself."""
+    """Threads represent hosts. They share cores, while each real host has its own."""
     n_hosts = 64
     variables = {"MASTER_ADDR": "127.0.0.1", "NNODES": str(n_hosts)}
     facts = hosts.list_facts({})
@@ -150,7 +150,7 @@ def test_a_refused_host_keeps_its_reason_if_the_first_host_ends_before_it(monkey
 @pytest.mark.parametrize(
     ("address", "said"),
     [
-        ("192.0.2.1", "Cannot assign requested address"),  # TEST-NET-1: of no host
+        ("192.0.2.1", "Cannot assign requested address"),  # in TEST-NET-1, which no host has
         ("no-such-host.invalid", "Name or service not known|Temporary failure"),
         ("127.0.0.1", "Address already in use"),
     ],
@@ -184,7 +184,7 @@ def test_a_launcher_that_is_cut_off_from_the_first_host_ends():
         port = str(server.getsockname()[1])
         launcher = start(CUT_OFF, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
         launcher.stdout.readline()
-        for _ in range(10):  # a second
+        for _ in range(10):  # for a second
             server.accept()[0].close()
     _, said = launcher.communicate(timeout=60)
     assert launcher.returncode == 1
@@ -217,10 +217,11 @@ def test_a_signal_for_one_host_reaches_all_and_the_next_one_is_a_copy(monkeypatc
     here.share(store)
     sent = []
     monkeypatch.setattr(os, "kill", lambda pid, number: sent.append(number))
-    monkeypatch.setattr(Signals, "end_ranks", Mock())  # the pool of the tests has ranks, too
+    monkeypatch.setattr(Signals, "end_ranks", Mock())  # else the ranks of the test pool would end
     there.share(store)
     assert sent == [signal.SIGHUP]
-    for now_s, n_received in ((0, 1), (60, 1), (64, 1), (70, 2)):  # the user signals `there`, too
+    # Now the user signals `there` directly.
+    for now_s, n_received in ((0, 1), (60, 1), (64, 1), (70, 2)):
         monkeypatch.setattr(time, "monotonic", lambda now_s=now_s: 100 + now_s)
         there.pass_on(signal.SIGHUP, None)
         assert len(there.received) == n_received, now_s
@@ -243,7 +244,7 @@ def test_hosts_that_have_started_differently_often_tell_the_same_cause(monkeypat
 
 
 def test_launchers_with_one_hostname_and_process_id_are_two_hosts_for_torchrun(monkeypatch):
-    """As in two containers with the network of their host."""
+    """Two containers that use their host's network have the same hostname, and can have the same process id."""
     names = set()
     for node_rank in "01":
         monkeypatch.setenv("NODE_RANK", node_rank)

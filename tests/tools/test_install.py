@@ -1,6 +1,6 @@
-"""`pip install .` gives a package that works in any folder: built as a wheel here, without a network.
+"""`pip install .` gives a package that works in any folder. The test builds a wheel, without a network.
 
-The wheel is unpacked into a folder of its own, and Python is started without the checkout on its path.
+It unpacks the wheel into a new folder, and starts Python without the checkout on its path.
 """
 
 import os
@@ -42,7 +42,7 @@ def wheel(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def site(wheel) -> Path:
-    """The folder that pip installs the wheel into, with `bin`, as a PYTHONPATH."""
+    """Install the wheel into a folder, with `bin`. The folder serves as PYTHONPATH."""
     folder = wheel.parent / "site"
     pip("install", "--target", folder, wheel)
     return folder

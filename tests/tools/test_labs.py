@@ -1,4 +1,4 @@
-"""Labs: every answer is computed, unsolved work fails its judge, and the solution passes."""
+"""Labs: every answer is computed, an unsolved exercise fails its judge, and the solution passes."""
 
 import re
 import shlex
@@ -13,7 +13,7 @@ from torchtitan_lite.__main__ import main
 from torchtitan_lite.tools.labs import working_copy
 from torchtitan_lite.tools.labs.lab import Lab, compute_answer, find_lab, list_labs, read_quantity
 
-BY_DEFAULT = (1, 4)  # labs whose answers and judge the default suite runs
+BY_DEFAULT = (1, 4)  # The default tests run the answers and judges of these labs.
 QUESTIONS = [(lab.number, name) for lab in list_labs() for name in lab.questions]
 JUDGED = [lab.number for lab in list_labs() if lab.judge]
 
@@ -57,7 +57,7 @@ def test_a_quantity_is_a_number_with_a_unit(text, value):
 
 
 def solve(lab: Lab, folder: Path) -> None:
-    """Put the solution into a working copy."""
+    """Put the solution of a lab into a working copy."""
     functions = lab.folder / "solution.py"
     if functions.exists():
         working_copy.replace_functions(folder, functions)

@@ -1,4 +1,4 @@
-"""assets/notebooks: the commands exist, every cell was executed, and with --all it runs from top to bottom."""
+"""assets/notebooks: the commands exist, and every cell was executed. With --all, the notebook runs completely."""
 
 import json
 import re

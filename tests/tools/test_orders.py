@@ -1,4 +1,4 @@
-"""Orders of schedules: equal to torch's, complete, without deadlock; run on paper; pictures of them."""
+"""Orders of schedules equal torch's, and are complete and without deadlock. Simulations and pictures are tested too."""
 
 import xml.etree.ElementTree as ElementTree
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_
 
 
 def read_torchs_order(schedule: str, pp: int, n_microbatches: int, n_stages_per_rank: int) -> Order:
-    """Return the order in torch's own table, which it makes from these numbers of its stages."""
+    """Return the order in the table that torch makes for these numbers of ranks, microbatches and stages."""
     schedule_class = get_schedule_class(schedule)
     stage = SimpleNamespace(
         group_rank=0, group_size=pp, num_stages=pp * n_stages_per_rank, submod=None
@@ -41,7 +41,7 @@ def read_torchs_order(schedule: str, pp: int, n_microbatches: int, n_stages_per_
 
 
 def unfold(cell) -> list[Action]:
-    """Return the actions of one cell: one, or DualPipeV's two; none for sends and reductions."""
+    """Return the actions of one cell of torch's table: one, or two of DualPipeV, or none for sends and reductions."""
     if cell.sub_actions:
         return [action for part in cell.sub_actions for action in unfold(part)]
     kind = KINDS.get(cell.computation_type.name)
@@ -58,7 +58,7 @@ def test_every_order_is_torchs_own_and_runs_to_its_end(schedule):
             is_short = row.fills_pipeline and m < pp * v
             is_uneven = row.in_rounds and m % max(1, m // pp)
             if is_short or is_uneven:
-                continue  # check refuses them, as torch does
+                continue  # `check` and torch refuse this combination
             order = list_order(schedule, pp, m, v)
             assert order == read_torchs_order(schedule, pp, m, v), (pp, m, v)
             assert not simulate(order, seconds_of).stuck
@@ -105,7 +105,7 @@ def test_bubbles_and_microbatches_in_flight_are_those_of_the_papers(line):
 
 
 def test_the_slowest_stage_and_the_way_between_ranks_count():
-    """By hand, two stages and two microbatches, GPipe; the second stage is slower, a send takes 10:
+    """Computed by hand: GPipe, two stages, two microbatches. The second stage is slower, and a send takes 10:
     F0 0-1, F1 1-2 | stage 1: F0 11-13, F1 13-15, B0 15-22, B1 22-29 | stage 0: B0 32-35, B1 39-42."""
     seconds = {"0F": 1, "1F": 2, "0B": 3, "1B": 7}
     order = list_order("GPipe", 2, 2, 1)

@@ -1,4 +1,4 @@
-"""After SIGKILL of torchrun no rank trains on, also one that is stopped. With our launcher: test_hangs.py."""
+"""After SIGKILL of torchrun no rank goes on, not even a stopped one. test_hangs.py tests our launcher."""
 
 import os
 import signal
@@ -38,7 +38,7 @@ def launch_bare(folder: Path, keys: list[str]) -> subprocess.Popen:
 
 
 def check_that_all_end(dump_folder: Path) -> None:
-    """The launcher of a run was killed: check that its processes end."""
+    """Check that the processes of a run end. Its launcher was killed."""
     deadline_s = time.monotonic() + 10
     try:
         while list_processes(dump_folder) and time.monotonic() < deadline_s:
@@ -56,7 +56,7 @@ def test_no_rank_lives_on_after_a_bare_torchrun_was_killed(tmp_path):
     read_until(process, "step +3/")
     pids = list_processes(folder)
     assert len(pids) == 3
-    os.kill(max(pids), signal.SIGSTOP)  # a rank
+    os.kill(max(pids), signal.SIGSTOP)  # the newest process is a rank
     process.kill()
     process.wait()
     check_that_all_end(folder)

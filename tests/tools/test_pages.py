@@ -1,4 +1,4 @@
-"""Pages of plan and explain show the slices of the trainer and the figures of the text, and a browser displays them."""
+"""Pages of plan and explain show the trainer's slices and the figures of the text output, and a browser shows them."""
 
 import re
 import shutil
@@ -80,7 +80,7 @@ def pages(tmp_path_factory):
         path = f"{folder}/{config}.html"
         args = f"plan --config {config} --gpus {n_ranks} --html {path}"
         with redirect_stderr(StringIO()) as said:
-            assert main(args.split()) == (config == "mixtral_8x22b")  # does not fit
+            assert main(args.split()) == (config == "mixtral_8x22b")  # does not fit the GPUs
         assert f"open {path} in a browser" in said.getvalue()
     args = f"explain --config debug_3d --gpus 8 --rank 3 --html {folder}/walk.html"
     assert main(args.split()) == 0

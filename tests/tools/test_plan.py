@@ -1,4 +1,4 @@
-"""`plan`: answered without torch, its time and remarks, clusters, checkpoints; the closed form by hand."""
+"""`plan`: works without torch; its times, remarks, clusters and checkpoints; results computed by hand."""
 
 import json
 import re
@@ -36,7 +36,7 @@ DEGREES = {
 
 
 def read(name: str, n_gpus: int, **keys) -> PlannedRun:
-    """A shipped config on GPUs. Keys: of parallelism, training or activation_checkpoint."""
+    """Plan a shipped config on GPUs. `keys` are of parallelism, training or activation_checkpoint."""
     keys.setdefault("global_batch_size", -1)
     args = ["--config", name]
     for key, value in keys.items():
@@ -48,7 +48,7 @@ def read(name: str, n_gpus: int, **keys) -> PlannedRun:
 
 
 def test_a_plan_says_where_the_time_goes(capsys):
-    """Without torch: test_environment.py starts it in a Python that has no packages."""
+    """test_environment.py tests `plan` without torch, in a Python without packages."""
     args = ["plan", "--config", "llama3_405b", "--gpus", "16384", *ONE_STAGE]
     args += "--mtbf-hours 3.09 --restart-s 600 --save-stall-s 60".split()
     assert main(args) == 0
@@ -97,7 +97,7 @@ def test_a_dry_run_prints_the_plan_and_both_columns(capsys):
 
 
 def test_the_table_of_memory_has_the_fullest_rank():
-    """In a V, pp ranks 2 and 3 have equal stages, and the last one has more microbatches in flight."""
+    """In a V schedule, pp ranks 2 and 3 have equal stages, but the last rank has more microbatches in flight."""
     v_schedule = {"pipeline_parallel_schedule": "ZBVZeroBubble", "mode": "none", "enable": "false"}
     planned = read("llama3_8b", 64, pp=4, local_batch_size=32, **v_schedule)
     table = describe_memory(planned)
@@ -111,12 +111,12 @@ def test_the_table_of_memory_has_the_fullest_rank():
 def test_an_idle_pipeline_gets_the_number_of_microbatches_that_it_needs():
     schedule = {"pipeline_parallel_schedule": "1F1B", "pipeline_parallel_layers_per_stage": 8}
     planned = read("llama3_405b", 16384, pp=16, tp=8, **schedule, local_batch_size=16)
-    # of the step; (p-1)/(m+p-1) = 15/31 of the pipeline alone
+    # The bubble is a share of the step. Of the pipeline alone it is (p-1)/(m+p-1) = 15/31.
     assert planned.forecast.bubble > 0.45
     (remark,) = (remark for remark in list_remarks(planned) if "idle" in remark)
     n = int(remark.split("Use ")[1].split(" microbatches")[0])
     filled = read("llama3_405b", 16384, pp=16, tp=8, **schedule, local_batch_size=n)
-    assert filled.forecast.bubble <= 0.17  # uneven stages stay
+    assert filled.forecast.bubble <= 0.17  # the stages are still uneven
     assert (
         f"training.global_batch_size = {n * 128}" in remark
         and "or about 5 stages per rank" in remark
@@ -135,7 +135,7 @@ def test_programs_read_the_figures_of_a_plan(capsys):
     assert main("plan --json --search --config llama3_8b --gpus 8".split()) == 2
 
 
-ONE_GPU = [  # config, ZeRO stage -> bytes reserved and of CUDA, over bytes in use; whether it fits an H200
+ONE_GPU = [  # config, ZeRO stage -> bytes reserved and of CUDA, divided by bytes in use; whether it fits an H200
     ("llama3_8b_one_gpu", 1, 1.28, False),
     ("llama3_8b_one_gpu", 2, 1.02, True),
 ]
@@ -150,7 +150,7 @@ def test_one_gpu_has_the_reserve_of_this_trainer(config, stage, factor, fits):
     assert published.taken_bytes == published.memory.live * 1.21 * 1.11 + 2 * 2**30
 
 
-COPIES = [  # ZeRO stage, microbatches, dtype of weights -> bytes per parameter: operators of torch's FSDP, recorded
+COPIES = [  # ZeRO stage, microbatches, dtype of weights -> bytes per parameter, recorded from operators of torch's FSDP
     (1, 1, "float32", 24),
     (1, 4, "float32", 62),
     (2, 4, "float32", 102),
@@ -205,8 +205,8 @@ def test_the_interval_of_saves_is_youngs_for_short_stalls_and_the_best_of_all():
 
 
 def test_fsdp_moves_what_the_parameters_weigh():
-    """8B on 8 ranks, ZeRO 3, one microbatch, by hand: every block twice, embedding and head once in bf16, all gradients
-    once in fp32, of which each rank moves 7/8."""
+    """Compare with a calculation by hand: 8B, 8 ranks, ZeRO 3, one microbatch. FSDP gathers every block twice,
+    embedding and head once, in bf16, and reduces all gradients once in fp32. Each rank moves 7/8 of it."""
     block, table, norm = 218_112_000, 128_256 * 4096, 4096
     planned = read("llama3_8b", 8)
     moved = estimate_traffic(planned.workload, 0)
@@ -224,7 +224,7 @@ def test_fsdp_moves_what_the_parameters_weigh():
 def test_a_collective_takes_its_bytes_over_the_links_and_a_latency_for_each_hop():
     model = read("llama3_8b", 16, tp=2).step_time
     assert model.collective_time("tp", 1e9) == pytest.approx(0.5e9 / 360e9 + 8.4e-6 + 3.4e-6)
-    # Eight ranks, two apart: four in each of two nodes, so each rank has two of the node's network cards
+    # Eight ranks with a stride of 2 are four in each of two nodes, so each rank has two of the node's network cards.
     by_hand = 7e9 / 8 / (0.92 * 4 * 50e9) + 8.4e-6 + 6 * 3.4e-6 + 14e-6
     assert model.collective_time("dp_shard", 1e9) == pytest.approx(by_hand)
     on_128_nodes = H100.find_bandwidth(1, 1024)
@@ -256,7 +256,7 @@ def test_keys_of_the_config_that_make_a_step_faster_are_read():
 
 
 def test_llama3_405b_on_16384_h100_and_its_128k_layout():
-    """Table 4 of the paper: 400 and 380 TFLOP/s, within the error bar."""
+    """The Llama 3 paper's table 4 has 400 and 380 TFLOP/s. The forecast agrees within its error bar."""
     options = {
         "pipeline_parallel_schedule": "Interleaved1F1B",
         "pipeline_parallel_layers_per_stage": 1,
@@ -291,7 +291,8 @@ def test_experts_take_as_long_as_one_dense_matmul_and_a_router_hardly_any_time()
         block[module.name.rpartition(".")[2]] = module
     experts, *_ = model.module_times(block["w1"])
     router, *_ = model.module_times(block["router"])
-    rows = planned.workload.n_rows + 16 * 128 / 2  # 16 experts, each with a tile that is half full
+    # Each of 16 experts has on average half a tile of padding.
+    rows = planned.workload.n_rows + 16 * 128 / 2
     dense = H100.matmul_time(rows, 768, 2048, "bfloat16")
     assert experts == pytest.approx(dense / H100.grouped_efficiency)
     assert router < experts

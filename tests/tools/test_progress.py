@@ -1,4 +1,4 @@
-"""A tool shows on a terminal how far it is, and writes nothing elsewhere."""
+"""A tool shows its progress on a terminal, and shows none if the output is not a terminal."""
 
 import os
 import pty
@@ -61,7 +61,7 @@ def test_a_save_that_takes_long_shows_how_much_is_on_disk(tmp_path, monkeypatch,
 
     events = iter(
         [
-            lambda: file.truncate(4_014_080),  # as safetensors does
+            lambda: file.truncate(4_014_080),  # safetensors does this
             write_a_part,
             lambda: save.rename(tmp_path / "step-8"),
         ]

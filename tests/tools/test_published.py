@@ -1,4 +1,4 @@
-"""Published runs against the forecast: the bars in code are those that leaving each source out gives."""
+"""Published runs and the forecast: the error bars in the code equal those of cross-validation over the sources."""
 
 from math import exp
 
@@ -25,10 +25,10 @@ def test_the_bars_in_code_hold_the_share_of_unseen_runs_that_they_promise():
             assert printed.n_rows == bar.n_rows
             least, most = (
                 (0.7, 0.92) if len(unseen) > 3 else (0.6, 1.0)
-            )  # of three rows, two or all
+            )  # two or all of the three rows
             assert least <= published.share_held(printed, unseen) <= most, name
             assert least <= published.share_held_of_others(unseen) <= most, name
-            if "memory" in name:  # the upper end of the bar is on the safe side
+            if "memory" in name:  # only the upper end of the bar must hold
                 assert all(
                     exp(error) > 1 / bar.high - 0.01
                     for row, error in unseen
@@ -38,7 +38,7 @@ def test_the_bars_in_code_hold_the_share_of_unseen_runs_that_they_promise():
     least = {"dense": 0.8, "experts": 0.7}
     for name, coefficient in least.items():
         assert published.rank_correlation(groups[name]) > coefficient
-    quoted = {}  # the four runs of Qwen3 30B-A3B that people compare: speeds, published and forecast
+    quoted = {}  # four often compared runs of Qwen3 30B-A3B: published and forecast speed
     for row, error in groups["experts"]:
         published_speed = row.values["tokens_per_s_per_gpu"]
         if published_speed in (12040, 8826, 6125, 3602):

@@ -1,4 +1,4 @@
-"""README and the chapters stay true: paths, configs, keys and links exist. Commands: test_commands.py."""
+"""READMEs stay correct: the paths, configs, keys and links in them exist. test_commands.py tests their commands."""
 
 import re
 

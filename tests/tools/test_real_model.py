@@ -1,4 +1,4 @@
-"""A real model from end to end, compared with transformers: ids, loss, text, fine-tuning on three layouts, export."""
+"""A real model compared with transformers: ids, loss, text, fine-tuning on three layouts, and export."""
 
 import os
 import subprocess
@@ -114,7 +114,7 @@ def keys(folder, corpus) -> list[str]:
 
 @pytest.fixture(scope="module")
 def expected(folder, keys, tmp_path_factory) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses and weights of the same steps in transformers, with a loop of its own."""
+    """Return the losses and weights of the same steps in transformers, by a separate training loop."""
     run = resolve(
         [*keys, f"--job.dump_folder={tmp_path_factory.mktemp('run') / 'x'}"],
         machine=LAPTOP,
@@ -123,7 +123,7 @@ def expected(folder, keys, tmp_path_factory) -> tuple[list[float], dict[str, tor
     data = open_data(run.config, run.model_args, run.layout, run.tokenizer)
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     theirs.model.embed_tokens.padding_idx = (
-        None  # else the row of the pad token, here EOS, has no gradient
+        None  # with a pad token, here EOS, its row would have no gradient
     )
     section = run.config.optimizer
     optimizer = torch.optim.AdamW(

@@ -1,4 +1,4 @@
-"""A real config made small: exactly its degrees, the relations that are kept, and the deep run."""
+"""`verify` makes a real config small: the degrees, the relations between sizes that it keeps, and the deep run."""
 
 import json
 
@@ -27,7 +27,7 @@ ANY_BATCH = "--training.global_batch_size=-1"
 
 
 def read(*args: str) -> Config:
-    # finetune names its model by an environment variable
+    # --config finetune names its model by an environment variable
     given = read_config(["--checkpoint.initial_load_path=", "--config", *args])
     assert not given.problems
     return given.config
@@ -43,7 +43,7 @@ def read(*args: str) -> Config:
         (8, {PP: 2, REPLICATE: 2, CP: 2, SHARD: 1}, "pp2 x dp_replicate2 x cp2"),
         (8, {CP: 4, TP: 2, SHARD: 1}, "cp4 x tp2"),
         (1, {SHARD: 1}, "one rank"),
-        # an automatic dp_shard takes what is left
+        # an automatic dp_shard takes the remaining ranks
         (8, {REPLICATE: 2}, "dp_replicate2 x dp_shard4"),
         (6, {TP: 2}, "dp_shard3 x tp2"),
     ],
@@ -64,7 +64,7 @@ def test_a_layout_that_fits_is_tried_exactly_as_asked(max_ranks, asked, layout):
         (8, "llama3_8b", {CP: 16, SHARD: 1, TP: 8}, "cp2 x tp4"),
         (8, "mixtral_8x22b", {}, "dp_replicate2 x dp_shard2 x tp2, ep4"),
         (4, "qwen3_30b_a3b", {}, "dp_shard4, ep4"),
-        (2, "debug_3d", {}, "tp2"),  # dims are given up
+        (2, "debug_3d", {}, "tp2"),  # other mesh dims are dropped
     ],
 )
 def test_a_layout_that_needs_more_ranks_is_refused_with_a_command_that_runs(
@@ -88,7 +88,7 @@ def test_a_layout_that_needs_more_ranks_is_refused_with_a_command_that_runs(
 
 # ---------------------------------------------------------------- stages, microbatches, sizes
 
-ARGS = {  # of the table below
+ARGS = {  # abbreviation in the table below -> arguments
     "EVEN": f"llama3_8b --{PP}=4 --{SHARD}=1 {ANY_BATCH} --training.local_batch_size=16 --model.n_layers=30",
     "INTERLEAVED": f"EVEN --{SCHEDULE}=Interleaved1F1B --{PER_STAGE}",
     "STAGES": f"llama3_8b --{PP}=4 --{SHARD}=1 {ANY_BATCH} --training.local_batch_size",
@@ -115,7 +115,7 @@ def remainder_of_vocabulary(reduction: Reduction) -> list[int]:
 
 
 def experts(reduction: Reduction) -> tuple[int, ...]:
-    """ep, the ranks that share an expert, the numbers of experts in the wide and the deep trial, and top_k."""
+    """Return ep, the number of ranks that share an expert, the numbers of experts in wide and deep trial, and top_k."""
     wide, deep = (resolve_model(c.model).moe for c in (reduction.config, deepen(reduction)))
     assert wide.top_k == deep.top_k
     layout = reduction.layout
@@ -126,7 +126,7 @@ def nodes(reduction: Reduction) -> tuple[int, int]:
     return reduction.layout.fsdp_near, reduction.layout.fsdp_far
 
 
-# Embedding and head weigh a layer each: 32 on 4 stages. 2306 = 2 * 1153
+# Embedding and head count as a layer each, which matters for 32 layers on 4 stages. 2306 = 2 * 1153, a prime.
 KEPT = f"""
 EVEN | layers_of_stages | [1, 2, 2, 1]
 EVEN --model.n_layers=31 | layers_of_stages | [2, 2, 2, 1]

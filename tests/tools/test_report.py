@@ -1,4 +1,4 @@
-"""report: the page has the figures of metrics.jsonl and of the traces, and a browser shows every picture."""
+"""report: its page has the figures of metrics.jsonl and of the traces, and a browser shows every picture."""
 
 import json
 import re
@@ -32,7 +32,7 @@ KEYS = """
 
 @pytest.fixture(scope="module")
 def folder(pool, tmp_path_factory):
-    """A run of experts on a pipeline that was stopped after step 3 and resumed, with traces."""
+    """Train a model with experts on a pipeline, with traces. Stop the run after step 3, and resume it."""
     parent = tmp_path_factory.mktemp("report")
     folder = parent / "a run"
     corpus = warm_start.write_letters(parent / "corpus")[-3]
@@ -63,7 +63,7 @@ def list_titles(page: str) -> list[str]:
 
 
 def read_curve(page: str, name: str) -> dict[int, float]:
-    """Return step -> the number that the page shows for it."""
+    """Return step -> the number that the page shows in the curve `name`."""
     curve = {}
     for title in list_titles(page):
         if point := re.fullmatch(rf"{re.escape(name)}, step (\d+): (\S+)", title):
@@ -135,7 +135,7 @@ def test_parts_of_a_step_add_up_and_name_their_axes(folder, run):
 
 
 def copy_run(folder, new, replace=(), **keys):
-    """Copy metrics.jsonl and config.toml, with other values of keys. Return the copy."""
+    """Copy metrics.jsonl and config.toml, with changed values of keys. Return the copy."""
     new.mkdir()
     config = (folder / "config.toml").read_text()
     for key, value in keys.items():
@@ -157,7 +157,7 @@ def test_runs_are_compared_by_what_differs_and_grouped_by_a_key(folder, tmp_path
             runs.append(copy_run(folder, name, changed, lr=rate, seed=seed))
     losses = [warm_start.read_losses(run) for run in runs]
     with (runs[3] / "metrics.jsonl").open("a") as records:
-        records.write('{"kind": "ste')  # killed in a line
+        records.write('{"kind": "ste')  # the run was killed while it wrote a line
     out = tmp_path / "page.html"
     assert write(*runs, out=out, x="hours") == 0
     page = out.read_text(encoding="utf-8")

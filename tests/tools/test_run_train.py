@@ -1,6 +1,7 @@
-"""run_train.sh: what it starts, with which arguments and variables, and which exit status comes back.
+"""run_train.sh: the program, arguments and variables that it starts with, and its exit status.
 
-In a copy of the checkout, a stub replaces the launcher. How runs end: test_endings.py. Slurm: test_slurm.py.
+In a copy of the checkout, a stub replaces the launcher. See also test_endings.py for the ends of runs, and
+test_slurm.py for Slurm.
 """
 
 import json
@@ -25,7 +26,7 @@ sys.exit(int(os.environ.get("STATUS", "0")))
 
 
 class Checkout:
-    """A copy of the checkout with stubs, in a folder whose name has a space, and a working directory elsewhere."""
+    """A copy of the checkout with stubs, in a folder whose name has a space. It is not the working directory."""
 
     def __init__(self, folder: Path):
         self.root = folder / "check out"
@@ -39,7 +40,7 @@ class Checkout:
         self.take_real("torchtitan_lite/tools/detect.py")
         self.take_real("torchtitan_lite/tools/environment.py")
         self.take_real("torchtitan_lite/faults/processes.py")
-        self.write("pyproject.toml", "dependencies = [\n]\n")  # the Python of these tests will do
+        self.write("pyproject.toml", "dependencies = [\n]\n")  # any Python will do
         self.write("train.py", "")
         self.write("torchtitan_lite/__main__.py", STUB_PACKAGE)
         self.variables = {
@@ -64,13 +65,13 @@ class Checkout:
         return subprocess.Popen(command, cwd=self.folder, env=environment, **streams)
 
     def run(self, *args: str, **variables: str) -> subprocess.CompletedProcess:
-        """Run the script to its end. `args` of the result is the pid that it had."""
+        """Run the script to its end. The result's `args` is the pid of the script."""
         process = self.start(*args, **variables)
         out, err = process.communicate()
         return subprocess.CompletedProcess(process.pid, process.returncode, out.strip(), err)
 
     def calls(self) -> list[dict]:
-        """Return the starts of the launcher."""
+        """Return one entry for each start of the launcher."""
         if not self.calls_file.exists():
             return []
         return [json.loads(line) for line in self.calls_file.read_text().splitlines()]
@@ -109,7 +110,9 @@ def test_help_names_every_environment_variable_and_starts_nothing(checkout):
 
 
 def test_arguments_reach_the_launcher_unchanged_and_it_replaces_the_script(checkout):
-    """CONFIG_FILE comes before the arguments, so that --config wins. Signals reach the launcher, which has the pid."""
+    """CONFIG_FILE comes before the arguments, so that --config overrides it. Signals reach the launcher, because it has
+    the script's pid.
+    """
     args = ["--config", "my config.toml", "--job.description", "a  *", "--training.steps=20"]
     answer = checkout.run(*args, CONFIG_FILE="my a.toml", STATUS="143")
     (call,) = checkout.calls()

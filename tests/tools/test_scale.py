@@ -1,4 +1,4 @@
-"""One rank of many thousands: what it reads, opens and sends does not grow with the ranks."""
+"""What one of many thousands of ranks reads, opens and sends does not grow with the number of ranks."""
 
 import hashlib
 from collections import Counter
@@ -40,7 +40,7 @@ def test_a_rank_saves_and_resumes_with_little_metadata_and_few_files(name, n_ran
     saved = costs.pop("save")
     assert saved.messages < 10 and saved.message_bytes < MIB
     for resumed in costs.values():
-        # manifest and checksums, and the header of each source, with all its tensors
+        # manifest and checksums, and the header of each source file, which lists all its tensors
         assert resumed.metadata_bytes < 5 * MIB + MIB // 2 * resumed.files
         assert resumed.metadata_bytes <= 10**7 or n_ranks < 16384
         assert resumed.files <= 2 + resumed.n_sources + ceil((n_ranks + 1) / n_ranks)
@@ -49,12 +49,12 @@ def test_a_rank_saves_and_resumes_with_little_metadata_and_few_files(name, n_ran
 
 
 N_RANKS = 1024
-N_ROWS = 2  # of each rank
+N_ROWS = 2  # per rank
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """A checkpoint of many ranks: one file is missing, one truncated, one flipped."""
+    """Write a checkpoint of many ranks. One file is missing, one is truncated, one has a flipped bit."""
     folder = tmp_path_factory.mktemp("checkpoint") / "step-8"
     folder.mkdir()
     hashes = {}
@@ -76,7 +76,7 @@ def checkpoint(tmp_path_factory):
 
 
 def fail_as(rank: int, world_size: int, messages: list[str]) -> str:
-    """Worker: raise the error of one of the ranks of the checkpoint. Return the message that every rank receives."""
+    """Worker: raise the error of one rank of the checkpoint. Return the message that every rank gets."""
 
     def act() -> None:
         if rank < len(messages):

@@ -1,4 +1,4 @@
-"""The search over layouts: complete, sound by the rules of check, ranked by simulated time, and honest when empty."""
+"""The search over layouts finds all that `check` accepts, ranks them by simulated time, and says if there is none."""
 
 import itertools
 from dataclasses import replace
@@ -62,7 +62,7 @@ def test_a_search_has_every_kind_of_layout_once_and_check_accepts_each():
 
 
 def test_what_a_search_prunes_by_is_true_of_every_layout():
-    """The bound is below the simulated time, and three pp ranks are enough to find the fullest."""
+    """The bound is below the simulated time, and the fullest pp rank is always one of three."""
     for planned in list_8b():
         w = planned.workload
         step_time_s = planned.forecast.step_time_s
@@ -111,12 +111,12 @@ def test_the_report_names_the_winner_which_reads_back(tmp_path, capsys):
         ("llama3_70b", 64, "", "recompute full"),
         slow("mixtral_8x22b", 2048, "", ""),
         slow("llama3_405b", 16384, "", ""),
-        # FSDP with tp inside a node, not FSDP alone
+        # FSDP and tp inside a node, not FSDP alone
         slow("llama3_405b", 512, "--training.global_batch_size 128", " x tp4,"),
     ],
 )
 def test_a_search_gives_what_practitioners_run(name, n_gpus, arguments, words):
-    """The best layout has these words, and the shipped layout is within 5 % of the best that people run."""
+    """The best layout contains `words`. The shipped layout takes at most 5 % longer than the best one in use."""
     config, model_args = read(name, arguments)
     candidates = list(list_candidates(config, model_args, n_gpus, H100))
     best = rank(candidates)
@@ -134,7 +134,7 @@ def test_a_search_gives_what_practitioners_run(name, n_gpus, arguments, words):
 # ---------------------------------------------------------------- no answer
 
 
-# 70B needs 16 B x 70.6e9 x 1.21 / 79.6 GiB = 16 GPUs for its state alone.
+# The state of 70B alone needs 16 B x 70.6e9 x 1.21 / 79.6 GiB = 16 GPUs.
 UNEVEN = "--training.seq_len=8191 --training.global_batch_size"
 
 

@@ -1,4 +1,4 @@
-"""A run that gets SIGINT or SIGTERM: after which step it stops, what it saves, how it ends."""
+"""A run that gets SIGINT or SIGTERM: the step after which it stops, what it saves, and how it ends."""
 
 import itertools
 import json
@@ -30,7 +30,7 @@ from torchtitan_lite.config.schema import ONE_SHOT, Config, get_value, with_valu
 AT_S = (0.0, COPIES_ARRIVE_WITHIN_S, COPIES_ARRIVE_WITHIN_S + 0.1)  # when SIGTERM arrives
 ENDS_AT_S = {  # phase of the run -> when the process ends
     Phase.START: AT_S[0],
-    Phase.STEPS: AT_S[2],  # not because of a copy
+    Phase.STEPS: AT_S[2],  # copies of the signal that arrive earlier do not end it
     Phase.FAILED: None,
 }
 
@@ -52,7 +52,7 @@ def test_a_signal_does_what_the_phase_of_the_run_says(monkeypatch, phase):
 
 
 def test_a_signal_in_the_first_step_ends_the_process():
-    """Even if the main thread is in C and never returns to Python, as one that waits for a device."""
+    """The process ends even if its main thread never returns from C, because it waits for a device."""
     program = "import ctypes, os; from torchtitan_lite.components.signals import StopFlag\n"
     program += "StopFlag().listen(); print(flush=True); ctypes.CDLL(None).read(os.pipe()[0], ctypes.c_buffer(1), 1)"
     process = subprocess.Popen(
@@ -113,7 +113,7 @@ def test_the_command_that_continues_neither_starts_over_nor_goes_back(
     for key in ONE_SHOT:
         assert get_value(again.config, key) == get_value(Config(), key)
     assert describe_newest(None, config, args) == "nothing is saved"
-    # Before its first save, the same command does the same again.
+    # Before the first save, the same command is printed, because it starts the same run again.
     newest = Path("out/checkpoint/step-7")
     line = describe_newest(newest, config, args, is_own=False)
     assert line.endswith(f"to continue: NGPU=8 {name_command('train')} {shlex.join(args)}")
@@ -123,22 +123,22 @@ def test_the_command_that_continues_neither_starts_over_nor_goes_back(
 
 # ---------------------------------------------------------------- who gets which signal, and when, on two ranks
 
-# The first two get it ten times in 0.2 s, as `timeout` and systemd send it.
+# The group and the launcher get the signal ten times in 0.2 s, because `timeout` and systemd send it repeatedly.
 WHOM = ("group", "launcher", "one rank")
 WHEN = {  # moment -> keys of the run
     "import": [],
-    "first step": ["--training.global_batch_size=2048"],  # a second or more
+    "first step": ["--training.global_batch_size=2048"],  # takes a second or more
     "step": ["--parallelism.pipeline_parallel_degree=2"],  # all stages stop after the same step
     "save": ["--checkpoint.interval=1"],
 }
-DEFAULT = [  # in a step: test_slurm.py; stages: test_report.py
+DEFAULT = [  # test_slurm.py has signals in a step, test_report.py with stages
     ("group", signal.SIGINT, "import"),
     ("launcher", signal.SIGTERM, "save"),
 ]
 
 
 def wait_for_moment(process: subprocess.Popen, when: str, whom: str, folder: Path) -> str:
-    """Return the output up to a moment of the run."""
+    """Wait until the run is at the moment `when`. Return its output until then."""
     if when == "import":
         output = read_until(process, "  files ")
         while not (list_ranks(process) if whom == "one rank" else list_children(process.pid)):
@@ -179,7 +179,7 @@ def test_a_signal_loses_no_step_however_often_it_arrives(tmp_path, whom, receive
     if (whom, when) != (
         "one rank",
         "first step",
-    ):  # there the other rank reports that its peer is gone
+    ):  # in this case the other rank reports that it has lost its peer
         assert "Traceback" not in output
     assert "All ranks start again" not in output
     assert list_processes(folder) == []

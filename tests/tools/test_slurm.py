@@ -1,4 +1,4 @@
-"""assets/slurm/train.sbatch, with stubs of srun, scontrol and scancel: interrupted, queued again, and continued."""
+"""assets/slurm/train.sbatch with stubs of srun, scontrol and scancel: a job is interrupted, requeued, continued."""
 
 import os
 import signal
@@ -15,13 +15,13 @@ from torchtitan_lite.config.reader import REPOSITORY
 
 SCRIPT = REPOSITORY / "assets" / "slurm" / "train.sbatch"
 STEPS = 40
-JOB = str(os.getpid())  # decides about the port, so that two of these tests can run at once
+JOB = str(os.getpid())  # sets the port, so that two of these tests can run at once
 KEYS = [
     "--training.global_batch_size=4",
     "--training.local_batch_size=2",
     "--checkpoint.interval=1000",
     "--validation.no_enable",
-    "--job.overwrite",  # as debug.toml has it
+    "--job.overwrite",  # set in debug.toml too
 ]
 RUN = """#!/bin/bash
 ((STATUS != 143)) || echo -n "$SAVED" > "$SAVED_FILE"
@@ -33,7 +33,7 @@ wait
 """
 
 STUBS = {
-    # Two tasks on this host. As Slurm's own, it is no way to pass SIGTERM on.
+    # Start two tasks on this host. Like Slurm's srun, the stub does not pass SIGTERM on to them.
     "srun": """#!/bin/bash
 echo "srun $*" >> "$CALLS"
 trap 'echo "srun got SIGTERM" >> "$CALLS"; kill -KILL $(cat "$TASKS")' TERM
@@ -65,7 +65,7 @@ echo "scancel $*" >> "$CALLS"
 
 
 class Cluster:
-    """Stubs of Slurm's commands, and the environment in which a job of two nodes would start."""
+    """Stubs of Slurm's commands, and the environment variables of a job of two nodes."""
 
     def __init__(self, folder: Path):
         for name, text in STUBS.items():
@@ -108,7 +108,7 @@ def test_a_job_before_its_limit_saves_and_is_queued_again(cluster, tmp_path):
     keys += warm_start.write_letters(tmp_path / "letters")
     job = cluster.start(*keys)
     read_until(job, r"step +3/")
-    job.send_signal(signal.SIGUSR1)  # as --signal=B:USR1 does: to the script alone
+    job.send_signal(signal.SIGUSR1)  # only to the script, as with --signal=B:USR1
     output = finish(job, status=143)
     called, cancelled, requeued = cluster.calls().splitlines()
     assert called.startswith("srun --nodes=2 --ntasks=2 --ntasks-per-node=1")
@@ -131,7 +131,7 @@ def test_a_job_that_slurm_has_queued_again_resumes_whatever_it_was_told(cluster,
     "received, status, saved, calls",
     [
         (signal.SIGUSR1, 143, "step-7", "scontrol requeue"),
-        (signal.SIGUSR1, 143, "", ""),  # it would be the same again, for ever
+        (signal.SIGUSR1, 143, "", ""),  # nothing was saved: the job would repeat this forever
         (signal.SIGUSR1, 1, "step-7", ""),  # the save failed
         (signal.SIGTERM, 143, "step-7", ""),  # scancel, or an operator
         (0, 2, "", ""),  # refused by check

@@ -1,4 +1,4 @@
-"""A long run keeps the same memory, open files, threads and disk space, whatever it saves and validates."""
+"""In a long run, memory, open files, threads and disk space do not grow, though it saves and validates."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ from warm_start import finish, launch, list_ranks, read_until
 
 from torchtitan_lite.checkpoint.format import find_steps
 
-# a trace entry has about 1 KiB; the default of 20,000 entries is full after some hundred steps
+# An entry of the trace has about 1 KiB. The default of 20,000 entries would be full only after hundreds of steps.
 KEYS = """
 --training.steps=1500 --training.local_batch_size=4 --training.skip_spikes=5
 --debug.compare_copies_every=10 --checkpoint.interval=30 --checkpoint.keep_latest_k=2
@@ -19,7 +19,7 @@ KEYS = """
 
 
 def measure(pid: int) -> tuple[int, int, int]:
-    """Return resident KiB, threads and open files of a process."""
+    """Return the resident KiB and the numbers of threads and open files of a process."""
     status = Path(f"/proc/{pid}/status").read_text()
     resident = int(re.search(r"VmRSS:\s+(\d+)", status)[1])
     threads = int(re.search(r"Threads:\s+(\d+)", status)[1])

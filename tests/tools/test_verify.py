@@ -1,4 +1,4 @@
-"""`verify`: it catches and names every mutant, certifies exactly what was asked, and says what it did."""
+"""`verify` finds and names every mutant, certifies exactly the config that was asked for, and reports what it did."""
 
 import json
 import os
@@ -53,7 +53,7 @@ from torchtitan_lite.tools.verify.trial import Culprit, Trial, make_trial
 from torchtitan_lite.tools.verify.witnesses import WITNESSES
 
 TP2 = ("--config", "debug", f"--{TP}=2", f"--{SHARD}=1")
-# One of each kind. The others: `tests/run.sh --all`.
+# One mutant of each kind. `tests/run.sh --all` tries all of them.
 DEFAULT = """
 clip_norm_forgets_pp replicas_not_reduced
 hidden_states_rounded_between_stages loads_of_own_tokens another_beta_on_one_rank
@@ -70,7 +70,7 @@ def test_mutant_is_caught_and_rightly_named(pool, tmp_path, name):
     assert found == (mutant.kind, mutant.name, mutant.dims), culprit
 
 
-# ---------------------------------------------------------------- the door
+# ---------------------------------------------------------------- command line
 
 
 def reduce(*args: str):
@@ -121,12 +121,12 @@ parallelism.enable_async_tensor_parallel=true activation_checkpoint.mode=full co
 compile.components=["loss"] training.data_seed=5
 optimizer.groups=[{match="tok*",lr=2},{match="*.1.*norm*",weight_decay=0}]
 """.split()
-# Keys of this table that the trial of train.py must not replace.
+# Keys of UNUSUAL that the trial of train.py must not replace.
 AS_ASKED = """
 training.dataset_weights debug.deterministic optimizer.moments_dtype optimizer.beta2 lr_scheduler.decay_type
 training.max_norm training.data_seed optimizer.groups checkpoint.async_mode checkpoint.enable_first_step_checkpoint
 """.split()
-# Keys of the first table that must be called covered, and keys that did not act.
+# Keys of UNUSUAL that must be reported as covered. IDLE has those that must be reported as without effect.
 COVERED = """
 training.dataset_weights training.skip_spikes training.max_norm debug.deterministic optimizer.moments_dtype
 optimizer.beta2 lr_scheduler.min_lr_factor lr_scheduler.decay_ratio lr_scheduler.decay_type checkpoint.async_mode
@@ -137,7 +137,7 @@ IDLE = ["parallelism.zero_plus_plus", "parallelism.zero_plus_plus_node_size"]
 
 
 def record_configs(run_ranks, configs: dict):
-    """Return run_ranks that also notes the config of each layout, as its ranks get it."""
+    """Return run_ranks that also records in `configs` the config that the ranks of each layout get."""
 
     def run(worker, world_size: int, *args, **options):
         if world_size > 1 and worker.__name__ == "start_train":
@@ -181,7 +181,7 @@ def test_every_key_that_a_trial_replaces_is_in_the_certificate(pool, tmp_path):
 
 
 def test_a_key_that_is_set_is_covered_only_if_its_witness_saw_it_act():
-    """A new key has no witness. `real` has another value of every key; no rule checks it here."""
+    """A new key has no witness. `real` has a different value for every key, and no rule checks it here."""
     sizes = {f"model.{size.name}" for size in (*fields(MoEArgs), *fields(ModelArgs))}
     assert KEYS.keys() | sizes >= WITNESSES.keys()
     assert KEYS.keys() | {key.partition(".")[0] for key in KEYS} >= NO_RESULT
@@ -232,7 +232,7 @@ def gather_keys(original, part, mesh, *, attention, method):
     return original(part, mesh, attention=attention, method="allgather")
 
 
-BROKEN = [  # row, key, the function that no longer obeys it, what it does instead: no number is wrong
+BROKEN = [  # Row, key, the function that ignores the key, what it does instead. All numbers stay right.
     ("sharded", MODE, activation_checkpoint, "apply_recompute", lambda *_: None),
     ("sharded", ZERO, parallelize, "apply_fsdp", keep_sharded),
     ("stages", SCHEDULE, build, "build_schedule", build_1f1b),
@@ -259,7 +259,7 @@ def test_a_key_that_no_longer_acts_is_not_covered(pool, tmp_path, number):
     of_row = {other for name, other, *_ in BROKEN if name == row}
     reduction = compare.reduce_row(ROWS[row])
     runs = [(compare.ranks_inside(pool, partial(break_row, number)), {key})]
-    if BROKEN[number - 1][0] != row:  # once for all keys of the row
+    if BROKEN[number - 1][0] != row:  # one run for all keys of the row
         runs.append((pool.run, set()))
     for run_ranks, idle in runs:
         trial = list_trials(reduction, run_ranks, tmp_path)["wide"]()

@@ -1,18 +1,19 @@
-"""AdamW with both moments in bfloat16: 12 bytes of training state per parameter instead of 16.
+"""Run AdamW with both moments in bfloat16. Training state takes 12 bytes per parameter instead of 16.
 
-    between steps        weight fp32 4   gradient fp32 4   moments bf16 2 + 2
-    bytes moved          20 per parameter and step: weight and moments are read and written, the gradient is read
-                         28 with fp32 moments
+    bytes between steps   weight fp32 4   gradient fp32 4   moments bf16 2 + 2
+    bytes moved           20 per parameter and step: weight and moments are read and written, the gradient is read
+                          (28 with fp32 moments)
 
 All arithmetic is in fp32. Only the moments are rounded to 8 significant bits, once per step. On CUDA (never run),
 `move` is compiled to two kernels per tensor: the update and the step count. On a CPU, `move` runs operator by operator.
 
-Why beta2 must not exceed 0.99: in a step without a gradient, the second moment should decay by the factor beta2. bf16
-values are 0.4 to 0.8 % apart, and rounding undoes any decay smaller than half of that. With beta2 = 0.999, one large
-gradient would slow down its weight forever. With beta2 = 0.99, rounding makes the decay coarse, but never undoes it.
+beta2 must not exceed 0.99, because of this rounding. In a step with a zero gradient, the second moment should decay by
+the factor beta2. Neighboring bf16 values differ by 0.4 to 0.8 %, and rounding undoes any decay smaller than half of
+that. With beta2 = 0.999, the second moment would never decay, so one large gradient would slow down its weight forever.
+With beta2 = 0.99, rounding makes the decay coarse, but never undoes it.
 
-No communication: each rank updates its own shards. Sources: AdamW arXiv:1711.05101; bf16 moments: DeepSeek-V3
-arXiv:2412.19437.
+There is no communication, because each rank updates its own shards. Sources: AdamW arXiv:1711.05101; bf16 moments:
+DeepSeek-V3 arXiv:2412.19437.
 """
 
 from functools import cache
@@ -27,16 +28,16 @@ from torchtitan_lite.extensions.stochastic_rounding import round_stochastically
 
 
 class AdamWBFloat16(AdamW):
-    """Construct it with `fused=True`. The state has the same names and layout as torch's AdamW, for checkpoints."""
+    """AdamW with bf16 moments. Construct it with `fused=True`. The state has the names and layout of torch's AdamW."""
 
-    grad_scale: Tensor | None = None  # () fp32: divide gradients by this
-    found_inf: Tensor | None = None  # () fp32: if 1, skip the update
+    grad_scale: Tensor | None = None  # () fp32; gradients are divided by it
+    found_inf: Tensor | None = None  # () fp32; if it is 1, the update is skipped
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         for group in self.param_groups:
             device = local_shard(group["params"][0]).device
-            # tensors, because each new Python number would compile `move` again
+            # Scalars are tensors, because each new Python number would recompile `move`.
             rate = torch.full((), group["lr"], device=device)
             scale = torch.ones_like(rate) if self.grad_scale is None else self.grad_scale
             skipped = torch.zeros_like(rate) if self.found_inf is None else self.found_inf
@@ -44,13 +45,14 @@ class AdamWBFloat16(AdamW):
             eps = group["eps"]
             decay = group["weight_decay"]
             update = compile_move() if device.type == "cuda" else move
-            for salt, parameter in enumerate(group["params"], 2):  # 0 and 1 would recompile
+            # salts start at 2, because torch.compile would specialize 0 and 1
+            for salt, parameter in enumerate(group["params"], 2):
                 if parameter.grad is not None:
                     tensors = self.flatten(parameter)
                     update(*tensors, rate, scale, skipped, salt, betas, eps, decay)
 
     def flatten(self, parameter: Tensor) -> list[Tensor]:
-        """Return the tensors that `move` takes first, flat, so that a single compiled graph serves all shapes."""
+        """Return the first arguments of `move`, flattened, so that one compiled graph is enough for all shapes."""
         first, second, step = self.list_state(parameter)
         gradient = local_shard(parameter.grad).reshape(-1)  # it may be transposed
         weight, first, second = [
@@ -61,7 +63,7 @@ class AdamWBFloat16(AdamW):
     def list_state(self, parameter: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return both moments and the step count of a parameter."""
         state = self.state[parameter]
-        if not state:  # as in torch, each parameter has a step count, () fp32: checkpoints need separate tensors
+        if not state:  # as in torch, each parameter has its own step count, () fp32
             state["step"] = torch.zeros((), device=local_shard(parameter).device)
             state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
@@ -82,9 +84,10 @@ def move(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """Update one weight, its moments and its step count in place, unless `skipped` is 1. Scalars are tensors ().
+    """Update one weight, its moments and its step count in place, unless `skipped` is 1.
 
-    `salt` is a number of this weight, for stochastic_rounding.py.
+    `rate`, `scale`, `skipped` and `step` are tensors of shape (). `salt` numbers the weights, for
+    stochastic_rounding.py.
     """
     beta1, beta2 = betas
     is_applied = skipped == 0

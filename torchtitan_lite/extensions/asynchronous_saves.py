@@ -63,7 +63,7 @@ class AsynchronousSaver(CheckpointSaver):
     def write(self, step: int, plan: SavePlan, slices: dict[str, Tensor]) -> None:
         """Copy `slices`, and write the copies in the thread."""
         if self.on_cuda:
-            # the stager's stream does not wait for kernels that still write the tensors
+            # The stager's stream would not wait for kernels that still write the tensors.
             torch.cuda.current_stream().synchronize()
         copies = self.stager.stage(slices)
         self.in_flight = self.thread.submit(self.write_copies, step, plan, copies)

@@ -6,19 +6,18 @@
     added_tokens    matched as written, before the text is normalized; no flag may change this
 
 tiktoken first looks a word up in the vocabulary. If the word is missing, tiktoken merges the two neighbors that form
-the token with the lowest id. The package `tokenizers` applies the first merge in its list. Both give the same ids under
-two conditions, which trained files meet: merges are sorted by the ids that they form, and merging the bytes of each
-token gives this token. With `ignore_merges`, the package looks words up too. Then the second condition has an
-exception: a token that merging does not give is allowed as a word, if the list has all merges that form it (695 tokens
-of Llama 3.1).
+the token with the lowest id. The package `tokenizers` applies the first merge in its list. They give the same ids under
+two conditions, which the files of trained tokenizers meet: merges are sorted by the ids that they form, and merging the
+bytes of each token gives this token.
+
+With `ignore_merges`, the package looks words up too. Then a token may violate the second condition, if the list has all
+merges that form it (695 tokens of Llama 3.1).
 """
 
 from torchtitan_lite.data.tokenizer import LLAMA3_PATTERN, BytePairs
 
-AFFIXES = (
-    "continuing_subword_prefix",
-    "end_of_word_suffix",
-)  # marks a token inside or at the end of a word
+# keys of a model that marks tokens inside or at the end of a word
+AFFIXES = ("continuing_subword_prefix", "end_of_word_suffix")
 
 QWEN_PATTERN = LLAMA3_PATTERN.replace("{1,3}", "")
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -38,7 +37,7 @@ def read_byte_level_bpe(file: dict, added: list[dict]) -> BytePairs | None:
 
 
 def read_pattern(pre_tokenizer: dict | None) -> str | None:
-    """Return the regular expression that cuts a text into words; None if the pre-tokenizer does anything else."""
+    """Return the regular expression that cuts a text into words, or None if the pre-tokenizer does anything else."""
     if pre_tokenizer is None:
         return None
     stages = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
@@ -53,7 +52,7 @@ def read_pattern(pre_tokenizer: dict | None) -> str | None:
     if split["behavior"] != "Isolated" or split.get("invert"):
         return None
     regex = split["pattern"].get("Regex", "")
-    # some files contain the unescaped characters
+    # some files contain the characters instead of the escapes
     return regex.replace("\r", r"\r").replace("\n", r"\n")
 
 
@@ -72,7 +71,7 @@ def are_matched_as_written(added: list[dict], *, is_normalized: bool) -> bool:
 
 
 def rank_tokens(model: dict) -> dict[bytes, int] | None:
-    """Return the ids of the tokens that texts can have; None if tiktoken would merge some bytes differently."""
+    """Return the ids of the tokens that occur in encoded texts. None if tiktoken would merge some bytes differently."""
     vocab = model["vocab"]
     if "merges" not in model or any(map(model.get, AFFIXES)):
         return None
@@ -83,14 +82,14 @@ def rank_tokens(model: dict) -> dict[bytes, int] | None:
         # A merge is "a b" or ["a", "b"]. No token has a space: it is spelled "Ġ".
         left, right = merge.split() if isinstance(merge, str) else merge
         pair = (vocab[left], vocab[right])
-        merges.pop(pair, None)  # of equal merges, the last counts
+        merges.pop(pair, None)  # if a merge occurs several times, the last one counts
         merges[pair] = vocab[left + right]
     bytes_ids = {vocab[character] for character in BYTE_OF}
     made = [max(bytes_ids), *merges.values()]
     if made != sorted(made):
         return None
     used = {*bytes_ids, *made}
-    # with it, words are looked up in the vocabulary; without it, only merges form tokens
+    # If true, words are looked up in the vocabulary. Otherwise only merges form tokens.
     looks_up = model.get("ignore_merges")
     formed = bytes_ids | find_halves(merges).keys()
     ranks = {}
@@ -113,7 +112,7 @@ def list_splits(token: str, vocab: dict[str, int]) -> set[tuple[int, int]]:
 
 
 def find_halves(merges: dict[tuple[int, int], int]) -> dict[int, tuple[int, int]]:
-    """Return the last merge for each token that the merges form from its own bytes."""
+    """Return token -> the two tokens of its last merge, for each token that the merges form from its bytes."""
     halves = {}
     made = set(merges.values())
     for (left, right), id in merges.items():
@@ -130,10 +129,10 @@ def is_crossed(
     merges: dict[tuple[int, int], int],
     halves: dict[int, tuple[int, int]],
 ) -> bool:
-    """Return whether a merge below the id `last` joins two neighbors across the border between two tokens.
+    """Return whether an earlier merge than `last` joins tokens across the border between `left` and `right`.
 
-    Works backwards: undoes the latest merge beside the border, until only bytes are left. Of two equal merges, the left
-    one came first.
+    Works backwards: undoes the latest merge next to the border, until only bytes are left. If both sides have the same
+    merge, the left one was made first.
     """
     while merges.get((left, right), last) >= last:
         if left in halves and (left > right or right not in halves):
@@ -153,7 +152,7 @@ def spell_token(token: str) -> bytes:
 
 
 def spell_bytes() -> dict[str, int]:
-    """Return GPT-2's character for each byte: printable bytes map to themselves, others to U+0100, U+0101, ..."""
+    """Return GPT-2's character -> byte. Printable bytes have their own character, all others U+0100, U+0101, ..."""
     byte_of = {}
     n_others = 0
     for byte in range(256):
@@ -166,5 +165,5 @@ def spell_bytes() -> dict[str, int]:
 
 
 BYTE_OF = spell_bytes()
-# for str.translate, which removes characters that encode no byte
+# table for str.translate; characters that encode no byte are removed
 BYTES = dict.fromkeys(range(256)) | {ord(character): byte for character, byte in BYTE_OF.items()}

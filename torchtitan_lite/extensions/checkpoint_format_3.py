@@ -2,7 +2,7 @@
 
     "layers.0.attention.wq.weight": ["float32", [256, 256], [["rank-00000.safetensors", [0, 0], [128, 256]], ...]]
 
-The files of tensors are the same as in format 4. A save writes format 4. Needs no torch.
+Its tensor files are the same as in format 4. Saves always write format 4. Needs no torch.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from torchtitan_lite.checkpoint.read import Slice
 
 
 class OldRecord(NamedTuple):
-    """A tensor in the manifest. The first two fields have the same meaning as in TensorRecord."""
+    """A tensor in a manifest of format 3. The first two fields have the same meaning as in TensorRecord."""
 
     dtype: str
     shape: Sequence[int]

@@ -1,15 +1,15 @@
-"""Find silent damage: compare tensors that must be bit-equal on several ranks. debug.compare_copies_every says when.
+"""Find silent damage: every debug.compare_copies_every steps, compare tensors that must be bit-equal on several ranks.
 
-    tensor in a checkpoint                 copies
-    DTensor: weights, moments              the same shard on ranks of dp_replicate; of tp for norms
-    other: expert biases, step counters    on every rank of a pipeline stage
-    tied embedding in a pipeline           on the first and last stage; sent again here, after the update
+    tensor in a checkpoint                          where it has copies
+    DTensors: weights, moments                      on the ranks of dp_replicate; norms also on the ranks of tp
+    other tensors: expert biases, step counters     on every rank of a pipeline stage
+    tied embedding in a pipeline                    on the first and the last stage; sent again before the comparison
 
-    each rank    one checksum per shard: the sum of its bytes
-    rank 0       gathers all checksums, about 100 bytes per shard; compares shards with the same name and offsets
-    all ranks    receive the finding
+    each rank    computes a checksum per shard: the sum of its bytes
+    rank 0       gathers all checksums, about 100 bytes per shard, and compares shards with the same name and offsets
+    all ranks    receive the result
 
-A sum of bytes changes with every single flipped bit. If only two ranks have a copy, either may be wrong, so both are
+Any single flipped bit changes the sum of the bytes. If only two ranks have a copy, either may be wrong, so both are
 suspects. The report names the shard with the fewest suspects.
 """
 

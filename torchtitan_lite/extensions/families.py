@@ -1,4 +1,4 @@
-"""Find the Hugging Face family that computes a model. Needs no torch."""
+"""Find the Hugging Face architecture ("family") that computes the same as a model. Needs no torch."""
 
 from dataclasses import fields
 

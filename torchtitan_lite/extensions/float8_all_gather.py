@@ -2,12 +2,12 @@
 
     wq.weight (N, K)   rank 0              rank 1
     at rest            rows [:N/2], fp32   rows [N/2:], fp32     for the optimizer and checkpoints
-    all-reduce         max |w| over both, 4 bytes                both must round with the same scale
-    all-gather         all rows in float8, one scale             N*K bytes, half as much as bf16
-    in its block       all rows in float8                        already rounded, for forward and backward
+    all-reduce         max |w| over both ranks, 4 bytes          so that both round with the same scale
+    all-gather         all rows in float8, one scale             N*K bytes, half as much as in bf16
+    in its block       all rows in float8                        forward and backward use the rounded values
 
-Each weight needs this all-reduce when it is gathered. With precomputed scales, a single all-reduce after each optimizer
-step covers all weights instead: 4 bytes per weight over dp_shard x cp.
+This all-reduce is needed each time a weight is gathered. With precomputed scales, it is replaced by a single all-reduce
+for all weights after each optimizer step: 4 bytes per weight over dp_shard x cp.
 
 Sources: TorchTitan arXiv:2410.06511; FSDP2's extension hooks, torch.distributed.fsdp.
 Effect: FSDP gathers through hooks on the local shards. FQNs, parameters and checkpoints do not change.
@@ -34,16 +34,15 @@ aten = torch.ops.aten
 def gather_in_float8(
     parts: list[nn.Module], section: Float8, mesh: DeviceMesh
 ) -> list[Callable[[], None]]:
-    """Make FSDP gather the weights of `parts` (allocated) in float8.
+    """Make FSDP gather the weights of `parts` in float8. The parts must be allocated.
 
-    Returns the functions to call after each optimizer step.
-
-    A rank without FSDP (the only rank of its stage) gathers nothing, so its weights stay as they are.
+    Returns the functions to call after each optimizer step. If a rank is the only one of its stage, it has no FSDP and
+    gathers nothing, so its weights do not change.
     """
     hooks = []
     for module in nn.ModuleList(parts).modules():
         if isinstance(module, Float8Linear) and isinstance(module.weight, DTensor):
-            # Not a view: FSDP2 looks for the two hooks on this tensor object.
+            # FSDP2 looks for the two hooks on this tensor object, so a view of it would not do.
             hook = Float8AllGatherHook(module.weight._local_tensor)
             hook.shard.fsdp_pre_all_gather = hook.pre_all_gather
             hook.shard.fsdp_post_all_gather = hook.post_all_gather
@@ -62,7 +61,7 @@ class PrecomputedScales:
 
     @torch.no_grad()
     def __call__(self) -> None:
-        """All-reduces 4 bytes for each weight over dp_shard x cp."""
+        """Compute all scales. All-reduces 4 bytes per weight over dp_shard x cp."""
         amax = torch.stack([find_amax(hook.shard) for hook in self.hooks])
         dist.all_reduce(amax, dist.ReduceOp.MAX, group=self.mesh.get_group(self.mesh.ndim - 1))
         scales = choose_scale(amax, E4M3)
@@ -73,7 +72,7 @@ class PrecomputedScales:
 class Float8AllGatherHook:
     """This rank's rows of a weight, with the hooks that FSDP2 calls before and after the all-gather.
 
-    Not a tensor subclass: the optimizer and checkpoints would have to support the subclass.
+    This is not a tensor subclass, because the optimizer and checkpoints would have to support it.
     """
 
     def __init__(self, shard: Tensor):
@@ -88,7 +87,7 @@ class Float8AllGatherHook:
         module,
         mp_policy,
     ) -> tuple[tuple[Tensor], tuple[Tensor]]:
-        """FSDP2 hook before the all-gather. Returns (tensors to gather, metadata for the post hook)."""
+        """Run before the all-gather of FSDP2. Return (tensors to gather, metadata for post_all_gather)."""
         scale = self.scale
         if scale is None:
             amax = find_amax(self.shard)
@@ -107,22 +106,22 @@ class Float8AllGatherHook:
         *,
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor]] | None:
-        """FSDP2 hook after the all-gather. Returns the full weight. `out`: result of an earlier gather, to reuse."""
+        """Run after FSDP2's all-gather. Return the full weight, or reuse `out`, the result of an earlier gather."""
         (data,) = gathered
         (scale,) = metadata
         if scale.is_cuda:
-            # Allocated on the all-gather's copy-in stream, read on the current stream.
+            # The scale was allocated on the all-gather's copy-in stream, and is read on the current stream.
             scale.record_stream(torch.cuda.current_stream())
         if out is None:
             data8 = data.view(E4M3)
             return Float8GatheredWeight(data8, scale, dtype), (data8,)
-        if isinstance(out, DTensor):  # under TP; a scale of the DTensor itself would have no effect
+        if isinstance(out, DTensor):  # under TP; a scale set on the DTensor would have no effect
             out = out._local_tensor
         out.scale = scale
 
 
 def find_amax(shard: Tensor) -> Tensor:
-    """Return the largest magnitude, () fp32; zero if the rank has no rows. Allocates no copy, unlike abs().amax()."""
+    """Return the largest magnitude, () fp32, or zero without rows. Unlike abs().amax(), this allocates no copy."""
     return torch.linalg.vector_norm(shard, inf) if len(shard) else shard.new_zeros(())
 
 
@@ -130,10 +129,7 @@ VIEWS = (aten.detach.default, aten.alias.default, aten.view.default, aten.as_str
 
 
 class Float8GatheredWeight(Tensor):
-    """A weight that FSDP gathered in float8.
-
-    For FSDP and autograd its dtype is `dtype`, and so is the dtype of its gradient.
-    """
+    """A weight that FSDP gathered in float8. To FSDP and autograd, it and its gradient have the dtype `dtype`."""
 
     @staticmethod
     def __new__(cls, data8: Tensor, scale: Tensor, dtype: torch.dtype):

@@ -1,11 +1,11 @@
-"""Rowwise recipes of float8: one scale for each row or column that a dot product sums over.
+"""Round to float8 by row: one scale for each row or column that a dot product sums over.
 
     y  = x  @ w.T      x: a scale per token (row)              w: a scale per out feature (row)
-    dx = dy @ w        dy: a scale per token (row)             w: a scale per in feature (column), or one for w
+    dx = dy @ w        dy: a scale per token (row)             w: a scale per in feature (column), or a single scale
     dw = dy.T @ x      dy: a scale per out feature (column)    x: a scale per in feature (column), or in high precision
 
 Scales are powers of two. Multiplying by a power of two is exact, so a value becomes the same float8 in forward and
-backward. The values that share a scale span a smaller range than a whole tensor, so dy is e4m3 too.
+backward. The values that share a scale have a smaller range than a full tensor, so e4m3 is enough for dy too.
 
 Sources: arXiv:2209.05433; the recipes come from torchao. On an H100, rowwise is often slower than bfloat16 (published).
 """

@@ -1,4 +1,4 @@
-"""JSON files that others wrote. Each value is checked where it is used. Needs no torch."""
+"""Read JSON files that other programs wrote, and check each value where it is used. Needs no torch."""
 
 import json
 from collections import Counter
@@ -11,7 +11,7 @@ REQUIRED = object()  # default of JsonObject.take: the key must be present
 
 
 class JsonObject(dict):
-    """An object of a JSON file from outside. `take` checks each value where it is used."""
+    """An object of a JSON file that another program wrote. `take` returns a value and checks its type."""
 
     def __init__(self, path: Path, values: dict[str, Any], place: str = ""):
         super().__init__(values)
@@ -35,7 +35,7 @@ class JsonObject(dict):
 
 
 def read_json(path: Path, *, may_be_missing: bool = False) -> JsonObject:
-    """Return the object in a JSON file from outside. A missing file gives {} if it `may_be_missing`.
+    """Return the object in a JSON file. A missing file gives {} if it `may_be_missing`.
 
     Raises UserError.
     """
@@ -53,7 +53,7 @@ def read_json(path: Path, *, may_be_missing: bool = False) -> JsonObject:
 
 
 def make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make an object from its pairs, for a JSON parser that calls this. Raises ValueError for a repeated key."""
+    """Make an object from (key, value) pairs. Raises ValueError for a repeated key. Pass it as object_pairs_hook."""
     content = dict(pairs)
     if len(content) < len(pairs):
         ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
@@ -62,7 +62,7 @@ def make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def has_kind(value: Any, kind: Any) -> bool:
-    """Return whether a JSON value has this type. An int is also a float; a bool is neither."""
+    """Return whether a JSON value has the type `kind`. An int is also a float. A bool is neither int nor float."""
     if isinstance(value, bool):
         return kind is bool
     return isinstance(value, float | int if kind is float else kind)

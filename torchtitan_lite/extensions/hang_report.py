@@ -1,9 +1,9 @@
 """Collect what a rank does when a step hangs or a rank fails: its stack, its peers on this host, its collectives.
 
-The calls come from torch's flight recorder (comm.trace_buf_size entries), which records collectives on NCCL and gloo,
-and on NCCL also sends and receives. On gloo, the stack of the main thread shows a wait in a pipeline, and the schedule
-shows which microbatch of which rank is missing. tools/faults/hang.py reads the records of all ranks, and names the rank
-that the others wait for.
+The calls come from torch's flight recorder (comm.trace_buf_size entries). It records collectives on NCCL and gloo, and
+on NCCL also sends and receives. On gloo, the stack of the main thread shows whether the rank waits in the pipeline, and
+the schedule shows which microbatch of which rank is missing. tools/faults/hang.py reads the files of all ranks, and
+names the rank that the others wait for.
 """
 
 import json
@@ -28,20 +28,20 @@ from torchtitan_lite.config.layout import MESH_DIMS
 from torchtitan_lite.faults.hang_watch import HangWatch
 from torchtitan_lite.faults.processes import read_state
 
-# Groups for checkpoints: other threads use them during the steps
+# process groups for checkpoints, which other threads use during the steps
 IN_THREADS = ("host", "saver", "snapshot")
-# Functions of checkpoint/save.py: the main thread waits for a thread that saves
+# stack lines of checkpoint/save.py: the main thread waits for the thread that saves
 WAITS_FOR_SAVE = re.compile(r"save\.py:\d+ wait$")
 SAVES = re.compile(r"save\.py:\d+ write$")
-# Value of an action of torch's schedules -> its kind; I computes the gradient of the input in a split backward
+# type of an action in torch's schedules -> forward or backward; I is the first half of a split backward
 KINDS = {"F": "F", "B": "B", "I": "B"}
 TORCH = Path(torch.__file__).parent
 
 
 def write(watch: HangWatch, kind: str) -> None:
-    """Write what this rank does: "rank" if a step hangs, which other ranks then learn, or "failed" if a rank has ended.
+    """Write what this rank does. `kind` is "rank" if a step hangs, and "failed" if a rank has ended.
 
-    The file is complete or does not exist.
+    If a step hangs, a second file makes all other ranks write too. The file is complete or does not exist.
     """
     content = collect(watch, has_failed=kind == "failed")
     file = watch.name_file(kind)
@@ -55,7 +55,7 @@ def write(watch: HangWatch, kind: str) -> None:
 
 
 def collect(watch: HangWatch, *, has_failed: bool) -> dict[str, object]:
-    """Return what this rank does, as tools/faults/hang.py reads it."""
+    """Return what this rank does, in the format that tools/faults/hang.py reads."""
     thread = threading.main_thread().ident or 0
     frames = sys._current_frames()
     stack = read_stack(frames[thread])
@@ -91,7 +91,7 @@ def collect(watch: HangWatch, *, has_failed: bool) -> dict[str, object]:
 
 
 def read_stack(innermost: FrameType) -> list[str]:
-    """Return the calls of a thread, the innermost first."""
+    """Return the stack of a thread, the innermost call first."""
     stack = []
     for frame, line in traceback.walk_stack(innermost):
         file = Path(frame.f_code.co_filename)
@@ -104,7 +104,7 @@ def read_stack(innermost: FrameType) -> list[str]:
 def read_pipeline(schedule: Any) -> dict[str, object]:
     """Return how many microbatches each stage of this rank has computed, and the input that this rank needs next.
 
-    Returns {} without a pipeline. Activations arrive from the stage before, and gradients from the stage after.
+    Returns {} without a pipeline. Activations arrive from the previous stage, and gradients from the next stage.
     """
     if schedule is None:
         return {}
@@ -130,7 +130,7 @@ def read_pipeline(schedule: Any) -> dict[str, object]:
 
 
 def list_actions(order: list) -> list[tuple[int, str]]:
-    """Return stage and kind (F forward, B backward) of each computation in a rank's schedule that has an input."""
+    """Return (stage, kind) of each computation in a rank's schedule that needs an input. F is forward, B backward."""
     actions = []
     for action in order:
         for part in getattr(action, "sub_actions", None) or [action]:
@@ -146,17 +146,17 @@ def read_recorder(
     """Return for each group the number of its last call, and its first pending call.
 
     The name of a group, "mesh_tp [0, 1]", is the same on all of its ranks. `thread` is the main thread, or the
-    checkpoint thread that it waits for. Calls of other checkpoint threads are left out. After a failed call
-    (`has_failed`), perhaps no call is pending any more. The last call then counts as pending.
+    checkpoint thread that it waits for. Calls of other checkpoint threads are left out. If a call has failed
+    (`has_failed`) and no call is pending any more, the last call counts as pending.
 
-    Also returns, for each group, the first call of this step that no earlier step made at the same place, with the
-    usual call. `begun_ns` has the time of day at which each of these steps began.
+    Also returns, for each group, the first call of this step that no earlier step made at the same place, and the call
+    that earlier steps made there. `begun_ns` has the times at which this step and the earlier steps began.
     """
     ranks = {}
     for group in dist.distributed_c10d._world.pg_map:
         ranks[group.group_name] = dist.get_process_group_ranks(group)
     entries = []  # the oldest first
-    # gloo; NCCL in builds for CUDA
+    # the recorders of gloo and, in builds for CUDA, of NCCL
     for recorder in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
         if dump := getattr(_distributed_c10d, recorder, None):
             entries += json.loads(dump(True, False)).get("entries", [])
@@ -189,7 +189,10 @@ def read_recorder(
 
 
 def find_unusual(steps: list[list[dict]]) -> tuple[dict, dict] | None:
-    """Return the first call of the last step that no earlier step made at the same place, and the usual call there."""
+    """Return the first call of the last step that no earlier step made at the same place.
+
+    Also returns the call that the most similar earlier step made there.
+    """
     *earlier, last = steps or [[]]
     found = None
     longest = -1

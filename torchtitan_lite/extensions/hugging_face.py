@@ -3,11 +3,11 @@
 Every rank reads only its rows or columns from the mapped files, without communication. A rank needs memory for its
 shards and for one more matrix.
 
-RoPE rotates pairs of features in a head: (i, i + E/2) in transformers, (2i, 2i + 1) here. So the rows of each head have
-a different order, in modules that the table of the model marks `is_rotated`. For E = 6:
+RoPE rotates pairs of features in a head: (i, i + E/2) in transformers, (2i, 2i + 1) here. Therefore the rows of each
+head have a different order, in modules that the table of the model marks `is_rotated`. For E = 6:
 
-    theirs   0 1 2 3 4 5      our rows in their order:   0 2 4 1 3 5
-    ours     0 3 1 4 2 5      their rows in our order
+    our row           0 1 2 3 4 5        their row          0 1 2 3 4 5
+    is their row      0 3 1 4 2 5        is our row         0 2 4 1 3 5
 
 Legend: E head dim, R rows.
 """
@@ -41,7 +41,7 @@ def to_their_order(ours: Tensor, head_dim: int) -> Tensor:
 
 
 def find_unit(fqn: str, model_args: ModelArgs) -> int:
-    """Return the number of rows that Hugging Face reorders as one unit: head_dim if the rows are rotated, else 1."""
+    """Return how many rows are reordered as one unit: head_dim if the parameter is rotated, otherwise 1."""
     entry = list_parameters(model_args).get(fqn)
     return model_args.head_dim if entry and entry.row.is_rotated else 1
 
@@ -50,7 +50,7 @@ def find_unit(fqn: str, model_args: ModelArgs) -> int:
 def load_weights(path: Path, parameters: dict[str, Tensor]) -> None:
     """Load this rank's shards of the parameters (FQN -> parameter), and set expert biases to zero. Not collective.
 
-    A parameter that only the run's model has keeps its initial weights. Raises the errors of `open_folder`, and
+    A parameter that is not in the folder's model keeps its initial weights. Raises the errors of `open_folder`, and
     DamagedCheckpoint for a damaged file.
     """
     folder = open_folder(path)
@@ -75,9 +75,9 @@ def load_weights(path: Path, parameters: dict[str, Tensor]) -> None:
 def read_box(
     target: Tensor, folder: HuggingFaceFolder, name: str, offsets: Sequence[int], unit: int = 1
 ) -> None:
-    """Fill `target` with a slice, which begins at `offsets`, of the tensor `name` in the folder.
+    """Fill `target` with the slice of the tensor `name` in the folder that begins at `offsets`.
 
-    If `unit` is more than one row, each unit is a head, whose rows are reordered.
+    If `unit` is above 1, each unit of rows is a head, and its rows are reordered.
     """
     first = offsets[0]
     stop = first + target.shape[0]

@@ -8,10 +8,10 @@ effect, as in transformers, and a notice says so.
 transformers 5 writes `rope_parameters` with theta and scaling; version 4 writes `rope_theta` and `rope_scaling`. Both
 are read.
 
-    config.json, generation_config.json   published with the weights: `read_published`
-      -> the run                          config.json describes its model: preflight.py
-      -> manifest.json of a checkpoint    `run` has both files; runs that start from this checkpoint copy them
-      -> an export                        both files, updated after training: hugging_face_export.py
+    config.json, generation_config.json   published with the weights (`read_published`)
+      -> the run                          config.json describes the model of the run (preflight.py)
+      -> manifest.json of a checkpoint    `run` contains both files; runs that start from this checkpoint copy them
+      -> an export                        contains both files, updated after training (hugging_face_export.py)
 """
 
 from math import inf
@@ -33,12 +33,12 @@ from torchtitan_lite.extensions.foreign_json import JsonObject, has_kind, read_j
 from torchtitan_lite.models.registry import CONFIG, LENGTH, MODELS
 
 GENERATION_CONFIG = "generation_config.json"
-DTYPE_KEYS = ("torch_dtype", "dtype")  # in transformers 4 and 5
+DTYPE_KEYS = ("torch_dtype", "dtype")  # key in transformers 4, key in transformers 5
 DENSE_LAYERS = "mlp_only_layers"  # a list of layer numbers
 TIED = "tie_word_embeddings"
 END = "eos_token_id"
 ORIGINAL_LENGTH = "original_max_position_embeddings"
-SCALINGS = {  # kind -> field of RopeScaling -> key
+SCALINGS = {  # kind of scaling -> field of RopeScaling -> key of config.json
     "linear": {"factor": "factor"},
     "llama3": {
         "factor": "factor",
@@ -72,8 +72,8 @@ EVERY_FAMILY = {  # keys that transformers reads for every architecture
     "quantization_config": ABSENT,
     "per_layer_config": ConfigKey(dict | None, only=(None, {})),
     "fusion_config": ABSENT,
-    "transformers_weights": ABSENT,  # the name of a different file of weights
-    "configuration_files": ABSENT,  # the names of other files instead of config.json
+    "transformers_weights": ABSENT,  # would name a different file of weights
+    "configuration_files": ABSENT,  # would name files to read instead of config.json
     **dict.fromkeys(
         [
             *DTYPE_KEYS,
@@ -176,7 +176,7 @@ def read_model_args(folder: Path) -> ModelArgs:
 
 
 def read_windows(config: dict[str, Any], family: Family) -> dict[str, Any]:
-    """Return the fields of ModelArgs for windows. If keys conflict, the same key wins as in transformers."""
+    """Return the fields of ModelArgs for windows. If keys conflict, the key that wins in transformers wins here."""
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
     types = [SLIDING] * config["num_hidden_layers"]
     if family.windows == "some":
@@ -189,14 +189,17 @@ def read_windows(config: dict[str, Any], family: Family) -> dict[str, Any]:
 
 
 def name_fields(config: dict[str, Any], keys: dict[str, str]) -> dict[str, Any]:
-    """Return field -> value for some fields of a dataclass. `keys`: field -> key of config."""
+    """Return field -> value for some fields of a dataclass. `keys` maps each field to a key of `config`."""
     return {name: config[key] for name, key in keys.items()}
 
 
 def read_keys(
     content: JsonObject, rows: dict[str, ConfigKey], title: str
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return key -> value (or default) for every row, and a list of problems. `title` is the name of the family."""
+    """Return key -> value for every row, and a list of problems. A missing key has its default.
+
+    `title` is the name of the family.
+    """
     config = {key: row.default for key, row in rows.items()}
     problems = []
     for key, row in rows.items():
@@ -212,7 +215,7 @@ def read_keys(
 
 
 def explain_wrong(value: Any, row: ConfigKey, title: str) -> str:
-    """Explain why a key cannot have this value; "" if it can."""
+    """Explain why a key cannot have this value. Returns "" if it can."""
     items = value if isinstance(value, list) else []
     if not has_kind(value, row.kind) or not all(has_kind(each, row.items) for each in items):
         return f"it must be {name_kind(row)}"
@@ -236,7 +239,10 @@ def name_kind(row: ConfigKey) -> str:
 def read_rope(
     content: JsonObject, config: dict[str, Any], family: Family
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return rope_type with the values of its keys, and a list of problems. Of two keys, transformers' choice wins."""
+    """Return rope_type and the values of its keys, and a list of problems.
+
+    If both rope_scaling and rope_parameters are set, rope_scaling wins, as in transformers.
+    """
     name = "rope_scaling" if config["rope_scaling"] else "rope_parameters"
     rope = content.take(name, dict, JsonObject(content.path, {}))
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -308,7 +314,7 @@ def find_unsupported(config: dict[str, Any], family: Family) -> list[str]:
 
 
 def count_dense(config: dict[str, Any]) -> int | None:
-    """Return the number of leading dense layers; None if a later layer is dense too."""
+    """Return the number of dense layers at the start of the model, or None if dense layers are elsewhere too."""
     n_layers = config["num_hidden_layers"]
     step = config.get("decoder_sparse_step", 1)
     dense = config.get(DENSE_LAYERS) or []

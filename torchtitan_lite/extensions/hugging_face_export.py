@@ -81,7 +81,7 @@ def explain_unwritable(model_args: ModelArgs, attention: str) -> str | None:
 
 
 def name_values(source: object, keys: dict[str, str]) -> dict[str, Any]:
-    """Return key -> value for some fields of a dataclass. `keys` maps field -> key."""
+    """Return key -> value for some fields of a dataclass. `keys` maps each field to a key."""
     return {key: getattr(source, name) for name, key in keys.items()}
 
 
@@ -107,7 +107,8 @@ def make_config(
             changed[TIED] = model_args.tie_embeddings
         if context and context > (published.get(LENGTH) or context):
             changed[LENGTH] = context
-            if scaling and scaling.kind == "llama3":  # defaults to the context length
+            # If the next key is missing, transformers uses the new length for it.
+            if scaling and scaling.kind == "llama3":
                 changed[ORIGINAL_LENGTH] = scaling.original_length
         return published | changed
     family = find_family(model_args)

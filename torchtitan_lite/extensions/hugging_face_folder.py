@@ -1,4 +1,4 @@
-"""Open a Hugging Face folder: check that every tensor exists before anything is loaded. Needs no torch.
+"""Open a Hugging Face folder, and check that every tensor exists before any is loaded. Needs no torch.
 
     config.json                          describes the model
     model.safetensors                    every tensor
@@ -12,11 +12,11 @@
     lm_head.weight                                   output.weight
     ...mlp.experts.0.gate_proj.weight  (F, D)        ...feed_forward.experts.w1  (experts, D, F)
 
-Modules, shapes and names come from models/NAME/table.py. Both sides have the same shapes, except for experts:
-Hugging Face has one transposed matrix per expert. The rows of wq and wk are in a different order: hugging_face.py.
+Modules, shapes and names come from models/NAME/table.py. Shapes are the same on both sides, except that Hugging Face
+has one transposed matrix per expert. The rows of wq and wk have a different order (hugging_face.py).
 
-A tied model usually stores only the embedding. As in transformers, a model that stores only the head is tied too, and a
-model that stores two different matrices is not tied.
+A tied model usually stores only the embedding. As in transformers, a folder with only the head is a tied model too, and
+a folder with two different matrices is not a tied model, whatever config.json says.
 """
 
 import json
@@ -41,7 +41,7 @@ INDEX = "model.safetensors.index.json"
 # a constant that old versions of transformers saved in every layer
 NO_WEIGHTS = "rotary_emb.inv_freq"
 DTYPES = ("F32", "BF16", "F16")  # supported dtypes, as safetensors headers spell them
-MOST_NAMED = 8  # tensors per message
+MOST_NAMED = 8  # a message names at most this number of tensors
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class HuggingFaceFolder:
     """A complete model: the folder has exactly the tensors that its config.json describes."""
 
     model_args: ModelArgs
-    tensors: dict[str, tuple[Path, str]]  # tensor name -> file, and the name in this file
+    tensors: dict[str, tuple[Path, str]]  # tensor name -> file, and its name in this file
 
 
 def list_tensors(model_args: ModelArgs) -> dict[str, tuple[int, ...]]:
@@ -58,7 +58,7 @@ def list_tensors(model_args: ModelArgs) -> dict[str, tuple[int, ...]]:
 
 
 def name_theirs(fqn: str, model_args: ModelArgs) -> list[str]:
-    """Return Hugging Face's names of a parameter: one, or one per expert."""
+    """Return Hugging Face's names of a parameter: a single name, or one per expert."""
     row = list_parameters(model_args)[fqn].row
     prefix = ".".join(["model", *fqn.split(".")[:2], ""]) if fqn.startswith("layers.") else ""
     name = prefix + find_family(model_args).names[row.name]
@@ -112,9 +112,9 @@ def open_folder(path: Path) -> HuggingFaceFolder:
 def find_tied(
     model_args: ModelArgs, found: dict[str, tuple], tensors: dict[str, tuple[Path, str]]
 ) -> ModelArgs:
-    """Return the model with tied embeddings, or untied if the files have two different matrices.
+    """Return the model unchanged, or with untied embeddings if the files have two different matrices.
 
-    For a tied model, removes the head from `found` and `tensors`.
+    If it stays tied, remove the head from `found` and `tensors`.
     """
     untied = replace(model_args, tie_embeddings=False)
     (embedding,) = name_theirs("tok_embeddings.weight", untied)
@@ -139,7 +139,8 @@ def read_bytes(path: Path, name: str) -> memoryview:
     start = 8 + int.from_bytes(content[:8], "little")
     first, last = json.loads(content[8:start])[name]["data_offsets"]
     values = memoryview(content)[start + first : start + last]
-    return values.cast("Q") if len(values) % 8 == 0 else values  # compares eight bytes at a time
+    # comparing eight bytes at a time is faster
+    return values.cast("Q") if len(values) % 8 == 0 else values
 
 
 def read_index(path: Path) -> dict[str, str]:
@@ -151,7 +152,7 @@ def read_index(path: Path) -> dict[str, str]:
 
 
 def list_files(path: Path, file_names: dict[str, str]) -> list[Path]:
-    """Return the safetensors files in a folder, whose index is `file_names`. Raises HuggingFaceError."""
+    """Return the safetensors files of a folder. `file_names` is its index. Raises HuggingFaceError."""
     if (path / SINGLE_FILE).is_file():
         return [path / SINGLE_FILE]
     if not file_names:

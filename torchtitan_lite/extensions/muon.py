@@ -1,30 +1,32 @@
-"""Muon: orthogonalize the momentum of every hidden matrix; AdamW for all other parameters (drawn for fsdp 2 x tp 2).
+"""Update every hidden matrix with Muon, and all other parameters with AdamW (drawn for fsdp 2 x tp 2).
 
-Hidden matrices are the weights of attention, feed-forward and each expert. Newton-Schulz needs a whole matrix. So a
-step has rounds, and in a round each rank of fsdp x tp owns one matrix of about the same size. Drawn for one wo, whose
-owner is rank (1, 0):
+Muon orthogonalizes the momentum of a matrix. Hidden matrices are the weights of attention, feed-forward and each
+expert. Newton-Schulz needs a full matrix. Therefore a step has rounds, and in each round, every rank of fsdp x tp owns
+one matrix of about the same size. The picture shows the weight wo of a layer, whose owner is rank (1, 0):
 
     rank (fsdp, tp)                 (0, 0)        (0, 1)        (1, 0)        (1, 1)
     momentum and Nesterov, fp32     its slice     its slice     its slice     its slice
     all-to-all over fsdp            sends slice   sends slice   left half     right half     in compute dtype
-    all-to-all over tp                                          whole         sends half
-    Newton-Schulz                                               whole
+    all-to-all over tp                                          full matrix   sends half
+    Newton-Schulz                                               full matrix
     two all-to-alls back            its slice     its slice     its slice     its slice
     decay and update, fp32          its slice     its slice     its slice     its slice
 
 The dim fsdp includes cp. Each HSDP replica and pipeline stage has its own rounds. The E/ep experts of a rank are a
-batch of matrices, distributed over efsdp. If FSDP shards by expert, each rank has whole matrices and does not
+batch of matrices, distributed over efsdp. If FSDP shards by expert, each rank has full matrices and does not
 communicate.
 
     state      4 bytes per parameter of a hidden matrix (momentum), 8 per other parameter (two moments of AdamW)
-    traffic    2P(n-1)/n per rank over fsdp (n ranks) and 2P(t-1)/t over tp (t ranks), without overlap. P: bytes of its
-               slices in compute dtype, 1.6 GiB for 8B on 8 ranks
-    work       5 x (4m^2n + 2m^3) FLOPs per m x n matrix, m <= n, on its owner. 8B: the FLOPs of 12,000 tokens
+    traffic    2P(n-1)/n per rank over fsdp (n ranks) and 2P(t-1)/t over tp (t ranks), without overlap. P are the bytes
+               of a rank's slices in the compute dtype, 1.6 GiB for 8B on 8 ranks
+    work       5 x (4m^2n + 2m^3) FLOPs per m x n matrix, m <= n, on its owner. For 8B, a step needs as many FLOPs as
+               12,000 tokens do
 
-Newton-Schulz computes in training.mixed_precision_param. bfloat16 matches torch.optim.Muon, but rounds differently on
-each layout; with float32, updates are equal on all layouts. Updates have the same RMS as those of AdamW
-("match_rms_adamw"), so AdamW's learning rate and weight decay carry over. Only the parameters of AdamW use
-beta1, beta2 and eps.
+Newton-Schulz computes in training.mixed_precision_param. In bfloat16 it matches torch.optim.Muon, but rounds
+differently on each layout. In float32, updates are equal on all layouts. Updates have the same RMS as AdamW's updates
+("match_rms_adamw"), so AdamW's learning rate and weight decay are suitable for Muon too. beta1, beta2 and eps are used
+only for the parameters that AdamW updates.
+
 Sources: Muon, kellerjordan.github.io/posts/muon; scaling: Moonlight arXiv:2502.16982.
 """
 
@@ -55,13 +57,13 @@ class HiddenMatrix(NamedTuple):
     """A hidden parameter: a matrix, or a batch of this rank's experts. An axis is a mesh dim that shards matrices."""
 
     parameter: Tensor
-    owner: tuple  # rank of the owner on each axis
-    dims: list[int]  # the dim that each axis shards: -2 or -1
-    shapes: list[list[int]]  # the shape before each axis shards it
+    owner: tuple  # coordinate of the owner on each axis
+    dims: list[int]  # for each axis, the dim that it shards: -2 or -1
+    shapes: list[list[int]]  # for each axis, the shape before it shards the matrix
 
 
 class Muon(AdamW):
-    """Construct it with named parameters, (FQN, parameter). Newton-Schulz uses the `compute_dtype` of a group."""
+    """Muon and AdamW. Construct it with (FQN, parameter) pairs. Newton-Schulz uses the `compute_dtype` of a group."""
 
     def __init__(self, groups: list[dict], **options):
         super().__init__(groups, **options)
@@ -78,7 +80,7 @@ class Muon(AdamW):
                 for matrix in matrices:
                     parameter = matrix.parameter
                     gradients[parameter] = parameter.grad
-                    parameter.grad = None  # so AdamW skips it
+                    parameter.grad = None  # so that AdamW skips it
         super().step()
         for parameter, gradient in gradients.items():
             parameter.grad = gradient
@@ -134,7 +136,7 @@ def plan_rounds(names: list[str], parameters: list[Tensor]) -> list[tuple[list, 
 
 
 def find_axes(parameter: Tensor) -> tuple[int, ...]:
-    """Return the mesh dims that shard matrices. FSDP may shard experts as a batch, without cutting their matrices."""
+    """Return the mesh dims that shard matrices. A mesh dim that shards only the number of experts does not count."""
     axes = []
     if not isinstance(parameter, DTensor):
         return ()
@@ -148,9 +150,9 @@ def find_axes(parameter: Tensor) -> tuple[int, ...]:
 def place_matrix(
     parameter: Tensor, shape: tuple, owner: tuple, mesh_dims: tuple, axes: list[DeviceMesh]
 ) -> HiddenMatrix:
-    """Return a matrix of the full `shape`, with the shapes of its slices on this rank. tp, the last axis, cuts first.
+    """Describe a matrix of the full `shape`, and its slices on this rank.
 
-    `mesh_dims` are the dims of the parameter's mesh, in the order of `axes`.
+    tp, the last axis, splits the matrix first. `mesh_dims` are the mesh dims that belong to `axes`.
     """
     dims = [parameter.placements[mesh_dim].dim - parameter.dim() for mesh_dim in mesh_dims]
     shapes = []
@@ -172,8 +174,8 @@ def orthogonalize(
 ) -> None:
     """Replace this rank's slices of matrices by its slices of the orthogonalized matrices. Collective.
 
-    Each call joins slices over axis `at` on the owners' ranks, then recurses to the next axis, then splits the results.
-    `empty` has the dtype and the device of all slices.
+    A call joins slices over axis `at` on the owners' ranks, calls itself for the next axis, and splits the results
+    again. `empty` has the dtype and the device of all slices.
     """
     if at == len(axes):
         for matrix in slices:
@@ -202,7 +204,7 @@ def orthogonalize(
 def exchange_slices(
     sent: list[list], received: list[list], group: dist.ProcessGroup, empty: Tensor
 ) -> None:
-    """Send the tensors sent[i] to rank i, and fill received[i] with the tensors of rank i. One all-to-all."""
+    """Send the tensors sent[i] to rank i, and fill received[i] with the tensors from rank i, in one all-to-all."""
     n_sent = count_elements(sent)
     n_received = count_elements(received)
     flat = map(Tensor.flatten, chain(*sent))
@@ -223,7 +225,7 @@ def count_elements(by_rank: list[list]) -> list[int]:
 
 
 def newton_schulz(matrix: Tensor) -> Tensor:
-    """Return (..., rows, columns) with all singular values moved to about 1. Small values grow 3.4445^5 = 485 times."""
+    """Return (..., rows, columns) with all singular values at about 1. Small values grow by up to 3.4445^5 = 485."""
     rows, columns = matrix.shape[-2:]
     if rows > columns:
         return newton_schulz(matrix.mT).mT

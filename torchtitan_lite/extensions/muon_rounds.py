@@ -2,15 +2,15 @@
 
 from math import prod
 
-NEWTON_SCHULZ_STEPS = 5  # of Muon
+NEWTON_SCHULZ_STEPS = 5  # per update of Muon
 
 
 def deal_matrices(sizes: list[tuple[int, ...]], n_ranks: int) -> list[list[int]]:
-    """Return Muon's rounds, each a list of indices into `sizes`. In a round, rank i owns the i-th of these matrices.
+    """Return Muon's rounds. A round is a list of indices into `sizes`, and rank i owns its i-th matrix.
 
     A size may have a batch dim. Rounds are sorted by work, the largest matrices first.
     """
-    flops = []  # of one step of Newton-Schulz
+    flops = []  # of one step of Newton-Schulz, for each matrix
     for *batch, rows, columns in sizes:
         m, n = sorted((rows, columns))
         flops.append(prod(batch) * (4 * m * m * n + 2 * m**3))

@@ -1,6 +1,7 @@
-"""An earlier run in job.dump_folder: a run resumes it, is refused, or deletes it first (job.overwrite). Needs no torch.
+"""Handle an earlier run in job.dump_folder: resume it, refuse to start, or delete it (job.overwrite). Needs no torch.
 
-The last deletes only what a run writes, never another file. A run that torchrun restarts keeps its own files.
+job.overwrite deletes only files that a run writes, never another file. A run that torchrun restarts keeps its own
+files.
 """
 
 import shlex
@@ -30,7 +31,7 @@ FOLDERS = {  # key of a folder inside job.dump_folder -> what a run writes there
 
 
 def read_earlier(folder: Path) -> dict[str, object]:
-    """Return key -> value in the config of the run that wrote to `folder`; {} if its config.toml is lost."""
+    """Return key -> value in the config of the run that wrote to `folder`, or {} if its config.toml is lost."""
     try:
         return dict(flatten_table(load_toml(folder / CONFIG_TOML)))
     except ValueError:
@@ -38,7 +39,7 @@ def read_earlier(folder: Path) -> dict[str, object]:
 
 
 def check_earlier(problems: Problems, folder: Path) -> None:
-    """Refuse an earlier run in the dump folder, unless this run resumes it, or it ended before it could save."""
+    """Refuse a dump folder with an earlier run, unless this run resumes it, or that run ended before its first save."""
     earlier = read_earlier(folder)
     section = problems.config.checkpoint
     saved_in = earlier.get("checkpoint.folder", section.folder)
@@ -74,7 +75,7 @@ def list_earlier(folder: Path, config: Config) -> list[Path]:
     """List the paths that job.overwrite deletes: only what a run has written, never another file."""
     paths = set()
     earlier = read_earlier(folder)
-    if (folder / CONFIG_TOML).exists():  # a run was here, so these are its files
+    if (folder / CONFIG_TOML).exists():  # a run used this folder, so the files belong to it
         for pattern in FILES:
             paths.update(folder.glob(pattern))
     for key, patterns in FOLDERS.items():
@@ -83,6 +84,6 @@ def list_earlier(folder: Path, config: Config) -> list[Path]:
             inside = folder / name
             for pattern in patterns:
                 for path in inside.glob(pattern):
-                    # The first part of the path: a checkpoint or a trace is deleted with its folder, step-N.
+                    # Take the first part of the path, so that step-N, the folder of a checkpoint or trace, is deleted.
                     paths.add(inside / path.relative_to(inside).parts[0])
     return sorted(paths)

@@ -1,4 +1,4 @@
-"""Parameter groups: factors of learning rate and weight decay for parameters whose names match. Needs no torch.
+"""Multiply learning rate and weight decay by factors, for parameters whose names match a pattern. Needs no torch.
 
     [[optimizer.groups]]                    tok_embeddings.weight             tok_embeddings.*
     match = "tok_embeddings.*"              layers.0.attention.wq.weight      no group: both factors are 1
@@ -7,7 +7,7 @@
     match = "*norm.weight"                  output.weight                     no group
     weight_decay = 0
 
-A pattern must match the whole FQN: `*` matches any text, dots included; `?` matches any character; `[ab]` matches a or
+A pattern must match the full FQN. `*` matches any text, including dots; `?` matches any character; `[ab]` matches a or
 b. If several groups match a parameter, it belongs to the first of them.
 """
 
@@ -24,7 +24,7 @@ from torchtitan_lite.config.reader import WrongValue, convert, describe_list
 from torchtitan_lite.config.schema import Config, ParameterGroup
 
 GROUPS = "optimizer.groups"
-OTHERS = ParameterGroup("")  # all parameters that no group matches
+OTHERS = ParameterGroup("")  # the group of all parameters that no pattern matches
 
 
 def find_group(groups: Sequence[ParameterGroup], fqn: str) -> ParameterGroup:
@@ -56,7 +56,7 @@ def list_matched(group: ParameterGroup, model_args: ModelArgs) -> list[str]:
 
 
 def check_groups(config: Config, model_args: ModelArgs) -> list[Problem]:
-    """Find groups without parameters, which would change nothing."""
+    """Refuse groups without parameters, which would have no effect."""
     problems = []
     fqns = list(list_parameters(model_args))
     earlier: list[ParameterGroup] = []

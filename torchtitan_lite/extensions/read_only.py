@@ -1,4 +1,4 @@
-"""checkpoint.load_only: a run loads a checkpoint, trains, and writes no file. Needs no torch."""
+"""Let a run with checkpoint.load_only load a checkpoint and train without writing files. Needs no torch."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -7,7 +7,7 @@ from torchtitan_lite.config.messages import Problem
 from torchtitan_lite.config.reader import UserConfig
 from torchtitan_lite.config.schema import get_value, with_value
 
-# Key that makes a run write files -> its value for no files
+# keys that make a run write files -> the value with which it writes none
 READ_ONLY = {
     "metrics.enable_tensorboard": False,
     "metrics.enable_wandb": False,
@@ -21,7 +21,7 @@ READ_ONLY = {
 
 
 def turn_off_files(given: UserConfig) -> UserConfig:
-    """For checkpoint.load_only, turn off everything that writes files. A notice says so."""
+    """Turn off everything that writes files, and add a notice that says so."""
     config = given.config
     ignored = []
     for key, off in READ_ONLY.items():

@@ -1,23 +1,24 @@
-"""Causal attention over the ranks of `cp`: fetch keys and values, attend part by part, merge the parts.
+"""Compute causal attention over the ranks of `cp`: fetch keys and values, attend part by part, merge the parts.
 
-Each rank has an early and a late piece of the sequence (context_parallel.py). Its queries attend to the keys of
+Each rank has an early and a late piece of the sequence (context_parallel.py). How its queries attend to the keys of a
+rank depends on that rank:
 
-    an earlier rank    all queries attend to the early piece, no query to the late piece
-    the same rank      all queries, causal: the positions increase from the early to the late piece
-    a later rank       late queries attend to both pieces, early queries to none
+    an earlier rank    all queries attend to the early piece, and no query to the late piece
+    the same rank      causal attention, because positions increase from the early to the late piece
+    a later rank       late queries attend to both pieces, and early queries to none
 
-Each case is a plain rectangle or triangle, so no masks are needed, and each rank computes the same number of query-key
-pairs. The parts are merged by their log-sum-exp, lse (below).
+In each case, the query-key pairs form a plain rectangle or triangle, so no masks are needed. Each rank computes the
+same number of pairs. The parts are merged with their log-sum-exp (lse, below).
 
-    method      forward                                     backward
-    allgather   P(n-1)/n, overlaps with the local part      the same, then a reduce-scatter of fp32 gradients
-    ring        P per round, n-1 rounds, overlaps compute   the same, and n rounds of fp32 gradients, which follow
-                                                            their keys one step behind
+    method      bytes in forward                             bytes in backward
+    allgather   P(n-1)/n, overlaps with the local part       the same, then a reduce-scatter of fp32 gradients
+    ring        P per round, n-1 rounds, overlaps compute    the same, and n rounds of fp32 gradients, which follow
+                                                             their keys one step behind
 
 For `allgather`, P = 2*B*K*S*E*2 bytes in bf16, the keys and values of all ranks. For `ring`, P is 1/n of this, so the
-totals are equal. With both methods, a rank first attends to its own keys, then to the keys of the other ranks in turn,
-while more keys arrive. A rank saves only local tensors for backward: query, key, value, out and lse. While a layer
-computes, `allgather` stores keys, values and gradients of all ranks, and `ring` stores them of two ranks.
+totals are equal. With both methods, a rank first attends to its own keys, and then to the keys of the other ranks in
+turn, while more keys arrive. For backward, a rank saves only local tensors: query, key, value, out and lse. While a
+layer computes, `allgather` stores the keys, values and gradients of all ranks, and `ring` those of two ranks.
 
 Legend: B batch, S full sequence over n ranks, H query heads, K key/value heads, E head dim, C = S/(2n) one piece.
 Sources: arXiv:2310.01889; online softmax arXiv:1805.02867; FlashAttention arXiv:2205.14135, 2307.08691.
@@ -44,7 +45,7 @@ class KeysOfRanks:
     """The keys and values of all ranks, and their gradients. A subclass defines how ranks exchange them."""
 
     def __init__(self, key: Tensor, value: Tensor, ranks: Ranks):
-        """`key` and `value` of this rank, (B, K, 2C, E)."""
+        """`key` and `value` are this rank's, (B, K, 2C, E)."""
         self.key_value = torch.stack((key, value))  # (2, B, K, 2C, E)
         self.ranks = ranks
         self.grads: Tensor | None = None  # sums so far, fp32
@@ -52,8 +53,8 @@ class KeysOfRanks:
     def list_visible(self) -> Iterator[tuple[int, slice, slice, Tensor]]:
         """Yield each rank, starting with this one.
 
-        With each rank, yields the slice of our queries that attend to it, the slice of its visible keys, and these keys
-        with their values.
+        With each rank, yield the slice of this rank's queries that attend to it, the slice of its visible keys, and
+        these keys with their values.
         """
         half = self.key_value.shape[3] // 2
         for source, key_value in self.fetch():
@@ -62,7 +63,7 @@ class KeysOfRanks:
 
 
 class GatheredKeys(KeysOfRanks):
-    """allgather: fetches the keys and values of all ranks at once. `grads` (n, 2, B, K, 2C, E)."""
+    """The method allgather: fetches the keys and values of all ranks at once. `grads` is (n, 2, B, K, 2C, E)."""
 
     def fetch(self) -> Iterator[tuple[int, Tensor]]:
         """Yield each rank with its keys and values, starting with this rank."""
@@ -75,7 +76,7 @@ class GatheredKeys(KeysOfRanks):
                 yield source, gathered[source]
 
     def add_gradient(self, source: int, keys: slice, grad: Tensor) -> None:
-        """Add `grad` to the gradient of a slice of keys of rank `source`, which `fetch` has yielded last."""
+        """Add `grad` to the gradient of a slice of keys of rank `source`, the rank that `fetch` yielded last."""
         if self.grads is None:
             self.grads = grad.new_zeros(self.ranks.n, *self.key_value.shape)
         self.grads[source, :, :, :, keys] += grad
@@ -89,7 +90,7 @@ class GatheredKeys(KeysOfRanks):
 
 
 class PassedKeys(KeysOfRanks):
-    """ring: fetches keys and values of one rank at a time. Gradients arrive one step later, as a flat tensor."""
+    """The method ring: fetches keys and values of one rank at a time. Gradients arrive one step later, flattened."""
 
     def fetch(self) -> Iterator[tuple[int, Tensor]]:
         key_value = self.key_value
@@ -116,7 +117,10 @@ METHODS = {"allgather": GatheredKeys, "ring": PassedKeys}  # context_parallel_ro
 
 
 def pass_on(tensor: Tensor, ranks: Ranks) -> Tensor:
-    """Send to the next rank and receive from the previous rank, P bytes each. Wait for the flat result before use."""
+    """Send P bytes to the next rank, and receive P bytes from the previous rank. The caller must wait for the result.
+
+    The result is flat.
+    """
     sent = [0] * ranks.n
     received = [0] * ranks.n
     sent[(ranks.own + 1) % ranks.n] = tensor.numel()
@@ -141,11 +145,12 @@ def find_visible(rank: int, source: int, half: int) -> tuple[slice, slice]:
 # lse (B, H, S)              = log-sum-exp of the scores over the keys of a part: its weight in the merge
 # gradients of a part        = backward of the same kernel, called with the *merged* out and lse
 #
-# A part is either causal (its queries and keys are at the same positions) or not masked at all. So no S x S mask is
-# ever stored. Kernels do not store their scores; their other inputs and outputs are no larger than query. On a CPU
-# torch's flash attention computes, on GPUs cuDNN if torch's SDPA prefers it (Hopper, Blackwell), else FlashAttention 2.
-# The CUDA kernels support bf16 and fp16, and a head_dim that is a multiple of 8 up to 256; config/features.py refuses
-# anything else. They were never run on a GPU. Their arguments are checked on meta tensors; GPU tests check results.
+# A part is either causal (its queries and keys have the same positions) or not masked at all. So no S x S mask is ever
+# stored. Kernels do not store their scores. Their other inputs and outputs are no larger than query. On a CPU, the
+# kernel is torch's flash attention. On a GPU, it is cuDNN's if torch's SDPA prefers it (Hopper, Blackwell), otherwise
+# FlashAttention 2. The CUDA kernels support bf16 and fp16, and a head_dim that is a multiple of 8 up to 256;
+# config/features.py refuses anything else. They have never run on a GPU. Tests check their arguments on meta tensors,
+# and GPU tests check their results.
 
 OutAndLse = tuple[Tensor, Tensor]  # out (B, H, S, E); lse (B, H, S) fp32, contiguous
 
@@ -185,7 +190,7 @@ def attend_to_part_backward(
     tensors = (grad_out, query, key, value, out)
     if query.device.type == "cpu":
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, lse, 0.0, causal)
-    # Equal sequence lengths need no cumulative lengths. Without dropout, seed and offset are empty.
+    # Sequences of equal length need no cumulative lengths. Without dropout, seed and offset are empty.
     lengths = (None, None, query.shape[2], key.shape[2])
     empty = torch.empty((), dtype=torch.int64, device=query.device)
     if prefers_cudnn(query, key):
@@ -200,7 +205,7 @@ def attend_to_part_backward(
 
 def merge_into(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
     """Merge the attention to more keys into (out, lse), both fp32, in place."""
-    # Weight of these keys in the softmax over all keys. The formula cannot overflow.
+    # This is the weight of these keys in the softmax over all keys. The formula cannot overflow.
     weight = torch.sigmoid(part_lse - lse)
     out.lerp_(part_out.float(), weight.unsqueeze(-1))
     lse.copy_(torch.logaddexp(lse, part_lse))
@@ -218,9 +223,10 @@ def attend(
     n_ranks: int,
     group_name: str,
 ) -> OutAndLse:
-    """query (B, H, 2C, E), key and value (B, K, 2C, E) of this rank -> out (B, H, 2C, E), lse (B, H, 2C) fp32.
+    """Attend to the keys of all ranks. Collective.
 
-    The memory order of out is (B, 2C, H, E), as the output projection reads it. Collective.
+    query (B, H, 2C, E), key and value (B, K, 2C, E) of this rank -> out (B, H, 2C, E), lse (B, H, 2C) fp32. The memory
+    order of out is (B, 2C, H, E), as the output projection reads it.
     """
     keys_of_ranks = METHODS[method](key, value, Ranks(rank, n_ranks, group_name))
     for source, queries, _, visible in keys_of_ranks.list_visible():
@@ -267,7 +273,7 @@ def attend_backward(
             grad_query[:, :, queries] += part_grad_query
         keys_of_ranks.add_gradient(source, keys, torch.stack(part_grads).float())
     grads = keys_of_ranks.sum_gradients()
-    # Kernels choose the strides of their results. Copy to the strides that register_fake promised torch.compile.
+    # Kernels choose the strides of their results. Copy to the strides that register_fake has promised to torch.compile.
     return torch.empty_like(query).copy_(grad_query), grads.to(key.dtype).contiguous()
 
 

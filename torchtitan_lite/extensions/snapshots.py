@@ -1,6 +1,6 @@
-"""Snapshots in memory: save checkpoints often into a folder on each host, such as one in /dev/shm.
+"""Save snapshots in memory: frequent checkpoints in a folder of each host, such as one in /dev/shm.
 
-    host 0    local_folder/<name and hash of dump_folder>/<run id>/step-12/   the shards of ranks 0 .. 7, each once
+    host 0    local_folder/<name and hash of dump_folder>/<run id>/step-12/   the shards of ranks 0 .. 7, without copies
     host 1    local_folder/<name and hash of dump_folder>/<run id>/step-12/   the shards of ranks 8 .. 15
     shared    dump_folder/checkpoint/step-10/                                 all shards
               dump_folder/checkpoint/run_id                                   deleted with the checkpoints of the run
@@ -71,9 +71,9 @@ class Snapshots(AbstractContextManager):
     def after_step(
         self, step: int, *, n_steps: int, is_stopped: bool, record: object = None
     ) -> None:
-        """Save every local_interval steps, except at the end of a run that saves a checkpoint. Raises errors of saves.
+        """Save every local_interval steps, except when the run ends or stops. Raises errors of earlier saves.
 
-        Call it after the checkpoint of the same step is committed: the last step deletes all snapshots.
+        Call it after the checkpoint of the same step is committed, because the last step deletes all snapshots.
         """
         if step == n_steps:
             self.saver.wait()
@@ -92,8 +92,8 @@ class Snapshots(AbstractContextManager):
         """Return the snapshots of this run that all ranks can use. Does not check hashes."""
         own = [step for step in find_steps(self.folder) if self.has_shards(step)]
         usable = []
-        # The newest common step can only be the minimum of all ranks' newest steps, so ranks need not exchange lists.
-        # The same holds for earlier steps.
+        # The newest step that all ranks have cannot be above the lowest of their newest steps. So ranks compare this
+        # step, and then earlier ones, and need not exchange lists.
         while newest := self.find_lowest(max(own, default=0)):
             if self.find_lowest(newest in own):
                 path = self.folder / f"step-{newest}"
@@ -102,13 +102,13 @@ class Snapshots(AbstractContextManager):
         return usable
 
     def find_lowest(self, number: int) -> int:
-        """Return the lowest number of all ranks."""
+        """Return the lowest `number` of all ranks."""
         lowest = torch.tensor(number, dtype=torch.int64)
         dist.all_reduce(lowest, dist.ReduceOp.MIN, group=self.all_ranks)  # 8 bytes
         return int(lowest)
 
     def has_shards(self, step: int) -> bool:
-        """Return whether the snapshot of a step has every shard of this rank. It has if the layout is the same."""
+        """Return whether the snapshot of a step has every shard of this rank. It must have the same layout."""
         try:
             manifest = read_manifest(self.folder / f"step-{step}")
         except CheckpointError:
@@ -119,7 +119,7 @@ class Snapshots(AbstractContextManager):
         return weights <= manifest.tensors.keys()
 
     def forget_after(self, step: int) -> None:
-        """Delete snapshots of later steps, and of earlier runs in the same dump folder."""
+        """Delete snapshots of later steps, and all snapshots of earlier runs in the same dump folder."""
         if self.group.rank() != 0:
             return
         kept = [self.folder / f"step-{found}" for found in find_steps(self.folder) if found <= step]
@@ -144,7 +144,7 @@ def create_folder(folder: Path) -> None:
 
 
 def identify_run(checkpoints: Path) -> str:
-    """Return the id of the run that saves in the folder `checkpoints`. Write it there when the run starts."""
+    """Return the id of the run that saves in the folder `checkpoints`. If there is no id yet, write one."""
     path = checkpoints / RUN_ID
     if not path.exists():
         checkpoints.mkdir(parents=True, exist_ok=True)

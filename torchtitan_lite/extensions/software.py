@@ -1,4 +1,4 @@
-"""Check the software that a config needs: a compiler, optional packages, a torch without known faults."""
+"""Check that this host has the software that a config needs: a compiler, optional packages, a recent enough torch."""
 
 import os
 import shutil
@@ -14,7 +14,7 @@ from torchtitan_lite.config.schema import Config
 
 
 def check_software(config: Config, machine: Machine) -> Problems:
-    """Find compilers and packages that this host lacks."""
+    """Return a problem for each compiler, package or torch version that the config needs and this host lacks."""
     problems = Problems(config)
     if config.compile.enable and config.compile.backend == "inductor":
         missing = find_missing_compiler(machine.device_type)
@@ -35,9 +35,9 @@ def check_software(config: Config, machine: Machine) -> Problems:
 
 
 def torch_splits_backward() -> bool:
-    """Return whether zero-bubble and V schedules run with the torch that is installed. 2.11.0 and 2.12.1 fail.
+    """Return whether zero-bubble and V schedules run with the installed torch. They fail with 2.11.0 and 2.12.1.
 
-    torch 2.13 fixed them without a change of any API, so only the version number tells.
+    torch 2.13 fixed them without changing an API, so the version number is the only way to find out.
     """
     major, minor = version("torch").split(".")[:2]
     return (int(major), int(minor)) >= (2, 13)
@@ -46,8 +46,8 @@ def torch_splits_backward() -> bool:
 def find_missing_compiler(device_type: str) -> str:
     """Name what inductor needs but this host lacks. Return "" if nothing is missing.
 
-    On a CPU, inductor needs a C++ compiler (CXX, else g++). On CUDA, triton needs a C compiler (CC, else gcc or clang).
-    Both need Python's headers.
+    On a CPU, inductor needs a C++ compiler: CXX, or by default g++. On CUDA, triton needs a C compiler: CC, or by
+    default gcc or clang. Both need Python's headers.
     """
     variable = "CXX" if device_type == "cpu" else "CC"
     default = "g++" if device_type == "cpu" else "gcc clang"

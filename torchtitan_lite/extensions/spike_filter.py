@@ -1,15 +1,15 @@
 """Skip steps whose gradient norm is a spike: more than K times the running median. training.skip_spikes is K.
 
-    norms     1.0 1.1 0.9 ... 1.0 | 9.0 | 1.1    the window: the last training.spike_window finite norms
-    median                    1.0 | 1.0 | 1.0
+    norms     1.0 1.1 0.9 ... 1.0 | 9.0     | 1.1        the window: the last training.spike_window finite norms
+    median                    1.0 | 1.0     | 1.0
     step                  applied | skipped | applied
 
 The window includes the norm of this step and the norms of skipped steps. No step is skipped until half of the window is
-filled. Norms may rise for good. Skipping cannot lower them, because a skipped step does not change the weights. After
-half of the window, the median has risen too, and the run continues.
+filled. If norms rise for good, skipping cannot lower them, because a skipped step does not change the weights. After
+half of a window, the median has risen too, and steps are applied again.
 
-All ranks have the same norm and history, so they decide the same, without communication. The history stays on the
-device. Checkpoints store it as spike_filter.history and spike_filter.skipped.
+All ranks have the same norm and history, so they make the same decision without communication. The history stays on
+the device. Checkpoints store it as spike_filter.history and spike_filter.skipped.
 """
 
 import logging
@@ -20,7 +20,7 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-UNKNOWN_NORM = 1e18  # above every norm; finite, so that `verify` can compare checkpoints
+UNKNOWN_NORM = 1e18  # larger than every norm, but finite, so that `verify` can compare checkpoints
 
 
 class SpikeFilter:
@@ -30,7 +30,8 @@ class SpikeFilter:
         self.factor = factor
         self.history = torch.full((window,), UNKNOWN_NORM, device=device)
         self.skipped = torch.zeros((), device=device)
-        self.skipped_above = math.inf  # the median norm, if the last logged step was skipped
+        # the median at the last logged step, if that step was skipped
+        self.skipped_above = math.inf
 
     @property
     def state(self) -> dict[str, Tensor]:
@@ -47,7 +48,10 @@ class SpikeFilter:
         return is_spike
 
     def describe(self, step: int, grad_norm: float, *, is_applied: bool) -> dict[str, float]:
-        """Return skipped_steps and, if this step was skipped, skipped_above. Log when a higher level is accepted."""
+        """Return skipped_steps and, if this step was skipped, skipped_above, for the record of a step.
+
+        Log a warning when steps are applied again because the median has risen.
+        """
         fields: dict[str, float] = {"skipped_steps": int(self.skipped)}
         median = self.history.median().item()
         if not is_applied:

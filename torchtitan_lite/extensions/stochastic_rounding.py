@@ -1,16 +1,16 @@
-"""Weights in bfloat16 between steps: 8 bytes of training state per parameter, or 10 with fp32 sums of gradients.
+"""Keep weights in bfloat16: 8 bytes of training state per parameter, or 10 with fp32 sums of gradients.
 
     between steps     weight bf16 2   gradient bf16 2   moments bf16 2 + 2
     ZeRO 1 also needs a gradient in fp32, 4 bytes per parameter, while it sums the microbatches of a step
 
-An update of 0.1 % of a weight is smaller than half of the distance between two bf16 values. Rounding to the nearest
-value would undo it. Stochastic rounding adds a random number below this distance and cuts off the lower bits, so the
-mean of many updates is right.
+An update of 0.1 % of a weight is smaller than half of the distance between two neighboring bf16 values. Rounding to the
+nearest value would undo it. Stochastic rounding adds a random number below this distance and cuts off the lower bits,
+so the mean of many updates is right.
 
-The random number is a hash of the step and of the element's place in its shard, not the state of a generator. So a
+The random number is a hash of the step and of the element's index in its shard, not the state of a generator. So a
 resumed run rounds as if it had not stopped, and copies of a weight on several ranks stay equal.
 
-No communication. It has never run on a GPU. Sources: arXiv:2010.06192 (rounding of weights in bfloat16).
+There is no communication. This code has never run on a GPU. Source: arXiv:2010.06192 (rounding of weights in bfloat16).
 """
 
 import torch
@@ -18,9 +18,9 @@ from torch import Tensor
 
 
 def round_stochastically(x: Tensor, step: Tensor, salt: int) -> Tensor:
-    """Round x (n,) fp32 to bfloat16, up or down, with the probabilities that keep its mean.
+    """Round x (n,) fp32 up or down to bfloat16, with probabilities that keep its mean.
 
-    `step` () fp32 and `salt`, a different number for each tensor, choose the random numbers.
+    The random numbers depend on `step` () fp32 and on `salt`, which is a different number for each tensor.
     """
     bits = torch.arange(x.numel(), dtype=torch.int32, device=x.device)
     bits = scramble(bits ^ scramble(step.int() * 9973 + salt))
@@ -28,7 +28,7 @@ def round_stochastically(x: Tensor, step: Tensor, salt: int) -> Tensor:
 
 
 def scramble(bits: Tensor) -> Tensor:
-    """Hash int32 values by two rounds of multiply and shift, so that neighbors become unrelated."""
+    """Hash int32 values by two rounds of multiply and shift, so that neighboring values get unrelated hashes."""
     for _ in range(2):
         bits = (bits ^ (bits >> 16 & 0xFFFF)) * 0x45D9F3B
     return bits ^ (bits >> 16 & 0xFFFF)

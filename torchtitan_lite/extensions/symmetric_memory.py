@@ -1,8 +1,8 @@
-"""FSDP gathers shards from symmetric memory, if parallelism.fsdp_symmetric_memory is set. Never run on a GPU.
+"""Let FSDP gather shards from symmetric memory (parallelism.fsdp_symmetric_memory). This has never run on a GPU.
 
     all-gather    normally            every rank copies its shard to a buffer, and NCCL's kernels move it
-                  symmetric memory    NCCL allocates the buffer at one place for all ranks, so that fewer SMs, or only
-                                      the copy engines (NCCL_CTA_POLICY=2), move it
+                  symmetric memory    NCCL allocates the buffer at the same address on all ranks, so that fewer SMs, or
+                                      only the copy engines (NCCL_CTA_POLICY=2), move it
 
 The bytes and the calls of FSDP do not change. Source: torch's FSDPModule.set_symm_mem_for_comm.
 """

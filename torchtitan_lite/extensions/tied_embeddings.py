@@ -1,16 +1,16 @@
-"""Tied embeddings in a pipeline: the first stage owns the matrix, and the last stage computes with a copy of it.
+"""Tie embeddings in a pipeline: the first stage owns the matrix, and the last stage computes with a copy of it.
 
     before the forward of a step      the last stage receives the weights             one broadcast
     after the backward of a step      the first stage adds the gradient of the copy   one all-reduce
 
-Each moves V*D*4 bytes, divided by the ranks that share the matrix (tp, dp_shard x cp), between the two ranks. In a V
-schedule, both stages are on one rank, which copies and adds.
+Each collective moves V*D*4 bytes between the two ranks, divided by the number of ranks that shard the matrix (tp,
+dp_shard x cp). In a V schedule, both stages are on one rank, which copies and adds locally.
 
 The copy cannot differ from the matrix, because it is overwritten before every forward. It is not a parameter of the
-run: it has no optimizer state, and counts neither in the gradient norm nor in a checkpoint.
+run: it has no optimizer state, and is part of neither the gradient norm nor a checkpoint.
 
-Effect: `output.weight` of the last stage follows `tok_embeddings.weight` of the first. A run with tied weights under pp
-has a TiedSchedule around its schedule.
+Effect: `output.weight` of the last stage follows `tok_embeddings.weight` of the first stage. In a run with tied weights
+under pp, a TiedSchedule wraps the schedule.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from torchtitan_lite.dtensor import local_shard
 
 @dataclass(frozen=True)
 class TiedSchedule:
-    """A pipeline schedule on a rank that has the matrix. The first and the last stage have the same shard of it."""
+    """A pipeline schedule of a rank with the matrix or its copy. The first and last stage have the same shard of it."""
 
     schedule: _PipelineSchedule
     owner: Tensor | None  # tok_embeddings.weight; None if another rank has the first stage
@@ -63,7 +63,7 @@ class TiedSchedule:
             dist.all_reduce(local_shard(self.pick().grad), group=self.group)
 
     def pick(self) -> Tensor:
-        """Return the matrix of this rank."""
+        """Return this rank's matrix: the copy, or otherwise the owner."""
         return self.owner if self.copy is None else self.copy
 
 
@@ -74,7 +74,7 @@ def tie_schedule(
     layout: Layout,
     pp: DeviceMesh,
 ) -> _PipelineSchedule | TiedSchedule:
-    """Return the schedule of this rank. The rank has `owner`, `copy`, both or neither. Collective over both stages."""
+    """Wrap the schedule of a rank that has `owner`, `copy` or both. Collective over the ranks of both stages."""
     if copy is None and owner is None:
         return schedule
     pipeline = dist.get_process_group_ranks(pp.get_group())

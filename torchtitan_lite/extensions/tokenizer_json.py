@@ -1,9 +1,9 @@
-"""Read tokenizer.json, Hugging Face's file, with the ids of the package `tokenizers` (extra `hf`).
+"""Read a Hugging Face tokenizer.json. Its ids are the same as in the package `tokenizers` (extra `hf`).
 
-tiktoken is three times as fast as the package. It encodes with a byte-level BPE if both give the same ids
-(byte_level_bpe.py). The package encodes with every other file. A tokenizer.json has a model, and added tokens, which
-are matched before the text is cut into words. tokenizer_config.json and special_tokens_map.json in the same folder add
-more tokens.
+tiktoken is three times as fast as the package. tiktoken is used for a byte-level BPE if both give the same ids
+(byte_level_bpe.py), and the package for every other file. A tokenizer.json has a model, and added tokens, which are
+matched before the text is cut into words. tokenizer_config.json and special_tokens_map.json in the same folder add more
+tokens.
 """
 
 import hashlib
@@ -19,13 +19,13 @@ from torchtitan_lite.extensions.byte_level_bpe import AFFIXES, read_byte_level_b
 from torchtitan_lite.extensions.foreign_json import JsonObject, read_json
 from torchtitan_lite.files import import_extra
 
-SPECIAL_MAP = "special_tokens_map.json"  # older than tokenizer_config.json
+SPECIAL_MAP = "special_tokens_map.json"  # an older format than tokenizer_config.json
 
 
 def read_tokenizer_json(path: Path, content: bytes) -> Tokenizer:
     """Read tokenizer.json.
 
-    BOS comes from its post-processor; EOS and additional tokens come from the other files in the same folder.
+    BOS comes from its post-processor. EOS and additional tokens come from the other files in the same folder.
     """
     file = read_json(path)
     model = file.take("model", dict)
@@ -74,7 +74,7 @@ def encode_by_package(package: Any) -> tuple[Callable, Callable]:
     """Return Tokenizer.encoders, implemented with the package `tokenizers`."""
     package.no_truncation()
     package.no_padding()
-    package.post_processor = None  # offsets may otherwise leave out white space
+    package.post_processor = None  # with it, offsets may leave out white space
     package.encode_special_tokens = True  # treats names of special tokens as plain text
 
     def encode_text(text: str) -> list[int]:
@@ -101,7 +101,7 @@ def find_bos(processor: dict) -> str | None:
 def list_leading(processor: dict) -> list[str]:
     """Return the tokens that a post-processor adds before a text.
 
-    If there are several post-processors, each one puts its tokens in front of the earlier ones.
+    If there are several post-processors, each one puts its tokens in front of the tokens of the earlier ones.
     """
     leading = []
     for stage in processor.get("processors", ()):
@@ -118,8 +118,8 @@ def list_leading(processor: dict) -> list[str]:
 def list_added_tokens(file: dict, configs: list[JsonObject], vocab: dict[str, int]) -> list[dict]:
     """Return the added tokens of tokenizer.json and of the configs in its folder, as transformers does.
 
-    As in the package `tokenizers`, the ids of added tokens in the file have no effect: a token of the vocabulary keeps
-    its id, and new tokens follow the vocabulary. Raises UserError.
+    As in the package `tokenizers`, the ids that the file gives to added tokens have no effect. A token of the
+    vocabulary keeps its id, and new tokens get the next free ids. Raises UserError.
     """
     tokens = list(file.get("added_tokens") or [])
     for config in configs:
@@ -147,9 +147,10 @@ def list_added_tokens(file: dict, configs: list[JsonObject], vocab: dict[str, in
 
 
 def list_special_names(config: dict) -> list[str]:
-    """Return the values of keys such as "pad_token", and the tokens in two lists of special tokens.
+    """Return the special tokens that a config names.
 
-    The lists are `additional_special_tokens` and `extra_special_tokens`.
+    These are the values of keys such as "pad_token", and the tokens in `additional_special_tokens` and
+    `extra_special_tokens`.
     """
     values = []
     for key, value in config.items():
@@ -162,10 +163,10 @@ def list_special_names(config: dict) -> list[str]:
 
 
 def find_eos(folder: Path, config: JsonObject, ids: dict[str, int]) -> int:
-    """Return the id of eos_token. As in transformers, special_tokens_map.json comes first, unless tokenizer_config.json
-    has added_tokens_decoder. If eos_token has no name, use the id that ends a text in transformers' `generate`.
+    """Return the id of eos_token. Raises ValueError.
 
-    Raises ValueError.
+    As in transformers, special_tokens_map.json is read first, unless tokenizer_config.json has added_tokens_decoder. If
+    no file names eos_token, use the id with which transformers' `generate` ends a text.
     """
     files = [read_json(folder / SPECIAL_MAP, may_be_missing=True), config]
     if "added_tokens_decoder" in config:
@@ -193,7 +194,7 @@ def find_eos(folder: Path, config: JsonObject, ids: dict[str, int]) -> int:
 def spell_vocabulary(file: dict, vocab: dict[str, int]) -> dict[int, bytes] | None:
     """Return id -> bytes of the token's text.
 
-    Returns None if concatenated tokens are not the text, as with the "##" of WordPiece.
+    Returns None if joining these bytes does not give the text, as with the "##" of WordPiece.
     """
     decoder = json.dumps(file.get("decoder"))
     is_byte_level = '"ByteLevel"' in json.dumps(file.get("pre_tokenizer")) + decoder

@@ -1,7 +1,7 @@
 """Explain unknown names in a config: keys of torchtitan v0.1 and v0.2, or misspelled keys. reader.py loads this file.
 
-ALIASES: old names of keys. ABSENT: switches of missing features, which are accepted if they are off, and refused
-otherwise. SETTINGS: other keys of missing features, which are accepted with any value.
+ALIASES has old names of keys. ABSENT has the switches of missing features: they are accepted if they are off, and
+refused otherwise. SETTINGS has other keys of missing features, which are accepted with any value.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ ALIASES = {  # old name -> new name
     "validation.enabled": "validation.enable",
 }
 
-# Switch of a missing feature -> the value that means "off"
+# switch of a missing feature -> the value that means "off"
 ABSENT = {
     "job.save_config_file": "",
     "job.custom_config_module": "torchtitan.config",
@@ -63,7 +63,7 @@ SETTINGS = (
     "activation_checkpoint.early_stop",
     "activation_checkpoint.preserve_rng_state",
     "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns",
-    "checkpoint.initial_load_in_hf",  # a folder with config.json is recognized
+    "checkpoint.initial_load_in_hf",  # not needed: a folder with config.json is recognized
     "quantize.linear.float8.force_recompute_fp8_weight_in_bwd",
     "quantize.linear.mx.",
     "quantize.grouped_mm.",
@@ -71,7 +71,7 @@ SETTINGS = (
     "fault_tolerance.",
 )
 
-# Keys that have no effect, and the reason that a notice gives
+# key without effect -> the reason that a notice gives
 UNUSED = dict.fromkeys(
     ("validation.seq_len", "validation.local_batch_size"),
     "validation batches have the shape of training batches",
@@ -85,13 +85,13 @@ def resolve_alias(written: str) -> str:
     return ALIASES.get(written, written)
 
 
-REPLACED = {  # key of a missing feature -> the key that serves instead
+REPLACED = {  # key of a missing feature -> the key to use instead
     "parallelism.module_fqns_per_model_part": "parallelism.pipeline_parallel_layers_per_stage",
 }
 
 
 def explain_absent(key: str, value: object) -> str | None:
-    """If this value enables a missing torchtitan feature, return a remedy; if not, "". None for an unknown key."""
+    """Return a remedy if this value turns a missing torchtitan feature on, and "" if not. None for an unknown key."""
     if key not in ABSENT:
         sections = tuple(name for name in SETTINGS if name.endswith("."))
         return "" if key in (*SETTINGS, *UNUSED) or key.startswith(sections) else None
@@ -106,7 +106,10 @@ def explain_absent(key: str, value: object) -> str | None:
 def translate_keys(
     table: dict[str, Any], texts: dict[str, Any], problems: list[Problem], notices: list[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the values of a file and of the command line that have keys here. Adds problems and notices for others."""
+    """Return the values of a file and of the command line whose keys exist here.
+
+    Adds problems and notices for all other keys.
+    """
     table = rename_keys(table, notices)
     texts = rename_keys(texts, notices)
     for key, value in (table | texts).items():
@@ -128,7 +131,7 @@ def translate_keys(
 
 
 def rename_keys(source: Mapping[str, Any], notices: list[str]) -> dict[str, Any]:
-    """Return the values of a file or the command line by their current names. Adds a notice for each old name."""
+    """Return current key -> value, for a file or the command line. Adds a notice for each old name."""
     renamed = {}
     names: dict[str, str] = {}
     for name, value in source.items():
@@ -143,7 +146,7 @@ def rename_keys(source: Mapping[str, Any], notices: list[str]) -> dict[str, Any]
 
 
 def is_switch(name: str) -> bool:
-    """Return whether a name is an old name of a key, or a switch of a torchtitan feature."""
+    """Return whether a name is a key, an old name of a key, or the switch of a missing torchtitan feature."""
     return resolve_alias(name) in {*KEYS, *ABSENT}
 
 
@@ -154,7 +157,7 @@ def is_section(start: str) -> bool:
 
 
 def suggest_key(key: str) -> str:
-    """Return a remedy for an unknown key: a key with the same name in another section, or with a similar name."""
+    """Return a remedy for an unknown key. It names a key with the same name in another section, or a similar key."""
     name = key.rpartition(".")[2]
     same_name = [known for known in (*KEYS, *ABSENT) if known.endswith(f".{name}")]
     near = get_close_matches(key, same_name, n=1, cutoff=0) + get_close_matches(key, KEYS, n=1)

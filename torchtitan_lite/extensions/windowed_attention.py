@@ -1,16 +1,17 @@
-"""Attention with windows and sinks (drawn for a window of 3 in one layer of two, and a sink per head).
+"""Compute attention with windows and sinks (drawn for two layers, one with a window of 3, and a sink per head).
 
-    keys                 0 1 2 3 4   sink        softmax of a query over its scores and the sink, whose value is 0:
-    query 4, window 3        x x x    x
-    query 4, full        x x x x x    x              out = sum of exp(score) * value / (sum of exp(score) + exp(sink))
+    keys                          0 1 2 3 4   sink
+    query 4, layer with window        x x x    x      the softmax covers the scores and the sink, whose value is 0:
+    query 4, layer without        x x x x x    x      out = sum of exp(score) * value / (sum of exp(score) + exp(sink))
 
-A query sees keys of its document (if model.attention says so) and window. All layers of a model with windows or sinks
-use this module. The model plans one mask for each kind of layer, once per batch: an explicit mask (B, 1, Q, K) on a
-CPU; on CUDA the blocks of flex attention, as in model/document_attention.py. Flex attention computes the output without
-sinks. A sink then scales it by exp(lse) / (exp(lse) + exp(sink)), where lse is the log-sum-exp of the scores. The CUDA
-path was never run on a GPU; on a CPU, tests compare its blocks and its outputs.
+A query attends to keys inside its window, and if model.attention says so, only to keys of its document. All layers of a
+model with windows or sinks use this module. The model plans one mask for each kind of layer, once per batch. On a CPU,
+this is an explicit mask (B, 1, Q, K). On CUDA, these are the blocks of flex attention, as in
+model/document_attention.py. Flex attention computes the output without sinks. A sink then scales it by exp(lse) /
+(exp(lse) + exp(sink)), where lse is the log-sum-exp of the scores. The CUDA path has never run on a GPU. Tests compare
+its blocks and its outputs on a CPU.
 
-`attention.inner.sinks.weight` has a logit for each query head. tp splits it like the heads.
+`attention.inner.sinks.weight` has a logit for each query head. tp splits it in the same way as the heads.
 
 Legend: B batch, S sequence, Q and K queries and keys of one call, E head dim.
 Sources: windows arXiv:2004.05150, Mistral arXiv:2310.06825; sinks arXiv:2309.17453, gpt-oss arXiv:2508.10925.
@@ -49,7 +50,7 @@ class Sinks(nn.Module):
 
 
 class WindowedAttention(DocumentAttention):
-    """Attention of one layer. A token sees `window` tokens, or all earlier tokens if `window` is None."""
+    """Attention of one layer. A token attends to `window` tokens including itself. None: to all earlier tokens."""
 
     def __init__(self, attention: str, model_args: ModelArgs, layer: int):
         super().__init__()
@@ -60,7 +61,7 @@ class WindowedAttention(DocumentAttention):
         self.sinks = Sinks(model_args.n_heads) if model_args.attention_sinks else None
 
     def plan(self, doc_ids: Tensor | None) -> Masks | None:
-        """Return the mask of each kind of layer, or None if doc_ids is None: each layer then makes its own mask."""
+        """Return the mask of each kind of layer. If doc_ids is None, return None, and each layer makes its own mask."""
         if doc_ids is None:
             return None
         if not self.uses_documents:
@@ -82,7 +83,7 @@ class WindowedAttention(DocumentAttention):
 def attend_with_mask(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sinks: Tensor | None
 ) -> Tensor:
-    """Attend with an explicit mask (B, 1, Q, K). sinks (heads,) or None."""
+    """Attend with an explicit mask (B, 1, Q, K). `sinks` is (heads,) or None."""
     if sinks is None:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
     # The sink is the score of one more key, whose value is zero.
@@ -102,7 +103,7 @@ def attend_with_mask(
 def attend_in_windows(
     query: Tensor, key: Tensor, value: Tensor, blocks: BlockMask, sinks: Tensor | None
 ) -> Tensor:
-    """Attend with flex attention. sinks (heads,) or None."""
+    """Attend with flex attention. `sinks` is (heads,) or None."""
     if sinks is None:
         return attend_in_blocks(query, key, value, blocks)
     out, aux = attend_in_blocks(query, key, value, blocks, return_aux=AuxRequest(lse=True))

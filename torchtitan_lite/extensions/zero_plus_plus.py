@@ -1,4 +1,4 @@
-"""ZeRO++: FSDP that moves fewer bytes, above all between nodes (drawn for 2 nodes of 2 ranks, one weight of four rows).
+"""Make FSDP move fewer bytes, above all between nodes: ZeRO++ (drawn for 2 nodes of 2 ranks, one weight of four rows).
 
                                     rank 0      rank 1      rank 2      rank 3
                                     ------- node 0 -------  ------- node 1 -------
@@ -8,7 +8,7 @@
     qgZ: gradient in the node       rows 0, 2   rows 1, 3   rows 0, 2   rows 1, 3   sums over the ranks of the node
          gradient between nodes     row 0       row 1       row 2       row 3       sums over all ranks, fp32
 
-    hpZ   backward gathers what the ranks of the node kept: no bytes between nodes
+    hpZ   backward gathers the rows that the ranks of the node have kept, so no bytes move between nodes
     qwZ   the all-gather sends int8 blocks. A rank rounds its own rows too, so that all ranks use equal weights
     qgZ   two all-to-alls of int8 blocks replace the reduce-scatter. Received blocks are unpacked, then summed in fp32
 
@@ -21,26 +21,26 @@ Bytes that a rank sends for a group of P elements of w bytes, over n = f nodes x
     all-gather, forward     wP(n-1)/n    with qwZ qP(n-1)/n
     all-gather, backward    the same     with hpZ the same with (m-1)/m instead of (n-1)/n, all inside the node
     reduce-scatter          4P(n-1)/n    with qgZ qP(m-1)/m inside the node, then (qP/m)(f-1)/f between nodes
-    memory                  hpZ keeps wP/m (with qwZ qP/m) of every block; qwZ needs 5P while it gathers a group,
-                            qgZ (6 + 4/m)P while it reduces one
+    memory                  hpZ keeps wP/m (with qwZ qP/m) bytes of every block; qwZ needs 5P bytes while it gathers a
+                            group, and qgZ (6 + 4/m)P bytes while it reduces a group
 
 Rounding error. If a is the largest magnitude in a block, its scale is s = a/127. An element x is sent as the integer
 nearest to x/s, which is at most 127, so the product of this integer and s differs from x by at most s/2.
 
-    qwZ   a weight is off by at most s/2, equally on all ranks, so they train the same rounded model
-    qgZ   a sum of gradients g_r is off by at most s_r/2 for each rank r, plus s_v/2 for each node v. The sum of a node
-          is already off when it is rounded, so s_v <= (max |sum of its g_r| + max sum of its s_r/2) / 127
+    qwZ   a weight has an error of at most s/2, the same on all ranks, so they train the same rounded model
+    qgZ   a sum of gradients g_r has an error of at most s_r/2 for each rank r, plus s_v/2 for each node v. The sum of a
+          node has an error before it is rounded, so s_v <= (max |sum of its g_r| + max sum of its s_r/2) / 127
 
-Nothing else is rounded. `verify` checks every packed block against s/2. It then sends exact numbers through the same
-collectives, and compares everything else with its usual bounds. In a block with NaN or infinity, all elements become
-NaN, and the step is skipped as usual.
+Nothing else is rounded. `verify` checks that every packed block is within s/2. It then sends exact numbers through the
+same collectives, and compares everything else with its usual bounds. In a block with NaN or infinity, all elements
+become NaN, and the step is skipped as usual.
 
 An FSDP group is split by node only if it has several ranks in each of several nodes. In any other group, hpZ keeps
-nothing, and qgZ has a single all-to-all. Replicas (HSDP) all-reduce exactly. Packing, collective and unpacking run on
-FSDP's streams, in the place of its own collective; the host does not wait.
+nothing, and qgZ has a single all-to-all. Replicas (HSDP) all-reduce without rounding. Packing, collective and unpacking
+run on FSDP's streams, in place of FSDP's own collective, and the host does not wait.
 
-Source: ZeRO++ arXiv:2306.10209. FSDP2's integer reshard_after_forward also keeps secondary shards. It does not support
-TP or experts, and adds two process groups per block.
+Source: ZeRO++ arXiv:2306.10209. FSDP2's integer reshard_after_forward also keeps secondary shards. But it does not
+support TP or experts, and adds two process groups per block.
 Effect: FSDP calls these collectives. Parameters, FQNs and checkpoints do not change.
 """
 
@@ -89,9 +89,9 @@ def split_by_node(mesh: DeviceMesh, dim: str, near: int) -> Nodes:
 def apply_zero_plus_plus(
     parts: list[nn.Module], uses: Sequence[str], layout: Layout, mesh: Mesh
 ) -> None:
-    """Replace the collectives of all FSDP groups in `parts`. Collective over all ranks, to connect the nodes' groups.
+    """Replace the collectives of all FSDP groups in `parts`. `uses` has some of "hpz", "qwz" and "qgz".
 
-    `uses` has some of "hpz", "qwz" and "qgz".
+    Collective over all ranks, because it makes process groups for the nodes.
     """
     nodes = split_by_node(mesh.fsdp_mesh, "fsdp", layout.fsdp_near)
     expert_nodes = None
@@ -106,7 +106,7 @@ def replace_collectives(
 ) -> None:
     """Replace the collectives of the FSDP groups in one part.
 
-    Only groups that backward gathers again, blocks and their experts, keep secondary shards.
+    Secondary shards are kept only for the groups that backward gathers again: blocks and their experts.
     """
     blocks = list(part.layers.values())
     for module, group in list_fsdp_groups(part):
@@ -124,7 +124,7 @@ def replace_collectives(
 
 
 class Packing:
-    """Packs rows of numbers, each a rank's shard of an FSDP group, into bytes: integers of all blocks, then scales."""
+    """Packs rows into bytes: first the integers of all blocks, then the scales. A row is a rank's shard of a group."""
 
     def __init__(self, sizes: list[int]):
         """`sizes` has the number of elements in a rank's shard of each parameter, including FSDP's padding."""
@@ -170,7 +170,7 @@ class AllGather(DefaultAllGather):
     """The all-gather of an FSDP group, called by FSDP."""
 
     def __init__(self, packing: Packing | None, near: dist.ProcessGroup | None):
-        """`packing` rounds the weights (qwZ). The ranks of `near` keep secondary shards (hpZ). None: off."""
+        """`packing` rounds the weights (qwZ). The ranks of `near` keep secondary shards (hpZ). None turns them off."""
         self.packing = packing
         self.near = near
         # This rank's part of the secondary shard of its node, packed if weights are rounded.
@@ -186,7 +186,7 @@ class AllGather(DefaultAllGather):
         """Fill `output_tensor` with the shards of all ranks. Returns no Work: FSDP's stream runs everything in order.
 
         Weights change after a backward and before the next forward. So every forward makes a new secondary shard, even
-        if the last one was never used. Only backward reads it.
+        if the previous one was never used. Only backward reads it.
         """
         own = input_tensor
         ranks = group
@@ -225,8 +225,8 @@ class ReduceScatter(DefaultReduceScatter):
         op: object,
         async_op: bool = False,
     ):
-        """Write the sum of the ranks' gradients of this shard to `output_tensor`. `op` is a sum (fsdp.py)."""
-        shape = (-1, self.nodes.near.size(), output_tensor.numel())  # node, place in it, shard
+        """Write the sum of all ranks' gradients of this shard to `output_tensor`. `op` is always a sum (fsdp.py)."""
+        shape = (-1, self.nodes.near.size(), output_tensor.numel())  # node, rank in node, shard
         rows = input_tensor.view(shape).transpose(0, 1)
         rows = self.exchange(rows, self.nodes.near)
         if self.nodes.far is not None:

@@ -11,8 +11,9 @@ The launcher of a host gives N to all its ranks. torchrun's own count ignores fa
 join.
 
 If NNODES is a range, torchrun restarts the ranks of all hosts when a host joins, and ends them first by SIGTERM. The
-agent that notices the new host first makes the ranks of all hosts stop after the same step. A rank without a signal
-then waits until its own agent notices the new host; otherwise the run would end on this host.
+agent that notices the new host first makes the ranks of all hosts stop after the same step. A rank that stopped without
+receiving SIGTERM waits until its own agent notices the new host too. If it returned at once, the run would end on its
+host.
 """
 
 import importlib
@@ -65,7 +66,7 @@ from torchtitan_lite.tools.local_ranks import (
 )
 
 PCI = Path("/sys/bus/pci/devices")
-N_LINES = 60  # shown of a killed rank's hidden stderr: the stacks of its threads
+N_LINES = 60  # shown of the hidden stderr of a killed rank: its threads' stacks are at the end
 JOIN_WITHIN_S = 10.0  # an agent looks for new hosts ten times a second
 
 
@@ -132,7 +133,8 @@ class Agent(LocalElasticAgent):
 def run_agent(run: tuple, n_local: int, signals: Signals, store: Any) -> Ending:
     """Call `run_rank(*run)` on each rank of this host. `store` is shared by several hosts; None on one host."""
     logging.disable(logging.ERROR)  # torchrun's long reports
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGUSR2"  # needs a signal; we forward SIGNALS
+    # This variable cannot be empty. The launcher forwards SIGNALS itself.
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGUSR2"
     address = "127.0.0.1:0"  # port 0: any free port
     local_address = "127.0.0.1"
     if store:
@@ -151,7 +153,7 @@ def run_agent(run: tuple, n_local: int, signals: Signals, store: Any) -> Ending:
         local_addr=local_address,
         is_host=is_first_host(),
         read_timeout=STORE_TIMEOUT_S,
-        last_call_timeout=10,  # wait for hosts beyond the smallest number in NNODES
+        last_call_timeout=10,  # seconds to wait for more hosts than the smallest number in NNODES
     )
     folder = run[2]
     shown = {int(rank) for rank in (os.environ.get("LOG_RANK") or "0").split(",")}
@@ -189,9 +191,10 @@ def run_agent(run: tuple, n_local: int, signals: Signals, store: Any) -> Ending:
 
 
 def number_host() -> None:
-    """Let torchrun distinguish two containers with one hostname, whose launchers have the same process id.
+    """Make torchrun distinguish containers that have the same hostname and the same process id of their launchers.
 
-    torchrun names a host by hostname, process id, and a number that counts the rendezvous of a process (torch 2.13).
+    torchrun identifies a host by hostname, process id, and a counter of rendezvous in this process (torch 2.13). This
+    sets the counter to NODE_RANK.
     """
     DynamicRendezvousHandler._node_desc_generator._local_id = read_number("NODE_RANK")
 
@@ -199,8 +202,8 @@ def number_host() -> None:
 def explain_failure(rank: int, failure: ProcessFailure, folder: Path, signals: Signals) -> Ending:
     """Return the first cause on this host: an error, or a signal. `rank` is the rank that torchrun reports.
 
-    If ranks end together, torchrun reports an arbitrary rank, so the first ending file decides. A rank that was killed,
-    or returned a status, writes no ending.
+    If several ranks end together, torchrun reports any of them, so the oldest error.json decides. A rank that was
+    killed, or returned a status, writes no error.json.
     """
     exitcode = failure.exitcode
     received = signals.received
@@ -226,7 +229,7 @@ def explain_failure(rank: int, failure: ProcessFailure, folder: Path, signals: S
 
 
 def describe_exit(exitcode: int) -> str:
-    """Describe the end of a rank that wrote no file. `exitcode` is defined as in multiprocessing."""
+    """Describe how a rank without an error.json ended. `exitcode` is negative for a signal, as in multiprocessing."""
     if exitcode == -signal.SIGKILL:
         return "was killed by SIGKILL, as Linux does when memory runs out, and so left no traceback"
     if exitcode < 0:
@@ -253,7 +256,7 @@ def run_rank(work: Callable, args: list[str], folder: Path, spec: RunSpec) -> in
         write_ending(1, reason, traceback.format_exc().rstrip())
     # so that torchrun's SIGTERM ends a failed rank
     handle_signals(signal.SIG_DFL)
-    # torchrun reports the rank that exits first. Let a killed rank, which cannot write why, exit before this rank
+    # torchrun reports the rank that exits first. Wait, so that it reports a killed rank, which cannot write why
     time.sleep(1)
     sys.exit(status)
 
@@ -265,7 +268,8 @@ def train_rank(args: list[str], folder: Path, spec: RunSpec) -> int:
     stop = StopFlag(os.environ["RANK"])
     stop.listen()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    status = importlib.import_module("train").main(args, stop, spec)  # imported by the fork server
+    # the fork server has imported train already
+    status = importlib.import_module("train").main(args, stop, spec)
     if status in STOPPED and ":" in os.environ.get("NNODES", ""):
         handle_signals(signal.SIG_DFL)
         if not stop.received:
@@ -278,7 +282,7 @@ def train_rank(args: list[str], folder: Path, spec: RunSpec) -> int:
 
 
 def bind_to_gpu(index: int) -> None:
-    """Bind this process to the CPUs of its GPU's NUMA node. On a host with one node, all CPUs are near.
+    """Bind this process to the CPUs of its GPU's NUMA node. If the host has one node, these are all its CPUs.
 
     torchrun's own option needs the program numactl. Does nothing if the host does not report these CPUs, or forbids
     them. Never run on a GPU.

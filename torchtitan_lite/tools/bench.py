@@ -1,14 +1,14 @@
 """Time one optimizer step of several implementations, with the same model and batch.
 
-    trainer        train_step as in train.py, which reads its flags after every step
+    trainer        calls train_step and reads its flags after every step, as train.py does
     bare_loop      a hand-written loop with the same model class; with --layout, data-parallel over the same ranks
-    transformers   the same loop with Hugging Face's Llama of the same size; without --layout
+    transformers   the same loop with Hugging Face's Llama of the same size; only without --layout
 
-The implementations take turns in one process, on one thread or one GPU. With --layout, they run on the CPU, in one
-process per rank. A ratio is the time of an implementation divided by the trainer's time in the same round; the median
-over rounds is printed. On a shared machine speeds drift, but ratios do not. CPU seconds (user and system, all threads
-and ranks) are even less sensitive to other work. Before the timing starts, trainer and bare_loop must have the same
-losses.
+Without --layout, these contenders take turns in one process, on one CPU thread or one GPU. With --layout, they run on
+the CPU, in one process per rank. A ratio is the time of a contender divided by the trainer's time in the same round;
+the median over rounds is printed. On a shared machine speeds drift, but ratios do not. CPU seconds (user and system,
+all threads and ranks) depend even less on other programs. Before the timing starts, trainer and bare_loop must compute
+the same losses.
 """
 
 import gc
@@ -48,7 +48,7 @@ from torchtitan_lite.tools.verify.reduction import override
 
 REPLICATE = DEGREES[0]
 
-# The same as in the bare loop: float32 (on CUDA too) and a constant learning rate.
+# The bare loop uses float32 (on CUDA too) and a constant learning rate, so the trainer does too.
 STEP_CONFIG = override(
     Config(),
     {
@@ -166,7 +166,7 @@ def build_contenders(config: Config, device: torch.device) -> dict[str, Callable
     fields = make_config(model_args, dtype="float32", bos_id=None, eos_id=None)
     fields |= {"attn_implementation": "sdpa", "use_cache": False}
     hf_config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
-    llama = transformers.AutoModelForCausalLM.from_config(hf_config)  # other initial weights
+    llama = transformers.AutoModelForCausalLM.from_config(hf_config)  # its initial weights differ
     llama.train().to(device)
     contenders["transformers"] = write_loop(
         llama, lambda: llama(batch.tokens).logits, batch.targets, n_tokens, config
@@ -203,7 +203,7 @@ def write_loop(
         optimizer.zero_grad()
         logits = compute_logits()
         loss_sum = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-        loss = loss_sum / n_tokens  # of all ranks
+        loss = loss_sum / n_tokens  # tokens of all ranks
         loss.backward()
         if dist.get_world_size() > 1:
             gradients = [parameter.grad for parameter in model.parameters()]

@@ -90,7 +90,7 @@ def choose_host() -> tuple[Machine, int | None, int]:
 
 
 def check(config_args: list[str], machine: Machine, n_ranks: int | None, n_hosts: int) -> RunSpec:
-    """Return a run that can start, with the same number of ranks on each of `n_hosts`. Raises ConfigError."""
+    """Resolve and check a run with the same number of ranks on each of `n_hosts` hosts. Raises ConfigError."""
     spec = resolve_on_hosts(config_args, machine, n_ranks, n_hosts)
     if spec.layout.world_size % n_hosts:
         why = f"it does not divide the world size {spec.layout.world_size}"
@@ -118,7 +118,7 @@ def check_fewer_hosts(spec: RunSpec, config_args: list[str], n_hosts: int) -> No
     problems = []
     layout = spec.layout
     sizes = range(read_hosts()[0], n_hosts)
-    config = read_config(config_args).config  # -1 is not resolved
+    config = read_config(config_args).config  # not resolved: global_batch_size can be -1
     is_safe = config.checkpoint.enable and config.training.global_batch_size > 0
     if sizes and not (is_safe and read_number("MAX_RESTARTS")):
         why = "a lost host costs a restart from the newest checkpoint, with the same global batch"
@@ -141,7 +141,7 @@ def check_fewer_hosts(spec: RunSpec, config_args: list[str], n_hosts: int) -> No
 
 
 def describe_spec(spec: RunSpec, n_hosts: int = 1) -> str:
-    """Return the result for people, one line per topic."""
+    """Describe the run for people, one line per topic."""
     config = spec.config
     layout = spec.layout
     machine = spec.machine
@@ -232,7 +232,7 @@ def describe_keys(names: list[str]) -> str:
 
 
 def describe_kind(kind: Any) -> str:
-    """Return the values that a key takes, in words."""
+    """Describe the values that a key accepts."""
     origin = get_origin(kind)
     inner = get_args(kind)
     if origin is Literal:

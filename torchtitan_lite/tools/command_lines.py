@@ -37,9 +37,9 @@ class Tool(NamedTuple):
 
     module: str  # in torchtitan_lite.tools, with `main(options) -> exit status`
     description: str
-    reads_config: bool  # unknown arguments are keys of the config and go to options.config_args
+    reads_config: bool  # other arguments set config keys; they go to options.config_args
     options: tuple[Option | list[Option], ...] = ()  # the options in a list exclude each other
-    # "with --dataset" or "without --chat" -> arguments without effect in this case, which are refused
+    # case, such as "with --dataset" -> arguments that are refused in this case, because they would have no effect
     without_effect: Mapping[str, str] = {}
 
 
@@ -54,7 +54,7 @@ def parse_command(name: str, args: list[str]) -> Namespace:
         description=tool.description,
         epilog=f"{CONFIG if tool.reads_config else ''}{STATUS}",
         formatter_class=RawDescriptionHelpFormatter,
-        allow_abbrev=False,  # abbreviations could be keys of the config
+        allow_abbrev=False,  # an abbreviation could be a config key
     )
     for option in tool.options:
         if isinstance(option, list):
@@ -81,7 +81,7 @@ def parse_command(name: str, args: list[str]) -> Namespace:
     return options
 
 
-JSON = Option("--json", "print for programs")
+JSON = Option("--json", "print the result as JSON")
 HTML = Option("--html", "write a page with pictures to this file", path)
 GPU = Option(
     "--gpu",
@@ -101,7 +101,7 @@ seconds = number("seconds", float, Range(0, 86_400))
 temperature = number("temperature", float, Range(0, 1e6))
 share = number("share", float, Range(0, 0.999999))
 probability = number("probability", float, Range(0, 1))
-GPUS = Option("--gpus", "default: the product of the degrees", ranks)
+GPUS = Option("--gpus", "number of GPUs; default: the product of the degrees", ranks)
 SEED = Option("--seed", "equal seeds give equal results (%(default)s)", seed, 0)
 SOURCE = Option("source", "checkpoint, run (its newest checkpoint), or Hugging Face folder", path)
 TOKENIZER = Option("--tokenizer", "default: the tokenizer of the source", file)
@@ -116,15 +116,15 @@ TOOLS = {
         """Train a model: check the config, then start one process per rank on this host and wait for them.
 
 The same as ./run_train.sh, whose --help lists the environment variables for several hosts, Slurm and restarts.
-Stopped by SIGTERM, it ends with status 143.""",
+If SIGTERM stops the run, the exit status is 143.""",
         True,
     ),
     "check": Tool(
         "check",
         """Would this config run on this many ranks? Describes the run, or lists every problem that would stop it.
 
-Without --gpus, check a run on this host: NGPU ranks (default: all GPUs; on a CPU the product of the degrees, else 2) on
-each of NNODES hosts like this one. check needs no package.""",
+Without --gpus, check a run on NNODES hosts like this one, with NGPU ranks each. NGPU defaults to all GPUs; without a
+GPU, to the product of the degrees, or to 2 if no degree is set. `check` runs without any package, even torch.""",
         True,
         (
             Option("--gpus", "check a run on this many GPUs elsewhere", ranks),
@@ -155,7 +155,7 @@ documents are skipped and counted. OUT is complete or does not exist.""",
                 Option(
                     "--tokenizer", "folder, file, or bytes (%(default)s)", file, "assets/tokenizer"
                 ),
-                Option("--train-tokenizer", "train one of this size (extra `hf`)", count, 0),
+                Option("--train-tokenizer", "size of a new tokenizer (extra `hf`)", count, 0),
             ],
             [
                 Option(
@@ -164,15 +164,20 @@ documents are skipped and counted. OUT is complete or does not exist.""",
                 Option("--validation", "files with validation documents", path, [], "+", "extend"),
             ],
             Option("--text-column", "JSON field or table column with the text (text)", str),
-            Option("--encoding", "of files, such as cp1252 (%(default)s)", str, "utf-8"),
+            Option("--encoding", "encoding of files, such as cp1252 (%(default)s)", str, "utf-8"),
             Option("--chat", "documents are lists of {role, content}; only answers have targets"),
             Option("--only-last-turn", "with --chat: only the last answer has targets"),
             Option("--suffix", "also read files with this suffix", str, [], action="append"),
             Option("--skip-bad", "print and count bad rows instead of stopping at the first one"),
-            Option("--processes", "(%(default)s)", processes, os.cpu_count()),
-            Option("--dataset", "prepare this corpus for training.dataset; reads --tokenizer", str),
+            Option("--processes", "number of processes (%(default)s)", processes, os.cpu_count()),
+            Option("--dataset", "a named corpus, as in training.dataset; uses --tokenizer", str),
             Option("--dataset-path", "the downloaded files, as in training.dataset_path", file, ""),
-            Option("--cache-folder", "(%(default)s)", path, Path(Training.cache_folder)),
+            Option(
+                "--cache-folder",
+                "for named corpora (%(default)s)",
+                path,
+                Path(Training.cache_folder),
+            ),
             Option("--check", "only compare a corpus with its manifest", path),
         ),
         {
@@ -186,13 +191,14 @@ documents are skipped and counted. OUT is complete or does not exist.""",
         "verify.command",
         """Check that a layout computes the same as one process. Prints a certificate, or the first difference.
 
-Runs the config, reduced to laptop size, on several CPU processes, and compares it with one process that runs the same
-model file: five steps with the run's optimizer; one step of a deep model on long rows; train.py, saved and resumed on
-another layout; bfloat16 and float8 if the run uses them. If the layout needs more ranks, prints a smaller command.""",
+Reduces the config to laptop size, runs it on several CPU processes, and compares the results with one process that runs
+the same model file. The comparison covers five steps with the run's optimizer; one step of a deep model on long rows; a
+run of train.py that is saved and resumed on a different layout; and bfloat16 and float8, if the run uses them. If the
+layout needs more ranks than --ranks, verify prints a command for a smaller layout.""",
         True,
         (
             JSON,
-            Option("--ranks", "most processes (%(default)s)", int, 8, choices=range(1, 17)),
+            Option("--ranks", "largest world size (%(default)s)", int, 8, choices=range(1, 17)),
             Option("--timeout", "seconds of silence that end a trial (%(default)s)", timeout, 300),
         ),
     ),
@@ -200,18 +206,18 @@ another layout; bfloat16 and float8 if the run uses them. If the layout needs mo
         "plan.command",
         """Forecast the memory, time and traffic of a layout on some GPUs, or rank all layouts with --search.
 
-The forecast comes from a closed form, without torch. It was compared with published runs; the output includes its
-error.""",
+The forecast is computed from formulas, without torch. It was compared with published runs, and the output shows the
+error of the forecast for those runs.""",
         True,
         (
             GPUS,
             GPU,
             Option("--mtbf-hours", "mean hours between failures; prints how often to save", hours),
-            Option("--restart-s", "... seconds that a restart takes (%(default)s)", seconds, 600),
-            Option("--save-stall-s", "... seconds that a save stalls (%(default)s)", seconds, 10),
+            Option("--restart-s", "seconds that a restart takes (%(default)s)", seconds, 600),
+            Option("--save-stall-s", "seconds a save stalls training (%(default)s)", seconds, 10),
             Option("--search", "rank all layouts of this model on these GPUs"),
             Option("--toml", "with --search: write the best layout as a config", path),
-            Option("--dry-run", "compare with a run of step.py on tensors without storage"),
+            Option("--dry-run", "compare the forecast with step.py on tensors without storage"),
             JSON,
             HTML,
         ),
@@ -266,7 +272,7 @@ Prints the prompt and the generated text to standard output. The text ends at an
 when the context is full.
 
 With --chat, the prompt is the message of a user, the chat template in the tokenizer's folder formats it, and only the
-answer is printed. On a terminal, without --prompt, it is a conversation.""",
+answer is printed. On a terminal without --prompt, --chat starts a conversation.""",
         False,
         (
             SOURCE,
@@ -277,7 +283,12 @@ answer is printed. On a terminal, without --prompt, it is a conversation.""",
             Option("--max-new-tokens", "(%(default)s)", count, 256),
             Option("--temperature", "0: the most likely token (%(default)s)", temperature, 0.8),
             Option("--top-k", "draw from this many most likely tokens; 0: from all", tokens, 0),
-            Option("--top-p", "draw from the most likely of this probability", probability, 1.0),
+            Option(
+                "--top-p",
+                "draw from the most likely tokens of this total probability",
+                probability,
+                1.0,
+            ),
             SEED,
         ),
         {"without --temperature above 0": "--top-k --top-p --seed"},
@@ -286,8 +297,8 @@ answer is printed. On a terminal, without --prompt, it is a conversation.""",
         "eval",
         """How well does a model predict a text: nats per token, perplexity, bits per byte?
 
-The text is cut into windows that do not overlap. Every token counts once, except
-the first of a document. Bits per byte compare models with different tokenizers. Runs on one GPU or the CPU.""",
+The text is cut into windows that do not overlap. Every token is predicted once, except
+the first token of a document. Bits per byte compare models with different tokenizers. Runs on one GPU or the CPU.""",
         False,
         (
             SOURCE,
@@ -316,7 +327,7 @@ folder: metrics.jsonl, config.toml, traces/.""",
     ),
     "bench": Tool(
         "bench",
-        """Measure the speed of a step, in turns with a hand-written loop and with transformers. Prints ratios.
+        """Compare the speed of a training step with a hand-written loop and with transformers. Prints ratios.
 
 For the speed of a model on your GPUs, train a few steps of it: each line of the log has tokens/s, MFU and memory.""",
         False,
@@ -330,16 +341,17 @@ For the speed of a model on your GPUs, train a few steps of it: each line of the
     ),
     "pulse": Tool(
         "faults.pulse",
-        """Is a device slow or wrong, is a link slow? Measures the ranks of a run before it starts, within a minute.
+        """Is a device slow or wrong, or is a link slow? Tests the hardware of a run before it starts, within a minute.
 
-Start it on every host with the environment of the run, or TOOL=pulse ./run_train.sh, which also works with Slurm.""",
+Start it on every host with the environment variables of the run, or type TOOL=pulse ./run_train.sh, which also works
+with Slurm.""",
         True,
     ),
     "hang": Tool(
         "faults.hang",
-        """Which rank makes the others wait? Reads what hanging ranks wrote, or NCCL's flight-recorder dumps.
+        """Which rank makes the others wait? Reads the reports of hanging ranks, or NCCL's flight-recorder dumps.
 
-The launcher prints the same paragraph when a step takes longer than comm.hang_seconds.""",
+The launcher prints the same answer when a step takes longer than comm.hang_seconds.""",
         False,
         (Option("folder", "dump folder of a run", path),),
     ),
@@ -354,7 +366,7 @@ run is kept in --out.""",
             JSON,
             Option("--faults", "default: all of tools/faults/drill.py", words),
             SEED,
-            Option("--times", "runs of each kind (%(default)s)", count, 1),
+            Option("--times", "runs per fault (%(default)s)", count, 1),
             Option("--out", "(%(default)s)", path, Path("outputs/drill")),
         ),
     ),
@@ -366,7 +378,7 @@ run is kept in --out.""",
     lab 3                      read a lab
     lab 3 answer NAME VALUE    judge a prediction; the right answer is computed by the tool that the lab names
     lab 3 start                write a working copy of the package, with a hole or a bug, to outputs/labs/3
-    lab 3 check                judge the work there""",
+    lab 3 check                judge your working copy""",
         False,
         (
             Option("number", "number of a lab", count, nargs="?"),
@@ -377,7 +389,7 @@ run is kept in --out.""",
                 nargs="?",
                 choices=("answer", "start", "check"),
             ),
-            Option("name", "of a question", str, nargs="?"),
+            Option("name", "name of a question", str, nargs="?"),
             Option("value", "your answer, such as 1.13e12, 1.13TB or 27%%", str, nargs="?"),
         ),
     ),

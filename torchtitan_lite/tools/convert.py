@@ -138,7 +138,7 @@ def cut_into_files(n_bytes: dict[str, int], most_file_bytes: int) -> list[list[s
 
 
 def copy_tokenizer(tokenizer: Tokenizer, out: Path, contents: dict[str, dict]) -> None:
-    """Copy the tokenizer files that transformers reads, or add a tokenizer to `contents`. `bytes` has no files."""
+    """Copy the tokenizer files that transformers reads, or add a tokenizer to `contents`. "bytes" has no files."""
     path = tokenizer.path
     names = [path.name]
     if path.suffix == ".json":

@@ -11,10 +11,11 @@ from torchtitan_lite.config.machine import MIB, Machine
 
 # CUDA version of a build of torch -> oldest driver that runs it. Source: docs.nvidia.com, CUDA compatibility
 LEAST_DRIVERS = {12: 525, 13: 580}
-# GPUs below compute capability 7.5, which builds for CUDA 13 do not support; and GPUs that need CUDA 12.8
+# GPUs below compute capability 7.5, which builds for CUDA 13 do not support
 BEFORE_TURING = r"\b(V100\w*|P100|P40|P4|TITAN (V|X|Xp)|GTX (9|10)..)\b"
+# GPUs that need CUDA 12.8 or newer
 BLACKWELL = r"\b(G?B[123]00|GB10|RTX (PRO|50..))\b"
-PYPI_CUDA = "13.0"  # of the torch on PyPI, from version 2.11 on
+PYPI_CUDA = "13.0"  # CUDA version of the torch on PyPI, since torch 2.11
 # Builds of torch 2.11 to 2.14 for an older CUDA, with kernels from Maxwell to Hopper
 OLDER_INDEX = "https://download.pytorch.org/whl/cu126"
 
@@ -29,7 +30,7 @@ def detect_machine() -> Machine:
     if not gpus:
         return Machine("cpu", 1, measure_cpu_memory(), f"{platform.machine()} CPU")
     names, sizes, drivers = zip(*gpus, strict=True)
-    # FSDP shards evenly, so the smallest GPU limits
+    # FSDP shards evenly, so the smallest GPU sets the limit
     least = min(filter(None, sizes), default=None)
     return Machine("cuda", len(gpus), least, names[0], driver=drivers[0])
 
@@ -76,7 +77,9 @@ def measure_cpu_memory(
 
 
 def explain_misfit(machine: Machine, cuda: str | None, install: str) -> tuple[str, str] | None:
-    """Return why a torch built for this CUDA cannot use the GPUs of `machine`, and a remedy; None if it can.
+    """Return why a torch built for the CUDA version `cuda` cannot use the GPUs of `machine`, and a remedy.
+
+    Returns None if it can use them.
 
     `install` is a command or advice to install torch from OLDER_INDEX.
     """

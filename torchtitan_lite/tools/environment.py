@@ -1,7 +1,7 @@
 """Print the path of a Python that has the required packages: `python3 -m torchtitan_lite.tools.environment [EXTRA]`.
 
     if this Python has the packages in pyproject.toml    this Python; missing packages of EXTRA are installed into it
-    otherwise                                            .venv/bin/python: yours, or created with constraints.txt
+    otherwise                                            .venv/bin/python; .venv is created if it does not exist
 
 run_train.sh and tests/run.sh run this first; `python3 -m torchtitan_lite` calls continue_with_packages(). A Python
 without the packages runs the same command again with .venv's Python, which installs what it lacks. Progress is printed
@@ -97,7 +97,7 @@ def create_venv() -> None:
     command = [sys.executable, "-m", "venv", str(VENV)]
     torch = [text for text in read_requirements("dependencies") if text.startswith("torch>")]
     if any(map(is_met, torch)):
-        # This Python's build of torch fits the machine's GPUs, so .venv also uses its packages.
+        # This Python has a torch that fits the machine's GPUs, so .venv uses this Python's packages too.
         command.append("--system-site-packages")
     try:
         run(command, "On Debian and Ubuntu: apt install python3-venv")
@@ -132,7 +132,7 @@ def run(command: list[str], remedy: str) -> None:
         try:
             status = process.wait()
         except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)  # pip starts processes
+            os.killpg(process.pid, signal.SIGKILL)  # also the processes that pip has started
             raise
     if status != 0:
         said = f"`{' '.join(command[:4])}` failed, see its last lines above"
@@ -140,7 +140,7 @@ def run(command: list[str], remedy: str) -> None:
 
 
 def stop(number: int, frame: object) -> NoReturn:
-    """Handle a signal, as above. Copies of it are ignored."""
+    """Exit with status 128 + `number`, and ignore further signals of this kind."""
     signal.signal(number, signal.SIG_IGN)
     status = 128 + number
     print(f"{describe_signal(status)}; the next start tries again", file=sys.stderr)

@@ -1,7 +1,7 @@
 """Measure how well a model predicts a text: nats per token, perplexity, bits per byte. Runs on one GPU or the CPU.
 
-The text is cut into windows, like training samples (data/dataset.py). So on the validation split of a run's corpus, the
-loss equals the val_loss of that run.
+The text is cut into windows in the same way as training samples (data/dataset.py). Therefore the loss on the validation
+split of a run's corpus equals the val_loss of that run.
 """
 
 import json
@@ -28,7 +28,7 @@ from torchtitan_lite.tools.model_source import SourceError, build_model, open_so
 from torchtitan_lite.tools.progress import show_progress
 from torchtitan_lite.validation import ValidationBatches, describe_loss, measure_loss
 
-BATCH_TOKENS = 8192  # tokens per batch, and per window unless --seq-len is larger
+BATCH_TOKENS = 8192  # per batch; also the longest window without --seq-len
 CHUNK_TOKENS = 1024  # number of tokens whose logits are in memory at once
 REPORT = """{source} on {data}, {device}, windows of {seq_len} tokens
   loss           {loss:.5f}
@@ -84,7 +84,7 @@ def main(options: Namespace) -> int:
 
 
 def open_text(data: str, tokenizer: Tokenizer, out: Path) -> Corpus:
-    """Open the validation split of a corpus, or prepare a text in `out` and open all of it.
+    """Open the validation split of a corpus. If `data` is a text, make a corpus of the whole text in `out` and open it.
 
     Raises CorpusError, PreparationError.
     """

@@ -1,4 +1,4 @@
-"""Imported by the fork servers of the launcher and `verify`, which then end with the process that started them."""
+"""End a fork server when the process that started it ends. The fork servers of launcher and `verify` import this."""
 
 from torchtitan_lite.faults.processes import end_with_parent
 

@@ -2,8 +2,9 @@
 
     logits  ->  / temperature  ->  top-k: the k most likely  ->  top-p: the fewest with total probability p  ->  draw
 
-Temperature 0 chooses the most likely token. Tokens are drawn on the CPU with --seed, so equal logits and equal seeds
-give equal tokens on every device. A text ends at an end token, after --max-new-tokens, or when the context is full.
+With temperature 0, the most likely token is chosen. Tokens are drawn on the CPU with --seed, so equal logits and equal
+seeds give equal tokens on every device. A text ends at an end token, after --max-new-tokens, or when the context is
+full.
 Source: top-p arXiv:1904.09751. Legend: V vocabulary.
 """
 
@@ -43,7 +44,7 @@ def main(options: Namespace) -> int:
     text_stream = sys.stderr if options.json else sys.stdout
     show = partial(print, end="", flush=True, file=text_stream)
     model = None
-    messages = []  # of a conversation
+    messages = []  # the conversation so far
     for prompt in read_prompts(options):
         if chat:
             messages.append({"role": "user", "content": prompt})
@@ -56,7 +57,7 @@ def main(options: Namespace) -> int:
             model = CachedModel(build_model(source), source.attention)
         if not chat:
             show(prompt)
-        model.forget()  # a template may rewrite earlier turns
+        model.forget()  # the chat template may write earlier turns differently now
         tokens = generate(model, model.read(prompt_tokens), options, source.tokenizer)
         before = [] if chat else prompt_tokens
         tokens = islice(tokens, n_new_tokens)
@@ -84,7 +85,7 @@ def main(options: Namespace) -> int:
 
 
 def read_prompts(options: Namespace) -> Iterator[str]:
-    """Yield the prompt, or in a conversation each line from the terminal until the end of its input."""
+    """Yield the prompt. In a conversation, yield each line from the terminal until Ctrl-D."""
     if options.prompt is not None:
         yield options.prompt
     elif not options.chat or options.json or not sys.stdin.isatty():
@@ -109,7 +110,7 @@ def encode_text(prompt: str, tokenizer: Tokenizer) -> list[int]:
 def encode_conversation(messages: list[dict], chat: ChatFormat) -> list[int]:
     """Return the tokens of a conversation and of the start of an answer. Raises SourceError.
 
-    A first message with names of special tokens must be a whole, already formatted conversation.
+    If the first message contains special tokens, it is taken as a whole conversation that is already formatted.
     """
     tokenizer = chat.tokenizer
     text = messages[-1]["content"]
@@ -183,9 +184,9 @@ def take(
 def generate(
     model: CachedModel, logits: Tensor, options: Namespace, tokenizer: Tokenizer
 ) -> Iterator[int]:
-    """Yield tokens without end. A token depends on earlier ones and --seed. `logits` (V,) predict the first token."""
+    """Yield tokens without end. `logits` (V,) predict the first token. All tokens depend on --seed."""
     n_rows = len(logits)
-    usable = torch.zeros(n_rows, dtype=torch.bool)  # a model may have more rows than tokens
+    usable = torch.zeros(n_rows, dtype=torch.bool)  # a model may have rows without a token
     usable[[id for id in tokenizer.bytes_of_id if id < n_rows]] = True
     generator = torch.Generator().manual_seed(options.seed)
     while True:
@@ -208,8 +209,8 @@ def choose_token(
 
 
 def limit(logits: Tensor, options: Namespace) -> Tensor:
-    """Apply temperature, top-k and top-p, (V,) -> (V,) fp64. Excluded tokens get -inf; the most likely one is kept."""
-    # Shift to at most 0, so that a low temperature cannot overflow.
+    """Apply temperature, top-k and top-p, (V,) -> (V,) fp64. Excluded tokens get -inf. The most likely token stays."""
+    # Subtract the maximum, so that dividing by a low temperature cannot overflow.
     logits = (logits.double() - logits.max()) / options.temperature
     ordered, ids = logits.sort(descending=True, stable=True)
     if options.top_k > 0:

@@ -1,9 +1,10 @@
-"""Rules about the host of a launch: memory, space for snapshots, the build of torch. Ranks do not load them.
+"""Check that the hosts of a run have enough memory and space for snapshots, and a fitting build of torch.
 
-Lower bound on the memory of a run: weights, gradients and optimizer state must fit.
+Only the launcher and `check` load these rules. The lower bound on memory is the size of weights, gradients and
+optimizer state:
 
-    bytes per parameter   16 for AdamW: 4 weight (fp32) + 4 gradient + 8 moments; 12 with bfloat16 moments; 8 for SGD,
-                          or if weights are bfloat16 too
+    bytes per parameter   16 for AdamW: 4 weight (fp32) + 4 gradient + 8 moments; 12 with bfloat16 moments; 8 with
+                          bfloat16 moments and weights; 8 for SGD
     bytes per rank        (parameters / ranks that share one copy of the model) * bytes per parameter
 
 Each GPU holds one rank. On a host without GPUs, all ranks share the memory. Activations are not included:
@@ -29,9 +30,9 @@ from torchtitan_lite.config.schema import Config, Optimizer
 from torchtitan_lite.dump_folder import LOCAL_FOLDER, find_nearest, name_snapshots
 from torchtitan_lite.tools.detect import OLDER_INDEX, explain_misfit
 
-# for this state, on the 80 GB GPU that `plan` assumes; activations take the rest
+# memory for this state on the 80 GB GPU that `plan` assumes; the rest is for activations
 USUAL_GPU_BYTES = 40 * GIB
-MASTER_BYTES = 4  # a parameter and its gradient are fp32
+MASTER_BYTES = 4  # a parameter is fp32, and its gradient too
 
 
 def check_host(
@@ -43,12 +44,12 @@ def check_host(
     machine: Machine,
     n_hosts: int,
 ) -> list[Problem]:
-    """Find resources that hosts like `machine` lack for this run. Remedies quote the command line `args`."""
+    """Return a problem for each resource that hosts like `machine` lack for this run. Remedies quote `args`."""
     bound = bound_memory(config, model_args, n_ranks, machine, n_hosts)
     problems = check_memory(bound, config.model.flavor, args, n_ranks, machine)
     if machine.is_here:
         problems += check_torch_build(machine)
-        # A lower bound: a host stores every shard of its ranks, and replicas on different hosts store the same shards.
+        # A lower bound: every host stores all shards of its ranks, and replicas on several hosts are not counted.
         snapshot_bytes = count_saved_bytes(config, model_args) // n_hosts
         problems += check_snapshots(config, snapshot_bytes)
     return problems
@@ -59,7 +60,7 @@ def check_host(
 
 @dataclass(frozen=True)
 class MemoryBound:
-    """Bytes of weights, gradients and optimizer state on a GPU, or on a host without GPUs for all of its ranks."""
+    """Bytes of weights, gradients and optimizer state: of one GPU, or of all ranks of a host without GPUs."""
 
     state_bytes: int
     available_bytes: int
@@ -79,7 +80,7 @@ def count_moment_bytes(section: Optimizer) -> int:
 
 
 def count_weight_bytes(config: Config) -> int:
-    """Return the bytes of a weight, or of its gradient, between steps."""
+    """Return the bytes per parameter of the weights between steps. Gradients take the same number."""
     return 2 if config.training.dtype == "bfloat16" else MASTER_BYTES
 
 
@@ -96,7 +97,7 @@ def count_saved_bytes(config: Config, model_args: ModelArgs) -> int:
 def bound_memory(
     config: Config, model_args: ModelArgs, world_size: int, machine: Machine, n_hosts: int
 ) -> MemoryBound | None:
-    """Return the bound for a GPU, or for a host without GPUs; None if its memory is unknown."""
+    """Return the bound for one GPU, or for one host without GPUs. None if the size of the memory is unknown."""
     if machine.memory_bytes_per_device is None:
         return None
     on_gpu = machine.device_type == "cuda"
@@ -166,7 +167,7 @@ def read_torch_build() -> dict[str, str | None]:
 
 
 def check_snapshots(config: Config, snapshot_bytes: int) -> Problems:
-    """Check the free space for snapshots on this host. During a save there are three: the last two and the new."""
+    """Check the space for snapshots on this host. During a save, it stores three: the last two and the new one."""
     problems = Problems(config)
     section = config.checkpoint
     n_saved = (config.training.steps - 1) // section.local_interval

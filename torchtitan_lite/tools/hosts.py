@@ -7,9 +7,9 @@ all            gloo gets the network interface of this connection
 a host that cannot start, or receives a signal before it has met the others, connects too, to tell them
 at the end     the first host that fails writes why; the others repeat it
 
-With NNODES=2:4, ranks start when two hosts have met, and a host may join later. So only the host with different
-settings is refused. With a fixed number of hosts, all hosts end with the reason and status of the refused host.
-Otherwise Slurm would end the other hosts by a signal and report their 143, because it reports the largest status.
+With NNODES=2:4, ranks start when two hosts have met, and a host may join later. Therefore only the host with different
+settings is refused. With a fixed number of hosts, all hosts end with the reason and the exit status of the refused
+host. If they waited instead, Slurm would end them by a signal and report 143, because it reports the largest status.
 """
 
 import hashlib
@@ -37,10 +37,10 @@ MEET_WITHIN_S = 600.0
 SAY_AFTER_S = 10.0
 CONNECT_EVERY_S = 5.0
 STORE_TIMEOUT_S = 20
-N_HOSTS = "hosts"  # in the store: the number of hosts of the last start, and of those that wait
-SIGNAL = "signal"  # in the store: the first signal that a host has received
+N_HOSTS = "hosts"  # key in the store: the number of hosts in the last start and of waiting hosts
+SIGNAL = "signal"  # key in the store: the first signal that a host has received
 TELL_WITHIN_S = 2.0
-END_WITHIN_S = 10.0  # NODE_RANK=0 has the store, so it waits for the other hosts
+END_WITHIN_S = 10.0  # the store ends with NODE_RANK=0, so this host waits for the others
 
 
 class Ending(NamedTuple):
@@ -52,12 +52,12 @@ class Ending(NamedTuple):
 
 
 def read_number(name: str, default: int = 0) -> int:
-    """Return an environment variable of the launcher."""
+    """Return an environment variable of the launcher as a number."""
     return int(os.environ.get(name) or default)
 
 
 def read_hosts() -> tuple[int, int]:
-    """Return the smallest and the largest number of hosts in NNODES, equal unless NNODES is a range."""
+    """Return the smallest and the largest number of hosts in NNODES. They differ only if NNODES is a range."""
     numbers = os.environ.get("NNODES") or "1"
     hosts = sorted(map(int, numbers.split(":")))
     return hosts[0], hosts[-1]
@@ -196,7 +196,7 @@ def tell_signal(signals: Any) -> Ending:
 
 
 def list_facts(config: dict[str, object]) -> dict[str, object]:
-    """Return the facts that must be equal on all hosts: launcher variables, the config, and hashes of this package."""
+    """Return what must be equal on all hosts: launcher variables, the config, and hashes of the package's files."""
     facts = {name: os.environ.get(name) for name in ("NNODES", "MAX_RESTARTS")} | config
     for path in sorted(PACKAGE.rglob("*.py")):
         facts[str(path.relative_to(PACKAGE))] = hash_file(path)
@@ -210,7 +210,7 @@ def read_when_set(store: Any, key: str, what: str) -> str:
 
 
 def describe_difference(first: dict[str, object], own: dict[str, object]) -> str:
-    """Return the first fact in which this host differs from NODE_RANK=0."""
+    """Return a text about the first setting that differs from NODE_RANK=0, or ""."""
     for key in [*first, *own]:
         there = first.get(key)
         here = own.get(key)
@@ -246,7 +246,7 @@ def connect() -> tuple[str, str] | None:
 def end_if_cut_off(timeout_s: float) -> None:
     """End this launcher and its ranks if NODE_RANK=0 cannot be reached for `timeout_s`. Runs in a thread.
 
-    torchrun would wait forever for the store, because its time-out needs an answer of the other side (torch 2.13).
+    Without this, torchrun waits forever: its time-out needs an answer from the host with the store (torch 2.13).
     """
     reached_at_s = time.monotonic()
     while time.monotonic() - reached_at_s < timeout_s:

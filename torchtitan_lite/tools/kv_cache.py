@@ -1,4 +1,4 @@
-"""KV cache: store keys and values, so that reading one more token does not recompute the earlier tokens.
+"""Cache keys and values of attention, so that reading one more token does not recompute the earlier tokens.
 
     read([a, b, c])    computes keys and values of a b c      caches a b c .     returns the logits after c
     read([d])          computes keys and values of d only     caches a b c d     returns the logits after d
@@ -23,10 +23,10 @@ from torchtitan_lite.model.attention import build_attention
 from torchtitan_lite.model.inner_attention import InnerAttention
 from torchtitan_lite.model.own_attention import explain_own_attention, list_attentions
 
-# Without cuDNN, which makes a plan for each new length.
+# cuDNN is left out, because it makes a new plan for each length.
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
-MOST_ERROR = 1e-3  # fraction of the largest logit; 1e-6 is usual
+MOST_ERROR = 1e-3  # largest allowed error, as a fraction of the largest logit; 1e-6 is usual
 
 
 class CachedAttention(InnerAttention):
@@ -36,7 +36,7 @@ class CachedAttention(InnerAttention):
         super().__init__()
         self.window: int | None = getattr(replaced, "window", None)
         self.sinks: nn.Module | None = getattr(replaced, "sinks", None)
-        # keys and values, (2, 1, K, L, E); with a window, only the last ones
+        # keys and values (2, 1, K, L, E); with a window, only those that later tokens still attend to
         self.cache: Tensor | None = None
 
     def forward(
@@ -49,7 +49,7 @@ class CachedAttention(InnerAttention):
         """query (1, H, Q, E), key and value (1, K, Q, E) of the tokens being read -> (1, H, Q, E)."""
         key_value = torch.stack((key, value))
         if self.cache is not None:
-            # This copies the cache, but attention reads all of it anyway, and the cache needs no capacity in advance.
+            # This copies the cache. Attention reads the whole cache anyway, and no memory is reserved in advance.
             key_value = torch.cat((self.cache, key_value), dim=3)
         n_queries = query.shape[2]
         n_keys = key_value.shape[3]
@@ -61,7 +61,7 @@ class CachedAttention(InnerAttention):
             mask = (distance >= 0) & (distance < (self.window or n_keys))
             sinks = None if self.sinks is None else self.sinks()
             return attend_with_mask(query, *key_value, mask, sinks)
-        mask = None  # a single token sees everything; with an empty cache, is_causal is enough
+        mask = None  # a single token attends to all keys; with an empty cache, is_causal is enough
         if 1 < n_queries < n_keys:
             mask = query.new_ones(n_queries, n_keys, dtype=torch.bool).tril(n_keys - n_queries)
         return F.scaled_dot_product_attention(
@@ -76,11 +76,11 @@ class CachedAttention(InnerAttention):
 class CachedModel:
     """A full model with a KV cache in every attention. Modifies the model, so do not train it afterwards.
 
-    Raises UserError if the model computes attention in its own way, which the cache would replace or miss.
+    Raises UserError if the model has custom attention: the cache would replace it, or would not be used by it.
     """
 
     def __init__(self, model: nn.Module, attention: str = "causal"):
-        """`attention` is model.attention, whose row must be plain."""
+        """`attention` is the value of model.attention. Its row in ATTENTIONS must have is_plain."""
         self.model = model
         self.length = 0
         expected = type(build_attention(attention, model.model_args, 0))
@@ -97,9 +97,10 @@ class CachedModel:
         self.require_equal_pieces()
 
     def require_equal_pieces(self) -> None:
-        """Raise UserError if reading tokens one by one changes the logits, because layers mix tokens outside attention.
+        """Raise UserError if reading tokens one by one gives different logits than reading them at once.
 
-        Checks only in float32, because rounding in bfloat16 hides such a difference.
+        They differ if layers mix tokens outside attention. Only checked in float32, because rounding in bfloat16 hides
+        the difference.
         """
         tokens = [0, 1, 2, 3]
         at_once = self.read(tokens)

@@ -1,15 +1,15 @@
 """Train a model: check the config, start the ranks of this host with torchrun, and wait. run_train.sh calls this.
 
-    launcher  ->  fork server: imports train.py once  ->  rank 0, rank 1, ...     forks that share its memory
+    launcher  ->  fork server, which imports train.py once  ->  rank 0, rank 1, ...: forks that share its memory
 
 SIGINT, SIGTERM, SIGHUP and SIGQUIT are forwarded to the ranks, which finish a step, save and exit
-(components/signals.py). Copies of the signal within 5 s are ignored; a later signal kills the ranks. If a step hangs,
-the first signal kills the ranks. With several hosts, a signal to one launcher reaches all launchers through their
-store.
+(components/signals.py). Further signals are ignored for 5 s; after that, a signal kills the ranks. If a step hangs,
+the first signal kills the ranks. With several hosts, a signal to one launcher reaches all launchers through the store
+that they share (hosts.py).
 
 If a rank fails, torchrun ends the other ranks. Each failed rank writes why (agent.py). The launcher prints the
 traceback of the first failed rank. The last line names the rank, the reason, the line of code, and the command that
-resumes from the newest checkpoint. On several hosts, the other launchers print the last line too.
+resumes from the newest checkpoint. With several hosts, all launchers print this last line.
 
 If NNODES is a range such as 2:4, torchrun restarts the ranks on the remaining hosts when one is lost, and on all hosts
 when one joins. Before a host joins, torchrun sends SIGTERM to the ranks, which finish their step and save.
@@ -190,7 +190,7 @@ def run_ranks(
     store = None
     try:
         if n_hosts > 1:
-            # a host that joins later resumes from a checkpoint, so its resolved config may differ
+            # The hosts compare unresolved configs: a host that joins later resolves a resumed run, which may differ.
             config = dict(flatten_table(asdict(read_config(args).config)))
             config["NGPU"] = n_local
             store = join_hosts(config, spec.config.comm.train_timeout_seconds, signals)
@@ -211,9 +211,9 @@ def start_fork_server() -> None:
     tools = "torchtitan_lite.tools"
     multiprocessing.set_forkserver_preload([f"{tools}.fork_server", f"{tools}.train_file"])
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    # prevents a warning after the reason if this launcher ends immediately
+    # Without this, a warning would follow the reason if this launcher ends immediately.
     sys.warnoptions.append("ignore::UserWarning:multiprocessing.resource_tracker")
-    resource_tracker.ensure_running()  # now, because starting it unblocks the signals
+    resource_tracker.ensure_running()  # started first, because this unblocks the signals
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     folder = os.getcwd()
     os.chdir(REPOSITORY)  # train_file.py imports train.py from there

@@ -51,7 +51,7 @@ class Signals:
 
     @property
     def ending(self) -> Ending:
-        """How the first signal ends the run."""
+        """The exit status and the reason that the first signal gives the run."""
         status = 128 + self.received[0]
         return Ending(status, describe_signal(status))
 
@@ -90,7 +90,7 @@ class Signals:
 
     def share(self, store: Any) -> None:
         """Send a received signal to the other hosts, or receive a signal from them. Runs in a thread."""
-        with suppress(RuntimeError):  # NODE_RANK=0, which has the store, has ended
+        with suppress(RuntimeError):  # the store has ended with NODE_RANK=0
             while not self.received:
                 if store.check([SIGNAL]):
                     self.copies_until_s = inf  # a user may signal one host after another

@@ -1,8 +1,8 @@
 """Open a model for `generate`, `eval` and `convert`, and load all its weights in one process.
 
 step-200/                       a checkpoint: its manifest describes the model and names the tokenizer
-checkpoint/, outputs/debug/     the newest checkpoint in this folder
-config.json, *.safetensors      a Hugging Face folder with config.json and a tokenizer
+checkpoint/, outputs/debug/     a folder of checkpoints, or a run: its newest checkpoint is used
+config.json, *.safetensors      a Hugging Face folder; it also has the tokenizer
 """
 
 import sys
@@ -49,11 +49,11 @@ class ModelSource:
 
     path: Path
     model_args: ModelArgs
-    attention: str  # a key of config/choices.py: ATTENTIONS
+    attention: str  # a key of ATTENTIONS in config/choices.py
     tokenizer: Tokenizer
-    end_ids: frozenset[int]  # end tokens: a text ends at any of them
-    context: int | None  # length of the training sequences in tokens, if known
-    published: dict[str, dict[str, Any]]  # file name -> content that came with the weights, if any
+    end_ids: frozenset[int]  # a generated text ends at any of these tokens
+    context: int | None  # length of the training sequences in tokens; None if unknown
+    published: dict[str, dict[str, Any]]  # JSON files that came with the weights: name -> content
     checkpoint: OpenCheckpoint | None  # None for a Hugging Face folder
 
 
@@ -98,14 +98,14 @@ def open_source(options: Namespace) -> ModelSource:
             f"{path}: {why}. Name the right one with --tokenizer, which is not checked."
         )
     beside = published
-    if not published and found.path.is_file():  # its folder may list more end tokens
+    if not published and found.path.is_file():  # the tokenizer's folder may list more end tokens
         beside = read_published(found.path.parent)
     end_ids = read_end_ids(beside)
     for end_id in sorted(end_ids):
         if end_id >= model_args.vocab_size:
             why = f"the model has {model_args.vocab_size} tokens, so no text ends there"
             print(f"eos_token_id = {end_id} has no effect: {why}", file=sys.stderr)
-    # Fine-tuning on short sequences keeps the original context length.
+    # After fine-tuning on shorter sequences, the original context length still applies.
     n_published = published.get(CONFIG, {}).get(LENGTH) or 0
     return ModelSource(
         path=path,
@@ -120,7 +120,7 @@ def open_source(options: Namespace) -> ModelSource:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Return `path` if it is a checkpoint, else the newest checkpoint in `path` or in its folder checkpoint/."""
+    """Return `path` if it is a checkpoint, otherwise the newest checkpoint in `path` or in `path`/checkpoint."""
     if (path / MANIFEST).is_file():
         return path
     for folder in (path, path / "checkpoint"):
@@ -133,7 +133,7 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def read_end_ids(published: dict[str, dict[str, Any]]) -> frozenset[int]:
-    """Return the end tokens: eos_token_id in generation_config.json, else in config.json, else none."""
+    """Return eos_token_id of generation_config.json. If this file has none, use config.json. Both can be missing."""
     for name in (GENERATION_CONFIG, CONFIG):
         value = published.get(name, {}).get("eos_token_id")
         if isinstance(value, int):
@@ -145,7 +145,7 @@ def read_end_ids(published: dict[str, dict[str, Any]]) -> frozenset[int]:
 
 @torch.no_grad()
 def build_model(source: ModelSource) -> nn.Module:
-    """Build the model on a GPU if there is one, else on the CPU, and load its weights."""
+    """Build the model and load its weights: on a GPU if there is one, otherwise on the CPU."""
     device = choose_device(0, detect_machine().device_type)
     model_args = source.model_args
     dtype = DTYPES[device.type]
@@ -156,7 +156,7 @@ def build_model(source: ModelSource) -> nn.Module:
     model.to(dtype).to_empty(device=device).eval()
     for _, moe in list_moes(model):
         moe.router.reset(device)
-    if model_args.tie_embeddings:  # to_empty split the shared tensor in two
+    if model_args.tie_embeddings:  # to_empty has replaced the shared tensor by two tensors
         model.output.weight = model.tok_embeddings.weight
     tensors = dict(model.named_parameters())
     for fqn in list_expert_biases(model_args):

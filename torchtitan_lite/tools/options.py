@@ -14,7 +14,7 @@ class Option(NamedTuple):
 
     name: str
     help: str
-    type: Callable | None = None  # its name is the metavar; None for a flag
+    type: Callable | None = None  # None for a flag; otherwise its name appears in --help
     default: object = None
     nargs: str | None = None
     action: str = "store"
@@ -32,7 +32,7 @@ def add_option(parser: ArgumentParser, option: Option) -> None:
 
 
 def number(name: str, kind: type, limits: Range) -> Callable:
-    """Return the type of an argument: a number within `limits`. `name` appears in help and errors."""
+    """Return an argument type that parses a number within `limits`. `name` appears in --help and in errors."""
 
     def parse(text: str) -> float:
         value = parse_whole(text) if kind is int else float(text)
@@ -48,7 +48,7 @@ count = number("count", int, Range(1, MANY))
 
 
 def parse_whole(text: str) -> int:
-    """Return a whole number: 7, 007, 1_000, 1e3. Raises ValueError."""
+    """Parse a whole number, such as 7, 007, 1_000 or 1e3. Raises ValueError."""
     try:
         return int(text)
     except ValueError:

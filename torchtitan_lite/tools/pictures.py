@@ -1,8 +1,8 @@
 """Write HTML pages with pictures: curves over steps, bars, and rows of boxes for heat maps and timelines.
 
 Horizontal positions are percentages and heights are pixels, so a picture fits any width and its text keeps its size.
-Each point and each box has a tooltip, its <title>. STYLE has the colors: one for each run, mesh dim and action of a
-pipeline. A page is one file without scripts. This file needs no torch.
+The <title> of each point and each box is its tooltip. STYLE has a color for each run, each mesh dim and each action of
+a pipeline. A page is one file without scripts. This module does not import torch.
 """
 
 from collections import defaultdict
@@ -15,9 +15,9 @@ LEFT = 13.0  # start of the horizontal axis, in percent
 WIDTH = 83.0  # length of the horizontal axis, in percent
 PLOT_HEIGHT = 130  # pixels
 ROW_HEIGHT = 20  # pixels
-MOST_STEPS = 4  # of an axis, between its ticks
+MOST_STEPS = 4  # intervals between the ticks of an axis
 MOST_POINTS = 300  # per curve
-MOST_BOXES = 700  # per picture of rows; beyond this, boxes of a color share one shape, no tooltips
+MOST_BOXES = 700  # if a picture has more, boxes of a color become one shape without tooltips
 PAGE_WIDTH = 1048  # pixels, at most
 PHONE_WIDTH = 358
 CHARACTER = 6.6  # pixels of a character in a box
@@ -77,7 +77,7 @@ def choose_ticks(low: float, high: float) -> list[float]:
 
 
 def thin(points: Points) -> Points:
-    """Return at most MOST_POINTS points. To keep spikes, keep the lowest and the highest of each group of neighbors."""
+    """Return at most MOST_POINTS points: the lowest and the highest of each group of neighbors, so that spikes stay."""
     if len(points) <= MOST_POINTS:
         return points
     kept = set()
@@ -91,7 +91,7 @@ def thin(points: Points) -> Points:
 def draw_curves(
     curves: list[Curve], marks: list[tuple[float, str, str]], *, axis: str, from_zero: bool
 ) -> str:
-    """Draw the mean of several runs, in a band from the lowest to the highest value.
+    """Draw each curve as the mean of its runs, in a band from the lowest to the highest value.
 
     `marks` are ticks below the curves: (place, color, title). `axis` is the unit of the axis, such as steps.
     """
@@ -158,13 +158,13 @@ def draw_curves(
 
 
 def draw_rows(rows: list[tuple[str, int, list[Box]]], length: float) -> str:
-    """Draw rows of boxes over an axis from 0 to `length`. A row is (label, height in pixels, boxes)."""
+    """Draw rows of boxes along an axis from 0 to `length`. A row is (label, height in pixels, boxes)."""
     shapes = []
     y = 0
     is_fine = sum(len(boxes) for *_, boxes in rows) > MOST_BOXES
     for label, height, boxes in rows:
         shapes.append(f'<text y="{y + height / 2 + 4}">{escape(label)}</text>')
-        paths = defaultdict(list)  # by color
+        paths = defaultdict(list)  # color -> shapes
         for start, end, color, title, text in boxes:
             x = LEFT + WIDTH * start / length
             width = WIDTH * (end - start) / length
@@ -196,7 +196,7 @@ def choose_look(text: str, width: float) -> str:
 
 
 def draw_bar(name: str, value: str, boxes: Iterable[Part], length: float, limit: float = 0) -> str:
-    """Draw a bar of parts under its name and value. A line across the bar is at `limit`."""
+    """Draw a bar of parts below its name and value, with a line across it at `limit`."""
     parts = "".join(
         f'<b class="{look}" style="width: {100 * size / length:.2f}%; color: {color}" title="{escape(title)}"></b>'
         for size, color, look, title in boxes
@@ -207,7 +207,7 @@ def draw_bar(name: str, value: str, boxes: Iterable[Part], length: float, limit:
 
 
 def draw_key(entries: Iterable[tuple[str, str, str]]) -> str:
-    """Draw the meaning of colors: (color, "" or "pale", words)."""
+    """Draw a legend of colors. An entry is (color, "" or "pale", meaning)."""
     words = "".join(
         f'<span class="{look}" style="color: {color}"><u>{escape(text)}</u></span>'
         for color, look, text in entries
@@ -216,7 +216,7 @@ def draw_key(entries: Iterable[tuple[str, str, str]]) -> str:
 
 
 def draw_facts(facts: dict[str, str]) -> str:
-    """Draw a few values under their labels: label -> value."""
+    """Draw tiles, each with a value and its label below. `facts` maps label to value."""
     cells = "".join(
         f"<div><b>{escape(fact)}</b>{escape(text)}</div>" for text, fact in facts.items()
     )
@@ -233,7 +233,7 @@ def draw_table(rows: Iterable[Sequence[str]]) -> str:
 
 
 def wrap_page(title: str, body: str, refresh_s: int = 0) -> str:
-    """Return a whole page. The browser reloads it every `refresh_s` seconds; 0: never."""
+    """Return a whole page. The browser reloads it every `refresh_s` seconds, or never if this is 0."""
     head = f'<meta name="viewport" content="width=device-width"><title>{escape(title)}</title><style>{STYLE}</style>'
     if refresh_s:
         head = f'<meta http-equiv="refresh" content="{refresh_s}">{head}'

@@ -1,4 +1,4 @@
-"""Start the fork server of the ranks of `verify`."""
+"""Start the fork server that forks the ranks of `verify`."""
 
 import multiprocessing
 import os
@@ -7,12 +7,12 @@ from multiprocessing import forkserver
 WORKER_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "GLOO_SOCKET_IFNAME": "lo",
-    "KINETO_LOG_LEVEL": "99",  # torch's profiler prints nothing
+    "KINETO_LOG_LEVEL": "99",  # so that torch's profiler prints nothing
 }
-PRELOADED = [  # otherwise each worker would import them
+PRELOADED = [  # imported once by the fork server, instead of by each worker
     "torchtitan_lite.tools.fork_server",
     "torch.distributed",
-    "torchtitan_lite.step",  # this and the next two for the trial of train.py
+    "torchtitan_lite.step",  # this and the next two are for the trial of train.py
     "torchtitan_lite.checkpoint.load",
     "torchtitan_lite.tools.verify.train_py",
 ]
@@ -20,6 +20,6 @@ PRELOADED = [  # otherwise each worker would import them
 
 def start_fork_server() -> None:
     """Start the process that forks workers, if it is not running. It imports torch while the caller continues."""
-    os.environ.update(WORKER_ENVIRONMENT)  # read by libraries when they are imported
+    os.environ.update(WORKER_ENVIRONMENT)  # libraries read these when they are imported
     multiprocessing.set_forkserver_preload(PRELOADED)
     forkserver.ensure_running()

@@ -1,4 +1,4 @@
-"""Show the progress of a tool: share, rate, remaining time. Writes nothing if the output is no terminal."""
+"""Show the progress of a tool: percentage, rate, remaining time. Writes nothing if stderr is not a terminal."""
 
 import sys
 import time
@@ -18,7 +18,7 @@ Item = TypeVar("Item")
 def show_progress(
     items: Iterable[Item], total: float, unit: str, size: Callable[[Item], float] = lambda _: 1
 ) -> Iterator[Item]:
-    """Yield the items, and write one line over and over: `12% of 100 MB, 3.1 MB/s, 0:00:28 left`.
+    """Yield the items, and keep updating one line of output: `12% of 100 MB, 3.1 MB/s, 0:00:28 left`.
 
     `total` is roughly the sum of `size` over all items. The line disappears at the end.
     """
@@ -38,7 +38,7 @@ def show_progress(
 
 
 def draw(done: float, total: float, unit: str, seconds: float, what: str = "") -> None:
-    """Replace the previous progress line. Output of other processes overwrites this line."""
+    """Replace the previous progress line. Output of other processes may overwrite it."""
     share = min(1.0, done / max(total, 1))
     line = f"{what}{share:.0%} of {round(total, 2):,g} {unit}"
     if share > 0:
@@ -52,9 +52,9 @@ def write(text: str) -> None:
 
 
 def watch_saves(folder: Path) -> None:
-    """Show how much of a checkpoint is on disk, while ranks write one to `folder`. Returns when the process ends.
+    """Show how much of a checkpoint is on disk while ranks write it to `folder`. Runs in a thread and never returns.
 
-    safetensors creates a file in its full size, and fills it.
+    safetensors creates a file with its full size and then fills it, so the blocks on disk are counted.
     """
     started_s = time.monotonic()
     is_drawn = False

@@ -15,7 +15,7 @@ def write_file(path: Path, text: str) -> None:
 
 
 def format_bytes(n_bytes: float) -> str:
-    """Format a number of bytes: 524288 as 512.0 KiB."""
+    """Format a number of bytes: 524288 becomes 512.0 KiB."""
     if n_bytes < 1024:
         return f"{n_bytes:.0f} B"
     for unit in ("KiB", "MiB"):
@@ -26,7 +26,7 @@ def format_bytes(n_bytes: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Format a duration: 0.00777 as 7.77 ms."""
+    """Format a duration: 0.00777 becomes 7.77 ms."""
     for unit in ("s", "ms"):
         if seconds >= 0.1 or not seconds:
             return f"{seconds:.3g} {unit}"

@@ -1,4 +1,4 @@
-"""Compare each gradient of two ranks with the gradient that one process computes."""
+"""Compare each gradient on two ranks with the gradient that one process computes."""
 
 import os
 import sys
@@ -14,7 +14,7 @@ from torch import nn
 from torchtitan_lite.parallel.gloo_workers import limit_gloo_workers
 
 N_RANKS = 2
-N_VALID = (5, 12)  # tokens that each rank counts, of 12
+N_VALID = (5, 12)  # number of the 12 tokens that each rank counts
 
 
 def build_model() -> nn.Module:
@@ -32,7 +32,7 @@ def make_batch(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def backward(model: nn.Module, ranks: range) -> None:
-    """Add the gradients of some ranks, each for the sum of its token losses."""
+    """Compute gradients for the sum of the token losses of some ranks."""
     for rank in ranks:
         tokens, targets = make_batch(rank)
         F.cross_entropy(model(tokens), targets, reduction="sum").backward()

@@ -1,4 +1,4 @@
-"""Run the learner's 1F1B on paper, for two sizes."""
+"""Simulate the learner's 1F1B for two sizes."""
 
 import re
 import sys
@@ -20,7 +20,7 @@ def read_action(text: str) -> Action:
 
 
 def find_fault(order: Order) -> str:
-    """Describe work that is not done exactly once, or a deadlock; "" if the schedule has neither."""
+    """Describe work that is not done exactly once, or a deadlock. Returns "" if there is neither."""
     times = Counter(chain(*order))
     last_stage, _, _ = max(times)
     n_microbatches = 1 + max(microbatch for _, _, microbatch in times)
@@ -33,7 +33,7 @@ def find_fault(order: Order) -> str:
 
 
 def judge(n_stages: int, n_microbatches: int) -> str:
-    """Describe the first fault of the schedule; "" if it has none."""
+    """Describe the first fault of the schedule. Returns "" if it has none."""
     rows = [[read_action(text) for text in row] for row in write_rows(n_stages, n_microbatches)]
     if fault := find_fault(rows):
         return f"the schedule {fault}"

@@ -1,10 +1,11 @@
-"""Your task: the schedule 1F1B, as a list of actions per rank."""
+"""Your task: write the schedule 1F1B as a list of actions per rank."""
 
 
 def write_rows(n_stages: int, n_microbatches: int) -> list[list[str]]:
     """Return the actions of each rank, in order. Rank r has stage r.
 
-    `0F3` is stage 0, forward, microbatch 3; `0B3` is its backward. This is GPipe: all forwards, then all backwards.
+    `0F3` is the forward of microbatch 3 in stage 0, and `0B3` is its backward. The code below is GPipe: all forwards,
+    then all backwards.
     """
     rows = []
     for stage in range(n_stages):

@@ -7,7 +7,7 @@ def count_global_tokens(run: Run, batch: Batch) -> Tensor:
 
 # torchtitan_lite/dtensor.py: count_replicas
 def count_replicas(tensor: Tensor) -> int:
-    """Return how often a tensor counts in the norm of all gradients."""
+    """Return the number of ranks that have the same shard."""
     return 1
 
 

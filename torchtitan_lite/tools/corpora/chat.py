@@ -10,9 +10,8 @@ transformers (the extra `chat`) reads the tokenizer's folder and runs its chat t
 `apply_chat_template`. Targets are the text between the template's {% generation %} marks. Without marks, the template
 writes two more texts, which locate a turn in the whole text:
 
-    prompt    the conversation before the answer, and the text that asks for the answer: the turn begins after it
-    answered  the conversation up to the answer: the turn is the end of this text, up to the first special token that
-    the template writes after an answer
+    prompt    the conversation before the answer, and the text that asks for the answer; the turn begins after this text
+    answered  the conversation including the answer; the turn ends with the first special token after the answer
 
 A corpus depends only on its input files: a template that asks for today's date gets DATE.
 """
@@ -71,13 +70,13 @@ class ChatFormat:
     def __post_init__(self) -> None:
         """Find the form of contents that the template accepts, and the text that it writes after an answer.
 
-        takes_parts: a content must be [{"type": "text", "text": ...}], as in many templates of models for pictures end:
-        the special token after an answer, such as "<|im_end|>", or None after_end: the text after this token; without
-        such a token, the white space at the end of the text
+        takes_parts  a content must be [{"type": "text", "text": ...}], as in many templates of models for pictures
+        end          the special token after an answer, such as "<|im_end|>", or None
+        after_end    the text after this token; if there is no token, the white space at the end of the text
         """
         self.special = match_longest(self.tokenizer.special)
         _, exchange = read_conversation({"prompt": SIGN, "completion": SIGN})
-        # stays False if the template writes neither form
+        # the last value, False, remains if the template accepts neither form
         for self.takes_parts in (False, True, False):
             _, sign, after = self.try_write(exchange).rpartition(SIGN)
             if sign:
@@ -200,7 +199,7 @@ class ChatFormat:
             )
 
     def find_turn(self, row: dict, whole: str, number: int) -> range:
-        """Return the characters of an answer in the text `whole`. Raises ValueError if that is not certain."""
+        """Return the range of an answer's characters in `whole`. Raises ValueError if the range is not certain."""
         messages = row["messages"]
         earlier = messages[:number]
         prompt = self.try_write(row | {"messages": earlier, "add_generation_prompt": True})
@@ -211,8 +210,8 @@ class ChatFormat:
             )
         head = prompt
         if not whole.startswith(prompt):
-            # The text before an answer can lack the end of the prompt, such as <think>. Then the turn begins with its
-            # content.
+            # Some templates end the prompt with a text, such as <think>, that they do not write before an answer. Find
+            # the beginning of the answer's content instead.
             signed = [*earlier, {"role": "assistant", "content": SIGN}, *messages[number + 1 :]]
             head, _, _ = self.try_write(row | {"messages": signed}).partition(SIGN)
         answered, end = self.write_up_to(row, number)

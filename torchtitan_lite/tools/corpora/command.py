@@ -36,7 +36,7 @@ def main(options: argparse.Namespace) -> int:
     except OSError as error:  # for example a full disk
         print(f"The corpus could not be made: {error}", file=sys.stderr)
         return 1
-    with suppress(BrokenPipeError):  # nobody reads this, but the corpus is complete
+    with suppress(BrokenPipeError):  # if nobody reads the summary, the corpus is still complete
         print(summary)
     return 0
 
@@ -66,7 +66,7 @@ def prepare_dataset(
 ) -> Path:
     """Return the folder of a named corpus, and prepare it if it does not exist.
 
-    If two runs start at the same time, both prepare the corpus, and the first complete corpus stays. Raises
+    If two runs start at the same time, both prepare the corpus, and the one that is complete first is kept. Raises
     CorpusError, PreparationError, OSError.
     """
     folder = find_corpus(name, tokenizer, cache_folder, dataset_path)
@@ -81,7 +81,7 @@ def prepare_dataset(
     try:
         prepare(files, folder, settings, n_processes=n_processes)
     except (OSError, PreparationError):
-        if not (folder / MANIFEST).exists():  # no other process was first
+        if not (folder / MANIFEST).exists():  # no other process has prepared the corpus
             raise
     return folder
 
@@ -134,7 +134,10 @@ def run(options: argparse.Namespace) -> str:
 
 
 def suggest_command(options: argparse.Namespace, manifest: CorpusManifest) -> str:
-    """Return a command that trains on the corpus: the weights in the tokenizer's folder, or else the debug model."""
+    """Return a command that trains on the corpus.
+
+    It fine-tunes the weights in the tokenizer's folder. If this folder has no weights, it trains the debug model.
+    """
     assets = str(options.out / "tokenizer") if options.train_tokenizer else options.tokenizer
     run_folder = f"outputs/{options.out.name}"
     words = ["train", "--training.dataset", str(options.out), "--job.dump_folder", run_folder]

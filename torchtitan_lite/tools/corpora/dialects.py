@@ -2,11 +2,11 @@
 
     messages                     [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
     conversations                the same, or ShareGPT's [{"from": "human", "value": "2+2?"}, ...]
-    prompt, completion           two lists of messages, or two strings: a user turn and its answer. Only the completion
-                                 has targets
-    instruction, input, output   Alpaca: the user turn is the instruction, an empty line, and the input, if any
+    prompt, completion           two lists of messages, or two strings: a user turn and its answer. The prompt has no
+                                 targets
+    instruction, input, output   Alpaca: the user turn is the instruction, and after an empty line the input, if any
 
-In the last two dialects, a column `history` is a list of earlier [question, answer] pairs, whose answers have targets.
+In the last two dialects, a column `history` is a list of earlier [question, answer] pairs. Their answers have targets.
 In all dialects, a column `system` is the system message. All other columns are variables of the chat template, such as
 `tools` and `documents`. A list of messages, tools, tool calls or history can be JSON text; an empty text means that
 there is none.
@@ -24,7 +24,7 @@ from typing import Any
 
 from torchtitan_lite.extensions.foreign_json import make_object
 
-ROLES = {  # in published data sets -> in chat templates. Other roles stay unchanged
+ROLES = {  # role in published data sets -> role in chat templates. Roles not listed stay unchanged
     "human": "user",
     "gpt": "assistant",
     "chatgpt": "assistant",
@@ -35,10 +35,11 @@ ROLES = {  # in published data sets -> in chat templates. Other roles stay uncha
     "tool_call": "assistant",
     "tool_response": "tool",
 }
-# only in this dialect: elsewhere, "observation" is a role of GLM's templates
+# "observation" is a tool only in ShareGPT's dialect; GLM's chat templates have a role of this name
 SHAREGPT_ROLES = ROLES | {"observation": "tool"}
-CALL_ROLES = {"function_call", "tool_call"}  # the text is JSON of one or more calls
-WEIGHTS = ("weight", "loss", "train")  # keys of a message; 0 or false: the message has no targets
+# a message with one of these roles has JSON of one or several calls as its text
+CALL_ROLES = {"function_call", "tool_call"}
+WEIGHTS = ("weight", "loss", "train")  # a message has no targets if one of these keys is 0 or false
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,9 @@ class Dialect:
 
 
 def read_conversation(row: Any, column: str | None = None) -> tuple[str, dict]:
-    """Return the dialect, and a copy of the row as `messages` and template variables. Raises ValueError.
+    """Return the name of the dialect, and the row as `messages` and template variables. Raises ValueError.
 
-    `column` is the name of the column with the messages, if it is unusual.
+    `column` is the name of the column with the messages, if no dialect has this name.
     """
     columns = drop_nulls(row) if isinstance(row, dict) else {}
     dialects = [list_messages(column, "conversations")] if column else DIALECTS
@@ -82,7 +83,7 @@ def drop_nulls(columns: dict) -> dict:
 
 
 def drop_all_nulls(row: Any) -> Any:
-    """Return a copy without nulls at any depth: a row of a Parquet file has the keys of all rows."""
+    """Return a copy without nulls at any depth. A row of a Parquet file has null for every key that it does not use."""
     return json.loads(json.dumps(row, default=str), object_hook=drop_nulls)
 
 
@@ -95,7 +96,7 @@ def parse_json(value: Any) -> Any:
 
 
 def take(columns: dict, name: str, kind: type = list) -> Any:
-    """Remove a column, and return its value or None. Unless `kind` is str, it can be JSON text. Raises ValueError."""
+    """Remove a column, and return its value or None. JSON text is parsed unless `kind` is str. Raises ValueError."""
     value = columns.pop(name, None)
     if kind is not str:
         value = parse_json(value)
@@ -149,9 +150,9 @@ DIALECTS = (
 
 
 def read_message(turn: Any, number: int) -> dict:
-    """Return a turn with `role` and `content`, or with `from` and `value`, as a message. Raises ValueError.
+    """Convert a turn with `role` and `content`, or with `from` and `value`, to a message. Raises ValueError.
 
-    `weight` is 0 in a message without targets, and absent in all others.
+    A message without targets gets `weight` 0. All other messages have no `weight`.
     """
     message = drop_nulls(turn) if isinstance(turn, dict) else {}
     roles = SHAREGPT_ROLES if "from" in message else ROLES

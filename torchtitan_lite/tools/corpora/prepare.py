@@ -3,13 +3,13 @@
     this process    reads batches of rows  ---------->  writes documents in order, hashes, renames OUT.tmp to OUT
     its workers                  parse, choose the split, encode
 
-Order and content do not depend on the number of processes, and a single compressed file keeps all of them busy. A
-document is `BOS text EOS`, without BOS if the tokenizer has none. A conversation is formatted by its chat template.
-Empty documents are left out and counted; white space is text.
+The corpus does not depend on the number of processes, and even a single compressed file keeps all processes busy. A
+document is `BOS text EOS`, without BOS if the tokenizer has none. A conversation is formatted by the chat template.
+Empty documents are left out and counted. A document of white space is not empty.
 
 A hash selects the validation documents. For a row, it is the hash of the text, so equal rows stay together. For a file,
 it is the hash of the path, so a file stays in its split when it changes. If a split would be empty, it gets the last
-document. A single text file is cut instead: its last part is for validation.
+document. If the input is a single text file, no hash is used: the last part of the text is for validation.
 """
 
 import hashlib
@@ -43,10 +43,10 @@ from torchtitan_lite.tools.corpora.text_files import (
 )
 from torchtitan_lite.tools.progress import show_progress
 
-BOS = "<|begin_of_text|>"  # of a new tokenizer
+BOS = "<|begin_of_text|>"  # special tokens of a new tokenizer
 EOS = "<|end_of_text|>"
-CHUNK_ROWS = 32  # sent to a worker at once
-GROUP_ROWS = 128  # submitted at once, per worker
+CHUNK_ROWS = 32  # rows in one message to a worker
+GROUP_ROWS = 128  # rows submitted at once, per worker
 UINT16_IDS = 2**16
 
 
@@ -54,18 +54,17 @@ UINT16_IDS = 2**16
 class PrepareSettings:
     """Settings for converting rows to documents."""
 
-    assets: str  # the tokenizer: an argument for load_tokenizer
-    validation_share: float = 0.01  # of the documents
-    tail: float = 0.0  # instead: the fraction at the end of a single text
+    assets: str  # folder, file or name of the tokenizer, as load_tokenizer takes it
+    validation_share: float = 0.01  # fraction of the documents that are for validation
+    tail: float = 0.0  # for a single text: the fraction at its end that is for validation
     validation: Sequence[Path] = ()  # all documents of these files and folders are for validation
-    column: str | None = (
-        None  # column of the text or messages; None selects "text", or the column of the dialect
-    )
+    # column with the text or the messages. None: "text", or the columns of the dialect
+    column: str | None = None
     is_chat: bool = False
     only_last_turn: bool = False  # only the last turn of a conversation has targets
-    skip_bad: bool = False  # print and count a bad row instead of raising
-    encoding: str = "utf-8"  # of text files without a byte order mark
-    # if not 0, train a new tokenizer with this number of entries, which replaces `assets`
+    skip_bad: bool = False  # print and count bad rows instead of raising an error
+    encoding: str = "utf-8"  # encoding of text files without a byte order mark
+    # if not 0, train a new tokenizer with this number of entries and use it instead of `assets`
     train_tokenizer: int = 0
 
 
@@ -73,17 +72,17 @@ class PrepareSettings:
 class Document:
     """An encoded row."""
 
-    counts: Counter[str]  # for the summary
+    counts: Counter[str]  # text for the summary -> number
     split: str = "train"
-    tokens: array | tuple = ()  # empty: the row was left out
-    n_text_bytes: int = 0  # in UTF-8
-    targets: bytes = b""  # conversations: 1 for each token of the assistant
+    tokens: array | tuple = ()  # empty if the row was left out
+    n_text_bytes: int = 0  # size of the text in UTF-8
+    targets: bytes = b""  # for conversations, one byte per token: 1 if the token is a target
 
 
 def prepare(
     files: list[Path], out: Path, settings: PrepareSettings, *, n_processes: int = 1
 ) -> tuple[CorpusManifest, Counter[str]]:
-    """Create the folder `out`. Return its manifest, and the counts of its documents for the summary.
+    """Create the corpus in the new folder `out`. Return its manifest, and the counts for the summary.
 
     Raises PreparationError for wrong input, UserError for a missing extra, OSError if a file cannot be written.
     """
@@ -129,7 +128,7 @@ def read_rows(files: list[Path], settings: PrepareSettings) -> Iterator[Row]:
                 yield Row(path, number, content, name)
             if not number:
                 print(f"{path} has no rows", file=sys.stderr)
-        # libraries raise many kinds of errors for half a download, wrong text, JSON or tables
+        # the libraries that read files raise many kinds of errors for damaged or wrong files
         except Exception as error:
             raise PreparationError(f"{path} cannot be read: {error}") from None
 
@@ -139,13 +138,13 @@ def read_texts(files: list[Path], settings: PrepareSettings) -> Iterator[str]:
     for row in read_rows(files, settings):
         try:
             yield read_text(settings, row)
-        except Exception as error:  # encode_row prints and counts skipped rows
+        except Exception as error:  # if skip_bad, encode_row prints and counts this row later
             if not settings.skip_bad:
                 raise explain_bad_row(row, error) from None
 
 
 def map_in_order(function: Callable, rows: Iterator[Row], n_processes: int) -> Iterator:
-    """Yield function(row) for each row, in order, computed by `n_processes`."""
+    """Yield function(row) for each row, in order. `n_processes` processes compute them."""
     if n_processes == 1:
         yield from map(function, rows)
         return
@@ -165,8 +164,8 @@ def map_in_order(function: Callable, rows: Iterator[Row], n_processes: int) -> I
 def train_tokenizer(texts: Iterator[str], n_entries: int, folder: Path) -> str:
     """Write a byte-level BPE of `n_entries` to the new folder, and return the folder. Raises PreparationError.
 
-    Ids 0 and 1 are BOS and EOS, the next 256 are bytes, and the others merge two tokens, the most frequent pairs first.
-    transformers can read the file, and this trainer needs no package `tokenizers` for it.
+    Ids 0 and 1 are BOS and EOS, and the next 256 are bytes. Each later id merges two tokens, and the most frequent
+    pairs come first. transformers can read the file. Training with the file does not need the package `tokenizers`.
     """
     library = import_extra("tokenizers", "hf")
     tokenizer = library.ByteLevelBPETokenizer()
@@ -196,7 +195,7 @@ def write_documents(
 ) -> tuple[dict[str, Split], Counter[str]]:
     """Write the files of both splits. Return the splits that have documents, and the sum of Document.counts.
 
-    If `has_floor` is true and all documents are in one split, the last one goes to the other split.
+    If `has_floor` is true and all documents belong to one split, the last document is moved to the empty split.
     """
     writers = {name: SplitWriter(folder / name) for name in ("train", "validation")}
     counts = Counter()
@@ -213,7 +212,7 @@ def write_documents(
         writer = empty[0] if empty and has_floor else writers[last.split]
         writer.write(last)
     splits = {name: writer.finish() for name, writer in writers.items() if writer.totals}
-    return splits, +counts  # without zeros
+    return splits, +counts  # the plus drops counts of zero
 
 
 class SplitWriter:
@@ -283,7 +282,8 @@ def encode_row(settings: PrepareSettings, row: Row) -> Document:
             ids = tokenizer.encode(text, bos=True, eos=True)
         if "\0" in text:
             raise ValueError(f"character {text.index(chr(0))} of its text is NUL (U+0000)")
-        n_bytes = len(text.encode())  # fails for half a surrogate pair: tiktoken would replace it
+        # raises an error for half a surrogate pair, which tiktoken would silently replace
+        n_bytes = len(text.encode())
     except Exception as error:  # a row from outside can be wrong in any way
         if settings.skip_bad:
             print(f"{row.path}, row {row.number}: {error}", file=sys.stderr)
@@ -310,7 +310,7 @@ def read_text(settings: PrepareSettings, row: Row) -> str:
         raise ValueError(
             f"it has no text in {column!r} (or set --text-column or --chat): {content!r:.60}"
         )
-    text.encode()  # fails for half a surrogate pair, which JSON may contain
+    text.encode()  # raises an error for half a surrogate pair, which JSON may contain
     return text
 
 

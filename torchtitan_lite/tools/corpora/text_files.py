@@ -1,14 +1,14 @@
 """Find the files of a text corpus, and read the rows in them. No torch.
 
     notes.md  main.py           one document each, in UTF-8, or in UTF-16 with a byte order mark
-    posts.jsonl  c4-train.json  one document per row: the text is a field of a JSON object. A row is a line, an object
-                                over several lines, or an element of an array
+    posts.jsonl  c4-train.json  one document per JSON object: the text is a field of it. An object is one or several
+                                lines, or an element of an array
     posts.parquet  .csv  .tsv   one document per row: the text is a column
     x.md.gz  x.jsonl.zst        the same, compressed; also .bz2 and .xz
     src/                        all files of known kinds in a folder and behind its links, sorted by name
 
-Files of other kinds are refused if you name them, and counted if a folder contains them. `.zst` and `.parquet` need the
-package pyarrow, from the extra `data`.
+A file of another kind is an error if you name it; in a folder, it is skipped and counted. `.zst` and `.parquet` need
+the package pyarrow, from the extra `data`.
 """
 
 import bz2
@@ -43,7 +43,7 @@ TEXT_SUFFIXES = frozenset(
 )
 UTF32_MARKS = (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)
 UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-PARQUET_ROWS = 256  # in memory
+PARQUET_ROWS = 256  # rows in memory at once
 SPACE = re.compile(r"\s*")
 
 csv.field_size_limit(2**31 - 1)
@@ -58,9 +58,9 @@ class Row:
     """A row of a file, or a whole text."""
 
     path: Path
-    number: int  # in the file, from 1
-    content: Any  # bytes of a JSON line or a text, otherwise the value of the row
-    name: str  # path of a text in the common folder of all files; "" for a row
+    number: int  # number of the row in the file, from 1
+    content: Any  # bytes of a JSON line or a text file; otherwise the value of the row
+    name: str  # for a text file, its path relative to the common folder of all files; otherwise ""
 
     def parse(self, encoding: str) -> Any:
         """Return the text, or the value of the row. Raises ValueError, RecursionError, LookupError."""
@@ -77,7 +77,7 @@ def decode(content: bytes, encoding: str) -> str:
     """
     if content.startswith(codecs.BOM_UTF8):
         encoding = "utf-8"
-    if content.startswith(UTF32_MARKS):  # checked first: one of them begins with a mark of UTF-16
+    if content.startswith(UTF32_MARKS):  # before UTF-16, whose mark begins one of these
         encoding = "utf-32"
     elif content.startswith(UTF16_MARKS):
         encoding = "utf-16"
@@ -100,7 +100,7 @@ OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": open_zs
 
 
 def get_kind(path: Path) -> str:
-    """Return the suffix without the compression suffix, in lower case: ".txt" for Notes.TXT.gz."""
+    """Return the suffix before the compression suffix, in lower case: ".txt" for Notes.TXT.gz."""
     if path.suffix.lower() in OPENERS:
         path = path.with_suffix("")
     return path.suffix.lower()
@@ -122,7 +122,7 @@ def find_files(
     Links to files and folders are followed. A file that is found twice is read once. Raises PreparationError.
     """
     for path in inputs:
-        if why := explain_hub_cache(path):  # a cache folder can have several versions
+        if why := explain_hub_cache(path):  # it can contain several versions of a file
             raise PreparationError(f"{why}. Name that folder")
     suffixes = ROW_SUFFIXES | TEXT_SUFFIXES
     suffixes |= {f".{suffix.lstrip('*.').lower()}".rstrip(".") for suffix in more_suffixes}
@@ -144,7 +144,7 @@ def find_files(
         elif not path.exists():
             raise PreparationError(f"{path} does not exist, or is a link to nothing")
         elif get_kind(path) in suffixes:
-            if not is_unicode(str(path)):  # the name decides the split of a document
+            if not is_unicode(str(path)):  # the hash of the name decides the split
                 raise PreparationError(f"the name {str(path)!a} is not UTF-8. Rename the file")
             files.append(path)
         elif is_named:
@@ -166,9 +166,9 @@ def find_files(
 
 
 def read_file(path: Path, encoding: str, tail: float) -> Iterator[Any]:
-    """Yield the rows of a file, as in Row.content. The libraries for reading files may raise any error.
+    """Yield Row.content of each row of a file. The libraries for reading files may raise any error.
 
-    A text is one row. If `tail` is not 0, this fraction at the end of the text is a second row.
+    A text file is one row. If `tail` is not 0, this fraction at the end of the text is a second row.
     """
     kind = get_kind(path)
     if path.suffix.lower() in OPENERS and path.stat().st_size == 0:  # gzip and zstd read no rows
@@ -199,9 +199,10 @@ def read_file(path: Path, encoding: str, tail: float) -> Iterator[Any]:
 
 
 def is_row(line: bytes) -> bool:
-    """Return whether the first line of a JSON file is a row, and so all lines are rows. A bad line is a row.
+    """Return whether the first line of a JSON file is one row. If it is, every line of the file is one row.
 
-    Not rows: an array, the start of an object over several lines, several objects, UTF-16 or UTF-32.
+    A line with invalid JSON counts as a row. A line is not a row if it starts an array or an object over several lines,
+    has several objects, or is UTF-16 or UTF-32.
     """
     if line.startswith((*UTF32_MARKS, *UTF16_MARKS)):
         return False
@@ -218,7 +219,7 @@ def is_row(line: bytes) -> bool:
 
 
 def refuse_double(names: Sequence[str]) -> None:
-    """Raise ValueError if two columns have the same name, because the first would be lost."""
+    """Raise ValueError if two columns have the same name, because the first column would be lost."""
     for name, number in Counter(names).items():
         if number > 1:
             raise ValueError(f"it has {number} columns {name!r}")
@@ -237,7 +238,7 @@ def read_table(text: str, delimiter: str) -> Iterator[dict]:
 
 
 def read_values(text: str) -> Iterator[Any]:
-    """Yield successive JSON values. In place of an array, yield its elements. Raises ValueError."""
+    """Yield successive JSON values. For an array, yield its elements instead. Raises ValueError."""
     decoder = json.JSONDecoder(object_pairs_hook=make_object)
     position = 0
     while position < len(text):

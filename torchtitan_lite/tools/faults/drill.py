@@ -1,14 +1,14 @@
 """Inject faults into runs of a config, one fault a run, and print a score card.
 
-    outputs/drill/none-0/                  a run without a fault: all other runs must end with the same weights
-    outputs/drill/kill-7/                  a run with the fault "kill" of seed 7, and drill.txt, its output
-    /dev/shm/torchtitan_lite.drill-.../    its snapshots, after every step
+    outputs/drill/none-0/                  a run without a fault; every other run must end with the same weights
+    outputs/drill/kill-7/                  a run with the fault "kill" and seed 7; its output is in drill.txt
+    /dev/shm/torchtitan_lite.drill-.../    the snapshots that this run takes after every step
 
     found    seconds from the fault until the output names it: a dead rank, a hang, a NaN, unequal copies, damage
     back     seconds from the fault until a restarted run logs a step
 
-torchrun restarts a run. The drill does what an operator would do: it starts the run again if torchrun itself was
-killed, and kills a rank that a hang report names.
+torchrun restarts the ranks. The drill does the rest, as an operator would: it starts the run again if torchrun itself
+was killed, and it kills a rank that a hang report names.
 """
 
 import importlib
@@ -32,14 +32,14 @@ from torchtitan_lite.tools import launch
 from torchtitan_lite.tools.check import check, choose_host
 from torchtitan_lite.tools.tables import format_table
 
-# Names of environment variables: for the fault, and for the process id of the launcher
+# environment variables of a run: its fault as JSON, and the process id of its launcher
 VARIABLE = "TORCHTITAN_LITE_FAULT"
 LAUNCHER = "TORCHTITAN_LITE_LAUNCHER"
 HANG = r"HANG in step \d+, \S+ s after it began\. rank {rank} .*?Its process is (\d+)"
-# gloo may abort one of two ranks whose calls differ
+# If the calls of two ranks differ, gloo may abort one of them, so FAILED is right too.
 OTHER_CALL = rf"{HANG}|FAILED in step .* began\. rank {{rank}} .*(missing from call|earlier steps)"
 KILLED = "rank {rank} was killed by SIGKILL"
-MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None  # None: a temporary folder
+MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None  # None: the usual temporary folder
 KINDS = {  # function of inject.py -> pattern of its message in the output; {rank} is the faulty rank
     "kill": KILLED,
     "kill_saving": KILLED,
@@ -61,7 +61,7 @@ KINDS = {  # function of inject.py -> pattern of its message in the output; {ran
 N_STEPS = 8
 HANG_S = 5  # comm.hang_seconds
 ON_RANK_0 = ("records_full", "traces_full")
-KEYS_OF_KINDS = {  # a trace of the last step
+KEYS_OF_KINDS = {  # write a trace of the last step
     "traces_full": ["--profiling.enable_profiling", f"--profiling.profile_freq={N_STEPS}"],
 }
 FIRST_FAULT = 5
@@ -92,7 +92,7 @@ class Fault:
     folder: str  # dump folder of the run
     found_s: float | None = None  # seconds until the output names the fault; None if it never does
     back_s: float | None = None  # seconds until a restarted run logs a step
-    steps_lost: int | None = None  # finished steps that were trained again
+    steps_lost: int | None = None  # steps that were finished before the fault and trained again
     is_equal: bool = False  # the run ended with the weights and optimizer state of the undisturbed run, bit by bit
 
 
@@ -147,7 +147,10 @@ def drill(kind: str, seed: int, world_size: int, args: list[str], out: Path) -> 
 
 
 def read_shards(folder: Path) -> dict[str, bytes]:
-    """Return the tensors of a checkpoint: its files without headers, because headers list names in random order."""
+    """Return the bytes of the tensors in each file of a checkpoint.
+
+    The headers are left out, because they list the names of tensors in random order.
+    """
     shards = {}
     for path in folder.glob("rank-*"):
         content = path.read_bytes()
@@ -167,11 +170,11 @@ def run_with(fault: Fault, args: list[str]) -> None:
         while process.poll() is None and time.monotonic() < deadline_s:
             time.sleep(0.1)
             read_output(fault)
-            # kill_torchrun. A surviving rank would hold the folder's lock.
+            # The fault was kill_torchrun. The new run fails if a rank survived, because the rank locks the folder.
             if process.poll() == -signal.SIGKILL:
                 output.write(b"torchrun was killed\n")
                 process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
-        process.kill()  # needed only if the process is late; its ranks end too
+        process.kill()  # only has an effect after the deadline; the ranks end with their launcher
         process.wait()
     read_output(fault)
 

@@ -1,21 +1,26 @@
 """Name the rank that the others wait for: during a run, or afterwards from the files that hanging ranks wrote.
 
-    FOLDER/hang/restart-N/rank-00003.json      faults/hang_watch.py
-    FOLDER/hang/restart-N/failed-00003.json    the same, from a rank that ended because another rank did
+    FOLDER/hang/restart-N/rank-00003.json      a report of rank 3 (faults/hang_watch.py)
+    FOLDER/hang/restart-N/failed-00003.json    the same, from a rank that failed because another rank ended
     FOLDER/comm_traces/rank_3                  NCCL's flight recorder, on a time-out: read it with `torchfrtrace`
 
-    ranks        files with     a pending collective or a wait in the pipeline: these ranks wait
-    0 1 2 . 4    no file        stopped, ended, or busy without releasing the GIL: /proc on its host shows which
-    5 6 7        neither        busy or asleep somewhere else: its stack shows where
-                 no calls       unknown: the flight recorder is off
+The report of a rank, or a missing report, shows its state:
 
-Two other kinds of ranks are named first: a rank whose call differs from its own calls at this place in earlier steps,
-and a rank that has computed a microbatch for the next stage, but has not sent it.
+    a pending collective, or a wait in the pipeline    it waits for another rank
+    neither                                            it is busy or asleep elsewhere; its stack shows where
+    no calls                                           unknown: the flight recorder is off
+    no file                                            it is stopped, has ended, or is busy without releasing the GIL;
+                                                       /proc on its host shows which
+
+The ranks that do not wait block the others. Two kinds of ranks are named before them: a rank whose call differs from
+its own calls at this place in earlier steps, and a rank that has computed a microbatch for a neighboring stage but has
+not sent it.
 
 If every rank waits, the report names the first of these that it finds; otherwise the cause is unknown:
 
-    ranks whose call differs from the calls of their group ranks that wait between steps while most ranks wait in a
-    step, or the reverse a rank that has not made the call in which a rank has waited longest
+    1. ranks whose call differs from the calls of their group
+    2. ranks that wait between steps while most ranks wait in a step, or the reverse
+    3. a rank that has not made the call in which another rank has waited longest
 """
 
 import json
@@ -28,18 +33,18 @@ from pathlib import Path
 
 LOOK_EVERY_S = 1.0
 WAIT_FOR_RANKS_S = 2.0
-STATES = {  # of a rank without a file, from /proc
+STATES = {  # state in /proc of a rank without a file -> its description
     "Z": "its process has ended",
     "T": "it is stopped (SIGSTOP or a debugger)",
     "D": "it waits for a disk",
     "R": "it is busy and never releases the GIL",
     "S": "it sleeps and holds the GIL, or has not built its model yet",
 }
-IN_PIPELINE = " _wait_batch_p2p"  # function of torch's schedules
+IN_PIPELINE = " _wait_batch_p2p"  # the function of torch's schedules that waits
 # files of torch whose functions run only during compilation
 COMPILERS = ("torch/_dynamo/convert_frame.py:", "torch/_inductor/compile_fx.py:")
 UNEQUAL = ("all_to_all", "gather", "scatter")  # ranks may call these with different sizes
-N_LINES = 4  # of the code that has called torch
+N_LINES = 4  # lines shown of the stack above torch
 
 
 def main(options: Namespace) -> int:
@@ -53,7 +58,7 @@ def main(options: Namespace) -> int:
 
 
 def explain_newest(folder: Path, *kinds: str) -> tuple[list[int], str]:
-    """Explain the files of the last start in `folder`, as `explain` does. Uses the first of `kinds` that has files."""
+    """Call `explain` for the files of the last start in `folder`. Uses the first of `kinds` that has files."""
     folders: set[Path] = set()
     for kind in kinds:
         folders.update(path.parent for path in folder.rglob(f"restart-*/{kind}-*.json"))
@@ -74,9 +79,9 @@ def when_started(folder: Path) -> tuple[float, int]:
 def watch(folder: Path, report: Callable[[str], None]) -> None:
     """Call `report` with a paragraph about each hang of a run whose ranks write into `folder`. Runs in a thread.
 
-    Files of failed ranks do not count, because a rank also fails if a signal ends its peer.
+    Files of failed ranks are ignored, because a rank also fails when a signal ends a rank that it talks to.
     """
-    reported = list_hangs(folder)  # of an earlier run
+    reported = list_hangs(folder)  # hangs of an earlier run
     while True:
         time.sleep(LOOK_EVERY_S)
         found = list_hangs(folder)
@@ -121,9 +126,8 @@ def explain(files: dict[int, dict]) -> tuple[list[int], str]:
     processes = {}
     for file in files.values():
         for rank, row in file["host"].items():
-            if (
-                row[1] or int(rank) not in processes
-            ):  # a rank of a different host does not know the state
+            # ranks on other hosts do not know the state, row[1]
+            if row[1] or int(rank) not in processes:
                 processes[int(rank)] = row
     ranks = range(first["world_size"])
     odd, differing = find_odd_calls(files)
@@ -154,7 +158,7 @@ def explain(files: dict[int, dict]) -> tuple[list[int], str]:
     for rank in culprits[:3]:
         pid, state, name = processes.get(rank, ("unknown", "", f"rank {rank}"))
         if first["kind"] == "FAILED":
-            state = "Z"  # the others may have looked too early
+            state = "Z"  # another rank may have read the state before this rank ended
         why = "is missing and no rank with a file waits for it directly"
         if rank in reasons:
             why = reasons[rank]
@@ -191,7 +195,7 @@ def is_elsewhere(files: dict[int, dict], rank: int) -> bool:
 def find_unusual_calls(files: dict[int, dict]) -> dict[int, str]:
     """Return rank -> a text about its call, for the ranks whose call differs from their own calls in earlier steps.
 
-    Returns {} if the calls of all ranks differ, as in the first step after a validation, or if they are not pending.
+    Returns {} if this is true of all ranks, as in the first step after a validation.
     """
     found = {}
     for rank, file in files.items():
@@ -202,7 +206,7 @@ def find_unusual_calls(files: dict[int, dict]) -> dict[int, str]:
 
 
 def find_unsent(files: dict[int, dict]) -> dict[int, str]:
-    """Return rank -> a message, for each rank with a finished result that a pipeline neighbor still waits for."""
+    """Return rank -> a text, for each rank that has computed a result for which a pipeline neighbor still waits."""
     found = {}
     for waiter, file in files.items():
         awaits = file.get("pipeline", {}).get("awaits")
@@ -210,9 +214,8 @@ def find_unsent(files: dict[int, dict]) -> dict[int, str]:
             continue
         sender = files[awaits["rank"]]["pipeline"]
         n_done = sender["done"][str(awaits["stage"])][awaits["kind"]]
-        if (
-            n_done > awaits["n"] and sender["idle_s"] > WAIT_FOR_RANKS_S
-        ):  # otherwise it was sent after `file`
+        # if the sender was active until recently, it may have sent the result after `file` was written
+        if n_done > awaits["n"] and sender["idle_s"] > WAIT_FOR_RANKS_S:
             what = describe_input(awaits)
             found[awaits["rank"]] = f"has computed {what}, but rank {waiter} still waits for it"
     return found
@@ -221,7 +224,7 @@ def find_unsent(files: dict[int, dict]) -> dict[int, str]:
 def find_odd_calls(files: dict[int, dict]) -> tuple[list[int], str]:
     """Return the ranks whose pending call differs from the majority of their group, and a text about these calls.
 
-    Compares calls with the same number. Without a majority, returns all ranks that wait in these calls.
+    Calls with the same number are compared. If there is no majority, all ranks that wait in these calls are returned.
     """
     waiting: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, file in files.items():
@@ -240,7 +243,7 @@ def find_odd_calls(files: dict[int, dict]) -> tuple[list[int], str]:
 
 
 def find_wait(file: dict) -> str:
-    """Return what a rank waits for: the first collective that has not completed, the pipeline, or "" for nothing."""
+    """Return what a rank waits for: its first pending collective, the pipeline, or "" if it does not wait."""
     for row in file["groups"].values():
         if row["pending"]:
             return describe_call(row["pending"])

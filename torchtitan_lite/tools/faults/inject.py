@@ -2,8 +2,9 @@
 
     drill  ->  launcher with a fault in its environment  ->  rank: replace_step below, then train.py
 
-On the chosen rank, the fault happens just before the chosen step; kill happens within 0.2 s after that, and kill_saving
-after the step. An empty file marks the time of the fault, and keeps a restarted rank from a second fault.
+On the chosen rank, the fault happens just before the chosen step, with two exceptions: `kill` ends the rank up to 0.2 s
+later, and `kill_saving` ends it after the step. An empty file marks the time of the fault. If this file exists, a
+restarted rank does not inject the fault again.
 """
 
 import itertools
@@ -100,7 +101,7 @@ def flip_weight(fault: Fault, run: Run) -> None:
 
 
 def choose_weight(fault: Fault, run: Run) -> torch.Tensor:
-    """Return the local shard of a weight, flat. Prefers weights with copies on several ranks."""
+    """Return the local shard of a weight, flattened. Choose a weight with copies on several ranks if there is one."""
     own = [parameter for parameter in run.parameters.values() if local_shard(parameter).numel()]
     copied = [parameter for parameter in own if count_replicas(parameter) > 1]
     if not copied:
@@ -120,14 +121,14 @@ def flip_checkpoint(fault: Fault, run: Run) -> None:
 
 
 def disk_full(fault: Fault, run: Run) -> None:
-    """Limit the files that this process writes to half the size of its file in the newest checkpoint."""
+    """Let this process write no file that is larger than half of its file in the newest checkpoint."""
     newest = find_newest(Path(fault.folder)).with_name(name_file(fault.rank))
     limit = newest.stat().st_size // 2
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
 
 
 def records_full(fault: Fault, run: Run) -> None:
-    """Let all further writes to the open records of this process fail, as on a full disk."""
+    """Make all further writes to metrics.jsonl and log.txt by this process fail, as on a full disk."""
     records = [Path(fault.folder, name) for name in ("metrics.jsonl", "log.txt")]
     for descriptor in Path("/proc/self/fd").iterdir():
         if descriptor.resolve() in records:
@@ -136,12 +137,12 @@ def records_full(fault: Fault, run: Run) -> None:
 
 
 def traces_full(fault: Fault, run: Run) -> None:
-    """Replace the folder of traces by a file."""
+    """Create a file in place of the folder of traces, so that no trace can be written."""
     Path(fault.folder, run.config.profiling.save_traces_folder).touch()
 
 
 def hangs_full(fault: Fault, run: Run) -> None:
-    """Replace the folder of hang reports by a file, and hang for a while."""
+    """Create a file in place of the folder of hang reports, and hang for a while."""
     Path(fault.folder, HANG).touch()
     time.sleep(HANG_S + 3)
 
@@ -160,7 +161,7 @@ def flip_newest_and_die(fault: Fault, folder: Path) -> None:
 
 
 def replace_step(fault: Fault) -> None:
-    """Make train.py call the fault on its rank, before its step."""
+    """Make train.py inject the fault on the chosen rank, before the chosen step."""
     original = train.train_step
     mark = Path(fault.folder, MARK)
     steps = itertools.count(1)

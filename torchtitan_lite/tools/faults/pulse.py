@@ -1,12 +1,12 @@
 """Test the ranks of a run before it starts: find slow links, and devices that are slow or compute wrong results.
 
-    each rank        the same matmuls of random numbers: seconds, and a checksum that must be equal on all ranks
-    each mesh dim    the same all-gathers in all of its groups at once: seconds
+    each rank        times the same matmuls of random numbers; their checksum must be equal on all ranks
+    each mesh dim    times the same all-gathers, in all groups of the mesh dim at once
 
-Every rank and group is measured in several rounds. Only the fastest round counts, because other processes of the host
-may slow the others. Rank 0 prints the median and the slowest time of both tests, next to what `plan` expects of this
-device. A rank or group far above the median is slow. The checksum of most ranks is right; without a majority, all ranks
-are suspects.
+Every rank and group is measured in several rounds. Only its fastest round counts, because other processes of the host
+may slow a round down. Rank 0 prints the median and the slowest time of both tests, next to the time that `plan` expects
+of this device. A rank or group is reported as slow if its time is far above the median. A rank is reported as wrong if
+its checksum differs from the majority's; if there is no majority, all ranks are reported.
 """
 
 import os
@@ -37,8 +37,9 @@ from torchtitan_lite.tools.check import check, choose_host
 from torchtitan_lite.tools.plan.cluster import CLUSTERS, Cluster, find_row
 from torchtitan_lite.tools.tables import format_table
 
-# By device: rows and dtype of the matrices, number of products, bytes of a rank in a large all-gather, and how many
-# times the median is slow, for products and all-gathers. Ranks on CPUs share the cores, so their times differ.
+# By device: rows and dtype of the matrices, number of products, bytes that a rank contributes to an all-gather, and the
+# largest normal ratio to the median, for products and for all-gathers. Ranks on CPUs share the cores, so their times
+# differ more.
 LOADS = {
     "cuda": (8192, "bfloat16", 300, 2**26, 1.1, 1.1),
     "cpu": (256, "float32", 100, 2**20, 2.0, 4.0),
@@ -54,7 +55,7 @@ class Measured(NamedTuple):
     place: str  # "rank 3 on node7", "tp of ranks [0, 1]"
     seconds: float
     expected_s: float
-    checksum: int = 0  # of the results of matmuls
+    checksum: int = 0  # sum over the results of all matmuls
 
 
 def main(options: Namespace) -> int:
@@ -105,7 +106,7 @@ def measure_rank(args: list[str], folder: Path, spec: RunSpec) -> int:
 
 
 def choose_fastest(rounds: list[Measured]) -> Measured:
-    """Return the fastest round, with the checksum of all rounds."""
+    """Return the fastest round, with the sum of the checksums of all rounds."""
     fastest = min(rounds, key=lambda each: each.seconds)
     return fastest._replace(checksum=sum(each.checksum for each in rounds))
 
@@ -128,7 +129,7 @@ def measure_matmul(place: str, cluster: Cluster, device: torch.device) -> Measur
 def measure_link(
     dim: str, mesh: DeviceMesh, stride: int, cluster: Cluster, device: torch.device
 ) -> Measured:
-    """Return the median time of an all-gather in this rank's group, of LOADS' bytes from each rank. Collective."""
+    """Return the median time of an all-gather in this rank's group. LOADS has the bytes from each rank. Collective."""
     ranks = list_ranks(mesh)
     n_bytes = LOADS[device.type][3]
     own = torch.zeros(n_bytes, dtype=torch.uint8, device=device)
@@ -147,7 +148,7 @@ def judge(
 ) -> tuple[str, list[str]]:
     """Return a table of all measurements, and one sentence for each fault. `rows` has one entry per rank, by rank."""
     matmuls = [row["matmul"] for row in rows]
-    # the checksum of the majority, if there is one
+    # if a majority of ranks has the same checksum, this is the median
     usual = median(each.checksum for each in matmuls)
     found = []
     for each in matmuls:
@@ -156,7 +157,7 @@ def judge(
     table = [("", "median", "slowest", "expected", "the slowest")]
     for what in rows[0]:
         limit = matmul_limit if what == "matmul" else link_limit
-        # Count each place once, because all ranks of a group measure the same link
+        # Count each group once, because all its ranks measure the same link
         measured = {row[what].place: row[what] for row in rows}
         usual_s = median_low(each.seconds for each in measured.values())
         slowest = max(measured.values(), key=lambda each: each.seconds)

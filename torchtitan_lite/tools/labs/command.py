@@ -8,11 +8,11 @@ from torchtitan_lite.tools.environment import continue_with_packages
 from torchtitan_lite.tools.labs import working_copy
 from torchtitan_lite.tools.labs.lab import Lab, compute_answer, find_lab, list_labs, read_quantity
 
-TOLERANCE = 0.02  # of a prediction; a number without unit is a count and must be exact
+TOLERANCE = 0.02  # allowed relative error of a prediction; a count must be exact
 
 
 def main(options: Namespace) -> int:
-    """List or read labs, judge an answer, start or judge work. Return 1 if an answer or the work is wrong, else 0."""
+    """List the labs, print one, judge an answer, or start or judge work. Return 1 if the answer or work is wrong."""
     if options.number is None:
         for lab in list_labs():
             print(f"  {lab.number:2}  {lab.title}")

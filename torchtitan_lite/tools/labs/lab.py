@@ -5,9 +5,9 @@
     <!-- slip gather_bytes 2: a rank already holds one half -->
     <!-- judge: verify --config debug --ranks 2 -->
 
-An answer is the text that matches the pattern in the tool's output, so no answer is stored. A slip is a common mistake:
-the ratio of the wrong to the right answer, and a hint. A judge is a tool, or a Python file of the lab, that ends with
-status 0 if the work is right.
+An answer is the part of the tool's output that matches the pattern, so no file contains the answers. A slip describes a
+common mistake by the ratio of the wrong answer to the right one, and gives a hint. A judge is a tool, or a Python file
+of the lab, that ends with status 0 if the work is right.
 """
 
 import os
@@ -121,7 +121,7 @@ def compute_answer(lab: Lab, name: str) -> Answer:
     command, pattern = lab.questions[name]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     tool = [sys.executable, "-m", "torchtitan_lite", *shlex.split(command)]
-    with tempfile.TemporaryDirectory() as empty:  # without earlier runs
+    with tempfile.TemporaryDirectory() as empty:  # it has no earlier runs
         done = subprocess.run(tool, cwd=empty, env=environment, capture_output=True, text=True)
     printed = re.search(pattern, done.stdout, re.MULTILINE)
     if not printed:

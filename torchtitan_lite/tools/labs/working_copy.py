@@ -1,6 +1,6 @@
 """Make a working copy of the package with a hole or a planted bug. Nothing in the checkout changes.
 
-In a file of functions, a comment above each function names the function that it replaces (`replace_functions`):
+hole.py of a lab has the functions to plant. A comment above each function names the function that it replaces:
 
     # torchtitan_lite/parallel/tensor_parallel.py: RowwiseParallel.forward
     def forward(self, x): ...
@@ -19,12 +19,12 @@ from torchtitan_lite import PACKAGE, REPOSITORY
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.tools.labs.lab import Lab
 
-FOLDERS = ("configs", "assets/tokenizer")  # copied beside the package
+FOLDERS = ("configs", "assets/tokenizer")  # copied too, beside the package
 FILES = ("train.py", "pyproject.toml", "run_train.sh")
 PLACE = re.compile(r"^# (\S+\.py): ([\w.]+)\n", re.MULTILINE)
 HOLE = "hole.py"
 JUDGE = "judge.py"
-OURS = {HOLE, JUDGE, "solution.py", "solution.toml", "__pycache__"}  # not for the learner
+OURS = {HOLE, JUDGE, "solution.py", "solution.toml", "__pycache__"}  # not copied
 
 
 def start(lab: Lab, folder: Path) -> None:
@@ -33,7 +33,7 @@ def start(lab: Lab, folder: Path) -> None:
         raise UserError(f"lab {lab.number} has nothing to write: it is text and questions.")
     if folder.exists():
         raise UserError(f"{folder} exists. Continue there, or delete it to start again.")
-    left_out = shutil.ignore_patterns("__pycache__", "shipped")  # in an installed package
+    left_out = shutil.ignore_patterns("__pycache__", "shipped")  # only installed: "shipped"
     shutil.copytree(PACKAGE, folder / "torchtitan_lite", ignore=left_out)
     for name in FOLDERS:
         shutil.copytree(REPOSITORY / name, folder / name)
@@ -52,7 +52,7 @@ def judge_work(lab: Lab, folder: Path) -> int:
         raise UserError(f"{folder} does not exist. Start with: lab {lab.number} start.")
     command = [sys.executable]
     if lab.judge == JUDGE:
-        # Python imports from the folder of the file it runs.
+        # Python imports from the folder of the file that it runs, so the judge imports the working copy.
         shutil.copy(lab.folder / JUDGE, folder)
         command.append(JUDGE)
     else:
@@ -62,7 +62,7 @@ def judge_work(lab: Lab, folder: Path) -> int:
 
 
 def replace_functions(folder: Path, source: Path) -> None:
-    """Replace functions by the functions in `source`, as the comments above them say."""
+    """Replace functions in `folder` by the functions in `source`. A comment above each names what it replaces."""
     pieces = PLACE.split(source.read_text(encoding="utf-8"))[1:]
     for file, name, function in zip(pieces[0::3], pieces[1::3], pieces[2::3], strict=True):
         replace_function(folder / file, name, function.strip())

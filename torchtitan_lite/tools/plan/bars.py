@@ -1,7 +1,8 @@
-"""Error bars of the forecast for each family of layouts, from published runs of trainers that the fit had not seen.
+"""Error bars of the forecast for each family of layouts.
 
-A stack is the code base of a trainer: all pages about torchtitan are one stack, and so are all pages about NVIDIA's
-Megatron. A family with runs of fewer than three stacks has no error bar.
+The forecast of a published run is compared with its published speed. A stack is the code base of a trainer: all pages
+about torchtitan are one stack, and so are all pages about NVIDIA's Megatron. The constants for this comparison are
+fitted without the runs of the same stack. A family with runs of fewer than three stacks has no error bar.
 """
 
 from typing import NamedTuple
@@ -10,12 +11,12 @@ from torchtitan_lite.tools.plan.workload import Workload
 
 
 class Bar(NamedTuple):
-    """Error of forecasts for published runs. Each fit left out the runs of the same stack."""
+    """Error of the forecasts for the published runs of a family."""
 
-    high: float  # forecast / published: 80 % of the rows are between 1 / high and high
-    median: float  # of |forecast / published - 1|
+    high: float  # for 80 % of the runs, forecast / published is between 1 / high and high
+    median: float  # median of |forecast / published - 1|
     n_stacks: int
-    n_rows: dict[str, int]  # GPU -> number of rows
+    n_rows: dict[str, int]  # GPU -> number of published runs
 
     def widen(self, value: float) -> tuple[float, float]:
         """Return the 80 % range for a forecast of `value`."""
@@ -45,7 +46,7 @@ BARS = {
 def find_family(w: Workload) -> str:
     """Return the family of a workload: a key of BARS.
 
-    HSDP has too few runs for an error bar.
+    HSDP counts as "dense", because it has too few runs for an error bar of its own.
     """
     if w.args.moe:
         return "experts"

@@ -1,17 +1,17 @@
 """Estimate the seconds of one kernel or collective from its size and the constants of the cluster.
 
     matmul (m, k) x (k, n)   2mnk / (peak * efficiency * size) + kernel launch
-      size                   k/(k+256) * w/(w+1), w = mn / (128 * 256 * multiprocessors): waves of tiles
+      size                   k/(k+256) * w/(w+1), with w = mn / (128 * 256 * multiprocessors), the waves of tiles
     elementwise              bytes / memory bandwidth
     collective               bytes / bandwidth + latency of every hop
     overlap                  a collective of c s during w s of compute costs max(0, c - w) + contention * min(c, w)
     launches                 a layer takes at least host_s per kernel
 
-Two terms decide between layouts: small matmuls are slow, and overlap is not free.
+Two of these effects decide between layouts: small matmuls are slow, and overlap is not free.
 
-The comment on each constant names its source. "Fit" means fitted to published runs: one value for all runs, two digits.
-assets/benchmarks/published.py repeats the fit with each trainer (stack) left out in turn. To add a machine, add a row
-to CLUSTERS.
+The comment on each constant names its source. "Fit" means that the constant is fitted to published runs: it has one
+value for all runs, with two digits. assets/benchmarks/published.py repeats the fit with each trainer (stack) left out
+in turn. To add a machine, add a row to ROWS.
 """
 
 from dataclasses import dataclass
@@ -21,8 +21,9 @@ from math import ceil, log2, sqrt
 from torchtitan_lite.config.machine import GIB, MIB, PEAK_BF16_FLOPS, Machine
 
 GB = 10**9
-# ZeRO stage -> bytes that the allocator reserves per byte in use, for this trainer on one GPU. Replayed on a simulated
-# H200 (assets/benchmarks/2026-11-29-no-gpu.md), never run on a GPU. The memory of CUDA without NCCL is assumed
+# ZeRO stage -> bytes that the allocator reserves per byte in use, for this trainer on one GPU. The values come from a
+# replay on a simulated H200 (assets/benchmarks/2026-11-29-no-gpu.md), not from a run on a GPU. OWN_CONTEXT_BYTES, the
+# memory of CUDA without NCCL, is assumed.
 OWN_RESERVE = {1: 1.28, 2: 1.02, 3: 1.25}
 OWN_CONTEXT_BYTES = GIB
 TILE = 128 * 256  # elements of a matmul's result that one multiprocessor computes at a time
@@ -30,22 +31,22 @@ TILE = 128 * 256  # elements of a matmul's result that one multiprocessor comput
 
 @dataclass(frozen=True)
 class Cluster:
-    """Identical GPUs in identical nodes. Bandwidths are bytes/s per GPU, in one direction. Defaults: H100.
+    """Identical GPUs in identical nodes. Bandwidths are bytes/s per GPU, in one direction. The defaults are an H100.
 
     An efficiency is the fraction of the datasheet's number that a large kernel or message reaches.
     """
 
-    name: str  # of the GPU: a value of --gpu
+    name: str  # name of the GPU, a value of --gpu
 
     # nvidia.com, H100 SXM and DGX H100 datasheets: NVLink 900 GB/s, eight cards of 400 Gb/s
     peak_bfloat16: float = PEAK_BF16_FLOPS["H100"]  # dense FLOP/s
     peak_float32: float = 67e12
-    float8_speed: float = 2.0  # float8 FLOP/s per bf16 FLOP/s; 1 if the GPU has no float8 units
+    float8_speed: float = 2.0  # float8 FLOP/s / bf16 FLOP/s; 1 if the GPU has no float8 units
     # memory of one GPU, as nvidia-smi reports it
     memory_bytes: float = 81559 * MIB
     memory_bandwidth: float = 3.35e12
     node_size: int = 8  # GPUs connected by the fast links
-    # inside a node: half of the datasheet's number, which counts both directions
+    # inside a node; half of the datasheet's number, which counts both directions
     link_bandwidth: float = 450 * GB
     network_bandwidth: float = 50 * GB  # between nodes
     n_multiprocessors: int = 132  # each computes one tile at a time
@@ -64,31 +65,33 @@ class Cluster:
     # Triton kernels: flex attention, and llm-foundry's kernel. Fit.
     triton_forward: float = 0.29
     triton_backward: float = 0.18
-    # For elementwise kernels. Fit; STREAM-like copies reach 80 to 90 %
+    # Share of the memory bandwidth that elementwise kernels reach. Fit. Copies as in STREAM reach 80 to 90 %.
     memory_efficiency: float = 0.77
     # 370 of 450 GB/s on H100, 235 of 300 on A100: nccl-tests issue 212
     link_efficiency: float = 0.80
     network_efficiency: float = 0.92  # 46 to 48 GB/s on a 400 Gb/s card: nccl-tests issue 290
-    # Ring, protocol Simple: base, per hop inside a node, per hop between nodes. NCCL, tuning.cc.
+    # Latencies of a ring with the protocol Simple: per collective, per hop in a node, per hop between nodes. Source:
+    # NCCL, tuning.cc.
     latency_s: float = 8.4e-6
     link_latency_s: float = 3.4e-6
     network_latency_s: float = 14e-6
-    # An overlapped collective takes multiprocessors, memory bandwidth and power from compute. Together they take the
-    # longer time plus this fraction of the shorter time: inside a node, and between nodes. Fit.
+    # An overlapped collective takes multiprocessors, memory bandwidth and power from compute. Compute and collective
+    # together take the longer of their times plus this fraction of the shorter one. The second value is for groups that
+    # span nodes. Fit.
     contention: float = 0.30
     network_contention: float = 0.15
-    # Seconds that the host needs to launch an eager kernel; half of it if compiled. Fit. Elementwise operators of
-    # torch took 4 to 6 us on one loaded CPU core, forward or backward, without a GPU driver's part.
+    # Seconds that the host needs to launch an eager kernel. A compiled kernel takes half of this. Fit. For comparison:
+    # elementwise operators of torch took 4 to 6 us on one loaded CPU core, forward or backward, without a GPU driver.
     host_s: float = 10e-6
     # Speed of a grouped matmul over experts, relative to a matmul. Fit.
     grouped_efficiency: float = 0.86
     async_tp_hidden: float = 0.62  # fraction of tp's collectives that async TP hides. Fit.
-    # Bytes that the allocator reserves per byte in use, without and with tp. tp often allocates and frees copies of
-    # hidden states. Fit.
+    # Bytes that the allocator reserves per byte in use, without tp and with tp. With tp, the factor is larger, because
+    # copies of hidden states are often allocated and freed. Fit.
     reserve_factor: float = 1.21
     tp_reserve_factor: float = 1.35
     context_bytes: float = 2 * GIB  # memory of CUDA and NCCL, outside of the allocator. Assumed.
-    clock: float = 1.0  # relative to other machines with this chip
+    clock: float = 1.0  # relative to the usual clock of this chip
 
     @property
     def links(self) -> float:
@@ -115,7 +118,7 @@ class Cluster:
             is_rowwise = float8_recipe == "rowwise"
             efficiency = self.rowwise_efficiency if is_rowwise else self.float8_efficiency
         waves = m * n / (TILE * self.n_multiprocessors)
-        # A result of less than one wave leaves multiprocessors idle, so the kernel splits the inner dim among them.
+        # If the result has less than one wave of tiles, the kernel splits the inner dim to use idle multiprocessors.
         splits = max(1.0, min(1 / waves, sqrt(k / (self.tile_depth * waves))))
         size = k / (k + self.tile_depth * splits) * waves * splits / (waves * splits + 1)
         return 2 * m * n * k / (self.peak(dtype) * self.clock * efficiency * size) + self.kernel_s
@@ -142,10 +145,11 @@ class Cluster:
         return ceil(n / max(1, min(n, self.node_size // stride)))
 
     def find_bandwidth(self, stride: int, n: int) -> float:
-        """Return the bandwidth of a collective in such a group, in bytes/s per rank.
+        """Return the bandwidth of a collective over n ranks that are `stride` ranks apart, in bytes/s per rank.
 
         Between nodes, every rank of a node receives through its own network card and shares the data over the links.
-        Bandwidth falls with the number of nodes: 360, 345, 320, 300, 280, 260 GB/s on 4 to 128 nodes (nccl issue 1229).
+        Bandwidth falls with the number of nodes: 360, 345, 320, 300, 280, 260 GB/s on 4, 8, 16, 32, 64, 128 nodes (nccl
+        issue 1229).
         """
         n_nodes = self.count_nodes(stride, n)
         if n_nodes == 1:
@@ -154,23 +158,24 @@ class Cluster:
         return min(self.links, self.network * n / n_nodes) * max(0.3, 1 - slowdown)
 
     def find_latency(self, stride: int, n: int) -> float:
-        """Return the seconds of a collective on zero bytes in such a group."""
+        """Return the seconds of a collective on zero bytes over n ranks that are `stride` ranks apart."""
         n_nodes = self.count_nodes(stride, n)
         links_s = (n - n_nodes) * self.link_latency_s
         network_s = (n_nodes - 1) * self.network_latency_s
         return self.latency_s + links_s + network_s
 
 
-# GPUs without NVLink between all GPUs of a node: each uses its PCIe slot, version 4, x16. Network: assumed
+# GPUs without NVLink between all GPUs of a node. Each GPU uses its PCIe slot (version 4, x16). The network is assumed.
 without_nvlink = partial(Cluster, link_bandwidth=32 * GB, network_bandwidth=12.5 * GB)
 
-# One row for each --gpu, with the values that differ from H100
+# One row for each value of --gpu, with the constants that differ from the H100's
 ROWS = [
     Cluster("h100"),
-    # nvidia.com, H200 SXM and DGX H200 datasheets: an H100 with 141 GB at 4.8 TB/s, which leaves more power for matmuls
+    # nvidia.com, H200 SXM and DGX H200 datasheets: an H100 with 141 GB at 4.8 TB/s. Its memory leaves more power for
+    # matmuls.
     Cluster("h200", memory_bytes=143771 * MIB, memory_bandwidth=4.8e12, matmul_efficiency=0.75),
-    # nvidia.com, A100 SXM and DGX A100 datasheets: NVLink 600 GB/s, eight cards of 200 Gb/s. torch's default kernel on
-    # A100 is FlashAttention-2: arXiv:2307.08691, figures 5 and 6
+    # nvidia.com, A100 SXM and DGX A100 datasheets: NVLink 600 GB/s, eight cards of 200 Gb/s. torch's default attention
+    # kernel on an A100 is FlashAttention-2: arXiv:2307.08691, figures 5 and 6.
     Cluster(
         "a100-80",
         peak_bfloat16=PEAK_BF16_FLOPS["A100"],
@@ -185,9 +190,9 @@ ROWS = [
         cudnn_forward=0.60,
         cudnn_backward=0.50,
     ),
-    # nvidia.com, DGX B200 datasheet: 1,440 GB and 64 TB/s for 8, NVLink 1.8 TB/s, cards of 400 Gb/s. Efficiencies are
-    # Hopper's, except for attention kernels written for older chips, which keep Hopper's FLOP/s. Only runs with experts
-    # have been compared with this row
+    # nvidia.com, DGX B200 datasheet: 1,440 GB and 64 TB/s for 8 GPUs, NVLink 1.8 TB/s, cards of 400 Gb/s. Efficiencies
+    # are the H100's. Triton's attention kernels were written for older chips, so they are assumed to reach the same
+    # FLOP/s as on the H100. Only runs with experts have been compared with this row.
     Cluster(
         "b200",
         peak_bfloat16=PEAK_BF16_FLOPS["B200"],
@@ -199,8 +204,8 @@ ROWS = [
         triton_forward=0.13,
         triton_backward=0.08,
     ),
-    # Peaks, memory and multiprocessors: from memory, to be compared with NVIDIA's data sheets. Efficiencies: assumed.
-    # No run
+    # Peaks, memory and multiprocessors were written from memory and should be checked against NVIDIA's data sheets. The
+    # efficiencies are assumed. No run has been compared with the next five rows.
     without_nvlink(
         "4090",
         peak_bfloat16=PEAK_BF16_FLOPS["RTX 4090"],
@@ -215,7 +220,7 @@ ROWS = [
         peak_float32=104.8e12,
         memory_bytes=32607 * MIB,
         memory_bandwidth=1.792e12,
-        link_bandwidth=64 * GB,  # version 5
+        link_bandwidth=64 * GB,  # PCIe version 5
         n_multiprocessors=170,
     ),
     without_nvlink(
@@ -235,7 +240,7 @@ ROWS = [
         memory_bandwidth=768e9,
         n_multiprocessors=84,
     ),
-    # The 32 GB model. It has no bfloat16 units, so a matmul in bfloat16 is assumed to run as one in float32
+    # The 32 GB model. It has no bfloat16 units, so a matmul in bfloat16 is assumed to be as fast as one in float32.
     Cluster(
         "v100",
         peak_bfloat16=15.7e12,
@@ -247,11 +252,11 @@ ROWS = [
         network_bandwidth=12.5 * GB,
         n_multiprocessors=80,
     ),
-    # torchtitan's machine of 2024: 96 GB of HBM2e at 2.4 TB/s, and a limit of 500 W, which lowers the clock. 0.88: an
-    # earlier fit, which assets/benchmarks/published.py does not repeat
+    # torchtitan's machine of 2024: 96 GB of HBM2e at 2.4 TB/s, and a limit of 500 W, which lowers the clock. The value
+    # 0.88 is from an earlier fit, which assets/benchmarks/published.py does not repeat.
     Cluster("h100-96", memory_bytes=96 * GB, memory_bandwidth=2.4e12, clock=0.88),
-    # one rank on one core of an x86 server with AVX-512, gloo over loopback: measured, to one digit; free() returns
-    # memory to the system
+    # One rank on one core of an x86 server with AVX-512, and gloo over loopback. The values are measured, to one digit.
+    # The reserve factors are 1, because free() returns memory to the system.
     Cluster(
         "cpu",
         peak_bfloat16=9e10,
@@ -277,14 +282,14 @@ CLUSTERS = {row.name: row for row in ROWS}
 
 
 def describe_node(cluster: Cluster, n_ranks: int) -> Machine:
-    """Return a remote host with `n_ranks` such GPUs."""
-    if cluster.name == "cpu":  # the row describes one core and its share of memory
+    """Return a remote host with `n_ranks` GPUs of the cluster."""
+    if cluster.name == "cpu":  # the row has the memory of one rank
         return Machine("cpu", 1, int(cluster.memory_bytes * n_ranks), "CPU", is_here=False)
     return Machine("cuda", n_ranks, int(cluster.memory_bytes), cluster.name.upper(), is_here=False)
 
 
 def find_row(device_name: str) -> str:
-    """Return the name of the row for a device that the driver calls `device_name`; "h100" if there is no such row."""
+    """Return the name of the row for the device name that the driver reports, or "h100" if no row fits."""
     for name in CLUSTERS:
         chip, _, _ = name.partition("-")
         if chip in device_name.lower():

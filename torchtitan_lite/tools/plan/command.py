@@ -1,4 +1,4 @@
-"""`plan`: print what a layout costs before the job is queued. A closed form, without torch, so it answers at once.
+"""`plan`: print the memory, time and traffic of a layout. It uses formulas and not torch, so it answers at once.
 
     memory      memory.py           bubble, time    the simulated schedule, with durations from step_time.py
     traffic     transfers.py        remarks         settings that waste time or memory, and better values
@@ -40,7 +40,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def list_figures(planned: PlannedRun) -> dict[str, object]:
-    """Return the figures of the plan, for programs. Names end with their unit: bytes, or s for seconds."""
+    """Return the figures of the plan for --json. Names end with the unit: bytes, or s for seconds."""
     speed = planned.forecast.tokens_per_s_per_gpu
     return vars(planned.forecast) | {
         "config_name": planned.config_name,
@@ -92,7 +92,7 @@ def describe_memory(planned: PlannedRun) -> str:
     for name, memory in list_memory(planned).items():
         sizes = [*memory, memory.live, planned.find_most_taken(memory.live)]
         cells = list(map(format_bytes, sizes))
-        if not memory.gradients:  # the peak is during the loss of the only microbatch
+        if not memory.gradients:  # one microbatch, and the peak is at the loss, before backward
             cells[1] = "none yet"
         rows.append((f"  {name}", *cells))
     legend = "at most: with the allocator's reserve and CUDA; upper end of the 80 % range, which must fit"

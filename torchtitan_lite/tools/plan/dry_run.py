@@ -1,15 +1,15 @@
-"""Run step.py as one rank of any number, in one process, with a fake process group and tensors without storage.
+"""Run step.py in one process as one rank of any layout, with a fake process group and tensors without storage.
 
     plan --dry-run, explain   ->   dry_run(planned, pp_rank)   ->   build_run, train_step under a Meter
 
-A dry run calls the same functions as training, with the same arguments. Tests compare the closed form with it: the
-collectives are equal, and memory is within a few percent. Collectives return at once and tensors have no storage
-(fake_world.py), so 16,384 ranks cost no more than one. A step with many microbatches is shortened to a few (`shorten`),
-and compared with the closed form of the short step.
+A dry run calls the same functions as training, with the same arguments. Tests compare it with the closed form of plan:
+the collectives are equal, and memory is within a few percent. Collectives return at once and tensors have no storage
+(fake_world.py), so a dry run for 16,384 ranks costs no more than one for a single rank. `shorten` reduces a step with
+many microbatches to a few, and the dry run is compared with the closed form of this short step.
 
-Scratch memory of kernels is not counted, because no operator returns it. If the dry run is for a GPU, operators save
-the same tensors as the CUDA kernels: no S x S mask, and one kernel per norm. compile is off, so memory is an upper
-bound for a compiled run.
+Scratch memory of kernels is not counted, because no operator returns it. In a dry run for a GPU, operators save the
+same tensors as CUDA kernels do: no S x S mask, and one kernel per norm. compile is off, so the memory is an upper bound
+for a compiled run.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from torchtitan_lite.tools.plan.planned_run import PlannedRun, plan_run
 from torchtitan_lite.tools.plan.transfers import Moved, estimate_traffic
 from torchtitan_lite.tools.tables import format_bytes, format_table
 
-# device of fake tensors, because a CPU build of torch has no CUDA kernels
+# The fake tensors are on the CPU, because a CPU build of torch has no CUDA kernels.
 CPU = torch.device("cpu")
 
 
@@ -50,9 +50,9 @@ def shorten(planned: PlannedRun, n_microbatches: int) -> PlannedRun:
 
 
 def dry_run(planned: PlannedRun, pp_rank: int = 0) -> Meter:
-    """Run one optimizer step of the first rank of a pipeline stage, with all its microbatches.
+    """Run one optimizer step, with all its microbatches, as the first rank of a pp rank's group.
 
-    Return the memory and traffic of the second step, because the first step creates the optimizer state.
+    Return its memory and traffic. The optimizer state exists before the step, as in every step but the first.
     """
     config = with_value(planned.config, "compile.enable", False)
     model_args = planned.model_args
@@ -68,14 +68,14 @@ def dry_run(planned: PlannedRun, pp_rank: int = 0) -> Meter:
             enter(fake_world.gpu_kernels())
         if model_args.moe:
             enter(fake_world.even_experts(planned.workload))
-        # Skip initial weights: they do not matter here, and take as long as a microbatch.
+        # The initial weights do not matter here. Computing them would take as long as a microbatch.
         enter(patch.object(build, "initialize_weights", lambda *args: None))
         enter(fake_world.fake_tensors())
         enter(meter.watching())
         run = build.build_run(config, model_args, layout, mesh, CPU, parts=parts)
         meter.name_modules(parts)
         create_optimizer_state(run.optimizer)
-        for follow_up in run.after_update:  # scales computed by the previous step
+        for follow_up in run.after_update:  # the float8 scales that the previous step would compute
             follow_up()
         meter.restart()
         batch = fake_world.make_batch(layout, config.training.seq_len)
@@ -100,7 +100,7 @@ def find_crash(error: Exception) -> str:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Print the plan, then compare the closed form of a short step with a dry run of one rank per kind of stage."""
+    """Print the plan. Compare the closed form of a short step with dry runs, one for each group of equal pp ranks."""
     status = command.main(options)
     planned = plan_run(options.config_args, options.gpus, options.gpu)
     short = shorten(planned, 2 * planned.layout.pp)

@@ -1,4 +1,4 @@
-"""Print a layout, from dry runs of step.py: the mesh, each rank's weights, and the code line of every collective."""
+"""Print the mesh of a layout, each rank's weights, and the code line of every collective, from dry runs of step.py."""
 
 import argparse
 import re
@@ -19,13 +19,13 @@ from torchtitan_lite.tools.plan.slices import find_slices
 from torchtitan_lite.tools.plan.walk import locate, write_walk
 from torchtitan_lite.tools.tables import format_bytes, format_table, write_file
 
-LAYER = re.compile(r"(layers\.\d+|[^.]*)\.?(.*)")  # an FQN's layer or root module, and the rest
+LAYER = re.compile(r"(layers\.\d+|[^.]*)\.?(.*)")  # splits an FQN after its layer or root module
 FEW = 3  # microbatches of a dry run: the first, one in the middle, the last
 MOST_SHOWN = 8  # with more ranks, only the first two and the last are shown
 
 
 def main(options: argparse.Namespace) -> int:
-    """Print the mesh, and slices and collectives of one rank per kind of stage."""
+    """Print the mesh. For each group of equal pp ranks, print the slices and the collectives of one pp rank."""
     planned = plan_run(options.config_args, options.gpus, options.gpu)
     layout = planned.layout
     n_ranks = layout.world_size
@@ -64,7 +64,7 @@ def main(options: argparse.Namespace) -> int:
 
 def format_parameters(parameters: dict[str, Tensor], ranks: list[int]) -> str:
     """Return a table of the parameter slices on these ranks of a stage. Layers with equal slices share a row."""
-    layers_of = defaultdict(list)  # by row
+    layers_of = defaultdict(list)  # row -> its layers
     for fqn, parameter in parameters.items():
         layer, name = LAYER.fullmatch(fqn).groups()
         slices = tuple(describe_slice(parameter, rank) for rank in ranks)
@@ -93,12 +93,12 @@ def describe_slice(parameter: Tensor, rank: int) -> str:
 
 
 def join_layers(owners: list[str]) -> str:
-    """Return "layers.2-4" for "layers.2", "layers.3", "layers.4", and "layers.4-2" for the order of backward."""
+    """Return "layers.2-4" for "layers.2", "layers.3", "layers.4". In the order of backward, this is "layers.4-2"."""
     return owners[0] if len(owners) == 1 else f"{owners[0]}-{owners[-1].removeprefix('layers.')}"
 
 
 def format_collectives(collectives: list[Collective]) -> str:
-    """Return a table of the collectives in forward, in backward and between. Repeated passes and layers are merged."""
+    """Return a table of the collectives in and between forward and backward. Repeated passes and layers are merged."""
     passes = Counter()
     for phase, calls in groupby(
         collectives, key=lambda call: call.site.phase.replace("recompute", "backward")

@@ -1,9 +1,9 @@
-"""The fake environment of a dry run: a process group without processes, tensors without data, kernels as on a GPU.
+"""Replace the environment for a dry run: a process group without processes, tensors without data, kernels as on a GPU.
 
-fake_group      all ranks, no processes: collectives return at once
-fake_tensors    tensors with shapes only
-static_stages   pipeline stages whose shapes are set in advance
-gpu_kernels     fake CPU tensors: operators save the same tensors for backward as CUDA kernels
+fake_group      a process group of all ranks without processes; its collectives return at once
+fake_tensors    tensors have a shape and no storage
+static_stages   pipeline stages know their shapes in advance
+gpu_kernels     operators save the same tensors for backward as CUDA kernels do
 even_experts    all ep ranks receive the same number of rows
 """
 
@@ -52,7 +52,7 @@ class FakeMode(FakeTensorMode):
         if func is torch.ops.aten._local_scalar_dense.default:  # .item(), bool()
             return 1
         if func is torch.ops._c10d_functional.wait_tensor.default:
-            return args[0]  # as on a device; torch's meta function returns a new tensor
+            return args[0]  # as on a real device; torch's meta function would return a new tensor
         return super().__torch_dispatch__(func, types, args, kwargs or {})
 
 
@@ -63,12 +63,12 @@ def fake_tensors() -> Iterator[None]:
     build_parts = build.build_parts
 
     def infer_unseen(*args):
-        # DTensor infers shapes with fake tensors of the full shape; do not count them.
+        # DTensor infers shapes with fake tensors of the full shape. They must not be counted as memory.
         with _disable_current_modes():
             return infer(*args)
 
     def build_outside(*args):
-        # fully_shard fails on fake tensors, also for a second model of an extension.
+        # fully_shard fails on fake tensors. An extension may also build a second model here.
         with _disable_current_modes():
             return build_parts(*args)
 
@@ -104,7 +104,8 @@ def static_stages(config: Config, model_args: ModelArgs, layout: Layout) -> Iter
         stage = stage_class(
             part, index, n_stages, device, input_args=received, output_args=sent, group=group
         )
-        stage._warmup_forward_vote = lambda *args, **kwargs: torch.ones(1)  # shapes are known
+        # skip the exchange of shapes
+        stage._warmup_forward_vote = lambda *args, **kwargs: torch.ones(1)
         stage._warmup_backward_result = stage._warmup_forward_vote
         return stage
 
@@ -114,7 +115,7 @@ def static_stages(config: Config, model_args: ModelArgs, layout: Layout) -> Iter
 
 @contextmanager
 def even_experts(workload: Workload) -> Iterator[None]:
-    """Context manager: all ep ranks exchange the same number of rows, because fake routes have no values."""
+    """Context manager: all ep ranks exchange the same number of rows. The router's choice is fake and has no values."""
     ep = workload.layout.ep
     sent = [(workload.n_rows + rank) // ep for rank in range(ep)]
     received = [workload.n_rows // ep] * ep
@@ -126,7 +127,10 @@ def even_experts(workload: Workload) -> Iterator[None]:
 
 
 def multiply_fake_groups(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """Replace grouped_mm by bmm: torch's meta function takes bfloat16 only. Recompute also repeats bmm."""
+    """Call bmm instead of grouped_mm unless the dtype is bfloat16, because torch's meta function accepts no other.
+
+    Like grouped_mm, bmm is repeated by recompute.
+    """
     if rows.dtype == torch.bfloat16:
         return F.grouped_mm(rows, matrices, offs=ends)
     return torch.bmm(rows[None], matrices[:1])[0]
@@ -136,11 +140,11 @@ def multiply_fake_groups(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor
 def gpu_kernels() -> Iterator[None]:
     """Context manager: attention without a mask, fused norms and fused updates, as on CUDA.
 
-    On a CPU, F.rms_norm keeps three more tensors of the size of x. Layer norm replaces it: one kernel, which keeps its
-    input and two numbers per row, almost like RMS norm on CUDA.
+    On a CPU, F.rms_norm keeps three more tensors of the size of x than on CUDA. It is replaced by layer norm, which is
+    one kernel and keeps its input and two numbers per row, almost as RMS norm does on CUDA.
     """
     with (
-        # without a mask: a kernel that keeps the same tensors for backward as flex attention
+        # without a mask, attention is a kernel that keeps the same tensors for backward as flex attention
         patch.object(document_attention, "create_mask", lambda *args, **options: None),
         patch.object(windowed_attention, "attend_with_mask", attend_with_sinks),
         patch.object(adamw_bfloat16, "move", lambda *args, **kwargs: None),  # one kernel
@@ -154,6 +158,6 @@ def gpu_kernels() -> Iterator[None]:
 def attend_with_sinks(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sinks: Tensor | None
 ) -> Tensor:
-    """Replaces flex attention with windows and sinks."""
+    """Compute attention without a window, with the memory of flex attention with windows and sinks."""
     out = F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
     return out if sinks is None else out * sinks.sigmoid()[:, None, None].to(out.dtype)

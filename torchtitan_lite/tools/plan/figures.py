@@ -1,4 +1,4 @@
-"""List the memory and the traffic of a plan, which `plan` prints as text and draws in a page."""
+"""List the memory and the traffic of a plan. `plan` prints them as text, and draws them with --html."""
 
 from math import prod
 from typing import NamedTuple
@@ -14,13 +14,13 @@ class Calls(NamedTuple):
     axis: str
     operation: str
     n_calls: float
-    n_bytes: float  # that the rank moves
+    n_bytes: float  # bytes that the rank moves
     where: str
-    seconds: float  # with exclusive use of the links
+    seconds: float  # if nothing else uses the links
 
 
 def list_memory(planned: PlannedRun) -> dict[str, Memory]:
-    """Return the fullest pp rank of each group of equal pp ranks, by name."""
+    """Return the memory of the fullest pp rank in each group of equal pp ranks, by name."""
     rows = {}
     of_ranks = RankMemory(planned.workload)
     for alike in planned.workload.alike:
@@ -32,7 +32,7 @@ def list_memory(planned: PlannedRun) -> dict[str, Memory]:
 
 
 def list_traffic(planned: PlannedRun) -> list[Calls]:
-    """Return the calls of the pp rank that moves most."""
+    """Return the calls of the pp rank that moves the most bytes."""
     layout = planned.layout
     cluster = planned.cluster
     w = planned.workload

@@ -1,6 +1,6 @@
 """Estimate the seconds of one layer on a cluster: its kernels, and the exposed part of its collectives.
 
-    matmuls       by module of the block; tp shards them, ep shards the experts
+    matmuls       estimated for each module of the block; tp shards them, ep shards the experts
     attention     FLOPs of the causal half (backward: 2.5 times), at the efficiency of the attention kernel
     elementwise   norms, rotary, SwiGLU, residual, casts, loss; less if compiled
     tp, ep        not overlapped; async TP hides most of tp
@@ -20,31 +20,31 @@ from torchtitan_lite.config.model_rows import ModuleRow
 from torchtitan_lite.tools.plan.cluster import Cluster
 from torchtitan_lite.tools.plan.workload import LayerKind, Workload
 
-# Tokens. Attention reaches S/(S+300) of its rate, so short sequences are slow. Fit
+# Attention on S tokens reaches S/(S+300) of its full rate, so short sequences are slow. Fit.
 CAUSAL_EDGE = 300
-TILE_ROWS = 128  # of a grouped matmul's result
+TILE_ROWS = 128  # rows of a tile in a grouped matmul's result
 KERNELS_OF_LAYER = {False: 28, True: 14}  # compiled -> elementwise kernels in forward
 KERNELS_OF_EXPERTS = 60  # additional kernels in an MoE layer: router, sorting, all-to-alls, experts
-# compiled -> tensors that these kernels read and write: a norm with a residual addition, SwiGLU, GPT's activation
+# compiled -> tensors that three functions read and write: a norm with a residual addition, SwiGLU, GPT's activation
 TENSORS = {False: (5, 5, 3), True: (4, 3, 2)}
-# The same number for an eager norm that runs operator by operator in fp32, as DTensors do: torch has no rule that
-# shards the fused kernel
+# For an eager norm of a DTensor, this replaces the first number. The norm runs operator by operator in fp32, because
+# torch has no sharding rule for the fused kernel.
 NORM_OP_BY_OP = 21
-# Bytes per element that the kernels of ZeRO++ read and write: around a gather, around a reduction
+# Bytes per element that the kernels of ZeRO++ read and write: before and after a gather, and a reduction
 QWZ_BYTES = 4
 QGZ_BYTES = 48
 LOSS_BYTES = {False: 12, True: 6}  # compiled -> bytes per logit, in each direction
-# Seconds of matmuls (forward, gradients of inputs, gradients of weights), or of waits (forward, backward, recompute)
+# Seconds of matmuls (forward, gradients of inputs, gradients of weights) or of waits (forward, backward, recompute).
 Times = tuple[float, float, float]
 
 
 class Phases(NamedTuple):
-    """Seconds of one microbatch on a rank, including the waits for each mesh axis and the recompute (`again`)."""
+    """Seconds of one microbatch on a rank. The first three include the last five: recompute and waits per mesh axis."""
 
     forward: float = 0.0
     backward_input: float = 0.0
     backward_weight: float = 0.0
-    again: float = 0.0
+    again: float = 0.0  # recompute
     tp: float = 0.0
     cp: float = 0.0
     ep: float = 0.0
@@ -63,7 +63,7 @@ class LayerTime:
     cluster: Cluster
 
     def place(self, axis: str) -> tuple[int, int]:
-        """Return the distance between neighbors in a group of ranks, and the size of the group."""
+        """Return how far apart the ranks of a group of this axis are, and the size of the group."""
         layout = self.workload.layout
         return layout.strides[axis], getattr(layout, axis)
 
@@ -91,8 +91,8 @@ class LayerTime:
         each = rows / n_experts
         of_weights = self.cluster.matmul_time(n_experts * out, into, each, dtype, recipe)
         if dtype == "float8" and n_experts == 1:
-            # A cast reads the tensor twice, to find the maximum and to cast. Gradients of weights need transposed
-            # copies.
+            # A cast reads the tensor twice: to find the maximum, and to cast. The gradients of weights also need
+            # transposed copies.
             cast_s = self.cluster.memory_time(5 * into * (rows + out))
             forward += cast_s
             of_inputs += cast_s
@@ -115,12 +115,11 @@ class LayerTime:
 
     @cached_property
     def attention_times(self) -> tuple[float, float]:
-        """Seconds of a layer's attention, forward and backward. The causal half has 2*T*S*H*E FLOPs in forward."""
+        """Seconds of a layer's attention in forward and backward. Causal attention has 2*T*S*H*E FLOPs in forward."""
         w = self.workload
         cluster = self.cluster
-        _, n_keys = count_keys(
-            w.args, w.seq_len, w.attention_row
-        )  # half of the score matrix, less with windows
+        # n_keys is half of the score matrix, or less with windows
+        _, n_keys = count_keys(w.args, w.seq_len, w.attention_row)
         heads_dim = w.args.n_heads * w.args.head_dim / w.layout.tp
         flops = 4 * w.n_tokens * n_keys / w.args.n_layers * heads_dim
         peak = cluster.peak(w.compute_dtype) * cluster.clock
@@ -131,31 +130,29 @@ class LayerTime:
 
     @property
     def has_slow_norms(self) -> bool:
-        """Whether norms run op by op."""
+        """Whether norms run operator by operator (NORM_OP_BY_OP)."""
         return self.workload.layout.tp > 1 and not self.workload.compiled
 
     @property
     def row_bytes(self) -> float:
-        """Bytes read and written per element of a row of tokens outside of experts.
+        """Bytes read and written per element of a row that is routed to an expert, without the expert's own kernels.
 
-        Rows are copied when sorted, when sorted back, and around the all-to-alls. Eager code sums them in fp32.
+        Rows are copied when they are sorted by expert, when they are sorted back, and before and after the all-to-alls.
+        Eager code sums them in fp32.
         """
         w = self.workload
         return (9 if w.layout.ep > 1 else 5) * w.compute_bytes + 16 * (not w.compiled)
 
     def elementwise_time(self, kind: LayerKind) -> float:
-        """Return the seconds of a layer's elementwise kernels in forward. Eager kernels read and write all tensors.
-
-        c: bytes per element.
-        """
+        """Return the seconds of a layer's elementwise kernels in forward. Eager kernels read and write every tensor."""
         w = self.workload
         args = w.args
-        c = w.compute_bytes
+        c = w.compute_bytes  # per element
         of_norm, of_gate, of_activation = TENSORS[w.compiled]
         if self.has_slow_norms:
             of_norm = NORM_OP_BY_OP
         n_bytes = of_activation * c * kind.products_dim
-        if kind.is_gated:  # with rotary embeddings; eager code rotates in fp32
+        if kind.is_gated:  # also adds rotary embeddings; eager code rotates in fp32
             of_head = 2 * c + of_norm * c * args.qk_norm
             if not w.compiled:
                 of_head += 16
@@ -171,7 +168,7 @@ class LayerTime:
 
     @property
     def dispatch_s(self) -> float:
-        """Seconds of an MoE layer's small kernels in forward, and half of its small kernels in backward.
+        """Seconds of an MoE layer's small kernels in forward. Backward takes twice as long.
 
         The host waits for the counts of rows, so the device waits for each of these launches. No trainer compiles these
         kernels.
@@ -183,8 +180,8 @@ class LayerTime:
     def tensor_parallel_times(self, kind: LayerKind) -> Times:
         """Return the seconds of tp's collectives in the forward, the backward and the recompute of a layer.
 
-        Each gathered tensor has one gradient per colwise matmul. Each eager addition of gradients reads two tensors and
-        writes one.
+        A gathered tensor gets a gradient from each colwise matmul that reads it, and these gradients are added. An
+        eager addition reads two tensors and writes one.
         """
         w = self.workload
         seconds = self.collective_time("tp", w.hidden_bytes) + self.copy_hidden(2)
@@ -202,13 +199,13 @@ class LayerTime:
         )
 
     def copy_hidden(self, n_times: int) -> float:
-        """Return the seconds to read or write gathered hidden states, because DTensor copies them."""
+        """Return the seconds to read or write gathered hidden states `n_times`, for copies that DTensor makes."""
         if self.workload.layout.tp == 1:
             return 0.0
         return self.copy_time(n_times * self.workload.hidden_bytes)
 
     def expert_parallel_times(self, kind: LayerKind) -> Times:
-        """Return the seconds of a layer's all-to-alls over ep: the counts, rows to experts, and their results."""
+        """Return the seconds of a layer's all-to-alls over ep: of row counts, of rows to experts, and of results."""
         if not kind.is_moe or self.workload.layout.ep == 1:
             return 0.0, 0.0, 0.0
         backward = 2 * self.exchange_s
@@ -219,8 +216,8 @@ class LayerTime:
     def exchange_s(self) -> float:
         """Seconds of an all-to-all over ep.
 
-        A rank sends R rows, including rows to itself. Rows for other nodes use the network card of the rank, in
-        parallel with rows inside the node.
+        A rank sends R rows, some of them to itself. Rows for other nodes use the network card of the rank, at the same
+        time as other rows use the links inside the node.
         """
         n = self.workload.layout.ep
         n_near = min(n, self.cluster.node_size)
@@ -232,8 +229,8 @@ class LayerTime:
     def context_parallel_times(self, kind: LayerKind) -> Times:
         """Return the seconds that a layer waits for keys and values.
 
-        An all-gather overlaps with attention on the local shard, 1/cp of the work; a ring overlaps with all work. The
-        reduction of fp32 gradients overlaps with attention's backward in a ring, and otherwise with nothing.
+        An all-gather overlaps with attention on the local shard, which is 1/cp of the attention. A ring overlaps with
+        all of the attention. The reduction of fp32 gradients is overlapped only in a ring.
         """
         w = self.workload
         fetch = self.collective_time("cp", w.keys_values_bytes)
@@ -248,10 +245,10 @@ class LayerTime:
         return forward, backward, forward * kind.average(full=1)
 
     def shard_times(self, kind: LayerKind, forward: float, backward: float) -> tuple[float, float]:
-        """Return the seconds that a layer needs for FSDP in forward (all-gather) and backward (reduce-scatter too).
+        """Return the seconds that a layer waits for FSDP in forward (all-gather) and backward (also reduce-scatter).
 
-        FSDP2 copies gathered parameters out of a buffer, and gradients into a buffer, without overlap. The copies of
-        dense layers are short, and included in the fitted constants.
+        FSDP2 copies gathered parameters out of a buffer, and gradients into a buffer. These copies do not overlap. They
+        are counted for experts only: for dense layers they are short, and the fitted constants include them.
         """
         w = self.workload
         gather = 0.0
@@ -272,9 +269,9 @@ class LayerTime:
     def gather_time(
         self, sizes: Counter[str], spared_bytes: float, *, again: bool = False
     ) -> float:
-        """Return the seconds to all-gather parameters. `sizes`: axis -> number of parameters.
+        """Return the seconds to all-gather parameters. `sizes` maps an axis to the number of parameters.
 
-        `spared_bytes`: bytes that float8 saves. `again`: whether this is the gather in backward.
+        `spared_bytes` are the bytes that a gather in float8 saves. `again` is true for the gather in backward.
         """
         w = self.workload
         seconds = 0.0
@@ -292,7 +289,7 @@ class LayerTime:
         return seconds
 
     def reduce_time(self, sizes: Counter[str]) -> float:
-        """Return the seconds to reduce-scatter gradients. `sizes`: axis -> number of parameters."""
+        """Return the seconds to reduce-scatter gradients. `sizes` maps an axis to the number of parameters."""
         w = self.workload
         seconds = 0.0
         for axis, n_parameters in sizes.items():
@@ -309,7 +306,7 @@ class LayerTime:
     def describe_layer(self, kind: LayerKind) -> Phases:
         """Return the phases of a layer, averaged over its recompute modes.
 
-        Full recompute stops before the last matmul: backward does not need its output.
+        Full recompute leaves out the last matmul, because backward does not need its output.
         """
         w = self.workload
         times = [self.module_times(module) for module in kind.block if module.kind != "norm"]
@@ -333,8 +330,8 @@ class LayerTime:
         wait, wait_back, wait_again = map(sum, zip(*waits, strict=True))
         forward = linear + attend + elementwise + wait
         backward = of_inputs + attend_back + 2 * elementwise + wait_back + again + wait_again
-        # In eager code, the host launches each kernel. Backward launches twice as many kernels as forward: for the
-        # gradients of inputs, and for those of weights.
+        # The host launches each kernel. Backward launches twice as many kernels as forward: one set for the gradients
+        # of inputs, and one for the gradients of weights.
         n_launches = KERNELS_OF_LAYER[w.compiled] + len(kind.block)
         launches = n_launches * self.cluster.host_s / (1 + w.compiled)
         waiting = kind.is_moe and self.dispatch_s

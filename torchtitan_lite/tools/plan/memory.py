@@ -1,14 +1,14 @@
-"""Estimate the peak memory of one rank, in bytes, by a closed form.
+"""Estimate the peak memory of one rank in bytes, with formulas.
 
     at rest      parameters, gradients (fp32) and optimizer state of the rank's stages, sharded over tp and
                  dp_shard x cp; experts are sharded over ep and efsdp
     gathered     full parameters in the compute dtype: two blocks (ZeRO 3), or all blocks (ZeRO 1, 2;
                  in a pipeline, the blocks of three stages)
-    activations  tensors that forward keeps for backward, by recompute mode, times microbatches in flight
+    activations  tensors that forward keeps for backward (depends on the recompute mode), times microbatches in flight
     received     receive buffers of a pipeline; torch allocates them for all microbatches of a step at once
     working      temporary tensors of the block in backward, or the logits and their gradients
 
-These are live bytes, which tests compare with the dry run. The allocator reserves more (Cluster.reserve_factor).
+These are live bytes. Tests compare them with the dry run. The allocator reserves more (Cluster.reserve_factor).
 Legend in workload.py.
 """
 
@@ -27,7 +27,7 @@ from torchtitan_lite.tools.plan.workload import MASTER_BYTES, LayerKind, Stage, 
 
 
 class Memory(NamedTuple):
-    """Bytes that one rank holds at its peak."""
+    """Bytes that are live on one rank at its peak."""
 
     parameters: float
     gradients: float
@@ -43,7 +43,8 @@ class Memory(NamedTuple):
 
 
 Layers = list[tuple[LayerKind, float, float]]  # kind, and the two results of estimate_layer
-Moment = tuple[float, float, float, float]  # bytes: gathered, gradients, activations, working
+# bytes at one moment of a step: gathered, gradients, activations, working
+Moment = tuple[float, float, float, float]
 
 
 @dataclass

@@ -4,12 +4,12 @@
 
 A storage is live from the operator that returns it until it is freed, as in an allocator without fragmentation.
 
-The line and the module of a call come from Python's stack while the operator runs:
+While an operator runs, Python's stack shows who called it:
 
-    FSDPParamGroup.unshard      `self.modules` are the modules            -> module
-    nn.Module._call_impl        `self` is the module                      -> module, phase
-    models/llama3/modules.py:96         the innermost frame of this package       -> line
-    _engine_run_backward        autograd                                  -> phase
+    FSDPParamGroup.unshard        its `self.modules` are the modules        -> module
+    nn.Module._call_impl          its `self` is the module                  -> module, phase
+    models/llama3/modules.py:96   the innermost frame of this package       -> line
+    _engine_run_backward          the call of autograd                      -> phase
 
 In backward, the stack ends in autograd's engine. Autograd numbers its nodes in the order in which forward creates
 them, so the sequence number of the running node identifies the call site in forward.
@@ -54,7 +54,7 @@ OPERATIONS = {  # part of an operator's name, without "_" -> operation
 CALL, ENGINE = nn.Module._call_impl.__code__, torch.autograd.graph._engine_run_backward.__code__
 # A pipeline schedule calls these functions outside of the model.
 FSDP = {"unshard": "forward", "post_backward": "backward"}
-# Helpers: their callers are shown instead
+# Calls in these files are attributed to the callers of these files.
 NO_CALL_SITES = ("parallel/exchange.py", "parallel/tensor_parallel.py", "tools/")
 
 
@@ -64,12 +64,12 @@ class CallSite:
 
     line: str = ""  # "step.py:112"
     module: str = ""  # FQN: "layers.3.attention"
-    phase: str = "between"  # forward, recompute, backward; between: outside of the model
+    phase: str = "between"  # forward, recompute, backward, or between (outside of the model)
 
 
 @cache
 def name_file(code: CodeType) -> str:
-    """Return the path of a call site within this package, such as "step.py"; "" for other code and NO_CALL_SITES."""
+    """Return the path of a file within this package, such as "step.py". Return "" for other code and NO_CALL_SITES."""
     path = Path(code.co_filename)
     name = str(path.relative_to(PACKAGE)) if path.is_relative_to(PACKAGE) else ""
     return "" if name.startswith(NO_CALL_SITES) else name
@@ -81,14 +81,14 @@ class Collective:
 
     operation: str
     axis: str  # mesh dims of the group: "tp", "dp_shard x cp"
-    shape: tuple[int, ...]  # of the whole tensor
+    shape: tuple[int, ...]  # shape of the full tensor
     dtype: str
-    n_bytes: float  # that this rank moves
+    n_bytes: float  # bytes that this rank moves
     site: CallSite
 
 
 def name_operation(func: OpOverload) -> str | None:
-    """Return "all-gather" for "c10d::_allgather_base_" or "_c10d_functional::all_gather_into_tensor"; None if local."""
+    """Return "all-gather" for c10d::_allgather_base_, and None for an operator without communication."""
     if func.namespace not in ("c10d", "_c10d_functional", "_dtensor"):
         return None
     name = func._opname.replace("_", "")
@@ -96,7 +96,7 @@ def name_operation(func: OpOverload) -> str | None:
 
 
 def find_group(args: tuple) -> dist.ProcessGroup:
-    """Return the process group among a collective's arguments: an object, or the last string, which is its name."""
+    """Find the process group in a collective's arguments. It is an object, or its name is the last string."""
     for argument in args:
         if isinstance(argument, torch.ScriptObject):
             return dist.ProcessGroup.unbox(argument)
@@ -107,14 +107,14 @@ def find_group(args: tuple) -> dist.ProcessGroup:
 def measure(
     operation: str, group: dist.ProcessGroup, args: tuple, result: object
 ) -> tuple[Tensor, float]:
-    """Return the whole tensor of a collective, and the bytes that this rank moves."""
+    """Return the full tensor of a collective, and the bytes that this rank moves."""
     tensors = [leaf for leaf in tree_leaves((result, args)) if isinstance(leaf, Tensor)]
     whole = max(tensors, key=Tensor.numel)
     fraction = fraction_moved(operation, group.size())
     if operation == "all-to-all":
         whole = tensors[-1]  # the input
         *_, n_rows = (argument for argument in args if isinstance(argument, list))
-        if n_rows:  # rows for each rank; otherwise all ranks get the same tensor
+        if n_rows:  # rows for each rank; if empty, each rank gets the same number of rows
             fraction = 1 - n_rows[group.rank()] / max(1, sum(n_rows))
     return whole, whole.nbytes * fraction
 
@@ -126,17 +126,17 @@ class Meter(TorchDispatchMode):
         super().__init__()
         self.layout = layout
         self._names: dict[int, str] = {}  # id of a module -> FQN
-        # By autograd's sequence number, ascending
+        # (autograd's sequence number, call site) in forward, ascending
         self._in_forward: list[tuple[int, CallSite]] = [(-1, CallSite())]
         self.collectives: list[Collective] = []
         self.live_bytes = 0
         self.peak_bytes = 0
-        self.parameters: dict[str, Tensor] = {}  # of a dry run, by FQN
+        self.parameters: dict[str, Tensor] = {}  # parameters of the dry run, by FQN
         self._sizes: Counter[int] = Counter()  # address of a live storage -> bytes
 
     @property
     def traffic(self) -> dict[tuple[str, str], Moved]:
-        """(axis, operation) -> calls and bytes of this rank."""
+        """Calls and bytes of this rank, by (axis, operation)."""
         calls = [((call.axis, call.operation), 1, call.n_bytes) for call in self.collectives]
         return sum_moved(calls)
 
@@ -156,7 +156,7 @@ class Meter(TorchDispatchMode):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Context manager: record everything inside. If there is a fake mode, enter it first."""
+        """Context manager: record all operators that run inside. Enter a fake mode before this one."""
         resize = torch.UntypedStorage.resize_
 
         def resize_and_count(storage: torch.UntypedStorage, n_bytes: int) -> None:
@@ -171,7 +171,7 @@ class Meter(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(issubclass(kind, DTensor | AsyncCollectiveTensor) for kind in types):
             return NotImplemented  # these subclasses call the operator again on their plain tensors
-        site = self._find_site()  # for every operator: backward needs the sites of forward
+        site = self._find_site()  # for local operators too: backward needs the sites of forward
         if func in CONTEXT_ATTENTION:
             with self:
                 return CONTEXT_ATTENTION[func](*args, **kwargs)
@@ -213,7 +213,7 @@ class Meter(TorchDispatchMode):
             frame = frame.f_back
         site = CallSite(line, module, phase or outside or "between")
         if phase == "backward" and node is not None:
-            # The first call site in forward after the node got its number
+            # the first call site that forward recorded after it created this node
             at = bisect_left(self._in_forward, node._sequence_nr() + 1, key=itemgetter(0))
             if at < len(self._in_forward):
                 _, forward = self._in_forward[at]

@@ -1,9 +1,10 @@
-"""Pipeline schedules: the actions of each pp rank in one step, in order, and the microbatches in flight. No torch.
+"""List the actions of each pp rank in one step of a pipeline schedule, and count microbatches in flight. No torch.
 
     GPipe, 2 microbatches     pp rank 0: 0F0 0F1 0B0 0B1        pp rank 1: 1F0 1F1 1B0 1B1
 
-F is a forward, B a backward. Some schedules split B into I (gradients of inputs) and W (gradients of weights).
-tests/tools/test_orders.py compares each order with torch.distributed.pipelining, action by action.
+1F0 is the forward (F) of microbatch 0 in stage 1. B is a backward. Some schedules split B into I (gradients of inputs)
+and W (gradients of weights). tests/tools/test_orders.py compares each order with torch.distributed.pipelining, action
+by action.
 
 Sources, arXiv: GPipe 1811.06965; 1F1B 2104.04473; LoopedBFS 2211.05953; zero bubble 2401.10241; DualPipe 2412.19437.
 """
@@ -43,12 +44,11 @@ def list_order(schedule: str, pp: int, n_microbatches: int, n_stages_per_rank: i
 
 
 def list_lengths(pp: int, n_microbatches: int) -> list[tuple[int, int]]:
-    """Return short orders for a long order: number of microbatches and weight of each.
+    """Return short orders that replace a long order, as (number of microbatches, weight) pairs.
 
-    The weighted sum of their results is the result of the long order.
-
-    In a full pipeline, each round of microbatches adds the same time and the same number of microbatches in flight:
-    f(m) = f(a) + k * (f(a + round) - f(a)) for a = m - k * round. An order of at most four rounds is not shortened.
+    A time, or a number of microbatches in flight, of the long order is the weighted sum over the short orders. In a
+    full pipeline, each round of microbatches adds the same amount to it: f(m) = f(a) + k * (f(a + round) - f(a)) for
+    a = m - k * round. An order of at most four rounds is not shortened.
     """
     size = n_microbatches // max(1, n_microbatches // pp)
     n_skipped = (n_microbatches - 3 * size) // size
@@ -65,7 +65,7 @@ def run_stages(stages: Sequence[int], kind: str, microbatches: Sequence[int]) ->
 
 
 def fill_and_drain(rank: int, pp: int, n_microbatches: int, stages: range) -> list[Action]:
-    """GPipe, or LoopedBFS with several stages per rank: all forwards, then all backwards, stage by stage."""
+    """List GPipe, or LoopedBFS with several stages per rank: all forwards, then all backwards, stage by stage."""
     microbatches = range(n_microbatches)
     # Backward starts with the last microbatch in LoopedBFS, and with the first in GPipe.
     backwards = microbatches[::-1] if len(stages) > 1 else microbatches
@@ -81,10 +81,11 @@ def interleave(
     hops: int,
     splits_backward: bool = False,
 ) -> list[Action]:
-    """Interleaved1F1B: forwards fill the pipeline, then forwards and backwards alternate. Microbatches run in rounds.
+    """List Interleaved1F1B: forwards fill the pipeline, then forwards and backwards alternate.
 
-    `hops`: additional warm-up forwards per pp rank after this one. 1F1B has one stage per rank and `hops` = 1. If the
-    backward is split (InterleavedZeroBubble), each W runs `rank` backwards after its I.
+    Microbatches run in rounds. For each pp rank after this one, this rank starts with `hops` more forwards. 1F1B has
+    one stage per rank and `hops` = 1. If the backward is split (InterleavedZeroBubble), each W runs `rank` backwards
+    after its I.
     """
     size = n_microbatches // max(1, n_microbatches // pp)
     forwards = []
@@ -107,9 +108,12 @@ def interleave(
 
 
 def run_steps(rank: int, pp: int, steps: str) -> list[Action]:
-    """Return the actions of steps such as "aF bI bW": a and b are the arms of a V. Each runs the next microbatch."""
+    """Return the actions of steps such as "aF bI bW". a and b are this rank's stages in the two arms of a V.
+
+    Each step runs the next microbatch of its stage and kind.
+    """
     stages = {"a": rank, "b": 2 * pp - 1 - rank}
-    n_done: Counter[tuple[str, str]] = Counter()  # by arm and half
+    n_done: Counter[tuple[str, str]] = Counter()  # (arm, half of an action) -> number
     row = []
     for arm, kind in steps.split():
         halves = HALVES[kind]
@@ -120,9 +124,9 @@ def run_steps(rank: int, pp: int, steps: str) -> list[Action]:
 
 
 def zero_bubble_v(rank: int, pp: int, n_microbatches: int, stages: range) -> list[Action]:
-    """ZBVZeroBubble: forwards fill both arms, then F, I and W alternate, then I runs before the remaining W."""
+    """List ZBVZeroBubble: forwards fill both arms, then F, I and W alternate, then I runs before the remaining W."""
     n_after = pp - rank - 1  # ranks after this one
-    # Minimum of the pattern. Extra microbatches are dropped at the end.
+    # The pattern needs at least 2 * pp - 1 microbatches. Microbatches that do not exist are dropped at the end.
     n_filling = max(2 * pp - 1, n_microbatches)
     steps = "aF " * (2 * n_after + 1)
     steps += "bF aF " * rank
@@ -138,7 +142,7 @@ def zero_bubble_v(rank: int, pp: int, n_microbatches: int, stages: range) -> lis
 
 
 def dual_pipe_v(rank: int, pp: int, n_microbatches: int, stages: range) -> list[Action]:
-    """DualPipeV: forwards of one arm alternate with backwards of the other. The last backwards are split."""
+    """List DualPipeV: forwards of one arm alternate with backwards of the second arm. The last backwards are split."""
     n_after = pp - rank - 1  # ranks after this one
     steps = "aF aF " * n_after
     steps += "aF bF " * (rank + 1)
@@ -151,7 +155,7 @@ def dual_pipe_v(rank: int, pp: int, n_microbatches: int, stages: range) -> list[
     split = last[rank + 1 :]
     for arm in split:
         steps += f"{arm}I "
-    weights = split + "a" * n_after  # ordered like their I
+    weights = split + "a" * n_after  # each W in the order of its I
     for arm in weights[:n_after]:
         steps += f"{arm}W aI "
     for arm in weights[n_after:]:
@@ -178,21 +182,21 @@ ORDERS: dict[str, Callable[..., list[Action]]] = {  # names as in torch
 #         |       `-- stage 2 has gradients
 #         `-- 4 microbatches in flight at most
 
-# Stages that have gradients -> the most microbatches in flight meanwhile, by (stage, last action: F or I)
+# set of stages that have gradients -> most microbatches in flight at that time, by stage and last action (F or I)
 InFlight = dict[frozenset[int], Counter[tuple[int, str]]]
 # Between the two halves of a split backward, a microbatch also holds the gradients of the outputs of norms and linear
 # layers: in a block of Llama 8B, 264 KiB per token instead of 164.
 WAITING = 1.6
 STAGES_GATHERED = 3  # torch gathers the next three stages of a pp rank, and frees the others
-# kind -> changes of the number of microbatches in flight, by last action
+# kind of an action -> changes of the numbers of microbatches whose last action was of each kind
 CHANGES = {"F": {"F": 1}, "B": {"F": -1}, "I": {"F": -1, "I": 1}, "W": {"I": -1}}
 
 
 def count_in_flight(row: list[Action]) -> InFlight:
     """Return the numbers of microbatches in flight on a pp rank at its possible peaks.
 
-    From F to its backward, a microbatch holds its activations. Between I and W, it holds WAITING times these bytes. A
-    stage reduces its gradients after its last W.
+    From its F to its backward, a microbatch holds its activations. Between I and W, it holds WAITING times these bytes.
+    A stage reduces its gradients after its last B or W.
     """
     to_come = Counter(action.stage for action in row if action.kind in "BW")
     held: Counter[tuple[int, str]] = Counter()

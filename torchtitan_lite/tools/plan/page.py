@@ -1,6 +1,6 @@
-"""Draw a layout as one page: the slices of each rank, the pipeline, memory, time, bytes, and the next better layout.
+"""Draw a layout as one page: the slices of each rank, the pipeline, memory, time, traffic, and faster layouts.
 
-Used by `plan --html` and by `report`, which adds what a run measured. Figures come from the closed form.
+`plan --html` writes this page. `report` adds the measurements of a run. All other figures come from formulas.
 """
 
 import shlex
@@ -28,8 +28,8 @@ from torchtitan_lite.tools.plan.slices import choose_shown, find_slices
 from torchtitan_lite.tools.plan.timeline import draw_timeline, simulate
 from torchtitan_lite.tools.tables import format_bytes, format_seconds
 
-FEW_RANKS = 16  # up to this number of ranks, cards have text
-# Left end and width of the boxes of a card
+FEW_RANKS = 16  # cards have text if the page shows at most this number of ranks
+# left end and width of each box in a card
 WEIGHT_X = (1.0, 27.0)
 TOKENS_X = (33.0, 36.0)
 EXPERTS_X = (74.0, 7.0)
@@ -122,7 +122,7 @@ def draw_forecast(planned: PlannedRun) -> str:
 
 
 def draw_layout(planned: PlannedRun) -> Iterator[str]:
-    """Draw each part of the page: mesh, pipeline, memory, time, bytes, remarks."""
+    """Draw the parts of the page: mesh, pipeline, memory, time, traffic, remarks."""
     yield draw_mesh(planned)
     if planned.layout.pp > 1:
         yield draw_pipeline(planned)
@@ -149,9 +149,8 @@ def draw_mesh(planned: PlannedRun) -> str:
     weight = choose_weight(args)
     shown = choose_shown(layout)
     n_shown = prod(map(len, shown.values()))
-    rows = [
-        dim for dim in layout.used_dims[:-1] if dim != "pp"
-    ]  # coordinates on these dims; each gets a line of cards
+    # each coordinate on these dims gets a line of cards
+    rows = [dim for dim in layout.used_dims[:-1] if dim != "pp"]
     dim = layout.used_dims[-1] if layout.used_dims else "tp"
     sections = []
     for pp in shown["pp"]:
@@ -260,10 +259,10 @@ def draw_box(
     rows: range = range(1),
     n: int = 1,
 ) -> str:
-    """Draw `rows` of `n` as part of a box. `x`: left end and width."""
+    """Draw the part of a box that shows `rows` of `n`. `x` is its left end and its width."""
     left, width = x
     y = 1 + 40 * rows.start / n
-    height = max(bool(rows), 40 * len(rows) / n)  # a few rows of many are visible too
+    height = max(bool(rows), 40 * len(rows) / n)  # at least 1, to be visible
     at = f'x="{left:.1f}" width="{width:.1f}" y="{y:.1f}" height="{height:.1f}"'
     return f'<rect class="{look}" color="{color}" {at}/>'
 
@@ -303,7 +302,7 @@ def draw_memory(planned: PlannedRun) -> str:
     memories = list_memory(planned)
     live = max(memory.live for memory in memories.values())
     length = 1.02 * max(capacity, planned.taken_bytes)
-    is_small = live < length / 20  # then the bar shows only live memory
+    is_small = live < length / 20  # if so, the bar shows only live memory
     if is_small:
         length = live
     bars = ""
@@ -324,7 +323,7 @@ def draw_memory(planned: PlannedRun) -> str:
 
 
 def draw_time(planned: PlannedRun) -> str:
-    """Draw the parts of a step, and for each axis the communication that is exposed and that is hidden."""
+    """Draw the parts of a step, and for each axis the exposed and the hidden communication."""
     parts_s = planned.forecast.parts_s
     length = planned.forecast.step_time_s
     parts = []

@@ -1,4 +1,4 @@
-"""Describe a run on a cluster: config + number of GPUs -> layout -> Workload -> memory and time."""
+"""Describe a run on a cluster: from the config and the number of GPUs to layout, Workload, memory and time."""
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
@@ -69,7 +69,7 @@ def describe_workload(config: Config, args: ModelArgs, layout: Layout) -> Worklo
 
 @lru_cache
 def count_recompute(section: ActivationCheckpoint, args: ModelArgs) -> dict[bool, Counter]:
-    """Count the layers by recompute mode, separately for dense layers (False) and layers with experts (True)."""
+    """Return is_moe -> recompute mode -> number of layers."""
     counts = defaultdict(Counter)
     for layer, mode in plan_recompute(section, range(args.n_layers)).items():
         counts[args.is_moe(layer)][mode] += 1
@@ -84,7 +84,7 @@ def choose_float8(args: ModelArgs, section: Float8, tp: int) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run on a cluster, with a valid config, and its costs there."""
+    """A run with a valid config on a cluster, and what it costs there."""
 
     config_name: str
     config: Config
@@ -104,7 +104,7 @@ class PlannedRun:
         return planned
 
     def find_most_taken(self, live_bytes: float) -> float:
-        """Return the memory of a GPU at the upper end of the error bar, if a rank has `live_bytes` in use."""
+        """Return the memory that `live_bytes` take on a GPU, with the reserve, at the upper end of the error bar."""
         cluster = self.cluster
         if self.has_own_reserve:
             return live_bytes * OWN_RESERVE[self.layout.zero_stage] + OWN_CONTEXT_BYTES
@@ -131,7 +131,7 @@ class PlannedRun:
 
     @property
     def has_own_reserve(self) -> bool:
-        """Whether to use this trainer's own allocator reserve: on one GPU, because published runs have several."""
+        """Whether to use the allocator's reserve of this trainer. True on one GPU: published runs have several GPUs."""
         return self.layout.world_size == 1 and self.cluster.name != "cpu"
 
     @cached_property
@@ -170,7 +170,7 @@ class PlannedRun:
 
 
 def read_target(args: list[str], n_gpus: int | None) -> tuple[UserConfig, ModelArgs, int]:
-    """Return a config with its model, and the number of ranks. Raises ConfigError with all problems.
+    """Return the config, its model and the number of ranks. Raises ConfigError with all problems.
 
     If n_gpus is None, the number of ranks is the product of the degrees, or 2 if a degree is automatic.
     """
@@ -182,7 +182,7 @@ def read_target(args: list[str], n_gpus: int | None) -> tuple[UserConfig, ModelA
 
 
 def plan_run(args: list[str], n_gpus: int | None, gpu: str) -> PlannedRun:
-    """Return the run for these config arguments on GPUs of this row of CLUSTERS. See `read_target`."""
+    """Return the run of the config arguments `args` on GPUs of the type `gpu`. For `n_gpus`, see `read_target`."""
     given, model_args, n_ranks = read_target(args, n_gpus)
     layout = plan_layout(given.config, model_args, n_ranks)
     config = resolve_config(given.config, layout, "cpu" if gpu == "cpu" else "cuda")

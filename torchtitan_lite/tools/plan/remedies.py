@@ -1,4 +1,4 @@
-"""Remarks of `plan`: settings that waste time or memory, each with a better value, and unmodeled features."""
+"""List the remarks of `plan`: settings that waste time or memory, each with a better value, and unmodeled features."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -14,11 +14,11 @@ from torchtitan_lite.tools.plan.cluster import Cluster
 from torchtitan_lite.tools.plan.planned_run import PlannedRun
 from torchtitan_lite.tools.plan.unmodeled import list_unmodeled
 
-MOST_IDLE = 0.15  # fraction of a step
-LEVERS = [  # settings that take less memory, sorted by the time they cost
+MOST_IDLE = 0.15  # a larger fraction of a step without compute gets a remark
+LEVERS = [  # settings that save memory; those that cost the least time come first
     ("training.loss_chunk_tokens", 1024),
     ("parallelism.zero_stage", 3),
-    # op also repeats the gathers of norm outputs over tp
+    # selective recompute also repeats the gathers of norm outputs over tp
     ("activation_checkpoint.mode", "selective"),
     ("activation_checkpoint.mode", "full"),
     ("parallelism.pipeline_parallel_degree", 4),
@@ -40,7 +40,7 @@ DEGREES = (
 
 
 def list_remarks(planned: PlannedRun) -> list[str]:
-    """Return all remarks."""
+    """Return the remarks about a run."""
     cluster = planned.cluster
     expected = planned.forecast
     remarks = warn_of_bubble(planned, expected.bubble)
@@ -96,7 +96,10 @@ def list_faster(planned: PlannedRun) -> list[tuple[str, ...]]:
 
 
 def warn_of_bubble(planned: PlannedRun, bubble: float) -> list[str]:
-    """Suggest more microbatches or stages. The bubble is about h/(v*m + h), h >= p-1: solve for h, then for v*m."""
+    """Suggest more microbatches or stages.
+
+    The bubble is about h/(v*m + h) with h >= p-1. Compute h from the forecast bubble, and v*m from h and MOST_IDLE.
+    """
     if bubble <= MOST_IDLE:
         return []
     layout = planned.layout

@@ -1,6 +1,6 @@
 """`plan --search`: rank all layouts of a model that `check` accepts, by forecast step time.
 
-    degrees x schedule x microbatch x ZeRO stage x recompute  ->  check's rules  ->  memory  ->  closed form, simulated
+    degrees x schedule x microbatch x ZeRO stage x recompute  ->  check's rules  ->  memory  ->  simulated step time
 
 Layouts that fit in memory are simulated in the order of a lower bound on their step time. The search stops when the
 next bound exceeds the step time of the N_BEST-th layout, so the result equals an exhaustive search.
@@ -62,7 +62,7 @@ def list_candidates(
 def list_proposals(
     config: Config, model_args: ModelArgs, world_size: int, node_size: int
 ) -> Iterator[Config]:
-    """Yield every layout to try. tp stays within a node; dp_shard is all of dp, 64, or 8."""
+    """Yield the config of every layout to try. tp stays within a node, and dp_shard is equal to dp, 64 or 8."""
     n_layers = model_args.n_layers
     n_experts = model_args.moe.n_experts if model_args.moe else 1
     degrees = plan_degrees(config.parallelism, world_size)
@@ -105,7 +105,7 @@ def list_proposals(
                 pipeline_parallel_schedule=schedule,
                 pipeline_parallel_layers_per_stage=layers,
             )
-            # Some schedules would refuse the recompute mode of the config. list_candidates tries the modes.
+            # Some schedules would refuse the config's recompute mode. list_candidates tries all recompute modes.
             yield replace(
                 config,
                 training=training,
@@ -115,7 +115,7 @@ def list_proposals(
 
 
 def list_schedules(config: Config, pp: int, n_layers: int) -> list[tuple[str, int | None]]:
-    """Return every schedule with its layers per stage, or with None if the schedule sets the number of stages."""
+    """Return (schedule, layers per stage) pairs. The second is None if the schedule sets the number of stages."""
     section = config.parallelism
     if pp == 1:
         return [(section.pipeline_parallel_schedule, None)]
@@ -124,7 +124,7 @@ def list_schedules(config: Config, pp: int, n_layers: int) -> list[tuple[str, in
     pairs = []
     for name, schedule in SCHEDULES.items():
         if schedule.splits_backward and config.compile.enable:
-            continue  # features.py refuses it on every layout
+            continue  # features.py refuses compile with these schedules
         layers_per_stage = {None}
         if schedule.most_stages_per_rank is None:
             layers_per_stage = {ceil(weight / pp / n_stages) for n_stages in STAGES_PER_RANK}
@@ -150,9 +150,10 @@ def rank(fitting: list[PlannedRun], n_best: int = N_BEST) -> list[PlannedRun]:
 
 
 def is_common(planned: PlannedRun) -> bool:
-    """Return whether such layouts are common in publications.
+    """Return whether layouts like this one are common in publications.
 
-    Common are cp only for long sequences, 1F1B on up to 16 pp ranks, ep inside a node, and ep for models with experts.
+    Common layouts use cp only for long sequences, 1F1B on up to 16 pp ranks, and ep only for models with experts and
+    only inside a node.
     """
     w = planned.workload
     layout = w.layout
@@ -164,7 +165,7 @@ def is_common(planned: PlannedRun) -> bool:
 
 
 def explain_common(common: list[PlannedRun], best: Forecast) -> str:
-    """Return a text: the fastest common layout, and why it is slower than the best layout."""
+    """Describe the fastest common layout, and why it is slower than the best layout."""
     if not common:
         return "No layout of the kind that is commonly published fits."
     (planned,) = rank(common, 1)

@@ -1,11 +1,11 @@
-"""Find the slice of a weight and the tokens that each rank holds, for pictures of a layout. Numbers only, no torch.
+"""Find which rows of a weight and which tokens each rank has, for pictures of a layout. Does not need torch.
 
-              held all the time                             in use, after a gather
+              stored all the time                           in use, after a gather
     weight    rows between steps: 1/(tp x fsdp)             rows while the block runs: gathered over dp_shard x cp
     tokens    positions between matmuls: 1/(cp x tp)        positions in matmuls: gathered over tp
     experts   1/(ep x efsdp)                                1/ep, gathered over efsdp
 
-explain.py prints the same slices of every parameter from a dry run. A test compares both results.
+explain.py prints the same slices for every parameter, from a dry run. A test compares the two results.
 """
 
 from math import ceil
@@ -18,11 +18,11 @@ MOST_RANKS = 64  # a picture shows at most this number of ranks
 
 
 class Slices(NamedTuple):
-    """One rank's slices of three things: a weight whose output features tp splits, a batch, the experts of a layer."""
+    """The slices that one rank has of a colwise weight, of a batch, and of the experts of a layer."""
 
     held_rows: range  # rows of the weight
     used_rows: range
-    sequences: range  # of the global batch
+    sequences: range  # sequences of the global batch
     held_tokens: list[range]
     used_tokens: list[range]
     experts: range
@@ -45,7 +45,7 @@ def find_slices(layout: Layout, rank: int, n_rows: int, seq_len: int, n_experts:
         used_tokens = []
         for piece in (cp, 2 * layout.cp - 1 - cp):
             used_tokens.append(cut(range(seq_len), 2 * layout.cp, piece))
-    own = cut(range(seq_len // layout.cp), layout.tp, tp)  # in the concatenated pieces
+    own = cut(range(seq_len // layout.cp), layout.tp, tp)  # indices into the concatenated pieces
     held_tokens = []
     start = 0
     for piece in used_tokens:

@@ -15,8 +15,8 @@ from torchtitan_lite.tools.plan.orders import Action, list_lengths, list_order
 from torchtitan_lite.tools.plan.timeline import simulate
 
 # ZeRO stage -> bytes that FSDP reads and writes per parameter if nothing is sharded: per step, and per microbatch. FSDP
-# casts and copies weights, and concatenates, copies and adds gradients. Recorded with float32 weights
-# (assets/benchmarks/2026-11-29-no-gpu.md). bfloat16 weights move 6 bytes less per microbatch under ZeRO 3
+# casts and copies weights, and concatenates, copies and adds gradients. The numbers were recorded with float32 weights
+# (assets/benchmarks/2026-11-29-no-gpu.md). With bfloat16 weights, ZeRO 3 moves 6 bytes less per microbatch.
 COPIED_BYTES = {1: (22, 10), 2: (-2, 26), 3: (-12, 46)}
 
 
@@ -28,7 +28,7 @@ class Forecast:
     parts_s: dict[str, float]  # "compute", "bubble", ... -> seconds, averaged over pp ranks
     bubble: float  # idle fraction of a step, averaged over pp ranks
     tokens_per_s_per_gpu: float
-    # Model FLOP/s divided by the bf16 peak (fp32 runs: the fp32 peak), with full and with causal attention
+    # Model FLOP/s, counted with full and with causal attention, divided by the peak of the compute dtype
     mfu_full: float
     mfu_causal: float
 
@@ -38,7 +38,7 @@ class StepTime(LayerTime):
 
     @cached_property
     def stages(self) -> list[Phases]:
-        """The phases of each stage: its layers and head. The time of the embedding is negligible."""
+        """The phases of each stage, for its layers and its head. The time of the embedding is negligible."""
         kinds = self.workload.kinds
         phases = [*map(self.describe_layer, kinds), self.describe_head()]
         found = {}
@@ -101,7 +101,7 @@ class StepTime(LayerTime):
 
     @cached_property
     def copies_s(self) -> float:
-        """Seconds of FSDP's copies, without overlap, in a step if nothing is sharded, on the fullest rank."""
+        """Seconds of FSDP's copies in a step, on the fullest rank, if nothing is sharded. They do not overlap."""
         w = self.workload
         if w.layout.fsdp > 1 or w.is_whole:
             return 0.0
@@ -118,8 +118,8 @@ class StepTime(LayerTime):
     def update_time(self, pp_rank: int) -> float:
         """Return the seconds of the optimizer on one pp rank.
 
-        The norm reads the gradient; the update reads gradient, weight and moments, and writes weight and moments. In
-        each round of Muon, the all-to-alls and the Newton-Schulz of the largest matrix overlap with nothing.
+        The gradient norm reads the gradient. The update reads gradient, weight and moments, and writes weight and
+        moments. In each round of Muon, neither the all-to-alls nor the Newton-Schulz of the largest matrix overlap.
         """
         w = self.workload
         n_parameters = w.at_rest[pp_rank]
@@ -137,9 +137,10 @@ class StepTime(LayerTime):
 
     @cached_property
     def lower_bound_s(self) -> float:
-        """Lower bound on the step time: a rank waits for its first microbatch, then is never idle.
+        """Lower bound on the step time: a rank waits for its first microbatch, and is never idle after that.
 
-        The last backwards of earlier stages come later, unless they overlap with this rank's last gradients of weights.
+        Unless the backward is split, the bound also has the time in which the last backward runs through the earlier
+        stages. In a split backward, this can overlap with the rank's last gradients of weights.
         """
         layout = self.workload.layout
         splits_backward = SCHEDULES[self.workload.schedule].splits_backward
@@ -149,14 +150,14 @@ class StepTime(LayerTime):
             passes.append(phases.forward + after)
         fills = [0.0, *accumulate(passes)]
         bounds = []
-        for *_, rank in self.workload.alike:  # of equal ranks, the last starts latest
+        for *_, rank in self.workload.alike:  # the last rank of a group starts latest
             indices = layout.stages_of(rank)
             busy = sum(self.stages[index].total for index in indices)
             bounds.append(fills[indices[0]] + layout.n_microbatches * busy)
         return max(bounds) + self.once_s + self.copies_s + self.optimizer_s
 
     def forecast(self) -> Forecast:
-        """Forecast one step from short orders (list_lengths)."""
+        """Forecast one step by simulating shorter ones (orders.list_lengths)."""
         w = self.workload
         layout = w.layout
         end_time = 0.0

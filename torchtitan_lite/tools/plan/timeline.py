@@ -1,10 +1,10 @@
-"""Simulate a pipeline schedule: when each action runs, the bubble, a picture.
+"""Simulate a pipeline schedule: compute when each action runs and how long ranks are idle, and draw a picture.
 
-    pp rank 0  F0F1....B0--F2B1--F3B2--..B3--    F forward, B backward, or its halves: I gradients of inputs,
-    pp rank 1  ..F0B0--F1B1--F2B2--F3B3--....    W gradients of weights. Dots are idle time: the bubble
+    pp rank 0  F0F1....B0--F2B1--F3B2--..B3--    F is a forward, B a backward. A backward can be split into I (gradients
+    pp rank 1  ..F0B0--F1B1--F2B2--F3B3--....    of inputs) and W (gradients of weights). Dots are idle time: the bubble
 
 With p pp ranks, v stages per rank and m microbatches, the bubble is (p-1)/(v*m+p-1) of a step, if stages are equal, B
-takes 2F and sends take no time. The often quoted (p-1)/m is idle time over *ideal* time.
+takes as long as two F, and sends take no time. The often quoted (p-1)/m is idle time divided by *ideal* time.
 """
 
 from collections import deque
@@ -75,7 +75,8 @@ def simulate(order: Order, seconds_of: Callable[[Action], float], send_s: float 
 def list_needs(action: Action, last_stage: int) -> set[tuple[int, str, int]]:
     """Return the work that an action waits for.
 
-    F waits for the previous stage, a backward for its F and the next stage, and W for its I.
+    F waits for the F of the previous stage. B or I waits for its F and for the backward of the next stage. W waits for
+    its I.
     """
     stage, kind, microbatch = action
     if kind == "W":

@@ -1,20 +1,21 @@
-"""Compute the bytes that one rank moves in one step, by a closed form. A dry run records the same calls (meter.py).
+"""Compute the bytes that one rank moves in one step, with formulas. A dry run records the same calls (meter.py).
 
     axis              tensors                                           number of calls
-    tp                hidden states (B, S/cp, D)                        4 per layer and microbatch, 2 in an MoE layer,
+    tp                hidden states (B, S/cp, D)                        4 per layer and microbatch (2 in an MoE layer),
                                                                         plus recompute
     ep                rows of tokens, results of experts, gradients     4 per MoE layer and microbatch, plus recompute
     efsdp             parameters and gradients of experts and routers   as dp_shard x cp
     cp                keys and values, and their gradients              2 or 3 per layer and microbatch
-    dp_shard x cp     parameters (compute dtype or float8), gradients   by ZeRO stage: once per microbatch or step
-                      (fp32), largest values of float8 weights
+    dp_shard x cp     parameters (compute dtype or float8), gradients   once per microbatch or once per step, depending
+                      (fp32), largest values of float8 weights          on the ZeRO stage
     dp_replicate      the local shard of the gradients                  once per step
     dp_shard x cp, tp slices of the matrices that Muon updates          2 per round (extensions/muon.py)
     pp                hidden states (B, S/cp/tp, D), their gradients    once per microbatch and stage boundary
 
-With P bytes in the whole tensor and n ranks, an all-gather, reduce-scatter or all-to-all moves P(n-1)/n, an all-reduce
-2P(n-1)/n, a broadcast, send or receive P. Tiny all-reduces (token count, loss, gradient norm) are counted too, because
-tests compare the closed form and the dry run to the byte. parallel/ explains why each collective is needed.
+For a full tensor of P bytes and n ranks, an all-gather, reduce-scatter or all-to-all moves P(n-1)/n bytes per rank, an
+all-reduce 2P(n-1)/n, and a broadcast, send or receive P. Tiny all-reduces (token count, loss, gradient norm) are
+counted too, because tests require that the formulas and the dry run agree to the byte. parallel/ explains why each
+collective is needed.
 """
 
 import re
@@ -28,19 +29,19 @@ from torchtitan_lite.config.model_rows import ModuleRow
 from torchtitan_lite.tools.plan.orders import count_gathers
 from torchtitan_lite.tools.plan.workload import MASTER_BYTES, Group, LayerKind, Stage, Workload
 
-# Axis -> its mesh dims, if there are several
+# axis -> mesh dims, for axes of several mesh dims
 DIMS = {
     "fsdp": ("dp_shard", "cp"),
     "dp": ("dp_replicate", "dp_shard", "cp"),  # ranks that read different tokens
     "loss": ("pp", "dp_replicate", "dp_shard", "cp"),
     "world": MESH_DIMS,
 }
-NAMES = re.compile("e?fsdp_[a-z]+|pp|dp_replicate|dp_shard|efsdp|ep|cp|tp")  # of mesh dims
-Call = tuple[str, str, float, float]  # axis, operation, number of calls, bytes of the whole tensor
+NAMES = re.compile("e?fsdp_[a-z]+|pp|dp_replicate|dp_shard|efsdp|ep|cp|tp")  # mesh dims
+Call = tuple[str, str, float, float]  # axis, operation, number of calls, bytes of the full tensor
 
 
 class Moved(NamedTuple):
-    """Calls and bytes of one rank in one step, for example over one mesh axis."""
+    """Number of calls and bytes of one rank in one step, for one kind of call."""
 
     n_calls: int
     n_bytes: float
@@ -62,7 +63,7 @@ def fraction_moved(operation: str, n_ranks: int) -> float:
 
 
 def name_axis(layout: Layout, description: str) -> str:
-    """Return the mesh dims in a group's description, such as "mesh_dp_shard_cp"; all dims for the default group."""
+    """Return "dp_shard x cp" for the group description "mesh_dp_shard_cp", and all dims for the default group."""
     return " x ".join(NAMES.findall(description) or layout.used_dims)
 
 
@@ -71,7 +72,7 @@ def estimate_traffic(w: Workload, pp_rank: int) -> dict[tuple[str, str], Moved]:
     layout = w.layout
     n_gathers = count_gathers(w.order[pp_rank])
     calls = []
-    n_scales = 0  # precomputed scales: one per weight that is gathered in float8
+    n_scales = 0  # number of precomputed scales; each weight that is gathered in float8 has one
     for index in layout.stages_of(pp_rank):
         stage = w.stages[index]
         for kind in w.kinds:
@@ -86,7 +87,7 @@ def estimate_traffic(w: Workload, pp_rank: int) -> dict[tuple[str, str], Moved]:
     for _, elements in w.deal_rounds(pp_rank):
         for axis, n_elements in elements.items():
             calls.append((axis, "all-to-all", 2, n_elements * w.compute_bytes))
-    # Once per step: token count (int64), loss (fp32), squared gradient norm and four signals (float64).
+    # Once per step: token count (int64); loss (fp32); squared gradient norm and four signals (float64); float8 scales.
     calls += [
         ("dp", "all-reduce", 1, 8),
         ("loss", "all-reduce", 1, 4),
@@ -112,11 +113,11 @@ def list_calls_of_stage(w: Workload, index: int) -> list[Call]:
     n_ends = stage.has_embedding + stage.has_head
     n_gathers = n_ends + len(list_gathered(list(stage.added)))
     n_scatters = n_ends + sum(row.tp_style == "rowwise" for row in stage.added)
-    # Per token, two fp32 numbers of each rank: the sum of exponentials and the target's logit
+    # Each tp rank contributes two fp32 numbers per token: the sum of exponentials, and the target's logit.
     sums_bytes = w.n_tokens * w.layout.tp * 8
     n_chunks = ceil(w.n_tokens / (w.loss_chunk_tokens or w.n_tokens))
     norm_bytes = w.args.dim * w.reduced_bytes
-    # One send and one receive per neighbor: hidden states one way, gradients the other
+    # Per neighbor one send and one receive: hidden states in one direction, gradients in the opposite direction
     ranks = w.layout.stage_ranks
     nearest = ranks[max(0, index - 1) : index + 2]  # includes this stage's own rank
     n_neighbors = sum(rank != ranks[index] for rank in nearest)
@@ -146,7 +147,7 @@ def list_reductions_over_tp(w: Workload, modules: Iterable[ModuleRow], n_layers:
             sizes = sizes[1:]
         elif module.tp_style in ("colwise", "vocabulary", "experts"):
             continue
-        # A norm on a tp rank saw a shard of the sequence or of the heads, or gradients of the rank's heads.
+        # A tp rank has the norm's gradient for its shard of the sequence or its heads only.
         for size in sizes:
             n_bytes = size * w.reduced_bytes
             calls.append((axis, "all-reduce", n_layers * w.n_reductions, n_bytes))
@@ -156,9 +157,9 @@ def list_reductions_over_tp(w: Workload, modules: Iterable[ModuleRow], n_layers:
 def list_calls_of_pass(w: Workload, kind: LayerKind) -> list[Call]:
     """List the calls over tp, ep and cp of one layer and microbatch. Backward mirrors forward.
 
-    tp gathers inputs of colwise layers and scatters outputs of rowwise layers. Recompute repeats the gathers. Full
-    recompute also repeats the scatters, except a last scatter at the end of the block. Over ep, counts and rows go to
-    experts, and results come back.
+    Over tp, inputs of colwise layers are gathered and outputs of rowwise layers are scattered. Recompute repeats the
+    gathers. Full recompute also repeats the scatters, except one at the end of the block. Over ep, counts and rows go
+    to experts, and results come back.
     """
     again = kind.average(full=1)
     n_both = kind.n_gathers + kind.n_scatters
@@ -166,9 +167,8 @@ def list_calls_of_pass(w: Workload, kind: LayerKind) -> list[Call]:
         ("tp", "all-gather", n_both + kind.gathers_again, w.hidden_bytes),
         ("tp", "reduce-scatter", n_both + kind.scatters_again, w.hidden_bytes),
     ]
-    if (
-        kind.n_shared
-    ):  # each rank sends its slice to the other ranks of its head: parts of unequal sizes
+    # Ranks that share a head exchange their slices of it. The all-to-all over tp has parts of unequal sizes.
+    if kind.n_shared:
         n = w.n_sharing
         evenly = (
             w.head_bytes
@@ -180,13 +180,13 @@ def list_calls_of_pass(w: Workload, kind: LayerKind) -> list[Call]:
         n_experts = w.args.moe.n_experts
         calls.append(("ep", "all-to-all", 4 + 2 * again, w.rows_bytes))
         calls.append(("ep", "all-to-all", 1 + again, n_experts * 8))
-        if w.balances_by_loss:  # number of routes to each expert in whole sequences, int64
+        if w.balances_by_loss:  # number of routes to each expert in full sequences, int64
             routes_bytes = w.layout.microbatch_size * n_experts * 8
             calls.append(("cp", "all-reduce", 1, routes_bytes))
             calls.append(("tp", "all-reduce", 1, routes_bytes))
     n = w.layout.cp
     n_bytes = w.keys_values_bytes
-    if w.attention == "triton":  # inside documents
+    if w.attention == "triton":  # attention inside documents
         calls.append(("cp", "all-gather", 1 + kind.average(op=1, full=1), n_bytes))
         calls.append(("cp", "reduce-scatter", 1, n_bytes))
     elif w.ring and n > 1:  # each call sends a shard (1/n) to the next rank
@@ -199,7 +199,7 @@ def list_calls_of_pass(w: Workload, kind: LayerKind) -> list[Call]:
 
 
 def list_calls_of_fsdp(w: Workload, stage: Stage, n_gathers: int) -> list[Call]:
-    """List the calls of FSDP (fsdp.py). `n_gathers`: gathers of a stage that ZeRO 3 does not free after each use."""
+    """List the calls of FSDP (fsdp.py). `n_gathers` is how often a stage is gathered under ZeRO 1 and 2."""
     m = w.layout.n_microbatches
     of_embedding = n_gathers
     of_head = n_gathers
@@ -209,7 +209,7 @@ def list_calls_of_fsdp(w: Workload, stage: Stage, n_gathers: int) -> list[Call]:
         of_embedding = m
         of_head = m
         n_gathers = 2 * m
-        if w.layout.pp > 1:  # torch frees nothing after a backward
+        if w.layout.pp > 1:  # in a pipeline, torch frees no parameters after a backward
             of_head = 1
             n_gathers = m + 1
     embedding, head, *blocks = w.groups_of(stage)
@@ -222,13 +222,13 @@ def list_calls_of_fsdp(w: Workload, stage: Stage, n_gathers: int) -> list[Call]:
 def list_calls_of_group(w: Workload, group: Group, n_gathers: int) -> list[Call]:
     """List the gathers and reductions of several equal FSDP groups."""
     axis, sizes, n_groups, float8 = group
-    near = f"{axis}_near"  # the ranks inside a node
+    near = f"{axis}_near"  # axis over the ranks inside a node
     n_shards = getattr(w.layout, axis)
     n_near = getattr(w.layout, near)
     n_again = 0  # gathers inside a node
     if "hpz" in w.zero_plus_plus and n_near > 1:
         n_again = n_gathers - w.layout.n_microbatches
-    packed = 0  # bytes of all shards in the blocks of zero_plus_plus.py
+    packed = 0  # bytes of all shards in the int8 blocks of zero_plus_plus.py
     for size in sizes:
         n_blocks = ceil(size / n_shards / INT8_BLOCK)
         packed += n_shards * n_blocks * (INT8_BLOCK + 4)
@@ -253,7 +253,7 @@ def list_calls_of_group(w: Workload, group: Group, n_gathers: int) -> list[Call]
 
 
 def list_calls_of_tied_matrix(w: Workload, pp_rank: int) -> list[Call]:
-    """List the calls of tied_embeddings.py: weights one way, gradients both ways, between two ranks of pp."""
+    """List the calls of tied_embeddings.py between two pp ranks: a broadcast of weights, an all-reduce of gradients."""
     pp = w.layout.pp
     ends = {w.layout.stage_ranks[0], w.layout.stage_ranks[-1]}
     if not w.layout.tied or len(ends) == 1 or pp_rank not in ends:

@@ -1,6 +1,6 @@
-"""List features of a run that the forecast does not model. `plan` prints a remark for each, also before a dry run.
+"""List features of a run that the forecast does not model. `plan` and `plan --dry-run` print a remark for each.
 
-MODELED_VALUES has the keys that are modeled for some values only. Other keys are modeled for all values, or do not
+MODELED_VALUES has the keys that are modeled for some values only. All other keys are modeled for all values, or do not
 change the time or the memory of a step. Validation and checkpoints run between steps, so they are not listed.
 """
 
@@ -10,7 +10,7 @@ from torchtitan_lite.config.schema import get_value
 from torchtitan_lite.models.registry import MODELS
 from torchtitan_lite.tools.plan.planned_run import PlannedRun
 
-MODELED_VALUES = {  # key -> modeled values, and what the closed forms count for other values
+MODELED_VALUES = {  # key -> modeled values, and what the forecast counts for all other values
     "training.loss": (("cross_entropy",), "the time and memory of cross entropy"),
     "model.name": (("llama3",), "the modules in its table, and attention as model.attention says"),
     "quantize.linear.float8.emulate": ((False,), "matmuls of float8 units"),
@@ -24,7 +24,7 @@ MODELED_VALUES = {  # key -> modeled values, and what the closed forms count for
 
 
 def list_unmodeled(planned: PlannedRun) -> dict[str, str]:
-    """Map each unmodeled key (with its value) or module to what the forecast counts instead."""
+    """Return what the forecast counts instead of each unmodeled key or module. A key is given with its value."""
     unmodeled = {}
     for key, (values, counted) in MODELED_VALUES.items():
         value = get_value(planned.config, key)

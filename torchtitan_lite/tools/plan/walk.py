@@ -29,7 +29,7 @@ BOX_X = (0.0, 48.0)  # left end and width of the picture of a weight
 
 
 def write_walk(planned: PlannedRun, rank: int) -> str:
-    """Return the page for one rank. `planned` has few microbatches (shorten). Raises ConfigError."""
+    """Return the page for one rank. Call `shorten` on `planned` first. Raises ConfigError."""
     layout = planned.layout
     n_ranks = layout.world_size
     if n_ranks > MOST_RANKS:
@@ -64,20 +64,19 @@ def write_walk(planned: PlannedRun, rank: int) -> str:
 
 def list_steps(run: Meter, fqns: tuple[str, ...], rank: int, n_microbatches: int) -> list[str]:
     """Return a row of the table for each module of a stage and each of its collectives, in the order of forward."""
-    calls = defaultdict(Counter)  # module -> collective and bytes -> number in the step
+    calls = defaultdict(Counter)  # module -> (collective, bytes) -> number of calls in the step
     for call in run.collectives:
         if call.site.phase == "forward":
             calls[call.site.module][f"{call.operation} over {call.axis}", call.n_bytes] += 1
     parameters = {}
     for fqn, parameter in run.parameters.items():
         module, _, _ = fqn.rpartition(".")
-        parameters.setdefault(module, parameter)  # the weight, without its bias
+        parameters.setdefault(module, parameter)  # keeps the weight, not the bias
     order = dict.fromkeys([*run.forward_modules, *calls, *parameters])
     rows = []
     for fqn in fqns:
-        gathers = [
-            module for module in calls if fqn in module.split(", ")
-        ]  # of FSDP: "norm, output"
+        # FSDP can gather several modules together: "norm, output"
+        gathers = [module for module in calls if fqn in module.split(", ")]
         inside = [module for module in order if module == fqn or module.startswith(f"{fqn}.")]
         for module in dict.fromkeys([*gathers, *inside]):
             lines = []
@@ -93,8 +92,8 @@ def list_steps(run: Meter, fqns: tuple[str, ...], rank: int, n_microbatches: int
 
 
 def locate(parameter: DTensor, rank: int, *, gathered: bool = False) -> list[range]:
-    """Return the span of each dim that a rank stores, or has after FSDP's gather. The span may be empty."""
-    mesh = parameter.device_mesh  # spans all ranks of a stage
+    """Return the indices of each dim that a rank stores, or has after FSDP's gather. They may be empty."""
+    mesh = parameter.device_mesh  # has all ranks of a stage
     placements = list(parameter.placements)
     if gathered:
         for at, dim in enumerate(mesh.mesh_dim_names):

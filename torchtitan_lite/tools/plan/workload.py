@@ -1,6 +1,6 @@
-"""Describe one optimizer step of a model in a layout by numbers, the inputs of every closed form.
+"""Describe one optimizer step of a model in a layout by numbers. All formulas of the forecast use them.
 
-    planned_run.py  ->  Workload  ->  memory.py       bytes that a rank holds
+    planned_run.py  ->  Workload  ->  memory.py       bytes that are live on a rank
                                   ->  transfers.py    bytes that a rank moves
                                   ->  step_time.py    seconds
 
@@ -30,30 +30,30 @@ from torchtitan_lite.extensions.muon_rounds import deal_matrices
 from torchtitan_lite.tools.host_rules import MASTER_BYTES
 from torchtitan_lite.tools.plan.orders import Order, list_order
 
-# Parameters of one rank that FSDP gathers together: axis, elements of each parameter before FSDP shards it (with
-# padding), number of such groups, and elements of the weights that are gathered in float8
+# Equal groups of parameters that FSDP gathers together: axis, elements of each parameter on a rank before FSDP shards
+# it (with padding), number of these groups, elements of the weights that are gathered in float8
 Group = tuple[str, list[int], int, list[int]]
 
 
 class Stage(NamedTuple):
     """The modules of a pipeline stage."""
 
-    n_layers: tuple[int, int]  # without experts, with experts
+    n_layers: tuple[int, int]  # dense layers, MoE layers
     has_embedding: bool
-    has_head: bool  # and the final norm
-    added: tuple[ModuleRow, ...] = ()  # modules at the ends that only some models have
+    has_head: bool  # also means that it has the final norm
+    added: tuple[ModuleRow, ...] = ()  # a model's own modules before or after the layers
 
 
 class Matrix(NamedTuple):
-    """A matrix that Muon updates, or a batch of experts."""
+    """A matrix, or a batch of experts' matrices, that Muon updates."""
 
     sizes: tuple[int, ...]  # (..., rows, columns)
-    owners: tuple[str, int, int]  # axis of FSDP; ranks of FSDP, and of tp, that shard the matrix
-    n_at_rest: int  # elements on rank 0
+    owners: tuple[str, int, int]  # axis of FSDP, and the numbers of FSDP and tp ranks that shard it
+    n_at_rest: int  # elements on rank 0 between steps
 
 
 class LayerKind:
-    """All dense layers of the model, or all MoE layers. `recompute` maps a mode to a number of layers."""
+    """All dense layers of the model, or all MoE layers. `recompute` maps a recompute mode to a number of layers."""
 
     def __init__(self, w: "Workload", recompute: Counter, is_moe: bool):
         self.is_moe = is_moe
@@ -75,7 +75,7 @@ class LayerKind:
                 self.float8.append(rows * prod(others))
             if module.bias:
                 self.groups[axis].append(rows)
-        # axis -> elements
+        # axis -> elements of all parameters
         self.sizes = Counter({axis: sum(sizes) for axis, sizes in self.groups.items()})
         # Bytes that float8 saves when a layer is gathered
         self.spared_bytes = sum(self.float8) * (w.compute_bytes - 1)
@@ -83,26 +83,26 @@ class LayerKind:
         self.colwise = [module for module in by_style["colwise"] if module.kind == "linear"]
         self.rowwise = by_style["rowwise"]  # tp scatters their output
         self.norms = [module for module in by_style["sequence"] if module.kind == "norm"]
-        # The closed forms support matmuls that tp splits, experts, norms of hidden states, and Qwen3's norms of heads.
+        # The formulas support matmuls that tp splits, experts, norms of hidden states, and Qwen3's norms of heads.
         known = {"attention.q_norm", "attention.k_norm"}
         known.update(module.name for module in self.colwise + self.rowwise + self.norms)
         self.untimed = {row.name for row in self.block if row.kind in ("linear", "norm")} - known
-        # The input of the first rowwise matmul is heads; the input of others is a product, as in SwiGLU.
+        # The input of the first rowwise matmul is attention's output. The input of later ones is a product (SwiGLU).
         self.products_dim = sum(module.weight[1] for module in self.rowwise[1:])
         # Blocks of Llama have SwiGLU and rotary embeddings; blocks of GPT have neither.
         self.is_gated = any(module.name.endswith("w3") for module in self.block)
-        # Full recompute stops before a rowwise matmul at the end of a block, because backward does not need its output.
-        # Backward needs the outputs of experts, because routing weights multiply them.
+        # Full recompute leaves out a rowwise matmul at the end of a block, because backward does not need its output.
+        # It repeats experts at the end of a block, because backward needs the outputs that routing weights multiply.
         self.ends_in_rowwise = self.block[-1].kind == "linear"
-        # Keys and values, if several ranks use each head
+        # The modules of keys and values, if several ranks share each of their heads
         self.n_shared = sum(module.kv_heads > 0 for module in self.block) if w.n_sharing > 1 else 0
-        # tp gathers once for wq, wk, wv, and scatters partial sums.
+        # tp gathers one input for wq, wk and wv, and scatters the partial sums of each rowwise layer.
         self.n_gathers = len(list_gathered(self.block))
         self.n_scatters = len(self.rowwise)
 
     @property
     def gathers_again(self) -> float:
-        """Gathers over tp that recompute repeats."""
+        """Number of gathers over tp that recompute repeats, averaged over the layers."""
         return self.average(op=1, alternate=1, full=1) * self.n_gathers
 
     @property
@@ -114,7 +114,7 @@ class LayerKind:
         return stage.n_layers[self.is_moe]
 
     def average(self, **by_mode: float) -> float:
-        """Average a number per recompute mode over the layers. Missing modes count as 0."""
+        """Average numbers by recompute mode over the layers. A mode that is not given counts as 0."""
         total = sum(by_mode.get(mode, 0.0) * n for mode, n in self.recompute.items())
         return total / self.recompute.total()
 
@@ -126,24 +126,23 @@ class Workload:
     args: ModelArgs
     layout: Layout
     seq_len: int
-    # Whether layers have experts -> recompute mode -> number of layers. Modes: none, op, full, and for published runs
-    # alternate, torchtitan's policy of 2024
+    # is_moe -> recompute mode -> number of layers. The modes are none, op and full. Published runs can also have
+    # "alternate", torchtitan's policy of 2024.
     recompute: dict[bool, Counter]
     compute_dtype: str = "bfloat16"  # dtype of activations and gathered parameters
     float8: frozenset[str] = frozenset()  # names of a block's modules that compute in float8
     float8_recipe: str = "tensorwise"  # or rowwise, or te (Transformer Engine, which fuses casts)
-    gathers_float8: bool = False  # FSDP all-gathers in float8 ...
-    precomputes_scales: bool = (
-        False  # ... with scales that it reduces once per step, not at each gather
-    )
+    gathers_float8: bool = False  # FSDP all-gathers in float8
+    precomputes_scales: bool = False  # its scales are reduced once per step, not per gather
     zero_plus_plus: tuple[str, ...] = ()  # hpz, qwz, qgz
     schedule: str = "1F1B"  # of the pipeline
     attention_row: str = "causal"  # model.attention
     # triton: the kernel for documents, windows and sinks
     attention: str = "cudnn"
-    weight_bytes: int = MASTER_BYTES  # bytes of a weight, or of its gradient, between steps
+    weight_bytes: int = MASTER_BYTES  # bytes per element of a weight, and of its gradient
     moment_bytes: int = 8  # optimizer state per parameter
-    updates_matrices: bool = False  # Muon updates matrices, with MASTER_BYTES less state
+    # Muon updates matrices. Its state has MASTER_BYTES less per element than AdamW's.
+    updates_matrices: bool = False
     loss_chunk_tokens: int = 0  # 0 computes all logits at once
     compiled: bool = False
     compiles_loss: bool = False
@@ -152,8 +151,8 @@ class Workload:
     balances_by_loss: bool = False  # the auxiliary loss counts routes over whole sequences
     # Properties of other trainers, for published runs. The defaults describe this trainer
     overlaps_reduction: bool = False  # in a pipeline, reductions overlap with the last backwards
-    grad_bytes: int = MASTER_BYTES  # bytes per gradient element at rest ...
-    reduce_bytes: int = MASTER_BYTES  # ... and during the reduction over dp
+    grad_bytes: int = MASTER_BYTES  # bytes per element of a gradient between microbatches
+    reduce_bytes: int = MASTER_BYTES  # bytes per element of a gradient in the reduction over dp
 
     def __post_init__(self):
         args = self.args
@@ -165,35 +164,35 @@ class Workload:
         self.n_rows = 0  # R
         if args.moe:
             self.n_rows = self.n_tokens // layout.tp * args.moe.top_k
-        # Keys, or values, of one head
+        # Bytes of the keys of one head. The values take as much.
         self.head_bytes = self.n_tokens * args.head_dim * self.compute_bytes
         self.rows_bytes = self.n_rows * args.dim * self.compute_bytes
         # Hidden states of a microbatch, (B, S/cp, D), before tp shards them
         self.hidden_bytes = self.n_tokens * args.dim * self.compute_bytes
-        # Key/value heads that a tp rank uses, and the number of ranks that use each head
+        # Number of key/value heads that a tp rank uses, and number of tp ranks that share each of these heads
         self.n_kv_heads = max(1, args.n_kv_heads // layout.tp)
         self.n_sharing = max(1, layout.tp // args.n_kv_heads)
         # Keys and values of a microbatch on all cp ranks: 2 x (B, K/tp, S, E)
         width = 2 * self.n_kv_heads * args.head_dim
         self.keys_values_bytes = row_tokens * width * self.compute_bytes
         self.fp32_keys_values_bytes = row_tokens * width * MASTER_BYTES
-        # A stage on a single rank in fp32 runs without FSDP (parallelize.py).
+        # An fp32 stage on a single rank runs without FSDP (parallelize.py).
         is_alone = layout.dp * layout.cp * layout.tp == 1
         self.is_whole = is_alone and self.compute_bytes == self.weight_bytes == MASTER_BYTES
         self.gathers_whole_parts = gathers_whole_parts(layout, self.compute_dtype)
         # Gradients are reduced once per microbatch if they are sharded, otherwise once per step.
         self.n_reductions = layout.n_microbatches if layout.zero_stage > 1 and layout.pp == 1 else 1
-        # Bytes per element of a gradient that is reduced over tp or ep: fp32 if it sums several microbatches
+        # Bytes per element of a gradient that is reduced over tp or ep. It is fp32 if it sums several microbatches.
         sums_each = self.n_reductions == layout.n_microbatches
         self.reduced_bytes = self.compute_bytes if sums_each else MASTER_BYTES
-        # Whether FSDP shards the matrices of each expert, because ranks do not divide the number of experts
+        # Whether FSDP shards the matrices of each expert, because the ranks cannot share whole experts equally
         self.cuts_experts = find_expert_dim(args, layout.ep, layout.efsdp) != 0
-        # Elements of the embedding, or of the head, on a tp rank
+        # Elements of the embedding on a tp rank. The head has as many.
         self.table = round_up(args.vocab_size // layout.tp, layout.fsdp) * args.dim
         self.has_added_ends = bool(list_added_ends(args))
         self.stages = count_modules(layout.stages, args)
         self.kinds = [LayerKind(self, modes, is_moe) for is_moe, modes in self.recompute.items()]
-        # Number of parameters that a rank holds between steps, by pp rank
+        # Number of parameters that a rank stores between steps, by pp rank
         self.at_rest = []
         for stages in self.stages_by_rank:
             counts = self.count_by_axis(stages)
@@ -202,7 +201,7 @@ class Workload:
         self.n_parameters = [self.sizes[stage].total() for stage in self.stages]
 
     def with_recompute(self, recompute: dict[bool, Counter]) -> "Workload":
-        """Return this workload with a different recompute. All values that depend only on the layout are shared."""
+        """Return this workload with different recompute modes. The copy shares all other values."""
         other = copy(self)
         other.recompute = recompute
         other.kinds = []
@@ -226,7 +225,7 @@ class Workload:
 
     @property
     def pipeline(self) -> tuple[str, int, int, int]:
-        """Schedule, pp ranks, microbatches and stages per rank: the arguments of list_order."""
+        """The arguments of list_order: schedule, pp ranks, microbatches and stages per rank."""
         layout = self.layout
         n_stages_per_rank = len(layout.stages) // layout.pp
         return self.schedule, layout.pp, layout.n_microbatches, n_stages_per_rank
@@ -289,7 +288,7 @@ class Workload:
 
     @cached_property
     def sizes(self) -> dict[Stage, Counter[str]]:
-        """Stage -> the numbers of parameters that count_by_axis sums. Most stages are equal."""
+        """Stage -> axis -> number of parameters. Most stages are equal, and equal stages are counted once."""
         sizes = {}
         for stage in set(self.stages):
             counts = Counter()
@@ -322,7 +321,7 @@ class Workload:
     def describe_matrix(self, module: ModuleRow) -> Matrix:
         layout = self.layout
         rows, *others = self.shape_on_rank(module)
-        if module.kind == "experts":  # each FSDP rank has whole experts, or a slice of every expert
+        if module.kind == "experts":  # an FSDP rank has whole experts, or a slice of every expert
             n_shards = layout.efsdp if self.cuts_experts else 1
             sizes = (rows * n_shards // layout.efsdp, *others)
             return Matrix(sizes, ("efsdp", n_shards, 1), prod(sizes) // n_shards)
@@ -332,7 +331,7 @@ class Workload:
     def deal_rounds(self, pp_rank: int) -> list[tuple[tuple[int, ...], dict[str, float]]]:
         """Return the rounds of Muon: the sizes of the largest matrix, and axis -> elements in an all-to-all of rank 0.
 
-        The elements are the average of the two ways, to the owners and back.
+        A round has two all-to-alls, to the owners of the matrices and back. The elements are averaged over the two.
         """
         rounds = []
         alike = defaultdict(list)
@@ -346,7 +345,7 @@ class Workload:
                 # The owners of the first tp matrices are rank 0 and its tp peers. Rank 0 owns the first.
                 over_fsdp = sum(slices[tp:]) + sum(blocks[:tp]) - sum(slices[:tp])
                 over_tp = sum(blocks[1:tp]) + blocks[0] * (tp - 1)
-                # Slices go to their owners and come back: on average, an all-to-all with equal parts of this size.
+                # Scale to an all-to-all with equal parts that moves the average of the two directions.
                 elements = {}
                 if n > 1:
                     elements[axis] = over_fsdp / 2 * n / (n - 1)
@@ -358,13 +357,13 @@ class Workload:
 
 
 def round_up(size: int, unit: int) -> int:
-    """Return the next multiple of a unit, such as the rows of a weight after FSDP's padding."""
+    """Round up to a multiple of `unit`, as FSDP's padding does with the rows of a weight."""
     return -(-size // unit) * unit
 
 
 @lru_cache
 def count_modules(stages: Stages, args: ModelArgs) -> tuple[Stage, ...]:
-    """Count the modules of each stage. Cached, because a search has few different stages."""
+    """Count the modules of each stage. Cached, because a search asks for few different stages."""
     found = []
     for fqns in stages:
         layers = [int(fqn.removeprefix("layers.")) for fqn in fqns if fqn.startswith("layers.")]

@@ -1,4 +1,4 @@
-"""Write the page: summary, curves, experts, traces, and measurements next to the forecast."""
+"""Write the HTML page of `report`: summary, curves, experts, traces, and measurements next to the forecast."""
 
 import argparse
 import re
@@ -35,9 +35,9 @@ from torchtitan_lite.tools.report.runs import (
 from torchtitan_lite.tools.report.traces import Trace
 from torchtitan_lite.tools.tables import format_bytes, format_seconds, write_file
 
-REFRESH_S = 10  # between two pages of a watched run
+REFRESH_S = 10  # with --watch, the page is written again after this time
 LEAST_SHARE = 1000  # a call shorter than 1/1000 of a step is not drawn
-N_WIDEST = 3  # exposed collectives that are named
+N_WIDEST = 3  # number of exposed collectives that are named
 MOST_CURVES = 12  # number of colors in the style sheet
 FINAL_FIELDS = ("loss", "val_loss", "tokens_per_s_per_rank")
 MARKS = {  # kind of record -> color
@@ -63,7 +63,7 @@ class Series(NamedTuple):
     runs: list[RecordedRun]
 
     def list_groups(self, field: str) -> list[str]:
-        """Return the fields of optimizer.groups: lr/PATTERN for "lr"."""
+        """Return the fields of the groups in optimizer.groups. For "lr", they are named lr/PATTERN."""
         names = {}
         for run in self.runs:
             for record in run.records:
@@ -71,7 +71,7 @@ class Series(NamedTuple):
         return list(names)
 
     def list_samples(self, field: str, axis: str) -> Samples:
-        """Return (mean place on an axis, value of each run) for each step that all runs have."""
+        """Return (position on the axis, value of each run) for each step that all runs have. Positions are averaged."""
         by_run = [dict(run.list_values(field)) for run in self.runs]
         samples = []
         for step in by_run[0]:
@@ -82,7 +82,7 @@ class Series(NamedTuple):
 
 
 def main(options: argparse.Namespace) -> int:
-    """Write the page. With --watch, write it again until the run ends. Raises UserError if a folder has no run."""
+    """Write the page. With --watch, keep writing it until the run ends. Raises UserError if a folder has no run."""
     out = options.out or options.runs[0] / "report.html"
     is_new = True
     while True:
@@ -165,7 +165,7 @@ def compare_runs(series: list[Series], keys: list[str]) -> str:
 
 
 def format_last(curves: list[Points]) -> str:
-    """Format the last value of one run, or mean and range of several: `1.9060 (1.9012 to 1.9101)`."""
+    """Format the last value of one run, or the mean and range of several runs: `1.9060 (1.9012 to 1.9101)`."""
     lasts = [points[-1][1] for points in curves if points]
     if not lasts:
         return ""
@@ -176,7 +176,7 @@ def format_last(curves: list[Points]) -> str:
 
 
 def draw_plots(series: list[Series], axis: str) -> Iterator[str]:
-    """Draw a plot of each field that a run has."""
+    """Draw a plot for each field of PLOTS that a run has."""
     marks = []
     for each in series:
         for run in each.runs:
@@ -221,7 +221,7 @@ def draw_experts(run: RecordedRun) -> Iterator[str]:
 
 
 def compare_with_forecast(run: RecordedRun) -> str:
-    """Draw a table of measurements and forecast."""
+    """Draw a table with the measurements next to the forecast."""
     if run.plan is None:
         return f"<p><i>No forecast and no traces. This checkout refuses the config: {escape(run.no_plan)}</i></p>"
     forecast = run.plan.forecast
@@ -235,7 +235,7 @@ def compare_with_forecast(run: RecordedRun) -> str:
             f"{forecast.step_time_s:.3g} s",
         ],
     ]
-    # measured memory of a CPU includes Python and torch
+    # leave out memory on a CPU, because the measurement includes Python and torch
     if not run.start["device"].endswith(" CPU"):
         peak_bytes = GIB * max(gib for _, gib in run.list_values("peak_memory_gib"))
         live_bytes = RankMemory(run.plan.workload).estimate(0).live
@@ -300,7 +300,7 @@ def draw_parts(parts: dict, step_s: float) -> list:
         start = end
         end += seconds
         axis = part.removeprefix("exposed ").removeprefix("hidden ")
-        color = f"var(--{axis.split()[0]}, var(--various))"  # of the first dim
+        color = f"var(--{axis.split()[0]}, var(--various))"  # the color of the first mesh dim
         text = f"{axis} {seconds / step_s:.0%}"
         boxes.append((start, end, color, f"{part}: {seconds:.4f} s", text))
     return boxes

@@ -1,7 +1,7 @@
 """Read the files in a run's folder, and summarize the run in words.
 
-Runs of forks can be read too. If this checkout lacks a row of the fork, such as its optimizer, the parts of the page
-that need the row are left out, and the page says why.
+Runs of forks can be read too. If the run used a feature of the fork that this checkout lacks, such as an optimizer, the
+page leaves out the parts that depend on it, and says why.
 """
 
 import json
@@ -23,7 +23,7 @@ from torchtitan_lite.tools.plan.timeline import Timeline
 from torchtitan_lite.tools.report.traces import Trace, measure_pipeline, read_traces
 
 SPIKE = 3  # a gradient norm is a spike if it is more than this times the median
-WARM_UP = 3  # records at the start, whose norms may be large
+WARM_UP = 3  # first records, which are not checked for spikes because their norms may be large
 AXES = ("steps", "tokens", "hours")  # horizontal axes of the curves
 
 
@@ -31,12 +31,13 @@ class RecordedRun:
     """A run: its settings, the records in metrics.jsonl, the traces, and a forecast if possible."""
 
     def __init__(self, folder: Path):
-        """Read a dump folder. Raises OSError or ValueError if it has no step or no config."""
+        """Read a dump folder. Raises OSError, ValueError or UserError if it has no step or no config."""
         self.folder = folder
         self.name = folder.resolve().name
         lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         self.records = []
-        self.unread: list[int] = []  # invalid lines: a run may end while it writes a line
+        # numbers of invalid lines: a run can end while it writes a line
+        self.unread: list[int] = []
         for number, line in enumerate(lines, 1):
             record = read_record(line)
             if record:
@@ -72,7 +73,7 @@ class RecordedRun:
 
     @cached_property
     def places(self) -> dict[int, dict[str, float]]:
-        """Step -> place on each axis: steps, tokens, and hours of training without the time between starts."""
+        """Step -> axis -> position. Hours do not include the time between starts of the run."""
         places = {0: dict.fromkeys(AXES, 0.0)}
         tokens_per_step = self.list_values("tokens")[-1][1] / self.list_values("tokens")[-1][0]
         seconds = 0.0
@@ -123,7 +124,7 @@ def name_runs(runs: list[RecordedRun], keys: list[str]) -> None:
 
 
 def summarize(run: RecordedRun) -> list[str]:
-    """Return the first sentences of the page: model, data, hardware, results, what to look at, how to continue."""
+    """Return the first sentences of the page: model, data, hardware, results, warnings, and how to continue."""
     settings = run.settings
     n_ranks = run.start["world_size"]
     model = settings["model.name"]
@@ -157,7 +158,7 @@ def summarize(run: RecordedRun) -> list[str]:
         return [*sentences, "The run saved nothing, so it cannot be continued."]
     config = shlex.quote(f"{run.folder}/config.toml")
     command = name_command(f"train --config {config} --job.no_overwrite")
-    if n_ranks <= 8:  # one host was enough
+    if n_ranks <= 8:  # assume one host
         command = f"NGPU={n_ranks} {command}"
     return [*sentences, f"To continue: {command}"]
 
@@ -167,7 +168,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def list_findings(run: RecordedRun) -> list[str]:
-    """Return warnings: spikes, a bubble, slow or skipped steps, a validation loss that rises again."""
+    """Return warnings: gradient spikes, a large bubble, slow or skipped steps, a validation loss that rises again."""
     remarks = []
     if run.unread:
         numbers = ", ".join(map(str, run.unread))

@@ -1,9 +1,10 @@
-"""Read torch's traces of one step: the time of each rank by activity, and the measured pipeline.
+"""Read torch's traces of one step: how each rank spends its time, and the measured pipeline.
 
-    computing    kernels of a GPU, or operators in the main thread of a CPU
+    computing    kernels on a GPU; on a CPU, operators in the main thread
     exposed      communication that does not overlap with computing
-    hidden       communication that overlaps with computing; NCCL only: the main thread of a CPU does one at a time
-    waiting      the rest: the host runs Python, or another rank is late
+    hidden       communication that overlaps with computing; only with NCCL, because a CPU's main thread does one thing
+                 at a time
+    waiting      the rest of the step: the host runs Python, or another rank is late
 
 NCCL records the group of each call. gloo does not, so the axis is derived from the caller.
 """
@@ -21,32 +22,32 @@ from torchtitan_lite.tools.plan.orders import Action
 from torchtitan_lite.tools.plan.timeline import Event, Timeline
 from torchtitan_lite.tools.plan.transfers import name_axis
 
-MOST_RANKS = 16  # maximum number of traces that are read, evenly spaced
+MOST_RANKS = 16  # read at most this number of traces, from evenly spaced ranks
 IGNORED = ("PythonDispatchMode", "gloo:send")
-MODULE = re.compile(r"FSDP::(pre|post)_(forward|backward)(?:_reshard)? \((.+)\)")  # its hooks
+# the hooks of FSDP before and after a module
+MODULE = re.compile(r"FSDP::(pre|post)_(forward|backward)(?:_reshard)? \((.+)\)")
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation")
 
 
 class Call(NamedTuple):
-    """A piece of a step: a phase, a module or a collective. In seconds from the start of the step."""
+    """A phase, a module or a collective in a step. Times are in seconds from the start of the step."""
 
     row: str  # "phase", "module", or the axis of a collective
     start: float
     end: float
     name: str
-    exposed: float = 0.0  # seconds that a collective does not overlap with computing
+    exposed: float = 0.0  # seconds of a collective that do not overlap with computing
 
 
 class Trace(NamedTuple):
-    """The last traced step of one rank, in seconds."""
+    """The last traced step of one rank. Times are in seconds."""
 
     rank: int
     parts: dict[str, float]  # "computing", "exposed AXIS", "waiting"; they add up to the step
-    hidden: dict[str, float]  # by axis
-    actions: dict[Action, tuple]  # of the pipeline -> start and end, by the clock of the host
-    calls: list[
-        Call
-    ]  # sorted by start; calls in a row do not overlap, except kernels of several streams
+    hidden: dict[str, float]  # "hidden AXIS" -> seconds
+    actions: dict[Action, tuple]  # action of the pipeline -> start and end by the host's clock
+    # Sorted by start. Calls of one row do not overlap, except kernels of several streams.
+    calls: list[Call]
 
 
 def read_traces(folder: Path, layout: Layout) -> list[Trace]:
@@ -71,7 +72,7 @@ def read_trace(folder: Path, rank: int, layout: Layout) -> Trace:
     for group in data["distributedInfo"]["pg_config"]:
         axes[group["pg_name"]] = name_axis(layout, group["pg_desc"])
     used = layout.used_dims + ["ep"] * (layout.ep > 1)
-    spans = defaultdict(list)  # by axis
+    spans = defaultdict(list)  # axis -> its calls
     received = []
     actions = {}
     calls = []
@@ -86,14 +87,14 @@ def read_trace(folder: Path, rank: int, layout: Layout) -> Trace:
         is_shown = event["cat"] in ON_GPU if on_gpu else event["tid"] == step["tid"]
         if not is_shown:
             continue
-        if name == "gloo:recv":  # lasts until the bytes arrive, and may overlap with computing
+        if name == "gloo:recv":  # it lasts until the bytes arrive, and may overlap with computing
             received.append((start, end))
             continue
         axis = find_axis(event, used, axes)
         if axis or "annotation" not in event["cat"]:
             spans[axis].append((start, end))
         stream = axis if on_gpu else "main thread"
-        if axis and start >= outer_ends[stream]:  # otherwise part of a longer call
+        if axis and start >= outer_ends[stream]:  # otherwise it is part of a longer call
             outer_ends[stream] = end
             short = name.rpartition("::")[2].strip("_")
             operation = f"wait for {operation}" if short == "wait_tensor" else short
@@ -110,7 +111,7 @@ def read_trace(folder: Path, rank: int, layout: Layout) -> Trace:
             kind, microbatch, stage = found.groups()
             action = Action(int(stage), kind, int(microbatch))
             first, last = actions.get(action, (start, end))
-            if start >= last:  # the action ran again; spans of two streams overlap
+            if start >= last:  # the action ran again (two streams of one action would overlap)
                 first = start
             actions[action] = first, max(last, end)
         elif name.startswith("Optimizer.step"):
@@ -130,7 +131,7 @@ def read_trace(folder: Path, rank: int, layout: Layout) -> Trace:
 
 
 def find_span(event: dict) -> tuple[float, float]:
-    """Return start and end in seconds."""
+    """Return the start and the end of an event in seconds."""
     return event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
 
 
@@ -140,7 +141,7 @@ def divide_step(
     step_s: float,
     on_gpu: bool,
 ) -> tuple[dict, dict]:
-    """Return the parts of a step, and the hidden communication by axis. See Trace."""
+    """Return Trace.parts and Trace.hidden."""
     computing = [("computing", spans.pop("", []))]
     communication = [(f"exposed {axis}", spans[axis]) for axis in sorted(spans)]
     layers = computing + communication if on_gpu else communication + computing
@@ -169,7 +170,7 @@ def measure(spans: Iterable) -> float:
 
 
 def find_axis(event: dict, used: list[str], axes: dict) -> str:
-    """Return the axis over which a call communicates, or "" if it computes. `used`: dims with more than one rank."""
+    """Return the axis over which a call communicates, or "" if it computes. `used` are the dims of several ranks."""
     name = event["name"]
     if "nccl" in name:
         return axes.get(event["args"].get("Process Group Name"), "various dims")
@@ -183,7 +184,7 @@ def find_axis(event: dict, used: list[str], axes: dict) -> str:
 
 
 def measure_pipeline(traces: list[Trace], layout: Layout) -> Timeline | None:
-    """Return the measured pipeline. None without a pipeline, or if a pp rank has no trace."""
+    """Return the measured pipeline. None if the run has no pipeline, or if a pp rank has no trace."""
     by_pp_rank = {}
     for trace in reversed(traces):
         if trace.actions:

@@ -1,4 +1,4 @@
-"""`verify`: compare a reduced config with one process; print a certificate or the first difference.
+"""`verify`: compare a reduced config with one process, and print a certificate or the first difference.
 
 wide        five steps with the optimizer and schedule of the run; two of them have a gradient that is not finite.
             With training.skip_spikes, a sixth step has a spike
@@ -6,9 +6,17 @@ deep        one step: twelve layers, twelve microbatches, rows of 280 tokens or 
 train.py    three starts of train.py: one process; the layout; another layout that resumes
 bfloat16    two steps (float8: three steps), compared with one rank that rounds in the same places
 
-The certificate has the verdict and its gaps, the differences between the given config and the configs of the trials.
+    wide        five steps with the optimizer and schedule of the run. In two of them, a gradient is not finite. With
+                training.skip_spikes, a sixth step has a spike
+    deep        one step with twelve layers, twelve microbatches, and rows of 280 tokens or more
+    train.py    three runs of train.py: in one process, in the layout, and resumed in a different layout
+    bfloat16    one step, compared with one rank that rounds in the same places
+    float8      the same with three steps
 
-    covered       a trial ran the given value, and saw the key act (witnesses.py); or the key is off
+The certificate has the verdict, and lists the keys of the given config that are not covered or were replaced. A key
+acts in a trial if a rank observes its effect (witnesses.py).
+
+    covered       a trial ran the given value, and the key acted; or the key is off
     not covered   no trial ran the given value, or the key did not act, or the key is set and has no witness
     replaced      some trials ran a different value, but another trial covers the key
 
@@ -75,7 +83,7 @@ def list_trials(
     real = reduction.real
     wide = reduction.config
     n_ranks = reduction.layout.world_size
-    n_steps = len(STEPS) - (not real.training.skip_spikes)  # the last is a spike
+    n_steps = len(STEPS) - (not real.training.skip_spikes)  # only the last step has a spike
     trials = {
         "wide": partial(try_layout, "wide", wide, n_ranks, run_ranks, folder, n_steps),
         "deep": partial(try_layout, "deep", deepen(reduction), n_ranks, run_ranks, folder, 1),
@@ -101,14 +109,14 @@ def make_trials(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> list
 
 # ---------------------------------------------------------------- the certificate
 
-Changes = dict[str, tuple[object, object]]  # key -> value asked, value that ran
+Changes = dict[str, tuple[object, object]]  # key -> given value, value that ran
 CERTIFIED, WRONG = "certified", "wrong"
 OUTSIDE = (
     "what both sides share (the model file, a loss formula of its own, initial weights, optimizer, schedule, float8 "
     "arithmetic); kernels of CUDA and NCCL; real sizes; speed and memory"
 )
 
-# Sections and keys of logs, traces, files, time-outs, and the steps at which a run saves or validates.
+# Sections and keys without an effect on results: logs, traces, files, time-outs, when a run saves or validates.
 NO_RESULT = set(
     """
     comm
@@ -130,7 +138,7 @@ NO_RESULT = set(
 
 
 def make_report(config_name: str, reduction: Reduction, trials: Sequence[Trial]) -> dict:
-    """Return the certificate in JSON types. `trials` end with the first that found a fault."""
+    """Return the certificate in JSON types. Only the last trial can have found a fault."""
     faults = trials[-1].faults
     verdict = WRONG if faults else CERTIFIED
     if NOT_FINISHED in faults:
@@ -172,7 +180,7 @@ def make_report(config_name: str, reduction: Reduction, trials: Sequence[Trial])
 
 
 def act_without_witness(key: str, real: Config) -> bool | None:
-    """A key without a witness is off at its default. If it is set, nothing shows whether it acts."""
+    """Return whether a key without a witness acted: None (off) at its default value, otherwise False (not observed)."""
     is_default = get_value(real, key) == get_value(Config(), key)
     return None if is_default else False
 

@@ -1,6 +1,6 @@
 """Degrees of a mesh for `verify`: those that fit its ranks, and smaller layouts.
 
-An automatic dp_shard takes the ranks that the other degrees leave, at least two: with one, nothing would be sharded.
+An automatic dp_shard gets the ranks that the other degrees leave, and at least two, so that something is sharded.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ SHARD = "parallelism.data_parallel_shard_degree"
 CP = "parallelism.context_parallel_degree"
 TP = "parallelism.tensor_parallel_degree"
 EP = "parallelism.expert_parallel_degree"  # not a mesh dim: uses the ranks of dp_shard x cp x tp
-DEGREES = (  # if several degrees are largest, the first of them is made smaller
+DEGREES = (  # if several degrees are the largest, list_smaller divides the first of them
     "parallelism.data_parallel_replicate_degree",
     SHARD,
     "parallelism.pipeline_parallel_degree",
@@ -25,7 +25,7 @@ AUTOMATIC = -1
 
 
 def find_shard_unit(section: Parallelism) -> int:
-    """Return the smallest dp_shard for this ep. An automatic dp_shard must be a multiple of it."""
+    """Return the smallest dp_shard that ep allows. An automatic dp_shard must be a multiple of it."""
     ep = section.expert_parallel_degree
     return ep // gcd(ep, section.context_parallel_degree * section.tensor_parallel_degree)
 
@@ -39,7 +39,7 @@ def count_ranks(section: Parallelism) -> int:
 
 
 def choose_dp_shard(section: Parallelism, max_ranks: int) -> int:
-    """Return dp_shard. An automatic value becomes all remaining ranks; any other is already a multiple of the unit."""
+    """Return dp_shard. An automatic value becomes as many of the remaining ranks as find_shard_unit allows."""
     unit = find_shard_unit(section)
     return plan_degrees(section, max_ranks)["dp_shard"] // unit * unit
 

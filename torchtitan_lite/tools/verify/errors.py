@@ -1,4 +1,4 @@
-"""The error of a rank: its slice of a tensor beside the same slice of the plain loop's tensor. Nothing is gathered."""
+"""Compute the error of a rank: compare its slice of a tensor with the plain loop's, without gathering anything."""
 
 import math
 from dataclasses import dataclass, field
@@ -57,10 +57,11 @@ def relative_error(
     roundings: int = 0,
     forgives: bool = False,
 ) -> float:
-    """Return ||own - right|| over this slice's share of ||unit|| (default: `whole`). If the share is 0, own must be 0.
+    """Return ||own - right|| divided by this slice's share of ||unit||. `right` is the slice of `whole`.
 
-    An error of `roundings` fp32 roundings per element counts as 0. If `forgives` is true, the largest errors do not
-    count: two elements, plus 0.1 % of all elements. In bfloat16, one element in ten thousand rounds differently.
+    `unit` is `whole` by default. If the share is 0, the result is 0 for own = right, and otherwise infinity. An error
+    of `roundings` fp32 roundings per element counts as 0. If `forgives` is true, the largest errors do not count: two
+    elements, plus 0.1 % of all elements. In bfloat16, one element in ten thousand rounds differently.
     """
     own = local(tensor).double()
     right = cut(whole, tensor).double()

@@ -1,7 +1,7 @@
 """What one rank shows of a step from outside: its result and the events of torch's profile.
 
-Events outside of backward and inside are counted apart, because recompute shows as an operator of forward that ran in
-backward. Events are named after operators, collectives of FSDP and compiled regions.
+Events in backward are counted separately, because recompute shows as an operator of forward that runs in backward. The
+names of events are operators, collectives of FSDP and compiled regions.
 """
 
 import threading
@@ -20,7 +20,7 @@ from torchtitan_lite.step import StepResult
 class Observed:
     """A step that one rank ran in a trial."""
 
-    run: build.Run  # with the config of the trial, resolved
+    run: build.Run  # with the resolved config of the trial
     batch: Batch
     result: StepResult
     # Events of the profile by name, outside of backward and inside. Empty if the step was not profiled.
@@ -41,12 +41,12 @@ def count(events: Counter[str], text: str) -> int:
 
 
 def count_events(profiler: profile) -> tuple[Counter[str], Counter[str]]:
-    """Count the events of a profile by name, outside of backward and inside. Some names include a dtype."""
+    """Count the events of a profile by name: not in backward, and in backward. Some names include a dtype."""
     forward: Counter[str] = Counter()
     backward: Counter[str] = Counter()
     if not profiler.enabled:
         return forward, backward
-    end_ns = 0  # end of the last node of autograd
+    end_ns = 0  # end of the latest autograd node
     for event in sorted(profiler.kineto_results.events(), key=lambda event: event.start_ns()):
         name = event.name()
         start_ns = event.start_ns()

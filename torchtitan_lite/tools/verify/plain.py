@@ -1,20 +1,20 @@
-"""The plain loop: a simple training loop in one process. Every layout must compute the same results.
+"""Run the plain loop: a simple training loop in one process. Every layout must compute the same results.
 
     model      the user's class on one device; one explicit mask for documents; every expert computes every token
-    batch      random tokens; every row masks a different fraction of its targets, and one row masks all
-    step       cross entropy, backward, clipping as in torch, optimizer and schedule of the run, on whole tensors
+    batch      random tokens; every row masks a different fraction of its targets, and one row masks all of them
+    step       cross entropy, backward, clipping as in torch, optimizer and schedule of the run, all on full tensors
 
-The plain loop shares the model file, the initialization and the optimizer with a run on many ranks. The tests compare
-these with transformers and torch. It does not use step.py or the parallelisms.
+The plain loop shares the model file, the initialization and the optimizer with a run on many ranks. Tests compare these
+three with transformers and torch. The plain loop does not use step.py or parallel/.
 
-The steps:
+The steps, with their positions in the learning-rate schedule:
 
-    1  start of the schedule     gradients are clipped to half
-    2  peak of the schedule      gradients are not clipped
-    3  two steps before the end  one gradient of the last rank is NaN: the step must be skipped
-    4  one step before the end   the same with infinity
-    5  end of the schedule       gradients are clipped to half
-    6  only with training.skip_spikes: a gradient is a spike, and the step must be skipped
+    1  start                     gradients are clipped to half of their norm
+    2  peak                      gradients are not clipped
+    3  two steps before the end  a gradient of the last rank contains NaN, so the step must be skipped
+    4  one step before the end   a gradient of the last rank contains infinity, so the step must be skipped
+    5  end                       gradients are clipped to half of their norm
+    6  end                       only with training.skip_spikes: a gradient has a spike, so the step must be skipped
 """
 
 import math
@@ -51,7 +51,7 @@ from torchtitan_lite.model.part import list_moes
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 
 SPIKE = 10.0  # in units of the largest gradient norm that training.skip_spikes allows
-STEPS = [  # max_norm in units of the gradient norm; the value to write into one gradient, 0 for none
+STEPS = [  # max_norm in units of the gradient norm; value to write into one gradient, or 0 to write none
     (0.5, 0.0),
     (2.0, 0.0),
     (2.0, math.nan),
@@ -59,9 +59,11 @@ STEPS = [  # max_norm in units of the gradient norm; the value to write into one
     (0.5, 0.0),
     (2.0, SPIKE),
 ]
-TIE = 5e-6  # a tie is a smaller margin between the last chosen and the first unchosen expert: about fifty roundings
+# Scores of experts are tied if the last chosen and the first unchosen expert differ by less: about fifty roundings.
+TIE = 5e-6
 DECIDES = 10.0  # a bias larger than every score
-# With a smaller embedding, the outputs of layers and the eps of norms matter. The factor is exact: bits stay equal.
+# Without this factor, the embedding would hide the outputs of layers and the eps of norms. Multiplication by a power
+# of two rounds nothing.
 EMBEDDING_SCALE = 1 / 16
 FIRST_EXPONENT = 13  # positions around 2**13 = 8,192 and the next six powers of two
 N_EXPONENTS = 7
@@ -69,10 +71,10 @@ N_EXPONENTS = 7
 
 @dataclass(frozen=True)
 class PlainStep:
-    """Inputs and results of one step of the plain loop. Tensors are whole, by FQN."""
+    """Inputs and results of one step of the plain loop. Tensors are full, and keys are FQNs."""
 
     batch: Batch
-    position: int  # in the schedule
+    position: int  # in the learning-rate schedule
     max_norm: float
     spoiled_by: float  # NaN, infinity or a spike to write into one gradient, or 0 to write nothing
     weights: dict[str, Tensor]  # before the step, including expert biases
@@ -84,18 +86,18 @@ class PlainStep:
     loss: float
     gradients: dict[str, Tensor]  # before clipping
     norm: float
-    rates: dict[str, float]  # of the step, by FQN
+    rates: dict[str, float]  # learning rates of the step
     loads: dict[int, Tensor]  # layer -> tokens of each expert
     updated: dict[str, Tensor]  # weights after the step
     state: dict[str, dict[str, Tensor]]  # optimizer state after the step: FQN -> name -> tensor
 
 
 def make_batch(config: Config, seed: int) -> Batch:
-    """Draw a global batch. The fraction of masked targets grows to 90 % at its end. Row 1 is masked entirely.
+    """Draw a global batch. The fraction of masked targets grows from 0 to 90 % over the batch. Row 1 is fully masked.
 
-    With document attention, row 0 has documents of two tokens on average, and other rows of eight. A row begins with
-    small positions. Then positions jump to 8,192, and to each of the next powers of two up to half a million, which
-    reveals positions that wrap or end at a limit.
+    With document attention, documents have two tokens on average in row 0, and eight in the other rows. A row begins
+    with small positions. Later positions jump to 8,192, and to each of the next powers of two up to half a million.
+    This reveals code that wraps positions or has a limit for them.
     """
     n_rows = config.training.global_batch_size
     seq_len = config.training.seq_len
@@ -124,7 +126,7 @@ def make_batch(config: Config, seed: int) -> Batch:
 
 
 def choose_positions(section: LRScheduler) -> list[int]:
-    """Return each step's position in the schedule of the run: start, peak, the last three, and the last again."""
+    """Return each step's position in the learning-rate schedule: start, peak, the last three, and the last again."""
     last = section.total_steps - 1
     positions = [0, section.warmup_steps - 1, last - 2, last - 1, last, last]
     return [max(0, min(position, last)) for position in positions]
@@ -134,7 +136,7 @@ def choose_positions(section: LRScheduler) -> list[int]:
 
 
 class PlainAttention(InnerAttention):
-    """Attention with documents, windows and sinks, by an explicit mask and a hand-written softmax."""
+    """Attention with documents, windows and sinks. It uses an explicit mask and a hand-written softmax."""
 
     def __init__(self, replaced: InnerAttention, *, uses_documents: bool):
         super().__init__()
@@ -161,16 +163,16 @@ class PlainAttention(InnerAttention):
         return (scores - total[..., None]).exp() @ values
 
 
-# Attention with separate code in the plain loop
+# attention classes that PlainAttention replaces
 MASKED_ATTENTIONS = (DocumentAttention, WindowedAttention)
 OF_LOSS = ("forward", "differentiate", "token_losses")  # methods of a head
 
 
 class PlainExperts:
-    """Replaces the forward of an MoE: every expert computes every token. The weight of an unchosen expert is 0.
+    """Replaces the forward of an MoE: every expert computes every token, and the weight of an unchosen expert is 0.
 
-    In every layer one expert gets no token, and one gets every token if top_k is at least 2. If `biases_decide`, biases
-    choose the same experts for every token, independent of rounding.
+    Biases make one expert of every layer get no token, and if top_k is at least 2, one expert get every token. If
+    `biases_decide`, biases choose the same experts for every token, so rounding cannot change the choice.
     """
 
     def __init__(self, moe: MoE, layer: int, *, biases_decide: bool):
@@ -217,7 +219,7 @@ class PlainExperts:
 
 
 class PlainModel:
-    """The model with its initial weights, and its MoE layers with the loads and ties of the last forward."""
+    """The model with its initial weights. Its MoE layers keep the loads and ties of the last forward."""
 
     def __init__(self, config: Config):
         self.section = config.training
@@ -270,7 +272,7 @@ class PlainModel:
         found = torch.autograd.grad(total, self.parameters.values(), allow_unused=True)
         gradients = dict(zip(self.parameters, found, strict=True))
         require_gradients(gradients)
-        # fused kernels need contiguous tensors
+        # the optimizer's fused kernels need contiguous tensors
         return loss.item(), {fqn: own.contiguous() for fqn, own in gradients.items()}
 
     def call(self, batch: Batch, **options: Tensor) -> Tensor:
@@ -278,7 +280,7 @@ class PlainModel:
         return self.model(batch.tokens, **fields, **options)
 
     def finds_own_loss(self, batch: Batch) -> bool:
-        """Return whether the loss is more than one call of the head: a fork may add terms, or a second head."""
+        """Return whether the loss is not simply one call of the head. A fork may add terms, or call a second head."""
         head = self.model.output
         calls = []
         hook = head.register_forward_hook(lambda *call: calls.append(call[-1]))
@@ -367,7 +369,7 @@ def list_rates(optimizer: Optimizer) -> dict[str, float]:
 
 
 def copy_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return copies of the tensors, without step counters of an optimizer."""
+    """Return copies of the tensors, without scalars, which are step counters of an optimizer."""
     copies = {}
     for name, tensor in tensors.items():
         if tensor.dim():

@@ -1,16 +1,17 @@
 """Run one rank of a layout with the build_run and train_step of train.py, and compare each step with the plain loop.
 
-    before a step     the rank receives its slices of the plain loop's weights
-    in forward        its rotary angles are compared; after a wrong result, all outputs too, without communication: each
-    rank cuts its piece out of the output of one process
+    before a step     the rank loads its slices of the plain loop's weights
+    in forward        its rotary angles are compared; if a result was wrong, the steps run again and the outputs of all
+                      modules are compared too
     before clipping   its gradients are compared, then replaced by the gradients of the plain loop
     after a step      weights, optimizer state, expert loads, expert biases and replicas are compared
 
-Errors do not carry over into the next step, and AdamW does not amplify rounding, so the run keeps its optimizer and
-schedule. Each rank slices the tensors of the plain loop; nothing is gathered.
+Nothing is gathered: each rank cuts its slice out of the plain loop's tensors. Because weights and gradients are
+replaced, errors do not carry over into the next step, and AdamW does not amplify rounding. Therefore the run can keep
+its optimizer and schedule.
 
-Experts: rounding a score can change the top-k choice. A token with tied scores takes its experts from the plain loop.
-Scores identify the token, so it can be on any rank and in any microbatch.
+Rounding a score can change which experts are the top k. A token with tied scores gets its experts from the plain loop.
+It is found by its scores, on any rank and in any microbatch.
 """
 
 import math
@@ -53,7 +54,8 @@ from torchtitan_lite.tools.verify.rounding import (
 )
 from torchtitan_lite.tools.verify.witnesses import actions_noted
 
-SAME_TOKEN = 1e-6  # score distance within one token; a different token that close makes the same choice (see TIE)
+# Scores that differ by less belong to the same token, or to a token so similar that it makes the same choice (see TIE).
+SAME_TOKEN = 1e-6
 
 
 def build_small_run(config: Config, world_size: int) -> build.Run:
@@ -105,7 +107,7 @@ def compare_step(run: build.Run, plain: PlainStep, seen: Seen) -> None:
     seen.compare("counted tokens", "count_global_tokens", n_tokens.item(), n_right.item())
     config = with_value(run.config, "training.max_norm", plain.max_norm)
     if math.isfinite(plain.spoiled_by) and plain.spoiled_by:
-        # Whether a norm is a spike depends on earlier norms.
+        # A norm is a spike relative to earlier norms, so first fill the window with normal ones.
         for _ in range(config.training.spike_window):
             norm = torch.tensor(plain.norm)
             run.spikes.judge(norm)
@@ -193,9 +195,10 @@ def give_weights(run: build.Run, weights: dict[str, Tensor]) -> None:
 
 
 def choose_with_ties(router: Router, of_ties: Tensor, routes: Tensor, scores: Tensor) -> Tensor:
-    """Replace Router.choose: tokens with tied scores take the experts of the plain loop, all others as usual.
+    """Replace Router.choose: tokens with tied scores get the experts that the plain loop chose.
 
-    scores (B, S, E) -> routes (B, S, K). `of_ties` (N, E), `routes` (N, K).
+    scores (B, S, E) -> routes (B, S, K). The plain loop had N tokens with ties: their scores are `of_ties` (N, E), and
+    their experts are `routes` (N, K).
     """
     chosen = Router.choose(router, scores)
     if len(routes) == 0:
@@ -227,7 +230,7 @@ def outputs_compared(run: build.Run, plain: PlainStep, seen: Seen) -> Iterator[N
         for name, module in part.named_modules():
             is_inside = name.count(".") > 1  # layers.0.attention
             if run.config.compile.enable and is_inside:
-                continue  # a hook would break the graph
+                continue  # a hook inside a compiled block would break the graph
             hooks.append(module.register_forward_hook(partial(keep, name)))
     yield
     for hook in hooks:
@@ -237,11 +240,11 @@ def outputs_compared(run: build.Run, plain: PlainStep, seen: Seen) -> Iterator[N
         # Before its first step, a schedule also calls each part once, to infer shapes.
         microbatches = found[-run.layout.n_microbatches :]
         right = angles if measure == "rotary angles" else plain.outputs[name]
-        if name == "output":  # the head with its loss: a sum over tokens for each microbatch
+        if name == "output":  # the head returns the sum of token losses of a microbatch
             own = torch.stack(microbatches).sum()
         else:
             own = torch.cat(microbatches)
-        sequence_dim = 2 if name.endswith("inner") else 1  # (B, heads, S, E), others (B, S, ...)
+        sequence_dim = 2 if name.endswith("inner") else 1  # (B, heads, S, E), else (B, S, ...)
         whole = cut_piece(right, own, sequence_dim, run)
         if own.shape == whole.shape:
             seen.note(measure, name, relative_error(own, whole))
@@ -252,8 +255,8 @@ def outputs_compared(run: build.Run, plain: PlainStep, seen: Seen) -> Iterator[N
 def cut_piece(whole: Tensor, own: Tensor, sequence_dim: int, run: build.Run) -> Tensor:
     """Return the expected value of the output `own` of one rank.
 
-    cp splits the sequence. If a dim is still longer than in `own`, tp shards it: into fewer pieces than ranks if ranks
-    share key/value heads.
+    cp splits the sequence. A dim that is still longer than in `own` is split by tp. It has fewer pieces than tp has
+    ranks if ranks share key/value heads.
     """
     layout = run.layout
     at = run.mesh.coordinates()

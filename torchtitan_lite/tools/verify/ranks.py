@@ -1,10 +1,10 @@
-"""A pool of worker processes that act as ranks, for multi-rank checks without launching a job for each.
+"""Run functions on several ranks, in a pool of worker processes, without launching a job for each call.
 
     parent:  pool.run(function, world_size, *args)   ->   [result of rank 0, result of rank 1, ...]
     worker:  join a fresh gloo group of world_size ranks, call function(rank, world_size, *args), leave the group
 
-Starting eight processes that import torch takes 10 s, launching them with torchrun 20 s, a call on a warm pool 0.1 s.
-If a worker fails or hangs, all workers are killed, and the next call starts new ones.
+For eight ranks, starting processes that import torch takes 10 s, a launch with torchrun 20 s, and a call on a warm pool
+0.1 s. If a worker fails or hangs, all workers are killed, and the next call starts new ones.
 """
 
 import faulthandler
@@ -29,8 +29,8 @@ from torchtitan_lite.parallel.gloo_workers import limit_gloo_workers
 from torchtitan_lite.tools.forget_groups import forget_groups
 from torchtitan_lite.tools.processes import WORKER_ENVIRONMENT, start_fork_server
 
-# torch's caches keep gloo groups, and so their threads, alive: after dozens of jobs, hundreds of threads compete for
-# the cores. New workers are cheap: they are forks of a process that has imported torch.
+# torch's caches keep gloo groups and their threads alive. After dozens of jobs, hundreds of threads would compete for
+# the cores. New workers are cheap, because they are forks of a process that has imported torch.
 JOBS_PER_WORKER = 8
 SECONDS_AFTER_A_FAILURE = 3  # time for the other ranks to finish after one has failed
 
@@ -56,7 +56,7 @@ class RankPool(AbstractContextManager):
     def run(
         self, function: Callable, world_size: int, *args, timeout_s: float = 300, **kwargs
     ) -> list:
-        """Call `function(rank, world_size, *args, **kwargs)` on each of `world_size` ranks; return results by rank.
+        """Call `function(rank, world_size, *args, **kwargs)` on each of `world_size` ranks. Return a result per rank.
 
         Function, arguments and results must be picklable. Raises RankFailure if a rank raises, dies or takes longer
         than `timeout_s`.
@@ -132,13 +132,13 @@ def serve(rank: int, connection: Connection) -> None:
     """Worker: run jobs until the parent ends. For each job, join a group, call the function and send the result."""
     os.environ.update(WORKER_ENVIRONMENT)
     torch.set_num_threads(1)
-    # DTensor warns that gathering over two dims takes two steps, which does not matter here.
+    # DTensor warns that gathering over two dims takes two steps. This does not matter here.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     # Ctrl-C reaches workers too, but the parent handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent()
     limit_gloo_workers()
-    faulthandler.enable()  # a rank that crashes prints where
+    faulthandler.enable()  # a rank that crashes prints its stack
     while True:
         try:
             function, world_size, folder, args, kwargs = connection.recv()

@@ -1,23 +1,23 @@
 """Reduce a real config to laptop size. Keep the relations between sizes that decide which faults a layout shows.
 
-    degrees         exactly as in the config, or an error with the command for a smaller layout (degrees.py)
+    degrees         exactly as in the config; if they need too many ranks, an error has the command for a smaller layout
     kept relations  query heads per key/value head; one or several key/value heads per tp rank; which sizes tp x
                     dp_shard divides; one or several stages per rank; even or uneven stages; embedding or head alone on
-                    a stage; more, fewer, or as many microbatches as stages; gradient accumulation; whether FSDP shards
-                    the number of experts or their matrices; dense layers
-    kept as is      optimizer and learning rates, schedule, ZeRO stage, recompute, documents, ring, tied embeddings,
+                    a stage; fewer microbatches than stages, equally many, or more; gradient accumulation; whether FSDP
+                    shards the number of experts or their matrices; dense layers
+    unchanged       optimizer and learning rates, schedule, ZeRO stage, recompute, documents, ring, tied embeddings,
                     rotary scaling, loss parallel
     replaced        sizes, and features that a CPU does not have
 
-                layers        sequence                         microbatches    experts
-    wide        1 or 2 each   about 41, odd if possible        like real run   8
-    deep        12 or more    280 tokens, 560 with documents   12 under pp     20
+                layers             sequence                         microbatches    experts
+    wide        1 or 2 per stage   about 41, odd if possible        like real run   8
+    deep        12 or more         280 tokens, 560 with documents   12 with pp      20
 
-Sequences are longer than every attention window. The window of a flavor becomes smaller; one that a row in
-config/choices.py sets does not.
+Sequences are longer than every attention window. A window that is a size of the flavor is made smaller. A window that
+is set by a row in config/choices.py keeps its size.
 
-The deep trial finds faults that need depth, length or large counts. It has the options of the wide one, except
-recompute and compile. The certificate lists every difference from the real config. No torch here.
+The deep trial finds faults that need depth, length or large counts. It has the options of the wide trial, except
+recompute and compile. The certificate lists every difference from the real config. This module does not import torch.
 """
 
 import shlex
@@ -59,22 +59,22 @@ from torchtitan_lite.tools.verify.degrees import (
 
 N_EXPERTS = 8
 UNCHOSEN = 2  # minimum number of experts that a token does not choose
-ALIGNED = 8  # grouped_mm needs rows aligned to 16 bytes: dim and expert_ffn_dim are multiples
+ALIGNED = 8  # dim and expert_ffn_dim are multiples: grouped_mm needs rows aligned to 16 bytes
 STAGES = "parallelism.pipeline_parallel_layers_per_stage"
 FIRST = "parallelism.pipeline_parallel_first_stage_less_layers"
 LAST = "parallelism.pipeline_parallel_last_stage_less_layers"
-WINDOW = 12  # tokens of a small window: most of a row is outside
-BEYOND = 25  # tokens of a row beyond the largest window
+WINDOW = 12  # tokens of a reduced window; most of a row is outside of it
+BEYOND = 25  # a row is at least this much longer than the largest window
 TOKENIZER = "bytes"
 N_WORDS = 258  # vocabulary of this tokenizer
 REPLACED = {
-    "training.steps": 5,  # the wide trial has five or six
+    "training.steps": 5,  # the wide trial has five or six steps
     "training.dtype": "float32",
     "training.mixed_precision_param": "float32",  # the precision of the run has a separate trial
     "model.converters": [],  # float8 has a separate trial too
     "parallelism.enable_async_tensor_parallel": False,  # needs inductor and GPUs
     "parallelism.fsdp_symmetric_memory": False,  # needs NCCL
-    # Only train.py reads the keys below. Every step is logged and saved, the first and the last are validated.
+    # Only train.py reads the keys below. Every step is logged and saved. The first and the last step are validated.
     "model.hf_assets_path": TOKENIZER,
     "training.dataset_path": "",
     "training.cache_folder": "",
@@ -103,9 +103,9 @@ REPLACED = {
 class Reduction:
     """A real config and its reduced version."""
 
-    real: Config  # as read: "auto" values are not resolved
-    config: Config  # config of the wide trial
-    layout: Layout  # of `config`
+    real: Config  # as given by the user; "auto" values are not resolved
+    config: Config  # reduced config, for the wide trial
+    layout: Layout  # layout of `config`
 
 
 def reduce_config(config: Config, max_ranks: int) -> Reduction:
@@ -128,16 +128,16 @@ def reduce_config(config: Config, max_ranks: int) -> Reduction:
         **reduce_sizes(config, args, wide),
     }
     if config.training.loss_chunk_tokens:
-        # A small batch needs a smaller chunk to have several; 0 means no chunks and stays.
+        # The batch is small, so that several chunks need a smaller chunk size. 0 means no chunks and is kept.
         keys["training.loss_chunk_tokens"] = 24
     n_shards = wide.dp_shard * wide.cp
     of_node = config.parallelism.zero_plus_plus_node_size // wide.tp
     is_one_node = of_node >= n_shards > 2 and n_shards % 2 == 0
     if config.parallelism.zero_plus_plus and is_one_node:
-        # ZeRO++ differs only if a group has several nodes of several ranks.
+        # ZeRO++ has an effect only if a group has several nodes of several ranks.
         keys["parallelism.zero_plus_plus_node_size"] = wide.tp * n_shards // 2
     if config.validation.steps != AUTOMATIC:
-        keys["validation.steps"] = 1  # the small split has more
+        keys["validation.steps"] = 1  # less than the whole small validation split
     if config.compile.enable:
         # aot_eager traces and differentiates like inductor, but generates no kernels.
         keys["compile.backend"] = "aot_eager"
@@ -168,7 +168,7 @@ def suggest_smaller(config: Config, max_ranks: int) -> str:
 
 
 def override(config: Config, overrides: dict[str, object]) -> Config:
-    """Return the config with some keys ("section.key") set. "flavor.NAME" sets a field of ModelArgs, or of `moe`."""
+    """Set keys of a config ("section.key"). "flavor.NAME" sets a field of ModelArgs or of its `moe`."""
     for key, value in overrides.items():
         if key.startswith("flavor."):
             name = key.removeprefix("flavor.")
@@ -186,11 +186,11 @@ def override(config: Config, overrides: dict[str, object]) -> Config:
 
 
 def reduce_sizes(config: Config, args: ModelArgs, layout: Layout) -> dict[str, int]:
-    """Return model sizes, with a dim of about 64 to 128. tp x dp_shard x cp divides the same sizes as before."""
+    """Return model sizes with a dim of about 64 to 128. tp x dp_shard x cp divides the same sizes as in the run."""
     tp = layout.tp
     n_kv_heads = min(2 * tp, args.n_kv_heads)
     n_heads = n_kv_heads * (args.n_heads // args.n_kv_heads)
-    n_sharing = max(1, tp // n_kv_heads)  # ranks that store slices of one head
+    n_sharing = max(1, tp // n_kv_heads)  # number of ranks that share a head
     head_dim = lcm(8 if n_heads <= 32 else 4, n_sharing)
     unit = tp
     if config.model.uses_float8:
@@ -198,7 +198,7 @@ def reduce_sizes(config: Config, args: ModelArgs, layout: Layout) -> dict[str, i
         unit = FLOAT8_BLOCK * tp
     dim = n_heads * head_dim
     if args.dim != args.n_heads * args.head_dim:
-        dim += 16  # different sizes, so that code that confuses them fails
+        dim += 16  # different, so that code that confuses dim and n_heads * head_dim fails
     dim = round_up(dim, unit)
     split = tp
     if config.parallelism.data_parallel_shard_degree != AUTOMATIC:
@@ -214,7 +214,7 @@ def reduce_sizes(config: Config, args: ModelArgs, layout: Layout) -> dict[str, i
 
 
 def reduce_size(real: int, wanted: int, unit: int, split: int) -> int:
-    """Return a size of about `wanted` that is a multiple of `unit`, and a multiple of `split` only if `real` is."""
+    """Return a multiple of `unit` of about `wanted`. It is a multiple of `split` if and only if `real` is."""
     size = round_up(wanted, unit)
     while unit % split and (real % split == 0) != (size % split == 0):
         size += unit
@@ -222,10 +222,10 @@ def reduce_size(real: int, wanted: int, unit: int, split: int) -> int:
 
 
 def reduce_experts(args: ModelArgs, layout: Layout, dim: int, n_wanted: int) -> dict[str, int]:
-    """Return the sizes of an MoE: about `n_wanted` experts, and top_k of the real model, at most N_EXPERTS.
+    """Return the sizes of an MoE: about `n_wanted` experts, and the real top_k, but at most N_EXPERTS.
 
-    As in the real run, FSDP shards either whole experts or their matrices. If the real model has both MoE and dense
-    layers, so does the small model. Returns {} for a dense model.
+    As in the real run, FSDP shards either the number of experts or their matrices. If the real model has both MoE and
+    dense layers, the small model has both too. Returns {} for a dense model.
     """
     moe = args.moe
     if moe is None:
@@ -250,10 +250,10 @@ def reduce_experts(args: ModelArgs, layout: Layout, dim: int, n_wanted: int) -> 
 
 
 def reduce_stages(section: Parallelism, n_layers: int, real: Layout) -> dict[str, object]:
-    """Return layers and stages: the same number of stages per rank, at most two if possible, even or uneven.
+    """Return the keys for layers and stages, with at most two stages per rank if the schedule allows it.
 
-    Keeps the first stages and the last. A stage has two layers if its real stage has more layers than the smallest,
-    else one.
+    The first stages and the last stage of the real run are kept. A stage has two layers if its real stage has more
+    layers than the smallest stage, and otherwise one.
     """
     if real.pp == 1:
         return {"model.n_layers": min(2, n_layers), STAGES: None}
@@ -265,7 +265,7 @@ def reduce_stages(section: Parallelism, n_layers: int, real: Layout) -> dict[str
     for count in [*counts[: n_stages - 1], counts[-1]]:
         fewer.append(min(count, 1 if count == fewest else 2))
     layers_per_stage = [None, 1, 2, 3]
-    loads = range(4)  # of the modules outside the layers
+    loads = range(4)  # values of FIRST and LAST
     for values in product(layers_per_stage, loads, loads):
         keys = dict(zip((STAGES, FIRST, LAST), values, strict=True))
         small = override(Config(parallelism=section), keys)
@@ -275,15 +275,15 @@ def reduce_stages(section: Parallelism, n_layers: int, real: Layout) -> dict[str
 
 
 def reduce_batch(small: Config, config: Config, real: Layout, wide: Layout) -> dict[str, object]:
-    """Return a small batch: microbatches keep their relation to the stages, and cp and tp divide the sequence."""
+    """Return the keys of a small batch. Microbatches keep their relation to stages; cp and tp divide the sequence."""
     accumulates = real.global_batch_size > config.training.local_batch_size * real.dp
     n_rows = 2
     n_microbatches = 3 if accumulates else 1
     if real.pp > 1:
         n_rows = min(2, real.microbatch_size)
         n_stages = count_stages(small.parallelism, small.model.n_layers)
-        # More microbatches than stages, or the real number if it is smaller. Even if possible, so that other layouts
-        # can resume with the same batch.
+        # Use more microbatches than stages, but not more than the real run. The number is even if possible, so that
+        # other layouts can resume with the same batch.
         wanted = min(real.n_microbatches, 2 * (n_stages // 2 + 1))
         n_microbatches = find_n_microbatches(small.parallelism, wanted, n_stages)
     unit = FLOAT8_BLOCK if config.model.uses_float8 else 1
@@ -318,7 +318,7 @@ def give_batch(
 
 
 def find_n_microbatches(section: Parallelism, least: int, n_stages: int) -> int:
-    """Return the smallest number of microbatches, at least `least`, that the schedule can run."""
+    """Return the smallest number of microbatches that is at least `least` and that the schedule can run."""
     number = least
     while check_microbatches(section, number, number, n_stages):
         number += 1
@@ -327,8 +327,9 @@ def find_n_microbatches(section: Parallelism, least: int, n_stages: int) -> int:
 
 # ---------------------------------------------------------------- the deep trial
 
-N_LAYERS = 12  # some layer indices have two digits; sorted as text, 10 comes before 2
-N_TOKENS = 280  # per row, doubled with documents of two tokens: indices do not fit in a byte
+N_LAYERS = 12  # has numbers of two digits, to find code that sorts them as text (10 before 2)
+# tokens per row, doubled with documents of two tokens: token and document indices do not fit in a byte
+N_TOKENS = 280
 N_MICROBATCHES = 12
 N_DEEP_EXPERTS = 20
 DIM = 16
@@ -374,7 +375,7 @@ def deepen(reduction: Reduction) -> Config:
 
 
 def leave_out_compiler(config: Config) -> Config:
-    """Return the config without compile. Recompute mode memory_budget, which needs the compiler, becomes full."""
+    """Turn compile off. The recompute mode memory_budget, which needs the compiler, becomes full."""
     keys: dict[str, object] = {"compile.enable": False}
     if config.activation_checkpoint.mode == "memory_budget":
         keys["activation_checkpoint.mode"] = "full"
@@ -382,7 +383,7 @@ def leave_out_compiler(config: Config) -> Config:
 
 
 def put_on_one_rank(config: Config, local_batch_size: int) -> Config:
-    """Return the config without parallelism. Gradients are accumulated over rows beyond `local_batch_size`."""
+    """Return the config without parallelism. If there are more rows than `local_batch_size`, gradients accumulate."""
     section = replace(Parallelism(), data_parallel_shard_degree=1)
     keys = {"parallelism": section, "training.local_batch_size": local_batch_size}
     return override(leave_out_compiler(config), keys)

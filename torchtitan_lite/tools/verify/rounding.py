@@ -1,4 +1,4 @@
-"""Where a rank rounds: integers of ZeRO++, the dtype of FSDP's reductions, scales of float8, sums in bfloat16."""
+"""Check where a rank rounds: integers of ZeRO++, dtype of FSDP's reductions, float8 scales, sums in bfloat16."""
 
 import math
 from contextlib import AbstractContextManager
@@ -35,12 +35,12 @@ def packing_checked(seen: Seen) -> AbstractContextManager:
             for blocks in tensors.split(INT8_BLOCK, -1):
                 block, error = blocks
                 largest = block.amax(-1, keepdim=True)
-                half_scale = largest / 253.9  # half a step of the integers, and some rounding
+                half_scale = largest / 253.9  # half a step of the integers, and a margin
                 worst = error / (half_scale + 1e-30)
                 seen.note("packing", "zero_plus_plus", worst.max().item())
         sent = rows.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         sent = sent.view(torch.int8)
-        # A rank must not use its own numbers unrounded, because other ranks see them rounded.
+        # The rank must not use its own numbers again, because other ranks would have rounded ones.
         rows.fill_(math.nan)
         return sent
 
@@ -61,7 +61,7 @@ def packing_checked(seen: Seen) -> AbstractContextManager:
 def reductions_noted(seen: Seen) -> AbstractContextManager:
     """Context manager: record whether FSDP reduces gradients in float32."""
     name = "reduce_scatter_tensor"
-    if hasattr(dist, "reduce_scatter_single"):  # torch 2.13
+    if hasattr(dist, "reduce_scatter_single"):  # since torch 2.13
         name = "reduce_scatter_single"
     reduce_scatter = getattr(dist, name)
 
@@ -89,7 +89,7 @@ def compare_scales(precomputed: PrecomputedScales, seen: Seen) -> None:
 
 
 def sums_in_bfloat16(run: build.Run) -> bool:
-    """Return whether gradients of several bfloat16 microbatches are added without any other rounding."""
+    """Return whether gradients of several bfloat16 microbatches are added, and nothing else rounds them."""
     config = run.config
     is_rounded = config.model.uses_float8 or "qgz" in config.parallelism.zero_plus_plus
     is_bfloat16 = config.training.mixed_precision_param == "bfloat16"
@@ -99,14 +99,14 @@ def sums_in_bfloat16(run: build.Run) -> bool:
 def compare_with_halves(run: build.Run, plain: PlainStep, batch: Batch, seen: Seen) -> None:
     """Compare the gradients of all microbatches with the sum of the gradients of two halves. Collective.
 
-    This finds a sum that is rounded to bfloat16 on any layout, because the halves round differently.
+    This finds a sum over microbatches that is rounded to bfloat16, because the sums of the halves round differently.
     """
     differences = dict(seen.results[-1]["gradients"])
     rows = torch.arange(len(batch.tokens))
     microbatches = rows // run.layout.microbatch_size
     is_even = microbatches % 2 == 0
     fields = find_fields(run.config.training.loss, run.config.model.name)
-    # The loss of a half is divided by the tokens of the whole batch.
+    # The loss of a half must be divided by the tokens of the whole batch.
     n_tokens = count_valid_tokens(plain.batch.targets)
     with patch.object(stepping, "count_global_tokens", lambda *_: n_tokens):
         for is_left_out in (is_even, ~is_even):

@@ -1,12 +1,12 @@
 """Run train.py on this layout and in one process, and compare the logs: data, rates, validation, save and resume.
 
-    one process       steps 1 2 3 4     without interruption
-    the layout        steps 1 2
-    another layout            3 4       on the same ranks, with another ep if possible, from the last checkpoint
+    one process         steps 1 2 3 4     without interruption
+    the layout          steps 1 2
+    a second layout             3 4       on the same ranks, with a different ep if possible, from the last checkpoint
 
-train.py is started three times in warm workers. All numbers in metrics.jsonl are compared, and every tensor of the
-checkpoint after each step, because a loss hides that a resume rounded a state. Faults that also occur in one process
-are found by the tests, not here.
+train.py is started three times in warm workers. All numbers in metrics.jsonl are compared. The checkpoints after each
+step are compared too, because a loss would not show that a resume has rounded the optimizer state. Faults that also
+occur in one process are not found here. The tests find them.
 """
 
 import gc
@@ -61,7 +61,7 @@ from torchtitan_lite.tools.verify.trial import (
 )
 from torchtitan_lite.tools.verify.witnesses import Acted, actions_noted, merge
 
-RESUMED = {  # more steps, and values that any layout can run
+RESUMED = {  # the resumed run has more steps, and values that any layout can run
     STAGES: None,
     "training.steps": 4,
     "parallelism.pipeline_parallel_schedule": "GPipe",
@@ -101,7 +101,7 @@ def try_train(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Trial:
 
 
 def measure_noise(alone: Config, run_ranks: RunRanks) -> Noise:
-    """Measure how much saved tensors change if the initial weights of one process are rounded differently."""
+    """Measure how much the saved tensors of one process change if its initial weights are rounded differently."""
     seen = Seen({})
     for seed in range(N_ROUNDINGS):
         other = with_value(alone, "job.dump_folder", f"{alone.job.dump_folder} {seed}")
@@ -123,7 +123,7 @@ def compare_checkpoints(alone: Config, config: Config, seen: Seen) -> None:
         errors[name] = math.inf
         if name in saved and saved[name][:2] == entry[:2]:  # dtype, shape
             errors[name] = relative_error(own.read(name), right.read(name))
-    # A wrong state also makes weights wrong, but less: report the largest error first.
+    # Report the largest error first: a wrong state also makes weights wrong, but by less.
     for name in sorted(errors, key=errors.get, reverse=True):
         seen.note("saved tensor", name, errors[name])
 
@@ -187,8 +187,8 @@ def initialize(seed: int | None, part: nn.Module, *options) -> None:
 def choose_by_bias(router: Router, scores: Tensor) -> Tensor:
     """Replace Router.choose: every token chooses the experts with the largest biases.
 
-    A rounded score could change a top-k choice. Biases change by fixed amounts, so the chosen experts vary between
-    steps, but not between layouts.
+    The usual choice depends on scores, whose rounding differs between layouts. Biases change by fixed amounts, so the
+    chosen experts vary between steps, but not between layouts.
     """
     order = router.expert_bias - 1e-6 * torch.arange(router.n_experts, device=scores.device)
     return order.topk(router.args.top_k).indices.expand(*scores.shape[:-1], -1)
@@ -212,7 +212,7 @@ def make_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 @contextmanager
 def process_left_as_it_was() -> Iterator[None]:
     """Context manager: restore process-wide settings that train.py changes."""
-    gc.freeze()  # garbage collections in train.py skip existing objects
+    gc.freeze()  # garbage collections in train.py skip the objects that exist now
     try:
         yield
     finally:
@@ -226,22 +226,22 @@ def process_left_as_it_was() -> Iterator[None]:
 
 
 def make_config(reduction: Reduction, folder: Path) -> Config:
-    """Return the config for train.py: few steps, in which every logged number depends on the layout being correct."""
+    """Return the config for train.py. It has few steps, and every logged number is wrong if the layout is wrong."""
     real = reduction.real
-    small = leave_out_compiler(reduction.config)  # slow, and tested by the wide trial
+    small = leave_out_compiler(reduction.config)  # compiling is slow, and the wide trial tests it
     optimizer = real.optimizer
     if optimizer.name != "SGD":
-        # With an eps as large as gradients, updates depend on more than the signs of gradients.
+        # Unless eps is as large as gradients, AdamW's first updates depend only on the signs of gradients.
         optimizer = replace(optimizer, lr=0.015, eps=1e-3)
     # train.py refuses groups that match nothing in the small model.
     optimizer = replace(optimizer, groups=list_used(optimizer.groups, resolve_model(small.model)))
-    # The rate differs in every step, which reveals a step too many or too few.
+    # The learning rate differs in every step, to find a step too many or too few.
     decay_type = real.lr_scheduler.decay_type
     return override(
         small,
         {
             "training.steps": 2,
-            "training.seq_len": 2 * small.training.seq_len,  # the other layout may use tp
+            "training.seq_len": 2 * small.training.seq_len,  # even, for the tp of the second layout
             "job.dump_folder": str(folder / "layout"),
             "optimizer": optimizer,
             "lr_scheduler": LRScheduler(warmup_steps=2, total_steps=6, decay_type=decay_type),
@@ -254,7 +254,7 @@ def make_config(reduction: Reduction, folder: Path) -> Config:
 
 
 def write_corpora(config: Config) -> None:
-    """Prepare corpora of random documents. They are so small that a second epoch begins during the run."""
+    """Prepare corpora of random documents. They are so small that the run reaches their second epoch."""
     n_tokens = config.training.global_batch_size * config.training.seq_len
     draw = random.Random(0)
     for name in config.training.dataset:

@@ -1,11 +1,11 @@
 """Run one trial, the steps of a reduced config on all ranks of its layout, and find the first error above its bound.
 
-In bfloat16 and float8, the trial checks that a layout rounds where one rank rounds:
+In bfloat16 and float8, the trial checks that a layout rounds where one rank rounds. One rank runs the same microbatches
+one by one. It rounds gradients per microbatch, and adds them in float32.
 
-    one rank      runs the same microbatches one by one; gradients are rounded per microbatch and summed in float32
-    the layout    dp and pp only change the order of float32 sums, so results may differ from one rank by 1e-5. tp and
-    cp add partial products in bfloat16, so errors, measured against the plain loop in float32, may be twice the errors
-    of one rank
+    dp, pp    only change the order of float32 sums, so results may differ from one rank by 1e-5
+    tp, cp    also add partial products in bfloat16; errors are measured against the plain loop in float32, and may be
+              twice the errors of one rank
 
 The trial also checks that rotary angles and FSDP's reductions use float32, and that a gradient is the sum over its
 microbatches (rank.py).
@@ -46,20 +46,20 @@ from torchtitan_lite.tools.verify.witnesses import Acted, merge
 RunRanks = Callable[..., list]  # (worker, world_size, *args) -> one result per rank
 Noise = dict[Key, float]  # relative errors of another rounding in one process
 
-# Errors of correct layouts: gradients 2e-6, with twelve MoE layers 8e-6; state 2e-7, updates 4e-8.
-SUMS = 1e-5  # sums in another order
-SAME = 5e-6  # the same numbers rounded differently
+# Correct layouts have errors of 2e-6 in gradients (8e-6 with twelve MoE layers), 2e-7 in state and 4e-8 in updates.
+SUMS = 1e-5  # bound for sums in a different order
+SAME = 5e-6  # bound for the same numbers, rounded differently
 EXACT = 0.0
-# Terms of a sum may cancel. An error is accepted if rounding alone changes the sum by a tenth of the error in one
-# process.
+# If the terms of a sum cancel, its relative error is large. An error is accepted if, in one process, rounding alone
+# changes the sum by a tenth of this error.
 NOISE = 10.0
-N_ROUNDINGS = 5  # of the weights
-OF_SUMS = ("gradients", "saved tensor")  # measures
+N_ROUNDINGS = 5  # random roundings of the weights
+OF_SUMS = ("gradients", "saved tensor")  # measures of such sums
 BOUNDS = {  # measure, in the order of a step -> largest error of a correct layout
     "initial weights": EXACT,
     "counted tokens": EXACT,
     "learning rate": 1e-12,
-    "packing": 1.0,  # by ZeRO++, in half steps of the integers
+    "packing": 1.0,  # rounding by ZeRO++, in half steps of the integers
     "rotary angles": 1e-6,
     "module output": 2e-6,  # larger than rounding, smaller than the bound of gradients
     "loss": SUMS,
@@ -75,16 +75,16 @@ BOUNDS = {  # measure, in the order of a step -> largest error of a correct layo
     "schedule": EXACT,
     "scales": EXACT,
     "sum of microbatches": SUMS,
-    # trial train.py: gradients are not replaced, so several steps amplify rounding, and faults far more
+    # The trial train.py does not replace gradients, so several steps amplify rounding. They amplify faults far more.
     "lr": 1e-12,
     "tokens": EXACT,
     "grad_norm": 1e-3,
     "val_loss": SUMS,
     "val_bits_per_byte": SUMS,
     "router_entropy": SUMS,
-    "saved tensor": 5e-4,  # 1.2e-4 seen; a state rounded to bfloat16 is off by 1.4e-3
+    "saved tensor": 5e-4,  # correct: up to 1.2e-4; state rounded to bfloat16: 1.4e-3
 }
-# Measures that a wrong module can affect.
+# measures that a wrong module can affect
 OF_FORWARD = ("counted tokens", "module output", "loss", "gradients", "expert loads")
 NOT_FINISHED = "not finished"
 
@@ -94,9 +94,9 @@ class Culprit:
     """The first difference of a measure."""
 
     kind: str
-    name: str  # of a parameter, a module or a function
+    name: str  # name of a parameter, a module or a function
     text: str
-    dims: tuple[str, ...] = ()  # mesh dims along which a correct and a wrong rank are neighbors
+    dims: tuple[str, ...] = ()  # some correct and wrong ranks differ in only this mesh coordinate
 
 
 @dataclass(frozen=True)
@@ -107,10 +107,9 @@ class Trial:
     measures: dict[str, tuple[float, float]] = field(default_factory=dict)  # worst error, bound
     faults: dict[str, Culprit] = field(default_factory=dict)  # by measure, in the order of a step
     seconds: float = 0.0
-    ran: tuple[
-        tuple[Config, Acted], ...
-    ] = ()  # config of each layout that ran, and which keys acted
-    # parameters whose gradients are only rounding errors in every step, so a wrong gradient would not be noticed
+    # config of each layout that ran, and the keys that acted
+    ran: tuple[tuple[Config, Acted], ...] = ()
+    # parameters whose gradients are only rounding errors in every step: a wrong gradient would not be noticed
     unjudged: tuple[str, ...] = ()
     shared: tuple[str, ...] = ()  # keys whose code one process shares with the layout
 
@@ -158,7 +157,7 @@ def describe_run(trial: Trial, config: Config, steps: list[PlainStep], ranks: li
 
 
 def make_trial(name: str, call: Callable[[], Trial]) -> Trial:
-    """Run a trial and time it. An exception on a rank, or of the model in the plain loop, counts as a result."""
+    """Run a trial and time it. An exception on a rank, or of the model in the plain loop, becomes a fault."""
     start = time.monotonic()
     try:
         trial = call()
@@ -181,10 +180,10 @@ def judge(
     choose_bound: Callable[[Key], float | None] = lambda key: BOUNDS[key[1]],
     modules: Iterable[str] = (),
 ) -> Trial:
-    """Return for each measure the error nearest to its bound, and the first fault in the order of the steps.
+    """Return for each measure the error closest to its bound, or farthest above it, and the first fault.
 
-    Calls `find_noise` if a sum seems wrong. `modules` are in forward order; other names are in the order in which a
-    rank noted them.
+    Faults are sorted by step, measure and name. `modules` gives the order of module names, which is the order of
+    forward. All other names keep the order in which a rank noted them. `find_noise` is called if a sum seems wrong.
     """
     find_noise = cache(find_noise)
     keys: dict[Key, None] = {}
@@ -194,7 +193,7 @@ def judge(
     places = {module: place for place, module in enumerate(modules)}
     measures: dict[str, tuple[float, float]] = {}
     faults: dict[str, Culprit] = {}
-    least: dict[str, float] = {}  # smallest bound of each sum
+    least: dict[str, float] = {}  # name of a sum -> its smallest bound
     for key in sorted(keys, key=lambda key: (key[0], order.index(key[1]), places.get(key[2], 0))):
         _, measure, name = key
         bound = choose_bound(key)
@@ -216,7 +215,7 @@ def judge(
 
 
 def blame(key: Key, errors: list[tuple[Coordinates, float]], bound: float) -> Culprit:
-    """Describe how many ranks are wrong, and along which mesh dims a correct and a wrong rank are neighbors."""
+    """Describe an error, how many ranks have it, and the mesh dims along which correct and wrong ranks differ."""
     step, measure, name = key
     worst = max(error for _, error in errors)
     n_wrong = sum(error > bound for _, error in errors)
@@ -279,7 +278,7 @@ def try_precision(name: str, reduction: Reduction, run_ranks: RunRanks, folder: 
 def make_config(reduction: Reduction, *, float8: bool) -> Config:
     keys: dict[str, object] = {
         "training.mixed_precision_param": "bfloat16",
-        # both halves of the microbatches would add auxiliary losses
+        # compare_with_halves would count the auxiliary losses twice, once per half
         "training.expert_balance_loss": 0.0,
         "training.router_z_loss": 0.0,
     }
@@ -304,7 +303,7 @@ def round_differently(
 
 @torch.no_grad()
 def measure_noise(config: Config, steps: list[PlainStep], rounding: float = ROUNDING) -> Noise:
-    """Measure how much gradients change if weights are rounded differently: a lot if the terms of a sum cancel."""
+    """Measure how much gradients change if weights are rounded differently. Sums whose terms cancel change much."""
     plain = PlainModel(config)
     generator = torch.Generator().manual_seed(0)
     seen = Seen({})

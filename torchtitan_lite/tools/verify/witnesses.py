@@ -1,10 +1,10 @@
-"""Witnesses observe whether a config key takes effect in a trial. A key without a witness is never covered.
+"""Observe whether config keys act in a trial. A key that is set and has no witness is never covered.
 
-    acted          a trial ran the value of the key, and a rank saw its effect: a spike was skipped, a block recomputed
-    did not act    a trial ran the value, but no rank saw an effect
+    acted          a trial ran the key's value, and a rank saw its effect: a skipped spike, a recomputed block, ...
+    did not act    a trial ran the key's value, but no rank saw an effect
     off            the value turns its feature off, or belongs to a feature that is off
 
-A witness looks at a step from outside. One step of a trial is profiled.
+A witness is a function that looks at what a step shows from outside (observed.py). One step of a trial is profiled.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -27,7 +27,7 @@ from torchtitan_lite.model.float8_linear import Float8Linear
 from torchtitan_lite.tools.verify.degrees import DEGREES
 from torchtitan_lite.tools.verify.observed import Observed, count, count_events
 
-# ---------------------------------------------------------------- the facts
+# ---------------------------------------------------------------- kinds of witnesses
 
 MOE_SIZES = [size.name for size in fields(MoEArgs)]
 MASKS = ("sliding_window", "layer_types", "attention_sinks")  # fields of ModelArgs
@@ -36,7 +36,7 @@ Witness = Callable[[Observed], bool | None]
 
 
 def once_on(is_on: object, acted: bool) -> bool | None:
-    """Return whether a key acted; None if it is off."""
+    """Return whether a key acted, or None if it is off."""
     return acted if is_on else None
 
 
@@ -60,7 +60,7 @@ def computes_in_dtype(step: Observed) -> bool:
 
 
 def reads_text(step: Observed) -> bool:
-    return step.runs_thread("prefetch")  # train.py does
+    return step.runs_thread("prefetch")  # only the trial of train.py has this thread
 
 
 def separates_documents(step: Observed) -> bool | None:
@@ -97,7 +97,10 @@ def decays(step: Observed) -> bool | None:
 
 
 def runs_implementation(step: Observed) -> bool | None:
-    """Only AdamW has separate kernels for each implementation. "fused" also uses a kernel for lists of tensors."""
+    """Return whether the chosen kernels ran. Only AdamW has several implementations.
+
+    "fused" is checked first, because it uses a _foreach_ kernel too.
+    """
     section = step.config.optimizer
     if not OPTIMIZERS[section.name].has_fused_kernel or section.moments_dtype == "bfloat16":
         return None
@@ -140,14 +143,14 @@ def gathers_as_zero_stage(step: Observed) -> bool | None:
     n_gathers = count_most(step, "FSDP::all_gather (layers.")
     acted = n_gathers > 1
     if layout.zero_stage < 3:
-        # With a single microbatch, stages 1 and 2 are the same.
+        # With a single microbatch, ZeRO stages 1 and 2 are the same.
         expected = layout.n_microbatches if layout.zero_stage == 2 else 1
         acted = n_gathers == 1 and count_most(step, "reduce (layers.") == expected
     return once_on(layout.fsdp > 1, acted)
 
 
 def splits_nodes(step: Observed) -> bool | None:
-    """If FSDP groups are not split by node, hpZ keeps nothing, and qgZ has a single exchange."""
+    """Return whether FSDP groups are split by node. If not, hpZ keeps nothing, and qgZ has a single exchange."""
     layout = step.run.layout
     uses_nodes = {"hpz", "qgz"} & set(step.config.parallelism.zero_plus_plus)
     return once_on(uses_nodes, layout.fsdp_far > 1 or layout.efsdp_far > 1)
@@ -165,9 +168,10 @@ def runs_schedule(step: Observed) -> bool | None:
 
 
 def rotates(step: Observed) -> bool | None:
-    """Return whether the rotate method is the requested one: only the ring exchanges keys by all-to-all.
+    """Return whether keys are exchanged by the chosen method. Only the ring uses all-to-alls for them.
 
-    A Scatter of tp also uses one all-to-all. With ep > 1, experts use many, so this returns False.
+    A Scatter of tp also uses one all-to-all, so these are subtracted. With ep > 1, experts use many all-to-alls, so
+    this returns False.
     """
     layout = step.run.layout
     is_ring = step.forward["_c10d_functional::all_to_all_single"] > step.forward["Scatter"]
@@ -178,14 +182,17 @@ def rotates(step: Observed) -> bool | None:
 
 
 def recomputes(step: Observed) -> bool | None:
-    """Backward repeats norms or attention. The compiler alone repeats only cheaper operators."""
+    """Return whether backward repeats norms or attention. Without recompute, the compiler repeats only cheaper ones."""
     is_on = step.config.activation_checkpoint.mode != "none"
     repeated = [name for name in step.backward if "ackward" not in name]
     return once_on(is_on, any("rms_norm" in name or "attention" in name for name in repeated))
 
 
 def compiles(step: Observed) -> bool | None:
-    """A compiled block is an autograd function, unless the backend is "eager". The compiled loss is not."""
+    """Return whether the chosen components are compiled.
+
+    A compiled block is an autograd function (CompiledFunction), unless the backend is "eager". A compiled loss is not.
+    """
     section = step.config.compile
     n_regions = count(step.forward, "Torch-Compiled Region")
     n_blocks = step.forward["CompiledFunction"]
@@ -194,7 +201,7 @@ def compiles(step: Observed) -> bool | None:
 
 
 def filters_linears(step: Observed) -> bool | None:
-    """A linear layer that a filter names does not multiply in float8."""
+    """Return whether no linear layer that a filter names multiplies in float8."""
     filters = step.config.quantize.linear.float8.filter_fqns
     for part in step.run.parts:
         for fqn, module in part.named_modules():
@@ -211,7 +218,7 @@ def precomputes_scales(step: Observed) -> bool:
 
 
 def saves_in_thread(step: Observed) -> bool | None:
-    """A CPU pins no memory."""
+    """Return whether a thread saves. The mode with pinned memory cannot act, because a CPU pins no memory."""
     mode = step.config.checkpoint.async_mode
     return once_on(mode != "disabled", mode == "async" and step.runs_thread("checkpoint"))
 
@@ -324,7 +331,7 @@ def actions_noted(acted: Acted) -> Iterator[None]:
 
 
 def merge(observations: Iterable[Acted]) -> Acted:
-    """Merge the observations of steps and ranks. A key acted if any observation says so; it is off if all say off."""
+    """Merge the observations of steps and ranks. A key acted if it acted in any, and is off if it was off in all."""
     merged: Acted = {}
     for acted in observations:
         for key, is_acting in acted.items():
