@@ -176,46 +176,48 @@ class PlainExperts:
     """
 
     def __init__(self, moe: MoE, layer: int, *, biases_decide: bool):
-        self.router = moe.router
-        self.experts = moe.experts
-        self.top_k = self.router.args.top_k
-        self.router.reset(torch.device("cpu"))
-        n_decided = self.top_k if biases_decide else min(1, self.top_k - 1)
-        bias = torch.zeros(self.router.n_experts)
+        self.moe = moe
+        router = moe.router
+        router.reset(torch.device("cpu"))
+        top_k = router.args.top_k
+        n_decided = top_k if biases_decide else min(1, top_k - 1)
+        bias = torch.zeros(router.n_experts)
         bias[0] = -DECIDES
         bias[1 : 1 + n_decided] = DECIDES
-        self.router.expert_bias.copy_(bias.roll(layer))
-        self.router.choose = self.choose
+        router.expert_bias.copy_(bias.roll(layer))
         moe.forward = self.forward
 
-    def choose(self, scores: Tensor) -> Tensor:
-        """Choose as the router does, and keep the scores and experts of tied tokens. (B, S, E) -> (B, S, K)."""
-        biased = scores + self.router.expert_bias
-        values, order = biased.sort(-1, descending=True)
-        routes = order[..., : self.top_k]
-        last_chosen = values[..., self.top_k - 1]
-        first_left_out = values[..., self.top_k]
-        is_tie = last_chosen - first_left_out < TIE
-        self.ties = (scores[is_tie], routes[is_tie])
-        return routes
-
     def forward(self, x: Tensor) -> Tensor:
-        weights, routes, counts, probabilities, logits = self.router(x)
+        router = self.moe.router
+        args = router.args
+        top_k = args.top_k
+        experts = self.moe.experts
+        logits = x @ router.weight.t()
+        scores = logits.sigmoid()  # (B, S, E)
+        if args.router_scores == "softmax":
+            scores = logits.softmax(-1)
+        biased = (scores + router.expert_bias).detach()
+        values, order = biased.sort(-1, descending=True)
+        routes = order[..., :top_k]
+        last_chosen = values[..., top_k - 1]
+        first_left_out = values[..., top_k]
+        is_tie = last_chosen - first_left_out < TIE
+        self.ties = (scores[is_tie].detach(), routes[is_tie])
+        chosen = F.one_hot(routes, router.n_experts).sum(-2)  # (B, S, E)
+        weights = scores * chosen
+        if args.normalize_top_k:
+            weights = weights / weights.sum(-1, keepdim=True)
         tokens = x.flatten(0, 1)  # (T, D) times (E, D, F)
-        gate = F.silu(tokens @ self.experts.w1)
-        hidden = gate * (tokens @ self.experts.w3)
-        outputs = hidden @ self.experts.w2
-        of_expert = torch.zeros_like(logits)  # (B, S, E)
-        of_expert = of_expert.scatter(-1, routes, weights)
-        self.load = counts.sum(0)
-        _, seq_len, n_experts = logits.shape
-        fraction = counts * n_experts / (self.top_k * seq_len)
+        gate = F.silu(tokens @ experts.w1)
+        hidden = gate * (tokens @ experts.w3)
+        outputs = hidden @ experts.w2
+        self.load = chosen.sum((0, 1))
+        fraction = chosen.float().mean(1) * router.n_experts / top_k
+        probabilities = scores / scores.sum(-1, keepdim=True)
         per_sequence = (fraction * probabilities.mean(1)).sum(-1)
         self.imbalance = per_sequence.mean()
-        log_total = logits.exp().sum(-1).log()
-        self.z_loss = log_total.square().mean()
-        mixed = torch.einsum("etd,te->td", outputs, of_expert.flatten(0, 1))
-        return mixed.view_as(x)
+        self.z_loss = logits.exp().sum(-1).log().square().mean()
+        return torch.einsum("etd,te->td", outputs, weights.flatten(0, 1)).view_as(x)
 
 
 class PlainModel:
@@ -230,7 +232,7 @@ class PlainModel:
         self.shared: set[str] = set()  # keys without a formula here or in torch
         uses_documents = ATTENTIONS[config.model.attention].uses_documents
         for name, module in self.model.named_modules():
-            if name and not isinstance(module, Router):  # which returns several tensors
+            if name:
                 module.register_forward_hook(partial(self.keep_output, name))
             inner = getattr(module, "inner", None)
             if type(inner) in MASKED_ATTENTIONS:
@@ -309,7 +311,7 @@ class PlainModel:
         for experts in self.experts.values():
             load = experts.load.double()
             direction = torch.sign(load.mean() - load).float()
-            experts.router.expert_bias += self.section.expert_bias_rate * direction
+            experts.moe.router.expert_bias += self.section.expert_bias_rate * direction
 
 
 def run_plainly(config: Config, n_steps: int) -> list[PlainStep]:
