@@ -21,7 +21,7 @@ from torchtitan_lite.checkpoint.save import name_weights
 from torchtitan_lite.components.optim import build_lr_scheduler, build_optimizer
 from torchtitan_lite.config.block import list_expert_biases, list_parameters
 from torchtitan_lite.config.extensions import load_extension, load_module
-from torchtitan_lite.config.layout import Layout
+from torchtitan_lite.config.layout import Layout, gathers_whole_parts
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schema import Config
@@ -175,6 +175,7 @@ def build_run(
             device=device,
             n_tokens=n_tokens,
             expert_loads=balance.loads if balance else None,
+            gathers_whole_parts=gathers_whole_parts(layout, config.training.mixed_precision_param),
         )
     if layout.tied:  # the ranks of the first and the last stage connect
         owner = parameters.get("tok_embeddings.weight")
