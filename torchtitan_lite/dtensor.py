@@ -2,13 +2,13 @@
 
     wq.weight (H*E, D), tp=2          rank 0                  rank 1
     the parameter                     DTensor                 DTensor              optimizer, checkpoints, FSDP
-    self.weight in its own forward    rows [:H*E/2]           rows [H*E/2:]        plain tensors, Shard(0)
+    gathered by FSDP, in forward      rows [:H*E/2]           rows [H*E/2:]        plain tensors, Shard(0)
     its gradient                      of these rows           of these rows        plain until FSDP has reduced it
     norm.weight (D,), replicated      all                     all                  plain tensors
-    its gradient                      of this rank's tokens   of this rank's       DTensor, Partial: FSDP sums over tp
+    its gradient                      of this rank's tokens   of this rank's       plain; summed over tp by fsdp.py
 
-A module of tensor or expert parallel computes with plain tensors in its own forward. On two loaded CPU cores, torch's
-own styles, which compute with DTensors, trained at 0.54 of this speed (tp2, gloo, November 2026).
+Modules of tensor and expert parallel compute with plain tensors. On two loaded CPU cores, torch's own styles, which
+compute with DTensors, trained at 0.54 of this speed (tp2, gloo, November 2026).
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from functools import cache, lru_cache
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
 # many tensors are alike, and torch makes a view for each FSDP rank if tp splits the same dim
@@ -49,33 +49,21 @@ def count_replicas(tensor: Tensor) -> int:
     return n_replicas
 
 
-# ---------------------------------------------------------------- modules that compute with their local shards
+# ---------------------------------------------------------------- modules with sharded parameters
 
 
-def shard_parameters(
-    module: nn.Module,
-    mesh: DeviceMesh,
-    placements: dict[str, Placement],
-    hidden: tuple[str, ...] = (),
-) -> None:
-    """Shard the parameters of `module` (on meta) that are in `placements`, and let its forward read local shards.
-
-    The module's own forward reads the parameters in `hidden` as None. The class of the module becomes a subclass; FQNs
-    do not change.
-    """
-    names = tuple(name for name in placements if getattr(module, name, None) is not None)
-    for name in names:
-        full = getattr(module, name)
-        own = distribute_tensor(full, mesh, [placements[name]], src_data_rank=None)
-        module.register_parameter(name, nn.Parameter(own))
-    module.__class__ = make_local(type(module), names, hidden)
+def shard_parameters(module: nn.Module, mesh: DeviceMesh, placements: dict[str, Placement]) -> None:
+    """Shard the parameters of `module` (on meta) that are in `placements`. FQNs do not change."""
+    for name, placement in placements.items():
+        full = getattr(module, name, None)
+        if full is not None:
+            own = distribute_tensor(full, mesh, [placement], src_data_rank=None)
+            module.register_parameter(name, nn.Parameter(own))
 
 
 @cache  # compiled code is shared by modules of one class
-def make_local(
-    cls: type[nn.Module], names: tuple[str, ...], hidden: tuple[str, ...]
-) -> type[nn.Module]:
-    """Return a subclass of `cls` whose forward reads local shards. All other code reads the DTensors."""
+def hide_bias(cls: type[nn.Module]) -> type[nn.Module]:
+    """Return a subclass of `cls` whose own forward reads its bias as None. All other code reads the bias."""
 
     def forward(self: nn.Module, *inputs, **options):
         # nn.Module.__setattr__ costs the host ten times as much
@@ -85,34 +73,8 @@ def make_local(
         finally:
             object.__setattr__(self, "is_in_forward", False)
 
-    fields = {"is_in_forward": False, "forward": forward}
-    for name in names:
-        fields[name] = read_locally(name, is_hidden=name in hidden)
-    return type(f"Local{cls.__name__}", (cls,), fields)
+    def read(self: nn.Module) -> Tensor | None:
+        return None if self.is_in_forward else self._parameters["bias"]
 
-
-def read_locally(name: str, *, is_hidden: bool) -> property:
-    """Return a property that reads the local shard of a parameter if the module is in its own forward."""
-
-    def read(module: nn.Module) -> Tensor | None:
-        parameter = module._parameters[name]
-        if not module.is_in_forward:
-            return parameter
-        return None if is_hidden else differentiable_shard(parameter)
-
-    return property(read)
-
-
-def differentiable_shard(parameter: Tensor) -> Tensor:
-    """Return this rank's shard of a parameter, for computing with it."""
-    if not isinstance(parameter, DTensor):  # FSDP gathered the shard (parallel/fsdp.py)
-        return parameter
-    return parameter.to_local(grad_placements=find_gradient_placements(parameter))
-
-
-def find_gradient_placements(parameter: DTensor) -> tuple[Placement, ...]:
-    """Return the placements of a gradient: Partial along mesh dims that replicate the parameter.
-
-    Along these dims, the gradient of each rank covers only the rank's own tokens.
-    """
-    return tuple(Partial() if each.is_replicate() else each for each in parameter.placements)
+    fields = {"is_in_forward": False, "forward": forward, "bias": property(read)}
+    return type(f"{cls.__name__}WithoutBias", (cls,), fields)

@@ -7,22 +7,22 @@ from layouts import FAST
 from mutant_table import mutant
 from torch.distributed.tensor import DTensor
 
-from torchtitan_lite import dtensor
 from torchtitan_lite.components import expert_balance
 from torchtitan_lite.components.expert_balance import ExpertBalance
 from torchtitan_lite.model import moe
-from torchtitan_lite.parallel import initial_weights
+from torchtitan_lite.parallel import fsdp, initial_weights
 
 EP2, TP2 = FAST["experts, dp2, ep2"], FAST["experts, tp2, ep2"]
 SHARED_TP2 = FAST["experts, tp2, ep2, shared experts"]
 # ---------------------------------------------------------------- gradients and their norm
 
 
-@mutant(EP2, "gradients", "layers.1.feed_forward.experts.w3", at=(dtensor, "differentiable_shard"))
-def expert_gradients_divided_by_ep(original, parameter):
+@mutant(EP2, "gradients", "layers.1.feed_forward.experts.w3", at=(moe.Experts, "activate"))
+def expert_gradients_divided_by_ep(original, experts, *inputs):
     """Average the gradients of experts over ep, as if the ranks held copies."""
-    own = original(parameter)
-    return (own + own.detach()) / 2 if own.dim() == 3 else own
+    for weight in experts.parameters():
+        weight.register_hook(lambda gradient: gradient / 2)
+    return original(experts, *inputs)
 
 
 def is_of_experts(tensor) -> bool:
@@ -33,11 +33,11 @@ def is_of_experts(tensor) -> bool:
     TP2,
     "gradients",
     "layers.1.feed_forward.router.weight",
-    at=(dtensor, "find_gradient_placements"),
+    at=(fsdp, "add_tokens"),
 )
-def router_gradient_of_own_tokens(original, parameter):
+def router_gradient_of_own_tokens(original, ranks, gradient):
     """Each tensor-parallel rank has a router's gradient of its slice of the sequence, and nobody adds them."""
-    return parameter.placements if parameter.dim() == 2 else original(parameter)
+    return gradient if gradient.dim() == 2 else original(ranks, gradient)
 
 
 @mutant(

@@ -3,7 +3,6 @@
 from layouts import BIASES, PP, TIED, TP, Row
 from mutant_table import mutant
 
-from torchtitan_lite.dtensor import differentiable_shard
 from torchtitan_lite.extensions.tied_embeddings import TiedSchedule
 from torchtitan_lite.parallel import initial_weights
 from torchtitan_lite.parallel.tensor_parallel import ColwiseParallel
@@ -28,7 +27,7 @@ def the_gradient_of_the_tied_head_is_lost(sum_gradients, tied):
 def a_bias_is_added_for_every_tp_rank(compute, style, module, ranks, x):
     """Biases start at zero, so only their gradients show it in the first step."""
     out = compute(style, module, ranks, x)
-    return out if module.bias is None else out + (ranks.n - 1) * differentiable_shard(module.bias)
+    return out if module.bias is None else out + (ranks.n - 1) * module.bias
 
 
 @mutant(

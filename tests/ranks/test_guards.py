@@ -12,6 +12,7 @@ import warm_start
 from layouts import TP
 from made_corpora import write_corpus
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import train
@@ -20,6 +21,7 @@ from torchtitan_lite.checkpoint.save import CheckpointSaver
 from torchtitan_lite.extensions import copies
 from torchtitan_lite.faults.start import start_from
 from torchtitan_lite.model.loss import Vocabulary, differentiate_cross_entropy
+from torchtitan_lite.parallel.fsdp import gather_plain
 from torchtitan_lite.parallel.initial_weights import copy_local_shard
 from torchtitan_lite.parallel.tensor_parallel import RowwiseParallel
 from torchtitan_lite.step import train_step
@@ -55,16 +57,18 @@ def compare_rowwise_bias(rank: int, world_size: int) -> float:
     plain = torch.nn.Linear(8, 6)
     x = torch.randn(2, 4, 8)
     grad = torch.randn(2, 4, 6)
-    mesh = init_device_mesh("cpu", (world_size,))
-    linear = parallelize_module(copy.deepcopy(plain), mesh, RowwiseParallel())
+    mesh = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("dp_shard", "tp"))
+    linear = parallelize_module(copy.deepcopy(plain), mesh["tp"], RowwiseParallel())
+    fully_shard(linear, mesh=mesh["dp_shard"])
+    gather_plain(linear)
     out = linear(x.chunk(world_size, -1)[rank])
     out.backward(grad.chunk(world_size, 1)[rank])
     expected = plain(x)
     expected.backward(grad)
     pairs = [
         (out, expected.chunk(world_size, 1)[rank]),
-        (linear._parameters["weight"].grad.full_tensor(), plain.weight.grad),
-        (linear._parameters["bias"].grad.full_tensor(), plain.bias.grad),
+        (linear.weight.grad.full_tensor(), plain.weight.grad),
+        (linear.bias.grad.full_tensor(), plain.bias.grad),
     ]
     return max((one - other).abs().max().item() for one, other in pairs)
 

@@ -7,6 +7,7 @@
     Scatter            part of sum  the other  -> S/2 reduce-scatter    all-gather              after wo, w2, embedding
     share_heads        E[:E/2]    E[E/2:]      -> E   all-to-all        all-to-all, sum         after wk, wv, if ranks
                                                                                                 share a head
+    add_tokens         of own tokens  others   -> sum nothing           all-reduce              weights of norms
     over cp
     Gather             its pieces   the others -> S   all-gather        reduce-scatter          keys and values of
                                                                                                 document attention
@@ -59,18 +60,22 @@ def all_gather(own: Tensor, ranks: Ranks, dim: int) -> Tensor:
 
 def reduce_scatter(whole: Tensor, ranks: Ranks, dim: int) -> Tensor:
     """Sum the tensors of all ranks, and keep this rank's chunk along `dim`. Collective; not differentiable."""
-    chunks = whole.chunk(ranks.n, dim)
     if is_stacked(whole, dim):
-        stacked = whole.reshape(-1, *chunks[0].shape[1:])
+        stacked = whole.reshape(ranks.n, -1, *whole.shape[2:])
     else:
-        stacked = torch.cat(chunks)
+        stacked = torch.cat(whole.chunk(ranks.n, dim))
     if not ranks.uses_gloo or torch.compiler.is_compiling():
         return run_collective(
             collectives.reduce_scatter_tensor, stacked, "sum", ranks.n, ranks.group_name
         )
-    n_rows = [len(chunks[0])] * ranks.n
+    n_rows = [len(stacked) // ranks.n] * ranks.n
     terms = all_to_all(stacked, ranks, n_rows, n_rows)
     return terms.unflatten(0, (ranks.n, -1)).sum(0)
+
+
+def add_tokens(ranks: Ranks, gradient: Tensor) -> Tensor:
+    """Add the gradients of a replicated parameter, each for the tokens of one rank. Collective: an all-reduce."""
+    return run_collective(collectives.all_reduce, gradient, "sum", ranks.group_name)
 
 
 def is_stacked(tensor: Tensor, dim: int) -> bool:

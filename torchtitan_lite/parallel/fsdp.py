@@ -41,6 +41,7 @@ the same mixed precision everywhere; skipped only if a stage has a single rank t
 """
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,6 +59,7 @@ from torchtitan_lite.config.extensions import load_module
 from torchtitan_lite.config.layout import Layout, gathers_whole_parts
 from torchtitan_lite.config.schema import Training
 from torchtitan_lite.model.part import is_tied_inside
+from torchtitan_lite.parallel.exchange import add_tokens, list_ranks
 
 
 def plan_fsdp_groups(part: nn.Module) -> list[list[nn.Module]]:
@@ -124,20 +126,22 @@ def apply_fsdp(
 
 
 def gather_plain(part: nn.Module) -> None:
-    """Let FSDP gather a parameter that tp or ep shards as a plain tensor: this rank's shard, as modules read it.
+    """Let FSDP gather parameters of tp and ep as plain tensors: this rank's shard, as modules read it.
 
-    The gradient of a shard is complete. DTensors would only cost the host time for each read, gradient and sum. At
-    rest, the parameter stays a DTensor over both meshes. A replicated parameter is gathered as a DTensor, because FSDP
-    sums its gradient over tp or ep.
+    DTensors would cost the host time for each read, gradient and sum. At rest, the parameters stay DTensors over both
+    meshes. The gradient of a shard is complete, but the gradient of a replicated parameter covers only the tokens of
+    this rank.
     """
     for _, group in list_fsdp_groups(part):
         for parameter in group.fsdp_params:
             if parameter.is_dtensor:
                 # torch 2.11 has only the second name
                 spec = getattr(parameter, "_unsharded_dtensor_spec", None) or parameter._tp_spec
-                if all(placement.is_shard() for placement in spec.placements):
-                    parameter.is_dtensor = False
-                    parameter._unsharded_dtensor_spec = None
+                parameter.is_dtensor = False
+                parameter._unsharded_dtensor_spec = None
+                if spec.is_replicated():
+                    # FSDP calls this before it reduces a gradient over data-parallel ranks
+                    parameter._get_grad_inner_tensor = partial(add_tokens, list_ranks(spec.mesh))
 
 
 def list_fsdp_modules(part: nn.Module) -> list[FSDPModule]:

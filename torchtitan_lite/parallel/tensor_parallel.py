@@ -19,7 +19,8 @@ DTensors, which costs the host time (dtensor.py); the classes here compute with 
 "Colwise" splits *output features*; nn.Linear stores (out, in), so that is `Shard(0)`. Rowwise splits input features.
 
 Weights are DTensors, so the optimizer and checkpoints see one model. Activations are plain tensors. A module runs its
-own forward, in which its parameters read as the local shards. A style only adds what ranks exchange (exchange.py).
+own forward, in which FSDP has gathered its local shards as plain tensors. A style only adds what ranks exchange
+(exchange.py).
 
 Traffic per block: 2 all-gathers and 2 reduce-scatters in forward, the same in backward; each moves P(n-1)/n per rank,
 P = B*S*D*2 bytes in bf16. Recompute repeats the collectives whose outputs it does not save. The embedding adds one
@@ -67,7 +68,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from torchtitan_lite.config.block import list_gathered, list_modules
 from torchtitan_lite.config.messages import UserError
-from torchtitan_lite.dtensor import differentiable_shard, shard_parameters
+from torchtitan_lite.dtensor import hide_bias, shard_parameters
 from torchtitan_lite.model.loss import Vocabulary
 from torchtitan_lite.model.part import is_tied_inside, list_moes
 from torchtitan_lite.parallel.exchange import (
@@ -125,11 +126,10 @@ class LocalStyle(ParallelStyle):
     """Base of the styles: parameters are sharded over tp, and `forward` reads the local shards under their names."""
 
     placements: dict[str, Placement] = {}  # of weight and bias
-    hides: tuple[str, ...] = ()  # parameters that read as None in the module's own forward
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         """Called by `parallelize_module`."""
-        shard_parameters(module, device_mesh, self.placements, self.hides)
+        shard_parameters(module, device_mesh, self.placements)
         module.forward = partial(self.compute, module, list_ranks(device_mesh))
         return module
 
@@ -169,12 +169,15 @@ class RowwiseParallel(LocalStyle):
 
     placements = {"weight": Shard(1), "bias": Replicate()}
 
-    hides = ("bias",)
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if module.bias is not None:
+            module.__class__ = hide_bias(type(module))
+        return super()._apply(module, device_mesh)
 
     def compute(self, module: nn.Module, ranks: Ranks, x: Tensor) -> Tensor:
         out = Scatter.apply(super().compute(module, ranks, x), ranks)
         bias = module.bias
-        return out if bias is None else out + differentiable_shard(bias)
+        return out if bias is None else out + bias
 
 
 class SequenceParallel(LocalStyle):

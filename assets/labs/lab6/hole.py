@@ -16,7 +16,7 @@ def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
     return grad.chunk(ctx.ranks.n, ctx.dim)[ctx.ranks.own], None, None
 
 
-# torchtitan_lite/dtensor.py: find_gradient_placements
-def find_gradient_placements(parameter: DTensor) -> tuple[Placement, ...]:
-    """Return the placement of a gradient."""
-    return parameter.placements
+# torchtitan_lite/parallel/exchange.py: add_tokens
+def add_tokens(ranks: Ranks, gradient: Tensor) -> Tensor:
+    """Return the gradient of a parameter that every rank of tp or ep holds."""
+    return gradient

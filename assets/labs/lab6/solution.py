@@ -24,7 +24,7 @@ def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
     return reduce_scatter(grad, ctx.ranks, ctx.dim), None, None
 
 
-# torchtitan_lite/dtensor.py: find_gradient_placements
-def find_gradient_placements(parameter: DTensor) -> tuple[Placement, ...]:
+# torchtitan_lite/parallel/exchange.py: add_tokens
+def add_tokens(ranks: Ranks, gradient: Tensor) -> Tensor:
     """A rank has the gradient of its own tokens only, so the gradient of a copied parameter is a partial sum."""
-    return tuple(Partial() if each.is_replicate() else each for each in parameter.placements)
+    return run_collective(collectives.all_reduce, gradient, "sum", ranks.group_name)
