@@ -139,8 +139,10 @@ def gather_plain(part: nn.Module) -> None:
                 spec = getattr(parameter, "_unsharded_dtensor_spec", None) or parameter._tp_spec
                 parameter.is_dtensor = False
                 parameter._unsharded_dtensor_spec = None
-                if spec.is_replicated():
+                if not all(placement.is_shard() for placement in spec.placements):
                     # FSDP calls this before it reduces a gradient over data-parallel ranks
+                    is_known = hasattr(parameter, "_get_grad_inner_tensor") and spec.is_replicated()
+                    assert is_known, f"nobody would sum the gradient of {parameter} over tp or ep"
                     parameter._get_grad_inner_tensor = partial(add_tokens, list_ranks(spec.mesh))
 
 
