@@ -230,11 +230,10 @@ def test_a_signal_for_one_host_reaches_all_and_the_next_one_is_a_copy(monkeypatc
 def test_hosts_that_have_started_differently_often_tell_the_same_cause(monkeypatch, capsys):
     monkeypatch.setattr(agent.LocalElasticAgent, "_restart_workers", Mock())
     stores = [dist.HashStore() for _ in range(2)]
-    starts = [(stores[0], 1, "rank 0 failed"), (stores[1], 2, "rank 3 failed"), (stores[1], 1, "")]
+    starts = [(stores[0], "rank 0 failed"), (stores[1], "rank 3 failed"), (stores[1], "")]
     shared = dist.HashStore()
-    for store, n_starts, reason in starts:
+    for store, reason in starts:
         host = object.__new__(agent.Agent)
-        host.starts = SimpleNamespace(n_starts=n_starts)
         host.store = shared
         host.ending = hosts.Ending(1, reason)
         host._remaining_restarts = 1

@@ -77,11 +77,7 @@ def test_the_first_ending_of_a_rank_counts_and_one_rank_of_a_host_tells_a_signal
     assert said == [True, False, False]
     for rank in (0, 1):
         ending = json.loads((tmp_path / str(rank) / "error.json").read_text())
-        assert ending == {
-            "status": 143,
-            "message": f"stopped {rank} times before",
-            "details": "",
-        }
+        assert (ending["status"], ending["message"]) == (143, f"stopped {rank} times before")
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from math import inf
+from multiprocessing import forkserver
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any, NoReturn
@@ -71,6 +72,9 @@ class Signals:
 
     def end(self, folder: Path) -> NoReturn:
         """End this process, which has no ranks. `folder` has its temporary files."""
+        # a fork server that is still importing ends by itself only after the import
+        if fork_server := getattr(forkserver._forkserver, "_forkserver_pid", None):
+            os.kill(fork_server, signal.SIGKILL)
         for temporary in (folder, get_temp_dir()):
             shutil.rmtree(temporary, ignore_errors=True)
         os.write(2, f"run_train.sh: {self.ending.reason}\n".encode())
