@@ -30,8 +30,8 @@ from torchtitan_lite.faults.processes import read_state
 
 # Groups for checkpoints: other threads use them during the steps
 IN_THREADS = ("host", "saver", "snapshot")
-# Functions of checkpoint/save.py: the main thread waits for a thread that saves
-WAITS_FOR_SAVE = re.compile(r"save\.py:\d+ wait$")
+# Functions of asynchronous_saves.py and checkpoint/save.py: the main thread waits for a thread that saves
+WAITS_FOR_SAVE = re.compile(r"asynchronous_saves\.py:\d+ wait$")
 SAVES = re.compile(r"save\.py:\d+ write$")
 # Value of an action of torch's schedules -> its kind; I computes the gradient of the input in a split backward
 KINDS = {"F": "F", "B": "B", "I": "B"}
