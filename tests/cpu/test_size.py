@@ -20,10 +20,10 @@ DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 # Guides for each part: code tokens, and tokens per code line. A test fails only above guide * MARGIN, so that nobody
 # shortens names to pass.
-CORE = (60_800, 8.5)
-EXTENSIONS = (21_800, 9.0)
-TOOLS = (83_700, 9.0)
-TESTS = (144_000, 10.0)
+CORE = (59_500, 8.5)
+EXTENSIONS = (22_200, 9.0)
+TOOLS = (81_600, 9.0)
+TESTS = (143_500, 10.0)
 MARGIN = 1.05
 MOST_PER_LINE = 13.0  # in a function of MANY_LINES or more
 MANY_LINES = 10

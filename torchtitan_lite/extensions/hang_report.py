@@ -30,8 +30,8 @@ from torchtitan_lite.faults.processes import read_state
 
 # process groups for checkpoints, which other threads use during the steps
 IN_THREADS = ("host", "saver", "snapshot")
-# stack lines of checkpoint/save.py: the main thread waits for the thread that saves
-WAITS_FOR_SAVE = re.compile(r"save\.py:\d+ wait$")
+# Functions of asynchronous_saves.py and checkpoint/save.py: the main thread waits for a thread that saves
+WAITS_FOR_SAVE = re.compile(r"asynchronous_saves\.py:\d+ wait$")
 SAVES = re.compile(r"save\.py:\d+ write$")
 # type of an action in torch's schedules -> forward or backward; I is the first half of a split backward
 KINDS = {"F": "F", "B": "B", "I": "B"}
