@@ -52,7 +52,7 @@ def make_batch(
 ) -> Batch:
     keys = {"model.vocab_size": vocab_size, "training.global_batch_size": n_rows}
     keys["model.attention"] = "document" if documents else "causal"
-    return plain.make_batch(override(TABLE_CONFIG, keys), step)
+    return plain.draw_batch(override(TABLE_CONFIG, keys), step)
 
 
 def complete(overrides: dict[str, object], world_size: int, base: Config = TABLE_CONFIG) -> Config:

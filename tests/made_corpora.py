@@ -6,7 +6,7 @@ from hashlib import sha256
 from itertools import chain
 from pathlib import Path
 
-from torchtitan_lite.data.corpus_folder import CorpusManifest, Split, dump_manifest
+from torchtitan_lite.data.corpus_folder import CorpusManifest, CorpusSplit, dump_manifest
 from torchtitan_lite.data.tokenizer import load_tokenizer
 
 CODES = {"uint16": "H", "uint32": "I"}
@@ -51,7 +51,7 @@ def write_corpus(
     return folder
 
 
-def write_split(folder: Path, name: str, documents: Sequence[Document], dtype: str) -> Split:
+def write_split(folder: Path, name: str, documents: Sequence[Document], dtype: str) -> CorpusSplit:
     tokens, begins = array(CODES[dtype]), array("q")
     for document in documents:
         begins.append(len(tokens))
@@ -60,4 +60,4 @@ def write_split(folder: Path, name: str, documents: Sequence[Document], dtype: s
     for suffix, numbers in {"tokens": tokens, "documents": begins}.items():
         (folder / f"{name}.{suffix}").write_bytes(numbers)
         hashes[suffix] = sha256(numbers).hexdigest()
-    return Split(len(tokens), len(documents), 0, len(tokens), hashes)
+    return CorpusSplit(len(tokens), len(documents), 0, len(tokens), hashes)

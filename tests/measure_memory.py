@@ -29,7 +29,7 @@ from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.tools.plan.fake_world import (
     fake_group,
     fake_tensors,
-    make_batch,
+    make_fake_batch,
     static_stages,
 )
 from torchtitan_lite.tools.plan.meter import Meter
@@ -67,7 +67,7 @@ def measure_step(config: Config, model_args: ModelArgs, layout: Layout) -> int:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recording:
         mesh = build_mesh(layout, "cpu")
         run = build.build_run(config, model_args, layout, mesh, torch.device("cpu"))
-        batch = make_batch(layout, config.training.seq_len)
+        batch = make_fake_batch(layout, config.training.seq_len)
         with patch.object(Router, "choose", choose_evenly):
             stepping.train_step(run, batch)
             gc.collect()

@@ -11,7 +11,7 @@ from torchtitan_lite.checkpoint.continued import check_continued, describe_rates
 from torchtitan_lite.checkpoint.format import Manifest
 from torchtitan_lite.checkpoint.starting_weights import (
     Weights,
-    check_model,
+    check_loaded_model,
     find_initial,
     find_resumed,
 )
@@ -93,7 +93,7 @@ def adapt_to_weights(given: UserConfig, weights: Weights) -> UserConfig:
     return given
 
 
-def check_weights(
+def check_loaded_weights(
     problems: list[Problem],
     config: Config,
     model_args: ModelArgs | None,
@@ -109,7 +109,7 @@ def check_weights(
     if tokenizer:
         problems += check_tokenizer(config, weights, tokenizer)
     if model_args:
-        unlike, notices = check_model(config, model_args, weights)
+        unlike, notices = check_loaded_model(config, model_args, weights)
         problems += unlike
     is_continued = weights.is_resumed or not config.checkpoint.initial_load_model_only
     if is_continued and weights.manifest and layout and tokenizer:

@@ -43,7 +43,7 @@ from torchtitan_lite.models.registry import CONFIG
 if TYPE_CHECKING:
     from torchtitan_lite.checkpoint.starting_weights import Weights
 
-SHIPPED = "assets/tokenizer"
+SHIPPED_TOKENIZER = "assets/tokenizer"
 # On a CPU, a step of more tokens than this gets shorter sequences and smaller batches, unless the user sets them. Then
 # a step of a 135M model takes less than two minutes on two cores (November 2026).
 CPU_TOKENS = 2048
@@ -152,7 +152,7 @@ def resolve(
     problems += check_data(config, tokenizer)
     notices = list(given.notices)
     if weights:
-        check_weights = load_module("from_weights").check_weights
+        check_weights = load_module("from_weights").check_loaded_weights
         notices += check_weights(problems, config, model_args, layout, tokenizer, weights)
     if problems or not (model_args and layout and tokenizer):
         raise ConfigError(problems)
@@ -210,7 +210,7 @@ def read_run(
     if steps or section.load_step != -1 or section.initial_load_path or section.load_only:
         given, weights = load_module("from_weights").find_weights(given, restarted)
     if given.config.model.hf_assets_path == AUTO:
-        given = replace(given, config=with_value(given.config, TOKENIZER, SHIPPED))
+        given = replace(given, config=with_value(given.config, TOKENIZER, SHIPPED_TOKENIZER))
     if machine and machine.device_type == "cpu" and machine.is_here:
         given = adapt_to_cpu(given)
     pieces = count_pieces(given.config.parallelism)
@@ -279,7 +279,7 @@ def list_notices(spec: RunSpec, restarted: bool) -> list[str]:
     if config.job.description:
         notices.append(config.job.description)
     if config.model.uses_float8 or config.quantize.linear.float8.emulate:
-        about_float8 = load_module("config.float8").list_notices
+        about_float8 = load_module("config.float8").list_float8_notices
         notices += about_float8(config, spec.model_args, spec.layout.tp)
     if re.search(WRONG_CUDNN, spec.machine.name):
         n_kv_heads = spec.model_args.n_kv_heads // spec.layout.tp

@@ -26,7 +26,7 @@ from torchtitan_lite.config.model_rows import ModelArgs, ModuleRow, MoEArgs
 from torchtitan_lite.config.reader import REPOSITORY
 from torchtitan_lite.config.schema import Parallelism
 from torchtitan_lite.models.registry import MODELS
-from torchtitan_lite.tools.plan.bars import Bar, find_family
+from torchtitan_lite.tools.plan.bars import Bar, find_bar_family
 from torchtitan_lite.tools.plan.cluster import CLUSTERS, GB, Cluster
 from torchtitan_lite.tools.plan.layer_time import KERNELS_OF_EXPERTS, TENSORS, TILE_ROWS, Times
 from torchtitan_lite.tools.plan.memory import Memory, RankMemory
@@ -477,7 +477,7 @@ def find_unseen(rows: list[Row]) -> dict[str, list[Unseen]]:
         constants = fits[row.stack]
         unseen = (row, row.miss_time(constants))
         has_experts = bool(row.workload.args.moe)
-        groups[find_family(row.workload)].append(unseen)
+        groups[find_bar_family(row.workload)].append(unseen)
         if not has_experts:
             groups["dense"].append(unseen)
         if row.gib:

@@ -18,7 +18,7 @@ from torchtitan_lite.config.reader import (
     read_config,
 )
 from torchtitan_lite.config.schema import Config, Range, get_value
-from torchtitan_lite.extensions.torchtitan_keys import ABSENT, explain_absent
+from torchtitan_lite.extensions.torchtitan_keys import MISSING_FEATURES, explain_absent
 
 
 def find_range(kind: object) -> Range | None:
@@ -345,7 +345,7 @@ def test_every_key_of_torchtitan_is_ours_an_old_name_or_known_to_be_absent():
 
 
 def test_every_absent_key_is_accepted_where_it_is_off_and_refused_where_it_is_on():
-    for key, off in ABSENT.items():
+    for key, off in MISSING_FEATURES.items():
         read_sound([f"--{key}={','.join(off) if isinstance(off, list) else str(off).lower()}"])
         problem = read_one_problem([f"--{key}=7"])
         assert problem.key == key and repr(off) in problem.remedy

@@ -18,7 +18,7 @@ from torchtitan_lite.checkpoint.format import Manifest, TensorRecord
 from torchtitan_lite.checkpoint.read import read_manifest
 from torchtitan_lite.checkpoint.save import describe_run
 from torchtitan_lite.checkpoint.starting_weights import (
-    check_model,
+    check_loaded_model,
     find_initial,
 )
 from torchtitan_lite.config.messages import Problem
@@ -29,7 +29,7 @@ from torchtitan_lite.data.corpus_folder import fingerprint_documents
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.extensions.hugging_face_folder import list_tensors
 from torchtitan_lite.models.registry import MODELS
-from torchtitan_lite.preflight import SHIPPED, RunSpec, resolve
+from torchtitan_lite.preflight import SHIPPED_TOKENIZER, RunSpec, resolve
 from torchtitan_lite.tools.convert import write_folder
 from torchtitan_lite.tools.model_source import ModelSource
 
@@ -155,13 +155,13 @@ def test_a_fork_starts_from_the_weights_of_another_model_if_its_tensors_have_the
     model_args = replace(fork_model(monkeypatch, name, added, without), **fields)
     config = read_config([*RUN, f"--{PATH}={source}"]).config
     weights = find_initial(config)
-    problems, notices = check_model(config, model_args, weights)
+    problems, notices = check_loaded_model(config, model_args, weights)
     if said.startswith("!"):
         assert said[1:] in problems[0].why
         return
     assert not problems
     assert any(said.format(source) in notice for notice in notices)
-    assert check_model(config, model_args, replace(weights, is_resumed=True))[0]
+    assert check_loaded_model(config, model_args, replace(weights, is_resumed=True))[0]
 
 
 def test_a_checkpoint_of_a_fork_is_refused_by_the_field_or_the_model_that_is_unknown_here():
@@ -280,7 +280,7 @@ def test_a_run_that_resumes_is_refused_by_the_keys_that_differ_and_the_remedies_
         Path("letters"),
         [[[1, 2]]],
         validation=[[[1]]],
-        tokenizer_fingerprint=load_tokenizer(SHIPPED).fingerprint,
+        tokenizer_fingerprint=load_tokenizer(SHIPPED_TOKENIZER).fingerprint,
     )
     checkpoint = save(9)
     problems = find_problems([*RUN, *args.split()])
@@ -361,7 +361,7 @@ def test_a_run_from_an_own_checkpoint_balances_its_experts_as_before():
 
 
 def test_documents_that_changed_under_the_same_name_are_found():
-    fingerprint, data = load_tokenizer(SHIPPED).fingerprint, "--training.dataset=letters"
+    fingerprint, data = load_tokenizer(SHIPPED_TOKENIZER).fingerprint, "--training.dataset=letters"
     write_corpus(Path("letters"), [[[1, 2]]], validation=[[[1]]], tokenizer_fingerprint=fingerprint)
     save(9, data)
     Path("letters").rename("moved")

@@ -13,7 +13,7 @@ from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_lite.extensions.hugging_face import load_weights
 from torchtitan_lite.extensions.hugging_face_config import read_model_args
-from torchtitan_lite.extensions.hugging_face_export import make_config
+from torchtitan_lite.extensions.hugging_face_export import make_config_json
 from torchtitan_lite.extensions.hugging_face_folder import INDEX, list_tensors, open_folder
 from torchtitan_lite.models.llama3.modules import Llama3
 from torchtitan_lite.models.llama3.table import FLAVORS as OUR_FLAVORS
@@ -86,12 +86,12 @@ def test_an_export_gives_our_logits_in_transformers_and_comes_back_bit_by_bit(
     [name for name, args in OUR_FLAVORS.items() if args.moe or args.qk_norm or args.qkv_bias],
 )
 def test_each_flavor_is_described_by_its_config(name, tmp_path):
-    config = make_config(OUR_FLAVORS[name], dtype="bfloat16")
+    config = make_config_json(OUR_FLAVORS[name], dtype="bfloat16")
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert list_tensors(read_model_args(tmp_path)) == list_tensors(OUR_FLAVORS[name])
     published = config | {"dtype": "float32"}  # both spellings of dtype, and no length
     for length, longer in (({}, {}), ({LENGTH: 16}, {LENGTH: 99}), ({LENGTH: 200}, {LENGTH: 200})):
-        changed = make_config(
+        changed = make_config_json(
             OUR_FLAVORS[name], dtype="bfloat16", context=99, published=published | length
         )
         assert changed == config | {"dtype": "bfloat16"} | longer

@@ -13,7 +13,7 @@ from mutant_table import put_in_place
 from test_costs import assert_equal_traffic, make
 
 from torchtitan_lite.extensions.zero_plus_plus import AllGather, ReduceScatter
-from torchtitan_lite.tools.plan.dry_run import dry_run, shorten
+from torchtitan_lite.tools.plan.dry_run import dry_run, shorten_run
 from torchtitan_lite.tools.plan.planned_run import plan_run
 from torchtitan_lite.tools.plan.transfers import estimate_traffic
 from torchtitan_lite.tools.verify.train_py import try_train
@@ -107,7 +107,7 @@ def test_the_closed_form_moves_what_a_dry_run_moves(name):
 def test_memory_of_a_large_model_on_two_nodes_and_no_bytes_between_them_in_backward(uses):
     keys = ["--activation_checkpoint.mode=full", f"--{KEY}={json.dumps(uses)}"]
     keys = ["--config", "llama3_8b", "--model.n_layers=8", *keys]
-    planned = shorten(plan_run(keys, 16, "h100"), 1)
+    planned = shorten_run(plan_run(keys, 16, "h100"), 1)
     run = dry_run(planned)
     assert planned.memory.live == pytest.approx(run.peak_bytes, rel=0.01)
     phases = {

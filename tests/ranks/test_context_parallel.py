@@ -16,7 +16,7 @@ from torchtitan_lite.extensions.ring_attention import (
     attend_to_part_backward,
     merge_into,
 )
-from torchtitan_lite.tools.verify.plain import make_batch
+from torchtitan_lite.tools.verify.plain import draw_batch
 from torchtitan_lite.tools.verify.rank import build_small_run, own_rows
 
 N_HEADS = 4
@@ -77,7 +77,7 @@ def watch_steps(rank: int, world_size: int, configs: list[dict], watch_class: ty
 def watch_step(world_size: int, overrides: dict, watch_class: type[Watch]):
     config = complete({**LONG, CP: world_size, **overrides}, world_size)
     run = build_small_run(config, world_size)
-    batch = own_rows(run, make_batch(run.config, 0))
+    batch = own_rows(run, draw_batch(run.config, 0))
     batch = stepping.shard_for_cp(run, batch)
     n_tokens = stepping.count_global_tokens(run, batch)
     stepping.forward_backward(

@@ -25,7 +25,7 @@ from torchtitan_lite.models.llama3.table import FLAVORS
 
 # ---------------------------------------------------------------- one linear layer
 
-RECIPES = float8_linear.RECIPES | float8_rowwise.RECIPES
+RECIPES = float8_linear.RECIPES | float8_rowwise.ROWWISE_RECIPES
 
 INPUTS = {
     "ordinary": lambda x: x,

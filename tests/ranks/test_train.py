@@ -31,7 +31,7 @@ import train
 from torchtitan_lite.checkpoint.format import find_steps
 from torchtitan_lite.checkpoint.load import OpenCheckpoint
 from torchtitan_lite.dump_folder import CONFIG_TOML, LOCK
-from torchtitan_lite.extensions.overwrite import FILES
+from torchtitan_lite.extensions.overwrite import FILES_OF_RUN
 from torchtitan_lite.tools.verify.ranks import RankFailure
 
 STEPS = 20
@@ -78,7 +78,9 @@ def test_a_killed_rank_is_restarted_and_the_run_ends_bit_equal_to_the_unbroken_o
     left = {path.name: path.is_dir() for path in (tmp_path / "killed").iterdir()}
     assert {name for name, is_folder in left.items() if is_folder} >= {"tb", "checkpoint"}
     files = {name for name, is_folder in left.items() if not is_folder}
-    assert {"config.toml", "metrics.jsonl", "log.txt"} <= files <= {CONFIG_TOML, *FILES, LOCK}
+    assert (
+        {"config.toml", "metrics.jsonl", "log.txt"} <= files <= {CONFIG_TOML, *FILES_OF_RUN, LOCK}
+    )
 
 
 def kill_new_rank(process: subprocess.Popen, n_ranks: int, delay_s: float = 0.0) -> None:

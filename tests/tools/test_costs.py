@@ -49,7 +49,7 @@ from torchtitan_lite.config.model import resolve_model
 from torchtitan_lite.model.moe import Router
 from torchtitan_lite.tools.host_rules import bound_memory
 from torchtitan_lite.tools.plan.cluster import CLUSTERS
-from torchtitan_lite.tools.plan.dry_run import dry_run, shorten
+from torchtitan_lite.tools.plan.dry_run import dry_run, shorten_run
 from torchtitan_lite.tools.plan.memory import RankMemory
 from torchtitan_lite.tools.plan.meter import Meter
 from torchtitan_lite.tools.plan.planned_run import PlannedRun, plan_run
@@ -209,7 +209,7 @@ LARGE_AND_SLOW = [  # up to a minute each
 def test_memory_of_the_closed_form_is_that_of_a_dry_run_of_a_large_model(
     name, n_gpus, keys, pp_rank, n_microbatches, error
 ):
-    planned = shorten(plan_run(["--config", name, *keys], n_gpus, "h100"), n_microbatches)
+    planned = shorten_run(plan_run(["--config", name, *keys], n_gpus, "h100"), n_microbatches)
     memory = RankMemory(planned.workload).estimate(pp_rank)
     assert memory.live == pytest.approx(dry_run(planned, pp_rank).peak_bytes, rel=error)
 

@@ -34,7 +34,7 @@ from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.model import resolve_model
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.tools.verify.command import describe, make_report, make_trials
+from torchtitan_lite.tools.verify.command import describe_report, make_report, make_trials
 from torchtitan_lite.tools.verify.reduction import reduce_config
 
 N_LAYOUTS, SEED = int(os.environ.get("LAYOUTS", 6)), int(os.environ.get("SEED", 0))
@@ -150,4 +150,4 @@ def test_a_drawn_layout_is_certified_as_it_runs(pool, tmp_path, number):
         == plan_layout(config, resolve_model(config.model), world_size).degrees
     )
     report = make_report("drawn", reduction, make_trials(reduction, pool.run, tmp_path))
-    assert report["verdict"] == "certified", describe(report)
+    assert report["verdict"] == "certified", describe_report(report)

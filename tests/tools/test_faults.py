@@ -52,7 +52,7 @@ from torchtitan_lite.parallel.pipeline import PatchedStage
 from torchtitan_lite.parallel.process_groups import Place
 from torchtitan_lite.step import forward_only
 from torchtitan_lite.tools.faults.hang import explain, list_hangs, read_files
-from torchtitan_lite.tools.faults.pulse import Measured, choose_fastest, judge
+from torchtitan_lite.tools.faults.pulse import Measured, choose_fastest, judge_machine
 
 SHARD = "parallelism.data_parallel_shard_degree"
 
@@ -223,15 +223,15 @@ def make_rows() -> list[dict[str, Measured]]:
 
 
 def test_a_pulse_names_what_is_wrong():
-    assert judge(make_rows(), 2.0, 4.0)[1] == []
+    assert judge_machine(make_rows(), 2.0, 4.0)[1] == []
     for rank, what, changed, said in WRONG:
         rows = make_rows()
         rows[rank][what] = rows[rank][what]._replace(**changed)
-        (found,) = judge(rows, 2.0, 4.0)[1]
+        (found,) = judge_machine(rows, 2.0, 4.0)[1]
         assert said in found
     pair = make_rows()[:2]
     pair[1]["matmul"] = pair[1]["matmul"]._replace(checksum=8)
-    assert len(judge(pair, 2.0, 4.0)[1]) == 2, "two ranks have no majority"
+    assert len(judge_machine(pair, 2.0, 4.0)[1]) == 2, "two ranks have no majority"
 
 
 def test_a_round_that_is_slow_once_does_not_count():

@@ -149,7 +149,7 @@ def test_characters_are_shown_whole_as_soon_as_their_last_byte_is_there(assets):
     ids = tokenizer.encode(text)
     ends = frozenset([tokenizer.eos_id])
     tokens = iter([*ids, tokenizer.eos_id, *ids])
-    assert tool.take(tokens, tokenizer, ends, shown.append) == (ids, text)
+    assert tool.take_tokens(tokens, tokenizer, ends, shown.append) == (ids, text)
     assert "".join(shown) == text
     for n_tokens in range(1, len(ids) + 1):
         so_far = b"".join(tokenizer.bytes_of_id[token] for token in ids[:n_tokens])
@@ -163,7 +163,9 @@ def test_text_after_a_prompt_has_the_spaces_of_the_packages_decoder(tmp_path):
     before, ids = tokenizer.encode(prompt), tokenizer.encode(more)
     shown = []
     ends = frozenset([tokenizer.eos_id])
-    taken, text = tool.take(iter([*ids, tokenizer.eos_id]), tokenizer, ends, shown.append, before)
+    taken, text = tool.take_tokens(
+        iter([*ids, tokenizer.eos_id]), tokenizer, ends, shown.append, before
+    )
     assert taken == ids and text == "".join(shown)
     assert oracle.decode(before) + text == oracle.decode([*before, *ids])
 

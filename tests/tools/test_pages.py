@@ -19,7 +19,7 @@ from torchtitan_lite.parallel.context_parallel import plan_query_positions
 from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.tools.plan.explain import describe_slice
 from torchtitan_lite.tools.plan.fake_world import fake_group
-from torchtitan_lite.tools.plan.slices import cut, find_slices
+from torchtitan_lite.tools.plan.slices import find_slices, slice_range
 
 PAGES = {
     "debug_3d": 8,
@@ -70,7 +70,7 @@ def test_slices_of_a_picture_are_those_of_the_trainer(keys):
 
 
 def test_slices_of_uneven_sizes_are_those_of_torch():
-    assert [len(cut(range(10), 4, index)) for index in range(4)] == [3, 3, 3, 1]
+    assert [len(slice_range(range(10), 4, index)) for index in range(4)] == [3, 3, 3, 1]
 
 
 @pytest.fixture(scope="module")

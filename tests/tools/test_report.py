@@ -17,7 +17,7 @@ from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.tools.pictures import choose_ticks, thin
 from torchtitan_lite.tools.report.page import main
 from torchtitan_lite.tools.report.runs import RecordedRun, list_findings, summarize
-from torchtitan_lite.tools.report.traces import Call, read_traces
+from torchtitan_lite.tools.report.traces import TracedCall, read_traces
 
 FIELDS = "loss val_loss grad_norm lr lr/tok* tokens_per_s_per_rank peak_memory_gib".split()
 KEYS = """
@@ -242,7 +242,7 @@ def test_in_a_trace_of_gpus_communication_is_hidden_while_kernels_compute(tmp_pa
     [read] = read_traces(tmp_path, layout)
     assert read.parts == {"computing": 4, "exposed tp": 2, "waiting": 4}
     assert read.hidden == {"hidden tp": 1}
-    assert read.calls == [Call("tp", 3, 6, "ncclDevKernel_AllGather", exposed=2)]
+    assert read.calls == [TracedCall("tp", 3, 6, "ncclDevKernel_AllGather", exposed=2)]
 
 
 def test_ticks_are_few_and_round_and_spikes_stay():

@@ -17,7 +17,7 @@ from torchtitan_lite.config.schema import Config
 from torchtitan_lite.tools.plan.cluster import CLUSTERS, Cluster
 from torchtitan_lite.tools.plan.memory import RankMemory
 from torchtitan_lite.tools.plan.planned_run import PlannedRun
-from torchtitan_lite.tools.plan.search import is_common, list_candidates, rank
+from torchtitan_lite.tools.plan.search import is_common, list_candidates, rank_layouts
 
 H100 = CLUSTERS["h100"]
 
@@ -83,7 +83,7 @@ def test_a_search_of_experts_has_every_degree_that_divides_them():
 
 def test_the_ten_best_are_those_that_simulating_all_would_give():
     fitting = list_8b()
-    best = rank(fitting)
+    best = rank_layouts(fitting)
     simulated = [each.forecast.step_time_s for each in fitting]
     assert [each.forecast.step_time_s for each in best] == sorted(simulated)[:10]
     for planned in best:
@@ -119,9 +119,9 @@ def test_a_search_gives_what_practitioners_run(name, n_gpus, arguments, words):
     """The best layout of the kind in use contains `words`. The shipped layout takes at most 10 % longer than it."""
     config, model_args = read(name, arguments)
     candidates = list(list_candidates(config, model_args, n_gpus, H100))
-    best = rank(candidates)
+    best = rank_layouts(candidates)
     assert len(best) == 10
-    common, *_ = rank(list(filter(is_common, candidates)))
+    common, *_ = rank_layouts(list(filter(is_common, candidates)))
     assert words in str(common)
     if arguments:
         return

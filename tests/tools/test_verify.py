@@ -42,7 +42,7 @@ from torchtitan_lite.tools.verify import command, train_py
 from torchtitan_lite.tools.verify.command import (
     NO_RESULT,
     changes_results,
-    describe,
+    describe_report,
     list_trials,
     make_report,
     make_trials,
@@ -102,7 +102,7 @@ def test_a_wrong_layout_ends_with_its_first_fault(monkeypatch, tmp_path):
     assert (report["verdict"], trial["name"]) == ("wrong", "wide")
     assert report["not_covered"]["training.seq_len"] == [128, 42]
     assert trial["faults"]["module output"]["name"] == "output" and "loss" in trial["faults"]
-    first, second, third, *_ = describe(report).splitlines()
+    first, second, third, *_ = describe_report(report).splitlines()
     assert first.startswith("wrong: debug on tp2") and "trial wide" in second
     assert "module output: output, off by" in third
 
@@ -157,7 +157,7 @@ def test_every_key_that_a_trial_replaces_is_in_the_certificate(pool, tmp_path):
     reduction = reduce_config(given.config, 2)
     trials = make_trials(reduction, record_configs(pool.run, configs), tmp_path)
     report = make_report("debug", reduction, trials)
-    text = describe(report)
+    text = describe_report(report)
     assert report["verdict"] == "certified", text
     assert text.startswith("certified: debug on dp_shard2, 2 ranks") and "seq_len 128 -> " in text
     assert configs.keys() == {"wide", "deep", "train.py", "bfloat16"}
@@ -295,7 +295,7 @@ def test_ranks_that_raise_are_a_fault_and_ranks_without_an_answer_are_not(
     with RankPool() as own_pool:
         trial = make_trial("wide", partial(own_pool.run, function, 2, timeout_s=timeout_s))
     report = make_report("debug", reduce(), [trial])
-    assert report["verdict"] == verdict and text in describe(report)
+    assert report["verdict"] == verdict and text in describe_report(report)
 
 
 # ---------------------------------------------------------------- train.py

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from torchtitan_lite.checkpoint.format import Manifest
-from torchtitan_lite.checkpoint.starting_weights import NOT_ONLY, PATH, Weights
+from torchtitan_lite.checkpoint.starting_weights import INITIAL_LOAD_PATH, NOT_ONLY, Weights
 from torchtitan_lite.config.choices import OPTIMIZERS
 from torchtitan_lite.config.learning_rate import learning_rate_factor
 from torchtitan_lite.config.messages import Problems
@@ -53,7 +53,7 @@ def check_continued(
     path = weights.path
     manifest = weights.manifest
     starts_anew = excludes_moments(config, manifest, is_resumed=weights.is_resumed)
-    options = f"--job.dump_folder=FOLDER --{PATH}={path} --checkpoint.initial_load_model_only"
+    options = f"--job.dump_folder=FOLDER --{INITIAL_LOAD_PATH}={path} --checkpoint.initial_load_model_only"
     new_run = f"start another run from these weights: {options}"
     problems = Problems(config)
     notices = []
@@ -81,10 +81,10 @@ def check_continued(
             remedy = f"Set it to more than {manifest.step}, or {new_run}"
             problems.refuse("training.steps", why, remedy)
         return problems, notices
-    has_state = starts_anew or has_moments(manifest)
+    has_state = starts_anew or stores_moments(manifest)
     if config.checkpoint.exclude_from_loading and not starts_anew:
         why = f"{path} was saved after checkpoint.exclude_from_loading had acted"
-        again = f"--job.dump_folder=FOLDER --{PATH}={path} --{NOT_ONLY}"
+        again = f"--job.dump_folder=FOLDER --{INITIAL_LOAD_PATH}={path} --{NOT_ONLY}"
         notices.append(f"{why}, so its optimizer state is loaded. To start anew again, add {again}")
     if OPTIMIZERS[config.optimizer.name].n_moments and not has_state:
         why = f"{path} has only weights (checkpoint.last_save_model_only), so training cannot continue from it"
@@ -99,7 +99,7 @@ def excludes_moments(config: Config, manifest: Manifest, *, is_resumed: bool) ->
     """
     if not config.checkpoint.exclude_from_loading:
         return False
-    if not (is_resumed and has_moments(manifest)):
+    if not (is_resumed and stores_moments(manifest)):
         return True
     has_acted = manifest.run["config"]["checkpoint"].get("exclude_from_loading")
     different = list_different(config, manifest)
@@ -111,7 +111,7 @@ def is_of_moments(key: str) -> bool:
     return key.startswith("optimizer.") and find_resume_rule(key) == "refuse"
 
 
-def has_moments(manifest: Manifest) -> bool:
+def stores_moments(manifest: Manifest) -> bool:
     return any(name.startswith("optimizer.") for name in manifest.tensors)
 
 

@@ -33,7 +33,7 @@ from torchtitan_lite.config.schema import Checkpoint, Config, get_value
 from torchtitan_lite.files import explain_hub_name
 from torchtitan_lite.models.registry import CONFIG, MODELS
 
-PATH = "checkpoint.initial_load_path"
+INITIAL_LOAD_PATH = "checkpoint.initial_load_path"
 NOT_ONLY = (
     "checkpoint.no_initial_load_model_only"  # argument: with the optimizer state and the step
 )
@@ -115,7 +115,7 @@ def check_went_on(section: Checkpoint, folder: Path, steps: list[int]) -> None:
         remedy = f"Use {steps if section.load_only else steps[-1:]}"
     if step in steps:
         path = shlex.quote(str(folder / f"step-{step}"))
-        instead = f"--job.dump_folder=FOLDER --{PATH}={path} --{NOT_ONLY}"
+        instead = f"--job.dump_folder=FOLDER --{INITIAL_LOAD_PATH}={path} --{NOT_ONLY}"
         remedy += f". To go back and train on from there, replace it by {instead}"
     raise ConfigError([Problem("checkpoint.load_step", step, why, remedy)])
 
@@ -140,10 +140,10 @@ def find_initial(config: Config) -> Weights:
         return Weights(path, folder.model_args, str(path.absolute()), published, notices=notices)
     except UserError as error:
         remedy = "Name a checkpoint, such as outputs/debug/checkpoint/step-200, or a complete Hugging Face folder"
-        raise ConfigError([Problem(PATH, name, str(error), remedy)]) from None
+        raise ConfigError([Problem(INITIAL_LOAD_PATH, name, str(error), remedy)]) from None
 
 
-def check_model(
+def check_loaded_model(
     config: Config, model_args: ModelArgs, weights: Weights
 ) -> tuple[Problems, list[str]]:
     """Check that a run of this model can use the weights. Return problems, and notices if the models differ.

@@ -233,7 +233,7 @@ def fits_tp(name: str, size: int, tp: int) -> bool:
 def list_tp(model_args: ModelArgs, world_size: int) -> str:
     """Return the degrees of tp that this many ranks and the sizes of a model allow, as in "1, 2 or 4"."""
     degrees = []
-    rows = list_rows(model_args)
+    rows = list_different_rows(model_args)
     for tp in range(1, model_args.n_heads + 1):
         if world_size % tp:
             continue
@@ -245,7 +245,7 @@ def list_tp(model_args: ModelArgs, world_size: int) -> str:
     return f"{', '.join(others)} or {last}" if others else last
 
 
-def list_rows(model_args: ModelArgs) -> list[ModuleRow]:
+def list_different_rows(model_args: ModelArgs) -> list[ModuleRow]:
     """List the different rows in the table of a model."""
     rows = list_end_modules(model_args) + list_block_modules(model_args)
     rows += list_block_modules(model_args, moe=True)
@@ -266,7 +266,7 @@ def check_table(problems: Problems, tp: int, world_size: int) -> None:
     """Find rows in the table of the model that are not supported, or that tp cannot split."""
     model_args = problems.model_args
     check_ends(problems, list_end_modules(model_args))
-    for row in list_rows(model_args):
+    for row in list_different_rows(model_args):
         if row.tp_style not in TP_STYLES.get(row.kind, ()):
             why = f"its table says that {row.name} is a {row.kind} module with tp_style {row.tp_style!r}"
             remedy = f"Use one of these in models/{model_args.name}/table.py: {TP_STYLES}"

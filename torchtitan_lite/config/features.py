@@ -31,7 +31,7 @@ OF_EXPERTS = (  # keys that need a model with experts
     "training.expert_balance_loss",
     "training.expert_bias_rate",
 )
-ON_GPU = (  # keys that need a GPU
+GPU_KEYS = (  # keys that need a GPU
     ASYNC_TP,
     "parallelism.fsdp_symmetric_memory",
     "training.enable_cpu_offload",
@@ -124,7 +124,7 @@ def check_overwrite(problems: Problems, layout: Layout) -> None:
 
 
 def check_export(problems: Problems, layout: Layout) -> None:
-    load_extension("hugging_face_export").check_export(problems)
+    load_extension("hugging_face_export").refuse_export(problems)
 
 
 def check_parameter_groups(problems: Problems, layout: Layout) -> None:
@@ -314,7 +314,7 @@ def check_settings(config: Config, machine: Machine) -> list[Problem]:
     if config.parallelism.enable_async_tensor_parallel and not is_rewritten:
         why = "inductor must rewrite the matmuls, but it compiles no block (compile.enable, components, backend)"
         problems.refuse(ASYNC_TP, why, "Leave this key out")
-    for key in ON_GPU:
+    for key in GPU_KEYS:
         if machine.device_type != "cuda" and get_value(config, key):
             problems.refuse(key, "it needs a GPU, and there is none", "Leave this key out")
     if config.model.uses_float8:

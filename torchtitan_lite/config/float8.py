@@ -85,7 +85,7 @@ def check_matmul(problems: Problems, machine: Machine) -> None:
         problems.refuse("model.converters", why, remedy)
 
 
-def list_notices(config: Config, model_args: ModelArgs, tp: int) -> list[str]:
+def list_float8_notices(config: Config, model_args: ModelArgs, tp: int) -> list[str]:
     """Return notices: how many layers compute in float8, and settings without the expected effect."""
     section = config.quantize.linear.float8
     if not config.model.uses_float8:

@@ -17,7 +17,7 @@ def resolve_model(model: Model) -> ModelArgs:
 
     Raises ConfigError if the sizes are inconsistent.
     """
-    row = find_row(model)
+    row = find_model_row(model)
     sizes = {name: getattr(model, name) or getattr(row, name) for name in MODEL_SIZES}
     is_derived = model.head_dim is None and (model.dim or model.n_heads)
     if is_derived:
@@ -44,7 +44,7 @@ def resolve_model(model: Model) -> ModelArgs:
     return model_args
 
 
-def find_row(model: Model) -> ModelArgs:
+def find_model_row(model: Model) -> ModelArgs:
     """Return the model of the loaded weights, or of the flavor. Raises ConfigError."""
     flavors = MODELS[model.name].flavors
     flavor = "debug" if model.flavor == AUTO else model.flavor

@@ -173,7 +173,7 @@ class WrongValue(Exception):
     """Raised for an invalid value of a key. The arguments are `why` and `remedy`, as in Problem."""
 
 
-NAMES = {bool: "true or false", str: "text", int: "a whole number", float: "a finite number"}
+TYPE_NAMES = {bool: "true or false", str: "text", int: "a whole number", float: "a finite number"}
 
 
 def convert(kind: Any, value: Any) -> Any:
@@ -204,7 +204,7 @@ def convert(kind: Any, value: Any) -> Any:
     if kind is float and type(value) is int:
         value = float(value)
     if type(value) is not kind or (kind is float and not isfinite(value)):
-        raise WrongValue(f"it must be {NAMES[kind]}", f"Write {NAMES[kind]}")
+        raise WrongValue(f"it must be {TYPE_NAMES[kind]}", f"Write {TYPE_NAMES[kind]}")
     if kind is str and not is_unicode(value):
         raise WrongValue("it is not UTF-8", "Rename it, or write it in UTF-8")
     return value

@@ -32,8 +32,8 @@ from torchtitan_lite.config.schema import Config, Training
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.files import explain_hub_cache
 
-FORMAT = 3
-MANIFEST = "manifest.json"
+CORPUS_FORMAT = 3
+CORPUS_MANIFEST = "manifest.json"
 WIDTHS = {"uint16": 2, "uint32": 4}  # bytes per token
 
 
@@ -46,7 +46,7 @@ class CorpusError(UserError):
 
 
 @dataclass(frozen=True)
-class Split:
+class CorpusSplit:
     """The files NAME.tokens, NAME.documents and, for conversations, NAME.targets."""
 
     n_tokens: int
@@ -62,8 +62,8 @@ class CorpusManifest:
 
     dtype: Literal["uint16", "uint32"]
     tokenizer: str  # Tokenizer.fingerprint
-    splits: dict[str, Split]
-    format: int = FORMAT
+    splits: dict[str, CorpusSplit]
+    format: int = CORPUS_FORMAT
 
     def hash_split(self, split: str) -> str:
         """Return a hash of the split's tokens, documents and targets."""
@@ -78,17 +78,21 @@ def dump_manifest(manifest: CorpusManifest) -> str:
 def read_corpus_manifest(folder: Path) -> CorpusManifest:
     """Read the manifest of a corpus. Raises CorpusError."""
     try:
-        file = json.loads((folder / MANIFEST).read_bytes())
-        if file["format"] != FORMAT:
-            raise ValueError(f"its format is {file['format']}, but this version reads {FORMAT}")
+        file = json.loads((folder / CORPUS_MANIFEST).read_bytes())
+        if file["format"] != CORPUS_FORMAT:
+            raise ValueError(
+                f"its format is {file['format']}, but this version reads {CORPUS_FORMAT}"
+            )
         if file["dtype"] not in WIDTHS:
             raise ValueError(f"its dtype is {file['dtype']}, not one of {', '.join(WIDTHS)}")
-        splits = {name: Split(**split) for name, split in file["splits"].items()}
+        splits = {name: CorpusSplit(**split) for name, split in file["splits"].items()}
         return CorpusManifest(file["dtype"], file["tokenizer"], splits)
     except (FileNotFoundError, NotADirectoryError):
         raise explain_missing(folder) from None
     except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
-        raise CorpusError(f"{folder} is not a prepared corpus: {MANIFEST}: {error}") from None
+        raise CorpusError(
+            f"{folder} is not a prepared corpus: {CORPUS_MANIFEST}: {error}"
+        ) from None
 
 
 def explain_missing(folder: Path) -> CorpusError:
@@ -101,7 +105,7 @@ def explain_missing(folder: Path) -> CorpusError:
     if why := explain_hub_cache(folder):
         return CorpusError(why, f"Prepare them: {name_command('prepare FILES --out NEW_FOLDER')}")
     remedy = f"Prepare its files: {name_command(f'prepare {name} --out NEW_FOLDER')}"
-    return CorpusError(f"{folder} is not a prepared corpus: it has no {MANIFEST}", remedy)
+    return CorpusError(f"{folder} is not a prepared corpus: it has no {CORPUS_MANIFEST}", remedy)
 
 
 def open_split(folder: Path, split: str, tokenizer: Tokenizer | None) -> CorpusManifest:
@@ -180,7 +184,7 @@ DATASETS: dict[str, Callable[[str], list[Path]]] = {
 VALIDATION_ONLY = {"c4_validation"}  # all documents are for validation
 
 
-def list_files(name: str, dataset_path: str) -> list[Path]:
+def list_corpus_files(name: str, dataset_path: str) -> list[Path]:
     """Return the files of a named corpus. Raises CorpusError if it has no files."""
     files = DATASETS[name](dataset_path)
     if not files:
@@ -194,10 +198,10 @@ def find_corpus(name: str, tokenizer: Tokenizer, cache_folder: Path, dataset_pat
     if name not in DATASETS:
         return Path(name)
     stats = []
-    for path in list_files(name, dataset_path):
+    for path in list_corpus_files(name, dataset_path):
         stat = path.stat()
         stats.append(f"{path}:{stat.st_size}:{stat.st_mtime_ns}")
-    content = repr([FORMAT, tokenizer.fingerprint, *stats]).encode()
+    content = repr([CORPUS_FORMAT, tokenizer.fingerprint, *stats]).encode()
     return cache_folder / f"{name}-{hashlib.sha256(content).hexdigest()[:16]}"
 
 
@@ -207,7 +211,7 @@ def find_prepared(name: str, tokenizer: Tokenizer, cache_folder: Path, dataset_p
     The launcher prepares named corpora; ranks only read.
     """
     folder = find_corpus(name, tokenizer, cache_folder, dataset_path)
-    if name not in DATASETS or (folder / MANIFEST).is_file():
+    if name not in DATASETS or (folder / CORPUS_MANIFEST).is_file():
         return folder
     words = ["--dataset", name, "--tokenizer", str(tokenizer.path)]
     words += ["--cache-folder", str(cache_folder)]
@@ -256,7 +260,7 @@ def check_data(config: Config, tokenizer: Tokenizer | None) -> Problems:
     for key, name, split, dataset_path in list_corpora(config):
         try:
             if name in DATASETS:
-                list_files(name, dataset_path)
+                list_corpus_files(name, dataset_path)
             else:
                 open_split(Path(name), split, tokenizer)
         except CorpusError as error:

@@ -98,13 +98,13 @@ def rank_tokens(model: dict) -> dict[bytes, int] | None:
         is_used = looks_up or id in used
         if not is_used or len(spelled) < len(token):
             continue
-        if id not in formed and not (looks_up and list_splits(token, vocab) <= merges.keys()):
+        if id not in formed and not (looks_up and list_spellings(token, vocab) <= merges.keys()):
             return None
         ranks[spelled] = id
     return ranks
 
 
-def list_splits(token: str, vocab: dict[str, int]) -> set[tuple[int, int]]:
+def list_spellings(token: str, vocab: dict[str, int]) -> set[tuple[int, int]]:
     """Return the ids of all pairs of tokens that spell this token."""
     cuts = range(1, len(token))
     pairs = [(vocab.get(token[:cut]), vocab.get(token[cut:])) for cut in cuts]
@@ -148,7 +148,7 @@ def is_crossed(
 
 def spell_token(token: str) -> bytes:
     """Return the bytes of a byte-level token, which has one character per byte."""
-    return token.translate(BYTES).encode("latin-1", "ignore")
+    return token.translate(CODE_TO_BYTE).encode("latin-1", "ignore")
 
 
 def spell_bytes() -> dict[str, int]:
@@ -166,4 +166,6 @@ def spell_bytes() -> dict[str, int]:
 
 BYTE_OF = spell_bytes()
 # table for str.translate; characters that encode no byte are removed
-BYTES = dict.fromkeys(range(256)) | {ord(character): byte for character, byte in BYTE_OF.items()}
+CODE_TO_BYTE = dict.fromkeys(range(256)) | {
+    ord(character): byte for character, byte in BYTE_OF.items()
+}

@@ -25,7 +25,7 @@ from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.dtensor import find_shard
 from torchtitan_lite.extensions.tied_embeddings import TiedSchedule
 
-TIED = "model.tok_embeddings.weight"
+EMBEDDING = "model.tok_embeddings.weight"
 Checksums = dict[tuple[str, tuple[int, ...]], int]  # name and offsets of a shard -> its checksum
 
 
@@ -40,7 +40,7 @@ def compare_copies(run: Run, group: dist.ProcessGroup) -> None:
     tensors = run.name_tensors()
     if isinstance(run.schedule, TiedSchedule):
         run.schedule.send_weights()  # broadcasts this rank's shard of the matrix
-        tensors[TIED] = run.schedule.pick()
+        tensors[EMBEDDING] = run.schedule.pick()
     sums: Checksums = {}
     for name, tensor in tensors.items():
         shard, offsets = find_shard(tensor)

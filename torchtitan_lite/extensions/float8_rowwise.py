@@ -41,7 +41,7 @@ class Rowwise(Recipe):
         return product.to(dtype)
 
 
-RECIPES = {  # quantize.linear.float8.recipe_name
+ROWWISE_RECIPES = {  # quantize.linear.float8.recipe_name
     "rowwise": Rowwise(of_gradient=E4M3, by_row=True),
     "rowwise_with_gw_hp": Rowwise(of_gradient=E4M3, by_row=True, dw_in_float8=False),
 }

@@ -28,7 +28,7 @@ class JsonObject(dict):
         if value is None and default is not REQUIRED:
             return default
         if not has_kind(value, kind):
-            found = "is missing" if value is None else f"= {shorten(value)}"
+            found = "is missing" if value is None else f"= {shorten_value(value)}"
             expected = kind.__name__ if type(kind) is type else kind
             raise UserError(f"{self.path}: {name} {found}; it must be {expected}")
         return JsonObject(self.path, value, f"{name}.") if isinstance(value, dict) else value
@@ -48,7 +48,7 @@ def read_json(path: Path, *, may_be_missing: bool = False) -> JsonObject:
     except ValueError as error:
         raise UserError(f"{path} is not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise UserError(f"{path} must hold an object {{...}}, but it is {shorten(value)}")
+        raise UserError(f"{path} must hold an object {{...}}, but it is {shorten_value(value)}")
     return JsonObject(path, value)
 
 
@@ -57,7 +57,7 @@ def make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
     if len(content) < len(pairs):
         ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
-        raise ValueError(f"an object has the key {key!r} more than once: {shorten(content)}")
+        raise ValueError(f"an object has the key {key!r} more than once: {shorten_value(content)}")
     return content
 
 
@@ -68,7 +68,7 @@ def has_kind(value: Any, kind: Any) -> bool:
     return isinstance(value, float | int if kind is float else kind)
 
 
-def shorten(value: Any) -> str:
+def shorten_value(value: Any) -> str:
     """Return the first characters of a JSON value."""
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 60 else f"{text[:60]}..."

@@ -38,7 +38,7 @@ KINDS = {"F": "F", "B": "B", "I": "B"}
 TORCH = Path(torch.__file__).parent
 
 
-def write(watch: HangWatch, kind: str) -> None:
+def write_report(watch: HangWatch, kind: str) -> None:
     """Write what this rank does. `kind` is "rank" if a step hangs, and "failed" if a rank has ended.
 
     If a step hangs, a second file makes all other ranks write too. The file is complete or does not exist.
@@ -199,7 +199,7 @@ def find_unusual(steps: list[list[dict]]) -> tuple[dict, dict] | None:
     for step in earlier:
         n_equal = 0
         for call, usual in zip(last, step, strict=False):
-            if describe(call) != describe(usual):
+            if name_and_sizes(call) != name_and_sizes(usual):
                 break
             n_equal += 1
         if n_equal > longest:
@@ -209,5 +209,5 @@ def find_unusual(steps: list[list[dict]]) -> tuple[dict, dict] | None:
     return found
 
 
-def describe(call: dict) -> tuple:
+def name_and_sizes(call: dict) -> tuple:
     return call["name"], call["sizes"]

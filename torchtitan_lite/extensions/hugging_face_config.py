@@ -29,13 +29,13 @@ from torchtitan_lite.config.model_rows import (
     RopeScaling,
 )
 from torchtitan_lite.extensions.families import find_model_type, load_families
-from torchtitan_lite.extensions.foreign_json import JsonObject, has_kind, read_json, shorten
+from torchtitan_lite.extensions.foreign_json import JsonObject, has_kind, read_json, shorten_value
 from torchtitan_lite.models.registry import CONFIG, LENGTH, MODELS
 
 GENERATION_CONFIG = "generation_config.json"
 DTYPE_KEYS = ("torch_dtype", "dtype")  # key in transformers 4, key in transformers 5
 DENSE_LAYERS = "mlp_only_layers"  # a list of layer numbers
-TIED = "tie_word_embeddings"
+TIE_KEY = "tie_word_embeddings"
 END = "eos_token_id"
 ORIGINAL_LENGTH = "original_max_position_embeddings"
 SCALINGS = {  # kind of scaling -> field of RopeScaling -> key of config.json
@@ -129,7 +129,7 @@ def read_published(folder: Path) -> dict[str, JsonObject]:
             content = read_json(folder / name)
             end_ids = content.get(END)
             if why := explain_wrong(end_ids, EVERY_FAMILY[END], name):
-                raise UserError(f"{folder / name}: {END} = {shorten(end_ids)}; {why}")
+                raise UserError(f"{folder / name}: {END} = {shorten_value(end_ids)}; {why}")
             published[name] = content
     return published
 
@@ -167,7 +167,7 @@ def read_model_args(folder: Path) -> ModelArgs:
         **name_fields(config, family.sizes),
         rope_theta=rope["rope_theta"],
         rope_scaling=scaling,
-        tie_embeddings=config[TIED],
+        tie_embeddings=config[TIE_KEY],
         **dict.fromkeys(family.switches, True),
         **read_windows(config, family),
         name=model_name,
@@ -207,7 +207,7 @@ def read_keys(
             value = content[key]
             config[row.same_as or key] = value
             if why := explain_wrong(value, row, title):
-                problems.append(f"{content.place}{key} = {shorten(value)}; {why}")
+                problems.append(f"{content.place}{key} = {shorten_value(value)}; {why}")
     for key, value in config.items():
         if value is ...:
             problems.append(f"{content.place}{key} is missing; it must be {name_kind(rows[key])}")
@@ -224,7 +224,7 @@ def explain_wrong(value: Any, row: ConfigKey, title: str) -> str:
             bound = "above 0" if row.least == ABOVE_ZERO else f"of at least {row.least}"
             return f"it must be a finite number {bound}"
     if row.only and value not in row.only:
-        return f"for {title} only {shorten(row.only[0])} is supported"
+        return f"for {title} only {shorten_value(row.only[0])} is supported"
     return ""
 
 
@@ -252,7 +252,7 @@ def read_rope(
     for key, value in rope.items():
         if isinstance(value, dict):
             why = "only one RoPE for all layers is supported"
-            return {}, [f"{name}.{key} = {shorten(value)}; {why}"]
+            return {}, [f"{name}.{key} = {shorten_value(value)}; {why}"]
     rope.setdefault("rope_theta", config["rope_theta"])
     keys = list_rope_keys(kind)
     if ORIGINAL_LENGTH in keys:
@@ -300,14 +300,14 @@ def find_unsupported(config: dict[str, Any], family: Family) -> list[str]:
     elif SLIDING in types and not read_windows(config, family):
         why = "use_sliding_window is false, or sliding_window is null"
     if why:
-        problems.append(f"layer_types = {shorten(types)}; {why}")
+        problems.append(f"layer_types = {shorten_value(types)}; {why}")
     if not family.experts:
         return problems
     n_experts, top_k = config[family.experts["n_experts"]], config[family.experts["top_k"]]
     if top_k > n_experts:
         problems.append(f"{family.experts['top_k']} = {top_k}; there are {n_experts} experts")
     if count_dense(config) is None:
-        dense = shorten(config[DENSE_LAYERS])
+        dense = shorten_value(config[DENSE_LAYERS])
         why = "only the first layers can be dense, such as [0, 1]"
         problems.append(f"{DENSE_LAYERS} = {dense}; {why}")
     return problems
@@ -335,16 +335,18 @@ def list_ignored(content: dict[str, Any], model_args: ModelArgs) -> list[str]:
     for key, value in content.items():
         row = rows.get(key)
         if row is None and value and not key.startswith("_"):
-            unknown.append(f"{key} = {shorten(value)}")
+            unknown.append(f"{key} = {shorten_value(value)}")
         elif row and row.is_ignored and row.only and value not in row.only:
-            notices.append(f"{CONFIG}: {key} = {shorten(value)} has no effect in this trainer")
+            notices.append(
+                f"{CONFIG}: {key} = {shorten_value(value)} has no effect in this trainer"
+            )
     rope = content.get("rope_scaling") or content.get("rope_parameters") or {}
     used = {"rope_type", "type", *list_rope_keys(rope.get("rope_type", rope.get("type")))}
     if content.get("rope_scaling") and content.get("rope_parameters"):
         notices.append(f"{CONFIG}: rope_scaling is used, and rope_parameters is ignored")
     for name in ("rope_scaling", "rope_parameters"):
         rope = content.get(name) or {}
-        unknown += [f"{name}.{key} = {shorten(rope[key])}" for key in rope if key not in used]
+        unknown += [f"{name}.{key} = {shorten_value(rope[key])}" for key in rope if key not in used]
         theta = content.get("rope_theta")
         if theta and rope.get("rope_theta", theta) != theta:
             unknown.append(f"rope_theta = {theta}, beside {name}.rope_theta")
@@ -353,7 +355,7 @@ def list_ignored(content: dict[str, Any], model_args: ModelArgs) -> list[str]:
     if unknown:
         why = f"keys without effect, here and in transformers' {family.title}"
         notices.append(f"{CONFIG}: {why}: {', '.join(unknown)}")
-    if content.get(TIED) and not model_args.tie_embeddings:
+    if content.get(TIE_KEY) and not model_args.tie_embeddings:
         why = "the files have two different matrices, so the model is not tied, as in transformers"
-        notices.append(f"{CONFIG}: {TIED} = true, but {why}")
+        notices.append(f"{CONFIG}: {TIE_KEY} = true, but {why}")
     return notices

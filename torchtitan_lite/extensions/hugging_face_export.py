@@ -23,13 +23,13 @@ from torchtitan_lite.extensions.hugging_face_config import (
     END,
     ORIGINAL_LENGTH,
     SCALINGS,
-    TIED,
+    TIE_KEY,
     find_family,
 )
 from torchtitan_lite.models.registry import LENGTH
 
 
-def check_export(problems: Problems) -> None:
+def refuse_export(problems: Problems) -> None:
     """Refuse checkpoint.last_save_in_hf for a model that has no Hugging Face format."""
     config = problems.config
     model_args = problems.model_args
@@ -85,7 +85,7 @@ def name_values(source: object, keys: dict[str, str]) -> dict[str, Any]:
     return {key: getattr(source, name) for name, key in keys.items()}
 
 
-def make_config(
+def make_config_json(
     model_args: ModelArgs,
     *,
     dtype: str,
@@ -103,8 +103,8 @@ def make_config(
     scaling = model_args.rope_scaling
     if published:
         changed: dict[str, object] = {key: dtype for key in DTYPE_KEYS if key in published}
-        if published.get(TIED):
-            changed[TIED] = model_args.tie_embeddings
+        if published.get(TIE_KEY):
+            changed[TIE_KEY] = model_args.tie_embeddings
         if context and context > (published.get(LENGTH) or context):
             changed[LENGTH] = context
             # If the next key is missing, transformers uses the new length for it.
@@ -126,7 +126,7 @@ def make_config(
         **of_moe,
         "rope_theta": model_args.rope_theta,
         "rope_scaling": None,
-        TIED: model_args.tie_embeddings,
+        TIE_KEY: model_args.tie_embeddings,
         "bos_token_id": bos_id,
         END: eos_id,
         DTYPE_KEYS[0]: dtype,

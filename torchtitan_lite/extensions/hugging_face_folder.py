@@ -40,7 +40,7 @@ INDEX = "model.safetensors.index.json"
 
 # a constant that old versions of transformers saved in every layer
 NO_WEIGHTS = "rotary_emb.inv_freq"
-DTYPES = ("F32", "BF16", "F16")  # supported dtypes, as safetensors headers spell them
+FILE_DTYPES = ("F32", "BF16", "F16")  # supported dtypes, as safetensors headers spell them
 MOST_NAMED = 8  # a message names at most this number of tensors
 
 
@@ -73,12 +73,12 @@ def open_folder(path: Path) -> HuggingFaceFolder:
     tensors = {}
     found = {}  # name -> shape
     file_names = read_index(path)
-    for file in list_files(path, file_names):
+    for file in list_weight_files(path, file_names):
         for name, (dtype, shape) in read_header(file).items():
             if name.endswith(NO_WEIGHTS):
                 continue
-            if dtype not in DTYPES:
-                remedy = f"Quantized weights cannot be used; supported: {', '.join(DTYPES)}"
+            if dtype not in FILE_DTYPES:
+                remedy = f"Quantized weights cannot be used; supported: {', '.join(FILE_DTYPES)}"
                 raise HuggingFaceError(path, [f"{file.name}: {name} is {dtype}. {remedy}"])
             if name in tensors:
                 other = tensors[name][0].name
@@ -151,7 +151,7 @@ def read_index(path: Path) -> dict[str, str]:
     return {name: weight_map.take(name, str) for name in weight_map}
 
 
-def list_files(path: Path, file_names: dict[str, str]) -> list[Path]:
+def list_weight_files(path: Path, file_names: dict[str, str]) -> list[Path]:
     """Return the safetensors files of a folder. `file_names` is its index. Raises HuggingFaceError."""
     if (path / SINGLE_FILE).is_file():
         return [path / SINGLE_FILE]

@@ -14,8 +14,8 @@ from torchtitan_lite.config.reader import flatten_table, load_toml
 from torchtitan_lite.config.schema import Config, get_value
 from torchtitan_lite.dump_folder import CONFIG_TOML, HANG, METRICS, RUN_ID
 
-FILES = ("log.txt", METRICS, "metrics-[0-9]*.jsonl", "wandb_id", f"{HANG}/restart-*")
-FOLDERS = {  # key of a folder inside job.dump_folder -> what a run writes there and job.overwrite deletes
+FILES_OF_RUN = ("log.txt", METRICS, "metrics-[0-9]*.jsonl", "wandb_id", f"{HANG}/restart-*")
+FOLDERS_OF_RUN = {  # key of a folder inside job.dump_folder -> what a run writes there and job.overwrite deletes
     "checkpoint.folder": (
         f"step-*/{MANIFEST}",
         f"step-*/{CHECKSUMS}",
@@ -76,9 +76,9 @@ def list_earlier(folder: Path, config: Config) -> list[Path]:
     paths = set()
     earlier = read_earlier(folder)
     if (folder / CONFIG_TOML).exists():  # a run used this folder, so the files belong to it
-        for pattern in FILES:
+        for pattern in FILES_OF_RUN:
             paths.update(folder.glob(pattern))
-    for key, patterns in FOLDERS.items():
+    for key, patterns in FOLDERS_OF_RUN.items():
         value = get_value(config, key)
         for name in {value, earlier.get(key, value)}:
             inside = folder / name

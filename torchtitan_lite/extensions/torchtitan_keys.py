@@ -28,7 +28,7 @@ ALIASES = {  # old name -> new name
 }
 
 # switch of a missing feature -> the value that means "off"
-ABSENT = {
+MISSING_FEATURES = {
     "job.save_config_file": "",
     "job.custom_config_module": "torchtitan.config",
     "metrics.save_for_all_ranks": False,
@@ -85,22 +85,22 @@ def resolve_alias(written: str) -> str:
     return ALIASES.get(written, written)
 
 
-REPLACED = {  # key of a missing feature -> the key to use instead
+REPLACED_KEYS = {  # key of a missing feature -> the key to use instead
     "parallelism.module_fqns_per_model_part": "parallelism.pipeline_parallel_layers_per_stage",
 }
 
 
 def explain_absent(key: str, value: object) -> str | None:
     """Return a remedy if this value turns a missing torchtitan feature on, and "" if not. None for an unknown key."""
-    if key not in ABSENT:
+    if key not in MISSING_FEATURES:
         sections = tuple(name for name in SETTINGS if name.endswith("."))
         return "" if key in (*SETTINGS, *UNUSED) or key.startswith(sections) else None
-    off = ABSENT[key]
+    off = MISSING_FEATURES[key]
     is_off = value in ("", "none") or str(value).lower() == str(off).lower()
     if is_off:
         return ""
     remedy = f"Leave it out, or set it to {off!r}"
-    return f"{remedy}. {REPLACED[key]} serves instead" if key in REPLACED else remedy
+    return f"{remedy}. {REPLACED_KEYS[key]} serves instead" if key in REPLACED_KEYS else remedy
 
 
 def translate_keys(
@@ -147,19 +147,19 @@ def rename_keys(source: Mapping[str, Any], notices: list[str]) -> dict[str, Any]
 
 def is_switch(name: str) -> bool:
     """Return whether a name is a key, an old name of a key, or the switch of a missing torchtitan feature."""
-    return resolve_alias(name) in {*KEYS, *ABSENT}
+    return resolve_alias(name) in {*KEYS, *MISSING_FEATURES}
 
 
 def is_section(start: str) -> bool:
     """Return whether `start`, such as "training.", begins a key, here or in torchtitan."""
-    names = (*KEYS, *ABSENT, *SETTINGS, *ALIASES, "float8.", "mx.")
+    names = (*KEYS, *MISSING_FEATURES, *SETTINGS, *ALIASES, "float8.", "mx.")
     return any(name.startswith(start) for name in names)
 
 
 def suggest_key(key: str) -> str:
     """Return a remedy for an unknown key. It names a key with the same name in another section, or a similar key."""
     name = key.rpartition(".")[2]
-    same_name = [known for known in (*KEYS, *ABSENT) if known.endswith(f".{name}")]
+    same_name = [known for known in (*KEYS, *MISSING_FEATURES) if known.endswith(f".{name}")]
     near = get_close_matches(key, same_name, n=1, cutoff=0) + get_close_matches(key, KEYS, n=1)
     return (
         f"The nearest key is {near[0]}"

@@ -210,4 +210,4 @@ class HangWatch:
         """Write what this rank does: "rank" if a step hangs, "failed" if a rank has ended."""
         if self.dump_folder is None:
             return
-        load_extension("hang_report").write(self, kind)
+        load_extension("hang_report").write_report(self, kind)

@@ -180,7 +180,7 @@ def apply_float8(part: nn.Module, section: Float8, tp: int) -> None:
     """Make the linear layers that plan_float8 selects multiply in float8."""
     recipes = RECIPES
     if section.recipe_name not in recipes:
-        recipes = load_extension("float8_rowwise").RECIPES
+        recipes = load_extension("float8_rowwise").ROWWISE_RECIPES
     recipe = recipes[section.recipe_name]
     modules = dict(part.named_modules())
     sizes = list_linears(part.model_args)

@@ -31,7 +31,7 @@ from torchtitan_lite.config.checks import plan_layout, resolve_config
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.model import resolve_model
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.extensions.hugging_face_export import make_config
+from torchtitan_lite.extensions.hugging_face_export import make_config_json
 from torchtitan_lite.files import import_extra
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.model.loss import count_valid_tokens
@@ -42,7 +42,7 @@ from torchtitan_lite.parallel.process_groups import choose_device
 from torchtitan_lite.step import train_step
 from torchtitan_lite.tools.detect import detect_machine
 from torchtitan_lite.tools.verify.degrees import DEGREES, SHARD
-from torchtitan_lite.tools.verify.plain import make_batch
+from torchtitan_lite.tools.verify.plain import draw_batch
 from torchtitan_lite.tools.verify.ranks import RankPool
 from torchtitan_lite.tools.verify.reduction import override
 
@@ -145,7 +145,7 @@ def build_contenders(config: Config, device: torch.device) -> dict[str, Callable
     config = resolve_config(config, layout, device.type)
     mesh = build_mesh(layout, device.type)
     run = build_run(config, model_args, layout, mesh, device)
-    batch = make_batch(config, config.training.data_seed).to(device)
+    batch = draw_batch(config, config.training.data_seed).to(device)
     own = batch.map(lambda field: field.chunk(layout.dp)[mesh.data_rank])
     rows = batch.map(lambda field: field.chunk(n_ranks)[dist.get_rank()])
     model = find_model_class(model_args.name)(model_args).to(device)
@@ -163,7 +163,7 @@ def build_contenders(config: Config, device: torch.device) -> dict[str, Callable
     except UserError as error:
         print(error, file=sys.stderr)
         return contenders
-    fields = make_config(model_args, dtype="float32", bos_id=None, eos_id=None)
+    fields = make_config_json(model_args, dtype="float32", bos_id=None, eos_id=None)
     fields |= {"attn_implementation": "sdpa", "use_cache": False}
     hf_config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
     llama = transformers.AutoModelForCausalLM.from_config(hf_config)  # its initial weights differ

@@ -18,7 +18,7 @@ from torchtitan_lite.config.features import EXTENSIONS
 from torchtitan_lite.config.machine import CPU_FLOPS_PER_CORE, Machine
 from torchtitan_lite.config.messages import ConfigError, Problem, UserError, name_command
 from torchtitan_lite.config.model_rows import ModelArgs
-from torchtitan_lite.config.reader import KEYS, NAMES, SECTIONS, find_key, read_config
+from torchtitan_lite.config.reader import KEYS, SECTIONS, TYPE_NAMES, find_key, read_config
 from torchtitan_lite.config.schema import MANY, MOST_RANKS, Config, Range, get_value
 from torchtitan_lite.preflight import RunSpec, resolve
 from torchtitan_lite.tools.detect import detect_machine
@@ -38,7 +38,7 @@ NUMBERS = {  # environment variables of the launcher: their spelling and range
     "OMP_NUM_THREADS": (r"\d+(,\d+)*", Range(1, 4096)),
 }
 BATCH = "training.global_batch_size"
-LONGEST_S = 1e13  # the most seconds that a timedelta can hold
+LONGEST_RUN_S = 1e13  # the most seconds that a timedelta can hold
 LONG_S = 1800
 
 
@@ -173,7 +173,7 @@ def describe_spec(spec: RunSpec, n_hosts: int = 1) -> str:
     if machine.device_type == "cpu" and machine.is_here:
         n_cores = min(layout.world_size, os.cpu_count())
         seconds = flops.causal * tokens * config.training.steps / (n_cores * CPU_FLOPS_PER_CORE)
-        estimate = timedelta(seconds=ceil(min(seconds, LONGEST_S)))
+        estimate = timedelta(seconds=ceil(min(seconds, LONGEST_RUN_S)))
         rows["time"] = f"roughly {estimate} (h:mm:ss) on {n_cores} cores"
         if seconds > LONG_S:
             rows["time"] += "; --config debug takes half a minute"
@@ -238,12 +238,12 @@ def describe_kind(kind: Any) -> str:
     if origin is Literal:
         return " | ".join(map(str, inner))
     if origin is Annotated:
-        return inner[1] if inner[0] is str else f"{NAMES[inner[0]]}, {inner[1]}"
+        return inner[1] if inner[0] is str else f"{TYPE_NAMES[inner[0]]}, {inner[1]}"
     if is_dataclass(kind):
         return f"tables with {', '.join(get_type_hints(kind))}"
     if origin is list:
         return f"a list: {describe_kind(inner[0])}"
-    return NAMES[kind] if kind in NAMES else describe_kind(inner[0])  # `X | None`
+    return TYPE_NAMES[kind] if kind in TYPE_NAMES else describe_kind(inner[0])  # `X | None`
 
 
 def describe_decayed(config: Config, model_args: ModelArgs) -> str:

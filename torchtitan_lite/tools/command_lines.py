@@ -24,7 +24,7 @@ from torchtitan_lite.tools.options import (
 )
 from torchtitan_lite.tools.plan.cluster import CLUSTERS
 
-CONFIG = f"""config:
+CONFIG_HELP = f"""config:
   --config NAME_OR_PATH  a bare name in configs/, or the path of a TOML file; default: debug
   --section.key VALUE    override any key; `{name_command("check --keys")}` prints all keys
 
@@ -52,7 +52,7 @@ def parse_command(name: str, args: list[str]) -> Namespace:
     parser = ArgumentParser(
         name_command(name),
         description=tool.description,
-        epilog=f"{CONFIG if tool.reads_config else ''}{STATUS}",
+        epilog=f"{CONFIG_HELP if tool.reads_config else ''}{STATUS}",
         formatter_class=RawDescriptionHelpFormatter,
         allow_abbrev=False,  # an abbreviation could be a config key
     )
@@ -104,7 +104,7 @@ probability = number("probability", float, Range(0, 1))
 GPUS = Option("--gpus", "number of GPUs; default: the product of the degrees", ranks)
 SEED = Option("--seed", "equal seeds give equal results (%(default)s)", seed, 0)
 SOURCE = Option("source", "checkpoint, run (its newest checkpoint), or Hugging Face folder", path)
-TOKENIZER = Option("--tokenizer", "default: the tokenizer of the source", file)
+TOKENIZER_OPTION = Option("--tokenizer", "default: the tokenizer of the source", file)
 
 # arguments of `prepare` that only apply to texts
 OF_TEXTS = "inputs --json --out --train-tokenizer --validation-share --validation --text-column --encoding --chat"
@@ -260,7 +260,7 @@ Only one file is in memory at a time. OUT is complete or does not exist.""",
                 choices=("float32", "bfloat16", "float16"),
             ),
             SOURCE._replace(help="checkpoint, or run (its newest checkpoint)"),
-            TOKENIZER,
+            TOKENIZER_OPTION,
             Option("out", "the new folder", path),
         ),
     ),
@@ -276,7 +276,7 @@ answer is printed. On a terminal without --prompt, --chat starts a conversation.
         False,
         (
             SOURCE,
-            TOKENIZER,
+            TOKENIZER_OPTION,
             JSON,
             Option("--prompt", "default: standard input", text),
             Option("--chat", "answer a user; needs the extra `chat`"),
@@ -302,7 +302,7 @@ the first token of a document. Bits per byte compare models with different token
         False,
         (
             SOURCE,
-            TOKENIZER,
+            TOKENIZER_OPTION,
             JSON,
             Option("--data", "text, folder of texts, prepared corpus, or python_stdlib", file),
             Option("--seq-len", "tokens per window; default: as trained, at most 8192", count),

@@ -28,7 +28,7 @@ from torchtitan_lite.config.block import count_parameters, list_expert_biases
 from torchtitan_lite.data.tokenizer import TOKENIZER_CONFIG, Tokenizer
 from torchtitan_lite.extensions.hugging_face import find_unit, to_their_order
 from torchtitan_lite.extensions.hugging_face_config import GENERATION_CONFIG
-from torchtitan_lite.extensions.hugging_face_export import explain_unwritable, make_config
+from torchtitan_lite.extensions.hugging_face_export import explain_unwritable, make_config_json
 from torchtitan_lite.extensions.hugging_face_folder import (
     INDEX,
     SINGLE_FILE,
@@ -77,7 +77,7 @@ def write_folder(source: ModelSource, out: Path, dtype: str, read: Callable[[str
     model_args = source.model_args
     tokenizer = source.tokenizer
     contents = dict(source.published)  # file name -> content
-    contents[CONFIG] = make_config(
+    contents[CONFIG] = make_config_json(
         model_args,
         dtype=dtype,
         published=source.published.get(CONFIG),

@@ -100,7 +100,7 @@ def create_venv() -> None:
         # This Python has a torch that fits the machine's GPUs, so .venv uses this Python's packages too.
         command.append("--system-site-packages")
     try:
-        run(command, "On Debian and Ubuntu: apt install python3-venv")
+        run_command(command, "On Debian and Ubuntu: apt install python3-venv")
     except BaseException:
         shutil.rmtree(VENV, ignore_errors=True)  # it may lack pip
         raise
@@ -122,10 +122,10 @@ def install(requirements: list[str]) -> None:
         print(SIZE, file=sys.stderr, flush=True)
     tested = ["--disable-pip-version-check", "-c", str(REPOSITORY / "constraints.txt")]
     remedy = f"Other allowed versions will do: {' '.join(pip)} install {packages}"
-    run([*pip, "install", *tested, *requirements], remedy)
+    run_command([*pip, "install", *tested, *requirements], remedy)
 
 
-def run(command: list[str], remedy: str) -> None:
+def run_command(command: list[str], remedy: str) -> None:
     """Run a command in a new session, which ends if a signal ends this process."""
     handle_signals(stop)
     with subprocess.Popen(command, stdout=sys.stderr, start_new_session=True) as process:

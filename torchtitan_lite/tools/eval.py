@@ -16,7 +16,7 @@ import torch
 from torchtitan_lite.checkpoint.format import CheckpointError
 from torchtitan_lite.config.choices import ATTENTIONS
 from torchtitan_lite.config.schema import Training
-from torchtitan_lite.data.corpus_folder import DATASETS, MANIFEST
+from torchtitan_lite.data.corpus_folder import CORPUS_MANIFEST, DATASETS
 from torchtitan_lite.data.dataset import Corpus, SampleReader, prefetch
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.models.registry import MODELS
@@ -92,7 +92,7 @@ def open_text(data: str, tokenizer: Tokenizer, out: Path) -> Corpus:
     split = "validation"
     if data in DATASETS:
         prepare_dataset(data, tokenizer, cache_folder)
-    elif not (Path(data) / MANIFEST).is_file():
+    elif not (Path(data) / CORPUS_MANIFEST).is_file():
         files, skipped = find_files([Path(data)])
         prepare(files, out, PrepareSettings(str(tokenizer.path), validation_share=0.0))
         for reason, n_files in skipped.items():

@@ -61,7 +61,7 @@ def main(options: Namespace) -> int:
         tokens = generate(model, model.read(prompt_tokens), options, source.tokenizer)
         before = [] if chat else prompt_tokens
         tokens = islice(tokens, n_new_tokens)
-        taken, text = take(tokens, source.tokenizer, end_ids, show, before)
+        taken, text = take_tokens(tokens, source.tokenizer, end_ids, show, before)
         show("\n")
         stopped = "end_of_document"
         if len(taken) == n_new_tokens:
@@ -155,7 +155,7 @@ def count_new_tokens(tokens: list[int], source: ModelSource, options: Namespace)
 # ---------------------------------------------------------------- the next tokens
 
 
-def take(
+def take_tokens(
     tokens: Iterator[int],
     tokenizer: Tokenizer,
     end_ids: frozenset[int],

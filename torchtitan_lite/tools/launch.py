@@ -43,7 +43,7 @@ from torchtitan_lite.components.endings import describe_newest
 from torchtitan_lite.components.signals import SIGNALS, STOPPED, describe_signal, handle_signals
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.reader import flatten_table, read_config
-from torchtitan_lite.data.corpus_folder import DATASETS, MANIFEST, find_corpus, list_corpora
+from torchtitan_lite.data.corpus_folder import CORPUS_MANIFEST, DATASETS, find_corpus, list_corpora
 from torchtitan_lite.dump_folder import HANG
 from torchtitan_lite.preflight import RunSpec
 from torchtitan_lite.tools.check import check, choose_host, describe_spec
@@ -139,7 +139,7 @@ def prepare_corpora(spec: RunSpec) -> bool:
     try:
         for _, name, _, dataset_path in list_corpora(spec.config):
             folder = find_corpus(name, spec.tokenizer, cache_folder, dataset_path)
-            if name in DATASETS and not (folder / MANIFEST).is_file():
+            if name in DATASETS and not (folder / CORPUS_MANIFEST).is_file():
                 prepare_dataset(name, spec.tokenizer, cache_folder, dataset_path)
                 was_missing = True
     except PreparationError as error:

@@ -36,7 +36,7 @@ from torchtitan_lite.models.registry import CONFIG, LENGTH
 from torchtitan_lite.parallel.process_groups import choose_device
 from torchtitan_lite.tools.detect import detect_machine
 
-DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}  # bfloat16 is slower on a CPU
+DEFAULT_DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}  # bfloat16 is slower on a CPU
 
 
 class SourceError(UserError):
@@ -148,7 +148,7 @@ def build_model(source: ModelSource) -> nn.Module:
     """Build the model and load its weights: on a GPU if there is one, otherwise on the CPU."""
     device = choose_device(0, detect_machine().device_type)
     model_args = source.model_args
-    dtype = DTYPES[device.type]
+    dtype = DEFAULT_DTYPES[device.type]
     if why := explain_strides(model_args, str(dtype).removeprefix("torch.")):
         raise SourceError(f"{source.path}: {why}.")
     with torch.device("meta"):

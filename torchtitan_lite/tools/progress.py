@@ -34,7 +34,7 @@ def show_progress(
         yield item
         done += size(item)
     if is_shown:
-        write(CLEAR)
+        write_text(CLEAR)
 
 
 def draw(done: float, total: float, unit: str, seconds: float, what: str = "") -> None:
@@ -44,10 +44,10 @@ def draw(done: float, total: float, unit: str, seconds: float, what: str = "") -
     if share > 0:
         left = timedelta(seconds=round(seconds / share - seconds))
         line += f", {round(done / seconds, 2):,g} {unit}/s, {left} left"
-    write(f"{CLEAR}{line}\r")
+    write_text(f"{CLEAR}{line}\r")
 
 
-def write(text: str) -> None:
+def write_text(text: str) -> None:
     print(text, end="", file=sys.stderr, flush=True)
 
 
@@ -71,7 +71,7 @@ def watch_saves(folder: Path) -> None:
             seconds = time.monotonic() - started_s
             draw(written / 1e6, total / 1e6, "MB", seconds, "saving: ")
         elif is_drawn:
-            write(CLEAR)
+            write_text(CLEAR)
         is_drawn = written < total
         if not is_drawn:
             started_s = time.monotonic()

@@ -5,7 +5,7 @@ from pathlib import Path
 from torchtitan_lite.config.messages import UserError
 
 
-def write_file(path: Path, text: str) -> None:
+def write_table(path: Path, text: str) -> None:
     """Write a file, and create its folder. Raises UserError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

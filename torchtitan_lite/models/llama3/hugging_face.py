@@ -68,7 +68,7 @@ EXPERTS = {
     "router_aux_loss_coef": IGNORED_KEY,
 }
 # A layer has a window if use_sliding_window is true, unless its number is below max_window_layers
-WINDOW = {
+WINDOW_KEYS = {
     "use_sliding_window": BOOL,
     "sliding_window": ConfigKey(int | None, 4096, least=1),
     "max_window_layers": ConfigKey(int, 28, least=0),
@@ -114,7 +114,7 @@ FAMILIES = {  # model_type -> family; an export uses the first one that fits
     ),
     "qwen2": Family(
         "Qwen2ForCausalLM",
-        SHARED | WINDOW | {"num_key_value_heads": ConfigKey(int | None, 32, least=1)},
+        SHARED | WINDOW_KEYS | {"num_key_value_heads": ConfigKey(int | None, 32, least=1)},
         SIZE_KEYS,
         MODULE_NAMES,
         switches=("qkv_bias",),
@@ -123,7 +123,7 @@ FAMILIES = {  # model_type -> family; an export uses the first one that fits
     "qwen3": Family(
         "Qwen3ForCausalLM",
         SHARED
-        | WINDOW
+        | WINDOW_KEYS
         | {
             "num_key_value_heads": ConfigKey(int | None, 32, least=1),
             "head_dim": ConfigKey(int, 128, least=1),
@@ -138,7 +138,7 @@ FAMILIES = {  # model_type -> family; an export uses the first one that fits
         "Qwen3MoeForCausalLM",
         SHARED
         | EXPERTS
-        | WINDOW
+        | WINDOW_KEYS
         | {
             "max_window_layers": ConfigKey(default=0, is_ignored=True),
             "num_key_value_heads": ConfigKey(int, 4, least=1),

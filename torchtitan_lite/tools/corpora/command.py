@@ -11,8 +11,8 @@ from pathlib import Path
 
 from torchtitan_lite.config.messages import name_command
 from torchtitan_lite.data.corpus_folder import (
+    CORPUS_MANIFEST,
     DATASETS,
-    MANIFEST,
     VALIDATION_ONLY,
     CorpusManifest,
     find_corpus,
@@ -30,9 +30,9 @@ MANY_BYTES = 2**26  # above this file size, starting more processes is worth it
 def main(options: argparse.Namespace) -> int:
     """Run the command. Return its exit status."""
     if options.check:
-        return check(options.check)
+        return check_corpus(options.check)
     try:
-        summary = str(prepare_named(options)) if options.dataset else run(options)
+        summary = str(prepare_named(options)) if options.dataset else prepare_corpus(options)
     except OSError as error:  # for example a full disk
         print(f"The corpus could not be made: {error}", file=sys.stderr)
         return 1
@@ -70,7 +70,7 @@ def prepare_dataset(
     CorpusError, PreparationError, OSError.
     """
     folder = find_corpus(name, tokenizer, cache_folder, dataset_path)
-    if (folder / MANIFEST).exists():
+    if (folder / CORPUS_MANIFEST).exists():
         return folder
     files = DATASETS[name](dataset_path)
     n_bytes = sum(path.stat().st_size for path in files)
@@ -81,12 +81,12 @@ def prepare_dataset(
     try:
         prepare(files, folder, settings, n_processes=n_processes)
     except (OSError, PreparationError):
-        if not (folder / MANIFEST).exists():  # no other process has prepared the corpus
+        if not (folder / CORPUS_MANIFEST).exists():  # no other process has prepared the corpus
             raise
     return folder
 
 
-def run(options: argparse.Namespace) -> str:
+def prepare_corpus(options: argparse.Namespace) -> str:
     """Prepare the corpus, and return the output."""
     if not options.inputs or not options.out:
         raise PreparationError(
@@ -151,7 +151,7 @@ def suggest_command(options: argparse.Namespace, manifest: CorpusManifest) -> st
     return name_command(shlex.join(words))
 
 
-def check(folder: Path) -> int:
+def check_corpus(folder: Path) -> int:
     """Compare a corpus with its manifest. Print damaged files and return 1 if there are any."""
     manifest = read_corpus_manifest(folder)
     hashes = {}

@@ -72,8 +72,8 @@ def read_conversation(row: Any, column: str | None = None) -> tuple[str, dict]:
     if system != "" and len(messages) > 1 and messages[1]["role"] == "system":
         raise ValueError("column system and the first message are two system messages; remove one")
     if "tools" in columns:
-        columns["tools"] = take(columns, "tools")
-    columns |= take(columns, "chat_template_kwargs", dict) or {}
+        columns["tools"] = take_column(columns, "tools")
+    columns |= take_column(columns, "chat_template_kwargs", dict) or {}
     columns["messages"] = messages
     return dialect.name, drop_nulls(columns)
 
@@ -95,7 +95,7 @@ def parse_json(value: Any) -> Any:
     return value
 
 
-def take(columns: dict, name: str, kind: type = list) -> Any:
+def take_column(columns: dict, name: str, kind: type = list) -> Any:
     """Remove a column, and return its value or None. JSON text is parsed unless `kind` is str. Raises ValueError."""
     value = columns.pop(name, None)
     if kind is not str:
@@ -109,7 +109,7 @@ def take(columns: dict, name: str, kind: type = list) -> Any:
 
 
 def list_messages(column: str, name: str) -> Dialect:
-    return Dialect(name, (column,), partial(take, name=column))
+    return Dialect(name, (column,), partial(take_column, name=column))
 
 
 def take_exchange(columns: dict) -> list:
@@ -118,15 +118,15 @@ def take_exchange(columns: dict) -> list:
 
 
 def take_alpaca(columns: dict) -> list:
-    texts = [take(columns, "instruction", str), take(columns, "input", str)]
+    texts = [take_column(columns, "instruction", str), take_column(columns, "input", str)]
     prompt = "\n\n".join(filter(None, texts))
-    return list_exchange(columns, prompt, take(columns, "output", str))
+    return list_exchange(columns, prompt, take_column(columns, "output", str))
 
 
 def list_exchange(columns: dict, prompt: Any, completion: Any) -> list:
     """Return the turns of the history, the prompt and its completion. Removes the history from the columns."""
     turns = []
-    for pair in take(columns, "history") or []:
+    for pair in take_column(columns, "history") or []:
         if not isinstance(pair, list) or len(pair) != 2:
             raise ValueError(f"history needs lists of a question and its answer: {pair!r:.60}")
         question, answer = pair
@@ -166,7 +166,7 @@ def read_message(turn: Any, number: int) -> dict:
     if is_role and role in CALL_ROLES:
         message["tool_calls"] = read_calls(message.pop("content", None), number)
     if "tool_calls" in message:
-        message["tool_calls"] = take(message, "tool_calls")
+        message["tool_calls"] = take_column(message, "tool_calls")
     if isinstance(message.get("content"), list):
         message["content"] = join_parts(message["content"], number)
     content = message.get("content", "" if message.get("tool_calls") else None)

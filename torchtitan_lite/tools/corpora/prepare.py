@@ -27,7 +27,12 @@ from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from torchtitan_lite.data.corpus_folder import MANIFEST, CorpusManifest, Split, dump_manifest
+from torchtitan_lite.data.corpus_folder import (
+    CORPUS_MANIFEST,
+    CorpusManifest,
+    CorpusSplit,
+    dump_manifest,
+)
 from torchtitan_lite.data.tokenizer import TOKENIZER_CONFIG, Tokenizer, load_tokenizer
 from torchtitan_lite.faults.processes import end_with_parent
 from torchtitan_lite.files import hash_file, import_extra
@@ -111,7 +116,7 @@ def prepare(
             raise PreparationError(f"these {len(files)} files have no text to train on")
         dtype = "uint16" if tokenizer.vocab_size <= UINT16_IDS else "uint32"
         manifest = CorpusManifest(dtype, tokenizer.fingerprint, splits)
-        (folder / MANIFEST).write_text(dump_manifest(manifest))
+        (folder / CORPUS_MANIFEST).write_text(dump_manifest(manifest))
         folder.rename(out)
     return manifest, counts
 
@@ -192,7 +197,7 @@ def train_tokenizer(texts: Iterator[str], n_entries: int, folder: Path) -> str:
 
 def write_documents(
     documents: Iterator[Document], folder: Path, *, has_floor: bool
-) -> tuple[dict[str, Split], Counter[str]]:
+) -> tuple[dict[str, CorpusSplit], Counter[str]]:
     """Write the files of both splits. Return the splits that have documents, and the sum of Document.counts.
 
     If `has_floor` is true and all documents belong to one split, the last document is moved to the empty split.
@@ -240,13 +245,13 @@ class SplitWriter:
             n_text_bytes=document.n_text_bytes,
         )
 
-    def finish(self) -> Split:
+    def finish(self) -> CorpusSplit:
         """Close the files, and return their description."""
         hashes = {}
         for suffix, file in self.files.items():
             file.close()
             hashes[suffix] = hash_file(Path(file.name))
-        return Split(**self.totals, sha256=hashes)
+        return CorpusSplit(**self.totals, sha256=hashes)
 
 
 # ---------------------------------------------------------------- worker processes

@@ -35,12 +35,16 @@ from torchtitan_lite.tools.tables import format_table
 # environment variables of a run: its fault as JSON, and the process id of its launcher
 VARIABLE = "TORCHTITAN_LITE_FAULT"
 LAUNCHER = "TORCHTITAN_LITE_LAUNCHER"
-HANG = r"HANG in step \d+, \S+ s after it began\. rank {rank} .*?Its process is (\d+)"
+HANG_MESSAGE = r"HANG in step \d+, \S+ s after it began\. rank {rank} .*?Its process is (\d+)"
 # If the calls of two ranks differ, gloo may abort one of them, so FAILED is right too.
-OTHER_CALL = rf"{HANG}|FAILED in step .* began\. rank {{rank}} .*(missing from call|earlier steps)"
+OTHER_CALL = (
+    rf"{HANG_MESSAGE}|FAILED in step .* began\. rank {{rank}} .*(missing from call|earlier steps)"
+)
 KILLED = "rank {rank} was killed by SIGKILL"
-MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None  # None: the usual temporary folder
-KINDS = {  # function of inject.py -> pattern of its message in the output; {rank} is the faulty rank
+MEMORY_FOLDER = (
+    "/dev/shm" if os.path.isdir("/dev/shm") else None
+)  # None: the usual temporary folder
+MESSAGES = {  # function of inject.py -> pattern of its message in the output; {rank} is the faulty rank
     "kill": KILLED,
     "kill_saving": KILLED,
     "kill_torchrun": "torchrun was killed",
@@ -49,26 +53,26 @@ KINDS = {  # function of inject.py -> pattern of its message in the output; {ran
     "flip_snapshot": "DAMAGED SNAPSHOT",
     "flip_checkpoint": "DAMAGED CHECKPOINT",
     "disk_full": r"rank {rank} cannot write \S+: .*File too large",
-    "stop": HANG,
-    "loop": HANG,
+    "stop": HANG_MESSAGE,
+    "loop": HANG_MESSAGE,
     "extra": OTHER_CALL,
     "shape": OTHER_CALL,
-    "no_send": HANG,
+    "no_send": HANG_MESSAGE,
     "records_full": "(?=[^$]*metrics.jsonl cannot be written)[^$]*log.txt cannot be written",
     "traces_full": "traces cannot be written, and the run continues",
     "hangs_full": r"rank-\d+.json cannot be written, and the run continues",
 }
-N_STEPS = 8
+DRILL_STEPS = 8
 HANG_S = 5  # comm.hang_seconds
 ON_RANK_0 = ("records_full", "traces_full")
 KEYS_OF_KINDS = {  # write a trace of the last step
-    "traces_full": ["--profiling.enable_profiling", f"--profiling.profile_freq={N_STEPS}"],
+    "traces_full": ["--profiling.enable_profiling", f"--profiling.profile_freq={DRILL_STEPS}"],
 }
 FIRST_FAULT = 5
-LONGEST_S = 240
+LONGEST_DRILL_S = 240
 MARK = "fault.txt"
-KEYS = [
-    f"--training.steps={N_STEPS}",
+DRILL_KEYS = [
+    f"--training.steps={DRILL_STEPS}",
     "--checkpoint.enable",
     "--checkpoint.interval=3",
     "--checkpoint.keep_latest_k=0",
@@ -100,11 +104,11 @@ def main(options: Namespace) -> int:
     if VARIABLE in os.environ:  # this process is a run of the drill
         os.environ[LAUNCHER] = str(os.getpid())
         return launch.main(options, train_with_faults)
-    args = [*options.config_args, *KEYS]
+    args = [*options.config_args, *DRILL_KEYS]
     out = options.out.absolute()
     layout = check(args, *choose_host()).layout
     world_size = layout.world_size
-    possible = [kind for kind in KINDS if layout.pp > 1 or kind != "no_send"]
+    possible = [kind for kind in MESSAGES if layout.pp > 1 or kind != "no_send"]
     kinds = options.faults or possible
     for kind in kinds:
         if kind not in possible:
@@ -129,18 +133,20 @@ def train_with_faults(args: list[str], folder: Path, spec: RunSpec) -> int:
 def drill(kind: str, seed: int, world_size: int, args: list[str], out: Path) -> Fault:
     """Train once with a fault. The seed chooses rank and step of the fault."""
     chosen = random.Random(f"{kind} {seed}")
-    first = N_STEPS - 1 if kind == "flip_checkpoint" else FIRST_FAULT  # after two checkpoints
+    first = DRILL_STEPS - 1 if kind == "flip_checkpoint" else FIRST_FAULT  # after two checkpoints
     rank = -1 if kind == "none" else chosen.randrange(1 if kind in ON_RANK_0 else world_size)
     folder = out / f"{kind}-{seed}"
     fault = Fault(
-        kind, chosen.randrange(10**6), rank, chosen.randrange(first, N_STEPS), str(folder)
+        kind, chosen.randrange(10**6), rank, chosen.randrange(first, DRILL_STEPS), str(folder)
     )
     rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    with tempfile.TemporaryDirectory(prefix="torchtitan_lite.drill-", dir=MEMORY) as snapshots:
+    with tempfile.TemporaryDirectory(
+        prefix="torchtitan_lite.drill-", dir=MEMORY_FOLDER
+    ) as snapshots:
         keys = KEYS_OF_KINDS.get(kind, [])
         run_with(fault, [*args, *keys, f"--checkpoint.local_folder={snapshots}"])
-    last = f"checkpoint/step-{N_STEPS}"
+    last = f"checkpoint/step-{DRILL_STEPS}"
     if (folder / last).exists():
         fault.is_equal = read_shards(folder / last) == read_shards(out / "none-0" / last)
     return fault
@@ -164,7 +170,7 @@ def run_with(fault: Fault, args: list[str]) -> None:
     environment = {**os.environ, VARIABLE: json.dumps(asdict(fault)), "MAX_RESTARTS": "2"}
     command = [sys.executable, "-m", "torchtitan_lite", "drill", *args]
     command.append(f"--job.dump_folder={fault.folder}")
-    deadline_s = time.monotonic() + LONGEST_S
+    deadline_s = time.monotonic() + LONGEST_DRILL_S
     with open(Path(fault.folder) / "drill.txt", "ab", buffering=0) as output:
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
         while process.poll() is None and time.monotonic() < deadline_s:
@@ -186,7 +192,7 @@ def read_output(fault: Fault) -> None:
         return
     since_s = round(time.time() - mark.stat().st_mtime, 1)
     text = (Path(fault.folder) / "drill.txt").read_text(errors="replace")
-    names_fault = KINDS[fault.kind]
+    names_fault = MESSAGES[fault.kind]
     named = re.search(names_fault.replace("{rank}", str(fault.rank)), text)
     if named and fault.found_s is None:
         fault.found_s = since_s

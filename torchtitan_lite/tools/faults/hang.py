@@ -44,7 +44,7 @@ IN_PIPELINE = " _wait_batch_p2p"  # the function of torch's schedules that waits
 # files of torch whose functions run only during compilation
 COMPILERS = ("torch/_dynamo/convert_frame.py:", "torch/_inductor/compile_fx.py:")
 UNEQUAL = ("all_to_all", "gather", "scatter")  # ranks may call these with different sizes
-N_LINES = 4  # lines shown of the stack above torch
+N_STACK_LINES = 4  # lines shown of the stack above torch
 
 
 def main(options: Namespace) -> int:
@@ -173,7 +173,7 @@ def explain(files: dict[int, dict]) -> tuple[list[int], str]:
         elif rank in files:
             innermost, *outer = files[rank]["stack"]
             code = [line for line in outer if not line.startswith("torch/")]
-            does = "it is in " + " < ".join([innermost, *code[:N_LINES]])
+            does = "it is in " + " < ".join([innermost, *code[:N_STACK_LINES]])
         text.append(f"{name} {why}: {does}. Its process is {pid}.")
     if len(culprits) > 3:
         text.append(f"The same applies to {len(culprits) - 3} more ranks: {culprits[3:20]}.")

@@ -47,7 +47,7 @@ def kill_saving(fault: Fault, run: Run) -> None:
     run.optimizer.register_step_post_hook(lambda *_: die_after(0.05))
 
 
-def stop(fault: Fault, run: Run) -> None:
+def stop_process(fault: Fault, run: Run) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -91,16 +91,16 @@ def leave_out_once(stage: Any, name: str) -> None:
 
 
 def nan(fault: Fault, run: Run) -> None:
-    choose_weight(fault, run)[0] = float("nan")
+    choose_faulty_weight(fault, run)[0] = float("nan")
 
 
 def flip_weight(fault: Fault, run: Run) -> None:
     """Flip a bit of the mantissa of an element."""
-    weight = choose_weight(fault, run)
+    weight = choose_faulty_weight(fault, run)
     weight.view(torch.int32)[fault.seed % len(weight)] ^= 1 << fault.seed % 23
 
 
-def choose_weight(fault: Fault, run: Run) -> torch.Tensor:
+def choose_faulty_weight(fault: Fault, run: Run) -> torch.Tensor:
     """Return the local shard of a weight, flattened. Choose a weight with copies on several ranks if there is one."""
     own = [parameter for parameter in run.parameters.values() if local_shard(parameter).numel()]
     copied = [parameter for parameter in own if count_replicas(parameter) > 1]

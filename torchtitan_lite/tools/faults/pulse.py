@@ -34,7 +34,7 @@ from torchtitan_lite.parallel.process_groups import end_process, join_job, start
 from torchtitan_lite.preflight import RunSpec
 from torchtitan_lite.tools import launch
 from torchtitan_lite.tools.check import check, choose_host
-from torchtitan_lite.tools.plan.cluster import CLUSTERS, Cluster, find_row
+from torchtitan_lite.tools.plan.cluster import CLUSTERS, Cluster, find_gpu_row
 from torchtitan_lite.tools.tables import format_table
 
 # By device: rows and dtype of the matrices, number of products, bytes that a rank contributes to an all-gather, and the
@@ -83,7 +83,7 @@ def measure_rank(args: list[str], folder: Path, spec: RunSpec) -> int:
     config = with_value(spec.config, "job.dump_folder", str(folder))
     device, host = start_process(place, store, machine.device_type, config)
     mesh = build_mesh(spec.layout, device.type)
-    cluster = CLUSTERS[find_row(machine.name)]
+    cluster = CLUSTERS[find_gpu_row(machine.name)]
     name = f"rank {place.rank} on {socket.gethostname()}"
     rounds: dict[str, list[Measured]] = defaultdict(list)
     for _ in range(N_ROUNDS):
@@ -96,7 +96,7 @@ def measure_rank(args: list[str], folder: Path, spec: RunSpec) -> int:
     rows: list[dict] = [{}] * place.world_size
     dist.all_gather_object(rows, measured, group=host)
     if place.rank == 0:
-        text, found = judge(rows, *LOADS[device.type][-2:])
+        text, found = judge_machine(rows, *LOADS[device.type][-2:])
         print(f"{spec.config_name} on {spec.layout}\n{text}")
         print("\n".join(found) or "nothing found wrong", flush=True)
         if found:
@@ -143,7 +143,7 @@ def measure_link(
     return Measured(f"{dim} of ranks {mesh.mesh.tolist()}", median(times_s), expected_s)
 
 
-def judge(
+def judge_machine(
     rows: list[dict[str, Measured]], matmul_limit: float, link_limit: float
 ) -> tuple[str, list[str]]:
     """Return a table of all measurements, and one sentence for each fault. `rows` has one entry per rank, by rank."""

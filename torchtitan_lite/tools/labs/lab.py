@@ -22,7 +22,7 @@ from pathlib import Path
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.config.messages import UserError
 
-FOLDER = REPOSITORY / "assets" / "labs"
+LABS = REPOSITORY / "assets" / "labs"
 TITLE = re.compile(r"# Lab (\d+): (.+)")
 COMMENT = re.compile(r"<!-- .*? -->\n", re.DOTALL)
 ANSWER = re.compile(r"<!-- answer (\w+): (.+?) \| (.+?) -->")
@@ -71,7 +71,7 @@ class Lab:
     @property
     def folder(self) -> Path:
         """The folder of the lab's holes, solution and judge, if it has work."""
-        return FOLDER / f"lab{self.number}"
+        return LABS / f"lab{self.number}"
 
     def find_hint(self, name: str, ratio: float) -> str:
         """Return the hint for an answer that is `ratio` times the right answer; "" if no hint fits."""
@@ -84,7 +84,7 @@ class Lab:
 def list_labs() -> list[Lab]:
     """Read all labs, in order."""
     labs = []
-    for path in FOLDER.glob("lab*.md"):
+    for path in LABS.glob("lab*.md"):
         source = path.read_text(encoding="utf-8")
         number, title = TITLE.match(source).groups()
         questions = {name: (command, pattern) for name, command, pattern in ANSWER.findall(source)}

@@ -19,8 +19,8 @@ from torchtitan_lite import PACKAGE, REPOSITORY
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.tools.labs.lab import Lab
 
-FOLDERS = ("configs", "assets/tokenizer")  # copied too, beside the package
-FILES = ("train.py", "pyproject.toml", "run_train.sh")
+COPIED_FOLDERS = ("configs", "assets/tokenizer")  # copied too, beside the package
+COPIED_FILES = ("train.py", "pyproject.toml", "run_train.sh")
 PLACE = re.compile(r"^# (\S+\.py): ([\w.]+)\n", re.MULTILINE)
 HOLE = "hole.py"
 JUDGE = "judge.py"
@@ -35,9 +35,9 @@ def start(lab: Lab, folder: Path) -> None:
         raise UserError(f"{folder} exists. Continue there, or delete it to start again.")
     left_out = shutil.ignore_patterns("__pycache__", "shipped")  # only installed: "shipped"
     shutil.copytree(PACKAGE, folder / "torchtitan_lite", ignore=left_out)
-    for name in FOLDERS:
+    for name in COPIED_FOLDERS:
         shutil.copytree(REPOSITORY / name, folder / name)
-    for name in FILES:
+    for name in COPIED_FILES:
         shutil.copy(REPOSITORY / name, folder)
     for path in lab.folder.iterdir():
         if path.name not in OURS:

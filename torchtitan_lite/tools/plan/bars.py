@@ -43,7 +43,7 @@ BARS = {
 }
 
 
-def find_family(w: Workload) -> str:
+def find_bar_family(w: Workload) -> str:
     """Return the family of a workload: a key of BARS.
 
     HSDP counts as "dense", because it has too few runs for an error bar of its own.

@@ -288,7 +288,7 @@ def describe_node(cluster: Cluster, n_ranks: int) -> Machine:
     return Machine("cuda", n_ranks, int(cluster.memory_bytes), cluster.name.upper(), is_here=False)
 
 
-def find_row(device_name: str) -> str:
+def find_gpu_row(device_name: str) -> str:
     """Return the name of the row for the device name that the driver reports, or "h100" if no row fits."""
     for name in CLUSTERS:
         chip, _, _ = name.partition("-")

@@ -16,12 +16,12 @@ from torchtitan_lite.config.machine import GIB
 from torchtitan_lite.tools.plan.cadence import find_interval, measure_goodput
 from torchtitan_lite.tools.plan.figures import list_memory, list_traffic
 from torchtitan_lite.tools.plan.memory import Memory
-from torchtitan_lite.tools.plan.page import write_page
+from torchtitan_lite.tools.plan.page import draw_page
 from torchtitan_lite.tools.plan.planned_run import PlannedRun, plan_run
 from torchtitan_lite.tools.plan.remedies import list_remarks
 from torchtitan_lite.tools.plan.search import search_layouts
 from torchtitan_lite.tools.plan.unmodeled import list_unmodeled
-from torchtitan_lite.tools.tables import format_bytes, format_table, write_file
+from torchtitan_lite.tools.tables import format_bytes, format_table, write_table
 
 
 def main(options: argparse.Namespace) -> int:
@@ -30,7 +30,7 @@ def main(options: argparse.Namespace) -> int:
         return 0
     planned = plan_run(options.config_args, options.gpus, options.gpu)
     if options.html:
-        write_file(options.html, write_page(planned, options.config_args))
+        write_table(options.html, draw_page(planned, options.config_args))
         print(f"open {options.html} in a browser", file=sys.stderr)
     if options.json:
         print(json.dumps(list_figures(planned), indent=2))

@@ -4,7 +4,7 @@
 
 A dry run calls the same functions as training, with the same arguments. Tests compare it with the closed form of plan:
 the collectives are equal, and memory is within a few percent. Collectives return at once and tensors have no storage
-(fake_world.py), so a dry run for 16,384 ranks costs no more than one for a single rank. `shorten` reduces a step with
+(fake_world.py), so a dry run for 16,384 ranks costs no more than one for a single rank. `shorten_run` reduces a step with
 many microbatches to a few, and the dry run is compared with the closed form of this short step.
 
 Scratch memory of kernels is not counted, because no operator returns it. In a dry run for a GPU, operators save the
@@ -39,7 +39,7 @@ from torchtitan_lite.tools.tables import format_bytes, format_table
 CPU = torch.device("cpu")
 
 
-def shorten(planned: PlannedRun, n_microbatches: int) -> PlannedRun:
+def shorten_run(planned: PlannedRun, n_microbatches: int) -> PlannedRun:
     """Return the same run with at most this number of microbatches in a step."""
     layout = planned.layout
     if SCHEDULES[planned.config.parallelism.pipeline_parallel_schedule].fills_pipeline:
@@ -78,7 +78,7 @@ def dry_run(planned: PlannedRun, pp_rank: int = 0) -> Meter:
         for follow_up in run.after_update:  # the float8 scales that the previous step would compute
             follow_up()
         meter.restart()
-        batch = fake_world.make_batch(layout, config.training.seq_len)
+        batch = fake_world.make_fake_batch(layout, config.training.seq_len)
         fields = find_fields(config.training.loss, model_args.name)
         try:
             stepping.train_step(run, batch.with_fields(fields))
@@ -103,7 +103,7 @@ def main(options: argparse.Namespace) -> int:
     """Print the plan. Compare the closed form of a short step with dry runs, one for each group of equal pp ranks."""
     status = command.main(options)
     planned = plan_run(options.config_args, options.gpus, options.gpu)
-    short = shorten(planned, 2 * planned.layout.pp)
+    short = shorten_run(planned, 2 * planned.layout.pp)
     w = short.workload
     rows = [("", "", "closed form", "dry run")]
     for rank, *_ in w.alike:

@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.config.messages import ConfigError, Problem
-from torchtitan_lite.tools.plan.dry_run import dry_run, shorten
+from torchtitan_lite.tools.plan.dry_run import dry_run, shorten_run
 from torchtitan_lite.tools.plan.meter import Collective
 from torchtitan_lite.tools.plan.page import show
 from torchtitan_lite.tools.plan.planned_run import plan_run
 from torchtitan_lite.tools.plan.slices import find_slices
 from torchtitan_lite.tools.plan.walk import locate, write_walk
-from torchtitan_lite.tools.tables import format_bytes, format_table, write_file
+from torchtitan_lite.tools.tables import format_bytes, format_table, write_table
 
 LAYER = re.compile(r"(layers\.\d+|[^.]*)\.?(.*)")  # splits an FQN after its layer or root module
 FEW = 3  # microbatches of a dry run: the first, one in the middle, the last
@@ -32,9 +32,9 @@ def main(options: argparse.Namespace) -> int:
     if options.rank is not None and not 0 <= options.rank < n_ranks:
         why = f"there are {n_ranks} ranks"
         raise ConfigError([Problem("--rank", options.rank, why, f"Use 0 to {n_ranks - 1}")])
-    short = shorten(planned, FEW)
+    short = shorten_run(planned, FEW)
     if options.html:
-        write_file(options.html, write_walk(short, options.rank or 0))
+        write_table(options.html, write_walk(short, options.rank or 0))
         print(f"open {options.html} in a browser")
         return 0
     print(f"{planned.config_name} on {n_ranks:,} ranks: {layout}\n")
@@ -103,7 +103,7 @@ def format_collectives(collectives: list[Collective]) -> str:
     for phase, calls in groupby(
         collectives, key=lambda call: call.site.phase.replace("recompute", "backward")
     ):
-        passes[phase, tuple(list_rows(calls))] += 1
+        passes[phase, tuple(list_walk_rows(calls))] += 1
     table = [("", "collective", "whole tensor", "bytes of a rank", "module", "line")]
     for (phase, rows), n in passes.items():
         table.append((f"{phase}: {n} x", *[""] * 5))
@@ -111,7 +111,7 @@ def format_collectives(collectives: list[Collective]) -> str:
     return format_table(table)
 
 
-def list_rows(calls: Iterable[Collective]) -> list[tuple[str, ...]]:
+def list_walk_rows(calls: Iterable[Collective]) -> list[tuple[str, ...]]:
     """Return the rows of one pass. Successive layers with the same collectives share rows."""
     by_owner = defaultdict(list)
     for call in calls:

@@ -81,7 +81,7 @@ def fake_tensors() -> Iterator[None]:
         yield
 
 
-def make_batch(layout: Layout, seq_len: int) -> Batch:
+def make_fake_batch(layout: Layout, seq_len: int) -> Batch:
     """Return one rank's batch for a step. Its values do not matter."""
     n_rows = layout.global_batch_size // layout.dp
     return Batch(*torch.zeros(4, n_rows, seq_len, dtype=torch.int64))

@@ -42,7 +42,7 @@ class Memory(NamedTuple):
         return sum(self)
 
 
-Layers = list[tuple[LayerKind, float, float]]  # kind, and the two results of estimate_layer
+LayerEstimates = list[tuple[LayerKind, float, float]]  # kind, and the two results of estimate_layer
 # bytes at one moment of a step: gathered, gradients, activations, working
 Moment = tuple[float, float, float, float]
 
@@ -103,7 +103,7 @@ class RankMemory:
         )
 
     @cached_property
-    def layers(self) -> Layers:
+    def layers(self) -> LayerEstimates:
         return [(kind, *self.estimate_layer(kind)) for kind in self.workload.kinds]
 
     def list_kept(self, kind: LayerKind) -> dict[str, float]:
@@ -245,7 +245,7 @@ class RankMemory:
         return self.estimate_loss() + n_hidden * w.hidden_bytes
 
     def list_moments_of_pipeline(
-        self, layers: Layers, indices: list[int], in_flight: InFlight
+        self, layers: LayerEstimates, indices: list[int], in_flight: InFlight
     ) -> list[Moment]:
         """List the possible peaks of a pp rank: one for each set of stages that have gradients at the same time."""
         w = self.workload
@@ -278,7 +278,7 @@ class RankMemory:
             moments.append((gathered, w.grad_bytes * n_gradients, n_bytes, working))
         return moments
 
-    def find_largest_block(self, layers: Layers) -> float:
+    def find_largest_block(self, layers: LayerEstimates) -> float:
         """Return the bytes of the largest gathered layer."""
         sizes = [
             kind.sizes.total() * self.workload.compute_bytes - kind.spared_bytes
@@ -286,7 +286,7 @@ class RankMemory:
         ]
         return max(sizes, default=0)
 
-    def list_moments(self, layers: Layers, stage: Stage, at_rest: float) -> list[Moment]:
+    def list_moments(self, layers: LayerEstimates, stage: Stage, at_rest: float) -> list[Moment]:
         """List the moments that can be the peak without a pipeline.
 
         These are the loss, the last and the first block in backward, and the reduction of the embedding's gradient.

@@ -68,7 +68,7 @@ class CallSite:
 
 
 @cache
-def name_file(code: CodeType) -> str:
+def name_call_site(code: CodeType) -> str:
     """Return the path of a file within this package, such as "step.py". Return "" for other code and NO_CALL_SITES."""
     path = Path(code.co_filename)
     name = str(path.relative_to(PACKAGE)) if path.is_relative_to(PACKAGE) else ""
@@ -95,7 +95,7 @@ def name_operation(func: OpOverload) -> str | None:
     return next((operation for part, operation in OPERATIONS.items() if part in name), None)
 
 
-def find_group(args: tuple) -> dist.ProcessGroup:
+def find_process_group(args: tuple) -> dist.ProcessGroup:
     """Find the process group in a collective's arguments. It is an object, or its name is the last string."""
     for argument in args:
         if isinstance(argument, torch.ScriptObject):
@@ -104,7 +104,7 @@ def find_group(args: tuple) -> dist.ProcessGroup:
     return dist.distributed_c10d._resolve_process_group(names[-1])
 
 
-def measure(
+def measure_call(
     operation: str, group: dist.ProcessGroup, args: tuple, result: object
 ) -> tuple[Tensor, float]:
     """Return the full tensor of a collective, and the bytes that this rank moves."""
@@ -176,8 +176,8 @@ class Meter(TorchDispatchMode):
             with self:
                 return CONTEXT_ATTENTION[func](*args, **kwargs)
         result = func(*args, **kwargs)
-        if (operation := name_operation(func)) and (group := find_group(args)).size() > 1:
-            whole, n_bytes = measure(operation, group, args, result)
+        if (operation := name_operation(func)) and (group := find_process_group(args)).size() > 1:
+            whole, n_bytes = measure_call(operation, group, args, result)
             dtype = str(whole.dtype).removeprefix("torch.")
             axis = name_axis(self.layout, group.group_desc)
             self.collectives.append(
@@ -208,7 +208,7 @@ class Meter(TorchDispatchMode):
                 group = getattr(frame.f_locals.get("self"), "modules", ())  # "norm, output"
                 module = module or ", ".join(self._names.get(id(each), "") for each in group)
                 outside = FSDP.get(code.co_name, outside)
-            elif not line and (file := name_file(code)):
+            elif not line and (file := name_call_site(code)):
                 line = f"{file}:{frame.f_lineno}"
             frame = frame.f_back
         site = CallSite(line, module, phase or outside or "between")

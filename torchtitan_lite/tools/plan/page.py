@@ -35,9 +35,9 @@ TOKENS_X = (33.0, 36.0)
 EXPERTS_X = (74.0, 7.0)
 WEIGHT = "var(--run0)"
 TOKENS = "var(--run2)"
-EXPERTS = "var(--run5)"
+EXPERT_COLOR = "var(--run5)"
 RESERVE = "allocator's reserve, CUDA, upper end of the 80 % range"
-MEMORY = {  # part -> color
+MEMORY_COLORS = {  # part -> color
     "parameters": "var(--run0)",
     "gradients": "var(--run1)",
     "optimizer": "var(--run4)",
@@ -59,7 +59,7 @@ TIME = {  # part of a step -> color
     "optimizer": "var(--run4)",
 }
 FSDP_DIMS = {"dp_replicate", "dp_shard", "cp", "efsdp"}
-STYLE = """<style>
+PAGE_STYLE = """<style>
 .mesh { display: flex; flex-wrap: wrap; gap: 14px } .mesh section { background: var(--soft); border-radius: 8px;
   padding: 9px 11px 11px; flex: 1 1 auto; max-width: 100%; box-sizing: border-box }
 .mesh h4 { margin: 0 0 6px; font-size: 13.5px } .mesh h4 i { font-weight: 400 }
@@ -83,7 +83,7 @@ td { line-height: 1.4 }
 </style>"""
 
 
-def write_page(planned: PlannedRun, config_args: list[str]) -> str:
+def draw_page(planned: PlannedRun, config_args: list[str]) -> str:
     """Return the whole page of `plan --html`."""
     n_ranks = planned.layout.world_size
     name = f"{planned.config_name} on {n_ranks:,} x {planned.cluster.name}"
@@ -146,7 +146,7 @@ def draw_mesh(planned: PlannedRun) -> str:
     """Draw a card for each rank: its slice of a weight, of the batch and of the experts of a layer."""
     layout = planned.layout
     args = planned.model_args
-    weight = choose_weight(args)
+    weight = choose_drawn_matrix(args)
     shown = choose_shown(layout)
     n_shown = prod(map(len, shown.values()))
     # each coordinate on these dims gets a line of cards
@@ -165,7 +165,7 @@ def draw_mesh(planned: PlannedRun) -> str:
                 cards += draw_card(planned, rank, weight)
             lines += f'<div class="line"><p>{named}</p><div class="cards">{cards}</div></div>'
         held = [layout.stages[stage] for stage in layout.stages_of(pp)]
-        title = f"pp {pp} <i>{name_stages(held)}</i>" if layout.pp > 1 else "the whole model"
+        title = f"pp {pp} <i>{shorten_stages(held)}</i>" if layout.pp > 1 else "the whole model"
         sections.append(f'<section><h4>{title}</h4><div class="lines">{lines}</div></section>')
     folded = ""
     if n_shown < layout.world_size:
@@ -187,22 +187,22 @@ def draw_mesh(planned: PlannedRun) -> str:
         (TOKENS, "pale", "and multiplies"),
     ]
     if args.moe:
-        entries.append((EXPERTS, "", f"its experts, of {args.moe.n_experts} of a layer"))
+        entries.append((EXPERT_COLOR, "", f"its experts, of {args.moe.n_experts} of a layer"))
     size = "big" if n_shown <= FEW_RANKS else ""
     return (
-        f"{STYLE}<h2>Who holds what</h2><p>A card for each rank.{folded}</p>{draw_key(entries)}"
+        f"{PAGE_STYLE}<h2>Who holds what</h2><p>A card for each rank.{folded}</p>{draw_key(entries)}"
         f'<div class="mesh {size}">{"".join(sections)}</div>'
     )
 
 
-def choose_weight(args: ModelArgs) -> ModuleRow:
+def choose_drawn_matrix(args: ModelArgs) -> ModuleRow:
     """Return the first matrix of the feed-forward, or of attention in an MoE layer."""
     block = list_block_modules(args, moe=args.is_moe(args.n_layers - 1))
     colwise = [row for row in block if row.kind == "linear" and row.tp_style == "colwise"]
     return next((row for row in colwise if row.name.endswith("w1")), colwise[0])
 
 
-def name_stages(stages: Sequence[Sequence[str]]) -> str:
+def shorten_stages(stages: Sequence[Sequence[str]]) -> str:
     """Return "tok_embeddings, layers 0-1" for the FQNs of stages. If there are more than two, name the first two."""
     names = []
     for stage in stages[:2]:
@@ -241,8 +241,8 @@ def draw_card(planned: PlannedRun, rank: int, weight: ModuleRow) -> str:
         "multiplies": show(*held.used_tokens),
     }
     if moe:
-        shapes += draw_box("all", EXPERTS, EXPERTS_X)
-        shapes += draw_box("held", EXPERTS, EXPERTS_X, held.experts, n_experts)
+        shapes += draw_box("all", EXPERT_COLOR, EXPERTS_X)
+        shapes += draw_box("held", EXPERT_COLOR, EXPERTS_X, held.experts, n_experts)
         words["experts"] = show(held.experts)
     told = "; ".join(f"{what} {which}" for what, which in words.items())
     rows, used, sequences, tokens, *_ = words.values()
@@ -312,10 +312,12 @@ def draw_memory(planned: PlannedRun) -> str:
         parts = []
         for part, size in sizes.items():
             look = "pale" if part == RESERVE else ""
-            parts.append((size, MEMORY[part], look, f"{part}: {format_bytes(size)}"))
+            parts.append((size, MEMORY_COLORS[part], look, f"{part}: {format_bytes(size)}"))
         value = f"{format_bytes(memory.live)}, at most {format_bytes(most)}"
         bars += draw_bar(name, value, parts, length, 0 if is_small else capacity)
-    entries = [(color, "pale" if part == RESERVE else "", part) for part, color in MEMORY.items()]
+    entries = [
+        (color, "pale" if part == RESERVE else "", part) for part, color in MEMORY_COLORS.items()
+    ]
     line = "" if is_small else ", the line"
     about = f"{planned.cluster.name} has {capacity / GIB:.1f} GiB{line}. Error of the forecast: "
     about += planned.source_of_reserve

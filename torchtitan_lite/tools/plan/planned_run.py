@@ -17,7 +17,7 @@ from torchtitan_lite.config.reader import UserConfig
 from torchtitan_lite.config.schema import ActivationCheckpoint, Config, Float8
 from torchtitan_lite.preflight import choose_n_ranks, read_run
 from torchtitan_lite.tools.host_rules import count_moment_bytes, count_weight_bytes
-from torchtitan_lite.tools.plan.bars import BARS, Bar, find_family
+from torchtitan_lite.tools.plan.bars import BARS, Bar, find_bar_family
 from torchtitan_lite.tools.plan.cluster import (
     CLUSTERS,
     OWN_CONTEXT_BYTES,
@@ -113,7 +113,7 @@ class PlannedRun:
 
     @property
     def family(self) -> str:
-        return find_family(self.workload)
+        return find_bar_family(self.workload)
 
     @property
     def speed_bar(self) -> Bar:

@@ -25,7 +25,7 @@ from torchtitan_lite.config.schema import ActivationCheckpoint, Config, get_valu
 from torchtitan_lite.tools.plan.cluster import CLUSTERS, Cluster
 from torchtitan_lite.tools.plan.planned_run import PlannedRun, read_target
 from torchtitan_lite.tools.plan.step_time import Forecast
-from torchtitan_lite.tools.tables import format_table, write_file
+from torchtitan_lite.tools.tables import format_table, write_table
 
 N_BEST = 10
 MICROBATCHES = (1, 2, 4, 8)  # sequences per microbatch
@@ -137,7 +137,7 @@ def divisors(n: int, most: int) -> list[int]:
     return [d for d in range(1, min(n, most) + 1) if n % d == 0]
 
 
-def rank(fitting: list[PlannedRun], n_best: int = N_BEST) -> list[PlannedRun]:
+def rank_layouts(fitting: list[PlannedRun], n_best: int = N_BEST) -> list[PlannedRun]:
     """Return the `n_best` fastest of these layouts."""
     best: list[PlannedRun] = []
     for planned in sorted(fitting, key=lambda planned: planned.step_time.lower_bound_s):
@@ -168,7 +168,7 @@ def explain_common(common: list[PlannedRun], best: Forecast) -> str:
     """Describe the fastest common layout, and why it is slower than the best layout."""
     if not common:
         return "No layout of the kind that is commonly published fits."
-    (planned,) = rank(common, 1)
+    (planned,) = rank_layouts(common, 1)
     expected = planned.forecast
     if expected.step_time_s <= best.step_time_s:
         return "The best layout is of the kind that is commonly published."
@@ -194,7 +194,7 @@ def search_layouts(options: argparse.Namespace) -> str:
             'optimizer.moments_dtype = "bfloat16"'
         )
         raise ConfigError([Problem("--gpus", n_gpus, why, remedy)])
-    best = rank(fitting)
+    best = rank_layouts(fitting)
     winner = best[0]
     replaced = []
     for key in sorted(given.chosen):
@@ -204,7 +204,7 @@ def search_layouts(options: argparse.Namespace) -> str:
     if options.toml:
         config = resolve_config(winner.config, winner.layout, "cuda")
         title = f"# Found by plan --search for {n_gpus:,} GPUs: {winner}"
-        write_file(options.toml, f"{title}\n\n{dump_config_toml(config)}")
+        write_table(options.toml, f"{title}\n\n{dump_config_toml(config)}")
     table = [("", "tok/s/GPU", "MFU", "bubble", "GiB", "layout")]
     for number, planned in enumerate(best, 1):
         expected = planned.forecast

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from torchtitan_lite.checkpoint.format import find_coordinates
 from torchtitan_lite.config.layout import MESH_DIMS, Layout
 
-MOST_RANKS = 64  # a picture shows at most this number of ranks
+MOST_DRAWN_RANKS = 64  # a picture shows at most this number of ranks
 
 
 class Slices(NamedTuple):
@@ -28,7 +28,7 @@ class Slices(NamedTuple):
     experts: range
 
 
-def cut(whole: range, n: int, index: int) -> range:
+def slice_range(whole: range, n: int, index: int) -> range:
     """Return one of n slices. As in torch.chunk, the last slice may be smaller."""
     size = ceil(len(whole) / n)
     return whole[index * size : (index + 1) * size]
@@ -39,13 +39,15 @@ def find_slices(layout: Layout, rank: int, n_rows: int, seq_len: int, n_experts:
     at = find_coordinates(rank, MESH_DIMS, layout.degrees)
     cp, tp = at["cp"], at["tp"]
     data_rank = at["dp_replicate"] * layout.dp_shard + at["dp_shard"]
-    used_rows = cut(range(n_rows), layout.tp, tp)
+    used_rows = slice_range(range(n_rows), layout.tp, tp)
     used_tokens = [range(seq_len)]
     if layout.cp > 1:  # an early and a late piece (context_parallel.py)
         used_tokens = []
         for piece in (cp, 2 * layout.cp - 1 - cp):
-            used_tokens.append(cut(range(seq_len), 2 * layout.cp, piece))
-    own = cut(range(seq_len // layout.cp), layout.tp, tp)  # indices into the concatenated pieces
+            used_tokens.append(slice_range(range(seq_len), 2 * layout.cp, piece))
+    own = slice_range(
+        range(seq_len // layout.cp), layout.tp, tp
+    )  # indices into the concatenated pieces
     held_tokens = []
     start = 0
     for piece in used_tokens:
@@ -54,12 +56,12 @@ def find_slices(layout: Layout, rank: int, n_rows: int, seq_len: int, n_experts:
         if held:
             held_tokens.append(held)
     return Slices(
-        cut(used_rows, layout.fsdp, at["dp_shard"] * layout.cp + cp),
+        slice_range(used_rows, layout.fsdp, at["dp_shard"] * layout.cp + cp),
         used_rows,
-        cut(range(layout.global_batch_size), layout.dp, data_rank),
+        slice_range(range(layout.global_batch_size), layout.dp, data_rank),
         held_tokens,
         used_tokens,
-        cut(range(n_experts), max(1, layout.ep), rank % max(1, layout.ep)),
+        slice_range(range(n_experts), max(1, layout.ep), rank % max(1, layout.ep)),
     )
 
 
@@ -67,7 +69,7 @@ def choose_shown(layout: Layout) -> dict[str, list[int]]:
     """Return mesh dim -> coordinates that a picture shows: only the first and the last of the largest dims."""
     shown = {dim: list(range(n)) for dim, n in layout.degrees.items()}
     n_ranks = layout.world_size
-    while n_ranks > MOST_RANKS:
+    while n_ranks > MOST_DRAWN_RANKS:
         dim = max(shown, key=lambda each: len(shown[each]))
         n_ranks = n_ranks // len(shown[dim]) * 2
         shown[dim] = [0, layout.degrees[dim] - 1]

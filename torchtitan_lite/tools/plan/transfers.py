@@ -36,7 +36,7 @@ DIMS = {
     "loss": ("pp", "dp_replicate", "dp_shard", "cp"),
     "world": MESH_DIMS,
 }
-NAMES = re.compile("e?fsdp_[a-z]+|pp|dp_replicate|dp_shard|efsdp|ep|cp|tp")  # mesh dims
+DIM_PATTERN = re.compile("e?fsdp_[a-z]+|pp|dp_replicate|dp_shard|efsdp|ep|cp|tp")  # mesh dims
 Call = tuple[str, str, float, float]  # axis, operation, number of calls, bytes of the full tensor
 
 
@@ -64,7 +64,7 @@ def fraction_moved(operation: str, n_ranks: int) -> float:
 
 def name_axis(layout: Layout, description: str) -> str:
     """Return "dp_shard x cp" for the group description "mesh_dp_shard_cp", and all dims for the default group."""
-    return " x ".join(NAMES.findall(description) or layout.used_dims)
+    return " x ".join(DIM_PATTERN.findall(description) or layout.used_dims)
 
 
 def estimate_traffic(w: Workload, pp_rank: int) -> dict[tuple[str, str], Moved]:

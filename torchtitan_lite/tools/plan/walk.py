@@ -19,21 +19,23 @@ from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.tools.pictures import draw_key, wrap_page
 from torchtitan_lite.tools.plan.dry_run import dry_run
 from torchtitan_lite.tools.plan.meter import Meter
-from torchtitan_lite.tools.plan.page import STYLE, WEIGHT, draw_box, name_stages, show
+from torchtitan_lite.tools.plan.page import PAGE_STYLE, WEIGHT, draw_box, shorten_stages, show
 from torchtitan_lite.tools.plan.planned_run import PlannedRun
 from torchtitan_lite.tools.plan.slices import find_slices
 from torchtitan_lite.tools.tables import format_bytes
 
-MOST_RANKS = 16
+MOST_WALKED_RANKS = 16
 BOX_X = (0.0, 48.0)  # left end and width of the picture of a weight
 
 
 def write_walk(planned: PlannedRun, rank: int) -> str:
-    """Return the page for one rank. Call `shorten` on `planned` first. Raises ConfigError."""
+    """Return the page for one rank. Call `shorten_run` on `planned` first. Raises ConfigError."""
     layout = planned.layout
     n_ranks = layout.world_size
-    if n_ranks > MOST_RANKS:
-        why = f"a walk needs a dry run of every pp rank, so it has at most {MOST_RANKS} ranks"
+    if n_ranks > MOST_WALKED_RANKS:
+        why = (
+            f"a walk needs a dry run of every pp rank, so it has at most {MOST_WALKED_RANKS} ranks"
+        )
         remedy = "Use fewer, such as --gpus 8, or `plan --html` for the whole layout"
         raise ConfigError([Problem("--gpus", n_ranks, why, remedy)])
     seq_len = planned.config.training.seq_len
@@ -56,10 +58,10 @@ def write_walk(planned: PlannedRun, rank: int) -> str:
             n_bytes = format_bytes(planned.workload.hidden_bytes / layout.tp)
             receiver = layout.stage_ranks[stage + 1] * layout.strides["pp"] + within
             rows.append(f"<tr><td><td>to rank {receiver}<td>send over pp <i>{n_bytes}</i>")
-        title = f"Rank {peer}: {name_stages([layout.stages[stage]])}"
+        title = f"Rank {peer}: {shorten_stages([layout.stages[stage]])}"
         heading = "<tr><td><td>module, and its weight on the rank<td>collectives, and bytes moved"
         body += f"<h2>{title}</h2><div class=wide><table class=steps>{heading}{''.join(rows)}</table></div>"
-    return wrap_page(name, STYLE + body)
+    return wrap_page(name, PAGE_STYLE + body)
 
 
 def list_steps(run: Meter, fqns: tuple[str, ...], rank: int, n_microbatches: int) -> list[str]:

@@ -33,7 +33,7 @@ from torchtitan_lite.tools.report.runs import (
     summarize,
 )
 from torchtitan_lite.tools.report.traces import Trace
-from torchtitan_lite.tools.tables import format_bytes, format_seconds, write_file
+from torchtitan_lite.tools.tables import format_bytes, format_seconds, write_table
 
 REFRESH_S = 10  # with --watch, the page is written again after this time
 LEAST_SHARE = 1000  # a call shorter than 1/1000 of a step is not drawn
@@ -92,7 +92,7 @@ def main(options: argparse.Namespace) -> int:
             raise UserError(f"report cannot read a run: {error}") from None
         is_watched = options.watch and any(run.records[-1]["kind"] != "stop" for run in runs)
         page = write_page(runs, options.group, options.x, refresh=is_watched)
-        write_file(out, page)
+        write_table(out, page)
         if is_new:
             print(f"open {out} in a browser", flush=True)
             is_new = False

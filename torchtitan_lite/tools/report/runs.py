@@ -16,13 +16,13 @@ from torchtitan_lite.config.block import count_parameters
 from torchtitan_lite.config.messages import ConfigError, UserError, name_command
 from torchtitan_lite.config.reader import flatten_table, load_toml
 from torchtitan_lite.tools.pictures import Points
-from torchtitan_lite.tools.plan.cluster import find_row
+from torchtitan_lite.tools.plan.cluster import find_gpu_row
 from torchtitan_lite.tools.plan.planned_run import plan_run
 from torchtitan_lite.tools.plan.remedies import warn_of_bubble
 from torchtitan_lite.tools.plan.timeline import Timeline
 from torchtitan_lite.tools.report.traces import Trace, measure_pipeline, read_traces
 
-SPIKE = 3  # a gradient norm is a spike if it is more than this times the median
+SPIKE_RATIO = 3  # a gradient norm is a spike if it is more than this times the median
 WARM_UP = 3  # first records, which are not checked for spikes because their norms may be large
 AXES = ("steps", "tokens", "hours")  # horizontal axes of the curves
 
@@ -53,7 +53,7 @@ class RecordedRun:
         self.plan = None
         self.no_plan = ""  # why there is no forecast
         try:
-            gpu = find_row(self.start["device"])
+            gpu = find_gpu_row(self.start["device"])
             self.plan = plan_run(args, self.start["world_size"], gpu)
         except ConfigError as error:
             self.no_plan = str(error)
@@ -175,7 +175,7 @@ def list_findings(run: RecordedRun) -> list[str]:
         remarks.append(f"lines of metrics.jsonl that are no records: {numbers}")
     norms = run.list_values("grad_norm_max")[WARM_UP:]
     usual = median([norm for _, norm in norms] or [0.0])
-    spikes = [(step, norm) for step, norm in norms if norm > SPIKE * usual]
+    spikes = [(step, norm) for step, norm in norms if norm > SPIKE_RATIO * usual]
     if spikes:
         step, norm = max(spikes, key=lambda spike: spike[1])
         highest = f"{plural(len(spikes), 'record')}, the highest {norm:.4g} by step {step:,}"

@@ -22,14 +22,14 @@ from torchtitan_lite.tools.plan.orders import Action
 from torchtitan_lite.tools.plan.timeline import Event, Timeline
 from torchtitan_lite.tools.plan.transfers import name_axis
 
-MOST_RANKS = 16  # read at most this number of traces, from evenly spaced ranks
-IGNORED = ("PythonDispatchMode", "gloo:send")
+MOST_TRACES = 16  # read at most this number of traces, from evenly spaced ranks
+IGNORED_EVENTS = ("PythonDispatchMode", "gloo:send")
 # the hooks of FSDP before and after a module
 MODULE = re.compile(r"FSDP::(pre|post)_(forward|backward)(?:_reshard)? \((.+)\)")
-ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation")
+GPU_EVENTS = ("kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation")
 
 
-class Call(NamedTuple):
+class TracedCall(NamedTuple):
     """A phase, a module or a collective in a step. Times are in seconds from the start of the step."""
 
     row: str  # "phase", "module", or the axis of a collective
@@ -47,7 +47,7 @@ class Trace(NamedTuple):
     hidden: dict[str, float]  # "hidden AXIS" -> seconds
     actions: dict[Action, tuple]  # action of the pipeline -> start and end by the host's clock
     # Sorted by start. Calls of one row do not overlap, except kernels of several streams.
-    calls: list[Call]
+    calls: list[TracedCall]
 
 
 def read_traces(folder: Path, layout: Layout) -> list[Trace]:
@@ -56,7 +56,7 @@ def read_traces(folder: Path, layout: Layout) -> list[Trace]:
     if not steps:
         return []
     ranks = [int(path.stem.removeprefix("rank-")) for path in steps[-1].glob("rank-*.json")]
-    stride = ceil(len(ranks) / MOST_RANKS)
+    stride = ceil(len(ranks) / MOST_TRACES)
     return [read_trace(steps[-1], rank, layout) for rank in sorted(ranks)[::stride]]
 
 
@@ -82,9 +82,9 @@ def read_trace(folder: Path, rank: int, layout: Layout) -> Trace:
     for event in events:
         name = event["name"]
         start, end = find_span(event)
-        if not step_start <= start < step_end or name in IGNORED:
+        if not step_start <= start < step_end or name in IGNORED_EVENTS:
             continue
-        is_shown = event["cat"] in ON_GPU if on_gpu else event["tid"] == step["tid"]
+        is_shown = event["cat"] in GPU_EVENTS if on_gpu else event["tid"] == step["tid"]
         if not is_shown:
             continue
         if name == "gloo:recv":  # it lasts until the bytes arrive, and may overlap with computing
@@ -98,14 +98,14 @@ def read_trace(folder: Path, rank: int, layout: Layout) -> Trace:
             outer_ends[stream] = end
             short = name.rpartition("::")[2].strip("_")
             operation = f"wait for {operation}" if short == "wait_tensor" else short
-            calls.append(Call(axis, start, end, operation))
+            calls.append(TracedCall(axis, start, end, operation))
         if found := MODULE.match(name):
             when, direction, module = found.groups()
             if when == "pre":
                 modules[module, direction] = start
             elif (module, direction) in modules:
                 began = modules.pop((module, direction))
-                calls.append(Call("module", began, end, f"{direction} of {module}"))
+                calls.append(TracedCall("module", began, end, f"{direction} of {module}"))
         found = re.match(r"pp ([FBIW])(\d+) stage (\d+)", name)
         if found:
             kind, microbatch, stage = found.groups()
@@ -115,17 +115,17 @@ def read_trace(folder: Path, rank: int, layout: Layout) -> Trace:
                 first = start
             actions[action] = first, max(last, end)
         elif name.startswith("Optimizer.step"):
-            calls.append(Call("phase", start, end, "optimizer"))
+            calls.append(TracedCall("phase", start, end, "optimizer"))
     for (stage, kind, microbatch), (start, end) in actions.items():
-        calls.append(Call("phase", start, end, f"pp {kind}{microbatch} stage {stage}"))
+        calls.append(TracedCall("phase", start, end, f"pp {kind}{microbatch} stage {stage}"))
     computing = spans[""] if on_gpu else []
     told = []
     for row, start, end, name, _ in sorted(calls, key=lambda call: call.start):
         exposed = 0.0
         if row not in ("phase", "module"):
             beside = [(max(first, start), min(last, end)) for first, last in computing]
-            exposed = end - start - measure(span for span in beside if span[0] < span[1])
-        told.append(Call(row, start - step_start, end - step_start, name, exposed))
+            exposed = end - start - measure_union(span for span in beside if span[0] < span[1])
+        told.append(TracedCall(row, start - step_start, end - step_start, name, exposed))
     parts, hidden = divide_step(spans, received, step_end - step_start, on_gpu)
     return Trace(rank, parts, hidden, actions, told)
 
@@ -148,18 +148,18 @@ def divide_step(
     parts = Counter(computing=0.0)
     busy = []
     for part, layer in [*layers, ("exposed pp", received)]:
-        busy_s = measure(busy)
+        busy_s = measure_union(busy)
         busy = busy + layer
-        parts[part] += measure(busy) - busy_s
-    parts["waiting"] = step_s - measure(busy)
+        parts[part] += measure_union(busy) - busy_s
+    parts["waiting"] = step_s - measure_union(busy)
     hidden = {}
     if on_gpu:
         for axis in spans:
-            hidden[f"hidden {axis}"] = measure(spans[axis]) - parts[f"exposed {axis}"]
+            hidden[f"hidden {axis}"] = measure_union(spans[axis]) - parts[f"exposed {axis}"]
     return {part: seconds for part, seconds in parts.items() if seconds > 0}, hidden
 
 
-def measure(spans: Iterable) -> float:
+def measure_union(spans: Iterable) -> float:
     """Return the total length of the union of the spans."""
     total = 0.0
     covered = -inf
@@ -174,7 +174,7 @@ def find_axis(event: dict, used: list[str], axes: dict) -> str:
     name = event["name"]
     if "nccl" in name:
         return axes.get(event["args"].get("Process Group Name"), "various dims")
-    if event["cat"] not in ON_GPU and name.startswith("FSDP::"):
+    if event["cat"] not in GPU_EVENTS and name.startswith("FSDP::"):
         return " x ".join(dim for dim in ("dp_replicate", "dp_shard", "cp") if dim in used)
     if name in ("c10d::send", "c10d::recv_"):
         return "pp"

@@ -72,7 +72,7 @@ def main(options: Namespace) -> int:
         run_ranks = partial(pool.run, timeout_s=options.timeout)
         trials = make_trials(reduction, run_ranks, Path(folder))
     report = make_report(given.config_name, reduction, trials)
-    print(json.dumps(report, default=str) if options.json else describe(report))
+    print(json.dumps(report, default=str) if options.json else describe_report(report))
     return 0 if report["verdict"] == CERTIFIED else 1
 
 
@@ -213,7 +213,7 @@ def list_values(reduction: Reduction, config: Config) -> dict[str, object]:
 # ---------------------------------------------------------------- text
 
 
-def describe(report: dict) -> str:
+def describe_report(report: dict) -> str:
     """Return the verdict, the keys that it does not cover, and the measured errors as text."""
     last = report["trials"][-1]
     lines = [f"{report['verdict']}: {report['config']} on {report['layout']}"]

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torchtitan_lite.dtensor import local_shard
 
 ROUNDING = 2.0**-24  # largest relative error of one fp32 operation
-LARGEST = 1e30  # JSON has no infinity
+LARGEST_ERROR = 1e30  # JSON has no infinity
 Coordinates = dict[str, int]  # mesh dim -> coordinate of a rank
 Key = tuple[int, str, str]  # step, measure, name of a parameter, module or function
 
@@ -28,7 +28,7 @@ class Seen:
     def note(self, measure: str, name: str, error: float) -> None:
         """Record an error of at most LARGEST. If a key has several errors, keep the largest."""
         key = (self.step, measure, name)
-        error = error if error < LARGEST else LARGEST  # also NaN
+        error = error if error < LARGEST_ERROR else LARGEST_ERROR  # also NaN
         self.errors[key] = max(error, self.errors.get(key, 0.0))
 
     def compare(self, measure: str, name: str, own: float, right: float) -> None:
@@ -40,7 +40,7 @@ def local(tensor: Tensor) -> Tensor:
     return local_shard(tensor).detach()
 
 
-def cut(whole: Tensor, like: Tensor) -> Tensor:
+def cut_local(whole: Tensor, like: Tensor) -> Tensor:
     """Return the slice of `whole` with the placement of `like` on this rank. No communication."""
     if not isinstance(like, DTensor):
         return whole
@@ -64,7 +64,7 @@ def relative_error(
     elements, plus 0.1 % of all elements. In bfloat16, one element in ten thousand rounds differently.
     """
     own = local(tensor).double()
-    right = cut(whole, tensor).double()
+    right = cut_local(whole, tensor).double()
     ignored = roundings * ROUNDING * right.abs()
     errors = ((own - right).abs() - ignored).clamp(min=0)
     if forgives and own.isfinite().all():
@@ -76,6 +76,6 @@ def relative_error(
     unit = whole if unit is None else unit
     fraction = own.numel() / unit.numel()
     share = unit.double().norm().item() * math.sqrt(fraction)
-    own_norm = cut(unit, tensor).double().norm().item()
+    own_norm = cut_local(unit, tensor).double().norm().item()
     scale = max(share, own_norm)
     return wrong / scale if scale else math.inf

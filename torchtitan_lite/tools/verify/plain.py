@@ -92,7 +92,7 @@ class PlainStep:
     state: dict[str, dict[str, Tensor]]  # optimizer state after the step: FQN -> name -> tensor
 
 
-def make_batch(config: Config, seed: int) -> Batch:
+def draw_batch(config: Config, seed: int) -> Batch:
     """Draw a global batch. The fraction of masked targets grows from 0 to 90 % over the batch. Row 1 is fully masked.
 
     With document attention, documents have two tokens on average in row 0, and eight in the other rows. A row begins
@@ -326,7 +326,7 @@ def run_plainly(config: Config, n_steps: int) -> list[PlainStep]:
         clip, spoiled_by = STEPS[number]
         if number:
             set_step(scheduler, positions[number])
-        batch = make_batch(config, number)
+        batch = draw_batch(config, number)
         weights = copy_tensors(plain.model.state_dict())
         loss, gradients = plain.backward(batch)
         norm = get_total_norm([gradient.double() for gradient in gradients.values()]).item()
@@ -353,7 +353,7 @@ def run_plainly(config: Config, n_steps: int) -> list[PlainStep]:
                 loss=loss,
                 gradients=gradients,
                 norm=norm,
-                rates=list_rates(optimizer),
+                rates=list_used_rates(optimizer),
                 loads={layer: experts.load for layer, experts in plain.experts.items()},
                 updated=copy_tensors(plain.model.state_dict()),
                 state=state,
@@ -362,7 +362,7 @@ def run_plainly(config: Config, n_steps: int) -> list[PlainStep]:
     return steps
 
 
-def list_rates(optimizer: Optimizer) -> dict[str, float]:
+def list_used_rates(optimizer: Optimizer) -> dict[str, float]:
     """Return FQN -> learning rate that the optimizer uses now."""
     rates = {}
     for group in optimizer.param_groups:

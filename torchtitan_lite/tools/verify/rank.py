@@ -42,8 +42,8 @@ from torchtitan_lite.model.loss import count_valid_tokens
 from torchtitan_lite.model.moe import Router
 from torchtitan_lite.model.rotary import rotary_angles
 from torchtitan_lite.parallel.mesh import build_mesh
-from torchtitan_lite.tools.verify.errors import Seen, cut, local, relative_error
-from torchtitan_lite.tools.verify.plain import EMBEDDING_SCALE, PlainStep, list_rates
+from torchtitan_lite.tools.verify.errors import Seen, cut_local, local, relative_error
+from torchtitan_lite.tools.verify.plain import EMBEDDING_SCALE, PlainStep, list_used_rates
 from torchtitan_lite.tools.verify.rounding import (
     compare_scales,
     compare_with_halves,
@@ -78,7 +78,7 @@ def compare_steps(rank: int, world_size: int, config: Config, path: str) -> Seen
     run = build_small_run(config, world_size)
     seen = Seen(run.mesh.coordinates())
     for fqn, parameter in run.parameters.items():
-        right = cut(steps[0].weights[fqn], parameter)
+        right = cut_local(steps[0].weights[fqn], parameter)
         if fqn == "tok_embeddings.weight":
             right = right / EMBEDDING_SCALE
         is_equal = torch.equal(local(parameter), right)
@@ -156,7 +156,7 @@ def compare_gradients(run: build.Run, plain: PlainStep, seen: Seen) -> None:
         own = local(parameter.grad)
         seen.note("gradients", fqn, relative_error(parameter.grad, right))
         gradients[fqn] = own.clone()
-        own.copy_(cut(right, parameter))
+        own.copy_(cut_local(right, parameter))
     seen.results.append({"gradients": gradients})
     if plain.spoiled_by and dist.get_rank() == dist.get_world_size() - 1:
         for parameter in run.parameters.values():
@@ -164,7 +164,7 @@ def compare_gradients(run: build.Run, plain: PlainStep, seen: Seen) -> None:
             if own.numel():
                 own.view(-1)[0] = plain.spoiled_by
                 break
-    for fqn, rate in list_rates(run.optimizer).items():
+    for fqn, rate in list_used_rates(run.optimizer).items():
         seen.compare("learning rate", fqn, rate, plain.rates[fqn])
 
 
@@ -191,7 +191,7 @@ def compare_updates(run: build.Run, plain: PlainStep, seen: Seen) -> None:
 def give_weights(run: build.Run, weights: dict[str, Tensor]) -> None:
     """Load this rank's slices of the weights, and the expert biases of its layers."""
     for fqn, tensor in run.saved.items():
-        local(tensor).copy_(cut(weights[fqn], tensor))
+        local(tensor).copy_(cut_local(weights[fqn], tensor))
 
 
 def choose_with_ties(router: Router, of_ties: Tensor, routes: Tensor, scores: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ from torchtitan_lite.config.experts import find_expert_dim
 from torchtitan_lite.config.float8 import FLOAT8_BLOCK
 from torchtitan_lite.config.layout import Layout, count_stages, plan_stages
 from torchtitan_lite.config.messages import ConfigError, Problem, name_command
-from torchtitan_lite.config.model import find_row, resolve_model
+from torchtitan_lite.config.model import find_model_row, resolve_model
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schema import (
     Config,
@@ -172,7 +172,7 @@ def override(config: Config, overrides: dict[str, object]) -> Config:
     for key, value in overrides.items():
         if key.startswith("flavor."):
             name = key.removeprefix("flavor.")
-            row = find_row(config.model)
+            row = find_model_row(config.model)
             if not hasattr(row, name):
                 value = replace(row.moe, **{name: value})
                 name = "moe"
