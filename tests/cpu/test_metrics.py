@@ -291,7 +291,8 @@ def test_a_resumed_run_is_the_same_run_in_wandb(tmp_path, monkeypatch):
         writer.close()
     run_id = (tmp_path / "wandb_id").read_text()
     files = list(tmp_path.glob(f"wandb/offline-run-*-{run_id}/run-{run_id}.wandb"))
-    assert len(files) == len(list(tmp_path.glob("wandb/offline-run-*"))) == 2
+    # wandb names a folder by the second, so two starts may share one
+    assert files and len(files) == len(list(tmp_path.glob("wandb/offline-run-*")))
     for file in files:
         deadline_s = time.monotonic() + 20  # a process of wandb writes the file
         while b"throughput(tps)" not in file.read_bytes() and time.monotonic() < deadline_s:

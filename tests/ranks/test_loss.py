@@ -6,9 +6,12 @@ import torch.nn.functional as F
 from compare import local, relative_error
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
 
 from torchtitan_lite.model.head import Head
 from torchtitan_lite.model.loss import IGNORE_INDEX, cross_entropy
+from torchtitan_lite.parallel.fsdp import gather_plain
 from torchtitan_lite.parallel.tensor_parallel import SplitHead
 
 DIM = 16
@@ -94,7 +97,10 @@ def run_formula(rank: int, world_size: int, name: str, chunk_tokens: int) -> lis
     extra = {"weighted": {"weights": weights}, "distilled": {"teacher": teacher}}.get(name, {})
     piece = slice(None)
     if world_size > 1:
-        SplitHead()._apply(head, init_device_mesh("cpu", (world_size,)))
+        mesh = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("dp_shard", "tp"))
+        parallelize_module(head, mesh["tp"], SplitHead())
+        fully_shard(head, mesh=mesh["dp_shard"])
+        gather_plain(head)
         n_tokens = SEQ_LEN // world_size
         piece = slice(rank * n_tokens, (rank + 1) * n_tokens)
     hidden = hidden[:, piece].clone().requires_grad_()

@@ -95,16 +95,22 @@ class Corpus:
         These are the tokens, the target of each token, and the number of its document. After the end of the corpus, a
         document of zeros starts.
         """
+        last = self.n_tokens - 1
         index = starts[:, None] + torch.arange(length + 1)
-        is_target = index < self.n_tokens
-        documents = torch.searchsorted(self.documents, index, right=True) + ~is_target
-        index.clamp_(max=self.n_tokens - 1)
-        tokens = self.tokens[index].long() * is_target
+        is_target = index <= last
+        documents = torch.searchsorted(self.documents, index, right=True)
+        documents += ~is_target
+        index.clamp_(max=last)
+        tokens = self.tokens[index].long()
+        tokens *= is_target
         if self.targets is not None:  # a conversation
             is_target &= self.targets[index]
-        is_target[:, 1:] &= documents.diff() == 0  # nothing predicts the first token of a document
+        is_same_document = documents.diff() == 0
+        is_target[:, 1:] &= is_same_document  # nothing predicts the first token of a document
         targets = tokens.where(is_target, IGNORE_INDEX)
-        return torch.stack([tokens[:, :-1], targets[:, 1:], documents[:, :-1]])
+        inputs = tokens[:, :-1]
+        next_tokens = targets[:, 1:]
+        return torch.stack([inputs, next_tokens, documents[:, :-1]])
 
 
 # ---------------------------------------------------------------- samples

@@ -24,7 +24,8 @@ class WeightedSampler(Sampler):
         super().__init__(n_samples, seed)
         amounts = torch.tensor(weights, dtype=torch.float64)
         self.shares = amounts / amounts.sum()
-        ends = (self.shares.cumsum(0) * CYCLE).round().long()
+        ends = self.shares.cumsum(0) * CYCLE
+        ends = ends.round().long()
         points = torch.arange(CYCLE) * STRIDE
         points %= CYCLE
         self.sources = torch.searchsorted(ends, points, right=True)
@@ -33,7 +34,8 @@ class WeightedSampler(Sampler):
         self.starts = torch.tensor([0, *n_samples]).cumsum(0)
         self.n_earlier = torch.empty_like(points)  # draws from the same source, in the same cycle
         for source, n_draws in enumerate(self.n_draws.tolist()):
-            self.n_earlier[self.sources == source] = torch.arange(n_draws)
+            is_own = self.sources == source
+            self.n_earlier[is_own] = torch.arange(n_draws)
 
     def count_epochs(self, n_draws: int) -> list[float]:
         """Return the number of epochs of each source in the first `n_draws` draws."""

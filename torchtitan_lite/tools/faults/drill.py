@@ -52,7 +52,7 @@ MESSAGES = {  # function of inject.py -> pattern of its message in the output; {
     "flip_weight": r"silent damage: (rank {rank} |no majority tells .*\b{rank}\b.* has a wrong)",
     "flip_snapshot": "DAMAGED SNAPSHOT",
     "flip_checkpoint": "DAMAGED CHECKPOINT",
-    "disk_full": r"rank {rank} cannot write \S+: .*File too large",
+    "disk_full": r"cannot be written: rank {rank}: .*File too large",
     "stop": HANG_MESSAGE,
     "loop": HANG_MESSAGE,
     "extra": OTHER_CALL,

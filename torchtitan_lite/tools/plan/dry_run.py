@@ -4,8 +4,8 @@
 
 A dry run calls the same functions as training, with the same arguments. Tests compare it with the closed form of plan:
 the collectives are equal, and memory is within a few percent. Collectives return at once and tensors have no storage
-(fake_world.py), so a dry run for 16,384 ranks costs no more than one for a single rank. `shorten_run` reduces a step with
-many microbatches to a few, and the dry run is compared with the closed form of this short step.
+(fake_world.py), so a dry run for 16,384 ranks costs no more than one for a single rank. `shorten_run` reduces a step
+with many microbatches to a few, and the dry run is compared with the closed form of this short step.
 
 Scratch memory of kernels is not counted, because no operator returns it. In a dry run for a GPU, operators save the
 same tensors as CUDA kernels do: no S x S mask, and one kernel per norm. compile is off, so the memory is an upper bound

@@ -120,12 +120,16 @@ class LayerTime:
         cluster = self.cluster
         # n_keys is half of the score matrix, or less with windows
         _, n_keys = count_keys(w.args, w.seq_len, w.attention_row)
+        n_keys /= w.args.n_layers
         heads_dim = w.args.n_heads * w.args.head_dim / w.layout.tp
-        flops = 4 * w.n_tokens * n_keys / w.args.n_layers * heads_dim
+        flops = 4 * w.n_tokens * n_keys * heads_dim
         peak = cluster.peak(w.compute_dtype) * cluster.clock
-        peak *= w.seq_len / (w.seq_len + CAUSAL_EDGE) * min(1.0, 0.5 + w.args.head_dim / 256)
-        forward = flops / (peak * getattr(cluster, f"{w.attention}_forward"))
-        backward = 2.5 * flops / (peak * getattr(cluster, f"{w.attention}_backward"))
+        peak *= w.seq_len / (w.seq_len + CAUSAL_EDGE)
+        peak *= min(1.0, 0.5 + w.args.head_dim / 256)
+        efficiency = getattr(cluster, f"{w.attention}_forward")
+        efficiency_back = getattr(cluster, f"{w.attention}_backward")
+        forward = flops / (peak * efficiency)
+        backward = 2.5 * flops / (peak * efficiency_back)
         return forward + cluster.kernel_s, backward + cluster.kernel_s
 
     @property
