@@ -171,7 +171,7 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
                 gc.collect(1)
             is_stopped = stop_signal > 0 and step < last
             for saver in savers:  # checkpoints first: the last checkpoint replaces all snapshots
-                # all ranks, if due: rank 0 gathers a hash of each file and broadcasts that all is saved
+                # all ranks, if due: rank 0 gathers hashes and lines of the manifest, and broadcasts that all is saved
                 saver.after_step(step, n_steps=last, is_stopped=is_stopped, record=metrics.record)
             if is_stopped:
                 status = 128 + stop_signal
