@@ -75,7 +75,7 @@ def turned(x: Tensor, rotation: Tensor, *, direction: int) -> Tensor:
         product = as_complex(x.to(dtype)) * (turns if direction == 1 else turns.conj())
         return torch.view_as_real(product).flatten(-2).type_as(x)
     even, odd = split_pairs(x)
-    cos, sin = split_pairs(rotation)
+    cos, sin = split_factors(rotation) if x.dtype == torch.bfloat16 else split_pairs(rotation)
     sin = sin * direction
     return join_pairs(even * cos - odd * sin, odd * cos + even * sin, x.dtype)
 
@@ -86,18 +86,24 @@ def as_complex(pairs: Tensor) -> Tensor:
 
 
 def split_pairs(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the even and the odd features of x (..., E), each (..., E/2), in fp32 if x is narrower.
+    """Return the even and the odd features of x (..., E), each (..., E/2), in fp32 if x is bf16.
 
-    A pair is read as one word with the even feature in its low half. The upper half of an fp32 number is the same
-    number in bf16.
+    A pair in bf16 is read as one word with the even feature in its low half. The upper half of an fp32 number is the
+    same number in bf16.
     """
     if x.dtype == torch.bfloat16:
         words = x.view(torch.int32)
         return (words << 16).view(torch.float32), (words & ~0xFFFF).view(torch.float32)
-    if x.dtype == torch.float32:
-        words = x.view(torch.int64)
-        return words.int().view(torch.float32), (words >> 32).int().view(torch.float32)
     return x.unflatten(-1, (-1, 2)).unbind(-1)
+
+
+def split_factors(rotation: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the cosines and the sines of rotation (..., E) fp32, each (..., E/2). A pair is read as one word.
+
+    Only for x in bf16: for x in fp32, torch 2.11 compiles words to a wrong gradient.
+    """
+    words = rotation.view(torch.int64)
+    return words.int().view(torch.float32), (words >> 32).int().view(torch.float32)
 
 
 def join_pairs(even: Tensor, odd: Tensor, dtype: torch.dtype) -> Tensor:
