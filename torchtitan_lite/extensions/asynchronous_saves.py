@@ -14,7 +14,6 @@ pinned memory, each copy holds the GIL, so the training loop waits for all copie
 import logging
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -43,8 +42,11 @@ class AsynchronousSaver(CheckpointSaver):
             use_non_blocking_copy=self.on_cuda,
         )
         self.stager = DefaultStager(options)
-        initializer = partial(torch.cuda.set_device, self.device) if self.on_cuda else None
-        self.thread = ThreadPoolExecutor(1, "checkpoint", initializer)
+        self.thread = ThreadPoolExecutor(1, "checkpoint")
+        if self.on_cuda:
+            # A new thread uses GPU 0. After a copy, torch would return to it, and allocate a context on it.
+            for thread in (self.thread, self.stager._staging_executor):
+                thread.submit(torch.cuda.set_device, self.device)
         # torch 2.11 and 2.12 close the inner stager after each copy, so the second save would fail.
         self.stager._state_dict_stager.close = lambda: None
 

@@ -35,7 +35,8 @@ class MoE(nn.Module):
         weights, routes, counts, _, _ = self.router(x)
         # (R,): rows by expert; row r is copy r % K of token r // K
         order, place = sort_rows(routes.flatten(), self.router.n_experts)
-        rows = PermuteRows.apply(x.flatten(0, 1), order, place, routes.shape[-1])
+        top_k = routes.shape[-1]
+        rows = PermuteRows.apply(x.flatten(0, 1), order // top_k, place, top_k)
         rows = self.experts(rows, counts.sum(0))
         copies = PermuteRows.apply(rows, place, order, 1)
         return self.combine(copies.view(*routes.shape, -1), weights)
@@ -152,16 +153,16 @@ def sort_rows(experts: Tensor, n_experts: int) -> tuple[Tensor, Tensor]:
 
 
 class PermuteRows(torch.autograd.Function):
-    """Copy each row of x (R / n_copies, D) `n_copies` times, and return the copies in `order`, (R, D).
+    """Copy each row of x (R / n_copies, D) `n_copies` times, in any order. Returns x[sources], (R, D).
 
-    `inverse` is the inverse permutation of `order`. In backward, plain indexing would add rows one by one.
+    `inverse` says where each copy is in the result. In backward, plain indexing would add rows one by one.
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, order: Tensor, inverse: Tensor, n_copies: int) -> Tensor:
+    def forward(ctx, x: Tensor, sources: Tensor, inverse: Tensor, n_copies: int) -> Tensor:
         ctx.save_for_backward(inverse)
         ctx.n_copies = n_copies
-        return x.index_select(0, order // n_copies)
+        return x.index_select(0, sources)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
