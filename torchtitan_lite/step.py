@@ -112,7 +112,8 @@ def compute_gradients(run: Run, batch: Batch) -> Tensor:
 def shard_for_cp(run: Run, batch: Batch) -> Batch:
     """Keep this cp rank's pieces of each row: (B, S) -> (B, S/cp), except doc_ids (B, S). No communication."""
     if run.layout.cp == 1:
-        return batch  # shard_sequence cuts rows into pairs of pieces, which would drop the last token of an odd row
+        # shard_sequence cuts rows into pairs of pieces, which would drop the last token of an odd row
+        return batch
     shard_sequence = load_module("parallel.context_parallel").shard_sequence
     pieces = batch.map(lambda field: shard_sequence(field, run.mesh.cp))
     return replace(pieces, doc_ids=batch.doc_ids)

@@ -42,7 +42,7 @@ class Mesh:
     loss_mesh: DeviceMesh  # 1-D: ranks whose losses are summed, pp x dp x cp (all except tp)
     # For fully_shard of the experts: 1-D (efsdp) or 2-D (dp_replicate, efsdp). None if the model has no experts
     expert_fsdp_mesh: DeviceMesh | None = None
-    ep: DeviceMesh | None = None  # 1-D: ranks that share the experts of a layer; None if there are none
+    ep: DeviceMesh | None = None  # 1-D: ranks that share the experts of a layer, if any
 
     def coordinates(self) -> dict[str, int]:
         """Return the coordinate of this rank on each mesh dim."""
