@@ -1,7 +1,7 @@
 """Train a Llama: config, mesh, data, run, checkpoint, loop. run_train.sh starts it once per rank.
 
 Every rank runs this file from top to bottom. torchtitan_lite/step.py has the optimizer step. A comment that begins
-with "all ranks" is above each call in which ranks meet, and says what they send. Other calls involve a single rank.
+with "all ranks" is above each call in which ranks communicate, and says what they send. No other call communicates.
 """
 
 import gc
@@ -42,20 +42,22 @@ logger = logging.getLogger("torchtitan_lite.train")
 
 
 def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> int:
-    """Train. Return the exit status. `stop` holds the signals of this process.
+    """Train. Return the exit status.
 
-    `launched`: the run that the launcher has resolved; None under plain torchrun.
+    `stop` records the signals that this process receives. `launched` is the run as the launcher has resolved it; None
+    under plain torchrun.
 
-    0 trained and saved, 1 a step was not finite or a checkpoint was not written, 128 + n stopped by signal n.
+    Exit status: 0 if the run trained and saved, 1 if a step was not finite or a checkpoint was not written, 128 + n if
+    signal n stopped the run.
     """
     # ---- config: report every mistake before creating any process group
     end_with_parent()
-    # all ranks of several hosts, by the key-value store of torchrun: the number of restarts of each host
+    # all ranks, if there are several hosts: exchange the restart count of each host through torchrun's key-value store
     place, store = join_job(os.environ)
     restarted = place.restarts > 0
     spec = launched
     if spec is None or restarted or spec.layout.world_size != place.world_size:
-        # plain torchrun, or checkpoints or hosts have changed since the launcher resolved the run
+        # plain torchrun has no launcher; after a restart, checkpoints or hosts may differ from what the launcher saw
         spec = resolve(
             args,
             machine=launched.machine if launched else see_machine(place.local_rank),
@@ -77,11 +79,11 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
     build_on_meta(config, spec.model_args)  # raises if the code of the model differs from its table
 
     # ---- mesh: one process group for the world, one for each mesh dim, and one for each group of flattened dims
-    # the ranks of each host, and a rank of the next host, by the store: their process ids
+    # all ranks: exchange process ids through the store, with the ranks of this host and one rank of the next host
     processes = meet_processes(place, store, config.comm)
-    # all ranks connect by the store
+    # all ranks: connect through the store
     device, host = start_process(place, store, spec.machine.device_type, config)
-    # all ranks connect the groups by the store
+    # all ranks: connect the process groups through the store
     mesh = build_mesh(spec.layout, device.type)
     # rank 0 writes config.toml, the log and the records
     folder = spec.written_folder if place.rank == 0 else None
@@ -101,7 +103,7 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
     run = build_run(config, spec.model_args, spec.layout, mesh, device)
 
     # ---- checkpoint: resume from the newest checkpoint or snapshot, or from load_step; otherwise load initial weights
-    # all ranks connect a group, if saves are asynchronous; if snapshots are on, rank 0 broadcasts the id of the run
+    # all ranks: connect a process group if saves are asynchronous; rank 0 broadcasts the run id if snapshots are on
     savers = build_savers(run, spec, place, host, data.fingerprint)
     watch = HangWatch(spec.written_folder, config.comm, run, place, processes, stop)
     watch.start()
@@ -119,7 +121,7 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
     gc.collect()
     gc.freeze()  # never scan objects that exist now
     gc.disable()  # a rank that collects garbage alone makes all others wait
-    # all ranks: a barrier, then long time-outs
+    # all ranks: a barrier, then the long time-outs for the first steps
     set_timeouts(config.comm.init_timeout_seconds, host)
     with metrics, ExitStack() as stack, watch:
         profile = None
@@ -138,7 +140,7 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
                 batch = next(batches)
             # all ranks: weights, activations and gradients; loss, gradient norm and signals (step.py has the bytes)
             result = train_step(run, batch, stop.received, savers)
-            # the same on every rank; the host waits for the device, and so for all ranks
+            # these values are equal on every rank; the host waits for its device, which waits for all ranks
             is_applied, grad_norm, stop_signal = result.read()
             if not math.isfinite(grad_norm):
                 repeat = partial(compute_gradients, run, batch)
@@ -155,14 +157,14 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
                 load_extension("copies").compare_if_due(run, step, host)
             figures = None
             if validation:
-                # all ranks, if due: weights and activations; all-reduce of signals before each batch (8 bytes), of the
-                # loss (8) and of token counts (16)
+                # all ranks, if due: weights and activations; an all-reduce of signals before each batch (8 bytes); at
+                # the end, all-reduces of the loss (8 bytes) and of token and byte counts (16 bytes)
                 figures = load_module("validation").validate(
                     run, validation, step, stop, watch.follow
                 )
             metrics.log(step, result, figures, is_applied=is_applied, grad_norm=grad_norm)
             if not is_warm and (figures or not validation):
-                # all ranks: a barrier, then shorter time-outs
+                # all ranks: a barrier, then the shorter time-outs for all later steps
                 set_timeouts(config.comm.train_timeout_seconds, host)
                 is_warm = True
             if profile:
@@ -201,7 +203,7 @@ def see_machine(local_rank: int) -> Machine:
     return Machine("cpu", 1, None, f"{platform.machine()} CPU")
 
 
-if __name__ == "__main__":  # under a bare torchrun, whose report ends with the first exception
+if __name__ == "__main__":  # started by plain torchrun, whose report ends with the first exception
     stop = StopFlag(os.environ.get("RANK", ""))
     stop.listen()
     try:

@@ -1,4 +1,4 @@
-"""Fixtures of many tests: one thread, signals, one pool of ranks, what a tool prints."""
+"""Define fixtures of many tests: one thread, signals, one pool of ranks, the output of a tool."""
 
 import json
 import signal

@@ -12,7 +12,7 @@ if sys.version_info < (3, 10):  # checked before an older Python meets syntax th
 
 # The folder of train.py, run_train.sh, configs/, assets/ and pyproject.toml.
 PACKAGE = Path(__file__).resolve().parent
-# pip installs them here (see pyproject.toml); a checkout has no such folder
+# pip installs these files here (see pyproject.toml); a git checkout has no such folder
 SHIPPED = PACKAGE / "shipped"
 IS_INSTALLED = SHIPPED.is_dir()
 REPOSITORY = SHIPPED if IS_INSTALLED else PACKAGE.parent

@@ -18,7 +18,7 @@ WITHOUT_PACKAGES = {"check", "plan.command", "faults.hang", "labs.command"}  # m
 
 
 def main(args: list[str] | None = None) -> int:
-    """Run the tool. Return its exit status: 0 success, 1 the answer is no, 2 wrong input, 130 stopped by Ctrl-C.
+    """Run the tool. Return its exit status: 0 success, 1 a check failed, 2 wrong input, 130 Ctrl-C.
 
     If the reader of the output, such as head, closes it early, the status is 141 unless the tool had already finished.
     """
@@ -27,7 +27,7 @@ def main(args: list[str] | None = None) -> int:
         try:
             status = run_tool(sys.argv[1:] if args is None else args)
         finally:
-            if sys.stdout:  # None: it was closed before the start
+            if sys.stdout:  # None if stdout was closed before Python started
                 sys.stdout.flush()
         return status
     except UserError as error:
@@ -38,7 +38,7 @@ def main(args: list[str] | None = None) -> int:
         print("stopped by Ctrl-C", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # Python flushes once more when it exits
+        # Python flushes stdout once more when it exits; /dev/null prevents a second error
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return status
 
@@ -59,7 +59,7 @@ def run_tool(args: list[str]) -> int:
     module = vars(options).get("module", TOOLS[name].module)
     if module not in WITHOUT_PACKAGES:
         importlib.import_module("torchtitan_lite.tools.environment").continue_with_packages()
-    if name == "verify":  # its ranks import torch while it does
+    if name == "verify":  # the fork server imports torch while this process does too
         start_fork_server()
     return importlib.import_module(f"torchtitan_lite.tools.{module}").main(options)
 

@@ -3,9 +3,9 @@
     build_on_meta   the whole model without storage
     build_parts     one model part per pipeline stage of this rank, parallelized, still without storage
     materialize     storage and initial weights, which depend only on (seed, FQN)
-    build_run       all of these, and optimizer, learning-rate schedule, pipeline schedule
-    build_savers    what saves the run after a step
-    start_from      the state that a run starts from, if it has more than initial weights (faults/resume.py)
+    build_run       the three above, then optimizer, learning-rate schedule and pipeline schedule
+    build_savers    objects that save the run after a step: checkpoints, snapshots
+    start_from      loads a checkpoint, snapshot or weights, if the run starts from one (faults/resume.py)
 
 train.py, verify, plan, explain and bench all build their runs here, so they cannot drift apart.
 """
@@ -61,17 +61,17 @@ class Run:
     lr_scheduler: LRScheduler
     schedule: object | None  # a schedule of torch.distributed.pipelining; None without PP
     n_tokens: Tensor  # () int64: the schedule divides its losses by this
-    after_update: list[Callable[[], None]]  # calls of extensions that follow each update
+    after_update: list[Callable[[], None]]  # functions of extensions, called after each update
     balance: "ExpertBalance | None" = None  # None if the model has no experts
     spikes: Any = None  # extensions/spike_filter.py; None if training.skip_spikes is off
 
     @property
     def saved(self) -> dict[str, Tensor]:
-        """Tensors in a checkpoint besides the optimizer state: FQN -> parameter, or expert bias of a layer."""
+        """Tensors of the model in a checkpoint, without optimizer state: FQN -> parameter or expert bias."""
         return self.parameters | (self.balance.biases if self.balance else {})
 
     def name_tensors(self) -> dict[str, Tensor]:
-        """Return name in a checkpoint -> tensor: weights, expert biases, optimizer state, and state of extensions."""
+        """Return all tensors of a checkpoint by name: weights, expert biases, optimizer state, state of extensions."""
         named = name_weights(self.saved)
         for fqn, parameter in self.parameters.items():
             for name, value in self.optimizer.state.get(parameter, {}).items():
@@ -113,14 +113,14 @@ def build_on_meta(config: Config, model_args: ModelArgs) -> nn.Module:
 def build_parts(
     config: Config, model_args: ModelArgs, layout: Layout, mesh: Mesh
 ) -> list[nn.Module]:
-    """Build and parallelize this rank's model parts on the meta device. Only ZeRO++ communicates: it connects ranks."""
+    """Build and parallelize this rank's model parts on the meta device. Only ZeRO++ communicates: it creates groups."""
     model = build_on_meta(config, model_args)
     stages = [layout.stages[index] for index in layout.stages_of(mesh.pp.get_local_rank())]
     parts = [apply_stage(model, fqns) for fqns in stages]
     for part in parts:
         parallelize(part, config, layout, mesh)
     uses = config.parallelism.zero_plus_plus
-    if uses and layout.fsdp > 1:  # after FSDP, whose collectives it replaces
+    if uses and layout.fsdp > 1:  # ZeRO++ replaces the collectives of FSDP, so it comes after FSDP
         load_extension("zero_plus_plus").apply_zero_plus_plus(parts, uses, layout, mesh)
     if config.parallelism.fsdp_symmetric_memory:
         load_extension("symmetric_memory").share_buffers(parts)
@@ -131,7 +131,7 @@ def materialize(parts: list[nn.Module], config: Config, device: torch.device) ->
     """Allocate this rank's shards on `device` (on the CPU with offload), and initialize their weights."""
     for part in parts:
         part.to_empty(device="cpu" if config.training.enable_cpu_offload else device)
-        if is_tied_inside(part):  # to_empty made two tensors out of the shared one
+        if is_tied_inside(part):  # to_empty allocated the shared tensor twice: share it again
             part.output.weight = part.tok_embeddings.weight
         for _, moe in list_moes(part):
             moe.router.reset(device)
@@ -165,7 +165,7 @@ def build_run(
     optimizer = build_optimizer(config.optimizer, parameters, config.training.mixed_precision_param)
     balance = None
     if layout.ep:
-        # process groups of the ranks that share sequences
+        # process groups whose ranks have different tokens of the same sequences
         groups = [dim.get_group() for dim in (mesh.cp, mesh.tp) if dim.size() > 1]
         balance = load_module("components.expert_balance").build_balance(
             parts, config.training, layout.global_batch_size, groups, device
@@ -189,7 +189,7 @@ def build_run(
             expert_loads=balance.loads if balance else None,
             gathers_whole_parts=gathers_whole_parts(layout, config.training.mixed_precision_param),
         )
-    if layout.tied:  # the ranks of the first and the last stage connect
+    if layout.tied:  # communicates: the ranks of the first and the last stage connect
         owner = parameters.get("tok_embeddings.weight")
         schedule = load_extension("tied_embeddings").tie_schedule(
             schedule, owner, copy, layout, mesh.pp
@@ -214,7 +214,7 @@ def build_run(
 def build_savers(
     run: Run, spec: RunSpec, place: Place, host: dist.ProcessGroup, fingerprint: dict[str, object]
 ) -> list[CheckpointSaver]:
-    """Return the savers to call after each step: for checkpoints, then for snapshots if checkpoint.local_folder is set.
+    """Return the savers to call after each step: checkpoints, then snapshots if checkpoint.local_folder is set.
 
     `host`: the gloo group of all ranks. Collective if saves are asynchronous, or if snapshots are on.
     """
@@ -222,7 +222,7 @@ def build_savers(
     published = spec.weights.published if spec.weights else {}
     about = describe_run(run.config, run.layout.degrees, published)
     group = host
-    if section.async_mode != "disabled":  # each thread needs its own group (process_groups.py)
+    if section.async_mode != "disabled":  # the saving thread needs its own group
         timeout = timedelta(seconds=run.config.comm.init_timeout_seconds)
         group = dist.new_group(backend="gloo", timeout=timeout, group_desc="saver")
     saver = find_saver(section)(
@@ -240,7 +240,7 @@ def build_savers(
 
 
 def find_saver(section: Checkpoint) -> type[CheckpointSaver]:
-    """Return the class of the savers of a run."""
+    """Return the class that saves checkpoints: synchronous or asynchronous."""
     if section.async_mode != "disabled":
         return load_extension("asynchronous_saves").AsynchronousSaver
     return CheckpointSaver
@@ -249,7 +249,7 @@ def find_saver(section: Checkpoint) -> type[CheckpointSaver]:
 def start_from(
     run: Run, savers: list[CheckpointSaver], group: dist.ProcessGroup, *, restarted: bool
 ) -> int:
-    """Load the state that a run starts from. Return its step, or 0 for initial weights. Collective over all ranks.
+    """Load the state that a run starts from. Return its step, or 0 if there is none. Collective over all ranks.
 
     `savers` is the result of build_savers; `group` has all ranks. If torchrun `restarted` the job, the job resumes from
     its own newest state. Raises ConfigError if the config cannot continue a snapshot, and CheckpointError.

@@ -1,14 +1,14 @@
-"""This rank's shard of a DTensor: the only file that takes DTensors apart. Nothing here communicates.
+"""Convert between DTensors and local shards. Only this file does so. Nothing here communicates.
 
     wq.weight (H*E, D), tp=2          rank 0                  rank 1
     the parameter                     DTensor                 DTensor              optimizer, checkpoints, FSDP
     gathered by FSDP, in forward      rows [:H*E/2]           rows [H*E/2:]        plain tensors, Shard(0)
-    its gradient                      of these rows           of these rows        plain until FSDP has reduced it
+    gradient of wq.weight             of these rows           of these rows        plain until FSDP has reduced it
     norm.weight (D,), replicated      all                     all                  plain tensors
-    its gradient                      of this rank's tokens   of this rank's       plain; summed over tp by fsdp.py
+    gradient of norm.weight           from rank 0's tokens    from rank 1's        plain; summed over tp by fsdp.py
 
-Modules of tensor and expert parallel compute with plain tensors. On two loaded CPU cores, torch's own styles, which
-compute with DTensors, trained at 0.54 of this speed (tp2, gloo, November 2026).
+Modules of tensor and expert parallel compute with plain tensors. torch's own parallel styles compute with DTensors; on
+two loaded CPU cores they trained at 0.54 of this speed (tp2, gloo, November 2026).
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
-# many tensors are alike, and torch makes a view for each FSDP rank if tp splits the same dim
+# cached because many tensors have the same shape, and because torch's function creates a view for each FSDP rank if
+# tp splits the same dim
 locate_shard = lru_cache(_compute_local_shape_and_global_offset)
 
 
@@ -61,12 +62,12 @@ def shard_parameters(module: nn.Module, mesh: DeviceMesh, placements: dict[str, 
             module.register_parameter(name, nn.Parameter(own))
 
 
-@cache  # compiled code is shared by modules of one class
+@cache  # one subclass per class, because modules of one class share compiled code
 def hide_bias(cls: type[nn.Module]) -> type[nn.Module]:
     """Return a subclass of `cls` whose own forward reads its bias as None. All other code reads the bias."""
 
     def forward(self: nn.Module, *inputs, **options):
-        # nn.Module.__setattr__ costs the host ten times as much
+        # nn.Module.__setattr__ would take the host ten times as long
         object.__setattr__(self, "is_in_forward", True)
         try:
             return cls.forward(self, *inputs, **options)

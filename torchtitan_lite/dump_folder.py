@@ -1,6 +1,6 @@
 """Check the paths of a run before it starts. Create and lock `job.dump_folder`, which holds all files of a run.
 
-config.toml     the resolved config, without job.overwrite: training from this file never deletes the run
+config.toml     the resolved config, but with job.overwrite = false, so training from this file never deletes the run
 log.txt, metrics.jsonl, tb/<run name>/     logs; metrics-1.jsonl: records of an earlier start that saved nothing
 checkpoint/     step-N/, run_id          traces/, comm_traces/, memory_snapshot/    if enabled
 hang/           reports of hanging ranks: `python3 -m torchtitan_lite hang FOLDER`
@@ -38,7 +38,7 @@ METRICS = "metrics.jsonl"
 
 
 def check_files(config: Config, restarted: bool) -> Problems:
-    """Find every problem with the paths of a run. If torchrun `restarted` the job, the job has written files there."""
+    """Find every problem with the paths of a run. If torchrun `restarted` the job, existing files are its own."""
     problems = Problems(config)
     dump_folder = Path(config.job.dump_folder)
     keys = ["training.cache_folder"]
@@ -51,7 +51,7 @@ def check_files(config: Config, restarted: bool) -> Problems:
         nearest = find_nearest(path)
         needed = os.W_OK | os.X_OK
         if nearest == path:
-            needed |= os.R_OK  # to find what is in it
+            needed |= os.R_OK  # to list its files
         is_usable = nearest.is_dir() and os.access(nearest, needed) and can_hold_files(nearest)
         if not is_usable:
             why = f"{nearest} is not a folder that this user can read and write"
@@ -63,7 +63,7 @@ def check_files(config: Config, restarted: bool) -> Problems:
 
 
 def can_hold_files(folder: Path) -> bool:
-    """Return whether files can be created here. If the file system reports no blocks, try it with an unnamed file.
+    """Return whether files can be created here. If the file system reports no blocks, create an unnamed file.
 
     os.access is not enough: for root it returns True in /proc.
     """
@@ -77,7 +77,7 @@ def can_hold_files(folder: Path) -> bool:
 
 
 def find_nearest(path: Path) -> Path:
-    """Return an absolute path, or the nearest of its parents that exists."""
+    """Return `path` (absolute) if it exists, otherwise its nearest parent that exists."""
     return next(above for above in (path, *path.parents) if above.exists())
 
 
@@ -92,7 +92,7 @@ def name_snapshots(local_folder: str, dump_folder: Path) -> Path:
 
 
 def open_dump_folder(config: Config, *, restarted: bool) -> BinaryIO:
-    """Create the folder, lock it for this run, and write the resolved config there. Rank 0 calls this.
+    """Create and lock job.dump_folder, and write the resolved config there. Rank 0 calls this.
 
     job.overwrite deletes the files of an earlier run first, unless torchrun has `restarted` this run. Returns the open
     lock file. The lock is released when the file is closed, or when the process dies. Raises CheckpointError if another
@@ -102,7 +102,7 @@ def open_dump_folder(config: Config, *, restarted: bool) -> BinaryIO:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = lock_folder(folder)
-        if restarted:  # with a full disk, it keeps the config.toml of its first start
+        if restarted:  # if the disk is full, config.toml of the first start stays
             with go_on_unwritten(str(folder / CONFIG_TOML), set()):
                 write_config(folder, config)
             return lock
@@ -129,7 +129,7 @@ def lock_folder(folder: Path) -> BinaryIO:
         lock.close()
         why = f"another run is writing to {folder}: wait until it ends, or set another job.dump_folder"
         raise CheckpointError(why) from None
-    except OSError:  # Lustre may be mounted without locks
+    except OSError:  # the file system supports no locks: Lustre may be mounted so
         logger.warning(
             f"the file system of {folder} has no locks, so a second run could write there too"
         )
@@ -137,7 +137,7 @@ def lock_folder(folder: Path) -> BinaryIO:
 
 
 def write_config(folder: Path, config: Config) -> None:
-    """Replace config.toml. The file is complete or unchanged. Raises OSError."""
+    """Replace config.toml atomically: after a failure the old file is unchanged. Raises OSError."""
     new = folder / f"{CONFIG_TOML}.new"
     try:
         kept = with_value(config, "job.overwrite", False)

@@ -1,4 +1,4 @@
-"""Helpers for files of the host: JSON files of other programs, hashes, optional packages, the git commit."""
+"""Helpers for the host: optional packages, Hugging Face cache folders, file hashes, the git commit."""
 
 import hashlib
 import importlib
@@ -104,7 +104,7 @@ def describe_launch() -> dict[str, str | None]:
     The commit ends in "-dirty" if files differ from it. It is None if this is not a git repository.
     """
     commit = ""
-    # not the repository of a folder above
+    # --git-dir: otherwise git would also find a repository in a parent folder
     git = [
         "git",
         f"--git-dir={REPOSITORY / '.git'}",

@@ -1,4 +1,4 @@
-"""A run that starts from weights takes their model and tokenizer, and other defaults if it trains them further.
+"""Adapt a run to the weights it starts from: their model, their tokenizer, and defaults for fine-tuning.
 
 Needs no torch.
 """
@@ -31,7 +31,7 @@ HIGHEST_LR = 1e-4  # for trained weights; configs/finetune.toml uses a tenth of 
 
 
 def find_weights(given: UserConfig, restarted: bool) -> tuple[UserConfig, Weights | None]:
-    """Find the weights that a run starts from, and adapt its config to them. Never raises: see `problems`.
+    """Find the weights that a run starts from, and adapt its config to them. Errors go to `problems` of the result.
 
     If torchrun `restarted` the job, it resumes from its own newest checkpoint.
     """
@@ -60,7 +60,7 @@ def find_weights(given: UserConfig, restarted: bool) -> tuple[UserConfig, Weight
 
 
 def adapt_to_weights(given: UserConfig, weights: Weights) -> UserConfig:
-    """Use the model of the weights, and defaults for pretrained weights."""
+    """Use the model of the weights. For pretrained weights, also use defaults for fine-tuning."""
     config = given.config
     section = config.checkpoint
     if config.model.flavor == AUTO:
@@ -68,7 +68,7 @@ def adapt_to_weights(given: UserConfig, weights: Weights) -> UserConfig:
         if "model.name" not in given.chosen:
             model = replace(model, name=weights.model_args.name)
         elif model.name != weights.model_args.name:
-            # the weights say nothing about the fields that only this model has
+            # the weights have no values for fields that only the chosen model has
             list_added_fields = load_extension("families").list_added_fields
             added = list_added_fields(MODELS[model.name].flavors["debug"], weights.model_args)
             model = replace(model, row=replace(weights.model_args, **added))
@@ -101,9 +101,9 @@ def check_loaded_weights(
     tokenizer: Tokenizer | None,
     weights: Weights,
 ) -> list[str]:
-    """Add the problems of a run of this model, tokenizer and config with these weights. Return its notices.
+    """Check that model, tokenizer and config fit these weights. Add to `problems`. Return notices.
 
-    What is None has a problem already. `config` is resolved if there is a layout.
+    An argument is None if it already has a problem. `config` is resolved if `layout` is not None.
     """
     notices = []
     if tokenizer:
@@ -156,7 +156,7 @@ def check_tokenizer(config: Config, weights: Weights, tokenizer: Tokenizer) -> l
 
 
 def describe_finished(spec: RunSpec, chosen: frozenset[str]) -> str:
-    """Return what the user can do if the resumed checkpoint is already at the last step."""
+    """Return the message for a run whose checkpoint is already at the last step: what the user can do."""
     step = spec.resumed_step
     further = spec.config
     if "lr_scheduler.total_steps" not in chosen:

@@ -44,11 +44,11 @@ if TYPE_CHECKING:
     from torchtitan_lite.checkpoint.starting_weights import Weights
 
 SHIPPED_TOKENIZER = "assets/tokenizer"
-# On a CPU, a step of more tokens than this gets shorter sequences and smaller batches, unless the user sets them. Then
-# a step of a 135M model takes less than two minutes on two cores (November 2026).
+# On a CPU, if a step has more than CPU_TOKENS tokens, sequences become shorter and batches smaller, unless the user
+# sets them. With these defaults, a step of a 135M model takes less than two minutes on two cores (November 2026).
 CPU_TOKENS = 2048
 CPU_SEQ_LEN = 512
-# Sections that decide the weights, the tokenizer and the layout. The rules of check_settings read more.
+# Sections that decide the weights, the tokenizer and the layout. The rules of check_settings read RULED_SECTIONS.
 LAYOUT_SECTIONS = {"model", "training", "parallelism", "checkpoint", "job"}
 RULED_SECTIONS = {*LAYOUT_SECTIONS, "optimizer", "activation_checkpoint", "compile", "profiling"}
 
@@ -61,16 +61,16 @@ class RunSpec:
     config_name: str  # name of the TOML file, without folder and extension
     model_args: ModelArgs
     layout: Layout
-    machine: Machine  # each host of the run
+    machine: Machine  # the hardware of each host
     tokenizer: Tokenizer
     weights: "Weights | None"  # None if the run starts from initial weights
     notices: tuple[str, ...] = ()
-    # What the user can do if the resumed checkpoint is already at the last step
+    # If the resumed checkpoint is already at the last step: a message that tells what the user can do
     finished: str = ""
 
     @property
     def title(self) -> str:
-        """Model and flavor, "llama3 8B"; or the family of the weights and their folder, "qwen3 of ~/Qwen3-8B"."""
+        """Name of the model: "llama3 8B", or for loaded weights family and folder, "qwen3 of ~/Qwen3-8B"."""
         flavor = self.config.model.flavor
         if flavor == AUTO and self.weights:
             family = load_extension("families").find_model_type(self.model_args)
@@ -88,7 +88,7 @@ class RunSpec:
 
     @property
     def where_kept(self) -> str:
-        """Text for the user: where the results are."""
+        """Message that tells the user where the results are."""
         if self.written_folder is None:
             return "nothing was written (checkpoint.load_only)"
         return f"everything is in {self.dump_folder}"
@@ -102,7 +102,7 @@ class RunSpec:
 
     @property
     def origin(self) -> str:
-        """Text for the user: where the weights come from."""
+        """Message that tells the user where the weights come from."""
         if self.weights is None:
             return f"random weights (debug.seed {self.config.debug.seed})"
         return f"weights of {self.weights.path}"
@@ -119,16 +119,16 @@ def resolve(
 ) -> RunSpec:
     """Read a config and check it for `n_ranks` ranks on hosts like `machine`.
 
-    Without n_ranks, choose_n_ranks decides for `n_hosts`. If torchrun `restarted` the job, the files in the dump folder
-    are its own. `check_host` adds rules; its last argument is the world size. Writes nothing. Raises ConfigError with
-    every problem.
+    If n_ranks is None, choose_n_ranks chooses the world size for `n_hosts`. If torchrun `restarted` the job, the files
+    in the dump folder are its own. `check_host` adds rules; its last argument is the world size. Writes nothing. Raises
+    ConfigError with every problem.
     """
     given, weights = read_run(args, machine=machine, restarted=restarted)
     config = given.config
     problems = list(given.problems)
-    # A bad key keeps its default. Skip the rules that depend on it, because their problems would be meaningless.
+    # A bad key keeps its default. Rules that depend on this key are skipped, because they would check the default.
     unread = [problem.key for problem in problems]
-    if "job.config_file" in unread:  # no key of this file was read
+    if "job.config_file" in unread:  # the config file could not be read
         raise ConfigError(problems)
     sections = {key.partition(".")[0] for key in unread}
     if not sections & RULED_SECTIONS and asks_for_features(config):
@@ -194,9 +194,10 @@ def choose_n_ranks(parallelism: Parallelism, machine: Machine, n_hosts: int) -> 
 def read_run(
     args: list[str], *, machine: Machine | None = None, restarted: bool = False
 ) -> "tuple[UserConfig, Weights | None]":
-    """Read a config as `read_config` does, and find the weights that it names. Never raises: see `problems`.
+    """Read a config as `read_config` does, and find the weights that it names. Errors go to `problems` of the result.
 
-    If torchrun `restarted` the job, it resumes from its own newest checkpoint. A run on this CPU gets a small step.
+    If torchrun `restarted` the job, it resumes from its own newest checkpoint. A run on the CPU of this host gets
+    a small step.
     """
     given = read_config(args)
     section = given.config.checkpoint
@@ -222,7 +223,7 @@ def read_run(
 
 
 def name_run(given: UserConfig) -> str:
-    """Return the name of the config. runs/mine/checkpoint/step-9 as initial_load_path gives finetune-mine."""
+    """Return the name of the config; or finetune-mine if initial_load_path is runs/mine/checkpoint/step-9."""
     section = given.config.checkpoint
     if not section.initial_load_path:
         return given.config_name
@@ -254,7 +255,7 @@ def check_vocabulary(
 ) -> list[Problem]:
     """Check that the model has a row for every id that plain text may use.
 
-    Conversations also have special tokens, which are checked later: reading a batch with an id without a row fails.
+    Conversations also use special tokens. They are checked when a batch is read: an id that has no row raises an error.
     """
     largest_id = tokenizer.largest_text_id
     n_rows = model_args.vocab_size

@@ -1,7 +1,7 @@
 """Measure the steps of a run, and record them. Only rank 0 writes; nothing is sent.
 
-When the call of a CUDA step returns, the step is only queued, so the host cannot time a single step. Reading the loss
-for a record waits for the device, so the time between two records is right.
+CUDA steps are only queued when their call returns, so the host cannot time a single step. Reading the loss for a
+record waits for the device, so the time between two records is exact.
 
 Loss and grad_norm are the same on every rank; times and memory are measured on rank 0.
 MFU is the FLOP/s of the model divided by the peak FLOP/s of the hardware (PaLM, app. B, arXiv:2204.02311).
@@ -33,15 +33,15 @@ from torchtitan_lite.step import StepResult
 logger = logging.getLogger(__name__)
 
 GIB = 2**30
-N_FIRST = 10  # steps after a start that are all recorded, because the user watches them
+N_FIRST = 10  # this many steps after a start are all recorded: the user watches them
 
 
 @dataclass
 class Interval:
-    """What was measured since the last record."""
+    """Measurements since the last record."""
 
     started_s: float = field(default_factory=time.perf_counter)
-    data_time_s: float = 0.0  # the host waited for a batch
+    data_time_s: float = 0.0  # time that the host waited for batches
     n_steps: int = 0
     highest_norm: float = 0.0
 
@@ -65,7 +65,7 @@ class RunMetrics(MetricsWriter):
             spec.model_args, training.seq_len, spec.config.model.attention
         )
         self.peak_flops = peak_flops(spec.machine.name) if run.device.type == "cuda" else None
-        self.was_skipped = False  # the last step
+        self.was_skipped = False  # whether the last step was skipped
         self.first_s = math.nan  # time of the first record
         self.interval = Interval()
         self.record(
@@ -120,7 +120,7 @@ class RunMetrics(MetricsWriter):
             "grad_norm": grad_norm,
             "grad_norm_max": interval.highest_norm,  # since the last record
             **result.rates,
-            "tokens": step * self.tokens_per_step,  # of all ranks, from the first step to this one
+            "tokens": step * self.tokens_per_step,  # read by all ranks since step 1
         }
         seconds = time.perf_counter() - interval.started_s  # without validation
         n_tokens = interval.n_steps * self.tokens_per_step
@@ -151,7 +151,7 @@ class RunMetrics(MetricsWriter):
         return (now_s - self.first_s) / n_steps * (self.n_steps - step)
 
     def stop(self, step: int, reason: str) -> None:
-        """Say why the run ends after this step."""
+        """Log and record why the run ends after this step."""
         logger.info(reason)
         self.record("stop", step, reason=reason)
 
@@ -179,14 +179,14 @@ def describe_speed(
 ) -> dict[str, float | None]:
     """Return throughput and MFU, from 0 to 1. `peak_flops` is the peak FLOP/s of one device, or None if unknown.
 
-    All tokens of the global batch count, including padding. They are divided by the number of all ranks, including pp
+    All tokens of the global batch count, including padding. The divisor is the number of all ranks, including pp
     and tp ranks.
     """
     full_flops = flops.full * tokens_per_s_per_rank
     return {
         "tokens_per_s_per_rank": tokens_per_s_per_rank,
         "tflops_per_rank": full_flops / 1e12,
-        # These count the full attention matrix, and its causal half.
+        # mfu_full counts the FLOPs of the full attention matrix, mfu_causal only of its causal half.
         "mfu_full": peak_flops and full_flops / peak_flops,
         "mfu_causal": peak_flops and flops.causal * tokens_per_s_per_rank / peak_flops,
     }

@@ -39,7 +39,7 @@ class StepResult:
 
     loss: Tensor  # of the global batch, the same on every rank
     grad_norm: Tensor  # of all parameters, before clipping, the same on every rank
-    applied: Tensor  # False: the gradient norm was not finite or a spike, and no weight was changed
+    applied: Tensor  # False if the gradient norm was a spike or not finite: no weight was changed
     stops: Tensor  # for each of SIGNALS, the number of ranks that received it
     rates: dict[str, float]  # learning rates of this step, as list_rates returns them
     expert_loads: Tensor | None  # as ExpertBalance.update returns them
@@ -47,7 +47,8 @@ class StepResult:
     def read(self) -> tuple[bool, float, int]:
         """Return `applied`, `grad_norm`, and the signal that makes all ranks stop after this step, or 0.
 
-        If ranks got different signals, the last one in SIGNALS stops them. One device-to-host copy; the host waits.
+        If ranks got different signals, the last one in SIGNALS stops them. The host waits for one copy from
+        the device.
         """
         scalars = [self.applied, self.grad_norm, *self.stops]
         applied, grad_norm, *stops = torch.stack([each.double() for each in scalars]).tolist()
@@ -64,7 +65,7 @@ def train_step(
     """Run one optimizer step. Nothing is copied to the host.
 
     `batch` is this rank's rows of the global batch. `stop_signal` is the signal that this rank received, or 0.
-    `savers` may still copy the tensors of the last save; they finish before the first change of a tensor.
+    `savers` may still copy the tensors of the last save; the step waits for these copies before it changes a tensor.
     """
     random_state = copy_random_state()
     local_loss = compute_gradients(run, batch)
@@ -93,7 +94,7 @@ def train_step(
 
 
 def copy_random_state() -> bytes:
-    """Return the state of torch's random numbers on the CPU. Runs no operator, which a dry run would replace."""
+    """Return the state of torch's random generator on the CPU. Uses no torch operator: a dry run replaces operators."""
     state = torch.get_rng_state()
     return string_at(state.data_ptr(), state.numel())
 
@@ -111,14 +112,15 @@ def compute_gradients(run: Run, batch: Batch) -> Tensor:
 def shard_for_cp(run: Run, batch: Batch) -> Batch:
     """Keep this cp rank's pieces of each row: (B, S) -> (B, S/cp), except doc_ids (B, S). No communication."""
     if run.layout.cp == 1:
-        return batch  # its length may be odd, and two pieces would drop the last token
+        # shard_sequence cuts rows into pairs of pieces, which would drop the last token of an odd row
+        return batch
     shard_sequence = load_module("parallel.context_parallel").shard_sequence
     pieces = batch.map(lambda field: shard_sequence(field, run.mesh.cp))
     return replace(pieces, doc_ids=batch.doc_ids)
 
 
 def forward_backward(run: Run, batch: Batch, n_tokens: Tensor) -> Tensor:
-    """Run forward and backward for all microbatches. Adds to the gradients; they are complete on return.
+    """Run forward and backward for all microbatches. Gradients are accumulated, and are complete on return.
 
     Here and in the functions below, `batch` is the result of `shard_for_cp`.
     Returns this rank's part of the loss, () fp32: zero if no stage of this rank has the head.
@@ -189,7 +191,7 @@ def count_global_tokens(run: Run, batch: Batch) -> Tensor:
 
 @torch.no_grad()
 def reduce_norm_and_signal(squares: Tensor, stop_signal: int) -> tuple[Tensor, Tensor]:
-    """All-reduce two things in 40 bytes over all ranks: the gradient norm, and the signals that ranks received.
+    """All-reduce the gradient norm and the signals that ranks received: one call of 40 bytes over all ranks.
 
     `squares`: the result of `sum_gradient_squares`. `stop_signal`: the signal that this rank received, one of SIGNALS,
     or 0. Returns the norm, () fp32, and for each of SIGNALS the number of ranks that received it.
@@ -198,7 +200,7 @@ def reduce_norm_and_signal(squares: Tensor, stop_signal: int) -> tuple[Tensor, T
     numbers[0] = squares
     if stop_signal:
         numbers[1 + SIGNALS.index(stop_signal)] = (
-            1  # filled on the device: a copy would wait for it
+            1  # filled on the device: a copy from the host would wait
         )
     dist.all_reduce(numbers)
     return numbers[0].sqrt().float(), numbers[1:]

@@ -1,4 +1,4 @@
-"""Compute the loss on validation text, for a training run and for `eval`. The result is equal on every layout.
+"""Compute the loss on validation text, for training and for the tool `eval`. The result is equal on every layout.
 
 All layouts read the same samples, in batches of the training shape. Padding completes the last batch and is not
 counted, so every rank runs the same number of forward passes. A signal ends the validation of a run on all ranks.
@@ -65,10 +65,10 @@ class ValidationBatches:
 
 
 def count_bytes(tokenizer: Tokenizer, corpora: list[Corpus]) -> Tensor:
-    """Return the number of text bytes of each id, (V,) float64.
+    """Return the number of text bytes per token id, (V,) float64.
 
-    If concatenated tokens are not the text, every id gets the mean number of bytes per token, so the total for the
-    corpora is right.
+    Some tokenizers do not decode to the concatenated bytes of the tokens. With these, every id gets the mean number of
+    bytes per token, so the total of the corpora is exact.
     """
     n_bytes = torch.zeros(tokenizer.vocab_size, dtype=torch.float64)
     if tokenizer.decode_text:
@@ -102,7 +102,7 @@ def validate(
     """Return val_loss (nats per token), val_perplexity, val_bits_per_byte and val_time_s; None if not due at this step.
 
     Also returns None if a rank has received a signal: the run then stops after the next step. Weights and gradients do
-    not change. `follow` yields the batches and watches how long each one takes.
+    not change. `follow` yields the batches and times each one.
 
     Collective: all-reduces 8 bytes over all ranks before each batch; at the end, 8 bytes over pp, dp_replicate,
     dp_shard and cp, and 16 bytes over the last three.
@@ -143,7 +143,7 @@ def has_signal(run: Run, stop: StopFlag) -> bool:
 
 @contextmanager
 def evaluating(run: Run) -> Iterator[None]:
-    """Context manager: put all model parts in evaluation mode. A model may add to its loss in training mode."""
+    """Context manager: put all model parts in evaluation mode. In training mode a model may add terms to its loss."""
     for part in run.parts:
         part.eval()
     yield
@@ -155,9 +155,9 @@ def evaluating(run: Run) -> Iterator[None]:
 
 
 def measure_loss(loss: Tensor, batch: Batch, bytes_of_tokens: Tensor) -> Tensor:
-    """Return the loss of a batch in nats, its number of targets, and of their bytes, (3,) float64. Sum over batches.
+    """Return sums over the targets of a batch, (3,) float64: loss in nats, number of targets, number of bytes.
 
-    `loss`: the sum of its token losses, (). `bytes_of_tokens` (V,) float64: bytes of each id.
+    `loss`: the sum of the token losses, (). `bytes_of_tokens` (V,) float64: bytes of each id.
     """
     counted = batch.targets != IGNORE_INDEX
     n_bytes = bytes_of_tokens[batch.targets.clamp(min=0)] * counted
@@ -165,7 +165,7 @@ def measure_loss(loss: Tensor, batch: Batch, bytes_of_tokens: Tensor) -> Tensor:
 
 
 def describe_loss(sums: Tensor) -> dict[str, float]:
-    """Return loss (nats per token), perplexity, and bits_per_byte for comparing tokenizers. NaN without tokens.
+    """Return loss (nats per token), perplexity and bits_per_byte, which compares tokenizers. NaN if no token counts.
 
     `sums`: the results of `measure_loss`, summed over all batches and ranks.
     """

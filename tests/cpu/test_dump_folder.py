@@ -209,7 +209,8 @@ def test_training_from_the_config_of_a_run_never_deletes_the_run(tmp_path):
 SAVED, IN_CK, NEVER = "saved", "saved in ck", "never saved"
 ON = "--checkpoint.enable"
 RESUME, REFUSED, ANEW = "resume", "refused", "anew"
-# What the earlier run left | arguments of this run | what happens | arguments that resume: the refusal names them.
+# Files of the earlier run | arguments of this run | what happens | if refused: arguments that would resume the run,
+# which the message must name.
 # `saved` and `saved in ck` have a checkpoint; `killed` had none yet; `never saved` had checkpoint.enable = false.
 # `lost`: config.toml is gone. `records`: nothing is left but metrics.jsonl.
 EARLIER = f"""

@@ -247,7 +247,7 @@ def test_a_file_that_cannot_be_opened_does_not_stop_the_other_sinks(
     if name == "tb":
         (tmp_path / "tb").write_text("a file")
     else:
-        (tmp_path / "metrics.jsonl.new").mkdir()  # as a disk without room for it
+        (tmp_path / "metrics.jsonl.new").mkdir()  # raises the error of a full disk
         for step in (1, 3):
             make_writer(tmp_path, resumed_step=9).record("step", step, **STEP)
     writer = make_writer(tmp_path, Metrics(**{"enable_tensorboard": False, **keys}), resumed_step=1)

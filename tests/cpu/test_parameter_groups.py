@@ -150,7 +150,7 @@ SIZES = {
     "layers.1.w2.weight": (5, 6),
     "output.weight": (7, 5),
 }
-EXPECTED = {  # what NORMS, LAYER_3 and HIDDEN make of lr 0.02 and weight_decay 0.1
+EXPECTED = {  # (lr, weight_decay) after NORMS, LAYER_3 and HIDDEN have multiplied 0.02 and 0.1
     "norm.weight": (0.02, 0.0),
     "layers.0.w1.weight": (0.01, 0.2),
     "layers.3.w2.weight": (0.0, 0.1),

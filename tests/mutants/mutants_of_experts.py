@@ -59,7 +59,7 @@ def auxiliary_loss_of_a_slice_of_the_sequence(original, ctx, grad):
     at=(expert_balance, "build_balance"),
 )
 def z_loss_averaged_over_own_tokens(original, *args):
-    """Each rank divides its sum by its own number of tokens, but ranks are added as parts of a global mean."""
+    """Each rank divides by its own number of tokens, not by the global number, before ranks add their terms."""
     balance = original(*args)
     balance.z_loss_weight *= 2
     return balance

@@ -1,4 +1,4 @@
-"""Context parallel: the results, work, memory and kernels of attention. The layout table runs it in a model."""
+"""Context parallel: the results, work, memory and kernels of attention. test_layouts.py tests whole models."""
 
 from functools import partial
 

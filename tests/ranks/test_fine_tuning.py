@@ -73,7 +73,7 @@ CASES = {
         layout=(BALANCE,),
     ),
 }
-# Other cases test the parts of these.
+# Slow, because each of these combines features that other cases test separately.
 SLOW = ["linear scaling, on dp2 x tp2", "tied, published in bfloat16"]
 
 

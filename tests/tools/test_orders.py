@@ -41,7 +41,7 @@ def read_torchs_order(schedule: str, pp: int, n_microbatches: int, n_stages_per_
 
 
 def unfold(cell) -> list[Action]:
-    """Return the actions of one cell of torch's table: one, or two of DualPipeV, or none for sends and reductions."""
+    """Return the actions in a cell of torch's table: usually one, two in DualPipeV, none for sends and reductions."""
     if cell.sub_actions:
         return [action for part in cell.sub_actions for action in unfold(part)]
     kind = KINDS.get(cell.computation_type.name)

@@ -134,7 +134,7 @@ DEFAULT = [  # test_slurm.py has signals in a step, test_report.py with stages
 
 
 def wait_for_moment(process: subprocess.Popen, when: str, whom: str, folder: Path) -> str:
-    """Wait until the run is at the moment `when`. Return its output until then."""
+    """Wait until the run is at the moment `when`. Return what the run has printed so far."""
     if when == "import":
         output = read_until(process, "  files ")
         while not (list_ranks(process) if whom == "one rank" else list_children(process.pid)):

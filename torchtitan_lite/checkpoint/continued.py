@@ -1,4 +1,4 @@
-"""Compare a config with the run that saved the checkpoint it continues from. Needs no torch.
+"""Compare a config with the earlier run whose checkpoint it continues from. Needs no torch.
 
 The rule of each key is in config/schema.py: refuse, note or free. preflight compares the sizes of the model and the
 tokenizer with the fingerprint in the manifest.
@@ -18,7 +18,7 @@ from torchtitan_lite.config.schema import Config, LRScheduler, get_value
 
 
 def find_resume_rule(key: str) -> Literal["refuse", "note", "free"]:
-    """Return what happens if a run continues with another value of this key."""
+    """Return what happens if a run continues with a different value of this key."""
     section, _, name = key.rpartition(".")
     fields = type(get_value(Config(), section)).__dataclass_fields__
     return fields[name].metadata.get("resume", "free")
@@ -28,14 +28,15 @@ def list_different(config: Config, manifest: Manifest) -> dict[str, tuple[object
     """Return key -> (value in the run that saved the checkpoint, value in this config), if they differ."""
     different = {}
     saved = dict(flatten_table(manifest.run["config"]))
-    if saved.get("training.data_seed") is None:  # an older checkpoint has one seed
+    if saved.get("training.data_seed") is None:  # older versions had no separate seed for data
         saved["training.data_seed"] = saved["debug.seed"]
     values = dict(flatten_table(asdict(config)))
     for key in KEYS:
         value = values[key]
-        # a key that did not exist at the time had no effect
+        # a key that the earlier version did not have acted as its default does now
         before = saved.get(key, get_value(Config(), key))
-        if key.endswith(".dataset"):  # a corpus may move to a new folder
+        # compare names only, because a corpus may have moved to a new folder
+        if key.endswith(".dataset"):
             before = [Path(name).name for name in before]
             value = [Path(name).name for name in value]
         if before != value:
@@ -48,7 +49,7 @@ def check_continued(
 ) -> tuple[Problems, list[str]]:
     """Return problems and notices: the differences between a resolved config and the run to continue.
 
-    `documents`: name of a corpus -> fingerprint of its documents now.
+    `documents`: name of a corpus -> current fingerprint of its documents.
     """
     path = weights.path
     manifest = weights.manifest
@@ -107,7 +108,7 @@ def excludes_moments(config: Config, manifest: Manifest, *, is_resumed: bool) ->
 
 
 def is_of_moments(key: str) -> bool:
-    """Return whether the optimizer state has another meaning with another value of this key."""
+    """Return whether the saved optimizer state is useless if this key has a different value."""
     return key.startswith("optimizer.") and find_resume_rule(key) == "refuse"
 
 

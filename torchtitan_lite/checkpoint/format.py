@@ -1,4 +1,4 @@
-"""The format of a checkpoint folder: which rank writes which slice, and how the folder becomes complete. No torch.
+"""Define the checkpoint folder: which rank writes which slice, and how the folder is committed. Needs no torch.
 
     step-20.tmp/                  being written or deleted; the next save removes all folders that end in .tmp
     step-20/                      renamed from step-20.tmp/ when everything in it is on disk; never written to again
@@ -45,7 +45,7 @@ IN_MANIFEST = (
 CHECKSUMS = "checksums"
 FORMAT = 4
 UNFINISHED = ".tmp"  # suffix of a folder that is being written or deleted
-# second mesh of the same ranks, for experts and routers
+# dims of the second mesh over the same ranks, which shards experts and routers
 EXPERT_DIMS = ("pp", "dp_replicate", "efsdp", "ep")
 
 Degrees = dict[str, int]  # ranks of each of these mesh dims
@@ -62,7 +62,7 @@ def list_degrees(layout: Layout) -> Degrees:
 
 
 class Split(NamedTuple):
-    """One cut of a tensor dim: its slices belong to the ranks of mesh dims, the first of them outermost."""
+    """One cut of a tensor dim into slices, one for each rank of these mesh dims (the first is the outermost)."""
 
     dim: int
     mesh_dims: tuple[str, ...]
@@ -73,9 +73,9 @@ class TensorRecord(NamedTuple):
 
     dtype: str  # torch's name: "float32"
     shape: Sequence[int]
-    stage: int  # coordinate on pp of the ranks that have it
+    stage: int  # pp coordinate of the ranks that have the tensor
     splits: Sequence[Split]  # in the order of cutting
-    copy: int  # which of the ranks with equal slices writes
+    copy: int  # of the ranks with equal slices, the number of the one that writes
 
     @property
     def mesh_dims(self) -> tuple[str, ...]:
@@ -107,7 +107,7 @@ def find_coordinates(rank: int, mesh_dims: Sequence[str], degrees: Degrees) -> d
 def find_writer(
     record: TensorRecord, degrees: Degrees, at: Coordinates, among: Sequence[int] | None = None
 ) -> int | None:
-    """Return the rank that writes the slice of the rank at these coordinates; those on copy_dims may be missing.
+    """Return the rank that writes the slice at these coordinates. Coordinates on copy_dims may be missing.
 
     For a snapshot, `among` has the ranks of one host. The first of them that has the slice writes it; the result is
     None if none of them has it. Otherwise `record.copy` says which of all ranks with the slice writes it.
@@ -145,7 +145,7 @@ class Manifest:
     run: dict[str, object]  # config, layout, launch; for exports: the published config.json
     tensors: dict[str, TensorRecord] = field(default_factory=dict)
     mesh: Degrees = field(default_factory=dict)  # degrees of the ranks that saved it
-    host: list[int] | None = None  # snapshots: the ranks whose slices are here
+    host: list[int] | None = None  # in a snapshot of one host: the ranks whose slices it has
     format: int = FORMAT
 
 
@@ -180,7 +180,7 @@ def write_file(path: Path, content: bytes) -> str:
 
 
 def flush_and_hash(path: Path) -> str:
-    """Flush a file to disk. Return its hash, which is computed meanwhile from the page cache. Raises OSError."""
+    """Flush a file to disk, and hash it meanwhile from the page cache. Return the hash. Raises OSError."""
     with open(path, "rb") as file, ThreadPoolExecutor(1) as thread:
         hashing = thread.submit(files.hash_file, path)
         os.fsync(file.fileno())
@@ -209,7 +209,7 @@ def discard(final: Path) -> None:
 
 
 def remove_partial(folder: Path) -> None:
-    """Delete unfinished saves and deletions. Only the run that has locked the dump folder may call this."""
+    """Delete folders of unfinished saves and deletions. The run must have locked the dump folder."""
     for partial in folder.glob(f"step-*{UNFINISHED}"):
         shutil.rmtree(partial)
 

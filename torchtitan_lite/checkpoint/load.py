@@ -1,13 +1,13 @@
 """Load a checkpoint on any layout: every rank reads only its shards, and each file is hashed by one rank.
 
-    manifest.json       wq has 8 rows, split over 2 ranks: so rows 0..3 are in rank-00000.safetensors, 4..7 in the next
-    shard of a rank     rows 2..5, copied from both: `OpenCheckpoint.read_shard`
+    manifest.json       wq has 8 rows, split over 2 ranks: rows 0..3 are in rank-00000.safetensors, 4..7 in rank-00001
+    shard of a rank     rows 2..5, copied from both files: `OpenCheckpoint.read_shard`
 
 A rank opens the files that have its shards, and the files that it hashes.
 
 A load only succeeds if every hash matches. If the newest state is damaged, an older state is loaded. faults/resume.py
 lists the states that a run may resume from. If a rank fails, every rank raises its error (`raise_on_all_ranks`);
-otherwise the others would wait in their next collective, and report a time-out minutes later.
+otherwise the other ranks would wait in their next collective, and report a time-out minutes later.
 """
 
 import logging
@@ -30,7 +30,7 @@ from torchtitan_lite.dtensor import find_shard
 
 logger = logging.getLogger(__name__)
 
-OLD_NAME = ("spike_filter.", "optimizer.gradient_norms.")  # the second name in earlier checkpoints
+OLD_NAME = ("spike_filter.", "optimizer.gradient_norms.")  # prefix now, and in earlier checkpoints
 
 
 # ---------------------------------------------------------------- one process
@@ -39,8 +39,8 @@ OLD_NAME = ("spike_filter.", "optimizer.gradient_norms.")  # the second name in 
 class OpenCheckpoint:
     """A checkpoint with its manifest. Files are opened when their tensors are read.
 
-    Opening checks the hashes of all files, or of one of `n_parts` parts of the files. Raises CheckpointError if there
-    is no checkpoint, and DamagedCheckpoint with the names of damaged files.
+    Creating the object checks the hashes of all files, or only of one of `n_parts` parts of them. Raises
+    CheckpointError if there is no checkpoint, and DamagedCheckpoint with the names of damaged files.
     """
 
     def __init__(self, folder: Path, part: int = 0, n_parts: int = 1):
@@ -103,7 +103,8 @@ def load_checkpoint(checkpoint: OpenCheckpoint, tensors: dict[str, Tensor]) -> N
             raise CheckpointError(
                 f"{checkpoint.folder} has a different model: {name} has shape {shapes}"
             )
-        # else the earlier run had no spike filter, or a different window: start without a history
+        # otherwise the tensor is the history of the spike filter, and the earlier run had no filter or a different
+        # window: start without a history
 
 
 # ---------------------------------------------------------------- all ranks
@@ -119,7 +120,7 @@ class Saved(NamedTuple):
 
 
 def create_optimizer_state(optimizer: Optimizer) -> None:
-    """Make the optimizer allocate its state, with a step whose gradients are zero. The weights may decay."""
+    """Make the optimizer allocate its state by a step with zero gradients. Weight decay may change the weights."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
@@ -140,12 +141,12 @@ def load_newest(
 ) -> tuple[Saved, Manifest]:
     """Load the first undamaged state in `found`, newest first. Return it with its manifest. Collective over `group`.
 
-    `choose` returns the tensors to load in place. Renames and deletes nothing. Raises CheckpointError if all are
-    damaged.
+    `choose` returns the tensors to load in place. Renames and deletes nothing. Raises CheckpointError if
+    every state is damaged.
     """
     reasons = []
     for saved in found:
-        # Every rank hashes its share of the files before any rank reads.
+        # Before any rank reads, all ranks together hash the files, each a part of them.
         part = (saved.ranks.rank(), saved.ranks.size())
         try:
             checkpoint = raise_on_all_ranks(group, partial(OpenCheckpoint, saved.path, *part))

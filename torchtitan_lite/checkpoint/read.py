@@ -30,7 +30,7 @@ from torchtitan_lite.checkpoint.format import (
 )
 from torchtitan_lite.config.extensions import load_extension
 
-OLD_FORMAT = 3  # a list of slices for each tensor
+OLD_FORMAT = 3  # its manifest lists all slices of each tensor
 OLD_READER = "checkpoint_format_3"  # the extension that reads it
 
 
@@ -43,10 +43,10 @@ class Slice(NamedTuple):
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest of the checkpoint `folder`. Opens no other file but the checksums.
+    """Read the manifest of the checkpoint `folder`. Opens only the manifest and the checksums.
 
-    Raises DamagedCheckpoint if one of them is missing or has changed, and CheckpointError if this process cannot read
-    it.
+    Raises DamagedCheckpoint if one of these files is missing or has changed, and CheckpointError if this process cannot
+    read it.
     """
     path = folder / MANIFEST
     try:
@@ -74,7 +74,7 @@ def read_manifest(folder: Path) -> Manifest:
 def parse_record(
     dtype: str, shape: list[int], stage: int, splits: list[list], copy: int
 ) -> TensorRecord:
-    """Return the line of a tensor, from JSON."""
+    """Return the record of a tensor, parsed from its line in the manifest."""
     return TensorRecord(dtype, shape, stage, [Split(*split) for split in splits], copy)
 
 
@@ -85,9 +85,9 @@ def list_slices(
     sizes: Sequence[int],
     among: Sequence[int] | None = None,
 ) -> Iterator[Slice]:
-    """Yield the stored slices that overlap a box of the tensor. The old format gives all slices.
+    """Yield the stored slices that overlap a box of the tensor. In the old format, yields all slices.
 
-    If `among` is given (see find_writer), slices outside of its ranks are left out.
+    If `among` is given (see find_writer), slices that none of its ranks has are left out.
     """
     if not isinstance(record, TensorRecord):
         yield from record.slices

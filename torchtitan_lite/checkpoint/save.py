@@ -8,9 +8,9 @@ numbers. So the step in the manifest restores all three on any layout.
 
     after_step(20)   rank 0: create step-20.tmp/   every rank: write and hash its file   rank 0: manifest, rename, prune
 
-format.py says which rank writes which slice; a slice that several ranks hold is written once. The lines of the manifest
-are dealt to the ranks of a pipeline stage. Rank 0 gathers the hash of each file and the lines: for each rank, as many
-bytes as the longest message has, about 300 if a stage has more ranks than tensors.
+format.py says which rank writes which slice; a slice that several ranks hold is written once. The ranks of a
+pipeline stage divide the lines of the manifest among them. Rank 0 gathers the hash of each file and the lines. Every
+message is padded to the longest one, about 300 bytes if a stage has more ranks than tensors.
 
 If one rank fails, every rank raises the error of the lowest such rank. Files have the format of torch's
 HuggingFaceStorageWriter(save_distributed=True), so torch's HuggingFaceStorageReader opens them without this package.
@@ -68,19 +68,20 @@ OF_RUN = ("model.", "optimizer.")  # prefixes of tensor names; extensions use ot
 # Keys of the file header that tell torch's reader the offsets of a shard in its tensor.
 SHARDING = "DCP_SHARDING_INFO"
 OFFSETS = "saved_offsets"
-DEALT = 2**16  # from this number of elements on, the copies of a tensor take turns in writing
+# for tensors of this size (elements) or more, the ranks with copies take turns in writing
+DEALT = 2**16
 MOST_DAMAGED = 8  # messages in one error
 DIM_NAMES = re.compile("dp_replicate|dp_shard|efsdp|ep|cp|tp|pp")  # in the name of a mesh dim
 
 
 @dataclass(frozen=True)
 class SavePlan:
-    """What a rank writes: its file, and lines of the manifest."""
+    """The slices in a rank's file, and the manifest lines that this rank contributes."""
 
     file: str
     slices: dict[str, Tensor]
     sharding: dict[str, dict[str, list[int]]]  # name -> offsets of the slice, for torch's reader
-    records: dict[str, TensorRecord]  # the manifest lines that were dealt to it
+    records: dict[str, TensorRecord]  # the manifest lines of this rank
 
 
 def plan_save(
@@ -88,18 +89,19 @@ def plan_save(
 ) -> SavePlan:
     """Plan what this rank writes of `tensors`. No communication.
 
-    `host`: the ranks of this host, if each host saves the shards of its ranks. Then a rank has all lines of its stage.
+    `host`: the ranks of this host, if each host saves the shards of its own ranks (a snapshot). In that case every rank
+    contributes all lines of its stage.
     """
     n_ranks = prod(mesh[mesh_dim] for mesh_dim in MESH_DIMS[1:])
     stage, place = divmod(rank, n_ranks)
-    n_lines = ceil(len(tensors) / n_ranks)  # dealt to each rank
+    n_lines = ceil(len(tensors) / n_ranks)  # manifest lines per rank
     plan = SavePlan(name_file(rank), {}, {}, {})
     for number, (name, tensor) in enumerate(sorted(tensors.items())):
         if not name.startswith(OF_RUN) and stage > 0 and host is None:
-            continue  # equal on all ranks: the first stage saves it
+            continue  # state of an extension, equal on all ranks: the first stage saves it
         dtype = str(tensor.dtype).removeprefix("torch.")
         record = TensorRecord(dtype, list(tensor.shape), stage, list_splits(tensor, mesh), 0)
-        # small tensors stay in few files, because every rank that resumes opens them
+        # small tensors stay in few files, because every resuming rank must open these files
         if tensor.numel() >= DEALT:
             n_copies = prod(mesh[mesh_dim] for mesh_dim in record.copy_dims)
             record = record._replace(copy=number % n_copies)
@@ -131,14 +133,14 @@ def list_splits(tensor: Tensor, mesh: Degrees) -> list[Split]:
 class CheckpointSaver(AbstractContextManager):
     """Saves to `folder` according to [checkpoint].
 
-    It has the methods that train.py calls if saves are asynchronous (extensions/asynchronous_saves.py).
+    Its methods that wait do nothing here. extensions/asynchronous_saves.py overrides them.
     """
 
     folder: Path
     section: Checkpoint
     list_tensors: Callable[[], dict[str, Tensor]]  # Run.name_tensors
     manifest: Manifest  # with the fingerprint and the description of the run
-    # All ranks, on gloo. A thread that saves needs its own, because two threads that share a group can deadlock.
+    # gloo group of all ranks. A saving thread needs a separate group, because two threads that share one can deadlock.
     group: dist.ProcessGroup
     device: torch.device
     host: range | None = None  # this host's ranks, for snapshots
@@ -158,7 +160,7 @@ class CheckpointSaver(AbstractContextManager):
         if step == n_steps and self.section.last_save_model_only:
             tensors = export_weights(tensors, self.section.export_dtype)
         self.save(step, tensors)
-        waited_s = time.perf_counter() - started_s  # then all ranks continue training
+        waited_s = time.perf_counter() - started_s  # training continues on all ranks now
         record("save", step, path=str(self.folder / f"step-{step}"), waited_s=waited_s)
 
     @property
@@ -186,7 +188,7 @@ class CheckpointSaver(AbstractContextManager):
             dist.gather_object(own, told, group=self.group, group_dst=0)
             do_on_rank_0(self.group, lambda: self.finish(step, final, told))
         except CheckpointError as error:
-            # raised on every rank, after all ranks have stopped writing
+            # every rank raises this error, and no rank is still writing
             if self.group.rank() == 0:
                 discard(final)
             raise CheckpointError(f"{final} cannot be written: {error}") from None
@@ -200,7 +202,7 @@ class CheckpointSaver(AbstractContextManager):
     ) -> None:
         """Commit the checkpoint, whose files are all on disk, and delete old ones.
 
-        `told`: the file of each rank, its hash or "", and lines of the manifest.
+        `told`: for each rank, the name of its file, the hash (or "" if it wrote none), and its manifest lines.
         """
         hashes = {}
         tensors = {}
@@ -240,14 +242,15 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
     """Write a safetensors file. The caller must flush it to disk. Raises OSError or SafetensorError."""
     on_host = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
     path.touch(exist_ok=False)
-    mode = path.stat().st_mode  # from the umask; safetensors creates files only for the owner
+    # the mode that the umask gives; safetensors would make the file readable only for its owner
+    mode = path.stat().st_mode
     # transformers refuses files without "format"
     save_file(on_host, path, {"format": "pt", **metadata})
     path.chmod(mode)
 
 
 def name_weights(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return name in a checkpoint -> parameter."""
+    """Return the parameters by their names in a checkpoint."""
     return {f"model.{fqn}": parameter.detach() for fqn, parameter in parameters.items()}
 
 
@@ -287,10 +290,10 @@ def is_saved(step: int, section: Checkpoint, n_steps: int, *, is_stopped: bool =
 
 
 def raise_on_all_ranks(group: dist.ProcessGroup, action: Callable[[], Any]) -> Any:
-    """Call `action` on every rank. If it fails on any rank, all raise one of the errors. Collective.
+    """Call `action` on every rank. If it fails on any rank, every rank raises the same error. Collective.
 
-    Damage explains other errors. So if any rank has found damaged files, the error lists the damaged files of all
-    ranks (the first MOST_DAMAGED messages). Otherwise it is the error of the lowest rank that failed.
+    If any rank has found damaged files, the error lists the damaged files of all ranks (the first MOST_DAMAGED
+    messages), because damage causes other errors. Otherwise it is the error of the lowest rank that failed.
     """
     result = None
     failure = None
@@ -298,7 +301,7 @@ def raise_on_all_ranks(group: dist.ProcessGroup, action: Callable[[], Any]) -> A
         result = action()
     except CheckpointError as error:
         failure = error
-    except Exception as error:  # a type that every process can unpickle
+    except Exception as error:  # replace it by a type that every process can unpickle
         failure = CheckpointError(f"rank {dist.get_rank()}: {type(error).__name__}: {error}")
     n_failed = torch.tensor(int(failure is not None))
     dist.all_reduce(n_failed, group=group)  # 8 bytes

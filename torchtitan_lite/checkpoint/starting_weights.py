@@ -35,7 +35,7 @@ from torchtitan_lite.models.registry import CONFIG, MODELS
 
 INITIAL_LOAD_PATH = "checkpoint.initial_load_path"
 NOT_ONLY = (
-    "checkpoint.no_initial_load_model_only"  # argument: with the optimizer state and the step
+    "checkpoint.no_initial_load_model_only"  # argument that also loads optimizer state and step
 )
 # Fields that change the meaning of the same tensors, or share tensors
 SIZES = (*MODEL_SIZES, "tie_embeddings")
@@ -80,7 +80,8 @@ def find_resumed(config: Config, restarted: bool) -> Weights | None:
         except CheckpointError as error:
             reasons.append(str(error))
             if not isinstance(error, DamagedCheckpoint):
-                break  # the checkpoint may be good; an earlier checkpoint would repeat its steps
+                # the checkpoint may be intact; with an earlier one, the run would repeat steps
+                break
     else:
         if not reasons or section.local_folder:  # the run may resume from a snapshot
             return None
@@ -88,9 +89,10 @@ def find_resumed(config: Config, restarted: bool) -> Weights | None:
 
 
 def names_step(section: Checkpoint, steps: list[int], restarted: bool) -> bool:
-    """Return whether load_step is the step to load. A run that saves would save later steps a second time.
+    """Return whether the run may load checkpoint.load_step.
 
-    A job that torchrun restarts resumes its own newest checkpoint.
+    A run that saves may load only its last step; otherwise it would save the later steps a second time. A job that
+    torchrun has restarted ignores load_step, and resumes from its own newest checkpoint.
     """
     if section.load_only:
         return section.load_step in steps
@@ -98,9 +100,9 @@ def names_step(section: Checkpoint, steps: list[int], restarted: bool) -> bool:
 
 
 def check_went_on(section: Checkpoint, folder: Path, steps: list[int]) -> None:
-    """Check a load_step that is not the last step: a run may have continued from it, with the same command.
+    """Accept a load_step that is not the last step if the run has continued from it with the same command.
 
-    Raises ConfigError.
+    Raises ConfigError otherwise.
     """
     step = section.load_step
     for later in steps:
@@ -148,7 +150,8 @@ def check_loaded_model(
 ) -> tuple[Problems, list[str]]:
     """Check that a run of this model can use the weights. Return problems, and notices if the models differ.
 
-    A run that continues with the optimizer state needs the same model. Other runs need tensors with the same meaning.
+    A run that also loads the optimizer state needs the same model. Any other run needs only tensors with the same
+    shapes and meaning.
     """
     problems = Problems(config, model_args)
     theirs = dict(flatten_table(asdict(weights.model_args)))
@@ -214,7 +217,7 @@ def parse_model_args(manifest: Manifest) -> ModelArgs:
 
 
 def parse_fields(kind: type, values: dict[str, object]) -> Any:
-    """Return a dataclass. Raises CheckpointError for unknown fields, which a fork may have added."""
+    """Build a dataclass from a JSON object. Raises CheckpointError for unknown fields, which a fork may have added."""
     unknown = [f"{name} = {values[name]!r}" for name in values if name not in kind.__annotations__]
     if unknown:
         why = f"its model has {', '.join(unknown)}, which this code does not know"

@@ -1,9 +1,9 @@
 """Explain why a step failed: which rank and module produced the first NaN or infinity, or what uses the memory.
 
 Loaded only if a step fails. The gradient norm covers the whole model, so every rank notices a norm that is not finite
-in the same step. But the tensors of a rank do not show which rank was first: a NaN in one pipeline stage reaches the
-loss in the last stage, and a NaN on one tp rank reaches the sums on all tp ranks. So all ranks repeat forward and
-backward (the weights did not change) with hooks on every module. A hook checks
+in the same step. But then the tensors of a rank no longer show which rank was first: a NaN in one pipeline stage
+reaches the loss in the last stage, and a NaN on one tp rank reaches the sums on all tp ranks. So all ranks repeat
+forward and backward (the weights did not change) with hooks on every module. A hook checks
 
     forward     the output of the module
     backward    the gradient of its inputs

@@ -1,4 +1,4 @@
-"""The command that continues a run. Loaded when a run stops early."""
+"""Build the command that continues a run. Loaded when a run stops early."""
 
 import os
 import shlex
@@ -19,8 +19,8 @@ def describe_newest(
 ) -> str:
     """Name the newest checkpoint and the command that resumes from it.
 
-    `args`: the arguments of the run. If the checkpoint `is_own` (saved by this run), the command leaves out the keys in
-    ONE_SHOT, which have already acted. Otherwise it repeats the run's command.
+    `args`: the arguments of the run. If this run has saved the checkpoint (`is_own`), the command leaves out the keys
+    in ONE_SHOT, because they have already acted. Otherwise it repeats the run's command.
     """
     if newest is None or config.checkpoint.load_only:
         return "nothing is saved"

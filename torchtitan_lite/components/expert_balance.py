@@ -1,4 +1,4 @@
-"""Balance the load of experts: experts without tokens learn nothing. One hook serves two methods, and the z-loss.
+"""Balance the load of experts, by a bias and by an auxiliary loss, and add the z-loss. Idle experts learn nothing.
 
     load of a layer   routes per expert: counted after every forward pass of the step, then summed over all ranks
     bias              after each step, += rate if an expert's load is below the layer's mean, -= rate if it is above
@@ -33,8 +33,10 @@ from torchtitan_lite.model.part import list_moes
 
 logger = logging.getLogger(__name__)
 
-COLLAPSED = 4.0  # largest / mean load of a layer, or three quarters of the largest possible ratio if that is less
-STEPS_TO_WARN = 3  # consecutive logged steps
+# Experts have collapsed if (largest load / mean load) of a layer exceeds this, or three quarters of the largest
+# possible ratio if that is less.
+COLLAPSED = 4.0
+STEPS_TO_WARN = 3  # warn after this many consecutive logged steps with collapsed experts
 
 
 @dataclass
@@ -42,13 +44,13 @@ class ExpertBalance:
     """Load balancing of the routers in this rank's layers."""
 
     routers: dict[int, Router]  # layer number -> router
-    # (layers of the full model, experts + 1), sums over the microbatches of a step on this rank: routes to each expert,
-    # and entropy of the scores in nats. float64 is exact for integers up to 2**53.
+    # (layers of the full model, experts + 1), summed over the microbatches of a step on this rank. The columns
+    # are the routes to each expert, and the entropy of the scores in nats. float64 is exact for integers up to 2**53.
     loads: Tensor
     rate: float
     loss_weight: float  # weight of the auxiliary loss, per sequence
     z_loss_weight: float  # weight of the z-loss, per token
-    groups: list[dist.ProcessGroup]  # cp and tp, if they split sequences
+    groups: list[dist.ProcessGroup]  # process groups of cp and tp, if they split sequences
     moe: MoEArgs
     n_collapsed: int = 0  # consecutive logged steps with collapsed experts
 
@@ -80,7 +82,7 @@ class ExpertBalance:
 
     @torch.no_grad()
     def update(self, finite: Tensor) -> Tensor:
-        """Adjust the biases after a step, if it was `finite`. Collective: all-reduces the loads over all ranks.
+        """Adjust the biases after a step that was applied (`finite`). Collective: all-reduces the loads over all ranks.
 
         Returns (layers, experts + 1) float64: the number of routes to each expert in the global batch. The last column
         is the entropy of the router scores in nats, summed over tokens. Rows of dense layers are zero.
@@ -113,7 +115,7 @@ class ExpertBalance:
 
 
 def is_recomputed() -> bool:
-    """Return whether backward recomputes this forward pass. The first pass has already counted the routes."""
+    """Return whether this forward pass is a recompute in backward, whose routes are already counted."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -147,7 +149,7 @@ class AuxiliaryGradient(torch.autograd.Function):
 
 
 class AddLoss(torch.autograd.Function):
-    """Return the weights unchanged. Backward also differentiates `loss`, () fp32, as a part of the loss of the step."""
+    """Return the weights unchanged. Backward treats `loss`, () fp32, as a term of the step's loss."""
 
     @staticmethod
     def forward(ctx, weights: Tensor, loss: Tensor) -> Tensor:
@@ -165,9 +167,9 @@ def build_balance(
     groups: list[dist.ProcessGroup],
     device: torch.device,
 ) -> ExpertBalance:
-    """Balance the routers of `parts`. The losses of a step are means over its sequences and tokens.
+    """Register the hooks on the routers of `parts`. Both losses are means: over sequences, and over tokens.
 
-    `groups` has cp and tp, if these dims split sequences.
+    `groups`: the process groups of cp and tp, if these dims split sequences.
     """
     routers = {}
     for part in parts:
@@ -200,7 +202,8 @@ def describe_load(loads: Tensor, top_k: int) -> dict[str, float]:
     is_dead = counts == 0
     entropy = entropies.sum() / counts.sum() * top_k  # each token has top_k routes
     return {
-        "expert_max_over_mean": relative_load.max().item(),  # for the busiest expert
+        "expert_max_over_mean": relative_load.max().item(),  # of the busiest expert in any layer
         "expert_dead_share": is_dead.double().mean().item(),  # experts without tokens
-        "router_entropy": entropy.item(),  # of the router scores, in nats, averaged over tokens and layers
+        # of the router scores, in nats, averaged over tokens and layers
+        "router_entropy": entropy.item(),
     }

@@ -18,7 +18,8 @@ from typing import TextIO
 
 logger = logging.getLogger(__name__)
 
-IN_FILE = logging.INFO - 1  # level of lines that the launcher shows on the screen
+# level of lines for log.txt only, because the launcher prints them on the screen
+IN_FILE = logging.INFO - 1
 
 UNWRITTEN = "{} cannot be written, and the run continues: {}"
 
@@ -26,7 +27,7 @@ UNWRITTEN = "{} cannot be written, and the run continues: {}"
 class LineHandler(logging.StreamHandler):
     """Writes lines as `12:30:01 text`. Adds the level if it is above INFO, and the rank if it is not 0.
 
-    Reports on stderr, once, that lines cannot be written. logging itself would print a traceback for each line.
+    If lines cannot be written, says so once on stderr. logging itself would print a traceback for each line.
     """
 
     def __init__(self, name: str, stream: TextIO, rank: int, time_format: str):
@@ -51,7 +52,7 @@ class LineHandler(logging.StreamHandler):
 
 @contextmanager
 def go_on_unwritten(name: str, said: set[str]) -> Iterator[None]:
-    """Log an OSError as one sentence, once for each `name`, and continue. `said`: names logged so far."""
+    """Context manager: log an OSError in one sentence, once per `name`, and continue. `said`: names already logged."""
     try:
         yield
     except OSError as error:
@@ -63,11 +64,11 @@ def go_on_unwritten(name: str, said: set[str]) -> Iterator[None]:
 def start_logging(rank: int, dump_folder: Path | None) -> None:
     """Set up this package's logger in this process. A second call replaces the first. `rank` is the global rank.
 
-    Only rank 0 has a `dump_folder`, unless the run writes nothing. log.txt is written there.
+    log.txt is written to `dump_folder`, which is None on other ranks than 0, and if the run writes no files.
     """
     package = logging.getLogger("torchtitan_lite")
     package.setLevel(IN_FILE)
-    # A library that configures the root logger would print every line again.
+    # Otherwise, if a library configures the root logger, every line is printed twice.
     package.propagate = False
     screen = sys.stdout if rank == 0 else sys.stderr
     console = LineHandler("the console", screen, rank, "%H:%M:%S")

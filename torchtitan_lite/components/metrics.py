@@ -9,8 +9,8 @@
     console and log.txt   one line per logged step, and one per validation
     tb/, wandb            with the tags of torchtitan v0.2; extensions/wandb_sink.py has Weights & Biases
 
-A sink has a path, the step that the run resumed from, `write(record)` and `close()`. The first record opens its file
-by a cached property. If that raises an error, nothing is cached, so the next record tries again.
+A sink has a path, the step that the run resumed from, `write(record)` and `close()`. Its file is a cached property,
+which the first record opens. If opening fails, nothing is cached, so the next record tries again.
 """
 
 import json
@@ -69,11 +69,11 @@ TAGS = {
 class MetricsWriter:
     """Writes records to the console, to metrics.jsonl and to the sinks that [metrics] enables.
 
-    If a sink cannot be written, the log says so once, and each new record is tried again.
+    If writing to a sink fails, the log says so once. The next record is tried again.
     """
 
     def __init__(self, dump_folder: Path | None, config: Config, resumed_step: int):
-        """Without `dump_folder`, only the console is written."""
+        """If `dump_folder` is None, records go to the console only."""
         self.n_steps = config.training.steps
         self.resumed_step = resumed_step
         self.sinks: list[Any] = []
@@ -154,7 +154,7 @@ class TensorBoardSink:
         name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
         writer = RecordWriter(open(self.path / name, "wb"))
         writer.write(encode_event(file_version="brain.Event:2"))
-        # TensorBoard hides later steps of the files of earlier starts
+        # with this event, TensorBoard hides these steps in the files of earlier starts
         start = SessionLog(status=SessionLog.START)
         writer.write(encode_event(step=self.resumed_step + 1, session_log=start))
         return writer
@@ -171,15 +171,16 @@ class TensorBoardSink:
 
 
 def encode_event(**fields: object) -> bytes:
-    """Return an event of now with these fields, as TensorBoard reads it."""
+    """Return a TensorBoard event with these fields and the current time, serialized."""
     return Event(wall_time=time.time(), **fields).SerializeToString()
 
 
 def find_scalars(record: dict[str, Any]) -> dict[str, float]:
-    """Return tag -> value for the fields of a record that have a tag, without those that are null."""
+    """Return tag -> value for all fields of a record that have a tag and are not null."""
     scalars = {}
     for key, value in record.items():
-        tag = key if key.startswith("lr/") else TAGS.get(key)  # lr/PATTERN: of optimizer.groups
+        # "lr/PATTERN": rate of a group in optimizer.groups
+        tag = key if key.startswith("lr/") else TAGS.get(key)
         if tag and value is not None:
             scalars[tag] = 100 * value if tag.endswith("(%)") else value
     return scalars
@@ -189,7 +190,7 @@ def find_scalars(record: dict[str, Any]) -> dict[str, float]:
 
 
 def format_step(fields: dict[str, object]) -> list[str]:
-    """Format a step for the console: its figures, most important first. metrics.jsonl has all of them."""
+    """Format a step for the console: figures in order of importance. metrics.jsonl has all of them."""
     figures = [f"loss {fields['loss']:.5f}", f"grad_norm {fields['grad_norm']:.4f}"]
     if "skipped_above" in fields:
         median = f"its median is {fields['skipped_above']:.4g}"
@@ -222,7 +223,7 @@ FORMATS = {"step": format_step, "validation": format_validation}  # kinds of rec
 
 
 def fit_line(figures: list[str], width: int) -> str:
-    """Join figures to a line of at most `width` characters. The last ones are left out if there is no room."""
+    """Join figures to a line of at most `width` characters. Figures at the end that do not fit are left out."""
     line = figures[0]
     for figure in figures[1:]:
         longer = f"{line}  {figure}"

@@ -23,19 +23,19 @@ from torchtitan_lite.dtensor import count_replicas, local_shard
 def build_optimizer(
     section: Optimizer, parameters: dict[str, Tensor], dtype: str = "float32"
 ) -> TorchOptimizer:
-    """Build one optimizer for all parameters (by FQN). Only Muon communicates, and uses the compute dtype `dtype`.
+    """Build one optimizer for all parameters (FQN -> tensor). Only Muon communicates, and only Muon reads `dtype`.
 
-    The optimizer reads the keys of its groups, and ignores unknown keys.
+    Parameter groups have the keys of every optimizer. An optimizer ignores the keys that it does not know.
     """
     row = OPTIMIZERS[section.name]
     module = load_extension(row.extension) if row.extension else torch.optim
     builder = getattr(module, section.name)
-    if section.moments_dtype == "bfloat16":  # `check` allows it only for fused AdamW
+    if section.moments_dtype == "bfloat16":  # config/features.py allows this only for fused AdamW
         builder = load_extension("adamw_bfloat16").AdamWBFloat16
     # One parameter group for each pair of optimizer.groups and mesh, because torch's kernels need all DTensors on one
     # mesh. Experts have a second mesh.
     groups: dict[tuple, dict] = {}
-    factors = ParameterGroup("")  # both factors are 1
+    factors = ParameterGroup("")  # the default: both factors are 1
     for fqn, parameter in parameters.items():
         if section.groups:
             factors = load_extension("parameter_groups").find_group(section.groups, fqn)
@@ -71,8 +71,8 @@ def require_gradients(gradients: dict[str, Tensor | None]) -> None:
 
 @torch.no_grad()
 def sum_gradient_squares(parameters: Iterable[Tensor]) -> Tensor:
-    """Return this rank's part of the squared 2-norm of all gradients of the model, () float64. Sum over all ranks."""
-    # Work on local shards: planning a DTensor operation costs more than summing a small tensor.
+    """Return this rank's term of the squared 2-norm of all gradients, () float64. The caller sums over ranks."""
+    # Use local shards, because DTensor takes longer to plan an operation than to sum a small tensor.
     by_copies: dict[int, list[Tensor]] = defaultdict(list)
     for parameter in parameters:
         gradient = parameter.grad
@@ -89,9 +89,9 @@ def sum_gradient_squares(parameters: Iterable[Tensor]) -> Tensor:
 def sum_squares(tensors: list[Tensor]) -> Tensor:
     """Sum the squares of all values in `tensors`, which are on one device. Returns () float64.
 
-    A CPU adds fp32 values one by one. The error depends on the number of values on a rank, so clipping would depend on
-    the layout (tests/ranks/test_optim.py). So CPU tensors are summed in float64. A GPU sums in a tree, which is
-    accurate in fp32.
+    A CPU adds fp32 values one by one, so the error grows with the number of values on a rank, and clipping would depend
+    on the layout (tests/ranks/test_optim.py). So CPU tensors are summed in float64. A GPU sums in a tree, which is
+    accurate enough in fp32.
     """
     dtype = torch.float64 if tensors[0].device.type == "cpu" else torch.float32
     norms = torch.stack(torch._foreach_norm(tensors, dtype=dtype))

@@ -37,11 +37,11 @@ def profile_steps(
     *,
     resumed_step: int = 0,
 ) -> Iterator[Callable]:
-    """Context manager around the training loop. Yields a function to call at the end of each step.
+    """Context manager that profiles the training loop. Yields a function to call at the end of each step.
 
     `resumed_step` is the step that the run resumed from: file names count the steps of the whole run. An incomplete
-    period at the end of the loop writes no trace. If memory runs out, the snapshot is written at once. If a file cannot
-    be written, the run logs this once and continues.
+    period at the end of the loop writes no trace. If memory runs out, a snapshot is written immediately. If a file
+    cannot be written, the run logs this once and continues.
     """
     step = resumed_step
     memory = torch.cuda.memory

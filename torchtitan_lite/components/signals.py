@@ -7,14 +7,15 @@
 
 Ranks get a signal at different times, and some get none. Each rank adds its signal to the all-reduce of the gradient
 norm (step.py), which every rank reads once per step. So all ranks stop after the same step, without an extra
-collective. A validation, which may take longer than a step, ends after a batch (validation.py).
+collective. A validation may take longer than a step, so ranks also exchange signals before each of its batches
+(validation.py).
 
 All signals within 5 s count as one. `timeout`, systemd, Slurm and terminals signal the launcher and the ranks, and the
 launcher forwards the signal, so a rank gets several copies. A later signal ends the process immediately. During the
 first step, even the first signal ends the process, because there is nothing to save.
 
 After a crash, torchrun ends the other ranks of the host with SIGTERM. If a rank of this host has already ended, the
-step cannot end either. So a signal then ends the process without a message: the launcher reports the failure.
+step cannot finish. In that case a signal ends the process without a message, because the launcher reports the failure.
 
 The launcher reads why a rank has ended from a small file, which TORCHELASTIC_ERROR_FILE names:
 {"status": 1, "message": "rank 3 failed: ...", "details": "Traceback ..."}. tools/agent.py reads the first one.
@@ -33,14 +34,14 @@ from typing import NoReturn
 
 logger = logging.getLogger(__name__)
 
-# If ranks get different signals, the last one in this order decides.
+# If ranks get different signals, the last one in this order stops the run.
 SIGNALS = (signal.SIGQUIT, signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
 STOPPED = tuple(128 + number for number in SIGNALS)  # exit statuses of a rank that a signal stopped
 COPIES_ARRIVE_WITHIN_S = 5.0
 
 
 class Phase(Enum):
-    """The effect of a signal on a rank, by the phase of the run that faults/hang_watch.py tracks."""
+    """Phases of a run on a rank, each with the effect of a signal. faults/hang_watch.py tracks the phase."""
 
     START = "ends it, because there is nothing to save before the end of the first step"
     STEPS = "ends the run after a step"
@@ -56,7 +57,7 @@ def handle_signals(handler: Callable | signal.Handlers) -> None:
 
 
 class StopFlag:
-    """The signal that this process received. Call `listen` to receive signals. `rank` is for messages."""
+    """Stores the signal that this process received. Call `listen` to start. `rank` is for messages."""
 
     def __init__(self, rank: str = ""):
         self.rank = rank
@@ -65,7 +66,7 @@ class StopFlag:
         self.find_phase: Callable[[], Phase] = lambda: Phase.START
 
     def follow(self, find_phase: Callable[[], Phase]) -> None:
-        """Use `find_phase` from now on to decide the effect of a signal. A different thread calls it."""
+        """From now on, call `find_phase` (in another thread) to decide the effect of a signal."""
         self.find_phase = find_phase
 
     def listen(self) -> None:
@@ -89,7 +90,7 @@ class StopFlag:
                 self.note(signal.Signals(number))
 
     def note(self, received: signal.Signals) -> None:
-        """Store the first signal until the end of a step, or end this process."""
+        """Store the first signal until the step ends, or end this process. The phase of the run decides."""
         now_s = time.monotonic()
         phase = self.find_phase()
         if phase is Phase.FAILED:
@@ -124,10 +125,10 @@ def describe_signal(status: int) -> str:
 
 
 def write_ending(status: int, message: str, details: str = "") -> bool:
-    """Write why this rank ends to the file that torchrun names. Return whether no rank of this host has ended before.
+    """Write why this rank ends to the file that torchrun names. Return whether this is the first end on this host.
 
-    `status`: exit status of the run. `message`: one line, which torchrun reads, too. `details`: a traceback. The first
-    ending of a process counts.
+    `status`: exit status of the run. `message`: one line, which torchrun also reads. `details`: a traceback. Only the
+    first call in a process writes.
     """
     name = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not name:

@@ -22,14 +22,15 @@ class Parameter(NamedTuple):
     is_bias: bool
 
 
-@lru_cache  # for searches. The function is part of the key, because tests may replace it
+# `plan --search` asks for the same model very often. The key includes the function, because tests may replace it.
+@lru_cache
 def call_once(list_modules: Callable[..., list[ModuleRow]], *args: object) -> list[ModuleRow]:
-    """Call a function of a table, and cache the result by its arguments. Do not change the list."""
+    """Call a function of a table, and cache the result. The caller must not change the list."""
     return list_modules(*args)
 
 
 def list_block_modules(model_args: ModelArgs, *, moe: bool = False) -> list[ModuleRow]:
-    """List the modules of one block of this model, dense or with experts."""
+    """List the modules of one block. With `moe`, its feed-forward has experts."""
     experts = model_args.moe if moe else None
     return call_once(MODELS[model_args.name].list_block, model_args, experts)
 
@@ -40,7 +41,7 @@ def list_end_modules(model_args: ModelArgs) -> list[ModuleRow]:
 
 
 def list_added_ends(model_args: ModelArgs) -> list[ModuleRow]:
-    """List the modules outside the blocks that only some models have, such as the norm of an embedding."""
+    """List the modules outside the blocks except tok_embeddings, norm and output: only some models have more."""
     common = ("tok_embeddings", "norm", "output")
     return [row for row in list_end_modules(model_args) if row.name not in common]
 
@@ -55,7 +56,7 @@ def list_gathered(rows: list[ModuleRow]) -> set[str]:
 
 
 def list_modules(model_args: ModelArgs) -> list[tuple[str, ModuleRow]]:
-    """List the modules of the whole model in order, as (prefix, row). FQN: prefix, such as "layers.3.", plus name."""
+    """List (prefix, row) of all modules in order. FQN: the prefix, such as "layers.3.", and the name in the row."""
     ends = list_end_modules(model_args)
     modules = [("", row) for row in ends if row.end == "first"]
     for layer in range(model_args.n_layers):
@@ -87,8 +88,8 @@ def count_parameters(
 ) -> int:
     """Count the parameters. A tied embedding counts once, as in the model cards.
 
-    `active`: count only parameters that one token uses, so top_k of the experts. `in_matmuls`: count only the matrices
-    of blocks.
+    With `active`, count only the parameters that one token uses: of the experts, top_k. With `in_matmuls`, count only
+    the matrices in blocks.
     """
     n_parameters = 0
     for fqn, parameter in list_parameters(model_args).items():
@@ -100,7 +101,7 @@ def count_parameters(
     return n_parameters
 
 
-@lru_cache  # a search asks for it with every layout
+@lru_cache  # `plan --search` asks for the same windows with every layout
 def list_windows(attention: str, model_args: ModelArgs) -> tuple[int | None, ...]:
     """Return, for each layer, the number of tokens that a token attends to, itself included.
 
@@ -112,7 +113,7 @@ def list_windows(attention: str, model_args: ModelArgs) -> tuple[int | None, ...
 
 
 def has_masks(attention: str, model_args: ModelArgs) -> bool:
-    """Return whether layers have windows or sinks; extensions/windowed_attention.py then computes attention."""
+    """Return whether any layer has a window or sinks. If so, extensions/windowed_attention.py computes attention."""
     return model_args.attention_sinks or any(list_windows(attention, model_args))
 
 
@@ -130,7 +131,7 @@ def count_keys(model_args: ModelArgs, seq_len: int, attention: str) -> tuple[int
     A window of W keys counts as W in the full matrix, and as W*(1 - W/2S) in its causal part: early tokens see fewer.
     """
     full = 0
-    causal = 0  # times 2*S
+    causal = 0  # in units of 1 / (2*S), to stay an integer
     for window in list_windows(attention, model_args):
         n_keys = min(window or seq_len, seq_len)
         full += n_keys
@@ -143,9 +144,10 @@ def count_flops_per_token(
 ) -> FlopsPerToken:
     """Count 6 FLOPs per matmul weight and token, plus 12*L*H*E*S of attention (PaLM, app. B, arXiv:2204.02311).
 
-    A layer with a window has fewer keys than S. The embedding is a lookup and costs nothing. The head counts even if it
-    is tied, and top_k experts count.
-    Both conventions are in use: for 8B at 8,192 tokens, full gives 57.9 GFLOP and causal 51.5.
+    In a layer with a window, S is the number of keys. The embedding is a lookup and costs nothing. The head counts even
+    if it is tied. Of the experts, top_k count.
+
+    Publications use either convention: for 8B at 8,192 tokens, full gives 57.9 GFLOP and causal 51.5.
     """
     weights = count_parameters(model_args, active=True, in_matmuls=True)
     weights += sum(prod(row.weight) for row in list_added_ends(model_args) if row.kind == "linear")

@@ -1,4 +1,4 @@
-"""Rules for layouts and machines that need only numbers: no files, no torch.
+"""Check layouts and machines by rules that need only numbers: no files, no torch.
 
 plan_layout applies the rules of a layout. The rules of model sizes are in config/model.py. preflight.py calls the other
 checks, and adds checks that read files. Each function checks all of its rules, so a user sees every problem at once.
@@ -34,7 +34,7 @@ AUTOMATIC = (None, -1, AUTO)  # the values that resolve_config replaces
 TP = "parallelism.tensor_parallel_degree"
 SPLIT_DIMS = {"colwise": 0, "rowwise": -1}  # tp_style -> dim of the weight that tp splits
 SIZES_OF_TP = ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
-# If only these keys differ from their defaults, no rule of features.py refuses the config, so the file is not loaded.
+# features.py has no rule about these keys. If no other key differs from its default, the file is not loaded.
 PLAIN_KEYS = set(
     """
     job.config_file job.dump_folder model.hf_assets_path optimizer.lr lr_scheduler.warmup_steps
@@ -79,7 +79,7 @@ def plan_layout(config: Config, model_args: ModelArgs, world_size: int) -> Layou
 
 
 def asks_for_features(config: Config) -> bool:
-    """Return whether rules of features.py may refuse this config."""
+    """Return whether a rule of features.py could refuse this config."""
     default = Config()
     others = KEYS.keys() - PLAIN_KEYS
     is_plain = all(get_value(config, key) == get_value(default, key) for key in others)
@@ -102,12 +102,12 @@ def resolve_config(config: Config, layout: Layout, device_type: str) -> Config:
     for key, value in resolved.items():
         if get_value(config, key) in AUTOMATIC:
             config = with_value(config, key, value)
-    # zero_stage replaces it
+    # zero_stage has the resolved value, so this key must not contradict it
     return with_value(config, "parallelism.fsdp_reshard_after_forward", "default")
 
 
 def check_layout(problems: Problems, layout: Layout, world_size: int) -> None:
-    """Apply the rules of a layout: the number of ranks, and what its degrees and the schedule must divide."""
+    """Check the number of ranks, and the sizes that degrees and schedule must divide."""
     config = problems.config
     model_args = problems.model_args
     if layout.world_size != world_size:
@@ -153,7 +153,7 @@ def list_multiples(value: int, unit: int) -> str:
 def check_stages(problems: Problems, n_stages: int) -> None:
     """Check that the schedule can run this number of stages, and that the model has enough layers for them.
 
-    The first stage may have only the embedding, and the last stage only norm and head. Other stages need a layer.
+    The first stage may have only the embedding, and the last stage only norm and head. Every other stage needs a layer.
     """
     section = problems.config.parallelism
     pp = section.pipeline_parallel_degree
@@ -195,7 +195,7 @@ def check_microbatches(
 
 
 def count_pieces(parallelism: Parallelism) -> int:
-    """Return the number of equal pieces that tp and cp need of a sequence."""
+    """Return the number of equal pieces into which tp and cp cut a sequence."""
     pieces = parallelism.tensor_parallel_degree
     if parallelism.context_parallel_degree > 1:
         pieces *= 2 * parallelism.context_parallel_degree
@@ -257,7 +257,7 @@ def can_split(row: ModuleRow, model_args: ModelArgs, tp: int) -> bool:
     if row.tp_style in SPLIT_DIMS:
         return row.weight[SPLIT_DIMS[row.tp_style]] % tp == 0
     width = {"sequence": model_args.dim, "heads": model_args.head_dim}.get(row.tp_style)
-    # A weight with one element applies to all features. Any other norm would span ranks.
+    # A norm must fit on one rank: its weight has one element for all features, or one per feature of `width`.
     is_wider = row.kind == "norm" and width and row.weight not in ((1,), (width,))
     return tp == 1 or not is_wider
 
@@ -272,7 +272,7 @@ def check_table(problems: Problems, tp: int, world_size: int) -> None:
             remedy = f"Use one of these in models/{model_args.name}/table.py: {TP_STYLES}"
             problems.refuse("model.name", why, remedy)
             continue
-        # check_sizes has refused the sizes of [model] by their names
+        # if there are problems, check_sizes has already refused the sizes, by their keys in [model]
         if not can_split(row, model_args, tp) and not problems:
             n_features = row.weight[SPLIT_DIMS.get(row.tp_style, 0)]
             why = f"tp ranks cannot share the {n_features} features of {row.name}, whose tp_style is {row.tp_style!r}"

@@ -1,4 +1,4 @@
-"""The choices that a config selects by name. One row per choice says what it supports and needs.
+"""Tables of the choices that a config selects by name. A row says what its choice supports and needs.
 
     key                                    row here      code
     optimizer.name                         OPTIMIZERS    components/optim.py, or a file of extensions/
@@ -8,7 +8,7 @@
     parallelism.pipeline_parallel_schedule SCHEDULES     torch.distributed.pipelining
     model.name                             MODEL_NAMES, in models/registry.py; models/NAME/
 
-In a row, every feature is unsupported by default. A config that needs an unsupported feature is refused before launch.
+By default, a row supports no feature. A config that needs an unsupported feature is refused before launch.
 """
 
 import math
@@ -20,14 +20,14 @@ from torchtitan_lite.config.model_rows import ModelArgs
 
 @dataclass(frozen=True)
 class OptimizerRow:
-    """The state of an optimizer, and its kernels in torch."""
+    """An optimizer: the size of its state, and the torch kernels that it has."""
 
     n_moments: int  # fp32 values per parameter
     has_fused_kernel: bool = False  # one kernel for all parameters, DTensors included
-    # updates hidden matrices as a whole, and stores one moment less for them
+    # updates each hidden matrix as a whole, and stores one moment less for it
     updates_matrices: bool = False
     extension: str = (
-        ""  # a class with this optimizer's name in extensions/EXTENSION.py; "": of torch.optim
+        ""  # file of extensions/ with a class of this name; "": the class is in torch.optim
     )
 
 
@@ -36,11 +36,11 @@ OPTIMIZERS = {
     "SGD": OptimizerRow(n_moments=0),  # without momentum
     "Muon": OptimizerRow(
         n_moments=2, updates_matrices=True, extension="muon"
-    ),  # and AdamW for all other parameters
+    ),  # Muon for hidden matrices, AdamW for all other parameters
 }
 
 
-# Fraction of the peak learning rate (1 -> 0) at `progress` (0 -> 1) through the decay.
+# decay_type -> function from the progress of the decay (0 to 1) to the fraction of the peak learning rate (1 to 0)
 DECAYS: dict[str, Callable[[float], float]] = {
     "linear": lambda progress: 1 - progress,
     "sqrt": lambda progress: 1 - math.sqrt(progress),
@@ -55,14 +55,14 @@ class AttentionRow:
     A plain row needs no code. A row that is not plain names its module in ATTENTION_MODULES (model/attention.py).
     """
 
-    uses_documents: bool = False  # it reads doc_ids
+    uses_documents: bool = False  # the attention reads doc_ids
     # supported values of parallelism.context_parallel_rotate_method
     under_cp: tuple[str, ...] = ()
     # True if attention is a softmax over the token itself and the earlier tokens of its document and window, and over
     # the sinks of the model. Then this row is enough for training, `generate`, verify and context parallel
     is_plain: bool = False
     # (model_args, layer) -> number of tokens that a token sees, itself included; None: all earlier tokens. Without this
-    # function the number is unknown: plan counts all earlier tokens, and says so
+    # function the number is unknown: `plan` then assumes all earlier tokens, and reports this
     window: Callable[[ModelArgs, int], int | None] | None = None
 
 
@@ -70,7 +70,7 @@ ATTENTIONS = {
     "causal": AttentionRow(
         under_cp=("allgather", "ring"), is_plain=True, window=ModelArgs.find_window
     ),
-    # the ring has no masks
+    # the ring supports no masks
     "document": AttentionRow(
         uses_documents=True, under_cp=("allgather",), is_plain=True, window=ModelArgs.find_window
     ),
@@ -93,10 +93,10 @@ class ScheduleRow:
 
 @dataclass(frozen=True)
 class LossRow:
-    """A loss of a token, for training. Validation always measures the cross entropy, in nats."""
+    """A training loss, computed per token. Validation always measures the cross entropy, in nats."""
 
     extension: str = (
-        ""  # a formula with this loss's name in extensions/EXTENSION.py; "": model/loss.py has it
+        ""  # file of extensions/ with a function of this loss's name; "": it is in model/loss.py
     )
     # keyword of the formula -> function of a Batch (model/batch.py)
     fields: dict[str, Callable] = field(default_factory=dict)
@@ -107,7 +107,7 @@ LOSSES = {
 }
 
 
-SCHEDULES = {  # spelled as torch spells them
+SCHEDULES = {  # the names are torch's
     "GPipe": ScheduleRow(most_stages_per_rank=1),
     "1F1B": ScheduleRow(most_stages_per_rank=1, fills_pipeline=True),
     "Interleaved1F1B": ScheduleRow(least_stages_per_rank=2, in_rounds=True),

@@ -1,4 +1,4 @@
-"""Rules for models with experts. Loaded only for such models."""
+"""Check models with experts. Loaded only for such models."""
 
 from math import gcd
 
@@ -9,7 +9,7 @@ from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schema import Config
 
 EP = "parallelism.expert_parallel_degree"
-# torch.nn.functional.grouped_mm: every stride is a multiple of this
+# torch.nn.functional.grouped_mm requires every stride to be a multiple of this number of bytes
 GROUPED_BYTES = 16
 N_BYTES = {"bfloat16": 2, "float32": 4}
 
@@ -41,7 +41,7 @@ def check_experts(problems: Problems, layout: Layout) -> None:
 
 
 def check_grouped_matmuls(config: Config, model_args: ModelArgs) -> list[Problem]:
-    """Find sizes that grouped matmuls cannot take in the dtype of a resolved config."""
+    """Find sizes that grouped matmuls do not support in the compute dtype. `config` is resolved."""
     problems = Problems(config, model_args)
     dtype = "training.mixed_precision_param"
     why = explain_strides(model_args, config.training.mixed_precision_param)

@@ -1,4 +1,4 @@
-"""Load what only some configs ask for. config/features.py has a row for each file of torchtitan_lite/extensions/."""
+"""Import modules that only some configs need. config/features.py has a row for each file of extensions/."""
 
 from importlib import import_module
 from types import ModuleType

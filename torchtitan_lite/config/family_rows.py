@@ -10,23 +10,23 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Literal
 
-ABOVE_ZERO = 1e-30  # `least` of a number that must be above zero
+ABOVE_ZERO = 1e-30  # use this as `least` for a number that must be above zero
 
 
 @dataclass(frozen=True)
 class ConfigKey:
     """One key of config.json. A value of a different type or size, or outside `only`, is refused.
 
-    An ignored key has no effect on our model, and its value is not checked. If the value is outside `only`, a notice
-    says so.
+    An ignored key has no effect on our model, so its value is never refused. If the value is outside `only`, a notice
+    says that it is ignored.
     """
 
     kind: Any = object  # type of the JSON value, such as int, or list | None if null is allowed
-    default: Any = None  # transformers' value if the key is missing; ...: it must not be missing
-    least: float = -inf  # smallest number
-    only: tuple = ()  # the values that our model supports; exports have the first
+    default: Any = None  # transformers' value if the key is missing; `...` if the key is required
+    least: float = -inf  # smallest allowed number
+    only: tuple = ()  # the values that our model supports; an export writes the first; empty: all
     items: type = object  # type of the items of a list
-    same_as: str = ""  # the key that this one replaces
+    same_as: str = ""  # the key with the same meaning that this key replaces
     is_ignored: bool = False
 
 
@@ -34,12 +34,11 @@ class ConfigKey:
 class Family:
     """An architecture of transformers that computes the same outputs as some flavors of a model.
 
-    `switches`: fields of ModelArgs that must be true. If no family has a key for a field, the field must have its
-    default.
+    A field of ModelArgs in `switches` must be true. A field for which the family has no key must have its default.
     """
 
     architecture: str
-    keys: dict[str, ConfigKey]  # the keys that only some architectures have
+    keys: dict[str, ConfigKey]  # keys of config.json besides those that all families have
     sizes: dict[str, str]  # field of ModelArgs -> key
     # FQN of our module (in the block, if any) -> Hugging Face's name; {}: the index of an expert
     names: dict[str, str]
@@ -52,7 +51,7 @@ class Family:
 
     @property
     def named(self) -> set[str]:
-        """The fields of ModelArgs that this family has keys for, besides the fields of every family."""
+        """The fields of ModelArgs for which this family has keys, without the fields that every family has."""
         windows = {
             "none": (),
             "all": ("sliding_window",),

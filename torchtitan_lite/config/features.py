@@ -1,11 +1,11 @@
-"""Features that only some configs ask for: a row for each file of torchtitan_lite/extensions/, and rules.
+"""List the features that only some configs use, one row per file of torchtitan_lite/extensions/, with their rules.
 
 A row says which key loads the file, and which rules `check` applies then. Rules need no torch, so they are here. The
 core names no extension outside of `load_extension`, which it calls where the feature acts. To add one, write a file
 and a row. A row of OPTIMIZERS in choices.py may name the file too.
 
-Loaded if a key that is not in PLAIN_KEYS (checks.py) does not have its default, and for a model with windows: no rule
-here refuses any other config. A rule that does is in checks.py.
+This file is loaded for a model with windows, and if a key outside PLAIN_KEYS (checks.py) differs from its default. Its
+rules accept every other config. A rule that may refuse other configs belongs in checks.py.
 """
 
 import re
@@ -60,7 +60,8 @@ def check_bfloat16_moments(problems: Problems, layout: Layout) -> None:
 
 
 def check_bfloat16_weights(problems: Problems, layout: Layout) -> None:
-    is_summed = layout.zero_stage > layout.pp == 1 < layout.n_microbatches  # in bfloat16
+    # whether gradients of microbatches are summed in bfloat16
+    is_summed = layout.zero_stage > layout.pp == 1 < layout.n_microbatches
     if problems.config.optimizer.moments_dtype != "bfloat16" or is_summed:
         why = "bfloat16 weights need bfloat16 moments, and float32 sums of the microbatches' gradients"
         remedy = 'Set optimizer.moments_dtype = "bfloat16" and parallelism.zero_stage = 1'
@@ -74,7 +75,7 @@ def check_zero_plus_plus(problems: Problems, layout: Layout) -> None:
         problems.refuse(ZERO_PLUS_PLUS, why, "Leave this key out")
     if "hpz" not in section.zero_plus_plus:
         return
-    n_ranks = layout.fsdp * layout.tp  # of a pipeline stage
+    n_ranks = layout.fsdp * layout.tp  # in a pipeline stage and replica
     is_split = layout.fsdp_near > 1 or (layout.ep and layout.efsdp_near > 1)
     if n_ranks > section.zero_plus_plus_node_size and not is_split:
         why = "nodes of this size do not have two or more ranks of an FSDP group each, so hpZ has nothing to keep"
@@ -139,8 +140,8 @@ def check_parameter_groups(problems: Problems, layout: Layout) -> None:
 class Extension:
     """When a run loads a file of extensions/."""
 
-    key: str = ""  # the key that asks for it; "": the run's files do, as `about` says
-    values: tuple[object, ...] = ()  # its values that do; empty: every value but 0, "" and []
+    key: str = ""  # the key that loads the file; "": `about` says what loads it
+    values: tuple[object, ...] = ()  # values that load it; empty: all except 0, "" and []
     about: str = ""  # one sentence for `check --keys`
     check: Callable[[Problems, Layout], None] | None = None
 
@@ -149,7 +150,7 @@ class Extension:
         return value in self.values if self.values else bool(value)
 
 
-EXTENSIONS = {  # file of extensions/, without .py
+EXTENSIONS = {  # name of a file in extensions/, without .py -> its row
     "muon": Extension(
         "optimizer.name",
         ("Muon",),
@@ -334,7 +335,7 @@ def check_settings(config: Config, machine: Machine) -> list[Problem]:
 def find_refused(config: Config, model_args: ModelArgs, layout: Layout) -> list[Problem]:
     """Find combinations of features that are known to crash or to give wrong numbers (torch 2.13).
 
-    tests/ranks/test_layouts.py runs the combinations that torch cannot compute. A test fails when torch repairs one.
+    tests/ranks/test_layouts.py runs these combinations. A test fails when a version of torch makes one of them work.
     """
     problems = Problems(config, model_args)
     section = config.parallelism
@@ -359,7 +360,7 @@ def find_refused(config: Config, model_args: ModelArgs, layout: Layout) -> list[
 
 
 def refuse_experts(problems: Problems) -> None:
-    """Refuse the keys of experts, for a model without experts."""
+    """Refuse keys about experts if the model has no experts."""
     config = problems.config
     why = "the model has no experts"
     if config.parallelism.expert_parallel_degree > 1:
@@ -397,7 +398,7 @@ def check_pipeline(problems: Problems, layout: Layout) -> None:
 
 
 def list_cp_methods(attention: str, model_args: ModelArgs) -> list[str]:
-    """List the methods of context parallel that serve this attention. The ring has no masks."""
+    """List the context-parallel methods that support this attention. The ring supports no masks."""
     methods = ATTENTIONS[attention].under_cp
     masked = has_masks(attention, model_args)
     return [method for method in methods if method == "allgather" or not masked]

@@ -1,4 +1,4 @@
-"""Choose the linear layers that compute in float8; rules and notices. Loaded for model.converters = ["float8"]."""
+"""Choose the linear layers that compute in float8, check them, and list notices. Loaded for model.converters."""
 
 import re
 
@@ -11,7 +11,8 @@ from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schema import Config
 
 FLOAT8_BLOCK = 16  # float8 matmuls need every dim to be a multiple of this
-SKIP_SMALL = "auto_filter_small_kn"  # in filter_fqns, as in torchtitan: skip layers that float8 would slow down
+# in filter_fqns, as in torchtitan: skip layers that float8 would slow down
+SKIP_SMALL = "auto_filter_small_kn"
 # Names of GPUs without float8 (compute capability below 8.9). Any other GPU is assumed to have it.
 WITHOUT_FLOAT8 = r"\b(V100|T4|A100|A800|A40|A30|A16|A10|A10G|A2|GeForce RTX [23]0..|A\d{4})\b"
 
@@ -25,8 +26,9 @@ def plan_float8(
     """Return the FQNs of the layers that compute in float8.
 
     `linears`: FQN -> (out, in) features of the full layer. A filter matches any part of an FQN, as in torchtitan.
-    Every matmul dim on a rank must be a multiple of FLOAT8_BLOCK: out and in features (of FLOAT8_BLOCK * tp, because tp
-    splits them) and the tokens of a microbatch. The head and the experts never compute in float8.
+    On a rank, every matmul dim must be a multiple of FLOAT8_BLOCK. Here, out and in features of the full layer must be
+    multiples of FLOAT8_BLOCK * tp, because tp may split either. check_float8 checks the tokens of a microbatch.
+    The head and the experts never compute in float8.
     """
     chosen = []
     unit = FLOAT8_BLOCK * tp
@@ -39,7 +41,7 @@ def plan_float8(
 
 
 def is_small_for_float8(n_out: int, n_in: int, recipe_name: str) -> bool:
-    """Return whether rounding takes more time than a float8 matmul saves. Thresholds from torchao, for an H100."""
+    """Return whether rounding takes longer than the float8 matmul saves. The thresholds are torchao's, for an H100."""
     if recipe_name == "tensorwise":
         return n_out <= 1024 and n_in <= 4096
     return n_out <= 2048 or n_in <= 1024 or (n_out <= 4096 and n_in <= 2048)
@@ -75,7 +77,7 @@ def check_float8(problems: Problems, layout: Layout) -> None:
 
 
 def check_matmul(problems: Problems, machine: Machine) -> None:
-    """Find that the GPUs have no float8 matmul."""
+    """Add a problem if the GPUs have no float8 matmul."""
     if (
         re.search(WITHOUT_FLOAT8, machine.name)
         and not problems.config.quantize.linear.float8.emulate
@@ -86,7 +88,7 @@ def check_matmul(problems: Problems, machine: Machine) -> None:
 
 
 def list_float8_notices(config: Config, model_args: ModelArgs, tp: int) -> list[str]:
-    """Return notices: how many layers compute in float8, and settings without the expected effect."""
+    """Return notices: how many layers compute in float8, and which settings have no effect or less than expected."""
     section = config.quantize.linear.float8
     if not config.model.uses_float8:
         return ["quantize.linear.float8.emulate has no effect without --model.converters float8"]

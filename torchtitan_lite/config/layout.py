@@ -1,4 +1,4 @@
-"""The layout of a run: the degree of each mesh dim, and the share of each rank. Only numbers and names.
+"""Plan the layout of a run: the degree of each mesh dim, and what each rank gets. Only numbers and names.
 
     rank = (((pp * dp_replicate + r) * dp_shard + s) * cp + c) * tp + t        outermost: pp, innermost: tp
 
@@ -43,11 +43,12 @@ class Layout:
     microbatch_size: int  # sequences per rank and forward pass
     # per rank and step: accumulation steps; under PP, microbatches of the schedule
     n_microbatches: int
-    # 1, 2 or 3: the tensors that FSDP shards over dp_shard x cp, see parallel/fsdp.py
+    # 1, 2 or 3: which tensors FSDP shards over dp_shard x cp (parallel/fsdp.py)
     zero_stage: int
     tied: bool = False  # in a pipeline, the first and the last stage hold the same matrix
-    ep: int = 0  # ranks of dp_shard x cp x tp that share the experts of a layer; 0 if the model has no experts
-    # Each FSDP group has `far` nodes with `near` ranks each. All 1 if ZeRO++ is off, or if groups are not split by node
+    # ranks of dp_shard x cp x tp that share the experts of a layer; 0 if the model has no experts
+    ep: int = 0
+    # For ZeRO++: each FSDP group has ranks on `far` nodes, `near` ranks on each. All 1 if groups are not split by node
     fsdp_near: int = 1
     fsdp_far: int = 1
     efsdp_near: int = 1
@@ -124,7 +125,7 @@ def plan_degrees(parallelism: Parallelism, world_size: int) -> dict[str, int]:
 
 
 def count_stages(parallelism: Parallelism, n_layers: int) -> int:
-    """Return the number of stages from the schedule and layers_per_stage."""
+    """Return the number of pipeline stages, which follows from the schedule and layers_per_stage."""
     if parallelism.pipeline_parallel_degree == 1:
         return 1
     layers_per_stage = parallelism.pipeline_parallel_layers_per_stage
@@ -137,7 +138,7 @@ def count_stages(parallelism: Parallelism, n_layers: int) -> int:
 
 
 def plan_stages(parallelism: Parallelism, n_layers: int) -> list[int]:
-    """Return the number of layers of each stage, first to last. `check_stages` has accepted the number of stages.
+    """Return the number of layers of each stage, first to last. `check_stages` must have accepted their number.
 
     Every stage except the first and the last gets one layer. Each remaining layer goes to the stage with the least
     load; if loads are equal, to a stage without layers, then to the earliest stage. The two `less_layers` keys are the
@@ -154,7 +155,7 @@ def plan_stages(parallelism: Parallelism, n_layers: int) -> list[int]:
         *middle,
         parallelism.pipeline_parallel_last_stage_less_layers,
     ]
-    # load, whether the stage has layers, stage. A sorted list is a heap
+    # (load, whether the stage has layers, stage): the smallest gets the next layer. A sorted list is a heap
     queue = sorted(zip(loads, map(bool, sizes), range(n_stages), strict=True))
     for _ in range(n_layers - sum(sizes)):
         load, _, stage = queue[0]
@@ -165,7 +166,7 @@ def plan_stages(parallelism: Parallelism, n_layers: int) -> list[int]:
 
 @lru_cache
 def name_stages(n_layers: tuple[int, ...], model_args: ModelArgs) -> Stages:
-    """Return the FQNs of stages with these numbers of layers: the model's children, cut behind layers."""
+    """Return the FQNs of stages with these numbers of layers: the model's children, cut between layers."""
     names = [(prefix or row.child).rstrip(".") for prefix, row in list_modules(model_args)]
     children = list(dict.fromkeys(names))
     n_before = children.index("layers.0")
@@ -206,12 +207,14 @@ def plan_batch(config: Config, degrees: dict[str, int]) -> dict[str, int]:
 
 
 def plan_zero_stage(config: Config, layout: Layout) -> int:
-    """Return ZeRO stage 1, 2 or 3 from zero_stage, else from torchtitan's fsdp_reshard_after_forward.
+    """Return ZeRO stage 1, 2 or 3: from zero_stage, or if it is "auto", from fsdp_reshard_after_forward.
 
     Under PP, torch's runtime gathers parameters once per step (stage 1) or for every microbatch (stage 3), and always
-    reduces gradients once. So stage 2 does not exist, and stage 3 shards parameters but not gradients. If gradients are
-    neither sharded nor moved to the host, stage 2 would only copy them once per microbatch. With a single shard, stage
-    3 would only cast the parameters again in each backward.
+    reduces gradients once. So stage 2 does not exist there, and stage 3 shards parameters but not gradients.
+
+    Without PP, the default is stage 3 if there are several shards. With one shard, it would only cast the parameters
+    again in each backward. Stage 2 is used only if gradients are sharded or moved to the host. Otherwise it would only
+    copy the gradients of each microbatch.
     """
     section = config.parallelism
     if section.zero_stage != "auto":
@@ -229,7 +232,7 @@ def gathers_whole_parts(layout: Layout, compute_dtype: str) -> bool:
     """Return whether FSDP gathers a whole model part at once, instead of block by block.
 
     In a pipeline with ZeRO stage 1, a part is gathered and reduced once per step, and nothing is freed in between. In
-    fp32, as on CPUs, no gather hides behind a block's compute, and each group would only cost the host time.
+    fp32, as on CPUs, gathers do not overlap with compute, so more groups would only cost the host more time.
     """
     return layout.pp > 1 and layout.zero_stage == 1 and not layout.ep and compute_dtype == "float32"
 

@@ -1,18 +1,22 @@
-"""The learning rate of a step, as a pure function of its number and of [lr_scheduler]."""
+"""Compute the learning rate of a step from its number and [lr_scheduler]. All functions are pure."""
 
 from bisect import bisect_left
 
 from torchtitan_lite.config.choices import DECAYS
 from torchtitan_lite.config.schema import Config, LRScheduler
 
-# fraction of the peak, below the last steps of a cosine decay over ten million steps
+# A rate below this fraction of the peak counts as 0. Even a cosine decay over ten million steps stays above it until
+# its last step.
 NEGLIGIBLE = 1e-14
 
 
 def learning_rate_factor(section: LRScheduler, step: int) -> float:
-    """Return the fraction of the peak learning rate at `step` (0 = first): warm-up, constant, decay to min_lr_factor.
+    """Return the fraction of the peak learning rate at `step`, counted from 0.
 
-    `total_steps` is resolved. Without decay_ratio the decay starts after the warm-up. A run may end during its warm-up.
+    The schedule is a warm-up, a constant rate, and a decay to min_lr_factor.
+
+    `total_steps` is resolved. Without decay_ratio the decay starts right after the warm-up. A run may end before its
+    warm-up does.
     """
     if step < section.warmup_steps:
         return (step + 1) / section.warmup_steps
@@ -30,7 +34,7 @@ def learning_rate_factor(section: LRScheduler, step: int) -> float:
 def list_rates(config: Config, step: int) -> dict[str, float]:
     """Return the learning rates of a step (0 = first): "lr", and "lr/PATTERN" for each of optimizer.groups.
 
-    They are functions of the step, because a pipeline stage may have no parameter of a group.
+    They are computed from the step, not read from the optimizer: a pipeline stage may have no parameter of a group.
     """
     section = config.optimizer
     factor = learning_rate_factor(config.lr_scheduler, step)
@@ -44,9 +48,9 @@ def list_rates(config: Config, step: int) -> dict[str, float]:
 
 
 def describe_unusual_rates(config: Config, resumed_step: int) -> list[str]:
-    """Return a notice if the rate is 0 before the last step, and one if the peak is never reached.
+    """Return a notice if the rate is 0 before the last step, and another if it never reaches its peak.
 
-    The config is resolved.
+    `config` is resolved.
     """
     section = config.lr_scheduler
     n_steps = config.training.steps
@@ -71,7 +75,8 @@ def describe_idle_steps(config: Config, resumed_step: int) -> list[str]:
     def is_idle(step: int) -> bool:
         return peak * learning_rate_factor(section, step) <= peak * NEGLIGIBLE
 
-    # the first idle step, by bisection: the rate rises from above 0, then falls. The last step may have a rate of 0
+    # Find the first idle step by bisection: the rate starts above 0, rises, then falls. The last step is not searched,
+    # because its rate may be 0.
     idle_step = bisect_left(range(n_steps - 1), True, lo=resumed_step, key=is_idle)
     if idle_step < n_steps - 1:
         rate = peak * learning_rate_factor(section, idle_step)

@@ -1,6 +1,6 @@
-"""Facts about devices by name: peak FLOP/s, and missing features.
+"""Look up facts about devices by their names: peak FLOP/s, and missing features.
 
-tools/detect.py asks the driver.
+tools/detect.py asks the driver for the names.
 """
 
 import re
@@ -18,7 +18,7 @@ class Machine:
     n_devices: int
     memory_bytes_per_device: int | None  # None: unknown
     name: str  # as the driver reports it
-    is_here: bool = True  # False: a remote host, so compilers and memory here do not matter
+    is_here: bool = True  # False for a remote host: compilers and memory of this host do not matter
     driver: str = ""  # version of NVIDIA's driver; "": not known
 
 
@@ -45,8 +45,9 @@ PEAK_BF16_FLOPS = {
     "L40": 181e12,  # nvidia.com, L40 datasheet: dense
     "L4": 121e12,  # nvidia.com, L4 datasheet: 242 sparse
     "A10G": 70e12,  # nvidia.com, A10G datasheet: dense
-    # With float32 sums, as torch computes. Sources to compare with: NVIDIA's white papers of Ada, Blackwell and Ampere.
-    # GB300, B300, L40, A10G, RTX 5090 and RTX A6000 were entered from memory and not yet compared with their source.
+    # The RTX rows are rates with float32 accumulation, which torch uses. Sources: NVIDIA's white papers of Ada,
+    # Blackwell and Ampere. GB300, B300, L40, A10G, RTX 5090 and RTX A6000 were entered from memory and not yet compared
+    # with their source.
     "RTX 5090": 209.5e12,
     "RTX 4090": 165.2e12,
     "RTX A6000": 154.8e12,
@@ -55,7 +56,7 @@ PEAK_BF16_FLOPS = {
 WRONG_CUDNN = r"\bG?B[123]00\b"
 SAFE_KV_HEADS = 8
 
-# in float32 training of a 135M model, on one thread; a rough guess for other CPUs
+# measured in float32 training of a 135M model on one thread; a rough guess for other CPUs
 CPU_FLOPS_PER_CORE = 20e9
 
 

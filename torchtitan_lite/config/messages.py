@@ -43,13 +43,13 @@ class Problems(list):
 
 
 class UserError(ValueError):
-    """An error that the user can fix. Its message says how, so it is printed without a traceback."""
+    """Raised for an error that the user can fix. The message says how, so it is printed without a traceback."""
 
     status = 2  # exit status of a tool
 
 
 class ConfigError(UserError):
-    """A config that cannot run. Lists every problem that was found, not only the first."""
+    """Raised for a config that cannot run. The message lists every problem that was found, not only the first."""
 
     def __init__(self, problems: list[Problem]):
         self.problems = problems
@@ -74,7 +74,7 @@ def name_command(line: str) -> str:
 def expand_path(text: str) -> str:
     """Replace ~ and $VAR in a path that does not exist as written.
 
-    Raises UserError for an unknown user or variable, and for a name that is not UTF-8, as all files of a run are.
+    Raises UserError for an unknown user or variable, and for a path that is not UTF-8, because files of a run name it.
     """
     expanded = text
     if not os.path.exists(text):
@@ -92,5 +92,5 @@ def expand_path(text: str) -> str:
 
 
 def is_unicode(text: str) -> bool:
-    """Return whether Python could decode all bytes of `text`, which are UTF-8 on almost all systems."""
+    """Return whether `text` is valid Unicode. Python uses lone surrogates for bytes of a path that are not UTF-8."""
     return not re.search("[\ud800-\udfff]", text)

@@ -2,7 +2,7 @@
 
     ModelArgs     the sizes of a model, and the options that its modules share
     ModuleRow     one module: its weight and bias, how tp splits them, their initial values
-    ModelTable    both for one model, by flavor: the rows of models/registry.py
+    ModelTable    one model: its ModelArgs by flavor, its ModuleRows; models/registry.py lists the models
 
 Everything else derives from them: counts and FLOPs, tensor parallel, float8, memory, traffic, initial weights and the
 bounds of `verify`. family_rows.py has the types for Hugging Face folders.
@@ -15,7 +15,7 @@ from typing import Literal
 SLIDING = "sliding_attention"  # in ModelArgs.layer_types
 FULL = "full_attention"
 LAYER_TYPES = (SLIDING, FULL)
-AUTO = "auto"  # flavor: the model of the weights that the run loads, or debug if it loads none
+AUTO = "auto"  # model.flavor: the model of the loaded weights, or debug if the run loads none
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,8 @@ class RopeScaling:
 
     factor: float  # scaled wavelengths are multiplied by this
     low_freq_factor: float = 1.0  # wavelengths above original_length / low_freq_factor are scaled
-    # wavelengths below original_length / high_freq_factor are not scaled; between the two, interpolated
+    # wavelengths below original_length / high_freq_factor are not scaled; between the two bounds, the scale is
+    # interpolated
     high_freq_factor: float = 4.0
     original_length: int = 8192  # tokens in the original training context
     kind: Literal["llama3", "linear"] = "llama3"
@@ -85,7 +86,8 @@ class ModelArgs:
         return (layer + 1) % moe.moe_every == 0
 
 
-TP_STYLES = {  # kind of a module -> its styles in parallel/tensor_parallel.py, and for experts in expert_parallel.py
+# kind of a module -> its styles in parallel/tensor_parallel.py, and for experts in expert_parallel.py
+TP_STYLES = {
     "linear": "colwise rowwise sequence whole gathered vocabulary".split(),
     "norm": ("sequence", "heads", "whole", "colwise"),
     "embedding": ("vocabulary",),
@@ -100,7 +102,7 @@ class ModuleRow:
 
     kind                        weight
     linear, embedding, router   (out, in)
-    norm                        (size,). Also any other module that works on each element by itself
+    norm                        (size,). Also for other elementwise modules
     experts                     (experts, in, out)
 
     tp_style    the tensors on a tp rank                    how the module computes there
@@ -119,7 +121,7 @@ class ModuleRow:
     kind: str  # a key of TP_STYLES
     weight: tuple[int, ...]
     tp_style: str
-    # The initial weight is normal with this standard deviation, clamped at three of them. 0: the constant init_mean
+    # Initial weights are normal with this standard deviation, clamped at three of them; 0: the constant init_mean
     init_std: float = 0.0
     bias: bool = False  # has a bias, which starts at 0
     init_mean: float = 0.0
@@ -128,7 +130,7 @@ class ModuleRow:
     # Rotary embedding rotates its output. Hugging Face orders the rows of each head differently.
     is_rotated: bool = False
     end: str = (
-        ""  # of a module outside the blocks: "first" or "last", the pipeline stage that has it
+        ""  # for a module outside the blocks: the pipeline stage that has it, "first" or "last"
     )
 
     @property
@@ -149,7 +151,7 @@ class ModuleRow:
 
 @dataclass(frozen=True)
 class ModelTable:
-    """A model: its sizes by flavor (with a row "debug"), its modules, and where its families are."""
+    """A model: its sizes by flavor (one must be "debug"), its modules, and the file with its Hugging Face families."""
 
     flavors: dict[str, ModelArgs]
     # function that lists the modules of a block, dense or with experts

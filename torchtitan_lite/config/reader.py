@@ -45,7 +45,7 @@ def list_types(section: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield prefix + name, kind
 
 
-OTHER_KEYS = "torchtitan_keys"  # the extension for names that are no keys here
+OTHER_KEYS = "torchtitan_keys"  # the extension that explains names that are not keys here
 KEYS = dict(list_types(Config))  # "training.steps" -> its type
 SECTIONS = list(dict.fromkeys(key.rpartition(".")[0] for key in KEYS))
 
@@ -70,7 +70,7 @@ class UserConfig:
 
 
 def read_config(args: list[str]) -> UserConfig:
-    """Read command-line arguments and the TOML file that they name. Does not raise: see `problems`."""
+    """Read command-line arguments and the TOML file that they name. Errors go to `problems` of the result."""
     texts, problems = parse_arguments(args)
     config_file = str(texts.pop("job.config_file", Job.config_file))
     table = {}
@@ -79,7 +79,7 @@ def read_config(args: list[str]) -> UserConfig:
         path = find_config_file(expand_path(config_file))
         is_shipped = path.parent.resolve() == CONFIG_FOLDER
         table |= flatten_table(load_toml(path))
-        # a resolved config.toml also has this key, with the name of its source file
+        # a saved config.toml also has this key, with the name of the file it came from: replace it
         table["job.config_file"] = config_file
     except ValueError as error:
         remedy = "Name a TOML file, or one in configs/"
@@ -105,7 +105,7 @@ def read_config(args: list[str]) -> UserConfig:
 
 
 def parse_arguments(args: list[str]) -> tuple[dict[str, str | bool], list[Problem]]:
-    """Return name -> text. `--section.flag` gives True, `--section.no_flag` gives False; - and _ are equivalent."""
+    """Return key -> text, and problems. `--section.flag` gives True, `--section.no_flag` False; - and _ are equal."""
     values: dict[str, str | bool] = {}
     problems = []
     rest = list(args)
@@ -130,12 +130,12 @@ def parse_arguments(args: list[str]) -> tuple[dict[str, str | bool], list[Proble
 
 
 def find_key(written: str) -> str:
-    """Return the key with this name, or with this name in torchtitan."""
+    """Return the key with this name, or the key that has this name in torchtitan."""
     return written if written in KEYS else load_extension(OTHER_KEYS).resolve_alias(written)
 
 
 def find_config_file(name: str) -> Path:
-    """Look for a path first, then for a name in configs/, each with or without `.toml`. Raises ValueError."""
+    """Find a TOML file: `name` is a path, or a name in configs/, with or without `.toml`. Raises ValueError."""
     for folder in (Path(), CONFIG_FOLDER):
         for path in (folder / name, folder / f"{name}.toml"):
             if path.is_file():
@@ -156,8 +156,8 @@ def load_toml(path: Path) -> dict[str, Any]:
 def flatten_table(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield ("a.b.c", 1) for `[a.b]` with `c = 1`.
 
-    Two kinds of tables are yielded unchanged: a table in place of a value, and an empty one, which may be a misspelled
-    section.
+    Two kinds of tables are yielded unchanged: a table where a value is expected, and an empty table, whose name may be
+    a misspelled section.
     """
     for name, value in table.items():
         if value and isinstance(value, dict) and prefix + name not in KEYS:
@@ -219,7 +219,7 @@ def describe_list(kind: Any) -> str:
 
 
 def check_limits(value: Any, limits: Any) -> Any:
-    """Return a number in its range, an expanded path, or the name of a folder. Raises WrongValue."""
+    """Check that a number is in its range, or a text is a folder name; expand a path. Raises WrongValue."""
     if limits == PATH:
         try:
             return expand_path(value)
@@ -234,7 +234,7 @@ def check_limits(value: Any, limits: Any) -> Any:
 
 
 def convert_text(kind: Any, text: Any) -> Any:
-    """Convert a text to the type of its key: unchanged if the key takes texts, else as a TOML literal.
+    """Convert a text to the type of its key: unchanged if the type is str, otherwise read as a TOML literal.
 
     Raises WrongValue.
     """
@@ -258,7 +258,7 @@ def parse_literal(text: Any) -> Any:
 
 
 def split_list(kind: Any, text: str) -> list[Any]:
-    """Return the items of a TOML list, or of a text with commas. Raises WrongValue."""
+    """Return the items of a TOML list, or of a text separated by commas. Raises WrongValue."""
     literal = parse_literal(text)
     if isinstance(literal, list):
         return literal

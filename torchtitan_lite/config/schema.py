@@ -1,4 +1,4 @@
-"""Every config key: one frozen dataclass per TOML section, in the order of use. The comments document the keys.
+"""Define every config key: one frozen dataclass per TOML section, in the order of use. Comments document the keys.
 
 Keys have torchtitan's names (v0.2); `new` marks keys that exist only here. The type of a key defines its valid values:
 `Literal` for a choice (often the rows of a table in choices.py), `Range` for a number. `reader.py` fills these classes
@@ -19,7 +19,7 @@ from torchtitan_lite.models.registry import FLAVOR_NAMES, MODELS
 class Range:
     """Bounds of a number: `low <= value <= high`, or the value `auto`, which is resolved later.
 
-    Every number has an upper bound. A larger number would overflow, or keep the check busy for hours.
+    Every number has an upper bound, because a huge number would overflow, or keep `check` busy for hours.
     """
 
     low: float
@@ -40,7 +40,7 @@ MOST_LAYERS = 10_000
 MOST_SECONDS = 10**7
 LARGEST_SIZE = 2**24  # a dim of the model, tokens of a sequence, sequences of a batch
 LARGEST_SEED = 2**63 - 1  # TOML's largest integer
-LARGEST = 1e30  # in a float32
+LARGEST = 1e30  # fits into a float32
 Positive = Annotated[int, Range(1, MANY)]
 NotNegative = Annotated[int, Range(0, MANY)]
 Seconds = Annotated[int, Range(1, MOST_SECONDS)]
@@ -64,7 +64,7 @@ def key(default: Any, *, resume: Literal["refuse", "note"]) -> Any:
 
     refuse    the saved state is useless with a different value: data, batch, seed, kind of optimizer
     note      the run trains differently from here on, so both values are printed
-    (free)    a different value gives the same training: layout, recompute, logs, folders
+    (free)    a field without `key`: a different value gives the same training: layout, recompute, logs, folders
     """
     # a list must be copied for each section
     return field(default_factory=partial(copy, default), metadata={"resume": resume})
@@ -106,26 +106,26 @@ class Training:
     dataset: list[PathText] = key(["python_stdlib"], resume="refuse")
     # folder or file of a downloaded corpus (c4, c4_test); empty: the folder in DATASETS
     dataset_path: PathText = ""
-    # new: sampling weight per corpus; empty: by size
+    # new: sampling weight per corpus; empty: proportional to its size
     dataset_weights: list[AboveZero] = key([], resume="refuse")
-    # new: tokens of named corpora, and compiled code; all runs share it
+    # new: folder for the tokens of named corpora and for compiled code, which all runs share
     cache_folder: PathText = "outputs/cache"
     # sequences per data-parallel rank and forward pass, or fewer if a rank's share of global_batch_size is smaller.
     # Under PP: a divisor of the share
     local_batch_size: Size = 8
-    # sequences per step; auto: local_batch_size x data-parallel ranks. Smaller on a CPU unless set
+    # sequences per step; auto: local_batch_size x data-parallel ranks. On a CPU the default may be smaller
     global_batch_size: SizeOrAuto = key(-1, resume="refuse")
     # tokens per sequence. Unless set: at most the context length of Hugging Face weights, and at most 512 on a CPU
     seq_len: Size = key(2048, resume="refuse")
-    # new: for the order of samples, which is the same on every layout; default: debug.seed
+    # new: seed of the order of samples, which is the same on every layout; default: debug.seed
     data_seed: Annotated[int, Range(0, LARGEST_SEED)] | None = key(None, resume="refuse")
     steps: Positive = 10000
     # gradients are scaled down to this global 2-norm; 0: never
     max_norm: ZeroOrMore = key(1.0, resume="note")
     # new: skip the update of a step whose gradient norm is more than this times its running median, such as 3; 0: never
     skip_spikes: ZeroOrMore = key(0.0, resume="note")
-    # new: number of steps in this median, skipped steps included. If norms rise for good, half this number of steps is
-    # skipped; then the higher level is accepted
+    # new: number of steps in the running median, including skipped steps. If norms rise permanently, half as many steps
+    # are skipped before the median has risen too
     spike_window: Annotated[int, Range(2, 2**20)] = key(32, resume="note")
     # compute dtype; auto: bfloat16 on CUDA
     mixed_precision_param: Literal["auto", "bfloat16", "float32"] = key("auto", resume="note")
@@ -135,7 +135,7 @@ class Training:
     mixed_precision_reduce: Literal["float32"] = key("float32", resume="note")
     # keep weights, gradients and optimizer state on the host; update weights there
     enable_cpu_offload: bool = False
-    # new: loss of a token, a formula of its logits
+    # new: the training loss, computed per token from its logits
     loss: Literal[tuple(LOSSES)] = key("cross_entropy", resume="note")
     # new: number of tokens whose logits a rank computes at a time; 0 for all at once; auto: 4096 on CUDA, else 1024
     loss_chunk_tokens: Annotated[int, Range(0, MANY, auto=-1)] = -1
@@ -156,7 +156,7 @@ class Parallelism:
     data_parallel_replicate_degree: Degree = 1
     # FSDP2: ranks that shard one replica; auto: all remaining ranks
     data_parallel_shard_degree: DegreeOrAuto = -1
-    # used if zero_stage is auto. always: 3; never: 2, or 1 if auto is 1
+    # used if zero_stage is auto. always: stage 3; never: stage 2, or stage 1 where auto would be 1
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     # new: which tensors FSDP shards, see parallel/fsdp.py; auto: 3; under PP, or if nothing is sharded, 1
     zero_stage: Literal["auto", 1, 2, 3] = "auto"
@@ -173,9 +173,9 @@ class Parallelism:
     pipeline_parallel_microbatch_size: Size = 1  # sequences per microbatch
     # default: one stage per rank, or two if interleaved
     pipeline_parallel_layers_per_stage: Layers | None = None
-    # load of the embedding, in layers
+    # compute of the embedding, counted in layers: the first stage gets fewer layers
     pipeline_parallel_first_stage_less_layers: Annotated[int, Range(0, MOST_LAYERS)] = 1
-    # load of norm and head, in layers
+    # compute of norm and head, counted in layers: the last stage gets fewer layers
     pipeline_parallel_last_stage_less_layers: Annotated[int, Range(0, MOST_LAYERS)] = 1
     context_parallel_degree: Degree = 1  # ranks that share each sequence
     # how cp ranks exchange keys and values
@@ -204,11 +204,11 @@ class Optimizer:
     weight_decay: ZeroOrMore = key(0.1, resume="note")  # decoupled, on every parameter
     # SGD and Muon use foreach instead of fused
     implementation: Literal["fused", "foreach", "for-loop"] = key("fused", resume="note")
-    # new: bfloat16 saves 4 bytes per parameter of AdamW
+    # new: dtype of AdamW's moments; bfloat16 saves 4 bytes per parameter
     moments_dtype: Literal["float32", "bfloat16"] = key("float32", resume="refuse")
-    # new: tables [[optimizer.groups]] with a pattern `match` of FQNs, such as "*norm.weight", and factors `lr` and
-    # `weight_decay` of the keys above. A parameter is in the first table that matches. `check` prints the parameters of
-    # each table
+    # new: tables [[optimizer.groups]]. `match` is a pattern of FQNs, such as "*norm.weight"; `lr` and `weight_decay`
+    # are factors of the two keys above. A parameter belongs to the first table that matches. `check` prints the
+    # parameters of each table
     groups: list[ParameterGroup] = key([], resume="note")
 
 
@@ -217,7 +217,7 @@ class LRScheduler:
     warmup_steps: NotNegative = key(200, resume="note")  # linear, from 0 to the peak
     # length of the whole schedule; default: training.steps
     total_steps: Positive | None = key(None, resume="note")
-    # fraction of the steps, at the end, that decay; default: all steps after warm-up
+    # fraction of the steps in which the rate decays, at the end; default: all steps after warm-up
     decay_ratio: Share | None = key(None, resume="note")
     decay_type: Literal[tuple(DECAYS)] = key("linear", resume="note")
     min_lr_factor: Share = key(0.0, resume="note")  # the decay ends at this fraction of the peak
@@ -229,19 +229,19 @@ class Checkpoint:
     enable: bool = False
     folder: FolderName = "checkpoint"  # inside dump_folder
     interval: Positive = 500  # steps between saves; the last step is always saved
-    # also save after the first step, to detect bad storage early
+    # also save after the first step, so that storage problems appear early
     enable_first_step_checkpoint: bool = False
     # async: copy to host memory, then write while training continues; without pinned memory the GPU waits for the copy
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
     keep_latest_k: NotNegative = 10  # 0 keeps all
-    # new: save snapshots too, into this folder of each host, such as /dev/shm/snapshots
+    # new: also save snapshots, on each host in this local folder, such as /dev/shm/snapshots
     local_folder: PathText = ""
-    local_interval: Positive = 10  # new: steps between snapshots, of which the last two are kept
+    local_interval: Positive = 10  # new: steps between snapshots; the last two are kept
     # resume from this step; auto: the newest undamaged one. A run that saves resumes from its last step only
     load_step: Annotated[int, Range(0, MANY, auto=-1)] = -1
     # load a checkpoint of the dump folder, but write no file there: neither checkpoints nor logs
     load_only: bool = False
-    # start with new optimizer state, once: checkpoints that the run saves afterwards are loaded whole
+    # start with new optimizer state. This acts once: later checkpoints of the run are loaded with their state
     exclude_from_loading: list[Literal["optimizer"]] = field(default_factory=list)
     # checkpoint or Hugging Face folder with initial weights, used if the run does not resume; works without `enable`
     initial_load_path: PathText = ""
@@ -296,7 +296,7 @@ class Float8:
     filter_fqns: list[str] = key(["output"], resume="note")
     # all-gather weights in float8; tensorwise only
     enable_fsdp_float8_all_gather: bool = key(False, resume="note")
-    # compute all their scales in one all-reduce per step
+    # compute the scales of all float8 weights with one all-reduce per step
     precompute_float8_dynamic_scale_for_fsdp: bool = key(False, resume="note")
     # round to float8 and multiply in higher precision, for devices without float8
     emulate: bool = key(False, resume="note")
@@ -325,7 +325,7 @@ class Comm:
     # time-out of collectives until the first step ends, and for checkpoints
     init_timeout_seconds: Seconds = 300
     train_timeout_seconds: Seconds = 100  # time-out of collectives after the first step
-    # new: report a step that takes longer; 0 turns this off; auto: 3/4 of train_timeout_seconds
+    # new: report a step that takes longer than this; 0 turns this off; auto: 3/4 of train_timeout_seconds
     hang_seconds: Annotated[int, Range(0, MOST_SECONDS, auto=-1)] = -1
     # entries in NCCL's flight recorder, which is written on a time-out; 0 turns it off
     trace_buf_size: Annotated[int, Range(0, 10**7)] = 20000
@@ -334,8 +334,8 @@ class Comm:
 
 @dataclass(frozen=True)
 class Debug:
-    # for initial weights, which are the same on every layout; and for the order of samples, unless training.data_seed
-    # is set
+    # seed of the initial weights, which are the same on every layout; also of the order of samples, unless
+    # training.data_seed is set
     seed: Annotated[int, Range(0, LARGEST_SEED)] = 0
     deterministic: bool = False  # use torch's deterministic algorithms
     # new: steps between comparisons of replicas, which find damage; 0 turns them off
@@ -388,8 +388,8 @@ class Config:
     profiling: Profiling = Profiling()
 
 
-# Keys that act once, not again when the run continues from its own checkpoint -> argument that turns the key off in the
-# command to continue
+# Keys that act at the start only, not when the run continues from its own checkpoint. Each maps to the argument that
+# turns it off in the printed command to continue
 ONE_SHOT = {
     "job.overwrite": "--job.no_overwrite",
     "checkpoint.load_step": "--checkpoint.load_step=-1",

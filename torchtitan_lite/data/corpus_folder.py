@@ -38,7 +38,7 @@ WIDTHS = {"uint16": 2, "uint32": 4}  # bytes per token
 
 
 class CorpusError(UserError):
-    """Raised if a corpus cannot be used. `why` names the file and the problem; `remedy` says how to fix it."""
+    """Raised if a corpus cannot be used. `why` names the file and the problem, `remedy` says how to fix it."""
 
     def __init__(self, why: str, remedy: str = "Delete the folder, and prepare or copy it again"):
         self.why, self.remedy = why, remedy
@@ -96,7 +96,7 @@ def read_corpus_manifest(folder: Path) -> CorpusManifest:
 
 
 def explain_missing(folder: Path) -> CorpusError:
-    """Return an error that says how to get a prepared corpus. `folder` has no manifest."""
+    """Return an error that says how to prepare the corpus in `folder`, which has no manifest."""
     name = shlex.quote(str(folder))
     if not folder.exists():
         why = f"there is no folder {folder.absolute()}, and nothing is downloaded"
@@ -109,9 +109,9 @@ def explain_missing(folder: Path) -> CorpusError:
 
 
 def open_split(folder: Path, split: str, tokenizer: Tokenizer | None) -> CorpusManifest:
-    """Read the manifest, and compare the size of every file with it. Raises CorpusError.
+    """Read the manifest, and compare the size of every file with it.
 
-    Also raises CorpusError if the split does not exist, or was made with a different tokenizer.
+    Raises CorpusError for a wrong size, a missing split, or a corpus that a different tokenizer made.
     """
     manifest = read_corpus_manifest(folder)
     widths = {"tokens": WIDTHS[manifest.dtype], "documents": 8, "targets": 1}
@@ -158,10 +158,10 @@ def list_python_stdlib(_: str = "") -> list[Path]:
 def list_downloaded(folder: str, pattern: str, advice: str, dataset_path: str) -> list[Path]:
     """Return the files of a downloaded corpus in `dataset_path`, or in `folder` by default. Raises CorpusError."""
     path = Path(dataset_path or folder)
-    if why := explain_hub_cache(path):  # may contain several versions
+    if why := explain_hub_cache(path):  # a cache folder may contain several versions of the corpus
         raise CorpusError(why, "Set training.dataset_path to that folder")
     files = [path] if path.is_file() else sorted(path.rglob(pattern))
-    # Hugging Face metadata
+    # leave out the metadata of Hugging Face downloads
     files = [file for file in files if not file.relative_to(path).parts[:1] == (".cache",)]
     if not files:
         remedy = f"{advice}, and set training.dataset_path"
@@ -169,7 +169,7 @@ def list_downloaded(folder: str, pattern: str, advice: str, dataset_path: str) -
     return files
 
 
-# Name in training.dataset -> function from training.dataset_path to the list of files. A fork adds a row.
+# Name in training.dataset -> function that takes training.dataset_path and returns the files. A fork adds a row.
 C4 = "Download en/c4-train.00000-of-01024.json.gz, and more such files if you like, from the dataset allenai/c4"
 DATASETS: dict[str, Callable[[str], list[Path]]] = {
     "python_stdlib": list_python_stdlib,

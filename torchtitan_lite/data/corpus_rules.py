@@ -1,16 +1,16 @@
-"""Rules of training.dataset_path and training.dataset_weights. Loaded if one of them is set. Needs no torch."""
+"""Check training.dataset_path and training.dataset_weights. Loaded if one of them is set. Needs no torch."""
 
 from torchtitan_lite.config.messages import Problems
 from torchtitan_lite.data.corpus_folder import DATASETS
 
-# these use training.dataset_path
+# corpora that are read from training.dataset_path
 DOWNLOADS = [name for name in DATASETS if name != "python_stdlib"]
-# of a corpus in training.dataset_weights; weighted_sampler.py draws in cycles of 2**20
+# smallest fraction of the draws that a corpus may have; weighted_sampler.py draws in cycles of 2**20
 SMALLEST_SHARE = 1e-6
 
 
 def check_keys(problems: Problems) -> None:
-    """Find a path that no corpus uses, and weights that fit no corpus or hardly ever draw one."""
+    """Find a path that no corpus uses, a wrong number of weights, and weights that are too small."""
     training = problems.config.training
     if training.dataset_path and not set(training.dataset).intersection(DOWNLOADS):
         why = f"it is only used for {', '.join(DOWNLOADS)}, and training.dataset names none of them"

@@ -52,7 +52,7 @@ from torchtitan_lite.model.loss import IGNORE_INDEX
 def map_file(path: str, dtype: torch.dtype) -> Tensor:
     """Map a file read-only. Nothing may write to the tensor.
 
-    torch.from_file maps a file private and writable; Linux refuses that if the file is larger than memory and swap.
+    torch.from_file would map it private and writable. Linux refuses this if the file is larger than memory and swap.
     """
     with open(path, "rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -79,7 +79,7 @@ class Corpus:
         if name in VALIDATION_ONLY:
             split = "train"
         manifest = open_split(folder, split, tokenizer)
-        self.fingerprint = manifest.hash_split(split)  # of tokens, documents and targets
+        self.fingerprint = manifest.hash_split(split)  # hash of tokens, documents and targets
         self.sizes = manifest.splits[split]
         self.n_tokens = self.sizes.n_tokens
         path = folder / split
@@ -133,7 +133,7 @@ class SampleReader:
         return [-(-(corpus.n_tokens - 1) // self.seq_len) for corpus in self.corpora]
 
     def read(self, samples: Tensor) -> Batch:
-        """Return one row per sample, (B,) int64. The samples of all corpora have consecutive numbers.
+        """Return a batch with a row for each sample number, (B,) int64. Numbers run through the corpora in order.
 
         A number after the last sample gives a row of padding. Raises CorpusError.
         """
@@ -143,7 +143,7 @@ class SampleReader:
         for corpus, n_samples in zip(self.corpora, self.n_samples, strict=True):
             own = (samples >= 0) & (samples < n_samples)
             rows[:, own] = corpus.read(samples[own] * self.seq_len, self.seq_len)
-            samples = samples - n_samples  # of the next corpus
+            samples = samples - n_samples  # count from the first sample of the next corpus
         largest = rows[:2].max().item()
         if largest >= self.vocab_size:
             names = ", ".join(corpus.name for corpus in self.corpora)
@@ -165,11 +165,11 @@ class SampleReader:
 class Sampler:
     """Chooses the order in which a run draws samples. The order depends only on the seed.
 
-    An epoch has every sample once. See weighted_sampler.py for training.dataset_weights.
+    An epoch has every sample once. With training.dataset_weights, weighted_sampler.py replaces this class.
     """
 
     def __init__(self, n_samples: Sequence[int], seed: int):
-        """`n_samples`: number per corpus."""
+        """`n_samples`: the number of samples in each corpus."""
         self.n_samples = n_samples
         self.seed = seed
 
@@ -178,11 +178,11 @@ class Sampler:
         return [n_draws / sum(self.n_samples)] * len(self.n_samples)
 
     def choose(self, draws: Tensor) -> Tensor:
-        """Return the number of the sample for each of these consecutive draws; both (n,) int64."""
+        """Return the sample number of each draw. `draws` and the result are (n,) int64; draws are consecutive."""
         return self.permute(draws, sum(self.n_samples), name="all")
 
     def permute(self, draws: Tensor, n: int, *, name: str) -> Tensor:
-        """For each draw d, apply permutation number d // n to d % n."""
+        """Permute the n samples anew in each epoch: apply permutation number d // n to d % n, for each draw d."""
         permuted = torch.empty_like(draws)
         epochs = draws // n
         for epoch in epochs.unique().tolist():
@@ -270,7 +270,7 @@ def prefetch(
     def load(step: int) -> Batch:
         batch = read_batch(step, rows)
         if device.type == "cuda":
-            # A new thread starts with GPU 0 as its current device. Pinning would create a context there for every rank.
+            # The current device of a new thread is GPU 0. Otherwise, pinning would create a context there per rank.
             torch.cuda.set_device(device)
             batch = batch.pin_memory()  # only copies from pinned memory are asynchronous
         return batch

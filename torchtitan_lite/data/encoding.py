@@ -9,7 +9,7 @@ import tiktoken
 
 from torchtitan_lite.data.tokenizer import BytePairs, compose
 
-# tiktoken's regular expression overflows its stack on longer runs of spaces. So texts are cut, as by Llama 3.
+# tiktoken's regular expression overflows its stack on longer runs of spaces. So texts are cut first, as in Llama 3.
 MAX_CHARACTERS = 400_000
 
 CONTINUATION = bytes(range(0x80, 0xC0))  # bytes of UTF-8 that do not begin a character
@@ -20,13 +20,13 @@ def encode_by_tiktoken(
 ) -> tuple[Callable, Callable]:
     """Return Tokenizer.encoders, implemented with tiktoken.
 
-    `added` maps name -> id of the tokens that are matched before the text is cut. In plain text, only the names in
-    `in_text` are matched.
+    `added` maps names of tokens to ids. These tokens are matched before the text is cut into words; in plain text, only
+    the names in `in_text` are.
     """
     encoding = tiktoken.Encoding(
         "torchtitan_lite", pat_str=pairs.pattern, mergeable_ranks=pairs.ranks, special_tokens=added
     )
-    names = match_longest(added)  # tiktoken does not prefer the longest
+    names = match_longest(added)  # tiktoken would not prefer the longest name
 
     def encode(text: str, found: Set[str]) -> list[int]:
         ids = []

@@ -30,7 +30,7 @@ from torchtitan_lite.files import explain_hub_name, refuse_pointer
 
 KEY = "model.hf_assets_path"
 TOKENIZER_CONFIG = "tokenizer_config.json"
-BYTES = "bytes"  # value of the key that means plain bytes
+BYTES = "bytes"  # value of model.hf_assets_path: the tokens are bytes
 # the first existing file is used
 IN_FOLDER = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
 REMEDY = "Name a folder with tokenizer.json or Llama 3's tokenizer.model; assets/tokenizer has a small one"
@@ -41,7 +41,8 @@ compose = partial(unicodedata.normalize, "NFC")
 LLAMA3_PATTERN = "|".join(
     [
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)",  # the end of an English contraction
-        r"[^\r\n\p{L}\p{N}]?\p{L}+",  # letters, and one other character before them: " return", "_name"
+        # letters, and one other character before them: " return", "_name"
+        r"[^\r\n\p{L}\p{N}]?\p{L}+",
         r"\p{N}{1,3}",  # up to three digits
         r" ?[^\s\p{L}\p{N}]+[\r\n]*",  # punctuation, with the line ends that follow
         r"\s*[\r\n]+",  # empty lines
@@ -83,11 +84,11 @@ class Tokenizer:
     eos_id: int  # last token of every document
     special: dict[str, int]  # name -> id of special tokens, which never come from plain text
     bytes_of_id: dict[int, bytes]  # id -> text of the token; for a special token, its name
-    # returns the functions behind `encode` and `encode_special`; a run never encodes
+    # returns the functions behind `encode` and `encode_special`. Called late, because a run never encodes
     make_encoders: Callable[[], tuple[Callable, Callable]]
     normalize: Callable[[str], str] = str  # normalization that encode_special applies to a text
-    unknown_id: int | None = None  # for text outside the vocabulary
-    # None if the concatenated bytes of tokens are the text
+    unknown_id: int | None = None  # id for text that the vocabulary cannot encode
+    # decodes ids to text; None if the text is the concatenated bytes of the tokens
     decode_text: Callable[[list[int]], str] | None = None
 
     @cached_property
@@ -97,7 +98,7 @@ class Tokenizer:
 
     @cached_property
     def largest_text_id(self) -> int:
-        """Largest id in a document of plain text: no special token except BOS and EOS."""
+        """Largest id that a document of plain text can have. Of the special tokens, it has only BOS and EOS."""
         unused = set(self.special.values()) - {self.bos_id, self.eos_id}
         return max(self.bytes_of_id.keys() - unused)
 
@@ -114,9 +115,9 @@ class Tokenizer:
         return [*ids, self.eos_id] if eos else ids
 
     def encode_special(self, text: str) -> tuple[list[int], list[int]]:
-        """Return the ids of a normalized text, with special tokens recognized, and the end of each token in it.
+        """Return the ids of a normalized text, with special tokens recognized, and where each token ends.
 
-        The end is the index after the token's last character.
+        An end is the index after the token's last character in the text.
         """
         _, encode_special = self.encoders
         return encode_special(text)
@@ -129,7 +130,7 @@ class Tokenizer:
         return b"".join(tokens).decode(errors="replace")
 
     def __reduce__(self) -> tuple:
-        """Pickle only the path: functions that encode cannot be pickled, so another process loads the file again."""
+        """Pickle only the path, because functions cannot be pickled: another process loads the file again."""
         return load_tokenizer, (self.path,)
 
 

@@ -1,8 +1,8 @@
-"""The order of samples under training.dataset_weights: each source has a share of the draws, and its own epochs.
+"""Choose samples by training.dataset_weights: each source has a fraction of the draws, and its own epochs.
 
-CYCLE points divide a circle, and each source owns an arc proportional to its share. Draw d uses the source whose arc
-contains point d * STRIDE. STRIDE / CYCLE is the golden ratio, so the draws fill the circle evenly: after any number of
-draws, a source is within about 3 draws of its share.
+A source is a corpus. CYCLE points divide a circle, and each source owns an arc proportional to its share. Draw d uses
+the source whose arc contains point d * STRIDE. STRIDE / CYCLE is the golden ratio, so the draws fill the circle evenly:
+after any number of draws, a source is within about 3 draws of its share.
 """
 
 from collections.abc import Sequence
@@ -29,10 +29,10 @@ class WeightedSampler(Sampler):
         points = torch.arange(CYCLE) * STRIDE
         points %= CYCLE
         self.sources = torch.searchsorted(ends, points, right=True)
-        self.n_draws = self.sources.bincount(minlength=len(ends))  # of each source in a cycle
+        self.n_draws = self.sources.bincount(minlength=len(ends))  # per source and cycle
         # number of the first sample of each source
         self.starts = torch.tensor([0, *n_samples]).cumsum(0)
-        self.n_earlier = torch.empty_like(points)  # draws from the same source, in the same cycle
+        self.n_earlier = torch.empty_like(points)  # earlier draws from the same source in the cycle
         for source, n_draws in enumerate(self.n_draws.tolist()):
             is_own = self.sources == source
             self.n_earlier[is_own] = torch.arange(n_draws)
@@ -42,7 +42,7 @@ class WeightedSampler(Sampler):
         return (n_draws * self.shares / torch.tensor(self.n_samples)).tolist()
 
     def choose(self, draws: Tensor) -> Tensor:
-        """Return the number of the sample for each of these consecutive draws; both (n,) int64."""
+        """Return the sample number of each draw. `draws` and the result are (n,) int64; draws are consecutive."""
         point = draws % CYCLE
         sources = self.sources[point]
         turns = draws // CYCLE * self.n_draws[sources] + self.n_earlier[point]

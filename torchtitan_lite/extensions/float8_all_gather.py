@@ -42,7 +42,7 @@ def gather_in_float8(
     hooks = []
     for module in nn.ModuleList(parts).modules():
         if isinstance(module, Float8Linear) and isinstance(module.weight, DTensor):
-            # FSDP2 looks for the two hooks on this tensor object, so a view of it would not do.
+            # FSDP2 looks for the two hooks on this tensor object, so a view of the tensor would not work.
             hook = Float8AllGatherHook(module.weight._local_tensor)
             hook.shard.fsdp_pre_all_gather = hook.pre_all_gather
             hook.shard.fsdp_post_all_gather = hook.post_all_gather

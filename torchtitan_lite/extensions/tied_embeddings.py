@@ -9,8 +9,8 @@ dp_shard x cp). In a V schedule, both stages are on one rank, which copies and a
 The copy cannot differ from the matrix, because it is overwritten before every forward. It is not a parameter of the
 run: it has no optimizer state, and is part of neither the gradient norm nor a checkpoint.
 
-Effect: `output.weight` of the last stage follows `tok_embeddings.weight` of the first stage. In a run with tied weights
-under pp, a TiedSchedule wraps the schedule.
+Effect: `output.weight` of the last stage always equals `tok_embeddings.weight` of the first stage. In a run with tied
+weights under pp, a TiedSchedule wraps the schedule.
 """
 
 from dataclasses import dataclass

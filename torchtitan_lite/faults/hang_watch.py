@@ -7,10 +7,11 @@
 
 The limit is comm.hang_seconds for a step and for a batch of a validation; after a signal, STOP_WITHIN_S. A save, the
 first step, the first validation and the load before them may take 3/4 of comm.init_timeout_seconds. A rank that is late
-also leaves a file `late`. A rank that has not advanced for half of its limit, in a step or between two, looks for this
-file and then writes too. So a run that advances never looks into the folder that all ranks share. A rank that is
-stopped or never releases the GIL cannot write. So each file also has the state of every rank of its host, from /proc.
-If the step ends after all, the rank deletes its file. A new start deletes all earlier files (dump_folder.py).
+also creates a file `late`. A rank that has not advanced for half of its limit, in a step or between two steps, looks
+for this file. If the file exists, the rank writes its state too. So while ranks advance, none of them reads the shared
+folder. A rank that is stopped or never releases the GIL cannot write. So each file also has the state of every rank of
+its host, from /proc. If the step ends after all, the rank deletes its file. A new start deletes all earlier files
+(dump_folder.py).
 
 gloo aborts a rank if its call differs from the calls of its peers. A rank that ends with an error, or because another
 rank has ended, writes the same record to hang/restart-0/failed-00003.json.
@@ -42,18 +43,19 @@ from torchtitan_lite.dump_folder import HANG
 from torchtitan_lite.faults.processes import read_state
 from torchtitan_lite.parallel.process_groups import Place
 
-SHARE_OF_TIMEOUT = 0.75  # report before a collective times out and the ranks end
+# report at this fraction of the time-out, before collectives fail and ranks end
+SHARE_OF_TIMEOUT = 0.75
 N_STEPS = 8  # steps whose calls a hang report compares
 STOP_WITHIN_S = (
-    15.0  # after a signal, a step hangs if it takes longer, and twice as long as the last one
+    15.0  # after a signal, a step hangs if it takes longer than this and than twice the last step
 )
 
 
 def meet_processes(place: Place, store: dist.Store, section: Comm) -> dict[int, tuple[int, str]]:
     """Return process id and hostname of the ranks of this host, and of one rank of the next host.
 
-    The launcher of the next host may be cut off. `store` is the result of join_job. Raises UserError if a rank does not
-    answer.
+    A rank of the next host is included, because the launcher of that host may be unreachable. `store` is the result of
+    join_job. Raises UserError if a rank does not answer.
     """
     store.set_timeout(timedelta(seconds=section.init_timeout_seconds))
     own = (os.getpid(), socket.gethostname())
@@ -89,7 +91,7 @@ class HangWatch:
     began_s: float = field(default_factory=time.monotonic)
     last_s: float = 0.0  # duration of the last step; 0 before the first step has ended
     has_validated: bool = False
-    written_in_s: float | None = None  # `began_s` of the step that the file is about
+    written_in_s: float | None = None  # `began_s` of the step that this rank has reported
     has_failed: bool = False
     leaving: threading.Event = field(default_factory=threading.Event)
     unwritten: set[str] = field(default_factory=set)  # files that the log has reported
@@ -98,7 +100,7 @@ class HangWatch:
         self.stop.follow(self.find_phase)
 
     def start(self) -> None:
-        """Watch the load of the state that the run starts from, and then the steps."""
+        """Start the thread. It watches the loading of the initial state first, then the steps."""
         if self.section.hang_seconds != 0:
             threading.Thread(target=self.watch, name="hang", daemon=True).start()
 
@@ -106,7 +108,8 @@ class HangWatch:
         """Note that a step begins."""
         self.step = step
         self.begun_ns.append(time.time_ns())
-        self.began_s = time.monotonic()  # before is_in_step, which may shorten the limit
+        # set before is_in_step, because the limit inside a step may be shorter
+        self.began_s = time.monotonic()
         self.is_in_step = True
 
     def end(self) -> None:
@@ -143,7 +146,7 @@ class HangWatch:
                 if self.is_late():
                     self.written_in_s = self.began_s
                     self.write("rank")
-            elif self.written_in_s != self.began_s:  # the step ended later
+            elif self.written_in_s != self.began_s:  # the reported step has ended after all
                 self.written_in_s = None
                 file = self.name_file("rank")
                 with go_on_unwritten(str(file), self.unwritten):
@@ -158,7 +161,7 @@ class HangWatch:
         is_later_step = self.is_in_step and self.last_s > 0
         if is_later_step:
             limit_s = step_limit_s
-        # measured after the limit is chosen: a step that begins meanwhile has waited for 0 s
+        # measure after choosing the limit: if a step begins in between, it has waited for 0 s
         waited_s = time.monotonic() - self.began_s
         if waited_s > limit_s:
             return True
@@ -168,7 +171,7 @@ class HangWatch:
             stopping_s = time.monotonic() - self.stop.received_at_s
             if is_later_step and stopping_s > max(STOP_WITHIN_S, 2 * self.last_s):
                 return True
-        return has_waited and self.late.exists()  # a rank that advances does not look
+        return has_waited and self.late.exists()  # a rank that advances does not read the folder
 
     def find_limit(self) -> float:
         """Return the seconds that a step after the first one may take."""
@@ -177,7 +180,7 @@ class HangWatch:
         return max(2 * self.last_s, SHARE_OF_TIMEOUT * self.section.train_timeout_seconds)
 
     def find_phase(self) -> Phase:
-        """Return the phase, which decides what a signal does.
+        """Return the phase of this rank, which decides the effect of a signal.
 
         If a rank of this host has ended before the end of the run, write what this rank does.
         """
@@ -195,12 +198,12 @@ class HangWatch:
 
     @cached_property
     def folder(self) -> Path:
-        """Folder of the files of this start."""
+        """Folder for the reports of this start of the job."""
         return (self.dump_folder or Path()) / HANG / f"restart-{self.place.restarts}"
 
     @cached_property
     def late(self) -> Path:
-        """File that says that a rank is late, so that all ranks write."""
+        """File that tells all ranks to write their states, because a rank is late."""
         return self.folder / "late"
 
     def name_file(self, kind: str) -> Path:

@@ -1,12 +1,12 @@
-"""Processes of this host: end ranks with the process that started them, and read the states of ranks (Linux: /proc).
+"""End ranks with the process that started them, and read the states of processes (Linux: /proc).
 
     run_train.sh       launcher  <-  fork server  <-  ranks
     plain torchrun     torchrun  <-  ranks
 
-`<-` means: asks the kernel to be killed as soon as its parent ends (PR_SET_PDEATHSIG). The kernel needs no help of the
-process, so it also ends ranks that are stopped, or hold the GIL. A fork server does not end with the launcher by
-itself, because the ranks hold its pipe open; it makes the same request (tools/fork_server.py). The workers of `verify`
-and `prepare` do so, too.
+`<-` means: asks the kernel to be killed as soon as its parent ends (PR_SET_PDEATHSIG). The kernel does not need the
+process to react, so it also ends ranks that are stopped or hold the GIL. A fork server does not end with the launcher
+by itself, because the ranks hold its pipe open; it makes the same request (tools/fork_server.py). The workers of
+`verify` and `prepare` do so, too.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def end_with_parent(number: int = signal.SIGKILL) -> None:
-    """Ask for a signal at the end of the parent process. Does nothing on systems other than Linux."""
+    """Ask the kernel to send a signal to this process when its parent ends. Does nothing on systems except Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 

@@ -1,10 +1,10 @@
 """Resume from the newest checkpoint or snapshot, or load checkpoint.initial_load_path.
 
     the run                          starts from
-    with checkpoint.load_step        this checkpoint, or is refused. If the run has continued since then: see next row
+    with checkpoint.load_step        this checkpoint, or is refused. If the run has continued from it: see next row
     restarted by torchrun            the newest checkpoint or snapshot that all ranks can open
-    in the folder of an earlier run  the same
-    other                            checkpoint.initial_load_path, if set
+    in the folder of an earlier run  the newest checkpoint or snapshot that all ranks can open
+    any other run                    checkpoint.initial_load_path, if set
 
 With job.overwrite, the files of the earlier run are already deleted, and its snapshots are ignored. Nothing else is
 renamed or deleted until a state has been loaded. Then damaged newer checkpoints are renamed, and snapshots of other
@@ -44,7 +44,7 @@ def resume(
 ) -> int:
     """Load the newest state. Return its step, or 0 for weights without a step. Collective over all ranks.
 
-    `steps`: the checkpoints in the dump folder. Raises as `start_from`.
+    `steps`: steps of the checkpoints in the dump folder. Raises the same errors as `start_from`.
     """
     section = run.config.checkpoint
     folder = Path(run.config.job.dump_folder) / section.folder
@@ -99,7 +99,7 @@ def restore_run(
 ) -> int:
     """Restore the first state in `found` that all ranks can open. Return its step. Collective over `group`.
 
-    `is_resumed`: this run has saved them. Raises CheckpointError; the parameters are then undefined.
+    `is_resumed`: this run has saved the states. Raises CheckpointError; the parameters are then undefined.
     """
     create_optimizer_state(run.optimizer)
     tensors = run.name_tensors()

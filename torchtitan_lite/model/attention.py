@@ -1,4 +1,4 @@
-"""Kinds of attention (model.attention). Each is a module that a block uses as `attention.inner`.
+"""Define the kinds of attention (model.attention). Each is a module that a block uses as `attention.inner`.
 
     causal      a token attends to itself and all earlier tokens
     document    a token attends to itself and all earlier tokens in its document
@@ -45,15 +45,15 @@ class CausalAttention(InnerAttention):
 def avoids_cudnn(key: Tensor) -> bool:
     """Return whether cuDNN's attention may be wrong for keys (B, kv heads, S, E) of a rank.
 
-    On B200 GPUs, Qwen2.5 with 2 or 4 key/value heads gave wrong outputs, but a Llama with 4 heads of 64 was right
-    (pytorch issue 193893, open in August 2026; the cause is unknown). Never run.
+    On B200 GPUs, Qwen2.5 with 2 or 4 key/value heads gave wrong outputs; a Llama with 4 heads of size 64 did not
+    (pytorch issue 193893, open in August 2026; the cause is unknown). This function was never run on such a GPU.
     """
     few = key.is_cuda and key.shape[1] < SAFE_KV_HEADS
     return few and torch.cuda.get_device_capability(key.device)[0] == 10
 
 
 ATTENTION_MODULES: dict[str, Callable[[ModelArgs, int], InnerAttention]] = {
-    # model.attention -> module, for rows of config/choices.py that are not plain. Called with (model_args, layer)
+    # model.attention -> class or function of (model_args, layer), for rows of config/choices.py that are not plain
 }
 
 

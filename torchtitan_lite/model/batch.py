@@ -1,4 +1,4 @@
-"""A batch: tokens, targets, positions, and extra fields that only some losses or models read.
+"""Define a batch: tokens, targets, positions, document ids, and extra fields that only some losses or models read.
 
 The row of a loss in LOSSES (config/choices.py) and the ModelTable of a model list extra fields in `fields`: a name, and
 a function that computes the field from full rows of a batch, before cp splits them. The batches of runs and tools
@@ -26,7 +26,7 @@ class Batch:
     targets: Tensor  # the next token, or IGNORE_INDEX for no loss
     positions: Tensor  # position of each token in its row, or in its document
     doc_ids: Tensor  # index of each token's document in its row, from 0
-    # keywords of a model, or of its loss (loss.py)
+    # extra fields, passed to the model and to the loss (loss.py) as keyword arguments
     extra: dict[str, Tensor] = field(default_factory=dict)
 
     def with_fields(self, fields: "Fields") -> "Batch":

@@ -1,4 +1,4 @@
-"""Attention inside documents: a token attends to itself and all earlier tokens in its document (attention.py).
+"""Compute attention inside documents: a token attends to itself and all earlier tokens in its document.
 
 On a CPU, document attention uses an explicit mask (B, 1, queries, keys), which is simple but slow. On CUDA it uses
 compiled flex attention, which reads only blocks of 128 x 128 pairs that contain unmasked pairs. The model makes the
@@ -32,7 +32,7 @@ from torchtitan_lite.model.inner_attention import InnerAttention
 
 class DocumentAttention(InnerAttention):
     def plan(self, doc_ids: Tensor) -> Tensor | BlockMask:
-        """Return the mask of all layers."""
+        """Return the mask, or the blocks, that all layers share."""
         positions = self.positions(doc_ids.shape[1], doc_ids.device)
         return plan_mask(doc_ids, *positions)
 

@@ -1,4 +1,4 @@
-"""A linear layer that multiplies in float8: 8 bits per value, at twice the matmul rate of bfloat16.
+"""Multiply in float8 in linear layers: 8 bits per value, at twice the matmul rate of bfloat16.
 
     y  = x  @ w.T      forward       both operands of each matmul are rounded to float8 just before it;
     dx = dy @ w        backward      products are summed in fp32, and the result has the dtype of x
@@ -43,7 +43,7 @@ class Float8Tensor:
     """A matrix in float8: `data` is the matrix times `scale`."""
 
     data: Tensor
-    scale: Tensor  # fp32: (); with a scale per row (rows, 1) or (1, columns)
+    scale: Tensor  # fp32: () for the whole matrix; (rows, 1) or (1, columns) by row or column
 
     def t(self) -> "Float8Tensor":
         return Float8Tensor(self.data.t(), self.scale.t())
@@ -51,10 +51,10 @@ class Float8Tensor:
 
 @dataclass(frozen=True)
 class Recipe:
-    """tensorwise: one scale for the whole tensor. Other recipes are subclasses."""
+    """The recipe "tensorwise": one scale for the whole tensor. Other recipes are subclasses."""
 
     of_gradient: torch.dtype = (
-        E5M2  # dtype of dy; needs more range if the whole tensor shares a scale
+        E5M2  # dtype of dy, which needs a larger range because the whole tensor shares a scale
     )
     dw_in_float8: bool = True
     by_row: bool = False  # one scale for each row or column that a dot product sums over
@@ -72,7 +72,7 @@ class Recipe:
     def multiply(
         self, a: Float8Tensor, b: Float8Tensor, dtype: torch.dtype, *, fast: bool
     ) -> Tensor:
-        """Multiply a (M, K) @ b (K, N) -> (M, N) on float8 units."""
+        """Multiply a (M, K) @ b (K, N) -> (M, N) with the float8 matmul of the GPU."""
         return torch._scaled_mm(
             a.data.contiguous(),
             b.data.t().contiguous().t(),  # column-major
@@ -89,7 +89,7 @@ RECIPES = {"tensorwise": Recipe()}  # quantize.linear.float8.recipe_name
 def choose_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the fp32 scale that maps `amax` to the largest float8.
 
-    Computed in fp64, because compiled fp32 code rounds differently.
+    Computed in fp64, because in fp32 compiled code would round differently from eager code.
     """
     return (torch.finfo(dtype).max / amax.double().clamp(min=LEAST_AMAX)).float()
 
@@ -109,9 +109,10 @@ def multiply(
     emulate: bool,
     fast: bool = False,
 ) -> Tensor:
-    """Multiply a (M, K) @ b (K, N) -> (M, N). `fast`: accumulate in fewer bits, which is enough for activations.
+    """Multiply a (M, K) @ b (K, N) -> (M, N).
 
-    `emulate`: multiply the rounded values in fp32, which runs on every device.
+    `fast`: accumulate in fewer bits, which is accurate enough for activations. `emulate`: multiply the rounded values
+    in fp32, which works on every device.
     """
     if not emulate:
         return recipe.multiply(a, b, dtype, fast=fast)

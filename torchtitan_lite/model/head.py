@@ -1,6 +1,6 @@
-"""The head: hidden states to logits, or to the sum of token losses.
+"""Map hidden states to logits, or to the sum of token losses.
 
-The projection and the loss are one module: hidden states and targets go in, the loss comes out. It never
+The projection and the loss are one module: hidden states and targets go in, the loss comes out. The module never
 stores all logits, but computes the projection and the loss for one chunk of tokens at a time:
 
     hidden (N, D)   forward, for each chunk                                       saved for backward
@@ -33,7 +33,7 @@ from torchtitan_lite.model.loss import (
 
 
 class Head(nn.Linear):
-    """The output projection, `output.weight` (V, D), and the summed loss in fp32. A model may override `finish`."""
+    """The output projection with `output.weight` (V, D), and the summed loss in fp32. A model may override `finish`."""
 
     def __init__(self, dim: int, vocab_size: int):
         super().__init__(dim, vocab_size, bias=False)
@@ -84,7 +84,7 @@ class Head(nn.Linear):
         return differentiate_formula(self.token_losses, logits, targets, fields)
 
     def differentiate_cross_entropy(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Compiled if compile.components has "loss"."""
+        """Call the function of that name. A method, so that torch.compile can replace it (compile.components)."""
         return differentiate_cross_entropy(logits, targets, self.vocabulary)
 
     def token_losses(self, logits: Tensor, targets: Tensor, **fields: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ class Head(nn.Linear):
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """The loop over all chunks, as one autograd function."""
+    """Runs the loop over all chunks as one autograd function."""
 
     @staticmethod
     def forward(
@@ -106,7 +106,7 @@ class ChunkedLoss(torch.autograd.Function):
     ) -> Tensor:
         total = torch.zeros((), device=hidden.device)
         grad_hidden = torch.empty_like(hidden)
-        # A sum over many chunks is too inexact in bf16.
+        # fp32, because a sum over many chunks is too inexact in bf16.
         grad_weight = torch.empty_like(weight, dtype=torch.float32)
         beta = 0  # the first chunk does not read the sum
         chunks = head.split(hidden, targets, grad_hidden, *fields.values())

@@ -1,6 +1,7 @@
-"""The base of the kinds of attention (attention.py, tools/kv_cache.py, parallel/context_parallel.py).
+"""Define the base class of attention modules (attention.py, tools/kv_cache.py, parallel/context_parallel.py).
 
-In attention.py, this class would close a cycle: attention.py imports a fork's attention, which imports this class.
+The class has its own file, because in attention.py it would close an import cycle: attention.py imports a fork's
+attention, which imports this class.
 """
 
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ class InnerAttention(nn.Module):
     """
 
     def __init__(self, model_args: ModelArgs | None = None, layer: int = 0):
-        """Override this if the layers differ."""
+        """Ignore the arguments. A subclass whose layers differ overrides this method and reads them."""
         super().__init__()
 
     def plan(self, doc_ids: Tensor | None) -> object:

@@ -38,7 +38,7 @@ class Vocabulary:
     shard = 0  # which of the equal shards of the vocabulary this rank has
 
     def gather(self, own: Tensor) -> Tensor:
-        """Stack the results of all shards, (...) -> (shards, ...). The stack is equal on every rank."""
+        """Stack the results of all shards, (...) -> (shards, ...). Every rank gets the same stack."""
         return own[None]
 
     def find(self, targets: Tensor, n_columns: int) -> tuple[Tensor, Tensor]:
@@ -92,12 +92,12 @@ def differentiate_formula(
 def differentiate_cross_entropy(
     logits: Tensor, targets: Tensor, vocabulary: Vocabulary
 ) -> tuple[Tensor, Tensor]:
-    """The same as `differentiate_formula` for the cross entropy. Overwrites the logits."""
+    """Like `differentiate_formula`, but for the cross entropy, in closed form. Overwrites the logits."""
     column, is_here = vocabulary.find(targets, logits.shape[1])
     counted = targets[:, None] != IGNORE_INDEX
 
     values = logits.float()
-    of_target = values.gather(1, column)  # (n, 1), like those below
+    of_target = values.gather(1, column)  # (n, 1), as all values per token below
     of_target = of_target.where(is_here, 0)
     largest = values.amax(1, keepdim=True)
     values.sub_(largest)
@@ -115,6 +115,6 @@ def differentiate_cross_entropy(
     at_target = values.gather(1, column) - is_here.float()
     gradient = values.to(
         logits.dtype
-    )  # before the scatter: compiled, that would need all fp32 values at once
+    )  # cast before the scatter: otherwise compiled code would store all fp32 values
     gradient.scatter_(1, column, at_target.to(gradient.dtype))
     return loss, gradient

@@ -1,4 +1,4 @@
-"""Mixture of experts (MoE) as plain single-device code: a router sends each token to a few of many feed-forwards.
+"""Compute a mixture of experts (MoE) on one device: a router sends each token to a few of many feed-forwards.
 
     x (T, D) -> router -> K experts for each token, and their weights
     token      0     1     2              routes (T, K), here K = 2 of 3 experts: A B, C A, B C
@@ -33,7 +33,7 @@ class MoE(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x (B, S, D) -> (B, S, D)."""
         weights, routes, counts, _, _ = self.router(x)
-        # (R,): rows by expert; row r is copy r % K of token r // K
+        # (R,) each. Row r is copy r % K of token r // K; `order` sorts rows by expert
         order, place = sort_rows(routes.flatten(), self.router.n_experts)
         top_k = routes.shape[-1]
         rows = PermuteRows.apply(x.flatten(0, 1), order // top_k, place, top_k)
@@ -50,7 +50,7 @@ class MoE(nn.Module):
 class Routing(NamedTuple):
     """The experts of each token."""
 
-    weights: Tensor  # (B, S, K) fp32, of the routes
+    weights: Tensor  # (B, S, K) fp32, weight of each chosen expert
     routes: Tensor  # (B, S, K) int64, numbers of the chosen experts
     counts: Tensor  # (B, E) int64, routes per expert and sequence
     probabilities: Tensor  # (B, S, E) fp32, scores of all experts, normalized to a sum of 1
@@ -144,7 +144,7 @@ def multiply_groups(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 def sort_rows(experts: Tensor, n_experts: int) -> tuple[Tensor, Tensor]:
     """Sort rows by expert. Return the order and its inverse permutation, (R,) each.
 
-    A GPU sorts 8 bits of a key at a time, so keys are as short as possible. Equal keys keep their order.
+    The keys are as short as possible, because a GPU sorts 8 bits of a key at a time. Equal keys keep their order.
     """
     keys = experts.to(torch.uint8 if n_experts <= 256 else torch.int16)
     order = keys.argsort(stable=True)

@@ -14,7 +14,7 @@ def list_attentions(part: nn.Module) -> dict[str, InnerAttention]:
 
 
 def explain_own_attention(part: nn.Module, expected: type[InnerAttention]) -> str:
-    """Explain where a part, for example of a fork, has custom attention; "" if it has none.
+    """Explain where a model part has custom attention, for example in a fork. Return "" if it has none.
 
     Attention is custom if the class of an inner attention is not exactly the class that `build_attention` returns, if a
     module does not call its inner attention, or if a block has no inner attention.
@@ -35,7 +35,7 @@ def explain_own_attention(part: nn.Module, expected: type[InnerAttention]) -> st
 
 
 def reads_child(module: nn.Module, child: str) -> bool:
-    """Return whether the forward of a module, or a method that it calls, has the name of a child in its code."""
+    """Return whether the code of a module's forward, or of a method that it calls, contains the name of a child."""
     unread = {"forward"}
     read = set()
     while unread:

@@ -1,4 +1,4 @@
-"""Rotary embedding (arXiv:2104.09864): turn pairs of features of a head by angles that grow with the position.
+"""Apply rotary embedding (arXiv:2104.09864): rotate pairs of features of a head by angles that grow with position.
 
 Pairs follow Meta's order: the neighboring features (2i, 2i+1) of a head are rotated together.
 
@@ -22,8 +22,8 @@ def rotary_frequencies(model_args: ModelArgs, device: torch.device) -> Tensor:
         return frequencies
     if scaling.kind == "linear":
         return frequencies / scaling.factor
-    # Number of full turns of each pair within the original context. Pairs with many turns are kept, pairs with less
-    # than about one turn are slowed down by `factor`, and pairs in between are interpolated.
+    # Number of full turns of each pair within the original context. Frequencies with many turns are kept, those with
+    # less than about one turn are divided by `factor`, and those in between are interpolated.
     turns = scaling.original_length * frequencies / (2 * math.pi)
     low = scaling.low_freq_factor
     keep = ((turns - low) / (scaling.high_freq_factor - low)).clamp(0, 1)
@@ -48,7 +48,7 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
 
 
 class Rotation(torch.autograd.Function):
-    """`rotate`. The gradient is rotated back. Only the factors are kept for backward, and all layers share them."""
+    """Implements `rotate`. Backward rotates the gradient back. It saves only the factors, which all layers share."""
 
     @staticmethod
     def forward(ctx, x: Tensor, rotation: Tensor) -> Tensor:
@@ -64,10 +64,10 @@ class Rotation(torch.autograd.Function):
 def turned(x: Tensor, rotation: Tensor, *, direction: int) -> Tensor:
     """Return x (B, S, heads, E) with its pairs rotated forward (1) or back (-1).
 
-    A pair is a complex number. Eager code multiplies them in one kernel. inductor does not write kernels for complex
-    numbers, so compiled code has the product written out.
+    A pair is a complex number, and a rotation is a complex product. Eager code computes it in one kernel. inductor has
+    no kernels for complex numbers, so compiled code uses real products.
     """
-    if x.stride(-1) != 1:  # an expanded gradient
+    if x.stride(-1) != 1:  # for example a gradient from `expand`
         x = x.contiguous()
     if not torch.compiler.is_compiling():
         dtype = torch.promote_types(x.dtype, torch.float32)

@@ -6,15 +6,16 @@
                                                       outputs would be most of the memory
                 "n":  every n-th block uses full      those blocks
     full        the block's input (B, S, D)           the block: a third more FLOPs
-    memory_budget: the fraction of activations that a compiled block may save; the compiler recomputes the cheapest
+    memory_budget: a compiled block saves at most this fraction of its activations; the compiler chooses which
 
 It adds no collectives, but recompute repeats the TP collectives whose outputs are not saved. So "op" saves the outputs
 of collectives that reduce. The bound `forward` of each block is replaced in place, so FQNs do not change. A pipeline
-schedule that splits backward would recompute in both halves. torch refuses this, and so does config/features.py.
+schedule that splits backward would recompute in both halves, which torch and config/features.py refuse.
 
 Selective recompute handles each operator in Python. Without compile, this costs the host more time than all collectives
 of the step: debug_3d trained 1,355 tokens/s with "none" and 800 with "selective" (two x86_64 cores, gloo, November
-2026). So configs/debug*.toml use "none". On a GPU, the host runs ahead of the kernels of a large model.
+2026). So configs/debug*.toml use "none". On a GPU with a large model, this host time is hidden,
+because the host runs ahead of the kernels.
 
 Sources: arXiv:1604.06174; selective: arXiv:2205.05198. Effect: less memory; gradients are the same.
 """
@@ -46,8 +47,9 @@ KEPT_OPS = [  # outputs worth saving: expensive to compute, or received from oth
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
-    aten.amax.default,  # float8 scales: tiny, but recompute would read the full tensor
-    aten.topk.default,  # routes of an MoE layer: small, and recompute must not choose different ones
+    aten.amax.default,  # float8 scales: one number, but recompute would read the full tensor
+    # routes of an MoE layer: small, and recompute must not choose different ones
+    aten.topk.default,
     torch.ops.higher_order.flex_attention,  # inside a compiled block
     torch.ops.higher_order.inductor_compiled_code,  # flex attention in an eager block
     collectives.reduce_scatter_tensor.default,
@@ -63,8 +65,8 @@ def recompute_and_compile(part: nn.Module, config: Config, mesh: Mesh) -> None:
     budget = section.memory_budget if section.mode == "memory_budget" else 1.0
     partitioner_config.activation_memory_budget = budget
     if hasattr(partitioner_config, "unsafe_treat_script_objects_as_zero_size"):
-        # torch 2.13 refuses to plan for objects of unknown size. In a block, only TP's process groups are such objects,
-        # and they hold no tensors.
+        # torch 2.13 refuses to plan memory for objects of unknown size. In a block, only TP's process groups are such
+        # objects, and they contain no tensors.
         partitioner_config.unsafe_treat_script_objects_as_zero_size = True
     options = None
     if config.parallelism.enable_async_tensor_parallel:
@@ -130,6 +132,7 @@ def apply_recompute(module: nn.Module, method: str, context_fn: Callable = noop_
 
 
 def save_expensive_outputs():
-    """Context function of `checkpoint`. Not a partial: torch.compile would trace the list inside the partial."""
-    own = torch.ops.torchtitan_lite  # operators of loaded extensions; these operators communicate
+    """Return contexts for `checkpoint` that save KEPT_OPS. Not a partial: torch.compile would trace its list."""
+    # operators of loaded extensions, saved because they communicate
+    own = torch.ops.torchtitan_lite
     return create_selective_checkpoint_contexts(KEPT_OPS + [getattr(own, op).default for op in own])

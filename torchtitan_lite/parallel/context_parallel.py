@@ -13,8 +13,8 @@ equal work. Only attention changes: all other modules process each token separat
 FSDP sums the gradients.
 
 Causal attention (ring_attention.py) exchanges keys and values by an all-gather or around a ring. Its memory per rank is
-proportional to 1/n. Causal attention is a separate operator, because two calls of torch's attention on the gathered
-keys would compute the masked half too: on a CPU, torch turns `causal_lower_right` into an explicit mask.
+proportional to 1/n. It is a separate operator, because torch's attention on the gathered keys would also compute the
+masked half: on a CPU, torch turns `causal_lower_right` into an explicit mask.
 
 Attention with documents, windows or sinks all-gathers and masks keys and values: P(n-1)/n bytes, with
 P = 2*B*K*S*E*2 bytes in bf16, and a reduce-scatter of P in backward. The gathered keys and values are saved for
@@ -73,9 +73,9 @@ def apply_context_parallel(
 ) -> None:
     """Let the attention of each block fetch keys and values over cp.
 
-    `attention` is model.attention; `method` is context_parallel_rotate_method. config/features.py refuses a pair that
-    is not served before launch (`list_cp_methods`). Raises UserError if a model computes attention in its own way,
-    which this function cannot see.
+    `attention` is model.attention; `method` is context_parallel_rotate_method. config/features.py has
+    refused unsupported pairs before launch (`list_cp_methods`). Raises UserError if the model has custom attention,
+    which this function could not change.
     """
     with torch.device("meta"):
         expected = type(build_attention(attention, part.model_args, layer=0))
@@ -108,14 +108,14 @@ class CausalContext(InnerAttention):
         return out
 
 
-@cache  # compiled code is shared by modules of one class
+@cache  # one subclass per class, because modules of one class share compiled code
 def make_gathering(cls: type[InnerAttention]) -> type[InnerAttention]:
     """Return a subclass of `cls` that gathers keys and values before its forward."""
     return type(f"Gathering{cls.__name__}", (GatheringAttention, cls), {})
 
 
 class GatheringAttention(InnerAttention):
-    """Mixin. Overrides `positions` of DocumentAttention."""
+    """Mixin that gathers keys and values before `forward`. Overrides `positions` of DocumentAttention."""
 
     ranks: Ranks
 

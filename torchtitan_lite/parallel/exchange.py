@@ -14,12 +14,12 @@
     over ep
     ExchangeRows       rows for 0 and 1        -> rows for this rank    all-to-all back         around the experts
 
-Drawn for two ranks. Each collective moves P(n-1)/n bytes per rank, where P is the size of the full tensor. The wait
-follows immediately: on a GPU the stream waits, not the host. torch.compile sees these operators, so inductor may split
-them.
+The table is drawn for two ranks. Each collective moves P(n-1)/n bytes per rank, where P is the size of the full tensor.
+The caller waits immediately: on a GPU the stream waits, not the host. torch.compile sees these operators, so inductor
+may split them.
 
 gloo takes 0.45 ms of CPU time to reduce-scatter 128 kB over two ranks (torch 2.13, two cores). So with gloo, an
-all-to-all of the same bytes exchanges the chunks, and each rank adds the chunks that it receives: 0.24 ms.
+all-to-all exchanges the chunks instead, and each rank adds the chunks that it receives: 0.24 ms for the same bytes.
 """
 
 from typing import NamedTuple
@@ -81,7 +81,8 @@ def add_tokens(ranks: Ranks, gradient: Tensor) -> Tensor:
 def is_stacked(tensor: Tensor, dim: int) -> bool:
     """Return whether chunks along `dim` are contiguous, as in a batch of one sequence. Such chunks need no copy.
 
-    False in compiled code, where inductor looks for the copies (parallelism.enable_async_tensor_parallel).
+    Returns False in compiled code, so the copies stay: inductor matches them to rewrite the collective
+    (parallelism.enable_async_tensor_parallel).
     """
     return dim == 1 and len(tensor) == 1 and not torch.compiler.is_compiling()
 
@@ -97,7 +98,7 @@ def all_to_all(rows: Tensor, ranks: Ranks, received: list[int], sent: list[int])
 
 
 def run_collective(collective: OpOverloadPacket, *arguments) -> Tensor:
-    """Run a collective and wait. Skips autograd, whose Python code for collectives is slower than the collectives."""
+    """Run a collective and wait. Bypasses autograd: its Python code takes longer than the collective."""
     if torch.compiler.is_compiling():
         return collectives.wait_tensor.default(collective.default(*arguments))
     with torch._C._AutoDispatchBelowAutograd():
@@ -119,7 +120,7 @@ class Gather(torch.autograd.Function):
 
 
 class GatherEqually(torch.autograd.Function):
-    """All-gathers (...) -> (tp, ...). All ranks must use the result in the same way, so its gradients are equal."""
+    """All-gathers (...) -> (tp, ...). All ranks must use the result in the same way, so that gradients are equal."""
 
     @staticmethod
     def forward(ctx, own: Tensor, ranks: Ranks) -> Tensor:

@@ -13,7 +13,7 @@ of that rank on the first mesh are:
 
 Per layer and microbatch, R rows (tokens x top_k) on this rank, over ep:
 
-    forward    all-to-all of counts      E x 8 bytes             number of rows for each expert
+    forward    all-to-all of counts      E x 8 bytes             number of rows per expert
                all-to-all of rows        about R*D*2(n-1)/n      each row goes to the rank of its expert
                all-to-all of results     the same                results come back
     backward   two all-to-alls           the same each           gradients of results and of rows
@@ -47,7 +47,7 @@ from torchtitan_lite.parallel.exchange import ExchangeRows, Ranks, all_to_all, l
 
 
 def apply_expert_parallel(part: nn.Module, mesh: DeviceMesh) -> None:
-    """Shard the experts of `part` (on meta) over `mesh` (ep), and exchange rows around them."""
+    """Shard the experts of `part` (on meta) over `mesh` (ep). Their forward then sends rows to the experts' ranks."""
     ranks = list_ranks(mesh)
     for _, moe in list_moes(part):
         # The router's gradient covers only this rank's tokens. It is a partial sum, which FSDP all-reduces over ep.
@@ -73,8 +73,8 @@ def shard_experts(
 def plan_prefetch(part: nn.Module) -> None:
     """Let each block prefetch its MoE layer and the next block before it computes.
 
-    By default, torch gathers a group when the host reaches it, but the host waits in the middle of each MoE layer. Only
-    the timing of the gathers changes.
+    By default, torch starts a gather when the host reaches the module, but the host waits in the middle of each MoE
+    layer, so the gather would start late. Only the timing of gathers changes.
     """
     moes = [moe for _, moe in list_moes(part)]
     blocks = list(part.layers.values())
@@ -88,11 +88,11 @@ def plan_prefetch(part: nn.Module) -> None:
 
 def compute_elsewhere(experts: Experts, ranks: Ranks, rows: Tensor, counts: Tensor) -> Tensor:
     """Replacement for Experts.forward: rows (R, D) sorted by expert -> (R, D), computed on the experts' ranks."""
-    by_rank = counts.unflatten(0, (ranks.n, -1))  # rows for each rank, per expert there: (ep, E/ep)
+    by_rank = counts.unflatten(0, (ranks.n, -1))  # rows to each rank, per expert there: (ep, E/ep)
     n_experts = by_rank.shape[1]
     splits = [n_experts] * ranks.n
     arriving = all_to_all(counts, ranks, splits, splits)
-    arriving = arriving.view_as(by_rank)  # from each rank
+    arriving = arriving.view_as(by_rank)  # rows from each rank, per expert here: (ep, E/ep)
     sent, received = read_splits(by_rank, arriving)
     arrived = ExchangeRows.apply(rows, received, sent, ranks)  # sorted by rank, then by expert
     experts_here = torch.arange(n_experts, device=rows.device)

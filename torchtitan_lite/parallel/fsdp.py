@@ -20,8 +20,8 @@ The optimizer state is always sharded. Under PP, torch's runtime reduces gradien
 the parameters after each forward, but not after each backward. The head stays gathered from its forward to its
 backward. An embedding is gathered in forward only, unless it is tied to the head. In fp32 with stage 1 under PP, a part
 is a single group (gathers_whole_parts in config/layout.py). If nothing is sharded, stage 1 avoids copying the gradients
-of each microbatch. But at the end of the step, the caching allocator reserves memory for the gradients twice, on two
-streams: 162 GiB instead of 135 for Llama 3.1 8B on one GPU.
+of each microbatch. But at the end of the step, the caching allocator reserves memory for the gradients twice, once per
+stream: 162 GiB instead of 135 for Llama 3.1 8B on one GPU.
 
 A 2-D mesh (replicate, shard) adds one all-reduce of the local shard's gradients over `replicate` per block and step
 (HSDP). With a shard dim of size 1, this is plain data parallel (DDP).
@@ -30,8 +30,8 @@ With training.enable_cpu_offload, the shards and the optimizer are in host memor
 local shard to the GPU, 4 bytes per parameter, and each reduce-scatter ends with a copy back. Gradients are also clipped
 on the host, with collectives on CPU tensors, so the process groups use gloo as well as NCCL.
 
-With TP, rows are split twice: tp rank t has block t of the rows, and dp rank s has slice s of this block. DTensor
-prints the data-parallel dim as `_StridedShard`, because the mesh order is (shard, tp), but tp splits first.
+With TP, the rows of wq are split twice: tp rank t has block t of the rows, and dp rank s has slice s of this block.
+DTensor prints the data-parallel dim as `_StridedShard`, because the mesh order is (shard, tp), but tp splits first.
 
 An MoE layer is a separate group, over efsdp (expert_parallel.py), gathered with its block.
 
@@ -105,19 +105,20 @@ def apply_fsdp(
     def shard(group: list[nn.Module], mesh: DeviceMesh = mesh, **options) -> None:
         fully_shard(group, mesh=mesh, **usual | options)
         if mesh.size() > 1:  # with one rank, FSDP would only copy the gradient
-            # Sum without a factor. With gloo, only the second call makes the factor 1.
+            # Sum without a factor. With gloo, the first call does not have this effect, so the second one is needed.
             group[0].set_gradient_divide_factor(1.0)
             group[0].set_force_sum_reduction_for_comms(True)
 
     if layout.ep:
         load_module("parallel.expert_parallel").shard_experts(part, layout, shard, expert_mesh)
-    groups = []  # without groups, the root gathers everything
+    groups = []  # if there are no groups, the root gathers all modules at once
     if not gathers_whole_parts(layout, section.mixed_precision_param):
         groups = plan_fsdp_groups(part)
     for group in groups:
-        # The head's backward directly follows its forward: freeing it in between would gather it twice in a row.
+        # The head's backward directly follows its forward. If the head were freed in between, it would be gathered
+        # twice in a row.
         shard(group, reshard_after_forward=reshard and part.output not in group)
-    if [part.tok_embeddings] in groups:  # not tied to the head: its backward reads no weight
+    if [part.tok_embeddings] in groups:  # an untied embedding: its backward reads no weight
         part.tok_embeddings.set_unshard_in_backward(False)
     shard([part])
     if layout.ep:
@@ -135,7 +136,7 @@ def gather_plain(part: nn.Module) -> None:
     for _, group in list_fsdp_groups(part):
         for parameter in group.fsdp_params:
             if parameter.is_dtensor:
-                # torch 2.11 has only the second name
+                # torch 2.11 has only the name _tp_spec
                 spec = getattr(parameter, "_unsharded_dtensor_spec", None) or parameter._tp_spec
                 parameter.is_dtensor = False
                 parameter._unsharded_dtensor_spec = None
@@ -163,8 +164,9 @@ def prepare_microbatch(part: nn.Module, *, zero_stage: int, is_last: bool) -> No
 def accumulate_weight_gradients(part: nn.Module) -> None:
     """Add the gradients of the last weight half to FSDP's sums, which have the dtype of the reduction (fp32).
 
-    FSDP adds them in hooks on gradients of inputs. The weight half of a split backward does not call these hooks, so
-    torch 2.13 adds gradients in the compute dtype until the next hook. No communication.
+    Call this after the weight half of a split backward. FSDP adds gradients to its sums in hooks on the gradients of
+    inputs, which the weight half does not call. Without this function, torch 2.13 would sum in the compute dtype until
+    the next hook. No communication.
     """
     for _, group in list_fsdp_groups(part):
         for parameter in group.fsdp_params:
@@ -186,11 +188,12 @@ def list_fsdp_groups(part: nn.Module) -> Iterator[tuple[FSDPModule, Any]]:
 def free_gathered(part: nn.Module) -> None:
     """Free parameters that stayed gathered after a forward without backward. The next forward gathers them again.
 
-    Also clears the recorded order of that forward; otherwise the next backward would prefetch an unneeded group.
+    Also clears the order of groups that FSDP recorded in that forward. Otherwise the next backward would prefetch a
+    group that it does not need.
     """
     if isinstance(part, FSDPModule) and hasattr(part, "reset_iter_state"):
         part.reset_iter_state()
         return
-    # an older torch cannot clear the order, and prefetches that group
+    # an older torch cannot clear the order, so it prefetches that group
     for module in list_fsdp_modules(part):
         module.reshard()

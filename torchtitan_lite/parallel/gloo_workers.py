@@ -1,9 +1,9 @@
 """Give each gloo group a single worker thread: with two, torch's gloo corrupts memory.
 
 torch starts two workers per group. After a collective, each writes the name of that collective into one std::string of
-the group without a lock (ProcessGroupGloo::runLoop). A name of more than 15 letters is on the heap, so two writes at
-once can free it twice: a rank dies of SIGSEGV, or of "malloc(): unaligned tcache chunk detected", or later and
-elsewhere. The all-gathers of tensor and context parallel and of DTensor have such a name, ALLGATHER_COALESCED. Seen
+the group without a lock (ProcessGroupGloo::runLoop). A name of more than 15 letters is on the heap, so two simultaneous
+writes can free it twice. The rank dies of SIGSEGV, of "malloc(): unaligned tcache chunk detected", or later in other
+code. The all-gathers of tensor and context parallel and of DTensor have such a name, ALLGATHER_COALESCED. Seen
 with torch 2.11.0, 2.13.0, 2.14.1 and 2.15.0.
 
 No probe can detect a race, so groups have one worker with every version of torch. Ranks start the collectives of a
@@ -44,16 +44,16 @@ def start_with_one_worker(
     timeout: timedelta,
     **settings: object,
 ) -> None:
-    """Replace ProcessGroupGloo.__init__, which sets everything else in the same way."""
+    """Replace ProcessGroupGloo.__init__. Only the number of worker threads differs from the original."""
     options = ProcessGroupGloo._Options()
     options._threads = 1
     options._timeout = timeout
-    for name, value in settings.items():  # torch 2.15 passes enable_reconfigure
+    for name, value in settings.items():  # torch 2.15 also passes enable_reconfigure
         setattr(options, name, value)
     interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if interfaces:
         names = interfaces.split(",")
         options._devices = [ProcessGroupGloo.create_device(interface=name) for name in names]
-    else:  # the network interface of this host's name
+    else:  # the network interface that this host's name resolves to
         options._devices = [ProcessGroupGloo.create_default_device()]
     start_with_options(self, store, rank, size, options)

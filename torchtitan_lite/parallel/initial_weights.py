@@ -1,4 +1,4 @@
-"""Initial weights that depend only on (seed, FQN): bit-equal on every mesh of the same device type.
+"""Initialize weights that depend only on (seed, FQN): bit-equal on every mesh of the same device type.
 
     every rank:  draw the full tensor with a generator seeded by hash(seed, "layers.3.attention.wq.weight")
                  keep the local shard                           (drawn for dp_shard=2)
@@ -29,7 +29,8 @@ def initialize_weights(part: nn.Module, seed: int, device: torch.device | None =
     table = list_parameters(part.model_args)
     for fqn, parameter in part.named_parameters():
         if fqn not in table:
-            continue  # a tied head, which copies the embedding of another stage: tied_embeddings.py
+            # a tied head: it becomes a copy of the embedding of another stage (tied_embeddings.py)
+            continue
         full = torch.empty(parameter.shape, device=device or parameter.device)
         generator = torch.Generator(full.device).manual_seed(seed_of(seed, fqn))
         fill_tensor(full, table[fqn], generator)
@@ -37,7 +38,7 @@ def initialize_weights(part: nn.Module, seed: int, device: torch.device | None =
 
 
 def fill_tensor(full: Tensor, entry: Parameter, generator: torch.Generator) -> None:
-    """Fill the full tensor of one parameter: 0 in biases, a constant in norms, else normal values.
+    """Fill the full tensor of one parameter: 0 for biases, a constant for norms, normal values for all others.
 
     Normal values are clamped at three standard deviations; `trunc_normal_` would be slower.
     """

@@ -40,10 +40,9 @@ class Mesh:
     fsdp_mesh: DeviceMesh
     dp_cp_mesh: DeviceMesh  # 1-D: ranks with different tokens, dp_replicate x dp_shard x cp
     loss_mesh: DeviceMesh  # 1-D: ranks whose losses are summed, pp x dp x cp (all except tp)
-    # None if the model has no experts:
-    # for their fully_shard: (efsdp) or (dp_replicate, efsdp)
+    # For fully_shard of the experts: 1-D (efsdp) or 2-D (dp_replicate, efsdp). None if the model has no experts
     expert_fsdp_mesh: DeviceMesh | None = None
-    ep: DeviceMesh | None = None  # 1-D: ranks that share the experts of a layer
+    ep: DeviceMesh | None = None  # 1-D: ranks that share the experts of a layer, if any
 
     def coordinates(self) -> dict[str, int]:
         """Return the coordinate of this rank on each mesh dim."""
@@ -95,10 +94,10 @@ def make_mesh(
 ) -> DeviceMesh:
     """Create a mesh of all ranks, with a new group for each dim.
 
-    `new`: dims that get a new group even if they span all ranks. Otherwise they would use the default group, and the
-    tokens of one layer would queue behind the parameters of the next.
+    `new`: dims that get a new group even if they span all ranks. Otherwise they would share the default group,
+    and the tokens of one layer would queue behind the parameters of the next.
     """
-    # The backend "fake" does nothing, which is right for one rank. Naming a backend makes torch create a group for
+    # The backend "fake" does nothing, which is right for one rank. If a backend is named, torch creates one group for
     # every rank in turn: 1.3 CPU seconds for 16,384 ranks and two such dims.
     backends = {dim: "fake" for dim, degree in degrees.items() if degree == 1}
     backends = dict.fromkeys(new, dist.get_backend()) | backends

@@ -48,6 +48,6 @@ def parallelize(part: nn.Module, config: Config, layout: Layout, mesh: Mesh) -> 
         load_module("parallel.activation_checkpoint").recompute_and_compile(part, config, mesh)
     training = config.training
     casts = {training.dtype, training.mixed_precision_param} != {"float32"}
-    # On a single rank in fp32 FSDP has nothing to do.
+    # On a single rank in fp32 without offload, FSDP has nothing to do.
     if layout.dp * layout.cp * layout.tp > 1 or casts or training.enable_cpu_offload:  # 6
         apply_fsdp(part, mesh.fsdp_mesh, mesh.expert_fsdp_mesh, training, layout)

@@ -88,9 +88,9 @@ def build_schedule(
 class PatchedStage(PipelineStage):
     """A PipelineStage that names its actions in traces, skips idle hooks, and fixes three faults of torch 2.13.
 
-    split backward    weight gradients were summed in the compute dtype (fsdp.py)
+    split backward    torch sums weight gradients in the compute dtype (fsdp.py)
     forward only      neighboring stages on one rank (V schedules) pass gradients to each other, although there are none
-    shape inference   its tokens were counted in the loads of the experts
+    shape inference   torch runs a forward pass whose tokens would count in the loads of the experts
     """
 
     expert_loads: Tensor | None = None
@@ -98,7 +98,8 @@ class PatchedStage(PipelineStage):
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
-        # Microbatches since the start of the run, and before this step: hang reports compare them between stages
+        # Number of microbatches since the start of the run, and at the start of this step. Hang reports compare the
+        # numbers of all stages.
         self.n_done = {"F": 0, "B": 0}
         self.n_before = dict(self.n_done)
         self.done_at_s = time.monotonic()
@@ -112,10 +113,10 @@ class PatchedStage(PipelineStage):
         self.done_at_s = time.monotonic()
 
     def forward_maybe_with_nosync(self, *args, **kwargs):
-        """Run forward. Skip FSDP's hooks, unless this is the first microbatch of a step or a part of several groups.
+        """Run forward. Skip FSDP's hooks if the part is a single group and already gathered in this step.
 
-        A part that is a single group stays gathered until the step ends, so later calls of the hooks do nothing, but
-        took 2.6 % of the CPU time of a step (pp2 x dp2 x tp2, gloo, November 2026). Hooks of others are called.
+        Such a part stays gathered until the step ends. Further calls of the hooks do nothing, but they took 2.6 % of
+        the CPU time of a step (pp2 x dp2 x tp2, gloo, November 2026). If other code has added hooks, none is skipped.
         """
         part = self.submod
         is_gathered = self.gathers_whole_part and self.n_done["F"] > self.n_before["F"]
@@ -150,10 +151,10 @@ class PatchedStage(PipelineStage):
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def _post_metadata_inference_cleanup(self) -> None:
-        """Reset the expert loads. torch calls this before the first microbatch.
+        """Reset the expert loads. torch calls this after it has inferred shapes, before the first microbatch.
 
         In the first step, and in each step after a validation, torch 2.13 infers shapes with a forward and backward
-        pass over uninitialized hidden states. Their routes are counted too.
+        pass over uninitialized hidden states. Its routes must not count.
         """
         super()._post_metadata_inference_cleanup()
         if self.expert_loads is not None:

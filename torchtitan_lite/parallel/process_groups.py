@@ -3,9 +3,9 @@
     groups of the mesh   init_timeout_seconds until the first step is done, then train_timeout_seconds
     HOST_GROUPS          always init_timeout_seconds, because a rank waits for the slowest disk of all ranks
 
-A rank that waits longer raises an error. During the first step, ranks compile, connect and read at different speeds.
-Afterwards, a peer that is many steps late is hung. On CPUs, sends and receives of a pipeline keep gloo's default
-time-out of 30 minutes, because gloo cannot change the time-out of their group.
+A rank that waits longer than this raises an error. During the first step, ranks compile, connect and read at different
+speeds. Afterwards, a peer that is many steps late is hung. On CPUs, sends and receives of a pipeline keep gloo's
+default time-out of 30 minutes, because gloo cannot change the time-out of their group.
 
 Effect: creates the default process group; mesh.py creates the others.
 """
@@ -47,8 +47,8 @@ def join_job(environment: os._Environ) -> tuple[Place, dist.Store]:
     """Return the position of this process, and a key-value store of all ranks for this start of the job. Collective.
 
     torchrun counts a restart only on hosts where a rank failed first, and a host may join late. Hosts must agree
-    whether the job has restarted, so the largest count decides. This needs a store that is new after each restart
-    (tools/launch.py).
+    whether the job has restarted, so the largest count decides. This needs a store that is empty after each
+    restart (tools/launch.py).
     """
     if "LOCAL_WORLD_SIZE" not in environment:
         sys.exit("train.py runs as one rank of many: start it with ./run_train.sh or torchrun")
@@ -100,7 +100,8 @@ def end_process(host: dist.ProcessGroup) -> None:
 
 def prepare_process(config: Config) -> None:
     """Apply process-wide settings: determinism, folders of compiled code and NCCL traces, limit of open files."""
-    if config.debug.deterministic:  # weights and data depend only on the seed in any case
+    # without this key too, initial weights and data depend only on the seed
+    if config.debug.deterministic:
         # cuBLAS needs a fixed workspace for determinism.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         warn_only = config.debug.deterministic_warn_only
@@ -112,10 +113,10 @@ def prepare_process(config: Config) -> None:
         cache_folder = Path(config.training.cache_folder).absolute()
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_folder / "compiled")
 
-    # The flight recorder keeps the last collectives.
+    # NCCL's flight recorder keeps this number of collectives.
     n_recorded = config.comm.trace_buf_size
     os.environ["TORCH_FR_BUFFER_SIZE"] = str(n_recorded)
-    if torch.cuda.is_available():  # NCCL writes them on a time-out
+    if torch.cuda.is_available():  # NCCL writes the recorded collectives on a time-out
         traces = Path(config.job.dump_folder, config.comm.save_traces_folder)
         if n_recorded:
             traces.mkdir(parents=True, exist_ok=True)
@@ -136,7 +137,7 @@ def connect_late(world_size: int) -> None:
 
 
 def allow_open_files() -> None:
-    """Raise the limit of open files: gloo opens about n + 3 files for each group of n ranks."""
+    """Raise this process's limit of open files: gloo opens about n + 3 files for each group of n ranks."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = hard
     if hard == resource.RLIM_INFINITY:  # macOS, whose soft limit must be finite
@@ -195,7 +196,7 @@ def start_process_group(
 def set_timeouts(timeout_s: int, host: dist.ProcessGroup) -> None:
     """Set the time-out of all groups of this process, except HOST_GROUPS. `host`: the group of that name.
 
-    Collective, because no rank may wait with a short time-out for a rank that is still in its first step.
+    Collective: with the barrier, no rank waits with the short time-out for a rank that is still in its first step.
     """
     dist.barrier(host)
     timeout = timedelta(seconds=timeout_s)

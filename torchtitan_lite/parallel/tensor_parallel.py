@@ -28,8 +28,8 @@ reduce-scatter and the head one all-gather, and the reverse in backward. The wei
 tokens of one rank, so FSDP all-reduces it over tp (D*4 bytes) before the reduction over data-parallel ranks. A bias
 of a colwise layer is split with its output; a rowwise layer adds its bias once, after the reduce-scatter.
 
-With fewer key/value heads than ranks, tp/K ranks use each head. Each of them stores, and updates, its own slice of the
-head like any colwise output, so every parameter is stored once. They exchange slices of the head (drawn for tp=4, K=2):
+With fewer key/value heads than ranks, tp/K ranks use the same head. Each of them stores and updates its own slice of
+the head, as in any colwise module, so every parameter is stored once. They exchange the slices (drawn for tp=4, K=2):
 
                       tp rank 0     tp rank 1     tp rank 2     tp rank 3
     wk.weight         head 0: top   head 0: rest  head 1: top   head 1: rest       (K*E/tp, D)  Shard(0)
@@ -123,12 +123,12 @@ def apply_tensor_parallel(part: nn.Module, mesh: DeviceMesh) -> None:
 
 
 class LocalStyle(ParallelStyle):
-    """Base of the styles: parameters are sharded over tp, and `forward` reads the local shards under their names."""
+    """Base class of the styles. Parameters are sharded over tp, and `forward` reads the local shards by name."""
 
     placements: dict[str, Placement] = {}  # of weight and bias
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        """Called by `parallelize_module`."""
+        """Shard the parameters and replace `forward`. `parallelize_module` calls this."""
         shard_parameters(module, device_mesh, self.placements)
         module.forward = partial(self.compute, module, list_ranks(device_mesh))
         return module
@@ -146,7 +146,7 @@ class PrepareModuleInput(LocalStyle):
 
 
 class ColwiseParallel(LocalStyle):
-    """x (B, S, in) -> (B, S, out/tp): computes this rank's output features. Also serves elementwise modules."""
+    """x (B, S, in) -> (B, S, out/tp): computes this rank's output features. Also for elementwise modules."""
 
     placements = {"weight": Shard(0), "bias": Shard(0)}
 
@@ -233,7 +233,7 @@ class SplitVocabulary(Vocabulary):
         return GatherEqually.apply(own, self.ranks)
 
 
-STYLES = {  # tp_style of a ModuleRow; check_table (config/checks.py) knows which kinds have it
+STYLES = {  # tp_style of a ModuleRow -> class; config/model_rows.py says which kinds allow it
     "colwise": ColwiseParallel,
     "rowwise": RowwiseParallel,
     "sequence": SequenceParallel,

@@ -48,7 +48,7 @@ from torchtitan_lite.tools.verify.reduction import override
 
 REPLICATE = DEGREES[0]
 
-# The bare loop uses float32 (on CUDA too) and a constant learning rate, so the trainer does too.
+# The bare loop uses float32 (also on CUDA) and a constant learning rate, so the trainer must use both.
 STEP_CONFIG = override(
     Config(),
     {

@@ -63,7 +63,7 @@ def continue_with_packages(extras: list[str] | None = None) -> None:
 
 
 def list_missing(names: list[str]) -> list[str]:
-    """Return the requirements of these arrays of pyproject.toml that this Python does not meet."""
+    """Return the requirements in these arrays of pyproject.toml that this Python does not satisfy."""
     requirements = []
     for name in names:
         requirements += read_requirements(name)

@@ -196,7 +196,7 @@ def tell_signal(signals: Any) -> Ending:
 
 
 def list_facts(config: dict[str, object]) -> dict[str, object]:
-    """Return what must be equal on all hosts: launcher variables, the config, and hashes of the package's files."""
+    """Return the settings that must be equal on all hosts: launcher variables, config, hashes of our files."""
     facts = {name: os.environ.get(name) for name in ("NNODES", "MAX_RESTARTS")} | config
     for path in sorted(PACKAGE.rglob("*.py")):
         facts[str(path.relative_to(PACKAGE))] = hash_file(path)

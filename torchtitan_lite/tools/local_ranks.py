@@ -40,7 +40,7 @@ class Signals:
         self.received: list[int] = []
         self.copies_until_s = 0.0
         self.react = self.forward
-        self.has_killed = False  # ranks ended because of this launcher
+        self.has_killed = False  # whether this launcher has killed the ranks
         self.hangs = Path()  # folder of the reports of ranks that hang
         self.started_at_s = time.time()  # the last start of the ranks
 

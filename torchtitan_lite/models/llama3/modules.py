@@ -1,4 +1,4 @@
-"""The Llama family as plain single-device code: no ranks, no process groups, no environment variables.
+"""Define the Llama family in single-device code: no ranks, no process groups, no environment variables.
 
     tokens -> tok_embeddings -> n_layers x (attention, feed-forward) -> norm -> output -> logits, or the loss
 
@@ -50,7 +50,7 @@ class Llama3(nn.Module):
         targets: Tensor | None = None,
         **extra: Tensor,
     ) -> Tensor:
-        """x: tokens (B, S) int64 for the part with the embedding, hidden states (B, S, D) for later parts.
+        """Run this part. x: tokens (B, S) int64 on the part with the embedding, else hidden states (B, S, D).
 
         positions, doc_ids, targets: (B, S) int64; only document attention reads doc_ids. Returns logits (B, S, V), or
         with targets the sum of token losses, () fp32. A part without head returns hidden states (B, S, D). The head

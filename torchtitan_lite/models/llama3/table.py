@@ -1,4 +1,4 @@
-"""The Llama family without torch: Llama 3, 3.1 and 3.2, Mixtral, Qwen2, Qwen3. modules.py has the code.
+"""Describe the Llama family: Llama 3, 3.1, 3.2, Mixtral, Qwen2, Qwen3. Needs no torch; modules.py has the code.
 
     FLAVORS       sizes, compared with the model cards by tests
     list_block    the modules of a block, in the order of modules.py
@@ -96,7 +96,7 @@ FLAVORS = {
 
 # ---------------------------------------------------------------- modules
 
-STD = 0.02  # of the initial weights of most matrices
+STD = 0.02  # standard deviation of the initial weights of most matrices
 
 
 def list_block(model_args: ModelArgs, moe: MoEArgs | None = None) -> list[ModuleRow]:
@@ -141,7 +141,7 @@ def list_block(model_args: ModelArgs, moe: MoEArgs | None = None) -> list[Module
 def find_residual_std(model_args: ModelArgs) -> float:
     """Return the standard deviation of matrices that write to the residual stream.
 
-    It is smaller, which keeps the variance of the stream from growing with depth (as in GPT-2).
+    It is smaller than STD, so the variance of the stream does not grow with depth (as in GPT-2).
     """
     return STD / math.sqrt(2 * model_args.n_layers)
 

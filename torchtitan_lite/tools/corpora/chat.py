@@ -7,8 +7,8 @@
                                                      ^^^^^^^^^^^ targets
 
 transformers (the extra `chat`) reads the tokenizer's folder and runs its chat template, so the text equals the text of
-`apply_chat_template`. Targets are the text between the template's {% generation %} marks. Without marks, the template
-writes two more texts, which locate a turn in the whole text:
+`apply_chat_template`. Targets are the text between the template's {% generation %} marks. Without marks, two
+additional texts from the template show where a turn begins and ends in the whole text:
 
     prompt    the conversation before the answer, and the text that asks for the answer; the turn begins after this text
     answered  the conversation including the answer; the turn ends with the first special token after the answer

@@ -36,7 +36,7 @@ from torchtitan_lite.tools.tables import format_table
 VARIABLE = "TORCHTITAN_LITE_FAULT"
 LAUNCHER = "TORCHTITAN_LITE_LAUNCHER"
 HANG_MESSAGE = r"HANG in step \d+, \S+ s after it began\. rank {rank} .*?Its process is (\d+)"
-# If the calls of two ranks differ, gloo may abort one of them, so FAILED is right too.
+# If the calls of two ranks differ, gloo may abort one of them, so FAILED is also a correct result.
 OTHER_CALL = (
     rf"{HANG_MESSAGE}|FAILED in step .* began\. rank {{rank}} .*(missing from call|earlier steps)"
 )

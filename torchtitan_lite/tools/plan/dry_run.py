@@ -100,7 +100,7 @@ def find_crash(error: Exception) -> str:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Print the plan. Compare the closed form of a short step with dry runs, one for each group of equal pp ranks."""
+    """Print the plan. Compare formulas with dry runs of a short step, one dry run per group of equal pp ranks."""
     status = command.main(options)
     planned = plan_run(options.config_args, options.gpus, options.gpu)
     short = shorten_run(planned, 2 * planned.layout.pp)

@@ -156,7 +156,7 @@ class LayerTime:
         if self.has_slow_norms:
             of_norm = NORM_OP_BY_OP
         n_bytes = of_activation * c * kind.products_dim
-        if kind.is_gated:  # also adds rotary embeddings; eager code rotates in fp32
+        if kind.is_gated:  # rotary embeddings are counted here too; eager code rotates in fp32
             of_head = 2 * c + of_norm * c * args.qk_norm
             if not w.compiled:
                 of_head += 16

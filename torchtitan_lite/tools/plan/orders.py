@@ -113,7 +113,8 @@ def run_steps(rank: int, pp: int, steps: str) -> list[Action]:
     Each step runs the next microbatch of its stage and kind.
     """
     stages = {"a": rank, "b": 2 * pp - 1 - rank}
-    n_done: Counter[tuple[str, str]] = Counter()  # (arm, half of an action) -> number
+    # (stage of this rank: "a" or "b", kind of action) -> number of microbatches done
+    n_done: Counter[tuple[str, str]] = Counter()
     row = []
     for arm, kind in steps.split():
         halves = HALVES[kind]
@@ -237,7 +238,7 @@ def count_gathers(row: list[Action]) -> Counter[int]:
     """Return stage -> number of its gathers, if torch always keeps the next STAGES_GATHERED stages of the row."""
     gathers = Counter()
     later = set()  # the stages that torch keeps at the next action
-    ahead = []  # stages of later actions, in the order of their next use
+    ahead = []  # the different stages that later actions use, the next one first
     for action in reversed(row):
         ahead = [action.stage, *(stage for stage in ahead if stage != action.stage)]
         now = set(ahead[:STAGES_GATHERED])

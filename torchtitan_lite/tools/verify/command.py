@@ -248,7 +248,7 @@ def describe_report(report: dict) -> str:
 
 
 def describe_change(change: tuple[object, object]) -> str:
-    """Return the given value and the value that ran as text. Long values, such as paths, are cut in the middle."""
+    """Return a text: the value in the config, and the value in the trial. Long values are cut in the middle."""
     asked, ran = map(reprlib.repr, change)
     return f"{asked} -> {ran}"
 

@@ -10,8 +10,8 @@ Nothing is gathered: each rank cuts its slice out of the plain loop's tensors. B
 replaced, errors do not carry over into the next step, and AdamW does not amplify rounding. Therefore the run can keep
 its optimizer and schedule.
 
-Rounding a score can change which experts are the top k. A token with tied scores gets its experts from the plain loop.
-It is found by its scores, on any rank and in any microbatch.
+Rounding a score can change which experts are the top k. If scores of a token are nearly tied, the rank uses the experts
+that the plain loop chose for this token. It recognizes the token by its scores, on any rank and in any microbatch.
 """
 
 import math

@@ -222,7 +222,7 @@ def reduce_size(real: int, wanted: int, unit: int, split: int) -> int:
 
 
 def reduce_experts(args: ModelArgs, layout: Layout, dim: int, n_wanted: int) -> dict[str, int]:
-    """Return the sizes of an MoE: about `n_wanted` experts, and the real top_k, but at most N_EXPERTS.
+    """Return the sizes of a small MoE: about `n_wanted` experts, at most N_EXPERTS, and the real top_k if it fits.
 
     As in the real run, FSDP shards either the number of experts or their matrices. If the real model has both MoE and
     dense layers, the small model has both too. Returns {} for a dense model.

@@ -61,7 +61,7 @@ from torchtitan_lite.tools.verify.trial import (
 )
 from torchtitan_lite.tools.verify.witnesses import Acted, actions_noted, merge
 
-RESUMED = {  # the resumed run has more steps, and values that any layout can run
+RESUMED = {  # the resumed run trains more steps, on another layout: these values are valid for any layout
     STAGES: None,
     "training.steps": 4,
     "parallelism.pipeline_parallel_schedule": "GPipe",

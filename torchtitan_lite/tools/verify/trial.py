@@ -44,14 +44,14 @@ from torchtitan_lite.tools.verify.reduction import (
 from torchtitan_lite.tools.verify.witnesses import Acted, merge
 
 RunRanks = Callable[..., list]  # (worker, world_size, *args) -> one result per rank
-Noise = dict[Key, float]  # relative errors of another rounding in one process
+Noise = dict[Key, float]  # relative changes of the results in one process if it rounds differently
 
 # Correct layouts have errors of 2e-6 in gradients (8e-6 with twelve MoE layers), 2e-7 in state and 4e-8 in updates.
 SUMS = 1e-5  # bound for sums in a different order
 SAME = 5e-6  # bound for the same numbers, rounded differently
 EXACT = 0.0
-# If the terms of a sum cancel, its relative error is large. An error is accepted if, in one process, rounding alone
-# changes the sum by a tenth of this error.
+# If the terms of a sum cancel, its relative error is large. So a larger error is also accepted if a different rounding
+# changes the same sum, in one process, by at least a tenth of this error.
 NOISE = 10.0
 N_ROUNDINGS = 5  # random roundings of the weights
 OF_SUMS = ("gradients", "saved tensor")  # measures of such sums

@@ -150,7 +150,7 @@ def gathers_as_zero_stage(step: Observed) -> bool | None:
 
 
 def splits_nodes(step: Observed) -> bool | None:
-    """Return whether FSDP groups are split by node. If not, hpZ keeps nothing, and qgZ has a single exchange."""
+    """Return whether FSDP groups are split by node. If not, hpZ has no effect, and qgZ has one exchange."""
     layout = step.run.layout
     uses_nodes = {"hpz", "qgz"} & set(step.config.parallelism.zero_plus_plus)
     return once_on(uses_nodes, layout.fsdp_far > 1 or layout.efsdp_far > 1)
