@@ -74,11 +74,10 @@ PrecomputedScales = float8_all_gather.PrecomputedScales
     at=(AllGatherHook, "post_all_gather"),
     trial="float8",
 )
-def scale_set_beside_the_weight(post_all_gather, weight, gathered, told, dtype, *, out=None):
-    """Under tp the gathered weight is a DTensor. The new scale is set on the DTensor instead of its local tensor."""
+def scale_of_the_first_gather_kept(post_all_gather, weight, gathered, told, dtype, *, out=None):
+    """A gather into the memory of an earlier gather keeps the earlier scale."""
     if out is None:
         return post_all_gather(weight, gathered, told, dtype)
-    (out.scale,) = told
 
 
 @mutant(Row(2, GATHER), "gradients", "output.weight", trial="float8")

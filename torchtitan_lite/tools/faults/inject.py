@@ -47,7 +47,7 @@ def kill_saving(fault: Fault, run: Run) -> None:
     run.optimizer.register_step_post_hook(lambda *_: die_after(0.05))
 
 
-def stop_process(fault: Fault, run: Run) -> None:
+def stop(fault: Fault, run: Run) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
