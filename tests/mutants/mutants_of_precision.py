@@ -63,21 +63,7 @@ def attention_merged_in_bfloat16(merge, out, lse, new_out, new_lse):
 
 # ---------------------------------------------------------------- float8
 
-AllGatherHook = float8_all_gather.Float8AllGatherHook
 PrecomputedScales = float8_all_gather.PrecomputedScales
-
-
-@mutant(
-    Row(4, {TP: 2, **GATHER}),
-    "gradients",
-    "output.weight",
-    at=(AllGatherHook, "post_all_gather"),
-    trial="float8",
-)
-def scale_of_the_first_gather_kept(post_all_gather, weight, gathered, told, dtype, *, out=None):
-    """A gather into the memory of an earlier gather keeps the earlier scale."""
-    if out is None:
-        return post_all_gather(weight, gathered, told, dtype)
 
 
 @mutant(Row(2, GATHER), "gradients", "output.weight", trial="float8")
