@@ -63,22 +63,7 @@ def attention_merged_in_bfloat16(merge, out, lse, new_out, new_lse):
 
 # ---------------------------------------------------------------- float8
 
-AllGatherHook = float8_all_gather.Float8AllGatherHook
 PrecomputedScales = float8_all_gather.PrecomputedScales
-
-
-@mutant(
-    Row(4, {TP: 2, **GATHER}),
-    "gradients",
-    "output.weight",
-    at=(AllGatherHook, "post_all_gather"),
-    trial="float8",
-)
-def scale_set_beside_the_weight(post_all_gather, weight, gathered, told, dtype, *, out=None):
-    """Under tp the gathered weight is a DTensor. The new scale is set on the DTensor instead of its local tensor."""
-    if out is None:
-        return post_all_gather(weight, gathered, told, dtype)
-    (out.scale,) = told
 
 
 @mutant(Row(2, GATHER), "gradients", "output.weight", trial="float8")

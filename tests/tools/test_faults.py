@@ -51,6 +51,7 @@ from torchtitan_lite.faults.hang_watch import HangWatch, meet_processes
 from torchtitan_lite.parallel.pipeline import PatchedStage
 from torchtitan_lite.parallel.process_groups import Place
 from torchtitan_lite.step import forward_only
+from torchtitan_lite.tools.faults import drill, inject
 from torchtitan_lite.tools.faults.hang import explain, list_hangs, read_files
 from torchtitan_lite.tools.faults.pulse import Measured, choose_fastest, judge_machine
 
@@ -72,6 +73,7 @@ SHARD = "parallelism.data_parallel_shard_degree"
 def test_a_drill_finds_all_faults_and_ends_with_the_weights_of_the_undisturbed_run(
     tmp_path, faults
 ):
+    assert all(kind in vars(inject) for kind in drill.MESSAGES)
     keys = [
         *warm_start.write_letters(tmp_path / "letters"),
         f"--{PP if 'no_send' in faults else REPLICATE}=2",

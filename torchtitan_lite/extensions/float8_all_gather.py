@@ -115,8 +115,6 @@ class Float8AllGatherHook:
         if out is None:
             data8 = data.view(E4M3)
             return Float8GatheredWeight(data8, scale, dtype), (data8,)
-        if isinstance(out, DTensor):  # under TP; a scale set on the DTensor would have no effect
-            out = out._local_tensor
         out.scale = scale
 
 

@@ -84,6 +84,7 @@ def main(options: Namespace, config: Config = STEP_CONFIG) -> int:
             raise UserError("--layout names a mesh dim twice: give one degree for each")
         n_ranks = math.prod(degrees.values())
         config = share_rows(config, degrees, n_ranks)
+        plan_layout(config, resolve_model(config.model), n_ranks)  # refuse it before ranks start
         with RankPool() as pool:
             rounds = pool.run(time_contenders, n_ranks, config, options, timeout_s=3600)[0]
     else:

@@ -89,7 +89,7 @@ DRILL_KEYS = [
 class Fault:
     """One row of the score card: a fault and its consequences."""
 
-    kind: str  # a key of KINDS
+    kind: str  # a key of MESSAGES
     seed: int  # also chooses the weight and the bit
     rank: int
     step: int  # counted from the start of the process

@@ -1,4 +1,4 @@
-"""Inject one fault into one rank of a training run, once. The faults are functions of this file (drill.KINDS).
+"""Inject one fault into one rank of a training run, once. The faults are functions of this file (drill.MESSAGES).
 
     drill  ->  launcher with a fault in its environment  ->  rank: replace_step below, then train.py
 
@@ -47,7 +47,7 @@ def kill_saving(fault: Fault, run: Run) -> None:
     run.optimizer.register_step_post_hook(lambda *_: die_after(0.05))
 
 
-def stop_process(fault: Fault, run: Run) -> None:
+def stop(fault: Fault, run: Run) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
