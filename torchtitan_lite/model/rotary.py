@@ -100,7 +100,7 @@ def split_pairs(x: Tensor) -> tuple[Tensor, Tensor]:
 def split_factors(rotation: Tensor) -> tuple[Tensor, Tensor]:
     """Return the cosines and the sines of rotation (..., E) fp32, each (..., E/2). A pair is read as one word.
 
-    Only for x in bf16: for x in fp32, torch 2.11 compiles words to a wrong gradient.
+    Only for x in bf16: for x in fp32, torch 2.11 failed to compile words.
     """
     words = rotation.view(torch.int64)
     return words.int().view(torch.float32), (words >> 32).int().view(torch.float32)
@@ -112,4 +112,6 @@ def join_pairs(even: Tensor, odd: Tensor, dtype: torch.dtype) -> Tensor:
         low = even.bfloat16().view(torch.int16).int() & 0xFFFF
         high = odd.bfloat16().view(torch.int16).int() << 16
         return (low | high).view(torch.bfloat16)
-    return torch.stack((even, odd), dim=-1).flatten(-2).to(dtype)
+    # The cast comes first: with torch 2.11, a cast of the result to its own dtype compiles to a wrong gradient.
+    pairs = torch.stack((even, odd), dim=-1).to(dtype)
+    return pairs.flatten(-2)
