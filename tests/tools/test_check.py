@@ -541,7 +541,7 @@ KEYS = [  # arguments | status | printed | not printed
         "[optimizer]\nlr = 0.0008  # a finite number, a value from 0 to 1e+30; peak",
         "beta1",
     ),
-    ("optimizer.beta training.seed", 0, "\n\n[debug]\n# for initial weights", "lr ="),
+    ("optimizer.beta training.seed", 0, "\n\n[debug]\n# seed of the initial weights", "lr ="),
     ("optimizer.lrr", 2, "The nearest key is optimizer.lr.", "[optimizer]"),
     ("no_validation.enable", 2, "The nearest key is validation.enable.", "[validation]"),
 ]

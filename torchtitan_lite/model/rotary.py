@@ -75,9 +75,14 @@ def turned(x: Tensor, rotation: Tensor, *, direction: int) -> Tensor:
         product = as_complex(x.to(dtype)) * (turns if direction == 1 else turns.conj())
         return torch.view_as_real(product).flatten(-2).type_as(x)
     even, odd = split_pairs(x)
-    cos, sin = split_factors(rotation) if x.dtype == torch.bfloat16 else split_pairs(rotation)
+    if x.dtype == torch.bfloat16:
+        cos, sin = split_factors(rotation)
+    else:
+        cos, sin = split_pairs(rotation)
     sin = sin * direction
-    return join_pairs(even * cos - odd * sin, odd * cos + even * sin, x.dtype)
+    turned_even = even * cos - odd * sin
+    turned_odd = odd * cos + even * sin
+    return join_pairs(turned_even, turned_odd, x.dtype)
 
 
 def as_complex(pairs: Tensor) -> Tensor:
