@@ -80,7 +80,8 @@ class OtherCluster(Cluster):
     unfused_efficiency: float = 0.50
 
 
-# fraction of the peak that FlashAttention-2 reaches; A100's own figures, and for B200 as many FLOP/s as on Hopper
+# Fraction of the peak that FlashAttention-2 reaches. A100 has its own figures. B200 is assumed to
+# reach Hopper's FLOP/s.
 FLASH2 = {
     "a100-80": {"flash2_forward": 0.60, "flash2_backward": 0.50},
     "b200": {"flash2_forward": 0.15, "flash2_backward": 0.11},
@@ -92,7 +93,7 @@ class OtherWorkload(Workload):
     """A step of a different trainer.
 
     With the engine torch, DTensor copies gathered tensors, and each microbatch of a pipeline has a receive buffer.
-    Other engines have as many buffers as pp ranks.
+    Other engines have one receive buffer per pp rank.
     """
 
     engine: str = "torch"  # or megatron, deepspeed

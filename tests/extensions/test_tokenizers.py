@@ -226,7 +226,10 @@ def add_tokens(tokenizer: HuggingFace, tokens: list[tuple[str, str]]) -> dict:
 
 
 def compare(folder: Path, content: dict, pieces: list[str] = TRICKY) -> None:
-    """Compare our ids, without and with special tokens, with those of tokenizers, on texts of these pieces."""
+    """Compare our ids with the ids of the package tokenizers, with and without special tokens.
+
+    The texts are made of `pieces`.
+    """
     draw = random.Random(0)
     texts = ["".join(draw.choices(pieces, k=draw.randrange(1, 12))) for _ in range(300)]
     oracle = HuggingFace.from_str(json.dumps(content))
@@ -267,7 +270,7 @@ def test_tokens_that_begin_another_stay_with_tiktoken(tmp_path, monkeypatch):
     assert tokenizer.encode_special("".join(names)) == (ids, [4, 9, 14, 17])
 
 
-MERGES = {  # ignore_merges, and merges that follow those of a trained BPE in tokenizer.json
+MERGES = {  # ignore_merges, and merges to append to the merges of a trained BPE in tokenizer.json
     "a word that other merges take apart": (False, "crossed"),
     "the same, looked up whole": (True, "crossed"),
     "a word without merges": (True, "nothing"),

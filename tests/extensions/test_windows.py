@@ -127,7 +127,7 @@ def test_flex_attention_with_windows_and_sinks_is_the_same(case, monkeypatch):
 
 
 def read_in_pieces(cached, tokens, pieces, expected) -> None:
-    """Read the text piece by piece. Compare the last logits of each piece with `expected`, those of the whole text."""
+    """Read the text piece by piece. Compare the last logits of each piece with `expected`, from the whole text."""
     start = 0
     for n_tokens in pieces:
         logits = cached.read(tokens[start : start + n_tokens].tolist())

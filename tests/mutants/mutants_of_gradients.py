@@ -221,7 +221,7 @@ def small_error_from_layer_0(original, part, mesh):
 
 @mutant(Row(2, {**CP2, **RING}), "module output", "layers.0.attention.inner")
 def keys_not_fetched():
-    """A context-parallel rank gets its own keys and values again instead of those of the next rank."""
+    """A context-parallel rank computes with its own keys and values instead of the next rank's keys and values."""
     ops = torch.ops._c10d_functional
     broken = SimpleNamespace(
         all_gather_into_tensor=lambda own, n_ranks, group_name: torch.cat([own] * n_ranks),

@@ -44,7 +44,7 @@ def owner_forgets_to_send(exchange, sent, received, group, empty, calls=[]):  # 
     dims=("dp_shard",),
 )
 def momentum_of_another_matrix(update, optimizer, matrices, axes, group):
-    """A rank stores momenta in the order of their owners, and the next step reads those of a different matrix."""
+    """A rank stores momenta in the order of their owners, so the next step reads the momentum of a different matrix."""
     update(optimizer, matrices, axes, group)
     states, (first, second) = optimizer.state, [matrix.parameter for matrix in matrices]
     if muon.dist.get_rank() == 1 and first.shape == second.shape:

@@ -88,7 +88,7 @@ def scales_of_the_first_step_kept(compute, scales):
 
 @mutant(Row(2, PRECOMPUTE), "scales", "precompute_scales", trial="float8")
 def scales_of_the_step_before():
-    """Scales are computed before the optimizer step, so they are those of the previous weights."""
+    """Scales are computed before the optimizer step, so they belong to the previous weights."""
     original = step.sum_losses
     compute = PrecomputedScales.__call__
 

@@ -23,7 +23,7 @@ LONG = {"training.seq_len": 2048}
     dims=("cp",),
 )
 def ring_right_for_two_ranks_only(original, rank, source, half):
-    """After the first round of the ring, each rank treats all keys as those of a later rank."""
+    """After the first round of the ring, each rank treats all keys as keys of a later rank."""
     return original(rank, source if abs(rank - source) <= 1 else rank + 1, half)
 
 

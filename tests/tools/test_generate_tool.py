@@ -53,7 +53,7 @@ def model() -> Llama3:
 def save(
     path: Path, weights: dict[str, Tensor], *, attention: str = "causal", **fingerprint: object
 ) -> Path:
-    """Save a checkpoint like that of a run of 128 tokens with the shipped tokenizer. `fingerprint`: further entries."""
+    """Save a checkpoint as a run with 128 tokens and the shipped tokenizer does. `fingerprint`: further entries."""
     keys = {
         "model.hf_assets_path": SHIPPED,
         "model.attention": attention,  # a run would write the resolved value of "auto"

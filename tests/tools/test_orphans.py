@@ -1,4 +1,4 @@
-"""After SIGKILL of torchrun no rank goes on, not even a stopped one. test_hangs.py tests our launcher."""
+"""If torchrun is killed, all ranks end, even a stopped rank. test_hangs.py tests our launcher."""
 
 import os
 import signal

@@ -111,7 +111,7 @@ def test_the_table_of_memory_has_the_fullest_rank():
 def test_an_idle_pipeline_gets_the_number_of_microbatches_that_it_needs():
     schedule = {"pipeline_parallel_schedule": "1F1B", "pipeline_parallel_layers_per_stage": 8}
     planned = read("llama3_405b", 16384, pp=16, tp=8, **schedule, local_batch_size=16)
-    # The bubble is a share of the step. Of the pipeline alone it is (p-1)/(m+p-1) = 15/31.
+    # The bubble is (p-1)/(m+p-1) = 15/31 of the pipeline's time, and slightly less of the whole step.
     assert planned.forecast.bubble > 0.45
     (remark,) = (remark for remark in list_remarks(planned) if "idle" in remark)
     n = int(remark.split("Use ")[1].split(" microbatches")[0])

@@ -1,4 +1,4 @@
-"""Published runs and the forecast: the error bars in the code equal those of cross-validation over the sources."""
+"""Compare the forecast with published runs. The code's error bars equal the result of cross-validation by source."""
 
 from math import exp
 

@@ -149,7 +149,7 @@ def compare_step(run: build.Run, plain: PlainStep, seen: Seen) -> None:
 
 @torch.no_grad()
 def compare_gradients(run: build.Run, plain: PlainStep, seen: Seen) -> None:
-    """Compare gradients and learning rates. Keep the gradients, and replace them with those of the plain loop."""
+    """Compare gradients and learning rates. Keep the gradients, and replace them with the plain loop's gradients."""
     gradients = {}
     for fqn, parameter in reversed(run.parameters.items()):
         right = plain.gradients[fqn]
