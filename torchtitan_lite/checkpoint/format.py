@@ -168,7 +168,9 @@ def create_unfinished(final: Path) -> Path:
     unfinished = name_unfinished(final)
     for path in (final, unfinished):
         if path.exists():
-            raise CheckpointError(f"{path} already exists, and is never overwritten")
+            raise CheckpointError(
+                f"{path} already exists, and is never overwritten: move it away, or name another folder"
+            )
     unfinished.mkdir(parents=True)
     return unfinished
 

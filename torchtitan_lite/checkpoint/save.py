@@ -191,7 +191,8 @@ class CheckpointSaver(AbstractContextManager):
             # every rank raises this error, and no rank is still writing
             if self.group.rank() == 0:
                 discard(final)
-            raise CheckpointError(f"{final} cannot be written: {error}") from None
+            remedy = "Check free space and permissions, then start the run again"
+            raise CheckpointError(f"{final} cannot be written: {error}. {remedy}") from None
 
     def create(self, final: Path) -> None:
         remove_partial(final.parent)
