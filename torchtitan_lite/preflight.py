@@ -132,7 +132,7 @@ def resolve(
         raise ConfigError(problems)
     sections = {key.partition(".")[0] for key in unread}
     if not sections & RULED_SECTIONS and asks_for_features(config):
-        problems += load_module("config.features").check_settings(config, machine)
+        problems += load_module("config.settings").check_settings(config, machine)
     problems += check_files(config, restarted)
     tokenizer = model_args = layout = None
     if not sections & LAYOUT_SECTIONS:

@@ -18,13 +18,14 @@ from torchtitan_lite.config.checks import (
 )
 from torchtitan_lite.config.choices import ATTENTIONS, OPTIMIZERS, SCHEDULES
 from torchtitan_lite.config.extensions import load_extension
-from torchtitan_lite.config.features import EXTENSIONS, check_settings, find_refused
+from torchtitan_lite.config.features import EXTENSIONS
 from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.messages import ConfigError, UserError
 from torchtitan_lite.config.model import resolve_model
 from torchtitan_lite.config.model_rows import ModuleRow
 from torchtitan_lite.config.reader import KEYS, WrongValue, convert
 from torchtitan_lite.config.schema import Config, Model, with_value
+from torchtitan_lite.config.settings import check_settings, find_refused
 from torchtitan_lite.model.attention import ATTENTION_MODULES
 from torchtitan_lite.models.llama3.modules import Llama3
 from torchtitan_lite.models.llama3.table import FLAVORS

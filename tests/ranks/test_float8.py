@@ -12,12 +12,12 @@ from layouts import EMULATED, FLOAT8, GATHER, PRECOMPUTE, REPLICATE, TP, TWO_LAY
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtitan_lite.config.features import check_settings
 from torchtitan_lite.config.float8 import list_linears, plan_float8
 from torchtitan_lite.config.machine import GIB, Machine
 from torchtitan_lite.config.model import resolve_model
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Checkpoint
+from torchtitan_lite.config.settings import check_settings
 from torchtitan_lite.extensions import float8_rowwise
 from torchtitan_lite.model import float8_linear
 from torchtitan_lite.models.llama3.modules import Llama3

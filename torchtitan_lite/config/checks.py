@@ -34,7 +34,7 @@ AUTOMATIC = (None, -1, AUTO)  # the values that resolve_config replaces
 TP = "parallelism.tensor_parallel_degree"
 SPLIT_DIMS = {"colwise": 0, "rowwise": -1}  # tp_style -> dim of the weight that tp splits
 SIZES_OF_TP = ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
-# features.py has no rule about these keys. If no other key differs from its default, the file is not loaded.
+# settings.py has no rule about these keys. If no other key differs from its default, the file is not loaded.
 PLAIN_KEYS = set(
     """
     job.config_file job.dump_folder model.hf_assets_path optimizer.lr lr_scheduler.warmup_steps
@@ -79,7 +79,7 @@ def plan_layout(config: Config, model_args: ModelArgs, world_size: int) -> Layou
 
 
 def asks_for_features(config: Config) -> bool:
-    """Return whether a rule of features.py could refuse this config."""
+    """Return whether a rule of settings.py could refuse this config."""
     default = Config()
     others = KEYS.keys() - PLAIN_KEYS
     is_plain = all(get_value(config, key) == get_value(default, key) for key in others)
@@ -121,7 +121,7 @@ def check_layout(problems: Problems, layout: Layout, world_size: int) -> None:
     if model_args.moe:
         load_module("config.experts").check_experts(problems, layout)
     if asks_for_features(config):
-        problems += load_module("config.features").find_refused(config, model_args, layout)
+        problems += load_module("config.settings").find_refused(config, model_args, layout)
     if layout.pp > 1 and not any("batch_size" in problem.key for problem in problems):
         local_batch_size = config.training.local_batch_size
         problems += check_microbatches(

@@ -38,7 +38,7 @@ def resolve_model(model: Model) -> ModelArgs:
         or model_args.attention_sinks
         or model_args.sliding_window is not None
     ):
-        load_module("config.features").check_windows(problems)
+        load_module("config.settings").check_windows(problems)
     if problems:
         raise ConfigError(problems)
     return model_args

@@ -149,7 +149,7 @@ def find_visible(rank: int, source: int, half: int) -> tuple[slice, slice]:
 # stored. Kernels do not store their scores. Their other inputs and outputs are no larger than query. On a CPU, the
 # kernel is torch's flash attention. On a GPU, it is cuDNN's if torch's SDPA prefers it (Hopper, Blackwell), otherwise
 # FlashAttention 2. The CUDA kernels support bf16 and fp16, and a head_dim that is a multiple of 8 up to 256;
-# config/features.py refuses anything else. They have never run on a GPU. Tests check their arguments on meta tensors,
+# config/settings.py refuses anything else. They have never run on a GPU. Tests check their arguments on meta tensors,
 # and GPU tests check their results.
 
 OutAndLse = tuple[Tensor, Tensor]  # out (B, H, S, E); lse (B, H, S) fp32, contiguous

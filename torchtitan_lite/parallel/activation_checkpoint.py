@@ -10,7 +10,7 @@
 
 It adds no collectives, but recompute repeats the TP collectives whose outputs are not saved. So "op" saves the outputs
 of collectives that reduce. The bound `forward` of each block is replaced in place, so FQNs do not change. A pipeline
-schedule that splits backward would recompute in both halves, which torch and config/features.py refuse.
+schedule that splits backward would recompute in both halves, which torch and config/settings.py refuse.
 
 Selective recompute handles each operator in Python. Without compile, this costs the host more time than all collectives
 of the step: debug_3d trained 1,355 tokens/s with "none" and 800 with "selective" (two x86_64 cores, gloo, November

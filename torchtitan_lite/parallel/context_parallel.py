@@ -73,7 +73,7 @@ def apply_context_parallel(
 ) -> None:
     """Let the attention of each block fetch keys and values over cp.
 
-    `attention` is model.attention; `method` is context_parallel_rotate_method. config/features.py has
+    `attention` is model.attention; `method` is context_parallel_rotate_method. config/settings.py has
     refused unsupported pairs before launch (`list_cp_methods`). Raises UserError if the model has custom attention,
     which this function could not change.
     """

@@ -15,13 +15,13 @@ from math import ceil
 
 from torchtitan_lite.config.checks import plan_layout, resolve_config
 from torchtitan_lite.config.choices import SCHEDULES
-from torchtitan_lite.config.features import find_refused
 from torchtitan_lite.config.layout import plan_batch, plan_degrees
 from torchtitan_lite.config.machine import GIB
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.reader import dump_config_toml
 from torchtitan_lite.config.schema import ActivationCheckpoint, Config, get_value
+from torchtitan_lite.config.settings import find_refused
 from torchtitan_lite.tools.plan.cluster import CLUSTERS, Cluster
 from torchtitan_lite.tools.plan.planned_run import PlannedRun, read_target
 from torchtitan_lite.tools.plan.step_time import Forecast
@@ -124,7 +124,7 @@ def list_schedules(config: Config, pp: int, n_layers: int) -> list[tuple[str, in
     pairs = []
     for name, schedule in SCHEDULES.items():
         if schedule.splits_backward and config.compile.enable:
-            continue  # features.py refuses compile with these schedules
+            continue  # settings.py refuses compile with these schedules
         layers_per_stage = {None}
         if schedule.most_stages_per_rank is None:
             layers_per_stage = {ceil(weight / pp / n_stages) for n_stages in STAGES_PER_RANK}
