@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from torchtitan_lite.build import build_on_meta, build_run, build_savers, start_from
+from torchtitan_lite.build import build_run, build_savers, start_from
 from torchtitan_lite.components.log import IN_FILE, start_logging
 from torchtitan_lite.components.signals import StopFlag, describe_signal
 from torchtitan_lite.config.block import count_parameters
@@ -76,8 +76,13 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
         validation = load_module("validation").open_validation(
             config, spec.model_args, spec.layout, spec.tokenizer
         )
-    build_on_meta(config, spec.model_args)  # raises if the code of the model differs from its table
 
+    # rank 0 writes config.toml, the log and the records. First of all, it deletes an earlier run if job.overwrite is
+    # set, because a restarted job takes the files in this folder for its own
+    folder = spec.written_folder if place.rank == 0 else None
+    lock = None
+    if folder:
+        lock = open_dump_folder(config, restarted=restarted)
     # ---- mesh: one process group for the world, one for each mesh dim, and one for each group of flattened dims
     # all ranks: exchange process ids through the store, with the ranks of this host and one rank of the next host
     processes = meet_processes(place, store, config.comm)
@@ -85,11 +90,6 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
     device, host = start_process(place, store, spec.machine.device_type, config)
     # all ranks: connect the process groups through the store
     mesh = build_mesh(spec.layout, device.type)
-    # rank 0 writes config.toml, the log and the records
-    folder = spec.written_folder if place.rank == 0 else None
-    lock = None
-    if folder:
-        lock = open_dump_folder(config, restarted=restarted)
     start_logging(place.rank, folder)
     for notice in spec.notices:  # the launcher has printed them
         logger.log(IN_FILE if spec is launched else logging.INFO, notice)
@@ -162,7 +162,14 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
                 figures = load_module("validation").validate(
                     run, validation, step, stop, watch.follow
                 )
-            metrics.log(step, result, figures, is_applied=is_applied, grad_norm=grad_norm)
+            metrics.log(
+                step,
+                result,
+                figures,
+                time_s=watch.last_s,
+                is_applied=is_applied,
+                grad_norm=grad_norm,
+            )
             if not is_warm and (figures or not validation):
                 # all ranks: a barrier, then the shorter time-outs for all later steps
                 set_timeouts(config.comm.train_timeout_seconds, host)

@@ -5,6 +5,7 @@ import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from datetime import timedelta
 from pathlib import Path
 
 import compare
@@ -105,7 +106,7 @@ def make_snapshots(
     path = Path(folder, section.folder)
     world = dist.group.WORLD
     saver = find_saver(section)(path, section, run.name_tensors, manifest, world, run.device)
-    return Snapshots(saver, Path(folder), place, dist.group.WORLD)
+    return Snapshots(saver, Path(folder), place, dist.group.WORLD, timedelta(minutes=5))
 
 
 def train_and_save(

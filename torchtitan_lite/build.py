@@ -222,8 +222,8 @@ def build_savers(
     published = spec.weights.published if spec.weights else {}
     about = describe_run(run.config, run.layout.degrees, published)
     group = host
+    timeout = timedelta(seconds=run.config.comm.init_timeout_seconds)
     if section.async_mode != "disabled":  # the saving thread needs its own group
-        timeout = timedelta(seconds=run.config.comm.init_timeout_seconds)
         group = dist.new_group(backend="gloo", timeout=timeout, group_desc="saver")
     saver = find_saver(section)(
         spec.dump_folder / section.folder,
@@ -236,7 +236,7 @@ def build_savers(
     if not section.local_folder:
         return [saver]
     snapshots = load_extension("snapshots").Snapshots
-    return [saver, snapshots(saver, spec.dump_folder, place, host)]
+    return [saver, snapshots(saver, spec.dump_folder, place, host, timeout)]
 
 
 def find_saver(section: Checkpoint) -> type[CheckpointSaver]:

@@ -1,7 +1,8 @@
 """Measure the steps of a run, and record them. Only rank 0 writes; nothing is sent.
 
-CUDA steps are only queued when their call returns, so the host cannot time a single step. Reading the loss for a
-record waits for the device, so the time between two records is exact.
+A step lasts from the request of its batch until the host has read the gradient norm, which waits for the device.
+Validations, saves and logs are between two steps, so they do not count. On CUDA, the update of the weights runs while
+the host goes on, and counts in the next step.
 
 Loss and grad_norm are the same on every rank; times and memory are measured on rank 0.
 MFU is the FLOP/s of the model divided by the peak FLOP/s of the hardware (PaLM, app. B, arXiv:2204.02311).
@@ -14,7 +15,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -40,7 +41,7 @@ N_FIRST = 10  # this many steps after a start are all recorded: the user watches
 class Interval:
     """Measurements since the last record."""
 
-    started_s: float = field(default_factory=time.perf_counter)
+    time_s: float = 0.0  # total duration of the steps
     data_time_s: float = 0.0  # time that the host waited for batches
     n_steps: int = 0
     highest_norm: float = 0.0
@@ -93,17 +94,20 @@ class RunMetrics(MetricsWriter):
         result: StepResult,
         validation: dict[str, float] | None,
         *,
+        time_s: float,
         is_applied: bool,
         grad_norm: float,
     ) -> None:
-        """Record the result of `validate`. Record the step if it is due or skipped, or follows a skipped step."""
+        """Record the result of `validate`. Record the step if it is due or skipped, or follows a skipped step.
+
+        `time_s`: the duration of the step.
+        """
         interval = self.interval
         interval.n_steps += 1
+        interval.time_s += time_s
         interval.highest_norm = max(interval.highest_norm, grad_norm)
         is_end = step <= self.resumed_step + N_FIRST or step == self.n_steps
         is_due = is_end or step % self.spec.config.metrics.log_freq == 0
-        if validation:
-            interval.started_s += validation["val_time_s"]
         if validation or is_due or self.was_skipped or not is_applied:
             self.write_step(step, result, grad_norm, is_applied=is_applied)
             if validation:
@@ -122,13 +126,12 @@ class RunMetrics(MetricsWriter):
             **result.rates,
             "tokens": step * self.tokens_per_step,  # read by all ranks since step 1
         }
-        seconds = time.perf_counter() - interval.started_s  # without validation
         n_tokens = interval.n_steps * self.tokens_per_step
-        speed = n_tokens / seconds / self.run.layout.world_size
+        speed = n_tokens / interval.time_s / self.run.layout.world_size
         fields |= describe_speed(speed, self.flops, self.peak_flops)
-        fields["step_time_s"] = seconds / interval.n_steps
+        fields["step_time_s"] = interval.time_s / interval.n_steps
         fields["data_time_s"] = interval.data_time_s / interval.n_steps
-        fields["data_time_share"] = interval.data_time_s / seconds
+        fields["data_time_share"] = interval.data_time_s / interval.time_s
         fields["remaining_s"] = self.estimate_remaining(step)
         fields |= read_peak_memory(self.run.device)
         if self.run.balance:

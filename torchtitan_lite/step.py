@@ -67,14 +67,9 @@ def train_step(
     `batch` is this rank's rows of the global batch. `stop_signal` is the signal that this rank received, or 0.
     `savers` may still copy the tensors of the last save; the step waits for these copies before it changes a tensor.
     """
-    random_state = copy_random_state()
-    local_loss = compute_gradients(run, batch)
+    compute = compute_gradients if run.optimizer.state else compute_first_gradients
+    local_loss = compute(run, batch)
     loss = sum_losses(run, local_loss)  # all-reduces one float over pp, dp and cp
-    if not run.optimizer.state:  # the first step
-        trained = run.parameters.items()
-        require_gradients({fqn: own.grad for fqn, own in trained if own.requires_grad})
-        if copy_random_state() != random_state:
-            raise UserError(RANDOM)
     squares = sum_gradient_squares(run.parameters.values())
     # all-reduces 40 bytes over all ranks
     grad_norm, stops = reduce_norm_and_signal(squares, stop_signal)
@@ -93,10 +88,26 @@ def train_step(
     return StepResult(loss, grad_norm, applied, stops, rates, expert_loads)
 
 
-def copy_random_state() -> bytes:
-    """Return the state of torch's random generator on the CPU. Uses no torch operator: a dry run replaces operators."""
-    state = torch.get_rng_state()
-    return string_at(state.data_ptr(), state.numel())
+def compute_first_gradients(run: Run, batch: Batch) -> Tensor:
+    """Like compute_gradients. Raises UserError if a parameter has no gradient, or if the model draws random numbers."""
+    before = copy_random_state()
+    local_loss = compute_gradients(run, batch)
+    trained = run.parameters.items()
+    require_gradients({fqn: own.grad for fqn, own in trained if own.requires_grad})
+    if copy_random_state() != before:
+        raise UserError(RANDOM)
+    return local_loss
+
+
+def copy_random_state() -> list[bytes]:
+    """Return the state of torch's random generators: of the CPU, and of the GPU if this process uses one.
+
+    Uses no torch operator, because a dry run replaces operators.
+    """
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_initialized():
+        states.append(torch.cuda.get_rng_state())
+    return [string_at(state.data_ptr(), state.numel()) for state in states]
 
 
 def compute_gradients(run: Run, batch: Batch) -> Tensor:

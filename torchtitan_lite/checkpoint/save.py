@@ -71,7 +71,8 @@ OFFSETS = "saved_offsets"
 # for tensors of this size (elements) or more, the ranks with copies take turns in writing
 DEALT = 2**16
 MOST_DAMAGED = 8  # messages in one error
-DIM_NAMES = re.compile("dp_replicate|dp_shard|efsdp|ep|cp|tp|pp")  # in the name of a mesh dim
+# the name of a mesh dim; torch joins the names of flattened dims
+DIM_NAME = re.compile("_?(dp_replicate|dp_shard|efsdp|ep|cp|tp|pp)")
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,8 @@ def list_splits(tensor: Tensor, mesh: Degrees) -> list[Split]:
     placed = zip(tensor.placements, tensor.device_mesh.mesh_dim_names or (), strict=True)
     # FSDP cuts the slices of tp or ep again, but FSDP's mesh dim is to the left of tp and ep.
     for placement, name in sorted(placed, key=lambda pair: isinstance(pair[0], _StridedShard)):
-        mesh_dims = tuple(dim for dim in DIM_NAMES.findall(name) if mesh[dim] > 1)
+        assert not DIM_NAME.sub("", name), f"a checkpoint cannot describe the mesh dim {name}"
+        mesh_dims = tuple(dim for dim in DIM_NAME.findall(name) if mesh[dim] > 1)
         if mesh_dims and not placement.is_replicate():
             splits.append(Split(placement.dim, mesh_dims))
     return splits

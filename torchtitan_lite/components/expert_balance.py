@@ -81,8 +81,8 @@ class ExpertBalance:
         return routing._replace(weights=weights)
 
     @torch.no_grad()
-    def update(self, finite: Tensor) -> Tensor:
-        """Adjust the biases after a step that was applied (`finite`). Collective: all-reduces the loads over all ranks.
+    def update(self, applied: Tensor) -> Tensor:
+        """Adjust the biases after a step that was `applied`. Collective: all-reduces the loads over all ranks.
 
         Returns (layers, experts + 1) float64: the number of routes to each expert in the global batch. The last column
         is the entropy of the router scores in nats, summed over tokens. Rows of dense layers are zero.
@@ -93,7 +93,7 @@ class ExpertBalance:
             load = loads[layer, :-1]
             missing = load.sum() - len(load) * load  # exact, because loads are integers
             direction = missing.sign().float()
-            router.expert_bias += self.rate * direction * finite
+            router.expert_bias += self.rate * direction * applied
         return loads
 
     def describe(self, step: int, loads: Tensor) -> dict[str, Any]:

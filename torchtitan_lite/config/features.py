@@ -41,7 +41,7 @@ def check_bfloat16_moments(problems: Problems, layout: Layout) -> None:
 
 def check_bfloat16_weights(problems: Problems, layout: Layout) -> None:
     # whether gradients of microbatches are summed in bfloat16
-    is_summed = layout.zero_stage > layout.pp == 1 < layout.n_microbatches
+    is_summed = layout.pp == 1 and layout.zero_stage > 1 and layout.n_microbatches > 1
     if problems.config.optimizer.moments_dtype != "bfloat16" or is_summed:
         why = "bfloat16 weights need bfloat16 moments, and float32 sums of the microbatches' gradients"
         remedy = 'Set optimizer.moments_dtype = "bfloat16" and parallelism.zero_stage = 1'

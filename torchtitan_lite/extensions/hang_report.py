@@ -27,9 +27,8 @@ from torchtitan_lite.components.log import describe_rank, go_on_unwritten
 from torchtitan_lite.config.layout import MESH_DIMS
 from torchtitan_lite.faults.hang_watch import HangWatch
 from torchtitan_lite.faults.processes import read_state
+from torchtitan_lite.parallel.process_groups import HOST_GROUPS
 
-# process groups for checkpoints, which other threads use during the steps
-IN_THREADS = ("host", "saver", "snapshot")
 # Functions of asynchronous_saves.py and checkpoint/save.py: the main thread waits for a thread that saves
 WAITS_FOR_SAVE = re.compile(r"asynchronous_saves\.py:\d+ wait$")
 SAVES = re.compile(r"save\.py:\d+ write$")
@@ -164,7 +163,7 @@ def read_recorder(
     by_step: dict[str, list[list[dict]]] = {}
     for entry in entries:
         name, description = entry["process_group"]
-        if description in IN_THREADS and int(entry["thread_id"]) != thread:
+        if description in HOST_GROUPS and int(entry["thread_id"]) != thread:
             continue
         group = f"{description} {ranks.get(name, [])}"
         row = groups.setdefault(group, {"pending": None})

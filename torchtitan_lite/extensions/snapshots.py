@@ -13,6 +13,7 @@ ranks load the shared checkpoint instead (resume.py). All snapshots are deleted 
 import logging
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from shutil import rmtree
 from uuid import uuid4
@@ -39,13 +40,18 @@ class Snapshots(AbstractContextManager):
         dump_folder: Path,
         place: Place,
         all_ranks: dist.ProcessGroup,
+        timeout: timedelta,
     ):
         """`checkpoints` is the saver of the same run. The saver of snapshots has its class, section and tensors."""
         self.all_ranks = all_ranks
         host = place.host_ranks
         # Without local synchronization, all ranks would wait for each other once per host.
         self.group = dist.new_group(
-            list(host), backend="gloo", use_local_synchronization=True, group_desc="snapshot"
+            list(host),
+            backend="gloo",
+            timeout=timeout,
+            use_local_synchronization=True,
+            group_desc="snapshot",
         )
         run_id = do_on_rank_0(all_ranks, lambda: identify_run(checkpoints.folder))
         section = checkpoints.section

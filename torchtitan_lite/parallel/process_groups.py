@@ -28,8 +28,9 @@ from torchtitan_lite.parallel.gloo_workers import limit_gloo_workers
 MOST_OPEN_FILES = 10240  # OPEN_MAX of macOS
 MANY_RANKS = 1024  # from this size on, ranks of a gloo group connect when they first communicate
 # Names of gloo groups of all ranks, for objects and CPU tensors: "host" is for the main thread, "saver" for the thread
-# of asynchronous saves. Ranks match calls by their order, so two threads that share a group can deadlock.
-HOST_GROUPS = ("host", "saver")
+# of asynchronous saves, "snapshot" for the thread of snapshots. Ranks match calls by their order, so two threads that
+# share a group can deadlock.
+HOST_GROUPS = ("host", "saver", "snapshot")
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,5 @@
 """`verify`: compare a reduced config with one process, and print a certificate or the first difference.
 
-wide        five steps with the optimizer and schedule of the run; two of them have a gradient that is not finite.
-            With training.skip_spikes, a sixth step has a spike
-deep        one step: twelve layers, twelve microbatches, rows of 280 tokens or more
-train.py    three starts of train.py: one process; the layout; another layout that resumes
-bfloat16    two steps (float8: three steps), compared with one rank that rounds in the same places
-
     wide        five steps with the optimizer and schedule of the run. In two of them, a gradient is not finite. With
                 training.skip_spikes, a sixth step has a spike
     deep        one step with twelve layers, twelve microbatches, and rows of 280 tokens or more
