@@ -1,7 +1,9 @@
 """train.py is killed and restarted under torchrun, and resumed on a different layout."""
 
 import fcntl
+import gc
 import hashlib
+import json
 import os
 import random
 import re
@@ -30,7 +32,8 @@ from warm_start import (
 import train
 from torchtitan_lite.checkpoint.format import find_steps
 from torchtitan_lite.checkpoint.load import OpenCheckpoint
-from torchtitan_lite.dump_folder import CONFIG_TOML, LOCK
+from torchtitan_lite.checkpoint.save import CheckpointSaver
+from torchtitan_lite.dump_folder import CONFIG_TOML, LOCK, METRICS
 from torchtitan_lite.extensions.overwrite import FILES_OF_RUN
 from torchtitan_lite.tools.verify.ranks import RankFailure
 
@@ -211,6 +214,48 @@ def fail_in_a_step(rank: int, world_size: int, keys: list[str]) -> str:
             return f"status {warm_start.start(rank, world_size, keys)}"
         except RuntimeError as error:
             return str(error)
+
+
+def fail_to_connect(rank: int, world_size: int, keys: list[str]) -> str:
+    """Worker: start a run whose ranks do not connect. Return the error."""
+    with patch.object(train, "start_process", side_effect=RuntimeError("planted")):
+        with pytest.raises(RuntimeError) as error:
+            warm_start.start(rank, world_size, keys)
+    message = str(error.value)
+    del error
+    gc.collect()  # closes the lock of the dump folder, as the end of the process would
+    return message
+
+
+def test_a_restart_never_resumes_the_run_that_job_overwrite_deletes(pool, unbroken, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(unbroken[0], folder)
+    keys = [*unbroken[1], LAYOUT, f"--job.dump_folder={folder}", "--job.overwrite"]
+    assert pool.run(fail_to_connect, RANKS, keys) == ["planted"] * RANKS
+    assert pool.run(warm_start.start, RANKS, keys, 2, 1) == [143] * RANKS  # restarted once
+    assert find_steps(folder / "checkpoint") == [2]
+
+
+def save_slowly(rank: int, world_size: int, keys: list[str], seconds: float) -> int:
+    """Worker: train two steps, and save each of them in `seconds` or more."""
+    save = CheckpointSaver.save
+
+    def wait_and_save(self, *args) -> None:
+        time.sleep(seconds)
+        save(self, *args)
+
+    with patch.object(CheckpointSaver, "save", wait_and_save):
+        return warm_start.start(rank, world_size, [*keys, "--checkpoint.interval=1"], 2)
+
+
+def test_the_time_of_a_step_does_not_include_saves(pool, unbroken, tmp_path):
+    seconds = 2.0
+    keys = [*unbroken[1], LAYOUT, f"--job.dump_folder={tmp_path}"]
+    assert pool.run(save_slowly, RANKS, keys, seconds) == [143] * RANKS
+    records = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()]
+    assert [line["waited_s"] > seconds for line in records if line["kind"] == "save"] == [True] * 2
+    times = [line["step_time_s"] for line in records if line["kind"] == "step"]
+    assert len(times) == 2 and 0 < max(times) < seconds
 
 
 def test_a_run_that_only_reads_and_fails_writes_no_report(pool, stopped):
