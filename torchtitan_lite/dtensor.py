@@ -12,7 +12,7 @@ two loaded CPU cores they trained at 0.54 of this speed (tp2, gloo, November 202
 """
 
 from collections.abc import Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -60,22 +60,3 @@ def shard_parameters(module: nn.Module, mesh: DeviceMesh, placements: dict[str, 
         if full is not None:
             own = distribute_tensor(full, mesh, [placement], src_data_rank=None)
             module.register_parameter(name, nn.Parameter(own))
-
-
-@cache  # one subclass per class, because modules of one class share compiled code
-def hide_bias(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass of `cls` whose own forward reads its bias as None. All other code reads the bias."""
-
-    def forward(self: nn.Module, *inputs, **options):
-        # nn.Module.__setattr__ would take the host ten times as long
-        object.__setattr__(self, "is_in_forward", True)
-        try:
-            return cls.forward(self, *inputs, **options)
-        finally:
-            object.__setattr__(self, "is_in_forward", False)
-
-    def read(self: nn.Module) -> Tensor | None:
-        return None if self.is_in_forward else self._parameters["bias"]
-
-    fields = {"is_in_forward": False, "forward": forward, "bias": property(read)}
-    return type(f"{cls.__name__}WithoutBias", (cls,), fields)

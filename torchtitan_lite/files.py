@@ -1,10 +1,9 @@
-"""Helpers for the host: optional packages, Hugging Face cache folders, file hashes, the git commit."""
+"""Helpers for the host: optional packages, file hashes, the git commit."""
 
 import hashlib
 import importlib
 import os
 import platform
-import re
 import shlex
 import subprocess
 import sys
@@ -26,33 +25,6 @@ def import_extra(name: str, extra: str) -> ModuleType:
     except ImportError as error:
         package = name.partition(".")[0]
         raise UserError(f"{error}. Run `pip install {package}` (the extra `{extra}`)") from None
-
-
-def explain_hub_cache(folder: str | Path) -> str:
-    """Explain where a cache folder of the Hugging Face Hub has its files. Return "" for any other folder."""
-    root = Path(folder).absolute()
-    if root.name == "snapshots":
-        root = root.parent
-    if not root.name.startswith(("models--", "datasets--")):
-        return ""
-    snapshots = sorted(map(str, root.glob("snapshots/*")))
-    where = f"{folder} is a cache folder of the Hugging Face Hub. Its files are in"
-    return f"{where} {' or '.join(snapshots)}" if snapshots else ""
-
-
-def explain_hub_name(text: str | Path) -> str:
-    """Explain why a name or cache folder of the Hugging Face Hub cannot be read, and how to fix it.
-
-    Returns "" for any other text.
-    """
-    if why := explain_hub_cache(text):
-        return why
-    prefix = r"hf:/+|https?:/+huggingface\.co/"
-    match = re.fullmatch(rf"(?:{prefix})?(?!outputs/)(\w[\w.-]*)/(\w[\w.-]*)", str(text))
-    if not match or os.path.exists(text) or os.path.exists(match[1]):
-        return ""
-    name = f"{match[1]}/{match[2]}"
-    return f"{text} is no folder here; nothing is downloaded. Run: hf download {name} --local-dir {name}"
 
 
 def refuse_pointer(path: Path) -> None:

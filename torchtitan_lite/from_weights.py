@@ -3,6 +3,7 @@
 Needs no torch.
 """
 
+from contextlib import suppress
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -21,7 +22,7 @@ from torchtitan_lite.config.messages import ConfigError, Problem, Problems
 from torchtitan_lite.config.model_rows import AUTO, ModelArgs
 from torchtitan_lite.config.reader import UserConfig
 from torchtitan_lite.config.schema import Config, with_value
-from torchtitan_lite.data.corpus_folder import fingerprint_documents
+from torchtitan_lite.data.corpus_folder import CorpusError, find_corpus, open_split
 from torchtitan_lite.data.tokenizer import KEY as TOKENIZER
 from torchtitan_lite.data.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
 from torchtitan_lite.models.registry import CONFIG, LENGTH, MODELS
@@ -120,6 +121,19 @@ def check_loaded_weights(
         if weights.is_resumed:
             notices += describe_size(layout, weights.manifest)
     return notices
+
+
+def fingerprint_documents(config: Config, tokenizer: Tokenizer) -> dict[str, str]:
+    """Return name -> fingerprint of the training documents, for each corpus that is already prepared."""
+    training = config.training
+    fingerprints = {}
+    for name in training.dataset:
+        with suppress(CorpusError):
+            folder = find_corpus(
+                name, tokenizer, Path(training.cache_folder), training.dataset_path
+            )
+            fingerprints[name] = open_split(folder, "train", tokenizer).hash_split("train")
+    return fingerprints
 
 
 def describe_size(layout: Layout, manifest: Manifest) -> list[str]:

@@ -25,7 +25,7 @@ from torchtitan_lite.config.learning_rate import list_rates
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.model.loss import count_valid_tokens
-from torchtitan_lite.parallel.fsdp import free_gathered, prepare_microbatch
+from torchtitan_lite.parallel.fsdp import prepare_microbatch
 
 RANDOM = (
     "the model draws random numbers, as in dropout. Recompute, a resume and other layouts would draw others: "
@@ -147,20 +147,6 @@ def forward_backward(run: Run, batch: Batch, n_tokens: Tensor) -> Tensor:
             loss = part(micro.tokens, **stage_kwargs(micro)) / n_tokens
             loss.backward()
             losses.append(loss.detach())
-    return sum(losses, torch.zeros((), device=run.device))
-
-
-@torch.no_grad()
-def forward_only(run: Run, batch: Batch, n_tokens: Tensor) -> Tensor:
-    """Compute this rank's part of the loss without gradients, () fp32. Weights and gradients do not change."""
-    if run.schedule is not None:
-        losses = run_schedule(run, run.schedule.eval, batch, n_tokens)
-    else:
-        (part,) = run.parts
-        micros = batch.split(run.layout.n_microbatches)
-        losses = [part(micro.tokens, **stage_kwargs(micro)) / n_tokens for micro in micros]
-    for part in run.parts:
-        free_gathered(part)
     return sum(losses, torch.zeros((), device=run.device))
 
 

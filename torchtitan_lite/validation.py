@@ -29,7 +29,8 @@ from torchtitan_lite.data.dataset import (
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.model.loss import IGNORE_INDEX
-from torchtitan_lite.step import forward_only, shard_for_cp
+from torchtitan_lite.parallel.fsdp import free_gathered
+from torchtitan_lite.step import run_schedule, shard_for_cp, stage_kwargs
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +91,20 @@ def open_validation(
 
 
 # ---------------------------------------------------------------- a run
+
+
+@torch.no_grad()
+def forward_only(run: Run, batch: Batch, n_tokens: Tensor) -> Tensor:
+    """Compute this rank's part of the loss without gradients, () fp32. Weights and gradients do not change."""
+    if run.schedule is not None:
+        losses = run_schedule(run, run.schedule.eval, batch, n_tokens)
+    else:
+        (part,) = run.parts
+        micros = batch.split(run.layout.n_microbatches)
+        losses = [part(micro.tokens, **stage_kwargs(micro)) / n_tokens for micro in micros]
+    for part in run.parts:
+        free_gathered(part)
+    return sum(losses, torch.zeros((), device=run.device))
 
 
 def validate(

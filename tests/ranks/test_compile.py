@@ -11,6 +11,7 @@ from marks import choose_fast
 from torch._dynamo.utils import counters, get_compilation_metrics
 
 from torchtitan_lite import step as stepping
+from torchtitan_lite import validation
 from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.schema import Compile, Config, with_value
 from torchtitan_lite.extensions import software
@@ -40,7 +41,7 @@ def list_compiled_by_step(
         compiled.append([f"{entry.co_name} ({Path(entry.co_filename).name})" for entry in entries])
         if step == 0:
             with evaluating(run):
-                stepping.forward_only(
+                validation.forward_only(
                     run, stepping.shard_for_cp(run, batch), torch.ones((), dtype=torch.int64)
                 )
     return compiled

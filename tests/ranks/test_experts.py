@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from torchtitan_lite import step as stepping
+from torchtitan_lite import validation
 from torchtitan_lite.components.expert_balance import (
     ExpertBalance,
     describe_load,
@@ -104,7 +105,7 @@ def count_step(rank: int, world_size: int, overrides: dict) -> dict:
     run = compare.build_table_run(world_size, {**MOE, **overrides})
     batch = compare.read_rows(run)
     sharded = stepping.shard_for_cp(run, batch)
-    stepping.forward_only(run, sharded, torch.ones(()))  # validation counts nothing
+    validation.forward_only(run, sharded, torch.ones(()))  # validation counts nothing
     loads = stepping.train_step(run, batch).expert_loads
     biases = {fqn: bias.tolist() for fqn, bias in run.balance.biases.items()}
     return {

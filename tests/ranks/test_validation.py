@@ -21,7 +21,7 @@ from torchtitan_lite.data.dataset import Corpus, SampleReader
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.models.llama3.modules import Llama3
 from torchtitan_lite.parallel.initial_weights import initialize_weights
-from torchtitan_lite.step import forward_only, shard_for_cp
+from torchtitan_lite.step import shard_for_cp
 from torchtitan_lite.tools.corpora.prepare import PrepareSettings, prepare
 from torchtitan_lite.tools.corpora.text_files import find_files
 from torchtitan_lite.validation import ValidationBatches, validate
@@ -100,8 +100,9 @@ def stop_in_validation(rank: int, world_size: int, overrides: dict, folder: Path
         n_batches += 1
         if (rank, n_batches) == (world_size - 1, 2):
             stop.received = SIGTERM
-        return forward_only(*args)
+        return counted(*args)
 
+    counted = validation.forward_only
     with patch.object(validation, "forward_only", forward_and_stop):
         return validate_layout(rank, world_size, overrides, folder, -1, stop), n_batches
 
@@ -197,7 +198,7 @@ def count_gathered(rank: int, world_size: int, overrides: dict, folder: Path) ->
     run.parts[-1].register_forward_hook(lambda *_: counts.append(count()))
     batch = compare.read_rows(run)
     one_token = torch.ones((), dtype=torch.int64)
-    forward_only(run, shard_for_cp(run, batch), one_token)
+    validation.forward_only(run, shard_for_cp(run, batch), one_token)
     return [counts[0], max(counts), count()]
 
 

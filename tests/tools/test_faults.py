@@ -50,10 +50,10 @@ from torchtitan_lite.faults import resume as resume_module
 from torchtitan_lite.faults.hang_watch import HangWatch, meet_processes
 from torchtitan_lite.parallel.pipeline import PatchedStage
 from torchtitan_lite.parallel.process_groups import Place
-from torchtitan_lite.step import forward_only
 from torchtitan_lite.tools.faults import drill, inject
 from torchtitan_lite.tools.faults.hang import explain, list_hangs, read_files
 from torchtitan_lite.tools.faults.pulse import Measured, choose_fastest, judge_machine
+from torchtitan_lite.validation import forward_only
 
 SHARD = "parallelism.data_parallel_shard_degree"
 

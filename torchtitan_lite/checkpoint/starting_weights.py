@@ -30,7 +30,6 @@ from torchtitan_lite.config.model import MODEL_SIZES
 from torchtitan_lite.config.model_rows import ModelArgs, MoEArgs, RopeScaling
 from torchtitan_lite.config.reader import flatten_table
 from torchtitan_lite.config.schema import Checkpoint, Config, get_value
-from torchtitan_lite.files import explain_hub_name
 from torchtitan_lite.models.registry import CONFIG, MODELS
 
 INITIAL_LOAD_PATH = "checkpoint.initial_load_path"
@@ -127,7 +126,7 @@ def find_initial(config: Config) -> Weights:
     name = config.checkpoint.initial_load_path
     path = Path(name)
     try:
-        if why := explain_hub_name(name):
+        if why := load_extension("hub_names").explain_hub_name(name):
             raise UserError(why)
         if not path.is_dir():
             raise UserError(f"there is no folder {path.absolute()}")

@@ -229,6 +229,9 @@ EXTENSIONS = {  # name of a file in extensions/, without .py -> its row
     "hang_report": Extension(
         about="loaded when a step hangs or a rank fails: collects what this rank does",
     ),
+    "rowwise_bias": Extension(
+        about="loaded for a rowwise module with a bias under tp: the bias is added once, not by every rank",
+    ),
     "tied_embeddings": Extension(
         about="loaded for tied weights in a pipeline: the last stage computes with a copy of the embedding",
     ),
@@ -249,6 +252,9 @@ EXTENSIONS = {  # name of a file in extensions/, without .py -> its row
     ),
     "hugging_face_config": Extension(
         about="loaded with hugging_face_folder: reads config.json",
+    ),
+    "hub_names": Extension(
+        about="loaded for a path that is not found: explains names and cache folders of the Hugging Face Hub",
     ),
     "families": Extension(
         about="loaded for weights: which Hugging Face family computes what a model describes",

@@ -12,7 +12,6 @@ checks.py has the rules, and `plan_layout`, which calls the functions here. Trai
 Sources: 3-D layouts, arXiv:2104.04473; TorchTitan, arXiv:2410.06511.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from heapq import heapreplace
@@ -22,7 +21,7 @@ from math import ceil, prod
 from torchtitan_lite.config.block import list_modules
 from torchtitan_lite.config.choices import SCHEDULES
 from torchtitan_lite.config.model_rows import ModelArgs
-from torchtitan_lite.config.schema import ActivationCheckpoint, Config, Parallelism
+from torchtitan_lite.config.schema import Config, Parallelism
 
 Stages = tuple[tuple[str, ...], ...]  # FQNs of the modules of each stage, first to last
 MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # outermost first
@@ -235,15 +234,3 @@ def gathers_whole_parts(layout: Layout, compute_dtype: str) -> bool:
     fp32, as on CPUs, gathers do not overlap with compute, so more groups would only cost the host more time.
     """
     return layout.pp > 1 and layout.zero_stage == 1 and not layout.ep and compute_dtype == "float32"
-
-
-def plan_recompute(section: ActivationCheckpoint, layers: Iterable[int]) -> dict[int, str]:
-    """Return layer number -> "none", "op" or "full". Numbers are global, so the result is the same on all stages."""
-    if section.mode == "memory_budget":  # handled by the compiler
-        return dict.fromkeys(layers, "none")
-    if section.mode != "selective":
-        return dict.fromkeys(layers, section.mode)
-    if section.selective_ac_option == "op":
-        return dict.fromkeys(layers, "op")
-    every = int(section.selective_ac_option)
-    return {layer: "full" if layer % every == 0 else "none" for layer in layers}

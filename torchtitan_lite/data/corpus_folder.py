@@ -20,17 +20,15 @@ import os
 import shlex
 import sysconfig
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Literal
 
-from torchtitan_lite.config.extensions import load_module
+from torchtitan_lite.config.extensions import load_extension, load_module
 from torchtitan_lite.config.messages import Problem, Problems, UserError, name_command
 from torchtitan_lite.config.schema import Config, Training
 from torchtitan_lite.data.tokenizer import Tokenizer
-from torchtitan_lite.files import explain_hub_cache
 
 CORPUS_FORMAT = 3
 CORPUS_MANIFEST = "manifest.json"
@@ -102,7 +100,7 @@ def explain_missing(folder: Path) -> CorpusError:
         why = f"there is no folder {folder.absolute()}, and nothing is downloaded"
         remedy = f"Write it: {name_command(f'prepare FILES --tokenizer ... --out {name}')}"
         return CorpusError(why, remedy)
-    if why := explain_hub_cache(folder):
+    if why := load_extension("hub_names").explain_hub_cache(folder):
         return CorpusError(why, f"Prepare them: {name_command('prepare FILES --out NEW_FOLDER')}")
     remedy = f"Prepare its files: {name_command(f'prepare {name} --out NEW_FOLDER')}"
     return CorpusError(f"{folder} is not a prepared corpus: it has no {CORPUS_MANIFEST}", remedy)
@@ -158,7 +156,8 @@ def list_python_stdlib(_: str = "") -> list[Path]:
 def list_downloaded(folder: str, pattern: str, advice: str, dataset_path: str) -> list[Path]:
     """Return the files of a downloaded corpus in `dataset_path`, or in `folder` by default. Raises CorpusError."""
     path = Path(dataset_path or folder)
-    if why := explain_hub_cache(path):  # a cache folder may contain several versions of the corpus
+    # a cache folder may contain several versions of the corpus
+    if why := load_extension("hub_names").explain_hub_cache(path):
         raise CorpusError(why, "Set training.dataset_path to that folder")
     files = [path] if path.is_file() else sorted(path.rglob(pattern))
     # leave out the metadata of Hugging Face downloads
@@ -235,19 +234,6 @@ def list_corpora(config: Config) -> list[tuple[str, str, str, str]]:
         dataset_path = validation.dataset_path or training.dataset_path
         corpora += [(key, name, "validation", dataset_path) for name in names]
     return corpora
-
-
-def fingerprint_documents(config: Config, tokenizer: Tokenizer) -> dict[str, str]:
-    """Return name -> fingerprint of the training documents, for each corpus that is already prepared."""
-    training = config.training
-    fingerprints = {}
-    for name in training.dataset:
-        with suppress(CorpusError):
-            folder = find_corpus(
-                name, tokenizer, Path(training.cache_folder), training.dataset_path
-            )
-            fingerprints[name] = open_split(folder, "train", tokenizer).hash_split("train")
-    return fingerprints
 
 
 # ---------------------------------------------------------------- before a run

@@ -26,7 +26,7 @@ from pathlib import Path
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.config.extensions import load_extension, load_module
 from torchtitan_lite.config.messages import ConfigError, Problem
-from torchtitan_lite.files import explain_hub_name, refuse_pointer
+from torchtitan_lite.files import refuse_pointer
 
 KEY = "model.hf_assets_path"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -141,7 +141,7 @@ def load_tokenizer(hf_assets_path: str | Path) -> Tokenizer:
     path = find_tokenizer(hf_assets_path)
     if path is None:
         why = f"there is no {' or '.join(IN_FOLDER[:2])} in {Path(hf_assets_path).absolute()}"
-        why = explain_hub_name(hf_assets_path) or why
+        why = load_extension("hub_names").explain_hub_name(hf_assets_path) or why
         raise ConfigError([Problem(KEY, str(hf_assets_path), why, REMEDY)])
     try:
         refuse_pointer(path)

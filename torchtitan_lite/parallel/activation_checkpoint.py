@@ -32,7 +32,7 @@ from torch.utils.checkpoint import (
     noop_context_fn,
 )
 
-from torchtitan_lite.config.layout import plan_recompute
+from torchtitan_lite.config.recompute import plan_recompute
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.model.part import list_moes
 from torchtitan_lite.parallel.exchange import collectives

@@ -67,8 +67,9 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from torchtitan_lite.config.block import list_gathered, list_modules
+from torchtitan_lite.config.extensions import load_extension
 from torchtitan_lite.config.messages import UserError
-from torchtitan_lite.dtensor import hide_bias, shard_parameters
+from torchtitan_lite.dtensor import shard_parameters
 from torchtitan_lite.model.loss import Vocabulary
 from torchtitan_lite.model.part import is_tied_inside, list_moes
 from torchtitan_lite.parallel.exchange import (
@@ -171,6 +172,7 @@ class RowwiseParallel(LocalStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if module.bias is not None:
+            hide_bias = load_extension("rowwise_bias").hide_bias
             module.__class__ = hide_bias(type(module))
         return super()._apply(module, device_mesh)
 

@@ -23,6 +23,7 @@ from torchtitan_lite.config.experts import explain_strides
 from torchtitan_lite.config.messages import ConfigError, UserError
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
+from torchtitan_lite.extensions.hub_names import explain_hub_name
 from torchtitan_lite.extensions.hugging_face import load_weights
 from torchtitan_lite.extensions.hugging_face_config import (
     GENERATION_CONFIG,
@@ -30,7 +31,6 @@ from torchtitan_lite.extensions.hugging_face_config import (
     read_published,
 )
 from torchtitan_lite.extensions.hugging_face_folder import open_folder
-from torchtitan_lite.files import explain_hub_name
 from torchtitan_lite.model.part import list_moes
 from torchtitan_lite.models.registry import CONFIG, LENGTH
 from torchtitan_lite.parallel.process_groups import choose_device

@@ -27,7 +27,8 @@ from typing import Any, BinaryIO
 
 from torchtitan_lite.config.messages import UserError, is_unicode
 from torchtitan_lite.extensions.foreign_json import make_object
-from torchtitan_lite.files import explain_hub_cache, import_extra
+from torchtitan_lite.extensions.hub_names import explain_hub_cache
+from torchtitan_lite.files import import_extra
 
 PARQUET = ".parquet"
 DELIMITERS = {".csv": ",", ".tsv": "\t"}

@@ -8,12 +8,13 @@ from torchtitan_lite.config.block import has_masks
 from torchtitan_lite.config.checks import plan_layout, resolve_config
 from torchtitan_lite.config.choices import ATTENTIONS, OPTIMIZERS
 from torchtitan_lite.config.float8 import list_linears, plan_float8
-from torchtitan_lite.config.layout import Layout, plan_recompute
+from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.model import resolve_model
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.reader import UserConfig
+from torchtitan_lite.config.recompute import plan_recompute
 from torchtitan_lite.config.schema import ActivationCheckpoint, Config, Float8
 from torchtitan_lite.preflight import choose_n_ranks, read_run
 from torchtitan_lite.tools.host_rules import count_moment_bytes, count_weight_bytes

@@ -1,0 +1,17 @@
+"""Plan which blocks recompute their activations in backward."""
+
+from collections.abc import Iterable
+
+from torchtitan_lite.config.schema import ActivationCheckpoint
+
+
+def plan_recompute(section: ActivationCheckpoint, layers: Iterable[int]) -> dict[int, str]:
+    """Return layer number -> "none", "op" or "full". Numbers are global, so the result is the same on all stages."""
+    if section.mode == "memory_budget":  # handled by the compiler
+        return dict.fromkeys(layers, "none")
+    if section.mode != "selective":
+        return dict.fromkeys(layers, section.mode)
+    if section.selective_ac_option == "op":
+        return dict.fromkeys(layers, "op")
+    every = int(section.selective_ac_option)
+    return {layer: "full" if layer % every == 0 else "none" for layer in layers}

@@ -1,0 +1,27 @@
+"""Let a rowwise module with a bias compute without it: under tp, RowwiseParallel adds the bias after the partial sums.
+
+Works with any class of module, such as float8 layers and those of forks. FQNs do not change.
+"""
+
+from functools import cache
+
+from torch import Tensor, nn
+
+
+@cache  # one subclass per class, because modules of one class share compiled code
+def hide_bias(cls: type[nn.Module]) -> type[nn.Module]:
+    """Return a subclass of `cls` whose own forward reads its bias as None. All other code reads the bias."""
+
+    def forward(self: nn.Module, *inputs, **options):
+        # nn.Module.__setattr__ would take the host ten times as long
+        object.__setattr__(self, "is_in_forward", True)
+        try:
+            return cls.forward(self, *inputs, **options)
+        finally:
+            object.__setattr__(self, "is_in_forward", False)
+
+    def read(self: nn.Module) -> Tensor | None:
+        return None if self.is_in_forward else self._parameters["bias"]
+
+    fields = {"is_in_forward": False, "forward": forward, "bias": property(read)}
+    return type(f"{cls.__name__}WithoutBias", (cls,), fields)
