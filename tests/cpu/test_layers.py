@@ -54,7 +54,8 @@ torchtitan_lite.extensions.byte_level_bpe torchtitan_lite.extensions.checkpoint_
 torchtitan_lite.extensions.hugging_face_config torchtitan_lite.extensions.hugging_face_export
 torchtitan_lite.extensions.hugging_face_folder torchtitan_lite.extensions.tokenizer_json
 torchtitan_lite.extensions.torchtitan_keys torchtitan_lite.extensions.muon_rounds
-torchtitan_lite.extensions.families torchtitan_lite.extensions.hub_names torchtitan_lite.tools.check torchtitan_lite.tools.command_lines
+torchtitan_lite.extensions.families torchtitan_lite.extensions.hub_names
+torchtitan_lite.tools.check torchtitan_lite.tools.command_lines
 torchtitan_lite.tools.detect torchtitan_lite.tools.host_rules
 """.split()
 )
