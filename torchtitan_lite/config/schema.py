@@ -322,9 +322,9 @@ class Metrics:
 
 @dataclass(frozen=True)
 class Comm:
-    # time-out of collectives until the first step ends, and for checkpoints
+    # time-out of collectives until the first step and the first validation have ended, and for checkpoints
     init_timeout_seconds: Seconds = 300
-    train_timeout_seconds: Seconds = 100  # time-out of collectives after the first step
+    train_timeout_seconds: Seconds = 100  # time-out of all later collectives
     # new: report a step that takes longer than this; 0 turns this off; auto: 3/4 of train_timeout_seconds
     hang_seconds: Annotated[int, Range(0, MOST_SECONDS, auto=-1)] = -1
     # entries in NCCL's flight recorder, which is written on a time-out; 0 turns it off

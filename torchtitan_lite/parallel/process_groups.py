@@ -1,6 +1,7 @@
 """Start one rank: process settings, device, process groups, and the time-outs of collectives ([comm]).
 
-    groups of the mesh   init_timeout_seconds until the first step is done, then train_timeout_seconds
+    groups of the mesh   init_timeout_seconds until the first step and the first validation are done, then
+                         train_timeout_seconds
     HOST_GROUPS          always init_timeout_seconds, because a rank waits for the slowest disk of all ranks
 
 A rank that waits longer than this raises an error. During the first step, ranks compile, connect and read at different
