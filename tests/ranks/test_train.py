@@ -35,6 +35,7 @@ from torchtitan_lite.checkpoint.load import OpenCheckpoint
 from torchtitan_lite.checkpoint.save import CheckpointSaver
 from torchtitan_lite.dump_folder import CONFIG_TOML, LOCK, METRICS
 from torchtitan_lite.extensions.overwrite import FILES_OF_RUN
+from torchtitan_lite.step import train_step
 from torchtitan_lite.tools.verify.ranks import RankFailure
 
 STEPS = 20
@@ -256,6 +257,28 @@ def test_the_time_of_a_step_does_not_include_saves(pool, unbroken, tmp_path):
     assert [line["waited_s"] > seconds for line in records if line["kind"] == "save"] == [True] * 2
     times = [line["step_time_s"] for line in records if line["kind"] == "step"]
     assert len(times) == 2 and 0 < max(times) < seconds
+
+
+def step_slowly(rank: int, world_size: int, keys: list[str]) -> str:
+    """Worker: make three steps that take more than 0.6 s each. Return what the run prints."""
+
+    def wait_and_step(*args):
+        time.sleep(0.6)
+        return train_step(*args)
+
+    with patch.object(warm_start, "train_step", wait_and_step):
+        _, said = warm_start.start_aloud(rank, world_size, keys, 3)
+    return said
+
+
+def test_steps_that_are_long_for_the_time_out_are_told_once_with_a_remedy(pool, unbroken, tmp_path):
+    key = "--comm.train_timeout_seconds"
+    keys = [*unbroken[1], LAYOUT, f"--job.dump_folder={tmp_path}", f"{key}=1"]
+    (said,) = pool.run(step_slowly, 1, keys)  # a single rank waits for nobody
+    (line,) = [line for line in said.splitlines() if "time out after" in line]
+    assert int(re.search(r"to (\d+) or more", line)[1]) >= 3
+    (said,) = pool.run(step_slowly, 1, [*keys[:-1], f"{key}=100", "--job.overwrite"])
+    assert "time out after" not in said
 
 
 def test_a_run_that_only_reads_and_fails_writes_no_report(pool, stopped):

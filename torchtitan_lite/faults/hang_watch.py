@@ -20,6 +20,7 @@ extensions/hang_report.py collects what a rank does, and is loaded when a step h
 """
 
 import json
+import logging
 import os
 import socket
 import threading
@@ -29,6 +30,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
+from math import ceil
 from pathlib import Path
 
 import torch.distributed as dist
@@ -42,6 +44,8 @@ from torchtitan_lite.config.schema import Comm
 from torchtitan_lite.dump_folder import HANG
 from torchtitan_lite.faults.processes import read_state
 from torchtitan_lite.parallel.process_groups import Place
+
+logger = logging.getLogger(__name__)
 
 # report at this fraction of the time-out, before collectives fail and ranks end
 SHARE_OF_TIMEOUT = 0.75
@@ -74,6 +78,14 @@ def meet_processes(place: Place, store: dist.Store, section: Comm) -> dict[int, 
     return dict(zip(known, map(json.loads, answers), strict=True))
 
 
+def describe_short_timeout(step_s: float, timeout_s: int) -> str:
+    """Return a warning that steps are nearly as long as the time-out of collectives."""
+    key = "comm.train_timeout_seconds"
+    why = f"a step took {step_s:.3g} s, and collectives time out after {key} = {timeout_s}"
+    effect = "A slower step may end the run, and a hang may end it without a report"
+    return f"{why}. {effect}. Set {key} to {ceil(4 * step_s)} or more"
+
+
 @dataclass(eq=False)
 class HangWatch:
     """Watches the steps between `begin` and `end`. A context manager: leaving it ends the thread."""
@@ -93,6 +105,7 @@ class HangWatch:
     has_validated: bool = False
     written_in_s: float | None = None  # `began_s` of the step that this rank has reported
     has_failed: bool = False
+    has_warned: bool = False  # of a time-out that is short for the steps
     leaving: threading.Event = field(default_factory=threading.Event)
     unwritten: set[str] = field(default_factory=set)  # files that the log has reported
 
@@ -115,9 +128,16 @@ class HangWatch:
     def end(self) -> None:
         """Note that the step has ended. Validation, saves and logs follow."""
         now_s = time.monotonic()
+        is_first = self.last_s == 0  # the first step is slower than all others
         self.last_s = now_s - self.began_s
         self.began_s = now_s
         self.is_in_step = False
+        if (
+            not (is_first or self.has_warned)
+            and self.last_s > self.section.train_timeout_seconds / 2
+        ):
+            self.has_warned = True
+            logger.info(describe_short_timeout(self.last_s, self.section.train_timeout_seconds))
 
     def follow(self, batches: Iterator) -> Iterator:
         """Yield the batches of a validation, and watch each one like a step. The first validation may take longer."""
