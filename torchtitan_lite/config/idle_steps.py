@@ -1,0 +1,35 @@
+"""Find steps whose learning rate is 0. Only loaded if the schedule is shorter than the run, or if the rate is 0."""
+
+from bisect import bisect_left
+
+from torchtitan_lite.config.learning_rate import learning_rate_factor
+from torchtitan_lite.config.schema import Config
+
+# A rate below this fraction of the peak counts as 0. Even a cosine decay over ten million steps stays above it until
+# its last step.
+NEGLIGIBLE = 1e-14
+
+
+def describe_idle_steps(config: Config, resumed_step: int) -> list[str]:
+    """Return a notice if the rate is 0 before the last step, or if it never decays."""
+    section = config.lr_scheduler
+    n_steps = config.training.steps
+    peak = config.optimizer.lr
+
+    def is_idle(step: int) -> bool:
+        return peak * learning_rate_factor(section, step) <= peak * NEGLIGIBLE
+
+    # Find the first idle step by bisection: the rate starts above 0, rises, then falls. The last step is not searched,
+    # because its rate may be 0.
+    idle_step = bisect_left(range(n_steps - 1), True, lo=resumed_step, key=is_idle)
+    if idle_step < n_steps - 1:
+        rate = peak * learning_rate_factor(section, idle_step)
+        keys = f"optimizer.lr = {peak:g}, lr_scheduler.total_steps = {section.total_steps}"
+        why = f"{keys}, warmup_steps = {section.warmup_steps}, min_lr_factor = {section.min_lr_factor:g}"
+        where = f"step {idle_step + 1} of {n_steps}"
+        return [f"the learning rate falls to {rate:.3g} at {where} ({why})"]
+    if section.total_steps < section.warmup_steps <= n_steps:
+        lengths = f"{section.warmup_steps} and {section.total_steps} steps"
+        keys = "lr_scheduler.warmup_steps is longer than lr_scheduler.total_steps"
+        return [f"{keys}, {lengths}: no decay before the end of the warm-up"]
+    return []
