@@ -47,7 +47,7 @@ class Timeline:
 def simulate(order: Order, seconds_of: Callable[[Action], float], send_s: float = 0.0) -> Timeline:
     """Simulate the actions of an order until no rank can continue. A send to another rank takes `send_s` seconds.
 
-    Actions that wait for one another have no events.
+    An action that waits for a later one has no event.
     """
     last_stage = max(chain(*order)).stage
     done: dict[tuple[int, str, int], tuple[float, int]] = {}  # work -> its end and pp rank
