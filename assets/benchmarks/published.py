@@ -140,12 +140,13 @@ class OtherTime(StepTime):
     def elementwise_times(self, kind: LayerKind) -> tuple[float, float]:
         """Add copies of keys and values, and the norms that each tp rank computes in full without sequence parallel.
 
-        Other trainers multiply the product of an expert by the routing weight, so backward copies rows like forward.
+        Other trainers multiply the product of an expert by the routing weight, and w1 and w3 are one matmul. Therefore
+        backward moves as many bytes of rows as forward.
         """
         w = self.workload
         forward, backward = super().elementwise_times(kind)
         if kind.is_moe and (w.sends_once or w.engine != "torch"):
-            backward -= self.cluster.memory_time(w.n_rows * w.args.dim * 2 * w.compute_bytes)
+            backward -= self.cluster.memory_time(w.n_rows * w.args.dim * 5 * w.compute_bytes)
         seconds = 0.0
         if w.repeats_keys:
             heads_dim = (w.args.n_heads / w.layout.tp + w.n_kv_heads) * w.args.head_dim
