@@ -167,14 +167,13 @@ class LayerTime:
             n_bytes = of_head * heads_dim + of_gate * c * kind.products_dim
         n_bytes += of_norm * c * len(kind.norms) * args.dim
         n_bytes *= w.n_tokens / w.layout.tp
-        once_bytes = 0.0
+        once_bytes = 0.0  # bytes that backward does not move twice
         if kind.is_moe:
             per_row = args.dim * self.row_bytes + of_gate * c * args.moe.expert_ffn_dim
             n_bytes += w.n_rows * per_row
             once_bytes = w.n_rows * args.dim * (self.row_bytes - 5 * c)
-        forward = (
-            self.cluster.memory_time(n_bytes) + KERNELS_OF_LAYER[w.compiled] * self.cluster.kernel_s
-        )
+        launch_s = KERNELS_OF_LAYER[w.compiled] * self.cluster.kernel_s
+        forward = self.cluster.memory_time(n_bytes) + launch_s
         return forward, 2 * forward - self.cluster.memory_time(once_bytes)
 
     @property
