@@ -137,18 +137,25 @@ class OtherTime(StepTime):
         forward = 4 * n_scores * head_dim / rate + scores_s  # also computes the masked half
         return forward, 2 * forward
 
-    def elementwise_time(self, kind: LayerKind) -> float:
-        """Add copies of keys and values, and the norms that each tp rank computes in full without sequence parallel."""
+    def elementwise_times(self, kind: LayerKind) -> tuple[float, float]:
+        """Add copies of keys and values, and the norms that each tp rank computes in full without sequence parallel.
+
+        Other trainers multiply the product of an expert by the routing weight, and w1 and w3 are one matmul. Therefore
+        backward moves as many bytes of rows as forward.
+        """
         w = self.workload
-        seconds = super().elementwise_time(kind)
+        forward, backward = super().elementwise_times(kind)
+        if kind.is_moe and (w.sends_once or w.engine != "torch"):
+            backward -= self.cluster.memory_time(w.n_rows * w.args.dim * 5 * w.compute_bytes)
+        seconds = 0.0
         if w.repeats_keys:
             heads_dim = (w.args.n_heads / w.layout.tp + w.n_kv_heads) * w.args.head_dim
             seconds += self.cluster.memory_time(2 * w.compute_bytes * heads_dim * w.n_tokens)
-        if w.sequence_parallel:
-            return seconds
-        of_norm, *_ = TENSORS[w.compiled]
-        n_elements = w.n_tokens * w.args.dim * len(kind.norms) * (1 - 1 / w.layout.tp)
-        return seconds + self.cluster.memory_time(of_norm * w.compute_bytes * n_elements)
+        if not w.sequence_parallel:
+            of_norm, *_ = TENSORS[w.compiled]
+            n_elements = w.n_tokens * w.args.dim * len(kind.norms) * (1 - 1 / w.layout.tp)
+            seconds += self.cluster.memory_time(of_norm * w.compute_bytes * n_elements)
+        return forward + seconds, backward + 2 * seconds
 
     def tensor_parallel_times(self, kind: LayerKind) -> Times:
         """Return the times of tp. Without sequence parallel, recompute repeats all all-reduces or none.
@@ -171,7 +178,11 @@ class OtherTime(StepTime):
             return self.linear_times(w.n_tokens / w.layout.tp, *shape, w.compute_dtype)
         if module.kind != "experts" or w.engine != "megatron":
             return super().module_times(module)
+        if module.name.endswith("w3"):  # w1 and w3 are one matmul
+            return 0.0, 0.0, 0.0
         n_experts, into, out = w.shape_on_rank(module)
+        if module.name.endswith("w1"):
+            out *= 2
         n_beside = min(STREAMS, n_experts)
         n_rows = (w.n_rows / n_experts + TILE_ROWS / 2) * n_beside
         dtype = "float8" if module.name in w.float8 else w.compute_dtype
@@ -274,6 +285,22 @@ class OtherMemory(RankMemory):
                 kept[mode] += repeated
             kept["none"] += (len(kind.norms) - 1) * repeated - kind.n_gathers * args.dim * c
             kept["op"] += 2 * kind.is_moe * repeated
+        return kept
+
+    def list_kept_by_experts(self) -> Counter[str]:
+        """Leave out what Megatron's fused kernels do not keep.
+
+        The routing weights multiply the product, so the results of the experts are not kept. Neither are the output of
+        silu and the orders. The router's input is in the compute dtype.
+        """
+        kept = super().list_kept_by_experts()
+        w = self.workload
+        args = w.args
+        moe = args.moe
+        c = w.compute_bytes
+        if w.engine == "megatron":
+            rows = moe.top_k * (2 * 8 + 4 * args.dim + moe.expert_ffn_dim * c)
+            kept["none"] -= (rows + (4 - c) * args.dim) / w.layout.tp
         return kept
 
     def estimate_loss(self) -> float:

@@ -28,8 +28,12 @@ def find_fault(order: Order) -> str:
         n = times[work]
         if n != 1:
             return f"runs {Action(*work)} {n} times, not once"
-    stuck = simulate(order, lambda action: 1.0).stuck
-    return f"deadlocks: {', '.join(map(str, stuck))} wait for one another" if stuck else ""
+    done = {event.action for event in simulate(order, lambda action: 1.0).events}
+    stuck = []
+    for row in order:
+        waiting = [str(action) for action in row if action not in done]
+        stuck += waiting[:1]
+    return f"deadlocks: {', '.join(stuck)} wait for one another" if stuck else ""
 
 
 def judge(n_stages: int, n_microbatches: int) -> str:

@@ -52,7 +52,7 @@ class Cluster:
     n_multiprocessors: int = 132  # each computes one tile at a time
 
     # For an infinitely large matmul, at the power limit. Fit.
-    matmul_efficiency: float = 0.64
+    matmul_efficiency: float = 0.63
     # The same in float8, with a scale per tensor and per row. Fit.
     float8_efficiency: float = 0.61
     rowwise_efficiency: float = 0.35
@@ -84,7 +84,7 @@ class Cluster:
     # elementwise operators of torch took 4 to 6 us on one loaded CPU core, forward or backward, without a GPU driver.
     host_s: float = 10e-6
     # Speed of a grouped matmul over experts, relative to a matmul. Fit.
-    grouped_efficiency: float = 0.86
+    grouped_efficiency: float = 0.83
     async_tp_hidden: float = 0.62  # fraction of tp's collectives that async TP hides. Fit.
     # Bytes that the allocator reserves per byte in use, without tp and with tp. With tp, the factor is larger, because
     # copies of hidden states are often allocated and freed. Fit.

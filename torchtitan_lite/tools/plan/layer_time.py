@@ -23,7 +23,7 @@ from torchtitan_lite.tools.plan.workload import LayerKind, Workload
 # Attention on S tokens reaches S/(S+300) of its full rate, so short sequences are slow. Fit.
 CAUSAL_EDGE = 300
 TILE_ROWS = 128  # rows of a tile in a grouped matmul's result
-KERNELS_OF_LAYER = {False: 28, True: 14}  # compiled -> elementwise kernels in forward
+KERNELS_OF_LAYER = {False: 29, True: 15}  # compiled -> kernels in forward, except matmuls
 KERNELS_OF_EXPERTS = 60  # additional kernels in an MoE layer: router, sorting, all-to-alls, experts
 # compiled -> tensors that three functions read and write: a norm with a residual addition, SwiGLU, GPT's activation
 TENSORS = {False: (5, 5, 3), True: (4, 3, 2)}
@@ -128,9 +128,7 @@ class LayerTime:
         peak *= min(1.0, 0.5 + w.args.head_dim / 256)
         efficiency = getattr(cluster, f"{w.attention}_forward")
         efficiency_back = getattr(cluster, f"{w.attention}_backward")
-        forward = flops / (peak * efficiency)
-        backward = 2.5 * flops / (peak * efficiency_back)
-        return forward + cluster.kernel_s, backward + cluster.kernel_s
+        return flops / (peak * efficiency), 2.5 * flops / (peak * efficiency_back)
 
     @property
     def has_slow_norms(self) -> bool:
@@ -147,8 +145,13 @@ class LayerTime:
         w = self.workload
         return (9 if w.layout.ep > 1 else 5) * w.compute_bytes + 16 * (not w.compiled)
 
-    def elementwise_time(self, kind: LayerKind) -> float:
-        """Return the seconds of a layer's elementwise kernels in forward. Eager kernels read and write every tensor."""
+    def elementwise_times(self, kind: LayerKind) -> tuple[float, float]:
+        """Return the seconds of a layer's elementwise kernels in forward and backward.
+
+        Eager kernels read and write every tensor. Backward takes twice as long, but it copies rows only as often as
+        forward. In addition, it reads the results of the experts for the gradients of the routing weights, adds the
+        gradients that w1 and w3 give a row, and adds the rows of a token.
+        """
         w = self.workload
         args = w.args
         c = w.compute_bytes  # per element
@@ -164,18 +167,21 @@ class LayerTime:
             n_bytes = of_head * heads_dim + of_gate * c * kind.products_dim
         n_bytes += of_norm * c * len(kind.norms) * args.dim
         n_bytes *= w.n_tokens / w.layout.tp
+        once_bytes = 0.0  # bytes that backward does not move twice
         if kind.is_moe:
             per_row = args.dim * self.row_bytes + of_gate * c * args.moe.expert_ffn_dim
             n_bytes += w.n_rows * per_row
+            once_bytes = w.n_rows * args.dim * (self.row_bytes - 5 * c)
         launch_s = KERNELS_OF_LAYER[w.compiled] * self.cluster.kernel_s
-        return self.cluster.memory_time(n_bytes) + launch_s
+        forward = self.cluster.memory_time(n_bytes) + launch_s
+        return forward, 2 * forward - self.cluster.memory_time(once_bytes)
 
     @property
     def dispatch_s(self) -> float:
-        """Seconds of an MoE layer's small kernels in forward. Backward takes twice as long.
+        """Seconds of an MoE layer's small kernels in forward. Backward takes twice as long. No trainer compiles them.
 
-        The host waits for the counts of rows, so the device waits for each of these launches. No trainer compiles these
-        kernels.
+        With ep, the host waits for the counts of rows, so the device waits for each of these launches. Without ep, the
+        same time is counted; with large microbatches, it is 2 % of a step.
         """
         return KERNELS_OF_EXPERTS * self.cluster.host_s
 
@@ -319,7 +325,7 @@ class LayerTime:
         if kind.ends_in_rowwise:
             linear_again -= self.module_times(kind.rowwise[-1])[0]
         attend, attend_back = self.attention_times
-        elementwise = self.elementwise_time(kind)
+        elementwise, elementwise_back = self.elementwise_times(kind)
         experts = sum(self.module_times(m)[0] for m in kind.block if m.kind == "experts")
         again = kind.average(
             op=experts + elementwise / 2,
@@ -333,7 +339,7 @@ class LayerTime:
         ]
         wait, wait_back, wait_again = map(sum, zip(*waits, strict=True))
         forward = linear + attend + elementwise + wait
-        backward = of_inputs + attend_back + 2 * elementwise + wait_back + again + wait_again
+        backward = of_inputs + attend_back + elementwise_back + wait_back + again + wait_again
         # The host launches each kernel. Backward launches twice as many kernels as forward: one set for the gradients
         # of inputs, and one for the gradients of weights.
         n_launches = KERNELS_OF_LAYER[w.compiled] + len(kind.block)
@@ -350,7 +356,6 @@ class LayerTime:
         w = self.workload
         width = w.args.vocab_size // w.layout.tp
         loss = self.cluster.memory_time(LOSS_BYTES[w.compiles_loss] * w.n_tokens * width)
-        loss += 10 * self.cluster.kernel_s
         tp = self.collective_time("tp", w.hidden_bytes)
         forward, of_inputs, of_weights = self.linear_times(
             w.n_tokens, width, w.args.dim, w.compute_dtype

@@ -310,7 +310,7 @@ class RankMemory:
         tied = head * w.args.tie_embeddings  # freed after the backward of the embedding
         gradients = w.weight_bytes * at_rest  # after the step
         if layout.zero_stage == 1:
-            gradients = MASTER_BYTES * w.sizes[stage].total()
+            gradients = w.grad_bytes * w.sizes[stage].total()
         before = gradients if layout.n_microbatches > 1 else 0.0
         to_come = 0.0 if before else MASTER_BYTES * (dense + table) / layout.fsdp
         reduce_bytes = 0

@@ -8,7 +8,7 @@ takes as long as two F, and sends take no time. The often quoted (p-1)/m is idle
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
@@ -32,7 +32,6 @@ class Timeline:
 
     events: list[Event]
     n_ranks: int
-    stuck: Sequence[Action] = ()  # actions that wait for one another
 
     @property
     def end_time(self) -> float:
@@ -46,7 +45,10 @@ class Timeline:
 
 
 def simulate(order: Order, seconds_of: Callable[[Action], float], send_s: float = 0.0) -> Timeline:
-    """Simulate the actions of an order until no rank can continue. A send to another rank takes `send_s` seconds."""
+    """Simulate the actions of an order until no rank can continue. A send to another rank takes `send_s` seconds.
+
+    An action that waits for a later one has no event.
+    """
     last_stage = max(chain(*order)).stage
     done: dict[tuple[int, str, int], tuple[float, int]] = {}  # work -> its end and pp rank
     clocks_s = [0.0] * len(order)
@@ -69,7 +71,7 @@ def simulate(order: Order, seconds_of: Callable[[Action], float], send_s: float 
                     done[action.stage, half, action.microbatch] = end_s, rank
                 clocks_s[rank] = end_s
                 events.append(Event(rank, start_s, end_s, action))
-    return Timeline(events, len(order), [row[0] for row in to_come if row])
+    return Timeline(events, len(order))
 
 
 def list_needs(action: Action, last_stage: int) -> set[tuple[int, str, int]]:
