@@ -77,11 +77,11 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
             config, spec.model_args, spec.layout, spec.tokenizer
         )
 
-    # rank 0 writes config.toml, the log and the records. First of all, it deletes an earlier run if job.overwrite is
-    # set, because a restarted job takes the files in this folder for its own
+    # rank 0 writes config.toml, the log and the records
     folder = spec.written_folder if place.rank == 0 else None
     lock = None
-    if folder:
+    if folder and config.job.overwrite:
+        # delete the earlier run now: if ranks cannot connect, a restarted job takes the files here for its own
         lock = open_dump_folder(config, restarted=restarted)
     # ---- mesh: one process group for the world, one for each mesh dim, and one for each group of flattened dims
     # all ranks: exchange process ids through the store, with the ranks of this host and one rank of the next host
@@ -90,6 +90,8 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
     device, host = start_process(place, store, spec.machine.device_type, config)
     # all ranks: connect the process groups through the store
     mesh = build_mesh(spec.layout, device.type)
+    if folder and not lock:  # now all ranks have checked that the folder has no earlier run
+        lock = open_dump_folder(config, restarted=restarted)
     start_logging(place.rank, folder)
     for notice in spec.notices:  # the launcher has printed them
         logger.log(IN_FILE if spec is launched else logging.INFO, notice)
