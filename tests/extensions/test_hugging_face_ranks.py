@@ -29,7 +29,8 @@ EXPERTS = {"n_experts": 8, "top_k": 2, "expert_ffn_dim": 128}
 MIXTRAL = {"model.flavor": "debug_moe"} | {f"model.{key}": value for key, value in SIZES.items()}
 MIXTRAL |= {f"flavor.{key}": value for key, value in EXPERTS.items()}
 QWEN = MIXTRAL | {"flavor.qk_norm": True, "model.ffn_dim": 48, "flavor.n_first_dense_layers": 1}
-QWEN |= {"flavor.norm_eps": 1e-6}
+EPS = {"flavor.norm_eps": 1e-6}
+QWEN |= EPS
 LAYOUTS = read_rows(
     """
 dp3, uneven shards that cut through heads | 3 | training.global_batch_size=6
@@ -40,10 +41,24 @@ dp4, ep2, two experts of each rank | 4 | QWEN EP=2
 dp4, experts of which each rank has a quarter | 4 | MIXTRAL flavor.n_experts=6
 tp2, ep2 | 2 | QWEN TP=2 EP=2
 pp2 x dp2, ep2 | 4 | MIXTRAL PP=2 EP=2
+# fewer key/value heads than tp ranks
+tp4, Qwen2, 2 of 8 heads | 4 | TP=4 TWO_HEADS EPS BIASES
+tp4, Qwen3, 2 of 8 heads | 4 | TP=4 TWO_HEADS EPS HEAD_NORMS
+tp8, Llama, 2 of 8 heads | 8 | TP=8 TWO_HEADS
+tp8, Llama, 4 of 8 heads | 8 | TP=8 TWO_HEADS model.n_kv_heads=4
+tp8, Qwen2, 4 of 8 heads | 8 | TP=8 TWO_HEADS model.n_kv_heads=4 EPS BIASES
+tp8, Qwen3, 4 of 8 heads | 8 | TP=8 TWO_HEADS model.n_kv_heads=4 EPS HEAD_NORMS
+tp8, Llama, 2 of 16 heads | 8 | TP=8 TWO_HEADS model.n_heads=16 model.dim=128
+tp8, Llama, 4 of 16 heads | 8 | TP=8 TWO_HEADS model.n_heads=16 model.dim=128 model.n_kv_heads=4
+tp8, Qwen2, 2 of 16 heads | 8 | TP=8 TWO_HEADS model.n_heads=16 model.dim=128 EPS BIASES
+tp8, Qwen2, 4 of 16 heads | 8 | TP=8 TWO_HEADS model.n_heads=16 model.dim=128 model.n_kv_heads=4 EPS BIASES
+tp8, Qwen3, 2 of 16 heads | 8 | TP=8 TWO_HEADS model.n_heads=16 model.dim=128 EPS HEAD_NORMS
+tp8, Qwen3, 4 of 16 heads | 8 | TP=8 TWO_HEADS model.n_heads=16 model.dim=128 model.n_kv_heads=4 EPS HEAD_NORMS
 """,
     globals(),
 )
 SLOW = ["hsdp2x2", "pp2 x dp2 x tp2 Interleaved1F1B"]
+SLOW += [name for name in LAYOUTS if name.startswith("tp8")]
 
 
 def save_theirs(folder: Path, args: ModelArgs) -> Path:

@@ -10,8 +10,9 @@ import pytest
 import torch
 from checkpoints import flip_bit
 from safetensors.torch import load_file, save_file
-from test_hugging_face import edit_json
-from test_model import FLAVORS, build_ours, build_theirs
+from test_hugging_face import edit_json, write_ours
+from test_model import FLAVORS
+from transformers import AutoModelForCausalLM
 
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.model_rows import ModelArgs, RopeScaling
@@ -30,11 +31,11 @@ def saved(tmp_path_factory):
 
     def find(name: str) -> Path:
         if name not in made:
-            made[name] = tmp_path_factory.mktemp("saved")
-            theirs, size = (
-                build_theirs(FLAVORS[name], build_ours(FLAVORS[name])),
-                "100KB" if name == LLAMA else "1GB",
-            )
+            ours = tmp_path_factory.mktemp("saved") / "ours"
+            write_ours(FLAVORS[name], ours)
+            theirs = AutoModelForCausalLM.from_pretrained(ours)
+            made[name] = ours.with_name("theirs")
+            size = "100KB" if name == LLAMA else "1GB"
             theirs.save_pretrained(made[name], max_shard_size=size)
         return made[name]
 
