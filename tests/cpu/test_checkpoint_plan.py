@@ -33,17 +33,18 @@ def make_degrees(pp=1, dp_replicate=1, dp_shard=1, cp=1, tp=1, ep=1) -> dict[str
 
 
 FSDP = Split(0, ("dp_shard", "cp"))
-CASES = [  # degrees, shape, splits
-    (make_degrees(dp_shard=3), (7, 4), [FSDP]),  # 3, 3 and 1 rows
-    (make_degrees(dp_shard=4), (5,), [FSDP]),  # 2, 2, 1 and no rows
-    (make_degrees(pp=2, dp_shard=2, tp=2), (8, 4), [Split(0, ("tp",)), FSDP]),
-    (make_degrees(pp=2, dp_shard=2, cp=2, tp=2), (8, 6), [Split(1, ("tp",)), FSDP]),
-    (make_degrees(dp_replicate=2, dp_shard=2, tp=2), (6,), [FSDP]),  # 4 ranks have each slice
-    (make_degrees(dp_replicate=2, dp_shard=2), (), []),
-    (make_degrees(dp_shard=2, tp=4, ep=4), (8, 6, 4), [Split(0, ("ep",)), Split(0, ("efsdp",))]),
-    (make_degrees(dp_shard=2, tp=4, ep=4), (8, 6, 4), [Split(0, ("ep",)), Split(2, ("efsdp",))]),
-    (make_degrees(dp_replicate=2, dp_shard=4, ep=2), (4, 6, 4), [Split(0, ("ep",))]),
-]
+# degrees | shape | splits: dim of the tensor, mesh dims
+CASES = """
+dp_shard=3 | 7 4 | 0 dp_shard cp               # 3, 3 and 1 rows
+dp_shard=4 | 5 | 0 dp_shard cp                 # 2, 2, 1 and no rows
+pp=2 dp_shard=2 tp=2 | 8 4 | 0 tp, 0 dp_shard cp
+pp=2 dp_shard=2 cp=2 tp=2 | 8 6 | 1 tp, 0 dp_shard cp
+dp_replicate=2 dp_shard=2 tp=2 | 6 | 0 dp_shard cp     # 4 ranks have each slice
+dp_replicate=2 dp_shard=2 | |
+dp_shard=2 tp=4 ep=4 | 8 6 4 | 0 ep, 0 efsdp
+dp_shard=2 tp=4 ep=4 | 8 6 4 | 0 ep, 2 efsdp
+dp_replicate=2 dp_shard=4 ep=2 | 4 6 4 | 0 ep
+"""
 
 
 def cut_by_torch(record: TensorRecord, degrees: dict[str, int], rank: int) -> torch.Tensor:
@@ -69,8 +70,15 @@ def make_box(offsets, sizes) -> tuple[slice, ...]:
     return tuple(box)
 
 
-@pytest.mark.parametrize("degrees, shape, splits", CASES)
-def test_slices_are_torchs_chunks_and_each_is_written_once(degrees, shape, splits):
+@pytest.mark.parametrize("line", CASES.strip().splitlines())
+def test_slices_are_torchs_chunks_and_each_is_written_once(line):
+    named, sizes, listed = line.partition("#")[0].split("|")
+    pairs = [word.split("=") for word in named.split()]
+    degrees = make_degrees(**{mesh_dim: int(n) for mesh_dim, n in pairs})
+    shape = tuple(map(int, sizes.split()))
+    splits = []
+    for dim, *mesh_dims in map(str.split, filter(str.strip, listed.split(","))):
+        splits.append(Split(int(dim), tuple(mesh_dims)))
     stage = degrees["pp"] - 1
     first = TensorRecord("float32", shape, stage, splits, 0)
     n_copies = prod(degrees[dim] for dim in first.copy_dims)

@@ -224,21 +224,6 @@ def test_a_key_without_effect_is_a_notice_and_a_value_that_cannot_be_is_a_proble
     assert problem.key == PATH and 'max_position_embeddings = "512"' in problem.why
 
 
-def test_sizes_that_grouped_matmuls_cannot_take_are_refused_in_the_dtype_of_the_run():
-    write_hugging_face("wide", replace(ARGS, moe=MoEArgs(4, 2, 60), ffn_dim=60))
-    write_hugging_face("odd", replace(ARGS, moe=MoEArgs(4, 2, 22), ffn_dim=22))
-    for name in ("wide", "odd"):
-        write_tokenizer(Path(name), n_tokens=300)
-    param = "training.mixed_precision_param"
-    assert find_problems([*RUN, f"--{PATH}=wide"]) == []
-    for args, key in (
-        ([f"--{PATH}=wide", f"--{param}=bfloat16"], param),
-        ([f"--{PATH}=odd"], "model.flavor"),
-        (["--model.flavor=debug_moe", "--model.dim=130", "--model.head_dim=32"], "model.flavor"),
-    ):
-        assert find_one_problem([*RUN, *args]).key == key
-
-
 # ---------------------------------------------------------------- the folder of an earlier run
 
 

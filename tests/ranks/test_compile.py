@@ -97,30 +97,28 @@ def test_a_second_run_finds_what_the_first_has_compiled(tmp_path):
 # --- what must be there ---
 
 
-@pytest.mark.parametrize(
-    "device_type, there, environment, missing",
-    [
-        ("cpu", ["g++", "Python.h"], {}, ""),
-        ("cpu", ["mine", "Python.h"], {"CXX": "mine"}, ""),
-        ("cpu", ["g++", "Python.h"], {"CXX": "mine"}, "compiler mine (CXX)"),
-        ("cpu", ["g++"], {}, "Python.h"),
-        ("cuda", ["gcc", "Python.h"], {}, ""),
-        ("cuda", ["g++", "Python.h"], {}, "compiler gcc clang (CC)"),
-    ],
-)
-def test_the_compiler_that_torch_or_triton_would_call_is_looked_for(
-    monkeypatch, tmp_path, device_type, there, environment, missing
-):
+# device | what is there | the variable CXX | what is missing
+COMPILERS = """
+cpu | g++ Python.h | |
+cpu | mine Python.h | mine |
+cpu | g++ Python.h | mine | compiler mine (CXX)
+cpu | g++ | | Python.h
+cuda | gcc Python.h | |
+cuda | g++ Python.h | | compiler gcc clang (CC)
+"""
+
+
+@pytest.mark.parametrize("line", COMPILERS.strip().splitlines())
+def test_the_compiler_that_torch_or_triton_would_call_is_looked_for(monkeypatch, tmp_path, line):
+    device_type, there, compiler, missing = map(str.strip, line.split("|"))
     if "Python.h" in there:
         (tmp_path / "Python.h").touch()
     monkeypatch.setattr(software.sysconfig, "get_path", lambda name: str(tmp_path))
-    monkeypatch.setattr(
-        software.shutil, "which", lambda name: f"/usr/bin/{name}" if name in there else None
-    )
+    monkeypatch.setattr(software.shutil, "which", lambda name: name if name in there else None)
     for name in ("CC", "CXX"):
         monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
+    if compiler:
+        monkeypatch.setenv("CXX", compiler)
     machine = Machine(device_type, 1, None, "")
     problems = software.check_software(Config(compile=Compile(enable=True)), machine)
     assert [problem.key for problem in problems] == (["compile.backend"] if missing else [])

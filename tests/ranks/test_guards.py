@@ -157,6 +157,7 @@ def test_a_run_compares_validates_and_records_after_every_nth_step(pool, tmp_pat
     validated = [1, 3, 6, 9, 12, 15, 16]
     assert [*warm_start.read_losses(tmp_path / "run", "val_loss")] == validated
     assert [*warm_start.read_losses(tmp_path / "run")] == [*range(1, 11), 12, 15, 16]
+    assert not (tmp_path / "run" / "checkpoint").exists()
 
 
 def fail_to_save_the_last_step(rank: int, world_size: int, keys: list[str]) -> list[str]:

@@ -265,41 +265,6 @@ def prepare(path: Path, rows: list, *arguments: object) -> int:
 
 
 EXCHANGE = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
-DIALECTS = {
-    "messages": {"messages": EXCHANGE, "text": "<|im_end|> is not written"},
-    "conversations": {
-        "conversations": [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]
-    },
-    "prompt/completion": {"prompt": "2+2?", "completion": "4"},
-    "Alpaca": {"instruction": "2+2?", "input": "", "output": "4"},
-}
-
-
-@pytest.mark.parametrize("name", DIALECTS)
-def test_each_dialect_gives_the_same_conversation_and_is_named(name, make_folder, tmp_path, capsys):
-    folder = make_folder(CHATML)
-    assert prepare(tmp_path / "in.parquet", [DIALECTS[name]], "--tokenizer", folder) == 0
-    assert (
-        f"1 conversations in the dialect {name}, written by the tokenizer's chat template"
-        in capsys.readouterr().out
-    )
-    expected, _, _ = encode(folder, {"messages": EXCHANGE})
-    corpus = Corpus(str(tmp_path / "out"), load_tokenizer(folder), tmp_path)
-    tokens, _, _ = corpus.read(torch.tensor([0]), len(expected))
-    assert tokens[0].tolist() == expected
-
-
-def test_a_row_that_cannot_be_trained_is_named_and_skipped_with_skip_bad(
-    make_folder, tmp_path, capsys
-):
-    rows = [{"messages": EXCHANGE}, {"messages": EXCHANGE[:1]}]
-    arguments = [tmp_path / "in.jsonl", rows, "--tokenizer", make_folder(CHATML)]
-    assert prepare(*arguments) == 2
-    error = capsys.readouterr().err
-    assert "in.jsonl, row 2" in error and "no assistant turn" in error
-    assert not (tmp_path / "out").exists()
-    assert prepare(*arguments, "--skip-bad", "--json") == 0
-    assert json.loads(capsys.readouterr().out)["counts"]["bad rows left out"] == 1
 
 
 @pytest.mark.parametrize(

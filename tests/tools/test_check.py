@@ -170,6 +170,9 @@ stray | argument
 --model.flavor=debug_moe --checkpoint.enable --checkpoint.last_save_in_hf | checkpoint.last_save_in_hf
 --checkpoint.enable --checkpoint.last_save_in_hf --model.dim=128 --model.n_heads=3 --model.n_kv_heads=3 \
     --model.head_dim=32 | checkpoint.last_save_in_hf  # transformers computes the head dim from dim
+--model.flavor=debug_moe --model.dim=130 --model.head_dim=32 | model.flavor  # grouped matmuls cannot take it
+--model.flavor=debug_moe --model.dim=132 --model.head_dim=32 --training.mixed_precision_param=bfloat16 | \
+    training.mixed_precision_param
 --model.flavor=debug_moe --parallelism.expert_tensor_parallel_degree=2 | parallelism.expert_tensor_parallel_degree
 # run
 --activation_checkpoint.selective_ac_option=ops | activation_checkpoint.selective_ac_option
@@ -233,6 +236,7 @@ stray | argument
     --parallelism.enable_async_tensor_parallel --parallelism.tensor_parallel_degree=2 --compile.enable \
     --training.enable_cpu_offload | | 8 H100_ELSEWHERE
 --model.hf_assets_path=bytes --model.vocab_size=258 |
+--model.flavor=debug_moe --model.dim=132 --model.head_dim=32 |
 # fmt: skip
 """
 

@@ -69,9 +69,10 @@ all
   written: {"messages": TALK}
   targets: ["4"]
   unused: []
+  dialect: "messages"
 """)["all"]
 # row: a row of the data set. written: the arguments of apply_chat_template. targets: texts whose tokens are targets.
-# unused: columns and keys that are not written. Missing entries have the values of DEFAULTS.
+# unused: columns and keys that are not written. dialect: the form's name. Missing entries have the values of DEFAULTS.
 RIGHT = read_cases(r"""
 an id, a source, pairs of preferences
   row: {"id": 0, "source": "web", "chosen": [1], "rejected": [2], "ok": false, "messages": TALK}
@@ -138,14 +139,17 @@ keys of a message
     one</think>6"]
   unused: ["messages name", "messages id"]
 ShareGPT
+  dialect: "conversations"
   row: {"conversations": [{"from": "system", "value": "S"}, H(2+2?), G(4)]}
   written: {"messages": [S(S), U(2+2?), A(4)]}
 ShareGPT of other models
+  dialect: "conversations"
   row: {"conversations": [{"from": "user", "value": "a"}, {"from": "chatgpt", "value": "b"}, H(c),
     {"from": "bing", "value": "d"}, {"from": "user", "value": "e"}, {"from": "bard", "value": "f"}]}
   written: {"messages": [U(a), A(b), U(c), A(d), U(e), A(f)]}
   targets: ["b", "d", "f"]
 ShareGPT's function_call
+  dialect: "conversations"
   row: {"conversations": [H(?), {"from": "function_call", "value": "{\"name\": \"f\",
     \"arguments\": {\"a\": 1, \"b\": null}}"}, {"from": "observation", "value": "5"}, G(6)]}
   written: {"messages": CALLED}
@@ -160,6 +164,7 @@ ms-swift's tool_call
   targets: ["<call>{\"name\": \"f\", \"arguments\": {\"a\": 1, \"b\": null}}</call><call>{\"name\": \"f\",
     \"arguments\": {\"a\": 1, \"b\": null}}</call>", "6"]
 ShareGPT with other keys
+  dialect: "conversations"
   row: {"conversations": [{"from": "human", "content": "2+2?"}, {"role": "gpt", "value": "4"}]}
 two contents
   row: {"messages": [{"role": "user", "content": "2+2?", "value": "3+3?"}, A(4)]}
@@ -177,29 +182,36 @@ weights, losses and trains
   written: {"messages": [U(a), A(b), U(c), A(d), A(e), A(f), A(g)]}
   targets: ["d", "g"]
 ShareGPT's weights, some null
+  dialect: "conversations"
   row: {"conversations": [{"from": "human", "value": "a", "weight": null}, {"from": "gpt", "value": "b",
     "weight": 0}, {"from": "gpt", "value": "c", "weight": null}]}
   written: {"messages": [U(a), A(b), A(c)]}
   targets: ["c"]
 Alpaca
+  dialect: "Alpaca"
   row: {ALPACA}
 Alpaca of other columns
+  dialect: "Alpaca"
   row: {ALPACA, "text": "Below is", "prompt": "p", "system": "", "history": []}
   unused: ["column text", "column prompt"]
 Alpaca with all columns
+  dialect: "Alpaca"
   row: {"system": "S", "history": [["a", "b"], ["c", "d"]], "instruction": "e", "input": "f", "output": "g"}
   written: {"messages": [S(S), U(a), A(b), U(c), A(d), U(e\n\nf), A(g)]}
   targets: ["b", "d", "g"]
 history as a text
+  dialect: "Alpaca"
   row: {ALPACA, "history": "[[\"a\", \"b\"]]"}
   written: {"messages": [U(a), A(b), U(2+2?), A(4)]}
   targets: ["b", "4"]
 prompt and completion
+  dialect: "prompt/completion"
   row: {"prompt": "2+2?", "completion": "4", "history": [["a", "b"]], "label": true}
   written: {"messages": [U(a), A(b), U(2+2?), A(4)]}
   targets: ["b", "4"]
   unused: ["column label"]
 an answer in the prompt
+  dialect: "prompt/completion"
   row: {"prompt": [U(a), A(b), U(c)], "completion": [A(d)]}
   written: {"messages": [U(a), A(b), U(c), A(d)]}
   targets: ["d"]
@@ -271,6 +283,8 @@ def test_a_row_is_written_as_transformers_does_and_what_is_not_used_is_counted(
     assert document.tokens.tolist() == right["input_ids"]
     targets = [text + END for text in case["targets"]]
     assert decode_targets(document, folder) == "".join(targets)
+    (dialect,) = [reason for reason in document.counts if "in the dialect" in reason]
+    assert f"{case['dialect']}, written by the tokenizer's chat template" in dialect
     named = [reason for reason in document.counts if reason.endswith("is not used")]
     for reason, words in zip(named, case["unused"], strict=True):
         said = reason.replace(",", "").split()
