@@ -97,33 +97,14 @@ def name_last_file(folder: Path) -> None:
 
 
 WRONG_FILES = {  # action, named; found when the folder is opened, before torch
-    "no config": (lambda folder: (folder / "config.json").unlink(), "config.json"),
-    "no JSON": (lambda folder: (folder / "config.json").write_text("{"), "config.json"),
-    "a list as index": (
-        lambda folder: (folder / INDEX).write_text('{"weight_map": ["a"]}'),
-        'weight_map = ["a"]; it must be dict',
-    ),
-    "no text as index": (
-        lambda folder: edit_json(folder / INDEX, weight_map={"model.norm.weight": 5}),
-        "weight_map.model.norm.weight = 5; it must be str",
-    ),
-    "an index that names another file": (
-        lambda folder: edit_json(folder / INDEX, weight_map={"a": "b.safetensors"}),
-        f"{INDEX} names b.safetensors, which is not in the folder",
-    ),
     "an index that names the wrong file": (
         name_last_file,
         f"but {INDEX} names model-0000",
-    ),
-    "an index that names a tensor twice": (
-        lambda folder: (folder / INDEX).write_text('{"weight_map": {"a": "b", "a": "c"}}'),
-        "the key 'a' more than once",
     ),
     "a tensor in two files": (
         lambda folder: shutil.copy(first_file(folder), max(folder.glob("*.safetensors"))),
         "Delete it in one of them",
     ),
-    "no index": (lambda folder: (folder / INDEX).unlink(), INDEX),
     "pickles": (keep_only_pickles, "pytorch_model.bin is a pickle"),
     "missing file": (lambda folder: first_file(folder).unlink(), A_FILE),
     "missing tensor": (
@@ -153,6 +134,28 @@ WRONG_FILES = {  # action, named; found when the folder is opened, before torch
     "header with a flipped bit": (lambda folder: flip_bit(first_file(folder), place=8), A_FILE),
     "empty file": (lambda folder: os.truncate(first_file(folder), 0), A_FILE),
 }
+
+
+# file | its new content; without one, it is deleted | named
+WRONG_JSON = f"""
+config.json | | config.json
+config.json | {{ | config.json
+{INDEX} | {{"weight_map": ["a"]}} | weight_map = ["a"]; it must be dict
+{INDEX} | {{"weight_map": {{"model.norm.weight": 5}}}} | weight_map.model.norm.weight = 5; it must be str
+{INDEX} | {{"weight_map": {{"a": "b.safetensors"}}}} | {INDEX} names b.safetensors, which is not in the folder
+{INDEX} | {{"weight_map": {{"a": "b", "a": "c"}}}} | the key 'a' more than once
+{INDEX} | | {INDEX}
+"""
+
+
+@pytest.mark.parametrize("line", WRONG_JSON.strip().splitlines())
+def test_a_json_file_that_is_absent_or_wrong_is_named(line, saved, tmp_path):
+    folder = shutil.copytree(saved(LLAMA), tmp_path / "folder")
+    name, content, named = map(str.strip, line.split("|"))
+    (folder / name).unlink()
+    if content:
+        (folder / name).write_text(content)
+    assert_refused(folder, named)
 
 
 @pytest.mark.parametrize("name", WRONG_FILES)

@@ -117,54 +117,43 @@ def make_double() -> bytes:
     return file.getvalue()
 
 
-REFUSED = {  # file -> content, words of the message
+# file | content, with escapes | words of the message
+REFUSED = r"""
+line.jsonl | {"text": "x"}\n{"text": \n | line.jsonl, row 2: Expecting value
+field.jsonl | {"content": "x"} | it has no text in 'text' (or set --text-column or --chat): {'content'
+first.jsonl | nonsense\n{"text": "x"}\n | first.jsonl, row 1: Expecting value
+comma.jsonl | {"text": "x"},\n{"text": "x"}\n | comma.jsonl, row 1: Extra data
+quote.jsonl | {"text": "x\n{"text": "x"}\n | quote.jsonl, row 1: Invalid control character
+surrogate.jsonl | {"text": "\\ud800"} | row 1: 'utf-8' codec can't encode character '\ud800'
+empty.jsonl | {"text": ""} | no text to train on
+commas.json | {\n"text": "x"},\n{"text": "y"} | commas.json cannot be read: Expecting value: line 2
+latin.txt | one\ntwo caf\xe9 | latin.txt cannot be read: 'utf-8' codec can't decode byte 0xe9 in position 11
+latin.jsonl | {"text": "x"}\n{"text": "caf\xe9"} | row 2: 'utf-8' codec can't decode byte 0xe9 in position 13
+twice.jsonl | {"text": "x"}\n{"text": "x", "text": "y"} | row 2: an object has the key 'text' more
+twice.json | [{"text": "x",\n"text": "y"}] | the key 'text' more than once
+nul.jsonl | {"text": "x\\u0000"} | row 1: character 1 of its text is NUL
+header.csv | id,text\n | header.csv has no rows
+none.json | [] | none.json has no rows
+binary.txt | \x01\0 | character 1 is NUL
+utf16.txt | t\0e\0x\0t\0 | --encoding utf-16-le
+fields.csv | id,text\n1,one, two\n | line 2 does not have the fields of the header
+names.csv | text,text\none,two\n | 2 columns 'text'
+empty.jsonl.gz | | it has 0 bytes
+empty.jsonl.zst | | it has 0 bytes
+empty.jsonl.xz | | it has 0 bytes
+empty.jsonl.bz2 | | it has 0 bytes
+quote.csv | text\n"one\ntwo\n | quote.csv cannot be read: unexpected end of data
+picture.png | x | picture.png has an unknown suffix
+archive.tar.gz | x | Unpack an archive
+"""
+UNREADABLE = {  # file -> content, words of the message
     "half.jsonl.gz": (gzip.compress(ROW * 99)[:-9], "half.jsonl.gz cannot be read"),
     "half.txt.zst": (zstandard.compress(ROW * 99)[:-3], "half.txt.zst cannot be read"),
-    "line.jsonl": (ROW + b'{"text": \n', "line.jsonl, row 2: Expecting value"),
-    "field.jsonl": (
-        b'{"content": "x"}',
-        "it has no text in 'text' (or set --text-column or --chat): {'content'",
-    ),
-    "first.jsonl": (b"nonsense\n" + ROW, "first.jsonl, row 1: Expecting value"),
-    "comma.jsonl": (b'{"text": "x"},\n' + ROW, "comma.jsonl, row 1: Extra data"),
-    "quote.jsonl": (b'{"text": "x\n' + ROW, "quote.jsonl, row 1: Invalid control character"),
-    "surrogate.jsonl": (
-        b'{"text": "\\ud800"}',
-        "row 1: 'utf-8' codec can't encode character '\\ud800'",
-    ),
-    "empty.jsonl": (b'{"text": ""}', "no text to train on"),
-    "commas.json": (
-        b'{\n"text": "x"},\n{"text": "y"}',
-        "commas.json cannot be read: Expecting value: line 2",
-    ),
-    "latin.txt": (
-        b"one\ntwo caf\xe9",
-        "latin.txt cannot be read: 'utf-8' codec can't decode byte 0xe9 in position 11",
-    ),
-    "latin.jsonl": (
-        ROW + b'{"text": "caf\xe9"}',
-        "row 2: 'utf-8' codec can't decode byte 0xe9 in position 13",
-    ),
-    "twice.jsonl": (
-        ROW + b'{"text": "x", "text": "y"}',
-        "row 2: an object has the key 'text' more",
-    ),
-    "twice.json": (b'[{"text": "x",\n"text": "y"}]', "the key 'text' more than once"),
-    "nul.jsonl": (b'{"text": "x\\u0000"}', "row 1: character 1 of its text is NUL"),
-    "header.csv": (b"id,text\n", "header.csv has no rows"),
-    "none.json": (b"[]", "none.json has no rows"),
-    "binary.txt": (b"\x01\0", "character 1 is NUL"),
-    "utf16.txt": ("text".encode("utf-16-le"), "--encoding utf-16-le"),
-    "fields.csv": (b"id,text\n1,one, two\n", "line 2 does not have the fields of the header"),
-    "names.csv": (b"text,text\none,two\n", "2 columns 'text'"),
     "names.parquet": (make_double(), "2 columns 'text'"),
-    **{
-        f"empty.jsonl{suffix}": (b"", "it has 0 bytes") for suffix in (".gz", ".zst", ".xz", ".bz2")
-    },
-    "quote.csv": (b'text\n"one\ntwo\n', "quote.csv cannot be read: unexpected end of data"),
-    "picture.png": (b"x", "picture.png has an unknown suffix"),
-    "archive.tar.gz": (b"x", "Unpack an archive"),
 }
+for line in REFUSED.strip().splitlines():
+    name, text, words = map(str.strip, line.split("|"))
+    UNREADABLE[name] = text.encode().decode("unicode_escape").encode("latin-1"), words
 
 
 def prepare_here(*args: str) -> int:
@@ -177,9 +166,9 @@ def here(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", UNREADABLE)
 def test_what_cannot_be_prepared_is_named_and_nothing_is_left(name, here, capsys):
-    content, words = REFUSED[name]
+    content, words = UNREADABLE[name]
     Path(name).write_bytes(content)
     assert prepare_here(name, "--out", "out") == 2
     assert words in capsys.readouterr().err
