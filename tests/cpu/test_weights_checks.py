@@ -11,6 +11,7 @@ import pytest
 import torch
 from made_corpora import write_corpus
 from test_check import LAPTOP, find_one_problem, find_problems, write_tokenizer
+from test_hugging_face import write_tensors
 
 from torchtitan_lite.__main__ import main
 from torchtitan_lite.checkpoint import format as folders
@@ -30,8 +31,6 @@ from torchtitan_lite.extensions.hugging_face_folder import list_tensors
 from torchtitan_lite.from_weights import fingerprint_documents
 from torchtitan_lite.models.registry import MODELS
 from torchtitan_lite.preflight import SHIPPED_TOKENIZER, RunSpec, resolve
-from torchtitan_lite.tools.convert import write_folder
-from torchtitan_lite.tools.model_source import ModelSource
 
 ARGS = ModelArgs(
     16, 1, 2, 1, 8, 24, 2400, rope_theta=1e4, rope_scaling=RopeScaling(factor=2.5, kind="linear")
@@ -67,9 +66,8 @@ def commit(final: Path, manifest: Manifest) -> None:
 
 
 def write_hugging_face(name: str, args: ModelArgs, context: int | None = None) -> None:
-    sizes, tokenizer = list_tensors(args), load_tokenizer("bytes")
-    source = ModelSource(Path(name), args, "causal", tokenizer, frozenset(), context, {}, None)
-    write_folder(source, Path(name), "float32", lambda fqn: torch.zeros(sizes[fqn]))
+    zeros = {fqn: torch.zeros(size) for fqn, size in list_tensors(args).items()}
+    write_tensors(args, Path(name), zeros, context=context)
 
 
 def prepare(*args: str, **options) -> RunSpec:

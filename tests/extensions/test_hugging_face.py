@@ -44,10 +44,17 @@ def load_ours(folder: Path) -> Llama3:
 
 
 def write_tensors(
-    args: ModelArgs, folder: Path, tensors: dict[str, Tensor], tokenizer: Tokenizer | None = None
+    args: ModelArgs,
+    folder: Path,
+    tensors: dict[str, Tensor],
+    tokenizer: Tokenizer | None = None,
+    *,
+    context: int | None = None,
+    published: dict | None = None,
 ) -> None:
     tokenizer = tokenizer or load_tokenizer("bytes")
-    source = ModelSource(folder, args, "causal", tokenizer, frozenset(), None, {}, None)
+    published = published or {}
+    source = ModelSource(folder, args, "causal", tokenizer, frozenset(), context, published, None)
     convert.write_folder(source, folder, "float32", tensors.__getitem__)
 
 

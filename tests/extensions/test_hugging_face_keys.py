@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from marks import slow
 from safetensors.torch import load_file, save_file
-from test_hugging_face import load_ours
+from test_hugging_face import load_ours, write_tensors
 from torch import Tensor
 from transformers import (
     CONFIG_MAPPING,
@@ -27,7 +27,6 @@ from transformers import (
 from torchtitan_lite.config.experts import explain_strides
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.model_rows import ModelArgs, MoEArgs
-from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.extensions.hugging_face_config import (
     EVERY_FAMILY,
     HuggingFaceError,
@@ -36,8 +35,6 @@ from torchtitan_lite.extensions.hugging_face_config import (
     read_model_args,
     read_published,
 )
-from torchtitan_lite.tools.convert import write_folder
-from torchtitan_lite.tools.model_source import ModelSource
 
 TOKENS = torch.randint(128, (2, 96), generator=torch.Generator().manual_seed(3))
 POSITIONS = torch.arange(96).expand(2, -1)
@@ -231,9 +228,7 @@ def test_an_accepted_value_gives_transformers_logits_and_so_does_an_export(
     args = ours.model_args
     assert stored == "" or args.tie_embeddings == (stored != "different")
     published = read_published(folder)
-    tokenizer = load_tokenizer("bytes")
-    source = ModelSource(folder, args, "causal", tokenizer, frozenset(), 96, published, None)
-    write_folder(source, tmp_path / "out", "float32", ours.state_dict().__getitem__)
+    write_tensors(args, tmp_path / "out", ours.state_dict(), context=96, published=published)
     with torch.no_grad():
         found = ours.to(dtype)(TOKENS, positions=POSITIONS)
     torch.testing.assert_close(found, expected, rtol=0, atol=LARGEST_ERRORS[dtype])

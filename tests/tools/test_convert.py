@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import flip_bit, limit_files, write_tensors
+from checkpoints import flip_bit, limit_files
+from test_generate_tool import save
 from test_model import FLAVORS, PLAIN, build_ours
 from transformers import LlamaForCausalLM
 from watching import PeakMemory
@@ -13,7 +14,6 @@ from watching import PeakMemory
 from torchtitan_lite.__main__ import main
 from torchtitan_lite.config.block import list_expert_biases
 from torchtitan_lite.config.model_rows import ModelArgs
-from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.tools import convert
 
 SMALL = replace(PLAIN, vocab_size=258)  # 256 bytes and two special tokens
@@ -30,19 +30,10 @@ def save_ours(
     """Save weights and biases of experts as a checkpoint, and return them. The biases add up to zero."""
     weights = {}
     for fqn, parameter in build_ours(args).named_parameters():
-        weights[f"model.{fqn}"] = parameter.detach().to(dtype)
+        weights[fqn] = parameter.detach().to(dtype)
     for fqn in list_expert_biases(args):
-        weights[f"model.{fqn}"] = bias * (-1.0) ** torch.arange(args.moe.n_experts)
-    fingerprint = {
-        "shape": asdict(args),
-        "tokenizer": load_tokenizer("bytes").fingerprint,
-    }
-    config = {
-        "model": {"name": "llama3", "hf_assets_path": "bytes", "attention": attention},
-        "training": {"seq_len": 64},
-    }
-    run = {"config": config}
-    write_tensors(folder, weights, step=7, fingerprint=fingerprint, run=run)
+        weights[fqn] = bias * (-1.0) ** torch.arange(args.moe.n_experts)
+    save(folder, weights, attention=attention, assets="bytes", shape=asdict(args))
     return weights
 
 
@@ -62,7 +53,7 @@ def test_the_dtype_of_the_source_is_kept_and_another_one_can_be_chosen(tmp_path)
         arguments = [] if dtype == "bfloat16" else ["--dtype", dtype]
         assert run(tmp_path, tmp_path / dtype, *arguments) == 0  # the folder's newest checkpoint
         held = LlamaForCausalLM.from_pretrained(tmp_path / dtype, dtype="auto").lm_head.weight
-        assert torch.equal(held, weights["model.output.weight"].to(getattr(torch, dtype)))
+        assert torch.equal(held, weights["output.weight"].to(getattr(torch, dtype)))
 
 
 def test_one_file_is_in_memory(tmp_path, monkeypatch):

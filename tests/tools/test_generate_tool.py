@@ -51,15 +51,20 @@ def model() -> Llama3:
 
 
 def save(
-    path: Path, weights: dict[str, Tensor], *, attention: str = "causal", **fingerprint: object
+    path: Path,
+    weights: dict[str, Tensor],
+    *,
+    attention: str = "causal",
+    assets: str = SHIPPED,
+    **fingerprint: object,
 ) -> Path:
-    """Save a checkpoint as a run with 128 tokens and the shipped tokenizer does. `fingerprint`: further entries."""
+    """Save a checkpoint as a run with 128 tokens does. `fingerprint`: further entries."""
     keys = {
-        "model.hf_assets_path": SHIPPED,
+        "model.hf_assets_path": assets,
         "model.attention": attention,  # a run would write the resolved value of "auto"
         "training.seq_len": 128,
     }
-    about = {"shape": asdict(ARGS), "tokenizer": load_tokenizer(SHIPPED).fingerprint}
+    about = {"shape": asdict(ARGS), "tokenizer": load_tokenizer(assets).fingerprint}
     named = {f"model.{fqn}": weight for fqn, weight in weights.items()}
     return write_tensors(
         path,
