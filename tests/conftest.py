@@ -39,14 +39,23 @@ def pool():
 
 
 @pytest.fixture
-def run_json(capsys):
-    """Return a function that runs a tool with arguments and returns what --json prints."""
+def run_tool(capsys):
+    """Return a function that runs a tool, checks its exit status, and returns what it prints.
 
-    def run(*args: object) -> dict:
+    These are results from stdout if the status is 0, errors from stderr if it is 2, and both if it is 1.
+    """
+
+    def run(*args: object, status: int = 0) -> str:
         capsys.readouterr()
-        status = main([*map(str, args), "--json"])
-        printed = capsys.readouterr()
-        assert status == 0, printed.err
-        return json.loads(printed.out)
+        ended = main([*map(str, args)])
+        out, err = capsys.readouterr()
+        assert ended == status, out + err
+        return {0: out, 2: err}.get(status, out + err)
 
     return run
+
+
+@pytest.fixture
+def run_json(run_tool):
+    """Return a function that runs a tool with arguments and returns what --json prints."""
+    return lambda *args: json.loads(run_tool(*args, "--json"))

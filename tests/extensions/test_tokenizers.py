@@ -434,7 +434,7 @@ def test_eos_without_a_name_is_the_id_that_ends_a_text_in_transformers(name, tmp
     assert load_tokenizer(tmp_path).eos_id == 2
 
 
-def test_a_unigram_tokenizer_is_read_and_its_unknown_tokens_are_counted(tmp_path, capsys):
+def test_a_unigram_tokenizer_is_read_and_its_unknown_tokens_are_counted(tmp_path, run_tool):
     scores = [("<unk>", 0.0), ("</s>", 0.0), ("▁a", -1.0), ("▁", -2.0), ("b", -3.0)]
     model = models.Unigram(scores, 0)
     unigram = HuggingFace(model)
@@ -449,18 +449,18 @@ def test_a_unigram_tokenizer_is_read_and_its_unknown_tokens_are_counted(tmp_path
     arguments = ["prepare", str(text), "--processes", "1"]
     arguments += ["--tokenizer", str(tmp_path)]
     arguments += ["--out", str(tmp_path / "out")]
-    assert main(arguments) == 0
-    assert "2 unknown tokens" in capsys.readouterr().out
+    assert "2 unknown tokens" in run_tool(*arguments)
 
 
 def test_a_tokenizer_trained_on_the_texts_is_the_same_in_transformers_and_has_the_size_that_was_asked_for(
-    tmp_path, monkeypatch, capsys
+    tmp_path, monkeypatch, capsys, run_tool
 ):
     monkeypatch.chdir(tmp_path)
     Path("a.txt").write_text(SOURCE + "日本語 <|end_of_text|>")
     command = "prepare a.txt --out out --processes 1 --train-tokenizer".split()
-    assert main([*command, "400"]) == 0
-    assert "--model.hf_assets_path out/tokenizer --model.vocab_size 400" in capsys.readouterr().out
+    assert "--model.hf_assets_path out/tokenizer --model.vocab_size 400" in run_tool(
+        *command, "400"
+    )
     oracle, tokenizer = (
         AutoTokenizer.from_pretrained("out/tokenizer"),
         load_tokenizer("out/tokenizer"),

@@ -319,14 +319,13 @@ NOTED = f"""
 
 
 @pytest.mark.parametrize("line", NOTED.strip().splitlines())
-def test_check_says_what_a_user_did_not_ask_for(line, empty_folder, capsys):
+def test_check_says_what_a_user_did_not_ask_for(line, empty_folder, run_tool):
     args, said = line.split(" | ")
     write_tokenizer(empty_folder / "model")
     for name in ("config.json", "model.safetensors"):
         (empty_folder / "model" / name).touch()
     Path("own.toml").touch()
-    assert main(["check", *args.split()]) == 0
-    assert said in capsys.readouterr().out
+    assert said in run_tool("check", *args.split())
 
 
 # ---------------------------------------------------------------- ranks and places
@@ -511,9 +510,10 @@ debug_3d on a laptop: nothing found wrong
 """
 
 
-def test_the_verdict_says_what_the_run_will_be_and_problems_are_printed_with_status_2(capsys):
-    assert main(["check", "--config", "debug_3d", "--training.seed", "1"]) == 0
-    out = capsys.readouterr().out
+def test_the_verdict_says_what_the_run_will_be_and_problems_are_printed_with_status_2(
+    capsys, run_tool
+):
+    out = run_tool("check", "--config", "debug_3d", "--training.seed", "1")
     assert out.startswith(VERDICT) and "training.seed is now debug.seed" in out
     assert main(["check", "--training.stepz", "1"]) == 2
     out, err = capsys.readouterr()
@@ -552,16 +552,14 @@ KEYS = [  # arguments | status | printed | not printed
 
 
 @pytest.mark.parametrize(("names", "status", "printed", "absent"), KEYS)
-def test_keys_are_printed_with_comments_and_choices(names, status, printed, absent, capsys):
-    assert main(["check", "--keys", *names.split()]) == status
-    said = "".join(capsys.readouterr())
+def test_keys_are_printed_with_comments_and_choices(names, status, printed, absent, run_tool):
+    said = run_tool("check", "--keys", *names.split(), status=status)
     assert printed in said and absent not in said
 
 
 @pytest.mark.parametrize("given", ["8b", "8BB"])
-def test_a_wrong_choice_is_told_the_nearest(given, capsys):
-    assert main(["check", "--model.flavor", given]) == 2
-    assert "The nearest is '8B'" in capsys.readouterr().err
+def test_a_wrong_choice_is_told_the_nearest(given, run_tool):
+    assert "The nearest is '8B'" in run_tool("check", "--model.flavor", given, status=2)
 
 
 PIPED = ["check", "check --keys", "plan --gpus 8", "lab 3", "--help", "prepare --help"]

@@ -11,6 +11,7 @@ import re
 import shlex
 import subprocess
 import sys
+from functools import partial
 from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
@@ -156,26 +157,28 @@ for line in REFUSED.strip().splitlines():
     UNREADABLE[name] = text.encode().decode("unicode_escape").encode("latin-1"), words
 
 
-def prepare_here(*args: str) -> int:
-    return main(["prepare", *args, "--tokenizer", "bytes", "--processes", "1"])
-
-
 @pytest.fixture
 def here(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
+@pytest.fixture
+def prepare_here(run_tool, here):
+    return partial(run_tool, "prepare", "--tokenizer=bytes", "--processes=1")
+
+
 @pytest.mark.parametrize("name", UNREADABLE)
-def test_what_cannot_be_prepared_is_named_and_nothing_is_left(name, here, capsys):
+def test_what_cannot_be_prepared_is_named_and_nothing_is_left(name, prepare_here):
     content, words = UNREADABLE[name]
     Path(name).write_bytes(content)
-    assert prepare_here(name, "--out", "out") == 2
-    assert words in capsys.readouterr().err
+    assert words in prepare_here(name, "--out", "out", status=2)
     assert os.listdir() == [name]
 
 
-def test_bad_rows_are_printed_and_counted_with_skip_bad_and_the_corpus_is_checked(here, capsys):
+def test_bad_rows_are_printed_and_counted_with_skip_bad_and_the_corpus_is_checked(
+    here, capsys, run_tool
+):
     lines = [
         '{"text": "one"}',
         "nonsense",
@@ -185,23 +188,21 @@ def test_bad_rows_are_printed_and_counted_with_skip_bad_and_the_corpus_is_checke
         '{"text": " "}',
     ]
     Path("a.jsonl").write_text("\n".join(lines))
-    args = ["a.jsonl", "--validation-share", "0", "--skip-bad", "--out"]
-    assert prepare_here(*args, "out") == 0
+    args = "a.jsonl --tokenizer=bytes --validation-share=0 --skip-bad --processes=1 --out".split()
+    assert main(["prepare", *args, "out"]) == 0
     printed = capsys.readouterr()
     assert "2 bad rows left out" in printed.out and "1 empty documents left out" in printed.out
     assert "a.jsonl, row 2: Expecting value" in printed.err and "row 3" in printed.err
     assert list_texts(Path("out"), "train") == ["one", " "]
-    assert prepare_here(*args, "out") == 2
-    assert prepare_here(*args, ".") == 2
-    assert ". exists" in capsys.readouterr().err
-    assert prepare_here(*args, "a.jsonl/out") == 1
-    assert main(["prepare", "--check", "out"]) == 0
+    for folder in ("out", "."):
+        assert f"{folder} exists" in run_tool("prepare", *args, folder, status=2)
+    run_tool("prepare", *args, "a.jsonl/out", status=1)
+    run_tool("prepare", "--check", "out")
     flip_bit(Path("out/train.tokens"))
     Path("out/train.documents").write_bytes(b"")  # a copy that was not finished
-    assert main(["prepare", "--check", "out"]) == 1
-    damage = capsys.readouterr().out
+    damage = run_tool("prepare", "--check", "out", status=1)
     assert "train.tokens" in damage and "train.documents" in damage
-    assert main(["prepare", "--check", "nowhere"]) == 2
+    run_tool("prepare", "--check", "nowhere", status=2)
 
 
 ROWS = ["grüße,\n“one”", "two\ttabs", "three"]
@@ -234,9 +235,9 @@ FORMS = {  # usual kinds of files, all with the documents ROWS
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_rows_are_read_from_every_form_that_people_have(name, here):
+def test_rows_are_read_from_every_form_that_people_have(name, prepare_here):
     Path(name).write_bytes(FORMS[name])
-    assert prepare_here(name, "--out", "out", "--validation-share", "0") == 0
+    prepare_here(name, "--out", "out", "--validation-share", "0")
     assert list_texts(Path("out"), "train") == ROWS
 
 
@@ -267,14 +268,11 @@ def test_a_tool_whose_output_nobody_reads_ends_in_silence_and_its_files_stay(
 
 @pytest.mark.parametrize("suffix", ["txt", "jsonl", "csv"])
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-32", "cp1252"])
-def test_a_file_is_read_in_its_encoding(encoding, suffix, here):
+def test_a_file_is_read_in_its_encoding(encoding, suffix, prepare_here):
     content = {"txt": ROWS[0], "jsonl": OBJECTS[0], "csv": CSV[: CSV.index("1")]}[suffix]
     file = Path(f"a.{suffix}")
     file.write_bytes(content.encode(encoding))
-    assert (
-        prepare_here(str(file), "--out", "out", "--encoding", "cp1252", "--validation-share", "0")
-        == 0
-    )
+    prepare_here(file, "--out", "out", "--encoding", "cp1252", "--validation-share", "0")
     assert list_texts(Path("out"), "train") == ROWS[:1]
 
 
@@ -324,13 +322,13 @@ rows.jsonl --validation-share=0.999999 | ["row 19"] | [19_ROWS]
 
 
 @pytest.mark.parametrize("line", SPLITS.strip().splitlines())
-def test_no_split_is_empty_and_a_single_text_is_cut(line, here):
+def test_no_split_is_empty_and_a_single_text_is_cut(line, prepare_here):
     rows = ", ".join(f'"row {n}"' for n in range(19))
     args, train, validation = line.replace("19_ROWS", rows).split(" | ")
     Path("one.txt").write_text("0123456789" * 2)
     write_rows(Path("row.jsonl"), ["single"])
     write_rows(Path("rows.jsonl"), [f"row {n}" for n in range(20)])
-    assert prepare_here(*args.split(), "--out", "out") == 0
+    prepare_here(*args.split(), "--out", "out")
     assert list_texts(Path("out"), "train") == json.loads(train)
     assert list_texts(Path("out"), "validation") == json.loads(validation)
 
@@ -344,20 +342,18 @@ NO_TOKENIZER = [  # more options, words of the reason
 
 @pytest.mark.parametrize(("options", "words"), NO_TOKENIZER)
 def test_a_tokenizer_that_cannot_be_trained_is_refused_with_the_reason(
-    options, words, here, capsys
+    options, words, here, run_tool
 ):
     Path("in.jsonl").write_text('{"text": "a"}\n{"messages": []}\n')
     command = ["prepare", "in.jsonl", "--out", "out", "--train-tokenizer", "300", *options]
-    assert main([*command, "--processes", "1"]) == 2
-    assert words in capsys.readouterr().err
+    assert words in run_tool(*command, "--processes", "1", status=2)
     assert os.listdir() == ["in.jsonl"]
 
 
-def test_bad_rows_are_skipped_when_a_tokenizer_is_trained(here, capsys):
+def test_bad_rows_are_skipped_when_a_tokenizer_is_trained(here, run_tool):
     Path("in.jsonl").write_text('{"text": "a"}\n{"messages": []}\n')
     command = "prepare in.jsonl --out out --train-tokenizer 258 --skip-bad".split()
-    assert main([*command, "--processes", "1"]) == 0
-    assert "1 bad rows left out" in capsys.readouterr().out
+    assert "1 bad rows left out" in run_tool(*command, "--processes", "1")
 
 
 MANIFESTS = {  # a manifest that `prepare` did not write -> a word of the reason

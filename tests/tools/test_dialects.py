@@ -12,7 +12,6 @@ import pytest
 from test_tokenizers import train_bpe, write
 from transformers import AutoTokenizer
 
-from torchtitan_lite.__main__ import main
 from torchtitan_lite.tools.corpora.prepare import Document, PrepareSettings, encode_row
 from torchtitan_lite.tools.corpora.text_files import PreparationError, Row, read_file
 
@@ -355,7 +354,7 @@ def test_a_row_with_something_unknown_is_refused_by_its_name(line, encode):
     assert [word for word in words if word not in str(error.value)] == []
 
 
-def test_parquet_fills_rows_with_nulls_which_are_removed_at_any_depth(folder, tmp_path, capsys):
+def test_parquet_fills_rows_with_nulls_which_are_removed_at_any_depth(folder, tmp_path, run_tool):
     rows = [
         {"messages": read_json("[U(?), CALL]"), "id": 1, "source": None},
         {"messages": read_json("[U(?), CALL]"), "id": None, "source": "web"},
@@ -372,8 +371,7 @@ def test_parquet_fills_rows_with_nulls_which_are_removed_at_any_depth(folder, tm
         right = oracle.apply_chat_template(expected["messages"], return_dict=True)
         assert document.tokens.tolist() == right["input_ids"]
     options = ["--tokenizer", str(folder), "--out", str(tmp_path / "out"), "--processes", "1"]
-    assert main(["prepare", str(file), "--chat", *options]) == 0
-    summary = capsys.readouterr().out
+    summary = run_tool("prepare", file, "--chat", *options)
     assert "1 conversations with a column id, which is not used" in summary
     assert "1 conversations with a column source, which is not used" in summary
 

@@ -81,7 +81,7 @@ def measure(model, window_size: int) -> dict[str, float]:
 
 
 def test_a_text_has_the_loss_of_transformers_on_the_same_windows(
-    evaluate, checkpoint, export, texts, capsys
+    evaluate, checkpoint, export, texts, run_tool
 ):
     theirs = LlamaForCausalLM.from_pretrained(export, dtype=torch.float32)
     expected = measure(lambda ids: theirs(ids).logits, WINDOW)
@@ -90,8 +90,7 @@ def test_a_text_has_the_loss_of_transformers_on_the_same_windows(
         found = evaluate(source, *options)
         assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-5)
     assert evaluate(checkpoint, "--data", texts)["seq_len"] == 128  # the length of its training
-    assert main(["eval", str(checkpoint), *options]) == 0
-    shown = capsys.readouterr().out.split()
+    shown = run_tool("eval", checkpoint, *options).split()
     assert f"{expected['perplexity']:.5g}" in shown
     assert f"{expected['bytes']:,}" in shown
 
@@ -130,7 +129,7 @@ def test_biases_choose_the_experts(evaluate, texts, tmp_path):
 
 
 def test_wrong_input_is_refused_and_damaged_weights_have_no_figures(
-    model, checkpoint, texts, tmp_path, capsys
+    model, checkpoint, texts, tmp_path, run_tool
 ):
     prepare(texts, tmp_path / "bytes", "bytes", "0.5")
     prepare(texts, tmp_path / "all", SHIPPED, "0")
@@ -139,7 +138,7 @@ def test_wrong_input_is_refused_and_damaged_weights_have_no_figures(
     flip_bit(file)
     norm = {"norm.weight": torch.full((128,), torch.nan)}
     nan = save(tmp_path / "step-2", model.state_dict() | norm)
-    assert main(["eval", str(checkpoint)]) == 2
+    run_tool("eval", checkpoint, status=2)
     for source, data, status, named in (
         (checkpoint, tmp_path / "absent", 2, "absent"),
         (checkpoint, tmp_path / "bytes", 2, "tokenizer"),
@@ -148,7 +147,5 @@ def test_wrong_input_is_refused_and_damaged_weights_have_no_figures(
         (damaged, texts, 1, str(file)),
         (nan, texts, 1, "loss is nan"),
     ):
-        capsys.readouterr()
-        assert main(["eval", str(source), "--data", str(data)]) == status
-        printed = capsys.readouterr()
-        assert printed.out == "" and named in printed.err
+        said = run_tool("eval", source, "--data", data, status=status)
+        assert named in said and "perplexity" not in said

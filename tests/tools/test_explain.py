@@ -10,7 +10,6 @@ from measure_memory import plan
 from torch.distributed.tensor import distribute_tensor
 
 from torchtitan_lite import build
-from torchtitan_lite.__main__ import main
 from torchtitan_lite.checkpoint.format import find_coordinates
 from torchtitan_lite.parallel.context_parallel import plan_query_positions
 from torchtitan_lite.parallel.mesh import build_mesh
@@ -76,15 +75,10 @@ def test_slices_in_words_and_in_a_picture_are_those_that_the_rank_holds(name):
             assert {int(first), int(last)} <= {*drawn.experts}
 
 
-def explain(capsys, args: str) -> str:
-    assert main(["explain", *args.split()]) == 0
-    return capsys.readouterr().out
-
-
-def test_experts_are_explained_with_their_mesh_slices_and_exchange(capsys):
+def test_experts_are_explained_with_their_mesh_slices_and_exchange(run_tool):
     args = "--config debug_moe_3d --gpus 16 --parallelism.data_parallel_shard_degree 4 "
     args += "--training.global_batch_size 16 --training.seq_len 32"
-    printed = explain(capsys, args)
+    printed = run_tool("explain", *args.split())
     assert "mesh (pp, dp_shard, tp):\ntensor([[[ 0,  1],\n         [ 2,  3]," in printed
     (slices,) = re.findall("layers.2-3.feed_forward.experts.w1 .*", printed)
     held = [f"experts {first}..{first}" for first in (0, 2, 4, 6, 1, 3, 5, 7)]
@@ -95,9 +89,9 @@ def test_experts_are_explained_with_their_mesh_slices_and_exchange(capsys):
     assert "reduce-scatter over efsdp" in printed[printed.index("backward: ") :]
 
 
-def test_collectives_are_printed_in_order_and_equal_layers_once(capsys):
+def test_collectives_are_printed_in_order_and_equal_layers_once(run_tool):
     args = "--config debug --gpus 2 --model.n_layers 2 --training.seq_len 32"
-    printed = explain(capsys, f"{args} --{TP} 2 --training.global_batch_size=-1")
+    printed = run_tool(*f"explain {args} --{TP} 2 --training.global_batch_size=-1".split())
     in_order = "mesh .*forward: 1 x.*layers.0-1: each.*backward: 1 x.*layers.1.*between: 1 x"
     assert re.search(in_order, printed, re.DOTALL)
     layer = printed[printed.index("layers.0-1: each") : printed.index("  output ")]
@@ -105,8 +99,8 @@ def test_collectives_are_printed_in_order_and_equal_layers_once(capsys):
     assert layer.count("models/llama3/modules.py:") == 4
 
 
-def test_a_rank_is_explained_with_its_rows_and_its_slices_in_every_stage(capsys):
-    printed = explain(capsys, "--config debug_3d --gpus 8 --rank 3")
+def test_a_rank_is_explained_with_its_rows_and_its_slices_in_every_stage(run_tool):
+    printed = run_tool(*"explain --config debug_3d --gpus 8 --rank 3".split())
     assert "rank 3 reads rows 4..7 of 8" in printed
     assert re.search(r"tok_embeddings.weight +\[2304, 128\] +rows 1728\.\.2303\n", printed)
     assert re.findall(r"(rank \d)\n", printed) == ["rank 3", "rank 7"]

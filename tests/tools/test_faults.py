@@ -34,7 +34,6 @@ from layouts import MODE, MOE, PP, REPLICATE, SCHEDULE, TP, TWO_LAYERS
 from marks import slow
 
 from torchtitan_lite import REPOSITORY
-from torchtitan_lite.__main__ import main
 from torchtitan_lite.build import Run, start_from
 from torchtitan_lite.checkpoint.format import find_steps
 from torchtitan_lite.components import log
@@ -348,21 +347,19 @@ def test_a_report_names_the_rank_that_the_others_wait_for_or_says_unknown(line):
         )
 
 
-def test_the_tool_hang_reads_the_files_of_the_last_start(tmp_path, capsys):
-    assert main(["hang", str(tmp_path)]) == 2 and "no rank-*.json" in capsys.readouterr().err
+def test_the_tool_hang_reads_the_files_of_the_last_start(tmp_path, run_tool):
+    assert "no rank-*.json" in run_tool("hang", tmp_path, status=2)
     folder = tmp_path / "hang" / "restart-0"
     folder.mkdir(parents=True)
     file = make_file(0, "T", WAITS)
     (folder / "rank-00000.json").write_text(json.dumps(file))
     (folder / "rank-00001.json").touch()  # an empty file must not hide the others
-    assert main(["hang", str(tmp_path)]) == 0
-    assert "rank 1 (tp 1) is missing from call 7" in capsys.readouterr().out
+    assert "rank 1 (tp 1) is missing from call 7" in run_tool("hang", tmp_path)
     later = tmp_path / "hang" / "restart-1"  # as if gloo had aborted rank 0
     later.mkdir()
     file = make_file(1, "S", DIFFERS) | {"kind": "FAILED"}
     (later / "failed-00001.json").write_text(json.dumps(file))
-    assert main(["hang", str(tmp_path)]) == 0
-    printed = capsys.readouterr().out
+    printed = run_tool("hang", tmp_path)
     assert "rank 1 (tp 1) made call 7" in printed and "it has ended with an error" in printed
 
 
@@ -629,7 +626,7 @@ def lose_snapshots(rank: int, world_size: int, overrides: dict, folder: str) -> 
 
 
 def test_the_newest_snapshot_that_all_hosts_can_open_is_restored(pool, tmp_path):
-    overrides = {REPLICATE: 1, SHARD: 2, TP: 2, **TWO_LAYERS}
+    overrides = {REPLICATE: 2, SHARD: 1, TP: 2, **TWO_LAYERS}  # each host has all weights
     for found in pool.run(lose_snapshots, 4, overrides, str(tmp_path)):
         assert found[:4] == [[2, 3], [], 3, 2]
         assert "step-2/rank-00003.safetensors" in found[4], (

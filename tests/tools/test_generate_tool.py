@@ -261,8 +261,7 @@ def test_wrong_input_is_refused_before_weights_are_loaded(
         assert printed.out == "" and named in printed.err
 
 
-def test_weights_that_diverged_end_with_status_1(model, tmp_path, capsys):
+def test_weights_that_diverged_end_with_status_1(model, tmp_path, run_tool):
     nan = {"norm.weight": torch.full((128,), torch.nan)}
     path = save(tmp_path / "step-41", model.state_dict() | nan)
-    assert main(["generate", str(path), "--prompt", "a"]) == 1
-    assert "not finite" in capsys.readouterr().err
+    assert "not finite" in run_tool("generate", str(path), "--prompt", "a", status=1)

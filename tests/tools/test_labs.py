@@ -39,13 +39,13 @@ def test_the_files_of_a_lab_exist_and_its_training_would_start(lab, tmp_path, mo
 @pytest.mark.parametrize(
     "number, name", [row if row[0] in BY_DEFAULT else slow(*row) for row in QUESTIONS]
 )
-def test_an_answer_is_computed_and_judged(number, name, capsys):
+def test_an_answer_is_computed_and_judged(number, name, run_tool):
     answer = compute_answer(find_lab(number), name)
     assert answer.value > 0
-    assert main(["lab", str(number), "answer", name, answer.printed]) == 0
-    assert "right" in capsys.readouterr().out
-    assert main(["lab", str(number), "answer", name, str(answer.value * 3)]) == 1
-    assert "3 times too high" in capsys.readouterr().out
+    assert "right" in run_tool("lab", str(number), "answer", name, answer.printed)
+    assert "3 times too high" in run_tool(
+        "lab", str(number), "answer", name, str(answer.value * 3), status=1
+    )
 
 
 @pytest.mark.parametrize(

@@ -87,10 +87,9 @@ def test_the_walk_of_a_page_is_the_walk_of_the_chapter(pages):
         ("plan --config debug --search --html plan.html", "--search"),
     ],
 )
-def test_a_page_that_cannot_be_drawn_is_refused(args, told, tmp_path, monkeypatch, capsys):
+def test_a_page_that_cannot_be_drawn_is_refused(args, told, tmp_path, monkeypatch, run_tool):
     monkeypatch.chdir(tmp_path)
-    assert main(args.split()) == 2
-    assert told in capsys.readouterr().err
+    assert told in run_tool(*args.split(), status=2)
     assert not list(tmp_path.iterdir())
 
 

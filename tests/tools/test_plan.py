@@ -54,15 +54,18 @@ def test_a_plan_says_where_the_time_goes(capsys):
         assert words in printed, words
 
 
-def test_a_plan_names_the_nodes_of_each_axis_and_ends_with_status_1_if_it_does_not_fit(capsys):
+def test_a_plan_names_the_nodes_of_each_axis_and_ends_with_status_1_if_it_does_not_fit(
+    capsys, run_tool
+):
     keys = f"--{PP}=4 --{BATCH}=16 --{REPLICATE}=1 --{TP}=8 --{ZERO}=1"
     assert main(f"plan --config mixtral_8x22b --gpus 2048 {keys}".split()) == 0
     lines = [re.split(r"  +", line) for line in capsys.readouterr().out.splitlines()]
     nodes = {tuple(line[1:3]): line[-1] for line in lines if len(line) == 6}
     assert (nodes["tp", "all-gather"], nodes["pp", "send"]) == ("inside a node", "over 4 nodes")
     keys = f"--{PP}=1 --{SCHEDULE}=1F1B --{BATCH}=1 --{GLOBAL_BATCH}=-1"
-    assert main(f"plan --config llama3_70b --gpus 16 {keys}".split()) == 1
-    assert "remark: the layout does not fit in memory" in capsys.readouterr().out
+    assert "remark: the layout does not fit in memory" in run_tool(
+        *f"plan --config llama3_70b --gpus 16 {keys}".split(), status=1
+    )
 
 
 def test_a_dry_run_prints_the_plan_and_both_columns(capsys):
