@@ -12,9 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from torchtitan_lite.checkpoint.continued import describe_rates
 from torchtitan_lite.components.optim import (
-    build_optimizer,
     sum_gradient_squares,
-    update_weights,
 )
 from torchtitan_lite.config.choices import DECAYS
 from torchtitan_lite.config.learning_rate import describe_unusual_rates, learning_rate_factor
@@ -169,30 +167,3 @@ def agree_to_stop(rank: int, world_size: int, signals: list[int]) -> int:
 )
 def test_all_ranks_stop_for_one_signal_and_sigterm_wins(pool, signals, stop):
     assert pool.run(agree_to_stop, 2, signals) == [stop, stop]
-
-
-@pytest.mark.parametrize(
-    "section",
-    [
-        Optimizer(implementation="fused"),
-        Optimizer(implementation="foreach"),
-        Optimizer(implementation="for-loop"),
-        Optimizer(name="SGD"),
-        Optimizer(moments_dtype="bfloat16"),
-    ],
-)
-@pytest.mark.parametrize("norm, max_norm", [(0.5, 1.0), (4.0, 1.0), (4.0, 0.0)])
-def test_an_update_clips_as_torch_does_or_never_if_max_norm_is_0(section, norm, max_norm):
-    gradient = torch.randn(3, 1024, generator=torch.Generator().manual_seed(1))
-    gradient *= norm / gradient.norm()
-    weights = [torch.zeros_like(gradient, requires_grad=True) for _ in range(2)]
-    ours = build_optimizer(section, {"weight": weights[0]})
-    theirs = build_optimizer(section, {"weight": weights[1]})
-    limit = max_norm or math.inf
-    for factor in (1, 0.1):
-        for weight in weights:
-            weight.grad = factor * gradient
-        update_weights(ours, torch.tensor(factor * norm), max_norm)
-        torch.nn.utils.clip_grad_norm_([weights[1]], limit)
-        theirs.step()
-    torch.testing.assert_close(*weights, rtol=1e-5, atol=1e-9)
