@@ -295,6 +295,9 @@ tp2, Qwen2 | 2 | TP=2 FLOAT8 BIASES TWO_LAYERS
 pp2 x dp2 x tp2, gathered | 8 | PP=2 TP=2 PRECOMPUTE TWO_LAYERS
 dp2 ZeRO-2 accumulation 4, gathered | 2 | PRECOMPUTE ZERO=2 ACCUMULATION_4 TWO_LAYERS
 dp2 full recompute, gathered | 2 | MODE=full GATHER TWO_LAYERS
+dp3, rows that 3 does not divide, gathered | 3 | PRECOMPUTE EMULATED TWO_LAYERS training.global_batch_size=6
+dp2 x tp2, gathered | 4 | TP=2 GATHER EMULATED TWO_LAYERS
+hsdp2x2, gathered | 4 | REPLICATE=2 PRECOMPUTE EMULATED TWO_LAYERS
 pp2 ZBVZeroBubble | 2 | PP=2 SCHEDULE=ZBVZeroBubble MODE=none FLOAT8
 tp2, one key/value head | 2 | TP=2 FLOAT8 ONE_HEAD
 tp2 rowwise, one key/value head | 2 | TP=2 ROWWISE ONE_HEAD

@@ -4,11 +4,8 @@ test_layouts.py tests gradients of layouts, and test_check.py refused configs.""
 
 from dataclasses import replace
 
-import checkpoints
-import compare
 import pytest
 import torch
-from layouts import EMULATED, FLOAT8, GATHER, PRECOMPUTE, REPLICATE, TP, TWO_LAYERS
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -76,36 +73,6 @@ def test_output_and_gradients_have_the_bits_of_torchaos(recipe_name, dtype, emul
         found = run_linear(linear, changed, dy)
         expected = run_linear(oracle, changed, dy)
         assert all(map(torch.equal, found, expected)), name
-
-
-# ---------------------------------------------------------------- on ranks
-
-
-def train_steps(rank: int, world_size: int, overrides: dict) -> list[float]:
-    """Worker: train three steps. Return their losses."""
-    run = compare.build_table_run(world_size, overrides)
-    return checkpoints.train(run, range(3))
-
-
-SMALL = {**TWO_LAYERS, **EMULATED}
-BATCH_OF_6 = {"training.local_batch_size": 2, "training.global_batch_size": 6}
-GATHERED = {
-    "dp3, rows that 3 does not divide": (3, BATCH_OF_6),
-    "dp2 x tp2": (4, {TP: 2}),
-    "hsdp2x2": (4, {REPLICATE: 2}),
-}
-
-
-@pytest.mark.parametrize("name", GATHERED)
-def test_weights_that_travel_as_float8_are_the_same_as_weights_that_are_rounded_on_arrival(
-    pool, name
-):
-    n_ranks, layout = GATHERED[name]
-    layout = {**layout, **SMALL}
-    losses = pool.run(train_steps, n_ranks, {**layout, **FLOAT8})
-    assert len(set(losses[0])) == 3
-    for gather in (GATHER, PRECOMPUTE):
-        assert pool.run(train_steps, n_ranks, {**layout, **gather}) == losses
 
 
 class Matmuls(TorchDispatchMode):
