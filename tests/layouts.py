@@ -278,6 +278,13 @@ pp2 x tp2 | 4 | PP=2 TP=2 BFLOAT16 TWO_LAYERS
 pp2 x dp2 tied | 4 | PP=2 TIED BFLOAT16
 tp2, Qwen2 | 2 | TP=2 BIASES BFLOAT16
 tp2, one key/value head | 2 | TP=2 ONE_HEAD HEAD_NORMS BFLOAT16
+# schedules that compute weight gradients in a separate half, which are summed in float32
+pp2 InterleavedZeroBubble | 2 | PP=2 SCHEDULE=InterleavedZeroBubble MODE=none BFLOAT16
+pp2 ZBVZeroBubble | 2 | PP=2 SCHEDULE=ZBVZeroBubble MODE=none BFLOAT16
+pp2 DualPipeV | 2 | PP=2 SCHEDULE=DualPipeV MODE=none BFLOAT16
+pp2 x tp2 InterleavedZeroBubble | 4 | PP=2 TP=2 SCHEDULE=InterleavedZeroBubble MODE=none BFLOAT16
+pp2 x tp2 ZBVZeroBubble | 4 | PP=2 TP=2 SCHEDULE=ZBVZeroBubble MODE=none BFLOAT16
+pp2 x tp2 DualPipeV | 4 | PP=2 TP=2 SCHEDULE=DualPipeV MODE=none BFLOAT16
 """)
 
 FLOAT8 = {"model.converters": ["float8"]}

@@ -1,12 +1,9 @@
-"""Pipelines: numbers of stages and microbatches, and weight halves in bfloat16."""
+"""Pipelines: numbers of stages and microbatches."""
 
 from dataclasses import replace
 from types import SimpleNamespace
 
-import compare
 import pytest
-from layouts import BFLOAT16, MODE, PP, SCHEDULE, TP, Row
-from marks import slow
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from torchtitan_lite.config.checks import check_microbatches
@@ -14,7 +11,6 @@ from torchtitan_lite.config.choices import SCHEDULES
 from torchtitan_lite.config.layout import name_stages, plan_stages
 from torchtitan_lite.config.schema import Parallelism
 from torchtitan_lite.models.llama3.table import FLAVORS
-from torchtitan_lite.tools.verify.trial import try_precision
 
 
 def pipeline(pp: int, schedule: str = "1F1B", **keys) -> Parallelism:
@@ -84,24 +80,3 @@ def torch_refuses(name: str, pp: int, n_stages: int, n_microbatches: int) -> boo
     except ValueError:
         return True
     return False
-
-
-# ---------------------------------------------------------------- weight halves
-
-SPLITS = {
-    "InterleavedZeroBubble": {SCHEDULE: "InterleavedZeroBubble"},
-    "ZBVZeroBubble": {SCHEDULE: "ZBVZeroBubble"},
-    "DualPipeV": {SCHEDULE: "DualPipeV"},  # mixes whole backwards with weight halves
-}
-
-
-@pytest.mark.parametrize("name", SPLITS)
-@pytest.mark.parametrize("tp", [1, slow(2)])
-def test_weight_halves_in_bfloat16_are_summed_in_float32(pool, tmp_path, name, tp):
-    """Without tp, every gradient is compared with one rank that sums in float32. The bound is 1e-5."""
-    overrides = {PP: 2, TP: tp, MODE: "none", **BFLOAT16, **SPLITS[name]}
-    trial = try_precision(
-        "bfloat16", compare.reduce_row(Row(2 * tp, overrides)), pool.run, tmp_path
-    )
-    assert trial.faults == {}
-    assert {"gradients", "sum of microbatches"} <= trial.measures.keys()
