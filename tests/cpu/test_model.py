@@ -24,14 +24,10 @@ FLAVORS = {
     "Llama 3.2, tied": replace(
         PLAIN, rope_scaling=RopeScaling(factor=32.0, original_length=64), tie_embeddings=True
     ),
-    "another scaling of its own": replace(PLAIN, rope_scaling=RopeScaling(5.5, 1.5, 3.0, 96)),
-    "linear scaling": replace(PLAIN, rope_scaling=RopeScaling(2.5, kind="linear")),
     "head dim of its own": replace(PLAIN, head_dim=32),
     "one key/value head": replace(PLAIN, n_kv_heads=1),
     "Qwen2": replace(PLAIN, qkv_bias=True, norm_eps=1e-6),
-    "Qwen2, tied": replace(PLAIN, qkv_bias=True, tie_embeddings=True),
     "Qwen3": replace(PLAIN, qk_norm=True, head_dim=24, norm_eps=1e-6),
-    "Qwen3, tied": replace(PLAIN, qk_norm=True, tie_embeddings=True),
     "Qwen2, windows": replace(
         PLAIN, qkv_bias=True, sliding_window=9, layer_types=("full_attention", "sliding_attention")
     ),
@@ -40,9 +36,6 @@ FLAVORS = {
     "Qwen3-MoE": replace(PLAIN, qk_norm=True, head_dim=32, moe=MoEArgs(8, 3, 40)),
     "Qwen3-MoE, a dense layer, weights as they are": replace(
         PLAIN, qk_norm=True, moe=MoEArgs(8, 2, 24, normalize_top_k=False, n_first_dense_layers=1)
-    ),
-    "Qwen3-MoE, each second layer": replace(
-        PLAIN, qk_norm=True, moe=MoEArgs(4, 2, 24, moe_every=2)
     ),
 }
 

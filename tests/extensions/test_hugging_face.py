@@ -10,7 +10,7 @@ from checkpoints import list_differing
 from compare import relative_error
 from test_model import FLAVORS, PLAIN, build_ours
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
@@ -56,6 +56,12 @@ def write_tensors(
     published = published or {}
     source = ModelSource(folder, args, "causal", tokenizer, frozenset(), context, published, None)
     convert.write_folder(source, folder, "float32", tensors.__getitem__)
+
+
+def make_theirs(args: ModelArgs, **options: object) -> PreTrainedModel:
+    """Return transformers' model of these sizes, with its own initial weights."""
+    content = make_config_json(args, dtype="float32", context=131072) | options
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**content))
 
 
 def write_ours(args: ModelArgs, folder: Path) -> Llama3:

@@ -9,9 +9,8 @@ import torch
 from layouts import read_rows
 from marks import slow
 from safetensors.torch import load_file
-from their_llama import make_their_config
+from test_hugging_face import make_theirs
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 from watching import PeakMemory
 
 from torchtitan_lite.config.model_rows import ModelArgs
@@ -59,7 +58,7 @@ SLOW += [name for name in LAYOUTS if name.startswith("tp8")]
 def save_theirs(folder: Path, args: ModelArgs) -> Path:
     """Save a model that transformers initializes. A dense model gets several files. No two norms are equal."""
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(make_their_config(args))
+    model = make_theirs(args)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.3 * torch.randn(parameter.shape)

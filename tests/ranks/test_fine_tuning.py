@@ -12,9 +12,8 @@ import warm_start
 from made_corpora import write_corpus
 from marks import choose_fast
 from test_check import LAPTOP
-from test_hugging_face import spell_as_version_4
+from test_hugging_face import make_theirs, spell_as_version_4
 from test_model import PLAIN
-from their_llama import make_their_config
 from tokenizers import Tokenizer as HuggingFace
 from tokenizers import models, pre_tokenizers, processors, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
@@ -95,10 +94,7 @@ def publish(folder: Path, case: Case) -> Path:
         single=f"{BOS} $A", special_tokens=[(BOS, 0)]
     )
     torch.manual_seed(1)
-    config = make_their_config(
-        case.args, bos_token_id=0, eos_token_id=[1, 2], initializer_range=0.05
-    )
-    theirs = AutoModelForCausalLM.from_config(config)
+    theirs = make_theirs(case.args, bos_token_id=0, eos_token_id=[1, 2], initializer_range=0.05)
     theirs.generation_config = GenerationConfig(
         bos_token_id=0, eos_token_id=[1, 2], do_sample=True, temperature=0.6, top_p=0.9
     )
