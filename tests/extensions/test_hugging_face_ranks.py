@@ -17,7 +17,6 @@ from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.extensions.hugging_face import load_weights
 from torchtitan_lite.extensions.hugging_face_folder import list_tensors, open_folder
 
-MODEL_ARGS = compare.resolve_model(compare.TABLE_CONFIG.model)
 SIZES = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 4, "head_dim": 24, "vocab_size": 64}
 EXPERTS = {"n_experts": 8, "top_k": 2, "expert_ffn_dim": 128}
 MIXTRAL = {"model.flavor": "debug_moe"} | {f"model.{key}": value for key, value in SIZES.items()}

@@ -6,20 +6,14 @@ import compare
 import pytest
 from layouts import (
     BFLOAT16_LAYOUTS,
-    COMPILED,
-    CP,
     CROSSES,
-    DOCUMENTS,
     FAST,
     FLOAT8_LAYOUTS,
     LAYOUTS,
     MODE,
     PP,
-    RING,
     SCHEDULE,
-    WINDOWS,
-    ZERO,
-    Row,
+    read_rows,
 )
 from marks import choose_fast, slow
 
@@ -55,37 +49,31 @@ def test_layout_rounds_to_float8_where_one_rank_does(pool, tmp_path, name):
 # ---------------------------------------------------------------- refused
 
 SPLIT = {PP: 2, SCHEDULE: "ZBVZeroBubble", MODE: "none"}
-# Key of the problem, a run that is refused, and how it would fail: words of the crash, or the measure that is wrong. If
-# a torch release repairs one of these, its test fails and says so.
-REFUSED = [
-    (SCHEDULE, Row(4, {**SPLIT, ZERO: 3}), "no gradient reaches"),
-    slow(
-        SCHEDULE,
-        Row(4, {**SPLIT, ZERO: 3, SCHEDULE: "InterleavedZeroBubble"}),
-        "no gradient reaches",
-    ),
-    slow(SCHEDULE, Row(4, {**SPLIT, ZERO: 3, SCHEDULE: "DualPipeV"}), "gradient"),
-    (MODE, Row(2, {**SPLIT, MODE: "selective"}), "backward an extra time"),
-    slow("compile.enable", Row(2, {**SPLIT, **COMPILED}), "Input: ['Tensor("),
-    (
-        "parallelism.context_parallel_rotate_method",
-        Row(2, {CP: 2, **RING, **DOCUMENTS}),
-        "the ring has no masks",
-    ),
-    (
-        "parallelism.context_parallel_rotate_method",
-        Row(2, {CP: 2, **RING, **WINDOWS}),
-        "the ring has no masks",
-    ),
-]
+# Key of the problem | how the run would fail: words of the crash, or the measure that is wrong | ranks | keys.
+# If a torch release repairs one of these, its test fails and says so.
+REFUSED = f"""
+{SCHEDULE} | no gradient reaches | 4 | SPLIT ZERO=3
+{MODE} | backward an extra time | 2 | SPLIT MODE=selective
+parallelism.context_parallel_rotate_method | the ring has no masks | 2 | CP=2 RING DOCUMENTS
+parallelism.context_parallel_rotate_method | the ring has no masks | 2 | CP=2 RING WINDOWS
+"""
+REFUSED_SLOWLY = f"""
+{SCHEDULE} | no gradient reaches | 4 | SPLIT ZERO=3 SCHEDULE=InterleavedZeroBubble
+{SCHEDULE} | gradient | 4 | SPLIT ZERO=3 SCHEDULE=DualPipeV
+compile.enable | Input: ['Tensor( | 2 | SPLIT COMPILED
+"""
 
 
 def refuse_nothing():
     return patch.object(features, "find_refused", lambda *args: [])
 
 
-@pytest.mark.parametrize("key, row, symptom", REFUSED)
-def test_refused_combination_is_refused_and_really_fails(pool, tmp_path, key, row, symptom):
+@pytest.mark.parametrize(
+    "line", [*REFUSED.strip().splitlines(), *map(slow, REFUSED_SLOWLY.strip().splitlines())]
+)
+def test_refused_combination_is_refused_and_really_fails(pool, tmp_path, line):
+    key, symptom, layout = line.split(" | ", 2)
+    (row,) = read_rows(f"refused | {layout}", {"SPLIT": SPLIT}).values()
     config = compare.complete(row.overrides, row.world_size)
     with pytest.raises(ConfigError) as refusal:
         checks.plan_layout(config, resolve_model(config.model), row.world_size)

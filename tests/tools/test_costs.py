@@ -9,19 +9,10 @@ import test_muon
 import test_zero_plus_plus
 import torch.distributed as dist
 from layouts import (
-    ACCUMULATION_4,
-    BALANCE_LOSS,
-    CP,
     DOCUMENTS,
-    EMULATED,
     EP,
-    EXPERTS,
-    GATHER,
-    HEAD_NORMS,
     MODE,
     PP,
-    PRECOMPUTE,
-    REPLICATE,
     SCHEDULE,
     TP,
     TWO_LAYERS,
@@ -226,24 +217,24 @@ def join_reductions(traffic: dict[tuple, Moved]) -> dict[tuple, Moved]:
     return sum_moved(calls)
 
 
-@pytest.mark.parametrize(
-    "all_keys",
-    [
-        [
-            {PP: 2, TP: 2},
-            {TP: 2, MODE: "full"},
-            {CP: 2, **DOCUMENTS},
-            {REPLICATE: 2, **GATHER, **EMULATED},
-            {PP: 2, **ACCUMULATION_4, **PRECOMPUTE, **EMULATED},
-        ],
-        [
-            {TP: 2, EP: 4, MODE: "full", **EXPERTS, **BALANCE_LOSS},
-            {PP: 2, TP: 2, EP: 2, **EXPERTS, **HEAD_NORMS},
-        ],
-    ],
-)
-def test_a_real_step_moves_what_was_forecast(pool, all_keys):
-    for of_rank in pool.run(count_real_steps, 4, [{**keys, **TWO_LAYERS} for keys in all_keys]):
+REAL_STEPS = read_rows("""
+pp2 x tp2 | 4 | PP=2 TP=2
+dp2 x tp2 | 4 | TP=2 MODE=full
+dp2 x cp2 | 4 | CP=2 DOCUMENTS
+hsdp2x2, float8 | 4 | REPLICATE=2 GATHER EMULATED
+pp2 x dp2, float8 | 4 | PP=2 ACCUMULATION_4 PRECOMPUTE EMULATED
+experts, dp2 x tp2, ep4 | 4 | TP=2 EP=4 MODE=full EXPERTS BALANCE_LOSS
+experts, pp2 x tp2, ep2 | 4 | PP=2 TP=2 EP=2 EXPERTS HEAD_NORMS
+""")
+
+
+@pytest.mark.parametrize("has_experts", [False, True])
+def test_a_real_step_moves_what_was_forecast(pool, has_experts):
+    all_keys = []
+    for name, row in REAL_STEPS.items():
+        if name.startswith("experts") == has_experts:
+            all_keys.append(row.overrides | TWO_LAYERS)
+    for of_rank in pool.run(count_real_steps, 4, all_keys):
         for forecast, counted in of_rank:
             assert_equal_traffic(forecast, counted)
 
