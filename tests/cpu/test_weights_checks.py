@@ -31,6 +31,7 @@ from torchtitan_lite.extensions.hugging_face_folder import list_tensors
 from torchtitan_lite.from_weights import fingerprint_documents
 from torchtitan_lite.models.registry import MODELS
 from torchtitan_lite.preflight import SHIPPED_TOKENIZER, RunSpec, resolve
+from torchtitan_lite.tools.plan.planned_run import plan_run
 
 ARGS = ModelArgs(
     16, 1, 2, 1, 8, 24, 2400, rope_theta=1e4, rope_scaling=RopeScaling(factor=2.5, kind="linear")
@@ -86,6 +87,7 @@ def test_rope_and_sizes_of_a_run_are_those_of_the_weights_that_it_starts_from_or
         [HF, "--checkpoint.initial_load_in_hf", "--model.dim=16"],
     ):
         assert prepare(*args).model_args == ARGS
+        assert plan_run([*RUN, *args], 2, "cpu").model_args == ARGS
     shutil.copytree("step-9", "outputs/debug/checkpoint/step-9")
     shutil.rmtree("hf")
     resumed = prepare(HF)  # wherever its first weights are now
