@@ -339,20 +339,11 @@ all | original_max_position_embeddings | [null, 0, "64"]
 all | rope_parameters.rope_theta | [0, null, Infinity]
 all | rope_parameters.partial_rotary_factor | [0.5]
 all | rope_parameters.full_attention | [{"rope_type": "default", "rope_theta": 5e5}]
-"""
-# the key that is named | | changes of rope_scaling
-SCALED = """
-rope_type | | {"rope_type": "yarn"}
-rope_type | | {"rope_type": null}
-rope_type | | {"rope_type": {}}
-rope_scaling.factor | | {"factor": 0}
-rope_scaling.factor | | {"factor": "8"}
-rope_scaling.factor | | {"factor": "missing"}
-rope_scaling.low_freq_factor | | {"low_freq_factor": 0.0}
-rope_scaling.low_freq_factor | | {"low_freq_factor": 8.0}
-rope_scaling.low_freq_factor | | {"low_freq_factor": "missing"}
-rope_scaling.high_freq_factor | | {"high_freq_factor": null}
-rope_scaling.original_max_position_embeddings | | {ORIGINAL: 64.0}
+llama | rope_scaling.rope_type | ["yarn", null, {}]
+llama | rope_scaling.factor | [0, "8", "missing"]
+llama | rope_scaling.low_freq_factor | [0.0, 8.0, "missing"]
+llama | rope_scaling.high_freq_factor | [null]
+llama | rope_scaling.original_max_position_embeddings | [64.0]
 """
 
 
@@ -370,21 +361,17 @@ def assert_named(folder: Path, key: str) -> None:
 def test_a_value_that_cannot_be_is_refused_by_its_key(families, key, values, tmp_path):
     for family in name_families(families):
         for value in values:
-            changes = {key: value}
-            if key.startswith("rope_parameters."):
-                changes = {"rope_parameters": {key.removeprefix("rope_parameters."): value}}
-            elif key == "rope_theta":
+            table, _, name = key.partition(".")
+            changes = {table: value}
+            if table == "rope_parameters":
+                changes = {table: {name: value}}
+            elif table == "rope_scaling" and name:
+                scaling = json.loads(f"{{{SHORT['LLAMA3']}}}") | {name: value}
+                changes = {table: {key: each for key, each in scaling.items() if each != "missing"}}
+            elif table == "rope_theta":
                 changes["rope_parameters"] = "missing"
             write_config(tmp_path, family, changes)
-            assert_named(tmp_path, key)
-
-
-@pytest.mark.parametrize("key, _, changes", read_table(SCALED), ids=str)
-def test_a_scaling_that_cannot_be_is_refused_by_its_key(key, _, changes, tmp_path):
-    scaling = json.loads(f"{{{SHORT['LLAMA3']}}}") | changes
-    scaling = {name: value for name, value in scaling.items() if value != "missing"}
-    write_config(tmp_path, "llama", {"rope_scaling": scaling})
-    assert_named(tmp_path, key)
+            assert_named(tmp_path, name if name == "rope_type" else key)
 
 
 @pytest.mark.parametrize("value", ["</s>", ["</s>"], True], ids=str)
