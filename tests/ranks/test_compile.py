@@ -120,7 +120,11 @@ def test_the_compiler_that_torch_or_triton_would_call_is_looked_for(monkeypatch,
     if compiler:
         monkeypatch.setenv("CXX", compiler)
     machine = Machine(device_type, 1, None, "")
-    problems = software.check_software(Config(compile=Compile(enable=True)), machine)
-    assert [problem.key for problem in problems] == (["compile.backend"] if missing else [])
-    assert all(missing in problem.why and "Install" in problem.remedy for problem in problems)
     assert not software.check_software(Config(), machine)
+    config = Config(compile=Compile(enable=True))
+    problems = software.check_software(config, machine)
+    assert bool(problems) == bool(missing)
+    for problem in problems:
+        assert problem.key == "compile.backend"
+        assert missing in problem.why
+        assert "Install" in problem.remedy
