@@ -6,10 +6,10 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+import compare
 import pytest
 import test_generate_tool
 import torch
-import torch.nn.functional as F
 from checkpoints import flip_bit
 from test_generate_tool import ARGS, SHIPPED, save
 from test_tokenizers import make_word_piece, write
@@ -55,21 +55,15 @@ def measure(model, window_size: int) -> dict[str, float]:
     """Compute the figures of TEXTS by a loop over windows of one row that has all documents. `model`: ids -> logits."""
     tokenizer = load_tokenizer(SHIPPED)
     tokens = []
-    is_counted = []  # False for the first token of a document
+    begins = []
     for text in TEXTS.values():
         document = tokenizer.encode(text, bos=True, eos=True)
         tokens += document
-        is_counted += [False] + [True] * (len(document) - 1)
-    tokens = torch.tensor(tokens)
-    is_counted = torch.tensor(is_counted)
-    nats = 0.0
-    for start in range(0, len(tokens) - 1, window_size):
-        window = tokens[start : start + window_size + 1]
-        counted = is_counted[start + 1 : start + window_size + 1]
-        with torch.no_grad():
-            logits = model(window[None, :-1])[0].double()
-        nats += F.cross_entropy(logits[counted], window[1:][counted], reduction="sum").item()
-    n_tokens = int(is_counted.sum())
+        begins += [True] + [False] * (len(document) - 1)
+    starts = range(0, len(tokens) - 1, window_size)
+    tokens, begins = map(torch.tensor, (tokens, begins))
+    nats, counted = compare.sum_losses(model, tokens, begins, starts, window_size)
+    n_tokens = len(counted)
     n_bytes = sum(len(text.encode()) for text in TEXTS.values())
     return {
         "loss": nats / n_tokens,

@@ -637,21 +637,21 @@ def test_the_newest_snapshot_that_all_hosts_can_open_is_restored(pool, tmp_path)
 def damage_and_start(rank: int, world_size: int, folder: str) -> list:
     """Worker: save checkpoints 5 and 10, snapshots 6 and 9. Start several times, each time with the newest damaged."""
     run, snapshots = open_run(compare.build_table_run(world_size, {}), folder, n_hosts=1)
-    states, found = {}, []
+    states = {}
+    files = {}  # of rank 0
+    found = []
     local = snapshots.saver
     with snapshots, make_saver(f"{folder}/run/checkpoint", run.config.checkpoint) as saver:
         for step, owner in ((5, saver), (6, local), (9, local), (10, saver)):
             train(run, range(step, step + 1))
             states[step] = whole_state(run)
             owner.save(step, run.name_tensors())
-    saved = {
-        step: owner.folder / f"step-{step}" for step, owner in ((5, saver), (6, local), (9, local))
-    }
-    saved[10] = saver.folder / "step-10"
+            files[step] = owner.folder / f"step-{step}" / "rank-00000.safetensors"
     for damaged in ([], [10, 9, 6, 5], [10], [9], [6]):
         dist.barrier()
         if rank == 0:
-            flip_all(saved, damaged)
+            for step in damaged:
+                flip_bit(files[step])
         dist.barrier()
         step, again = start(world_size, {}, folder)
         found.append((step, list_saved(folder)))
@@ -659,13 +659,9 @@ def damage_and_start(rank: int, world_size: int, folder: str) -> list:
             assert list_differing(whole_state(again), states[step]) == []
         dist.barrier()
         if rank == 0 and len(damaged) > 1:
-            flip_all(saved, damaged)
+            for step in damaged:
+                flip_bit(files[step])  # as before
     return found
-
-
-def flip_all(saved: dict[int, Path], damaged: list[int]) -> None:
-    for step in damaged:
-        flip_bit(saved[step] / "rank-00000.safetensors")
 
 
 def test_the_newest_state_that_opens_is_restored_and_nothing_is_deleted_before(pool, tmp_path):
