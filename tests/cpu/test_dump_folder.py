@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import pytest
 from checkpoints import limit_files
+from marks import read_lines
 
 from torchtitan_lite.build import build_on_meta
 from torchtitan_lite.checkpoint.format import CheckpointError
@@ -261,9 +262,10 @@ def find_problems(folder: Path, args: list[str], restarted: bool = False) -> lis
     return check_files(config, restarted)
 
 
-@pytest.mark.parametrize("row", EARLIER.strip().splitlines())
-def test_an_earlier_run_is_resumed_or_refused_by_what_it_wrote_and_the_remedies_work(tmp_path, row):
-    left, args, expected, named = map(str.strip, row.split("|"))
+@pytest.mark.parametrize("left, args, expected, named", read_lines(EARLIER))
+def test_an_earlier_run_is_resumed_or_refused_by_what_it_wrote_and_the_remedies_work(
+    tmp_path, left, args, expected, named
+):
     folder = tmp_path / "run"
     args = ["--config=llama3_1b", "--checkpoint.no_enable", *args.split()]
     write_earlier(folder, left)

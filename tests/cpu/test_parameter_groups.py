@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from compare import relative_error
+from marks import read_lines
 from torch.nn.utils import clip_grad_norm_
 
 from torchtitan_lite.components.optim import (
@@ -127,9 +128,8 @@ layers.4.* | layers.4.*: layers.
 """
 
 
-@pytest.mark.parametrize("line", REFUSED.strip().splitlines())
-def test_a_group_without_parameters_is_refused(line):
-    patterns, refused = line.split("|")
+@pytest.mark.parametrize("patterns, refused", read_lines(REFUSED))
+def test_a_group_without_parameters_is_refused(patterns, refused):
     groups = [ParameterGroup(pattern) for pattern in patterns.split() or [""]]
     problems = check_groups(make_config(*groups), DEBUG)
     expected = [part.strip(" ").split(": ") for part in refused.split(";") if part.strip(" ")]

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from made_corpora import write_corpus
+from marks import read_lines
 from test_check import LAPTOP, find_one_problem, find_problems, write_tokenizer
 from test_hugging_face import write_tensors
 
@@ -108,9 +109,8 @@ UNFIT = f"""
 """
 
 
-@pytest.mark.parametrize("line", UNFIT.strip().splitlines())
-def test_weights_that_do_not_fit_are_one_problem(line):
-    args, key, named = map(str.strip, line.split("|"))
+@pytest.mark.parametrize("args, key, named", read_lines(UNFIT))
+def test_weights_that_do_not_fit_are_one_problem(args, key, named):
     shutil.copytree("hf", "cut")
     os.truncate("cut/model.safetensors", os.path.getsize("cut/model.safetensors") - 1)
     shutil.copytree("step-9", "outputs/debug/step-9")
@@ -199,9 +199,7 @@ def write_more_weights() -> None:
 
 def test_weights_that_are_trained_further_have_other_defaults_and_a_given_key_stays():
     write_more_weights()
-    for line in FURTHER.strip().splitlines():
-        columns = [column.strip() for column in line.split("|")]
-        path, args, folder, title, seq_len, rate, said = columns
+    for path, args, folder, title, seq_len, rate, said in read_lines(FURTHER):
         args = [*args.split(), f"--{PATH}={path}"]
         spec = resolve(args, machine=LAPTOP, n_ranks=2)
         config = spec.config
@@ -256,11 +254,10 @@ DIFFERING = """
 """
 
 
-@pytest.mark.parametrize("line", DIFFERING.strip().splitlines())
+@pytest.mark.parametrize("args, differing", read_lines(DIFFERING))
 def test_a_run_that_resumes_is_refused_by_the_keys_that_differ_and_the_remedies_work(
-    line,
+    args, differing
 ):
-    args, _, differing = line.partition(" |")
     write_corpus(
         Path("letters"),
         [[[1, 2]]],
@@ -310,8 +307,7 @@ def test_a_run_that_trains_in_another_way_from_here_on_prints_both_values():
     assert added.startswith(
         "the run resumes with world size 4 instead of 2: data-parallel degree 4, 1"
     )
-    for line in OTHER_TRAINING.strip().splitlines():
-        key, *values = line.split(" | ")
+    for key, *values in read_lines(OTHER_TRAINING):
         saved, now = map(json.loads, values)
         text = now if isinstance(now, str) else json.dumps(now).replace('": ', '" = ')
         added = [notice for notice in prepare(f"--{key}={text}").notices if notice not in before]

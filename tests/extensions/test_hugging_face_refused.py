@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import flip_bit
+from marks import read_lines
 from safetensors.torch import load_file, save_file
 from test_hugging_face import edit_json, write_ours
 from test_model import FLAVORS
@@ -60,9 +61,10 @@ Qwen3 | {{"model_type": "llama"}} | model.layers.0.self_attn.k_norm.weight is (
 """
 
 
-@pytest.mark.parametrize("line", WRONG_CONFIGS.strip().splitlines())
-def test_a_config_that_our_model_does_not_compute_is_refused_by_its_key(line, saved, tmp_path):
-    name, changes, named = line.split(" | ")
+@pytest.mark.parametrize("name, changes, named", read_lines(WRONG_CONFIGS))
+def test_a_config_that_our_model_does_not_compute_is_refused_by_its_key(
+    name, changes, named, saved, tmp_path
+):
     folder = shutil.copytree(saved(name), tmp_path / "folder")
     edit_json(folder / "config.json", **json.loads(changes))
     assert_refused(folder, named)
@@ -148,10 +150,9 @@ config.json | {{ | config.json
 """
 
 
-@pytest.mark.parametrize("line", WRONG_JSON.strip().splitlines())
-def test_a_json_file_that_is_absent_or_wrong_is_named(line, saved, tmp_path):
+@pytest.mark.parametrize("name, content, named", read_lines(WRONG_JSON))
+def test_a_json_file_that_is_absent_or_wrong_is_named(name, content, named, saved, tmp_path):
     folder = shutil.copytree(saved(LLAMA), tmp_path / "folder")
-    name, content, named = map(str.strip, line.split("|"))
     (folder / name).unlink()
     if content:
         (folder / name).write_text(content)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import tiktoken
+from marks import read_lines
 from test_fine_tuning import CASES, publish
 from tokenizers import (
     AddedToken,
@@ -369,11 +370,10 @@ EOS_IDS = {"generation_config": {"eos_token_id": [2, 1]}, "config": {"eos_token_
 
 
 @pytest.mark.parametrize("in_vocab", [False, True])
-@pytest.mark.parametrize("line", NAMED_TOKENS.strip().splitlines())
+@pytest.mark.parametrize("place, token, files", read_lines(NAMED_TOKENS))
 def test_special_tokens_and_eos_are_those_of_transformers_and_never_come_from_plain_text(
-    line, in_vocab, tmp_path
+    place, token, files, in_vocab, tmp_path
 ):
-    _, token, files = line.split(" | ")
     content = json.loads(SENTENCEPIECE)
     if token == "<q>" and in_vocab:
         content["model"]["vocab"][token] = 273
@@ -497,9 +497,9 @@ SENTENCEPIECE | | {"added_tokens_decoder": {"9": {"content": "<x>"}}} | 9.specia
 """
 
 
-@pytest.mark.parametrize("line", BROKEN.strip().splitlines())
-def test_what_is_no_tokenizer_is_refused_by_key_and_path(line, tmp_path):
-    *contents, why = map(str.strip, line.split("|"))
+@pytest.mark.parametrize("row", read_lines(BROKEN))
+def test_what_is_no_tokenizer_is_refused_by_key_and_path(row, tmp_path):
+    *contents, why = row
     contents[0] = contents[0].replace("SENTENCEPIECE", SENTENCEPIECE)
     contents[1] = contents[1].encode().decode("unicode_escape")
     for name, content in zip(

@@ -7,7 +7,7 @@ import compare
 import pytest
 import torch
 from layouts import CHUNKS, COMPILED, MODE, PP, TP, TWO_LAYERS
-from marks import choose_fast
+from marks import choose_fast, read_lines
 from torch._dynamo.utils import counters, get_compilation_metrics
 
 from torchtitan_lite import step as stepping
@@ -108,9 +108,10 @@ cuda | g++ Python.h | | compiler gcc clang (CC)
 """
 
 
-@pytest.mark.parametrize("line", COMPILERS.strip().splitlines())
-def test_the_compiler_that_torch_or_triton_would_call_is_looked_for(monkeypatch, tmp_path, line):
-    device_type, there, compiler, missing = map(str.strip, line.split("|"))
+@pytest.mark.parametrize("device_type, there, compiler, missing", read_lines(COMPILERS))
+def test_the_compiler_that_torch_or_triton_would_call_is_looked_for(
+    monkeypatch, tmp_path, device_type, there, compiler, missing
+):
     if "Python.h" in there:
         (tmp_path / "Python.h").touch()
     monkeypatch.setattr(software.sysconfig, "get_path", lambda name: str(tmp_path))

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from marks import read_lines
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -41,9 +42,8 @@ RATES = """
 """
 
 
-@pytest.mark.parametrize("line", RATES.strip().splitlines())
-def test_learning_rate_warms_up_stays_and_decays(line):
-    keys, first, rates = line.split(" | ")
+@pytest.mark.parametrize("keys, first, rates", read_lines(RATES))
+def test_learning_rate_warms_up_stays_and_decays(keys, first, rates):
     section = LRScheduler(**json.loads(keys))
     for step, rate in enumerate(rates.split(), int(first)):
         assert learning_rate_factor(section, step) == pytest.approx(float(rate), rel=1e-5)
@@ -75,9 +75,9 @@ UNUSUAL = """
 
 
 @pytest.mark.parametrize("decay_type", DECAYS)
-@pytest.mark.parametrize("line", UNUSUAL.strip().splitlines())
-def test_a_rate_of_0_and_a_peak_that_is_never_reached_are_said_with_both_numbers(decay_type, line):
-    n_steps, keys, resumed_step, idle_step, highest = map(json.loads, line.split("|"))
+@pytest.mark.parametrize("row", read_lines(UNUSUAL))
+def test_a_rate_of_0_and_a_peak_that_is_never_reached_are_said_with_both_numbers(decay_type, row):
+    n_steps, keys, resumed_step, idle_step, highest = map(json.loads, row)
     section = LRScheduler(**{"warmup_steps": 10, "decay_type": decay_type} | keys)
     config = Config(lr_scheduler=section, training=Training(steps=n_steps))
     said = describe_unusual_rates(config, resumed_step)

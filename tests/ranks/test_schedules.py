@@ -4,6 +4,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from marks import read_lines
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from torchtitan_lite.config.checks import check_microbatches
@@ -43,9 +44,9 @@ STAGES = """
 """
 
 
-@pytest.mark.parametrize("line", STAGES.strip().splitlines())
-def test_layers_are_spread_evenly_with_embedding_and_head_counted(line):
-    (pp, schedule), words, layers = map(str.split, line.split("|"))
+@pytest.mark.parametrize("row", read_lines(STAGES))
+def test_layers_are_spread_evenly_with_embedding_and_head_counted(row):
+    (pp, schedule), words, layers = map(str.split, row)
     keys = dict(word.split("=") for word in words)
     keys = {key: int(value) for key, value in keys.items()}
     layers = [*map(int, layers)]

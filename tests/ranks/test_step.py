@@ -12,7 +12,7 @@ import torch
 import warm_start
 from checkpoints import list_state
 from layouts import ADAMW, MOE, PP, TP, read_rows
-from marks import choose_fast
+from marks import choose_fast, read_lines
 
 from torchtitan_lite import build
 from torchtitan_lite import step as stepping
@@ -98,9 +98,9 @@ NORMS_AND_SKIPPED = """
 """
 
 
-@pytest.mark.parametrize("line", NORMS_AND_SKIPPED.strip().splitlines())
-def test_a_norm_is_judged_by_the_median_of_the_last_norms(line):
-    norms, skipped = map(str.split, line.partition("#")[0].split("|"))
+@pytest.mark.parametrize("row", read_lines(NORMS_AND_SKIPPED))
+def test_a_norm_is_judged_by_the_median_of_the_last_norms(row):
+    norms, skipped = map(str.split, row)
     spikes = SpikeFilter(3.0, 32, torch.device("cpu"))
     judged = []
     for word in norms:

@@ -1,6 +1,7 @@
 """Which ZeRO stage a run has. test_costs.py tests the number of collectives under each stage."""
 
 import pytest
+from marks import read_lines
 
 from torchtitan_lite.config.checks import plan_layout
 from torchtitan_lite.config.model import resolve_model
@@ -27,8 +28,9 @@ STAGES = f"""
 """
 
 
-@pytest.mark.parametrize("line", STAGES.strip().splitlines())
-def test_zero_stage_follows_from_either_key_and_copies_no_gradients_without_a_shard(line):
-    n_ranks, stage, args = line.partition("  #")[0].split(" | ")
+@pytest.mark.parametrize("n_ranks, stage, args", read_lines(STAGES))
+def test_zero_stage_follows_from_either_key_and_copies_no_gradients_without_a_shard(
+    n_ranks, stage, args
+):
     config = read_config(args.split()).config
     assert plan_layout(config, resolve_model(config.model), int(n_ranks)).zero_stage == int(stage)

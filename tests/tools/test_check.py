@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from marks import read_lines
 
 from torchtitan_lite.__main__ import main
 from torchtitan_lite.config.machine import GIB, Machine
@@ -286,9 +287,8 @@ SAID = f"""
 """
 
 
-@pytest.mark.parametrize("line", SAID.strip().splitlines())
-def test_a_refusal_names_what_the_user_wrote_and_what_works(line):
-    args, n_ranks, said = line.split(" | ")
+@pytest.mark.parametrize("args, n_ranks, said", read_lines(SAID))
+def test_a_refusal_names_what_the_user_wrote_and_what_works(args, n_ranks, said):
     assert said in str(find_one_problem(args, n_ranks=int(n_ranks), machine=H100_ELSEWHERE))
 
 
@@ -320,9 +320,8 @@ NOTED = f"""
 """
 
 
-@pytest.mark.parametrize("line", NOTED.strip().splitlines())
-def test_check_says_what_a_user_did_not_ask_for(line, empty_folder, run_tool):
-    args, said = line.split(" | ")
+@pytest.mark.parametrize("args, said", read_lines(NOTED))
+def test_check_says_what_a_user_did_not_ask_for(args, said, empty_folder, run_tool):
     write_tokenizer(empty_folder / "model")
     for name in ("config.json", "model.safetensors"):
         (empty_folder / "model" / name).touch()
@@ -374,9 +373,10 @@ ASYNC                                               | NGPU=2         | | paralle
 """  # compilers of this machine do not matter if the GPUs are elsewhere
 
 
-@pytest.mark.parametrize("line", ANSWERS.strip("\n").splitlines())
-def test_check_answers_for_this_host_and_for_a_run_elsewhere(line, monkeypatch, capsys):
-    args, variables, machine, answer = map(str.strip, line.split("|"))
+@pytest.mark.parametrize("args, variables, machine, answer", read_lines(ANSWERS))
+def test_check_answers_for_this_host_and_for_a_run_elsewhere(
+    args, variables, machine, answer, monkeypatch, capsys
+):
     monkeypatch.setattr(check, "detect_machine", lambda: globals()[machine or "LAPTOP"])
     variables = variables.replace("ELASTIC", "NGPU=1 MAX_RESTARTS=1")
     for variable in variables.split():

@@ -22,6 +22,7 @@ import pytest
 import zstandard
 from checkpoints import flip_bit
 from made_corpora import BYTES, WORDS, write_corpus
+from marks import read_lines
 
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.__main__ import main
@@ -152,8 +153,7 @@ UNREADABLE = {  # file -> content, words of the message
     "half.txt.zst": (zstandard.compress(ROW * 99)[:-3], "half.txt.zst cannot be read"),
     "names.parquet": (make_double(), "2 columns 'text'"),
 }
-for line in REFUSED.strip().splitlines():
-    name, text, words = map(str.strip, line.split("|"))
+for name, text, words in read_lines(REFUSED):
     UNREADABLE[name] = text.encode().decode("unicode_escape").encode("latin-1"), words
 
 
@@ -257,9 +257,10 @@ lab 3 | | 0 141
 """
 
 
-@pytest.mark.parametrize("line", CLOSED.strip().splitlines())
-def test_a_tool_whose_output_nobody_reads_ends_in_silence_and_its_files_stay(line, here):
-    args, unbuffered, statuses = map(str.strip, line.split("|"))
+@pytest.mark.parametrize("args, unbuffered, statuses", read_lines(CLOSED))
+def test_a_tool_whose_output_nobody_reads_ends_in_silence_and_its_files_stay(
+    args, unbuffered, statuses, here
+):
     write_rows(Path("a.jsonl"), ROWS)
     write_corpus(here / "made", [[[1, 2]]])
     reader, writer = os.pipe()
@@ -317,22 +318,21 @@ def test_links_are_followed_once_and_what_is_skipped_is_counted_by_its_reason(he
 
 
 # file, options | texts of both splits
-SPLITS = """
+NINETEEN = ", ".join(f'"row {n}"' for n in range(19))
+SPLITS = f"""
 one.txt | ["012345678901234567"] | ["89"]
 one.txt --validation-share=0.5 | ["0123456789"] | ["0123456789"]
 one.txt --validation-share=0 | ["01234567890123456789"] | []
 one.txt --validation row.jsonl | ["01234567890123456789"] | ["single"]
 row.jsonl --validation-share=0.99 | ["single"] | []
-rows.jsonl | [19_ROWS] | ["row 19"]
-rows.jsonl --validation-share=0.999999 | ["row 19"] | [19_ROWS]
-. --validation rows.jsonl | ["01234567890123456789", "single"] | [19_ROWS, "row 19"]
+rows.jsonl | [{NINETEEN}] | ["row 19"]
+rows.jsonl --validation-share=0.999999 | ["row 19"] | [{NINETEEN}]
+. --validation rows.jsonl | ["01234567890123456789", "single"] | [{NINETEEN}, "row 19"]
 """
 
 
-@pytest.mark.parametrize("line", SPLITS.strip().splitlines())
-def test_no_split_is_empty_and_a_single_text_is_cut(line, prepare_here):
-    rows = ", ".join(f'"row {n}"' for n in range(19))
-    args, train, validation = line.replace("19_ROWS", rows).split(" | ")
+@pytest.mark.parametrize("args, train, validation", read_lines(SPLITS))
+def test_no_split_is_empty_and_a_single_text_is_cut(args, train, validation, prepare_here):
     Path("one.txt").write_text("0123456789" * 2)
     write_rows(Path("row.jsonl"), ["single"])
     write_rows(Path("rows.jsonl"), [f"row {n}" for n in range(20)])

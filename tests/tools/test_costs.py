@@ -1,6 +1,7 @@
 """Memory and traffic of a layout are equal in three ways: closed form, dry run and real step."""
 
 import inspect
+from itertools import starmap
 from unittest.mock import patch
 
 import compare
@@ -19,7 +20,7 @@ from layouts import (
     ZERO,
     read_rows,
 )
-from marks import choose_fast, slow
+from marks import choose_fast, read_lines, slow
 from measure_memory import (
     BATCH,
     GLOBAL_BATCH,
@@ -154,10 +155,9 @@ mixtral_8x22b 2048 0 1 |
 
 
 @pytest.mark.parametrize(
-    "line", [*LARGE.strip().splitlines(), *map(slow, LARGE_AND_SLOW.strip().splitlines())]
+    "place, keys", [*read_lines(LARGE), *starmap(slow, read_lines(LARGE_AND_SLOW))]
 )
-def test_memory_of_the_closed_form_is_that_of_a_dry_run_of_a_large_model(line):
-    place, keys = line.split("|")
+def test_memory_of_the_closed_form_is_that_of_a_dry_run_of_a_large_model(place, keys):
     name, *numbers = place.split()
     n_gpus, pp_rank, n_microbatches = map(int, numbers)
     planned = plan_run(["--config", name, *keys.split()], n_gpus, "h100")

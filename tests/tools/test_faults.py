@@ -31,7 +31,7 @@ from checkpoints import (
     whole_state,
 )
 from layouts import MODE, MOE, PP, REPLICATE, SCHEDULE, TP, TWO_LAYERS
-from marks import slow
+from marks import read_lines, slow
 
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.build import Run, start_from
@@ -334,9 +334,10 @@ def make_file(rank: int, state: str, written: dict) -> dict:
     }
 
 
-@pytest.mark.parametrize("line", HANGS.strip().splitlines())
-def test_a_report_names_the_rank_that_the_others_wait_for_or_says_unknown(line):
-    written, state, named, words = map(str.strip, line.split("|"))
+@pytest.mark.parametrize("written, state, named, words", read_lines(HANGS))
+def test_a_report_names_the_rank_that_the_others_wait_for_or_says_unknown(
+    written, state, named, words
+):
     rows = [globals()[word] for word in written.split()]
     culprits, text = explain({n: make_file(n, state, row) for n, row in enumerate(rows)})
     assert set(culprits) == {*map(int, named.split())} and words in text, text

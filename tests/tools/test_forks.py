@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from forks import BROKEN, FORKS, write_forks
-from marks import slow
+from marks import read_lines, slow
 from warm_start import read_losses
 
 SMALL = """
@@ -26,7 +26,7 @@ SHORT = {  # abbreviation in the table below -> keys
 }
 # fork | tool | keys | exit status | words of the answer. SLOW_WALKS certify each fork on dp2 x tp2 and on pp2, in all
 # trials. Parameters of "a norm" have no names in transformers, which computes the norm in a different way.
-ENDS = """
+ENDS = read_lines("""
 the ends | verify wide | --ranks=4 | 0 | certified
 a second prediction | verify wide | STAGES --ranks=2 | 0 | certified
 a value | verify wide | CONTEXT --ranks=2 | 0 | certified
@@ -40,8 +40,7 @@ a teacher | check | STAGES --parallelism.data_parallel_replicate_degree=2 --gpus
 an attention | check | --parallelism.context_parallel_degree=2 --gpus=4 | 2 | model.attention
 a norm | check | EXPORT | 2 | checkpoint.last_save_in_hf
 an attention | check | EXPORT | 2 | checkpoint.last_save_in_hf
-"""
-ENDS = [[*map(str.strip, line.split("|"))] for line in ENDS.strip().splitlines()]
+""")
 REFUSED = {  # fork -> tool -> the key that it names
     "an attention": {"generate": "model.attention", "convert": "model.attention"},
     "a window": {"convert": "window"},

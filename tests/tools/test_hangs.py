@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import warm_start
-from marks import choose_fast
+from marks import choose_fast, read_lines
 from test_orphans import check_that_all_end
 
 from torchtitan_lite import REPOSITORY
@@ -26,19 +26,19 @@ PP = "--parallelism.pipeline_parallel_degree"
 # what is wrong with rank 1 | its kind in hanging.py or in the drill | when the report names it | how | keys
 HANGS = f"""
 sends nothing in a pipeline | no_send | IN_STEP | has computed the gradient of microbatch | {PP}=2
-extra collective | extra | FAILED | (is missing from call/made call)
-other shape | shape | FAILED | made call
-dead | dead | run_train.sh | was killed by SIGKILL
-slow | slow | IN_STEP | it is in hanging.py
-stopped | stop | IN_STEP | it is stopped
-data | data | IN_STEP | dataset.py:[0-9]+ prefetch
+extra collective | extra | FAILED | (is missing from call/made call) |
+other shape | shape | FAILED | made call |
+dead | dead | run_train.sh | was killed by SIGKILL |
+slow | slow | IN_STEP | it is in hanging.py |
+stopped | stop | IN_STEP | it is stopped |
+data | data | IN_STEP | dataset.py:[0-9]+ prefetch |
 save | save | HANG in step 2 | write_slices | {SHORT}
 asynchronous save | save | IN_STEP | write_slices | {SHORT} --checkpoint.async_mode=async
 validation | validation | HANG in step 2 | validate | --validation.enable --validation.freq=2 --validation.steps=3
 does not start | start | run_train.sh | has not started within .* = 16 | {SHORT}
 builds | set-up | HANG before the first step | has not built its model yet | {SHORT}
 """
-HANGS = {line.partition(" | ")[0]: line for line in HANGS.strip().splitlines()}
+HANGS = {row[0]: row for row in read_lines(HANGS)}
 WHEN = {"IN_STEP": "HANG in step 4", "FAILED": "(HANG|FAILED) in step 4"}
 
 
@@ -74,9 +74,8 @@ def check_report(launcher: subprocess.Popen, when: str, does: str, process: int 
 
 @pytest.mark.parametrize("name", choose_fast(HANGS, ("other shape", "validation")))
 def test_a_hang_is_reported_with_the_rank_that_the_others_wait_for(start, name):
-    _, kind, when, does, *keys = HANGS[name].split(" | ")
-    keys = " ".join(keys).split()
-    check_report(start(kind, 2, *keys), WHEN.get(when, when), does.replace("/", "|"))
+    _, kind, when, does, keys = HANGS[name]
+    check_report(start(kind, 2, *keys.split()), WHEN.get(when, when), does.replace("/", "|"))
 
 
 @pytest.mark.slow

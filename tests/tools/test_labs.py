@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from marks import choose_fast, slow
+from marks import choose_fast, read_lines, slow
 
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.__main__ import main
@@ -88,11 +88,12 @@ lab 1 answer state_70b 1051GiB   | 1 | the 64 ranks
 """
 
 
-@pytest.mark.parametrize("line", WRONG.strip().splitlines())
-def test_wrong_input_is_named_and_a_common_slip_gets_its_hint(line, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("command, status, named", read_lines(WRONG))
+def test_wrong_input_is_named_and_a_common_slip_gets_its_hint(
+    command, status, named, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "outputs" / "labs" / "4").mkdir(parents=True)
-    command, status, named = map(str.strip, line.split("|"))
     assert main(command.split()) == int(status)
     printed = capsys.readouterr()
     assert named in printed.out + printed.err

@@ -5,6 +5,7 @@ import json
 import compare
 import pytest
 from layouts import EP, PP, SCHEDULE, SHARD, TP, read_rows
+from marks import read_lines
 
 from torchtitan_lite.config.checks import plan_layout
 from torchtitan_lite.config.messages import ConfigError
@@ -149,9 +150,8 @@ NEAR=2 | nodes | [1, 1]
 """
 
 
-@pytest.mark.parametrize("line", KEPT.strip().splitlines())
-def test_a_relation_between_sizes_is_kept(line):
-    args, relation, value = line.split(" | ")
+@pytest.mark.parametrize("args, relation, value", read_lines(KEPT))
+def test_a_relation_between_sizes_is_kept(args, relation, value):
     for word in ("INTERLEAVED", *ARGS):
         args = args.replace(word, ARGS[word])
     reduction = reduce_config(read(*args.split()), 8)
