@@ -359,6 +359,7 @@ NAMED_TOKENS = r"""
 the map of special tokens | </s> | {"special_tokens_map": {"eos_token": {"content": "</s>"}}}
 both files | </s> | {"special_tokens_map": {"eos_token": "<s>"}, "tokenizer_config": {"eos_token": "</s>"}}
 a new token | <eos> | {"tokenizer_config": {"eos_token": "<eos>", "added_tokens_decoder": {"273": NEW, "274": END}}}
+a decoder | </s> | {"special_tokens_map": {"eos_token": "<s>"}, "tokenizer_config": {"eos_token": "</s>", DECODER}}
 eos_token | <q> | {"tokenizer_config": {"eos_token": "<q>"}}
 another role | <q> | {"tokenizer_config": {"eos_token": "</s>", "pad_token": "<q>"}}
 added_tokens_decoder | <q> | {"tokenizer_config": {"eos_token": "</s>", "added_tokens_decoder": {"273": QUESTION}}}
@@ -380,6 +381,7 @@ def test_special_tokens_and_eos_are_those_of_transformers_and_never_come_from_pl
     elif token == "<q>":
         content["added_tokens"].append({**FLAGS, "id": 273, "content": token})
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    files = files.replace("DECODER", '"added_tokens_decoder": {"273": NEW}')
     for word, name in ADDED.items():
         added = {**FLAGS, "special": True, "content": name}
         files = files.replace(word, json.dumps(added))
