@@ -5,6 +5,7 @@ import signal
 
 import pytest
 import torch
+import warm_start
 
 from torchtitan_lite.__main__ import main
 from torchtitan_lite.tools.processes import PRELOADED
@@ -36,6 +37,12 @@ def skip_without_gpu(request):
 def pool():
     with RankPool() as ranks:
         yield ranks
+
+
+@pytest.fixture(scope="session")
+def letters(tmp_path_factory) -> list[str]:
+    """Return the keys of a small model that reads a corpus of random letters."""
+    return warm_start.write_letters(tmp_path_factory.mktemp("a corpus") / "letters")
 
 
 @pytest.fixture

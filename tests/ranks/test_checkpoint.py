@@ -333,9 +333,9 @@ CHANGED_IN_A_STEP = {
 
 
 @pytest.mark.parametrize("name", CHANGED_IN_A_STEP)
-def test_nothing_changes_before_it_is_copied(pool, tmp_path, name):
+def test_nothing_changes_before_it_is_copied(pool, letters, tmp_path, name):
     keys = [
-        *warm_start.write_letters(tmp_path / "letters"),
+        *letters,
         *CHANGED_IN_A_STEP[name],
         "--training.steps=4",
         "--checkpoint.interval=1",

@@ -126,10 +126,10 @@ def start_with_norms(rank: int, world_size: int, keys: list[str], norms: list[fl
         return warm_start.start(rank, world_size, keys)
 
 
-def test_the_log_names_skipped_steps_and_the_level_that_is_accepted(pool, tmp_path):
+def test_the_log_names_skipped_steps_and_the_level_that_is_accepted(pool, letters, tmp_path):
     norms = [1.0] * 14 + [5.0, 1.0] + [4.0] * 6
     keys = [
-        *warm_start.write_letters(tmp_path / "letters"),
+        *letters,
         f"--job.dump_folder={tmp_path / 'run'}",
         "--training.steps=22",
         "--training.skip_spikes=3",

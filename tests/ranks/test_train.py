@@ -51,10 +51,10 @@ RANKS, LAYOUT = 2, "--training.local_batch_size=6"
 
 
 @pytest.fixture(scope="module")
-def unbroken(pool, tmp_path_factory) -> tuple[Path, list[str]]:
+def unbroken(pool, letters, tmp_path_factory) -> tuple[Path, list[str]]:
     """Train without interruption, in the workers of the pool. Return the dump folder, and the keys of the data."""
     folder = tmp_path_factory.mktemp("train with spaces")
-    keys = [*KEYS, *warm_start.write_letters(folder / "letters")]
+    keys = [*KEYS, *letters]
     assert (
         pool.run(warm_start.start, RANKS, [*keys, LAYOUT, f"--job.dump_folder={folder}"])
         == [0] * RANKS

@@ -70,11 +70,11 @@ SHARD = "parallelism.data_parallel_shard_degree"
     ],
 )
 def test_a_drill_finds_all_faults_and_ends_with_the_weights_of_the_undisturbed_run(
-    tmp_path, faults
+    letters, tmp_path, faults
 ):
     assert all(kind in vars(inject) for kind in drill.MESSAGES)
     keys = [
-        *warm_start.write_letters(tmp_path / "letters"),
+        *letters,
         f"--{PP if 'no_send' in faults else REPLICATE}=2",
         "--training.local_batch_size=4",
     ]
@@ -107,10 +107,10 @@ def test_a_drill_finds_all_faults_and_ends_with_the_weights_of_the_undisturbed_r
 
 
 @pytest.fixture
-def start_host(tmp_path) -> Callable[..., subprocess.Popen]:
+def start_host(letters, tmp_path) -> Callable[..., subprocess.Popen]:
     """Return a function: NODE_RANK, other variables -> the launcher of a host that has one rank and its own address."""
     keys = [
-        *warm_start.write_letters(tmp_path / "letters"),
+        *letters,
         "--training.steps=30",
         "--training.local_batch_size=4",
         "--training.global_batch_size=24",

@@ -43,9 +43,9 @@ WHEN = {"IN_STEP": "HANG in step 4", "FAILED": "(HANG|FAILED) in step 4"}
 
 
 @pytest.fixture
-def start(tmp_path) -> Iterator[Callable[..., subprocess.Popen]]:
+def start(letters, tmp_path) -> Iterator[Callable[..., subprocess.Popen]]:
     """Return a function: kind, number of ranks, keys, variables -> launcher. All ranks end with the test."""
-    keys = [*warm_start.write_letters(tmp_path / "letters"), *KEYS]
+    keys = [*letters, *KEYS]
     folder = tmp_path / "run"
     keys += [f"--job.dump_folder={folder}", f"--training.cache_folder={tmp_path}"]
 
