@@ -449,8 +449,8 @@ def test_c4_is_its_training_files_and_c4_validation_the_others(here):
         Corpus("c4", BYTES, Path("cache"), dataset_path="cache")
 
 
-def test_a_file_without_its_package_is_refused_and_the_extra_named(tmp_path, monkeypatch, capsys):
+def test_a_file_without_its_package_is_refused_and_the_extra_named(tmp_path, monkeypatch, run_tool):
     (tmp_path / "a.jsonl.zst").write_bytes(b"x")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    assert main(["prepare", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
-    assert re.search("pyarrow.*extra `data`", capsys.readouterr().err)
+    said = run_tool("prepare", tmp_path, "--out", tmp_path / "out", status=2)
+    assert re.search("pyarrow.*extra `data`", said)

@@ -113,15 +113,14 @@ def test_greedy_text_is_that_of_transformers_on_the_exported_model(
 
 
 def test_the_text_depends_on_the_seed_and_the_prompt_may_be_standard_input(
-    checkpoint, generate, monkeypatch, capsys
+    checkpoint, generate, monkeypatch, run_tool
 ):
     prompt = "  naïve\n\tdef  "
     arguments = ["--max-new-tokens", "12", "--temperature", "1.5", "--seed"]
     first, second = (generate(checkpoint, "--prompt", prompt, *arguments, seed) for seed in (7, 8))
     assert first["text"] != second["text"]
     monkeypatch.setattr(sys, "stdin", io.StringIO(prompt))
-    assert main(["generate", str(checkpoint), *arguments, "8"]) == 0
-    assert capsys.readouterr().out == f"{prompt}{second['text']}\n"
+    assert run_tool("generate", str(checkpoint), *arguments, "8") == f"{prompt}{second['text']}\n"
 
 
 def test_a_text_ends_with_the_context_or_with_any_end_token_of_generation_config(
@@ -203,7 +202,7 @@ def test_without_chat_a_line_says_that_special_names_are_text(export, capsys):
 
 
 def test_a_conversation_on_a_terminal_answers_each_line_as_if_it_had_been_read_at_once(
-    export, tokenizer, monkeypatch, capsys
+    export, tokenizer, monkeypatch, capsys, run_tool
 ):
     lines = ["and then?", "Hi"]
 
@@ -225,8 +224,7 @@ def test_a_conversation_on_a_terminal_answers_each_line_as_if_it_had_been_read_a
     ]
     chat = read_chat_format(tokenizer)
     text, _ = chat.write({"messages": messages, "add_generation_prompt": True})
-    assert main([*arguments, "--prompt", text]) == 0
-    assert capsys.readouterr().out == second
+    assert run_tool(*arguments, "--prompt", text) == second
 
 
 # ---------------------------------------------------------------- what is refused

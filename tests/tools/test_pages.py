@@ -50,9 +50,8 @@ def test_a_page_is_small_needs_nothing_else_and_shows_64_ranks_at_most(pages):
         )
 
 
-def test_a_page_has_the_figures_of_the_text(pages, capsys):
-    assert main(["plan", "--config", "llama3_405b", "--gpus", "16384"]) == 0
-    text = capsys.readouterr().out
+def test_a_page_has_the_figures_of_the_text(pages, run_tool):
+    text = run_tool("plan", "--config", "llama3_405b", "--gpus", "16384")
     page = unescape(pages["llama3_405b"].read_text(encoding="utf-8"))
     for name, live, most in re.findall(
         r"(pp rank \d+.*?)  .*?([\d.]+ GiB) +([\d.]+ GiB)$", text, re.M

@@ -35,12 +35,11 @@ def read(line: str) -> PlannedRun:
 # ---------------------------------------------------------------- the tool
 
 
-def test_a_plan_says_where_the_time_goes(capsys):
+def test_a_plan_says_where_the_time_goes(run_tool):
     """test_environment.py tests `plan` without torch, in a Python without packages."""
     args = f"plan --config llama3_405b --gpus 16384 {ONE_STAGE}"
     args += " --mtbf-hours 3.09 --restart-s 600 --save-stall-s 60"
-    assert main(args.split()) == 0
-    printed = capsys.readouterr().out
+    printed = run_tool(*args.split())
     for words in (
         "pp16 x dp_shard128 x tp8, 1F1B, 16 stages",
         "pp rank 1 and 13 like it",
@@ -54,12 +53,10 @@ def test_a_plan_says_where_the_time_goes(capsys):
         assert words in printed, words
 
 
-def test_a_plan_names_the_nodes_of_each_axis_and_ends_with_status_1_if_it_does_not_fit(
-    capsys, run_tool
-):
+def test_a_plan_names_the_nodes_of_each_axis_and_ends_with_status_1_if_it_does_not_fit(run_tool):
     keys = f"--{PP}=4 --{BATCH}=16 --{REPLICATE}=1 --{TP}=8 --{ZERO}=1"
-    assert main(f"plan --config mixtral_8x22b --gpus 2048 {keys}".split()) == 0
-    lines = [re.split(r"  +", line) for line in capsys.readouterr().out.splitlines()]
+    printed = run_tool(*f"plan --config mixtral_8x22b --gpus 2048 {keys}".split())
+    lines = [re.split(r"  +", line) for line in printed.splitlines()]
     nodes = {tuple(line[1:3]): line[-1] for line in lines if len(line) == 6}
     assert (nodes["tp", "all-gather"], nodes["pp", "send"]) == ("inside a node", "over 4 nodes")
     keys = f"--{PP}=1 --{SCHEDULE}=1F1B --{BATCH}=1 --{GLOBAL_BATCH}=-1"
@@ -68,10 +65,10 @@ def test_a_plan_names_the_nodes_of_each_axis_and_ends_with_status_1_if_it_does_n
     )
 
 
-def test_a_dry_run_prints_the_plan_and_both_columns(capsys):
+def test_a_dry_run_prints_the_plan_and_both_columns(run_tool):
     args = f"plan --config debug --gpus 2 --{TP}=2 --dry-run --model.n_layers=2"
-    assert main([*args.split(), "--training.seq_len=32", "--training.global_batch_size=-1"]) == 0
-    plan, _, table = capsys.readouterr().out.partition("a step of ")
+    args += f" --training.seq_len=32 --{GLOBAL_BATCH}=-1"
+    plan, _, table = run_tool(*args.split()).partition("a step of ")
     assert "tokens/s/GPU" in plan and "live memory at the peak" in table
     (gathers,) = (line for line in table.splitlines() if "all-gather over tp, " in line)
     closed, dry = re.findall(r"[\d.]+ [KM]iB", gathers)
