@@ -81,10 +81,11 @@ experts and shared ones, ZeRO 2 | 4 | EP=2 ZERO=2 EXPERTS SHARED_ONE ACCUMULATIO
         "SOME_LAYERS": {"flavor.moe_every": 2, "model.n_layers": 4},
     },
 )
+FOUR_LAYERS = {"model.n_layers": 4}
 FAST = [*LAYOUTS, "Muon, dp2 x tp2", "Muon, shared experts"]
 FAST += [f"ZeRO++, {name}" for name in test_zero_plus_plus.PLANNED]
 for name, row in test_muon.LAYOUTS.items():
-    LAYOUTS[f"Muon, {name}"] = row._replace(overrides={**MUON, **row.overrides})
+    LAYOUTS[f"Muon, {name}"] = row._replace(overrides={**MUON, **FOUR_LAYERS, **row.overrides})
 for name, row in test_zero_plus_plus.LAYOUTS.items():
     LAYOUTS[f"ZeRO++, {name}"] = row
 
