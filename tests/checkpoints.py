@@ -105,8 +105,10 @@ def make_snapshots(
     manifest = Manifest(0, fingerprint, about, mesh=list_degrees(run.layout))
     path = Path(folder, section.folder)
     world = dist.group.WORLD
-    saver = find_saver(section)(path, section, run.name_tensors, manifest, world, run.device)
-    return Snapshots(saver, Path(folder), place, dist.group.WORLD, timedelta(minutes=5))
+    save_class = find_saver(section)
+    saver = save_class(path, section, run.name_tensors, manifest, world, run.device)
+    timeout = timedelta(minutes=5)
+    return Snapshots(saver, Path(folder), place, world, timeout)
 
 
 def train_and_save(

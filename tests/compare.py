@@ -5,6 +5,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -87,6 +89,25 @@ def read_rows(run: build.Run, step: int = 0, *, documents: bool = False) -> Batc
     vocab_size = resolve_model(run.config.model).vocab_size
     whole = make_batch(step, vocab_size, run.layout.global_batch_size, documents=documents)
     return own_rows(run, whole)
+
+
+def sum_losses(
+    model: Callable[[Tensor], Tensor], tokens: Tensor, begins: Tensor, starts: range, seq_len: int
+) -> tuple[float, Tensor]:
+    """Return the summed loss of windows of tokens, one window at a time, and the tokens that count.
+
+    `model`: ids -> logits. `begins`: True where a document begins. `starts`: the first tokens of the windows.
+    """
+    loss = 0.0
+    targets = []
+    for start in starts:
+        window = tokens[start : start + seq_len + 1]
+        counted = ~begins[start + 1 : start + seq_len + 1]
+        with torch.no_grad():
+            logits = model(window[None, :-1])[0].double()
+        targets.append(window[1:][counted])
+        loss += F.cross_entropy(logits[counted], targets[-1], reduction="sum").item()
+    return loss, torch.cat(targets)
 
 
 def gather(run: build.Run, choose: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ import signal
 
 import pytest
 import torch
+import warm_start
 
 from torchtitan_lite.__main__ import main
 from torchtitan_lite.tools.processes import PRELOADED
@@ -38,15 +39,30 @@ def pool():
         yield ranks
 
 
-@pytest.fixture
-def run_json(capsys):
-    """Return a function that runs a tool with arguments and returns what --json prints."""
+@pytest.fixture(scope="session")
+def letters(tmp_path_factory) -> list[str]:
+    """Return the keys of a small model that reads a corpus of random letters."""
+    return warm_start.write_letters(tmp_path_factory.mktemp("a corpus") / "letters")
 
-    def run(*args: object) -> dict:
+
+@pytest.fixture
+def run_tool(capsys):
+    """Return a function that runs a tool, checks its exit status, and returns what it prints.
+
+    These are results from stdout if the status is 0, errors from stderr if it is 2, and both if it is 1.
+    """
+
+    def run(*args: object, status: int = 0) -> str:
         capsys.readouterr()
-        status = main([*map(str, args), "--json"])
-        printed = capsys.readouterr()
-        assert status == 0, printed.err
-        return json.loads(printed.out)
+        ended = main([*map(str, args)])
+        out, err = capsys.readouterr()
+        assert ended == status, out + err
+        return {0: out, 2: err}.get(status, out + err)
 
     return run
+
+
+@pytest.fixture
+def run_json(run_tool):
+    """Return a function that runs a tool with arguments and returns what --json prints."""
+    return lambda *args: json.loads(run_tool(*args, "--json"))

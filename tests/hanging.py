@@ -19,7 +19,7 @@ from torchtitan_lite.tools import launch
 HANG = "RANK_THAT_HANGS"  # variable: kind and rank
 STEP = "train.train_step"
 PLACES = {  # kind -> the function before which a rank hangs, and the number of the call
-    "start": ("train.build_on_meta", 1),
+    "start": ("train.open_data", 1),
     "set-up": ("train.build_run", 1),
     "load": ("torchtitan_lite.faults.resume.create_optimizer_state", 1),
     "data": ("torchtitan_lite.data.dataset.SampleStream.batch", 4),

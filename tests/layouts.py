@@ -278,6 +278,13 @@ pp2 x tp2 | 4 | PP=2 TP=2 BFLOAT16 TWO_LAYERS
 pp2 x dp2 tied | 4 | PP=2 TIED BFLOAT16
 tp2, Qwen2 | 2 | TP=2 BIASES BFLOAT16
 tp2, one key/value head | 2 | TP=2 ONE_HEAD HEAD_NORMS BFLOAT16
+# schedules that compute weight gradients in a separate half, which are summed in float32
+pp2 InterleavedZeroBubble | 2 | PP=2 SCHEDULE=InterleavedZeroBubble MODE=none BFLOAT16
+pp2 ZBVZeroBubble | 2 | PP=2 SCHEDULE=ZBVZeroBubble MODE=none BFLOAT16
+pp2 DualPipeV | 2 | PP=2 SCHEDULE=DualPipeV MODE=none BFLOAT16
+pp2 x tp2 InterleavedZeroBubble | 4 | PP=2 TP=2 SCHEDULE=InterleavedZeroBubble MODE=none BFLOAT16
+pp2 x tp2 ZBVZeroBubble | 4 | PP=2 TP=2 SCHEDULE=ZBVZeroBubble MODE=none BFLOAT16
+pp2 x tp2 DualPipeV | 4 | PP=2 TP=2 SCHEDULE=DualPipeV MODE=none BFLOAT16
 """)
 
 FLOAT8 = {"model.converters": ["float8"]}
@@ -295,6 +302,9 @@ tp2, Qwen2 | 2 | TP=2 FLOAT8 BIASES TWO_LAYERS
 pp2 x dp2 x tp2, gathered | 8 | PP=2 TP=2 PRECOMPUTE TWO_LAYERS
 dp2 ZeRO-2 accumulation 4, gathered | 2 | PRECOMPUTE ZERO=2 ACCUMULATION_4 TWO_LAYERS
 dp2 full recompute, gathered | 2 | MODE=full GATHER TWO_LAYERS
+dp3, rows that 3 does not divide, gathered | 3 | PRECOMPUTE EMULATED TWO_LAYERS training.global_batch_size=6
+dp2 x tp2, gathered | 4 | TP=2 GATHER EMULATED TWO_LAYERS
+hsdp2x2, gathered | 4 | REPLICATE=2 PRECOMPUTE EMULATED TWO_LAYERS
 pp2 ZBVZeroBubble | 2 | PP=2 SCHEDULE=ZBVZeroBubble MODE=none FLOAT8
 tp2, one key/value head | 2 | TP=2 FLOAT8 ONE_HEAD
 tp2 rowwise, one key/value head | 2 | TP=2 ROWWISE ONE_HEAD

@@ -11,3 +11,12 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
 def choose_fast(names: Iterable, fast: Collection) -> list:
     """Return all names. A name that is not in `fast` is marked slow."""
     return [name if name in fast else slow(name) for name in names]
+
+
+def read_lines(text: str) -> list[list[str]]:
+    """Read a table: a row in each line, with bars between its columns. A comment begins with two spaces and #."""
+    rows = []
+    for line in text.strip("\n").splitlines():
+        columns = line.partition("  #")[0].split("|")
+        rows.append([column.strip() for column in columns])
+    return rows

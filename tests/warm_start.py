@@ -33,6 +33,11 @@ from torchtitan_lite.step import StepResult, train_step
 from torchtitan_lite.tools.verify.train_py import make_environment, process_left_as_it_was
 
 STREAMS = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+SMALL = """
+--model.dim=64 --model.n_layers=2 --model.n_heads=4 --model.n_kv_heads=2 --model.head_dim=16 --model.ffn_dim=96
+--model.hf_assets_path=bytes --model.vocab_size=264 --training.seq_len=32
+--metrics.log_freq=1 --checkpoint.enable
+"""
 MARK = "RUN_UNDER_TEST"  # environment variable with the dump folder, in every process of a run
 
 
@@ -75,26 +80,7 @@ def write_letters(folder: Path) -> list[str]:
     draw = Random(0)
     documents = [draw.choices(range(97, 123), k=draw.randint(20, 200)) for _ in range(100)]
     write_corpus(folder, [documents[:80]], validation=[documents[80:]])
-    dims = [
-        "--model.dim=64",
-        "--model.n_layers=2",
-        "--model.n_heads=4",
-        "--model.n_kv_heads=2",
-        "--model.head_dim=16",
-    ]
-    tokens = [
-        "--model.ffn_dim=96",
-        "--model.hf_assets_path=bytes",
-        "--model.vocab_size=264",
-        "--training.seq_len=32",
-    ]
-    return [
-        *dims,
-        *tokens,
-        f"--training.dataset={folder}",
-        "--metrics.log_freq=1",
-        "--checkpoint.enable",
-    ]
+    return [*SMALL.split(), f"--training.dataset={folder}"]
 
 
 def launch(

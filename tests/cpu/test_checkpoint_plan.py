@@ -1,115 +1,20 @@
-"""The plan of a checkpoint: slices computed by arithmetic equal the slices of a real array and of DTensors."""
-
-import random
-from math import prod
+"""The plan of a checkpoint: slices computed by arithmetic equal those of DTensors. See also test_checkpoint.py."""
 
 import compare
 import pytest
-import torch
 from layouts import LAYOUTS
 from marks import choose_fast
 
 from torchtitan_lite.build import build_parts
 from torchtitan_lite.checkpoint.format import (
-    Split,
-    TensorRecord,
-    find_coordinates,
     list_degrees,
-    name_file,
 )
 from torchtitan_lite.checkpoint.read import list_slices
 from torchtitan_lite.checkpoint.save import OFFSETS, plan_save
 from torchtitan_lite.config.checks import plan_layout, resolve_config
-from torchtitan_lite.config.layout import MESH_DIMS
 from torchtitan_lite.config.model import resolve_model
 from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.tools.plan.fake_world import fake_group
-
-
-def make_degrees(pp=1, dp_replicate=1, dp_shard=1, cp=1, tp=1, ep=1) -> dict[str, int]:
-    efsdp = dp_shard * cp * tp // ep
-    degrees = {"pp": pp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp}
-    return degrees | {"efsdp": efsdp, "ep": ep}
-
-
-FSDP = Split(0, ("dp_shard", "cp"))
-CASES = [  # degrees, shape, splits
-    (make_degrees(dp_shard=3), (7, 4), [FSDP]),  # 3, 3 and 1 rows
-    (make_degrees(dp_shard=4), (5,), [FSDP]),  # 2, 2, 1 and no rows
-    (make_degrees(pp=2, dp_shard=2, tp=2), (8, 4), [Split(0, ("tp",)), FSDP]),
-    (make_degrees(pp=2, dp_shard=2, cp=2, tp=2), (8, 6), [Split(1, ("tp",)), FSDP]),
-    (make_degrees(dp_replicate=2, dp_shard=2, tp=2), (6,), [FSDP]),  # 4 ranks have each slice
-    (make_degrees(dp_replicate=2, dp_shard=2), (), []),
-    (make_degrees(dp_shard=2, tp=4, ep=4), (8, 6, 4), [Split(0, ("ep",)), Split(0, ("efsdp",))]),
-    (make_degrees(dp_shard=2, tp=4, ep=4), (8, 6, 4), [Split(0, ("ep",)), Split(2, ("efsdp",))]),
-    (make_degrees(dp_replicate=2, dp_shard=4, ep=2), (4, 6, 4), [Split(0, ("ep",))]),
-]
-
-
-def cut_by_torch(record: TensorRecord, degrees: dict[str, int], rank: int) -> torch.Tensor:
-    """Return the slice of a rank, which torch.chunk cuts from a tensor of element numbers."""
-    whole = torch.arange(prod(record.shape)).view(tuple(record.shape))
-    own = find_coordinates(rank, record.mesh_dims, degrees)
-    for split in record.splits:
-        n = 1
-        index = 0
-        for dim in split.mesh_dims:
-            n *= degrees[dim]
-            index = index * degrees[dim] + own[dim]
-        chunks = whole.chunk(n, split.dim)
-        empty = whole.narrow(split.dim, 0, 0)
-        whole = chunks[index] if index < len(chunks) else empty
-    return whole
-
-
-def make_box(offsets, sizes) -> tuple[slice, ...]:
-    box = []
-    for start, n in zip(offsets, sizes, strict=True):
-        box.append(slice(start, start + n))
-    return tuple(box)
-
-
-@pytest.mark.parametrize("degrees, shape, splits", CASES)
-def test_slices_are_torchs_chunks_and_each_is_written_once(degrees, shape, splits):
-    stage = degrees["pp"] - 1
-    first = TensorRecord("float32", shape, stage, splits, 0)
-    n_copies = prod(degrees[dim] for dim in first.copy_dims)
-    numbers = torch.arange(prod(shape)).view(shape)
-    writers = set()
-    chance = random.Random(0)
-    for copy in range(n_copies):
-        record = first._replace(copy=copy)
-        stored = list(list_slices(record, degrees, [0] * len(shape), shape))
-        written = torch.zeros(shape, dtype=torch.int64)
-        for file, *box in stored:
-            assert file not in writers, "copies are written by different ranks"
-            writers.add(file)
-            rank = int(file[5:10])
-            place = make_box(*box)
-            cut = cut_by_torch(record, degrees, rank)
-            assert torch.equal(numbers[place], cut)
-            written[place] += 1
-        assert (written == 1).all()
-        for _ in range(10):
-            offsets = [chance.randrange(n) for n in shape]
-            sizes = [chance.randint(1, n - at) for n, at in zip(shape, offsets, strict=True)]
-            wanted = torch.zeros(shape, dtype=torch.bool)
-            wanted[make_box(offsets, sizes)] = True
-            overlapping = [one for one in stored if wanted[make_box(*one[1:])].any()]
-            assert list(list_slices(record, degrees, offsets, sizes)) == overlapping
-    n_ranks = prod(degrees[dim] for dim in MESH_DIMS[1:])
-    assert writers <= {name_file(stage * n_ranks + rank) for rank in range(n_ranks)}
-
-
-def test_on_a_host_the_first_rank_with_a_slice_writes_it():
-    degrees = make_degrees(dp_replicate=2, dp_shard=2, tp=2)
-    norm = TensorRecord("float32", (6,), 0, [FSDP], 3)
-    everywhere = list(list_slices(norm, degrees, [0], [6], among=range(4, 8)))
-    assert [one.file for one in everywhere] == [name_file(4), name_file(6)]
-    weight = TensorRecord("float32", (8, 4), 0, [Split(0, ("tp",)), FSDP], 0)
-    half = list(list_slices(weight, degrees, [0, 0], [8, 4], among=range(2)))  # dp_shard rank 0
-    assert [one.offsets for one in half] == [[0, 0], [4, 0]]
-
 
 WRITTEN_ON = {}  # one row for each mesh
 for row in LAYOUTS.values():

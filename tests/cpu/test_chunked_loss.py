@@ -3,11 +3,12 @@
 import math
 from unittest.mock import patch
 
-import compare
 import pytest
 import torch
-import torch.nn.functional as F
+from compare import relative_error
 from measure_memory import count_head_peak_bytes
+from test_loss import Case, compute, make_case
+from torch import nn
 
 from torchtitan_lite.model.head import Head
 from torchtitan_lite.model.loss import IGNORE_INDEX
@@ -15,79 +16,45 @@ from torchtitan_lite.parallel import exchange
 from torchtitan_lite.parallel.exchange import Ranks
 from torchtitan_lite.parallel.tensor_parallel import SplitVocabulary
 
-ROWS, SEQ_LEN, DIM, VOCAB = 3, 20, 16, 50
-Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
-
-def make_case(dtype: torch.dtype = torch.float32) -> tuple[Head, torch.Tensor, torch.Tensor]:
-    """Return a head, hidden states, and targets. One whole row of targets and a part of another are not counted."""
-    generator = torch.Generator().manual_seed(0)
-    head = Head(DIM, VOCAB)
-    with torch.no_grad():
-        head.weight.copy_(torch.randn(VOCAB, DIM, generator=generator))
-    hidden = torch.randn(ROWS, SEQ_LEN, DIM, generator=generator).to(dtype)
-    targets = torch.randint(VOCAB, (ROWS, SEQ_LEN), generator=generator)
-    targets[1] = IGNORE_INDEX
-    targets[2, :5] = IGNORE_INDEX
-    return head.to(dtype), hidden, targets
-
-
-def run_head(head: Head, hidden: torch.Tensor, targets: torch.Tensor, chunk_tokens: int) -> Tensors:
-    """Return the loss divided by 7, and the gradients of hidden states and weight. chunk_tokens 0: one chunk."""
+def run_head(case: Case, chunk_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the loss divided by 7, and the gradients of hidden states and weight."""
+    weight, hidden, targets, *_ = case
+    head = Head(*reversed(weight.shape))
+    head.weight = nn.Parameter(weight)
     head.chunk_tokens = chunk_tokens
-    head.weight.grad, hidden = None, hidden.clone().requires_grad_()
+    hidden = hidden.clone().requires_grad_()
     loss = head(hidden, targets) / 7
     loss.backward()
     return loss.detach(), hidden.grad, head.weight.grad
 
 
-def compute(dtype: torch.dtype, head: Head, hidden: torch.Tensor, targets: torch.Tensor) -> Tensors:
-    """Return the same as run_head, by torch's own cross entropy of all logits, with matmuls in `dtype`."""
-    weight = head.weight.detach().to(dtype).requires_grad_()
-    hidden = hidden.to(dtype, copy=True).requires_grad_()
-    logits = (hidden @ weight.t()).flatten(0, 1)
-    if dtype != torch.float64:
-        logits = logits.float()
-    loss = F.cross_entropy(logits, targets.flatten(), reduction="sum") / 7
-    loss.backward()
-    return loss.detach(), hidden.grad, weight.grad
-
-
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 1000])
 def test_in_bfloat16_it_errs_no_more_than_torchs_loss(chunk_tokens):
-    head, hidden, targets = make_case(torch.bfloat16)
-    truth = compute(torch.float64, head, hidden, targets)
-    plain = compute(torch.bfloat16, head, hidden, targets)
-    chunked = run_head(head, hidden, targets, chunk_tokens)
+    case = make_case(torch.bfloat16)
+    truth = compute("cross_entropy", case)
+    plain = compute("cross_entropy", case, torch.bfloat16)
+    chunked = run_head(case, chunk_tokens)
     assert [value.dtype for value in chunked] == [torch.float32, torch.bfloat16, torch.bfloat16]
     for one, other, true in zip(chunked, plain, truth, strict=True):
-        bound = 1.25 * compare.relative_error(other, true) + 1e-6
-        assert compare.relative_error(one, true) <= bound
+        assert relative_error(one, true) <= 1.25 * relative_error(other, true) + 1e-6
 
 
 def test_in_bfloat16_a_token_that_is_almost_certain_still_has_a_gradient():
     # The target's probability is 0.9991. bfloat16 would round it to 1, and its gradient, probability - 1, to 0.
-    head, hidden, targets = (
-        Head(2, 2).bfloat16(),
-        torch.tensor([[[7.0, 0.0]]]).bfloat16(),
-        torch.tensor([[0]]),
-    )
-    with torch.no_grad():
-        head.weight.copy_(torch.eye(2))
-    _, _, gradient = run_head(head, hidden, targets, 1)
-    assert (
-        compare.relative_error(gradient, compute(torch.float64, head, hidden, targets)[2]) < 2**-7
-    )
+    hidden = torch.tensor([[[7.0, 0.0]]])
+    case = torch.eye(2).bfloat16(), hidden.bfloat16(), torch.tensor([[0]])
+    expected = compute("cross_entropy", case)
+    assert relative_error(run_head(case, 1)[2], expected[2]) < 2**-7
 
 
 def test_logits_of_any_size_neither_overflow_nor_vanish():
-    head, hidden, targets = make_case()
+    weight, hidden, targets, *_ = make_case()
     sizes = torch.tensor([1e-4, 1.0, 1e4])  # logits up to 1e5; exp(89) is more than fp32 holds
-    hidden *= sizes[:, None, None]
-    found = run_head(head, hidden, targets, 7)
-    expected = compute(torch.float64, head, hidden, targets)
-    for value, truth in zip(found, expected, strict=True):
-        assert compare.relative_error(value, truth) < 1e-6
+    case = weight, hidden * sizes[:, None, None], targets
+    found = run_head(case, 7)
+    for value, truth in zip(found, compute("cross_entropy", case), strict=True):
+        assert relative_error(value, truth) < 1e-6
 
 
 def test_totals_of_two_shards_of_any_size_are_combined():
@@ -96,12 +63,12 @@ def test_totals_of_two_shards_of_any_size_are_combined():
     with patch.object(exchange, "all_gather", lambda own, ranks, dim: torch.cat([own, own])):
         combined = SplitVocabulary(ranks).logsumexp(total)[:, None]
     expected = total.double() + math.log(2)  # two equal shards double the sum
-    assert compare.relative_error(combined, expected) < 1e-6
+    assert relative_error(combined, expected) < 1e-6
 
 
 def test_without_a_counted_target_loss_and_gradients_are_zero():
-    head, hidden, targets = make_case()
-    for value in run_head(head, hidden, torch.full_like(targets, IGNORE_INDEX), 7):
+    weight, hidden, targets, *_ = make_case()
+    for value in run_head((weight, hidden, torch.full_like(targets, IGNORE_INDEX)), 7):
         assert not value.any()  # fails for NaN too
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from marks import read_lines
 
 from torchtitan_lite.checkpoint.continued import find_resume_rule
 from torchtitan_lite.config.model import MODEL_SIZES
@@ -79,9 +80,8 @@ WRITTEN = """
 """
 
 
-@pytest.mark.parametrize("line", WRITTEN.strip().splitlines())
-def test_every_way_to_write_an_override_sets_the_same_key(write_toml, line):
-    written, expected = line.partition("#")[0].split("|")
+@pytest.mark.parametrize("written, expected", read_lines(WRITTEN))
+def test_every_way_to_write_an_override_sets_the_same_key(write_toml, written, expected):
     args = write_toml("[training]\nlocal_batch_size = 7\n")
     config = read_sound([*args, *written.split()])
     assert f"{config.training.local_batch_size} {config.compile.enable}" == expected.strip()
@@ -129,11 +129,10 @@ quantize.linear.float8.filter_fqns | ['output', 'wq'] | ['output', 'wq']
 """  # key, text on the command line, value
 
 
-@pytest.mark.parametrize("line", SPELLINGS.strip().splitlines())
+@pytest.mark.parametrize("key, text, value", read_lines(SPELLINGS))
 def test_text_of_the_command_line_is_a_toml_literal_or_text_and_a_list_may_have_commas(
-    line, monkeypatch
+    key, text, value, monkeypatch
 ):
-    key, text, value = map(str.strip, line.split("|"))
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.setenv("DATA", "/data")
     given = read_config([f"--{key}={text}"])
@@ -273,9 +272,8 @@ a\ud800 | job.config_file |
 """  # the last one is not UTF-8
 
 
-@pytest.mark.parametrize("line", MISTAKES.strip().splitlines())
-def test_a_mistake_in_toml_names_its_key_and_the_nearest_known_one(write_toml, line):
-    text, key, remedy = map(str.strip, line.split("|"))
+@pytest.mark.parametrize("text, key, remedy", read_lines(MISTAKES))
+def test_a_mistake_in_toml_names_its_key_and_the_nearest_known_one(write_toml, text, key, remedy):
     problem = read_one_problem(write_toml(text.encode().decode("unicode_escape")))
     assert problem.key == key and remedy in problem.remedy
 

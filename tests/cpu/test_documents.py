@@ -1,7 +1,8 @@
-"""Documents packed into one sequence: attention stops at their borders. test_data.py tests positions."""
+"""Documents packed into one sequence: attention in blocks. test_windows.py: in general; test_data.py: positions."""
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from torchtitan_lite.model import document_attention
@@ -20,25 +21,6 @@ def make_heads(n_rows: int, n_heads: int, seq_len: int, *, seed: int) -> torch.T
     return torch.randn(n_rows, n_heads, seq_len, 16, generator=torch.Generator().manual_seed(seed))
 
 
-def attend_document_by_document(query, key, value, doc_ids):
-    """Attend within each document alone: plain causal attention over its tokens, with the softmax written out."""
-    group = query.shape[1] // key.shape[1]
-    out = torch.empty_like(query)
-    for row, ids in enumerate(doc_ids):
-        for doc_id in ids.unique():
-            own = ids == doc_id
-            q, k, v = (
-                query[row][:, own],
-                *(t[row].repeat_interleave(group, 0)[:, own] for t in (key, value)),
-            )
-            scores = q @ k.mT / q.shape[-1] ** 0.5
-            scores = scores.masked_fill(
-                torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), float("-inf")
-            )
-            out[row][:, own] = scores.softmax(-1) @ v
-    return out
-
-
 # ---------------------------------------------------------------- flex attention: the part that a CPU can run
 
 BLOCK = 128
@@ -50,7 +32,8 @@ def make_part(n_rows: int):
     doc_ids = make_documents(n_rows, SEQ_LEN)
     heads = [make_heads(n_rows, n, SEQ_LEN, seed=seed) for seed, n in enumerate((4, 2, 2))]
     query, key, value = heads
-    expected = attend_document_by_document(*heads, doc_ids)
+    sees = (doc_ids[:, :, None] == doc_ids[:, None]).tril()
+    expected = F.scaled_dot_product_attention(*heads, attn_mask=sees[:, None], enable_gqa=True)
     query_positions = torch.cat((torch.arange(20, 200), torch.arange(300, SEQ_LEN)))
     key_positions = torch.arange(SEQ_LEN).roll(-100)
     part = query[:, :, query_positions], key[:, :, key_positions], value[:, :, key_positions]

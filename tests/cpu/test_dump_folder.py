@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import pytest
 from checkpoints import limit_files
+from marks import read_lines
 
 from torchtitan_lite.build import build_on_meta
 from torchtitan_lite.checkpoint.format import CheckpointError
@@ -25,6 +26,7 @@ from torchtitan_lite.dump_folder import (
 )
 from torchtitan_lite.extensions.overwrite import list_earlier
 from torchtitan_lite.tools.host_rules import check_snapshots, count_saved_bytes
+from torchtitan_lite.tools.verify.reduction import override
 
 FOLDERS = ("checkpoint", "tb", "traces", "memory_snapshot", "comm_traces")
 CONFIG = dump_config_toml(Config())
@@ -58,9 +60,7 @@ def folder(tmp_path) -> Path:
 
 
 def in_folder(folder: Path, *, overwrite: bool = False) -> Config:
-    return with_value(
-        with_value(Config(), "job.dump_folder", str(folder)), "job.overwrite", overwrite
-    )
+    return override(Config(), {"job.dump_folder": str(folder), "job.overwrite": overwrite})
 
 
 def list_files(folder: Path) -> set[str]:
@@ -84,7 +84,7 @@ def test_a_run_that_goes_on_changes_nothing_but_its_config_and_hang_reports(fold
 
 
 def test_files_that_no_run_wrote_are_not_deleted(tmp_path):
-    config = with_value(Config(), "job.dump_folder", str(tmp_path))
+    config = in_folder(tmp_path)
     (tmp_path / "log.txt").write_text("of an application")
     assert list_earlier(tmp_path, config) == []
 
@@ -116,9 +116,8 @@ def find_problem(*, steps: int = 1000, replaced_bytes: int = 0) -> str:
     old = name_snapshots(str(folder), Path("run")) / "an id" / "step-1" / "rank-00000.safetensors"
     old.parent.mkdir(parents=True)
     old.write_bytes(bytes(replaced_bytes))
-    config = with_value(Config(), "checkpoint.local_folder", str(folder))
-    config = with_value(config, "job.dump_folder", "run")
-    config = with_value(config, "training.steps", steps)
+    keys = {"checkpoint.local_folder": str(folder), "training.steps": steps}
+    config = override(in_folder(Path("run")), keys)
     with patch.object(shutil, "disk_usage", return_value=SimpleNamespace(free=299)):
         return "".join(problem.key for problem in check_snapshots(config, 100))
 
@@ -154,8 +153,8 @@ def test_a_folder_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
         os, "access", lambda path, mode: can_write(path, mode) and not mode & os.R_OK
     )
     for name, key in (("there", "checkpoint.local_folder"), ("new", "")):
-        config = with_value(Config(), "checkpoint.local_folder", str(tmp_path / name))
-        config = with_value(config, "training.cache_folder", str(tmp_path / "cache"))
+        keys = {"checkpoint.local_folder": str(tmp_path / name)}
+        config = override(Config(), keys | {"training.cache_folder": str(tmp_path / "cache")})
         assert "".join(problem.key for problem in check_files(config, False)) == key
 
 
@@ -164,10 +163,8 @@ def test_a_folder_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
 )
 def test_a_folder_where_no_file_can_be_created_is_refused(tmp_path, key):
     """The folder is refused even if the user is root, for whom os.access is always true."""
-    config = Config()
-    for name in ("job.dump_folder", "training.cache_folder"):
-        config = with_value(config, name, str(tmp_path))
-    config = with_value(config, key, "/proc/snapshots")
+    keys = dict.fromkeys(("job.dump_folder", "training.cache_folder"), str(tmp_path))
+    config = override(Config(), keys | {key: "/proc/snapshots"})
     assert [problem.key for problem in check_files(config, False)] == [key]
 
 
@@ -246,11 +243,8 @@ def write_earlier(folder: Path, left: str) -> None:
     """Write the files that an earlier run left."""
     if left == "nothing":
         return
-    keys = {"checkpoint.enable": left != NEVER}
     name = "ck" if left == IN_CK else "checkpoint"
-    config = Config()
-    for key, value in {**keys, "checkpoint.folder": name}.items():
-        config = with_value(config, key, value)
+    config = override(Config(), {"checkpoint.enable": left != NEVER, "checkpoint.folder": name})
     folder.mkdir()
     if "lost" not in left and left != "records":
         (folder / "config.toml").write_text(dump_config_toml(config))
@@ -268,9 +262,10 @@ def find_problems(folder: Path, args: list[str], restarted: bool = False) -> lis
     return check_files(config, restarted)
 
 
-@pytest.mark.parametrize("row", EARLIER.strip().splitlines())
-def test_an_earlier_run_is_resumed_or_refused_by_what_it_wrote_and_the_remedies_work(tmp_path, row):
-    left, args, expected, named = map(str.strip, row.split("|"))
+@pytest.mark.parametrize("left, args, expected, named", read_lines(EARLIER))
+def test_an_earlier_run_is_resumed_or_refused_by_what_it_wrote_and_the_remedies_work(
+    tmp_path, left, args, expected, named
+):
     folder = tmp_path / "run"
     args = ["--config=llama3_1b", "--checkpoint.no_enable", *args.split()]
     write_earlier(folder, left)

@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from marks import read_lines
 
 from torchtitan_lite import files
 from torchtitan_lite.config.machine import GIB, Machine, peak_flops
@@ -99,9 +100,10 @@ NVIDIA B200 | 580.65.06 | cuda = '12.6' | B200 kernels PyPI
 """
 
 
-@pytest.mark.parametrize("line", TORCHES.strip().splitlines())
-def test_a_torch_that_the_driver_or_the_gpu_cannot_run_is_refused(monkeypatch, tmp_path, line):
-    gpu, driver, version, words = map(str.strip, line.split("|"))
+@pytest.mark.parametrize("gpu, driver, version, words", read_lines(TORCHES))
+def test_a_torch_that_the_driver_or_the_gpu_cannot_run_is_refused(
+    monkeypatch, tmp_path, gpu, driver, version, words
+):
     (tmp_path / "version.py").write_text("\n".join(["debug = False", *version.split("; "), ""]))
     found = ModuleSpec("torch", None, origin=str(tmp_path / "__init__.py"))
     monkeypatch.setattr(host_rules, "find_spec", lambda name: found)
@@ -142,9 +144,8 @@ Tesla V100-SXM2-32GB | 0
 """  # The name A1000 is not taken for an A100, and a V100 has no bfloat16.
 
 
-@pytest.mark.parametrize("line", PEAKS.strip().splitlines())
-def test_peak_flops_are_the_dense_bfloat16_numbers_of_the_data_sheets(line):
-    name, tflops = line.split(" | ")
+@pytest.mark.parametrize("name, tflops", read_lines(PEAKS))
+def test_peak_flops_are_the_dense_bfloat16_numbers_of_the_data_sheets(name, tflops):
     assert (peak_flops(name) or 0) == float(tflops) * 1e12
 
 

@@ -7,10 +7,6 @@ import sys
 from pathlib import Path
 
 from torchtitan_lite import REPOSITORY
-from torchtitan_lite.build import build_on_meta
-from torchtitan_lite.config.model import resolve_model
-from torchtitan_lite.config.schema import Config, Model
-from torchtitan_lite.parallel import tensor_parallel
 
 # Start of a module's name -> its floor; the longest start counts. A module may import from lower floors and from its
 # own row. Two rows on the same floor never import each other.
@@ -152,15 +148,3 @@ def test_a_run_that_asks_for_no_extension_loads_none_and_without_compile_no_comp
     command = [sys.executable, "-c", LOADED]
     answer = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     assert answer.stdout.splitlines()[-2:] == ["[]", "False"], answer.stderr
-
-
-def test_the_plan_in_the_docstring_of_tensor_parallel_is_the_plan():
-    plan = tensor_parallel.plan_tensor_parallel(
-        build_on_meta(Config(), resolve_model(Model(n_layers=1)))
-    )
-    lines = [line.replace(",", " ").split() for line in tensor_parallel.__doc__.splitlines()]
-    for fqn, style in plan.items():
-        parent, _, name = fqn.removeprefix("layers.0.").rpartition(".")
-        names = {name, f"{parent}.{name}"}
-        row = [line for line in lines if names & {*line} and "".join(line).startswith(parent)]
-        assert [type(style).__name__ in line for line in row].count(True) == 1, fqn

@@ -3,11 +3,19 @@
 tests/layouts.py has layouts with groups, and tests/extensions/test_muon.py compares Muon.
 """
 
+import math
+
 import pytest
 import torch
 from compare import relative_error
+from marks import read_lines
+from torch.nn.utils import clip_grad_norm_
 
-from torchtitan_lite.components.optim import build_lr_scheduler, build_optimizer
+from torchtitan_lite.components.optim import (
+    build_lr_scheduler,
+    build_optimizer,
+    update_weights,
+)
 from torchtitan_lite.config.block import list_parameters
 from torchtitan_lite.config.learning_rate import list_rates
 from torchtitan_lite.config.model import resolve_model
@@ -120,9 +128,8 @@ layers.4.* | layers.4.*: layers.
 """
 
 
-@pytest.mark.parametrize("line", REFUSED.strip().splitlines())
-def test_a_group_without_parameters_is_refused(line):
-    patterns, refused = line.split("|")
+@pytest.mark.parametrize("patterns, refused", read_lines(REFUSED))
+def test_a_group_without_parameters_is_refused(patterns, refused):
     groups = [ParameterGroup(pattern) for pattern in patterns.split() or [""]]
     problems = check_groups(make_config(*groups), DEBUG)
     expected = [part.strip(" ").split(": ") for part in refused.split(";") if part.strip(" ")]
@@ -166,6 +173,9 @@ SECTIONS = {
 }
 
 
+MAX_NORMS = [1.0, 100.0, 0.0, 2.0]  # of the steps; the gradient norm is about 11, and 0 never clips
+
+
 class RoundedAdamW(torch.optim.AdamW):
     """Rounds both moments to bfloat16 between steps."""
 
@@ -181,7 +191,7 @@ ORACLES = {"bfloat16": RoundedAdamW, "SGD": torch.optim.SGD}
 
 
 @pytest.mark.parametrize("name", SECTIONS)
-def test_groups_update_as_the_parameter_groups_of_torch(name):
+def test_groups_update_and_clip_as_the_parameter_groups_of_torch(name):
     """The learning rates follow the schedule and equal the logged ones.
 
     Two kernels may round a few moments to different neighbors, hence the tolerance.
@@ -215,7 +225,9 @@ def test_groups_update_as_the_parameter_groups_of_torch(name):
         for fqn, weight in theirs.items():
             weight.grad = torch.randn(weight.shape, generator=generator)
             own[fqn].grad = weight.grad.clone()
-        optimizer.step()
+        max_norm = MAX_NORMS[step]
+        norm = clip_grad_norm_(theirs.values(), max_norm or math.inf)
+        update_weights(optimizer, norm, max_norm)
         scheduler.step()
         oracle.step()
     bound = 3e-5 if name == "bfloat16" else 1e-6

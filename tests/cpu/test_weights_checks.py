@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from made_corpora import write_corpus
+from marks import read_lines
 from test_check import LAPTOP, find_one_problem, find_problems, write_tokenizer
+from test_hugging_face import write_tensors
 
 from torchtitan_lite.__main__ import main
 from torchtitan_lite.checkpoint import format as folders
@@ -30,8 +32,7 @@ from torchtitan_lite.extensions.hugging_face_folder import list_tensors
 from torchtitan_lite.from_weights import fingerprint_documents
 from torchtitan_lite.models.registry import MODELS
 from torchtitan_lite.preflight import SHIPPED_TOKENIZER, RunSpec, resolve
-from torchtitan_lite.tools.convert import write_folder
-from torchtitan_lite.tools.model_source import ModelSource
+from torchtitan_lite.tools.plan.planned_run import plan_run
 
 ARGS = ModelArgs(
     16, 1, 2, 1, 8, 24, 2400, rope_theta=1e4, rope_scaling=RopeScaling(factor=2.5, kind="linear")
@@ -67,9 +68,8 @@ def commit(final: Path, manifest: Manifest) -> None:
 
 
 def write_hugging_face(name: str, args: ModelArgs, context: int | None = None) -> None:
-    sizes, tokenizer = list_tensors(args), load_tokenizer("bytes")
-    source = ModelSource(Path(name), args, "causal", tokenizer, frozenset(), context, {}, None)
-    write_folder(source, Path(name), "float32", lambda fqn: torch.zeros(sizes[fqn]))
+    zeros = {fqn: torch.zeros(size) for fqn, size in list_tensors(args).items()}
+    write_tensors(args, Path(name), zeros, context=context)
 
 
 def prepare(*args: str, **options) -> RunSpec:
@@ -88,6 +88,7 @@ def test_rope_and_sizes_of_a_run_are_those_of_the_weights_that_it_starts_from_or
         [HF, "--checkpoint.initial_load_in_hf", "--model.dim=16"],
     ):
         assert prepare(*args).model_args == ARGS
+        assert plan_run([*RUN, *args], 2, "cpu").model_args == ARGS
     shutil.copytree("step-9", "outputs/debug/checkpoint/step-9")
     shutil.rmtree("hf")
     resumed = prepare(HF)  # wherever its first weights are now
@@ -108,9 +109,8 @@ UNFIT = f"""
 """
 
 
-@pytest.mark.parametrize("line", UNFIT.strip().splitlines())
-def test_weights_that_do_not_fit_are_one_problem(line):
-    args, key, named = map(str.strip, line.split("|"))
+@pytest.mark.parametrize("args, key, named", read_lines(UNFIT))
+def test_weights_that_do_not_fit_are_one_problem(args, key, named):
     shutil.copytree("hf", "cut")
     os.truncate("cut/model.safetensors", os.path.getsize("cut/model.safetensors") - 1)
     shutil.copytree("step-9", "outputs/debug/step-9")
@@ -199,9 +199,7 @@ def write_more_weights() -> None:
 
 def test_weights_that_are_trained_further_have_other_defaults_and_a_given_key_stays():
     write_more_weights()
-    for line in FURTHER.strip().splitlines():
-        columns = [column.strip() for column in line.split("|")]
-        path, args, folder, title, seq_len, rate, said = columns
+    for path, args, folder, title, seq_len, rate, said in read_lines(FURTHER):
         args = [*args.split(), f"--{PATH}={path}"]
         spec = resolve(args, machine=LAPTOP, n_ranks=2)
         config = spec.config
@@ -222,21 +220,6 @@ def test_a_key_without_effect_is_a_notice_and_a_value_that_cannot_be_is_a_proble
     file.write_text(json.dumps(content | {"max_position_embeddings": "512"}))
     problem = find_one_problem([*RUN, HF])
     assert problem.key == PATH and 'max_position_embeddings = "512"' in problem.why
-
-
-def test_sizes_that_grouped_matmuls_cannot_take_are_refused_in_the_dtype_of_the_run():
-    write_hugging_face("wide", replace(ARGS, moe=MoEArgs(4, 2, 60), ffn_dim=60))
-    write_hugging_face("odd", replace(ARGS, moe=MoEArgs(4, 2, 22), ffn_dim=22))
-    for name in ("wide", "odd"):
-        write_tokenizer(Path(name), n_tokens=300)
-    param = "training.mixed_precision_param"
-    assert find_problems([*RUN, f"--{PATH}=wide"]) == []
-    for args, key in (
-        ([f"--{PATH}=wide", f"--{param}=bfloat16"], param),
-        ([f"--{PATH}=odd"], "model.flavor"),
-        (["--model.flavor=debug_moe", "--model.dim=130", "--model.head_dim=32"], "model.flavor"),
-    ):
-        assert find_one_problem([*RUN, *args]).key == key
 
 
 # ---------------------------------------------------------------- the folder of an earlier run
@@ -271,11 +254,10 @@ DIFFERING = """
 """
 
 
-@pytest.mark.parametrize("line", DIFFERING.strip().splitlines())
+@pytest.mark.parametrize("args, differing", read_lines(DIFFERING))
 def test_a_run_that_resumes_is_refused_by_the_keys_that_differ_and_the_remedies_work(
-    line,
+    args, differing
 ):
-    args, _, differing = line.partition(" |")
     write_corpus(
         Path("letters"),
         [[[1, 2]]],
@@ -325,8 +307,7 @@ def test_a_run_that_trains_in_another_way_from_here_on_prints_both_values():
     assert added.startswith(
         "the run resumes with world size 4 instead of 2: data-parallel degree 4, 1"
     )
-    for line in OTHER_TRAINING.strip().splitlines():
-        key, *values = line.split(" | ")
+    for key, *values in read_lines(OTHER_TRAINING):
         saved, now = map(json.loads, values)
         text = now if isinstance(now, str) else json.dumps(now).replace('": ', '" = ')
         added = [notice for notice in prepare(f"--{key}={text}").notices if notice not in before]

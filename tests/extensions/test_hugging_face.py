@@ -5,9 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from checkpoints import list_differing
+from compare import relative_error
 from test_model import FLAVORS, PLAIN, build_ours
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
@@ -15,6 +18,7 @@ from torchtitan_lite.extensions.hugging_face import load_weights
 from torchtitan_lite.extensions.hugging_face_config import read_model_args
 from torchtitan_lite.extensions.hugging_face_export import make_config_json
 from torchtitan_lite.extensions.hugging_face_folder import INDEX, list_tensors, open_folder
+from torchtitan_lite.model.loss import IGNORE_INDEX
 from torchtitan_lite.models.llama3.modules import Llama3
 from torchtitan_lite.models.llama3.table import FLAVORS as OUR_FLAVORS
 from torchtitan_lite.models.registry import LENGTH
@@ -24,6 +28,8 @@ from torchtitan_lite.tools.model_source import ModelSource
 TOKENS = torch.randint(
     128, (2, 200), generator=torch.Generator().manual_seed(3)
 )  # longer than original_length
+TARGETS = TOKENS.roll(-1, 1)
+TARGETS[0, :100] = IGNORE_INDEX
 POSITIONS = torch.arange(200).expand(2, -1)
 LARGEST_ERROR = 5e-6  # of a logit; logits are about 4
 
@@ -37,11 +43,30 @@ def load_ours(folder: Path) -> Llama3:
     return model
 
 
-def write_ours(args: ModelArgs, folder: Path, tokenizer: Tokenizer | None = None) -> Llama3:
-    model = build_ours(args)
+def write_tensors(
+    args: ModelArgs,
+    folder: Path,
+    tensors: dict[str, Tensor],
+    tokenizer: Tokenizer | None = None,
+    *,
+    context: int | None = None,
+    published: dict | None = None,
+) -> None:
     tokenizer = tokenizer or load_tokenizer("bytes")
-    source = ModelSource(folder, args, "causal", tokenizer, frozenset(), None, {}, None)
-    convert.write_folder(source, folder, "float32", model.state_dict().__getitem__)
+    published = published or {}
+    source = ModelSource(folder, args, "causal", tokenizer, frozenset(), context, published, None)
+    convert.write_folder(source, folder, "float32", tensors.__getitem__)
+
+
+def make_theirs(args: ModelArgs, **options: object) -> PreTrainedModel:
+    """Return transformers' model of these sizes, with its own initial weights."""
+    content = make_config_json(args, dtype="float32", context=131072) | options
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**content))
+
+
+def write_ours(args: ModelArgs, folder: Path) -> Llama3:
+    model = build_ours(args)
+    write_tensors(args, folder, model.state_dict())
     return model
 
 
@@ -59,16 +84,29 @@ def spell_as_version_4(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FLAVORS)
-def test_an_export_gives_our_logits_in_transformers_and_comes_back_bit_by_bit(
+def test_an_export_gives_our_logits_and_gradients_in_transformers_and_comes_back_bit_by_bit(
     name, tmp_path, monkeypatch
 ):
+    """Gradients are exported as if they were weights, which gives them transformers' names and order."""
     monkeypatch.setattr(convert, "MOST_FILE_BYTES", 20_000)
     ours = write_ours(FLAVORS[name], tmp_path / "ours")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.float32)
-    with torch.no_grad():
-        assert (
-            theirs(TOKENS).logits - ours(TOKENS, positions=POSITIONS)
-        ).abs().max() < LARGEST_ERROR
+    logits = theirs(TOKENS).logits
+    difference = logits - ours(TOKENS, positions=POSITIONS)
+    assert difference.abs().max() < LARGEST_ERROR
+
+    expected = F.cross_entropy(logits.flatten(0, 1), TARGETS.flatten())
+    expected.backward()
+    n_counted = (TARGETS >= 0).sum()
+    loss = ours(TOKENS, positions=POSITIONS, targets=TARGETS) / n_counted
+    loss.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    gradients = {fqn: parameter.grad for fqn, parameter in ours.named_parameters()}
+    write_tensors(FLAVORS[name], tmp_path / "gradients", gradients)
+    named = AutoModelForCausalLM.from_pretrained(tmp_path / "gradients").state_dict()
+    for fqn, parameter in theirs.named_parameters():
+        assert relative_error(named[fqn], parameter.grad) < 1e-5, fqn
+
     theirs.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
     index, expected = (
         json.loads((tmp_path / name / INDEX).read_text()) for name in ("ours", "theirs")
@@ -99,7 +137,7 @@ def test_each_flavor_is_described_by_its_config(name, tmp_path):
 
 def test_transformers_reads_the_tokenizer_of_llama_3s_format_and_gives_our_ids(tmp_path):
     ours = load_tokenizer("assets/tokenizer")
-    write_ours(PLAIN, tmp_path / "out", ours)
+    write_tensors(PLAIN, tmp_path / "out", build_ours(PLAIN).state_dict(), ours)
     theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert (len(theirs), theirs.bos_token_id, theirs.eos_token_id) == (
         ours.vocab_size,

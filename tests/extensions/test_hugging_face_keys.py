@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from marks import slow
 from safetensors.torch import load_file, save_file
-from test_hugging_face import load_ours
+from test_hugging_face import load_ours, write_tensors
 from torch import Tensor
 from transformers import (
     CONFIG_MAPPING,
@@ -27,7 +27,6 @@ from transformers import (
 from torchtitan_lite.config.experts import explain_strides
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.model_rows import ModelArgs, MoEArgs
-from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.extensions.hugging_face_config import (
     EVERY_FAMILY,
     HuggingFaceError,
@@ -36,8 +35,6 @@ from torchtitan_lite.extensions.hugging_face_config import (
     read_model_args,
     read_published,
 )
-from torchtitan_lite.tools.convert import write_folder
-from torchtitan_lite.tools.model_source import ModelSource
 
 TOKENS = torch.randint(128, (2, 96), generator=torch.Generator().manual_seed(3))
 POSITIONS = torch.arange(96).expand(2, -1)
@@ -231,9 +228,7 @@ def test_an_accepted_value_gives_transformers_logits_and_so_does_an_export(
     args = ours.model_args
     assert stored == "" or args.tie_embeddings == (stored != "different")
     published = read_published(folder)
-    tokenizer = load_tokenizer("bytes")
-    source = ModelSource(folder, args, "causal", tokenizer, frozenset(), 96, published, None)
-    write_folder(source, tmp_path / "out", "float32", ours.state_dict().__getitem__)
+    write_tensors(args, tmp_path / "out", ours.state_dict(), context=96, published=published)
     with torch.no_grad():
         found = ours.to(dtype)(TOKENS, positions=POSITIONS)
     torch.testing.assert_close(found, expected, rtol=0, atol=LARGEST_ERRORS[dtype])
@@ -344,20 +339,11 @@ all | original_max_position_embeddings | [null, 0, "64"]
 all | rope_parameters.rope_theta | [0, null, Infinity]
 all | rope_parameters.partial_rotary_factor | [0.5]
 all | rope_parameters.full_attention | [{"rope_type": "default", "rope_theta": 5e5}]
-"""
-# the key that is named | | changes of rope_scaling
-SCALED = """
-rope_type | | {"rope_type": "yarn"}
-rope_type | | {"rope_type": null}
-rope_type | | {"rope_type": {}}
-rope_scaling.factor | | {"factor": 0}
-rope_scaling.factor | | {"factor": "8"}
-rope_scaling.factor | | {"factor": "missing"}
-rope_scaling.low_freq_factor | | {"low_freq_factor": 0.0}
-rope_scaling.low_freq_factor | | {"low_freq_factor": 8.0}
-rope_scaling.low_freq_factor | | {"low_freq_factor": "missing"}
-rope_scaling.high_freq_factor | | {"high_freq_factor": null}
-rope_scaling.original_max_position_embeddings | | {ORIGINAL: 64.0}
+llama | rope_scaling.rope_type | ["yarn", null, {}]
+llama | rope_scaling.factor | [0, "8", "missing"]
+llama | rope_scaling.low_freq_factor | [0.0, 8.0, "missing"]
+llama | rope_scaling.high_freq_factor | [null]
+llama | rope_scaling.original_max_position_embeddings | [64.0]
 """
 
 
@@ -375,21 +361,17 @@ def assert_named(folder: Path, key: str) -> None:
 def test_a_value_that_cannot_be_is_refused_by_its_key(families, key, values, tmp_path):
     for family in name_families(families):
         for value in values:
-            changes = {key: value}
-            if key.startswith("rope_parameters."):
-                changes = {"rope_parameters": {key.removeprefix("rope_parameters."): value}}
-            elif key == "rope_theta":
+            table, _, name = key.partition(".")
+            changes = {table: value}
+            if table == "rope_parameters":
+                changes = {table: {name: value}}
+            elif table == "rope_scaling" and name:
+                scaling = json.loads(f"{{{SHORT['LLAMA3']}}}") | {name: value}
+                changes = {table: {key: each for key, each in scaling.items() if each != "missing"}}
+            elif table == "rope_theta":
                 changes["rope_parameters"] = "missing"
             write_config(tmp_path, family, changes)
-            assert_named(tmp_path, key)
-
-
-@pytest.mark.parametrize("key, _, changes", read_table(SCALED), ids=str)
-def test_a_scaling_that_cannot_be_is_refused_by_its_key(key, _, changes, tmp_path):
-    scaling = json.loads(f"{{{SHORT['LLAMA3']}}}") | changes
-    scaling = {name: value for name, value in scaling.items() if value != "missing"}
-    write_config(tmp_path, "llama", {"rope_scaling": scaling})
-    assert_named(tmp_path, key)
+            assert_named(tmp_path, name if name == "rope_type" else key)
 
 
 @pytest.mark.parametrize("value", ["</s>", ["</s>"], True], ids=str)

@@ -1,35 +1,29 @@
 """Weights loaded on many ranks: each rank reads its shards, and all shards together are the folder's weights."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import checkpoints
 import compare
 import pytest
 import torch
-import torch.distributed as dist
-from layouts import ADAMW, PP, TP, read_rows
+from layouts import read_rows
 from marks import slow
 from safetensors.torch import load_file
-from their_llama import make_their_config
+from test_hugging_face import make_theirs
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 from watching import PeakMemory
 
-from torchtitan_lite.checkpoint.save import export_weights, name_weights
 from torchtitan_lite.config.model_rows import ModelArgs
-from torchtitan_lite.config.schema import Checkpoint
 from torchtitan_lite.extensions.hugging_face import load_weights
 from torchtitan_lite.extensions.hugging_face_folder import list_tensors, open_folder
-from torchtitan_lite.faults.resume import load_initial
 
-MODEL_ARGS = compare.resolve_model(compare.TABLE_CONFIG.model)
 SIZES = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 4, "head_dim": 24, "vocab_size": 64}
 EXPERTS = {"n_experts": 8, "top_k": 2, "expert_ffn_dim": 128}
 MIXTRAL = {"model.flavor": "debug_moe"} | {f"model.{key}": value for key, value in SIZES.items()}
 MIXTRAL |= {f"flavor.{key}": value for key, value in EXPERTS.items()}
 QWEN = MIXTRAL | {"flavor.qk_norm": True, "model.ffn_dim": 48, "flavor.n_first_dense_layers": 1}
-QWEN |= {"flavor.norm_eps": 1e-6}
+EPS = {"flavor.norm_eps": 1e-6}
+QWEN |= EPS
 LAYOUTS = read_rows(
     """
 dp3, uneven shards that cut through heads | 3 | training.global_batch_size=6
@@ -40,16 +34,30 @@ dp4, ep2, two experts of each rank | 4 | QWEN EP=2
 dp4, experts of which each rank has a quarter | 4 | MIXTRAL flavor.n_experts=6
 tp2, ep2 | 2 | QWEN TP=2 EP=2
 pp2 x dp2, ep2 | 4 | MIXTRAL PP=2 EP=2
+# fewer key/value heads than tp ranks
+tp4, Qwen2, 2 of 8 heads | 4 | TP=4 TWO_HEADS EPS BIASES
+tp4, Qwen3, 2 of 8 heads | 4 | TP=4 TWO_HEADS EPS HEAD_NORMS
+tp8, Llama, 2 of 8 heads | 8 | TP=8 TWO_HEADS
+tp8, Llama, 4 of 8 heads | 8 | TP=8 TWO_HEADS model.n_kv_heads=4
+tp8, Qwen2, 4 of 8 heads | 8 | TP=8 TWO_HEADS model.n_kv_heads=4 EPS BIASES
+tp8, Qwen3, 4 of 8 heads | 8 | TP=8 TWO_HEADS model.n_kv_heads=4 EPS HEAD_NORMS
+tp8, Llama, 2 of 16 heads | 8 | TP=8 TWO_HEADS model.n_heads=16 model.dim=128
+tp8, Llama, 4 of 16 heads | 8 | TP=8 TWO_HEADS model.n_heads=16 model.dim=128 model.n_kv_heads=4
+tp8, Qwen2, 2 of 16 heads | 8 | TP=8 TWO_HEADS model.n_heads=16 model.dim=128 EPS BIASES
+tp8, Qwen2, 4 of 16 heads | 8 | TP=8 TWO_HEADS model.n_heads=16 model.dim=128 model.n_kv_heads=4 EPS BIASES
+tp8, Qwen3, 2 of 16 heads | 8 | TP=8 TWO_HEADS model.n_heads=16 model.dim=128 EPS HEAD_NORMS
+tp8, Qwen3, 4 of 16 heads | 8 | TP=8 TWO_HEADS model.n_heads=16 model.dim=128 model.n_kv_heads=4 EPS HEAD_NORMS
 """,
     globals(),
 )
 SLOW = ["hsdp2x2", "pp2 x dp2 x tp2 Interleaved1F1B"]
+SLOW += [name for name in LAYOUTS if name.startswith("tp8")]
 
 
 def save_theirs(folder: Path, args: ModelArgs) -> Path:
     """Save a model that transformers initializes. A dense model gets several files. No two norms are equal."""
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(make_their_config(args))
+    model = make_theirs(args)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.3 * torch.randn(parameter.shape)
@@ -100,65 +108,3 @@ def test_a_folder_is_loaded_on_any_layout_bit_by_bit(pool, tmp_path, name):
     assert all(
         peak <= 2 * largest for _, peak in results
     )  # a mapped tensor, and a copy of it with its rows in our order
-
-
-def load_and_save(rank: int, world_size: int, overrides: dict, out: str, **keys) -> tuple:
-    """Worker: load as train.py does, and save step 5 by [checkpoint]. Return the step and what was loaded."""
-    run = compare.build_table_run(world_size, overrides)
-    section = Checkpoint(enable=True, **keys)
-    run = replace(run, config=replace(run.config, checkpoint=section))
-    step = load_initial(run, dist.group.WORLD)
-    with checkpoints.make_saver(out, section, run) as saver:
-        tensors = run.name_tensors()
-        if section.last_save_model_only:
-            tensors = export_weights(name_weights(run.parameters), section.export_dtype)
-        saver.save(5, tensors)
-    return step, compare.gather(run, lambda parameter: parameter)
-
-
-def test_a_run_starts_with_a_folder_and_saves_weights_alone_in_the_export_dtype(pool, tmp_path):
-    source = save_theirs(tmp_path / "hf", MODEL_ARGS)
-    keys = {
-        "initial_load_path": str(source),
-        "last_save_model_only": True,
-        "export_dtype": "bfloat16",
-    }
-    results = pool.run(load_and_save, 4, {PP: 2, TP: 2}, str(tmp_path), **keys)
-    expected = load_in_one_process(source)
-    assert (
-        checkpoints.list_differing(
-            checkpoints.merge_states([loaded for _, loaded in results]), expected
-        )
-        == []
-    )
-    rounded = {f"model.{fqn}": weight.bfloat16() for fqn, weight in expected.items()}
-    assert checkpoints.list_differing(checkpoints.read_tensors(tmp_path / "step-5"), rounded) == []
-
-    # A checkpoint of weights alone opens on a different layout. The run has the rounded weights, and starts at step 0.
-    keys = {"initial_load_path": str(tmp_path / "step-5")}
-    results = pool.run(load_and_save, 4, {TP: 4}, str(tmp_path / "next"), **keys)
-    assert {step for step, _ in results} == {0}
-    loaded = {f"model.{fqn}": weight for fqn, weight in results[0][1].items()}
-    assert (
-        checkpoints.list_differing(
-            loaded, {name: weight.float() for name, weight in rounded.items()}
-        )
-        == []
-    )
-
-
-def test_a_run_may_continue_with_the_step_and_optimizer_of_another(pool, tmp_path):
-    pool.run(
-        checkpoints.train_and_save, 2, {TP: 2, **ADAMW}, str(tmp_path), 3, Checkpoint(enable=True)
-    )
-    start = {"initial_load_path": str(tmp_path / "step-3"), "initial_load_model_only": False}
-    results = pool.run(load_and_save, 2, ADAMW, str(tmp_path / "next"), **start)
-    assert {step for step, _ in results} == {3}
-    first, second = (
-        checkpoints.read_tensors(path)
-        for path in (tmp_path / "step-3", tmp_path / "next" / "step-5")
-    )
-    assert (
-        any(name.endswith(".exp_avg_sq") for name in first)
-        and checkpoints.list_differing(first, second) == []
-    )

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import flip_bit
+from marks import read_lines
 from safetensors.torch import load_file, save_file
-from test_hugging_face import edit_json
-from test_model import FLAVORS, build_ours, build_theirs
+from test_hugging_face import edit_json, write_ours
+from test_model import FLAVORS
+from transformers import AutoModelForCausalLM
 
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.model_rows import ModelArgs, RopeScaling
@@ -30,11 +32,11 @@ def saved(tmp_path_factory):
 
     def find(name: str) -> Path:
         if name not in made:
-            made[name] = tmp_path_factory.mktemp("saved")
-            theirs, size = (
-                build_theirs(FLAVORS[name], build_ours(FLAVORS[name])),
-                "100KB" if name == LLAMA else "1GB",
-            )
+            ours = tmp_path_factory.mktemp("saved") / "ours"
+            write_ours(FLAVORS[name], ours)
+            theirs = AutoModelForCausalLM.from_pretrained(ours)
+            made[name] = ours.with_name("theirs")
+            size = "100KB" if name == LLAMA else "1GB"
             theirs.save_pretrained(made[name], max_shard_size=size)
         return made[name]
 
@@ -59,9 +61,10 @@ Qwen3 | {{"model_type": "llama"}} | model.layers.0.self_attn.k_norm.weight is (
 """
 
 
-@pytest.mark.parametrize("line", WRONG_CONFIGS.strip().splitlines())
-def test_a_config_that_our_model_does_not_compute_is_refused_by_its_key(line, saved, tmp_path):
-    name, changes, named = line.split(" | ")
+@pytest.mark.parametrize("name, changes, named", read_lines(WRONG_CONFIGS))
+def test_a_config_that_our_model_does_not_compute_is_refused_by_its_key(
+    name, changes, named, saved, tmp_path
+):
     folder = shutil.copytree(saved(name), tmp_path / "folder")
     edit_json(folder / "config.json", **json.loads(changes))
     assert_refused(folder, named)
@@ -96,33 +99,14 @@ def name_last_file(folder: Path) -> None:
 
 
 WRONG_FILES = {  # action, named; found when the folder is opened, before torch
-    "no config": (lambda folder: (folder / "config.json").unlink(), "config.json"),
-    "no JSON": (lambda folder: (folder / "config.json").write_text("{"), "config.json"),
-    "a list as index": (
-        lambda folder: (folder / INDEX).write_text('{"weight_map": ["a"]}'),
-        'weight_map = ["a"]; it must be dict',
-    ),
-    "no text as index": (
-        lambda folder: edit_json(folder / INDEX, weight_map={"model.norm.weight": 5}),
-        "weight_map.model.norm.weight = 5; it must be str",
-    ),
-    "an index that names another file": (
-        lambda folder: edit_json(folder / INDEX, weight_map={"a": "b.safetensors"}),
-        f"{INDEX} names b.safetensors, which is not in the folder",
-    ),
     "an index that names the wrong file": (
         name_last_file,
         f"but {INDEX} names model-0000",
-    ),
-    "an index that names a tensor twice": (
-        lambda folder: (folder / INDEX).write_text('{"weight_map": {"a": "b", "a": "c"}}'),
-        "the key 'a' more than once",
     ),
     "a tensor in two files": (
         lambda folder: shutil.copy(first_file(folder), max(folder.glob("*.safetensors"))),
         "Delete it in one of them",
     ),
-    "no index": (lambda folder: (folder / INDEX).unlink(), INDEX),
     "pickles": (keep_only_pickles, "pytorch_model.bin is a pickle"),
     "missing file": (lambda folder: first_file(folder).unlink(), A_FILE),
     "missing tensor": (
@@ -152,6 +136,27 @@ WRONG_FILES = {  # action, named; found when the folder is opened, before torch
     "header with a flipped bit": (lambda folder: flip_bit(first_file(folder), place=8), A_FILE),
     "empty file": (lambda folder: os.truncate(first_file(folder), 0), A_FILE),
 }
+
+
+# file | its new content; without one, it is deleted | named
+WRONG_JSON = f"""
+config.json | | config.json
+config.json | {{ | config.json
+{INDEX} | {{"weight_map": ["a"]}} | weight_map = ["a"]; it must be dict
+{INDEX} | {{"weight_map": {{"model.norm.weight": 5}}}} | weight_map.model.norm.weight = 5; it must be str
+{INDEX} | {{"weight_map": {{"a": "b.safetensors"}}}} | {INDEX} names b.safetensors, which is not in the folder
+{INDEX} | {{"weight_map": {{"a": "b", "a": "c"}}}} | the key 'a' more than once
+{INDEX} | | {INDEX}
+"""
+
+
+@pytest.mark.parametrize("name, content, named", read_lines(WRONG_JSON))
+def test_a_json_file_that_is_absent_or_wrong_is_named(name, content, named, saved, tmp_path):
+    folder = shutil.copytree(saved(LLAMA), tmp_path / "folder")
+    (folder / name).unlink()
+    if content:
+        (folder / name).write_text(content)
+    assert_refused(folder, named)
 
 
 @pytest.mark.parametrize("name", WRONG_FILES)

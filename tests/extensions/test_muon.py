@@ -1,4 +1,4 @@
-"""Muon equals torch.optim.Muon in one process and is the same on every layout; checkpoints; plan and check know it."""
+"""Muon equals torch.optim.Muon in one process and is the same on every layout; checkpoints. test_costs.py: its plan."""
 
 from unittest.mock import patch
 
@@ -7,17 +7,10 @@ import pytest
 import torch
 from layouts import TWO_LAYERS, read_rows
 from marks import choose_fast
-from measure_memory import MODEL, plan
 from mutants_of_muon import MUON
-from test_costs import assert_equal_traffic
 
 from torchtitan_lite.components.optim import build_optimizer
 from torchtitan_lite.config.schema import Optimizer, ParameterGroup
-from torchtitan_lite.tools.plan.cluster import CLUSTERS
-from torchtitan_lite.tools.plan.dry_run import dry_run
-from torchtitan_lite.tools.plan.memory import RankMemory
-from torchtitan_lite.tools.plan.planned_run import PlannedRun
-from torchtitan_lite.tools.plan.transfers import estimate_traffic
 from torchtitan_lite.tools.verify.plain import STEPS
 from torchtitan_lite.tools.verify.trial import try_layout
 
@@ -112,33 +105,3 @@ def test_weights_and_state_are_those_of_one_process(pool, tmp_path, name):
         len(STEPS),
     )
     assert not trial.faults and {"state", "updates"} <= trial.measures.keys()
-
-
-# ---------------------------------------------------------------- plan, explain, check
-
-
-@pytest.mark.parametrize("name", choose_fast(LAYOUTS, ("dp2 x tp2", "shared experts")))
-def test_the_closed_form_moves_what_a_dry_run_moves_and_counts_its_state(name):
-    world_size, keys = LAYOUTS[name]
-    keys = {**MODEL, **MUON, **keys, "training.mixed_precision_param": "bfloat16"}
-    runs = []
-    for optimizer in ("AdamW", "Muon"):
-        parts = plan(world_size, keys | {"optimizer.name": optimizer}, "cuda")
-        runs.append(PlannedRun("table", *parts, CLUSTERS["h100"]))
-    planned = runs[1]
-    for pp_rank in {0, planned.layout.pp - 1}:
-        closed = estimate_traffic(planned.workload, pp_rank)
-        run = dry_run(planned, pp_rank)
-        assert_equal_traffic(closed, run.traffic)
-        sites = [call.site.line.startswith("extensions/muon.py") for call in run.collectives]
-        assert any(sites) == (world_size > 1)
-        moments = [RankMemory(each.workload).estimate(pp_rank).optimizer for each in runs]
-        weights = {
-            fqn: p
-            for fqn, p in run.parameters.items()
-            if fqn.startswith("layers.") and "router" not in fqn
-        }
-        n_hidden = sum(
-            compare.local(weight).numel() for weight in weights.values() if weight.dim() > 1
-        )
-        assert moments[0] - moments[1] == 4 * n_hidden

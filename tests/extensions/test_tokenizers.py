@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import tiktoken
+from marks import read_lines
 from test_fine_tuning import CASES, publish
 from tokenizers import (
     AddedToken,
@@ -158,6 +159,9 @@ def make_sentencepiece() -> HuggingFace:
     return tokenizer
 
 
+SENTENCEPIECE = make_sentencepiece().to_str()
+
+
 def write(folder: Path, tokenizer: HuggingFace, eos: object) -> Path:
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
@@ -300,14 +304,6 @@ def test_merges_that_tiktoken_would_apply_in_another_order_go_to_the_package(cas
     compare(tmp_path, content, [*words, left + right, " ", "x" + left + right])
 
 
-def test_random_merges_are_refused(tmp_path):
-    content = json.loads(train_bpe("GPT-2").to_str())
-    content["model"]["dropout"] = 0.1
-    write(tmp_path, HuggingFace.from_str(json.dumps(content)), "<|im_end|>")
-    with pytest.raises(ConfigError, match="model.dropout = 0.1.*null"):
-        load_tokenizer(tmp_path)
-
-
 def test_a_sentencepiece_tokenizer_gives_the_packages_ids_and_knows_begin_end_and_bytes(tmp_path):
     oracle = make_sentencepiece()
     ours = load_tokenizer(write(tmp_path, oracle, {"content": "</s>"}))
@@ -357,59 +353,49 @@ def test_a_text_begins_as_the_package_begins_it_or_its_tokens_are_named(case, tm
         assert bos is None or n_leading
 
 
-ADDED = dict.fromkeys(FLAGS, False) | {"special": True}
-# the place where a published folder names EOS -> the files beside tokenizer.json
-EOS_FILES = read_json_lines("""
-special_tokens_map.json | {"special_tokens_map": {"eos_token": {"content": "</s>"}}}
-both | {"special_tokens_map": {"eos_token": "<s>"}, "tokenizer_config": {"eos_token": "</s>"}}
-""")
-DECODER = {"273": {**ADDED, "content": "<new>"}, "274": {**ADDED, "content": "<eos>"}}
-CONFIG_WITH_TOKENS = {"eos_token": "<eos>", "added_tokens_decoder": DECODER}
-EOS_FILES["its token too"] = {"tokenizer_config": CONFIG_WITH_TOKENS}
+# where a published folder names a token | the token | the files beside tokenizer.json. FILE_TOKEN: "<q>", id 273, which
+# is not special in tokenizer.json, as an added token or in the vocabulary
+NAMED_TOKENS = r"""
+the map of special tokens | </s> | {"special_tokens_map": {"eos_token": {"content": "</s>"}}}
+both files | </s> | {"special_tokens_map": {"eos_token": "<s>"}, "tokenizer_config": {"eos_token": "</s>"}}
+a new token | <eos> | {"tokenizer_config": {"eos_token": "<eos>", "added_tokens_decoder": {"273": NEW, "274": END}}}
+a decoder | </s> | {"special_tokens_map": {"eos_token": "<s>"}, "tokenizer_config": {"eos_token": "</s>", DECODER}}
+eos_token | <q> | {"tokenizer_config": {"eos_token": "<q>"}}
+another role | <q> | {"tokenizer_config": {"eos_token": "</s>", "pad_token": "<q>"}}
+added_tokens_decoder | <q> | {"tokenizer_config": {"eos_token": "</s>", "added_tokens_decoder": {"273": QUESTION}}}
+a list | <q> | {"tokenizer_config": {"eos_token": "</s>", "additional_special_tokens": ["<q>"]}}
+a table | <q> | {"tokenizer_config": {"eos_token": "</s>", "extra_special_tokens": {"picture_token": "<q>"}}}
+"""
+ADDED = {"NEW": "<new>", "END": "<eos>", "QUESTION": "<q>"}
 EOS_IDS = {"generation_config": {"eos_token_id": [2, 1]}, "config": {"eos_token_id": 2}}
 
 
-@pytest.mark.parametrize("place", EOS_FILES)
-def test_eos_and_more_tokens_are_found_where_transformers_finds_them(place, tmp_path):
-    make_sentencepiece().save(str(tmp_path / "tokenizer.json"))
-    for name, content in {"tokenizer_config": {}, **EOS_FILES[place]}.items():
-        more = {"tokenizer_class": "PreTrainedTokenizerFast"} if name == "tokenizer_config" else {}
-        (tmp_path / f"{name}.json").write_text(json.dumps({**more, **content}))
+@pytest.mark.parametrize("in_vocab", [False, True])
+@pytest.mark.parametrize("place, token, files", read_lines(NAMED_TOKENS))
+def test_special_tokens_and_eos_are_those_of_transformers_and_never_come_from_plain_text(
+    place, token, files, in_vocab, tmp_path
+):
+    content = json.loads(SENTENCEPIECE)
+    if token == "<q>" and in_vocab:
+        content["model"]["vocab"][token] = 273
+    elif token == "<q>":
+        content["added_tokens"].append({**FLAGS, "id": 273, "content": token})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    files = files.replace("DECODER", '"added_tokens_decoder": {"273": NEW}')
+    for word, name in ADDED.items():
+        added = {**FLAGS, "special": True, "content": name}
+        files = files.replace(word, json.dumps(added))
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    for name, content in {"tokenizer_config": {}, **json.loads(files)}.items():
+        content |= kind if name == "tokenizer_config" else {}
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
     oracle, tokenizer = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(tmp_path)
     assert (tokenizer.eos_id, tokenizer.vocab_size) == (oracle.eos_token_id, len(oracle))
-    text = f"a tent{oracle.eos_token}tent"
-    assert tokenizer.encode_special(text)[0] == oracle.encode(text, add_special_tokens=False)
-    assert tokenizer.eos_id not in tokenizer.encode(text)
-
-
-NAMED = {  # how a folder names a token "<q>" of its tokenizer.json that is not special there
-    "eos_token": {"eos_token": "<q>"},
-    "another role": {"pad_token": "<q>"},
-    "added_tokens_decoder": {"added_tokens_decoder": {"273": {**ADDED, "content": "<q>"}}},
-    "a list": {"additional_special_tokens": ["<q>"]},
-    "a table": {"extra_special_tokens": {"picture_token": "<q>"}},
-}
-
-
-@pytest.mark.parametrize("in_vocab", [False, True])
-@pytest.mark.parametrize("case", NAMED)
-def test_a_token_that_the_folder_calls_special_never_comes_from_plain_text(
-    case, in_vocab, tmp_path
-):
-    content = json.loads(make_sentencepiece().to_str())
-    token = {**FLAGS, "id": 273, "content": "<q>"}
-    if in_vocab:
-        content["model"]["vocab"]["<q>"] = 273
-    else:
-        content["added_tokens"].append(token)
-    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    kind = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**kind, **NAMED[case]}))
-    oracle, tokenizer = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(tmp_path)
-    assert tokenizer.eos_id == oracle.eos_token_id
-    assert tokenizer.special["<q>"] == 273 not in tokenizer.encode("a<q>b")
-    ids, _ = tokenizer.encode_special("a<q>b")
-    assert ids == oracle.encode("a<q>b", add_special_tokens=False) and 273 in ids
+    text = f"a tent{token}tent"
+    ids, _ = tokenizer.encode_special(text)
+    assert ids == oracle.encode(text, add_special_tokens=False)
+    assert tokenizer.special[token] in ids
+    assert not {tokenizer.special[token], tokenizer.eos_id} & {*tokenizer.encode(text)}
 
 
 def make_word_piece() -> HuggingFace:
@@ -450,7 +436,7 @@ def test_eos_without_a_name_is_the_id_that_ends_a_text_in_transformers(name, tmp
     assert load_tokenizer(tmp_path).eos_id == 2
 
 
-def test_a_unigram_tokenizer_is_read_and_its_unknown_tokens_are_counted(tmp_path, capsys):
+def test_a_unigram_tokenizer_is_read_and_its_unknown_tokens_are_counted(tmp_path, run_tool):
     scores = [("<unk>", 0.0), ("</s>", 0.0), ("▁a", -1.0), ("▁", -2.0), ("b", -3.0)]
     model = models.Unigram(scores, 0)
     unigram = HuggingFace(model)
@@ -465,18 +451,18 @@ def test_a_unigram_tokenizer_is_read_and_its_unknown_tokens_are_counted(tmp_path
     arguments = ["prepare", str(text), "--processes", "1"]
     arguments += ["--tokenizer", str(tmp_path)]
     arguments += ["--out", str(tmp_path / "out")]
-    assert main(arguments) == 0
-    assert "2 unknown tokens" in capsys.readouterr().out
+    assert "2 unknown tokens" in run_tool(*arguments)
 
 
 def test_a_tokenizer_trained_on_the_texts_is_the_same_in_transformers_and_has_the_size_that_was_asked_for(
-    tmp_path, monkeypatch, capsys
+    tmp_path, monkeypatch, run_tool
 ):
     monkeypatch.chdir(tmp_path)
     Path("a.txt").write_text(SOURCE + "日本語 <|end_of_text|>")
     command = "prepare a.txt --out out --processes 1 --train-tokenizer".split()
-    assert main([*command, "400"]) == 0
-    assert "--model.hf_assets_path out/tokenizer --model.vocab_size 400" in capsys.readouterr().out
+    assert "--model.hf_assets_path out/tokenizer --model.vocab_size 400" in run_tool(
+        *command, "400"
+    )
     oracle, tokenizer = (
         AutoTokenizer.from_pretrained("out/tokenizer"),
         load_tokenizer("out/tokenizer"),
@@ -492,17 +478,16 @@ def test_a_tokenizer_trained_on_the_texts_is_the_same_in_transformers_and_has_th
             assert tokenizer.encode(text, bos=True) == oracle.encode(text)
     for size in ("257", "100000"):
         shutil.rmtree("out", ignore_errors=True)
-        assert main([*command, size]) == 2
-        possible = re.search(r"Use (\d+)", capsys.readouterr().err)[1]
+        possible = re.search(r"Use (\d+)", run_tool(*command, size, status=2))[1]
         assert main([*command, possible]) == 0
 
 
-SENTENCEPIECE = make_sentencepiece().to_str()
 # tokenizer.json | tokenizer.model | tokenizer_config.json | words of the reason
 BROKEN = r"""
 | | {} | there is no tokenizer.json
 { | | {} | is not JSON
 {"model": {"vocab": 5}} | | {} | model.vocab = 5
+{"model": {"type": "BPE", "dropout": 0.1, "vocab": {}, "merges": []}} | | {} | model.dropout = 0.1.*null
 SENTENCEPIECE | | {} | no eos_token
 SENTENCEPIECE | | {"eos_token": 2} | eos_token = 2
 SENTENCEPIECE | | | no token 99999.* eos_token_id in config.json
@@ -513,9 +498,9 @@ SENTENCEPIECE | | {"added_tokens_decoder": {"9": {"content": "<x>"}}} | 9.specia
 """
 
 
-@pytest.mark.parametrize("line", BROKEN.strip().splitlines())
-def test_what_is_no_tokenizer_is_refused_by_key_and_path(line, tmp_path):
-    *contents, why = map(str.strip, line.split("|"))
+@pytest.mark.parametrize("row", read_lines(BROKEN))
+def test_what_is_no_tokenizer_is_refused_by_key_and_path(row, tmp_path):
+    *contents, why = row
     contents[0] = contents[0].replace("SENTENCEPIECE", SENTENCEPIECE)
     contents[1] = contents[1].encode().decode("unicode_escape")
     for name, content in zip(

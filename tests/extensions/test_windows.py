@@ -27,7 +27,6 @@ from torchtitan_lite.tools.kv_cache import CachedModel
 
 ARGS = replace(resolve_model(TABLE_CONFIG.model), n_layers=3)
 SEQ_LEN = 150
-FULL = (None, False)
 CASES = [  # window, layer types, sinks
     (7, (), False),
     (7, LAYER_TYPES, True),
@@ -85,9 +84,11 @@ def make_inputs(model_args: ModelArgs, inner: nn.Module):
     return heads, sinks, leaves
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("case", CASES)
-def test_attention_is_a_softmax_over_the_window_and_the_sink(case, documents):
+def test_attention_is_a_softmax_over_the_window_and_the_sink(case, documents, monkeypatch):
+    """Compare outputs and gradients, and for documents also outputs of flex attention."""
     model_args = make_case(*case)
     doc_ids = make_documents(2, SEQ_LEN)
     attention = "document" if documents else "causal"
@@ -103,27 +104,20 @@ def test_attention_is_a_softmax_over_the_window_and_the_sink(case, documents):
             gradients = torch.autograd.grad(out.square().sum(), leaves)
             results.append([tensor.double() for tensor in (out, *gradients)])
         torch.testing.assert_close(*results, rtol=1e-5, atol=2e-5)
+        if documents:
+            with monkeypatch.context() as patches, torch.no_grad():  # no backward on a CPU
+                flex = attend_by_flex(patches, model_args, layer, heads, sinks, doc_ids)
+            torch.testing.assert_close(flex.double(), results[1][0], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without")
-@pytest.mark.parametrize("case", CASES)
-def test_flex_attention_with_windows_and_sinks_is_the_same(case, monkeypatch):
-    monkeypatch.setattr(
-        document_attention, "compile_once", lambda function: function
-    )  # lse on a CPU: eager only
-    monkeypatch.setattr(document_attention, "create_mask", create_block_mask)
-    model_args = make_case(*case)
-    doc_ids = make_documents(2, SEQ_LEN)
+def attend_by_flex(patches, model_args, layer, heads, sinks, doc_ids) -> torch.Tensor:
+    # lse on a CPU: eager only
+    patches.setattr(document_attention, "compile_once", lambda function: function)
+    patches.setattr(document_attention, "create_mask", create_block_mask)
     positions = torch.arange(SEQ_LEN)
-    inner = build_attention("document", model_args, 0)
-    inner.requires_grad_(False)  # flex attention has no backward on a CPU
-    with torch.no_grad():
-        heads, sinks, _ = make_inputs(model_args, inner)
-        heads = [tensor.detach() for tensor in heads]
-        blocks = plan_mask(doc_ids, positions, positions, model_args.find_window(0))
-        found = attend_in_windows(*heads, blocks, sinks)
-        expected = attend_exactly(*heads, sinks, list_sees(model_args, 0, doc_ids))
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    blocks = plan_mask(doc_ids, positions, positions, model_args.find_window(layer))
+    heads = [tensor.detach() for tensor in heads]
+    return attend_in_windows(*heads, blocks, None if sinks is None else sinks.detach())
 
 
 def read_in_pieces(cached, tokens, pieces, expected) -> None:

@@ -22,7 +22,7 @@ from layouts import (
 from mutant_table import CP2, mutant
 
 from torchtitan_lite import step
-from torchtitan_lite.config import features
+from torchtitan_lite.config import settings
 from torchtitan_lite.extensions import ring_attention
 from torchtitan_lite.model.loss import count_valid_tokens
 from torchtitan_lite.models.llama3 import modules as llama3
@@ -158,7 +158,7 @@ def hidden_states_rounded_between_stages(original, part, x, **inputs):
     Row(4, {PP: 2, SCHEDULE: "DualPipeV", ZERO: 3, MODE: "none"}),
     "gradients",
     "layers.3.feed_forward.w3.weight",
-    at=(features, "find_refused"),
+    at=(settings, "find_refused"),
 )
 def refused_combination_run(original, *args):
     """A fork deletes a row from the table of refused combinations."""

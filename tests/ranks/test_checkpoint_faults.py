@@ -1,4 +1,4 @@
-"""Saving on a full disk or when a rank dies, the memory that loading takes, and the choice of the steps to save."""
+"""Saving on a full disk or when a rank dies, and the memory that loading takes."""
 
 import os
 import resource
@@ -17,7 +17,7 @@ from watching import PeakMemory
 from torchtitan_lite.checkpoint import format as folders
 from torchtitan_lite.checkpoint.format import CheckpointError, find_steps
 from torchtitan_lite.checkpoint.load import OpenCheckpoint, load_checkpoint
-from torchtitan_lite.checkpoint.save import CheckpointSaver, is_saved
+from torchtitan_lite.checkpoint.save import CheckpointSaver
 from torchtitan_lite.config.schema import Checkpoint
 
 MIB = 2**20
@@ -210,21 +210,3 @@ def test_a_history_of_another_window_is_not_loaded_and_everything_else_is(pool, 
     path = write_tensors(tmp_path / "step-1", saved, step=1)
     (loaded,) = pool.run(load_with_another_window, 1, str(path))
     assert [*loaded.values()] == [[7.0] * 8, 3.0, [1.0, 1.0]]
-
-
-# ---------------------------------------------------------------- when
-
-
-@pytest.mark.parametrize(
-    "keys, steps",
-    [
-        ({}, [5, 10, 12]),
-        ({"enable_first_step_checkpoint": True}, [1, 5, 10, 12]),
-        ({"load_only": True}, []),
-        ({"enable": False}, []),
-    ],
-)
-def test_steps_that_are_saved(keys, steps):
-    section = Checkpoint(**{"enable": True, "interval": 5, **keys})
-    assert [step for step in range(1, 13) if is_saved(step, section, 12)] == steps
-    assert all(is_saved(step, section, 12, is_stopped=True) == bool(steps) for step in range(1, 13))

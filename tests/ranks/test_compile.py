@@ -7,7 +7,7 @@ import compare
 import pytest
 import torch
 from layouts import CHUNKS, COMPILED, MODE, PP, TP, TWO_LAYERS
-from marks import choose_fast
+from marks import choose_fast, read_lines
 from torch._dynamo.utils import counters, get_compilation_metrics
 
 from torchtitan_lite import step as stepping
@@ -97,32 +97,35 @@ def test_a_second_run_finds_what_the_first_has_compiled(tmp_path):
 # --- what must be there ---
 
 
-@pytest.mark.parametrize(
-    "device_type, there, environment, missing",
-    [
-        ("cpu", ["g++", "Python.h"], {}, ""),
-        ("cpu", ["mine", "Python.h"], {"CXX": "mine"}, ""),
-        ("cpu", ["g++", "Python.h"], {"CXX": "mine"}, "compiler mine (CXX)"),
-        ("cpu", ["g++"], {}, "Python.h"),
-        ("cuda", ["gcc", "Python.h"], {}, ""),
-        ("cuda", ["g++", "Python.h"], {}, "compiler gcc clang (CC)"),
-    ],
-)
+# device | what is there | the variable CXX | what is missing
+COMPILERS = """
+cpu | g++ Python.h | |
+cpu | mine Python.h | mine |
+cpu | g++ Python.h | mine | compiler mine (CXX)
+cpu | g++ | | Python.h
+cuda | gcc Python.h | |
+cuda | g++ Python.h | | compiler gcc clang (CC)
+"""
+
+
+@pytest.mark.parametrize("device_type, there, compiler, missing", read_lines(COMPILERS))
 def test_the_compiler_that_torch_or_triton_would_call_is_looked_for(
-    monkeypatch, tmp_path, device_type, there, environment, missing
+    monkeypatch, tmp_path, device_type, there, compiler, missing
 ):
     if "Python.h" in there:
         (tmp_path / "Python.h").touch()
     monkeypatch.setattr(software.sysconfig, "get_path", lambda name: str(tmp_path))
-    monkeypatch.setattr(
-        software.shutil, "which", lambda name: f"/usr/bin/{name}" if name in there else None
-    )
+    monkeypatch.setattr(software.shutil, "which", lambda name: name if name in there else None)
     for name in ("CC", "CXX"):
         monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
+    if compiler:
+        monkeypatch.setenv("CXX", compiler)
     machine = Machine(device_type, 1, None, "")
-    problems = software.check_software(Config(compile=Compile(enable=True)), machine)
-    assert [problem.key for problem in problems] == (["compile.backend"] if missing else [])
-    assert all(missing in problem.why and "Install" in problem.remedy for problem in problems)
     assert not software.check_software(Config(), machine)
+    config = Config(compile=Compile(enable=True))
+    problems = software.check_software(config, machine)
+    assert bool(problems) == bool(missing)
+    for problem in problems:
+        assert problem.key == "compile.backend"
+        assert missing in problem.why
+        assert "Install" in problem.remedy

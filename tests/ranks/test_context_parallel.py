@@ -46,12 +46,10 @@ def differentiate(attend, query, key, value, grad_out) -> list[torch.Tensor]:
     return [out.detach(), *(leaf.grad for leaf in leaves)]
 
 
-def attend_masked(query, key, value, *, doc_ids=None, first: int = 0):
+def attend_masked(query, key, value, *, first: int):
     """Attend from tokens `first` .. S - 1 with torch's own attention and a mask."""
     mask = torch.ones(SEQ_LEN, SEQ_LEN, dtype=torch.bool, device=query.device)
     mask = mask.tril()[first:]
-    if doc_ids is not None:
-        mask = mask & (doc_ids[:, None, :, None] == doc_ids[:, None, None, :])
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
 
 

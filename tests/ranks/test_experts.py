@@ -6,14 +6,8 @@ import compare
 import pytest
 import torch
 import torch.nn.functional as F
-from checkpoints import (
-    list_differing,
-    load_and_train,
-    make_saver,
-    merge_states,
-    train_and_save,
-)
-from layouts import ADAMW, EP, MODE, MOE, PP, TP, read_rows
+from checkpoints import make_saver
+from layouts import ADAMW, MODE, MOE, read_rows
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -100,19 +94,13 @@ def test_in_bfloat16_scores_and_the_sum_of_a_tokens_experts_are_computed_in_fp32
 # ---------------------------------------------------------------- loads and biases of a step
 
 
-def count_step(rank: int, world_size: int, overrides: dict) -> dict:
-    """Worker: return the loads of a step, and the biases after it, of all layers."""
+def count_step(rank: int, world_size: int, overrides: dict) -> Tensor:
+    """Worker: return the loads and the entropy of each layer in a step. test_layouts.py compares loads and biases."""
     run = compare.build_table_run(world_size, {**MOE, **overrides})
     batch = compare.read_rows(run)
     sharded = stepping.shard_for_cp(run, batch)
     validation.forward_only(run, sharded, torch.ones(()))  # validation counts nothing
-    loads = stepping.train_step(run, batch).expert_loads
-    biases = {fqn: bias.tolist() for fqn, bias in run.balance.biases.items()}
-    return {
-        "loads": loads[:, :-1].tolist(),
-        "entropy": loads[:, -1].tolist(),
-        "biases": biases,
-    }
+    return stepping.train_step(run, batch).expert_loads
 
 
 COUNTED_ALIKE = read_rows("""
@@ -123,51 +111,15 @@ cp2 x tp2, ep4 | 4 | CP=2 TP=2 EP=4
 """)
 
 
-@pytest.fixture(scope="module")
-def alone(pool) -> dict:
-    return pool.run(count_step, 1, {MODE: "none"})[0]
-
-
-def test_a_bias_moves_toward_the_mean_load(alone):
-    for load, bias in zip(alone["loads"], alone["biases"].values(), strict=True):
-        assert sum(load) == 2 * TOKENS
-        direction = (sum(load) / 8 - torch.tensor(load)).sign()
-        assert bias == pytest.approx(1e-3 * direction)
-
-
 @pytest.mark.parametrize("name", COUNTED_ALIKE)
-def test_every_layout_counts_each_token_once_and_moves_the_same_biases(pool, alone, name):
-    biases = {}
-    for rank in pool.run(count_step, *COUNTED_ALIKE[name]):
-        assert rank["loads"] == alone["loads"]
-        assert rank["entropy"] == pytest.approx(alone["entropy"])
-        biases |= rank["biases"]
-    assert biases == alone["biases"]
+def test_every_layout_counts_each_token_once_and_has_the_same_entropy(pool, name):
+    (alone,) = pool.run(count_step, 1, {MODE: "none"})
+    assert alone[:, :-1].sum(1).tolist() == [2 * TOKENS] * 2
+    for found in pool.run(count_step, *COUNTED_ALIKE[name]):
+        torch.testing.assert_close(found, alone, rtol=1e-6, atol=0)
 
 
 # ---------------------------------------------------------------- checkpoints
-
-
-TRAINED = {**MOE, **ADAMW, "training.expert_bias_rate": 0.01}
-OPENED_ON = [(2, {EP: 1}), (4, {TP: 2, EP: 4}), (2, {PP: 2})]
-
-
-def test_a_checkpoint_of_ep2_opens_on_another_layout_with_every_element_and_bias_equal(
-    pool, tmp_path
-):
-    rest = str(tmp_path), 3, Checkpoint(enable=True)
-    saved = pool.run(train_and_save, 2, {**TRAINED, EP: 2}, *rest)
-    states, losses, *_ = zip(*saved, strict=True)
-    state = merge_states(states)
-    for layer in range(2):
-        bias = state[f"model.layers.{layer}.feed_forward.router.expert_bias"]
-        assert bias.abs().max() >= 0.0099
-    for world_size, keys in OPENED_ON:
-        opened = pool.run(load_and_train, world_size, {**TRAINED, **keys}, *rest)
-        opened_states, opened_losses, *_ = zip(*opened, strict=True)
-        opened_state = merge_states(opened_states)
-        assert list_differing(opened_state, state) == [], keys
-        assert opened_losses[0] == pytest.approx(losses[0], rel=1e-4)  # losses of three more steps
 
 
 BIAS = "layers.{}.feed_forward.router.expert_bias"

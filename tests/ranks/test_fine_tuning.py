@@ -11,10 +11,8 @@ import torch
 import warm_start
 from made_corpora import write_corpus
 from marks import choose_fast
-from test_check import LAPTOP
-from test_hugging_face import spell_as_version_4
+from test_hugging_face import make_theirs, spell_as_version_4
 from test_model import PLAIN
-from their_llama import make_their_config
 from tokenizers import Tokenizer as HuggingFace
 from tokenizers import models, pre_tokenizers, processors, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
@@ -22,9 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from torchtitan_lite.__main__ import main
 from torchtitan_lite.config.model_rows import ModelArgs, MoEArgs, RopeScaling
 from torchtitan_lite.data.tokenizer import load_tokenizer
-from torchtitan_lite.preflight import resolve
 from torchtitan_lite.tools.model_source import build_model, open_source
-from torchtitan_lite.tools.plan.planned_run import plan_run
 
 BOS, EOS, EOT = "<s>", "</s>", "<|eot|>"
 ODD = RopeScaling(factor=5.5, low_freq_factor=1.5, high_freq_factor=3.0, original_length=96)
@@ -95,10 +91,7 @@ def publish(folder: Path, case: Case) -> Path:
         single=f"{BOS} $A", special_tokens=[(BOS, 0)]
     )
     torch.manual_seed(1)
-    config = make_their_config(
-        case.args, bos_token_id=0, eos_token_id=[1, 2], initializer_range=0.05
-    )
-    theirs = AutoModelForCausalLM.from_config(config)
+    theirs = make_theirs(case.args, bos_token_id=0, eos_token_id=[1, 2], initializer_range=0.05)
     theirs.generation_config = GenerationConfig(
         bos_token_id=0, eos_token_id=[1, 2], do_sample=True, temperature=0.6, top_p=0.9
     )
@@ -192,27 +185,3 @@ def load_equal(
         difference = theirs(tokens).logits - ours(tokens, positions=positions)
     assert difference.abs().max() < 5e-6
     return theirs
-
-
-# ---------------------------------------------------------------- what sees the model, and what is refused
-
-
-@pytest.fixture(scope="module")
-def published(tmp_path_factory) -> Path:
-    return publish(
-        tmp_path_factory.mktemp("published") / "llama", CASES["untied, in several files"]
-    )
-
-
-@pytest.fixture
-def text(published, tmp_path, monkeypatch) -> list[str]:
-    monkeypatch.chdir(tmp_path)
-    return write_text(tmp_path / "text", published)
-
-
-def test_every_tool_sees_the_model_of_the_folder(published, text, capsys):
-    args = [*text, *from_folder(published), "--checkpoint.no_enable"]
-    spec = resolve(args, machine=LAPTOP, n_ranks=2)
-    assert spec.model_args == plan_run(args, 2, "cpu").model_args == UNTIED
-    assert spec.weights.published["config.json"] == read_json(published)
-    assert main(["check", *args, "--gpus", "2"]) == 0 and str(published) in capsys.readouterr().out

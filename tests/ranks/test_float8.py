@@ -4,23 +4,17 @@ test_layouts.py tests gradients of layouts, and test_check.py refused configs.""
 
 from dataclasses import replace
 
-import checkpoints
-import compare
 import pytest
 import torch
-from layouts import EMULATED, FLOAT8, GATHER, PRECOMPUTE, REPLICATE, TP, TWO_LAYERS
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan_lite.config.float8 import list_linears, plan_float8
 from torchtitan_lite.config.machine import GIB, Machine
-from torchtitan_lite.config.model import resolve_model
 from torchtitan_lite.config.reader import read_config
-from torchtitan_lite.config.schema import Checkpoint
 from torchtitan_lite.config.settings import check_settings
 from torchtitan_lite.extensions import float8_rowwise
 from torchtitan_lite.model import float8_linear
-from torchtitan_lite.models.llama3.modules import Llama3
 from torchtitan_lite.models.llama3.table import FLAVORS
 
 # ---------------------------------------------------------------- one linear layer
@@ -81,36 +75,6 @@ def test_output_and_gradients_have_the_bits_of_torchaos(recipe_name, dtype, emul
         assert all(map(torch.equal, found, expected)), name
 
 
-# ---------------------------------------------------------------- on ranks
-
-
-def train_steps(rank: int, world_size: int, overrides: dict) -> list[float]:
-    """Worker: train three steps. Return their losses."""
-    run = compare.build_table_run(world_size, overrides)
-    return checkpoints.train(run, range(3))
-
-
-SMALL = {**TWO_LAYERS, **EMULATED}
-BATCH_OF_6 = {"training.local_batch_size": 2, "training.global_batch_size": 6}
-GATHERED = {
-    "dp3, rows that 3 does not divide": (3, BATCH_OF_6),
-    "dp2 x tp2": (4, {TP: 2}),
-    "hsdp2x2": (4, {REPLICATE: 2}),
-}
-
-
-@pytest.mark.parametrize("name", GATHERED)
-def test_weights_that_travel_as_float8_are_the_same_as_weights_that_are_rounded_on_arrival(
-    pool, name
-):
-    n_ranks, layout = GATHERED[name]
-    layout = {**layout, **SMALL}
-    losses = pool.run(train_steps, n_ranks, {**layout, **FLOAT8})
-    assert len(set(losses[0])) == 3
-    for gather in (GATHER, PRECOMPUTE):
-        assert pool.run(train_steps, n_ranks, {**layout, **gather}) == losses
-
-
 class Matmuls(TorchDispatchMode):
     """Records for each float8 matmul whether it may accumulate in fewer bits."""
 
@@ -144,24 +108,6 @@ def test_activations_are_summed_fast_and_gradients_exactly(recipe_name, n_matmul
     with Matmuls() as matmuls:
         run_linear(linear, x, dy)
     assert matmuls.fast == [True] + [False] * (n_matmuls - 1)
-
-
-def test_checkpoints_hold_high_precision_under_the_usual_names(pool, tmp_path):
-    rest = str(tmp_path), 2, Checkpoint(enable=True)
-    precompute = {**PRECOMPUTE, **SMALL}
-    rank_0, _ = pool.run(checkpoints.train_and_save, 2, precompute, *rest)
-    tensors, losses, *_ = rank_0
-    sizes = resolve_model(compare.TABLE_CONFIG.model)
-    model = Llama3(replace(sizes, n_layers=2))
-    named = dict(model.named_parameters())
-    assert tensors.keys() == {f"model.{fqn}" for fqn in named}
-    assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
-    for overrides in (precompute, TWO_LAYERS):
-        rank_0, _ = pool.run(checkpoints.load_and_train, 2, overrides, *rest)
-        loaded, more, *_ = rank_0
-        assert checkpoints.list_differing(tensors, loaded) == []
-        is_same_run = overrides == precompute
-        assert (losses == more) == is_same_run  # `more`: losses after step 2
 
 
 # ---------------------------------------------------------------- which layers

@@ -52,11 +52,6 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def letters(tmp_path_factory) -> list[str]:
-    return warm_start.write_letters(tmp_path_factory.mktemp("corpus") / "letters")
-
-
 # ---------------------------------------------------------------- threads
 
 

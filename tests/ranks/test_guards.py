@@ -2,6 +2,7 @@
 
 import copy
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import patch
 
@@ -104,10 +105,10 @@ def test_each_tp_rank_computes_norms_in_float32_in_a_run_in_bfloat16(pool):
 
 
 def test_a_run_logs_rate_and_norm_of_each_step_and_validates_other_documents_without_effect(
-    pool, tmp_path
+    pool, letters, tmp_path
 ):
     keys = [
-        *warm_start.write_letters(tmp_path / "letters"),
+        *letters,
         f"--training.dataset={tmp_path / 'abc'}",
     ]
     write_corpus(tmp_path / "abc", [[[97, 98, 99] * 50] * 20], validation=[[[120, 121, 122] * 50]])
@@ -134,10 +135,10 @@ def test_a_run_logs_rate_and_norm_of_each_step_and_validates_other_documents_wit
 # ---------------------------------------------------------------- when a run saves, compares, validates, and resumes
 
 
-def start_small(folder: Path, *more: str) -> list[str]:
-    """Return the arguments of a small run in `folder`/run."""
-    letters = warm_start.write_letters(folder / "letters")
-    return [*letters, f"--job.dump_folder={folder / 'run'}", *more]
+@pytest.fixture
+def start_small(letters, tmp_path) -> Callable[..., list[str]]:
+    """Return a function: more arguments -> the arguments of a small run in `tmp_path`/run."""
+    return lambda *more: [*letters, f"--job.dump_folder={tmp_path / 'run'}", *more]
 
 
 def note_compared_steps(rank: int, world_size: int, keys: list[str]) -> list[int]:
@@ -150,13 +151,14 @@ def note_compared_steps(rank: int, world_size: int, keys: list[str]) -> list[int
     return steps
 
 
-def test_a_run_compares_validates_and_records_after_every_nth_step(pool, tmp_path):
+def test_a_run_compares_validates_and_records_after_every_nth_step(pool, start_small, tmp_path):
     keys = ["--training.steps=16", "--debug.compare_copies_every=3", "--checkpoint.no_enable"]
     keys += ["--validation.enable", "--validation.freq=3", "--metrics.log_freq=5"]
-    assert pool.run(note_compared_steps, 1, start_small(tmp_path, *keys)) == [[3, 6, 9, 12, 15]]
+    assert pool.run(note_compared_steps, 1, start_small(*keys)) == [[3, 6, 9, 12, 15]]
     validated = [1, 3, 6, 9, 12, 15, 16]
     assert [*warm_start.read_losses(tmp_path / "run", "val_loss")] == validated
     assert [*warm_start.read_losses(tmp_path / "run")] == [*range(1, 11), 12, 15, 16]
+    assert not (tmp_path / "run" / "checkpoint").exists()
 
 
 def fail_to_save_the_last_step(rank: int, world_size: int, keys: list[str]) -> list[str]:
@@ -177,10 +179,10 @@ def fail_to_save_the_last_step(rank: int, world_size: int, keys: list[str]) -> l
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_snapshots_are_kept_until_the_last_checkpoint_is_saved(pool, tmp_path, mode):
+def test_snapshots_are_kept_until_the_last_checkpoint_is_saved(pool, start_small, tmp_path, mode):
     keys = ["--training.steps=6", f"--checkpoint.async_mode={mode}"]
     keys += [f"--checkpoint.local_folder={tmp_path / 'snapshots'}"]
-    keys = start_small(tmp_path, *keys, "--checkpoint.local_interval=2")
+    keys = start_small(*keys, "--checkpoint.local_interval=2")
     (saved,) = pool.run(fail_to_save_the_last_step, 1, keys)
     assert len(saved) == 2 and len(set(saved)) == 1
     assert sorted(path.name for path in Path(saved[0]).iterdir()) == ["step-2", "step-4"]
@@ -196,8 +198,8 @@ def note_resumed_step(rank: int, world_size: int, keys: list[str], restarts: int
     return steps[0]
 
 
-def test_a_restarted_job_resumes_from_its_newest_checkpoint_instead_of_load_step(pool, tmp_path):
-    keys = start_small(tmp_path, "--training.steps=9", "--checkpoint.interval=2")
+def test_a_restarted_job_resumes_from_its_newest_checkpoint_instead_of_load_step(pool, start_small):
+    keys = start_small("--training.steps=9", "--checkpoint.interval=2")
     assert pool.run(warm_start.start, 1, keys, n_steps=4) == [128 + signal.SIGTERM]
     keys += ["--checkpoint.load_step=4"]
     assert pool.run(warm_start.start, 1, keys, n_steps=2) == [128 + signal.SIGTERM]

@@ -1,29 +1,24 @@
 """The central tests: every layout computes what the single-device model does, and refused layouts really fail."""
 
+from functools import partial
 from unittest.mock import patch
 
 import compare
 import pytest
 from layouts import (
     BFLOAT16_LAYOUTS,
-    COMPILED,
-    CP,
     CROSSES,
-    DOCUMENTS,
     FAST,
     FLOAT8_LAYOUTS,
     LAYOUTS,
     MODE,
     PP,
-    RING,
     SCHEDULE,
-    WINDOWS,
-    ZERO,
-    Row,
+    read_rows,
 )
 from marks import choose_fast, slow
 
-from torchtitan_lite.config import checks, features
+from torchtitan_lite.config import checks, settings
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.model import resolve_model
 from torchtitan_lite.tools.verify.ranks import RankFailure
@@ -31,6 +26,7 @@ from torchtitan_lite.tools.verify.trial import make_trial, try_precision
 
 # These rows are slow tests. The rows of Qwen2 and of one key/value head test the same code by default.
 HELD = {"tp2", "tp2 rowwise", "pp2 x dp2 x tp2, gathered"}
+HELD |= {name for name in BFLOAT16_LAYOUTS if name.startswith("pp2 x tp2 ")}
 
 
 @pytest.mark.parametrize("name", [*FAST, *map(slow, CROSSES)])
@@ -54,46 +50,45 @@ def test_layout_rounds_to_float8_where_one_rank_does(pool, tmp_path, name):
 # ---------------------------------------------------------------- refused
 
 SPLIT = {PP: 2, SCHEDULE: "ZBVZeroBubble", MODE: "none"}
-# Key of the problem, a run that is refused, and how it would fail: words of the crash, or the measure that is wrong. If
-# a torch release repairs one of these, its test fails and says so.
-REFUSED = [
-    (SCHEDULE, Row(4, {**SPLIT, ZERO: 3}), "no gradient reaches"),
-    slow(
-        SCHEDULE,
-        Row(4, {**SPLIT, ZERO: 3, SCHEDULE: "InterleavedZeroBubble"}),
-        "no gradient reaches",
-    ),
-    slow(SCHEDULE, Row(4, {**SPLIT, ZERO: 3, SCHEDULE: "DualPipeV"}), "gradient"),
-    (MODE, Row(2, {**SPLIT, MODE: "selective"}), "backward an extra time"),
-    slow("compile.enable", Row(2, {**SPLIT, **COMPILED}), "Input: ['Tensor("),
-    (
-        "parallelism.context_parallel_rotate_method",
-        Row(2, {CP: 2, **RING, **DOCUMENTS}),
-        "the ring has no masks",
-    ),
-    (
-        "parallelism.context_parallel_rotate_method",
-        Row(2, {CP: 2, **RING, **WINDOWS}),
-        "the ring has no masks",
-    ),
-]
+# Key of the problem | how the run would fail: words of the crash, or the measure that is wrong | ranks | keys.
+# If a torch release repairs one of these, its test fails and says so.
+REFUSED = f"""
+{SCHEDULE} | no gradient reaches | 4 | SPLIT ZERO=3
+{MODE} | backward an extra time | 2 | SPLIT MODE=selective
+parallelism.context_parallel_rotate_method | the ring has no masks | 2 | CP=2 RING DOCUMENTS
+parallelism.context_parallel_rotate_method | the ring has no masks | 2 | CP=2 RING WINDOWS
+"""
+REFUSED_SLOWLY = f"""
+{SCHEDULE} | no gradient reaches | 4 | SPLIT ZERO=3 SCHEDULE=InterleavedZeroBubble
+{SCHEDULE} | gradient | 4 | SPLIT ZERO=3 SCHEDULE=DualPipeV
+compile.enable | Input: ['Tensor( | 2 | SPLIT COMPILED
+"""
 
 
 def refuse_nothing():
-    return patch.object(features, "find_refused", lambda *args: [])
+    return patch.object(settings, "find_refused", lambda *args: [])
 
 
-@pytest.mark.parametrize("key, row, symptom", REFUSED)
-def test_refused_combination_is_refused_and_really_fails(pool, tmp_path, key, row, symptom):
+@pytest.mark.parametrize(
+    "line", [*REFUSED.strip().splitlines(), *map(slow, REFUSED_SLOWLY.strip().splitlines())]
+)
+def test_refused_combination_is_refused_and_really_fails(pool, tmp_path, line):
+    key, symptom, layout = line.split(" | ", 2)
+    (row,) = read_rows(f"refused | {layout}", {"SPLIT": SPLIT}).values()
     config = compare.complete(row.overrides, row.world_size)
+    model_args = resolve_model(config.model)
     with pytest.raises(ConfigError) as refusal:
-        checks.plan_layout(config, resolve_model(config.model), row.world_size)
-    assert key in {problem.key for problem in refusal.value.problems}
+        checks.plan_layout(config, model_args, row.world_size)
+    named = [problem.key for problem in refusal.value.problems]
+    assert key in named
 
     run_ranks = compare.ranks_inside(pool, refuse_nothing)
-    trial = make_trial("table", lambda: compare.try_row(row, run_ranks, tmp_path))
-    said = [f"{kind}: {fault.text}" for kind, fault in trial.faults.items()]
-    assert any(symptom in each for each in said), f"{key}: {said}"
+    attempt = partial(compare.try_row, row, run_ranks, tmp_path)
+    trial = make_trial("table", attempt)
+    said = []
+    for kind, fault in trial.faults.items():
+        said.append(f"{kind}: {fault.text}")
+    assert symptom in "\n".join(said)
 
 
 def test_the_pool_names_the_failing_rank_and_works_again_afterwards(pool):

@@ -49,11 +49,14 @@ class CappedHead(Head):
         return 3 * torch.tanh(logits / 3)
 
 
-def make_case() -> tuple[torch.Tensor, ...]:
-    """Return weight, hidden, targets, weights and a teacher's logits. Some targets are not counted."""
+Case = tuple[torch.Tensor, ...]  # weight, hidden, targets, weights, a teacher's logits
+
+
+def make_case(dtype: torch.dtype = torch.float32) -> Case:
+    """Make a case in which some targets are not counted."""
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(VOCAB, DIM, generator=generator)
-    hidden = torch.randn(ROWS, SEQ_LEN, DIM, generator=generator)
+    weight = torch.randn(VOCAB, DIM, generator=generator).to(dtype)
+    hidden = torch.randn(ROWS, SEQ_LEN, DIM, generator=generator).to(dtype)
     targets = torch.randint(VOCAB, (ROWS, SEQ_LEN), generator=generator)
     targets[1] = IGNORE_INDEX
     targets[2, :3] = IGNORE_INDEX
@@ -62,12 +65,19 @@ def make_case() -> tuple[torch.Tensor, ...]:
     return weight, hidden, targets, weights, teacher
 
 
-def compute_in_float64(name: str) -> list[torch.Tensor]:
-    """Return the loss and the gradients of hidden and weight, with torch's own functions of all logits."""
-    weight, hidden, targets, weights, teacher = make_case()
-    weight = weight.double().requires_grad_()
-    hidden = hidden.double().requires_grad_()
+def compute(
+    name: str, case: Case, dtype: torch.dtype = torch.float64
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the loss divided by 7 and the gradients of hidden and weight, with torch's own functions of all logits.
+
+    `dtype`: of the matmuls.
+    """
+    weight, hidden, targets, *others = case
+    weight = weight.to(dtype, copy=True).requires_grad_()
+    hidden = hidden.to(dtype, copy=True).requires_grad_()
     logits = (hidden @ weight.t()).flatten(0, 1)
+    if dtype != torch.float64:
+        logits = logits.float()
     targets = targets.flatten()
     if name == "softcap":
         logits = 3 * torch.tanh(logits / 3)
@@ -78,18 +88,19 @@ def compute_in_float64(name: str) -> list[torch.Tensor]:
     if name == "smoothed":
         losses = F.cross_entropy(logits, targets, reduction="none", label_smoothing=0.1)
     if name == "weighted":
-        losses = losses * weights.flatten().double()
+        losses = losses * others[0].flatten().double()
     if name == "distilled":
-        probabilities = teacher.double().softmax(-1).flatten(0, 1)
+        probabilities = others[1].double().softmax(-1).flatten(0, 1)
         losses = F.cross_entropy(logits, probabilities, reduction="none")
         losses = losses[targets != IGNORE_INDEX]
-    loss = losses.sum()
-    return [loss.detach(), *torch.autograd.grad(loss, (hidden, weight))]
+    loss = losses.sum() / 7
+    return loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
 
 
 def run_formula(rank: int, world_size: int, name: str, chunk_tokens: int) -> list[float]:
     """Worker: return the errors of loss, gradient of hidden and gradient of weight on a tp rank."""
-    weight, hidden, targets, weights, teacher = make_case()
+    case = make_case()
+    weight, hidden, targets, weights, teacher = case
     head = CappedHead(DIM, VOCAB) if name == "softcap" else Head(DIM, VOCAB)
     head.formula = globals().get(name, cross_entropy)
     head.chunk_tokens = chunk_tokens
@@ -104,10 +115,10 @@ def run_formula(rank: int, world_size: int, name: str, chunk_tokens: int) -> lis
         n_tokens = SEQ_LEN // world_size
         piece = slice(rank * n_tokens, (rank + 1) * n_tokens)
     hidden = hidden[:, piece].clone().requires_grad_()
-    loss = head(hidden, targets, **extra)
+    loss = head(hidden, targets, **extra) / 7
     loss.backward()
     rows = slice(rank * VOCAB // world_size, (rank + 1) * VOCAB // world_size)
-    true_loss, true_hidden, true_weight = compute_in_float64(name)
+    true_loss, true_hidden, true_weight = compute(name, case)
     weight_grad = local(head.weight.grad)
     return [
         relative_error(loss.detach(), true_loss),

@@ -7,14 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from marks import read_lines
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from torchtitan_lite.checkpoint.continued import describe_rates
 from torchtitan_lite.components.optim import (
-    build_optimizer,
     sum_gradient_squares,
-    update_weights,
 )
 from torchtitan_lite.config.choices import DECAYS
 from torchtitan_lite.config.learning_rate import describe_unusual_rates, learning_rate_factor
@@ -43,9 +42,8 @@ RATES = """
 """
 
 
-@pytest.mark.parametrize("line", RATES.strip().splitlines())
-def test_learning_rate_warms_up_stays_and_decays(line):
-    keys, first, rates = line.split(" | ")
+@pytest.mark.parametrize("keys, first, rates", read_lines(RATES))
+def test_learning_rate_warms_up_stays_and_decays(keys, first, rates):
     section = LRScheduler(**json.loads(keys))
     for step, rate in enumerate(rates.split(), int(first)):
         assert learning_rate_factor(section, step) == pytest.approx(float(rate), rel=1e-5)
@@ -77,9 +75,9 @@ UNUSUAL = """
 
 
 @pytest.mark.parametrize("decay_type", DECAYS)
-@pytest.mark.parametrize("line", UNUSUAL.strip().splitlines())
-def test_a_rate_of_0_and_a_peak_that_is_never_reached_are_said_with_both_numbers(decay_type, line):
-    n_steps, keys, resumed_step, idle_step, highest = map(json.loads, line.split("|"))
+@pytest.mark.parametrize("row", read_lines(UNUSUAL))
+def test_a_rate_of_0_and_a_peak_that_is_never_reached_are_said_with_both_numbers(decay_type, row):
+    n_steps, keys, resumed_step, idle_step, highest = map(json.loads, row)
     section = LRScheduler(**{"warmup_steps": 10, "decay_type": decay_type} | keys)
     config = Config(lr_scheduler=section, training=Training(steps=n_steps))
     said = describe_unusual_rates(config, resumed_step)
@@ -169,30 +167,3 @@ def agree_to_stop(rank: int, world_size: int, signals: list[int]) -> int:
 )
 def test_all_ranks_stop_for_one_signal_and_sigterm_wins(pool, signals, stop):
     assert pool.run(agree_to_stop, 2, signals) == [stop, stop]
-
-
-@pytest.mark.parametrize(
-    "section",
-    [
-        Optimizer(implementation="fused"),
-        Optimizer(implementation="foreach"),
-        Optimizer(implementation="for-loop"),
-        Optimizer(name="SGD"),
-        Optimizer(moments_dtype="bfloat16"),
-    ],
-)
-@pytest.mark.parametrize("norm, max_norm", [(0.5, 1.0), (4.0, 1.0), (4.0, 0.0)])
-def test_an_update_clips_as_torch_does_or_never_if_max_norm_is_0(section, norm, max_norm):
-    gradient = torch.randn(3, 1024, generator=torch.Generator().manual_seed(1))
-    gradient *= norm / gradient.norm()
-    weights = [torch.zeros_like(gradient, requires_grad=True) for _ in range(2)]
-    ours = build_optimizer(section, {"weight": weights[0]})
-    theirs = build_optimizer(section, {"weight": weights[1]})
-    limit = max_norm or math.inf
-    for factor in (1, 0.1):
-        for weight in weights:
-            weight.grad = factor * gradient
-        update_weights(ours, torch.tensor(factor * norm), max_norm)
-        torch.nn.utils.clip_grad_norm_([weights[1]], limit)
-        theirs.step()
-    torch.testing.assert_close(*weights, rtol=1e-5, atol=1e-9)

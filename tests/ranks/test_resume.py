@@ -104,28 +104,3 @@ def save_and_resume(rank: int, world_size: int, overrides: dict, folder: str) ->
 def test_every_optimizer_is_saved_and_resumed_bit_equal_in_every_mode(pool, tmp_path, name):
     for differing in pool.run(save_and_resume, 2, COMMON | ROWS[name], str(tmp_path)):
         assert differing == dict.fromkeys(MODES, [])
-
-
-# the steps that each of two hosts has saved -> the steps that both can use
-HOSTS = {
-    "one is ahead": ([2, 4], [4, 6], [4]),
-    "none in common": ([2, 5], [3, 4], []),
-}
-
-
-def save_on_hosts(rank: int, world_size: int, folder: str) -> dict[str, list[int]]:
-    """Worker: save snapshots, as the only rank of a host. Return the steps that can be used."""
-    usable = {}
-    run = compare.build_table_run(world_size, {})
-    for name, hosts in HOSTS.items():
-        section = replace(MODES["snapshot"], local_folder=f"{folder}/{name}-{rank}")
-        snapshots = make_snapshots(Path(folder, name), section, run, n_hosts=world_size)
-        for step in hosts[rank]:
-            snapshots.saver.save(step, run.name_tensors())
-        usable[name] = [saved.step for saved in snapshots.list_usable()]
-    return usable
-
-
-def test_a_snapshot_is_used_if_every_host_has_it(pool, tmp_path):
-    expected = {name: steps for name, (_, _, steps) in HOSTS.items()}
-    assert pool.run(save_on_hosts, 2, str(tmp_path)) == [expected, expected]

@@ -51,10 +51,10 @@ RANKS, LAYOUT = 2, "--training.local_batch_size=6"
 
 
 @pytest.fixture(scope="module")
-def unbroken(pool, tmp_path_factory) -> tuple[Path, list[str]]:
+def unbroken(pool, letters, tmp_path_factory) -> tuple[Path, list[str]]:
     """Train without interruption, in the workers of the pool. Return the dump folder, and the keys of the data."""
     folder = tmp_path_factory.mktemp("train with spaces")
-    keys = [*KEYS, *warm_start.write_letters(folder / "letters")]
+    keys = [*KEYS, *letters]
     assert (
         pool.run(warm_start.start, RANKS, [*keys, LAYOUT, f"--job.dump_folder={folder}"])
         == [0] * RANKS
@@ -158,6 +158,7 @@ def stopped(pool, unbroken, tmp_path_factory) -> tuple[Path, list[str]]:
     folder = tmp_path_factory.mktemp("stopped")
     keys = [*unbroken[1], LAYOUT, f"--job.dump_folder={folder / 'run'}"]
     keys += ["--checkpoint.interval=4", "--checkpoint.local_interval=3"]
+    keys += ["--checkpoint.enable_first_step_checkpoint"]
     keys += [f"--checkpoint.local_folder={folder / 'snapshots'}"]
     assert pool.run(warm_start.start, RANKS, keys, 10) == [143] * RANKS
     hang = folder / "run" / "hang" / "restart-0" / "rank-00000.json"
@@ -180,7 +181,7 @@ def test_a_run_that_only_reads_changes_no_file_of_the_run_that_it_loads(
     shutil.copytree(stopped[0], tmp_path, dirs_exist_ok=True)
     keys = [key.replace(str(stopped[0]), str(tmp_path)) for key in stopped[1]]
     run = tmp_path / "run"
-    assert find_steps(run / "checkpoint") == [4, 8, 10]
+    assert find_steps(run / "checkpoint") == [1, 4, 8, 10]
     if damaged:
         flip_bit(run / "checkpoint" / "step-10" / "rank-00001.safetensors")
         keys.append("--training.steps=11")  # otherwise the manifest says that the run has finished
@@ -322,13 +323,16 @@ def test_new_moments_begin_once_however_often_the_command_is_started(
             status = 143 if n_steps else 0
             assert pool.run(warm_start.start, RANKS, keys, n_steps) == [status] * RANKS
     assert read_adam_step(tmp_path) == expected
-    # A new folder is a new run, so its first start begins with new moments.
-    (tmp_path / "again").mkdir()
+    # A new folder is a new run, so its first start begins with new moments, unless it continues with the old ones.
     path = tmp_path / "checkpoint" / f"step-{STEPS}"
-    more = [f"--job.dump_folder={tmp_path / 'again'}", f"--checkpoint.initial_load_path={path}"]
-    more += ["--checkpoint.no_initial_load_model_only", f"--training.steps={STEPS + 3}"]
-    assert pool.run(warm_start.start, RANKS, [*keys, *more]) == [0] * RANKS
-    assert read_adam_step(tmp_path / "again") == 3
+    keys += [f"--checkpoint.initial_load_path={path}", "--checkpoint.no_initial_load_model_only"]
+    keys.append(f"--training.steps={STEPS + 3}")
+    for more, n_updates in ((ANEW, 3), ("--checkpoint.exclude_from_loading=[]", expected + 3)):
+        folder = tmp_path / more
+        folder.mkdir()
+        again = [*keys, more, f"--job.dump_folder={folder}"]
+        assert pool.run(warm_start.start, RANKS, again) == [0] * RANKS
+        assert read_adam_step(folder) == n_updates
 
 
 def test_the_way_back_that_a_refusal_names_trains_on_in_another_folder(pool, unbroken, tmp_path):

@@ -1,15 +1,18 @@
 """A model whose forward differs from its table or the plain loop gives an error with a name, never a wrong run."""
 
+from dataclasses import replace
 from functools import partial
+from unittest.mock import patch
 
 import compare
 import pytest
-from layouts import TP
+from layouts import BIASES, HEAD_NORMS, ONE_HEAD, TP, Row
 
 from torchtitan_lite import build
 from torchtitan_lite import step as stepping
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.models.llama3.modules import Llama3
+from torchtitan_lite.models.registry import MODELS
 from torchtitan_lite.tools.verify.plain import run_plainly
 from torchtitan_lite.tools.verify.trial import make_trial
 
@@ -66,3 +69,22 @@ def train_without_a_norm(rank: int, world_size: int, keys: dict) -> str:
 def test_a_parameter_that_no_gradient_reaches_is_refused_by_name(pool, keys):
     for said in pool.run(train_without_a_norm, 2, keys):
         assert "no gradient reaches norm.weight:" in said
+
+
+def make_whole():
+    """Context manager: each tp rank has all weights of keys and values and computes all of them, as in MLA."""
+    table = MODELS["llama3"]
+
+    def list_block(*args):
+        rows = []
+        for row in table.list_block(*args):
+            is_whole = row.name in ("attention.wk", "attention.wv", "attention.k_norm")
+            rows.append(replace(row, tp_style="whole", kv_heads=0) if is_whole else row)
+        return rows
+
+    return patch.dict(MODELS, llama3=replace(table, list_block=list_block))
+
+
+def test_modules_that_each_rank_computes_whole_have_the_gradients_of_one_process(pool, tmp_path):
+    row = Row(2, {TP: 2, **ONE_HEAD, **HEAD_NORMS, **BIASES})
+    assert not compare.try_row(row, compare.ranks_inside(pool, make_whole), tmp_path).faults

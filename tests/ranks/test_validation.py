@@ -10,7 +10,6 @@ from unittest.mock import patch
 import compare
 import pytest
 import torch
-import torch.nn.functional as F
 from layouts import CP, DOCUMENTS, PP, TP, ZERO, read_rows
 from torch.distributed.tensor import DTensor
 
@@ -122,17 +121,16 @@ def validate_in_one_process(folder: Path, starts: Sequence[int]) -> dict[str, fl
     validation = open_validation(folder)
     tokens, begins = validation.tokens.long(), torch.zeros(validation.n_tokens, dtype=torch.bool)
     begins[validation.documents] = True
-    loss = n_counted = n_bytes = 0
-    for start in starts:
-        row = tokens[start : start + SEQ_LEN + 1]
-        with torch.no_grad():
-            logits = model(row[None, :-1], positions=torch.arange(len(row) - 1)[None])
-        counted = ~begins[start + 1 : start + len(row)]
-        losses = F.cross_entropy(logits[0].double(), row[1:], reduction="none")
-        loss += losses[counted].sum().item()
-        n_counted += counted.sum().item()
-        n_bytes += (counted & (row[1:] < 256)).sum().item()  # each byte of text is one token
-    mean = loss / n_counted
+    positions = torch.arange(SEQ_LEN)[None]
+    loss, counted = compare.sum_losses(
+        lambda ids: model(ids, positions=positions[:, : ids.shape[1]]),
+        tokens,
+        begins,
+        starts,
+        SEQ_LEN,
+    )
+    mean = loss / len(counted)
+    n_bytes = (counted < 256).sum().item()  # each byte of text is one token
     return {
         "val_loss": mean,
         "val_perplexity": math.exp(mean),

@@ -1,6 +1,6 @@
 """bench: contenders take turns, and ratios are computed within each round. No test depends on a speed."""
 
-from argparse import ArgumentTypeError, Namespace
+from argparse import Namespace
 from dataclasses import replace
 from functools import partial
 
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_lite.components import optim
-from torchtitan_lite.config.messages import ConfigError, UserError
+from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.parallel.gloo_workers import limit_gloo_workers
 from torchtitan_lite.tools import bench, options
 from torchtitan_lite.tools.verify.reduction import override
@@ -65,18 +65,6 @@ def test_ranks_of_a_layout_compute_the_loss_of_the_bare_loop(capsys):
         "trainer",
         "bare_loop",
     ]
-
-
-@pytest.mark.parametrize("text", ["pp", "2", "pp0", "xp2", "tp-2"])
-def test_a_layout_that_is_none_is_refused(text):
-    with pytest.raises(ArgumentTypeError, match=f"{text} is not a degree"):
-        options.degree(text)
-    twice = [options.degree("dp2"), options.degree("dp4")]
-    with pytest.raises(UserError, match="twice"):
-        bench.main(Namespace(rounds=1, steps=1, layout=twice), TINY_CONFIG)
-    # raised here, and not on a rank, whose traceback the user would read
-    with pytest.raises(ConfigError, match="model.n_heads = 4"):
-        bench.main(Namespace(rounds=1, steps=1, layout=[options.degree("tp3")]), TINY_CONFIG)
 
 
 @pytest.mark.parametrize("has_transformers", [True, False])

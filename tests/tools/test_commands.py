@@ -16,6 +16,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
+from marks import read_lines
 from test_generate_tool import ARGS, save
 
 from torchtitan_lite.__main__ import main
@@ -115,12 +116,18 @@ plan --config debug --dry-run --json                         | --json would have
 plan --config debug --restart-s 60                           | without --mtbf-hours
 generate x --temperature 0 --seed 1                          | --seed would have no effect without --temperature
 lab 3 check x                                                | 'x' has no effect
+bench --layout pp                                            | pp is not a degree
+bench --layout 2                                             | 2 is not a degree
+bench --layout pp0                                           | pp0 is not a degree
+bench --layout xp2                                           | xp2 is not a degree
+bench --layout tp-2                                          | tp-2 is not a degree
+bench --layout dp2 dp4                                       | twice
+bench --layout tp3                                           | model.n_heads
 """
 
 
-@pytest.mark.parametrize("line", WRONG.strip().splitlines())
-def test_wrong_input_ends_a_tool_with_status_2_and_its_key(line, capsys):
-    args, key = map(str.strip, line.split("|"))
+@pytest.mark.parametrize("args, key", read_lines(WRONG))
+def test_wrong_input_ends_a_tool_with_status_2_and_its_key(args, key, capsys):
     try:
         status = main(args.split())
     except SystemExit as stop:  # argparse

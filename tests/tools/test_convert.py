@@ -1,19 +1,19 @@
 """convert turns a checkpoint into a Hugging Face folder, which is complete or does not exist."""
 
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import flip_bit, limit_files, write_tensors
+from checkpoints import flip_bit, limit_files
+from test_generate_tool import save
 from test_model import FLAVORS, PLAIN, build_ours
 from transformers import LlamaForCausalLM
 from watching import PeakMemory
 
-from torchtitan_lite.__main__ import main
 from torchtitan_lite.config.block import list_expert_biases
 from torchtitan_lite.config.model_rows import ModelArgs
-from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.tools import convert
 
 SMALL = replace(PLAIN, vocab_size=258)  # 256 bytes and two special tokens
@@ -30,24 +30,16 @@ def save_ours(
     """Save weights and biases of experts as a checkpoint, and return them. The biases add up to zero."""
     weights = {}
     for fqn, parameter in build_ours(args).named_parameters():
-        weights[f"model.{fqn}"] = parameter.detach().to(dtype)
+        weights[fqn] = parameter.detach().to(dtype)
     for fqn in list_expert_biases(args):
-        weights[f"model.{fqn}"] = bias * (-1.0) ** torch.arange(args.moe.n_experts)
-    fingerprint = {
-        "shape": asdict(args),
-        "tokenizer": load_tokenizer("bytes").fingerprint,
-    }
-    config = {
-        "model": {"name": "llama3", "hf_assets_path": "bytes", "attention": attention},
-        "training": {"seq_len": 64},
-    }
-    run = {"config": config}
-    write_tensors(folder, weights, step=7, fingerprint=fingerprint, run=run)
+        weights[fqn] = bias * (-1.0) ** torch.arange(args.moe.n_experts)
+    save(folder, weights, attention=attention, assets="bytes", shape=asdict(args))
     return weights
 
 
-def run(*arguments: object) -> int:
-    return main(["convert", *map(str, arguments)])
+@pytest.fixture
+def run(run_tool):
+    return partial(run_tool, "convert")
 
 
 @pytest.fixture
@@ -56,20 +48,20 @@ def ours(tmp_path) -> Path:
     return tmp_path / "step-7"
 
 
-def test_the_dtype_of_the_source_is_kept_and_another_one_can_be_chosen(tmp_path):
+def test_the_dtype_of_the_source_is_kept_and_another_one_can_be_chosen(tmp_path, run):
     weights = save_ours(tmp_path / "step-7", SMALL, dtype=torch.bfloat16)
     for dtype in ("bfloat16", "float32", "float16"):
         arguments = [] if dtype == "bfloat16" else ["--dtype", dtype]
-        assert run(tmp_path, tmp_path / dtype, *arguments) == 0  # the folder's newest checkpoint
+        run(tmp_path, tmp_path / dtype, *arguments)  # the folder's newest checkpoint
         held = LlamaForCausalLM.from_pretrained(tmp_path / dtype, dtype="auto").lm_head.weight
-        assert torch.equal(held, weights["model.output.weight"].to(getattr(torch, dtype)))
+        assert torch.equal(held, weights["output.weight"].to(getattr(torch, dtype)))
 
 
-def test_one_file_is_in_memory(tmp_path, monkeypatch):
+def test_one_file_is_in_memory(tmp_path, monkeypatch, run):
     save_ours(tmp_path / "step-7", replace(SMALL, n_layers=30))
     monkeypatch.setattr(convert, "MOST_FILE_BYTES", 100_000)
     with PeakMemory() as converting:
-        assert run(tmp_path / "step-7", tmp_path / "hf") == 0
+        run(tmp_path / "step-7", tmp_path / "hf")
     total = (tmp_path / "step-7" / "rank-00000.safetensors").stat().st_size
     # tensors, a transposed copy, and the file that is mapped
     assert converting.peak_bytes <= 400_000 < total / 8
@@ -78,8 +70,8 @@ def test_one_file_is_in_memory(tmp_path, monkeypatch):
 # ---------------------------------------------------------------- refused
 
 
-def test_out_is_never_overwritten_and_a_folder_needs_no_conversion(ours, tmp_path, capsys):
-    assert run(ours, tmp_path / "hf") == 0
+def test_out_is_never_overwritten_and_a_folder_needs_no_conversion(ours, tmp_path, run):
+    run(ours, tmp_path / "hf")
     (tmp_path / "killed.tmp").mkdir()
     for source, out, status, named in (
         (ours, "hf", 1, f"{tmp_path / 'hf'} already exists"),
@@ -87,17 +79,15 @@ def test_out_is_never_overwritten_and_a_folder_needs_no_conversion(ours, tmp_pat
         (tmp_path / "hf", "out", 2, "is already a Hugging Face folder"),
         (tmp_path / "nothing", "out", 2, str(tmp_path / "nothing")),
     ):
-        assert run(source, tmp_path / out, "--tokenizer", "bytes") == status
-        assert named in capsys.readouterr().err
+        assert named in run(source, tmp_path / out, "--tokenizer", "bytes", status=status)
     assert {path.name for path in tmp_path.iterdir()} == {"step-7", "hf", "killed.tmp"}
 
 
-def test_a_wrong_tokenizer_or_a_damaged_file_is_refused(ours, tmp_path, capsys):
-    assert run(ours, tmp_path / "out", "--tokenizer", "assets/tokenizer") == 2
-    assert "Name the right one" in capsys.readouterr().err
+def test_a_wrong_tokenizer_or_a_damaged_file_is_refused(ours, tmp_path, run):
+    options = "--tokenizer", "assets/tokenizer"
+    assert "Name the right one" in run(ours, tmp_path / "out", *options, status=2)
     flip_bit(ours / "rank-00000.safetensors", -100)
-    assert run(ours, tmp_path / "out") == 1
-    assert str(ours / "rank-00000.safetensors") in capsys.readouterr().err
+    assert str(ours / "rank-00000.safetensors") in run(ours, tmp_path / "out", status=1)
 
 
 @pytest.mark.parametrize(
@@ -110,21 +100,19 @@ def test_a_wrong_tokenizer_or_a_damaged_file_is_refused(ours, tmp_path, capsys):
         ("Qwen3-MoE", {"n_shared_experts": 1}, {}, "transformers' Qwen3Moe only supports 0"),
     ],
 )
-def test_a_model_that_no_family_has_is_not_exported(name, changes, saved, named, tmp_path, capsys):
+def test_a_model_that_no_family_has_is_not_exported(name, changes, saved, named, tmp_path, run):
     args = replace(FLAVORS[name], vocab_size=258)
     if args.moe:
         args = replace(args, moe=replace(args.moe, **changes))
     else:
         args = replace(args, **changes)
     save_ours(tmp_path / "step-7", args, **saved)
-    assert run(tmp_path / "step-7", tmp_path / "out") == 2
-    assert named in capsys.readouterr().err
+    assert named in run(tmp_path / "step-7", tmp_path / "out", status=2)
     assert {path.name for path in tmp_path.iterdir()} == {"step-7"}
 
 
-def test_a_full_disk_leaves_nothing_and_names_the_file(ours, tmp_path, capsys):
+def test_a_full_disk_leaves_nothing_and_names_the_file(ours, tmp_path, run):
     with limit_files(100_000):
-        assert run(ours, tmp_path / "out") == 1
-    said = capsys.readouterr().err
+        said = run(ours, tmp_path / "out", status=1)
     assert "cannot be written" in said and "File too large" in said
     assert {path.name for path in tmp_path.iterdir()} == {"step-7"}

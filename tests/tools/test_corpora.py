@@ -11,6 +11,7 @@ import re
 import shlex
 import subprocess
 import sys
+from functools import partial
 from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +22,7 @@ import pytest
 import zstandard
 from checkpoints import flip_bit
 from made_corpora import BYTES, WORDS, write_corpus
+from marks import read_lines
 
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.__main__ import main
@@ -117,58 +119,42 @@ def make_double() -> bytes:
     return file.getvalue()
 
 
-REFUSED = {  # file -> content, words of the message
+# file | content, with escapes | words of the message
+REFUSED = r"""
+line.jsonl | {"text": "x"}\n{"text": \n | line.jsonl, row 2: Expecting value
+field.jsonl | {"content": "x"} | it has no text in 'text' (or set --text-column or --chat): {'content'
+first.jsonl | nonsense\n{"text": "x"}\n | first.jsonl, row 1: Expecting value
+comma.jsonl | {"text": "x"},\n{"text": "x"}\n | comma.jsonl, row 1: Extra data
+quote.jsonl | {"text": "x\n{"text": "x"}\n | quote.jsonl, row 1: Invalid control character
+surrogate.jsonl | {"text": "\\ud800"} | row 1: 'utf-8' codec can't encode character '\ud800'
+empty.jsonl | {"text": ""} | no text to train on
+commas.json | {\n"text": "x"},\n{"text": "y"} | commas.json cannot be read: Expecting value: line 2
+latin.txt | one\ntwo caf\xe9 | latin.txt cannot be read: 'utf-8' codec can't decode byte 0xe9 in position 11
+latin.jsonl | {"text": "x"}\n{"text": "caf\xe9"} | row 2: 'utf-8' codec can't decode byte 0xe9 in position 13
+twice.jsonl | {"text": "x"}\n{"text": "x", "text": "y"} | row 2: an object has the key 'text' more
+twice.json | [{"text": "x",\n"text": "y"}] | the key 'text' more than once
+nul.jsonl | {"text": "x\\u0000"} | row 1: character 1 of its text is NUL
+header.csv | id,text\n | header.csv has no rows
+none.json | [] | none.json has no rows
+binary.txt | \x01\0 | character 1 is NUL
+utf16.txt | t\0e\0x\0t\0 | --encoding utf-16-le
+fields.csv | id,text\n1,one, two\n | line 2 does not have the fields of the header
+names.csv | text,text\none,two\n | 2 columns 'text'
+empty.jsonl.gz | | it has 0 bytes
+empty.jsonl.zst | | it has 0 bytes
+empty.jsonl.xz | | it has 0 bytes
+empty.jsonl.bz2 | | it has 0 bytes
+quote.csv | text\n"one\ntwo\n | quote.csv cannot be read: unexpected end of data
+picture.png | x | picture.png has an unknown suffix
+archive.tar.gz | x | Unpack an archive
+"""
+UNREADABLE = {  # file -> content, words of the message
     "half.jsonl.gz": (gzip.compress(ROW * 99)[:-9], "half.jsonl.gz cannot be read"),
     "half.txt.zst": (zstandard.compress(ROW * 99)[:-3], "half.txt.zst cannot be read"),
-    "line.jsonl": (ROW + b'{"text": \n', "line.jsonl, row 2: Expecting value"),
-    "field.jsonl": (
-        b'{"content": "x"}',
-        "it has no text in 'text' (or set --text-column or --chat): {'content'",
-    ),
-    "first.jsonl": (b"nonsense\n" + ROW, "first.jsonl, row 1: Expecting value"),
-    "comma.jsonl": (b'{"text": "x"},\n' + ROW, "comma.jsonl, row 1: Extra data"),
-    "quote.jsonl": (b'{"text": "x\n' + ROW, "quote.jsonl, row 1: Invalid control character"),
-    "surrogate.jsonl": (
-        b'{"text": "\\ud800"}',
-        "row 1: 'utf-8' codec can't encode character '\\ud800'",
-    ),
-    "empty.jsonl": (b'{"text": ""}', "no text to train on"),
-    "commas.json": (
-        b'{\n"text": "x"},\n{"text": "y"}',
-        "commas.json cannot be read: Expecting value: line 2",
-    ),
-    "latin.txt": (
-        b"one\ntwo caf\xe9",
-        "latin.txt cannot be read: 'utf-8' codec can't decode byte 0xe9 in position 11",
-    ),
-    "latin.jsonl": (
-        ROW + b'{"text": "caf\xe9"}',
-        "row 2: 'utf-8' codec can't decode byte 0xe9 in position 13",
-    ),
-    "twice.jsonl": (
-        ROW + b'{"text": "x", "text": "y"}',
-        "row 2: an object has the key 'text' more",
-    ),
-    "twice.json": (b'[{"text": "x",\n"text": "y"}]', "the key 'text' more than once"),
-    "nul.jsonl": (b'{"text": "x\\u0000"}', "row 1: character 1 of its text is NUL"),
-    "header.csv": (b"id,text\n", "header.csv has no rows"),
-    "none.json": (b"[]", "none.json has no rows"),
-    "binary.txt": (b"\x01\0", "character 1 is NUL"),
-    "utf16.txt": ("text".encode("utf-16-le"), "--encoding utf-16-le"),
-    "fields.csv": (b"id,text\n1,one, two\n", "line 2 does not have the fields of the header"),
-    "names.csv": (b"text,text\none,two\n", "2 columns 'text'"),
     "names.parquet": (make_double(), "2 columns 'text'"),
-    **{
-        f"empty.jsonl{suffix}": (b"", "it has 0 bytes") for suffix in (".gz", ".zst", ".xz", ".bz2")
-    },
-    "quote.csv": (b'text\n"one\ntwo\n', "quote.csv cannot be read: unexpected end of data"),
-    "picture.png": (b"x", "picture.png has an unknown suffix"),
-    "archive.tar.gz": (b"x", "Unpack an archive"),
 }
-
-
-def prepare_here(*args: str) -> int:
-    return main(["prepare", *args, "--tokenizer", "bytes", "--processes", "1"])
+for name, text, words in read_lines(REFUSED):
+    UNREADABLE[name] = text.encode().decode("unicode_escape").encode("latin-1"), words
 
 
 @pytest.fixture
@@ -177,16 +163,22 @@ def here(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_prepared_is_named_and_nothing_is_left(name, here, capsys):
-    content, words = REFUSED[name]
+@pytest.fixture
+def prepare_here(run_tool, here):
+    return partial(run_tool, "prepare", "--tokenizer=bytes", "--processes=1")
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_what_cannot_be_prepared_is_named_and_nothing_is_left(name, prepare_here):
+    content, words = UNREADABLE[name]
     Path(name).write_bytes(content)
-    assert prepare_here(name, "--out", "out") == 2
-    assert words in capsys.readouterr().err
+    assert words in prepare_here(name, "--out", "out", status=2)
     assert os.listdir() == [name]
 
 
-def test_bad_rows_are_printed_and_counted_with_skip_bad_and_the_corpus_is_checked(here, capsys):
+def test_bad_rows_are_printed_and_counted_with_skip_bad_and_the_corpus_is_checked(
+    here, capsys, run_tool
+):
     lines = [
         '{"text": "one"}',
         "nonsense",
@@ -196,23 +188,21 @@ def test_bad_rows_are_printed_and_counted_with_skip_bad_and_the_corpus_is_checke
         '{"text": " "}',
     ]
     Path("a.jsonl").write_text("\n".join(lines))
-    args = ["a.jsonl", "--validation-share", "0", "--skip-bad", "--out"]
-    assert prepare_here(*args, "out") == 0
+    args = "a.jsonl --tokenizer=bytes --validation-share=0 --skip-bad --processes=1 --out".split()
+    assert main(["prepare", *args, "out"]) == 0
     printed = capsys.readouterr()
     assert "2 bad rows left out" in printed.out and "1 empty documents left out" in printed.out
     assert "a.jsonl, row 2: Expecting value" in printed.err and "row 3" in printed.err
     assert list_texts(Path("out"), "train") == ["one", " "]
-    assert prepare_here(*args, "out") == 2
-    assert prepare_here(*args, ".") == 2
-    assert ". exists" in capsys.readouterr().err
-    assert prepare_here(*args, "a.jsonl/out") == 1
-    assert main(["prepare", "--check", "out"]) == 0
+    for folder in ("out", "."):
+        assert f"{folder} exists" in run_tool("prepare", *args, folder, status=2)
+    run_tool("prepare", *args, "a.jsonl/out", status=1)
+    run_tool("prepare", "--check", "out")
     flip_bit(Path("out/train.tokens"))
     Path("out/train.documents").write_bytes(b"")  # a copy that was not finished
-    assert main(["prepare", "--check", "out"]) == 1
-    damage = capsys.readouterr().out
+    damage = run_tool("prepare", "--check", "out", status=1)
     assert "train.tokens" in damage and "train.documents" in damage
-    assert main(["prepare", "--check", "nowhere"]) == 2
+    run_tool("prepare", "--check", "nowhere", status=2)
 
 
 ROWS = ["grüße,\n“one”", "two\ttabs", "three"]
@@ -245,47 +235,53 @@ FORMS = {  # usual kinds of files, all with the documents ROWS
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_rows_are_read_from_every_form_that_people_have(name, here):
+def test_rows_are_read_from_every_form_that_people_have(name, prepare_here):
     Path(name).write_bytes(FORMS[name])
-    assert prepare_here(name, "--out", "out", "--validation-share", "0") == 0
+    prepare_here(name, "--out", "out", "--validation-share", "0")
     assert list_texts(Path("out"), "train") == ROWS
 
 
-CLOSED = [  # arguments, PYTHONUNBUFFERED -> exit status if the output pipe is closed
-    ("prepare a.jsonl --out out --tokenizer bytes --processes 1", "", 0),
-    ("prepare a.jsonl --out out --tokenizer bytes --processes 1 --json", "1", 0),
-    ("prepare --check made", "", 0),
-    ("prepare --check made", "1", 141),
-]
+# arguments | PYTHONUNBUFFERED | exit status if the output pipe is closed. It may depend on the size of a buffer
+CLOSED = """
+prepare a.jsonl --out out --tokenizer bytes --processes 1 | | 0
+prepare a.jsonl --out out --tokenizer bytes --processes 1 --json | 1 | 0
+prepare --check made | | 0
+prepare --check made | 1 | 141
+prepare --help | | 0 141
+--help | | 0 141
+check | | 0 141
+check --keys | | 0 141
+check >&- | | 0 141
+plan --gpus 8 | | 0 141
+lab 3 | | 0 141
+"""
 
 
-@pytest.mark.parametrize(("line", "unbuffered", "status"), CLOSED)
+@pytest.mark.parametrize("args, unbuffered, statuses", read_lines(CLOSED))
 def test_a_tool_whose_output_nobody_reads_ends_in_silence_and_its_files_stay(
-    line, unbuffered, status, here
+    args, unbuffered, statuses, here
 ):
     write_rows(Path("a.jsonl"), ROWS)
     write_corpus(here / "made", [[[1, 2]]])
     reader, writer = os.pipe()
     os.close(reader)
     environment = os.environ | {"PYTHONUNBUFFERED": unbuffered, "PYTHONPATH": str(REPOSITORY)}
-    command = [sys.executable, "-m", "torchtitan_lite", *line.split()]
+    command = f"{shlex.quote(sys.executable)} -m torchtitan_lite {args}"
+    streams = {"stderr": subprocess.PIPE, "env": environment}
     with os.fdopen(writer, "w") as output:
-        ended = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, env=environment)
-    assert (ended.stderr, ended.returncode) == (b"", status)
-    if "--out" in line:
+        ended = subprocess.run(command, shell=True, stdout=output, **streams)
+    assert ended.stderr == b"" and str(ended.returncode) in statuses.split()
+    if "--out" in args:
         assert main(["prepare", "--check", "out"]) == 0
 
 
 @pytest.mark.parametrize("suffix", ["txt", "jsonl", "csv"])
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-32", "cp1252"])
-def test_a_file_is_read_in_its_encoding(encoding, suffix, here):
+def test_a_file_is_read_in_its_encoding(encoding, suffix, prepare_here):
     content = {"txt": ROWS[0], "jsonl": OBJECTS[0], "csv": CSV[: CSV.index("1")]}[suffix]
     file = Path(f"a.{suffix}")
     file.write_bytes(content.encode(encoding))
-    assert (
-        prepare_here(str(file), "--out", "out", "--encoding", "cp1252", "--validation-share", "0")
-        == 0
-    )
+    prepare_here(file, "--out", "out", "--encoding", "cp1252", "--validation-share", "0")
     assert list_texts(Path("out"), "train") == ROWS[:1]
 
 
@@ -322,26 +318,25 @@ def test_links_are_followed_once_and_what_is_skipped_is_counted_by_its_reason(he
 
 
 # file, options | texts of both splits
-SPLITS = """
+NINETEEN = ", ".join(f'"row {n}"' for n in range(19))
+SPLITS = f"""
 one.txt | ["012345678901234567"] | ["89"]
 one.txt --validation-share=0.5 | ["0123456789"] | ["0123456789"]
 one.txt --validation-share=0 | ["01234567890123456789"] | []
 one.txt --validation row.jsonl | ["01234567890123456789"] | ["single"]
 row.jsonl --validation-share=0.99 | ["single"] | []
-rows.jsonl | [19_ROWS] | ["row 19"]
-rows.jsonl --validation-share=0.999999 | ["row 19"] | [19_ROWS]
-. --validation rows.jsonl | ["01234567890123456789", "single"] | [19_ROWS, "row 19"]
+rows.jsonl | [{NINETEEN}] | ["row 19"]
+rows.jsonl --validation-share=0.999999 | ["row 19"] | [{NINETEEN}]
+. --validation rows.jsonl | ["01234567890123456789", "single"] | [{NINETEEN}, "row 19"]
 """
 
 
-@pytest.mark.parametrize("line", SPLITS.strip().splitlines())
-def test_no_split_is_empty_and_a_single_text_is_cut(line, here):
-    rows = ", ".join(f'"row {n}"' for n in range(19))
-    args, train, validation = line.replace("19_ROWS", rows).split(" | ")
+@pytest.mark.parametrize("args, train, validation", read_lines(SPLITS))
+def test_no_split_is_empty_and_a_single_text_is_cut(args, train, validation, prepare_here):
     Path("one.txt").write_text("0123456789" * 2)
     write_rows(Path("row.jsonl"), ["single"])
     write_rows(Path("rows.jsonl"), [f"row {n}" for n in range(20)])
-    assert prepare_here(*args.split(), "--out", "out") == 0
+    prepare_here(*args.split(), "--out", "out")
     assert list_texts(Path("out"), "train") == json.loads(train)
     assert list_texts(Path("out"), "validation") == json.loads(validation)
 
@@ -355,20 +350,18 @@ NO_TOKENIZER = [  # more options, words of the reason
 
 @pytest.mark.parametrize(("options", "words"), NO_TOKENIZER)
 def test_a_tokenizer_that_cannot_be_trained_is_refused_with_the_reason(
-    options, words, here, capsys
+    options, words, here, run_tool
 ):
     Path("in.jsonl").write_text('{"text": "a"}\n{"messages": []}\n')
     command = ["prepare", "in.jsonl", "--out", "out", "--train-tokenizer", "300", *options]
-    assert main([*command, "--processes", "1"]) == 2
-    assert words in capsys.readouterr().err
+    assert words in run_tool(*command, "--processes", "1", status=2)
     assert os.listdir() == ["in.jsonl"]
 
 
-def test_bad_rows_are_skipped_when_a_tokenizer_is_trained(here, capsys):
+def test_bad_rows_are_skipped_when_a_tokenizer_is_trained(here, run_tool):
     Path("in.jsonl").write_text('{"text": "a"}\n{"messages": []}\n')
     command = "prepare in.jsonl --out out --train-tokenizer 258 --skip-bad".split()
-    assert main([*command, "--processes", "1"]) == 0
-    assert "1 bad rows left out" in capsys.readouterr().out
+    assert "1 bad rows left out" in run_tool(*command, "--processes", "1")
 
 
 MANIFESTS = {  # a manifest that `prepare` did not write -> a word of the reason
@@ -456,8 +449,8 @@ def test_c4_is_its_training_files_and_c4_validation_the_others(here):
         Corpus("c4", BYTES, Path("cache"), dataset_path="cache")
 
 
-def test_a_file_without_its_package_is_refused_and_the_extra_named(tmp_path, monkeypatch, capsys):
+def test_a_file_without_its_package_is_refused_and_the_extra_named(tmp_path, monkeypatch, run_tool):
     (tmp_path / "a.jsonl.zst").write_bytes(b"x")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    assert main(["prepare", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
-    assert re.search("pyarrow.*extra `data`", capsys.readouterr().err)
+    said = run_tool("prepare", tmp_path, "--out", tmp_path / "out", status=2)
+    assert re.search("pyarrow.*extra `data`", said)

@@ -12,7 +12,6 @@ import pytest
 from test_tokenizers import train_bpe, write
 from transformers import AutoTokenizer
 
-from torchtitan_lite.__main__ import main
 from torchtitan_lite.tools.corpora.prepare import Document, PrepareSettings, encode_row
 from torchtitan_lite.tools.corpora.text_files import PreparationError, Row, read_file
 
@@ -69,9 +68,10 @@ all
   written: {"messages": TALK}
   targets: ["4"]
   unused: []
+  dialect: "messages"
 """)["all"]
 # row: a row of the data set. written: the arguments of apply_chat_template. targets: texts whose tokens are targets.
-# unused: columns and keys that are not written. Missing entries have the values of DEFAULTS.
+# unused: columns and keys that are not written. dialect: the form's name. Missing entries have the values of DEFAULTS.
 RIGHT = read_cases(r"""
 an id, a source, pairs of preferences
   row: {"id": 0, "source": "web", "chosen": [1], "rejected": [2], "ok": false, "messages": TALK}
@@ -138,14 +138,17 @@ keys of a message
     one</think>6"]
   unused: ["messages name", "messages id"]
 ShareGPT
+  dialect: "conversations"
   row: {"conversations": [{"from": "system", "value": "S"}, H(2+2?), G(4)]}
   written: {"messages": [S(S), U(2+2?), A(4)]}
 ShareGPT of other models
+  dialect: "conversations"
   row: {"conversations": [{"from": "user", "value": "a"}, {"from": "chatgpt", "value": "b"}, H(c),
     {"from": "bing", "value": "d"}, {"from": "user", "value": "e"}, {"from": "bard", "value": "f"}]}
   written: {"messages": [U(a), A(b), U(c), A(d), U(e), A(f)]}
   targets: ["b", "d", "f"]
 ShareGPT's function_call
+  dialect: "conversations"
   row: {"conversations": [H(?), {"from": "function_call", "value": "{\"name\": \"f\",
     \"arguments\": {\"a\": 1, \"b\": null}}"}, {"from": "observation", "value": "5"}, G(6)]}
   written: {"messages": CALLED}
@@ -160,6 +163,7 @@ ms-swift's tool_call
   targets: ["<call>{\"name\": \"f\", \"arguments\": {\"a\": 1, \"b\": null}}</call><call>{\"name\": \"f\",
     \"arguments\": {\"a\": 1, \"b\": null}}</call>", "6"]
 ShareGPT with other keys
+  dialect: "conversations"
   row: {"conversations": [{"from": "human", "content": "2+2?"}, {"role": "gpt", "value": "4"}]}
 two contents
   row: {"messages": [{"role": "user", "content": "2+2?", "value": "3+3?"}, A(4)]}
@@ -177,29 +181,36 @@ weights, losses and trains
   written: {"messages": [U(a), A(b), U(c), A(d), A(e), A(f), A(g)]}
   targets: ["d", "g"]
 ShareGPT's weights, some null
+  dialect: "conversations"
   row: {"conversations": [{"from": "human", "value": "a", "weight": null}, {"from": "gpt", "value": "b",
     "weight": 0}, {"from": "gpt", "value": "c", "weight": null}]}
   written: {"messages": [U(a), A(b), A(c)]}
   targets: ["c"]
 Alpaca
+  dialect: "Alpaca"
   row: {ALPACA}
 Alpaca of other columns
+  dialect: "Alpaca"
   row: {ALPACA, "text": "Below is", "prompt": "p", "system": "", "history": []}
   unused: ["column text", "column prompt"]
 Alpaca with all columns
+  dialect: "Alpaca"
   row: {"system": "S", "history": [["a", "b"], ["c", "d"]], "instruction": "e", "input": "f", "output": "g"}
   written: {"messages": [S(S), U(a), A(b), U(c), A(d), U(e\n\nf), A(g)]}
   targets: ["b", "d", "g"]
 history as a text
+  dialect: "Alpaca"
   row: {ALPACA, "history": "[[\"a\", \"b\"]]"}
   written: {"messages": [U(a), A(b), U(2+2?), A(4)]}
   targets: ["b", "4"]
 prompt and completion
+  dialect: "prompt/completion"
   row: {"prompt": "2+2?", "completion": "4", "history": [["a", "b"]], "label": true}
   written: {"messages": [U(a), A(b), U(2+2?), A(4)]}
   targets: ["b", "4"]
   unused: ["column label"]
 an answer in the prompt
+  dialect: "prompt/completion"
   row: {"prompt": [U(a), A(b), U(c)], "completion": [A(d)]}
   written: {"messages": [U(a), A(b), U(c), A(d)]}
   targets: ["d"]
@@ -271,6 +282,8 @@ def test_a_row_is_written_as_transformers_does_and_what_is_not_used_is_counted(
     assert document.tokens.tolist() == right["input_ids"]
     targets = [text + END for text in case["targets"]]
     assert decode_targets(document, folder) == "".join(targets)
+    (dialect,) = [reason for reason in document.counts if "in the dialect" in reason]
+    assert f"{case['dialect']}, written by the tokenizer's chat template" in dialect
     named = [reason for reason in document.counts if reason.endswith("is not used")]
     for reason, words in zip(named, case["unused"], strict=True):
         said = reason.replace(",", "").split()
@@ -341,7 +354,7 @@ def test_a_row_with_something_unknown_is_refused_by_its_name(line, encode):
     assert [word for word in words if word not in str(error.value)] == []
 
 
-def test_parquet_fills_rows_with_nulls_which_are_removed_at_any_depth(folder, tmp_path, capsys):
+def test_parquet_fills_rows_with_nulls_which_are_removed_at_any_depth(folder, tmp_path, run_tool):
     rows = [
         {"messages": read_json("[U(?), CALL]"), "id": 1, "source": None},
         {"messages": read_json("[U(?), CALL]"), "id": None, "source": "web"},
@@ -358,8 +371,7 @@ def test_parquet_fills_rows_with_nulls_which_are_removed_at_any_depth(folder, tm
         right = oracle.apply_chat_template(expected["messages"], return_dict=True)
         assert document.tokens.tolist() == right["input_ids"]
     options = ["--tokenizer", str(folder), "--out", str(tmp_path / "out"), "--processes", "1"]
-    assert main(["prepare", str(file), "--chat", *options]) == 0
-    summary = capsys.readouterr().out
+    summary = run_tool("prepare", file, "--chat", *options)
     assert "1 conversations with a column id, which is not used" in summary
     assert "1 conversations with a column source, which is not used" in summary
 

@@ -7,25 +7,22 @@ Mesh, schedule, stages, recompute, loss, optimizer and precision are drawn. A re
 
 import os
 import random
+from collections import defaultdict
 from math import prod
 
 import compare
 import pytest
 from layouts import (
-    CHUNK,
     CP,
-    DOCUMENTS,
+    EMULATED,
     EP,
-    EVERY_SECOND,
-    MODE,
-    OPTION,
+    FLOAT8,
     PP,
     REPLICATE,
-    RING,
     SCHEDULE,
     SHARD,
     TP,
-    ZERO,
+    read_rows,
 )
 
 from torchtitan_lite.config.checks import plan_layout
@@ -40,7 +37,6 @@ from torchtitan_lite.tools.verify.reduction import reduce_config
 N_LAYOUTS, SEED = int(os.environ.get("LAYOUTS", 6)), int(os.environ.get("SEED", 0))
 ONLY = [int(n) for n in os.environ.get("ONLY", "").split(",") if n]
 
-FLOAT8 = "quantize.linear.float8"
 HEADS = {
     "model.n_heads": 24,
     "model.n_kv_heads": 12,
@@ -48,26 +44,60 @@ HEADS = {
     "model.ffn_dim": 720,
     "model.dim": 240,
 }
-OPTIMIZERS = [
-    {"optimizer.name": "SGD", "optimizer.implementation": "foreach"},
-    {"optimizer.name": "AdamW", "optimizer.implementation": "fused"},
-    {"optimizer.name": "AdamW", "optimizer.implementation": "for-loop"},
-    {"optimizer.implementation": "fused", "optimizer.moments_dtype": "bfloat16"},
-]
-EMULATED = {"model.converters": ["float8"], f"{FLOAT8}.emulate": True}
-PRECISIONS = [
-    {"training.mixed_precision_param": "float32"},
-    {"training.mixed_precision_param": "bfloat16"},
-    EMULATED,
-    {**EMULATED, f"{FLOAT8}.recipe_name": "rowwise"},
-    {**EMULATED, f"{FLOAT8}.enable_fsdp_float8_all_gather": True},
-]
-RECOMPUTE = [
-    {MODE: "none"},
-    {MODE: "full"},
-    {MODE: "selective", OPTION: "op"},
-    EVERY_SECOND,
-]
+FP8 = {**FLOAT8, **EMULATED}
+# Groups of keys. One line of each group is drawn, with the weight in its second column.
+CHOICES = """
+vocabulary | 1 | model.vocab_size=2304
+vocabulary | 1 | model.vocab_size=2316
+vocabulary | 1 | model.vocab_size=2400
+zero | 1 | ZERO=auto
+zero | 1 | ZERO=1
+zero | 1 | ZERO=2
+zero | 1 | ZERO=3
+chunk | 1 | CHUNK=0
+chunk | 1 | CHUNK=24
+chunk | 1 | CHUNK=1024
+decay | 1 | lr_scheduler.decay_type=linear
+decay | 1 | lr_scheduler.decay_type=sqrt
+decay | 1 | lr_scheduler.decay_type=cosine
+offload | 9
+offload | 1 | training.enable_cpu_offload=true
+compile | 9 | compile.enable=false
+compile | 1 | compile.enable=true
+recompute | 1 | MODE=none
+recompute | 1 | MODE=full
+recompute | 1 | MODE=selective OPTION=op
+recompute | 1 | EVERY_SECOND
+optimizer | 1 | optimizer.name=SGD optimizer.implementation=foreach
+optimizer | 1 | optimizer.name=AdamW optimizer.implementation=fused
+optimizer | 1 | optimizer.name=AdamW optimizer.implementation=for-loop
+optimizer | 1 | optimizer.implementation=fused optimizer.moments_dtype=bfloat16
+precision | 1 | training.mixed_precision_param=float32
+precision | 1 | training.mixed_precision_param=bfloat16
+precision | 1 | FP8
+precision | 1 | FP8 quantize.linear.float8.recipe_name=rowwise
+precision | 1 | FP8 quantize.linear.float8.enable_fsdp_float8_all_gather=true
+ring | 7
+ring | 3 | RING
+documents | 7
+documents | 3 | DOCUMENTS
+experts | 7
+experts | 1 | model.flavor=debug_moe flavor.top_k=1 flavor.normalize_top_k=false
+experts | 1 | model.flavor=debug_moe flavor.top_k=2
+experts | 1 | model.flavor=debug_moe flavor.top_k=3
+"""  # top_k=1: a token's only expert would have weight 1, and its router's gradient would be only rounding errors
+
+
+def draw_choices(draw: random.Random) -> dict[str, object]:
+    groups = defaultdict(list)
+    for line in CHOICES.strip().splitlines():
+        name, _, rest = line.partition(" | ")
+        (row,) = read_rows(f"{name} | {rest}", globals()).values()
+        groups[name] += [row.overrides] * row.world_size
+    keys = {}
+    for choices in groups.values():
+        keys |= draw.choice(choices)
+    return keys
 
 
 def draw_layout(draw: random.Random) -> tuple[Config, int]:
@@ -90,50 +120,25 @@ def draw_layout(draw: random.Random) -> tuple[Config, int]:
 
 def draw_keys(draw: random.Random, degrees: dict[str, int]) -> dict[str, object]:
     """Draw keys that differ from the debug config. Some combinations of them are refused."""
-    local_batch_size = (
-        draw.choice([2, 4, 6, 8]) if degrees[PP] == 1 else draw.choice([1, 2, 3]) * 2 * degrees[PP]
-    )
-    keys = {
-        **HEADS,
-        **degrees,
-        SHARD: draw.choice([-1, degrees[SHARD]]),
-        "model.vocab_size": draw.choice([2304, 2316, 2400]),
-    }
+    pp = degrees[PP]
+    local_batch_size = draw.choice([1, 2, 3, 4]) * 2 * (pp if pp > 1 else 1)
+    keys = HEADS | degrees | draw_choices(draw)
+    keys[SHARD] = draw.choice([-1, degrees[SHARD]])
     keys |= {"training.local_batch_size": local_batch_size, "training.seq_len": 480}
     if draw.random() < 0.4:
-        n_times = draw.choice([2, 3, 4])
-        keys["training.global_batch_size"] = (
-            local_batch_size * degrees[REPLICATE] * degrees[SHARD] * n_times
-        )
-    if degrees[PP] > 1:
+        n_rows = local_batch_size * degrees[REPLICATE] * degrees[SHARD]
+        keys["training.global_batch_size"] = n_rows * draw.choice([2, 3, 4])
+    if pp > 1:
         keys[SCHEDULE] = draw.choice(list(SCHEDULES))
-        keys["model.n_layers"] = draw.randint(2 * degrees[PP], 3 * degrees[PP] + 1)
+        keys["model.n_layers"] = draw.randint(2 * pp, 3 * pp + 1)
         for end in ("first", "last"):
             keys[f"parallelism.pipeline_parallel_{end}_stage_less_layers"] = draw.choice([0, 1])
     else:
         keys["flavor.tie_embeddings"] = draw.random() < 0.3
-    keys[ZERO] = draw.choice(["auto", 1, 2, 3])
-    keys[CHUNK] = draw.choice([0, 24, 1024])
-    keys["lr_scheduler.decay_type"] = draw.choice(["linear", "sqrt", "cosine"])
-    keys["training.enable_cpu_offload"] = draw.random() < 0.1
-    keys["compile.enable"] = draw.random() < 0.1
-    keys |= draw.choice(RECOMPUTE) | draw.choice(OPTIMIZERS) | draw.choice(PRECISIONS)
-    if draw.random() < 0.3:
+    if "model.flavor" in keys:
         n_ranks = degrees[SHARD] * degrees[CP] * degrees[TP]
-        experts = {
-            "model.flavor": "debug_moe",
-            EP: draw.choice([n for n in (1, 2, 4, 8) if n_ranks % n == 0]),
-        }
-        top_k = draw.choice([1, 2, 3])
-        # A token's only expert would have weight 1, and the router's gradient would be nothing but rounding errors.
-        experts |= {
-            "flavor.n_experts": draw.choice([8, 24]),
-            "flavor.top_k": top_k,
-            "flavor.normalize_top_k": top_k > 1,
-        }
-        keys = experts | keys
-    for option in (RING, DOCUMENTS):
-        keys |= option if draw.random() < 0.3 else {}
+        keys[EP] = draw.choice([n for n in (1, 2, 4, 8) if n_ranks % n == 0])
+        keys["flavor.n_experts"] = draw.choice([8, 24])
     return keys
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import warm_start
 from marks import choose_fast
 from warm_start import STREAMS, finish, read_until
 
@@ -138,7 +137,7 @@ class Launcher(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def launcher(tmp_path_factory):
+def launcher(letters, tmp_path_factory):
     folder = tmp_path_factory.mktemp("launcher")
     (folder / "repository").mkdir()
     (folder / "repository" / "train.py").write_text(TRAIN)
@@ -149,7 +148,7 @@ def launcher(tmp_path_factory):
     with subprocess.Popen(
         command, cwd=folder, env=environment, stdin=subprocess.PIPE, **STREAMS
     ) as process:
-        keys = [*warm_start.write_letters(folder / "letters"), "--validation.no_enable"]
+        keys = [*letters, "--validation.no_enable"]
         yield Launcher(process, temporary, keys)
         finish(process)
     assert list(temporary.iterdir()) == []

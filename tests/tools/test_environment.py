@@ -15,6 +15,7 @@ from pathlib import Path
 
 import packaging
 import pytest
+from marks import read_lines
 from packaging.requirements import Requirement
 from test_run_train import Checkout as RunCheckout
 
@@ -154,9 +155,10 @@ alpha-1.9 beta-3 | absent | test | | mine
 """  # version 2.0 is not allowed
 
 
-@pytest.mark.parametrize("line", FOUND.strip().splitlines())
-def test_a_python_that_can_train_is_taken_and_only_what_it_lacks_is_added(checkout, line):
-    mine, venv_packages, extras, calls, name = map(str.strip, line.split("|"))
+@pytest.mark.parametrize("mine, venv_packages, extras, calls, name", read_lines(FOUND))
+def test_a_python_that_can_train_is_taken_and_only_what_it_lacks_is_added(
+    checkout, mine, venv_packages, extras, calls, name
+):
     calls = calls.split(", ") if calls else []
     extras = extras.split()
     fill(checkout.mine, mine)

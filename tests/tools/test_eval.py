@@ -6,10 +6,10 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+import compare
 import pytest
 import test_generate_tool
 import torch
-import torch.nn.functional as F
 from checkpoints import flip_bit
 from test_generate_tool import ARGS, SHIPPED, save
 from test_tokenizers import make_word_piece, write
@@ -55,21 +55,15 @@ def measure(model, window_size: int) -> dict[str, float]:
     """Compute the figures of TEXTS by a loop over windows of one row that has all documents. `model`: ids -> logits."""
     tokenizer = load_tokenizer(SHIPPED)
     tokens = []
-    is_counted = []  # False for the first token of a document
+    begins = []
     for text in TEXTS.values():
         document = tokenizer.encode(text, bos=True, eos=True)
         tokens += document
-        is_counted += [False] + [True] * (len(document) - 1)
-    tokens = torch.tensor(tokens)
-    is_counted = torch.tensor(is_counted)
-    nats = 0.0
-    for start in range(0, len(tokens) - 1, window_size):
-        window = tokens[start : start + window_size + 1]
-        counted = is_counted[start + 1 : start + window_size + 1]
-        with torch.no_grad():
-            logits = model(window[None, :-1])[0].double()
-        nats += F.cross_entropy(logits[counted], window[1:][counted], reduction="sum").item()
-    n_tokens = int(is_counted.sum())
+        begins += [True] + [False] * (len(document) - 1)
+    starts = range(0, len(tokens) - 1, window_size)
+    tokens, begins = map(torch.tensor, (tokens, begins))
+    nats, counted = compare.sum_losses(model, tokens, begins, starts, window_size)
+    n_tokens = len(counted)
     n_bytes = sum(len(text.encode()) for text in TEXTS.values())
     return {
         "loss": nats / n_tokens,
@@ -81,7 +75,7 @@ def measure(model, window_size: int) -> dict[str, float]:
 
 
 def test_a_text_has_the_loss_of_transformers_on_the_same_windows(
-    evaluate, checkpoint, export, texts, capsys
+    evaluate, checkpoint, export, texts, run_tool
 ):
     theirs = LlamaForCausalLM.from_pretrained(export, dtype=torch.float32)
     expected = measure(lambda ids: theirs(ids).logits, WINDOW)
@@ -90,8 +84,7 @@ def test_a_text_has_the_loss_of_transformers_on_the_same_windows(
         found = evaluate(source, *options)
         assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-5)
     assert evaluate(checkpoint, "--data", texts)["seq_len"] == 128  # the length of its training
-    assert main(["eval", str(checkpoint), *options]) == 0
-    shown = capsys.readouterr().out.split()
+    shown = run_tool("eval", checkpoint, *options).split()
     assert f"{expected['perplexity']:.5g}" in shown
     assert f"{expected['bytes']:,}" in shown
 
@@ -130,7 +123,7 @@ def test_biases_choose_the_experts(evaluate, texts, tmp_path):
 
 
 def test_wrong_input_is_refused_and_damaged_weights_have_no_figures(
-    model, checkpoint, texts, tmp_path, capsys
+    model, checkpoint, texts, tmp_path, run_tool
 ):
     prepare(texts, tmp_path / "bytes", "bytes", "0.5")
     prepare(texts, tmp_path / "all", SHIPPED, "0")
@@ -139,7 +132,7 @@ def test_wrong_input_is_refused_and_damaged_weights_have_no_figures(
     flip_bit(file)
     norm = {"norm.weight": torch.full((128,), torch.nan)}
     nan = save(tmp_path / "step-2", model.state_dict() | norm)
-    assert main(["eval", str(checkpoint)]) == 2
+    run_tool("eval", checkpoint, status=2)
     for source, data, status, named in (
         (checkpoint, tmp_path / "absent", 2, "absent"),
         (checkpoint, tmp_path / "bytes", 2, "tokenizer"),
@@ -148,7 +141,5 @@ def test_wrong_input_is_refused_and_damaged_weights_have_no_figures(
         (damaged, texts, 1, str(file)),
         (nan, texts, 1, "loss is nan"),
     ):
-        capsys.readouterr()
-        assert main(["eval", str(source), "--data", str(data)]) == status
-        printed = capsys.readouterr()
-        assert printed.out == "" and named in printed.err
+        said = run_tool("eval", source, "--data", data, status=status)
+        assert named in said and "perplexity" not in said

@@ -31,10 +31,9 @@ from checkpoints import (
     whole_state,
 )
 from layouts import MODE, MOE, PP, REPLICATE, SCHEDULE, TP, TWO_LAYERS
-from marks import slow
+from marks import read_lines, slow
 
 from torchtitan_lite import REPOSITORY
-from torchtitan_lite.__main__ import main
 from torchtitan_lite.build import Run, start_from
 from torchtitan_lite.checkpoint.format import find_steps
 from torchtitan_lite.components import log
@@ -71,11 +70,11 @@ SHARD = "parallelism.data_parallel_shard_degree"
     ],
 )
 def test_a_drill_finds_all_faults_and_ends_with_the_weights_of_the_undisturbed_run(
-    tmp_path, faults
+    letters, tmp_path, faults
 ):
     assert all(kind in vars(inject) for kind in drill.MESSAGES)
     keys = [
-        *warm_start.write_letters(tmp_path / "letters"),
+        *letters,
         f"--{PP if 'no_send' in faults else REPLICATE}=2",
         "--training.local_batch_size=4",
     ]
@@ -108,10 +107,10 @@ def test_a_drill_finds_all_faults_and_ends_with_the_weights_of_the_undisturbed_r
 
 
 @pytest.fixture
-def start_host(tmp_path) -> Callable[..., subprocess.Popen]:
+def start_host(letters, tmp_path) -> Callable[..., subprocess.Popen]:
     """Return a function: NODE_RANK, other variables -> the launcher of a host that has one rank and its own address."""
     keys = [
-        *warm_start.write_letters(tmp_path / "letters"),
+        *letters,
         "--training.steps=30",
         "--training.local_batch_size=4",
         "--training.global_batch_size=24",
@@ -335,9 +334,10 @@ def make_file(rank: int, state: str, written: dict) -> dict:
     }
 
 
-@pytest.mark.parametrize("line", HANGS.strip().splitlines())
-def test_a_report_names_the_rank_that_the_others_wait_for_or_says_unknown(line):
-    written, state, named, words = map(str.strip, line.split("|"))
+@pytest.mark.parametrize("written, state, named, words", read_lines(HANGS))
+def test_a_report_names_the_rank_that_the_others_wait_for_or_says_unknown(
+    written, state, named, words
+):
     rows = [globals()[word] for word in written.split()]
     culprits, text = explain({n: make_file(n, state, row) for n, row in enumerate(rows)})
     assert set(culprits) == {*map(int, named.split())} and words in text, text
@@ -348,21 +348,19 @@ def test_a_report_names_the_rank_that_the_others_wait_for_or_says_unknown(line):
         )
 
 
-def test_the_tool_hang_reads_the_files_of_the_last_start(tmp_path, capsys):
-    assert main(["hang", str(tmp_path)]) == 2 and "no rank-*.json" in capsys.readouterr().err
+def test_the_tool_hang_reads_the_files_of_the_last_start(tmp_path, run_tool):
+    assert "no rank-*.json" in run_tool("hang", tmp_path, status=2)
     folder = tmp_path / "hang" / "restart-0"
     folder.mkdir(parents=True)
     file = make_file(0, "T", WAITS)
     (folder / "rank-00000.json").write_text(json.dumps(file))
     (folder / "rank-00001.json").touch()  # an empty file must not hide the others
-    assert main(["hang", str(tmp_path)]) == 0
-    assert "rank 1 (tp 1) is missing from call 7" in capsys.readouterr().out
+    assert "rank 1 (tp 1) is missing from call 7" in run_tool("hang", tmp_path)
     later = tmp_path / "hang" / "restart-1"  # as if gloo had aborted rank 0
     later.mkdir()
     file = make_file(1, "S", DIFFERS) | {"kind": "FAILED"}
     (later / "failed-00001.json").write_text(json.dumps(file))
-    assert main(["hang", str(tmp_path)]) == 0
-    printed = capsys.readouterr().out
+    printed = run_tool("hang", tmp_path)
     assert "rank 1 (tp 1) made call 7" in printed and "it has ended with an error" in printed
 
 
@@ -605,6 +603,14 @@ def lose_snapshots(rank: int, world_size: int, overrides: dict, folder: str) -> 
             states[step] = whole_state(run)
             snapshots.after_step(step, n_steps=9, is_stopped=False)
     found = [find_steps(snapshots.folder)]
+    hidden = snapshots.folder / f"step-{2 + rank // 2}"  # the hosts have none in common
+    dist.barrier()
+    if rank % 2 == 0:
+        hidden.rename(f"{hidden}.hidden")
+    dist.barrier()
+    found.append(snapshots.list_usable())
+    if rank % 2 == 0:
+        Path(f"{hidden}.hidden").rename(hidden)
     for action in ("nothing", "one host lacks the newest", "a bit of the next is flipped"):
         dist.barrier()
         if rank == 3 and action == "one host lacks the newest":
@@ -621,10 +627,10 @@ def lose_snapshots(rank: int, world_size: int, overrides: dict, folder: str) -> 
 
 
 def test_the_newest_snapshot_that_all_hosts_can_open_is_restored(pool, tmp_path):
-    overrides = {REPLICATE: 1, SHARD: 2, TP: 2, **TWO_LAYERS}
+    overrides = {REPLICATE: 2, SHARD: 1, TP: 2, **TWO_LAYERS}  # each host has all weights
     for found in pool.run(lose_snapshots, 4, overrides, str(tmp_path)):
-        assert found[:3] == [[2, 3], 3, 2]
-        assert "step-2/rank-00003.safetensors" in found[3], (
+        assert found[:4] == [[2, 3], [], 3, 2]
+        assert "step-2/rank-00003.safetensors" in found[4], (
             "no older snapshot is left, and no checkpoint"
         )
 
@@ -632,21 +638,21 @@ def test_the_newest_snapshot_that_all_hosts_can_open_is_restored(pool, tmp_path)
 def damage_and_start(rank: int, world_size: int, folder: str) -> list:
     """Worker: save checkpoints 5 and 10, snapshots 6 and 9. Start several times, each time with the newest damaged."""
     run, snapshots = open_run(compare.build_table_run(world_size, {}), folder, n_hosts=1)
-    states, found = {}, []
+    states = {}
+    files = {}  # of rank 0
+    found = []
     local = snapshots.saver
     with snapshots, make_saver(f"{folder}/run/checkpoint", run.config.checkpoint) as saver:
         for step, owner in ((5, saver), (6, local), (9, local), (10, saver)):
             train(run, range(step, step + 1))
             states[step] = whole_state(run)
             owner.save(step, run.name_tensors())
-    saved = {
-        step: owner.folder / f"step-{step}" for step, owner in ((5, saver), (6, local), (9, local))
-    }
-    saved[10] = saver.folder / "step-10"
+            files[step] = owner.folder / f"step-{step}" / "rank-00000.safetensors"
     for damaged in ([], [10, 9, 6, 5], [10], [9], [6]):
         dist.barrier()
         if rank == 0:
-            flip_all(saved, damaged)
+            for step in damaged:
+                flip_bit(files[step])
         dist.barrier()
         step, again = start(world_size, {}, folder)
         found.append((step, list_saved(folder)))
@@ -654,13 +660,9 @@ def damage_and_start(rank: int, world_size: int, folder: str) -> list:
             assert list_differing(whole_state(again), states[step]) == []
         dist.barrier()
         if rank == 0 and len(damaged) > 1:
-            flip_all(saved, damaged)
+            for step in damaged:
+                flip_bit(files[step])  # as before
     return found
-
-
-def flip_all(saved: dict[int, Path], damaged: list[int]) -> None:
-    for step in damaged:
-        flip_bit(saved[step] / "rank-00000.safetensors")
 
 
 def test_the_newest_state_that_opens_is_restored_and_nothing_is_deleted_before(pool, tmp_path):

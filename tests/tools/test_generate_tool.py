@@ -51,15 +51,20 @@ def model() -> Llama3:
 
 
 def save(
-    path: Path, weights: dict[str, Tensor], *, attention: str = "causal", **fingerprint: object
+    path: Path,
+    weights: dict[str, Tensor],
+    *,
+    attention: str = "causal",
+    assets: str = SHIPPED,
+    **fingerprint: object,
 ) -> Path:
-    """Save a checkpoint as a run with 128 tokens and the shipped tokenizer does. `fingerprint`: further entries."""
+    """Save a checkpoint as a run with 128 tokens does. `fingerprint`: further entries."""
     keys = {
-        "model.hf_assets_path": SHIPPED,
+        "model.hf_assets_path": assets,
         "model.attention": attention,  # a run would write the resolved value of "auto"
         "training.seq_len": 128,
     }
-    about = {"shape": asdict(ARGS), "tokenizer": load_tokenizer(SHIPPED).fingerprint}
+    about = {"shape": asdict(ARGS), "tokenizer": load_tokenizer(assets).fingerprint}
     named = {f"model.{fqn}": weight for fqn, weight in weights.items()}
     return write_tensors(
         path,
@@ -108,15 +113,14 @@ def test_greedy_text_is_that_of_transformers_on_the_exported_model(
 
 
 def test_the_text_depends_on_the_seed_and_the_prompt_may_be_standard_input(
-    checkpoint, generate, monkeypatch, capsys
+    checkpoint, generate, monkeypatch, run_tool
 ):
     prompt = "  naïve\n\tdef  "
     arguments = ["--max-new-tokens", "12", "--temperature", "1.5", "--seed"]
     first, second = (generate(checkpoint, "--prompt", prompt, *arguments, seed) for seed in (7, 8))
     assert first["text"] != second["text"]
     monkeypatch.setattr(sys, "stdin", io.StringIO(prompt))
-    assert main(["generate", str(checkpoint), *arguments, "8"]) == 0
-    assert capsys.readouterr().out == f"{prompt}{second['text']}\n"
+    assert run_tool("generate", str(checkpoint), *arguments, "8") == f"{prompt}{second['text']}\n"
 
 
 def test_a_text_ends_with_the_context_or_with_any_end_token_of_generation_config(
@@ -198,7 +202,7 @@ def test_without_chat_a_line_says_that_special_names_are_text(export, capsys):
 
 
 def test_a_conversation_on_a_terminal_answers_each_line_as_if_it_had_been_read_at_once(
-    export, tokenizer, monkeypatch, capsys
+    export, tokenizer, monkeypatch, capsys, run_tool
 ):
     lines = ["and then?", "Hi"]
 
@@ -220,8 +224,7 @@ def test_a_conversation_on_a_terminal_answers_each_line_as_if_it_had_been_read_a
     ]
     chat = read_chat_format(tokenizer)
     text, _ = chat.write({"messages": messages, "add_generation_prompt": True})
-    assert main([*arguments, "--prompt", text]) == 0
-    assert capsys.readouterr().out == second
+    assert run_tool(*arguments, "--prompt", text) == second
 
 
 # ---------------------------------------------------------------- what is refused
@@ -256,8 +259,7 @@ def test_wrong_input_is_refused_before_weights_are_loaded(
         assert printed.out == "" and named in printed.err
 
 
-def test_weights_that_diverged_end_with_status_1(model, tmp_path, capsys):
+def test_weights_that_diverged_end_with_status_1(model, tmp_path, run_tool):
     nan = {"norm.weight": torch.full((128,), torch.nan)}
     path = save(tmp_path / "step-41", model.state_dict() | nan)
-    assert main(["generate", str(path), "--prompt", "a"]) == 1
-    assert "not finite" in capsys.readouterr().err
+    assert "not finite" in run_tool("generate", str(path), "--prompt", "a", status=1)

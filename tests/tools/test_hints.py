@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 from base64 import b64encode
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -58,8 +59,9 @@ def split_tool(name: str, command: str) -> list[str]:
     return shlex.split(command.removeprefix(start))
 
 
-def run_prepare(*args: str) -> int:
-    return main(["prepare", *args, "--out", "out", "--processes", "1"])
+@pytest.fixture
+def run_prepare(run_tool):
+    return partial(run_tool, "prepare", "--out", "out", "--processes", "1")
 
 
 def write_lines(rows: list[dict]) -> str:
@@ -107,14 +109,10 @@ PREPARED = {  # options of prepare, number of documents -> words of the command 
 
 
 @pytest.mark.parametrize("case", PREPARED)
-def test_the_command_that_prepare_prints_trains_and_validates_on_the_corpus(case, capsys):
+def test_the_command_that_prepare_prints_trains_and_validates_on_the_corpus(case, run_prepare):
     make_options, n_documents, words = PREPARED[case]
-    options = make_options()
-    assert (
-        run_prepare(write_lines([{"text": f"document {n}"} for n in range(n_documents)]), *options)
-        == 0
-    )
-    command = re.search(r"Train on it: (.*)", capsys.readouterr().out)[1]
+    file = write_lines([{"text": f"document {n}"} for n in range(n_documents)])
+    command = re.search(r"Train on it: (.*)", run_prepare(file, *make_options()))[1]
     assert all(word in command for word in words.split()) and follow(command) == 0
     splits = read_corpus_manifest(Path("out")).splits
     assert sum(split.n_documents for split in splits.values()) == n_documents
@@ -122,11 +120,12 @@ def test_the_command_that_prepare_prints_trains_and_validates_on_the_corpus(case
 
 
 @pytest.mark.parametrize("column", ["messages", "conversations"])
-def test_conversations_without_chat_are_recognized_and_the_option_prepares_them(column, capsys):
+def test_conversations_without_chat_are_recognized_and_the_option_prepares_them(
+    column, run_prepare
+):
     file = write_lines([{"id": n, column: TALK} for n in range(3)])
-    assert run_prepare(file) == 2
-    assert "--chat" in capsys.readouterr().err
-    assert run_prepare(file, "--chat") == 0
+    assert "--chat" in run_prepare(file, status=2)
+    run_prepare(file, "--chat")
 
 
 # ---------------------------------------------------------------- Git LFS
@@ -199,12 +198,10 @@ def test_a_corpus_that_is_a_cache_folder_of_the_hub_is_to_be_prepared(cache):
 # ---------------------------------------------------------------- check
 
 
-def test_the_number_of_gpus_elsewhere_passes_and_the_verdict_sends_to_plan(capsys):
+def test_the_number_of_gpus_elsewhere_passes_and_the_verdict_sends_to_plan(run_tool):
     args = ["check", "--config", "llama3_70b", "--gpu", "h100"]
-    assert main([*args, "--gpus", "8"]) == 2
-    (n_gpus,) = re.findall(r"Use (\d+) such GPUs", capsys.readouterr().err)
-    assert main([*args, "--gpus", n_gpus]) == 0
-    verdict = capsys.readouterr().out
+    (n_gpus,) = re.findall(r"Use (\d+) such GPUs", run_tool(*args, "--gpus", "8", status=2))
+    verdict = run_tool(*args, "--gpus", n_gpus)
     assert verdict.startswith("llama3_70b on 16 x H100: nothing found wrong\n")
     assert " sound" not in verdict and "at least 65.71 GiB for weights" in verdict
     plan = re.search(r"PYTHONPATH=.* plan .*", verdict)[0]
@@ -216,10 +213,9 @@ def test_the_number_of_gpus_elsewhere_passes_and_the_verdict_sends_to_plan(capsy
     "args", ["--config llama3_8b", "--config llama3_70b", "--config debug --model.flavor 8B"]
 )
 def test_a_model_that_is_too_large_for_this_host_is_verified_here_and_planned_elsewhere(
-    args, capsys
+    args, run_tool
 ):
-    assert main(["check", *args.split()]) == 2
-    verify, plan = re.findall(r"`(.*?)`", capsys.readouterr().err)
+    verify, plan = re.findall(r"`(.*?)`", run_tool("check", *args.split(), status=2))
     options = parse_command("verify", split_tool("verify", verify))
     assert options.config_args == args.split()
     assert reduce_config(read_run(options.config_args)[0].config, options.ranks)

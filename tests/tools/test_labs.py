@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from marks import choose_fast, slow
+from marks import choose_fast, read_lines, slow
 
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.__main__ import main
@@ -39,13 +39,13 @@ def test_the_files_of_a_lab_exist_and_its_training_would_start(lab, tmp_path, mo
 @pytest.mark.parametrize(
     "number, name", [row if row[0] in BY_DEFAULT else slow(*row) for row in QUESTIONS]
 )
-def test_an_answer_is_computed_and_judged(number, name, capsys):
+def test_an_answer_is_computed_and_judged(number, name, run_tool):
     answer = compute_answer(find_lab(number), name)
     assert answer.value > 0
-    assert main(["lab", str(number), "answer", name, answer.printed]) == 0
-    assert "right" in capsys.readouterr().out
-    assert main(["lab", str(number), "answer", name, str(answer.value * 3)]) == 1
-    assert "3 times too high" in capsys.readouterr().out
+    assert "right" in run_tool("lab", str(number), "answer", name, answer.printed)
+    assert "3 times too high" in run_tool(
+        "lab", str(number), "answer", name, str(answer.value * 3), status=1
+    )
 
 
 @pytest.mark.parametrize(
@@ -88,11 +88,12 @@ lab 1 answer state_70b 1051GiB   | 1 | the 64 ranks
 """
 
 
-@pytest.mark.parametrize("line", WRONG.strip().splitlines())
-def test_wrong_input_is_named_and_a_common_slip_gets_its_hint(line, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("command, status, named", read_lines(WRONG))
+def test_wrong_input_is_named_and_a_common_slip_gets_its_hint(
+    command, status, named, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "outputs" / "labs" / "4").mkdir(parents=True)
-    command, status, named = map(str.strip, line.split("|"))
     assert main(command.split()) == int(status)
     printed = capsys.readouterr()
     assert named in printed.out + printed.err

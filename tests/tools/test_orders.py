@@ -4,6 +4,7 @@ import xml.etree.ElementTree as ElementTree
 from types import SimpleNamespace
 
 import pytest
+from marks import read_lines
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from torchtitan_lite.config.choices import SCHEDULES
@@ -91,9 +92,9 @@ DualPipeV 2 4 20 | 3 |
 """
 
 
-@pytest.mark.parametrize("line", PAPERS.strip().splitlines())
-def test_bubbles_and_microbatches_in_flight_are_those_of_the_papers(line):
-    (schedule, *sizes), (idle,), in_flight = map(str.split, line.partition("#")[0].split("|"))
+@pytest.mark.parametrize("row", read_lines(PAPERS))
+def test_bubbles_and_microbatches_in_flight_are_those_of_the_papers(row):
+    (schedule, *sizes), (idle,), in_flight = map(str.split, row)
     v, pp, m, idle = map(int, [*sizes, idle])
     timeline = run(schedule, pp, m, v)
     assert timeline.end_time == 3 * v * m + idle

@@ -8,7 +8,6 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-import warm_start
 from warm_start import MARK, STREAMS, read_until
 
 from torchtitan_lite import REPOSITORY
@@ -49,9 +48,9 @@ def check_that_all_end(dump_folder: Path) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def test_no_rank_lives_on_after_a_bare_torchrun_was_killed(tmp_path):
+def test_no_rank_lives_on_after_a_bare_torchrun_was_killed(letters, tmp_path):
     folder = tmp_path / "run"
-    keys = [*warm_start.write_letters(tmp_path / "letters"), "--training.steps=5000"]
+    keys = [*letters, "--training.steps=5000"]
     process = launch_bare(folder, [*keys, "--checkpoint.no_enable", "--validation.no_enable"])
     read_until(process, "step +3/")
     pids = list_processes(folder)

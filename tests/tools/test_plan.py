@@ -6,7 +6,7 @@ from dataclasses import replace
 from math import sqrt
 
 import pytest
-from layouts import PP, TP
+from layouts import CP, EP, MODE, PP, REPLICATE, SCHEDULE, TP, ZERO
 
 from torchtitan_lite.__main__ import main
 from torchtitan_lite.config.schema import with_value
@@ -20,39 +20,26 @@ from torchtitan_lite.tools.plan.transfers import estimate_traffic
 from torchtitan_lite.tools.plan.unmodeled import list_unmodeled
 from torchtitan_lite.tools.tables import format_bytes
 
-ONE_STAGE = [
-    "--parallelism.pipeline_parallel_schedule=1F1B",
-    "--parallelism.pipeline_parallel_layers_per_stage=8",
-]
+BATCH, GLOBAL_BATCH = "training.local_batch_size", "training.global_batch_size"
+LAYERS = "parallelism.pipeline_parallel_layers_per_stage"
+ONE_STAGE = f"--{SCHEDULE}=1F1B --{LAYERS}=8"
 H100 = CLUSTERS["h100"]
-SECTIONS = {"local_batch_size": "training", "global_batch_size": "training", "seq_len": "training"}
-SECTIONS |= {"mode": "activation_checkpoint", "enable": "compile", "dtype": "training"}
-SECTIONS |= {"moments_dtype": "optimizer"}
-DEGREES = {
-    "tp": "tensor_parallel_degree",
-    "pp": "pipeline_parallel_degree",
-    "cp": "context_parallel_degree",
-}
 
 
-def read(name: str, n_gpus: int, **keys) -> PlannedRun:
-    """Plan a shipped config on GPUs. `keys` are of parallelism, training or activation_checkpoint."""
-    keys.setdefault("global_batch_size", -1)
-    args = ["--config", name]
-    for key, value in keys.items():
-        args.append(f"--{SECTIONS.get(key, 'parallelism')}.{DEGREES.get(key, key)}={value}")
-    return plan_run(args, n_gpus, "h100")
+def read(line: str) -> PlannedRun:
+    """Plan a shipped config on GPUs. `line`: config, number of GPUs, keys."""
+    name, n_gpus, *keys = line.split()
+    return plan_run(["--config", name, f"--{GLOBAL_BATCH}=-1", *keys], int(n_gpus), "h100")
 
 
 # ---------------------------------------------------------------- the tool
 
 
-def test_a_plan_says_where_the_time_goes(capsys):
+def test_a_plan_says_where_the_time_goes(run_tool):
     """test_environment.py tests `plan` without torch, in a Python without packages."""
-    args = ["plan", "--config", "llama3_405b", "--gpus", "16384", *ONE_STAGE]
-    args += "--mtbf-hours 3.09 --restart-s 600 --save-stall-s 60".split()
-    assert main(args) == 0
-    printed = capsys.readouterr().out
+    args = f"plan --config llama3_405b --gpus 16384 {ONE_STAGE}"
+    args += " --mtbf-hours 3.09 --restart-s 600 --save-stall-s 60"
+    printed = run_tool(*args.split())
     for words in (
         "pp16 x dp_shard128 x tp8, 1F1B, 16 stages",
         "pp rank 1 and 13 like it",
@@ -66,30 +53,22 @@ def test_a_plan_says_where_the_time_goes(capsys):
         assert words in printed, words
 
 
-def test_a_plan_names_the_nodes_of_each_axis_and_ends_with_status_1_if_it_does_not_fit(capsys):
-    keys = [
-        f"--{PP}=4",
-        "--training.local_batch_size=16",
-        "--parallelism.data_parallel_replicate_degree=1",
-    ]
-    keys += [f"--{TP}=8", "--parallelism.zero_stage=1"]
-    assert main(["plan", "--config", "mixtral_8x22b", "--gpus", "2048", *keys]) == 0
-    lines = [re.split(r"  +", line) for line in capsys.readouterr().out.splitlines()]
+def test_a_plan_names_the_nodes_of_each_axis_and_ends_with_status_1_if_it_does_not_fit(run_tool):
+    keys = f"--{PP}=4 --{BATCH}=16 --{REPLICATE}=1 --{TP}=8 --{ZERO}=1"
+    printed = run_tool(*f"plan --config mixtral_8x22b --gpus 2048 {keys}".split())
+    lines = [re.split(r"  +", line) for line in printed.splitlines()]
     nodes = {tuple(line[1:3]): line[-1] for line in lines if len(line) == 6}
     assert (nodes["tp", "all-gather"], nodes["pp", "send"]) == ("inside a node", "over 4 nodes")
-    keys = [
-        "--parallelism.pipeline_parallel_degree=1",
-        "--parallelism.pipeline_parallel_schedule=1F1B",
-    ]
-    keys += ["--training.local_batch_size=1", "--training.global_batch_size=-1"]
-    assert main(["plan", "--config", "llama3_70b", "--gpus", "16", *keys]) == 1
-    assert "remark: the layout does not fit in memory" in capsys.readouterr().out
+    keys = f"--{PP}=1 --{SCHEDULE}=1F1B --{BATCH}=1 --{GLOBAL_BATCH}=-1"
+    assert "remark: the layout does not fit in memory" in run_tool(
+        *f"plan --config llama3_70b --gpus 16 {keys}".split(), status=1
+    )
 
 
-def test_a_dry_run_prints_the_plan_and_both_columns(capsys):
+def test_a_dry_run_prints_the_plan_and_both_columns(run_tool):
     args = f"plan --config debug --gpus 2 --{TP}=2 --dry-run --model.n_layers=2"
-    assert main([*args.split(), "--training.seq_len=32", "--training.global_batch_size=-1"]) == 0
-    plan, _, table = capsys.readouterr().out.partition("a step of ")
+    args += f" --training.seq_len=32 --{GLOBAL_BATCH}=-1"
+    plan, _, table = run_tool(*args.split()).partition("a step of ")
     assert "tokens/s/GPU" in plan and "live memory at the peak" in table
     (gathers,) = (line for line in table.splitlines() if "all-gather over tp, " in line)
     closed, dry = re.findall(r"[\d.]+ [KM]iB", gathers)
@@ -98,8 +77,8 @@ def test_a_dry_run_prints_the_plan_and_both_columns(capsys):
 
 def test_the_table_of_memory_has_the_fullest_rank():
     """In a V schedule, pp ranks 2 and 3 have equal stages, but the last rank has more microbatches in flight."""
-    v_schedule = {"pipeline_parallel_schedule": "ZBVZeroBubble", "mode": "none", "enable": "false"}
-    planned = read("llama3_8b", 64, pp=4, local_batch_size=32, **v_schedule)
+    v_schedule = f"--{SCHEDULE}=ZBVZeroBubble --{MODE}=none --compile.no_enable"
+    planned = read(f"llama3_8b 64 --{PP}=4 --{BATCH}=32 {v_schedule}")
     table = describe_memory(planned)
     assert "pp rank 3 and 1 like it" in table
     assert format_bytes(planned.taken_bytes) in table
@@ -109,13 +88,13 @@ def test_the_table_of_memory_has_the_fullest_rank():
 
 
 def test_an_idle_pipeline_gets_the_number_of_microbatches_that_it_needs():
-    schedule = {"pipeline_parallel_schedule": "1F1B", "pipeline_parallel_layers_per_stage": 8}
-    planned = read("llama3_405b", 16384, pp=16, tp=8, **schedule, local_batch_size=16)
+    run = f"llama3_405b 16384 --{PP}=16 --{TP}=8 {ONE_STAGE} --{BATCH}"
+    planned = read(f"{run}=16")
     # The bubble is (p-1)/(m+p-1) = 15/31 of the pipeline's time, and slightly less of the whole step.
     assert planned.forecast.bubble > 0.45
     (remark,) = (remark for remark in list_remarks(planned) if "idle" in remark)
     n = int(remark.split("Use ")[1].split(" microbatches")[0])
-    filled = read("llama3_405b", 16384, pp=16, tp=8, **schedule, local_batch_size=n)
+    filled = read(f"{run}={n}")
     assert filled.forecast.bubble <= 0.17  # the stages are still uneven
     assert (
         f"training.global_batch_size = {n * 128}" in remark
@@ -128,7 +107,7 @@ def test_programs_read_the_figures_of_a_plan(capsys):
         main("plan --json --config llama3_8b --gpus 8 --training.enable_cpu_offload".split()) == 0
     )
     figures = json.loads(capsys.readouterr().out)
-    planned = read("llama3_8b", 8, global_batch_size=128)
+    planned = read(f"llama3_8b 8 --{GLOBAL_BATCH}=128")
     assert figures["step_time_s"] == planned.forecast.step_time_s
     assert figures["taken_bytes"] == planned.taken_bytes
     assert list(figures["unmodeled"]) == ["training.enable_cpu_offload = True"]
@@ -146,7 +125,7 @@ def test_one_gpu_has_the_reserve_of_this_trainer(config, stage, factor, fits):
     planned = plan_run([f"--config={config}", f"--parallelism.zero_stage={stage}"], 1, "h200")
     assert planned.taken_bytes == planned.memory.live * factor + 2**30
     assert planned.fits == fits and "no error bar" in describe_memory(planned)
-    published = read("llama3_8b", 8)
+    published = read("llama3_8b 8")
     assert published.taken_bytes == published.memory.live * 1.21 * 1.11 + 2 * 2**30
 
 
@@ -161,16 +140,16 @@ COPIES = [  # ZeRO stage, microbatches, dtype of weights -> bytes per parameter,
 
 @pytest.mark.parametrize(("stage", "n", "dtype", "n_bytes"), COPIES)
 def test_fsdp_copies_on_one_gpu(stage, n, dtype, n_bytes):
-    dtypes = {"dtype": dtype, "moments_dtype": dtype}
-    keys = {"zero_stage": stage, "local_batch_size": 2, "global_batch_size": 2 * n}
-    seconds = read("llama3_8b", 1, **keys, **dtypes).forecast.parts_s["copies of FSDP"]
+    keys = f"--{ZERO}={stage} --{BATCH}=2 --{GLOBAL_BATCH}={2 * n} --training.dtype={dtype}"
+    planned = read(f"llama3_8b 1 {keys} --optimizer.moments_dtype={dtype}")
+    seconds = planned.forecast.parts_s["copies of FSDP"]
     moved_bytes = seconds * H100.memory_bandwidth * H100.memory_efficiency
     assert moved_bytes / 8_030_261_248 == pytest.approx(n_bytes)
-    assert read("llama3_8b", 8).forecast.parts_s["copies of FSDP"] == 0
+    assert read("llama3_8b 8").forecast.parts_s["copies of FSDP"] == 0
 
 
 def test_a_plan_names_what_it_does_not_model():
-    planned = read("llama3_8b", 8)
+    planned = read("llama3_8b 8")
     assert not list_unmodeled(planned)
     config = with_value(planned.config, "training.loss", "z_loss")
     config = with_value(config, "training.enable_cpu_offload", True)
@@ -183,12 +162,12 @@ def test_a_plan_names_what_it_does_not_model():
 
 
 def test_groups_over_nodes_get_a_degree_that_stays_inside():
-    layout = read("llama3_70b", 64, tp=4).layout
+    layout = read(f"llama3_70b 64 --{TP}=4").layout
     assert not warn_of_groups(layout, H100)
     for node_size in (2, 6):
         (warning,) = warn_of_groups(layout, replace(H100, node_size=node_size))
         assert f"nodes of {node_size}. Use parallelism.tensor_parallel_degree = 2" in warning
-    (warning,) = warn_of_groups(read("qwen3_30b_a3b", 64, expert_parallel_degree=32).layout, H100)
+    (warning,) = warn_of_groups(read(f"qwen3_30b_a3b 64 --{EP}=32").layout, H100)
     assert "expert_parallel_degree = 8" in warning
 
 
@@ -208,7 +187,7 @@ def test_fsdp_moves_what_the_parameters_weigh():
     """Compare with a calculation by hand: 8B, 8 ranks, ZeRO 3, one microbatch. FSDP gathers every block twice,
     embedding and head once, in bf16, and reduces all gradients once in fp32. Each rank moves 7/8 of it."""
     block, table, norm = 218_112_000, 128_256 * 4096, 4096
-    planned = read("llama3_8b", 8)
+    planned = read("llama3_8b 8")
     moved = estimate_traffic(planned.workload, 0)
     gathers, reductions = moved["dp_shard", "all-gather"], moved["dp_shard", "reduce-scatter"]
     assert (gathers.n_calls, gathers.n_bytes) == (
@@ -222,7 +201,7 @@ def test_fsdp_moves_what_the_parameters_weigh():
 
 
 def test_a_collective_takes_its_bytes_over_the_links_and_a_latency_for_each_hop():
-    model = read("llama3_8b", 16, tp=2).step_time
+    model = read(f"llama3_8b 16 --{TP}=2").step_time
     assert model.collective_time("tp", 1e9) == pytest.approx(0.5e9 / 360e9 + 8.4e-6 + 3.4e-6)
     # Eight ranks with a stride of 2 are four in each of two nodes, so each rank has two of the node's network cards.
     by_hand = 7e9 / 8 / (0.92 * 4 * 50e9) + 8.4e-6 + 6 * 3.4e-6 + 14e-6
@@ -234,21 +213,13 @@ def test_a_collective_takes_its_bytes_over_the_links_and_a_latency_for_each_hop(
 
 
 def test_keys_of_the_config_that_make_a_step_faster_are_read():
-    plain = read("llama3_70b", 64, tp=8)
-    faster = {
-        "parallelism.enable_async_tensor_parallel": "true",
-        "quantize.linear.float8.enable_fsdp_float8_all_gather": "true",
-    }
-    for key, value in faster.items():
-        args = [
-            "--config",
-            "llama3_70b",
-            f"--{key}={value}",
-            f"--{TP}=8",
-            "--training.global_batch_size=-1",
-        ]
-        args += ["--model.converters=float8"] * ("float8" in key) + ["--compile.enable=true"]
-        planned = plan_run(args, 64, "h100")
+    run = f"llama3_70b 64 --{TP}=8"
+    plain = read(run)
+    for key in (
+        "parallelism.enable_async_tensor_parallel",
+        "model.converters=float8 --quantize.linear.float8.enable_fsdp_float8_all_gather",
+    ):
+        planned = read(f"{run} --compile.enable --{key}")
         assert planned.forecast.step_time_s < plain.forecast.step_time_s, key
 
 
@@ -257,13 +228,9 @@ def test_keys_of_the_config_that_make_a_step_faster_are_read():
 
 def test_llama3_405b_on_16384_h100_and_its_128k_layout():
     """The Llama 3 paper's table 4 has 400 and 380 TFLOP/s. The forecast agrees within its error bar."""
-    options = {
-        "pipeline_parallel_schedule": "Interleaved1F1B",
-        "pipeline_parallel_layers_per_stage": 1,
-        "local_batch_size": 16,
-        "mode": "none",
-    }
-    planned = read("llama3_405b", 16384, pp=16, tp=8, **options)
+    run = f"llama3_405b 16384 --{PP}=16 --{TP}=8 --{SCHEDULE}=Interleaved1F1B --{LAYERS}=1"
+    run += f" --{BATCH}=16 --{MODE}=none"
+    planned = read(run)
     short = planned.forecast
     assert [stage.n_layers for stage in planned.workload.stages] == [
         (0, 0),
@@ -272,8 +239,7 @@ def test_llama3_405b_on_16384_h100_and_its_128k_layout():
     ]
     assert 15 / (8 * 16 + 15) < short.bubble < 0.15
     assert short.mfu_causal == pytest.approx(0.41, rel=0.18)
-    options["seq_len"] = 131072
-    planned_long = read("llama3_405b", 16384, pp=16, tp=8, cp=16, **options)
+    planned_long = read(f"{run} --{CP}=16 --training.seq_len=131072")
     long = planned_long.forecast
     assert planned_long.workload.tokens_per_step == planned.workload.tokens_per_step == 16 * 2**20
     assert long.mfu_causal == pytest.approx(0.38, rel=0.18)
@@ -284,7 +250,7 @@ def test_llama3_405b_on_16384_h100_and_its_128k_layout():
 
 
 def test_experts_take_as_long_as_one_dense_matmul_and_a_router_hardly_any_time():
-    planned = read("qwen3_30b_a3b", 64, tp=4)
+    planned = read(f"qwen3_30b_a3b 64 --{TP}=4")
     model = planned.step_time
     block = {}
     for module in planned.workload.kinds[0].block:
@@ -299,7 +265,7 @@ def test_experts_take_as_long_as_one_dense_matmul_and_a_router_hardly_any_time()
 
 
 def test_a_small_layer_takes_as_long_as_the_host_launches_its_kernels():
-    model = read("debug", 1).step_time
+    model = read("debug 1").step_time
     (kind,) = model.workload.kinds
     slow_host = StepTime(model.workload, replace(H100, host_s=1e-3))
     for each in (model, slow_host):
@@ -311,8 +277,9 @@ def test_a_small_layer_takes_as_long_as_the_host_launches_its_kernels():
 
 
 def test_a_layout_that_is_too_tight_gets_settings_that_fit():
-    planned = read("llama3_70b", 64, tp=4, pp=2, local_batch_size=16)
+    run = f"llama3_70b 64 --{TP}=4 --{PP}=2 --{BATCH}=16"
+    planned = read(run)
     (remark,) = (remark for remark in list_remarks(planned) if "does not fit" in remark)
     assert "parallelism.zero_stage = 3" in remark
-    fixed = read("llama3_70b", 64, tp=4, pp=2, local_batch_size=16, zero_stage=3)
+    fixed = read(f"{run} --{ZERO}=3")
     assert not any("does not fit" in remark for remark in list_remarks(fixed))

@@ -4,7 +4,8 @@ import json
 
 import compare
 import pytest
-from layouts import CP, EP, PP, REPLICATE, SCHEDULE, SHARD, TP
+from layouts import EP, PP, SCHEDULE, SHARD, TP, read_rows
+from marks import read_lines
 
 from torchtitan_lite.config.checks import plan_layout
 from torchtitan_lite.config.messages import ConfigError
@@ -36,40 +37,39 @@ def read(*args: str) -> Config:
 # ---------------------------------------------------------------- degrees
 
 
-@pytest.mark.parametrize(
-    "max_ranks, asked, layout",
-    [
-        (8, {SHARD: 6}, "dp_shard6"),
-        (8, {PP: 2, REPLICATE: 2, CP: 2, SHARD: 1}, "pp2 x dp_replicate2 x cp2"),
-        (8, {CP: 4, TP: 2, SHARD: 1}, "cp4 x tp2"),
-        (1, {SHARD: 1}, "one rank"),
-        # an automatic dp_shard takes the remaining ranks
-        (8, {REPLICATE: 2}, "dp_replicate2 x dp_shard4"),
-        (6, {TP: 2}, "dp_shard3 x tp2"),
-    ],
-)
-def test_a_layout_that_fits_is_tried_exactly_as_asked(max_ranks, asked, layout):
-    config = compare.override(
-        read("debug", "--training.local_batch_size=8", "--training.global_batch_size=-1"), asked
-    )
+# layout | ranks of verify | keys. An automatic dp_shard takes the remaining ranks.
+FITTING = read_rows("""
+dp_shard6 | 8 | SHARD=6
+pp2 x dp_replicate2 x cp2 | 8 | PP=2 REPLICATE=2 CP=2 SHARD=1
+cp4 x tp2 | 8 | CP=4 TP=2 SHARD=1
+one rank | 1 | SHARD=1
+dp_replicate2 x dp_shard4 | 8 | REPLICATE=2
+dp_shard3 x tp2 | 6 | TP=2
+""")
+
+
+@pytest.mark.parametrize("layout", FITTING)
+def test_a_layout_that_fits_is_tried_exactly_as_asked(layout):
+    max_ranks, asked = FITTING[layout]
+    config = compare.override(read("debug", "--training.local_batch_size=8", ANY_BATCH), asked)
     assert str(reduce_config(config, max_ranks).layout) == layout
 
 
-@pytest.mark.parametrize(
-    "max_ranks, config, asked, layout",
-    [
-        # tp8 would leave no rank for an automatic dp_shard
-        (8, "llama3_70b", {TP: 8}, "dp_shard2 x tp4"),
-        (8, "llama3_8b", {PP: 16, SHARD: 128, TP: 8}, "pp2 x dp_shard2 x tp2"),
-        (8, "llama3_8b", {CP: 16, SHARD: 1, TP: 8}, "cp2 x tp4"),
-        (8, "mixtral_8x22b", {}, "dp_replicate2 x dp_shard2 x tp2, ep4"),
-        (4, "qwen3_30b_a3b", {}, "dp_shard4, ep4"),
-        (2, "debug_3d", {}, "tp2"),  # other mesh dims are dropped
-    ],
-)
-def test_a_layout_that_needs_more_ranks_is_refused_with_a_command_that_runs(
-    max_ranks, config, asked, layout
-):
+# config: layout of the command | ranks of verify | keys. With tp8, no rank would be left for an automatic dp_shard.
+TOO_LARGE = read_rows("""
+llama3_70b: dp_shard2 x tp4 | 8 | TP=8
+llama3_8b: pp2 x dp_shard2 x tp2 | 8 | PP=16 SHARD=128 TP=8
+llama3_8b: cp2 x tp4 | 8 | CP=16 SHARD=1 TP=8
+mixtral_8x22b: dp_replicate2 x dp_shard2 x tp2, ep4 | 8
+qwen3_30b_a3b: dp_shard4, ep4 | 4
+debug_3d: tp2 | 2
+""")
+
+
+@pytest.mark.parametrize("name", TOO_LARGE)
+def test_a_layout_that_needs_more_ranks_is_refused_with_a_command_that_runs(name):
+    config, layout = name.split(": ")
+    max_ranks, asked = TOO_LARGE[name]
     batch = []
     if not config.startswith("debug"):
         batch = ["--training.local_batch_size=16", ANY_BATCH]
@@ -150,9 +150,8 @@ NEAR=2 | nodes | [1, 1]
 """
 
 
-@pytest.mark.parametrize("line", KEPT.strip().splitlines())
-def test_a_relation_between_sizes_is_kept(line):
-    args, relation, value = line.split(" | ")
+@pytest.mark.parametrize("args, relation, value", read_lines(KEPT))
+def test_a_relation_between_sizes_is_kept(args, relation, value):
     for word in ("INTERLEAVED", *ARGS):
         args = args.replace(word, ARGS[word])
     reduction = reduce_config(read(*args.split()), 8)

@@ -31,11 +31,11 @@ KEYS = """
 
 
 @pytest.fixture(scope="module")
-def folder(pool, tmp_path_factory):
+def folder(pool, letters, tmp_path_factory):
     """Train a model with experts on a pipeline, with traces. Stop the run after step 3, and resume it."""
     parent = tmp_path_factory.mktemp("report")
     folder = parent / "a run"
-    corpus = warm_start.write_letters(parent / "corpus")[-3]
+    *_, corpus = letters
     keys = [*KEYS, corpus, f"--job.dump_folder={folder}"]
     untraced = [*keys, "--profiling.no_enable_profiling"]
     assert pool.run(warm_start.start, 4, untraced, 3) == [143] * 4

@@ -7,7 +7,6 @@ from math import prod
 import pytest
 from marks import slow
 
-from torchtitan_lite.__main__ import main
 from torchtitan_lite.config.checks import plan_layout
 from torchtitan_lite.config.choices import SCHEDULES
 from torchtitan_lite.config.model import resolve_model
@@ -93,11 +92,10 @@ def test_the_ten_best_are_those_that_simulating_all_would_give():
         assert all(seconds >= -1e-9 for seconds in expected.parts_s.values())
 
 
-def test_the_report_names_the_winner_which_reads_back(tmp_path, capsys):
+def test_the_report_names_the_winner_which_reads_back(tmp_path, run_tool):
     file = tmp_path / "winner.toml"
     args = f"plan --search --config llama3_8b --gpus 8 --toml {file}"
-    assert main([*args.split(), "--training.global_batch_size=16"]) == 0
-    printed = capsys.readouterr().out
+    printed = run_tool(*args.split(), "--training.global_batch_size=16")
     layout = plan_layout(*read(str(file)), 8)
     winner = next(line for line in printed.splitlines() if line.lstrip().startswith("1  "))
     assert "of the kind that is commonly published" in printed
@@ -145,7 +143,7 @@ UNEVEN = "--training.seq_len=8191 --training.global_batch_size"
         ("llama3_70b --gpus 8", "fits in memory"),
     ],
 )
-def test_an_empty_search_says_what_to_change(tmp_path, capsys, args, said):
+def test_an_empty_search_says_what_to_change(tmp_path, run_tool, args, said):
     file = tmp_path / "winner.toml"
-    assert main(f"plan --search --toml {file} --config {args}".split()) == 2
-    assert said in capsys.readouterr().err and not file.exists()
+    assert said in run_tool(*f"plan --search --toml {file} --config {args}".split(), status=2)
+    assert not file.exists()

@@ -13,7 +13,6 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-import warm_start
 from marks import slow
 from test_orphans import list_processes
 from warm_start import finish, launch, list_children, list_ranks, read_losses, read_until
@@ -153,10 +152,10 @@ def wait_for_moment(process: subprocess.Popen, when: str, whom: str, folder: Pat
         for row in itertools.product(WHOM, (signal.SIGTERM, signal.SIGINT), WHEN)
     ],
 )
-def test_a_signal_loses_no_step_however_often_it_arrives(tmp_path, whom, received, when):
+def test_a_signal_loses_no_step_however_often_it_arrives(letters, tmp_path, whom, received, when):
     folder = tmp_path / "run"
     keys = [
-        *warm_start.write_letters(tmp_path / "letters"),
+        *letters,
         "--training.local_batch_size=4",
         "--training.steps=5000",
     ]

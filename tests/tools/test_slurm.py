@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import warm_start
 from warm_start import STREAMS, finish, read_until
 
 from torchtitan_lite.checkpoint.format import find_steps
@@ -102,10 +101,10 @@ def cluster(tmp_path):
     return Cluster(tmp_path)
 
 
-def test_a_job_before_its_limit_saves_and_is_queued_again(cluster, tmp_path):
+def test_a_job_before_its_limit_saves_and_is_queued_again(cluster, letters, tmp_path):
     folder = tmp_path / "job"
     keys = [f"--training.steps={STEPS}", *KEYS, f"--job.dump_folder={folder}"]
-    keys += warm_start.write_letters(tmp_path / "letters")
+    keys += letters
     job = cluster.start(*keys)
     read_until(job, r"step +3/")
     job.send_signal(signal.SIGUSR1)  # only to the script, as with --signal=B:USR1

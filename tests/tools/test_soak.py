@@ -4,7 +4,6 @@ import re
 from pathlib import Path
 
 import pytest
-import warm_start
 from warm_start import finish, launch, list_ranks, read_until
 
 from torchtitan_lite.checkpoint.format import find_steps
@@ -33,8 +32,8 @@ def list_saved(folder: Path) -> list[int]:
 
 
 @pytest.mark.slow
-def test_1500_steps_need_no_more_memory_files_threads_or_disk_than_300(tmp_path):
-    keys = [*KEYS, *warm_start.write_letters(tmp_path / "letters")]
+def test_1500_steps_need_no_more_memory_files_threads_or_disk_than_300(letters, tmp_path):
+    keys = [*KEYS, *letters]
     keys.append(f"--checkpoint.local_folder={tmp_path / 'snapshots'}")
     run = launch(tmp_path / "run", tmp_path, *keys, n_ranks=2)
     seen = []

@@ -11,22 +11,7 @@ from pathlib import Path
 
 import compare
 import pytest
-from layouts import (
-    ACCUMULATION_4,
-    ADAMW,
-    COMPILED,
-    CP,
-    EP,
-    MODE,
-    MOE,
-    PP,
-    RING,
-    SCHEDULE,
-    SHARD,
-    TP,
-    ZERO,
-    Row,
-)
+from layouts import MODE, SCHEDULE, SHARD, TP, ZERO, read_rows
 from marks import choose_fast
 from mutant_table import put_in_place
 from mutants import MUTANTS, try_mutant
@@ -207,12 +192,12 @@ def test_a_key_that_is_set_is_covered_only_if_its_witness_saw_it_act():
 # ---------------------------------------------------------------- keys that are broken
 
 IMPLEMENTATION = "optimizer.implementation"
-ROWS = {
-    "sharded": Row(2, {**ACCUMULATION_4, MODE: "full", ZERO: 2}),
-    "stages": Row(2, {PP: 2, SCHEDULE: "GPipe"}),
-    "ring": Row(2, {CP: 2, **RING, **COMPILED, MODE: "none"}),
-    "loops": Row(2, {**ADAMW, IMPLEMENTATION: "for-loop"}),
-}
+ROWS = read_rows("""
+sharded | 2 | ACCUMULATION_4 MODE=full ZERO=2
+stages | 2 | PP=2 SCHEDULE=GPipe
+ring | 2 | CP=2 RING COMPILED MODE=none
+loops | 2 | ADAMW optimizer.implementation=for-loop
+""")
 
 
 def keep_sharded(original, part, mesh, expert_mesh, section, layout):
@@ -301,16 +286,17 @@ def test_ranks_that_raise_are_a_fault_and_ranks_without_an_answer_are_not(
 # ---------------------------------------------------------------- train.py
 
 
-@pytest.mark.parametrize(
-    "row, other",
-    [
-        (Row(2), "tp2"),
-        (Row(4, {PP: 4}), "dp_shard2 x tp2"),
-        (Row(4, {TP: 2}), "dp_shard4"),
-        (Row(8, {**MOE, PP: 2, EP: 2}), "dp_shard4 x tp2, ep8"),
-    ],
-)
-def test_a_resume_is_tried_on_another_layout_of_the_same_ranks(tmp_path, row, other):
+RESUMED_ON = read_rows("""
+tp2 | 2
+dp_shard2 x tp2 | 4 | PP=4
+dp_shard4 | 4 | TP=2
+dp_shard4 x tp2, ep8 | 8 | MOE PP=2 EP=2
+""")  # layout of the second start | layout of the first
+
+
+@pytest.mark.parametrize("other", RESUMED_ON)
+def test_a_resume_is_tried_on_another_layout_of_the_same_ranks(tmp_path, other):
+    row = RESUMED_ON[other]
     config = train_py.make_config(compare.reduce_row(row), tmp_path)
     config = choose_other_layout(override(config, train_py.RESUMED), row.world_size)
     layout = plan_layout(config, compare.resolve_model(config.model), row.world_size)
