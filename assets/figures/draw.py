@@ -1,4 +1,4 @@
-"""Draw the figures of the README files: python3 assets/figures/draw.py [1_RANK 8_RANKS TRACED]
+"""Draw the figures of the README files: PYTHONPATH=. python3 assets/figures/draw.py [1_RANK 8_RANKS TRACED]
 
 Needs chromium. The arguments are the folders of three runs: the two runs in "The same loss" of README.md, and a run of
 debug_3d with profiling.enable_profiling. Without arguments, only the layouts and the pipeline are drawn.
@@ -22,9 +22,9 @@ FOLDER = Path(__file__).parent
 CROPPED = """<style>h2, h3 { display: none } body { padding: 4px 12px; margin: 0 } p { max-width: none }
 .desk { display: inline }</style>"""
 LAYOUTS = {  # figure -> width and height in pixels, config arguments, ranks
-    "tp2": (560, 348, "--config debug --parallelism.tensor_parallel_degree 2", 2),
-    "dp2": (560, 348, "--config debug", 2),
-    "cp2": (560, 348, "--config debug --parallelism.context_parallel_degree 2", 2),
+    "tp2": (560, 372, "--config debug --parallelism.tensor_parallel_degree 2", 2),
+    "dp2": (560, 372, "--config debug", 2),
+    "cp2": (560, 372, "--config debug --parallelism.context_parallel_degree 2", 2),
     "ep2": (560, 388, "--config debug_moe --parallelism.expert_parallel_degree 2", 2),
     "mesh": (960, 586, "--config debug_3d", 8),
 }

@@ -5,6 +5,7 @@ trains 200 steps on one process and on pp2 x dp2 x tp2. It compresses the same t
 and prints the tables. Complete runs in FOLDER (default: outputs/results) are not repeated.
 """
 
+import argparse
 import gzip
 import json
 import lzma
@@ -112,7 +113,9 @@ def measure_ngram(text: bytes, n_trained: int) -> float:
 
 def main() -> None:
     """Train, compress, compare and print."""
-    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "outputs/results").resolve()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", nargs="?", type=Path, default="outputs/results")
+    folder = parser.parse_args().folder.resolve()
     corpus = REPOSITORY / "outputs" / "cache" / "plays"
     if not corpus.exists():
         tool = (sys.executable, "-m", "torchtitan_lite", "prepare")

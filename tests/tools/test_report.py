@@ -132,6 +132,7 @@ def test_parts_of_a_step_add_up_and_name_their_axes(folder, run):
         assert sum(trace.parts.values()) == pytest.approx(step["dur"] / 1e6)
         for name in ("computing", "waiting", "exposed pp", "exposed tp or ep"):
             assert trace.parts[name] > 0
+        assert "receive" in {call.name for call in trace.calls}
 
 
 def copy_run(folder, new, replace=(), **keys):

@@ -54,7 +54,7 @@ rect, path { fill: color-mix(in srgb, currentColor 62%, var(--page)) } rect { st
 .facts { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 10px; margin: 14px 0 }
 .facts div { background: var(--soft); padding: 9px 12px; border-radius: 6px; font-size: 13px; color: var(--pale) }
 .facts b { display: block; font-size: 21px; font-weight: 600; color: var(--ink) }
-@media (max-width: 700px) { .desk { display: none } }
+@media (max-width: 700px) { .desk { display: none } pre { white-space: pre-wrap; overflow-wrap: anywhere } }
 .far { opacity: 0 } circle:hover { opacity: 1 }
 @media print { h2, h3 { break-after: avoid } figure, svg, tr { break-inside: avoid } }
 """
@@ -224,10 +224,10 @@ def draw_facts(facts: dict[str, str]) -> str:
 
 
 def draw_table(rows: Iterable[Sequence[str]]) -> str:
-    """Draw a table; its first row is the heading."""
+    """Draw a table; its first row is the heading. Names of keys may break at underscores."""
     body = ""
     for row in rows:
-        cells = "".join(f"<td>{escape(cell)}" for cell in row)
+        cells = "".join(f"<td>{escape(cell)}" for cell in row).replace("_", "_<wbr>")
         body += f"<tr>{cells}"
     return f"<div class=wide><table>{body}</table></div>"
 

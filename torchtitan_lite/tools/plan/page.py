@@ -45,7 +45,7 @@ MEMORY_COLORS = {  # part -> color
     "activations": "var(--run2)",
     "received": "var(--run5)",
     "working": "var(--run3)",
-    RESERVE: "var(--pale)",
+    RESERVE: "color-mix(in srgb, var(--pale) 38%, var(--page))",
 }
 TIME = {  # part of a step -> color
     "compute": "var(--computing)",
@@ -65,7 +65,7 @@ PAGE_STYLE = """<style>
 .mesh h4 { margin: 0 0 6px; font-size: 13.5px } .mesh h4 i { font-weight: 400 }
 .lines, .cards { display: flex; flex-wrap: wrap; gap: 8px 20px } .cards { gap: 6px }
 .line p { font-size: 12px; margin: 2px 0; color: var(--pale) }
-.card { width: 94px; background: var(--page); padding: 3px 5px 4px; border-radius: 5px; box-sizing: border-box;
+.card { width: 122px; background: var(--page); padding: 3px 5px 4px; border-radius: 5px; box-sizing: border-box;
   font-size: 11.5px; border: 1px solid var(--line); line-height: 1.35 }
 .card svg { overflow: hidden; margin: 1px 0 } .card rect { stroke: none; vector-effect: non-scaling-stroke }
 .card small { display: none }
@@ -101,17 +101,16 @@ def draw_forecast(planned: PlannedRun) -> str:
     forecast = planned.forecast
     bar = planned.speed_bar
     low, high = bar.widen(forecast.tokens_per_s_per_gpu)
-    speed_range = f"80 % range: {low:,.0f} to {high:,.0f}"
     about = bar.describe(planned.cluster.name)
     capacity = planned.cluster.memory_bytes
     facts = {
-        f"tokens/s per GPU ({speed_range})": f"{forecast.tokens_per_s_per_gpu:,.0f}",
+        f"tokens/s per GPU (80 % range: {low:,.0f} to {high:,.0f})": f"{forecast.tokens_per_s_per_gpu:,.0f}",
         f"per step of {planned.workload.tokens_per_step:,} tokens": format_seconds(
             forecast.step_time_s
         ),
         "MFU": f"{100 * forecast.mfu_full:.3g}%",
         "bubble of the pipeline": f"{forecast.bubble:.1%}",
-        f"at most, {'of' if planned.fits else 'and does not fit into'} {capacity / GIB:.1f} GiB": (
+        f"memory, at most ({'of' if planned.fits else 'does not fit into'} {capacity / GIB:.1f} GiB)": (
             f"{planned.taken_bytes / GIB:.1f} GiB"
         ),
     }
@@ -184,7 +183,7 @@ def draw_mesh(planned: PlannedRun) -> str:
         ),
         (WEIGHT, "pale", "rows that it uses while the block runs"),
         (TOKENS, "", f"the batch, {sizes}: tokens that it holds between matmuls"),
-        (TOKENS, "pale", "and multiplies"),
+        (TOKENS, "pale", "tokens that it multiplies"),
     ]
     if args.moe:
         entries.append((EXPERT_COLOR, "", f"its experts, of {args.moe.n_experts} of a layer"))
@@ -294,7 +293,9 @@ def draw_pipeline(planned: PlannedRun) -> str:
         f"Ranks are idle for {forecast.bubble:.1%} of a step. The pipeline takes "
         f"{format_seconds(timeline.end_time)}."
     )
-    return f"<h2>One step of the pipeline</h2><p>{about}</p>{key}{draw_timeline(timeline)}"
+    return (
+        f"<h2>One step of the pipeline, forecast</h2><p>{about}</p>{key}{draw_timeline(timeline)}"
+    )
 
 
 def draw_memory(planned: PlannedRun) -> str:
@@ -311,17 +312,17 @@ def draw_memory(planned: PlannedRun) -> str:
         sizes = memory._asdict() | {RESERVE: 0 if is_small else most - memory.live}
         parts = []
         for part, size in sizes.items():
-            look = "pale" if part == RESERVE else ""
-            parts.append((size, MEMORY_COLORS[part], look, f"{part}: {format_bytes(size)}"))
+            parts.append((size, MEMORY_COLORS[part], "", f"{part}: {format_bytes(size)}"))
         value = f"{format_bytes(memory.live)}, at most {format_bytes(most)}"
         bars += draw_bar(name, value, parts, length, 0 if is_small else capacity)
-    entries = [
-        (color, "pale" if part == RESERVE else "", part) for part, color in MEMORY_COLORS.items()
-    ]
-    line = "" if is_small else ", the line"
-    about = f"{planned.cluster.name} has {capacity / GIB:.1f} GiB{line}. Error of the forecast: "
-    about += planned.source_of_reserve
-    return f"<h2>Peak memory</h2><p>{about}.</p>{draw_key(entries)}{bars}"
+    entries = [(color, "", part) for part, color in MEMORY_COLORS.items()]
+    line = "" if is_small else " (the line across the bars)"
+    about = (
+        f"{planned.cluster.name} has {capacity / GIB:.1f} GiB{line}. Gathered: weights of other ranks, for a matmul. "
+        "Received: inputs and gradients from other stages. Working: temporary tensors of a block, or of the loss. "
+        f"Error of the forecast: {planned.source_of_reserve}"
+    )
+    return f"<h2>Peak memory, forecast</h2><p>{about}.</p>{draw_key(entries)}{bars}"
 
 
 def draw_time(planned: PlannedRun) -> str:
@@ -335,7 +336,7 @@ def draw_time(planned: PlannedRun) -> str:
             parts.append((seconds, TIME[part], "", f"{part}: {format_seconds(seconds)}"))
             entries.append((TIME[part], "", f"{part} {seconds / length:.1%}"))
     bars = draw_bar("the step", format_seconds(length), parts, length)
-    linked_s = Counter(cp=0.0, dp=0.0)  # only these overlap with compute
+    linked_s = Counter()  # axis -> seconds; only these overlap with compute
     for calls in list_traffic(planned):
         dims = set(calls.axis.split(" x "))
         if dims == {"cp"}:
@@ -351,7 +352,7 @@ def draw_time(planned: PlannedRun) -> str:
             halves = [(exposed_s, TIME[part], "", value), (hidden_s, TIME[part], "pale", value)]
             bars += draw_bar(f"communication over {axis}", value, halves, length)
     about = "Averaged over pp ranks. Solid: ranks wait. Pale: hidden behind compute. Sends over pp are in the bubble."
-    return f"<h2>Where the time goes</h2><p>{about}</p>{draw_key(entries)}{bars}"
+    return f"<h2>Where the time goes, forecast</h2><p>{about}</p>{draw_key(entries)}{bars}"
 
 
 def draw_traffic(planned: PlannedRun) -> str:
@@ -368,4 +369,4 @@ def draw_traffic(planned: PlannedRun) -> str:
         color = f"var(--{calls.axis.split()[0]})"
         bars.append(draw_bar(name, value, [(calls.n_bytes, color, "", value)], length))
     about = f"One step of the rank that moves most. {len(traffic) - len(bars)} smaller kinds of calls are left out."
-    return f"<h2>Bytes that a rank moves</h2><p>{about}</p>{''.join(bars)}"
+    return f"<h2>Bytes that a rank moves, forecast</h2><p>{about}</p>{''.join(bars)}"

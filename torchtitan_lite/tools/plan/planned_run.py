@@ -158,15 +158,15 @@ class PlannedRun:
         return self.step_time.forecast()
 
     def __str__(self) -> str:
-        """Return "pp4 x tp2, Interleaved1F1B, 8 stages, microbatches: 32 x 1, ZeRO 1, recompute op (32)"."""
+        """Return "pp4 x tp2, 1F1B, 4 stages, microbatches: 32 of size 1, ZeRO 1, recompute op (32 layers)"."""
         layout = self.layout
         parts = [str(layout)]
         if layout.pp > 1:
             parts += [self.workload.schedule, f"{len(layout.stages)} stages"]
-        parts.append(f"microbatches: {layout.n_microbatches} x {layout.microbatch_size}")
+        parts.append(f"microbatches: {layout.n_microbatches} of size {layout.microbatch_size}")
         parts.append(f"ZeRO {layout.zero_stage}")
         n_layers = sum(self.workload.recompute.values(), Counter())
-        modes = [f"{mode} ({n})" for mode, n in n_layers.items()]
+        modes = [f"{mode} ({n} layers)" for mode, n in n_layers.items()]
         return f"{', '.join(parts)}, recompute {' and '.join(modes)}"
 
 

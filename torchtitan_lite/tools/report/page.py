@@ -259,7 +259,9 @@ def draw_traces(run: RecordedRun) -> Iterator[str]:
     about = (
         f"Rank {slowest.rank} computes longest. Source: traces. Thin bars are hidden communication."
     )
-    yield f"<h3>Where the time of a step goes</h3><p><i>{about}</i></p>{draw_rows(rows, step_s)}"
+    boxes = draw_parts(slowest.parts, step_s)
+    key = draw_key((color, "", title) for _, _, color, title, _ in boxes)
+    yield f"<h3>Where the time of a step goes, measured</h3><p><i>{about}</i></p>{key}{draw_rows(rows, step_s)}"
     yield draw_calls(slowest, sum(slowest.parts.values()))
     if run.pipeline:
         timeline = run.pipeline
@@ -279,8 +281,8 @@ def draw_calls(trace: Trace, step_s: float) -> str:
             communication.append(call)
             color = "var(--tp)" if call.exposed > length / 2 else "var(--cp)"
             title += f" over {call.row}, {format_seconds(call.exposed)} exposed"
-        elif call.row == "phase" and (kind := re.match("pp ([FBIW])", call.name)):
-            color = f"var(--{kind[1]})"
+        elif kind := re.match("[FBIW]", call.name):  # a phase of the pipeline
+            color = f"var(--{kind[0]})"
         if length > step_s / LEAST_SHARE:
             boxes = rows.setdefault(call.row, [])
             boxes.append((call.start, call.end, color, title, call.name))
@@ -289,8 +291,9 @@ def draw_calls(trace: Trace, step_s: float) -> str:
     about = f"Rank {trace.rank}. Widest exposed calls: {', '.join(named)}."
     key = draw_key([("var(--tp)", "", "exposed"), ("var(--cp)", "", "hidden behind compute")])
     drawn = [(row.split()[0], ROW_HEIGHT, boxes) for row, boxes in rows.items() if boxes]
-    picture = draw_rows(drawn, step_s)
-    return f"<h3>Calls of a step</h3><p>{escape(about)}</p>{key}{picture}"
+    return (
+        f"<h3>Calls of a step, measured</h3><p>{escape(about)}</p>{key}{draw_rows(drawn, step_s)}"
+    )
 
 
 def draw_parts(parts: dict, step_s: float) -> list:

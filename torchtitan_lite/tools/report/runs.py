@@ -187,7 +187,8 @@ def list_findings(run: RecordedRun) -> list[str]:
     slow_steps = [step for step, seconds in times if seconds > 2 * median_s]
     if slow_steps:
         remarks.append(
-            f"steps that took more than twice the median ({len(slow_steps)} records, first step {slow_steps[0]:,})"
+            f"steps that took more than twice the median ({plural(len(slow_steps), 'record')}, "
+            f"first step {slow_steps[0]:,})"
         )
     if skipped := run.list_values("skipped_steps"):
         remarks.append(f"{plural(skipped[-1][1], 'step')} skipped (training.skip_spikes)")

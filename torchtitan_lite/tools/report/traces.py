@@ -46,7 +46,7 @@ class Trace(NamedTuple):
     parts: dict[str, float]  # "computing", "exposed AXIS", "waiting"; they add up to the step
     hidden: dict[str, float]  # "hidden AXIS" -> seconds
     actions: dict[Action, tuple]  # action of the pipeline -> start and end by the host's clock
-    # Sorted by start. Calls of one row do not overlap, except kernels of several streams.
+    # Sorted by start. Calls of one row do not overlap, except receives and kernels of several streams.
     calls: list[TracedCall]
 
 
@@ -117,14 +117,15 @@ def read_trace(folder: Path, rank: int, layout: Layout) -> Trace:
         elif name.startswith("Optimizer.step"):
             calls.append(TracedCall("phase", start, end, "optimizer"))
     for (stage, kind, microbatch), (start, end) in actions.items():
-        calls.append(TracedCall("phase", start, end, f"pp {kind}{microbatch} stage {stage}"))
-    computing = spans[""] if on_gpu else []
+        calls.append(TracedCall("phase", start, end, f"{kind}{microbatch} stage {stage}"))
+    calls += [TracedCall("pp", start, end, "receive") for start, end in received]
     told = []
     for row, start, end, name, _ in sorted(calls, key=lambda call: call.start):
         exposed = 0.0
         if row not in ("phase", "module"):
+            computing = spans[""] if on_gpu or name == "receive" else []
             beside = [(max(first, start), min(last, end)) for first, last in computing]
-            exposed = end - start - measure_union(span for span in beside if span[0] < span[1])
+            exposed = end - start - measure_union(beside)
         told.append(TracedCall(row, start - step_start, end - step_start, name, exposed))
     parts, hidden = divide_step(spans, received, step_end - step_start, on_gpu)
     return Trace(rank, parts, hidden, actions, told)
@@ -156,11 +157,11 @@ def divide_step(
     if on_gpu:
         for axis in spans:
             hidden[f"hidden {axis}"] = measure_union(spans[axis]) - parts[f"exposed {axis}"]
-    return {part: seconds for part, seconds in parts.items() if seconds > 0}, hidden
+    return +parts, hidden  # unary plus keeps the positive parts
 
 
 def measure_union(spans: Iterable) -> float:
-    """Return the total length of the union of the spans."""
+    """Return the total length of the union of the spans. A span that ends before its start has no length."""
     total = 0.0
     covered = -inf
     for start, end in sorted(spans):
