@@ -20,6 +20,7 @@ from torchtitan_lite.config.model_rows import ModelArgs, RopeScaling
 from torchtitan_lite.extensions.hugging_face_export import explain_unwritable
 from torchtitan_lite.extensions.hugging_face_folder import INDEX, open_folder
 from torchtitan_lite.models.llama3.hugging_face import FAMILIES
+from torchtitan_lite.models.registry import MODELS
 
 EMBEDDING = "model.embed_tokens.weight"
 LLAMA = "Llama 3"
@@ -195,3 +196,9 @@ def test_a_parameter_that_the_family_has_no_name_for_is_not_exported(monkeypatch
     names = {name: theirs for name, theirs in family.names.items() if name != "norm"}
     monkeypatch.setitem(FAMILIES, "llama", replace(family, names=names))
     assert "no parameter for norm.weight" in explain_unwritable(PLAIN, "causal")
+
+
+def test_a_copied_model_is_not_exported_as_the_model_that_it_was_copied_from(monkeypatch):
+    monkeypatch.setitem(MODELS, "mine", MODELS["llama3"])
+    why = explain_unwritable(replace(PLAIN, name="mine"), "causal")
+    assert "models/mine/table.py" in why and "models.llama3.hugging_face" in why

@@ -26,7 +26,7 @@ from torchtitan_lite.extensions.hugging_face_config import (
     TIE_KEY,
     find_family,
 )
-from torchtitan_lite.models.registry import LENGTH
+from torchtitan_lite.models.registry import LENGTH, MODELS
 
 
 def refuse_export(problems: Problems) -> None:
@@ -47,6 +47,12 @@ def refuse_export(problems: Problems) -> None:
 
 def explain_unwritable(model_args: ModelArgs, attention: str) -> str | None:
     """Explain why a model with this attention cannot be exported to Hugging Face; None if it can."""
+    module = MODELS[model_args.name].families
+    if module and not module.startswith(
+        f"models.{model_args.name}."
+    ):  # the table of a copied model
+        why = f"models/{model_args.name}/table.py names the families of another model, {module}"
+        return f"{why}. If transformers computes the same, give the model its own file of families"
     families = load_families(model_args.name)
     if not families:
         return f"transformers has no model that computes the same as model.name = {model_args.name!r} with these sizes"
