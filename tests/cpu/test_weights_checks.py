@@ -388,7 +388,7 @@ def test_a_finished_run_says_what_can_be_done_and_nothing_is_deleted_without_job
     rates = f"the learning rate is {step_200:.3g} at step 200 and {jump:.3g} at step 201"
     assert (
         rates in prepare().finished
-        and f"{kept} keeps the earlier schedule ({earlier:g})" in prepare().finished
+        and f"with {kept}, as before, it is {earlier:g} at step 201" in prepare().finished
     )
     assert any(notice.startswith(rates) for notice in spec[0].notices)
     (about_rates,) = [n for n in prepare(flags[0], kept).notices if "learning rate" in n]

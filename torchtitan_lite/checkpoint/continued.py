@@ -130,5 +130,6 @@ def describe_rates(config: Config, weights: Weights) -> str:
     text = f"the learning rate is {last:.3g} at step {step} and {following:.3g} at step {step + 1}"
     kept = lr * learning_rate_factor(earlier, step)
     if config.lr_scheduler.total_steps != earlier.total_steps and kept != following:
-        text += f"; --lr_scheduler.total_steps={earlier.total_steps} keeps the earlier schedule ({kept:.3g})"
+        key = f"--lr_scheduler.total_steps={earlier.total_steps}"
+        text += f"; with {key}, as before, it is {kept:.3g} at step {step + 1}"
     return text
