@@ -4,7 +4,7 @@
                 training.skip_spikes, a sixth step has a spike
     deep        one step with twelve layers, twelve microbatches, and rows of 280 tokens or more
     train.py    three runs of train.py: in one process, in the layout, and resumed in a different layout
-    bfloat16    one step, compared with one rank that rounds in the same places
+    bfloat16    two steps, compared with one rank that rounds in the same places
     float8      the same with three steps
 
 The certificate has the verdict, and lists the keys of the given config that are not covered or were replaced. A key
