@@ -1,7 +1,7 @@
 """Train a Llama: config, mesh, data, run, checkpoint, loop. run_train.sh starts it once per rank.
 
-Every rank runs this file from top to bottom. torchtitan_lite/step.py has the optimizer step. A comment that begins
-with "all ranks" is above each call in which ranks communicate, and says what they send. No other call communicates.
+Every rank runs this file from top to bottom. torchtitan_lite/step.py has the optimizer step. Above each call in which
+ranks communicate, a comment that begins with "all ranks" lists what they send. No other call communicates.
 """
 
 import gc
@@ -57,7 +57,8 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
     restarted = place.restarts > 0
     spec = launched
     if spec is None or restarted or spec.layout.world_size != place.world_size:
-        # plain torchrun has no launcher; after a restart, checkpoints or hosts may differ from what the launcher saw
+        # resolve the run here: plain torchrun has no launcher, and after a restart, checkpoints or hosts may have
+        # changed
         spec = resolve(
             args,
             machine=launched.machine if launched else see_machine(place.local_rank),
@@ -115,14 +116,14 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
     # ---- loop
     metrics = RunMetrics(run, spec, folder, resumed_step, place.restarts)
     last = config.training.steps
-    is_warm = False  # every rank has compiled all its code and connected to its peers
+    is_warm = False  # True once every rank has compiled all its code and connected to its peers
     rows = rows_of_rank(mesh.data_rank, spec.layout.dp, spec.layout.global_batch_size)
     batches = prefetch(data.batch, rows, steps=range(resumed_step, last), device=device)
     status = 0
-    torch.cuda.empty_cache()  # initializing or loading weights allocated one full tensor at a time
+    torch.cuda.empty_cache()  # frees full tensors: weights were initialized or loaded one at a time
     gc.collect()
-    gc.freeze()  # never scan objects that exist now
-    gc.disable()  # a rank that collects garbage alone makes all others wait
+    gc.freeze()  # the garbage collector never scans the objects that exist now
+    gc.disable()  # while one rank collects garbage, all others would wait
     # all ranks: a barrier, then the long time-outs for the first steps
     set_timeouts(config.comm.init_timeout_seconds, host)
     with metrics, ExitStack() as stack, watch:
@@ -135,7 +136,7 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
                 )
             )
         for saver in savers:
-            stack.enter_context(saver)  # all ranks: on leaving, they wait for the save in flight
+            stack.enter_context(saver)  # all ranks: on exit, they wait for the save in flight
         for step in range(resumed_step + 1, last + 1):
             watch.begin(step)
             with metrics.waiting_for_data():
@@ -155,7 +156,7 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
                 break
             watch.end()
             if config.debug.compare_copies_every:
-                # all ranks, if due: rank 0 gathers checksums, and broadcasts the finding
+                # all ranks, if due: rank 0 gathers checksums, and broadcasts the result of the comparison
                 load_extension("copies").compare_if_due(run, step, host)
             figures = None
             if validation:
@@ -182,7 +183,8 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
                 gc.collect(1)
             is_stopped = stop_signal > 0 and step < last
             for saver in savers:  # checkpoints first: the last checkpoint replaces all snapshots
-                # all ranks, if due: rank 0 gathers hashes and lines of the manifest, and broadcasts that all is saved
+                # all ranks, if due: rank 0 gathers hashes and lines of the manifest, and broadcasts whether the save
+                # succeeded
                 saver.after_step(step, n_steps=last, is_stopped=is_stopped, record=metrics.record)
             if is_stopped:
                 status = 128 + stop_signal
@@ -205,14 +207,15 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
 def see_machine(local_rank: int) -> Machine:
     """Return the device of this rank under plain torchrun. Its memory is not checked."""
     if torch.version.hip:
-        raise UserError("torch was built for ROCm, but this trainer is for NVIDIA GPUs and CPUs")
+        raise UserError("torch was built for ROCm. Install a build for CUDA or for CPUs")
     if torch.cuda.is_available():
         n_devices = torch.cuda.device_count()
         return Machine("cuda", n_devices, None, torch.cuda.get_device_name(local_rank))
     return Machine("cpu", 1, None, f"{platform.machine()} CPU")
 
 
-if __name__ == "__main__":  # started by plain torchrun, whose report ends with the first exception
+# plain torchrun starts this file; torchrun's report ends with the first exception
+if __name__ == "__main__":
     stop = StopFlag(os.environ.get("RANK", ""))
     stop.listen()
     try:

@@ -1,4 +1,4 @@
-"""Shared by tests of checkpoints: runs that save and resume, and readers that use nothing of the package."""
+"""Shared by tests of checkpoints: runs that save and resume, and readers that do not use the package."""
 
 import json
 import resource
@@ -65,7 +65,7 @@ def list_state(run: build.Run) -> dict[str, Tensor]:
     for owner, values in run.optimizer.state.items():
         for name, value in values.items():
             assert isinstance(value, Tensor), (
-                "a number is saved only if the step in the manifest gives it"
+                "a number must not be saved, unless the step in the manifest determines it"
             )
             state[f"optimizer.{fqns[owner]}.{name}"] = value
     return state | (run.spikes.state if run.spikes else {})
@@ -133,7 +133,7 @@ def load_and_train(
     section: Checkpoint,
     saved_again: str | None = None,
 ) -> tuple[dict[str, Tensor], list[float], dict[str, Tensor], int]:
-    """Worker: load a checkpoint. Return what train_and_save returns, and the step. Can save what it has loaded."""
+    """Worker: load a checkpoint. Return the result of train_and_save, and the step that was loaded."""
     run = compare.build_table_run(world_size, overrides)
     run = replace(run, config=replace(run.config, checkpoint=section))
     group = dist.new_group(backend="gloo")
@@ -146,7 +146,7 @@ def load_and_train(
 
 
 def merge_states(states: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the states of all ranks as one: each pipeline stage knows its own parameters."""
+    """Return the union of the states of all ranks, because each pipeline stage has only its own parameters."""
     return {name: tensor for state in states for name, tensor in state.items()}
 
 
@@ -178,7 +178,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 @contextmanager
 def limit_files(n_bytes: int) -> Iterator[None]:
-    """Let this process fail to write files beyond `n_bytes`, with EFBIG. A full disk would give ENOSPC."""
+    """Make this process fail with EFBIG if it writes more than `n_bytes` to a file. A full disk would give ENOSPC."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, hard))
     try:

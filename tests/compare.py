@@ -25,7 +25,7 @@ __all__ = ["build_small_run", "local", "override", "own_rows", "relative_error",
 GLOBAL_BATCH_SIZE = 8
 SEQ_LEN = 32
 
-# 4 key/value heads, so that each rank of tp4 holds one. Table rows with many stages set 8 layers.
+# 4 key/value heads: one for each rank of tp4. Table rows with many stages set 8 layers.
 TABLE_CONFIG = Config(
     model=Model(
         flavor="debug",
@@ -37,7 +37,8 @@ TABLE_CONFIG = Config(
         ffn_dim=96,
         vocab_size=256,
     ),
-    # One parameter at a time, without decay: with tp, DTensor needs seconds to plan updates of lists, and sums.
+    # Update one parameter at a time, without decay: under tp, DTensor needs seconds to plan operators on lists of
+    # tensors.
     optimizer=Optimizer(name="SGD", lr=0.5, weight_decay=0.0, implementation="for-loop"),
     lr_scheduler=LRScheduler(warmup_steps=0, total_steps=10, decay_ratio=0.0),
     training=Training(
@@ -67,7 +68,7 @@ def complete(overrides: dict[str, object], world_size: int, base: Config = TABLE
 
 
 def reduce_row(row) -> Reduction:
-    """Return the small run that `verify` makes of a row of the table."""
+    """Return the small run that `verify` derives from a row of the table."""
     return reduce_config(complete(row.overrides, row.world_size), row.world_size)
 
 

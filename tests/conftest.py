@@ -11,7 +11,8 @@ from torchtitan_lite.__main__ import main
 from torchtitan_lite.tools.processes import PRELOADED
 from torchtitan_lite.tools.verify.ranks import RankPool
 
-# The server that forks the ranks imports these once. Otherwise each rank would need 0.2 s, or 1.5 s to compile.
+# The server that forks the ranks imports these modules once, because each rank would need 0.2 s for the imports, or 1.5
+# s to compile.
 PRELOADED += ["torch._dynamo.backends.debugging", "torch._inductor.compile_fx", "tests.preloaded"]
 
 
@@ -22,7 +23,8 @@ def one_thread():
 
 @pytest.fixture(scope="session", autouse=True)
 def ctrl_c_is_heard():
-    """Restore SIGINT: a shell ignores it in its background jobs, and the processes that tests start would too."""
+    """Restore SIGINT. A shell ignores SIGINT in background jobs, and the processes that tests start would ignore it
+    too."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -1,7 +1,7 @@
 """Forks: the rows and files that a user adds for a change. test_forks.py runs the tools on each of them.
 
-A fork has rows for tables and new files. Each row is inserted below the line that opens its table. One checkout holds
-all forks, because no row needs a row of a different fork.
+A fork has rows for tables and new files. Each row is inserted below the line that opens its table. A single checkout
+contains all forks, because no row depends on a row of a different fork.
 """
 
 import shutil
@@ -140,7 +140,7 @@ def list_ends(args):
 MODEL = ModelTable(llama3.FLAVORS, llama3.list_block, list_ends)
 """
 
-# A learned gain for each block. Its gradient is a sum whose terms nearly cancel.
+# A learned gain for each block. The gradient of the scalar is a sum whose terms nearly cancel.
 GAIN_MODULES = '''"""Llama that multiplies the output of each block by a learned scalar."""
 
 import torch

@@ -35,7 +35,7 @@ ACTS = {
 
 
 def hang_at(place: str, number: int, act: Callable) -> None:
-    """Replace a function: `act` is called before its call number `number`."""
+    """Replace the function at `place`, so that `act` is called before the function's call number `number`."""
     original = pkgutil.resolve_name(place)
     calls = count(1)
 

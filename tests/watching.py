@@ -21,7 +21,8 @@ class Watch(TorchDispatchMode):
         if any(
             issubclass(one, Tensor) and one not in (Tensor, torch.nn.Parameter) for one in types
         ):
-            return NotImplemented  # a DTensor: it calls operators on local tensors next
+            # the argument is a DTensor, which next calls operators on local tensors
+            return NotImplemented
         if func in IMPLEMENTATIONS:
             with self:
                 return IMPLEMENTATIONS[func](*args, **(kwargs or {}))

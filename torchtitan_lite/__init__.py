@@ -3,7 +3,8 @@
 import sys
 from pathlib import Path
 
-if sys.version_info < (3, 10):  # checked before an older Python meets syntax that it cannot parse
+# check this first, because an older Python cannot parse the rest of the package
+if sys.version_info < (3, 10):
     sys.exit(
         "torchtitan_lite needs Python 3.10 or newer, but {} is {}.{}. Set PYTHON=/path/to/a/newer/python3".format(
             sys.executable, *sys.version_info[:2]
@@ -12,7 +13,7 @@ if sys.version_info < (3, 10):  # checked before an older Python meets syntax th
 
 # The folder of train.py, run_train.sh, configs/, assets/ and pyproject.toml.
 PACKAGE = Path(__file__).resolve().parent
-# pip installs these files here (see pyproject.toml); a git checkout has no such folder
+# pip installs these files into this folder (see pyproject.toml); a git checkout does not have the folder
 SHIPPED = PACKAGE / "shipped"
 IS_INSTALLED = SHIPPED.is_dir()
 REPOSITORY = SHIPPED if IS_INSTALLED else PACKAGE.parent

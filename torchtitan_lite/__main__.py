@@ -20,14 +20,14 @@ WITHOUT_PACKAGES = {"check", "plan.command", "faults.hang", "labs.command"}  # m
 def main(args: list[str] | None = None) -> int:
     """Run the tool. Return its exit status: 0 success, 1 a check failed, 2 wrong input, 130 Ctrl-C.
 
-    If the reader of the output, such as head, closes it early, the status is 141 unless the tool had already finished.
+    The status is 141 if the reader of the output (such as head) closes the pipe before the tool has finished.
     """
     status = 128 + signal.SIGPIPE
     try:
         try:
             status = run_tool(sys.argv[1:] if args is None else args)
         finally:
-            if sys.stdout:  # None if stdout was closed before Python started
+            if sys.stdout:  # stdout is None if it was closed before Python started
                 sys.stdout.flush()
         return status
     except UserError as error:
@@ -44,7 +44,7 @@ def main(args: list[str] | None = None) -> int:
 
 
 def run_tool(args: list[str]) -> int:
-    """Run the tool that the first argument names. Return its exit status. Raises UserError."""
+    """Run the tool that the first argument names. Return the tool's exit status. Raises UserError."""
     if not args or args[0] in ("-h", "--help"):
         print(f"{name_command('TOOL ...')}    (TOOL --help lists its options)\n")
         for name, tool in TOOLS.items():
@@ -55,11 +55,11 @@ def run_tool(args: list[str]) -> int:
         near = get_close_matches(name, TOOLS, n=1) or TOOLS
         raise UserError(f"There is no tool named {name!r}. Use {', '.join(near)}.")
     options = parse_command(name, rest)
-    # an option may select another module
+    # an option may select a different module
     module = vars(options).get("module", TOOLS[name].module)
     if module not in WITHOUT_PACKAGES:
         importlib.import_module("torchtitan_lite.tools.environment").continue_with_packages()
-    if name == "verify":  # the fork server imports torch while this process does too
+    if name == "verify":  # the fork server imports torch at the same time as this process
         start_fork_server()
     return importlib.import_module(f"torchtitan_lite.tools.{module}").main(options)
 

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Run:
-    """Everything that an optimizer step needs. It is frozen; only the contents of the tensors change."""
+    """Everything that an optimizer step needs. A Run is frozen: only the contents of its tensors change."""
 
     config: Config
     layout: Layout
@@ -60,7 +60,7 @@ class Run:
     optimizer: Optimizer
     lr_scheduler: LRScheduler
     schedule: object | None  # a schedule of torch.distributed.pipelining; None without PP
-    n_tokens: Tensor  # () int64: the schedule divides its losses by this
+    n_tokens: Tensor  # () int64: number of counted tokens, by which the schedule divides its losses
     after_update: list[Callable[[], None]]  # functions of extensions, called after each update
     balance: "ExpertBalance | None" = None  # None if the model has no experts
     spikes: Any = None  # extensions/spike_filter.py; None if training.skip_spikes is off
@@ -90,7 +90,7 @@ def find_model_class(name: str) -> type[nn.Module]:
 def build_on_meta(config: Config, model_args: ModelArgs) -> nn.Module:
     """Build the whole model on meta, without storage.
 
-    Raises UserError if the table lists different parameters, or if tensors of the model would get no values.
+    Raises UserError if the table lists different parameters, or if the model has tensors without initial values.
     """
     with torch.device("meta"):
         model = find_model_class(model_args.name)(model_args, attention=config.model.attention)
@@ -99,13 +99,13 @@ def build_on_meta(config: Config, model_args: ModelArgs) -> nn.Module:
     known = {*dict(built), *list_expert_biases(model_args), "output.weight"}
     shared = dict(model.named_parameters(remove_duplicate=False))
     if unknown := {*shared, *dict(model.named_buffers())} - known:
-        why = f"{min(unknown)} of models/{model_args.name} is a buffer or a shared parameter, which no code initializes"
-        raise UserError(f"{why}: compute a buffer in forward, and call a module twice to share it")
+        why = f"{min(unknown)} of models/{model_args.name} is a buffer or a shared parameter, without initial value"
+        raise UserError(f"{why}. Compute buffers in forward; call a module twice to share it")
     listed = {(fqn, entry.shape) for fqn, entry in list_parameters(model_args).items()}
     if different := listed ^ built:
         files = f"modules.py and table.py of models/{model_args.name}"
         fqn, shape = min(different)
-        remedy = "A row of table.py has the weight, and perhaps the bias, of a module of its own"
+        remedy = "Each row of table.py must describe the weight, and the bias if any, of one module"
         raise UserError(f"{fqn} has the shape {shape} in only one of {files}. {remedy}")
     return model
 
@@ -120,7 +120,8 @@ def build_parts(
     for part in parts:
         parallelize(part, config, layout, mesh)
     uses = config.parallelism.zero_plus_plus
-    if uses and layout.fsdp > 1:  # ZeRO++ replaces the collectives of FSDP, so it comes after FSDP
+    # ZeRO++ replaces the collectives of FSDP, so FSDP must be applied first
+    if uses and layout.fsdp > 1:
         load_extension("zero_plus_plus").apply_zero_plus_plus(parts, uses, layout, mesh)
     if config.parallelism.fsdp_symmetric_memory:
         load_extension("symmetric_memory").share_buffers(parts)
@@ -160,7 +161,7 @@ def build_run(
             parts, float8, mesh.fsdp_mesh
         )
     parameters = {fqn: own for part in parts for fqn, own in part.named_parameters()}
-    if layout.tied:  # the last stage's copy of the embedding is not a parameter
+    if layout.tied:  # in the last stage, the copy of the embedding is not a parameter
         copy = parameters.pop("output.weight", None)
     optimizer = build_optimizer(config.optimizer, parameters, config.training.mixed_precision_param)
     balance = None
@@ -189,7 +190,7 @@ def build_run(
             expert_loads=balance.loads if balance else None,
             gathers_whole_parts=gathers_whole_parts(layout, config.training.mixed_precision_param),
         )
-    if layout.tied:  # communicates: the ranks of the first and the last stage connect
+    if layout.tied:  # communicates: connects the ranks of the first and the last stage
         owner = parameters.get("tok_embeddings.weight")
         schedule = load_extension("tied_embeddings").tie_schedule(
             schedule, owner, copy, layout, mesh.pp
@@ -223,7 +224,7 @@ def build_savers(
     about = describe_run(run.config, run.layout.degrees, published)
     group = host
     timeout = timedelta(seconds=run.config.comm.init_timeout_seconds)
-    if section.async_mode != "disabled":  # the saving thread needs its own group
+    if section.async_mode != "disabled":  # the thread that saves needs a separate group
         group = dist.new_group(backend="gloo", timeout=timeout, group_desc="saver")
     saver = find_saver(section)(
         spec.dump_folder / section.folder,

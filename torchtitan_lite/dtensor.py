@@ -54,7 +54,7 @@ def count_replicas(tensor: Tensor) -> int:
 
 
 def shard_parameters(module: nn.Module, mesh: DeviceMesh, placements: dict[str, Placement]) -> None:
-    """Shard the parameters of `module` (on meta) that are in `placements`. FQNs do not change."""
+    """Shard those parameters of `module` (on meta) that `placements` names. FQNs do not change."""
     for name, placement in placements.items():
         full = getattr(module, name, None)
         if full is not None:

@@ -33,12 +33,13 @@ LOCAL_FOLDER = "checkpoint.local_folder"
 LOCK = "lock"
 CONFIG_TOML = "config.toml"  # marks the folder of a run
 RUN_ID = "run_id"  # in checkpoint.folder: names the snapshots of the run
-HANG = "hang"  # reports of hanging ranks, one folder for each restart
+HANG = "hang"  # folder of the reports of hanging ranks, with one subfolder for each restart
 METRICS = "metrics.jsonl"
 
 
 def check_files(config: Config, restarted: bool) -> Problems:
-    """Find every problem with the paths of a run. If torchrun `restarted` the job, existing files are its own."""
+    """Find every problem with the paths of a run. If torchrun `restarted` the job, existing files belong to this
+    job."""
     problems = Problems(config)
     dump_folder = Path(config.job.dump_folder)
     keys = ["training.cache_folder"]
@@ -102,7 +103,7 @@ def open_dump_folder(config: Config, *, restarted: bool) -> BinaryIO:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = lock_folder(folder)
-        if restarted:  # if the disk is full, config.toml of the first start stays
+        if restarted:  # if the disk is full, the config.toml of the first start is kept
             with go_on_unwritten(str(folder / CONFIG_TOML), set()):
                 write_config(folder, config)
             return lock
@@ -129,7 +130,7 @@ def lock_folder(folder: Path) -> BinaryIO:
         lock.close()
         why = f"another run is writing to {folder}: wait until it ends, or set another job.dump_folder"
         raise CheckpointError(why) from None
-    except OSError:  # the file system supports no locks: Lustre may be mounted so
+    except OSError:  # the file system does not support locks: Lustre may be mounted so
         logger.warning(
             f"the file system of {folder} has no locks, so a second run could write there too"
         )

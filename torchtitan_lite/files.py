@@ -19,7 +19,8 @@ from torchtitan_lite.config.messages import UserError
 
 
 def import_extra(name: str, extra: str) -> ModuleType:
-    """Import a module of an optional package. If it is missing, the UserError names the extra in pyproject.toml."""
+    """Import a module of an optional package. If the package is missing, the UserError names the extra in
+    pyproject.toml."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -61,7 +62,8 @@ def find_damage(hashes: Mapping[Path, str]) -> list[str]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush the directory entries of `folder` to disk. Files created or renamed there survive a power failure."""
+    """Flush the directory entries of `folder` to disk, so that files created or renamed in it survive a power
+    failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -73,7 +75,7 @@ def sync_folder(folder: Path) -> None:
 def describe_launch() -> dict[str, str | None]:
     """Return the git commit of this repository, the command, and the host.
 
-    The commit ends in "-dirty" if files differ from it. It is None if this is not a git repository.
+    The commit ends in "-dirty" if files differ from it. The commit is None outside of a git repository.
     """
     commit = ""
     # --git-dir: otherwise git would also find a repository in a parent folder

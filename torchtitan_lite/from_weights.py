@@ -69,7 +69,7 @@ def adapt_to_weights(given: UserConfig, weights: Weights) -> UserConfig:
         if "model.name" not in given.chosen:
             model = replace(model, name=weights.model_args.name)
         elif model.name != weights.model_args.name:
-            # the weights have no values for fields that only the chosen model has
+            # for fields that only the chosen model has, use the values of its debug flavor
             list_added_fields = load_extension("families").list_added_fields
             added = list_added_fields(MODELS[model.name].flavors["debug"], weights.model_args)
             model = replace(model, row=replace(weights.model_args, **added))
@@ -161,7 +161,7 @@ def check_tokenizer(config: Config, weights: Weights, tokenizer: Tokenizer) -> l
     else:
         return problems
     if tokenizer.fingerprint != expected:
-        why = f"the weights in {weights.path} were trained with a different tokenizer: the same ids mean other words"
+        why = f"{weights.path} was trained with a different tokenizer: the same ids stand for different tokens"
         remedy = (
             f"Leave it out to use {weights.assets}; if those files have changed since, restore them"
         )
@@ -170,7 +170,7 @@ def check_tokenizer(config: Config, weights: Weights, tokenizer: Tokenizer) -> l
 
 
 def describe_finished(spec: RunSpec, chosen: frozenset[str]) -> str:
-    """Return the message for a run whose checkpoint is already at the last step: what the user can do."""
+    """Explain what the user can do if the checkpoint of a run is already at the last step."""
     step = spec.resumed_step
     further = spec.config
     if "lr_scheduler.total_steps" not in chosen:

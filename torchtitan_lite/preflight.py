@@ -55,7 +55,7 @@ RULED_SECTIONS = {*LAYOUT_SECTIONS, "optimizer", "activation_checkpoint", "compi
 
 @dataclass(frozen=True)
 class RunSpec:
-    """A resolved run: its config, its ranks, its starting weights. `resolve` creates it; it never changes."""
+    """A resolved run: its config, its ranks, its starting weights. `resolve` creates a RunSpec, which never changes."""
 
     config: Config  # all automatic values are resolved
     config_name: str  # name of the TOML file, without folder and extension
@@ -65,12 +65,12 @@ class RunSpec:
     tokenizer: Tokenizer
     weights: "Weights | None"  # None if the run starts from initial weights
     notices: tuple[str, ...] = ()
-    # If the resumed checkpoint is already at the last step: a message that tells what the user can do
+    # if the resumed checkpoint is already at the last step: a message that explains what the user can do
     finished: str = ""
 
     @property
     def title(self) -> str:
-        """Name of the model: "llama3 8B", or for loaded weights family and folder, "qwen3 of ~/Qwen3-8B"."""
+        """Name of the model: "llama3 8B". For loaded weights, family and folder: "qwen3 of ~/Qwen3-8B"."""
         flavor = self.config.model.flavor
         if flavor == AUTO and self.weights:
             family = load_extension("families").find_model_type(self.model_args)
@@ -88,7 +88,7 @@ class RunSpec:
 
     @property
     def where_kept(self) -> str:
-        """Message that tells the user where the results are."""
+        """Message with the place of the results."""
         if self.written_folder is None:
             return "nothing was written (checkpoint.load_only)"
         return f"everything is in {self.dump_folder}"
@@ -102,7 +102,7 @@ class RunSpec:
 
     @property
     def origin(self) -> str:
-        """Message that tells the user where the weights come from."""
+        """Message with the source of the weights."""
         if self.weights is None:
             return f"random weights (debug.seed {self.config.debug.seed})"
         return f"weights of {self.weights.path}"
@@ -120,8 +120,8 @@ def resolve(
     """Read a config and check it for `n_ranks` ranks on hosts like `machine`.
 
     If n_ranks is None, choose_n_ranks chooses the world size for `n_hosts`. If torchrun `restarted` the job, the files
-    in the dump folder are its own. `check_host` adds rules; its last argument is the world size. Writes nothing. Raises
-    ConfigError with every problem.
+    in the dump folder belong to this job. `check_host` adds rules; its last argument is the world size. Writes nothing.
+    Raises ConfigError with every problem.
     """
     given, weights = read_run(args, machine=machine, restarted=restarted)
     config = given.config
@@ -196,8 +196,8 @@ def read_run(
 ) -> "tuple[UserConfig, Weights | None]":
     """Read a config as `read_config` does, and find the weights that it names. Errors go to `problems` of the result.
 
-    If torchrun `restarted` the job, it resumes from its own newest checkpoint. A run on the CPU of this host gets
-    a small step.
+    If torchrun `restarted` the job, it resumes from its own newest checkpoint. Steps on the CPU of this host become
+    smaller.
     """
     given = read_config(args)
     section = given.config.checkpoint
@@ -255,7 +255,8 @@ def check_vocabulary(
 ) -> list[Problem]:
     """Check that the model has a row for every id that plain text may use.
 
-    Conversations also use special tokens. They are checked when a batch is read: an id that has no row raises an error.
+    Conversations also use special tokens. Special tokens are checked when a batch is read: an id without a row raises
+    an error.
     """
     largest_id = tokenizer.largest_text_id
     n_rows = model_args.vocab_size

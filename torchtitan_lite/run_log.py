@@ -2,7 +2,7 @@
 
 A step lasts from the request of its batch until the host has read the gradient norm, which waits for the device.
 Validations, saves and logs are between two steps, so they do not count. On CUDA, the update of the weights runs while
-the host goes on, and counts in the next step.
+the host continues, and counts in the next step.
 
 Loss and grad_norm are the same on every rank; times and memory are measured on rank 0.
 MFU is the FLOP/s of the model divided by the peak FLOP/s of the hardware (PaLM, app. B, arXiv:2204.02311).
@@ -34,7 +34,8 @@ from torchtitan_lite.step import StepResult
 logger = logging.getLogger(__name__)
 
 GIB = 2**30
-N_FIRST = 10  # this many steps after a start are all recorded: the user watches them
+# number of steps after a start that are all recorded, because the user watches them
+N_FIRST = 10
 
 
 @dataclass
@@ -66,7 +67,7 @@ class RunMetrics(MetricsWriter):
             spec.model_args, training.seq_len, spec.config.model.attention
         )
         self.peak_flops = peak_flops(spec.machine.name) if run.device.type == "cuda" else None
-        self.was_skipped = False  # whether the last step was skipped
+        self.was_skipped = False  # whether the previous step was skipped
         self.first_s = math.nan  # time of the first record
         self.interval = Interval()
         self.record(
@@ -124,7 +125,8 @@ class RunMetrics(MetricsWriter):
             "grad_norm": grad_norm,
             "grad_norm_max": interval.highest_norm,  # since the last record
             **result.rates,
-            "tokens": step * self.tokens_per_step,  # read by all ranks since step 1
+            # number of tokens that all ranks have read since step 1
+            "tokens": step * self.tokens_per_step,
         }
         n_tokens = interval.n_steps * self.tokens_per_step
         speed = n_tokens / interval.time_s / self.run.layout.world_size

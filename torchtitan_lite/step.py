@@ -28,8 +28,8 @@ from torchtitan_lite.model.loss import count_valid_tokens
 from torchtitan_lite.parallel.fsdp import prepare_microbatch
 
 RANDOM = (
-    "the model draws random numbers, as in dropout. Recompute, a resume and other layouts would draw others: "
-    "derive them from tokens and positions"
+    "the model draws random numbers, as in dropout. Recompute, a resume and other layouts would draw different "
+    "numbers: derive them from tokens and positions"
 )
 
 
@@ -39,7 +39,7 @@ class StepResult:
 
     loss: Tensor  # of the global batch, the same on every rank
     grad_norm: Tensor  # of all parameters, before clipping, the same on every rank
-    applied: Tensor  # False if the gradient norm was a spike or not finite: no weight was changed
+    applied: Tensor  # False if the gradient norm was a spike or not finite (no weight was changed)
     stops: Tensor  # for each of SIGNALS, the number of ranks that received it
     rates: dict[str, float]  # learning rates of this step, as list_rates returns them
     expert_loads: Tensor | None  # as ExpertBalance.update returns them
@@ -64,8 +64,9 @@ def train_step(
 ) -> StepResult:
     """Run one optimizer step. Nothing is copied to the host.
 
-    `batch` is this rank's rows of the global batch. `stop_signal` is the signal that this rank received, or 0.
-    `savers` may still copy the tensors of the last save; the step waits for these copies before it changes a tensor.
+    `batch` has this rank's rows of the global batch. `stop_signal` is the signal that this rank received, or 0.
+    `savers` may still be copying the tensors of the last save. The step waits for these copies before it changes a
+    tensor.
     """
     compute = compute_gradients if run.optimizer.state else compute_first_gradients
     local_loss = compute(run, batch)
@@ -77,7 +78,7 @@ def train_step(
         saver.wait_for_copy()
     is_spike = run.spikes.judge(grad_norm) if run.spikes else None
     max_norm = run.config.training.max_norm
-    applied = update_weights(run.optimizer, grad_norm, max_norm, is_spike)  # clips too
+    applied = update_weights(run.optimizer, grad_norm, max_norm, is_spike)  # also clips
     expert_loads = None
     if run.balance:
         expert_loads = run.balance.update(applied)  # all-reduces layers x (experts + 1) x 8 bytes
@@ -134,7 +135,7 @@ def forward_backward(run: Run, batch: Batch, n_tokens: Tensor) -> Tensor:
     """Run forward and backward for all microbatches. Gradients are accumulated, and are complete on return.
 
     Here and in the functions below, `batch` is the result of `shard_for_cp`.
-    Returns this rank's part of the loss, () fp32: zero if no stage of this rank has the head.
+    Returns this rank's share of the loss, () fp32, which is zero if no stage of this rank has the head.
     """
     losses = []
     if run.schedule is not None:
@@ -157,7 +158,7 @@ def run_schedule(run: Run, schedule_fn: Callable, batch: Batch, n_tokens: Tensor
     all other inputs to its own stages; torch splits them into microbatches along dim 0.
     """
     tokens = [batch.tokens] if run.parts[0].tok_embeddings is not None else []
-    losses: list[Tensor] = []  # one per microbatch, on the rank that has the head
+    losses: list[Tensor] = []  # one loss per microbatch, on the rank that has the head
     run.n_tokens.copy_(n_tokens)
     schedule_fn(
         *tokens,
@@ -196,9 +197,8 @@ def reduce_norm_and_signal(squares: Tensor, stop_signal: int) -> tuple[Tensor, T
     numbers = squares.new_zeros(1 + len(SIGNALS))
     numbers[0] = squares
     if stop_signal:
-        numbers[1 + SIGNALS.index(stop_signal)] = (
-            1  # filled on the device: a copy from the host would wait
-        )
+        # filled on the device, because a copy from the host would make the host wait
+        numbers[1 + SIGNALS.index(stop_signal)] = 1
     dist.all_reduce(numbers)
     return numbers[0].sqrt().float(), numbers[1:]
 

@@ -68,8 +68,8 @@ class ValidationBatches:
 def count_bytes(tokenizer: Tokenizer, corpora: list[Corpus]) -> Tensor:
     """Return the number of text bytes per token id, (V,) float64.
 
-    Some tokenizers do not decode to the concatenated bytes of the tokens. With these, every id gets the mean number of
-    bytes per token, so the total of the corpora is exact.
+    Some tokenizers do not decode to the concatenated bytes of the tokens. With such a tokenizer, every id gets the
+    mean number of bytes per token, so the total of the corpora is exact.
     """
     n_bytes = torch.zeros(tokenizer.vocab_size, dtype=torch.float64)
     if tokenizer.decode_text:
@@ -95,7 +95,7 @@ def open_validation(
 
 @torch.no_grad()
 def forward_only(run: Run, batch: Batch, n_tokens: Tensor) -> Tensor:
-    """Compute this rank's part of the loss without gradients, () fp32. Weights and gradients do not change."""
+    """Compute this rank's share of the loss without gradients, () fp32. Weights and gradients do not change."""
     if run.schedule is not None:
         losses = run_schedule(run, run.schedule.eval, batch, n_tokens)
     else:
@@ -127,7 +127,8 @@ def validate(
     if not is_end and step % section.freq:
         return None
     started_s = time.perf_counter()
-    one = torch.ones((), dtype=torch.int64, device=run.device)  # divisor of sums of token losses
+    # divisor of 1, to get sums of token losses
+    one = torch.ones((), dtype=torch.int64, device=run.device)
     bytes_of_tokens = batches.bytes_of_tokens.to(run.device)
     sums = torch.zeros(3, dtype=torch.float64, device=run.device)
     rows = rows_of_rank(run.mesh.data_rank, run.layout.dp, run.layout.global_batch_size)
@@ -136,7 +137,7 @@ def validate(
         for batch in follow(prefetch(batches.batch, rows, steps=steps, device=run.device)):
             if has_signal(run, stop):
                 why = "because a signal stops the run"
-                logger.info(f"step {step}: the validation is left out, {why}")
+                logger.info(f"step {step}: the validation is skipped, {why}")
                 return None
             batch = shard_for_cp(run, batch)
             sums += measure_loss(forward_only(run, batch, one), batch, bytes_of_tokens)
@@ -158,7 +159,8 @@ def has_signal(run: Run, stop: StopFlag) -> bool:
 
 @contextmanager
 def evaluating(run: Run) -> Iterator[None]:
-    """Context manager: put all model parts in evaluation mode. In training mode a model may add terms to its loss."""
+    """Context manager: put all model parts in evaluation mode. In training mode, a model may add other terms to its
+    loss."""
     for part in run.parts:
         part.eval()
     yield

@@ -55,12 +55,12 @@ PRIORS = {
     "deepspeed": 1.15,
 }
 RESERVES = {"reserve_factor": 1.2, "tp_reserve_factor": 1.3}  # prior values for memory
-KERNELS_OF_DEEPEP = 20  # replaces KERNELS_OF_EXPERTS, with DeepEP and fused routers
+KERNELS_OF_DEEPEP = 20  # replaces KERNELS_OF_EXPERTS in runs with DeepEP and fused routers
 # Bytes that softmax, dropout and two matmuls read and write per fp16 score of unfused attention
 SCORE_BYTES = 13
-STREAMS = 4  # Transformer Engine multiplies this many experts at a time
-LEAST_STACKS = 3  # a family needs this number for an error bar
-SHARE = 0.8  # fraction of the rows that an error bar contains
+STREAMS = 4  # number of experts that Transformer Engine multiplies at a time
+LEAST_STACKS = 3  # minimum number of stacks for the error bar of a family
+SHARE = 0.8  # an error bar contains this fraction of the rows
 # How strongly constants are pulled toward their priors. Chosen among 0.02, 0.08 and 0.2 by the errors on unseen rows.
 # A constant without effect on any row keeps its prior.
 STIFFNESS = 0.2
@@ -102,7 +102,7 @@ class OtherWorkload(Workload):
     sends_once: bool = (
         False  # DeepEP: over ep, a token goes once to each rank and node, which copies it
     )
-    overlaps_ep: bool = False  # all-to-alls overlap with another microbatch
+    overlaps_ep: bool = False  # all-to-alls overlap with a second microbatch
     norms_op_by_op: bool = False  # in fp32
     repeats_keys: bool = False  # attention reads a copy of keys and values for every query head
 
@@ -114,7 +114,8 @@ class OtherTime(StepTime):
     cluster: OtherCluster
 
     def linear_times(self, rows: float, out: float, into: float, *others: str | int) -> Times:
-        """Count fewer casts for Transformer Engine: it fuses them into other kernels and casts weights once a step."""
+        """Count fewer casts for Transformer Engine, which fuses them into other kernels and casts weights once per
+        step."""
         if self.workload.float8_recipe != "te" or others != ("float8",):
             return super().linear_times(rows, out, into, *others)
         sizes = (rows, out, into), (rows, into, out), (out, into, rows)
@@ -158,7 +159,7 @@ class OtherTime(StepTime):
         return forward + seconds, backward + 2 * seconds
 
     def tensor_parallel_times(self, kind: LayerKind) -> Times:
-        """Return the times of tp. Without sequence parallel, recompute repeats all all-reduces or none.
+        """Return the times of tp. Without sequence parallel, recompute repeats either all all-reduces or none.
 
         An all-reduce takes as long as the pair of calls that it replaces.
         """
@@ -197,7 +198,8 @@ class OtherTime(StepTime):
 
     @property
     def row_bytes(self) -> float:
-        """Bytes per element of a row. Other trainers sort and sum rows in fused kernels. DeepEP sorts while sending."""
+        """Bytes per element of a row. Return the seconds with fused kernels for sorting and summing rows, as in other
+        trainers. DeepEP sorts while sending."""
         w = self.workload
         n_copies = 7 if w.layout.ep > 1 else 3
         if w.sends_once:
@@ -216,7 +218,8 @@ class OtherTime(StepTime):
         return n_kernels * self.cluster.host_s
 
     def expert_parallel_times(self, kind: LayerKind) -> Times:
-        """Leave out DeepEP's combine in torch's recompute. It keeps nothing for backward (NeMo Automodel, PR 2930)."""
+        """Omit DeepEP's combine in torch's recompute, because the combine keeps nothing for backward (NeMo Automodel,
+        PR 2930)."""
         forward, backward, again = super().expert_parallel_times(kind)
         if forward and self.workload.sends_once and self.workload.engine == "torch":
             again -= self.exchange_s * kind.average(full=1)
@@ -306,7 +309,8 @@ class OtherMemory(RankMemory):
     def estimate_loss(self) -> float:
         """Add a trainer that keeps all logits.
 
-        It holds three fp32 tensors (T, V), log-softmax and two gradients; a compiled loss holds one.
+        The loss from all logits stores three fp32 tensors (T, V): log-softmax and two gradients. A compiled loss stores
+        one tensor of this size.
         """
         w = self.workload
         if not w.keeps_logits:
@@ -324,7 +328,7 @@ GPT = replace(MODELS["llama3"], list_block=list_gpt_block)
 
 
 class Row:
-    """One published run. `values` maps a column to its value."""
+    """One published run. `values` maps the name of a column to its value in this row."""
 
     def __init__(self, values: dict[str, object]):
         self.values = values
@@ -362,7 +366,8 @@ class Row:
         """Return log(forecast / published) of the throughput."""
         cluster = self.find_cluster(constants)
         factor = constants["deepspeed"] if self.is_deepspeed else 1.0
-        if (cluster, factor) not in self.misses:  # most constants belong to other chips
+        # a change of other chips' constants does not change this row's forecast
+        if (cluster, factor) not in self.misses:
             self.misses[cluster, factor] = self.compare(cluster, factor)
         return self.misses[cluster, factor]
 
@@ -445,7 +450,7 @@ def describe_row(values: dict[str, object]) -> OtherWorkload:
     return workload
 
 
-Unseen = tuple[Row, float]  # a row, and its log error in the fit without its stack
+Unseen = tuple[Row, float]  # a row, and the log error of its forecast from a fit without its stack
 
 
 def weigh(rows: Sequence[Row]) -> torch.Tensor:

@@ -3,8 +3,9 @@
     python3 -m assets.benchmarks.scale --ranks 256 4096 16384      one line per model, world size and layout
 
 This runs the code of the trainer: plan_save, CheckpointSaver, load_newest. The other ranks are a fake process group.
-Tensors have only shapes, and files have only headers. Opening a file creates it, with the slices that format.py gives
-to its rank. So bytes of metadata, files, messages and seconds are measured, but no data is read, hashed or sent.
+Tensors have only shapes, and files have only headers. When a rank's file is opened, it is created with the slices that
+format.py gives to the rank. So bytes of metadata, files, messages and seconds are measured, but no data is read, hashed
+or sent.
 """
 
 import argparse
@@ -58,7 +59,8 @@ MODELS = {  # config -> changed keys of the layout that saves, changed keys of t
     "qwen3_30b_a3b": ({}, {"expert_parallel_degree": 16}),
 }
 STEP = 1000
-MOST_EXPERT_RANKS = 256  # FSDP refuses experts on more ranks, so there are replicas (dp_replicate)
+# FSDP cannot shard the experts over more ranks, so dp_replicate takes the others
+MOST_EXPERT_RANKS = 256
 DTYPES = {"float32": ("F32", 4), "bfloat16": ("BF16", 2), "int64": ("I64", 8)}
 
 
@@ -103,7 +105,7 @@ def as_rank(planned: PlannedRun, rank: int) -> Iterator[dict[str, Tensor]]:
             state = {"step": torch.zeros(()), "exp_avg": moment, "exp_avg_sq": moment}
             run.optimizer.state[parameter] = state
         named = run.name_tensors()
-        enter(_disable_current_modes())  # in fake modes, every coordinate would be 1
+        enter(_disable_current_modes())  # in a fake mode, every coordinate would read as 1
         yield named
 
 
@@ -179,7 +181,7 @@ def find_slice(
 
 
 class EmptySlice:
-    """Replaces a shard or a stored slice: a shape without data."""
+    """A shape without data, in place of a shard or a stored slice."""
 
     def __init__(self, *shape: int):
         self.shape = torch.Size(shape)
@@ -211,14 +213,15 @@ def list_records(planned: PlannedRun) -> dict[str, TensorRecord]:
     tensors = {}
     for stage in range(layout.pp):
         rank = stage * layout.strides["pp"]
-        host = range(rank, rank + 1)  # then one rank has all lines
+        # with this argument, the plan of one rank has all lines of its stage
+        host = range(rank, rank + 1)
         with as_rank(planned, rank) as named:
             tensors |= save.plan_save(named, list_degrees(layout), rank, host).records
     return tensors
 
 
 class Messages:
-    """Replaces the collectives of a save or a load. Counts what this rank sends and receives."""
+    """Replaces the collectives of a save or a load. Counts the bytes that this rank sends and receives."""
 
     def __init__(self, records: dict[str, TensorRecord]):
         self.records = records

@@ -1,4 +1,5 @@
-"""The chunked loss gives the plain loss's numbers without storing all logits. test_loss.py: float32, many ranks."""
+"""The chunked loss gives the same numbers as the plain loss, without storing all logits. test_loss.py: float32, many
+ranks."""
 
 import math
 from unittest.mock import patch
@@ -75,7 +76,7 @@ def test_without_a_counted_target_loss_and_gradients_are_zero():
 def test_memory_of_the_head_does_not_grow_with_sequence_times_vocabulary():
     sizes = {"dim": 64, "vocab_size": 128256, "chunk_tokens": 512}
     short, long = (count_head_peak_bytes(n_tokens=n, **sizes) for n in (1024, 8192))
-    # The gradient of a hidden state is stored twice: as it is computed, and as backward scales it.
+    # Two gradients of the hidden states are stored: as computed, and as scaled by backward.
     assert 0 <= long - short <= 7168 * 2 * 64 * 4
     assert long < 2 * 512 * 128256 * 4
     whole = count_head_peak_bytes(n_tokens=2048, **sizes | {"chunk_tokens": 0})

@@ -1,4 +1,5 @@
-"""Reading a config: which source wins, every kind of mistake, TOML written and read again, torchtitan's own files."""
+"""Reading a config: precedence of sources, every kind of mistake, TOML written and read again, torchtitan's own
+files."""
 
 import ast
 from dataclasses import replace
@@ -56,7 +57,7 @@ def read_one_problem(args: list[str]):
     return problems[0]
 
 
-# --- what wins, and how it may be written ---
+# --- which source has precedence, and how values may be written ---
 
 
 def test_the_command_line_wins_over_toml_and_toml_over_the_default(write_toml):
@@ -155,7 +156,7 @@ BEYOND = ("1e31", "-2", "nan", "inf")
 
 @pytest.mark.parametrize("text", BEYOND)
 def test_every_number_has_an_end(text):
-    """Numbers beyond the end would overflow, or keep the check busy for hours. The ends themselves are accepted."""
+    """Larger numbers would overflow, or keep the check busy for hours. The ends themselves are accepted."""
     assert len(NUMBERS) > 50 and not any(kind in WITHOUT_END for kind in KEYS.values())
     for key, limits in NUMBERS.items():
         problem = read_one_problem([f"--{key}={text}"])
@@ -166,7 +167,8 @@ def test_every_number_has_an_end(text):
 
 
 def test_a_text_that_is_not_utf_8_is_refused(monkeypatch):
-    """Python gets such a text from a Latin-1 byte on the command line. It could not be written to config.toml."""
+    """Python makes such a text from a Latin-1 byte on the command line. The text could not be written to
+    config.toml."""
     monkeypatch.setenv("FOLDER", "caf\udce9")
     for key in ("job.dump_folder", "job.description", "checkpoint.folder", "job.config_file"):
         assert read_one_problem([f"--{key}=caf\udce9"]).key == key
@@ -241,7 +243,7 @@ def test_shipped_configs_read_without_a_problem_and_survive_the_way_through_toml
     monkeypatch.setenv("MODEL_FOLDER", "a model")  # finetune.toml names it
     text = 'quotes " and \\ backslash, tab\t, newline\n, é, 😀, # no comment'
     config = read_sound(args)
-    assert not config.job.overwrite  # a second run must not delete the first
+    assert not config.job.overwrite  # resuming from the saved config must not delete the first run
     config = replace(config, job=replace(config.job, description=text))
     arguments = write_toml(dump_config_toml(config))
     again = read_sound(arguments)
@@ -269,7 +271,7 @@ training = 2 | training | training.
 [training]\ndataset_weights = [1, 'x'] | training.dataset_weights |
 [training]\nsteps = 3\nseq_len = = 4 | job.config_file |
 a\ud800 | job.config_file |
-"""  # the last one is not UTF-8
+"""  # the last file is not UTF-8
 
 
 @pytest.mark.parametrize("text, key, remedy", read_lines(MISTAKES))

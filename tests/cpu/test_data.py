@@ -52,7 +52,8 @@ def list_rows(batch: Batch) -> list[tuple[list[int], ...]]:
 
 @dataclass(frozen=True)
 class Case:
-    """Some corpora on disk, and their documents. All tokens have different ids, so an id tells its token's place."""
+    """Some corpora on disk, and their documents. All tokens have different ids, so the id of a token determines its
+    position."""
 
     folders: list[Path]
     documents: list[list[list[int]]]  # of each corpus
@@ -175,7 +176,7 @@ def test_an_id_that_the_model_does_not_know_is_named_with_its_corpus(tmp_path):
 
 
 def test_a_corpus_larger_than_memory_is_opened_and_read_at_any_step(tmp_path):
-    """The corpus is a sparse file of 10 TB, which has data at one sample only."""
+    """The corpus is a sparse file of 10 TB, with data in a single sample."""
     folder = write_corpus(tmp_path / "made", [[[5, 6, 7]]])
     path = folder / "train.tokens"
     manifest_path = folder / "manifest.json"
@@ -231,7 +232,7 @@ def test_validation_batches_are_all_samples_once_in_order_on_any_number_of_ranks
 
 
 class SpyStream:
-    """Replaces a SampleStream: records which steps were read, and by which thread, and can fail at one of them."""
+    """A stub of SampleStream: records which steps were read, and by which thread, and can fail at one step."""
 
     def __init__(self, stream: SampleStream, fail_at: int | None = None):
         self.stream, self.fail_at = stream, fail_at
@@ -264,7 +265,9 @@ def test_only_the_next_batch_is_read_by_a_thread_while_the_caller_computes_and_c
     spy = SpyStream(stream)
     batches = prefetch(spy.batch, range(4), steps=itertools.count(5), device=CPU)
     next(batches)
-    assert spy.read_second.wait(timeout=60), "the second batch is not read before it is asked for"
+    assert spy.read_second.wait(timeout=60), (
+        "the second batch is not read before the first is requested"
+    )
     assert list_threads()
     batches.close()
     assert spy.steps == [5, 6] and not list_threads()
@@ -340,6 +343,6 @@ def test_draws_of_a_rare_source_go_through_its_epochs():
     first = n_different.index(7)
     assert first < 7  # an epoch begins at one of seven places
     assert set(n_different[first::7]) == {7}
-    for step in (0, 777, 19_999):  # a draw does not depend on which others are asked for
+    for step in (0, 777, 19_999):  # a draw does not depend on the other requested draws
         draws = torch.arange(step, step + 3)
         assert sampler.choose(start + draws).equal(samples[draws])

@@ -10,7 +10,8 @@ from torchtitan_lite.model.document_attention import DocumentAttention, plan_mas
 
 
 def make_documents(n_rows: int, seq_len: int) -> torch.Tensor:
-    """Return random doc_ids (B, S). The first row is one document; the others have about one per 40 tokens."""
+    """Return random doc_ids (B, S). The first row is one document; the other rows have a document per 40 tokens, on
+    average."""
     generator = torch.Generator().manual_seed(0)
     begins = torch.rand(n_rows, seq_len, generator=generator) < 1 / 40
     begins[0] = False
@@ -28,7 +29,8 @@ SEQ_LEN = 3 * BLOCK + 50
 
 
 def make_part(n_rows: int):
-    """Make what a rank of context parallel has: some queries of a sequence, and its keys in a different order."""
+    """Return the inputs of a context-parallel rank: some queries of a sequence, and all of its keys in a different
+    order."""
     doc_ids = make_documents(n_rows, SEQ_LEN)
     heads = [make_heads(n_rows, n, SEQ_LEN, seed=seed) for seed, n in enumerate((4, 2, 2))]
     query, key, value = heads

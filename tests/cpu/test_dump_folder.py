@@ -1,4 +1,4 @@
-"""The dump folder belongs to one run at a time, and is emptied only if a run starts over."""
+"""Only one run at a time uses a dump folder, and the folder is only emptied if a run starts over."""
 
 import errno
 import fcntl
@@ -146,7 +146,7 @@ def test_a_snapshot_has_the_bytes_of_the_weights_and_the_optimizer_state():
 
 
 def test_a_folder_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
-    """Root can read every folder, so a stub of os.access answers as for a different user."""
+    """Root can read every folder, so a stub of os.access returns the result for a different user."""
     (tmp_path / "there").mkdir()
     can_write = os.access
     monkeypatch.setattr(
@@ -294,7 +294,7 @@ def test_job_overwrite_deletes_the_checkpoints_of_the_earlier_run_wherever_it_sa
 
 def test_a_run_that_only_reads_needs_no_permission_to_write(tmp_path):
     write_earlier(tmp_path / "run", SAVED)
-    (tmp_path / "file").write_text("no folder can be made inside")
+    (tmp_path / "file").write_text("no folder can be created inside this folder")
     args = ["--config=llama3_1b", ON, "--checkpoint.load_only"]
     assert not find_problems(tmp_path / "run", args)
     with patch("os.access", lambda path, mode: Path(path) != tmp_path / "run"):

@@ -1,4 +1,4 @@
-"""What this machine is: the GPUs that the driver and CUDA_VISIBLE_DEVICES leave, memory limits, and peaks by name."""
+"""Facts about this machine: GPUs visible under CUDA_VISIBLE_DEVICES, memory limits, and peak FLOP/s by device name."""
 
 import os
 import resource
@@ -141,7 +141,7 @@ NVIDIA GeForce RTX 5090 | 209.5
 NVIDIA RTX A6000 | 154.8
 NVIDIA RTX A1000 | 0
 Tesla V100-SXM2-32GB | 0
-"""  # The name A1000 is not taken for an A100, and a V100 has no bfloat16.
+"""  # An A1000 is not mistaken for an A100, and a V100 has no bfloat16.
 
 
 @pytest.mark.parametrize("name, tflops", read_lines(PEAKS))

@@ -1,4 +1,5 @@
-"""The floor plan: imports point down only, nothing but `__main__` imports tools, no import is inside a function."""
+"""The layers of the code: files import only from lower layers, only `__main__` imports tools, and no function
+imports."""
 
 import ast
 import re
@@ -8,8 +9,8 @@ from pathlib import Path
 
 from torchtitan_lite import REPOSITORY
 
-# Start of a module's name -> its floor; the longest start counts. A module may import from lower floors and from its
-# own row. Two rows on the same floor never import each other.
+# Prefix of a module's name -> layer of the module; the longest prefix that matches counts. A module may import from
+# lower layers and from its own row. Two rows in the same layer never import each other.
 FLOORS = {
     "torchtitan_lite.config.model_rows": -2,  # the types of the rows below
     "torchtitan_lite.config.family_rows": -2,
@@ -144,7 +145,7 @@ print("torch._inductor.ir" in sys.modules)
 
 
 def test_a_run_that_asks_for_no_extension_loads_none_and_without_compile_no_compiler():
-    """torch.compile loads inductor when it is called. This costs a second and 50 MB on every rank."""
+    """torch.compile loads inductor when it is called, which takes a second and 50 MB on every rank."""
     command = [sys.executable, "-c", LOADED]
     answer = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     assert answer.stdout.splitlines()[-2:] == ["[]", "False"], answer.stderr

@@ -1,4 +1,4 @@
-"""Log lines: which rank writes which lines, to the console or a file."""
+"""Log lines: which rank writes which lines to the console and to the file."""
 
 import logging
 import sys
@@ -70,7 +70,7 @@ def test_a_log_txt_that_cannot_be_written_is_one_sentence_and_the_console_goes_o
     assert len(said) == 1 and "the run continues: [Errno" in said[0]
     assert "Traceback" not in out + err
     for handler in logger.handlers:
-        with suppress(OSError):  # text that is still in the buffer
+        with suppress(OSError):  # closing flushes text that is still in the buffer
             handler.close()
     logger.handlers = []
 

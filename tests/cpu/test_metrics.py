@@ -205,10 +205,10 @@ def test_a_run_ends_although_its_last_records_cannot_be_written(tmp_path, errors
 def test_events_that_a_full_disk_refuses_are_one_sentence_and_are_written_later(
     tmp_path, errors, monkeypatch
 ):
-    """No thread may print a traceback, and no file may be unreadable for TensorBoard."""
+    """No thread may print a traceback, and TensorBoard must be able to read every file."""
     monkeypatch.setattr(threading, "excepthook", lambda thread: errors.append(str(thread)))
     folder = tmp_path / "tb" / tmp_path.name
-    folder.parent.write_text("a file")  # so the folder cannot be made yet
+    folder.parent.write_text("a file")  # this file prevents the creation of the folder
     writer = make_writer(tmp_path, Metrics())
     writer.record("step", 1, **STEP)
     folder.parent.unlink()
@@ -283,7 +283,7 @@ def test_a_resumed_run_is_the_same_run_in_wandb(tmp_path, monkeypatch):
         writer.close()
     run_id = (tmp_path / "wandb_id").read_text()
     files = list(tmp_path.glob(f"wandb/offline-run-*-{run_id}/run-{run_id}.wandb"))
-    # wandb names a folder by the second, so two starts may share one
+    # wandb names folders by time in seconds, so two starts may get the same name
     assert files and len(files) == len(list(tmp_path.glob("wandb/offline-run-*")))
     for file in files:
         deadline_s = time.monotonic() + 20  # a process of wandb writes the file

@@ -43,7 +43,7 @@ FLAVORS = {
 def build_ours(args: ModelArgs) -> Llama3:
     model = Llama3(args)
     initialize_weights(model, seed=1)
-    with torch.no_grad():  # if all weights of norms were 1, a missing norm could go unseen
+    with torch.no_grad():  # if all weights of norms were 1, a missing norm might not be detected
         for index, parameter in enumerate(model.parameters()):
             if parameter.dim() == 1:
                 parameter += torch.linspace(-0.3, 0.3, parameter.numel()).roll(index)
@@ -63,7 +63,7 @@ ROTATION_ERRORS = {torch.float64: 1e-6, torch.float32: 1e-6, torch.bfloat16: 4e-
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("dtype", ROTATION_ERRORS)
 def test_pairs_are_rotated_as_complex_numbers(monkeypatch, compiled, dtype):
-    """Compare values and gradients. In memory the gradient has heads before positions, as attention returns it."""
+    """Compare values and gradients. In memory, heads come before positions in the gradient, as attention returns it."""
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiled)
     head_dim = PLAIN.head_dim
     positions = torch.arange(50)[None]

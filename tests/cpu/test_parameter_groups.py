@@ -177,7 +177,7 @@ MAX_NORMS = [1.0, 100.0, 0.0, 2.0]  # of the steps; the gradient norm is about 1
 
 
 class RoundedAdamW(torch.optim.AdamW):
-    """Rounds both moments to bfloat16 between steps."""
+    """AdamW that rounds both moments to bfloat16 between steps."""
 
     @torch.no_grad()
     def step(self) -> None:

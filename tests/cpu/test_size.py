@@ -1,7 +1,8 @@
 """Code tokens of each part: names, operators, numbers and strings, without docstrings and comments.
 
 If a part exceeds its guide, remove a feature or simplify. Denser lines do not help: tokens count, and lines do not.
-Only `.ci/run` runs these tests, so a fork may grow. They need Python 3.11, because 3.12 splits f-strings into tokens.
+Only `.ci/run` runs these tests, so a fork may grow. The tests need Python 3.11, because 3.12 splits f-strings into
+tokens.
 """
 
 import ast
@@ -18,8 +19,8 @@ from torchtitan_lite import REPOSITORY
 COUNTED = (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING)
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
-# Guides for each part: code tokens, and tokens per code line. A test fails only above guide * MARGIN, so that nobody
-# shortens names to pass.
+# Guides for each part: code tokens, and tokens per code line. A test fails only above guide * MARGIN, because nobody
+# should shorten names to pass.
 CORE = (60_000, 8.5)
 EXTENSIONS = (22_200, 9.0)
 TOOLS = (82_000, 9.0)
@@ -58,7 +59,7 @@ def count_tokens(source: str) -> dict[int, int]:
 
 
 def list_files(is_of_part) -> list[str]:
-    """Return a part's Python files that git tracks, so that scratch files do not count."""
+    """Return a part's Python files that git tracks. Other files, such as scratch files, do not count."""
     command = ["git", "ls-files", "*.py"]
     listing = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
     return [name for name in listing.stdout.splitlines() if is_of_part(name)]

@@ -1,4 +1,5 @@
-"""Checks of the weights that a run starts from or exports, before torch is imported, and the tokenizer of weights."""
+"""Checks before torch is imported: the weights that a run starts from or exports, and the tokenizer of these
+weights."""
 
 import json
 import os
@@ -91,7 +92,7 @@ def test_rope_and_sizes_of_a_run_are_those_of_the_weights_that_it_starts_from_or
         assert plan_run([*RUN, *args], 2, "cpu").model_args == ARGS
     shutil.copytree("step-9", "outputs/debug/checkpoint/step-9")
     shutil.rmtree("hf")
-    resumed = prepare(HF)  # wherever its first weights are now
+    resumed = prepare(HF)  # resuming does not need the initial weights, which are deleted
     assert (resumed.model_args, resumed.resumed_step) == (ARGS, 9)
     shutil.rmtree("outputs")
     assert prepare("--checkpoint.last_save_in_hf").model_args.dim == 128
@@ -226,7 +227,7 @@ def test_a_key_without_effect_is_a_notice_and_a_value_that_cannot_be_is_a_proble
 
 
 def save(step: int, *args: str, tensors: dict[str, TensorRecord] = STATE) -> Path:
-    """Write what a run leaves after `step`, except the files of tensors. Return the checkpoint."""
+    """Write the files of a run that has saved `step`, without the files of tensors. Return the checkpoint."""
     spec = prepare(*args)
     fingerprint = {
         "shape": asdict(spec.model_args),
@@ -274,7 +275,7 @@ def test_a_run_that_resumes_is_refused_by_the_keys_that_differ_and_the_remedies_
 
 
 def follow_remedy(problem: Problem, *args: str) -> None:
-    """Prepare a run with these arguments and each set of flags that a remedy offers."""
+    """Prepare a run with these arguments, once for each set of flags that a remedy suggests."""
     for way in problem.remedy.split(", or "):
         flags = [word for word in way.split() if word.startswith("--")]
         assert not flags or prepare(*args, *flags)
@@ -383,7 +384,7 @@ def test_a_finished_run_says_what_can_be_done_and_nothing_is_deleted_without_job
         notice for each in spec for notice in each.notices if "job.overwrite deletes" in notice
     ]
     assert len(deletes) == 1 and deletes[0].endswith(": outputs/debug/checkpoint/step-200")
-    # A resumed run logs the learning rates before and after the jump. With a given total_steps there is no jump.
+    # A resumed run logs the learning rates before and after the jump. If total_steps is given, the rate does not jump.
     step_200, jump, earlier = 4e-3 / 180, 4e-3 * 200 / 380, 0.0
     rates = f"the learning rate is {step_200:.3g} at step 200 and {jump:.3g} at step 201"
     assert (

@@ -1,4 +1,5 @@
-"""Hugging Face folders: with our exports transformers computes our logits, and with its folders we compute its."""
+"""Hugging Face folders: transformers computes our logits from our exports, and we compute the logits of transformers
+from its folders."""
 
 import json
 from pathlib import Path
@@ -38,7 +39,8 @@ def load_ours(folder: Path) -> Llama3:
     model = Llama3(open_folder(folder).model_args)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.fill_(torch.nan)  # so that a weight that is not loaded shows
+            # with these values, a weight that is not loaded changes the logits
+            parameter.fill_(torch.nan)
     load_weights(folder, dict(model.named_parameters()))
     return model
 
@@ -127,7 +129,8 @@ def test_each_flavor_is_described_by_its_config(name, tmp_path):
     config = make_config_json(OUR_FLAVORS[name], dtype="bfloat16")
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert list_tensors(read_model_args(tmp_path)) == list_tensors(OUR_FLAVORS[name])
-    published = config | {"dtype": "float32"}  # both spellings of dtype, and no length
+    # both names of the key for the dtype, and no context length
+    published = config | {"dtype": "float32"}
     for length, longer in (({}, {}), ({LENGTH: 16}, {LENGTH: 99}), ({LENGTH: 200}, {LENGTH: 200})):
         changed = make_config_json(
             OUR_FLAVORS[name], dtype="bfloat16", context=99, published=published | length

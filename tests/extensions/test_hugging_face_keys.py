@@ -97,12 +97,12 @@ def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], None]) ->
 
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-STORED = {  # which further matrix a tied model stores
+STORED = {  # which additional matrix a tied model stores
     "equal": lambda tensors: tensors.update({HEAD: tensors[EMBEDDING].clone()}),
     "different": lambda tensors: tensors.update({HEAD: tensors[EMBEDDING].flip(0).clone()}),
     "only the head": lambda tensors: tensors.update({HEAD: tensors.pop(EMBEDDING)}),
 }
-SHORT = {  # words of the tables, and what they stand for
+SHORT = {  # abbreviations in the tables -> their values
     "ORIGINAL": '"original_max_position_embeddings"',
     "LLAMA3": '"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0',
     "VERSION_4": '"rope_parameters": "missing", "rope_theta": 5e5',

@@ -94,7 +94,7 @@ A_FILE = "model-00001-of"
 
 
 def name_last_file(folder: Path) -> None:
-    """Change the index: it says that the embedding is in the last file."""
+    """Change the index, which then names the last file for the embedding."""
     weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
     edit_json(folder / INDEX, weight_map=weight_map | {EMBEDDING: max(weight_map.values())})
 
@@ -128,7 +128,7 @@ WRONG_FILES = {  # action, named; found when the folder is opened, before torch
         change_tensors(
             lambda tensors: tensors.update({EMBEDDING: tensors[EMBEDDING].to(torch.float8_e4m3fn)})
         ),
-        f"{EMBEDDING} is F8_E4M3. Quantized weights cannot be used; supported: F32, BF16, F16",
+        f"{EMBEDDING} is F8_E4M3. Quantized weights cannot be used. Use a model in one of F32, BF16, F16",
     ),
     "cut file": (
         lambda folder: os.truncate(first_file(folder), first_file(folder).stat().st_size - 1),

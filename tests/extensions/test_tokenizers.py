@@ -221,7 +221,7 @@ TRICKY += "ZXJ [|end |] x e\u0301 return 👩‍👩‍👧 日本 <|im_end|> <t
 
 
 def add_tokens(tokenizer: HuggingFace, tokens: list[tuple[str, str]]) -> dict:
-    """Return the content of tokenizer.json with more added tokens. Their ids are wrong on purpose."""
+    """Return the content of tokenizer.json with more added tokens. The ids in this content are wrong on purpose."""
     content = json.loads(tokenizer.to_str())
     for name, flags in tokens:
         flags = FLAGS | dict.fromkeys(flags.split(), True)

@@ -162,7 +162,7 @@ def test_flops_count_the_pairs_of_each_layer(case):
         n_keys = sees.sum(-1).max().item()
         n_pairs += (
             sees.sum().item() - n_keys / 2
-        )  # because 12*L*H*E*S / 2 leaves out half of the diagonal
+        )  # the difference: 12*L*H*E*S / 2 does not count half of the diagonal
         full -= n_keys
     assert full == 0
     assert causal * SEQ_LEN == pytest.approx(n_pairs)
@@ -196,7 +196,7 @@ class OwnInner(CausalAttention):
 
 
 class Capped(Attention):
-    """Computes scores itself, and does not call its inner attention."""
+    """Attention that computes its own scores, and does not call its inner attention."""
 
     def forward(self, x, rotation, doc_ids):
         return self.wo(self.wq(x).tanh())
@@ -241,7 +241,7 @@ def test_a_cache_and_context_parallel_refuse_an_attention_that_they_would_replac
 
 
 class Shifted(nn.Module):
-    """Adds the hidden state of the previous token."""
+    """A module that adds the hidden state of the previous token."""
 
     def forward(self, x):
         return x + nn.functional.pad(x, (0, 0, 1, 0))[:, :-1]

@@ -34,7 +34,7 @@ experts, dp2 x tp2, ep2 | 4 | ALL NODE=4 MOE TP=2 EP=2
 """,
     globals(),
 )
-# These rows contain every rule by which any row moves bytes.
+# Together, these rows cover every formula for the bytes that are moved.
 PLANNED = (
     "dp4, hpZ alone",
     "dp4 accumulation 2",
@@ -50,7 +50,7 @@ def test_a_layout_computes_what_one_process_computes(pool, tmp_path, name):
     trial = compare.try_row(LAYOUTS[name], pool.run, tmp_path)
     assert trial.faults == {}
     assert LAYOUTS[name].overrides[KEY] == ["hpz"] or 0.5 < trial.measures["packing"][0] <= 1, (
-        "the bound is reached, so it is not loose"
+        "some errors reach the bound, so the bound is not too large"
     )
 
 

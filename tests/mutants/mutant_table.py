@@ -1,6 +1,7 @@
-"""Small patches that break the code on purpose. `verify` must catch and name each of them, or it proves nothing.
+"""Small patches that break the code on purpose. `verify` must find each bug and name the place; otherwise a certificate
+would not mean much.
 
-They are also examples for readers: each docstring says what is wrong, and in most cases a user would not notice it. A
+The patches are also examples for readers: each docstring describes a bug that most users would not notice. A
 patch is active in one worker process, for one measurement. The parent process, which runs the plain loop, is not
 patched.
 """
@@ -19,8 +20,8 @@ CP2 = {CP: 2}
 @dataclass(frozen=True)
 class Mutant:
     row: Row  # the layout on which `verify` must notice it
-    trial: str  # the trial in which it must
-    kind: str  # kind of culprit that must be named
+    trial: str  # the trial in which `verify` must notice it
+    kind: str  # the measure that must be wrong, such as gradients or module output
     name: str
     dims: tuple[str, ...]  # mesh dims in which a correct rank is next to a wrong one
     patch: Callable[[], AbstractContextManager]

@@ -1,4 +1,4 @@
-"""Imports all mutants, and runs one trial of `verify` on ranks that have one of them."""
+"""Imports all mutants, and runs one trial of `verify` on ranks that have one mutant."""
 
 from contextlib import AbstractContextManager
 from functools import partial
@@ -22,7 +22,8 @@ def apply_mutant(name: str) -> AbstractContextManager:
 def try_mutant(name: str, pool, folder: Path) -> Trial:
     """Run the trial that must notice a mutant, on ranks that all have it."""
     trial = MUTANTS[name].trial
-    with apply_mutant(name):  # the parent needs it too: one mutant accepts a config that is refused
+    # apply the mutant in the parent too, because one mutant accepts a config that is refused
+    with apply_mutant(name):
         reduction = compare.reduce_row(MUTANTS[name].row)
     trials = list_trials(reduction, compare.ranks_inside(pool, partial(apply_mutant, name)), folder)
     return make_trial(trial, trials[trial])

@@ -73,7 +73,7 @@ def z_loss_averaged_over_own_tokens(original, *args):
     dims=("dp_shard",),
 )
 def experts_drawn_alike_on_ep_ranks(original, parameter, full):
-    """Every ep rank draws its experts with the same seed, so that the ranks have equal experts."""
+    """Every ep rank draws its experts with the same seed, so all ranks have equal experts."""
     original(parameter, full)
     if is_of_experts(parameter):
         own = parameter.to_local()
@@ -99,7 +99,7 @@ def rows_beyond_the_capacity_dropped(original, rows, matrices, ends):
 
 @mutant(EP2, "module output", "layers.0.feed_forward", at=(moe.Router, "choose"))
 def scores_rounded_before_the_choice(original, router, scores):
-    """Experts are chosen by scores rounded to bf16, so that many scores are equal."""
+    """Experts are chosen by scores that are rounded to bf16, so many scores are equal."""
     return (scores + router.expert_bias).bfloat16().topk(router.args.top_k, dim=-1).indices
 
 
@@ -108,7 +108,7 @@ def scores_rounded_before_the_choice(original, router, scores):
 
 @mutant(EP2, "expert loads", "layers.0.feed_forward.router", at=(expert_balance, "is_recomputed"))
 def loads_counted_again_by_recompute(original):
-    """Loads are counted in forward. Recompute runs it again, so they count twice."""
+    """Loads are counted in forward. Recompute runs the router again, so its routes count twice."""
     return False
 
 

@@ -132,7 +132,7 @@ def recompute_forgets_an_input(original, forward, *args, **options):
 def documents_lost_after_the_first_stage(
     original, part, x, *, positions, doc_ids=None, targets=None
 ):
-    """Later stages do not get the borders of documents, so that half of the layers attend across borders."""
+    """Later stages do not get the borders of documents, so half of the layers attend across borders."""
     if part.tok_embeddings is None:
         doc_ids = torch.zeros_like(doc_ids)
     return original(part, x, positions=positions, doc_ids=doc_ids, targets=targets)

@@ -46,7 +46,8 @@ ZERO_BUBBLE = {PP: 2, SCHEDULE: "InterleavedZeroBubble", MODE: "none"}
     trial="bfloat16",
 )
 def weight_halves_added_in_bfloat16_under_tp(accumulate, part):
-    """torch adds gradients of weight halves in the compute dtype. Under tp, comparing with one rank cannot show it."""
+    """torch adds gradients of weight halves in the compute dtype. Under tp, a comparison with one rank cannot find this
+    bug."""
 
 
 @mutant(

@@ -31,7 +31,7 @@ def ring_right_for_two_ranks_only(original, rank, source, half):
     "pp2 1F1B", "module output", "layers.6.attention_norm", at=(build, "apply_stage"), trial="deep"
 )
 def layers_in_the_order_of_text(original, model, fqns):
-    """A stage sorts its layers by name, so that layer 10 comes before layer 2."""
+    """A stage sorts its layers by name, so layer 10 comes before layer 2."""
     part = original(model, fqns)
     part.layers = torch.nn.ModuleDict(dict(sorted(part.layers.items())))
     return part
@@ -45,8 +45,8 @@ def layers_in_the_order_of_text(original, model, fqns):
     trial="deep",
 )
 def layer_numbers_of_one_digit(original, seed, fqn):
-    """The seed of a layer's weights uses only the first digit of its number, so that layers 10 to 19 start as copies of
-    layer 1."""
+    """The seed of a layer's weights uses only the first digit of the layer's number, so layers 10 to 19 start as copies
+    of layer 1."""
     prefix, _, rest = fqn.partition("layers.")
     number, dot, name = rest.partition(".")
     return original(seed, f"{prefix}layers.{number[0]}{dot}{name}" if rest else fqn)
@@ -73,7 +73,7 @@ def positions_wrap_at_32768(original, run, batch):
 
 @mutant("dp2", "counted tokens", "count_global_tokens", at=(step, "shard_for_cp"))
 def odd_rows_lose_a_token(original, run, batch):
-    """Rows are cut to an even length even with one cp rank, so that odd rows lose a token."""
+    """Rows are cut to an even length even with one cp rank, so odd rows lose a token."""
     n_kept = batch.tokens.shape[1] // 2 * 2
     return batch.map(lambda field: field[:, :n_kept])
 
@@ -87,7 +87,7 @@ def odd_rows_lose_a_token(original, run, batch):
     trial="deep",
 )
 def documents_numbered_in_a_byte(original, doc_ids, *positions):
-    """Document numbers have eight bits to save memory, so that document 256 attends to document 0."""
+    """Document numbers have eight bits to save memory, so document 256 attends to document 0."""
     return original(doc_ids % 256, *positions)
 
 
@@ -119,6 +119,6 @@ def losses_of_ten_microbatches_added(original, *args):
     at=(moe.Router, "choose"),
 )
 def expert_twenty_gets_no_token(original, router, scores):
-    """Numbers of experts are kept in four bits, so that no token finds a later expert."""
+    """Numbers of experts are kept in four bits, so no token is routed to expert 16 or later."""
     has_number = torch.arange(router.n_experts) < 16
     return original(router, scores.where(has_number, -torch.inf))

@@ -56,7 +56,7 @@ def schedule_as_long_as_this_start(original, config, layout, device_type):
     at=(loading, "load_checkpoint"),
 )
 def moments_forgotten_by_a_resume(original, checkpoint, tensors):
-    """A resume loads only the weights, so that AdamW begins with moments of zero."""
+    """A resume loads only the weights, so AdamW begins with moments of zero."""
     original(checkpoint, {name: tensors[name] for name in tensors if name.startswith("model.")})
 
 
@@ -83,7 +83,7 @@ def schedule_shifted_by_a_resume(original, lr_scheduler, step):
 @in_saved_tensor(FAST["experts, dp2, ep2"], name="model.layers.0.feed_forward.experts.w2")
 @contextmanager
 def experts_saved_in_another_order():
-    """Experts are saved and loaded in an order that depends on ep. This is right only if ep stays the same."""
+    """Experts are saved and loaded in an order that depends on ep. This order is only right if ep stays the same."""
     plan_save, load_newest = saving.plan_save, resuming.load_newest
 
     def save_rolled(named, *layout):

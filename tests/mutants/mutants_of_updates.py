@@ -89,14 +89,14 @@ def each_stage_judges_for_itself_what_is_finite(
 
 @mutant(SHARDED, "finite flag", "train_step", at=(step, "update_weights"))
 def infinity_counts_as_finite(update_weights, optimizer, grad_norm, max_norm, *is_spike):
-    """Gradients are checked for NaN only, so that infinite ones count as finite."""
+    """Gradients are only checked for NaN, so infinite gradients count as finite."""
     judged = torch.where(grad_norm.isinf(), 1.0, grad_norm)
     return update_weights(optimizer, judged, max_norm, *is_spike)
 
 
 @mutant(SHARDED, "state", "output.weight (exp_avg)", at=(step, "update_weights"))
 def all_steps_left_out_after_one(update_weights, optimizer, grad_norm, max_norm, *is_spike):
-    """The flag for a gradient that is not finite is never reset, so that no later step changes a weight."""
+    """The flag for a gradient that is not finite is never reset, so no later step changes a weight."""
     optimizer.seen = getattr(optimizer, "seen", 0.0) + 0 * grad_norm  # NaN from then on
     update_weights(optimizer, grad_norm + optimizer.seen, max_norm, *is_spike)
     return grad_norm.isfinite()
@@ -104,7 +104,7 @@ def all_steps_left_out_after_one(update_weights, optimizer, grad_norm, max_norm,
 
 @mutant(Row(2, MOMENTS_IN_BFLOAT16), "state", "output.weight (exp_avg)", at=(torch.Tensor, "copy_"))
 def moments_cut_instead_of_rounded(copy, target, source, *args, **options):
-    """Moments are truncated to bfloat16 instead of rounded, so that they drift toward zero."""
+    """Moments are truncated to bfloat16 instead of rounded, so they drift toward zero."""
     if target.dtype == torch.bfloat16 and source.dtype == torch.float32:
         source = (source.contiguous().view(torch.int32) & -65536).view(torch.float32)
     return copy(target, source, *args, **options)

@@ -276,7 +276,8 @@ def test_moments_begin_anew_where_the_optimizer_is_excluded(pool, saved):
 
 
 class LateStager(DefaultStager):
-    """Copies in a thread, as on CUDA, as late as possible: when the run waits for the copy or for the save."""
+    """A saver that copies in a thread, as on CUDA, and as late as possible: when the run waits for the copy or for the
+    save."""
 
     def __init__(self, options: StagingOptions):
         super().__init__(StagingOptions(False, False, True, False))

@@ -57,7 +57,7 @@ def saved(pool, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def folder(saved, tmp_path) -> Path:
-    """Copy two checkpoints, to be damaged by a test."""
+    """Copy two checkpoints, which the test then damages."""
     return shutil.copytree(saved, tmp_path / "checkpoint")
 
 
@@ -165,7 +165,7 @@ def test_a_named_step_is_checked_before_torch_starts(run_folder):
 
 
 def test_a_command_with_a_step_that_is_started_again_goes_on_from_what_it_has_saved(run_folder):
-    """Slurm runs the same command when it queues a job again. Only a run that saves continues in this way."""
+    """Slurm runs the same command when it queues a job again. Only a run that saves may continue in this way."""
     write_steps(run_folder, [12, 16], load_step=8)
     assert resume_at(run_folder, 8) == 16
     for restarted in (False, True):
@@ -199,7 +199,7 @@ def change_format(path: Path) -> None:
 
 
 def replace_by_folder(path: Path) -> None:
-    """Replace a file by a folder, so that every read fails, even for root."""
+    """Replace a file by a folder. Then every read fails, even for root."""
     path.unlink()
     path.mkdir()
 

@@ -89,7 +89,7 @@ def test_errors_beside_the_steps_surface_at_the_next_step_and_at_the_end(pool, t
 
 
 class Death(BaseException):
-    """Simulates that the process ends at a certain call."""
+    """Raised to simulate that the process ends at a certain call."""
 
 
 def die(*_: object) -> None:

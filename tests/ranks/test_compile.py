@@ -34,7 +34,7 @@ def list_compiled_by_step(
             id(entry) for entry in get_compilation_metrics()
         }  # torch keeps the last 64 entries
         stepping.train_step(run, batch)
-        # Backwards are left out: they have no name, and each follows from its forward.
+        # Backwards are not counted: they have no names, and there is one for each forward.
         entries = [
             entry for entry in get_compilation_metrics() if id(entry) not in known and entry.co_name
         ]
@@ -76,9 +76,10 @@ def test_only_the_named_components_are_compiled(pool, components):
 
 def compile_a_matmul(rank: int, world_size: int, cache_folder: Path) -> tuple[int, int]:
     """Worker: return how many graphs were found in the cache, and how many were not."""
-    os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)  # a folder that a user has set would be kept
+    # otherwise the run would use the folder that this variable names
+    os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
     prepare_process(with_value(Config(), "training.cache_folder", str(cache_folder)))
-    # A matmul is called, not written: no C++ compiler is at work.
+    # The compiled code only calls a matmul, so no C++ compiler is needed.
     compiled = torch.compile(lambda matrix: matrix @ matrix)
     compiled(torch.eye(3))
     found = counters["inductor"]

@@ -80,7 +80,7 @@ def watch_step(world_size: int, overrides: dict, watch_class: type[Watch]):
     n_tokens = stepping.count_global_tokens(run, batch)
     stepping.forward_backward(
         run, batch, n_tokens
-    )  # allocates the tensors that are kept between steps
+    )  # the first call allocates the tensors that are kept between steps
     known = [batch.tokens, batch.targets, batch.positions, batch.doc_ids]
     for parameter in run.parameters.values():
         known += [local(parameter), local(parameter.grad)]
@@ -122,7 +122,7 @@ def test_all_ranks_do_the_same_attention_work_and_none_of_it_twice(pool, n_ranks
         (
             "ring",
             {"all_to_all_single": 1 + 1 + 2},
-        ),  # exchanges of keys in forward and in backward, and of their gradients away and back
+        ),  # exchanges of keys in forward and in backward, and of gradients in both directions
     ],
 )
 def test_per_op_recompute_exchanges_no_keys_again(pool, method, expected):

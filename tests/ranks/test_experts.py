@@ -87,7 +87,7 @@ def test_in_bfloat16_scores_and_the_sum_of_a_tokens_experts_are_computed_in_fp32
     assert torch.equal(weights, expected)
     moe.experts.forward = lambda rows, counts: (
         rows
-    )  # so each token becomes the weighted sum of six copies of itself
+    )  # then the output of a token is the weighted sum of six copies of its input
     assert torch.equal(moe(x), x)
 
 
@@ -160,7 +160,7 @@ def test_weights_alone_are_rounded_only_at_the_end_and_biases_of_experts_never(p
 
 
 def test_the_load_of_a_logged_step_is_three_numbers():
-    """There are 16 tokens with two routes each. Layer 0 is dense."""
+    """The batch has 16 tokens with two routes each. Layer 0 is dense."""
     entropy = 16 * 1.25
     loads = [
         [0, 0, 0, 0, 0],

@@ -38,7 +38,7 @@ BALANCE = "--training.expert_balance_loss=0.01"
 @dataclass(frozen=True)
 class Case:
     args: ModelArgs
-    version: int = 5  # of transformers that wrote config.json
+    version: int = 5  # version of transformers that wrote config.json
     dtype: str = "float32"  # of the published weights
     shard_size: str = "1GB"
     n_ranks: int = 1
@@ -110,7 +110,8 @@ def from_folder(folder: Path) -> list[str]:
 
 
 def write_text(folder: Path, tokenizer_folder: Path) -> list[str]:
-    """Write a corpus of one sentence. Return the keys of a short run on it, without keys of the model."""
+    """Write a corpus of one sentence. Write a corpus. Return the keys of a short run on this corpus, without keys of
+    the model."""
     tokenizer = load_tokenizer(tokenizer_folder)
     document = tokenizer.encode(TEXT * 20, bos=True, eos=True)
     write_corpus(folder, [[document] * 4], tokenizer_fingerprint=tokenizer.fingerprint)
@@ -169,7 +170,8 @@ def test_a_fine_tuned_model_is_given_back_and_transformers_computes_it(
 def load_equal(
     checkpoint: Path, exported: Path, before: dict[str, torch.Tensor]
 ) -> PreTrainedModel:
-    """Load an export with transformers, and return the model. It must give our logits, with every weight changed."""
+    """Load an export with transformers, and return the model. The model must give our logits, and every weight must
+    have changed."""
     options = Namespace(source=checkpoint, tokenizer=None)
     ours = build_model(open_source(options)).cpu()
     theirs = AutoModelForCausalLM.from_pretrained(exported)

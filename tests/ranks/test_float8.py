@@ -53,11 +53,11 @@ def make_linear(recipe_name: str, weight, *, emulate: bool) -> torch.nn.Linear:
 @pytest.mark.parametrize("recipe_name", RECIPES)
 def test_output_and_gradients_have_the_bits_of_torchaos(recipe_name, dtype, emulate):
     torchao = pytest.importorskip(
-        "torchao.float8", reason="torchao is not installed; it is only an oracle"
+        "torchao.float8", reason="torchao is not installed; only tests need it"
     )
     torch.manual_seed(0)
     weight = 0.02 * torch.randn(96, 64)
-    weight[:, 5] *= 4096  # with one scale for the whole tensor, the other numbers lose bits
+    weight[:, 5] *= 4096  # with a single scale for the whole tensor, all other numbers lose bits
     weight = weight.to(dtype)
     x = torch.randn(32, 64)
     dy = torch.randn(32, 96).to(dtype) / 1e4
@@ -129,7 +129,7 @@ def test_layers_are_left_out_by_name_and_by_dims_on_every_rank():
 @pytest.mark.parametrize("flavor", ["1B", "8B", "70B"])
 def test_layers_that_are_too_small_are_those_of_torchao(flavor, recipe_name):
     torchao = pytest.importorskip(
-        "torchao.float8", reason="torchao is not installed; it is only an oracle"
+        "torchao.float8", reason="torchao is not installed; only tests need it"
     )
     names = ["output", "auto_filter_small_kn"]
     computes = torchao._auto_filter_for_recipe(recipe_name, names)

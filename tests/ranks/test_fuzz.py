@@ -1,4 +1,5 @@
-"""Any combination of keys is either refused with a ConfigError or starts. Values are drawn by the type of each key.
+"""Every combination of keys is either refused with a ConfigError, or the run starts. Values are drawn by the type of
+each key.
 
 FUZZ=2500 draws 2500 configs, and FUZZ_RUNS=50 starts 50 runs.
 """

@@ -1,4 +1,4 @@
-"""Process groups: no two threads, gloo's included, use the same group, and no group waits longer than [comm] says."""
+"""Process groups: no two threads (including gloo's) use the same group, and time-outs are those in [comm]."""
 
 import gc
 import os
@@ -90,7 +90,7 @@ def watch_start(
                     with_keyset=True,
                 )
         status = warm_start.start(rank, world_size, keys)
-    surplus = count_surplus_workers() - surplus  # earlier jobs of this process may have left some
+    surplus = count_surplus_workers() - surplus  # earlier jobs of this process may have left groups
     timeouts_s = {}
     for group in dist.distributed_c10d._world.pg_map:
         if is_gloo(group):
@@ -100,11 +100,12 @@ def watch_start(
 
 
 def count_surplus_workers() -> int:
-    """Return how many more workers of gloo than gloo groups this process has. Collective over each group."""
+    """Return the number of gloo's worker threads beyond one per gloo group in this process. Collective over each
+    group."""
     gc.collect()
     groups = [group for group in dist.distributed_c10d._world.pg_map if is_gloo(group)]
     for group in groups:
-        dist.barrier(group)  # a worker runs this, and has its name from then on
+        dist.barrier(group)  # this runs in a worker thread and names the thread
     names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
     return names.count("pt_gloo_runloop") - len(groups)
 
@@ -122,7 +123,7 @@ def test_no_two_threads_use_one_group_and_every_group_has_a_time_out_of_comm(
     pool, letters, tmp_path, layout
 ):
     keys = [*letters, *KEYS, *LAYOUTS[layout], f"--job.dump_folder={tmp_path}/run"]
-    for steps in (4, 8):  # the run begins, and is resumed
+    for steps in (4, 8):  # the run begins, and is later resumed
         results = pool.run(watch_start, 2, [*keys, f"--training.steps={steps}"])
         for status, surplus_workers, threads, timeouts_s in results:
             assert status == 0
@@ -207,7 +208,8 @@ def test_a_torch_without_the_option_is_named(caplog):
     "offload, pp, is_bound", [(False, 1, True), (False, 2, False), (True, 1, False)]
 )
 def test_groups_of_offload_are_not_split_from_the_default_group(offload, pp, is_bound):
-    """Splitting gives the gloo part of a group two workers. DeviceMesh splits if the default group has a device."""
+    """If a group is split from the default group, its gloo part gets two workers. DeviceMesh splits a group in this way
+    if the default group has a device."""
     config = override(
         Config(),
         {"training.enable_cpu_offload": offload, "parallelism.pipeline_parallel_degree": pp},
@@ -222,7 +224,7 @@ def test_groups_of_offload_are_not_split_from_the_default_group(offload, pp, is_
 
 
 def count_opened(rank: int, world_size: int, many_ranks: int) -> int:
-    """Worker: create a group. Return the number of files that this opens."""
+    """Worker: create a group. Return the number of files that these groups open."""
     with patch.dict(os.environ), patch.object(process_groups, "MANY_RANKS", many_ranks):
         process_groups.connect_late(world_size)
         before = len(os.listdir("/proc/self/fd"))

@@ -1,4 +1,4 @@
-"""Mistakes that `verify` cannot see, because one process and every layout share them or only large sizes show them."""
+"""Bugs that `verify` cannot find, because one process has them too, or because they only appear at large sizes."""
 
 import copy
 import signal
@@ -162,7 +162,7 @@ def test_a_run_compares_validates_and_records_after_every_nth_step(pool, start_s
 
 
 def fail_to_save_the_last_step(rank: int, world_size: int, keys: list[str]) -> list[str]:
-    """Worker: train six steps. The last one cannot be saved. Return the snapshots that were saved."""
+    """Worker: train six steps. The last snapshot cannot be saved. Return the snapshots that were saved."""
     write = CheckpointSaver.write
     snapshots = []
 

@@ -24,7 +24,7 @@ from torchtitan_lite.config.model import resolve_model
 from torchtitan_lite.tools.verify.ranks import RankFailure
 from torchtitan_lite.tools.verify.trial import make_trial, try_precision
 
-# These rows are slow tests. The rows of Qwen2 and of one key/value head test the same code by default.
+# These rows are slow tests. By default, the rows of Qwen2 and of one key/value head already test this code.
 HELD = {"tp2", "tp2 rowwise", "pp2 x dp2 x tp2, gathered"}
 HELD |= {name for name in BFLOAT16_LAYOUTS if name.startswith("pp2 x tp2 ")}
 

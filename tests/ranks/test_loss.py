@@ -37,7 +37,7 @@ def weighted(logits, targets, vocabulary, weights):
 
 
 def distilled(logits, targets, vocabulary, teacher):
-    """Return the cross entropy with the probabilities of a teacher. Its logits (n, V) come with the batch."""
+    """Return the cross entropy with the probabilities of a teacher. The teacher's logits (n, V) come with the batch."""
     width = logits.shape[1]
     begin = vocabulary.shard * width
     probabilities = teacher.softmax(1)[:, begin : begin + width]

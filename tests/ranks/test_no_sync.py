@@ -2,7 +2,7 @@
 
 A host that waits cannot queue the next kernels, so the device then waits for the host. On a CPU nothing waits, but the
 same operators are called, and a dispatch mode sees them: below DTensor, in backward, in collectives, in the optimizer.
-It cannot see copies between devices. CUDA itself reports these in the last test.
+The mode cannot see copies between devices. In the last test, CUDA itself reports them.
 """
 
 from unittest.mock import patch
@@ -33,7 +33,7 @@ BY_MASK = (
     "index_put_",
     "_index_put_impl_",
     "_unsafe_index",
-)  # indices wait if one of them is a mask
+)  # indexing with a mask makes the host wait
 
 RUNS = read_rows("""
 one rank | 1
@@ -58,7 +58,7 @@ class HostWaits(AssertionError):
 
 
 class NoWaiting(TorchDispatchMode):
-    """Raises HostWaits where an operator would make the host wait for a device."""
+    """Dispatch mode that raises HostWaits if an operator would make the host wait for a device."""
 
     def __enter__(self):
         # tolist and numpy read memory without calling an operator.

@@ -118,7 +118,8 @@ def test_the_schedules_of_shipped_configs_are_usual(path):
 
 @pytest.mark.parametrize("gradient", [1.0, 0.0])
 def test_updates_of_bfloat16_weights_are_right_on_average(gradient):
-    """Each update is 1/100 of the distance between neighboring bfloat16 numbers: rounding to nearest would undo it."""
+    """Each update is 1/100 of the distance between neighboring bfloat16 numbers, so rounding to nearest would undo
+    every update."""
     weight = torch.nn.Parameter(torch.full((4096,), 1.0).bfloat16())
     rate = 2**-7 / 100
     optimizer = AdamWBFloat16([weight], rate, fused=True, weight_decay=1 - gradient)
@@ -132,7 +133,7 @@ def test_updates_of_bfloat16_weights_are_right_on_average(gradient):
 
 
 def measure_large_gradient(rank: int, world_size: int, n_numbers: int) -> float:
-    """Worker: measure the norm of a gradient over all ranks. Return it divided by the true norm."""
+    """Worker: measure the norm of a gradient over all ranks. Return the result divided by the true norm."""
     own = []
     true = 0.0
     for n in range(8):

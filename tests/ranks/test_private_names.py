@@ -1,4 +1,5 @@
-"""Internal names of torch that the project uses, where a change in torch would raise no error. Other tests use more."""
+"""Internal names of torch that the project uses, for which a change in torch would raise no error. Other tests use
+more."""
 
 import compare
 import pytest

@@ -20,7 +20,7 @@ from torchtitan_lite.config.reader import KEYS
 from torchtitan_lite.config.schema import Checkpoint
 from torchtitan_lite.faults.resume import restore_run
 
-# The learning rate changes in every step, so that a shifted schedule changes the weights.
+# The learning rate changes in every step, so a shifted schedule would change the weights.
 SCHEDULE = {
     "lr_scheduler.warmup_steps": 3,
     "lr_scheduler.total_steps": 6,

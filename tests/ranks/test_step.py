@@ -63,12 +63,13 @@ def test_a_loss_that_is_not_finite_changes_nothing(pool, name):
 
 
 def meet_spikes(rank: int, world_size: int, overrides: dict[str, object]) -> list[tuple]:
-    """Worker: make three steps. Return for each whether it was applied, whether it changed nothing, and the skipped
-    steps.
+    """Worker: make three steps. For each step, return whether it was applied, whether it changed nothing, and the
+    number of skipped steps.
     """
     run = compare.build_table_run(world_size, overrides | {"training.skip_spikes": 2.0})
     seen = []
-    for step, usual_norm in enumerate((math.inf, 1e-6, 1e6)):  # unknown, far too low, far too high
+    # the usual norm is unknown, far too low, far too high
+    for step, usual_norm in enumerate((math.inf, 1e-6, 1e6)):
         run.spikes.history.fill_(usual_norm)
         result, is_unchanged = make_step(run, step)
         seen.append((result.read()[0], is_unchanged, int(run.spikes.skipped)))
@@ -149,7 +150,7 @@ def test_the_log_names_skipped_steps_and_the_level_that_is_accepted(pool, letter
     assert "step 18:" in warning and "spike_window" in warning
 
 
-# --- who made the first number that is not finite ---
+# --- which rank and module produced the first number that is not finite ---
 
 N_TRIALS = int(os.environ.get("TRIALS", "4"))  # for each layout
 

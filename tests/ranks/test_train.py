@@ -74,7 +74,7 @@ def test_a_killed_rank_is_restarted_and_the_run_ends_bit_equal_to_the_unbroken_o
     process = launch(tmp_path / "killed", tmp_path, *keys, n_ranks=RANKS, MAX_RESTARTS="2")
     kill_rank(process, RANKS - 1, after_step=11)
     read_until(process, "All ranks start again")
-    kill_new_rank(process, RANKS)  # as soon as it is forked
+    kill_new_rank(process, RANKS)  # kill the rank as soon as it is forked
     output = finish(process)
     assert "resumed from" in output and "step-8" in output
     assert list_differences(tmp_path / "killed", unbroken[0], STEPS) == []
@@ -88,7 +88,7 @@ def test_a_killed_rank_is_restarted_and_the_run_ends_bit_equal_to_the_unbroken_o
 
 
 def kill_new_rank(process: subprocess.Popen, n_ranks: int, delay_s: float = 0.0) -> None:
-    """Kill the last rank of a start. Without a delay, it has not imported anything yet."""
+    """Kill the last rank of a start. Without a delay, the rank has not imported anything yet."""
     while len(ranks := list_ranks(process)) < n_ranks:
         time.sleep(0.001)
     time.sleep(delay_s)
@@ -154,7 +154,7 @@ def describe_tree(folder: Path) -> dict[str, tuple]:
 
 @pytest.fixture(scope="module")
 def stopped(pool, unbroken, tmp_path_factory) -> tuple[Path, list[str]]:
-    """Stop a run after step 10 by a signal. Return its dump folder with snapshots, and its keys."""
+    """Stop a run after step 10 by a signal. Return the run's dump folder with snapshots, and the run's keys."""
     folder = tmp_path_factory.mktemp("stopped")
     keys = [*unbroken[1], LAYOUT, f"--job.dump_folder={folder / 'run'}"]
     keys += ["--checkpoint.interval=4", "--checkpoint.local_interval=3"]
@@ -184,11 +184,11 @@ def test_a_run_that_only_reads_changes_no_file_of_the_run_that_it_loads(
     assert find_steps(run / "checkpoint") == [1, 4, 8, 10]
     if damaged:
         flip_bit(run / "checkpoint" / "step-10" / "rank-00001.safetensors")
-        keys.append("--training.steps=11")  # otherwise the manifest says that the run has finished
+        keys.append("--training.steps=11")  # the manifest would otherwise describe a finished run
         more = ["--training.steps=11"]
     before = describe_tree(tmp_path)
     with (run / "lock").open("ab") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # as the run that still writes there
+        fcntl.flock(lock, fcntl.LOCK_EX)  # as a run does that still writes to this folder
         said = pool.run(warm_start.start_aloud, RANKS, [*keys, *READER, *more])
     assert [status for status, _ in said] == [0] * RANKS
     output = said[0][1]
@@ -342,7 +342,7 @@ def test_the_way_back_that_a_refusal_names_trains_on_in_another_folder(pool, unb
     with pytest.raises(RankFailure) as refused:
         pool.run(warm_start.start, RANKS, [*keys, "--checkpoint.load_step=8"])
     said = f"{refused.value}\n"
-    way = re.search(r"replace it by (--.*?)\.\s", said)[1]
+    way = re.search(r"use these options instead: (--.*?)\.\s", said)[1]
     again = shlex.quote(str(tmp_path / "again"))
     way = shlex.split(way.replace("FOLDER", again))
     more = ["--optimizer.lr=1e-4", "--lr_scheduler.total_steps=20"]
@@ -383,6 +383,6 @@ def test_a_run_killed_at_a_random_instant_ends_bit_equal_to_the_unbroken_one(
     finish(process, status=None)
     for step in find_steps(killed / "checkpoint"):
         OpenCheckpoint(killed / "checkpoint" / f"step-{step}")  # each one is complete
-    if process.returncode:  # also if torchrun ends because a rank was killed
+    if process.returncode:  # restart it also if torchrun ends because a rank was killed
         finish(launch(killed, tmp_path, *keys, n_ranks=2))
     assert list_differences(killed, tmp_path / "unbroken", steps) == []

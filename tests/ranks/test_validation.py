@@ -26,7 +26,7 @@ from torchtitan_lite.tools.corpora.text_files import find_files
 from torchtitan_lite.validation import ValidationBatches, validate
 
 SEQ_LEN = compare.SEQ_LEN
-BYTES = {"model.vocab_size": 264}  # at least the 258 of the byte tokenizer, and divisible by tp
+BYTES = {"model.vocab_size": 264}  # at least the 258 ids of the byte tokenizer, and divisible by tp
 
 LAYOUTS = read_rows("""
 one rank | 1
@@ -47,7 +47,7 @@ pp2 InterleavedZeroBubble | 2 | PP=2 SCHEDULE=InterleavedZeroBubble MODE=none
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Prepare a corpus of documents of many lengths and letters. About half of them are held out."""
+    """Prepare a corpus of documents of many lengths and letters. About half of the documents are held out."""
     root = tmp_path_factory.mktemp("corpus")
     files = [root / f"{number:02}.txt" for number in range(26)]
     for number, path in enumerate(files):
@@ -114,7 +114,7 @@ def test_a_signal_on_one_rank_ends_the_validation_of_all_after_the_same_batch(
 
 
 def validate_in_one_process(folder: Path, starts: Sequence[int]) -> dict[str, float]:
-    """Validate by a plain loop over the samples of the held-out row, one at a time. `starts`: their first tokens."""
+    """Validate by a plain loop over the held-out samples, one at a time. `starts`: their first tokens."""
     config = compare.override(compare.TABLE_CONFIG, BYTES)
     model = Llama3(resolve_model(config.model))
     initialize_weights(model, config.debug.seed)

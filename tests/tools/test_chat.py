@@ -49,7 +49,8 @@ TALKS = {"single": SINGLE, "multi": MULTI, "calls": CALLS}
 HEAD = "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
 TAIL = "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 CHATML = "{{ date_string }}" + HEAD + "{{ message.content + '<|im_end|>\n' }}" + TAIL
-# template -> targets of "single", "multi" and "calls". None: the texts between the marks. A string: why it is refused.
+# template -> targets of "single", "multi" and "calls". None: the targets are the texts between the marks. A string: why
+# it is refused.
 TEMPLATES = {
     "plain": (
         CHATML,

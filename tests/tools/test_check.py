@@ -83,7 +83,7 @@ TP = f"--{P}tensor_parallel_degree"
 PP = f"--{P}pipeline_parallel_degree"
 CP = f"--{P}context_parallel_degree"
 ASYNC_TP = f"{P}enable_async_tensor_parallel"
-LONG = "n" * 256  # a name that no file can have
+LONG = "n" * 256  # too long for the name of a file
 FLOAT8 = "--model.converters=float8"
 ZERO_PP, NODE = f"--{P}zero_plus_plus", f"--{P}zero_plus_plus_node_size"
 
@@ -280,7 +280,7 @@ SAID = f"""
 {PP}=8 | 8 | Use 6 layers or more
 --profiling.enable_profiling --profiling.profile_freq=3 | 2 | Use 4 or more
 {ZERO_PP}=qwz,qgz {TP}=2 | 2 | a single shard
-{ZERO_PP}=hpz,qwz,qgz {NODE}=2 {TP}=2 | 8 | hpZ has nothing to keep
+{ZERO_PP}=hpz,qwz,qgz {NODE}=2 {TP}=2 | 8 | hpZ needs at least two ranks
 {ZERO_PP}=hpz,qwz,qgz {NODE}=2 {PP}=2 | 4 | no pipeline
 {ZERO_PP}=hpz,qwz,qgz {NODE}=2 --{P}zero_stage=2 | 4 | needs zero_stage = 3
 {ZERO_PP}=qwz {FLOAT8} --quantize.linear.float8.enable_fsdp_float8_all_gather | 4 | gathers them in float8
@@ -460,7 +460,7 @@ def test_a_tokenizer_is_looked_up_here_first_then_in_the_repository(empty_folder
 
 
 def test_a_sink_whose_package_is_absent_is_refused_with_its_extra(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "path", [str(tmp_path)])  # so that no package is found
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])  # without this path, Python finds no packages
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     # A rank that torchrun starts without the launcher makes the same checks.
     with pytest.raises(ConfigError) as error:

@@ -1,6 +1,6 @@
 """Every command line that the READMEs show is correct, and runs in a folder with the files that it names.
 
-The default tests only parse the command lines. With --all they are run in the order in which a reader meets them.
+The default tests only parse the command lines. With --all, the commands are run in the order of the READMEs.
 """
 
 import gzip
@@ -51,7 +51,7 @@ MORE = {  # part of a training command -> arguments that make it short; default:
 }
 STATUS = {  # part of a command -> its exit status if that is not 0
     "llama3_8b.toml": 2,  # too large for a CPU host
-    "report outputs/llama3_70b": 2,  # this run does not exist here
+    "report outputs/llama3_70b": 2,  # the command names a run that does not exist here
     "hang outputs/debug": 2,  # nothing hangs
     "lab 1 answer": 1,  # the answer is wrong
     "lab 3 check": 1,  # the exercise is not yet solved
@@ -167,7 +167,7 @@ def desk(tmp_path_factory) -> Path:
     lines = []
     for path in CHAPTERS:
         lines += path.read_text(encoding="utf-8").split("\n\n")
-    # So many documents that some are among the hundredth that is held out.
+    # Enough documents, because only one in a hundred is held out.
     for number, line in enumerate(lines):
         (desk / "texts" / f"{number}.md").write_text(line + "\n", encoding="utf-8")
     with gzip.open(desk / "notes.jsonl.gz", "wt") as notes:

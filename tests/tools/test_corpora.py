@@ -399,7 +399,7 @@ def test_a_corpus_that_cannot_be_used_is_one_problem_with_its_name_and_a_remedy(
         problem.value for problem in problems
     ] == names and "train.tokens has 1 bytes" in problems[0].why
     other = write_corpus(tmp_path / "other", [[[1]]], tokenizer_fingerprint="x")
-    assert "another tokenizer" in check_data(read(other), BYTES)[0].why
+    assert "a different tokenizer" in check_data(read(other), BYTES)[0].why
 
 
 # ---------------------------------------------------------------- corpora with a name
@@ -415,7 +415,7 @@ def test_a_named_corpus_is_prepared_once_by_the_first_process_and_ranks_say_how_
     command = error.value.remedy.removeprefix("Run: ")
     assert command.startswith(name_command("prepare"))
 
-    # As if two runs started at the same time.
+    # This simulates two runs that start at the same time.
     def prepare_as_another_does(files, out, settings, **options):
         prepare(files, out, settings, **options)
         prepare(files, out, settings, **options)

@@ -1,4 +1,4 @@
-"""`verify` accuses no correct layout: it certifies random layouts, exactly as asked for.
+"""`verify` finds no fault in correct layouts: it certifies random layouts with exactly their degrees.
 
 Mesh, schedule, stages, recompute, loss, optimizer and precision are drawn. A refused config is drawn again.
 `tests/run.sh --all` tries six. `LAYOUTS=60 SEED=1 pytest -m slow tests/tools/test_drawn_layouts.py` tries 60, and

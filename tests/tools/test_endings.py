@@ -132,7 +132,8 @@ SLOW = ("a closed terminal", "SIGTERM, and the save fails", "two ranks raise")
 
 class Launcher(NamedTuple):
     process: subprocess.Popen
-    temporary: Path  # for temporary files. tmp_path is too long for a socket of multiprocessing
+    # a folder for temporary files, because tmp_path is too long for a socket of multiprocessing
+    temporary: Path
     keys: list[str]
 
 
@@ -201,7 +202,8 @@ def ignore_sigterm(is_ready) -> None:
 
 @pytest.fixture
 def ranks(monkeypatch) -> list:
-    """Return the list of children that the launcher sees. It is empty, because the ranks of the test pool must live."""
+    """Return the list of children that the launcher sees. The list is empty, because the launcher must not kill the
+    ranks of the test pool."""
     found: list = []
     monkeypatch.setattr(local_ranks.multiprocessing, "active_children", lambda: found)
     return found
@@ -264,7 +266,8 @@ def test_workers_end_with_a_tool_that_is_killed(tmp_path):
         for _ in range(2):
             assert int(tool.stdout.readline())
         tool.kill()
-        tool.communicate(timeout=60)  # the pipe ends when neither the tool nor a worker has it open
+        # the pipe ends when no process, neither the tool nor a worker, has it open
+        tool.communicate(timeout=60)
     finally:
         with suppress(ProcessLookupError):
             os.killpg(tool.pid, signal.SIGKILL)

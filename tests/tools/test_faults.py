@@ -151,7 +151,7 @@ def test_a_signal_for_one_of_two_elastic_hosts_stops_the_ranks_of_both(start_hos
     for _ in range(2):
         warm_start.read_until(hosts[0], "step +")
     (rank,) = warm_start.list_ranks(hosts[1])
-    os.kill(rank, signal.SIGSTOP)  # so the step waits for this rank
+    os.kill(rank, signal.SIGSTOP)  # the step now waits for this rank
     hosts[signaled].send_signal(signal.SIGTERM)
     warm_start.read_until(hosts[0], "SIGTERM: the run stops at the end of a step")
     os.kill(rank, signal.SIGCONT)
@@ -188,7 +188,7 @@ def test_a_lost_host_is_left_out_and_joins_again_with_the_losses_of_an_unbroken_
     warm_start.read_until(hosts[0], "parameters, dp_shard2,")
     warm_start.read_until(hosts[0], "step +")
     (rank,) = warm_start.list_ranks(hosts[1])
-    os.kill(rank, signal.SIGSTOP)  # so the run waits for the host of this rank
+    os.kill(rank, signal.SIGSTOP)  # the run now waits for the host of this rank
     hosts[2] = start_host(2, **elastic)
     warm_start.read_until(hosts[1], "another host joins")
     os.kill(rank, signal.SIGCONT)
@@ -294,7 +294,7 @@ ALL_DIFFER = {**WAITS, "unusual": [UNUSUAL]}
 HANGS = """
 WAITS | T | 1 | is stopped
 WAITS | R | 1 | never releases the GIL
-WAITS COMPILING | S | 1 | COMPILING in step 4, 5 s after it began, which is no hang yet. If
+WAITS COMPILING | S | 1 | COMPILING in step 4, 5 s after it began, which is not a hang yet. If
 WAITS COMPILED_CODE | S | 1 | HANG in step 4
 WAITS ELSEWHERE | S | 1 | it is in c.py:1 wait < own.py:7 f
 WAITS OTHER_SHAPE | S | 0 1 | in call 7 of mesh_tp [0, 1]: all_reduce [[3]] on ranks [0], all_reduce [[5]] on ranks [1]
@@ -392,7 +392,7 @@ def open_watch(rank: int, world_size: int, folder: str) -> None:
     watch.name_file("rank").unlink()
     for may_compile in (True, False):
         for _ in watch.follow(range(3)):
-            assert not watch.is_late(), "each batch counts from its own begin"
+            assert not watch.is_late(), "the time of each batch starts at its own beginning"
             watch.began_s -= 80
             assert watch.is_late() != may_compile
         assert not watch.is_late()
@@ -403,10 +403,11 @@ def open_watch(rank: int, world_size: int, folder: str) -> None:
     processes[1 - rank] = ended.pid, name
     with patch.object(hang_watch, "read_state", lambda pid: ""):
         assert watch.find_phase() is Phase.STEPS, (
-            "a process that cannot be seen need not have ended"
+            "a process that is not visible has not necessarily ended"
         )
     written = watch.folder
-    watch.folder = Path(folder, "lock", "here")  # cannot be created, as on a read-only disk
+    # the file cannot be created, as on a read-only disk
+    watch.folder = Path(folder, "lock", "here")
     watch.folder.parent.touch()
     with patch.object(log.logger, "error") as said:
         for _ in range(2):
@@ -416,19 +417,20 @@ def open_watch(rank: int, world_size: int, folder: str) -> None:
     watch.folder = written
     with patch.object(os, "_exit", side_effect=SystemExit), pytest.raises(SystemExit):
         stop.note(signal.SIGTERM)
-    assert not stop.received, "nothing is said of the end of a step"
+    assert not stop.received, "the end of a step is not reported"
 
 
 def test_a_rank_that_waits_writes_and_a_rank_without_its_peer_ends_at_a_signal(pool, tmp_path):
     pool.run(open_watch, 2, str(tmp_path))
     files = read_files(tmp_path / "hang" / "restart-0", "failed")
     assert list(files) == [0, 1]
-    assert not list_hangs(tmp_path / "hang"), "a rank that fails is not told as a hang"
+    assert not list_hangs(tmp_path / "hang"), "a rank that fails is not reported as a hang"
     assert explain({0: files[0]})[0] == [1], "the last call counts as the one that failed"
 
 
 def compare_awaited(rank: int, world_size: int, schedule: str) -> tuple[list, dict]:
-    """Worker: train, validate, train. Return what the pipeline said that it awaits, and what it computed next."""
+    """Worker: train, validate, train. For each action, return the input that the pipeline awaited according to the
+    report, and the input of the action."""
     run = compare.build_table_run(world_size, {PP: 2, SCHEDULE: schedule, MODE: "none"})
     stages = getattr(run.schedule, "_stages", None) or [run.schedule._stage]
     seen = []
@@ -526,7 +528,7 @@ def test_a_flipped_bit_is_found_in_everything_that_more_than_one_rank_holds(pool
         assert all(any(name.endswith(kind) for name in found) for kind in kinds)
         for name, said in found.items():
             in_pair = "no majority" in said and REPLICATE not in overrides
-            assert f"copy of {name}." in said and ("rank 1 has another" in said or in_pair)
+            assert f"copy of {name}." in said and ("rank 1 has a different" in said or in_pair)
 
 
 def send_a_wrong_copy(rank: int, world_size: int) -> list[str]:
@@ -550,7 +552,7 @@ def send_a_wrong_copy(rank: int, world_size: int) -> list[str]:
 def test_the_copy_of_a_tied_embedding_is_compared_over_the_pipeline(pool):
     for equal, different in pool.run(send_a_wrong_copy, 4):
         assert equal == ""
-        assert "rank 3 has another copy of model.tok_embeddings.weight." in different
+        assert "rank 3 has a different copy of model.tok_embeddings.weight." in different
 
 
 # ---------------------------------------------------------------- snapshots
@@ -611,11 +613,11 @@ def lose_snapshots(rank: int, world_size: int, overrides: dict, folder: str) -> 
     found.append(snapshots.list_usable())
     if rank % 2 == 0:
         Path(f"{hidden}.hidden").rename(hidden)
-    for action in ("nothing", "one host lacks the newest", "a bit of the next is flipped"):
+    for action in ("nothing", "one host lacks the newest", "a bit of the next snapshot is flipped"):
         dist.barrier()
         if rank == 3 and action == "one host lacks the newest":
             shutil.rmtree(snapshots.folder / "step-3")
-        elif rank == 3 and action == "a bit of the next is flipped":
+        elif rank == 3 and action == "a bit of the next snapshot is flipped":
             flip_bit(snapshots.folder / "step-2" / "rank-00003.safetensors")
         dist.barrier()
         step, again = start(world_size, overrides, folder, **keys)

@@ -1,4 +1,5 @@
-"""A fork adds a row where README says. Every tool then works with it, or refuses it in a line with key and remedy."""
+"""A fork adds a row as described in README. Every tool then works with it, or refuses it in a line with key and
+remedy."""
 
 import json
 import os
@@ -110,7 +111,7 @@ def checkout(tmp_path_factory) -> Path:
 def answers(checkout) -> Answers:
     """Run the default calls of all forks. Return their answers."""
     calls = list_walk(WHOLE_WALK)
-    del calls["verify pp2"]  # the slow walks make this call
+    del calls["verify pp2"]  # only the slow walks make this call
     for name, fork in FORKS.items():
         keys = [*SMALL, *fork.keys]
         calls[f"check {name}"] = ["check", *keys, "--gpus=4"]
@@ -248,7 +249,7 @@ def test_a_fork_starts_from_the_weights_of_a_llama(checkout, answers):
         assert (listed in answers[f"check {run}"][1]) == ("gain" in run)
 
 
-# The slow walks take 20 s each. They use the same tables as the default walk.
+# The slow walks take 20 s each. The slow walks use the same tables as the default walk.
 SLOW_WALKS = [slow((name,)) for name in FORKS]
 
 

@@ -42,7 +42,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def model() -> Llama3:
-    """Make a model with weights so large that a next token depends on all earlier tokens, and not on rounding."""
+    """Make a model with large weights: the next token depends on all earlier tokens, but not on rounding."""
     model = Llama3(ARGS)
     initialize_weights(model, seed=0)
     for parameter in model.parameters():
@@ -103,7 +103,8 @@ def test_greedy_text_is_that_of_transformers_on_the_exported_model(
     theirs = LlamaForCausalLM.from_pretrained(export, dtype=torch.float32)
     expected = theirs.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=100, **ends)
     expected = expected[0, len(prompt) :].tolist()
-    assert len(expected) == 100 and len(set(expected)) > 10  # the text does not only repeat itself
+    # check that the text is more than a repetition
+    assert len(expected) == 100 and len(set(expected)) > 10
     for source in (checkpoint, export):
         report = generate(source, *GREEDY, "--max-new-tokens", 100)
         assert report["prompt_tokens"] == prompt

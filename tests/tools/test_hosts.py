@@ -110,7 +110,7 @@ def meet(node_rank: int, rate: float, own: threading.local, shared: dist.Store) 
 
 @pytest.mark.parametrize("different", [(), (3, 7)])
 def test_settings_travel_only_from_hosts_that_differ(monkeypatch, different):
-    """Threads represent hosts. They share cores, while each real host has its own."""
+    """Threads represent hosts. These hosts share the cores of one machine; real hosts do not."""
     n_hosts = 64
     variables = {"MASTER_ADDR": "127.0.0.1", "NNODES": str(n_hosts)}
     facts = hosts.list_facts({})
@@ -217,7 +217,8 @@ def test_a_signal_for_one_host_reaches_all_and_the_next_one_is_a_copy(monkeypatc
     here.share(store)
     sent = []
     monkeypatch.setattr(os, "kill", lambda pid, number: sent.append(number))
-    monkeypatch.setattr(Signals, "end_ranks", Mock())  # else the ranks of the test pool would end
+    # the real function would end the ranks of the test pool
+    monkeypatch.setattr(Signals, "end_ranks", Mock())
     there.share(store)
     assert sent == [signal.SIGHUP]
     # Now the user signals `there` directly.

@@ -1,6 +1,6 @@
 """`pip install .` gives a package that works in any folder. The test builds a wheel, without a network.
 
-It unpacks the wheel into a new folder, and starts Python without the checkout on its path.
+Then it unpacks the wheel into a new folder, and starts Python without the checkout on sys.path.
 """
 
 import os

@@ -18,7 +18,7 @@ def list_processes(dump_folder: Path) -> list[int]:
     mark = f"{MARK}={dump_folder}".encode()
     pids = []
     for path in Path("/proc").glob("[0-9]*/environ"):
-        with suppress(OSError):  # the process has ended, or belongs to another user
+        with suppress(OSError):  # the process has ended, or belongs to a different user
             if mark in path.read_bytes().split(b"\0"):
                 pids.append(int(path.parent.name))
     return pids

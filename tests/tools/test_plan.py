@@ -203,7 +203,7 @@ def test_fsdp_moves_what_the_parameters_weigh():
 def test_a_collective_takes_its_bytes_over_the_links_and_a_latency_for_each_hop():
     model = read(f"llama3_8b 16 --{TP}=2").step_time
     assert model.collective_time("tp", 1e9) == pytest.approx(0.5e9 / 360e9 + 8.4e-6 + 3.4e-6)
-    # Eight ranks with a stride of 2 are four in each of two nodes, so each rank has two of the node's network cards.
+    # Eight ranks with a stride of 2 are spread over two nodes, four in each, so each rank can use two network cards.
     by_hand = 7e9 / 8 / (0.92 * 4 * 50e9) + 8.4e-6 + 6 * 3.4e-6 + 14e-6
     assert model.collective_time("dp_shard", 1e9) == pytest.approx(by_hand)
     on_128_nodes = H100.find_bandwidth(1, 1024)

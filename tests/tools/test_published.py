@@ -28,7 +28,7 @@ def test_the_bars_in_code_hold_the_share_of_unseen_runs_that_they_promise():
             )  # two or all of the three rows
             assert least <= published.share_held(printed, unseen) <= most, name
             assert least <= published.share_held_of_others(unseen) <= most, name
-            if "memory" in name:  # only the upper end of the bar must hold
+            if "memory" in name:  # the published value must only be below the upper end of the bar
                 assert all(
                     exp(error) > 1 / bar.high - 0.01
                     for row, error in unseen

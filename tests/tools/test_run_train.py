@@ -26,7 +26,7 @@ sys.exit(int(os.environ.get("STATUS", "0")))
 
 
 class Checkout:
-    """A copy of the checkout with stubs, in a folder whose name has a space. It is not the working directory."""
+    """A copy of the checkout with stubs, in a folder whose name has a space. The copy is not the working directory."""
 
     def __init__(self, folder: Path):
         self.root = folder / "check out"

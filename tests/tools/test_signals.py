@@ -51,7 +51,7 @@ def test_a_signal_does_what_the_phase_of_the_run_says(monkeypatch, phase):
 
 
 def test_a_signal_in_the_first_step_ends_the_process():
-    """The process ends even if its main thread never returns from C, because it waits for a device."""
+    """The process ends even if its main thread waits for a device in C code and never returns to Python."""
     program = "import ctypes, os; from torchtitan_lite.components.signals import StopFlag\n"
     program += "StopFlag().listen(); print(flush=True); ctypes.CDLL(None).read(os.pipe()[0], ctypes.c_buffer(1), 1)"
     process = subprocess.Popen(
@@ -126,7 +126,7 @@ WHEN = {  # moment -> keys of the run
     "step": ["--parallelism.pipeline_parallel_degree=2"],  # all stages stop after the same step
     "save": ["--checkpoint.interval=1"],
 }
-DEFAULT = [  # test_slurm.py has signals in a step, test_report.py with stages
+DEFAULT = [  # test_slurm.py tests a signal during a step, and test_report.py a signal to a pipeline
     ("group", signal.SIGINT, "import"),
     ("launcher", signal.SIGTERM, "save"),
 ]
@@ -174,7 +174,7 @@ def test_a_signal_loses_no_step_however_often_it_arrives(letters, tmp_path, whom
     if (whom, when) != (
         "one rank",
         "first step",
-    ):  # in this case the other rank reports that it has lost its peer
+    ):  # in this case, the other rank reports the loss of its peer
         assert "Traceback" not in output
     assert "All ranks start again" not in output
     assert list_processes(folder) == []

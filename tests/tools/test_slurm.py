@@ -14,7 +14,7 @@ from torchtitan_lite.config.reader import REPOSITORY
 
 SCRIPT = REPOSITORY / "assets" / "slurm" / "train.sbatch"
 STEPS = 40
-JOB = str(os.getpid())  # sets the port, so that two of these tests can run at once
+JOB = str(os.getpid())  # sets the port: two of these tests can then run at the same time
 KEYS = [
     "--training.global_batch_size=4",
     "--training.local_batch_size=2",
@@ -107,7 +107,7 @@ def test_a_job_before_its_limit_saves_and_is_queued_again(cluster, letters, tmp_
     keys += letters
     job = cluster.start(*keys)
     read_until(job, r"step +3/")
-    job.send_signal(signal.SIGUSR1)  # only to the script, as with --signal=B:USR1
+    job.send_signal(signal.SIGUSR1)  # the signal goes only to the script, as with --signal=B:USR1
     output = finish(job, status=143)
     called, cancelled, requeued = cluster.calls().splitlines()
     assert called.startswith("srun --nodes=2 --ntasks=2 --ntasks-per-node=1")
@@ -130,7 +130,8 @@ def test_a_job_that_slurm_has_queued_again_resumes_whatever_it_was_told(cluster,
     "received, status, saved, calls",
     [
         (signal.SIGUSR1, 143, "step-7", "scontrol requeue"),
-        (signal.SIGUSR1, 143, "", ""),  # nothing was saved: the job would repeat this forever
+        # because nothing was saved, a requeued job would repeat the same steps forever
+        (signal.SIGUSR1, 143, "", ""),
         (signal.SIGUSR1, 1, "step-7", ""),  # the save failed
         (signal.SIGTERM, 143, "step-7", ""),  # scancel, or an operator
         (0, 2, "", ""),  # refused by check

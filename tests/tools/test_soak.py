@@ -1,4 +1,4 @@
-"""In a long run, memory, open files, threads and disk space do not grow, though it saves and validates."""
+"""In a long run, memory, open files, threads and disk space do not grow, although the run saves and validates."""
 
 import re
 from pathlib import Path

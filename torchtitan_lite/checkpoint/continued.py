@@ -18,7 +18,7 @@ from torchtitan_lite.config.schema import Config, LRScheduler, get_value
 
 
 def find_resume_rule(key: str) -> Literal["refuse", "note", "free"]:
-    """Return what happens if a run continues with a different value of this key."""
+    """Return the rule for a run that continues with a different value of this key."""
     section, _, name = key.rpartition(".")
     fields = type(get_value(Config(), section)).__dataclass_fields__
     return fields[name].metadata.get("resume", "free")
@@ -33,7 +33,7 @@ def list_different(config: Config, manifest: Manifest) -> dict[str, tuple[object
     values = dict(flatten_table(asdict(config)))
     for key in KEYS:
         value = values[key]
-        # a key that the earlier version did not have acted as its default does now
+        # if the earlier version did not have this key, it behaved as the default does now
         before = saved.get(key, get_value(Config(), key))
         # compare names only, because a corpus may have moved to a new folder
         if key.endswith(".dataset"):
@@ -78,15 +78,17 @@ def check_continued(
     n_steps = config.training.steps
     if manifest.step >= n_steps:
         if not weights.is_resumed:
-            why = f"{path} is already at step {manifest.step}, and its step is continued"
+            why = f"{path} is already at step {manifest.step}, from which the run continues"
             remedy = f"Set it to more than {manifest.step}, or {new_run}"
             problems.refuse("training.steps", why, remedy)
         return problems, notices
     has_state = starts_anew or stores_moments(manifest)
     if config.checkpoint.exclude_from_loading and not starts_anew:
-        why = f"{path} was saved after checkpoint.exclude_from_loading had acted"
+        why = f"an earlier start has already applied checkpoint.exclude_from_loading, and then saved {path}"
         again = f"--job.dump_folder=FOLDER --{INITIAL_LOAD_PATH}={path} --{NOT_ONLY}"
-        notices.append(f"{why}, so its optimizer state is loaded. To start anew again, add {again}")
+        notices.append(
+            f"{why}, so its optimizer state is loaded. To start with new moments again, add {again}"
+        )
     if OPTIMIZERS[config.optimizer.name].n_moments and not has_state:
         why = f"{path} has only weights (checkpoint.last_save_model_only), so training cannot continue from it"
         problems.refuse("training.steps", why, f"To use them, {new_run}")
@@ -94,9 +96,10 @@ def check_continued(
 
 
 def excludes_moments(config: Config, manifest: Manifest, *, is_resumed: bool) -> bool:
-    """Return whether a run leaves out the optimizer state of a checkpoint (checkpoint.exclude_from_loading).
+    """Return whether a run does not load the optimizer state of a checkpoint (checkpoint.exclude_from_loading).
 
-    The key acts once: later checkpoints of the run are resumed with their state, if the config can use it.
+    The key applies only once: from a later checkpoint of the run, the optimizer state is loaded if the config can use
+    it.
     """
     if not config.checkpoint.exclude_from_loading:
         return False
@@ -108,7 +111,7 @@ def excludes_moments(config: Config, manifest: Manifest, *, is_resumed: bool) ->
 
 
 def is_of_moments(key: str) -> bool:
-    """Return whether the saved optimizer state is useless if this key has a different value."""
+    """Return whether saved optimizer state cannot be used with a different value of this key."""
     return key.startswith("optimizer.") and find_resume_rule(key) == "refuse"
 
 
@@ -117,7 +120,7 @@ def stores_moments(manifest: Manifest) -> bool:
 
 
 def describe_rates(config: Config, weights: Weights) -> str:
-    """Return a text with the learning rate at the checkpoint's step and at the step after it.
+    """Describe the learning rate at the step of the checkpoint and at the next step.
 
     If total_steps has changed, the text also says how to keep the schedule of the earlier run.
     """

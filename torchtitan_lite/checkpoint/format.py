@@ -20,8 +20,8 @@ manifest is trusted if its hash matches. Exports to Hugging Face folders are wri
     norm.weight, copy 0             rows 0..127     (equal)         rows 128..255   (equal)
 
 The writer of a slice follows from the mesh degrees and the line of its tensor, so a save gathers no list of slices. A
-reader computes which ranks wrote the slices that it needs (read.py). If several ranks have equal slices, the rank with
-the number `copy` writes; save.py lets them take turns.
+reader computes which ranks wrote the slices that it needs (read.py). If several ranks have equal slices, only the rank
+with index `copy` among them writes. save.py chooses `copy` per tensor, so the ranks take turns.
 """
 
 import json
@@ -48,8 +48,8 @@ UNFINISHED = ".tmp"  # suffix of a folder that is being written or deleted
 # dims of the second mesh over the same ranks, which shards experts and routers
 EXPERT_DIMS = ("pp", "dp_replicate", "efsdp", "ep")
 
-Degrees = dict[str, int]  # ranks of each of these mesh dims
-Coordinates = Mapping[str, int]  # index of a rank on mesh dims
+Degrees = dict[str, int]  # mesh dim -> number of ranks
+Coordinates = Mapping[str, int]  # mesh dim -> index of a rank
 
 
 def list_degrees(layout: Layout) -> Degrees:
@@ -62,24 +62,24 @@ def list_degrees(layout: Layout) -> Degrees:
 
 
 class Split(NamedTuple):
-    """One cut of a tensor dim into slices, one for each rank of these mesh dims (the first is the outermost)."""
+    """How one dim of a tensor is split: one slice for each rank of these mesh dims, outermost first."""
 
     dim: int
     mesh_dims: tuple[str, ...]
 
 
 class TensorRecord(NamedTuple):
-    """The line of a tensor in the manifest."""
+    """One line of the manifest: describes a tensor."""
 
     dtype: str  # torch's name: "float32"
     shape: Sequence[int]
-    stage: int  # pp coordinate of the ranks that have the tensor
-    splits: Sequence[Split]  # in the order of cutting
-    copy: int  # of the ranks with equal slices, the number of the one that writes
+    stage: int  # pp coordinate of the ranks that have this tensor
+    splits: Sequence[Split]  # in the order in which they are applied
+    copy: int  # index of the writing rank among the ranks with equal slices
 
     @property
     def mesh_dims(self) -> tuple[str, ...]:
-        """The dims of the mesh that the tensor is split over."""
+        """All dims of the mesh that shards this tensor."""
         return EXPERT_DIMS if self.split_dims & {"efsdp", "ep"} else MESH_DIMS
 
     @property
@@ -97,7 +97,7 @@ def name_file(rank: int) -> str:
 
 
 def find_coordinates(rank: int, mesh_dims: Sequence[str], degrees: Degrees) -> dict[str, int]:
-    """Return the index of a rank on each of these mesh dims, the first of them outermost."""
+    """Return the index of a rank on each of these mesh dims, which are listed outermost first."""
     coordinates = {}
     for mesh_dim in reversed(mesh_dims):
         rank, coordinates[mesh_dim] = divmod(rank, degrees[mesh_dim])
@@ -109,8 +109,9 @@ def find_writer(
 ) -> int | None:
     """Return the rank that writes the slice at these coordinates. Coordinates on copy_dims may be missing.
 
-    For a snapshot, `among` has the ranks of one host. The first of them that has the slice writes it; the result is
-    None if none of them has it. Otherwise `record.copy` says which of all ranks with the slice writes it.
+    For a snapshot, `among` lists the ranks of one host: the first listed rank that has the slice writes it. Returns
+    None if no listed rank has the slice. If `among` is None, `record.copy` selects the writer among all ranks that have
+    the slice.
     """
     if among is not None:
         for rank in among:
@@ -144,8 +145,8 @@ class Manifest:
     fingerprint: dict[str, object]  # must match on resume: documents, tokenizer, model_args
     run: dict[str, object]  # config, layout, launch; for exports: the published config.json
     tensors: dict[str, TensorRecord] = field(default_factory=dict)
-    mesh: Degrees = field(default_factory=dict)  # degrees of the ranks that saved it
-    host: list[int] | None = None  # in a snapshot of one host: the ranks whose slices it has
+    mesh: Degrees = field(default_factory=dict)  # mesh degrees of the run that saved it
+    host: list[int] | None = None  # in the snapshot of a host: the ranks whose slices are in it
     format: int = FORMAT
 
 
@@ -164,7 +165,7 @@ def name_unfinished(final: Path) -> Path:
 
 
 def create_unfinished(final: Path) -> Path:
-    """Create the temporary folder for `final`. Raises CheckpointError if it or `final` exists, and OSError."""
+    """Create the temporary folder for `final`. Raises CheckpointError if either folder exists, and OSError."""
     unfinished = name_unfinished(final)
     for path in (final, unfinished):
         if path.exists():
@@ -182,7 +183,8 @@ def write_file(path: Path, content: bytes) -> str:
 
 
 def flush_and_hash(path: Path) -> str:
-    """Flush a file to disk, and hash it meanwhile from the page cache. Return the hash. Raises OSError."""
+    """Flush a file to disk, and compute its hash from the page cache at the same time. Return the hash. Raises
+    OSError."""
     with open(path, "rb") as file, ThreadPoolExecutor(1) as thread:
         hashing = thread.submit(files.hash_file, path)
         os.fsync(file.fileno())
@@ -198,7 +200,7 @@ def write_manifest(folder: Path, manifest: Manifest, hashes: Mapping[str, str]) 
 
 
 def commit(final: Path) -> None:
-    """Rename the unfinished folder to `final`. Its files must be on disk. Raises OSError."""
+    """Rename the unfinished folder to `final`. The files in the folder must already be on disk. Raises OSError."""
     unfinished = name_unfinished(final)
     files.sync_folder(unfinished)
     unfinished.rename(final)
@@ -206,7 +208,7 @@ def commit(final: Path) -> None:
 
 
 def discard(final: Path) -> None:
-    """Delete the failed save of `final`. If this fails too, the next save of the run deletes it."""
+    """Delete the failed save of `final`. If that is not possible, the next save deletes the folder."""
     shutil.rmtree(name_unfinished(final), ignore_errors=True)
 
 

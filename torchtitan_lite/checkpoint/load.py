@@ -30,7 +30,8 @@ from torchtitan_lite.dtensor import find_shard
 
 logger = logging.getLogger(__name__)
 
-OLD_NAME = ("spike_filter.", "optimizer.gradient_norms.")  # prefix now, and in earlier checkpoints
+# new prefix, and the prefix in earlier checkpoints
+OLD_NAME = ("spike_filter.", "optimizer.gradient_norms.")
 
 
 # ---------------------------------------------------------------- one process
@@ -39,7 +40,7 @@ OLD_NAME = ("spike_filter.", "optimizer.gradient_norms.")  # prefix now, and in 
 class OpenCheckpoint:
     """A checkpoint with its manifest. Files are opened when their tensors are read.
 
-    Creating the object checks the hashes of all files, or only of one of `n_parts` parts of them. Raises
+    The constructor checks the hashes of all files, or only of one part if they are divided into `n_parts` parts. Raises
     CheckpointError if there is no checkpoint, and DamagedCheckpoint with the names of damaged files.
     """
 
@@ -101,10 +102,10 @@ def load_checkpoint(checkpoint: OpenCheckpoint, tensors: dict[str, Tensor]) -> N
         elif name.startswith(OF_RUN):
             shapes = f"{list(tensor.shape)} in this run, but {found} there"
             raise CheckpointError(
-                f"{checkpoint.folder} has a different model: {name} has shape {shapes}"
+                f'{checkpoint.folder} has a different model: {name} has shape {shapes}. Set model.flavor = "auto"'
             )
-        # otherwise the tensor is the history of the spike filter, and the earlier run had no filter or a different
-        # window: start without a history
+        # In all other cases, the tensor is the history of the spike filter, and the earlier run had no filter or a
+        # different window. The filter then starts without a history.
 
 
 # ---------------------------------------------------------------- all ranks
@@ -115,7 +116,7 @@ class Saved(NamedTuple):
 
     step: int
     path: Path
-    ranks: dist.ProcessGroup  # the ranks whose shards it has
+    ranks: dist.ProcessGroup  # the ranks whose shards are in it
     kind: str = "checkpoint"
 
 
@@ -146,7 +147,7 @@ def load_newest(
     """
     reasons = []
     for saved in found:
-        # Before any rank reads, all ranks together hash the files, each a part of them.
+        # Before any rank reads, the ranks hash all files. Each rank hashes one part of the files.
         part = (saved.ranks.rank(), saved.ranks.size())
         try:
             checkpoint = raise_on_all_ranks(group, partial(OpenCheckpoint, saved.path, *part))
@@ -156,6 +157,7 @@ def load_newest(
         except DamagedCheckpoint as error:
             reasons.append(str(error))
             if group.rank() == 0:
-                logger.error(f"DAMAGED {saved.kind.upper()}, trying an older one: {error}")
-    remedy = "Restore a checkpoint from a copy, or start another run with --job.dump_folder=FOLDER"
+                logger.error(f"DAMAGED {saved.kind.upper()}, not loaded: {error}")
+    remedy = "Restore one of them from a copy, remove or change checkpoint.load_step or checkpoint.initial_load_path,"
+    remedy += " or start over in a new job.dump_folder"
     raise CheckpointError(f"nothing can be loaded: {'; '.join(reasons)}. {remedy}")

@@ -30,7 +30,7 @@ from torchtitan_lite.checkpoint.format import (
 )
 from torchtitan_lite.config.extensions import load_extension
 
-OLD_FORMAT = 3  # its manifest lists all slices of each tensor
+OLD_FORMAT = 3  # format whose manifest lists all slices of each tensor
 OLD_READER = "checkpoint_format_3"  # the extension that reads it
 
 
@@ -38,7 +38,7 @@ class Slice(NamedTuple):
     """One stored slice of a tensor."""
 
     file: str
-    offsets: Sequence[int]  # index of the first element in the full tensor
+    offsets: Sequence[int]  # index of the slice's first element in the full tensor
     sizes: Sequence[int]
 
 
@@ -66,7 +66,7 @@ def read_manifest(folder: Path) -> Manifest:
     elif raw["format"] == OLD_FORMAT:
         raw["tensors"] = load_extension(OLD_READER).parse_records(raw["tensors"])
     else:
-        supported = f"but this version reads formats {OLD_FORMAT} and {FORMAT}"
+        supported = f"but this version reads formats {OLD_FORMAT} and {FORMAT}: use the version that saved it"
         raise CheckpointError(f"{folder} has format {raw['format']}, {supported}")
     return Manifest(**raw)
 
@@ -87,7 +87,7 @@ def list_slices(
 ) -> Iterator[Slice]:
     """Yield the stored slices that overlap a box of the tensor. In the old format, yields all slices.
 
-    If `among` is given (see find_writer), slices that none of its ranks has are left out.
+    If `among` is given (see find_writer), omits slices that no rank in `among` has.
     """
     if not isinstance(record, TensorRecord):
         yield from record.slices

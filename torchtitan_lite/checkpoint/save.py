@@ -68,7 +68,7 @@ OF_RUN = ("model.", "optimizer.")  # prefixes of tensor names; extensions use ot
 # Keys of the file header that tell torch's reader the offsets of a shard in its tensor.
 SHARDING = "DCP_SHARDING_INFO"
 OFFSETS = "saved_offsets"
-# for tensors of this size (elements) or more, the ranks with copies take turns in writing
+# For tensors with at least this number of elements, the ranks that have copies take turns in writing.
 DEALT = 2**16
 MOST_DAMAGED = 8  # messages in one error
 # the name of a mesh dim; torch joins the names of flattened dims
@@ -90,8 +90,8 @@ def plan_save(
 ) -> SavePlan:
     """Plan what this rank writes of `tensors`. No communication.
 
-    `host`: the ranks of this host, if each host saves the shards of its own ranks (a snapshot). In that case every rank
-    contributes all lines of its stage.
+    `host`: the ranks of this host, if each host saves the shards of its own ranks (a snapshot). In a snapshot, every
+    rank contributes all lines of its stage.
     """
     n_ranks = prod(mesh[mesh_dim] for mesh_dim in MESH_DIMS[1:])
     stage, place = divmod(rank, n_ranks)
@@ -99,7 +99,8 @@ def plan_save(
     plan = SavePlan(name_file(rank), {}, {}, {})
     for number, (name, tensor) in enumerate(sorted(tensors.items())):
         if not name.startswith(OF_RUN) and stage > 0 and host is None:
-            continue  # state of an extension, equal on all ranks: the first stage saves it
+            # state of an extension is equal on all ranks, so only the first stage saves it
+            continue
         dtype = str(tensor.dtype).removeprefix("torch.")
         record = TensorRecord(dtype, list(tensor.shape), stage, list_splits(tensor, mesh), 0)
         # small tensors stay in few files, because every resuming rank must open these files
@@ -117,7 +118,7 @@ def plan_save(
 
 
 def list_splits(tensor: Tensor, mesh: Degrees) -> list[Split]:
-    """Return how a tensor is split over mesh dims, in the order of cutting."""
+    """Return how a tensor is split over mesh dims: the splits in the order in which they are applied."""
     if not isinstance(tensor, DTensor):
         return []
     splits = []
@@ -135,13 +136,14 @@ def list_splits(tensor: Tensor, mesh: Degrees) -> list[Split]:
 class CheckpointSaver(AbstractContextManager):
     """Saves to `folder` according to [checkpoint].
 
-    Its methods that wait do nothing here. extensions/asynchronous_saves.py overrides them.
+    Every save is complete when `after_step` returns, so the wait methods do nothing. extensions/asynchronous_saves.py
+    overrides them.
     """
 
     folder: Path
     section: Checkpoint
     list_tensors: Callable[[], dict[str, Tensor]]  # Run.name_tensors
-    manifest: Manifest  # with the fingerprint and the description of the run
+    manifest: Manifest  # has the fingerprint and the description of the run
     # gloo group of all ranks. A saving thread needs a separate group, because two threads that share one can deadlock.
     group: dist.ProcessGroup
     device: torch.device
@@ -151,9 +153,9 @@ class CheckpointSaver(AbstractContextManager):
     def after_step(
         self, step: int, *, n_steps: int, is_stopped: bool, record: Callable[..., None]
     ) -> None:
-        """Save if `is_saved` says so. Collective.
+        """Save after this step if `is_saved` returns true. Collective.
 
-        After a step that saves, `record` is called with "save", the step, the path and the seconds.
+        After a save, call `record` with "save", the step, the path and the seconds.
         """
         if not is_saved(step, self.section, n_steps, is_stopped=is_stopped):
             return
@@ -162,7 +164,7 @@ class CheckpointSaver(AbstractContextManager):
         if step == n_steps and self.section.last_save_model_only:
             tensors = export_weights(tensors, self.section.export_dtype)
         self.save(step, tensors)
-        waited_s = time.perf_counter() - started_s  # training continues on all ranks now
+        waited_s = time.perf_counter() - started_s  # from here on, training continues on all ranks
         record("save", step, path=str(self.folder / f"step-{step}"), waited_s=waited_s)
 
     @property
@@ -190,7 +192,7 @@ class CheckpointSaver(AbstractContextManager):
             dist.gather_object(own, told, group=self.group, group_dst=0)
             do_on_rank_0(self.group, lambda: self.finish(step, final, told))
         except CheckpointError as error:
-            # every rank raises this error, and no rank is still writing
+            # all ranks raise this error, so no rank is still writing
             if self.group.rank() == 0:
                 discard(final)
             remedy = "Check free space and permissions, then start the run again"
@@ -219,7 +221,7 @@ class CheckpointSaver(AbstractContextManager):
         logger.log(self.log_level, f"saved checkpoint {final}")
         try:
             prune(self.folder, self.section)
-        except OSError as error:  # the new checkpoint is saved anyway
+        except OSError as error:  # the new checkpoint is already complete
             logger.error(f"an old checkpoint cannot be deleted: {error}")
 
     def wait_for_copy(self) -> None:
@@ -242,10 +244,10 @@ def write_slices(final: Path, plan: SavePlan, slices: dict[str, Tensor]) -> str:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write a safetensors file. The caller must flush it to disk. Raises OSError or SafetensorError."""
+    """Write a safetensors file. The caller must flush the file to disk. Raises OSError or SafetensorError."""
     on_host = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
     path.touch(exist_ok=False)
-    # the mode that the umask gives; safetensors would make the file readable only for its owner
+    # apply the umask, because safetensors makes the file readable for its owner only
     mode = path.stat().st_mode
     # transformers refuses files without "format"
     save_file(on_host, path, {"format": "pt", **metadata})
@@ -293,10 +295,10 @@ def is_saved(step: int, section: Checkpoint, n_steps: int, *, is_stopped: bool =
 
 
 def raise_on_all_ranks(group: dist.ProcessGroup, action: Callable[[], Any]) -> Any:
-    """Call `action` on every rank. If it fails on any rank, every rank raises the same error. Collective.
+    """Call `action` on every rank. If the call fails on any rank, all ranks raise the same error. Collective.
 
     If any rank has found damaged files, the error lists the damaged files of all ranks (the first MOST_DAMAGED
-    messages), because damage causes other errors. Otherwise it is the error of the lowest rank that failed.
+    messages), because damage causes other errors. Otherwise all ranks raise the error of the lowest rank that failed.
     """
     result = None
     failure = None
@@ -304,7 +306,7 @@ def raise_on_all_ranks(group: dist.ProcessGroup, action: Callable[[], Any]) -> A
         result = action()
     except CheckpointError as error:
         failure = error
-    except Exception as error:  # replace it by a type that every process can unpickle
+    except Exception as error:  # replace the exception by a type that every process can unpickle
         failure = CheckpointError(f"rank {dist.get_rank()}: {type(error).__name__}: {error}")
     n_failed = torch.tensor(int(failure is not None))
     dist.all_reduce(n_failed, group=group)  # 8 bytes
@@ -321,7 +323,7 @@ def raise_on_all_ranks(group: dist.ProcessGroup, action: Callable[[], Any]) -> A
 
 
 def do_on_rank_0(group: dist.ProcessGroup, action: Callable[[], Any]) -> Any:
-    """Call `action` on rank 0 only. Return its result, or raise its error, on every rank. Collective."""
+    """Call `action` on rank 0 only. Every rank returns the result of the call, or raises its error. Collective."""
     results = [raise_on_all_ranks(group, action if group.rank() == 0 else lambda: None)]
     dist.broadcast_object_list(results, group=group, group_src=0)
     return results[0]

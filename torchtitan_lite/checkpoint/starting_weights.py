@@ -46,7 +46,7 @@ class Weights:
 
     path: Path
     model_args: ModelArgs
-    assets: str  # folder of the tokenizer they were trained with
+    assets: str  # folder of the tokenizer that the weights were trained with
     # config.json and generation_config.json, if they came from a Hugging Face folder
     published: dict[str, dict]
     manifest: Manifest | None = None  # None for a Hugging Face folder
@@ -71,15 +71,14 @@ def find_resumed(config: Config, restarted: bool) -> Weights | None:
     for step in reversed(steps):
         try:
             weights = describe_checkpoint(folder / f"step-{step}")
-            if (
-                not restarted
-            ):  # in a restarted job every rank comes here; opening a missing file reports it
+            # in a restarted job every rank runs this function, and reports a missing file when opening it
+            if not restarted:
                 require_files(weights.path)
             return replace(weights, is_resumed=True)
         except CheckpointError as error:
             reasons.append(str(error))
             if not isinstance(error, DamagedCheckpoint):
-                # the checkpoint may be intact; with an earlier one, the run would repeat steps
+                # the checkpoint may be intact, and an earlier checkpoint would repeat steps
                 break
     else:
         if not reasons or section.local_folder:  # the run may resume from a snapshot
@@ -99,7 +98,7 @@ def names_step(section: Checkpoint, steps: list[int], restarted: bool) -> bool:
 
 
 def check_went_on(section: Checkpoint, folder: Path, steps: list[int]) -> None:
-    """Accept a load_step that is not the last step if the run has continued from it with the same command.
+    """Accept a load_step before the last step if the run has already continued from that step with the same command.
 
     Raises ConfigError otherwise.
     """
@@ -110,19 +109,19 @@ def check_went_on(section: Checkpoint, folder: Path, steps: list[int]) -> None:
                 saved = read_manifest(folder / f"step-{later}").run["config"]
                 if saved["checkpoint"]["load_step"] == step:
                     return
-    why = f"the run has the steps {steps}, and resumes from the last one without load_only"
+    why = f"the run has checkpoints of the steps {steps}, and only resumes from the last one unless load_only is set"
     remedy = "Leave it out to start from the beginning"
     if steps:
         remedy = f"Use {steps if section.load_only else steps[-1:]}"
     if step in steps:
         path = shlex.quote(str(folder / f"step-{step}"))
         instead = f"--job.dump_folder=FOLDER --{INITIAL_LOAD_PATH}={path} --{NOT_ONLY}"
-        remedy += f". To go back and train on from there, replace it by {instead}"
+        remedy += f". To train again from step {step}, use these options instead: {instead}"
     raise ConfigError([Problem("checkpoint.load_step", step, why, remedy)])
 
 
 def find_initial(config: Config) -> Weights:
-    """Return the weights in initial_load_path, a checkpoint or a Hugging Face folder. Raises ConfigError."""
+    """Return the weights in initial_load_path, which is a checkpoint or a Hugging Face folder. Raises ConfigError."""
     name = config.checkpoint.initial_load_path
     path = Path(name)
     try:
@@ -168,7 +167,7 @@ def check_loaded_model(
     if not unlike:
         for fqn, entry in wanted.items():
             if fqn in stored and stored[fqn].shape != entry.shape:
-                unlike.append(f"{fqn} has another shape")
+                unlike.append(f"{fqn} has a different shape")
         if lacking := [fqn for fqn in stored if fqn not in wanted]:
             unlike.append(f"this model has no {', '.join(abbreviate(lacking))}")
     if unlike:
@@ -210,7 +209,7 @@ def parse_model_args(manifest: Manifest) -> ModelArgs:
     model = parse_fields(ModelArgs, model_args)
     if model.name not in MODELS:
         raise CheckpointError(
-            f"its model is {model.name!r}, but this code only has {', '.join(MODELS)}"
+            f"its model is {model.name!r}, but this code only has {', '.join(MODELS)}: use the code that saved it"
         )
     return model
 
@@ -219,6 +218,6 @@ def parse_fields(kind: type, values: dict[str, object]) -> Any:
     """Build a dataclass from a JSON object. Raises CheckpointError for unknown fields, which a fork may have added."""
     unknown = [f"{name} = {values[name]!r}" for name in values if name not in kind.__annotations__]
     if unknown:
-        why = f"its model has {', '.join(unknown)}, which this code does not know"
+        why = f"its model has unknown fields: {', '.join(unknown)}"
         raise CheckpointError(f"{why}: use the code that saved it")
     return kind(**values)

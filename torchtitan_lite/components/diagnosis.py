@@ -34,7 +34,7 @@ def find_non_finite(
     coordinates: dict[str, int],
     repeat: Callable,
 ) -> str:
-    """Return one sentence that names the rank and module of the first NaN or infinity. Collective.
+    """Name the rank and the module of the first NaN or infinity, in one sentence. Collective.
 
     `parts` have the gradients of the step; `repeat` computes them again. Every rank reports a finding. The first
     finding in this order counts: weights, outputs of modules, gradients of their inputs, gradients of weights.
@@ -76,7 +76,7 @@ def find_non_finite(
     return culprit
 
 
-@torch.no_grad()  # recompute fails if a hook makes autograd save more tensors
+@torch.no_grad()  # recompute would fail if a hook made autograd save more tensors
 def is_finite(tree: object) -> bool:
     """Return whether all floating-point values in the local shards of a tree of tensors are finite."""
     for leaf in tree_leaves(tree):

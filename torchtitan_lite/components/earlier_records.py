@@ -1,4 +1,4 @@
-"""Continue the metrics.jsonl of an earlier start. Each step stays in the file once, and no record is lost."""
+"""Continue the metrics.jsonl of an earlier start. The file then has one record per step, and no record is lost."""
 
 import json
 import logging

@@ -19,8 +19,8 @@ def describe_newest(
 ) -> str:
     """Name the newest checkpoint and the command that resumes from it.
 
-    `args`: the arguments of the run. If this run has saved the checkpoint (`is_own`), the command leaves out the keys
-    in ONE_SHOT, because they have already acted. Otherwise it repeats the run's command.
+    `args`: the arguments of the run. If this run has saved the checkpoint (`is_own`), the command omits the keys in
+    ONE_SHOT, because they have already been applied. If not, the command has all arguments.
     """
     if newest is None or config.checkpoint.load_only:
         return "nothing is saved"

@@ -3,15 +3,15 @@
     load of a layer   routes per expert: counted after every forward pass of the step, then summed over all ranks
     bias              after each step, += rate if an expert's load is below the layer's mean, -= rate if it is above
     auxiliary loss    sum over experts of f x P, for each sequence separately. f is the expert's fraction of the routes
-                      (times n_experts, so 1 means balanced); P is the mean of its normalized scores
+                      (times n_experts, so 1 means balanced); P is the mean of the expert's normalized scores
     z-loss            mean over all tokens of the global batch of (log of the sum of exp of the router's logits)^2
 
-A hook on each router counts its routes. In backward, it adds the gradients of both losses of the layer to the
-gradients of scores and logits, so the model still returns a single tensor. All tokens count, including tokens whose
-target is ignored.
+A hook on each router counts the router's routes. In backward, the hook adds the gradients of both losses of the layer
+to the gradients of scores and logits, so the model still returns a single tensor. All tokens count, including tokens
+whose target is ignored.
 
 The bias is the same on every rank and on every layout, because loads are integers that count the global batch, without
-rounding. Checkpoints contain the bias. A step with gradients that are not finite does not change it.
+rounding. Checkpoints contain the bias. A step with gradients that are not finite does not change the bias.
 
 Sources: bias arXiv:2408.15664; auxiliary loss: DeepSeek-V3 arXiv:2412.19437, eq. 17 to 20, except that f ignores the
 bias there, and counts the routes actually taken here; z-loss: ST-MoE arXiv:2202.08906, eq. 5.
@@ -33,8 +33,8 @@ from torchtitan_lite.model.part import list_moes
 
 logger = logging.getLogger(__name__)
 
-# Experts have collapsed if (largest load / mean load) of a layer exceeds this, or three quarters of the largest
-# possible ratio if that is less.
+# Experts have collapsed if (largest load / mean load) of a layer exceeds this number, or three quarters of the largest
+# possible ratio if those are less.
 COLLAPSED = 4.0
 STEPS_TO_WARN = 3  # warn after this many consecutive logged steps with collapsed experts
 
@@ -167,7 +167,8 @@ def build_balance(
     groups: list[dist.ProcessGroup],
     device: torch.device,
 ) -> ExpertBalance:
-    """Register the hooks on the routers of `parts`. Both losses are means: over sequences, and over tokens.
+    """Register the hooks on the routers of `parts`. The auxiliary loss is a mean over sequences, and the z-loss is a
+    mean over tokens.
 
     `groups`: the process groups of cp and tp, if these dims split sequences.
     """

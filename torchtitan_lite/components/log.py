@@ -64,11 +64,11 @@ def go_on_unwritten(name: str, said: set[str]) -> Iterator[None]:
 def start_logging(rank: int, dump_folder: Path | None) -> None:
     """Set up this package's logger in this process. A second call replaces the first. `rank` is the global rank.
 
-    log.txt is written to `dump_folder`, which is None on other ranks than 0, and if the run writes no files.
+    log.txt is written to `dump_folder`. `dump_folder` is None on all ranks except 0, or if the run writes no files.
     """
     package = logging.getLogger("torchtitan_lite")
     package.setLevel(IN_FILE)
-    # Otherwise, if a library configures the root logger, every line is printed twice.
+    # With propagation, every line would be printed twice if a library configures the root logger.
     package.propagate = False
     screen = sys.stdout if rank == 0 else sys.stderr
     console = LineHandler("the console", screen, rank, "%H:%M:%S")

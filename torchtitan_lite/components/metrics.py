@@ -9,8 +9,8 @@
     console and log.txt   one line per logged step, and one per validation
     tb/, wandb            with the tags of torchtitan v0.2; extensions/wandb_sink.py has Weights & Biases
 
-A sink has a path, the step that the run resumed from, `write(record)` and `close()`. Its file is a cached property,
-which the first record opens. If opening fails, nothing is cached, so the next record tries again.
+A sink has a path, the step that the run resumed from, `write(record)` and `close()`. The file of a sink is a cached
+property: the first record opens the file. If opening fails, nothing is cached, so the next record tries again.
 """
 
 import json
@@ -39,7 +39,7 @@ from torchtitan_lite.config.schema import Config, Metrics
 
 logger = logging.getLogger(__name__)
 
-NO_TERMINAL = (200, 24)  # columns and lines, if the output goes to a file
+NO_TERMINAL = (200, 24)  # columns and lines that are assumed if the output is not a terminal
 # Field of a record -> tag in TensorBoard and wandb. The tags are torchtitan's, except for experts and validation.
 TAGS = {
     "loss": "loss_metrics/global_avg_loss",
@@ -69,7 +69,7 @@ TAGS = {
 class MetricsWriter:
     """Writes records to the console, to metrics.jsonl and to the sinks that [metrics] enables.
 
-    If writing to a sink fails, the log says so once. The next record is tried again.
+    If a record cannot be written to a sink, the log reports it once. The next record is tried again.
     """
 
     def __init__(self, dump_folder: Path | None, config: Config, resumed_step: int):
@@ -77,7 +77,7 @@ class MetricsWriter:
         self.n_steps = config.training.steps
         self.resumed_step = resumed_step
         self.sinks: list[Any] = []
-        self.unwritten: set[str] = set()  # paths that the log has reported
+        self.unwritten: set[str] = set()  # paths for which the log already has an error
         if dump_folder is None:
             return
         self.sinks.append(JsonLinesSink(dump_folder / "metrics.jsonl", resumed_step))
@@ -154,7 +154,7 @@ class TensorBoardSink:
         name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
         writer = RecordWriter(open(self.path / name, "wb"))
         writer.write(encode_event(file_version="brain.Event:2"))
-        # with this event, TensorBoard hides these steps in the files of earlier starts
+        # this event makes TensorBoard hide these steps in the files of earlier starts
         start = SessionLog(status=SessionLog.START)
         writer.write(encode_event(step=self.resumed_step + 1, session_log=start))
         return writer
@@ -223,7 +223,7 @@ FORMATS = {"step": format_step, "validation": format_validation}  # kinds of rec
 
 
 def fit_line(figures: list[str], width: int) -> str:
-    """Join figures to a line of at most `width` characters. Figures at the end that do not fit are left out."""
+    """Join figures to a line of at most `width` characters. Figures that do not fit are omitted, from the end."""
     line = figures[0]
     for figure in figures[1:]:
         longer = f"{line}  {figure}"

@@ -25,12 +25,13 @@ def build_optimizer(
 ) -> TorchOptimizer:
     """Build one optimizer for all parameters (FQN -> tensor). Only Muon communicates, and only Muon reads `dtype`.
 
-    Parameter groups have the keys of every optimizer. An optimizer ignores the keys that it does not know.
+    Parameter groups have the keys of every optimizer. Each optimizer ignores the keys that it does not use.
     """
     row = OPTIMIZERS[section.name]
     module = load_extension(row.extension) if row.extension else torch.optim
     builder = getattr(module, section.name)
-    if section.moments_dtype == "bfloat16":  # config/features.py allows this only for fused AdamW
+    # config/features.py allows bfloat16 moments only for fused AdamW
+    if section.moments_dtype == "bfloat16":
         builder = load_extension("adamw_bfloat16").AdamWBFloat16
     # One parameter group for each pair of optimizer.groups and mesh, because torch's kernels need all DTensors on one
     # mesh. Experts have a second mesh.
@@ -71,7 +72,8 @@ def require_gradients(gradients: dict[str, Tensor | None]) -> None:
 
 @torch.no_grad()
 def sum_gradient_squares(parameters: Iterable[Tensor]) -> Tensor:
-    """Return this rank's term of the squared 2-norm of all gradients, () float64. The caller sums over ranks."""
+    """Return this rank's contribution to the squared 2-norm of all gradients, () float64. The caller sums over
+    ranks."""
     # Use local shards, because DTensor takes longer to plan an operation than to sum a small tensor.
     by_copies: dict[int, list[Tensor]] = defaultdict(list)
     for parameter in parameters:
@@ -102,7 +104,7 @@ def sum_squares(tensors: list[Tensor]) -> Tensor:
 def update_weights(
     optimizer: TorchOptimizer, grad_norm: Tensor, max_norm: float, is_spike: Tensor | None = None
 ) -> Tensor:
-    """Clip the gradients to a norm of at most `max_norm` and step the optimizer, if the norm is finite and no spike.
+    """Clip the gradients to a norm of at most `max_norm` and step the optimizer, if the norm is finite and not a spike.
 
     Otherwise gradients, weights and moments do not change. `max_norm` 0 turns clipping off. Returns whether the step
     was applied, () bool on the device.

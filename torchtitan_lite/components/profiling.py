@@ -45,7 +45,7 @@ def profile_steps(
     """
     step = resumed_step
     memory = torch.cuda.memory
-    unwritten: set[str] = set()  # folders that the log has reported
+    unwritten: set[str] = set()  # folders for which the log already has an error
 
     def is_due() -> bool:
         return (step - resumed_step) % section.profile_freq == 0
@@ -58,7 +58,7 @@ def profile_steps(
             logger.info(f"profiled: {path}")
 
     def write_trace(profiler: profile) -> None:
-        if is_due():  # otherwise the loop ended during a recording
+        if is_due():  # if not, the loop ended while the profiler was recording
             name = f"step-{step}/rank-{rank}.json"
             write(section.save_traces_folder, name, profiler.export_chrome_trace, b"}")
 
@@ -114,7 +114,7 @@ def export_whole(path: Path, export: Callable[[str], object], last_byte: bytes) 
                 file.seek(-1, os.SEEK_END)
                 end = file.read()
         if end != last_byte:
-            why = "torch has not written all of it, as on a full disk"
+            why = "torch has written only a part of the trace, as on a full disk"
             raise OSError(errno.EIO, why, str(path))
     except OSError:
         for unfinished in path.parent.glob(f"{path.name}*"):

@@ -5,9 +5,9 @@
     every other rank          step s - 1 ... | forward, backward | all-reduce | update | save, end
                                                                    receives it
 
-Ranks get a signal at different times, and some get none. Each rank adds its signal to the all-reduce of the gradient
-norm (step.py), which every rank reads once per step. So all ranks stop after the same step, without an extra
-collective. A validation may take longer than a step, so ranks also exchange signals before each of its batches
+Ranks get a signal at different times, and some get none. A rank that gets a signal adds the signal to the all-reduce of
+the gradient norm (step.py). Every rank reads the result once per step. So all ranks stop after the same step, without
+an extra collective. A validation may take longer than a step, so ranks also exchange signals before each of its batches
 (validation.py).
 
 All signals within 5 s count as one. `timeout`, systemd, Slurm and terminals signal the launcher and the ranks, and the
@@ -15,7 +15,7 @@ launcher forwards the signal, so a rank gets several copies. A later signal ends
 first step, even the first signal ends the process, because there is nothing to save.
 
 After a crash, torchrun ends the other ranks of the host with SIGTERM. If a rank of this host has already ended, the
-step cannot finish. In that case a signal ends the process without a message, because the launcher reports the failure.
+step cannot finish: a signal ends the process without a message, because the launcher reports the failure.
 
 The launcher reads why a rank has ended from a small file, which TORCHELASTIC_ERROR_FILE names:
 {"status": 1, "message": "rank 3 failed: ...", "details": "Traceback ..."}. tools/agent.py reads the first one.
@@ -43,10 +43,10 @@ COPIES_ARRIVE_WITHIN_S = 5.0
 class Phase(Enum):
     """Phases of a run on a rank, each with the effect of a signal. faults/hang_watch.py tracks the phase."""
 
-    START = "ends it, because there is nothing to save before the end of the first step"
+    START = "ends the process, because there is nothing to save before the end of the first step"
     STEPS = "ends the run after a step"
-    LOST_PEER = "ends it without a word, because the step cannot end"
-    FAILED = "is ignored: an exception ends this rank"
+    LOST_PEER = "ends the process without a message, because the step can no longer finish"
+    FAILED = "is ignored, because an exception is already ending this rank"
 
 
 def handle_signals(handler: Callable | signal.Handlers) -> None:
@@ -70,7 +70,7 @@ class StopFlag:
         self.find_phase = find_phase
 
     def listen(self) -> None:
-        """Start receiving signals. Call this in the main thread.
+        """Start receiving signals. Call this function in the main thread.
 
         A thread reads the signals from a pipe that C code writes to, because no Python signal handler runs while the
         main thread waits for a device or for a peer.
@@ -80,7 +80,8 @@ class StopFlag:
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         handle_signals(lambda *_: None)
         for number in SIGNALS:
-            signal.siginterrupt(number, False)  # do not interrupt system calls of libraries
+            # signals must not interrupt system calls of libraries
+            signal.siginterrupt(number, False)
         threading.Thread(target=self.read, args=(reader,), name="signals", daemon=True).start()
 
     def read(self, reader: int) -> None:
@@ -125,7 +126,8 @@ def describe_signal(status: int) -> str:
 
 
 def write_ending(status: int, message: str, details: str = "") -> bool:
-    """Write why this rank ends to the file that torchrun names. Return whether this is the first end on this host.
+    """Write the reason why this rank ends to the file that torchrun names. Return whether no other rank of this host
+    has ended before.
 
     `status`: exit status of the run. `message`: one line, which torchrun also reads. `details`: a traceback. Only the
     first call in a process writes.

@@ -30,7 +30,7 @@ def call_once(list_modules: Callable[..., list[ModuleRow]], *args: object) -> li
 
 
 def list_block_modules(model_args: ModelArgs, *, moe: bool = False) -> list[ModuleRow]:
-    """List the modules of one block. With `moe`, its feed-forward has experts."""
+    """List the modules of one block. With `moe`, the feed-forward has experts."""
     experts = model_args.moe if moe else None
     return call_once(MODELS[model_args.name].list_block, model_args, experts)
 
@@ -41,7 +41,7 @@ def list_end_modules(model_args: ModelArgs) -> list[ModuleRow]:
 
 
 def list_added_ends(model_args: ModelArgs) -> list[ModuleRow]:
-    """List the modules outside the blocks except tok_embeddings, norm and output: only some models have more."""
+    """List the modules outside the blocks that only some models have: all except tok_embeddings, norm and output."""
     common = ("tok_embeddings", "norm", "output")
     return [row for row in list_end_modules(model_args) if row.name not in common]
 
@@ -105,7 +105,7 @@ def count_parameters(
 def list_windows(attention: str, model_args: ModelArgs) -> tuple[int | None, ...]:
     """Return, for each layer, the number of tokens that a token attends to, itself included.
 
-    None if it attends to all earlier tokens, or if the number is unknown.
+    The number is None if the token attends to all earlier tokens, or if the row of the attention does not define it.
     """
     window = ATTENTIONS[attention].window
     layers = range(model_args.n_layers)

@@ -102,7 +102,7 @@ def resolve_config(config: Config, layout: Layout, device_type: str) -> Config:
     for key, value in resolved.items():
         if get_value(config, key) in AUTOMATIC:
             config = with_value(config, key, value)
-    # zero_stage has the resolved value, so this key must not contradict it
+    # zero_stage has the resolved value, and this key must not contradict zero_stage
     return with_value(config, "parallelism.fsdp_reshard_after_forward", "default")
 
 
@@ -268,7 +268,7 @@ def check_table(problems: Problems, tp: int, world_size: int) -> None:
     check_ends(problems, list_end_modules(model_args))
     for row in list_different_rows(model_args):
         if row.tp_style not in TP_STYLES.get(row.kind, ()):
-            why = f"its table says that {row.name} is a {row.kind} module with tp_style {row.tp_style!r}"
+            why = f"in its table, {row.name} is a {row.kind} module with tp_style {row.tp_style!r}"
             remedy = f"Use one of these in models/{model_args.name}/table.py: {TP_STYLES}"
             problems.refuse("model.name", why, remedy)
             continue
@@ -284,9 +284,7 @@ def check_ends(problems: Problems, ends: list[ModuleRow]) -> None:
     for row in ends:
         stages = {other.end for other in ends if other.child == row.child}
         if stages not in ({"first"}, {"last"}):
-            why = (
-                f"its end = {row.end!r} names no stage of a pipeline, or another than {row.child!r}"
-            )
+            why = f'where all modules of {row.child!r} need the same end, "first" or "last"; its end is {row.end!r}'
             remedy = 'Set end = "first" or "last" for all modules of a child'
             refuse_end(problems, row, why, remedy)
         if row.kind in ("router", "experts"):

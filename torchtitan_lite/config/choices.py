@@ -1,4 +1,4 @@
-"""Tables of the choices that a config selects by name. A row says what its choice supports and needs.
+"""Tables of the choices that a config selects by name. A row lists what its choice supports and needs.
 
     key                                    row here      code
     optimizer.name                         OPTIMIZERS    components/optim.py, or a file of extensions/
@@ -24,7 +24,7 @@ class OptimizerRow:
 
     n_moments: int  # fp32 values per parameter
     has_fused_kernel: bool = False  # one kernel for all parameters, DTensors included
-    # updates each hidden matrix as a whole, and stores one moment less for it
+    # updates each hidden matrix as a whole, and stores one moment fewer for each of its elements
     updates_matrices: bool = False
     extension: str = (
         ""  # file of extensions/ with a class of this name; "": the class is in torch.optim
@@ -36,7 +36,7 @@ OPTIMIZERS = {
     "SGD": OptimizerRow(n_moments=0),  # without momentum
     "Muon": OptimizerRow(
         n_moments=2, updates_matrices=True, extension="muon"
-    ),  # Muon for hidden matrices, AdamW for all other parameters
+    ),  # updates hidden matrices by Muon, and all other parameters by AdamW
 }
 
 
@@ -59,10 +59,10 @@ class AttentionRow:
     # supported values of parallelism.context_parallel_rotate_method
     under_cp: tuple[str, ...] = ()
     # True if attention is a softmax over the token itself and the earlier tokens of its document and window, and over
-    # the sinks of the model. Then this row is enough for training, `generate`, verify and context parallel
+    # the sinks of the model. Then training, `generate`, verify and context parallel need no code besides this row
     is_plain: bool = False
     # (model_args, layer) -> number of tokens that a token sees, itself included; None: all earlier tokens. Without this
-    # function the number is unknown: `plan` then assumes all earlier tokens, and reports this
+    # function, the number of tokens is unknown: `plan` then assumes all earlier tokens, and reports this assumption
     window: Callable[[ModelArgs, int], int | None] | None = None
 
 

@@ -32,7 +32,7 @@ def check_experts(problems: Problems, layout: Layout) -> None:
     largest = gcd(n_ranks, moe.n_experts)
     if largest % layout.ep:
         ranks = f"the {n_ranks} ranks of dp_shard x cp x tp"
-        why = f"it must divide {ranks}, and the {moe.n_experts} experts of a layer"
+        why = f"the degree must divide {ranks} and the {moe.n_experts} experts of a layer"
         problems.refuse(EP, why, f"Use a divisor of {largest}")
     elif find_expert_dim(problems.model_args, layout.ep, layout.efsdp) is None:
         sizes = f"{moe.n_experts} x {problems.model_args.dim} x {moe.expert_ffn_dim}"

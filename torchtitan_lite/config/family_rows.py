@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Literal
 
-ABOVE_ZERO = 1e-30  # use this as `least` for a number that must be above zero
+ABOVE_ZERO = 1e-30  # a value of `least` for numbers that must be above zero
 
 
 @dataclass(frozen=True)
@@ -22,11 +22,12 @@ class ConfigKey:
     """
 
     kind: Any = object  # type of the JSON value, such as int, or list | None if null is allowed
-    default: Any = None  # transformers' value if the key is missing; `...` if the key is required
+    # the value that transformers uses if the key is missing; `...` if the key is required
+    default: Any = None
     least: float = -inf  # smallest allowed number
     only: tuple = ()  # the values that our model supports; an export writes the first; empty: all
     items: type = object  # type of the items of a list
-    same_as: str = ""  # the key with the same meaning that this key replaces
+    same_as: str = ""  # the older key with the same meaning, which this key replaces
     is_ignored: bool = False
 
 

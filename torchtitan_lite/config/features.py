@@ -1,8 +1,8 @@
 """List the features that only some configs use, one row per file of torchtitan_lite/extensions/, with their rules.
 
 A row says which key loads the file, and which rule `check` applies then. Rules need no torch, so they are here. The
-core names no extension outside of `load_extension`, which it calls where the feature acts. To add one, write a file
-and a row. A row of OPTIMIZERS in choices.py may name the file too.
+core names no extension outside of `load_extension`, which it calls where the feature acts. To add an extension,
+write its file and its row. A row of OPTIMIZERS in choices.py may name the file too.
 """
 
 from collections.abc import Callable
@@ -58,7 +58,7 @@ def check_zero_plus_plus(problems: Problems, layout: Layout) -> None:
     n_ranks = layout.fsdp * layout.tp  # in a pipeline stage and replica
     is_split = layout.fsdp_near > 1 or (layout.ep and layout.efsdp_near > 1)
     if n_ranks > section.zero_plus_plus_node_size and not is_split:
-        why = "nodes of this size do not have two or more ranks of an FSDP group each, so hpZ has nothing to keep"
+        why = "hpZ needs at least two ranks of an FSDP group on every node, and nodes of this size have fewer"
         problems.refuse(f"{ZERO_PLUS_PLUS}_node_size", why, f'Leave "hpz" out of {ZERO_PLUS_PLUS}')
     if layout.zero_stage < 3 or layout.pp > 1:
         why = "hpz keeps the weights that backward gathers, so it needs zero_stage = 3, and no pipeline"
@@ -70,7 +70,7 @@ def check_symmetric_memory(problems: Problems, layout: Layout) -> None:
     if layout.fsdp == 1:
         problems.refuse(key, "FSDP has a single shard, so no weight is gathered", "Leave it out")
     elif problems.config.parallelism.zero_plus_plus:
-        problems.refuse(key, "ZeRO++ gathers by its own collectives", "Use one of them")
+        problems.refuse(key, "ZeRO++ gathers by its own collectives", "Turn off one of the two")
 
 
 def check_float8_all_gather(problems: Problems, layout: Layout) -> None:
@@ -91,7 +91,7 @@ def check_float8_all_gather(problems: Problems, layout: Layout) -> None:
 
 def check_spikes(problems: Problems, layout: Layout) -> None:
     if problems.config.training.skip_spikes <= 1:
-        why = "about half of all steps have a gradient norm above the median, so ordinary steps would be skipped"
+        why = "about half of all gradient norms are above their median, so ordinary steps would be skipped"
         remedy = "Use more than 1, such as 3, or 0 to skip none"
         problems.refuse("training.skip_spikes", why, remedy)
 
@@ -101,7 +101,9 @@ def check_overwrite(problems: Problems, layout: Layout) -> None:
     path = config.checkpoint.initial_load_path
     if path and Path(path).resolve().is_relative_to(Path(config.job.dump_folder).resolve()):
         key = "checkpoint.initial_load_path"
-        problems.refuse(key, "job.overwrite deletes it first", "Copy it elsewhere")
+        problems.refuse(
+            key, "job.overwrite would delete it first", "Name a copy in a different folder"
+        )
 
 
 def check_export(problems: Problems, layout: Layout) -> None:
@@ -121,7 +123,8 @@ class Extension:
     """When a run loads a file of extensions/."""
 
     key: str = ""  # the key that loads the file; "": `about` says what loads it
-    values: tuple[object, ...] = ()  # values that load it; empty: all except 0, "" and []
+    # values of the key that load the file; if empty, all values except 0, "" and []
+    values: tuple[object, ...] = ()
     about: str = ""  # one sentence for `check --keys`
     check: Callable[[Problems, Layout], None] | None = None
 
@@ -272,7 +275,7 @@ EXTENSIONS = {  # name of a file in extensions/, without .py -> its row
         about="loaded for torch.compile, split backward passes and optional packages: finds what this host lacks",
     ),
     "torchtitan_keys": Extension(
-        about="loaded for keys that have another name here, or belong to features that do not exist here",
+        about="loaded for torchtitan's keys that have a different name here, or whose feature does not exist here",
     ),
 }
 

@@ -10,7 +10,7 @@ from torchtitan_lite.config.messages import Problems
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schema import Config
 
-FLOAT8_BLOCK = 16  # float8 matmuls need every dim to be a multiple of this
+FLOAT8_BLOCK = 16  # every dim of a float8 matmul must be a multiple of this number
 # in filter_fqns, as in torchtitan: skip layers that float8 would slow down
 SKIP_SMALL = "auto_filter_small_kn"
 # Names of GPUs without float8 (compute capability below 8.9). Any other GPU is assumed to have it.

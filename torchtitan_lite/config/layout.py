@@ -47,7 +47,8 @@ class Layout:
     tied: bool = False  # in a pipeline, the first and the last stage hold the same matrix
     # ranks of dp_shard x cp x tp that share the experts of a layer; 0 if the model has no experts
     ep: int = 0
-    # For ZeRO++: each FSDP group has ranks on `far` nodes, `near` ranks on each. All 1 if groups are not split by node
+    # For ZeRO++: an FSDP group spans `far` nodes and has `near` ranks on each of them. All four are 1 if groups are not
+    # split by node.
     fsdp_near: int = 1
     fsdp_far: int = 1
     efsdp_near: int = 1
@@ -165,7 +166,8 @@ def plan_stages(parallelism: Parallelism, n_layers: int) -> list[int]:
 
 @lru_cache
 def name_stages(n_layers: tuple[int, ...], model_args: ModelArgs) -> Stages:
-    """Return the FQNs of stages with these numbers of layers: the model's children, cut between layers."""
+    """Return the module FQNs of each stage, given its number of layers. The children of the model are cut between
+    layers."""
     names = [(prefix or row.child).rstrip(".") for prefix, row in list_modules(model_args)]
     children = list(dict.fromkeys(names))
     n_before = children.index("layers.0")
@@ -209,11 +211,11 @@ def plan_zero_stage(config: Config, layout: Layout) -> int:
     """Return ZeRO stage 1, 2 or 3: from zero_stage, or if it is "auto", from fsdp_reshard_after_forward.
 
     Under PP, torch's runtime gathers parameters once per step (stage 1) or for every microbatch (stage 3), and always
-    reduces gradients once. So stage 2 does not exist there, and stage 3 shards parameters but not gradients.
+    reduces gradients once. So PP has no stage 2, and stage 3 shards parameters but not gradients.
 
-    Without PP, the default is stage 3 if there are several shards. With one shard, it would only cast the parameters
-    again in each backward. Stage 2 is used only if gradients are sharded or moved to the host. Otherwise it would only
-    copy the gradients of each microbatch.
+    Without PP, the default is stage 3 if there are several shards. With one shard, stage 3 would only cast the
+    parameters again in each backward. Stage 2 is used only if gradients are sharded or moved to the host. Otherwise
+    stage 2 would only copy the gradients of each microbatch.
     """
     section = config.parallelism
     if section.zero_stage != "auto":
@@ -230,7 +232,7 @@ def plan_zero_stage(config: Config, layout: Layout) -> int:
 def gathers_whole_parts(layout: Layout, compute_dtype: str) -> bool:
     """Return whether FSDP gathers a whole model part at once, instead of block by block.
 
-    In a pipeline with ZeRO stage 1, a part is gathered and reduced once per step, and nothing is freed in between. In
+    In a pipeline with ZeRO stage 1, a part is gathered and reduced once per step, and stays gathered in between. In
     fp32, as on CPUs, gathers do not overlap with compute, so more groups would only cost the host more time.
     """
     return layout.pp > 1 and layout.zero_stage == 1 and not layout.ep and compute_dtype == "float32"

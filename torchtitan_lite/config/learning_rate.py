@@ -29,7 +29,8 @@ def learning_rate_factor(section: LRScheduler, step: int) -> float:
 def list_rates(config: Config, step: int) -> dict[str, float]:
     """Return the learning rates of a step (0 = first): "lr", and "lr/PATTERN" for each of optimizer.groups.
 
-    They are computed from the step, not read from the optimizer: a pipeline stage may have no parameter of a group.
+    The rates are computed from the step and not read from the optimizer, because a pipeline stage may have no parameter
+    of a group.
     """
     section = config.optimizer
     factor = learning_rate_factor(config.lr_scheduler, step)

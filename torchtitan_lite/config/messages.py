@@ -35,7 +35,8 @@ class Problems(list):
         self.model_args = model_args
 
     def refuse(self, key: str, why: str, remedy: str) -> None:
-        """Add a problem with the value of this key. If [model] does not set a size, use the value of the flavor."""
+        """Add a problem that reports the value of this key. For a size that [model] does not set, report the value of
+        the flavor."""
         value = get_value(self.config, key)
         if value is None:
             value = getattr(self.model_args, key.removeprefix("model."))
@@ -43,7 +44,8 @@ class Problems(list):
 
 
 class UserError(ValueError):
-    """Raised for an error that the user can fix. The message says how, so it is printed without a traceback."""
+    """Raised for an error that the user can fix. The message describes the remedy, and is printed without a
+    traceback."""
 
     status = 2  # exit status of a tool
 
@@ -80,13 +82,15 @@ def expand_path(text: str) -> str:
     if not os.path.exists(text):
         expanded = os.path.expanduser(os.path.expandvars(text))
         if unset := re.search(r"^~[^/]*|\$(\w+|\{[^}]*\})", expanded):
-            raise UserError(f"the user or environment variable {unset[0]} does not exist")
+            raise UserError(
+                f"the user or environment variable {unset[0]} does not exist: set it, or write the whole path"
+            )
     if not is_unicode(expanded):
         raise UserError(f"{expanded!a} is not UTF-8: rename it")
     for name in expanded.split("/"):
         if len(name.encode()) > LONGEST_NAME:
             raise UserError(
-                f"a name in the path has more than {LONGEST_NAME} bytes: {name[:20]}..."
+                f"a name in the path has more than {LONGEST_NAME} bytes: shorten {name[:20]}..."
             )
     return expanded
 

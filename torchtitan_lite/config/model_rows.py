@@ -4,8 +4,8 @@
     ModuleRow     one module: its weight and bias, how tp splits them, their initial values
     ModelTable    one model: its ModelArgs by flavor, its ModuleRows; models/registry.py lists the models
 
-Everything else derives from them: counts and FLOPs, tensor parallel, float8, memory, traffic, initial weights and the
-bounds of `verify`. family_rows.py has the types for Hugging Face folders.
+Everything else derives from these tables: counts and FLOPs, tensor parallel, float8, memory, traffic, initial weights
+and the bounds of `verify`. family_rows.py has the types for Hugging Face folders.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ class RopeScaling:
     Kind llama3 (Llama 3.1) scales only long wavelengths. Kind linear scales all wavelengths, and only uses `factor`.
     """
 
-    factor: float  # scaled wavelengths are multiplied by this
+    factor: float  # scaled wavelengths are multiplied by this factor
     low_freq_factor: float = 1.0  # wavelengths above original_length / low_freq_factor are scaled
     # wavelengths below original_length / high_freq_factor are not scaled; between the two bounds, the scale is
     # interpolated
@@ -69,12 +69,12 @@ class ModelArgs:
     qkv_bias: bool = False  # a bias on the projections to queries, keys and values
     # tokens that a token sees in layers of type "sliding_attention", itself included
     sliding_window: int | None = None
-    # the type of each layer (LAYER_TYPES), repeated if there are more layers; empty: all layers have the window
+    # types of the layers (LAYER_TYPES), repeated if the model has more layers; empty: all layers have the window
     layer_types: tuple[str, ...] = ()
     attention_sinks: bool = False  # each query head has a learned logit without key and value
 
     def find_window(self, layer: int) -> int | None:
-        """Return the number of tokens that a token sees in this layer; None if it sees all earlier tokens."""
+        """Return the number of tokens that a token sees in this layer; None if the token sees all earlier tokens."""
         types = self.layer_types or (SLIDING,)
         return self.sliding_window if types[layer % len(types)] == SLIDING else None
 
@@ -121,7 +121,8 @@ class ModuleRow:
     kind: str  # a key of TP_STYLES
     weight: tuple[int, ...]
     tp_style: str
-    # Initial weights are normal with this standard deviation, clamped at three of them; 0: the constant init_mean
+    # Initial weights are normal with this standard deviation, clamped at three standard deviations; 0: the constant
+    # init_mean
     init_std: float = 0.0
     bias: bool = False  # has a bias, which starts at 0
     init_mean: float = 0.0
@@ -135,7 +136,7 @@ class ModuleRow:
 
     @property
     def child(self) -> str:
-        """Name of the model's child that contains this module outside the blocks."""
+        """Name of the child of the model that contains this module."""
         return self.name.partition(".")[0]
 
     @property
@@ -162,4 +163,5 @@ class ModelTable:
     families: str = ""
     # keyword of the model's forward -> function of a Batch (model/batch.py)
     fields: dict[str, Callable] = field(default_factory=dict)
-    head_calls: int = 1  # calls of the head per microbatch in training, for FLOPs and step time
+    # number of calls of the head per microbatch in training; `plan` needs the number for FLOPs and step time
+    head_calls: int = 1

@@ -45,14 +45,15 @@ def list_types(section: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield prefix + name, kind
 
 
-OTHER_KEYS = "torchtitan_keys"  # the extension that explains names that are not keys here
+OTHER_KEYS = "torchtitan_keys"  # the extension that explains unknown keys
 KEYS = dict(list_types(Config))  # "training.steps" -> its type
 SECTIONS = list(dict.fromkeys(key.rpartition(".")[0] for key in KEYS))
 
 
 @dataclass(frozen=True)
 class UserConfig:
-    """A config as the user gave it. It is complete even if there are problems: bad keys keep their defaults."""
+    """A config as the user gave it. The config is complete even if there are problems, because bad keys keep their
+    defaults."""
 
     config: Config
     config_name: str  # name of the TOML file, without folder and extension
@@ -61,7 +62,7 @@ class UserConfig:
     notices: tuple[str, ...]
 
     def with_default(self, key: str, value: object, why: str) -> "UserConfig":
-        """Return a copy with a new default of a key, and a notice; `self` if the user chose a value."""
+        """Return a copy with a different default for a key, and a notice. Return `self` if the user chose a value."""
         if key in self.chosen or get_value(self.config, key) == value:
             return self
         config = with_value(self.config, key, value)
@@ -79,7 +80,7 @@ def read_config(args: list[str]) -> UserConfig:
         path = find_config_file(expand_path(config_file))
         is_shipped = path.parent.resolve() == CONFIG_FOLDER
         table |= flatten_table(load_toml(path))
-        # a saved config.toml also has this key, with the name of the file it came from: replace it
+        # a saved config.toml also sets this key, to the name of the original file: replace it
         table["job.config_file"] = config_file
     except ValueError as error:
         remedy = "Name a TOML file, or one in configs/"
@@ -130,7 +131,7 @@ def parse_arguments(args: list[str]) -> tuple[dict[str, str | bool], list[Proble
 
 
 def find_key(written: str) -> str:
-    """Return the key with this name, or the key that has this name in torchtitan."""
+    """Return the key with this name, or the key that corresponds to this name in torchtitan."""
     return written if written in KEYS else load_extension(OTHER_KEYS).resolve_alias(written)
 
 
@@ -170,10 +171,11 @@ def flatten_table(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str
 
 
 class WrongValue(Exception):
-    """Raised for an invalid value of a key. The arguments are `why` and `remedy`, as in Problem."""
+    """Raised for an invalid value of a key. The arguments `why` and `remedy` are those of Problem."""
 
 
 TYPE_NAMES = {bool: "true or false", str: "text", int: "a whole number", float: "a finite number"}
+EXAMPLES = {bool: "true", str: '"a text"', int: "8", float: "0.5 or 1e-4"}
 
 
 def convert(kind: Any, value: Any) -> Any:
@@ -204,7 +206,7 @@ def convert(kind: Any, value: Any) -> Any:
     if kind is float and type(value) is int:
         value = float(value)
     if type(value) is not kind or (kind is float and not isfinite(value)):
-        raise WrongValue(f"it must be {TYPE_NAMES[kind]}", f"Write {TYPE_NAMES[kind]}")
+        raise WrongValue(f"it must be {TYPE_NAMES[kind]}", f"Write for example {EXAMPLES[kind]}")
     if kind is str and not is_unicode(value):
         raise WrongValue("it is not UTF-8", "Rename it, or write it in UTF-8")
     return value
@@ -219,12 +221,12 @@ def describe_list(kind: Any) -> str:
 
 
 def check_limits(value: Any, limits: Any) -> Any:
-    """Check that a number is in its range, or a text is a folder name; expand a path. Raises WrongValue."""
+    """Check that a number is in its range, and that the name of a folder is plain. Expand a path. Raises WrongValue."""
     if limits == PATH:
         try:
             return expand_path(value)
         except UserError as error:
-            raise WrongValue(str(error), "Write the whole path, or set the variable") from None
+            raise WrongValue(str(error), "Correct the path") from None
     if limits == FOLDER:
         if value in ("", ".", "..") or "/" in value:
             raise WrongValue("it is not the name of a folder", "Use a plain name, such as traces")
@@ -273,7 +275,8 @@ def split_list(kind: Any, text: str) -> list[Any]:
 
 
 def dump_config_toml(config: Config) -> str:
-    """Write a config as TOML. Reading it gives the same config. Keys that are None are omitted: TOML has no None."""
+    """Write a config as TOML. Reading the text gives the same config. Keys that are None are omitted: TOML has no
+    None."""
     sections = {section: f"[{section}]\n" for section in SECTIONS}
     for key in KEYS:
         value = get_value(config, key)

@@ -152,15 +152,15 @@ class Training:
 
 @dataclass(frozen=True)
 class Parallelism:
-    # replicas of the sharded model (HSDP); alone: plain data parallel
+    # replicas of the sharded model (HSDP); without shards: plain data parallel
     data_parallel_replicate_degree: Degree = 1
     # FSDP2: ranks that shard one replica; auto: all remaining ranks
     data_parallel_shard_degree: DegreeOrAuto = -1
-    # used if zero_stage is auto. always: stage 3; never: stage 2, or stage 1 where auto would be 1
+    # used if zero_stage is auto. always: stage 3; never: stage 2, or stage 1 if auto would select stage 1
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     # new: which tensors FSDP shards, see parallel/fsdp.py; auto: 3; under PP, or if nothing is sharded, 1
     zero_stage: Literal["auto", 1, 2, 3] = "auto"
-    # new: keep a node's shards for backward (hpz); round the weights (qwz) and gradients (qgz) that FSDP sends to int8
+    # new: hpz: keep a node's shards for backward; qwz and qgz: FSDP sends weights and gradients in int8
     zero_plus_plus: list[Literal["hpz", "qwz", "qgz"]] = key([], resume="note")
     zero_plus_plus_node_size: Degree = key(8, resume="note")  # new: number of ranks in a node
     # new: NCCL gathers FSDP's shards from buffers that the GPUs of a host share; torch 2.12 or newer, never run
@@ -229,9 +229,9 @@ class Checkpoint:
     enable: bool = False
     folder: FolderName = "checkpoint"  # inside dump_folder
     interval: Positive = 500  # steps between saves; the last step is always saved
-    # also save after the first step, so that storage problems appear early
+    # also save after the first step, to find storage problems early
     enable_first_step_checkpoint: bool = False
-    # async: copy to host memory, then write while training continues; without pinned memory the GPU waits for the copy
+    # async: copy to host memory, then write while training continues. Without pinned memory, the GPU waits for the copy
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
     keep_latest_k: NotNegative = 10  # 0 keeps all
     # new: also save snapshots, on each host in this local folder, such as /dev/shm/snapshots
@@ -239,9 +239,10 @@ class Checkpoint:
     local_interval: Positive = 10  # new: steps between snapshots; the last two are kept
     # resume from this step; auto: the newest undamaged one. A run that saves resumes from its last step only
     load_step: Annotated[int, Range(0, MANY, auto=-1)] = -1
-    # load a checkpoint of the dump folder, but write no file there: neither checkpoints nor logs
+    # load a checkpoint from the dump folder, but write nothing there: no checkpoints and no logs
     load_only: bool = False
-    # start with new optimizer state. This acts once: later checkpoints of the run are loaded with their state
+    # start with new optimizer state. The key applies only once: later checkpoints of the run are loaded with their
+    # state
     exclude_from_loading: list[Literal["optimizer"]] = field(default_factory=list)
     # checkpoint or Hugging Face folder with initial weights, used if the run does not resume; works without `enable`
     initial_load_path: PathText = ""
@@ -298,7 +299,7 @@ class Float8:
     enable_fsdp_float8_all_gather: bool = key(False, resume="note")
     # compute the scales of all float8 weights with one all-reduce per step
     precompute_float8_dynamic_scale_for_fsdp: bool = key(False, resume="note")
-    # round to float8 and multiply in higher precision, for devices without float8
+    # for devices without float8: round to float8, but multiply in higher precision
     emulate: bool = key(False, resume="note")
 
 
@@ -325,7 +326,7 @@ class Comm:
     # time-out of collectives until the first step and the first validation have ended, and for checkpoints
     init_timeout_seconds: Seconds = 300
     train_timeout_seconds: Seconds = 100  # time-out of all later collectives
-    # new: report a step that takes longer than this; 0 turns this off; auto: 3/4 of train_timeout_seconds
+    # new: report a step that takes longer than this time; 0: never; auto: 3/4 of train_timeout_seconds
     hang_seconds: Annotated[int, Range(0, MOST_SECONDS, auto=-1)] = -1
     # entries in NCCL's flight recorder, which is written on a time-out; 0 turns it off
     trace_buf_size: Annotated[int, Range(0, 10**7)] = 20000
@@ -338,7 +339,7 @@ class Debug:
     # training.data_seed is set
     seed: Annotated[int, Range(0, LARGEST_SEED)] = 0
     deterministic: bool = False  # use torch's deterministic algorithms
-    # new: steps between comparisons of replicas, which find damage; 0 turns them off
+    # new: steps between comparisons of replicas, to find silent damage; 0 turns the comparisons off
     compare_copies_every: NotNegative = 0
     # warn instead of raising if an operation has no deterministic algorithm
     deterministic_warn_only: bool = False
@@ -364,7 +365,7 @@ class Profiling:
     profiler_active: Positive = 1  # steps recorded in each trace
     # steps before each trace in which the profiler runs but discards its results
     profiler_warmup: NotNegative = 3
-    # CUDA: record allocations every profile_freq steps, and when memory runs out
+    # CUDA: record allocations every profile_freq steps, and also when memory runs out
     enable_memory_snapshot: bool = False
     save_memory_snapshot_folder: FolderName = "memory_snapshot"  # inside dump_folder
 
@@ -388,8 +389,8 @@ class Config:
     profiling: Profiling = Profiling()
 
 
-# Keys that act at the start only, not when the run continues from its own checkpoint. Each maps to the argument that
-# turns it off in the printed command to continue
+# Keys that act at the start only, not when the run continues from its own checkpoint. When a run prints the command to
+# continue, it adds the argument after the colon, which turns the key off
 ONE_SHOT = {
     "job.overwrite": "--job.no_overwrite",
     "checkpoint.load_step": "--checkpoint.load_step=-1",

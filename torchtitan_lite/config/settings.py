@@ -1,8 +1,8 @@
 """Check settings that few configs have: combinations that crash or give wrong numbers, and keys that need a GPU.
 
-This file is loaded for a model with windows, and if a key outside PLAIN_KEYS (checks.py) differs from its default. Its
-rules accept every other config. A rule that may refuse other configs belongs in checks.py; a rule of one extension
-belongs in features.py.
+This file is loaded for a model with windows, and if a key outside PLAIN_KEYS (checks.py) differs from its default. The
+rules accept all other configs. A rule that may refuse one of these other configs belongs in checks.py. A rule of one
+extension belongs in features.py.
 """
 
 import re
@@ -50,7 +50,7 @@ def check_settings(config: Config, machine: Machine) -> list[Problem]:
         problems.refuse("profiling.profile_freq", why, f"Use {n_steps} or more")
     is_rewritten = compiles and config.compile.backend == "inductor"
     if config.parallelism.enable_async_tensor_parallel and not is_rewritten:
-        why = "inductor must rewrite the matmuls, but it compiles no block (compile.enable, components, backend)"
+        why = "inductor must compile the blocks to rewrite their matmuls (compile.enable, components, backend)"
         problems.refuse(ASYNC_TP, why, "Leave this key out")
     for key in GPU_KEYS:
         if machine.device_type != "cuda" and get_value(config, key):
@@ -88,7 +88,7 @@ def find_refused(config: Config, model_args: ModelArgs, layout: Layout) -> list[
     methods = list_cp_methods(config.model.attention, model_args)
     method = section.context_parallel_rotate_method
     if section.context_parallel_degree > 1 and method not in methods:
-        why = f"this method does not support model.attention = {config.model.attention!r} (under_cp in choices.py)"
+        why = f"this method does not support model.attention = {config.model.attention!r} (see under_cp in choices.py)"
         if has_masks(config.model.attention, model_args):
             why = "this method has no masks, but layers of the model have windows or sinks"
         remedy = f"Use {' or '.join(map(repr, methods)) or 'context_parallel_degree = 1'}"
@@ -116,7 +116,7 @@ def check_pipeline(problems: Problems, layout: Layout) -> None:
     if n_local % layout.microbatch_size:
         key = "parallelism.pipeline_parallel_microbatch_size"
         why = f"it does not divide training.local_batch_size = {n_local}"
-        problems.refuse(key, why, "Use a divisor of it, such as 1")
+        problems.refuse(key, why, f"Use a divisor of {n_local}, such as 1")
     if section.zero_stage == 2:
         why = "torch's pipeline runtime reduces gradients once per step, so they cannot be sharded earlier"
         problems.refuse("parallelism.zero_stage", why, "Use 1, or 3 to shard the parameters too")

@@ -36,7 +36,8 @@ WIDTHS = {"uint16": 2, "uint32": 4}  # bytes per token
 
 
 class CorpusError(UserError):
-    """Raised if a corpus cannot be used. `why` names the file and the problem, `remedy` says how to fix it."""
+    """Raised if a corpus cannot be used. `why` describes the problem and names the file. `remedy` explains how to fix
+    it."""
 
     def __init__(self, why: str, remedy: str = "Delete the folder, and prepare or copy it again"):
         self.why, self.remedy = why, remedy
@@ -98,7 +99,9 @@ def explain_missing(folder: Path) -> CorpusError:
     name = shlex.quote(str(folder))
     if not folder.exists():
         why = f"there is no folder {folder.absolute()}, and nothing is downloaded"
-        remedy = f"Write it: {name_command(f'prepare FILES --tokenizer ... --out {name}')}"
+        remedy = (
+            f"Prepare this corpus: {name_command(f'prepare FILES --tokenizer ... --out {name}')}"
+        )
         return CorpusError(why, remedy)
     if why := load_extension("hub_names").explain_hub_cache(folder):
         return CorpusError(why, f"Prepare them: {name_command('prepare FILES --out NEW_FOLDER')}")
@@ -109,7 +112,7 @@ def explain_missing(folder: Path) -> CorpusError:
 def open_split(folder: Path, split: str, tokenizer: Tokenizer | None) -> CorpusManifest:
     """Read the manifest, and compare the size of every file with it.
 
-    Raises CorpusError for a wrong size, a missing split, or a corpus that a different tokenizer made.
+    Raises CorpusError for a wrong size, a missing split, or a corpus that was prepared with a different tokenizer.
     """
     manifest = read_corpus_manifest(folder)
     widths = {"tokens": WIDTHS[manifest.dtype], "documents": 8, "targets": 1}
@@ -123,8 +126,8 @@ def open_split(folder: Path, split: str, tokenizer: Tokenizer | None) -> CorpusM
                 expected = f"but the manifest says {n_bytes}"
                 raise CorpusError(f"{path} has {found or 'no'} bytes, {expected}")
     if tokenizer and manifest.tokenizer != tokenizer.fingerprint:
-        remedy = "Set model.hf_assets_path to that tokenizer, or prepare the corpus again with --tokenizer"
-        why = f"{folder} was made with another tokenizer, not with {tokenizer.path}"
+        remedy = "Set model.hf_assets_path to the tokenizer of the corpus, or prepare the corpus again with --tokenizer"
+        why = f"{folder} was prepared with a different tokenizer, not with {tokenizer.path}"
         raise CorpusError(why, remedy)
     if split not in manifest.splits:
         remedy = "Prepare it again with a larger --validation-share, or name another corpus in validation.dataset"
@@ -146,7 +149,8 @@ def list_python_stdlib(_: str = "") -> list[Path]:
     files = []
     for folder, folders, names in os.walk(sysconfig.get_path("stdlib")):
         folders[:] = set(folders) - NOT_READ
-        # _sysconfigdata* is generated when Python is built, so it differs between machines with the same Python.
+        # _sysconfigdata* is generated when Python is built, so these files differ between machines with the same
+        # Python.
         for name in names:
             if name.endswith(".py") and not name.startswith("_sysconfigdata"):
                 files.append(Path(folder, name))
@@ -184,7 +188,7 @@ VALIDATION_ONLY = {"c4_validation"}  # all documents are for validation
 
 
 def list_corpus_files(name: str, dataset_path: str) -> list[Path]:
-    """Return the files of a named corpus. Raises CorpusError if it has no files."""
+    """Return the files of a named corpus. Raises CorpusError if there are no files."""
     files = DATASETS[name](dataset_path)
     if not files:
         why = f"the function of {name} lists no files"
@@ -240,7 +244,8 @@ def list_corpora(config: Config) -> list[tuple[str, str, str, str]]:
 
 
 def check_data(config: Config, tokenizer: Tokenizer | None) -> Problems:
-    """Find corpora that are missing, damaged, or made with another tokenizer. `tokenizer` is None if it is unknown."""
+    """Find corpora that are missing, damaged, or prepared with a different tokenizer. `tokenizer` is None if
+    unknown."""
     training = config.training
     problems = Problems(config)
     for key, name, split, dataset_path in list_corpora(config):

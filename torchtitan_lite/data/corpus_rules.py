@@ -1,4 +1,5 @@
-"""Check training.dataset_path and training.dataset_weights. Loaded if one of them is set. Needs no torch."""
+"""Check training.dataset_path and training.dataset_weights. This file is loaded if one of these keys is set. Needs no
+torch."""
 
 from torchtitan_lite.config.messages import Problems
 from torchtitan_lite.data.corpus_folder import DATASETS

@@ -52,7 +52,8 @@ from torchtitan_lite.model.loss import IGNORE_INDEX
 def map_file(path: str, dtype: torch.dtype) -> Tensor:
     """Map a file read-only. Nothing may write to the tensor.
 
-    torch.from_file would map it private and writable. Linux refuses this if the file is larger than memory and swap.
+    torch.from_file would create a private, writable mapping. Linux refuses such a mapping if the file is larger than
+    memory and swap.
     """
     with open(path, "rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -92,8 +93,8 @@ class Corpus:
     def read(self, starts: Tensor, length: int) -> Tensor:
         """Read the slices at `starts`. Returns (3, len(starts), length) int64.
 
-        These are the tokens, the target of each token, and the number of its document. After the end of the corpus, a
-        document of zeros starts.
+        The first dim has the tokens, the target of each token, and the number of the token's document. After the end of
+        the corpus, a document of zeros starts.
         """
         last = self.n_tokens - 1
         index = starts[:, None] + torch.arange(length + 1)
@@ -129,7 +130,7 @@ class SampleReader:
 
     @property
     def n_samples(self) -> list[int]:
-        """Number of samples in each corpus. They cover every token except the first as a target."""
+        """Number of samples in each corpus. Together, the samples have every token except the first as a target."""
         return [-(-(corpus.n_tokens - 1) // self.seq_len) for corpus in self.corpora]
 
     def read(self, samples: Tensor) -> Batch:
@@ -143,7 +144,8 @@ class SampleReader:
         for corpus, n_samples in zip(self.corpora, self.n_samples, strict=True):
             own = (samples >= 0) & (samples < n_samples)
             rows[:, own] = corpus.read(samples[own] * self.seq_len, self.seq_len)
-            samples = samples - n_samples  # count from the first sample of the next corpus
+            # numbers from here on count from the first sample of the next corpus
+            samples = samples - n_samples
         largest = rows[:2].max().item()
         if largest >= self.vocab_size:
             names = ", ".join(corpus.name for corpus in self.corpora)
@@ -152,7 +154,7 @@ class SampleReader:
             raise CorpusError(why, remedy)
         positions = torch.arange(self.seq_len).repeat(len(samples), 1)
         if self.restart_positions:
-            # positions of a document from an earlier row count from the start of this row
+            # if a document began in an earlier row, its positions count from the start of this row
             begins = documents.diff(dim=1, prepend=documents[:, :1])  # 1 if a document starts here
             positions -= (begins * positions).cummax(dim=1).values
         batch = Batch(tokens, targets, positions, doc_ids=documents - documents[:, :1])
@@ -195,10 +197,10 @@ class Sampler:
 def feistel_permute(index: Tensor, n: int, *, key: str) -> Tensor:
     """Map `index` (any shape, int64) by a pseudo-random permutation of 0 .. n-1, selected by `key`.
 
-    This is a Feistel network on the cells of the smallest square with at least n cells. Each round adds a hash of the
-    column to the row, modulo the side, and swaps row and column. Subtracting the hash undoes a round, so each round is
-    one-to-one for any hash, without a table of n entries. A result outside 0 .. n-1 is permuted again until it is
-    inside ("cycle walking"), which is one-to-one too. Luby & Rackoff 1988; Black & Rogaway 2002.
+    The permutation is a Feistel network on the cells of the smallest square with at least n cells. Each round adds a
+    hash of the column to the row, modulo the side, and swaps row and column. Subtracting the hash undoes a round, so
+    each round is one-to-one for any hash, without a table of n entries. A result outside 0 .. n-1 is permuted again
+    until it is inside ("cycle walking"), which is one-to-one too. Luby & Rackoff 1988; Black & Rogaway 2002.
     """
     side = math.isqrt(n - 1) + 1
     row, column = index // side, index % side
@@ -270,7 +272,7 @@ def prefetch(
     def load(step: int) -> Batch:
         batch = read_batch(step, rows)
         if device.type == "cuda":
-            # The current device of a new thread is GPU 0. Otherwise, pinning would create a context there per rank.
+            # The current device of a new thread is GPU 0, and pinning would create a context on GPU 0 for each rank.
             torch.cuda.set_device(device)
             batch = batch.pin_memory()  # only copies from pinned memory are asynchronous
         return batch

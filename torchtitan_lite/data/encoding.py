@@ -1,4 +1,5 @@
-"""Encode text with tiktoken. Loaded when the first text is encoded; a run, `check` and `plan` never encode."""
+"""Encode text with tiktoken. This file is loaded when the first text is encoded. A run, `check` and `plan` never
+encode."""
 
 import re
 from collections.abc import Callable, Iterable, Set
@@ -20,8 +21,8 @@ def encode_by_tiktoken(
 ) -> tuple[Callable, Callable]:
     """Return Tokenizer.encoders, implemented with tiktoken.
 
-    `added` maps names of tokens to ids. These tokens are matched before the text is cut into words; in plain text, only
-    the names in `in_text` are.
+    `added` maps names of tokens to ids. These tokens are matched before the text is cut into words. In plain text, only
+    the names in `in_text` are matched.
     """
     encoding = tiktoken.Encoding(
         "torchtitan_lite", pat_str=pairs.pattern, mergeable_ranks=pairs.ranks, special_tokens=added

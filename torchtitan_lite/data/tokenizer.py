@@ -5,8 +5,8 @@
     tokenizer.json     Hugging Face's file: extensions/tokenizer_json.py
     bytes              no file: ids 0-255 are bytes, 256 starts a document, 257 ends it
 
-Llama, Qwen and GPT use byte-pair encoding. A pattern cuts a text into words. Each word starts as its UTF-8 bytes; the
-two neighbors that form the token of lowest rank are merged, until no two neighbors form a token:
+Llama, Qwen and GPT use byte-pair encoding. A pattern cuts a text into words. A word is first split into its UTF-8
+bytes; the two neighbors that form the token of lowest rank are merged, until no two neighbors form a token:
 
     word        ranks: 256 "re", 257 "tu", 258 "retu", 259 "rn"
     r e t u r n  ->  re t u r n  ->  re tu r n  ->  retu r n  ->  retu rn  =  [258, 259]
@@ -84,11 +84,12 @@ class Tokenizer:
     eos_id: int  # last token of every document
     special: dict[str, int]  # name -> id of special tokens, which never come from plain text
     bytes_of_id: dict[int, bytes]  # id -> text of the token; for a special token, its name
-    # returns the functions behind `encode` and `encode_special`. Called late, because a run never encodes
+    # returns the functions behind `encode` and `encode_special`. Only called when a text is encoded, which a run never
+    # does
     make_encoders: Callable[[], tuple[Callable, Callable]]
     normalize: Callable[[str], str] = str  # normalization that encode_special applies to a text
     unknown_id: int | None = None  # id for text that the vocabulary cannot encode
-    # decodes ids to text; None if the text is the concatenated bytes of the tokens
+    # decodes ids to text; None if a text is decoded by concatenating the bytes of its tokens
     decode_text: Callable[[list[int]], str] | None = None
 
     @cached_property
@@ -98,7 +99,7 @@ class Tokenizer:
 
     @cached_property
     def largest_text_id(self) -> int:
-        """Largest id that a document of plain text can have. Of the special tokens, it has only BOS and EOS."""
+        """Largest id that a document of plain text can have. The only special tokens of plain text are BOS and EOS."""
         unused = set(self.special.values()) - {self.bos_id, self.eos_id}
         return max(self.bytes_of_id.keys() - unused)
 
@@ -107,7 +108,7 @@ class Tokenizer:
         return self.make_encoders()
 
     def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
-        """Return the ids of `text`. Special tokens in it are encoded as plain text."""
+        """Return the ids of `text`. Special tokens in the text are encoded as plain text."""
         encode_text, _ = self.encoders
         ids = encode_text(text)
         if bos and self.bos_id is not None:
@@ -130,7 +131,8 @@ class Tokenizer:
         return b"".join(tokens).decode(errors="replace")
 
     def __reduce__(self) -> tuple:
-        """Pickle only the path, because functions cannot be pickled: another process loads the file again."""
+        """Pickle only the path, because functions cannot be pickled. The process that unpickles it loads the file
+        again."""
         return load_tokenizer, (self.path,)
 
 

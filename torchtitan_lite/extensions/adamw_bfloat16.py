@@ -8,9 +8,9 @@ All arithmetic is in fp32. Only the moments are rounded to 8 significant bits, o
 `move` is compiled to two kernels per tensor: the update and the step count. On a CPU, `move` runs operator by operator.
 
 beta2 must not exceed 0.99, because of this rounding. In a step with a zero gradient, the second moment should decay by
-the factor beta2. Neighboring bf16 values differ by 0.4 to 0.8 %, and rounding undoes any decay smaller than half of
-that. With beta2 = 0.999, the second moment would never decay, so one large gradient would slow down its weight forever.
-With beta2 = 0.99, rounding makes the decay coarse, but never undoes it.
+the factor beta2. Neighboring bf16 values differ by 0.4 to 0.8 %, and rounding undoes any decay that is smaller than
+half of this difference. With beta2 = 0.999, the second moment would never decay, so one large gradient would slow down
+its weight forever. With beta2 = 0.99, rounding makes the decay coarse, but never undoes it.
 
 There is no communication, because each rank updates its own shards. Sources: AdamW arXiv:1711.05101; bf16 moments:
 DeepSeek-V3 arXiv:2412.19437.
@@ -30,8 +30,8 @@ from torchtitan_lite.extensions.stochastic_rounding import round_stochastically
 class AdamWBFloat16(AdamW):
     """AdamW with bf16 moments. Construct it with `fused=True`. The state has the names and layout of torch's AdamW."""
 
-    grad_scale: Tensor | None = None  # () fp32; gradients are divided by it
-    found_inf: Tensor | None = None  # () fp32; if it is 1, the update is skipped
+    grad_scale: Tensor | None = None  # () fp32; gradients are divided by this number
+    found_inf: Tensor | None = None  # () fp32; 1 to skip the update, otherwise 0
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -86,8 +86,8 @@ def move(
 ) -> None:
     """Update one weight, its moments and its step count in place, unless `skipped` is 1.
 
-    `rate`, `scale`, `skipped` and `step` are tensors of shape (). `salt` numbers the weights, for
-    stochastic_rounding.py.
+    `rate`, `scale`, `skipped` and `step` are tensors of shape (). `salt` is the number of the weight
+    (stochastic_rounding.py).
     """
     beta1, beta2 = betas
     is_applied = skipped == 0

@@ -44,14 +44,16 @@ class AsynchronousSaver(CheckpointSaver):
         self.stager = DefaultStager(options)
         self.thread = ThreadPoolExecutor(1, "checkpoint")
         if self.on_cuda:
-            # A new thread uses GPU 0. After a copy, torch would return to it, and allocate a context on it.
+            # The current device of a new thread is GPU 0. After each copy, torch would switch back to GPU 0 and
+            # allocate a context there.
             for thread in (self.thread, self.stager._staging_executor):
                 thread.submit(torch.cuda.set_device, self.device)
         # torch 2.11 and 2.12 close the inner stager after each copy, so the second save would fail.
         self.stager._state_dict_stager.close = lambda: None
 
     def after_step(self, step: int, *, n_steps: int, is_stopped: bool, **options: Any) -> None:
-        """Start a save if it is due. At the end of the run, wait for it. Raises errors of earlier saves."""
+        """Start a save if one is due. At the end of the run, also wait until the save is complete. Raises errors of
+        earlier saves."""
         self.check()
         super().after_step(step, n_steps=n_steps, is_stopped=is_stopped, **options)
         if step == n_steps or is_stopped:
@@ -65,7 +67,7 @@ class AsynchronousSaver(CheckpointSaver):
     def write(self, step: int, plan: SavePlan, slices: dict[str, Tensor]) -> None:
         """Copy `slices`, and write the copies in the thread."""
         if self.on_cuda:
-            # The stager's stream would not wait for kernels that still write the tensors.
+            # Otherwise the stager's stream would not wait for kernels that still write the tensors.
             torch.cuda.current_stream().synchronize()
         copies = self.stager.stage(slices)
         self.in_flight = self.thread.submit(self.write_copies, step, plan, copies)
@@ -96,7 +98,8 @@ class AsynchronousSaver(CheckpointSaver):
         except CheckpointError as error:
             if kind is None:
                 raise
-            logger.error(f"the last save failed: {error}")  # the run ends with another error
+            # the run already ends with a different error
+            logger.error(f"the last save failed: {error}")
         finally:
             self.thread.shutdown()
             self.stager.close()

@@ -6,11 +6,11 @@
     added_tokens    matched as written, before the text is normalized; no flag may change this
 
 tiktoken first looks a word up in the vocabulary. If the word is missing, tiktoken merges the two neighbors that form
-the token with the lowest id. The package `tokenizers` applies the first merge in its list. They give the same ids under
+the token with the lowest id. The package `tokenizers` applies the first merge in its list. Both give the same ids under
 two conditions, which the files of trained tokenizers meet: merges are sorted by the ids that they form, and merging the
 bytes of each token gives this token.
 
-With `ignore_merges`, the package looks words up too. Then a token may violate the second condition, if the list has all
+With `ignore_merges`, the package looks words up too, and a token may violate the second condition if the list has all
 merges that form it (695 tokens of Llama 3.1).
 """
 
@@ -57,7 +57,7 @@ def read_pattern(pre_tokenizer: dict | None) -> str | None:
 
 
 def are_matched_as_written(added: list[dict], *, is_normalized: bool) -> bool:
-    """Return whether no flag of an added token has an effect.
+    """Return whether all flags of an added token are without effect.
 
     A token with the flag "normalized" is matched in the normalized text, after all tokens without this flag.
     """
@@ -79,7 +79,7 @@ def rank_tokens(model: dict) -> dict[bytes, int] | None:
         return None
     merges = {}  # ids of two neighbors -> id of the token that they form
     for merge in model["merges"]:
-        # A merge is "a b" or ["a", "b"]. No token has a space: it is spelled "Ġ".
+        # A merge is "a b" or ["a", "b"]. Tokens spell a space as "Ġ".
         left, right = merge.split() if isinstance(merge, str) else merge
         pair = (vocab[left], vocab[right])
         merges.pop(pair, None)  # if a merge occurs several times, the last one counts

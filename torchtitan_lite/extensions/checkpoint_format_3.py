@@ -2,7 +2,7 @@
 
     "layers.0.attention.wq.weight": ["float32", [256, 256], [["rank-00000.safetensors", [0, 0], [128, 256]], ...]]
 
-Its tensor files are the same as in format 4. Saves always write format 4. Needs no torch.
+The tensor files are the same as in format 4. Saves always write format 4. Needs no torch.
 """
 
 from collections.abc import Sequence

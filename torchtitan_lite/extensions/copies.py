@@ -76,8 +76,8 @@ def find_odd_copy(of_ranks: list[Checksums]) -> str | None:
     if not found:
         return None
     _, odd, name = min(found)
-    who = f"rank {odd[0]} has another"
+    who = f"rank {odd[0]} has a different"
     if len(odd) > 1:
-        who = f"no majority tells which of the ranks {odd} has a wrong"
-    equal = "Weights and optimizer state should be bit-equal there"
-    return f"silent damage: {who} copy of {name}. {equal}"
+        who = f"there is no majority to decide which of the ranks {odd} has a wrong"
+    remedy = "Copies should be bit-equal: test the device with `pulse`, and resume from an undamaged step"
+    return f"silent damage: {who} copy of {name}. {remedy}"

@@ -6,8 +6,8 @@
     all-gather         all rows in float8, one scale             N*K bytes, half as much as in bf16
     in its block       all rows in float8                        forward and backward use the rounded values
 
-This all-reduce is needed each time a weight is gathered. With precomputed scales, it is replaced by a single all-reduce
-for all weights after each optimizer step: 4 bytes per weight over dp_shard x cp.
+The all-reduce of max |w| is needed each time a weight is gathered. With precomputed scales, a single all-reduce for all
+weights after each optimizer step replaces it: 4 bytes per weight over dp_shard x cp.
 
 Sources: TorchTitan arXiv:2410.06511; FSDP2's extension hooks, torch.distributed.fsdp.
 Effect: FSDP gathers through hooks on the local shards. FQNs, parameters and checkpoints do not change.
@@ -72,7 +72,7 @@ class PrecomputedScales:
 class Float8AllGatherHook:
     """This rank's rows of a weight, with the hooks that FSDP2 calls before and after the all-gather.
 
-    This is not a tensor subclass, because the optimizer and checkpoints would have to support it.
+    The class is not a tensor subclass, because the optimizer and checkpoints would have to support one.
     """
 
     def __init__(self, shard: Tensor):
@@ -94,7 +94,7 @@ class Float8AllGatherHook:
             dist.all_reduce(amax, dist.ReduceOp.MAX, group=mesh.get_group())
             scale = choose_scale(amax, E4M3)
         data = cast(self.shard, scale, E4M3).view(torch.uint8)  # no backend gathers float8
-        n_rows = ceil(outer_size[0] / mesh.size())  # the last ranks may have fewer
+        n_rows = ceil(outer_size[0] / mesh.size())  # the last ranks may have fewer rows
         data = F.pad(data, (0, 0, 0, n_rows - len(data)))
         return (data,), (scale,)
 
@@ -127,7 +127,8 @@ VIEWS = (aten.detach.default, aten.alias.default, aten.view.default, aten.as_str
 
 
 class Float8GatheredWeight(Tensor):
-    """A weight that FSDP gathered in float8. To FSDP and autograd, it and its gradient have the dtype `dtype`."""
+    """A weight that FSDP gathered in float8. To FSDP and autograd, this weight and its gradient have the dtype
+    `dtype`."""
 
     @staticmethod
     def __new__(cls, data8: Tensor, scale: Tensor, dtype: torch.dtype):

@@ -1,4 +1,4 @@
-"""Read JSON files that other programs wrote, and check each value where it is used. Needs no torch."""
+"""Read JSON files that other programs wrote, and check each value when it is used. Needs no torch."""
 
 import json
 from collections import Counter
@@ -7,6 +7,7 @@ from typing import Any
 
 from torchtitan_lite.config.messages import UserError
 
+REMEDY = "Correct the file, or download it again"
 REQUIRED = object()  # default of JsonObject.take: the key must be present
 
 
@@ -30,7 +31,7 @@ class JsonObject(dict):
         if not has_kind(value, kind):
             found = "is missing" if value is None else f"= {shorten_value(value)}"
             expected = kind.__name__ if type(kind) is type else kind
-            raise UserError(f"{self.path}: {name} {found}; it must be {expected}")
+            raise UserError(f"{self.path}: {name} {found}; it must be {expected}. {REMEDY}")
         return JsonObject(self.path, value, f"{name}.") if isinstance(value, dict) else value
 
 
@@ -44,11 +45,13 @@ def read_json(path: Path, *, may_be_missing: bool = False) -> JsonObject:
     try:
         value = json.loads(path.read_bytes(), object_pairs_hook=make_object)
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+        raise UserError(f"{path} cannot be read: {error.strerror}. {REMEDY}") from None
     except ValueError as error:
-        raise UserError(f"{path} is not JSON: {error}") from None
+        raise UserError(f"{path} is not JSON: {error}. {REMEDY}") from None
     if not isinstance(value, dict):
-        raise UserError(f"{path} must hold an object {{...}}, but it is {shorten_value(value)}")
+        raise UserError(
+            f"{path} must be an object {{...}}, but is {shorten_value(value)}. {REMEDY}"
+        )
     return JsonObject(path, value)
 
 

@@ -1,9 +1,9 @@
 """Collect what a rank does when a step hangs or a rank fails: its stack, its peers on this host, its collectives.
 
-The calls come from torch's flight recorder (comm.trace_buf_size entries). It records collectives on NCCL and gloo, and
-on NCCL also sends and receives. On gloo, the stack of the main thread shows whether the rank waits in the pipeline, and
-the schedule shows which microbatch of which rank is missing. tools/faults/hang.py reads the files of all ranks, and
-names the rank that the others wait for.
+The calls come from torch's flight recorder (comm.trace_buf_size entries). The flight recorder records collectives on
+NCCL and gloo, and on NCCL also sends and receives. On gloo, the stack of the main thread shows whether the rank waits
+in the pipeline, and the schedule shows which microbatch of which rank is missing. tools/faults/hang.py reads the files
+of all ranks, and names the rank that the others wait for.
 """
 
 import json
@@ -142,7 +142,7 @@ def list_actions(order: list) -> list[tuple[int, str]]:
 def read_recorder(
     thread: int, has_failed: bool, begun_ns: list[int]
 ) -> tuple[dict[str, dict], list[tuple[dict, dict]]]:
-    """Return for each group the number of its last call, and its first pending call.
+    """For each group, return the number of its last call, and its first pending call.
 
     The name of a group, "mesh_tp [0, 1]", is the same on all of its ranks. `thread` is the main thread, or the
     checkpoint thread that it waits for. Calls of other checkpoint threads are left out. If a call has failed
@@ -190,7 +190,7 @@ def read_recorder(
 def find_unusual(steps: list[list[dict]]) -> tuple[dict, dict] | None:
     """Return the first call of the last step that no earlier step made at the same place.
 
-    Also returns the call that the most similar earlier step made there.
+    Also returns the call that the most similar earlier step made at that place.
     """
     *earlier, last = steps or [[]]
     found = None

@@ -1,4 +1,4 @@
-"""Explain names and cache folders of the Hugging Face Hub, given instead of a folder. Needs no torch."""
+"""Explain a name or a cache folder of the Hugging Face Hub that a user gives instead of a folder. Needs no torch."""
 
 import os
 import re
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def explain_hub_cache(folder: str | Path) -> str:
-    """Explain where a cache folder of the Hugging Face Hub has its files. Return "" for any other folder."""
+    """Explain in which folders a cache folder of the Hugging Face Hub has its files. Return "" for any other folder."""
     root = Path(folder).absolute()
     if root.name == "snapshots":
         root = root.parent
@@ -29,4 +29,4 @@ def explain_hub_name(text: str | Path) -> str:
     if not match or os.path.exists(text) or os.path.exists(match[1]):
         return ""
     name = f"{match[1]}/{match[2]}"
-    return f"{text} is no folder here; nothing is downloaded. Run: hf download {name} --local-dir {name}"
+    return f"{text} is not a folder here, and nothing is downloaded. Run: hf download {name} --local-dir {name}"

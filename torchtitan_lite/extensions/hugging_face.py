@@ -31,12 +31,12 @@ from torchtitan_lite.extensions.hugging_face_folder import (
 
 
 def to_our_order(theirs: Tensor, head_dim: int) -> Tensor:
-    """Reorder rows of full heads, (R, D) or (R,), for our wq and wk: i and i + E/2 become neighbors."""
+    """Reorder rows of full heads, (R, D) or (R,), for wq and wk of this trainer: i and i + E/2 become neighbors."""
     return theirs.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
 
 
 def to_their_order(ours: Tensor, head_dim: int) -> Tensor:
-    """Reorder rows of full heads, (R, D) or (R,), for their q_proj and k_proj: the inverse of to_our_order."""
+    """Reorder rows of full heads, (R, D) or (R,), for Hugging Face's q_proj and k_proj: the inverse of to_our_order."""
     return ours.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
 
 

@@ -1,9 +1,9 @@
 """Read config.json of a Hugging Face folder into ModelArgs. Needs no torch.
 
 The architectures are in FAMILIES of models/NAME/hugging_face.py, with one row for each key of their config.json;
-EVERY_FAMILY has the keys that they share. A model with an unsupported feature (other biases, a different activation or
-RoPE scaling, quantized weights) is refused: it would load, but compute wrong outputs. A key without a row has no
-effect, as in transformers, and a notice says so.
+EVERY_FAMILY has the keys that all architectures share. A model with an unsupported feature (other biases, a different
+activation or RoPE scaling, quantized weights) is refused: it would load, but compute wrong outputs. A key without a row
+has no effect, as in transformers, and a notice says so.
 
 transformers 5 writes `rope_parameters` with theta and scaling; version 4 writes `rope_theta` and `rope_scaling`. Both
 are read.
@@ -72,8 +72,9 @@ EVERY_FAMILY = {  # keys that transformers reads for every architecture
     "quantization_config": ABSENT,
     "per_layer_config": ConfigKey(dict | None, only=(None, {})),
     "fusion_config": ABSENT,
-    "transformers_weights": ABSENT,  # would name a different file of weights
-    "configuration_files": ABSENT,  # would name files to read instead of config.json
+    "transformers_weights": ABSENT,  # transformers would load the file of weights that it names
+    # transformers would read the files that this key names instead of config.json
+    "configuration_files": ABSENT,
     **dict.fromkeys(
         [
             *DTYPE_KEYS,
@@ -144,7 +145,7 @@ def read_model_args(folder: Path) -> ModelArgs:
     kind = content.get("model_type")
     if not isinstance(kind, str) or kind not in families:
         why = f"{CONFIG}: model_type = {kind!r}; supported: {', '.join(families)}"
-        raise HuggingFaceError(folder, [why])
+        raise HuggingFaceError(folder, [f"{why}. Use such a model, or add yours to models/"])
     model_name, family = families[kind]
     config, problems = read_keys(content, EVERY_FAMILY | family.keys, family.title)
     rope = {}
@@ -154,7 +155,8 @@ def read_model_args(folder: Path) -> ModelArgs:
         fill_in(config)
         problems = find_unsupported(config, family)
     if problems:
-        raise HuggingFaceError(folder, [f"{CONFIG}: {problem}" for problem in problems])
+        remedy = f"Correct {CONFIG} if a value is wrong. Otherwise use a different model"
+        raise HuggingFaceError(folder, [*(f"{CONFIG}: {problem}" for problem in problems), remedy])
     moe = None
     if family.experts:
         config[DENSE_LAYERS] = count_dense(config)

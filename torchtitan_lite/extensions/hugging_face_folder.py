@@ -78,7 +78,7 @@ def open_folder(path: Path) -> HuggingFaceFolder:
             if name.endswith(NO_WEIGHTS):
                 continue
             if dtype not in FILE_DTYPES:
-                remedy = f"Quantized weights cannot be used; supported: {', '.join(FILE_DTYPES)}"
+                remedy = f"Quantized weights cannot be used. Use a model in one of {', '.join(FILE_DTYPES)}"
                 raise HuggingFaceError(path, [f"{file.name}: {name} is {dtype}. {remedy}"])
             if name in tensors:
                 other = tensors[name][0].name
@@ -105,7 +105,8 @@ def open_folder(path: Path) -> HuggingFaceFolder:
     if len(problems) > MOST_NAMED:
         problems[MOST_NAMED:] = [f"and {len(problems) - MOST_NAMED} more"]
     if problems:
-        raise HuggingFaceError(path, problems)
+        remedy = f"Download the folder again, or correct {CONFIG}"
+        raise HuggingFaceError(path, [*problems, remedy])
     return HuggingFaceFolder(model_args, tensors)
 
 
@@ -114,7 +115,7 @@ def find_tied(
 ) -> ModelArgs:
     """Return the model unchanged, or with untied embeddings if the files have two different matrices.
 
-    If it stays tied, remove the head from `found` and `tensors`.
+    If the model stays tied, remove the head from `found` and `tensors`.
     """
     untied = replace(model_args, tie_embeddings=False)
     (embedding,) = name_theirs("tok_embeddings.weight", untied)
@@ -156,13 +157,13 @@ def list_weight_files(path: Path, file_names: dict[str, str]) -> list[Path]:
     if (path / SINGLE_FILE).is_file():
         return [path / SINGLE_FILE]
     if not file_names:
-        why = f"there is no {SINGLE_FILE} and no {INDEX}"
+        why = f"there is no {SINGLE_FILE} and no {INDEX}: download the weights"
         if pickles := sorted(file.name for file in path.glob("*.bin")):
             why += f"; {pickles[0]} is a pickle, which is never opened here: save it as safetensors with transformers"
         raise HuggingFaceError(path, [why])
     files = {path / name for name in file_names.values()}
     if missing := sorted(file.name for file in files if not file.is_file()):
-        why = f"{INDEX} names {', '.join(missing)}, which is not in the folder: download it again"
+        why = f"{INDEX} names {', '.join(missing)}, which is not in the folder: download the folder again"
         raise HuggingFaceError(path, [why])
     return sorted(files)
 
@@ -179,5 +180,5 @@ def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
                 described[name] = (stored.get_dtype(), tuple(stored.get_shape()))
         return described
     except (OSError, ValueError, safetensors.SafetensorError) as error:
-        why = f"{path} is not a complete safetensors file: {error}"
+        why = f"{path} is not a complete safetensors file: {error}. Download it again"
         raise HuggingFaceError(path.parent, [why]) from None

@@ -22,8 +22,8 @@ communicate.
     work       5 x (4m^2n + 2m^3) FLOPs per m x n matrix, m <= n, on its owner. For 8B, a step needs as many FLOPs as
                12,000 tokens do
 
-Newton-Schulz computes in training.mixed_precision_param. In bfloat16 it matches torch.optim.Muon, but rounds
-differently on each layout. In float32, updates are equal on all layouts. Updates have the same RMS as AdamW's updates
+Newton-Schulz computes in training.mixed_precision_param. In bfloat16, the result matches torch.optim.Muon, but rounding
+differs between layouts. In float32, updates are equal on all layouts. Updates have the same RMS as AdamW's updates
 ("match_rms_adamw"), so AdamW's learning rate and weight decay are suitable for Muon too. beta1, beta2 and eps are used
 only for the parameters that AdamW updates.
 
@@ -59,11 +59,12 @@ class HiddenMatrix(NamedTuple):
     parameter: Tensor
     owner: tuple  # coordinate of the owner on each axis
     dims: list[int]  # for each axis, the dim that it shards: -2 or -1
-    shapes: list[list[int]]  # for each axis, the shape before it shards the matrix
+    shapes: list[list[int]]  # for each axis, the shape of the matrix before this axis shards it
 
 
 class Muon(AdamW):
-    """Muon and AdamW. Construct it with (FQN, parameter) pairs. Newton-Schulz uses the `compute_dtype` of a group."""
+    """Muon and AdamW. The constructor takes (FQN, parameter) pairs. Newton-Schulz uses the `compute_dtype` of a
+    group."""
 
     def __init__(self, groups: list[dict], **options):
         super().__init__(groups, **options)
@@ -152,7 +153,8 @@ def place_matrix(
 ) -> HiddenMatrix:
     """Describe a matrix of the full `shape`, and its slices on this rank.
 
-    tp, the last axis, splits the matrix first. `mesh_dims` are the mesh dims that belong to `axes`.
+    The last axis is tp, which splits the matrix before the other axes do. `mesh_dims` are the mesh dims that belong to
+    `axes`.
     """
     dims = [parameter.placements[mesh_dim].dim - parameter.dim() for mesh_dim in mesh_dims]
     shapes = []

@@ -1,6 +1,6 @@
 """Handle an earlier run in job.dump_folder: resume it, refuse to start, or delete it (job.overwrite). Needs no torch.
 
-job.overwrite deletes only files that a run writes, never another file. A run that torchrun restarts keeps its own
+job.overwrite deletes only files that a run writes, and never any other file. A run that torchrun restarts keeps its own
 files.
 """
 
@@ -43,13 +43,13 @@ def check_earlier(problems: Problems, folder: Path) -> None:
     earlier = read_earlier(folder)
     section = problems.config.checkpoint
     saved_in = earlier.get("checkpoint.folder", section.folder)
-    why = "it has an earlier run, which saved no checkpoints"
+    why = "the folder has an earlier run, which saved no checkpoints"
     remedy = "Name another folder"
     if not section.load_only:
         remedy += ", or delete that run with --job.overwrite"
     resuming = []
     if find_steps(folder / saved_in):
-        why = f"it has an earlier run, with checkpoints in {saved_in}"
+        why = f"the folder has an earlier run, with checkpoints in {saved_in}"
         if not section.enable:
             resuming.append("--checkpoint.enable")
         if saved_in != section.folder:
@@ -72,10 +72,11 @@ def delete_earlier(folder: Path, config: Config) -> None:
 
 
 def list_earlier(folder: Path, config: Config) -> list[Path]:
-    """List the paths that job.overwrite deletes: only what a run has written, never another file."""
+    """List the paths that job.overwrite deletes: only files that a run has written."""
     paths = set()
     earlier = read_earlier(folder)
-    if (folder / CONFIG_TOML).exists():  # a run used this folder, so the files belong to it
+    # a run has used this folder, so these files were written by the run
+    if (folder / CONFIG_TOML).exists():
         for pattern in FILES_OF_RUN:
             paths.update(folder.glob(pattern))
     for key, patterns in FOLDERS_OF_RUN.items():
@@ -84,6 +85,6 @@ def list_earlier(folder: Path, config: Config) -> list[Path]:
             inside = folder / name
             for pattern in patterns:
                 for path in inside.glob(pattern):
-                    # Take the first part of the path, so that step-N, the folder of a checkpoint or trace, is deleted.
+                    # Delete the first part of the path, such as step-N, the folder of a checkpoint or trace.
                     paths.add(inside / path.relative_to(inside).parts[0])
     return sorted(paths)

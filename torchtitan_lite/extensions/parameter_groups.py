@@ -8,7 +8,7 @@
     weight_decay = 0
 
 A pattern must match the full FQN. `*` matches any text, including dots; `?` matches any character; `[ab]` matches a or
-b. If several groups match a parameter, it belongs to the first of them.
+b. If several groups match a parameter, the parameter belongs to the first of these groups.
 """
 
 from collections.abc import Iterable, Sequence
@@ -65,14 +65,14 @@ def check_groups(config: Config, model_args: ModelArgs) -> list[Problem]:
         if not matched:
             near = get_close_matches(group.match, fqns, n=1, cutoff=0) or fqns[:1]
             why = "no parameter of this model has such a name"
-            names = f"A pattern matches whole names, such as {near[0]}, and * any text"
+            names = f"A pattern must match the whole name, such as {near[0]}; * stands for any text"
             remedy = f"{names}. Change it, or remove this group"
             problems.append(Problem(GROUPS, group.match, why, remedy))
         elif all(find_group(earlier, fqn) is not OTHERS for fqn in matched):
             owners = {find_group(earlier, fqn).match: None for fqn in matched}
             names = " and ".join(map(repr, owners))
-            why = f"a parameter belongs to the first group that matches it, and {names} matches all of these"
-            remedy = "Move this group before that, or remove it"
+            why = f"a parameter uses the first group that matches it, and {names} matches all parameters of this group"
+            remedy = f"Move this group before {names}, or remove it"
             problems.append(Problem(GROUPS, group.match, why, remedy))
         earlier.append(group)
     return problems
@@ -91,7 +91,7 @@ def describe_groups(config: Config, model_args: ModelArgs) -> list[str]:
             line = f"{name}: {rates}, {len(fqns)} {noun} ({', '.join(examples)})"
             n_elsewhere = len(list_matched(group, model_args)) - len(fqns)
             if n_elsewhere > 0:
-                line += f"; {n_elsewhere} more that it matches are in earlier groups"
+                line += f"; {n_elsewhere} more parameters match, but belong to earlier groups"
             lines.append(line)
     return lines
 

@@ -36,6 +36,6 @@ def turn_off_files(given: UserConfig) -> UserConfig:
     problems = list(given.problems)
     if config.job.overwrite:
         why = "it would delete the run that checkpoint.load_only reads"
-        problems.append(Problem("job.overwrite", True, why, "Set one of them to false"))
+        problems.append(Problem("job.overwrite", True, why, "Set one of the two keys to false"))
     notices = (*given.notices, notice)
     return replace(given, config=config, problems=tuple(problems), notices=notices)

@@ -1,7 +1,7 @@
 """Compute causal attention over the ranks of `cp`: fetch keys and values, attend part by part, merge the parts.
 
-Each rank has an early and a late piece of the sequence (context_parallel.py). How its queries attend to the keys of a
-rank depends on that rank:
+Each rank has an early and a late piece of the sequence (context_parallel.py). How the queries of this rank attend to
+the keys of a rank depends on the order of the two ranks:
 
     an earlier rank    all queries attend to the early piece, and no query to the late piece
     the same rank      causal attention, because positions increase from the early to the late piece
@@ -15,7 +15,7 @@ same number of pairs. The parts are merged with their log-sum-exp (lse, below).
     ring        P per round, n-1 rounds, overlaps compute    the same, and n rounds of fp32 gradients, which follow
                                                              their keys one step behind
 
-For `allgather`, P = 2*B*K*S*E*2 bytes in bf16, the keys and values of all ranks. For `ring`, P is 1/n of this, so the
+For `allgather`, P = 2*B*K*S*E*2 bytes in bf16, the keys and values of all ranks. For `ring`, P is 1/n as large, so the
 totals are equal. With both methods, a rank first attends to its own keys, and then to the keys of the other ranks in
 turn, while more keys arrive. For backward, a rank saves only local tensors: query, key, value, out and lse. While a
 layer computes, `allgather` stores the keys, values and gradients of all ranks, and `ring` those of two ranks.
@@ -51,10 +51,10 @@ class KeysOfRanks:
         self.grads: Tensor | None = None  # sums so far, fp32
 
     def list_visible(self) -> Iterator[tuple[int, slice, slice, Tensor]]:
-        """Yield each rank, starting with this one.
+        """Yield each rank, starting with this rank, and what this rank's queries attend to there.
 
-        With each rank, yield the slice of this rank's queries that attend to it, the slice of its visible keys, and
-        these keys with their values.
+        The values are the rank, the slice of the queries that attend to any of its keys, the slice of the keys that
+        they attend to, and these keys with their values.
         """
         half = self.key_value.shape[3] // 2
         for source, key_value in self.fetch():
@@ -90,7 +90,8 @@ class GatheredKeys(KeysOfRanks):
 
 
 class PassedKeys(KeysOfRanks):
-    """The method ring: fetches keys and values of one rank at a time. Gradients arrive one step later, flattened."""
+    """The method ring: fetches keys and values of one rank at a time. Gradients are flattened, and arrive one step
+    later."""
 
     def fetch(self) -> Iterator[tuple[int, Tensor]]:
         key_value = self.key_value
@@ -146,11 +147,11 @@ def find_visible(rank: int, source: int, half: int) -> tuple[slice, slice]:
 # gradients of a part        = backward of the same kernel, called with the *merged* out and lse
 #
 # A part is either causal (its queries and keys have the same positions) or not masked at all. So no S x S mask is ever
-# stored. Kernels do not store their scores. Their other inputs and outputs are no larger than query. On a CPU, the
-# kernel is torch's flash attention. On a GPU, it is cuDNN's if torch's SDPA prefers it (Hopper, Blackwell), otherwise
-# FlashAttention 2. The CUDA kernels support bf16 and fp16, and a head_dim that is a multiple of 8 up to 256;
-# config/settings.py refuses anything else. They have never run on a GPU. Tests check their arguments on meta tensors,
-# and GPU tests check their results.
+# stored. Kernels do not store their scores. All inputs and outputs of the kernels are at most as large as query. On a
+# CPU, the kernel is torch's flash attention. On a GPU, the kernel is cuDNN's if torch's SDPA prefers cuDNN (Hopper,
+# Blackwell), otherwise FlashAttention 2. The CUDA kernels support bf16 and fp16, and a head_dim that is a multiple of 8
+# up to 256; config/settings.py refuses anything else. The CUDA kernels have never run. Tests check their arguments on
+# meta tensors, and GPU tests check their results.
 
 OutAndLse = tuple[Tensor, Tensor]  # out (B, H, S, E); lse (B, H, S) fp32, contiguous
 
@@ -205,7 +206,7 @@ def attend_to_part_backward(
 
 def merge_into(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
     """Merge the attention to more keys into (out, lse), both fp32, in place."""
-    # This is the weight of these keys in the softmax over all keys. The formula cannot overflow.
+    # the weight of the new keys in the softmax over all keys; the formula cannot overflow
     weight = torch.sigmoid(part_lse - lse)
     out.lerp_(part_out.float(), weight.unsqueeze(-1))
     lse.copy_(torch.logaddexp(lse, part_lse))

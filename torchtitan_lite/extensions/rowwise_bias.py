@@ -1,6 +1,6 @@
 """Let a rowwise module with a bias compute without it: under tp, RowwiseParallel adds the bias after the partial sums.
 
-Works with any class of module, such as float8 layers and those of forks. FQNs do not change.
+Works with any class of module, such as float8 layers and layers of forks. FQNs do not change.
 """
 
 from functools import cache
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 @cache  # one subclass per class, because modules of one class share compiled code
 def hide_bias(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass of `cls` whose own forward reads its bias as None. All other code reads the bias."""
+    """Return a subclass of `cls` in which `self.bias` is None during forward, and the bias at all other times."""
 
     def forward(self: nn.Module, *inputs, **options):
         # nn.Module.__setattr__ would take the host ten times as long

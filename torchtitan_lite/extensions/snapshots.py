@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class Snapshots(AbstractContextManager):
-    """Saves and restores snapshots. All methods are collective. train.py calls it like a CheckpointSaver."""
+    """Saves and restores snapshots. All methods are collective. train.py uses this class like a CheckpointSaver."""
 
     def __init__(
         self,
@@ -42,10 +42,11 @@ class Snapshots(AbstractContextManager):
         all_ranks: dist.ProcessGroup,
         timeout: timedelta,
     ):
-        """`checkpoints` is the saver of the same run. The saver of snapshots has its class, section and tensors."""
+        """`checkpoints` is the saver of the run's checkpoints. Snapshots use a saver of the same class, section and
+        tensors."""
         self.all_ranks = all_ranks
         host = place.host_ranks
-        # Without local synchronization, all ranks would wait for each other once per host.
+        # Without local synchronization, all ranks would wait for the creation of every host's group.
         self.group = dist.new_group(
             list(host),
             backend="gloo",
@@ -79,7 +80,7 @@ class Snapshots(AbstractContextManager):
     ) -> None:
         """Save every local_interval steps, except when the run ends or stops. Raises errors of earlier saves.
 
-        Call it after the checkpoint of the same step is committed, because the last step deletes all snapshots.
+        Call this after the checkpoint of the same step is committed, because the last step deletes all snapshots.
         """
         if step == n_steps:
             self.saver.wait()
@@ -114,7 +115,8 @@ class Snapshots(AbstractContextManager):
         return int(lowest)
 
     def has_shards(self, step: int) -> bool:
-        """Return whether the snapshot of a step has every shard of this rank. It must have the same layout."""
+        """Return whether the snapshot of a step has every shard of this rank. The snapshot must have the same
+        layout."""
         try:
             manifest = read_manifest(self.folder / f"step-{step}")
         except CheckpointError:
@@ -137,7 +139,7 @@ class Snapshots(AbstractContextManager):
 
 
 def forget(*_: object, **fields: object) -> None:
-    """Record nothing: snapshots are no checkpoints of the run."""
+    """Record nothing, because snapshots are not listed among the checkpoints of the run."""
 
 
 def create_folder(folder: Path) -> None:
@@ -150,7 +152,7 @@ def create_folder(folder: Path) -> None:
 
 
 def identify_run(checkpoints: Path) -> str:
-    """Return the id of the run that saves in the folder `checkpoints`. If there is no id yet, write one."""
+    """Return the id of the run that saves in the folder `checkpoints`. If the folder has no id yet, write a new one."""
     path = checkpoints / RUN_ID
     if not path.exists():
         checkpoints.mkdir(parents=True, exist_ok=True)

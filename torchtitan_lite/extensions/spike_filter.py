@@ -5,7 +5,7 @@
     step                  applied | skipped | applied
 
 The window includes the norm of this step and the norms of skipped steps. No step is skipped until half of the window is
-filled. If norms rise for good, skipping cannot lower them, because a skipped step does not change the weights. After
+filled. If norms rise permanently, skipping cannot lower them, because a skipped step does not change the weights. After
 half of a window, the median has risen too, and steps are applied again.
 
 All ranks have the same norm and history, so they make the same decision without communication. The history stays on
@@ -20,7 +20,7 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-UNKNOWN_NORM = 1e18  # larger than every norm, but finite, so that `verify` can compare checkpoints
+UNKNOWN_NORM = 1e18  # larger than every norm, but finite, because `verify` compares checkpoints
 
 
 class SpikeFilter:
@@ -40,7 +40,7 @@ class SpikeFilter:
 
     @torch.no_grad()
     def judge(self, grad_norm: Tensor) -> Tensor:
-        """Add the norm of this step, () fp32, to the history. Return whether it is a spike, () bool."""
+        """Add the norm of this step, () fp32, to the history. Return whether this norm is a spike, () bool."""
         newer = torch.cat([self.history[1:], grad_norm[None]])
         self.history.copy_(torch.where(grad_norm.isfinite(), newer, self.history))
         is_spike = grad_norm > self.factor * self.history.median()

@@ -28,7 +28,7 @@ def round_stochastically(x: Tensor, step: Tensor, salt: int) -> Tensor:
 
 
 def scramble(bits: Tensor) -> Tensor:
-    """Hash int32 values by two rounds of multiply and shift, so that neighboring values get unrelated hashes."""
+    """Hash int32 values by two rounds of multiply and shift. Neighboring values get unrelated hashes."""
     for _ in range(2):
         bits = (bits ^ (bits >> 16 & 0xFFFF)) * 0x45D9F3B
     return bits ^ (bits >> 16 & 0xFFFF)

@@ -18,7 +18,7 @@ def share_buffers(parts: list[nn.Module]) -> None:
     """Let FSDP allocate its buffers in symmetric memory. Raises UserError if torch is too old."""
     if not hasattr(FSDPModule, "set_symm_mem_for_comm"):
         why = "this torch has no FSDPModule.set_symm_mem_for_comm, which parallelism.fsdp_symmetric_memory needs"
-        raise UserError(f"{why}: install torch 2.12 or newer, or leave this key out")
+        raise UserError(f"{why}: install torch 2.12 or newer, or set the key to false")
     for part in parts:
         for module in list_fsdp_modules(part):
             module.set_symm_mem_for_comm()

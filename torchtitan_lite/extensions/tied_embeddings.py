@@ -6,8 +6,8 @@
 Each collective moves V*D*4 bytes between the two ranks, divided by the number of ranks that shard the matrix (tp,
 dp_shard x cp). In a V schedule, both stages are on one rank, which copies and adds locally.
 
-The copy cannot differ from the matrix, because it is overwritten before every forward. It is not a parameter of the
-run: it has no optimizer state, and is part of neither the gradient norm nor a checkpoint.
+The copy cannot differ from the matrix, because it is overwritten before every forward. The copy is not a parameter of
+the run: it has no optimizer state, and is not part of the gradient norm or of a checkpoint.
 
 Effect: `output.weight` of the last stage always equals `tok_embeddings.weight` of the first stage. In a run with tied
 weights under pp, a TiedSchedule wraps the schedule.
@@ -27,12 +27,13 @@ from torchtitan_lite.dtensor import local_shard
 
 @dataclass(frozen=True)
 class TiedSchedule:
-    """A pipeline schedule of a rank with the matrix or its copy. The first and last stage have the same shard of it."""
+    """The pipeline schedule of a rank that has the matrix or its copy. The first and the last stage shard it
+    equally."""
 
     schedule: _PipelineSchedule
     owner: Tensor | None  # tok_embeddings.weight; None if another rank has the first stage
     copy: Tensor | None  # output.weight; None if another rank has the last stage
-    # the ranks of both stages, the owner first; None if both stages are on one rank
+    # rank of the owner and rank of the copy, in this order; None if both stages are on one rank
     group: dist.ProcessGroup | None
 
     def step(self, *tokens: Tensor, **options) -> None:
@@ -46,7 +47,7 @@ class TiedSchedule:
 
     @torch.no_grad()
     def send_weights(self) -> None:
-        """Overwrite the copy, and drop its gradient. Collective over the group."""
+        """Overwrite the copy, and clear its gradient. Collective over the group."""
         if self.copy is not None:
             self.copy.grad = None
         if self.group is None:
@@ -63,7 +64,7 @@ class TiedSchedule:
             dist.all_reduce(local_shard(self.pick().grad), group=self.group)
 
     def pick(self) -> Tensor:
-        """Return this rank's matrix: the copy, or otherwise the owner."""
+        """Return the copy if this rank has it, otherwise the owner's matrix."""
         return self.owner if self.copy is None else self.copy
 
 
@@ -74,7 +75,7 @@ def tie_schedule(
     layout: Layout,
     pp: DeviceMesh,
 ) -> _PipelineSchedule | TiedSchedule:
-    """Wrap the schedule of a rank that has `owner`, `copy` or both. Collective over the ranks of both stages."""
+    """Wrap the schedule if this rank has `owner`, `copy` or both. Collective over the ranks of both stages."""
     if copy is None and owner is None:
         return schedule
     pipeline = dist.get_process_group_ranks(pp.get_group())

@@ -1,4 +1,4 @@
-"""Read a Hugging Face tokenizer.json. Its ids are the same as in the package `tokenizers` (extra `hf`).
+"""Read a Hugging Face tokenizer.json. The ids are the same as in the package `tokenizers` (extra `hf`).
 
 tiktoken is three times as fast as the package. tiktoken is used for a byte-level BPE if both give the same ids
 (byte_level_bpe.py), and the package for every other file. A tokenizer.json has a model, and added tokens, which are
@@ -25,7 +25,7 @@ SPECIAL_MAP = "special_tokens_map.json"  # an older format than tokenizer_config
 def read_tokenizer_json(path: Path, content: bytes) -> Tokenizer:
     """Read tokenizer.json.
 
-    BOS comes from its post-processor. EOS and additional tokens come from the other files in the same folder.
+    The post-processor defines BOS. EOS and additional tokens come from the other files in the same folder.
     """
     file = read_json(path)
     model = file.take("model", dict)
@@ -74,7 +74,7 @@ def encode_by_package(package: Any) -> tuple[Callable, Callable]:
     """Return Tokenizer.encoders, implemented with the package `tokenizers`."""
     package.no_truncation()
     package.no_padding()
-    package.post_processor = None  # with it, offsets may leave out white space
+    package.post_processor = None  # with this option, offsets may omit white space
     package.encode_special_tokens = True  # treats names of special tokens as plain text
 
     def encode_text(text: str) -> list[int]:

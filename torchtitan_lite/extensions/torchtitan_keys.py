@@ -106,7 +106,7 @@ def explain_absent(key: str, value: object) -> str | None:
 def translate_keys(
     table: dict[str, Any], texts: dict[str, Any], problems: list[Problem], notices: list[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the values of a file and of the command line whose keys exist here.
+    """Return those values of the file and of the command line whose keys exist here.
 
     Adds problems and notices for all other keys.
     """
@@ -157,7 +157,8 @@ def is_section(start: str) -> bool:
 
 
 def suggest_key(key: str) -> str:
-    """Return a remedy for an unknown key. It names a key with the same name in another section, or a similar key."""
+    """Return a remedy for an unknown key. The remedy names a key with the same name in a different section, or a
+    similar key."""
     name = key.rpartition(".")[2]
     same_name = [known for known in (*KEYS, *MISSING_FEATURES) if known.endswith(f".{name}")]
     near = get_close_matches(key, same_name, n=1, cutoff=0) + get_close_matches(key, KEYS, n=1)

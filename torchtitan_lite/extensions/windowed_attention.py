@@ -6,10 +6,10 @@
 
 A query attends to keys inside its window, and if model.attention says so, only to keys of its document. All layers of a
 model with windows or sinks use this module. The model plans one mask for each kind of layer, once per batch. On a CPU,
-this is an explicit mask (B, 1, Q, K). On CUDA, these are the blocks of flex attention, as in
-model/document_attention.py. Flex attention computes the output without sinks. A sink then scales it by exp(lse) /
-(exp(lse) + exp(sink)), where lse is the log-sum-exp of the scores. The CUDA path has never run on a GPU. Tests compare
-its blocks and its outputs on a CPU.
+the mask is explicit, (B, 1, Q, K). On CUDA, flex attention gets a mask of blocks, as in model/document_attention.py.
+Flex attention computes the output without sinks. A sink then scales the output by exp(lse) / (exp(lse) + exp(sink)),
+where lse is the log-sum-exp of the scores. The CUDA path has never run on a GPU. Tests compare its blocks and its
+outputs on a CPU.
 
 `attention.inner.sinks.weight` has a logit for each query head. tp splits it in the same way as the heads.
 
@@ -34,7 +34,7 @@ from torchtitan_lite.model.document_attention import (
     plan_mask,
 )
 
-Masks = list[Tensor | BlockMask]  # one for each kind of layer
+Masks = list[Tensor | BlockMask]  # one mask for each kind of layer
 
 
 class Sinks(nn.Module):

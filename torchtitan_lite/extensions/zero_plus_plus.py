@@ -31,17 +31,17 @@ nearest to x/s, which is at most 127, so the product of this integer and s diffe
     qgZ   a sum of gradients g_r has an error of at most s_r/2 for each rank r, plus s_v/2 for each node v. The sum of a
           node has an error before it is rounded, so s_v <= (max |sum of its g_r| + max sum of its s_r/2) / 127
 
-Nothing else is rounded. `verify` checks that every packed block is within s/2. It then sends exact numbers through the
-same collectives, and compares everything else with its usual bounds. In a block with NaN or infinity, all elements
-become NaN, and the step is skipped as usual.
+Nothing else is rounded. `verify` checks that every packed block is within s/2. Then `verify` sends exact numbers
+through the same collectives, and compares everything else with its usual bounds. In a block with NaN or infinity, all
+elements become NaN, and the step is skipped as usual.
 
 An FSDP group is split by node only if it has several ranks in each of several nodes. In any other group, hpZ keeps
 nothing, and qgZ has a single all-to-all. Replicas (HSDP) all-reduce without rounding. Packing, collective and unpacking
 run on FSDP's streams, in place of FSDP's own collective, and the host does not wait.
 
-Source: ZeRO++ arXiv:2306.10209. FSDP2's integer reshard_after_forward also keeps secondary shards. But it does not
-support TP or experts, and adds two process groups per block.
-Effect: FSDP calls these collectives. Parameters, FQNs and checkpoints do not change.
+Source: ZeRO++ arXiv:2306.10209. FSDP2's integer reshard_after_forward also keeps secondary shards, but does not support
+TP or experts, and adds two process groups per block. Effect: FSDP calls these collectives. Parameters, FQNs and
+checkpoints do not change.
 """
 
 from collections.abc import Sequence
@@ -211,7 +211,7 @@ class AllGather(DefaultAllGather):
 
 
 class ReduceScatter(DefaultReduceScatter):
-    """The reduce-scatter of an FSDP group by all-to-alls (qgZ), called by FSDP."""
+    """The reduce-scatter of an FSDP group, made of all-to-alls (qgZ). FSDP calls this object."""
 
     def __init__(self, packing: Packing, nodes: Nodes):
         self.packing = packing

@@ -5,13 +5,13 @@
                        write hang/restart-0/rank-00003.json
     launcher       2 s after the first file: read all files, print one paragraph (tools/faults/hang.py)
 
-The limit is comm.hang_seconds for a step and for a batch of a validation; after a signal, STOP_WITHIN_S. A save, the
-first step, the first validation and the load before them may take 3/4 of comm.init_timeout_seconds. A rank that is late
-also creates a file `late`. A rank that has not advanced for half of its limit, in a step or between two steps, looks
-for this file. If the file exists, the rank writes its state too. So while ranks advance, none of them reads the shared
-folder. A rank that is stopped or never releases the GIL cannot write. So each file also has the state of every rank of
-its host, from /proc. If the step ends after all, the rank deletes its file. A new start deletes all earlier files
-(dump_folder.py).
+The limit is comm.hang_seconds for a step and for a batch of a validation; after a signal, STOP_WITHIN_S. A save,
+loading the initial state, the first step and the first validation may take 3/4 of comm.init_timeout_seconds. A rank
+that is late also creates a file `late`. A rank that has not advanced for half of its limit, in a step or between two
+steps, looks for this file. If the file exists, the rank writes its state too. So ranks that advance do not read the
+shared folder. A rank that is stopped or never releases the GIL cannot write. So each file also has the state of every
+rank of its host, from /proc. If the step ends after all, the rank deletes its file. A new start deletes all earlier
+files (dump_folder.py).
 
 gloo aborts a rank if its call differs from the calls of its peers. A rank that ends with an error, or because another
 rank has ended, writes the same record to hang/restart-0/failed-00003.json.
@@ -50,9 +50,8 @@ logger = logging.getLogger(__name__)
 # report at this fraction of the time-out, before collectives fail and ranks end
 SHARE_OF_TIMEOUT = 0.75
 N_STEPS = 8  # steps whose calls a hang report compares
-STOP_WITHIN_S = (
-    15.0  # after a signal, a step hangs if it takes longer than this and than twice the last step
-)
+# after a signal, a step hangs if it takes longer than this time and than twice the last step
+STOP_WITHIN_S = 15.0
 
 
 def meet_processes(place: Place, store: dist.Store, section: Comm) -> dict[int, tuple[int, str]]:
@@ -73,7 +72,7 @@ def meet_processes(place: Place, store: dist.Store, section: Comm) -> dict[int, 
         late = [str(rank) for rank in known if not store.check([f"process of rank {rank}"])]
         why = f"rank {', '.join(late)} has not started within"
         raise UserError(
-            f"{why} comm.init_timeout_seconds = {section.init_timeout_seconds}"
+            f"{why} comm.init_timeout_seconds = {section.init_timeout_seconds}. Check its host, or raise this key"
         ) from None
     return dict(zip(known, map(json.loads, answers), strict=True))
 
@@ -105,15 +104,15 @@ class HangWatch:
     has_validated: bool = False
     written_in_s: float | None = None  # `began_s` of the step that this rank has reported
     has_failed: bool = False
-    has_warned: bool = False  # of a time-out that is short for the steps
+    has_warned: bool = False  # whether the log has a warning of long steps
     leaving: threading.Event = field(default_factory=threading.Event)
-    unwritten: set[str] = field(default_factory=set)  # files that the log has reported
+    unwritten: set[str] = field(default_factory=set)  # files for which the log already has an error
 
     def __post_init__(self) -> None:
         self.stop.follow(self.find_phase)
 
     def start(self) -> None:
-        """Start the thread. It watches the loading of the initial state first, then the steps."""
+        """Start the thread. The thread watches the loading of the initial state first, then the steps."""
         if self.section.hang_seconds != 0:
             threading.Thread(target=self.watch, name="hang", daemon=True).start()
 
@@ -176,12 +175,12 @@ class HangWatch:
     def is_late(self) -> bool:
         """Return whether this rank has not advanced for too long, or for half as long while another rank is late."""
         step_limit_s = self.find_limit()
-        # a save, or the first step, may take longer than other steps
+        # a save or the first step may take longer than other steps
         limit_s = SHARE_OF_TIMEOUT * self.section.init_timeout_seconds
         is_later_step = self.is_in_step and self.last_s > 0
         if is_later_step:
             limit_s = step_limit_s
-        # measure after choosing the limit: if a step begins in between, it has waited for 0 s
+        # measure after choosing the limit: if a step begins in between, the measured wait is 0 s
         waited_s = time.monotonic() - self.began_s
         if waited_s > limit_s:
             return True
@@ -191,7 +190,8 @@ class HangWatch:
             stopping_s = time.monotonic() - self.stop.received_at_s
             if is_later_step and stopping_s > max(STOP_WITHIN_S, 2 * self.last_s):
                 return True
-        return has_waited and self.late.exists()  # a rank that advances does not read the folder
+        # only a rank that does not advance reads the shared folder
+        return has_waited and self.late.exists()
 
     def find_limit(self) -> float:
         """Return the seconds that a step after the first one may take."""

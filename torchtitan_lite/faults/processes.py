@@ -4,9 +4,9 @@
     plain torchrun     torchrun  <-  ranks
 
 `<-` means: asks the kernel to be killed as soon as its parent ends (PR_SET_PDEATHSIG). The kernel does not need the
-process to react, so it also ends ranks that are stopped or hold the GIL. A fork server does not end with the launcher
-by itself, because the ranks hold its pipe open; it makes the same request (tools/fork_server.py). The workers of
-`verify` and `prepare` do so, too.
+process to react, so even ranks that are stopped or hold the GIL end. A fork server does not end with the launcher
+by itself, because the ranks hold its pipe open; it therefore makes the same request (tools/fork_server.py), as do the
+workers of `verify` and `prepare`.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ def end_with_parent(number: int = signal.SIGKILL) -> None:
 def read_state(pid: int | str) -> str:
     """Return the state of a process's main thread: R runs, S sleeps, D waits for a disk, T is stopped, Z has ended.
 
-    Returns "" if this system shows no processes. Only for processes of this user in this PID namespace.
+    Returns "" if this system shows no processes. The process must be in this PID namespace, and belong to this user.
     """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

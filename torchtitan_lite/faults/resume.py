@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 def resume(
     run: Run, steps: list[int], snapshots: Any, group: dist.ProcessGroup, *, restarted: bool
 ) -> int:
-    """Load the newest state. Return its step, or 0 for weights without a step. Collective over all ranks.
+    """Load the newest state. Return the step of the state, or 0 if only weights are loaded. Collective over all ranks.
 
     `steps`: steps of the checkpoints in the dump folder. Raises the same errors as `start_from`.
     """
@@ -69,7 +69,7 @@ def resume(
 
 
 def quarantine(damaged: list[Path]) -> None:
-    """Rename damaged checkpoints. Their steps can then be saved again."""
+    """Rename damaged checkpoints. The run can then save the same steps again."""
     for final in damaged:
         aside = final.with_name(f"{final.name}.damaged")
         n_earlier = len(list(final.parent.glob(f"{aside.name}*")))
@@ -88,8 +88,10 @@ def check_snapshot(run: Run, snapshots: Any, path: Path) -> None:
     if problems:
         raise ConfigError(problems)
     if json.dumps(weights.manifest.fingerprint) != json.dumps(snapshots.saver.manifest.fingerprint):
-        why = f"{path} was saved with another model, tokenizer, or other documents"
-        raise CheckpointError(f"{why}: use the same, or start another run in a job.dump_folder")
+        why = f"{path} was saved with a different model, tokenizer or set of documents"
+        raise CheckpointError(
+            f"{why}. Use those of the earlier start, or start another run in a new job.dump_folder"
+        )
     for notice in notices:
         logger.info(notice)
 
@@ -119,7 +121,7 @@ def restore_run(
 
 
 def load_initial(run: Run, group: dist.ProcessGroup) -> int:
-    """Load checkpoint.initial_load_path if it is set. Return the step of its optimizer state, or 0. Collective.
+    """Load checkpoint.initial_load_path if it is set. Return the step of the loaded optimizer state, or 0. Collective.
 
     preflight has already compared the config with the checkpoint. Raises CheckpointError; the parameters are then
     undefined.

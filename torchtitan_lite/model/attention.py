@@ -1,4 +1,4 @@
-"""Define the kinds of attention (model.attention). Each is a module that a block uses as `attention.inner`.
+"""Define the kinds of attention (model.attention). Each kind is a module that a block uses as `attention.inner`.
 
     causal      a token attends to itself and all earlier tokens
     document    a token attends to itself and all earlier tokens in its document
@@ -8,8 +8,8 @@
 
 A model with windows or sinks uses extensions/windowed_attention.py in all layers, for both kinds.
 
-To add a kind, add a row in config/choices.py, which says what tokens attend to. A kind that is not plain also needs a
-module, in ATTENTION_MODULES below.
+To add a kind, add a row in config/choices.py that defines what tokens attend to. If the row is not plain (is_plain),
+also add a module to ATTENTION_MODULES below.
 
 Legend: B batch, S sequence, E head dim.
 """

@@ -1,9 +1,9 @@
 """Compute attention inside documents: a token attends to itself and all earlier tokens in its document.
 
-On a CPU, document attention uses an explicit mask (B, 1, queries, keys), which is simple but slow. On CUDA it uses
-compiled flex attention, which reads only blocks of 128 x 128 pairs that contain unmasked pairs. The model makes the
-mask or these blocks once per batch, before the first layer. On CUDA this is compiled too, so no mask of queries x keys
-is stored.
+On a CPU, document attention uses an explicit mask (B, 1, queries, keys), which is simple but slow. On CUDA, document
+attention uses compiled flex attention, which reads only blocks of 128 x 128 pairs that contain unmasked pairs. The
+model makes the mask or these blocks once per batch, before the first layer. On CUDA the search for blocks is compiled
+too, so no mask of queries x keys is stored.
 
 Queries and keys may be any part of the sequence in any order, because a context-parallel rank has only some queries.
 The CUDA path was never run on a GPU; on a CPU, tests check its blocks, its outputs, and that it compiles without a
@@ -94,7 +94,8 @@ def attend_in_blocks(
 
 @cache
 def compile_once(function: Callable) -> Callable:
-    """Return the compiled function. Call this when the function is first used: torch.compile loads inductor."""
+    """Return the compiled function. Call this function only when flex attention is first used, because torch.compile
+    loads inductor."""
     # The option lets per-op recompute see compiled regions and save their outputs (activation_checkpoint.py).
     options = {"wrap_inductor_compiled_regions": True}
     return torch.compile(function, dynamic=False, options=options)

@@ -158,7 +158,7 @@ class Float8MatmulFunction(torch.autograd.Function):
 
 
 class Float8Linear(nn.Linear):
-    """nn.Linear that multiplies in float8. Its trained and saved weight is fp32."""
+    """nn.Linear that multiplies in float8. The weight that is trained and saved is fp32."""
 
     recipe: Recipe
     emulate: bool
@@ -171,14 +171,14 @@ class Float8Linear(nn.Linear):
 
 
 def convert_to_float8(linear: nn.Linear, recipe: Recipe, *, emulate: bool) -> None:
-    """Make a linear layer multiply in float8. It keeps its parameters."""
+    """Switch a linear layer to float8. The layer keeps its parameters."""
     linear.__class__ = Float8Linear
     linear.recipe = recipe
     linear.emulate = emulate
 
 
 def apply_float8(part: nn.Module, section: Float8, tp: int) -> None:
-    """Make the linear layers that plan_float8 selects multiply in float8."""
+    """Switch the linear layers that plan_float8 selects to float8."""
     recipes = RECIPES
     if section.recipe_name not in recipes:
         recipes = load_extension("float8_rowwise").ROWWISE_RECIPES
@@ -188,7 +188,7 @@ def apply_float8(part: nn.Module, section: Float8, tp: int) -> None:
     for fqn in plan_float8(sizes, section.filter_fqns, tp, section.recipe_name):
         linear = modules.get(fqn)
         if linear is None:
-            continue  # the layer is on another stage
+            continue  # the layer is on a different stage
         if type(linear) is not nn.Linear:
             why = f"{fqn} is {type(linear).__name__}, and float8 would replace its forward"
             raise UserError(f"{why}. Add it to quantize.linear.float8.filter_fqns.")

@@ -11,7 +11,7 @@ stores all logits, but computes the projection and the loss for one chunk of tok
 Backward only scales the gradient of a sum of losses, so forward computes this gradient while it has the logits.
 torch's cross entropy would store several tensors of N x V values, 4 GiB each in fp32 for 8,192 tokens of Llama 3. This
 loss stores n x V values, and grad_weight in fp32. loss.py has the formula. With TP, parallel/tensor_parallel.py gives
-it the shards of the vocabulary.
+the head its shard of the vocabulary.
 
 Legend: B batch, S sequence, N = B*S tokens, n tokens of a chunk, D model dim, V vocabulary.
 """
@@ -84,7 +84,7 @@ class Head(nn.Linear):
         return differentiate_formula(self.token_losses, logits, targets, fields)
 
     def differentiate_cross_entropy(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Call the function of that name. A method, so that torch.compile can replace it (compile.components)."""
+        """Call the function of the same name. torch.compile replaces this method (compile.components)."""
         return differentiate_cross_entropy(logits, targets, self.vocabulary)
 
     def token_losses(self, logits: Tensor, targets: Tensor, **fields: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ class ChunkedLoss(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         # fp32, because a sum over many chunks is too inexact in bf16.
         grad_weight = torch.empty_like(weight, dtype=torch.float32)
-        beta = 0  # the first chunk does not read the sum
+        beta = 0  # the first chunk overwrites the sum
         chunks = head.split(hidden, targets, grad_hidden, *fields.values())
         for some_hidden, some_targets, some_grad_hidden, *values in chunks:
             logits = some_hidden @ weight.t()
@@ -119,7 +119,7 @@ class ChunkedLoss(torch.autograd.Function):
             torch.mm(grad_logits, weight, out=some_grad_hidden)
             add_product(grad_weight, grad_logits.t(), some_hidden, beta)
             beta = 1
-            del grad_logits  # free it before allocating the next chunk's logits
+            del grad_logits  # free this tensor before allocating the next chunk's logits
         ctx.weight_dtype = weight.dtype
         ctx.save_for_backward(grad_hidden, grad_weight)
         return total
@@ -127,10 +127,10 @@ class ChunkedLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_total: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        # Not in place: a pipeline schedule that splits backward calls this twice.
+        # not in place, because a pipeline schedule that splits backward calls this function twice
         grad_hidden, sums = ctx.saved_tensors
         grad_weight = torch.empty_like(sums, dtype=ctx.weight_dtype)
-        torch.mul(sums, grad_total, out=grad_weight)  # scales in fp32 and casts, in one kernel
+        torch.mul(sums, grad_total, out=grad_weight)  # one kernel: scales in fp32, then casts
         return grad_hidden * grad_total, grad_weight, None, None, None
 
 

@@ -17,9 +17,9 @@ class InnerAttention(nn.Module):
     """
 
     def __init__(self, model_args: ModelArgs | None = None, layer: int = 0):
-        """Ignore the arguments. A subclass whose layers differ overrides this method and reads them."""
+        """Ignore the arguments. A subclass whose layers differ overrides this method and reads the arguments."""
         super().__init__()
 
     def plan(self, doc_ids: Tensor | None) -> object:
-        """Prepare doc_ids (B, S), or None, for `forward`. The model calls it once for all layers."""
+        """Prepare doc_ids (B, S), or None, for `forward`. The model calls this method once for all layers."""
         return doc_ids

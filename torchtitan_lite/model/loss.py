@@ -33,9 +33,10 @@ def count_valid_tokens(targets: Tensor) -> Tensor:
 
 
 class Vocabulary:
-    """Differentiable reductions over the vocabulary. TP replaces it by SplitVocabulary, with one shard per rank."""
+    """Differentiable reductions over the vocabulary. TP replaces this class by SplitVocabulary, with one shard per
+    rank."""
 
-    shard = 0  # which of the equal shards of the vocabulary this rank has
+    shard = 0  # index of this rank's shard of the vocabulary, among shards of equal size
 
     def gather(self, own: Tensor) -> Tensor:
         """Stack the results of all shards, (...) -> (shards, ...). Every rank gets the same stack."""

@@ -144,7 +144,8 @@ def multiply_groups(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 def sort_rows(experts: Tensor, n_experts: int) -> tuple[Tensor, Tensor]:
     """Sort rows by expert. Return the order and its inverse permutation, (R,) each.
 
-    The keys are as short as possible, because a GPU sorts 8 bits of a key at a time. Equal keys keep their order.
+    The keys have the shortest possible dtype, because a GPU sorts 8 bits of a key at a time. Equal keys keep their
+    order.
     """
     keys = experts.to(torch.uint8 if n_experts <= 256 else torch.int16)
     order = keys.argsort(stable=True)
@@ -155,7 +156,7 @@ def sort_rows(experts: Tensor, n_experts: int) -> tuple[Tensor, Tensor]:
 class PermuteRows(torch.autograd.Function):
     """Copy each row of x (R / n_copies, D) `n_copies` times, in any order. Returns x[sources], (R, D).
 
-    `inverse` says where each copy is in the result. In backward, plain indexing would add rows one by one.
+    `inverse` has the index of each copy in the result. Plain indexing would add rows one by one in backward.
     """
 
     @staticmethod

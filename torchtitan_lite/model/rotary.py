@@ -33,8 +33,8 @@ def rotary_frequencies(model_args: ModelArgs, device: torch.device) -> Tensor:
 def rotary_angles(positions: Tensor, model_args: ModelArgs) -> Tensor:
     """Return the factors for `rotate`, (B, S, 1, E) fp32, shared by all heads and layers.
 
-    They are the cosine and the sine of each pair: the first n factors rotate the first n features. Always fp32: at
-    position 8,191, a bf16 angle would be off by up to 16 radians.
+    The factors are the cosine and the sine of each pair: the first n factors rotate the first n features. Always fp32:
+    at position 8,191, a bf16 angle would be off by up to 16 radians.
     """
     frequencies = rotary_frequencies(model_args, positions.device)
     angles = positions[..., None].float() * frequencies  # (B, S, E/2)
@@ -48,7 +48,8 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
 
 
 class Rotation(torch.autograd.Function):
-    """Implements `rotate`. Backward rotates the gradient back. It saves only the factors, which all layers share."""
+    """Implements `rotate`. Backward rotates the gradient back. Only the factors are saved for backward, and all layers
+    share them."""
 
     @staticmethod
     def forward(ctx, x: Tensor, rotation: Tensor) -> Tensor:
@@ -64,8 +65,8 @@ class Rotation(torch.autograd.Function):
 def turned(x: Tensor, rotation: Tensor, *, direction: int) -> Tensor:
     """Return x (B, S, heads, E) with its pairs rotated forward (1) or back (-1).
 
-    A pair is a complex number, and a rotation is a complex product. Eager code computes it in one kernel. inductor has
-    no kernels for complex numbers, so compiled code uses real products.
+    A pair is a complex number, and a rotation is a complex product. Eager code computes this product in one kernel.
+    inductor has no kernels for complex numbers, so compiled code uses real products.
     """
     if x.stride(-1) != 1:  # for example a gradient from `expand`
         x = x.contiguous()

@@ -8,14 +8,15 @@
     full        the block's input (B, S, D)           the block: a third more FLOPs
     memory_budget: a compiled block saves at most this fraction of its activations; the compiler chooses which
 
-It adds no collectives, but recompute repeats the TP collectives whose outputs are not saved. So "op" saves the outputs
-of collectives that reduce. The bound `forward` of each block is replaced in place, so FQNs do not change. A pipeline
-schedule that splits backward would recompute in both halves, which torch and config/settings.py refuse.
+Activation checkpointing adds no collectives, but recompute repeats the TP collectives whose outputs are not saved. So
+"op" saves the outputs of collectives that reduce. The bound `forward` of each block is replaced in place, so FQNs do
+not change. A pipeline schedule that splits backward would recompute in both halves, which torch and config/settings.py
+refuse.
 
-Selective recompute handles each operator in Python. Without compile, this costs the host more time than all collectives
-of the step: debug_3d trained 1,355 tokens/s with "none" and 800 with "selective" (two x86_64 cores, gloo, November
-2026). So configs/debug*.toml use "none". On a GPU with a large model, this host time is hidden,
-because the host runs ahead of the kernels.
+Selective recompute handles each operator in Python. Without compile, "selective" costs the host more time than all
+collectives of the step: debug_3d trained 1,355 tokens/s with "none" and 800 with "selective" (two x86_64 cores, gloo,
+November 2026). So configs/debug*.toml use "none". On a GPU with a large model, this host time is hidden, because the
+host runs ahead of the kernels.
 
 Sources: arXiv:1604.06174; selective: arXiv:2205.05198. Effect: less memory; gradients are the same.
 """
@@ -61,7 +62,7 @@ def recompute_and_compile(part: nn.Module, config: Config, mesh: Mesh) -> None:
     """Apply recompute and torch.compile to the methods of each block, and compile the loss."""
     section = config.activation_checkpoint
     recompute = plan_recompute(section, [int(layer) for layer in part.layers])
-    # The budget holds for the whole process, because torch has no option per compile call.
+    # The budget applies to the whole process, because torch has no option for a single compile call.
     budget = section.memory_budget if section.mode == "memory_budget" else 1.0
     partitioner_config.activation_memory_budget = budget
     if hasattr(partitioner_config, "unsafe_treat_script_objects_as_zero_size"):
@@ -132,7 +133,8 @@ def apply_recompute(module: nn.Module, method: str, context_fn: Callable = noop_
 
 
 def save_expensive_outputs():
-    """Return contexts for `checkpoint` that save KEPT_OPS. Not a partial: torch.compile would trace its list."""
-    # operators of loaded extensions, saved because they communicate
+    """Return contexts for `checkpoint` that save KEPT_OPS. Not a partial, because torch.compile would trace the list
+    inside a partial."""
+    # save the outputs of the extensions' operators, because these operators communicate
     own = torch.ops.torchtitan_lite
     return create_selective_checkpoint_contexts(KEPT_OPS + [getattr(own, op).default for op in own])

@@ -8,20 +8,21 @@
     doc_ids (B, S)                       all            all              a document may span pieces
     parameters                           FSDP shards them over dp_shard x cp, as if cp were data parallel
 
-A token attends to all earlier tokens, so late pieces cost more than early pieces. With one of each, all ranks have
-equal work. Only attention changes: all other modules process each token separately, the loss is a sum over tokens, and
-FSDP sums the gradients.
+A token attends to all earlier tokens, so late pieces cost more than early pieces. With one early and one late piece per
+rank, all ranks have equal work. Only attention changes: all other modules process each token separately, the loss is a
+sum over tokens, and FSDP sums the gradients.
 
-Causal attention (ring_attention.py) exchanges keys and values by an all-gather or around a ring. Its memory per rank is
-proportional to 1/n. It is a separate operator, because torch's attention on the gathered keys would also compute the
-masked half: on a CPU, torch turns `causal_lower_right` into an explicit mask.
+Causal attention (ring_attention.py) exchanges keys and values by an all-gather or around a ring. The memory of this
+attention is proportional to 1/n per rank. Causal attention is a separate operator for speed: torch's attention on the
+gathered keys would also compute the masked half, because torch turns `causal_lower_right` into an explicit mask on a
+CPU.
 
 Attention with documents, windows or sinks all-gathers and masks keys and values: P(n-1)/n bytes, with
 P = 2*B*K*S*E*2 bytes in bf16, and a reduce-scatter of P in backward. The gathered keys and values are saved for
 backward, unless recompute (any mode except "none") fetches them again.
 
 Legend: B batch, S full sequence over n ranks, D model dim, H query heads, K key/value heads, E head dim.
-Sources: ring arXiv:2310.01889; zig-zag: Llama 3 arXiv:2407.21783, and arXiv:2311.09431 for another balanced order.
+Sources: ring arXiv:2310.01889; zig-zag: Llama 3 arXiv:2407.21783; a different balanced order: arXiv:2311.09431.
 Effect: replaces `attention.inner` of each block if it is causal. Any other attention becomes a subclass that gathers
 keys and values first, and computes its mask from `positions`. A fork's attention can also gather: set `under_cp` in its
 row. FQNs do not change.

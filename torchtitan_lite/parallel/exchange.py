@@ -81,7 +81,7 @@ def add_tokens(ranks: Ranks, gradient: Tensor) -> Tensor:
 def is_stacked(tensor: Tensor, dim: int) -> bool:
     """Return whether chunks along `dim` are contiguous, as in a batch of one sequence. Such chunks need no copy.
 
-    Returns False in compiled code, so the copies stay: inductor matches them to rewrite the collective
+    Returns False in compiled code, which keeps the copies: inductor looks for these copies to rewrite the collective
     (parallelism.enable_async_tensor_parallel).
     """
     return dim == 1 and len(tensor) == 1 and not torch.compiler.is_compiling()
@@ -98,7 +98,7 @@ def all_to_all(rows: Tensor, ranks: Ranks, received: list[int], sent: list[int])
 
 
 def run_collective(collective: OpOverloadPacket, *arguments) -> Tensor:
-    """Run a collective and wait. Bypasses autograd: its Python code takes longer than the collective."""
+    """Run a collective and wait. Bypasses autograd, whose Python code takes longer than the collective."""
     if torch.compiler.is_compiling():
         return collectives.wait_tensor.default(collective.default(*arguments))
     with torch._C._AutoDispatchBelowAutograd():
@@ -163,7 +163,7 @@ class ExchangeRows(torch.autograd.Function):
 def share_heads(own: Tensor, ranks: Ranks, n_sharing: int) -> Tensor:
     """Concatenate the features of the `n_sharing` ranks that use one head, (B, S, E/n_sharing) -> (B, S, E).
 
-    This is an all-gather among the ranks of a head, written as an all-to-all that sends nothing to other heads. In
+    An all-gather among the ranks of a head, written as an all-to-all that sends nothing to other heads. In
     backward, each rank receives the gradients of its features from all ranks of the head, and adds them.
     """
     first = ranks.own // n_sharing * n_sharing

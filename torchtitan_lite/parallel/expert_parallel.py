@@ -18,8 +18,8 @@ Per layer and microbatch, R rows (tokens x top_k) on this rank, over ep:
                all-to-all of results     the same                results come back
     backward   two all-to-alls           the same each           gradients of results and of rows
 
-The host must know the number of arriving rows before it can allocate them. So it waits for the counts once per layer
-and microbatch (read_splits), and once more if the layer is recomputed. To keep the device busy meanwhile, FSDP
+The host must know how many rows will arrive, to allocate memory for them. So the host waits for the counts once per
+layer and microbatch (read_splits), and once more if the layer is recomputed. To keep the device busy meanwhile, FSDP
 prefetches the next layer before this wait (plan_prefetch). With ep = 1 there is no exchange and no wait.
 
 With uneven loads a rank receives more than R rows; no row is dropped. Gradients are sums over all tokens of the global
@@ -47,10 +47,11 @@ from torchtitan_lite.parallel.exchange import ExchangeRows, Ranks, all_to_all, l
 
 
 def apply_expert_parallel(part: nn.Module, mesh: DeviceMesh) -> None:
-    """Shard the experts of `part` (on meta) over `mesh` (ep). Their forward then sends rows to the experts' ranks."""
+    """Shard the experts of `part` (on meta) over `mesh` (ep). The forward of the experts then sends rows to the
+    experts' ranks."""
     ranks = list_ranks(mesh)
     for _, moe in list_moes(part):
-        # The router's gradient covers only this rank's tokens. It is a partial sum, which FSDP all-reduces over ep.
+        # The router's gradient covers only this rank's tokens: FSDP all-reduces these partial sums over ep.
         shard_parameters(moe.router, mesh, {"weight": Replicate()})
         shard_parameters(moe.experts, mesh, dict.fromkeys(("w1", "w2", "w3"), Shard(0)))
         moe.experts.forward = partial(compute_elsewhere, moe.experts, ranks)
@@ -60,7 +61,7 @@ def shard_experts(
     part: nn.Module, layout: Layout, shard: Callable[..., None], mesh: DeviceMesh
 ) -> None:
     """Shard each MoE layer over `mesh` (efsdp), as an FSDP group. `shard`: as in apply_fsdp (fsdp.py)."""
-    # 64 ranks cannot share 8 experts equally. In that case every matrix is sharded instead.
+    # If the ranks cannot share the experts equally (64 ranks, 8 experts), every matrix is sharded instead.
     dim = find_expert_dim(part.model_args, layout.ep, layout.efsdp)
     for _, moe in list_moes(part):
         shard(
@@ -88,11 +89,13 @@ def plan_prefetch(part: nn.Module) -> None:
 
 def compute_elsewhere(experts: Experts, ranks: Ranks, rows: Tensor, counts: Tensor) -> Tensor:
     """Replacement for Experts.forward: rows (R, D) sorted by expert -> (R, D), computed on the experts' ranks."""
-    by_rank = counts.unflatten(0, (ranks.n, -1))  # rows to each rank, per expert there: (ep, E/ep)
+    # number of rows to each rank, per expert of that rank: (ep, E/ep)
+    by_rank = counts.unflatten(0, (ranks.n, -1))
     n_experts = by_rank.shape[1]
     splits = [n_experts] * ranks.n
     arriving = all_to_all(counts, ranks, splits, splits)
-    arriving = arriving.view_as(by_rank)  # rows from each rank, per expert here: (ep, E/ep)
+    # number of rows from each rank, per expert of this rank: (ep, E/ep)
+    arriving = arriving.view_as(by_rank)
     sent, received = read_splits(by_rank, arriving)
     arrived = ExchangeRows.apply(rows, received, sent, ranks)  # sorted by rank, then by expert
     experts_here = torch.arange(n_experts, device=rows.device)

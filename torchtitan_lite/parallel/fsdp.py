@@ -6,10 +6,10 @@
     its gradient          for rank 0's tokens  for rank 1's tokens   reduce-scatter: sums, keeps local rows, fp32
 
 Traffic per block, P = bytes of its parameters in compute dtype: each all-gather or reduce-scatter moves P(n-1)/n per
-rank. Prefetching hides it behind the compute of the neighboring block, if that takes longer. In forward, the host
-queues the next gather while the device still computes; in backward, torch prefetches one group ahead. More prefetching
-could only help if the host is slower than the device. The ZeRO stage says what stays sharded between the microbatches
-of a step. With m microbatches, each block communicates this often in a step:
+rank. Prefetching hides this time behind the compute of the neighboring block, if the compute takes longer. In forward,
+the host queues the next gather while the device still computes; in backward, torch prefetches one group ahead. More
+prefetching could only help if the host is slower than the device. The ZeRO stage decides which tensors stay sharded
+between the microbatches of a step. With m microbatches, each block communicates this often in a step:
 
     zero_stage   parameters        gradients         all-gathers   reduce-scatters   under PP
     3            sharded           sharded           2m            m                 about m and 1: see below
@@ -36,8 +36,8 @@ DTensor prints the data-parallel dim as `_StridedShard`, because the mesh order 
 An MoE layer is a separate group, over efsdp (expert_parallel.py), gathered with its block.
 
 Sources: ZeRO arXiv:1910.02054; FSDP arXiv:2304.11277; HSDP: MiCS arXiv:2205.00119.
-Effect: parameters are DTensors over fsdp_mesh (x tp); FQNs do not change. Applied even if nothing is sharded, to get
-the same mixed precision everywhere; skipped only if a stage has a single rank that computes in fp32.
+Effect: parameters are DTensors over fsdp_mesh (x tp); FQNs do not change. FSDP is applied even if nothing is sharded,
+to get the same mixed precision everywhere. FSDP is skipped only if a stage has a single rank that computes in fp32.
 """
 
 from collections.abc import Iterator
@@ -66,7 +66,8 @@ def plan_fsdp_groups(part: nn.Module) -> list[list[nn.Module]]:
     """List the groups of modules that are gathered together, in forward order. The root gathers all others.
 
     FSDP counts the calls in a group, so the modules of a group must be called equally often. Norm and head do not form
-    a group if the model has additional modules at its ends: it may call the head twice, or a module only in training.
+    a group if the model has additional modules at its ends: such a model may call the head twice, or a module only in
+    training.
     """
     blocks = [[block] for block in part.layers.values()]
     first = [part.tok_embeddings]
@@ -77,7 +78,7 @@ def plan_fsdp_groups(part: nn.Module) -> list[list[nn.Module]]:
     groups = [first, *blocks, last]
     if is_tied_inside(part):  # a shared matrix can be in only one group
         groups = [*blocks, first + last] if is_usual else blocks
-    return [group for group in groups if None not in group]  # a module on another stage is None
+    return [group for group in groups if None not in group]  # a module on a different stage is None
 
 
 def apply_fsdp(
@@ -105,7 +106,7 @@ def apply_fsdp(
     def shard(group: list[nn.Module], mesh: DeviceMesh = mesh, **options) -> None:
         fully_shard(group, mesh=mesh, **usual | options)
         if mesh.size() > 1:  # with one rank, FSDP would only copy the gradient
-            # Sum without a factor. With gloo, the first call does not have this effect, so the second one is needed.
+            # Sum without a factor. With gloo, the first call does not have this effect, so the second call is needed.
             group[0].set_gradient_divide_factor(1.0)
             group[0].set_force_sum_reduction_for_comms(True)
 
@@ -118,7 +119,7 @@ def apply_fsdp(
         # The head's backward directly follows its forward. If the head were freed in between, it would be gathered
         # twice in a row.
         shard(group, reshard_after_forward=reshard and part.output not in group)
-    if [part.tok_embeddings] in groups:  # an untied embedding: its backward reads no weight
+    if [part.tok_embeddings] in groups:  # the backward of an untied embedding reads no weight
         part.tok_embeddings.set_unshard_in_backward(False)
     shard([part])
     if layout.ep:
@@ -143,7 +144,9 @@ def gather_plain(part: nn.Module) -> None:
                 if not all(placement.is_shard() for placement in spec.placements):
                     # FSDP calls this before it reduces a gradient over data-parallel ranks
                     is_known = hasattr(parameter, "_get_grad_inner_tensor") and spec.is_replicated()
-                    assert is_known, f"nobody would sum the gradient of {parameter} over tp or ep"
+                    assert is_known, (
+                        f"the gradient of {parameter} would not be summed over tp or ep"
+                    )
                     parameter._get_grad_inner_tensor = partial(add_tokens, list_ranks(spec.mesh))
 
 
@@ -152,7 +155,8 @@ def list_fsdp_modules(part: nn.Module) -> list[FSDPModule]:
 
 
 def prepare_microbatch(part: nn.Module, *, zero_stage: int, is_last: bool) -> None:
-    """Set what FSDP reshards and reduces in the backward of a microbatch. Under PP, torch's runtime decides."""
+    """Set which tensors FSDP reshards and reduces in the backward of a microbatch. Under PP, torch's runtime
+    decides."""
     if not isinstance(part, FSDPModule):
         return  # a single rank: nothing is sharded
     part.set_reshard_after_backward(is_last or zero_stage == 3)
@@ -171,14 +175,15 @@ def accumulate_weight_gradients(part: nn.Module) -> None:
     for _, group in list_fsdp_groups(part):
         for parameter in group.fsdp_params:
             if hasattr(parameter, "to_accumulated_grad_if_needed"):
-                # add to an existing sum first, because the next line would replace it
+                # add the existing sum first, because the next line replaces it
                 parameter.accumulate_unsharded_grad_if_needed()
                 parameter.to_accumulated_grad_if_needed()
             # torch 2.15 has neither method: there, autograd adds gradients in the dtype of the reduction
 
 
 def list_fsdp_groups(part: nn.Module) -> Iterator[tuple[FSDPModule, Any]]:
-    """Yield each FSDP module that has parameters, with FSDP's object for them. torch has no public name for it."""
+    """Yield each FSDP module that has parameters, with FSDP's object for these parameters. torch has no public name for
+    this object."""
     for module in list_fsdp_modules(part):
         group = module._get_fsdp_state()._fsdp_param_group
         if group is not None:  # None for a root whose parameters are all in other groups
@@ -186,14 +191,15 @@ def list_fsdp_groups(part: nn.Module) -> Iterator[tuple[FSDPModule, Any]]:
 
 
 def free_gathered(part: nn.Module) -> None:
-    """Free parameters that stayed gathered after a forward without backward. The next forward gathers them again.
+    """Free parameters that stayed gathered after a forward without backward. The next forward gathers the parameters
+    again.
 
-    Also clears the order of groups that FSDP recorded in that forward. Otherwise the next backward would prefetch a
-    group that it does not need.
+    Also clears the order of groups that FSDP recorded in this forward, because the next backward would prefetch a group
+    that it does not need.
     """
     if isinstance(part, FSDPModule) and hasattr(part, "reset_iter_state"):
         part.reset_iter_state()
         return
-    # an older torch cannot clear the order, so it prefetches that group
+    # an older torch cannot clear the order, and prefetches that group
     for module in list_fsdp_modules(part):
         module.reshard()

@@ -1,10 +1,10 @@
 """Give each gloo group a single worker thread: with two, torch's gloo corrupts memory.
 
-torch starts two workers per group. After a collective, each writes the name of that collective into one std::string of
-the group without a lock (ProcessGroupGloo::runLoop). A name of more than 15 letters is on the heap, so two simultaneous
-writes can free it twice. The rank dies of SIGSEGV, of "malloc(): unaligned tcache chunk detected", or later in other
-code. The all-gathers of tensor and context parallel and of DTensor have such a name, ALLGATHER_COALESCED. Seen
-with torch 2.11.0, 2.13.0, 2.14.1 and 2.15.0.
+torch starts two workers per group. After a collective, each worker writes the name of the collective into one
+std::string of the group, without a lock (ProcessGroupGloo::runLoop). A name of more than 15 letters is on the heap, so
+two simultaneous writes can free it twice. The rank then dies of SIGSEGV or of "malloc(): unaligned tcache chunk
+detected", immediately or later in other code. The all-gathers of tensor and context parallel and of DTensor have such a
+name, ALLGATHER_COALESCED. This happened with torch 2.11.0, 2.13.0, 2.14.1 and 2.15.0.
 
 No probe can detect a race, so groups have one worker with every version of torch. Ranks start the collectives of a
 group in the same order, so a second worker is never needed to make progress. Sends and receives do not use workers.
@@ -54,6 +54,6 @@ def start_with_one_worker(
     if interfaces:
         names = interfaces.split(",")
         options._devices = [ProcessGroupGloo.create_device(interface=name) for name in names]
-    else:  # the network interface that this host's name resolves to
+    else:  # the network interface of the address that this host's name resolves to
         options._devices = [ProcessGroupGloo.create_default_device()]
     start_with_options(self, store, rank, size, options)

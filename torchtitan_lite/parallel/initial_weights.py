@@ -22,14 +22,15 @@ from torchtitan_lite.config.block import Parameter, list_parameters
 
 @torch.no_grad()
 def initialize_weights(part: nn.Module, seed: int, device: torch.device | None = None) -> None:
-    """Initialize the parameters of `part` as its model's table says.
+    """Initialize the parameters of `part` as defined in the table of its model.
 
     `device`: draw on this device instead of the parameters' device. CPU and GPU draw different values.
     """
     table = list_parameters(part.model_args)
     for fqn, parameter in part.named_parameters():
         if fqn not in table:
-            # a tied head: it becomes a copy of the embedding of another stage (tied_embeddings.py)
+            # A tied head has no initial values: it becomes a copy of the embedding on the first stage
+            # (tied_embeddings.py).
             continue
         full = torch.empty(parameter.shape, device=device or parameter.device)
         generator = torch.Generator(full.device).manual_seed(seed_of(seed, fqn))
@@ -60,6 +61,6 @@ def copy_local_shard(parameter: Tensor, full: Tensor) -> None:
 
 
 def seed_of(seed: int, fqn: str) -> int:
-    """Return 63 bits of a hash, so that similar seeds and names give unrelated random streams."""
+    """Return 63 bits of a hash. Similar seeds and names give unrelated random streams."""
     digest = hashlib.sha256(f"{seed}:{fqn}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1

@@ -29,7 +29,7 @@ from torchtitan_lite.config.layout import MESH_DIMS, Layout
 
 @dataclass(frozen=True)
 class Mesh:
-    """The world mesh and its sub-meshes. Each has the process groups of this rank."""
+    """The world mesh and its sub-meshes. Each mesh has the process groups of this rank."""
 
     # Stored, because indexing a mesh creates a new object each time.
     world: DeviceMesh  # (pp, dp_replicate, dp_shard, cp, tp)
@@ -59,7 +59,7 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
     """Create the process groups of a layout. Collective over all ranks."""
     world = make_mesh(device_type, layout.degrees)
     shard = join_dims(world, "dp_shard", "cp")
-    # FSDP shards over a 1-D mesh. With a second dim in front it also replicates, which adds an all-reduce.
+    # FSDP shards over a 1-D mesh. With a second dim in front, FSDP also replicates, which adds an all-reduce.
     fsdp_mesh = shard
     if layout.dp_replicate > 1:
         fsdp_mesh = DeviceMesh._concatenate([world["dp_replicate"], shard])
@@ -94,8 +94,8 @@ def make_mesh(
 ) -> DeviceMesh:
     """Create a mesh of all ranks, with a new group for each dim.
 
-    `new`: dims that get a new group even if they span all ranks. Otherwise they would share the default group,
-    and the tokens of one layer would queue behind the parameters of the next.
+    `new`: dims that get a new group even if they span all ranks. In the default group, the tokens of one layer would
+    queue behind the parameters of the next.
     """
     # The backend "fake" does nothing, which is right for one rank. If a backend is named, torch creates one group for
     # every rank in turn: 1.3 CPU seconds for 16,384 ranks and two such dims.

@@ -12,8 +12,8 @@
               PipelineStage, schedule: they use the finished parts                (build.py)
 
 Before step 0, the model is cut into parts (pipeline.py), so a stage never allocates modules of other stages.
-Step 5 replaces the bound `forward` of a block in place. This gave correct results in every combination that was tested
-(recompute x compile x TP x FSDP x PP), keeps FQNs clean, and causes no recompilation.
+Step 5 replaces the bound `forward` of a block in place. The replacement gave correct results in every combination that
+was tested (recompute x compile x TP x FSDP x PP), keeps FQNs free of wrapper prefixes, and causes no recompilation.
 """
 
 from torch import nn

@@ -4,9 +4,9 @@
                          train_timeout_seconds
     HOST_GROUPS          always init_timeout_seconds, because a rank waits for the slowest disk of all ranks
 
-A rank that waits longer than this raises an error. During the first step, ranks compile, connect and read at different
-speeds. Afterwards, a peer that is many steps late is hung. On CPUs, sends and receives of a pipeline keep gloo's
-default time-out of 30 minutes, because gloo cannot change the time-out of their group.
+A rank that waits longer than its time-out raises an error. During the first step, ranks compile, connect and read at
+different speeds. In later steps, a peer that is many steps late has hung. On CPUs, sends and receives of a pipeline
+keep gloo's default time-out of 30 minutes, because gloo cannot change the time-out of their group.
 
 Effect: creates the default process group; mesh.py creates the others.
 """
@@ -27,7 +27,8 @@ from torchtitan_lite.config.schema import Config
 from torchtitan_lite.parallel.gloo_workers import limit_gloo_workers
 
 MOST_OPEN_FILES = 10240  # OPEN_MAX of macOS
-MANY_RANKS = 1024  # from this size on, ranks of a gloo group connect when they first communicate
+# in groups of at least this size, gloo connects two ranks when they first communicate
+MANY_RANKS = 1024
 # Names of gloo groups of all ranks, for objects and CPU tensors: "host" is for the main thread, "saver" for the thread
 # of asynchronous saves, "snapshot" for the thread of snapshots. Ranks match calls by their order, so two threads that
 # share a group can deadlock.
@@ -36,7 +37,7 @@ HOST_GROUPS = ("host", "saver", "snapshot")
 
 @dataclass(frozen=True)
 class Place:
-    """Position of this process among all ranks, from torchrun's environment variables."""
+    """Position of this process among all ranks, as given by torchrun's environment variables."""
 
     rank: int
     world_size: int
@@ -49,8 +50,8 @@ def join_job(environment: os._Environ) -> tuple[Place, dist.Store]:
     """Return the position of this process, and a key-value store of all ranks for this start of the job. Collective.
 
     torchrun counts a restart only on hosts where a rank failed first, and a host may join late. Hosts must agree
-    whether the job has restarted, so the largest count decides. This needs a store that is empty after each
-    restart (tools/launch.py).
+    whether the job has restarted, so the largest count decides. The store must be empty after each restart
+    (tools/launch.py).
     """
     if "LOCAL_WORLD_SIZE" not in environment:
         sys.exit("train.py runs as one rank of many: start it with ./run_train.sh or torchrun")
@@ -64,12 +65,12 @@ def join_job(environment: os._Environ) -> tuple[Place, dist.Store]:
         may_restart = environment.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
         if may_restart and environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             raise UserError(
-                "torchrun restarts several hosts only with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on each"
+                "torchrun cannot restart several hosts. Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on each host"
             )
         counts = [f"restarts of host {host}" for host in range(n_hosts)]
         if local_rank == 0:
             store.set(counts[rank // n_local], str(restarts))
-        if rank == 0:  # the other ranks then read one value instead of one per host
+        if rank == 0:  # then the other ranks read a single value, not one per host
             store.set("restarts", str(max(map(int, store.multi_get(counts)))))
         restarts = int(store.get("restarts"))
     # On a single host, torchrun's store survives restarts and still has the addresses of dead ranks. Without a new
@@ -82,7 +83,8 @@ def join_job(environment: os._Environ) -> tuple[Place, dist.Store]:
 def start_process(
     place: Place, store: dist.Store, device_type: str, config: Config
 ) -> tuple[torch.device, dist.ProcessGroup]:
-    """Prepare this process and connect it to all ranks. Return its device, and the group "host". Collective.
+    """Prepare this process and connect it to all ranks. Return the device of this process, and the group "host".
+    Collective.
 
     `store` is the result of join_job.
     """
@@ -96,21 +98,21 @@ def start_process(
 
 
 def end_process(host: dist.ProcessGroup) -> None:
-    dist.barrier(host)  # do not close connections while another rank still communicates
+    dist.barrier(host)  # no rank may close its connections while other ranks still communicate
     dist.destroy_process_group()
 
 
 def prepare_process(config: Config) -> None:
     """Apply process-wide settings: determinism, folders of compiled code and NCCL traces, limit of open files."""
-    # without this key too, initial weights and data depend only on the seed
+    # this key does not affect initial weights and data, which always depend only on the seed
     if config.debug.deterministic:
         # cuBLAS needs a fixed workspace for determinism.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         warn_only = config.debug.deterministic_warn_only
         torch.use_deterministic_algorithms(True, warn_only=warn_only)
 
-    # Keep inductor's compiled code for the next run, unless the user has set another folder. Importing torch sets the
-    # variable to torch's default.
+    # Keep inductor's compiled code for the next run, unless the user has set a different folder. Importing torch sets
+    # the variable to torch's default.
     if os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (None, default_cache_dir()):
         cache_folder = Path(config.training.cache_folder).absolute()
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_folder / "compiled")
@@ -131,8 +133,8 @@ def prepare_process(config: Config) -> None:
 def connect_late(world_size: int) -> None:
     """Let many ranks of gloo groups connect when they first communicate.
 
-    By default, every rank opens n + 3 files for each group of n ranks. With this setting, it opens 4 files at first,
-    and about 2 log2(n) later; rank 0 opens n files when it gathers (12 ranks, torch 2.13).
+    By default, every rank opens n + 3 files for each group of n ranks. With this setting, a rank opens 4 files at
+    first, and about 2 log2(n) later; rank 0 opens n files when it gathers (12 ranks, torch 2.13).
     """
     if world_size >= MANY_RANKS:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
@@ -142,7 +144,7 @@ def allow_open_files() -> None:
     """Raise this process's limit of open files: gloo opens about n + 3 files for each group of n ranks."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = hard
-    if hard == resource.RLIM_INFINITY:  # macOS, whose soft limit must be finite
+    if hard == resource.RLIM_INFINITY:  # on macOS, the soft limit must be finite
         most = max(soft, MOST_OPEN_FILES)
     if soft != resource.RLIM_INFINITY:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
@@ -172,11 +174,11 @@ def start_process_group(
 ) -> None:
     """Join the job's process group: NCCL on CUDA, gloo on CPU.
 
-    Offload needs both: its gradient norm is a CPU tensor, which NCCL cannot reduce.
+    Offload needs both backends, because its gradient norm is a CPU tensor, which NCCL cannot reduce.
     """
     backend = "gloo" if device.type == "cpu" else "nccl"
     # With a device_id, NCCL connects a group immediately, but then runs all sends and receives of a pipeline on one
-    # stream, where each waits for the previous one. Without it, NCCL connects at the first collective.
+    # stream, where each waits for the previous one. Without a device_id, NCCL connects at the first collective.
     connects_at_once = device.type == "cuda" and config.parallelism.pipeline_parallel_degree == 1
     if device.type == "cuda" and config.training.enable_cpu_offload:
         backend = "cuda:nccl,cpu:gloo"
@@ -196,7 +198,7 @@ def start_process_group(
 
 
 def set_timeouts(timeout_s: int, host: dist.ProcessGroup) -> None:
-    """Set the time-out of all groups of this process, except HOST_GROUPS. `host`: the group of that name.
+    """Set the time-out of all groups of this process, except HOST_GROUPS. `host`: the group "host".
 
     Collective: with the barrier, no rank waits with the short time-out for a rank that is still in its first step.
     """

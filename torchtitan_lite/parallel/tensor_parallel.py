@@ -28,8 +28,9 @@ reduce-scatter and the head one all-gather, and the reverse in backward. The wei
 tokens of one rank, so FSDP all-reduces it over tp (D*4 bytes) before the reduction over data-parallel ranks. A bias
 of a colwise layer is split with its output; a rowwise layer adds its bias once, after the reduce-scatter.
 
-With fewer key/value heads than ranks, tp/K ranks use the same head. Each of them stores and updates its own slice of
-the head, as in any colwise module, so every parameter is stored once. They exchange the slices (drawn for tp=4, K=2):
+With fewer key/value heads than ranks, tp/K ranks use the same head. Each of these ranks stores and updates its own
+slice of the head, as in any colwise module, so every parameter is stored once. The ranks of a head exchange their
+slices (drawn for tp=4, K=2):
 
                       tp rank 0     tp rank 1     tp rank 2     tp rank 3
     wk.weight         head 0: top   head 0: rest  head 1: top   head 1: rest       (K*E/tp, D)  Shard(0)
@@ -38,8 +39,8 @@ the head, as in any colwise module, so every parameter is stored once. They exch
 
 Traffic: an all-to-all of keys and one of values between the tp/K ranks of a head, in forward and in backward. Each
 moves P(n-1)/n per rank, P = B*S*E*2 bytes, n = tp/K: for E = 128 and D = 4096, 1/32 of a block's other exchanges.
-Replicated weights would need no exchange in forward. But each rank would store K heads, or FSDP, the norm and
-checkpoints would need a second mesh for the ranks of a head.
+Replicated weights would need no exchange in forward. But then either each rank would store K heads, or FSDP, the norm
+and checkpoints would need a second mesh for the ranks of a head.
 
 The loss with a sharded vocabulary, for one chunk of n tokens (all tokens if loss_chunk_tokens = 0):
 
@@ -53,7 +54,8 @@ The loss with a sharded vocabulary, for one chunk of n tokens (all tokens if los
 Traffic: one all-gather of tp*n*8 bytes per chunk, without overlap.
 
 With parallelism.enable_async_tensor_parallel, inductor splits a matmul and its collective into tp pieces. While one
-piece computes, the next is copied directly from another GPU's memory. This was never run, because it needs two GPUs.
+piece computes, the next is copied directly from another GPU's memory. This option was never run, because it needs two
+GPUs.
 
 Sources: Megatron-LM arXiv:1909.08053, section 3 for the loss; sequence parallel arXiv:2205.05198.
 Effect: parameters become DTensors; FQNs and the shapes seen by optimizer and checkpoint do not change.
@@ -85,14 +87,15 @@ from torchtitan_lite.parallel.exchange import (
 def plan_tensor_parallel(part: nn.Module) -> dict[str, "LocalStyle"]:
     """Return FQN -> style for every module of a part that TP changes.
 
-    An MoE layer needs no style: it takes this rank's slice of the sequence, and uses another mesh (expert_parallel.py).
+    An MoE layer needs no style: it takes this rank's slice of the sequence, and uses a different mesh
+    (expert_parallel.py).
     """
     modules = dict(part.named_modules())
     plan: dict[str, LocalStyle] = {}
     for prefix, row in list_modules(part.model_args):
         fqn = prefix + row.name
         if fqn not in modules or row.kind == "router":
-            continue  # on another stage, or in an MoE layer
+            continue  # the module is on a different stage, or in an MoE layer
         for name in list_gathered([row]):
             plan[prefix + name] = PrepareModuleInput()
         if row.kind == "embedding":
@@ -114,9 +117,9 @@ def apply_tensor_parallel(part: nn.Module, mesh: DeviceMesh) -> None:
     for fqn, parameter in part.named_parameters():
         if not isinstance(parameter, DTensor) and not fqn.startswith(moes):
             why = f"the plan for tensor parallel has no style for {fqn}"
-            raise UserError(f"{why}: in the table of the model, its row needs another kind")
+            raise UserError(f"{why}: change the kind of its row in the table of the model")
     if is_tied_inside(part):
-        # parallelize_module made a separate DTensor for each of the two modules, with equal placements
+        # parallelize_module has made two DTensors with equal placements, one for each of the two modules
         part.output.weight = part.tok_embeddings.weight
 
 
@@ -183,7 +186,7 @@ class RowwiseParallel(LocalStyle):
 
 
 class SequenceParallel(LocalStyle):
-    """Any module that works on each token or head by itself, with replicated parameters."""
+    """For a module that processes each token or head separately, with replicated parameters."""
 
     placements = {"weight": Replicate(), "bias": Replicate()}
 

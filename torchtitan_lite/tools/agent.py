@@ -12,8 +12,8 @@ join.
 
 If NNODES is a range, torchrun restarts the ranks of all hosts when a host joins, and ends them first by SIGTERM. The
 agent that notices the new host first makes the ranks of all hosts stop after the same step. A rank that stopped without
-receiving SIGTERM waits until its own agent notices the new host too. If it returned at once, the run would end on its
-host.
+receiving SIGTERM waits until its own agent notices the new host too. If such a rank returned at once, the run would end
+on its host.
 """
 
 import importlib
@@ -66,8 +66,9 @@ from torchtitan_lite.tools.local_ranks import (
 )
 
 PCI = Path("/sys/bus/pci/devices")
-N_LINES = 60  # shown of the hidden stderr of a killed rank: its threads' stacks are at the end
-JOIN_WITHIN_S = 10.0  # an agent looks for new hosts ten times a second
+# number of lines shown from the end of a killed rank's hidden stderr, where the stacks of its threads are
+N_LINES = 60
+JOIN_WITHIN_S = 10.0  # much longer than 0.1 s, after which an agent looks for new hosts again
 
 
 class Starts(DefaultLogsSpecs):
@@ -85,14 +86,15 @@ class Starts(DefaultLogsSpecs):
 
 
 class Agent(LocalElasticAgent):
-    """torchrun's agent. It shows the first cause of a restart, and starts no ranks after a signal."""
+    """torchrun's agent. Before a restart, the agent prints the first cause. After a signal, the agent does not start
+    any ranks."""
 
     def __init__(
         self, spec: WorkerSpec, starts: Starts, folder: Path, signals: Signals, store: Any
     ):
         """`store` is the store of all hosts, or None if there is one host."""
         super().__init__(spec, starts, start_method="forkserver")
-        self.folder = folder  # of the files of all starts
+        self.folder = folder  # has the files of all starts
         self.signals = signals
         self.store = store
         self.ending: Ending | None = None  # how the last start ended
@@ -179,7 +181,7 @@ def run_agent(run: tuple, n_local: int, signals: Signals, store: Any) -> Ending:
     except KeyboardInterrupt:
         return agent.ending or signals.ending
     except Exception as error:  # hosts cannot connect, or a port is in use
-        # another host, which a signal has stopped, may have ended the rendezvous
+        # a signal may have stopped another host, which then ended the rendezvous
         time.sleep(2 * ASK_EVERY_S)
         if signals.received:
             return signals.ending
@@ -202,8 +204,8 @@ def number_host() -> None:
 def explain_failure(rank: int, failure: ProcessFailure, folder: Path, signals: Signals) -> Ending:
     """Return the first cause on this host: an error, or a signal. `rank` is the rank that torchrun reports.
 
-    If several ranks end together, torchrun reports any of them, so the oldest error.json decides. A rank that was
-    killed, or returned a status, writes no error.json.
+    If several ranks end together, torchrun may report any one of them, so the oldest error.json decides. A rank that
+    was killed, or returned a status, writes no error.json.
     """
     exitcode = failure.exitcode
     received = signals.received
@@ -221,7 +223,7 @@ def explain_failure(rank: int, failure: ProcessFailure, folder: Path, signals: S
     hidden = own / "stderr.log"
     if exitcode not in (1, -signal.SIGKILL) and hidden.exists():  # 1: train.py has logged why
         details = "\n".join(hidden.read_text(errors="replace").splitlines()[-N_LINES:])
-    # gloo aborts if calls differ; printing the stacks of running threads may then fail
+    # gloo aborts a rank if calls differ. Printing the stacks of running threads may fail while it aborts
     if exitcode in (-signal.SIGABRT, -signal.SIGSEGV):
         _, text = hang.explain_newest(signals.hangs, "failed")
         details = f"{details}\n{text}".strip()
@@ -241,7 +243,8 @@ def describe_exit(exitcode: int) -> str:
 
 
 def run_rank(work: Callable, args: list[str], folder: Path, spec: RunSpec) -> int:
-    """Run one rank, `work(args, folder, spec)`, and return its status. If it fails, write why and end the process."""
+    """Run one rank, `work(args, folder, spec)`, and return its status. If the rank fails, write the reason to a file
+    and end the process."""
     status = 1
     try:
         status = work(args, folder, spec)
@@ -254,9 +257,9 @@ def run_rank(work: Callable, args: list[str], folder: Path, spec: RunSpec) -> in
         what = traceback.format_exception_only(error)[0].splitlines()[0]
         reason = f"rank {os.environ['RANK']} failed: {what} ({file}:{line})"
         write_ending(1, reason, traceback.format_exc().rstrip())
-    # so that torchrun's SIGTERM ends a failed rank
+    # SIGTERM from torchrun must end a failed rank
     handle_signals(signal.SIG_DFL)
-    # torchrun reports the rank that exits first. Wait, so that it reports a killed rank, which cannot write why
+    # torchrun reports the rank that exits first. Wait here, because a killed rank cannot report itself
     time.sleep(1)
     sys.exit(status)
 
@@ -282,7 +285,8 @@ def train_rank(args: list[str], folder: Path, spec: RunSpec) -> int:
 
 
 def bind_to_gpu(index: int) -> None:
-    """Bind this process to the CPUs of its GPU's NUMA node. If the host has one node, these are all its CPUs.
+    """Bind this process to the CPUs of its GPU's NUMA node. If the host has a single node, this has no effect, because
+    the node has all CPUs.
 
     torchrun's own option needs the program numactl. Does nothing if the host does not report these CPUs, or forbids
     them. Never run on a GPU.

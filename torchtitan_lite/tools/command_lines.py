@@ -206,15 +206,20 @@ layout needs more ranks than --ranks, verify prints a command for a smaller layo
         "plan.command",
         """Forecast the memory, time and traffic of a layout on some GPUs, or rank all layouts with --search.
 
-The forecast is computed from formulas, without torch. It was compared with published runs, and the output shows the
-error of the forecast for those runs.""",
+The forecast is computed from formulas, without torch. The output includes the error of such forecasts for published
+runs.""",
         True,
         (
             GPUS,
             GPU,
-            Option("--mtbf-hours", "mean hours between failures; prints how often to save", hours),
+            Option("--mtbf-hours", "mean hours between failures: print how often to save", hours),
             Option("--restart-s", "seconds that a restart takes (%(default)s)", seconds, 600),
-            Option("--save-stall-s", "seconds a save stalls training (%(default)s)", seconds, 10),
+            Option(
+                "--save-stall-s",
+                "seconds for which a save stalls training (%(default)s)",
+                seconds,
+                10,
+            ),
             Option("--search", "rank all layouts of this model on these GPUs"),
             Option("--toml", "with --search: write the best layout as a config", path),
             Option("--dry-run", "compare the forecast with step.py on tensors without storage"),
@@ -312,14 +317,16 @@ the first token of a document. Bits per byte compare models with different token
         "report.page",
         """Write one HTML page about a run: summary, curves, mesh, measurements next to the forecast, traces.
 
-Several runs share the same plots. The page needs no server and no network. It is made from the files in the run's
+Several runs share the same plots. The page needs no server and no network. The report reads the files in the run's
 folder: metrics.jsonl, config.toml, traces/.""",
         False,
         (
             Option("runs", "folder of a run, such as outputs/debug", path, nargs="+"),
             Option("--out", "default: report.html in the first folder", path),
             Option(
-                "--group", "key whose values group the runs: mean and spread of each group", str
+                "--group",
+                "group the runs by the value of this key, and show the mean and spread of each group",
+                str,
             ),
             Option("--x", "horizontal axis", str, "steps", choices=("steps", "tokens", "hours")),
             Option("--watch", "write the page again every 10 s until the run ends"),
@@ -343,7 +350,7 @@ For the speed of a model on your GPUs, train a few steps of it: each line of the
         "faults.pulse",
         """Is a device slow or wrong, or is a link slow? Tests the hardware of a run before it starts, within a minute.
 
-Start it on every host with the environment variables of the run, or type TOOL=pulse ./run_train.sh, which also works
+Start pulse on every host with the environment variables of the run, or type TOOL=pulse ./run_train.sh, which also works
 with Slurm.""",
         True,
     ),
@@ -357,7 +364,8 @@ The launcher prints the same answer when a step takes longer than comm.hang_seco
     ),
     "drill": Tool(
         "faults.drill",
-        """Which faults does a run survive, and how fast? Injects faults into runs of this config, prints a score card.
+        """Which faults does a run survive, and how fast? Injects faults into runs of this config, and prints a score
+        card.
 
 Each fault gets a run of its own, with snapshots in memory, one restart, and a rank and step drawn from the seed. Every
 run is kept in --out.""",

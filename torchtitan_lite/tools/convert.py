@@ -63,7 +63,9 @@ def main(options: argparse.Namespace) -> int:
             why = f"{fqn} is not zero, and Hugging Face formats have no expert bias. Train with "
             why += "training.expert_bias_rate = 0, and balance the experts with training.expert_balance_loss"
     if why:
-        raise SourceError(f"{source.path} cannot be converted: {why}.")
+        raise SourceError(
+            f"{source.path} cannot be converted: {why}. `generate` and `eval` can read it without a conversion."
+        )
     dtype = options.dtype or checkpoint.manifest.tensors["model.norm.weight"].dtype
     write_folder(source, out, dtype, lambda fqn: checkpoint.read(f"model.{fqn}"))
     sizes = [file.stat().st_size for file in out.glob("*.safetensors")]
@@ -120,7 +122,9 @@ def write_folder(source: ModelSource, out: Path, dtype: str, read: Callable[[str
     except BaseException as error:
         discard(out)
         if isinstance(error, (OSError, SafetensorError)):
-            raise CheckpointError(f"{out} cannot be written: {error}") from None
+            raise CheckpointError(
+                f"{out} cannot be written: {error}. Free some space, or name another folder"
+            ) from None
         raise
 
 

@@ -79,7 +79,7 @@ def measure_cpu_memory(
 def explain_misfit(machine: Machine, cuda: str | None, install: str) -> tuple[str, str] | None:
     """Return why a torch built for the CUDA version `cuda` cannot use the GPUs of `machine`, and a remedy.
 
-    Returns None if it can use them.
+    Returns None if this torch can use the GPUs.
 
     `install` is a command or advice to install torch from OLDER_INDEX.
     """

@@ -38,7 +38,8 @@ set PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu"""
 
 
 def continue_with_packages(extras: list[str] | None = None) -> None:
-    """Return if this Python has the packages. If it lacks those of `extras`, or is .venv's, install them.
+    """Return if this Python has the packages. If only packages of `extras` are missing, or if this is .venv's Python,
+    install the missing packages.
 
     Otherwise create .venv, and replace this process: run the same command with .venv's Python.
     """
@@ -55,7 +56,8 @@ def continue_with_packages(extras: list[str] | None = None) -> None:
                 if not VENV.exists():
                     create_venv()
                 os.execv(PYTHON, [PYTHON, *sys.orig_argv[1:]])  # releases the lock
-            if missing := list_missing(names):  # another process may have installed them
+            # a different process may have installed them in the meantime
+            if missing := list_missing(names):
                 install(missing)
     except OSError as error:  # such as a read-only folder
         remedy = "Delete it, or set PYTHON to a Python that has the packages"
@@ -132,7 +134,7 @@ def run_command(command: list[str], remedy: str) -> None:
         try:
             status = process.wait()
         except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)  # also the processes that pip has started
+            os.killpg(process.pid, signal.SIGKILL)  # ends also the processes that pip has started
             raise
     if status != 0:
         said = f"`{' '.join(command[:4])}` failed, see its last lines above"

@@ -28,8 +28,8 @@ from torchtitan_lite.tools.model_source import SourceError, build_model, open_so
 from torchtitan_lite.tools.progress import show_progress
 from torchtitan_lite.validation import ValidationBatches, describe_loss, measure_loss
 
-BATCH_TOKENS = 8192  # per batch; also the longest window without --seq-len
-CHUNK_TOKENS = 1024  # number of tokens whose logits are in memory at once
+BATCH_TOKENS = 8192  # tokens per batch; also the longest default of --seq-len
+CHUNK_TOKENS = 1024  # number of tokens whose logits are in memory at the same time
 REPORT = """{source} on {data}, {device}, windows of {seq_len} tokens
   loss           {loss:.5f}
   perplexity     {perplexity:.5g}
@@ -68,7 +68,7 @@ def main(options: Namespace) -> int:
                 sums += measure_loss(loss, batch, bytes_of_tokens)
     nats, n_tokens, n_bytes = sums.tolist()
     if not math.isfinite(nats):
-        why = f"the loss is {nats}. The weights are damaged or diverged"
+        why = f"the loss is {nats}. The weights are damaged or diverged. Use an earlier checkpoint"
         raise CheckpointError(f"{source.path}: {why}.")
     report = {
         "source": str(source.path),

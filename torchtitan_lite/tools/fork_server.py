@@ -1,4 +1,5 @@
-"""End a fork server when the process that started it ends. The fork servers of launcher and `verify` import this."""
+"""End a fork server when the process that started it ends. The fork servers of the launcher and of `verify` import this
+module."""
 
 from torchtitan_lite.faults.processes import end_with_parent
 

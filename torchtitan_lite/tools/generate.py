@@ -34,8 +34,8 @@ def main(options: Namespace) -> int:
     """Generate and print the text. Raises SourceError for wrong input before loading the weights."""
     source = open_source(options)
     if not ATTENTIONS.get(source.attention, AttentionRow()).is_plain:
-        why = f'tools/kv_cache.py does not support model.attention = "{source.attention}" (config/choices.py: is_plain)'
-        raise SourceError(f"{source.path}: {why}.")
+        why = f'tools/kv_cache.py does not support model.attention = "{source.attention}"'
+        raise SourceError(f"{source.path}: {why} (config/choices.py: is_plain). Use eval instead.")
     chat = None
     end_ids = source.end_ids
     if options.chat:
@@ -57,7 +57,7 @@ def main(options: Namespace) -> int:
             model = CachedModel(build_model(source), source.attention)
         if not chat:
             show(prompt)
-        model.forget()  # the chat template may write earlier turns differently now
+        model.forget()  # the chat template may now format earlier turns differently
         tokens = generate(model, model.read(prompt_tokens), options, source.tokenizer)
         before = [] if chat else prompt_tokens
         tokens = islice(tokens, n_new_tokens)
@@ -92,7 +92,9 @@ def read_prompts(options: Namespace) -> Iterator[str]:
         try:
             yield sys.stdin.read()
         except UnicodeDecodeError as error:
-            raise SourceError(f"Standard input is not UTF-8: {error}.") from None
+            raise SourceError(
+                f"Standard input is not UTF-8: {error}. Convert it, or use --prompt."
+            ) from None
     else:
         print("Ctrl-D ends the conversation.", file=sys.stderr)
         with suppress(EOFError):
@@ -126,7 +128,9 @@ def encode_conversation(messages: list[dict], chat: ChatFormat) -> list[int]:
         try:
             text, _ = chat.write({"messages": messages, "add_generation_prompt": True})
         except ValueError as error:
-            raise SourceError(f"The conversation cannot be written: {error}.") from None
+            raise SourceError(
+                f"{error}. Change the conversation, or set another --tokenizer."
+            ) from None
     tokens, _ = tokenizer.encode_special(text)
     return tokens
 
@@ -142,7 +146,7 @@ def count_new_tokens(tokens: list[int], source: ModelSource, options: Namespace)
         why = f"token {name!r} of the prompt has the id {max(tokens)}, but its model has {n_rows} rows. "
         why += "Change the prompt, or set another --tokenizer"
     elif source.context is None:
-        why = f"{CONFIG} has no {LENGTH}, the length of the context"
+        why = f"{CONFIG} has no {LENGTH}, the length of the context. Add it"
     elif len(tokens) >= source.context:
         why = (
             f"the prompt has {len(tokens)} tokens, but the context has {source.context}. Shorten it"
@@ -162,7 +166,8 @@ def take_tokens(
     show: Callable[[str], object],
     before: Sequence[int] = (),
 ) -> tuple[list[int], str]:
-    """Return `tokens` up to an end token, and their text after the tokens `before`.
+    """Collect `tokens` until an end token. Return these tokens and their text, which continues the text of the tokens
+    `before`.
 
     Shows characters as soon as they are complete.
     """
@@ -186,7 +191,8 @@ def generate(
 ) -> Iterator[int]:
     """Yield tokens without end. `logits` (V,) predict the first token. All tokens depend on --seed."""
     n_rows = len(logits)
-    usable = torch.zeros(n_rows, dtype=torch.bool)  # a model may have rows without a token
+    # the model may have rows for ids without a token
+    usable = torch.zeros(n_rows, dtype=torch.bool)
     usable[[id for id in tokenizer.bytes_of_id if id < n_rows]] = True
     generator = torch.Generator().manual_seed(options.seed)
     while True:
@@ -200,7 +206,9 @@ def choose_token(
 ) -> int:
     """Choose the next token id. logits (V,) fp32, usable (V,) bool. Raises CheckpointError for NaN or infinity."""
     if not logits.isfinite().all():
-        raise CheckpointError("The logits are not finite: the weights are damaged or diverged.")
+        raise CheckpointError(
+            "The logits are not finite: the weights are damaged. Use an earlier checkpoint."
+        )
     logits = logits.masked_fill(~usable, -inf)
     if options.temperature == 0:
         return int(logits.argmax())
@@ -210,7 +218,7 @@ def choose_token(
 
 def limit(logits: Tensor, options: Namespace) -> Tensor:
     """Apply temperature, top-k and top-p, (V,) -> (V,) fp64. Excluded tokens get -inf. The most likely token stays."""
-    # Subtract the maximum, so that dividing by a low temperature cannot overflow.
+    # subtract the maximum, because dividing large logits by a low temperature could overflow
     logits = (logits.double() - logits.max()) / options.temperature
     ordered, ids = logits.sort(descending=True, stable=True)
     if options.top_k > 0:

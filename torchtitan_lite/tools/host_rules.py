@@ -30,7 +30,7 @@ from torchtitan_lite.config.schema import Config, Optimizer
 from torchtitan_lite.dump_folder import LOCAL_FOLDER, find_nearest, name_snapshots
 from torchtitan_lite.tools.detect import OLDER_INDEX, explain_misfit
 
-# memory for this state on the 80 GB GPU that `plan` assumes; the rest is for activations
+# share of an 80 GB GPU, `plan`'s default, that this state may use; the rest is for activations
 USUAL_GPU_BYTES = 40 * GIB
 MASTER_BYTES = 4  # a parameter is fp32, and its gradient too
 
@@ -167,7 +167,8 @@ def read_torch_build() -> dict[str, str | None]:
 
 
 def check_snapshots(config: Config, snapshot_bytes: int) -> Problems:
-    """Check the space for snapshots on this host. During a save, it stores three: the last two and the new one."""
+    """Check the space for snapshots on this host. During a save, a host stores three snapshots: the last two and the
+    new one."""
     problems = Problems(config)
     section = config.checkpoint
     n_saved = (config.training.steps - 1) // section.local_interval

@@ -9,7 +9,8 @@ at the end     the first host that fails writes why; the others repeat it
 
 With NNODES=2:4, ranks start when two hosts have met, and a host may join later. Therefore only the host with different
 settings is refused. With a fixed number of hosts, all hosts end with the reason and the exit status of the refused
-host. If they waited instead, Slurm would end them by a signal and report 143, because it reports the largest status.
+host. If the other hosts waited instead, Slurm would end them by a signal and report 143, because it reports the largest
+status.
 """
 
 import hashlib
@@ -37,10 +38,12 @@ MEET_WITHIN_S = 600.0
 SAY_AFTER_S = 10.0
 CONNECT_EVERY_S = 5.0
 STORE_TIMEOUT_S = 20
-N_HOSTS = "hosts"  # key in the store: the number of hosts in the last start and of waiting hosts
-SIGNAL = "signal"  # key in the store: the first signal that a host has received
+# key in the store; its value: number of hosts in the last start, and number of waiting hosts
+N_HOSTS = "hosts"
+SIGNAL = "signal"  # key in the store; its value: the first signal that a host has received
 TELL_WITHIN_S = 2.0
-END_WITHIN_S = 10.0  # the store ends with NODE_RANK=0, so this host waits for the others
+# NODE_RANK=0 has the store, so it waits this long for the other hosts to read it
+END_WITHIN_S = 10.0
 
 
 class Ending(NamedTuple):
@@ -57,7 +60,8 @@ def read_number(name: str, default: int = 0) -> int:
 
 
 def read_hosts() -> tuple[int, int]:
-    """Return the smallest and the largest number of hosts in NNODES. They differ only if NNODES is a range."""
+    """Return the smallest and the largest number of hosts in NNODES. The two numbers differ only if NNODES is a
+    range."""
     numbers = os.environ.get("NNODES") or "1"
     hosts = sorted(map(int, numbers.split(":")))
     return hosts[0], hosts[-1]
@@ -76,14 +80,17 @@ def join_hosts(config: dict[str, object], timeout_s: float, signals: Any) -> Any
             meet_hosts(store, config)
             choose_interface(store)
     except RuntimeError:
-        raise UserError("NODE_RANK=0, which has the store of the hosts, has ended") from None
+        raise UserError(
+            "NODE_RANK=0, which has the store of the hosts, has ended. Start all hosts again"
+        ) from None
     if not is_first_host():
         threading.Thread(target=end_if_cut_off, args=(timeout_s,), daemon=True).start()
     return store
 
 
 def open_store(within_s: float = MEET_WITHIN_S) -> Any:
-    """Wait for NODE_RANK=0. Return its TCPStore, which all hosts share. Raises UserError. Imports torch."""
+    """Wait for the host with NODE_RANK=0. Return the host's TCPStore, which all hosts share. Raises UserError. Imports
+    torch."""
     address, port = find_master()
     place = f"MASTER_ADDR={address}, MASTER_PORT={port}"
     try:
@@ -93,7 +100,8 @@ def open_store(within_s: float = MEET_WITHIN_S) -> Any:
         else:
             wait_until(connect, f"NODE_RANK=0 at {place}", within_s)
     except OSError as error:
-        raise UserError(f"{name_host()} cannot use {place}: {error.strerror}") from None
+        why = f"{name_host()} cannot use {place}: {error.strerror}"
+        raise UserError(f"{why}. Set both to the host with NODE_RANK=0, and a free port") from None
     store = importlib.import_module("torch.distributed").TCPStore(
         address,
         port,
@@ -172,8 +180,8 @@ def leave(store: Any) -> None:
 
 
 def tell_refusal(error: UserError, signals: Any) -> None:
-    """Tell the other hosts why this host is refused. If NNODES is a range, they start without it."""
-    # ValueError: NODE_RANK=0 cannot be reached, or NNODES is no number
+    """Tell the other hosts why this host is refused. If NNODES is a range, the others start without this host."""
+    # ValueError: NODE_RANK=0 cannot be reached, or NNODES is not a number
     with suppress(ValueError, RuntimeError, KeyboardInterrupt):
         n_needed, n_hosts = read_hosts()
         if n_needed == n_hosts > 1:
@@ -246,7 +254,7 @@ def connect() -> tuple[str, str] | None:
 def end_if_cut_off(timeout_s: float) -> None:
     """End this launcher and its ranks if NODE_RANK=0 cannot be reached for `timeout_s`. Runs in a thread.
 
-    Without this, torchrun waits forever: its time-out needs an answer from the host with the store (torch 2.13).
+    torchrun itself would wait forever, because its time-out needs an answer from the host with the store (torch 2.13).
     """
     reached_at_s = time.monotonic()
     while time.monotonic() - reached_at_s < timeout_s:
@@ -269,7 +277,9 @@ def wait_until(is_ready: Callable[[], Any], what: str, within_s: float = MEET_WI
     while not (result := is_ready()):
         waited_s = time.monotonic() - started_s
         if waited_s > within_s:
-            raise UserError(f"{host} has waited {within_s:g} s for {what}")
+            raise UserError(
+                f"{host} has waited {within_s:g} s for {what}. Start all hosts within this time"
+            )
         if waited_s > SAY_AFTER_S and not is_said:
             print(f"{host} waits for {what}", file=sys.stderr, flush=True)
             is_said = True
@@ -278,9 +288,9 @@ def wait_until(is_ready: Callable[[], Any], what: str, within_s: float = MEET_WI
 
 
 def claim_cause(store: Any, key: str, own: Ending) -> Ending:
-    """Return the ending of the first host that gave a reason for `key`, or `own` if no host did.
+    """Return the ending of the host that first wrote a reason under `key`, or `own` if no host has written one.
 
-    The returned reason names its host. Another host shows the details of its ending.
+    The returned reason names the host that wrote it. That host shows the details of its ending.
     """
     claimed = ""
     if own.reason:  # containers can share a hostname
@@ -294,8 +304,8 @@ def claim_cause(store: Any, key: str, own: Ending) -> Ending:
 
 def agree_on_cause(store: Any, own: Ending) -> Ending:
     """Return the ending of the host that failed first, or `own` if no host failed or the ranks of this host trained."""
-    with suppress(RuntimeError):  # NODE_RANK=0 has ended, or this host is cut off
-        if own.status in STOPPED:  # perhaps only a rank has received the signal
+    with suppress(RuntimeError):  # NODE_RANK=0 has ended, or this host has lost its connection
+        if own.status in STOPPED:  # the signal may have reached a rank, but no launcher
             store.set(SIGNAL, str(own.status - 128))
         failed = own if own.status == 1 else Ending(own.status, "")
         first = claim_cause(store, "cause", failed)

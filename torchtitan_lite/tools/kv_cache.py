@@ -1,13 +1,13 @@
-"""Cache keys and values of attention, so that reading one more token does not recompute the earlier tokens.
+"""Cache keys and values of attention. Then reading one more token does not recompute the earlier tokens.
 
     read([a, b, c])    computes keys and values of a b c      caches a b c .     returns the logits after c
     read([d])          computes keys and values of d only     caches a b c d     returns the logits after d
     forget()           computes nothing                       caches . . . .
 
 The cache replaces the submodule `attention.inner`, as context parallel does, so training and generation run the same
-model code. It computes attention over one document that starts at position 0, with the window and the sinks of its
-layer. In config/choices.py, ATTENTIONS[name].is_plain says whether this is correct for a value of `model.attention`. A
-model with custom attention (model/own_attention.py) is refused.
+model code. The cache computes attention over one document that starts at position 0, with the window and the sinks of
+its layer. ATTENTIONS[name].is_plain in config/choices.py is true if the cache is correct for a value of
+`model.attention`. A model with custom attention (model/own_attention.py) is refused.
 
 Legend: B batch (1 here), S sequence, Q tokens being read, L tokens read so far, H heads, K kv heads, E head dim.
 """
@@ -76,7 +76,8 @@ class CachedAttention(InnerAttention):
 class CachedModel:
     """A full model with a KV cache in every attention. Modifies the model, so do not train it afterwards.
 
-    Raises UserError if the model has custom attention: the cache would replace it, or would not be used by it.
+    Raises UserError if the model has custom attention: the cache would replace such attention, or the attention would
+    not use the cache.
     """
 
     def __init__(self, model: nn.Module, attention: str = "causal"):
@@ -99,8 +100,8 @@ class CachedModel:
     def require_equal_pieces(self) -> None:
         """Raise UserError if reading tokens one by one gives different logits than reading them at once.
 
-        They differ if layers mix tokens outside attention. Only checked in float32, because rounding in bfloat16 hides
-        the difference.
+        The logits differ if layers mix tokens outside attention. Only checked in float32, because rounding in bfloat16
+        hides the difference.
         """
         tokens = [0, 1, 2, 3]
         at_once = self.read(tokens)

@@ -1,4 +1,4 @@
-"""Train a model: check the config, start the ranks of this host with torchrun, and wait. run_train.sh calls this.
+"""Train a model, for run_train.sh: check the config, start the ranks of this host with torchrun, and wait.
 
     launcher  ->  fork server, which imports train.py once  ->  rank 0, rank 1, ...: forks that share its memory
 
@@ -143,7 +143,7 @@ def prepare_corpora(spec: RunSpec) -> bool:
                 prepare_dataset(name, spec.tokenizer, cache_folder, dataset_path)
                 was_missing = True
     except PreparationError as error:
-        remedy = "Options named here belong to `prepare`: prepare the corpus with it, then start this run"
+        remedy = "Options in this message are options of `prepare`: run `prepare` first, then start this run"
         raise PreparationError(f"{error}. {remedy}") from None
     return was_missing
 
@@ -176,7 +176,7 @@ def run_ranks(
     folder: Path,
     signals: Signals,
 ) -> Ending:
-    """Run the ranks of this host, as `main` says."""
+    """Run the ranks of this host, as described in `main`."""
     handle_signals(signals.pass_on)
     n_hosts = read_hosts()[1]
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -206,14 +206,16 @@ def run_ranks(
 def start_fork_server() -> None:
     """Start the fork server, which imports train.py once and forks the ranks.
 
-    The fork server blocks all signals. New ranks inherit this, so a signal stays pending until a rank can handle it.
+    The fork server blocks all signals. New ranks inherit the blocked signals, so a signal stays pending until a rank
+    can handle it.
     """
     tools = "torchtitan_lite.tools"
     multiprocessing.set_forkserver_preload([f"{tools}.fork_server", f"{tools}.train_file"])
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    # Without this, a warning would follow the reason if this launcher ends immediately.
+    # Without this line, a warning would follow the reason if this launcher ends immediately.
     sys.warnoptions.append("ignore::UserWarning:multiprocessing.resource_tracker")
-    resource_tracker.ensure_running()  # started first, because this unblocks the signals
+    # the resource tracker must start first, because it unblocks the signals
+    resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     folder = os.getcwd()
     os.chdir(REPOSITORY)  # train_file.py imports train.py from there

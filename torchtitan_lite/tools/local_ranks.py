@@ -2,7 +2,7 @@
 
 no ranks run        the signal raises KeyboardInterrupt in the launcher
 torch is imported   the signal ends the launcher immediately, because an exception could abort an import of C++ code;
-                    with several hosts it waits, because only torch can tell them
+                    with several hosts, the signal waits until torch is loaded, which sends it to the other hosts
 ranks run           they get the first signal; a later signal kills them, or the first one if a step hangs
 """
 
@@ -52,13 +52,13 @@ class Signals:
 
     @property
     def ending(self) -> Ending:
-        """The exit status and the reason that the first signal gives the run."""
+        """Exit status and reason of the run, as the first signal determines them."""
         status = 128 + self.received[0]
         return Ending(status, describe_signal(status))
 
     @contextmanager
     def reacting(self, react: Callable[[], None]) -> Iterator[None]:
-        """Context manager: call `react` if a signal arrives, or has arrived."""
+        """Context manager: call `react` when a signal arrives, or at once if a signal has arrived."""
         self.react = react
         try:
             if self.received:
@@ -94,7 +94,8 @@ class Signals:
 
     def share(self, store: Any) -> None:
         """Send a received signal to the other hosts, or receive a signal from them. Runs in a thread."""
-        with suppress(RuntimeError):  # the store has ended with NODE_RANK=0
+        # an error means that the store has ended, together with the launcher of NODE_RANK=0
+        with suppress(RuntimeError):
             while not self.received:
                 if store.check([SIGNAL]):
                     self.copies_until_s = inf  # a user may signal one host after another
@@ -106,7 +107,7 @@ class Signals:
             store.set(SIGNAL, str(self.received[0]))
 
     def begin_start(self) -> None:
-        """Note that ranks were started. Forward a signal that arrived before they were forked."""
+        """Note that ranks were started. Forward a signal that arrived before the fork."""
         self.started_at_s = time.time()
         self.forward()
 

@@ -15,7 +15,12 @@ import torch
 from torch import nn
 
 from torchtitan_lite.build import find_model_class
-from torchtitan_lite.checkpoint.format import IN_MANIFEST, MANIFEST, find_steps
+from torchtitan_lite.checkpoint.format import (
+    IN_MANIFEST,
+    MANIFEST,
+    CheckpointError,
+    find_steps,
+)
 from torchtitan_lite.checkpoint.load import OpenCheckpoint
 from torchtitan_lite.checkpoint.starting_weights import parse_model_args
 from torchtitan_lite.config.block import list_expert_biases
@@ -71,9 +76,13 @@ def open_source(options: Namespace) -> ModelSource:
             print(notice, file=sys.stderr)
     else:
         path = find_checkpoint(path)
-        checkpoint = OpenCheckpoint(path)
-        manifest = checkpoint.manifest
-        model_args = parse_model_args(manifest)
+        try:
+            checkpoint = OpenCheckpoint(path)
+            manifest = checkpoint.manifest
+            model_args = parse_model_args(manifest)
+        except CheckpointError as error:
+            remedy = "Restore it from a copy, or name another checkpoint"
+            raise CheckpointError(f"{path} cannot be used: {error}. {remedy}.") from None
         config = manifest.run["config"]
         published = manifest.run.get(IN_MANIFEST, {})
         attention = config["model"]["attention"]
@@ -86,16 +95,16 @@ def open_source(options: Namespace) -> ModelSource:
         raise SourceError(f"{path}: {why}. Name it with --tokenizer FOLDER.") from None
     why = ""
     if found.eos_id >= model_args.vocab_size:
-        why = f"its model has {model_args.vocab_size} rows, but the end token of {found.path} is {found.eos_id}"
+        why = f"its model has {model_args.vocab_size} tokens, but the end token of {found.path} is id {found.eos_id}"
     elif (
         checkpoint
         and not options.tokenizer
         and manifest.fingerprint["tokenizer"] != found.fingerprint
     ):
-        why = f"{assets} is not the tokenizer that it was trained with"
+        why = f"{assets} is not the tokenizer that the model was trained with"
     if why:
         raise SourceError(
-            f"{path}: {why}. Name the right one with --tokenizer, which is not checked."
+            f"{path}: {why}. Name the right tokenizer with --tokenizer FOLDER, which skips this check."
         )
     beside = published
     if not published and found.path.is_file():  # the tokenizer's folder may list more end tokens
@@ -129,11 +138,12 @@ def find_checkpoint(path: Path) -> Path:
     if why := explain_hub_name(path):
         raise SourceError(f"{why}. Name that folder.")
     remedy = f"Name a checkpoint, a run with a checkpoint (--checkpoint.enable), or a folder with {CONFIG}"
-    raise SourceError(f"{path} is no folder with a checkpoint. {remedy}.")
+    raise SourceError(f"{path} is not a folder with a checkpoint. {remedy}.")
 
 
 def read_end_ids(published: dict[str, dict[str, Any]]) -> frozenset[int]:
-    """Return eos_token_id of generation_config.json. If this file has none, use config.json. Both can be missing."""
+    """Return eos_token_id of generation_config.json, or of config.json if the first file has none. Both can be
+    missing."""
     for name in (GENERATION_CONFIG, CONFIG):
         value = published.get(name, {}).get("eos_token_id")
         if isinstance(value, int):
@@ -150,7 +160,8 @@ def build_model(source: ModelSource) -> nn.Module:
     model_args = source.model_args
     dtype = DEFAULT_DTYPES[device.type]
     if why := explain_strides(model_args, str(dtype).removeprefix("torch.")):
-        raise SourceError(f"{source.path}: {why}.")
+        remedy = "Pad the experts with zeros to such sizes; the results stay the same"
+        raise SourceError(f"{source.path}: {why}. {remedy}.")
     with torch.device("meta"):
         model = find_model_class(model_args.name)(model_args, attention=source.attention)
     model.to(dtype).to_empty(device=device).eval()

@@ -14,7 +14,7 @@ class Option(NamedTuple):
 
     name: str
     help: str
-    type: Callable | None = None  # None for a flag; otherwise its name appears in --help
+    type: Callable | None = None  # name of the value in --help; None for a flag
     default: object = None
     nargs: str | None = None
     action: str = "store"
@@ -79,14 +79,14 @@ def degree(text: str) -> tuple[str, int]:
 
 
 def text(written: str) -> str:
-    """Return a text that a tokenizer can encode; used as the type of an argument."""
+    """The type of an argument: return a text that a tokenizer can encode."""
     if not is_unicode(written):
-        raise ArgumentTypeError("it is not UTF-8")
+        raise ArgumentTypeError("it is not UTF-8: convert it")
     return written
 
 
 def file(text: str) -> str:
-    """Expand ~ and $VAR; used as the type of an argument."""
+    """The type of an argument: a text in which ~ and $VAR are expanded."""
     try:
         return expand_path(text)
     except UserError as error:
@@ -94,10 +94,10 @@ def file(text: str) -> str:
 
 
 def path(text: str) -> Path:
-    """Return a path with ~ and $VAR expanded; used as the type of an argument."""
+    """The type of an argument: a path in which ~ and $VAR are expanded."""
     return Path(file(text))
 
 
 def words(text: str) -> list[str]:
-    """Split a list at commas; used as the type of an argument."""
+    """The type of an argument: a list that is split at commas."""
     return text.split(",")

@@ -17,7 +17,8 @@ PLOT_HEIGHT = 130  # pixels
 ROW_HEIGHT = 20  # pixels
 MOST_STEPS = 4  # intervals between the ticks of an axis
 MOST_POINTS = 300  # per curve
-MOST_BOXES = 700  # if a picture has more, boxes of a color become one shape without tooltips
+# if a picture has more boxes, all boxes of a color become one shape without tooltips
+MOST_BOXES = 700
 PAGE_WIDTH = 1048  # pixels, at most
 PHONE_WIDTH = 358
 CHARACTER = 6.6  # pixels of a character in a box
@@ -77,7 +78,7 @@ def choose_ticks(low: float, high: float) -> list[float]:
 
 
 def thin(points: Points) -> Points:
-    """Return at most MOST_POINTS points: the lowest and the highest of each group of neighbors, so that spikes stay."""
+    """Return at most MOST_POINTS points: the lowest and the highest of each group of neighbors, which keeps spikes."""
     if len(points) <= MOST_POINTS:
         return points
     kept = set()
@@ -233,7 +234,7 @@ def draw_table(rows: Iterable[Sequence[str]]) -> str:
 
 
 def wrap_page(title: str, body: str, refresh_s: int = 0) -> str:
-    """Return a whole page. The browser reloads it every `refresh_s` seconds, or never if this is 0."""
+    """Return a whole page. The browser reloads the page every `refresh_s` seconds, or never if `refresh_s` is 0."""
     head = f'<meta name="viewport" content="width=device-width"><title>{escape(title)}</title><style>{STYLE}</style>'
     if refresh_s:
         head = f'<meta http-equiv="refresh" content="{refresh_s}">{head}'

@@ -7,19 +7,20 @@ from multiprocessing import forkserver
 WORKER_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "GLOO_SOCKET_IFNAME": "lo",
-    "KINETO_LOG_LEVEL": "99",  # so that torch's profiler prints nothing
+    "KINETO_LOG_LEVEL": "99",  # turns off the messages of torch's profiler
 }
-PRELOADED = [  # imported once by the fork server, instead of by each worker
+PRELOADED = [  # the fork server imports these modules once, so the workers need not import them
     "torchtitan_lite.tools.fork_server",
     "torch.distributed",
-    "torchtitan_lite.step",  # this and the next two are for the trial of train.py
+    "torchtitan_lite.step",  # the trial of train.py needs this module and the next two
     "torchtitan_lite.checkpoint.load",
     "torchtitan_lite.tools.verify.train_py",
 ]
 
 
 def start_fork_server() -> None:
-    """Start the process that forks workers, if it is not running. It imports torch while the caller continues."""
-    os.environ.update(WORKER_ENVIRONMENT)  # libraries read these when they are imported
+    """Start the process that forks workers, if it is not running. The server imports torch while the caller
+    continues."""
+    os.environ.update(WORKER_ENVIRONMENT)  # libraries read these variables when they are imported
     multiprocessing.set_forkserver_preload(PRELOADED)
     forkserver.ensure_running()

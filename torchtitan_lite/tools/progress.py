@@ -38,7 +38,7 @@ def show_progress(
 
 
 def draw(done: float, total: float, unit: str, seconds: float, what: str = "") -> None:
-    """Replace the previous progress line. Output of other processes may overwrite it."""
+    """Replace the previous progress line. Output of other processes may overwrite the line."""
     share = min(1.0, done / max(total, 1))
     line = f"{what}{share:.0%} of {round(total, 2):,g} {unit}"
     if share > 0:

@@ -8,7 +8,8 @@ def count_global_tokens(run: Run, batch: Batch) -> Tensor:
 
 # torchtitan_lite/dtensor.py: count_replicas
 def count_replicas(tensor: Tensor) -> int:
-    """Return the number n of ranks that have the same shard. In the gradient norm, each counts 1/n of it."""
+    """Return the number n of ranks that have the same shard. In the gradient norm, each of these ranks counts 1/n of
+    the shard."""
     if not isinstance(tensor, DTensor):
         return 1
     n_replicas = 1

@@ -41,9 +41,9 @@ LLAMA_3 = (  # arXiv:2407.21783, and Llama 3's model card
 LLAMA_3_NAMES = set(match_longest(SPECIAL_TOKENS).findall(LLAMA_3))
 SIGN = "\U00100000"  # a text that no template writes
 TEMPLATE_ROLES = ("system", "developer", "user", "assistant", "tool")
-# Arguments of the function that renders a template. If one is true, a text does not end with its last answer.
+# Arguments of the function that renders a template. If one of them is true, the text does not end with the last answer.
 OF_ENDS = ("continue_final_message", "add_generation_prompt")
-# more arguments of that function: not template variables
+# Arguments of the same function that are not variables of a template.
 ARGUMENTS = ("conversations", "chat_template", "return_assistant_tokens_mask")
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 CONTENTS = ("content", "tool_calls", "function_call", *MEDIA)  # of a message
@@ -68,7 +68,7 @@ class ChatFormat:
     name: str  # for the summary
 
     def __post_init__(self) -> None:
-        """Find the form of contents that the template accepts, and the text that it writes after an answer.
+        """Find the form in which the template accepts contents, and the text that the template writes after an answer.
 
         takes_parts  a content must be [{"type": "text", "text": ...}], as in many templates of models for pictures
         end          the special token after an answer, such as "<|im_end|>", or None
@@ -76,7 +76,7 @@ class ChatFormat:
         """
         self.special = match_longest(self.tokenizer.special)
         _, exchange = read_conversation({"prompt": SIGN, "completion": SIGN})
-        # the last value, False, remains if the template accepts neither form
+        # if the template accepts neither form, the loop ends with False
         for self.takes_parts in (False, True, False):
             _, sign, after = self.try_write(exchange).rpartition(SIGN)
             if sign:
@@ -116,7 +116,7 @@ class ChatFormat:
         return text, [range(*place) for place in places[0]] if has_marks else None
 
     def try_write(self, row: dict) -> str:
-        """Return the text of a conversation, or "" if the template refuses it."""
+        """Return the text of a conversation, or "" if the template raises an error."""
         try:
             return self.write(row)[0]
         except ValueError:
@@ -143,7 +143,7 @@ class ChatFormat:
                 "the template does not mark each answer once, so no answer can be left out"
             )
         if not any(turns):
-            raise ValueError("it has no assistant turn to train on, so it has no targets")
+            raise ValueError("it has no targets, because it has no assistant turn")
         text, turns = normalize_turns(text, turns, self.tokenizer.normalize)
         return RenderedChat(text, turns, unused)
 
@@ -244,7 +244,8 @@ def vary(value: Any) -> Any:
 
 
 def list_varied(value: Any, *, is_deep: bool) -> list[Any]:
-    """Return different values for a field. For a list, these include copies that lack one of its elements.
+    """Return different values for a field. For a list, the result includes copies of the list that each lack one
+    element.
 
     If `is_deep`, also return values that differ at the end of a text, or in the name or arguments of one tool call.
     """
@@ -308,10 +309,11 @@ def mark_targets(ends: list[int], turns: list[range]) -> bytearray:
 
 
 def read_chat_format(tokenizer: Tokenizer) -> ChatFormat:
-    """Return the chat format in the tokenizer's folder, or Llama 3's. Raises UserError."""
+    """Return the chat format in the tokenizer's folder, or the format of Llama 3 if the folder has none. Raises
+    UserError."""
     if sys.version_info < (3, 11):
         raise PreparationError(
-            "conversations need Python 3.11 or newer, because transformers 5 does"
+            "conversations need Python 3.11 or newer, because transformers 5 does: use a newer Python"
         )
     transformers = import_extra("transformers", "chat")
     templates = transformers.utils.chat_template_utils
@@ -330,5 +332,5 @@ def read_chat_format(tokenizer: Tokenizer) -> ChatFormat:
     except Exception as error:  # jinja2 and transformers raise their own errors
         raise PreparationError(
             f"{tokenizer.path.parent} has no chat template that can be used: {error}. "
-            "Put chat_template.jinja of its model there, or name another --tokenizer"
+            "Put chat_template.jinja of the model into this folder, or name another --tokenizer"
         ) from None

@@ -24,7 +24,7 @@ from torchtitan_lite.tools.corpora.prepare import PrepareSettings, prepare
 from torchtitan_lite.tools.corpora.text_files import PreparationError, find_files, is_text
 
 VALIDATION_SHARE = 0.02  # of a named corpus
-MANY_BYTES = 2**26  # above this file size, starting more processes is worth it
+MANY_BYTES = 2**26  # files above this size are encoded faster by several processes
 
 
 def main(options: argparse.Namespace) -> int:
@@ -36,7 +36,7 @@ def main(options: argparse.Namespace) -> int:
     except OSError as error:  # for example a full disk
         print(f"The corpus could not be made: {error}", file=sys.stderr)
         return 1
-    with suppress(BrokenPipeError):  # if nobody reads the summary, the corpus is still complete
+    with suppress(BrokenPipeError):  # the corpus is complete even if nobody reads the summary
         print(summary)
     return 0
 
@@ -81,7 +81,8 @@ def prepare_dataset(
     try:
         prepare(files, folder, settings, n_processes=n_processes)
     except (OSError, PreparationError):
-        if not (folder / CORPUS_MANIFEST).exists():  # no other process has prepared the corpus
+        # otherwise another process has prepared the corpus
+        if not (folder / CORPUS_MANIFEST).exists():
             raise
     return folder
 
@@ -136,7 +137,8 @@ def prepare_corpus(options: argparse.Namespace) -> str:
 def suggest_command(options: argparse.Namespace, manifest: CorpusManifest) -> str:
     """Return a command that trains on the corpus.
 
-    It fine-tunes the weights in the tokenizer's folder. If this folder has no weights, it trains the debug model.
+    The command fine-tunes the weights in the tokenizer's folder. If this folder has no weights, the command trains the
+    debug model.
     """
     assets = str(options.out / "tokenizer") if options.train_tokenizer else options.tokenizer
     run_folder = f"outputs/{options.out.name}"

@@ -61,16 +61,17 @@ def read_conversation(row: Any, column: str | None = None) -> tuple[str, dict]:
     dialect = next((each for each in dialects if columns.keys() >= {*each.columns}), None)
     if not dialect:
         found = f"columns {', '.join(columns)}" if columns else f"{row!r:.60}"
-        raise ValueError(
-            f"no messages, conversations, prompt/completion, instruction/output (or set --text-column): {found}"
-        )
+        why = "it has no messages, conversations, prompt/completion or instruction/output"
+        raise ValueError(f"{why} (or set --text-column): {found}")
     turns = dialect.take_turns(columns) or []
     system = columns.pop("system", "")
     if system != "":
         turns = [{"role": "system", "content": system}, *turns]
     messages = [read_message(turn, number) for number, turn in enumerate(turns, 1)]
     if system != "" and len(messages) > 1 and messages[1]["role"] == "system":
-        raise ValueError("column system and the first message are two system messages; remove one")
+        raise ValueError(
+            "the column system and the first message are both system messages; remove one"
+        )
     if "tools" in columns:
         columns["tools"] = take_column(columns, "tools")
     columns |= take_column(columns, "chat_template_kwargs", dict) or {}
@@ -197,7 +198,7 @@ def join_parts(parts: list, number: int) -> str:
         if isinstance(part, dict) and part.get("type", "text") == "text":
             part = part.get("text")
         if not isinstance(part, str):
-            raise ValueError(f"message {number} has a part that is no text: {part!r:.60}")
+            raise ValueError(f"message {number} has a part that is not text: {part!r:.60}")
         text += part
     return text
 

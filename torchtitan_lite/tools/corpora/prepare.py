@@ -7,9 +7,9 @@ The corpus does not depend on the number of processes, and even a single compres
 document is `BOS text EOS`, without BOS if the tokenizer has none. A conversation is formatted by the chat template.
 Empty documents are left out and counted. A document of white space is not empty.
 
-A hash selects the validation documents. For a row, it is the hash of the text, so equal rows stay together. For a file,
-it is the hash of the path, so a file stays in its split when it changes. If a split would be empty, it gets the last
-document. If the input is a single text file, no hash is used: the last part of the text is for validation.
+A hash selects the validation documents. A row is hashed by its text, so equal rows stay together. A file is hashed by
+its path, so a changed file stays in its split. If a split would be empty, it gets the last document. If the input is a
+single text file, no hash is used: the last part of the text is for validation.
 """
 
 import hashlib
@@ -50,7 +50,7 @@ from torchtitan_lite.tools.progress import show_progress
 
 BOS = "<|begin_of_text|>"  # special tokens of a new tokenizer
 EOS = "<|end_of_text|>"
-CHUNK_ROWS = 32  # rows in one message to a worker
+CHUNK_ROWS = 32  # number of rows in one message to a worker
 GROUP_ROWS = 128  # rows submitted at once, per worker
 UINT16_IDS = 2**16
 
@@ -104,7 +104,7 @@ def prepare(
                 read_texts(files, settings), settings.train_tokenizer, folder / "tokenizer"
             )
             settings = replace(settings, assets=assets)
-        # raises for a bad tokenizer before any row is encoded
+        # load the tokenizer here, to report a bad one before any row is encoded
         tokenizer, _ = get_encoder(settings.assets, settings.is_chat)
         documents = map_in_order(
             partial(encode_row, settings), read_rows(files, settings), n_processes
@@ -113,7 +113,9 @@ def prepare(
         documents = show_progress(documents, n_mb, "MB", lambda each: each.n_text_bytes / 1e6)
         splits, counts = write_documents(documents, folder, has_floor=settings.validation_share > 0)
         if "train" not in splits:
-            raise PreparationError(f"these {len(files)} files have no text to train on")
+            raise PreparationError(
+                f"these {len(files)} files have no text to train on. Name files with text"
+            )
         dtype = "uint16" if tokenizer.vocab_size <= UINT16_IDS else "uint32"
         manifest = CorpusManifest(dtype, tokenizer.fingerprint, splits)
         (folder / CORPUS_MANIFEST).write_text(dump_manifest(manifest))
@@ -133,9 +135,10 @@ def read_rows(files: list[Path], settings: PrepareSettings) -> Iterator[Row]:
                 yield Row(path, number, content, name)
             if not number:
                 print(f"{path} has no rows", file=sys.stderr)
-        # the libraries that read files raise many kinds of errors for damaged or wrong files
+        # libraries that read files raise many kinds of errors for damaged files
         except Exception as error:
-            raise PreparationError(f"{path} cannot be read: {error}") from None
+            why = f"{path} cannot be read: {error}"
+            raise PreparationError(f"{why}. Correct this file, or leave it out") from None
 
 
 def read_texts(files: list[Path], settings: PrepareSettings) -> Iterator[str]:
@@ -217,7 +220,7 @@ def write_documents(
         writer = empty[0] if empty and has_floor else writers[last.split]
         writer.write(last)
     splits = {name: writer.finish() for name, writer in writers.items() if writer.totals}
-    return splits, +counts  # the plus drops counts of zero
+    return splits, +counts  # adding a Counter removes counts of zero
 
 
 class SplitWriter:
@@ -289,7 +292,7 @@ def encode_row(settings: PrepareSettings, row: Row) -> Document:
             raise ValueError(f"character {text.index(chr(0))} of its text is NUL (U+0000)")
         # raises an error for half a surrogate pair, which tiktoken would silently replace
         n_bytes = len(text.encode())
-    except Exception as error:  # a row from outside can be wrong in any way
+    except Exception as error:  # a row from a user's file can be wrong in any way
         if settings.skip_bad:
             print(f"{row.path}, row {row.number}: {error}", file=sys.stderr)
             return Document(Counter(["bad rows left out"]))
@@ -300,7 +303,7 @@ def encode_row(settings: PrepareSettings, row: Row) -> Document:
 
 
 def explain_bad_row(row: Row, error: Exception) -> PreparationError:
-    remedy = "Fix it, or give `prepare` the option --skip-bad"
+    remedy = "Correct this row, or give `prepare` the option --skip-bad"
     return PreparationError(f"{row.path}, row {row.number}: {error}. {remedy}")
 
 

@@ -1,14 +1,15 @@
 """Find the files of a text corpus, and read the rows in them. No torch.
 
     notes.md  main.py           one document each, in UTF-8, or in UTF-16 with a byte order mark
-    posts.jsonl  c4-train.json  one document per JSON object: the text is a field of it. An object is one or several
+    posts.jsonl  c4-train.json  one document per JSON object: the text is a field of the object. An object is one or
+    several
                                 lines, or an element of an array
     posts.parquet  .csv  .tsv   one document per row: the text is a column
     x.md.gz  x.jsonl.zst        the same, compressed; also .bz2 and .xz
     src/                        all files of known kinds in a folder and behind its links, sorted by name
 
-A file of another kind is an error if you name it; in a folder, it is skipped and counted. `.zst` and `.parquet` need
-the package pyarrow, from the extra `data`.
+A file of any other kind is an error if you name the file; in a folder, such files are skipped and counted. `.zst` and
+`.parquet` need the package pyarrow, from the extra `data`.
 """
 
 import bz2
@@ -78,7 +79,8 @@ def decode(content: bytes, encoding: str) -> str:
     """
     if content.startswith(codecs.BOM_UTF8):
         encoding = "utf-8"
-    if content.startswith(UTF32_MARKS):  # before UTF-16, whose mark begins one of these
+    # check UTF-32 first: one of its marks begins with a mark of UTF-16
+    if content.startswith(UTF32_MARKS):
         encoding = "utf-32"
     elif content.startswith(UTF16_MARKS):
         encoding = "utf-16"
@@ -123,7 +125,7 @@ def find_files(
     Links to files and folders are followed. A file that is found twice is read once. Raises PreparationError.
     """
     for path in inputs:
-        if why := explain_hub_cache(path):  # it can contain several versions of a file
+        if why := explain_hub_cache(path):  # a cache folder can contain several versions of a file
             raise PreparationError(f"{why}. Name that folder")
     suffixes = ROW_SUFFIXES | TEXT_SUFFIXES
     suffixes |= {f".{suffix.lstrip('*.').lower()}".rstrip(".") for suffix in more_suffixes}
@@ -143,9 +145,11 @@ def find_files(
         elif path.is_dir():
             pending += sorted(path.iterdir(), reverse=True)
         elif not path.exists():
-            raise PreparationError(f"{path} does not exist, or is a link to nothing")
+            raise PreparationError(
+                f"{path} does not exist, or is a broken link. Name an existing file or folder"
+            )
         elif get_kind(path) in suffixes:
-            if not is_unicode(str(path)):  # the hash of the name decides the split
+            if not is_unicode(str(path)):  # the split depends on the hash of the name
                 raise PreparationError(f"the name {str(path)!a} is not UTF-8. Rename the file")
             files.append(path)
         elif is_named:
@@ -159,7 +163,9 @@ def find_files(
         else:
             seen.add(resolved)
     if not files:
-        raise PreparationError(f"there are no files to read; skipped: {dict(skipped) or 'none'}")
+        raise PreparationError(
+            f"there are no files to read; skipped: {dict(skipped) or 'none'}. Name text files, or set --suffix"
+        )
     return files, skipped
 
 
@@ -172,8 +178,9 @@ def read_file(path: Path, encoding: str, tail: float) -> Iterator[Any]:
     A text file is one row. If `tail` is not 0, this fraction at the end of the text is a second row.
     """
     kind = get_kind(path)
-    if path.suffix.lower() in OPENERS and path.stat().st_size == 0:  # gzip and zstd read no rows
-        raise ValueError("it has 0 bytes, as half a download may have")
+    # gzip and zstd would read a file of 0 bytes as a file without rows
+    if path.suffix.lower() in OPENERS and path.stat().st_size == 0:
+        raise ValueError("it has 0 bytes, as an incomplete download may have")
     with OPENERS.get(path.suffix.lower(), open)(path, "rb") as file:
         if kind == PARQUET:
             table = import_extra("pyarrow.parquet", "data").ParquetFile(file)
@@ -183,7 +190,7 @@ def read_file(path: Path, encoding: str, tail: float) -> Iterator[Any]:
         elif kind in DELIMITERS:
             yield from read_table(decode(file.read(), encoding), DELIMITERS[kind])
         elif kind in JSON_SUFFIXES:
-            lines = filter(bytes.strip, file)  # a blank line is no row
+            lines = filter(bytes.strip, file)  # a blank line is not a row
             first = next(lines, b"")
             if encoding == "utf-8" and is_row(first):
                 yield first
@@ -200,7 +207,7 @@ def read_file(path: Path, encoding: str, tail: float) -> Iterator[Any]:
 
 
 def is_row(line: bytes) -> bool:
-    """Return whether the first line of a JSON file is one row. If it is, every line of the file is one row.
+    """Return whether the first line of a JSON file is one row. If True, every line of the file is one row.
 
     A line with invalid JSON counts as a row. A line is not a row if it starts an array or an object over several lines,
     has several objects, or is UTF-16 or UTF-32.
@@ -239,7 +246,7 @@ def read_table(text: str, delimiter: str) -> Iterator[dict]:
 
 
 def read_values(text: str) -> Iterator[Any]:
-    """Yield successive JSON values. For an array, yield its elements instead. Raises ValueError."""
+    """Yield successive JSON values, and for an array, its elements. Raises ValueError."""
     decoder = json.JSONDecoder(object_pairs_hook=make_object)
     position = 0
     while position < len(text):

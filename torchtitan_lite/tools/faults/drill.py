@@ -32,7 +32,7 @@ from torchtitan_lite.tools import launch
 from torchtitan_lite.tools.check import check, choose_host
 from torchtitan_lite.tools.tables import format_table
 
-# environment variables of a run: its fault as JSON, and the process id of its launcher
+# environment variables of a drilled run: the fault as JSON, and the process id of the launcher
 VARIABLE = "TORCHTITAN_LITE_FAULT"
 LAUNCHER = "TORCHTITAN_LITE_LAUNCHER"
 HANG_MESSAGE = r"HANG in step \d+, \S+ s after it began\. rank {rank} .*?Its process is (\d+)"
@@ -44,12 +44,13 @@ KILLED = "rank {rank} was killed by SIGKILL"
 MEMORY_FOLDER = (
     "/dev/shm" if os.path.isdir("/dev/shm") else None
 )  # None: the usual temporary folder
-MESSAGES = {  # function of inject.py -> pattern of its message in the output; {rank} is the faulty rank
+# function of inject.py -> pattern of the message that reports this fault; {rank} is the faulty rank
+MESSAGES = {
     "kill": KILLED,
     "kill_saving": KILLED,
     "kill_torchrun": "torchrun was killed",
     "nan": r"weight \S+ on rank {rank} .*was not finite",
-    "flip_weight": r"silent damage: (rank {rank} |no majority tells .*\b{rank}\b.* has a wrong)",
+    "flip_weight": r"silent damage: (rank {rank} |there is no majority .*\b{rank}\b.* has a wrong)",
     "flip_snapshot": "DAMAGED SNAPSHOT",
     "flip_checkpoint": "DAMAGED CHECKPOINT",
     "disk_full": r"cannot be written: rank {rank}: .*File too large",
@@ -65,7 +66,7 @@ MESSAGES = {  # function of inject.py -> pattern of its message in the output; {
 DRILL_STEPS = 8
 HANG_S = 5  # comm.hang_seconds
 ON_RANK_0 = ("records_full", "traces_full")
-KEYS_OF_KINDS = {  # write a trace of the last step
+KEYS_OF_KINDS = {  # a trace of the last step is written
     "traces_full": ["--profiling.enable_profiling", f"--profiling.profile_freq={DRILL_STEPS}"],
 }
 FIRST_FAULT = 5
@@ -101,7 +102,7 @@ class Fault:
 
 
 def main(options: Namespace) -> int:
-    if VARIABLE in os.environ:  # this process is a run of the drill
+    if VARIABLE in os.environ:  # this process is one of the runs that a drill has started
         os.environ[LAUNCHER] = str(os.getpid())
         return launch.main(options, train_with_faults)
     args = [*options.config_args, *DRILL_KEYS]
@@ -124,7 +125,7 @@ def main(options: Namespace) -> int:
 
 
 def train_with_faults(args: list[str], folder: Path, spec: RunSpec) -> int:
-    """Train as one rank. Called by torchrun, because only ranks import torch."""
+    """Train as one rank. This function runs on the ranks, because only ranks import torch."""
     inject = importlib.import_module("torchtitan_lite.tools.faults.inject")
     inject.replace_step(Fault(**json.loads(os.environ[VARIABLE])))
     return importlib.import_module("torchtitan_lite.tools.agent").train_rank(args, folder, spec)
@@ -155,7 +156,7 @@ def drill(kind: str, seed: int, world_size: int, args: list[str], out: Path) -> 
 def read_shards(folder: Path) -> dict[str, bytes]:
     """Return the bytes of the tensors in each file of a checkpoint.
 
-    The headers are left out, because they list the names of tensors in random order.
+    The headers are excluded, because they list the names of tensors in random order.
     """
     shards = {}
     for path in folder.glob("rank-*"):
@@ -180,7 +181,8 @@ def run_with(fault: Fault, args: list[str]) -> None:
             if process.poll() == -signal.SIGKILL:
                 output.write(b"torchrun was killed\n")
                 process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
-        process.kill()  # only has an effect after the deadline; the ranks end with their launcher
+        # ends a launcher that is still running after the deadline; its ranks end with it
+        process.kill()
         process.wait()
     read_output(fault)
 

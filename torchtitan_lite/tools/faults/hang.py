@@ -43,14 +43,15 @@ STATES = {  # state in /proc of a rank without a file -> its description
 IN_PIPELINE = " _wait_batch_p2p"  # the function of torch's schedules that waits
 # files of torch whose functions run only during compilation
 COMPILERS = ("torch/_dynamo/convert_frame.py:", "torch/_inductor/compile_fx.py:")
-UNEQUAL = ("all_to_all", "gather", "scatter")  # ranks may call these with different sizes
+# calls that different ranks may make with different sizes
+UNEQUAL = ("all_to_all", "gather", "scatter")
 N_STACK_LINES = 4  # lines shown of the stack above torch
 
 
 def main(options: Namespace) -> int:
     culprits, text = explain_newest(options.folder, "rank", "failed")
     if not text:
-        why = "no rank-*.json, and no failed-*.json that tells more than the errors of the ranks"
+        why = "there is no rank-*.json, and no failed-*.json that explains more than the errors of the ranks"
         print(f"{options.folder} has no files of hanging ranks: {why}", file=sys.stderr)
         return 2
     print(text)
@@ -88,7 +89,7 @@ def watch(folder: Path, report: Callable[[str], None]) -> None:
         for restart in found - reported:
             time.sleep(WAIT_FOR_RANKS_S)
             _, text = explain(read_files(restart))
-            if text:  # "" if the step has ended meanwhile
+            if text:  # the text is "" if the step has ended in the meantime
                 report(text)
         reported = found
 
@@ -105,7 +106,8 @@ def read_files(folder: Path, kind: str = "rank") -> dict[int, dict]:
         try:
             file = json.loads(path.read_text())
             files[file["rank"]] = file
-        except (OSError, ValueError):  # deleted because the step has ended, or damaged
+        # the file was deleted because the step has ended, or it is damaged
+        except (OSError, ValueError):
             print(f"{path} cannot be read", file=sys.stderr)
     return files
 
@@ -152,14 +154,15 @@ def explain(files: dict[int, dict]) -> tuple[list[int], str]:
     compiling = [rank for rank in culprits if rank in files and is_compiling(files[rank])]
     if culprits and compiling == culprits and first["kind"] == "HANG":
         text = [
-            f"COMPILING {when}, which is no hang yet. "
-            "If compiling takes longer than comm.init_timeout_seconds, set it higher."
+            f"COMPILING {when}, which is not a hang yet. "
+            "If compiling takes longer than comm.init_timeout_seconds, increase this key."
         ]
     for rank in culprits[:3]:
         pid, state, name = processes.get(rank, ("unknown", "", f"rank {rank}"))
         if first["kind"] == "FAILED":
-            state = "Z"  # another rank may have read the state before this rank ended
-        why = "is missing and no rank with a file waits for it directly"
+            # a failed rank has ended, even if another rank has read an earlier state of its process
+            state = "Z"
+        why = "has no file, and no rank with a file waits for it directly"
         if rank in reasons:
             why = reasons[rank]
         elif odd:
@@ -186,7 +189,7 @@ def explain(files: dict[int, dict]) -> tuple[list[int], str]:
 
 
 def is_elsewhere(files: dict[int, dict], rank: int) -> bool:
-    """Return whether a rank wrote nothing, or waits for no other rank. False if its calls are unknown."""
+    """Return whether a rank wrote nothing, or waits for no other rank. False if the calls of the rank are unknown."""
     if rank not in files:
         return True
     return bool(files[rank]["groups"]) and not find_wait(files[rank])
@@ -195,7 +198,7 @@ def is_elsewhere(files: dict[int, dict], rank: int) -> bool:
 def find_unusual_calls(files: dict[int, dict]) -> dict[int, str]:
     """Return rank -> a text about its call, for the ranks whose call differs from their own calls in earlier steps.
 
-    Returns {} if this is true of all ranks, as in the first step after a validation.
+    Returns {} if the calls of all ranks differ from earlier steps, as in the first step after a validation.
     """
     found = {}
     for rank, file in files.items():
@@ -267,7 +270,8 @@ def describe_input(awaits: dict) -> str:
 
 
 def find_missed_call(files: dict[int, dict], rank: int) -> tuple[int, int, str] | None:
-    """Find the oldest call that waits for this rank. Return its time, the waiting rank and the call, or None."""
+    """Find the oldest call that waits for this rank. Return the time of the call, the waiting rank and the call, or
+    None."""
     own_groups = files[rank]["groups"] if rank in files else {}
     waits = []
     for waiter, file in files.items():

@@ -121,7 +121,7 @@ def flip_checkpoint(fault: Fault, run: Run) -> None:
 
 
 def disk_full(fault: Fault, run: Run) -> None:
-    """Let this process write no file that is larger than half of its file in the newest checkpoint."""
+    """Limit the size of new files to half of this rank's file in the newest checkpoint."""
     newest = find_newest(Path(fault.folder)).with_name(name_file(fault.rank))
     limit = newest.stat().st_size // 2
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
@@ -137,7 +137,7 @@ def records_full(fault: Fault, run: Run) -> None:
 
 
 def traces_full(fault: Fault, run: Run) -> None:
-    """Create a file in place of the folder of traces, so that no trace can be written."""
+    """Create a file with the name of the folder of traces. Then no trace can be written."""
     Path(fault.folder, run.config.profiling.save_traces_folder).touch()
 
 

@@ -119,7 +119,7 @@ def measure_matmul(place: str, cluster: Cluster, device: torch.device) -> Measur
     checksums: list[int] = []
 
     def multiply() -> None:
-        checksums.append(int(compute_checksum(a @ b)))  # int: the host waits for the device
+        checksums.append(int(compute_checksum(a @ b)))  # int() makes the host wait for the device
 
     times_s = timeit.repeat(multiply, repeat=n_products, number=1)
     expected_s = cluster.matmul_time(n, n, n, dtype)
@@ -136,7 +136,8 @@ def measure_link(
 
     def gather() -> None:
         gathered = collectives.all_gather_into_tensor.default(own, ranks.n, ranks.group_name)
-        int(collectives.wait_tensor.default(gathered)[0])  # int: the host waits for the device
+        # int() makes the host wait for the device
+        int(collectives.wait_tensor.default(gathered)[0])
 
     times_s = timeit.repeat(gather, repeat=N_CALLS, number=1)
     expected_s = cluster.collective_time(stride, ranks.n, n_bytes * ranks.n)
@@ -148,12 +149,14 @@ def judge_machine(
 ) -> tuple[str, list[str]]:
     """Return a table of all measurements, and one sentence for each fault. `rows` has one entry per rank, by rank."""
     matmuls = [row["matmul"] for row in rows]
-    # if a majority of ranks has the same checksum, this is the median
+    # the median is the checksum of the majority, if most ranks have the same checksum
     usual = median(each.checksum for each in matmuls)
     found = []
     for each in matmuls:
         if each.checksum != usual:
-            found.append(f"{each.place} computes wrong: equal matmuls have another checksum there")
+            found.append(
+                f"{each.place} computes wrong results: its checksum of the same matmuls differs"
+            )
     table = [("", "median", "slowest", "expected", "the slowest")]
     for what in rows[0]:
         limit = matmul_limit if what == "matmul" else link_limit

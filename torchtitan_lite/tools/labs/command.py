@@ -41,7 +41,7 @@ def main(options: Namespace) -> int:
 
 
 def judge_answer(lab: Lab, options: Namespace) -> int:
-    """Compare an answer with the output of the tool. Return 0 if it is right, else 1."""
+    """Compare an answer with the output of the tool. Return 0 if the answer is right, else 1."""
     if options.name is None or options.value is None:
         names = ", ".join(lab.questions)
         raise UserError(f"Write: lab {lab.number} answer NAME VALUE. The names are {names}.")
@@ -59,7 +59,7 @@ def judge_answer(lab: Lab, options: Namespace) -> int:
 
 
 def describe_error(ratio: float) -> str:
-    """Say how far an answer is off: `20 % too high`, `half of it`."""
+    """Describe the error of an answer: `20 % too high`, `half of it`."""
     if ratio <= 0:
         return "the answer is positive"
     if ratio >= 2:

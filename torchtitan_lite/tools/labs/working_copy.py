@@ -30,9 +30,11 @@ OURS = {HOLE, JUDGE, "solution.py", "solution.toml", "__pycache__"}  # not copie
 def start(lab: Lab, folder: Path) -> None:
     """Write the working copy of a lab. Raises UserError if the copy exists, or if the lab has no work."""
     if not lab.judge:
-        raise UserError(f"lab {lab.number} has nothing to write: it is text and questions.")
+        raise UserError(
+            f"lab {lab.number} has nothing to write. Answer its questions: lab {lab.number} answer NAME VALUE."
+        )
     if folder.exists():
-        raise UserError(f"{folder} exists. Continue there, or delete it to start again.")
+        raise UserError(f"{folder} exists. Continue in this folder, or delete it to start again.")
     left_out = shutil.ignore_patterns("__pycache__", "shipped")  # only installed: "shipped"
     shutil.copytree(PACKAGE, folder / "torchtitan_lite", ignore=left_out)
     for name in COPIED_FOLDERS:
@@ -62,7 +64,7 @@ def judge_work(lab: Lab, folder: Path) -> int:
 
 
 def replace_functions(folder: Path, source: Path) -> None:
-    """Replace functions in `folder` by the functions in `source`. A comment above each names what it replaces."""
+    """Replace functions in `folder` by those in `source`, where a comment above each names the function to replace."""
     pieces = PLACE.split(source.read_text(encoding="utf-8"))[1:]
     for file, name, function in zip(pieces[0::3], pieces[1::3], pieces[2::3], strict=True):
         replace_function(folder / file, name, function.strip())

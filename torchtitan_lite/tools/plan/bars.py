@@ -13,7 +13,7 @@ from torchtitan_lite.tools.plan.workload import Workload
 class Bar(NamedTuple):
     """Error of the forecasts for the published runs of a family."""
 
-    high: float  # for 80 % of the runs, forecast / published is between 1 / high and high
+    high: float  # for 80 % of the runs, the ratio forecast / published is between 1 / high and high
     median: float  # median of |forecast / published - 1|
     n_stacks: int
     n_rows: dict[str, int]  # GPU -> number of published runs

@@ -7,7 +7,7 @@
     overlap                  a collective of c s during w s of compute costs max(0, c - w) + contention * min(c, w)
     launches                 a layer takes at least host_s per kernel
 
-Two of these effects decide between layouts: small matmuls are slow, and overlap is not free.
+Two effects matter most when layouts are compared: small matmuls are slow, and overlap is not free.
 
 The comment on each constant names its source. "Fit" means that the constant is fitted to published runs: it has one
 value for all runs, with two digits. assets/benchmarks/published.py repeats the fit with each trainer (stack) left out
@@ -45,15 +45,15 @@ class Cluster:
     # memory of one GPU, as nvidia-smi reports it
     memory_bytes: float = 81559 * MIB
     memory_bandwidth: float = 3.35e12
-    node_size: int = 8  # GPUs connected by the fast links
+    node_size: int = 8  # number of GPUs that the fast links connect
     # inside a node; half of the datasheet's number, which counts both directions
     link_bandwidth: float = 450 * GB
     network_bandwidth: float = 50 * GB  # between nodes
-    n_multiprocessors: int = 132  # each computes one tile at a time
+    n_multiprocessors: int = 132  # a multiprocessor computes one tile at a time
 
     # For an infinitely large matmul, at the power limit. Fit.
     matmul_efficiency: float = 0.63
-    # The same in float8, with a scale per tensor and per row. Fit.
+    # The efficiency of matmuls in float8, with a scale per tensor and per row. Fit.
     float8_efficiency: float = 0.61
     rowwise_efficiency: float = 0.35
     # Cost of a tile's prologue and epilogue, in elements of the inner dim. Fit.
@@ -80,18 +80,19 @@ class Cluster:
     # span nodes. Fit.
     contention: float = 0.30
     network_contention: float = 0.15
-    # Seconds that the host needs to launch an eager kernel. A compiled kernel takes half of this. Fit. For comparison:
-    # elementwise operators of torch took 4 to 6 us on one loaded CPU core, forward or backward, without a GPU driver.
+    # Seconds that the host needs to launch an eager kernel; a compiled kernel takes half of this time. Fit. For
+    # comparison: elementwise operators of torch took 4 to 6 us on one loaded CPU core, forward or backward, without a
+    # GPU driver.
     host_s: float = 10e-6
     # Speed of a grouped matmul over experts, relative to a matmul. Fit.
     grouped_efficiency: float = 0.83
-    async_tp_hidden: float = 0.62  # fraction of tp's collectives that async TP hides. Fit.
+    async_tp_hidden: float = 0.62  # async TP hides this fraction of tp's collectives. Fit.
     # Bytes that the allocator reserves per byte in use, without tp and with tp. With tp, the factor is larger, because
     # copies of hidden states are often allocated and freed. Fit.
     reserve_factor: float = 1.21
     tp_reserve_factor: float = 1.35
     context_bytes: float = 2 * GIB  # memory of CUDA and NCCL, outside of the allocator. Assumed.
-    clock: float = 1.0  # relative to the usual clock of this chip
+    clock: float = 1.0  # clock relative to the usual clock of this chip
 
     @property
     def links(self) -> float:
@@ -171,8 +172,8 @@ without_nvlink = partial(Cluster, link_bandwidth=32 * GB, network_bandwidth=12.5
 # One row for each value of --gpu, with the constants that differ from the H100's
 ROWS = [
     Cluster("h100"),
-    # nvidia.com, H200 SXM and DGX H200 datasheets: an H100 with 141 GB at 4.8 TB/s. Its memory leaves more power for
-    # matmuls.
+    # nvidia.com, H200 SXM and DGX H200 datasheets: an H100 with 141 GB at 4.8 TB/s. The H200's memory leaves more power
+    # for matmuls.
     Cluster("h200", memory_bytes=143771 * MIB, memory_bandwidth=4.8e12, matmul_efficiency=0.75),
     # nvidia.com, A100 SXM and DGX A100 datasheets: NVLink 600 GB/s, eight cards of 200 Gb/s. torch's default attention
     # kernel on an A100 is FlashAttention-2: arXiv:2307.08691, figures 5 and 6.
@@ -240,7 +241,7 @@ ROWS = [
         memory_bandwidth=768e9,
         n_multiprocessors=84,
     ),
-    # The 32 GB model. It has no bfloat16 units, so a matmul in bfloat16 is assumed to be as fast as one in float32.
+    # The V100 with 32 GB. A V100 has no bfloat16 units, so matmuls in bfloat16 are assumed to be as fast as in float32.
     Cluster(
         "v100",
         peak_bfloat16=15.7e12,
@@ -283,7 +284,7 @@ CLUSTERS = {row.name: row for row in ROWS}
 
 def describe_node(cluster: Cluster, n_ranks: int) -> Machine:
     """Return a remote host with `n_ranks` GPUs of the cluster."""
-    if cluster.name == "cpu":  # the row has the memory of one rank
+    if cluster.name == "cpu":  # the row's memory is for one rank
         return Machine("cpu", 1, int(cluster.memory_bytes * n_ranks), "CPU", is_here=False)
     return Machine("cuda", n_ranks, int(cluster.memory_bytes), cluster.name.upper(), is_here=False)
 

@@ -1,4 +1,5 @@
-"""`plan`: print the memory, time and traffic of a layout. It uses formulas and not torch, so it answers at once.
+"""`plan`: print the memory, time and traffic of a layout. The plan is computed from formulas without torch, so the
+answer takes less than a second.
 
     memory      memory.py           bubble, time    the simulated schedule, with durations from step_time.py
     traffic     transfers.py        remarks         settings that waste time or memory, and better values
@@ -92,12 +93,12 @@ def describe_memory(planned: PlannedRun) -> str:
     for name, memory in list_memory(planned).items():
         sizes = [*memory, memory.live, planned.find_most_taken(memory.live)]
         cells = list(map(format_bytes, sizes))
-        if not memory.gradients:  # one microbatch, and the peak is at the loss, before backward
+        if not memory.gradients:  # with one microbatch, the peak is at the loss, before backward
             cells[1] = "none yet"
         rows.append((f"  {name}", *cells))
-    legend = "at most: with the allocator's reserve and CUDA; upper end of the 80 % range, which must fit"
+    legend = "at most: with the allocator's reserve and CUDA, at the upper end of the 80 % range; this must fit"
     if planned.has_own_reserve:
-        legend = "at most: with the allocator's reserve and CUDA, which must fit"
+        legend = "at most: with the allocator's reserve and CUDA; this must fit"
     return f"{format_table(rows)}\n  {legend}\n  {planned.source_of_reserve}"
 
 

@@ -2,10 +2,10 @@
 
     plan --dry-run, explain   ->   dry_run(planned, pp_rank)   ->   build_run, train_step under a Meter
 
-A dry run calls the same functions as training, with the same arguments. Tests compare it with the closed form of plan:
-the collectives are equal, and memory is within a few percent. Collectives return at once and tensors have no storage
-(fake_world.py), so a dry run for 16,384 ranks costs no more than one for a single rank. `shorten_run` reduces a step
-with many microbatches to a few, and the dry run is compared with the closed form of this short step.
+A dry run calls the same functions as training, with the same arguments. Tests compare a dry run with the closed form of
+plan: the collectives are equal, and memory is within a few percent. Collectives return at once and tensors have no
+storage (fake_world.py), so a dry run for 16,384 ranks costs no more than one for a single rank. `shorten_run` reduces a
+step with many microbatches to a few, and the dry run is compared with the closed form of this short step.
 
 Scratch memory of kernels is not counted, because no operator returns it. In a dry run for a GPU, operators save the
 same tensors as CUDA kernels do: no S x S mask, and one kernel per norm. compile is off, so the memory is an upper bound
@@ -68,14 +68,14 @@ def dry_run(planned: PlannedRun, pp_rank: int = 0) -> Meter:
             enter(fake_world.gpu_kernels())
         if model_args.moe:
             enter(fake_world.even_experts(planned.workload))
-        # The initial weights do not matter here. Computing them would take as long as a microbatch.
+        # The initial weights do not matter here. Computing the weights would take as long as a microbatch.
         enter(patch.object(build, "initialize_weights", lambda *args: None))
         enter(fake_world.fake_tensors())
         enter(meter.watching())
         run = build.build_run(config, model_args, layout, mesh, CPU, parts=parts)
         meter.name_modules(parts)
         create_optimizer_state(run.optimizer)
-        for follow_up in run.after_update:  # the float8 scales that the previous step would compute
+        for follow_up in run.after_update:  # compute the float8 scales, as the previous step would
             follow_up()
         meter.restart()
         batch = fake_world.make_fake_batch(layout, config.training.seq_len)
@@ -83,7 +83,10 @@ def dry_run(planned: PlannedRun, pp_rank: int = 0) -> Meter:
         try:
             stepping.train_step(run, batch.with_fields(fields))
         except RuntimeError as error:
-            raise UserError(f"the model fails in this layout: {find_crash(error)}") from error
+            raise UserError(
+                f"the model raises an error in this layout: {find_crash(error)}."
+                " Correct the model, or change the layout"
+            ) from error
         meter.parameters = run.parameters
     return meter
 

@@ -21,7 +21,7 @@ from torchtitan_lite.tools.tables import format_bytes, format_table, write_table
 
 LAYER = re.compile(r"(layers\.\d+|[^.]*)\.?(.*)")  # splits an FQN after its layer or root module
 FEW = 3  # microbatches of a dry run: the first, one in the middle, the last
-MOST_SHOWN = 8  # with more ranks, only the first two and the last are shown
+MOST_SHOWN = 8  # of a mesh with more ranks, only the first two and the last are shown
 
 
 def main(options: argparse.Namespace) -> int:
@@ -93,7 +93,8 @@ def describe_slice(parameter: Tensor, rank: int) -> str:
 
 
 def join_layers(owners: list[str]) -> str:
-    """Return "layers.2-4" for "layers.2", "layers.3", "layers.4". In the order of backward, this is "layers.4-2"."""
+    """Return "layers.2-4" for "layers.2", "layers.3", "layers.4". In the order of backward, the name is
+    "layers.4-2"."""
     return owners[0] if len(owners) == 1 else f"{owners[0]}-{owners[-1].removeprefix('layers.')}"
 
 

@@ -52,7 +52,8 @@ class FakeMode(FakeTensorMode):
         if func is torch.ops.aten._local_scalar_dense.default:  # .item(), bool()
             return 1
         if func is torch.ops._c10d_functional.wait_tensor.default:
-            return args[0]  # as on a real device; torch's meta function would return a new tensor
+            # return the same tensor, as a real device does; torch's meta function would return a new one
+            return args[0]
         return super().__torch_dispatch__(func, types, args, kwargs or {})
 
 
@@ -63,7 +64,7 @@ def fake_tensors() -> Iterator[None]:
     build_parts = build.build_parts
 
     def infer_unseen(*args):
-        # DTensor infers shapes with fake tensors of the full shape. They must not be counted as memory.
+        # DTensor infers shapes with fake tensors of the full shape. These tensors must not be counted as memory.
         with _disable_current_modes():
             return infer(*args)
 
@@ -127,7 +128,8 @@ def even_experts(workload: Workload) -> Iterator[None]:
 
 
 def multiply_fake_groups(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """Call bmm instead of grouped_mm unless the dtype is bfloat16, because torch's meta function accepts no other.
+    """Call bmm instead of grouped_mm unless the dtype is bfloat16, because torch's meta function accepts only this
+    dtype.
 
     Like grouped_mm, bmm is repeated by recompute.
     """
@@ -140,11 +142,11 @@ def multiply_fake_groups(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor
 def gpu_kernels() -> Iterator[None]:
     """Context manager: attention without a mask, fused norms and fused updates, as on CUDA.
 
-    On a CPU, F.rms_norm keeps three more tensors of the size of x than on CUDA. It is replaced by layer norm, which is
-    one kernel and keeps its input and two numbers per row, almost as RMS norm does on CUDA.
+    On a CPU, F.rms_norm keeps three more tensors of the size of x than on CUDA. Therefore layer norm replaces RMS norm:
+    one kernel that keeps its input and two numbers per row, almost as RMS norm does on CUDA.
     """
     with (
-        # without a mask, attention is a kernel that keeps the same tensors for backward as flex attention
+        # attention without a mask is one kernel, which keeps the same tensors for backward as flex attention
         patch.object(document_attention, "create_mask", lambda *args, **options: None),
         patch.object(windowed_attention, "attend_with_mask", attend_with_sinks),
         patch.object(adamw_bfloat16, "move", lambda *args, **kwargs: None),  # one kernel

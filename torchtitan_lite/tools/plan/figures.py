@@ -1,4 +1,4 @@
-"""List the memory and the traffic of a plan. `plan` prints them as text, and draws them with --html."""
+"""List the memory and the traffic of a plan. `plan` prints these figures as text, and draws them with --html."""
 
 from math import prod
 from typing import NamedTuple
@@ -16,7 +16,7 @@ class Calls(NamedTuple):
     n_calls: float
     n_bytes: float  # bytes that the rank moves
     where: str
-    seconds: float  # if nothing else uses the links
+    seconds: float  # seconds if no other calls use the links
 
 
 def list_memory(planned: PlannedRun) -> dict[str, Memory]:

@@ -24,7 +24,8 @@ from torchtitan_lite.tools.plan.workload import LayerKind, Workload
 CAUSAL_EDGE = 300
 TILE_ROWS = 128  # rows of a tile in a grouped matmul's result
 KERNELS_OF_LAYER = {False: 29, True: 15}  # compiled -> kernels in forward, except matmuls
-KERNELS_OF_EXPERTS = 60  # additional kernels in an MoE layer: router, sorting, all-to-alls, experts
+# number of additional kernels in an MoE layer: router, sorting, all-to-alls, experts
+KERNELS_OF_EXPERTS = 60
 # compiled -> tensors that three functions read and write: a norm with a residual addition, SwiGLU, GPT's activation
 TENSORS = {False: (5, 5, 3), True: (4, 3, 2)}
 # For an eager norm of a DTensor, this replaces the first number. The norm runs operator by operator in fp32, because
@@ -118,7 +119,7 @@ class LayerTime:
         """Seconds of a layer's attention in forward and backward. Causal attention has 2*T*S*H*E FLOPs in forward."""
         w = self.workload
         cluster = self.cluster
-        # n_keys is half of the score matrix, or less with windows
+        # n_keys: half of the entries of the score matrix, or fewer with windows
         _, n_keys = count_keys(w.args, w.seq_len, w.attention_row)
         n_keys /= w.args.n_layers
         heads_dim = w.args.n_heads * w.args.head_dim / w.layout.tp
@@ -159,7 +160,7 @@ class LayerTime:
         if self.has_slow_norms:
             of_norm = NORM_OP_BY_OP
         n_bytes = of_activation * c * kind.products_dim
-        if kind.is_gated:  # rotary embeddings are counted here too; eager code rotates in fp32
+        if kind.is_gated:  # rotary embeddings are included; eager code rotates in fp32
             of_head = 2 * c + of_norm * c * args.qk_norm
             if not w.compiled:
                 of_head += 16
@@ -257,8 +258,8 @@ class LayerTime:
     def shard_times(self, kind: LayerKind, forward: float, backward: float) -> tuple[float, float]:
         """Return the seconds that a layer waits for FSDP in forward (all-gather) and backward (also reduce-scatter).
 
-        FSDP2 copies gathered parameters out of a buffer, and gradients into a buffer. These copies do not overlap. They
-        are counted for experts only: for dense layers they are short, and the fitted constants include them.
+        FSDP2 copies gathered parameters out of a buffer, and gradients into a buffer. These copies do not overlap. The
+        copies are counted for experts only: for dense layers they are short, and included in the fitted constants.
         """
         w = self.workload
         gather = 0.0

@@ -8,8 +8,8 @@
     received     receive buffers of a pipeline; torch allocates them for all microbatches of a step at once
     working      temporary tensors of the block in backward, or the logits and their gradients
 
-These are live bytes. Tests compare them with the dry run. The allocator reserves more (Cluster.reserve_factor).
-Legend in workload.py.
+These are live bytes. Tests compare the estimates with the dry run. The allocator reserves more
+(Cluster.reserve_factor). Legend in workload.py.
 """
 
 from collections import Counter
@@ -42,7 +42,8 @@ class Memory(NamedTuple):
         return sum(self)
 
 
-LayerEstimates = list[tuple[LayerKind, float, float]]  # kind, and the two results of estimate_layer
+# kind of layer, bytes that it keeps, bytes that its backward adds
+LayerEstimates = list[tuple[LayerKind, float, float]]
 # bytes at one moment of a step: gathered, gradients, activations, working
 Moment = tuple[float, float, float, float]
 
@@ -52,7 +53,7 @@ class RankMemory:
     """Estimates the peak memory of the ranks of a workload."""
 
     workload: Workload
-    # Properties of torch: FSDP keeps this number of stages gathered, and each stage keeps rotary angles
+    # Properties of torch: number of stages that FSDP keeps gathered, each with its rotary angles
     n_gathered = STAGES_GATHERED
     angle_bytes = 4  # per token and element of a head
 
@@ -60,7 +61,8 @@ class RankMemory:
     def fullest(self) -> Memory:
         """The memory of the rank with the most live bytes.
 
-        It is the first pp rank, the second (which may have one layer more) or the last (which has the logits).
+        This rank is on the first pp rank, the second (which may have one layer more) or the last (which has the
+        logits).
         """
         last = self.workload.layout.pp - 1
         memories = map(self.estimate, {0, min(1, last), last})
@@ -76,7 +78,8 @@ class RankMemory:
         at_rest = w.at_rest[pp_rank]
         moment_bytes = at_rest * w.moment_bytes
         moment_bytes -= MASTER_BYTES * sum(matrix.n_at_rest for matrix in w.list_matrices(pp_rank))
-        if layout.tied and pp_rank == layout.stage_ranks[-1]:  # the first stage has the moments
+        # only the first stage has moments of the tied matrix
+        if layout.tied and pp_rank == layout.stage_ranks[-1]:
             moment_bytes -= w.table / layout.fsdp * w.moment_bytes
         if layout.pp > 1:
             in_flight = extrapolate_in_flight(*w.pipeline, pp_rank)
@@ -205,7 +208,8 @@ class RankMemory:
             temporary = max(2 * weighted, max(of_experts, exchanged) - weighted)
             gathered = kind.sizes["efsdp"] * width
             reduced = kind.sizes["efsdp"] * MASTER_BYTES
-            if layout.zero_stage == 3:  # FSDP concatenates slices of experts: another copy
+            # FSDP makes one more copy, because it concatenates slices of experts
+            if layout.zero_stage == 3:
                 moments.append(gathered * (2 if w.cuts_experts else 1))
             else:
                 reduced += gathered
@@ -220,10 +224,11 @@ class RankMemory:
         return (kind.average(**rest) + kind.average(**experts)) * w.n_tokens, max(moments)
 
     def estimate_loss(self) -> float:
-        """Return the bytes that the loss holds at its peak.
+        """Return the largest number of bytes that the loss holds.
 
-        These are the fp32 gradient of the weight, plus the larger of two sums: a chunk's logits in both dtypes and
-        their gradient, or the gradient of the logits and the chunk's contribution to the weight's gradient.
+        At its peak, the loss holds the fp32 gradient of the weight, and the larger of two sums: a chunk's logits in
+        both dtypes and their gradient, or the gradient of the logits and the chunk's contribution to the weight's
+        gradient.
         """
         w = self.workload
         width = w.compute_bytes
@@ -289,10 +294,10 @@ class RankMemory:
     def list_moments(self, layers: LayerEstimates, stage: Stage, at_rest: float) -> list[Moment]:
         """List the moments that can be the peak without a pipeline.
 
-        These are the loss, the last and the first block in backward, and the reduction of the embedding's gradient.
-        Activations are freed while gradients are allocated. FSDP gathers into a buffer and copies. The head's buffer is
-        freed after its backward, a block's buffer when the next block is gathered, and the fp32 input of a reduction at
-        the next reduction.
+        The moments are the loss, the last and the first block in backward, and the reduction of the embedding's
+        gradient. Activations are freed while gradients are allocated. FSDP gathers into a buffer and copies. The head's
+        buffer is freed after its backward, a block's buffer when the next block is gathered, and the fp32 input of a
+        reduction at the next reduction.
         """
         w = self.workload
         layout = w.layout

@@ -96,7 +96,8 @@ def name_operation(func: OpOverload) -> str | None:
 
 
 def find_process_group(args: tuple) -> dist.ProcessGroup:
-    """Find the process group in a collective's arguments. It is an object, or its name is the last string."""
+    """Find the process group in a collective's arguments. The group is passed as an object, or by its name, which is
+    the last string."""
     for argument in args:
         if isinstance(argument, torch.ScriptObject):
             return dist.ProcessGroup.unbox(argument)
@@ -170,8 +171,10 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if any(issubclass(kind, DTensor | AsyncCollectiveTensor) for kind in types):
-            return NotImplemented  # these subclasses call the operator again on their plain tensors
-        site = self._find_site()  # for local operators too: backward needs the sites of forward
+            # tensors of these subclasses call the operator again on their plain tensors
+            return NotImplemented
+        # local operators need a call site too, because backward looks up the sites of forward
+        site = self._find_site()
         if func in CONTEXT_ATTENTION:
             with self:
                 return CONTEXT_ATTENTION[func](*args, **kwargs)

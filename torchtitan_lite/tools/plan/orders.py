@@ -46,9 +46,9 @@ def list_order(schedule: str, pp: int, n_microbatches: int, n_stages_per_rank: i
 def list_lengths(pp: int, n_microbatches: int) -> list[tuple[int, int]]:
     """Return short orders that replace a long order, as (number of microbatches, weight) pairs.
 
-    A time, or a number of microbatches in flight, of the long order is the weighted sum over the short orders. In a
-    full pipeline, each round of microbatches adds the same amount to it: f(m) = f(a) + k * (f(a + round) - f(a)) for
-    a = m - k * round. An order of at most four rounds is not shortened.
+    The time of the long order, and its number of microbatches in flight, are weighted sums over the short orders. In
+    a full pipeline, each round of microbatches adds the same amount. So a figure f of m microbatches is
+    f(m) = f(a) + k * (f(a + round) - f(a)), with a = m - k * round. An order of at most four rounds is not shortened.
     """
     size = n_microbatches // max(1, n_microbatches // pp)
     n_skipped = (n_microbatches - 3 * size) // size
@@ -189,7 +189,7 @@ InFlight = dict[frozenset[int], Counter[tuple[int, str]]]
 # layers: in a block of Llama 8B, 264 KiB per token instead of 164.
 WAITING = 1.6
 STAGES_GATHERED = 3  # torch gathers the next three stages of a pp rank, and frees the others
-# kind of an action -> changes of the numbers of microbatches whose last action was of each kind
+# kind of an action -> how it changes the number of microbatches whose last action was an F or an I
 CHANGES = {"F": {"F": 1}, "B": {"F": -1}, "I": {"F": -1, "I": 1}, "W": {"I": -1}}
 
 

@@ -179,14 +179,14 @@ def draw_mesh(planned: PlannedRun) -> str:
         (
             WEIGHT,
             "",
-            f"{weight.name} of a layer, {n_rows:,} x {n_columns:,}: rows that the rank stores",
+            f"{weight.name} of a layer, {n_rows:,} x {n_columns:,}: the rows that the rank stores",
         ),
-        (WEIGHT, "pale", "rows that it uses while the block runs"),
-        (TOKENS, "", f"the batch, {sizes}: tokens that it holds between matmuls"),
-        (TOKENS, "pale", "tokens that it multiplies"),
+        (WEIGHT, "pale", "the rows that the rank uses while the block runs"),
+        (TOKENS, "", f"the batch, {sizes}: the tokens that the rank holds between matmuls"),
+        (TOKENS, "pale", "the tokens that the rank multiplies"),
     ]
     if args.moe:
-        entries.append((EXPERT_COLOR, "", f"its experts, of {args.moe.n_experts} of a layer"))
+        entries.append((EXPERT_COLOR, "", f"its experts; a layer has {args.moe.n_experts}"))
     size = "big" if n_shown <= FEW_RANKS else ""
     return (
         f"{PAGE_STYLE}<h2>Who holds what</h2><p>A card for each rank.{folded}</p>{draw_key(entries)}"
@@ -303,7 +303,7 @@ def draw_memory(planned: PlannedRun) -> str:
     memories = list_memory(planned)
     live = max(memory.live for memory in memories.values())
     length = 1.02 * max(capacity, planned.taken_bytes)
-    is_small = live < length / 20  # if so, the bar shows only live memory
+    is_small = live < length / 20  # in this case, the bar shows only live memory
     if is_small:
         length = live
     bars = ""
@@ -368,5 +368,6 @@ def draw_traffic(planned: PlannedRun) -> str:
         value = f"{format_bytes(calls.n_bytes)} in {calls.n_calls:,.0f} calls"
         color = f"var(--{calls.axis.split()[0]})"
         bars.append(draw_bar(name, value, [(calls.n_bytes, color, "", value)], length))
-    about = f"One step of the rank that moves most. {len(traffic) - len(bars)} smaller kinds of calls are left out."
+    n_hidden = len(traffic) - len(bars)
+    about = f"One step of the rank that moves the most bytes. {n_hidden} smaller kinds of calls are not shown."
     return f"<h2>Bytes that a rank moves, forecast</h2><p>{about}</p>{''.join(bars)}"

@@ -35,7 +35,7 @@ ANY_CPU = Machine("cpu", 1, 0, "CPU")
 def describe_workload(config: Config, args: ModelArgs, layout: Layout) -> Workload:
     """Return the workload of a run, with "auto" values resolved for a GPU. Raises ConfigError."""
     if config.activation_checkpoint.mode == "memory_budget":
-        why = "the compiler decides what to recompute, so there is no closed form"
+        why = "the compiler chooses what to recompute, so there is no closed form for this mode"
         remedy = 'Plan with "none" and with "full": the result is between the two'
         raise ConfigError([Problem("activation_checkpoint.mode", "memory_budget", why, remedy)])
     config = resolve_config(config, layout, "cuda")
@@ -132,7 +132,8 @@ class PlannedRun:
 
     @property
     def has_own_reserve(self) -> bool:
-        """Whether to use the allocator's reserve of this trainer. True on one GPU: published runs have several GPUs."""
+        """Whether to use the allocator's reserve of this trainer. True on one GPU, because published runs have several
+        GPUs."""
         return self.layout.world_size == 1 and self.cluster.name != "cpu"
 
     @cached_property

@@ -14,8 +14,8 @@ from torchtitan_lite.tools.plan.cluster import Cluster
 from torchtitan_lite.tools.plan.planned_run import PlannedRun
 from torchtitan_lite.tools.plan.unmodeled import list_unmodeled
 
-MOST_IDLE = 0.15  # a larger fraction of a step without compute gets a remark
-LEVERS = [  # settings that save memory; those that cost the least time come first
+MOST_IDLE = 0.15  # `plan` makes a remark if ranks do not compute in a larger fraction of a step
+LEVERS = [  # settings that save memory, in ascending order of the time that they cost
     ("training.loss_chunk_tokens", 1024),
     ("parallelism.zero_stage", 3),
     # selective recompute also repeats the gathers of norm outputs over tp
@@ -26,7 +26,7 @@ LEVERS = [  # settings that save memory; those that cost the least time come fir
     ("optimizer.moments_dtype", "bfloat16"),
 ]
 
-FASTER = {  # changes of one key that may be faster, besides doubling or halving a degree
+FASTER = {  # changes of one key that may make a run faster, besides doubling or halving a degree
     "parallelism.zero_stage": (1, 2, 3),
     "activation_checkpoint.mode": ("none", "selective", "full"),
     "training.local_batch_size": (1, 2, 4),

@@ -86,7 +86,7 @@ def list_proposals(
             sums_in_bfloat16 = config.training.dtype == "bfloat16" and microbatch < global_batch
             alone = 1 if pp > 1 or sums_in_bfloat16 else 2  # ZeRO 2 takes less memory
             if world_size == pp and zero_stage != alone:
-                continue  # nothing is sharded, so all ZeRO stages are the same run
+                continue  # without shards, all ZeRO stages give the same run
             training = replace(
                 config.training,
                 local_batch_size=microbatch,
@@ -168,16 +168,16 @@ def is_common(planned: PlannedRun) -> bool:
 def explain_common(common: list[PlannedRun], best: Forecast) -> str:
     """Describe the fastest common layout, and why it is slower than the best layout."""
     if not common:
-        return "No layout of the kind that is commonly published fits."
+        return "No layout with a commonly published combination of parallelisms fits."
     (planned,) = rank_layouts(common, 1)
     expected = planned.forecast
     if expected.step_time_s <= best.step_time_s:
-        return "The best layout is of the kind that is commonly published."
+        return "The best layout has a commonly published combination of parallelisms."
     extra = {what: seconds - best.parts_s[what] for what, seconds in expected.parts_s.items()}
     named = sorted(extra, key=extra.get, reverse=True)[:3]
     causes = [f"{what} {extra[what]:+.2f} s" for what in named]
     return (
-        f"The fastest of the kind that is commonly published: {planned}\n"
+        f"The fastest layout with a commonly published combination of parallelisms: {planned}\n"
         f"{expected.tokens_per_s_per_gpu:,.0f} tok/s/GPU, a step of {expected.step_time_s:.2f} s instead of "
         f"{best.step_time_s:.2f} s: {', '.join(causes)}"
     )

@@ -140,7 +140,7 @@ class StepTime(LayerTime):
         """Lower bound on the step time: a rank waits for its first microbatch, and is never idle after that.
 
         Unless the backward is split, the bound also has the time in which the last backward runs through the earlier
-        stages. In a split backward, this can overlap with the rank's last gradients of weights.
+        stages. A split backward can hide this time behind the rank's last gradients of weights.
         """
         layout = self.workload.layout
         splits_backward = SCHEDULES[self.workload.schedule].splits_backward
@@ -150,7 +150,7 @@ class StepTime(LayerTime):
             passes.append(phases.forward + after)
         fills = [0.0, *accumulate(passes)]
         bounds = []
-        for *_, rank in self.workload.alike:  # the last rank of a group starts latest
+        for *_, rank in self.workload.alike:  # in a group, the last rank starts last
             indices = layout.stages_of(rank)
             busy = sum(self.stages[index].total for index in indices)
             bounds.append(fills[indices[0]] + layout.n_microbatches * busy)

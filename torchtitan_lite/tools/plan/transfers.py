@@ -37,7 +37,7 @@ DIMS = {
     "world": MESH_DIMS,
 }
 DIM_PATTERN = re.compile("e?fsdp_[a-z]+|pp|dp_replicate|dp_shard|efsdp|ep|cp|tp")  # mesh dims
-Call = tuple[str, str, float, float]  # axis, operation, number of calls, bytes of the full tensor
+Call = tuple[str, str, float, float]  # (axis, operation, number of calls, bytes of the full tensor)
 
 
 class Moved(NamedTuple):
@@ -141,9 +141,11 @@ def list_reductions_over_tp(w: Workload, modules: Iterable[ModuleRow], n_layers:
     for module in modules:
         axis = "tp"
         sizes = list(map(prod, module.tensors.values()))
-        if module.kind == "router":  # each ep rank routes different tokens
+        # the gradient is partial, because each ep rank routes different tokens
+        if module.kind == "router":
             axis = "ep"
-        elif module.tp_style == "rowwise":  # a bias is added after the scatter
+        # the gradient is partial, because a bias is added after the scatter
+        elif module.tp_style == "rowwise":
             sizes = sizes[1:]
         elif module.tp_style in ("colwise", "vocabulary", "experts"):
             continue
@@ -228,7 +230,7 @@ def list_calls_of_group(w: Workload, group: Group, n_gathers: int) -> list[Call]
     n_again = 0  # gathers inside a node
     if "hpz" in w.zero_plus_plus and n_near > 1:
         n_again = n_gathers - w.layout.n_microbatches
-    packed = 0  # bytes of all shards in the int8 blocks of zero_plus_plus.py
+    packed = 0  # bytes of all shards if they are sent in the int8 blocks of zero_plus_plus.py
     for size in sizes:
         n_blocks = ceil(size / n_shards / INT8_BLOCK)
         packed += n_shards * n_blocks * (INT8_BLOCK + 4)

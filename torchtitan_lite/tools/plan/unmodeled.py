@@ -1,4 +1,4 @@
-"""List features of a run that the forecast does not model. `plan` and `plan --dry-run` print a remark for each.
+"""List the features of a run that the forecast does not model. `plan` prints a remark for each feature.
 
 MODELED_VALUES has the keys that are modeled for some values only. All other keys are modeled for all values, or do not
 change the time or the memory of a step. Validation and checkpoints run between steps, so they are not listed.

@@ -1,7 +1,7 @@
 """`explain --html`: draw the path of one token through a model as a page.
 
-The page has a row per module, in the order of forward. It shows the slice of the weight that the rank stores, the slice
-that it uses, the collectives, and the bytes that they move.
+The page has a row per module, in the order of forward. A row shows the slice of the weight that the rank stores, the
+slice that the rank uses, the collectives, and the bytes that the collectives move.
 
 The page follows one rank and its peers in the other stages. Figures come from a dry run of each pp rank (dry_run.py).
 """
@@ -44,7 +44,8 @@ def write_walk(planned: PlannedRun, rank: int) -> str:
     body = (
         f"<h1>{escape(name)}</h1><p>{escape(str(layout))}. The token is one of positions {show(*own.held_tokens)} "
         f"of a sequence that this rank reads. Matmuls on this rank see positions {show(*own.used_tokens)}. "
-        "The forward pass of the first microbatch; backward mirrors each collective over tp, cp and ep.</p>"
+        "The page shows the forward pass of the first microbatch. In backward, each collective over tp, cp and ep "
+        "is mirrored.</p>"
     )
     body += draw_key([(WEIGHT, "", "stored on the rank"), (WEIGHT, "pale", "gathered while used")])
     runs = {}
@@ -73,7 +74,7 @@ def list_steps(run: Meter, fqns: tuple[str, ...], rank: int, n_microbatches: int
     parameters = {}
     for fqn, parameter in run.parameters.items():
         module, _, _ = fqn.rpartition(".")
-        parameters.setdefault(module, parameter)  # keeps the weight, not the bias
+        parameters.setdefault(module, parameter)  # keep the weight of the module, not the bias
     order = dict.fromkeys([*run.forward_modules, *calls, *parameters])
     rows = []
     for fqn in fqns:
@@ -95,7 +96,7 @@ def list_steps(run: Meter, fqns: tuple[str, ...], rank: int, n_microbatches: int
 
 def locate(parameter: DTensor, rank: int, *, gathered: bool = False) -> list[range]:
     """Return the indices of each dim that a rank stores, or has after FSDP's gather. They may be empty."""
-    mesh = parameter.device_mesh  # has all ranks of a stage
+    mesh = parameter.device_mesh  # a mesh of all ranks of a stage
     placements = list(parameter.placements)
     if gathered:
         for at, dim in enumerate(mesh.mesh_dim_names):

@@ -1,4 +1,4 @@
-"""Describe one optimizer step of a model in a layout by numbers. All formulas of the forecast use them.
+"""Describe one optimizer step of a model in a layout by numbers. All formulas of the forecast use these numbers.
 
     planned_run.py  ->  Workload  ->  memory.py       bytes that are live on a rank
                                   ->  transfers.py    bytes that a rank moves
@@ -40,8 +40,8 @@ class Stage(NamedTuple):
 
     n_layers: tuple[int, int]  # dense layers, MoE layers
     has_embedding: bool
-    has_head: bool  # also means that it has the final norm
-    added: tuple[ModuleRow, ...] = ()  # a model's own modules before or after the layers
+    has_head: bool  # the stage with the head also has the final norm
+    added: tuple[ModuleRow, ...] = ()  # modules before or after the layers that only this model has
 
 
 class Matrix(NamedTuple):
@@ -92,7 +92,8 @@ class LayerKind:
         # Blocks of Llama have SwiGLU and rotary embeddings; blocks of GPT have neither.
         self.is_gated = any(module.name.endswith("w3") for module in self.block)
         # Full recompute leaves out a rowwise matmul at the end of a block, because backward does not need its output.
-        # It repeats experts at the end of a block, because backward needs the outputs that routing weights multiply.
+        # But experts at the end of a block are repeated, because backward needs the outputs that routing weights
+        # multiply.
         self.ends_in_rowwise = self.block[-1].kind == "linear"
         # The modules of keys and values, if several ranks share each of their heads
         self.n_shared = sum(module.kv_heads > 0 for module in self.block) if w.n_sharing > 1 else 0
@@ -131,9 +132,10 @@ class Workload:
     recompute: dict[bool, Counter]
     compute_dtype: str = "bfloat16"  # dtype of activations and gathered parameters
     float8: frozenset[str] = frozenset()  # names of a block's modules that compute in float8
-    float8_recipe: str = "tensorwise"  # or rowwise, or te (Transformer Engine, which fuses casts)
+    # tensorwise, rowwise, or te (Transformer Engine, which fuses casts)
+    float8_recipe: str = "tensorwise"
     gathers_float8: bool = False  # FSDP all-gathers in float8
-    precomputes_scales: bool = False  # its scales are reduced once per step, not per gather
+    precomputes_scales: bool = False  # the scales are reduced once per step, not at each gather
     zero_plus_plus: tuple[str, ...] = ()  # hpz, qwz, qgz
     schedule: str = "1F1B"  # of the pipeline
     attention_row: str = "causal"  # model.attention
@@ -141,7 +143,7 @@ class Workload:
     attention: str = "cudnn"
     weight_bytes: int = MASTER_BYTES  # bytes per element of a weight, and of its gradient
     moment_bytes: int = 8  # optimizer state per parameter
-    # Muon updates matrices. Its state has MASTER_BYTES less per element than AdamW's.
+    # Muon updates matrices. Muon's state has MASTER_BYTES less per element than AdamW's.
     updates_matrices: bool = False
     loss_chunk_tokens: int = 0  # 0 computes all logits at once
     compiled: bool = False
@@ -182,7 +184,8 @@ class Workload:
         self.gathers_whole_parts = gathers_whole_parts(layout, self.compute_dtype)
         # Gradients are reduced once per microbatch if they are sharded, otherwise once per step.
         self.n_reductions = layout.n_microbatches if layout.zero_stage > 1 and layout.pp == 1 else 1
-        # Bytes per element of a gradient that is reduced over tp or ep. It is fp32 if it sums several microbatches.
+        # Bytes per element of a gradient that is reduced over tp or ep: fp32 if the gradient is a sum over several
+        # microbatches.
         sums_each = self.n_reductions == layout.n_microbatches
         self.reduced_bytes = self.compute_bytes if sums_each else MASTER_BYTES
         # Whether FSDP shards the matrices of each expert, because the ranks cannot share whole experts equally
@@ -331,7 +334,8 @@ class Workload:
     def deal_rounds(self, pp_rank: int) -> list[tuple[tuple[int, ...], dict[str, float]]]:
         """Return the rounds of Muon: the sizes of the largest matrix, and axis -> elements in an all-to-all of rank 0.
 
-        A round has two all-to-alls, to the owners of the matrices and back. The elements are averaged over the two.
+        A round has two all-to-alls, to the owners of the matrices and back. The number of elements is the average of
+        the two.
         """
         rounds = []
         alike = defaultdict(list)

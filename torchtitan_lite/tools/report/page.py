@@ -36,8 +36,8 @@ from torchtitan_lite.tools.report.traces import Trace
 from torchtitan_lite.tools.tables import format_bytes, format_seconds, write_table
 
 REFRESH_S = 10  # with --watch, the page is written again after this time
-LEAST_SHARE = 1000  # a call shorter than 1/1000 of a step is not drawn
-N_WIDEST = 3  # number of exposed collectives that are named
+LEAST_SHARE = 1000  # calls shorter than 1/1000 of a step are not drawn
+N_WIDEST = 3  # number of exposed collectives that the page names
 MOST_CURVES = 12  # number of colors in the style sheet
 FINAL_FIELDS = ("loss", "val_loss", "tokens_per_s_per_rank")
 MARKS = {  # kind of record -> color
@@ -82,7 +82,8 @@ class Series(NamedTuple):
 
 
 def main(options: argparse.Namespace) -> int:
-    """Write the page. With --watch, keep writing it until the run ends. Raises UserError if a folder has no run."""
+    """Write the page. With --watch, write the page again and again until the run ends. Raises UserError if a folder has
+    no run."""
     out = options.out or options.runs[0] / "report.html"
     is_new = True
     while True:
@@ -111,7 +112,9 @@ def write_page(
     if not is_alone:
         name_runs(runs, differences)
     if key and not any(key in run.settings for run in runs):
-        raise UserError(f"--group {key}: no run has this key. See config.toml in its folder.")
+        raise UserError(
+            f"--group {key}: no run has this key. Use a key in config.toml of the runs."
+        )
     groups = defaultdict(list)
     for run in runs:
         groups[f"{key} = {run.show(key)}" if key else run.name].append(run)

@@ -31,7 +31,7 @@ class RecordedRun:
     """A run: its settings, the records in metrics.jsonl, the traces, and a forecast if possible."""
 
     def __init__(self, folder: Path):
-        """Read a dump folder. Raises OSError, ValueError or UserError if it has no step or no config."""
+        """Read a dump folder. Raises OSError, ValueError or UserError if the folder has no step or no config."""
         self.folder = folder
         self.name = folder.resolve().name
         lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
@@ -45,7 +45,9 @@ class RecordedRun:
             else:
                 self.unread.append(number)
         if not self.list_values("loss"):
-            raise UserError(f"{folder}/metrics.jsonl has no step yet")
+            raise UserError(
+                f"{folder}/metrics.jsonl has no step yet: wait until the run has logged one"
+            )
         self.start = [record for record in self.records if record["kind"] == "start"][-1]
         table = load_toml(folder / "config.toml")
         self.settings = dict(flatten_table(table))  # "optimizer.lr" -> 0.001
@@ -172,7 +174,7 @@ def list_findings(run: RecordedRun) -> list[str]:
     remarks = []
     if run.unread:
         numbers = ", ".join(map(str, run.unread))
-        remarks.append(f"lines of metrics.jsonl that are no records: {numbers}")
+        remarks.append(f"lines of metrics.jsonl that are not records: {numbers}")
     norms = run.list_values("grad_norm_max")[WARM_UP:]
     usual = median([norm for _, norm in norms] or [0.0])
     spikes = [(step, norm) for step, norm in norms if norm > SPIKE_RATIO * usual]
@@ -187,7 +189,7 @@ def list_findings(run: RecordedRun) -> list[str]:
     slow_steps = [step for step, seconds in times if seconds > 2 * median_s]
     if slow_steps:
         remarks.append(
-            f"steps that took more than twice the median ({plural(len(slow_steps), 'record')}, "
+            f"steps that took more than twice the median time ({plural(len(slow_steps), 'record')}, "
             f"first step {slow_steps[0]:,})"
         )
     if skipped := run.list_values("skipped_steps"):

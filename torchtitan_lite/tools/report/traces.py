@@ -87,14 +87,16 @@ def read_trace(folder: Path, rank: int, layout: Layout) -> Trace:
         is_shown = event["cat"] in GPU_EVENTS if on_gpu else event["tid"] == step["tid"]
         if not is_shown:
             continue
-        if name == "gloo:recv":  # it lasts until the bytes arrive, and may overlap with computing
+        # a receive lasts until the bytes arrive, and may overlap with computing
+        if name == "gloo:recv":
             received.append((start, end))
             continue
         axis = find_axis(event, used, axes)
         if axis or "annotation" not in event["cat"]:
             spans[axis].append((start, end))
         stream = axis if on_gpu else "main thread"
-        if axis and start >= outer_ends[stream]:  # otherwise it is part of a longer call
+        # a call that starts earlier is part of a longer call
+        if axis and start >= outer_ends[stream]:
             outer_ends[stream] = end
             short = name.rpartition("::")[2].strip("_")
             operation = f"wait for {operation}" if short == "wait_tensor" else short

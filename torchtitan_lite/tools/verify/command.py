@@ -77,7 +77,7 @@ def list_trials(
     real = reduction.real
     wide = reduction.config
     n_ranks = reduction.layout.world_size
-    n_steps = len(STEPS) - (not real.training.skip_spikes)  # only the last step has a spike
+    n_steps = len(STEPS) - (not real.training.skip_spikes)  # a spike is only in the last step
     trials = {
         "wide": partial(try_layout, "wide", wide, n_ranks, run_ranks, folder, n_steps),
         "deep": partial(try_layout, "deep", deepen(reduction), n_ranks, run_ranks, folder, 1),
@@ -106,8 +106,8 @@ def make_trials(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> list
 Changes = dict[str, tuple[object, object]]  # key -> given value, value that ran
 CERTIFIED, WRONG = "certified", "wrong"
 OUTSIDE = (
-    "what both sides share (the model file, a loss formula of its own, initial weights, optimizer, schedule, float8 "
-    "arithmetic); kernels of CUDA and NCCL; real sizes; speed and memory"
+    "code that both sides share (the model file and its loss formula, initial weights, optimizer, schedule, "
+    "float8 arithmetic); kernels of CUDA and NCCL; real sizes; speed and memory"
 )
 
 # Sections and keys without an effect on results: logs, traces, files, time-outs, when a run saves or validates.

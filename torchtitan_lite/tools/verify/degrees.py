@@ -1,6 +1,7 @@
 """Degrees of a mesh for `verify`: those that fit its ranks, and smaller layouts.
 
-An automatic dp_shard gets the ranks that the other degrees leave, and at least two, so that something is sharded.
+An automatic dp_shard gets the ranks that the other degrees leave, but at least two, because otherwise nothing is
+sharded.
 """
 
 from collections.abc import Iterator
@@ -45,7 +46,8 @@ def choose_dp_shard(section: Parallelism, max_ranks: int) -> int:
 
 
 def list_smaller(config: Config) -> Iterator[dict[str, int]]:
-    """Yield the degrees of smaller and smaller layouts. Each time the largest is divided by its smallest factor."""
+    """Yield the degrees of smaller and smaller layouts. Each time, the largest degree is divided by its smallest
+    factor."""
     degrees = {key: get_value(config, key) for key in DEGREES}
     while max(degrees.values()) > 1:
         key = max(DEGREES, key=degrees.get)

@@ -46,7 +46,7 @@ def count_events(profiler: profile) -> tuple[Counter[str], Counter[str]]:
     backward: Counter[str] = Counter()
     if not profiler.enabled:
         return forward, backward
-    end_ns = 0  # end of the latest autograd node
+    end_ns = 0  # time at which the latest autograd node ends
     for event in sorted(profiler.kineto_results.events(), key=lambda event: event.start_ns()):
         name = event.name()
         start_ns = event.start_ns()

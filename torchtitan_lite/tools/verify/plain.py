@@ -97,7 +97,7 @@ def draw_batch(config: Config, seed: int) -> Batch:
 
     With document attention, documents have two tokens on average in row 0, and eight in the other rows. A row begins
     with small positions. Later positions jump to 8,192, and to each of the next powers of two up to half a million.
-    This reveals code that wraps positions or has a limit for them.
+    These jumps reveal code that wraps positions or has a limit for them.
     """
     n_rows = config.training.global_batch_size
     seq_len = config.training.seq_len
@@ -136,7 +136,7 @@ def choose_positions(section: LRScheduler) -> list[int]:
 
 
 class PlainAttention(InnerAttention):
-    """Attention with documents, windows and sinks. It uses an explicit mask and a hand-written softmax."""
+    """Attention with documents, windows and sinks. Uses an explicit mask and a hand-written softmax."""
 
     def __init__(self, replaced: InnerAttention, *, uses_documents: bool):
         super().__init__()
@@ -171,8 +171,8 @@ OF_LOSS = ("forward", "differentiate", "token_losses")  # methods of a head
 class PlainExperts:
     """Replaces the forward of an MoE: every expert computes every token, and the weight of an unchosen expert is 0.
 
-    Biases make one expert of every layer get no token, and if top_k is at least 2, one expert get every token. If
-    `biases_decide`, biases choose the same experts for every token, so rounding cannot change the choice.
+    The biases are set so that in every layer one expert gets no tokens. If top_k is at least 2, another expert gets all
+    tokens. If `biases_decide`, biases choose the same experts for every token, so rounding cannot change the choice.
     """
 
     def __init__(self, moe: MoE, layer: int, *, biases_decide: bool):
@@ -221,7 +221,7 @@ class PlainExperts:
 
 
 class PlainModel:
-    """The model with its initial weights. Its MoE layers keep the loads and ties of the last forward."""
+    """The model with its initial weights. The MoE layers keep the loads and ties of the last forward."""
 
     def __init__(self, config: Config):
         self.section = config.training
@@ -259,7 +259,8 @@ class PlainModel:
     def backward(self, batch: Batch) -> tuple[float, dict[str, Tensor]]:
         """Return the mean loss over counted tokens, and the gradients.
 
-        torch computes the cross entropy; other losses use their formula, and a model's own loss the model.
+        torch computes the cross entropy. Other losses are computed by their formula, and a model's own loss by the
+        model.
         """
         if self.finds_own_loss(batch.take_rows(range(1))):
             self.shared.add("training.loss")
@@ -274,7 +275,7 @@ class PlainModel:
         found = torch.autograd.grad(total, self.parameters.values(), allow_unused=True)
         gradients = dict(zip(self.parameters, found, strict=True))
         require_gradients(gradients)
-        # the optimizer's fused kernels need contiguous tensors
+        # fused kernels of the optimizer need contiguous tensors
         return loss.item(), {fqn: own.contiguous() for fqn, own in gradients.items()}
 
     def call(self, batch: Batch, **options: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ replaced, errors do not carry over into the next step, and AdamW does not amplif
 its optimizer and schedule.
 
 Rounding a score can change which experts are the top k. If scores of a token are nearly tied, the rank uses the experts
-that the plain loop chose for this token. It recognizes the token by its scores, on any rank and in any microbatch.
+that the plain loop chose for this token. The rank recognizes the token by its scores, in any microbatch.
 """
 
 import math
@@ -255,8 +255,8 @@ def outputs_compared(run: build.Run, plain: PlainStep, seen: Seen) -> Iterator[N
 def cut_piece(whole: Tensor, own: Tensor, sequence_dim: int, run: build.Run) -> Tensor:
     """Return the expected value of the output `own` of one rank.
 
-    cp splits the sequence. A dim that is still longer than in `own` is split by tp. It has fewer pieces than tp has
-    ranks if ranks share key/value heads.
+    cp splits the sequence. A dim that is still longer than in `own` is split by tp. If ranks share key/value heads, the
+    dim has fewer pieces than tp has ranks.
     """
     layout = run.layout
     at = run.mesh.coordinates()

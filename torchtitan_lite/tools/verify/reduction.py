@@ -16,8 +16,9 @@
 Sequences are longer than every attention window. A window that is a size of the flavor is made smaller. A window that
 is set by a row in config/choices.py keeps its size.
 
-The deep trial finds faults that need depth, length or large counts. It has the options of the wide trial, except
-recompute and compile. The certificate lists every difference from the real config. This module does not import torch.
+The deep trial finds faults that need depth, length or large counts. The deep trial has the options of the wide trial,
+except recompute and compile. The certificate lists every difference from the real config. This module does not import
+torch.
 """
 
 import shlex
@@ -198,7 +199,8 @@ def reduce_sizes(config: Config, args: ModelArgs, layout: Layout) -> dict[str, i
         unit = FLOAT8_BLOCK * tp
     dim = n_heads * head_dim
     if args.dim != args.n_heads * args.head_dim:
-        dim += 16  # different, so that code that confuses dim and n_heads * head_dim fails
+        # differs from dim, because then code that confuses dim and n_heads * head_dim fails
+        dim += 16
     dim = round_up(dim, unit)
     split = tp
     if config.parallelism.data_parallel_shard_degree != AUTOMATIC:
@@ -214,7 +216,7 @@ def reduce_sizes(config: Config, args: ModelArgs, layout: Layout) -> dict[str, i
 
 
 def reduce_size(real: int, wanted: int, unit: int, split: int) -> int:
-    """Return a multiple of `unit` of about `wanted`. It is a multiple of `split` if and only if `real` is."""
+    """Return a multiple of `unit` of about `wanted`. The result is a multiple of `split` if and only if `real` is."""
     size = round_up(wanted, unit)
     while unit % split and (real % split == 0) != (size % split == 0):
         size += unit
@@ -282,12 +284,13 @@ def reduce_batch(small: Config, config: Config, real: Layout, wide: Layout) -> d
     if real.pp > 1:
         n_rows = min(2, real.microbatch_size)
         n_stages = count_stages(small.parallelism, small.model.n_layers)
-        # Use more microbatches than stages, but not more than the real run. The number is even if possible, so that
-        # other layouts can resume with the same batch.
+        # Use more microbatches than stages, but not more than the real run. The number is even if possible, because
+        # then other layouts can resume with the same batch.
         wanted = min(real.n_microbatches, 2 * (n_stages // 2 + 1))
         n_microbatches = find_n_microbatches(small.parallelism, wanted, n_stages)
     unit = FLOAT8_BLOCK if config.model.uses_float8 else 1
-    # 41 stays odd if neither tp nor cp divides rows, to test that code which halves a row keeps the last token.
+    # 41 is odd, and stays odd if neither tp nor cp divides rows: a test that code which halves a row keeps the last
+    # token.
     keys = give_batch(small, wide, n_rows, n_microbatches, 41, unit)
     if accumulates:
         keys["training.local_batch_size"] = n_rows
@@ -302,9 +305,9 @@ def give_batch(
     least_tokens: int,
     unit: int = 1,
 ) -> dict[str, object]:
-    """Return the keys of a batch with `n_rows` per microbatch, and rows that are longer than every window.
+    """Return the keys for a batch with `n_rows` rows per microbatch, each longer than every attention window.
 
-    A row has at least `least_tokens`, and a multiple of `unit` in each piece that cp and tp need.
+    A row has at least `least_tokens` tokens. Each piece into which cp and tp cut a row has a multiple of `unit` tokens.
     """
     windows = list_windows(small.model.attention, resolve_model(small.model))
     n_tokens = max([least_tokens, *(BEYOND + window for window in windows if window)])
@@ -390,9 +393,9 @@ def put_on_one_rank(config: Config, local_batch_size: int) -> Config:
 
 
 def choose_other_layout(config: Config, n_ranks: int) -> Config:
-    """Return the config on another mesh of the same ranks, with the same global batch and another ep if possible.
+    """Return the config on a different mesh of the same ranks, with the same global batch and, if possible, another ep.
 
-    It has tp = 2, and dp_shard over the rest. If that is not possible, dp_shard covers all ranks.
+    The mesh has tp = 2, and dp_shard over the remaining ranks. If tp = 2 is not possible, dp_shard covers all ranks.
     """
     args = resolve_model(config.model)
     asked = {key: get_value(config, key) for key in DEGREES}

@@ -22,7 +22,8 @@ from torchtitan_lite.tools.verify.plain import PlainStep
 
 
 def packing_checked(seen: Seen) -> AbstractContextManager:
-    """Context manager: compare what ZeRO++ packs with its bound, then send exact numbers, which hide no other error."""
+    """Context manager: compare the numbers that ZeRO++ packs with their bound. Then send exact numbers, because
+    rounding would hide other errors."""
     pack = Packing.pack
     unpack = Packing.unpack
     remove_padding = Packing.remove_padding
@@ -99,7 +100,8 @@ def sums_in_bfloat16(run: build.Run) -> bool:
 def compare_with_halves(run: build.Run, plain: PlainStep, batch: Batch, seen: Seen) -> None:
     """Compare the gradients of all microbatches with the sum of the gradients of two halves. Collective.
 
-    This finds a sum over microbatches that is rounded to bfloat16, because the sums of the halves round differently.
+    The comparison finds a sum over microbatches that is rounded to bfloat16, because the sums of the halves round
+    differently.
     """
     differences = dict(seen.results[-1]["gradients"])
     rows = torch.arange(len(batch.tokens))

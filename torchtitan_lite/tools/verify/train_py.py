@@ -61,7 +61,8 @@ from torchtitan_lite.tools.verify.trial import (
 )
 from torchtitan_lite.tools.verify.witnesses import Acted, actions_noted, merge
 
-RESUMED = {  # the resumed run trains more steps, on another layout: these values are valid for any layout
+# the resumed run trains more steps, on a different layout: these values are valid for any layout
+RESUMED = {
     STAGES: None,
     "training.steps": 4,
     "parallelism.pipeline_parallel_schedule": "GPipe",
@@ -131,7 +132,7 @@ def compare_checkpoints(alone: Config, config: Config, seen: Seen) -> None:
 def run_train(
     config: Config, n_ranks: int, run_ranks: RunRanks, seed: int | None = None
 ) -> tuple[Log, Acted]:
-    """Run train.py on ranks of the pool. Return its log, and which keys acted. Raises RankFailure."""
+    """Run train.py on ranks of the pool. Return the log of train.py, and which keys acted. Raises RankFailure."""
     # Like torchrun, the parent hosts the rendezvous store, at a port that the system chooses.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = run_ranks(start_train, n_ranks, config, store.port, seed)
@@ -150,7 +151,7 @@ def start_train(rank: int, world_size: int, config: Config, port: int, seed: int
     """Worker: execute train.py as under torchrun. The TCPStore of the parent listens at `port`.
 
     With a `seed`, initial weights are rounded differently. Returns which keys acted. Exceptions of train.py propagate.
-    Raises RuntimeError if its exit status is not 0.
+    Raises RuntimeError if the exit status of train.py is not 0.
     """
     # A TOML file could not set the number of experts.
     given = UserConfig(config, "train", frozenset(KEYS), problems=(), notices=())
@@ -226,7 +227,7 @@ def process_left_as_it_was() -> Iterator[None]:
 
 
 def make_config(reduction: Reduction, folder: Path) -> Config:
-    """Return the config for train.py. It has few steps, and every logged number is wrong if the layout is wrong."""
+    """Return the config for train.py. The run has few steps, and an error of the layout changes every logged number."""
     real = reduction.real
     small = leave_out_compiler(reduction.config)  # compiling is slow, and the wide trial tests it
     optimizer = real.optimizer
@@ -254,7 +255,7 @@ def make_config(reduction: Reduction, folder: Path) -> Config:
 
 
 def write_corpora(config: Config) -> None:
-    """Prepare corpora of random documents. They are so small that the run reaches their second epoch."""
+    """Prepare corpora of random documents. The corpora are so small that the run reaches their second epoch."""
     n_tokens = config.training.global_batch_size * config.training.seq_len
     draw = random.Random(0)
     for name in config.training.dataset:

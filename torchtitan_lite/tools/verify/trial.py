@@ -1,7 +1,7 @@
 """Run one trial, the steps of a reduced config on all ranks of its layout, and find the first error above its bound.
 
 In bfloat16 and float8, the trial checks that a layout rounds where one rank rounds. One rank runs the same microbatches
-one by one. It rounds gradients per microbatch, and adds them in float32.
+one by one. This rank rounds gradients per microbatch, and adds them in float32.
 
     dp, pp    only change the order of float32 sums, so results may differ from one rank by 1e-5
     tp, cp    also add partial products in bfloat16; errors are measured against the plain loop in float32, and may be
@@ -61,7 +61,7 @@ BOUNDS = {  # measure, in the order of a step -> largest error of a correct layo
     "learning rate": 1e-12,
     "packing": 1.0,  # rounding by ZeRO++, in half steps of the integers
     "rotary angles": 1e-6,
-    "module output": 2e-6,  # larger than rounding, smaller than the bound of gradients
+    "module output": 2e-6,  # an error between the size of rounding and the bound of gradients
     "loss": SUMS,
     "reduced in float32": EXACT,
     "gradients": 2 * SUMS,
@@ -183,7 +183,8 @@ def judge(
     """Return for each measure the error closest to its bound, or farthest above it, and the first fault.
 
     Faults are sorted by step, measure and name. `modules` gives the order of module names, which is the order of
-    forward. All other names keep the order in which a rank noted them. `find_noise` is called if a sum seems wrong.
+    forward. All other names stay in the order in which a rank recorded them. `find_noise` is called if a sum seems
+    wrong.
     """
     find_noise = cache(find_noise)
     keys: dict[Key, None] = {}
@@ -237,7 +238,7 @@ def blame(key: Key, errors: list[tuple[Coordinates, float]], bound: float) -> Cu
 # Bounds have a minimum because errors of one rank may cancel: in its loss, or in the gradient of a scalar, which other
 # layouts round once more (bfloat16: 2**-9)
 PRECISIONS = {"bfloat16": (2, 4e-3, 2**-11), "float8": (3, 1e-2, 2**-6)}
-# With ep, experts multiply the rows of several ranks at once, and add them in another order. One rank adds the two
+# With ep, experts multiply the rows of several ranks at once, and add them in a different order. One rank adds the two
 # gradients of a tied matrix in the compute dtype, but stages add them in float32.
 ROUNDED_OFTEN = 2e-2
 NOT_JUDGED = ("gradient norm", "state", "updates")  # computed from gradients of the plain loop

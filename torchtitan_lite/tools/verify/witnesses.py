@@ -41,7 +41,7 @@ def once_on(is_on: object, acted: bool) -> bool | None:
 
 
 def in_use(step: Observed) -> bool:
-    """Every step uses the value (a size, a degree, a rate). If it did not, the comparison would fail."""
+    """Every step uses the value (a size, a degree, a rate): if a step ignored the value, the comparison would fail."""
     return True
 
 
@@ -60,7 +60,7 @@ def computes_in_dtype(step: Observed) -> bool:
 
 
 def reads_text(step: Observed) -> bool:
-    return step.runs_thread("prefetch")  # only the trial of train.py has this thread
+    return step.runs_thread("prefetch")  # this thread exists only in the trial of train.py
 
 
 def separates_documents(step: Observed) -> bool | None:
@@ -150,7 +150,7 @@ def gathers_as_zero_stage(step: Observed) -> bool | None:
 
 
 def splits_nodes(step: Observed) -> bool | None:
-    """Return whether FSDP groups are split by node. If not, hpZ has no effect, and qgZ has one exchange."""
+    """Return whether FSDP groups are split by node. Without a split, hpZ has no effect, and qgZ has one exchange."""
     layout = step.run.layout
     uses_nodes = {"hpz", "qgz"} & set(step.config.parallelism.zero_plus_plus)
     return once_on(uses_nodes, layout.fsdp_far > 1 or layout.efsdp_far > 1)
@@ -182,7 +182,8 @@ def rotates(step: Observed) -> bool | None:
 
 
 def recomputes(step: Observed) -> bool | None:
-    """Return whether backward repeats norms or attention. Without recompute, the compiler repeats only cheaper ones."""
+    """Return whether backward repeats norms or attention. Without recompute, the compiler repeats only cheaper
+    operators."""
     is_on = step.config.activation_checkpoint.mode != "none"
     repeated = [name for name in step.backward if "ackward" not in name]
     return once_on(is_on, any("rms_norm" in name or "attention" in name for name in repeated))
@@ -201,7 +202,7 @@ def compiles(step: Observed) -> bool | None:
 
 
 def filters_linears(step: Observed) -> bool | None:
-    """Return whether no linear layer that a filter names multiplies in float8."""
+    """Return whether all linear layers that a filter names compute without float8."""
     filters = step.config.quantize.linear.float8.filter_fqns
     for part in step.run.parts:
         for fqn, module in part.named_modules():
@@ -309,8 +310,8 @@ def ask(key: str, step: Observed) -> bool | None:
 def actions_noted(acted: Acted) -> Iterator[None]:
     """Context manager: note in `acted` which keys act in the steps of this rank.
 
-    The second step is profiled, which takes as long as three other steps. It also uses what the first step has computed
-    for it. A trial of one step, the deep one, is not profiled.
+    The second step is profiled, which takes as long as three other steps. The second step also uses values that the
+    first step has computed for it. A trial of one step, the deep one, is not profiled.
     """
     train_step = stepping.train_step
     n_steps = 0
@@ -331,7 +332,8 @@ def actions_noted(acted: Acted) -> Iterator[None]:
 
 
 def merge(observations: Iterable[Acted]) -> Acted:
-    """Merge the observations of steps and ranks. A key acted if it acted in any, and is off if it was off in all."""
+    """Merge the observations of steps and ranks. A key acted if it acted in any of them, and is off if it was off in
+    all of them."""
     merged: Acted = {}
     for acted in observations:
         for key, is_acting in acted.items():
