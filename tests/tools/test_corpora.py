@@ -180,7 +180,7 @@ def test_bad_rows_are_printed_and_counted_with_skip_bad_and_the_corpus_is_checke
     here, capsys, run_tool
 ):
     lines = [
-        '{"text": "one"}',
+        '{"text": "one", "url": "u", "label": null}',
         "nonsense",
         "",
         '{"text": "\\ud800"}',
@@ -191,7 +191,9 @@ def test_bad_rows_are_printed_and_counted_with_skip_bad_and_the_corpus_is_checke
     args = "a.jsonl --tokenizer=bytes --validation-share=0 --skip-bad --processes=1 --out".split()
     assert main(["prepare", *args, "out"]) == 0
     printed = capsys.readouterr()
-    assert "2 bad rows left out" in printed.out and "1 empty documents left out" in printed.out
+    for words in ("2 bad rows left out", "1 empty documents", "1 rows with a column url, which"):
+        assert words in printed.out
+    assert "label" not in printed.out
     assert "a.jsonl, row 2: Expecting value" in printed.err and "row 3" in printed.err
     assert list_texts(Path("out"), "train") == ["one", " "]
     for folder in ("out", "."):
