@@ -329,6 +329,7 @@ one.txt --validation row.jsonl | ["01234567890123456789"] | ["single"]
 row.jsonl --validation-share=0.99 | ["single"] | []
 rows.jsonl | [{NINETEEN}] | ["row 19"]
 rows.jsonl --validation-share=0.999999 | ["row 19"] | [{NINETEEN}]
+.held/../one.txt --validation .held | ["01234567890123456789"] | ["held"]
 . --validation rows.jsonl | ["01234567890123456789", "single"] | [{NINETEEN}, "row 19"]
 """
 
@@ -337,6 +338,8 @@ rows.jsonl --validation-share=0.999999 | ["row 19"] | [{NINETEEN}]
 def test_no_split_is_empty_and_a_single_text_is_cut(args, train, validation, prepare_here):
     Path("one.txt").write_text("0123456789" * 2)
     write_rows(Path("row.jsonl"), ["single"])
+    Path(".held").mkdir()
+    write_rows(Path(".held/row.jsonl"), ["held"])
     write_rows(Path("rows.jsonl"), [f"row {n}" for n in range(20)])
     prepare_here(*args.split(), "--out", "out")
     assert list_texts(Path("out"), "train") == json.loads(train)

@@ -329,5 +329,8 @@ def choose_split(settings: PrepareSettings, row: Row, text: str) -> str:
     digest = hashlib.sha256(key.encode()).digest()
     is_chosen = int.from_bytes(digest[:8], "big") < settings.validation_share * 2**64
     is_tail = settings.tail and row.number == 2
-    is_named = any(row.path.is_relative_to(path) for path in settings.validation)
+    is_named = any(
+        Path(os.path.abspath(row.path)).is_relative_to(os.path.abspath(path))
+        for path in settings.validation
+    )
     return "validation" if is_chosen or is_tail or is_named else "train"
