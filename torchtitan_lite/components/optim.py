@@ -69,6 +69,26 @@ def require_gradients(gradients: dict[str, Tensor | None]) -> None:
         )
 
 
+def require_tensors(optimizer: TorchOptimizer, groups: list[dict]) -> None:
+    """Raise UserError if the optimizer has state that no checkpoint saves. `groups`: its groups before the update."""
+    parameters = {parameter for group in groups for parameter in group["params"]}
+    lost = []
+    for owner, state in optimizer.state.items():
+        if owner not in parameters:
+            lost.append(f"state[{owner!r}]")
+            continue
+        for name, value in state.items():
+            if not isinstance(value, Tensor | None):
+                lost.append(f"{name} = {value!r} in the state of a parameter")
+    for group, before in zip(optimizer.param_groups, groups, strict=True):
+        changed = [name for name in group if group[name] is not before.get(name)]
+        lost += [f"{name} = {group[name]!r} in a parameter group" for name in changed]
+    if lost:
+        raise UserError(
+            f"the optimizer keeps {lost[0]}, which no checkpoint saves. Keep tensors in state[parameter]"
+        )
+
+
 @torch.no_grad()
 def sum_gradient_squares(parameters: Iterable[Tensor]) -> Tensor:
     """Return this rank's term of the squared 2-norm of all gradients, () float64. The caller sums over ranks."""
