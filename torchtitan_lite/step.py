@@ -68,9 +68,11 @@ def train_step(
     `batch` is this rank's rows of the global batch. `stop_signal` is the signal that this rank received, or 0.
     `savers` may still copy the tensors of the last save; the step waits for these copies before it changes a tensor.
     """
-    is_first = not run.optimizer.state
-    groups = [group.copy() for group in run.optimizer.param_groups]
-    compute = compute_first_gradients if is_first else compute_gradients
+    groups = []  # of the optimizer before its first update
+    compute = compute_gradients
+    if not run.optimizer.state:
+        groups = [group.copy() for group in run.optimizer.param_groups]
+        compute = compute_first_gradients
     local_loss = compute(run, batch)
     loss = sum_losses(run, local_loss)  # all-reduces one float over pp, dp and cp
     squares = sum_gradient_squares(run.parameters.values())
@@ -81,7 +83,7 @@ def train_step(
     is_spike = run.spikes.judge(grad_norm) if run.spikes else None
     max_norm = run.config.training.max_norm
     applied = update_weights(run.optimizer, grad_norm, max_norm, is_spike)  # clips too
-    if is_first:
+    if groups:
         require_tensors(run.optimizer, groups)
     expert_loads = None
     if run.balance:
