@@ -279,6 +279,10 @@ BROKEN = {  # fork -> what `verify` says about it
         "dimension",
         add_model("value_of_slice", VALUE_MODULES, VALUE_TABLE.replace("gathered", "sequence")),
     ),
+    "a field of every batch": (
+        "targets",
+        add_model("value_of_targets", VALUE_MODULES, VALUE_TABLE.replace('"rewards"', '"targets"')),
+    ),
     "a field of rows": (
         "rewards",
         add_model(

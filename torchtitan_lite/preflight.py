@@ -151,6 +151,8 @@ def resolve(
                 problems += check_grouped_matmuls(config, model_args)
     problems += check_data(config, tokenizer)
     notices = list(given.notices)
+    if given.chosen:
+        notices += load_module("config.idle_keys").describe_idle_keys(given)
     if weights:
         check_weights = load_module("from_weights").check_loaded_weights
         notices += check_weights(problems, config, model_args, layout, tokenizer, weights)
@@ -280,7 +282,7 @@ def list_notices(spec: RunSpec, restarted: bool) -> list[str]:
     notices = []
     if config.job.description:
         notices.append(config.job.description)
-    if config.model.uses_float8 or config.quantize.linear.float8.emulate:
+    if config.model.uses_float8:
         about_float8 = load_module("config.float8").list_float8_notices
         notices += about_float8(config, spec.model_args, spec.layout.tp)
     if re.search(WRONG_CUDNN, spec.machine.name):

@@ -278,7 +278,7 @@ yarn's key | rope_scaling.beta_fast = 32 | {"rope_scaling": {LLAMA3, "beta_fast"
 llama3's key | low_freq_factor = 1 | {"rope_parameters": {"rope_theta": 1e4, "low_freq_factor": 1}}
 another length | original_max_position_embeddings = 32 | {ORIGINAL: 32}
 two thetas | rope_theta = 10000.0 | {"rope_parameters": {"rope_theta": 3e4}, "rope_theta": 1e4}
-two tables | rope_parameters | {"rope_scaling": {"type": "linear", "factor": 2}, "rope_parameters": {"rope_theta": 1e4}}
+two tables | rope_parameters | {"rope_scaling": {"type": "linear", "factor": 2}, "rope_parameters": {"rope_theta": 3e4}}
 all used | | {"rope_scaling": {LLAMA3}, ORIGINAL: 32}
 """
 

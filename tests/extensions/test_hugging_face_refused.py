@@ -108,6 +108,10 @@ WRONG_FILES = {  # action, named; found when the folder is opened, before torch
         lambda folder: shutil.copy(first_file(folder), max(folder.glob("*.safetensors"))),
         "Delete it in one of them",
     ),
+    "an adapter": (
+        lambda folder: (folder / "adapter_config.json").write_text("{}"),
+        "adapter_config.json: an adapter cannot be loaded. Merge it",
+    ),
     "pickles": (keep_only_pickles, "pytorch_model.bin is a pickle"),
     "missing file": (lambda folder: first_file(folder).unlink(), A_FILE),
     "missing tensor": (
@@ -128,7 +132,7 @@ WRONG_FILES = {  # action, named; found when the folder is opened, before torch
         change_tensors(
             lambda tensors: tensors.update({EMBEDDING: tensors[EMBEDDING].to(torch.float8_e4m3fn)})
         ),
-        f"{EMBEDDING} is F8_E4M3. Quantized weights cannot be used. Use a model in one of F32, BF16, F16",
+        f"{EMBEDDING} is F8_E4M3, but weights must be F32, BF16, F16. Save them so with transformers",
     ),
     "cut file": (
         lambda folder: os.truncate(first_file(folder), first_file(folder).stat().st_size - 1),

@@ -29,7 +29,7 @@ from tokenizers import Tokenizer as HuggingFace
 from transformers import AutoTokenizer
 
 from torchtitan_lite.__main__ import main
-from torchtitan_lite.config.messages import ConfigError
+from torchtitan_lite.config.messages import ConfigError, UserError
 from torchtitan_lite.config.reader import REPOSITORY
 from torchtitan_lite.data.corpus_folder import read_corpus_manifest
 from torchtitan_lite.data.tokenizer import load_tokenizer
@@ -452,6 +452,15 @@ def test_a_unigram_tokenizer_is_read_and_its_unknown_tokens_are_counted(tmp_path
     arguments += ["--tokenizer", str(tmp_path)]
     arguments += ["--out", str(tmp_path / "out")]
     assert "2 unknown tokens" in run_tool(*arguments)
+
+
+def test_a_bpe_without_an_unknown_token_drops_no_text(tmp_path):
+    write(tmp_path, HuggingFace(models.BPE({"a": 0, "</s>": 1}, [])), "</s>")
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.encode("aa") == [0, 0]
+    for encode in (tokenizer.encode, tokenizer.encode_special):
+        with pytest.raises(UserError, match="cannot be encoded: .* text outside the vocabulary"):
+            encode("aba")
 
 
 def test_a_tokenizer_trained_on_the_texts_is_the_same_in_transformers_and_has_the_size_that_was_asked_for(

@@ -6,15 +6,25 @@ from unittest.mock import patch
 
 import compare
 import pytest
+import torch
 from layouts import BIASES, HEAD_NORMS, ONE_HEAD, TP, Row
 
 from torchtitan_lite import build
 from torchtitan_lite import step as stepping
+from torchtitan_lite.checkpoint.load import create_optimizer_state
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.models.llama3.modules import Llama3
 from torchtitan_lite.models.registry import MODELS
 from torchtitan_lite.tools.verify.plain import run_plainly
 from torchtitan_lite.tools.verify.trial import make_trial
+
+
+def test_a_resumed_run_makes_no_state_for_a_frozen_parameter():
+    frozen = torch.nn.Parameter(torch.ones(1), requires_grad=False)
+    trained = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.AdamW([frozen, trained])
+    create_optimizer_state(optimizer)
+    assert [*optimizer.state] == [trained]
 
 
 class Broken(Llama3):
@@ -56,19 +66,50 @@ def test_a_model_that_adds_to_the_loss_is_compared_with_its_own_code(monkeypatch
     assert own == [False, True]
 
 
-def train_without_a_norm(rank: int, world_size: int, keys: dict) -> str:
-    """Worker: make a step in which a parameter gets no gradient. Return the error."""
-    run = compare.build_table_run(world_size, keys)
+def use_no_norm(run: build.Run) -> None:
     run.parts[-1].norm.forward = lambda x: x
-    with pytest.raises(UserError) as error:
-        stepping.train_step(run, compare.read_rows(run))
-    return str(error.value)
+
+
+def count_in_a_group(run: build.Run) -> None:
+    run.optimizer.register_step_post_hook(lambda own, *_: own.param_groups[0].update(k=1))
+
+
+def count_in_a_state(run: build.Run) -> None:
+    def count(optimizer, *_):
+        optimizer.state[optimizer.param_groups[0]["params"][0]]["k"] = 1
+
+    run.optimizer.register_step_post_hook(count)
+
+
+def return_a_mean(run: build.Run) -> None:
+    run.parts[-1].output.formula = lambda logits, targets, vocabulary: logits.mean()
+
+
+UNUSUAL = {  # change of a run -> words of the error in its first step
+    use_no_norm: "no gradient reaches norm.weight:",
+    count_in_a_group: "k = 1 in a parameter group",
+    count_in_a_state: "k = 1 in the state of a parameter",
+    return_a_mean: "returned () losses for (",
+}
+
+
+def train_unusually(rank: int, world_size: int, keys: dict) -> list[str]:
+    """Worker: make a step in each unusual run. Return the errors."""
+    errors = []
+    for change in UNUSUAL:
+        run = compare.build_table_run(world_size, keys)
+        change(run)
+        with pytest.raises(UserError) as error:
+            stepping.train_step(run, compare.read_rows(run))
+        errors.append(str(error.value))
+    return errors
 
 
 @pytest.mark.parametrize("keys", [{}, {TP: 2}], ids=["dp2", "tp2"])
-def test_a_parameter_that_no_gradient_reaches_is_refused_by_name(pool, keys):
-    for said in pool.run(train_without_a_norm, 2, keys):
-        assert "no gradient reaches norm.weight:" in said
+def test_what_a_run_would_lose_or_get_wrong_is_refused_in_its_first_step(pool, keys):
+    for errors in pool.run(train_unusually, 2, keys):
+        for said, words in zip(errors, UNUSUAL.values(), strict=True):
+            assert words in said
 
 
 def make_whole():

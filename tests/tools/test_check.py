@@ -313,7 +313,9 @@ NOTED = f"""
 --config own.toml {CP}=3 | training.seq_len is 510
 --training.seed=3 --debug.seed=4 | training.seed and debug.seed are the same key: 4 counts
 --validation.seq_len=64 | validation.seq_len = 64 has no effect
---quantize.linear.float8.emulate | emulate has no effect
+--quantize.linear.float8.emulate | emulate has no effect while model.converters = []
+--config own.toml --validation.freq=3 --validation.steps=2 | validation.freq, validation.steps has no effect
+--training.steps=5 --training.steps=6 | training.steps is given twice: '6' replaces '5'
 --training.steps=200_000 | 57 epochs of 3.6M tokens
 --config own.toml --training.steps=7 | time    roughly 0:
 --config own.toml | "selective" is slow without compile on a CPU

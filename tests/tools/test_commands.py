@@ -112,6 +112,7 @@ prepare README.md --out x --encoding=nope                    | nope
 prepare a.txt --out x --only-last-turn                       | without --chat
 plan --config debug --search --json                          | --json would have no effect with --search
 plan --config debug --toml x                                 | without --search
+plan --config debug --search --toml LICENSE                   | LICENSE exists
 plan --config debug --dry-run --json                         | --json would have no effect with --dry-run
 plan --config debug --restart-s 60                           | without --mtbf-hours
 generate x --temperature 0 --seed 1                          | --seed would have no effect without --temperature

@@ -180,7 +180,7 @@ def test_bad_rows_are_printed_and_counted_with_skip_bad_and_the_corpus_is_checke
     here, capsys, run_tool
 ):
     lines = [
-        '{"text": "one"}',
+        '{"text": "one", "url": "u", "label": null}',
         "nonsense",
         "",
         '{"text": "\\ud800"}',
@@ -191,7 +191,9 @@ def test_bad_rows_are_printed_and_counted_with_skip_bad_and_the_corpus_is_checke
     args = "a.jsonl --tokenizer=bytes --validation-share=0 --skip-bad --processes=1 --out".split()
     assert main(["prepare", *args, "out"]) == 0
     printed = capsys.readouterr()
-    assert "2 bad rows left out" in printed.out and "1 empty documents left out" in printed.out
+    for words in ("2 bad rows left out", "1 empty documents", "1 rows with a column url, which"):
+        assert words in printed.out
+    assert "label" not in printed.out
     assert "a.jsonl, row 2: Expecting value" in printed.err and "row 3" in printed.err
     assert list_texts(Path("out"), "train") == ["one", " "]
     for folder in ("out", "."):
@@ -327,6 +329,7 @@ one.txt --validation row.jsonl | ["01234567890123456789"] | ["single"]
 row.jsonl --validation-share=0.99 | ["single"] | []
 rows.jsonl | [{NINETEEN}] | ["row 19"]
 rows.jsonl --validation-share=0.999999 | ["row 19"] | [{NINETEEN}]
+.held/../one.txt --validation .held | ["01234567890123456789"] | ["held"]
 . --validation rows.jsonl | ["01234567890123456789", "single"] | [{NINETEEN}, "row 19"]
 """
 
@@ -335,6 +338,8 @@ rows.jsonl --validation-share=0.999999 | ["row 19"] | [{NINETEEN}]
 def test_no_split_is_empty_and_a_single_text_is_cut(args, train, validation, prepare_here):
     Path("one.txt").write_text("0123456789" * 2)
     write_rows(Path("row.jsonl"), ["single"])
+    Path(".held").mkdir()
+    write_rows(Path(".held/row.jsonl"), ["held"])
     write_rows(Path("rows.jsonl"), [f"row {n}" for n in range(20)])
     prepare_here(*args.split(), "--out", "out")
     assert list_texts(Path("out"), "train") == json.loads(train)

@@ -374,6 +374,8 @@ def test_parquet_fills_rows_with_nulls_which_are_removed_at_any_depth(folder, tm
     summary = run_tool("prepare", file, "--chat", *options)
     assert "1 conversations with a column id, which is not used" in summary
     assert "1 conversations with a column source, which is not used" in summary
+    with pytest.raises(PreparationError, match=r"bytes, not text: b'a'. Cast"):
+        encode_row(settings, Row(file, 1, {"prompt": b"a", "completion": "b"}, ""))
 
 
 def test_text_column_names_the_column_with_the_messages(folder, encode):

@@ -132,6 +132,8 @@ def test_wrong_input_is_refused_and_damaged_weights_have_no_figures(
     flip_bit(file)
     norm = {"norm.weight": torch.full((128,), torch.nan)}
     nan = save(tmp_path / "step-2", model.state_dict() | norm)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "a b", "url": "c"}')
     run_tool("eval", checkpoint, status=2)
     for source, data, status, named in (
         (checkpoint, tmp_path / "absent", 2, "absent"),
@@ -140,6 +142,7 @@ def test_wrong_input_is_refused_and_damaged_weights_have_no_figures(
         (texts, texts, 2, str(texts)),
         (damaged, texts, 1, str(file)),
         (nan, texts, 1, "loss is nan"),
+        (nan, rows, 1, "1 rows with a column url, which is not used"),
     ):
         said = run_tool("eval", source, "--data", data, status=status)
         assert named in said and "perplexity" not in said

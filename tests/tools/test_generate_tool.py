@@ -4,7 +4,6 @@ import io
 import json
 import shutil
 import sys
-from argparse import Namespace
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +24,6 @@ from torchtitan_lite.models.llama3.table import FLAVORS
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 from torchtitan_lite.tools import generate as tool
 from torchtitan_lite.tools.corpora.chat import read_chat_format
-from torchtitan_lite.tools.model_source import open_source
 from torchtitan_lite.tools.verify.reduction import override
 
 ROPE_SCALING = RopeScaling(factor=8.0, original_length=64)
@@ -137,13 +135,15 @@ def test_a_text_ends_with_the_context_or_with_any_end_token_of_generation_config
         at += 1
     folder = shutil.copytree(export, tmp_path / "llama")
     outside = 10**6
-    ends = {"eos_token_id": [tokens[at], outside]}
+    ends = {"eos_token_id": [tokens[at], outside], "repetition_penalty": 1.3, "top_p": None}
     (folder / "generation_config.json").write_text(json.dumps(ends))
     report = generate(folder, *GREEDY, "--max-new-tokens", 40)
     assert report["tokens"] == tokens[:at]
     assert report["stopped"] == "end_of_document"
-    open_source(Namespace(source=folder, tokenizer=None))
-    assert f"eos_token_id = {outside}" in capsys.readouterr().err
+    assert main(["generate", str(folder), "--prompt", "a", "--max-new-tokens", "1"]) == 0
+    printed = capsys.readouterr().err
+    assert f"eos_token_id = {outside} has no effect" in printed
+    assert "repetition_penalty = 1.3 has no effect" in printed and "top_p" not in printed
 
 
 @pytest.mark.parametrize("assets", ["bytes", SHIPPED])

@@ -124,7 +124,8 @@ def create_optimizer_state(optimizer: Optimizer) -> None:
     """Make the optimizer allocate its state by a step with zero gradients. Weight decay may change the weights."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
 

@@ -129,3 +129,28 @@ def update_weights(
         torch._foreach_div_(gradients, divisor)
         optimizer.step()
     return applied
+
+
+def update_first_weights(
+    optimizer: TorchOptimizer, grad_norm: Tensor, max_norm: float, is_spike: Tensor | None = None
+) -> Tensor:
+    """Like update_weights, but for an optimizer without state. Raises UserError if no checkpoint can save the new state."""
+    groups = [group.copy() for group in optimizer.param_groups]
+    applied = update_weights(optimizer, grad_norm, max_norm, is_spike)
+    parameters = {parameter for group in groups for parameter in group["params"]}
+    lost = []
+    for owner, state in optimizer.state.items():
+        if owner not in parameters:
+            lost.append(f"state[{owner!r}]")
+            continue
+        for name, value in state.items():
+            if not isinstance(value, Tensor | None):
+                lost.append(f"{name} = {value!r} in the state of a parameter")
+    for group, before in zip(optimizer.param_groups, groups, strict=True):
+        changed = [name for name in group if group[name] is not before.get(name)]
+        lost += [f"{name} = {group[name]!r} in a parameter group" for name in changed]
+    if lost:
+        raise UserError(
+            f"the optimizer keeps {lost[0]}, which no checkpoint saves. Keep tensors in state[parameter]"
+        )
+    return applied

@@ -90,8 +90,6 @@ def check_matmul(problems: Problems, machine: Machine) -> None:
 def list_float8_notices(config: Config, model_args: ModelArgs, tp: int) -> list[str]:
     """Return notices: how many layers compute in float8, and which settings have no effect or less than expected."""
     section = config.quantize.linear.float8
-    if not config.model.uses_float8:
-        return ["quantize.linear.float8.emulate has no effect without --model.converters float8"]
     linears = list_linears(model_args)
     used = plan_float8(linears, section.filter_fqns, tp, section.recipe_name)
     notices = [f"{len(used)} of {len(linears)} linear layers compute in float8"]

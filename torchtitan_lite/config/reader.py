@@ -72,7 +72,7 @@ class UserConfig:
 
 def read_config(args: list[str]) -> UserConfig:
     """Read command-line arguments and the TOML file that they name. Errors go to `problems` of the result."""
-    texts, problems = parse_arguments(args)
+    texts, problems, notices = parse_arguments(args)
     config_file = str(texts.pop("job.config_file", Job.config_file))
     table = {}
     is_shipped = False
@@ -85,7 +85,6 @@ def read_config(args: list[str]) -> UserConfig:
     except ValueError as error:
         remedy = "Name a TOML file, or one in configs/"
         problems.append(Problem("job.config_file", config_file, str(error), remedy))
-    notices: list[str] = []
     if not {*table, *texts} <= KEYS.keys():
         translate_keys = load_extension(OTHER_KEYS).translate_keys
         table, texts = translate_keys(table, texts, problems, notices)
@@ -105,10 +104,16 @@ def read_config(args: list[str]) -> UserConfig:
 # ---------------------------------------------------------------- command line and file
 
 
-def parse_arguments(args: list[str]) -> tuple[dict[str, str | bool], list[Problem]]:
-    """Return key -> text, and problems. `--section.flag` gives True, `--section.no_flag` False; - and _ are equal."""
+def parse_arguments(
+    args: list[str],
+) -> tuple[dict[str, str | bool], list[Problem], list[str]]:
+    """Return key -> text, problems and notices.
+
+    `--section.flag` gives True, `--section.no_flag` False; - and _ are equal.
+    """
     values: dict[str, str | bool] = {}
     problems = []
+    notices = []
     rest = list(args)
     while rest:
         argument = rest.pop(0)
@@ -126,8 +131,10 @@ def parse_arguments(args: list[str]) -> tuple[dict[str, str | bool], list[Proble
             if positive in KEYS or load_extension(OTHER_KEYS).is_switch(positive):
                 name = positive
                 value = False
+        if values.get(name, value) != value:
+            notices.append(f"{name} is given twice: {value!r} replaces {values[name]!r}")
         values[name] = value
-    return values, problems
+    return values, problems, notices
 
 
 def find_key(written: str) -> str:

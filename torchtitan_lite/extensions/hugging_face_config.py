@@ -342,16 +342,15 @@ def list_ignored(content: dict[str, Any], model_args: ModelArgs) -> list[str]:
             notices.append(
                 f"{CONFIG}: {key} = {shorten_value(value)} has no effect in this trainer"
             )
-    rope = content.get("rope_scaling") or content.get("rope_parameters") or {}
+    name = "rope_scaling" if content.get("rope_scaling") else "rope_parameters"
+    rope = content.get(name) or {}
     used = {"rope_type", "type", *list_rope_keys(rope.get("rope_type", rope.get("type")))}
     if content.get("rope_scaling") and content.get("rope_parameters"):
         notices.append(f"{CONFIG}: rope_scaling is used, and rope_parameters is ignored")
-    for name in ("rope_scaling", "rope_parameters"):
-        rope = content.get(name) or {}
-        unknown += [f"{name}.{key} = {shorten_value(rope[key])}" for key in rope if key not in used]
-        theta = content.get("rope_theta")
-        if theta and rope.get("rope_theta", theta) != theta:
-            unknown.append(f"rope_theta = {theta}, beside {name}.rope_theta")
+    unknown += [f"{name}.{key} = {shorten_value(rope[key])}" for key in rope if key not in used]
+    theta = content.get("rope_theta")
+    if theta and rope.get("rope_theta", theta) != theta:
+        unknown.append(f"rope_theta = {theta}, beside {name}.rope_theta")
     if content.get(ORIGINAL_LENGTH) and ORIGINAL_LENGTH not in used:
         unknown.append(f"{ORIGINAL_LENGTH} = {content[ORIGINAL_LENGTH]}")
     if unknown:

@@ -37,6 +37,7 @@ from torchtitan_lite.models.registry import CONFIG
 
 SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+ADAPTER = "adapter_config.json"  # with it, transformers changes the weights by an adapter (LoRA)
 
 # a constant that old versions of transformers saved in every layer
 NO_WEIGHTS = "rotary_emb.inv_freq"
@@ -70,6 +71,9 @@ def name_theirs(fqn: str, model_args: ModelArgs) -> list[str]:
 def open_folder(path: Path) -> HuggingFaceFolder:
     """Read config.json and the headers of all files. Raises HuggingFaceError with every problem."""
     model_args = read_model_args(path)
+    if (path / ADAPTER).exists():
+        remedy = "Merge it into the weights with peft's merge_and_unload, or remove the file"
+        raise HuggingFaceError(path, [f"{ADAPTER}: an adapter cannot be loaded. {remedy}"])
     tensors = {}
     found = {}  # name -> shape
     file_names = read_index(path)
@@ -78,8 +82,10 @@ def open_folder(path: Path) -> HuggingFaceFolder:
             if name.endswith(NO_WEIGHTS):
                 continue
             if dtype not in FILE_DTYPES:
-                remedy = f"Quantized weights cannot be used. Use a model in one of {', '.join(FILE_DTYPES)}"
-                raise HuggingFaceError(path, [f"{file.name}: {name} is {dtype}. {remedy}"])
+                why = f"{name} is {dtype}, but weights must be {', '.join(FILE_DTYPES)}"
+                raise HuggingFaceError(
+                    path, [f"{file.name}: {why}. Save them so with transformers"]
+                )
             if name in tensors:
                 other = tensors[name][0].name
                 why = f"{name} is in {other} and in {file.name}. Delete it in one of them"

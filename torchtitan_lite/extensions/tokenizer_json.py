@@ -8,17 +8,20 @@ tokens.
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.data.tokenizer import TOKENIZER_CONFIG, Tokenizer, compose
 from torchtitan_lite.extensions.byte_level_bpe import AFFIXES, read_byte_level_bpe, spell_token
 from torchtitan_lite.extensions.foreign_json import JsonObject, read_json
 from torchtitan_lite.files import import_extra
 
+NO_UNKNOWN = "for text outside the vocabulary"
 SPECIAL_MAP = "special_tokens_map.json"  # an older format than tokenizer_config.json
 
 
@@ -76,17 +79,31 @@ def encode_by_package(package: Any) -> tuple[Callable, Callable]:
     package.no_padding()
     package.post_processor = None  # with this option, offsets may omit white space
     package.encode_special_tokens = True  # treats names of special tokens as plain text
+    if getattr(package.model, "unk_token", "") is None:
+        # With a name that has no id, text outside the vocabulary is an error. With null, it would be dropped.
+        package.model.unk_token = NO_UNKNOWN
 
     def encode_text(text: str) -> list[int]:
-        return package.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        with explain_text():
+            return package.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def encode_special(text: str) -> tuple[list[int], list[int]]:
         package.encode_special_tokens = False
-        found = package.encode(text, add_special_tokens=False)
+        with explain_text():
+            found = package.encode(text, add_special_tokens=False)
         package.encode_special_tokens = True
         return found.ids, [end for _, end in found.offsets]
 
     return encode_text, encode_special
+
+
+@contextmanager
+def explain_text() -> Iterator[None]:
+    """Raise UserError for a text that the package cannot encode: it raises plain Exception."""
+    try:
+        yield
+    except Exception as error:
+        raise UserError(f"the text cannot be encoded: {error}") from None
 
 
 def find_bos(processor: dict) -> str | None:

@@ -30,9 +30,16 @@ class Batch:
     extra: dict[str, Tensor] = field(default_factory=dict)
 
     def with_fields(self, fields: "Fields") -> "Batch":
-        """Add fields, each computed from this batch. Raises UserError if one is not (B, S, ...)."""
+        """Add fields, each computed from this batch.
+
+        Raises UserError if one is not (B, S, ...), or has the name of a field that every batch has.
+        """
         extra = {name: read(self) for name, read in fields.items()}
         for name, values in extra.items():
+            if name in vars(self):
+                raise UserError(
+                    f"every batch has a field {name}. Give the extra field another name"
+                )
             if values.shape[:2] != self.tokens.shape:
                 why = f"the field {name} of a batch has the shape {tuple(values.shape)}"
                 raise UserError(

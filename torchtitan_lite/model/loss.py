@@ -21,6 +21,7 @@ from torch import Tensor
 
 from torchtitan_lite.config.choices import LOSSES
 from torchtitan_lite.config.extensions import load_extension
+from torchtitan_lite.config.messages import UserError
 
 IGNORE_INDEX = -100  # a target that counts neither in the loss nor in the number of tokens
 
@@ -85,6 +86,9 @@ def differentiate_formula(
     leaf = logits.detach().requires_grad_()
     with torch.enable_grad():
         losses = token_losses(leaf, targets, **fields)
+        if losses.shape != targets.shape:
+            why = f"the formula of training.loss returned {tuple(losses.shape)} losses"
+            raise UserError(f"{why} for {tuple(targets.shape)} targets. Return one per target")
         loss = losses.where(targets != IGNORE_INDEX, 0).sum()
     (gradient,) = torch.autograd.grad(loss, leaf)
     return loss.detach(), gradient

@@ -6,7 +6,6 @@ split of a run's corpus equals the val_loss of that run.
 
 import json
 import math
-import sys
 from argparse import Namespace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,7 +20,7 @@ from torchtitan_lite.data.dataset import Corpus, SampleReader, prefetch
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.models.registry import MODELS
 from torchtitan_lite.step import stage_kwargs
-from torchtitan_lite.tools.corpora.command import prepare_dataset
+from torchtitan_lite.tools.corpora.command import prepare_dataset, print_counts
 from torchtitan_lite.tools.corpora.prepare import PrepareSettings, prepare
 from torchtitan_lite.tools.corpora.text_files import find_files
 from torchtitan_lite.tools.model_source import SourceError, build_model, open_source
@@ -94,9 +93,9 @@ def open_text(data: str, tokenizer: Tokenizer, out: Path) -> Corpus:
         prepare_dataset(data, tokenizer, cache_folder)
     elif not (Path(data) / CORPUS_MANIFEST).is_file():
         files, skipped = find_files([Path(data)])
-        prepare(files, out, PrepareSettings(str(tokenizer.path), validation_share=0.0))
-        for reason, n_files in skipped.items():
-            print(n_files, reason, file=sys.stderr)
+        settings = PrepareSettings(str(tokenizer.path), validation_share=0.0)
+        _, counts = prepare(files, out, settings)
+        print_counts(skipped + counts)
         data = str(out)
         split = "train"
     return Corpus(data, tokenizer, cache_folder, split=split)

@@ -24,10 +24,14 @@ from torchtitan_lite.checkpoint.format import CheckpointError
 from torchtitan_lite.config.choices import ATTENTIONS, AttentionRow
 from torchtitan_lite.data.encoding import match_longest
 from torchtitan_lite.data.tokenizer import Tokenizer
+from torchtitan_lite.extensions.hugging_face_config import GENERATION_CONFIG
 from torchtitan_lite.models.registry import CONFIG, LENGTH
 from torchtitan_lite.tools.corpora.chat import ChatFormat, read_chat_format
 from torchtitan_lite.tools.kv_cache import CachedModel
 from torchtitan_lite.tools.model_source import ModelSource, SourceError, build_model, open_source
+
+# keys of generation_config.json that are used, or that change no text
+FOLLOWED = ("bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "transformers_version")
 
 
 def main(options: Namespace) -> int:
@@ -36,6 +40,12 @@ def main(options: Namespace) -> int:
     if not ATTENTIONS.get(source.attention, AttentionRow()).is_plain:
         why = f'tools/kv_cache.py does not support model.attention = "{source.attention}"'
         raise SourceError(f"{source.path}: {why} (config/choices.py: is_plain). Use eval instead.")
+    settings = source.published.get(GENERATION_CONFIG, {})
+    for key, value in settings.items():
+        if value and key not in FOLLOWED and not key.startswith("_"):
+            print(
+                f"{GENERATION_CONFIG}: {key} = {value} has no effect. See --help", file=sys.stderr
+            )
     chat = None
     end_ids = source.end_ids
     if options.chat:

@@ -5,6 +5,7 @@ import json
 import os
 import shlex
 import sys
+from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -79,12 +80,19 @@ def prepare_dataset(
     settings = PrepareSettings(str(tokenizer.path), share, skip_bad=skip_bad)
     n_processes = os.cpu_count() if n_bytes > MANY_BYTES else 1
     try:
-        prepare(files, folder, settings, n_processes=n_processes)
+        _, counts = prepare(files, folder, settings, n_processes=n_processes)
+        print_counts(counts)
     except (OSError, PreparationError):
         # otherwise another process has prepared the corpus
         if not (folder / CORPUS_MANIFEST).exists():
             raise
     return folder
+
+
+def print_counts(counts: Counter[str]) -> None:
+    """Print what was left out or replaced: reason -> number."""
+    for reason, n in counts.items():
+        print(f"{n:,} {reason}", file=sys.stderr)
 
 
 def prepare_corpus(options: argparse.Namespace) -> str:

@@ -85,7 +85,14 @@ def drop_nulls(columns: dict) -> dict:
 
 def drop_all_nulls(row: Any) -> Any:
     """Return a copy without nulls at any depth. A row of a Parquet file has null for every key that it does not use."""
-    return json.loads(json.dumps(row, default=str), object_hook=drop_nulls)
+    return json.loads(json.dumps(row, default=spell_value), object_hook=drop_nulls)
+
+
+def spell_value(value: Any) -> str:
+    """Return a value that JSON does not have, such as a date, as text. Raises ValueError for bytes."""
+    if isinstance(value, bytes):
+        raise ValueError(f"it has bytes, not text: {value!r:.60}. Cast this column to strings")
+    return str(value)
 
 
 def parse_json(value: Any) -> Any:

@@ -145,7 +145,8 @@ def read_texts(files: list[Path], settings: PrepareSettings) -> Iterator[str]:
     """Yield the texts of all files. Raises PreparationError for a bad row, unless skip_bad is set."""
     for row in read_rows(files, settings):
         try:
-            yield read_text(settings, row)
+            text, _ = read_text(settings, row)
+            yield text
         except Exception as error:  # if skip_bad, encode_row prints and counts this row later
             if not settings.skip_bad:
                 raise explain_bad_row(row, error) from None
@@ -284,7 +285,8 @@ def encode_row(settings: PrepareSettings, row: Row) -> Document:
             counts[f"conversations in the dialect {dialect}, written by {chat.name}"] = 1
             counts.update(rendered.unused)
         else:
-            text = read_text(settings, row)
+            text, unused = read_text(settings, row)
+            counts.update(f"rows with a column {name}, which is not used" for name in unused)
             if not text:
                 return Document(Counter(["empty documents left out"]))
             ids = tokenizer.encode(text, bos=True, eos=True)
@@ -307,11 +309,11 @@ def explain_bad_row(row: Row, error: Exception) -> PreparationError:
     return PreparationError(f"{row.path}, row {row.number}: {error}. {remedy}")
 
 
-def read_text(settings: PrepareSettings, row: Row) -> str:
-    """Return the text of a row. Raises ValueError."""
+def read_text(settings: PrepareSettings, row: Row) -> tuple[str, list[str]]:
+    """Return the text of a row, and the names of its other columns that have a value. Raises ValueError."""
     content = row.parse(settings.encoding)
     if row.name:
-        return content
+        return content, []
     column = settings.column or "text"
     text = content.get(column) if isinstance(content, dict) else None
     if not isinstance(text, str):
@@ -319,7 +321,9 @@ def read_text(settings: PrepareSettings, row: Row) -> str:
             f"it has no text in {column!r} (or set --text-column or --chat): {content!r:.60}"
         )
     text.encode()  # raises an error for half a surrogate pair, which JSON may contain
-    return text
+    empty = (None, "", [], {})
+    unused = [name for name, value in content.items() if name != column and value not in empty]
+    return text, unused
 
 
 def choose_split(settings: PrepareSettings, row: Row, text: str) -> str:
@@ -328,5 +332,8 @@ def choose_split(settings: PrepareSettings, row: Row, text: str) -> str:
     digest = hashlib.sha256(key.encode()).digest()
     is_chosen = int.from_bytes(digest[:8], "big") < settings.validation_share * 2**64
     is_tail = settings.tail and row.number == 2
-    is_named = any(row.path.is_relative_to(path) for path in settings.validation)
+    is_named = any(
+        Path(os.path.abspath(row.path)).is_relative_to(os.path.abspath(path))
+        for path in settings.validation
+    )
     return "validation" if is_chosen or is_tail or is_named else "train"

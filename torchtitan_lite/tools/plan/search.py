@@ -17,7 +17,7 @@ from torchtitan_lite.config.checks import plan_layout, resolve_config
 from torchtitan_lite.config.choices import SCHEDULES
 from torchtitan_lite.config.layout import plan_batch, plan_degrees
 from torchtitan_lite.config.machine import GIB
-from torchtitan_lite.config.messages import ConfigError, Problem
+from torchtitan_lite.config.messages import ConfigError, Problem, UserError
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.reader import dump_config_toml
 from torchtitan_lite.config.schema import ActivationCheckpoint, Config, get_value
@@ -31,6 +31,7 @@ N_BEST = 10
 MICROBATCHES = (1, 2, 4, 8)  # sequences per microbatch
 STAGES_PER_RANK = (2, 4, 8)  # for interleaved schedules
 LEAST_TOKENS = 1024  # per sequence and cp rank
+TITLE = "# Found by plan --search"  # first words of a config that this file wrote
 # Printed if the best layout of a model with experts has no ep. Sources: assets/benchmarks/2026-11-29-experts.md
 NO_EP = """
 Why the best layout has no ep: in this trainer, all-to-alls overlap with nothing and rows are
@@ -184,7 +185,15 @@ def explain_common(common: list[PlannedRun], best: Forecast) -> str:
 
 
 def search_layouts(options: argparse.Namespace) -> str:
-    """Search, write the best layout to `--toml`, and return the report. Raises ConfigError if no layout fits."""
+    """Search, write the best layout to `--toml`, and return the report.
+
+    Raises ConfigError if no layout fits, and UserError for a file that the search must not replace.
+    """
+    file = options.toml
+    if file and file.is_file() and not file.read_bytes().startswith(TITLE.encode()):
+        raise UserError(
+            f"--toml: {file} exists, and plan --search did not write it. Name another file"
+        )
     given, model_args, n_gpus = read_target(options.config_args, options.gpus)
     cluster = CLUSTERS[options.gpu]
     fitting = list(list_candidates(given.config, model_args, n_gpus, cluster))
@@ -202,10 +211,10 @@ def search_layouts(options: argparse.Namespace) -> str:
         value = get_value(given.config, key)
         if get_value(winner.config, key) != value:
             replaced.append(f"{key} = {value}")
-    if options.toml:
+    if file:
         config = resolve_config(winner.config, winner.layout, "cuda")
-        title = f"# Found by plan --search for {n_gpus:,} GPUs: {winner}"
-        write_table(options.toml, f"{title}\n\n{dump_config_toml(config)}")
+        title = f"{TITLE} for {n_gpus:,} GPUs: {winner}"
+        write_table(file, f"{title}\n\n{dump_config_toml(config)}")
     table = [("", "tok/s/GPU", "MFU", "bubble", "GiB", "layout")]
     for number, planned in enumerate(best, 1):
         expected = planned.forecast
