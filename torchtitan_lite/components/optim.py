@@ -134,7 +134,7 @@ def update_weights(
 def update_first_weights(
     optimizer: TorchOptimizer, grad_norm: Tensor, max_norm: float, is_spike: Tensor | None = None
 ) -> Tensor:
-    """Like update_weights, for an optimizer without state. Raises UserError if checkpoints cannot save the new state."""
+    """Like update_weights, for an optimizer without state. Raises UserError if checkpoints cannot save its state."""
     groups = [group.copy() for group in optimizer.param_groups]
     applied = update_weights(optimizer, grad_norm, max_norm, is_spike)
     parameters = {parameter for group in groups for parameter in group["params"]}
