@@ -87,6 +87,17 @@ def test_a_killed_rank_is_restarted_and_the_run_ends_bit_equal_to_the_unbroken_o
     )
 
 
+def test_records_and_log_name_the_rank_that_failed_first(unbroken, tmp_path):
+    process = launch(tmp_path / "run", tmp_path, *unbroken[1], LAYOUT, n_ranks=RANKS)
+    kill_rank(process, RANKS - 1, after_step=3)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 1, output
+    cause = f"rank {RANKS - 1} was killed by SIGKILL"
+    last = json.loads((tmp_path / "run" / METRICS).read_text().splitlines()[-1])
+    assert last["kind"] == "stop" and last["step"] >= 3 and last["reason"].startswith(cause)
+    assert cause in (tmp_path / "run" / "log.txt").read_text().splitlines()[-1]
+
+
 def kill_new_rank(process: subprocess.Popen, n_ranks: int, delay_s: float = 0.0) -> None:
     """Kill the last rank of a start. Without a delay, the rank has not imported anything yet."""
     while len(ranks := list_ranks(process)) < n_ranks:

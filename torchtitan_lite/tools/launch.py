@@ -21,6 +21,7 @@ Exit status: 0 trained or already finished, 2 refused by check, 130 stopped by C
 """
 
 import importlib
+import json
 import multiprocessing
 import os
 import shutil
@@ -31,20 +32,22 @@ import tempfile
 import threading
 from argparse import Namespace
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
+from datetime import datetime, timezone
 from functools import partial
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
 from torchtitan_lite import REPOSITORY
-from torchtitan_lite.checkpoint.format import find_steps
+from torchtitan_lite.checkpoint.format import CheckpointError, find_steps
+from torchtitan_lite.components.earlier_records import read_record
 from torchtitan_lite.components.endings import describe_newest
 from torchtitan_lite.components.signals import SIGNALS, STOPPED, describe_signal, handle_signals
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.reader import flatten_table, read_config
 from torchtitan_lite.data.corpus_folder import CORPUS_MANIFEST, DATASETS, find_corpus, list_corpora
-from torchtitan_lite.dump_folder import HANG
+from torchtitan_lite.dump_folder import HANG, METRICS, lock_folder
 from torchtitan_lite.preflight import RunSpec
 from torchtitan_lite.tools.check import check, choose_host, describe_spec
 from torchtitan_lite.tools.corpora.command import prepare_dataset
@@ -94,6 +97,8 @@ def main(options: Namespace, work: Callable[[list[str], Path, RunSpec], int] | N
     signals.watch_hangs((spec.written_folder or folder) / HANG)
     status, reason, details = run_ranks(work, args, spec, folder, signals)
     show(details)
+    if status == 1 and spec.written_folder and is_first:
+        record_cause(spec.written_folder, reason)
     for newest, saved_at_ns in list_saved(checkpoints)[-1:]:
         is_own = (newest, saved_at_ns) not in saved_before
         if status == 1 and spec.config.checkpoint.enable:
@@ -114,6 +119,23 @@ def main(options: Namespace, work: Callable[[list[str], Path, RunSpec], int] | N
     if reason:
         print(f"run_train.sh: {reason}", file=sys.stderr)
     return status
+
+
+def record_cause(folder: Path, cause: str) -> None:
+    """Append why a run has failed to the records and the log in its `folder`, unless a different run writes there.
+
+    Rank 0 may have recorded only that it lost its peers, or nothing. The launcher knows which rank failed first.
+    """
+    records = folder / METRICS
+    with suppress(OSError, CheckpointError):
+        lines = ["", *records.read_text(encoding="utf-8").splitlines()]
+        last = read_record(lines[-1])
+        with lock_folder(folder), records.open("a", encoding="utf-8") as file:
+            now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+            stop = {"kind": "stop", "step": last["step"] if last else 0, "time": now}
+            file.write(json.dumps({**stop, "reason": cause}) + "\n")
+        with (folder / "log.txt").open("a", encoding="utf-8") as log:
+            log.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} {cause}\n")
 
 
 def check_run(args: list[str]) -> RunSpec:
