@@ -17,7 +17,6 @@ from torchtitan_lite.checkpoint.save import CheckpointSaver
 from torchtitan_lite.components.optim import (
     require_gradients,
     sum_gradient_squares,
-    update_first_weights,
     update_weights,
 )
 from torchtitan_lite.components.signals import SIGNALS
@@ -69,8 +68,7 @@ def train_step(
     `savers` may still be copying the tensors of the last save. The step waits for these copies before it changes a
     tensor.
     """
-    is_first = not run.optimizer.state
-    compute = compute_first_gradients if is_first else compute_gradients
+    compute = compute_gradients if run.optimizer.state else compute_first_gradients
     local_loss = compute(run, batch)
     loss = sum_losses(run, local_loss)  # all-reduces one float over pp, dp and cp
     squares = sum_gradient_squares(run.parameters.values())
@@ -80,8 +78,7 @@ def train_step(
         saver.wait_for_copy()
     is_spike = run.spikes.judge(grad_norm) if run.spikes else None
     max_norm = run.config.training.max_norm
-    update = update_first_weights if is_first else update_weights  # also clips
-    applied = update(run.optimizer, grad_norm, max_norm, is_spike)
+    applied = update_weights(run.optimizer, grad_norm, max_norm, is_spike)  # also clips
     expert_loads = None
     if run.balance:
         expert_loads = run.balance.update(applied)  # all-reduces layers x (experts + 1) x 8 bytes

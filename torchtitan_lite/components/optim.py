@@ -53,7 +53,10 @@ def build_optimizer(
     # DTensor has no fused SGD (torch 2.13), so foreach replaces `fused`.
     fused = section.implementation == "fused" and row.has_fused_kernel
     foreach = section.implementation != "for-loop" and not fused
-    return builder(list(groups.values()), fused=fused, foreach=foreach)
+    optimizer = builder(list(groups.values()), fused=fused, foreach=foreach)
+    if row.extension:
+        load_extension("optimizer_state").watch_first_step(optimizer)
+    return optimizer
 
 
 def build_lr_scheduler(section: LRScheduler, optimizer: TorchOptimizer) -> LambdaLR:
@@ -128,29 +131,4 @@ def update_weights(
                     gradients.append(local_shard(parameter.grad))
         torch._foreach_div_(gradients, divisor)
         optimizer.step()
-    return applied
-
-
-def update_first_weights(
-    optimizer: TorchOptimizer, grad_norm: Tensor, max_norm: float, is_spike: Tensor | None = None
-) -> Tensor:
-    """Like update_weights, for an optimizer without state. Raises UserError if checkpoints cannot save its state."""
-    groups = [group.copy() for group in optimizer.param_groups]
-    applied = update_weights(optimizer, grad_norm, max_norm, is_spike)
-    parameters = {parameter for group in groups for parameter in group["params"]}
-    lost = []
-    for owner, state in optimizer.state.items():
-        if owner not in parameters:
-            lost.append(f"state[{owner!r}]")
-            continue
-        for name, value in state.items():
-            if not isinstance(value, Tensor | None):
-                lost.append(f"{name} = {value!r} in the state of a parameter")
-    for group, before in zip(optimizer.param_groups, groups, strict=True):
-        changed = [name for name in group if group[name] is not before.get(name)]
-        lost += [f"{name} = {group[name]!r} in a parameter group" for name in changed]
-    if lost:
-        raise UserError(
-            f"the optimizer keeps {lost[0]}, which no checkpoint saves. Keep tensors in state[parameter]"
-        )
     return applied

@@ -143,6 +143,9 @@ EXTENSIONS = {  # name of a file in extensions/, without .py -> its row
     "muon_rounds": Extension(
         about="loaded with muon, and by plan: which rank updates which matrix",
     ),
+    "optimizer_state": Extension(
+        about="loaded with an optimizer of an extension or fork: refuses state that no checkpoint saves",
+    ),
     "adamw_bfloat16": Extension(
         "optimizer.moments_dtype",
         ("bfloat16",),
