@@ -22,8 +22,8 @@ DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 # Guides for each part: code tokens, and tokens per code line. A test fails only above guide * MARGIN, because nobody
 # should shorten names to pass.
 CORE = (60_000, 8.5)
-EXTENSIONS = (22_200, 9.0)
-TOOLS = (82_000, 9.0)
+EXTENSIONS = (22_900, 9.0)
+TOOLS = (82_300, 9.0)
 TESTS = (132_100, 10.0)
 MARGIN = 1.05
 MOST_PER_LINE = 13.0  # in a function of MANY_LINES or more

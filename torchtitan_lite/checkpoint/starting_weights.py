@@ -1,8 +1,7 @@
 """Find the weights that a run starts from: a checkpoint to resume, or checkpoint.initial_load_path. Loads no tensor.
 
-checkpoint in the dump folder    the newest readable checkpoint, or checkpoint.load_step: the run continues from its
-step
-                                 (a run that saves continues from its last step only)
+checkpoint in the dump folder    the run continues from the step of the newest readable checkpoint, or of
+                                 checkpoint.load_step. A run that saves continues from its last step only
 checkpoint elsewhere             its weights; also its step and optimizer state, unless initial_load_model_only
 Hugging Face folder              its weights
 """
