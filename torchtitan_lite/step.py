@@ -192,7 +192,7 @@ def reduce_norm_and_signal(squares: Tensor, stop_signal: int) -> tuple[Tensor, T
     """All-reduce the gradient norm and the signals that ranks received: one call of 40 bytes over all ranks.
 
     `squares`: the result of `sum_gradient_squares`. `stop_signal`: the signal that this rank received, one of SIGNALS,
-    or 0. Returns the norm, () fp32, and for each of SIGNALS the number of ranks that received it.
+    or 0. Returns the norm, () fp32, and the number of ranks that received each of SIGNALS.
     """
     numbers = squares.new_zeros(1 + len(SIGNALS))
     numbers[0] = squares

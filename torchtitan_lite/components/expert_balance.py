@@ -33,8 +33,8 @@ from torchtitan_lite.model.part import list_moes
 
 logger = logging.getLogger(__name__)
 
-# Experts have collapsed if (largest load / mean load) of a layer exceeds this number, or three quarters of the largest
-# possible ratio if those are less.
+# Experts have collapsed if largest load / mean load of a layer reaches this number, or 3/4 of its maximum (n_experts /
+# top_k) if this is smaller.
 COLLAPSED = 4.0
 STEPS_TO_WARN = 3  # warn after this many consecutive logged steps with collapsed experts
 
@@ -82,7 +82,7 @@ class ExpertBalance:
 
     @torch.no_grad()
     def update(self, applied: Tensor) -> Tensor:
-        """Adjust the biases after a step that was `applied`. Collective: all-reduces the loads over all ranks.
+        """Adjust the biases, unless the step was skipped (`applied` is False). Collective: all-reduces the loads over all ranks.
 
         Returns (layers, experts + 1) float64: the number of routes to each expert in the global batch. The last column
         is the entropy of the router scores in nats, summed over tokens. Rows of dense layers are zero.

@@ -26,8 +26,8 @@ def plan_float8(
     """Return the FQNs of the layers that compute in float8.
 
     `linears`: FQN -> (out, in) features of the full layer. A filter matches any part of an FQN, as in torchtitan.
-    On a rank, every matmul dim must be a multiple of FLOAT8_BLOCK. Here, out and in features of the full layer must be
-    multiples of FLOAT8_BLOCK * tp, because tp may split either. check_float8 checks the tokens of a microbatch.
+    On a rank, every matmul dim must be a multiple of FLOAT8_BLOCK. So `out` and `in` of the full layer must both be
+    multiples of FLOAT8_BLOCK * tp, because tp may split either one. check_float8 checks the tokens of a microbatch.
     The head and the experts never compute in float8.
     """
     chosen = []

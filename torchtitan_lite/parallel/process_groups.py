@@ -49,9 +49,9 @@ class Place:
 def join_job(environment: os._Environ) -> tuple[Place, dist.Store]:
     """Return the position of this process, and a key-value store of all ranks for this start of the job. Collective.
 
-    torchrun counts a restart only on hosts where a rank failed first, and a host may join late. Hosts must agree
-    whether the job has restarted, so the largest count decides. The store must be empty after each restart
-    (tools/launch.py).
+    torchrun counts a restart only on the hosts whose own ranks caused it, and a host that joins late counts from 0.
+    Hosts must agree whether the job has restarted, so the largest count decides. The store must be empty after each
+    restart (tools/launch.py).
     """
     if "LOCAL_WORLD_SIZE" not in environment:
         sys.exit("train.py runs as one rank of many: start it with ./run_train.sh or torchrun")

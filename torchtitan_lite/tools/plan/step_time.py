@@ -101,7 +101,10 @@ class StepTime(LayerTime):
 
     @cached_property
     def copies_s(self) -> float:
-        """Seconds of FSDP's copies in a step, on the fullest rank, if nothing is sharded. They do not overlap."""
+        """Seconds per step of the copies that FSDP makes with one shard, on the pp rank with the most parameters.
+
+        0 with several shards. The copies do not overlap with compute.
+        """
         w = self.workload
         if w.layout.fsdp > 1 or w.is_whole:
             return 0.0

@@ -1,4 +1,5 @@
-"""Run one trial, the steps of a reduced config on all ranks of its layout, and find the first error above its bound.
+"""Run one trial: train a reduced config for a few steps on all ranks of its layout, and find the first error above its
+bound.
 
 In bfloat16 and float8, the trial checks that a layout rounds where one rank rounds. One rank runs the same microbatches
 one by one. This rank rounds gradients per microbatch, and adds them in float32.
@@ -61,7 +62,7 @@ BOUNDS = {  # measure, in the order of a step -> largest error of a correct layo
     "learning rate": 1e-12,
     "packing": 1.0,  # rounding by ZeRO++, in half steps of the integers
     "rotary angles": 1e-6,
-    "module output": 2e-6,  # an error between the size of rounding and the bound of gradients
+    "module output": 2e-6,  # above rounding errors, and below the bound of gradients
     "loss": SUMS,
     "reduced in float32": EXACT,
     "gradients": 2 * SUMS,
@@ -238,8 +239,8 @@ def blame(key: Key, errors: list[tuple[Coordinates, float]], bound: float) -> Cu
 # Bounds have a minimum because errors of one rank may cancel: in its loss, or in the gradient of a scalar, which other
 # layouts round once more (bfloat16: 2**-9)
 PRECISIONS = {"bfloat16": (2, 4e-3, 2**-11), "float8": (3, 1e-2, 2**-6)}
-# With ep, experts multiply the rows of several ranks at once, and add them in a different order. One rank adds the two
-# gradients of a tied matrix in the compute dtype, but stages add them in float32.
+# With ep, one matmul of an expert has the rows of several ranks, so its weight gradient sums them in a different order.
+# One rank adds the two gradients of a tied matrix in the compute dtype, but stages add them in float32.
 ROUNDED_OFTEN = 2e-2
 NOT_JUDGED = ("gradient norm", "state", "updates")  # computed from gradients of the plain loop
 
