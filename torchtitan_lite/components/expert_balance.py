@@ -82,10 +82,11 @@ class ExpertBalance:
 
     @torch.no_grad()
     def update(self, applied: Tensor) -> Tensor:
-        """Adjust the biases, unless the step was skipped (`applied` is False). Collective: all-reduces the loads over all ranks.
+        """Adjust the biases, unless the step was skipped (`applied` is False). Collective over all ranks.
 
-        Returns (layers, experts + 1) float64: the number of routes to each expert in the global batch. The last column
-        is the entropy of the router scores in nats, summed over tokens. Rows of dense layers are zero.
+        All-reduces the loads. Returns (layers, experts + 1) float64: the number of routes to each expert in the global
+        batch. The last column is the entropy of the router scores in nats, summed over tokens. Rows of dense layers are
+        zero.
         """
         loads = self.loads.clone()
         dist.all_reduce(loads)

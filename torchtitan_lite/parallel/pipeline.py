@@ -116,8 +116,8 @@ class PatchedStage(PipelineStage):
         """Run forward. Skip FSDP's hooks if FSDP has already gathered the whole part in this step.
 
         If FSDP gathers a part as one group, the part stays gathered until the step ends. Further calls of the hooks do
-        nothing, but they took 2.6 % of the CPU time of a step (pp2 x dp2 x tp2, gloo, November 2026). If other code has added hooks,
-        all hooks run.
+        nothing, but they took 2.6 % of the CPU time of a step (pp2 x dp2 x tp2, gloo, November 2026). If other code has
+        added hooks, all hooks run.
         """
         part = self.submod
         is_gathered = self.gathers_whole_part and self.n_done["F"] > self.n_before["F"]

@@ -127,15 +127,21 @@ def record_cause(folder: Path, cause: str) -> None:
     Rank 0 may have recorded only that it lost its peers, or nothing. The launcher knows which rank failed first.
     """
     records = folder / METRICS
+    now = datetime.now(timezone.utc)
     with suppress(OSError, CheckpointError):
         lines = ["", *records.read_text(encoding="utf-8").splitlines()]
         last = read_record(lines[-1])
+        stop = {
+            "kind": "stop",
+            "step": last["step"] if last else 0,
+            "time": now.isoformat(timespec="milliseconds"),
+            "reason": cause,
+        }
         with lock_folder(folder), records.open("a", encoding="utf-8") as file:
-            now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
-            stop = {"kind": "stop", "step": last["step"] if last else 0, "time": now}
-            file.write(json.dumps({**stop, "reason": cause}) + "\n")
+            file.write(json.dumps(stop) + "\n")
         with (folder / "log.txt").open("a", encoding="utf-8") as log:
-            log.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} {cause}\n")
+            local = now.astimezone()
+            log.write(f"{local:%Y-%m-%d %H:%M:%S} {cause}\n")
 
 
 def check_run(args: list[str]) -> RunSpec:
