@@ -142,7 +142,7 @@ class OtherTime(StepTime):
         """Add copies of keys and values, and the norms that each tp rank computes in full without sequence parallel.
 
         Other trainers multiply the product of an expert by the routing weight, and w1 and w3 are one matmul. Therefore
-        backward moves as many bytes of rows as forward.
+        rows move as many bytes in backward as in forward.
         """
         w = self.workload
         forward, backward = super().elementwise_times(kind)

@@ -1,4 +1,4 @@
-"""The plan of a checkpoint: slices computed by arithmetic equal those of DTensors. See also test_checkpoint.py."""
+"""The plan of a checkpoint: slices that format.py computes are the shards of DTensors. See also test_checkpoint.py."""
 
 import compare
 import pytest

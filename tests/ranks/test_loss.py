@@ -70,7 +70,7 @@ def compute(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the loss divided by 7 and the gradients of hidden and weight, with torch's own functions of all logits.
 
-    `dtype`: of the matmuls.
+    `dtype`: the dtype of the matmuls.
     """
     weight, hidden, targets, *others = case
     weight = weight.to(dtype, copy=True).requires_grad_()

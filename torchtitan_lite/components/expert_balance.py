@@ -206,6 +206,6 @@ def describe_load(loads: Tensor, top_k: int) -> dict[str, float]:
     return {
         "expert_max_over_mean": relative_load.max().item(),  # of the busiest expert in any layer
         "expert_dead_share": is_dead.double().mean().item(),  # experts without tokens
-        # of the router scores, in nats, averaged over tokens and layers
+        # entropy of the router scores in nats, averaged over tokens and layers
         "router_entropy": entropy.item(),
     }

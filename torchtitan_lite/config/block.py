@@ -88,8 +88,8 @@ def count_parameters(
 ) -> int:
     """Count the parameters. A tied embedding counts once, as in the model cards.
 
-    With `active`, count only the parameters that one token uses: of the experts, top_k. With `in_matmuls`, count only
-    the matrices in blocks.
+    With `active`, count only the parameters that one token uses, with top_k experts per layer. With `in_matmuls`,
+    count only the matrices in blocks.
     """
     n_parameters = 0
     for fqn, parameter in list_parameters(model_args).items():
@@ -145,7 +145,7 @@ def count_flops_per_token(
     """Count 6 FLOPs per matmul weight and token, plus 12*L*H*E*S of attention (PaLM, app. B, arXiv:2204.02311).
 
     In a layer with a window, S is the number of keys. The embedding is a lookup and costs nothing. The head counts even
-    if it is tied. Of the experts, top_k count.
+    if it is tied. Only top_k experts of a layer count.
 
     Publications use either convention: for 8B at 8,192 tokens, full gives 57.9 GFLOP and causal 51.5.
     """

@@ -178,7 +178,7 @@ def flatten_table(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str
 
 
 class WrongValue(Exception):
-    """Raised for an invalid value of a key. The arguments `why` and `remedy` are those of Problem."""
+    """Raised for an invalid value of a key. It has the arguments `why` and `remedy` of Problem."""
 
 
 TYPE_NAMES = {bool: "true or false", str: "text", int: "a whole number", float: "a finite number"}

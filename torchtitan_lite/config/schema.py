@@ -124,8 +124,8 @@ class Training:
     max_norm: ZeroOrMore = key(1.0, resume="note")
     # new: skip the update of a step whose gradient norm is more than this times its running median, such as 3; 0: never
     skip_spikes: ZeroOrMore = key(0.0, resume="note")
-    # new: number of steps in the running median, including skipped steps. If norms rise permanently, half as many steps
-    # are skipped before the median has risen too
+    # new: number of steps in the running median, including skipped steps. If norms rise and stay high, the run skips
+    # half of this number of steps until the median has risen too
     spike_window: Annotated[int, Range(2, 2**20)] = key(32, resume="note")
     # compute dtype; auto: bfloat16 on CUDA
     mixed_precision_param: Literal["auto", "bfloat16", "float32"] = key("auto", resume="note")

@@ -90,7 +90,7 @@ def check_snapshot(run: Run, snapshots: Any, path: Path) -> None:
     if json.dumps(weights.manifest.fingerprint) != json.dumps(snapshots.saver.manifest.fingerprint):
         why = f"{path} was saved with a different model, tokenizer or set of documents"
         raise CheckpointError(
-            f"{why}. Use those of the earlier start, or start another run in a new job.dump_folder"
+            f"{why}. Use the settings of the earlier start, or start another run in a new job.dump_folder"
         )
     for notice in notices:
         logger.info(notice)
