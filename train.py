@@ -142,7 +142,7 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
             with metrics.waiting_for_data():
                 batch = next(batches)
             # all ranks: weights, activations and gradients; loss, gradient norm and signals (step.py has the bytes)
-            result = train_step(run, batch, stop.received, savers)
+            result = train_step(run, batch, stop.received)
             # these values are equal on every rank; the host waits for its device, which waits for all ranks
             is_applied, grad_norm, stop_signal = result.read()
             if not math.isfinite(grad_norm):
@@ -185,7 +185,9 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
             for saver in savers:  # checkpoints first: the last checkpoint replaces all snapshots
                 # all ranks, if due: rank 0 gathers hashes and lines of the manifest, and broadcasts whether the save
                 # succeeded
-                saver.after_step(step, n_steps=last, is_stopped=is_stopped, record=metrics.record)
+                saved = saver.after_step(step, n_steps=last, is_stopped=is_stopped)
+                if saved:
+                    metrics.record("save", step, **saved)
             if is_stopped:
                 status = 128 + stop_signal
                 describe_newest = load_module("components.endings").describe_newest

@@ -52,7 +52,7 @@ SLIDING = '''"""Sliding-window attention: a token sees itself and the 15 tokens 
 import torch
 import torch.nn.functional as F
 
-from torchtitan_lite.model.inner_attention import InnerAttention
+from torchtitan_lite.model.attention import InnerAttention
 
 WINDOW = 16
 
@@ -63,6 +63,10 @@ class SlidingAttention(InnerAttention):
         distance = positions[:, None] - positions
         mask = (distance >= 0) & (distance < WINDOW)
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+
+
+def sliding(model_args, layer):
+    return SlidingAttention()
 '''
 
 NEAR_MODULES = '''"""Llama whose second layer has an inner attention of its own: a token sees the 16 last tokens."""
@@ -298,17 +302,10 @@ FORKS = {
         ("--model.attention=sliding",),
         {
             "torchtitan_lite/config/choices.py": [
-                ("ATTENTIONS = {", '    "sliding": AttentionRow(),')
-            ],
-            "torchtitan_lite/model/attention.py": [
-                (
-                    "from torch import Tensor",
-                    "from torchtitan_lite.model.sliding import SlidingAttention",
-                ),
-                ("ATTENTION_MODULES: ", '    "sliding": SlidingAttention,'),
-            ],
+                ("ATTENTIONS = {", '    "sliding": AttentionRow(extension="sliding"),')
+            ]
         },
-        {"torchtitan_lite/model/sliding.py": SLIDING},
+        {"torchtitan_lite/extensions/sliding.py": SLIDING},
     ),
     "a window": Fork(
         ("--model.attention=near",),

@@ -62,11 +62,11 @@ def start(rank: int, world_size: int, keys: list[str], n_steps: int = 0, restart
 
 
 def step_with_signal(
-    steps: Iterator[int], rank: int, n_steps: int, run: Run, batch: Batch, signal: int, copied: list
+    steps: Iterator[int], rank: int, n_steps: int, run: Run, batch: Batch, signal: int
 ) -> StepResult:
     """Make a step, but send SIGTERM to rank 0 before step number `n_steps`."""
     is_stopped = next(steps) == n_steps and rank == 0
-    return train_step(run, batch, SIGTERM if is_stopped else signal, copied)
+    return train_step(run, batch, SIGTERM if is_stopped else signal)
 
 
 def start_aloud(rank: int, world_size: int, keys: list[str], n_steps: int = 0) -> tuple[int, str]:

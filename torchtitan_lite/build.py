@@ -61,7 +61,8 @@ class Run:
     lr_scheduler: LRScheduler
     schedule: object | None  # a schedule of torch.distributed.pipelining; None without PP
     n_tokens: Tensor  # () int64: number of counted tokens, by which the schedule divides its losses
-    after_update: list[Callable[[], None]]  # functions of extensions, called after each update
+    before_update: list[Callable[[], None]]  # functions of extensions, called before each update
+    after_update: list[Callable[[], None]]  # and after it
     balance: "ExpertBalance | None" = None  # None if the model has no experts
     spikes: Any = None  # extensions/spike_filter.py; None if training.skip_spikes is off
 
@@ -206,6 +207,7 @@ def build_run(
         build_lr_scheduler(config.lr_scheduler, optimizer),
         schedule,
         n_tokens,
+        [],
         after_update,
         balance,
         spikes,
@@ -224,7 +226,8 @@ def build_savers(
     about = describe_run(run.config, run.layout.degrees, published)
     group = host
     timeout = timedelta(seconds=run.config.comm.init_timeout_seconds)
-    if section.async_mode != "disabled":  # the thread that saves needs a separate group
+    is_asynchronous = section.async_mode != "disabled"
+    if is_asynchronous:  # the thread that saves needs a separate group
         group = dist.new_group(backend="gloo", timeout=timeout, group_desc="saver")
     saver = find_saver(section)(
         spec.dump_folder / section.folder,
@@ -234,10 +237,13 @@ def build_savers(
         group,
         run.device,
     )
-    if not section.local_folder:
-        return [saver]
-    snapshots = load_extension("snapshots").Snapshots
-    return [saver, snapshots(saver, spec.dump_folder, place, host, timeout)]
+    savers = [saver]
+    if section.local_folder:
+        snapshots = load_extension("snapshots").Snapshots
+        savers.append(snapshots(saver, spec.dump_folder, place, host, timeout))
+    if is_asynchronous:
+        run.before_update.extend(each.wait_for_copy for each in savers)
+    return savers
 
 
 def find_saver(section: Checkpoint) -> type[CheckpointSaver]:

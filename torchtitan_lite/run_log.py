@@ -26,6 +26,7 @@ from torchtitan_lite.components.log import IN_FILE, describe_rank
 from torchtitan_lite.components.metrics import MetricsWriter, name_views
 from torchtitan_lite.config.block import FlopsPerToken, count_flops_per_token
 from torchtitan_lite.config.extensions import load_module
+from torchtitan_lite.config.learning_rate import list_rates
 from torchtitan_lite.config.machine import peak_flops
 from torchtitan_lite.files import describe_launch
 from torchtitan_lite.preflight import RunSpec
@@ -124,7 +125,7 @@ class RunMetrics(MetricsWriter):
             "loss": result.loss.item(),
             "grad_norm": grad_norm,
             "grad_norm_max": interval.highest_norm,  # since the last record
-            **result.rates,
+            **list_rates(self.spec.config, step - 1),
             # number of tokens that all ranks have read since step 1
             "tokens": step * self.tokens_per_step,
         }

@@ -4,7 +4,7 @@ The loss is always (sum of token losses) / (counted tokens of the *global* batch
 microbatches and data-parallel degree. Gradients are therefore sums over microbatches and ranks, never means of means.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from ctypes import string_at
 from dataclasses import dataclass, replace
 
@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_lite.build import Run
-from torchtitan_lite.checkpoint.save import CheckpointSaver
 from torchtitan_lite.components.optim import (
     require_gradients,
     sum_gradient_squares,
@@ -21,7 +20,6 @@ from torchtitan_lite.components.optim import (
 )
 from torchtitan_lite.components.signals import SIGNALS
 from torchtitan_lite.config.extensions import load_module
-from torchtitan_lite.config.learning_rate import list_rates
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.model.loss import count_valid_tokens
@@ -41,7 +39,6 @@ class StepResult:
     grad_norm: Tensor  # of all parameters, before clipping, the same on every rank
     applied: Tensor  # False if the gradient norm was a spike or not finite (no weight was changed)
     stops: Tensor  # for each of SIGNALS, the number of ranks that received it
-    rates: dict[str, float]  # learning rates of this step, as list_rates returns them
     expert_loads: Tensor | None  # as ExpertBalance.update returns them
 
     def read(self) -> tuple[bool, float, int]:
@@ -56,17 +53,10 @@ class StepResult:
         return bool(applied), grad_norm, max(received, default=0, key=SIGNALS.index)
 
 
-def train_step(
-    run: Run,
-    batch: Batch,
-    stop_signal: int = 0,
-    savers: Sequence[CheckpointSaver] = (),
-) -> StepResult:
+def train_step(run: Run, batch: Batch, stop_signal: int = 0) -> StepResult:
     """Run one optimizer step. Nothing is copied to the host.
 
     `batch` has this rank's rows of the global batch. `stop_signal` is the signal that this rank received, or 0.
-    `savers` may still be copying the tensors of the last save. The step waits for these copies before it changes a
-    tensor.
     """
     compute = compute_gradients if run.optimizer.state else compute_first_gradients
     local_loss = compute(run, batch)
@@ -74,8 +64,8 @@ def train_step(
     squares = sum_gradient_squares(run.parameters.values())
     # all-reduces 40 bytes over all ranks
     grad_norm, stops = reduce_norm_and_signal(squares, stop_signal)
-    for saver in savers:
-        saver.wait_for_copy()
+    for wait in run.before_update:
+        wait()  # asynchronous saves may still copy the tensors that change below
     is_spike = run.spikes.judge(grad_norm) if run.spikes else None
     max_norm = run.config.training.max_norm
     applied = update_weights(run.optimizer, grad_norm, max_norm, is_spike)  # also clips
@@ -84,9 +74,8 @@ def train_step(
         expert_loads = run.balance.update(applied)  # all-reduces layers x (experts + 1) x 8 bytes
     for follow_up in run.after_update:
         follow_up()  # precomputed float8 scales: all-reduces one float per weight
-    rates = list_rates(run.config, run.lr_scheduler.last_epoch)
     run.lr_scheduler.step()
-    return StepResult(loss, grad_norm, applied, stops, rates, expert_loads)
+    return StepResult(loss, grad_norm, applied, stops, expert_loads)
 
 
 def compute_first_gradients(run: Run, batch: Batch) -> Tensor:

@@ -137,8 +137,7 @@ def save_weights_alone(rank: int, world_size: int, folder: str) -> dict[str, Ten
     )
     with make_saver(folder, section, run) as saver:
         for step in (1, 2):
-            options = {"n_steps": 2, "is_stopped": False, "record": lambda *_, **__: None}
-            saver.after_step(step, **options)
+            saver.after_step(step, n_steps=2, is_stopped=False)
     return {f"model.{BIAS.format(layer)}": bias for layer, bias in enumerate(biases)}
 
 

@@ -158,7 +158,7 @@ def test_the_norm_of_a_large_gradient_is_right_whole_and_in_slices(pool, n_ranks
 def agree_to_stop(rank: int, world_size: int, signals: list[int]) -> int:
     """Worker: receive a signal. Return the signal for which all ranks stop."""
     norm, stops = reduce_norm_and_signal(torch.ones(()), signals[rank])
-    _, _, stop = StepResult(norm, norm, norm, stops, {}, None).read()
+    _, _, stop = StepResult(norm, norm, norm, stops, None).read()
     return stop
 
 

@@ -136,8 +136,8 @@ def list_splits(tensor: Tensor, mesh: Degrees) -> list[Split]:
 class CheckpointSaver(AbstractContextManager):
     """Saves to `folder` according to [checkpoint].
 
-    Every save is complete when `after_step` returns, so the wait methods do nothing. extensions/asynchronous_saves.py
-    overrides them.
+    Every save is complete when `after_step` returns, so `wait` does nothing. extensions/asynchronous_saves.py
+    overrides it.
     """
 
     folder: Path
@@ -150,22 +150,20 @@ class CheckpointSaver(AbstractContextManager):
     host: range | None = None  # this host's ranks, for snapshots
     log_level: int = logging.INFO
 
-    def after_step(
-        self, step: int, *, n_steps: int, is_stopped: bool, record: Callable[..., None]
-    ) -> None:
+    def after_step(self, step: int, *, n_steps: int, is_stopped: bool) -> dict[str, Any]:
         """Save after this step if `is_saved` returns true. Collective.
 
-        After a save, call `record` with "save", the step, the path and the seconds.
+        Returns the path of the checkpoint and the seconds that the ranks waited; {} if the step is not saved.
         """
         if not is_saved(step, self.section, n_steps, is_stopped=is_stopped):
-            return
+            return {}
         started_s = time.perf_counter()
         tensors = self.list_tensors()
         if step == n_steps and self.section.last_save_model_only:
             tensors = export_weights(tensors, self.section.export_dtype)
         self.save(step, tensors)
         waited_s = time.perf_counter() - started_s  # from here on, training continues on all ranks
-        record("save", step, path=str(self.folder / f"step-{step}"), waited_s=waited_s)
+        return {"path": str(self.folder / f"step-{step}"), "waited_s": waited_s}
 
     @property
     def newest(self) -> Path | None:
@@ -223,9 +221,6 @@ class CheckpointSaver(AbstractContextManager):
             prune(self.folder, self.section)
         except OSError as error:  # the new checkpoint is already complete
             logger.error(f"an old checkpoint cannot be deleted: {error}")
-
-    def wait_for_copy(self) -> None:
-        """Wait until the save in flight has copied its tensors."""
 
     def wait(self) -> None:
         """Wait for the save in flight, if any. Raises its error."""

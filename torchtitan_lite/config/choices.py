@@ -4,7 +4,7 @@
     optimizer.name                         OPTIMIZERS    components/optim.py, or a file of extensions/
     lr_scheduler.decay_type                DECAYS        the function in the row
     training.loss                          LOSSES        model/loss.py, or a file of extensions/
-    model.attention                        ATTENTIONS    model/attention.py; under cp: parallel/context_parallel.py
+    model.attention                        ATTENTIONS    model/attention.py, or a file of extensions/
     parallelism.pipeline_parallel_schedule SCHEDULES     torch.distributed.pipelining
     model.name                             MODEL_NAMES, in models/registry.py; models/NAME/
 
@@ -52,9 +52,12 @@ DECAYS: dict[str, Callable[[float], float]] = {
 class AttentionRow:
     """The tokens that a token attends to, and the features that support this attention.
 
-    A plain row needs no code. A row that is not plain names its module in ATTENTION_MODULES (model/attention.py).
+    A plain row needs no code. A row that is not plain names a file with its code.
     """
 
+    # file of extensions/. Its function with the name of this attention takes (model_args, layer), and returns an
+    # InnerAttention (model/attention.py)
+    extension: str = ""
     uses_documents: bool = False  # the attention reads doc_ids
     # supported values of parallelism.context_parallel_rotate_method
     under_cp: tuple[str, ...] = ()

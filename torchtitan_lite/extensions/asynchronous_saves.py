@@ -7,7 +7,7 @@
       thread: CheckpointSaver.write
 
 On CUDA, DCP's stager copies on a separate stream and in a separate thread. After backward, before the first change of a
-saved tensor, step.py calls `wait_for_copy`. Pinned memory is allocated once, exactly one buffer per tensor. Without
+saved tensor, the step calls `wait_for_copy`. Pinned memory is allocated once, exactly one buffer per tensor. Without
 pinned memory, each copy holds the GIL, so the training loop waits for all copies (torch 2.13).
 """
 
@@ -51,13 +51,14 @@ class AsynchronousSaver(CheckpointSaver):
         # torch 2.11 and 2.12 close the inner stager after each copy, so the second save would fail.
         self.stager._state_dict_stager.close = lambda: None
 
-    def after_step(self, step: int, *, n_steps: int, is_stopped: bool, **options: Any) -> None:
+    def after_step(self, step: int, *, n_steps: int, is_stopped: bool) -> dict[str, Any]:
         """Start a save if one is due. At the end of the run, also wait until the save is complete. Raises errors of
         earlier saves."""
         self.check()
-        super().after_step(step, n_steps=n_steps, is_stopped=is_stopped, **options)
+        saved = super().after_step(step, n_steps=n_steps, is_stopped=is_stopped)
         if step == n_steps or is_stopped:
             self.wait()
+        return saved
 
     def save(self, step: int, tensors: dict[str, Tensor]) -> None:
         """Start a save. Call `wait_for_copy` before `tensors` change. Raises the error of the previous save."""
@@ -79,6 +80,7 @@ class AsynchronousSaver(CheckpointSaver):
         super().write(step, plan, copies)
 
     def wait_for_copy(self) -> None:
+        """Wait until the save in flight has copied its tensors. Each step calls this before it changes them."""
         self.stager.synchronize_staging()
 
     def check(self) -> None:

@@ -75,9 +75,7 @@ class Snapshots(AbstractContextManager):
             log_level=logging.DEBUG,
         )
 
-    def after_step(
-        self, step: int, *, n_steps: int, is_stopped: bool, record: object = None
-    ) -> None:
+    def after_step(self, step: int, *, n_steps: int, is_stopped: bool) -> None:
         """Save every local_interval steps, except when the run ends or stops. Raises errors of earlier saves.
 
         Call this after the checkpoint of the same step is committed, because the last step deletes all snapshots.
@@ -87,7 +85,7 @@ class Snapshots(AbstractContextManager):
             if self.group.rank() == 0:
                 rmtree(self.folder.parent, ignore_errors=True)
         elif not is_stopped:
-            self.saver.after_step(step, n_steps=n_steps, is_stopped=False, record=forget)
+            self.saver.after_step(step, n_steps=n_steps, is_stopped=False)
 
     def wait_for_copy(self) -> None:
         self.saver.wait_for_copy()
@@ -136,10 +134,6 @@ class Snapshots(AbstractContextManager):
                 why = f"does not continue step {step} of this run, and is deleted"
                 logger.warning(f"the snapshot {path} {why}")
                 rmtree(path)
-
-
-def forget(*_: object, **fields: object) -> None:
-    """Record nothing, because snapshots are not listed among the checkpoints of the run."""
 
 
 def create_folder(folder: Path) -> None:

@@ -9,26 +9,40 @@
 A model with windows or sinks uses extensions/windowed_attention.py in all layers, for both kinds.
 
 To add a kind, add a row in config/choices.py that defines what tokens attend to. If the row is not plain (is_plain),
-also add a module to ATTENTION_MODULES below.
+it names a file in extensions/ with the code.
 
 Legend: B batch, S sequence, E head dim.
 """
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torchtitan_lite.config.block import has_masks
 from torchtitan_lite.config.choices import ATTENTIONS
 from torchtitan_lite.config.extensions import load_extension, load_module
 from torchtitan_lite.config.machine import SAFE_KV_HEADS
+from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.model_rows import ModelArgs
-from torchtitan_lite.model.inner_attention import InnerAttention
 
 OTHER_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+class InnerAttention(nn.Module):
+    """Attention from queries to keys and values: `attention.inner` of a block. Its only parameters are sinks.
+
+    A subclass has `forward(query, key, value, doc_ids)`: query (B, heads, S, E), key and value (B, kv heads, S, E) ->
+    (B, heads, S, E). doc_ids is the result of `plan`, or None.
+    """
+
+    def __init__(self, model_args: ModelArgs | None = None, layer: int = 0):
+        """Ignore the arguments. A subclass whose layers differ overrides this method and reads the arguments."""
+        super().__init__()
+
+    def plan(self, doc_ids: Tensor | None) -> object:
+        """Prepare doc_ids (B, S), or None, for `forward`. The model calls this method once for all layers."""
+        return doc_ids
 
 
 class CausalAttention(InnerAttention):
@@ -52,18 +66,17 @@ def avoids_cudnn(key: Tensor) -> bool:
     return few and torch.cuda.get_device_capability(key.device)[0] == 10
 
 
-ATTENTION_MODULES: dict[str, Callable[[ModelArgs, int], InnerAttention]] = {
-    # model.attention -> class or function of (model_args, layer), for rows of config/choices.py that are not plain
-}
-
-
 def build_attention(attention: str, model_args: ModelArgs, layer: int) -> InnerAttention:
-    """Build the attention module of a layer."""
-    if attention in ATTENTION_MODULES or not ATTENTIONS[attention].is_plain:
-        return ATTENTION_MODULES[attention](model_args, layer)
+    """Build the attention module of a layer. Raises UserError if a fork's row has no code."""
+    row = ATTENTIONS[attention]
+    if row.extension:
+        return getattr(load_extension(row.extension), attention)(model_args, layer)
+    if not row.is_plain:
+        why = f"the row of model.attention = {attention!r} in config/choices.py has no code"
+        raise UserError(f"{why}. Name a file of extensions/ in `extension`, or set `is_plain`")
     if has_masks(attention, model_args):
         windowed = load_extension("windowed_attention")
         return windowed.WindowedAttention(attention, model_args, layer)
-    if ATTENTIONS[attention].uses_documents:
+    if row.uses_documents:
         return load_module("model.document_attention").DocumentAttention()
     return CausalAttention()

@@ -27,7 +27,7 @@ from torch.nn.attention.flex_attention import (
     flex_attention,
 )
 
-from torchtitan_lite.model.inner_attention import InnerAttention
+from torchtitan_lite.model.attention import InnerAttention
 
 
 class DocumentAttention(InnerAttention):

@@ -4,7 +4,7 @@ import inspect
 
 from torch import nn
 
-from torchtitan_lite.model.inner_attention import InnerAttention
+from torchtitan_lite.model.attention import InnerAttention
 
 
 def list_attentions(part: nn.Module) -> dict[str, InnerAttention]:

@@ -36,8 +36,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_lite.config.extensions import load_extension, load_module
 from torchtitan_lite.config.messages import UserError
-from torchtitan_lite.model.attention import CausalAttention, build_attention
-from torchtitan_lite.model.inner_attention import InnerAttention
+from torchtitan_lite.model.attention import CausalAttention, InnerAttention, build_attention
 from torchtitan_lite.parallel.exchange import Gather, Ranks, list_ranks
 
 

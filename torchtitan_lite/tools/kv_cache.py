@@ -19,8 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.extensions.windowed_attention import attend_with_mask
-from torchtitan_lite.model.attention import build_attention
-from torchtitan_lite.model.inner_attention import InnerAttention
+from torchtitan_lite.model.attention import InnerAttention, build_attention
 from torchtitan_lite.model.own_attention import explain_own_attention, list_attentions
 
 # cuDNN is left out, because it makes a new plan for each length.

@@ -35,11 +35,10 @@ from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.model import resolve_model
 from torchtitan_lite.config.schema import Config, LRScheduler
 from torchtitan_lite.extensions.windowed_attention import WindowedAttention
-from torchtitan_lite.model.attention import CausalAttention
+from torchtitan_lite.model.attention import CausalAttention, InnerAttention
 from torchtitan_lite.model.batch import Batch, find_fields
 from torchtitan_lite.model.document_attention import DocumentAttention
 from torchtitan_lite.model.head import Head
-from torchtitan_lite.model.inner_attention import InnerAttention
 from torchtitan_lite.model.loss import (
     IGNORE_INDEX,
     Vocabulary,

@@ -30,7 +30,6 @@ from torchtitan_lite import build
 from torchtitan_lite import step as stepping  # a module, because tests patch its functions
 from torchtitan_lite.checkpoint.load import set_step
 from torchtitan_lite.components.expert_balance import is_recomputed
-from torchtitan_lite.config import learning_rate
 from torchtitan_lite.config.checks import plan_layout, resolve_config
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.model import resolve_model
@@ -137,8 +136,6 @@ def compare_step(run: build.Run, plain: PlainStep, seen: Seen) -> None:
         bias = f"{name}.expert_bias"
         bias_error = (router.expert_bias - plain.updated[bias]).abs().max()
         seen.note("expert biases", bias, bias_error.item())
-    for name, right in learning_rate.list_rates(run.config, plain.position).items():
-        seen.compare("learning rate", f"logged as {name}", result.rates[name], right)
     seen.compare("schedule", "lr_scheduler", run.lr_scheduler.last_epoch, plain.position + 1)
     for scales in list_scales(run):
         compare_scales(scales, seen)

@@ -18,6 +18,7 @@ from torch.autograd.profiler import profile
 from torchtitan_lite import build
 from torchtitan_lite import step as stepping
 from torchtitan_lite.config.choices import ATTENTIONS, OPTIMIZERS
+from torchtitan_lite.config.learning_rate import learning_rate_factor
 from torchtitan_lite.config.model import MODEL_SIZES
 from torchtitan_lite.config.model_rows import MoEArgs
 from torchtitan_lite.config.schema import get_value
@@ -91,8 +92,9 @@ def stores_moments(step: Observed) -> bool | None:
 
 def decays(step: Observed) -> bool | None:
     section = step.config.lr_scheduler
-    is_after_warmup = step.run.lr_scheduler.last_epoch > section.warmup_steps
-    is_lower = step.result.rates["lr"] < step.config.optimizer.lr
+    n_steps = step.run.lr_scheduler.last_epoch
+    is_after_warmup = n_steps > section.warmup_steps
+    is_lower = learning_rate_factor(section, n_steps - 1) < 1
     return once_on(section.decay_ratio != 0, is_after_warmup and is_lower)
 
 
