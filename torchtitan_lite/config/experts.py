@@ -25,19 +25,40 @@ def find_expert_dim(model_args: ModelArgs, ep: int, n_ranks: int) -> int | None:
     return None
 
 
+def list_degrees(model_args: ModelArgs, n_ranks: int) -> list[int]:
+    """Return the degrees of ep that `n_ranks` ranks of dp_shard x cp x tp allow."""
+    largest = gcd(n_ranks, model_args.moe.n_experts)
+    divisors = [ep for ep in range(1, largest + 1) if largest % ep == 0]
+    return [ep for ep in divisors if find_expert_dim(model_args, ep, n_ranks // ep) is not None]
+
+
 def check_experts(problems: Problems, layout: Layout) -> None:
     """Check that the experts can be sharded with these degrees."""
-    moe = problems.model_args.moe
+    model_args = problems.model_args
+    n_experts = model_args.moe.n_experts
     n_ranks = layout.fsdp * layout.tp
-    largest = gcd(n_ranks, moe.n_experts)
-    if largest % layout.ep:
-        ranks = f"the {n_ranks} ranks of dp_shard x cp x tp"
-        why = f"the degree must divide {ranks} and the {moe.n_experts} experts of a layer"
-        problems.refuse(EP, why, f"Use a divisor of {largest}")
-    elif find_expert_dim(problems.model_args, layout.ep, layout.efsdp) is None:
-        sizes = f"{moe.n_experts} x {problems.model_args.dim} x {moe.expert_ffn_dim}"
-        why = f"FSDP cannot shard any dim of {sizes} evenly"
-        problems.refuse(EP, why, "Use another expert_parallel_degree or model.dim")
+    allowed = list_degrees(model_args, n_ranks)
+    if layout.ep in allowed:
+        return
+    ranks = f"the {n_ranks} ranks of dp_shard x cp x tp"
+    why = f"the degree must divide {ranks} and the {n_experts} experts of a layer"
+    if gcd(n_ranks, n_experts) % layout.ep == 0:
+        experts = f"the {n_experts // layout.ep} experts of an ep rank"
+        sizes = f"{model_args.dim} and {model_args.moe.expert_ffn_dim}"
+        why = f"the {layout.efsdp} ranks of FSDP divide neither {experts} nor both {sizes}"
+    remedy = f"Use one of {', '.join(map(str, allowed))}"
+    if not allowed:
+        remedy = (
+            f"{ranks} allow no degree: use a number of ranks that the sizes of the experts allow"
+        )
+        for n_replicas in range(2, layout.dp_shard + 1):
+            fewer = list_degrees(model_args, n_ranks // n_replicas)
+            if layout.dp_shard % n_replicas == 0 and fewer:
+                key = "parallelism.data_parallel_replicate_degree"
+                degree = layout.dp_replicate * n_replicas
+                remedy = f"Use {key} = {degree} and here one of {', '.join(map(str, fewer))}"
+                break
+    problems.refuse(EP, why, remedy)
 
 
 def check_grouped_matmuls(config: Config, model_args: ModelArgs) -> list[Problem]:
