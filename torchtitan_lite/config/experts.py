@@ -35,8 +35,9 @@ def check_experts(problems: Problems, layout: Layout) -> None:
         why = f"the degree must divide {ranks} and the {moe.n_experts} experts of a layer"
         problems.refuse(EP, why, f"Use a divisor of {largest}")
     elif find_expert_dim(problems.model_args, layout.ep, layout.efsdp) is None:
-        sizes = f"{moe.n_experts} x {problems.model_args.dim} x {moe.expert_ffn_dim}"
-        why = f"FSDP cannot shard any dim of {sizes} evenly"
+        dim, ffn_dim = problems.model_args.dim, moe.expert_ffn_dim
+        sizes = f"{moe.n_experts} experts of {dim} x {ffn_dim} and {ffn_dim} x {dim}"
+        why = f"FSDP shards the same dim of {sizes}, and {layout.efsdp} ranks can share none evenly"
         problems.refuse(EP, why, "Use another expert_parallel_degree or model.dim")
 
 
