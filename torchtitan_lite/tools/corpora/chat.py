@@ -223,7 +223,7 @@ class ChatFormat:
             if is_certain and answered.endswith(whole[len(head) : stop]):
                 return range(len(head), stop)
         raise ValueError(
-            f'message {number + 1} is an answer that cannot be found with certainty. Give it "weight": 0; '
+            f'message {number + 1} cannot be found with certainty. Give this answer "weight": 0; '
             "--only-last-turn trains only the last answer"
         )
 
