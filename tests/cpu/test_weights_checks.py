@@ -394,6 +394,8 @@ def test_a_finished_run_says_what_can_be_done_and_nothing_is_deleted_without_job
     assert any(notice.startswith(rates) for notice in spec[0].notices)
     (about_rates,) = [n for n in prepare(flags[0], kept).notices if "learning rate" in n]
     assert "falls to 0 at step 201 of 400" in about_rates  # the earlier schedule has ended
+    other = prepare(flags[0], "--optimizer.lr=1e-3", "--lr_scheduler.min_lr_factor=0.5").notices
+    assert any(f"with {kept}, as before, it is 0.0005 at step 201" in notice for notice in other)
     assert main(["check", *RUN]) == 0 and "already at step 200" in capsys.readouterr().out
 
 

@@ -12,10 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from torchtitan_lite.checkpoint.continued import describe_rates
-from torchtitan_lite.components.optim import (
-    sum_gradient_squares,
-)
-from torchtitan_lite.config.choices import DECAYS
+from torchtitan_lite.components.optim import build_optimizer, sum_gradient_squares
+from torchtitan_lite.config.choices import DECAYS, OPTIMIZERS, OptimizerRow
 from torchtitan_lite.config.learning_rate import describe_unusual_rates, learning_rate_factor
 from torchtitan_lite.config.reader import CONFIG_FOLDER, read_config
 from torchtitan_lite.config.schema import (
@@ -92,9 +90,9 @@ def test_a_rate_of_0_and_a_peak_that_is_never_reached_are_said_with_both_numbers
 
 
 def test_a_resumed_run_is_told_of_the_earlier_schedule_only_if_its_rate_differs():
-    config = Config(lr_scheduler=LRScheduler(total_steps=40, warmup_steps=10))
-    for warmup_steps, differs in ((10, False), (20, True)):
-        earlier = LRScheduler(total_steps=5, warmup_steps=warmup_steps)
+    earlier = LRScheduler(total_steps=5, warmup_steps=20)
+    for warmup_steps, differs in ((10, False), (3, True)):
+        config = Config(lr_scheduler=LRScheduler(total_steps=40, warmup_steps=warmup_steps))
         saved = {"optimizer": {"lr": config.optimizer.lr}, "lr_scheduler": asdict(earlier)}
         manifest = SimpleNamespace(step=5, run={"config": saved})
         said = describe_rates(config, SimpleNamespace(manifest=manifest))
@@ -114,6 +112,14 @@ def test_the_schedules_of_shipped_configs_are_usual(path):
     total_steps = config.lr_scheduler.total_steps or config.training.steps
     config = with_value(config, "lr_scheduler.total_steps", total_steps)
     assert describe_unusual_rates(config, 0) == []
+
+
+@pytest.mark.parametrize("name", ["Adagrad", "RMSprop"])
+def test_a_row_is_enough_for_an_optimizer_of_torch(name, monkeypatch):
+    monkeypatch.setitem(OPTIMIZERS, name, OptimizerRow(n_moments=1))
+    weight = torch.nn.Parameter(torch.zeros(2))
+    optimizer = build_optimizer(Optimizer(name=name), {"weight": weight})
+    assert type(optimizer) is getattr(torch.optim, name)
 
 
 @pytest.mark.parametrize("gradient", [1.0, 0.0])

@@ -271,7 +271,7 @@ EXCHANGE = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content"
     [
         (
             "{{ '<think>' if loop.last }}{{ message.content }}",
-            "message 2 cannot be found.*--only-last-turn",
+            'message 2 cannot be found.*"weight": 0; --only-last-turn',
         ),
         ("{{ message.content | length }}\n", "leaves out message 2's content"),
         (

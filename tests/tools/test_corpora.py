@@ -151,6 +151,8 @@ archive.tar.gz | x | Unpack an archive
 UNREADABLE = {  # file -> content, words of the message
     "half.jsonl.gz": (gzip.compress(ROW * 99)[:-9], "half.jsonl.gz cannot be read"),
     "half.txt.zst": (zstandard.compress(ROW * 99)[:-3], "half.txt.zst cannot be read"),
+    "tail.jsonl.bz2": (bz2.compress(ROW) + b"x", "tail.jsonl.bz2 cannot be read: after"),
+    "tail.txt.xz": (lzma.compress(ROW) + ROW, "tail.txt.xz cannot be read: after"),
     "names.parquet": (make_double(), "2 columns 'text'"),
 }
 for name, text, words in read_lines(REFUSED):
@@ -188,7 +190,7 @@ def test_bad_rows_are_printed_and_counted_with_skip_bad_and_the_corpus_is_checke
         '{"text": " "}',
     ]
     Path("a.jsonl").write_text("\n".join(lines))
-    args = "a.jsonl --tokenizer=bytes --validation-share=0 --skip-bad --processes=1 --out".split()
+    args = "a.jsonl --tokenizer=bytes --validation-share=0 --skip-bad --processes=1 --encoding=UTF8 --out".split()
     assert main(["prepare", *args, "out"]) == 0
     printed = capsys.readouterr()
     for words in ("2 bad rows left out", "1 empty documents", "1 rows with a column url, which"):
@@ -218,7 +220,8 @@ CSV = "id,text\r\n" + "".join(f'{n},"{text}"\r\n' for n, text in enumerate(ROWS)
 FORMS = {  # usual kinds of files, all with the documents ROWS
     "lines.jsonl": LINES.encode(),
     "lines.jsonl.bz2": bz2.compress(LINES.encode()),
-    "lines.jsonl.xz": lzma.compress(LINES.encode()),
+    "lines.jsonl.xz": lzma.compress(OBJECTS[0].encode() + b"\n")
+    + lzma.compress("\n".join(OBJECTS[1:]).encode()),
     "mark.jsonl": LINES.encode("utf-8-sig"),
     "utf16.jsonl": LINES.encode("utf-16"),
     "utf32.jsonl": LINES.encode("utf-32"),
@@ -325,6 +328,7 @@ SPLITS = f"""
 one.txt | ["012345678901234567"] | ["89"]
 one.txt --validation-share=0.5 | ["0123456789"] | ["0123456789"]
 one.txt --validation-share=0 | ["01234567890123456789"] | []
+one.txt --validation-share=0.01 | ["01234567890123456789"] | []
 one.txt --validation row.jsonl | ["01234567890123456789"] | ["single"]
 row.jsonl --validation-share=0.99 | ["single"] | []
 rows.jsonl | [{NINETEEN}] | ["row 19"]
@@ -341,7 +345,7 @@ def test_no_split_is_empty_and_a_single_text_is_cut(args, train, validation, pre
     Path(".held").mkdir()
     write_rows(Path(".held/row.jsonl"), ["held"])
     write_rows(Path("rows.jsonl"), [f"row {n}" for n in range(20)])
-    prepare_here(*args.split(), "--out", "out")
+    assert "empty" not in prepare_here(*args.split(), "--out", "out")
     assert list_texts(Path("out"), "train") == json.loads(train)
     assert list_texts(Path("out"), "validation") == json.loads(validation)
 

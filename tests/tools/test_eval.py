@@ -84,6 +84,7 @@ def test_a_text_has_the_loss_of_transformers_on_the_same_windows(
         found = evaluate(source, *options)
         assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-5)
     assert evaluate(checkpoint, "--data", texts)["seq_len"] == 128  # the length of its training
+    assert evaluate(checkpoint, "--data", texts / "c.py")["seq_len"] < 10  # without padding
     shown = run_tool("eval", checkpoint, *options).split()
     assert f"{expected['perplexity']:.5g}" in shown
     assert f"{expected['bytes']:,}" in shown

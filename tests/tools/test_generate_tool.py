@@ -118,8 +118,15 @@ def test_the_text_depends_on_the_seed_and_the_prompt_may_be_standard_input(
     arguments = ["--max-new-tokens", "12", "--temperature", "1.5", "--seed"]
     first, second = (generate(checkpoint, "--prompt", prompt, *arguments, seed) for seed in (7, 8))
     assert first["text"] != second["text"]
-    monkeypatch.setattr(sys, "stdin", io.StringIO(prompt))
-    assert run_tool("generate", str(checkpoint), *arguments, "8") == f"{prompt}{second['text']}\n"
+    for content, expected in (
+        (prompt.encode(), f"{prompt}{second['text']}\n"),
+        (b"caf\xe9", "Standard input is not UTF-8"),
+    ):
+        stdin = io.TextIOWrapper(io.BytesIO(content), errors="surrogateescape")
+        monkeypatch.setattr(sys, "stdin", stdin)
+        status = 0 if content == prompt.encode() else 2
+        said = run_tool("generate", str(checkpoint), *arguments, "8", status=status)
+        assert said.startswith(expected)
 
 
 def test_a_text_ends_with_the_context_or_with_any_end_token_of_generation_config(

@@ -4,7 +4,7 @@ The rule of each key is in config/schema.py: refuse, note or free. preflight com
 tokenizer with the fingerprint in the manifest.
 """
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Literal
 
@@ -127,12 +127,13 @@ def describe_rates(config: Config, weights: Weights) -> str:
     step = weights.manifest.step
     before = weights.manifest.run["config"]
     earlier = LRScheduler(**before["lr_scheduler"])
-    lr = before["optimizer"]["lr"]
-    last = lr * learning_rate_factor(earlier, step - 1)
-    following = config.optimizer.lr * learning_rate_factor(config.lr_scheduler, step)
+    section = config.lr_scheduler
+    lr = config.optimizer.lr
+    last = before["optimizer"]["lr"] * learning_rate_factor(earlier, step - 1)
+    following = lr * learning_rate_factor(section, step)
     text = f"the learning rate is {last:.3g} at step {step} and {following:.3g} at step {step + 1}"
-    kept = lr * learning_rate_factor(earlier, step)
-    if config.lr_scheduler.total_steps != earlier.total_steps and kept != following:
+    kept = lr * learning_rate_factor(replace(section, total_steps=earlier.total_steps), step)
+    if kept != following:
         key = f"--lr_scheduler.total_steps={earlier.total_steps}"
         text += f"; with {key}, as before, it is {kept:.3g} at step {step + 1}"
     return text

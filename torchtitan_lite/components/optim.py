@@ -53,7 +53,10 @@ def build_optimizer(
     # DTensor has no fused SGD (torch 2.13), so foreach replaces `fused`.
     fused = section.implementation == "fused" and row.has_fused_kernel
     foreach = section.implementation != "for-loop" and not fused
-    optimizer = builder(list(groups.values()), fused=fused, foreach=foreach)
+    kernels = {"foreach": foreach}
+    if fused or row.extension:
+        kernels["fused"] = fused  # few optimizers of torch have this argument
+    optimizer = builder(list(groups.values()), **kernels)
     if row.extension:
         load_extension("optimizer_state").watch_first_step(optimizer)
     return optimizer

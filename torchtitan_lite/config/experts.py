@@ -25,7 +25,7 @@ def find_expert_dim(model_args: ModelArgs, ep: int, n_ranks: int) -> int | None:
     return None
 
 
-def list_degrees(model_args: ModelArgs, n_ranks: int) -> list[int]:
+def list_expert_degrees(model_args: ModelArgs, n_ranks: int) -> list[int]:
     """Return the degrees of ep that `n_ranks` ranks of dp_shard x cp x tp allow."""
     largest = gcd(n_ranks, model_args.moe.n_experts)
     divisors = [ep for ep in range(1, largest + 1) if largest % ep == 0]
@@ -37,7 +37,7 @@ def check_experts(problems: Problems, layout: Layout) -> None:
     model_args = problems.model_args
     n_experts = model_args.moe.n_experts
     n_ranks = layout.fsdp * layout.tp
-    allowed = list_degrees(model_args, n_ranks)
+    allowed = list_expert_degrees(model_args, n_ranks)
     if layout.ep in allowed:
         return
     ranks = f"the {n_ranks} ranks of dp_shard x cp x tp"
@@ -52,7 +52,7 @@ def check_experts(problems: Problems, layout: Layout) -> None:
             f"{ranks} allow no degree: use a number of ranks that the sizes of the experts allow"
         )
         for n_replicas in range(2, layout.dp_shard + 1):
-            fewer = list_degrees(model_args, n_ranks // n_replicas)
+            fewer = list_expert_degrees(model_args, n_ranks // n_replicas)
             if layout.dp_shard % n_replicas == 0 and fewer:
                 key = "parallelism.data_parallel_replicate_degree"
                 degree = layout.dp_replicate * n_replicas

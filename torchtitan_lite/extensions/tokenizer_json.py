@@ -8,7 +8,7 @@ tokens.
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from functools import partial
 from operator import itemgetter
@@ -48,8 +48,8 @@ def read_tokenizer_json(path: Path, content: bytes) -> Tokenizer:
     ids = vocab | added_ids
     bos_id = ids.get(find_bos(file.get("post_processor") or {}))
     eos_id = find_eos(path.parent, config, ids)
-    spelled = spell_vocabulary(file, vocab)
-    bytes_of_id = spelled or {id: token.encode() for token, id in vocab.items()}
+    spelled = spell_vocabulary(file, ids, added_ids)
+    bytes_of_id = spelled or {id: token.encode() for token, id in ids.items()}
     decode_text = None
     pairs = read_byte_level_bpe(file, added)
     if pairs:
@@ -65,7 +65,7 @@ def read_tokenizer_json(path: Path, content: bytes) -> Tokenizer:
         bos_id=bos_id,
         eos_id=eos_id,
         special=special,
-        bytes_of_id=bytes_of_id | {id: text.encode() for text, id in added_ids.items()},
+        bytes_of_id=bytes_of_id,
         make_encoders=make_encoders,
         normalize=compose if pairs and pairs.nfc else str,
         unknown_id=model.get("unk_id", ids.get(model.get("unk_token"))),
@@ -208,8 +208,10 @@ def find_eos(folder: Path, config: JsonObject, ids: dict[str, int]) -> int:
     raise ValueError(f"{files} in the same folder have no eos_token, which ends a document")
 
 
-def spell_vocabulary(file: dict, vocab: dict[str, int]) -> dict[int, bytes] | None:
-    """Return id -> bytes of the token's text.
+def spell_vocabulary(
+    file: dict, ids: dict[str, int], added: Container[str]
+) -> dict[int, bytes] | None:
+    """Return id -> bytes of the token's text. `added`: the tokens that are not in the spelling of byte-level tokens.
 
     Returns None if joining these bytes does not give the text, as with the "##" of WordPiece.
     """
@@ -219,9 +221,9 @@ def spell_vocabulary(file: dict, vocab: dict[str, int]) -> dict[int, bytes] | No
     if any(map(file["model"].get, AFFIXES)) or not (is_byte_level or is_sentencepiece):
         return None
     spelled = {}
-    for token, id in vocab.items():
+    for token, id in ids.items():
         if is_byte_level:
-            spelled[id] = spell_token(token)
+            spelled[id] = token.encode() if token in added else spell_token(token)
         elif token[:3] == "<0x" and len(token) == 6 and '"ByteFallback"' in decoder:
             spelled[id] = bytes.fromhex(token[3:5])
         else:

@@ -100,7 +100,8 @@ def read_prompts(options: Namespace) -> Iterator[str]:
         yield options.prompt
     elif not options.chat or options.json or not sys.stdin.isatty():
         try:
-            yield sys.stdin.read()
+            # sys.stdin would replace wrong bytes in the locale C.UTF-8
+            yield sys.stdin.buffer.read().decode()
         except UnicodeDecodeError as error:
             raise SourceError(
                 f"Standard input is not UTF-8: {error}. Convert it, or use --prompt."

@@ -21,8 +21,10 @@ import json
 import lzma
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -99,7 +101,36 @@ def open_zst(path: Path, _mode: str) -> BinaryIO:
     return io.BufferedReader(import_extra("pyarrow", "data").input_stream(path, compression="zstd"))
 
 
-OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": open_zst}
+class PackedFile(io.FileIO):
+    """A file that remembers whether a reader has seen its end."""
+
+    is_at_end = False
+
+    def read(self, size: int = -1) -> bytes:
+        block = super().read(size)
+        if not block:
+            self.is_at_end = True
+        return block
+
+
+@contextmanager
+def open_streams(open_packed: Callable, path: Path, mode: str) -> Iterator[BinaryIO]:
+    """Open a file with bz2.open or lzma.open. Raises ValueError if they stop at bytes that are no compressed stream.
+
+    These functions read streams until one is damaged in its first bytes. They ignore this stream and all later ones.
+    """
+    with PackedFile(path) as packed, open_packed(packed, mode) as file:
+        yield file
+        if not packed.is_at_end:
+            raise ValueError("after a compressed stream, it has bytes that are no such stream")
+
+
+OPENERS = {
+    ".gz": gzip.open,
+    ".bz2": partial(open_streams, bz2.open),
+    ".xz": partial(open_streams, lzma.open),
+    ".zst": open_zst,
+}
 
 
 def get_kind(path: Path) -> str:
@@ -175,7 +206,7 @@ def find_files(
 def read_file(path: Path, encoding: str, tail: float) -> Iterator[Any]:
     """Yield Row.content of each row of a file. The libraries for reading files may raise any error.
 
-    A text file is one row. If `tail` is not 0, this fraction at the end of the text is a second row.
+    A text file is one row. If `tail` is not 0, this fraction at the end of the text is a second row, if not empty.
     """
     kind = get_kind(path)
     # gzip and zstd would read a file of 0 bytes as a file without rows
@@ -192,7 +223,8 @@ def read_file(path: Path, encoding: str, tail: float) -> Iterator[Any]:
         elif kind in JSON_SUFFIXES:
             lines = filter(bytes.strip, file)  # a blank line is not a row
             first = next(lines, b"")
-            if encoding == "utf-8" and is_row(first):
+            is_line_byte = "a\n".encode(encoding).endswith(b"a\n")  # not in UTF-16 and UTF-32
+            if is_line_byte and is_row(first):
                 yield first
                 yield from lines
             else:
@@ -201,7 +233,8 @@ def read_file(path: Path, encoding: str, tail: float) -> Iterator[Any]:
             text = decode(file.read(), encoding)
             n_train = len(text) - int(len(text) * tail)
             yield text[:n_train]
-            yield text[n_train:]
+            if n_train < len(text):
+                yield text[n_train:]
         else:
             yield file.read()
 
