@@ -61,8 +61,6 @@ Sources: Megatron-LM arXiv:1909.08053, section 3 for the loss; sequence parallel
 Effect: parameters become DTensors; FQNs and the shapes seen by optimizer and checkpoint do not change.
 """
 
-from functools import partial
-
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -132,9 +130,18 @@ class LocalStyle(ParallelStyle):
     placements: dict[str, Placement] = {}  # of weight and bias
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        """Shard the parameters and replace `forward`. `parallelize_module` calls this."""
+        """Shard the parameters and replace `forward`. `parallelize_module` calls this.
+
+        `forward` is a closure, because torch.compile would compile every block separately for a partial, and would
+        fail at the ninth block of a rank.
+        """
         shard_parameters(module, device_mesh, self.placements)
-        module.forward = partial(self.compute, module, list_ranks(device_mesh))
+        ranks = list_ranks(device_mesh)
+
+        def forward(*inputs, **options) -> Tensor:
+            return self.compute(module, ranks, *inputs, **options)
+
+        module.forward = forward
         return module
 
     def compute(self, module: nn.Module, ranks: Ranks, *inputs, **options) -> Tensor:
