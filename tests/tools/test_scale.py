@@ -36,7 +36,8 @@ def test_a_rank_saves_and_resumes_with_little_metadata_and_few_files(name, n_ran
     costs = scale.measure(name, n_ranks)
     first = costs.pop("save, rank 0")
     assert first.metadata_bytes < 5 * MIB + 100 * n_ranks
-    assert first.message_bytes < MIB + 100 * n_ranks
+    # from each rank: the hash of its file, and at most one manifest line if there are more ranks than tensors
+    assert first.message_bytes < MIB + 300 * n_ranks
     saved = costs.pop("save")
     assert saved.messages < 10 and saved.message_bytes < MIB
     for resumed in costs.values():

@@ -51,7 +51,9 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     try:
         content = path.read_bytes()
-        expected = read_checksums(folder).get(MANIFEST)
+        # stop reading at the manifest, which is among the first lines of thousands
+        named = (digest for name, digest in read_checksums(folder) if name == MANIFEST)
+        expected = next(named, None)
     except FileNotFoundError as error:
         if path.exists():
             raise DamagedCheckpoint(f"{error.filename} is missing") from None
@@ -133,24 +135,23 @@ def list_cuts(
 
 def require_files(folder: Path) -> None:
     """Compare the names in the folder with the checksums. Opens no file. Raises DamagedCheckpoint."""
-    missing = sorted(read_checksums(folder).keys() - set(os.listdir(folder)))
+    missing = sorted(dict(read_checksums(folder)).keys() - set(os.listdir(folder)))
     if missing:
         others = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise DamagedCheckpoint(f"{folder / missing[0]} is missing{others}")
 
 
-def read_checksums(folder: Path) -> dict[str, str]:
-    """Return the name of each file -> its hash. Raises OSError."""
-    checksums = {}
-    for line in (folder / CHECKSUMS).read_text(errors="replace").splitlines():
-        digest, _, name = line.partition("  ")
-        checksums[name] = digest
-    return checksums
+def read_checksums(folder: Path) -> Iterator[tuple[str, str]]:
+    """Yield the name and the hash of each file. Raises OSError."""
+    with open(folder / CHECKSUMS, errors="replace") as lines:
+        for line in lines:
+            digest, _, name = line.rstrip("\n").partition("  ")
+            yield name, digest
 
 
 def require_undamaged(folder: Path, part: int = 0, n_parts: int = 1) -> None:
     """Hash part number `part` of `n_parts` of the files. Raises DamagedCheckpoint, which names the changed files."""
-    checksums = read_checksums(folder)
+    checksums = dict(read_checksums(folder))
     names = sorted(checksums)[part::n_parts]
     if damage := files.find_damage({folder / name: checksums[name] for name in names}):
         raise DamagedCheckpoint("; ".join(damage))
