@@ -158,9 +158,16 @@ def test_a_relation_between_sizes_is_kept(args, relation, value):
     assert list(globals()[relation](reduction)) == json.loads(value)
 
 
-def test_a_config_whose_real_run_cannot_start_is_refused():
-    with pytest.raises(ConfigError, match="n_heads"):
-        reduce_config(read("debug", f"--{TP}=8", f"--{SHARD}=1"), 8)
+@pytest.mark.parametrize(
+    "name, keys, why",
+    [
+        ("debug", {TP: 8, SHARD: 1}, "n_heads"),
+        ("debug_moe", {"model.n_layers": 1, "flavor.moe_every": 2}, "no layer has experts"),
+    ],
+)
+def test_a_config_whose_real_run_cannot_start_is_refused(name, keys, why):
+    with pytest.raises(ConfigError, match=why):
+        reduce_config(override(read(name), keys), 8)
 
 
 # ---------------------------------------------------------------- every shipped config, and the deep run

@@ -2,7 +2,7 @@
 
 from math import gcd
 
-from torchtitan_lite.config.block import list_block_modules
+from torchtitan_lite.config.block import list_block_modules, list_expert_biases
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.messages import Problem, Problems
 from torchtitan_lite.config.model_rows import ModelArgs
@@ -33,10 +33,13 @@ def list_expert_degrees(model_args: ModelArgs, n_ranks: int) -> list[int]:
 
 
 def check_experts(problems: Problems, layout: Layout) -> None:
-    """Check that the experts can be sharded with these degrees."""
+    """Check that a layer has experts, and that they can be sharded with these degrees."""
     model_args = problems.model_args
     n_experts = model_args.moe.n_experts
     n_ranks = layout.fsdp * layout.tp
+    if not list_expert_biases(model_args):  # one per layer with experts
+        why = "no layer has experts, because of n_first_dense_layers or moe_every"
+        problems.refuse("model.n_layers", why, "Use more layers")
     allowed = list_expert_degrees(model_args, n_ranks)
     if layout.ep in allowed:
         return
