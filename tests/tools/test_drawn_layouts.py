@@ -41,8 +41,8 @@ HEADS = {
     "model.n_heads": 24,
     "model.n_kv_heads": 12,
     "model.head_dim": 16,
-    "model.ffn_dim": 720,
-    "model.dim": 240,
+    "model.ffn_dim": 1536,
+    "model.dim": 768,
 }
 FP8 = {**FLOAT8, **EMULATED}
 # Groups of keys. One line of each group is drawn, with the weight in its second column.
