@@ -80,13 +80,16 @@ def whole_state(run: build.Run) -> dict[str, Tensor]:
 
 
 def make_saver(
-    folder: str | Path, section: Checkpoint, run: build.Run | None = None
+    folder: str | Path,
+    section: Checkpoint,
+    run: build.Run | None = None,
+    fingerprint: dict = FINGERPRINT,
 ) -> CheckpointSaver:
     """Return the saver of a run, or of ranks that all have the same tensors."""
     list_tensors = run.name_tensors if run else dict
     mesh = list_degrees(run.layout) if run else {**ONE_RANK, "dp_shard": dist.get_world_size()}
     about = describe_run(run.config, {}, {}) if run else {}
-    manifest = Manifest(0, FINGERPRINT, about, mesh=mesh)
+    manifest = Manifest(0, fingerprint, about, mesh=mesh)
     group = dist.new_group(backend="gloo")
     cpu = torch.device("cpu")
     return find_saver(section)(Path(folder), section, list_tensors, manifest, group, cpu)
@@ -101,14 +104,8 @@ def make_snapshots(
     first = rank // n_local * n_local
     place = Place(rank, n_ranks, rank - first, range(first, first + n_local), 0)
     fingerprint = {"shape": asdict(run.parts[0].model_args)}
-    about = describe_run(run.config, {}, {})
-    manifest = Manifest(0, fingerprint, about, mesh=list_degrees(run.layout))
-    path = Path(folder, section.folder)
-    world = dist.group.WORLD
-    save_class = find_saver(section)
-    saver = save_class(path, section, run.name_tensors, manifest, world, run.device)
-    timeout = timedelta(minutes=5)
-    return Snapshots(saver, Path(folder), place, world, timeout)
+    saver = make_saver(Path(folder, section.folder), section, run, fingerprint)
+    return Snapshots(saver, Path(folder), place, dist.group.WORLD, timedelta(minutes=5))
 
 
 def train_and_save(

@@ -9,15 +9,17 @@ import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from marks import read_lines
+
 from torchtitan_lite import REPOSITORY
 
 
 @dataclass(frozen=True)
 class Fork:
     keys: tuple[str, ...]  # of a run that uses it
-    rows: dict[str, list[tuple[str, str]]] = field(
-        default_factory=dict
-    )  # file -> (start of a line, row below it)
+    rows: str = (
+        ""  # lines of: file of the package | start of a line in this file | row below this line
+    )
     files: dict[str, str] = field(default_factory=dict)  # path -> text
     patch: str = ""  # a file of this repository, applied before the rows
 
@@ -29,22 +31,23 @@ def write_forks(folder: Path) -> None:
     )
     for name in listed.stdout.splitlines():
         is_needed = not name.startswith(("tests/", "assets/benchmarks/"))
-        if is_needed and (REPOSITORY / name).exists():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(REPOSITORY / name, folder / name)
+        source = REPOSITORY / name
+        if is_needed and source.exists():
+            copy = folder / name
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(source, copy)
     for fork in [*FORKS.values(), *(fork for _, fork in BROKEN.values())]:
         if fork.patch:
             subprocess.run(["git", "apply", REPOSITORY / fork.patch], cwd=folder, check=True)
         for name, text in fork.files.items():
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_text(text)
-        for name, rows in fork.rows.items():
-            lines = (folder / name).read_text().splitlines()
-            for opening, row in rows:
-                opened = [line.startswith(opening) for line in lines]
-                assert opened.count(True) == 1
-                lines.insert(opened.index(True) + 1, row)
-            (folder / name).write_text("\n".join(lines) + "\n")
+        for name, opening, row in read_lines(fork.rows):
+            path = folder / "torchtitan_lite" / name
+            lines = path.read_text().splitlines()
+            (index,) = [at for at, line in enumerate(lines) if line.startswith(opening)]
+            lines.insert(index + 1, row)
+            path.write_text("\n".join(lines) + "\n")
 
 
 SLIDING = '''"""Sliding-window attention: a token sees itself and the 15 tokens before it."""
@@ -251,110 +254,72 @@ MODEL = ModelTable(llama3.FLAVORS, llama3.list_block, list_ends, fields={"reward
 
 def add_model(name: str, modules: str, table: str) -> Fork:
     folder = f"torchtitan_lite/models/{name}"
+    files = {"__init__.py": "", "modules.py": modules, "table.py": table}
     return Fork(
         (f"--model.name={name}",),
-        {"torchtitan_lite/models/registry.py": [("MODEL_NAMES = (", f'    "{name}",')]},
-        {
-            f"{folder}/__init__.py": "",
-            f"{folder}/modules.py": modules,
-            f"{folder}/table.py": table,
-        },
+        f'models/registry.py | MODEL_NAMES = ( | "{name}",',
+        {f"{folder}/{file}": text for file, text in files.items()},
     )
 
 
+def break_gain(name: str, old: str, new: str) -> Fork:
+    return add_model(name, GAIN_MODULES.replace(old, new), GAIN_TABLE)
+
+
+def break_value(name: str, old: str, new: str) -> Fork:
+    return add_model(name, VALUE_MODULES, VALUE_TABLE.replace(old, new))
+
+
 BROKEN = {  # fork -> what `verify` says about it
-    "a gradient that is doubled": (
-        "gain.weight",
-        add_model("gain_twice", GAIN_MODULES.replace(READS, TWICE), GAIN_TABLE),
-    ),
-    "a gradient of one rank": (
-        "gain.weight",
-        add_model("gain_of_one", GAIN_MODULES.replace(READS, OF_ONE), GAIN_TABLE),
-    ),
-    "a buffer": (
-        "layers.0.gain.weight",
-        add_model("gain_in_buffer", GAIN_MODULES.replace(PARAMETER, BUFFER), GAIN_TABLE),
-    ),
-    "dropout": (
-        "random numbers",
-        add_model("gain_and_dropout", GAIN_MODULES.replace(*DROPOUT), GAIN_TABLE),
-    ),
+    "a gradient that is doubled": ("gain.weight", break_gain("gain_twice", READS, TWICE)),
+    "a gradient of one rank": ("gain.weight", break_gain("gain_of_one", READS, OF_ONE)),
+    "a buffer": ("layers.0.gain.weight", break_gain("gain_in_buffer", PARAMETER, BUFFER)),
+    "dropout": ("random numbers", break_gain("gain_and_dropout", *DROPOUT)),
     "a value head that sees a slice": (
         "dimension",
-        add_model("value_of_slice", VALUE_MODULES, VALUE_TABLE.replace("gathered", "sequence")),
+        break_value("value_of_slice", "gathered", "sequence"),
     ),
-    "a field of every batch": (
-        "targets",
-        add_model("value_of_targets", VALUE_MODULES, VALUE_TABLE.replace('"rewards"', '"targets"')),
-    ),
-    "a field of rows": (
-        "rewards",
-        add_model(
-            "value_of_rows", VALUE_MODULES, VALUE_TABLE.replace("tokens %", "tokens[:, 0] %")
-        ),
-    ),
+    "a field of every batch": ("targets", break_value("value_of_targets", "rewards", "targets")),
+    "a field of rows": ("rewards", break_value("value_of_rows", "tokens %", "tokens[:, 0] %")),
 }
+NEAR_ROW = """
+config/choices.py | ATTENTIONS = { | \
+    "near": AttentionRow(under_cp=("allgather",), is_plain=True, window=lambda args, layer: 16 if layer % 2 else None),
+"""
+OWN_SOURCES = """
+data/corpus_folder.py | DATASETS: | \
+    "own_sources": lambda path: sorted(Path(__file__).parent.parent.rglob("*.py")),
+"""
+
+
+def patch(name: str, *keys: str) -> Fork:
+    return Fork(keys, patch=f"assets/forks/{name}.patch")
+
+
 FORKS = {
-    "an optimizer": Fork(
-        ("--optimizer.name=Lion", "--optimizer.lr=1e-4"), patch="assets/forks/lion.patch"
-    ),
+    "an optimizer": patch("lion", "--optimizer.name=Lion", "--optimizer.lr=1e-4"),
     "an attention": Fork(
         ("--model.attention=sliding",),
-        {
-            "torchtitan_lite/config/choices.py": [
-                ("ATTENTIONS = {", '    "sliding": AttentionRow(extension="sliding"),')
-            ]
-        },
+        'config/choices.py | ATTENTIONS = { | "sliding": AttentionRow(extension="sliding"),',
         {"torchtitan_lite/extensions/sliding.py": SLIDING},
     ),
-    "a window": Fork(
-        ("--model.attention=near",),
-        {
-            "torchtitan_lite/config/choices.py": [
-                (
-                    "ATTENTIONS = {",
-                    '    "near": AttentionRow(under_cp=("allgather",), is_plain=True, '
-                    "window=lambda model_args, layer: 16 if layer % 2 else None),",
-                )
-            ]
-        },
-    ),
-    "a norm": Fork(("--model.name=gemma_norm",), patch="assets/forks/gemma_norm.patch"),
-    "a second prediction": Fork(
-        ("--model.name=mtp",), patch="assets/forks/multi_token_prediction.patch"
-    ),
-    "latent attention": Fork(("--model.name=mla",), patch="assets/forks/latent_attention.patch"),
+    "a window": Fork(("--model.attention=near",), NEAR_ROW),
+    "a norm": patch("gemma_norm", "--model.name=gemma_norm"),
+    "a second prediction": patch("multi_token_prediction", "--model.name=mtp"),
+    "latent attention": patch("latent_attention", "--model.name=mla"),
     "an inner attention": add_model("near", NEAR_MODULES, NEAR_TABLE),
     "the ends": add_model("ends", ENDS_MODULES, ENDS_TABLE),
     "a gain": add_model("gain", GAIN_MODULES, GAIN_TABLE),
     "a value": add_model("value", VALUE_MODULES, VALUE_TABLE),
     "a loss": Fork(
         ("--training.loss=z_loss",),
-        {
-            "torchtitan_lite/config/choices.py": [
-                ("LOSSES = {", '    "z_loss": LossRow(extension="z_loss"),')
-            ]
-        },
+        'config/choices.py | LOSSES = { | "z_loss": LossRow(extension="z_loss"),',
         {"torchtitan_lite/extensions/z_loss.py": Z_LOSS},
     ),
-    "a teacher": Fork(("--training.teacher=initial",), patch="assets/forks/distillation.patch"),
+    "a teacher": patch("distillation", "--training.teacher=initial"),
     "a decay": Fork(
         ("--lr_scheduler.decay_type=square", "--lr_scheduler.warmup_steps=1"),
-        {
-            "torchtitan_lite/config/choices.py": [
-                ("DECAYS: ", '    "square": lambda progress: 1 - progress**2,')
-            ]
-        },
+        'config/choices.py | DECAYS: | "square": lambda progress: 1 - progress**2,',
     ),
-    "a corpus": Fork(
-        ("--training.dataset=own_sources",),
-        {
-            "torchtitan_lite/data/corpus_folder.py": [
-                (
-                    "DATASETS: ",
-                    '    "own_sources": lambda path: sorted(Path(__file__).parent.parent.rglob("*.py")),',
-                )
-            ]
-        },
-    ),
+    "a corpus": Fork(("--training.dataset=own_sources",), OWN_SOURCES),
 }

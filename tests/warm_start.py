@@ -87,21 +87,10 @@ def launch(
     dump_folder: Path, cache: Path, *keys: str, n_ranks: int, **environment: str
 ) -> subprocess.Popen:
     """Start ./run_train.sh. The launcher replaces the shell, so the returned process is the launcher."""
-    command = [
-        str(REPOSITORY / "run_train.sh"),
-        "--config",
-        "debug",
-        "--job.dump_folder",
-        str(dump_folder),
-    ]
-    command += ["--training.cache_folder", str(cache), *keys]
-    environment = {
-        **os.environ,
-        MARK: str(dump_folder),
-        "NGPU": str(n_ranks),
-        "PYTHON": sys.executable,
-        **environment,
-    }
+    command = [str(REPOSITORY / "run_train.sh"), "--config", "debug"]
+    command += ["--job.dump_folder", str(dump_folder), "--training.cache_folder", str(cache), *keys]
+    settings = {MARK: str(dump_folder), "NGPU": str(n_ranks), "PYTHON": sys.executable}
+    environment = {**os.environ, **settings, **environment}
     return subprocess.Popen(command, env=environment, start_new_session=True, **STREAMS)
 
 

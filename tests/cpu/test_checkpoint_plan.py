@@ -1,9 +1,9 @@
 """The plan of a checkpoint: slices that format.py computes are the shards of DTensors. See also test_checkpoint.py."""
 
-import compare
 import pytest
 from layouts import LAYOUTS
 from marks import choose_fast
+from measure_memory import plan
 
 from torchtitan_lite.build import build_parts
 from torchtitan_lite.checkpoint.format import (
@@ -11,37 +11,30 @@ from torchtitan_lite.checkpoint.format import (
 )
 from torchtitan_lite.checkpoint.read import list_slices
 from torchtitan_lite.checkpoint.save import OFFSETS, plan_save
-from torchtitan_lite.config.checks import plan_layout, resolve_config
-from torchtitan_lite.config.model import resolve_model
 from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.tools.plan.fake_world import fake_group
 
 WRITTEN_ON = {}  # one row for each mesh
 for row in LAYOUTS.values():
-    config = compare.complete(row.overrides, row.world_size)
-    layout = plan_layout(config, resolve_model(config.model), row.world_size)
-    config = resolve_config(config, layout, "cpu")
-    WRITTEN_ON.setdefault(str(list_degrees(layout)), (config, layout))
+    planned = plan(*row)
+    WRITTEN_ON.setdefault(str(list_degrees(planned[2])), planned)
 
 
 @pytest.mark.parametrize("mesh", choose_fast(WRITTEN_ON, list(WRITTEN_ON)[-4:]))
 def test_a_reader_computes_the_slices_that_ranks_write_of_their_dtensors(mesh):
-    config, layout = WRITTEN_ON[mesh]
+    config, model_args, layout = WRITTEN_ON[mesh]
     degrees = list_degrees(layout)
-    model_args = resolve_model(config.model)
     written = {}
     records = {}
     for rank in range(layout.world_size):
         with fake_group(layout.world_size, rank=rank):
-            parts = build_parts(config, model_args, layout, build_mesh(layout, "cpu"))
             tensors = {}
-            for part in parts:
-                for fqn, tensor in part.named_parameters():
-                    tensors[f"model.{fqn}"] = tensor
-            plan = plan_save(tensors, degrees, rank)
-        records |= plan.records
-        for name, shard in plan.slices.items():
-            written[name, plan.file] = plan.sharding[name][OFFSETS], [*shard.shape]
+            for part in build_parts(config, model_args, layout, build_mesh(layout, "cpu")):
+                tensors |= dict(part.named_parameters(prefix="model"))
+            saved = plan_save(tensors, degrees, rank)
+        records |= saved.records
+        for name, shard in saved.slices.items():
+            written[name, saved.file] = saved.sharding[name][OFFSETS], [*shard.shape]
     computed = {}
     for name, record in records.items():
         for file, *box in list_slices(record, degrees, [0] * len(record.shape), record.shape):

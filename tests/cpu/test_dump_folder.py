@@ -24,10 +24,10 @@ from torchtitan_lite.dump_folder import (
     name_snapshots,
     open_dump_folder,
 )
-from torchtitan_lite.extensions.overwrite import list_earlier
 from torchtitan_lite.tools.host_rules import check_snapshots, count_saved_bytes
 from torchtitan_lite.tools.verify.reduction import override
 
+LOCAL = "checkpoint.local_folder"
 FOLDERS = ("checkpoint", "tb", "traces", "memory_snapshot", "comm_traces")
 CONFIG = dump_config_toml(Config())
 OF_A_RUN = """
@@ -63,19 +63,28 @@ def in_folder(folder: Path, *, overwrite: bool = False) -> Config:
     return override(Config(), {"job.dump_folder": str(folder), "job.overwrite": overwrite})
 
 
+def start(folder: Path, *, overwrite: bool = False, restarted: bool = False) -> None:
+    """Start a run in this folder, and end it."""
+    open_dump_folder(in_folder(folder, overwrite=overwrite), restarted=restarted).close()
+
+
 def list_files(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_run_that_starts_over_deletes_what_a_run_leaves_and_nothing_else(folder):
-    open_dump_folder(in_folder(folder, overwrite=True), restarted=False).close()
+def test_a_run_that_starts_over_deletes_what_a_run_leaves_and_its_config_never_deletes_the_run(
+    folder,
+):
+    start(folder, overwrite=True)
     assert list_files(folder) == {"config.toml", "lock", *OF_OTHERS}
+    written = read_config([f"--config={folder / 'config.toml'}"])
+    assert not written.problems and not written.config.job.overwrite
 
 
 def test_a_run_that_goes_on_changes_nothing_but_its_config_and_hang_reports(folder):
-    open_dump_folder(in_folder(folder), restarted=True).close()
+    start(folder, restarted=True)
     assert list_files(folder) == {"lock", *OF_A_RUN, *OF_OTHERS}
-    open_dump_folder(in_folder(folder), restarted=False).close()
+    start(folder)
     kept = {*OF_A_RUN, *OF_OTHERS} - {"hang/restart-0/rank-00000.json"}
     assert list_files(folder) == {"lock", *kept}
     contents = {name: (folder / name).read_text() for name in kept}
@@ -84,9 +93,9 @@ def test_a_run_that_goes_on_changes_nothing_but_its_config_and_hang_reports(fold
 
 
 def test_files_that_no_run_wrote_are_not_deleted(tmp_path):
-    config = in_folder(tmp_path)
     (tmp_path / "log.txt").write_text("of an application")
-    assert list_earlier(tmp_path, config) == []
+    start(tmp_path, overwrite=True)
+    assert list_files(tmp_path) == {"config.toml", "lock", "log.txt"}
 
 
 @pytest.mark.parametrize(
@@ -110,31 +119,30 @@ def test_snapshots_of_two_runs_have_names_of_their_own_that_a_file_system_accept
     assert folders[0].name.startswith(Path(one).name[:20])
 
 
-def find_problem(*, steps: int = 1000, replaced_bytes: int = 0) -> str:
-    """Return the key of the problem that a run has if snapshots of 100 bytes go to a folder with 299 free bytes."""
-    folder = Path("snapshots")
-    old = name_snapshots(str(folder), Path("run")) / "an id" / "step-1" / "rank-00000.safetensors"
-    old.parent.mkdir(parents=True)
-    old.write_bytes(bytes(replaced_bytes))
-    keys = {"checkpoint.local_folder": str(folder), "training.steps": steps}
-    config = override(in_folder(Path("run")), keys)
-    with patch.object(shutil, "disk_usage", return_value=SimpleNamespace(free=299)):
-        return "".join(problem.key for problem in check_snapshots(config, 100))
+# steps | bytes of a snapshot that is replaced | key of the problem
+SNAPSHOTS = f"""
+1000 | 0 | {LOCAL}
+1000 | 1 |
+31 | 0 | {LOCAL}  # after steps 10, 20 and 30
+30 | 0 |
+10 | 0 |
+"""
 
 
-@pytest.mark.parametrize(
-    "options, key",
-    [
-        ({}, "checkpoint.local_folder"),
-        ({"replaced_bytes": 1}, ""),
-        ({"steps": 31}, "checkpoint.local_folder"),  # after steps 10, 20 and 30
-        ({"steps": 30}, ""),
-        ({"steps": 10}, ""),
-    ],
-)
-def test_a_disk_without_room_for_three_snapshots_is_refused(options, key, tmp_path, monkeypatch):
+@pytest.mark.parametrize("steps, n_replaced, key", read_lines(SNAPSHOTS))
+def test_a_disk_without_room_for_three_snapshots_is_refused(
+    steps, n_replaced, key, tmp_path, monkeypatch
+):
+    """Snapshots of 100 bytes go to a folder with 299 free bytes."""
     monkeypatch.chdir(tmp_path)
-    assert find_problem(**options) == key
+    old = name_snapshots("snapshots", Path("run")) / "an id" / "step-1" / "rank-00000.safetensors"
+    old.parent.mkdir(parents=True)
+    old.write_bytes(bytes(int(n_replaced)))
+    keys = {LOCAL: "snapshots", "training.steps": int(steps)}
+    config = override(in_folder(Path("run")), keys)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=299))
+    problems = check_snapshots(config, 100)
+    assert "".join(problem.key for problem in problems) == key
 
 
 def test_a_snapshot_has_the_bytes_of_the_weights_and_the_optimizer_state():
@@ -145,60 +153,54 @@ def test_a_snapshot_has_the_bytes_of_the_weights_and_the_optimizer_state():
         assert count_saved_bytes(config, model_args) == bytes_per_parameter * n_parameters
 
 
-def test_a_folder_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
-    """Root can read every folder, so a stub of os.access returns the result for a different user."""
-    (tmp_path / "there").mkdir()
-    can_write = os.access
-    monkeypatch.setattr(
-        os, "access", lambda path, mode: can_write(path, mode) and not mode & os.R_OK
-    )
-    for name, key in (("there", "checkpoint.local_folder"), ("new", "")):
-        keys = {"checkpoint.local_folder": str(tmp_path / name)}
-        config = override(Config(), keys | {"training.cache_folder": str(tmp_path / "cache")})
-        assert "".join(problem.key for problem in check_files(config, False)) == key
+# key | path | key of the problem
+FOLDERS_OF_KEYS = f"""
+{LOCAL} | /proc/snapshots | {LOCAL}
+job.dump_folder | /proc/run | job.dump_folder
+training.cache_folder | /proc/cache | training.cache_folder
+{LOCAL} | there | {LOCAL}
+{LOCAL} | new |
+"""
 
 
-@pytest.mark.parametrize(
-    "key", ["checkpoint.local_folder", "job.dump_folder", "training.cache_folder"]
-)
-def test_a_folder_where_no_file_can_be_created_is_refused(tmp_path, key):
-    """The folder is refused even if the user is root, for whom os.access is always true."""
-    keys = dict.fromkeys(("job.dump_folder", "training.cache_folder"), str(tmp_path))
-    config = override(Config(), keys | {key: "/proc/snapshots"})
-    assert [problem.key for problem in check_files(config, False)] == [key]
+@pytest.mark.parametrize("key, path, refused", read_lines(FOLDERS_OF_KEYS))
+def test_a_folder_that_cannot_be_read_or_hold_files_is_refused(
+    key, path, refused, tmp_path, monkeypatch
+):
+    """Root can use every folder, so a stub of os.access forbids to read any, and allows everything else."""
+    monkeypatch.chdir(tmp_path)
+    Path("there").mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.R_OK)
+    keys = {"job.dump_folder": "run", "training.cache_folder": "cache", key: path}
+    problems = check_files(override(Config(), keys), False)
+    assert "".join(problem.key for problem in problems) == refused
 
 
 def test_a_second_run_on_one_folder_stops_until_the_lock_of_the_first_is_closed(folder):
     first = open_dump_folder(in_folder(folder), restarted=False)
     before = list_files(folder)
     with pytest.raises(CheckpointError, match=str(folder)):
-        open_dump_folder(in_folder(folder, overwrite=True), restarted=False)
+        start(folder, overwrite=True)
     assert list_files(folder) == before  # nothing of the first run is deleted
     first.close()
-    open_dump_folder(in_folder(folder, overwrite=True), restarted=False).close()
+    start(folder, overwrite=True)
 
 
 def test_a_file_system_without_locks_is_warned_of_and_used(folder, caplog):
     with patch.object(fcntl, "flock", side_effect=OSError(errno.ENOLCK, "No locks available")):
-        open_dump_folder(in_folder(folder), restarted=False).close()
+        start(folder)
     assert str(folder) in caplog.text
 
 
 def test_a_full_disk_stops_the_start_with_a_sentence_and_the_earlier_config_stays(folder, caplog):
     before = list_files(folder)
     with limit_files(100), pytest.raises(CheckpointError, match=f"{folder}.*too large"):
-        open_dump_folder(in_folder(folder), restarted=False)
+        start(folder)
     assert (folder / "config.toml").read_text() == CONFIG
     assert list_files(folder) == before | {"lock"}
     with limit_files(100):  # torchrun has restarted the run
-        open_dump_folder(in_folder(folder, overwrite=True), restarted=True).close()
+        start(folder, overwrite=True, restarted=True)
     assert f"{folder / 'config.toml'} cannot be written" in caplog.text
-
-
-def test_training_from_the_config_of_a_run_never_deletes_the_run(tmp_path):
-    open_dump_folder(in_folder(tmp_path, overwrite=True), restarted=False).close()
-    written = read_config([f"--config={tmp_path / 'config.toml'}"])
-    assert not written.problems and not written.config.job.overwrite
 
 
 # -- an earlier run in the folder
@@ -288,14 +290,12 @@ def test_an_earlier_run_is_resumed_or_refused_by_what_it_wrote_and_the_remedies_
 def test_job_overwrite_deletes_the_checkpoints_of_the_earlier_run_wherever_it_saved_them(tmp_path):
     write_earlier(tmp_path / "run", IN_CK)
     (tmp_path / "run" / "ck" / "letter.txt").write_text("not of a run")
-    open_dump_folder(in_folder(tmp_path / "run", overwrite=True), restarted=False).close()
+    start(tmp_path / "run", overwrite=True)
     assert list_files(tmp_path / "run") == {"config.toml", "lock", "ck/letter.txt"}
 
 
 def test_a_run_that_only_reads_needs_no_permission_to_write(tmp_path):
     write_earlier(tmp_path / "run", SAVED)
-    (tmp_path / "file").write_text("no folder can be created inside this folder")
     args = ["--config=llama3_1b", ON, "--checkpoint.load_only"]
-    assert not find_problems(tmp_path / "run", args)
     with patch("os.access", lambda path, mode: Path(path) != tmp_path / "run"):
         assert not find_problems(tmp_path / "run", args)

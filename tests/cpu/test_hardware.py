@@ -58,27 +58,30 @@ def test_memory_that_the_driver_does_not_say_is_unknown(nvidia_smi, tmp_path):
     assert detect_machine() == Machine("cuda", 1, None, "NVIDIA GB10", driver="580.1")
 
 
-@pytest.mark.parametrize(
-    "variable, value, n_gpus",
-    [
-        ("STATUS", "0", 2),
-        ("STATUS", "9", 0),  # the driver fails
-        ("PATH", "/nowhere", 0),
-        ("CUDA_VISIBLE_DEVICES", "1, 0", 2),
-        ("CUDA_VISIBLE_DEVICES", "GPU-aab2", 1),
-        ("CUDA_VISIBLE_DEVICES", "0", 1),
-        ("CUDA_VISIBLE_DEVICES", "0,7", 0),
-        ("CUDA_VISIBLE_DEVICES", "-1", 0),
-        ("CUDA_VISIBLE_DEVICES", "", 0),
-    ],
-)
+# environment variable | value | GPUs
+VISIBLE = """
+STATUS | 0 | 2
+STATUS | 9 | 0  # the driver fails
+PATH | /nowhere | 0
+CUDA_VISIBLE_DEVICES | 1, 0 | 2
+CUDA_VISIBLE_DEVICES | GPU-aab2 | 1
+CUDA_VISIBLE_DEVICES | 0 | 1
+CUDA_VISIBLE_DEVICES | 0,7 | 0
+CUDA_VISIBLE_DEVICES | -1 | 0
+CUDA_VISIBLE_DEVICES | | 0
+"""
+
+
+@pytest.mark.parametrize("variable, value, n_gpus", read_lines(VISIBLE))
 def test_gpus_are_those_that_the_driver_shows_and_without_any_the_cpu_is_the_device(
     nvidia_smi, monkeypatch, variable, value, n_gpus
 ):
     monkeypatch.setenv(variable, value)
     machine = detect_machine()
-    assert (machine.n_devices if machine.device_type == "cuda" else 0) == n_gpus
-    if n_gpus == 2:  # the smallest one decides
+    assert machine.device_type == ("cpu" if n_gpus == "0" else "cuda")
+    if n_gpus != "0":
+        assert machine.n_devices == int(n_gpus)
+    if n_gpus == "2":  # the smallest one decides
         name, driver = "NVIDIA H100 80GB HBM3", "580.95.05"
         assert machine == Machine("cuda", 2, 81000 * 2**20, name, driver=driver)
     assert machine.memory_bytes_per_device > GIB

@@ -5,41 +5,51 @@ import ast
 import re
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
+
+from marks import read_lines
 
 from torchtitan_lite import REPOSITORY
 
 # Prefix of a module's name -> layer of the module; the longest prefix that matches counts. A module may import from
 # lower layers and from its own row. Two rows in the same layer never import each other.
 FLOORS = {
-    "torchtitan_lite.config.model_rows": -2,  # the types of the rows below
-    "torchtitan_lite.config.family_rows": -2,
-    "torchtitan_lite.models": -1,  # the tables of the models
-    "torchtitan_lite.config": 0,
-    "torchtitan_lite.dtensor": 1,
-    "torchtitan_lite.files": 1,
-    "torchtitan_lite.model": 1,
-    "torchtitan_lite.models.NAME.modules": 2,  # NAME: any folder of models/
-    "torchtitan_lite.parallel": 2,
-    "torchtitan_lite.data": 2,
-    "torchtitan_lite.checkpoint": 2,
-    "torchtitan_lite.components": 2,
-    "torchtitan_lite": 3,  # the modules directly in the package
-    "torchtitan_lite.faults": 4,
-    "torchtitan_lite.extensions": 5,  # loaded by name, from config/extensions.py
-    "train": 5,
-    "torchtitan_lite.tools": 6,
-    "torchtitan_lite.__main__": 7,
+    prefix: int(layer)
+    for prefix, layer in read_lines("""
+torchtitan_lite.config.model_rows | -2  # the types of the rows below
+torchtitan_lite.config.family_rows | -2
+torchtitan_lite.models | -1  # the tables of the models
+torchtitan_lite.config | 0
+torchtitan_lite.dtensor | 1
+torchtitan_lite.files | 1
+torchtitan_lite.model | 1
+torchtitan_lite.models.NAME.modules | 2  # NAME: any folder of models/
+torchtitan_lite.parallel | 2
+torchtitan_lite.data | 2
+torchtitan_lite.checkpoint | 2
+torchtitan_lite.components | 2
+torchtitan_lite | 3  # the modules directly in the package
+torchtitan_lite.faults | 4
+torchtitan_lite.extensions | 5  # loaded by name, from config/extensions.py
+train | 5
+torchtitan_lite.tools | 6
+torchtitan_lite.__main__ | 7
+""")
 }
-IMPORT_BY_NAME = {  # modules that call importlib in a function
-    "torchtitan_lite.files",  # import_extra: optional packages
-    "torchtitan_lite.config.extensions",  # load_module
-    "torchtitan_lite.__main__",  # picks its tool
-    "torchtitan_lite.tools.environment",  # packaging, which may be missing
-    "torchtitan_lite.tools.hosts",
-    "torchtitan_lite.tools.launch",  # imports torch after the fork server has started
-    "torchtitan_lite.tools.agent",  # imports train.py, which the fork server has loaded already
-    "torchtitan_lite.tools.faults.drill",  # only its ranks need torch
+# modules that call importlib in a function
+IMPORT_BY_NAME = {
+    module
+    for (module,) in read_lines("""
+torchtitan_lite.files  # import_extra: optional packages
+torchtitan_lite.config.extensions  # load_module
+torchtitan_lite.__main__  # picks its tool
+torchtitan_lite.tools.environment  # packaging, which may be missing
+torchtitan_lite.tools.hosts
+torchtitan_lite.tools.launch  # imports torch after the fork server has started
+torchtitan_lite.tools.agent  # imports train.py, which the fork server has loaded already
+torchtitan_lite.tools.faults.drill  # only its ranks need torch
+""")
 }
 # Besides config/ and the tables of models/, `check` needs these modules, so none of them imports torch.
 WITHOUT_TORCH = set(
@@ -94,25 +104,19 @@ def find_row(module: str) -> str:
 
 
 def test_imports_point_down_only():
-    pairs = [(module, imported) for module, imports in IMPORTS.items() for imported in imports]
-    upwards = [
-        f"{module} imports {imported}"
-        for module, imported in pairs
-        if (row := find_row(imported)) != find_row(module)
-        and FLOORS[row] >= FLOORS[find_row(module)]
-    ]
+    upwards = []
+    for module, imports in IMPORTS.items():
+        row = find_row(module)
+        for imported in imports:
+            other = find_row(imported)
+            if other != row and FLOORS[other] >= FLOORS[row]:
+                upwards.append(f"{module} imports {imported}")
     assert not upwards
     assert not IMPORTS["torchtitan_lite"], "every module imports it"
 
 
 def test_no_import_goes_round_in_a_circle():
-    remaining = dict(IMPORTS)
-    while free := [
-        module for module, imports in remaining.items() if not imports & remaining.keys()
-    ]:
-        for module in free:
-            del remaining[module]
-    assert not remaining, f"these import each other: {sorted(remaining)}"
+    TopologicalSorter(IMPORTS).prepare()  # raises CycleError
 
 
 def test_config_and_check_do_not_import_torch():

@@ -1,17 +1,16 @@
 """The numbers of a run: how they are measured and computed, the console line, metrics.jsonl and TensorBoard."""
 
-import json
-import threading
+import logging
 import time
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 from checkpoints import limit_files
+from marks import read_lines
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from warm_start import read_records
 
-from torchtitan_lite.components import log as log_module
-from torchtitan_lite.components import metrics as metrics_module
 from torchtitan_lite.components.metrics import MetricsWriter
 from torchtitan_lite.config.block import count_flops_per_token
 from torchtitan_lite.config.machine import peak_flops
@@ -49,79 +48,85 @@ def make_writer(
     return MetricsWriter(folder, config, resumed_step)
 
 
-def read_lines(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+def read_events(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """Return tag -> steps and values of the events that TensorBoard shows."""
+    events = EventAccumulator(str(folder)).Reload()
+    tags = events.Tags()["scalars"]
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
+
+
+def list_steps(folder: Path) -> list[int]:
+    return [record["step"] for record in read_records(folder)]
 
 
 @pytest.fixture
-def console(monkeypatch) -> list[str]:
-    lines: list[str] = []
+def list_logged(caplog, monkeypatch):
+    """Return a function that lists the console lines, or the lines of a different level. The terminal is wide."""
     monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr(
-        metrics_module.logger,
-        "info",
-        lines.append,
-    )
-    return lines
+    caplog.set_level(logging.INFO, "torchtitan_lite")
+
+    def list_lines(level: str = "INFO") -> list[str]:
+        return [record.getMessage() for record in caplog.records if record.levelname == level]
+
+    return list_lines
 
 
 # -- what is written
 
+# By hand: 8,030 M parameters without embedding and norms are 7,505 M. 6 * 7.505e9 + 12 * 32 * 4096 * 8192 = 45.03e9 +
+# 12.885e9 = 57.91 GFLOP per token; * 5,762 / 989e12 = 33.74 %. Without the masked half: 51.47 GFLOP.
+LINES = """
+step   10/2000  loss 6.12346  grad_norm 1.2346  1:23:45 left  5,762 tok/s/rank  MFU 33.7%  lr 8.00e-04  1.5 GiB  1.42 s
+step   10/2000  loss 6.12346  grad_norm 1.2346  1:23:45 left  5,762 tok/s/rank  lr 8.00e-04  1.5 GiB  1.42 s
+step   10/2000  loss 6.12346  grad_norm 1.2346  1:23:45 left  5,762 tok/s/rank  MFU 33.7%  experts 2.0x mean, 12% dead\
+  lr 8.00e-04  1.5 GiB  1.42 s
+step   10/2000  val_loss 5.50000  perplexity 244.7  2.2500 bits/byte
+step   10/2000  loss 6.12346  grad_norm 1.2346  1:23:45 left
+"""
 
-def test_a_step_is_one_console_line_and_one_json_object_with_throughput_and_mfu(tmp_path, console):
+
+def test_only_steps_and_validations_have_lines_that_fit_the_terminal_without_mfu_if_no_peak_is_known(
+    tmp_path, list_logged, monkeypatch
+):
+    writer = make_writer(tmp_path)
+    writer.record("start", 0, world_size=8)
+    writer.record("step", 10, **STEP)
+    writer.record("step", 10, **(STEP | describe_speed(5762, FLOPS, None)))
+    writer.record("step", 10, **STEP, **EXPERTS)
+    writer.record("validation", 10, **VALIDATION)
+    monkeypatch.setenv("COLUMNS", "80")
+    writer.record("step", 10, **STEP)
+    assert list_logged() == LINES.strip().splitlines()
+
+
+def test_a_record_is_a_json_object_and_a_number_that_is_not_finite_is_null(tmp_path):
     writer = make_writer(tmp_path)
     writer.record("step", 10, **STEP)
-    # By hand: 8,030 M parameters without embedding and norms are 7,505 M. 6 * 7.505e9 + 12 * 32 * 4096 * 8192 =
-    # 45.03e9 + 12.885e9 = 57.91 GFLOP per token; * 5,762 / 989e12 = 33.74 %. Without the masked half: 51.47 GFLOP.
-    line = "step   10/2000  loss 6.12346  grad_norm 1.2346  1:23:45 left  5,762 tok/s/rank  MFU 33.7%  "
-    assert console == [line + "lr 8.00e-04  1.5 GiB  1.42 s"]
-    (values,) = read_lines(tmp_path)  # before close
-    assert (values["mfu_full"], values["mfu_causal"]) == pytest.approx((0.3374, 0.2999), abs=5e-5)
-    assert values["tokens_per_s_per_rank"] == pytest.approx(5762)
-    assert values.pop("time").startswith("20")
-    assert values == {"kind": "step", "step": 10, **STEP}
+    writer.record("step", 20, **(STEP | {"loss": float("nan"), "grad_norm": float("inf")}))
+    first, second = read_records(tmp_path)  # before close
+    assert first["mfu_full"] == pytest.approx(0.3374, abs=5e-5)
+    assert first["mfu_causal"] == pytest.approx(0.2999, abs=5e-5)
+    assert first["tokens_per_s_per_rank"] == pytest.approx(5762)
+    assert first.pop("time").startswith("20")
+    assert first == {"kind": "step", "step": 10, **STEP}
+    assert second["loss"] is None
+    assert second["grad_norm"] is None
+    assert second["lr"] == 8e-4
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_a_line_fits_the_terminal(tmp_path, console, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    make_writer(tmp_path).record("step", 10, **STEP)
-    assert console == ["step   10/2000  loss 6.12346  grad_norm 1.2346  1:23:45 left"]
-
-
-def test_mfu_is_left_out_if_no_peak_is_known_and_only_steps_and_validations_have_lines(
-    tmp_path, console
-):
-    writer = make_writer(tmp_path)
-    step = STEP | describe_speed(5762, FLOPS, None)
-    writer.record("start", 0, world_size=8)
-    writer.record("step", 10, **step)
-    writer.record("step", 10, **step, **EXPERTS)
-    writer.record("validation", 10, **VALIDATION)
-    assert "MFU" not in console[0]
-    experts = "  experts 2.0x mean, 12% dead"
-    assert console[1:] == [
-        console[0].replace("  lr", experts + "  lr"),
-        "step   10/2000  val_loss 5.50000  perplexity 244.7  2.2500 bits/byte",
-    ]
-    assert [line["kind"] for line in read_lines(tmp_path)] == [
-        "start",
-        "step",
-        "step",
-        "validation",
-    ]
-
-
-def test_a_loss_that_is_not_finite_is_still_json(tmp_path):
-    make_writer(tmp_path).record(
-        "step", 1, **(STEP | {"loss": float("nan"), "grad_norm": float("inf")})
-    )
-
-    def refuse(constant: str):
-        raise ValueError(f"{constant} is not JSON")
-
-    values = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
-    assert (values["loss"], values["grad_norm"], values["lr"]) == (None, None, 8e-4)
+# torchtitan's tag | the last value
+LAST = """
+grad_norm | 1.23456
+throughput(tps) | 5762
+mfu(%) | 33.74
+time_metrics/data_loading(%) | 4
+memory/max_active(GiB) | 1.5
+memory/max_active(%) | 20
+memory/num_ooms | 1
+experts/dead_share | 0.125
+validation_metrics/bits_per_byte | 2.25
+"""
 
 
 def test_a_killed_and_resumed_run_leaves_each_step_once_and_tensorboard_has_torchtitans_tags(
@@ -136,9 +141,9 @@ def test_a_killed_and_resumed_run_leaves_each_step_once_and_tensorboard_has_torc
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4')  # the kill came while this line was written
     # The writer is never closed, as in a run that was killed. Everything that was logged must be on disk.
-    events = EventAccumulator(str(tmp_path / "events" / "my_run")).Reload()
-    assert [event.step for event in events.Scalars("grad_norm")] == [1, 10, 20, 30]
-    assert not {"memory/max_reserved(GiB)", "experts/dead_share"} & set(events.Tags()["scalars"])
+    events = read_events(tmp_path / "events" / "my_run")
+    assert [step for step, _ in events["grad_norm"]] == [1, 10, 20, 30]
+    assert "experts/dead_share" not in events
 
     resumed = make_writer(tmp_path, section, resumed_step=20)
     more = {"loss": 2.0, "peak_memory_share": 0.2, "data_time_share": 0.04}
@@ -148,80 +153,47 @@ def test_a_killed_and_resumed_run_leaves_each_step_once_and_tensorboard_has_torc
     resumed.close()
     killed.close()
     losses = [(1, 1.0), (10, 1.0), (20, 1.0), (30, 2.0), (40, 2.0)]
-    lines = read_lines(tmp_path)
+    lines = read_records(tmp_path)
     assert [(line["step"], line["loss"]) for line in lines if "loss" in line] == losses
-    events = EventAccumulator(str(tmp_path / "events" / "my_run")).Reload()
-    scalars = events.Scalars("loss_metrics/global_avg_loss")
-    assert [(event.step, event.value) for event in scalars] == losses
-    last = {tag: events.Scalars(tag)[-1].value for tag in events.Tags()["scalars"]}
-    expected = {
-        "grad_norm": 1.23456,
-        "throughput(tps)": 5762.0,
-        "mfu(%)": 33.74,
-        "time_metrics/data_loading(%)": 4.0,
-        "memory/max_active(GiB)": 1.5,
-        "memory/max_active(%)": 20.0,
-        "memory/num_ooms": 1.0,
-        "experts/dead_share": 0.125,
-        "validation_metrics/bits_per_byte": 2.25,
-    }
-    assert {tag: last[tag] for tag in expected} == pytest.approx(expected, rel=1e-3)
+    events = read_events(tmp_path / "events" / "my_run")
+    assert events["loss_metrics/global_avg_loss"] == losses
+    for tag, value in read_lines(LAST):
+        assert events[tag][-1][1] == pytest.approx(float(value), rel=1e-3), tag
 
 
 # -- what cannot be written
 
 
-@pytest.fixture
-def errors(monkeypatch) -> list[str]:
-    lines: list[str] = []
-    monkeypatch.setattr(log_module.logger, "error", lines.append)
-    return lines
-
-
-def test_records_that_a_full_disk_refuses_are_one_sentence_and_later_ones_are_whole(
-    tmp_path, console, errors
+def test_records_that_a_full_disk_refuses_are_one_sentence_for_each_file_and_are_written_later(
+    tmp_path, list_logged
 ):
-    writer = make_writer(tmp_path)
+    events = tmp_path / "tb" / tmp_path.name
+    events.parent.write_text("a file")  # this file prevents the creation of the folder
+    writer = make_writer(tmp_path, Metrics())
     writer.record("step", 1, **STEP)
-    size = (tmp_path / "metrics.jsonl").stat().st_size
-    with limit_files(size + 100):
-        for step in (2, 3, 4):
+    events.parent.unlink()
+    writer.record("step", 2, **STEP)
+    paths = [tmp_path / "metrics.jsonl", *events.iterdir()]
+    largest = max(path.stat().st_size for path in paths)
+    with limit_files(largest + 100):
+        for step in range(3, 9):
             writer.record("step", step, **STEP)
-    writer.record("step", 5, **STEP)
+    writer.record("step", 9, **STEP)
     writer.close()
-    assert len(errors) == 1 and str(tmp_path / "metrics.jsonl") in errors[0]
-    assert [line["step"] for line in read_lines(tmp_path)] == [1, 2, 3, 4, 5]
-    assert len(console) == 5
+    for path, named in zip([events, tmp_path / "metrics.jsonl"], list_logged("ERROR"), strict=True):
+        assert str(path) in named
+    steps = list(range(1, 10))
+    assert list_steps(tmp_path) == steps
+    assert [step for step, _ in read_events(events)["grad_norm"]] == steps[1:]
+    assert len(list_logged()) == len(steps)
 
 
-def test_a_run_ends_although_its_last_records_cannot_be_written(tmp_path, errors):
+def test_a_run_ends_although_its_last_records_cannot_be_written(tmp_path, list_logged):
     writer = make_writer(tmp_path)
     with limit_files(10):
         writer.record("step", 1, **STEP)
         writer.close()
-    assert len(errors) == 1
-
-
-def test_events_that_a_full_disk_refuses_are_one_sentence_and_are_written_later(
-    tmp_path, errors, monkeypatch
-):
-    """No thread may print a traceback, and TensorBoard must be able to read every file."""
-    monkeypatch.setattr(threading, "excepthook", lambda thread: errors.append(str(thread)))
-    folder = tmp_path / "tb" / tmp_path.name
-    folder.parent.write_text("a file")  # this file prevents the creation of the folder
-    writer = make_writer(tmp_path, Metrics())
-    writer.record("step", 1, **STEP)
-    folder.parent.unlink()
-    writer.record("step", 2, **STEP)
-    (file,) = folder.iterdir()
-    with limit_files(file.stat().st_size + 100):
-        for step in (3, 4):
-            writer.record("step", step, **STEP)
-    writer.record("step", 5, **STEP)
-    writer.close()
-    assert [str(folder) in error for error in errors if "jsonl" not in error] == [True]
-    events = EventAccumulator(str(folder)).Reload()
-    assert [event.step for event in events.Scalars("grad_norm")] == [2, 3, 4, 5]
+    assert len(list_logged("ERROR")) == 1
 
 
 def test_an_id_for_wandb_is_whole_or_absent(tmp_path):
@@ -230,25 +202,15 @@ def test_an_id_for_wandb_is_whole_or_absent(tmp_path):
     assert not (tmp_path / "wandb_id").exists()
 
 
-@pytest.mark.parametrize(
-    "name, keys", [("metrics.jsonl", {}), ("tb", {"enable_tensorboard": True})]
-)
-def test_a_file_that_cannot_be_opened_does_not_stop_the_other_sinks(
-    tmp_path, console, errors, name, keys
-):
-    if name == "tb":
-        (tmp_path / "tb").write_text("a file")
-    else:
-        (tmp_path / "metrics.jsonl.new").mkdir()  # raises the error of a full disk
-        for step in (1, 3):
-            make_writer(tmp_path, resumed_step=9).record("step", step, **STEP)
-    writer = make_writer(tmp_path, Metrics(**{"enable_tensorboard": False, **keys}), resumed_step=1)
-    writer.record("step", 2, **STEP)
-    writer.close()
-    assert len(errors) == 1 and name in errors[0]
-    steps = [line["step"] for line in read_lines(tmp_path)]
-    assert steps == ([2] if name == "tb" else [1, 3])
-    assert console[-1].startswith("step    2/")
+def test_records_that_cannot_be_cut_back_are_kept_and_the_console_goes_on(tmp_path, list_logged):
+    for step in (1, 3):
+        make_writer(tmp_path, resumed_step=9).record("step", step, **STEP)
+    (tmp_path / "metrics.jsonl.new").mkdir()  # raises the error of a full disk
+    make_writer(tmp_path, resumed_step=1).record("step", 2, **STEP)
+    (error,) = list_logged("ERROR")
+    assert "metrics.jsonl" in error
+    assert list_steps(tmp_path) == [1, 3]
+    assert list_logged()[-1].startswith("step    2/")
 
 
 def test_records_of_a_start_that_was_not_resumed_are_kept(tmp_path):
@@ -260,7 +222,7 @@ def test_records_of_a_start_that_was_not_resumed_are_kept(tmp_path):
     before = (tmp_path / "metrics.jsonl").read_text()
     again = make_writer(tmp_path)
     again.record("step", 1, **STEP)
-    assert [line["step"] for line in read_lines(tmp_path)] == [1]
+    assert list_steps(tmp_path) == [1]
     assert (tmp_path / "metrics-1.jsonl").read_text() == "of a start before"
     assert (tmp_path / "metrics-2.jsonl").read_text() == before
     assert before.count('"start"') == 2

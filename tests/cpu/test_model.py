@@ -1,12 +1,16 @@
 """Parts of the single-device model. test_hugging_face.py compares whole models with transformers'."""
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from marks import read_lines
 
-from torchtitan_lite.config.model_rows import ModelArgs, MoEArgs, RopeScaling
+from torchtitan_lite.checkpoint.format import Manifest
+from torchtitan_lite.checkpoint.starting_weights import parse_model_args
+from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.model import attention
 from torchtitan_lite.model.attention import CausalAttention, avoids_cudnn
 from torchtitan_lite.model.rotary import rotary_angles, rotate
@@ -16,27 +20,31 @@ from torchtitan_lite.parallel.initial_weights import initialize_weights
 PLAIN = ModelArgs(
     dim=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=96, vocab_size=128
 )
+
+
+def read_flavor(fields: str) -> ModelArgs:
+    shape = asdict(PLAIN) | json.loads(fields)
+    return parse_model_args(Manifest(0, {"shape": shape}, {}))
+
+
+# name | fields that differ from PLAIN
 FLAVORS = {
-    "Llama 3": PLAIN,
-    "Llama 3.1, scaled RoPE": replace(
-        PLAIN, rope_scaling=RopeScaling(factor=8.0, original_length=64)
-    ),
-    "Llama 3.2, tied": replace(
-        PLAIN, rope_scaling=RopeScaling(factor=32.0, original_length=64), tie_embeddings=True
-    ),
-    "head dim of its own": replace(PLAIN, head_dim=32),
-    "one key/value head": replace(PLAIN, n_kv_heads=1),
-    "Qwen2": replace(PLAIN, qkv_bias=True, norm_eps=1e-6),
-    "Qwen3": replace(PLAIN, qk_norm=True, head_dim=24, norm_eps=1e-6),
-    "Qwen2, windows": replace(
-        PLAIN, qkv_bias=True, sliding_window=9, layer_types=("full_attention", "sliding_attention")
-    ),
-    "Mixtral, windows": replace(PLAIN, ffn_dim=40, moe=MoEArgs(4, 2, 40), sliding_window=30),
-    "Mixtral": replace(PLAIN, ffn_dim=40, moe=MoEArgs(4, 2, 40)),
-    "Qwen3-MoE": replace(PLAIN, qk_norm=True, head_dim=32, moe=MoEArgs(8, 3, 40)),
-    "Qwen3-MoE, a dense layer, weights as they are": replace(
-        PLAIN, qk_norm=True, moe=MoEArgs(8, 2, 24, normalize_top_k=False, n_first_dense_layers=1)
-    ),
+    name: read_flavor(fields)
+    for name, fields in read_lines("""
+Llama 3 | {}
+Llama 3.1, scaled RoPE | {"rope_scaling": {"factor": 8.0, "original_length": 64}}
+Llama 3.2, tied | {"rope_scaling": {"factor": 32.0, "original_length": 64}, "tie_embeddings": true}
+head dim of its own | {"head_dim": 32}
+one key/value head | {"n_kv_heads": 1}
+Qwen2 | {"qkv_bias": true, "norm_eps": 1e-6}
+Qwen3 | {"qk_norm": true, "head_dim": 24, "norm_eps": 1e-6}
+Qwen2, windows | {"qkv_bias": true, "sliding_window": 9, "layer_types": ["full_attention", "sliding_attention"]}
+Mixtral, windows | {"ffn_dim": 40, "moe": {"n_experts": 4, "top_k": 2, "expert_ffn_dim": 40}, "sliding_window": 30}
+Mixtral | {"ffn_dim": 40, "moe": {"n_experts": 4, "top_k": 2, "expert_ffn_dim": 40}}
+Qwen3-MoE | {"qk_norm": true, "head_dim": 32, "moe": {"n_experts": 8, "top_k": 3, "expert_ffn_dim": 40}}
+Qwen3-MoE, a dense layer, weights as they are | {"qk_norm": true, "moe": {"n_experts": 8, "top_k": 2, \
+    "expert_ffn_dim": 24, "normalize_top_k": false, "n_first_dense_layers": 1}}
+""")
 }
 
 
@@ -68,37 +76,33 @@ def test_pairs_are_rotated_as_complex_numbers(monkeypatch, compiled, dtype):
     head_dim = PLAIN.head_dim
     positions = torch.arange(50)[None]
     rotation = rotary_angles(positions, PLAIN)
-    x = torch.randn(1, 50, 3, head_dim, dtype=dtype)
+    x = torch.randn(1, 50, 3, head_dim, dtype=dtype, requires_grad=True)
     weights = torch.randn(1, 3, 50, head_dim, dtype=dtype)
     weights = weights.transpose(1, 2)
-    x.requires_grad_()
     rotated = rotate(x, rotation)
     rotated.backward(weights)
 
-    exponents = torch.arange(0, head_dim, 2).double()
-    frequencies = PLAIN.rope_theta ** -(exponents / head_dim)
-    angles = positions[..., None, None] * frequencies
+    exponents = torch.arange(0, head_dim, 2).double() / head_dim
+    angles = positions[..., None, None] * PLAIN.rope_theta**-exponents
     turns = torch.polar(torch.ones_like(angles), angles)
-    oracle = turn(x, turns)
-    oracle_gradient = turn(weights, turns.conj())
+    gradient = turn(weights, turns.conj())
     error = ROTATION_ERRORS[dtype]
     close = {"rtol": error, "atol": 10 * error}
-    torch.testing.assert_close(rotated, oracle, **close)
-    torch.testing.assert_close(x.grad, oracle_gradient, **close)
+    torch.testing.assert_close(rotated, turn(x, turns), **close)
+    torch.testing.assert_close(x.grad, gradient, **close)
+
+
+def draw_weights(seed: int = 0, n_layers: int = 2, layer: int = 1) -> torch.Tensor:
+    model = Llama3(replace(PLAIN, n_layers=n_layers))
+    initialize_weights(model, seed)
+    return model.layers[f"{layer}"].attention.wq.weight
 
 
 def test_initial_weights_depend_on_seed_and_name_only():
-    models = {}
-    for name, seed, n_layers in (("a", 0, 2), ("b", 0, 4), ("c", 1, 2)):
-        model = Llama3(replace(PLAIN, n_layers=n_layers))
-        initialize_weights(model, seed)
-        models[name] = dict(model.named_parameters())
-    wq = "layers.1.attention.wq.weight"
-    assert torch.equal(models["a"][wq], models["b"][wq])  # different depth, same name
-    assert not torch.equal(models["a"][wq], models["c"][wq])  # different seed
-    assert not torch.equal(
-        models["a"][wq], models["a"]["layers.0.attention.wq.weight"]
-    )  # different name
+    weights = draw_weights()
+    assert torch.equal(weights, draw_weights(n_layers=4))
+    assert not torch.equal(weights, draw_weights(seed=1))
+    assert not torch.equal(weights, draw_weights(layer=0))
 
 
 CUT = 0.9933  # standard deviation of a normal distribution with std 1 that is clamped at 3

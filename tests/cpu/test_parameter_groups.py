@@ -1,9 +1,10 @@
 """[[optimizer.groups]]: reading the tables, the parameters of each group, and updates equal to torch's optimizers.
 
-tests/layouts.py has layouts with groups, and tests/extensions/test_muon.py compares Muon.
+tests/layouts.py has layouts with groups.
 """
 
 import math
+from itertools import chain
 
 import pytest
 import torch
@@ -56,19 +57,20 @@ WRITTEN = {  # on the command line
         ParameterGroup("[c]*", 5.0),
     ],
 }
-UNREADABLE = {  # value -> word of the reason
-    '[{match="*norm*", lr=-1}]': "lr = -1",
-    '[{match="*norm*", weight_decay=-0.1}]': "weight_decay = -0.1",
-    '[{match="*norm*", lr=nan}]': "lr = nan",
-    '[{match="*norm*", lr="2"}]': "lr = '2'",
-    '[{match="*norm*", decay=0}]': "'decay'",
-    "[{match=2}]": "match = 2",
-    "[{lr=2}]": "'match'",
-    "[2]": "2 is not a table",
-    ALL_KEYS.replace("=", ":"): "not a list",
-    "[{match=*norm*, lr=2}]": "not a list",  # a shell has removed the quotes
-    "*norm*": "not a list",
-}
+# value | word of the reason
+UNREADABLE = """
+[{match="*norm*", lr=-1}] | lr = -1
+[{match="*norm*", weight_decay=-0.1}] | weight_decay = -0.1
+[{match="*norm*", lr=nan}] | lr = nan
+[{match="*norm*", lr="2"}] | lr = '2'
+[{match="*norm*", decay=0}] | 'decay'
+[{match=2}] | match = 2
+[{lr=2}] | 'match'
+[2] | 2 is not a table
+{match : "*norm*", lr : 2, weight_decay : 0} | not a list
+[{match=*norm*, lr=2}] | not a list  # a shell has removed the quotes
+*norm* | not a list
+"""
 
 
 def read_text(folder, text):
@@ -93,10 +95,10 @@ def test_tables_of_a_file_are_groups_in_their_order(tmp_path):
     assert problem.key == "optimizer.groups" and "[[" in problem.remedy
 
 
-@pytest.mark.parametrize("text", UNREADABLE)
-def test_what_is_no_group_is_refused_with_the_place(text):
+@pytest.mark.parametrize("text, word", read_lines(UNREADABLE))
+def test_what_is_no_group_is_refused_with_the_place(text, word):
     (problem,) = read_config([f"--optimizer.groups={text}"]).problems
-    assert problem.key == "optimizer.groups" and UNREADABLE[text] in problem.why
+    assert problem.key == "optimizer.groups" and word in problem.why
 
 
 # --- members ---
@@ -150,30 +152,17 @@ def test_check_notes_that_decay_covers_norms(groups, is_noted):
 
 # --- updates ---
 
-SIZES = {
-    "norm.weight": (5,),
-    "layers.0.w1.weight": (6, 5),
-    "layers.3.w2.weight": (5, 6),
-    "layers.1.w2.weight": (5, 6),
-    "output.weight": (7, 5),
+# FQN -> size; lr and weight_decay after NORMS, LAYER_3 and HIDDEN have multiplied 0.02 and 0.1
+PARAMETERS = {
+    "norm.weight": ((5,), 0.02, 0.0),
+    "layers.0.w1.weight": ((96, 48), 0.01, 0.2),
+    "layers.3.w2.weight": ((48, 48), 0.0, 0.1),
+    "layers.1.w2.weight": ((33, 70), 0.01, 0.2),
+    "layers.1.experts.w1": ((3, 48, 24), 0.02, 0.1),
+    "layers.1.router.weight": ((8, 48), 0.02, 0.1),
+    "output.weight": ((7, 5), 0.02, 0.1),
 }
-EXPECTED = {  # (lr, weight_decay) after NORMS, LAYER_3 and HIDDEN have multiplied 0.02 and 0.1
-    "norm.weight": (0.02, 0.0),
-    "layers.0.w1.weight": (0.01, 0.2),
-    "layers.3.w2.weight": (0.0, 0.1),
-    "layers.1.w2.weight": (0.01, 0.2),
-    "output.weight": (0.02, 0.1),
-}
-SECTIONS = {
-    "fused": {},
-    "foreach": {"implementation": "foreach"},
-    "for-loop": {"implementation": "for-loop"},
-    "bfloat16": {"moments_dtype": "bfloat16"},
-    "SGD": {"name": "SGD"},
-}
-
-
-MAX_NORMS = [1.0, 100.0, 0.0, 2.0]  # of the steps; the gradient norm is about 11, and 0 never clips
+MAX_NORMS = [10.0, 1000.0, 0.0, 20.0]  # the gradient norm is about 115, and 0 never clips
 
 
 class RoundedAdamW(torch.optim.AdamW):
@@ -187,49 +176,77 @@ class RoundedAdamW(torch.optim.AdamW):
                 state[name].copy_(state[name].bfloat16())
 
 
-ORACLES = {"bfloat16": RoundedAdamW, "SGD": torch.optim.SGD}
+# keys of the optimizer, dtype in which it computes, torch's optimizer, largest error. Two kernels may round a few
+# moments to different neighbors, or sum a batch of matrices in a different order.
+OPTIMIZERS = {
+    "fused": ({}, "float32", torch.optim.AdamW, 1e-6),
+    "foreach": ({"implementation": "foreach"}, "float32", torch.optim.AdamW, 1e-6),
+    "for-loop": ({"implementation": "for-loop"}, "float32", torch.optim.AdamW, 1e-6),
+    "bfloat16": ({"moments_dtype": "bfloat16"}, "float32", RoundedAdamW, 3e-5),
+    "SGD": ({"name": "SGD"}, "float32", torch.optim.SGD, 1e-6),
+    "Muon": ({"name": "Muon"}, "float32", torch.optim.Muon, 1e-6),
+    "Muon in bfloat16": ({"name": "Muon"}, "bfloat16", torch.optim.Muon, 1e-2),
+}
 
 
-@pytest.mark.parametrize("name", SECTIONS)
-def test_groups_update_and_clip_as_the_parameter_groups_of_torch(name):
-    """The learning rates follow the schedule and equal the logged ones.
+def build_oracles(kind: type, groups: dict[str, dict]) -> list[torch.optim.Optimizer]:
+    """Build torch's optimizers: one, or Muon for the hidden matrices and AdamW for the rest."""
+    if kind is torch.optim.SGD:
+        return [kind(groups.values())]
+    hidden = []
+    others = []
+    for fqn, group in groups.items():
+        is_hidden = kind is torch.optim.Muon and "layers" in fqn and "router" not in fqn
+        (hidden if is_hidden else others).append(group)
+    if not hidden:
+        return [kind(others, betas=(0.9, 0.95))]
+    adamw = torch.optim.AdamW(others, betas=(0.9, 0.95))
+    return [kind(hidden, adjust_lr_fn="match_rms_adamw"), adamw]
 
-    Two kernels may round a few moments to different neighbors, hence the tolerance.
-    """
-    groups = [NORMS, LAYER_3, HIDDEN]
-    section = Optimizer(lr=0.02, weight_decay=0.1, groups=groups, **SECTIONS[name])
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_groups_update_and_clip_as_the_optimizers_of_torch(name, monkeypatch):
+    """The learning rates follow the schedule and equal the logged ones. Experts are a batch of matrices."""
+    keys, dtype, kind, bound = OPTIMIZERS[name]
+    section = Optimizer(lr=0.02, weight_decay=0.1, groups=[NORMS, LAYER_3, HIDDEN], **keys)
     schedule = LRScheduler(warmup_steps=2, total_steps=5)
     config = Config(optimizer=section, lr_scheduler=schedule)
     generator = torch.Generator().manual_seed(0)
     own = {}
-    theirs = {}
-    for fqn, size in SIZES.items():
+    theirs = {}  # matrices of a parameter
+    groups = {}
+    for fqn, (size, lr, decay) in PARAMETERS.items():
         own[fqn] = torch.randn(size, generator=generator).requires_grad_()
-        theirs[fqn] = own[fqn].detach().clone().requires_grad_()
-    optimizer = build_optimizer(section, own)
+        theirs[fqn] = list_matrices(own[fqn].detach().clone())
+        groups[fqn] = {"params": theirs[fqn], "lr": lr, "peak": lr, "weight_decay": decay}
+    optimizer = build_optimizer(section, own, dtype)
     assert len(optimizer.param_groups) == 4
     scheduler = build_lr_scheduler(schedule, optimizer)
-    oracle_groups = []
-    for fqn, (lr, decay) in EXPECTED.items():
-        oracle_groups.append({"params": [theirs[fqn]], "lr": lr, "weight_decay": decay})
-    options = {} if name == "SGD" else {"betas": (0.9, 0.95)}
-    oracle = ORACLES.get(name, torch.optim.AdamW)(oracle_groups, **options)
-    factors = [1 / 2, 1, 1, 2 / 3]
-    for step, factor in enumerate(factors):
+    oracles = build_oracles(kind, groups)
+    for step, factor in enumerate([1 / 2, 1, 1, 2 / 3]):
         rates = list_rates(config, step)
         assert rates.keys() == {"lr", "lr/*norm*", "lr/layers.3.*", "lr/layers.*.w?.weight"}
-        measured = {group["lr"] for group in optimizer.param_groups}
-        assert measured == set(rates.values())
-        for group, (lr, _) in zip(oracle.param_groups, EXPECTED.values(), strict=True):
-            group["lr"] = lr * factor
-        for fqn, weight in theirs.items():
+        assert {group["lr"] for group in optimizer.param_groups} == set(rates.values())
+        for fqn, weight in own.items():
             weight.grad = torch.randn(weight.shape, generator=generator)
-            own[fqn].grad = weight.grad.clone()
+            gradients = list_matrices(weight.grad.clone())
+            for matrix, gradient in zip(theirs[fqn], gradients, strict=True):
+                matrix.grad = gradient
         max_norm = MAX_NORMS[step]
-        norm = clip_grad_norm_(theirs.values(), max_norm or math.inf)
+        norm = clip_grad_norm_(chain(*theirs.values()), max_norm or math.inf)
         update_weights(optimizer, norm, max_norm)
         scheduler.step()
-        oracle.step()
-    bound = 3e-5 if name == "bfloat16" else 1e-6
-    for fqn, weight in theirs.items():
-        assert relative_error(own[fqn], weight) < bound, fqn
+        with monkeypatch.context() as patches:
+            if name == "Muon":  # torch's Muon only computes in bfloat16
+                patches.setattr(torch.Tensor, "bfloat16", torch.Tensor.float)
+            for oracle in oracles:
+                for group in oracle.param_groups:
+                    group["lr"] = group["peak"] * factor
+                oracle.step()
+    for fqn, weight in own.items():
+        expected = torch.stack(theirs[fqn]).view_as(weight)
+        assert relative_error(weight, expected) < bound, fqn
+
+
+def list_matrices(tensor: torch.Tensor) -> list[torch.Tensor]:
+    return [*tensor] if tensor.dim() == 3 else [tensor]

@@ -2,11 +2,11 @@
 
 from contextlib import suppress
 from dataclasses import replace
-from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed.pipelining as pipelining
+from marks import read_lines
 from torch.utils.flop_counter import FlopCounterMode
 
 from torchtitan_lite.build import build_on_meta
@@ -20,7 +20,7 @@ from torchtitan_lite.config.choices import ATTENTIONS, OPTIMIZERS, SCHEDULES
 from torchtitan_lite.config.extensions import load_extension
 from torchtitan_lite.config.features import EXTENSIONS
 from torchtitan_lite.config.machine import Machine
-from torchtitan_lite.config.messages import ConfigError, UserError
+from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.model import resolve_model
 from torchtitan_lite.config.model_rows import ModuleRow
 from torchtitan_lite.config.reader import KEYS, WrongValue, convert
@@ -29,6 +29,7 @@ from torchtitan_lite.config.settings import check_settings, find_refused
 from torchtitan_lite.models.llama3.modules import Llama3
 from torchtitan_lite.models.llama3.table import FLAVORS
 from torchtitan_lite.models.registry import MODELS
+from torchtitan_lite.preflight import collecting
 from torchtitan_lite.tools.plan.planned_run import plan_run
 from torchtitan_lite.tools.plan.remedies import list_remarks
 
@@ -62,12 +63,12 @@ Qwen3-32B 32,762,123,264
 Qwen3-30B-A3B 30,532,122,624
 Qwen3-235B-A22B 235,093,634,560
 """  # debugmodel: the number that torchtitan logs
-ACTIVE_PARAMETERS = {  # in billions, as the model cards round them
-    "Mixtral-8x7B": 12.9,
-    "Mixtral-8x22B": 39.2,
-    "Qwen3-30B-A3B": 3.4,
-    "Qwen3-235B-A22B": 22.2,
-}
+ACTIVE_PARAMETERS = """
+Mixtral-8x7B | 12.9
+Mixtral-8x22B | 39.2
+Qwen3-30B-A3B | 3.4
+Qwen3-235B-A22B | 22.2
+"""  # in billions, as the model cards round them
 
 
 @pytest.mark.parametrize("flavor", FLAVORS)
@@ -79,11 +80,10 @@ def test_parameters_are_those_of_the_model_and_of_the_published_checkpoints(flav
     assert f"\n{flavor} {n_parameters:,}\n" in PUBLISHED_PARAMETERS
 
 
-@pytest.mark.parametrize("flavor", ACTIVE_PARAMETERS)
-def test_a_token_passes_through_the_published_number_of_parameters(flavor):
-    assert (
-        round(count_parameters(FLAVORS[flavor], active=True) / 1e9, 1) == ACTIVE_PARAMETERS[flavor]
-    )
+@pytest.mark.parametrize("flavor, billions", read_lines(ACTIVE_PARAMETERS))
+def test_a_token_passes_through_the_published_number_of_parameters(flavor, billions):
+    n_active = count_parameters(FLAVORS[flavor], active=True)
+    assert f"{n_active / 1e9:.1f}" == billions
 
 
 @pytest.mark.parametrize("flavor", ["debug", "1B"])
@@ -130,64 +130,56 @@ def test_no_feature_refuses_a_config_of_plain_keys(key, value):
         assert problems + find_refused(config, model_args, layout) == []
 
 
-def give_table(**fields):
-    """Replace fields of llama3's table inside a context."""
-    return patch.dict(MODELS, llama3=replace(MODELS["llama3"], **fields))
+@pytest.fixture
+def add_row(monkeypatch):
+    """Return a function that adds a row to the block of llama3."""
 
+    def add(row: ModuleRow) -> None:
+        llama = MODELS["llama3"]
+        forked = replace(llama, list_block=lambda *args: [*llama.list_block(*args), row])
+        monkeypatch.setitem(MODELS, "llama3", forked)
+        list_parameters.cache_clear()
 
-def add_row(row: ModuleRow):
-    """Return the block of llama3 with one more row."""
-    return lambda model_args, moe=None: [*list_llama_block(model_args, moe), row]
+    yield add
+    list_parameters.cache_clear()
 
 
 def make_norm(n_features: int, tp_style: str = "sequence") -> ModuleRow:
     return ModuleRow("ffn_scale", "norm", (n_features,), tp_style, init_mean=1.0)
 
 
-list_llama_block = MODELS["llama3"].list_block
-OLMO_NORM = ModuleRow(
-    "attention.q_norm", "norm", (128,), "heads", init_mean=1.0
-)  # of all heads; each head has 32
+# of all heads; each head has 32
+OLMO_NORM = ModuleRow("attention.q_norm", "norm", (128,), "heads", init_mean=1.0)
+TP = "parallelism.tensor_parallel_degree"
+ROWS = [  # row, tp, key of the problem
+    (OLMO_NORM, 2, TP),
+    (OLMO_NORM, 1, None),
+    (ModuleRow("ffn_gate", "linear", (1, 128), "colwise", 0.02), 2, TP),
+    (make_norm(128, "rowwise"), 1, "model.name"),
+    (make_norm(128), 2, None),
+    (make_norm(1), 2, None),  # a gain that multiplies all features
+    (make_norm(256), 2, TP),  # a norm across ranks
+]
 
 
-@pytest.mark.parametrize(
-    "row, tp, key",
-    [
-        (OLMO_NORM, 2, "parallelism.tensor_parallel_degree"),
-        (OLMO_NORM, 1, None),
-        (
-            ModuleRow("ffn_gate", "linear", (1, 128), "colwise", 0.02),
-            2,
-            "parallelism.tensor_parallel_degree",
-        ),
-        (make_norm(128, "rowwise"), 1, "model.name"),
-        (make_norm(128), 2, None),
-        (make_norm(1), 2, None),  # a gain that multiplies all features
-        (make_norm(256), 2, "parallelism.tensor_parallel_degree"),  # a norm across ranks
-    ],
-)
-def test_check_judges_a_table_without_its_code(row, tp, key):
-    config = with_value(Config(), "parallelism.tensor_parallel_degree", tp)
-    with give_table(list_block=add_row(row)):
-        problems = []
-        try:
-            plan_layout(config, resolve_model(config.model), 2)
-        except ConfigError as error:
-            problems = error.problems
+@pytest.mark.parametrize("row, tp, key", ROWS)
+def test_check_judges_a_table_without_its_code(row, tp, key, add_row):
+    add_row(row)
+    config = with_value(Config(), TP, tp)
+    problems: list = []
+    with collecting(problems):
+        plan_layout(config, resolve_model(config.model), 2)
     assert [problem.key for problem in problems] == ([key] if key else [])
 
 
-def test_plan_says_which_modules_it_does_not_time():
-    gate = ModuleRow("ffn_gate", "linear", (1, 128), "sequence", 0.02)
-    with give_table(list_block=add_row(gate)):
-        remarks = list_remarks(plan_run(["--config=debug"], 2, "h100"))
+def test_plan_says_which_modules_it_does_not_time(add_row):
+    add_row(ModuleRow("ffn_gate", "linear", (1, 128), "sequence", 0.02))
+    remarks = list_remarks(plan_run(["--config=debug"], 2, "h100"))
     assert any("ffn_gate" in remark for remark in remarks)
 
 
-def test_a_table_that_differs_from_its_code_stops_a_run_with_a_sentence():
+def test_a_table_that_differs_from_its_code_stops_a_run_with_a_sentence(add_row):
+    add_row(OLMO_NORM)
     config = Config()
-    with give_table(list_block=add_row(OLMO_NORM)), pytest.raises(UserError) as error:
-        list_parameters.cache_clear()
+    with pytest.raises(UserError, match=r"layers\.0\.attention\.q_norm\.weight.*table\.py"):
         build_on_meta(config, resolve_model(config.model))
-    list_parameters.cache_clear()
-    assert "layers.0.attention.q_norm.weight" in str(error.value) and "table.py" in str(error.value)

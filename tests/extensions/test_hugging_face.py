@@ -2,6 +2,8 @@
 from its folders."""
 
 import json
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from checkpoints import list_differing
 from compare import relative_error
+from safetensors.torch import load_file, save_file
 from test_model import FLAVORS, PLAIN, build_ours
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -33,6 +36,20 @@ TARGETS = TOKENS.roll(-1, 1)
 TARGETS[0, :100] = IGNORE_INDEX
 POSITIONS = torch.arange(200).expand(2, -1)
 LARGEST_ERROR = 5e-6  # of a logit; logits are about 4
+SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 40,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+}
+EXPERTS = {
+    "mixtral": {"num_local_experts": 4},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+}
 
 
 def load_ours(folder: Path) -> Llama3:
@@ -60,6 +77,15 @@ def write_tensors(
     convert.write_folder(source, folder, "float32", tensors.__getitem__)
 
 
+@cache
+def make_content(family: str, sizes: str = "{}") -> dict:
+    """Return config.json of a small model, as transformers writes it. `sizes`: JSON of more keys."""
+    config = AutoConfig.for_model(
+        family, **{**SIZES, **EXPERTS.get(family, {})} | json.loads(sizes)
+    )
+    return json.loads(config.to_json_string())
+
+
 def make_theirs(args: ModelArgs, **options: object) -> PreTrainedModel:
     """Return transformers' model of these sizes, with its own initial weights."""
     content = make_config_json(args, dtype="float32", context=131072) | options
@@ -73,16 +99,27 @@ def write_ours(args: ModelArgs, folder: Path) -> Llama3:
 
 
 def edit_json(path: Path, **changes) -> None:
-    """Change keys of a JSON file. None deletes a key."""
+    """Change keys of a JSON file. "missing" deletes a key."""
     content = {**json.loads(path.read_text()), **changes}
-    path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+    kept = {key: value for key, value in content.items() if value != "missing"}
+    path.write_text(json.dumps(kept))
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    """Change the tensors of the folder's first file."""
+    file = min(folder.glob("*.safetensors"))
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, {"format": "pt"})
 
 
 def spell_as_version_4(folder: Path) -> None:
     """Rewrite the config.json of transformers 5 as version 4 would have written it."""
-    rope = json.loads((folder / "config.json").read_text())["rope_parameters"]
-    theta, scaling = rope.pop("rope_theta"), rope if rope["rope_type"] != "default" else None
-    edit_json(folder / "config.json", rope_parameters=None, rope_theta=theta, rope_scaling=scaling)
+    path = folder / "config.json"
+    rope = json.loads(path.read_text())["rope_parameters"]
+    theta = rope.pop("rope_theta")
+    scaling = "missing" if rope["rope_type"] == "default" else rope
+    edit_json(path, rope_parameters="missing", rope_theta=theta, rope_scaling=scaling)
 
 
 @pytest.mark.parametrize("name", FLAVORS)
@@ -126,16 +163,15 @@ def test_an_export_gives_our_logits_and_gradients_in_transformers_and_comes_back
     [name for name, args in OUR_FLAVORS.items() if args.moe or args.qk_norm or args.qkv_bias],
 )
 def test_each_flavor_is_described_by_its_config(name, tmp_path):
-    config = make_config_json(OUR_FLAVORS[name], dtype="bfloat16")
+    args = OUR_FLAVORS[name]
+    config = make_config_json(args, dtype="bfloat16")
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert list_tensors(read_model_args(tmp_path)) == list_tensors(OUR_FLAVORS[name])
-    # both names of the key for the dtype, and no context length
-    published = config | {"dtype": "float32"}
-    for length, longer in (({}, {}), ({LENGTH: 16}, {LENGTH: 99}), ({LENGTH: 200}, {LENGTH: 200})):
-        changed = make_config_json(
-            OUR_FLAVORS[name], dtype="bfloat16", context=99, published=published | length
-        )
-        assert changed == config | {"dtype": "bfloat16"} | longer
+    assert list_tensors(read_model_args(tmp_path)) == list_tensors(args)
+    config["dtype"] = "bfloat16"
+    options = {"dtype": "bfloat16", "context": 99}
+    for before, after in (({}, {}), ({LENGTH: 16}, {LENGTH: 99}), ({LENGTH: 200}, {LENGTH: 200})):
+        published = config | {"dtype": "float32"} | before
+        assert make_config_json(args, published=published, **options) == config | after
 
 
 def test_transformers_reads_the_tokenizer_of_llama_3s_format_and_gives_our_ids(tmp_path):

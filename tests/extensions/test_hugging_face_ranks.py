@@ -6,7 +6,7 @@ import checkpoints
 import compare
 import pytest
 import torch
-from layouts import read_rows
+from layouts import HEAD_NORMS, read_rows
 from marks import slow
 from safetensors.torch import load_file
 from test_hugging_face import make_theirs
@@ -17,13 +17,13 @@ from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.extensions.hugging_face import load_weights
 from torchtitan_lite.extensions.hugging_face_folder import list_tensors, open_folder
 
-SIZES = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 4, "head_dim": 24, "vocab_size": 64}
-EXPERTS = {"n_experts": 8, "top_k": 2, "expert_ffn_dim": 128}
-MIXTRAL = {"model.flavor": "debug_moe"} | {f"model.{key}": value for key, value in SIZES.items()}
-MIXTRAL |= {f"flavor.{key}": value for key, value in EXPERTS.items()}
-QWEN = MIXTRAL | {"flavor.qk_norm": True, "model.ffn_dim": 48, "flavor.n_first_dense_layers": 1}
 EPS = {"flavor.norm_eps": 1e-6}
-QWEN |= EPS
+(MIXTRAL,) = read_rows("""
+Mixtral | 1 | model.flavor=debug_moe model.dim=64 model.n_layers=2 model.n_heads=4 model.n_kv_heads=4 \
+    model.head_dim=24 model.vocab_size=64 flavor.n_experts=8 flavor.top_k=2 flavor.expert_ffn_dim=128
+""").values()
+MIXTRAL = MIXTRAL.overrides
+QWEN = MIXTRAL | HEAD_NORMS | EPS | {"model.ffn_dim": 48, "flavor.n_first_dense_layers": 1}
 LAYOUTS = read_rows(
     """
 dp3, uneven shards that cut through heads | 3 | training.global_batch_size=6
@@ -100,11 +100,7 @@ def test_a_folder_is_loaded_on_any_layout_bit_by_bit(pool, tmp_path, name):
     results = pool.run(load_shards, world_size, overrides, str(folder))
     loaded = checkpoints.merge_states([tensors for tensors, _ in results])
     assert checkpoints.list_differing(loaded, load_in_one_process(folder)) == []
-    largest = max(
-        tensor.nbytes
-        for path in folder.glob("*.safetensors")
-        for tensor in load_file(path).values()
-    )
-    assert all(
-        peak <= 2 * largest for _, peak in results
-    )  # a mapped tensor, and a copy of it with its rows in our order
+    files = map(load_file, folder.glob("*.safetensors"))
+    largest = max(tensor.nbytes for file in files for tensor in file.values())
+    # a mapped tensor, and a copy of it with its rows in our order
+    assert max(peak for _, peak in results) <= 2 * largest

@@ -10,10 +10,7 @@ import pytest
 import torch
 from checkpoints import flip_bit
 from marks import read_lines
-from safetensors.torch import load_file, save_file
-from test_hugging_face import edit_json, write_ours
-from test_model import FLAVORS
-from transformers import AutoModelForCausalLM
+from test_hugging_face import change_tensors, edit_json
 
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.model_rows import ModelArgs, RopeScaling
@@ -23,25 +20,13 @@ from torchtitan_lite.models.llama3.hugging_face import FAMILIES
 from torchtitan_lite.models.registry import MODELS
 
 EMBEDDING = "model.embed_tokens.weight"
-LLAMA = "Llama 3"
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """Return a function: name in FLAVORS -> a folder that transformers wrote. A Llama has several files."""
-    made: dict[str, Path] = {}
-
-    def find(name: str) -> Path:
-        if name not in made:
-            ours = tmp_path_factory.mktemp("saved") / "ours"
-            write_ours(FLAVORS[name], ours)
-            theirs = AutoModelForCausalLM.from_pretrained(ours)
-            made[name] = ours.with_name("theirs")
-            size = "100KB" if name == LLAMA else "1GB"
-            theirs.save_pretrained(made[name], max_shard_size=size)
-        return made[name]
-
-    return find
+@pytest.fixture
+def llama(make_folder, tmp_path) -> Path:
+    """Copy a folder of a Llama with several files."""
+    made = make_folder("llama", max_shard_size="100KB")
+    return shutil.copytree(made, tmp_path / "folder")
 
 
 def assert_refused(folder: Path, *named: str) -> None:
@@ -53,20 +38,20 @@ def assert_refused(folder: Path, *named: str) -> None:
 
 # model | changes | words
 WRONG_CONFIGS = f"""
-Llama 3 | {{"model_type": "mistral"}} | 'mistral'; supported: llama, mixtral, qwen2, qwen3, qwen3_moe
-Llama 3 | {{"model_type": null}} | model_type = None
-Llama 3 | {{"num_hidden_layers": 1}} | model.layers.1.input_layernorm.weight is (64,) in the files
-Llama 3 | {{"vocab_size": 130}} | {EMBEDDING} is (128, 64) in the files, and (130, 64) in config.json
-Mixtral | {{"num_local_experts": 5}} | experts.4.w1.weight is missing in the files
-Qwen3 | {{"model_type": "llama"}} | model.layers.0.self_attn.k_norm.weight is (
+llama | {{"model_type": "mistral"}} | 'mistral'; supported: llama, mixtral, qwen2, qwen3, qwen3_moe
+llama | {{"model_type": "missing"}} | model_type = None
+llama | {{"num_hidden_layers": 1}} | model.layers.1.input_layernorm.weight is (64,) in the files
+llama | {{"vocab_size": 130}} | {EMBEDDING} is (128, 64) in the files, and (130, 64) in config.json
+mixtral | {{"num_local_experts": 5}} | experts.4.w1.weight is missing in the files
+qwen3 | {{"model_type": "llama"}} | model.layers.0.self_attn.k_norm.weight is (
 """
 
 
 @pytest.mark.parametrize("name, changes, named", read_lines(WRONG_CONFIGS))
 def test_a_config_that_our_model_does_not_compute_is_refused_by_its_key(
-    name, changes, named, saved, tmp_path
+    name, changes, named, make_folder, tmp_path
 ):
-    folder = shutil.copytree(saved(name), tmp_path / "folder")
+    folder = shutil.copytree(make_folder(name), tmp_path / "folder")
     edit_json(folder / "config.json", **json.loads(changes))
     assert_refused(folder, named)
 
@@ -75,13 +60,8 @@ def first_file(folder: Path) -> Path:
     return min(folder.glob("*.safetensors"))
 
 
-def change_tensors(change):
-    def edit(folder: Path) -> None:
-        tensors = load_file(first_file(folder))
-        change(tensors)
-        save_file(tensors, first_file(folder))
-
-    return edit
+def edit_tensors(change):
+    return lambda folder: change_tensors(folder, change)
 
 
 def keep_only_pickles(folder: Path) -> None:
@@ -115,21 +95,21 @@ WRONG_FILES = {  # action, named; found when the folder is opened, before torch
     "pickles": (keep_only_pickles, "pytorch_model.bin is a pickle"),
     "missing file": (lambda folder: first_file(folder).unlink(), A_FILE),
     "missing tensor": (
-        change_tensors(lambda tensors: tensors.pop(EMBEDDING)),
+        edit_tensors(lambda tensors: tensors.pop(EMBEDDING)),
         f"{EMBEDDING} is missing in the files",
     ),
     "unknown tensor": (
-        change_tensors(lambda tensors: tensors.update({"model.norm.bias": torch.ones(2)})),
+        edit_tensors(lambda tensors: tensors.update({"model.norm.bias": torch.ones(2)})),
         "model.norm.bias is (2,) in the files, and unknown",
     ),
     "another shape": (
-        change_tensors(
+        edit_tensors(
             lambda tensors: tensors.update({EMBEDDING: tensors[EMBEDDING][:, :-1].clone()})
         ),
         f"{EMBEDDING} is (128, 63) in the files, and (128, 64)",
     ),
     "float8": (
-        change_tensors(
+        edit_tensors(
             lambda tensors: tensors.update({EMBEDDING: tensors[EMBEDDING].to(torch.float8_e4m3fn)})
         ),
         f"{EMBEDDING} is F8_E4M3, but weights must be F32, BF16, F16. Save them so with transformers",
@@ -156,22 +136,18 @@ config.json | {{ | config.json
 
 
 @pytest.mark.parametrize("name, content, named", read_lines(WRONG_JSON))
-def test_a_json_file_that_is_absent_or_wrong_is_named(name, content, named, saved, tmp_path):
-    folder = shutil.copytree(saved(LLAMA), tmp_path / "folder")
-    (folder / name).unlink()
+def test_a_json_file_that_is_absent_or_wrong_is_named(name, content, named, llama):
+    (llama / name).unlink()
     if content:
-        (folder / name).write_text(content)
-    assert_refused(folder, named)
+        (llama / name).write_text(content)
+    assert_refused(llama, named)
 
 
 @pytest.mark.parametrize("name", WRONG_FILES)
-def test_a_folder_that_is_not_complete_is_refused_by_the_name_of_what_is_wrong(
-    name, saved, tmp_path
-):
-    folder = shutil.copytree(saved(LLAMA), tmp_path / "folder")
+def test_a_folder_that_is_not_complete_is_refused_by_the_name_of_what_is_wrong(name, llama):
     spoil, named = WRONG_FILES[name]
-    spoil(folder)
-    assert_refused(folder, named)
+    spoil(llama)
+    assert_refused(llama, named)
 
 
 FORKED = make_dataclass("Forked", [("window", int, 0)], bases=(ModelArgs,), frozen=True)

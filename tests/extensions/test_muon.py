@@ -1,78 +1,13 @@
-"""Muon equals torch.optim.Muon in one process and is the same on every layout; checkpoints. test_costs.py: its plan."""
-
-from unittest.mock import patch
+"""Muon is the same on every layout. test_parameter_groups.py: one process; test_costs.py: its plan."""
 
 import compare
 import pytest
-import torch
 from layouts import TWO_LAYERS, read_rows
 from marks import choose_fast
 from mutants_of_muon import MUON
 
-from torchtitan_lite.components.optim import build_optimizer
-from torchtitan_lite.config.schema import Optimizer, ParameterGroup
 from torchtitan_lite.tools.verify.plain import STEPS
 from torchtitan_lite.tools.verify.trial import try_layout
-
-HALF = ParameterGroup("*.w1.weight", lr=0.5, weight_decay=2.0)
-NORMS = ParameterGroup("*norm*", lr=3.0, weight_decay=0.0)
-SECTION = Optimizer(name="Muon", lr=0.02, beta2=0.9, groups=[HALF, NORMS])
-HIDDEN = {
-    "attention.wq.weight": (48, 48),
-    "feed_forward.w1.weight": (96, 48),
-    "feed_forward.w2.weight": (33, 70),
-}
-OTHERS = {
-    "tok_embeddings.weight": (96, 48),
-    "output.weight": (96, 48),
-    "layers.0.ffn_norm.weight": (48,),
-}
-OTHERS |= {"layers.0.feed_forward.router.weight": (8, 48)}
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_on_one_process_it_is_torchs_muon_and_torchs_adamw(dtype):
-    """torch's Muon only computes in bfloat16, so Tensor.bfloat16 is replaced. Experts are a batch of matrices."""
-    sizes = {f"layers.0.{name}": size for name, size in HIDDEN.items()} | OTHERS
-    own = {name: torch.ones(size, requires_grad=True) for name, size in sizes.items()}
-    theirs = {name: torch.ones(size, requires_grad=True) for name, size in sizes.items()}
-    experts = torch.ones(3, 48, 24, requires_grad=True)
-    theirs |= {f"layers.0.expert {n}": torch.ones(48, 24, requires_grad=True) for n in range(3)}
-    optimizer = build_optimizer(
-        SECTION, {**own, "layers.0.feed_forward.experts.w1": experts}, dtype
-    )
-    hidden = []
-    others = []
-    for name, weight in theirs.items():
-        group = {"params": [weight], "lr": 0.02, "weight_decay": 0.1}
-        if "w1" in name:
-            group |= {"lr": 0.01, "weight_decay": 0.2}
-        elif "norm" in name:
-            group |= {"lr": 0.06, "weight_decay": 0.0}
-        (others if name in OTHERS else hidden).append(group)
-    oracle = torch.optim.Muon(hidden, adjust_lr_fn="match_rms_adamw")
-    adamw = torch.optim.AdamW(others, betas=(0.9, 0.9))
-    for step in range(3):
-        generator = torch.Generator().manual_seed(step)
-        for weight in theirs.values():
-            weight.grad = torch.randn(weight.shape, generator=generator)
-        for name, weight in own.items():
-            weight.grad = theirs[name].grad.clone()
-        experts.grad = torch.stack([theirs[f"layers.0.expert {n}"].grad for n in range(3)])
-        optimizer.step()
-        with patch.object(
-            torch.Tensor, "bfloat16", getattr(torch.Tensor, dtype.replace("float32", "float"))
-        ):
-            oracle.step()
-        adamw.step()
-    own |= {f"layers.0.expert {n}": expert for n, expert in enumerate(experts)}
-    bound = (
-        1e-6 if dtype == "float32" else 1e-2
-    )  # in bfloat16, a batch of matrices may be summed in a different order
-    assert max(compare.relative_error(own[name], theirs[name]) for name in theirs) < bound
-    assert set(optimizer.state[own["layers.0.attention.wq.weight"]]) == {"momentum_buffer"}
-    assert set(optimizer.state[own["output.weight"]]) == {"step", "exp_avg", "exp_avg_sq"}
-
 
 LAYOUTS = read_rows("""
 one rank | 1

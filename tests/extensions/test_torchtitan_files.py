@@ -81,22 +81,18 @@ validation = {%(validation)s = false, dataset = "c4_validation", freq = 500, ste
 def write_toml(folder: Path, version: str, file: str) -> list[str]:
     """Write one of torchtitan's files; return the arguments that read it."""
     values = dict(zip(NAMES, FILES[file], strict=True))
-    is_debug = values["flavor"] == "debugmodel"
     is_first = version == "v0.1.0"
+    flavor = values["flavor"]
+    tokenizer = f"assets/hf/Llama-3.1-{flavor}"
     if is_first:
         tokenizer = "assets/tokenizer/original/tokenizer.model"
-        if is_debug:
-            tokenizer = "tests/assets/test_tiktoken.model"
-    else:
-        tokenizer = f"assets/hf/Llama-3.1-{values['flavor']}"
-        if is_debug:
-            tokenizer = "tests/assets/tokenizer"
-    values["tokenizer"] = f"./{tokenizer}"
-    values["converters"] = ""
-    if file == "llama3_405b":
-        value = '"float8"' if is_first else '["float8"]'
-        values["converters"] = f", converters = {value}"
-    values["job"] = ", print_args = false, use_for_integration_test = true" if is_debug else ""
+    values |= {"tokenizer": f"./{tokenizer}", "job": "", "converters": ""}
+    if flavor == "debugmodel":
+        values["job"] = ", print_args = false, use_for_integration_test = true"
+    if flavor == "405B":
+        values["converters"] = (
+            ', converters = "float8"' if is_first else ', converters = ["float8"]'
+        )
     values["validation"] = "enabled" if version == "v0.2.0" else "enable"
     path = folder / f"{file}.toml"
     path.write_text((COMMON + (V01 if is_first else V02)) % values)
@@ -109,24 +105,18 @@ def c4(tmp_path) -> Path:
     folder = tmp_path / "c4" / "en"
     folder.mkdir(parents=True)
     for name, n in {"c4-train.00000-of-01024": 30, "c4-validation.0-of-8": 5}.items():
-        lines = [
-            json.dumps({"text": f"{name} says {number}: " + "words " * 90}) + "\n"
-            for number in range(n)
-        ]
-        (folder / f"{name}.json.gz").write_bytes(gzip.compress("".join(lines).encode()))
+        with gzip.open(folder / f"{name}.json.gz", "wt") as file:
+            for number in range(n):
+                print(json.dumps({"text": f"{name} says {number}: " + "words " * 90}), file=file)
     return folder.parent
 
 
 @pytest.fixture
 def tokenizer(tmp_path) -> Path:
     """Write a tokenizer of 2,048 ids with the first tokens of the shipped tokenizer.model, under a different name."""
-    lines = (
-        (REPOSITORY / "assets" / "tokenizer" / "tokenizer.model")
-        .read_bytes()
-        .splitlines(keepends=True)
-    )
+    content = (REPOSITORY / "assets" / "tokenizer" / "tokenizer.model").read_bytes()
     path = tmp_path / "test_tiktoken.model"
-    path.write_bytes(b"".join(lines[: 2048 - 256]))
+    path.write_bytes(b"".join(content.splitlines(keepends=True)[: 2048 - 256]))
     return path
 
 
@@ -158,14 +148,13 @@ def test_each_file_starts_on_its_gpus_once_c4_and_a_tokenizer_are_there(
 def test_the_files_of_the_debug_model_train_two_steps(pool, tmp_path, c4, tokenizer, version):
     args = write_toml(tmp_path, version, "debug_model")
     file = f"{c4}/en/c4-train.00000-of-01024.json.gz"
+    run = tmp_path / "run"
+    cache = tmp_path / "cache"
     args += [f"--training.dataset_path={file}", f"--model.hf_assets_path={tokenizer}"]
-    args += [
-        f"--job.dump_folder={tmp_path / 'run'}",
-        f"--training.cache_folder={tmp_path / 'cache'}",
-    ]
+    args += [f"--job.dump_folder={run}", f"--training.cache_folder={cache}"]
     args += ["--training.local_batch_size=2", "--training.seq_len=64", "--metrics.log_freq=1"]
-    prepare_dataset("c4_test", load_tokenizer(tokenizer), tmp_path / "cache", file)
+    prepare_dataset("c4_test", load_tokenizer(tokenizer), cache, file)
     assert pool.run(warm_start.start, 1, args, 2) == [128 + signal.SIGTERM]
-    first, second = warm_start.read_losses(tmp_path / "run").values()
+    first, second = warm_start.read_losses(run).values()
     assert first == pytest.approx(7.6246, rel=0.05)  # ln(2048): nothing is learned yet
     assert second < first

@@ -12,9 +12,7 @@ from dataclasses import dataclass
 from functools import partial, wraps
 from unittest.mock import patch
 
-from layouts import CP, LAYOUTS, Row
-
-CP2 = {CP: 2}
+from layouts import LAYOUTS, Row, read_rows
 
 
 @dataclass(frozen=True)
@@ -31,7 +29,7 @@ MUTANTS: dict[str, Mutant] = {}
 
 
 def mutant(
-    row: str | Row,
+    row: str,
     kind: str,
     name: str,
     *,
@@ -39,7 +37,7 @@ def mutant(
     dims: tuple = (),
     trial: str = "wide",
 ):
-    """Add a mutant to MUTANTS.
+    """Add a mutant to MUTANTS. `row` is the name of a layout, or ranks | keys, as in tables of layouts.
 
     `at` is a module or class and the name of one of its functions. The decorated function replaces that function, and
     gets the original as its first argument. Without `at`, the decorated function returns a context manager.
@@ -47,9 +45,8 @@ def mutant(
 
     def add(function: Callable) -> Callable:
         applied = function if at is None else partial(put_in_place, function, *at)
-        MUTANTS[function.__name__] = Mutant(
-            LAYOUTS[row] if isinstance(row, str) else row, trial, kind, name, dims, applied
-        )
+        found = LAYOUTS.get(row) or read_rows(f"own | {row}", function.__globals__)["own"]
+        MUTANTS[function.__name__] = Mutant(found, trial, kind, name, dims, applied)
         return applied
 
     return add

@@ -3,17 +3,17 @@
 from unittest.mock import patch
 
 import torch
-from layouts import FAST
 from mutant_table import mutant
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.components import expert_balance
 from torchtitan_lite.components.expert_balance import ExpertBalance
 from torchtitan_lite.model import moe
-from torchtitan_lite.parallel import fsdp, initial_weights
+from torchtitan_lite.parallel import initial_weights
 
-EP2, TP2 = FAST["experts, dp2, ep2"], FAST["experts, tp2, ep2"]
-SHARED_TP2 = FAST["experts, tp2, ep2, shared experts"]
+EP2 = "experts, dp2, ep2"
+
+
 # ---------------------------------------------------------------- gradients and their norm
 
 
@@ -30,18 +30,7 @@ def is_of_experts(tensor) -> bool:
 
 
 @mutant(
-    TP2,
-    "gradients",
-    "layers.1.feed_forward.router.weight",
-    at=(fsdp, "add_tokens"),
-)
-def router_gradient_of_own_tokens(original, ranks, gradient):
-    """Each tensor-parallel rank has a router's gradient of its slice of the sequence, and nobody adds them."""
-    return gradient if gradient.dim() == 2 else original(ranks, gradient)
-
-
-@mutant(
-    SHARED_TP2,
+    "experts, tp2, ep2, shared experts",
     "gradients",
     "layers.1.feed_forward.router.weight",
     at=(expert_balance.AuxiliaryGradient, "backward"),
@@ -53,7 +42,7 @@ def auxiliary_loss_of_a_slice_of_the_sequence(original, ctx, grad):
 
 
 @mutant(
-    FAST["experts, cp2, ep2, shared experts"],
+    "experts, cp2, ep2, shared experts",
     "gradients",
     "layers.1.feed_forward.router.weight",
     at=(expert_balance, "build_balance"),
@@ -106,12 +95,6 @@ def scores_rounded_before_the_choice(original, router, scores):
 # ---------------------------------------------------------------- loads and biases
 
 
-@mutant(EP2, "expert loads", "layers.0.feed_forward.router", at=(expert_balance, "is_recomputed"))
-def loads_counted_again_by_recompute(original):
-    """Loads are counted in forward. Recompute runs the router again, so its routes count twice."""
-    return False
-
-
 @mutant(EP2, "expert loads", "layers.0.feed_forward.router")
 def loads_of_own_tokens():
     """Loads are not summed over the ranks."""
@@ -119,7 +102,7 @@ def loads_of_own_tokens():
 
 
 @mutant(
-    FAST["experts, pp2"],
+    "experts, pp2",
     "expert loads",
     "layers.6.feed_forward.router",
     trial="deep",

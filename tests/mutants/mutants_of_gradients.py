@@ -1,36 +1,17 @@
 """Mutants that the wide trial of `verify` finds: in norm, loss, gradients, pieces, positions and masks."""
 
-from types import SimpleNamespace
-from unittest.mock import patch
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from layouts import (
-    CHUNKS,
-    COMPILED,
-    DOCUMENTS,
-    MODE,
-    PP,
-    RING,
-    SCHEDULE,
-    TP,
-    TWO_LAYERS,
-    ZERO,
-    Row,
-)
-from mutant_table import CP2, mutant
+from mutant_table import mutant
 
 from torchtitan_lite import step
 from torchtitan_lite.config import settings
-from torchtitan_lite.extensions import ring_attention
-from torchtitan_lite.model.loss import count_valid_tokens
 from torchtitan_lite.models.llama3 import modules as llama3
 from torchtitan_lite.parallel import (
     activation_checkpoint,
     context_parallel,
     exchange,
-    fsdp,
     parallelize,
     tensor_parallel,
 )
@@ -42,11 +23,8 @@ def clip_norm_forgets_pp(original, squares, stop_signal):
     return squares.sqrt().float(), original(squares, stop_signal)[1]
 
 
-SHARED_HEADS = "tp4, two key/value heads, Qwen2"
-
-
 @mutant(
-    SHARED_HEADS,
+    "tp4, two key/value heads, Qwen2",
     "gradients",
     "layers.1.attention.wv.bias",
     at=(exchange.ExchangeRows, "backward"),
@@ -58,24 +36,6 @@ def gradients_of_a_shared_head_are_not_summed(original, ctx, grad):
     kept = torch.zeros_like(grad)
     kept.chunk(n_sharing)[own].copy_(grad.chunk(n_sharing)[own])
     return kept, None, None, None
-
-
-@mutant("dp2", "counted tokens", "count_global_tokens", at=(step, "count_global_tokens"))
-def loss_averaged_per_rank(original, run, batch):
-    """Each rank divides its loss by its own number of tokens, and the losses of the ranks are averaged."""
-    return (count_valid_tokens(batch.targets) * run.layout.dp).clamp(min=1)
-
-
-@mutant("dp2", "gradients", "output.weight", at=(fsdp.FSDPModule, "set_gradient_divide_factor"))
-def gradients_averaged_instead_of_summed(original, module, factor):
-    """By default FSDP divides by the number of ranks, though the loss was already divided by all tokens."""
-    return None
-
-
-@mutant("accumulation 2", "module output", "tok_embeddings", at=(step.Batch, "split"))
-def last_microbatch_dropped(original, batch, n):
-    """The accumulation loop has an off-by-one error and leaves out the last microbatch."""
-    return original(batch, n)[: n - 1] if n > 1 else [batch]
 
 
 @mutant("pp2 1F1B", "loss", "sum_losses", at=(step, "sum_losses"), dims=("pp",))
@@ -91,7 +51,7 @@ def gathered_sequence_keeps_its_own_gradient(original, ctx, grad):
 
 
 @mutant(
-    Row(2, {TP: 2, **COMPILED, **TWO_LAYERS}),
+    "2 | TP=2 COMPILED TWO_LAYERS",
     "module output",
     "tok_embeddings",
     at=(exchange, "reduce_scatter"),
@@ -124,7 +84,7 @@ def recompute_forgets_an_input(original, forward, *args, **options):
 
 
 @mutant(
-    Row(2, {PP: 2, **DOCUMENTS}),
+    "2 | PP=2 DOCUMENTS",
     "module output",
     "layers.1.attention.inner",
     at=(llama3.Llama3, "forward"),
@@ -155,7 +115,7 @@ def hidden_states_rounded_between_stages(original, part, x, **inputs):
 
 
 @mutant(
-    Row(4, {PP: 2, SCHEDULE: "DualPipeV", ZERO: 3, MODE: "none"}),
+    "4 | PP=2 SCHEDULE=DualPipeV ZERO=3 MODE=none",
     "gradients",
     "layers.3.feed_forward.w3.weight",
     at=(settings, "find_refused"),
@@ -166,7 +126,7 @@ def refused_combination_run(original, *args):
 
 
 @mutant(
-    Row(2, {TP: 2, **CHUNKS}),
+    "2 | TP=2 CHUNKS",
     "module output",
     "output",
     at=(tensor_parallel.SplitVocabulary, "gather"),
@@ -180,7 +140,7 @@ def softmax_over_a_share_of_the_vocabulary(original, vocabulary, both):
 
 
 @mutant(
-    Row(2, {TP: 2, "flavor.norm_eps": 1e-06}),
+    "2 | TP=2 flavor.norm_eps=1e-06",
     "module output",
     "layers.0.attention_norm",
     at=(F, "rms_norm"),
@@ -190,13 +150,13 @@ def norm_with_an_eps_of_its_own(original, x, shape, weight, eps):
     return original(x, shape, weight)
 
 
-@mutant(Row(1, CHUNKS), "gradients", "output.weight", at=(torch.Tensor, "addmm_"))
+@mutant("1 | CHUNKS", "gradients", "output.weight", at=(torch.Tensor, "addmm_"))
 def gradients_of_the_last_chunk_kept(original, total, one, other, *, beta):
     """The head's gradient is overwritten by every chunk instead of added up."""
     return total.copy_(one @ other)
 
 
-@mutant(Row(2, CP2), "rotary angles", "layers.0", at=(context_parallel, "shard_sequence"))
+@mutant("2 | CP=2", "rotary angles", "layers.0", at=(context_parallel, "shard_sequence"))
 def wrong_zig_zag_pieces(original, whole, mesh):
     """Each context-parallel rank takes one contiguous half of a sequence, but attention expects the two pieces of a
     zigzag."""
@@ -217,16 +177,3 @@ def small_error_from_layer_0(original, part, mesh):
         part.layers["0"].feed_forward.w1.register_forward_hook(
             lambda module, args, output: output * 1.001
         )
-
-
-@mutant(Row(2, {**CP2, **RING}), "module output", "layers.0.attention.inner")
-def keys_not_fetched():
-    """A context-parallel rank computes with its own keys and values instead of the next rank's keys and values."""
-    ops = torch.ops._c10d_functional
-    broken = SimpleNamespace(
-        all_gather_into_tensor=lambda own, n_ranks, group_name: torch.cat([own] * n_ranks),
-        all_to_all_single=lambda own, *splits_and_group: own.clone(),
-        reduce_scatter_tensor=ops.reduce_scatter_tensor,
-        wait_tensor=lambda tensor: tensor if tensor.is_leaf else ops.wait_tensor(tensor),
-    )
-    return patch.object(ring_attention, "collectives", broken)

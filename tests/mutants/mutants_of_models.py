@@ -1,15 +1,13 @@
 """Mutants in features that only some models have: a matrix that two stages hold, and biases."""
 
-from layouts import BIASES, PP, TIED, TP, Row
 from mutant_table import mutant
 
 from torchtitan_lite.extensions.tied_embeddings import TiedSchedule
-from torchtitan_lite.parallel import initial_weights
 from torchtitan_lite.parallel.tensor_parallel import ColwiseParallel
 
 
 @mutant(
-    Row(2, {PP: 2, **TIED}),
+    "2 | PP=2 TIED",
     "gradients",
     "tok_embeddings.weight",
     at=(TiedSchedule, "sum_gradients"),
@@ -19,7 +17,7 @@ def the_gradient_of_the_tied_head_is_lost(sum_gradients, tied):
 
 
 @mutant(
-    Row(2, {TP: 2, **BIASES}),
+    "2 | TP=2 BIASES",
     "gradients",
     "layers.1.attention.wv.bias",
     at=(ColwiseParallel, "compute"),
@@ -28,16 +26,3 @@ def a_bias_is_added_for_every_tp_rank(compute, style, module, ranks, x):
     """Every tp rank adds the whole bias. Biases start at zero, so only their gradients are wrong in the first step."""
     out = compute(style, module, ranks, x)
     return out if module.bias is None else out + (ranks.n - 1) * module.bias
-
-
-@mutant(
-    Row(2, BIASES),
-    "initial weights",
-    "layers.0.attention.wq.bias",
-    at=(initial_weights, "fill_tensor"),
-)
-def a_bias_starts_as_a_norm(fill_tensor, full, entry, generator):
-    """Biases start at one, because everything with one dimension is initialized as a norm's weight."""
-    fill_tensor(full, entry, generator)
-    if full.dim() == 1:
-        full.fill_(1.0)

@@ -1,30 +1,24 @@
 """Mutants of Muon: errors in the update of a matrix that is split over the ranks."""
 
-from layouts import TP, Row
 from mutant_table import mutant
 
 from torchtitan_lite.extensions import muon
 
 MUON = {"optimizer.name": "Muon", "optimizer.lr": 0.02}
-SHARDED, TENSOR = Row(2, MUON), Row(2, {TP: 2, **MUON})
 
 
-@mutant(SHARDED, "updates", "layers.1.feed_forward.w3.weight", at=(muon, "orthogonalize"))
-def rows_orthogonalized_instead_of_matrices(orthogonalize, slices, matrices, axes, empty):
-    """Each rank orthogonalizes its own rows instead of the whole matrix. The update still has the right size."""
-    orthogonalize(slices, matrices, [], empty)
-
-
-@mutant(
-    Row(4, {TP: 2, **MUON}), "updates", "layers.1.feed_forward.w3.weight", at=(muon, "plan_rounds")
-)
+@mutant("4 | TP=2 MUON", "updates", "layers.1.feed_forward.w3.weight", at=(muon, "plan_rounds"))
 def halves_of_tp_orthogonalized(plan_rounds, names, parameters):
     """Slices are joined over fsdp only, so on each tp rank the owner orthogonalizes half of the matrix."""
     return [(axes[:1], matrices) for axes, matrices in plan_rounds(names, parameters)]
 
 
 @mutant(
-    TENSOR, "updates", "layers.1.feed_forward.w2.weight", at=(muon, "exchange_slices"), dims=("tp",)
+    "2 | TP=2 MUON",
+    "updates",
+    "layers.1.feed_forward.w2.weight",
+    at=(muon, "exchange_slices"),
+    dims=("tp",),
 )
 def owner_forgets_to_send(exchange, sent, received, group, empty, calls=[]):  # noqa: B006
     """One rank does not send its results, so the other ranks add their momentum without orthogonalizing it."""
@@ -37,7 +31,7 @@ def owner_forgets_to_send(exchange, sent, received, group, empty, calls=[]):  # 
 
 
 @mutant(
-    SHARDED,
+    "2 | MUON",
     "state",
     "layers.1.feed_forward.w1.weight (momentum_buffer)",
     at=(muon.Muon, "update"),

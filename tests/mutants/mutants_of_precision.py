@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch.distributed as dist
-from layouts import CP, GATHER, MODE, PP, PRECOMPUTE, RING, SCHEDULE, TP, Row
 from mutant_table import mutant
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
@@ -35,11 +34,8 @@ def microbatches_accumulated_in_bfloat16():
     return patch.object(FSDPParam, "to_accumulated_grad_if_needed", lambda parameter: None)
 
 
-ZERO_BUBBLE = {PP: 2, SCHEDULE: "InterleavedZeroBubble", MODE: "none"}
-
-
 @mutant(
-    Row(4, {**ZERO_BUBBLE, TP: 2}),
+    "4 | PP=2 TP=2 SCHEDULE=InterleavedZeroBubble MODE=none",
     "sum of microbatches",
     "layers.1.attention_norm.weight",
     at=(pipeline, "accumulate_weight_gradients"),
@@ -51,7 +47,7 @@ def weight_halves_added_in_bfloat16_under_tp(accumulate, part):
 
 
 @mutant(
-    Row(4, {CP: 4, **RING}),
+    "4 | CP=4 RING",
     "module output",
     "layers.0.attention.inner",
     at=(ring_attention, "merge_into"),
@@ -67,27 +63,14 @@ def attention_merged_in_bfloat16(merge, out, lse, new_out, new_lse):
 PrecomputedScales = float8_all_gather.PrecomputedScales
 
 
-@mutant(Row(2, GATHER), "gradients", "output.weight", trial="float8")
+@mutant("2 | GATHER", "gradients", "output.weight", trial="float8")
 def ranks_round_with_scales_of_their_own():
     """Each rank computes the scale from the largest weight of its own rows only."""
     alone = SimpleNamespace(all_reduce=lambda *args, **options: None, ReduceOp=dist.ReduceOp)
     return patch.object(float8_all_gather, "dist", alone)
 
 
-@mutant(
-    Row(2, PRECOMPUTE),
-    "scales",
-    "precompute_scales",
-    trial="float8",
-    at=(PrecomputedScales, "__call__"),
-)
-def scales_of_the_first_step_kept(compute, scales):
-    """Scales are computed once, after the first step, and never again."""
-    if any(hook.scale is None for hook in scales.hooks):
-        compute(scales)
-
-
-@mutant(Row(2, PRECOMPUTE), "scales", "precompute_scales", trial="float8")
+@mutant("2 | PRECOMPUTE", "scales", "precompute_scales", trial="float8")
 def scales_of_the_step_before():
     """Scales are computed before the optimizer step, so they belong to the previous weights."""
     original = step.sum_losses

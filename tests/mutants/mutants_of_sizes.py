@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import torch
-from layouts import CHUNK, CP, DOCUMENTS, EP, MOE, RING, SHARD, Row
 from mutant_table import mutant
 
 from torchtitan_lite import build, step
@@ -12,11 +11,9 @@ from torchtitan_lite.extensions import ring_attention
 from torchtitan_lite.model import document_attention, head, moe
 from torchtitan_lite.parallel import initial_weights
 
-LONG = {"training.seq_len": 2048}
-
 
 @mutant(
-    Row(4, {CP: 4, **RING, SHARD: 1}),
+    "4 | CP=4 RING SHARD=1",
     "module output",
     "layers.0.attention.inner",
     at=(ring_attention, "find_visible"),
@@ -59,7 +56,7 @@ def norm_of_the_first_hundred_tensors(original, tensors):
 
 
 @mutant(
-    Row(2, {CP: 2, "training.seq_len": 65_536}),
+    "2 | CP=2 training.seq_len=65536",
     "rotary angles",
     "layers.0",
     at=(step, "shard_for_cp"),
@@ -79,7 +76,7 @@ def odd_rows_lose_a_token(original, run, batch):
 
 
 @mutant(
-    Row(2, {CP: 2, **DOCUMENTS, **LONG}),
+    "2 | CP=2 DOCUMENTS training.seq_len=2048",
     "module output",
     "layers.0.attention.inner",
     at=(document_attention, "plan_mask"),
@@ -92,7 +89,7 @@ def documents_numbered_in_a_byte(original, doc_ids, *positions):
 
 
 @mutant(
-    Row(1, {**LONG, CHUNK: 512}),
+    "1 | CHUNK=512 training.seq_len=2048",
     "module output",
     "output",
     at=(head.Head, "differentiate_cross_entropy"),
@@ -112,7 +109,7 @@ def losses_of_ten_microbatches_added(original, *args):
 
 
 @mutant(
-    Row(2, {**MOE, EP: 2, "flavor.n_experts": 24}),
+    "2 | MOE EP=2 flavor.n_experts=24",
     "module output",
     "layers.0.feed_forward",
     trial="deep",

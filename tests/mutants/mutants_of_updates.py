@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from layouts import ADAMW, GROUPS, PP, TP, Row
 from mutant_table import mutant
 
 from torchtitan_lite import build, step
@@ -18,11 +17,7 @@ RATES = {
     "lr_scheduler.min_lr_factor": 0.1,
     "lr_scheduler.total_steps": 30,
 }
-ADAMW_WITH_RATES = {**ADAMW, **RATES}
-MOMENTS_IN_BFLOAT16 = {**ADAMW_WITH_RATES, "optimizer.moments_dtype": "bfloat16"}
-SHARDED, TENSOR, STAGES = (
-    Row(2, {**degrees, **ADAMW_WITH_RATES}) for degrees in ({}, {TP: 2}, {PP: 2})
-)
+SHARDED = "2 | ADAMW RATES"
 
 
 @mutant("tp2", "updates", "output.weight", at=(step, "update_weights"))
@@ -49,7 +44,7 @@ def another_beta_on_one_rank(build, section, *args):
 
 
 @mutant(
-    Row(2, {PP: 2, **GROUPS, **ADAMW_WITH_RATES}),
+    "2 | PP=2 GROUPS ADAMW RATES",
     "learning rate",
     "output.weight",
     at=(parameter_groups, "find_group"),
@@ -61,7 +56,7 @@ def groups_numbered_on_each_stage(find_group, groups, fqn):
 
 
 @mutant(
-    Row(2, {PP: 2, **RATES}),
+    "2 | PP=2 RATES",
     "schedule",
     "lr_scheduler",
     at=(build, "build_lr_scheduler"),
@@ -75,7 +70,7 @@ def schedule_stepped_on_the_first_stage_only(build, section, optimizer):
     return scheduler
 
 
-@mutant(Row(2, {PP: 2}), "finite flag", "train_step", at=(step, "update_weights"), dims=("pp",))
+@mutant("2 | PP=2", "finite flag", "train_step", at=(step, "update_weights"), dims=("pp",))
 def each_stage_judges_for_itself_what_is_finite(
     update_weights, optimizer, grad_norm, max_norm, *is_spike
 ):
@@ -102,7 +97,12 @@ def all_steps_left_out_after_one(update_weights, optimizer, grad_norm, max_norm,
     return grad_norm.isfinite()
 
 
-@mutant(Row(2, MOMENTS_IN_BFLOAT16), "state", "output.weight (exp_avg)", at=(torch.Tensor, "copy_"))
+@mutant(
+    "2 | ADAMW RATES optimizer.moments_dtype=bfloat16",
+    "state",
+    "output.weight (exp_avg)",
+    at=(torch.Tensor, "copy_"),
+)
 def moments_cut_instead_of_rounded(copy, target, source, *args, **options):
     """Moments are truncated to bfloat16 instead of rounded, so they drift toward zero."""
     if target.dtype == torch.bfloat16 and source.dtype == torch.float32:

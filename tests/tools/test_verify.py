@@ -43,7 +43,7 @@ DEFAULT = """
 clip_norm_forgets_pp replicas_not_reduced
 hidden_states_rounded_between_stages loads_of_own_tokens another_beta_on_one_rank
 odd_rows_lose_a_token layers_in_the_order_of_text
-moments_forgotten_by_a_resume gradients_reduced_in_bfloat16 scales_of_the_step_before owner_forgets_to_send
+second_moments_rounded_by_a_resume gradients_reduced_in_bfloat16 scales_of_the_step_before owner_forgets_to_send
 """.split()
 
 
