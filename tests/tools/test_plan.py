@@ -43,7 +43,7 @@ def test_a_plan_says_where_the_time_goes(run_tool):
     for words in (
         "pp16 x dp_shard128 x tp8, 1F1B, 16 stages",
         "pp rank 1 and 13 like it",
-        "78 published runs of 6 trainers that the fit had not seen (4 on h100, 5 on h100-96)",
+        "103 published runs of 9 trainers that the fit had not seen (4 on h100, 5 on h100-96)",
         "waiting for tp",
         "reduce-scatter",
         "save every 18.6 minutes",
