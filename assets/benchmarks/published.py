@@ -3,9 +3,9 @@
     python3 -m assets.benchmarks.published      assets/benchmarks/published_layouts.csv  ->  the rows of BARS
 
 Most columns of the file are fields of ModelArgs, MoEArgs, Layout and Workload. With the `engine` deepspeed, steps are
-slower by a fitted factor, and memory was read from the driver. Rows with the `evidence` "recalled" are not used. A
-stack is the code base of a trainer; all of its rows are left out together. Rows with experts have the same weight as
-all other rows.
+slower by a fitted factor, and memory was read from the driver. If `allocated` is set, memory is the bytes in use,
+without the allocator's reserve. Rows with the `evidence` "recalled" are not used. A stack is the code base of a
+trainer; all of its rows are left out together. Rows with experts have the same weight as all other rows.
 """
 
 import csv
@@ -467,7 +467,7 @@ class Row:
 
         If the page gives the bytes in use, this is their error.
         """
-        outside = DEEPSPEED_GIB if self.is_deepspeed else 0.0
+        outside = DEEPSPEED_GIB if self.is_deepspeed and not self.is_allocated else 0.0
         return (self.gib - outside) * GIB / OtherMemory(self.workload).fullest.live
 
     def miss_memory(self, constants: dict[str, float]) -> float:
