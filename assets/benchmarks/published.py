@@ -3,9 +3,9 @@
     python3 -m assets.benchmarks.published      assets/benchmarks/published_layouts.csv  ->  the rows of BARS
 
 Most columns of the file are fields of ModelArgs, MoEArgs, Layout and Workload. With the `engine` deepspeed, steps are
-slower by a fitted factor, and memory was read from the driver. Rows with the `evidence` "recalled" are not used. A
-stack is the code base of a trainer; all of its rows are left out together. Rows with experts have the same weight as
-all other rows.
+slower by a fitted factor, and memory was read from the driver. If `allocated` is set, memory is the bytes in use,
+without the allocator's reserve. Rows with the `evidence` "recalled" are not used. A stack is the code base of a
+trainer; all of its rows are left out together. Rows with experts have the same weight as all other rows.
 """
 
 import csv
@@ -28,10 +28,18 @@ from torchtitan_lite.config.schema import Parallelism
 from torchtitan_lite.models.registry import MODELS
 from torchtitan_lite.tools.plan.bars import Bar, find_bar_family
 from torchtitan_lite.tools.plan.cluster import CLUSTERS, GB, Cluster
-from torchtitan_lite.tools.plan.layer_time import KERNELS_OF_EXPERTS, TENSORS, TILE_ROWS, Times
-from torchtitan_lite.tools.plan.memory import Memory, RankMemory
+from torchtitan_lite.tools.plan.layer_time import (
+    KERNELS_OF_EXPERTS,
+    LOSS_BYTES,
+    NORM_OP_BY_OP,
+    TENSORS,
+    TILE_ROWS,
+    Phases,
+    Times,
+)
+from torchtitan_lite.tools.plan.memory import LayerEstimates, Memory, Moment, RankMemory
 from torchtitan_lite.tools.plan.step_time import StepTime
-from torchtitan_lite.tools.plan.workload import LayerKind, Workload
+from torchtitan_lite.tools.plan.workload import LayerKind, Stage, Workload
 
 ROWS = REPOSITORY / "assets" / "benchmarks" / "published_layouts.csv"
 # CUDA's context, NCCL's buffers, and two buckets of 5e8 fp16 elements, which are DeepSpeed's defaults. Not fitted.
@@ -39,8 +47,11 @@ DEEPSPEED_GIB = 6.0
 # constant of all GPUs or of one chip -> prior value, from papers, data sheets and published measurements
 PRIORS = {
     "h100.matmul_efficiency": 0.72,
+    "h200.matmul_efficiency": 0.75,
     "a100.matmul_efficiency": 0.80,
+    "b200.matmul_efficiency": 0.72,
     "h.flash2_backward": 0.30,
+    "cudnn_backward": 0.45,
     "float8_efficiency": 0.55,
     "triton_forward": 0.30,
     "triton_backward": 0.20,
@@ -75,7 +86,7 @@ class OtherCluster(Cluster):
 
     # FlashAttention-2: 335 TFLOP/s causal forward, arXiv:2407.08608, figure 5. Backward: fit.
     flash2_forward: float = 0.34
-    flash2_backward: float = 0.28
+    flash2_backward: float = 0.29
     # Matmuls of unfused attention, which writes its scores to memory. Fit.
     unfused_efficiency: float = 0.50
 
@@ -105,6 +116,23 @@ class OtherWorkload(Workload):
     overlaps_ep: bool = False  # all-to-alls overlap with a second microbatch
     norms_op_by_op: bool = False  # in fp32
     repeats_keys: bool = False  # attention reads a copy of keys and values for every query head
+    gathers_each: bool = False  # each colwise matmul gathers its own input over tp
+    whole_logits: bool = False  # every tp rank computes the loss on the whole vocabulary
+    bytes_per_logit: float = (
+        0.0  # that the loss holds at once, if keeps_logits; 0: three fp32 tensors
+    )
+    # FSDP reduces once per step. Between microbatches, a rank holds all gradients of its layers.
+    sums_whole: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.sums_whole:
+            self.n_reductions = 1
+        for kind in self.kinds:
+            # Without sequence parallel, recompute leaves out no matmul.
+            kind.ends_in_rowwise &= self.sequence_parallel
+            if self.gathers_each:
+                kind.n_gathers = len(kind.colwise)
 
 
 class OtherTime(StepTime):
@@ -153,7 +181,7 @@ class OtherTime(StepTime):
             heads_dim = (w.args.n_heads / w.layout.tp + w.n_kv_heads) * w.args.head_dim
             seconds += self.cluster.memory_time(2 * w.compute_bytes * heads_dim * w.n_tokens)
         if not w.sequence_parallel:
-            of_norm, *_ = TENSORS[w.compiled]
+            of_norm = NORM_OP_BY_OP if self.has_slow_norms else TENSORS[w.compiled][0]
             n_elements = w.n_tokens * w.args.dim * len(kind.norms) * (1 - 1 / w.layout.tp)
             seconds += self.cluster.memory_time(of_norm * w.compute_bytes * n_elements)
         return forward + seconds, backward + 2 * seconds
@@ -161,12 +189,50 @@ class OtherTime(StepTime):
     def tensor_parallel_times(self, kind: LayerKind) -> Times:
         """Return the times of tp. Without sequence parallel, recompute repeats either all all-reduces or none.
 
-        An all-reduce takes as long as the pair of calls that it replaces.
+        An all-reduce takes as long as the pair of calls that it replaces. Forward has one for each scatter, and
+        backward one for each gather.
         """
         forward, backward, again = super().tensor_parallel_times(kind)
         if not self.workload.sequence_parallel:
+            n_calls = kind.n_gathers + kind.n_scatters
+            backward *= 2 * kind.n_gathers / n_calls
+            forward *= 2 * kind.n_scatters / n_calls
             again = forward * kind.average(full=1)
         return forward, backward, again
+
+    def describe_head(self) -> Phases:
+        """Add a gather of the logits over tp, and a loss on the whole vocabulary."""
+        head = super().describe_head()
+        w = self.workload
+        if not w.whole_logits:
+            return head
+        n_logits = w.n_tokens * w.args.vocab_size
+        gather_s = self.collective_time("tp", n_logits * w.compute_bytes)
+        n_more = n_logits * (1 - 1 / w.layout.tp)
+        more_s = self.cluster.memory_time(LOSS_BYTES[w.compiles_loss] * n_more)
+        return head._replace(
+            forward=head.forward + gather_s + more_s,
+            backward_input=head.backward_input + more_s,
+            tp=head.tp + gather_s,
+        )
+
+    def wait_once(self, pp_rank: int) -> float:
+        """Add the reduction of all gradients in the last backward, if it was left out before."""
+        w = self.workload
+        seconds = super().wait_once(pp_rank)
+        if not w.sums_whole:
+            return seconds
+        stages = w.layout.stages_of(pp_rank)
+        backward = sum(
+            self.stages[i].backward_input + self.stages[i].backward_weight for i in stages
+        )
+        reduce_s = self.reduce_time(w.count_by_axis(w.stages_by_rank[pp_rank]))
+        return seconds + self.expose("fsdp", reduce_s, backward)
+
+    @property
+    def copies_s(self) -> float:
+        """Other trainers run without FSDP on one GPU."""
+        return 0.0
 
     def copy_time(self, n_bytes: float) -> float:
         return super().copy_time(n_bytes) if self.workload.engine == "torch" else 0.0
@@ -315,7 +381,21 @@ class OtherMemory(RankMemory):
         w = self.workload
         if not w.keeps_logits:
             return super().estimate_loss()
-        return (4 if w.compiles_loss else 12) * w.n_tokens * w.args.vocab_size / w.layout.tp
+        n_bytes = w.bytes_per_logit or (4 if w.compiles_loss else 12)
+        n_shards = 1 if w.whole_logits else w.layout.tp
+        return n_bytes * w.n_tokens * w.args.vocab_size / n_shards
+
+    def list_moments(self, layers: LayerEstimates, stage: Stage, at_rest: float) -> list[Moment]:
+        """Replace the shards of gradients by whole gradients, if they are summed like this."""
+        moments = super().list_moments(layers, stage, at_rest)
+        w = self.workload
+        if not w.sums_whole:
+            return moments
+        whole = w.grad_bytes * w.sizes[stage].total() - w.weight_bytes * at_rest
+        return [
+            (gathered, gradients + whole, kept, working)
+            for gathered, gradients, kept, working in moments
+        ]
 
 
 def list_gpt_block(args: ModelArgs, moe: MoEArgs | None = None) -> list[ModuleRow]:
@@ -338,9 +418,10 @@ class Row:
         self.is_deepspeed = values["engine"] == "deepspeed"
         # DTensor copies gathered tensors. Other engines do not.
         copies = values["engine"] == "torch" and values["tp"] > 1
-        self.is_eager_tp = copies and not values["compiled"]
+        self.is_eager_tp = copies and not values["compiled"] and values["sequence_parallel"]
         self.reserve = "tp_reserve_factor" if copies else "reserve_factor"
         self.gib = values.get("memory_gib", 0.0)
+        self.is_allocated = values.get("allocated", False)
 
     def find_cluster(self, constants: dict[str, float]) -> Cluster:
         """Return the machine of the row, with the constants of a fit."""
@@ -348,6 +429,8 @@ class Row:
         for name in ("network", "link"):
             if speed := self.values.get(f"{name}_gb_per_s"):
                 own[f"{name}_bandwidth"] = speed * GB
+        if n_gpus := self.values.get("node_size"):
+            own["node_size"] = n_gpus
         for name, value in constants.items():
             chip, _, field = name.rpartition(".")
             if field != "deepspeed" and self.values["gpu"].startswith(chip):
@@ -380,13 +463,17 @@ class Row:
 
     @cached_property
     def reserved_per_live(self) -> float:
-        """Published bytes that the allocator reserves, divided by the forecast bytes in use."""
-        outside = DEEPSPEED_GIB if self.is_deepspeed else 0.0
+        """Published bytes that the allocator reserves, divided by the forecast bytes in use.
+
+        If the page gives the bytes in use, this is their error.
+        """
+        outside = DEEPSPEED_GIB if self.is_deepspeed and not self.is_allocated else 0.0
         return (self.gib - outside) * GIB / OtherMemory(self.workload).fullest.live
 
     def miss_memory(self, constants: dict[str, float]) -> float:
         """Return log(forecast / published) of the memory."""
-        return log(constants[self.reserve] / self.reserved_per_live)
+        reserve = 1.0 if self.is_allocated else constants[self.reserve]
+        return log(reserve / self.reserved_per_live)
 
 
 def read_rows() -> list[Row]:
@@ -436,7 +523,7 @@ def describe_row(values: dict[str, object]) -> OtherWorkload:
     n_again = values["recomputed_layers"]
     recompute = Counter({values["recompute"]: n_again}) + Counter(none=n_layers - n_again)
     modules = {module.name for module in list_block_modules(args, moe=bool(moe))}
-    workload = make(
+    return make(
         OtherWorkload,
         values,
         args=args,
@@ -445,9 +532,6 @@ def describe_row(values: dict[str, object]) -> OtherWorkload:
         recompute={bool(moe): recompute},
         float8=frozenset(modules if values["float8"] else ()),
     )
-    for kind in workload.kinds:  # without sequence parallel, recompute leaves out no matmul
-        kind.ends_in_rowwise &= workload.sequence_parallel
-    return workload
 
 
 Unseen = tuple[Row, float]  # a row, and the log error of its forecast from a fit without its stack
@@ -495,7 +579,11 @@ def fit(rows: list[Row]) -> dict[str, float]:
         start = logs
     constants = name_constants(logs)
     for name, prior in RESERVES.items():
-        alike = [row.reserved_per_live for row in rows if row.gib and row.reserve == name]
+        alike = [
+            row.reserved_per_live
+            for row in rows
+            if row.gib and row.reserve == name and not row.is_allocated
+        ]
         constants[name] = median(alike or [prior])
     return constants
 
@@ -597,7 +685,9 @@ def main() -> None:
         print(f"    holds {held}; bars without their stack hold {share_held_of_others(pairs):.0%}")
     print(f"median width of the bars, high / low: {median(widths):.2f}")
     eager = [error for row, error in groups["TP or PP"] if row.is_eager_tp]
-    print(f"torch's TP in eager mode: {min(map(exp, eager)):.2f} to {max(map(exp, eager)):.2f}")
+    print(
+        f"torch's TP in eager mode, with sequence parallel: {min(map(exp, eager)):.2f} to {max(map(exp, eager)):.2f}"
+    )
     for name in ("dense", "experts"):
         ranked = rank_correlation(groups[name])
         print(f"rank correlation within a source and model, {name}: {ranked:.2f}")

@@ -24,22 +24,26 @@ class Bar(NamedTuple):
 
     def describe(self, gpu: str) -> str:
         """Return the number of runs and stacks, the number of runs on this GPU, and the median error."""
-        n_rows = sum(self.n_rows.values())
         own = [f"{n} on {name}" for name, n in self.n_rows.items() if name.startswith(gpu)]
         where = ", ".join(own) or f"none on {gpu}, only on {', '.join(self.n_rows)}"
-        runs = f"{n_rows} published runs of {self.n_stacks} trainers that the fit had not seen"
-        return f"tested on {runs} ({where}): median error {self.median:.1%}"
+        runs = f"{sum(self.n_rows.values())} published runs of {self.n_stacks} trainers"
+        error = f"median error {self.median:.1%}"
+        return f"tested on {runs} that the fit had not seen ({where}): {error}"
 
 
 # Printed by assets/benchmarks/published.py: `python3 -m assets.benchmarks.published`.
 BARS = {
-    "FSDP": Bar(1.13, 0.069, 6, {"h100-96": 5, "h100": 44, "a100-80": 4}),
-    "TP or PP": Bar(1.12, 0.070, 6, {"h100": 4, "a100-80": 69, "h100-96": 5}),
-    "float8": Bar(1.19, 0.124, 4, {"h100-96": 12, "h100": 26, "h200": 1}),
-    "experts": Bar(1.36, 0.138, 5, {"h100": 34, "b200": 19, "a100-80": 1}),
-    "dense": Bar(1.16, 0.079, 12, {"h100-96": 22, "h100": 76, "a100-80": 77, "h200": 1}),
-    "memory": Bar(1.11, 0.049, 4, {"h100-96": 16, "h200": 1, "a100-80": 44, "h100": 1, "b200": 1}),
-    "memory of experts": Bar(1.11, 0.049, 3, {"h100": 1, "b200": 1, "a100-80": 1}),
+    "FSDP": Bar(1.12, 0.062, 10, {"h100-96": 5, "h100": 47, "a100-80": 21, "h200": 6, "b200": 10}),
+    "TP or PP": Bar(1.14, 0.070, 9, {"h100": 4, "a100-80": 80, "h100-96": 5, "h200": 14}),
+    "float8": Bar(1.17, 0.112, 4, {"h100-96": 18, "h100": 30, "h200": 2}),
+    "experts": Bar(1.52, 0.174, 8, {"h100": 34, "b200": 42, "a100-80": 1, "h200": 2}),
+    "dense": Bar(
+        1.14, 0.079, 16, {"h100-96": 28, "h100": 91, "a100-80": 117, "h200": 22, "b200": 10}
+    ),
+    "memory": Bar(
+        1.10, 0.048, 8, {"h100-96": 22, "h200": 19, "a100-80": 45, "h100": 1, "b200": 20}
+    ),
+    "memory of experts": Bar(1.10, 0.047, 5, {"h100": 1, "b200": 15, "a100-80": 1}),
 }
 
 
