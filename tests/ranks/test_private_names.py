@@ -5,8 +5,24 @@ import compare
 import pytest
 import torch
 from checkpoints import train
-from layouts import FLOAT8, MODE
+from layouts import FLOAT8, MODE, PP, TWO_LAYERS
+from test_costs import DTYPE, make
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchtitan_lite.tools.plan.dry_run import dry_run
+
+
+@pytest.mark.parametrize("world_size, keys", [(2, {}), (4, {PP: 2, DTYPE: "bfloat16"})])
+def test_collectives_of_fsdp_bear_a_phase_and_the_modules_of_their_group(world_size, keys):
+    """meter.py finds a file and functions of FSDP on the stack. Check that they still have these names."""
+    run = dry_run(make(world_size, {**keys, **TWO_LAYERS}, "cpu"))
+    of_fsdp = [
+        call for call in run.collectives if call.operation in ("all-gather", "reduce-scatter")
+    ]
+    assert of_fsdp
+    for call in of_fsdp:
+        assert call.site.phase in ("forward", "backward")
+        assert call.site.module.startswith(("tok_embeddings", "layers.", "norm"))
 
 
 class Calls(TorchDispatchMode):
