@@ -246,38 +246,26 @@ def test_a_pulse_measures_ranks_and_links_of_a_run(tmp_path):
 
 # ---------------------------------------------------------------- hangs
 
-IN_LOG = ["torch/c10d.py:1 wait", "torch/c10d.py:2 all_reduce", "run_log.py:7 write_step"]
-UNUSUAL = [
-    {"group": "mesh_tp [0, 1]", "number": number, "name": "all_reduce", "sizes": sizes}
-    for number, sizes in ((7, [[5]]), (4, [[3]]))
-]
-IN_COMPILER = ["ir.py:1 f", "torch/_dynamo/convert_frame.py:2 g", "torch/_dynamo/eval_frame.py:3 h"]
-IN_PIPELINE = ["c10d.py:1 wait", "torch/schedules.py:9 _wait_batch_p2p", "own.py:7 f"]
-
-
-def make_stage(n_done: int, sender: int | None = None, idle_s: float = 5.0, n: int = 7) -> dict:
-    """Return what a rank with stages 0 and 1 writes about its pipeline, after `n_done` microbatches of both stages."""
-    awaits = {"rank": sender, "stage": sender, "kind": "F", "n": n, "microbatch": 3}
-    done = {str(stage): {"F": n_done, "B": n_done} for stage in range(2)}
-    return {"idle_s": idle_s, "done": done, "awaits": None if sender is None else awaits}
-
-
-MESH = "mesh_tp [0, 1]"
-WAITS = {"calls": {MESH: (7, "all_reduce", [[3]], False)}}
-CAME = {"calls": {MESH: (6, "all_reduce", [[3]], True)}}
-OTHER_SHAPE = {"calls": {MESH: (7, "all_reduce", [[5]], False)}}
-AWAY = {"calls": CAME["calls"] | {"mesh_dp [0, 1]": (3, "all_gather", [[4]], False, 200)}}
-DIFFERS = {**OTHER_SHAPE, "unusual": [UNUSUAL]}
-NO_CALLS = {"calls": {}}
-COMPILING = {**CAME, "stack": IN_COMPILER}
-COMPILED_CODE = {**CAME, "stack": ["own.py:7 f", *IN_COMPILER[-1:]]}
-ELSEWHERE = {**AWAY, "stack": ["c.py:1 wait", "own.py:7 f"]}
-LOGGING = {**AWAY, "in_step": False, "stack": IN_LOG}
-SENT_8 = {**WAITS, "pipeline": make_stage(8)}
-AWAITS_0 = {**CAME, "stack": IN_PIPELINE, "pipeline": make_stage(7, 0)}
-AWAITS_1 = {"stack": IN_PIPELINE, "pipeline": make_stage(7, 1)}
-GOES_ON = {"stack": IN_PIPELINE, "pipeline": make_stage(8, 0, idle_s=0.5, n=9)}
-ALL_DIFFER = {**WAITS, "unusual": [UNUSUAL]}
+# what a rank wrote: its calls, of which those with a time are pending | its stack, unless it waits in a call |
+# microbatches that it has done in a pipeline, the rank and stage that it awaits, seconds without work, the next one
+WRITTEN = """
+WAITS | tp 7 all_reduce [[3]] 100 | |
+CAME | tp 6 all_reduce [[3]] | |
+OTHER_SHAPE | tp 7 all_reduce [[5]] 100 | |
+DIFFERS | tp 7 all_reduce [[5]] 100 | |
+ALL_DIFFER | tp 7 all_reduce [[3]] 100 | |
+NO_CALLS | | |
+COMPILING | tp 6 all_reduce [[3]] | ir.py:1 f, torch/_dynamo/convert_frame.py:2 g, torch/_dynamo/eval_frame.py:3 h |
+COMPILED_CODE | tp 6 all_reduce [[3]] | own.py:7 f, torch/_dynamo/eval_frame.py:3 h |
+ELSEWHERE | tp 6 all_reduce [[3]], dp 3 all_gather [[4]] 200 | c.py:1 wait, own.py:7 f |
+LOGGING | tp 6 all_reduce [[3]], dp 3 all_gather [[4]] 200 \
+    | torch/c10d.py:1 wait, torch/c10d.py:2 all_reduce, run_log.py:7 write_step |
+SENT_8 | tp 7 all_reduce [[3]] 100 | | [8, null, 5.0, 7]
+AWAITS_0 | tp 6 all_reduce [[3]] | c10d.py:1 wait, torch/schedules.py:9 _wait_batch_p2p, own.py:7 f | [7, 0, 5.0, 7]
+AWAITS_1 | | c10d.py:1 wait, torch/schedules.py:9 _wait_batch_p2p, own.py:7 f | [7, 1, 5.0, 7]
+GOES_ON | | c10d.py:1 wait, torch/schedules.py:9 _wait_batch_p2p, own.py:7 f | [8, 0, 0.5, 9]
+"""
+WRITTEN = {row[0]: row[1:] for row in read_lines(WRITTEN)}
 # what ranks 0 and 1 of a tp group of two wrote | state of rank 1's process | the ranks that are named | words
 HANGS = """
 WAITS | T | 1 | is stopped
@@ -296,29 +284,45 @@ WAITS WAITS | S | | Cause unknown
 """
 
 
-def make_row(
-    group: str, number: int, name: str, sizes: list[list[int]], is_completed: bool, at_ns: int = 100
-) -> dict:
-    call = {"group": group, "number": number, "name": name, "sizes": sizes, "at_ns": at_ns}
-    return {"n": number, "pending": None if is_completed else call}
+def make_call(text: str) -> dict:
+    axis, number, name, sizes, *at_ns = text.split()
+    call = {"group": f"mesh_{axis} [0, 1]", "number": int(number), "name": name}
+    call["sizes"] = json.loads(sizes)
+    if at_ns:
+        call["at_ns"] = int(*at_ns)
+    return call
 
 
-def make_file(rank: int, state: str, written: dict) -> dict:
-    host = {
-        str(one): [100 + one, state if one else "S", f"rank {one} (tp {one})"] for one in range(2)
-    }
+def make_pipeline(n_done: int, sender: int | None, idle_s: float, n: int) -> dict:
+    """Return what a rank with stages 0 and 1 writes, after `n_done` microbatches of both stages."""
+    counts = {"F": n_done, "B": n_done}
+    awaits = {"rank": sender, "stage": sender, "kind": "F", "n": n, "microbatch": 3}
+    awaited = None if sender is None else awaits
+    return {"idle_s": idle_s, "done": {"0": counts, "1": counts}, "awaits": awaited}
+
+
+def make_file(rank: int, state: str, written: str) -> dict:
+    calls, stack, pipeline = WRITTEN[written]
+    groups = {}
+    for call in map(make_call, filter(None, calls.split(", "))):
+        pending = call if "at_ns" in call else None
+        groups[call["group"]] = {"n": call["number"], "pending": pending}
+    unusual = [make_call("tp 7 all_reduce [[5]]"), make_call("tp 4 all_reduce [[3]]")]
+    host = {}
+    for one in range(2):
+        host[str(one)] = [100 + one, state if one else "S", f"rank {one} (tp {one})"]
     return {
         "kind": "HANG",
         "rank": rank,
         "world_size": 2,
         "step": 4,
-        "in_step": written.get("in_step", True),
+        "in_step": written != "LOGGING",
         "seconds": 5.0,
         "host": host,
-        "stack": written.get("stack", ["c10d.py:1 wait"]),
-        "groups": {group: make_row(group, *row) for group, row in written.get("calls", {}).items()},
-        "unusual": written.get("unusual", []),
-        "pipeline": written.get("pipeline", {}),
+        "stack": (stack or "c10d.py:1 wait").split(", "),
+        "groups": groups,
+        "unusual": [unusual] if "DIFFER" in written else [],
+        "pipeline": make_pipeline(*json.loads(pipeline)) if pipeline else {},
     }
 
 
@@ -326,8 +330,8 @@ def make_file(rank: int, state: str, written: dict) -> dict:
 def test_a_report_names_the_rank_that_the_others_wait_for_or_says_unknown(
     written, state, named, words
 ):
-    rows = [globals()[word] for word in written.split()]
-    culprits, text = explain({n: make_file(n, state, row) for n, row in enumerate(rows)})
+    files = {n: make_file(n, state, word) for n, word in enumerate(written.split())}
+    culprits, text = explain(files)
     assert set(culprits) == {*map(int, named.split())} and words in text, text
     if named == "1" and "is missing" in text:
         assert (
@@ -340,13 +344,13 @@ def test_the_tool_hang_reads_the_files_of_the_last_start(tmp_path, run_tool):
     assert "no rank-*.json" in run_tool("hang", tmp_path, status=2)
     folder = tmp_path / "hang" / "restart-0"
     folder.mkdir(parents=True)
-    file = make_file(0, "T", WAITS)
+    file = make_file(0, "T", "WAITS")
     (folder / "rank-00000.json").write_text(json.dumps(file))
     (folder / "rank-00001.json").touch()  # an empty file must not hide the others
     assert "rank 1 (tp 1) is missing from call 7" in run_tool("hang", tmp_path)
     later = tmp_path / "hang" / "restart-1"  # as if gloo had aborted rank 0
     later.mkdir()
-    file = make_file(1, "S", DIFFERS) | {"kind": "FAILED"}
+    file = make_file(1, "S", "DIFFERS") | {"kind": "FAILED"}
     (later / "failed-00001.json").write_text(json.dumps(file))
     printed = run_tool("hang", tmp_path)
     assert "rank 1 (tp 1) made call 7" in printed and "it has ended with an error" in printed
