@@ -191,9 +191,9 @@ def test_a_run_that_only_reads_changes_no_file_of_the_run_that_it_loads(
 
 def fail_at(rank: int, world_size: int, keys: list[str], place: str) -> str:
     """Worker: start a run that fails when it calls the function `place`. Return the error."""
-    planted = patch(place, side_effect=RuntimeError("planted"))
-    with planted, pytest.raises(RuntimeError) as error:
-        warm_start.start(rank, world_size, keys)
+    with patch(place, side_effect=RuntimeError("planted")):
+        with pytest.raises(RuntimeError) as error:
+            warm_start.start(rank, world_size, keys)
     message = str(error.value)
     del error
     gc.collect()  # closes the lock of the dump folder, as the end of the process would
