@@ -10,7 +10,6 @@ from layouts import CP, MODE, ROTATIONS
 from watching import AttentionWork, Collectives, PeakMemory, Watch
 
 from torchtitan_lite import step as stepping
-from torchtitan_lite.extensions import ring_attention
 from torchtitan_lite.extensions.ring_attention import (
     attend_to_part,
     attend_to_part_backward,
@@ -182,7 +181,9 @@ def test_parts_of_an_attention_merge_to_the_whole(device, dtype):
 def test_kernels_take_their_arguments_and_return_the_shapes_that_are_merged(
     monkeypatch, cudnn, n_kv_heads
 ):
-    monkeypatch.setattr(ring_attention, "prefers_cudnn", lambda query, key: cudnn)
+    monkeypatch.setattr(
+        "torchtitan_lite.extensions.ring_attention.prefers_cudnn", lambda query, key: cudnn
+    )
     inputs = make_inputs(n_kv_heads, torch.bfloat16)
     query, key, value, grad_out = [tensor.to("meta") for tensor in inputs]
     query = query.narrow(2, 0, 17)

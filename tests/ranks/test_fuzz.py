@@ -84,20 +84,16 @@ def small(tmp_path) -> str:
 
 def test_any_config_is_refused_with_remedies_or_makes_two_steps(pool, small, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    draw, n_sound, n_runs = random.Random(1), 0, 0
+    draw = random.Random(1)
+    n_sound = n_runs = 0
+    starts = [(small, LAPTOP), ("debug_3d", LAPTOP), ("llama3_8b", EIGHT_H100)]
     for _ in range(N_CASES):
-        config, machine = draw.choice(
-            [(small, LAPTOP), ("debug_3d", LAPTOP), ("llama3_8b", EIGHT_H100)]
-        )
-        args = draw_args(
-            draw,
-            config,
-            list(KEYS) if config != small else [key for key in KEYS if key not in PATHS],
-        )
+        config, machine = draw.choice(starts)
+        keys = [key for key in KEYS if config != small or key not in PATHS]
+        args = draw_args(draw, config, keys)
+        n_ranks = 1 if config == small else draw.choice([None, 2, 8])
         try:
-            resolve_on_hosts(
-                args, machine=machine, n_ranks=1 if config == small else draw.choice([None, 2, 8])
-            )
+            resolve_on_hosts(args, machine=machine, n_ranks=n_ranks)
         except ConfigError as error:
             assert all(problem.why and problem.remedy for problem in error.problems), args
             continue

@@ -29,26 +29,16 @@ FRONT = (
 LISTENS = "0A"  # the state of a socket in /proc/net/tcp
 INIT_TIMEOUT_S = 200  # long, so that the test does not fail on a loaded machine
 TRAIN_TIMEOUT_S = 100
-KEYS = [
-    "--training.global_batch_size=8",
-    "--checkpoint.interval=1",
-    "--checkpoint.enable_first_step_checkpoint",
-    "--checkpoint.async_mode=async",
-    "--metrics.no_enable_tensorboard",
-    "--job.no_overwrite",
-    "--validation.enable",
-    "--validation.freq=1",
-    "--validation.steps=1",
-    f"--comm.init_timeout_seconds={INIT_TIMEOUT_S}",
-    f"--comm.train_timeout_seconds={TRAIN_TIMEOUT_S}",
-]
+KEYS = f"""
+--training.global_batch_size=8 --checkpoint.interval=1 --checkpoint.enable_first_step_checkpoint
+--checkpoint.async_mode=async --metrics.no_enable_tensorboard --job.no_overwrite
+--validation.enable --validation.freq=1 --validation.steps=1
+--comm.init_timeout_seconds={INIT_TIMEOUT_S} --comm.train_timeout_seconds={TRAIN_TIMEOUT_S}
+""".split()
 LAYOUTS = {
-    "dp2": ["--training.local_batch_size=4"],
-    "tp2": ["--training.local_batch_size=8", "--parallelism.tensor_parallel_degree=2"],
-    "pp2": [
-        "--training.local_batch_size=8",
-        "--parallelism.pipeline_parallel_degree=2",
-    ],
+    "dp2": "--training.local_batch_size=4",
+    "tp2": "--training.local_batch_size=8 --parallelism.tensor_parallel_degree=2",
+    "pp2": "--training.local_batch_size=8 --parallelism.pipeline_parallel_degree=2",
 }
 
 
@@ -83,12 +73,7 @@ def watch_start(
                 continue
             operator = getattr(torch.ops.c10d, name).default
             if "ProcessGroup" in str(operator._schema):
-                library.impl(
-                    operator,
-                    partial(note, operator),
-                    FRONT.name,
-                    with_keyset=True,
-                )
+                library.impl(operator, partial(note, operator), FRONT.name, with_keyset=True)
         status = warm_start.start(rank, world_size, keys)
     surplus = count_surplus_workers() - surplus  # earlier jobs of this process may have left groups
     timeouts_s = {}
@@ -122,31 +107,19 @@ def name_group(group: dist.ProcessGroup) -> str:
 def test_no_two_threads_use_one_group_and_every_group_has_a_time_out_of_comm(
     pool, letters, tmp_path, layout
 ):
-    keys = [*letters, *KEYS, *LAYOUTS[layout], f"--job.dump_folder={tmp_path}/run"]
+    keys = [*letters, *KEYS, *LAYOUTS[layout].split(), f"--job.dump_folder={tmp_path}/run"]
     for steps in (4, 8):  # the run begins, and is later resumed
         results = pool.run(watch_start, 2, [*keys, f"--training.steps={steps}"])
         for status, surplus_workers, threads, timeouts_s in results:
-            assert status == 0
-            assert surplus_workers == 0
-            check_threads(threads)
-            check_timeouts(timeouts_s)
-
-
-def check_threads(threads: dict[str, set]) -> None:
-    for group, names in threads.items():
-        assert len(names) == 1, f"{names} share {group}"
-    assert len(set().union(*threads.values())) == 2, "the main thread and the thread that saves"
-
-
-def check_timeouts(timeouts_s: dict[str, float]) -> None:
-    n_host_groups = 0
-    for group, timeout_s in timeouts_s.items():
-        if group.startswith(("host", "saver")):
-            n_host_groups += 1
-            assert timeout_s == INIT_TIMEOUT_S, group
-        else:
-            assert timeout_s == TRAIN_TIMEOUT_S, group
-    assert n_host_groups == 2
+            assert (status, surplus_workers) == (0, 0)
+            for group, names in threads.items():
+                assert len(names) == 1, f"{names} share {group}"
+            assert len(set().union(*threads.values())) == 2, "one trains, one saves"
+            of_hosts = {group for group in timeouts_s if group.startswith(("host", "saver"))}
+            assert len(of_hosts) == 2
+            for group, timeout_s in timeouts_s.items():
+                right = INIT_TIMEOUT_S if group in of_hosts else TRAIN_TIMEOUT_S
+                assert timeout_s == right, group
 
 
 # ---------------------------------------------------------------- workers of gloo (gloo_workers.py)
@@ -210,16 +183,13 @@ def test_a_torch_without_the_option_is_named(caplog):
 def test_groups_of_offload_are_not_split_from_the_default_group(offload, pp, is_bound):
     """If a group is split from the default group, its gloo part gets two workers. DeviceMesh splits a group in this way
     if the default group has a device."""
-    config = override(
-        Config(),
-        {"training.enable_cpu_offload": offload, "parallelism.pipeline_parallel_degree": pp},
-    )
+    keys = {"training.enable_cpu_offload": offload, "parallelism.pipeline_parallel_degree": pp}
+    config = override(Config(), keys)
     place = process_groups.Place(0, 1, 0, range(1), 0)
     device = torch.device("cuda", 0)
+    joined = (dist.HashStore(), timedelta(seconds=60))
     with patch.object(process_groups.dist, "init_process_group") as join:
-        process_groups.start_process_group(
-            device, config, place, dist.HashStore(), timedelta(seconds=60)
-        )
+        process_groups.start_process_group(device, config, place, *joined)
     assert join.call_args.kwargs["device_id"] == (device if is_bound else None)
 
 

@@ -3,6 +3,7 @@
 import copy
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -16,11 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
-import train
 from torchtitan_lite.build import start_from
 from torchtitan_lite.checkpoint.format import CheckpointError
 from torchtitan_lite.checkpoint.save import CheckpointSaver
-from torchtitan_lite.extensions import copies
 from torchtitan_lite.model.loss import Vocabulary, differentiate_cross_entropy
 from torchtitan_lite.parallel.fsdp import gather_plain
 from torchtitan_lite.parallel.initial_weights import copy_local_shard
@@ -85,11 +84,9 @@ def count_wrong_norms(rank: int, world_size: int) -> list[float]:
 
     def compare_norm(norm, args, output):
         x = args[0].float()
-        right = (
-            x
-            * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps)
-            * compare.local(norm.weight).float()
-        )
+        mean = x.square().mean(-1, keepdim=True)
+        scale = torch.rsqrt(mean + norm.eps)
+        right = x * scale * compare.local(norm.weight).float()
         shares.append((output != right.to(output.dtype)).float().mean().item())
 
     for module in run.parts[0].modules():
@@ -104,32 +101,29 @@ def test_each_tp_rank_computes_norms_in_float32_in_a_run_in_bfloat16(pool):
         assert len(shares) >= 9 and max(shares) < 0.01
 
 
+FOUR_STEPS = """
+--training.steps=4 --lr_scheduler.warmup_steps=2 --lr_scheduler.total_steps=5 --optimizer.lr=0.01
+--training.max_norm=0.1 --checkpoint.no_enable --validation.freq=1
+"""
+RATES = {1: 0.005, 2: 0.01, 3: 0.01, 4: 0.01 * 2 / 3}
+
+
 def test_a_run_logs_rate_and_norm_of_each_step_and_validates_other_documents_without_effect(
     pool, letters, tmp_path
 ):
-    keys = [
-        *letters,
-        f"--training.dataset={tmp_path / 'abc'}",
-    ]
-    write_corpus(tmp_path / "abc", [[[97, 98, 99] * 50] * 20], validation=[[[120, 121, 122] * 50]])
-    keys += ["--training.steps=4", "--lr_scheduler.warmup_steps=2", "--lr_scheduler.total_steps=5"]
-    keys += [
-        "--optimizer.lr=0.01",
-        "--training.max_norm=0.1",
-        "--checkpoint.no_enable",
-        "--validation.freq=1",
-    ]
+    corpus = tmp_path / "abc"
+    write_corpus(corpus, [[b"abc" * 50] * 20], validation=[[b"xyz" * 50]])
+    keys = [*letters, f"--training.dataset={corpus}", *FOUR_STEPS.split()]
     for option in ("enable", "no_enable"):
         options = [f"--validation.{option}", f"--job.dump_folder={tmp_path / option}"]
         assert pool.run(warm_start.start, 1, [*keys, *options]) == [0]
-    losses, rates, norms, held_out = (
-        list(warm_start.read_losses(tmp_path / "enable", name).values())
-        for name in ("loss", "lr", "grad_norm", "val_loss")
-    )
-    assert rates == pytest.approx([0.005, 0.01, 0.01, 0.01 * 2 / 3])
-    assert min(norms) > 0.2, "before clipping"
-    assert losses == list(warm_start.read_losses(tmp_path / "no_enable").values())
-    assert losses[3] < losses[0] - 0.5 and held_out[3] > losses[0]
+    read = partial(warm_start.read_losses, tmp_path / "enable")
+    losses = read()
+    assert read("lr") == pytest.approx(RATES)
+    assert min(read("grad_norm").values()) > 0.2, "before clipping"
+    assert losses == warm_start.read_losses(tmp_path / "no_enable")
+    assert losses[4] < losses[1] - 0.5
+    assert read("val_loss")[4] > losses[1], "other documents"
 
 
 # ---------------------------------------------------------------- when a run saves, compares, validates, and resumes
@@ -144,8 +138,9 @@ def start_small(letters, tmp_path) -> Callable[..., list[str]]:
 def note_compared_steps(rank: int, world_size: int, keys: list[str]) -> list[int]:
     """Worker: train. Return the steps after which copies were compared."""
     steps = []
-    with patch.object(
-        copies, "compare_copies", lambda run, group: steps.append(run.lr_scheduler.last_epoch)
+    with patch(
+        "torchtitan_lite.extensions.copies.compare_copies",
+        lambda run, group: steps.append(run.lr_scheduler.last_epoch),
     ):
         assert warm_start.start(rank, world_size, keys) == 0
     return steps
@@ -180,9 +175,11 @@ def fail_to_save_the_last_step(rank: int, world_size: int, keys: list[str]) -> l
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 def test_snapshots_are_kept_until_the_last_checkpoint_is_saved(pool, start_small, tmp_path, mode):
-    keys = ["--training.steps=6", f"--checkpoint.async_mode={mode}"]
-    keys += [f"--checkpoint.local_folder={tmp_path / 'snapshots'}"]
-    keys = start_small(*keys, "--checkpoint.local_interval=2")
+    keys = [
+        f"--checkpoint.async_mode={mode}",
+        f"--checkpoint.local_folder={tmp_path / 'snapshots'}",
+    ]
+    keys = start_small(*keys, "--training.steps=6", "--checkpoint.local_interval=2")
     (saved,) = pool.run(fail_to_save_the_last_step, 1, keys)
     assert len(saved) == 2 and len(set(saved)) == 1
     assert sorted(path.name for path in Path(saved[0]).iterdir()) == ["step-2", "step-4"]
@@ -191,9 +188,7 @@ def test_snapshots_are_kept_until_the_last_checkpoint_is_saved(pool, start_small
 def note_resumed_step(rank: int, world_size: int, keys: list[str], restarts: int) -> int:
     """Worker: start a job that torchrun has restarted `restarts` times. Return the step that it resumes from."""
     steps = []
-    with patch.object(
-        train, "start_from", lambda *a, **o: steps.append(start_from(*a, **o)) or steps[0]
-    ):
+    with patch("train.start_from", lambda *a, **o: steps.append(start_from(*a, **o)) or steps[0]):
         assert warm_start.start(rank, world_size, keys, restarts=restarts) == 0
     return steps[0]
 

@@ -18,7 +18,7 @@ from layouts import (
 )
 from marks import choose_fast, slow
 
-from torchtitan_lite.config import checks, settings
+from torchtitan_lite.config import checks
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.model import resolve_model
 from torchtitan_lite.tools.verify.ranks import RankFailure
@@ -66,7 +66,7 @@ compile.enable | Input: ['Tensor( | 2 | SPLIT COMPILED
 
 
 def refuse_nothing():
-    return patch.object(settings, "find_refused", lambda *args: [])
+    return patch("torchtitan_lite.config.settings.find_refused", lambda *args: [])
 
 
 @pytest.mark.parametrize(

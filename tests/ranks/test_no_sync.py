@@ -27,13 +27,8 @@ WAITING = (
     "_local_scalar_dense is_nonzero equal allclose nonzero masked_select unique_dim _unique _unique2 "
     "unique_consecutive unique_dim_consecutive bincount histc repeat_interleave.Tensor _assert_async"
 ).split()
-BY_MASK = (
-    "index",
-    "index_put",
-    "index_put_",
-    "_index_put_impl_",
-    "_unsafe_index",
-)  # indexing with a mask makes the host wait
+# indexing with a mask makes the host wait
+BY_MASK = "index index_put index_put_ _index_put_impl_ _unsafe_index".split()
 
 RUNS = read_rows("""
 one rank | 1
@@ -122,9 +117,7 @@ def list_waits(rank: int, world_size: int, runs: dict[str, dict[str, object]]) -
 
 @pytest.mark.parametrize("n_ranks", [1, 2, 4])
 def test_no_host_waits_for_the_device_inside_a_step(pool, n_ranks):
-    runs = {
-        name: overrides for name, (world_size, overrides) in RUNS.items() if world_size == n_ranks
-    }
+    runs = {name: row.overrides for name, row in RUNS.items() if row.world_size == n_ranks}
     assert pool.run(list_waits, n_ranks, runs) == [{}] * n_ranks
 
 

@@ -168,9 +168,18 @@ def agree_to_stop(rank: int, world_size: int, signals: list[int]) -> int:
     return stop
 
 
-@pytest.mark.parametrize(
-    "signals, stop",
-    [((0, 0), 0), ((0, 2), 2), ((15, 0), 15), ((15, 2), 15), ((2, 15), 15), ((1, 3), 1)],
-)
+# the signals of two ranks | the signal for which both stop
+SIGNALS = """
+0 0 | 0
+0 2 | 2
+15 0 | 15
+15 2 | 15
+2 15 | 15
+1 3 | 1
+"""
+
+
+@pytest.mark.parametrize("signals, stop", read_lines(SIGNALS))
 def test_all_ranks_stop_for_one_signal_and_sigterm_wins(pool, signals, stop):
-    assert pool.run(agree_to_stop, 2, signals) == [stop, stop]
+    signals = [*map(int, signals.split())]
+    assert pool.run(agree_to_stop, 2, signals) == [int(stop)] * 2

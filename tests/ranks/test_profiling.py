@@ -7,7 +7,6 @@ import pytest
 import torch
 from checkpoints import limit_files
 
-from torchtitan_lite.components import log, profiling
 from torchtitan_lite.components.diagnosis import explain_out_of_memory
 from torchtitan_lite.components.profiling import profile_steps
 from torchtitan_lite.config.schema import Profiling
@@ -113,8 +112,8 @@ def test_a_file_that_cannot_be_written_is_one_sentence_and_leaves_nothing(
     tmp_path, recording, monkeypatch, is_folder
 ):
     said: dict[str, list[str]] = {"error": [], "info": []}
-    monkeypatch.setattr(log.logger, "error", said["error"].append)
-    monkeypatch.setattr(profiling.logger, "info", said["info"].append)
+    monkeypatch.setattr("torchtitan_lite.components.log.logger.error", said["error"].append)
+    monkeypatch.setattr("torchtitan_lite.components.profiling.logger.info", said["info"].append)
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", dump_large)
     folders = ("traces", "memory_snapshot")
     if is_folder:

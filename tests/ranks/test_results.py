@@ -6,21 +6,16 @@ from torchtitan_lite import REPOSITORY
 from torchtitan_lite.__main__ import main
 
 PLAYS = REPOSITORY / "assets" / "results" / "plays.txt"
+KEYS = """
+--config=shakespeare --training.steps=100 --lr_scheduler.total_steps=2000 --debug.seed=1
+--checkpoint.no_enable --validation.no_enable
+"""
 
 
 def test_a_hundred_steps_of_the_plays_learn_what_the_table_says(pool, tmp_path):
     corpus = tmp_path / "plays"
     assert main(["prepare", str(PLAYS), "--tokenizer", "bytes", "--out", str(corpus)]) == 0
-    keys = [
-        "--config=shakespeare",
-        f"--training.dataset={corpus}",
-        f"--job.dump_folder={tmp_path}",
-        "--training.steps=100",
-        "--lr_scheduler.total_steps=2000",
-        "--debug.seed=1",
-        "--checkpoint.no_enable",
-        "--validation.no_enable",
-    ]
+    keys = [*KEYS.split(), f"--training.dataset={corpus}", f"--job.dump_folder={tmp_path}"]
     assert pool.run(start, 1, keys) == [0]
     *_, last = read_losses(tmp_path).values()
     assert 2.5 < last < 2.7, "three seeds: 2.54 to 2.62"

@@ -61,15 +61,11 @@ def open_validation(folder: Path) -> Corpus:
 
 
 def make_batches(folder: Path, most_batches: int, attention: str) -> ValidationBatches:
-    reader = SampleReader(
-        [open_validation(folder)],
-        SEQ_LEN,
-        BYTES["model.vocab_size"],
-        restart_positions=attention == "document",
-    )
-    return ValidationBatches(
-        reader, load_tokenizer("bytes"), compare.GLOBAL_BATCH_SIZE, most_batches
-    )
+    sizes = (SEQ_LEN, BYTES["model.vocab_size"])
+    is_document = attention == "document"
+    reader = SampleReader([open_validation(folder)], *sizes, restart_positions=is_document)
+    tokenizer = load_tokenizer("bytes")
+    return ValidationBatches(reader, tokenizer, compare.GLOBAL_BATCH_SIZE, most_batches)
 
 
 def validate_layout(
@@ -122,13 +118,11 @@ def validate_in_one_process(folder: Path, starts: Sequence[int]) -> dict[str, fl
     tokens, begins = validation.tokens.long(), torch.zeros(validation.n_tokens, dtype=torch.bool)
     begins[validation.documents] = True
     positions = torch.arange(SEQ_LEN)[None]
-    loss, counted = compare.sum_losses(
-        lambda ids: model(ids, positions=positions[:, : ids.shape[1]]),
-        tokens,
-        begins,
-        starts,
-        SEQ_LEN,
-    )
+
+    def read(ids: torch.Tensor) -> torch.Tensor:
+        return model(ids, positions=positions[:, : ids.shape[1]])
+
+    loss, counted = compare.sum_losses(read, tokens, begins, starts, SEQ_LEN)
     mean = loss / len(counted)
     n_bytes = (counted < 256).sum().item()  # each byte of text is one token
     return {
@@ -182,7 +176,7 @@ def test_validation_is_evaluation_and_measures_the_cross_entropy(pool, folder, n
         assert found == pytest.approx(expected, rel=1e-6)
 
 
-def count_gathered(rank: int, world_size: int, overrides: dict, folder: Path) -> list[int]:
+def count_gathered(rank: int, world_size: int, overrides: dict) -> list[int]:
     """Worker: return how many parameters are not sharded before, during and after a validation."""
     run = compare.build_table_run(world_size, overrides)
 
@@ -205,16 +199,14 @@ def count_gathered(rank: int, world_size: int, overrides: dict, folder: Path) ->
     [{}, {ZERO: 1}, {PP: 2}],
     ids=["ZeRO-3", "ZeRO-1", "pp2"],
 )
-def test_weights_are_sharded_again_after_a_validation(pool, folder, overrides):
-    for before, during, after in pool.run(count_gathered, 4, overrides, folder):
+def test_weights_are_sharded_again_after_a_validation(pool, overrides):
+    for before, during, after in pool.run(count_gathered, 4, overrides):
         assert before == 0 and during > 0 and after == 0
 
 
 def test_a_number_of_batches_means_samples_at_equal_distances_on_every_layout(pool, folder):
-    n_samples, n_read = (
-        math.ceil((open_validation(folder).n_tokens - 1) / SEQ_LEN),
-        2 * compare.GLOBAL_BATCH_SIZE,
-    )
+    n_samples = math.ceil((open_validation(folder).n_tokens - 1) / SEQ_LEN)
+    n_read = 2 * compare.GLOBAL_BATCH_SIZE
     assert n_read < n_samples
     starts = [math.floor(sample * n_samples / n_read) * SEQ_LEN for sample in range(n_read)]
     expected = validate_in_one_process(folder, starts)

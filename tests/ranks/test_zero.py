@@ -3,9 +3,7 @@
 import pytest
 from marks import read_lines
 
-from torchtitan_lite.config.checks import plan_layout
-from torchtitan_lite.config.model import resolve_model
-from torchtitan_lite.config.reader import read_config
+from torchtitan_lite.tools.plan.planned_run import plan_run
 
 RESHARD = "--parallelism.fsdp_reshard_after_forward"
 DEGREE = "--parallelism.{}_parallel_degree"
@@ -32,5 +30,5 @@ STAGES = f"""
 def test_zero_stage_follows_from_either_key_and_copies_no_gradients_without_a_shard(
     n_ranks, stage, args
 ):
-    config = read_config(args.split()).config
-    assert plan_layout(config, resolve_model(config.model), int(n_ranks)).zero_stage == int(stage)
+    layout = plan_run(args.split(), int(n_ranks), "h100").layout
+    assert layout.zero_stage == int(stage)

@@ -138,14 +138,6 @@ def make_folder(tmp_path_factory) -> Callable[..., Path]:
     return make
 
 
-def in_parts(messages: list[dict]) -> list[dict]:
-    """Return the messages with each content written as a list with one text."""
-    return [
-        {**message, "content": [{"type": "text", "text": message.get("content") or ""}]}
-        for message in messages
-    ]
-
-
 def encode(folder: Path, row: dict, **options: bool) -> tuple[list[int], list[int], list[str]]:
     tokenizer = load_tokenizer(folder)
     _, row = read_conversation(row)
@@ -172,7 +164,9 @@ def test_ids_are_those_of_transformers_and_targets_the_answers_in_the_text(kind,
     oracle = AutoTokenizer.from_pretrained(folder)
     messages = TALKS[talk]["messages"]
     if kind == "a content of parts":
-        messages = in_parts(messages)
+        messages = [
+            each | {"content": [{"type": "text", "text": each["content"]}]} for each in messages
+        ]
     right = oracle.apply_chat_template(
         messages,
         tools=TALKS[talk].get("tools"),
@@ -235,16 +229,16 @@ def test_an_answer_ends_with_a_special_token_of_the_tokenizer_however_it_is_spel
     assert read_chat_format(load_tokenizer(folder)).end == end
 
 
-@pytest.mark.parametrize("kind", ["plain", "marks on their own line"])
-def test_weights_and_only_last_turn_choose_the_answers(kind, make_folder):
-    folder = make_folder(TEMPLATES[kind][0])
+def test_weights_choose_among_the_answers_that_a_template_marks(make_folder):
+    """test_dialects.py has weights and --only-last-turn without marks."""
+    folder = make_folder(TEMPLATES["marks on their own line"][0])
     first, last = encode(folder, MULTI)[2]
-    messages = [dict(message) for message in MULTI["messages"]]
-    messages[4]["weight"] = 0
-    assert encode(folder, {"messages": messages})[2] == [first]
     assert encode(folder, MULTI, only_last_turn=True)[2] == [last]
+    *others, answer = MULTI["messages"]
+    talk = {"messages": [*others, answer | {"weight": 0}]}
+    assert encode(folder, talk)[2] == [first]
     with pytest.raises(ValueError, match="no assistant turn"):
-        encode(folder, {"messages": messages}, only_last_turn=True)
+        encode(folder, talk, only_last_turn=True)
 
 
 # ---------------------------------------------------------------- rows
@@ -266,40 +260,32 @@ def prepare(run_tool, tmp_path) -> Callable[..., str]:
 EXCHANGE = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
 
 
-@pytest.mark.parametrize(
-    "template, reason",
-    [
-        (
-            "{{ '<think>' if loop.last }}{{ message.content }}",
-            'message 2 cannot be found.*"weight": 0; --only-last-turn',
-        ),
-        ("{{ message.content | length }}\n", "leaves out message 2's content"),
-        (
-            "{{ message.content }}{% if message.tool_calls %}{{ message.tool_calls[0] }}</s>{% endif %}",
-            "leaves out message 2's tool_calls",
-        ),
-        (
-            "{{ message.content }}{% for call in message.tool_calls %}{{ call.function.name }}{% endfor %}</s>",
-            "leaves out message 2's tool_calls",
-        ),
-        (
-            "{{ message.content }}{% for call in message.tool_calls %}{{ call.function.name }}"
-            "{{ call.function.arguments.a }}{% endfor %}</s>",
-            "leaves out message 2's tool_calls",
-        ),
-        ("{{ message.content.split('\n')[0] }}</s>", "leaves out message 1's content"),
-        ("{{ message.content[:4] }}</s>", "leaves out message 1's content"),
-        ("{{ message.role }}", "leaves out message 1's content"),
-        ("{{ message.content.value }}", "leaves out message 1's content"),
-    ],
-)
-def test_answers_that_are_not_certain_are_refused(template, reason, make_folder):
+# reason => what the template writes of a message
+UNCERTAIN = r"""
+message 2 cannot be found.*"weight": 0; --only-last-turn => {{ '<think>' if loop.last }}{{ message.content }}
+leaves out message 2's content => {{ message.content | length }}{{ '\n' }}
+leaves out message 2's tool_calls => {{ message.content }}
+    {% if message.tool_calls %}{{ message.tool_calls[0] }}</s>{% endif %}
+leaves out message 2's tool_calls => {{ message.content }}
+    {% for call in message.tool_calls %}{{ call.function.name }}{% endfor %}</s>
+leaves out message 2's tool_calls => {{ message.content }}
+    {% for call in message.tool_calls %}{{ call.function.name }}{{ call.function.arguments.a }}{% endfor %}</s>
+leaves out message 1's content => {{ message.content.split('\n')[0] }}</s>
+leaves out message 1's content => {{ message.content[:4] }}</s>
+leaves out message 1's content => {{ message.role }}
+leaves out message 1's content => {{ message.content.value }}
+"""
+
+
+@pytest.mark.parametrize("line", UNCERTAIN.replace("\n    ", "").strip().splitlines())
+def test_answers_that_are_not_certain_are_refused(line, make_folder):
+    reason, template = line.split(" => ")
     folder = make_folder("{% for message in messages %}" + template + "{% endfor %}")
     arguments = {"a": 1, "b": [{"c": 2}]}
     calls = [{"id": n, "function": {"name": n, "arguments": arguments}} for n in ("alpha", "beta")]
     talk = [EXCHANGE[0], {**EXCHANGE[1], "tool_calls": calls}] if "calls" in template else EXCHANGE
     if "split" in template:
-        talk = [{**message, "content": f"{message['content']}\nx"} for message in talk]
+        talk = [message | {"content": f"{message['content']}\nx"} for message in talk]
     with pytest.raises(ValueError, match=reason):
         encode(folder, {"messages": talk * 2})
 
@@ -318,14 +304,8 @@ def test_a_content_that_the_template_changes_is_counted(written, make_folder):
 
 
 def test_without_a_template_only_llama_3_s_tokens_have_a_format(make_folder, prepare, tmp_path):
-    head = "<|start_header_id|>{}<|end_header_id|>\n\n"
-    text = (
-        "<|begin_of_text|>"
-        + head.format("user")
-        + "2+2?<|eot_id|>"
-        + head.format("assistant")
-        + "4<|eot_id|>"
-    )
+    text = "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\n2+2?<|eot_id|>"
+    text += "<|start_header_id|>assistant<|end_header_id|>\n\n4<|eot_id|>"
     expected, _ = load_tokenizer(SHIPPED).encode_special(text)
     ids, targets, _ = encode(SHIPPED, {"messages": EXCHANGE})
     assert ids == expected and targets == [0] * (len(ids) - 2) + [1, 1]
@@ -350,23 +330,22 @@ def test_without_transformers_the_extra_is_named(prepare, monkeypatch):
 
 
 def test_every_token_of_the_assistant_is_a_target_once_and_no_other_is(prepare, tmp_path):
-    texts = [f"{'naïve 😀 ' * n}\n{n}" for n in range(1, 40)]
     rows = []
-    for text in texts:
-        messages = [message | {"content": text} for message in EXCHANGE]
-        rows.append({"messages": messages})
-    prepare(rows, "--validation-share", 0)
-    tokenizer = load_tokenizer(SHIPPED)
-    pairs = []
-    for row in rows:
+    expected_ids, expected_targets = [], []
+    for n in range(1, 40):
+        text = f"{'naïve 😀 ' * n}\n{n}"
+        row = {"messages": [message | {"content": text} for message in EXCHANGE]}
+        rows.append(row)
         ids, targets, _ = encode(SHIPPED, row)
-        pairs += zip(ids, targets, strict=True)
-    reader = SampleReader([Corpus(str(tmp_path / "out"), tokenizer, tmp_path)], 64, 2304)
-    (n,) = reader.n_samples
-    batch = reader.read(torch.arange(n))
-    tokens = batch.tokens.flatten().tolist()
-    targets = batch.targets.flatten().tolist()
-    for place, (id, _) in enumerate(pairs[:-1]):
-        assert tokens[place] == id
-        next_id, is_target = pairs[place + 1]
-        assert targets[place] == (next_id if is_target else IGNORE_INDEX)
+        expected_ids += ids
+        expected_targets += [
+            id if it else IGNORE_INDEX for id, it in zip(ids, targets, strict=True)
+        ]
+    prepare(rows, "--validation-share", 0)
+    corpus = Corpus(str(tmp_path / "out"), load_tokenizer(SHIPPED), tmp_path)
+    reader = SampleReader([corpus], 64, 2304)
+    (n_samples,) = reader.n_samples
+    batch = reader.read(torch.arange(n_samples))
+    n_tokens = len(expected_ids) - 1
+    assert batch.tokens.flatten()[:n_tokens].tolist() == expected_ids[:-1]
+    assert batch.targets.flatten()[:n_tokens].tolist() == expected_targets[1:]

@@ -4,9 +4,7 @@ what `check` prints about a run without problems.
 Wording is not tested. Each problem must have a key as in TOML, a reason and a remedy, and the status must be 2.
 """
 
-import os
 import re
-import subprocess
 import sys
 from base64 import b64encode
 from dataclasses import replace
@@ -14,21 +12,21 @@ from pathlib import Path
 
 import pytest
 from marks import read_lines
+from programs import run_python
 
 from torchtitan_lite.__main__ import main
 from torchtitan_lite.config.machine import GIB, Machine
 from torchtitan_lite.config.messages import ConfigError, Problem
-from torchtitan_lite.config.reader import CONFIG_FOLDER, REPOSITORY, dump_config_toml
+from torchtitan_lite.config.reader import dump_config_toml
 from torchtitan_lite.data.corpus_folder import DATASETS
-from torchtitan_lite.extensions import software
 from torchtitan_lite.preflight import resolve
-from torchtitan_lite.tools import check
 from torchtitan_lite.tools.check import resolve_on_hosts
 from torchtitan_lite.tools.host_rules import bound_memory
 
 LAPTOP = Machine("cpu", 1, 16 * GIB, "a laptop")
 EIGHT_H100 = Machine("cuda", 8, 80 * GIB, "NVIDIA H100 80GB HBM3")
 H100_ELSEWHERE = replace(EIGHT_H100, is_here=False)
+HOST_119, HOST_120 = (Machine("cpu", 8, n * GIB, "a host") for n in (119, 120))
 EIGHT_A100 = Machine("cuda", 8, 80 * GIB, "NVIDIA A100-SXM4-80GB")
 
 
@@ -45,7 +43,7 @@ def write_tokenizer(folder: Path, n_tokens: int = 2048) -> Path:
 def empty_folder(tmp_path, monkeypatch):
     """Run each test in a folder of its own, on a laptop, with a tokenizer and without a launcher."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(check, "detect_machine", lambda: LAPTOP)
+    monkeypatch.setattr("torchtitan_lite.tools.check.detect_machine", lambda: LAPTOP)
     for name in ("NGPU", "NNODES"):
         monkeypatch.delenv(name, raising=False)
     write_tokenizer(tmp_path / "assets" / "tokenizer")
@@ -368,18 +366,29 @@ ANSWERS = f"""
 {TP}=2 | ELASTIC NNODES=1:2 | | {P}data_parallel_shard_degree: on 1 of 2 hosts, the degrees (tp2)
 --{P}data_parallel_shard_degree=2 | ELASTIC NNODES=1:2 || {P}data_parallel_shard_degree: and -1 here
                                                     | NGPU=16        | EIGHT_H100 | NGPU
+--config llama3_8b                                  | NGPU=8         | HOST_119 | model.flavor
+--config llama3_8b                                  | NGPU=8         | HOST_120 | 8
+--config llama3_8b                                  | NGPU=4 NNODES=2 | HOST_119 | 8
+--config llama3_1b --gpus 1                         |                | | 1
+--config llama3_3b --gpus 1                         |                | | 1
+--config llama3_8b --gpus 8                         |                | | 8
 --config llama3_70b --gpus 64                       |                | | 64
+--config llama3_405b --gpus 128                     |                | | 128
+--config mixtral_8x22b --gpus 2048                  |                | | 2048
+--config qwen3_30b_a3b --gpus 16                    |                | | 16
 --config llama3_70b --gpus 8 --gpu a100-80          |                | | model.flavor
 ASYNC --gpus 2                                      | CC=none        | | 2
 ASYNC                                               | NGPU=2         | | parallelism.enable_async_tensor_parallel
-"""  # compilers of this machine do not matter if the GPUs are elsewhere
+"""  # compilers here do not matter for GPUs elsewhere; each host of 119 GiB holds half of the shards
 
 
 @pytest.mark.parametrize("args, variables, machine, answer", read_lines(ANSWERS))
 def test_check_answers_for_this_host_and_for_a_run_elsewhere(
     args, variables, machine, answer, monkeypatch, capsys
 ):
-    monkeypatch.setattr(check, "detect_machine", lambda: globals()[machine or "LAPTOP"])
+    monkeypatch.setattr(
+        "torchtitan_lite.tools.check.detect_machine", lambda: globals()[machine or "LAPTOP"]
+    )
     variables = variables.replace("ELASTIC", "NGPU=1 MAX_RESTARTS=1")
     for variable in variables.split():
         monkeypatch.setenv(*variable.split("="))
@@ -401,46 +410,21 @@ def test_check_answers_for_this_host_and_for_a_run_elsewhere(
 WHOLE = 8_030_261_248 * 16  # bytes of weights, gradients and moments of Llama 3 8B
 
 
-def bound_state(*args: str, n_ranks: int) -> int:
-    """Return the bytes of weights, gradients and optimizer state of one H100."""
-    spec = resolve(["--config", "llama3_8b", *args], machine=EIGHT_H100, n_ranks=n_ranks)
-    return bound_memory(spec.config, spec.model_args, n_ranks, EIGHT_H100, 1).state_bytes
+# keys | ranks | WHOLE / bytes of weights, gradients and optimizer state on one H100. Replicas share nothing.
+SHARES = f"""
+| 2 | 2
+--{P}data_parallel_replicate_degree=2 | 8 | 4
+--{P}data_parallel_replicate_degree=2 {TP}=2 {PP}=2 --training.local_batch_size=2 | 16 | 8
+--{P}data_parallel_replicate_degree=2 {TP}=2 {PP}=2 --training.local_batch_size=2 --optimizer.name=SGD | 16 | 16
+"""
 
 
-def test_8b_needs_two_gpus_of_80_gib_or_hosts_with_as_much():
-    args = ["--config", "llama3_8b"]
-    assert bound_state(n_ranks=2) == WHOLE // 2
-    host = replace(LAPTOP, memory_bytes_per_device=119 * GIB)
-    assert find_keys(args, machine=host, n_ranks=8) == ["model.flavor"]
-    assert resolve_on_hosts(
-        args, machine=replace(host, memory_bytes_per_device=120 * GIB), n_ranks=8
-    )
-    assert resolve_on_hosts(
-        args, machine=host, n_ranks=8, n_hosts=2
-    )  # each host holds half of the shards
-
-
-def test_replicas_do_not_share_memory_and_every_other_dim_does():
-    args = [f"--{P}data_parallel_replicate_degree=2"]
-    assert bound_state(*args, n_ranks=8) == WHOLE // 4
-    args += [f"{TP}=2", f"{PP}=2", "--training.local_batch_size=2"]
-    assert bound_state(*args, n_ranks=16) == WHOLE // 8
-    assert bound_state(*args, "--optimizer.name=SGD", n_ranks=16) == WHOLE // 16
-
-
-@pytest.mark.parametrize(
-    ("name", "n_ranks"),
-    [("llama3_1b", 1), ("llama3_3b", 1), ("llama3_8b", 8), ("llama3_70b", 64), ("llama3_405b", 128)]
-    + [("mixtral_8x22b", 2048), ("qwen3_30b_a3b", 16)],
-)
-def test_every_preset_is_sound_on_the_gpus_that_it_names(name, n_ranks):
-    spec = resolve_on_hosts(
-        ["--config", name], machine=H100_ELSEWHERE, n_ranks=n_ranks, n_hosts=max(1, n_ranks // 8)
-    )
-    assert spec.layout.world_size == n_ranks and spec.config_name == name
-    assert "GiB" in "".join(
-        (CONFIG_FOLDER / f"{name}.toml").read_text().splitlines(keepends=True)[:2]
-    )
+@pytest.mark.parametrize("args, n_ranks, share", read_lines(SHARES))
+def test_replicas_do_not_share_memory_and_every_other_dim_does(args, n_ranks, share):
+    args = ["--config", "llama3_8b", *args.split()]
+    spec = resolve(args, machine=EIGHT_H100, n_ranks=int(n_ranks))
+    bound = bound_memory(spec.config, spec.model_args, int(n_ranks), EIGHT_H100, 1)
+    assert bound.state_bytes == WHOLE // int(share)
 
 
 # ---------------------------------------------------------------- files
@@ -476,13 +460,12 @@ def test_a_sink_whose_package_is_absent_is_refused_with_its_extra(tmp_path, monk
     [("2.11.0+cpu", False), ("2.12.1", False), ("2.13.0+cu130", True), ("2.15.0a0", True)],
 )
 def test_a_split_backward_needs_a_torch_that_repaired_it(torch_version, is_fine, monkeypatch):
-    monkeypatch.setattr(software, "version", lambda name: torch_version)
+    monkeypatch.setattr("torchtitan_lite.extensions.software.version", lambda name: torch_version)
     key = f"{P}pipeline_parallel_schedule"
     layout = [f"{PP}=2", "--training.local_batch_size=4"]
     for schedule in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"):
-        keys = find_keys([*layout, f"--{key}={schedule}"], n_ranks=2)
-        assert keys == ([] if is_fine else [key])
-    assert not find_keys([*layout, f"--{key}=Interleaved1F1B"], n_ranks=2)  # follows the remedy
+        assert find_keys([*layout, f"--{key}={schedule}"]) == ([] if is_fine else [key])
+    assert not find_keys([*layout, f"--{key}=Interleaved1F1B"])  # follows the remedy
 
 
 # ---------------------------------------------------------------- the resolved config, and the verdict
@@ -496,10 +479,7 @@ def test_the_config_that_a_run_saves_has_no_automatic_value_and_starts_the_same_
     again = resolve_on_hosts(["--config", "config.toml"], machine=LAPTOP).config
     assert replace(again, job=replace(again.job, config_file="debug_3d")) == saved
     config = resolve_on_hosts([], machine=EIGHT_H100).config
-    assert (config.parallelism.data_parallel_shard_degree, config.training.global_batch_size) == (
-        8,
-        8,
-    )
+    assert config.parallelism.data_parallel_shard_degree == config.training.global_batch_size == 8
     assert config.training.mixed_precision_param == "bfloat16"
 
 
@@ -522,20 +502,12 @@ def test_the_verdict_says_what_the_run_will_be_and_problems_are_printed_with_sta
     assert out == "" and err.startswith("This run cannot start:\n  1. training.stepz = '1': ")
 
 
-def test_check_imports_no_torch():
-    code = (
-        "import sys\n"
-        "from torchtitan_lite.__main__ import main\n"
-        "assert main(['check', '--config', 'debug']) == 0\n"
-        "assert main(['train', '--training.stepz', '3']) == 2\n"
-        "print([name for name in sys.modules if name.split('.')[0] in ('torch', 'numpy', 'tensorboard')])\n"
-    )
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "NGPU": "2"}
-    run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
-    )
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.splitlines()[-1] == "[]"
+def test_a_wrong_config_is_refused_before_torch_is_imported():
+    """test_environment.py runs `check` in a Python without torch."""
+    code = "import sys; from torchtitan_lite.__main__ import main\n"
+    code += "assert main(['train', '--training.stepz', '3']) == 2\n"
+    code += "sys.exit(bool({'torch', 'numpy', 'tensorboard'} & {*sys.modules}))"
+    assert run_python("-c", code).returncode == 0
 
 
 KEYS = [  # arguments | status | printed | not printed
@@ -553,7 +525,7 @@ KEYS = [  # arguments | status | printed | not printed
 ]
 
 
-@pytest.mark.parametrize(("names", "status", "printed", "absent"), KEYS)
+@pytest.mark.parametrize("names, status, printed, absent", KEYS)
 def test_keys_are_printed_with_comments_and_choices(names, status, printed, absent, run_tool):
     said = run_tool("check", "--keys", *names.split(), status=status)
     assert printed in said and absent not in said

@@ -37,25 +37,30 @@ TWO_STEPS = "--training.steps 2 --validation.steps 1"
 TINY = f"{TWO_STEPS} --model.dim 64 --model.n_layers 1 --model.n_heads 4 --model.n_kv_heads 2 --model.ffn_dim 128"
 TINY += " --model.vocab_size 2304 --training.seq_len 64 --training.local_batch_size 1"
 TINY += " --training.mixed_precision_param float32"
-MORE = {  # part of a training command -> arguments that make it short; default: two steps
-    "--help": "",
-    "outputs/diverged --": "--checkpoint.interval 1 --training.steps 3 --validation.steps 1",
-    "initial_load_path outputs/diverged": (
-        "--checkpoint.initial_load_path outputs/diverged/checkpoint/step-1 --training.steps 3 --validation.steps 1"
-    ),
-    "async_mode": f"{TWO_STEPS} --job.dump_folder outputs/saved",
-    "llama3_1b": TINY,
-    "llama3_8b --training.dataset": TINY,
-    "log_freq 5": f"{TINY} --job.overwrite",
-    "bench": "--rounds 1 --steps 1",
-}
-STATUS = {  # part of a command -> its exit status if that is not 0
-    "llama3_8b.toml": 2,  # too large for a CPU host
-    "report outputs/llama3_70b": 2,  # the command names a run that does not exist here
-    "hang outputs/debug": 2,  # nothing hangs
-    "lab 1 answer": 1,  # the answer is wrong
-    "lab 3 check": 1,  # the exercise is not yet solved
-}
+# part of a training command | arguments that make it short; default: two steps
+MORE = dict(
+    read_lines(f"""
+--help |
+outputs/diverged -- | --checkpoint.interval 1 --training.steps 3 --validation.steps 1
+initial_load_path outputs/diverged | --checkpoint.initial_load_path outputs/diverged/checkpoint/step-1 \
+    --training.steps 3 --validation.steps 1
+async_mode | {TWO_STEPS} --job.dump_folder outputs/saved
+llama3_1b | {TINY}
+llama3_8b --training.dataset | {TINY}
+log_freq 5 | {TINY} --job.overwrite
+bench | --rounds 1 --steps 1
+""")
+)
+# part of a command | its exit status if that is not 0
+STATUS = dict(
+    read_lines("""
+llama3_8b.toml | 2  # too large for a CPU host
+report outputs/llama3_70b | 2  # the command names a run that does not exist here
+hang outputs/debug | 2  # nothing hangs
+lab 1 answer | 1  # the answer is wrong
+lab 3 check | 1  # the exercise is not yet solved
+""")
+)
 
 
 def list_shown() -> list[str]:
@@ -211,5 +216,5 @@ def test_a_command_that_is_shown_runs(desk, command):
         text=True,
         timeout=900,
     )
-    statuses = [status for part, status in STATUS.items() if part in command] or [0]
-    assert [done.returncode] == statuses, done.stdout[-2000:] + done.stderr[-3000:]
+    statuses = [status for part, status in STATUS.items() if part in command] or ["0"]
+    assert [str(done.returncode)] == statuses, done.stdout[-2000:] + done.stderr[-3000:]

@@ -14,7 +14,6 @@ from watching import PeakMemory
 
 from torchtitan_lite.config.block import list_expert_biases
 from torchtitan_lite.config.model_rows import ModelArgs
-from torchtitan_lite.tools import convert
 
 SMALL = replace(PLAIN, vocab_size=258)  # 256 bytes and two special tokens
 
@@ -59,7 +58,7 @@ def test_the_dtype_of_the_source_is_kept_and_another_one_can_be_chosen(tmp_path,
 
 def test_one_file_is_in_memory(tmp_path, monkeypatch, run):
     save_ours(tmp_path / "step-7", replace(SMALL, n_layers=30))
-    monkeypatch.setattr(convert, "MOST_FILE_BYTES", 100_000)
+    monkeypatch.setattr("torchtitan_lite.tools.convert.MOST_FILE_BYTES", 100_000)
     with PeakMemory() as converting:
         run(tmp_path / "step-7", tmp_path / "hf")
     total = (tmp_path / "step-7" / "rank-00000.safetensors").stat().st_size

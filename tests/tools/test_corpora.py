@@ -38,7 +38,6 @@ from torchtitan_lite.data.corpus_folder import (
 )
 from torchtitan_lite.data.dataset import Corpus
 from torchtitan_lite.tools.corpora import command as tool
-from torchtitan_lite.tools.corpora import prepare as preparing
 from torchtitan_lite.tools.corpora.prepare import PrepareSettings, prepare
 from torchtitan_lite.tools.corpora.text_files import PreparationError, find_files
 
@@ -73,8 +72,8 @@ def list_texts(folder: Path, split: str) -> list[str]:
     return [BYTES.decode(document[1:-1]) for document in list_documents(folder, split)]
 
 
-def test_every_document_is_there_once_in_order_whatever_the_number_of_processes(here, monkeypatch):
-    monkeypatch.setattr(preparing, "GROUP_ROWS", 50)
+def test_every_document_is_there_once_in_order_whatever_the_number_of_processes(monkeypatch):
+    monkeypatch.setattr("torchtitan_lite.tools.corpora.prepare.GROUP_ROWS", 50)
     texts = write_files(Path("in"))
     files, _ = find_files([Path("in")])
     contents = []
@@ -88,7 +87,7 @@ def test_every_document_is_there_once_in_order_whatever_the_number_of_processes(
     assert sorted(contents[0]) == ["manifest.json", "train.documents", "train.tokens"]
 
 
-def test_rows_are_held_out_by_their_text_and_files_by_their_path(here):
+def test_rows_are_held_out_by_their_text_and_files_by_their_path():
     texts = [f"text {n}" for n in range(300)]
     prepare([write_rows(Path("a.jsonl"), texts)], Path("rows"), PrepareSettings("bytes", 0.3))
     hashes = {text: int(sha256(text.encode()).hexdigest()[:16], 16) for text in texts}
@@ -119,7 +118,7 @@ def make_double() -> bytes:
     return file.getvalue()
 
 
-# file | content, with escapes | words of the message
+# file, options | content, with escapes | words of the message
 REFUSED = r"""
 line.jsonl | {"text": "x"}\n{"text": \n | line.jsonl, row 2: Expecting value
 field.jsonl | {"content": "x"} | it has no text in 'text' (or set --text-column or --chat): {'content'
@@ -147,8 +146,11 @@ empty.jsonl.bz2 | | it has 0 bytes
 quote.csv | text\n"one\ntwo\n | quote.csv cannot be read: unexpected end of data
 picture.png | x | picture.png has an unknown suffix
 archive.tar.gz | x | Unpack an archive
+in.jsonl --train-tokenizer=300 --chat | {"text": "a"} | no chat template
+in.jsonl --train-tokenizer=300 | {"text": "a"}\n{"messages": []} | in.jsonl, row 2: it has no text in 'text'
+in.jsonl --train-tokenizer=300 --text-column=body | {"text": "a"} | in.jsonl, row 1: it has no text in 'body'
 """
-UNREADABLE = {  # file -> content, words of the message
+UNREADABLE = {  # file, options -> content, words of the message
     "half.jsonl.gz": (gzip.compress(ROW * 99)[:-9], "half.jsonl.gz cannot be read"),
     "half.txt.zst": (zstandard.compress(ROW * 99)[:-3], "half.txt.zst cannot be read"),
     "tail.jsonl.bz2": (bz2.compress(ROW) + b"x", "tail.jsonl.bz2 cannot be read: after"),
@@ -159,37 +161,37 @@ for name, text, words in read_lines(REFUSED):
     UNREADABLE[name] = text.encode().decode("unicode_escape").encode("latin-1"), words
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 @pytest.fixture
-def prepare_here(run_tool, here):
-    return partial(run_tool, "prepare", "--tokenizer=bytes", "--processes=1")
+def prepare_here(run_tool):
+    return partial(run_tool, "prepare", "--processes=1", "--out=out")
 
 
 @pytest.mark.parametrize("name", UNREADABLE)
 def test_what_cannot_be_prepared_is_named_and_nothing_is_left(name, prepare_here):
     content, words = UNREADABLE[name]
-    Path(name).write_bytes(content)
-    assert words in prepare_here(name, "--out", "out", status=2)
-    assert os.listdir() == [name]
+    file, *options = name.split()
+    Path(file).write_bytes(content)
+    assert words in prepare_here(file, *options, status=2)
+    assert os.listdir() == [file]
 
 
-def test_bad_rows_are_printed_and_counted_with_skip_bad_and_the_corpus_is_checked(
-    here, capsys, run_tool
-):
-    lines = [
-        '{"text": "one", "url": "u", "label": null}',
-        "nonsense",
-        "",
-        '{"text": "\\ud800"}',
-        '{"text": ""}',
-        '{"text": " "}',
-    ]
-    Path("a.jsonl").write_text("\n".join(lines))
+BAD_ROWS = r"""{"text": "one", "url": "u", "label": null}
+nonsense
+
+{"text": "\ud800"}
+{"text": ""}
+{"text": " "}
+"""
+
+
+def test_bad_rows_are_printed_and_counted_with_skip_bad_and_the_corpus_is_checked(capsys, run_tool):
+    Path("a.jsonl").write_text(BAD_ROWS)
     args = "a.jsonl --tokenizer=bytes --validation-share=0 --skip-bad --processes=1 --encoding=UTF8 --out".split()
     assert main(["prepare", *args, "out"]) == 0
     printed = capsys.readouterr()
@@ -242,7 +244,7 @@ FORMS = {  # usual kinds of files, all with the documents ROWS
 @pytest.mark.parametrize("name", FORMS)
 def test_rows_are_read_from_every_form_that_people_have(name, prepare_here):
     Path(name).write_bytes(FORMS[name])
-    prepare_here(name, "--out", "out", "--validation-share", "0")
+    prepare_here(name, "--tokenizer=bytes", "--validation-share=0")
     assert list_texts(Path("out"), "train") == ROWS
 
 
@@ -286,28 +288,18 @@ def test_a_file_is_read_in_its_encoding(encoding, suffix, prepare_here):
     content = {"txt": ROWS[0], "jsonl": OBJECTS[0], "csv": CSV[: CSV.index("1")]}[suffix]
     file = Path(f"a.{suffix}")
     file.write_bytes(content.encode(encoding))
-    prepare_here(file, "--out", "out", "--encoding", "cp1252", "--validation-share", "0")
+    prepare_here(file, "--tokenizer=bytes", "--encoding=cp1252", "--validation-share=0")
     assert list_texts(Path("out"), "train") == ROWS[:1]
 
 
-def test_links_are_followed_once_and_what_is_skipped_is_counted_by_its_reason(here):
+def test_links_are_followed_once_and_what_is_skipped_is_counted_by_its_reason():
     Path("in/a").mkdir(parents=True)
     Path("elsewhere").mkdir()
-    for name in (
-        "in/a/1.txt",
-        "in/2.LOG",
-        "in/.hidden",
-        "in/3.png",
-        "in/README",
-        "elsewhere/4.txt",
-    ):
+    for name in "in/a/1.txt in/2.LOG in/.hidden in/3.png in/README elsewhere/4.txt".split():
         Path(name).write_text("text")
-    for name, target in {
-        "link": "../elsewhere",
-        "circle": "../in",
-        "same.txt": "a/1.txt",
-    }.items():
-        Path("in", name).symlink_to(target)
+    Path("in/link").symlink_to("../elsewhere")
+    Path("in/circle").symlink_to("../in")
+    Path("in/same.txt").symlink_to("a/1.txt")
     files, skipped = find_files([Path("in"), Path("in/a/1.txt")], ["log", ""])
     names = ["in/2.LOG", "in/README", "in/a/1.txt", "in/link/4.txt"]
     assert [str(path) for path in files] == names
@@ -345,47 +337,31 @@ def test_no_split_is_empty_and_a_single_text_is_cut(args, train, validation, pre
     Path(".held").mkdir()
     write_rows(Path(".held/row.jsonl"), ["held"])
     write_rows(Path("rows.jsonl"), [f"row {n}" for n in range(20)])
-    assert "empty" not in prepare_here(*args.split(), "--out", "out")
+    assert "empty" not in prepare_here(*args.split(), "--tokenizer=bytes")
     assert list_texts(Path("out"), "train") == json.loads(train)
     assert list_texts(Path("out"), "validation") == json.loads(validation)
 
 
-NO_TOKENIZER = [  # more options, words of the reason
-    (["--chat"], "no chat template"),
-    ([], "in.jsonl, row 2: it has no text in 'text'"),
-    (["--text-column=body"], "in.jsonl, row 1: it has no text in 'body'"),
-]
-
-
-@pytest.mark.parametrize(("options", "words"), NO_TOKENIZER)
-def test_a_tokenizer_that_cannot_be_trained_is_refused_with_the_reason(
-    options, words, here, run_tool
-):
+def test_bad_rows_are_skipped_when_a_tokenizer_is_trained(prepare_here):
     Path("in.jsonl").write_text('{"text": "a"}\n{"messages": []}\n')
-    command = ["prepare", "in.jsonl", "--out", "out", "--train-tokenizer", "300", *options]
-    assert words in run_tool(*command, "--processes", "1", status=2)
-    assert os.listdir() == ["in.jsonl"]
+    options = ["--train-tokenizer=258", "--skip-bad"]
+    assert "1 bad rows left out" in prepare_here("in.jsonl", *options)
 
 
-def test_bad_rows_are_skipped_when_a_tokenizer_is_trained(here, run_tool):
-    Path("in.jsonl").write_text('{"text": "a"}\n{"messages": []}\n')
-    command = "prepare in.jsonl --out out --train-tokenizer 258 --skip-bad".split()
-    assert "1 bad rows left out" in run_tool(*command, "--processes", "1")
+# manifests that `prepare` did not write
+MANIFESTS = """
+{
+[]
+{"format": "x"}
+{"format": 2}
+{"format": 3, "dtype": "uint16"}
+{"format": 3, "dtype": "uint16", "tokenizer": "", "splits": {"train": {}}}
+"""
 
 
-MANIFESTS = {  # a manifest that `prepare` did not write -> a word of the reason
-    "no JSON": "{",
-    "a list": "[]",
-    "of a checkpoint": '{"format": "x"}',
-    "another format": '{"format": 2}',
-    "no splits": '{"format": 3, "dtype": "uint16"}',
-    "a split without files": '{"format": 3, "dtype": "uint16", "tokenizer": "", "splits": {"train": {}}}',
-}
-
-
-@pytest.mark.parametrize("name", MANIFESTS)
-def test_a_foreign_manifest_is_a_sentence(name, tmp_path):
-    (tmp_path / "manifest.json").write_text(MANIFESTS[name])
+@pytest.mark.parametrize("manifest", MANIFESTS.split("\n")[1:])
+def test_a_foreign_manifest_is_a_sentence(manifest, tmp_path):
+    (tmp_path / "manifest.json").write_text(manifest)
     with pytest.raises(CorpusError, match=f"{tmp_path} is not a prepared corpus.*manifest.json"):
         read_corpus_manifest(tmp_path)
 
@@ -398,29 +374,30 @@ def read(*args: str | Path) -> Config:
 
 def test_a_corpus_that_cannot_be_used_is_one_problem_with_its_name_and_a_remedy(tmp_path):
     made = write_corpus(tmp_path / "made", [[[1, 2], [3]]])
-    assert check_data(read(made, "--validation.no_enable"), BYTES) == []
+    assert not check_data(read(made, "--validation.no_enable"), BYTES)
     (problem,) = check_data(read(made), BYTES)
     assert "--validation-share" in problem.remedy
     (made / "train.tokens").write_bytes(b"1")
     names = [str(made), str(tmp_path), "nowhere", "c4"]
     problems = check_data(read(*names), BYTES)  # each corpus once
-    assert [
-        problem.value for problem in problems
-    ] == names and "train.tokens has 1 bytes" in problems[0].why
+    assert [problem.value for problem in problems] == names
+    assert "train.tokens has 1 bytes" in problems[0].why
     other = write_corpus(tmp_path / "other", [[[1]]], tokenizer_fingerprint="x")
-    assert "a different tokenizer" in check_data(read(other), BYTES)[0].why
+    problem, *_ = check_data(read(other), BYTES)
+    assert "a different tokenizer" in problem.why
 
 
 # ---------------------------------------------------------------- corpora with a name
 
 
 def test_a_named_corpus_is_prepared_once_by_the_first_process_and_ranks_say_how_if_it_is_not(
-    here, monkeypatch
+    monkeypatch,
 ):
     write_files(Path("in"))
     monkeypatch.setitem(DATASETS, "tiny", lambda path: find_files([Path(path)])[0])
+    cache = Path("cache")
     with pytest.raises(CorpusError) as error:
-        Corpus("tiny", BYTES, Path("cache"), dataset_path="in")
+        Corpus("tiny", BYTES, cache, dataset_path="in")
     command = error.value.remedy.removeprefix("Run: ")
     assert command.startswith(name_command("prepare"))
 
@@ -432,30 +409,28 @@ def test_a_named_corpus_is_prepared_once_by_the_first_process_and_ranks_say_how_
     monkeypatch.setattr(tool, "prepare", prepare_as_another_does)
     assert main(shlex.split(command.partition("torchtitan_lite ")[2])) == 0
     monkeypatch.setattr(tool, "prepare", lambda *_, **__: pytest.fail("prepared again"))
-    tool.prepare_dataset("tiny", BYTES, Path("cache"), "in")
-    (folder,) = Path("cache").iterdir()  # no temporary folder is left
-    corpus = Corpus("tiny", BYTES, Path("cache"), split="validation", dataset_path="in")
+    tool.prepare_dataset("tiny", BYTES, cache, "in")
+    (folder,) = cache.iterdir()  # no temporary folder is left
+    corpus = Corpus("tiny", BYTES, cache, split="validation", dataset_path="in")
     assert corpus.n_tokens > 0
     Path("in/more.txt").write_text("more")
-    assert find_corpus("tiny", BYTES, Path("cache"), "in") != folder
+    assert find_corpus("tiny", BYTES, cache, "in") != folder
 
 
-def test_c4_is_its_training_files_and_c4_validation_the_others(here):
-    names = ["c4-train.00000-of-01024", "c4-train.00001-of-01024", "c4-validation.00000-of-00008"]
+def test_c4_is_its_training_files_and_c4_validation_the_others():
     Path("c4/en").mkdir(parents=True)
-    for name in names:
-        write_rows(Path(f"c4/en/{name}.json"), [f"{name} {n}" for n in range(40)])
-    for name, split, prefix in (
-        ("c4", "train", "c4-train"),
-        ("c4_validation", "validation", names[2]),
-    ):
-        folder = tool.prepare_dataset(name, BYTES, Path("cache"), "c4")
+    for name in ("train.00000-of-01024", "train.00001-of-01024", "validation.00000-of-00008"):
+        write_rows(Path(f"c4/en/c4-{name}.json"), [f"{name} {n}" for n in range(40)])
+    cache = Path("cache")
+    for name, split in (("c4", "train"), ("c4_validation", "validation")):
+        folder = tool.prepare_dataset(name, BYTES, cache, "c4")
         texts = list_texts(folder, "train")
         assert len(texts) > 35
-        assert all(text.startswith(prefix) for text in texts)
-        assert Corpus(name, BYTES, Path("cache"), split=split, dataset_path="c4").n_tokens > 0
+        assert all(text.startswith(split) for text in texts)
+        corpus = Corpus(name, BYTES, cache, split=split, dataset_path="c4")
+        assert corpus.n_tokens > 0
     with pytest.raises(CorpusError, match="(?s)allenai/c4.*training.dataset_path"):
-        Corpus("c4", BYTES, Path("cache"), dataset_path="cache")
+        Corpus("c4", BYTES, cache, dataset_path="cache")
 
 
 def test_a_file_without_its_package_is_refused_and_the_extra_named(tmp_path, monkeypatch, run_tool):

@@ -37,16 +37,10 @@ from torchtitan_lite.tools.verify.reduction import reduce_config
 N_LAYOUTS, SEED = int(os.environ.get("LAYOUTS", 6)), int(os.environ.get("SEED", 0))
 ONLY = [int(n) for n in os.environ.get("ONLY", "").split(",") if n]
 
-HEADS = {
-    "model.n_heads": 24,
-    "model.n_kv_heads": 12,
-    "model.head_dim": 16,
-    "model.ffn_dim": 1536,
-    "model.dim": 768,
-}
 FP8 = {**FLOAT8, **EMULATED}
 # Groups of keys. One line of each group is drawn, with the weight in its second column.
 CHOICES = """
+sizes | 1 | model.n_heads=24 model.n_kv_heads=12 model.head_dim=16 model.ffn_dim=1536 model.dim=768
 vocabulary | 1 | model.vocab_size=2304
 vocabulary | 1 | model.vocab_size=2316
 vocabulary | 1 | model.vocab_size=2400
@@ -122,7 +116,7 @@ def draw_keys(draw: random.Random, degrees: dict[str, int]) -> dict[str, object]
     """Draw keys that differ from the debug config. Some combinations of them are refused."""
     pp = degrees[PP]
     local_batch_size = draw.choice([1, 2, 3, 4]) * 2 * (pp if pp > 1 else 1)
-    keys = HEADS | degrees | draw_choices(draw)
+    keys = degrees | draw_choices(draw)
     keys[SHARD] = draw.choice([-1, degrees[SHARD]])
     keys |= {"training.local_batch_size": local_batch_size, "training.seq_len": 480}
     if draw.random() < 0.4:

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -14,7 +15,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from marks import choose_fast
+from marks import choose_fast, read_lines
+from programs import start_python
 from warm_start import STREAMS, finish, read_until
 
 from torchtitan_lite import REPOSITORY
@@ -63,61 +65,35 @@ for line in sys.stdin:
     status = launch.main(command_lines.parse_command("train", keys))
     print(f"status {status}", flush=True)
 """
-ENDINGS = {  # what the ranks do, the launcher's signals, one per second, its exit status, the last line
-    "SIGTERM, and the temporary folder is gone": (
-        "if rank == '0': import glob, shutil; shutil.rmtree(*glob.glob(f'{os.environ[\"TMPDIR\"]}/torchtitan_lite.*'))",
-        [signal.SIGTERM],
-        143,
-        "stopped by SIGTERM",
-    ),
-    "a closed terminal": ("", [signal.SIGHUP], 129, "stopped by SIGHUP"),
-    "SIGTERM, and the peer of a failed rank ends first": (
-        "wait(stop)\n    if rank == '1': raise OSError('disk full')\n"
-        "    time.sleep(0.5); stop.end(signal.SIGTERM, 'because it has lost a peer')",
-        [signal.SIGTERM],
-        1,
-        "rank 1 failed: OSError: disk full",
-    ),
-    "SIGTERM to one rank, and its peer fails": (
-        "if rank == '1': stop.end(signal.SIGTERM, 'before its first step')\n"
-        "    time.sleep(0.2); raise RuntimeError('Connection closed by peer')",
-        [],
-        143,
-        "stopped by SIGTERM",
-    ),
-    "copies": ("wait(stop); time.sleep(2); print('saved', flush=True)", [signal.SIGTERM] * 2, 143, "stopped"),
-    "Ctrl-C twice, and ranks do not listen": ("stop.note = print", [signal.SIGINT] * 2, 130, "stopped by SIGINT"),
-    "SIGTERM, and the save fails": ("wait(stop); raise OSError('disk full')", [signal.SIGTERM], 1, "rank"),
-    "a rank raises, and its peer loses it": (
-        "if rank == '1': raise OSError('no disk 7')\n    time.sleep(0.2); raise OSError('Connection closed')",
-        [],
-        1,
-        "rank 1 failed: OSError: no disk 7 ({act}:2)",
-    ),
-    "two ranks raise": (
-        "time.sleep(0.1 * int(rank)); raise OSError(f'disk {rank} is full\\nsecond line')",
-        [],
-        1,
-        "rank 0 failed: OSError: disk 0 is full ({act}:2)",
-    ),
-    "a user's mistake": (
-        "from torchtitan_lite.config.messages import UserError; raise UserError('There is no disk. Buy one')",
-        [],
-        1,
-        "the run stopped: There is no disk. Buy one",
-    ),
-    "a rank crashes": ("if rank == '1': os.kill(os.getpid(), 11)", [], 1, "rank 1 was killed by SIGSEGV"),
-    "a rank ends": ("if rank == '0': return 1", [], 1, "rank 0 exited with status 1"),
-    "a rank is killed": (
-        "if rank == '1': os.makedirs(SAVED); open(SAVED + '/manifest.json', 'w'); os.kill(os.getpid(), 9)\n"
-        "    time.sleep(0.05); raise OSError('my peer is gone')",
-        [],
-        1,
-        "rank 1 was killed by SIGKILL, as Linux does when memory runs out, and so left no traceback; newest "
-        "checkpoint outputs/debug/"
-        f"checkpoint/step-4; to continue: NGPU=2 {REPOSITORY}/run_train.sh --model.dim=64",
-    ),
-}  # fmt: skip
+# what happens | what the ranks do; \\n begins a line | the launcher's signals, one per second | status | last line
+ENDINGS = r"""
+SIGTERM, and the temporary folder is gone | if rank == '0': \
+    import glob, shutil; shutil.rmtree(*glob.glob(f'{os.environ["TMPDIR"]}/torchtitan_lite.*')) \
+    | SIGTERM | 143 | stopped by SIGTERM
+a closed terminal | | SIGHUP | 129 | stopped by SIGHUP
+SIGTERM, and the peer of a failed rank ends first | wait(stop)\n    if rank == '1': raise OSError('disk full')\n \
+       time.sleep(0.5); stop.end(signal.SIGTERM, 'because it has lost a peer') \
+    | SIGTERM | 1 | rank 1 failed: OSError: disk full
+SIGTERM to one rank, and its peer fails | if rank == '1': stop.end(signal.SIGTERM, 'before its first step')\n \
+       time.sleep(0.2); raise RuntimeError('Connection closed by peer') | | 143 | stopped by SIGTERM
+copies | wait(stop); time.sleep(2); print('saved', flush=True) | SIGTERM SIGTERM | 143 | stopped
+Ctrl-C twice, and ranks do not listen | stop.note = print | SIGINT SIGINT | 130 | stopped by SIGINT
+SIGTERM, and the save fails | wait(stop); raise OSError('disk full') | SIGTERM | 1 | rank
+a rank raises, and its peer loses it | if rank == '1': raise OSError('no disk 7')\n \
+       time.sleep(0.2); raise OSError('Connection closed') | | 1 | rank 1 failed: OSError: no disk 7 ({act}:2)
+two ranks raise | time.sleep(0.1 * int(rank)); raise OSError(f'disk {rank} is full\\nsecond line') \
+    | | 1 | rank 0 failed: OSError: disk 0 is full ({act}:2)
+a user's mistake | from torchtitan_lite.config.messages import UserError; raise UserError('There is no disk. Buy one') \
+    | | 1 | the run stopped: There is no disk. Buy one
+a rank crashes | if rank == '1': os.kill(os.getpid(), 11) | | 1 | rank 1 was killed by SIGSEGV
+a rank ends | if rank == '0': return 1 | | 1 | rank 0 exited with status 1
+a rank is killed | if rank == '1': \
+    os.makedirs(SAVED); open(SAVED + '/manifest.json', 'w'); os.kill(os.getpid(), 9)\n \
+       time.sleep(0.05); raise OSError('my peer is gone') | | 1 | rank 1 was killed by SIGKILL, as Linux does when \
+    memory runs out, and so left no traceback; newest checkpoint outputs/debug/checkpoint/step-4; to continue: \
+    NGPU=2 {run_train} --model.dim=64
+"""
+ENDINGS = {row[0]: row[1:] for row in read_lines(re.sub(r" *\\\n +", " ", ENDINGS))}
 
 
 SHOWN = {  # what is shown of the rank that failed first; nothing is shown of other ranks
@@ -159,9 +135,11 @@ def launcher(letters, tmp_path_factory):
 @pytest.mark.parametrize("name", choose_fast(ENDINGS, ENDINGS.keys() - SLOW))
 def test_the_last_line_says_how_the_run_has_ended(launcher, tmp_path, name):
     process, temporary, keys = launcher
-    action, numbers, status, last_line = ENDINGS[name]
+    action, signals, status, last_line = ENDINGS[name]
+    action = re.sub("\n +", "\n    ", action.encode().decode("unicode_escape"))
+    last_line = last_line.format(act=tmp_path / "act.py", run_train=REPOSITORY / "run_train.sh")
     # If the launcher gets no signal, ranks sleep until SIGTERM from torchrun ends them before their first step.
-    end = "return wait(stop)" if numbers else "time.sleep(60)"
+    end = "return wait(stop)" if signals else "time.sleep(60)"
     act = tmp_path / "act.py"
     act.write_text(ACT.format(action, end))
     (tmp_path / "train.py").write_text("1 / 0  # a program of the user's")
@@ -169,14 +147,14 @@ def test_the_last_line_says_how_the_run_has_ended(launcher, tmp_path, name):
     print(
         json.dumps([str(tmp_path), copies_arrive_within_s, *keys]), file=process.stdin, flush=True
     )
-    output = read_until(process, "ready") if numbers else ""
-    for n, number in enumerate(numbers):
+    output = read_until(process, "ready") if signals else ""
+    for n, received in enumerate(signals.split()):
         time.sleep(min(n, 1))
-        process.send_signal(number)
+        process.send_signal(signal.Signals[received])
     *lines, ended = (output + read_until(process, "^status ")).splitlines()
     output = "\n".join(lines)
     assert ended == f"status {status}", output
-    assert lines[-1].startswith(f"run_train.sh: {last_line.format(act=act)}"), output
+    assert lines[-1].startswith(f"run_train.sh: {last_line}"), output
     for line in SHOWN.get(name, "Traceback").format(act=act).splitlines():
         assert (line in lines) == (name in SHOWN), output
     assert output.count("Traceback (most recent call last)") == ("Error" in SHOWN.get(name, ""))
@@ -186,7 +164,7 @@ def test_the_last_line_says_how_the_run_has_ended(launcher, tmp_path, name):
     assert ("stderr of 1" in output) == ("crashes" in name)
     assert ("torch/distributed" in output) == ("crashes" in name)
     kept = list(temporary.glob("torchtitan_lite.*"))
-    assert len(kept) == (status == 1)
+    assert len(kept) == (status == "1")
     for folder in kept:
         assert f"What the other ranks wrote is in {folder}/" in output
         (text,) = [path.read_text() for path in folder.rglob("stderr.log")]
@@ -256,18 +234,13 @@ if __name__ == "__main__":
 
 
 def test_workers_end_with_a_tool_that_is_killed(tmp_path):
-    script = tmp_path / "tool.py"
-    script.write_text(WORKERS)
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    tool = subprocess.Popen(
-        [sys.executable, script], stdout=subprocess.PIPE, env=environment, start_new_session=True
-    )
+    (tmp_path / "tool.py").write_text(WORKERS)
+    tool = start_python(tmp_path / "tool.py")
+    workers = [int(tool.stdout.readline()) for _ in range(2)]
     try:
-        for _ in range(2):
-            assert int(tool.stdout.readline())
         tool.kill()
-        # the pipe ends when no process, neither the tool nor a worker, has it open
-        tool.communicate(timeout=60)
+        tool.communicate(timeout=60)  # the pipes end when no process has them open
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(tool.pid, signal.SIGKILL)
+        for worker in workers:
+            with suppress(ProcessLookupError):
+                os.kill(worker, signal.SIGKILL)

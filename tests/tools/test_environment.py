@@ -7,7 +7,6 @@ of pip records its arguments and writes the files by which importlib.metadata fi
 import shutil
 import signal
 import subprocess
-import sys
 import sysconfig
 import time
 import venv
@@ -17,6 +16,7 @@ import packaging
 import pytest
 from marks import read_lines
 from packaging.requirements import Requirement
+from programs import PIPES, run_python
 from test_run_train import Checkout as RunCheckout
 
 from torchtitan_lite import REPOSITORY
@@ -73,8 +73,7 @@ class Checkout(RunCheckout):
     def start(self, *args: str, **variables: str) -> subprocess.Popen:
         module = args or ["-m", "torchtitan_lite.tools.environment"]
         command = [str(self.mine / "bin" / "python"), *module]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        return subprocess.Popen(command, env=self.variables | variables, cwd=self.root, **pipes)
+        return subprocess.Popen(command, env=self.variables | variables, cwd=self.root, **PIPES)
 
     def find(self, *extras: str, **variables: str) -> subprocess.CompletedProcess:
         return self.run("-m", "torchtitan_lite.tools.environment", *extras, **variables)
@@ -123,22 +122,23 @@ def test_requirements_are_read_as_toml_has_them_and_the_tested_versions_meet_the
     assert not tested, "constraints.txt pins only what pyproject.toml names"
 
 
-@pytest.mark.parametrize(
-    ("requirement", "version", "is_met"),
-    [
-        ("some>=2.11,<2.14", "2.10.99", False),
-        ("some>=2.11,<2.14", "2.11.0a0+f00d.nv26.04", True),  # a version in NVIDIA's containers
-        ("some>=2.11,<2.14", "2.13.0+cpu", True),
-        ("some>=2.11,<2.14", "2.14", False),
-        ('other; python_version < "3.10"', "1", True),  # only older Pythons need it
-        ('other; python_version < "3.99"', "1", False),
-    ],
-)
+# requirement | installed version | whether it is met
+VERSIONS = """
+some>=2.11,<2.14 | 2.10.99 | no
+some>=2.11,<2.14 | 2.11.0a0+f00d.nv26.04 | yes  # a version in NVIDIA's containers
+some>=2.11,<2.14 | 2.13.0+cpu | yes
+some>=2.11,<2.14 | 2.14 | no
+other; python_version < "3.10" | 1 | yes  # only older Pythons need it
+other; python_version < "3.99" | 1 | no
+"""
+
+
+@pytest.mark.parametrize("requirement, version, is_met", read_lines(VERSIONS))
 def test_a_package_counts_only_within_its_bounds(
     tmp_path, monkeypatch, requirement, version, is_met
 ):
     monkeypatch.syspath_prepend(add_package(tmp_path, "some", version))
-    assert environment.is_met(requirement) == is_met
+    assert environment.is_met(requirement) == (is_met == "yes")
 
 
 # packages of the Python that starts | of .venv, if it exists | extras | calls | which Python
@@ -178,7 +178,7 @@ def test_a_python_that_can_train_is_taken_and_only_what_it_lacks_is_added(
         assert checkout.calls() == calls
 
 
-@pytest.mark.parametrize(("package", "flags"), [("torch", " --system-site-packages"), ("beta", "")])
+@pytest.mark.parametrize("package, flags", [("torch", " --system-site-packages"), ("beta", "")])
 def test_only_a_torch_that_the_machine_comes_with_is_shared_with_the_venv(checkout, package, flags):
     checkout.write(
         "pyproject.toml", NEEDS.replace("alpha>=1,<2", "torch>=1").replace("]", '"tt",\n]', 1)
@@ -208,17 +208,15 @@ def test_a_failure_has_one_sentence_and_the_next_start_tries_again(checkout, fai
     assert checkout.find().stdout == str(checkout.venv / "bin" / "python")
 
 
-@pytest.mark.parametrize(
-    ("gpu", "words"),
-    [
-        (
-            "NVIDIA H100 80GB HBM3, 81559, 535.104.05",
-            "535.104.05 580 PIP_EXTRA_INDEX_URL whl/cu126",
-        ),
-        ("Tesla V100-SXM2-16GB, 16384, 580.95.05", "V100 PIP_EXTRA_INDEX_URL whl/cu126"),
-        ("NVIDIA B200, 183359, 570.10", "570.10 580 Update"),
-    ],
-)
+# name, MiB and driver of a GPU | words of the message
+GPUS = """
+NVIDIA H100 80GB HBM3, 81559, 535.104.05 | 535.104.05 580 PIP_EXTRA_INDEX_URL whl/cu126
+Tesla V100-SXM2-16GB, 16384, 580.95.05 | V100 PIP_EXTRA_INDEX_URL whl/cu126
+NVIDIA B200, 183359, 570.10 | 570.10 580 Update
+"""
+
+
+@pytest.mark.parametrize("gpu, words", read_lines(GPUS))
 def test_no_torch_is_installed_that_the_driver_or_the_gpu_cannot_run(checkout, gpu, words):
     checkout.write("pyproject.toml", NEEDS.replace("alpha", "torch"))
     program = checkout.root / "stubs" / "nvidia-smi"
@@ -251,14 +249,11 @@ def test_a_signal_while_packages_are_installed_is_one_sentence(checkout, receive
 def test_packages_are_not_installed_on_after_run_train_has_ended(checkout):
     """bash does not forward signals to a process that it waits for."""
     python = str(checkout.mine / "bin" / "python")
-    variables = checkout.variables | {"PYTHON": python, "PIP_S": "30"}
-    command = [str(checkout.root / "run_train.sh")]
-    pipe = {"stderr": subprocess.PIPE, "text": True}  # the pipe ends when pip ends
-    process = subprocess.Popen(command, env=variables, cwd=checkout.folder, **pipe)
+    process = RunCheckout.start(checkout, PYTHON=python, PIP_S="30")
     while len(checkout.calls()) < 2:
         time.sleep(0.01)
     process.terminate()
-    _, said = process.communicate(timeout=20)
+    _, said = process.communicate(timeout=20)  # the pipes end when pip ends
     assert process.returncode == -signal.SIGTERM and "stopped by SIGTERM" in said
 
 
@@ -270,8 +265,14 @@ def test_a_command_continues_in_the_python_that_has_the_packages(checkout):
 
 # ---------------------------------------------------------------- a Python without packages
 
-BARE = ["--help", "check", "check --keys optimizer.lr", "plan --config llama3_8b --gpus 8"]
-BARE += ["plan --config llama3_8b --gpus 8 --search", "lab", "lab 1", "verify --help"]
+BARE = """--help
+check
+check --keys optimizer.lr
+plan --config llama3_8b --gpus 8
+plan --config llama3_8b --gpus 8 --search
+lab
+lab 1
+verify --help"""
 
 
 @pytest.fixture(scope="module")
@@ -286,7 +287,7 @@ def bare(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("command", BARE)
+@pytest.mark.parametrize("command", BARE.splitlines())
 def test_tools_that_need_no_torch_run_without_any_package(bare, command):
     words = [bare / "mine" / "bin" / "python", "-m", "torchtitan_lite", *command.split()]
     variables = {"PATH": "/usr/bin:/bin"}
@@ -297,16 +298,12 @@ def test_tools_that_need_no_torch_run_without_any_package(bare, command):
 def test_a_python_without_a_toml_reader_says_so():
     code = "import sys; sys.modules |= {'tomllib': None, 'tomli': None}\n"
     code += "from torchtitan_lite.__main__ import main; sys.exit(main(['check']))"
-    command = [sys.executable, "-c", code]
-    answer = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    answer = run_python("-c", code)
     assert answer.returncode == 2
     assert answer.stderr == "Python 3.10 cannot read TOML. Run `pip install tomli`.\n"
 
 
 def test_a_python_that_is_too_old_is_refused():
     pretend = "import sys; sys.version_info = (3, 9, 2); exec(open(sys.argv[1]).read())"
-    package = REPOSITORY / "torchtitan_lite" / "__init__.py"
-    answer = subprocess.run(
-        [sys.executable, "-c", pretend, package], capture_output=True, text=True
-    )
+    answer = run_python("-c", pretend, REPOSITORY / "torchtitan_lite" / "__init__.py")
     assert answer.returncode == 1 and "3.10 or newer" in answer.stderr and "is 3.9" in answer.stderr

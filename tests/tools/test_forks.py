@@ -2,15 +2,15 @@
 remedy."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from forks import BROKEN, FORKS, write_forks
 from marks import read_lines, slow
+from programs import run_python
 from warm_start import read_losses
+
+from torchtitan_lite import REPOSITORY
 
 SMALL = """
 --config=debug --model.n_layers=2 --model.dim=64 --model.n_heads=4 --model.n_kv_heads=2 --model.head_dim=16
@@ -146,20 +146,15 @@ def list_walk(names: tuple[str, ...]) -> dict[str, list]:
     keys, run = [key for name in names for key in FORKS[name].keys], describe_run(names)
     train = [*SMALL, *keys, f"--job.dump_folder={run}", "--checkpoint.enable", "--job.no_overwrite"]
     train += ["--validation.no_enable", "--metrics.log_freq=1"]
+    step_3 = f"{run}/checkpoint/step-3"
     return {
         "prepare": ["prepare", "--dataset=own_sources"],  # the launcher prepares this corpus
         "train": ["train", 4, *train, "--training.steps=2"],
         "resume": ["train", 2, *train, "--training.steps=3"],
         "verify": ["verify", *SMALL, *keys, "--ranks=4", "--json"],
         "verify pp2": ["verify", *SMALL, *keys, *STAGES, "--ranks=2"],
-        "generate": [
-            "generate",
-            f"{run}/checkpoint/step-3",
-            "--prompt=import",
-            "--max-new-tokens=4",
-            "--json",
-        ],
-        "convert": ["convert", f"{run}/checkpoint/step-3", f"hf of {run}"],
+        "generate": ["generate", step_3, "--prompt=import", "--max-new-tokens=4", "--json"],
+        "convert": ["convert", step_3, f"hf of {run}"],
     }
 
 
@@ -168,12 +163,8 @@ def describe_run(names: tuple[str, ...]) -> str:
 
 
 def run_calls(checkout: Path, calls: dict[str, list]) -> Answers:
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(checkout), str(Path(__file__).parent.parent)]),
-    }
-    command = [sys.executable, "-c", CALLS, json.dumps(calls)]
-    answer = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
+    path = f"{checkout}:{REPOSITORY}/tests"
+    answer = run_python("-c", CALLS, json.dumps(calls), folder=checkout, PYTHONPATH=path)
     assert answer.returncode == 0, answer.stderr
     return json.loads(answer.stdout.splitlines()[-1])
 
@@ -205,27 +196,41 @@ def test_a_fork_is_certified_or_refused_by_what_it_cannot_do(answers, number):
     assert ended == int(status) and words in out + err, out + err
 
 
-def test_plan_counts_the_window_of_a_row_and_names_what_it_does_not_know(answers):
-    plans = {}
-    flops = {}
-    for name in ("", *MODEL_FORKS):
-        plan = json.loads(answers[f"plan {name}"][1])
-        plans[name] = plan
-        flops[name] = plan["mfu_full"] * plan["step_time_s"]
+UNMODELED = {
+    "a second prediction": "calls of output",
+    "a teacher": "training.teacher = initial",
+    "a loss": "training.loss = z_loss",
+    "an attention": "model.attention = sliding",
+    "an inner attention": "model.name = near",
+}
+
+
+def read_plan(answers: Answers, name: str) -> dict:
+    return json.loads(answers[f"plan {name}"][1])
+
+
+@pytest.mark.parametrize("name", ["", "a window", *UNMODELED])
+def test_plan_names_what_it_does_not_know(answers, name):
+    unmodeled = read_plan(answers, name)["unmodeled"]
+    if name in UNMODELED:
+        assert UNMODELED[name] in unmodeled
+    else:
+        assert not unmodeled
+
+
+def test_plan_counts_the_window_of_a_row_and_two_predictions(answers):
+    flops = []
+    for name in ("", "a window", "a second prediction"):
+        plan = read_plan(answers, name)
+        flops.append(plan["mfu_full"] * plan["step_time_s"])
+    plain, window, twice = flops
     block = 64 * (64 + 32 + 32 + 64) + 3 * 64 * 96
     weights = 6 * (2 * block + 2304 * 64)
-    ratio = (weights + 12 * 64 * (32 + 16)) / (weights + 12 * 64 * (32 + 32))
-    assert flops["a window"] / flops[""] == pytest.approx(ratio)
-    twice = 6 * (2 * block + 2 * 2304 * 64 + 64 * 64) + 12 * 64 * (32 + 32)
-    of_one = weights + 12 * 64 * (32 + 32)
-    assert flops["a second prediction"] / flops[""] == pytest.approx(twice / of_one)
-    assert "calls of output" in plans["a second prediction"]["unmodeled"]
-    teacher = json.loads(answers["plan a teacher"][1])["unmodeled"]
-    assert "training.teacher = initial" in teacher
-    assert not plans[""]["unmodeled"]
-    assert not plans["a window"]["unmodeled"]
-    assert "model.attention = sliding" in plans["an attention"]["unmodeled"]
-    assert "model.name = near" in plans["an inner attention"]["unmodeled"]
+    attention = 12 * 64 * (32 + 32)
+    second = 6 * (2304 * 64 + 64 * 64)
+    in_window = 12 * 64 * (32 + 16)
+    assert window / plain == pytest.approx((weights + in_window) / (weights + attention))
+    assert twice / plain == pytest.approx((weights + second + attention) / (weights + attention))
 
 
 @pytest.mark.parametrize("name", BROKEN)

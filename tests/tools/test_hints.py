@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from marks import read_lines
 from test_check import LAPTOP
 from test_fine_tuning import CASES, publish
 from test_tokenizers import SHIPPED
@@ -15,7 +16,6 @@ from test_tokenizers import SHIPPED
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.__main__ import main
 from torchtitan_lite.checkpoint.starting_weights import find_initial
-from torchtitan_lite.config import messages
 from torchtitan_lite.config.messages import ConfigError, UserError, name_command
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.data.corpus_folder import DATASETS, CorpusError, read_corpus_manifest
@@ -23,13 +23,11 @@ from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.extensions.hugging_face_config import HuggingFaceError
 from torchtitan_lite.extensions.hugging_face_folder import open_folder
 from torchtitan_lite.preflight import read_run
-from torchtitan_lite.tools import check
 from torchtitan_lite.tools.command_lines import parse_command
 from torchtitan_lite.tools.corpora.text_files import find_files
 from torchtitan_lite.tools.model_source import open_source
 from torchtitan_lite.tools.verify.reduction import reduce_config
 
-TALK = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 4976698672\n"
 
 
@@ -37,7 +35,7 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 497
 def folder(tmp_path, monkeypatch):
     """Run each test as on a laptop, in its own folder, without a launcher."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(check, "detect_machine", lambda: LAPTOP)
+    monkeypatch.setattr("torchtitan_lite.tools.check.detect_machine", lambda: LAPTOP)
     for name in ("NGPU", "NNODES"):
         monkeypatch.delenv(name, raising=False)
     return tmp_path
@@ -75,11 +73,11 @@ def write_lines(rows: list[dict]) -> str:
 def write_large_vocabulary() -> list[str]:
     """Write a tokenizer of 3,256 tokens. The embedding of the debug model has fewer rows."""
     lines = (SHIPPED / "tokenizer.model").read_text().splitlines()
-    more = [b64encode(bytes([n // 256, n % 256] * 9)).decode() for n in range(3000 - len(lines))]
+    for n in range(len(lines), 3000):
+        token = bytes([n // 256, n % 256] * 9)
+        lines.append(f"{b64encode(token).decode()} {n}")
     Path("large").mkdir()
-    Path("large/tokenizer.model").write_text(
-        "\n".join([*lines, *(f"{t} {len(lines) + n}" for n, t in enumerate(more))])
-    )
+    Path("large/tokenizer.model").write_text("\n".join(lines))
     return ["--tokenizer", "large"]
 
 
@@ -87,45 +85,27 @@ def publish_llama() -> list[str]:
     return ["--tokenizer", str(publish(Path("my llama"), CASES["tied, published in bfloat16"]))]
 
 
-PREPARED = {  # options of prepare, number of documents -> words of the command that it prints
-    "as it is": (
-        lambda: ["--validation-share", "0.2"],
+PREPARED = {  # words of the command that `prepare` prints -> its options, number of documents
+    "--training.dataset out --job.dump_folder outputs/out": (
+        lambda: ["--validation-share=0.2"],
         50,
-        "--training.dataset out --job.dump_folder outputs/out",
     ),
-    "one document": (list, 1, "--validation.no_enable"),
-    "bytes": (lambda: ["--tokenizer", "bytes"], 50, "--model.hf_assets_path bytes"),
-    "a large vocabulary": (
-        write_large_vocabulary,
-        50,
-        "--model.hf_assets_path large --model.vocab_size 3256",
-    ),
-    "the folder of a model": (
-        publish_llama,
-        50,
-        "--config finetune --checkpoint.initial_load_path 'my llama'",
-    ),
+    "--validation.no_enable": (list, 1),
+    "--model.hf_assets_path bytes": (lambda: ["--tokenizer=bytes"], 50),
+    "--model.hf_assets_path large --model.vocab_size 3256": (write_large_vocabulary, 50),
+    "--config finetune --checkpoint.initial_load_path 'my llama'": (publish_llama, 50),
 }
 
 
-@pytest.mark.parametrize("case", PREPARED)
-def test_the_command_that_prepare_prints_trains_and_validates_on_the_corpus(case, run_prepare):
-    make_options, n_documents, words = PREPARED[case]
+@pytest.mark.parametrize("words", PREPARED)
+def test_the_command_that_prepare_prints_trains_and_validates_on_the_corpus(words, run_prepare):
+    make_options, n_documents = PREPARED[words]
     file = write_lines([{"text": f"document {n}"} for n in range(n_documents)])
     command = re.search(r"Train on it: (.*)", run_prepare(file, *make_options()))[1]
     assert all(word in command for word in words.split()) and follow(command) == 0
     splits = read_corpus_manifest(Path("out")).splits
     assert sum(split.n_documents for split in splits.values()) == n_documents
     assert splits.keys() == ({"train"} if "no_enable" in command else {"train", "validation"})
-
-
-@pytest.mark.parametrize("column", ["messages", "conversations"])
-def test_conversations_without_chat_are_recognized_and_the_option_prepares_them(
-    column, run_prepare
-):
-    file = write_lines([{"id": n, column: TALK} for n in range(3)])
-    assert "--chat" in run_prepare(file, status=2)
-    run_prepare(file, "--chat")
 
 
 # ---------------------------------------------------------------- Git LFS
@@ -222,26 +202,19 @@ def test_a_model_that_is_too_large_for_this_host_is_verified_here_and_planned_el
     assert follow(plan) == 0
 
 
-COMMANDS = [  # tool and arguments | the command in the repository | in a different folder | of an installed package
-    (
-        "plan --gpus 8",
-        "python3 -m torchtitan_lite plan --gpus 8",
-        f"PYTHONPATH={REPOSITORY} python3 -m torchtitan_lite plan --gpus 8",
-        "torchtitan-lite plan --gpus 8",
-    ),
-    (
-        "train --config debug",
-        "./run_train.sh --config debug",
-        f"{REPOSITORY}/run_train.sh --config debug",
-        "torchtitan-lite train --config debug",
-    ),
-]
+# tool and arguments | the command in the repository | in a different folder | of an installed package
+COMMANDS = f"""
+plan --gpus 8 | python3 -m torchtitan_lite plan --gpus 8 \
+    | PYTHONPATH={REPOSITORY} python3 -m torchtitan_lite plan --gpus 8 | torchtitan-lite plan --gpus 8
+train --config debug | ./run_train.sh --config debug \
+    | {REPOSITORY}/run_train.sh --config debug | torchtitan-lite train --config debug
+"""
 
 
-@pytest.mark.parametrize(("line", "here", "elsewhere", "installed"), COMMANDS)
+@pytest.mark.parametrize("line, here, elsewhere, installed", read_lines(COMMANDS))
 def test_a_command_is_what_the_users_shell_runs(line, here, elsewhere, installed, monkeypatch):
     assert name_command(line) == elsewhere
     monkeypatch.chdir(REPOSITORY)
     assert name_command(line) == here
-    monkeypatch.setattr(messages, "IS_INSTALLED", True)
+    monkeypatch.setattr("torchtitan_lite.config.messages.IS_INSTALLED", True)
     assert name_command(line) == installed

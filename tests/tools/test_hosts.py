@@ -2,11 +2,8 @@
 
 import json
 import os
-import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -17,9 +14,10 @@ from unittest.mock import Mock, patch
 
 import pytest
 import torch.distributed as dist
+from marks import read_lines
+from programs import start_python
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
-from torchtitan_lite import REPOSITORY
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.tools import agent, hosts
 from torchtitan_lite.tools.local_ranks import Signals
@@ -124,15 +122,10 @@ def test_settings_travel_only_from_hosts_that_differ(monkeypatch, different):
             rate = 0.2 if node_rank in different else 0.1
             meeting.append(threads.submit(meet, node_rank, rate, own, shared))
         answers = [host.result() for host in meeting]
-    n_facts = len(json.dumps(facts))
     for node_rank, (said, moved) in enumerate(answers):
-        if different:
-            assert said == (
-                "optimizer.lr is 0.1 on NODE_RANK=0, but 0.2 on NODE_RANK=3. "
-                "2 hosts differ: NODE_RANK=3, NODE_RANK=7"
-            )
+        assert ("2 hosts differ: NODE_RANK=3, NODE_RANK=7" in said) == bool(different)
         if node_rank == 0:
-            assert moved < 2 * n_facts + 64 * n_hosts + 1000
+            assert moved < 2 * len(json.dumps(facts)) + 64 * n_hosts + 1000
         elif node_rank not in different:
             assert moved < 500
 
@@ -147,20 +140,20 @@ def test_a_refused_host_keeps_its_reason_if_the_first_host_ends_before_it(monkey
         hosts.meet_hosts(store, {}, "no such key")
 
 
-@pytest.mark.parametrize(
-    ("address", "said"),
-    [
-        ("192.0.2.1", "Cannot assign requested address"),  # in TEST-NET-1, which no host has
-        ("no-such-host.invalid", "Name or service not known|Temporary failure"),
-        ("127.0.0.1", "Address already in use"),
-    ],
-)
+ADDRESSES = [  # MASTER_ADDR, error
+    ("192.0.2.1", "Cannot assign requested address"),  # in TEST-NET-1, which no host has
+    ("no-such-host.invalid", "(Name or service not known|Temporary failure)"),
+    ("127.0.0.1", "Address already in use"),
+]
+
+
+@pytest.mark.parametrize("address, said", ADDRESSES)
 def test_an_address_that_the_first_host_cannot_use_is_refused(monkeypatch, address, said):
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv("MASTER_ADDR", address)
         monkeypatch.setenv("MASTER_PORT", str(server.getsockname()[1]))
         with pytest.raises(
-            UserError, match=f"NODE_RANK=0 cannot use MASTER_ADDR={address}.*({said})"
+            UserError, match=f"NODE_RANK=0 cannot use MASTER_ADDR={address}.*{said}"
         ):
             hosts.open_store()
 
@@ -173,16 +166,10 @@ hosts.end_if_cut_off(0.5)
 """
 
 
-def start(program: str, *args: str, **variables: str) -> subprocess.Popen:
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), **variables}
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([sys.executable, "-c", program, *args], env=environment, **streams)
-
-
 def test_a_launcher_that_is_cut_off_from_the_first_host_ends():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
-        launcher = start(CUT_OFF, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        launcher = start_python("-c", CUT_OFF, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
         launcher.stdout.readline()
         for _ in range(10):  # for a second
             server.accept()[0].close()
@@ -191,23 +178,26 @@ def test_a_launcher_that_is_cut_off_from_the_first_host_ends():
     assert "has not reached NODE_RANK=0 for 0.5 s" in said
 
 
-@pytest.mark.parametrize(
-    ("endings", "agreed"),
-    [
-        ([(1, "rank 3 failed"), (143, "stopped by SIGTERM")], (1, "rank 3 failed")),
-        ([(1, "rank 3 failed"), (1, "rank 0 lost its peer")], (1, "rank 3 failed")),
-        ([(143, "stopped by SIGTERM"), (143, "stopped by SIGTERM")], (143, "stopped by SIGTERM")),
-        ([(0, ""), (0, "")], (0, "")),
-    ],
-)
+# status and reason of the runs of two hosts | what both tell
+ENDINGS = """
+1 rank 3 failed, 143 stopped by SIGTERM | 1 rank 3 failed
+1 rank 3 failed, 1 rank 0 lost its peer | 1 rank 3 failed
+143 stopped by SIGTERM, 143 stopped by SIGTERM | 143 stopped by SIGTERM
+0, 0 | 0
+"""
+
+
+@pytest.mark.parametrize("endings, agreed", read_lines(ENDINGS))
 def test_the_cause_on_another_host_wins_over_the_signal_on_this_one(monkeypatch, endings, agreed):
     monkeypatch.setattr(hosts, "END_WITHIN_S", 0.3)
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     server.set(hosts.N_HOSTS, "2")
-    for status, reason in endings:
+    for host in endings.split(", "):
         store = dist.TCPStore("127.0.0.1", server.port, wait_for_workers=False)
-        ending = hosts.agree_on_cause(store, hosts.Ending(status, reason))
-        assert (ending.status, ending.reason.partition(" (on ")[0]) == agreed
+        status, _, reason = host.partition(" ")
+        ending = hosts.agree_on_cause(store, hosts.Ending(int(status), reason))
+        told, *_ = ending.reason.split(" (on ")
+        assert f"{ending.status} {told}".strip() == agreed
 
 
 def test_a_signal_for_one_host_reaches_all_and_the_next_one_is_a_copy(monkeypatch):
@@ -228,21 +218,6 @@ def test_a_signal_for_one_host_reaches_all_and_the_next_one_is_a_copy(monkeypatc
         assert len(there.received) == n_received, now_s
 
 
-def test_hosts_that_have_started_differently_often_tell_the_same_cause(monkeypatch, capsys):
-    monkeypatch.setattr(agent.LocalElasticAgent, "_restart_workers", Mock())
-    stores = [dist.HashStore() for _ in range(2)]
-    starts = [(stores[0], "rank 0 failed"), (stores[1], "rank 3 failed"), (stores[1], "")]
-    shared = dist.HashStore()
-    for store, reason in starts:
-        host = object.__new__(agent.Agent)
-        host.store = shared
-        host.ending = hosts.Ending(1, reason)
-        host._remaining_restarts = 1
-        host._restart_workers(SimpleNamespace(store=store))
-    said = re.findall(r"rank \d failed", capsys.readouterr().err)
-    assert said == ["rank 0 failed", "rank 3 failed", "rank 3 failed"]
-
-
 def test_launchers_with_one_hostname_and_process_id_are_two_hosts_for_torchrun(monkeypatch):
     """Two containers that use their host's network have the same hostname, and can have the same process id."""
     names = set()
@@ -254,13 +229,8 @@ def test_launchers_with_one_hostname_and_process_id_are_two_hosts_for_torchrun(m
     assert len(names) == 2
 
 
-CPUS = [("0", {0}), ("0-0,4000-4100", {0}), ("4000", None), ("", None), (None, None)]
-
-
-@pytest.mark.parametrize(("listed", "bound"), CPUS)
-def test_a_rank_is_bound_to_the_cpus_near_its_gpu_or_not_at_all(
-    listed, bound, tmp_path, monkeypatch
-):
+@pytest.mark.parametrize("listed", ["0", "0-0,4000-4100", "4000", "", None])
+def test_a_rank_is_bound_to_the_cpus_near_its_gpu_or_not_at_all(listed, tmp_path, monkeypatch):
     gpu = SimpleNamespace(pci_domain_id=0, pci_bus_id=0xDC, pci_device_id=0)
     monkeypatch.setattr(agent.torch.cuda, "get_device_properties", lambda index: gpu)
     monkeypatch.setattr(agent, "PCI", tmp_path)
@@ -271,6 +241,7 @@ def test_a_rank_is_bound_to_the_cpus_near_its_gpu_or_not_at_all(
     allowed = os.sched_getaffinity(0)
     try:
         agent.bind_to_gpu(0)
-        assert os.sched_getaffinity(0) == (bound or allowed)
+        is_near = listed is not None and listed.startswith("0")
+        assert os.sched_getaffinity(0) == ({0} if is_near else allowed)
     finally:
         os.sched_setaffinity(0, allowed)

@@ -3,15 +3,14 @@
 Then it unpacks the wheel into a new folder, and starts Python without the checkout on sys.path.
 """
 
-import os
 import shutil
 import subprocess
 import sys
 import zipfile
-from functools import partial
 from pathlib import Path
 
 import pytest
+from programs import run_python
 
 from torchtitan_lite import REPOSITORY
 
@@ -48,10 +47,21 @@ def site(wheel) -> Path:
     return folder
 
 
-def run(site: Path, folder: Path, *args: str, program: tuple = ()) -> subprocess.CompletedProcess:
-    variables = os.environ | {"PYTHONPATH": str(site), "NGPU": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, *(program or [site / "bin" / "torchtitan-lite"]), *args]
-    return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True)
+def run(site: Path, folder: Path, *args: object) -> subprocess.CompletedProcess:
+    variables = {"PYTHONPATH": str(site), "NGPU": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return run_python(*args, folder=folder, **variables)
+
+
+@pytest.fixture
+def tool(site, tmp_path):
+    """Return a function: the arguments of torchtitan-lite -> what it prints in the folder tmp_path."""
+
+    def tool(command: str) -> str:
+        answer = run(site, tmp_path, site / "bin" / "torchtitan-lite", *command.split())
+        assert answer.returncode == 0, answer.stderr
+        return answer.stdout
+
+    return tool
 
 
 def test_the_wheel_holds_the_package_with_its_chapters_and_what_commands_read_beside_it(wheel):
@@ -62,32 +72,27 @@ def test_the_wheel_holds_the_package_with_its_chapters_and_what_commands_read_be
     assert {name.partition("/")[0] for name in held} == {"torchtitan_lite"}
 
 
-def test_tools_of_an_installed_package_work_in_any_folder(site, tmp_path):
+def test_tools_of_an_installed_package_work_in_any_folder(tool, tmp_path):
     for command in ("--help", "check --config debug", "lab 1"):
-        answer = run(site, tmp_path, *command.split())
-        assert answer.returncode == 0, answer.stderr
-    assert "torchtitan-lite " in answer.stdout and "run_train.sh" not in answer.stdout
+        said = tool(command)
+    assert "torchtitan-lite " in said and "run_train.sh" not in said
     assert not list(tmp_path.iterdir()), "check writes nothing"
 
 
 def test_without_packages_a_tool_prints_help_and_then_says_what_is_missing_and_makes_no_venv(
     site, tmp_path
 ):
-    tool = partial(
-        run, site, tmp_path, "generate", "nowhere", program=("-S", "-m", "torchtitan_lite")
-    )
-    assert tool("--help").returncode == 0
-    answer = tool()
+    command = "-S -m torchtitan_lite generate nowhere".split()
+    assert run(site, tmp_path, *command, "--help").returncode == 0
+    answer = run(site, tmp_path, *command)
     assert answer.returncode == 1 and "torch>=" in answer.stderr
     assert not (site / "torchtitan_lite" / "shipped" / ".venv").exists()
 
 
 @pytest.mark.slow
-def test_an_installed_package_trains_in_any_folder_and_writes_there_only(site, tmp_path):
+def test_an_installed_package_trains_in_any_folder_and_writes_there_only(site, tool, tmp_path):
     before = list_files(site)
-    args = "train --config debug --training.steps 1 --validation.no_enable"
-    answer = run(site, tmp_path, *args.split())
-    assert answer.returncode == 0, answer.stderr
+    tool("train --config debug --training.steps 1 --validation.no_enable")
     assert (tmp_path / "outputs" / "debug" / "metrics.jsonl").is_file()
     assert list_files(site) == before
 

@@ -1,6 +1,7 @@
 """Orders of schedules equal torch's, and are complete and without deadlock. Simulations and pictures are tested too."""
 
 import xml.etree.ElementTree as ElementTree
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -111,31 +112,25 @@ def test_the_slowest_stage_and_the_way_between_ranks_count():
     seconds = {"0F": 1, "1F": 2, "0B": 3, "1B": 7}
     order = list_order("GPipe", 2, 2, 1)
     timeline = simulate(order, lambda action: seconds[str(action)[:2]], 10.0)
-    times = {}
-    for event in timeline.events:
-        times[str(event.action)] = (event.start, event.end)
-    assert times["1F0"] == (11, 13)
-    assert times["1B0"] == (15, 22)
-    assert times["0B0"] == (32, 35)
-    assert times["0B1"] == (39, 42)
+    times = {str(event.action): (event.start, event.end) for event in timeline.events}
+    expected = {"1F0": (11, 13), "1B0": (15, 22), "0B0": (32, 35), "0B1": (39, 42)}
+    assert {action: times[action] for action in expected} == expected
     events = run("ZBVZeroBubble", 2, 4, 2, send=5.0).events
     start = {str(event.action): event.start for event in events}
-    assert start["0F0"] == 0
-    assert start["1F0"] == 6
-    assert start["2F0"] == 7, "no send inside of a rank"
-    assert start["3F0"] == 13
+    # no send inside of a rank, from stage 1 to stage 2
+    assert [start[f"{stage}F0"] for stage in range(4)] == [0, 6, 7, 13]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_long_schedule_is_known_from_a_short_one(schedule):
     pp, m, v = 4, 28, SCHEDULES[schedule].least_stages_per_rank
+    simulate_run = partial(run, schedule, pp, v=v, send=0.25)
     lengths = list_lengths(pp, m)
-    extrapolated = sum(
-        weight * run(schedule, pp, n, v, send=0.25).end_time for n, weight in lengths
-    )
-    assert len(lengths) == 2 and extrapolated == pytest.approx(
-        run(schedule, pp, m, v, send=0.25).end_time, rel=1e-6
-    )
+    assert len(lengths) == 2
+    extrapolated = 0.0
+    for n, weight in lengths:
+        extrapolated += weight * simulate_run(m=n).end_time
+    assert extrapolated == pytest.approx(simulate_run(m=m).end_time, rel=1e-6)
     in_flight = [count_in_flight(row) for row in list_order(schedule, pp, m, v)]
     extrapolated = [extrapolate_in_flight(schedule, pp, m, v, rank) for rank in range(pp)]
     assert extrapolated == in_flight

@@ -1,13 +1,13 @@
 """Pages of plan and explain show the figures of the text output, and a browser shows them."""
 
 import re
-import shutil
-import subprocess
 from contextlib import redirect_stderr
 from html import unescape
 from io import StringIO
 
 import pytest
+from marks import read_lines
+from programs import browse, needs_browser
 
 from torchtitan_lite.__main__ import main
 from torchtitan_lite.tools.plan.slices import slice_range
@@ -78,14 +78,14 @@ def test_the_walk_of_a_page_is_the_walk_of_the_chapter(pages):
     assert [module for module, *_ in rows][-2:] == ["norm", "output"]
 
 
-@pytest.mark.parametrize(
-    "args, told",
-    [
-        ("explain --config llama3_8b --gpus 64 --html walk.html", "--gpus = 64"),
-        ("plan --config debug --html /dev/null/plan.html", "/dev/null/plan.html cannot be written"),
-        ("plan --config debug --search --html plan.html", "--search"),
-    ],
-)
+UNDRAWN = """
+explain --config llama3_8b --gpus 64 --html walk.html | --gpus = 64
+plan --config debug --html /dev/null/plan.html | /dev/null/plan.html cannot be written
+plan --config debug --search --html plan.html | --search
+"""
+
+
+@pytest.mark.parametrize("args, told", read_lines(UNDRAWN))
 def test_a_page_that_cannot_be_drawn_is_refused(args, told, tmp_path, monkeypatch, run_tool):
     monkeypatch.chdir(tmp_path)
     assert told in run_tool(*args.split(), status=2)
@@ -101,7 +101,7 @@ PROBE = """<script>addEventListener("load", () => {
 })</script>"""
 
 
-@pytest.mark.skipif(not shutil.which("chromium"), reason="chromium is not installed")
+@needs_browser
 def test_a_browser_shows_every_page_without_overflow_on_a_phone_and_on_a_desk(pages, tmp_path):
     frames = ""
     for name, path in pages.items():
@@ -109,9 +109,7 @@ def test_a_browser_shows_every_page_without_overflow_on_a_phone_and_on_a_desk(pa
         for width in (390, 1400):
             frames += f'<iframe src="{name}.html" width="{width}" height="900"></iframe>'
     (tmp_path / "all.html").write_text(f"<!doctype html><title></title>{frames}")
-    command_line = "chromium --headless --no-sandbox --allow-file-access-from-files".split()
-    command_line += ["--disable-web-security", "--virtual-time-budget=4000", "--dump-dom"]
-    command_line += [f"--user-data-dir={tmp_path}/profile", str(tmp_path / "all.html")]
-    shown = subprocess.run(command_line, capture_output=True, text=True, timeout=120)
+    options = ["--allow-file-access-from-files", "--disable-web-security"]
+    shown = browse(tmp_path / "all.html", *options, f"--user-data-dir={tmp_path}/profile")
     titles = re.search(r"<title>(.*?)</title>", shown.stdout)[1]
     assert titles == "true,0,0;" * 2 * len(pages)

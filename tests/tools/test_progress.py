@@ -4,8 +4,10 @@ import os
 import pty
 import subprocess
 import sys
+from functools import partial
 
 import pytest
+from programs import run_python
 
 from torchtitan_lite.tools import progress
 
@@ -13,24 +15,16 @@ from torchtitan_lite.tools import progress
 def test_prepare_shows_a_line_within_two_seconds_of_its_start_on_a_terminal_only(tmp_path):
     texts = tmp_path / "texts.jsonl"
     texts.write_text('{"text": "a line of a text"}\n' * 20_000)
-    command = [
-        sys.executable,
-        "-m",
-        "torchtitan_lite",
-        "prepare",
-        str(texts),
-        "--tokenizer",
-        "bytes",
-    ]
+    command = f"-m torchtitan_lite prepare {texts} --tokenizer bytes --out {tmp_path}/out".split()
     shown, terminal = pty.openpty()
-    process = subprocess.Popen(
-        [*command, "--out", str(tmp_path / "a")], stdout=subprocess.DEVNULL, stderr=terminal
-    )
+    streams = {"stdout": subprocess.DEVNULL, "stderr": terminal}
+    process = subprocess.Popen([sys.executable, *command], **streams)
     os.close(terminal)
     line = os.read(shown, 100).decode()
     assert "0% of 0.58 MB" in line
     assert process.wait() == 0
-    done = subprocess.run([*command, "--out", str(tmp_path / "b")], capture_output=True, text=True)
+    (tmp_path / "out").rename(tmp_path / "shown")
+    done = run_python(*command)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -59,13 +53,9 @@ def test_a_save_that_takes_long_shows_how_much_is_on_disk(tmp_path, monkeypatch,
         file.write(bytes(1_003_520))  # whole blocks
         os.fsync(file.fileno())
 
-    events = iter(
-        [
-            lambda: file.truncate(4_014_080),  # safetensors does this
-            write_a_part,
-            lambda: save.rename(tmp_path / "step-8"),
-        ]
-    )
+    # first the whole length, as safetensors does
+    acts = [partial(file.truncate, 4_014_080), write_a_part]
+    events = iter([*acts, partial(save.rename, tmp_path / "step-8")])
     clock = iter(range(100, 1000, 10))
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
     monkeypatch.setattr(progress.time, "sleep", lambda _: next(events)())

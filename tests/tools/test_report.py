@@ -2,19 +2,16 @@
 
 import json
 import re
-import shutil
-import subprocess
 from argparse import Namespace
 from html import unescape
 
 import pytest
 import warm_start
+from programs import browse, needs_browser
 
 from torchtitan_lite.__main__ import main as run_tool
-from torchtitan_lite.config.checks import plan_layout
-from torchtitan_lite.config.model import resolve_model
-from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.tools.pictures import choose_ticks, thin
+from torchtitan_lite.tools.plan.planned_run import plan_run
 from torchtitan_lite.tools.report.page import main
 from torchtitan_lite.tools.report.runs import RecordedRun, list_findings, summarize
 from torchtitan_lite.tools.report.traces import TracedCall, read_traces
@@ -176,21 +173,17 @@ def test_runs_are_compared_by_what_differs_and_grouped_by_a_key(folder, tmp_path
     assert 'class="band"' in page
 
 
-@pytest.mark.parametrize(
-    "key, value, told",
-    [
-        ("name", '"AdEMAMix"', "AdEMAMix"),
-        ("attention", '"sliding"', "sliding"),
-        ("decay_type", '"wsd"', "wsd"),
-    ],
-)
-def test_a_run_of_a_fork_is_shown_without_a_forecast(folder, tmp_path, key, value, told):
-    run = copy_run(folder, tmp_path / "fork", **{key: value})
+FOREIGN = {"name": "AdEMAMix", "attention": "sliding", "decay_type": "wsd"}
+
+
+@pytest.mark.parametrize("key", FOREIGN)
+def test_a_run_of_a_fork_is_shown_without_a_forecast(folder, tmp_path, key):
+    run = copy_run(folder, tmp_path / "fork", **{key: f'"{FOREIGN[key]}"'})
     assert write(run) == 0
     page = (run / "report.html").read_text(encoding="utf-8")
     assert read_curve(page, "fork, loss") == pytest.approx(warm_start.read_losses(run), rel=1e-6)
     assert "No forecast and no traces. This checkout refuses the config" in page
-    assert told in page
+    assert FOREIGN[key] in page
 
 
 def test_a_watched_page_is_reloaded_until_the_run_ends(folder, tmp_path, monkeypatch):
@@ -238,9 +231,8 @@ def test_in_a_trace_of_gpus_communication_is_hidden_while_kernels_compute(tmp_pa
     path = tmp_path / "step-10" / "rank-0.json"
     path.parent.mkdir()
     path.write_text(json.dumps({"traceEvents": events, "distributedInfo": groups}))
-    config = read_config(["--config=debug", "--parallelism.tensor_parallel_degree=2"]).config
-    layout = plan_layout(config, resolve_model(config.model), 4)
-    [read] = read_traces(tmp_path, layout)
+    args = ["--config=debug", "--parallelism.tensor_parallel_degree=2"]
+    [read] = read_traces(tmp_path, plan_run(args, 4, "h100").layout)
     assert read.parts == {"computing": 4, "exposed tp": 2, "waiting": 4}
     assert read.hidden == {"hidden tp": 1}
     assert read.calls == [TracedCall("tp", 3, 6, "ncclDevKernel_AllGather", exposed=2)]
@@ -263,14 +255,11 @@ PROBE = """<script>addEventListener("load", () => {
 })</script>"""
 
 
-@pytest.mark.skipif(not shutil.which("chromium"), reason="chromium is not installed")
+@needs_browser
 def test_a_browser_shows_every_picture_on_a_phone_without_an_error(page, tmp_path):
-    (tmp_path / "page.html").write_text(
-        page.replace("<body>", "<style>html { width: 390px }</style>" + PROBE)
-    )
-    command_line = "chromium --headless --no-sandbox --enable-logging=stderr".split()
-    command_line += ["--virtual-time-budget=2000", "--dump-dom", str(tmp_path / "page.html")]
-    shown = subprocess.run(command_line, capture_output=True, text=True, timeout=120)
+    narrow = page.replace("<body>", "<style>html { width: 390px }</style>" + PROBE)
+    (tmp_path / "page.html").write_text(narrow)
+    shown = browse(tmp_path / "page.html")
     assert "CONSOLE" not in shown.stderr
     counts, *_ = list_titles(shown.stdout)
     n_pictures, n_shown, width = map(int, counts.split(","))

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from programs import PIPES, run_python
 
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.tools import agent, launch
@@ -23,6 +24,11 @@ with open(os.environ["CALLS"], "a") as calls:
     print(json.dumps(call), file=calls)
 sys.exit(int(os.environ.get("STATUS", "0")))
 """
+# files that are not replaced by stubs
+REAL = """
+run_train.sh torchtitan_lite/__init__.py torchtitan_lite/components/signals.py torchtitan_lite/config/machine.py
+torchtitan_lite/tools/detect.py torchtitan_lite/tools/environment.py torchtitan_lite/faults/processes.py
+"""
 
 
 class Checkout:
@@ -33,13 +39,8 @@ class Checkout:
         self.folder = folder / "work here"
         self.calls_file = folder / "calls"
         self.folder.mkdir(parents=True)
-        self.take_real("run_train.sh")
-        self.take_real("torchtitan_lite/__init__.py")
-        self.take_real("torchtitan_lite/components/signals.py")
-        self.take_real("torchtitan_lite/config/machine.py")
-        self.take_real("torchtitan_lite/tools/detect.py")
-        self.take_real("torchtitan_lite/tools/environment.py")
-        self.take_real("torchtitan_lite/faults/processes.py")
+        for name in REAL.split():
+            self.write(name, (REPOSITORY / name).read_text(encoding="utf-8"))
         self.write("pyproject.toml", "dependencies = [\n]\n")  # any Python will do
         self.write("train.py", "")
         self.write("torchtitan_lite/__main__.py", STUB_PACKAGE)
@@ -55,14 +56,10 @@ class Checkout:
         path.write_text(text, encoding="utf-8")
         path.chmod(0o755)
 
-    def take_real(self, name: str) -> None:
-        self.write(name, (REPOSITORY / name).read_text(encoding="utf-8"))
-
     def start(self, *args: str, **variables: str) -> subprocess.Popen:
         command = [str(self.root / "run_train.sh"), *args]
-        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         environment = self.variables | variables
-        return subprocess.Popen(command, cwd=self.folder, env=environment, **streams)
+        return subprocess.Popen(command, cwd=self.folder, env=environment, **PIPES)
 
     def run(self, *args: str, **variables: str) -> subprocess.CompletedProcess:
         """Run the script to its end. The result's `args` is the pid of the script."""
@@ -82,30 +79,24 @@ def checkout(tmp_path):
     return Checkout(tmp_path)
 
 
+READ = re.compile(
+    r"""\$\{([A-Z_]+):[-=]|(?:environ(?:\.get\(|\[|\.setdefault\()|read_number\()"([A-Z_]+)"""
+)
+INTERNAL = {
+    *"RANK LOCAL_RANK PYTHONPATH TORCH_DISABLE_SHARE_RDZV_TCP_STORE TORCHELASTIC_RESTART_COUNT".split(),
+    *"TORCHELASTIC_ERROR_FILE TORCHELASTIC_SIGNALS_TO_HANDLE NGPU".split(),
+    *"SLURM_JOB_NUM_NODES SLURM_STEP_NUM_NODES SLURM_STEP_NUM_TASKS".split(),
+}
+
+
 def test_help_names_every_environment_variable_and_starts_nothing(checkout):
     answer = checkout.run("--config", "debug", "--help")
     assert answer.returncode == 0 and not checkout.calls()
     files = [REPOSITORY / "run_train.sh", Path(launch.__file__), Path(agent.__file__)]
     script = "".join(file.read_text() for file in files)
-    read = set(
-        re.findall(
-            r"""\$\{([A-Z_]+):[-=]|(?:environ(?:\.get\(|\[|\.setdefault\()|read_number\()"([A-Z_]+)""",
-            script,
-        )
-    )
-    read = {bash or python for bash, python in read}
+    read = {bash or python for bash, python in READ.findall(script)}
     assert read > {"NNODES", "PYTHON", "MAX_RESTARTS", "LOG_RANK"}
-    internal = {
-        "RANK",
-        "LOCAL_RANK",
-        "PYTHONPATH",
-        "SLURM_JOB_NUM_NODES",
-        "SLURM_STEP_NUM_NODES",
-        "SLURM_STEP_NUM_TASKS",
-    }
-    internal |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "TORCHELASTIC_RESTART_COUNT"}
-    internal |= {"TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE"}
-    for name in read - internal | {"NGPU", "srun", "--config"}:
+    for name in read - INTERNAL:
         assert name in answer.stdout, name
 
 
@@ -117,11 +108,8 @@ def test_arguments_reach_the_launcher_unchanged_and_it_replaces_the_script(check
     answer = checkout.run(*args, CONFIG_FILE="my a.toml", STATUS="143")
     (call,) = checkout.calls()
     assert call["args"] == ["train", "--config", "my a.toml", *args]
-    assert (call["folder"], call["pid"], answer.returncode) == (
-        str(checkout.folder),
-        answer.args,
-        143,
-    )
+    assert call["folder"] == str(checkout.folder)
+    assert (call["pid"], answer.returncode) == (answer.args, 143)
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no PYTHONSAFEPATH")
@@ -146,36 +134,24 @@ def test_the_fork_server_imports_train_py_by_its_path(tmp_path):
     for name in ("the user's", "the checkout's"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "train.py").write_text(f"NAME = {name!r}")
-    command = [sys.executable, "-c", USERS, str(tmp_path / "the user's")]
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     folder = tmp_path / "the checkout's"
-    answer = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    answer = run_python("-c", USERS, tmp_path / "the user's", folder=folder)
     assert answer.stdout == "the checkout's\n", answer.stderr
 
 
-STEP = {
-    "SLURM_JOB_NUM_NODES": "2",
-    "SLURM_JOB_ID": "1",
-    "SLURM_STEP_NUM_NODES": "2",
-    "SLURM_STEP_NUM_TASKS": "16",
-}
+NODES = {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "1"}
+STEP = NODES | {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "16"}
 
 
-@pytest.mark.parametrize(
-    "given, said",
-    [
-        (STEP, "--ntasks-per-node=1"),
-        ({"without": "1"}, "--wrap"),
-    ],
-)
-def test_what_cannot_start_says_why(checkout, given, said):
-    if "without" in given:
-        (checkout.root / "train.py").unlink()
-    answer = checkout.run(**given)
-    assert answer.returncode == 1 and said in answer.stderr and not checkout.calls()
+def test_what_cannot_start_says_why(checkout):
+    said = ["--ntasks-per-node=1", "--wrap"]
+    for variables, words in zip((STEP, {}), said, strict=True):
+        answer = checkout.run(**variables)
+        assert answer.returncode == 1 and words in answer.stderr
+        (checkout.root / "train.py").unlink(missing_ok=True)  # a copy of the script has no train.py
+    assert not checkout.calls()
 
 
 def test_in_a_slurm_allocation_nnodes_1_keeps_it_on_this_node(checkout):
-    variables = {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "1", "NNODES": "1"}
-    assert checkout.run(**variables).returncode == 0
+    assert checkout.run(**NODES, NNODES="1").returncode == 0
     assert len(checkout.calls()) == 1

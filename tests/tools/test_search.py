@@ -6,7 +6,7 @@ from dataclasses import replace
 from math import prod
 
 import pytest
-from marks import slow
+from marks import read_lines, slow
 
 from torchtitan_lite.config.checks import plan_layout
 from torchtitan_lite.config.choices import SCHEDULES
@@ -33,32 +33,29 @@ def list_8b(cluster: Cluster = H100) -> list[PlannedRun]:
     return list(list_candidates(config, model_args, 8, cluster))
 
 
+MESHES = itertools.product((1, 2, 4, 8), [1], *[(1, 2, 4, 8)] * 3)
+
+
 def test_a_search_has_every_kind_of_layout_once_and_check_accepts_each():
     candidates = list_8b(replace(H100, memory_bytes=1e15))
-    keys = set()
-    degrees = set()
+    keys = {(str(planned), str(planned.config)) for planned in candidates}
+    assert len(keys) == len(candidates) > 1000
+    layouts = [planned.layout for planned in candidates]
+    degrees = {tuple(layout.degrees.values()) for layout in layouts}
+    assert degrees == {mesh for mesh in MESHES if prod(mesh) == 8}
+    assert {layout.zero_stage for layout in layouts} == {1, 2, 3}
     schedules = set()
-    zero_stages = set()
     modes = set()
     for planned in candidates:
-        layout = planned.layout
-        keys.add((str(planned), str(planned.config)))
-        degrees.add(tuple(layout.degrees.values()))
-        if layout.pp > 1:
-            schedules.add(planned.workload.schedule)
-        zero_stages.add(layout.zero_stage)
         modes.add(" ".join(sorted(planned.workload.recompute[False])))
-    assert len(keys) == len(candidates) > 1000
-    meshes = itertools.product((1, 2, 4, 8), [1], *[(1, 2, 4, 8)] * 3)
-    assert degrees == {mesh for mesh in meshes if prod(mesh) == 8}
+        if planned.layout.pp > 1:
+            schedules.add(planned.workload.schedule)
     assert schedules == SCHEDULES.keys()
-    assert zero_stages == {1, 2, 3}
     assert modes == {"none", "op", "full", "full none"}
     _, model_args = read("llama3_8b")
     for planned in candidates[::101]:
-        layout = plan_layout(planned.config, model_args, 8)
-        assert layout == planned.layout
-        assert layout.global_batch_size == 16
+        assert plan_layout(planned.config, model_args, 8) == planned.layout
+        assert planned.layout.global_batch_size == 16
 
 
 def test_what_a_search_prunes_by_is_true_of_every_layout():
@@ -137,13 +134,13 @@ def test_a_search_gives_what_practitioners_run(name, n_gpus, arguments, words):
 UNEVEN = "--training.seq_len=8191 --training.global_batch_size"
 
 
-@pytest.mark.parametrize(
-    "args, said",
-    [
-        (f"debug_3d --gpus 16 {UNEVEN}=7", "training.global_batch_size"),
-        ("llama3_70b --gpus 8", "fits in memory"),
-    ],
-)
+EMPTY = f"""
+debug_3d --gpus 16 {UNEVEN}=7 | training.global_batch_size
+llama3_70b --gpus 8 | fits in memory
+"""
+
+
+@pytest.mark.parametrize("args, said", read_lines(EMPTY))
 def test_an_empty_search_says_what_to_change(tmp_path, run_tool, args, said):
     file = tmp_path / "winner.toml"
     assert said in run_tool(*f"plan --search --toml {file} --config {args}".split(), status=2)

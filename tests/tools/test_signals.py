@@ -7,17 +7,16 @@ import re
 import shlex
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from marks import slow
+from marks import read_lines, slow
+from programs import start_python
 from test_orphans import list_processes
 from warm_start import finish, launch, list_children, list_ranks, read_losses, read_until
 
-from torchtitan_lite import REPOSITORY
 from torchtitan_lite.checkpoint.format import find_steps
 from torchtitan_lite.components import signals
 from torchtitan_lite.components.endings import describe_newest
@@ -54,14 +53,12 @@ def test_a_signal_in_the_first_step_ends_the_process():
     """The process ends even if its main thread waits for a device in C code and never returns to Python."""
     program = "import ctypes, os; from torchtitan_lite.components.signals import StopFlag\n"
     program += "StopFlag().listen(); print(flush=True); ctypes.CDLL(None).read(os.pipe()[0], ctypes.c_buffer(1), 1)"
-    process = subprocess.Popen(
-        [sys.executable, "-c", program], cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=-1
-    )
+    process = start_python("-c", program)
     process.stdout.readline()
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert err.count(b"\n") == 1 and b"SIGINT" in err
+    assert err.count("\n") == 1 and "SIGINT" in err
 
 
 def test_the_first_ending_of_a_rank_counts_and_one_rank_of_a_host_tells_a_signal(
@@ -79,17 +76,18 @@ def test_the_first_ending_of_a_rank_counts_and_one_rank_of_a_host_tells_a_signal
         assert (ending["status"], ending["message"]) == (143, f"stopped {rank} times before")
 
 
-@pytest.mark.parametrize(
-    "once, in_file, added",
-    [
-        ([], "", []),
-        (["--job.no_overwrite"], "", []),
-        (["--job.overwrite"], "", []),
-        (["--checkpoint.load-step", "4", "--job.overwrite=true"], "", []),
-        (["--checkpoint.exclude_from_loading=optimizer"], "", []),
-        ([], "[checkpoint]\nload_step = 4\n", ["--checkpoint.load_step=-1"]),
-    ],
-)
+# arguments that act once | the config file | arguments that are added
+ONCE = """
+| |
+--job.no_overwrite | |
+--job.overwrite | |
+--checkpoint.load-step 4 --job.overwrite=true | |
+--checkpoint.exclude_from_loading=optimizer | |
+| checkpoint.load_step = 4 | --checkpoint.load_step=-1
+"""
+
+
+@pytest.mark.parametrize("once, in_file, added", read_lines(ONCE))
 def test_the_command_that_continues_neither_starts_over_nor_goes_back(
     tmp_path, monkeypatch, once, in_file, added
 ):
@@ -97,10 +95,10 @@ def test_the_command_that_continues_neither_starts_over_nor_goes_back(
     path = tmp_path / "run.toml"
     path.write_text(in_file)
     always = [f"--config={path}", "--checkpoint.enable"]
-    args = [*always, *once, "--training.steps", "9"]
+    args = [*always, *once.split(), "--training.steps", "9"]
     config = read_config(args).config
     line = describe_newest(Path("out/checkpoint/step-7"), config, args)
-    resuming = [*always, "--training.steps", "9", *added]
+    resuming = [*always, "--training.steps", "9", *added.split()]
     command = f"{name_command('train')} {shlex.join(resuming)}"
     assert line.endswith(f"out/checkpoint/step-7; to continue: NGPU=8 {command}")
     again = read_config(resuming)
@@ -120,11 +118,12 @@ def test_the_command_that_continues_neither_starts_over_nor_goes_back(
 
 # The group and the launcher get the signal ten times in 0.2 s, because `timeout` and systemd send it repeatedly.
 WHOM = ("group", "launcher", "one rank")
+LONG = "--training.local_batch_size=4 --training.steps=5000 --validation.no_enable"
 WHEN = {  # moment -> keys of the run
-    "import": [],
-    "first step": ["--training.global_batch_size=2048"],  # takes a second or more
-    "step": ["--parallelism.pipeline_parallel_degree=2"],  # all stages stop after the same step
-    "save": ["--checkpoint.interval=1"],
+    "import": "",
+    "first step": "--training.global_batch_size=2048",  # takes a second or more
+    "step": "--parallelism.pipeline_parallel_degree=2",  # all stages stop after the same step
+    "save": "--checkpoint.interval=1",
 }
 DEFAULT = [  # test_slurm.py tests a signal during a step, and test_report.py a signal to a pipeline
     ("group", signal.SIGINT, "import"),
@@ -154,14 +153,8 @@ def wait_for_moment(process: subprocess.Popen, when: str, whom: str, folder: Pat
 )
 def test_a_signal_loses_no_step_however_often_it_arrives(letters, tmp_path, whom, received, when):
     folder = tmp_path / "run"
-    keys = [
-        *letters,
-        "--training.local_batch_size=4",
-        "--training.steps=5000",
-    ]
-    process = launch(
-        folder, tmp_path, *keys, "--validation.no_enable", *WHEN[when], n_ranks=2, MAX_RESTARTS="9"
-    )
+    keys = [*letters, *LONG.split(), *WHEN[when].split()]
+    process = launch(folder, tmp_path, *keys, n_ranks=2, MAX_RESTARTS="9")
     output = wait_for_moment(process, when, whom, folder)
     if whom == "one rank":
         os.kill(list_ranks(process)[-1], received)
@@ -171,10 +164,8 @@ def test_a_signal_loses_no_step_however_often_it_arrives(letters, tmp_path, whom
             time.sleep(0.02)
     output += finish(process, status=128 + received)
     assert output.splitlines()[-1] == f"run_train.sh: stopped by {received.name}", output
-    if (whom, when) != (
-        "one rank",
-        "first step",
-    ):  # in this case, the other rank reports the loss of its peer
+    # otherwise the other rank reports the loss of its peer
+    if (whom, when) != ("one rank", "first step"):
         assert "Traceback" not in output
     assert "All ranks start again" not in output
     assert list_processes(folder) == []

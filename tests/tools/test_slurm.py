@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from marks import read_lines
 from warm_start import STREAMS, finish, read_until
 
 from torchtitan_lite.checkpoint.format import find_steps
@@ -15,13 +16,10 @@ from torchtitan_lite.config.reader import REPOSITORY
 SCRIPT = REPOSITORY / "assets" / "slurm" / "train.sbatch"
 STEPS = 40
 JOB = str(os.getpid())  # sets the port: two of these tests can then run at the same time
-KEYS = [
-    "--training.global_batch_size=4",
-    "--training.local_batch_size=2",
-    "--checkpoint.interval=1000",
-    "--validation.no_enable",
-    "--job.overwrite",  # set in debug.toml too
-]
+KEYS = f"""
+--training.steps={STEPS} --training.global_batch_size=4 --training.local_batch_size=2
+--checkpoint.interval=1000 --validation.no_enable --job.overwrite
+""".split()
 RUN = """#!/bin/bash
 ((STATUS != 143)) || echo -n "$SAVED" > "$SAVED_FILE"
 trap 'kill $!; exit $STATUS' TERM
@@ -63,15 +61,18 @@ echo "scancel $*" >> "$CALLS"
 }
 
 
+def write_program(path: Path, text: str) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
 class Cluster:
     """Stubs of Slurm's commands, and the environment variables of a job of two nodes."""
 
     def __init__(self, folder: Path):
         for name, text in STUBS.items():
-            path = folder / "bin" / name
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(text)
-            path.chmod(0o755)
+            write_program(folder / "bin" / name, text)
         self.calls_file = folder / "calls"
         self.calls_file.write_text("")
         self.variables = {
@@ -103,9 +104,7 @@ def cluster(tmp_path):
 
 def test_a_job_before_its_limit_saves_and_is_queued_again(cluster, letters, tmp_path):
     folder = tmp_path / "job"
-    keys = [f"--training.steps={STEPS}", *KEYS, f"--job.dump_folder={folder}"]
-    keys += letters
-    job = cluster.start(*keys)
+    job = cluster.start(*KEYS, *letters, f"--job.dump_folder={folder}")
     read_until(job, r"step +3/")
     job.send_signal(signal.SIGUSR1)  # the signal goes only to the script, as with --signal=B:USR1
     output = finish(job, status=143)
@@ -118,37 +117,35 @@ def test_a_job_before_its_limit_saves_and_is_queued_again(cluster, letters, tmp_
 
 
 def test_a_job_that_slurm_has_queued_again_resumes_whatever_it_was_told(cluster, tmp_path):
-    (tmp_path / "run_train.sh").write_text('#!/bin/bash\necho "$@"\n')
-    (tmp_path / "run_train.sh").chmod(0o755)
+    write_program(tmp_path / "run_train.sh", '#!/bin/bash\necho "$@"\n')
     told = ["--config", "debug", "--job.overwrite", "--checkpoint.load_step=3"]
     for count, added in (("0", []), ("1", ["--job.no_overwrite", "--checkpoint.load_step=-1"])):
         job = cluster.start(*told[2:], REPOSITORY=str(tmp_path), SLURM_RESTART_COUNT=count)
         assert finish(job).split() == [*told, "--checkpoint.enable", *added]
 
 
-@pytest.mark.parametrize(
-    "received, status, saved, calls",
-    [
-        (signal.SIGUSR1, 143, "step-7", "scontrol requeue"),
-        # because nothing was saved, a requeued job would repeat the same steps forever
-        (signal.SIGUSR1, 143, "", ""),
-        (signal.SIGUSR1, 1, "step-7", ""),  # the save failed
-        (signal.SIGTERM, 143, "step-7", ""),  # scancel, or an operator
-        (0, 2, "", ""),  # refused by check
-    ],
-)
+# signal | exit status of the run | what it has saved | calls of Slurm
+ENDS = """
+SIGUSR1 | 143 | step-7 | scontrol requeue
+SIGUSR1 | 143 | |  # because nothing was saved, a requeued job would repeat the same steps forever
+SIGUSR1 | 1 | step-7 |  # the save failed
+SIGTERM | 143 | step-7 |  # scancel, or an operator
+SIGCONT | 2 | |  # refused by check
+"""
+
+
+@pytest.mark.parametrize("received, status, saved, calls", read_lines(ENDS))
 def test_on_one_node_the_launcher_gets_the_signal_and_only_the_limit_queues_the_job_again(
     cluster, tmp_path, received, status, saved, calls
 ):
-    (tmp_path / "run_train.sh").write_text(RUN)
-    (tmp_path / "run_train.sh").chmod(0o755)
-    variables = {"REPOSITORY": str(tmp_path), "SLURM_JOB_NUM_NODES": "1", "STATUS": str(status)}
-    job = cluster.start(**variables, SAVED=saved)
+    write_program(tmp_path / "run_train.sh", RUN)
+    variables = {"REPOSITORY": str(tmp_path), "SLURM_JOB_NUM_NODES": "1"}
+    job = cluster.start(**variables, STATUS=status, SAVED=saved)
     read_until(job, "ready")
-    job.send_signal(received)
-    said = finish(job, status)
+    job.send_signal(signal.Signals[received])
+    said = finish(job, int(status))
     assert cluster.calls().strip() == (calls and f"{calls} {JOB}")
-    assert ("saved no step" in said) == (received == signal.SIGUSR1 and not saved)
+    assert ("saved no step" in said) == (received == "SIGUSR1" and not saved)
 
 
 def test_a_refused_config_on_two_nodes_is_status_2_although_slurm_ends_the_later_node(cluster):

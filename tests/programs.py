@@ -1,0 +1,37 @@
+"""Start Python programs that use the package, and read their output."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from shutil import which
+
+import pytest
+
+from torchtitan_lite import REPOSITORY
+
+PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+
+
+def start_python(*args: object, folder: Path = REPOSITORY, **variables: str) -> subprocess.Popen:
+    """Start Python in a folder. `variables`: environment variables that are added."""
+    command = [sys.executable, *map(str, args)]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)} | variables
+    return subprocess.Popen(command, cwd=folder, env=environment, **PIPES)
+
+
+def run_python(*args: object, **options) -> subprocess.CompletedProcess:
+    """Run Python to its end. `options`: those of start_python."""
+    process = start_python(*args, **options)
+    out, err = process.communicate(timeout=900)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+needs_browser = pytest.mark.skipif(not which("chromium"), reason="chromium is not installed")
+
+
+def browse(page: Path, *options: str) -> subprocess.CompletedProcess:
+    """Open a page in a browser. The output is the page after its scripts, the errors are the browser's log."""
+    command = "chromium --headless --no-sandbox --enable-logging=stderr --virtual-time-budget=4000"
+    command = [*command.split(), "--dump-dom", *options, str(page)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
