@@ -23,14 +23,14 @@ from torchtitan_lite.model.rotary import rotary_angles, rotate
 
 
 class Llama3(nn.Module):
-    """The full model, or a pipeline stage of it: absent children are None, and `layers` has only the stage's layers."""
+    """The full model, or one pipeline stage: absent children are None, and `layers` has only the stage's layers."""
 
     def __init__(self, model_args: ModelArgs, *, attention: str = "causal"):
         """`attention` is a row of ATTENTIONS (config/choices.py)."""
         super().__init__()
         self.model_args = model_args
         self.tok_embeddings = nn.Embedding(model_args.vocab_size, model_args.dim)
-        # A dict keyed by layer number: on a stage with layers 3 and 4, their FQNs still say 3 and 4.
+        # A dict keyed by layer number: on a stage with layers 3 and 4, FQNs contain the numbers 3 and 4.
         self.layers = nn.ModuleDict()
         for layer in range(model_args.n_layers):
             inner = build_attention(attention, model_args, layer)
@@ -75,7 +75,7 @@ class TransformerBlock(nn.Module):
         self.attention = Attention(model_args, inner_attention)
         self.ffn_norm = nn.RMSNorm(model_args.dim, eps=model_args.norm_eps)
         self.feed_forward = FeedForward(model_args.dim, model_args.ffn_dim)
-        # A feed-forward for every token, in addition to its routed experts
+        # A feed-forward network for every token, in addition to the routed experts
         self.shared_experts = None
         if is_moe:
             moe = model_args.moe
