@@ -1,4 +1,4 @@
-"""Check models with experts. Loaded only for such models."""
+"""Check models with experts. Loaded only for models with experts."""
 
 from math import gcd
 

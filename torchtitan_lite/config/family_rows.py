@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Literal
 
-ABOVE_ZERO = 1e-30  # a value of `least` for numbers that must be above zero
+ABOVE_ZERO = 1e-30  # use as `least` if a number must be above zero
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class ConfigKey:
 class Family:
     """An architecture of transformers that computes the same outputs as some flavors of a model.
 
-    A field of ModelArgs in `switches` must be true. A field for which the family has no key must have its default.
+    Fields of ModelArgs in `switches` must be true. Fields for which the family has no key must have their default.
     """
 
     architecture: str
-    keys: dict[str, ConfigKey]  # keys of config.json besides those that all families have
+    keys: dict[str, ConfigKey]  # keys of config.json, in addition to the keys of all families
     sizes: dict[str, str]  # field of ModelArgs -> key
     # FQN of our module (in the block, if any) -> Hugging Face's name; {}: the index of an expert
     names: dict[str, str]

@@ -1,8 +1,8 @@
 """List the features that only some configs use, one row per file of torchtitan_lite/extensions/, with their rules.
 
-A row says which key loads the file, and which rule `check` applies then. Rules need no torch, so they are here. The
-core names no extension outside of `load_extension`, which it calls where the feature acts. To add an extension,
-write its file and its row. A row of OPTIMIZERS in choices.py may name the file too.
+A row says which key loads the file, and which rule `check` then applies. The rules are in this file, because they need
+no torch. The core names an extension only in a call of `load_extension`, at the point where the feature acts. To add an
+extension, write its file and its row. A row of OPTIMIZERS in choices.py may name the file too.
 """
 
 from collections.abc import Callable
@@ -120,7 +120,7 @@ def check_parameter_groups(problems: Problems, layout: Layout) -> None:
 
 @dataclass(frozen=True)
 class Extension:
-    """When a run loads a file of extensions/."""
+    """Says when a run loads a file of extensions/."""
 
     key: str = ""  # the key that loads the file; "": `about` says what loads it
     # values of the key that load the file; if empty, all values except 0, "" and []

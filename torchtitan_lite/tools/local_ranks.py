@@ -58,7 +58,7 @@ class Signals:
 
     @contextmanager
     def reacting(self, react: Callable[[], None]) -> Iterator[None]:
-        """Context manager: call `react` when a signal arrives, or at once if a signal has arrived."""
+        """Context manager: call `react` when a signal arrives, or immediately if a signal has already arrived."""
         self.react = react
         try:
             if self.received:

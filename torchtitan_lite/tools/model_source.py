@@ -63,7 +63,8 @@ class ModelSource:
 
 
 def open_source(options: Namespace) -> ModelSource:
-    """Open options.source. Raises SourceError if there is no model, or the error of a bad checkpoint or folder."""
+    """Open options.source. Raises SourceError if there is no model, and other errors if the checkpoint or folder cannot
+    be read."""
     path = options.source
     checkpoint = None
     attention = "causal"

@@ -4,8 +4,8 @@
     batch      random tokens; every row masks a different fraction of its targets, and one row masks all of them
     step       cross entropy, backward, clipping as in torch, optimizer and schedule of the run, all on full tensors
 
-The plain loop shares the model file, the initialization and the optimizer with a run on many ranks. Tests compare these
-three with transformers and torch. The plain loop does not use step.py or parallel/.
+The plain loop shares the model file, the initialization and the optimizer with a run on many ranks. Tests compare the
+shared code with transformers and torch. The plain loop does not use step.py or parallel/.
 
 The steps, with their positions in the learning-rate schedule:
 
@@ -61,8 +61,8 @@ STEPS = [  # max_norm in units of the gradient norm; value to write into one gra
 # Scores of experts are tied if the last chosen and the first unchosen expert differ by less: about fifty roundings.
 TIE = 5e-6
 DECIDES = 10.0  # a bias larger than every score
-# Without this factor, the embedding would hide the outputs of layers and the eps of norms. Multiplication by a power
-# of two rounds nothing.
+# Without this factor, the embedding would hide the outputs of layers and the eps of norms. Multiplying by a power of
+# two causes no rounding.
 EMBEDDING_SCALE = 1 / 16
 FIRST_EXPONENT = 13  # positions around 2**13 = 8,192 and the next six powers of two
 N_EXPONENTS = 7
@@ -96,7 +96,7 @@ def draw_batch(config: Config, seed: int) -> Batch:
 
     With document attention, documents have two tokens on average in row 0, and eight in the other rows. A row begins
     with small positions. Later positions jump to 8,192, and to each of the next powers of two up to half a million.
-    These jumps reveal code that wraps positions or has a limit for them.
+    The jumps reveal code that wraps or limits positions.
     """
     n_rows = config.training.global_batch_size
     seq_len = config.training.seq_len
@@ -258,7 +258,7 @@ class PlainModel:
     def backward(self, batch: Batch) -> tuple[float, dict[str, Tensor]]:
         """Return the mean loss over counted tokens, and the gradients.
 
-        torch computes the cross entropy. Other losses are computed by their formula, and a model's own loss by the
+        torch computes the cross entropy. Any other loss is computed by its formula, and a model's own loss by the
         model.
         """
         if self.finds_own_loss(batch.take_rows(range(1))):
