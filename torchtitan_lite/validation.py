@@ -182,7 +182,8 @@ def measure_loss(loss: Tensor, batch: Batch, bytes_of_tokens: Tensor) -> Tensor:
 
 
 def describe_loss(sums: Tensor) -> dict[str, float]:
-    """Return loss (nats per token), perplexity and bits_per_byte, which compares tokenizers. NaN if no token counts.
+    """Return loss (nats per token), perplexity and bits_per_byte, which compares tokenizers. NaN if there are no valid
+    tokens.
 
     `sums`: the results of `measure_loss`, summed over all batches and ranks.
     """

@@ -12,7 +12,7 @@ format.py determines which rank writes which slice; a slice that several ranks h
 pipeline stage divide the lines of the manifest among themselves. Rank 0 gathers the lines, and the hash of each file.
 All messages are padded to the length of the longest message: about 300 bytes if a stage has more ranks than tensors.
 
-If ranks fail, every rank raises the error of the lowest rank that failed. Files have the format of torch's
+If ranks fail, every rank raises the error of the lowest rank that failed. Files use the format of torch's
 HuggingFaceStorageWriter(save_distributed=True), so torch's HuggingFaceStorageReader opens them without this package.
 
 extensions/asynchronous_saves.py saves while the run trains.
@@ -88,7 +88,7 @@ class SavePlan:
 def plan_save(
     tensors: dict[str, Tensor], mesh: Degrees, rank: int, host: range | None = None
 ) -> SavePlan:
-    """Plan what this rank writes of `tensors`. No communication.
+    """Plan which slices of `tensors` this rank writes. No communication.
 
     `host`: the ranks of this host, if each host saves the shards of its own ranks (a snapshot). In a snapshot, every
     rank contributes all lines of its stage.

@@ -13,8 +13,8 @@ whose target is ignored.
 The bias is the same on every rank and on every layout, because the loads are integers, counted without rounding over
 the global batch. Checkpoints contain the bias. If the gradients of a step are not finite, the bias does not change.
 
-Sources: bias arXiv:2408.15664; auxiliary loss: DeepSeek-V3 arXiv:2412.19437, eq. 17 to 20, except that there, f ignores
-the bias, while here, f counts the routes actually taken; z-loss: ST-MoE arXiv:2202.08906, eq. 5.
+Sources: bias arXiv:2408.15664; auxiliary loss: DeepSeek-V3 arXiv:2412.19437, eq. 17 to 20, except that DeepSeek-V3's f
+ignores the bias, and ours counts the routes actually taken; z-loss: ST-MoE arXiv:2202.08906, eq. 5.
 """
 
 import logging

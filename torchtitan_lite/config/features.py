@@ -144,7 +144,7 @@ EXTENSIONS = {  # name of a file in extensions/, without .py -> its row
         about="loaded with muon, and by plan: which rank updates which matrix",
     ),
     "optimizer_state": Extension(
-        about="loaded with an optimizer of an extension or fork: refuses state that no checkpoint saves",
+        about="loaded with an optimizer from an extension or a fork: refuses state that checkpoints do not save",
     ),
     "adamw_bfloat16": Extension(
         "optimizer.moments_dtype",
@@ -248,7 +248,7 @@ EXTENSIONS = {  # name of a file in extensions/, without .py -> its row
         about="loaded with tokenizer_json: decides whether tiktoken encodes a tokenizer.json exactly",
     ),
     "foreign_json": Extension(
-        about="loaded with tokenizer_json and hugging_face: reads JSON files that others wrote",
+        about="loaded with tokenizer_json and hugging_face: reads JSON files that other programs wrote",
     ),
     "hugging_face": Extension(
         about="loaded for a Hugging Face folder in checkpoint.initial_load_path: reads its weights on any layout",
@@ -263,7 +263,7 @@ EXTENSIONS = {  # name of a file in extensions/, without .py -> its row
         about="loaded for a path that is not found: explains names and cache folders of the Hugging Face Hub",
     ),
     "families": Extension(
-        about="loaded for weights: which Hugging Face family computes what a model describes",
+        about="loaded for existing weights: finds the Hugging Face family that computes the same outputs as a model",
     ),
     "hugging_face_export": Extension(
         "checkpoint.last_save_in_hf",

@@ -83,7 +83,7 @@ def read_config(args: list[str]) -> UserConfig:
         # a saved config.toml sets this key to the name of the original file: replace the name
         table["job.config_file"] = config_file
     except ValueError as error:
-        remedy = "Name a TOML file, or one in configs/"
+        remedy = "Name a TOML file by its path, or by its bare name in configs/"
         problems.append(Problem("job.config_file", config_file, str(error), remedy))
     if not {*table, *texts} <= KEYS.keys():
         translate_keys = load_extension(OTHER_KEYS).translate_keys

@@ -111,7 +111,7 @@ class Training:
     # new: folder for the tokens of named corpora and for compiled code, which all runs share
     cache_folder: PathText = "outputs/cache"
     # sequences per data-parallel rank and forward pass, or fewer if a rank's share of global_batch_size is smaller.
-    # Under PP: a divisor of the share
+    # Under PP, it must divide this share
     local_batch_size: Size = 8
     # sequences per step; auto: local_batch_size x data-parallel ranks. On a CPU the default may be smaller
     global_batch_size: SizeOrAuto = key(-1, resume="refuse")
@@ -293,7 +293,7 @@ class Float8:
     recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = key(
         "tensorwise", resume="note"
     )
-    # skip layers whose FQN contains one of these; "auto_filter_small_kn": skip layers that float8 would slow down
+    # skip layers whose FQN contains one of these names; "auto_filter_small_kn": skip layers that float8 would slow down
     filter_fqns: list[str] = key(["output"], resume="note")
     # all-gather weights in float8; tensorwise only
     enable_fsdp_float8_all_gather: bool = key(False, resume="note")

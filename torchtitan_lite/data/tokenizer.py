@@ -47,7 +47,7 @@ LLAMA3_PATTERN = "|".join(
         r"\p{N}{1,3}",  # up to three digits
         r" ?[^\s\p{L}\p{N}]+[\r\n]*",  # punctuation, with the line ends that follow
         r"\s*[\r\n]+",  # empty lines
-        r"\s+(?!\S)",  # spaces, except the last one before a word, which belongs to the word
+        r"\s+(?!\S)",  # spaces, except the space just before a word, which belongs to the word
         r"\s+",
     ]
 )

@@ -1,4 +1,4 @@
-"""Collect what a rank does when a step hangs or a rank fails: its stack, its peers on this host, its collectives.
+"""Report what a rank is doing when a step hangs or a rank fails: its stack, its peers on this host, its collectives.
 
 The collectives come from torch's flight recorder (comm.trace_buf_size entries), which records collectives on NCCL and
 gloo, and also sends and receives on NCCL. On gloo, the stack of the main thread shows whether the rank waits in the
@@ -38,7 +38,7 @@ TORCH = Path(torch.__file__).parent
 
 
 def write_report(watch: HangWatch, kind: str) -> None:
-    """Write what this rank does. `kind` is "rank" if a step hangs, and "failed" if a rank has ended.
+    """Write a report of what this rank is doing. `kind` is "rank" if a step hangs, and "failed" if a rank has ended.
 
     If a step hangs, a second file makes all other ranks write too. The file is complete or does not exist.
     """
@@ -54,7 +54,7 @@ def write_report(watch: HangWatch, kind: str) -> None:
 
 
 def collect(watch: HangWatch, *, has_failed: bool) -> dict[str, object]:
-    """Return what this rank does, in the format that tools/faults/hang.py reads."""
+    """Return a report of what this rank is doing, in the format that tools/faults/hang.py reads."""
     thread = threading.main_thread().ident or 0
     frames = sys._current_frames()
     stack = read_stack(frames[thread])

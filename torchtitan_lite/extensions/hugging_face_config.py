@@ -178,7 +178,7 @@ def read_model_args(folder: Path) -> ModelArgs:
 
 
 def read_windows(config: dict[str, Any], family: Family) -> dict[str, Any]:
-    """Return the fields of ModelArgs for windows. If keys conflict, the key that wins in transformers wins here."""
+    """Return the fields of ModelArgs for windows. If keys conflict, use the key that transformers would use."""
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
     types = [SLIDING] * config["num_hidden_layers"]
     if family.windows == "some":

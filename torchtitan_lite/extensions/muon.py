@@ -178,7 +178,7 @@ def orthogonalize(
     """Replace this rank's slices of matrices by its slices of the orthogonalized matrices. Collective.
 
     Each call joins slices over axis `at` on the ranks of the owners, calls itself for the next axis, and splits the
-    results again. `empty` has the dtype and the device of all slices.
+    results again. `empty` is a tensor with the dtype and the device of the slices.
     """
     if at == len(axes):
         for matrix in slices:

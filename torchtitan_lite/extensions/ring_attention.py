@@ -51,7 +51,7 @@ class KeysOfRanks:
         self.grads: Tensor | None = None  # sums so far, fp32
 
     def list_visible(self) -> Iterator[tuple[int, slice, slice, Tensor]]:
-        """Yield each rank, starting with this rank, and what this rank's queries attend to there.
+        """Yield each rank, starting with this rank, and the keys of that rank that this rank's queries attend to.
 
         Each item contains the rank, the slice of this rank's queries that attend to any of its keys, the slice of the
         keys that they attend to, and those keys with their values.

@@ -206,7 +206,7 @@ def find_eos(folder: Path, config: JsonObject, ids: dict[str, int]) -> int:
                 raise ValueError(f"it has no token {eos_id}, which is the eos_token_id in {name}")
             return eos_id
     files = f"{TOKENIZER_CONFIG} and {SPECIAL_MAP}"
-    raise ValueError(f"{files} in the same folder have no eos_token, which ends a document")
+    raise ValueError(f"{files} in the same folder have no eos_token to end a document")
 
 
 def spell_vocabulary(

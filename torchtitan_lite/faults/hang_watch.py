@@ -1,17 +1,17 @@
-"""Detect a step that hangs, and write what this rank waits for. One thread per rank checks once a second.
+"""Detect a step that hangs, and write down what this rank waits for. One thread per rank checks once a second.
 
     main thread    begin(1) train_step end() save ... begin(2) train_step end() ...
     watch thread   ... is this step older than the limit? then:
                        write hang/restart-0/rank-00003.json
     launcher       2 s after the first file: read all files, print one paragraph (tools/faults/hang.py)
 
-The limit is comm.hang_seconds for a step and for a batch of a validation; after a signal, STOP_WITHIN_S. A save,
-loading the initial state, the first step and the first validation may take 3/4 of comm.init_timeout_seconds. A rank
-that is late also creates a file `late`. A rank that has not advanced for half of its limit, in a step or between two
-steps, looks for this file. If the file exists, the rank writes its state too. Ranks that advance therefore do not read
-the shared folder. A rank that is stopped or never releases the GIL cannot write, so each file also contains the state
-of every rank on the same host, from /proc. If the step ends after all, the rank deletes its file. A new start deletes
-all earlier files (dump_folder.py).
+The limit is comm.hang_seconds for a step or a validation batch, and STOP_WITHIN_S after a signal. A save, the loading
+of the initial state, the first step and the first validation may take 3/4 of comm.init_timeout_seconds. A rank that is
+late also creates a file `late`. A rank that has not advanced for half of its limit, in a step or between two steps,
+looks for this file. If the file exists, the rank writes its state too. Ranks that advance therefore do not read the
+shared folder. A rank that is stopped or never releases the GIL cannot write, so each file also contains the state of
+every rank on the same host, from /proc. If the step ends after all, the rank deletes its file. A new start deletes all
+earlier files (dump_folder.py).
 
 gloo aborts a rank if its call differs from the calls of its peers. If a rank ends with an error, or because another
 rank has ended, it writes the same kind of record to hang/restart-0/failed-00003.json.
@@ -200,9 +200,9 @@ class HangWatch:
         return max(2 * self.last_s, SHARE_OF_TIMEOUT * self.section.train_timeout_seconds)
 
     def find_phase(self) -> Phase:
-        """Return the phase of this rank, which decides the effect of a signal.
+        """Return the phase of this rank, which determines the effect of a signal.
 
-        If a rank of this host has ended before the end of the run, write what this rank does.
+        If a rank of this host has ended before the end of the run, write a report of what this rank is doing.
         """
         if self.has_failed:
             return Phase.FAILED
@@ -230,7 +230,7 @@ class HangWatch:
         return self.folder / f"{kind}-{self.place.rank:05}.json"
 
     def write(self, kind: str) -> None:
-        """Write what this rank does: "rank" if a step hangs, "failed" if a rank has ended."""
+        """Write a report of what this rank is doing: "rank" if a step hangs, "failed" if a rank has ended."""
         if self.dump_folder is None:
             return
         load_extension("hang_report").write_report(self, kind)

@@ -19,7 +19,7 @@ Under TP, each rank multiplies its local slices of x and w, and rounds each slic
 added. (torch's DTensor does not support rowwise scales over gloo, and would all-reduce every maximum.) FSDP gathers the
 weights in bf16 as usual, or in float8 with extensions/float8_all_gather.py.
 
-Effect: linear layers of the plan become Float8Linear; FQNs, parameters and checkpoints do not change.
+Effect: the linear layers that plan_float8 selects become Float8Linear; FQNs, parameters and checkpoints do not change.
 Legend: M tokens, K in features, N out features. Sources: arXiv:2209.05433; the recipes come from torchao.
 """
 

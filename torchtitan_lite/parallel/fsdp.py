@@ -8,7 +8,7 @@
 Traffic per block, P = bytes of its parameters in compute dtype: each all-gather or reduce-scatter moves P(n-1)/n per
 rank. Prefetching hides this time behind the compute of the neighboring block, if the compute takes longer. In forward,
 the host queues the next gather while the device still computes; in backward, torch prefetches one group ahead. More
-prefetching would help only if the host is slower than the device. The ZeRO stage decides which tensors stay sharded
+prefetching would help only if the host is slower than the device. The ZeRO stage determines which tensors stay sharded
 between the microbatches of a step. With m microbatches, each block runs this many collectives per step:
 
     zero_stage   parameters        gradients         all-gathers   reduce-scatters   under PP
@@ -154,8 +154,8 @@ def list_fsdp_modules(part: nn.Module) -> list[FSDPModule]:
 
 
 def prepare_microbatch(part: nn.Module, *, zero_stage: int, is_last: bool) -> None:
-    """Set which tensors FSDP reshards and reduces in the backward pass of a microbatch. Under PP, torch's runtime sets
-    this."""
+    """Set which tensors FSDP reshards and reduces in the backward pass of a microbatch. Under PP, torch's runtime does
+    so."""
     if not isinstance(part, FSDPModule):
         return  # a single rank: nothing is sharded
     part.set_reshard_after_backward(is_last or zero_stage == 3)
@@ -177,7 +177,7 @@ def accumulate_weight_gradients(part: nn.Module) -> None:
                 # keep the existing sum, because the next line replaces it
                 parameter.accumulate_unsharded_grad_if_needed()
                 parameter.to_accumulated_grad_if_needed()
-            # torch 2.15 has neither method: there, autograd adds gradients in the dtype of the reduction
+            # torch 2.15 has neither method, because its autograd adds gradients in the dtype of the reduction
 
 
 def list_fsdp_groups(part: nn.Module) -> Iterator[tuple[FSDPModule, Any]]:

@@ -8,7 +8,7 @@ A rank that waits longer than its time-out raises an error. During the first ste
 different speeds. In later steps, a peer that is many steps late has hung. On CPUs, sends and receives of a pipeline
 keep gloo's default time-out of 30 minutes, because gloo cannot change the time-out of their group.
 
-Effect: creates the default process group; mesh.py creates the others.
+Effect: creates the default process group; mesh.py creates all other groups.
 """
 
 import os

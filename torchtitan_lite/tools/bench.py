@@ -139,7 +139,8 @@ def time_contenders(
 
 
 def build_contenders(config: Config, device: torch.device) -> dict[str, Callable]:
-    """Build the contenders that can run here. Each runs one step and returns its loss, a scalar on the device."""
+    """Build the contenders that can run on this machine. Each runs one step and returns its loss, a scalar on the
+    device."""
     n_ranks = dist.get_world_size()
     model_args = resolve_model(config.model)
     layout = plan_layout(config, model_args, n_ranks)

@@ -48,8 +48,7 @@ class CachedAttention(InnerAttention):
         """query (1, H, Q, E), key and value (1, K, Q, E) of the tokens being read -> (1, H, Q, E)."""
         key_value = torch.stack((key, value))
         if self.cache is not None:
-            # This copies the cache, which is cheap: attention reads the whole cache anyway. No memory is reserved in
-            # advance.
+            # This copies the cache, but attention reads the whole cache anyway, and no memory is reserved in advance.
             key_value = torch.cat((self.cache, key_value), dim=3)
         n_queries = query.shape[2]
         n_keys = key_value.shape[3]

@@ -122,7 +122,8 @@ def main(options: Namespace, work: Callable[[list[str], Path, RunSpec], int] | N
 
 
 def record_cause(folder: Path, cause: str) -> None:
-    """Append why a run has failed to the records and the log in its `folder`, unless a different run writes there.
+    """Append the reason for a failure to the records and the log in the run's `folder`, unless another run writes to
+    it.
 
     Rank 0 may have recorded only that it lost its peers, or nothing. The launcher knows which rank failed first.
     """

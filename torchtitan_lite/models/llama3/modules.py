@@ -9,7 +9,7 @@ Legend: B batch, S sequence, D model dim, H query heads, K key/value heads, E he
 Sources: Llama 3, arXiv:2407.21783; RoPE 2104.09864; RMSNorm 1910.07467; SwiGLU 2002.05202; GQA 2305.13245;
 QK-norm 2302.05442.
 
-Modules and parameters have the names of Meta's checkpoints (`layers.3.attention.wq.weight`).
+Modules and parameters are named as in Meta's checkpoints (`layers.3.attention.wq.weight`).
 """
 
 import torch.nn.functional as F

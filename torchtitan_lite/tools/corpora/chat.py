@@ -332,6 +332,6 @@ def read_chat_format(tokenizer: Tokenizer) -> ChatFormat:
         return ChatFormat(tokenizer, theirs, templates, name)
     except Exception as error:  # jinja2 and transformers raise their own errors
         raise PreparationError(
-            f"{tokenizer.path.parent} has no chat template that can be used: {error}. "
-            "Put chat_template.jinja of the model into this folder, or name another --tokenizer"
+            f"{tokenizer.path.parent} has no usable chat template: {error}. "
+            "Put the model's chat_template.jinja into this folder, or name another --tokenizer"
         ) from None

@@ -115,7 +115,7 @@ def read_files(folder: Path, kind: str = "rank") -> dict[int, dict]:
 def explain(files: dict[int, dict]) -> tuple[list[int], str]:
     """Return the ranks that block the others, ascending, and a paragraph that says where they are stuck.
 
-    The paragraph is empty if there are no files, or if all ranks failed: their errors say why.
+    The paragraph is empty if there are no files, or if all ranks failed, because their errors already give the reason.
     """
     if not files:
         return [], ""

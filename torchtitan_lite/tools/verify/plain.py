@@ -256,7 +256,7 @@ class PlainModel:
         self.outputs[name] = output.detach()
 
     def backward(self, batch: Batch) -> tuple[float, dict[str, Tensor]]:
-        """Return the mean loss over counted tokens, and the gradients.
+        """Return the mean loss over valid tokens, and the gradients.
 
         torch computes the cross entropy. Any other loss is computed by its formula, and a model's own loss by the
         model.
@@ -293,7 +293,7 @@ class PlainModel:
         return any(own) or len(calls) != 1 or loss is not calls[0]
 
     def compute_loss(self, batch: Batch) -> Tensor:
-        """Return the mean cross entropy, or the mean of the formula, over counted targets, from full logits."""
+        """Return the mean cross entropy, or the mean of the formula, over valid targets, from full logits."""
         logits = self.call(batch)
         exact = logits.double().flatten(0, 1)
         targets = batch.targets.flatten()

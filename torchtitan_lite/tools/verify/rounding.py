@@ -22,7 +22,7 @@ from torchtitan_lite.tools.verify.plain import PlainStep
 
 
 def packing_checked(seen: Seen) -> AbstractContextManager:
-    """Context manager: compare the numbers that ZeRO++ packs with their bound. Then send exact numbers, because
+    """Context manager: compare the numbers that ZeRO++ packs with their bound, then send exact numbers, because
     rounding would hide other errors."""
     pack = Packing.pack
     unpack = Packing.unpack

@@ -237,7 +237,7 @@ def make_config(reduction: Reduction, folder: Path) -> Config:
         optimizer = replace(optimizer, lr=0.015, eps=1e-3)
     # train.py refuses groups that match nothing in the small model.
     optimizer = replace(optimizer, groups=list_used(optimizer.groups, resolve_model(small.model)))
-    # The learning rate differs in every step, to find a step too many or too few.
+    # The learning rate differs in every step, to detect an extra or a missing step.
     decay_type = real.lr_scheduler.decay_type
     return override(
         small,

@@ -97,7 +97,7 @@ class Culprit:
     kind: str
     name: str  # name of a parameter, a module or a function
     text: str
-    dims: tuple[str, ...] = ()  # some correct and wrong ranks differ in only this mesh coordinate
+    dims: tuple[str, ...] = ()  # mesh dims: a wrong rank has a correct neighbor along this dim
 
 
 @dataclass(frozen=True)
