@@ -38,7 +38,7 @@ def main(args: list[str] | None = None) -> int:
         print("stopped by Ctrl-C", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # Python flushes stdout again at exit; with /dev/null, that cannot fail a second time
+        # Python flushes stdout again at exit; on /dev/null, this flush cannot fail
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return status
 

@@ -224,7 +224,8 @@ FORMATS = {"step": format_step, "validation": format_validation}  # kinds of rec
 
 
 def fit_line(figures: list[str], width: int) -> str:
-    """Join figures to a line of at most `width` characters. Figures that do not fit are omitted, from the end."""
+    """Join figures to a line of at most `width` characters. If the line would be too long, the last figures are
+    omitted."""
     line = figures[0]
     for figure in figures[1:]:
         longer = f"{line}  {figure}"

@@ -25,7 +25,7 @@ class ConfigKey:
     # the value that transformers uses if the key is missing; `...` if the key is required
     default: Any = None
     least: float = -inf  # smallest allowed number
-    only: tuple = ()  # the values that our model supports; an export writes the first; empty: all
+    only: tuple = ()  # values that our model supports (exports write the first); empty: all values
     items: type = object  # type of the items of a list
     same_as: str = ""  # the older key with the same meaning, which this key replaces
     is_ignored: bool = False

@@ -141,7 +141,7 @@ def plan_stages(parallelism: Parallelism, n_layers: int) -> list[int]:
     """Return the number of layers of each stage, first to last. `check_stages` must have accepted their number.
 
     Every stage except the first and the last gets one layer. Each remaining layer goes to the stage with the least
-    load; if loads are equal, to a stage without layers, then to the earliest stage. The two `less_layers` keys are the
+    load. If loads are equal, stages without layers come first, then earlier stages. The two `less_layers` keys are the
     loads of embedding and head, in layers. Llama 3 8B on pp4: 8, 9, 8, 7 layers. Llama 3 405B on 128 stages: 0, 1, 1,
     ..., 1, 0.
     """

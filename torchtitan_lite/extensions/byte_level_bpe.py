@@ -153,7 +153,7 @@ def spell_token(token: str) -> bytes:
 
 
 def spell_bytes() -> dict[str, int]:
-    """Return GPT-2's character -> byte. Printable bytes have their own character, all others U+0100, U+0101, ..."""
+    """Return GPT-2's character -> byte. A printable byte is its own character; the others are U+0100, U+0101, ..."""
     byte_of = {}
     n_others = 0
     for byte in range(256):

@@ -329,7 +329,7 @@ def count_dense(config: dict[str, Any]) -> int | None:
 
 
 def list_ignored(content: dict[str, Any], model_args: ModelArgs) -> list[str]:
-    """List the settings of a config.json that this trainer does not follow."""
+    """List the settings of a config.json that this trainer ignores."""
     family = list_families()[content["model_type"]][1]
     rows = EVERY_FAMILY | family.keys
     notices = []

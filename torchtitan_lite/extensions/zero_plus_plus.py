@@ -40,8 +40,8 @@ nothing, and qgZ has a single all-to-all. Replicas (HSDP) all-reduce without rou
 run on FSDP's streams, in place of FSDP's own collective, and the host does not wait.
 
 Source: ZeRO++ arXiv:2306.10209. FSDP2 with an integer reshard_after_forward also keeps secondary shards, but does not
-support TP or experts, and adds two process groups per block. Effect: FSDP calls these collectives. Parameters, FQNs and
-checkpoints do not change.
+support TP or experts, and adds two process groups per block. Effect: FSDP calls the collectives in this file.
+Parameters, FQNs and checkpoints do not change.
 """
 
 from collections.abc import Sequence

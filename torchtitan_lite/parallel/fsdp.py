@@ -106,7 +106,7 @@ def apply_fsdp(
     def shard(group: list[nn.Module], mesh: DeviceMesh = mesh, **options) -> None:
         fully_shard(group, mesh=mesh, **usual | options)
         if mesh.size() > 1:  # with one rank, FSDP would only copy the gradient
-            # Sum without a factor. With gloo, the first call alone still divides, so the second call is needed.
+            # Sum without a factor. With gloo, the first call alone does not achieve this, so the second call is needed.
             group[0].set_gradient_divide_factor(1.0)
             group[0].set_force_sum_reduction_for_comms(True)
 

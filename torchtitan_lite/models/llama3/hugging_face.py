@@ -40,7 +40,7 @@ QWEN3_MOE_NAMES = {
     "feed_forward.experts.w2": "mlp.experts.{}.down_proj",
     "feed_forward.experts.w3": "mlp.experts.{}.up_proj",
 }
-# Keys of config.json, with the defaults of transformers 5.23. A test compares the defaults with the classes of
+# Keys of config.json, with the defaults of transformers 5.23. A test compares the defaults with the config classes of
 # transformers.
 POSITIVE_INT = ConfigKey(int, ..., least=1)
 BOOL = ConfigKey(bool, False)

@@ -2,8 +2,9 @@
 
     tokens -> tok_embeddings -> n_layers x (attention, feed-forward) -> norm -> output -> logits, or the loss
 
-Mixtral is the same model with experts in place of the feed-forward (model/moe.py). Qwen2 adds a bias to queries, keys
-and values, Qwen3 an RMSNorm to each query and key head. table.py lists the modules, and how their weights start.
+Mixtral is the same model with experts in place of the feed-forward network (model/moe.py). Qwen2 adds a bias to
+queries, keys and values. Qwen3 adds an RMSNorm to each query and key head. table.py lists the modules and their initial
+weights.
 
 Legend: B batch, S sequence, D model dim, H query heads, K key/value heads, E head dim, F ffn dim, V vocabulary.
 Sources: Llama 3, arXiv:2407.21783; RoPE 2104.09864; RMSNorm 1910.07467; SwiGLU 2002.05202; GQA 2305.13245;

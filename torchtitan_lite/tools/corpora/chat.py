@@ -69,7 +69,7 @@ class ChatFormat:
     name: str  # for the summary
 
     def __post_init__(self) -> None:
-        """Find the form in which the template accepts contents, and the text that the template writes after an answer.
+        """Find the form in which the template accepts message contents, and the text that it writes after an answer.
 
         takes_parts  a content must be [{"type": "text", "text": ...}], as in many templates of models for pictures
         end          the special token after an answer, such as "<|im_end|>", or None
@@ -124,7 +124,7 @@ class ChatFormat:
             return ""
 
     def render(self, row: dict, *, only_last_turn: bool = False) -> RenderedChat:
-        """Write a conversation, with special tokens as their names. Raises ValueError with the reason."""
+        """Write a conversation, with special tokens spelled by name. Raises ValueError with the reason."""
         for name in OF_ENDS:
             if row.get(name):
                 why = "so the text would not end with the answer. Remove it"

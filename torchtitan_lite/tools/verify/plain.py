@@ -80,7 +80,7 @@ class PlainStep:
     outputs: dict[str, Tensor]  # of each module, in forward order; for the head, token losses
     shared: set[
         str
-    ]  # keys whose code the plain loop shares with the layout: a loss or an attention of a fork
+    ]  # keys whose code the plain loop shares with the layout: a fork's loss or attention
     ties: dict[int, tuple[Tensor, Tensor]]  # layer -> scores and experts of tokens with tied scores
     loss: float
     gradients: dict[str, Tensor]  # before clipping
