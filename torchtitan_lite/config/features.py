@@ -82,7 +82,7 @@ def check_float8_all_gather(problems: Problems, layout: Layout) -> None:
         why = "a weight gathered in float8 has a single scale, but this recipe needs one per row"
         problems.refuse(f"{FLOAT8}.recipe_name", why, f'{remedy}, or use "tensorwise"')
     if config.training.enable_cpu_offload:
-        why = "with offload, FSDP gathers a copy that it makes on the GPU, without rounding it to float8 first"
+        why = "with offload, FSDP gathers a copy on the GPU, which is not rounded to float8"
         problems.refuse("training.enable_cpu_offload", why, remedy)
     if "qwz" in config.parallelism.zero_plus_plus:
         why = "qwz gathers weights in int8, but this run gathers them in float8"

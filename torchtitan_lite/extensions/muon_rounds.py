@@ -1,4 +1,4 @@
-"""Choose which rank updates which matrix under Muon. Needs no torch, because `plan` imports it."""
+"""Choose which rank updates which matrix under Muon. This file needs no torch, so that `plan` can import it."""
 
 from math import prod
 

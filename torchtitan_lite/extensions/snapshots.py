@@ -1,4 +1,4 @@
-"""Save snapshots in memory: frequent checkpoints in a folder of each host, such as one in /dev/shm.
+"""Save snapshots in memory: frequent checkpoints in a local folder on each host, such as in /dev/shm.
 
     host 0    local_folder/<name and hash of dump_folder>/<run id>/step-12/   the shards of ranks 0 .. 7, without copies
     host 1    local_folder/<name and hash of dump_folder>/<run id>/step-12/   the shards of ranks 8 .. 15

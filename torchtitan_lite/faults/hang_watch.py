@@ -104,7 +104,7 @@ class HangWatch:
     has_validated: bool = False
     written_in_s: float | None = None  # `began_s` of the step that this rank has reported
     has_failed: bool = False
-    has_warned: bool = False  # whether the log has a warning of long steps
+    has_warned: bool = False  # whether the log has a warning about long steps
     leaving: threading.Event = field(default_factory=threading.Event)
     unwritten: set[str] = field(default_factory=set)  # files for which the log already has an error
 

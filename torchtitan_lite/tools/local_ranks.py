@@ -45,7 +45,7 @@ class Signals:
         self.started_at_s = time.time()  # the last start of the ranks
 
     def watch_hangs(self, folder: Path) -> None:
-        """From now on, print the hangs that ranks report in `folder`, and kill them if a signal has arrived."""
+        """From now on, print the hangs that ranks report in `folder`, and kill the ranks if a signal has arrived."""
         self.hangs = folder
         watch = (folder, self.report_hang)
         threading.Thread(target=hang.watch, args=watch, name="hangs", daemon=True).start()

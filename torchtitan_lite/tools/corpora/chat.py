@@ -180,7 +180,7 @@ class ChatFormat:
                     noun = f"messages whose {key}" if number else f"a column {key}, which"
                     unused[f"conversations with {noun} is not used"] = None
                 elif key == "content" and isinstance(value, str) and value.strip() not in text:
-                    unused["conversations with a content that the template shortens or changes"] = (
+                    unused["conversations with content that the template shortens or changes"] = (
                         None
                     )
             if number:

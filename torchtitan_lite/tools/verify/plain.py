@@ -274,7 +274,7 @@ class PlainModel:
         found = torch.autograd.grad(total, self.parameters.values(), allow_unused=True)
         gradients = dict(zip(self.parameters, found, strict=True))
         require_gradients(gradients)
-        # fused kernels of the optimizer need contiguous tensors
+        # the optimizer's fused kernels need contiguous tensors
         return loss.item(), {fqn: own.contiguous() for fqn, own in gradients.items()}
 
     def call(self, batch: Batch, **options: Tensor) -> Tensor:

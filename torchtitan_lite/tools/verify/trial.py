@@ -305,7 +305,7 @@ def round_differently(
 
 @torch.no_grad()
 def measure_noise(config: Config, steps: list[PlainStep], rounding: float = ROUNDING) -> Noise:
-    """Measure how much gradients change if weights are rounded differently. Sums whose terms cancel change much."""
+    """Measure how much gradients change if weights are rounded differently. Sums whose terms cancel change a lot."""
     plain = PlainModel(config)
     generator = torch.Generator().manual_seed(0)
     seen = Seen({})
