@@ -28,7 +28,7 @@ OURS = {HOLE, JUDGE, "solution.py", "solution.toml", "__pycache__"}  # not copie
 
 
 def start(lab: Lab, folder: Path) -> None:
-    """Write the working copy of a lab. Raises UserError if the copy exists, or if the lab has no work."""
+    """Write the working copy of a lab. Raises UserError if the copy exists, or if the lab has no code to write."""
     if not lab.judge:
         raise UserError(
             f"lab {lab.number} has nothing to write. Answer its questions: lab {lab.number} answer NAME VALUE."
