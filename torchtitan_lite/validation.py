@@ -120,7 +120,7 @@ def validate(
     gradients do not change. `follow` yields the batches and times each one.
 
     Collective: all-reduces 8 bytes over all ranks before each batch; at the end, 8 bytes over pp, dp_replicate,
-    dp_shard and cp, and 16 bytes over the last three.
+    dp_shard and cp, and 16 bytes over the same dims without pp.
     """
     section = run.config.validation
     is_end = step in (1, run.config.training.steps)

@@ -174,7 +174,7 @@ def accumulate_weight_gradients(part: nn.Module) -> None:
     for _, group in list_fsdp_groups(part):
         for parameter in group.fsdp_params:
             if hasattr(parameter, "to_accumulated_grad_if_needed"):
-                # keep the existing sum, because the next line replaces it
+                # add the existing sum first, because the next line replaces it
                 parameter.accumulate_unsharded_grad_if_needed()
                 parameter.to_accumulated_grad_if_needed()
             # torch 2.15 has neither method, because its autograd adds gradients in the dtype of the reduction

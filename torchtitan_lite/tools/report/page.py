@@ -63,7 +63,7 @@ class Series(NamedTuple):
     runs: list[RecordedRun]
 
     def list_groups(self, field: str) -> list[str]:
-        """Return the fields of the groups in optimizer.groups. For "lr", they are named lr/PATTERN."""
+        """Return the fields of the groups in optimizer.groups, such as "lr/PATTERN" for the field "lr"."""
         names = {}
         for run in self.runs:
             for record in run.records:
