@@ -109,7 +109,7 @@ def check_went_on(section: Checkpoint, folder: Path, steps: list[int]) -> None:
                 saved = read_manifest(folder / f"step-{later}").run["config"]
                 if saved["checkpoint"]["load_step"] == step:
                     return
-    why = f"the run has checkpoints of the steps {steps}; it resumes only from the last unless load_only is set"
+    why = f"the run has checkpoints of the steps {steps}, and only resumes from the last one unless load_only is set"
     remedy = "Leave it out to start from the beginning"
     if steps:
         remedy = f"Use {steps if section.load_only else steps[-1:]}"
