@@ -71,7 +71,7 @@ repository=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)
 
 # The Python to train with. Nodes that srun starts below inherit PYTHON, so they do not set up an environment again.
 command -v "${PYTHON:=python3}" >/dev/null || fail "$PYTHON was not found: set PYTHON=/path/to/python3"
-# PYTHONSAFEPATH: do not import from the user's folder, which may have a torchtitan_lite of its own (Python 3.11 or newer).
+# PYTHONSAFEPATH: do not import from the user's folder, which may contain another torchtitan_lite (from Python 3.11 on).
 export PYTHONPATH="$repository${PYTHONPATH:+:$PYTHONPATH}" PYTHONSAFEPATH=1
 PYTHON=$("$PYTHON" -m torchtitan_lite.tools.environment)
 export PYTHON

@@ -1,7 +1,7 @@
 """Train a Llama: config, mesh, data, run, checkpoint, loop. run_train.sh starts it once per rank.
 
-Every rank runs this file from top to bottom. torchtitan_lite/step.py has the optimizer step. Above each call in which
-ranks communicate, a comment that begins with "all ranks" lists what they send. No other call communicates.
+Every rank runs this file from top to bottom. The optimizer step is in torchtitan_lite/step.py. If ranks communicate in
+a call, a comment above the call begins with "all ranks" and lists what they send. No other call communicates.
 """
 
 import gc
@@ -44,7 +44,7 @@ logger = logging.getLogger("torchtitan_lite.train")
 def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> int:
     """Train. Return the exit status.
 
-    `stop` records the signals that this process receives. `launched` is the run as the launcher has resolved it; None
+    `stop` records the signals that this process receives. `launched` is the RunSpec that the launcher resolved, or None
     under plain torchrun.
 
     Exit status: 0 if the run trained and saved, 1 if a step was not finite or a checkpoint was not written, 128 + n if
@@ -82,7 +82,7 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
     folder = spec.written_folder if place.rank == 0 else None
     lock = None
     if folder and config.job.overwrite:
-        # delete the earlier run now: if ranks cannot connect, a restarted job takes the files here for its own
+        # delete the earlier run now: if ranks cannot connect and the job restarts, it treats all files here as its own
         lock = open_dump_folder(config, restarted=restarted)
     # ---- mesh: one process group for the world, one for each mesh dim, and one for each group of flattened dims
     # all ranks: exchange process ids through the store, with the ranks of this host and one rank of the next host
@@ -91,7 +91,7 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
     device, host = start_process(place, store, spec.machine.device_type, config)
     # all ranks: connect the process groups through the store
     mesh = build_mesh(spec.layout, device.type)
-    if folder and not lock:  # now all ranks have checked that the folder has no earlier run
+    if folder and not lock:  # by now, all ranks have checked that the folder has no earlier run
         lock = open_dump_folder(config, restarted=restarted)
     start_logging(place.rank, folder)
     for notice in spec.notices:  # the launcher has printed them
@@ -122,7 +122,7 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
     status = 0
     torch.cuda.empty_cache()  # frees full tensors: weights were initialized or loaded one at a time
     gc.collect()
-    gc.freeze()  # the garbage collector never scans the objects that exist now
+    gc.freeze()  # the garbage collector no longer scans the objects that exist so far
     gc.disable()  # while one rank collects garbage, all others would wait
     # all ranks: a barrier, then the long time-outs for the first steps
     set_timeouts(config.comm.init_timeout_seconds, host)
@@ -143,7 +143,7 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
                 batch = next(batches)
             # all ranks: weights, activations and gradients; loss, gradient norm and signals (step.py has the bytes)
             result = train_step(run, batch, stop.received)
-            # these values are equal on every rank; the host waits for its device, which waits for all ranks
+            # the result is equal on every rank; the host waits for its device, which waits for all ranks
             is_applied, grad_norm, stop_signal = result.read()
             if not math.isfinite(grad_norm):
                 repeat = partial(compute_gradients, run, batch)
@@ -182,7 +182,7 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
             if step % config.training.gc_freq == 0:
                 gc.collect(1)
             is_stopped = stop_signal > 0 and step < last
-            for saver in savers:  # checkpoints first: the last checkpoint replaces all snapshots
+            for saver in savers:  # checkpoints first: the last one deletes all snapshots
                 # all ranks, if due: rank 0 gathers hashes and lines of the manifest, and broadcasts whether the save
                 # succeeded
                 saved = saver.after_step(step, n_steps=last, is_stopped=is_stopped)

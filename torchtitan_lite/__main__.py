@@ -1,7 +1,7 @@
 """Run a tool: `python3 -m torchtitan_lite TOOL ...`, or `torchtitan-lite TOOL ...` if pip installed the package.
 
-The command line is parsed first, so --help and error messages need no packages. If a tool needs packages that this
-Python lacks, the command is run again with the Python that run_train.sh would use. Only the chosen tool is imported.
+The command line is parsed first, so --help and error messages need no packages. If the tool needs packages that this
+Python lacks, the command restarts with the Python that run_train.sh would use. Only the chosen tool is imported.
 """
 
 import importlib
@@ -38,7 +38,7 @@ def main(args: list[str] | None = None) -> int:
         print("stopped by Ctrl-C", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # Python flushes stdout once more when it exits; /dev/null prevents a second error
+        # Python flushes stdout again at exit; on /dev/null, this flush cannot fail
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return status
 
@@ -55,7 +55,7 @@ def run_tool(args: list[str]) -> int:
         near = get_close_matches(name, TOOLS, n=1) or TOOLS
         raise UserError(f"There is no tool named {name!r}. Use {', '.join(near)}.")
     options = parse_command(name, rest)
-    # an option may select a different module
+    # some tools choose their module by an option
     module = vars(options).get("module", TOOLS[name].module)
     if module not in WITHOUT_PACKAGES:
         importlib.import_module("torchtitan_lite.tools.environment").continue_with_packages()

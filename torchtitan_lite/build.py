@@ -3,11 +3,11 @@
     build_on_meta   the whole model without storage
     build_parts     one model part per pipeline stage of this rank, parallelized, still without storage
     materialize     storage and initial weights, which depend only on (seed, FQN)
-    build_run       the three above, then optimizer, learning-rate schedule and pipeline schedule
+    build_run       calls the three functions above, then adds optimizer, learning-rate schedule and pipeline schedule
     build_savers    objects that save the run after a step: checkpoints, snapshots
     start_from      loads a checkpoint, snapshot or weights, if the run starts from one (faults/resume.py)
 
-train.py, verify, plan, explain and bench all build their runs here, so they cannot drift apart.
+train.py, verify, plan, explain and bench all build their runs with these functions, so they cannot drift apart.
 """
 
 from collections.abc import Callable
@@ -60,7 +60,7 @@ class Run:
     optimizer: Optimizer
     lr_scheduler: LRScheduler
     schedule: object | None  # a schedule of torch.distributed.pipelining; None without PP
-    n_tokens: Tensor  # () int64: number of counted tokens, by which the schedule divides its losses
+    n_tokens: Tensor  # () int64: number of valid tokens, by which the schedule divides its losses
     before_update: list[Callable[[], None]]  # functions of extensions, called before each update
     after_update: list[Callable[[], None]]  # and after it
     balance: "ExpertBalance | None" = None  # None if the model has no experts
@@ -91,7 +91,7 @@ def find_model_class(name: str) -> type[nn.Module]:
 def build_on_meta(config: Config, model_args: ModelArgs) -> nn.Module:
     """Build the whole model on meta, without storage.
 
-    Raises UserError if the table lists different parameters, or if the model has tensors without initial values.
+    Raises UserError if the parameters differ from the model's table, or if a tensor has no initial value.
     """
     with torch.device("meta"):
         model = find_model_class(model_args.name)(model_args, attention=config.model.attention)
@@ -151,7 +151,7 @@ def build_run(
 ) -> Run:
     """Build a run at step 0. `config` is resolved. Collective.
 
-    `parts`: the result of `build_parts`, if the caller has it.
+    `parts`: the result of `build_parts`, if the caller has already called it.
     """
     parts = parts or build_parts(config, model_args, layout, mesh)
     materialize(parts, config, device)
@@ -258,8 +258,8 @@ def start_from(
 ) -> int:
     """Load the state that a run starts from. Return its step, or 0 if there is none. Collective over all ranks.
 
-    `savers` is the result of build_savers; `group` has all ranks. If torchrun `restarted` the job, the job resumes from
-    its own newest state. Raises ConfigError if the config cannot continue a snapshot, and CheckpointError.
+    `savers` is the result of build_savers; `group` contains all ranks. If torchrun `restarted` the job, the job resumes
+    from its own newest state. Raises ConfigError if this config cannot continue from the snapshot, and CheckpointError.
     """
     section = run.config.checkpoint
     checkpoints, *snapshots = savers

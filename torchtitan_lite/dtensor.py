@@ -1,4 +1,4 @@
-"""Convert between DTensors and local shards. Only this file does so. Nothing here communicates.
+"""Convert between DTensors and local shards. Only this file converts them, and nothing here communicates.
 
     wq.weight (H*E, D), tp=2          rank 0                  rank 1
     the parameter                     DTensor                 DTensor              optimizer, checkpoints, FSDP
@@ -7,8 +7,8 @@
     norm.weight (D,), replicated      all                     all                  plain tensors
     gradient of norm.weight           from rank 0's tokens    from rank 1's        plain; summed over tp by fsdp.py
 
-Modules of tensor and expert parallel compute with plain tensors. torch's own parallel styles compute with DTensors; on
-two loaded CPU cores they trained at 0.54 of this speed (tp2, gloo, November 2026).
+Under tensor and expert parallel, modules compute with plain tensors. torch's own parallel styles compute with DTensors;
+on two loaded CPU cores, they trained at 0.54 of the speed (tp2, gloo, November 2026).
 """
 
 from collections.abc import Sequence
@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
-# cached because many tensors have the same shape, and because torch's function creates a view for each FSDP rank if
-# tp splits the same dim
+# cached, because many tensors have the same shape, and because torch's function is slow: if tp splits the same dim, it
+# creates a view for each FSDP rank
 locate_shard = lru_cache(_compute_local_shape_and_global_offset)
 
 
@@ -54,7 +54,7 @@ def count_replicas(tensor: Tensor) -> int:
 
 
 def shard_parameters(module: nn.Module, mesh: DeviceMesh, placements: dict[str, Placement]) -> None:
-    """Shard those parameters of `module` (on meta) that `placements` names. FQNs do not change."""
+    """Shard the parameters of `module` (on meta) that `placements` names. FQNs do not change."""
     for name, placement in placements.items():
         full = getattr(module, name, None)
         if full is not None:

@@ -1,6 +1,6 @@
 """Check the paths of a run before it starts. Create and lock `job.dump_folder`, which holds all files of a run.
 
-config.toml     the resolved config, but with job.overwrite = false, so training from this file never deletes the run
+config.toml     the resolved config with job.overwrite = false, so a run with this config never deletes the earlier run
 log.txt, metrics.jsonl, tb/<run name>/     logs; metrics-1.jsonl: records of an earlier start that saved nothing
 checkpoint/     step-N/, run_id          traces/, comm_traces/, memory_snapshot/    if enabled
 hang/           reports of hanging ranks: `python3 -m torchtitan_lite hang FOLDER`
@@ -66,7 +66,7 @@ def check_files(config: Config, restarted: bool) -> Problems:
 def can_hold_files(folder: Path) -> bool:
     """Return whether files can be created here. If the file system reports no blocks, create an unnamed file.
 
-    os.access is not enough: for root it returns True in /proc.
+    os.access is not enough: for root, os.access returns True even in /proc.
     """
     if os.statvfs(folder).f_blocks:
         return True
@@ -130,7 +130,7 @@ def lock_folder(folder: Path) -> BinaryIO:
         lock.close()
         why = f"another run is writing to {folder}: wait until it ends, or set another job.dump_folder"
         raise CheckpointError(why) from None
-    except OSError:  # the file system does not support locks: Lustre may be mounted so
+    except OSError:  # a file system without locks, such as some mounts of Lustre
         logger.warning(
             f"the file system of {folder} has no locks, so a second run could write there too"
         )

@@ -1,4 +1,4 @@
-"""Adapt a run to the weights it starts from: their model, their tokenizer, and defaults for fine-tuning.
+"""Adapt a run to the weights it starts from: use their model and tokenizer, and set defaults for fine-tuning.
 
 Needs no torch.
 """
@@ -32,7 +32,7 @@ HIGHEST_LR = 1e-4  # for trained weights; configs/finetune.toml uses a tenth of 
 
 
 def find_weights(given: UserConfig, restarted: bool) -> tuple[UserConfig, Weights | None]:
-    """Find the weights that a run starts from, and adapt its config to them. Errors go to `problems` of the result.
+    """Find the weights that a run starts from, and adapt its config to them. Errors go into `problems` of the result.
 
     If torchrun `restarted` the job, it resumes from its own newest checkpoint.
     """
@@ -102,9 +102,10 @@ def check_loaded_weights(
     tokenizer: Tokenizer | None,
     weights: Weights,
 ) -> list[str]:
-    """Check that model, tokenizer and config fit these weights. Add to `problems`. Return notices.
+    """Check that model, tokenizer and config fit the weights of the run. Add to `problems`. Return notices.
 
-    An argument is None if it already has a problem. `config` is resolved if `layout` is not None.
+    An argument is None if an earlier check already found a problem with it. If `layout` is not None, `config` is
+    resolved.
     """
     notices = []
     if tokenizer:
@@ -149,7 +150,7 @@ def describe_size(layout: Layout, manifest: Manifest) -> list[str]:
 
 
 def check_tokenizer(config: Config, weights: Weights, tokenizer: Tokenizer) -> list[Problem]:
-    """Check that the weights were trained with this tokenizer."""
+    """Check that the weights were trained with the tokenizer of this run."""
     problems = Problems(config)
     if weights.manifest:
         expected = weights.manifest.fingerprint["tokenizer"]

@@ -6,8 +6,8 @@
     initial_load_path: Hugging Face      the model in config.json       the tokenizer in that folder
     initial weights                      debug                          assets/tokenizer
 
-The rules in config/ need only numbers; the rules here need files. tools/check.py adds rules about the host.
-All problems are reported together. The launcher calls `resolve` once, and passes the RunSpec to its ranks.
+The rules in config/ need only numbers; the rules in this file read files. tools/check.py adds rules about the host. All
+problems are reported together. The launcher calls `resolve` once, and passes the RunSpec to its ranks.
 """
 
 import re
@@ -48,7 +48,7 @@ SHIPPED_TOKENIZER = "assets/tokenizer"
 # sets them. With these defaults, a step of a 135M model takes less than two minutes on two cores (November 2026).
 CPU_TOKENS = 2048
 CPU_SEQ_LEN = 512
-# Sections that decide the weights, the tokenizer and the layout. The rules of check_settings read RULED_SECTIONS.
+# LAYOUT_SECTIONS determine the weights, the tokenizer and the layout. check_settings reads RULED_SECTIONS.
 LAYOUT_SECTIONS = {"model", "training", "parallelism", "checkpoint", "job"}
 RULED_SECTIONS = {*LAYOUT_SECTIONS, "optimizer", "activation_checkpoint", "compile", "profiling"}
 
@@ -65,7 +65,7 @@ class RunSpec:
     tokenizer: Tokenizer
     weights: "Weights | None"  # None if the run starts from initial weights
     notices: tuple[str, ...] = ()
-    # if the resumed checkpoint is already at the last step: a message that explains what the user can do
+    # if the resumed checkpoint is already at the last step, a message that explains what the user can do
     finished: str = ""
 
     @property
@@ -88,7 +88,7 @@ class RunSpec:
 
     @property
     def where_kept(self) -> str:
-        """Message with the place of the results."""
+        """Message that says where the results are."""
         if self.written_folder is None:
             return "nothing was written (checkpoint.load_only)"
         return f"everything is in {self.dump_folder}"
@@ -102,7 +102,7 @@ class RunSpec:
 
     @property
     def origin(self) -> str:
-        """Message with the source of the weights."""
+        """Message that says where the weights come from."""
         if self.weights is None:
             return f"random weights (debug.seed {self.config.debug.seed})"
         return f"weights of {self.weights.path}"
@@ -126,7 +126,7 @@ def resolve(
     given, weights = read_run(args, machine=machine, restarted=restarted)
     config = given.config
     problems = list(given.problems)
-    # A bad key keeps its default. Rules that depend on this key are skipped, because they would check the default.
+    # An invalid key keeps its default. Rules that depend on the key are skipped, because they would check the default.
     unread = [problem.key for problem in problems]
     if "job.config_file" in unread:  # the config file could not be read
         raise ConfigError(problems)
@@ -196,10 +196,11 @@ def choose_n_ranks(parallelism: Parallelism, machine: Machine, n_hosts: int) -> 
 def read_run(
     args: list[str], *, machine: Machine | None = None, restarted: bool = False
 ) -> "tuple[UserConfig, Weights | None]":
-    """Read a config as `read_config` does, and find the weights that it names. Errors go to `problems` of the result.
+    """Read a config as `read_config` does, and find the weights that it names. Errors are added to `problems` of the
+    result.
 
-    If torchrun `restarted` the job, it resumes from its own newest checkpoint. Steps on the CPU of this host become
-    smaller.
+    If torchrun `restarted` the job, it resumes from its own newest checkpoint. If this host trains on its CPU, large
+    steps are made smaller.
     """
     given = read_config(args)
     section = given.config.checkpoint

@@ -1,8 +1,8 @@
-"""Measure the steps of a run, and record them. Only rank 0 writes; nothing is sent.
+"""Measure the steps of a run, and record them. Only rank 0 writes, and ranks do not communicate.
 
 A step lasts from the request of its batch until the host has read the gradient norm, which waits for the device.
-Validations, saves and logs are between two steps, so they do not count. On CUDA, the update of the weights runs while
-the host continues, and counts in the next step.
+Validations, saves and logging happen between two steps, so their time is not included. On CUDA, the weights are updated
+while the host continues, so the time of the update is included in the next step.
 
 Loss and grad_norm are the same on every rank; times and memory are measured on rank 0.
 MFU is the FLOP/s of the model divided by the peak FLOP/s of the hardware (PaLM, app. B, arXiv:2204.02311).
@@ -35,7 +35,7 @@ from torchtitan_lite.step import StepResult
 logger = logging.getLogger(__name__)
 
 GIB = 2**30
-# number of steps after a start that are all recorded, because the user watches them
+# the first steps after a start are all recorded, because the user watches them
 N_FIRST = 10
 
 
@@ -100,7 +100,7 @@ class RunMetrics(MetricsWriter):
         is_applied: bool,
         grad_norm: float,
     ) -> None:
-        """Record the result of `validate`. Record the step if it is due or skipped, or follows a skipped step.
+        """Record the result of `validate`. Record the step if it is due, if it was skipped, or after a skipped step.
 
         `time_s`: the duration of the step.
         """
@@ -185,14 +185,14 @@ def describe_speed(
 ) -> dict[str, float | None]:
     """Return throughput and MFU, from 0 to 1. `peak_flops` is the peak FLOP/s of one device, or None if unknown.
 
-    All tokens of the global batch count, including padding. The divisor is the number of all ranks, including pp
-    and tp ranks.
+    Throughput includes all tokens of the global batch, even padding. It is divided by the number of all ranks,
+    including pp and tp ranks.
     """
     full_flops = flops.full * tokens_per_s_per_rank
     return {
         "tokens_per_s_per_rank": tokens_per_s_per_rank,
         "tflops_per_rank": full_flops / 1e12,
-        # mfu_full counts the FLOPs of the full attention matrix, mfu_causal only of its causal half.
+        # mfu_full counts the FLOPs of the full attention matrix; mfu_causal counts only the causal half.
         "mfu_full": peak_flops and full_flops / peak_flops,
         "mfu_causal": peak_flops and flops.causal * tokens_per_s_per_rank / peak_flops,
     }

@@ -1,6 +1,6 @@
 """Make one optimizer step over the global batch. train.py, verify, plan and bench call the same functions.
 
-The loss is always (sum of token losses) / (counted tokens of the *global* batch), for any accumulation, number of
+The loss is always (sum of token losses) / (valid tokens in the *global* batch), for any accumulation, number of
 microbatches and data-parallel degree. Gradients are therefore sums over microbatches and ranks, never means of means.
 """
 
@@ -39,13 +39,13 @@ class StepResult:
     grad_norm: Tensor  # of all parameters, before clipping, the same on every rank
     applied: Tensor  # False if the gradient norm was a spike or not finite (no weight was changed)
     stops: Tensor  # for each of SIGNALS, the number of ranks that received it
-    expert_loads: Tensor | None  # as ExpertBalance.update returns them
+    expert_loads: Tensor | None  # the result of ExpertBalance.update
 
     def read(self) -> tuple[bool, float, int]:
-        """Return `applied`, `grad_norm`, and the signal that makes all ranks stop after this step, or 0.
+        """Return `applied`, `grad_norm`, and the signal that stops all ranks after this step, or 0.
 
-        If ranks got different signals, the last one in SIGNALS stops them. The host waits for one copy from
-        the device.
+        If ranks received different signals, the signal that is last in SIGNALS is returned. The host waits for one copy
+        from the device.
         """
         scalars = [self.applied, self.grad_norm, *self.stops]
         applied, grad_norm, *stops = torch.stack([each.double() for each in scalars]).tolist()
@@ -54,9 +54,9 @@ class StepResult:
 
 
 def train_step(run: Run, batch: Batch, stop_signal: int = 0) -> StepResult:
-    """Run one optimizer step. Nothing is copied to the host.
+    """Run one optimizer step, without copying anything to the host.
 
-    `batch` has this rank's rows of the global batch. `stop_signal` is the signal that this rank received, or 0.
+    `batch` contains this rank's rows of the global batch. `stop_signal` is the signal that this rank received, or 0.
     """
     compute = compute_gradients if run.optimizer.state else compute_first_gradients
     local_loss = compute(run, batch)
@@ -90,7 +90,8 @@ def compute_first_gradients(run: Run, batch: Batch) -> Tensor:
 
 
 def copy_random_state() -> list[bytes]:
-    """Return the state of torch's random generators: of the CPU, and of the GPU if this process uses one.
+    """Return the state of torch's random generators: the CPU generator, and the GPU generator if this process uses a
+    GPU.
 
     Uses no torch operator, because a dry run replaces operators.
     """
@@ -173,7 +174,7 @@ def count_global_tokens(run: Run, batch: Batch) -> Tensor:
     """Count the valid targets of the global batch, () int64. All-reduces 8 bytes over dp_replicate, dp_shard and cp."""
     n_tokens = count_valid_tokens(batch.targets)
     dist.all_reduce(n_tokens, group=run.mesh.dp_cp_mesh.get_group())
-    return n_tokens.clamp(min=1)  # a batch of conversations without targets has loss 0, not 0/0
+    return n_tokens.clamp(min=1)  # the loss of a batch without targets is 0, not 0/0
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
 """Compute the loss on validation text, for training and for the tool `eval`. The result is equal on every layout.
 
-All layouts read the same samples, in batches of the training shape. Padding completes the last batch and is not
-counted, so every rank runs the same number of forward passes. A signal ends the validation of a run on all ranks.
+All layouts read the same samples, in batches of the training shape. The last batch is padded, so every rank runs the
+same number of forward passes; padding does not change the result. A signal ends the validation on all ranks.
 """
 
 import logging
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class ValidationBatches:
-    """Reads all samples of the validation corpora once, in order. Padding rows complete the last batch.
+    """Reads all samples of the validation corpora once, in order. The last batch is padded with extra rows.
 
     With `most_batches`, samples are spread evenly, because the first samples could be a single unusual document.
     Batches have the shape of training batches, so they use the same schedule and compiled graphs.
@@ -68,8 +68,8 @@ class ValidationBatches:
 def count_bytes(tokenizer: Tokenizer, corpora: list[Corpus]) -> Tensor:
     """Return the number of text bytes per token id, (V,) float64.
 
-    Some tokenizers do not decode to the concatenated bytes of the tokens. With such a tokenizer, every id gets the
-    mean number of bytes per token, so the total of the corpora is exact.
+    With some tokenizers, decoded text is not the concatenation of the bytes of its tokens. For these tokenizers, every
+    id gets the mean number of bytes per token, so the total over the corpora is exact.
     """
     n_bytes = torch.zeros(tokenizer.vocab_size, dtype=torch.float64)
     if tokenizer.decode_text:
@@ -116,18 +116,18 @@ def validate(
 ) -> dict[str, float] | None:
     """Return val_loss (nats per token), val_perplexity, val_bits_per_byte and val_time_s; None if not due at this step.
 
-    Also returns None if a rank has received a signal: the run then stops after the next step. Weights and gradients do
-    not change. `follow` yields the batches and times each one.
+    Also returns None if a rank has received a signal, because the run then stops after the next step. Weights and
+    gradients do not change. `follow` yields the batches and times each one.
 
     Collective: all-reduces 8 bytes over all ranks before each batch; at the end, 8 bytes over pp, dp_replicate,
-    dp_shard and cp, and 16 bytes over the last three.
+    dp_shard and cp, and 16 bytes over the same dims without pp.
     """
     section = run.config.validation
     is_end = step in (1, run.config.training.steps)
     if not is_end and step % section.freq:
         return None
     started_s = time.perf_counter()
-    # divisor of 1, to get sums of token losses
+    # divide by 1, so the result is a sum of token losses
     one = torch.ones((), dtype=torch.int64, device=run.device)
     bytes_of_tokens = batches.bytes_of_tokens.to(run.device)
     sums = torch.zeros(3, dtype=torch.float64, device=run.device)
@@ -182,7 +182,8 @@ def measure_loss(loss: Tensor, batch: Batch, bytes_of_tokens: Tensor) -> Tensor:
 
 
 def describe_loss(sums: Tensor) -> dict[str, float]:
-    """Return loss (nats per token), perplexity and bits_per_byte, which compares tokenizers. NaN if no token counts.
+    """Return loss (nats per token), perplexity and bits_per_byte, which compares tokenizers. NaN if there are no valid
+    tokens.
 
     `sums`: the results of `measure_loss`, summed over all batches and ranks.
     """

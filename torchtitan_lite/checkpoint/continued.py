@@ -1,4 +1,4 @@
-"""Compare a config with the earlier run whose checkpoint it continues from. Needs no torch.
+"""Compare a config with the earlier run whose checkpoint the new run continues from. Needs no torch.
 
 The rule of each key is in config/schema.py: refuse, note or free. preflight compares the sizes of the model and the
 tokenizer with the fingerprint in the manifest.
@@ -33,7 +33,7 @@ def list_different(config: Config, manifest: Manifest) -> dict[str, tuple[object
     values = dict(flatten_table(asdict(config)))
     for key in KEYS:
         value = values[key]
-        # if the earlier version did not have this key, it behaved as the default does now
+        # if the earlier version did not have this key, it behaved like the default of today
         before = saved.get(key, get_value(Config(), key))
         # compare names only, because a corpus may have moved to a new folder
         if key.endswith(".dataset"):
@@ -98,8 +98,8 @@ def check_continued(
 def excludes_moments(config: Config, manifest: Manifest, *, is_resumed: bool) -> bool:
     """Return whether a run does not load the optimizer state of a checkpoint (checkpoint.exclude_from_loading).
 
-    The key applies only once: from a later checkpoint of the run, the optimizer state is loaded if the config can use
-    it.
+    The key applies only once: if the run resumes from one of its later checkpoints, the optimizer state is loaded if
+    possible.
     """
     if not config.checkpoint.exclude_from_loading:
         return False

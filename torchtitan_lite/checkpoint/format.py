@@ -9,8 +9,8 @@
         checksums                 SHA-256 of each file above; `sha256sum --check checksums` lists changed files
     step-10.damaged/              renamed, not deleted, so its step can be saved again
 
-At any time, a folder without .tmp is a complete checkpoint. No file contains code, and pickles are never opened. The
-manifest is trusted if its hash matches. Exports to Hugging Face folders are written and committed in the same way.
+A folder without .tmp is always a complete checkpoint. No file contains code, and pickles are never opened. The manifest
+is trusted if its hash matches. Exports to Hugging Face folders are written and committed in the same way.
 
     layers.3.attention.wq.weight (256, 256)      stage 1   split dim 0 over tp, then over dp_shard x cp
     norm.weight (256,)                           stage 1   split dim 0 over dp_shard x cp; tp ranks have copies
@@ -19,9 +19,10 @@ manifest is trusted if its hash matches. Exports to Hugging Face folders are wri
     wq.weight                       rows 0..63      rows 128..191   rows 64..127    rows 192..255
     norm.weight, copy 0             rows 0..127     (equal)         rows 128..255   (equal)
 
-The writer of a slice follows from the mesh degrees and the line of its tensor, so a save gathers no list of slices. A
-reader computes which ranks wrote the slices that it needs (read.py). If several ranks have equal slices, only the rank
-with index `copy` among them writes. save.py chooses `copy` per tensor, so the ranks take turns.
+The mesh degrees and the manifest line of a tensor determine which rank writes which slice, so a save gathers no list of
+slices. A reader computes which ranks wrote the slices that it needs (read.py). If several ranks have equal slices, only
+the rank with index `copy` among these ranks writes. save.py chooses a different `copy` for each tensor, so the ranks
+take turns.
 """
 
 import json
@@ -97,7 +98,7 @@ def name_file(rank: int) -> str:
 
 
 def find_coordinates(rank: int, mesh_dims: Sequence[str], degrees: Degrees) -> dict[str, int]:
-    """Return the index of a rank on each of these mesh dims, which are listed outermost first."""
+    """Return the index of a rank on each of `mesh_dims`, which are listed outermost first."""
     coordinates = {}
     for mesh_dim in reversed(mesh_dims):
         rank, coordinates[mesh_dim] = divmod(rank, degrees[mesh_dim])
@@ -146,7 +147,7 @@ class Manifest:
     run: dict[str, object]  # config, layout, launch; for exports: the published config.json
     tensors: dict[str, TensorRecord] = field(default_factory=dict)
     mesh: Degrees = field(default_factory=dict)  # mesh degrees of the run that saved it
-    host: list[int] | None = None  # in the snapshot of a host: the ranks whose slices are in it
+    host: list[int] | None = None  # in a snapshot: the ranks of the host that wrote it
     format: int = FORMAT
 
 

@@ -5,9 +5,9 @@
 
 A rank opens the files that have its shards, and the files that it hashes.
 
-A load only succeeds if every hash matches. If the newest state is damaged, an older state is loaded. faults/resume.py
-lists the states that a run may resume from. If a rank fails, every rank raises its error (`raise_on_all_ranks`);
-otherwise the other ranks would wait in their next collective, and report a time-out minutes later.
+A load succeeds only if every hash matches. If the newest state is damaged, an older state is loaded. faults/resume.py
+lists the states that a run may resume from. If one rank fails, all ranks raise its error (`raise_on_all_ranks`).
+Otherwise the other ranks would wait in their next collective, and report a time-out minutes later.
 """
 
 import logging
@@ -30,7 +30,7 @@ from torchtitan_lite.dtensor import find_shard
 
 logger = logging.getLogger(__name__)
 
-# new prefix, and the prefix in earlier checkpoints
+# the prefix of today, and the prefix in earlier checkpoints
 OLD_NAME = ("spike_filter.", "optimizer.gradient_norms.")
 
 
@@ -40,8 +40,8 @@ OLD_NAME = ("spike_filter.", "optimizer.gradient_norms.")
 class OpenCheckpoint:
     """A checkpoint with its manifest. Files are opened when their tensors are read.
 
-    The constructor checks the hashes of all files, or only of one part if they are divided into `n_parts` parts. Raises
-    CheckpointError if there is no checkpoint, and DamagedCheckpoint with the names of damaged files.
+    The constructor checks the hashes of all files, or of part number `part` if the files are divided into `n_parts`
+    parts. Raises CheckpointError if there is no checkpoint, and DamagedCheckpoint with the names of damaged files.
     """
 
     def __init__(self, folder: Path, part: int = 0, n_parts: int = 1):
@@ -104,8 +104,8 @@ def load_checkpoint(checkpoint: OpenCheckpoint, tensors: dict[str, Tensor]) -> N
             raise CheckpointError(
                 f'{checkpoint.folder} has a different model: {name} has shape {shapes}. Set model.flavor = "auto"'
             )
-        # In all other cases, the tensor is the history of the spike filter, and the earlier run had no filter or a
-        # different window. The filter then starts without a history.
+        # Otherwise, the tensor is the history of the spike filter, and the earlier run had no filter or a different
+        # window. In that case, the filter starts without a history.
 
 
 # ---------------------------------------------------------------- all ranks
@@ -116,12 +116,13 @@ class Saved(NamedTuple):
 
     step: int
     path: Path
-    ranks: dist.ProcessGroup  # the ranks whose shards are in it
+    ranks: dist.ProcessGroup  # the ranks whose shards the state contains
     kind: str = "checkpoint"
 
 
 def create_optimizer_state(optimizer: Optimizer) -> None:
-    """Make the optimizer allocate its state by a step with zero gradients. Weight decay may change the weights."""
+    """Take a step with zero gradients, so that the optimizer allocates its state. Weight decay may change the
+    weights."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.requires_grad:
@@ -148,7 +149,7 @@ def load_newest(
     """
     reasons = []
     for saved in found:
-        # Before any rank reads, the ranks hash all files. Each rank hashes one part of the files.
+        # The ranks hash all files before any rank reads. Each rank hashes one part of the files.
         part = (saved.ranks.rank(), saved.ranks.size())
         try:
             checkpoint = raise_on_all_ranks(group, partial(OpenCheckpoint, saved.path, *part))

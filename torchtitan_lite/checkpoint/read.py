@@ -1,7 +1,7 @@
 """Read a checkpoint folder: its manifest, its hashes, and which stored slices overlap a box of a tensor. No torch.
 
-A dim of n elements over k ranks has slices of ceil(n/k) elements, and the last ones may be smaller or empty, as in
-torch.chunk. If a dim is split twice, the second split cuts each slice of the first.
+A dim of n elements over k ranks is split into slices of ceil(n/k) elements; as in torch.chunk, the last slices may be
+smaller or empty. If a dim is split twice, the second split cuts each slice of the first split.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ from torchtitan_lite.checkpoint.format import (
 from torchtitan_lite.config.extensions import load_extension
 
 OLD_FORMAT = 3  # format whose manifest lists all slices of each tensor
-OLD_READER = "checkpoint_format_3"  # the extension that reads it
+OLD_READER = "checkpoint_format_3"  # the extension that reads this format
 
 
 class Slice(NamedTuple):
@@ -114,7 +114,7 @@ def list_cuts(
 ) -> Iterator[tuple[dict[str, int], int, int]]:
     """Yield the slices of one dim that overlap first .. stop - 1: coordinates of a rank, first element, length.
 
-    The first split cuts the elements from `begin` on, the second split cuts each of these slices, and so on.
+    The first split cuts the elements from `begin` on, the second split cuts each slice of the first split, and so on.
     """
     if not splits:
         if max(begin, first) < min(begin + length, stop):

@@ -3,16 +3,16 @@
     model.layers.3.attention.wq.weight            a weight, by its FQN in the full model; also expert biases
     optimizer.layers.3.attention.wq.weight.exp_avg
 
-Learning rate, position in the data and initial weights are functions of step and seed, and a step draws no random
-numbers. So the step in the manifest restores all three on any layout.
+The learning rate, the position in the data and the initial weights are functions of step and seed, and a step draws no
+random numbers. The step in the manifest is therefore enough to restore all three on any layout.
 
     after_step(20)   rank 0: create step-20.tmp/   every rank: write and hash its file   rank 0: manifest, rename, prune
 
-format.py says which rank writes which slice; a slice that several ranks hold is written once. The ranks of a
-pipeline stage divide the lines of the manifest among them. Rank 0 gathers the hash of each file and the lines. Every
-message is padded to the longest one, about 300 bytes if a stage has more ranks than tensors.
+format.py determines which rank writes which slice; a slice that several ranks hold is written once. The ranks of a
+pipeline stage divide the lines of the manifest among themselves. Rank 0 gathers the lines, and the hash of each file.
+All messages are padded to the length of the longest message: about 300 bytes if a stage has more ranks than tensors.
 
-If one rank fails, every rank raises the error of the lowest such rank. Files have the format of torch's
+If ranks fail, every rank raises the error of the lowest rank that failed. Files use the format of torch's
 HuggingFaceStorageWriter(save_distributed=True), so torch's HuggingFaceStorageReader opens them without this package.
 
 extensions/asynchronous_saves.py saves while the run trains.
@@ -65,7 +65,7 @@ from torchtitan_lite.files import describe_launch
 logger = logging.getLogger(__name__)
 
 OF_RUN = ("model.", "optimizer.")  # prefixes of tensor names; extensions use other prefixes
-# Keys of the file header that tell torch's reader the offsets of a shard in its tensor.
+# Keys of the file header from which torch's reader gets the offsets of a shard in its tensor.
 SHARDING = "DCP_SHARDING_INFO"
 OFFSETS = "saved_offsets"
 # For tensors with at least this number of elements, the ranks that have copies take turns in writing.
@@ -88,7 +88,7 @@ class SavePlan:
 def plan_save(
     tensors: dict[str, Tensor], mesh: Degrees, rank: int, host: range | None = None
 ) -> SavePlan:
-    """Plan what this rank writes of `tensors`. No communication.
+    """Plan which slices of `tensors` this rank writes. No communication.
 
     `host`: the ranks of this host, if each host saves the shards of its own ranks (a snapshot). In a snapshot, every
     rank contributes all lines of its stage.
@@ -123,7 +123,7 @@ def list_splits(tensor: Tensor, mesh: Degrees) -> list[Split]:
         return []
     splits = []
     placed = zip(tensor.placements, tensor.device_mesh.mesh_dim_names or (), strict=True)
-    # FSDP cuts the slices of tp or ep again, but FSDP's mesh dim is to the left of tp and ep.
+    # FSDP cuts the slices of tp or ep again, although FSDP's mesh dim is listed before tp and ep.
     for placement, name in sorted(placed, key=lambda pair: isinstance(pair[0], _StridedShard)):
         assert not DIM_NAME.sub("", name), f"a checkpoint cannot describe the mesh dim {name}"
         mesh_dims = tuple(dim for dim in DIM_NAME.findall(name) if mesh[dim] > 1)
@@ -136,15 +136,16 @@ def list_splits(tensor: Tensor, mesh: Degrees) -> list[Split]:
 class CheckpointSaver(AbstractContextManager):
     """Saves to `folder` according to [checkpoint].
 
-    Every save is complete when `after_step` returns, so `wait` does nothing. extensions/asynchronous_saves.py
-    overrides it.
+    Every save is complete when `after_step` returns, so `wait` does nothing. extensions/asynchronous_saves.py overrides
+    `wait`.
     """
 
     folder: Path
     section: Checkpoint
     list_tensors: Callable[[], dict[str, Tensor]]  # Run.name_tensors
     manifest: Manifest  # has the fingerprint and the description of the run
-    # gloo group of all ranks. A saving thread needs a separate group, because two threads that share one can deadlock.
+    # gloo group of all ranks. A saving thread needs a separate group, because two threads that share a group can
+    # deadlock.
     group: dist.ProcessGroup
     device: torch.device
     host: range | None = None  # this host's ranks, for snapshots
@@ -162,7 +163,7 @@ class CheckpointSaver(AbstractContextManager):
         if step == n_steps and self.section.last_save_model_only:
             tensors = export_weights(tensors, self.section.export_dtype)
         self.save(step, tensors)
-        waited_s = time.perf_counter() - started_s  # from here on, training continues on all ranks
+        waited_s = time.perf_counter() - started_s  # training now continues on all ranks
         return {"path": str(self.folder / f"step-{step}"), "waited_s": waited_s}
 
     @property
@@ -190,7 +191,7 @@ class CheckpointSaver(AbstractContextManager):
             dist.gather_object(own, told, group=self.group, group_dst=0)
             do_on_rank_0(self.group, lambda: self.finish(step, final, told))
         except CheckpointError as error:
-            # all ranks raise this error, so no rank is still writing
+            # this error is raised on all ranks, so no rank is still writing
             if self.group.rank() == 0:
                 discard(final)
             remedy = "Check free space and permissions, then start the run again"
@@ -205,7 +206,7 @@ class CheckpointSaver(AbstractContextManager):
     ) -> None:
         """Commit the checkpoint, whose files are all on disk, and delete old ones.
 
-        `told`: for each rank, the name of its file, the hash (or "" if it wrote none), and its manifest lines.
+        `told`: for each rank, the name of its file, the hash (or "" if the rank wrote no file), and its manifest lines.
         """
         hashes = {}
         tensors = {}
@@ -301,7 +302,7 @@ def raise_on_all_ranks(group: dist.ProcessGroup, action: Callable[[], Any]) -> A
         result = action()
     except CheckpointError as error:
         failure = error
-    except Exception as error:  # replace the exception by a type that every process can unpickle
+    except Exception as error:  # convert the exception to a type that every process can unpickle
         failure = CheckpointError(f"rank {dist.get_rank()}: {type(error).__name__}: {error}")
     n_failed = torch.tensor(int(failure is not None))
     dist.all_reduce(n_failed, group=group)  # 8 bytes

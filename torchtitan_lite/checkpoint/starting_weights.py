@@ -35,7 +35,7 @@ INITIAL_LOAD_PATH = "checkpoint.initial_load_path"
 NOT_ONLY = (
     "checkpoint.no_initial_load_model_only"  # argument that also loads optimizer state and step
 )
-# Fields that change the meaning of the same tensors, or share tensors
+# Fields that give the same tensors a different meaning, or that make modules share tensors
 SIZES = (*MODEL_SIZES, "tie_embeddings")
 
 
@@ -70,14 +70,15 @@ def find_resumed(config: Config, restarted: bool) -> Weights | None:
     for step in reversed(steps):
         try:
             weights = describe_checkpoint(folder / f"step-{step}")
-            # in a restarted job every rank runs this function, and reports a missing file when opening it
+            # in a restarted job, every rank runs this function, and reports a missing file later, when it opens the
+            # file
             if not restarted:
                 require_files(weights.path)
             return replace(weights, is_resumed=True)
         except CheckpointError as error:
             reasons.append(str(error))
             if not isinstance(error, DamagedCheckpoint):
-                # the checkpoint may be intact, and an earlier checkpoint would repeat steps
+                # refuse: the checkpoint may be intact, and an earlier checkpoint would repeat steps
                 break
     else:
         if not reasons or section.local_folder:  # the run may resume from a snapshot
@@ -97,7 +98,7 @@ def names_step(section: Checkpoint, steps: list[int], restarted: bool) -> bool:
 
 
 def check_went_on(section: Checkpoint, folder: Path, steps: list[int]) -> None:
-    """Accept a load_step before the last step if the run has already continued from that step with the same command.
+    """Accept a load_step before the last step if a run with the same command has already continued from that step.
 
     Raises ConfigError otherwise.
     """
@@ -147,8 +148,8 @@ def check_loaded_model(
 ) -> tuple[Problems, list[str]]:
     """Check that a run of this model can use the weights. Return problems, and notices if the models differ.
 
-    A run that also loads the optimizer state needs the same model. Any other run needs only tensors with the same
-    shapes and meaning.
+    A run that also loads the optimizer state needs the same model. Other runs only need tensors with the same shapes
+    and meaning.
     """
     problems = Problems(config, model_args)
     theirs = dict(flatten_table(asdict(weights.model_args)))
@@ -171,7 +172,7 @@ def check_loaded_model(
             unlike.append(f"this model has no {', '.join(abbreviate(lacking))}")
     if unlike:
         why = f"it is not the model in {weights.path}: {', '.join(unlike)}"
-        remedy = 'Leave out [model] and set flavor "auto" to use that model, or use another job.dump_folder for this'
+        remedy = 'Leave out [model] and set flavor "auto" to use that model, or use another job.dump_folder'
         problems.refuse("model.flavor", why, remedy)
     notices = [
         f"the model differs from the one in {weights.path}: {', '.join(differences.values())}"
@@ -204,7 +205,7 @@ def parse_model_args(manifest: Manifest) -> ModelArgs:
     for name, kind in (("rope_scaling", RopeScaling), ("moe", MoEArgs)):
         if model_args[name] is not None:
             model_args[name] = parse_fields(kind, model_args[name])
-    model_args["layer_types"] = tuple(model_args.get("layer_types", ()))  # a list in JSON
+    model_args["layer_types"] = tuple(model_args.get("layer_types", ()))  # JSON has a list
     model = parse_fields(ModelArgs, model_args)
     if model.name not in MODELS:
         raise CheckpointError(

@@ -1,9 +1,9 @@
 """Explain why a step failed: which rank and module produced the first NaN or infinity, or what uses the memory.
 
-Loaded only if a step fails. The gradient norm covers the whole model, so every rank notices a norm that is not finite
-in the same step. But then the tensors of a rank no longer show which rank was first: a NaN in one pipeline stage
-reaches the loss in the last stage, and a NaN on one tp rank reaches the sums on all tp ranks. So all ranks repeat
-forward and backward (the weights did not change) with hooks on every module. A hook checks
+Loaded only if a step fails. The gradient norm covers the whole model, so all ranks notice in the same step that it is
+not finite. By then, the tensors no longer show which rank was first: a NaN in one pipeline stage reaches the loss in
+the last stage, and a NaN on one tp rank reaches the sums on all tp ranks. Therefore all ranks repeat forward and
+backward (the weights did not change) with hooks on every module. A hook checks
 
     forward     the output of the module
     backward    the gradient of its inputs
@@ -36,13 +36,14 @@ def find_non_finite(
 ) -> str:
     """Name the rank and the module of the first NaN or infinity, in one sentence. Collective.
 
-    `parts` have the gradients of the step; `repeat` computes them again. Every rank reports a finding. The first
-    finding in this order counts: weights, outputs of modules, gradients of their inputs, gradients of weights.
+    `parts` have the gradients of the step; `repeat` computes them again. Every rank reports its first finding. The
+    result is the earliest finding of all ranks in this order: weights, outputs of modules, gradients of their inputs,
+    gradients of weights.
     """
     rank = describe_rank(dist.get_rank(), coordinates)
     pp_rank = coordinates["pp"]
     calls = itertools.count()
-    found: list[tuple[tuple, str]] = []  # order of events, and finding
+    found: list[tuple[tuple, str]] = []  # when it happened, and what was found
 
     def check(phase: int, place: int, what: str, values: object) -> None:
         call = next(calls)

@@ -1,4 +1,4 @@
-"""Continue the metrics.jsonl of an earlier start. The file then has one record per step, and no record is lost."""
+"""Continue the metrics.jsonl of an earlier start, with one record per step, and without losing a record."""
 
 import json
 import logging
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 def drop_later_steps(path: Path, last_step: int) -> None:
     """Drop from metrics.jsonl all records after `last_step`, and an incomplete last line.
 
-    If no step would be left, the run does not resume the earlier start, so its file is renamed to metrics-N.jsonl.
+    If no step is left, the run does not resume the earlier start, so the old file is renamed to metrics-N.jsonl.
     """
     text = path.read_text(encoding="utf-8", errors="replace")
     kept = []

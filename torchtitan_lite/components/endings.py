@@ -20,7 +20,7 @@ def describe_newest(
     """Name the newest checkpoint and the command that resumes from it.
 
     `args`: the arguments of the run. If this run has saved the checkpoint (`is_own`), the command omits the keys in
-    ONE_SHOT, because they have already been applied. If not, the command has all arguments.
+    ONE_SHOT, which have already been applied. Otherwise, the command contains all arguments.
     """
     if newest is None or config.checkpoint.load_only:
         return "nothing is saved"

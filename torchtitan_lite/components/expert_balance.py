@@ -1,4 +1,4 @@
-"""Balance the load of experts, by a bias and by an auxiliary loss, and add the z-loss. Idle experts learn nothing.
+"""Balance the load of experts, because idle experts learn nothing: by a bias and by an auxiliary loss. Add the z-loss.
 
     load of a layer   routes per expert: counted after every forward pass of the step, then summed over all ranks
     bias              after each step, += rate if an expert's load is below the layer's mean, -= rate if it is above
@@ -7,14 +7,14 @@
     z-loss            mean over all tokens of the global batch of (log of the sum of exp of the router's logits)^2
 
 A hook on each router counts the router's routes. In backward, the hook adds the gradients of both losses of the layer
-to the gradients of scores and logits, so the model still returns a single tensor. All tokens count, including tokens
+to the gradients of scores and logits, so the model still returns a single tensor. All tokens are included, even tokens
 whose target is ignored.
 
-The bias is the same on every rank and on every layout, because loads are integers that count the global batch, without
-rounding. Checkpoints contain the bias. A step with gradients that are not finite does not change the bias.
+The bias is the same on every rank and on every layout, because the loads are integers, counted without rounding over
+the global batch. Checkpoints contain the bias. If the gradients of a step are not finite, the bias does not change.
 
-Sources: bias arXiv:2408.15664; auxiliary loss: DeepSeek-V3 arXiv:2412.19437, eq. 17 to 20, except that f ignores the
-bias there, and counts the routes actually taken here; z-loss: ST-MoE arXiv:2202.08906, eq. 5.
+Sources: bias arXiv:2408.15664; auxiliary loss: DeepSeek-V3 arXiv:2412.19437, eq. 17 to 20, except that DeepSeek-V3's f
+ignores the bias, and ours counts the routes actually taken; z-loss: ST-MoE arXiv:2202.08906, eq. 5.
 """
 
 import logging
@@ -34,7 +34,7 @@ from torchtitan_lite.model.part import list_moes
 logger = logging.getLogger(__name__)
 
 # Experts have collapsed if largest load / mean load of a layer reaches this number, or 3/4 of its maximum (n_experts /
-# top_k) if this is smaller.
+# top_k), whichever is smaller.
 COLLAPSED = 4.0
 STEPS_TO_WARN = 3  # warn after this many consecutive logged steps with collapsed experts
 
@@ -50,7 +50,7 @@ class ExpertBalance:
     rate: float
     loss_weight: float  # weight of the auxiliary loss, per sequence
     z_loss_weight: float  # weight of the z-loss, per token
-    groups: list[dist.ProcessGroup]  # process groups of cp and tp, if they split sequences
+    groups: list[dist.ProcessGroup]  # process groups of cp and tp, if these dims split sequences
     moe: MoEArgs
     n_collapsed: int = 0  # consecutive logged steps with collapsed experts
 
@@ -116,7 +116,7 @@ class ExpertBalance:
 
 
 def is_recomputed() -> bool:
-    """Return whether this forward pass is a recompute in backward, whose routes are already counted."""
+    """Return whether this forward pass is a recompute in backward. The routes of a recompute are already counted."""
     return torch._C._current_graph_task_id() != -1
 
 

@@ -4,8 +4,8 @@
                    IN_FILE and above    dump_folder/log.txt with the date
     other ranks    WARNING and above    stderr, with the rank
 
-Modules log through `logging.getLogger(__name__)`. If a log or a record cannot be written, because the disk is full, the
-run reports it once and continues.
+Modules log through `logging.getLogger(__name__)`. If a log or a record cannot be written, for example because the disk
+is full, the run reports the error once and continues.
 """
 
 import logging
@@ -18,7 +18,7 @@ from typing import TextIO
 
 logger = logging.getLogger(__name__)
 
-# level of lines for log.txt only, because the launcher prints them on the screen
+# level of lines that go only to log.txt, because the launcher prints them on the screen
 IN_FILE = logging.INFO - 1
 
 UNWRITTEN = "{} cannot be written, and the run continues: {}"
@@ -27,7 +27,8 @@ UNWRITTEN = "{} cannot be written, and the run continues: {}"
 class LineHandler(logging.StreamHandler):
     """Writes lines as `12:30:01 text`. Adds the level if it is above INFO, and the rank if it is not 0.
 
-    If lines cannot be written, says so once on stderr. logging itself would print a traceback for each line.
+    If lines cannot be written, one message appears on stderr. By default, logging would print a traceback for each
+    line.
     """
 
     def __init__(self, name: str, stream: TextIO, rank: int, time_format: str):

@@ -1,4 +1,4 @@
-"""Write the records of a run to a file, the console and TensorBoard. Only rank 0 writes; other ranks send nothing.
+"""Write the records of a run to a file, the console and TensorBoard. Only rank 0 writes, and ranks do not communicate.
 
     metrics.jsonl         one JSON object per line, with `kind`, `step` and `time`
         start             layout, number of ranks, restarts of the job, git commit, command, host
@@ -10,7 +10,7 @@
     tb/, wandb            with the tags of torchtitan v0.2; extensions/wandb_sink.py has Weights & Biases
 
 A sink has a path, the step that the run resumed from, `write(record)` and `close()`. The file of a sink is a cached
-property: the first record opens the file. If opening fails, nothing is cached, so the next record tries again.
+property, so the first record opens the file. If opening fails, nothing is cached, and the next record tries again.
 """
 
 import json
@@ -39,7 +39,7 @@ from torchtitan_lite.config.schema import Config, Metrics
 
 logger = logging.getLogger(__name__)
 
-NO_TERMINAL = (200, 24)  # columns and lines that are assumed if the output is not a terminal
+NO_TERMINAL = (200, 24)  # columns and lines to assume if the output is not a terminal
 # Field of a record -> tag in TensorBoard and wandb. The tags are torchtitan's, except for experts and validation.
 TAGS = {
     "loss": "loss_metrics/global_avg_loss",
@@ -69,7 +69,7 @@ TAGS = {
 class MetricsWriter:
     """Writes records to the console, to metrics.jsonl and to the sinks that [metrics] enables.
 
-    If a record cannot be written to a sink, the log reports it once. The next record is tried again.
+    If a record cannot be written to a sink, the log reports the error once. Later records are still tried.
     """
 
     def __init__(self, dump_folder: Path | None, config: Config, resumed_step: int):
@@ -118,7 +118,8 @@ class MetricsWriter:
 
 @dataclass(eq=False)
 class JsonLinesSink:
-    """Writes one JSON object per line. A resumed run has each step once: it drops the records after `resumed_step`."""
+    """Writes one JSON object per line. A resumed run drops the records after `resumed_step`, so each step is in the
+    file once."""
 
     path: Path
     resumed_step: int
@@ -190,7 +191,7 @@ def find_scalars(record: dict[str, Any]) -> dict[str, float]:
 
 
 def format_step(fields: dict[str, object]) -> list[str]:
-    """Format a step for the console: figures in order of importance. metrics.jsonl has all of them."""
+    """Format a step for the console, with the most important figures first. metrics.jsonl has all figures."""
     figures = [f"loss {fields['loss']:.5f}", f"grad_norm {fields['grad_norm']:.4f}"]
     if "skipped_above" in fields:
         median = f"its median is {fields['skipped_above']:.4g}"
@@ -223,7 +224,8 @@ FORMATS = {"step": format_step, "validation": format_validation}  # kinds of rec
 
 
 def fit_line(figures: list[str], width: int) -> str:
-    """Join figures to a line of at most `width` characters. Figures that do not fit are omitted, from the end."""
+    """Join figures to a line of at most `width` characters. If the line would be too long, the last figures are
+    omitted."""
     line = figures[0]
     for figure in figures[1:]:
         longer = f"{line}  {figure}"

@@ -25,7 +25,7 @@ def build_optimizer(
 ) -> TorchOptimizer:
     """Build one optimizer for all parameters (FQN -> tensor). Only Muon communicates, and only Muon reads `dtype`.
 
-    Parameter groups have the keys of every optimizer. Each optimizer ignores the keys that it does not use.
+    Parameter groups contain the keys of all optimizers. Each optimizer ignores the keys that it does not use.
     """
     row = OPTIMIZERS[section.name]
     module = load_extension(row.extension) if row.extension else torch.optim
@@ -80,14 +80,14 @@ def require_gradients(gradients: dict[str, Tensor | None]) -> None:
 def sum_gradient_squares(parameters: Iterable[Tensor]) -> Tensor:
     """Return this rank's contribution to the squared 2-norm of all gradients, () float64. The caller sums over
     ranks."""
-    # Use local shards, because DTensor takes longer to plan an operation than to sum a small tensor.
+    # Use local shards: for a small tensor, DTensor takes longer to plan the operation than to compute the sum.
     by_copies: dict[int, list[Tensor]] = defaultdict(list)
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is not None:
             n_copies = count_replicas(gradient)
             by_copies[n_copies].append(local_shard(gradient))
-    # If n ranks hold the same shard (a norm weight under tp), each counts 1/n of it, so the sum counts it once.
+    # If n ranks hold the same shard (such as a norm weight under tp), each rank adds 1/n of the squares.
     squares = 0
     for n_copies, shards in by_copies.items():
         squares = squares + sum_squares(shards) / n_copies
@@ -98,8 +98,8 @@ def sum_squares(tensors: list[Tensor]) -> Tensor:
     """Sum the squares of all values in `tensors`, which are on one device. Returns () float64.
 
     A CPU adds fp32 values one by one, so the error grows with the number of values on a rank, and clipping would depend
-    on the layout (tests/ranks/test_optim.py). So CPU tensors are summed in float64. A GPU sums in a tree, which is
-    accurate enough in fp32.
+    on the layout (tests/ranks/test_optim.py). Therefore CPU tensors are summed in float64. A GPU sums in a tree, which
+    is accurate enough in fp32.
     """
     dtype = torch.float64 if tensors[0].device.type == "cpu" else torch.float32
     norms = torch.stack(torch._foreach_norm(tensors, dtype=dtype))

@@ -39,9 +39,9 @@ def profile_steps(
 ) -> Iterator[Callable]:
     """Context manager that profiles the training loop. Yields a function to call at the end of each step.
 
-    `resumed_step` is the step that the run resumed from: file names count the steps of the whole run. An incomplete
-    period at the end of the loop writes no trace. If memory runs out, a snapshot is written immediately. If a file
-    cannot be written, the run logs this once and continues.
+    `resumed_step` is the step that the run resumed from: file names contain the step number of the whole run. If the
+    loop ends in the middle of a period, no trace is written. If memory runs out, a snapshot is written immediately. If
+    a file cannot be written, the run logs the error once and continues.
     """
     step = resumed_step
     memory = torch.cuda.memory
@@ -58,7 +58,7 @@ def profile_steps(
             logger.info(f"profiled: {path}")
 
     def write_trace(profiler: profile) -> None:
-        if is_due():  # if not, the loop ended while the profiler was recording
+        if is_due():  # otherwise, the loop ended while the profiler was recording
             name = f"step-{step}/rank-{rank}.json"
             write(section.save_traces_folder, name, profiler.export_chrome_trace, b"}")
 
@@ -104,7 +104,7 @@ def make_tracer(section: Profiling, write_trace: Callable) -> profile:
 def export_whole(path: Path, export: Callable[[str], object], last_byte: bytes) -> None:
     """Call `export(path)`. If the file is incomplete, delete it and raise OSError.
 
-    On a full disk, torch cuts a trace, or leaves it with the suffix .tmp, and raises no error.
+    If the disk is full, torch truncates the trace, or leaves it with the suffix .tmp, without raising an error.
     """
     try:
         export(str(path))

@@ -5,20 +5,21 @@
     every other rank          step s - 1 ... | forward, backward | all-reduce | update | save, end
                                                                    receives it
 
-Ranks get a signal at different times, and some get none. A rank that gets a signal adds the signal to the all-reduce of
-the gradient norm (step.py). Every rank reads the result once per step. So all ranks stop after the same step, without
-an extra collective. A validation may take longer than a step, so ranks also exchange signals before each of its batches
-(validation.py).
+Ranks get a signal at different times, and some ranks get none. A rank that gets a signal adds the signal to the
+all-reduce of the gradient norm (step.py). Every rank reads the result once per step, so all ranks stop after the same
+step, without an extra collective. A validation may take longer than a step, so ranks also exchange signals before each
+of its batches (validation.py).
 
-All signals within 5 s count as one. `timeout`, systemd, Slurm and terminals signal the launcher and the ranks, and the
-launcher forwards the signal, so a rank gets several copies. A later signal ends the process immediately. During the
-first step, even the first signal ends the process, because there is nothing to save.
+All signals within 5 s are treated as one. `timeout`, systemd, Slurm and terminals signal the launcher and the ranks,
+and the launcher forwards the signal, so a rank gets several copies. A later signal ends the process immediately. During
+the first step, even the first signal ends the process, because there is nothing to save.
 
 After a crash, torchrun ends the other ranks of the host with SIGTERM. If a rank of this host has already ended, the
 step cannot finish: a signal ends the process without a message, because the launcher reports the failure.
 
 The launcher reads why a rank has ended from a small file, which TORCHELASTIC_ERROR_FILE names:
-{"status": 1, "message": "rank 3 failed: ...", "details": "Traceback ..."}. tools/agent.py reads the first one.
+{"status": 1, "message": "rank 3 failed: ...", "details": "Traceback ..."}. tools/agent.py reads the file of the rank
+that failed first.
 """
 
 import json
@@ -34,7 +35,7 @@ from typing import NoReturn
 
 logger = logging.getLogger(__name__)
 
-# If ranks get different signals, the last one in this order stops the run.
+# If ranks get different signals, the signal that is last in this order stops the run.
 SIGNALS = (signal.SIGQUIT, signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
 STOPPED = tuple(128 + number for number in SIGNALS)  # exit statuses of a rank that a signal stopped
 COPIES_ARRIVE_WITHIN_S = 5.0
@@ -66,7 +67,7 @@ class StopFlag:
         self.find_phase: Callable[[], Phase] = lambda: Phase.START
 
     def follow(self, find_phase: Callable[[], Phase]) -> None:
-        """From now on, call `find_phase` (in another thread) to decide the effect of a signal."""
+        """From now on, let `find_phase` (called in another thread) determine the effect of a signal."""
         self.find_phase = find_phase
 
     def listen(self) -> None:
@@ -91,7 +92,7 @@ class StopFlag:
                 self.note(signal.Signals(number))
 
     def note(self, received: signal.Signals) -> None:
-        """Store the first signal until the step ends, or end this process. The phase of the run decides."""
+        """Store the first signal until the step ends, or end this process, depending on the phase of the run."""
         now_s = time.monotonic()
         phase = self.find_phase()
         if phase is Phase.FAILED:
@@ -126,8 +127,8 @@ def describe_signal(status: int) -> str:
 
 
 def write_ending(status: int, message: str, details: str = "") -> bool:
-    """Write the reason why this rank ends to the file that torchrun names. Return whether no other rank of this host
-    has ended before.
+    """Write the reason why this rank ends to the file that torchrun names. Return whether this rank is the first rank
+    of this host to end.
 
     `status`: exit status of the run. `message`: one line, which torchrun also reads. `details`: a traceback. Only the
     first call in a process writes.

@@ -22,7 +22,7 @@ class Parameter(NamedTuple):
     is_bias: bool
 
 
-# `plan --search` asks for the same model very often. The key includes the function, because tests may replace it.
+# `plan --search` asks for the same model very often. The cache key includes the function, because tests may replace it.
 @lru_cache
 def call_once(list_modules: Callable[..., list[ModuleRow]], *args: object) -> list[ModuleRow]:
     """Call a function of a table, and cache the result. The caller must not change the list."""
@@ -86,7 +86,7 @@ def list_expert_biases(model_args: ModelArgs) -> list[str]:
 def count_parameters(
     model_args: ModelArgs, *, active: bool = False, in_matmuls: bool = False
 ) -> int:
-    """Count the parameters. A tied embedding counts once, as in the model cards.
+    """Count the parameters. A tied embedding is counted once, as in the model cards.
 
     With `active`, count only the parameters that one token uses, with top_k experts per layer. With `in_matmuls`,
     count only the matrices in blocks.
@@ -122,13 +122,14 @@ class FlopsPerToken:
     """FLOPs per token, forward and backward, without recompute."""
 
     full: int  # counts the full attention matrix
-    causal: int  # counts only its causal half
+    causal: int  # counts only the causal half
 
 
 def count_keys(model_args: ModelArgs, seq_len: int, attention: str) -> tuple[int, float]:
     """Return the number of keys per token, summed over layers: in the full matrices, and on average in causal parts.
 
-    A window of W keys counts as W in the full matrix, and as W*(1 - W/2S) in its causal part: early tokens see fewer.
+    A window of W keys counts as W in the full matrix, and as W*(1 - W/2S) in the causal part, because early tokens see
+    fewer keys.
     """
     full = 0
     causal = 0  # in units of 1 / (2*S), to stay an integer
@@ -144,10 +145,10 @@ def count_flops_per_token(
 ) -> FlopsPerToken:
     """Count 6 FLOPs per matmul weight and token, plus 12*L*H*E*S of attention (PaLM, app. B, arXiv:2204.02311).
 
-    In a layer with a window, S is the number of keys. The embedding is a lookup and costs nothing. The head counts even
-    if it is tied. Only top_k experts of a layer count.
+    In a layer with a window, S is the number of keys. The embedding is a lookup and costs nothing. The head is included
+    even if it is tied. In a layer with experts, only top_k experts are included.
 
-    Publications use either convention: for 8B at 8,192 tokens, full gives 57.9 GFLOP and causal 51.5.
+    Publications use both conventions: for 8B at 8,192 tokens, full gives 57.9 GFLOP and causal gives 51.5.
     """
     weights = count_parameters(model_args, active=True, in_matmuls=True)
     weights += sum(prod(row.weight) for row in list_added_ends(model_args) if row.kind == "linear")

@@ -272,7 +272,7 @@ def check_table(problems: Problems, tp: int, world_size: int) -> None:
             remedy = f"Use one of these in models/{model_args.name}/table.py: {TP_STYLES}"
             problems.refuse("model.name", why, remedy)
             continue
-        # if there are problems, check_sizes has already refused the sizes, by their keys in [model]
+        # if there are problems, check_sizes has already reported the sizes by their keys in [model]
         if not can_split(row, model_args, tp) and not problems:
             n_features = row.weight[SPLIT_DIMS.get(row.tp_style, 0)]
             why = f"tp ranks cannot share the {n_features} features of {row.name}, whose tp_style is {row.tp_style!r}"

@@ -62,7 +62,7 @@ class AttentionRow:
     # supported values of parallelism.context_parallel_rotate_method
     under_cp: tuple[str, ...] = ()
     # True if attention is a softmax over the token itself and the earlier tokens of its document and window, and over
-    # the sinks of the model. Then training, `generate`, verify and context parallel need no code besides this row
+    # the sinks of the model. In that case, training, `generate`, verify and context parallel need only this row
     is_plain: bool = False
     # (model_args, layer) -> number of tokens that a token sees, itself included; None: all earlier tokens. Without this
     # function, the number of tokens is unknown: `plan` then assumes all earlier tokens, and reports this assumption

@@ -1,4 +1,4 @@
-"""Check models with experts. Loaded only for such models."""
+"""Check models with experts. Loaded only for models with experts."""
 
 from math import gcd
 
@@ -72,7 +72,7 @@ def check_grouped_matmuls(config: Config, model_args: ModelArgs) -> list[Problem
     if why and not explain_strides(model_args, "float32"):
         problems.refuse(dtype, why, 'Use "float32"')
     elif why:
-        remedy = "Use multiples of 8, for example experts padded with zeros, which compute the same"
+        remedy = "Use multiples of 8, for example by padding the experts with zeros, which does not change results"
         problems.refuse("model.flavor", why, remedy)
     return problems
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Literal
 
-ABOVE_ZERO = 1e-30  # a value of `least` for numbers that must be above zero
+ABOVE_ZERO = 1e-30  # use as `least` if a number must be above zero
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class ConfigKey:
     # the value that transformers uses if the key is missing; `...` if the key is required
     default: Any = None
     least: float = -inf  # smallest allowed number
-    only: tuple = ()  # the values that our model supports; an export writes the first; empty: all
+    only: tuple = ()  # values that our model supports (exports write the first); empty: all values
     items: type = object  # type of the items of a list
     same_as: str = ""  # the older key with the same meaning, which this key replaces
     is_ignored: bool = False
@@ -35,11 +35,11 @@ class ConfigKey:
 class Family:
     """An architecture of transformers that computes the same outputs as some flavors of a model.
 
-    A field of ModelArgs in `switches` must be true. A field for which the family has no key must have its default.
+    Fields of ModelArgs in `switches` must be true. Fields for which the family has no key must have their default.
     """
 
     architecture: str
-    keys: dict[str, ConfigKey]  # keys of config.json besides those that all families have
+    keys: dict[str, ConfigKey]  # keys of config.json, in addition to the keys of all families
     sizes: dict[str, str]  # field of ModelArgs -> key
     # FQN of our module (in the block, if any) -> Hugging Face's name; {}: the index of an expert
     names: dict[str, str]

@@ -1,8 +1,8 @@
 """List the features that only some configs use, one row per file of torchtitan_lite/extensions/, with their rules.
 
-A row says which key loads the file, and which rule `check` applies then. Rules need no torch, so they are here. The
-core names no extension outside of `load_extension`, which it calls where the feature acts. To add an extension,
-write its file and its row. A row of OPTIMIZERS in choices.py may name the file too.
+A row says which key loads the file, and which rule `check` then applies. The rules are in this file, because they need
+no torch. The core names an extension only in a call of `load_extension`, at the point where the feature acts. To add an
+extension, write its file and its row. A row of OPTIMIZERS in choices.py may name the file too.
 """
 
 from collections.abc import Callable
@@ -82,7 +82,7 @@ def check_float8_all_gather(problems: Problems, layout: Layout) -> None:
         why = "a weight gathered in float8 has a single scale, but this recipe needs one per row"
         problems.refuse(f"{FLOAT8}.recipe_name", why, f'{remedy}, or use "tensorwise"')
     if config.training.enable_cpu_offload:
-        why = "with offload, FSDP gathers a copy that it makes on the GPU, without rounding it to float8 first"
+        why = "with offload, FSDP gathers a copy on the GPU, which is not rounded to float8"
         problems.refuse("training.enable_cpu_offload", why, remedy)
     if "qwz" in config.parallelism.zero_plus_plus:
         why = "qwz gathers weights in int8, but this run gathers them in float8"
@@ -120,7 +120,7 @@ def check_parameter_groups(problems: Problems, layout: Layout) -> None:
 
 @dataclass(frozen=True)
 class Extension:
-    """When a run loads a file of extensions/."""
+    """Says when a run loads a file of extensions/."""
 
     key: str = ""  # the key that loads the file; "": `about` says what loads it
     # values of the key that load the file; if empty, all values except 0, "" and []
@@ -144,7 +144,7 @@ EXTENSIONS = {  # name of a file in extensions/, without .py -> its row
         about="loaded with muon, and by plan: which rank updates which matrix",
     ),
     "optimizer_state": Extension(
-        about="loaded with an optimizer of an extension or fork: refuses state that no checkpoint saves",
+        about="loaded with an optimizer from an extension or a fork: refuses state that checkpoints do not save",
     ),
     "adamw_bfloat16": Extension(
         "optimizer.moments_dtype",
@@ -248,7 +248,7 @@ EXTENSIONS = {  # name of a file in extensions/, without .py -> its row
         about="loaded with tokenizer_json: decides whether tiktoken encodes a tokenizer.json exactly",
     ),
     "foreign_json": Extension(
-        about="loaded with tokenizer_json and hugging_face: reads JSON files that others wrote",
+        about="loaded with tokenizer_json and hugging_face: reads JSON files that other programs wrote",
     ),
     "hugging_face": Extension(
         about="loaded for a Hugging Face folder in checkpoint.initial_load_path: reads its weights on any layout",
@@ -263,7 +263,7 @@ EXTENSIONS = {  # name of a file in extensions/, without .py -> its row
         about="loaded for a path that is not found: explains names and cache folders of the Hugging Face Hub",
     ),
     "families": Extension(
-        about="loaded for weights: which Hugging Face family computes what a model describes",
+        about="loaded for existing weights: finds the Hugging Face family that computes the same outputs as a model",
     ),
     "hugging_face_export": Extension(
         "checkpoint.last_save_in_hf",

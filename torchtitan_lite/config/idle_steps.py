@@ -5,8 +5,8 @@ from bisect import bisect_left
 from torchtitan_lite.config.learning_rate import learning_rate_factor
 from torchtitan_lite.config.schema import Config
 
-# A rate below this fraction of the peak counts as 0. Even a cosine decay over ten million steps stays above this
-# fraction until its last step.
+# A rate below this fraction of the peak is treated as 0. Even a cosine decay over ten million steps stays above it
+# until the last step.
 NEGLIGIBLE = 1e-14
 
 

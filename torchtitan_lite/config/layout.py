@@ -2,14 +2,14 @@
 
     rank = (((pp * dp_replicate + r) * dp_shard + s) * cp + c) * tp + t        outermost: pp, innermost: tp
 
-The innermost dims communicate most: tp several times per layer, so keep it inside a node; then cp; dp_shard once per
-layer; dp_replicate once per step; pp once per microbatch.
+The innermost dims communicate most. tp communicates several times per layer, so keep it inside a node; cp comes next.
+dp_shard communicates once per layer, dp_replicate once per step, and pp once per microbatch.
 
     placement "loop", pp=2, 4 stages     rank 0: stages 0, 2      rank 1: stages 1, 3
     placement "v",    pp=2, 4 stages     rank 0: stages 0, 3      rank 1: stages 1, 2
 
-checks.py has the rules, and `plan_layout`, which calls the functions here. Training, planner, tests and docs use it.
-Sources: 3-D layouts, arXiv:2104.04473; TorchTitan, arXiv:2410.06511.
+checks.py has the rules, and `plan_layout`, which calls the functions in this file. Training, planner, tests and docs
+all call `plan_layout`. Sources: 3-D layouts, arXiv:2104.04473; TorchTitan, arXiv:2410.06511.
 """
 
 from dataclasses import dataclass
@@ -141,7 +141,7 @@ def plan_stages(parallelism: Parallelism, n_layers: int) -> list[int]:
     """Return the number of layers of each stage, first to last. `check_stages` must have accepted their number.
 
     Every stage except the first and the last gets one layer. Each remaining layer goes to the stage with the least
-    load; if loads are equal, to a stage without layers, then to the earliest stage. The two `less_layers` keys are the
+    load. If loads are equal, stages without layers come first, then earlier stages. The two `less_layers` keys are the
     loads of embedding and head, in layers. Llama 3 8B on pp4: 8, 9, 8, 7 layers. Llama 3 405B on 128 stages: 0, 1, 1,
     ..., 1, 0.
     """
@@ -155,7 +155,7 @@ def plan_stages(parallelism: Parallelism, n_layers: int) -> list[int]:
         *middle,
         parallelism.pipeline_parallel_last_stage_less_layers,
     ]
-    # (load, whether the stage has layers, stage): the smallest gets the next layer. A sorted list is a heap
+    # (load, whether the stage has layers, stage): the smallest tuple gets the next layer. A sorted list is a heap
     queue = sorted(zip(loads, map(bool, sizes), range(n_stages), strict=True))
     for _ in range(n_layers - sum(sizes)):
         load, _, stage = queue[0]
@@ -211,11 +211,11 @@ def plan_zero_stage(config: Config, layout: Layout) -> int:
     """Return ZeRO stage 1, 2 or 3: from zero_stage, or if it is "auto", from fsdp_reshard_after_forward.
 
     Under PP, torch's runtime gathers parameters once per step (stage 1) or for every microbatch (stage 3), and always
-    reduces gradients once. So PP has no stage 2, and stage 3 shards parameters but not gradients.
+    reduces gradients once. PP therefore has no stage 2, and stage 3 shards parameters but not gradients.
 
-    Without PP, the default is stage 3 if there are several shards. With one shard, stage 3 would only cast the
-    parameters again in each backward. Stage 2 is used only if gradients are sharded or moved to the host. Otherwise
-    stage 2 would only copy the gradients of each microbatch.
+    Without PP, the default is stage 3 if there are several shards. With a single shard, stage 3 would only cast the
+    parameters again in each backward pass. Stage 2 is used only if gradients are sharded or moved to the host;
+    otherwise, stage 2 would only copy the gradients of each microbatch.
     """
     section = config.parallelism
     if section.zero_stage != "auto":

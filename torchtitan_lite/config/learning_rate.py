@@ -10,8 +10,8 @@ def learning_rate_factor(section: LRScheduler, step: int) -> float:
 
     The schedule is a warm-up, a constant rate, and a decay to min_lr_factor.
 
-    `total_steps` is resolved. Without decay_ratio the decay starts right after the warm-up. A run may end before its
-    warm-up does.
+    `total_steps` is resolved. Without decay_ratio, the decay starts right after the warm-up. A run may end before the
+    warm-up ends.
     """
     if step < section.warmup_steps:
         return (step + 1) / section.warmup_steps

@@ -18,12 +18,12 @@ class Machine:
     n_devices: int
     memory_bytes_per_device: int | None  # None: unknown
     name: str  # as the driver reports it
-    is_here: bool = True  # False for a remote host: compilers and memory of this host do not matter
+    is_here: bool = True  # False for another host: skip checks of this host's compilers and memory
     driver: str = ""  # version of NVIDIA's driver; "": not known
 
 
-# Dense bfloat16 peak of one GPU in FLOP/s: half of NVIDIA's number if it assumes 2:4 sparsity. The first key found in
-# the driver's name of the GPU applies.
+# Dense bfloat16 peak of one GPU in FLOP/s: half of NVIDIA's number if that number assumes 2:4 sparsity. The first key
+# that the driver's name of the GPU contains is used.
 PEAK_BF16_FLOPS = {
     "GB300": 2.5e15,  # nvidia.com, GB300 NVL72 datasheet: 360 PFLOP/s sparse for 72
     "B300": 2.25e15,  # nvidia.com, HGX B300 datasheet: 36 PFLOP/s sparse for 8
@@ -56,7 +56,7 @@ PEAK_BF16_FLOPS = {
 WRONG_CUDNN = r"\bG?B[123]00\b"
 SAFE_KV_HEADS = 8
 
-# measured in float32 training of a 135M model on one thread; a rough guess for other CPUs
+# measured while training a 135M model in float32 on one thread; a rough guess for other CPUs
 CPU_FLOPS_PER_CORE = 20e9
 
 

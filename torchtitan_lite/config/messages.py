@@ -61,7 +61,8 @@ class ConfigError(UserError):
 
 
 def name_command(line: str) -> str:
-    """Return the command that runs a tool in the current folder. `line` has tool and arguments: `plan --gpus 8`."""
+    """Return the command that runs a tool in the current folder. `line`: the tool and its arguments, such as `plan
+    --gpus 8`."""
     if IS_INSTALLED:
         return f"torchtitan-lite {line}"
     is_here = Path.cwd() == REPOSITORY
@@ -76,7 +77,8 @@ def name_command(line: str) -> str:
 def expand_path(text: str) -> str:
     """Replace ~ and $VAR in a path that does not exist as written.
 
-    Raises UserError for an unknown user or variable, and for a path that is not UTF-8, because files of a run name it.
+    Raises UserError for an unknown user or variable, and for a path that is not UTF-8, because files of a run contain
+    the path.
     """
     expanded = text
     if not os.path.exists(text):

@@ -71,7 +71,7 @@ class ModelArgs:
     sliding_window: int | None = None
     # types of the layers (LAYER_TYPES), repeated if the model has more layers; empty: all layers have the window
     layer_types: tuple[str, ...] = ()
-    attention_sinks: bool = False  # each query head has a learned logit without key and value
+    attention_sinks: bool = False  # each query head has a learned logit without a key or value
 
     def find_window(self, layer: int) -> int | None:
         """Return the number of tokens that a token sees in this layer; None if the token sees all earlier tokens."""
@@ -124,7 +124,7 @@ class ModuleRow:
     # Initial weights are normal with this standard deviation, clamped at three standard deviations; 0: the constant
     # init_mean
     init_std: float = 0.0
-    bias: bool = False  # has a bias, which starts at 0
+    bias: bool = False  # whether the module has a bias, which starts at 0
     init_mean: float = 0.0
     # For colwise modules: number of key/value heads in the output. If tp has more ranks, several ranks share each head.
     kv_heads: int = 0

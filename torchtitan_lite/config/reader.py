@@ -4,8 +4,8 @@
     TOML          the file that --config (or --job.config_file) names, a path or a bare name          overrides
     default       schema.py
 
-The types in schema.py say how to convert values, so a new key needs no change here. If a value is bad, the problem is
-reported, the key keeps its default, and the other keys are still checked.
+The types in schema.py say how to convert values, so a new key needs no change here. If a value is invalid, the problem
+is reported, the key keeps its default, and the other keys are still checked.
 """
 
 import json
@@ -52,7 +52,7 @@ SECTIONS = list(dict.fromkeys(key.rpartition(".")[0] for key in KEYS))
 
 @dataclass(frozen=True)
 class UserConfig:
-    """A config as the user gave it. The config is complete even if there are problems, because bad keys keep their
+    """A config as the user gave it. The config is complete even if there are problems, because invalid keys keep their
     defaults."""
 
     config: Config
@@ -80,10 +80,10 @@ def read_config(args: list[str]) -> UserConfig:
         path = find_config_file(expand_path(config_file))
         is_shipped = path.parent.resolve() == CONFIG_FOLDER
         table |= flatten_table(load_toml(path))
-        # a saved config.toml also sets this key, to the name of the original file: replace it
+        # a saved config.toml sets this key to the name of the original file: replace the name
         table["job.config_file"] = config_file
     except ValueError as error:
-        remedy = "Name a TOML file, or one in configs/"
+        remedy = "Name a TOML file by its path, or by its bare name in configs/"
         problems.append(Problem("job.config_file", config_file, str(error), remedy))
     if not {*table, *texts} <= KEYS.keys():
         translate_keys = load_extension(OTHER_KEYS).translate_keys
@@ -109,7 +109,7 @@ def parse_arguments(
 ) -> tuple[dict[str, str | bool], list[Problem], list[str]]:
     """Return key -> text, problems and notices.
 
-    `--section.flag` gives True, `--section.no_flag` False; - and _ are equal.
+    `--section.flag` means True, and `--section.no_flag` means False; - and _ are equivalent.
     """
     values: dict[str, str | bool] = {}
     problems = []
@@ -300,5 +300,5 @@ def write_literal(value: Any) -> str:
     if is_dataclass(value):
         items = [f"{name} = {write_literal(item)}" for name, item in vars(value).items()]
         return "{" + ", ".join(items) + "}"
-    # JSON and TOML have the same literals for the other types
+    # for all other types, JSON and TOML have the same literals
     return json.dumps(value, ensure_ascii=False)

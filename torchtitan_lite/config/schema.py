@@ -60,11 +60,11 @@ FolderName = Annotated[str, FOLDER]  # inside job.dump_folder
 
 
 def key(default: Any, *, resume: Literal["refuse", "note"]) -> Any:
-    """Return a field that matters to a run that continues from a checkpoint.
+    """Return a field whose value matters when a run continues from a checkpoint.
 
     refuse    the saved state is useless with a different value: data, batch, seed, kind of optimizer
     note      the run trains differently from here on, so both values are printed
-    (free)    a field without `key`: a different value gives the same training: layout, recompute, logs, folders
+    (free)    a field without `key`: training is the same with a different value: layout, recompute, logs, folders
     """
     # a list must be copied for each section
     return field(default_factory=partial(copy, default), metadata={"resume": resume})
@@ -111,7 +111,7 @@ class Training:
     # new: folder for the tokens of named corpora and for compiled code, which all runs share
     cache_folder: PathText = "outputs/cache"
     # sequences per data-parallel rank and forward pass, or fewer if a rank's share of global_batch_size is smaller.
-    # Under PP: a divisor of the share
+    # Under PP, it must divide this share
     local_batch_size: Size = 8
     # sequences per step; auto: local_batch_size x data-parallel ranks. On a CPU the default may be smaller
     global_batch_size: SizeOrAuto = key(-1, resume="refuse")
@@ -173,9 +173,9 @@ class Parallelism:
     pipeline_parallel_microbatch_size: Size = 1  # sequences per microbatch
     # default: one stage per rank, or two if interleaved
     pipeline_parallel_layers_per_stage: Layers | None = None
-    # compute of the embedding, counted in layers: the first stage gets fewer layers
+    # compute of the embedding, counted in layers, by which the first stage gets fewer layers
     pipeline_parallel_first_stage_less_layers: Annotated[int, Range(0, MOST_LAYERS)] = 1
-    # compute of norm and head, counted in layers: the last stage gets fewer layers
+    # compute of norm and head, counted in layers, by which the last stage gets fewer layers
     pipeline_parallel_last_stage_less_layers: Annotated[int, Range(0, MOST_LAYERS)] = 1
     context_parallel_degree: Degree = 1  # ranks that share each sequence
     # how cp ranks exchange keys and values
@@ -244,7 +244,7 @@ class Checkpoint:
     # start with new optimizer state. The key applies only once: later checkpoints of the run are loaded with their
     # state
     exclude_from_loading: list[Literal["optimizer"]] = field(default_factory=list)
-    # checkpoint or Hugging Face folder with initial weights, used if the run does not resume; works without `enable`
+    # checkpoint or Hugging Face folder with initial weights, used if the run does not resume; `enable` is not needed
     initial_load_path: PathText = ""
     initial_load_model_only: bool = True  # load initial_load_path without optimizer state and step
     # save only the weights at the last step; runs cannot resume from them
@@ -258,7 +258,7 @@ class Checkpoint:
 class Validation:
     # compute the loss on validation documents, which are the same on every layout
     enable: bool = False
-    # like training.dataset; empty: validation split of training.dataset
+    # like training.dataset; empty: the validation split of training.dataset
     dataset: list[PathText] = key([], resume="note")
     dataset_path: PathText = ""  # as training.dataset_path; empty: the same path
     freq: Positive = 10  # steps between validations; also runs after the first and the last step
@@ -293,7 +293,7 @@ class Float8:
     recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = key(
         "tensorwise", resume="note"
     )
-    # skip layers whose FQN contains one of these; "auto_filter_small_kn": skip layers that float8 would slow down
+    # skip layers whose FQN contains one of these names; "auto_filter_small_kn": skip layers that float8 would slow down
     filter_fqns: list[str] = key(["output"], resume="note")
     # all-gather weights in float8; tensorwise only
     enable_fsdp_float8_all_gather: bool = key(False, resume="note")
@@ -389,8 +389,8 @@ class Config:
     profiling: Profiling = Profiling()
 
 
-# Keys that act at the start only, not when the run continues from its own checkpoint. When a run prints the command to
-# continue, it adds the argument after the colon, which turns the key off
+# Keys that act only at the start, not when the run continues from its own checkpoint. The command that a run prints to
+# continue adds the argument after the colon, which turns the key off
 ONE_SHOT = {
     "job.overwrite": "--job.no_overwrite",
     "checkpoint.load_step": "--checkpoint.load_step=-1",

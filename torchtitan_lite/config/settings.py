@@ -1,8 +1,8 @@
-"""Check settings that few configs have: combinations that crash or give wrong numbers, and keys that need a GPU.
+"""Check settings that few configs use: combinations that crash or give wrong numbers, and keys that need a GPU.
 
-This file is loaded for a model with windows, and if a key outside PLAIN_KEYS (checks.py) differs from its default. The
-rules accept all other configs. A rule that may refuse one of these other configs belongs in checks.py. A rule of one
-extension belongs in features.py.
+This file is loaded if the model has windows, or if a key outside PLAIN_KEYS (checks.py) differs from its default. For
+all other configs, no rule in this file is checked, so rules for those configs belong in checks.py. The rules of an
+extension belong in features.py.
 """
 
 import re

@@ -256,7 +256,7 @@ def check_data(config: Config, tokenizer: Tokenizer | None) -> Problems:
                 open_split(Path(name), split, tokenizer)
         except CorpusError as error:
             problem = Problem(key, name, error.why, error.remedy)
-            if problem not in problems:  # two splits may have the same problem
+            if problem not in problems:  # both splits may have the same problem
                 problems.append(problem)
     if not training.dataset:
         remedy = f"Name at least one: {', '.join(DATASETS)}, or a folder that `prepare` wrote"
@@ -266,7 +266,7 @@ def check_data(config: Config, tokenizer: Tokenizer | None) -> Problems:
     return problems
 
 
-STDLIB_TOKENS = 3_600_000  # of Python 3.11, with the shipped tokenizer
+STDLIB_TOKENS = 3_600_000  # in Python 3.11, with the shipped tokenizer
 MOST_EPOCHS = 4  # more epochs of the same text help little: arXiv:2305.16264
 
 

@@ -8,13 +8,14 @@ A corpus is one long sequence of tokens, cut into samples of S tokens. Targets a
     sample 2   i j k l      targets j k l -
     sample 3   m n . .      targets n - - -         the end is padded
 
-Each token except the first of a document is a target once per epoch; in conversations, only the assistant's tokens are.
-Step s uses the samples that `Sampler` chooses for draws s*B .. s*B + B-1, in an order that is shuffled without a table.
-Data-parallel rank r of n reads rows r*B/n .. (r+1)*B/n - 1 of the global batch; all tp and pp ranks of a replica read
-the same rows. Resuming needs only the step number. Ranks do not communicate. Legend: B sequences, S tokens each.
+Each token except the first of a document is a target once per epoch; in conversations, only the assistant's tokens are
+targets. Step s uses the samples that `Sampler` chooses for draws s*B .. s*B + B-1, in an order that is shuffled without
+a table. Data-parallel rank r of n reads rows r*B/n .. (r+1)*B/n - 1 of the global batch; all tp and pp ranks of a
+replica read the same rows. Resuming needs only the step number. Ranks do not communicate. Legend: B sequences, S tokens
+each.
 
-The files are memory-mapped. Start-up time and memory of a process do not grow with the corpus, and the ranks of a host
-share the page cache.
+The files are memory-mapped, so the start-up time and memory of a process do not grow with the corpus, and the ranks of
+a host share the page cache.
 """
 
 import hashlib
@@ -93,8 +94,8 @@ class Corpus:
     def read(self, starts: Tensor, length: int) -> Tensor:
         """Read the slices at `starts`. Returns (3, len(starts), length) int64.
 
-        The first dim has the tokens, the target of each token, and the number of the token's document. After the end of
-        the corpus, a document of zeros starts.
+        The first dim has the tokens, the target of each token, and the number of the token's document. Beyond the end
+        of the corpus, the result is padded with a document of zeros.
         """
         last = self.n_tokens - 1
         index = starts[:, None] + torch.arange(length + 1)
@@ -124,13 +125,13 @@ class SampleReader:
     corpora: list[Corpus]
     seq_len: int
     vocab_size: int  # rows of the model's embedding
-    # positions restart at 0 with each document; otherwise with each row
+    # if true, positions restart at 0 with each document; otherwise, with each row
     restart_positions: bool = False
     fields: Fields = field(default_factory=dict)  # extra fields of the batches
 
     @property
     def n_samples(self) -> list[int]:
-        """Number of samples in each corpus. Together, the samples have every token except the first as a target."""
+        """Number of samples in each corpus. Together, the samples contain every token except the first as a target."""
         return [-(-(corpus.n_tokens - 1) // self.seq_len) for corpus in self.corpora]
 
     def read(self, samples: Tensor) -> Batch:
@@ -144,7 +145,7 @@ class SampleReader:
         for corpus, n_samples in zip(self.corpora, self.n_samples, strict=True):
             own = (samples >= 0) & (samples < n_samples)
             rows[:, own] = corpus.read(samples[own] * self.seq_len, self.seq_len)
-            # numbers from here on count from the first sample of the next corpus
+            # the remaining numbers belong to later corpora: count them from the first sample of the next corpus
             samples = samples - n_samples
         largest = rows[:2].max().item()
         if largest >= self.vocab_size:
@@ -167,7 +168,7 @@ class SampleReader:
 class Sampler:
     """Chooses the order in which a run draws samples. The order depends only on the seed.
 
-    An epoch has every sample once. With training.dataset_weights, weighted_sampler.py replaces this class.
+    An epoch contains every sample once. With training.dataset_weights, weighted_sampler.py replaces this class.
     """
 
     def __init__(self, n_samples: Sequence[int], seed: int):
@@ -184,7 +185,8 @@ class Sampler:
         return self.permute(draws, sum(self.n_samples), name="all")
 
     def permute(self, draws: Tensor, n: int, *, name: str) -> Tensor:
-        """Permute the n samples anew in each epoch: apply permutation number d // n to d % n, for each draw d."""
+        """Permute the n samples differently in each epoch: apply permutation number d // n to d % n, for each draw
+        d."""
         permuted = torch.empty_like(draws)
         epochs = draws // n
         for epoch in epochs.unique().tolist():
@@ -200,7 +202,7 @@ def feistel_permute(index: Tensor, n: int, *, key: str) -> Tensor:
     The permutation is a Feistel network on the cells of the smallest square with at least n cells. Each round adds a
     hash of the column to the row, modulo the side, and swaps row and column. Subtracting the hash undoes a round, so
     each round is one-to-one for any hash, without a table of n entries. A result outside 0 .. n-1 is permuted again
-    until it is inside ("cycle walking"), which is one-to-one too. Luby & Rackoff 1988; Black & Rogaway 2002.
+    until it is inside ("cycle walking"). This is one-to-one too. Luby & Rackoff 1988; Black & Rogaway 2002.
     """
     side = math.isqrt(n - 1) + 1
     row, column = index // side, index % side
@@ -279,7 +281,7 @@ def prefetch(
 
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch") as thread:
         reads = (thread.submit(load, step) for step in steps)
-        # submits the next read before waiting for this one
+        # submit the next read before waiting for the current one
         for read, _ in pairwise(chain(reads, [None])):
             yield read.result().to(device)
 

@@ -5,13 +5,14 @@
     tokenizer.json     Hugging Face's file: extensions/tokenizer_json.py
     bytes              no file: ids 0-255 are bytes, 256 starts a document, 257 ends it
 
-Llama, Qwen and GPT use byte-pair encoding. A pattern cuts a text into words. A word is first split into its UTF-8
-bytes; the two neighbors that form the token of lowest rank are merged, until no two neighbors form a token:
+Llama, Qwen and GPT use byte-pair encoding. A pattern cuts a text into words. Each word is first split into its UTF-8
+bytes. Then the two neighbors that form the token of lowest rank are merged, again and again, until no two neighbors
+form a token:
 
     word        ranks: 256 "re", 257 "tu", 258 "retu", 259 "rn"
     r e t u r n  ->  re t u r n  ->  re tu r n  ->  retu r n  ->  retu rn  =  [258, 259]
 
-If a text contains the name of a special token, it is encoded as plain text, so a document cannot end itself. Only
+If a text contains the name of a special token, the name is encoded as plain text, so a document cannot end itself. Only
 `encode_special`, for conversations, recognizes special tokens.
 """
 
@@ -41,12 +42,12 @@ compose = partial(unicodedata.normalize, "NFC")
 LLAMA3_PATTERN = "|".join(
     [
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)",  # the end of an English contraction
-        # letters, and one other character before them: " return", "_name"
+        # letters, with at most one other character in front: " return", "_name"
         r"[^\r\n\p{L}\p{N}]?\p{L}+",
         r"\p{N}{1,3}",  # up to three digits
         r" ?[^\s\p{L}\p{N}]+[\r\n]*",  # punctuation, with the line ends that follow
         r"\s*[\r\n]+",  # empty lines
-        r"\s+(?!\S)",  # spaces, except the last one before a word, which belongs to the word
+        r"\s+(?!\S)",  # spaces, except the space just before a word, which belongs to the word
         r"\s+",
     ]
 )
@@ -87,7 +88,7 @@ class Tokenizer:
     # returns the functions behind `encode` and `encode_special`. Only called when a text is encoded, which a run never
     # does
     make_encoders: Callable[[], tuple[Callable, Callable]]
-    normalize: Callable[[str], str] = str  # normalization that encode_special applies to a text
+    normalize: Callable[[str], str] = str  # normalization that encode_special applies first
     unknown_id: int | None = None  # id for text that the vocabulary cannot encode
     # decodes ids to text; None if a text is decoded by concatenating the bytes of its tokens
     decode_text: Callable[[list[int]], str] | None = None

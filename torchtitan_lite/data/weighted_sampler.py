@@ -1,6 +1,6 @@
-"""Choose samples by training.dataset_weights: each source has a fraction of the draws, and its own epochs.
+"""Choose samples by training.dataset_weights: each source gets a fraction of the draws, and has its own epochs.
 
-A source is a corpus. CYCLE points divide a circle, and each source owns an arc proportional to its share. Draw d uses
+A source is a corpus. CYCLE points divide a circle, and each source owns an arc whose length is its share. Draw d uses
 the source whose arc contains point d * STRIDE. STRIDE / CYCLE is the golden ratio, so the draws fill the circle evenly:
 after any number of draws, a source is within about 3 draws of its share.
 """

@@ -7,7 +7,7 @@
 All arithmetic is in fp32. Only the moments are rounded to 8 significant bits, once per step. On CUDA (never run),
 `move` is compiled to two kernels per tensor: the update and the step count. On a CPU, `move` runs operator by operator.
 
-beta2 must not exceed 0.99, because of this rounding. In a step with a zero gradient, the second moment should decay by
+Because of this rounding, beta2 must not exceed 0.99. In a step with a zero gradient, the second moment should decay by
 the factor beta2. Neighboring bf16 values differ by 0.4 to 0.8 %, and rounding undoes any decay that is smaller than
 half of this difference. With beta2 = 0.999, the second moment would never decay, so one large gradient would slow down
 its weight forever. With beta2 = 0.99, rounding makes the decay coarse, but never undoes it.
@@ -37,7 +37,7 @@ class AdamWBFloat16(AdamW):
     def step(self, closure: None = None) -> None:
         for group in self.param_groups:
             device = local_shard(group["params"][0]).device
-            # Scalars are tensors, because each new Python number would recompile `move`.
+            # Scalars are passed as tensors, because `move` would be recompiled for each new Python number.
             rate = torch.full((), group["lr"], device=device)
             scale = torch.ones_like(rate) if self.grad_scale is None else self.grad_scale
             skipped = torch.zeros_like(rate) if self.found_inf is None else self.found_inf

@@ -80,7 +80,7 @@ class AsynchronousSaver(CheckpointSaver):
         super().write(step, plan, copies)
 
     def wait_for_copy(self) -> None:
-        """Wait until the save in flight has copied its tensors. Each step calls this before it changes them."""
+        """Wait until the save in flight has copied its tensors. Each step calls this before it changes the tensors."""
         self.stager.synchronize_staging()
 
     def check(self) -> None:

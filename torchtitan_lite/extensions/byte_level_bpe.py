@@ -1,4 +1,5 @@
-"""Decide whether tiktoken encodes every text exactly as a tokenizer.json says, and convert the vocabulary for it.
+"""Decide whether tiktoken encodes every text exactly as a tokenizer.json says. If so, convert the vocabulary for
+tiktoken.
 
     model           byte-level BPE: tokens with one printable character per byte ("Ġreturn" is " return"), and merges
     pre_tokenizer   a pattern that cuts a text into words: one of PATTERNS
@@ -6,12 +7,12 @@
     added_tokens    matched as written, before the text is normalized; no flag may change this
 
 tiktoken first looks a word up in the vocabulary. If the word is missing, tiktoken merges the two neighbors that form
-the token with the lowest id. The package `tokenizers` applies the first merge in its list. Both give the same ids under
-two conditions, which the files of trained tokenizers meet: merges are sorted by the ids that they form, and merging the
-bytes of each token gives this token.
+the token with the lowest id. The package `tokenizers` applies the first merge in its list. tiktoken and the package
+give the same ids under two conditions, which the files of trained tokenizers meet: merges are sorted by the ids that
+they form, and merging the bytes of each token gives that token.
 
-With `ignore_merges`, the package looks words up too, and a token may violate the second condition if the list has all
-merges that form it (695 tokens of Llama 3.1).
+With `ignore_merges`, the package looks words up too. In that case, a token may violate the second condition if the list
+has all merges that form the token (695 tokens of Llama 3.1).
 """
 
 from torchtitan_lite.data.tokenizer import LLAMA3_PATTERN, BytePairs
@@ -82,7 +83,7 @@ def rank_tokens(model: dict) -> dict[bytes, int] | None:
         # A merge is "a b" or ["a", "b"]. Tokens spell a space as "Ġ".
         left, right = merge.split() if isinstance(merge, str) else merge
         pair = (vocab[left], vocab[right])
-        merges.pop(pair, None)  # if a merge occurs several times, the last one counts
+        merges.pop(pair, None)  # if a merge occurs several times, use the last one
         merges[pair] = vocab[left + right]
     bytes_ids = {vocab[character] for character in BYTE_OF}
     made = [max(bytes_ids), *merges.values()]
@@ -132,7 +133,7 @@ def is_crossed(
     """Return whether an earlier merge than `last` joins tokens across the border between `left` and `right`.
 
     Works backwards: undoes the latest merge next to the border, until only bytes are left. If both sides have the same
-    merge, the left one was made first.
+    merge, the merge on the left came first.
     """
     while merges.get((left, right), last) >= last:
         if left in halves and (left > right or right not in halves):
@@ -152,7 +153,7 @@ def spell_token(token: str) -> bytes:
 
 
 def spell_bytes() -> dict[str, int]:
-    """Return GPT-2's character -> byte. Printable bytes have their own character, all others U+0100, U+0101, ..."""
+    """Return GPT-2's character -> byte. A printable byte is its own character; the others are U+0100, U+0101, ..."""
     byte_of = {}
     n_others = 0
     for byte in range(256):

@@ -9,8 +9,8 @@
     rank 0       gathers all checksums, about 100 bytes per shard, and compares shards with the same name and offsets
     all ranks    receive the result
 
-Any single flipped bit changes the sum of the bytes. If only two ranks have a copy, either may be wrong, so both are
-suspects. The report names the shard with the fewest suspects.
+Any single flipped bit changes the sum of the bytes. If only two ranks have a copy, either copy may be wrong, so both
+ranks are suspects. The report names the shard with the fewest suspects.
 """
 
 from collections import Counter, defaultdict
@@ -30,13 +30,13 @@ Checksums = dict[tuple[str, tuple[int, ...]], int]  # name and offsets of a shar
 
 
 def compare_if_due(run: Run, step: int, group: dist.ProcessGroup) -> None:
-    """Compare the copies after every n-th step, n = debug.compare_copies_every. As compare_copies."""
+    """Call compare_copies after every n-th step, n = debug.compare_copies_every."""
     if step % run.config.debug.compare_copies_every == 0:
         compare_copies(run, group)
 
 
 def compare_copies(run: Run, group: dist.ProcessGroup) -> None:
-    """Raise UserError on every rank if copies differ. `group` has all ranks. Collective."""
+    """Raise UserError on every rank if copies differ. `group` contains all ranks. Collective."""
     tensors = run.name_tensors()
     if isinstance(run.schedule, TiedSchedule):
         run.schedule.send_weights()  # broadcasts this rank's shard of the matrix

@@ -12,7 +12,7 @@ WRITTEN = ("rope_theta", "rope_scaling", "tie_embeddings", "moe", "name")
 
 
 def load_families(name: str) -> dict[str, Family]:
-    """Return model_type -> family for a model of models/registry.py; empty if it has no Hugging Face format."""
+    """Return model_type -> family for a model of models/registry.py; {} if the model has no Hugging Face format."""
     module = MODELS[name].families
     return load_module(module).FAMILIES if module else {}
 
@@ -28,7 +28,7 @@ def find_model_type(model_args: ModelArgs) -> str | None:
 def list_unwritten(model_args: ModelArgs, family: Family) -> dict[str, tuple[object, object]]:
     """Return the fields that the family does not support: field -> (value, the only supported value).
 
-    A field that the family does not name must have its default.
+    Fields that the family does not name must have their default values.
     """
     different: dict[str, tuple[object, object]] = {}
     has_experts = model_args.moe is not None
@@ -45,7 +45,7 @@ def list_unwritten(model_args: ModelArgs, family: Family) -> dict[str, tuple[obj
 
 
 def list_added_fields(model_args: ModelArgs, weights: ModelArgs) -> dict[str, object]:
-    """Return field -> value for fields that a fork added: no family names them, and these weights do not set them."""
+    """Return field -> value for fields that a fork added, which no family names and no config.json sets."""
     families = [family for name in MODELS for family in load_families(name).values()]
     named = set(WRITTEN).union(*(family.sizes for family in families))
     named = named.union(*(family.switches for family in families))

@@ -36,8 +36,8 @@ def gather_in_float8(
 ) -> list[Callable[[], None]]:
     """Make FSDP gather the weights of `parts` in float8. The parts must be allocated.
 
-    Returns the functions to call after each optimizer step. If a rank is the only one of its stage, it has no FSDP and
-    gathers nothing, so its weights do not change.
+    Returns the functions to call after each optimizer step. A rank that is alone in its stage has no FSDP and gathers
+    nothing, so its weights do not change.
     """
     hooks = []
     for module in nn.ModuleList(parts).modules():
@@ -72,7 +72,7 @@ class PrecomputedScales:
 class Float8AllGatherHook:
     """This rank's rows of a weight, with the hooks that FSDP2 calls before and after the all-gather.
 
-    The class is not a tensor subclass, because the optimizer and checkpoints would have to support one.
+    This is not a tensor subclass, because the optimizer and checkpoints would have to support the subclass.
     """
 
     def __init__(self, shard: Tensor):
@@ -119,7 +119,8 @@ class Float8AllGatherHook:
 
 
 def find_amax(shard: Tensor) -> Tensor:
-    """Return the largest magnitude, () fp32, or zero without rows. Unlike abs().amax(), this allocates no copy."""
+    """Return the largest magnitude, () fp32, or zero without rows. Unlike abs().amax(), this function allocates no
+    copy."""
     return torch.linalg.vector_norm(shard, inf) if len(shard) else shard.new_zeros(())
 
 

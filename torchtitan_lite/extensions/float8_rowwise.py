@@ -7,7 +7,8 @@
 Scales are powers of two. Multiplying by a power of two is exact, so a value becomes the same float8 in forward and
 backward. The values that share a scale have a smaller range than a full tensor, so e4m3 is enough for dy too.
 
-Sources: arXiv:2209.05433; the recipes come from torchao. On an H100, rowwise is often slower than bfloat16 (published).
+Sources: arXiv:2209.05433; the recipes come from torchao. According to published measurements, rowwise is often slower
+than bfloat16 on an H100.
 """
 
 import torch

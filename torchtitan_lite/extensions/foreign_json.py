@@ -56,7 +56,8 @@ def read_json(path: Path, *, may_be_missing: bool = False) -> JsonObject:
 
 
 def make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make an object from (key, value) pairs. Raises ValueError for a repeated key. Pass it as object_pairs_hook."""
+    """Make an object from (key, value) pairs. Raises ValueError for a repeated key. Pass this function as
+    object_pairs_hook."""
     content = dict(pairs)
     if len(content) < len(pairs):
         ((key, _),) = Counter(key for key, _ in pairs).most_common(1)

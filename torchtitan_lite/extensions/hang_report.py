@@ -1,9 +1,9 @@
-"""Collect what a rank does when a step hangs or a rank fails: its stack, its peers on this host, its collectives.
+"""Report what a rank is doing when a step hangs or a rank fails: its stack, its peers on this host, its collectives.
 
-The calls come from torch's flight recorder (comm.trace_buf_size entries). The flight recorder records collectives on
-NCCL and gloo, and on NCCL also sends and receives. On gloo, the stack of the main thread shows whether the rank waits
-in the pipeline, and the schedule shows which microbatch of which rank is missing. tools/faults/hang.py reads the files
-of all ranks, and names the rank that the others wait for.
+The collectives come from torch's flight recorder (comm.trace_buf_size entries), which records collectives on NCCL and
+gloo, and also sends and receives on NCCL. On gloo, the stack of the main thread shows whether the rank waits in the
+pipeline, and the schedule shows which microbatch from which rank is missing. tools/faults/hang.py reads the files of
+all ranks, and names the rank that the others wait for.
 """
 
 import json
@@ -38,7 +38,7 @@ TORCH = Path(torch.__file__).parent
 
 
 def write_report(watch: HangWatch, kind: str) -> None:
-    """Write what this rank does. `kind` is "rank" if a step hangs, and "failed" if a rank has ended.
+    """Write a report of what this rank is doing. `kind` is "rank" if a step hangs, and "failed" if a rank has ended.
 
     If a step hangs, a second file makes all other ranks write too. The file is complete or does not exist.
     """
@@ -54,7 +54,7 @@ def write_report(watch: HangWatch, kind: str) -> None:
 
 
 def collect(watch: HangWatch, *, has_failed: bool) -> dict[str, object]:
-    """Return what this rank does, in the format that tools/faults/hang.py reads."""
+    """Return a report of what this rank is doing, in the format that tools/faults/hang.py reads."""
     thread = threading.main_thread().ident or 0
     frames = sys._current_frames()
     stack = read_stack(frames[thread])
@@ -146,10 +146,10 @@ def read_recorder(
 
     The name of a group, "mesh_tp [0, 1]", is the same on all of its ranks. `thread` is the main thread, or the
     checkpoint thread that it waits for. Calls of other checkpoint threads are left out. If a call has failed
-    (`has_failed`) and no call is pending any more, the last call counts as pending.
+    (`has_failed`) and no call is pending any more, the last call is treated as pending.
 
     Also returns, for each group, the first call of this step that no earlier step made at the same place, and the call
-    that earlier steps made there. `begun_ns` has the times at which this step and the earlier steps began.
+    that earlier steps made at that place. `begun_ns` has the times at which this step and the earlier steps began.
     """
     ranks = {}
     for group in dist.distributed_c10d._world.pg_map:

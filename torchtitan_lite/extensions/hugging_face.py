@@ -3,8 +3,8 @@
 Every rank reads only its rows or columns from the mapped files, without communication. A rank needs memory for its
 shards and for one more matrix.
 
-RoPE rotates pairs of features in a head: (i, i + E/2) in transformers, (2i, 2i + 1) here. Therefore the rows of each
-head have a different order, in modules that the table of the model marks `is_rotated`. For E = 6:
+RoPE rotates pairs of features in a head: (i, i + E/2) in transformers, (2i, 2i + 1) here. Therefore, in modules that
+the model's table marks `is_rotated`, the rows of each head have a different order. For E = 6:
 
     our row           0 1 2 3 4 5        their row          0 1 2 3 4 5
     is their row      0 3 1 4 2 5        is our row         0 2 4 1 3 5
@@ -50,7 +50,7 @@ def find_unit(fqn: str, model_args: ModelArgs) -> int:
 def load_weights(path: Path, parameters: dict[str, Tensor]) -> None:
     """Load this rank's shards of the parameters (FQN -> parameter), and set expert biases to zero. Not collective.
 
-    A parameter that is not in the folder's model keeps its initial weights. Raises the errors of `open_folder`, and
+    Parameters that are not in the folder keep their initial weights. Raises the errors of `open_folder`, and
     DamagedCheckpoint for a damaged file.
     """
     folder = open_folder(path)

@@ -1,12 +1,12 @@
 """Read config.json of a Hugging Face folder into ModelArgs. Needs no torch.
 
-The architectures are in FAMILIES of models/NAME/hugging_face.py, with one row for each key of their config.json;
-EVERY_FAMILY has the keys that all architectures share. A model with an unsupported feature (other biases, a different
-activation or RoPE scaling, quantized weights) is refused: it would load, but compute wrong outputs. A key without a row
-has no effect, as in transformers, and a notice says so.
+FAMILIES in models/NAME/hugging_face.py lists the architectures, with one row for each key of their config.json.
+EVERY_FAMILY lists the keys that all architectures share. A model with an unsupported feature (other biases, a different
+activation or RoPE scaling, quantized weights) is refused: it would load, but compute wrong outputs. As in transformers,
+a key without a row has no effect; a notice lists such keys.
 
 transformers 5 writes `rope_parameters` with theta and scaling; version 4 writes `rope_theta` and `rope_scaling`. Both
-are read.
+forms are read.
 
     config.json, generation_config.json   published with the weights (`read_published`)
       -> the run                          config.json describes the model of the run (preflight.py)
@@ -72,7 +72,7 @@ EVERY_FAMILY = {  # keys that transformers reads for every architecture
     "quantization_config": ABSENT,
     "per_layer_config": ConfigKey(dict | None, only=(None, {})),
     "fusion_config": ABSENT,
-    "transformers_weights": ABSENT,  # transformers would load the file of weights that it names
+    "transformers_weights": ABSENT,  # transformers would load the weights file that this key names
     # transformers would read the files that this key names instead of config.json
     "configuration_files": ABSENT,
     **dict.fromkeys(
@@ -178,7 +178,7 @@ def read_model_args(folder: Path) -> ModelArgs:
 
 
 def read_windows(config: dict[str, Any], family: Family) -> dict[str, Any]:
-    """Return the fields of ModelArgs for windows. If keys conflict, the key that wins in transformers wins here."""
+    """Return the fields of ModelArgs for windows. If keys conflict, use the key that transformers would use."""
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
     types = [SLIDING] * config["num_hidden_layers"]
     if family.windows == "some":
@@ -329,7 +329,7 @@ def count_dense(config: dict[str, Any]) -> int | None:
 
 
 def list_ignored(content: dict[str, Any], model_args: ModelArgs) -> list[str]:
-    """List the settings of a config.json that this trainer does not follow."""
+    """List the settings of a config.json that this trainer ignores."""
     family = list_families()[content["model_type"]][1]
     rows = EVERY_FAMILY | family.keys
     notices = []

@@ -1,6 +1,6 @@
 """Write config.json of a Hugging Face folder, or explain why a model has none. Needs no torch.
 
-Exports use the format of transformers 4, which later versions read too. A model can be exported only if it fits a
+Exports use the format of transformers 4, which later versions also read. A model can be exported only if it matches a
 family in its table.
 """
 
@@ -52,7 +52,7 @@ def explain_unwritable(model_args: ModelArgs, attention: str) -> str | None:
         f"models.{model_args.name}."
     ):  # the table of a copied model
         why = f"models/{model_args.name}/table.py names the families of another model, {module}"
-        return f"{why}. If transformers computes the same, give the model its own file of families"
+        return f"{why}. If transformers computes the same outputs, give the model its own file of families"
     families = load_families(model_args.name)
     if not families:
         return f"transformers has no model that computes the same as model.name = {model_args.name!r} with these sizes"

@@ -15,8 +15,8 @@
 Modules, shapes and names come from models/NAME/table.py. Shapes are the same on both sides, except that Hugging Face
 has one transposed matrix per expert. The rows of wq and wk have a different order (hugging_face.py).
 
-A tied model usually stores only the embedding. As in transformers, a folder with only the head is a tied model too, and
-a folder with two different matrices is not a tied model, whatever config.json says.
+A tied model usually stores only the embedding. As in transformers, a folder with only the head is also a tied model,
+and a folder with two different matrices is not, regardless of config.json.
 """
 
 import json
@@ -37,12 +37,12 @@ from torchtitan_lite.models.registry import CONFIG
 
 SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-ADAPTER = "adapter_config.json"  # with it, transformers changes the weights by an adapter (LoRA)
+ADAPTER = "adapter_config.json"  # if present, transformers applies a LoRA adapter
 
 # a constant that old versions of transformers saved in every layer
 NO_WEIGHTS = "rotary_emb.inv_freq"
 FILE_DTYPES = ("F32", "BF16", "F16")  # supported dtypes, as safetensors headers spell them
-MOST_NAMED = 8  # a message names at most this number of tensors
+MOST_NAMED = 8  # maximum number of tensors that a message names
 
 
 @dataclass(frozen=True)

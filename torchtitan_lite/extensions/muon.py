@@ -1,8 +1,9 @@
 """Update every hidden matrix with Muon, and all other parameters with AdamW (drawn for fsdp 2 x tp 2).
 
 Muon orthogonalizes the momentum of a matrix. Hidden matrices are the weights of attention, feed-forward and each
-expert. Newton-Schulz needs a full matrix. Therefore a step has rounds, and in each round, every rank of fsdp x tp owns
-one matrix of about the same size. The picture shows the weight wo of a layer, whose owner is rank (1, 0):
+expert. Newton-Schulz needs a full matrix. Therefore a step is divided into rounds: in each round, every rank of fsdp x
+tp owns one matrix, and all matrices have about the same size. The picture shows the weight wo of a layer, which rank
+(1, 0) owns:
 
     rank (fsdp, tp)                 (0, 0)        (0, 1)        (1, 0)        (1, 1)
     momentum and Nesterov, fp32     its slice     its slice     its slice     its slice
@@ -81,7 +82,7 @@ class Muon(AdamW):
                 for matrix in matrices:
                     parameter = matrix.parameter
                     gradients[parameter] = parameter.grad
-                    parameter.grad = None  # so that AdamW skips it
+                    parameter.grad = None  # so that AdamW skips this parameter
         super().step()
         for parameter, gradient in gradients.items():
             parameter.grad = gradient
@@ -137,7 +138,7 @@ def plan_rounds(names: list[str], parameters: list[Tensor]) -> list[tuple[list, 
 
 
 def find_axes(parameter: Tensor) -> tuple[int, ...]:
-    """Return the mesh dims that shard matrices. A mesh dim that shards only the number of experts does not count."""
+    """Return the mesh dims that shard matrices. A mesh dim that shards only the number of experts is left out."""
     axes = []
     if not isinstance(parameter, DTensor):
         return ()
@@ -176,8 +177,8 @@ def orthogonalize(
 ) -> None:
     """Replace this rank's slices of matrices by its slices of the orthogonalized matrices. Collective.
 
-    A call joins slices over axis `at` on the owners' ranks, calls itself for the next axis, and splits the results
-    again. `empty` has the dtype and the device of all slices.
+    Each call joins slices over axis `at` on the ranks of the owners, calls itself for the next axis, and splits the
+    results again. `empty` is a tensor with the dtype and the device of the slices.
     """
     if at == len(axes):
         for matrix in slices:

@@ -1,4 +1,4 @@
-"""Choose which rank updates which matrix under Muon. Needs no torch, because `plan` imports it."""
+"""Choose which rank updates which matrix under Muon. This file needs no torch, so that `plan` can import it."""
 
 from math import prod
 
@@ -10,7 +10,7 @@ def deal_matrices(sizes: list[tuple[int, ...]], n_ranks: int) -> list[list[int]]
 
     A size may have a batch dim. Rounds are sorted by work, the largest matrices first.
     """
-    flops = []  # of one step of Newton-Schulz, for each matrix
+    flops = []  # FLOPs of one Newton-Schulz step, for each matrix
     for *batch, rows, columns in sizes:
         m, n = sorted((rows, columns))
         flops.append(prod(batch) * (4 * m * m * n + 2 * m**3))

@@ -1,7 +1,7 @@
 """Refuse an optimizer whose state no checkpoint would save. Loaded for the optimizers of extensions and forks.
 
-A checkpoint saves the tensors in state[parameter]. A number that an optimizer keeps there or in a parameter group would
-start anew in a resumed run, so its losses would differ.
+A checkpoint saves the tensors in state[parameter]. A number that an optimizer keeps in state[parameter] or in a
+parameter group would be reset when a run resumes, so the losses would differ.
 """
 
 from torch import Tensor

@@ -1,7 +1,6 @@
 """Handle an earlier run in job.dump_folder: resume it, refuse to start, or delete it (job.overwrite). Needs no torch.
 
-job.overwrite deletes only files that a run writes, and never any other file. A run that torchrun restarts keeps its own
-files.
+job.overwrite deletes only files that a run writes, and no others. A run that torchrun restarts keeps its own files.
 """
 
 import shlex
@@ -39,7 +38,8 @@ def read_earlier(folder: Path) -> dict[str, object]:
 
 
 def check_earlier(problems: Problems, folder: Path) -> None:
-    """Refuse a dump folder with an earlier run, unless this run resumes it, or that run ended before its first save."""
+    """Refuse a dump folder with an earlier run, unless this run resumes it, or the earlier run ended before its first
+    save."""
     earlier = read_earlier(folder)
     section = problems.config.checkpoint
     saved_in = earlier.get("checkpoint.folder", section.folder)

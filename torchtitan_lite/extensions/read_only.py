@@ -7,7 +7,7 @@ from torchtitan_lite.config.messages import Problem
 from torchtitan_lite.config.reader import UserConfig
 from torchtitan_lite.config.schema import get_value, with_value
 
-# keys that make a run write files -> the value with which it writes none
+# keys that make a run write files -> the value that turns this off
 READ_ONLY = {
     "metrics.enable_tensorboard": False,
     "metrics.enable_wandb": False,

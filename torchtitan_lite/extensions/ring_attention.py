@@ -7,18 +7,18 @@ the keys of a rank depends on the order of the two ranks:
     the same rank      causal attention, because positions increase from the early to the late piece
     a later rank       late queries attend to both pieces, and early queries to none
 
-In each case, the query-key pairs form a plain rectangle or triangle, so no masks are needed. Each rank computes the
-same number of pairs. The parts are merged with their log-sum-exp (lse, below).
+In all three cases, the query-key pairs form a plain rectangle or triangle, so no masks are needed. All ranks compute
+the same number of pairs. The parts are merged with their log-sum-exp (lse, explained below).
 
     method      bytes in forward                             bytes in backward
     allgather   P(n-1)/n, overlaps with the local part       the same, then a reduce-scatter of fp32 gradients
     ring        P per round, n-1 rounds, overlaps compute    the same, and n rounds of fp32 gradients, which follow
                                                              their keys one step behind
 
-For `allgather`, P = 2*B*K*S*E*2 bytes in bf16, the keys and values of all ranks. For `ring`, P is 1/n as large, so the
+For `allgather`, P = 2*B*K*S*E*2 bytes in bf16, the keys and values of all ranks. For `ring`, P is 1/n of that, so the
 totals are equal. With both methods, a rank first attends to its own keys, and then to the keys of the other ranks in
 turn, while more keys arrive. For backward, a rank saves only local tensors: query, key, value, out and lse. While a
-layer computes, `allgather` stores the keys, values and gradients of all ranks, and `ring` those of two ranks.
+layer computes, `allgather` stores the keys, values and gradients of all ranks; `ring` stores only those of two ranks.
 
 Legend: B batch, S full sequence over n ranks, H query heads, K key/value heads, E head dim, C = S/(2n) one piece.
 Sources: arXiv:2310.01889; online softmax arXiv:1805.02867; FlashAttention arXiv:2205.14135, 2307.08691.
@@ -51,10 +51,10 @@ class KeysOfRanks:
         self.grads: Tensor | None = None  # sums so far, fp32
 
     def list_visible(self) -> Iterator[tuple[int, slice, slice, Tensor]]:
-        """Yield each rank, starting with this rank, and what this rank's queries attend to there.
+        """Yield each rank, starting with this rank, and the keys of that rank that this rank's queries attend to.
 
-        The values are the rank, the slice of the queries that attend to any of its keys, the slice of the keys that
-        they attend to, and these keys with their values.
+        Each item contains the rank, the slice of this rank's queries that attend to any of its keys, the slice of the
+        keys that they attend to, and those keys with their values.
         """
         half = self.key_value.shape[3] // 2
         for source, key_value in self.fetch():
@@ -280,8 +280,8 @@ def attend_backward(
 
 # ---------------------------------------------------------------- the torch operator
 
-# torch.compile does not trace into the operator. Per-op recompute saves the operator's output, so it does not fetch
-# keys again. A dispatch mode (such as a counter of bytes or FLOPs) can look inside by calling IMPLEMENTATIONS[op].
+# torch.compile does not trace into the operator. Per-op recompute saves the operator's output, so keys are not fetched
+# again. A dispatch mode (such as a counter of bytes or FLOPs) can look inside by calling IMPLEMENTATIONS[op].
 
 context_attention = torch.library.custom_op(
     "torchtitan_lite::context_attention",

@@ -1,4 +1,4 @@
-"""Let a rowwise module with a bias compute without it: under tp, RowwiseParallel adds the bias after the partial sums.
+"""Let a rowwise module compute without its bias: under tp, RowwiseParallel adds the bias after summing partial results.
 
 Works with any class of module, such as float8 layers and layers of forks. FQNs do not change.
 """
@@ -13,7 +13,7 @@ def hide_bias(cls: type[nn.Module]) -> type[nn.Module]:
     """Return a subclass of `cls` in which `self.bias` is None during forward, and the bias at all other times."""
 
     def forward(self: nn.Module, *inputs, **options):
-        # nn.Module.__setattr__ would take the host ten times as long
+        # nn.Module.__setattr__ would take ten times as much host time
         object.__setattr__(self, "is_in_forward", True)
         try:
             return cls.forward(self, *inputs, **options)

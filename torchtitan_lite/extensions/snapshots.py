@@ -1,4 +1,4 @@
-"""Save snapshots in memory: frequent checkpoints in a folder of each host, such as one in /dev/shm.
+"""Save snapshots in memory: frequent checkpoints in a local folder on each host, such as in /dev/shm.
 
     host 0    local_folder/<name and hash of dump_folder>/<run id>/step-12/   the shards of ranks 0 .. 7, without copies
     host 1    local_folder/<name and hash of dump_folder>/<run id>/step-12/   the shards of ranks 8 .. 15
@@ -6,7 +6,7 @@
               dump_folder/checkpoint/run_id                                   deleted with the checkpoints of the run
 
 A snapshot has the format of a checkpoint, and is committed by a rename. A host keeps the last two snapshots. On start,
-a rank can use a snapshot if its host has the shards of this rank. If a host was lost or the layout has changed, all
+a rank can use a snapshot if its host stores the shards of this rank. If a host was lost or the layout has changed, all
 ranks load the shared checkpoint instead (resume.py). All snapshots are deleted at the end of the run.
 """
 
@@ -42,8 +42,8 @@ class Snapshots(AbstractContextManager):
         all_ranks: dist.ProcessGroup,
         timeout: timedelta,
     ):
-        """`checkpoints` is the saver of the run's checkpoints. Snapshots use a saver of the same class, section and
-        tensors."""
+        """`checkpoints` is the saver of the run's checkpoints. Snapshots use a second saver with the same class,
+        section and tensors."""
         self.all_ranks = all_ranks
         host = place.host_ranks
         # Without local synchronization, all ranks would wait for the creation of every host's group.
@@ -97,8 +97,8 @@ class Snapshots(AbstractContextManager):
         """Return the snapshots of this run that all ranks can use. Does not check hashes."""
         own = [step for step in find_steps(self.folder) if self.has_shards(step)]
         usable = []
-        # The newest step that all ranks have cannot be above the lowest of their newest steps. So ranks compare this
-        # step, and then earlier ones, and need not exchange lists.
+        # The newest step that all ranks have cannot be above the lowest of their newest steps. Therefore ranks compare
+        # that step first, and then earlier steps, without exchanging lists.
         while newest := self.find_lowest(max(own, default=0)):
             if self.find_lowest(newest in own):
                 path = self.folder / f"step-{newest}"

@@ -37,7 +37,7 @@ def check_software(config: Config, machine: Machine) -> Problems:
 def torch_splits_backward() -> bool:
     """Return whether zero-bubble and V schedules run with the installed torch. They fail with 2.11.0 and 2.12.1.
 
-    torch 2.13 fixed these schedules without a change of an API, so only the version number shows whether they run.
+    torch 2.13 fixed these schedules without changing an API, so only the version number shows whether they run.
     """
     major, minor = version("torch").split(".")[:2]
     return (int(major), int(minor)) >= (2, 13)

@@ -5,8 +5,8 @@
     step                  applied | skipped | applied
 
 The window includes the norm of this step and the norms of skipped steps. No step is skipped until half of the window is
-filled. If norms rise permanently, skipping cannot lower them, because a skipped step does not change the weights. After
-half of a window, the median has risen too, and steps are applied again.
+filled. If norms have risen for good, skipping does not help, because a skipped step does not change the weights. After
+half a window, the median has risen too, and steps are applied again.
 
 All ranks have the same norm and history, so they make the same decision without communication. The history stays on
 the device. Checkpoints store it as spike_filter.history and spike_filter.skipped.
@@ -24,7 +24,7 @@ UNKNOWN_NORM = 1e18  # larger than every norm, but finite, because `verify` comp
 
 
 class SpikeFilter:
-    """The last `window` gradient norms, and the number of steps that were skipped because of them."""
+    """The last `window` gradient norms, and the number of skipped steps."""
 
     def __init__(self, factor: float, window: int, device: torch.device):
         self.factor = factor

@@ -4,7 +4,7 @@
                   symmetric memory    NCCL allocates the buffer at the same address on all ranks, so that fewer SMs, or
                                       only the copy engines (NCCL_CTA_POLICY=2), move it
 
-The bytes and the calls of FSDP do not change. Source: torch's FSDPModule.set_symm_mem_for_comm.
+FSDP's calls and the number of bytes do not change. Source: torch's FSDPModule.set_symm_mem_for_comm.
 """
 
 from torch import nn

@@ -27,8 +27,8 @@ from torchtitan_lite.dtensor import local_shard
 
 @dataclass(frozen=True)
 class TiedSchedule:
-    """The pipeline schedule of a rank that has the matrix or its copy. The first and the last stage shard it
-    equally."""
+    """The pipeline schedule of a rank that has the matrix or its copy. The first and the last stage shard the matrix in
+    the same way."""
 
     schedule: _PipelineSchedule
     owner: Tensor | None  # tok_embeddings.weight; None if another rank has the first stage

@@ -1,7 +1,7 @@
 """Read a Hugging Face tokenizer.json. The ids are the same as in the package `tokenizers` (extra `hf`).
 
-tiktoken is three times as fast as the package. tiktoken is used for a byte-level BPE if both give the same ids
-(byte_level_bpe.py), and the package for every other file. A tokenizer.json has a model, and added tokens, which are
+tiktoken is three times as fast as the package. It is used for a byte-level BPE if both give the same ids
+(byte_level_bpe.py). The package is used for every other file. A tokenizer.json has a model, and added tokens, which are
 matched before the text is cut into words. tokenizer_config.json and special_tokens_map.json in the same folder add more
 tokens.
 """
@@ -99,7 +99,7 @@ def encode_by_package(package: Any) -> tuple[Callable, Callable]:
 
 @contextmanager
 def explain_text() -> Iterator[None]:
-    """Raise UserError for a text that the package cannot encode: it raises plain Exception."""
+    """Raise UserError for a text that the package cannot encode, because the package raises only plain Exception."""
     try:
         yield
     except Exception as error:
@@ -118,7 +118,8 @@ def find_bos(processor: dict) -> str | None:
 def list_leading(processor: dict) -> list[str]:
     """Return the tokens that a post-processor adds before a text.
 
-    If there are several post-processors, each one puts its tokens in front of the tokens of the earlier ones.
+    If there are several post-processors, each one puts its tokens in front of the tokens that earlier post-processors
+    added.
     """
     leading = []
     for stage in processor.get("processors", ()):
@@ -166,7 +167,7 @@ def list_added_tokens(file: dict, configs: list[JsonObject], vocab: dict[str, in
 def list_special_names(config: dict) -> list[str]:
     """Return the special tokens that a config names.
 
-    These are the values of keys such as "pad_token", and the tokens in `additional_special_tokens` and
+    The result contains the values of keys such as "pad_token", and the tokens in `additional_special_tokens` and
     `extra_special_tokens`.
     """
     values = []
@@ -205,7 +206,7 @@ def find_eos(folder: Path, config: JsonObject, ids: dict[str, int]) -> int:
                 raise ValueError(f"it has no token {eos_id}, which is the eos_token_id in {name}")
             return eos_id
     files = f"{TOKENIZER_CONFIG} and {SPECIAL_MAP}"
-    raise ValueError(f"{files} in the same folder have no eos_token, which ends a document")
+    raise ValueError(f"{files} in the same folder have no eos_token to end a document")
 
 
 def spell_vocabulary(
@@ -213,7 +214,7 @@ def spell_vocabulary(
 ) -> dict[int, bytes] | None:
     """Return id -> bytes of the token's text. `added`: the tokens that are not in the spelling of byte-level tokens.
 
-    Returns None if joining these bytes does not give the text, as with the "##" of WordPiece.
+    Returns None if the joined bytes are not the text, as with the "##" of WordPiece.
     """
     decoder = json.dumps(file.get("decoder"))
     is_byte_level = '"ByteLevel"' in json.dumps(file.get("pre_tokenizer")) + decoder

@@ -1,7 +1,7 @@
 """Explain unknown names in a config: keys of torchtitan v0.1 and v0.2, or misspelled keys. reader.py loads this file.
 
-ALIASES has old names of keys. ABSENT has the switches of missing features: they are accepted if they are off, and
-refused otherwise. SETTINGS has other keys of missing features, which are accepted with any value.
+ALIASES lists old names of keys. ABSENT lists the switches of missing features, which are refused unless they are off.
+SETTINGS lists other keys of missing features, which are accepted with any value.
 """
 
 from collections.abc import Mapping
@@ -91,7 +91,8 @@ REPLACED_KEYS = {  # key of a missing feature -> the key to use instead
 
 
 def explain_absent(key: str, value: object) -> str | None:
-    """Return a remedy if this value turns a missing torchtitan feature on, and "" if not. None for an unknown key."""
+    """Return a remedy if this value turns on a missing torchtitan feature, "" if it does not, and None for an unknown
+    key."""
     if key not in MISSING_FEATURES:
         sections = tuple(name for name in SETTINGS if name.endswith("."))
         return "" if key in (*SETTINGS, *UNUSED) or key.startswith(sections) else None
@@ -106,7 +107,7 @@ def explain_absent(key: str, value: object) -> str | None:
 def translate_keys(
     table: dict[str, Any], texts: dict[str, Any], problems: list[Problem], notices: list[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return those values of the file and of the command line whose keys exist here.
+    """Return the values from the file and the command line whose keys exist here.
 
     Adds problems and notices for all other keys.
     """

@@ -1,7 +1,7 @@
 """Write metrics to Weights & Biases.
 
 wandb reads the environment (WANDB_MODE=offline, WANDB_PROJECT, WANDB_NAME, WANDB_API_KEY). The file wandb_id in the
-dump folder stores wandb's id of the run, so a resumed run continues the same run in wandb.
+dump folder stores wandb's id for the run, so a resumed run continues the same run in wandb.
 """
 
 from dataclasses import asdict, dataclass

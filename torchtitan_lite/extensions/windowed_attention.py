@@ -4,14 +4,14 @@
     query 4, layer with window        x x x    x      the softmax covers the scores and the sink, whose value is 0:
     query 4, layer without        x x x x x    x      out = sum of exp(score) * value / (sum of exp(score) + exp(sink))
 
-A query attends to keys inside its window, and if model.attention says so, only to keys of its document. All layers of a
-model with windows or sinks use this module. The model plans one mask for each kind of layer, once per batch. On a CPU,
-the mask is explicit, (B, 1, Q, K). On CUDA, flex attention gets a mask of blocks, as in model/document_attention.py.
-Flex attention computes the output without sinks. A sink then scales the output by exp(lse) / (exp(lse) + exp(sink)),
-where lse is the log-sum-exp of the scores. The CUDA path has never run on a GPU. Tests compare its blocks and its
-outputs on a CPU.
+A query attends to keys inside its window; with model.attention = "document", only to keys of its own document. All
+layers of a model with windows or sinks use this module. The model plans one mask for each kind of layer, once per
+batch. On a CPU, the mask is explicit, (B, 1, Q, K). On CUDA, flex attention gets a mask of blocks, as in
+model/document_attention.py. Flex attention computes the output without sinks. A sink then scales the output by exp(lse)
+/ (exp(lse) + exp(sink)), where lse is the log-sum-exp of the scores. The CUDA path has never run on a GPU. Tests
+compare its blocks and its outputs on a CPU.
 
-`attention.inner.sinks.weight` has a logit for each query head. tp splits it in the same way as the heads.
+`attention.inner.sinks.weight` has a logit for each query head. tp splits the logits in the same way as the heads.
 
 Legend: B batch, S sequence, Q and K queries and keys of one call, E head dim.
 Sources: windows arXiv:2004.05150, Mistral arXiv:2310.06825; sinks arXiv:2309.17453, gpt-oss arXiv:2508.10925.
@@ -50,7 +50,8 @@ class Sinks(nn.Module):
 
 
 class WindowedAttention(DocumentAttention):
-    """Attention of one layer. A token attends to `window` tokens including itself. None: to all earlier tokens."""
+    """Attention of one layer. A token attends to `window` tokens, including itself, or to all earlier tokens if
+    `window` is None."""
 
     def __init__(self, attention: str, model_args: ModelArgs, layer: int):
         super().__init__()
@@ -86,7 +87,7 @@ def attend_with_mask(
     """Attend with an explicit mask (B, 1, Q, K). `sinks` is (heads,) or None."""
     if sinks is None:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
-    # The sink is the score of one more key, whose value is zero.
+    # The sink acts as the score of one additional key, whose value is zero.
     sizes = query.shape[:3]
     scores = torch.zeros_like(mask, dtype=query.dtype)
     scores = scores.masked_fill(~mask, -math.inf)

@@ -14,7 +14,7 @@
 
 A block is 256 consecutive elements of one rank's shard of one parameter, and is sent as 256 integers of one byte and an
 fp32 scale. The last block of a shard is padded with zeros. A block never mixes two parameters: a norm's weights are
-near 1, and a scale that fits them would round the small weights of a matrix to 0.
+near 1, and a scale for values near 1 would round the small weights of a matrix to 0.
 
 Bytes that a rank sends for a group of P elements of w bytes, over n = f nodes x m ranks, with q = 260/256:
 
@@ -31,17 +31,17 @@ nearest to x/s, which is at most 127, so the product of this integer and s diffe
     qgZ   a sum of gradients g_r has an error of at most s_r/2 for each rank r, plus s_v/2 for each node v. The sum of a
           node has an error before it is rounded, so s_v <= (max |sum of its g_r| + max sum of its s_r/2) / 127
 
-Nothing else is rounded. `verify` checks that every packed block is within s/2. Then `verify` sends exact numbers
-through the same collectives, and compares everything else with its usual bounds. In a block with NaN or infinity, all
-elements become NaN, and the step is skipped as usual.
+Nothing else is rounded. `verify` checks that every packed block is within s/2. Then it sends exact numbers through the
+same collectives, and compares everything else with the usual bounds. In a block with NaN or infinity, all elements
+become NaN, and the step is skipped as usual.
 
 An FSDP group is split by node only if it has several ranks in each of several nodes. In any other group, hpZ keeps
 nothing, and qgZ has a single all-to-all. Replicas (HSDP) all-reduce without rounding. Packing, collective and unpacking
 run on FSDP's streams, in place of FSDP's own collective, and the host does not wait.
 
-Source: ZeRO++ arXiv:2306.10209. FSDP2's integer reshard_after_forward also keeps secondary shards, but does not support
-TP or experts, and adds two process groups per block. Effect: FSDP calls these collectives. Parameters, FQNs and
-checkpoints do not change.
+Source: ZeRO++ arXiv:2306.10209. FSDP2 with an integer reshard_after_forward also keeps secondary shards, but does not
+support TP or experts, and adds two process groups per block. Effect: FSDP calls the collectives in this file.
+Parameters, FQNs and checkpoints do not change.
 """
 
 from collections.abc import Sequence
@@ -170,7 +170,8 @@ class AllGather(DefaultAllGather):
     """The all-gather of an FSDP group, called by FSDP."""
 
     def __init__(self, packing: Packing | None, near: dist.ProcessGroup | None):
-        """`packing` rounds the weights (qwZ). The ranks of `near` keep secondary shards (hpZ). None turns them off."""
+        """`packing` rounds the weights (qwZ). The ranks of `near` keep secondary shards (hpZ). None turns a feature
+        off."""
         self.packing = packing
         self.near = near
         # This rank's part of the secondary shard of its node, packed if weights are rounded.
@@ -185,8 +186,8 @@ class AllGather(DefaultAllGather):
     ):
         """Fill `output_tensor` with the shards of all ranks. Returns no Work: FSDP's stream runs everything in order.
 
-        Weights change after a backward and before the next forward. So every forward makes a new secondary shard, even
-        if the previous one was never used. Only backward reads it.
+        Weights change between a backward and the next forward, so every forward makes a new secondary shard, even if
+        the previous shard was never used. Only backward reads secondary shards.
         """
         own = input_tensor
         ranks = group

@@ -1,22 +1,22 @@
-"""Detect a step that hangs, and write what this rank waits for. One thread per rank checks once a second.
+"""Detect a step that hangs, and write down what this rank waits for. One thread per rank checks once a second.
 
     main thread    begin(1) train_step end() save ... begin(2) train_step end() ...
     watch thread   ... is this step older than the limit? then:
                        write hang/restart-0/rank-00003.json
     launcher       2 s after the first file: read all files, print one paragraph (tools/faults/hang.py)
 
-The limit is comm.hang_seconds for a step and for a batch of a validation; after a signal, STOP_WITHIN_S. A save,
-loading the initial state, the first step and the first validation may take 3/4 of comm.init_timeout_seconds. A rank
-that is late also creates a file `late`. A rank that has not advanced for half of its limit, in a step or between two
-steps, looks for this file. If the file exists, the rank writes its state too. So ranks that advance do not read the
-shared folder. A rank that is stopped or never releases the GIL cannot write. So each file also has the state of every
-rank of its host, from /proc. If the step ends after all, the rank deletes its file. A new start deletes all earlier
-files (dump_folder.py).
+The limit is comm.hang_seconds for a step or a validation batch, and STOP_WITHIN_S after a signal. A save, the loading
+of the initial state, the first step and the first validation may take 3/4 of comm.init_timeout_seconds. A rank that is
+late also creates a file `late`. A rank that has not advanced for half of its limit, in a step or between two steps,
+looks for this file. If the file exists, the rank writes its state too. Ranks that advance therefore do not read the
+shared folder. A rank that is stopped or never releases the GIL cannot write, so each file also contains the state of
+every rank on the same host, from /proc. If the step ends after all, the rank deletes its file. A new start deletes all
+earlier files (dump_folder.py).
 
-gloo aborts a rank if its call differs from the calls of its peers. A rank that ends with an error, or because another
-rank has ended, writes the same record to hang/restart-0/failed-00003.json.
+gloo aborts a rank if its call differs from the calls of its peers. If a rank ends with an error, or because another
+rank has ended, it writes the same kind of record to hang/restart-0/failed-00003.json.
 
-extensions/hang_report.py collects what a rank does, and is loaded when a step hangs.
+extensions/hang_report.py, which is loaded when a step hangs, collects what a rank is doing.
 """
 
 import json
@@ -57,7 +57,7 @@ STOP_WITHIN_S = 15.0
 def meet_processes(place: Place, store: dist.Store, section: Comm) -> dict[int, tuple[int, str]]:
     """Return process id and hostname of the ranks of this host, and of one rank of the next host.
 
-    A rank of the next host is included, because the launcher of that host may be unreachable. `store` is the result of
+    The rank of the next host is included in case the launcher of that host is unreachable. `store` is the result of
     join_job. Raises UserError if a rank does not answer.
     """
     store.set_timeout(timedelta(seconds=section.init_timeout_seconds))
@@ -104,7 +104,7 @@ class HangWatch:
     has_validated: bool = False
     written_in_s: float | None = None  # `began_s` of the step that this rank has reported
     has_failed: bool = False
-    has_warned: bool = False  # whether the log has a warning of long steps
+    has_warned: bool = False  # whether the log has a warning about long steps
     leaving: threading.Event = field(default_factory=threading.Event)
     unwritten: set[str] = field(default_factory=set)  # files for which the log already has an error
 
@@ -125,7 +125,7 @@ class HangWatch:
         self.is_in_step = True
 
     def end(self) -> None:
-        """Note that the step has ended. Validation, saves and logs follow."""
+        """Note that the step has ended. Validation, saves and logging follow."""
         now_s = time.monotonic()
         is_first = self.last_s == 0  # the first step is slower than all others
         self.last_s = now_s - self.began_s
@@ -180,7 +180,7 @@ class HangWatch:
         is_later_step = self.is_in_step and self.last_s > 0
         if is_later_step:
             limit_s = step_limit_s
-        # measure after choosing the limit: if a step begins in between, the measured wait is 0 s
+        # measure after choosing the limit, so that the measured wait is 0 s if a step begins in between
         waited_s = time.monotonic() - self.began_s
         if waited_s > limit_s:
             return True
@@ -200,9 +200,9 @@ class HangWatch:
         return max(2 * self.last_s, SHARE_OF_TIMEOUT * self.section.train_timeout_seconds)
 
     def find_phase(self) -> Phase:
-        """Return the phase of this rank, which decides the effect of a signal.
+        """Return the phase of this rank, which determines the effect of a signal.
 
-        If a rank of this host has ended before the end of the run, write what this rank does.
+        If a rank of this host has ended before the end of the run, write a report of what this rank is doing.
         """
         if self.has_failed:
             return Phase.FAILED
@@ -230,7 +230,7 @@ class HangWatch:
         return self.folder / f"{kind}-{self.place.rank:05}.json"
 
     def write(self, kind: str) -> None:
-        """Write what this rank does: "rank" if a step hangs, "failed" if a rank has ended."""
+        """Write a report of what this rank is doing: "rank" if a step hangs, "failed" if a rank has ended."""
         if self.dump_folder is None:
             return
         load_extension("hang_report").write_report(self, kind)

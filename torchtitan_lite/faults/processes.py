@@ -3,10 +3,10 @@
     run_train.sh       launcher  <-  fork server  <-  ranks
     plain torchrun     torchrun  <-  ranks
 
-`<-` means: asks the kernel to be killed as soon as its parent ends (PR_SET_PDEATHSIG). The kernel does not need the
-process to react, so even ranks that are stopped or hold the GIL end. A fork server does not end with the launcher
-by itself, because the ranks hold its pipe open; it therefore makes the same request (tools/fork_server.py), as do the
-workers of `verify` and `prepare`.
+A process to the right of `<-` asks the kernel to kill it as soon as its parent ends (PR_SET_PDEATHSIG). The process
+does not need to react, so even ranks that are stopped or hold the GIL end. Without this request, a fork server would
+outlive the launcher, because the ranks hold its pipe open (tools/fork_server.py). The workers of `verify` and `prepare`
+make the same request.
 """
 
 import ctypes
@@ -18,13 +18,14 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def end_with_parent(number: int = signal.SIGKILL) -> None:
-    """Ask the kernel to send a signal to this process when its parent ends. Does nothing on systems except Linux."""
+    """Ask the kernel to send a signal to this process when its parent ends. Only Linux supports this; elsewhere, does
+    nothing."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 def read_state(pid: int | str) -> str:
-    """Return the state of a process's main thread: R runs, S sleeps, D waits for a disk, T is stopped, Z has ended.
+    """Return the state of a process's main thread: R running, S sleeping, D waiting for a disk, T stopped, Z ended.
 
     Returns "" if this system shows no processes. The process must be in this PID namespace, and belong to this user.
     """

@@ -7,8 +7,8 @@
     any other run                    checkpoint.initial_load_path, if set
 
 With job.overwrite, the files of the earlier run are already deleted, and its snapshots are ignored. Nothing else is
-renamed or deleted until a state has been loaded. Then damaged newer checkpoints are renamed, and snapshots of other
-runs are deleted. With checkpoint.load_only, nothing is renamed or deleted.
+renamed or deleted until a state has been loaded. After that, damaged newer checkpoints are renamed, and snapshots of
+other runs are deleted. With checkpoint.load_only, nothing is renamed or deleted.
 """
 
 import json
@@ -79,7 +79,7 @@ def quarantine(damaged: list[Path]) -> None:
 
 
 def check_snapshot(run: Run, snapshots: Any, path: Path) -> None:
-    """Print the keys that differ from the run that saved a snapshot, as preflight does for a checkpoint.
+    """Print the keys whose values differ from the run that saved the snapshot, as preflight does for checkpoints.
 
     Raises ConfigError for keys that must not differ, and CheckpointError if the model or the documents differ.
     """
@@ -101,7 +101,7 @@ def restore_run(
 ) -> int:
     """Restore the first state in `found` that all ranks can open. Return its step. Collective over `group`.
 
-    `is_resumed`: this run has saved the states. Raises CheckpointError; the parameters are then undefined.
+    `is_resumed`: whether this run saved the states. Raises CheckpointError; the parameters are then undefined.
     """
     create_optimizer_state(run.optimizer)
     tensors = run.name_tensors()

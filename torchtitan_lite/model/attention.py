@@ -8,8 +8,8 @@
 
 A model with windows or sinks uses extensions/windowed_attention.py in all layers, for both kinds.
 
-To add a kind, add a row in config/choices.py that defines what tokens attend to. If the row is not plain (is_plain),
-it names a file in extensions/ with the code.
+To add a kind, add a row in config/choices.py that defines what tokens attend to. Unless the row is plain (is_plain), it
+also names the file in extensions/ with the code.
 
 Legend: B batch, S sequence, E head dim.
 """
@@ -37,7 +37,7 @@ class InnerAttention(nn.Module):
     """
 
     def __init__(self, model_args: ModelArgs | None = None, layer: int = 0):
-        """Ignore the arguments. A subclass whose layers differ overrides this method and reads the arguments."""
+        """Ignore the arguments. Subclasses whose layers differ from each other override this method to read them."""
         super().__init__()
 
     def plan(self, doc_ids: Tensor | None) -> object:
@@ -57,7 +57,7 @@ class CausalAttention(InnerAttention):
 
 
 def avoids_cudnn(key: Tensor) -> bool:
-    """Return whether cuDNN's attention may be wrong for keys (B, kv heads, S, E) of a rank.
+    """Return whether cuDNN's attention may be wrong for this rank's keys (B, kv heads, S, E).
 
     On B200 GPUs, Qwen2.5 with 2 or 4 key/value heads gave wrong outputs; a Llama with 4 heads of size 64 did not
     (pytorch issue 193893, open in August 2026; the cause is unknown). This function was never run on such a GPU.

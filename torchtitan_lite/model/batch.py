@@ -1,8 +1,9 @@
 """Define a batch: tokens, targets, positions, document ids, and extra fields that only some losses or models read.
 
 The row of a loss in LOSSES (config/choices.py) and the ModelTable of a model list extra fields in `fields`: a name, and
-a function that computes the field from full rows of a batch, before cp splits them. The batches of runs and tools
-contain the extra fields. Each call of a model part receives the extra fields of its microbatch as keyword arguments.
+a function that computes the field from full rows of a batch, before cp splits the rows. All batches contain the extra
+fields, in runs and in tools. Each call of a model part receives the extra fields of its microbatch as keyword
+arguments.
 
 Legend: B sequences, S tokens per sequence.
 """
@@ -32,7 +33,7 @@ class Batch:
     def with_fields(self, fields: "Fields") -> "Batch":
         """Add fields, each computed from this batch.
 
-        Raises UserError if one is not (B, S, ...), or has the name of a field that every batch has.
+        Raises UserError if a field is not (B, S, ...), or has the name of a standard field.
         """
         extra = {name: read(self) for name, read in fields.items()}
         for name, values in extra.items():

@@ -2,12 +2,12 @@
 
 On a CPU, document attention uses an explicit mask (B, 1, queries, keys), which is simple but slow. On CUDA, document
 attention uses compiled flex attention, which reads only blocks of 128 x 128 pairs that contain unmasked pairs. The
-model makes the mask or these blocks once per batch, before the first layer. On CUDA the search for blocks is compiled
-too, so no mask of queries x keys is stored.
+model computes the mask, or the list of blocks, once per batch, before the first layer. On CUDA, the search for blocks
+is compiled too, so no mask of queries x keys is stored.
 
-Queries and keys may be any part of the sequence in any order, because a context-parallel rank has only some queries.
-The CUDA path was never run on a GPU; on a CPU, tests check its blocks, its outputs, and that it compiles without a
-graph break.
+Queries and keys may be any part of the sequence in any order, because under context parallel a rank has only some of
+the queries. The CUDA path was never run on a GPU; on a CPU, tests check its blocks, its outputs, and that it compiles
+without a graph break.
 
 Legend: B batch, S sequence, Q and K queries and keys of one call, E head dim.
 Sources: documents in a batch: Llama 3, arXiv:2407.21783; FlexAttention arXiv:2412.05496.

@@ -4,8 +4,8 @@
     dx = dy @ w        backward      products are summed in fp32, and the result has the dtype of x
     dw = dy.T @ x
 
-A float8 has a mantissa of 2 or 3 bits and a small range. So each tensor is first scaled: its largest value becomes the
-largest float8. The recipe says which values share a scale:
+A float8 has a mantissa of 2 or 3 bits and a small range. Therefore each tensor is first scaled, so that its largest
+value becomes the largest float8. The recipe says which values share a scale:
 
     recipe               one scale for each                           dy     dw
     tensorwise           tensor                                       e5m2   in float8
@@ -15,11 +15,11 @@ largest float8. The recipe says which values share a scale:
 * in extensions/float8_rowwise.py. x and w are always e4m3 (mantissa of 3 bits, up to 448). e5m2 has one bit less, and
 reaches 57,344.
 
-Under TP each rank multiplies its local slices of x and w, and rounds each with its own scale, so no traffic is added.
-(torch's DTensor does not support rowwise scales over gloo, and would all-reduce every maximum.) FSDP gathers the
-weights as in any run; extensions/float8_all_gather.py lets it gather them in float8.
+Under TP, each rank multiplies its local slices of x and w, and rounds each slice with its own scale, so no traffic is
+added. (torch's DTensor does not support rowwise scales over gloo, and would all-reduce every maximum.) FSDP gathers the
+weights in bf16 as usual, or in float8 with extensions/float8_all_gather.py.
 
-Effect: linear layers of the plan become Float8Linear; FQNs, parameters and checkpoints do not change.
+Effect: the linear layers that plan_float8 selects become Float8Linear; FQNs, parameters and checkpoints do not change.
 Legend: M tokens, K in features, N out features. Sources: arXiv:2209.05433; the recipes come from torchao.
 """
 
@@ -35,7 +35,7 @@ from torchtitan_lite.config.schema import Float8
 
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
-LEAST_AMAX = 1e-12  # gives a tensor of zeros a finite scale
+LEAST_AMAX = 1e-12  # so that a tensor of zeros has a finite scale
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Recipe:
     """The recipe "tensorwise": one scale for the whole tensor. Other recipes are subclasses."""
 
     of_gradient: torch.dtype = (
-        E5M2  # dtype of dy, which needs a larger range because the whole tensor shares a scale
+        E5M2  # dtype of dy: a larger range, because the whole tensor shares one scale
     )
     dw_in_float8: bool = True
     by_row: bool = False  # one scale for each row or column that a dot product sums over
@@ -123,7 +123,7 @@ def multiply(
 
 
 class Float8MatmulFunction(torch.autograd.Function):
-    """x (..., K), weight (N, K) -> (..., N). Saves x and the weight for backward, like any linear layer."""
+    """x (..., K), weight (N, K) -> (..., N). Like any linear layer, saves x and the weight for backward."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, recipe: Recipe, emulate: bool) -> Tensor:

@@ -1,17 +1,17 @@
 """Map hidden states to logits, or to the sum of token losses.
 
-The projection and the loss are one module: hidden states and targets go in, the loss comes out. The module never
-stores all logits, but computes the projection and the loss for one chunk of tokens at a time:
+The projection and the loss are one module: hidden states and targets go in, the loss comes out. The module never stores
+all logits: it computes the projection and the loss for one chunk of tokens at a time.
 
     hidden (N, D)   forward, for each chunk                                       saved for backward
     [n tokens]      logits (n, V) -> losses, added to the sum ()
     [n tokens]                    -> gradient of logits (n, V)  -> x weight       rows of grad_hidden (N, D)
     [n tokens]                                                  -> x hidden       added to grad_weight (V, D)
 
-Backward only scales the gradient of a sum of losses, so forward computes this gradient while it has the logits.
-torch's cross entropy would store several tensors of N x V values, 4 GiB each in fp32 for 8,192 tokens of Llama 3. This
-loss stores n x V values, and grad_weight in fp32. loss.py has the formula. With TP, parallel/tensor_parallel.py gives
-the head its shard of the vocabulary.
+Backward only multiplies the gradient of the summed loss by a number, so forward already computes this gradient, while
+it has the logits. torch's cross entropy would store several tensors of N x V values, 4 GiB each in fp32 for 8,192
+tokens of Llama 3. This loss stores n x V values, and grad_weight in fp32. loss.py has the formula. With TP,
+parallel/tensor_parallel.py gives the head its shard of the vocabulary.
 
 Legend: B batch, S sequence, N = B*S tokens, n tokens of a chunk, D model dim, V vocabulary.
 """
@@ -44,9 +44,9 @@ class Head(nn.Linear):
     def forward(self, hidden: Tensor, targets: Tensor | None = None, **fields: Tensor) -> Tensor:
         """hidden (B, S, D) -> logits (B, S, V); with targets (B, S) -> the sum of token losses, () fp32.
 
-        The loss is a sum, because ranks and microbatches have different numbers of counted tokens: a mean of means
-        would weigh tokens unequally. `step.py` divides by the counted tokens of the global batch. `fields`: as in
-        Batch, (B, S, ...) each. Without gradients, the loss is always the cross entropy.
+        The loss is a sum, because ranks and microbatches have different numbers of valid tokens: a mean of means would
+        weight tokens unequally. `step.py` divides by the number of valid tokens in the global batch. `fields`: the
+        extra fields of the batch, (B, S, ...) each. Without gradients, the loss is always the cross entropy.
         """
         weight = self.weight
         if targets is None:
@@ -127,7 +127,7 @@ class ChunkedLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_total: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        # not in place, because a pipeline schedule that splits backward calls this function twice
+        # not in place, because this function runs twice if a pipeline schedule splits backward
         grad_hidden, sums = ctx.saved_tensors
         grad_weight = torch.empty_like(sums, dtype=ctx.weight_dtype)
         torch.mul(sums, grad_total, out=grad_weight)  # one kernel: scales in fp32, then casts

@@ -6,10 +6,10 @@ A formula (training.loss) takes logits (n, V) in fp32, targets (n,) and a Vocabu
         log_total = vocabulary.logsumexp(logits)
         return log_total - vocabulary.target_logit(logits, targets) + 1e-4 * log_total.square()
 
-A formula needs no derivative, because autograd differentiates it, one chunk of tokens at a time (head.py). Under TP a
-rank has V/tp of the logits, so a formula may reduce over the vocabulary only by the methods of Vocabulary. Batch.fields
-arrive as keywords. The default formula, cross entropy, also has a gradient in closed form, which stores a quarter of
-the values.
+A formula needs no derivative, because autograd differentiates it, one chunk of tokens at a time (head.py). Under TP, a
+rank has V/tp of the logits, so a formula may reduce over the vocabulary only with the methods of Vocabulary.
+Batch.fields are passed as keyword arguments. The default formula, cross entropy, also has a gradient in closed form,
+which stores a quarter of the values.
 
 Legend: n tokens of a chunk, V vocabulary, V/tp logits of a rank.
 """
@@ -23,7 +23,7 @@ from torchtitan_lite.config.choices import LOSSES
 from torchtitan_lite.config.extensions import load_extension
 from torchtitan_lite.config.messages import UserError
 
-IGNORE_INDEX = -100  # a target that counts neither in the loss nor in the number of tokens
+IGNORE_INDEX = -100  # a target excluded from the loss and from the number of tokens
 
 Formula = Callable[..., Tensor]
 
@@ -34,7 +34,7 @@ def count_valid_tokens(targets: Tensor) -> Tensor:
 
 
 class Vocabulary:
-    """Differentiable reductions over the vocabulary. TP replaces this class by SplitVocabulary, with one shard per
+    """Differentiable reductions over the vocabulary. TP replaces this class with SplitVocabulary, with one shard per
     rank."""
 
     shard = 0  # index of this rank's shard of the vocabulary, among shards of equal size
@@ -102,7 +102,7 @@ def differentiate_cross_entropy(
     counted = targets[:, None] != IGNORE_INDEX
 
     values = logits.float()
-    of_target = values.gather(1, column)  # (n, 1), as all values per token below
+    of_target = values.gather(1, column)  # (n, 1), like all per-token values below
     of_target = of_target.where(is_here, 0)
     largest = values.amax(1, keepdim=True)
     values.sub_(largest)

@@ -6,8 +6,8 @@
     experts    one grouped matmul over all groups of rows (grouped_mm); groups may have any size: no token is dropped
     output     weighted sum of each token's K rows
 
-The choice of experts adds a bias to the scores; the weights do not contain it. components/expert_balance.py changes the
-bias after each step to balance the load, and counts the routes.
+To choose experts, a bias is added to the scores; the weights of the experts are computed without the bias.
+components/expert_balance.py counts the routes, and changes the bias after each step to balance the load.
 
 Legend: B batch, S sequence, T = B*S tokens, D model dim, F expert hidden dim, E experts, K = top_k, R = T*K.
 Sources: arXiv:1701.06538; Mixtral arXiv:2401.04088; bias arXiv:2408.15664.
@@ -33,7 +33,7 @@ class MoE(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x (B, S, D) -> (B, S, D)."""
         weights, routes, counts, _, _ = self.router(x)
-        # (R,) each. Row r is copy r % K of token r // K; `order` sorts rows by expert
+        # (R,) each. Row r is copy r % K of token r // K, and `order` sorts the rows by expert
         order, place = sort_rows(routes.flatten(), self.router.n_experts)
         top_k = routes.shape[-1]
         rows = PermuteRows.apply(x.flatten(0, 1), order // top_k, place, top_k)

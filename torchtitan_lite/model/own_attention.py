@@ -14,10 +14,10 @@ def list_attentions(part: nn.Module) -> dict[str, InnerAttention]:
 
 
 def explain_own_attention(part: nn.Module, expected: type[InnerAttention]) -> str:
-    """Explain where a model part has custom attention, for example in a fork. Return "" if it has none.
+    """Return a message that says which module has custom attention, for example in a fork; "" if the part has none.
 
-    Attention is custom if the class of an inner attention is not exactly the class that `build_attention` returns, if a
-    module does not call its inner attention, or if a block has no inner attention.
+    Attention is custom if an inner attention is not exactly of the class that `build_attention` returns, if a module
+    does not call its inner attention, or if a block has no inner attention.
     """
     attentions = list_attentions(part)
     for layer in part.layers:
@@ -48,7 +48,7 @@ def reads_child(module: nn.Module, child: str) -> bool:
                 return True
             unread |= names - read
             if names and "super" not in names:
-                break  # overrides all later methods
+                break  # this method overrides the methods of later classes
     return False
 
 

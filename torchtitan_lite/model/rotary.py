@@ -22,8 +22,8 @@ def rotary_frequencies(model_args: ModelArgs, device: torch.device) -> Tensor:
         return frequencies
     if scaling.kind == "linear":
         return frequencies / scaling.factor
-    # Number of full turns of each pair within the original context. Frequencies with many turns are kept, those with
-    # less than about one turn are divided by `factor`, and those in between are interpolated.
+    # Number of full turns of each pair within the original context. A frequency with many turns is kept, a frequency
+    # with less than about one turn is divided by `factor`, and frequencies in between are interpolated.
     turns = scaling.original_length * frequencies / (2 * math.pi)
     low = scaling.low_freq_factor
     keep = ((turns - low) / (scaling.high_freq_factor - low)).clamp(0, 1)
@@ -106,7 +106,7 @@ def split_pairs(x: Tensor) -> tuple[Tensor, Tensor]:
 def split_factors(rotation: Tensor) -> tuple[Tensor, Tensor]:
     """Return the cosines and the sines of rotation (..., E) fp32, each (..., E/2). A pair is read as one word.
 
-    Only for x in bf16: for x in fp32, torch 2.11 failed to compile words.
+    Only for x in bf16: for x in fp32, torch 2.11 failed to compile the words.
     """
     words = rotation.view(torch.int64)
     return words.int().view(torch.float32), (words >> 32).int().view(torch.float32)

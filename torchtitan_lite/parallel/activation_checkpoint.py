@@ -8,15 +8,15 @@
     full        the block's input (B, S, D)           the block: a third more FLOPs
     memory_budget: a compiled block saves at most this fraction of its activations; the compiler chooses which
 
-Activation checkpointing adds no collectives, but recompute repeats the TP collectives whose outputs are not saved. So
-"op" saves the outputs of collectives that reduce. The bound `forward` of each block is replaced in place, so FQNs do
-not change. A pipeline schedule that splits backward would recompute in both halves, which torch and config/settings.py
-refuse.
+Activation checkpointing adds no collectives of its own, but recompute repeats TP collectives whose outputs are not
+saved. Therefore "op" saves the outputs of collectives that reduce. The bound `forward` of each block is replaced in
+place, so FQNs do not change. A pipeline schedule that splits backward would recompute in both halves, which torch and
+config/settings.py refuse.
 
 Selective recompute handles each operator in Python. Without compile, "selective" costs the host more time than all
 collectives of the step: debug_3d trained 1,355 tokens/s with "none" and 800 with "selective" (two x86_64 cores, gloo,
-November 2026). So configs/debug*.toml use "none". On a GPU with a large model, this host time is hidden, because the
-host runs ahead of the kernels.
+November 2026). Therefore configs/debug*.toml use "none". With a large model on a GPU, the host time is hidden, because
+the host runs ahead of the kernels.
 
 Sources: arXiv:1604.06174; selective: arXiv:2205.05198. Effect: less memory; gradients are the same.
 """

@@ -12,20 +12,19 @@ A token attends to all earlier tokens, so late pieces cost more than early piece
 rank, all ranks have equal work. Only attention changes: all other modules process each token separately, the loss is a
 sum over tokens, and FSDP sums the gradients.
 
-Causal attention (ring_attention.py) exchanges keys and values by an all-gather or around a ring. The memory of this
-attention is proportional to 1/n per rank. Causal attention is a separate operator for speed: torch's attention on the
-gathered keys would also compute the masked half, because torch turns `causal_lower_right` into an explicit mask on a
-CPU.
+Causal attention (ring_attention.py) exchanges keys and values by an all-gather or around a ring. Its memory per rank is
+proportional to 1/n. It has its own operator for speed: on a CPU, torch turns `causal_lower_right` into an explicit
+mask, so torch's attention on the gathered keys would also compute the masked half.
 
-Attention with documents, windows or sinks all-gathers and masks keys and values: P(n-1)/n bytes, with
-P = 2*B*K*S*E*2 bytes in bf16, and a reduce-scatter of P in backward. The gathered keys and values are saved for
-backward, unless recompute (any mode except "none") fetches them again.
+Attention with documents, windows or sinks all-gathers keys and values, and applies a mask. It moves P(n-1)/n bytes,
+with P = 2*B*K*S*E*2 bytes in bf16, and as much again in the reduce-scatter of backward. The gathered keys and values
+are saved for backward; with recompute (any mode except "none"), they are gathered again instead.
 
 Legend: B batch, S full sequence over n ranks, D model dim, H query heads, K key/value heads, E head dim.
 Sources: ring arXiv:2310.01889; zig-zag: Llama 3 arXiv:2407.21783; a different balanced order: arXiv:2311.09431.
-Effect: replaces `attention.inner` of each block if it is causal. Any other attention becomes a subclass that gathers
-keys and values first, and computes its mask from `positions`. A fork's attention can also gather: set `under_cp` in its
-row. FQNs do not change.
+Effect: replaces `attention.inner` of each block if it is causal. Any other attention becomes a subclass that first
+gathers keys and values, and computes its mask from `positions`. To let a fork's attention gather too, set `under_cp` in
+its row. FQNs do not change.
 """
 
 from functools import cache
@@ -73,9 +72,9 @@ def apply_context_parallel(
 ) -> None:
     """Let the attention of each block fetch keys and values over cp.
 
-    `attention` is model.attention; `method` is context_parallel_rotate_method. config/settings.py has
-    refused unsupported pairs before launch (`list_cp_methods`). Raises UserError if the model has custom attention,
-    which this function could not change.
+    `attention` is model.attention; `method` is context_parallel_rotate_method. config/settings.py refuses unsupported
+    pairs before launch (`list_cp_methods`). Raises UserError if the model has custom attention, which this function
+    could not change.
     """
     with torch.device("meta"):
         expected = type(build_attention(attention, part.model_args, layer=0))

@@ -81,7 +81,7 @@ def add_tokens(ranks: Ranks, gradient: Tensor) -> Tensor:
 def is_stacked(tensor: Tensor, dim: int) -> bool:
     """Return whether chunks along `dim` are contiguous, as in a batch of one sequence. Such chunks need no copy.
 
-    Returns False in compiled code, which keeps the copies: inductor looks for these copies to rewrite the collective
+    Returns False in compiled code, which needs the copies: inductor recognizes the collective by them and rewrites it
     (parallelism.enable_async_tensor_parallel).
     """
     return dim == 1 and len(tensor) == 1 and not torch.compiler.is_compiling()
@@ -120,7 +120,7 @@ class Gather(torch.autograd.Function):
 
 
 class GatherEqually(torch.autograd.Function):
-    """All-gathers (...) -> (tp, ...). All ranks must use the result in the same way, so that gradients are equal."""
+    """All-gathers (...) -> (tp, ...). All ranks must use the result in the same way, or their gradients differ."""
 
     @staticmethod
     def forward(ctx, own: Tensor, ranks: Ranks) -> Tensor:

@@ -5,8 +5,8 @@
     router (E, D)             all                 all                  Replicate over ep, then FSDP over efsdp
     tokens                    its own             its own              batch rows, cp pieces, tp slices
 
-The experts use a second mesh over the same ranks. A token can go to any rank of an ep group, whatever the coordinates
-of that rank on the first mesh are:
+The experts use a second mesh over the same ranks. A token can go to any rank of an ep group, regardless of that rank's
+coordinates on the first mesh:
 
     everything else    pp, dp_replicate, dp_shard, cp, tp
     experts            pp, dp_replicate, efsdp, ep          efsdp x ep = dp_shard x cp x tp; ep is innermost
@@ -51,7 +51,7 @@ def apply_expert_parallel(part: nn.Module, mesh: DeviceMesh) -> None:
     experts' ranks."""
     ranks = list_ranks(mesh)
     for _, moe in list_moes(part):
-        # The router's gradient covers only this rank's tokens: FSDP all-reduces these partial sums over ep.
+        # The router's gradient covers only this rank's tokens, so FSDP all-reduces the partial sums over ep.
         shard_parameters(moe.router, mesh, {"weight": Replicate()})
         shard_parameters(moe.experts, mesh, dict.fromkeys(("w1", "w2", "w3"), Shard(0)))
         moe.experts.forward = partial(compute_elsewhere, moe.experts, ranks)

@@ -8,8 +8,8 @@
 Traffic per block, P = bytes of its parameters in compute dtype: each all-gather or reduce-scatter moves P(n-1)/n per
 rank. Prefetching hides this time behind the compute of the neighboring block, if the compute takes longer. In forward,
 the host queues the next gather while the device still computes; in backward, torch prefetches one group ahead. More
-prefetching could only help if the host is slower than the device. The ZeRO stage decides which tensors stay sharded
-between the microbatches of a step. With m microbatches, each block communicates this often in a step:
+prefetching would help only if the host is slower than the device. The ZeRO stage determines which tensors stay sharded
+between the microbatches of a step. With m microbatches, each block runs this many collectives per step:
 
     zero_stage   parameters        gradients         all-gathers   reduce-scatters   under PP
     3            sharded           sharded           2m            m                 about m and 1: see below
@@ -20,8 +20,8 @@ The optimizer state is always sharded. Under PP, torch's runtime reduces gradien
 the parameters after each forward, but not after each backward. The head stays gathered from its forward to its
 backward. An embedding is gathered in forward only, unless it is tied to the head. In fp32 with stage 1 under PP, a part
 is a single group (gathers_whole_parts in config/layout.py). If nothing is sharded, stage 1 avoids copying the gradients
-of each microbatch. But at the end of the step, the caching allocator reserves memory for the gradients twice, once per
-stream: 162 GiB instead of 135 for Llama 3.1 8B on one GPU.
+of each microbatch. In return, at the end of the step, the caching allocator reserves memory for the gradients twice,
+once per stream: 162 GiB instead of 135 for Llama 3.1 8B on one GPU.
 
 A 2-D mesh (replicate, shard) adds one all-reduce of the local shard's gradients over `replicate` per block and step
 (HSDP). With a shard dim of size 1, this is plain data parallel (DDP).
@@ -37,7 +37,7 @@ An MoE layer is a separate group, over efsdp (expert_parallel.py), gathered with
 
 Sources: ZeRO arXiv:1910.02054; FSDP arXiv:2304.11277; HSDP: MiCS arXiv:2205.00119.
 Effect: parameters are DTensors over fsdp_mesh (x tp); FQNs do not change. FSDP is applied even if nothing is sharded,
-to get the same mixed precision everywhere. FSDP is skipped only if a stage has a single rank that computes in fp32.
+to get the same mixed precision everywhere. The only exception is a stage with a single rank that computes in fp32.
 """
 
 from collections.abc import Iterator
@@ -65,9 +65,9 @@ from torchtitan_lite.parallel.exchange import add_tokens, list_ranks
 def plan_fsdp_groups(part: nn.Module) -> list[list[nn.Module]]:
     """List the groups of modules that are gathered together, in forward order. The root gathers all others.
 
-    FSDP counts the calls in a group, so the modules of a group must be called equally often. Norm and head do not form
-    a group if the model has additional modules at its ends: such a model may call the head twice, or a module only in
-    training.
+    FSDP counts calls per group, so all modules of a group must be called equally often. If the model has additional
+    modules outside the blocks, norm and head do not form a group, because the model may call the head twice, or call a
+    module only in training.
     """
     blocks = [[block] for block in part.layers.values()]
     first = [part.tok_embeddings]
@@ -106,7 +106,7 @@ def apply_fsdp(
     def shard(group: list[nn.Module], mesh: DeviceMesh = mesh, **options) -> None:
         fully_shard(group, mesh=mesh, **usual | options)
         if mesh.size() > 1:  # with one rank, FSDP would only copy the gradient
-            # Sum without a factor. With gloo, the first call does not have this effect, so the second call is needed.
+            # Sum without a factor. With gloo, the first call alone does not achieve this, so the second call is needed.
             group[0].set_gradient_divide_factor(1.0)
             group[0].set_force_sum_reduction_for_comms(True)
 
@@ -116,8 +116,7 @@ def apply_fsdp(
     if not gathers_whole_parts(layout, section.mixed_precision_param):
         groups = plan_fsdp_groups(part)
     for group in groups:
-        # The head's backward directly follows its forward. If the head were freed in between, it would be gathered
-        # twice in a row.
+        # The head's backward directly follows its forward. Freeing the head in between would gather it twice in a row.
         shard(group, reshard_after_forward=reshard and part.output not in group)
     if [part.tok_embeddings] in groups:  # the backward of an untied embedding reads no weight
         part.tok_embeddings.set_unshard_in_backward(False)
@@ -131,8 +130,8 @@ def gather_plain(part: nn.Module) -> None:
     """Let FSDP gather parameters of tp and ep as plain tensors: this rank's shard, as modules read it.
 
     DTensors would cost the host time for each read, gradient and sum. At rest, the parameters stay DTensors over both
-    meshes. The gradient of a shard is complete, but the gradient of a replicated parameter covers only the tokens of
-    this rank.
+    meshes. The gradient of a sharded parameter is complete, but the gradient of a replicated parameter covers only this
+    rank's tokens.
     """
     for _, group in list_fsdp_groups(part):
         for parameter in group.fsdp_params:
@@ -155,8 +154,8 @@ def list_fsdp_modules(part: nn.Module) -> list[FSDPModule]:
 
 
 def prepare_microbatch(part: nn.Module, *, zero_stage: int, is_last: bool) -> None:
-    """Set which tensors FSDP reshards and reduces in the backward of a microbatch. Under PP, torch's runtime
-    decides."""
+    """Set which tensors FSDP reshards and reduces in the backward pass of a microbatch. Under PP, torch's runtime does
+    so."""
     if not isinstance(part, FSDPModule):
         return  # a single rank: nothing is sharded
     part.set_reshard_after_backward(is_last or zero_stage == 3)
@@ -168,9 +167,9 @@ def prepare_microbatch(part: nn.Module, *, zero_stage: int, is_last: bool) -> No
 def accumulate_weight_gradients(part: nn.Module) -> None:
     """Add the gradients of the last weight half to FSDP's sums, which have the dtype of the reduction (fp32).
 
-    Call this after the weight half of a split backward. FSDP adds gradients to its sums in hooks on the gradients of
-    inputs, which the weight half does not call. Without this function, torch 2.13 would sum in the compute dtype until
-    the next hook. No communication.
+    Call this function after the weight half of a split backward. FSDP adds gradients to its sums in hooks on the
+    gradients of inputs, and the weight half does not call these hooks. Without this function, torch 2.13 would sum in
+    the compute dtype until the next hook. No communication.
     """
     for _, group in list_fsdp_groups(part):
         for parameter in group.fsdp_params:
@@ -178,7 +177,7 @@ def accumulate_weight_gradients(part: nn.Module) -> None:
                 # add the existing sum first, because the next line replaces it
                 parameter.accumulate_unsharded_grad_if_needed()
                 parameter.to_accumulated_grad_if_needed()
-            # torch 2.15 has neither method: there, autograd adds gradients in the dtype of the reduction
+            # torch 2.15 has neither method, because its autograd adds gradients in the dtype of the reduction
 
 
 def list_fsdp_groups(part: nn.Module) -> Iterator[tuple[FSDPModule, Any]]:

@@ -5,8 +5,8 @@
                  rank 0: rows [:H*E/2]     rank 1: rows [H*E/2:]
 
 No communication. The cost: each rank draws every tensor in full, one at a time, so the peak is one full tensor.
-If each rank drew only its shard, the result would be wrong: with equal seeds all shards would be copies of each other,
-and with different seeds the model would depend on the layout.
+Drawing only the local shard would be wrong: with equal seeds, all shards would be copies of each other; with different
+seeds, the model would depend on the layout.
 
 Effect: parts are filled in place.
 """

@@ -86,7 +86,7 @@ def build_schedule(
 
 
 class PatchedStage(PipelineStage):
-    """A PipelineStage that names its actions in traces, skips idle hooks, and fixes three faults of torch 2.13.
+    """A PipelineStage that names its actions in traces, skips idle hooks, and fixes three faults in torch 2.13.
 
     split backward    torch sums weight gradients in the compute dtype (fsdp.py)
     forward only      neighboring stages on one rank (V schedules) pass gradients to each other, although there are none
@@ -98,8 +98,8 @@ class PatchedStage(PipelineStage):
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
-        # Number of microbatches since the start of the run, and at the start of this step. Hang reports compare the
-        # numbers of all stages.
+        # Number of microbatches since the start of the run, and the value of this number at the start of the step. Hang
+        # reports compare these numbers between stages.
         self.n_done = {"F": 0, "B": 0}
         self.n_before = dict(self.n_done)
         self.done_at_s = time.monotonic()
@@ -115,8 +115,8 @@ class PatchedStage(PipelineStage):
     def forward_maybe_with_nosync(self, *args, **kwargs):
         """Run forward. Skip FSDP's hooks if FSDP has already gathered the whole part in this step.
 
-        If FSDP gathers a part as one group, the part stays gathered until the step ends. Further calls of the hooks do
-        nothing, but they took 2.6 % of the CPU time of a step (pp2 x dp2 x tp2, gloo, November 2026). If other code has
+        If FSDP gathers a part as one group, the part stays gathered until the step ends. Calling FSDP's hooks again
+        does nothing, but took 2.6 % of the CPU time of a step (pp2 x dp2 x tp2, gloo, November 2026). If other code has
         added hooks, all hooks run.
         """
         part = self.submod
@@ -155,7 +155,7 @@ class PatchedStage(PipelineStage):
         """Reset the expert loads. torch calls this after it has inferred shapes, before the first microbatch.
 
         In the first step, and in each step after a validation, torch 2.13 infers shapes with a forward and backward
-        pass over uninitialized hidden states. Its routes must not count.
+        pass over uninitialized hidden states. The routes of this pass must not be counted.
         """
         super()._post_metadata_inference_cleanup()
         if self.expert_loads is not None:

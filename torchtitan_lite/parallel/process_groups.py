@@ -8,7 +8,7 @@ A rank that waits longer than its time-out raises an error. During the first ste
 different speeds. In later steps, a peer that is many steps late has hung. On CPUs, sends and receives of a pipeline
 keep gloo's default time-out of 30 minutes, because gloo cannot change the time-out of their group.
 
-Effect: creates the default process group; mesh.py creates the others.
+Effect: creates the default process group; mesh.py creates all other groups.
 """
 
 import os
@@ -50,7 +50,7 @@ def join_job(environment: os._Environ) -> tuple[Place, dist.Store]:
     """Return the position of this process, and a key-value store of all ranks for this start of the job. Collective.
 
     torchrun counts a restart only on the hosts whose own ranks caused it, and a host that joins late counts from 0.
-    Hosts must agree whether the job has restarted, so the largest count decides. The store must be empty after each
+    Hosts must agree on whether the job has restarted, so they use the largest count. The store must be empty after each
     restart (tools/launch.py).
     """
     if "LOCAL_WORLD_SIZE" not in environment:
@@ -70,7 +70,7 @@ def join_job(environment: os._Environ) -> tuple[Place, dist.Store]:
         counts = [f"restarts of host {host}" for host in range(n_hosts)]
         if local_rank == 0:
             store.set(counts[rank // n_local], str(restarts))
-        if rank == 0:  # then the other ranks read a single value, not one per host
+        if rank == 0:  # so the other ranks read a single value, not one per host
             store.set("restarts", str(max(map(int, store.multi_get(counts)))))
         restarts = int(store.get("restarts"))
     # On a single host, torchrun's store survives restarts and still has the addresses of dead ranks. Without a new

@@ -14,12 +14,13 @@
     norm                  SequenceParallel    (D,)         Replicate  (B, S/tp, D)
     output                SplitHead           (V/tp, D)    Shard(0)   loss ()         all-gather of the sequence
 
-torch also has SequenceParallel, PrepareModuleInput, ColwiseParallel and RowwiseParallel. torch's classes compute with
-DTensors, which costs the host time (dtensor.py); the classes here compute with plain tensors.
-"Colwise" splits *output features*; nn.Linear stores (out, in), so that is `Shard(0)`. Rowwise splits input features.
+torch has classes with the same names: SequenceParallel, PrepareModuleInput, ColwiseParallel and RowwiseParallel.
+torch's classes compute with DTensors, which costs host time (dtensor.py); the classes in this file compute with plain
+tensors. "Colwise" splits *output features*; nn.Linear stores (out, in), so that is `Shard(0)`. Rowwise splits input
+features.
 
 Weights are DTensors, so the optimizer and checkpoints see one model. Activations are plain tensors. A module runs its
-own forward, in which FSDP has gathered its local shards as plain tensors. A style only adds what ranks exchange
+own forward on local shards, which FSDP has gathered as plain tensors. A style only adds the exchange between ranks
 (exchange.py).
 
 Traffic per block: 2 all-gathers and 2 reduce-scatters in forward, the same in backward; each moves P(n-1)/n per rank,
@@ -39,7 +40,7 @@ slices (drawn for tp=4, K=2):
 
 Traffic: an all-to-all of keys and one of values between the tp/K ranks of a head, in forward and in backward. Each
 moves P(n-1)/n per rank, P = B*S*E*2 bytes, n = tp/K: for E = 128 and D = 4096, 1/32 of a block's other exchanges.
-Replicated weights would need no exchange in forward. But then either each rank would store K heads, or FSDP, the norm
+Replicated weights would need no exchange in forward, but then either each rank would store K heads, or FSDP, the norm
 and checkpoints would need a second mesh for the ranks of a head.
 
 The loss with a sharded vocabulary, for one chunk of n tokens (all tokens if loss_chunk_tokens = 0):
@@ -117,7 +118,7 @@ def apply_tensor_parallel(part: nn.Module, mesh: DeviceMesh) -> None:
             why = f"the plan for tensor parallel has no style for {fqn}"
             raise UserError(f"{why}: change the kind of its row in the table of the model")
     if is_tied_inside(part):
-        # parallelize_module has made two DTensors with equal placements, one for each of the two modules
+        # parallelize_module has made a separate DTensor, with equal placements, for each of the two modules
         part.output.weight = part.tok_embeddings.weight
 
 
@@ -193,13 +194,14 @@ class RowwiseParallel(LocalStyle):
 
 
 class SequenceParallel(LocalStyle):
-    """For a module that processes each token or head separately, with replicated parameters."""
+    """For modules with replicated parameters that process each token or head separately."""
 
     placements = {"weight": Replicate(), "bias": Replicate()}
 
 
 class GatheredOutput(SequenceParallel):
-    """x (B, S/tp, D) -> (B, S, out), equal on every rank: for a loss that compares it with targets or fields."""
+    """x (B, S/tp, D) -> (B, S, out), equal on every rank: for a loss that compares the output with targets or
+    fields."""
 
     def compute(self, module: nn.Module, ranks: Ranks, x: Tensor) -> Tensor:
         own = super().compute(module, ranks, x)
@@ -221,9 +223,9 @@ class SplitEmbedding(LocalStyle):
 
 
 class SplitHead(PrepareModuleInput):
-    """hidden (B, S/tp, D), targets (B, S) -> the sum of token losses, () fp32. The same on every rank.
+    """hidden (B, S/tp, D), targets (B, S) -> the sum of token losses, () fp32, equal on every rank.
 
-    Each rank uses its rows of the weight, so its gradient of hidden is a partial sum.
+    Each rank uses only its rows of the weight, so the gradient of hidden is a partial sum on each rank.
     """
 
     placements = {"weight": Shard(0)}

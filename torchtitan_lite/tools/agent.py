@@ -4,16 +4,16 @@
     start N     FOLDER/*/attempt_N/LOCAL_RANK/    error.json  status, reason and traceback with which the rank ended
                                                   stderr.log  if LOG_RANK hides it
 
-Our own code does what torchrun does not: it names the rank that failed first on all hosts and shows only its traceback,
-forwards the first signal of several copies, and keeps the exit status of a signal.
+Our own code does what torchrun does not: it names the rank that failed first on all hosts and shows only the traceback
+of that rank, forwards only the first of several copies of a signal, and keeps the exit status of a signal.
 
 The launcher of a host gives N to all its ranks. torchrun's own count ignores failures on other hosts, and hosts that
 join.
 
 If NNODES is a range, torchrun restarts the ranks of all hosts when a host joins, and ends them first by SIGTERM. The
-agent that notices the new host first makes the ranks of all hosts stop after the same step. A rank that stopped without
-receiving SIGTERM waits until its own agent notices the new host too. If such a rank returned at once, the run would end
-on its host.
+agent that notices the new host first makes the ranks of all hosts stop after the same step. If a rank stops without
+having received SIGTERM, it waits until its own agent notices the new host too. If the rank returned at once, the run
+would end on its host.
 """
 
 import importlib
@@ -94,7 +94,7 @@ class Agent(LocalElasticAgent):
     ):
         """`store` is the store of all hosts, or None if there is one host."""
         super().__init__(spec, starts, start_method="forkserver")
-        self.folder = folder  # has the files of all starts
+        self.folder = folder  # contains the files of all starts
         self.signals = signals
         self.store = store
         self.ending: Ending | None = None  # how the last start ended
@@ -204,7 +204,7 @@ def number_host() -> None:
 def explain_failure(rank: int, failure: ProcessFailure, folder: Path, signals: Signals) -> Ending:
     """Return the first cause on this host: an error, or a signal. `rank` is the rank that torchrun reports.
 
-    If several ranks end together, torchrun may report any one of them, so the oldest error.json decides. A rank that
+    If several ranks end together, torchrun may report any one of them, so the oldest error.json is used. A rank that
     was killed, or returned a status, writes no error.json.
     """
     exitcode = failure.exitcode
@@ -223,7 +223,7 @@ def explain_failure(rank: int, failure: ProcessFailure, folder: Path, signals: S
     hidden = own / "stderr.log"
     if exitcode not in (1, -signal.SIGKILL) and hidden.exists():  # 1: train.py has logged why
         details = "\n".join(hidden.read_text(errors="replace").splitlines()[-N_LINES:])
-    # gloo aborts a rank if calls differ. Printing the stacks of running threads may fail while it aborts
+    # gloo aborts a rank if calls differ. Printing the stacks of running threads during the abort may fail
     if exitcode in (-signal.SIGABRT, -signal.SIGSEGV):
         _, text = hang.explain_newest(signals.hangs, "failed")
         details = f"{details}\n{text}".strip()
@@ -285,11 +285,11 @@ def train_rank(args: list[str], folder: Path, spec: RunSpec) -> int:
 
 
 def bind_to_gpu(index: int) -> None:
-    """Bind this process to the CPUs of its GPU's NUMA node. If the host has a single node, this has no effect, because
-    the node has all CPUs.
+    """Bind this process to the CPUs of its GPU's NUMA node. If the host has a single NUMA node, this has no effect,
+    because the node has all CPUs.
 
-    torchrun's own option needs the program numactl. Does nothing if the host does not report these CPUs, or forbids
-    them. Never run on a GPU.
+    torchrun's own option needs the program numactl. Does nothing if the host does not report the CPUs of the node, or
+    does not allow this process to use them. Never run on a GPU.
     """
     gpu = torch.cuda.get_device_properties(index)
     try:

@@ -4,11 +4,11 @@
     bare_loop      a hand-written loop with the same model class; with --layout, data-parallel over the same ranks
     transformers   the same loop with Hugging Face's Llama of the same size; only without --layout
 
-Without --layout, these contenders take turns in one process, on one CPU thread or one GPU. With --layout, the
-contenders run on the CPU, in one process per rank. A ratio is the time of a contender divided by the trainer's time in
-the same round; the median over rounds is printed. On a shared machine speeds drift, but ratios do not. CPU seconds
-(user and system, all threads and ranks) depend even less on other programs. Before the timing starts, trainer and
-bare_loop must compute the same losses.
+Without --layout, the contenders take turns in one process, on one CPU thread or one GPU. With --layout, they run on the
+CPU, in one process per rank. A ratio is the time of a contender divided by the trainer's time in the same round; the
+median over rounds is printed. On a shared machine, speeds drift, but ratios do not. CPU seconds (user and system, all
+threads and ranks) depend even less on other programs. Before the timing starts, trainer and bare_loop must compute the
+same losses.
 """
 
 import gc
@@ -84,7 +84,7 @@ def main(options: Namespace, config: Config = STEP_CONFIG) -> int:
             raise UserError("--layout names a mesh dim twice: give one degree for each")
         n_ranks = math.prod(degrees.values())
         config = share_rows(config, degrees, n_ranks)
-        plan_layout(config, resolve_model(config.model), n_ranks)  # refuse it before ranks start
+        plan_layout(config, resolve_model(config.model), n_ranks)  # refuses a bad layout
         with RankPool() as pool:
             rounds = pool.run(time_contenders, n_ranks, config, options, timeout_s=3600)[0]
     else:
@@ -139,7 +139,8 @@ def time_contenders(
 
 
 def build_contenders(config: Config, device: torch.device) -> dict[str, Callable]:
-    """Build the contenders that can run here. Each runs one step and returns its loss, a scalar on the device."""
+    """Build the contenders that can run on this machine. Each runs one step and returns its loss, a scalar on the
+    device."""
     n_ranks = dist.get_world_size()
     model_args = resolve_model(config.model)
     layout = plan_layout(config, model_args, n_ranks)

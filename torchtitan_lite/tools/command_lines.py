@@ -276,8 +276,8 @@ Only one file is in memory at a time. OUT is complete or does not exist.""",
 Prints the prompt and the generated text to standard output. The text ends at an end token, after --max-new-tokens, or
 when the context is full.
 
-With --chat, the prompt is the message of a user, the chat template in the tokenizer's folder formats it, and only the
-answer is printed. On a terminal without --prompt, --chat starts a conversation.""",
+With --chat, the prompt is a user's message, the chat template in the tokenizer's folder formats it, and only the answer
+is printed. On a terminal without --prompt, --chat starts a conversation.""",
         False,
         (
             SOURCE,

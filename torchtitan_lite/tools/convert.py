@@ -2,8 +2,8 @@
 
     outputs/debug, step-200, ...  ->  OUT/config.json, *.safetensors, tokenizer
 
-The launcher runs this after a run with checkpoint.last_save_in_hf. `train`, `generate` and `eval` can read the folder,
-and so can transformers. Only one file is in memory at a time. OUT is complete or does not exist.
+The launcher runs this tool after a run with checkpoint.last_save_in_hf. `train`, `generate`, `eval` and transformers
+can read the folder. Only one file is in memory at a time. OUT is complete or does not exist.
 """
 
 import argparse

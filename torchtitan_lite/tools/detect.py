@@ -1,4 +1,4 @@
-"""Detect this host's GPUs and memory limit, and the builds of torch that its driver runs. Needs no torch."""
+"""Detect this host's GPUs and memory limit, and which builds of torch its driver supports. Needs no torch."""
 
 import os
 import platform
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torchtitan_lite.config.machine import MIB, Machine
 
-# CUDA version of a build of torch -> oldest driver that runs it. Source: docs.nvidia.com, CUDA compatibility
+# CUDA version of a torch build -> oldest driver that supports it. Source: docs.nvidia.com, CUDA compatibility
 LEAST_DRIVERS = {12: 525, 13: 580}
 # GPUs below compute capability 7.5, which builds for CUDA 13 do not support
 BEFORE_TURING = r"\b(V100\w*|P100|P40|P4|TITAN (V|X|Xp)|GTX (9|10)..)\b"
@@ -38,7 +38,7 @@ def detect_machine() -> Machine:
 def list_gpus(visible: str | None) -> list[tuple[str, int | None, str]]:
     """Return the name, the bytes of memory and the driver of each GPU in CUDA_VISIBLE_DEVICES.
 
-    If this variable is not set, returns all GPUs. The memory is None if it is not reported. Returns no GPU if
+    If the variable is not set, returns all GPUs. The memory is None if nvidia-smi does not report it. Returns no GPU if
     nvidia-smi is missing, fails, or does not know one of the entries.
     """
     if visible == "":
@@ -62,7 +62,7 @@ def list_gpus(visible: str | None) -> list[tuple[str, int | None, str]]:
 def measure_cpu_memory(
     proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
 ) -> int:
-    """Return the bytes that processes on this host may use: its memory, or the lowest cgroup limit.
+    """Return the bytes of memory that processes on this host may use: all of it, or the lowest cgroup limit.
 
     Slurm and Docker set limits on the cgroup of this process or on a parent. Only cgroup version 2 is read.
     """
@@ -71,7 +71,7 @@ def measure_cpu_memory(
     with suppress(OSError):
         inside /= proc.read_text().strip().removeprefix("0::/")
     for folder in (inside, *inside.parents):
-        with suppress(OSError, ValueError):  # no such file, or "max"
+        with suppress(OSError, ValueError):  # the file does not exist, or contains "max"
             limits.append(int((folder / "memory.max").read_text()))
     return min(limits)
 

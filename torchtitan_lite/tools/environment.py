@@ -3,9 +3,9 @@
     if this Python has the packages in pyproject.toml    this Python; missing packages of EXTRA are installed into it
     otherwise                                            .venv/bin/python; .venv is created if it does not exist
 
-run_train.sh and tests/run.sh run this first; `python3 -m torchtitan_lite` calls continue_with_packages(). A Python
-without the packages runs the same command again with .venv's Python, which installs what it lacks. Progress is printed
-to stderr. Exit status: 0, 1 with the reason, or 128 + the number of a signal.
+run_train.sh and tests/run.sh run this program first; `python3 -m torchtitan_lite` calls continue_with_packages(). If a
+Python lacks the packages, it runs the same command again with .venv's Python, which installs missing packages. Progress
+is printed to stderr. Exit status: 0, 1 with the reason, or 128 + the number of a signal.
 """
 
 import fcntl
@@ -56,10 +56,10 @@ def continue_with_packages(extras: list[str] | None = None) -> None:
                 if not VENV.exists():
                     create_venv()
                 os.execv(PYTHON, [PYTHON, *sys.orig_argv[1:]])  # releases the lock
-            # a different process may have installed them in the meantime
+            # another process may have installed the packages in the meantime
             if missing := list_missing(names):
                 install(missing)
-    except OSError as error:  # such as a read-only folder
+    except OSError as error:  # such as for a read-only folder
         remedy = "Delete it, or set PYTHON to a Python that has the packages"
         sys.exit(f"{VENV} cannot be used: {error}. {remedy}.")
 
@@ -90,7 +90,7 @@ def is_met(text: str) -> bool:
         version = versions.Version(metadata.version(requirement.name))
     except ImportError:  # also metadata.PackageNotFoundError
         return False
-    # 2.13.0+cpu and NVIDIA's 2.13.0a0+nv26 count as 2.13.0
+    # treat 2.13.0+cpu and NVIDIA's 2.13.0a0+nv26 as 2.13.0
     return requirement.specifier.contains(version.base_version)
 
 
@@ -99,7 +99,7 @@ def create_venv() -> None:
     command = [sys.executable, "-m", "venv", str(VENV)]
     torch = [text for text in read_requirements("dependencies") if text.startswith("torch>")]
     if any(map(is_met, torch)):
-        # This Python has a torch that fits the machine's GPUs, so .venv uses this Python's packages too.
+        # The torch of this Python fits the machine's GPUs, so .venv uses this Python's packages too.
         command.append("--system-site-packages")
     try:
         run_command(command, "On Debian and Ubuntu: apt install python3-venv")
@@ -134,7 +134,7 @@ def run_command(command: list[str], remedy: str) -> None:
         try:
             status = process.wait()
         except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)  # ends also the processes that pip has started
+            os.killpg(process.pid, signal.SIGKILL)  # also ends the processes that pip has started
             raise
     if status != 0:
         said = f"`{' '.join(command[:4])}` failed, see its last lines above"
@@ -152,5 +152,5 @@ def stop(number: int, frame: object) -> NoReturn:
 if __name__ == "__main__":
     end_with_parent(signal.SIGTERM)  # bash does not forward a signal to a process that it waits for
     continue_with_packages(sys.argv[1:])
-    with suppress(BrokenPipeError):  # bash has ended already
+    with suppress(BrokenPipeError):  # bash has already ended
         os.write(1, f"{sys.executable}\n".encode())

@@ -1,7 +1,7 @@
 """Measure how well a model predicts a text: nats per token, perplexity, bits per byte. Runs on one GPU or the CPU.
 
 The text is cut into windows in the same way as training samples (data/dataset.py). Therefore the loss on the validation
-split of a run's corpus equals the val_loss of that run.
+split of a run's corpus equals the run's val_loss.
 """
 
 import json

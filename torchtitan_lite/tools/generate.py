@@ -30,7 +30,7 @@ from torchtitan_lite.tools.corpora.chat import ChatFormat, read_chat_format
 from torchtitan_lite.tools.kv_cache import CachedModel
 from torchtitan_lite.tools.model_source import ModelSource, SourceError, build_model, open_source
 
-# keys of generation_config.json that are used, or that change no text
+# keys of generation_config.json that are used, or that do not change the text
 FOLLOWED = ("bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "transformers_version")
 
 
@@ -123,7 +123,8 @@ def encode_text(prompt: str, tokenizer: Tokenizer) -> list[int]:
 def encode_conversation(messages: list[dict], chat: ChatFormat) -> list[int]:
     """Return the tokens of a conversation and of the start of an answer. Raises SourceError.
 
-    If the first message contains special tokens, it is taken as a whole conversation that is already formatted.
+    If the first message contains special tokens, the message is treated as a whole conversation that is already
+    formatted.
     """
     tokenizer = chat.tokenizer
     text = messages[-1]["content"]
@@ -177,7 +178,7 @@ def take_tokens(
     show: Callable[[str], object],
     before: Sequence[int] = (),
 ) -> tuple[list[int], str]:
-    """Collect `tokens` until an end token. Return these tokens and their text, which continues the text of the tokens
+    """Collect `tokens` until an end token. Return the tokens and their text, which continues the text of the tokens
     `before`.
 
     Shows characters as soon as they are complete.

@@ -1,4 +1,4 @@
-"""Check that the hosts of a run have enough memory and space for snapshots, and a fitting build of torch.
+"""Check that the hosts of a run have enough memory, enough space for snapshots, and a suitable build of torch.
 
 Only the launcher and `check` load these rules. The lower bound on memory is the size of weights, gradients and
 optimizer state:
@@ -30,9 +30,9 @@ from torchtitan_lite.config.schema import Config, Optimizer
 from torchtitan_lite.dump_folder import LOCAL_FOLDER, find_nearest, name_snapshots
 from torchtitan_lite.tools.detect import OLDER_INDEX, explain_misfit
 
-# share of an 80 GB GPU, `plan`'s default, that this state may use; the rest is for activations
+# fraction of an 80 GB GPU (`plan`'s default) that the training state may use; the rest is for activations
 USUAL_GPU_BYTES = 40 * GIB
-MASTER_BYTES = 4  # a parameter is fp32, and its gradient too
+MASTER_BYTES = 4  # a parameter and its gradient are fp32
 
 
 def check_host(
@@ -80,7 +80,7 @@ def count_moment_bytes(section: Optimizer) -> int:
 
 
 def count_weight_bytes(config: Config) -> int:
-    """Return the bytes per parameter of the weights between steps. Gradients take the same number."""
+    """Return the bytes per parameter of the weights between steps. Gradients take the same number of bytes."""
     return 2 if config.training.dtype == "bfloat16" else MASTER_BYTES
 
 

@@ -1,16 +1,16 @@
 """Let the launchers of several hosts meet before torchrun starts, and agree on the cause if the run fails.
 
-NODE_RANK=0    listens at MASTER_ADDR:MASTER_PORT: a store of torch, which torchrun's rendezvous uses too
-others         connect to it, and compare their settings with its settings, which they read only if a hash differs
+NODE_RANK=0    listens at MASTER_ADDR:MASTER_PORT with one of torch's stores, which torchrun's rendezvous uses too
+others         connect to NODE_RANK=0, and compare hashes of settings; the settings are read only if a hash differs
 NODE_RANK=0    tells every host which hosts have different settings, and the first setting that differs
-all            gloo gets the network interface of this connection
-a host that cannot start, or receives a signal before it has met the others, connects too, to tell them
-at the end     the first host that fails writes why; the others repeat it
+all            let gloo use the network interface of this connection
+a host that cannot start, or receives a signal before it has met the others, connects too, and tells them
+at the end     the first host that fails writes the reason; the others repeat it
 
 With NNODES=2:4, ranks start when two hosts have met, and a host may join later. Therefore only the host with different
 settings is refused. With a fixed number of hosts, all hosts end with the reason and the exit status of the refused
-host. If the other hosts waited instead, Slurm would end them by a signal and report 143, because it reports the largest
-status.
+host. If the other hosts waited instead, Slurm would end them with a signal and report 143, because Slurm reports the
+largest status.
 """
 
 import hashlib
@@ -42,7 +42,7 @@ STORE_TIMEOUT_S = 20
 N_HOSTS = "hosts"
 SIGNAL = "signal"  # key in the store; its value: the first signal that a host has received
 TELL_WITHIN_S = 2.0
-# NODE_RANK=0 has the store, so it waits this long for the other hosts to read it
+# NODE_RANK=0 hosts the store, so it waits this long for the other hosts to read the store
 END_WITHIN_S = 10.0
 
 
@@ -60,8 +60,7 @@ def read_number(name: str, default: int = 0) -> int:
 
 
 def read_hosts() -> tuple[int, int]:
-    """Return the smallest and the largest number of hosts in NNODES. The two numbers differ only if NNODES is a
-    range."""
+    """Return the smallest and the largest number of hosts in NNODES. They differ only if NNODES is a range."""
     numbers = os.environ.get("NNODES") or "1"
     hosts = sorted(map(int, numbers.split(":")))
     return hosts[0], hosts[-1]
@@ -194,7 +193,7 @@ def tell_refusal(error: UserError, signals: Any) -> None:
 def tell_signal(signals: Any) -> Ending:
     """Tell the other hosts about a signal that came before all hosts met. NODE_RANK=0 may not listen yet."""
     if read_hosts()[1] > 1:
-        # MASTER_ADDR cannot be reached or is missing, or this host has opened the store: a thread shares signals then
+        # MASTER_ADDR cannot be reached or is missing, or this host has opened the store, so a thread shares signals
         with suppress(RuntimeError, UserError):
             store = open_store(TELL_WITHIN_S)
             signals.share(store)
@@ -204,7 +203,8 @@ def tell_signal(signals: Any) -> Ending:
 
 
 def list_facts(config: dict[str, object]) -> dict[str, object]:
-    """Return the settings that must be equal on all hosts: launcher variables, config, hashes of our files."""
+    """Return the settings that must be equal on all hosts: launcher variables, the config, hashes of the package's
+    files."""
     facts = {name: os.environ.get(name) for name in ("NNODES", "MAX_RESTARTS")} | config
     for path in sorted(PACKAGE.rglob("*.py")):
         facts[str(path.relative_to(PACKAGE))] = hash_file(path)
@@ -254,7 +254,8 @@ def connect() -> tuple[str, str] | None:
 def end_if_cut_off(timeout_s: float) -> None:
     """End this launcher and its ranks if NODE_RANK=0 cannot be reached for `timeout_s`. Runs in a thread.
 
-    torchrun itself would wait forever, because its time-out needs an answer from the host with the store (torch 2.13).
+    By itself, torchrun would wait forever, because its time-out needs an answer from the host with the store (torch
+    2.13).
     """
     reached_at_s = time.monotonic()
     while time.monotonic() - reached_at_s < timeout_s:
@@ -293,7 +294,7 @@ def claim_cause(store: Any, key: str, own: Ending) -> Ending:
     The returned reason names the host that wrote it. That host shows the details of its ending.
     """
     claimed = ""
-    if own.reason:  # containers can share a hostname
+    if own.reason:  # different containers can have the same hostname
         host = f"{socket.gethostname()}, {name_host()}"
         claimed = json.dumps([own.status, f"{own.reason} (on {host})"])
     first = store.compare_set(key, "", claimed).decode()

@@ -1,4 +1,4 @@
-"""Cache keys and values of attention. Then reading one more token does not recompute the earlier tokens.
+"""Cache keys and values of attention, so that reading one more token does not recompute the earlier tokens.
 
     read([a, b, c])    computes keys and values of a b c      caches a b c .     returns the logits after c
     read([d])          computes keys and values of d only     caches a b c d     returns the logits after d
@@ -22,7 +22,7 @@ from torchtitan_lite.extensions.windowed_attention import attend_with_mask
 from torchtitan_lite.model.attention import InnerAttention, build_attention
 from torchtitan_lite.model.own_attention import explain_own_attention, list_attentions
 
-# cuDNN is left out, because it makes a new plan for each length.
+# cuDNN is left out, because it makes a new plan for each sequence length.
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 MOST_ERROR = 1e-3  # largest allowed error, as a fraction of the largest logit; 1e-6 is usual
@@ -48,7 +48,7 @@ class CachedAttention(InnerAttention):
         """query (1, H, Q, E), key and value (1, K, Q, E) of the tokens being read -> (1, H, Q, E)."""
         key_value = torch.stack((key, value))
         if self.cache is not None:
-            # This copies the cache. Attention reads the whole cache anyway, and no memory is reserved in advance.
+            # This copies the cache, but attention reads the whole cache anyway, and no memory is reserved in advance.
             key_value = torch.cat((self.cache, key_value), dim=3)
         n_queries = query.shape[2]
         n_keys = key_value.shape[3]

@@ -7,12 +7,12 @@ SIGINT, SIGTERM, SIGHUP and SIGQUIT are forwarded to the ranks, which finish a s
 the first signal kills the ranks. With several hosts, a signal to one launcher reaches all launchers through the store
 that they share (hosts.py).
 
-If a rank fails, torchrun ends the other ranks. Each failed rank writes why (agent.py). The launcher prints the
-traceback of the first failed rank. The last line names the rank, the reason, the line of code, and the command that
-resumes from the newest checkpoint. With several hosts, all launchers print this last line.
+If a rank fails, torchrun ends the other ranks. Each failed rank writes the reason to a file (agent.py). The launcher
+prints the traceback of the rank that failed first. The last line names the rank, the reason, the line of code, and the
+command that resumes from the newest checkpoint. With several hosts, all launchers print this last line.
 
-If NNODES is a range such as 2:4, torchrun restarts the ranks on the remaining hosts when one is lost, and on all hosts
-when one joins. Before a host joins, torchrun sends SIGTERM to the ranks, which finish their step and save.
+If NNODES is a range such as 2:4, torchrun restarts the ranks on the remaining hosts when a host is lost, and on all
+hosts when a host joins. Before a host joins, torchrun sends SIGTERM to the ranks, which finish their step and save.
 
 Environment: NGPU (ranks of this host), LOG_RANK (ranks whose output is shown, default 0), MAX_RESTARTS; for several
 hosts NNODES, NODE_RANK (0 on the host that MASTER_ADDR names), MASTER_ADDR, MASTER_PORT (default 29500).
@@ -80,7 +80,7 @@ def main(options: Namespace, work: Callable[[list[str], Path, RunSpec], int] | N
         return ending.status
     except UserError as error:
         tell_refusal(error, signals)
-        handle_signals(signal.SIG_IGN)  # Slurm's signal must not change the status
+        handle_signals(signal.SIG_IGN)  # a signal from Slurm must not change the status
         raise
     except OSError as error:
         print(f"This run cannot start:\n{error}", file=sys.stderr)
@@ -122,7 +122,8 @@ def main(options: Namespace, work: Callable[[list[str], Path, RunSpec], int] | N
 
 
 def record_cause(folder: Path, cause: str) -> None:
-    """Append why a run has failed to the records and the log in its `folder`, unless a different run writes there.
+    """Append the reason for a failure to the records and the log in the run's `folder`, unless another run writes to
+    it.
 
     Rank 0 may have recorded only that it lost its peers, or nothing. The launcher knows which rank failed first.
     """
@@ -156,7 +157,7 @@ def check_run(args: list[str]) -> RunSpec:
     if is_first_host():
         print(spec.finished or describe_spec(spec, n_hosts), file=sys.stderr, flush=True)
     if not spec.finished and prepare_corpora(spec):
-        spec = check(args, machine, n_ranks, n_hosts)  # reads the documents too, now
+        spec = check(args, machine, n_ranks, n_hosts)  # now reads the documents too
     return spec
 
 
@@ -240,7 +241,7 @@ def start_fork_server() -> None:
     tools = "torchtitan_lite.tools"
     multiprocessing.set_forkserver_preload([f"{tools}.fork_server", f"{tools}.train_file"])
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    # Without this line, a warning would follow the reason if this launcher ends immediately.
+    # Without this line, a warning would appear after the reason if this launcher ends immediately.
     sys.warnoptions.append("ignore::UserWarning:multiprocessing.resource_tracker")
     # the resource tracker must start first, because it unblocks the signals
     resource_tracker.ensure_running()

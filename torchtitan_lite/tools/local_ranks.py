@@ -2,8 +2,9 @@
 
 no ranks run        the signal raises KeyboardInterrupt in the launcher
 torch is imported   the signal ends the launcher immediately, because an exception could abort an import of C++ code;
-                    with several hosts, the signal waits until torch is loaded, which sends it to the other hosts
-ranks run           they get the first signal; a later signal kills them, or the first one if a step hangs
+                    with several hosts, the signal waits until torch is loaded, and then reaches the other hosts
+ranks run           the first signal is forwarded to the ranks; a later signal kills them. If a step hangs, the
+                    first signal kills them
 """
 
 import multiprocessing
@@ -45,7 +46,7 @@ class Signals:
         self.started_at_s = time.time()  # the last start of the ranks
 
     def watch_hangs(self, folder: Path) -> None:
-        """From now on, print the hangs that ranks report in `folder`, and kill them if a signal has arrived."""
+        """From now on, print the hangs that ranks report in `folder`, and kill the ranks if a signal has arrived."""
         self.hangs = folder
         watch = (folder, self.report_hang)
         threading.Thread(target=hang.watch, args=watch, name="hangs", daemon=True).start()
@@ -58,7 +59,7 @@ class Signals:
 
     @contextmanager
     def reacting(self, react: Callable[[], None]) -> Iterator[None]:
-        """Context manager: call `react` when a signal arrives, or at once if a signal has arrived."""
+        """Context manager: call `react` when a signal arrives, or immediately if a signal has already arrived."""
         self.react = react
         try:
             if self.received:
@@ -119,7 +120,7 @@ class Signals:
 
     def is_hanging(self) -> bool:
         """Return whether a rank of this start has reported a hang that still lasts."""
-        with suppress(FileNotFoundError):  # the step ended meanwhile
+        with suppress(FileNotFoundError):  # the step has ended in the meantime
             for file in self.hangs.glob("restart-*/rank-*.json"):
                 if file.stat().st_mtime > self.started_at_s:
                     return True

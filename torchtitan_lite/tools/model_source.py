@@ -63,7 +63,8 @@ class ModelSource:
 
 
 def open_source(options: Namespace) -> ModelSource:
-    """Open options.source. Raises SourceError if there is no model, or the error of a bad checkpoint or folder."""
+    """Open options.source. Raises SourceError if there is no model, and other errors if the checkpoint or folder cannot
+    be read."""
     path = options.source
     checkpoint = None
     attention = "causal"
@@ -160,7 +161,7 @@ def build_model(source: ModelSource) -> nn.Module:
     model_args = source.model_args
     dtype = DEFAULT_DTYPES[device.type]
     if why := explain_strides(model_args, str(dtype).removeprefix("torch.")):
-        remedy = "Pad the experts with zeros to such sizes; the results stay the same"
+        remedy = "Pad the experts with zeros to a supported size; this does not change results"
         raise SourceError(f"{source.path}: {why}. {remedy}.")
     with torch.device("meta"):
         model = find_model_class(model_args.name)(model_args, attention=source.attention)

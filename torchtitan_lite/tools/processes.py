@@ -7,12 +7,12 @@ from multiprocessing import forkserver
 WORKER_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "GLOO_SOCKET_IFNAME": "lo",
-    "KINETO_LOG_LEVEL": "99",  # turns off the messages of torch's profiler
+    "KINETO_LOG_LEVEL": "99",  # turns off the profiler's messages
 }
 PRELOADED = [  # the fork server imports these modules once, so the workers need not import them
     "torchtitan_lite.tools.fork_server",
     "torch.distributed",
-    "torchtitan_lite.step",  # the trial of train.py needs this module and the next two
+    "torchtitan_lite.step",  # needed by the trial train.py, like the next two
     "torchtitan_lite.checkpoint.load",
     "torchtitan_lite.tools.verify.train_py",
 ]

@@ -40,7 +40,7 @@ QWEN3_MOE_NAMES = {
     "feed_forward.experts.w2": "mlp.experts.{}.down_proj",
     "feed_forward.experts.w3": "mlp.experts.{}.up_proj",
 }
-# Keys of config.json, with the defaults of transformers 5.23. A test compares the defaults with the classes of
+# Keys of config.json, with the defaults of transformers 5.23. A test compares the defaults with the config classes of
 # transformers.
 POSITIVE_INT = ConfigKey(int, ..., least=1)
 BOOL = ConfigKey(bool, False)
@@ -51,7 +51,7 @@ SHARED = {
     "num_key_value_heads": ConfigKey(int | None, least=1),
     "head_dim": ConfigKey(int, least=1),  # if missing: hidden_size / num_attention_heads
     "rms_norm_eps": ConfigKey(float, 1e-6, least=0),
-    "hidden_act": ConfigKey(str, only=("silu", "swish")),  # two names for the same function
+    "hidden_act": ConfigKey(str, only=("silu", "swish")),  # two names of one function
     "tie_word_embeddings": BOOL,
     "max_position_embeddings": ConfigKey(int, 32768, least=1),
     "rope_theta": ConfigKey(float, 1e4, least=ABOVE_ZERO),
@@ -64,7 +64,7 @@ SHARED = {
 }
 EXPERTS = {
     "num_experts_per_tok": POSITIVE_INT,
-    # If true, transformers adds a balance loss. Here, set training.expert_balance_loss instead
+    # If true, transformers adds a balance loss. This trainer uses training.expert_balance_loss instead
     "output_router_logits": ConfigKey(only=(False,), is_ignored=True),
     "router_aux_loss_coef": IGNORED_KEY,
 }

@@ -2,14 +2,15 @@
 
     tokens -> tok_embeddings -> n_layers x (attention, feed-forward) -> norm -> output -> logits, or the loss
 
-Mixtral is the same model with experts in place of the feed-forward (model/moe.py). Qwen2 adds a bias to queries, keys
-and values, Qwen3 an RMSNorm to each query and key head. table.py lists the modules, and how their weights start.
+Mixtral is the same model with experts in place of the feed-forward network (model/moe.py). Qwen2 adds a bias to
+queries, keys and values. Qwen3 adds an RMSNorm to each query and key head. table.py lists the modules and their initial
+weights.
 
 Legend: B batch, S sequence, D model dim, H query heads, K key/value heads, E head dim, F ffn dim, V vocabulary.
 Sources: Llama 3, arXiv:2407.21783; RoPE 2104.09864; RMSNorm 1910.07467; SwiGLU 2002.05202; GQA 2305.13245;
 QK-norm 2302.05442.
 
-Modules and parameters have the names of Meta's checkpoints (`layers.3.attention.wq.weight`).
+Modules and parameters are named as in Meta's checkpoints (`layers.3.attention.wq.weight`).
 """
 
 import torch.nn.functional as F
@@ -23,14 +24,14 @@ from torchtitan_lite.model.rotary import rotary_angles, rotate
 
 
 class Llama3(nn.Module):
-    """The full model, or a pipeline stage of it: absent children are None, and `layers` has only the stage's layers."""
+    """The full model, or one pipeline stage: absent children are None, and `layers` has only the stage's layers."""
 
     def __init__(self, model_args: ModelArgs, *, attention: str = "causal"):
         """`attention` is a row of ATTENTIONS (config/choices.py)."""
         super().__init__()
         self.model_args = model_args
         self.tok_embeddings = nn.Embedding(model_args.vocab_size, model_args.dim)
-        # A dict keyed by layer number: on a stage with layers 3 and 4, their FQNs still say 3 and 4.
+        # A dict keyed by layer number: on a stage with layers 3 and 4, FQNs contain the numbers 3 and 4.
         self.layers = nn.ModuleDict()
         for layer in range(model_args.n_layers):
             inner = build_attention(attention, model_args, layer)
@@ -75,7 +76,7 @@ class TransformerBlock(nn.Module):
         self.attention = Attention(model_args, inner_attention)
         self.ffn_norm = nn.RMSNorm(model_args.dim, eps=model_args.norm_eps)
         self.feed_forward = FeedForward(model_args.dim, model_args.ffn_dim)
-        # A feed-forward for every token, in addition to its routed experts
+        # A feed-forward network for every token, in addition to the routed experts
         self.shared_experts = None
         if is_moe:
             moe = model_args.moe

@@ -1,11 +1,11 @@
 """Describe the Llama family: Llama 3, 3.1, 3.2, Mixtral, Qwen2, Qwen3. Needs no torch; modules.py has the code.
 
-    FLAVORS       sizes, compared with the model cards by tests
+    FLAVORS       sizes; tests compare them with the model cards
     list_block    the modules of a block, in the order of modules.py
     MODEL         both, and the module with its Hugging Face names
 
-Mixtral has experts in place of the feed-forward, Qwen2 a bias on queries, keys and values, Qwen3 an RMSNorm of each
-query and key head.
+Mixtral has experts in place of the feed-forward network. Qwen2 adds a bias to queries, keys and values. Qwen3 adds an
+RMSNorm to each query and key head.
 """
 
 import math

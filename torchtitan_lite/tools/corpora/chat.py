@@ -13,7 +13,7 @@ additional texts from the template show where a turn begins and ends in the whol
     prompt    the conversation before the answer, and the text that asks for the answer; the turn begins after this text
     answered  the conversation including the answer; the turn ends with the first special token after the answer
 
-A corpus depends only on its input files: a template that asks for today's date gets DATE.
+A corpus must depend only on its input files, so a template that asks for today's date gets DATE.
 """
 
 import sys
@@ -41,7 +41,8 @@ LLAMA_3 = (  # arXiv:2407.21783, and Llama 3's model card
 LLAMA_3_NAMES = set(match_longest(SPECIAL_TOKENS).findall(LLAMA_3))
 SIGN = "\U00100000"  # a text that no template writes
 TEMPLATE_ROLES = ("system", "developer", "user", "assistant", "tool")
-# Arguments of the function that renders a template. If one of them is true, the text does not end with the last answer.
+# Arguments of the function that renders a template. If one of these arguments is true, the text does not end with the
+# last answer.
 OF_ENDS = ("continue_final_message", "add_generation_prompt")
 # Arguments of the same function that are not variables of a template.
 ARGUMENTS = ("conversations", "chat_template", "return_assistant_tokens_mask")
@@ -68,7 +69,7 @@ class ChatFormat:
     name: str  # for the summary
 
     def __post_init__(self) -> None:
-        """Find the form in which the template accepts contents, and the text that the template writes after an answer.
+        """Find the form in which the template accepts message contents, and the text that it writes after an answer.
 
         takes_parts  a content must be [{"type": "text", "text": ...}], as in many templates of models for pictures
         end          the special token after an answer, such as "<|im_end|>", or None
@@ -76,7 +77,7 @@ class ChatFormat:
         """
         self.special = match_longest(self.tokenizer.special)
         _, exchange = read_conversation({"prompt": SIGN, "completion": SIGN})
-        # if the template accepts neither form, the loop ends with False
+        # if the template accepts neither form, takes_parts stays False
         for self.takes_parts in (False, True, False):
             _, sign, after = self.try_write(exchange).rpartition(SIGN)
             if sign:
@@ -123,7 +124,7 @@ class ChatFormat:
             return ""
 
     def render(self, row: dict, *, only_last_turn: bool = False) -> RenderedChat:
-        """Write a conversation, with special tokens as their names. Raises ValueError with the reason."""
+        """Write a conversation, with special tokens spelled by name. Raises ValueError with the reason."""
         for name in OF_ENDS:
             if row.get(name):
                 why = "so the text would not end with the answer. Remove it"
@@ -179,7 +180,7 @@ class ChatFormat:
                     noun = f"messages whose {key}" if number else f"a column {key}, which"
                     unused[f"conversations with {noun} is not used"] = None
                 elif key == "content" and isinstance(value, str) and value.strip() not in text:
-                    unused["conversations with a content that the template shortens or changes"] = (
+                    unused["conversations with content that the template shortens or changes"] = (
                         None
                     )
             if number:
@@ -210,8 +211,8 @@ class ChatFormat:
             )
         head = prompt
         if not whole.startswith(prompt):
-            # Some templates end the prompt with a text, such as <think>, that they do not write before an answer. Find
-            # the beginning of the answer's content instead.
+            # Some templates end the prompt with text, such as <think>, that they do not write in front of a given
+            # answer. For these templates, find the beginning of the answer's content instead.
             signed = [*earlier, {"role": "assistant", "content": SIGN}, *messages[number + 1 :]]
             head, _, _ = self.try_write(row | {"messages": signed}).partition(SIGN)
         answered, end = self.write_up_to(row, number)
@@ -245,8 +246,7 @@ def vary(value: Any) -> Any:
 
 
 def list_varied(value: Any, *, is_deep: bool) -> list[Any]:
-    """Return different values for a field. For a list, the result includes copies of the list that each lack one
-    element.
+    """Return different values for a field. For a list, the result includes copies of the list with one element removed.
 
     If `is_deep`, also return values that differ at the end of a text, or in the name or arguments of one tool call.
     """
@@ -304,7 +304,7 @@ def mark_targets(ends: list[int], turns: list[range]) -> bytearray:
     for turn in turns:
         first = bisect_right(ends, turn.start)
         last = bisect_left(ends, turn.stop)
-        stop = bisect_right(ends, ends[last])  # a character can have several tokens
+        stop = bisect_right(ends, ends[last])  # a character can consist of several tokens
         targets[first:stop] = b"\1" * (stop - first)
     return targets
 
@@ -332,6 +332,6 @@ def read_chat_format(tokenizer: Tokenizer) -> ChatFormat:
         return ChatFormat(tokenizer, theirs, templates, name)
     except Exception as error:  # jinja2 and transformers raise their own errors
         raise PreparationError(
-            f"{tokenizer.path.parent} has no chat template that can be used: {error}. "
-            "Put chat_template.jinja of the model into this folder, or name another --tokenizer"
+            f"{tokenizer.path.parent} has no usable chat template: {error}. "
+            "Put the model's chat_template.jinja into this folder, or name another --tokenizer"
         ) from None

@@ -24,7 +24,7 @@ from torchtitan_lite.files import find_damage
 from torchtitan_lite.tools.corpora.prepare import PrepareSettings, prepare
 from torchtitan_lite.tools.corpora.text_files import PreparationError, find_files, is_text
 
-VALIDATION_SHARE = 0.02  # of a named corpus
+VALIDATION_SHARE = 0.02  # for named corpora
 MANY_BYTES = 2**26  # files above this size are encoded faster by several processes
 
 
@@ -37,7 +37,7 @@ def main(options: argparse.Namespace) -> int:
     except OSError as error:  # for example a full disk
         print(f"The corpus could not be made: {error}", file=sys.stderr)
         return 1
-    with suppress(BrokenPipeError):  # the corpus is complete even if nobody reads the summary
+    with suppress(BrokenPipeError):  # a closed pipe is no error: the corpus is complete
         print(summary)
     return 0
 
@@ -67,7 +67,7 @@ def prepare_dataset(
 ) -> Path:
     """Return the folder of a named corpus, and prepare it if it does not exist.
 
-    If two runs start at the same time, both prepare the corpus, and the one that is complete first is kept. Raises
+    If two runs start at the same time, both prepare the corpus, and the copy that is complete first is kept. Raises
     CorpusError, PreparationError, OSError.
     """
     folder = find_corpus(name, tokenizer, cache_folder, dataset_path)

@@ -6,13 +6,13 @@
                                  targets
     instruction, input, output   Alpaca: the user turn is the instruction, and after an empty line the input, if any
 
-In the last two dialects, a column `history` is a list of earlier [question, answer] pairs. Their answers have targets.
+In the last two dialects, a column `history` is a list of earlier [question, answer] pairs, whose answers have targets.
 In all dialects, a column `system` is the system message. All other columns are variables of the chat template, such as
-`tools` and `documents`. A list of messages, tools, tool calls or history can be JSON text; an empty text means that
-there is none.
+`tools` and `documents`. A list of messages, tools, tool calls or history can be JSON text; an empty text means an empty
+list.
 
-Columns and keys of a message whose value is null are removed first. If a content is a list of texts, they are joined.
-Pictures are refused.
+First, columns and message keys with the value null are removed. If the content of a message is a list of texts, the
+texts are joined. Pictures are refused.
 """
 
 import json
@@ -37,7 +37,7 @@ ROLES = {  # role in published data sets -> role in chat templates. Roles not li
 }
 # "observation" is a tool only in ShareGPT's dialect; GLM's chat templates have a role of this name
 SHAREGPT_ROLES = ROLES | {"observation": "tool"}
-# a message with one of these roles has JSON of one or several calls as its text
+# the text of a message with one of these roles is JSON of one or several calls
 CALL_ROLES = {"function_call", "tool_call"}
 WEIGHTS = ("weight", "loss", "train")  # a message has no targets if one of these keys is 0 or false
 

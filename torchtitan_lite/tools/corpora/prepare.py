@@ -7,9 +7,9 @@ The corpus does not depend on the number of processes, and even a single compres
 document is `BOS text EOS`, without BOS if the tokenizer has none. A conversation is formatted by the chat template.
 Empty documents are left out and counted. A document of white space is not empty.
 
-A hash selects the validation documents. A row is hashed by its text, so equal rows stay together. A file is hashed by
-its path, so a changed file stays in its split. If a split would be empty, it gets the last document. If the input is a
-single text file, no hash is used: the last part of the text is for validation.
+A hash selects the validation documents. A row is hashed by its text, so equal rows land in the same split. A file is
+hashed by its path, so an edited file stays in its split. If a split would be empty, it gets the last document. If the
+input is a single text file, no hash is used, and the last part of the text is for validation.
 """
 
 import hashlib
@@ -59,7 +59,7 @@ UINT16_IDS = 2**16
 class PrepareSettings:
     """Settings for converting rows to documents."""
 
-    assets: str  # folder, file or name of the tokenizer, as load_tokenizer takes it
+    assets: str  # folder, file or name of the tokenizer: an argument of load_tokenizer
     validation_share: float = 0.01  # fraction of the documents that are for validation
     tail: float = 0.0  # for a single text: the fraction at its end that is for validation
     validation: Sequence[Path] = ()  # all documents of these files and folders are for validation
@@ -104,7 +104,7 @@ def prepare(
                 read_texts(files, settings), settings.train_tokenizer, folder / "tokenizer"
             )
             settings = replace(settings, assets=assets)
-        # load the tokenizer here, to report a bad one before any row is encoded
+        # load the tokenizer here, to report a bad tokenizer before any row is encoded
         tokenizer, _ = get_encoder(settings.assets, settings.is_chat)
         documents = map_in_order(
             partial(encode_row, settings), read_rows(files, settings), n_processes

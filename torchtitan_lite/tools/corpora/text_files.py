@@ -77,11 +77,11 @@ class Row:
 def decode(content: bytes, encoding: str) -> str:
     """Decode a text strictly. A byte order mark overrides `encoding`.
 
-    Raises ValueError with the place of a bad byte, LookupError for an unknown encoding.
+    Raises ValueError with the place of a bad byte, and LookupError for an unknown encoding.
     """
     if content.startswith(codecs.BOM_UTF8):
         encoding = "utf-8"
-    # check UTF-32 first: one of its marks begins with a mark of UTF-16
+    # check UTF-32 first, because one of its marks begins with a mark of UTF-16
     if content.startswith(UTF32_MARKS):
         encoding = "utf-32"
     elif content.startswith(UTF16_MARKS):
@@ -209,7 +209,7 @@ def read_file(path: Path, encoding: str, tail: float) -> Iterator[Any]:
     A text file is one row. If `tail` is not 0, this fraction at the end of the text is a second row, if not empty.
     """
     kind = get_kind(path)
-    # gzip and zstd would read a file of 0 bytes as a file without rows
+    # without this check, gzip and zstd would read a file of 0 bytes as a file without rows
     if path.suffix.lower() in OPENERS and path.stat().st_size == 0:
         raise ValueError("it has 0 bytes, as an incomplete download may have")
     with OPENERS.get(path.suffix.lower(), open)(path, "rb") as file:
@@ -242,8 +242,8 @@ def read_file(path: Path, encoding: str, tail: float) -> Iterator[Any]:
 def is_row(line: bytes) -> bool:
     """Return whether the first line of a JSON file is one row. If True, every line of the file is one row.
 
-    A line with invalid JSON counts as a row. A line is not a row if it starts an array or an object over several lines,
-    has several objects, or is UTF-16 or UTF-32.
+    A line with invalid JSON is treated as a row. A line is not a row if it starts an array or an object over several
+    lines, has several objects, or is UTF-16 or UTF-32.
     """
     if line.startswith((*UTF32_MARKS, *UTF16_MARKS)):
         return False

@@ -1,4 +1,4 @@
-"""Inject faults into runs of a config, one fault a run, and print a score card.
+"""Inject faults into runs of a config, one fault per run, and print a score card.
 
     outputs/drill/none-0/                  a run without a fault; every other run must end with the same weights
     outputs/drill/kill-7/                  a run with the fault "kill" and seed 7; its output is in drill.txt
@@ -7,8 +7,8 @@
     found    seconds from the fault until the output names it: a dead rank, a hang, a NaN, unequal copies, damage
     back     seconds from the fault until a restarted run logs a step
 
-torchrun restarts the ranks. The drill does the rest, as an operator would: it starts the run again if torchrun itself
-was killed, and it kills a rank that a hang report names.
+torchrun restarts the ranks. The drill acts as the operator: it starts the run again if torchrun itself was killed, and
+it kills a rank that a hang report names.
 """
 
 import importlib
@@ -91,7 +91,7 @@ class Fault:
     """One row of the score card: a fault and its consequences."""
 
     kind: str  # a key of MESSAGES
-    seed: int  # also chooses the weight and the bit
+    seed: int  # chooses rank, step, weight and bit
     rank: int
     step: int  # counted from the start of the process
     folder: str  # dump folder of the run
@@ -181,7 +181,7 @@ def run_with(fault: Fault, args: list[str]) -> None:
             if process.poll() == -signal.SIGKILL:
                 output.write(b"torchrun was killed\n")
                 process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
-        # ends a launcher that is still running after the deadline; its ranks end with it
+        # ends a launcher that is still running after the deadline; the ranks end with the launcher
         process.kill()
         process.wait()
     read_output(fault)

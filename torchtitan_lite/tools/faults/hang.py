@@ -6,17 +6,17 @@
 
 The report of a rank, or a missing report, shows its state:
 
-    a pending collective, or a wait in the pipeline    it waits for another rank
-    neither                                            it is busy or asleep elsewhere; its stack shows where
+    a pending collective, or a wait in the pipeline    the rank waits for another rank
+    neither                                            the rank is busy or asleep elsewhere; its stack shows where
     no calls                                           unknown: the flight recorder is off
-    no file                                            it is stopped, has ended, or is busy without releasing the GIL;
+    no file                                            the rank is stopped, has ended, or never releases the GIL;
                                                        /proc on its host shows which
 
-The ranks that do not wait block the others. Two kinds of ranks are named before them: a rank whose call differs from
-its own calls at this place in earlier steps, and a rank that has computed a microbatch for a neighboring stage but has
-not sent it.
+The ranks that do not wait block the others. However, two kinds of ranks are named first: a rank whose call differs from
+its own calls at the same place in earlier steps, and a rank that has computed a microbatch for a neighboring stage but
+has not sent it.
 
-If every rank waits, the report names the first of these that it finds; otherwise the cause is unknown:
+If every rank waits, the report names the first match in this list; without a match, the cause is unknown:
 
     1. ranks whose call differs from the calls of their group
     2. ranks that wait between steps while most ranks wait in a step, or the reverse
@@ -115,7 +115,7 @@ def read_files(folder: Path, kind: str = "rank") -> dict[int, dict]:
 def explain(files: dict[int, dict]) -> tuple[list[int], str]:
     """Return the ranks that block the others, ascending, and a paragraph that says where they are stuck.
 
-    The paragraph is empty if there are no files, or if all ranks failed: their errors say why.
+    The paragraph is empty if there are no files, or if all ranks failed, because their errors already give the reason.
     """
     if not files:
         return [], ""
@@ -217,7 +217,7 @@ def find_unsent(files: dict[int, dict]) -> dict[int, str]:
             continue
         sender = files[awaits["rank"]]["pipeline"]
         n_done = sender["done"][str(awaits["stage"])][awaits["kind"]]
-        # if the sender was active until recently, it may have sent the result after `file` was written
+        # if the sender was active recently, it may have sent the result after `file` was written
         if n_done > awaits["n"] and sender["idle_s"] > WAIT_FOR_RANKS_S:
             what = describe_input(awaits)
             found[awaits["rank"]] = f"has computed {what}, but rank {waiter} still waits for it"
@@ -227,7 +227,8 @@ def find_unsent(files: dict[int, dict]) -> dict[int, str]:
 def find_odd_calls(files: dict[int, dict]) -> tuple[list[int], str]:
     """Return the ranks whose pending call differs from the majority of their group, and a text about these calls.
 
-    Calls with the same number are compared. If there is no majority, all ranks that wait in these calls are returned.
+    Compares calls with the same number. If there is no majority, all ranks that wait in calls with this number are
+    returned.
     """
     waiting: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, file in files.items():

@@ -137,12 +137,12 @@ def records_full(fault: Fault, run: Run) -> None:
 
 
 def traces_full(fault: Fault, run: Run) -> None:
-    """Create a file with the name of the folder of traces. Then no trace can be written."""
+    """Create a file in place of the traces folder, so that no trace can be written."""
     Path(fault.folder, run.config.profiling.save_traces_folder).touch()
 
 
 def hangs_full(fault: Fault, run: Run) -> None:
-    """Create a file in place of the folder of hang reports, and hang for a while."""
+    """Create a file in place of the hang reports folder, and hang for a while."""
     Path(fault.folder, HANG).touch()
     time.sleep(HANG_S + 3)
 

@@ -3,7 +3,7 @@
     each rank        times the same matmuls of random numbers; their checksum must be equal on all ranks
     each mesh dim    times the same all-gathers, in all groups of the mesh dim at once
 
-Every rank and group is measured in several rounds. Only its fastest round counts, because other processes of the host
+Every rank and group is measured in several rounds. Only the fastest round is used, because other processes on the host
 may slow a round down. Rank 0 prints the median and the slowest time of both tests, next to the time that `plan` expects
 of this device. A rank or group is reported as slow if its time is far above the median. A rank is reported as wrong if
 its checksum differs from the majority's; if there is no majority, all ranks are reported.
@@ -160,7 +160,7 @@ def judge_machine(
     table = [("", "median", "slowest", "expected", "the slowest")]
     for what in rows[0]:
         limit = matmul_limit if what == "matmul" else link_limit
-        # Count each group once, because all its ranks measure the same link
+        # Use each group once, because all ranks of a group measure the same link
         measured = {row[what].place: row[what] for row in rows}
         usual_s = median_low(each.seconds for each in measured.values())
         slowest = max(measured.values(), key=lambda each: each.seconds)

@@ -1,4 +1,5 @@
-"""Run `lab`: learn distributed training by predicting, writing and repairing. The options are in command_lines.py."""
+"""Run `lab`: learn distributed training by predicting numbers, and by writing and repairing code. Options:
+command_lines.py."""
 
 from argparse import Namespace
 from pathlib import Path

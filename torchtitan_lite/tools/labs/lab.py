@@ -6,8 +6,8 @@
     <!-- judge: verify --config debug --ranks 2 -->
 
 An answer is the part of the tool's output that matches the pattern, so no file contains the answers. A slip describes a
-common mistake by the ratio of the wrong answer to the right one, and gives a hint. A judge is a tool, or a Python file
-of the lab, that ends with status 0 if the work is right.
+common mistake: the ratio of the wrong answer to the right answer, and a hint. A judge is a tool, or a Python file of
+the lab, that exits with status 0 if the work is right.
 """
 
 import os
@@ -66,11 +66,11 @@ class Lab:
     text: str  # without the comments
     questions: dict[str, tuple[str, str]]  # name -> command of a tool, pattern of the answer
     slips: list[tuple[str, str, str]]  # name, ratio of the wrong answer to the right one, hint
-    judge: str  # command that judges the work; empty if there is nothing to write
+    judge: str  # command that judges the code; "" if the lab has no code to write
 
     @property
     def folder(self) -> Path:
-        """The folder of the lab's holes, solution and judge, if it has work."""
+        """The folder with the lab's holes, solution and judge, if the lab has code to write."""
         return LABS / f"lab{self.number}"
 
     def find_hint(self, name: str, ratio: float) -> str:
@@ -121,7 +121,7 @@ def compute_answer(lab: Lab, name: str) -> Answer:
     command, pattern = lab.questions[name]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     tool = [sys.executable, "-m", "torchtitan_lite", *shlex.split(command)]
-    with tempfile.TemporaryDirectory() as empty:  # it has no earlier runs
+    with tempfile.TemporaryDirectory() as empty:  # a folder without earlier runs
         done = subprocess.run(tool, cwd=empty, env=environment, capture_output=True, text=True)
     printed = re.search(pattern, done.stdout, re.MULTILINE)
     if not printed:

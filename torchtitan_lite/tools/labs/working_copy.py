@@ -1,6 +1,6 @@
-"""Make a working copy of the package with a hole or a planted bug. Nothing in the checkout changes.
+"""Make a working copy of the package with missing code or a planted bug. Nothing in the checkout changes.
 
-hole.py of a lab has the functions to plant. A comment above each function names the function that it replaces:
+A lab's hole.py contains the functions to plant. A comment above each function names the function that it replaces:
 
     # torchtitan_lite/parallel/tensor_parallel.py: RowwiseParallel.forward
     def forward(self, x): ...
@@ -28,7 +28,7 @@ OURS = {HOLE, JUDGE, "solution.py", "solution.toml", "__pycache__"}  # not copie
 
 
 def start(lab: Lab, folder: Path) -> None:
-    """Write the working copy of a lab. Raises UserError if the copy exists, or if the lab has no work."""
+    """Write the working copy of a lab. Raises UserError if the copy exists, or if the lab has no code to write."""
     if not lab.judge:
         raise UserError(
             f"lab {lab.number} has nothing to write. Answer its questions: lab {lab.number} answer NAME VALUE."
@@ -64,7 +64,8 @@ def judge_work(lab: Lab, folder: Path) -> int:
 
 
 def replace_functions(folder: Path, source: Path) -> None:
-    """Replace functions in `folder` by those in `source`, where a comment above each names the function to replace."""
+    """Replace functions in `folder` with the functions in `source`. A comment above each one names the function to
+    replace."""
     pieces = PLACE.split(source.read_text(encoding="utf-8"))[1:]
     for file, name, function in zip(pieces[0::3], pieces[1::3], pieces[2::3], strict=True):
         replace_function(folder / file, name, function.strip())

@@ -63,7 +63,7 @@ class Series(NamedTuple):
     runs: list[RecordedRun]
 
     def list_groups(self, field: str) -> list[str]:
-        """Return the fields of the groups in optimizer.groups. For "lr", they are named lr/PATTERN."""
+        """Return the fields of the groups in optimizer.groups, such as "lr/PATTERN" for the field "lr"."""
         names = {}
         for run in self.runs:
             for record in run.records:
@@ -230,7 +230,7 @@ def compare_with_forecast(run: RecordedRun) -> str:
         return f"<p><i>No forecast and no traces. This checkout refuses the config: {escape(run.no_plan)}</i></p>"
     forecast = run.plan.forecast
     times_s = [step_s for _, step_s in run.list_values("step_time_s")]
-    median_s = median(times_s[1:] or times_s)  # the first step is a warm-up
+    median_s = median(times_s[1:] or times_s)  # without the first step, a warm-up
     rows = [
         ["", "measured", f"forecast, {run.plan.cluster.name}"],
         [

@@ -1,7 +1,7 @@
 """Read the files in a run's folder, and summarize the run in words.
 
-Runs of forks can be read too. If the run used a feature of the fork that this checkout lacks, such as an optimizer, the
-page leaves out the parts that depend on it, and says why.
+Runs of forks can be read too. If a run used a feature that this checkout lacks, such as the fork's optimizer, the page
+leaves out the parts that depend on the feature, and says why.
 """
 
 import json
@@ -22,7 +22,7 @@ from torchtitan_lite.tools.plan.remedies import warn_of_bubble
 from torchtitan_lite.tools.plan.timeline import Timeline
 from torchtitan_lite.tools.report.traces import Trace, measure_pipeline, read_traces
 
-SPIKE_RATIO = 3  # a gradient norm is a spike if it is more than this times the median
+SPIKE_RATIO = 3  # a gradient norm above this multiple of the median is a spike
 WARM_UP = 3  # first records, which are not checked for spikes because their norms may be large
 AXES = ("steps", "tokens", "hours")  # horizontal axes of the curves
 

@@ -6,7 +6,7 @@
                  at a time
     waiting      the rest of the step: the host runs Python, or another rank is late
 
-NCCL records the group of each call. gloo does not, so the axis is derived from the caller.
+NCCL records the group of each call. gloo does not, so with gloo the axis is derived from the caller.
 """
 
 import json
@@ -22,7 +22,7 @@ from torchtitan_lite.tools.plan.orders import Action
 from torchtitan_lite.tools.plan.timeline import Event, Timeline
 from torchtitan_lite.tools.plan.transfers import name_axis
 
-MOST_TRACES = 16  # read at most this number of traces, from evenly spaced ranks
+MOST_TRACES = 16  # maximum number of traces to read, from evenly spaced ranks
 IGNORED_EVENTS = ("PythonDispatchMode", "gloo:send")
 # the hooks of FSDP before and after a module
 MODULE = re.compile(r"FSDP::(pre|post)_(forward|backward)(?:_reshard)? \((.+)\)")

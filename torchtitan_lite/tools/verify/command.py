@@ -7,8 +7,8 @@
     bfloat16    two steps, compared with one rank that rounds in the same places
     float8      the same with three steps
 
-The certificate has the verdict, and lists the keys of the given config that are not covered or were replaced. A key
-acts in a trial if a rank observes its effect (witnesses.py).
+The certificate contains the verdict, and lists the keys of the given config that are not covered or were replaced. A
+key acts in a trial if a rank observes its effect (witnesses.py).
 
     covered       a trial ran the given value, and the key acted; or the key is off
     not covered   no trial ran the given value, or the key did not act, or the key is set and has no witness

@@ -1,6 +1,6 @@
-"""Degrees of a mesh for `verify`: those that fit its ranks, and smaller layouts.
+"""Choose mesh degrees for `verify`: degrees that fit its number of ranks, and smaller layouts.
 
-An automatic dp_shard gets the ranks that the other degrees leave, but at least two, because otherwise nothing is
+An automatic dp_shard gets the ranks that the other degrees leave, but at least two, because otherwise nothing would be
 sharded.
 """
 
@@ -26,7 +26,7 @@ AUTOMATIC = -1
 
 
 def find_shard_unit(section: Parallelism) -> int:
-    """Return the smallest dp_shard that ep allows. An automatic dp_shard must be a multiple of it."""
+    """Return the smallest dp_shard that ep allows. An automatic dp_shard must be a multiple of the result."""
     ep = section.expert_parallel_degree
     return ep // gcd(ep, section.context_parallel_degree * section.tensor_parallel_degree)
 
@@ -40,7 +40,7 @@ def count_ranks(section: Parallelism) -> int:
 
 
 def choose_dp_shard(section: Parallelism, max_ranks: int) -> int:
-    """Return dp_shard. An automatic value becomes as many of the remaining ranks as find_shard_unit allows."""
+    """Return dp_shard. An automatic value uses as many of the remaining ranks as find_shard_unit allows."""
     unit = find_shard_unit(section)
     return plan_degrees(section, max_ranks)["dp_shard"] // unit * unit
 

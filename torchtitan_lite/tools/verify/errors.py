@@ -26,7 +26,7 @@ class Seen:
     acted: dict[str, bool | None] = field(default_factory=dict)  # witnesses.Acted
 
     def note(self, measure: str, name: str, error: float) -> None:
-        """Record an error, or LARGEST_ERROR if that is less. If a key has several errors, keep the largest."""
+        """Record an error, at most LARGEST_ERROR. If a key has several errors, keep the largest."""
         key = (self.step, measure, name)
         error = error if error < LARGEST_ERROR else LARGEST_ERROR  # also NaN
         self.errors[key] = max(error, self.errors.get(key, 0.0))
@@ -60,8 +60,8 @@ def relative_error(
     """Return ||own - right|| divided by this slice's share of ||unit||. `right` is the slice of `whole`.
 
     `unit` is `whole` by default. If the share is 0, the result is 0 for own = right, and otherwise infinity. An error
-    of `roundings` fp32 roundings per element counts as 0. If `forgives` is true, the largest errors do not count: two
-    elements, plus 0.1 % of all elements. In bfloat16, one element in ten thousand rounds differently.
+    of up to `roundings` fp32 roundings per element is treated as 0. If `forgives` is true, the largest errors are
+    ignored: two elements, plus 0.1 % of all elements. In bfloat16, one element in ten thousand rounds differently.
     """
     own = local(tensor).double()
     right = cut_local(whole, tensor).double()

@@ -1,7 +1,7 @@
-"""What one rank shows of a step from outside: its result and the events of torch's profile.
+"""Describe a step as seen from outside the trainer: its result, and the events that torch's profiler recorded.
 
-Events in backward are counted separately, because recompute shows as an operator of forward that runs in backward. The
-names of events are operators, collectives of FSDP and compiled regions.
+Events in backward are counted separately, because recompute shows up as an operator of forward that runs in backward.
+Events are named after operators, FSDP's collectives and compiled regions.
 """
 
 import threading

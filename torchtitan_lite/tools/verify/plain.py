@@ -4,8 +4,8 @@
     batch      random tokens; every row masks a different fraction of its targets, and one row masks all of them
     step       cross entropy, backward, clipping as in torch, optimizer and schedule of the run, all on full tensors
 
-The plain loop shares the model file, the initialization and the optimizer with a run on many ranks. Tests compare these
-three with transformers and torch. The plain loop does not use step.py or parallel/.
+The plain loop shares the model file, the initialization and the optimizer with a run on many ranks. Tests compare the
+shared code with transformers and torch. The plain loop does not use step.py or parallel/.
 
 The steps, with their positions in the learning-rate schedule:
 
@@ -61,8 +61,8 @@ STEPS = [  # max_norm in units of the gradient norm; value to write into one gra
 # Scores of experts are tied if the last chosen and the first unchosen expert differ by less: about fifty roundings.
 TIE = 5e-6
 DECIDES = 10.0  # a bias larger than every score
-# Without this factor, the embedding would hide the outputs of layers and the eps of norms. Multiplication by a power
-# of two rounds nothing.
+# Without this factor, the embedding would hide the outputs of layers and the eps of norms. Multiplying by a power of
+# two causes no rounding.
 EMBEDDING_SCALE = 1 / 16
 FIRST_EXPONENT = 13  # positions around 2**13 = 8,192 and the next six powers of two
 N_EXPONENTS = 7
@@ -80,7 +80,7 @@ class PlainStep:
     outputs: dict[str, Tensor]  # of each module, in forward order; for the head, token losses
     shared: set[
         str
-    ]  # keys whose code the plain loop shares with the layout: a loss or an attention of a fork
+    ]  # keys whose code the plain loop shares with the layout: a fork's loss or attention
     ties: dict[int, tuple[Tensor, Tensor]]  # layer -> scores and experts of tokens with tied scores
     loss: float
     gradients: dict[str, Tensor]  # before clipping
@@ -96,7 +96,7 @@ def draw_batch(config: Config, seed: int) -> Batch:
 
     With document attention, documents have two tokens on average in row 0, and eight in the other rows. A row begins
     with small positions. Later positions jump to 8,192, and to each of the next powers of two up to half a million.
-    These jumps reveal code that wraps positions or has a limit for them.
+    The jumps reveal code that wraps or limits positions.
     """
     n_rows = config.training.global_batch_size
     seq_len = config.training.seq_len
@@ -256,9 +256,9 @@ class PlainModel:
         self.outputs[name] = output.detach()
 
     def backward(self, batch: Batch) -> tuple[float, dict[str, Tensor]]:
-        """Return the mean loss over counted tokens, and the gradients.
+        """Return the mean loss over valid tokens, and the gradients.
 
-        torch computes the cross entropy. Other losses are computed by their formula, and a model's own loss by the
+        torch computes the cross entropy. Any other loss is computed by its formula, and a model's own loss by the
         model.
         """
         if self.finds_own_loss(batch.take_rows(range(1))):
@@ -274,7 +274,7 @@ class PlainModel:
         found = torch.autograd.grad(total, self.parameters.values(), allow_unused=True)
         gradients = dict(zip(self.parameters, found, strict=True))
         require_gradients(gradients)
-        # fused kernels of the optimizer need contiguous tensors
+        # the optimizer's fused kernels need contiguous tensors
         return loss.item(), {fqn: own.contiguous() for fqn, own in gradients.items()}
 
     def call(self, batch: Batch, **options: Tensor) -> Tensor:
@@ -293,7 +293,7 @@ class PlainModel:
         return any(own) or len(calls) != 1 or loss is not calls[0]
 
     def compute_loss(self, batch: Batch) -> Tensor:
-        """Return the mean cross entropy, or the mean of the formula, over counted targets, from full logits."""
+        """Return the mean cross entropy, or the mean of the formula, over valid targets, from full logits."""
         logits = self.call(batch)
         exact = logits.double().flatten(0, 1)
         targets = batch.targets.flatten()

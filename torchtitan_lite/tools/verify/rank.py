@@ -53,7 +53,7 @@ from torchtitan_lite.tools.verify.rounding import (
 )
 from torchtitan_lite.tools.verify.witnesses import actions_noted
 
-# Scores that differ by less belong to the same token, or to a token so similar that it makes the same choice (see TIE).
+# Scores that differ by less belong to the same token, or to a token so similar that its choice is the same (see TIE).
 SAME_TOKEN = 1e-6
 
 
@@ -106,7 +106,7 @@ def compare_step(run: build.Run, plain: PlainStep, seen: Seen) -> None:
     seen.compare("counted tokens", "count_global_tokens", n_tokens.item(), n_right.item())
     config = with_value(run.config, "training.max_norm", plain.max_norm)
     if math.isfinite(plain.spoiled_by) and plain.spoiled_by:
-        # A norm is a spike relative to earlier norms, so first fill the window with normal ones.
+        # A norm is a spike relative to earlier norms, so first fill the window with normal norms.
         for _ in range(config.training.spike_window):
             norm = torch.tensor(plain.norm)
             run.spikes.judge(norm)
@@ -194,8 +194,8 @@ def give_weights(run: build.Run, weights: dict[str, Tensor]) -> None:
 def choose_with_ties(router: Router, of_ties: Tensor, routes: Tensor, scores: Tensor) -> Tensor:
     """Replace Router.choose: tokens with tied scores get the experts that the plain loop chose.
 
-    scores (B, S, E) -> routes (B, S, K). The plain loop had N tokens with ties: their scores are `of_ties` (N, E), and
-    their experts are `routes` (N, K).
+    scores (B, S, E) -> routes (B, S, K). In the plain loop, N tokens had ties: `of_ties` (N, E) has their scores, and
+    `routes` (N, K) has their experts.
     """
     chosen = Router.choose(router, scores)
     if len(routes) == 0:

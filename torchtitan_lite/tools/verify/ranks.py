@@ -3,8 +3,8 @@
     parent:  pool.run(function, world_size, *args)   ->   [result of rank 0, result of rank 1, ...]
     worker:  join a fresh gloo group of world_size ranks, call function(rank, world_size, *args), leave the group
 
-For eight ranks, starting processes that import torch takes 10 s, a launch with torchrun 20 s, and a call on a warm pool
-0.1 s. If a worker fails or hangs, all workers are killed, and the next call starts new ones.
+For eight ranks, starting processes that import torch takes 10 s, and a launch with torchrun takes 20 s. A call on a
+warm pool takes 0.1 s. If a worker fails or hangs, all workers are killed, and the next call starts new ones.
 """
 
 import faulthandler
@@ -32,7 +32,7 @@ from torchtitan_lite.tools.processes import WORKER_ENVIRONMENT, start_fork_serve
 # torch's caches keep gloo groups and their threads alive. After dozens of jobs, hundreds of threads would compete for
 # the cores. New workers are cheap, because they are forks of a process that has imported torch.
 JOBS_PER_WORKER = 8
-SECONDS_AFTER_A_FAILURE = 3  # time for the other ranks to finish after one has failed
+SECONDS_AFTER_A_FAILURE = 3  # time for the other ranks to finish after a rank has failed
 
 
 class RankFailure(RuntimeError):
@@ -132,7 +132,7 @@ def serve(rank: int, connection: Connection) -> None:
     """Worker: run jobs until the parent ends. For each job, join a group, call the function and send the result."""
     os.environ.update(WORKER_ENVIRONMENT)
     torch.set_num_threads(1)
-    # DTensor warns that gathering over two dims takes two steps. This does not matter here.
+    # DTensor warns that gathering over two dims takes two steps, but speed does not matter here.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     # Ctrl-C reaches workers too, but the parent handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

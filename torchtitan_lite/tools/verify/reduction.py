@@ -1,4 +1,4 @@
-"""Reduce a real config to laptop size. Keep the relations between sizes that decide which faults a layout shows.
+"""Reduce a real config to laptop size, but keep the relations between sizes on which a layout's faults depend.
 
     degrees         exactly as in the config; if they need too many ranks, an error has the command for a smaller layout
     kept relations  query heads per key/value head; one or several key/value heads per tp rank; which sizes tp x
@@ -199,7 +199,7 @@ def reduce_sizes(config: Config, args: ModelArgs, layout: Layout) -> dict[str, i
         unit = FLOAT8_BLOCK * tp
     dim = n_heads * head_dim
     if args.dim != args.n_heads * args.head_dim:
-        # differs from dim, because then code that confuses dim and n_heads * head_dim fails
+        # differs from dim, so that code that confuses dim with n_heads * head_dim fails
         dim += 16
     dim = round_up(dim, unit)
     split = tp
@@ -254,8 +254,8 @@ def reduce_experts(args: ModelArgs, layout: Layout, dim: int, n_wanted: int) -> 
 def reduce_stages(section: Parallelism, n_layers: int, real: Layout) -> dict[str, object]:
     """Return the keys for layers and stages, with at most two stages per rank if the schedule allows it.
 
-    The first stages and the last stage of the real run are kept. A stage has two layers if its real stage has more
-    layers than the smallest stage, and otherwise one.
+    The first stages and the last stage of the real run are kept. A stage has two layers if the real stage has more
+    layers than the smallest real stage, and otherwise one layer.
     """
     if real.pp == 1:
         return {"model.n_layers": min(2, n_layers), STAGES: None}
@@ -330,7 +330,7 @@ def find_n_microbatches(section: Parallelism, least: int, n_stages: int) -> int:
 
 # ---------------------------------------------------------------- the deep trial
 
-N_LAYERS = 12  # has numbers of two digits, to find code that sorts them as text (10 before 2)
+N_LAYERS = 12  # two digits, to find code that sorts layer numbers as text (10 before 2)
 # tokens per row, doubled with documents of two tokens: token and document indices do not fit in a byte
 N_TOKENS = 280
 N_MICROBATCHES = 12
@@ -344,7 +344,7 @@ def deepen(reduction: Reduction) -> Config:
     real = reduction.real
     args = resolve_model(real.model)
     tp = layout.tp
-    # Without recompute and compiler, which would take most of the time. The wide trial tests them.
+    # Without recompute and compiler, which would take most of the time, and which the wide trial tests.
     keys = {
         STAGES: None,
         FIRST: 1,
@@ -395,7 +395,7 @@ def put_on_one_rank(config: Config, local_batch_size: int) -> Config:
 def choose_other_layout(config: Config, n_ranks: int) -> Config:
     """Return the config on a different mesh of the same ranks, with the same global batch and, if possible, another ep.
 
-    The mesh has tp = 2, and dp_shard over the remaining ranks. If tp = 2 is not possible, dp_shard covers all ranks.
+    The mesh has tp = 2, and dp_shard over the remaining ranks. If tp = 2 is impossible, dp_shard covers all ranks.
     """
     args = resolve_model(config.model)
     asked = {key: get_value(config, key) for key in DEGREES}

@@ -22,7 +22,7 @@ from torchtitan_lite.tools.verify.plain import PlainStep
 
 
 def packing_checked(seen: Seen) -> AbstractContextManager:
-    """Context manager: compare the numbers that ZeRO++ packs with their bound. Then send exact numbers, because
+    """Context manager: compare the numbers that ZeRO++ packs with their bound, then send exact numbers, because
     rounding would hide other errors."""
     pack = Packing.pack
     unpack = Packing.unpack
@@ -36,12 +36,12 @@ def packing_checked(seen: Seen) -> AbstractContextManager:
             for blocks in tensors.split(INT8_BLOCK, -1):
                 block, error = blocks
                 largest = block.amax(-1, keepdim=True)
-                half_scale = largest / 253.9  # half a step of the integers, and a margin
+                half_scale = largest / 253.9  # half of the distance between integers, plus a margin
                 worst = error / (half_scale + 1e-30)
                 seen.note("packing", "zero_plus_plus", worst.max().item())
         sent = rows.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         sent = sent.view(torch.int8)
-        # The rank must not use its own numbers again, because other ranks would have rounded ones.
+        # The rank must not use its own numbers again, because the other ranks received rounded numbers.
         rows.fill_(math.nan)
         return sent
 

@@ -5,8 +5,8 @@
     a second layout             3 4       on the same ranks, with a different ep if possible, from the last checkpoint
 
 train.py is started three times in warm workers. All numbers in metrics.jsonl are compared. The checkpoints after each
-step are compared too, because a loss would not show that a resume has rounded the optimizer state. Faults that also
-occur in one process are not found here. The tests find them.
+step are compared too, because a loss would not show that a resume has rounded the optimizer state. This trial cannot
+find faults that also occur in one process. The tests find such faults.
 """
 
 import gc
@@ -124,7 +124,7 @@ def compare_checkpoints(alone: Config, config: Config, seen: Seen) -> None:
         errors[name] = math.inf
         if name in saved and saved[name][:2] == entry[:2]:  # dtype, shape
             errors[name] = relative_error(own.read(name), right.read(name))
-    # Report the largest error first: a wrong state also makes weights wrong, but by less.
+    # Report the largest error first, because a wrong state also makes weights wrong, but by less.
     for name in sorted(errors, key=errors.get, reverse=True):
         seen.note("saved tensor", name, errors[name])
 
@@ -227,16 +227,17 @@ def process_left_as_it_was() -> Iterator[None]:
 
 
 def make_config(reduction: Reduction, folder: Path) -> Config:
-    """Return the config for train.py. The run has few steps, and an error of the layout changes every logged number."""
+    """Return the config for train.py. The run has few steps, and is such that an error of the layout changes every
+    logged number."""
     real = reduction.real
-    small = leave_out_compiler(reduction.config)  # compiling is slow, and the wide trial tests it
+    small = leave_out_compiler(reduction.config)  # compiling is slow, and tested by the wide trial
     optimizer = real.optimizer
     if optimizer.name != "SGD":
         # Unless eps is as large as gradients, AdamW's first updates depend only on the signs of gradients.
         optimizer = replace(optimizer, lr=0.015, eps=1e-3)
     # train.py refuses groups that match nothing in the small model.
     optimizer = replace(optimizer, groups=list_used(optimizer.groups, resolve_model(small.model)))
-    # The learning rate differs in every step, to find a step too many or too few.
+    # The learning rate differs in every step, to detect an extra or a missing step.
     decay_type = real.lr_scheduler.decay_type
     return override(
         small,

@@ -1,8 +1,8 @@
 """Run one trial: train a reduced config for a few steps on all ranks of its layout, and find the first error above its
 bound.
 
-In bfloat16 and float8, the trial checks that a layout rounds where one rank rounds. One rank runs the same microbatches
-one by one. This rank rounds gradients per microbatch, and adds them in float32.
+In bfloat16 and float8, the trial checks that a layout rounds in the same places as a single rank. The single rank runs
+the same microbatches one by one, rounds the gradients of each microbatch, and adds them in float32.
 
     dp, pp    only change the order of float32 sums, so results may differ from one rank by 1e-5
     tp, cp    also add partial products in bfloat16; errors are measured against the plain loop in float32, and may be
@@ -51,11 +51,11 @@ Noise = dict[Key, float]  # relative changes of the results in one process if it
 SUMS = 1e-5  # bound for sums in a different order
 SAME = 5e-6  # bound for the same numbers, rounded differently
 EXACT = 0.0
-# If the terms of a sum cancel, its relative error is large. So a larger error is also accepted if a different rounding
-# changes the same sum, in one process, by at least a tenth of this error.
+# If the terms of a sum cancel, its relative error is large. Therefore a larger error is also accepted if different
+# rounding in one process changes the same sum by at least a tenth of the error.
 NOISE = 10.0
 N_ROUNDINGS = 5  # random roundings of the weights
-OF_SUMS = ("gradients", "saved tensor")  # measures of such sums
+OF_SUMS = ("gradients", "saved tensor")  # measures of sums whose terms may cancel
 BOUNDS = {  # measure, in the order of a step -> largest error of a correct layout
     "initial weights": EXACT,
     "counted tokens": EXACT,
@@ -97,7 +97,7 @@ class Culprit:
     kind: str
     name: str  # name of a parameter, a module or a function
     text: str
-    dims: tuple[str, ...] = ()  # some correct and wrong ranks differ in only this mesh coordinate
+    dims: tuple[str, ...] = ()  # mesh dims: a wrong rank has a correct neighbor along this dim
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def repeat_steps(
 
 
 def describe_run(trial: Trial, config: Config, steps: list[PlainStep], ranks: list[Seen]) -> Trial:
-    """Return the trial with the config that ran, the keys that acted, and those whose code is shared."""
+    """Return the trial with the config that ran, the keys that acted, and the keys whose code is shared."""
     ran = with_value(config, "training.max_norm", round(steps[0].max_norm, 3))
     acted = merge(rank.acted for rank in ranks)
     return replace(trial, ran=((ran, acted),), shared=tuple(steps[0].shared))
@@ -181,7 +181,7 @@ def judge(
     choose_bound: Callable[[Key], float | None] = lambda key: BOUNDS[key[1]],
     modules: Iterable[str] = (),
 ) -> Trial:
-    """Return for each measure the error closest to its bound, or farthest above it, and the first fault.
+    """For each measure, return the error closest to its bound, or farthest above it, and the first fault.
 
     Faults are sorted by step, measure and name. `modules` gives the order of module names, which is the order of
     forward. All other names stay in the order in which a rank recorded them. `find_noise` is called if a sum seems
@@ -239,8 +239,8 @@ def blame(key: Key, errors: list[tuple[Coordinates, float]], bound: float) -> Cu
 # Bounds have a minimum because errors of one rank may cancel: in its loss, or in the gradient of a scalar, which other
 # layouts round once more (bfloat16: 2**-9)
 PRECISIONS = {"bfloat16": (2, 4e-3, 2**-11), "float8": (3, 1e-2, 2**-6)}
-# With ep, one matmul of an expert has the rows of several ranks, so its weight gradient sums them in a different order.
-# One rank adds the two gradients of a tied matrix in the compute dtype, but stages add them in float32.
+# With ep, one matmul of an expert has the rows of several ranks, so the weight gradient sums the rows in a different
+# order. One rank adds the two gradients of a tied matrix in the compute dtype, but stages add them in float32.
 ROUNDED_OFTEN = 2e-2
 NOT_JUDGED = ("gradient norm", "state", "updates")  # computed from gradients of the plain loop
 
@@ -305,7 +305,7 @@ def round_differently(
 
 @torch.no_grad()
 def measure_noise(config: Config, steps: list[PlainStep], rounding: float = ROUNDING) -> Noise:
-    """Measure how much gradients change if weights are rounded differently. Sums whose terms cancel change much."""
+    """Measure how much gradients change if weights are rounded differently. Sums whose terms cancel change a lot."""
     plain = PlainModel(config)
     generator = torch.Generator().manual_seed(0)
     seen = Seen({})

@@ -4,7 +4,7 @@
     did not act    a trial ran the key's value, but no rank saw an effect
     off            the value turns its feature off, or belongs to a feature that is off
 
-A witness is a function that looks at what a step shows from outside (observed.py). One step of a trial is profiled.
+A witness is a function that inspects a step from outside (observed.py). One step of a trial is profiled.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -170,10 +170,10 @@ def runs_schedule(step: Observed) -> bool | None:
 
 
 def rotates(step: Observed) -> bool | None:
-    """Return whether keys are exchanged by the chosen method. Only the ring uses all-to-alls for them.
+    """Return whether keys are exchanged by the chosen method. Only the ring uses all-to-alls for keys.
 
-    A Scatter of tp also uses one all-to-all, so these are subtracted. With ep > 1, experts use many all-to-alls, so
-    this returns False.
+    Each Scatter of tp also uses one all-to-all, so the all-to-alls of Scatter are subtracted. With ep > 1, experts use
+    many all-to-alls, so the result is False.
     """
     layout = step.run.layout
     is_ring = step.forward["_c10d_functional::all_to_all_single"] > step.forward["Scatter"]
@@ -194,7 +194,8 @@ def recomputes(step: Observed) -> bool | None:
 def compiles(step: Observed) -> bool | None:
     """Return whether the chosen components are compiled.
 
-    A compiled block is an autograd function (CompiledFunction), unless the backend is "eager". A compiled loss is not.
+    A compiled block is an autograd function (CompiledFunction), unless the backend is "eager". A compiled loss is not
+    an autograd function.
     """
     section = step.config.compile
     n_regions = count(step.forward, "Torch-Compiled Region")
@@ -312,8 +313,8 @@ def ask(key: str, step: Observed) -> bool | None:
 def actions_noted(acted: Acted) -> Iterator[None]:
     """Context manager: note in `acted` which keys act in the steps of this rank.
 
-    The second step is profiled, which takes as long as three other steps. The second step also uses values that the
-    first step has computed for it. A trial of one step, the deep one, is not profiled.
+    The second step is profiled: unlike the first step, it uses values that an earlier step computed. A profiled step
+    takes as long as three other steps. The deep trial, which has a single step, is not profiled.
     """
     train_step = stepping.train_step
     n_steps = 0
@@ -334,8 +335,8 @@ def actions_noted(acted: Acted) -> Iterator[None]:
 
 
 def merge(observations: Iterable[Acted]) -> Acted:
-    """Merge the observations of steps and ranks. A key acted if it acted in any of them, and is off if it was off in
-    all of them."""
+    """Merge the observations of steps and ranks. A key acted if it acted in any observation, and is off if it was off
+    in all."""
     merged: Acted = {}
     for acted in observations:
         for key, is_acting in acted.items():
