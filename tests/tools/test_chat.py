@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_tokenizers import SHIPPED, train_bpe, write
+from test_tokenizers import SHIPPED, train_byte_level, write
 from tokenizers import Tokenizer as HuggingFace
 from transformers import AutoTokenizer
 
@@ -120,15 +120,13 @@ TEMPLATES = {
 @pytest.fixture(scope="module")
 def make_folder(tmp_path_factory) -> Callable[..., Path]:
     """Return a function: chat template -> the folder of a tokenizer with this template."""
-    bpe = train_bpe("Qwen")
-    bpe.add_special_tokens(["<|im_start|>"])
 
     def make(template: str | None, *special: str) -> Path:
         """Write the folder. `special`: further special tokens; the first of them is EOS."""
-        more = HuggingFace.from_str(bpe.to_str())
-        more.add_special_tokens([*special])
+        bpe = HuggingFace.from_str(train_byte_level("Qwen"))
+        bpe.add_special_tokens(["<|im_start|>", *special])
         eos = [*special, "<|end_of_text|>"][0]
-        folder = write(tmp_path_factory.mktemp("tokenizer"), more, eos)
+        folder = write(tmp_path_factory.mktemp("tokenizer"), json.loads(bpe.to_str()), eos)
         config = {"eos_token": eos, "tokenizer_class": "PreTrainedTokenizerFast"}
         (folder / "tokenizer_config.json").write_text(
             json.dumps({**config, "chat_template": template})

@@ -9,7 +9,8 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
-from test_tokenizers import train_bpe, write
+from test_tokenizers import train_byte_level, write
+from tokenizers import Tokenizer as HuggingFace
 from transformers import AutoTokenizer
 
 from torchtitan_lite.tools.corpora.prepare import Document, PrepareSettings, encode_row
@@ -243,9 +244,10 @@ an assistant begins after the system
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """Write a tokenizer with TEMPLATE, which normalizes texts to NFC as Qwen's does."""
-    bpe = train_bpe("Qwen")
+    bpe = HuggingFace.from_str(train_byte_level("Qwen"))
     bpe.add_special_tokens(["<|im_start|>"])
-    folder = write(tmp_path_factory.mktemp("tokenizer"), bpe, "<|end_of_text|>")
+    content = json.loads(bpe.to_str())
+    folder = write(tmp_path_factory.mktemp("tokenizer"), content, "<|end_of_text|>")
     config = {"eos_token": "<|end_of_text|>", "tokenizer_class": "PreTrainedTokenizerFast"}
     config["chat_template"] = TEMPLATE
     (folder / "tokenizer_config.json").write_text(json.dumps(config))

@@ -104,7 +104,7 @@ def test_of_a_corpus_the_held_out_documents_count(evaluate, checkpoint, texts, t
 
 
 def test_bits_per_byte_count_the_bytes_of_the_text_itself(evaluate, export, texts, tmp_path):
-    vocabulary = write(tmp_path, make_word_piece(), "</s>")
+    vocabulary = write(tmp_path, make_word_piece())
     found = evaluate(export, "--data", texts, "--tokenizer", vocabulary)
     assert found["bytes"] == sum(len(text.encode()) for text in TEXTS.values())
     bits = found["loss"] * found["tokens"] / math.log(2)

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import write_tensors
-from test_tokenizers import make_word_piece, train_bpe, write
+from test_tokenizers import make_byte_level, make_word_piece, write
+from tokenizers import Tokenizer as HuggingFace
 from torch import Tensor
 
 from torchtitan_lite.__main__ import main
@@ -150,8 +151,9 @@ def test_characters_are_shown_whole_as_soon_as_their_last_byte_is_there(assets):
 
 
 def test_text_after_a_prompt_has_the_spaces_of_the_packages_decoder(tmp_path):
-    oracle = make_word_piece()
-    tokenizer = load_tokenizer(write(tmp_path, oracle, "</s>"))
+    content = make_word_piece()
+    oracle = HuggingFace.from_str(json.dumps(content))
+    tokenizer = load_tokenizer(write(tmp_path, content))
     prompt, more = "Return the", "text of tokenizers"
     before, ids = tokenizer.encode(prompt), tokenizer.encode(more)
     shown = []
@@ -227,9 +229,9 @@ def test_wrong_input_is_refused_before_weights_are_loaded(
     other = save(tmp_path / "step-2", model.state_dict(), attention="of_another_fork")
     without_context = shutil.copytree(export, tmp_path / "llama")
     bare = shutil.copytree(export, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
-    bpe = train_bpe("Qwen")
+    bpe = HuggingFace.from_str(json.dumps(make_byte_level("Qwen")))
     bpe.add_tokens([f"<{number}>" for number in range(2304)])
-    larger = write(tmp_path, bpe, "<|end_of_text|>")
+    larger = write(tmp_path, json.loads(bpe.to_str()), "<|end_of_text|>")
     config = json.loads((export / "config.json").read_text())
     unknown = {"max_position_embeddings": None}
     (without_context / "config.json").write_text(json.dumps(config | unknown))

@@ -203,7 +203,7 @@ def test_the_cause_on_another_host_wins_over_the_signal_on_this_one(monkeypatch,
 def test_a_signal_for_one_host_reaches_all_and_the_next_one_is_a_copy(monkeypatch):
     store = dist.HashStore()
     here, there = [Signals() for _ in range(2)]
-    here.received.append(signal.SIGHUP)
+    here.received.append(int(signal.SIGHUP))  # as Python calls handlers
     here.share(store)
     sent = []
     monkeypatch.setattr(os, "kill", lambda pid, number: sent.append(number))
