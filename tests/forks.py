@@ -202,7 +202,7 @@ FAULT = (
     + "            weight = f * weight + (1 - f) * weight.detach()\n"
 )
 TWICE = FAULT.format("2")
-OF_ONE = FAULT.format("1 - self.forward.args[1].own")
+OF_ONE = FAULT.format("1 - torch.distributed.get_rank()")
 PARAMETER = "self.weight = nn.Parameter(torch.ones(1))"
 BUFFER = "self.register_buffer('weight', torch.ones(1))"
 DROPOUT = ("x * weight", "nn.functional.dropout(x) * weight")

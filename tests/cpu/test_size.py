@@ -23,10 +23,10 @@ DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 # Guides for each part: code tokens, and tokens per code line. A test fails only above guide * MARGIN, because nobody
 # should shorten names to pass.
 GUIDES = {
-    "tests": (132_100, 10.0),
+    "tests": (119_000, 10.0),
     "tools": (82_300, 9.0),
     "extensions": (22_900, 9.0),
-    "core": (60_000, 8.5),
+    "core": (60_100, 8.5),
 }
 MARGIN = 1.05
 MOST_PER_LINE = 13.0  # in a function of MANY_LINES or more

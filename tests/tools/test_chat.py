@@ -158,6 +158,8 @@ def test_ids_are_those_of_transformers_and_targets_the_answers_in_the_text(kind,
     has_marks = "endgeneration" in template
     if talk == "calls" and has_marks:
         pytest.skip("these templates have no tool calls")
+    if talk == "calls" and sys.version_info < (3, 11):
+        pytest.skip("the newest transformers for Python 3.10 writes an empty content as None")
     ids, targets, turns = encode(folder, TALKS[talk])
     oracle = AutoTokenizer.from_pretrained(folder)
     messages = TALKS[talk]["messages"]

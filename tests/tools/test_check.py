@@ -165,6 +165,9 @@ stray | argument
 --model.flavor=debug_moe --parallelism.expert_parallel_degree=4 | parallelism.expert_parallel_degree  # of two ranks
 --model.flavor=debug_moe --parallelism.expert_parallel_degree=16 --training.global_batch_size=-1 | \
     parallelism.expert_parallel_degree | 16  # of eight experts
+--config qwen3_30b_a3b --training.global_batch_size=-1 | parallelism.expert_parallel_degree | 48 H100_ELSEWHERE
+--config qwen3_30b_a3b --training.global_batch_size=-1 --parallelism.data_parallel_replicate_degree=3 | | \
+    48 H100_ELSEWHERE  # as the remedy says
 --model.flavor=debug_moe --checkpoint.enable --checkpoint.last_save_in_hf | checkpoint.last_save_in_hf
 --checkpoint.enable --checkpoint.last_save_in_hf --model.dim=128 --model.n_heads=3 --model.n_kv_heads=3 \
     --model.head_dim=32 | checkpoint.last_save_in_hf  # transformers computes the head dim from dim

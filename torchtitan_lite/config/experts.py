@@ -28,39 +28,38 @@ def find_expert_dim(model_args: ModelArgs, ep: int, n_ranks: int) -> int | None:
 def list_expert_degrees(model_args: ModelArgs, n_ranks: int) -> list[int]:
     """Return the degrees of ep that `n_ranks` ranks of dp_shard x cp x tp allow."""
     largest = gcd(n_ranks, model_args.moe.n_experts)
-    divisors = [ep for ep in range(1, largest + 1) if largest % ep == 0]
-    return [ep for ep in divisors if find_expert_dim(model_args, ep, n_ranks // ep) is not None]
+    degrees = range(1, largest + 1)
+    return [
+        ep
+        for ep in degrees
+        if largest % ep == 0 and find_expert_dim(model_args, ep, n_ranks // ep) is not None
+    ]
 
 
 def check_experts(problems: Problems, layout: Layout) -> None:
     """Check that a layer has experts, and that they can be sharded with these degrees."""
     model_args = problems.model_args
-    n_experts = model_args.moe.n_experts
+    moe = model_args.moe
     n_ranks = layout.fsdp * layout.tp
     if not list_expert_biases(model_args):  # one per layer with experts
         why = "no layer has experts, because of n_first_dense_layers or moe_every"
         problems.refuse("model.n_layers", why, "Use more layers")
-    allowed = list_expert_degrees(model_args, n_ranks)
-    if layout.ep in allowed:
+    if layout.ep in list_expert_degrees(model_args, n_ranks):
         return
     ranks = f"the {n_ranks} ranks of dp_shard x cp x tp"
-    why = f"the degree must divide {ranks} and the {n_experts} experts of a layer"
-    if gcd(n_ranks, n_experts) % layout.ep == 0:
-        experts = f"the {n_experts // layout.ep} experts of an ep rank"
-        sizes = f"{model_args.dim} and {model_args.moe.expert_ffn_dim}"
-        why = f"the {layout.efsdp} ranks of FSDP divide neither {experts} nor both {sizes}"
-    remedy = f"Use one of {', '.join(map(str, allowed))}"
-    if not allowed:
-        remedy = (
-            f"{ranks} allow no degree: use a number of ranks that the sizes of the experts allow"
-        )
-        for n_replicas in range(2, layout.dp_shard + 1):
-            fewer = list_expert_degrees(model_args, n_ranks // n_replicas)
-            if layout.dp_shard % n_replicas == 0 and fewer:
-                key = "parallelism.data_parallel_replicate_degree"
+    why = (
+        f"the degree must divide {ranks} and the {moe.n_experts} experts of a layer. The quotient of ranks must divide "
+        f"the quotient of experts, or both {model_args.dim} and {moe.expert_ffn_dim}"
+    )
+    remedy = f"No degree fits {ranks}: use another number of ranks"
+    for n_replicas in range(1, layout.dp_shard + 1):
+        allowed = list_expert_degrees(model_args, n_ranks // n_replicas)
+        if layout.dp_shard % n_replicas == 0 and allowed:
+            remedy = f"Use one of {', '.join(map(str, allowed))}"
+            if n_replicas > 1:
                 degree = layout.dp_replicate * n_replicas
-                remedy = f"Use {key} = {degree} and here one of {', '.join(map(str, fewer))}"
-                break
+                remedy += f", with parallelism.data_parallel_replicate_degree = {degree}"
+            break
     problems.refuse(EP, why, remedy)
 
 

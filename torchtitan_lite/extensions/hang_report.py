@@ -7,6 +7,7 @@ all ranks, and names the rank that the others wait for.
 """
 
 import json
+import logging
 import re
 import sys
 import threading
@@ -14,6 +15,7 @@ import time
 import traceback
 from bisect import bisect
 from collections import Counter
+from math import ceil
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -29,12 +31,22 @@ from torchtitan_lite.faults.hang_watch import HangWatch
 from torchtitan_lite.faults.processes import read_state
 from torchtitan_lite.parallel.process_groups import HOST_GROUPS
 
+logger = logging.getLogger(__name__)
+
 # Functions of asynchronous_saves.py and checkpoint/save.py: the main thread waits for a thread that saves
 WAITS_FOR_SAVE = re.compile(r"asynchronous_saves\.py:\d+ wait$")
 SAVES = re.compile(r"save\.py:\d+ write$")
 # type of an action in torch's schedules -> forward or backward; I is the first half of a split backward
 KINDS = {"F": "F", "B": "B", "I": "B"}
 TORCH = Path(torch.__file__).parent
+
+
+def warn_of_timeout(step_s: float, timeout_s: int) -> None:
+    """Log a warning that steps are nearly as long as the time-out of collectives."""
+    key = "comm.train_timeout_seconds"
+    why = f"a step took {step_s:.3g} s, and collectives time out after {key} = {timeout_s}"
+    effect = "A slower step may end the run, and a hang may end it without a report"
+    logger.info(f"{why}. {effect}. Set {key} to {ceil(4 * step_s)} or more")
 
 
 def write_report(watch: HangWatch, kind: str) -> None:

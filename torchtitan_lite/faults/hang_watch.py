@@ -30,7 +30,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
-from math import ceil
 from pathlib import Path
 
 import torch.distributed as dist
@@ -75,14 +74,6 @@ def meet_processes(place: Place, store: dist.Store, section: Comm) -> dict[int, 
             f"{why} comm.init_timeout_seconds = {section.init_timeout_seconds}. Check its host, or raise this key"
         ) from None
     return dict(zip(known, map(json.loads, answers), strict=True))
-
-
-def describe_short_timeout(step_s: float, timeout_s: int) -> str:
-    """Return a warning that steps are nearly as long as the time-out of collectives."""
-    key = "comm.train_timeout_seconds"
-    why = f"a step took {step_s:.3g} s, and collectives time out after {key} = {timeout_s}"
-    effect = "A slower step may end the run, and a hang may end it without a report"
-    return f"{why}. {effect}. Set {key} to {ceil(4 * step_s)} or more"
 
 
 @dataclass(eq=False)
@@ -136,7 +127,9 @@ class HangWatch:
             and self.last_s > self.section.train_timeout_seconds / 2
         ):
             self.has_warned = True
-            logger.info(describe_short_timeout(self.last_s, self.section.train_timeout_seconds))
+            load_extension("hang_report").warn_of_timeout(
+                self.last_s, self.section.train_timeout_seconds
+            )
 
     def follow(self, batches: Iterator) -> Iterator:
         """Yield the batches of a validation, and watch each one like a step. The first validation may take longer."""

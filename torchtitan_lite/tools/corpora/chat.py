@@ -16,7 +16,6 @@ additional texts from the template show where a turn begins and ends in the whol
 A corpus must depend only on its input files, so a template that asks for today's date gets DATE.
 """
 
-import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -312,10 +311,6 @@ def mark_targets(ends: list[int], turns: list[range]) -> bytearray:
 def read_chat_format(tokenizer: Tokenizer) -> ChatFormat:
     """Return the chat format in the tokenizer's folder, or the format of Llama 3 if the folder has none. Raises
     UserError."""
-    if sys.version_info < (3, 11):
-        raise PreparationError(
-            "conversations need Python 3.11 or newer, because transformers 5 does: use a newer Python"
-        )
     transformers = import_extra("transformers", "chat")
     templates = transformers.utils.chat_template_utils
     templates.datetime = SimpleNamespace(now=lambda: DATE)
