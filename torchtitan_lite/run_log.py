@@ -125,7 +125,8 @@ class RunMetrics(MetricsWriter):
             "loss": result.loss.item(),
             "grad_norm": grad_norm,
             "grad_norm_max": interval.highest_norm,  # since the last record
-            **list_rates(self.spec.config, step - 1),
+            # the rates that the optimizer used: the schedule is one step ahead
+            **list_rates(self.spec.config, self.run.lr_scheduler.last_epoch - 1),
             # number of tokens that all ranks have read since step 1
             "tokens": step * self.tokens_per_step,
         }
