@@ -266,6 +266,11 @@ def break_gain(name: str, old: str, new: str) -> Fork:
     return add_model(name, GAIN_MODULES.replace(old, new), GAIN_TABLE)
 
 
+def forget_code(key: str, table: str, row: str) -> Fork:
+    """Return the fork of a row of config/choices.py, without its code."""
+    return Fork((f"--{key}=forgotten",), f'config/choices.py | {table} | "forgotten": {row},')
+
+
 def break_value(name: str, old: str, new: str) -> Fork:
     return add_model(name, VALUE_MODULES, VALUE_TABLE.replace(old, new))
 
@@ -280,6 +285,15 @@ BROKEN = {  # fork -> what `verify` says about it
         break_value("value_of_slice", "gathered", "sequence"),
     ),
     "a field of every batch": ("targets", break_value("value_of_targets", "rewards", "targets")),
+    "a loss without code": ("forgotten", forget_code("training.loss", "LOSSES", "LossRow()")),
+    "an optimizer without code": (
+        "forgotten",
+        forget_code("optimizer.name", "OPTIMIZERS", "OptimizerRow(0)"),
+    ),
+    "an attention without code": (
+        "forgotten",
+        forget_code("model.attention", "ATTENTIONS", 'AttentionRow(extension="lion")'),
+    ),
     "a field of rows": ("rewards", break_value("value_of_rows", "tokens %", "tokens[:, 0] %")),
 }
 NEAR_ROW = """

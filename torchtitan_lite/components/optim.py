@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import Optimizer as TorchOptimizer
 
 from torchtitan_lite.config.choices import OPTIMIZERS
-from torchtitan_lite.config.extensions import load_extension
+from torchtitan_lite.config.extensions import find_code, load_extension
 from torchtitan_lite.config.learning_rate import learning_rate_factor
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.schema import LRScheduler, Optimizer, ParameterGroup
@@ -28,8 +28,7 @@ def build_optimizer(
     Parameter groups contain the keys of all optimizers. Each optimizer ignores the keys that it does not use.
     """
     row = OPTIMIZERS[section.name]
-    module = load_extension(row.extension) if row.extension else torch.optim
-    builder = getattr(module, section.name)
+    builder = find_code(row.extension, section.name, "torch.optim")
     # config/features.py allows bfloat16 moments only for fused AdamW
     if section.moments_dtype == "bfloat16":
         builder = load_extension("adamw_bfloat16").AdamWBFloat16

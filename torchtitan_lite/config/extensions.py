@@ -2,6 +2,9 @@
 
 from importlib import import_module
 from types import ModuleType
+from typing import Any
+
+from torchtitan_lite.config.messages import UserError
 
 
 def load_module(name: str) -> ModuleType:
@@ -12,3 +15,18 @@ def load_module(name: str) -> ModuleType:
 def load_extension(name: str) -> ModuleType:
     """Import torchtitan_lite/extensions/NAME.py."""
     return load_module(f"extensions.{name}")
+
+
+def find_code(file: str, name: str, home: str = "torchtitan_lite.extensions") -> Any:
+    """Return the function or class `name` of extensions/FILE.py, or of the module `home` if `file` is "".
+
+    Raises UserError if the row of a fork names code that does not exist.
+    """
+    try:
+        return getattr(load_extension(file) if file else import_module(home), name)
+    except (ImportError, AttributeError) as error:
+        why = f"the row of {name!r} in config/choices.py has no code: {error}"
+        remedy = (
+            "Name a file of extensions/ in `extension`. An attention may set `is_plain` instead"
+        )
+        raise UserError(f"{why}. {remedy}") from error

@@ -21,9 +21,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torchtitan_lite.config.block import has_masks
 from torchtitan_lite.config.choices import ATTENTIONS
-from torchtitan_lite.config.extensions import load_extension, load_module
+from torchtitan_lite.config.extensions import find_code, load_extension, load_module
 from torchtitan_lite.config.machine import SAFE_KV_HEADS
-from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.model_rows import ModelArgs
 
 OTHER_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -69,11 +68,8 @@ def avoids_cudnn(key: Tensor) -> bool:
 def build_attention(attention: str, model_args: ModelArgs, layer: int) -> InnerAttention:
     """Build the attention module of a layer. Raises UserError if a fork's row has no code."""
     row = ATTENTIONS[attention]
-    if row.extension:
-        return getattr(load_extension(row.extension), attention)(model_args, layer)
-    if not row.is_plain:
-        why = f"the row of model.attention = {attention!r} in config/choices.py has no code"
-        raise UserError(f"{why}. Name a file of extensions/ in `extension`, or set `is_plain`")
+    if row.extension or not row.is_plain:
+        return find_code(row.extension, attention)(model_args, layer)
     if has_masks(attention, model_args):
         windowed = load_extension("windowed_attention")
         return windowed.WindowedAttention(attention, model_args, layer)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_lite.config.choices import LOSSES
-from torchtitan_lite.config.extensions import load_extension
+from torchtitan_lite.config.extensions import find_code
 from torchtitan_lite.config.messages import UserError
 
 IGNORE_INDEX = -100  # a target excluded from the loss and from the number of tokens
@@ -72,8 +72,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, vocabulary: Vocabulary) -> Te
 
 def find_formula(name: str) -> Formula:
     """Return the formula of a row of LOSSES in config/choices.py."""
-    extension = LOSSES[name].extension
-    return getattr(load_extension(extension), name) if extension else cross_entropy
+    return find_code(LOSSES[name].extension, name, __name__)
 
 
 def differentiate_formula(
