@@ -316,6 +316,9 @@ NOTED = f"""
 --validation.seq_len=64 | validation.seq_len = 64 has no effect
 --quantize.linear.float8.emulate | emulate has no effect while model.converters = []
 --config own.toml --validation.freq=3 --validation.steps=2 | validation.freq, validation.steps has no effect
+--optimizer.name=SGD --optimizer.beta2=0.9 | optimizer.beta2 has no effect while optimizer.name = 'SGD'
+--activation_checkpoint.memory_budget=0.2 | activation_checkpoint.memory_budget has no effect
+--{P}zero_stage=1 --{P}fsdp_reshard_after_forward=always | {P}fsdp_reshard_after_forward has no effect
 --training.steps=5 --training.steps=6 | training.steps is given twice: '6' replaces '5'
 --training.steps=200_000 | 57 epochs of 3.6M tokens
 --config own.toml --training.steps=7 | time    roughly 0:

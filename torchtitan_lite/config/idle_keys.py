@@ -3,34 +3,56 @@
 from torchtitan_lite.config.reader import KEYS, UserConfig
 from torchtitan_lite.config.schema import Config, get_value
 
-FEATURES = {  # a feature is off if this key has its default value -> first letters of the keys that then have no effect
-    "checkpoint.enable": (
-        "checkpoint.async_mode",
-        "checkpoint.enable_first",
-        "checkpoint.export_dtype",
-        "checkpoint.interval",
-        "checkpoint.keep_latest_k",
-        "checkpoint.last_save",
+# a switch, its values that turn a feature off, and prefixes of the keys that then have no effect
+FEATURES = (
+    (
+        "checkpoint.enable",
+        (False,),
+        (
+            "checkpoint.async_mode",
+            "checkpoint.enable_first",
+            "checkpoint.export_dtype",
+            "checkpoint.interval",
+            "checkpoint.keep_latest_k",
+            "checkpoint.last_save",
+        ),
     ),
-    "checkpoint.local_folder": ("checkpoint.local_interval",),
-    "compile.enable": ("compile.",),
-    "debug.deterministic": ("debug.deterministic_warn_only",),
-    "model.converters": ("quantize.",),
-    "parallelism.context_parallel_degree": ("parallelism.context_parallel_",),
-    "parallelism.pipeline_parallel_degree": ("parallelism.pipeline_parallel_",),
-    "parallelism.zero_plus_plus": ("parallelism.zero_plus_plus_",),
-    "profiling.enable_profiling": ("profiling.profile", "profiling.save_traces_folder"),
-    "training.skip_spikes": ("training.spike_window",),
-    "validation.enable": ("validation.",),
-}
+    ("checkpoint.local_folder", ("",), ("checkpoint.local_interval",)),
+    ("compile.enable", (False,), ("compile.",)),
+    ("debug.deterministic", (False,), ("debug.deterministic_warn_only",)),
+    ("model.converters", ([],), ("quantize.",)),
+    ("parallelism.context_parallel_degree", (1,), ("parallelism.context_parallel_",)),
+    ("parallelism.pipeline_parallel_degree", (1,), ("parallelism.pipeline_parallel_",)),
+    ("parallelism.zero_plus_plus", ([],), ("parallelism.zero_plus_plus_",)),
+    ("parallelism.zero_stage", (1, 2, 3), ("parallelism.fsdp_reshard_after_forward",)),
+    (
+        "profiling.enable_profiling",
+        (False,),
+        ("profiling.profile", "profiling.save_traces_folder"),
+    ),
+    ("training.skip_spikes", (0.0,), ("training.spike_window",)),
+    ("validation.enable", (False,), ("validation.",)),
+    (
+        "activation_checkpoint.mode",
+        ("none", "full", "selective"),
+        ("activation_checkpoint.memory_budget",),
+    ),
+    (
+        "activation_checkpoint.mode",
+        ("none", "full", "memory_budget"),
+        ("activation_checkpoint.selective_ac_option",),
+    ),
+    ("optimizer.name", ("SGD",), ("optimizer.beta", "optimizer.eps")),
+    ("lr_scheduler.decay_ratio", (0.0,), ("lr_scheduler.decay_type",)),
+)
 
 
 def describe_idle_keys(given: UserConfig) -> list[str]:
     """Return a notice for each feature that is off, with the keys of the feature that the user set."""
     notices = []
-    for switch, prefixes in FEATURES.items():
+    for switch, off_values, prefixes in FEATURES:
         value = get_value(given.config, switch)
-        if value != get_value(Config(), switch):
+        if value not in off_values:
             continue
         idle = []
         for key in KEYS:
