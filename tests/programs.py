@@ -21,7 +21,7 @@ def start_python(*args: object, folder: Path = REPOSITORY, **variables: str) -> 
 
 
 def run_python(*args: object, **options) -> subprocess.CompletedProcess:
-    """Run Python to its end. `options`: those of start_python."""
+    """Run Python to its end. `options`: as for start_python."""
     process = start_python(*args, **options)
     out, err = process.communicate(timeout=900)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)

@@ -233,7 +233,7 @@ EXTENSIONS = {  # name of a file in extensions/, without .py -> its row
         "compares tensors that must be bit-equal on several ranks",
     ),
     "hang_report": Extension(
-        about="loaded when a step hangs or a rank fails: collects what this rank does",
+        about="loaded when a step hangs or nearly times out, or a rank fails: collects what this rank does",
     ),
     "rowwise_bias": Extension(
         about="loaded for a rowwise module with a bias under tp: the bias is added once, not by every rank",
