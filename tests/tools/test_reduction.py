@@ -12,9 +12,9 @@ from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.model import resolve_model
 from torchtitan_lite.config.reader import CONFIG_FOLDER, read_config
 from torchtitan_lite.config.schema import Config
+from torchtitan_lite.tools.verify.derived_configs import deepen
 from torchtitan_lite.tools.verify.reduction import (
     Reduction,
-    deepen,
     override,
     reduce_config,
 )

@@ -32,8 +32,9 @@ from torchtitan_lite.tools.verify.command import (
     make_report,
     make_trials,
 )
+from torchtitan_lite.tools.verify.derived_configs import choose_other_layout
 from torchtitan_lite.tools.verify.ranks import RankPool
-from torchtitan_lite.tools.verify.reduction import choose_other_layout, override, reduce_config
+from torchtitan_lite.tools.verify.reduction import override, reduce_config
 from torchtitan_lite.tools.verify.trial import Culprit, Trial, make_trial
 from torchtitan_lite.tools.verify.witnesses import WITNESSES
 

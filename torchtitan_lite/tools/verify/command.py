@@ -38,9 +38,10 @@ from torchtitan_lite.config.schema import Config, get_value
 from torchtitan_lite.tools.plan.planned_run import read_target
 from torchtitan_lite.tools.tables import format_table
 from torchtitan_lite.tools.verify.degrees import AUTOMATIC
+from torchtitan_lite.tools.verify.derived_configs import deepen
 from torchtitan_lite.tools.verify.plain import STEPS
 from torchtitan_lite.tools.verify.ranks import RankPool
-from torchtitan_lite.tools.verify.reduction import Reduction, deepen, reduce_config
+from torchtitan_lite.tools.verify.reduction import Reduction, reduce_config
 from torchtitan_lite.tools.verify.train_py import try_train
 from torchtitan_lite.tools.verify.trial import (
     NOT_FINISHED,

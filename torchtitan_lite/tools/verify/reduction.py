@@ -9,27 +9,22 @@
                     rotary scaling, loss parallel
     replaced        sizes, and features that a CPU does not have
 
-                layers             sequence                         microbatches    experts
-    wide        1 or 2 per stage   about 41, odd if possible        like real run   8
-    deep        12 or more         280 tokens, 560 with documents   12 with pp      20
+Rows have about 41 tokens, an odd number if possible, and are longer than every attention window. A window that is a
+size of the flavor is made smaller. A window that is set by a row in config/choices.py keeps its size.
 
-Sequences are longer than every attention window. A window that is a size of the flavor is made smaller. A window that
-is set by a row in config/choices.py keeps its size.
-
-The deep trial finds faults that need depth, length or large counts. The deep trial has the options of the wide trial,
-except recompute and compile. The certificate lists every difference from the real config. This module does not import
-torch.
+The result is the config of the wide trial, from which derived_configs.py makes those of the other trials. The
+certificate lists every difference from the real config. This module does not import torch.
 """
 
 import shlex
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
-from math import gcd, lcm
+from math import lcm
 
 from torchtitan_lite.config.block import list_windows
 from torchtitan_lite.config.checks import check_microbatches, count_pieces, plan_layout
-from torchtitan_lite.config.choices import ATTENTIONS, SCHEDULES
+from torchtitan_lite.config.choices import SCHEDULES
 from torchtitan_lite.config.experts import find_expert_dim
 from torchtitan_lite.config.float8 import FLOAT8_BLOCK
 from torchtitan_lite.config.layout import Layout, count_stages, plan_stages
@@ -47,10 +42,7 @@ from torchtitan_lite.config.schema import (
 from torchtitan_lite.tools.plan.workload import round_up
 from torchtitan_lite.tools.verify.degrees import (
     AUTOMATIC,
-    DEGREES,
-    EP,
     SHARD,
-    TP,
     choose_dp_shard,
     count_ranks,
     list_smaller,
@@ -326,87 +318,3 @@ def find_n_microbatches(section: Parallelism, least: int, n_stages: int) -> int:
     while check_microbatches(section, number, number, n_stages):
         number += 1
     return number
-
-
-# ---------------------------------------------------------------- the deep trial
-
-N_LAYERS = 12  # two digits, to find code that sorts layer numbers as text (10 before 2)
-# tokens per row, doubled with documents of two tokens: token and document indices do not fit in a byte
-N_TOKENS = 280
-N_MICROBATCHES = 12
-N_DEEP_EXPERTS = 20
-DIM = 16
-
-
-def deepen(reduction: Reduction) -> Config:
-    """Return the config of the deep trial: many narrow layers and long rows."""
-    layout = reduction.layout
-    real = reduction.real
-    args = resolve_model(real.model)
-    tp = layout.tp
-    # Without recompute and compiler, which would take most of the time, and which the wide trial tests.
-    keys = {
-        STAGES: None,
-        FIRST: 1,
-        LAST: 1,
-        "compile.enable": False,
-        "activation_checkpoint.mode": "none",
-    }
-    small = override(reduction.config, keys)
-    n_stages = count_stages(small.parallelism, N_LAYERS)
-    n_microbatches = 1
-    if layout.pp > 1:
-        n_microbatches = find_n_microbatches(small.parallelism, N_MICROBATCHES, n_stages)
-    keys = {
-        "model.n_layers": max(N_LAYERS, n_stages),
-        "model.dim": DIM,
-        "model.n_heads": tp * min(2, args.n_heads // max(tp, args.n_kv_heads)),
-        "model.n_kv_heads": min(tp, args.n_kv_heads),
-        "model.head_dim": lcm(4, max(1, tp // args.n_kv_heads)),
-        "model.ffn_dim": round_up(24, tp),
-        "model.vocab_size": round_up(64, tp),
-        **reduce_experts(args, layout, DIM, N_DEEP_EXPERTS),
-    }
-    n_tokens = N_TOKENS
-    if ATTENTIONS[real.model.attention].uses_documents:
-        n_tokens = 2 * N_TOKENS
-    small = override(small, keys)
-    return override(small, give_batch(small, layout, 1, n_microbatches, n_tokens))
-
-
-# ---------------------------------------------------------------- other trials
-
-
-def leave_out_compiler(config: Config) -> Config:
-    """Turn compile off. The recompute mode memory_budget, which needs the compiler, becomes full."""
-    keys: dict[str, object] = {"compile.enable": False}
-    if config.activation_checkpoint.mode == "memory_budget":
-        keys["activation_checkpoint.mode"] = "full"
-    return override(config, keys)
-
-
-def put_on_one_rank(config: Config, local_batch_size: int) -> Config:
-    """Return the config without parallelism. If there are more rows than `local_batch_size`, gradients accumulate."""
-    section = replace(Parallelism(), data_parallel_shard_degree=1)
-    keys = {"parallelism": section, "training.local_batch_size": local_batch_size}
-    return override(leave_out_compiler(config), keys)
-
-
-def choose_other_layout(config: Config, n_ranks: int) -> Config:
-    """Return the config on a different mesh of the same ranks, with the same global batch and, if possible, another ep.
-
-    The mesh has tp = 2, and dp_shard over the remaining ranks. If tp = 2 is impossible, dp_shard covers all ranks.
-    """
-    args = resolve_model(config.model)
-    asked = {key: get_value(config, key) for key in DEGREES}
-    eps = [1]
-    if args.moe:
-        eps = sorted((2, n_ranks, 1), key=lambda ep: ep == asked[EP])
-    for ep, tp in product(eps, (gcd(2, n_ranks), 1)):
-        degrees = dict.fromkeys(DEGREES, 1) | {TP: tp, SHARD: n_ranks // tp, EP: ep}
-        other = override(config, degrees)
-        with suppress(ConfigError):
-            plan_layout(other, args, n_ranks)
-            if degrees != asked:
-                return other
-    return config

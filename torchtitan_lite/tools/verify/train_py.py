@@ -40,15 +40,17 @@ from torchtitan_lite.extensions.parameter_groups import list_used
 from torchtitan_lite.model.moe import Router
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 from torchtitan_lite.tools.corpora.prepare import PrepareSettings, prepare
+from torchtitan_lite.tools.verify.derived_configs import (
+    choose_other_layout,
+    leave_out_compiler,
+    put_on_one_rank,
+)
 from torchtitan_lite.tools.verify.errors import Seen, relative_error
 from torchtitan_lite.tools.verify.reduction import (
     STAGES,
     TOKENIZER,
     Reduction,
-    choose_other_layout,
-    leave_out_compiler,
     override,
-    put_on_one_rank,
 )
 from torchtitan_lite.tools.verify.rounding import packing_checked
 from torchtitan_lite.tools.verify.trial import (

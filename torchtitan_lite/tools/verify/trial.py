@@ -26,6 +26,7 @@ from torchtitan_lite.config.float8 import SKIP_SMALL
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.schema import Config, with_value
 from torchtitan_lite.tools.plan.dry_run import find_crash
+from torchtitan_lite.tools.verify.derived_configs import leave_out_compiler, put_on_one_rank
 from torchtitan_lite.tools.verify.errors import (
     ROUNDING,
     Coordinates,
@@ -36,12 +37,7 @@ from torchtitan_lite.tools.verify.errors import (
 from torchtitan_lite.tools.verify.plain import PlainModel, PlainStep, run_plainly
 from torchtitan_lite.tools.verify.rank import compare_steps
 from torchtitan_lite.tools.verify.ranks import NoAnswer, RankFailure
-from torchtitan_lite.tools.verify.reduction import (
-    Reduction,
-    leave_out_compiler,
-    override,
-    put_on_one_rank,
-)
+from torchtitan_lite.tools.verify.reduction import Reduction, override
 from torchtitan_lite.tools.verify.witnesses import Acted, merge
 
 RunRanks = Callable[..., list]  # (worker, world_size, *args) -> one result per rank
