@@ -161,7 +161,7 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
             figures = None
             if validation:
                 # all ranks, if due: weights and activations; an all-reduce of signals before each batch (8 bytes); at
-                # the end, all-reduces of the loss (8 bytes) and of token and byte counts (16 bytes)
+                # the end, an all-reduce of the loss and of token and byte counts (24 bytes)
                 figures = load_module("validation").validate(
                     run, validation, step, stop, watch.follow
                 )

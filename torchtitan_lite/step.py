@@ -58,12 +58,12 @@ def train_step(run: Run, batch: Batch, stop_signal: int = 0) -> StepResult:
 
     `batch` contains this rank's rows of the global batch. `stop_signal` is the signal that this rank received, or 0.
     """
-    compute = compute_gradients if run.optimizer.state else compute_first_gradients
-    local_loss = compute(run, batch)
-    loss = sum_losses(run, local_loss)  # all-reduces one float over pp, dp and cp
+    local_loss = compute_gradients(run, batch)
+    trained = {fqn: own.grad for fqn, own in run.parameters.items() if own.requires_grad}
+    require_gradients(trained)
     squares = sum_gradient_squares(run.parameters.values())
-    # all-reduces 40 bytes over all ranks
-    grad_norm, stops = reduce_norm_and_signal(squares, stop_signal)
+    # all-reduces 48 bytes over all ranks
+    grad_norm, loss, stops = reduce_scalars(squares, local_loss / run.layout.tp, stop_signal)
     for wait in run.before_update:
         wait()  # asynchronous saves may still copy the tensors that change below
     is_spike = run.spikes.judge(grad_norm) if run.spikes else None
@@ -78,37 +78,21 @@ def train_step(run: Run, batch: Batch, stop_signal: int = 0) -> StepResult:
     return StepResult(loss, grad_norm, applied, stops, expert_loads)
 
 
-def compute_first_gradients(run: Run, batch: Batch) -> Tensor:
-    """Like compute_gradients. Raises UserError if a parameter has no gradient, or if the model draws random numbers."""
-    before = copy_random_state()
-    local_loss = compute_gradients(run, batch)
-    trained = run.parameters.items()
-    require_gradients({fqn: own.grad for fqn, own in trained if own.requires_grad})
-    if copy_random_state() != before:
-        raise UserError(RANDOM)
-    return local_loss
-
-
-def copy_random_state() -> list[bytes]:
-    """Return the state of torch's random generators: the CPU generator, and the GPU generator if this process uses a
-    GPU.
-
-    Uses no torch operator, because a dry run replaces operators.
-    """
-    states = [torch.get_rng_state()]
-    if torch.cuda.is_initialized():
-        states.append(torch.cuda.get_rng_state())
-    return [string_at(state.data_ptr(), state.numel()) for state in states]
-
-
 def compute_gradients(run: Run, batch: Batch) -> Tensor:
-    """Compute the gradients of `batch`, replacing earlier gradients. Returns the local loss of `forward_backward`."""
+    """Compute the gradients of `batch`, replacing earlier gradients. Returns the local loss of `forward_backward`.
+
+    Raises UserError if the model draws random numbers.
+    """
     run.optimizer.zero_grad()
     if run.balance:
         run.balance.loads.zero_()
     batch = shard_for_cp(run, batch)
-    n_tokens = count_global_tokens(run, batch)  # all-reduces one integer over dp and cp
-    return forward_backward(run, batch, n_tokens)  # FSDP reduce-scatters gradients during backward
+    n_tokens = count_global_tokens(run, batch)  # all-reduces one integer over all ranks
+    random_state = copy_random_state()
+    local_loss = forward_backward(run, batch, n_tokens)  # FSDP reduces gradients during backward
+    if copy_random_state() != random_state:
+        raise UserError(RANDOM)
+    return local_loss
 
 
 def shard_for_cp(run: Run, batch: Batch) -> Batch:
@@ -125,7 +109,8 @@ def forward_backward(run: Run, batch: Batch, n_tokens: Tensor) -> Tensor:
     """Run forward and backward for all microbatches. Gradients are accumulated, and are complete on return.
 
     Here and in the functions below, `batch` is the result of `shard_for_cp`.
-    Returns this rank's share of the loss, () fp32, which is zero if no stage of this rank has the head.
+    Returns the loss of this rank's tokens, () fp32, which is zero if no stage of this rank has the head. All tp ranks
+    of a replica return the same loss.
     """
     losses = []
     if run.schedule is not None:
@@ -170,30 +155,41 @@ def stage_kwargs(batch: Batch) -> dict[str, Tensor]:
     }
 
 
+def copy_random_state() -> list[bytes]:
+    """Return the state of torch's random generators: the CPU generator, and the GPU generator if this process uses a
+    GPU.
+
+    Uses no torch operator, because a dry run replaces operators.
+    """
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_initialized():
+        states.append(torch.cuda.get_rng_state())
+    return [string_at(state.data_ptr(), state.numel()) for state in states]
+
+
 def count_global_tokens(run: Run, batch: Batch) -> Tensor:
-    """Count the valid targets of the global batch, () int64. All-reduces 8 bytes over dp_replicate, dp_shard and cp."""
+    """Count the valid targets of the global batch, () int64. All-reduces 8 bytes over all ranks."""
     n_tokens = count_valid_tokens(batch.targets)
-    dist.all_reduce(n_tokens, group=run.mesh.dp_cp_mesh.get_group())
+    dist.all_reduce(n_tokens)
+    n_tokens //= run.layout.pp * run.layout.tp  # pp and tp ranks count the same targets
     return n_tokens.clamp(min=1)  # the loss of a batch without targets is 0, not 0/0
 
 
 @torch.no_grad()
-def reduce_norm_and_signal(squares: Tensor, stop_signal: int) -> tuple[Tensor, Tensor]:
-    """All-reduce the gradient norm and the signals that ranks received: one call of 40 bytes over all ranks.
+def reduce_scalars(
+    squares: Tensor, loss: Tensor, stop_signal: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """All-reduce gradient norm, loss, and the signals that ranks received: one call of 48 bytes over all ranks.
 
-    `squares`: the result of `sum_gradient_squares`. `stop_signal`: the signal that this rank received, one of SIGNALS,
-    or 0. Returns the norm, () fp32, and the number of ranks that received each of SIGNALS.
+    `squares`: the result of `sum_gradient_squares`. `loss`: this rank's share of the loss, (). `stop_signal`: the
+    signal that this rank received, one of SIGNALS, or 0. Returns norm and loss, () fp32, and the number of ranks that
+    received each of SIGNALS.
     """
-    numbers = squares.new_zeros(1 + len(SIGNALS))
+    numbers = squares.new_zeros(2 + len(SIGNALS))
     numbers[0] = squares
+    numbers[1] = loss
     if stop_signal:
         # filled on the device, because a copy from the host would make the host wait
-        numbers[1 + SIGNALS.index(stop_signal)] = 1
+        numbers[2 + SIGNALS.index(stop_signal)] = 1
     dist.all_reduce(numbers)
-    return numbers[0].sqrt().float(), numbers[1:]
-
-
-def sum_losses(run: Run, local_loss: Tensor) -> Tensor:
-    """Sum the loss over the ranks in place, () fp32. All-reduces 4 bytes over pp, dp_replicate, dp_shard and cp."""
-    dist.all_reduce(local_loss, group=run.mesh.loss_mesh.get_group())
-    return local_loss
+    return numbers[0].sqrt().float(), numbers[1].float(), numbers[2:]

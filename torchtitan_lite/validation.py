@@ -119,8 +119,7 @@ def validate(
     Also returns None if a rank has received a signal, because the run then stops after the next step. Weights and
     gradients do not change. `follow` yields the batches and times each one.
 
-    Collective: all-reduces 8 bytes over all ranks before each batch; at the end, 8 bytes over pp, dp_replicate,
-    dp_shard and cp, and 16 bytes over the same dims without pp.
+    Collective: all-reduces 8 bytes over all ranks before each batch, and 24 bytes at the end.
     """
     section = run.config.validation
     is_end = step in (1, run.config.training.steps)
@@ -141,8 +140,11 @@ def validate(
                 return None
             batch = shard_for_cp(run, batch)
             sums += measure_loss(forward_only(run, batch, one), batch, bytes_of_tokens)
-    dist.all_reduce(sums[:1], group=run.mesh.loss_mesh.get_group())
-    dist.all_reduce(sums[1:], group=run.mesh.dp_cp_mesh.get_group())
+    dist.all_reduce(sums)
+    sums /= (
+        run.layout.tp
+    )  # tp ranks have the same loss and targets; so do pp ranks, except for the loss
+    sums[1:] /= run.layout.pp
     figures = {}
     for name, value in describe_loss(sums).items():
         figures[f"val_{name}"] = value

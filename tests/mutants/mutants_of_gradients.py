@@ -17,10 +17,10 @@ from torchtitan_lite.parallel import (
 )
 
 
-@mutant("pp2 1F1B", "gradient norm", "all gradients", at=(step, "reduce_norm_and_signal"))
-def clip_norm_forgets_pp(original, squares, stop_signal):
+@mutant("pp2 1F1B", "gradient norm", "all gradients", at=(step, "reduce_scalars"))
+def clip_norm_forgets_pp(original, squares, loss, stop_signal):
     """Each stage clips by the norm of its own gradients."""
-    return squares.sqrt().float(), original(squares, stop_signal)[1]
+    return squares.sqrt().float(), *original(squares, loss, stop_signal)[1:]
 
 
 @mutant(
@@ -38,10 +38,11 @@ def gradients_of_a_shared_head_are_not_summed(original, ctx, grad):
     return kept, None, None, None
 
 
-@mutant("pp2 1F1B", "loss", "sum_losses", at=(step, "sum_losses"), dims=("pp",))
-def loss_not_summed_over_pp(original, run, local_loss):
+@mutant("pp2 1F1B", "loss", "reduce_scalars", at=(step, "reduce_scalars"), dims=("pp",))
+def loss_not_summed_over_pp(original, squares, loss, stop_signal):
     """The loss of the last stage does not reach the other stages, so rank 0, which has no head, logs zero."""
-    return local_loss.clone()
+    norm, _, stops = original(squares, loss, stop_signal)
+    return norm, loss.float(), stops
 
 
 @mutant("tp2", "gradients", "norm.weight", at=(exchange.Gather, "backward"))

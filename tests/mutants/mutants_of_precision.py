@@ -73,15 +73,16 @@ def ranks_round_with_scales_of_their_own():
 @mutant("2 | PRECOMPUTE", "scales", "precompute_scales", trial="float8")
 def scales_of_the_step_before():
     """Scales are computed before the optimizer step, so they belong to the previous weights."""
-    original = step.sum_losses
+    original = step.compute_gradients
     compute = PrecomputedScales.__call__
 
-    def compute_too_early(run, local_loss):
+    def compute_too_early(run, batch):
+        local_loss = original(run, batch)
         for scales in run.after_update:
             compute(scales)
-        return original(run, local_loss)
+        return local_loss
 
     patches = ExitStack()
     patches.enter_context(patch.object(PrecomputedScales, "__call__", lambda scales: None))
-    patches.enter_context(patch.object(step, "sum_losses", compute_too_early))
+    patches.enter_context(patch.object(step, "compute_gradients", compute_too_early))
     return patches

@@ -102,7 +102,7 @@ def loss_of_the_first_eight_chunks(original, loss, logits, targets):
     return (result, gradient) if loss.n_seen <= 8 else (result * 0, gradient * 0)
 
 
-@mutant("pp2 1F1B", "loss", "sum_losses", trial="deep", at=(step, "run_schedule"))
+@mutant("pp2 1F1B", "loss", "reduce_scalars", trial="deep", at=(step, "run_schedule"))
 def losses_of_ten_microbatches_added(original, *args):
     """The buffer for the losses of microbatches has ten places, so the losses of later microbatches are lost."""
     return original(*args)[:10]

@@ -25,7 +25,7 @@ from torchtitan_lite.config.schema import (
     with_value,
 )
 from torchtitan_lite.extensions.adamw_bfloat16 import AdamWBFloat16
-from torchtitan_lite.step import StepResult, reduce_norm_and_signal
+from torchtitan_lite.step import StepResult, reduce_scalars
 
 # keys of [lr_scheduler] | first step | learning rates from this step on, divided by optimizer.lr
 RATES = """
@@ -150,7 +150,8 @@ def measure_large_gradient(rank: int, world_size: int, n_numbers: int) -> float:
             own.append(piece)
     mesh = init_device_mesh("cpu", (world_size,))
     gradient = DTensor.from_local(torch.cat(own), mesh, [Shard(0)])
-    norm, _ = reduce_norm_and_signal(sum_gradient_squares([SimpleNamespace(grad=gradient)]), 0)
+    squares = sum_gradient_squares([SimpleNamespace(grad=gradient)])
+    norm, *_ = reduce_scalars(squares, torch.zeros(()), 0)
     return norm.item() / math.sqrt(true)
 
 
@@ -163,8 +164,8 @@ def test_the_norm_of_a_large_gradient_is_right_whole_and_in_slices(pool, n_ranks
 
 def agree_to_stop(rank: int, world_size: int, signals: list[int]) -> int:
     """Worker: receive a signal. Return the signal for which all ranks stop."""
-    norm, stops = reduce_norm_and_signal(torch.ones(()), signals[rank])
-    _, _, stop = StepResult(norm, norm, norm, stops, None).read()
+    norm, loss, stops = reduce_scalars(torch.ones(()), torch.ones(()), signals[rank])
+    _, _, stop = StepResult(loss, norm, norm, stops, None).read()
     return stop
 
 

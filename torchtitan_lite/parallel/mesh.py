@@ -38,8 +38,6 @@ class Mesh:
     tp: DeviceMesh
     # For fully_shard: 1-D (shard) or 2-D (replicate, shard); shard = dp_shard x cp
     fsdp_mesh: DeviceMesh
-    dp_cp_mesh: DeviceMesh  # 1-D: ranks with different tokens, dp_replicate x dp_shard x cp
-    loss_mesh: DeviceMesh  # 1-D: ranks whose losses are summed, pp x dp x cp (all except tp)
     # For fully_shard of the experts: 1-D (efsdp) or 2-D (dp_replicate, efsdp). None if the model has no experts
     expert_fsdp_mesh: DeviceMesh | None = None
     ep: DeviceMesh | None = None  # 1-D: ranks that share the experts of a layer, if any
@@ -58,7 +56,11 @@ class Mesh:
 def build_mesh(layout: Layout, device_type: str) -> Mesh:
     """Create the process groups of a layout. Collective over all ranks."""
     world = make_mesh(device_type, layout.degrees)
-    shard = join_dims(world, "dp_shard", "cp")
+    shard = world["dp_shard"]
+    if layout.cp > 1:
+        shard = world["cp"]
+        if layout.dp_shard > 1:
+            shard = world["dp_shard", "cp"]._flatten()
     # FSDP shards over a 1-D mesh. With a second dim in front, FSDP also replicates, which adds an all-reduce.
     fsdp_mesh = shard
     if layout.dp_replicate > 1:
@@ -69,8 +71,6 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
         cp=world["cp"],
         tp=world["tp"],
         fsdp_mesh=fsdp_mesh,
-        dp_cp_mesh=join_dims(world, "dp_replicate", "dp_shard", "cp"),
-        loss_mesh=join_dims(world, "pp", "dp_replicate", "dp_shard", "cp"),
     )
     if not layout.ep:
         return mesh
@@ -107,12 +107,3 @@ def make_mesh(
         mesh_dim_names=tuple(degrees),
         backend_override=backends,
     )
-
-
-def join_dims(world: DeviceMesh, *dims: str) -> DeviceMesh:
-    """Return a 1-D mesh over several dims. If the dims are a single dim, or were joined before, their existing group is
-    reused."""
-    used = [dim for dim in dims if world[dim].size() > 1]
-    if len(used) > 1:
-        return world[tuple(used)]._flatten()
-    return world[(used or dims)[0]]

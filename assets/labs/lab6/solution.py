@@ -2,7 +2,8 @@
 def count_global_tokens(run: Run, batch: Batch) -> Tensor:
     """Count the valid targets of the global batch, because ranks may have different numbers."""
     n_tokens = count_valid_tokens(batch.targets)
-    dist.all_reduce(n_tokens, group=run.mesh.dp_cp_mesh.get_group())
+    dist.all_reduce(n_tokens)
+    n_tokens //= run.layout.pp * run.layout.tp  # pp and tp ranks count the same targets
     return n_tokens.clamp(min=1)
 
 

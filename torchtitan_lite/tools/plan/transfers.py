@@ -32,8 +32,6 @@ from torchtitan_lite.tools.plan.workload import MASTER_BYTES, Group, LayerKind, 
 # axis -> mesh dims, for axes of several mesh dims
 DIMS = {
     "fsdp": ("dp_shard", "cp"),
-    "dp": ("dp_replicate", "dp_shard", "cp"),  # ranks that read different tokens
-    "loss": ("pp", "dp_replicate", "dp_shard", "cp"),
     "world": MESH_DIMS,
 }
 DIM_PATTERN = re.compile("e?fsdp_[a-z]+|pp|dp_replicate|dp_shard|efsdp|ep|cp|tp")  # mesh dims
@@ -87,11 +85,10 @@ def estimate_traffic(w: Workload, pp_rank: int) -> dict[tuple[str, str], Moved]:
     for _, elements in w.deal_rounds(pp_rank):
         for axis, n_elements in elements.items():
             calls.append((axis, "all-to-all", 2, n_elements * w.compute_bytes))
-    # Once per step: token count (int64); loss (fp32); squared gradient norm and four signals (float64); float8 scales.
+    # Once per step: token count (int64); squared gradient norm, loss and four signals (float64); float8 scales.
     calls += [
-        ("dp", "all-reduce", 1, 8),
-        ("loss", "all-reduce", 1, 4),
-        ("world", "all-reduce", 1, 40),
+        ("world", "all-reduce", 1, 8),
+        ("world", "all-reduce", 1, 48),
         ("fsdp", "all-reduce", min(n_scales, 1), n_scales * 4),
     ]
     if moe := w.args.moe:  # expert loads of all layers, float64

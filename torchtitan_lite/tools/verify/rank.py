@@ -123,7 +123,7 @@ def compare_step(run: build.Run, plain: PlainStep, seen: Seen) -> None:
         result = stepping.train_step(replace(run, config=config), batch)
     loss = result.loss.item()
     seen.results[-1]["loss"] = loss
-    seen.compare("loss", "sum_losses", loss, plain.loss)
+    seen.compare("loss", "reduce_scalars", loss, plain.loss)
     is_finite = not plain.spoiled_by
     if is_finite:
         seen.compare("gradient norm", "all gradients", result.grad_norm.item(), plain.norm)
