@@ -85,8 +85,10 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
         # delete the earlier run now: if ranks cannot connect and the job restarts, it treats all files here as its own
         lock = open_dump_folder(config, restarted=restarted)
     # ---- mesh: one process group for the world, one for each mesh dim, and one for each group of flattened dims
-    # all ranks: exchange process ids through the store, with the ranks of this host and one rank of the next host
-    processes = meet_processes(place, store, config.comm)
+    # all ranks: exchange process ids and hashes of the corpora through the store, with the ranks of this host and one
+    # rank of the next host
+    documents = data.fingerprint["documents"]
+    processes = meet_processes(place, store, config.comm, documents)
     # all ranks: connect through the store
     device, host = start_process(place, store, spec.machine.device_type, config)
     # all ranks: connect the process groups through the store
@@ -102,19 +104,20 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
     about = f"tokenizer {config.model.hf_assets_path}, {spec.tokenizer.vocab_size:,} tokens"
     logger.info(f"data: {data.describe(config.training.steps)}; {about}")
 
-    # ---- run: model parts, optimizer, schedules. Initial weights need no communication
+    # ---- run: model parts, optimizer, schedules
+    # all ranks, only with ZeRO++ or tied embeddings in a pipeline: connect process groups
     run = build_run(config, spec.model_args, spec.layout, mesh, device)
 
     # ---- checkpoint: resume from the newest checkpoint or snapshot, or from load_step; otherwise load initial weights
     # all ranks: connect a process group if saves are asynchronous; rank 0 broadcasts the run id if snapshots are on
-    savers = build_savers(run, spec, place, host, data.fingerprint)
+    saver, snapshots = build_savers(run, spec, place, host, data.fingerprint)
     watch = HangWatch(spec.written_folder, config.comm, run, place, processes, stop)
     watch.start()
     # all ranks: rank 0 broadcasts the steps in the dump folder; all-gather of usable snapshots; all-reduce of errors
-    resumed_step = start_from(run, savers, host, restarted=restarted)
+    resumed_step = start_from(run, saver, snapshots, host, restarted=restarted)
 
     # ---- loop
-    metrics = RunMetrics(run, spec, folder, resumed_step, place.restarts)
+    metrics = RunMetrics(run, spec, folder, resumed_step, place)
     last = config.training.steps
     is_warm = False  # True once every rank has compiled all its code and connected to its peers
     rows = rows_of_rank(mesh.data_rank, spec.layout.dp, spec.layout.global_batch_size)
@@ -135,8 +138,9 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
                     config.profiling, spec.dump_folder, place.rank, resumed_step=resumed_step
                 )
             )
-        for saver in savers:
-            stack.enter_context(saver)  # all ranks: on exit, they wait for the save in flight
+        stack.enter_context(saver)  # all ranks: on exit, they wait for the save in flight
+        if snapshots:
+            stack.enter_context(snapshots)
         for step in range(resumed_step + 1, last + 1):
             watch.begin(step)
             with metrics.waiting_for_data():
@@ -182,16 +186,18 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
             if step % config.training.gc_freq == 0:
                 gc.collect(1)
             is_stopped = stop_signal > 0 and step < last
-            for saver in savers:  # checkpoints first: the last one deletes all snapshots
-                # all ranks, if due: rank 0 gathers hashes and lines of the manifest, and broadcasts whether the save
-                # succeeded
-                saved = saver.after_step(step, n_steps=last, is_stopped=is_stopped)
-                if saved:
-                    metrics.record("save", step, **saved)
+            # all ranks, if due: rank 0 gathers hashes and lines of the manifest, and broadcasts whether the save
+            # succeeded
+            saved = saver.after_step(step, n_steps=last, is_stopped=is_stopped)
+            if saved:
+                metrics.record("save", step, **saved)
+            if snapshots:
+                # all ranks, if due: the same as for a checkpoint, but within each host
+                snapshots.after_step(step, n_steps=last, is_stopped=is_stopped)
             if is_stopped:
                 status = 128 + stop_signal
                 describe_newest = load_module("components.endings").describe_newest
-                newest = describe_newest(savers[0].newest, config, args)
+                newest = describe_newest(saver.newest, config, args)
                 metrics.stop(
                     step, f"{describe_signal(status)} after step {step} of {last}; {newest}"
                 )

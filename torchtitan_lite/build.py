@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Run:
-    """Everything that an optimizer step needs. A Run is frozen: only the contents of its tensors change."""
+    """Everything that an optimizer step needs. Its fields stay the same objects during a run."""
 
     config: Config
     layout: Layout
@@ -61,8 +61,10 @@ class Run:
     lr_scheduler: LRScheduler
     schedule: object | None  # a schedule of torch.distributed.pipelining; None without PP
     n_tokens: Tensor  # () int64: number of valid tokens, by which the schedule divides its losses
-    before_update: list[Callable[[], None]]  # functions of extensions, called before each update
-    after_update: list[Callable[[], None]]  # and after it
+    before_update: list[
+        Callable[[], None]
+    ]  # called before each update; build_savers adds functions
+    after_update: list[Callable[[], None]]  # functions of extensions, called after each update
     balance: "ExpertBalance | None" = None  # None if the model has no experts
     spikes: Any = None  # extensions/spike_filter.py; None if training.skip_spikes is off
 
@@ -197,27 +199,27 @@ def build_run(
             schedule, owner, copy, layout, mesh.pp
         )
     return Run(
-        config,
-        layout,
-        mesh,
-        device,
-        parts,
-        parameters,
-        optimizer,
-        build_lr_scheduler(config.lr_scheduler, optimizer),
-        schedule,
-        n_tokens,
-        [],
-        after_update,
-        balance,
-        spikes,
+        config=config,
+        layout=layout,
+        mesh=mesh,
+        device=device,
+        parts=parts,
+        parameters=parameters,
+        optimizer=optimizer,
+        lr_scheduler=build_lr_scheduler(config.lr_scheduler, optimizer),
+        schedule=schedule,
+        n_tokens=n_tokens,
+        before_update=[],
+        after_update=after_update,
+        balance=balance,
+        spikes=spikes,
     )
 
 
 def build_savers(
     run: Run, spec: RunSpec, place: Place, host: dist.ProcessGroup, fingerprint: dict[str, object]
-) -> list[CheckpointSaver]:
-    """Return the savers to call after each step: checkpoints, then snapshots if checkpoint.local_folder is set.
+) -> tuple[CheckpointSaver, Any]:
+    """Return the saver of checkpoints, and the saver of snapshots (snapshots.py), or None.
 
     `host`: the gloo group of all ranks. Collective if saves are asynchronous, or if snapshots are on.
     """
@@ -237,13 +239,14 @@ def build_savers(
         group,
         run.device,
     )
-    savers = [saver]
+    snapshots = None
     if section.local_folder:
-        snapshots = load_extension("snapshots").Snapshots
-        savers.append(snapshots(saver, spec.dump_folder, place, host, timeout))
+        snapshots = load_extension("snapshots").Snapshots(
+            saver, spec.dump_folder, place, host, timeout
+        )
     if is_asynchronous:
-        run.before_update.extend(each.wait_for_copy for each in savers)
-    return savers
+        run.before_update.extend(each.wait_for_copy for each in (saver, snapshots) if each)
+    return saver, snapshots
 
 
 def find_saver(section: Checkpoint) -> type[CheckpointSaver]:
@@ -254,19 +257,19 @@ def find_saver(section: Checkpoint) -> type[CheckpointSaver]:
 
 
 def start_from(
-    run: Run, savers: list[CheckpointSaver], group: dist.ProcessGroup, *, restarted: bool
+    run: Run, saver: CheckpointSaver, snapshots: Any, group: dist.ProcessGroup, *, restarted: bool
 ) -> int:
     """Load the state that a run starts from. Return its step, or 0 if there is none. Collective over all ranks.
 
-    `savers` is the result of build_savers; `group` contains all ranks. If torchrun `restarted` the job, the job resumes
-    from its own newest state. Raises ConfigError if this config cannot continue from the snapshot, and CheckpointError.
+    `saver` and `snapshots` are the results of build_savers; `group` contains all ranks. If torchrun `restarted` the
+    job, the job resumes from its own newest state. Raises ConfigError if this config cannot continue from the snapshot,
+    and CheckpointError.
     """
     section = run.config.checkpoint
-    checkpoints, *snapshots = savers
     steps = []
     if section.enable:
-        steps = do_on_rank_0(group, lambda: find_steps(checkpoints.folder))
+        steps = do_on_rank_0(group, lambda: find_steps(saver.folder))
     if not (steps or snapshots or section.initial_load_path):
         return 0
     resume = load_module("faults.resume").resume
-    return resume(run, steps, *(snapshots or [None]), group, restarted=restarted)
+    return resume(run, steps, snapshots, group, restarted=restarted)

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from torchtitan_lite.build import Run
 from torchtitan_lite.components.log import IN_FILE, describe_rank
@@ -29,6 +28,7 @@ from torchtitan_lite.config.extensions import load_module
 from torchtitan_lite.config.learning_rate import list_rates
 from torchtitan_lite.config.machine import peak_flops
 from torchtitan_lite.files import describe_launch
+from torchtitan_lite.parallel.process_groups import Place
 from torchtitan_lite.preflight import RunSpec
 from torchtitan_lite.step import StepResult
 
@@ -56,12 +56,13 @@ class RunMetrics(MetricsWriter):
     """
 
     def __init__(
-        self, run: Run, spec: RunSpec, folder: Path | None, resumed_step: int, restarts: int
+        self, run: Run, spec: RunSpec, folder: Path | None, resumed_step: int, place: Place
     ):
         """`folder`: where this rank writes records, or None."""
         super().__init__(folder, spec.config, resumed_step)
         self.run = run
         self.spec = spec
+        self.rank = place.rank
         training = spec.config.training
         self.tokens_per_step = run.layout.global_batch_size * training.seq_len
         self.flops = count_flops_per_token(
@@ -78,7 +79,7 @@ class RunMetrics(MetricsWriter):
             world_size=run.layout.world_size,
             device=spec.machine.name,
             resumed=resumed_step > 0,
-            restarts=restarts,
+            restarts=place.restarts,
             weights=spec.origin,
             **describe_launch(),
         )
@@ -104,6 +105,8 @@ class RunMetrics(MetricsWriter):
 
         `time_s`: the duration of the step.
         """
+        if self.rank > 0:
+            return  # all ranks have the same loss and norm, and rank 0 writes them
         interval = self.interval
         interval.n_steps += 1
         interval.time_s += time_s
@@ -170,7 +173,7 @@ class RunMetrics(MetricsWriter):
             load_module("components.diagnosis").explain_out_of_memory(
                 error, self.spec.dump_folder, self.run.layout.world_size
             )
-            name = describe_rank(dist.get_rank(), self.run.mesh.coordinates())
+            name = describe_rank(self.rank, self.run.mesh.coordinates())
             reason = f"{name}: {type(error).__name__}: {error}"
             # not on the screen, because the launcher shows the error of the rank that failed first
             logger.log(IN_FILE, reason)

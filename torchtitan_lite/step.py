@@ -68,7 +68,8 @@ def train_step(run: Run, batch: Batch, stop_signal: int = 0) -> StepResult:
         wait()  # asynchronous saves may still copy the tensors that change below
     is_spike = run.spikes.judge(grad_norm) if run.spikes else None
     max_norm = run.config.training.max_norm
-    applied = update_weights(run.optimizer, grad_norm, max_norm, is_spike)  # also clips
+    # also clips; only Muon communicates: each rank orthogonalizes some of the matrices
+    applied = update_weights(run.optimizer, grad_norm, max_norm, is_spike)
     expert_loads = None
     if run.balance:
         expert_loads = run.balance.update(applied)  # all-reduces layers x (experts + 1) x 8 bytes

@@ -7,7 +7,7 @@ import pytest
 from marks import read_lines
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
-from torchtitan_lite.config.checks import check_microbatches
+from torchtitan_lite.config.checks import explain_microbatches
 from torchtitan_lite.config.choices import SCHEDULES
 from torchtitan_lite.config.layout import name_stages, plan_stages
 from torchtitan_lite.config.schema import Parallelism
@@ -59,7 +59,7 @@ def test_microbatch_numbers_that_torch_refuses_are_refused_before_launch(name):
     for n_microbatches in range(1, 14):
         parallelism = pipeline(4, name)
         n_stages = 4 * SCHEDULES[name].least_stages_per_rank
-        refused = bool(check_microbatches(parallelism, n_microbatches, n_microbatches, n_stages))
+        refused = bool(explain_microbatches(parallelism, n_microbatches, n_stages))
         assert refused == torch_refuses(name, 4, n_stages, n_microbatches), n_microbatches
 
 

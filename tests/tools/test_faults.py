@@ -356,11 +356,23 @@ def test_the_tool_hang_reads_the_files_of_the_last_start(tmp_path, run_tool):
     assert "rank 1 (tp 1) made call 7" in printed and "it has ended with an error" in printed
 
 
+@pytest.mark.parametrize("there", ["a", "b"])
+def test_hosts_with_different_corpora_are_refused_before_the_first_step(there):
+    store = dist.HashStore()
+    store.set("process of rank 1", json.dumps([1, "node-b", [there]]))
+    place = Place(0, 2, 0, range(1), 0)
+    if there == "a":
+        assert meet_processes(place, store, Comm(), ["a"])[1] == (1, "node-b")
+    else:
+        with pytest.raises(UserError, match="node-b"):
+            meet_processes(place, store, Comm(), ["a"])
+
+
 def open_watch(rank: int, world_size: int, folder: str) -> None:
     run = compare.build_table_run(world_size, {})
     stop = StopFlag()
     place = Place(rank, world_size, rank, range(world_size), 0)
-    processes = meet_processes(place, dist.distributed_c10d._get_default_store(), Comm())
+    processes = meet_processes(place, dist.distributed_c10d._get_default_store(), Comm(), [])
     watch = HangWatch(Path(folder), Comm(), run, place, processes, stop)
     watch.begin(1)
     watch.end()

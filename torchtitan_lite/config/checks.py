@@ -20,7 +20,7 @@ from torchtitan_lite.config.layout import (
     plan_stages,
     plan_zero_stage,
 )
-from torchtitan_lite.config.messages import ConfigError, Problem, Problems
+from torchtitan_lite.config.messages import ConfigError, Problems
 from torchtitan_lite.config.model_rows import AUTO, TP_STYLES, ModelArgs, ModuleRow
 from torchtitan_lite.config.reader import KEYS
 from torchtitan_lite.config.schema import (
@@ -123,10 +123,7 @@ def check_layout(problems: Problems, layout: Layout, world_size: int) -> None:
     if asks_for_features(config):
         problems += load_module("config.settings").find_refused(config, model_args, layout)
     if layout.pp > 1 and not any("batch_size" in problem.key for problem in problems):
-        local_batch_size = config.training.local_batch_size
-        problems += check_microbatches(
-            config.parallelism, local_batch_size, layout.n_microbatches, len(layout.stages)
-        )
+        check_microbatches(problems, layout)
 
 
 def check_batch(problems: Problems, layout: Layout) -> None:
@@ -138,7 +135,7 @@ def check_batch(problems: Problems, layout: Layout) -> None:
         unit = layout.dp
     if n_sequences % unit:
         ranks = f"{layout.dp} data-parallel ranks cannot have"
-        full = f"in full microbatches of training.local_batch_size = {n_local}"
+        full = f"in multiples of training.local_batch_size = {n_local}"
         why = f"{ranks} equal shares of {n_sequences} sequences, {full}"
         remedy = f"Use {list_multiples(n_sequences, unit)}"
         problems.refuse("training.global_batch_size", why, remedy)
@@ -172,26 +169,44 @@ def check_stages(problems: Problems, n_stages: int) -> None:
         problems.refuse("model.n_layers", why, remedy)
 
 
-def check_microbatches(
-    parallelism: Parallelism, local_batch_size: int, n_microbatches: int, n_stages: int
-) -> list[Problem]:
-    """Return a problem if the schedule cannot run this number of microbatches."""
-    pp = parallelism.pipeline_parallel_degree
-    name = parallelism.pipeline_parallel_schedule
-    n_rounds = max(1, n_microbatches // pp)
-    why = ""
-    if SCHEDULES[name].fills_pipeline and n_microbatches < n_stages:
-        why = f"{name} needs at least one for each of the {n_stages} stages"
-        remedy = (
-            "Raise it (or global_batch_size), lower pipeline_parallel_microbatch_size, or use GPipe"
-        )
-    elif SCHEDULES[name].in_rounds and n_microbatches % n_rounds:
-        why = f"{name} runs them in {n_rounds} equal rounds"
-        remedy = f"Use a multiple of {pp} microbatches"
+def check_microbatches(problems: Problems, layout: Layout) -> None:
+    """Check that the schedule can run the microbatches of a step."""
+    training = problems.config.training
+    section = problems.config.parallelism
+    n_stages = len(layout.stages)
+    why = explain_microbatches(section, layout.n_microbatches, n_stages)
     if not why:
-        return []
-    why = f"it makes {n_microbatches} microbatches, but {why}"
-    return [Problem("training.local_batch_size", local_batch_size, why, remedy)]
+        return
+    key = "training.local_batch_size"
+    unit = 1
+    n_rows = layout.microbatch_size
+    if training.global_batch_size != -1:
+        key = "training.global_batch_size"
+        unit = training.local_batch_size // layout.microbatch_size
+        n_rows *= layout.dp
+    n_needed = find_n_microbatches(section, layout.n_microbatches, n_stages, unit)
+    why = f"it makes {layout.n_microbatches} microbatches, but {why}"
+    remedy = f"Use {n_needed * n_rows}, lower pipeline_parallel_microbatch_size, or use GPipe"
+    problems.refuse(key, why, remedy)
+
+
+def explain_microbatches(parallelism: Parallelism, n_microbatches: int, n_stages: int) -> str:
+    """Return why the schedule cannot run this number of microbatches; "" if it can."""
+    name = parallelism.pipeline_parallel_schedule
+    n_rounds = max(1, n_microbatches // parallelism.pipeline_parallel_degree)
+    if SCHEDULES[name].fills_pipeline and n_microbatches < n_stages:
+        return f"{name} needs at least one for each of the {n_stages} stages"
+    if SCHEDULES[name].in_rounds and n_microbatches % n_rounds:
+        return f"{name} runs them in {n_rounds} equal rounds"
+    return ""
+
+
+def find_n_microbatches(parallelism: Parallelism, least: int, n_stages: int, unit: int = 1) -> int:
+    """Return the smallest number of microbatches that the schedule can run: `least`, or some units more."""
+    number = least
+    while explain_microbatches(parallelism, number, n_stages):
+        number += unit
+    return number
 
 
 def count_pieces(parallelism: Parallelism) -> int:

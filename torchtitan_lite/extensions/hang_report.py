@@ -42,7 +42,7 @@ TORCH = Path(torch.__file__).parent
 
 
 def warn_of_timeout(step_s: float, timeout_s: int) -> None:
-    """Log a warning that steps are nearly as long as the time-out of collectives."""
+    """Log that steps are nearly as long as the time-out of collectives."""
     key = "comm.train_timeout_seconds"
     why = f"a step took {step_s:.3g} s, and collectives time out after {key} = {timeout_s}"
     effect = "A slower step may end the run, and a hang may end it without a report"

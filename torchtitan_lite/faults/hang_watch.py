@@ -53,14 +53,16 @@ N_STEPS = 8  # steps whose calls a hang report compares
 STOP_WITHIN_S = 15.0
 
 
-def meet_processes(place: Place, store: dist.Store, section: Comm) -> dict[int, tuple[int, str]]:
+def meet_processes(
+    place: Place, store: dist.Store, section: Comm, documents: list[str]
+) -> dict[int, tuple[int, str]]:
     """Return process id and hostname of the ranks of this host, and of one rank of the next host.
 
     The rank of the next host is included in case the launcher of that host is unreachable. `store` is the result of
-    join_job. Raises UserError if a rank does not answer.
+    join_job. `documents`: hashes of the corpora. Raises UserError if a rank does not answer, or has other corpora.
     """
     store.set_timeout(timedelta(seconds=section.init_timeout_seconds))
-    own = (os.getpid(), socket.gethostname())
+    own = (os.getpid(), socket.gethostname(), documents)
     store.set(f"process of rank {place.rank}", json.dumps(own))
     next_rank = (place.rank + len(place.host_ranks)) % place.world_size
     known = [*place.host_ranks, next_rank]
@@ -73,7 +75,14 @@ def meet_processes(place: Place, store: dist.Store, section: Comm) -> dict[int, 
         raise UserError(
             f"{why} comm.init_timeout_seconds = {section.init_timeout_seconds}. Check its host, or raise this key"
         ) from None
-    return dict(zip(known, map(json.loads, answers), strict=True))
+    processes = {}
+    for rank, answer in zip(known, answers, strict=True):
+        pid, hostname, theirs = json.loads(answer)
+        processes[rank] = (pid, hostname)
+        if theirs != documents:
+            why = f"{hostname} and {own[1]} have different documents in training.dataset"
+            raise UserError(f"{why}. Copy the prepared corpus from one host to all others")
+    return processes
 
 
 @dataclass(eq=False)
@@ -95,7 +104,7 @@ class HangWatch:
     has_validated: bool = False
     written_in_s: float | None = None  # `began_s` of the step that this rank has reported
     has_failed: bool = False
-    has_warned: bool = False  # whether the log has a warning about long steps
+    has_warned: bool = False  # whether the log has a line about long steps
     leaving: threading.Event = field(default_factory=threading.Event)
     unwritten: set[str] = field(default_factory=set)  # files for which the log already has an error
 

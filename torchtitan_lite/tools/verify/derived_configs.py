@@ -14,7 +14,7 @@ from dataclasses import replace
 from itertools import product
 from math import gcd, lcm
 
-from torchtitan_lite.config.checks import plan_layout
+from torchtitan_lite.config.checks import find_n_microbatches, plan_layout
 from torchtitan_lite.config.choices import ATTENTIONS
 from torchtitan_lite.config.layout import count_stages
 from torchtitan_lite.config.messages import ConfigError
@@ -27,7 +27,6 @@ from torchtitan_lite.tools.verify.reduction import (
     LAST,
     STAGES,
     Reduction,
-    find_n_microbatches,
     give_batch,
     override,
     reduce_experts,

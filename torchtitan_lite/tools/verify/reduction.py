@@ -23,7 +23,7 @@ from itertools import product
 from math import lcm
 
 from torchtitan_lite.config.block import list_windows
-from torchtitan_lite.config.checks import check_microbatches, count_pieces, plan_layout
+from torchtitan_lite.config.checks import count_pieces, find_n_microbatches, plan_layout
 from torchtitan_lite.config.choices import SCHEDULES
 from torchtitan_lite.config.experts import find_expert_dim
 from torchtitan_lite.config.float8 import FLOAT8_BLOCK
@@ -310,11 +310,3 @@ def give_batch(
         "training.seq_len": round_up(n_tokens, count_pieces(small.parallelism) * unit),
         "parallelism.pipeline_parallel_microbatch_size": n_rows if layout.pp > 1 else 1,
     }
-
-
-def find_n_microbatches(section: Parallelism, least: int, n_stages: int) -> int:
-    """Return the smallest number of microbatches that is at least `least` and that the schedule can run."""
-    number = least
-    while check_microbatches(section, number, number, n_stages):
-        number += 1
-    return number
