@@ -17,7 +17,6 @@ import logging
 import os
 import shutil
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import BinaryIO
 
 from torchtitan_lite.checkpoint.format import CheckpointError
@@ -53,28 +52,13 @@ def check_files(config: Config, restarted: bool) -> Problems:
         needed = os.W_OK | os.X_OK
         if nearest == path:
             needed |= os.R_OK  # to list its files
-        is_usable = nearest.is_dir() and os.access(nearest, needed) and can_hold_files(nearest)
-        if not is_usable:
+        if not (nearest.is_dir() and os.access(nearest, needed)):
             why = f"{nearest} is not a folder that this user can read and write"
             problems.refuse(key, why, "Name another folder")
     has_run = (dump_folder / CONFIG_TOML).exists() or (dump_folder / METRICS).exists()
     if has_run and not (config.job.overwrite or restarted):
         load_extension("overwrite").check_earlier(problems, dump_folder)
     return problems
-
-
-def can_hold_files(folder: Path) -> bool:
-    """Return whether files can be created here. If the file system reports no blocks, create an unnamed file.
-
-    os.access is not enough: for root, os.access returns True even in /proc.
-    """
-    if os.statvfs(folder).f_blocks:
-        return True
-    try:
-        TemporaryFile(dir=folder).close()
-    except OSError:
-        return False
-    return True
 
 
 def find_nearest(path: Path) -> Path:

@@ -155,9 +155,9 @@ def test_a_snapshot_has_the_bytes_of_the_weights_and_the_optimizer_state():
 
 # key | path | key of the problem
 FOLDERS_OF_KEYS = f"""
-{LOCAL} | /proc/snapshots | {LOCAL}
-job.dump_folder | /proc/run | job.dump_folder
-training.cache_folder | /proc/cache | training.cache_folder
+{LOCAL} | file/snapshots | {LOCAL}
+job.dump_folder | file/run | job.dump_folder
+training.cache_folder | file/cache | training.cache_folder
 {LOCAL} | there | {LOCAL}
 {LOCAL} | new |
 """
@@ -170,6 +170,7 @@ def test_a_folder_that_cannot_be_read_or_hold_files_is_refused(
     """Root can use every folder, so a stub of os.access forbids to read any, and allows everything else."""
     monkeypatch.chdir(tmp_path)
     Path("there").mkdir()
+    Path("file").touch()
     monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.R_OK)
     keys = {"job.dump_folder": "run", "training.cache_folder": "cache", key: path}
     problems = check_files(override(Config(), keys), False)

@@ -142,7 +142,7 @@ stray | argument
 --parallelism.pipeline_parallel_degree 8 | model.n_layers | 8
 --parallelism.module_fqns_per_model_part=norm;output | parallelism.module_fqns_per_model_part
 --parallelism.pipeline_parallel_degree=2 --training.local_batch_size=1 --training.global_batch_size=1 | \
-    training.local_batch_size
+    training.global_batch_size
 --model.converters=float8 --quantize.linear.float8.filter_fqns=attention,feed | model.converters
 --model.converters=float8 --training.seq_len=12 --training.local_batch_size=1 | training.seq_len
 --model.converters=float8 --quantize.linear.float8.enable_fsdp_float8_all_gather \

@@ -3,7 +3,6 @@
 Legend: D model dim, L layers, H query heads, E head dim, F ffn dim, S sequence.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -22,22 +21,15 @@ class Parameter(NamedTuple):
     is_bias: bool
 
 
-# `plan --search` asks for the same model very often. The cache key includes the function, because tests may replace it.
-@lru_cache
-def call_once(list_modules: Callable[..., list[ModuleRow]], *args: object) -> list[ModuleRow]:
-    """Call a function of a table, and cache the result. The caller must not change the list."""
-    return list_modules(*args)
-
-
 def list_block_modules(model_args: ModelArgs, *, moe: bool = False) -> list[ModuleRow]:
     """List the modules of one block. With `moe`, the feed-forward has experts."""
     experts = model_args.moe if moe else None
-    return call_once(MODELS[model_args.name].list_block, model_args, experts)
+    return MODELS[model_args.name].list_block(model_args, experts)
 
 
 def list_end_modules(model_args: ModelArgs) -> list[ModuleRow]:
     """List the modules outside the blocks: tok_embeddings, norm, output, and those that only some models have."""
-    return call_once(MODELS[model_args.name].list_ends, model_args)
+    return MODELS[model_args.name].list_ends(model_args)
 
 
 def list_added_ends(model_args: ModelArgs) -> list[ModuleRow]:

@@ -10,7 +10,7 @@ RMSNorm to each query and key head.
 
 import math
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 
 from torchtitan_lite.config.model_rows import (
     LAYER_TYPES,
@@ -99,6 +99,7 @@ FLAVORS = {
 STD = 0.02  # standard deviation of the initial weights of most matrices
 
 
+@lru_cache  # `plan --search` asks for the same model very often. The caller must not change the list
 def list_block(model_args: ModelArgs, moe: MoEArgs | None = None) -> list[ModuleRow]:
     """List the modules of a block, in the order of modules.py. With `moe`, the block has experts."""
     dim = model_args.dim
@@ -173,6 +174,7 @@ def list_expert_rows(model_args: ModelArgs, moe: MoEArgs) -> list[ModuleRow]:
     return rows
 
 
+@lru_cache
 def list_ends(model_args: ModelArgs) -> list[ModuleRow]:
     """List the modules outside the blocks."""
     dim = model_args.dim
