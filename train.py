@@ -72,9 +72,9 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
         return 0
     # ---- data: each data-parallel rank reads its rows of every global batch. Raises if a corpus is not on this host
     data = open_data(config, spec.model_args, spec.layout, spec.tokenizer)
-    validation = None
+    validation_batches = None
     if config.validation.enable:
-        validation = load_module("validation").open_validation(
+        validation_batches = load_module("validation").open_validation(
             config, spec.model_args, spec.layout, spec.tokenizer
         )
 
@@ -130,10 +130,10 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
     # all ranks: a barrier, then the long time-outs for the first steps
     set_timeouts(config.comm.init_timeout_seconds, host)
     with metrics, ExitStack() as stack, watch:
-        profile = None
+        end_profiled_step = None
         if config.profiling.enable_profiling or config.profiling.enable_memory_snapshot:
             profile_steps = load_module("components.profiling").profile_steps
-            profile = stack.enter_context(
+            end_profiled_step = stack.enter_context(
                 profile_steps(
                     config.profiling, spec.dump_folder, place.rank, resumed_step=resumed_step
                 )
@@ -163,11 +163,11 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
                 # all ranks, if due: rank 0 gathers checksums, and broadcasts the result of the comparison
                 load_extension("copies").compare_if_due(run, step, host)
             figures = None
-            if validation:
+            if validation_batches:
                 # all ranks, if due: weights and activations; an all-reduce of signals before each batch (8 bytes); at
                 # the end, an all-reduce of the loss and of token and byte counts (24 bytes)
                 figures = load_module("validation").validate(
-                    run, validation, step, stop, watch.follow
+                    run, validation_batches, step, stop, watch.follow
                 )
             metrics.log(
                 step,
@@ -177,12 +177,12 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
                 is_applied=is_applied,
                 grad_norm=grad_norm,
             )
-            if not is_warm and (figures or not validation):
+            if not is_warm and (figures or not validation_batches):
                 # all ranks: a barrier, then the shorter time-outs for all later steps
                 set_timeouts(config.comm.train_timeout_seconds, host)
                 is_warm = True
-            if profile:
-                profile()
+            if end_profiled_step:
+                end_profiled_step()
             if step % config.training.gc_freq == 0:
                 gc.collect(1)
             is_stopped = stop_signal > 0 and step < last

@@ -111,8 +111,8 @@ class RunMetrics(MetricsWriter):
         interval.n_steps += 1
         interval.time_s += time_s
         interval.highest_norm = max(interval.highest_norm, grad_norm)
-        is_end = step <= self.resumed_step + N_FIRST or step == self.n_steps
-        is_due = is_end or step % self.spec.config.metrics.log_freq == 0
+        is_always_logged = step <= self.resumed_step + N_FIRST or step == self.n_steps
+        is_due = is_always_logged or step % self.spec.config.metrics.log_freq == 0
         if validation or is_due or self.was_skipped or not is_applied:
             self.write_step(step, result, grad_norm, is_applied=is_applied)
             if validation:

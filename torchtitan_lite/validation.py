@@ -122,8 +122,8 @@ def validate(
     Collective: all-reduces 8 bytes over all ranks before each batch, and 24 bytes at the end.
     """
     section = run.config.validation
-    is_end = step in (1, run.config.training.steps)
-    if not is_end and step % section.freq:
+    is_first_or_last = step in (1, run.config.training.steps)
+    if not is_first_or_last and step % section.freq:
         return None
     started_s = time.perf_counter()
     # divide by 1, so the result is a sum of token losses
