@@ -30,5 +30,13 @@ def test_what_a_page_names_exists(page):
     assert keys <= {*KEYS, "section.key"}
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_rows_of_a_table_have_the_cells_of_its_header(page):
+    text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for block in re.findall(r"^\|.*?(?:\n\n|\Z)", text, re.DOTALL | re.MULTILINE):
+        rows = block.strip().split("\n")
+        assert {row.count("|") for row in rows} == {rows[0].count("|")}, block
+
+
 def test_the_table_of_combinations_is_that_of_the_layouts():
     assert make_table() in (PACKAGE / "parallel/README.md").read_text(encoding="utf-8")
