@@ -25,7 +25,10 @@ def import_extra(name: str, extra: str) -> ModuleType:
         return importlib.import_module(name)
     except ImportError as error:
         package = name.partition(".")[0]
-        raise UserError(f"{error}. Run `pip install {package}` (the extra `{extra}`)") from None
+        python = shlex.quote(sys.executable)
+        raise UserError(
+            f"{error}. Run `{python} -m pip install {package}` (the extra `{extra}`)"
+        ) from None
 
 
 def refuse_pointer(path: Path) -> None:

@@ -458,7 +458,8 @@ def test_a_sink_whose_package_is_absent_is_refused_with_its_extra(tmp_path, monk
     with pytest.raises(ConfigError) as error:
         resolve(["--metrics.enable_wandb"], machine=LAPTOP, n_ranks=2)
     (problem,) = error.value.problems
-    assert problem.key == "metrics.enable_wandb" and "the extra `wandb`" in problem.remedy
+    assert problem.key == "metrics.enable_wandb"
+    assert f"`{sys.executable} -m pip install wandb` (the extra `wandb`)" in problem.remedy
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ is reported, the key keeps its default, and the other keys are still checked.
 
 import json
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, is_dataclass, replace
@@ -31,7 +32,8 @@ except ModuleNotFoundError:  # Python 3.10
     try:
         import tomli as tomllib
     except ModuleNotFoundError:
-        raise UserError("Python 3.10 cannot read TOML. Run `pip install tomli`.") from None
+        install = f"{sys.executable} -m pip install tomli"
+        raise UserError(f"Python 3.10 cannot read TOML. Run `{install}`.") from None
 
 CONFIG_FOLDER = REPOSITORY / "configs"
 

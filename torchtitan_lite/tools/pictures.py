@@ -35,7 +35,7 @@ body { margin: 0 auto; max-width: 1080px; padding: 24px 16px; background: var(--
 h1, h2, h3, p, figure { margin: 5px 0 } h2, h3 { margin-top: 32px } p { max-width: 88ch } i { color: var(--pale) }
 .grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 310px), 1fr)); gap: 18px 28px }
 pre, .wide { overflow-x: auto } pre { font-size: 12.5px; background: var(--soft); padding: 8px }
-table { border-collapse: collapse; font-size: 14px } p { overflow-wrap: anywhere }
+table { border-collapse: collapse; font-size: 14px } h1, p { overflow-wrap: anywhere }
 td { padding: 3px 18px 3px 0; border-bottom: 1px solid var(--line) } tr:first-child { font-weight: 600 }
 svg { width: 100%; overflow: visible; display: block } svg svg { overflow: hidden } svg.box { width: auto }
 text { font-size: 11px; fill: var(--pale) } .box text { fill: var(--ink) } line { stroke: var(--line) }
@@ -164,7 +164,9 @@ def draw_rows(rows: list[tuple[str, int, list[Box]]], length: float) -> str:
     y = 0
     is_fine = sum(len(boxes) for *_, boxes in rows) > MOST_BOXES
     for label, height, boxes in rows:
-        shapes.append(f'<text y="{y + height / 2 + 4}">{escape(label)}</text>')
+        shapes.append(
+            f'<text x="{LEFT - 1}%" y="{y + height / 2 + 4}" text-anchor="end">{escape(label)}</text>'
+        )
         paths = defaultdict(list)  # color -> shapes
         for start, end, color, title, text in boxes:
             x = LEFT + WIDTH * start / length

@@ -3,6 +3,7 @@
 `plan --html` writes this page. `report` adds the measurements of a run. All other figures come from formulas.
 """
 
+import re
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -77,7 +78,7 @@ PAGE_STYLE = """<style>
 .walk .pale, .card .pale { fill: color-mix(in srgb, currentColor 26%, var(--page)) }
 .walk .held, .card .held { fill: color-mix(in srgb, currentColor 85%, var(--page)) }
 td { line-height: 1.4 }
-@media (max-width: 700px) { td { padding-right: 8px; font-size: 13px } .steps td { overflow-wrap: anywhere }
+@media (max-width: 700px) { td { padding-right: 6px; font-size: 12.5px } .steps td { overflow-wrap: anywhere }
   .mesh section { padding: 8px; flex: 1 1 100% } .card { width: 80px }
   .big .line { flex: 1 1 100% } .big .card { padding: 4px } }
 </style>"""
@@ -109,11 +110,12 @@ def draw_forecast(planned: PlannedRun) -> str:
             forecast.step_time_s
         ),
         "MFU": f"{100 * forecast.mfu_full:.3g}%",
-        "bubble of the pipeline": f"{forecast.bubble:.1%}",
         f"memory, at most ({'of' if planned.fits else 'does not fit into'} {capacity / GIB:.1f} GiB)": (
             f"{planned.taken_bytes / GIB:.1f} GiB"
         ),
     }
+    if planned.layout.pp > 1:
+        facts["bubble of the pipeline"] = f"{forecast.bubble:.1%}"
     return (
         f"{draw_facts(facts)}<p><i>A forecast by closed form. Error bar of {planned.family}: {about}. "
         "This trainer has never run on a GPU.</i></p>"
@@ -129,11 +131,13 @@ def draw_layout(planned: PlannedRun) -> Iterator[str]:
     yield draw_time(planned)
     yield draw_traffic(planned)
     remarks = "".join(f"<li>{escape(remark)}" for remark in list_remarks(planned))
+    remarks = re.sub("`(.+?)`", r"<code>\1</code>", remarks)
     better = list_faster(planned)
     yield f"<h2>What to change</h2><ul>{remarks}</ul>"
     if better:
-        heading = ("one key", "value", "tokens/s per GPU", "", "memory, upper end")
-        yield f"<p>Faster layouts that fit and differ in one key:</p>{draw_table([heading, *better])}"
+        table = [("key", "tokens/s per GPU", "", "memory, upper end")]
+        table += [(f"{key} = {value}", *figures) for key, value, *figures in better]
+        yield f"<p>Faster layouts that fit and differ in one key:</p>{draw_table(table)}"
     elif planned.fits:
         yield "<p>No layout that differs in one key is faster and fits.</p>"
 
@@ -171,7 +175,7 @@ def draw_mesh(planned: PlannedRun) -> str:
         wide = [each for each, indices in shown.items() if len(indices) < layout.degrees[each]]
         folded = (
             f" The page shows {n_shown} of {layout.world_size:,} ranks: "
-            f"of {' and '.join(wide)}, the first and the last."
+            f"the first and the last of {' and '.join(wide)}."
         )
     n_rows, n_columns = weight.weight
     sizes = f"{layout.global_batch_size:,} x {planned.config.training.seq_len:,}"
@@ -289,7 +293,7 @@ def draw_pipeline(planned: PlannedRun) -> str:
     key = draw_key((f"var(--{kind})", "", word) for kind, word in letters.items() if kind in used)
     about = (
         f"{layout.n_microbatches} microbatches pass through {len(layout.stages)} stages. Between two stages, a rank "
-        f"sends {format_bytes(sent)} for each microbatch in forward, and the same number in backward. "
+        f"sends {format_bytes(sent)} for each microbatch in forward, and as many bytes in backward. "
         f"Ranks are idle for {forecast.bubble:.1%} of a step. The pipeline takes "
         f"{format_seconds(timeline.end_time)}."
     )
@@ -307,22 +311,26 @@ def draw_memory(planned: PlannedRun) -> str:
     if is_small:
         length = live
     bars = ""
+    entries = {}  # part that a bar shows -> entry of the legend
     for name, memory in memories.items():
         most = planned.find_most_taken(memory.live)
         sizes = memory._asdict() | {RESERVE: 0 if is_small else most - memory.live}
         parts = []
         for part, size in sizes.items():
-            parts.append((size, MEMORY_COLORS[part], "", f"{part}: {format_bytes(size)}"))
+            color = MEMORY_COLORS[part]
+            parts.append((size, color, "", f"{part}: {format_bytes(size)}"))
+            if size:
+                entries[part] = (color, "", part)
         value = f"{format_bytes(memory.live)}, at most {format_bytes(most)}"
         bars += draw_bar(name, value, parts, length, 0 if is_small else capacity)
-    entries = [(color, "", part) for part, color in MEMORY_COLORS.items()]
     line = "" if is_small else " (the line across the bars)"
+    received = "Received: inputs and gradients from other stages. " if "received" in entries else ""
     about = (
         f"{planned.cluster.name} has {capacity / GIB:.1f} GiB{line}. Gathered: weights of other ranks, for a matmul. "
-        "Received: inputs and gradients from other stages. Working: temporary tensors of a block, or of the loss. "
+        f"{received}Working: temporary tensors of a block, or of the loss. "
         f"Error of the forecast: {planned.source_of_reserve}"
     )
-    return f"<h2>Peak memory, forecast</h2><p>{about}.</p>{draw_key(entries)}{bars}"
+    return f"<h2>Peak memory, forecast</h2><p>{about}.</p>{draw_key(entries.values())}{bars}"
 
 
 def draw_time(planned: PlannedRun) -> str:
@@ -351,7 +359,9 @@ def draw_time(planned: PlannedRun) -> str:
             value = f"{format_seconds(exposed_s)} exposed, {format_seconds(hidden_s)} hidden"
             halves = [(exposed_s, TIME[part], "", value), (hidden_s, TIME[part], "pale", value)]
             bars += draw_bar(f"communication over {axis}", value, halves, length)
-    about = "Averaged over pp ranks. Solid: ranks wait. Pale: hidden behind compute. Sends over pp are in the bubble."
+    about = "Solid: ranks wait. Pale: hidden behind compute."
+    if planned.layout.pp > 1:
+        about = f"Averaged over pp ranks. {about} Sends over pp are in the bubble."
     return f"<h2>Where the time goes, forecast</h2><p>{about}</p>{draw_key(entries)}{bars}"
 
 
@@ -368,6 +378,8 @@ def draw_traffic(planned: PlannedRun) -> str:
         value = f"{format_bytes(calls.n_bytes)} in {calls.n_calls:,.0f} calls"
         color = f"var(--{calls.axis.split()[0]})"
         bars.append(draw_bar(name, value, [(calls.n_bytes, color, "", value)], length))
-    n_hidden = len(traffic) - len(bars)
-    about = f"One step of the rank that moves the most bytes. {n_hidden} smaller kinds of calls are not shown."
+    about = "One step of the rank that moves the most bytes."
+    if small := traffic[len(bars) :]:
+        n_bytes = sum(calls.n_bytes for calls in small)
+        about += f" Smaller calls, {format_bytes(n_bytes)} in total, are not shown."
     return f"<h2>Bytes that a rank moves, forecast</h2><p>{about}</p>{''.join(bars)}"

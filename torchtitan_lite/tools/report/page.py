@@ -38,6 +38,7 @@ from torchtitan_lite.tools.tables import format_bytes, format_seconds, write_tab
 REFRESH_S = 10  # with --watch, the page is written again after this time
 LEAST_SHARE = 1000  # calls shorter than 1/1000 of a step are not drawn
 N_WIDEST = 3  # number of exposed collectives that the page names
+MOST_TITLE = 60  # characters; a longer title is replaced by the number of runs
 MOST_CURVES = 12  # number of colors in the style sheet
 FINAL_FIELDS = ("loss", "val_loss", "tokens_per_s_per_rank")
 MARKS = {  # kind of record -> color
@@ -126,6 +127,8 @@ def write_page(
     for at, (name, members) in enumerate(groups.items()):
         series.append(Series(name, f"var(--run{at})", members))
     title = " and ".join(groups)
+    if len(title) > MOST_TITLE:
+        title = f"{len(groups)} curves of {len(runs)} runs" if key else f"{len(runs)} runs"
     parts = [f"<h1>{escape(title)}</h1>"]
     if is_alone:
         parts += [f"<p>{escape(sentence)}</p>" for sentence in summarize(runs[0])]
@@ -135,7 +138,10 @@ def write_page(
     about = "Source: metrics.jsonl. Ticks below a curve: starts (green), saves (gray), stops (red)."
     if key:
         about += " A line is the mean of the runs of a group; the band reaches from the lowest to the highest."
-    parts.append(f'<h2>By {axis}</h2><p><i>{about}</i></p><div class="grid">')
+    parts.append(f"<h2>By {axis}</h2><p><i>{about}</i></p>")
+    if not is_alone:
+        parts.append(draw_key((each.color, "", each.name) for each in series))
+    parts.append('<div class="grid">')
     parts += draw_plots(series, axis)
     parts.append("</div>")
     if is_alone:
@@ -150,7 +156,9 @@ def write_page(
 
 def compare_runs(series: list[Series], keys: list[str]) -> str:
     """Draw a table of the final results and the values of `keys`, with one column per curve."""
-    columns = [["", "runs", *AXES, *FINAL_FIELDS, *keys]]
+    all_runs = [run for each in series for run in each.runs]
+    fields = [name for name in FINAL_FIELDS if any(run.list_values(name) for run in all_runs)]
+    columns = [["", "runs", *AXES, *fields, *keys]]
     for each in series:
         last_places = []
         for run in each.runs:
@@ -159,7 +167,7 @@ def compare_runs(series: list[Series], keys: list[str]) -> str:
         column = [each.name, str(len(each.runs))]
         for axis in AXES:
             column.append(f"{mean(place[axis] for place in last_places):,.7g}")
-        for field in FINAL_FIELDS:
+        for field in fields:
             column.append(format_last([run.list_values(field) for run in each.runs]))
         for key in keys:
             values = dict.fromkeys(run.show(key) for run in each.runs)
