@@ -1,4 +1,4 @@
-"""Print the table "what combines with what" of parallel/README.md. Needs tests/ in PYTHONPATH.
+"""Print which features the layouts of the tests combine: PYTHONPATH=tests:. python3 assets/figures/combinations.py
 
 A cell counts the rows of tests/layouts.py that use both features: first the rows of the default tests, then the rows
 that --all adds. If a cell is empty, no row tests the two features together, but test_drawn_layouts.py may draw them at

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from layouts import FAST, LAYOUTS, PP
 
 from assets.figures.combinations import make_table
 from torchtitan_lite import PACKAGE, REPOSITORY
@@ -38,5 +39,12 @@ def test_rows_of_a_table_have_the_cells_of_its_header(page):
         assert {row.count("|") for row in rows} == {rows[0].count("|")}, block
 
 
-def test_the_table_of_combinations_is_that_of_the_layouts():
-    assert make_table() in (PACKAGE / "parallel/README.md").read_text(encoding="utf-8")
+def test_the_chapter_counts_the_layouts_that_the_table_of_combinations_counts():
+    chapter = (PACKAGE / "parallel/README.md").read_text(encoding="utf-8")
+    (counts,) = re.findall(r"trains (\d+) of these layouts, and `\S+ --all` (\d+) more", chapter)
+    assert [int(count) for count in counts] == [len(FAST), len(LAYOUTS) - len(FAST)]
+    n_pp = [
+        len([row for row in rows if PP in row.overrides])
+        for rows in (FAST.values(), LAYOUTS.values())
+    ]
+    assert f" {n_pp[0]} + {n_pp[1] - n_pp[0]} |" in make_table().splitlines()[5]
