@@ -185,7 +185,7 @@ def limit_files(n_bytes: int) -> Iterator[None]:
 
 
 def assemble(folder: Path) -> dict[str, Tensor]:
-    """Return all tensors of a checkpoint by safetensors' own reader, the files' headers and the manifest's shapes.
+    """Return all tensors of a checkpoint, as safetensors, the headers of its files and its manifest describe them.
 
     Raises AssertionError if an element is stored twice or never.
     """

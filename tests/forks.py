@@ -267,7 +267,7 @@ def break_gain(name: str, old: str, new: str) -> Fork:
 
 
 def forget_code(key: str, table: str, row: str) -> Fork:
-    """Return the fork of a row of config/choices.py, without its code."""
+    """Return a fork that adds a row to config/choices.py, but not the code of the row."""
     return Fork((f"--{key}=forgotten",), f'config/choices.py | {table} | "forgotten": {row},')
 
 

@@ -97,7 +97,7 @@ def open_dump_folder(config: Config, *, restarted: bool) -> BinaryIO:
         for earlier in folder.glob(f"{HANG}/restart-*"):
             shutil.rmtree(earlier, ignore_errors=True)
     except OSError as error:
-        remedy = "Free some space, or set another job.dump_folder"
+        remedy = "Free some space, or set a different job.dump_folder"
         raise CheckpointError(f"the run cannot start in {folder}: {error}. {remedy}") from None
     return lock
 
@@ -112,7 +112,7 @@ def lock_folder(folder: Path) -> BinaryIO:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         lock.close()
-        why = f"another run is writing to {folder}: wait until it ends, or set another job.dump_folder"
+        why = f"another run is writing to {folder}: wait until it ends, or set a different job.dump_folder"
         raise CheckpointError(why) from None
     except OSError:  # a file system without locks, such as some mounts of Lustre
         logger.warning(

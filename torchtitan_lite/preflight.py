@@ -268,7 +268,7 @@ def check_vocabulary(
     n_ids = tokenizer.vocab_size
     token = tokenizer.decode([largest_id])
     why = f"a text may use the id {largest_id} ({token!r}) of {config.model.hf_assets_path}"
-    remedy = f"Set it to {n_ids} or more, or choose another {TOKENIZER}"
+    remedy = f"Set it to {n_ids} or more, or choose a different {TOKENIZER}"
     if weights:
         remedy = f"Call resize_token_embeddings({n_ids}) of transformers, or leave out {TOKENIZER}"
     return [Problem("model.vocab_size", n_rows, why, remedy)]

@@ -118,5 +118,5 @@ def loads_summed_in_bfloat16(original, balance, finite):
     EP2, "expert biases", "layers.0.feed_forward.router.expert_bias", at=(ExpertBalance, "update")
 )
 def bias_moved_by_a_step_that_is_left_out(original, balance, finite):
-    """A step that is left out because a gradient is not finite still moves the biases."""
+    """A step that is skipped because of a NaN or infinite gradient still changes the biases."""
     return original(balance, torch.ones_like(finite))

@@ -1,4 +1,7 @@
-"""What is compiled, how often, where the code is stored, and which programs are needed. layouts.py tests gradients."""
+"""Test what is compiled, how often, where the code is stored, and which programs it needs.
+
+layouts.py tests gradients.
+"""
 
 import os
 from pathlib import Path

@@ -50,7 +50,8 @@ def watch_start(
 ) -> tuple[int, int, dict[str, set], dict[str, float]]:
     """Worker: start train.py in a process that has not yet limited gloo's workers.
 
-    Return its exit status, the number of workers beyond one per group, and each group's threads and final time-out.
+    Return the exit status of train.py, the number of workers beyond one per group, the threads of each group, and the
+    final time-out of each group.
 
     On a CPU, autograd calls collectives in the thread that called it. Threads with different names run simultaneously.
     """

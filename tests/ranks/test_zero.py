@@ -1,4 +1,4 @@
-"""Which ZeRO stage a run has. test_costs.py tests the number of collectives under each stage."""
+"""Test which ZeRO stage a run uses. test_costs.py tests the number of collectives under each stage."""
 
 import pytest
 from marks import read_lines

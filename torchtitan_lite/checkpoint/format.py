@@ -171,7 +171,7 @@ def create_unfinished(final: Path) -> Path:
     for path in (final, unfinished):
         if path.exists():
             raise CheckpointError(
-                f"{path} already exists, and is never overwritten: move it away, or name another folder"
+                f"{path} already exists, and is never overwritten: move it away, or name a different folder"
             )
     unfinished.mkdir(parents=True)
     return unfinished

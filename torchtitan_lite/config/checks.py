@@ -161,7 +161,7 @@ def check_stages(problems: Problems, n_stages: int) -> None:
     most = schedule.most_stages_per_rank or per_rank
     if rest or not least <= per_rank <= most:
         why = f"it makes {n_stages} stages for {pp} pp ranks, but {name} needs {least} per rank"
-        remedy = f"Remove the key to get {pp * least} stages, or choose another schedule"
+        remedy = f"Remove the key to get {pp * least} stages, or choose a different schedule"
         problems.refuse("parallelism.pipeline_parallel_layers_per_stage", why, remedy)
     elif problems.model_args.n_layers < n_stages - 2:
         why = f"each of the {n_stages} pipeline stages ({pp} pp ranks, {name}) needs a layer, except the first and last"

@@ -51,7 +51,7 @@ def check_experts(problems: Problems, layout: Layout) -> None:
         f"the degree must divide {ranks} and the {moe.n_experts} experts of a layer. The quotient of ranks must divide "
         f"the quotient of experts, or both {model_args.dim} and {moe.expert_ffn_dim}"
     )
-    remedy = f"No degree fits {ranks}: use another number of ranks"
+    remedy = f"No degree fits {ranks}: use a different number of ranks"
     for n_replicas in range(1, layout.dp_shard + 1):
         allowed = list_expert_degrees(model_args, n_ranks // n_replicas)
         if layout.dp_shard % n_replicas == 0 and allowed:

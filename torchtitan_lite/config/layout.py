@@ -166,8 +166,7 @@ def plan_stages(parallelism: Parallelism, n_layers: int) -> list[int]:
 
 @lru_cache
 def name_stages(n_layers: tuple[int, ...], model_args: ModelArgs) -> Stages:
-    """Return the module FQNs of each stage, given its number of layers. The children of the model are cut between
-    layers."""
+    """Return the module FQNs of each stage, given its number of layers. Stages begin and end between layers."""
     names = [(prefix or row.child).rstrip(".") for prefix, row in list_modules(model_args)]
     children = list(dict.fromkeys(names))
     n_before = children.index("layers.0")

@@ -130,7 +130,7 @@ def open_split(folder: Path, split: str, tokenizer: Tokenizer | None) -> CorpusM
         why = f"{folder} was prepared with a different tokenizer, not with {tokenizer.path}"
         raise CorpusError(why, remedy)
     if split not in manifest.splits:
-        remedy = "Prepare it again with a larger --validation-share, or name another corpus in validation.dataset"
+        remedy = "Prepare it again with a larger --validation-share, or name a different corpus in validation.dataset"
         raise CorpusError(f"{folder} has no {split} documents", remedy)
     return manifest
 

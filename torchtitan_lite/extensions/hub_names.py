@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def explain_hub_cache(folder: str | Path) -> str:
-    """Explain in which folders a cache folder of the Hugging Face Hub has its files. Return "" for any other folder."""
+    """Explain where a cache folder of the Hugging Face Hub keeps its files. Return "" for any other folder."""
     root = Path(folder).absolute()
     if root.name == "snapshots":
         root = root.parent

@@ -51,7 +51,7 @@ def explain_unwritable(model_args: ModelArgs, attention: str) -> str | None:
     if module and not module.startswith(
         f"models.{model_args.name}."
     ):  # the table of a copied model
-        why = f"models/{model_args.name}/table.py names the families of another model, {module}"
+        why = f"models/{model_args.name}/table.py names the families of a different model, {module}"
         return f"{why}. If transformers computes the same outputs, give the model its own file of families"
     families = load_families(model_args.name)
     if not families:

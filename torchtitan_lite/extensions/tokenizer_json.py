@@ -80,7 +80,7 @@ def encode_by_package(package: Any) -> tuple[Callable, Callable]:
     package.post_processor = None  # with this option, offsets may omit white space
     package.encode_special_tokens = True  # treats names of special tokens as plain text
     if getattr(package.model, "unk_token", "") is None:
-        # With a name that has no id, text outside the vocabulary is an error. With null, it would be dropped.
+        # If the name has no id, text outside the vocabulary is an error. If it is null, such text is dropped.
         package.model.unk_token = NO_UNKNOWN
 
     def encode_text(text: str) -> list[int]:

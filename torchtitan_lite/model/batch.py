@@ -39,7 +39,7 @@ class Batch:
         for name, values in extra.items():
             if name in vars(self):
                 raise UserError(
-                    f"every batch has a field {name}. Give the extra field another name"
+                    f"every batch has a field {name}. Give the extra field a different name"
                 )
             if values.shape[:2] != self.tokens.shape:
                 why = f"the field {name} of a batch has the shape {tuple(values.shape)}"

@@ -123,7 +123,7 @@ def write_folder(source: ModelSource, out: Path, dtype: str, read: Callable[[str
         discard(out)
         if isinstance(error, (OSError, SafetensorError)):
             raise CheckpointError(
-                f"{out} cannot be written: {error}. Free some space, or name another folder"
+                f"{out} cannot be written: {error}. Free some space, or name a different folder"
             ) from None
         raise
 

@@ -141,7 +141,7 @@ def encode_conversation(messages: list[dict], chat: ChatFormat) -> list[int]:
             text, _ = chat.write({"messages": messages, "add_generation_prompt": True})
         except ValueError as error:
             raise SourceError(
-                f"{error}. Change the conversation, or set another --tokenizer."
+                f"{error}. Change the conversation, or set a different --tokenizer."
             ) from None
     tokens, _ = tokenizer.encode_special(text)
     return tokens
@@ -155,8 +155,8 @@ def count_new_tokens(tokens: list[int], source: ModelSource, options: Namespace)
         why = "the prompt is empty, and this tokenizer has no BOS token to start from. Set a prompt"
     elif max(tokens) >= n_rows:
         name = source.tokenizer.decode([max(tokens)])
-        why = f"token {name!r} of the prompt has the id {max(tokens)}, but its model has {n_rows} rows. "
-        why += "Change the prompt, or set another --tokenizer"
+        why = f"token {name!r} of the prompt has the id {max(tokens)}, but the model has {n_rows} ids. "
+        why += "Change the prompt, or set a different --tokenizer"
     elif source.context is None:
         why = f"{CONFIG} has no {LENGTH}, the length of the context. Add it"
     elif len(tokens) >= source.context:

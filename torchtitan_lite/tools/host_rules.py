@@ -181,6 +181,6 @@ def check_snapshots(config: Config, snapshot_bytes: int) -> Problems:
     if free < needed:
         size = f"{needed / GIB:.3g} GiB of snapshots"
         why = f"this host needs space for {size}, but has only {free / GIB:.3g} GiB there"
-        remedy = "Free some space, name a folder on another file system, or leave this key out"
+        remedy = "Free some space, name a folder on a different file system, or leave this key out"
         problems.refuse(LOCAL_FOLDER, why, remedy)
     return problems

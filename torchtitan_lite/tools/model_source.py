@@ -82,7 +82,7 @@ def open_source(options: Namespace) -> ModelSource:
             manifest = checkpoint.manifest
             model_args = parse_model_args(manifest)
         except CheckpointError as error:
-            remedy = "Restore it from a copy, or name another checkpoint"
+            remedy = "Restore it from a copy, or name a different checkpoint"
             raise CheckpointError(f"{path} cannot be used: {error}. {remedy}.") from None
         config = manifest.run["config"]
         published = manifest.run.get(IN_MANIFEST, {})

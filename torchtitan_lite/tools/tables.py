@@ -11,7 +11,9 @@ def write_table(path: Path, text: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}. Name another file") from None
+        raise UserError(
+            f"{path} cannot be written: {error.strerror}. Name a different file"
+        ) from None
 
 
 def format_bytes(n_bytes: float) -> str:

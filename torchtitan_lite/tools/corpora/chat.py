@@ -328,5 +328,5 @@ def read_chat_format(tokenizer: Tokenizer) -> ChatFormat:
     except Exception as error:  # jinja2 and transformers raise their own errors
         raise PreparationError(
             f"{tokenizer.path.parent} has no usable chat template: {error}. "
-            "Put the model's chat_template.jinja into this folder, or name another --tokenizer"
+            "Put the model's chat_template.jinja into this folder, or name a different --tokenizer"
         ) from None

@@ -93,7 +93,7 @@ def prepare(
     """
     if out.exists():
         raise PreparationError(
-            f"{out} exists. Choose another --out, or delete it if it is an old corpus"
+            f"{out} exists. Choose a different --out, or delete it if it is an old corpus"
         )
     out.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=out.parent, prefix=f"{out.name}.tmp-") as work:

@@ -122,7 +122,7 @@ def open_streams(open_packed: Callable, path: Path, mode: str) -> Iterator[Binar
     with PackedFile(path) as packed, open_packed(packed, mode) as file:
         yield file
         if not packed.is_at_end:
-            raise ValueError("after a compressed stream, it has bytes that are no such stream")
+            raise ValueError("after the compressed data, it has bytes that are not compressed")
 
 
 OPENERS = {

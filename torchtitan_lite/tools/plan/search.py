@@ -192,7 +192,7 @@ def search_layouts(options: argparse.Namespace) -> str:
     file = options.toml
     if file and file.is_file() and not file.read_bytes().startswith(TITLE.encode()):
         raise UserError(
-            f"--toml: {file} exists, and plan --search did not write it. Name another file"
+            f"--toml: {file} exists, and plan --search did not write it. Name a different file"
         )
     given, model_args, n_gpus = read_target(options.config_args, options.gpus)
     cluster = CLUSTERS[options.gpu]

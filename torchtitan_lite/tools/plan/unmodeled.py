@@ -41,7 +41,9 @@ def list_unmodeled(planned: PlannedRun) -> dict[str, str]:
     for row in list_added_ends(planned.model_args):
         unmodeled[row.name] = "its weights and FLOPs once, but neither its time nor its activations"
     if MODELS[planned.model_args.name].head_calls > 1:
-        unmodeled["calls of output"] = "the FLOPs and the time of each, but the memory of one"
+        unmodeled["calls of output"] = (
+            "the FLOPs and the time of all calls, but the memory of a single call"
+        )
     for kind in planned.workload.kinds:
         for name in sorted(kind.untimed):
             unmodeled[name] = "its weights, but neither its time nor its activations"
