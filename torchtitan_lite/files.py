@@ -25,9 +25,8 @@ def import_extra(name: str, extra: str) -> ModuleType:
         return importlib.import_module(name)
     except ImportError as error:
         package = name.partition(".")[0]
-        python = shlex.quote(sys.executable)
         raise UserError(
-            f"{error}. Run `{python} -m pip install {package}` (the extra `{extra}`)"
+            f"{error}. Run `{sys.executable} -m pip install {package}` (the extra `{extra}`)"
         ) from None
 
 

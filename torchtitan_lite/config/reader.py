@@ -32,8 +32,9 @@ except ModuleNotFoundError:  # Python 3.10
     try:
         import tomli as tomllib
     except ModuleNotFoundError:
-        install = f"{sys.executable} -m pip install tomli"
-        raise UserError(f"Python 3.10 cannot read TOML. Run `{install}`.") from None
+        raise UserError(
+            f"Python 3.10 cannot read TOML. Run `{sys.executable} -m pip install tomli`."
+        ) from None
 
 CONFIG_FOLDER = REPOSITORY / "configs"
 

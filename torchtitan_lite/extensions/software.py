@@ -1,7 +1,6 @@
 """Check that this host has the software that a config needs: a compiler, optional packages, a recent enough torch."""
 
 import os
-import shlex
 import shutil
 import sys
 import sysconfig
@@ -25,7 +24,7 @@ def check_software(config: Config, machine: Machine) -> Problems:
             remedy = 'Install it (Debian: apt install g++ python3-dev), or use compile.backend = "aot_eager"'
             problems.refuse("compile.backend", why, remedy)
     if config.metrics.enable_wandb and not find_spec("wandb"):
-        install = f"Run `{shlex.quote(sys.executable)} -m pip install wandb` (the extra `wandb`)"
+        install = f"Run `{sys.executable} -m pip install wandb` (the extra `wandb`)"
         remedy = f"{install}, or set the key to false: TensorBoard gets the same"
         problems.refuse("metrics.enable_wandb", "the package `wandb` is not installed here", remedy)
     name = config.parallelism.pipeline_parallel_schedule

@@ -78,13 +78,15 @@ class Turn(NamedTuple):
 
 def main(options: Namespace, config: Config = STEP_CONFIG) -> int:
     """Print speeds and ratios. Return the exit status: 0 measured, 1 the losses of contenders differ."""
+    n_ranks = 1
     if options.layout:
         degrees = dict(options.layout)
         if len(degrees) < len(options.layout):
             raise UserError("--layout names a mesh dim twice: give one degree for each")
         n_ranks = math.prod(degrees.values())
         config = share_rows(config, degrees, n_ranks)
-        plan_layout(config, resolve_model(config.model), n_ranks)  # refuses a bad layout
+    layout = plan_layout(config, resolve_model(config.model), n_ranks)  # refuses a bad layout
+    if options.layout:
         with RankPool() as pool:
             rounds = pool.run(time_contenders, n_ranks, config, options, timeout_s=3600)[0]
     else:
@@ -97,7 +99,7 @@ def main(options: Namespace, config: Config = STEP_CONFIG) -> int:
             dist.destroy_process_group()
     if rounds is None:
         return 1
-    tokens_per_step = config.training.global_batch_size * config.training.seq_len
+    tokens_per_step = layout.global_batch_size * config.training.seq_len
     for name in rounds[0]:
         turns = [turns[name] for turns in rounds]
         ratios = [turns[name].seconds / turns["trainer"].seconds for turns in rounds]

@@ -209,9 +209,10 @@ def read_output(fault: Fault) -> None:
 
 def make_card(faults: list[Fault]) -> str:
     """Return the score card as a table."""
-    rows = [("fault", "rank", "step", "found after", "back after", "steps lost", "weights")]
+    rows = [("fault", "rank", "step", "found after s", "back after s", "steps lost", "weights")]
     for fault in faults:
-        numbers = [fault.rank, fault.step, fault.found_s, fault.back_s, fault.steps_lost]
+        rank = None if fault.rank < 0 else fault.rank
+        numbers = [rank, fault.step, fault.found_s, fault.back_s, fault.steps_lost]
         cells = ["-" if number is None else str(number) for number in numbers]
         weights = "equal" if fault.is_equal else "DIFFERENT"
         rows.append((Path(fault.folder).name, *cells, weights))
