@@ -55,7 +55,8 @@ rect, path { fill: color-mix(in srgb, currentColor 62%, var(--page)) } rect { st
 .facts { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 10px; margin: 14px 0 }
 .facts div { background: var(--soft); padding: 9px 12px; border-radius: 6px; font-size: 13px; color: var(--pale) }
 .facts b { display: block; font-size: 21px; font-weight: 600; color: var(--ink) }
-@media (max-width: 700px) { .desk { display: none } pre { white-space: pre-wrap; overflow-wrap: anywhere } }
+@media (max-width: 700px) { .desk { display: none } pre { white-space: pre-wrap; overflow-wrap: anywhere }
+  td { padding-right: 6px; font-size: 12.5px } }
 .far { opacity: 0 } circle:hover { opacity: 1 }
 @media print { h2, h3 { break-after: avoid } figure, svg, tr { break-inside: avoid } }
 """

@@ -78,7 +78,7 @@ PAGE_STYLE = """<style>
 .walk .pale, .card .pale { fill: color-mix(in srgb, currentColor 26%, var(--page)) }
 .walk .held, .card .held { fill: color-mix(in srgb, currentColor 85%, var(--page)) }
 td { line-height: 1.4 }
-@media (max-width: 700px) { td { padding-right: 6px; font-size: 12.5px } .steps td { overflow-wrap: anywhere }
+@media (max-width: 700px) { .steps td { overflow-wrap: anywhere }
   .mesh section { padding: 8px; flex: 1 1 100% } .card { width: 80px }
   .big .line { flex: 1 1 100% } .big .card { padding: 4px } }
 </style>"""

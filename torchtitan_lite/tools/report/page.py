@@ -91,7 +91,7 @@ def main(options: argparse.Namespace) -> int:
         try:
             runs = [RecordedRun(folder) for folder in options.runs]
         except (OSError, ValueError) as error:
-            remedy = "Name the dump folder of a run, such as outputs/debug"
+            remedy = "Name the dump folder of a run that has started, such as outputs/debug"
             raise UserError(f"report cannot read a run: {error}. {remedy}") from None
         is_watched = options.watch and any(run.records[-1]["kind"] != "stop" for run in runs)
         page = write_page(runs, options.group, options.x, refresh=is_watched)
@@ -166,7 +166,8 @@ def compare_runs(series: list[Series], keys: list[str]) -> str:
             last_places.append(run.places[last_step])
         column = [each.name, str(len(each.runs))]
         for axis in AXES:
-            column.append(f"{mean(place[axis] for place in last_places):,.7g}")
+            place = mean(place[axis] for place in last_places)
+            column.append(f"{place:.4g}" if axis == "hours" else f"{place:,.0f}")
         for field in fields:
             column.append(format_last([run.list_values(field) for run in each.runs]))
         for key in keys:
@@ -198,7 +199,7 @@ def draw_plots(series: list[Series], axis: str) -> Iterator[str]:
                     marks.append((place, kind_color, f"{run.name}: {record['kind']}"))
     for title, (field, dashed_field, from_zero) in PLOTS.items():
         curves = []
-        values = ""
+        lasts = defaultdict(str)  # field -> last value of each curve, in its color
         for each in series:
             dashes_of = {field: "none", dashed_field: "4 4"}
             dashes_of |= dict.fromkeys(each.list_groups(field), "1 3")
@@ -206,9 +207,10 @@ def draw_plots(series: list[Series], axis: str) -> Iterator[str]:
                 samples = each.list_samples(name, axis)
                 if samples:
                     curves.append((f"{each.name}, {name}", each.color, dashes, samples))
-                    last = f"{escape(name)} {mean(samples[-1][1]):,.4g}"
-                    values += f' <span style="color: {each.color}">{last}</span>'
+                    last = f"{mean(samples[-1][1]):,.4g}"
+                    lasts[name] += f' <span style="color: {each.color}">{last}</span>'
         if curves:
+            values = "".join(f" {escape(name)}{last}" for name, last in lasts.items())
             picture = draw_curves(curves, marks, axis=axis, from_zero=from_zero)
             yield f"<figure><b>{title}</b>{values}{picture}</figure>"
 
