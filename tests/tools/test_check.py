@@ -309,7 +309,7 @@ NOTED = f"""
 --model.hf_assets_path=model | set checkpoint.initial_load_path=model
 --training.local_batch_size=6 | (training.local_batch_size allows 6)
 --config own.toml | training.seq_len is 512, because a CPU is slow
---config own.toml | 2 sequences of 512 tokens make 1,024 per step
+--config own.toml | 2 sequences of 512 tokens, 1,024 per step
 --config own.toml --training.seq_len=1024 --training.local_batch_size=3 | 6 sequences of 1024 tokens
 --config own.toml {CP}=3 | training.seq_len is 510
 --training.seed=3 --debug.seed=4 | training.seed and debug.seed are the same key: 4 counts
@@ -495,7 +495,7 @@ debug_3d on a laptop: nothing found wrong
   model   llama3 debug, 1,328,256 parameters, 0.00698 GFLOP per token (0.00659 with causal attention)
   start   random weights (debug.seed 1)
   mesh    8 ranks: pp2 x dp_shard2 x tp2
-  batch   8 sequences of 128 tokens make 1,024 per step: data-parallel ranks 2 x microbatches 4 x sequences 1
+  batch   8 sequences of 128 tokens, 1,024 per step: data-parallel ranks 2 x microbatches 4 x sequences 1
 """
 
 

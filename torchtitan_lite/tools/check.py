@@ -25,6 +25,7 @@ from torchtitan_lite.tools.detect import detect_machine
 from torchtitan_lite.tools.host_rules import bound_memory, check_host
 from torchtitan_lite.tools.hosts import read_hosts, read_number
 from torchtitan_lite.tools.plan.cluster import CLUSTERS, describe_node
+from torchtitan_lite.tools.tables import plural
 
 # a field in schema.py: comment lines above it, its name, and a comment at the end of its line
 FIELD = re.compile(r"^((?: *#.*\n)*) *(\w+): .+?(?:  # (.*))?$", re.MULTILINE)
@@ -160,9 +161,9 @@ def describe_spec(spec: RunSpec, n_hosts: int = 1) -> str:
         f"{flops.full / 1e9:.3g} GFLOP per token ({flops.causal / 1e9:.3g} with causal attention)",
         "start": spec.origin,
         "mesh": str(layout) if layout.world_size == 1 else f"{layout.world_size} ranks: {layout}",
-        "batch": f"{layout.global_batch_size} sequences of {config.training.seq_len} tokens make {tokens:,} per step: "
-        f"data-parallel ranks {layout.dp} x microbatches {layout.n_microbatches} x sequences {layout.microbatch_size}"
-        f"{bound}",
+        "batch": f"{plural(layout.global_batch_size, 'sequence')} of {config.training.seq_len} tokens, "
+        f"{tokens:,} per step: data-parallel ranks {layout.dp} x microbatches {layout.n_microbatches} x "
+        f"sequences {layout.microbatch_size}{bound}",
         "memory": memory or "not checked, because its size is unknown",
         "files": f"{spec.dump_folder}, tokens cached in {config.training.cache_folder}",
     }
@@ -175,7 +176,7 @@ def describe_spec(spec: RunSpec, n_hosts: int = 1) -> str:
         n_cores = min(layout.world_size, os.cpu_count())
         seconds = flops.causal * tokens * config.training.steps / (n_cores * CPU_FLOPS_PER_CORE)
         estimate = timedelta(seconds=ceil(min(seconds, LONGEST_RUN_S)))
-        rows["time"] = f"roughly {estimate} (h:mm:ss) on {n_cores} cores"
+        rows["time"] = f"roughly {estimate} (h:mm:ss) on {plural(n_cores, 'core')}"
         if seconds > LONG_S:
             rows["time"] += "; --config debug takes half a minute"
         if config.activation_checkpoint.mode == "selective" and not config.compile.enable:

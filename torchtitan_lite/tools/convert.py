@@ -38,6 +38,7 @@ from torchtitan_lite.extensions.hugging_face_folder import (
 from torchtitan_lite.models.registry import CONFIG
 from torchtitan_lite.tools.model_source import ModelSource, SourceError, open_source
 from torchtitan_lite.tools.progress import show_progress
+from torchtitan_lite.tools.tables import plural
 
 BESIDE_TOKENIZER = (
     TOKENIZER_CONFIG,
@@ -70,7 +71,7 @@ def main(options: argparse.Namespace) -> int:
     write_folder(source, out, dtype, lambda fqn: checkpoint.read(f"model.{fqn}"))
     sizes = [file.stat().st_size for file in out.glob("*.safetensors")]
     found = f"{count_parameters(model_args):,} parameters from {source.path}"
-    print(f"{options.out}: {found}, {sum(sizes):,} bytes in {len(sizes)} files")
+    print(f"{options.out}: {found}, {sum(sizes):,} bytes in {plural(len(sizes), 'file')}")
     return 0
 
 

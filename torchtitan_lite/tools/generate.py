@@ -29,6 +29,7 @@ from torchtitan_lite.models.registry import CONFIG, LENGTH
 from torchtitan_lite.tools.corpora.chat import ChatFormat, read_chat_format
 from torchtitan_lite.tools.kv_cache import CachedModel
 from torchtitan_lite.tools.model_source import ModelSource, SourceError, build_model, open_source
+from torchtitan_lite.tools.tables import plural
 
 # keys of generation_config.json that are used, or that do not change the text
 FOLLOWED = ("bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "transformers_version")
@@ -77,7 +78,7 @@ def main(options: Namespace) -> int:
         if len(taken) == n_new_tokens:
             stopped = "context" if n_new_tokens < options.max_new_tokens else "max_new_tokens"
         why = "the context is full" if stopped == "context" else stopped
-        print(f"[{len(taken)} tokens, {why}]", file=sys.stderr)
+        print(f"[{plural(len(taken), 'token')}, {why}]", file=sys.stderr)
         messages.append({"role": "assistant", "content": text})
     if options.json:
         report = {
@@ -155,7 +156,7 @@ def count_new_tokens(tokens: list[int], source: ModelSource, options: Namespace)
         why = "the prompt is empty, and this tokenizer has no BOS token to start from. Set a prompt"
     elif max(tokens) >= n_rows:
         name = source.tokenizer.decode([max(tokens)])
-        why = f"token {name!r} of the prompt has the id {max(tokens)}, but the model has {n_rows} ids. "
+        why = f"token {name!r} of the prompt has the id {max(tokens)}, but the model's embedding has {n_rows} rows. "
         why += "Change the prompt, or set a different --tokenizer"
     elif source.context is None:
         why = f"{CONFIG} has no {LENGTH}, the length of the context. Add it"

@@ -16,6 +16,11 @@ def write_table(path: Path, text: str) -> None:
         ) from None
 
 
+def plural(count: float, noun: str) -> str:
+    """Format a count of things: "1 step", "1,000 steps"."""
+    return f"{count:,.0f} {noun}" if count == 1 else f"{count:,.0f} {noun}s"
+
+
 def format_bytes(n_bytes: float) -> str:
     """Format a number of bytes: 524288 becomes 512.0 KiB."""
     if n_bytes < 1024:

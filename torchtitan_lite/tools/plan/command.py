@@ -22,7 +22,7 @@ from torchtitan_lite.tools.plan.planned_run import PlannedRun, plan_run
 from torchtitan_lite.tools.plan.remedies import list_remarks
 from torchtitan_lite.tools.plan.search import search_layouts
 from torchtitan_lite.tools.plan.unmodeled import list_unmodeled
-from torchtitan_lite.tools.tables import format_bytes, format_table, write_table
+from torchtitan_lite.tools.tables import format_bytes, format_table, plural, write_table
 
 
 def main(options: argparse.Namespace) -> int:
@@ -126,7 +126,7 @@ def describe_time(planned: PlannedRun) -> str:
 def describe_traffic(planned: PlannedRun) -> str:
     rows = []
     for calls in list_traffic(planned):
-        n_calls = f"{calls.n_calls:,.0f} calls"
+        n_calls = plural(calls.n_calls, "call")
         n_bytes = format_bytes(calls.n_bytes)
         rows.append((f"  {calls.axis}", calls.operation, n_calls, n_bytes, calls.where))
     return format_table(rows, "<<>>") if rows else "  none"

@@ -27,7 +27,7 @@ from torchtitan_lite.tools.plan.planned_run import PlannedRun
 from torchtitan_lite.tools.plan.remedies import list_faster, list_remarks
 from torchtitan_lite.tools.plan.slices import choose_shown, find_slices
 from torchtitan_lite.tools.plan.timeline import draw_timeline, simulate
-from torchtitan_lite.tools.tables import format_bytes, format_seconds
+from torchtitan_lite.tools.tables import format_bytes, format_seconds, plural
 
 FEW_RANKS = 16  # cards have text if the page shows at most this number of ranks
 # left end and width of each box in a card
@@ -375,7 +375,7 @@ def draw_traffic(planned: PlannedRun) -> str:
         if calls.n_bytes < length / 1000:
             break
         name = f"{calls.operation} over {calls.axis}, {calls.where}"
-        value = f"{format_bytes(calls.n_bytes)} in {calls.n_calls:,.0f} calls"
+        value = f"{format_bytes(calls.n_bytes)} in {plural(calls.n_calls, 'call')}"
         color = f"var(--{calls.axis.split()[0]})"
         bars.append(draw_bar(name, value, [(calls.n_bytes, color, "", value)], length))
     about = "One step of the rank that moves the most bytes."

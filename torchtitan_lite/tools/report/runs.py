@@ -21,6 +21,7 @@ from torchtitan_lite.tools.plan.planned_run import plan_run
 from torchtitan_lite.tools.plan.remedies import warn_of_bubble
 from torchtitan_lite.tools.plan.timeline import Timeline
 from torchtitan_lite.tools.report.traces import Trace, measure_pipeline, read_traces
+from torchtitan_lite.tools.tables import plural
 
 SPIKE_RATIO = 3  # a gradient norm above this multiple of the median is a spike
 WARM_UP = 3  # first records, which are not checked for spikes because their norms may be large
@@ -163,10 +164,6 @@ def summarize(run: RecordedRun) -> list[str]:
     if n_ranks <= 8:  # assume one host
         command = f"NGPU={n_ranks} {command}"
     return [*sentences, f"To continue: {command}"]
-
-
-def plural(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def list_findings(run: RecordedRun) -> list[str]:
