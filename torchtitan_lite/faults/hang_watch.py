@@ -196,7 +196,7 @@ class HangWatch:
         return has_waited and self.late.exists()
 
     def find_limit(self) -> float:
-        """Return the seconds that a step after the first one may take."""
+        """Return the time limit of every step except the first, in seconds."""
         if self.section.hang_seconds > 0:
             return self.section.hang_seconds
         return max(2 * self.last_s, SHARE_OF_TIMEOUT * self.section.train_timeout_seconds)

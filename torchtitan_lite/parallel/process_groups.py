@@ -200,7 +200,7 @@ def start_process_group(
 def set_timeouts(timeout_s: int, host: dist.ProcessGroup) -> None:
     """Set the time-out of all groups of this process, except HOST_GROUPS. `host`: the group "host".
 
-    Collective: with the barrier, no rank waits with the short time-out for a rank that is still in its first step.
+    Collective. The barrier keeps the long time-out until all ranks have finished their first step.
     """
     dist.barrier(host)
     timeout = timedelta(seconds=timeout_s)
