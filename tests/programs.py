@@ -1,6 +1,7 @@
 """Start Python programs that use the package, and read their output."""
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +26,12 @@ def run_python(*args: object, **options) -> subprocess.CompletedProcess:
     process = start_python(*args, **options)
     out, err = process.communicate(timeout=900)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def find_port() -> str:
+    """Return a port of this host that no program uses."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return str(server.getsockname()[1])
 
 
 needs_browser = pytest.mark.skipif(not which("chromium"), reason="chromium is not installed")

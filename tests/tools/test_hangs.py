@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -11,6 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import warm_start
 from marks import choose_fast, read_lines
+from programs import find_port
 from test_orphans import check_that_all_end
 
 from torchtitan_lite import REPOSITORY
@@ -96,9 +96,7 @@ def test_a_hang_after_a_resume_on_fewer_ranks_is_reported_with_the_new_rank(
 @pytest.mark.slow
 @pytest.mark.parametrize("is_cut_off", [False, True])
 def test_a_hang_on_another_host_is_reported_with_its_only_rank(start, is_cut_off):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
-    shared = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    shared = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": find_port()}
     hosts = []
     for n in range(2):
         own = {"NODE_RANK": str(n), "PET_LOCAL_ADDR": f"127.0.0.{n + 1}"}
