@@ -2,6 +2,7 @@
 
 import json
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -39,6 +40,24 @@ def skip_without_gpu(request):
 def pool():
     with RankPool() as ranks:
         yield ranks
+
+
+@pytest.fixture(scope="session")
+def run_training(pool):
+    """Return a function that runs train.py on ranks of the pool, and checks the exit status.
+
+    `stop_at`: number of the step, counted from this start, before which SIGTERM arrives. 0: train to the end.
+    """
+
+    def run(
+        folder: Path, keys: list[str], n_ranks: int = 1, stop_at: int = 0, restarts: int = 0
+    ) -> None:
+        keys = [*keys, f"--job.dump_folder={folder}"]
+        status = 128 + signal.SIGTERM if stop_at else 0
+        ended = pool.run(warm_start.start, n_ranks, keys, stop_at, restarts)
+        assert ended == [status] * n_ranks
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -42,23 +42,33 @@ MARK = "RUN_UNDER_TEST"  # environment variable with the dump folder, in every p
 
 
 def start(rank: int, world_size: int, keys: list[str], n_steps: int = 0, restarts: int = 0) -> int:
-    """Worker: run train.py in the process group of this worker. Return the exit status.
+    """Worker: call start_aloud. Return the exit status."""
+    status, _ = start_aloud(rank, world_size, keys, n_steps, restarts)
+    return status
+
+
+def start_aloud(
+    rank: int, world_size: int, keys: list[str], n_steps: int = 0, restarts: int = 0
+) -> tuple[int, str]:
+    """Worker: run train.py in the process group of this worker. Return its exit status, and this rank's output.
 
     Rank 0 gets SIGTERM before step number `n_steps` of this start. The run is told that torchrun has restarted it
     `restarts` times.
     """
     place = process_groups.Place(rank, world_size, rank, range(world_size), restarts)
     store = process_groups.dist.distributed_c10d._get_default_store()
+    step = partial(step_with_signal, count(1), rank, n_steps)
     with (
         process_left_as_it_was(),
-        redirect_stdout(sys.stdout if isinstance(sys.stdout, io.StringIO) else io.StringIO()),
+        redirect_stdout(io.StringIO()) as said,
         patch.object(train, "join_job", return_value=(place, store)),
         patch.object(process_groups, "start_process_group"),
         patch.object(process_groups.dist, "destroy_process_group"),
         patch.dict(os.environ, make_environment(rank, world_size, port=0)),
-        patch.object(train, "train_step", partial(step_with_signal, count(1), rank, n_steps)),
+        patch.object(train, "train_step", step),
     ):
-        return train.main(["--config=debug", *keys], StopFlag())
+        status = train.main(["--config=debug", *keys], StopFlag())
+    return status, said.getvalue()
 
 
 def step_with_signal(
@@ -67,12 +77,6 @@ def step_with_signal(
     """Make a step, but send SIGTERM to rank 0 before step number `n_steps`."""
     is_stopped = next(steps) == n_steps and rank == 0
     return train_step(run, batch, SIGTERM if is_stopped else signal)
-
-
-def start_aloud(rank: int, world_size: int, keys: list[str], n_steps: int = 0) -> tuple[int, str]:
-    """Worker: start a run. Return its exit status, and this rank's output to stdout."""
-    with redirect_stdout(io.StringIO()) as said:
-        return start(rank, world_size, keys, n_steps), said.getvalue()
 
 
 def write_letters(folder: Path) -> list[str]:

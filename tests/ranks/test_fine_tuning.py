@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import warm_start
 from made_corpora import write_corpus
 from marks import choose_fast
 from test_hugging_face import make_theirs, spell_as_version_4
@@ -126,15 +125,13 @@ def read_json(folder: Path, name: str = "config.json") -> dict:
 
 @pytest.mark.parametrize("name", choose_fast(CASES, CASES.keys() - SLOW))
 def test_a_fine_tuned_model_is_given_back_and_transformers_computes_it(
-    name, pool, tmp_path, run_json
+    name, run_training, tmp_path, run_json
 ):
     case = CASES[name]
     source = publish(tmp_path / "source", case)
     keys = [*write_text(tmp_path / "text", source), f"--{PATH}={source}", *case.layout]
     keys += ["--checkpoint.enable", "--job.no_overwrite"]
-    keys += [f"--job.dump_folder={tmp_path / 'run'}"]
-    statuses = [0] * case.n_ranks
-    assert pool.run(warm_start.start, case.n_ranks, [*keys, "--training.steps=3"]) == statuses
+    run_training(tmp_path / "run", [*keys, "--training.steps=3"], case.n_ranks)
 
     # from here on the machine has the checkpoint and the tokenizer, but not the Hugging Face folder
     config = read_json(source)
@@ -145,7 +142,7 @@ def test_a_fine_tuned_model_is_given_back_and_transformers_computes_it(
     before = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).state_dict()
     shutil.rmtree(source)
     keys += [f"--model.hf_assets_path={tmp_path / 'tokenizer'}", "--training.steps=6"]
-    assert pool.run(warm_start.start, case.n_ranks, keys) == statuses
+    run_training(tmp_path / "run", keys, case.n_ranks)
     step_6 = tmp_path / "run/checkpoint/step-6"
     out = tmp_path / "out"
     assert main(["convert", str(step_6), str(out)]) == 0

@@ -1,7 +1,6 @@
 """Bugs that `verify` cannot find, because one process has them too, or because they only appear at large sizes."""
 
 import copy
-import signal
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -109,14 +108,13 @@ RATES = {1: 0.005, 2: 0.01, 3: 0.01, 4: 0.01 * 2 / 3}
 
 
 def test_a_run_logs_rate_and_norm_of_each_step_and_validates_other_documents_without_effect(
-    pool, letters, tmp_path
+    run_training, letters, tmp_path
 ):
     corpus = tmp_path / "abc"
     write_corpus(corpus, [[b"abc" * 50] * 20], validation=[[b"xyz" * 50]])
     keys = [*letters, f"--training.dataset={corpus}", *FOUR_STEPS.split()]
     for option in ("enable", "no_enable"):
-        options = [f"--validation.{option}", f"--job.dump_folder={tmp_path / option}"]
-        assert pool.run(warm_start.start, 1, [*keys, *options]) == [0]
+        run_training(tmp_path / option, [*keys, f"--validation.{option}"])
     read = partial(warm_start.read_losses, tmp_path / "enable")
     losses = read()
     assert read("lr") == pytest.approx(RATES)
@@ -193,9 +191,11 @@ def note_resumed_step(rank: int, world_size: int, keys: list[str], restarts: int
     return steps[0]
 
 
-def test_a_restarted_job_resumes_from_its_newest_checkpoint_instead_of_load_step(pool, start_small):
+def test_a_restarted_job_resumes_from_its_newest_checkpoint_instead_of_load_step(
+    pool, run_training, start_small, tmp_path
+):
     keys = start_small("--training.steps=9", "--checkpoint.interval=2")
-    assert pool.run(warm_start.start, 1, keys, n_steps=4) == [128 + signal.SIGTERM]
+    run_training(tmp_path / "run", keys, stop_at=4)
     keys += ["--checkpoint.load_step=4"]
-    assert pool.run(warm_start.start, 1, keys, n_steps=2) == [128 + signal.SIGTERM]
+    run_training(tmp_path / "run", keys, stop_at=2)
     assert pool.run(note_resumed_step, 1, keys, 1) == [6]

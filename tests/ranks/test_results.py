@@ -1,6 +1,6 @@
 """The run of assets/results: its first 100 steps reach the loss that is published there."""
 
-from warm_start import read_losses, start
+from warm_start import read_losses
 
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.__main__ import main
@@ -12,10 +12,9 @@ KEYS = """
 """
 
 
-def test_a_hundred_steps_of_the_plays_learn_what_the_table_says(pool, tmp_path):
+def test_a_hundred_steps_of_the_plays_learn_what_the_table_says(run_training, tmp_path):
     corpus = tmp_path / "plays"
     assert main(["prepare", str(PLAYS), "--tokenizer", "bytes", "--out", str(corpus)]) == 0
-    keys = [*KEYS.split(), f"--training.dataset={corpus}", f"--job.dump_folder={tmp_path}"]
-    assert pool.run(start, 1, keys) == [0]
+    run_training(tmp_path, [*KEYS.split(), f"--training.dataset={corpus}"])
     *_, last = read_losses(tmp_path).values()
     assert 2.5 < last < 2.7, "three seeds: 2.54 to 2.62"

@@ -4,7 +4,6 @@ import fcntl
 import gc
 import hashlib
 import os
-import random
 import re
 import shlex
 import shutil
@@ -30,7 +29,6 @@ from warm_start import (
 )
 
 from torchtitan_lite.checkpoint.format import find_steps
-from torchtitan_lite.checkpoint.load import OpenCheckpoint
 from torchtitan_lite.checkpoint.save import CheckpointSaver
 from torchtitan_lite.dump_folder import CONFIG_TOML, LOCK
 from torchtitan_lite.extensions.overwrite import FILES_OF_RUN
@@ -46,12 +44,11 @@ RANKS, LAYOUT = 2, "--training.local_batch_size=6"
 
 
 @pytest.fixture(scope="module")
-def unbroken(pool, letters, tmp_path_factory) -> tuple[Path, list[str]]:
+def unbroken(run_training, letters, tmp_path_factory) -> tuple[Path, list[str]]:
     """Train without interruption, in the workers of the pool. Return the dump folder, and the keys of the data."""
     folder = tmp_path_factory.mktemp("train with spaces")
     keys = [*KEYS, *letters, LAYOUT]
-    named = [*keys, f"--job.dump_folder={folder}"]
-    assert pool.run(warm_start.start, RANKS, named) == [0] * RANKS
+    run_training(folder, keys, RANKS)
     return folder, keys
 
 
@@ -93,17 +90,15 @@ def kill_new_rank(process: subprocess.Popen) -> None:
 
 @pytest.mark.parametrize("n_ranks", [3, slow(1)])  # one rank accumulates gradients
 def test_a_run_resumed_on_other_ranks_has_the_losses_of_the_unbroken_one(
-    pool, unbroken, tmp_path, n_ranks
+    run_training, unbroken, tmp_path, n_ranks
 ):
     folder, keys = unbroken
     checkpoints = tmp_path / "checkpoint"
     shutil.copytree(folder / "checkpoint" / "step-8", checkpoints / "step-8")
     keys = [*keys, f"--training.local_batch_size={12 // max(2, n_ranks)}"]
-    keys.append(f"--job.dump_folder={tmp_path}")
-    stopped = pool.run(warm_start.start, n_ranks, keys, 4)  # stopped by a signal
-    assert stopped == [143] * n_ranks
+    run_training(tmp_path, keys, n_ranks, stop_at=4)
     assert find_steps(checkpoints) == [8, 12]
-    assert pool.run(warm_start.start, n_ranks, keys) == [0] * n_ranks
+    run_training(tmp_path, keys, n_ranks)
     for name, steps in (("loss", range(9, STEPS + 1)), ("val_loss", (10, STEPS))):
         expected = read_losses(folder, name)
         seen = read_losses(tmp_path, name)
@@ -111,14 +106,13 @@ def test_a_run_resumed_on_other_ranks_has_the_losses_of_the_unbroken_one(
         assert seen == pytest.approx({step: expected[step] for step in steps}, rel=1e-4)
 
 
-def test_a_second_run_says_that_the_first_has_finished_and_changes_nothing(pool, unbroken):
+def test_a_second_run_says_that_the_first_has_finished_and_changes_nothing(run_training, unbroken):
     """The second run starts by ./run_train.sh, and by train.py alone, as torchrun starts it."""
     folder, keys = unbroken
     before = describe_tree(folder)
     output = finish(launch(folder, folder / "cache", *keys, n_ranks=RANKS))
     assert f"already at step {STEPS}" in output and "trained" not in output
-    keys = [*keys, f"--job.dump_folder={folder}"]
-    assert pool.run(warm_start.start, RANKS, keys) == [0] * RANKS
+    run_training(folder, keys, RANKS)
     assert describe_tree(folder) == before
 
 
@@ -145,16 +139,15 @@ def describe_tree(folder: Path) -> dict[Path, tuple]:
 
 
 @pytest.fixture(scope="module")
-def stopped(pool, unbroken, tmp_path_factory) -> tuple[Path, list[str]]:
+def stopped(run_training, unbroken, tmp_path_factory) -> tuple[Path, list[str]]:
     """Stop a run after step 10 by a signal. Return the run's dump folder with snapshots, and the run's keys."""
     folder = tmp_path_factory.mktemp("stopped")
-    keys = [*unbroken[1], f"--job.dump_folder={folder / 'run'}", *SAVES.split()]
-    keys.append(f"--checkpoint.local_folder={folder / 'snapshots'}")
-    assert pool.run(warm_start.start, RANKS, keys, 10) == [143] * RANKS
+    keys = [*unbroken[1], *SAVES.split(), f"--checkpoint.local_folder={folder / 'snapshots'}"]
+    run_training(folder / "run", keys, RANKS, stop_at=10)
     hang = folder / "run" / "hang" / "restart-0" / "rank-00000.json"
     hang.parent.mkdir(parents=True)
     hang.write_text("of the run that was stopped")
-    return folder, keys
+    return folder, [*keys, f"--job.dump_folder={folder / 'run'}"]
 
 
 # keys | whether the newest checkpoint is damaged | first step
@@ -200,12 +193,14 @@ def fail_at(rank: int, world_size: int, keys: list[str], place: str) -> str:
     return message
 
 
-def test_a_restart_never_resumes_the_run_that_job_overwrite_deletes(pool, unbroken, tmp_path):
+def test_a_restart_never_resumes_the_run_that_job_overwrite_deletes(
+    pool, run_training, unbroken, tmp_path
+):
     folder = tmp_path / "run"
     shutil.copytree(unbroken[0], folder)
     keys = [*unbroken[1], f"--job.dump_folder={folder}", "--job.overwrite"]
     assert pool.run(fail_at, RANKS, keys, "train.start_process") == ["planted"] * RANKS
-    assert pool.run(warm_start.start, RANKS, keys, 2, 1) == [143] * RANKS  # restarted once
+    run_training(folder, keys, RANKS, stop_at=2, restarts=1)
     assert find_steps(folder / "checkpoint") == [2]
 
 
@@ -278,85 +273,54 @@ def read_adam_step(dump_folder: Path) -> int:
 
 
 ANEW = "--checkpoint.exclude_from_loading=optimizer"
-# The same command is started several times: number of steps after which each start stops, and whether before or after
-# its first save -> AdamW's step count at the end.
+# The same command is started several times: number of steps after which each start stops, or 0 at the end.
 STARTS = {
-    "three, the first two save": ([3, 4, 0], 12),
-    "two, the newest of the first is damaged": ([5, "damage", 0], 12),
+    "three, the first two save": [3, 4, 0],
+    "two, the newest of the first is damaged": [5, "damage", 0],
 }
 
 
 @pytest.mark.parametrize("name", STARTS)
 def test_new_moments_begin_once_however_often_the_command_is_started(
-    pool, unbroken, tmp_path, name
+    run_training, unbroken, tmp_path, name
 ):
-    starts, expected = STARTS[name]
     shutil.copytree(unbroken[0] / "checkpoint" / "step-8", tmp_path / "checkpoint" / "step-8")
-    keys = [*unbroken[1], f"--job.dump_folder={tmp_path}", ANEW, "--checkpoint.interval=99"]
-    for n_steps in starts:
+    keys = [*unbroken[1], ANEW, "--checkpoint.interval=99"]
+    for n_steps in STARTS[name]:
         if n_steps == "damage":
             newest = find_steps(tmp_path / "checkpoint")[-1]
             flip_bit(tmp_path / "checkpoint" / f"step-{newest}" / "rank-00000.safetensors")
         else:
-            status = 143 if n_steps else 0
-            assert pool.run(warm_start.start, RANKS, keys, n_steps) == [status] * RANKS
-    assert read_adam_step(tmp_path) == expected
+            run_training(tmp_path, keys, RANKS, n_steps)
+    n_updates = STEPS - 8
+    assert read_adam_step(tmp_path) == n_updates
     # A new folder is a new run, so its first start begins with new moments, unless it continues with the old ones.
     path = tmp_path / "checkpoint" / f"step-{STEPS}"
     keys += [f"--checkpoint.initial_load_path={path}", "--checkpoint.no_initial_load_model_only"]
     keys.append(f"--training.steps={STEPS + 3}")
-    for more, n_updates in ((ANEW, 3), ("--checkpoint.exclude_from_loading=[]", expected + 3)):
+    for more, n_before in ((ANEW, 0), ("--checkpoint.exclude_from_loading=[]", n_updates)):
         folder = tmp_path / more
         folder.mkdir()
-        again = [*keys, more, f"--job.dump_folder={folder}"]
-        assert pool.run(warm_start.start, RANKS, again) == [0] * RANKS
-        assert read_adam_step(folder) == n_updates
+        run_training(folder, [*keys, more], RANKS)
+        assert read_adam_step(folder) == n_before + 3
 
 
-def test_the_way_back_that_a_refusal_names_trains_on_in_another_folder(pool, unbroken, tmp_path):
+def test_the_way_back_that_a_refusal_names_trains_on_in_another_folder(
+    run_training, unbroken, tmp_path
+):
     folder, keys = unbroken
     before = describe_tree(folder)
-    keys = [*keys, f"--job.dump_folder={folder}", "--training.steps=24"]
+    keys = [*keys, "--training.steps=24"]
     with pytest.raises(RankFailure) as refused:
-        pool.run(warm_start.start, RANKS, [*keys, "--checkpoint.load_step=8"])
+        run_training(folder, [*keys, "--checkpoint.load_step=8"], RANKS)
     said = f"{refused.value}\n"
     way = re.search(r"use these options instead: (--.*?)\.\s", said)[1]
     again = tmp_path / "again"
     way = shlex.split(way.replace("FOLDER", shlex.quote(str(again))))
     more = ["--optimizer.lr=1e-4", "--lr_scheduler.total_steps=20"]
-    assert pool.run(warm_start.start, RANKS, [*keys, *way, *more]) == [0] * RANKS
+    run_training(again, [*keys, *way, *more], RANKS)
     rates = read_losses(again, "lr")
     assert list(rates) == [*range(9, 25)]
     assert rates[9] == pytest.approx(read_losses(folder, "lr")[9] / 40)  # 4e-3 in debug.toml
     assert read_losses(again)[9] == read_losses(folder)[9]
     assert describe_tree(folder) == before
-
-
-DIMS = ("data_parallel_shard", "tensor_parallel", "pipeline_parallel")
-
-
-@pytest.mark.slow  # half a minute each; KILLS=10 makes 10 kills
-@pytest.mark.parametrize("seed", range(int(os.environ.get("KILLS", 3))))
-def test_a_run_killed_at_a_random_instant_ends_bit_equal_to_the_unbroken_one(
-    pool, unbroken, tmp_path, seed
-):
-    """Successive kills use different layouts, ways to save, and ways to resume."""
-    draw = random.Random(seed)
-    steps = 60  # the run must not end before the kill
-    keys = [*unbroken[1], f"--parallelism.{DIMS[seed % 3]}_degree=2"]
-    keys.append(f"--training.local_batch_size={12 if seed % 3 else 6}")
-    keys.append(f"--checkpoint.async_mode={('disabled', 'async')[seed % 2]}")
-    keys += [f"--debug.seed={seed}", f"--training.steps={steps}", "--checkpoint.interval=3"]
-    whole = [*keys, f"--job.dump_folder={tmp_path / 'unbroken'}"]
-    assert pool.run(warm_start.start, 2, whole) == [0, 0]
-    restarts = 1 - seed // 2 % 2  # 0: the user starts the run again
-    killed = tmp_path / "killed"
-    process = launch(killed, tmp_path, *keys, n_ranks=2, MAX_RESTARTS=str(restarts))
-    step, delay_s = draw.randint(1, 16), draw.uniform(0, 0.2)
-    kill_rank(process, draw.randrange(2), after_step=step, delay_s=delay_s)
-    finish(process, status=None)
-    for step in find_steps(killed / "checkpoint"):
-        OpenCheckpoint(killed / "checkpoint" / f"step-{step}")  # each one is complete
-    if process.returncode:  # restart it also if torchrun ends because a rank was killed
-        finish(launch(killed, tmp_path, *keys, n_ranks=2))
-    assert list_differences(killed, tmp_path / "unbroken", steps) == []

@@ -28,15 +28,14 @@ KEYS = """
 
 
 @pytest.fixture(scope="module")
-def folder(pool, letters, tmp_path_factory):
+def folder(run_training, letters, tmp_path_factory):
     """Train a model with experts on a pipeline, with traces. Stop the run after step 3, and resume it."""
     parent = tmp_path_factory.mktemp("report")
     folder = parent / "a run"
     *_, corpus = letters
-    keys = [*KEYS, corpus, f"--job.dump_folder={folder}"]
-    untraced = [*keys, "--profiling.no_enable_profiling"]
-    assert pool.run(warm_start.start, 4, untraced, 3) == [143] * 4
-    assert pool.run(warm_start.start, 4, keys) == [0] * 4
+    keys = [*KEYS, corpus]
+    run_training(folder, [*keys, "--profiling.no_enable_profiling"], n_ranks=4, stop_at=3)
+    run_training(folder, keys, n_ranks=4)
     return folder
 
 
