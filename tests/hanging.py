@@ -21,7 +21,6 @@ STEP = "train.train_step"
 PLACES = {  # kind -> the function before which a rank hangs, and the number of the call
     "start": ("train.open_data", 1),
     "set-up": ("train.build_run", 1),
-    "load": ("torchtitan_lite.faults.resume.create_optimizer_state", 1),
     "data": ("torchtitan_lite.data.dataset.SampleStream.batch", 4),
     "save": ("torchtitan_lite.checkpoint.save.write_tensors", 1),
     "validation": ("torchtitan_lite.validation.forward_only", 5),

@@ -12,7 +12,6 @@ from unittest.mock import patch
 import compare
 import torch
 from layouts import ADAMW
-from torch import nn
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -23,16 +22,13 @@ from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.model import resolve_model
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.model.head import Head
 from torchtitan_lite.model.moe import Router
 from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.tools.plan.fake_world import (
     fake_group,
-    fake_tensors,
     make_fake_batch,
     static_stages,
 )
-from torchtitan_lite.tools.plan.meter import Meter
 
 BATCH, GLOBAL_BATCH = "training.local_batch_size", "training.global_batch_size"
 MODEL = {  # a small model whose activations are larger than its weights
@@ -107,23 +103,3 @@ def find_peak(events: list) -> int:
             sizes[address] = size
         peak = max(n_bytes, peak)
     return peak
-
-
-def count_head_peak_bytes(
-    *, n_tokens: int, dim: int, vocab_size: int, chunk_tokens: int, dtype=torch.float32
-) -> int:
-    """Return the peak bytes of the head's forward and backward without weight and hidden states, on fake tensors.
-
-    chunk_tokens 0: one chunk of all tokens.
-    """
-    meter = Meter(plan(1, {})[2])
-    with fake_tensors(), meter.watching():
-        head = Head(dim, vocab_size)
-        head.weight = nn.Parameter(torch.empty(vocab_size, dim, dtype=dtype))
-        head.chunk_tokens = chunk_tokens
-        hidden = torch.empty(1, n_tokens, dim, dtype=dtype, requires_grad=True)
-        targets = torch.zeros(1, n_tokens, dtype=torch.int64)
-        meter.restart()
-        before = meter.live_bytes
-        head(hidden, targets).backward()
-        return meter.peak_bytes - before

@@ -1,5 +1,4 @@
-"""The chunked loss gives the same numbers as the plain loss, without storing all logits. test_loss.py: float32, many
-ranks."""
+"""The chunked loss gives the same numbers as the plain loss. See also test_loss.py, and test_costs.py for memory."""
 
 import math
 from unittest.mock import patch
@@ -7,7 +6,6 @@ from unittest.mock import patch
 import pytest
 import torch
 from compare import relative_error
-from measure_memory import count_head_peak_bytes
 from test_loss import Case, compute, make_case
 from torch import nn
 
@@ -71,13 +69,3 @@ def test_without_a_counted_target_loss_and_gradients_are_zero():
     weight, hidden, targets, *_ = make_case()
     for value in run_head((weight, hidden, torch.full_like(targets, IGNORE_INDEX)), 7):
         assert not value.any()  # fails for NaN too
-
-
-def test_memory_of_the_head_does_not_grow_with_sequence_times_vocabulary():
-    sizes = {"dim": 64, "vocab_size": 128256, "chunk_tokens": 512}
-    short, long = (count_head_peak_bytes(n_tokens=n, **sizes) for n in (1024, 8192))
-    # Two gradients of the hidden states are stored: as computed, and as scaled by backward.
-    assert 0 <= long - short <= 7168 * 2 * 64 * 4
-    assert long < 2 * 512 * 128256 * 4
-    whole = count_head_peak_bytes(n_tokens=2048, **sizes | {"chunk_tokens": 0})
-    assert count_head_peak_bytes(n_tokens=2048, **sizes) < 0.5 * whole

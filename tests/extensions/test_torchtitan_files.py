@@ -1,4 +1,4 @@
-"""torchtitan's own Llama 3 config files, with their keys and values, load and start once C4 and a tokenizer are there."""
+"""torchtitan's own Llama 3 config files, with their keys and values, load and start once C4 and a tokenizer exist."""
 
 import gzip
 import json

@@ -243,14 +243,6 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_what_differs(
         open_on(pool, *row, saved[0], step=int(step))
 
 
-def test_moments_begin_anew_where_the_optimizer_is_excluded(pool, saved):
-    folder, state, *_ = saved
-    section = Checkpoint(enable=True, exclude_from_loading=["optimizer"])
-    opened, *_ = open_on(pool, 1, ADAMW, folder, section=section)
-    weights = {name: state[name] for name in state if name.startswith("model.")}
-    assert list_differing(opened, weights) == []  # moments begin with the first step
-
-
 # ---------------------------------------------------------------- asynchronous
 
 

@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from checkpoints import assemble, limit_files, make_saver, write_tensors
 from torch import Tensor
 from torch.distributed.checkpoint.staging import DefaultStager
@@ -16,9 +17,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from watching import PeakMemory
 
 from torchtitan_lite.checkpoint import format as folders
-from torchtitan_lite.checkpoint.format import CheckpointError, find_steps
+from torchtitan_lite.checkpoint.format import CheckpointError, DamagedCheckpoint, find_steps
 from torchtitan_lite.checkpoint.load import OpenCheckpoint, load_checkpoint
-from torchtitan_lite.checkpoint.save import CheckpointSaver
+from torchtitan_lite.checkpoint.save import CheckpointSaver, raise_on_all_ranks
 from torchtitan_lite.config.schema import Checkpoint
 
 MIB = 2**20
@@ -78,6 +79,24 @@ def fail_beside_steps(rank: int, world_size: int, folder: str) -> None:
 def test_errors_beside_the_steps_surface_at_the_next_step_and_at_the_end(pool, tmp_path):
     (tmp_path / "step-1").mkdir()
     pool.run(fail_beside_steps, 2, str(tmp_path))
+
+
+def fail_as(rank: int, world_size: int, messages: list[str]) -> str:
+    """Worker: raise the error of a rank, if it has one. Return the message that every rank gets."""
+
+    def act() -> None:
+        if rank < len(messages):
+            raise DamagedCheckpoint(messages[rank])
+
+    with pytest.raises(DamagedCheckpoint) as refused:
+        raise_on_all_ranks(dist.group.WORLD, act)
+    return str(refused.value)
+
+
+def test_every_rank_names_the_damage_that_any_rank_found(pool):
+    messages = ["rank-0 has changed", "rank-3 is missing"]
+    (said,) = set(pool.run(fail_as, 4, messages))
+    assert "\n" not in said and all(said.count(message) == 1 for message in messages)
 
 
 # ---------------------------------------------------------------- death

@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
-from torchtitan_lite.build import start_from
 from torchtitan_lite.checkpoint.format import CheckpointError
 from torchtitan_lite.checkpoint.save import CheckpointSaver
 from torchtitan_lite.model.loss import Vocabulary, differentiate_cross_entropy
@@ -124,7 +123,7 @@ def test_a_run_logs_rate_and_norm_of_each_step_and_validates_other_documents_wit
     assert read("val_loss")[4] > losses[1], "other documents"
 
 
-# ---------------------------------------------------------------- when a run saves, compares, validates, and resumes
+# ---------------------------------------------------------------- when a run saves, compares and validates
 
 
 @pytest.fixture
@@ -181,21 +180,3 @@ def test_snapshots_are_kept_until_the_last_checkpoint_is_saved(pool, start_small
     (saved,) = pool.run(fail_to_save_the_last_step, 1, keys)
     assert len(saved) == 2 and len(set(saved)) == 1
     assert sorted(path.name for path in Path(saved[0]).iterdir()) == ["step-2", "step-4"]
-
-
-def note_resumed_step(rank: int, world_size: int, keys: list[str], restarts: int) -> int:
-    """Worker: start a job that torchrun has restarted `restarts` times. Return the step that it resumes from."""
-    steps = []
-    with patch("train.start_from", lambda *a, **o: steps.append(start_from(*a, **o)) or steps[0]):
-        assert warm_start.start(rank, world_size, keys, restarts=restarts) == 0
-    return steps[0]
-
-
-def test_a_restarted_job_resumes_from_its_newest_checkpoint_instead_of_load_step(
-    pool, run_training, start_small, tmp_path
-):
-    keys = start_small("--training.steps=9", "--checkpoint.interval=2")
-    run_training(tmp_path / "run", keys, stop_at=4)
-    keys += ["--checkpoint.load_step=4"]
-    run_training(tmp_path / "run", keys, stop_at=2)
-    assert pool.run(note_resumed_step, 1, keys, 1) == [6]

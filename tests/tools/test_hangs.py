@@ -79,21 +79,6 @@ def test_a_hang_is_reported_with_the_rank_that_the_others_wait_for(start, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind, when, does",
-    [
-        ("stop", "HANG in step 6", "is stopped"),
-        ("load", "HANG before the first step", "resume.py:[0-9]+ restore_run"),
-    ],
-)
-def test_a_hang_after_a_resume_on_fewer_ranks_is_reported_with_the_new_rank(
-    start, kind, when, does
-):
-    warm_start.finish(start("dead", 3), status=1)
-    check_report(start(kind, 2, SHORT), when, does)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("is_cut_off", [False, True])
 def test_a_hang_on_another_host_is_reported_with_its_only_rank(start, is_cut_off):
     shared = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": find_port()}

@@ -1,14 +1,21 @@
 """Orders of schedules equal torch's, and are complete and without deadlock. Simulations and pictures are tested too."""
 
 import xml.etree.ElementTree as ElementTree
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 from marks import read_lines
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleSingle,
+    _PipelineSchedule,
+    get_schedule_class,
+)
 
+from torchtitan_lite.config.checks import explain_microbatches
 from torchtitan_lite.config.choices import SCHEDULES
+from torchtitan_lite.config.schema import Parallelism
 from torchtitan_lite.tools.plan.orders import (
     Action,
     Order,
@@ -22,20 +29,30 @@ from torchtitan_lite.tools.plan.timeline import Timeline, draw_timeline, simulat
 KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
 
 
+def make_torchs_schedule(
+    schedule: str, pp: int, n_stages: int, n_microbatches: int
+) -> _PipelineSchedule:
+    """Return torch's schedule for rank 0, whose stages are stubs. Raises ValueError."""
+    schedule_class = get_schedule_class(schedule)
+    stages = []
+    for index in range(0, n_stages, pp):
+        stage = SimpleNamespace(stage_index=index, num_stages=n_stages, group_size=pp, group_rank=0)
+        stage.is_first = index == 0
+        stage.is_last = index == n_stages - 1
+        stage.submod = None
+        stage.has_backward = True
+        stages.append(stage)
+    if issubclass(schedule_class, PipelineScheduleSingle):
+        (stages,) = stages
+    return schedule_class(stages, n_microbatches, loss_fn=lambda output, target: output)
+
+
 def read_torchs_order(schedule: str, pp: int, n_microbatches: int, n_stages_per_rank: int) -> Order:
     """Return the order in the table that torch makes for these numbers of ranks, microbatches and stages."""
-    schedule_class = get_schedule_class(schedule)
-    stage = SimpleNamespace(
-        group_rank=0, group_size=pp, num_stages=pp * n_stages_per_rank, submod=None
-    )
-    stages = (
-        stage if issubclass(schedule_class, PipelineScheduleSingle) else [stage] * n_stages_per_rank
-    )
-    without_sends = {"_prepare_schedule_with_comms": lambda *args, **kwargs: None}
-    table = type("Order", (schedule_class,), without_sends)(stages, n_microbatches).pipeline_order
+    made = make_torchs_schedule(schedule, pp, pp * n_stages_per_rank, n_microbatches)
     rows = []
     for rank in range(pp):
-        row = [action for cell in table[rank] if cell for action in unfold(cell)]
+        row = [action for cell in made.pipeline_order[rank] if cell for action in unfold(cell)]
         # torch 2.13 numbers the forwards of 1F1B's last rank from 1, but runs them from 0.
         first = min(action.microbatch for action in row if action.kind == "F")
         rows.append([a._replace(microbatch=a.microbatch - first * (a.kind == "F")) for a in row])
@@ -66,6 +83,18 @@ def test_every_order_is_torchs_own_and_runs_to_its_end(schedule):
             assert len(simulate(order, seconds_of).events) == sum(map(len, order))
             n_compared += 1
     assert n_compared >= 4
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_microbatch_numbers_that_torch_refuses_are_refused_before_launch(name):
+    keys = {"degree": 4, "schedule": name}
+    section = Parallelism(**{f"pipeline_parallel_{key}": value for key, value in keys.items()})
+    n_stages = 4 * SCHEDULES[name].least_stages_per_rank
+    for n_microbatches in range(1, 14):
+        is_refused = bool(explain_microbatches(section, n_microbatches, n_stages))
+        expectation = pytest.raises(ValueError) if is_refused else nullcontext()
+        with expectation:
+            make_torchs_schedule(name, 4, n_stages, n_microbatches)
 
 
 # ---------------------------------------------------------------- on paper
