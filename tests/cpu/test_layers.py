@@ -3,12 +3,11 @@ imports."""
 
 import ast
 import re
-import subprocess
-import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 from marks import read_lines
+from programs import run_python
 
 from torchtitan_lite import REPOSITORY
 
@@ -143,13 +142,14 @@ import sys
 from torchtitan_lite.__main__ import main
 assert main("check --config=debug_3d --gpus=8 --job.dump_folder=nowhere".split()) == 0
 print([name for name in sys.modules if ".extensions." in name])
+assert main("train --training.stepz 3".split()) == 2
+print({"torch", "numpy", "tensorboard"} & {*sys.modules})
 import train
 print("torch._inductor.ir" in sys.modules)
 """
 
 
-def test_a_run_that_asks_for_no_extension_loads_none_and_without_compile_no_compiler():
+def test_a_run_loads_no_extension_that_it_does_not_ask_for_no_compiler_and_no_torch_to_be_refused():
     """torch.compile loads inductor when it is called, which takes a second and 50 MB on every rank."""
-    command = [sys.executable, "-c", LOADED]
-    answer = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
-    assert answer.stdout.splitlines()[-2:] == ["[]", "False"], answer.stderr
+    answer = run_python("-c", LOADED)
+    assert answer.stdout.splitlines()[-3:] == ["[]", "set()", "False"], answer.stderr

@@ -13,7 +13,7 @@ from marks import read_lines
 from test_hugging_face import change_tensors, edit_json
 
 from torchtitan_lite.config.messages import UserError
-from torchtitan_lite.config.model_rows import ModelArgs, RopeScaling
+from torchtitan_lite.config.model_rows import ModelArgs, MoEArgs, RopeScaling
 from torchtitan_lite.extensions.hugging_face_export import explain_unwritable
 from torchtitan_lite.extensions.hugging_face_folder import INDEX, open_folder
 from torchtitan_lite.models.llama3.hugging_face import FAMILIES
@@ -163,12 +163,24 @@ PLAIN = FORKED(64, 2, 4, 2, 16, 96, 128)
         ({"qk_norm": True, "qkv_bias": True}, "qk_norm = True, but transformers' Qwen2"),
         ({"rope_scaling": RopeScaling(2.0, 3.0, kind="linear")}, "rope_scaling.low_freq_factor"),
         ({"rope_scaling": RopeScaling(2.0, kind="of a fork")}, "rope_scaling.kind"),
+        ({"n_heads": 6}, "multiple of 6"),
+        (
+            {"moe": MoEArgs(4, 2, 96, router_scores="sigmoid")},
+            "'sigmoid', but transformers' Mixtral",
+        ),
+        (
+            {"moe": MoEArgs(4, 2, 24, n_shared_experts=1), "qk_norm": True},
+            "Qwen3Moe only supports 0",
+        ),
     ],
     ids=str,
 )
 def test_a_field_that_no_family_names_is_not_exported_unless_it_has_its_default(changes, named):
-    why = explain_unwritable(replace(PLAIN, **changes), "causal")
+    model_args = replace(PLAIN, **changes)
+    why = explain_unwritable(model_args, "causal")
     assert why is None if named is None else named in why
+    of_fork = explain_unwritable(model_args, "of a fork")
+    assert named or "model.attention = 'of a fork'" in of_fork
 
 
 def test_a_parameter_that_the_family_has_no_name_for_is_not_exported(monkeypatch):

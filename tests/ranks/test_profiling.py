@@ -23,8 +23,8 @@ def run_loop(section: Profiling, folder, *, n_steps: int, resumed_step: int = 0)
             end_step()
 
 
-def list_traces(folder) -> list[str]:
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.json"))
+def list_files(folder: Path, suffix: str) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob(f"*.{suffix}"))
 
 
 def traced_matmuls(path) -> list[int]:
@@ -43,7 +43,7 @@ def test_traces_hold_the_last_steps_of_every_whole_period_and_bear_their_number(
     section = Profiling(enable_profiling=True, save_traces_folder="elsewhere", **period)
     run_loop(section, tmp_path, n_steps=8, resumed_step=resumed_step)
     steps = [resumed_step + 3, resumed_step + 6]
-    assert list_traces(tmp_path) == [f"elsewhere/step-{step}/rank-1.json" for step in steps]
+    assert list_files(tmp_path, "json") == [f"elsewhere/step-{step}/rank-1.json" for step in steps]
     for step in steps:
         assert traced_matmuls(tmp_path / f"elsewhere/step-{step}/rank-1.json") == [step - 1, step]
 
@@ -61,10 +61,6 @@ def recording(monkeypatch):
     return asked
 
 
-def list_snapshots(folder) -> list[str]:
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.pickle"))
-
-
 def test_memory_is_written_after_every_period_beside_traces_and_recorded_no_longer_than_the_loop(
     tmp_path, recording
 ):
@@ -72,10 +68,10 @@ def test_memory_is_written_after_every_period_beside_traces_and_recorded_no_long
         enable_memory_snapshot=True, enable_profiling=True, profile_freq=3, profiler_warmup=1
     )
     run_loop(section, tmp_path, n_steps=7, resumed_step=10)
-    assert list_snapshots(tmp_path) == [
+    assert list_files(tmp_path, "pickle") == [
         f"memory_snapshot/step-{step}/rank-1.pickle" for step in (13, 16)
     ]
-    assert list_traces(tmp_path) == [f"traces/step-{step}/rank-1.json" for step in (13, 16)]
+    assert list_files(tmp_path, "json") == [f"traces/step-{step}/rank-1.json" for step in (13, 16)]
     assert [sorted(options) for options in recording] == [["max_entries"], ["enabled"]]
     assert recording[1] == {"enabled": None}
 
@@ -90,8 +86,8 @@ def test_where_memory_runs_out_it_is_written_and_the_error_goes_on(tmp_path, rec
         raise RuntimeError("a pipeline stage failed") from torch.OutOfMemoryError(
             "CUDA out of memory"
         )
-    assert list_snapshots(tmp_path) == ["memory/step-2-out-of-memory/rank-0.pickle"]
-    assert list_traces(tmp_path) == []
+    assert list_files(tmp_path, "pickle") == ["memory/step-2-out-of-memory/rank-0.pickle"]
+    assert list_files(tmp_path, "json") == []
     assert recording[-1] == {"enabled": None}
     explain_out_of_memory(caught.value, tmp_path, 8)
     why, hint = str(caught.value).splitlines()

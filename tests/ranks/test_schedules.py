@@ -9,21 +9,6 @@ from torchtitan_lite.config.layout import name_stages, plan_stages
 from torchtitan_lite.config.schema import Parallelism
 from torchtitan_lite.models.llama3.table import FLAVORS
 
-
-def pipeline(pp: int, schedule: str = "1F1B", **keys) -> Parallelism:
-    keys = {f"pipeline_parallel_{key}": value for key, value in keys.items()}
-    return Parallelism(pipeline_parallel_degree=pp, pipeline_parallel_schedule=schedule, **keys)
-
-
-def count_layers(parallelism: Parallelism, n_layers: int) -> list[int]:
-    model_args = replace(FLAVORS["debug"], n_layers=n_layers)
-    sizes = plan_stages(parallelism, n_layers)
-    stages = name_stages(tuple(sizes), model_args)
-    assert (sum(stages, ()),) == name_stages((n_layers,), model_args)
-    assert sizes == [sum(fqn.startswith("layers.") for fqn in stage) for stage in stages]
-    return sizes
-
-
 # pp, schedule | keys | layers of each stage. Embedding and head count as one layer each.
 STAGES = """
 4 1F1B | | 8 9 8 7
@@ -40,7 +25,15 @@ STAGES = """
 @pytest.mark.parametrize("row", read_lines(STAGES))
 def test_layers_are_spread_evenly_with_embedding_and_head_counted(row):
     (pp, schedule), words, layers = map(str.split, row)
-    keys = dict(word.split("=") for word in words)
-    keys = {key: int(value) for key, value in keys.items()}
     layers = [*map(int, layers)]
-    assert count_layers(pipeline(int(pp), schedule, **keys), sum(layers)) == layers
+    n_layers = sum(layers)
+    keys: dict = {"degree": int(pp), "schedule": schedule}
+    for word in words:
+        key, _, n = word.partition("=")
+        keys[key] = int(n)
+    section = Parallelism(**{f"pipeline_parallel_{key}": value for key, value in keys.items()})
+    assert plan_stages(section, n_layers) == layers
+    model_args = replace(FLAVORS["debug"], n_layers=n_layers)
+    stages = name_stages(tuple(layers), model_args)
+    assert (sum(stages, ()),) == name_stages((n_layers,), model_args)
+    assert layers == [sum(fqn.startswith("layers.") for fqn in stage) for stage in stages]

@@ -2,7 +2,6 @@
 
 import fcntl
 import gc
-import hashlib
 import os
 import re
 import shlex
@@ -129,12 +128,11 @@ READER = """
 
 
 def describe_tree(folder: Path) -> dict[Path, tuple]:
-    """Return path -> (mode, time of the last change, hash) for every file in a folder."""
+    """Return path -> (mode, time of the last change, content) for every file in a folder."""
     tree = {}
     for path in (folder, *folder.rglob("*")):
-        about = path.stat()
         content = path.read_bytes() if path.is_file() else b""
-        tree[path] = about.st_mode, about.st_mtime_ns, hashlib.sha256(content).digest()
+        tree[path] = path.stat().st_mode, path.stat().st_mtime_ns, content
     return tree
 
 

@@ -122,6 +122,7 @@ plan --config debug --dry-run --json                         | --json would have
 plan --config debug --restart-s 60                           | without --mtbf-hours
 generate x --temperature 0 --seed 1                          | --seed would have no effect without --temperature
 lab 3 check x                                                | 'x' has no effect
+report tests                                                 | metrics.jsonl
 bench --layout pp                                            | pp is not a degree
 bench --layout 2                                             | 2 is not a degree
 bench --layout pp0                                           | pp0 is not a degree

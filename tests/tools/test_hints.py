@@ -140,27 +140,20 @@ def cache(folder) -> Path:
     return root
 
 
-def open_model(folder: Path) -> None:
-    open_source(parse_command("generate", [str(folder), "--prompt", "x"]))
+READERS = {
+    "tokenizer": load_tokenizer,
+    "generate": lambda folder: open_source(parse_command("generate", [str(folder), "--prompt=x"])),
+    "train": lambda folder: find_initial(
+        read_config([f"--checkpoint.initial_load_path={folder}"]).config
+    ),
+    "prepare": lambda folder: find_files([folder]),
+    "corpus": lambda folder: DATASETS["c4"](str(folder)),
+}
 
 
-def start_training(folder: Path) -> None:
-    config = read_config([f"--checkpoint.initial_load_path={folder}"]).config
-    find_initial(config)
-
-
-def prepare_texts(folder: Path) -> None:
-    find_files([folder])
-
-
-def read_texts(folder: Path) -> None:
-    DATASETS["c4"](str(folder))
-
-
-@pytest.mark.parametrize(
-    "read", [load_tokenizer, open_model, start_training, prepare_texts, read_texts]
-)
-def test_a_cache_folder_of_the_hub_names_the_folder_with_the_files(read, cache):
+@pytest.mark.parametrize("reader", READERS)
+def test_a_cache_folder_of_the_hub_names_the_folder_with_the_files(reader, cache):
+    read = READERS[reader]
     text = Path(write_lines([{"text": "a"}])).absolute()
     Path(cache, "snapshots/0f/c4-train.0.json").symlink_to(text)
     for named in (cache, cache / "snapshots"):

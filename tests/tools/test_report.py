@@ -9,7 +9,6 @@ import pytest
 import warm_start
 from programs import browse, needs_browser
 
-from torchtitan_lite.__main__ import main as run_tool
 from torchtitan_lite.tools.pictures import choose_ticks, thin
 from torchtitan_lite.tools.plan.planned_run import plan_run
 from torchtitan_lite.tools.report.page import main
@@ -200,11 +199,6 @@ def test_a_watched_page_is_reloaded_until_the_run_ends(folder, tmp_path, monkeyp
     assert write(run, watch=True) == 0
     assert refreshes == [True]
     assert "refresh" not in (run / "report.html").read_text()
-
-
-def test_a_folder_without_a_run_is_wrong_input(tmp_path, capsys):
-    assert run_tool(["report", str(tmp_path)]) == 2
-    assert "metrics.jsonl" in capsys.readouterr().err
 
 
 def test_the_page_fetches_nothing(page):
