@@ -11,6 +11,7 @@ from pathlib import Path
 import compare
 import torch
 import torch.distributed as dist
+from folders import load_json
 from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -189,7 +190,7 @@ def assemble(folder: Path) -> dict[str, Tensor]:
 
     Raises AssertionError if an element is stored twice or never.
     """
-    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest = load_json(folder / "manifest.json")
     tensors = {}
     stored = {}
     for name, (_, shape, *_) in manifest["tensors"].items():

@@ -20,3 +20,8 @@ def read_lines(text: str) -> list[list[str]]:
         columns = line.partition("  #")[0].split("|")
         rows.append([column.strip() for column in columns])
     return rows
+
+
+def each_row(names: str, text: str) -> pytest.MarkDecorator:
+    """Parametrize a test with the rows of a table: see read_lines."""
+    return pytest.mark.parametrize(names, read_lines(text))

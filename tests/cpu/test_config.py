@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from marks import read_lines
+from marks import each_row
 
 from torchtitan_lite.checkpoint.continued import find_resume_rule
 from torchtitan_lite.config.model import MODEL_SIZES
@@ -81,7 +81,7 @@ WRITTEN = """
 """
 
 
-@pytest.mark.parametrize("written, expected", read_lines(WRITTEN))
+@each_row("written, expected", WRITTEN)
 def test_every_way_to_write_an_override_sets_the_same_key(write_toml, written, expected):
     args = write_toml("[training]\nlocal_batch_size = 7\n")
     config = read_sound([*args, *written.split()])
@@ -126,7 +126,7 @@ quantize.linear.float8.filter_fqns | ['output', 'wq'] | ['output', 'wq']
 """  # key, text on the command line, value
 
 
-@pytest.mark.parametrize("key, text, value", read_lines(SPELLINGS))
+@each_row("key, text, value", SPELLINGS)
 def test_text_of_the_command_line_is_a_toml_literal_or_text_and_a_list_may_have_commas(
     key, text, value, monkeypatch
 ):
@@ -275,7 +275,7 @@ a\ud800 | job.config_file |
 """  # the last file is not UTF-8
 
 
-@pytest.mark.parametrize("text, key, remedy", read_lines(MISTAKES))
+@each_row("text, key, remedy", MISTAKES)
 def test_a_mistake_in_toml_names_its_key_and_the_nearest_known_one(write_toml, text, key, remedy):
     problem = read_one_problem(write_toml(text.encode().decode("unicode_escape")))
     assert problem.key == key and remedy in problem.remedy

@@ -2,7 +2,6 @@
 epoch, data is read ahead."""
 
 import itertools
-import json
 import os
 import random
 import threading
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from folders import dump_json, load_json
 from made_corpora import BYTES, write_corpus
 
 from torchtitan_lite.data.corpus_folder import CorpusError
@@ -164,9 +164,9 @@ def test_a_corpus_larger_than_memory_is_opened_and_read_at_any_step(tmp_path):
     step = 500_000
     n_tokens = 5 * 10**12
     manifest = folder / "manifest.json"
-    content = json.loads(manifest.read_text())
+    content = load_json(manifest)
     content["splits"]["train"]["n_tokens"] = n_tokens
-    manifest.write_text(json.dumps(content))
+    dump_json(manifest, content)
     tokens = folder / "train.tokens"
     os.truncate(tokens, 2 * n_tokens)
     stream = Case([folder], [], seq_len).open_stream(n_rows)

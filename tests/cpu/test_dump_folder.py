@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import pytest
 from checkpoints import limit_files
-from marks import read_lines
+from marks import each_row
 
 from torchtitan_lite.build import build_on_meta
 from torchtitan_lite.checkpoint.format import CheckpointError
@@ -129,7 +129,7 @@ SNAPSHOTS = f"""
 """
 
 
-@pytest.mark.parametrize("steps, n_replaced, key", read_lines(SNAPSHOTS))
+@each_row("steps, n_replaced, key", SNAPSHOTS)
 def test_a_disk_without_room_for_three_snapshots_is_refused(
     steps, n_replaced, key, tmp_path, monkeypatch
 ):
@@ -163,7 +163,7 @@ training.cache_folder | file/cache | training.cache_folder
 """
 
 
-@pytest.mark.parametrize("key, path, refused", read_lines(FOLDERS_OF_KEYS))
+@each_row("key, path, refused", FOLDERS_OF_KEYS)
 def test_a_folder_that_cannot_be_read_or_hold_files_is_refused(
     key, path, refused, tmp_path, monkeypatch
 ):
@@ -265,7 +265,7 @@ def find_problems(folder: Path, args: list[str], restarted: bool = False) -> lis
     return check_files(config, restarted)
 
 
-@pytest.mark.parametrize("left, args, expected, named", read_lines(EARLIER))
+@each_row("left, args, expected, named", EARLIER)
 def test_an_earlier_run_is_resumed_or_refused_by_what_it_wrote_and_the_remedies_work(
     tmp_path, left, args, expected, named
 ):

@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from marks import read_lines
+from marks import each_row
 
 from torchtitan_lite import files
 from torchtitan_lite.config.machine import GIB, Machine, peak_flops
@@ -72,7 +72,7 @@ CUDA_VISIBLE_DEVICES | | 0
 """
 
 
-@pytest.mark.parametrize("variable, value, n_gpus", read_lines(VISIBLE))
+@each_row("variable, value, n_gpus", VISIBLE)
 def test_gpus_are_those_that_the_driver_shows_and_without_any_the_cpu_is_the_device(
     nvidia_smi, monkeypatch, variable, value, n_gpus
 ):
@@ -103,7 +103,7 @@ NVIDIA B200 | 580.65.06 | cuda = '12.6' | B200 kernels PyPI
 """
 
 
-@pytest.mark.parametrize("gpu, driver, version, words", read_lines(TORCHES))
+@each_row("gpu, driver, version, words", TORCHES)
 def test_a_torch_that_the_driver_or_the_gpu_cannot_run_is_refused(
     monkeypatch, tmp_path, gpu, driver, version, words
 ):
@@ -147,7 +147,7 @@ Tesla V100-SXM2-32GB | 0
 """  # An A1000 is not mistaken for an A100, and a V100 has no bfloat16.
 
 
-@pytest.mark.parametrize("name, tflops", read_lines(PEAKS))
+@each_row("name, tflops", PEAKS)
 def test_peak_flops_are_the_dense_bfloat16_numbers_of_the_data_sheets(name, tflops):
     assert (peak_flops(name) or 0) == float(tflops) * 1e12
 

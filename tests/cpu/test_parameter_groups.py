@@ -9,7 +9,7 @@ from itertools import chain
 import pytest
 import torch
 from compare import relative_error
-from marks import read_lines
+from marks import each_row
 from torch.nn.utils import clip_grad_norm_
 
 from torchtitan_lite.components.optim import (
@@ -95,7 +95,7 @@ def test_tables_of_a_file_are_groups_in_their_order(tmp_path):
     assert problem.key == "optimizer.groups" and "[[" in problem.remedy
 
 
-@pytest.mark.parametrize("text, word", read_lines(UNREADABLE))
+@each_row("text, word", UNREADABLE)
 def test_what_is_no_group_is_refused_with_the_place(text, word):
     (problem,) = read_config([f"--optimizer.groups={text}"]).problems
     assert problem.key == "optimizer.groups" and word in problem.why
@@ -130,7 +130,7 @@ layers.4.* | layers.4.*: layers.
 """
 
 
-@pytest.mark.parametrize("patterns, refused", read_lines(REFUSED))
+@each_row("patterns, refused", REFUSED)
 def test_a_group_without_parameters_is_refused(patterns, refused):
     groups = [ParameterGroup(pattern) for pattern in patterns.split() or [""]]
     problems = check_groups(make_config(*groups), DEBUG)

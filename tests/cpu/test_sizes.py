@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed.pipelining as pipelining
-from marks import read_lines
+from marks import each_row
 from torch.utils.flop_counter import FlopCounterMode
 
 from torchtitan_lite.build import build_on_meta
@@ -80,7 +80,7 @@ def test_parameters_are_those_of_the_model_and_of_the_published_checkpoints(flav
     assert f"\n{flavor} {n_parameters:,}\n" in PUBLISHED_PARAMETERS
 
 
-@pytest.mark.parametrize("flavor, billions", read_lines(ACTIVE_PARAMETERS))
+@each_row("flavor, billions", ACTIVE_PARAMETERS)
 def test_a_token_passes_through_the_published_number_of_parameters(flavor, billions):
     n_active = count_parameters(FLAVORS[flavor], active=True)
     assert f"{n_active / 1e9:.1f}" == billions

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from folders import dump_json, load_json
 from made_corpora import write_corpus
-from marks import read_lines
+from marks import each_row, read_lines
 from test_check import LAPTOP, find_problems, write_tokenizer
 from test_hugging_face import write_tensors
 
@@ -133,7 +134,7 @@ UNFIT = f"""
 """
 
 
-@pytest.mark.parametrize("args, expected", read_lines(UNFIT))
+@each_row("args, expected", UNFIT)
 def test_weights_that_do_not_fit_are_one_problem(args, expected):
     shutil.copytree("hf", "cut")
     os.truncate("cut/model.safetensors", os.path.getsize("cut/model.safetensors") - 1)
@@ -172,7 +173,7 @@ tied | {} | {"tie_embeddings": true} | !tie_embeddings True instead of False
 
 
 @pytest.mark.parametrize("source", ["hf", "step-9"])
-@pytest.mark.parametrize("name, norms, fields, said", read_lines(FORKS))
+@each_row("name, norms, fields, said", FORKS)
 def test_a_fork_starts_from_the_weights_of_another_model_if_its_tensors_have_their_shapes(
     name, norms, fields, said, source, monkeypatch
 ):
@@ -237,10 +238,10 @@ def test_weights_that_are_trained_further_have_other_defaults_and_a_given_key_st
 
 def test_a_key_without_effect_is_a_notice_and_a_value_that_cannot_be_is_a_problem():
     file = Path("hf/config.json")
-    content = json.loads(file.read_text())
-    file.write_text(json.dumps(content | {"foo": 3}))
+    content = load_json(file)
+    dump_json(file, content | {"foo": 3})
     assert any("foo = 3" in notice for notice in prepare(HF).notices)
-    file.write_text(json.dumps(content | {"max_position_embeddings": "512"}))
+    dump_json(file, content | {"max_position_embeddings": "512"})
     assert_refused(HF, f'{PATH}: max_position_embeddings = "512"')
 
 
@@ -272,7 +273,7 @@ DIFFERING = """
 """
 
 
-@pytest.mark.parametrize("args, differing", read_lines(DIFFERING))
+@each_row("args, differing", DIFFERING)
 def test_a_run_that_resumes_is_refused_by_the_keys_that_differ_and_the_remedies_work(
     args, differing
 ):

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from checkpoints import list_differing
 from compare import relative_error
+from folders import dump_json, load_json
 from safetensors.torch import load_file, save_file
 from test_model import FLAVORS, PLAIN, build_ours
 from torch import Tensor
@@ -100,9 +101,9 @@ def write_ours(args: ModelArgs, folder: Path) -> Llama3:
 
 def edit_json(path: Path, **changes) -> None:
     """Change keys of a JSON file. "missing" deletes a key."""
-    content = {**json.loads(path.read_text()), **changes}
+    content = {**load_json(path), **changes}
     kept = {key: value for key, value in content.items() if value != "missing"}
-    path.write_text(json.dumps(kept))
+    dump_json(path, kept)
 
 
 def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
@@ -116,7 +117,7 @@ def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], object]) 
 def spell_as_version_4(folder: Path) -> None:
     """Rewrite the config.json of transformers 5 as version 4 would have written it."""
     path = folder / "config.json"
-    rope = json.loads(path.read_text())["rope_parameters"]
+    rope = load_json(path)["rope_parameters"]
     theta = rope.pop("rope_theta")
     scaling = "missing" if rope["rope_type"] == "default" else rope
     edit_json(path, rope_parameters="missing", rope_theta=theta, rope_scaling=scaling)
@@ -147,9 +148,7 @@ def test_an_export_gives_our_logits_and_gradients_in_transformers_and_comes_back
         assert relative_error(named[fqn], parameter.grad) < 1e-5, fqn
 
     theirs.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
-    index, expected = (
-        json.loads((tmp_path / name / INDEX).read_text()) for name in ("ours", "theirs")
-    )
+    index, expected = (load_json(tmp_path / name / INDEX) for name in ("ours", "theirs"))
     assert index["metadata"]["total_size"] == expected["metadata"]["total_size"]
     assert index["weight_map"].keys() == expected["weight_map"].keys()
     assert open_folder(tmp_path / "theirs").model_args == FLAVORS[name]
@@ -165,7 +164,7 @@ def test_an_export_gives_our_logits_and_gradients_in_transformers_and_comes_back
 def test_each_flavor_is_described_by_its_config(name, tmp_path):
     args = OUR_FLAVORS[name]
     config = make_config_json(args, dtype="bfloat16")
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    dump_json(tmp_path / "config.json", config)
     assert list_tensors(read_model_args(tmp_path)) == list_tensors(args)
     config["dtype"] = "bfloat16"
     options = {"dtype": "bfloat16", "context": 99}

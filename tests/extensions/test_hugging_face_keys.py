@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from folders import dump_json, load_json
 from marks import slow
 from test_hugging_face import (
     EXPERTS,
@@ -183,9 +184,9 @@ def test_an_accepted_value_gives_transformers_logits_and_so_does_an_export(
         found = ours.to(dtype)(TOKENS, positions=POSITIONS)
     torch.testing.assert_close(found, expected, rtol=0, atol=LARGEST_ERRORS[dtype])
     assert torch.equal(compute_theirs(tmp_path / "out", dtype), expected)
-    written = json.loads((tmp_path / "out/config.json").read_text())
+    written = load_json(tmp_path / "out/config.json")
     assert written.get(TIE, False) == args.tie_embeddings
-    given = json.loads((folder / "config.json").read_text())
+    given = load_json(folder / "config.json")
     is_noted = any(TIE in notice for notice in list_ignored(given, args))
     assert is_noted == (given.get(TIE, False) != args.tie_embeddings)
 
@@ -229,7 +230,7 @@ llama | | {"rope_scaling": {LLAMA3}, ORIGINAL: 32}
 @pytest.mark.parametrize("family, words, changes", read_table(IGNORED), ids=str)
 def test_what_is_ignored_is_said(family, words, changes, tmp_path):
     content = make_content(family) | {"rope_parameters": None, "rope_theta": 1e4} | changes
-    (tmp_path / "config.json").write_text(json.dumps(content))
+    dump_json(tmp_path / "config.json", content)
     notices = list_ignored(content, read_model_args(tmp_path))
     for notice, named in zip(notices, filter(None, words.split("; ")), strict=True):
         assert named in notice
@@ -314,14 +315,14 @@ def test_a_value_that_cannot_be_is_refused_by_its_key(families, key, values, tmp
                 changes = {table: {key: each for key, each in scaling.items() if each != "missing"}}
             elif table == "rope_theta":
                 changes["rope_parameters"] = "missing"
-            (tmp_path / "config.json").write_text(json.dumps(make_content(family)))
+            dump_json(tmp_path / "config.json", make_content(family))
             edit_json(tmp_path / "config.json", **changes)
             assert_named(tmp_path, name if name == "rope_type" else key)
 
 
 @pytest.mark.parametrize("value", ["</s>", ["</s>"], True], ids=str)
 def test_an_end_token_of_generation_config_json_is_a_number(value, tmp_path):
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    dump_json(tmp_path / "generation_config.json", {"eos_token_id": value})
     with pytest.raises(UserError, match=r"generation_config.json: eos_token_id = "):
         read_published(tmp_path)
 

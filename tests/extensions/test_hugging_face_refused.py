@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import flip_bit
-from marks import read_lines
+from folders import load_json
+from marks import each_row
 from test_hugging_face import change_tensors, edit_json
 
 from torchtitan_lite.config.messages import UserError
@@ -47,7 +48,7 @@ qwen3 | {{"model_type": "llama"}} | model.layers.0.self_attn.k_norm.weight is (
 """
 
 
-@pytest.mark.parametrize("name, changes, named", read_lines(WRONG_CONFIGS))
+@each_row("name, changes, named", WRONG_CONFIGS)
 def test_a_config_that_our_model_does_not_compute_is_refused_by_its_key(
     name, changes, named, make_folder, tmp_path
 ):
@@ -75,7 +76,7 @@ A_FILE = "model-00001-of"
 
 def name_last_file(folder: Path) -> None:
     """Change the index, which then names the last file for the embedding."""
-    weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
+    weight_map = load_json(folder / INDEX)["weight_map"]
     edit_json(folder / INDEX, weight_map=weight_map | {EMBEDDING: max(weight_map.values())})
 
 
@@ -135,7 +136,7 @@ config.json | {{ | config.json
 """
 
 
-@pytest.mark.parametrize("name, content, named", read_lines(WRONG_JSON))
+@each_row("name, content, named", WRONG_JSON)
 def test_a_json_file_that_is_absent_or_wrong_is_named(name, content, named, llama):
     (llama / name).unlink()
     if content:

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import tiktoken
-from marks import read_lines
+from folders import dump_json
+from marks import each_row, read_lines
 from test_fine_tuning import CASES, publish
 from tokenizers import (
     AddedToken,
@@ -150,8 +151,8 @@ SENTENCEPIECE = make_sentencepiece().to_str()
 
 
 def write(folder: Path, content: dict, eos: object = "<|im_end|>") -> Path:
-    (folder / "tokenizer.json").write_text(json.dumps(content))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
+    dump_json(folder / "tokenizer.json", content)
+    dump_json(folder / "tokenizer_config.json", {"eos_token": eos})
     return folder
 
 
@@ -244,7 +245,7 @@ pattern | true    # another pattern
 """
 
 
-@pytest.mark.parametrize("change, ignore_merges", read_lines(MERGES))
+@each_row("change, ignore_merges", MERGES)
 def test_merges_that_tiktoken_would_apply_in_another_order_go_to_the_package(
     change, ignore_merges, tmp_path
 ):
@@ -335,7 +336,7 @@ NAMED_TOKENS = NAMED_TOKENS.replace("EOS", '"eos_token": "</s>"').replace("DECOD
 
 
 @pytest.mark.parametrize("in_vocab", [False, True])
-@pytest.mark.parametrize("place, token, files", read_lines(NAMED_TOKENS))
+@each_row("place, token, files", NAMED_TOKENS)
 def test_special_tokens_and_eos_are_those_of_transformers_and_never_come_from_plain_text(
     place, token, files, in_vocab, tmp_path
 ):
@@ -351,7 +352,7 @@ def test_special_tokens_and_eos_are_those_of_transformers_and_never_come_from_pl
     for token_id, name in config.get(DECODER, {}).items():
         config[DECODER][token_id] = {**FLAGS, "special": True, "content": name}
     for name, keys in files.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps(keys))
+        dump_json(tmp_path / f"{name}.json", keys)
     oracle, tokenizer = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(tmp_path)
     assert (tokenizer.eos_id, tokenizer.vocab_size) == (oracle.eos_token_id, len(oracle))
     text = f"a tent{token}tent"
@@ -364,7 +365,7 @@ def test_special_tokens_and_eos_are_those_of_transformers_and_never_come_from_pl
 @pytest.mark.parametrize("name, eos", [("generation_config", [2, 1]), ("config", 2)])
 def test_eos_without_a_name_is_the_id_that_ends_a_text_in_transformers(name, eos, tmp_path):
     (tmp_path / "tokenizer.json").write_text(SENTENCEPIECE)
-    (tmp_path / f"{name}.json").write_text(json.dumps({"eos_token_id": eos}))
+    dump_json(tmp_path / f"{name}.json", {"eos_token_id": eos})
     assert load_tokenizer(tmp_path).eos_id == 2
 
 
@@ -463,7 +464,7 @@ SENTENCEPIECE | | {"added_tokens_decoder": {"9": {"content": "<x>"}}} | 9.specia
 """
 
 
-@pytest.mark.parametrize("row", read_lines(BROKEN))
+@each_row("row", BROKEN)
 def test_what_is_no_tokenizer_is_refused_by_key_and_path(row, tmp_path):
     *contents, why = row
     contents[0] = contents[0].replace("SENTENCEPIECE", SENTENCEPIECE)

@@ -24,8 +24,9 @@ from checkpoints import (
     merge_states,
     train_and_save,
 )
+from folders import list_names, load_json
 from layouts import CP, MODE, PP, TP, Row, read_rows
-from marks import choose_fast, read_lines
+from marks import choose_fast, each_row
 from safetensors import safe_open
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -158,7 +159,7 @@ def test_files_have_each_element_once_and_sha256sum_checks_and_others_may_read_t
     checkpoint = folder / "step-2"
     command = "sha256sum --check --strict checksums"
     subprocess.run(command.split(), cwd=checkpoint, check=True)
-    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    manifest = load_json(checkpoint / "manifest.json")
     assert manifest["step"] == 2
     assert manifest["fingerprint"] == FINGERPRINT
     n_bytes = sum(tensor.nbytes for tensor in state.values())
@@ -174,7 +175,7 @@ def rewrite_in_format_3(checkpoint: Path) -> None:
     """Replace the manifest by one of format 3, which has a list of slices for each tensor."""
     path_of_manifest = checkpoint / "manifest.json"
     path_of_hashes = checkpoint / "checksums"
-    manifest = json.loads(path_of_manifest.read_text())
+    manifest = load_json(path_of_manifest)
     slices = {}
     for path in sorted(checkpoint.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
@@ -220,7 +221,7 @@ def test_what_was_not_committed_is_no_checkpoint_and_the_next_save_removes_it(po
     (tmp_path / "step-2").mkdir()  # not a checkpoint, and not overwritten
     with pytest.raises(RankFailure, match="step-2 already exists"):
         pool.run(save_small, 1, str(tmp_path), 2, KEEP_ALL)
-    names = {path.name for path in tmp_path.iterdir()}
+    names = list_names(tmp_path)
     assert names == {"step-1", "step-2", *others}
     assert list((tmp_path / "step-2").iterdir()) == []
     assert find_steps(tmp_path) == [1]
@@ -234,7 +235,7 @@ model.ffn_dim=128 | 2 | w1.weight has shape \[128, 64\] in this run, but \[96, 6
 """
 
 
-@pytest.mark.parametrize("keys, step, message", read_lines(DIFFERENT))
+@each_row("keys, step, message", DIFFERENT)
 def test_a_checkpoint_that_does_not_fit_is_refused_by_what_differs(
     pool, saved, keys, step, message
 ):

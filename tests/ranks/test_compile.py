@@ -10,7 +10,7 @@ import compare
 import pytest
 import torch
 from layouts import CHUNKS, COMPILED, CP, MODE, PP, RING, TP, TWO_LAYERS
-from marks import choose_fast, read_lines
+from marks import choose_fast, each_row
 from torch._dynamo.utils import counters, get_compilation_metrics
 
 from torchtitan_lite import step as stepping
@@ -115,7 +115,7 @@ cuda | g++ Python.h | | compiler gcc clang (CC)
 """
 
 
-@pytest.mark.parametrize("device_type, there, compiler, missing", read_lines(COMPILERS))
+@each_row("device_type, there, compiler, missing", COMPILERS)
 def test_the_compiler_that_torch_or_triton_would_call_is_looked_for(
     monkeypatch, tmp_path, device_type, there, compiler, missing
 ):

@@ -3,13 +3,13 @@
 test_hugging_face.py has the logits of exports.
 """
 
-import json
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
+from folders import dump_json, load_json
 from made_corpora import write_corpus
 from marks import choose_fast
 from test_hugging_face import make_theirs, spell_as_version_4
@@ -106,7 +106,7 @@ def publish(folder: Path, case: Case) -> Path:
         spell_as_version_4(folder)
     tokenizer.save(str(folder / "tokenizer.json"))
     named = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS}
-    (folder / "tokenizer_config.json").write_text(json.dumps(named))
+    dump_json(folder / "tokenizer_config.json", named)
     return folder
 
 
@@ -120,7 +120,7 @@ def write_text(folder: Path, tokenizer_folder: Path) -> list[str]:
 
 
 def read_json(folder: Path, name: str = "config.json") -> dict:
-    return json.loads((folder / name).read_text())
+    return load_json(folder / name)
 
 
 @pytest.mark.parametrize("name", choose_fast(CASES, CASES.keys() - SLOW))

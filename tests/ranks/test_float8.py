@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from marks import read_lines
+from marks import each_row
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -158,7 +158,7 @@ B200 |
 """
 
 
-@pytest.mark.parametrize("name, refused", read_lines(GPUS))
+@each_row("name, refused", GPUS)
 def test_a_gpu_without_float8_is_refused_and_may_emulate(name, refused):
     machine = Machine("cuda", 2, 80 * GIB, f"NVIDIA {name}")
     keys = ["--model.converters=float8"]

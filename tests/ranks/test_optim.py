@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from marks import read_lines
+from marks import each_row
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -40,7 +40,7 @@ RATES = """
 """
 
 
-@pytest.mark.parametrize("keys, first, rates", read_lines(RATES))
+@each_row("keys, first, rates", RATES)
 def test_learning_rate_warms_up_stays_and_decays(keys, first, rates):
     section = LRScheduler(**json.loads(keys))
     for step, rate in enumerate(rates.split(), int(first)):
@@ -73,7 +73,7 @@ UNUSUAL = """
 
 
 @pytest.mark.parametrize("decay_type", DECAYS)
-@pytest.mark.parametrize("row", read_lines(UNUSUAL))
+@each_row("row", UNUSUAL)
 def test_a_rate_of_0_and_a_peak_that_is_never_reached_are_said_with_both_numbers(decay_type, row):
     n_steps, keys, resumed_step, idle_step, highest = map(json.loads, row)
     section = LRScheduler(**{"warmup_steps": 10, "decay_type": decay_type} | keys)
@@ -180,7 +180,7 @@ SIGNALS = """
 """
 
 
-@pytest.mark.parametrize("signals, stop", read_lines(SIGNALS))
+@each_row("signals, stop", SIGNALS)
 def test_all_ranks_stop_for_one_signal_and_sigterm_wins(pool, signals, stop):
     signals = [*map(int, signals.split())]
     assert pool.run(agree_to_stop, 2, signals) == [int(stop)] * 2

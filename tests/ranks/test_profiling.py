@@ -1,11 +1,11 @@
 """Profiling: places and contents of traces and memory snapshots. test_report.py has traces of a run on ranks."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from checkpoints import limit_files
+from folders import load_json
 
 from torchtitan_lite.components.diagnosis import explain_out_of_memory
 from torchtitan_lite.components.profiling import profile_steps
@@ -29,7 +29,7 @@ def list_files(folder: Path, suffix: str) -> list[str]:
 
 def traced_matmuls(path) -> list[int]:
     """Return the steps whose matrix product is in the trace."""
-    events = json.loads(path.read_text())["traceEvents"]
+    events = load_json(path)["traceEvents"]
     return [
         event["args"]["Input Dims"][0][0] for event in events if event.get("name") == "aten::mm"
     ]

@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-import pytest
-from marks import read_lines
+from marks import each_row
 
 from torchtitan_lite.config.layout import name_stages, plan_stages
 from torchtitan_lite.config.schema import Parallelism
@@ -22,7 +21,7 @@ STAGES = """
 """
 
 
-@pytest.mark.parametrize("row", read_lines(STAGES))
+@each_row("row", STAGES)
 def test_layers_are_spread_evenly_with_embedding_and_head_counted(row):
     (pp, schedule), words, layers = map(str.split, row)
     layers = [*map(int, layers)]

@@ -13,7 +13,7 @@ import torch
 import warm_start
 from checkpoints import list_differing, list_state
 from layouts import TP, read_rows
-from marks import choose_fast, read_lines
+from marks import choose_fast, each_row
 
 from torchtitan_lite import build
 from torchtitan_lite import step as stepping
@@ -103,7 +103,7 @@ NORMS_AND_SKIPPED = """
 """
 
 
-@pytest.mark.parametrize("row", read_lines(NORMS_AND_SKIPPED))
+@each_row("row", NORMS_AND_SKIPPED)
 def test_a_norm_is_judged_by_the_median_of_the_last_norms(row):
     norms, skipped = map(str.split, row)
     spikes = SpikeFilter(3.0, 32, torch.device("cpu"))

@@ -15,7 +15,7 @@ from unittest.mock import patch
 import pytest
 import warm_start
 from checkpoints import assemble, flip_bit
-from marks import read_lines, slow
+from marks import each_row, slow
 from warm_start import (
     finish,
     kill_rank,
@@ -156,7 +156,7 @@ READ = """
 """
 
 
-@pytest.mark.parametrize("more, damaged, first", read_lines(READ))
+@each_row("more, damaged, first", READ)
 def test_a_run_that_only_reads_changes_no_file_of_the_run_that_it_loads(
     pool, stopped, unbroken, tmp_path, more, damaged, first
 ):

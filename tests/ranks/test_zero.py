@@ -1,7 +1,6 @@
 """Test which ZeRO stage a run uses. test_costs.py tests the number of collectives under each stage."""
 
-import pytest
-from marks import read_lines
+from marks import each_row
 
 from torchtitan_lite.tools.plan.planned_run import plan_run
 
@@ -26,7 +25,7 @@ STAGES = f"""
 """
 
 
-@pytest.mark.parametrize("n_ranks, stage, args", read_lines(STAGES))
+@each_row("n_ranks, stage, args", STAGES)
 def test_zero_stage_follows_from_either_key_and_copies_no_gradients_without_a_shard(
     n_ranks, stage, args
 ):

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from marks import read_lines
+from marks import each_row
 
 from torchtitan_lite.__main__ import main
 from torchtitan_lite.config.machine import GIB, Machine
@@ -287,7 +287,7 @@ SAID = f"""
 """
 
 
-@pytest.mark.parametrize("args, n_ranks, said", read_lines(SAID))
+@each_row("args, n_ranks, said", SAID)
 def test_a_refusal_names_what_the_user_wrote_and_what_works(args, n_ranks, said):
     assert said in str(find_one_problem(args, n_ranks=int(n_ranks), machine=H100_ELSEWHERE))
 
@@ -325,7 +325,7 @@ NOTED = f"""
 """
 
 
-@pytest.mark.parametrize("args, said", read_lines(NOTED))
+@each_row("args, said", NOTED)
 def test_check_says_what_a_user_did_not_ask_for(args, said, empty_folder, run_tool):
     write_tokenizer(empty_folder / "model")
     for name in ("config.json", "model.safetensors"):
@@ -387,7 +387,7 @@ ASYNC                                               | NGPU=2         | | paralle
 """  # compilers here do not matter for GPUs elsewhere; each host of 119 GiB holds half of the shards
 
 
-@pytest.mark.parametrize("args, variables, machine, answer", read_lines(ANSWERS))
+@each_row("args, variables, machine, answer", ANSWERS)
 def test_check_answers_for_this_host_and_for_a_run_elsewhere(
     args, variables, machine, answer, monkeypatch, capsys
 ):
@@ -424,7 +424,7 @@ SHARES = f"""
 """
 
 
-@pytest.mark.parametrize("args, n_ranks, share", read_lines(SHARES))
+@each_row("args, n_ranks, share", SHARES)
 def test_replicas_do_not_share_memory_and_every_other_dim_does(args, n_ranks, share):
     args = ["--config", "llama3_8b", *args.split()]
     spec = resolve(args, machine=EIGHT_H100, n_ranks=int(n_ranks))

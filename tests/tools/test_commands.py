@@ -16,7 +16,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
-from marks import read_lines
+from marks import each_row, read_lines
 from test_generate_tool import ARGS, save
 
 from torchtitan_lite.__main__ import main
@@ -133,7 +133,7 @@ bench --layout tp3                                           | model.n_heads
 """
 
 
-@pytest.mark.parametrize("args, key", read_lines(WRONG))
+@each_row("args, key", WRONG)
 def test_wrong_input_ends_a_tool_with_status_2_and_its_key(args, key, capsys):
     try:
         status = main(args.split())

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import flip_bit, limit_files
+from folders import list_names
 from test_generate_tool import save
 from test_model import FLAVORS, PLAIN, build_ours
 from transformers import LlamaForCausalLM
@@ -78,7 +79,7 @@ def test_out_is_never_overwritten_and_a_folder_needs_no_conversion(ours, tmp_pat
         (tmp_path / "nothing", "out", 2, str(tmp_path / "nothing")),
     ):
         assert named in run(source, tmp_path / out, "--tokenizer", "bytes", status=status)
-    assert {path.name for path in tmp_path.iterdir()} == {"step-7", "hf", "killed.tmp"}
+    assert list_names(tmp_path) == {"step-7", "hf", "killed.tmp"}
 
 
 def test_a_wrong_tokenizer_or_a_damaged_file_is_refused(ours, tmp_path, run):
@@ -93,11 +94,11 @@ def test_a_model_that_no_family_has_is_not_exported(tmp_path, run):
     save_ours(tmp_path / "step-7", replace(FLAVORS["Mixtral"], vocab_size=258), bias=0.25)
     said = run(tmp_path / "step-7", tmp_path / "out", status=2)
     assert "layers.0.feed_forward.router.expert_bias is not zero" in said
-    assert {path.name for path in tmp_path.iterdir()} == {"step-7"}
+    assert list_names(tmp_path) == {"step-7"}
 
 
 def test_a_full_disk_leaves_nothing_and_names_the_file(ours, tmp_path, run):
     with limit_files(100_000):
         said = run(ours, tmp_path / "out", status=1)
     assert "cannot be written" in said and "File too large" in said
-    assert {path.name for path in tmp_path.iterdir()} == {"step-7"}
+    assert list_names(tmp_path) == {"step-7"}

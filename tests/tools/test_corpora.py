@@ -21,7 +21,7 @@ import pytest
 import zstandard
 from checkpoints import flip_bit
 from made_corpora import BYTES, WORDS, write_corpus
-from marks import read_lines
+from marks import each_row, read_lines
 
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.__main__ import main
@@ -263,7 +263,7 @@ lab 3 | | 0 141
 """
 
 
-@pytest.mark.parametrize("args, unbuffered, statuses", read_lines(CLOSED))
+@each_row("args, unbuffered, statuses", CLOSED)
 def test_a_tool_whose_output_nobody_reads_ends_in_silence_and_its_files_stay(
     args, unbuffered, statuses, here
 ):
@@ -329,7 +329,7 @@ rows.jsonl --validation-share=0.999999 | ["row 19"] | [{NINETEEN}]
 """
 
 
-@pytest.mark.parametrize("args, train, validation", read_lines(SPLITS))
+@each_row("args, train, validation", SPLITS)
 def test_no_split_is_empty_and_a_single_text_is_cut(args, train, validation, prepare_here):
     Path("one.txt").write_text("0123456789" * 2)
     write_rows(Path("row.jsonl"), ["single"])

@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
+from folders import dump_json
 from test_tokenizers import train_byte_level, write
 from tokenizers import Tokenizer as HuggingFace
 from transformers import AutoTokenizer
@@ -250,7 +251,7 @@ def folder(tmp_path_factory) -> Path:
     folder = write(tmp_path_factory.mktemp("tokenizer"), content, "<|end_of_text|>")
     config = {"eos_token": "<|end_of_text|>", "tokenizer_class": "PreTrainedTokenizerFast"}
     config["chat_template"] = TEMPLATE
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    dump_json(folder / "tokenizer_config.json", config)
     return folder
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import packaging
 import pytest
-from marks import read_lines
+from marks import each_row
 from packaging.requirements import Requirement
 from programs import PIPES, run_python
 from test_run_train import Checkout as RunCheckout
@@ -134,7 +134,7 @@ other; python_version < "3.99" | 1 | no
 """
 
 
-@pytest.mark.parametrize("requirement, version, is_met", read_lines(VERSIONS))
+@each_row("requirement, version, is_met", VERSIONS)
 def test_a_package_counts_only_within_its_bounds(
     tmp_path, monkeypatch, requirement, version, is_met
 ):
@@ -156,7 +156,7 @@ alpha-1.9 beta-3 | absent | test | | mine
 """  # version 2.0 is not allowed
 
 
-@pytest.mark.parametrize("mine, venv_packages, extras, calls, name", read_lines(FOUND))
+@each_row("mine, venv_packages, extras, calls, name", FOUND)
 def test_a_python_that_can_train_is_taken_and_only_what_it_lacks_is_added(
     checkout, mine, venv_packages, extras, calls, name
 ):
@@ -217,7 +217,7 @@ NVIDIA B200, 183359, 570.10 | 570.10 580 Update
 """
 
 
-@pytest.mark.parametrize("gpu, words", read_lines(GPUS))
+@each_row("gpu, words", GPUS)
 def test_no_torch_is_installed_that_the_driver_or_the_gpu_cannot_run(checkout, gpu, words):
     checkout.write("pyproject.toml", NEEDS.replace("alpha", "torch"))
     program = checkout.root / "stubs" / "nvidia-smi"

@@ -27,8 +27,9 @@ from checkpoints import (
     train,
     whole_state,
 )
+from folders import dump_json
 from layouts import MODE, PP, REPLICATE, SCHEDULE, SHARD, TP, TWO_LAYERS, read_rows
-from marks import read_lines, slow
+from marks import each_row, read_lines, slow
 from programs import find_port, run_python
 
 from torchtitan_lite.build import Run, start_from
@@ -189,7 +190,7 @@ WRONG = """
 """
 
 
-@pytest.mark.parametrize("n_ranks, change, said", read_lines(WRONG))
+@each_row("n_ranks, change, said", WRONG)
 def test_a_pulse_names_what_is_wrong(n_ranks, change, said):
     rows = []
     for rank in range(int(n_ranks)):
@@ -309,7 +310,7 @@ def make_file(rank: int, state: str, written: str) -> dict:
     }
 
 
-@pytest.mark.parametrize("written, state, named, words", read_lines(HANGS))
+@each_row("written, state, named, words", HANGS)
 def test_a_report_names_the_rank_that_the_others_wait_for_or_says_unknown(
     written, state, named, words
 ):
@@ -328,13 +329,13 @@ def test_the_tool_hang_reads_the_files_of_the_last_start(tmp_path, run_tool):
     folder = tmp_path / "hang" / "restart-0"
     folder.mkdir(parents=True)
     file = make_file(0, "T", "WAITS")
-    (folder / "rank-00000.json").write_text(json.dumps(file))
+    dump_json(folder / "rank-00000.json", file)
     (folder / "rank-00001.json").touch()  # an empty file must not hide the others
     assert "rank 1 (tp 1) is missing from call 7" in run_tool("hang", tmp_path)
     later = tmp_path / "hang" / "restart-1"  # as if gloo had aborted rank 0
     later.mkdir()
     file = make_file(1, "S", "DIFFERS") | {"kind": "FAILED"}
-    (later / "failed-00001.json").write_text(json.dumps(file))
+    dump_json(later / "failed-00001.json", file)
     printed = run_tool("hang", tmp_path)
     assert "rank 1 (tp 1) made call 7" in printed and "it has ended with an error" in printed
 

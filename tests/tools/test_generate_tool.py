@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import write_tensors
+from folders import dump_json, load_json
 from test_tokenizers import make_byte_level, make_word_piece, write
 from tokenizers import Tokenizer as HuggingFace
 from torch import Tensor
@@ -125,7 +126,7 @@ def test_a_text_ends_with_the_context_or_with_any_end_token_of_generation_config
     folder = shutil.copytree(export, tmp_path / "llama")
     outside = 10**6
     ends = {"eos_token_id": [tokens[at], outside], "repetition_penalty": 1.3, "top_p": None}
-    (folder / "generation_config.json").write_text(json.dumps(ends))
+    dump_json(folder / "generation_config.json", ends)
     report = generate(folder, *GREEDY, "--max-new-tokens", 40)
     assert report["tokens"] == tokens[:at]
     assert report["stopped"] == "end_of_document"
@@ -232,9 +233,9 @@ def test_wrong_input_is_refused_before_weights_are_loaded(
     bpe = HuggingFace.from_str(json.dumps(make_byte_level("Qwen")))
     bpe.add_tokens([f"<{number}>" for number in range(2304)])
     larger = write(tmp_path, json.loads(bpe.to_str()), "<|end_of_text|>")
-    config = json.loads((export / "config.json").read_text())
+    config = load_json(export / "config.json")
     unknown = {"max_position_embeddings": None}
-    (without_context / "config.json").write_text(json.dumps(config | unknown))
+    dump_json(without_context / "config.json", config | unknown)
     for source, prompt, named, *options in (
         (checkpoint, "x " * 200, "has 202 tokens"),
         (Path("outputs/absent"), "a", "outputs/absent"),

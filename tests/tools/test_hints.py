@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from marks import read_lines
+from marks import each_row
 from test_check import LAPTOP
 from test_fine_tuning import CASES, publish
 from test_tokenizers import SHIPPED
@@ -204,7 +204,7 @@ train --config debug | ./run_train.sh --config debug \
 """
 
 
-@pytest.mark.parametrize("line, here, elsewhere, installed", read_lines(COMMANDS))
+@each_row("line, here, elsewhere, installed", COMMANDS)
 def test_a_command_is_what_the_users_shell_runs(line, here, elsewhere, installed, monkeypatch):
     assert name_command(line) == elsewhere
     monkeypatch.chdir(REPOSITORY)

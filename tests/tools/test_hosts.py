@@ -11,7 +11,7 @@ from unittest.mock import Mock, patch
 
 import pytest
 import torch.distributed as dist
-from marks import read_lines
+from marks import each_row
 from programs import find_port, start_python
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
@@ -135,7 +135,7 @@ ENDINGS = """
 """
 
 
-@pytest.mark.parametrize("endings, agreed", read_lines(ENDINGS))
+@each_row("endings, agreed", ENDINGS)
 def test_the_cause_on_another_host_wins_over_the_signal_on_this_one(monkeypatch, endings, agreed):
     monkeypatch.setattr(hosts, "END_WITHIN_S", 0.3)
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

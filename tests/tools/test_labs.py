@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from marks import choose_fast, read_lines, slow
+from marks import choose_fast, each_row, slow
 
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.__main__ import main
@@ -57,7 +57,7 @@ QUANTITIES = """
 """
 
 
-@pytest.mark.parametrize("text, value", read_lines(QUANTITIES))
+@each_row("text, value", QUANTITIES)
 def test_a_quantity_is_a_number_with_a_unit(text, value):
     assert read_quantity(text) == pytest.approx(float(value))
 
@@ -94,7 +94,7 @@ lab 1 answer state_70b 1051GiB   | 1 | the 64 ranks
 """
 
 
-@pytest.mark.parametrize("command, status, named", read_lines(WRONG))
+@each_row("command, status, named", WRONG)
 def test_wrong_input_is_named_and_a_common_slip_gets_its_hint(
     command, status, named, tmp_path, monkeypatch, capsys
 ):

@@ -3,12 +3,14 @@
 import json
 import re
 
+from folders import load_json
+
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.tools.command_lines import parse_command
 
 NOTEBOOK = REPOSITORY / "assets/notebooks/first_hour.ipynb"
-CELLS = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+CELLS = load_json(NOTEBOOK)["cells"]
 CODE = [cell for cell in CELLS if cell["cell_type"] == "code"]
 
 

@@ -6,7 +6,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
-from marks import read_lines
+from marks import each_row
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleSingle,
     _PipelineSchedule,
@@ -122,7 +122,7 @@ DualPipeV 2 4 20 | 3 |
 """
 
 
-@pytest.mark.parametrize("row", read_lines(PAPERS))
+@each_row("row", PAPERS)
 def test_bubbles_and_microbatches_in_flight_are_those_of_the_papers(row):
     (schedule, *sizes), (idle,), in_flight = map(str.split, row)
     v, pp, m, idle = map(int, [*sizes, idle])

@@ -6,7 +6,7 @@ from html import unescape
 from io import StringIO
 
 import pytest
-from marks import read_lines
+from marks import each_row
 from programs import browse, needs_browser
 
 from torchtitan_lite.__main__ import main
@@ -86,7 +86,7 @@ plan --config debug --search --html plan.html | --search
 """
 
 
-@pytest.mark.parametrize("args, told", read_lines(UNDRAWN))
+@each_row("args, told", UNDRAWN)
 def test_a_page_that_cannot_be_drawn_is_refused(args, told, tmp_path, monkeypatch, run_tool):
     monkeypatch.chdir(tmp_path)
     assert told in run_tool(*args.split(), status=2)

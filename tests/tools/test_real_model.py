@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from marks import read_lines
+from marks import each_row
 from real_model import make_real_model
 from test_check import LAPTOP
 from torch.nn.functional import cross_entropy
@@ -82,7 +82,7 @@ def expected(folder, keys, tmp_path_factory) -> tuple[list[float], dict[str, tor
     return losses, theirs.state_dict()
 
 
-@pytest.mark.parametrize("n_ranks, degrees", read_lines(LAYOUTS))
+@each_row("n_ranks, degrees", LAYOUTS)
 def test_fine_tuning_takes_the_steps_of_transformers_and_exports_its_weights(
     n_ranks, degrees, folder, keys, expected, tmp_path
 ):

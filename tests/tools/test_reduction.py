@@ -5,7 +5,7 @@ import json
 import compare
 import pytest
 from layouts import EP, PP, SCHEDULE, SHARD, TP, read_rows
-from marks import read_lines
+from marks import each_row
 
 from torchtitan_lite.config.checks import plan_layout
 from torchtitan_lite.config.messages import ConfigError
@@ -150,7 +150,7 @@ NEAR=2 | nodes | [1, 1]
 """
 
 
-@pytest.mark.parametrize("args, relation, value", read_lines(KEPT))
+@each_row("args, relation, value", KEPT)
 def test_a_relation_between_sizes_is_kept(args, relation, value):
     for word in ("INTERLEAVED", *ARGS):
         args = args.replace(word, ARGS[word])

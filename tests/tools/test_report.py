@@ -1,12 +1,12 @@
 """report: its page has the figures of metrics.jsonl and of the traces, and a browser shows every picture."""
 
-import json
 import re
 from argparse import Namespace
 from html import unescape
 
 import pytest
 import warm_start
+from folders import dump_json, load_json
 from programs import browse, needs_browser
 
 from torchtitan_lite.tools.pictures import choose_ticks, thin
@@ -122,7 +122,7 @@ def test_parts_of_a_step_add_up_and_name_their_axes(folder, run):
     assert [trace.rank for trace in run.traces] == [0, 1, 2, 3]
     for trace in run.traces:
         path = folder / f"traces/step-6/rank-{trace.rank}.json"
-        events = json.loads(path.read_text())["traceEvents"]
+        events = load_json(path)["traceEvents"]
         step = next(event for event in events if event["name"].startswith("ProfilerStep"))
         assert sum(trace.parts.values()) == pytest.approx(step["dur"] / 1e6)
         for name in ("computing", "waiting", "exposed pp", "exposed tp or ep"):
@@ -223,7 +223,7 @@ def test_in_a_trace_of_gpus_communication_is_hidden_while_kernels_compute(tmp_pa
     groups = {"pg_config": [{"pg_name": "2", "pg_desc": "mesh_tp"}]}
     path = tmp_path / "step-10" / "rank-0.json"
     path.parent.mkdir()
-    path.write_text(json.dumps({"traceEvents": events, "distributedInfo": groups}))
+    dump_json(path, {"traceEvents": events, "distributedInfo": groups})
     args = ["--config=debug", "--parallelism.tensor_parallel_degree=2"]
     [read] = read_traces(tmp_path, plan_run(args, 4, "h100").layout)
     assert read.parts == {"computing": 4, "exposed tp": 2, "waiting": 4}

@@ -6,7 +6,7 @@ from dataclasses import replace
 from math import prod
 
 import pytest
-from marks import read_lines, slow
+from marks import each_row, slow
 
 from torchtitan_lite.config.checks import plan_layout
 from torchtitan_lite.config.choices import SCHEDULES
@@ -140,7 +140,7 @@ llama3_70b --gpus 8 | fits in memory
 """
 
 
-@pytest.mark.parametrize("args, said", read_lines(EMPTY))
+@each_row("args, said", EMPTY)
 def test_an_empty_search_says_what_to_change(tmp_path, run_tool, args, said):
     file = tmp_path / "winner.toml"
     assert said in run_tool(*f"plan --search --toml {file} --config {args}".split(), status=2)

@@ -1,7 +1,6 @@
 """A run that gets SIGINT or SIGTERM: the step after which it stops, what it saves, and how it ends."""
 
 import itertools
-import json
 import os
 import re
 import shlex
@@ -12,7 +11,8 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from marks import read_lines, slow
+from folders import load_json
+from marks import each_row, slow
 from programs import start_python
 from test_orphans import list_processes
 from warm_start import finish, launch, list_children, list_ranks, read_losses, read_until
@@ -72,7 +72,7 @@ def test_the_first_ending_of_a_rank_counts_and_one_rank_of_a_host_tells_a_signal
         said.append(signals.write_ending(143, f"stopped {len(said)} times before"))
     assert said == [True, False, False]
     for rank in (0, 1):
-        ending = json.loads((tmp_path / str(rank) / "error.json").read_text())
+        ending = load_json(tmp_path / str(rank) / "error.json")
         assert (ending["status"], ending["message"]) == (143, f"stopped {rank} times before")
 
 
@@ -87,7 +87,7 @@ ONCE = """
 """
 
 
-@pytest.mark.parametrize("once, in_file, added", read_lines(ONCE))
+@each_row("once, in_file, added", ONCE)
 def test_the_command_that_continues_neither_starts_over_nor_goes_back(
     tmp_path, monkeypatch, once, in_file, added
 ):

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from marks import read_lines
+from marks import each_row
 from warm_start import STREAMS, finish, read_until
 
 from torchtitan_lite.checkpoint.format import find_steps
@@ -134,7 +134,7 @@ SIGCONT | 2 | |  # refused by check
 """
 
 
-@pytest.mark.parametrize("received, status, saved, calls", read_lines(ENDS))
+@each_row("received, status, saved, calls", ENDS)
 def test_on_one_node_the_launcher_gets_the_signal_and_only_the_limit_queues_the_job_again(
     cluster, tmp_path, received, status, saved, calls
 ):
