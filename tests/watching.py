@@ -68,29 +68,25 @@ class PeakMemory(Watch):
 
 
 class AttentionWork(Watch):
-    """Counts the pairs of query and key that attention kernels compute, in forward and in backward."""
-
-    FORWARD = aten._scaled_dot_product_flash_attention_for_cpu.default
-    BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    """Counts the pairs of query and key that attention kernels compute in forward."""
 
     def __init__(self):
         super().__init__()
-        self.n_pairs = {self.FORWARD: 0, self.BACKWARD: 0}
+        self.n_pairs = 0
 
     def note(self, func, args, outputs):
-        if func == self.FORWARD:
-            self.add(func, *args[:2], causal=args[4:5] == (True,))  # defaults are not passed
-        elif func == self.BACKWARD:
-            self.add(func, *args[1:3], causal=args[7])
+        if func != aten._scaled_dot_product_flash_attention_for_cpu.default:
+            return
+        n_rows, n_heads, n_queries, _ = args[0].shape
+        n_keys = args[1].shape[2]
+        n_pairs = n_queries * n_keys
+        if args[4:5] == (True,):  # causal; defaults are not passed
+            assert n_queries == n_keys
+            n_pairs = n_queries * (n_queries + 1) // 2
+        self.n_pairs += n_pairs * n_rows * n_heads
 
-    def add(self, func, query: Tensor, key: Tensor, *, causal: bool) -> None:
-        n_queries, n_keys = query.shape[2], key.shape[2]
-        assert not causal or n_queries == n_keys
-        pairs = n_queries * (n_queries + 1) // 2 if causal else n_queries * n_keys
-        self.n_pairs[func] += pairs * query.shape[0] * query.shape[1]
-
-    def result(self) -> list[int]:
-        return list(self.n_pairs.values())
+    def result(self) -> int:
+        return self.n_pairs
 
 
 class Collectives(Watch):

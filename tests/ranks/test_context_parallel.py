@@ -106,7 +106,7 @@ def test_activation_memory_of_a_rank_falls_with_the_number_of_ranks(pool):
 @pytest.mark.parametrize("n_ranks", [2, 4])
 def test_all_ranks_do_the_same_attention_work_and_none_of_it_twice(pool, n_ranks):
     by_rank = pool.run(watch_steps, n_ranks, list(ROTATIONS.values()), AttentionWork)
-    n_pairs = torch.tensor(by_rank)  # [rank, method, forward or backward]
+    n_pairs = torch.tensor(by_rank)  # [rank, method]
     seq_len = LONG["training.seq_len"]
     n_causal = seq_len * (seq_len + 1) // 2
     n_maps = LONG["model.n_heads"] * TABLE_CONFIG.model.n_layers

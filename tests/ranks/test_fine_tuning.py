@@ -4,29 +4,25 @@ test_hugging_face.py has the logits of exports.
 """
 
 import shutil
-from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 from folders import dump_json, load_json
 from made_corpora import write_corpus
-from marks import choose_fast
+from marks import choose_fast, read_lines
 from test_hugging_face import make_theirs, spell_as_version_4
-from test_model import PLAIN
+from test_model import read_flavor
 from tokenizers import Tokenizer as HuggingFace
 from tokenizers import models, pre_tokenizers, processors, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from torchtitan_lite.__main__ import main
-from torchtitan_lite.config.model_rows import ModelArgs, MoEArgs, RopeScaling
+from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.data.tokenizer import load_tokenizer
 
 BOS, EOS, EOT = "<s>", "</s>", "<|eot|>"
-ODD = RopeScaling(factor=5.5, low_freq_factor=1.5, high_freq_factor=3.0, original_length=96)
-UNTIED = replace(
-    PLAIN, vocab_size=320, head_dim=24, norm_eps=3e-5, rope_theta=20_000.0, rope_scaling=ODD
-)
 TEXT = "The cat sat on the mat, and the dog sat on the cat; then both of them ran into the garden. "
 PATH = "checkpoint.initial_load_path"
 TP, EP, PP = (
@@ -40,40 +36,33 @@ SHORT = """
 """
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     args: ModelArgs
-    version: int = 5  # version of transformers that wrote config.json
-    dtype: str = "float32"  # of the published weights
-    shard_size: str = "1GB"
-    n_ranks: int = 1
-    layout: tuple[str, ...] = ()
+    version: str  # version of transformers that wrote config.json
+    dtype: str  # of the published weights
+    shard_size: str
+    n_ranks: int
+    layout: list[str]
 
 
-CASES = {
-    "untied, in several files": Case(UNTIED, version=4, shard_size="60KB"),
-    "tied, published in bfloat16": Case(replace(UNTIED, tie_embeddings=True), dtype="bfloat16"),
-    "Qwen2, tied, on pp2 x tp2": Case(
-        replace(UNTIED, qkv_bias=True, tie_embeddings=True), n_ranks=4, layout=(PP, TP)
-    ),
-    "linear scaling, on dp2 x tp2": Case(
-        replace(UNTIED, rope_scaling=RopeScaling(2.5, kind="linear")),
-        shard_size="60KB",
-        n_ranks=4,
-        layout=(TP,),
-    ),
-    "Mixtral, on dp2 with ep2": Case(
-        replace(UNTIED, ffn_dim=48, moe=MoEArgs(4, 2, 48)),
-        version=4,
-        n_ranks=2,
-        layout=(EP, BALANCE),
-    ),
-    "Qwen3-MoE, published in bfloat16": Case(
-        replace(UNTIED, qk_norm=True, moe=MoEArgs(6, 2, 24, n_first_dense_layers=1)),
-        dtype="bfloat16",
-        layout=(BALANCE,),
-    ),
-}
+ODD = """{"vocab_size": 320, "head_dim": 24, "norm_eps": 3e-5, "rope_theta": 20000.0, "rope_scaling": \
+    {"factor": 5.5, "low_freq_factor": 1.5, "high_freq_factor": 3.0, "original_length": 96}"""
+# name | fields that differ from PLAIN | version, dtype, size of a file, ranks | keys
+PUBLISHED = """
+untied, in several files | ODD} | 4 float32 60KB 1 |
+tied, published in bfloat16 | ODD, "tie_embeddings": true} | 5 bfloat16 1GB 1 |
+Qwen2, tied, on pp2 x tp2 | ODD, "qkv_bias": true, "tie_embeddings": true} | 5 float32 1GB 4 | PP TP
+linear scaling, on dp2 x tp2 | ODD, "rope_scaling": {"factor": 2.5, "kind": "linear"}} | 5 float32 60KB 4 | TP
+Mixtral, on dp2 with ep2 | ODD, "ffn_dim": 48, "moe": {"n_experts": 4, "top_k": 2, "expert_ffn_dim": 48}} \
+    | 4 float32 1GB 2 | EP BALANCE
+Qwen3-MoE, published in bfloat16 | ODD, "qk_norm": true, "moe": {"n_experts": 6, "top_k": 2, \
+    "expert_ffn_dim": 24, "n_first_dense_layers": 1}} | 5 bfloat16 1GB 1 | BALANCE
+""".replace("ODD", ODD)
+CASES = {}
+for name, args, about, keys in read_lines(PUBLISHED):
+    version, dtype, shard_size, n_ranks = about.split()
+    layout = [globals()[key] for key in keys.split()]
+    CASES[name] = Case(read_flavor(args), version, dtype, shard_size, int(n_ranks), layout)
 # Slow, because each of these combines features that other cases test separately.
 SLOW = ["linear scaling, on dp2 x tp2", "tied, published in bfloat16"]
 
@@ -102,7 +91,7 @@ def publish(folder: Path, case: Case) -> Path:
     )
     theirs.to(getattr(torch, case.dtype)).save_pretrained(folder, max_shard_size=case.shard_size)
     assert (len(list(folder.glob("*.safetensors"))) > 2) == (case.shard_size != "1GB")
-    if case.version == 4:
+    if case.version == "4":
         spell_as_version_4(folder)
     tokenizer.save(str(folder / "tokenizer.json"))
     named = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_dialects import read_json
 from test_tokenizers import SHIPPED, train_byte_level, write
 from tokenizers import Tokenizer as HuggingFace
 from transformers import AutoTokenizer
@@ -18,33 +19,20 @@ from torchtitan_lite.tools.corpora.chat import mark_targets, read_chat_format
 from torchtitan_lite.tools.corpora.dialects import read_conversation
 from torchtitan_lite.tools.corpora.prepare import get_encoder
 
-CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Paris"}}}
-TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
-SINGLE = {
-    "messages": [
-        {"role": "user", "content": "2+2?"},
-        {"role": "assistant", "content": " é, e\u0301 😀"},
-    ]
+TALKS = {
+    "single": r"""{"messages": [U(2+2?), A( é, e\u0301 😀)]}""",
+    "multi": r"""{"messages": [S(Be brief.\n), U(2+2?),
+        {"role": "assistant", "content": "4 ", "reasoning_content": "two and two"}, U(naïve 😀?),
+        {"role": "assistant", "content": "4", "reasoning_content": "assistant: 4"}]}""",
+    "calls": """{"messages": [U(Paris?),
+        {"role": "assistant", "content": null, "tool_calls": [{"type": "function",
+            "function": {"name": "weather", "arguments": {"city": "Paris"}}}], "name": null},
+        {"role": "tool", "content": "sunny", "tool_calls": null},
+        {"role": "assistant", "content": "It is sunny.", "tool_calls": null}],
+        "tools": [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]}""",
 }
-MULTI = {
-    "messages": [
-        {"role": "system", "content": "Be brief.\n"},
-        {"role": "user", "content": "2+2?"},
-        {"role": "assistant", "content": "4 ", "reasoning_content": "two and two"},
-        {"role": "user", "content": "naïve 😀?"},
-        {"role": "assistant", "content": "4", "reasoning_content": "assistant: 4"},
-    ]
-}
-CALLS = {
-    "messages": [
-        {"role": "user", "content": "Paris?"},
-        {"role": "assistant", "content": None, "tool_calls": [CALL], "name": None},
-        {"role": "tool", "content": "sunny", "tool_calls": None},
-        {"role": "assistant", "content": "It is sunny.", "tool_calls": None},
-    ],
-    "tools": TOOLS,
-}
-TALKS = {"single": SINGLE, "multi": MULTI, "calls": CALLS}
+TALKS = {name: read_json(text) for name, text in TALKS.items()}
+MULTI = TALKS["multi"]
 
 HEAD = "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
 TAIL = "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -257,7 +245,7 @@ def prepare(run_tool, tmp_path) -> Callable[..., str]:
     return run
 
 
-EXCHANGE = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+EXCHANGE = read_json("TALK")
 
 
 # reason => what the template writes of a message
