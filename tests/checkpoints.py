@@ -1,5 +1,6 @@
 """Shared by tests of checkpoints: runs that save and resume, and readers that do not use the package."""
 
+import hashlib
 import json
 import resource
 from collections.abc import Iterator
@@ -172,6 +173,15 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     """Return all tensors of a checkpoint, read as the tools read them."""
     checkpoint = OpenCheckpoint(folder)
     return {name: checkpoint.read(name) for name in checkpoint.manifest.tensors}
+
+
+def rewrite_manifest(checkpoint: Path, content: str) -> None:
+    """Replace the manifest of a checkpoint, with a hash that matches."""
+    path = checkpoint / "manifest.json"
+    checksums = checkpoint / "checksums"
+    old, new = (hashlib.sha256(text.encode()).hexdigest() for text in (path.read_text(), content))
+    path.write_text(content)
+    checksums.write_text(checksums.read_text().replace(old, new))
 
 
 @contextmanager

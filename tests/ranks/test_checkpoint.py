@@ -1,11 +1,11 @@
 """Checkpoints: every layout reads the same state, resumed runs equal unbroken ones, old checkpoints are deleted."""
 
-import hashlib
 import json
 import os
 import shutil
 import subprocess
 import threading
+from collections import defaultdict
 from pathlib import Path
 from unittest.mock import patch
 
@@ -22,6 +22,7 @@ from checkpoints import (
     load_and_train,
     make_saver,
     merge_states,
+    rewrite_manifest,
     train_and_save,
 )
 from folders import list_names, load_json
@@ -173,28 +174,19 @@ def test_files_have_each_element_once_and_sha256sum_checks_and_others_may_read_t
 
 def rewrite_in_format_3(checkpoint: Path) -> None:
     """Replace the manifest by one of format 3, which has a list of slices for each tensor."""
-    path_of_manifest = checkpoint / "manifest.json"
-    path_of_hashes = checkpoint / "checksums"
-    manifest = load_json(path_of_manifest)
-    slices = {}
+    manifest = load_json(checkpoint / "manifest.json")
+    slices = defaultdict(list)
     for path in sorted(checkpoint.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             sharding = json.loads(file.metadata()["DCP_SHARDING_INFO"])
             for name, about in sharding.items():
                 sizes = file.get_slice(name).get_shape()
-                slices.setdefault(name, []).append([path.name, about["saved_offsets"], sizes])
+                slices[name].append([path.name, about["saved_offsets"], sizes])
     tensors = {}
     for name, (dtype, shape, *_) in manifest["tensors"].items():
         tensors[name] = [dtype, shape, slices[name]]
     old = {key: manifest[key] for key in ("step", "fingerprint", "run")}
-    content = json.dumps({**old, "tensors": tensors, "format": 3})
-    path_of_manifest.write_text(content)
-    digest = hashlib.sha256(content.encode()).hexdigest()
-    lines = []
-    for line in path_of_hashes.read_text().splitlines():
-        is_old = line.endswith("  manifest.json")
-        lines.append(f"{digest}  manifest.json" if is_old else line)
-    path_of_hashes.write_text("\n".join(lines) + "\n")
+    rewrite_manifest(checkpoint, json.dumps({**old, "tensors": tensors, "format": 3}))
 
 
 def test_checkpoints_of_format_3_open_on_another_layout(pool, saved, tmp_path):
