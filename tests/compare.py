@@ -7,13 +7,14 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from layouts import read_rows
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite import build
 from torchtitan_lite.config.layout import plan_degrees
 from torchtitan_lite.config.model import resolve_model
-from torchtitan_lite.config.schema import Config, LRScheduler, Model, Optimizer, Training
+from torchtitan_lite.config.schema import Config
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.tools.verify import plain
 from torchtitan_lite.tools.verify.rank import build_small_run, local, own_rows, relative_error
@@ -22,32 +23,18 @@ from torchtitan_lite.tools.verify.trial import RunRanks, Trial, try_layout
 
 __all__ = ["build_small_run", "local", "override", "own_rows", "relative_error", "resolve_model"]
 
-GLOBAL_BATCH_SIZE = 8
-SEQ_LEN = 32
-
 # 4 key/value heads: one for each rank of tp4. Table rows with many stages set 8 layers.
-TABLE_CONFIG = Config(
-    model=Model(
-        flavor="debug",
-        dim=64,
-        n_layers=4,
-        n_heads=8,
-        n_kv_heads=4,
-        head_dim=8,
-        ffn_dim=96,
-        vocab_size=256,
-    ),
-    # Update one parameter at a time, without decay: under tp, DTensor needs seconds to plan operators on lists of
-    # tensors.
-    optimizer=Optimizer(name="SGD", lr=0.5, weight_decay=0.0, implementation="for-loop"),
-    lr_scheduler=LRScheduler(warmup_steps=0, total_steps=10, decay_ratio=0.0),
-    training=Training(
-        local_batch_size=GLOBAL_BATCH_SIZE,
-        global_batch_size=GLOBAL_BATCH_SIZE,
-        seq_len=SEQ_LEN,
-        max_norm=0.5,
-    ),
-)
+# Update one parameter at a time, without decay: under tp, DTensor needs seconds to plan operators on lists of tensors.
+(TABLE,) = read_rows("""
+table | 1 | model.flavor=debug model.dim=64 model.n_layers=4 model.n_heads=8 model.n_kv_heads=4 \
+    model.head_dim=8 model.ffn_dim=96 model.vocab_size=256 optimizer.name=SGD optimizer.lr=0.5 \
+    optimizer.weight_decay=0.0 optimizer.implementation=for-loop lr_scheduler.warmup_steps=0 \
+    lr_scheduler.total_steps=10 lr_scheduler.decay_ratio=0.0 training.local_batch_size=8 \
+    training.global_batch_size=8 training.seq_len=32 training.max_norm=0.5
+""").values()
+TABLE_CONFIG = override(Config(), TABLE.overrides)
+GLOBAL_BATCH_SIZE = TABLE_CONFIG.training.global_batch_size
+SEQ_LEN = TABLE_CONFIG.training.seq_len
 
 
 def make_batch(

@@ -1,6 +1,5 @@
 """Tables of models and rows of choices.py: sizes equal the published ones and torch's counts, every name has code."""
 
-from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -11,21 +10,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from torchtitan_lite.build import build_on_meta
 from torchtitan_lite.config.block import count_flops_per_token, count_parameters, list_parameters
-from torchtitan_lite.config.checks import (
-    PLAIN_KEYS,
-    asks_for_features,
-    plan_layout,
-)
+from torchtitan_lite.config.checks import plan_layout
 from torchtitan_lite.config.choices import ATTENTIONS, OPTIMIZERS, SCHEDULES
 from torchtitan_lite.config.extensions import load_extension
 from torchtitan_lite.config.features import EXTENSIONS
-from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.model import resolve_model
 from torchtitan_lite.config.model_rows import ModuleRow
-from torchtitan_lite.config.reader import KEYS, WrongValue, convert
 from torchtitan_lite.config.schema import Config, Model, with_value
-from torchtitan_lite.config.settings import check_settings, find_refused
 from torchtitan_lite.models.llama3.modules import Llama3
 from torchtitan_lite.models.llama3.table import FLAVORS
 from torchtitan_lite.models.registry import MODELS
@@ -116,18 +108,6 @@ def test_rows_and_code_name_the_same_choices():
         load_extension(name)
     assert all(row.is_plain or row.extension for row in ATTENTIONS.values())
     assert all(pipelining.schedules.get_schedule_class(name) for name in SCHEDULES)
-
-
-@pytest.mark.parametrize("value", [2, True, "full", "none"])
-@pytest.mark.parametrize("key", sorted(PLAIN_KEYS))
-def test_no_feature_refuses_a_config_of_plain_keys(key, value):
-    with suppress(WrongValue):
-        config = with_value(Config(), key, convert(KEYS[key], value))
-        assert not asks_for_features(config)
-        model_args = FLAVORS["debug"]
-        layout = plan_layout(config, model_args, 2)
-        problems = check_settings(config, Machine("cpu", 1, None, ""))
-        assert problems + find_refused(config, model_args, layout) == []
 
 
 @pytest.fixture

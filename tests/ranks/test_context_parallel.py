@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import TABLE_CONFIG, complete, local, relative_error
-from layouts import CP, MODE, ROTATIONS
+from layouts import CP, MODE, ROTATIONS, read_rows
 from watching import AttentionWork, Collectives, PeakMemory, Watch
 
 from torchtitan_lite import step as stepping
@@ -54,16 +54,12 @@ def attend_masked(query, key, value, *, first: int):
 
 # ---------------------------------------------------------------- work and memory
 
-LONG = {  # a small model with the proportions of Llama 3 8B
-    "model.dim": 32,
-    "model.n_heads": 4,
-    "model.n_kv_heads": 1,
-    "model.ffn_dim": 112,
-    "model.vocab_size": 32,
-    "training.seq_len": 1024,
-    "training.global_batch_size": 1,
-    "training.local_batch_size": 1,
-}
+# a small model with the proportions of Llama 3 8B
+(LONG,) = read_rows("""
+long | 1 | model.dim=32 model.n_heads=4 model.n_kv_heads=1 model.ffn_dim=112 model.vocab_size=32 \
+    training.seq_len=1024 training.global_batch_size=1 training.local_batch_size=1
+""").values()
+LONG = LONG.overrides
 
 
 def watch_steps(rank: int, world_size: int, configs: list[dict], watch_class: type[Watch]) -> list:

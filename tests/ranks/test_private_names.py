@@ -7,7 +7,7 @@ import torch
 from checkpoints import train
 from layouts import FLOAT8, MODE, PP, TWO_LAYERS
 from test_costs import DTYPE, make
-from torch.utils._python_dispatch import TorchDispatchMode
+from watching import Watch
 
 from torchtitan_lite.tools.plan.dry_run import dry_run
 
@@ -25,7 +25,7 @@ def test_collectives_of_fsdp_bear_a_phase_and_the_modules_of_their_group(world_s
         assert call.site.module.startswith(("tok_embeddings", "layers.", "norm"))
 
 
-class Calls(TorchDispatchMode):
+class Calls(Watch):
     """Counts calls of one operator."""
 
     def __init__(self, operator):
@@ -33,9 +33,8 @@ class Calls(TorchDispatchMode):
         self.operator = operator
         self.n = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def note(self, func, args, outputs):
         self.n += func is self.operator
-        return func(*args, **(kwargs or {}))
 
 
 def count_calls(rank: int, world_size: int, name: str, overrides: dict) -> int:

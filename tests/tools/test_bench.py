@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from layouts import read_rows
 
 from torchtitan_lite.components import optim
 from torchtitan_lite.config.messages import UserError
@@ -14,19 +15,11 @@ from torchtitan_lite.parallel.gloo_workers import limit_gloo_workers
 from torchtitan_lite.tools import bench, options
 from torchtitan_lite.tools.verify.reduction import override
 
-TINY_CONFIG = override(
-    bench.STEP_CONFIG,
-    {
-        "model.dim": 32,
-        "model.n_layers": 2,
-        "model.n_heads": 4,
-        "model.n_kv_heads": 2,
-        "model.ffn_dim": 64,
-        "model.vocab_size": 128,
-        "training.local_batch_size": 2,
-        "training.seq_len": 16,
-    },
-)
+(TINY,) = read_rows("""
+tiny | 1 | model.dim=32 model.n_layers=2 model.n_heads=4 model.n_kv_heads=2 model.ffn_dim=64 model.vocab_size=128 \
+    training.local_batch_size=2 training.seq_len=16
+""").values()
+TINY_CONFIG = override(bench.STEP_CONFIG, TINY.overrides)
 ONCE = Namespace(rounds=1, steps=1, layout=None)
 
 

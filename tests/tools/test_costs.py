@@ -1,6 +1,5 @@
 """Memory and traffic of a layout are equal in three ways: closed form, dry run and real step."""
 
-import inspect
 from itertools import starmap
 from unittest.mock import patch
 
@@ -8,8 +7,6 @@ import compare
 import pytest
 import test_muon
 import test_zero_plus_plus
-import torch
-import torch.distributed as dist
 from layouts import (
     DOCUMENTS,
     EP,
@@ -241,28 +238,6 @@ def test_a_real_step_moves_what_was_forecast(pool, has_experts):
 
 
 # ---------------------------------------------------------------- the dry run
-
-
-def test_an_extra_collective_in_the_step_is_in_the_dry_run_with_its_line():
-    def with_one_more(gradients):
-        dist.all_reduce(torch.zeros(2**20))
-        require_gradients(gradients)
-
-    require_gradients = stepping.require_gradients
-    planned = make(2, {TP: 2, **TWO_LAYERS}, "cpu")
-    before = dry_run(planned)
-    with patch.object(stepping, "require_gradients", with_one_more):
-        after = dry_run(planned)
-    assert len(after.collectives) == len(before.collectives) + 1
-    (more,) = (call for call in after.collectives if call.shape == (2**20,))
-    assert (more.operation, more.axis, more.n_bytes, more.site.phase) == (
-        "all-reduce",
-        "tp",
-        2**22,
-        "between",
-    )
-    lines, first = inspect.getsourcelines(stepping.train_step)
-    assert int(more.site.line.removeprefix("step.py:")) in range(first, first + len(lines))
 
 
 def test_a_gpu_makes_no_mask_of_the_sequence_and_keeps_no_steps_of_a_norm():

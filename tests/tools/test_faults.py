@@ -119,21 +119,6 @@ def test_two_hosts_restart_together_although_torchrun_counts_the_restart_on_one_
     warm_start.finish(hosts[1])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("signaled", [0, 1])
-def test_a_signal_for_one_of_two_elastic_hosts_stops_the_ranks_of_both(start_host, signaled):
-    hosts = [start_host(n, NNODES="1:2", MAX_RESTARTS="1") for n in range(2)]
-    warm_start.read_until(hosts[0], "parameters, dp_shard2,")  # both hosts have joined
-    for _ in range(2):
-        warm_start.read_until(hosts[0], "step +")
-    rank = stop_rank(hosts[1])  # the step now waits for this rank
-    hosts[signaled].send_signal(signal.SIGTERM)
-    warm_start.read_until(hosts[0], "SIGTERM: the run stops at the end of a step")
-    os.kill(rank, signal.SIGCONT)
-    for host in hosts:
-        assert "stopped by SIGTERM" in warm_start.finish(host, status=143)
-
-
 def handles_sigterm(pid: int) -> bool:
     caught = re.search(r"SigCgt:\s+(\w+)", Path(f"/proc/{pid}/status").read_text())[1]
     return bool(int(caught, 16) >> signal.SIGTERM - 1 & 1)
