@@ -15,6 +15,7 @@ from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.tools.plan.cluster import CLUSTERS, Cluster
+from torchtitan_lite.tools.plan.memory import RankMemory
 from torchtitan_lite.tools.plan.planned_run import PlannedRun
 from torchtitan_lite.tools.plan.search import is_common, list_candidates, rank_layouts
 
@@ -55,6 +56,19 @@ def test_a_search_has_every_kind_of_layout_once_and_check_accepts_each():
     for planned in candidates[::101]:
         assert plan_layout(planned.config, model_args, 8) == planned.layout
         assert planned.layout.global_batch_size == 16
+
+
+def test_what_a_search_prunes_by_is_true_of_every_layout():
+    """The bound is below the simulated time, and the fullest pp rank is always one of three."""
+    for planned in list_8b():
+        w = planned.workload
+        step_time_s = planned.forecast.step_time_s
+        assert planned.step_time.lower_bound_s <= step_time_s * (1 + 1e-9)
+        peaks = [RankMemory(w).estimate(rank).live for rank in range(w.layout.pp)]
+        assert planned.memory.live == max(peaks)
+        alone = PlannedRun("alone", planned.config, planned.model_args, planned.layout, H100)
+        assert alone.taken_bytes == planned.taken_bytes
+        assert alone.step_time.lower_bound_s == planned.step_time.lower_bound_s
 
 
 def test_a_search_of_experts_has_every_degree_that_divides_them():
