@@ -22,23 +22,24 @@ from torchtitan_lite.extensions.spike_filter import SpikeFilter
 from torchtitan_lite.model.batch import Batch
 
 
-def make_step(run: build.Run, step: int) -> tuple[stepping.StepResult, bool]:
-    """Return the result of a step, and whether it left weights and moments as they were."""
-    before = snapshot(run)
-    result = stepping.train_step(run, compare.read_rows(run, step))
-    return result, list_differing(snapshot(run), before) == []
-
-
-def break_a_step(rank: int, world_size: int, overrides: dict[str, object]) -> tuple[bool, bool]:
-    """Worker: make a good step, then one with a NaN on rank 1. Return whether the second was applied, and whether
-    weights and moments stayed the same.
+def meet_bad_steps(rank: int, world_size: int, overrides: dict[str, object]) -> list[tuple]:
+    """Worker: make steps, the last one with a NaN on rank 1. For each step, return whether it was applied, whether it
+    changed no weight and no state, and the number of skipped steps.
     """
     run = compare.build_table_run(world_size, overrides)
-    make_step(run, 0)
-    if rank == 1:
-        run.parts[-1].register_forward_hook(lambda module, args, output: output * math.nan)
-    result, is_unchanged = make_step(run, 1)
-    return bool(result.applied), is_unchanged
+    # the usual norm is unknown, far too low, far too high
+    usual_norms = [math.inf, 1e-6, 1e6, math.inf] if run.spikes else [None, None]
+    seen = []
+    for step, usual_norm in enumerate(usual_norms):
+        if run.spikes:
+            run.spikes.history.fill_(usual_norm)
+        if rank == 1 and step == len(usual_norms) - 1:
+            run.parts[-1].register_forward_hook(lambda module, args, output: output * math.nan)
+        before = snapshot(run)
+        applied, *_ = stepping.train_step(run, compare.read_rows(run, step)).read()
+        is_unchanged = list_differing(snapshot(run), before) == []
+        seen.append((applied, is_unchanged, run.spikes and int(run.spikes.skipped)))
+    return seen
 
 
 def snapshot(run: build.Run) -> dict[str, torch.Tensor]:
@@ -47,47 +48,29 @@ def snapshot(run: build.Run) -> dict[str, torch.Tensor]:
     return {name: compare.local(state[name]).clone() for name in state if "spike" not in name}
 
 
-BROKEN = read_rows("""
+BAD_STEPS = read_rows(
+    """
 fused AdamW | 2 | ADAMW
 foreach AdamW | 2 | ADAMW optimizer.implementation=foreach
 moments in bfloat16 | 2 | ADAMW optimizer.moments_dtype=bfloat16
 SGD | 2
 experts | 2 | MOE
-""")
+spikes, pp2 | 2 | ADAMW PP=2 SPIKES
+spikes, tp2 | 2 | ADAMW TP=2 SPIKES
+spikes, Muon | 2 | optimizer.name=Muon SPIKES
+spikes, SGD | 2 | SPIKES
+spikes, experts | 2 | MOE SPIKES
+""",
+    {"SPIKES": {"training.skip_spikes": 2.0}},
+)
 
 
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_loss_that_is_not_finite_changes_nothing(pool, name):
-    assert pool.run(break_a_step, *BROKEN[name]) == [(False, True)] * 2
-
-
-def meet_spikes(rank: int, world_size: int, overrides: dict[str, object]) -> list[tuple]:
-    """Worker: make three steps. For each step, return whether it was applied, whether it changed nothing, and the
-    number of skipped steps.
-    """
-    run = compare.build_table_run(world_size, overrides | {"training.skip_spikes": 2.0})
-    seen = []
-    # the usual norm is unknown, far too low, far too high
-    for step, usual_norm in enumerate((math.inf, 1e-6, 1e6)):
-        run.spikes.history.fill_(usual_norm)
-        result, is_unchanged = make_step(run, step)
-        seen.append((result.read()[0], is_unchanged, int(run.spikes.skipped)))
-    return seen
-
-
-SPIKED = read_rows("""
-pp2 | 2 | ADAMW PP=2
-tp2 | 2 | ADAMW TP=2
-Muon | 2 | optimizer.name=Muon
-SGD | 2
-experts | 2 | MOE
-""")
-
-
-@pytest.mark.parametrize("name", SPIKED)
-def test_a_spike_changes_nothing_on_any_rank_and_is_counted(pool, name):
-    expected = [(True, False, 0), (False, True, 1), (True, False, 1)]
-    assert pool.run(meet_spikes, *SPIKED[name]) == [expected] * 2
+@pytest.mark.parametrize("name", BAD_STEPS)
+def test_a_loss_that_is_not_finite_or_a_spike_changes_nothing_on_any_rank(pool, name):
+    expected = [(True, False, None), (False, True, None)]
+    if name.startswith("spikes"):
+        expected = [(True, False, 0), (False, True, 1), (True, False, 1), (False, True, 1)]
+    assert pool.run(meet_bad_steps, *BAD_STEPS[name]) == [expected] * 2
 
 
 # norms of successive steps, some repeated | skipped steps, first-last. The limit: 3 * median of 32 norms
