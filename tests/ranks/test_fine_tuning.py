@@ -11,16 +11,22 @@ import pytest
 import torch
 from folders import dump_json, load_json
 from made_corpora import write_corpus
-from marks import choose_fast, read_lines
+from marks import choose_fast, read_lines, slow
+from real_model import make_real_model
+from test_check import LAPTOP
 from test_hugging_face import make_theirs, spell_as_version_4
 from test_model import read_flavor
 from tokenizers import Tokenizer as HuggingFace
 from tokenizers import models, pre_tokenizers, processors, trainers
+from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from warm_start import read_losses
 
 from torchtitan_lite.__main__ import main
 from torchtitan_lite.config.model_rows import ModelArgs
+from torchtitan_lite.data.dataset import open_data
 from torchtitan_lite.data.tokenizer import load_tokenizer
+from torchtitan_lite.preflight import resolve
 
 BOS, EOS, EOT = "<s>", "</s>", "<|eot|>"
 TEXT = "The cat sat on the mat, and the dog sat on the cat; then both of them ran into the garden. "
@@ -33,6 +39,9 @@ BALANCE = "--training.expert_balance_loss=0.01"
 
 SHORT = """
 --training.seq_len=32 --training.global_batch_size=8 --validation.no_enable --lr_scheduler.warmup_steps=0
+"""
+LONGER = """
+--training.steps=5 --training.max_norm=0 --optimizer.lr=1e-4 --metrics.log_freq=1 --checkpoint.enable
 """
 
 
@@ -67,7 +76,7 @@ for name, args, about, keys in read_lines(PUBLISHED):
 SLOW = ["linear scaling, on dp2 x tp2", "tied, published in bfloat16"]
 
 
-def publish(folder: Path, case: Case) -> Path:
+def publish(folder: Path, case: Case = CASES["untied, in several files"]) -> Path:
     """Let transformers save a Llama and its tokenizer."""
     tokenizer = HuggingFace(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -151,3 +160,62 @@ def test_a_fine_tuned_model_is_given_back_and_transformers_computes_it(
     prompt = AutoTokenizer.from_pretrained(out)("The cat", return_tensors="pt").input_ids
     (text,) = theirs.generate(prompt, do_sample=False, max_new_tokens=50).tolist()
     assert text == written["prompt_tokens"] + written["tokens"] and len(written["tokens"]) == 50
+
+
+def train_in_transformers(
+    source: Path, keys: list[str], rates: dict[int, float]
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Train in a separate loop with these learning rates. Return the losses and the weights."""
+    run = resolve(["--config=debug", *keys], machine=LAPTOP, n_ranks=1)
+    data = open_data(run.config, run.model_args, run.layout, run.tokenizer)
+    theirs = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    # with a pad token, its row would have no gradient
+    theirs.model.embed_tokens.padding_idx = None
+    section = run.config.optimizer
+    betas = (section.beta1, section.beta2)
+    keys = {"betas": betas, "eps": section.eps, "weight_decay": section.weight_decay}
+    optimizer = torch.optim.AdamW(theirs.parameters(), **keys)
+    losses = []
+    for step, rate in enumerate(rates.values()):
+        optimizer.param_groups[0]["lr"] = rate
+        batch = data.batch(step, range(run.layout.global_batch_size))
+        loss = cross_entropy(theirs(batch.tokens).logits.flatten(0, 1), batch.targets.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, theirs.state_dict()
+
+
+CP, TP3 = "--parallelism.context_parallel_degree=2", "--parallelism.tensor_parallel_degree=3"
+
+
+@pytest.mark.parametrize(
+    "make, n_ranks, keys",
+    [
+        (publish, 4, [TP]),
+        (publish, 2, [CP]),
+        slow(make_real_model, 2, []),
+        slow(make_real_model, 2, [CP]),
+        slow(make_real_model, 3, [TP3]),
+    ],
+)
+def test_fine_tuning_takes_the_steps_of_transformers_and_exports_its_weights(
+    make, n_ranks, keys, run_training, tmp_path, pytestconfig
+):
+    source = pytestconfig.cache.mkdir("smollm2") if make is make_real_model else tmp_path / "source"
+    make(source)
+    given = [*write_text(tmp_path / "text", source), f"--{PATH}={source}", *LONGER.split()]
+    run_training(tmp_path, [*given, *keys], n_ranks)
+    rates = read_losses(tmp_path, "lr")
+    assert [*rates] == [1, 2, 3, 4, 5]
+    losses, weights = train_in_transformers(source, given, rates)
+    assert [*read_losses(tmp_path).values()] == pytest.approx(losses, rel=1e-5)
+    export = tmp_path / "out"
+    assert main(["convert", str(tmp_path / "checkpoint" / "step-5"), str(export)]) == 0
+    exported = AutoModelForCausalLM.from_pretrained(export).state_dict()
+    before = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).state_dict()
+    for name, weight in weights.items():
+        error = exported[name] - weight
+        change = weight - before[name]
+        assert error.norm() < 1e-2 * change.norm(), name
