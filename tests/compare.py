@@ -1,7 +1,8 @@
 """The small model of the layout table, and functions that compare its layouts with one process, by `verify`'s code."""
 
+import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -79,23 +80,30 @@ def read_rows(run: build.Run, step: int = 0, *, documents: bool = False) -> Batc
     return own_rows(run, whole)
 
 
-def sum_losses(
-    model: Callable[[Tensor], Tensor], tokens: Tensor, begins: Tensor, starts: range, seq_len: int
-) -> tuple[float, Tensor]:
-    """Return the summed loss of windows of tokens, one window at a time, and the tokens that count.
+def measure_losses(
+    model: Callable[[Tensor], Tensor],
+    tokens: Tensor,
+    begins: Tensor,
+    starts: Sequence[int],
+    seq_len: int,
+    n_bytes: int,
+) -> tuple[int, list[float]]:
+    """Read windows of tokens, one at a time. Return the number of tokens that count, and loss, perplexity and bits per
+    byte.
 
     `model`: ids -> logits. `begins`: True where a document begins. `starts`: the first tokens of the windows.
     """
-    loss = 0.0
-    targets = []
+    nats = 0.0
+    n_tokens = 0
     for start in starts:
         window = tokens[start : start + seq_len + 1]
         counted = ~begins[start + 1 : start + seq_len + 1]
         with torch.no_grad():
             logits = model(window[None, :-1])[0].double()
-        targets.append(window[1:][counted])
-        loss += F.cross_entropy(logits[counted], targets[-1], reduction="sum").item()
-    return loss, torch.cat(targets)
+        nats += F.cross_entropy(logits[counted], window[1:][counted], reduction="sum").item()
+        n_tokens += int(counted.sum())
+    mean = nats / n_tokens
+    return n_tokens, [mean, math.exp(mean), nats / math.log(2) / n_bytes]
 
 
 def gather(run: build.Run, choose: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ Mesh, schedule, stages, recompute, loss, optimizer and precision are drawn. A re
 import os
 import random
 from collections import defaultdict
+from contextlib import suppress
 from math import prod
 
 import compare
@@ -15,7 +16,6 @@ import pytest
 from layouts import (
     CP,
     EMULATED,
-    EP,
     FLOAT8,
     PP,
     REPLICATE,
@@ -40,7 +40,13 @@ ONLY = [int(n) for n in os.environ.get("ONLY", "").split(",") if n]
 FP8 = {**FLOAT8, **EMULATED}
 # Groups of keys. One line of each group is drawn, with the weight in its second column.
 CHOICES = """
-sizes | 1 | model.n_heads=24 model.n_kv_heads=12 model.head_dim=16 model.ffn_dim=1536 model.dim=768
+batch | 1 | training.local_batch_size=4
+batch | 1 | training.local_batch_size=8
+batch | 1 | training.local_batch_size=12
+accumulation | 6
+accumulation | 1 | training.global_batch_size=48
+accumulation | 1 | training.global_batch_size=96
+sizes | 1 | training.seq_len=480 model.n_heads=24 model.n_kv_heads=12 model.head_dim=16 model.ffn_dim=1536 model.dim=768
 vocabulary | 1 | model.vocab_size=2304
 vocabulary | 1 | model.vocab_size=2316
 vocabulary | 1 | model.vocab_size=2400
@@ -75,10 +81,22 @@ ring | 7
 ring | 3 | RING
 documents | 7
 documents | 3 | DOCUMENTS
-experts | 7
-experts | 1 | model.flavor=debug_moe flavor.top_k=1 flavor.normalize_top_k=false
-experts | 1 | model.flavor=debug_moe flavor.top_k=2
-experts | 1 | model.flavor=debug_moe flavor.top_k=3
+layers | 1 | model.n_layers=4
+layers | 1 | model.n_layers=9
+layers | 1 | model.n_layers=13
+first | 1 | parallelism.pipeline_parallel_first_stage_less_layers=0
+first | 1 | parallelism.pipeline_parallel_first_stage_less_layers=1
+last | 1 | parallelism.pipeline_parallel_last_stage_less_layers=0
+last | 1 | parallelism.pipeline_parallel_last_stage_less_layers=1
+experts | 14
+experts | 1 | model.flavor=debug_moe flavor.top_k=1 flavor.normalize_top_k=false EP=1
+experts | 1 | model.flavor=debug_moe flavor.top_k=1 flavor.normalize_top_k=false EP=2
+experts | 1 | model.flavor=debug_moe flavor.top_k=2 EP=4
+experts | 1 | model.flavor=debug_moe flavor.top_k=2 flavor.n_experts=24 EP=2
+experts | 1 | model.flavor=debug_moe flavor.top_k=3 EP=8
+experts | 1 | model.flavor=debug_moe flavor.top_k=3 flavor.n_experts=24 EP=2
+tied | 7
+tied | 3 | TIED
 """  # top_k=1: a token's only expert would have weight 1, and its router's gradient would be only rounding errors
 
 
@@ -101,39 +119,12 @@ def draw_layout(draw: random.Random) -> tuple[Config, int]:
     for factor in factors:
         degrees[draw.choice(list(degrees))] *= factor
     while True:
-        config = compare.override(
-            read_config(["--config", "debug"]).config, draw_keys(draw, degrees)
-        )
-        try:
+        keys = {SCHEDULE: draw.choice(list(SCHEDULES)), **degrees, **draw_choices(draw)}
+        config = compare.override(read_config(["--config", "debug"]).config, keys)
+        with suppress(ConfigError):
             plan_layout(config, resolve_model(config.model), prod(factors))
             reduce_config(config, prod(factors))
-        except ConfigError:
-            continue
-        return config, prod(factors)
-
-
-def draw_keys(draw: random.Random, degrees: dict[str, int]) -> dict[str, object]:
-    """Draw keys that differ from the debug config. Some combinations of them are refused."""
-    pp = degrees[PP]
-    local_batch_size = draw.choice([1, 2, 3, 4]) * 2 * (pp if pp > 1 else 1)
-    keys = degrees | draw_choices(draw)
-    keys[SHARD] = draw.choice([-1, degrees[SHARD]])
-    keys |= {"training.local_batch_size": local_batch_size, "training.seq_len": 480}
-    if draw.random() < 0.4:
-        n_rows = local_batch_size * degrees[REPLICATE] * degrees[SHARD]
-        keys["training.global_batch_size"] = n_rows * draw.choice([2, 3, 4])
-    if pp > 1:
-        keys[SCHEDULE] = draw.choice(list(SCHEDULES))
-        keys["model.n_layers"] = draw.randint(2 * pp, 3 * pp + 1)
-        for end in ("first", "last"):
-            keys[f"parallelism.pipeline_parallel_{end}_stage_less_layers"] = draw.choice([0, 1])
-    else:
-        keys["flavor.tie_embeddings"] = draw.random() < 0.3
-    if "model.flavor" in keys:
-        n_ranks = degrees[SHARD] * degrees[CP] * degrees[TP]
-        keys[EP] = draw.choice([n for n in (1, 2, 4, 8) if n_ranks % n == 0])
-        keys["flavor.n_experts"] = draw.choice([8, 24])
-    return keys
+            return config, prod(factors)
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ from torchtitan_lite.parallel.initial_weights import initialize_weights
 
 WINDOW = 32
 TEXTS = {"a.txt": "def read(self, n):\n" * 9, "b.md": "Grüße, 世界! " * 12, "c.py": "x = 134\n"}
+N_BYTES = sum(len(text.encode()) for text in TEXTS.values())
 
 
 @pytest.fixture(scope="module")
@@ -62,16 +63,9 @@ def measure(model, window_size: int) -> dict[str, float]:
         begins += [True] + [False] * (len(document) - 1)
     starts = range(0, len(tokens) - 1, window_size)
     tokens, begins = map(torch.tensor, (tokens, begins))
-    nats, counted = compare.sum_losses(model, tokens, begins, starts, window_size)
-    n_tokens = len(counted)
-    n_bytes = sum(len(text.encode()) for text in TEXTS.values())
-    return {
-        "loss": nats / n_tokens,
-        "perplexity": math.exp(nats / n_tokens),
-        "bits_per_byte": nats / math.log(2) / n_bytes,
-        "tokens": n_tokens,
-        "bytes": n_bytes,
-    }
+    n_tokens, figures = compare.measure_losses(model, tokens, begins, starts, window_size, N_BYTES)
+    names = ("loss", "perplexity", "bits_per_byte")
+    return dict(zip(names, figures, strict=True)) | {"tokens": n_tokens, "bytes": N_BYTES}
 
 
 def test_a_text_has_the_loss_of_transformers_on_the_same_windows(
@@ -106,7 +100,7 @@ def test_of_a_corpus_the_held_out_documents_count(evaluate, checkpoint, texts, t
 def test_bits_per_byte_count_the_bytes_of_the_text_itself(evaluate, export, texts, tmp_path):
     vocabulary = write(tmp_path, make_word_piece())
     found = evaluate(export, "--data", texts, "--tokenizer", vocabulary)
-    assert found["bytes"] == sum(len(text.encode()) for text in TEXTS.values())
+    assert found["bytes"] == N_BYTES
     bits = found["loss"] * found["tokens"] / math.log(2)
     assert found["bits_per_byte"] == pytest.approx(bits / found["bytes"])
 
