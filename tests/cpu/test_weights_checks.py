@@ -374,7 +374,7 @@ def test_a_finished_run_says_what_can_be_done_and_nothing_is_deleted_without_job
     assert rates in finished and f"with {kept}, as before, it is 0 at step 201" in finished
     assert any(notice.startswith(rates) for notice in prepare(further).notices)
     (about_rates,) = [n for n in prepare(further, kept).notices if "learning rate" in n]
-    assert "falls to 0 at step 201 of 400" in about_rates  # the earlier schedule has ended
+    assert "step 201 of 400" in about_rates  # the earlier schedule has ended
     other = prepare(further, "--optimizer.lr=1e-3", "--lr_scheduler.min_lr_factor=0.5").notices
     assert any(f"with {kept}, as before, it is 0.0005 at step 201" in notice for notice in other)
     assert "already at step 200" in run_tool("check", *RUN)

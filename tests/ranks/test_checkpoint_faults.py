@@ -56,8 +56,8 @@ def save_without_room(rank: int, world_size: int, folder: str, mode: str) -> lis
 def test_without_room_the_save_fails_on_every_rank_and_names_the_rank(pool, tmp_path, mode):
     for said in pool.run(save_without_room, 2, str(tmp_path), mode):
         assert said[0] == said[2] == ""
-        assert f"{tmp_path / 'step-2'} cannot be written: rank 1: " in said[1]
-        assert "File too large" in said[1]
+        for fact in (str(tmp_path / "step-2"), "rank 1: ", "File too large"):
+            assert fact in said[1]
     assert list_names(tmp_path) == {"step-1", "step-3"}
     for step in (1, 3):
         OpenCheckpoint(tmp_path / f"step-{step}")

@@ -173,7 +173,7 @@ def test_ids_are_those_of_transformers_and_targets_the_answers_in_the_text(kind,
 def test_the_date_of_a_template_is_fixed_and_named(make_folder, prepare):
     folder = make_folder("{{ strftime_now('%d %b %Y') }}" + CHATML)
     said = prepare([{"messages": EXCHANGE}], "--tokenizer", folder)
-    assert "its date, if it asks for one: 26 July 2024" in said
+    assert "26 July 2024" in said
     ids, _, _ = encode(folder, {"messages": EXCHANGE})
     assert load_tokenizer(folder).decode(ids).startswith("26 Jul 2024")
 
@@ -297,7 +297,7 @@ def test_without_a_template_only_llama_3_s_tokens_have_a_format(make_folder, pre
     expected, _ = load_tokenizer(SHIPPED).encode_special(text)
     ids, targets, _ = encode(SHIPPED, {"messages": EXCHANGE})
     assert ids == expected and targets == [0] * (len(ids) - 2) + [1, 1]
-    assert "the format of Llama 3" in prepare([{"messages": EXCHANGE}])
+    assert "Llama 3" in prepare([{"messages": EXCHANGE}])
     elsewhere = ["--out", tmp_path / "2", "--tokenizer", make_folder(None)]
     said = prepare([{"messages": EXCHANGE}], *elsewhere, status=2)
     assert "chat_template.jinja" in said

@@ -171,21 +171,18 @@ def desk(tmp_path_factory) -> Path:
     desk = tmp_path_factory.mktemp("desk")
     (desk / "run_train.sh").symlink_to(REPOSITORY / "run_train.sh")
     (desk / "texts").mkdir()
-    lines = []
-    for path in CHAPTERS:
-        lines += path.read_text(encoding="utf-8").split("\n\n")
-    # Enough documents, because only one in a hundred is held out.
-    for number, line in enumerate(lines):
-        (desk / "texts" / f"{number}.md").write_text(line + "\n", encoding="utf-8")
-    with gzip.open(desk / "notes.jsonl.gz", "wt") as notes:
-        for line in lines:
-            print(json.dumps({"text": line}), file=notes)
+    # enough documents, because only one in a hundred is held out
+    texts = "\n\n".join(path.read_text(encoding="utf-8") for path in CHAPTERS).split("\n\n")
+    for number, text in enumerate(texts):
+        (desk / "texts" / f"{number}.md").write_text(text + "\n", encoding="utf-8")
+    notes = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    (desk / "notes.jsonl.gz").write_bytes(gzip.compress(notes.encode()))
     turns = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4, as always."}]
     talk = json.dumps({"messages": turns}) + "\n"
     (desk / "talks.jsonl").write_text(talk * 99)
     parquet = desk / "fineweb-edu/sample/10BT/000_00000.parquet"
     parquet.parent.mkdir(parents=True)
-    pyarrow.parquet.write_table(pyarrow.table({"text": lines}), parquet)
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), parquet)
     for name in ("Llama-3.1-8B", "Llama-3.1-8B-Instruct"):
         shutil.copytree(REPOSITORY / "assets/tokenizer", desk / name)
     model = Llama3(ARGS)

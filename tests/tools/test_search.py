@@ -96,7 +96,7 @@ def test_the_report_names_the_winner_which_reads_back(tmp_path, run_tool):
     printed = run_tool(*args.split(), "--training.global_batch_size=16")
     layout = plan_layout(*read(str(file)), 8)
     winner = next(line for line in printed.splitlines() if line.lstrip().startswith("1  "))
-    assert "a commonly published combination of parallelisms" in printed
+    assert "commonly published" in printed
     assert f"{layout}, " in winner and winner.partition(str(layout))[2] in file.read_text()
 
 
