@@ -180,8 +180,9 @@ def rewrite_in_format_3(checkpoint: Path) -> None:
         with safe_open(path, framework="pt") as file:
             sharding = json.loads(file.metadata()["DCP_SHARDING_INFO"])
             for name, about in sharding.items():
+                offsets = about["saved_offsets"]
                 sizes = file.get_slice(name).get_shape()
-                slices[name].append([path.name, about["saved_offsets"], sizes])
+                slices[name].append([path.name, offsets, sizes])
     tensors = {}
     for name, (dtype, shape, *_) in manifest["tensors"].items():
         tensors[name] = [dtype, shape, slices[name]]

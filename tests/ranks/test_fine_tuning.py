@@ -203,7 +203,9 @@ CP, TP3 = "--parallelism.context_parallel_degree=2", "--parallelism.tensor_paral
 def test_fine_tuning_takes_the_steps_of_transformers_and_exports_its_weights(
     make, n_ranks, keys, run_training, tmp_path, pytestconfig
 ):
-    source = pytestconfig.cache.mkdir("smollm2") if make is make_real_model else tmp_path / "source"
+    source = tmp_path / "source"
+    if make is make_real_model:
+        source = pytestconfig.cache.mkdir("smollm2")
     make(source)
     given = [*write_text(tmp_path / "text", source), f"--{PATH}={source}", *LONGER.split()]
     run_training(tmp_path, [*given, *keys], n_ranks)
@@ -212,7 +214,8 @@ def test_fine_tuning_takes_the_steps_of_transformers_and_exports_its_weights(
     losses, weights = train_in_transformers(source, given, rates)
     assert [*read_losses(tmp_path).values()] == pytest.approx(losses, rel=1e-5)
     export = tmp_path / "out"
-    assert main(["convert", str(tmp_path / "checkpoint" / "step-5"), str(export)]) == 0
+    last = tmp_path / "checkpoint" / "step-5"
+    assert main(["convert", str(last), str(export)]) == 0
     exported = AutoModelForCausalLM.from_pretrained(export).state_dict()
     before = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).state_dict()
     for name, weight in weights.items():

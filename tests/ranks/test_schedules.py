@@ -34,5 +34,7 @@ def test_layers_are_spread_evenly_with_embedding_and_head_counted(row):
     assert plan_stages(section, n_layers) == layers
     model_args = replace(FLAVORS["debug"], n_layers=n_layers)
     stages = name_stages(tuple(layers), model_args)
-    assert (sum(stages, ()),) == name_stages((n_layers,), model_args)
-    assert layers == [sum(fqn.startswith("layers.") for fqn in stage) for stage in stages]
+    whole = name_stages((n_layers,), model_args)
+    assert (sum(stages, ()),) == whole
+    for n, stage in zip(layers, stages, strict=True):
+        assert sum(fqn.startswith("layers.") for fqn in stage) == n

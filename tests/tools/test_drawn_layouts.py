@@ -100,6 +100,9 @@ tied | 3 | TIED
 """  # top_k=1: a token's only expert would have weight 1, and its router's gradient would be only rounding errors
 
 
+FACTORS = [[2], [3], [2, 2], [2, 3], [2, 2, 2], [2, 2, 2]]  # of the number of ranks
+
+
 def draw_choices(draw: random.Random) -> dict[str, object]:
     groups = defaultdict(list)
     for line in CHOICES.strip().splitlines():
@@ -114,17 +117,21 @@ def draw_choices(draw: random.Random) -> dict[str, object]:
 
 def draw_layout(draw: random.Random) -> tuple[Config, int]:
     """Draw a config and a number of ranks, 2 to 8, on which it can run."""
-    factors = draw.choice([[2], [3], [2, 2], [2, 3], [2, 2, 2], [2, 2, 2]])
+    factors = draw.choice(FACTORS)
+    world_size = prod(factors)
     degrees = dict.fromkeys((PP, REPLICATE, SHARD, CP, TP), 1)
     for factor in factors:
-        degrees[draw.choice(list(degrees))] *= factor
+        dim = draw.choice(list(degrees))
+        degrees[dim] *= factor
+    debug = read_config(["--config", "debug"]).config
     while True:
-        keys = {SCHEDULE: draw.choice(list(SCHEDULES)), **degrees, **draw_choices(draw)}
-        config = compare.override(read_config(["--config", "debug"]).config, keys)
+        keys = draw_choices(draw) | degrees
+        keys[SCHEDULE] = draw.choice(list(SCHEDULES))
+        config = compare.override(debug, keys)
         with suppress(ConfigError):
-            plan_layout(config, resolve_model(config.model), prod(factors))
-            reduce_config(config, prod(factors))
-            return config, prod(factors)
+            plan_layout(config, resolve_model(config.model), world_size)
+            reduce_config(config, world_size)
+            return config, world_size
 
 
 @pytest.mark.slow
