@@ -168,19 +168,19 @@ def test_the_commit_is_that_of_the_repository_if_it_is_one(tmp_path, monkeypatch
     assert len(clean) == 40 and find_commit() == f"{clean}-dirty"
 
 
-@pytest.mark.parametrize(
-    ("soft", "hard", "raised"),
-    [
-        (256, 4096, 4096),
-        (256, resource.RLIM_INFINITY, 10240),  # macOS refuses more
-        (20480, resource.RLIM_INFINITY, 20480),
-    ],
-)
-def test_the_limit_of_open_files_is_raised_as_far_as_the_system_allows(
-    monkeypatch, soft, hard, raised
-):
+# limits before the call: soft, hard | soft limit after the call. -1: unlimited
+LIMITS = """
+256 4096 | 4096
+256 -1 | 10240  # macOS refuses more
+20480 -1 | 20480
+"""
+
+
+@each_row("before, raised", LIMITS)
+def test_the_limit_of_open_files_is_raised_as_far_as_the_system_allows(monkeypatch, before, raised):
+    soft, hard = map(int, before.split())
     limits = []
     monkeypatch.setattr(process_groups.resource, "getrlimit", lambda kind: (soft, hard))
     monkeypatch.setattr(process_groups.resource, "setrlimit", lambda *call: limits.append(call))
     process_groups.allow_open_files()
-    assert limits == [(resource.RLIMIT_NOFILE, (raised, hard))]
+    assert limits == [(resource.RLIMIT_NOFILE, (int(raised), hard))]

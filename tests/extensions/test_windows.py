@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 from compare import TABLE_CONFIG, resolve_model
+from marks import each_row
 from test_documents import make_documents
+from test_model import read_flavor
 from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask
 
@@ -159,22 +161,23 @@ def test_flops_count_the_pairs_of_each_layer(case):
     assert causal * SEQ_LEN == pytest.approx(n_pairs)
 
 
-@pytest.mark.parametrize(
-    "fields, is_refused",
-    [
-        ({"sliding_window": 0}, True),
-        ({"sliding_window": 4, "layer_types": ("full_attention",)}, True),
-        ({"sliding_window": 4, "layer_types": ("sliding",)}, True),
-        ({"layer_types": LAYER_TYPES}, True),
-        ({"layer_types": ("full_attention",)}, False),
-        ({"sliding_window": 4, "layer_types": LAYER_TYPES}, False),
-    ],
-)
-def test_windows_that_no_layer_has_are_refused(fields, is_refused):
+# fields | key of the problem
+WINDOWS = """
+{"sliding_window": 0} | model.flavor
+{"sliding_window": 4, "layer_types": ["full_attention"]} | model.flavor
+{"sliding_window": 4, "layer_types": ["sliding"]} | model.flavor
+{"layer_types": ["full_attention", "sliding_attention"]} | model.flavor
+{"layer_types": ["full_attention"]} |
+{"sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"]} |
+"""
+
+
+@each_row("fields, key", WINDOWS)
+def test_windows_that_no_layer_has_are_refused(fields, key):
     problems: list = []
     with collecting(problems):
-        resolve_model(Model(row=replace(ARGS, **fields)))
-    assert [problem.key for problem in problems] == ["model.flavor"] * is_refused
+        resolve_model(Model(row=read_flavor(fields)))
+    assert "".join(problem.key for problem in problems) == key
 
 
 # ---------------------------------------------------------------- models with an attention of their own
