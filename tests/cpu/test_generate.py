@@ -2,8 +2,8 @@
 
 from argparse import Namespace
 
-import pytest
 import torch
+from marks import each_row
 from test_model import FLAVORS, build_ours
 from transformers.generation.logits_process import (
     TemperatureLogitsWarper,
@@ -39,13 +39,23 @@ def test_a_step_computes_one_token_and_the_head_only_the_last_one():
 # ---------------------------------------------------------------- what is drawn
 
 
-@pytest.mark.parametrize(
-    "temperature, top_k, top_p",
-    [(0.7, 0, 1), (1, 5, 1), (1, 500, 1), (1.3, 0, 0.3), (0.6, 20, 0.8)],
-)
-def test_limits_are_those_of_transformers(temperature, top_k, top_p):
+# temperature, top_k, top_p
+LIMITS = """
+0.7 0 1
+1 5 1
+1 500 1
+1.3 0 0.3
+0.6 20 0.8
+"""
+
+
+@each_row("row", LIMITS)
+def test_limits_are_those_of_transformers(row):
+    (words,) = row
+    temperature, top_k, top_p = map(float, words.split())
+    top_k = int(top_k)
     logits = torch.randn(50, 300, generator=torch.Generator().manual_seed(1)) * 3
-    expected = TemperatureLogitsWarper(float(temperature))(None, logits)
+    expected = TemperatureLogitsWarper(temperature)(None, logits)
     if top_k:
         expected = TopKLogitsWarper(top_k)(None, expected)
     if top_p < 1:

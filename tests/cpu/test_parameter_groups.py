@@ -3,13 +3,14 @@
 tests/layouts.py has layouts with groups.
 """
 
+import json
 import math
 from itertools import chain
 
 import pytest
 import torch
 from compare import relative_error
-from marks import each_row
+from marks import each_row, read_lines
 from torch.nn.utils import clip_grad_norm_
 
 from torchtitan_lite.components.optim import (
@@ -152,16 +153,16 @@ def test_check_notes_that_decay_covers_norms(groups, is_noted):
 
 # --- updates ---
 
-# FQN -> size; lr and weight_decay after NORMS, LAYER_3 and HIDDEN have multiplied 0.02 and 0.1
-PARAMETERS = {
-    "norm.weight": ((5,), 0.02, 0.0),
-    "layers.0.w1.weight": ((96, 48), 0.01, 0.2),
-    "layers.3.w2.weight": ((48, 48), 0.0, 0.1),
-    "layers.1.w2.weight": ((33, 70), 0.01, 0.2),
-    "layers.1.experts.w1": ((3, 48, 24), 0.02, 0.1),
-    "layers.1.router.weight": ((8, 48), 0.02, 0.1),
-    "output.weight": ((7, 5), 0.02, 0.1),
-}
+# FQN | size | lr and weight_decay after NORMS, LAYER_3 and HIDDEN have multiplied 0.02 and 0.1
+PARAMETERS = """
+norm.weight | 5 | 0.02 0.0
+layers.0.w1.weight | 96 48 | 0.01 0.2
+layers.3.w2.weight | 48 48 | 0.0 0.1
+layers.1.w2.weight | 33 70 | 0.01 0.2
+layers.1.experts.w1 | 3 48 24 | 0.02 0.1
+layers.1.router.weight | 8 48 | 0.02 0.1
+output.weight | 7 5 | 0.02 0.1
+"""
 MAX_NORMS = [10.0, 1000.0, 0.0, 20.0]  # the gradient norm is about 115, and 0 never clips
 
 
@@ -176,17 +177,17 @@ class RoundedAdamW(torch.optim.AdamW):
                 state[name].copy_(state[name].bfloat16())
 
 
-# keys of the optimizer, dtype in which it computes, torch's optimizer, largest error. Two kernels may round a few
-# moments to different neighbors, or sum a batch of matrices in a different order.
-OPTIMIZERS = {
-    "fused": ({}, "float32", torch.optim.AdamW, 1e-6),
-    "foreach": ({"implementation": "foreach"}, "float32", torch.optim.AdamW, 1e-6),
-    "for-loop": ({"implementation": "for-loop"}, "float32", torch.optim.AdamW, 1e-6),
-    "bfloat16": ({"moments_dtype": "bfloat16"}, "float32", RoundedAdamW, 3e-5),
-    "SGD": ({"name": "SGD"}, "float32", torch.optim.SGD, 1e-6),
-    "Muon": ({"name": "Muon"}, "float32", torch.optim.Muon, 1e-6),
-    "Muon in bfloat16": ({"name": "Muon"}, "bfloat16", torch.optim.Muon, 1e-2),
-}
+# name | keys | dtype in which it computes | oracle | largest error. Two kernels may round a few moments
+# to different neighbors, or sum a batch of matrices in a different order.
+OPTIMIZERS = """
+fused | {} | float32 | AdamW | 1e-6
+foreach | {"implementation": "foreach"} | float32 | AdamW | 1e-6
+for-loop | {"implementation": "for-loop"} | float32 | AdamW | 1e-6
+bfloat16 | {"moments_dtype": "bfloat16"} | float32 | RoundedAdamW | 3e-5
+SGD | {"name": "SGD"} | float32 | SGD | 1e-6
+Muon | {"name": "Muon"} | float32 | Muon | 1e-6
+Muon in bfloat16 | {"name": "Muon"} | bfloat16 | Muon | 1e-2
+"""
 
 
 def build_oracles(kind: type, groups: dict[str, dict]) -> list[torch.optim.Optimizer]:
@@ -204,25 +205,29 @@ def build_oracles(kind: type, groups: dict[str, dict]) -> list[torch.optim.Optim
     return [kind(hidden, adjust_lr_fn="match_rms_adamw"), adamw]
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_groups_update_and_clip_as_the_optimizers_of_torch(name, monkeypatch):
+@each_row("name, keys, dtype, kind, bound", OPTIMIZERS)
+def test_groups_update_and_clip_as_the_optimizers_of_torch(
+    name, keys, dtype, kind, bound, monkeypatch
+):
     """The learning rates follow the schedule and equal the logged ones. Experts are a batch of matrices."""
-    keys, dtype, kind, bound = OPTIMIZERS[name]
-    section = Optimizer(lr=0.02, weight_decay=0.1, groups=[NORMS, LAYER_3, HIDDEN], **keys)
+    groups = [NORMS, LAYER_3, HIDDEN]
+    section = Optimizer(lr=0.02, weight_decay=0.1, groups=groups, **json.loads(keys))
     schedule = LRScheduler(warmup_steps=2, total_steps=5)
     config = Config(optimizer=section, lr_scheduler=schedule)
     generator = torch.Generator().manual_seed(0)
     own = {}
     theirs = {}  # matrices of a parameter
     groups = {}
-    for fqn, (size, lr, decay) in PARAMETERS.items():
+    for fqn, size, factors in read_lines(PARAMETERS):
+        lr, decay = map(float, factors.split())
+        size = [*map(int, size.split())]
         own[fqn] = torch.randn(size, generator=generator).requires_grad_()
         theirs[fqn] = list_matrices(own[fqn].detach().clone())
         groups[fqn] = {"params": theirs[fqn], "lr": lr, "peak": lr, "weight_decay": decay}
     optimizer = build_optimizer(section, own, dtype)
     assert len(optimizer.param_groups) == 4
     scheduler = build_lr_scheduler(schedule, optimizer)
-    oracles = build_oracles(kind, groups)
+    oracles = build_oracles(globals().get(kind) or getattr(torch.optim, kind), groups)
     for step, factor in enumerate([1 / 2, 1, 1, 2 / 3]):
         rates = list_rates(config, step)
         assert rates.keys() == {"lr", "lr/*norm*", "lr/layers.3.*", "lr/layers.*.w?.weight"}
@@ -245,7 +250,7 @@ def test_groups_update_and_clip_as_the_optimizers_of_torch(name, monkeypatch):
                 oracle.step()
     for fqn, weight in own.items():
         expected = torch.stack(theirs[fqn]).view_as(weight)
-        assert relative_error(weight, expected) < bound, fqn
+        assert relative_error(weight, expected) < float(bound), fqn
 
 
 def list_matrices(tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from folders import dump_json, load_json
-from marks import slow
+from marks import each_row, slow
 from test_hugging_face import (
     EXPERTS,
     change_tensors,
@@ -328,11 +328,22 @@ def test_an_end_token_of_generation_config_json_is_a_number(value, tmp_path):
         read_published(tmp_path)
 
 
+# width of the model, width of an expert
+SIZES = """
+64 22
+64 60
+64 90
+64 20
+66 24
+60 24
+64 24
+"""
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    "dim, width", [(64, 22), (64, 60), (64, 90), (64, 20), (66, 24), (60, 24), (64, 24)]
-)
-def test_sizes_that_torchs_grouped_matmul_refuses_are_refused_before_the_run(dim, width, dtype):
+@each_row("sizes", SIZES)
+def test_sizes_that_torchs_grouped_matmul_refuses_are_refused_before_the_run(sizes, dtype):
+    dim, width = map(int, sizes[0].split())
     rows = torch.randn(6, dim, dtype=getattr(torch, dtype))
     matrices = torch.randn(2, dim, width, dtype=rows.dtype)
     ends = torch.tensor([4, 6], dtype=torch.int32)

@@ -9,7 +9,7 @@ from pathlib import Path
 import compare
 import pytest
 import torch
-from layouts import CHUNKS, COMPILED, CP, MODE, PP, RING, TP, TWO_LAYERS
+from layouts import COMPILED, MODE, TWO_LAYERS, read_rows
 from marks import choose_fast, each_row
 from torch._dynamo.utils import counters, get_compilation_metrics
 
@@ -51,12 +51,12 @@ def list_compiled_by_step(
 
 
 OF_LOSS = ("differentiate_cross_entropy", "token_losses")
-COMPILED_RUNS = {  # name -> ranks, keys
-    "accumulation, chunks of two sizes": (1, {"training.local_batch_size": 2, **CHUNKS}),
-    "tp2, chunks of two sizes": (2, {TP: 2, **CHUNKS}),
-    "pp2": (2, {PP: 2, MODE: "none", **CHUNKS, "model.n_layers": 4}),
-    "cp2 ring": (2, {CP: 2, **RING}),
-}
+COMPILED_RUNS = read_rows("""
+accumulation, chunks of two sizes | 1 | training.local_batch_size=2 CHUNKS
+tp2, chunks of two sizes | 2 | TP=2 CHUNKS
+pp2 | 2 | PP=2 MODE=none CHUNKS model.n_layers=4
+cp2 ring | 2 | CP=2 RING
+""")
 
 
 @pytest.mark.parametrize("name", choose_fast(COMPILED_RUNS, ["tp2, chunks of two sizes"]))

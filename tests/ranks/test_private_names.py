@@ -5,7 +5,8 @@ import compare
 import pytest
 import torch
 from checkpoints import train
-from layouts import FLOAT8, MODE, PP, TWO_LAYERS
+from layouts import PP, TWO_LAYERS, read_rows
+from marks import each_row
 from test_costs import DTYPE, make
 from watching import Watch
 
@@ -45,23 +46,21 @@ def count_calls(rank: int, world_size: int, name: str, overrides: dict) -> int:
     return calls.n
 
 
-ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+# operator of torch | keys | recompute | calls
+KEPT = """
+_scaled_dot_product_flash_attention_for_cpu | | none | 1
+_scaled_dot_product_flash_attention_for_cpu | | selective | 1
+_scaled_dot_product_flash_attention_for_cpu | | full | 2
+_scaled_mm | FLOAT8 | none | 21  # y, dx and dw of seven layers
+_scaled_mm | FLOAT8 | selective | 21
+_scaled_mm | FLOAT8 | full | 28
+"""
 
 
-@pytest.mark.parametrize(
-    "operator, keys, mode, n_calls",
-    [
-        (ATTENTION, {}, "none", 1),
-        (ATTENTION, {}, "selective", 1),
-        (ATTENTION, {}, "full", 2),
-        ("_scaled_mm", FLOAT8, "none", 7 * 3),  # y, dx and dw of seven layers
-        ("_scaled_mm", FLOAT8, "selective", 7 * 3),
-        ("_scaled_mm", FLOAT8, "full", 7 * 4),
-    ],
-)
+@each_row("operator, keys, mode, n_calls", KEPT)
 def test_per_op_recompute_keeps_the_outputs_of_expensive_operators(
     pool, operator, keys, mode, n_calls
 ):
     """Check that the model calls the operators in KEPT_OPS."""
-    keys = {**keys, MODE: mode, "model.n_layers": 1}
-    assert pool.run(count_calls, 1, operator, keys) == [n_calls]
+    (row,) = read_rows(f"one layer | 1 | model.n_layers=1 MODE={mode} {keys}").values()
+    assert pool.run(count_calls, 1, operator, row.overrides) == [int(n_calls)]

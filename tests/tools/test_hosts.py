@@ -20,24 +20,13 @@ from torchtitan_lite.tools import agent, hosts
 from torchtitan_lite.tools.local_ranks import Signals
 
 MET = "met over lo"
-FIRST = "optimizer.lr is 0.1 on NODE_RANK=0, but 0.2 on NODE_RANK=1"
-HOSTS = {  # NNODES, learning rate and MAX_RESTARTS of each host, and the message of each
-    "restarts": (
-        "2",
-        ["0.1 1", "0.1 3"],
-        ["MAX_RESTARTS is 1 on NODE_RANK=0, but 3 on NODE_RANK=1"] * 2,
-    ),
-    "a host that joins is refused alone": (
-        "2:3",
-        ["0.1 1", "0.1 1", "0.2 1"],
-        [MET, MET, "optimizer.lr is 0.1 on NODE_RANK=0, but 0.2 on NODE_RANK=2"],
-    ),
-    "two of four": (
-        "4",
-        ["0.1 1", "0.2 1", "0.1 1", "0.3 1"],
-        [f"{FIRST}. 2 hosts differ: NODE_RANK=1, NODE_RANK=3"] * 4,
-    ),
-}
+FIRST = "optimizer.lr is 0.1 on NODE_RANK=0, but 0.2 on NODE_RANK="
+# NNODES | learning rate and MAX_RESTARTS of each host | the message of each
+HOSTS = f"""
+2 | 0.1 1, 0.1 3 | MAX_RESTARTS is 1 on NODE_RANK=0, but 3 on NODE_RANK=1
+2:3 | 0.1 1, 0.1 1, 0.2 1 | {MET}; {MET}; {FIRST}2  # a host that joins is refused alone
+4 | 0.1 1, 0.2 1, 0.1 1, 0.3 1 | {FIRST}1. 2 hosts differ: NODE_RANK=1, NODE_RANK=3
+"""
 
 
 def meet_as_host(
@@ -71,9 +60,12 @@ def meet_as_host(
         return said or f"met over {os.environ['GLOO_SOCKET_IFNAME']}"
 
 
-@pytest.mark.parametrize("name", HOSTS)
-def test_hosts_meet_or_each_says_who_differs(pool, tmp_path, name):
-    n_hosts, settings, said = HOSTS[name]
+@each_row("n_hosts, settings, said", HOSTS)
+def test_hosts_meet_or_each_says_who_differs(pool, tmp_path, n_hosts, settings, said):
+    settings = settings.split(", ")
+    said = said.split("; ")
+    if len(said) == 1:
+        said *= len(settings)  # all say the same
     log = tmp_path / "stderr"
     assert pool.run(meet_as_host, len(said), n_hosts, find_port(), settings, log) == said
 

@@ -6,6 +6,7 @@ from math import sqrt
 
 import pytest
 from layouts import CP, EP, MODE, PP, REPLICATE, SCHEDULE, TP, ZERO
+from marks import each_row
 
 from torchtitan_lite.tools.plan.cadence import find_interval, measure_goodput
 from torchtitan_lite.tools.plan.cluster import CLUSTERS
@@ -121,22 +122,24 @@ def test_one_gpu_has_the_reserve_of_this_trainer(stage, factor, fits):
     assert published.taken_bytes == published.memory.live * 1.21 * 1.10 + 2 * 2**30
 
 
-COPIES = [  # ZeRO stage, microbatches, dtype of weights -> bytes per parameter, recorded from operators of torch's FSDP
-    (1, 1, "float32", 24),
-    (1, 4, "float32", 62),
-    (2, 4, "float32", 102),
-    (3, 4, "float32", 172),
-    (1, 4, "bfloat16", 62),
-]
+# ZeRO stage, microbatches, dtype of weights | bytes per parameter, recorded from operators of torch's FSDP
+COPIES = """
+1 1 float32 | 24
+1 4 float32 | 62
+2 4 float32 | 102
+3 4 float32 | 172
+1 4 bfloat16 | 62
+"""
 
 
-@pytest.mark.parametrize("stage, n, dtype, n_bytes", COPIES)
-def test_fsdp_copies_on_one_gpu(stage, n, dtype, n_bytes):
-    keys = f"--{ZERO}={stage} --{BATCH}=2 --{GLOBAL_BATCH}={2 * n} --training.dtype={dtype}"
+@each_row("case, n_bytes", COPIES)
+def test_fsdp_copies_on_one_gpu(case, n_bytes):
+    stage, n, dtype = case.split()
+    keys = f"--{ZERO}={stage} --{BATCH}=2 --{GLOBAL_BATCH}={2 * int(n)} --training.dtype={dtype}"
     planned = read(f"llama3_8b 1 {keys} --optimizer.moments_dtype={dtype}")
     seconds = planned.forecast.parts_s["copies of FSDP"]
     moved_bytes = seconds * H100.memory_bandwidth * H100.memory_efficiency
-    assert moved_bytes / 8_030_261_248 == pytest.approx(n_bytes)
+    assert moved_bytes / 8_030_261_248 == pytest.approx(float(n_bytes))
     assert read("llama3_8b 8").forecast.parts_s["copies of FSDP"] == 0
 
 
