@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from math import ceil, exp, log
-from statistics import mean, median
+from statistics import NormalDist, mean, median
 
 import torch
 
@@ -62,6 +62,7 @@ PRIORS = {
     "network_contention": 0.15,
     "host_s": 10e-6,
     "grouped_efficiency": 0.85,
+    "adding_efficiency": 0.16,
     "async_tp_hidden": 0.6,
     "deepspeed": 1.15,
 }
@@ -70,6 +71,10 @@ KERNELS_OF_DEEPEP = 20  # replaces KERNELS_OF_EXPERTS in runs with DeepEP and fu
 # Bytes that softmax, dropout and two matmuls read and write per fp16 score of unfused attention
 SCORE_BYTES = 13
 STREAMS = 4  # number of experts that Transformer Engine multiplies at a time
+# Standard deviation of an expert's load / its mean, if nothing balances the routes. Qwen3 235B with ep8 took 6.11 s a
+# step instead of 4.39 s with balanced routes, of which 3.0 s depend on the load (prime-rl, docs/performance.md). So the
+# fullest rank has 1.57 times the mean load: 1 + LOAD_SPREAD / sqrt(16 experts) * 1.22.
+LOAD_SPREAD = 1.9
 LEAST_STACKS = 3  # minimum number of stacks for the error bar of a family
 SHARE = 0.8  # an error bar contains this fraction of the rows
 # How strongly constants are pulled toward their priors. Chosen among 0.02, 0.08 and 0.2 by the errors on unseen rows.
@@ -89,6 +94,9 @@ class OtherCluster(Cluster):
     flash2_backward: float = 0.29
     # Matmuls of unfused attention, which writes its scores to memory. Fit.
     unfused_efficiency: float = 0.50
+    # Share of the memory bandwidth that torch's kernels reach when they add rows one by one. 196,608 rows of 2,048 took
+    # 1.85 ms on B200 (torchao PR 4623), and 65,536 rows of 4,096 took 2.3 and 3.0 ms on Hopper (DLBlas PR 66). Fit.
+    adding_efficiency: float = 0.16
 
 
 # Fraction of the peak that FlashAttention-2 reaches. A100 has its own figures. B200 is assumed to
@@ -121,6 +129,12 @@ class OtherWorkload(Workload):
     bytes_per_logit: float = (
         0.0  # that the loss holds at once, if keeps_logits; 0: three fp32 tensors
     )
+    # Number of kernels that add rows of tokens one by one: scatter_add in forward, and in backward the gradient of a
+    # gather by plain indices
+    adds_rows: int = 0
+    adds_rows_back: int = 0
+    is_unbalanced: bool = False  # nothing balances the routes
+    pads_experts: bool = False  # each expert computes as many rows as the fullest one
     # FSDP reduces once per step. Between microbatches, a rank holds all gradients of its layers.
     sums_whole: bool = False
 
@@ -128,6 +142,15 @@ class OtherWorkload(Workload):
         super().__post_init__()
         if self.sums_whole:
             self.n_reductions = 1
+        if self.is_unbalanced:
+            # The step waits for the fullest of n ranks, or of n experts. The loads of experts are independent and
+            # normal, and a rank adds those of its experts.
+            n_experts = self.args.moe.n_experts
+            n = n_experts if self.pads_experts else self.layout.ep
+            spread = LOAD_SPREAD * (n / n_experts) ** 0.5
+            load = 1 + spread * NormalDist().inv_cdf(n / (n + 1))
+            self.n_rows *= load
+            self.rows_bytes *= load
         for kind in self.kinds:
             # Without sequence parallel, recompute leaves out no matmul.
             kind.ends_in_rowwise &= self.sequence_parallel
@@ -184,7 +207,12 @@ class OtherTime(StepTime):
             of_norm = NORM_OP_BY_OP if self.has_slow_norms else TENSORS[w.compiled][0]
             n_elements = w.n_tokens * w.args.dim * len(kind.norms) * (1 - 1 / w.layout.tp)
             seconds += self.cluster.memory_time(of_norm * w.compute_bytes * n_elements)
-        return forward + seconds, backward + 2 * seconds
+        row_bytes = 3 * w.rows_bytes  # read the row and the sum, write the sum
+        add_s = row_bytes / (self.cluster.memory_bandwidth * self.cluster.adding_efficiency)
+        return (
+            forward + seconds + w.adds_rows * add_s,
+            backward + 2 * seconds + w.adds_rows_back * add_s,
+        )
 
     def tensor_parallel_times(self, kind: LayerKind) -> Times:
         """Return the times of tp. Without sequence parallel, recompute repeats either all all-reduces or none.
@@ -201,15 +229,24 @@ class OtherTime(StepTime):
         return forward, backward, again
 
     def describe_head(self) -> Phases:
-        """Add a gather of the logits over tp, and a loss on the whole vocabulary."""
+        """Add a gather of the logits over tp, and a loss on the whole vocabulary.
+
+        Without sequence parallel, tp does not split the head either: each rank computes all logits.
+        """
         head = super().describe_head()
         w = self.workload
         if not w.whole_logits:
             return head
-        n_logits = w.n_tokens * w.args.vocab_size
+        vocab_size = w.args.vocab_size
+        n_logits = w.n_tokens * vocab_size
+        loss_s = self.cluster.memory_time(LOSS_BYTES[w.compiles_loss] * n_logits)
+        if not w.sequence_parallel:
+            forward, of_inputs, of_weights = self.linear_times(
+                w.n_tokens, vocab_size, w.args.dim, w.compute_dtype
+            )
+            return Phases(forward + loss_s, of_inputs + loss_s, of_weights)
         gather_s = self.collective_time("tp", n_logits * w.compute_bytes)
-        n_more = n_logits * (1 - 1 / w.layout.tp)
-        more_s = self.cluster.memory_time(LOSS_BYTES[w.compiles_loss] * n_more)
+        more_s = loss_s * (1 - 1 / w.layout.tp)
         return head._replace(
             forward=head.forward + gather_s + more_s,
             backward_input=head.backward_input + more_s,

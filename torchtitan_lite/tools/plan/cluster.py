@@ -61,12 +61,12 @@ class Cluster:
     kernel_s: float = 5e-6  # start and end of a kernel. Fit.
     # cuDNN on Hopper, where it is torch's default: 529 TFLOP/s, arXiv:2407.08608, figure 5. Backward: fit.
     cudnn_forward: float = 0.53
-    cudnn_backward: float = 0.48
+    cudnn_backward: float = 0.49
     # Triton kernels: flex attention, and llm-foundry's kernel. Fit.
     triton_forward: float = 0.29
     triton_backward: float = 0.19
     # Share of the memory bandwidth that elementwise kernels reach. Fit. Copies as in STREAM reach 80 to 90 %.
-    memory_efficiency: float = 0.76
+    memory_efficiency: float = 0.77
     # 370 of 450 GB/s on H100, 235 of 300 on A100: nccl-tests issue 212
     link_efficiency: float = 0.80
     network_efficiency: float = 0.92  # 46 to 48 GB/s on a 400 Gb/s card: nccl-tests issue 290
@@ -85,7 +85,7 @@ class Cluster:
     # GPU driver.
     host_s: float = 10e-6
     # Speed of a grouped matmul over experts, relative to a matmul. Fit.
-    grouped_efficiency: float = 0.79
+    grouped_efficiency: float = 0.80
     async_tp_hidden: float = 0.61  # async TP hides this fraction of tp's collectives. Fit.
     # Bytes that the allocator reserves per byte in use, without tp and with tp. With tp, the factor is larger, because
     # copies of hidden states are often allocated and freed. Fit.

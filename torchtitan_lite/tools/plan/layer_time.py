@@ -342,12 +342,13 @@ class LayerTime:
         forward = linear + attend + elementwise + wait
         backward = of_inputs + attend_back + elementwise_back + wait_back + again + wait_again
         # The host launches each kernel. Backward launches twice as many kernels as forward: one set for the gradients
-        # of inputs, and one for the gradients of weights.
+        # of inputs, and one for the gradients of weights. Full recompute repeats the launches of forward.
         n_launches = KERNELS_OF_LAYER[w.compiled] + len(kind.block)
         launches = n_launches * self.cluster.host_s / (1 + w.compiled)
         waiting = kind.is_moe and self.dispatch_s
         forward = waiting + max(forward, launches)
-        backward = 2 * waiting + max(backward, 2 * launches - of_weights)
+        n_passes = 2 + kind.average(full=1)
+        backward = n_passes * waiting + max(backward, n_passes * launches - of_weights)
         dp, dp_back = self.shard_times(kind, forward, backward + of_weights)
         tp, cp, ep = map(sum, waits)
         return Phases(forward + dp, backward + dp_back, of_weights, again, tp, cp, ep, dp + dp_back)

@@ -81,8 +81,9 @@ class StepTime(LayerTime):
         forward = 0.0
         backward = 0.0
         for index in w.layout.stages_of(pp_rank):
-            forward += self.stages[index].forward
-            backward += self.stages[index].backward_input + self.stages[index].backward_weight
+            phases = self.stages[index]
+            forward += phases.forward
+            backward += phases.total - phases.forward
         first = max(self.gather_time(kind.sizes, kind.spared_bytes) for kind in w.kinds)
         last = max(self.reduce_time(kind.sizes) for kind in w.kinds)
         gather = self.gather_time(sizes, w.spare_bytes(stages))
@@ -125,9 +126,8 @@ class StepTime(LayerTime):
         moments. In each round of Muon, neither the all-to-alls nor the Newton-Schulz of the largest matrix overlap.
         """
         w = self.workload
-        n_parameters = w.at_rest[pp_rank]
         per_parameter = w.weight_bytes * 4 + 2 * w.moment_bytes
-        seconds = self.cluster.memory_time(n_parameters * per_parameter)
+        seconds = self.cluster.memory_time(w.at_rest[pp_rank] * per_parameter)
         for (*batch, rows, columns), elements in w.deal_rounds(pp_rank):
             m, n = sorted((rows, columns))
             for sizes in ((m, m, n), (m, m, m), (m, n, m)):
