@@ -127,9 +127,10 @@ class LayerTime:
         peak = cluster.peak(w.compute_dtype) * cluster.clock
         peak *= w.seq_len / (w.seq_len + CAUSAL_EDGE)
         peak *= min(1.0, 0.5 + w.args.head_dim / 256)
-        efficiency = getattr(cluster, f"{w.attention}_forward")
-        efficiency_back = getattr(cluster, f"{w.attention}_backward")
-        return flops / (peak * efficiency), 2.5 * flops / (peak * efficiency_back)
+        return (
+            flops / (peak * getattr(cluster, f"{w.attention}_forward")),
+            2.5 * flops / (peak * getattr(cluster, f"{w.attention}_backward")),
+        )
 
     @property
     def has_slow_norms(self) -> bool:
@@ -179,7 +180,8 @@ class LayerTime:
 
     @property
     def dispatch_s(self) -> float:
-        """Seconds of an MoE layer's small kernels in forward. Backward takes twice as long. No trainer compiles them.
+        """Seconds of an MoE layer's small kernels in forward. Backward takes twice as long, plus recompute. No trainer
+        compiles them.
 
         With ep, the host waits for the counts of rows, so the device waits for each of these launches. Without ep, the
         same time is counted; with large microbatches, it is 2 % of a step.
