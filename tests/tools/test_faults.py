@@ -521,7 +521,7 @@ def start(world_size: int, keys: dict, folder: str, n_hosts: int = 1) -> tuple[i
     checkpoints = SimpleNamespace(folder=Path(folder, "run", "checkpoint"))
     with snapshots:
         try:
-            step = start_from(run, [checkpoints, snapshots], dist.group.WORLD, restarted=False)
+            step = start_from(run, checkpoints, snapshots, dist.group.WORLD, restarted=False)
         except UserError as error:
             return str(error), run
     return step, run
@@ -636,28 +636,30 @@ def test_snapshots_belong_to_one_dump_folder_and_go_when_the_run_ends(pool, tmp_
     assert list((tmp_path / "snapshots").iterdir()) == []
 
 
-CHANGED = {
-    "nothing": ({}, 2),
-    "noted": ({"optimizer.lr": 0.25, "training.max_norm": 7.0}, 2),
-    "refused": ({"debug.seed": 9}, "training.data_seed = 9: "),
-    "last step": ({"training.steps": 2}, "is already at step 2"),
-    "another layout": ({SHARD: 2, TP: 2}, 0),
-}
+# step that is restored, or words of the error | changed keys
+CHANGED = """
+2 |
+2 | optimizer.lr=0.25 training.max_norm=7.0
+training.data_seed = 9: | debug.seed=9
+is already at step 2 | training.steps=2
+0 | SHARD=2 TP=2
+"""
 
 
-def restore_after_changes(rank: int, world_size: int, folder: str) -> dict[str, tuple]:
+def restore_after_changes(rank: int, world_size: int, folder: str) -> list[tuple[str, list[str]]]:
     """Worker: save snapshots on dp4. Return the results and logs of starts with changed keys and no checkpoint."""
     _, snapshots = open_run(world_size, {SHARD: 4}, folder)
     with snapshots:
         for step in (1, 2):
             snapshots.after_step(step, n_steps=9, is_stopped=False)
-    found = {}
-    for name, (overrides, _) in CHANGED.items():
+    found = []
+    for _, keys in read_lines(CHANGED):
+        (row,) = read_rows(f"start | {world_size} | SHARD=4 {keys}").values()
         dist.barrier()
         with patch("torchtitan_lite.faults.resume.logger.info") as log:
-            result, _ = start(world_size, {SHARD: 4} | overrides, folder)
+            result, _ = start(*row, folder)
         lines = [call.args[0] for call in log.call_args_list]
-        found[name] = result, [line for line in lines if not line.startswith("resumed")]
+        found.append((str(result), [line for line in lines if not line.startswith("resumed")]))
     return found
 
 
@@ -665,12 +667,11 @@ def test_a_snapshot_without_a_checkpoint_is_restored_with_a_notice_of_each_chang
     pool, tmp_path
 ):
     for found in pool.run(restore_after_changes, 4, str(tmp_path)):
-        for name, (_, expected) in CHANGED.items():
-            result, lines = found[name]
-            assert result == expected or expected in str(result)
-            if name == "noted":
-                keys = [line.partition(" is now ")[0] for line in lines]
-                assert keys[:2] == ["training.max_norm", "optimizer.lr"]
+        for (expected, keys), (result, lines) in zip(read_lines(CHANGED), found, strict=True):
+            assert expected in result and (result == expected or not result.isdecimal())
+            if "optimizer.lr" in keys:
+                noted = [line.partition(" is now ")[0] for line in lines]
+                assert noted[:2] == ["training.max_norm", "optimizer.lr"]
                 assert lines[2].startswith("the learning rate is ")
             else:
                 assert lines == []
