@@ -11,7 +11,7 @@ import compare
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import ADAMW, TWO_LAYERS, read_rows
+from layouts import ACCUMULATION_4, ADAMW, EP, MODE, MOE, TWO_LAYERS, read_rows
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -19,6 +19,7 @@ from torchtitan_lite import build
 from torchtitan_lite import step as stepping
 from torchtitan_lite.config.checks import plan_layout, resolve_config
 from torchtitan_lite.config.model import resolve_model
+from torchtitan_lite.parallel import expert_parallel
 from torchtitan_lite.parallel.mesh import build_mesh
 
 # Operators that read a number, or whose number of results depends on the data.
@@ -118,6 +119,24 @@ def list_waits(rank: int, world_size: int, runs: dict[str, dict[str, object]]) -
 def test_no_host_waits_for_the_device_inside_a_step(pool, n_ranks):
     runs = {name: row.overrides for name, row in RUNS.items() if row.world_size == n_ranks}
     assert pool.run(list_waits, n_ranks, runs) == [{}] * n_ranks
+
+
+def count_waits(rank: int, world_size: int, overrides: dict[str, object]) -> int:
+    """Worker: return how often the host reads the row counts of an all-to-all in a step."""
+    run = compare.build_table_run(world_size, overrides)
+    batch = compare.read_rows(run)
+    read_splits = expert_parallel.read_splits
+    with patch.object(expert_parallel, "read_splits", side_effect=read_splits) as reader:
+        stepping.train_step(run, batch)
+    return reader.call_count
+
+
+@pytest.mark.parametrize("mode, n_waits", [("none", 2 * 4), ("full", 2 * 2 * 4)])
+def test_with_ep_the_host_waits_once_a_layer_and_microbatch_and_again_where_it_is_recomputed(
+    pool, mode, n_waits
+):
+    overrides = {EP: 2, MODE: mode, **ACCUMULATION_4, **MOE}
+    assert pool.run(count_waits, 2, overrides) == [n_waits] * 2
 
 
 @pytest.fixture
