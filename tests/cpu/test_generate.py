@@ -49,18 +49,21 @@ LIMITS = """
 """
 
 
-@each_row("row", LIMITS)
-def test_limits_are_those_of_transformers(row):
-    (words,) = row
-    temperature, top_k, top_p = map(float, words.split())
+@each_row("words", LIMITS)
+def test_limits_are_those_of_transformers(words):
+    temperature, top_k, top_p = map(float, words[0].split())
     top_k = int(top_k)
     logits = torch.randn(50, 300, generator=torch.Generator().manual_seed(1)) * 3
-    expected = TemperatureLogitsWarper(temperature)(None, logits)
+    warpers = [TemperatureLogitsWarper(temperature)]
     if top_k:
-        expected = TopKLogitsWarper(top_k)(None, expected)
+        warpers.append(TopKLogitsWarper(top_k))
     if top_p < 1:
-        expected = TopPLogitsWarper(top_p)(None, expected)
-    ours = torch.stack([limit(row, sampling(temperature, top_k, top_p)) for row in logits])
+        warpers.append(TopPLogitsWarper(top_p))
+    expected = logits
+    for warper in warpers:
+        expected = warper(None, expected)
+    options = sampling(temperature, top_k, top_p)
+    ours = torch.stack([limit(each, options) for each in logits])
     assert torch.equal(ours.isfinite(), expected.isfinite())
     assert torch.allclose(ours.softmax(1).float(), expected.softmax(1), atol=1e-6)
 
