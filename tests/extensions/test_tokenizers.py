@@ -459,6 +459,12 @@ SENTENCEPIECE | | {"eos_token": 2} | eos_token = 2
 SENTENCEPIECE | | | no token 99999.* eos_token_id in config.json
 SENTENCEPIECE | | {"eos_token": "<x>"} | no entry '<x>'
 SENTENCEPIECE | | {"added_tokens_decoder": {"9": {"content": "<x>"}}} | 9.special is missing
+SENTENCEPIECE | | {"additional_special_tokens": "</s>"} | additional_special_tokens = "</s>"; it must be dict . list
+SENTENCEPIECE | | {"extra_special_tokens": 5} | extra_special_tokens = 5
+SENTENCEPIECE | | DEEP | tokenizer_config.json is not JSON
+{"model": {"vocab": {}}, "added_tokens": {}} | | {} | tokenizer.json: added_tokens = {}
+{"model": {"vocab": {}}, "added_tokens": [{"id": 1}]} | | {} | tokenizer.json: content is missing
+{"model": {"vocab": {}}, "added_tokens": [{"content": "a"}]} | | {} | tokenizer.json: special is missing
 | YQ== 1\n | {} | ranks
 | \n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02 | {} | SentencePiece.*save_pretrained
 """
@@ -473,7 +479,7 @@ def test_what_is_no_tokenizer_is_refused_by_key_and_path(row, tmp_path):
         ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"), contents, strict=True
     ):
         if content:
-            (tmp_path / name).write_text(content)
+            (tmp_path / name).write_text(content.replace("DEEP", "[" * 100_000))
     (tmp_path / "config.json").write_text('{"eos_token_id": 99999}' if not contents[2] else "{}")
     with pytest.raises(ConfigError, match=why) as error:
         load_tokenizer(tmp_path)

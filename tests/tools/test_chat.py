@@ -3,14 +3,17 @@
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
 from test_dialects import read_json
+from test_generate_tool import save
+from test_model import PLAIN, build_ours
 from test_tokenizers import SHIPPED, train_byte_level, write
 from tokenizers import Tokenizer as HuggingFace
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, GenerationConfig
 
 from torchtitan_lite.data.dataset import Corpus, SampleReader
 from torchtitan_lite.data.tokenizer import load_tokenizer
@@ -309,6 +312,27 @@ def test_without_a_template_only_llama_3_s_tokens_have_a_format(make_folder, pre
 def test_what_is_no_template_is_a_sentence(template, make_folder, prepare):
     error = prepare([{"messages": EXCHANGE}], "--tokenizer", make_folder(template), status=2)
     assert "template" in error and "Traceback" not in error
+
+
+def test_a_model_that_was_trained_on_conversations_is_exported_with_its_chat_format(
+    make_folder, prepare, tmp_path, run_tool
+):
+    for tokenizer in (SHIPPED, make_folder(CHATML)):
+        folder = tmp_path / tokenizer.name
+        corpus = folder / "talks"
+        prepare([{"messages": EXCHANGE}], "--tokenizer", tokenizer, "--out", corpus)
+        ours = load_tokenizer(tokenizer)
+        args = replace(PLAIN, vocab_size=ours.vocab_size)
+        about = {"assets": str(tokenizer), "corpora": [str(corpus)], "shape": asdict(args)}
+        save(folder / "step-1", build_ours(args).state_dict(), **about)
+        run_tool("convert", folder, folder / "out")
+        ids, _, (answer,) = encode(tokenizer, {"messages": EXCHANGE})
+        oracle = AutoTokenizer.from_pretrained(folder / "out")
+        assert oracle.apply_chat_template(EXCHANGE)["input_ids"] == ids
+        settings = GenerationConfig.from_pretrained(folder / "out")
+        assert settings.eos_token_id == [ours.special[answer[1:]], ours.eos_id]
+        corpus.rename(folder / "elsewhere")
+        assert f"{corpus} is not here" in run_tool("convert", folder, folder / "again")
 
 
 def test_without_transformers_the_extra_is_named(prepare, monkeypatch):

@@ -54,6 +54,17 @@ def test_the_dtype_of_the_source_is_kept_and_another_one_can_be_chosen(tmp_path,
         run(tmp_path, tmp_path / dtype, *arguments)  # the folder's newest checkpoint
         held = LlamaForCausalLM.from_pretrained(tmp_path / dtype, dtype="auto").lm_head.weight
         assert torch.equal(held, weights["output.weight"].to(getattr(torch, dtype)))
+    weights["norm.weight"][3] = 1e6
+    save(
+        tmp_path / "step-8",
+        weights,
+        assets="bytes",
+        shape=asdict(SMALL),
+    )
+    out = tmp_path / "out"
+    assert "norm.weight is not finite in float16" in run(
+        tmp_path, out, "--dtype", "float16", status=1
+    )
 
 
 def test_one_file_is_in_memory(tmp_path, monkeypatch, run):
@@ -74,6 +85,7 @@ def test_out_is_never_overwritten_and_a_folder_needs_no_conversion(ours, tmp_pat
     (tmp_path / "killed.tmp").mkdir()
     for source, out, status, named in (
         (ours, "hf", 1, f"{tmp_path / 'hf'} already exists"),
+        (ours, "hf/config.json/out", 1, "Not a directory"),
         (ours, "killed", 1, f"{tmp_path / 'killed.tmp'} already exists, and is never overwritten"),
         (tmp_path / "hf", "out", 2, "is already a Hugging Face folder"),
         (tmp_path / "nothing", "out", 2, str(tmp_path / "nothing")),

@@ -27,7 +27,7 @@ TEMPLATE = (
     "{{ message.content }}"
     "{% for call in message.tool_calls or [] %}<call>{{ call.function | tojson }}</call>{% endfor %}"
     "{{ message.tool_call_id }}{{ '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{{ thought }}{% endif %}"
 )
 END = "<|im_end|>"
 SHORT = {  # abbreviation in the tables -> its value. U(x) ... G(x) are messages
@@ -93,6 +93,10 @@ variables
   row: {"messages": TALK, "date_string": "May", "enable_thinking": false, "weight": 0}
   written: {"messages": TALK, "date_string": "May", "enable_thinking": false}
   unused: ["column weight"]
+a variable of the generation prompt, as enable_thinking of Qwen3
+  row: {"messages": [U(2+2?), A(<no>4)], "thought": "<no>"}
+  written: {"messages": [U(2+2?), A(<no>4)], "thought": "<no>"}
+  targets: ["4"]
 variables in chat_template_kwargs
   row: {"messages": TALK, "chat_template_kwargs": {"date_string": "May", "x": null}}
   written: {"messages": TALK, "date_string": "May"}

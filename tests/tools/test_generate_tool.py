@@ -4,6 +4,7 @@ import io
 import json
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -55,6 +56,7 @@ def save(
     *,
     attention: str = "causal",
     assets: str = SHIPPED,
+    corpora: Sequence[str] = (),
     **fingerprint: object,
 ) -> Path:
     """Save a checkpoint as a run with 128 tokens does. `fingerprint`: further entries."""
@@ -62,6 +64,7 @@ def save(
         "model.hf_assets_path": assets,
         "model.attention": attention,  # a run would write the resolved value of "auto"
         "training.seq_len": 128,
+        "training.dataset": corpora,
     }
     about = {"shape": asdict(ARGS), "tokenizer": load_tokenizer(assets).fingerprint}
     named = {f"model.{fqn}": weight for fqn, weight in weights.items()}

@@ -45,7 +45,7 @@ def test_an_answer_is_computed_and_judged(number, name, run_tool):
     assert answer.value > 0
     give = partial(run_tool, "lab", number, "answer", name)
     assert "right" in give(answer.printed)
-    assert "3 times too high" in give(answer.value * 3, status=1)
+    assert "3 times the right answer" in give(answer.value * 3, status=1)
 
 
 QUANTITIES = """

@@ -7,8 +7,10 @@ from html import unescape
 import pytest
 import warm_start
 from folders import dump_json, load_json
+from marks import read_lines
 from programs import browse, needs_browser
 
+from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.tools.pictures import choose_ticks, thin
 from torchtitan_lite.tools.plan.planned_run import plan_run
 from torchtitan_lite.tools.report.page import main
@@ -199,6 +201,29 @@ def test_a_watched_page_is_reloaded_until_the_run_ends(folder, tmp_path, monkeyp
     assert write(run, watch=True) == 0
     assert refreshes == [True]
     assert "refresh" not in (run / "report.html").read_text()
+
+
+# file of a run | its new content | words of the refusal
+INCOMPLETE = """
+config.toml | | config.toml lacks checkpoint.enable, job.description, model.name
+config.toml | model = 3 | config.toml lacks
+config.toml | [a | config.toml cannot be read as TOML
+metrics.jsonl | | metrics.jsonl lacks a start, or a step
+metrics.jsonl | {"kind": "step", "step": 1, "time": "", "loss": 8.0} | metrics.jsonl lacks a start
+traces/step-9/rank-0.json | {"traceEvents": [ | step-9/rank-0.json is not a complete trace.* Delete it
+traces/step-9/rank-0.json | {} | step-9/rank-0.json is not a complete trace
+traces/step-9/rank-0.json | {"traceEvents": []} | step-9/rank-0.json is not a complete trace
+"""
+
+
+@pytest.mark.parametrize("name, content, words", read_lines(INCOMPLETE))
+def test_a_file_of_a_run_that_is_not_complete_is_named(name, content, words, folder, tmp_path):
+    run = copy_run(folder, tmp_path / "run")
+    for step in (9, 10):  # the run was killed before it wrote the trace of step 10
+        (run / f"traces/step-{step}").mkdir(parents=True)
+    (run / name).write_text(content)
+    with pytest.raises(UserError, match=words):
+        write(run)
 
 
 def test_the_page_fetches_nothing(page):

@@ -46,7 +46,7 @@ def read_json(path: Path, *, may_be_missing: bool = False) -> JsonObject:
         value = json.loads(path.read_bytes(), object_pairs_hook=make_object)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}. {REMEDY}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not JSON: {error}. {REMEDY}") from None
     if not isinstance(value, dict):
         raise UserError(

@@ -5,6 +5,7 @@ family in its table.
 """
 
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.config.block import list_parameters, list_windows
@@ -12,6 +13,7 @@ from torchtitan_lite.config.choices import ATTENTIONS, AttentionRow
 from torchtitan_lite.config.family_rows import Family
 from torchtitan_lite.config.messages import Problems
 from torchtitan_lite.config.model_rows import FULL, SLIDING, ModelArgs
+from torchtitan_lite.data.corpus_folder import DATASETS
 from torchtitan_lite.extensions.families import (
     find_model_type,
     list_unwritten,
@@ -56,8 +58,8 @@ def explain_unwritable(model_args: ModelArgs, attention: str) -> str | None:
     families = load_families(model_args.name)
     if not families:
         return f"transformers has no model that computes the same as model.name = {model_args.name!r} with these sizes"
-    unwritten = [(list_unwritten(model_args, family), family) for family in families.values()]
-    different, family = min(unwritten, key=lambda pair: len(pair[0]))  # the closest family
+    family = min(families.values(), key=lambda each: len(list_unwritten(model_args, each)))
+    different = list_unwritten(model_args, family)  # from the closest family
     theirs = f"transformers' {family.title}"
     for name, (value, only) in different.items():
         return f"{name} = {value!r}, but {theirs} only computes {only!r}"
@@ -84,6 +86,14 @@ def explain_unwritable(model_args: ModelArgs, attention: str) -> str | None:
         if parameter.row.name not in family.names:
             return f"{theirs} has no parameter for {fqn}"
     return None
+
+
+def has_conversations(corpora: list[str]) -> bool:
+    """Return whether the corpora of a run have conversations. Prints the names of missing corpora."""
+    for name in corpora:
+        if name not in DATASETS and not Path(name).exists():
+            print(f"{name} is not here. If it has conversations, check chat template and {END}")
+    return any(Path(name, "train.targets").exists() for name in corpora)
 
 
 def name_values(source: object, keys: dict[str, str]) -> dict[str, Any]:

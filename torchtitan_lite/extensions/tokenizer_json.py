@@ -133,38 +133,37 @@ def list_leading(processor: dict) -> list[str]:
     return leading
 
 
-def list_added_tokens(file: dict, configs: list[JsonObject], vocab: dict[str, int]) -> list[dict]:
+def list_added_tokens(
+    file: JsonObject, configs: list[JsonObject], vocab: dict[str, int]
+) -> list[dict]:
     """Return the added tokens of tokenizer.json and of the configs in its folder, as transformers does.
 
     As in the package `tokenizers`, the ids that the file gives to added tokens have no effect. A token of the
     vocabulary keeps its id, and new tokens get the next free ids. Raises UserError.
     """
-    tokens = list(file.get("added_tokens") or [])
+    tokens = [JsonObject(file.path, token) for token in file.take("added_tokens", list, [])]
     for config in configs:
         decoder = config.take("added_tokens_decoder", dict, {})
-        for token_id in sorted(decoder, key=int):
-            token = decoder.take(token_id, dict)
-            token.take("content", str)
-            token.take("special", bool)
-            tokens.append(token)
-        known = vocab.keys() | {token["content"] for token in tokens}
+        tokens += [decoder.take(token_id, dict) for token_id in sorted(decoder, key=int)]
+        known = vocab.keys() | {token.take("content", str) for token in tokens}
         named = [name for name in list_special_names(config) if name in known]
-        tokens += [{"content": name, "special": True} for name in named]
+        tokens += [JsonObject(config.path, {"content": name, "special": True}) for name in named]
     added = {}
     free_id = len(vocab)
     for token in filter(itemgetter("content"), tokens):
         name = token["content"]
+        is_special = token.take("special", bool)
         earlier = added.get(name)
         if earlier is None:
             earlier = dict.fromkeys(("special", "lstrip", "rstrip", "single_word"), False)
-            earlier |= {"normalized": not token["special"], "id": vocab.get(name, free_id)}
+            earlier |= {"normalized": not is_special, "id": vocab.get(name, free_id)}
             free_id += name not in vocab
-        is_special = earlier["special"] or token["special"]
+        is_special |= earlier["special"]
         added[name] = {**earlier, **token, "id": earlier["id"], "special": is_special}
     return list(added.values())
 
 
-def list_special_names(config: dict) -> list[str]:
+def list_special_names(config: JsonObject) -> list[str]:
     """Return the special tokens that a config names.
 
     The result contains the values of keys such as "pad_token", and the tokens in `additional_special_tokens` and
@@ -173,7 +172,8 @@ def list_special_names(config: dict) -> list[str]:
     values = []
     for key, value in config.items():
         if key in ("additional_special_tokens", "extra_special_tokens"):
-            values += value.values() if isinstance(value, dict) else value or []
+            value = config.take(key, dict | list, [])
+            values += value.values() if isinstance(value, dict) else value
         elif key.endswith("_token"):
             values.append(value)
     names = [value.get("content") if isinstance(value, dict) else value for value in values]

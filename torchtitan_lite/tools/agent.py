@@ -107,7 +107,8 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: Any) -> dict[int, Any]:
         pids = super()._start_workers(worker_group)
-        self.signals.begin_start()
+        self.signals.started_at_s = time.time()
+        self.signals.forward()  # a signal that arrived before the fork
         return pids
 
     def _monitor_workers(self, worker_group: Any) -> RunResult:
@@ -227,16 +228,12 @@ def explain_failure(rank: int, failure: ProcessFailure, folder: Path, signals: S
     if exitcode in (-signal.SIGABRT, -signal.SIGSEGV):
         _, text = hang.explain_newest(signals.hangs, "failed")
         details = f"{details}\n{text}".strip()
-    return Ending(1, f"rank {rank} {describe_exit(exitcode)}", details)
-
-
-def describe_exit(exitcode: int) -> str:
-    """Describe how a rank without an error.json ended. `exitcode` is negative for a signal, as in multiprocessing."""
+    how = f"exited with status {exitcode}"
+    if exitcode < 0:  # a signal, as in multiprocessing
+        how = f"was killed by {signal.Signals(-exitcode).name}"
     if exitcode == -signal.SIGKILL:
-        return "was killed by SIGKILL, as Linux does when memory runs out, and so left no traceback"
-    if exitcode < 0:
-        return f"was killed by {signal.Signals(-exitcode).name}"
-    return f"exited with status {exitcode}"
+        how += ", as Linux does when memory runs out, and so left no traceback"
+    return Ending(1, f"rank {rank} {how}", details)
 
 
 # ---------------------------------------------------------------- in a rank

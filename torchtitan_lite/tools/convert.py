@@ -2,6 +2,9 @@
 
     outputs/debug, step-200, ...  ->  OUT/config.json, *.safetensors, tokenizer
 
+After a run on conversations, eos_token_id includes the end token of an answer. If the tokenizer has no chat template,
+the folder gets the template that `prepare --chat` used.
+
 The launcher runs this tool after a run with checkpoint.last_save_in_hf. `train`, `generate`, `eval` and transformers
 can read the folder. Only one file is in memory at a time. OUT is complete or does not exist.
 """
@@ -27,8 +30,12 @@ from torchtitan_lite.checkpoint.save import write_tensors
 from torchtitan_lite.config.block import count_parameters, list_expert_biases
 from torchtitan_lite.data.tokenizer import TOKENIZER_CONFIG, Tokenizer
 from torchtitan_lite.extensions.hugging_face import find_unit, to_their_order
-from torchtitan_lite.extensions.hugging_face_config import GENERATION_CONFIG
-from torchtitan_lite.extensions.hugging_face_export import explain_unwritable, make_config_json
+from torchtitan_lite.extensions.hugging_face_config import END, GENERATION_CONFIG
+from torchtitan_lite.extensions.hugging_face_export import (
+    explain_unwritable,
+    has_conversations,
+    make_config_json,
+)
 from torchtitan_lite.extensions.hugging_face_folder import (
     INDEX,
     SINGLE_FILE,
@@ -36,14 +43,16 @@ from torchtitan_lite.extensions.hugging_face_folder import (
     name_theirs,
 )
 from torchtitan_lite.models.registry import CONFIG
+from torchtitan_lite.tools.corpora.chat import LLAMA_3, read_chat_format
 from torchtitan_lite.tools.model_source import ModelSource, SourceError, open_source
 from torchtitan_lite.tools.progress import show_progress
 from torchtitan_lite.tools.tables import plural
 
+CHAT_TEMPLATE = "chat_template.jinja"
 BESIDE_TOKENIZER = (
     TOKENIZER_CONFIG,
     "special_tokens_map.json",
-    "chat_template.jinja",
+    CHAT_TEMPLATE,
     GENERATION_CONFIG,
 )
 MOST_FILE_BYTES = 5 * 10**9  # as in transformers
@@ -68,7 +77,12 @@ def main(options: argparse.Namespace) -> int:
             f"{source.path} cannot be converted: {why}. `generate` and `eval` can read it without a conversion."
         )
     dtype = options.dtype or checkpoint.manifest.tensors["model.norm.weight"].dtype
-    write_folder(source, out, dtype, lambda fqn: checkpoint.read(f"model.{fqn}"))
+    try:
+        write_folder(source, out, dtype, lambda fqn: checkpoint.read(f"model.{fqn}"))
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{out} cannot be written: {error}. Free some space, or name a different folder"
+        ) from None
     sizes = [file.stat().st_size for file in out.glob("*.safetensors")]
     found = f"{count_parameters(model_args):,} parameters from {source.path}"
     print(f"{options.out}: {found}, {sum(sizes):,} bytes in {plural(len(sizes), 'file')}")
@@ -103,6 +117,10 @@ def write_folder(source: ModelSource, out: Path, dtype: str, read: Callable[[str
             tensors = {}
             for fqn in show_progress(fqns, len(fqns), "tensors"):
                 tensor = read(fqn).to(torch_dtype)
+                if not tensor.isfinite().all():
+                    raise CheckpointError(
+                        f"{fqn} is not finite in {dtype}. Use another --dtype, or an earlier checkpoint"
+                    )
                 unit = find_unit(fqn, model_args)
                 if unit > 1:
                     tensor = to_their_order(tensor, unit)
@@ -115,18 +133,32 @@ def write_folder(source: ModelSource, out: Path, dtype: str, read: Callable[[str
                 "metadata": {"total_size": sum(n_bytes.values())},
                 "weight_map": file_of,
             }
+        if source.checkpoint:
+            training = source.checkpoint.manifest.run["config"]["training"]
+            if has_conversations(training["dataset"]):
+                add_chat_format(source, unfinished, contents)
         copy_tokenizer(tokenizer, unfinished, contents)
         for name, content in contents.items():
             text = json.dumps(content, indent=2) + "\n"
             write_file(unfinished / name, text.encode())
         commit(out)
-    except BaseException as error:
+    except BaseException:
         discard(out)
-        if isinstance(error, (OSError, SafetensorError)):
-            raise CheckpointError(
-                f"{out} cannot be written: {error}. Free some space, or name a different folder"
-            ) from None
         raise
+
+
+def add_chat_format(source: ModelSource, out: Path, contents: dict[str, dict]) -> None:
+    """Add the end token of an answer to the end tokens, and a chat template if the tokenizer has none."""
+    chat = read_chat_format(source.tokenizer)
+    end_id = source.tokenizer.special.get(chat.end)
+    if end_id not in {None, *source.end_ids}:
+        contents[GENERATION_CONFIG] = {
+            **contents.get(GENERATION_CONFIG, {}),
+            END: [end_id, *sorted(source.end_ids)],
+        }
+    if chat.theirs.chat_template == LLAMA_3:
+        write_file(out / CHAT_TEMPLATE, LLAMA_3.encode())
+    print(f"chat format: {chat.name}; an answer ends with {chat.end}")
 
 
 def cut_into_files(n_bytes: dict[str, int], most_file_bytes: int) -> list[list[str]]:
@@ -149,10 +181,9 @@ def copy_tokenizer(tokenizer: Tokenizer, out: Path, contents: dict[str, dict]) -
     if path.suffix == ".json":
         names += BESIDE_TOKENIZER
     elif path.is_file():
-        flags = dict.fromkeys(("normalized", "lstrip", "rstrip", "single_word"), False)
         added = {}
         for name, id in tokenizer.special.items():
-            added[str(id)] = {"content": name, "special": True, **flags}
+            added[str(id)] = {"content": name, "special": True}
         contents[TOKENIZER_CONFIG] = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "bos_token": "<|begin_of_text|>",

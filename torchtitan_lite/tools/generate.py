@@ -77,8 +77,7 @@ def main(options: Namespace) -> int:
         stopped = "end_of_document"
         if len(taken) == n_new_tokens:
             stopped = "context" if n_new_tokens < options.max_new_tokens else "max_new_tokens"
-        why = "the context is full" if stopped == "context" else stopped
-        print(f"[{plural(len(taken), 'token')}, {why}]", file=sys.stderr)
+        print(f"[{plural(len(taken), 'token')}, {stopped}]", file=sys.stderr)
         messages.append({"role": "assistant", "content": text})
     if options.json:
         report = {
@@ -102,7 +101,7 @@ def read_prompts(options: Namespace) -> Iterator[str]:
     elif not options.chat or options.json or not sys.stdin.isatty():
         try:
             # sys.stdin would replace wrong bytes in the locale C.UTF-8
-            yield sys.stdin.buffer.read().decode()
+            yield sys.stdin.buffer.read().decode("utf-8-sig")
         except UnicodeDecodeError as error:
             raise SourceError(
                 f"Standard input is not UTF-8: {error}. Convert it, or use --prompt."

@@ -107,11 +107,6 @@ class Signals:
                     return
             store.set(SIGNAL, str(self.received[0]))
 
-    def begin_start(self) -> None:
-        """Note that ranks were started. Forward a signal that arrived before the fork."""
-        self.started_at_s = time.time()
-        self.forward()
-
     def forward(self) -> None:
         """Send a first signal to the ranks. On a later signal, or if a step hangs, kill the ranks."""
         if self.received:
@@ -121,9 +116,8 @@ class Signals:
     def is_hanging(self) -> bool:
         """Return whether a rank of this start has reported a hang that still lasts."""
         with suppress(FileNotFoundError):  # the step has ended in the meantime
-            for file in self.hangs.glob("restart-*/rank-*.json"):
-                if file.stat().st_mtime > self.started_at_s:
-                    return True
+            files = self.hangs.glob("restart-*/rank-*.json")
+            return any(file.stat().st_mtime > self.started_at_s for file in files)
         return False
 
     def end_ranks(self, number: int) -> None:

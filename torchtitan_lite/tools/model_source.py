@@ -147,10 +147,8 @@ def read_end_ids(published: dict[str, dict[str, Any]]) -> frozenset[int]:
     missing."""
     for name in (GENERATION_CONFIG, CONFIG):
         value = published.get(name, {}).get("eos_token_id")
-        if isinstance(value, int):
-            return frozenset([value])
-        if value:
-            return frozenset(value)
+        if value not in (None, []):
+            return frozenset(value if isinstance(value, list) else [value])
     return frozenset()
 
 

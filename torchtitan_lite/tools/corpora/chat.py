@@ -151,11 +151,15 @@ class ChatFormat:
         """Return descriptions of the fields that are not in the text.
 
         Raises ValueError if a field would become special tokens, or if the template does not use a role or a field that
-        is part of the conversation. A field is in the text if a different value would change the text.
+        is part of the conversation. A field is in the text if a different value would change the text. A column may
+        change only the text that asks for an answer, where targets begin: enable_thinking of Qwen3.
         """
         unused = {}
+        template = self.theirs.get_chat_template(tools=row.get("tools"))
         for number, part in enumerate([row, *row["messages"]]):
             place = f"message {number}'s" if number else "column"
+            asks = {} if number else {"add_generation_prompt": True}
+            written = text if number else self.try_write(row | asks)
             needed = CONTENTS if number else MEDIA
             for key, value in part.items():
                 named = [name for name in self.tokenizer.special if name in str(value)]
@@ -167,7 +171,7 @@ class ChatFormat:
                 is_written = True
                 for other in list_varied(value, is_deep=key in CONTENTS):
                     part[key] = other
-                    is_written = is_written and self.try_write(row) != text
+                    is_written = is_written and self.try_write(row | asks) != written
                 part[key] = value
                 if named and is_written:
                     raise ValueError(
@@ -182,27 +186,19 @@ class ChatFormat:
                     unused["conversations with content that the template shortens or changes"] = (
                         None
                     )
-            if number:
-                self.check_role(part["role"], row, number)
+            role = part["role"] if number else "user"
+            is_named = f"'{role}'" in template or f'"{role}"' in template
+            if role not in TEMPLATE_ROLES and not is_named:
+                raise ValueError(
+                    f"{place} role {role!r} is unknown to the chat template. Use {', '.join(TEMPLATE_ROLES)}"
+                )
         return list(unused)
-
-    def check_role(self, role: str, row: dict, number: int) -> None:
-        """Raise ValueError if a role is neither a standard role nor named in the template."""
-        template = self.theirs.get_chat_template(tools=row.get("tools"))
-        if (
-            role not in TEMPLATE_ROLES
-            and f"'{role}'" not in template
-            and f'"{role}"' not in template
-        ):
-            raise ValueError(
-                f"message {number}'s role {role!r} is unknown to the chat template. Use {', '.join(TEMPLATE_ROLES)}"
-            )
 
     def find_turn(self, row: dict, whole: str, number: int) -> range:
         """Return the range of an answer's characters in `whole`. Raises ValueError if the range is not certain."""
         messages = row["messages"]
-        earlier = messages[:number]
-        prompt = self.try_write(row | {"messages": earlier, "add_generation_prompt": True})
+        earlier = {"messages": messages[:number], "add_generation_prompt": True}
+        prompt = self.try_write(row | earlier)
         if not prompt:
             raise ValueError(
                 f"message {number + 1} is an answer, but the chat template cannot write what comes before it. "
@@ -212,7 +208,8 @@ class ChatFormat:
         if not whole.startswith(prompt):
             # Some templates end the prompt with text, such as <think>, that they do not write in front of a given
             # answer. For these templates, find the beginning of the answer's content instead.
-            signed = [*earlier, {"role": "assistant", "content": SIGN}, *messages[number + 1 :]]
+            signed = messages.copy()
+            signed[number] = {"role": "assistant", "content": SIGN}
             head, _, _ = self.try_write(row | {"messages": signed}).partition(SIGN)
         answered, end = self.write_up_to(row, number)
         stops = [name.end() for name in self.special.finditer(whole, len(head)) if name[0] == end]
@@ -223,8 +220,8 @@ class ChatFormat:
             if is_certain and answered.endswith(whole[len(head) : stop]):
                 return range(len(head), stop)
         raise ValueError(
-            f'message {number + 1} cannot be found with certainty. Give this answer "weight": 0; '
-            "--only-last-turn trains only the last answer"
+            f"message {number + 1} cannot be found with certainty after {prompt[-40:]!r}, with which the "
+            'template asks for it. Give it "weight": 0; --only-last-turn trains only the last answer'
         )
 
     def write_up_to(self, row: dict, number: int) -> tuple[str, str | None]:

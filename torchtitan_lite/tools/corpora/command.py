@@ -34,28 +34,25 @@ def main(options: argparse.Namespace) -> int:
     if options.check:
         return check_corpus(options.check)
     try:
-        summary = str(prepare_named(options)) if options.dataset else prepare_corpus(options)
+        if options.dataset:
+            if options.dataset not in DATASETS:
+                why = f"There is no corpus named {options.dataset!r}"
+                raise PreparationError(f"{why}. Use {', '.join(DATASETS)}")
+            summary = prepare_dataset(
+                options.dataset,
+                load_tokenizer(options.tokenizer),
+                options.cache_folder,
+                options.dataset_path,
+                skip_bad=options.skip_bad,
+            )
+        else:
+            summary = prepare_corpus(options)
     except OSError as error:  # for example a full disk
         print(f"The corpus could not be made: {error}", file=sys.stderr)
         return 1
     with suppress(BrokenPipeError):  # a closed pipe is no error: the corpus is complete
         print(summary)
     return 0
-
-
-def prepare_named(options: argparse.Namespace) -> Path:
-    """Prepare a named corpus of DATASETS, and return its folder."""
-    if options.dataset not in DATASETS:
-        raise PreparationError(
-            f"There is no corpus named {options.dataset!r}. Use {', '.join(DATASETS)}"
-        )
-    return prepare_dataset(
-        options.dataset,
-        load_tokenizer(options.tokenizer),
-        options.cache_folder,
-        options.dataset_path,
-        skip_bad=options.skip_bad,
-    )
 
 
 def prepare_dataset(

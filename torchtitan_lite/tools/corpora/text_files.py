@@ -80,7 +80,7 @@ def decode(content: bytes, encoding: str) -> str:
     Raises ValueError with the place of a bad byte, and LookupError for an unknown encoding.
     """
     if content.startswith(codecs.BOM_UTF8):
-        encoding = "utf-8"
+        encoding = "utf-8-sig"
     # check UTF-32 first, because one of its marks begins with a mark of UTF-16
     if content.startswith(UTF32_MARKS):
         encoding = "utf-32"
@@ -94,11 +94,7 @@ def decode(content: bytes, encoding: str) -> str:
         raise ValueError(
             f"character {text.index(chr(0))} is NUL: a binary file, or UTF-16 without a mark (--encoding utf-16-le)"
         )
-    return text.removeprefix("\ufeff")
-
-
-def open_zst(path: Path, _mode: str) -> BinaryIO:
-    return io.BufferedReader(import_extra("pyarrow", "data").input_stream(path, compression="zstd"))
+    return text
 
 
 class PackedFile(io.FileIO):
@@ -129,7 +125,9 @@ OPENERS = {
     ".gz": gzip.open,
     ".bz2": partial(open_streams, bz2.open),
     ".xz": partial(open_streams, lzma.open),
-    ".zst": open_zst,
+    ".zst": lambda path, _: io.BufferedReader(
+        import_extra("pyarrow", "data").input_stream(path, compression="zstd")
+    ),
 }
 
 

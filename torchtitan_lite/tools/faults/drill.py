@@ -26,6 +26,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from shutil import rmtree
 
+from safetensors import deserialize
+
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.preflight import RunSpec
 from torchtitan_lite.tools import launch
@@ -153,17 +155,9 @@ def drill(kind: str, seed: int, world_size: int, args: list[str], out: Path) -> 
     return fault
 
 
-def read_shards(folder: Path) -> dict[str, bytes]:
-    """Return the bytes of the tensors in each file of a checkpoint.
-
-    The headers are excluded, because they list the names of tensors in random order.
-    """
-    shards = {}
-    for path in folder.glob("rank-*"):
-        content = path.read_bytes()
-        header_bytes = int.from_bytes(content[:8], "little")
-        shards[path.name] = content[8 + header_bytes :]
-    return shards
+def read_shards(folder: Path) -> dict[str, dict]:
+    """Return the tensors in each file of a checkpoint: name -> dtype, shape and bytes."""
+    return {path.name: dict(deserialize(path.read_bytes())) for path in folder.glob("rank-*")}
 
 
 def run_with(fault: Fault, args: list[str]) -> None:

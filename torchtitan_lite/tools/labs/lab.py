@@ -73,13 +73,6 @@ class Lab:
         """The folder with the lab's holes, solution and judge, if the lab has code to write."""
         return LABS / f"lab{self.number}"
 
-    def find_hint(self, name: str, ratio: float) -> str:
-        """Return the hint for an answer that is `ratio` times the right answer; "" if no hint fits."""
-        for slip, factor, hint in self.slips:
-            if slip == name and abs(ratio / float(factor) - 1) < 0.02:
-                return hint
-        return ""
-
 
 def list_labs() -> list[Lab]:
     """Read all labs, in order."""

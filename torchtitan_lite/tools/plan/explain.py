@@ -29,7 +29,7 @@ def main(options: argparse.Namespace) -> int:
     planned = plan_run(options.config_args, options.gpus, options.gpu)
     layout = planned.layout
     n_ranks = layout.world_size
-    if options.rank is not None and not 0 <= options.rank < n_ranks:
+    if (options.rank or 0) >= n_ranks:
         why = f"there are {n_ranks} ranks"
         raise ConfigError([Problem("--rank", options.rank, why, f"Use 0 to {n_ranks - 1}")])
     short = shorten_run(planned, FEW)

@@ -60,22 +60,13 @@ class FakeMode(FakeTensorMode):
 @contextmanager
 def fake_tensors() -> Iterator[None]:
     """Context manager: new tensors have a shape and no storage."""
+    outside = _disable_current_modes()  # decorates functions
     infer = ShardingPropagator._propagate_tensor_meta_non_cached
-    build_parts = build.build_parts
-
-    def infer_unseen(*args):
-        # DTensor infers shapes with fake tensors of the full shape. These tensors must not be counted as memory.
-        with _disable_current_modes():
-            return infer(*args)
-
-    def build_outside(*args):
-        # fully_shard fails on fake tensors. An extension may also build a second model here.
-        with _disable_current_modes():
-            return build_parts(*args)
-
     with (
-        patch.object(ShardingPropagator, infer.__name__, infer_unseen),
-        patch.object(build, "build_parts", build_outside),
+        # DTensor infers shapes with fake tensors of the full shape. These tensors must not be counted as memory.
+        patch.object(ShardingPropagator, infer.__name__, outside(infer)),
+        # fully_shard fails on fake tensors. An extension may also build a second model here.
+        patch.object(build, "build_parts", outside(build.build_parts)),
         patch.object(getLogger("torch._subclasses.fake_tensor"), "disabled", True),
         FakeMode(allow_non_fake_inputs=True),
     ):

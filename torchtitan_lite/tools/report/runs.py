@@ -26,6 +26,7 @@ from torchtitan_lite.tools.tables import plural
 SPIKE_RATIO = 3  # a gradient norm above this multiple of the median is a spike
 WARM_UP = 3  # first records, which are not checked for spikes because their norms may be large
 AXES = ("steps", "tokens", "hours")  # horizontal axes of the curves
+NEEDED = set("job.description model.name training.dataset training.steps checkpoint.enable".split())
 
 
 class RecordedRun:
@@ -45,13 +46,18 @@ class RecordedRun:
                 self.records.append(record)
             else:
                 self.unread.append(number)
-        if not self.list_values("loss"):
+        starts = [record for record in self.records if record["kind"] == "start"]
+        if not (starts and self.list_values("loss")):
             raise UserError(
-                f"{folder}/metrics.jsonl has no step yet: wait until the run has logged one"
+                f"{folder}/metrics.jsonl lacks a start, or a step with a finite loss: wait for the run to log both"
             )
-        self.start = [record for record in self.records if record["kind"] == "start"][-1]
+        self.start = starts[-1]
         table = load_toml(folder / "config.toml")
         self.settings = dict(flatten_table(table))  # "optimizer.lr" -> 0.001
+        if missing := NEEDED - self.settings.keys():
+            raise UserError(
+                f"{folder}/config.toml lacks {', '.join(sorted(missing))}: copy the file that the run wrote"
+            )
         args = ["--config", str(folder / "config.toml")]
         self.plan = None
         self.no_plan = ""  # why there is no forecast

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torchtitan_lite.config.layout import Layout
+from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.tools.plan.orders import Action
 from torchtitan_lite.tools.plan.timeline import Event, Timeline
 from torchtitan_lite.tools.plan.transfers import name_axis
@@ -51,17 +52,25 @@ class Trace(NamedTuple):
 
 
 def read_traces(folder: Path, layout: Layout) -> list[Trace]:
-    """Read the traces of the newest step. Return an empty list if there are no traces."""
-    steps = sorted(folder.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
-    if not steps:
+    """Read the traces of the newest step with traces. Return [] if there is none. Raises UserError."""
+    files = defaultdict(dict)  # step -> rank -> file
+    for path in folder.glob("step-*/rank-*.json"):
+        step = int(path.parent.name.removeprefix("step-"))
+        files[step][int(path.stem.removeprefix("rank-"))] = path
+    if not files:
         return []
-    ranks = [int(path.stem.removeprefix("rank-")) for path in steps[-1].glob("rank-*.json")]
-    stride = ceil(len(ranks) / MOST_TRACES)
-    return [read_trace(steps[-1], rank, layout) for rank in sorted(ranks)[::stride]]
+    newest = sorted(files[max(files)].items())
+    traces = []
+    for rank, path in newest[:: ceil(len(newest) / MOST_TRACES)]:
+        try:
+            traces.append(read_trace(json.loads(path.read_bytes()), rank, layout))
+        except (LookupError, ValueError) as error:
+            raise UserError(f"{path} is not a complete trace: {error!r}. Delete it") from None
+    return traces
 
 
-def read_trace(folder: Path, rank: int, layout: Layout) -> Trace:
-    data = json.loads((folder / f"rank-{rank}.json").read_bytes())
+def read_trace(data: dict, rank: int, layout: Layout) -> Trace:
+    """Return the last step of a trace in the format of torch's profiler. Raises LookupError, TypeError, ValueError."""
     events = [event for event in data["traceEvents"] if event["ph"] == "X"]
     events.sort(key=lambda event: (event["ts"], -event["dur"]))
     on_gpu = any(event["cat"] == "kernel" for event in events)

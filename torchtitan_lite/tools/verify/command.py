@@ -150,8 +150,11 @@ def make_report(config_name: str, reduction: Reduction, trials: Sequence[Trial])
             for key, value in list_values(reduction, config).items():
                 if value != asked[key]:
                     replaced.setdefault(key, (asked[key], value))
-                else:
-                    seen[key] = acted[key] if key in acted else act_without_witness(key, real)
+                elif key in acted:
+                    seen[key] = acted[key]
+                else:  # no witness: off (None) at the default value, otherwise not observed
+                    is_default = get_value(real, key) == get_value(Config(), key)
+                    seen[key] = None if is_default else False
             observations.append(seen)
         changes = replaced | changes
         records.append(asdict(trial) | {"replaced": replaced})
@@ -172,12 +175,6 @@ def make_report(config_name: str, reduction: Reduction, trials: Sequence[Trial])
         "unjudged": sorted({name for trial in trials for name in trial.unjudged}),
         "trials": records,
     }
-
-
-def act_without_witness(key: str, real: Config) -> bool | None:
-    """Return whether a key without a witness acted: None (off) at its default value, otherwise False (not observed)."""
-    is_default = get_value(real, key) == get_value(Config(), key)
-    return None if is_default else False
 
 
 def changes_results(key: str) -> bool:

@@ -105,8 +105,13 @@ class RankPool(AbstractContextManager):
                 try:
                     results[rank] = connection.recv()
                 except EOFError:
+                    process = self._workers[connection]
+                    process.join(timeout=5)
                     name = f"rank {rank} of {world_size}"
-                    results[rank] = describe_end(name, self._workers[connection])
+                    results[rank] = RankFailure(f"{name} ended without an answer")
+                    if process.exitcode and process.exitcode < 0:
+                        killer = signal.Signals(-process.exitcode).name
+                        results[rank] = NoAnswer(f"{name} was killed by {killer}")
                 if isinstance(results[rank], RankFailure):
                     failures.append(results[rank])
                     deadline = min(deadline, time.monotonic() + SECONDS_AFTER_A_FAILURE)
@@ -118,14 +123,6 @@ class RankPool(AbstractContextManager):
             # If a rank was killed, its peers fail too.
             raise min(failures, key=lambda failure: not isinstance(failure, NoAnswer))
         return results
-
-
-def describe_end(name: str, process: BaseProcess) -> RankFailure:
-    process.join(timeout=5)
-    status = process.exitcode or 0
-    if status < 0:
-        return NoAnswer(f"{name} was killed by {signal.Signals(-status).name}")
-    return RankFailure(f"{name} ended without an answer")
 
 
 def serve(rank: int, connection: Connection) -> None:
