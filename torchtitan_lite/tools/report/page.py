@@ -211,6 +211,8 @@ def draw_plots(series: list[Series], axis: str) -> Iterator[str]:
                     lasts[name] += f' <span style="color: {each.color}">{last}</span>'
         if curves:
             values = "".join(f" {escape(name)}{last}" for name, last in lasts.items())
+            if len(lasts) == 1:
+                values = lasts.popitem()[1]
             picture = draw_curves(curves, marks, axis=axis, from_zero=from_zero)
             yield f"<figure><b>{title}</b>{values}{picture}</figure>"
 
@@ -230,7 +232,7 @@ def draw_experts(run: RecordedRun) -> Iterator[str]:
             color = f"color-mix(in srgb, var(--tp) {min(100, 40 * ratio - 40):.0f}%, var(--page))"
             boxes.append((x, x + 1, color, f"layer {layer}, step {step}: {ratio:.4f}", ""))
         rows.append((f"layer {layer}", ROW_HEIGHT, boxes))
-    about = "Load of the busiest expert, relative to the mean of its layer: pale is 1, red is 3.5 (metrics.jsonl)."
+    about = "Load of the busiest expert, relative to the mean of its layer, from 1 (blank) to 3.5 (red). Source: metrics.jsonl."
     yield f"<h3>Experts</h3><p><i>{about}</i></p>{draw_rows(rows, len(rows[0][2]))}"
 
 
