@@ -232,7 +232,7 @@ def draw_experts(run: RecordedRun) -> Iterator[str]:
             color = f"color-mix(in srgb, var(--tp) {min(100, 40 * ratio - 40):.0f}%, var(--page))"
             boxes.append((x, x + 1, color, f"layer {layer}, step {step}: {ratio:.4f}", ""))
         rows.append((f"layer {layer}", ROW_HEIGHT, boxes))
-    about = "Load of the busiest expert, relative to the mean of its layer, from 1 (blank) to 3.5 (red). Source: metrics.jsonl."
+    about = "Load of the busiest expert, relative to the mean of its layer: 1 is blank, 3.5 is red (metrics.jsonl)."
     yield f"<h3>Experts</h3><p><i>{about}</i></p>{draw_rows(rows, len(rows[0][2]))}"
 
 
