@@ -38,7 +38,6 @@ NUMBERS = {  # environment variables of the launcher: their spelling and range
     "MASTER_PORT": (r"\d+", Range(1, 65535)),
     "OMP_NUM_THREADS": (r"\d+(,\d+)*", Range(1, 4096)),
 }
-NEW = "new: torchtitan does not have this key"  # printed below keys that schema.py marks so
 BATCH = "training.global_batch_size"
 LONGEST_RUN_S = 1e13  # the most seconds that a timedelta can hold
 LONG_S = 1800
@@ -230,8 +229,7 @@ def describe_keys(names: list[str]) -> str:
                 lines.append(f"{name} = {text}  # {'; '.join(comments)}")
         if len(lines) > 1:
             texts.append("\n".join(lines))
-    text = "\n\n".join(texts)
-    return f"{text}\n\n# {NEW}" if re.search("[#;] new", text) else text
+    return "\n\n".join(texts)
 
 
 def describe_kind(kind: Any) -> str:

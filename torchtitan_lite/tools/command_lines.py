@@ -129,7 +129,12 @@ GPU, to the product of the degrees, or to 2 if no degree is set. `check` runs wi
         (
             Option("--gpus", "check a run on this many GPUs elsewhere", ranks),
             GPU,
-            Option("--keys", "print all keys, or the keys that start with these", str, nargs="*"),
+            Option(
+                "--keys",
+                'print all keys, or the keys that start with these; "new": not a key of torchtitan',
+                str,
+                nargs="*",
+            ),
         ),
         {"without --gpus": "--gpu"},
     ),

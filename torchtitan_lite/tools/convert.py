@@ -46,7 +46,6 @@ from torchtitan_lite.models.registry import CONFIG
 from torchtitan_lite.tools.corpora.chat import LLAMA_3, read_chat_format
 from torchtitan_lite.tools.model_source import ModelSource, SourceError, open_source
 from torchtitan_lite.tools.progress import show_progress
-from torchtitan_lite.tools.tables import plural
 
 CHAT_TEMPLATE = "chat_template.jinja"
 BESIDE_TOKENIZER = (
@@ -85,7 +84,7 @@ def main(options: argparse.Namespace) -> int:
         ) from None
     sizes = [file.stat().st_size for file in out.glob("*.safetensors")]
     found = f"{count_parameters(model_args):,} parameters from {source.path}"
-    print(f"{options.out}: {found}, {sum(sizes):,} bytes in {plural(len(sizes), 'file')}")
+    print(f"{options.out}: {found}, {len(sizes)} safetensors, {sum(sizes):,} bytes")
     return 0
 
 

@@ -23,7 +23,6 @@ from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_lite.files import find_damage
 from torchtitan_lite.tools.corpora.prepare import PrepareSettings, prepare
 from torchtitan_lite.tools.corpora.text_files import PreparationError, find_files, is_text
-from torchtitan_lite.tools.tables import plural
 
 VALIDATION_SHARE = 0.02  # for named corpora
 MANY_BYTES = 2**26  # files above this size are encoded faster by several processes
@@ -127,9 +126,9 @@ def prepare_corpus(options: argparse.Namespace) -> str:
     if options.json:
         report = {"folder": str(options.out), "files": len(files), "counts": counts}
         return json.dumps(report | asdict(manifest))
-    lines = [f"{options.out} is complete, from {plural(len(files), 'file')}:"]
+    lines = [f"{options.out} is complete, from {len(files):,} files:"]
     for name, split in manifest.splits.items():
-        figures = f"{split.n_tokens:,} tokens in {plural(split.n_documents, 'document')}"
+        figures = f"{split.n_tokens:,} tokens in {split.n_documents:,} documents"
         if split.n_targets:
             figures += f", {split.n_targets:,} of these tokens are targets"
         lines.append(

@@ -94,7 +94,7 @@ class Fault:
 
     kind: str  # a key of MESSAGES
     seed: int  # chooses rank, step, weight and bit
-    rank: int
+    rank: int | None  # None: all ranks train without a fault
     step: int  # counted from the start of the process
     folder: str  # dump folder of the run
     found_s: float | None = None  # seconds until the output names the fault; None if it never does
@@ -137,7 +137,7 @@ def drill(kind: str, seed: int, world_size: int, args: list[str], out: Path) -> 
     """Train once with a fault. The seed chooses rank and step of the fault."""
     chosen = random.Random(f"{kind} {seed}")
     first = DRILL_STEPS - 1 if kind == "flip_checkpoint" else FIRST_FAULT  # after two checkpoints
-    rank = -1 if kind == "none" else chosen.randrange(1 if kind in ON_RANK_0 else world_size)
+    rank = None if kind == "none" else chosen.randrange(1 if kind in ON_RANK_0 else world_size)
     folder = out / f"{kind}-{seed}"
     fault = Fault(
         kind, chosen.randrange(10**6), rank, chosen.randrange(first, DRILL_STEPS), str(folder)
@@ -205,8 +205,7 @@ def make_card(faults: list[Fault]) -> str:
     """Return the score card as a table."""
     rows = [("fault", "rank", "step", "found after s", "back after s", "steps lost", "weights")]
     for fault in faults:
-        rank = None if fault.rank < 0 else fault.rank
-        numbers = [rank, fault.step, fault.found_s, fault.back_s, fault.steps_lost]
+        numbers = [fault.rank, fault.step, fault.found_s, fault.back_s, fault.steps_lost]
         cells = ["-" if number is None else str(number) for number in numbers]
         weights = "equal" if fault.is_equal else "DIFFERENT"
         rows.append((Path(fault.folder).name, *cells, weights))

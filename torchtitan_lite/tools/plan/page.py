@@ -3,7 +3,6 @@
 `plan --html` writes this page. `report` adds the measurements of a run. All other figures come from formulas.
 """
 
-import re
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -131,7 +130,6 @@ def draw_layout(planned: PlannedRun) -> Iterator[str]:
     yield draw_time(planned)
     yield draw_traffic(planned)
     remarks = "".join(f"<li>{escape(remark)}" for remark in list_remarks(planned))
-    remarks = re.sub("`(.+?)`", r"<code>\1</code>", remarks)
     better = list_faster(planned)
     yield f"<h2>What to change</h2><ul>{remarks}</ul>"
     if better:
@@ -324,10 +322,9 @@ def draw_memory(planned: PlannedRun) -> str:
         value = f"{format_bytes(memory.live)}, at most {format_bytes(most)}"
         bars += draw_bar(name, value, parts, length, 0 if is_small else capacity)
     line = "" if is_small else " (the line across the bars)"
-    received = "Received: inputs and gradients from other stages. " if "received" in entries else ""
     about = (
         f"{planned.cluster.name} has {capacity / GIB:.1f} GiB{line}. Gathered: weights of other ranks, for a matmul. "
-        f"{received}Working: temporary tensors of a block, or of the loss. "
+        "Received: inputs and gradients from other stages. Working: temporary tensors of a block, or of the loss. "
         f"Error of the forecast: {planned.source_of_reserve}"
     )
     return f"<h2>Peak memory, forecast</h2><p>{about}.</p>{draw_key(entries.values())}{bars}"
@@ -359,9 +356,7 @@ def draw_time(planned: PlannedRun) -> str:
             value = f"{format_seconds(exposed_s)} exposed, {format_seconds(hidden_s)} hidden"
             halves = [(exposed_s, TIME[part], "", value), (hidden_s, TIME[part], "pale", value)]
             bars += draw_bar(f"communication over {axis}", value, halves, length)
-    about = "Solid: ranks wait. Pale: hidden behind compute."
-    if planned.layout.pp > 1:
-        about = f"Averaged over pp ranks. {about} Sends over pp are in the bubble."
+    about = "Solid: ranks wait. Pale: hidden behind compute. Averaged over pp ranks; the bubble includes sends."
     return f"<h2>Where the time goes, forecast</h2><p>{about}</p>{draw_key(entries)}{bars}"
 
 
@@ -372,14 +367,9 @@ def draw_traffic(planned: PlannedRun) -> str:
     length = traffic[0].n_bytes
     bars = []
     for calls in traffic:
-        if calls.n_bytes < length / 1000:
-            break
         name = f"{calls.operation} over {calls.axis}, {calls.where}"
         value = f"{format_bytes(calls.n_bytes)} in {plural(calls.n_calls, 'call')}"
         color = f"var(--{calls.axis.split()[0]})"
         bars.append(draw_bar(name, value, [(calls.n_bytes, color, "", value)], length))
     about = "One step of the rank that moves the most bytes."
-    if small := traffic[len(bars) :]:
-        n_bytes = sum(calls.n_bytes for calls in small)
-        about += f" Smaller calls, {format_bytes(n_bytes)} in total, are not shown."
     return f"<h2>Bytes that a rank moves, forecast</h2><p>{about}</p>{''.join(bars)}"

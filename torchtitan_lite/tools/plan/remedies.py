@@ -59,7 +59,7 @@ def list_remarks(planned: PlannedRun) -> list[str]:
             f"{key} = {value} ({candidate.taken_bytes / GIB:.1f} GiB)"
             for key, value, candidate in list_changed(planned, LEVERS)
         ]
-        advice = f"What helps: {'; '.join(levers) or 'more GPUs, or `--search`'}"
+        advice = f"What helps: {'; '.join(levers) or 'more GPUs, or --search'}"
         remarks.append(f"the layout does not fit in memory: it may take {sizes}. {advice}")
     return remarks
 

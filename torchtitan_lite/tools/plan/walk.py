@@ -90,8 +90,9 @@ def list_steps(run: Meter, fqns: tuple[str, ...], rank: int, n_microbatches: int
                 picture, text = "", ""
                 if module in parameters:
                     picture, text = draw_weight(parameters[module], rank)
-                shown = module.replace(".", ".<wbr>")  # a long name may break after a dot
-                rows.append(f"<tr><td>{picture}<td>{shown}{text}<td>{'<br>'.join(lines)}")
+                rows.append(
+                    f"<tr><td>{picture}<td>{module.replace('.', '.<wbr>')}{text}<td>{'<br>'.join(lines)}"
+                )
     return rows
 
 

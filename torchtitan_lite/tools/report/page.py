@@ -29,7 +29,6 @@ from torchtitan_lite.tools.report.runs import (
     AXES,
     RecordedRun,
     list_differences,
-    name_runs,
     summarize,
 )
 from torchtitan_lite.tools.report.traces import Trace
@@ -38,7 +37,6 @@ from torchtitan_lite.tools.tables import format_bytes, format_seconds, write_tab
 REFRESH_S = 10  # with --watch, the page is written again after this time
 LEAST_SHARE = 1000  # calls shorter than 1/1000 of a step are not drawn
 N_WIDEST = 3  # number of exposed collectives that the page names
-MOST_TITLE = 60  # characters; a longer title is replaced by the number of runs
 MOST_CURVES = 12  # number of colors in the style sheet
 FINAL_FIELDS = ("loss", "val_loss", "tokens_per_s_per_rank")
 MARKS = {  # kind of record -> color
@@ -108,17 +106,15 @@ def write_page(
     runs: list[RecordedRun], key: str | None, axis: str, *, refresh: bool = False
 ) -> str:
     """Return the page. Runs with equal values of `key` share a curve. If `refresh`, the browser reloads the page."""
-    differences = list_differences(runs)
     is_alone = len(runs) == 1
-    if not is_alone:
-        name_runs(runs, differences)
     if key and not any(key in run.settings for run in runs):
         raise UserError(
             f"--group {key}: no run has this key. Use a key in config.toml of the runs."
         )
     groups = defaultdict(list)
     for run in runs:
-        groups[f"{key} = {run.show(key)}" if key else run.name].append(run)
+        name = run.name if is_alone else str(run.folder)
+        groups[f"{key} = {run.show(key)}" if key else name].append(run)
     if len(groups) > MOST_CURVES:
         raise UserError(
             f"{len(groups)} runs: there are colors for {MOST_CURVES}. Name fewer, or use --group KEY."
@@ -127,13 +123,11 @@ def write_page(
     for at, (name, members) in enumerate(groups.items()):
         series.append(Series(name, f"var(--run{at})", members))
     title = " and ".join(groups)
-    if len(title) > MOST_TITLE:
-        title = f"{len(groups)} curves of {len(runs)} runs" if key else f"{len(runs)} runs"
     parts = [f"<h1>{escape(title)}</h1>"]
     if is_alone:
         parts += [f"<p>{escape(sentence)}</p>" for sentence in summarize(runs[0])]
     else:
-        table = compare_runs(series, differences)
+        table = compare_runs(series, list_differences(runs))
         parts.append(f"<h2>Final results, and keys that differ</h2>{table}")
     about = "Source: metrics.jsonl. Ticks below a curve: starts (green), saves (gray), stops (red)."
     if key:
@@ -156,9 +150,7 @@ def write_page(
 
 def compare_runs(series: list[Series], keys: list[str]) -> str:
     """Draw a table of the final results and the values of `keys`, with one column per curve."""
-    all_runs = [run for each in series for run in each.runs]
-    fields = [name for name in FINAL_FIELDS if any(run.list_values(name) for run in all_runs)]
-    columns = [["", "runs", *AXES, *fields, *keys]]
+    columns = [["", "runs", *AXES, *FINAL_FIELDS, *keys]]
     for each in series:
         last_places = []
         for run in each.runs:
@@ -166,9 +158,8 @@ def compare_runs(series: list[Series], keys: list[str]) -> str:
             last_places.append(run.places[last_step])
         column = [each.name, str(len(each.runs))]
         for axis in AXES:
-            place = mean(place[axis] for place in last_places)
-            column.append(f"{place:.4g}" if axis == "hours" else f"{place:,.0f}")
-        for field in fields:
+            column.append(f"{round(mean(place[axis] for place in last_places), 4):,.12g}")
+        for field in FINAL_FIELDS:
             column.append(format_last([run.list_values(field) for run in each.runs]))
         for key in keys:
             values = dict.fromkeys(run.show(key) for run in each.runs)
@@ -211,8 +202,6 @@ def draw_plots(series: list[Series], axis: str) -> Iterator[str]:
                     lasts[name] += f' <span style="color: {each.color}">{last}</span>'
         if curves:
             values = "".join(f" {escape(name)}{last}" for name, last in lasts.items())
-            if len(lasts) == 1:
-                values = lasts.popitem()[1]
             picture = draw_curves(curves, marks, axis=axis, from_zero=from_zero)
             yield f"<figure><b>{title}</b>{values}{picture}</figure>"
 

@@ -120,18 +120,6 @@ def list_differences(runs: list[RecordedRun]) -> list[str]:
     return [key for key in keys if len({run.show(key) for run in runs}) > 1]
 
 
-def name_runs(runs: list[RecordedRun], keys: list[str]) -> None:
-    """Name each run by at most three keys whose values differ. If these names are not unique, use the folders."""
-    names = []
-    for run in runs:
-        values = [f"{key.rpartition('.')[2]} {run.show(key)}" for key in keys]
-        names.append(", ".join(values))
-    if len(keys) > 3 or len(set(names)) < len(names):
-        names = [str(run.folder) for run in runs]
-    for run, name in zip(runs, names, strict=True):
-        run.name = name
-
-
 def summarize(run: RecordedRun) -> list[str]:
     """Return the first sentences of the page: model, data, hardware, results, warnings, and how to continue."""
     settings = run.settings
