@@ -62,8 +62,8 @@ WINDOW = 16
 
 class SlidingAttention(InnerAttention):
     def forward(self, query, key, value, doc_ids=None):
-        positions = torch.arange(query.shape[2], device=query.device)
-        distance = positions[:, None] - positions
+        queries, keys = self.positions(key.shape[2], key.device)
+        distance = queries[:, None] - keys
         mask = (distance >= 0) & (distance < WINDOW)
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
 
@@ -145,6 +145,103 @@ def list_ends(args):
 
 
 MODEL = ModelTable(llama3.FLAVORS, llama3.list_block, list_ends)
+"""
+
+GPT_MODULES = '''"""A GPT: learned positions, attention beside an MLP with biases, and a module with two outputs."""
+
+import torch.nn.functional as F
+from torch import nn
+
+from torchtitan_lite.models.llama3.modules import Attention, Llama3
+
+
+class Unrotated(Attention):
+    def forward(self, x, doc_ids):
+        rotation = x.new_zeros(1, 1, 1, self.head_dim)
+        rotation[..., ::2] = 1
+        return super().forward(x, rotation, doc_ids)
+
+
+class TwoNorms(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.first = nn.LayerNorm(dim)
+        self.second = nn.LayerNorm(dim)
+
+    def forward(self, x):
+        return self.first(x), self.second(x)
+
+
+class MLP(nn.Module):
+    def __init__(self, args):
+        super().__init__()
+        self.up = nn.Linear(args.dim, args.ffn_dim)
+        self.down = nn.Linear(args.ffn_dim, args.dim)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x)))
+
+
+class Block(nn.Module):
+    def __init__(self, args, inner):
+        super().__init__()
+        self.norms = TwoNorms(args.dim)
+        self.attention = Unrotated(args, inner)
+        self.mlp = MLP(args)
+
+    def forward(self, x, doc_ids):
+        first, second = self.norms(x)
+        return x + self.attention(first, doc_ids) + self.mlp(second)
+
+
+class Model(Llama3):
+    def __init__(self, args, *, attention="causal"):
+        super().__init__(args, attention=attention)
+        for layer, block in list(self.layers.items()):
+            self.layers[layer] = Block(args, block.attention.inner)
+        self.positions = nn.Embedding(64, args.dim)
+
+    def forward(self, x, *, positions, doc_ids=None, targets=None, **extra):
+        if self.tok_embeddings is not None:
+            x = self.tok_embeddings(x) + self.positions(positions % 64)
+        for block in self.layers.values():
+            x = block(x, doc_ids)
+        return x if self.output is None else self.output(self.norm(x), targets, **extra)
+'''
+
+GPT_TABLE = """from torchtitan_lite.config.model_rows import ModelTable, ModuleRow
+from torchtitan_lite.models.llama3 import table as llama3
+
+
+def list_block(args, moe=None):
+    dim, ffn_dim = args.dim, args.ffn_dim
+    rows = [row for row in llama3.list_block(args) if row.name.startswith("attention.")]
+    for name in ("norms.first", "norms.second"):
+        rows.append(ModuleRow(name, "norm", (dim,), "sequence", bias=True, init_mean=1.0))
+    up = ModuleRow("mlp.up", "linear", (ffn_dim, dim), "colwise", 0.02, bias=True)
+    down = ModuleRow("mlp.down", "linear", (dim, ffn_dim), "rowwise", 0.02, bias=True)
+    return [*rows, up, down]
+
+
+def list_ends(args):
+    row = ModuleRow("positions", "embedding", (64, args.dim), "vocabulary", 0.02, end="first")
+    return [*llama3.list_ends(args), row]
+
+
+MODEL = ModelTable(llama3.FLAVORS, list_block, list_ends)
+"""
+
+LOCAL = """from torch.optim import Optimizer
+
+
+class Local(Optimizer):
+    def __init__(self, groups, **options):
+        super().__init__(groups, {})
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["sum"] = parameter.grad.to_local()
 """
 
 # A learned gain for each block. The gradient of the scalar is a sum whose terms nearly cancel.
@@ -285,6 +382,29 @@ BROKEN = {  # fork -> what `verify` says about it
         break_value("value_of_slice", "gathered", "sequence"),
     ),
     "a field of every batch": ("targets", break_value("value_of_targets", "rewards", "targets")),
+    "a forward of one module": (
+        "forward of its own",
+        break_gain("gain_of_lambda", PARAMETER, f"{PARAMETER}; self.forward = lambda x: x"),
+    ),
+    "a layer beside its block": (
+        "is no part of a module",
+        add_model("gpt_flat", GPT_MODULES, GPT_TABLE.replace("mlp.", "")),
+    ),
+    "a state of one shard": (
+        "in a state",
+        Fork(
+            ("--optimizer.name=Local",),
+            'config/choices.py | OPTIMIZERS | "Local": OptimizerRow(1, extension="local"),',
+            {"torchtitan_lite/extensions/local.py": LOCAL},
+        ),
+    ),
+    "a window of nothing": (
+        "sees at least itself",
+        Fork(
+            ("--model.attention=blind",),
+            'config/choices.py | ATTENTIONS | "blind": AttentionRow(window=lambda args, layer: 0),',
+        ),
+    ),
     "a loss without code": ("forgotten", forget_code("training.loss", "LOSSES", "LossRow()")),
     "an optimizer without code": (
         "forgotten",
@@ -298,7 +418,7 @@ BROKEN = {  # fork -> what `verify` says about it
 }
 NEAR_ROW = """
 config/choices.py | ATTENTIONS = { | \
-    "near": AttentionRow(under_cp=("allgather",), is_plain=True, window=lambda args, layer: 16 if layer % 2 else None),
+    "near": AttentionRow(window=lambda args, layer: 16 if layer % 2 else None),
 """
 OWN_SOURCES = """
 data/corpus_folder.py | DATASETS: | \
@@ -314,13 +434,14 @@ FORKS = {
     "an optimizer": patch("lion", "--optimizer.name=Lion", "--optimizer.lr=1e-4"),
     "an attention": Fork(
         ("--model.attention=sliding",),
-        'config/choices.py | ATTENTIONS = { | "sliding": AttentionRow(extension="sliding"),',
+        'config/choices.py | ATTENTIONS = { | "sliding": AttentionRow(extension="sliding", under_cp=True),',
         {"torchtitan_lite/extensions/sliding.py": SLIDING},
     ),
     "a window": Fork(("--model.attention=near",), NEAR_ROW),
     "a norm": patch("gemma_norm", "--model.name=gemma_norm"),
     "a second prediction": patch("multi_token_prediction", "--model.name=mtp"),
     "latent attention": patch("latent_attention", "--model.name=mla"),
+    "a gpt": add_model("gpt", GPT_MODULES, GPT_TABLE),
     "an inner attention": add_model("near", NEAR_MODULES, NEAR_TABLE),
     "the ends": add_model("ends", ENDS_MODULES, ENDS_TABLE),
     "a gain": add_model("gain", GAIN_MODULES, GAIN_TABLE),

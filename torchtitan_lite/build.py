@@ -93,11 +93,18 @@ def find_model_class(name: str) -> type[nn.Module]:
 def build_on_meta(config: Config, model_args: ModelArgs) -> nn.Module:
     """Build the whole model on meta, without storage.
 
-    Raises UserError if the parameters differ from the model's table, or if a tensor has no initial value.
+    Raises UserError if the parameters differ from the model's table, if a tensor has no initial value, or if a module
+    does not use the forward of its class.
     """
     with torch.device("meta"):
         model = find_model_class(model_args.name)(model_args, attention=config.model.attention)
     model.to(getattr(torch, config.training.dtype))
+    for fqn, module in model.named_modules():
+        if "forward" in vars(module):
+            why = f"{fqn or 'the model'} of models/{model_args.name} has a forward of its own"
+            raise UserError(
+                f"{why}, which tp, pp and compile would replace or compile again. Define it in a subclass"
+            )
     built = {(fqn, tuple(own.shape)) for fqn, own in model.named_parameters()}
     known = {*dict(built), *list_expert_biases(model_args), "output.weight"}
     shared = dict(model.named_parameters(remove_duplicate=False))

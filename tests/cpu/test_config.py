@@ -118,6 +118,7 @@ training.dataset | ["a,b", "c"] | ['a,b', 'c']
 training.dataset | a, b | ['a', 'b']
 training.dataset | ~/a,$DATA/b | ['/home/me/a', '/data/b']
 training.dataset | $NONE/b | refused
+job.dump_folder | $SO | '$SO'
 job.dump_folder | ${DATA}/run | '/data/run'
 quantize.linear.float8.filter_fqns | ["output","wq"] | ['output', 'wq']
 quantize.linear.float8.filter_fqns | [output,wq] | refused
@@ -128,8 +129,10 @@ quantize.linear.float8.filter_fqns | ['output', 'wq'] | ['output', 'wq']
 
 @each_row("key, text, value", SPELLINGS)
 def test_text_of_the_command_line_is_a_toml_literal_or_text_and_a_list_may_have_commas(
-    key, text, value, monkeypatch
+    key, text, value, tmp_path, monkeypatch
 ):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "$SO").mkdir()
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.setenv("DATA", "/data")
     given = read_config([f"--{key}={text}"])

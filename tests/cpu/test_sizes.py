@@ -106,7 +106,7 @@ def test_rows_and_code_name_the_same_choices():
         assert hasattr(module, name)
     for name in EXTENSIONS:
         load_extension(name)
-    assert all(row.is_plain or row.extension for row in ATTENTIONS.values())
+    assert all(row.window or row.extension for row in ATTENTIONS.values())
     assert all(pipelining.schedules.get_schedule_class(name) for name in SCHEDULES)
 
 
@@ -134,7 +134,7 @@ TP = "parallelism.tensor_parallel_degree"
 ROWS = [  # row, tp, key of the problem
     (OLMO_NORM, 2, TP),
     (OLMO_NORM, 1, None),
-    (ModuleRow("ffn_gate", "linear", (1, 128), "colwise", 0.02), 2, TP),
+    (ModuleRow("ffn.gate", "linear", (1, 128), "colwise", 0.02), 2, TP),
     (make_norm(128, "rowwise"), 1, "model.name"),
     (make_norm(128), 2, None),
     (make_norm(1), 2, None),  # a gain that multiplies all features

@@ -13,7 +13,7 @@ from torchtitan_lite import build
 from torchtitan_lite import step as stepping
 from torchtitan_lite.checkpoint.load import create_optimizer_state
 from torchtitan_lite.config.messages import UserError
-from torchtitan_lite.extensions.optimizer_state import watch_first_step
+from torchtitan_lite.extensions.optimizer_state import watch_state
 from torchtitan_lite.models.llama3.modules import Llama3
 from torchtitan_lite.models.registry import MODELS
 from torchtitan_lite.tools.verify.plain import run_plainly
@@ -73,7 +73,7 @@ def use_no_norm(run: build.Run) -> None:
 
 def count_in_a_group(run: build.Run) -> None:
     run.optimizer.register_step_post_hook(lambda own, *_: own.param_groups[0].update(k=1))
-    watch_first_step(run.optimizer)  # as for the optimizer of a fork
+    watch_state(run.optimizer)  # as for the optimizer of a fork
 
 
 def count_in_a_state(run: build.Run) -> None:
@@ -81,7 +81,12 @@ def count_in_a_state(run: build.Run) -> None:
         optimizer.state[optimizer.param_groups[0]["params"][0]]["k"] = 1
 
     run.optimizer.register_step_post_hook(count)
-    watch_first_step(run.optimizer)
+    watch_state(run.optimizer)
+
+
+def count_in_an_attribute(run: build.Run) -> None:
+    run.optimizer.register_step_post_hook(lambda own, *_: setattr(own, "k", 1))
+    watch_state(run.optimizer)
 
 
 def return_a_mean(run: build.Run) -> None:
@@ -90,8 +95,9 @@ def return_a_mean(run: build.Run) -> None:
 
 UNUSUAL = {  # change of a run -> words of the error in its first step
     use_no_norm: "no gradient reaches norm.weight:",
-    count_in_a_group: "k = 1 in a parameter group",
-    count_in_a_state: "k = 1 in the state of a parameter",
+    count_in_a_group: "k = 1 in an attribute or a parameter group",
+    count_in_an_attribute: "k = 1 in an attribute or a parameter group",
+    count_in_a_state: "k = 1 in a state",
     return_a_mean: "returned () losses for (",
 }
 

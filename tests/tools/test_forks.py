@@ -33,12 +33,17 @@ a second prediction | verify wide | STAGES --ranks=2 | 0 | certified
 a value | verify wide | CONTEXT --ranks=2 | 0 | certified
 latent attention | verify wide | --ranks=4 | 0 | certified
 a gain | verify wide | --ranks=4 | 0 | certified
-a teacher | verify wide | --ranks=4 | 0 | formula not covered
+a teacher | verify wide | --ranks=4 | 0 | 'cross_entropy' was not seen to act
+a gpt | verify wide | --ranks=4 | 0 | certified
+a gpt | verify wide | CONTEXT --ranks=2 | 0 | certified
+an attention | verify wide | CONTEXT --ranks=2 | 0 | 'sliding' was not seen to act
+an attention | check | CONTEXT --parallelism.context_parallel_rotate_method=ring --gpus=2 | 2 | the ring has no masks
+a decay | verify wide | --optimizer.name=SGD --optimizer.beta1=0.8 --ranks=4 | 0 | optimizer.beta1 has no effect
 a teacher | explain | --gpus=4 | 0 |
 an inner attention | verify wide | CONTEXT --ranks=2 | 1 | layers.1.attention.inner is NearAttention
 an optimizer | check | --optimizer.lr=0.03 --gpus=4 | 2 | optimizer.lr
 a teacher | check | STAGES --parallelism.data_parallel_replicate_degree=2 --gpus=4 | 2 | training.teacher
-an attention | check | --parallelism.context_parallel_degree=2 --gpus=4 | 2 | model.attention
+a window | check | CONTEXT --gpus=2 | 2 | context_parallel_degree
 a norm | check | EXPORT | 2 | checkpoint.last_save_in_hf
 an attention | check | EXPORT | 2 | checkpoint.last_save_in_hf
 """)
@@ -184,6 +189,7 @@ def test_a_fork_is_checked_planned_and_explained(answers, name):
         "latent attention": latents,
         "a gain": 2,
         "a value": 64 + 1,
+        "a gpt": 64 * 64 - 2 * (64 * 96 - 288),
     }.get(name, 0)
     n_parameters = 2 * block + added + 2 * 2304 * 64 + 64
     assert f"{n_parameters:,} parameters" in answers[f"check {name}"][1]
@@ -200,6 +206,7 @@ UNMODELED = {
     "a second prediction": "calls of output",
     "a teacher": "training.teacher = initial",
     "a loss": "training.loss = z_loss",
+    "an optimizer": "optimizer.name = Lion",
     "an attention": "model.attention = sliding",
     "an inner attention": "model.name = near",
 }

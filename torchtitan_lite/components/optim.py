@@ -57,7 +57,7 @@ def build_optimizer(
         kernels["fused"] = fused  # few optimizers of torch have this argument
     optimizer = builder(list(groups.values()), **kernels)
     if row.extension:
-        load_extension("optimizer_state").watch_first_step(optimizer)
+        load_extension("optimizer_state").watch_state(optimizer)
     return optimizer
 
 

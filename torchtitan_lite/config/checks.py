@@ -283,10 +283,13 @@ def check_table(problems: Problems, tp: int, world_size: int) -> None:
     check_ends(problems, list_end_modules(model_args))
     for row in list_different_rows(model_args):
         if row.tp_style not in TP_STYLES.get(row.kind, ()):
-            why = f"in its table, {row.name} is a {row.kind} module with tp_style {row.tp_style!r}"
-            remedy = f"Use one of these in models/{model_args.name}/table.py: {TP_STYLES}"
-            problems.refuse("model.name", why, remedy)
+            why = f"is a {row.kind} module with tp_style {row.tp_style!r}"
+            refuse_row(problems, row, why, f"Use one of these: {TP_STYLES},")
             continue
+        if row.tp_style in ("colwise", "rowwise", "whole") and row.child == row.name:
+            why = "is no part of a module, so tp would gather the input of the block or the model for it"
+            remedy = 'Use tp_style "sequence" (outside the blocks also "gathered"), or put it into a module of its own'
+            refuse_row(problems, row, why, remedy)
         # if there are problems, check_sizes has already reported the sizes by their keys in [model]
         if not can_split(row, model_args, tp) and not problems:
             n_features = row.weight[SPLIT_DIMS.get(row.tp_style, 0)]
@@ -299,20 +302,15 @@ def check_ends(problems: Problems, ends: list[ModuleRow]) -> None:
     for row in ends:
         stages = {other.end for other in ends if other.child == row.child}
         if stages not in ({"first"}, {"last"}):
-            why = f'where all modules of {row.child!r} need the same end, "first" or "last"; its end is {row.end!r}'
+            why = f"is outside the blocks, where all modules of {row.child!r} need the same end; its end is {row.end!r}"
             remedy = 'Set end = "first" or "last" for all modules of a child'
-            refuse_end(problems, row, why, remedy)
+            refuse_row(problems, row, why, remedy)
         if row.kind in ("router", "experts"):
-            why = "where no code serves experts"
-            refuse_end(problems, row, why, "Use modules of other kinds")
-        if row.tp_style in ("colwise", "rowwise", "whole") and row.child == row.name:
-            why = "and tp would gather the input of the whole model for it"
-            remedy = 'Use tp_style "sequence" or "gathered", or put it into a module of its own'
-            refuse_end(problems, row, why, remedy)
+            why = "is outside the blocks, where no code serves experts"
+            refuse_row(problems, row, why, "Use modules of other kinds")
 
 
-def refuse_end(problems: Problems, row: ModuleRow, why: str, remedy: str) -> None:
-    """Add a problem with a module outside the blocks."""
-    why = f"{row.name} is outside the blocks, {why}"
+def refuse_row(problems: Problems, row: ModuleRow, why: str, remedy: str) -> None:
+    """Add a problem with a row of the model's table."""
     place = f"in models/{problems.model_args.name}/table.py"
-    problems.refuse("model.name", why, f"{remedy} {place}")
+    problems.refuse("model.name", f"{row.name} {why}", f"{remedy} {place}")

@@ -52,31 +52,24 @@ DECAYS: dict[str, Callable[[float], float]] = {
 class AttentionRow:
     """The tokens that a token attends to, and the features that support this attention.
 
-    A plain row needs no code. A row that is not plain names a file with its code.
+    A row without code is plain: attention is a softmax over the token itself and the earlier tokens of its document and
+    window, and over the sinks of the model. Training, `generate`, verify and context parallel then need only the row.
     """
 
     # file of extensions/. Its function with the name of this attention takes (model_args, layer), and returns an
     # InnerAttention (model/attention.py)
     extension: str = ""
     uses_documents: bool = False  # the attention reads doc_ids
-    # supported values of parallelism.context_parallel_rotate_method
-    under_cp: tuple[str, ...] = ()
-    # True if attention is a softmax over the token itself and the earlier tokens of its document and window, and over
-    # the sinks of the model. In that case, training, `generate`, verify and context parallel need only this row
-    is_plain: bool = False
-    # (model_args, layer) -> number of tokens that a token sees, itself included; None: all earlier tokens. Without this
-    # function, the number of tokens is unknown: `plan` then assumes all earlier tokens, and reports this assumption
+    # whether context parallel supports it: any code then computes its mask from `positions` (model/README.md)
+    under_cp: bool = False
+    # (model_args, layer) -> number of tokens that a token sees, itself included; None: all earlier tokens. Only a row
+    # with code may leave it out: `plan` then assumes all earlier tokens, and reports this assumption
     window: Callable[[ModelArgs, int], int | None] | None = None
 
 
 ATTENTIONS = {
-    "causal": AttentionRow(
-        under_cp=("allgather", "ring"), is_plain=True, window=ModelArgs.find_window
-    ),
-    # the ring supports no masks
-    "document": AttentionRow(
-        uses_documents=True, under_cp=("allgather",), is_plain=True, window=ModelArgs.find_window
-    ),
+    "causal": AttentionRow(under_cp=True, window=ModelArgs.find_window),
+    "document": AttentionRow(uses_documents=True, under_cp=True, window=ModelArgs.find_window),
 }
 
 

@@ -85,7 +85,8 @@ def expand_path(text: str) -> str:
         expanded = os.path.expanduser(os.path.expandvars(text))
         if unset := re.search(r"^~[^/]*|\$(\w+|\{[^}]*\})", expanded):
             raise UserError(
-                f"the user or environment variable {unset[0]} does not exist: set it, or write the whole path"
+                f"the user or environment variable {unset[0]} does not exist: set it, or write the whole path. "
+                "A folder whose name really contains this text must be created first"
             )
     if not is_unicode(expanded):
         raise UserError(f"{expanded!a} is not UTF-8: rename it")

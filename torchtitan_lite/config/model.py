@@ -37,6 +37,7 @@ def resolve_model(model: Model) -> ModelArgs:
         model_args.layer_types
         or model_args.attention_sinks
         or model_args.sliding_window is not None
+        or model.attention != "causal"
     ):
         load_module("config.settings").check_windows(problems)
     if problems:

@@ -7,7 +7,7 @@ extension belong in features.py.
 
 import re
 
-from torchtitan_lite.config.block import has_masks
+from torchtitan_lite.config.block import has_masks, list_windows
 from torchtitan_lite.config.choices import ATTENTIONS, SCHEDULES
 from torchtitan_lite.config.extensions import load_extension, load_module
 from torchtitan_lite.config.features import EXTENSIONS
@@ -75,7 +75,6 @@ def find_refused(config: Config, model_args: ModelArgs, layout: Layout) -> list[
     tests/ranks/test_layouts.py runs these combinations. A test fails when a version of torch makes one of them work.
     """
     problems = Problems(config, model_args)
-    section = config.parallelism
     for extension in EXTENSIONS.values():
         if extension.check and extension.is_asked(config):
             extension.check(problems, layout)
@@ -85,14 +84,8 @@ def find_refused(config: Config, model_args: ModelArgs, layout: Layout) -> list[
         load_module("config.float8").check_float8(problems, layout)
     if layout.pp > 1:
         check_pipeline(problems, layout)
-    methods = list_cp_methods(config.model.attention, model_args)
-    method = section.context_parallel_rotate_method
-    if section.context_parallel_degree > 1 and method not in methods:
-        why = f"this method does not support model.attention = {config.model.attention!r} (see under_cp in choices.py)"
-        if has_masks(config.model.attention, model_args):
-            why = "this method has no masks, but layers of the model have windows or sinks"
-        remedy = f"Use {' or '.join(map(repr, methods)) or 'context_parallel_degree = 1'}"
-        problems.refuse("parallelism.context_parallel_rotate_method", why, remedy)
+    if layout.cp > 1:
+        check_context_parallel(problems)
     return problems
 
 
@@ -134,11 +127,19 @@ def check_pipeline(problems: Problems, layout: Layout) -> None:
             problems.refuse("compile.enable", why, f"Set it to false, {otherwise}")
 
 
-def list_cp_methods(attention: str, model_args: ModelArgs) -> list[str]:
-    """List the context-parallel methods that support this attention. The ring supports no masks."""
-    methods = ATTENTIONS[attention].under_cp
-    masked = has_masks(attention, model_args)
-    return [method for method in methods if method == "allgather" or not masked]
+def check_context_parallel(problems: Problems) -> None:
+    """Find attention that context parallel does not support."""
+    section = problems.config.parallelism
+    attention = problems.config.model.attention
+    row = ATTENTIONS[attention]
+    is_masked = row.extension or row.uses_documents or has_masks(attention, problems.model_args)
+    if not row.under_cp:
+        why = f"model.attention = {attention!r} does not support it (see under_cp in config/choices.py)"
+        problems.refuse("parallelism.context_parallel_degree", why, "Use 1")
+    elif section.context_parallel_rotate_method == "ring" and is_masked:
+        why = "the ring has no masks, so it supports no documents, windows, sinks or code of a fork"
+        key = "parallelism.context_parallel_rotate_method"
+        problems.refuse(key, why, 'Use "allgather"')
 
 
 def check_windows(problems: Problems) -> None:
@@ -147,16 +148,21 @@ def check_windows(problems: Problems) -> None:
     model_args = problems.model_args
     window = model_args.sliding_window
     types = model_args.layer_types
+    windows = [each for each in list_windows(attention, model_args) if each is not None]
     why = ""
     if not set(types) <= set(LAYER_TYPES):
         why = f"its layer_types are {types}, but layers have the types {LAYER_TYPES}"
     elif types and (SLIDING in types) != (window is not None):
         why = f"its layer_types are {types}, but sliding_window = {window}"
-    elif window is not None and window < 1:
-        why = f"sliding_window = {window}, but a token sees at least itself"
     if why:
         remedy = f"Correct the flavor in models/{model_args.name}/table.py"
         problems.refuse("model.flavor", why, remedy)
+    elif windows and min(windows) < 1:
+        why = f"layers have windows of {min(windows)}, but a token sees at least itself"
+        remedy = (
+            "Use 1 or more, or None for no window, in the flavor or in its row (config/choices.py)"
+        )
+        problems.refuse("model.attention", why, remedy)
     elif (window or model_args.attention_sinks) and ATTENTIONS[attention].window is None:
         why = "the model has windows or sinks, but the row of this attention has no `window` (config/choices.py)"
         problems.refuse("model.attention", why, 'Use "causal", or add `window` to the row')

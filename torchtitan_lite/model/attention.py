@@ -8,8 +8,7 @@
 
 A model with windows or sinks uses extensions/windowed_attention.py in all layers, for both kinds.
 
-To add a kind, add a row in config/choices.py that defines what tokens attend to. Unless the row is plain (is_plain), it
-also names the file in extensions/ with the code.
+To add a kind, add a row in config/choices.py. The row has a `window`, or it names a file in extensions/ with the code.
 
 Legend: B batch, S sequence, E head dim.
 """
@@ -35,13 +34,15 @@ class InnerAttention(nn.Module):
     (B, heads, S, E). doc_ids is the result of `plan`, or None.
     """
 
-    def __init__(self, model_args: ModelArgs | None = None, layer: int = 0):
-        """Ignore the arguments. Subclasses whose layers differ from each other override this method to read them."""
-        super().__init__()
-
     def plan(self, doc_ids: Tensor | None) -> object:
         """Prepare doc_ids (B, S), or None, for `forward`. The model calls this method once for all layers."""
         return doc_ids
+
+    def positions(self, n_keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the positions of the queries, (Q,), and of the keys, (S,), in the full sequence. Context parallel
+        replaces this method, because a rank has some of the queries, and gathers the keys in another order."""
+        positions = torch.arange(n_keys, device=device)
+        return positions, positions
 
 
 class CausalAttention(InnerAttention):
@@ -68,7 +69,7 @@ def avoids_cudnn(key: Tensor) -> bool:
 def build_attention(attention: str, model_args: ModelArgs, layer: int) -> InnerAttention:
     """Build the attention module of a layer. Raises UserError if a fork's row has no code."""
     row = ATTENTIONS[attention]
-    if row.extension or not row.is_plain:
+    if row.extension or row.window is None:
         return find_code(row.extension, attention)(model_args, layer)
     if has_masks(attention, model_args):
         windowed = load_extension("windowed_attention")

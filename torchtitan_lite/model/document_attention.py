@@ -44,11 +44,6 @@ class DocumentAttention(InnerAttention):
             return attend_in_blocks(query, key, value, doc_ids)
         return F.scaled_dot_product_attention(query, key, value, attn_mask=doc_ids, enable_gqa=True)
 
-    def positions(self, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the positions of the queries, (Q,), and of the keys, (S,), in the full sequence."""
-        positions = torch.arange(seq_len, device=device)
-        return positions, positions
-
 
 def plan_mask(
     doc_ids: Tensor, query_positions: Tensor, key_positions: Tensor, window: int | None = None

@@ -42,7 +42,7 @@ def reads_child(module: nn.Module, child: str) -> bool:
         name = unread.pop()
         read.add(name)
         for cls in type(module).__mro__:
-            function = inspect.unwrap(vars(cls).get(name, None))
+            function = inspect.unwrap(vars(cls).get(name))
             names = list_names(getattr(function, "__code__", None))
             if child in names:
                 return True

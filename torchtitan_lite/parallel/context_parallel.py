@@ -114,7 +114,7 @@ def make_gathering(cls: type[InnerAttention]) -> type[InnerAttention]:
 
 
 class GatheringAttention(InnerAttention):
-    """Mixin that gathers keys and values before `forward`. Overrides `positions` of DocumentAttention."""
+    """Mixin that gathers keys and values before `forward`. Overrides `positions`."""
 
     ranks: Ranks
 
@@ -124,9 +124,9 @@ class GatheringAttention(InnerAttention):
         keys, values = Gather.apply(local, self.ranks, 3)  # (2, B, K, S, E)
         return super().forward(query, keys, values, doc_ids)
 
-    def positions(self, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    def positions(self, n_keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the positions of this rank's queries, (S/cp,), and of all gathered keys, (S,), in rank order."""
         all_ranks = torch.arange(self.ranks.n, device=device)[:, None]
-        queries = plan_query_positions(self.ranks.own, self.ranks.n, seq_len, device)
-        keys = plan_query_positions(all_ranks, self.ranks.n, seq_len, device)
+        queries = plan_query_positions(self.ranks.own, self.ranks.n, n_keys, device)
+        keys = plan_query_positions(all_ranks, self.ranks.n, n_keys, device)
         return queries, keys.flatten()

@@ -73,7 +73,7 @@ def main(options: argparse.Namespace) -> int:
             why += "training.expert_bias_rate = 0, and balance the experts with training.expert_balance_loss"
     if why:
         raise SourceError(
-            f"{source.path} cannot be converted: {why}. `generate` and `eval` can read it without a conversion."
+            f"{source.path} cannot be converted: {why}. `eval` can read it without a conversion."
         )
     dtype = options.dtype or checkpoint.manifest.tensors["model.norm.weight"].dtype
     try:

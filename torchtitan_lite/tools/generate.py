@@ -37,9 +37,11 @@ FOLLOWED = ("bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "transf
 def main(options: Namespace) -> int:
     """Generate and print the text. Raises SourceError for wrong input before loading the weights."""
     source = open_source(options)
-    if not ATTENTIONS.get(source.attention, AttentionRow()).is_plain:
+    if ATTENTIONS.get(source.attention, AttentionRow(source.attention)).extension:
         why = f'tools/kv_cache.py does not support model.attention = "{source.attention}"'
-        raise SourceError(f"{source.path}: {why} (config/choices.py: is_plain). Use eval instead.")
+        raise SourceError(
+            f"{source.path}: {why} (its row in config/choices.py has code). Use eval instead."
+        )
     settings = source.published.get(GENERATION_CONFIG, {})
     for key, value in settings.items():
         if value and key not in FOLLOWED and not key.startswith("_"):

@@ -92,11 +92,11 @@ def dry_run(planned: PlannedRun, pp_rank: int = 0) -> Meter:
 
 
 def find_crash(error: Exception) -> str:
-    """Describe an error, with the innermost line of this package in its traceback."""
+    """Describe an error, with the innermost line of this package in its traceback. Stand-ins of plan are skipped."""
     *_, frame = (
         found
         for found in extract_tb(error.__traceback__)
-        if found.filename.startswith(str(PACKAGE)) and found.name != "__torch_dispatch__"
+        if found.filename.startswith(str(PACKAGE)) and "/tools/plan/" not in found.filename
     )
     place = f"{frame.filename.removeprefix(str(PACKAGE))}, line {frame.lineno}"
     return f"{type(error).__name__}: {error} ({place})"

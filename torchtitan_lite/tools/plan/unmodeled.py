@@ -1,7 +1,8 @@
 """List the features of a run that the forecast does not model. `plan` prints a remark for each feature.
 
 MODELED_VALUES has the keys that are modeled for some values only. All other keys are modeled for all values, or do not
-change the time or the memory of a step. Validation and checkpoints run between steps, so they are not listed.
+change the time or the memory of a step. Validation, checkpoints, snapshots and comparisons of copies run between steps,
+so they are not listed.
 """
 
 from torchtitan_lite.config.block import list_added_ends
@@ -18,8 +19,7 @@ MODELED_VALUES = {  # key -> modeled values, and what the forecast counts for al
     "debug.deterministic": ((False,), "the fastest kernels"),
     "parallelism.fsdp_symmetric_memory": ((False,), "NCCL's usual kernels"),
     "training.enable_cpu_offload": ((False,), "a run without offload"),
-    "debug.compare_copies_every": ((0,), "no comparisons"),
-    "checkpoint.local_folder": (("",), "no snapshots"),
+    "optimizer.name": (("AdamW", "SGD", "Muon"), "the moments of its row, updated in one pass"),
 }
 
 

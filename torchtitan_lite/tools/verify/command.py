@@ -32,6 +32,7 @@ import torch
 
 from torchtitan_lite.build import build_on_meta
 from torchtitan_lite.config.checks import resolve_config
+from torchtitan_lite.config.idle_keys import describe_idle_keys
 from torchtitan_lite.config.model import MODEL_SIZES, resolve_model
 from torchtitan_lite.config.reader import KEYS
 from torchtitan_lite.config.schema import Config, get_value
@@ -67,6 +68,7 @@ def main(options: Namespace) -> int:
         run_ranks = partial(pool.run, timeout_s=options.timeout)
         trials = make_trials(reduction, run_ranks, Path(folder))
     report = make_report(given.config_name, reduction, trials)
+    report["idle"] = describe_idle_keys(given)
     print(json.dumps(report, default=str) if options.json else describe_report(report))
     return 0 if report["verdict"] == CERTIFIED else 1
 
@@ -217,25 +219,22 @@ def describe_report(report: dict) -> str:
     lines.append(f"not covered: {OUTSIDE}. By key:")
     texts = {key: describe_change(change) for key, change in report["not_covered"].items()}
     for key, asked in report["did_not_act"].items():
-        texts[key] = f"{reprlib.repr(asked)} did not act"
-        if key == "training.loss":
-            texts[key] = (
-                f"{reprlib.repr(asked)}, formula not covered: one process calls the same code"
-            )
-    lines += [f"  {line}" for line in list_by_section(texts)]
+        texts[key] = f"{reprlib.repr(asked)} was not seen to act"
+    lines += list_by_section(texts) + report.get("idle", [])
     if report["unjudged"]:
         names = ", ".join(report["unjudged"])
         lines.append(
             f"not judged, because terms cancel and only rounding errors are left: gradients of {names}"
         )
     for trial in report["trials"]:
-        replaced = {}
-        for key, change in trial["replaced"].items():
-            if key not in report["not_covered"]:
-                replaced[key] = describe_change(change)
+        replaced = {
+            key: describe_change(change)
+            for key, change in trial["replaced"].items()
+            if key not in report["not_covered"]
+        }
         if replaced:
             lines.append(f"another value in trial {trial['name']}:")
-            lines += [f"  {line}" for line in list_by_section(replaced)]
+            lines += list_by_section(replaced)
     return "\n".join([*lines, "", describe_measures(report["trials"])])
 
 
@@ -251,7 +250,7 @@ def list_by_section(texts: dict[str, str]) -> list[str]:
     for key, text in texts.items():
         section, _, name = key.rpartition(".")
         sections[section].append(f"{name} {text}")
-    return [f"{section}: {', '.join(found)}" for section, found in sections.items()]
+    return [f"  {section}: {', '.join(found)}" for section, found in sections.items()]
 
 
 def describe_measures(trials: list[dict]) -> str:

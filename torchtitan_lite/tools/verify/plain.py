@@ -252,8 +252,9 @@ class PlainModel:
         self.parameters = dict(self.model.named_parameters())
         self.model.output.formula = find_formula(self.section.loss)
 
-    def keep_output(self, name: str, module: nn.Module, args: tuple, output: Tensor) -> None:
-        self.outputs[name] = output.detach()
+    def keep_output(self, name: str, module: nn.Module, args: tuple, output: object) -> None:
+        if isinstance(output, Tensor):  # a module of a fork may return several
+            self.outputs[name] = output.detach()
 
     def backward(self, batch: Batch) -> tuple[float, dict[str, Tensor]]:
         """Return the mean loss over valid tokens, and the gradients.
