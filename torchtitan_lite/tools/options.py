@@ -35,7 +35,13 @@ def number(name: str, kind: type, limits: Range) -> Callable:
     """Return an argument type that parses a number within `limits`. `name` appears in --help and in errors."""
 
     def parse(text: str) -> float:
-        value = parse_whole(text) if kind is int else float(text)
+        try:
+            value = kind(text)
+        except ValueError:  # 1e3 is a whole number too
+            value = float(text)
+            if not value.is_integer():
+                raise
+            value = int(value)
         if value not in limits:
             raise ArgumentTypeError(f"{text} is out of range. Use {limits}")
         return value
@@ -45,17 +51,6 @@ def number(name: str, kind: type, limits: Range) -> Callable:
 
 
 count = number("count", int, Range(1, MANY))
-
-
-def parse_whole(text: str) -> int:
-    """Parse a whole number, such as 7, 007, 1_000 or 1e3. Raises ValueError."""
-    try:
-        return int(text)
-    except ValueError:
-        number = float(text)
-    if not number.is_integer():
-        raise ValueError(f"{text} is not a whole number")
-    return int(number)
 
 
 DEGREE_KEYS = {

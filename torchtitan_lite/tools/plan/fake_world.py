@@ -61,10 +61,13 @@ class FakeMode(FakeTensorMode):
 def fake_tensors() -> Iterator[None]:
     """Context manager: new tensors have a shape and no storage."""
     outside = _disable_current_modes()  # decorates functions
-    infer = ShardingPropagator._propagate_tensor_meta_non_cached
     with (
         # DTensor infers shapes with fake tensors of the full shape. These tensors must not be counted as memory.
-        patch.object(ShardingPropagator, infer.__name__, outside(infer)),
+        patch.object(
+            ShardingPropagator,
+            "_propagate_tensor_meta_non_cached",
+            outside(ShardingPropagator._propagate_tensor_meta_non_cached),
+        ),
         # fully_shard fails on fake tensors. An extension may also build a second model here.
         patch.object(build, "build_parts", outside(build.build_parts)),
         patch.object(getLogger("torch._subclasses.fake_tensor"), "disabled", True),

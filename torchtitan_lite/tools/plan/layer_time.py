@@ -133,6 +133,11 @@ class LayerTime:
         )
 
     @property
+    def has_slow_norms(self) -> bool:
+        """Whether norms run operator by operator (NORM_OP_BY_OP)."""
+        return self.workload.layout.tp > 1 and not self.workload.compiled
+
+    @property
     def row_bytes(self) -> float:
         """Bytes read and written per element of a row that is routed to an expert, without the expert's own kernels.
 
@@ -153,7 +158,7 @@ class LayerTime:
         args = w.args
         c = w.compute_bytes  # per element
         of_norm, of_gate, of_activation = TENSORS[w.compiled]
-        if w.layout.tp > 1 and not w.compiled:
+        if self.has_slow_norms:
             of_norm = NORM_OP_BY_OP
         n_bytes = of_activation * c * kind.products_dim
         if kind.is_gated:  # rotary embeddings are included; eager code rotates in fp32
@@ -172,6 +177,15 @@ class LayerTime:
         launch_s = KERNELS_OF_LAYER[w.compiled] * self.cluster.kernel_s
         forward = self.cluster.memory_time(n_bytes) + launch_s
         return forward, 2 * forward - self.cluster.memory_time(once_bytes)
+
+    @property
+    def dispatch_s(self) -> float:
+        """Seconds of an MoE layer's small kernels in forward. Backward takes twice as long. No trainer compiles them.
+
+        With ep, the host waits for the counts of rows, so the device waits for each of these launches. Without ep, the
+        same time is counted; with large microbatches, it is 2 % of a step.
+        """
+        return KERNELS_OF_EXPERTS * self.cluster.host_s
 
     # ------------------------------------------------------------ waits
 
@@ -332,10 +346,7 @@ class LayerTime:
         # of inputs, and one for the gradients of weights. Full recompute repeats the launches of forward.
         n_launches = KERNELS_OF_LAYER[w.compiled] + len(kind.block)
         launches = n_launches * self.cluster.host_s / (1 + w.compiled)
-        # Seconds of an MoE layer's small kernels in forward. No trainer compiles them. With ep, the host waits for the
-        # counts of rows, so the device waits for each of these launches. Without ep, the same time is counted; with
-        # large microbatches, it is 2 % of a step.
-        waiting = kind.is_moe and KERNELS_OF_EXPERTS * self.cluster.host_s
+        waiting = kind.is_moe and self.dispatch_s
         forward = waiting + max(forward, launches)
         n_passes = 2 + kind.average(full=1)
         backward = n_passes * waiting + max(backward, n_passes * launches - of_weights)
