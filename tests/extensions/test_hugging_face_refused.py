@@ -13,6 +13,7 @@ from folders import load_json
 from marks import each_row
 from test_hugging_face import change_tensors, edit_json
 
+from torchtitan_lite.config.choices import ATTENTIONS, AttentionRow
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.model_rows import ModelArgs, MoEArgs, RopeScaling
 from torchtitan_lite.extensions.hugging_face_export import explain_unwritable
@@ -176,7 +177,10 @@ PLAIN = FORKED(64, 2, 4, 2, 16, 96, 128)
     ],
     ids=str,
 )
-def test_a_field_that_no_family_names_is_not_exported_unless_it_has_its_default(changes, named):
+def test_a_field_that_no_family_names_is_not_exported_unless_it_has_its_default(
+    changes, named, monkeypatch
+):
+    monkeypatch.setitem(ATTENTIONS, "of a fork", AttentionRow(extension="of_a_fork"))
     model_args = replace(PLAIN, **changes)
     why = explain_unwritable(model_args, "causal")
     assert why is None if named is None else named in why

@@ -240,11 +240,13 @@ def test_wrong_input_is_refused_before_weights_are_loaded(
         (checkpoint, "x " * 200, "has 202 tokens"),
         (Path("outputs/absent"), "a", "outputs/absent"),
         (foreign, "a", SHIPPED),
-        (other, "a", "of_another_fork"),
+        (other, "a", "'of_another_fork' has no row"),
         (bare, "a", "--tokenizer"),
         (without_context, "a", "max_position_embeddings"),
     ):
         assert named in run_tool("generate", source, "--prompt", prompt, status=2)
+    for words in (("convert", other, tmp_path / "hf"), ("eval", other, "--data", __file__)):
+        assert "has no row" in run_tool(*words, status=2)
 
 
 def test_weights_that_diverged_end_with_status_1(model, tmp_path, run_tool):

@@ -73,7 +73,7 @@ def test_a_wrong_layout_ends_with_its_first_fault(monkeypatch, tmp_path):
     calls = {"wide": lambda: wrong, "deep": pytest.fail}
     monkeypatch.setattr("torchtitan_lite.tools.verify.command.list_trials", lambda *_: calls)
     trials = make_trials(reduction, None, tmp_path)
-    text = json.dumps(make_report("debug", reduction, trials), default=str)
+    text = json.dumps(make_report("debug", reduction, trials) | {"idle": []}, default=str)
     report = json.loads(text)
     (trial,) = report["trials"]
     assert (trial["name"], [*trial["faults"]]) == ("wide", [*faults])
@@ -135,7 +135,7 @@ def test_every_key_that_a_trial_replaces_is_in_the_certificate(pool, tmp_path):
     configs = defaultdict(list)
     reduction = reduce_config(given.config, 2)
     trials = make_trials(reduction, record_configs(pool.run, configs), tmp_path)
-    report = make_report("debug", reduction, trials)
+    report = make_report("debug", reduction, trials) | {"idle": ["a is idle"]}
     text = describe_report(report)
     assert report["verdict"] == "certified", text
     assert text.startswith("certified: debug on dp_shard2, 2 ranks") and "seq_len 128 -> " in text
@@ -158,7 +158,12 @@ def test_every_key_that_a_trial_replaces_is_in_the_certificate(pool, tmp_path):
 
 def set_every_key(config: Config) -> tuple[Config, set[str]]:
     """Return a config with a different value for every key that changes results, and these keys. No rule checks it."""
-    names = {"model.name", "model.flavor", *(f"model.{size}" for size in MODEL_SIZES)}
+    names = {
+        "model.name",
+        "model.flavor",
+        "model.attention",
+        *(f"model.{size}" for size in MODEL_SIZES),
+    }
     tried = set(filter(changes_results, KEYS)) - names
     for key in tried:
         default = get_value(Config(), key)
@@ -274,7 +279,7 @@ def test_ranks_that_raise_are_a_fault_and_ranks_without_an_answer_are_not(
 ):
     with RankPool() as own_pool:
         trial = make_trial("wide", partial(own_pool.run, function, 2, timeout_s=timeout_s))
-    report = make_report("debug", reduce(), [trial])
+    report = make_report("debug", reduce(), [trial]) | {"idle": []}
     assert report["verdict"] == verdict and text in describe_report(report)
 
 

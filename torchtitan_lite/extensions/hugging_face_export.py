@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.config.block import list_parameters, list_windows
-from torchtitan_lite.config.choices import ATTENTIONS, AttentionRow
+from torchtitan_lite.config.choices import ATTENTIONS
 from torchtitan_lite.config.family_rows import Family
 from torchtitan_lite.config.messages import Problems
 from torchtitan_lite.config.model_rows import FULL, SLIDING, ModelArgs
@@ -65,7 +65,7 @@ def explain_unwritable(model_args: ModelArgs, attention: str) -> str | None:
         return f"{name} = {value!r}, but {theirs} only computes {only!r}"
     if model_args.dim % model_args.n_heads and family.divides_dim:
         return f"{theirs} needs a hidden_size ({model_args.dim}) that is a multiple of {model_args.n_heads} heads"
-    if ATTENTIONS.get(attention, AttentionRow(attention)).extension:  # for example in a fork
+    if ATTENTIONS[attention].extension:  # for example in a fork
         return f"model.attention = {attention!r}, but {theirs} only has causal attention"
     layers = range(model_args.n_layers)
     if list_windows(attention, model_args) != tuple(map(model_args.find_window, layers)):

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_lite.checkpoint.format import CheckpointError
-from torchtitan_lite.config.choices import ATTENTIONS, AttentionRow
+from torchtitan_lite.config.choices import ATTENTIONS
 from torchtitan_lite.data.encoding import match_longest
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.extensions.hugging_face_config import GENERATION_CONFIG
@@ -37,10 +37,10 @@ FOLLOWED = ("bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "transf
 def main(options: Namespace) -> int:
     """Generate and print the text. Raises SourceError for wrong input before loading the weights."""
     source = open_source(options)
-    if ATTENTIONS.get(source.attention, AttentionRow(source.attention)).extension:
-        why = f'tools/kv_cache.py does not support model.attention = "{source.attention}"'
+    if ATTENTIONS[source.attention].extension:
         raise SourceError(
-            f"{source.path}: {why} (its row in config/choices.py has code). Use eval instead."
+            f"{source.path}: tools/kv_cache.py does not support model.attention = {source.attention!r}, "
+            "whose row in config/choices.py has code. Use eval instead."
         )
     settings = source.published.get(GENERATION_CONFIG, {})
     for key, value in settings.items():

@@ -24,6 +24,7 @@ from torchtitan_lite.checkpoint.format import (
 from torchtitan_lite.checkpoint.load import OpenCheckpoint
 from torchtitan_lite.checkpoint.starting_weights import parse_model_args
 from torchtitan_lite.config.block import list_expert_biases
+from torchtitan_lite.config.choices import ATTENTIONS
 from torchtitan_lite.config.experts import explain_strides
 from torchtitan_lite.config.messages import ConfigError, UserError
 from torchtitan_lite.config.model_rows import ModelArgs
@@ -87,6 +88,10 @@ def open_source(options: Namespace) -> ModelSource:
         config = manifest.run["config"]
         published = manifest.run.get(IN_MANIFEST, {})
         attention = config["model"]["attention"]
+        if attention not in ATTENTIONS:
+            raise SourceError(
+                f"{path}: model.attention = {attention!r} has no row in config/choices.py. Use the code that saved it."
+            )
         assets = config["model"]["hf_assets_path"]
         n_trained = config["training"]["seq_len"]
     try:

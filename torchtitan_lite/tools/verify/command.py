@@ -220,7 +220,7 @@ def describe_report(report: dict) -> str:
     texts = {key: describe_change(change) for key, change in report["not_covered"].items()}
     for key, asked in report["did_not_act"].items():
         texts[key] = f"{reprlib.repr(asked)} was not seen to act"
-    lines += list_by_section(texts) + report.get("idle", [])
+    lines += list_by_section(texts) + report["idle"]
     if report["unjudged"]:
         names = ", ".join(report["unjudged"])
         lines.append(
