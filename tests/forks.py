@@ -233,6 +233,8 @@ MODEL = ModelTable(llama3.FLAVORS, list_block, list_ends)
 
 LOCAL = """from torch.optim import Optimizer
 
+from torchtitan_lite.dtensor import local_shard
+
 
 class Local(Optimizer):
     def __init__(self, groups, **options):
@@ -241,7 +243,7 @@ class Local(Optimizer):
     def step(self, closure=None):
         for group in self.param_groups:
             for parameter in group["params"]:
-                self.state[parameter]["sum"] = parameter.grad.to_local()
+                self.state[parameter]["sum"] = local_shard(parameter.grad)
 """
 
 # A learned gain for each block. The gradient of the scalar is a sum whose terms nearly cancel.
