@@ -110,8 +110,8 @@ def forward_backward(run: Run, batch: Batch, n_tokens: Tensor) -> Tensor:
     """Run forward and backward for all microbatches. Gradients are accumulated, and are complete on return.
 
     Here and in the functions below, `batch` is the result of `shard_for_cp`.
-    Returns the loss of this rank's tokens, () fp32, which is zero if no stage of this rank has the head. All tp ranks
-    of a replica return the same loss.
+    Returns the loss of this rank's tokens, () fp32, which is zero if no stage of this rank has the head. The loss
+    is equal on all tp ranks.
     """
     losses = []
     if run.schedule is not None:

@@ -134,7 +134,7 @@ class OtherWorkload(Workload):
     adds_rows: int = 0
     adds_rows_back: int = 0
     is_unbalanced: bool = False  # nothing balances the routes
-    pads_experts: bool = False  # each expert computes as many rows as the fullest one
+    pads_experts: bool = False  # an expert with fewer rows than the fullest one computes padding
     # FSDP reduces once per step. Between microbatches, a rank holds all gradients of its layers.
     sums_whole: bool = False
 
@@ -144,7 +144,7 @@ class OtherWorkload(Workload):
             self.n_reductions = 1
         if self.is_unbalanced:
             # The step waits for the fullest of n ranks, or of n experts. The loads of experts are independent and
-            # normal, and a rank adds those of its experts.
+            # normal, and the load of a rank is the sum over its experts.
             n_experts = self.args.moe.n_experts
             n = n_experts if self.pads_experts else self.layout.ep
             spread = LOAD_SPREAD * (n / n_experts) ** 0.5

@@ -291,7 +291,7 @@ def draw_pipeline(planned: PlannedRun) -> str:
     key = draw_key((f"var(--{kind})", "", word) for kind, word in letters.items() if kind in used)
     about = (
         f"{layout.n_microbatches} microbatches pass through {len(layout.stages)} stages. Between two stages, a rank "
-        f"sends {format_bytes(sent)} for each microbatch in forward, and as many bytes in backward. "
+        f"sends {format_bytes(sent)} for each microbatch in forward, and the same in backward. "
         f"Ranks are idle for {forecast.bubble:.1%} of a step. The pipeline takes "
         f"{format_seconds(timeline.end_time)}."
     )

@@ -107,9 +107,9 @@ def list_calls_of_stage(w: Workload, index: int) -> list[Call]:
     """List the calls of embedding, final norm, head and loss over tp, and the sends to neighboring stages."""
     m = w.layout.n_microbatches
     stage = w.stages[index]
-    n_ends = stage.has_embedding + stage.has_head
-    n_gathers = n_ends + len(list_gathered(list(stage.added)))
-    n_scatters = n_ends + sum(row.tp_style == "rowwise" for row in stage.added)
+    # Each of these modules has an all-gather and a reduce-scatter: one in forward, the other in backward
+    n_exchanging = stage.has_embedding + stage.has_head + len(list_gathered(list(stage.added)))
+    n_exchanging += sum(row.tp_style == "rowwise" for row in stage.added)
     # Each tp rank contributes two fp32 numbers per token: the sum of exponentials, and the target's logit.
     sums_bytes = w.n_tokens * w.layout.tp * 8
     n_chunks = ceil(w.n_tokens / (w.loss_chunk_tokens or w.n_tokens))
@@ -122,8 +122,8 @@ def list_calls_of_stage(w: Workload, index: int) -> list[Call]:
     outputs = sum(row.weight[0] for row in stage.added if row.tp_style == "gathered")
     return [
         ("tp", "all-gather", m * (outputs > 0), outputs * w.hidden_bytes / w.args.dim),
-        ("tp", "all-gather", m * (n_gathers + n_scatters - n_ends), w.hidden_bytes),
-        ("tp", "reduce-scatter", m * (n_gathers + n_scatters - n_ends), w.hidden_bytes),
+        ("tp", "all-gather", m * n_exchanging, w.hidden_bytes),
+        ("tp", "reduce-scatter", m * n_exchanging, w.hidden_bytes),
         *list_reductions_over_tp(w, stage.added, 1),
         ("tp", "all-gather", m * n_chunks * stage.has_head, sums_bytes / n_chunks),
         ("tp", "all-reduce", w.n_reductions * stage.has_head, norm_bytes),

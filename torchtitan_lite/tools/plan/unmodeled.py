@@ -1,8 +1,7 @@
 """List the features of a run that the forecast does not model. `plan` prints a remark for each feature.
 
 MODELED_VALUES has the keys that are modeled for some values only. All other keys are modeled for all values, or do not
-change the time or the memory of a step. Validation, checkpoints, snapshots and comparisons of copies run between steps,
-so they are not listed.
+change the time or the memory of a step. Validation and checkpoints run between steps, so they are not listed.
 """
 
 from torchtitan_lite.config.block import list_added_ends
@@ -17,6 +16,8 @@ MODELED_VALUES = {  # key -> modeled values, and what the forecast counts for al
     "quantize.linear.float8.emulate": ((False,), "matmuls of float8 units"),
     "training.router_z_loss": ((0.0,), "routers without this loss"),
     "debug.deterministic": ((False,), "the fastest kernels"),
+    "debug.compare_copies_every": ((0,), "no comparisons"),
+    "checkpoint.local_folder": (("",), "no snapshots"),
     "parallelism.fsdp_symmetric_memory": ((False,), "NCCL's usual kernels"),
     "training.enable_cpu_offload": ((False,), "a run without offload"),
     "optimizer.name": (("AdamW", "SGD", "Muon"), "the moments of its row, updated in one pass"),
@@ -31,8 +32,9 @@ def list_unmodeled(planned: PlannedRun) -> dict[str, str]:
         if value not in values:
             unmodeled[f"{key} = {value}"] = counted
     if planned.workload.async_tp and planned.workload.float8:
-        key = "parallelism.enable_async_tensor_parallel = True"
-        unmodeled[key] = "6 of 10 collectives of a block as fused, but with float8 it is 1"
+        unmodeled["parallelism.enable_async_tensor_parallel = True"] = (
+            "6 of 10 collectives of a block as fused, but with float8 it is 1"
+        )
     if planned.workload.updates_matrices and planned.config.optimizer.groups:
         unmodeled["optimizer.groups"] = "rounds of Muon with matrices of all groups"
     attention = planned.config.model.attention

@@ -12,7 +12,7 @@
 Rows have about 41 tokens, an odd number if possible, and are longer than every attention window. A window that is a
 size of the flavor is made smaller. A window that is set by a row in config/choices.py keeps its size.
 
-The result is the config of the wide trial, from which derived_configs.py makes those of the other trials. The
+The result is the config of the wide trial, and derived_configs.py derives the other trials from it. The
 certificate lists every difference from the real config. This module does not import torch.
 """
 
