@@ -32,6 +32,7 @@ from torchtitan_lite.tools.processes import WORKER_ENVIRONMENT, start_fork_serve
 # torch's caches keep gloo groups and their threads alive. After dozens of jobs, hundreds of threads would compete for
 # the cores. New workers are cheap, because they are forks of a process that has imported torch.
 JOBS_PER_WORKER = 8
+OF_A_PEER = "Check the logs of the remote worker"  # in errors of gloo if a peer has ended
 SECONDS_AFTER_A_FAILURE = 3  # time for the other ranks to finish after a rank has failed
 
 
@@ -120,8 +121,10 @@ class RankPool(AbstractContextManager):
             failures.append(NoAnswer(f"no answer within {timeout_s:g} s from rank {late}"))
         if failures:
             self.close()
-            # If a rank was killed, its peers fail too.
-            raise min(failures, key=lambda failure: not isinstance(failure, NoAnswer))
+            # If a rank was killed or has failed, its peers fail too.
+            raise min(
+                failures, key=lambda each: (not isinstance(each, NoAnswer), OF_A_PEER in str(each))
+            )
         return results
 
 
