@@ -39,8 +39,8 @@ from torchtitan_lite.checkpoint.save import (
 from torchtitan_lite.config.layout import MESH_DIMS
 from torchtitan_lite.config.schema import Checkpoint
 from torchtitan_lite.extensions.snapshots import Snapshots
-from torchtitan_lite.faults.resume import restore_run
 from torchtitan_lite.parallel.process_groups import Place
+from torchtitan_lite.resume import restore_run
 
 ONE_RANK = dict.fromkeys((*MESH_DIMS, *EXPERT_DIMS), 1)
 FINGERPRINT = {

@@ -5,7 +5,7 @@
     materialize     storage and initial weights, which depend only on (seed, FQN)
     build_run       calls the three functions above, then adds optimizer, learning-rate schedule and pipeline schedule
     build_savers    objects that save the run after a step: checkpoints, snapshots
-    start_from      loads a checkpoint, snapshot or weights, if the run starts from one (faults/resume.py)
+    start_from      loads a checkpoint, snapshot or weights, if the run starts from one (resume.py)
 
 train.py, verify, plan, explain and bench all build their runs with these functions, so they cannot drift apart.
 """
@@ -278,5 +278,5 @@ def start_from(
         steps = do_on_rank_0(group, lambda: find_steps(saver.folder))
     if not (steps or snapshots or section.initial_load_path):
         return 0
-    resume = load_module("faults.resume").resume
+    resume = load_module("resume").resume
     return resume(run, steps, snapshots, group, restarted=restarted)

@@ -23,8 +23,8 @@ from torchtitan_lite.checkpoint.save import describe_run
 from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.schema import Checkpoint, with_value
-from torchtitan_lite.faults.resume import quarantine
 from torchtitan_lite.preflight import resolve
+from torchtitan_lite.resume import quarantine
 
 MANIFEST, FIRST, SECOND = FILES = [
     "manifest.json",

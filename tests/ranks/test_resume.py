@@ -18,7 +18,7 @@ from torchtitan_lite.checkpoint.save import CheckpointSaver
 from torchtitan_lite.config.choices import OPTIMIZERS
 from torchtitan_lite.config.reader import KEYS
 from torchtitan_lite.config.schema import Checkpoint
-from torchtitan_lite.faults.resume import restore_run
+from torchtitan_lite.resume import restore_run
 
 # The learning rate changes in every step, so a shifted schedule would change the weights.
 SCHEDULE = {

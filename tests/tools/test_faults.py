@@ -656,7 +656,7 @@ def restore_after_changes(rank: int, world_size: int, folder: str) -> list[tuple
     for _, keys in read_lines(CHANGED):
         (row,) = read_rows(f"start | {world_size} | SHARD=4 {keys}").values()
         dist.barrier()
-        with patch("torchtitan_lite.faults.resume.logger.info") as log:
+        with patch("torchtitan_lite.resume.logger.info") as log:
             result, _ = start(*row, folder)
         lines = [call.args[0] for call in log.call_args_list]
         found.append((str(result), [line for line in lines if not line.startswith("resumed")]))

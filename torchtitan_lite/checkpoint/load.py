@@ -5,7 +5,7 @@
 
 A rank opens the files that have its shards, and the files that it hashes.
 
-A load succeeds only if every hash matches. If the newest state is damaged, an older state is loaded. faults/resume.py
+A load succeeds only if every hash matches. If the newest state is damaged, an older state is loaded. resume.py
 lists the states that a run may resume from. If one rank fails, all ranks raise its error (`raise_on_all_ranks`).
 Otherwise the other ranks would wait in their next collective, and report a time-out minutes later.
 """
