@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_lite import build
 from torchtitan_lite import step as stepping
-from torchtitan_lite.build import find_saver
 from torchtitan_lite.checkpoint.format import (
     EXPERT_DIMS,
     Manifest,
@@ -38,6 +37,7 @@ from torchtitan_lite.checkpoint.save import (
 )
 from torchtitan_lite.config.layout import MESH_DIMS
 from torchtitan_lite.config.schema import Checkpoint
+from torchtitan_lite.extensions.asynchronous_saves import AsynchronousSaver
 from torchtitan_lite.extensions.snapshots import Snapshots
 from torchtitan_lite.parallel.process_groups import Place
 from torchtitan_lite.resume import restore_run
@@ -94,7 +94,8 @@ def make_saver(
     manifest = Manifest(0, fingerprint, about, mesh=mesh)
     group = dist.new_group(backend="gloo")
     cpu = torch.device("cpu")
-    return find_saver(section)(Path(folder), section, list_tensors, manifest, group, cpu)
+    saver = CheckpointSaver if section.async_mode == "disabled" else AsynchronousSaver
+    return saver(Path(folder), section, list_tensors, manifest, group, cpu)
 
 
 def make_snapshots(

@@ -34,7 +34,7 @@ from torchtitan_lite.config.extensions import load_extension, load_module
 from torchtitan_lite.config.layout import Layout, gathers_whole_parts
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.model_rows import ModelArgs
-from torchtitan_lite.config.schema import Checkpoint, Config
+from torchtitan_lite.config.schema import Config
 from torchtitan_lite.model.part import is_tied_inside, list_moes
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 from torchtitan_lite.parallel.mesh import Mesh
@@ -234,11 +234,13 @@ def build_savers(
     published = spec.weights.published if spec.weights else {}
     about = describe_run(run.config, run.layout.degrees, published)
     group = host
+    saver_class = CheckpointSaver
     timeout = timedelta(seconds=run.config.comm.init_timeout_seconds)
     is_asynchronous = section.async_mode != "disabled"
     if is_asynchronous:  # the thread that saves needs a separate group
         group = dist.new_group(backend="gloo", timeout=timeout, group_desc="saver")
-    saver = find_saver(section)(
+        saver_class = load_extension("asynchronous_saves").AsynchronousSaver
+    saver = saver_class(
         spec.dump_folder / section.folder,
         section,
         run.name_tensors,
@@ -254,13 +256,6 @@ def build_savers(
     if is_asynchronous:
         run.before_update.extend(each.wait_for_copy for each in (saver, snapshots) if each)
     return saver, snapshots
-
-
-def find_saver(section: Checkpoint) -> type[CheckpointSaver]:
-    """Return the class that saves checkpoints: synchronous or asynchronous."""
-    if section.async_mode != "disabled":
-        return load_extension("asynchronous_saves").AsynchronousSaver
-    return CheckpointSaver
 
 
 def start_from(

@@ -59,4 +59,4 @@ def shard_parameters(module: nn.Module, mesh: DeviceMesh, placements: dict[str, 
         full = getattr(module, name, None)
         if full is not None:
             own = distribute_tensor(full, mesh, [placement], src_data_rank=None)
-            module.register_parameter(name, nn.Parameter(own))
+            module.register_parameter(name, nn.Parameter(own, full.requires_grad))

@@ -7,7 +7,7 @@ from unittest.mock import patch
 import compare
 import pytest
 import torch
-from layouts import BIASES, HEAD_NORMS, ONE_HEAD, TP, Row
+from layouts import BIASES, HEAD_NORMS, ONE_HEAD, PP, TP, Row
 
 from torchtitan_lite import build
 from torchtitan_lite import step as stepping
@@ -26,6 +26,37 @@ def test_a_resumed_run_makes_no_state_for_a_frozen_parameter():
     optimizer = torch.optim.AdamW([frozen, trained])
     create_optimizer_state(optimizer)
     assert [*optimizer.state] == [trained]
+
+
+FROZEN = ("tok_embeddings.", "layers.0.", "layers.1.")  # with pp2, the whole first stage
+
+
+class Frozen(Llama3):
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        for fqn, parameter in self.named_parameters():
+            parameter.requires_grad_(not fqn.startswith(FROZEN))
+
+
+def train_frozen(rank: int, world_size: int, keys: dict) -> tuple[float, dict[str, bool]]:
+    """Worker: make a step. Return the gradient norm, and for each parameter whether it has changed."""
+    with patch.object(build, "find_model_class", lambda name: Frozen):
+        run = compare.build_table_run(world_size, keys)
+    before = {fqn: compare.local(own).clone() for fqn, own in run.parameters.items()}
+    norm = stepping.train_step(run, compare.read_rows(run)).grad_norm.item()
+    return norm, {
+        fqn: not before[fqn].equal(compare.local(own)) for fqn, own in run.parameters.items()
+    }
+
+
+def test_frozen_parameters_stay_frozen_on_every_layout(pool):
+    norms = []
+    for keys in ({}, {TP: 2}, {PP: 2}):
+        for norm, has_changed in pool.run(train_frozen, 2, keys):
+            norms.append(norm)
+            wrong = [fqn for fqn in has_changed if has_changed[fqn] == fqn.startswith(FROZEN)]
+            assert not wrong, keys
+    assert norms == pytest.approx([norms[0]] * len(norms))
 
 
 class Broken(Llama3):

@@ -87,10 +87,10 @@ def sum_gradient_squares(parameters: Iterable[Tensor]) -> Tensor:
             n_copies = count_replicas(gradient)
             by_copies[n_copies].append(local_shard(gradient))
     # If n ranks hold the same shard (such as a norm weight under tp), each rank adds 1/n of the squares.
-    squares = 0
-    for n_copies, shards in by_copies.items():
-        squares = squares + sum_squares(shards) / n_copies
-    return squares
+    squares = [sum_squares(shards) / n_copies for n_copies, shards in by_copies.items()]
+    if not squares:  # every parameter of this rank is frozen
+        return torch.zeros((), dtype=torch.float64, device=parameter.device)
+    return sum(squares)
 
 
 def sum_squares(tensors: list[Tensor]) -> Tensor:
@@ -131,6 +131,7 @@ def update_weights(
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     gradients.append(local_shard(parameter.grad))
-        torch._foreach_div_(gradients, divisor)
+        if gradients:  # none if every parameter of this rank is frozen
+            torch._foreach_div_(gradients, divisor)
         optimizer.step()
     return applied
