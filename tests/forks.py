@@ -388,6 +388,14 @@ BROKEN = {  # fork -> what `verify` says about it
         "forward of its own",
         break_gain("gain_of_lambda", PARAMETER, f"{PARAMETER}; self.forward = lambda x: x"),
     ),
+    "a hook of a weight": (
+        "has a hook",
+        break_gain(
+            "gain_with_hook",
+            PARAMETER,
+            f"{PARAMETER}; self.weight.register_hook(lambda own: 2 * own)",
+        ),
+    ),
     "a layer beside its block": (
         "is no part of a module",
         add_model("gpt_flat", GPT_MODULES, GPT_TABLE.replace("mlp.", "")),

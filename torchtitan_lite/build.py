@@ -93,8 +93,8 @@ def find_model_class(name: str) -> type[nn.Module]:
 def build_on_meta(config: Config, model_args: ModelArgs) -> nn.Module:
     """Build the whole model on meta, without storage.
 
-    Raises UserError if the parameters differ from the model's table, if a tensor has no initial value, or if a module
-    does not use the forward of its class.
+    Raises UserError if the parameters differ from the model's table, if a tensor has no initial value, if a parameter
+    has a hook, or if a module does not use the forward of its class.
     """
     with torch.device("meta"):
         model = find_model_class(model_args.name)(model_args, attention=config.model.attention)
@@ -105,6 +105,10 @@ def build_on_meta(config: Config, model_args: ModelArgs) -> nn.Module:
             raise UserError(
                 f"{why}, which tp, pp and compile would replace or compile again. Define it in a subclass"
             )
+    for fqn, own in model.named_parameters():
+        if own._backward_hooks or own._post_accumulate_grad_hooks:
+            why = f"{fqn} of models/{model_args.name} has a hook, which the shards of it would not have"
+            raise UserError(f"{why}. Use a hook of its module, or an autograd.Function in forward")
     built = {(fqn, tuple(own.shape)) for fqn, own in model.named_parameters()}
     known = {*dict(built), *list_expert_biases(model_args), "output.weight"}
     shared = dict(model.named_parameters(remove_duplicate=False))
