@@ -378,6 +378,10 @@ BROKEN = {  # fork -> what `verify` says about it
     "a gradient that is doubled": ("gain.weight", break_gain("gain_twice", READS, TWICE)),
     "a gradient of one rank": ("gain.weight", break_gain("gain_of_one", READS, OF_ONE)),
     "a buffer": ("layers.0.gain.weight", break_gain("gain_in_buffer", PARAMETER, BUFFER)),
+    "a tensor in an attribute": (
+        "layers.0.gain.scale",
+        break_gain("gain_in_attribute", PARAMETER, f"{PARAMETER}; self.scale = torch.ones(1)"),
+    ),
     "dropout": ("random numbers", break_gain("gain_and_dropout", *DROPOUT)),
     "a value head that sees a slice": (
         "dimension",
@@ -389,7 +393,7 @@ BROKEN = {  # fork -> what `verify` says about it
         break_gain("gain_of_lambda", PARAMETER, f"{PARAMETER}; self.forward = lambda x: x"),
     ),
     "a hook of a weight": (
-        "has a hook",
+        "has a hook or attribute",
         break_gain(
             "gain_with_hook",
             PARAMETER,

@@ -99,21 +99,25 @@ def build_on_meta(config: Config, model_args: ModelArgs) -> nn.Module:
     with torch.device("meta"):
         model = find_model_class(model_args.name)(model_args, attention=config.model.attention)
     model.to(getattr(torch, config.training.dtype))
+    unknown = set()  # tensors without an initial value
     for fqn, module in model.named_modules():
+        attributes = vars(module).items()
+        unknown |= {f"{fqn}.{name}" for name, value in attributes if isinstance(value, Tensor)}
         if "forward" in vars(module):
             why = f"{fqn or 'the model'} of models/{model_args.name} has a forward of its own"
             raise UserError(
                 f"{why}, which tp, pp and compile would replace or compile again. Define it in a subclass"
             )
     for fqn, own in model.named_parameters():
-        if own._backward_hooks or own._post_accumulate_grad_hooks:
-            why = f"{fqn} of models/{model_args.name} has a hook, which the shards of it would not have"
-            raise UserError(f"{why}. Use a hook of its module, or an autograd.Function in forward")
+        if vars(own) or own._backward_hooks or own._post_accumulate_grad_hooks:
+            why = f"{fqn} of models/{model_args.name} has a hook or attribute, which its shards would not have"
+            raise UserError(f"{why}. Set it on its module, or use an autograd.Function in forward")
     built = {(fqn, tuple(own.shape)) for fqn, own in model.named_parameters()}
     known = {*dict(built), *list_expert_biases(model_args), "output.weight"}
     shared = dict(model.named_parameters(remove_duplicate=False))
-    if unknown := {*shared, *dict(model.named_buffers())} - known:
-        why = f"{min(unknown)} of models/{model_args.name} is a buffer or a shared parameter, without initial value"
+    unknown |= {*shared, *dict(model.named_buffers())} - known
+    if unknown:
+        why = f"{min(unknown)} of models/{model_args.name} is a tensor without initial value, or a shared parameter"
         raise UserError(f"{why}. Compute buffers in forward; call a module twice to share it")
     listed = {(fqn, entry.shape) for fqn, entry in list_parameters(model_args).items()}
     if different := listed ^ built:

@@ -145,9 +145,7 @@ def validate(
         run.layout.tp
     )  # tp ranks have the same loss and targets; so do pp ranks, except for the loss
     sums[1:] /= run.layout.pp
-    figures = {}
-    for name, value in describe_loss(sums).items():
-        figures[f"val_{name}"] = value
+    figures = {f"val_{name}": value for name, value in describe_loss(sums).items()}
     figures["val_time_s"] = time.perf_counter() - started_s
     return figures
 
