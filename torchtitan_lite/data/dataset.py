@@ -25,7 +25,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from itertools import chain, pairwise
 from pathlib import Path
 
 import torch
@@ -280,10 +279,14 @@ def prefetch(
         return batch
 
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch") as thread:
-        reads = (thread.submit(load, step) for step in steps)
-        # submit the next read before waiting for the current one
-        for read, _ in pairwise(chain(reads, [None])):
-            yield read.result().to(device)
+        current = None
+        for step in steps:
+            following = thread.submit(load, step)
+            if current:
+                yield current.result().to(device)
+            current = following
+        if current:
+            yield current.result().to(device)
 
 
 # ---------------------------------------------------------------- data of a run
