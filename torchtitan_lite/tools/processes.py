@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import sys
 from multiprocessing import forkserver
 
 WORKER_ENVIRONMENT = {
@@ -23,4 +24,6 @@ def start_fork_server() -> None:
     continues."""
     os.environ.update(WORKER_ENVIRONMENT)  # libraries read these variables when they are imported
     multiprocessing.set_forkserver_preload(PRELOADED)
+    # killed workers cannot free the semaphores of torch.compile; Python's tracker frees them, and would warn
+    sys.warnoptions.append("ignore::UserWarning:multiprocessing.resource_tracker")
     forkserver.ensure_running()
