@@ -419,6 +419,13 @@ BROKEN = {  # fork -> what `verify` says about it
             'config/choices.py | ATTENTIONS | "blind": AttentionRow(window=lambda args, layer: 0),',
         ),
     ),
+    "neither code nor a window": (
+        "has no `window`, but has no code",
+        Fork(
+            ("--model.attention=bare",),
+            'config/choices.py | ATTENTIONS | "bare": AttentionRow(under_cp=True),',
+        ),
+    ),
     "a loss without code": ("forgotten", forget_code("training.loss", "LOSSES", "LossRow()")),
     "an optimizer without code": (
         "forgotten",

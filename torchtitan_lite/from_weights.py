@@ -55,8 +55,7 @@ def find_weights(given: UserConfig, restarted: bool) -> tuple[UserConfig, Weight
         return replace(given, problems=(*given.problems, *error.problems)), None
     if weights is None:
         return given, None
-    if given.config.model.hf_assets_path == AUTO:
-        given = replace(given, config=with_value(given.config, TOKENIZER, weights.assets))
+    given = given.with_resolved(TOKENIZER, weights.assets)
     return adapt_to_weights(given, weights), weights
 
 
@@ -114,7 +113,11 @@ def check_loaded_weights(
         unlike, notices = check_loaded_model(config, model_args, weights)
         problems += unlike
     is_continued = weights.is_resumed or not config.checkpoint.initial_load_model_only
-    if is_continued and weights.manifest and layout and tokenizer:
+    if is_continued and not weights.manifest:
+        why = f"{weights.path} is a Hugging Face folder, which has no optimizer state and no step"
+        key = "checkpoint.initial_load_model_only"
+        problems.append(Problem(key, False, why, "Leave it out to start from its weights"))
+    elif is_continued and layout and tokenizer:
         documents = fingerprint_documents(config, tokenizer)
         different, noted = check_continued(config, weights, documents)
         problems += different

@@ -33,7 +33,7 @@ from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.model import resolve_model
 from torchtitan_lite.config.model_rows import AUTO, ModelArgs
 from torchtitan_lite.config.reader import UserConfig, dump_config_toml, read_config
-from torchtitan_lite.config.schema import Config, Parallelism, with_value
+from torchtitan_lite.config.schema import Config, Parallelism
 from torchtitan_lite.data.corpus_folder import check_data, describe_epochs
 from torchtitan_lite.data.tokenizer import KEY as TOKENIZER
 from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
@@ -152,7 +152,8 @@ def resolve(
     problems += check_data(config, tokenizer)
     notices = list(given.notices)
     if given.chosen:
-        notices += load_module("config.idle_keys").describe_idle_keys(given)
+        describe_idle_keys = load_module("config.idle_keys").describe_idle_keys
+        notices += describe_idle_keys(given, is_resumed=bool(weights and weights.is_resumed))
     if weights:
         check_weights = load_module("from_weights").check_loaded_weights
         notices += check_weights(problems, config, model_args, layout, tokenizer, weights)
@@ -204,17 +205,14 @@ def read_run(
     """
     given = read_config(args)
     section = given.config.checkpoint
-    if given.config.job.dump_folder == AUTO:
-        folder = f"./outputs/{name_run(given)}"
-        given = replace(given, config=with_value(given.config, "job.dump_folder", folder))
+    given = given.with_resolved("job.dump_folder", f"./outputs/{name_run(given)}")
     if section.load_only:
         given = load_extension("read_only").turn_off_files(given)
     weights = None
     steps = find_steps(Path(given.config.job.dump_folder, section.folder))
     if steps or section.load_step != -1 or section.initial_load_path or section.load_only:
         given, weights = load_module("from_weights").find_weights(given, restarted)
-    if given.config.model.hf_assets_path == AUTO:
-        given = replace(given, config=with_value(given.config, TOKENIZER, SHIPPED_TOKENIZER))
+    given = given.with_resolved(TOKENIZER, SHIPPED_TOKENIZER)
     if machine and machine.device_type == "cpu" and machine.is_here:
         given = adapt_to_cpu(given)
     pieces = count_pieces(given.config.parallelism)

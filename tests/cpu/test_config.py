@@ -10,16 +10,19 @@ import pytest
 from marks import each_row
 
 from torchtitan_lite.checkpoint.continued import find_resume_rule
+from torchtitan_lite.config.idle_keys import WITHOUT_EFFECT, WITHOUT_RESUME, describe_idle_keys
 from torchtitan_lite.config.model import MODEL_SIZES
 from torchtitan_lite.config.reader import (
     CONFIG_FOLDER,
     KEYS,
     REPOSITORY,
+    UserConfig,
+    convert,
     dump_config_toml,
     find_key,
     read_config,
 )
-from torchtitan_lite.config.schema import Config, Range, get_value
+from torchtitan_lite.config.schema import Config, Range, get_value, with_value
 from torchtitan_lite.extensions.torchtitan_keys import MISSING_FEATURES, explain_absent
 
 
@@ -382,3 +385,31 @@ def test_every_key_is_read_by_some_code():
             read |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     unread = [key for key in KEYS if key.rpartition(".")[2] not in read]
     assert not unread, f"no code reads {unread}: delete them from config/schema.py"
+
+
+# --- keys without effect ---
+
+OTHER = {int: 7, float: 0.125, list: ["other"]}  # type of a default -> a different value
+
+
+@pytest.mark.parametrize("case", WITHOUT_EFFECT)
+def test_every_key_without_effect_is_named_with_its_case(case):
+    config = Config()
+    settings = [part for part in case.split(" and ") if part != WITHOUT_RESUME]
+    for setting in settings:
+        key, _, text = setting.partition(" = ")
+        value = ast.literal_eval(text)
+        assert value == get_value(Config(), key) or convert(KEYS[key], value) == value
+        config = with_value(config, key, value)
+    idle = set()
+    for start in WITHOUT_EFFECT[case].split():
+        found = {key for key in KEYS if key.startswith(start) and f"{key} = " not in case}
+        assert found, start
+        idle |= found
+    for key in idle:
+        default = get_value(Config(), key)
+        other = not default if isinstance(default, bool) else OTHER.get(type(default), "other")
+        config = with_value(config, key, other)
+    given = UserConfig(config, "own", frozenset(idle), (), ())
+    assert all(key in " ".join(describe_idle_keys(given)) for key in idle)
+    assert describe_idle_keys(replace(given, chosen=frozenset())) == []

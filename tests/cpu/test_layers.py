@@ -17,13 +17,13 @@ FLOORS = {
     prefix: int(layer)
     for prefix, layer in read_lines("""
 torchtitan_lite.config.model_rows | -2  # the types of the rows below
-torchtitan_lite.config.family_rows | -2
 torchtitan_lite.models | -1  # the tables of the models
 torchtitan_lite.config | 0
 torchtitan_lite.dtensor | 1
 torchtitan_lite.files | 1
 torchtitan_lite.model | 1
-torchtitan_lite.models.NAME.modules | 2  # NAME: any folder of models/
+torchtitan_lite.models.NAME.hugging_face | 1  # NAME: any folder of models/
+torchtitan_lite.models.NAME.modules | 2
 torchtitan_lite.parallel | 2
 torchtitan_lite.data | 2
 torchtitan_lite.checkpoint | 2
@@ -62,7 +62,7 @@ torchtitan_lite.extensions.hugging_face_folder torchtitan_lite.extensions.tokeni
 torchtitan_lite.extensions.torchtitan_keys torchtitan_lite.extensions.muon_rounds
 torchtitan_lite.extensions.families torchtitan_lite.extensions.hub_names
 torchtitan_lite.tools.check torchtitan_lite.tools.command_lines
-torchtitan_lite.tools.detect torchtitan_lite.tools.host_rules
+torchtitan_lite.tools.detect torchtitan_lite.tools.host_rules torchtitan_lite.models.llama3.hugging_face
 """.split()
 )
 
@@ -98,7 +98,7 @@ IMPORTS = {
 
 
 def find_row(module: str) -> str:
-    module = re.sub(r"(models)\.\w+\.modules", r"\1.NAME.modules", module)
+    module = re.sub(r"(models)\.\w+\.(modules|hugging_face)", r"\1.NAME.\2", module)
     return max((row for row in FLOORS if module == row or module.startswith(f"{row}.")), key=len)
 
 

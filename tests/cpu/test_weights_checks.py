@@ -128,6 +128,7 @@ UNFIT = f"""
 --{PATH}=cut                                      | {PATH}: model.safetensors
 --{PATH}=nowhere                                  | {PATH}: nowhere
 --{PATH}=outputs/debug/step-9 --job.overwrite     | {PATH}: job.overwrite
+{HF} {NOT_ONLY} | checkpoint.initial_load_model_only: hf is a Hugging Face folder, which has no optimizer state
 {HF} --{ASSETS}=other                             | {ASSETS}: Leave it out
 {OURS} --{ASSETS}=assets/tokenizer                | {ASSETS}: Leave it out
 {OURS} --{ASSETS}=bytes                           | {ASSETS}: Leave it out

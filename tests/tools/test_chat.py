@@ -317,7 +317,11 @@ def test_what_is_no_template_is_a_sentence(template, make_folder, prepare):
 def test_a_model_that_was_trained_on_conversations_is_exported_with_its_chat_format(
     make_folder, prepare, tmp_path, run_tool
 ):
-    for tokenizer in (SHIPPED, make_folder(CHATML)):
+    named = make_folder(CHATML)
+    (named / "chat_template.jinja").write_text(CHATML)
+    (named / "additional_chat_templates").mkdir()
+    (named / "additional_chat_templates/rag.jinja").write_text("{{ messages | tojson }}")
+    for tokenizer in (SHIPPED, named):
         folder = tmp_path / tokenizer.name
         corpus = folder / "talks"
         prepare([{"messages": EXCHANGE}], "--tokenizer", tokenizer, "--out", corpus)
@@ -325,10 +329,14 @@ def test_a_model_that_was_trained_on_conversations_is_exported_with_its_chat_for
         args = replace(PLAIN, vocab_size=ours.vocab_size)
         about = {"assets": str(tokenizer), "corpora": [str(corpus)], "shape": asdict(args)}
         save(folder / "step-1", build_ours(args).state_dict(), **about)
-        run_tool("convert", folder, folder / "out")
+        said = run_tool("convert", folder, folder / "out")
+        assert ("`default` or `tool_use` of" in said) == (tokenizer == named)
         ids, _, (answer,) = encode(tokenizer, {"messages": EXCHANGE})
         oracle = AutoTokenizer.from_pretrained(folder / "out")
         assert oracle.apply_chat_template(EXCHANGE)["input_ids"] == ids
+        if tokenizer == named:
+            assert oracle.chat_template == AutoTokenizer.from_pretrained(named).chat_template
+            assert oracle.chat_template.keys() == {"default", "rag"}
         settings = GenerationConfig.from_pretrained(folder / "out")
         assert settings.eos_token_id == [ours.special[answer[1:]], ours.eos_id]
         corpus.rename(folder / "elsewhere")

@@ -313,6 +313,11 @@ NOTED = f"""
 --config own.toml {CP}=3 | training.seq_len is 510
 --training.seed=3 --debug.seed=4 | training.seed and debug.seed are the same key: 4 counts
 --validation.seq_len=64 | validation.seq_len = 64 has no effect
+--checkpoint.no_initial_load_model_only | initial_load_model_only has no effect while checkpoint.initial_load_path = ''
+--checkpoint.enable --checkpoint.exclude_from_loading=optimizer | has no effect while no checkpoint is resumed and
+--config own.toml --checkpoint.load_step=3 | checkpoint.load_step has no effect while checkpoint.enable = False
+--checkpoint.export_dtype=bfloat16 --checkpoint.enable | has no effect while checkpoint.last_save_in_hf = False and
+--compile.enable --compile.components=[] | compile.enable has no effect while compile.components = []
 --quantize.linear.float8.emulate | emulate has no effect while model.converters = []
 --config own.toml --validation.freq=3 --validation.steps=2 | validation.freq, validation.steps has no effect
 --optimizer.name=SGD --optimizer.beta2=0.9 | optimizer.beta2 has no effect while optimizer.name = 'SGD'

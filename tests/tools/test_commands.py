@@ -99,7 +99,8 @@ WRONG = f"""
 plan --config debug --gpu h1000                              | --gpu
 plan --config debug --gpus 8 {TP}=3                          | model.n_kv_heads
 explain --config debug --gpus 8 {TP}=3                       | model.n_kv_heads
-explain --config debug --gpus 2 --rank 2                     | Use 0 to 1
+explain --config debug --gpus 2 --rank 2                     | --rank = 2: there are 2 ranks. Use 0 to 1
+check --keys trainig                                         | --keys = 'trainig': there is no such key
 verify --config debug --parallelism.tensor_paralel_degree=2  | parallelism.tensor_paralel_degree
 verify --config debug {TP}=3                                 | This run cannot start:
 verify --config nothing                                      | job.config_file

@@ -81,7 +81,7 @@ def test_one_file_is_in_memory(tmp_path, monkeypatch, run):
 
 
 def test_out_is_never_overwritten_and_a_folder_needs_no_conversion(ours, tmp_path, run):
-    run(ours, tmp_path / "hf")
+    assert "no tokenizer was written" in run(ours, tmp_path / "hf")
     (tmp_path / "killed.tmp").mkdir()
     for source, out, status, named in (
         (ours, "hf", 1, f"{tmp_path / 'hf'} already exists"),

@@ -148,6 +148,10 @@ empty.jsonl.bz2 | | it has 0 bytes
 quote.csv | text\n"one\ntwo\n | quote.csv cannot be read: unexpected end of data
 picture.png | x | picture.png has an unknown suffix
 archive.tar.gz | x | Unpack an archive
+packed.txt.lz4 | x | Unpack an archive or a packed file
+text.txt --suffix=.log | x | --suffix: no file has .log
+text.txt --text-column=body | x | --text-column would have no effect
+text.txt --tokenizer=nowhere | x | --tokenizer nowhere: there is no tokenizer.json
 in.jsonl --train-tokenizer=300 --chat | {"text": "a"} | no chat template
 in.jsonl --train-tokenizer=300 | {"text": "a"}\n{"messages": []} | in.jsonl, row 2: it has no text in 'text'
 in.jsonl --train-tokenizer=300 --text-column=body | {"text": "a"} | in.jsonl, row 1: it has no text in 'body'
@@ -197,7 +201,7 @@ def test_bad_rows_are_printed_and_counted_with_skip_bad_and_the_corpus_is_checke
     args = "a.jsonl --tokenizer=bytes --validation-share=0 --skip-bad --processes=1 --encoding=UTF8 --out".split()
     assert main(["prepare", *args, "out"]) == 0
     printed = capsys.readouterr()
-    for words in ("2 bad rows left out", "1 empty documents", "1 rows with a column url, which"):
+    for words in ("bad rows left out: 2\n", "empty documents left out: 1\n", "not used: 1\n"):
         assert words in printed.out
     assert "label" not in printed.out
     assert "a.jsonl, row 2: Expecting value" in printed.err and "row 3" in printed.err
@@ -224,6 +228,8 @@ CSV = "id,text\r\n" + "".join(f'{n},"{text}"\r\n' for n, text in enumerate(ROWS)
 FORMS = {  # usual kinds of files, all with the documents ROWS
     "lines.jsonl": LINES.encode(),
     "lines.jsonl.bz2": bz2.compress(LINES.encode()),
+    "lines.jsonl.zstd": zstandard.compress(LINES.encode()),
+    "lines.jsonl.lzma": lzma.compress(LINES.encode(), lzma.FORMAT_ALONE),
     "lines.jsonl.xz": lzma.compress(OBJECTS[0].encode() + b"\n")
     + lzma.compress("\n".join(OBJECTS[1:]).encode()),
     "array.json": f"\n[{', '.join(OBJECTS)}]".encode(),
@@ -336,7 +342,8 @@ def test_no_split_is_empty_and_a_single_text_is_cut(args, train, validation, pre
     Path(".held").mkdir()
     write_rows(Path(".held/row.jsonl"), ["held"])
     write_rows(Path("rows.jsonl"), [f"row {n}" for n in range(20)])
-    assert "empty" not in prepare_here(*args.split(), "--tokenizer=bytes")
+    said = prepare_here(*args.split(), "--tokenizer=bytes")
+    assert "empty" not in said and "1 documents" not in said and "1 files" not in said
     assert list_texts(Path("out"), "train") == json.loads(train)
     assert list_texts(Path("out"), "validation") == json.loads(validation)
 
@@ -344,7 +351,7 @@ def test_no_split_is_empty_and_a_single_text_is_cut(args, train, validation, pre
 def test_bad_rows_are_skipped_when_a_tokenizer_is_trained(prepare_here):
     Path("in.jsonl").write_text('{"text": "a"}\n{"messages": []}\n')
     options = ["--train-tokenizer=258", "--skip-bad"]
-    assert "1 bad rows left out" in prepare_here("in.jsonl", *options)
+    assert "bad rows left out: 1" in prepare_here("in.jsonl", *options)
 
 
 # manifests that `prepare` did not write

@@ -30,6 +30,7 @@ SHORT = {  # abbreviation in the table below -> keys
 ENDS = read_lines("""
 the ends | verify wide | --ranks=4 | 0 | certified
 a second prediction | verify wide | STAGES --ranks=2 | 0 | certified
+an optimizer | verify wide | --ranks=4 --optimizer.eps=1e-6 | 0 | eps 1e-06 was not seen to act
 a value | verify wide | CONTEXT --ranks=2 | 0 | certified
 latent attention | verify wide | --ranks=4 | 0 | certified
 a gain | verify wide | --ranks=4 | 0 | certified

@@ -54,6 +54,12 @@ def test_a_plan_says_where_the_time_goes(run_tool):
         assert words in printed, words
 
 
+def test_a_plan_without_a_pipeline_names_no_pp_rank(run_tool):
+    for tool in ("plan --dry-run", "explain"):
+        printed = run_tool(*tool.split(), *"--config debug --gpus 2".split())
+        assert "every rank" in printed and "pp rank" not in printed
+
+
 def test_a_plan_names_the_nodes_of_each_axis_and_ends_with_status_1_if_it_does_not_fit(run_tool):
     keys = f"--{PP}=4 --{BATCH}=16 --{REPLICATE}=1 --{TP}=8 --{ZERO}=1"
     printed = run_tool(*f"plan --config mixtral_8x22b --gpus 2048 {keys}".split())

@@ -1,5 +1,6 @@
 """report: its page has the figures of metrics.jsonl and of the traces, and a browser shows every picture."""
 
+import json
 import re
 from argparse import Namespace
 from html import unescape
@@ -210,8 +211,11 @@ config.toml | model = 3 | config.toml lacks
 config.toml | [a | config.toml cannot be read as TOML
 metrics.jsonl | | metrics.jsonl lacks a start, or a step
 metrics.jsonl | {"kind": "step", "step": 1, "time": "", "loss": 8.0} | metrics.jsonl lacks a start
+metrics.jsonl | {"kind": "step", "step": "1", "time": "", "loss": 8.0} | metrics.jsonl lacks a start
+metrics.jsonl | {"kind": "start", "step": 0, "time": "", "device": 3, "world_size": 2} | metrics.jsonl lacks a start
 traces/step-9/rank-0.json | {"traceEvents": [ | step-9/rank-0.json is not a complete trace.* Delete it
 traces/step-9/rank-0.json | {} | step-9/rank-0.json is not a complete trace
+traces/step-9/rank-0.json | [] | step-9/rank-0.json is not a complete trace
 traces/step-9/rank-0.json | {"traceEvents": []} | step-9/rank-0.json is not a complete trace
 """
 
@@ -223,6 +227,26 @@ def test_a_file_of_a_run_that_is_not_complete_is_named(name, content, words, fol
         (run / f"traces/step-{step}").mkdir(parents=True)
     (run / name).write_text(content)
     with pytest.raises(UserError, match=words):
+        write(run)
+
+
+# field of a step -> a value of a wrong type
+WRONG_TYPES = {
+    "loss": "low",
+    "step_time_s": [1.0],
+    "lr/tok*": "x",
+    "tokens": True,
+    "expert_loads": 3,
+}
+
+
+@pytest.mark.parametrize("field", WRONG_TYPES)
+def test_a_value_of_a_wrong_type_is_refused_by_its_field_and_step(field, folder, tmp_path):
+    run = copy_run(folder, tmp_path / "run")
+    record = {"kind": "step", "step": 7, "time": "2026-11-30T10:00:00", field: WRONG_TYPES[field]}
+    with (run / "metrics.jsonl").open("a") as records:
+        records.write(json.dumps(record) + "\n")
+    with pytest.raises(UserError, match=f"metrics.jsonl: {re.escape(field)} = .* at step 7 is no"):
         write(run)
 
 

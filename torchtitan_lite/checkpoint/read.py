@@ -149,7 +149,7 @@ def read_checksums(folder: Path) -> Iterator[tuple[str, str]]:
             yield name, digest
 
 
-def require_undamaged(folder: Path, part: int = 0, n_parts: int = 1) -> None:
+def require_undamaged(folder: Path, part: int, n_parts: int) -> None:
     """Hash part number `part` of `n_parts` of the files. Raises DamagedCheckpoint, which names the changed files."""
     checksums = dict(read_checksums(folder))
     names = sorted(checksums)[part::n_parts]

@@ -280,7 +280,7 @@ def describe_run(
     }
 
 
-def is_saved(step: int, section: Checkpoint, n_steps: int, *, is_stopped: bool = False) -> bool:
+def is_saved(step: int, section: Checkpoint, n_steps: int, *, is_stopped: bool) -> bool:
     """Return whether a run of `n_steps` saves after this step. `is_stopped`: a signal ends the run here."""
     is_first = step == 1 and section.enable_first_step_checkpoint
     is_due = is_stopped or is_first or step == n_steps or step % section.interval == 0

@@ -44,6 +44,7 @@ def read_record(line: str) -> dict[str, Any] | None:
     """Return the record in a line of metrics.jsonl; None if the line is incomplete."""
     with suppress(ValueError):
         record = json.loads(line)
-        if isinstance(record, dict) and {"kind", "step", "time"} <= record.keys():
-            return record
+        match record:
+            case {"kind": str(), "step": int(), "time": str()}:
+                return record
     return None

@@ -7,10 +7,15 @@ extensions/families.py loads the rows, for weights and exports.
 """
 
 from dataclasses import dataclass, field
-from math import inf
 from typing import Any, Literal
 
-ABOVE_ZERO = 1e-30  # use as `least` if a number must be above zero
+from torchtitan_lite.config.schema import LARGEST, LARGEST_SIZE, MOST_LAYERS, Range
+
+# `limits` of numbers that are not sizes
+COUNT = Range(1, MOST_LAYERS)  # of layers or experts
+ABOVE_ZERO = Range(1e-30, LARGEST)
+NOT_NEGATIVE = Range(0, LARGEST)
+ANY_NUMBER = Range(-LARGEST, LARGEST)
 
 
 @dataclass(frozen=True)
@@ -24,7 +29,7 @@ class ConfigKey:
     kind: Any = object  # type of the JSON value, such as int, or list | None if null is allowed
     # the value that transformers uses if the key is missing; `...` if the key is required
     default: Any = None
-    least: float = -inf  # smallest allowed number
+    limits: Range = Range(1, LARGEST_SIZE)  # of a number, and of the numbers in a list
     only: tuple = ()  # values that our model supports (exports write the first); empty: all values
     items: type = object  # type of the items of a list
     same_as: str = ""  # the older key with the same meaning, which this key replaces

@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.config.extensions import load_extension
 from torchtitan_lite.config.messages import Problem, UserError, expand_path, is_unicode
-from torchtitan_lite.config.model_rows import ModelArgs
+from torchtitan_lite.config.model_rows import AUTO, ModelArgs
 from torchtitan_lite.config.schema import FOLDER, PATH, Config, Job, get_value, with_value
 
 try:
@@ -63,6 +63,12 @@ class UserConfig:
     chosen: frozenset[str]  # keys set by the command line or by a file outside configs/
     problems: tuple[Problem, ...]
     notices: tuple[str, ...]
+
+    def with_resolved(self, key: str, value: object) -> "UserConfig":
+        """Return a copy in which `value` replaces the value "auto" of a key."""
+        if get_value(self.config, key) != AUTO:
+            return self
+        return replace(self, config=with_value(self.config, key, value))
 
     def with_default(self, key: str, value: object, why: str) -> "UserConfig":
         """Return a copy with a different default for a key, and a notice. Return `self` if the user chose a value."""

@@ -145,6 +145,7 @@ def check_context_parallel(problems: Problems) -> None:
 def check_windows(problems: Problems) -> None:
     """Find windows and sinks that no layer uses, or that the attention does not support."""
     attention = problems.config.model.attention
+    row = ATTENTIONS[attention]
     model_args = problems.model_args
     window = model_args.sliding_window
     types = model_args.layer_types
@@ -163,6 +164,7 @@ def check_windows(problems: Problems) -> None:
             "Use 1 or more, or None for no window, in the flavor or in its row (config/choices.py)"
         )
         problems.refuse("model.attention", why, remedy)
-    elif (window or model_args.attention_sinks) and ATTENTIONS[attention].window is None:
-        why = "the model has windows or sinks, but the row of this attention has no `window` (config/choices.py)"
-        problems.refuse("model.attention", why, 'Use "causal", or add `window` to the row')
+    elif row.window is None and (window or model_args.attention_sinks or not row.extension):
+        why = "its row in config/choices.py has no `window`, but has no code, or the model has windows or sinks"
+        remedy = 'Use "causal", or add `window` to the row, such as ModelArgs.find_window'
+        problems.refuse("model.attention", why, remedy)

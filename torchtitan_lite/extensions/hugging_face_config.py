@@ -18,7 +18,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.config.family_rows import ABOVE_ZERO, ConfigKey, Family
+from torchtitan_lite.config.family_rows import ABOVE_ZERO, NOT_NEGATIVE, ConfigKey, Family
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.model_rows import (
     FULL,
@@ -58,16 +58,20 @@ class HuggingFaceError(UserError):
 
 ABSENT = ConfigKey(only=(None,), kind=dict | list | str | None)
 IGNORED = ConfigKey(is_ignored=True)
-SCALE = ConfigKey(float, ..., least=ABOVE_ZERO)
+SCALE = ConfigKey(float, ..., limits=ABOVE_ZERO)
 FULL_ROTATION = ConfigKey(int | float | None, only=(1.0, None))
+UNREAD = """
+architectures attn_implementation auto_map chunk_size_feed_forward experts_implementation
+gradient_checkpointing id2label is_encoder_decoder label2id name_or_path num_labels
+output_attentions output_hidden_states problem_type return_dict transformers_version model_type
+""".split()
 EVERY_FAMILY = {  # keys that transformers reads for every architecture
-    "model_type": IGNORED,  # read before these rows
-    END: ConfigKey(int | list | None, least=0, items=int),
+    END: ConfigKey(int | list | None, limits=NOT_NEGATIVE, items=int),
     "layer_types": ConfigKey(list | None, items=str),
     "rope_parameters": ConfigKey(dict | None),
     "rope_scaling": ConfigKey(dict | None),
     "partial_rotary_factor": FULL_ROTATION,
-    ORIGINAL_LENGTH: ConfigKey(int, least=1),
+    ORIGINAL_LENGTH: ConfigKey(int),
     "is_causal": ConfigKey(bool, only=(True,)),
     "quantization_config": ABSENT,
     "per_layer_config": ConfigKey(dict | None, only=(None, {})),
@@ -75,28 +79,7 @@ EVERY_FAMILY = {  # keys that transformers reads for every architecture
     "transformers_weights": ABSENT,  # transformers would load the weights file that this key names
     # transformers would read the files that this key names instead of config.json
     "configuration_files": ABSENT,
-    **dict.fromkeys(
-        [
-            *DTYPE_KEYS,
-            "architectures",
-            "attn_implementation",
-            "auto_map",
-            "chunk_size_feed_forward",
-            "experts_implementation",
-            "gradient_checkpointing",
-            "id2label",
-            "is_encoder_decoder",
-            "label2id",
-            "name_or_path",
-            "num_labels",
-            "output_attentions",
-            "output_hidden_states",
-            "problem_type",
-            "return_dict",
-            "transformers_version",
-        ],
-        IGNORED,
-    ),
+    **dict.fromkeys((*DTYPE_KEYS, *UNREAD), IGNORED),
 }
 ROPE_KEYS = {  # inside rope_parameters or rope_scaling
     "rope_theta": SCALE,
@@ -104,7 +87,7 @@ ROPE_KEYS = {  # inside rope_parameters or rope_scaling
     "factor": SCALE,
     "low_freq_factor": SCALE,
     "high_freq_factor": SCALE,
-    ORIGINAL_LENGTH: ConfigKey(int, ..., least=1),
+    ORIGINAL_LENGTH: ConfigKey(int, ...),
 }
 
 
@@ -222,9 +205,8 @@ def explain_wrong(value: Any, row: ConfigKey, title: str) -> str:
     if not has_kind(value, row.kind) or not all(has_kind(each, row.items) for each in items):
         return f"it must be {name_kind(row)}"
     for number in [value, *items]:
-        if isinstance(number, int | float) and not row.least <= number < inf:
-            bound = "above 0" if row.least == ABOVE_ZERO else f"of at least {row.least}"
-            return f"it must be a finite number {bound}"
+        if has_kind(number, float) and number not in row.limits:
+            return f"it must be {row.limits}"
     if row.only and value not in row.only:
         return f"for {title} only {shorten_value(row.only[0])} is supported"
     return ""

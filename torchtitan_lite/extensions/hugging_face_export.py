@@ -88,6 +88,19 @@ def explain_unwritable(model_args: ModelArgs, attention: str) -> str | None:
     return None
 
 
+def cut_into_files(n_bytes: dict[str, int], most_file_bytes: int) -> list[list[str]]:
+    """Distribute tensors (name -> bytes) over files of at most `most_file_bytes`. A larger tensor gets its own file."""
+    files = []
+    free_bytes = 0  # left in the last file
+    for name, size in n_bytes.items():
+        if size > free_bytes:
+            files.append([])
+            free_bytes = most_file_bytes
+        files[-1].append(name)
+        free_bytes -= size
+    return files
+
+
 def has_conversations(corpora: list[str]) -> bool:
     """Return whether the corpora of a run have conversations. Prints the names of missing corpora."""
     for name in corpora:

@@ -131,9 +131,9 @@ def find_tied(
     if embedding not in found:
         found[embedding] = found[head]
         tensors[embedding] = tensors[head]
-    elif found[embedding] != found[head]:
-        return untied
-    elif read_bytes(*tensors[embedding]) != read_bytes(*tensors[head]):
+    elif found[embedding] != found[head] or read_bytes(*tensors[embedding]) != read_bytes(
+        *tensors[head]
+    ):
         return untied
     del found[head]
     return model_args

@@ -62,17 +62,18 @@ def check_groups(config: Config, model_args: ModelArgs) -> list[Problem]:
     earlier: list[ParameterGroup] = []
     for group in config.optimizer.groups:
         matched = list_matched(group, model_args)
+        why = ""
         if not matched:
             near = get_close_matches(group.match, fqns, n=1, cutoff=0) or fqns[:1]
             why = "no parameter of this model has such a name"
             names = f"A pattern must match the whole name, such as {near[0]}; * stands for any text"
             remedy = f"{names}. Change it, or remove this group"
-            problems.append(Problem(GROUPS, group.match, why, remedy))
         elif all(find_group(earlier, fqn) is not OTHERS for fqn in matched):
             owners = {find_group(earlier, fqn).match: None for fqn in matched}
             names = " and ".join(map(repr, owners))
             why = f"a parameter uses the first group that matches it, and {names} matches all parameters of this group"
             remedy = f"Move this group before {names}, or remove it"
+        if why:
             problems.append(Problem(GROUPS, group.match, why, remedy))
         earlier.append(group)
     return problems

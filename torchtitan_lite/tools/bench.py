@@ -52,16 +52,13 @@ REPLICATE = DEGREES[0]
 STEP_CONFIG = override(
     Config(),
     {
-        "model.flavor": "debug",
         "model.dim": 256,
         "model.n_layers": 8,
         "model.n_heads": 8,
         "model.n_kv_heads": 4,
         "model.ffn_dim": 704,
-        "model.vocab_size": 2304,
         "lr_scheduler.warmup_steps": 0,
         "lr_scheduler.decay_ratio": 0.0,
-        "training.local_batch_size": 8,
         "training.seq_len": 256,
         "training.mixed_precision_param": "float32",
         "activation_checkpoint.mode": "none",

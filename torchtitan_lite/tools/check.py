@@ -200,16 +200,16 @@ def describe_spec(spec: RunSpec, n_hosts: int = 1) -> str:
 def describe_keys(names: list[str]) -> str:
     """Return the keys that start with `names`, or all keys, with defaults, values and comments.
 
-    Raises ConfigError.
+    Raises UserError.
     """
     starts = list(map(find_key, names)) or [""]
-    problems = []
     suggest_key = load_extension("torchtitan_keys").suggest_key
+    unknown = []
     for start in starts:
         if not any(key.startswith(start) for key in KEYS):
-            problems.append(Problem("--keys", start, "there is no such key", suggest_key(start)))
-    if problems:
-        raise ConfigError(problems)
+            unknown.append(f"--keys = {start!r}: there is no such key. {suggest_key(start)}.")
+    if unknown:
+        raise UserError("\n".join(unknown))
     texts = []
     for section in SECTIONS:
         source = inspect.getsource(type(get_value(Config(), section)))

@@ -90,17 +90,17 @@ GPU = Option(
     default="h100",
     choices=tuple(CLUSTERS),
 )
-ranks = number("ranks", int, Range(1, MOST_RANKS))
-rank = number("rank", int, Range(0, MOST_RANKS))
-processes = number("processes", int, Range(1, 1024))
-tokens = number("tokens", int, Range(0, MANY))
-seed = number("seed", int, Range(0, LARGEST_SEED))
-timeout = number("seconds", int, Range(1, 10**6))
-hours = number("hours", float, Range(0.1, 1e9))
-seconds = number("seconds", float, Range(0, 86_400))
-temperature = number("temperature", float, Range(0, 1e6))
-share = number("share", float, Range(0, 0.999999))
-probability = number("probability", float, Range(0, 1))
+ranks = number("ranks", Range(1, MOST_RANKS))
+rank = number("rank", Range(0, MOST_RANKS))
+processes = number("processes", Range(1, 1024))
+tokens = number("tokens", Range(0, MANY))
+seed = number("seed", Range(0, LARGEST_SEED))
+timeout = number("seconds", Range(1, 10**6))
+hours = number("hours", Range(0.1, 1e9))
+seconds = number("seconds", Range(0.0, 86_400))
+temperature = number("temperature", Range(0.0, 1e6))
+share = number("share", Range(0.0, 0.999999))
+probability = number("probability", Range(0.0, 1))
 GPUS = Option("--gpus", "number of GPUs; default: the product of the degrees", ranks)
 SEED = Option("--seed", "equal seeds give equal results (%(default)s)", seed, 0)
 SOURCE = Option("source", "checkpoint, run (its newest checkpoint), or Hugging Face folder", path)
@@ -147,8 +147,8 @@ GPU, to the product of the degrees, or to 2 if no degree is set. `check` runs wi
     prepare --check data/mine                          compare a corpus with its manifest
 
 Inputs are .txt, .md and source files (one document each), .jsonl and .json (one document per line, object or element
-of an array), .parquet, .csv and .tsv (one document per row), .gz, .bz2, .xz and .zst of these, and folders. Files of
-other kinds in a folder are skipped and counted. Parquet and .zst need the extra `data`.
+of an array), .parquet, .csv and .tsv (one document per row), .gz, .bz2, .xz, .lzma and .zst of these, and folders.
+Files of other kinds in a folder are skipped and counted. Parquet and .zst need the extra `data`.
 Text is UTF-8, or UTF-16 with a byte order mark; anything else is an error unless --encoding names it. Empty
 documents are skipped and counted. OUT is complete or does not exist.""",
         False,

@@ -12,6 +12,7 @@ can read the folder. Only one file is in memory at a time. OUT is complete or do
 import argparse
 import json
 from collections.abc import Callable
+from glob import escape
 from math import prod
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from torchtitan_lite.data.tokenizer import TOKENIZER_CONFIG, Tokenizer
 from torchtitan_lite.extensions.hugging_face import find_unit, to_their_order
 from torchtitan_lite.extensions.hugging_face_config import END, GENERATION_CONFIG
 from torchtitan_lite.extensions.hugging_face_export import (
+    cut_into_files,
     explain_unwritable,
     has_conversations,
     make_config_json,
@@ -48,7 +50,8 @@ from torchtitan_lite.tools.model_source import ModelSource, SourceError, open_so
 from torchtitan_lite.tools.progress import show_progress
 
 CHAT_TEMPLATE = "chat_template.jinja"
-BESIDE_TOKENIZER = (
+BESIDE_TOKENIZER = (  # patterns of files
+    "additional_chat_templates/*.jinja",
     TOKENIZER_CONFIG,
     "special_tokens_map.json",
     CHAT_TEMPLATE,
@@ -160,25 +163,12 @@ def add_chat_format(source: ModelSource, out: Path, contents: dict[str, dict]) -
     print(f"chat format: {chat.name}; an answer ends with {chat.end}")
 
 
-def cut_into_files(n_bytes: dict[str, int], most_file_bytes: int) -> list[list[str]]:
-    """Distribute tensors (name -> bytes) over files of at most `most_file_bytes`. A larger tensor gets its own file."""
-    files = []
-    free_bytes = 0  # left in the last file
-    for name, size in n_bytes.items():
-        if size > free_bytes:
-            files.append([])
-            free_bytes = most_file_bytes
-        files[-1].append(name)
-        free_bytes -= size
-    return files
-
-
 def copy_tokenizer(tokenizer: Tokenizer, out: Path, contents: dict[str, dict]) -> None:
     """Copy the tokenizer files that transformers reads, or add a tokenizer to `contents`. "bytes" has no files."""
     path = tokenizer.path
-    names = [path.name]
+    patterns = [escape(path.name)]
     if path.suffix == ".json":
-        names += BESIDE_TOKENIZER
+        patterns += BESIDE_TOKENIZER
     elif path.is_file():
         added = {}
         for name, id in tokenizer.special.items():
@@ -191,7 +181,13 @@ def copy_tokenizer(tokenizer: Tokenizer, out: Path, contents: dict[str, dict]) -
             "clean_up_tokenization_spaces": False,
             "added_tokens_decoder": added,
         }
-    for name in names:
-        file = path.with_name(name)
-        if file.is_file() and name not in contents:
-            write_file(out / name, file.read_bytes())
+    else:
+        print(
+            "no tokenizer was written, because transformers has none for bytes: use --tokenizer bytes"
+        )
+    for pattern in patterns:
+        for file in path.parent.glob(pattern):
+            if file.name not in contents:
+                copied = out / file.relative_to(path.parent)
+                copied.parent.mkdir(exist_ok=True)
+                write_file(copied, file.read_bytes())

@@ -29,6 +29,7 @@ from torchtitan_lite.models.registry import CONFIG, LENGTH
 from torchtitan_lite.tools.corpora.chat import ChatFormat, read_chat_format
 from torchtitan_lite.tools.kv_cache import CachedModel
 from torchtitan_lite.tools.model_source import ModelSource, SourceError, build_model, open_source
+from torchtitan_lite.tools.tables import plural
 
 # keys of generation_config.json that are used, or that do not change the text
 FOLLOWED = ("bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "transformers_version")
@@ -78,7 +79,7 @@ def main(options: Namespace) -> int:
         stopped = "end_of_document"
         if len(taken) == n_new_tokens:
             stopped = "context" if n_new_tokens < options.max_new_tokens else "max_new_tokens"
-        print(f"[{len(taken)} tokens, {stopped}]", file=sys.stderr)
+        print(f"[{plural(len(taken), 'token')}, {stopped}]", file=sys.stderr)
         messages.append({"role": "assistant", "content": text})
     if options.json:
         report = {

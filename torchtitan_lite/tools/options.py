@@ -31,8 +31,12 @@ def add_option(parser: ArgumentParser, option: Option) -> None:
         parser.add_argument(option.name, action="store_true", help=option.help)
 
 
-def number(name: str, kind: type, limits: Range) -> Callable:
-    """Return an argument type that parses a number within `limits`. `name` appears in --help and in errors."""
+def number(name: str, limits: Range) -> Callable:
+    """Return an argument type that parses a number within `limits`. `name` appears in --help and in errors.
+
+    The number is whole if the limits are.
+    """
+    kind = type(limits.low)
 
     def parse(text: str) -> float:
         try:
@@ -50,7 +54,7 @@ def number(name: str, kind: type, limits: Range) -> Callable:
     return parse
 
 
-count = number("count", int, Range(1, MANY))
+count = number("count", Range(1, MANY))
 
 
 DEGREE_KEYS = {

@@ -1,6 +1,13 @@
 """Describe the Llama family in Hugging Face folders: architectures, keys of config.json, names. Needs no torch."""
 
-from torchtitan_lite.config.family_rows import ABOVE_ZERO, ConfigKey, Family
+from torchtitan_lite.config.family_rows import (
+    ABOVE_ZERO,
+    ANY_NUMBER,
+    COUNT,
+    NOT_NEGATIVE,
+    ConfigKey,
+    Family,
+)
 
 SIZE_KEYS = {  # field of ModelArgs -> key in config.json
     "dim": "hidden_size",
@@ -42,28 +49,30 @@ QWEN3_MOE_NAMES = {
 }
 # Keys of config.json, with the defaults of transformers 5.23. A test compares the defaults with the config classes of
 # transformers.
-POSITIVE_INT = ConfigKey(int, ..., least=1)
+SIZE = ConfigKey(int, ...)
+COUNTED = ConfigKey(int, ..., limits=COUNT)
 BOOL = ConfigKey(bool, False)
 ONLY_FALSE = ConfigKey(bool, only=(False,))
 IGNORED_KEY = ConfigKey(is_ignored=True)
 SHARED = {
-    **dict.fromkeys(SIZE_KEYS.values(), POSITIVE_INT),
-    "num_key_value_heads": ConfigKey(int | None, least=1),
-    "head_dim": ConfigKey(int, least=1),  # if missing: hidden_size / num_attention_heads
-    "rms_norm_eps": ConfigKey(float, 1e-6, least=0),
+    **dict.fromkeys(SIZE_KEYS.values(), SIZE),
+    "num_hidden_layers": COUNTED,
+    "num_key_value_heads": ConfigKey(int | None),
+    "head_dim": ConfigKey(int),  # if missing: hidden_size / num_attention_heads
+    "rms_norm_eps": ConfigKey(float, 1e-6, limits=NOT_NEGATIVE),
     "hidden_act": ConfigKey(str, only=("silu", "swish")),  # two names of one function
     "tie_word_embeddings": BOOL,
-    "max_position_embeddings": ConfigKey(int, 32768, least=1),
-    "rope_theta": ConfigKey(float, 1e4, least=ABOVE_ZERO),
-    "bos_token_id": ConfigKey(int | None),
-    "pad_token_id": ConfigKey(int | None),
+    "max_position_embeddings": ConfigKey(int, 32768),
+    "rope_theta": ConfigKey(float, 1e4, limits=ABOVE_ZERO),
+    "bos_token_id": ConfigKey(int | None, limits=ANY_NUMBER),
+    "pad_token_id": ConfigKey(int | None, limits=ANY_NUMBER),
     "initializer_range": IGNORED_KEY,
     "use_cache": IGNORED_KEY,
     # Training here has no dropout
     "attention_dropout": ConfigKey(only=(0.0,), is_ignored=True),
 }
 EXPERTS = {
-    "num_experts_per_tok": POSITIVE_INT,
+    "num_experts_per_tok": SIZE,
     # If true, transformers adds a balance loss. This trainer uses training.expert_balance_loss instead
     "output_router_logits": ConfigKey(only=(False,), is_ignored=True),
     "router_aux_loss_coef": IGNORED_KEY,
@@ -71,16 +80,16 @@ EXPERTS = {
 # A layer has a window if use_sliding_window is true, unless its number is below max_window_layers
 WINDOW_KEYS = {
     "use_sliding_window": BOOL,
-    "sliding_window": ConfigKey(int | None, 4096, least=1),
-    "max_window_layers": ConfigKey(int, 28, least=0),
+    "sliding_window": ConfigKey(int | None, 4096),
+    "max_window_layers": ConfigKey(int, 28, limits=NOT_NEGATIVE),
 }
 FAMILIES = {  # model_type -> family; an export uses the first one that fits
     "llama": Family(
         "LlamaForCausalLM",
         SHARED
         | {
-            "head_dim": ConfigKey(int | None, least=1),
-            "max_position_embeddings": ConfigKey(int, 2048, least=1),
+            "head_dim": ConfigKey(int | None),
+            "max_position_embeddings": ConfigKey(int, 2048),
             "attention_bias": ONLY_FALSE,
             "mlp_bias": ONLY_FALSE,
             "pretraining_tp": IGNORED_KEY,
@@ -94,14 +103,14 @@ FAMILIES = {  # model_type -> family; an export uses the first one that fits
         SHARED
         | EXPERTS
         | {
-            "num_key_value_heads": ConfigKey(int, 8, least=1),
-            "head_dim": ConfigKey(int | None, least=1),
-            "rms_norm_eps": ConfigKey(float, 1e-5, least=0),
-            "max_position_embeddings": ConfigKey(int, 131072, least=1),
-            "rope_theta": ConfigKey(float, 1e6, least=ABOVE_ZERO),
-            "sliding_window": ConfigKey(int | None, least=1),
-            "num_local_experts": POSITIVE_INT,
-            "num_experts": ConfigKey(int, least=1, same_as="num_local_experts"),
+            "num_key_value_heads": ConfigKey(int, 8),
+            "head_dim": ConfigKey(int | None),
+            "rms_norm_eps": ConfigKey(float, 1e-5, limits=NOT_NEGATIVE),
+            "max_position_embeddings": ConfigKey(int, 131072),
+            "rope_theta": ConfigKey(float, 1e6, limits=ABOVE_ZERO),
+            "sliding_window": ConfigKey(int | None),
+            "num_local_experts": COUNTED,
+            "num_experts": ConfigKey(int, limits=COUNT, same_as="num_local_experts"),
             "router_jitter_noise": ConfigKey(only=(0.0,), is_ignored=True),
         },
         SIZE_KEYS,
@@ -115,7 +124,7 @@ FAMILIES = {  # model_type -> family; an export uses the first one that fits
     ),
     "qwen2": Family(
         "Qwen2ForCausalLM",
-        SHARED | WINDOW_KEYS | {"num_key_value_heads": ConfigKey(int | None, 32, least=1)},
+        SHARED | WINDOW_KEYS | {"num_key_value_heads": ConfigKey(int | None, 32)},
         SIZE_KEYS,
         MODULE_NAMES,
         switches=("qkv_bias",),
@@ -126,8 +135,8 @@ FAMILIES = {  # model_type -> family; an export uses the first one that fits
         SHARED
         | WINDOW_KEYS
         | {
-            "num_key_value_heads": ConfigKey(int | None, 32, least=1),
-            "head_dim": ConfigKey(int, 128, least=1),
+            "num_key_value_heads": ConfigKey(int | None, 32),
+            "head_dim": ConfigKey(int, 128),
             "attention_bias": ONLY_FALSE,
         },
         SIZE_KEYS,
@@ -142,14 +151,14 @@ FAMILIES = {  # model_type -> family; an export uses the first one that fits
         | WINDOW_KEYS
         | {
             "max_window_layers": ConfigKey(default=0, is_ignored=True),
-            "num_key_value_heads": ConfigKey(int, 4, least=1),
+            "num_key_value_heads": ConfigKey(int, 4),
             "attention_bias": ONLY_FALSE,
-            "num_experts": POSITIVE_INT,
-            "num_local_experts": ConfigKey(int, least=1, same_as="num_experts"),
-            "moe_intermediate_size": POSITIVE_INT,
+            "num_experts": COUNTED,
+            "num_local_experts": ConfigKey(int, limits=COUNT, same_as="num_experts"),
+            "moe_intermediate_size": SIZE,
             "norm_topk_prob": BOOL,
-            "decoder_sparse_step": ConfigKey(int, 1, least=1),
-            "mlp_only_layers": ConfigKey(list | None, items=int),
+            "decoder_sparse_step": ConfigKey(int, 1),
+            "mlp_only_layers": ConfigKey(list | None, items=int, limits=ANY_NUMBER),
         },
         SIZE_KEYS,
         MODULE_NAMES | QWEN3_MOE_NAMES,

@@ -321,6 +321,8 @@ def read_chat_format(tokenizer: Tokenizer) -> ChatFormat:
             theirs.chat_template = LLAMA_3
             name = "the format of Llama 3, because the tokenizer has no chat template"
         theirs.get_chat_template()  # raises without a template
+        if isinstance(theirs.chat_template, dict):
+            name += f", `default` or `tool_use` of {', '.join(theirs.chat_template)}"
         return ChatFormat(tokenizer, theirs, templates, name)
     except Exception as error:  # jinja2 and transformers raise their own errors
         raise PreparationError(

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from torchtitan_lite.config.messages import name_command
+from torchtitan_lite.config.messages import ConfigError, name_command
 from torchtitan_lite.data.corpus_folder import (
     CORPUS_MANIFEST,
     DATASETS,
@@ -23,6 +23,7 @@ from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_lite.files import find_damage
 from torchtitan_lite.tools.corpora.prepare import PrepareSettings, prepare
 from torchtitan_lite.tools.corpora.text_files import PreparationError, find_files, is_text
+from torchtitan_lite.tools.tables import plural
 
 VALIDATION_SHARE = 0.02  # for named corpora
 MANY_BYTES = 2**26  # files above this size are encoded faster by several processes
@@ -35,8 +36,9 @@ def main(options: argparse.Namespace) -> int:
     try:
         if options.dataset:
             if options.dataset not in DATASETS:
-                why = f"There is no corpus named {options.dataset!r}"
-                raise PreparationError(f"{why}. Use {', '.join(DATASETS)}")
+                raise PreparationError(
+                    f"There is no corpus named {options.dataset!r}. Use {', '.join(DATASETS)}"
+                )
             summary = prepare_dataset(
                 options.dataset,
                 load_tokenizer(options.tokenizer),
@@ -46,6 +48,10 @@ def main(options: argparse.Namespace) -> int:
             )
         else:
             summary = prepare_corpus(options)
+    except ConfigError as error:
+        raise PreparationError(
+            f"--tokenizer {options.tokenizer}: {error.problems[0].why}. {error.problems[0].remedy}"
+        ) from None
     except OSError as error:  # for example a full disk
         print(f"The corpus could not be made: {error}", file=sys.stderr)
         return 1
@@ -89,7 +95,7 @@ def prepare_dataset(
 def print_counts(counts: Counter[str]) -> None:
     """Print what was left out or replaced: reason -> number."""
     for reason, n in counts.items():
-        print(f"{n:,} {reason}", file=sys.stderr)
+        print(f"{reason}: {n:,}", file=sys.stderr)
 
 
 def prepare_corpus(options: argparse.Namespace) -> str:
@@ -103,6 +109,10 @@ def prepare_corpus(options: argparse.Namespace) -> str:
             "--train-tokenizer cannot be used with --chat: a new tokenizer has no chat template. Name a --tokenizer"
         )
     files, counts = find_files([*options.validation, *options.inputs], options.suffix)
+    if options.text_column and all(map(is_text, files)):
+        raise PreparationError(
+            "--text-column would have no effect, because every file is one text. Leave it out"
+        )
     share = options.validation_share
     tail = 0.0
     if len(files) == 1 and is_text(files[0]):
@@ -126,16 +136,16 @@ def prepare_corpus(options: argparse.Namespace) -> str:
     if options.json:
         report = {"folder": str(options.out), "files": len(files), "counts": counts}
         return json.dumps(report | asdict(manifest))
-    lines = [f"{options.out} is complete, from {len(files):,} files:"]
+    lines = [f"{options.out} is complete, from {plural(len(files), 'file')}:"]
     for name, split in manifest.splits.items():
-        figures = f"{split.n_tokens:,} tokens in {split.n_documents:,} documents"
+        figures = f"{plural(split.n_tokens, 'token')} in {plural(split.n_documents, 'document')}"
         if split.n_targets:
-            figures += f", {split.n_targets:,} of these tokens are targets"
+            figures += f" (targets: {split.n_targets:,})"
         lines.append(
             f"  {name:10} {figures}; {split.n_text_bytes / split.n_tokens:.2f} bytes per token"
         )
     for reason, n in counts.items():
-        lines.append(f"  {n:,} {reason}")
+        lines.append(f"  {reason}: {n:,}")
     return "\n".join([*lines, f"Train on it: {suggest_command(options, manifest)}"])
 
 
@@ -166,6 +176,7 @@ def check_corpus(folder: Path) -> int:
         for suffix, expected in split.sha256.items():
             hashes[folder / f"{name}.{suffix}"] = expected
     problems = find_damage(hashes)
-    whole = f"{folder} is complete: every file has the SHA-256 in its manifest"
-    print("\n".join(problems or [whole]))
+    print(
+        "\n".join(problems) or f"{folder} is complete: every file has the SHA-256 in its manifest"
+    )
     return bool(problems)

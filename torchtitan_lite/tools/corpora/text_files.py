@@ -5,7 +5,7 @@
     several
                                 lines, or an element of an array
     posts.parquet  .csv  .tsv   one document per row: the text is a column
-    x.md.gz  x.jsonl.zst        the same, compressed; also .bz2 and .xz
+    x.md.gz  x.jsonl.zst        the same, compressed; also .zstd, .bz2, .xz and .lzma
     src/                        all files of known kinds in a folder and behind its links, sorted by name
 
 A file of any other kind is an error if you name the file; in a folder, such files are skipped and counted. `.zst` and
@@ -129,6 +129,7 @@ OPENERS = {
         import_extra("pyarrow", "data").input_stream(path, compression="zstd")
     ),
 }
+OPENERS |= {".lzma": OPENERS[".xz"], ".zstd": OPENERS[".zst"]}
 
 
 def get_kind(path: Path) -> str:
@@ -156,8 +157,8 @@ def find_files(
     for path in inputs:
         if why := explain_hub_cache(path):  # a cache folder can contain several versions of a file
             raise PreparationError(f"{why}. Name that folder")
-    suffixes = ROW_SUFFIXES | TEXT_SUFFIXES
-    suffixes |= {f".{suffix.lstrip('*.').lower()}".rstrip(".") for suffix in more_suffixes}
+    asked = {f".{suffix.lstrip('*.').lower()}".rstrip(".") for suffix in more_suffixes}
+    suffixes = ROW_SUFFIXES | TEXT_SUFFIXES | asked
     files = []
     skipped = Counter()
     seen = set()
@@ -183,7 +184,8 @@ def find_files(
             files.append(path)
         elif is_named:
             raise PreparationError(
-                f"{path} has an unknown suffix. Unpack an archive, name a text .txt, or set --suffix {get_kind(path)!r}"
+                f"{path} has an unknown suffix. Unpack an archive or a packed file. "
+                f"For a text, give `prepare` --suffix {get_kind(path)!r}"
             )
         else:
             reason = f"files of unknown suffix {path.suffix.lower()!r} left out"
@@ -193,8 +195,10 @@ def find_files(
             seen.add(resolved)
     if not files:
         raise PreparationError(
-            f"there are no files to read; skipped: {dict(skipped) or 'none'}. Name text files, or set --suffix"
+            f"there are no files to read; skipped: {dict(skipped) or 'none'}. Name texts, or give `prepare` --suffix"
         )
+    if unused := asked - set(map(get_kind, files)):
+        raise PreparationError(f"--suffix: no file has {' or '.join(unused)}. Leave it out")
     return files, skipped
 
 

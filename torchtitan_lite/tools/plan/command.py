@@ -69,11 +69,12 @@ def describe_plan(planned: PlannedRun, options: argparse.Namespace) -> str:
     )
     if moe := planned.model_args.moe:
         title += f"\na token passes through {moe.top_k} of {moe.n_experts} equally loaded experts"
+    average = ", averaged over pp ranks" if layout.pp > 1 else ""
     duration = timedelta(seconds=ceil(n_steps * step_time_s))
     blocks = [
         title,
         f"peak memory of a GPU with {planned.cluster.memory_bytes / GIB:.1f} GiB\n{describe_memory(planned)}",
-        f"one step {step_time_s:.3g} s, averaged over pp ranks\n{describe_time(planned)}\n"
+        f"one step {step_time_s:.3g} s{average}\n{describe_time(planned)}\n"
         f"  {n_steps:,} steps, {tokens * n_steps:,} tokens, take {duration} (h:min:s)",
         f"traffic of one step, on the rank that moves most\n{describe_traffic(planned)}",
     ]

@@ -110,7 +110,7 @@ def main(options: argparse.Namespace) -> int:
     w = short.workload
     rows = [("", "", "closed form", "dry run")]
     for rank, *_ in w.alike:
-        name = f"  pp rank {rank}"
+        name = f"  {planned.name_rank(rank)}"
         run = dry_run(short, rank)
         memory = RankMemory(w).estimate(rank)
         sizes = map(format_bytes, (memory.live, run.peak_bytes))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from torchtitan_lite.config.messages import ConfigError, Problem
+from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.tools.plan.dry_run import dry_run, shorten_run
 from torchtitan_lite.tools.plan.meter import Collective
 from torchtitan_lite.tools.plan.page import show
@@ -30,8 +30,9 @@ def main(options: argparse.Namespace) -> int:
     layout = planned.layout
     n_ranks = layout.world_size
     if (options.rank or 0) >= n_ranks:
-        why = f"there are {n_ranks} ranks"
-        raise ConfigError([Problem("--rank", options.rank, why, f"Use 0 to {n_ranks - 1}")])
+        raise UserError(
+            f"--rank = {options.rank}: there are {n_ranks} ranks. Use 0 to {n_ranks - 1}"
+        )
     short = shorten_run(planned, FEW)
     if options.html:
         write_table(options.html, write_walk(short, options.rank or 0))
@@ -54,7 +55,7 @@ def main(options: argparse.Namespace) -> int:
             ranks = [first + options.rank % per_stage]
         elif per_stage > MOST_SHOWN:
             ranks = [*ranks[:2], ranks[-1]]
-        title = f"---- pp rank {pp_rank} ({len(alike)} alike)"
+        title = f"---- {planned.name_rank(pp_rank)} ({len(alike)} alike)"
         print(f"\n{title}: parameters\n\n{format_parameters(run.parameters, ranks)}")
         print(f"\n{title}: collectives of one rank\n\n{format_collectives(run.collectives)}")
     n = short.layout.n_microbatches

@@ -27,7 +27,7 @@ def list_memory(planned: PlannedRun) -> dict[str, Memory]:
         by_rank = {rank: of_ranks.estimate(rank) for rank in alike}
         pp_rank = max(by_rank, key=lambda rank: by_rank[rank].live)
         like = f" and {len(alike) - 1} like it" if len(alike) > 1 else ""
-        rows[f"pp rank {pp_rank}{like}"] = by_rank[pp_rank]
+        rows[f"{planned.name_rank(pp_rank)}{like}"] = by_rank[pp_rank]
     return rows
 
 

@@ -356,7 +356,7 @@ def draw_time(planned: PlannedRun) -> str:
             value = f"{format_seconds(exposed_s)} exposed, {format_seconds(hidden_s)} hidden"
             halves = [(exposed_s, TIME[part], "", value), (hidden_s, TIME[part], "pale", value)]
             bars += draw_bar(f"communication over {axis}", value, halves, length)
-    about = "Solid: ranks wait. Pale: hidden behind compute. Averaged over pp ranks; the bubble includes sends."
+    about = "Solid: ranks wait. Pale: hidden behind compute. Averaged over ranks; the bubble includes sends."
     return f"<h2>Where the time goes, forecast</h2><p>{about}</p>{draw_key(entries)}{bars}"
 
 

@@ -136,6 +136,10 @@ class PlannedRun:
         GPUs."""
         return self.layout.world_size == 1 and self.cluster.name != "cpu"
 
+    def name_rank(self, pp_rank: int) -> str:
+        """Return how a text names a pp rank. Without a pipeline, all ranks are alike."""
+        return f"pp rank {pp_rank}" if self.layout.pp > 1 else "every rank"
+
     @cached_property
     def memory(self) -> Memory:
         """Bytes of the fullest rank at its peak."""

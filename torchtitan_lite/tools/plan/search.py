@@ -17,7 +17,7 @@ from torchtitan_lite.config.checks import plan_layout, resolve_config
 from torchtitan_lite.config.choices import SCHEDULES
 from torchtitan_lite.config.layout import plan_batch, plan_degrees
 from torchtitan_lite.config.machine import GIB
-from torchtitan_lite.config.messages import ConfigError, Problem, UserError
+from torchtitan_lite.config.messages import ConfigError, UserError
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.reader import dump_config_toml
 from torchtitan_lite.config.schema import ActivationCheckpoint, Config, get_value
@@ -187,7 +187,7 @@ def explain_common(common: list[PlannedRun], best: Forecast) -> str:
 def search_layouts(options: argparse.Namespace) -> str:
     """Search, write the best layout to `--toml`, and return the report.
 
-    Raises ConfigError if no layout fits, and UserError for a file that the search must not replace.
+    Raises UserError if no layout fits, or for a file that the search must not replace.
     """
     file = options.toml
     if file and file.is_file() and not file.read_bytes().startswith(TITLE.encode()):
@@ -203,7 +203,7 @@ def search_layouts(options: argparse.Namespace) -> str:
             "Use more GPUs, a training.global_batch_size with many divisors, or "
             'optimizer.moments_dtype = "bfloat16"'
         )
-        raise ConfigError([Problem("--gpus", n_gpus, why, remedy)])
+        raise UserError(f"--gpus = {n_gpus}: {why}. {remedy}")
     best = rank_layouts(fitting)
     winner = best[0]
     replaced = []

@@ -1,36 +1,38 @@
 """List the features of a run that the forecast does not model. `plan` prints a remark for each feature.
 
-MODELED_VALUES has the keys that are modeled for some values only. All other keys are modeled for all values, or do not
+INSTEAD has the keys that are modeled only at their defaults. All other keys are modeled for all values, or do not
 change the time or the memory of a step. Validation and checkpoints run between steps, so they are not listed.
 """
 
 from torchtitan_lite.config.block import list_added_ends
 from torchtitan_lite.config.choices import ATTENTIONS
-from torchtitan_lite.config.schema import get_value
+from torchtitan_lite.config.schema import Config, get_value
 from torchtitan_lite.models.registry import MODELS
 from torchtitan_lite.tools.plan.planned_run import PlannedRun
 
-MODELED_VALUES = {  # key -> modeled values, and what the forecast counts for all other values
-    "training.loss": (("cross_entropy",), "the time and memory of cross entropy"),
-    "model.name": (("llama3",), "the modules in its table, and attention as model.attention says"),
-    "quantize.linear.float8.emulate": ((False,), "matmuls of float8 units"),
-    "training.router_z_loss": ((0.0,), "routers without this loss"),
-    "debug.deterministic": ((False,), "the fastest kernels"),
-    "debug.compare_copies_every": ((0,), "no comparisons"),
-    "checkpoint.local_folder": (("",), "no snapshots"),
-    "parallelism.fsdp_symmetric_memory": ((False,), "NCCL's usual kernels"),
-    "training.enable_cpu_offload": ((False,), "a run without offload"),
-    "optimizer.name": (("AdamW", "SGD", "Muon"), "the moments of its row, updated in one pass"),
+INSTEAD = {  # key that is modeled only at its default -> what the forecast counts for all other values
+    "training.loss": "the time and memory of cross entropy",
+    "model.name": "the modules in its table, and attention as model.attention says",
+    "quantize.linear.float8.emulate": "matmuls of float8 units",
+    "training.router_z_loss": "routers without this loss",
+    "debug.deterministic": "the fastest kernels",
+    "debug.compare_copies_every": "no comparisons",
+    "checkpoint.local_folder": "no snapshots",
+    "parallelism.fsdp_symmetric_memory": "NCCL's usual kernels",
+    "training.enable_cpu_offload": "a run without offload",
 }
 
 
 def list_unmodeled(planned: PlannedRun) -> dict[str, str]:
     """Return what the forecast counts instead of each unmodeled key or module. A key is given with its value."""
     unmodeled = {}
-    for key, (values, counted) in MODELED_VALUES.items():
+    for key, counted in INSTEAD.items():
         value = get_value(planned.config, key)
-        if value not in values:
+        if value != get_value(Config(), key):
             unmodeled[f"{key} = {value}"] = counted
+    optimizer = planned.config.optimizer.name
+    if optimizer not in ("AdamW", "SGD", "Muon"):
+        unmodeled[f"optimizer.name = {optimizer}"] = "the moments of its row, updated in one pass"
     if planned.workload.async_tp and planned.workload.float8:
         unmodeled["parallelism.enable_async_tensor_parallel = True"] = (
             "6 of 10 collectives of a block as fused, but with float8 it is 1"

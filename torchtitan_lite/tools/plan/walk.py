@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
-from torchtitan_lite.config.messages import ConfigError, Problem
+from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.tools.pictures import draw_key, wrap_page
 from torchtitan_lite.tools.plan.dry_run import dry_run
 from torchtitan_lite.tools.plan.meter import Meter
@@ -29,7 +29,7 @@ BOX_X = (0.0, 48.0)  # left end and width of the picture of a weight
 
 
 def write_walk(planned: PlannedRun, rank: int) -> str:
-    """Return the page for one rank. Call `shorten_run` on `planned` first. Raises ConfigError."""
+    """Return the page for one rank. Call `shorten_run` on `planned` first. Raises UserError."""
     layout = planned.layout
     n_ranks = layout.world_size
     if n_ranks > MOST_WALKED_RANKS:
@@ -37,7 +37,7 @@ def write_walk(planned: PlannedRun, rank: int) -> str:
             f"a walk needs a dry run of every pp rank, so it has at most {MOST_WALKED_RANKS} ranks"
         )
         remedy = "Use fewer, such as --gpus 8, or `plan --html` for the whole layout"
-        raise ConfigError([Problem("--gpus", n_ranks, why, remedy)])
+        raise UserError(f"--gpus = {n_ranks}: {why}. {remedy}")
     seq_len = planned.config.training.seq_len
     name = f"{planned.config_name} on {n_ranks} ranks: one token on rank {rank}"
     own = find_slices(layout, rank, 1, seq_len)

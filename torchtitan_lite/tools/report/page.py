@@ -102,9 +102,7 @@ def main(options: argparse.Namespace) -> int:
         time.sleep(REFRESH_S)
 
 
-def write_page(
-    runs: list[RecordedRun], key: str | None, axis: str, *, refresh: bool = False
-) -> str:
+def write_page(runs: list[RecordedRun], key: str | None, axis: str, *, refresh: bool) -> str:
     """Return the page. Runs with equal values of `key` share a curve. If `refresh`, the browser reloads the page."""
     is_alone = len(runs) == 1
     if key and not any(key in run.settings for run in runs):

@@ -15,6 +15,7 @@ from torchtitan_lite.components.earlier_records import read_record
 from torchtitan_lite.config.block import count_parameters
 from torchtitan_lite.config.messages import ConfigError, UserError, name_command
 from torchtitan_lite.config.reader import flatten_table, load_toml
+from torchtitan_lite.extensions.foreign_json import has_kind
 from torchtitan_lite.tools.pictures import Points
 from torchtitan_lite.tools.plan.cluster import find_gpu_row
 from torchtitan_lite.tools.plan.planned_run import plan_run
@@ -46,7 +47,11 @@ class RecordedRun:
                 self.records.append(record)
             else:
                 self.unread.append(number)
-        starts = [record for record in self.records if record["kind"] == "start"]
+        starts = []
+        for record in self.records:
+            match record:
+                case {"kind": "start", "device": str(), "world_size": int()}:
+                    starts.append(record)
         if not (starts and self.list_values("loss")):
             raise UserError(
                 f"{folder}/metrics.jsonl lacks a start, or a step with a finite loss: wait for the run to log both"
@@ -84,14 +89,15 @@ class RecordedRun:
     def places(self) -> dict[int, dict[str, float]]:
         """Step -> axis -> position. Hours do not include the time between starts of the run."""
         places = {0: dict.fromkeys(AXES, 0.0)}
-        tokens_per_step = self.list_values("tokens")[-1][1] / self.list_values("tokens")[-1][0]
+        last_step, n_tokens = self.list_values("tokens")[-1]
+        tokens_per_step = n_tokens / last_step
         seconds = 0.0
         time = None
         for record in self.records:
             last_time = time
-            time = datetime.fromisoformat(record["time"])
+            time = datetime.fromisoformat(record["time"]).timestamp()
             if last_time and record["kind"] != "start":
-                seconds += (time - last_time).total_seconds()
+                seconds += time - last_time
             step = record["step"]
             places[step] = {
                 "steps": step,
@@ -101,11 +107,17 @@ class RecordedRun:
         return places
 
     def list_values(self, field: str) -> Points:
-        """Return (step, value) for each record that has this field."""
+        """Return (step, value) for each record that has this field. Raises UserError if a value is no number."""
         points = []
         for record in self.records:
-            if record.get(field) is not None:
-                points.append((record["step"], record[field]))
+            value = record.get(field)
+            if value is not None:
+                if not has_kind(value, list if field == "expert_loads" else float):
+                    place = (
+                        f"{self.folder}/metrics.jsonl: {field} = {value!r} at step {record['step']}"
+                    )
+                    raise UserError(f"{place} is no number. Correct or delete this record")
+                points.append((record["step"], value))
         return points
 
     def show(self, key: str) -> str:

@@ -64,7 +64,7 @@ def read_traces(folder: Path, layout: Layout) -> list[Trace]:
     for rank, path in newest[:: ceil(len(newest) / MOST_TRACES)]:
         try:
             traces.append(read_trace(json.loads(path.read_bytes()), rank, layout))
-        except (LookupError, ValueError) as error:
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise UserError(f"{path} is not a complete trace: {error!r}. Delete it") from None
     return traces
 

@@ -35,7 +35,6 @@ from torchtitan_lite.config.schema import (
     Config,
     Metrics,
     Parallelism,
-    Profiling,
     get_value,
     with_value,
 )
@@ -62,34 +61,26 @@ TOKENIZER = "bytes"
 N_WORDS = 258  # vocabulary of this tokenizer
 REPLACED = {
     "training.steps": 5,  # the wide trial has five or six steps
-    "training.dtype": "float32",
     "training.mixed_precision_param": "float32",  # the precision of the run has a separate trial
-    "model.converters": [],  # float8 has a separate trial too
-    "parallelism.enable_async_tensor_parallel": False,  # needs inductor and GPUs
-    "parallelism.fsdp_symmetric_memory": False,  # needs NCCL
     # Only train.py reads the keys below. Every step is logged and saved. The first and the last step are validated.
     "model.hf_assets_path": TOKENIZER,
-    "training.dataset_path": "",
     "training.cache_folder": "",
-    "profiling": Profiling(),  # refused without a GPU
     "metrics": Metrics(log_freq=1, enable_tensorboard=False),
-    "job.overwrite": False,
     "checkpoint.enable": True,
     "checkpoint.interval": 1,
     "checkpoint.keep_latest_k": 0,
-    "checkpoint.local_folder": "",
-    "checkpoint.load_step": -1,
-    "checkpoint.load_only": False,
-    "checkpoint.exclude_from_loading": [],
-    "checkpoint.initial_load_path": "",
-    "checkpoint.last_save_model_only": False,
-    "checkpoint.last_save_in_hf": False,
     "comm.train_timeout_seconds": 300,
     "validation.enable": True,
     "validation.freq": 10**6,
-    "validation.dataset": [],
-    "validation.dataset_path": "",
 }
+# Sections and keys that get their defaults. float8 has a separate trial. Async TP needs inductor and GPUs. Symmetric
+# memory needs NCCL. [profiling] may be refused without a GPU.
+DEFAULTS = """
+model.converters training.dtype training.dataset_path parallelism.enable_async_tensor_parallel
+parallelism.fsdp_symmetric_memory profiling job.overwrite checkpoint.local_folder checkpoint.load_step
+checkpoint.load_only checkpoint.exclude_from_loading checkpoint.initial_load_path checkpoint.last_save_model_only
+checkpoint.last_save_in_hf validation.dataset validation.dataset_path
+""".split()
 
 
 @dataclass(frozen=True)
@@ -113,6 +104,7 @@ def reduce_config(config: Config, max_ranks: int) -> Reduction:
     wide = replace(real, dp_shard=choose_dp_shard(config.parallelism, max_ranks))
     keys = {
         **REPLACED,
+        **{key: get_value(Config(), key) for key in DEFAULTS},
         SHARD: wide.dp_shard,
         "lr_scheduler.total_steps": config.lr_scheduler.total_steps or config.training.steps,
         "training.dataset": [f"corpus-{number}" for number in range(len(config.training.dataset))],

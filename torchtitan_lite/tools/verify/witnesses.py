@@ -83,6 +83,11 @@ def steps_with_optimizer(step: Observed) -> bool:
     return count(step.forward, f"Optimizer.step#{step.config.optimizer.name}") > 0
 
 
+def computes_as_adam(step: Observed) -> bool:
+    """Return whether the optimizer is known to read betas and eps. An optimizer of a fork may ignore them."""
+    return step.config.optimizer.name in ("AdamW", "Muon")
+
+
 def stores_moments(step: Observed) -> bool | None:
     section = step.config.optimizer
     asked = getattr(torch, section.moments_dtype)
@@ -242,9 +247,6 @@ parallelism.pipeline_parallel_first_stage_less_layers
 parallelism.pipeline_parallel_last_stage_less_layers
 optimizer.lr
 optimizer.weight_decay
-optimizer.beta1
-optimizer.beta2
-optimizer.eps
 lr_scheduler.warmup_steps
 debug.seed
 """.split()
@@ -269,6 +271,7 @@ WITNESSES: dict[str, Witness] = {
     "parallelism.pipeline_parallel_schedule": runs_schedule,
     "parallelism.context_parallel_rotate_method": rotates,
     "optimizer.name": steps_with_optimizer,
+    **dict.fromkeys(("optimizer.beta1", "optimizer.beta2", "optimizer.eps"), computes_as_adam),
     "optimizer.groups": updates_groups,
     "optimizer.implementation": runs_implementation,
     "optimizer.moments_dtype": stores_moments,
