@@ -83,20 +83,6 @@ class Layout:
         """Number of ranks among which FSDP shards the experts of one ep rank."""
         return self.fsdp * self.tp // max(1, self.ep)
 
-    @cached_property
-    def strides(self) -> dict[str, int]:
-        """Distance in ranks between neighbors on each mesh dim, and on the dims fsdp, ep and efsdp."""
-        strides = {}
-        stride = 1
-        for dim, degree in reversed(self.degrees.items()):
-            strides[dim] = stride
-            stride *= degree
-        strides |= {"fsdp": strides["cp"], "ep": 1, "efsdp": self.ep}
-        for dim in ("fsdp", "efsdp"):
-            strides[f"{dim}_near"] = strides[dim]
-            strides[f"{dim}_far"] = strides[dim] * getattr(self, f"{dim}_near")
-        return strides
-
     def stages_of(self, pp_rank: int) -> list[int]:
         """Return the stages of one pp rank, first to last."""
         return [stage for stage, rank in enumerate(self.stage_ranks) if rank == pp_rank]

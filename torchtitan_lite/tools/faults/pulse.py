@@ -34,7 +34,7 @@ from torchtitan_lite.parallel.process_groups import end_process, join_job, start
 from torchtitan_lite.preflight import RunSpec
 from torchtitan_lite.tools import launch
 from torchtitan_lite.tools.check import check, choose_host
-from torchtitan_lite.tools.plan.cluster import CLUSTERS, Cluster, find_gpu_row
+from torchtitan_lite.tools.plan.cluster import CLUSTERS, Cluster, find_gpu_row, list_strides
 from torchtitan_lite.tools.tables import format_table
 
 # By device: rows and dtype of the matrices, number of products, bytes that a rank contributes to an all-gather, and the
@@ -89,7 +89,7 @@ def measure_rank(args: list[str], folder: Path, spec: RunSpec) -> int:
     for _ in range(N_ROUNDS):
         rounds["matmul"].append(measure_matmul(name, cluster, device))
         for dim in spec.layout.used_dims:
-            stride = spec.layout.strides[dim]
+            stride = list_strides(spec.layout)[dim]
             link = measure_link(dim, mesh.world[dim], stride, cluster, device)
             rounds[f"all-gather over {dim}"].append(link)
     measured = {what: choose_fastest(of_rounds) for what, of_rounds in rounds.items()}

@@ -15,9 +15,10 @@ in turn. To add a machine, add a row to ROWS.
 """
 
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from math import ceil, log2, sqrt
 
+from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.machine import GIB, MIB, PEAK_BF16_FLOPS, Machine
 
 GB = 10**9
@@ -296,3 +297,18 @@ def find_gpu_row(device_name: str) -> str:
         if name.split("-")[0] in device_name.lower():
             return name
     return "h100"
+
+
+@lru_cache  # `plan --search` asks once per collective
+def list_strides(layout: Layout) -> dict[str, int]:
+    """Return the distance in ranks between neighbors on each mesh dim, and on the dims fsdp, ep and efsdp."""
+    strides = {}
+    stride = 1
+    for dim, degree in reversed(layout.degrees.items()):
+        strides[dim] = stride
+        stride *= degree
+    strides |= {"fsdp": strides["cp"], "ep": 1, "efsdp": layout.ep}
+    for dim in ("fsdp", "efsdp"):
+        strides[f"{dim}_near"] = strides[dim]
+        strides[f"{dim}_far"] = strides[dim] * getattr(layout, f"{dim}_near")
+    return strides

@@ -60,7 +60,11 @@ def dry_run(planned: PlannedRun, pp_rank: int = 0) -> Meter:
     meter = Meter(layout)
     with ExitStack() as stack:
         enter = stack.enter_context
-        enter(fake_world.fake_group(layout.world_size, rank=pp_rank * layout.strides["pp"]))
+        enter(
+            fake_world.fake_group(
+                layout.world_size, rank=pp_rank * (layout.world_size // layout.pp)
+            )
+        )
         mesh = build_mesh(layout, CPU.type)
         parts = build.build_parts(config, model_args, layout, mesh)
         enter(fake_world.static_stages(config, model_args, layout))

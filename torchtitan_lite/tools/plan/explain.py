@@ -45,7 +45,7 @@ def main(options: argparse.Namespace) -> int:
     if options.rank is not None:
         rows = show(find_slices(layout, options.rank, 1, 1).sequences)
         print(f"\nrank {options.rank} reads rows {rows} of {layout.global_batch_size}")
-    per_stage = layout.strides["pp"]
+    per_stage = layout.world_size // layout.pp
     for alike in planned.workload.alike:
         pp_rank = alike[0]
         run = dry_run(short, pp_rank)

@@ -3,6 +3,7 @@
 from math import prod
 from typing import NamedTuple
 
+from torchtitan_lite.tools.plan.cluster import list_strides
 from torchtitan_lite.tools.plan.memory import Memory, RankMemory
 from torchtitan_lite.tools.plan.planned_run import PlannedRun
 from torchtitan_lite.tools.plan.transfers import estimate_traffic
@@ -42,7 +43,7 @@ def list_traffic(planned: PlannedRun) -> list[Calls]:
     for (axis, operation), moved in busiest.items():
         dims = axis.split(" x ")
         n_ranks = prod(getattr(layout, dim) for dim in dims)
-        stride = layout.strides[dims[-1]]
+        stride = list_strides(layout)[dims[-1]]
         n_nodes = cluster.count_nodes(stride, n_ranks)
         seconds = moved.n_bytes / cluster.find_bandwidth(stride, n_ranks)
         seconds += moved.n_calls * cluster.find_latency(stride, n_ranks)

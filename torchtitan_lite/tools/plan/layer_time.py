@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from torchtitan_lite.config.block import count_keys
 from torchtitan_lite.config.model_rows import ModuleRow
-from torchtitan_lite.tools.plan.cluster import Cluster
+from torchtitan_lite.tools.plan.cluster import Cluster, list_strides
 from torchtitan_lite.tools.plan.workload import LayerKind, Workload
 
 # Attention on S tokens reaches S/(S+300) of its full rate, so short sequences are slow. Fit.
@@ -66,7 +66,7 @@ class LayerTime:
     def place(self, axis: str) -> tuple[int, int]:
         """Return how far apart the ranks of a group of this axis are, and the size of the group."""
         layout = self.workload.layout
-        return layout.strides[axis], getattr(layout, axis)
+        return list_strides(layout)[axis], getattr(layout, axis)
 
     def collective_time(self, axis: str, whole_bytes: float) -> float:
         """Return the seconds to all-gather or reduce-scatter a tensor over an axis of the mesh."""

@@ -21,6 +21,7 @@ from torchtitan_lite.tools.pictures import (
     draw_table,
     wrap_page,
 )
+from torchtitan_lite.tools.plan.cluster import list_strides
 from torchtitan_lite.tools.plan.figures import list_memory, list_traffic
 from torchtitan_lite.tools.plan.planned_run import PlannedRun
 from torchtitan_lite.tools.plan.remedies import list_faster, list_remarks
@@ -162,7 +163,7 @@ def draw_mesh(planned: PlannedRun) -> str:
             cards = ""
             for last in [pp] if dim == "pp" else shown[dim]:
                 at[dim] = last
-                rank = sum(layout.strides[each] * index for each, index in at.items())
+                rank = sum(list_strides(layout)[each] * index for each, index in at.items())
                 cards += draw_card(planned, rank, weight)
             lines += f'<div class="line"><p>{named}</p><div class="cards">{cards}</div></div>'
         held = [layout.stages[stage] for stage in layout.stages_of(pp)]

@@ -49,15 +49,16 @@ def write_walk(planned: PlannedRun, rank: int) -> str:
     )
     body += draw_key([(WEIGHT, "", "stored on the rank"), (WEIGHT, "pale", "gathered while used")])
     runs = {}
-    within = rank % layout.strides["pp"]
+    per_stage = layout.world_size // layout.pp
+    within = rank % per_stage
     for stage, pp_rank in enumerate(layout.stage_ranks):
         if pp_rank not in runs:
             runs[pp_rank] = dry_run(planned, pp_rank)
-        peer = pp_rank * layout.strides["pp"] + within
+        peer = pp_rank * per_stage + within
         rows = list_steps(runs[pp_rank], layout.stages[stage], peer, layout.n_microbatches)
         if stage + 1 < len(layout.stages) and layout.stage_ranks[stage + 1] != pp_rank:
             n_bytes = format_bytes(planned.workload.hidden_bytes / layout.tp)
-            receiver = layout.stage_ranks[stage + 1] * layout.strides["pp"] + within
+            receiver = layout.stage_ranks[stage + 1] * per_stage + within
             rows.append(f"<tr><td><td>to rank {receiver}<td>send over pp <i>{n_bytes}</i>")
         title = f"Rank {peer}: {shorten_stages([layout.stages[stage]])}"
         heading = "<tr><td><td>module, and its weight on the rank<td>collectives, and bytes moved"
