@@ -5,7 +5,7 @@ import json
 import os
 import re
 import shutil
-from dataclasses import asdict, replace
+from dataclasses import asdict, make_dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,7 @@ from torchtitan_lite.checkpoint.format import Manifest, TensorRecord
 from torchtitan_lite.checkpoint.save import describe_run
 from torchtitan_lite.checkpoint.starting_weights import (
     check_loaded_model,
+    describe_checkpoint,
     find_initial,
 )
 from torchtitan_lite.config.model_rows import ModelArgs, ModelTable, ModuleRow, MoEArgs, RopeScaling
@@ -196,6 +197,15 @@ def test_a_checkpoint_of_a_fork_is_refused_by_the_field_or_the_model_that_is_unk
         commit(1, "mine", shape=asdict(ARGS) | {name: value})
         assert_refused(f"--{PATH}=step-1", f"{PATH}: {value!r}")
         shutil.rmtree("step-1")
+
+
+def test_a_checkpoint_of_a_fork_has_the_fields_that_its_sizes_add(monkeypatch):
+    kind = make_dataclass("Args", [("gain", float, 1.0)], bases=(ModelArgs,), frozen=True)
+    model_args = kind(**vars(ARGS) | {"name": "gains", "gain": 0.5})
+    flavors = {"debug": model_args}
+    monkeypatch.setitem(MODELS, "gains", replace(MODELS["llama3"], flavors=flavors))
+    commit(1, "mine", shape=asdict(model_args))
+    assert describe_checkpoint(Path("step-1")).model_args == model_args
 
 
 # ---------------------------------------------------------------- trained further

@@ -178,9 +178,9 @@ def check_loaded_model(
         f"the model differs from the one in {weights.path}: {', '.join(differences.values())}"
     ]
     if added := [fqn for fqn in wanted if fqn not in stored]:
-        names = ", ".join(abbreviate(added))
         notices.append(
-            f"{len(added)} parameters are not in {weights.path}, and start from initial weights: {names}"
+            f"{len(added)} parameters are not in {weights.path}, "
+            f"and start from initial weights: {', '.join(abbreviate(added))}"
         )
     return problems, notices
 
@@ -202,22 +202,25 @@ def describe_checkpoint(path: Path) -> Weights:
 def parse_model_args(manifest: Manifest) -> ModelArgs:
     """Return the ModelArgs in the fingerprint. Raises CheckpointError if this code has no such model."""
     model_args = dict(manifest.fingerprint["shape"])
+    model = model_args["name"]
+    if model not in MODELS:
+        raise CheckpointError(
+            f"its model is {model!r}, but this code only has {', '.join(MODELS)}: use the code that saved it"
+        )
     for name, kind in (("rope_scaling", RopeScaling), ("moe", MoEArgs)):
         if model_args[name] is not None:
             model_args[name] = parse_fields(kind, model_args[name])
     model_args["layer_types"] = tuple(model_args.get("layer_types", ()))  # JSON has a list
-    model = parse_fields(ModelArgs, model_args)
-    if model.name not in MODELS:
-        raise CheckpointError(
-            f"its model is {model.name!r}, but this code only has {', '.join(MODELS)}: use the code that saved it"
-        )
-    return model
+    return parse_fields(type(MODELS[model].flavors["debug"]), model_args)
 
 
 def parse_fields(kind: type, values: dict[str, object]) -> Any:
     """Build a dataclass from a JSON object. Raises CheckpointError for unknown fields, which a fork may have added."""
-    unknown = [f"{name} = {values[name]!r}" for name in values if name not in kind.__annotations__]
+    unknown = [
+        f"{name} = {values[name]!r}" for name in values if name not in kind.__dataclass_fields__
+    ]
     if unknown:
-        why = f"its model has unknown fields: {', '.join(unknown)}"
-        raise CheckpointError(f"{why}: use the code that saved it")
+        raise CheckpointError(
+            f"its model has unknown fields: {', '.join(unknown)}: use the code that saved it"
+        )
     return kind(**values)
