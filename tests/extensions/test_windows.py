@@ -233,15 +233,32 @@ def test_a_cache_and_context_parallel_refuse_an_attention_that_they_would_replac
 
 
 class Shifted(nn.Module):
-    """A module that adds the hidden state of the previous token."""
+    """A module that adds the hidden state of an earlier token."""
+
+    def __init__(self, distance):
+        super().__init__()
+        self.distance = distance
 
     def forward(self, x):
-        return x + nn.functional.pad(x, (0, 0, 1, 0))[:, :-1] / 10
+        return x + nn.functional.pad(x, (0, 0, self.distance, 0))[:, : x.shape[1]] / 10
 
 
-def test_a_cache_refuses_a_model_that_mixes_tokens_elsewhere():
+class Failing(nn.Module):
+    def forward(self, x):
+        raise TypeError("of a fork")
+
+
+@pytest.mark.parametrize(
+    "module, named",
+    [
+        (Shifted(1), "outside of attention.inner"),
+        (Shifted(32), "outside of attention.inner"),
+        (Failing(), "its forward fails .*of a fork"),
+    ],
+)
+def test_a_cache_refuses_a_model_that_mixes_tokens_elsewhere_or_needs_fields(module, named):
     model = Llama3(ARGS)
     initialize_weights(model, 1)
-    model.layers["0"].ffn_norm = Shifted()
-    with pytest.raises(UserError, match="outside of attention.inner"):
+    model.layers["0"].ffn_norm = module
+    with pytest.raises(UserError, match=named):
         CachedModel(model)
