@@ -120,6 +120,22 @@ def count_in_an_attribute(run: build.Run) -> None:
     watch_state(run.optimizer)
 
 
+def count_under_a_name(run: build.Run) -> None:
+    run.optimizer.register_step_post_hook(lambda own, *_: own.state["all"].update(k=torch.ones(())))
+    watch_state(run.optimizer)
+
+
+def average_columns(run: build.Run) -> None:
+    """Keep a mean over a sharded dim, as in Adafactor: a DTensor that is a partial sum on each rank."""
+
+    def average(optimizer, *_):
+        weight = run.parameters["layers.0.attention.wq.weight"]
+        optimizer.state[weight]["columns"] = weight.grad.mean(0)
+
+    run.optimizer.register_step_post_hook(average)
+    watch_state(run.optimizer)
+
+
 def return_a_mean(run: build.Run) -> None:
     run.parts[-1].output.formula = lambda logits, targets, vocabulary: logits.mean()
 
@@ -129,6 +145,8 @@ UNUSUAL = {  # change of a run -> words of the error in its first step
     count_in_a_group: "k = 1 in an attribute or a parameter group",
     count_in_an_attribute: "k = 1 in an attribute or a parameter group",
     count_in_a_state: "k = 1 in a state",
+    count_under_a_name: "k = tensor(1.) in a state",
+    average_columns: "columns = DTensor(",
     return_a_mean: "returned () losses for (",
 }
 

@@ -47,8 +47,7 @@ def list_unwritten(model_args: ModelArgs, family: Family) -> dict[str, tuple[obj
 def list_added_fields(model_args: ModelArgs, weights: ModelArgs) -> dict[str, object]:
     """Return field -> value for fields that a fork added, which no family names and no config.json sets."""
     families = [family for name in MODELS for family in load_families(name).values()]
-    named = set(WRITTEN).union(*(family.sizes for family in families))
-    named = named.union(*(family.switches for family in families))
+    named = set(WRITTEN).union(*((*family.sizes, *family.switches) for family in families))
     for field in fields(weights):
         if getattr(weights, field.name) != field.default:
             named.add(field.name)

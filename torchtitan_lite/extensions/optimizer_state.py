@@ -1,8 +1,11 @@
 """Refuse an optimizer whose state no checkpoint would save. Loaded for the optimizers of extensions and forks.
 
 A checkpoint saves the tensors in state[parameter]. A number that an optimizer keeps in state[parameter], in a parameter
-group or in an attribute would be reset when a run resumes, so the losses would differ.
+group or in an attribute would be reset when a run resumes, so the losses would differ. A DTensor with the placement
+Partial is refused too: a mean over a sharded dim is one, until `redistribute` adds the terms of the ranks.
 """
+
+from collections.abc import Iterator
 
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
@@ -12,35 +15,38 @@ from torchtitan_lite.config.messages import UserError
 
 def watch_state(optimizer: Optimizer) -> None:
     """Let each step raise UserError if a checkpoint cannot save the state of `optimizer`."""
-    before: list[dict] = []  # the attributes and the parameter groups before the step
+    before: list[
+        tuple[dict, dict]
+    ] = []  # attributes and parameter groups, with copies from before the step
 
     def copy_values(optimizer: Optimizer, *_: object) -> None:
-        before[:] = [values.copy() for values in (vars(optimizer), *optimizer.param_groups)]
+        before[:] = [
+            (values, values.copy()) for values in (vars(optimizer), *optimizer.param_groups)
+        ]
 
     def check_state(optimizer: Optimizer, *_: object) -> None:
-        lost = list_unsaved(optimizer, before)
-        if lost:
+        for lost in find_unsaved(optimizer, before):
             raise UserError(
-                f"the optimizer keeps {lost[0]}, which no checkpoint saves. "
-                "Keep tensors like the parameter, or scalars, in state[parameter]"
+                f"the optimizer keeps {lost}, which no checkpoint saves. "
+                "Keep tensors like the parameter, without partial sums, or scalars, in state[parameter]"
             )
 
     optimizer.register_step_pre_hook(copy_values)
     optimizer.register_step_post_hook(check_state)
 
 
-def list_unsaved(optimizer: Optimizer, before: list[dict]) -> list[str]:
-    """List the state that no checkpoint saves."""
-    lost = []
+def find_unsaved(optimizer: Optimizer, before: list[tuple[dict, dict]]) -> Iterator[str]:
+    """Yield descriptions of the state that no checkpoint saves."""
     for owner, state in optimizer.state.items():
-        kind = type(getattr(owner, "data", None))
+        kind = type(getattr(owner, "data", None))  # of None if the key is no parameter
         for name, value in state.items():
-            is_scalar = isinstance(value, Tensor) and value.dim() == 0
-            # a tensor without the placements of its sharded parameter would be saved by one rank
-            if not (is_scalar or isinstance(value, kind | None)):
-                lost.append(f"{name} = {value!r} in a state")
-    for values, old in zip((vars(optimizer), *optimizer.param_groups), before, strict=True):
+            is_scalar = isinstance(value, Tensor) and value.dim() == 0 and kind is not type(None)
+            placements = getattr(value, "placements", ())
+            is_partial = any(placement.is_partial() for placement in placements)
+            # One rank would save a tensor without the placements of its sharded parameter, and no rank a partial sum.
+            if is_partial or not (is_scalar or isinstance(value, kind | None)):
+                yield f"{name} = {value!r:.80} in a state"
+    for values, old in before:
         for name, value in values.items():
             if value is not old.get(name):
-                lost.append(f"{name} = {value!r} in an attribute or a parameter group")
-    return lost
+                yield f"{name} = {value!r:.80} in an attribute or a parameter group"
