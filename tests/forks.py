@@ -351,6 +351,100 @@ MODEL = ModelTable(llama3.FLAVORS, llama3.list_block, list_ends, fields={"reward
 """
 
 
+FROZEN_MODULES = '''"""Llama with frozen weights, and trained adapters of queries (LoRA, arXiv:2106.09685)."""
+
+from torch import nn
+
+from torchtitan_lite.models.llama3.modules import Attention, Llama3
+
+
+class Adapted(Attention):
+    def __init__(self, args, inner):
+        super().__init__(args, inner)
+        self.down = nn.Linear(args.dim, 8, bias=False)
+        self.up = nn.Linear(8, args.n_heads * args.head_dim, bias=False)
+
+    def forward(self, x, rotation, doc_ids):
+        added = self.up(self.down(x))
+        hook = self.wq.register_forward_hook(lambda wq, args, out: out + added)
+        heads = super().forward(x, rotation, doc_ids)
+        hook.remove()
+        return heads
+
+
+class Model(Llama3):
+    def __init__(self, args, *, attention="causal"):
+        super().__init__(args, attention=attention)
+        self.tok_embeddings.requires_grad_(False)
+        for block in self.layers.values():
+            block.requires_grad_(False)
+            block.attention = Adapted(args, block.attention.inner)
+            block.attention.wq.requires_grad_(False)
+'''
+
+FROZEN_TABLE = """from torchtitan_lite.config.model_rows import ModelTable, ModuleRow
+from torchtitan_lite.models.llama3 import table as llama3
+
+
+def list_block(args, moe=None):
+    down = ModuleRow("attention.down", "linear", (8, args.dim), "whole", 0.02)
+    heads_dim = args.n_heads * args.head_dim
+    up = ModuleRow("attention.up", "linear", (heads_dim, 8), "colwise", 0.02)
+    return [*llama3.list_block(args, moe), down, up]
+
+
+MODEL = ModelTable(llama3.FLAVORS, list_block, llama3.list_ends)
+"""
+
+IDS_MODULES = '''"""Llama with an embedding of the tokens in each block, read from a field of the batch."""
+
+from torch import nn
+
+from torchtitan_lite.model.rotary import rotary_angles
+from torchtitan_lite.models.llama3.modules import Llama3, TransformerBlock
+
+
+class Block(TransformerBlock):
+    def __init__(self, args, inner, *, is_moe):
+        super().__init__(args, inner, is_moe=is_moe)
+        self.of_ids = nn.Embedding(args.vocab_size, args.dim)
+
+    def forward(self, x, rotation, doc_ids, ids):
+        return super().forward(x + self.of_ids(ids), rotation, doc_ids)
+
+
+class Model(Llama3):
+    def __init__(self, args, *, attention="causal"):
+        super().__init__(args, attention=attention)
+        for layer, block in list(self.layers.items()):
+            self.layers[layer] = Block(args, block.attention.inner, is_moe=args.is_moe(int(layer)))
+
+    def forward(self, x, *, positions, doc_ids=None, targets=None, ids=None, **extra):
+        h = self.tok_embeddings(x) if self.tok_embeddings is not None else x
+        rotation = rotary_angles(positions, self.model_args)
+        for block in self.layers.values():
+            h = block(h, rotation, doc_ids, ids)
+        return h if self.output is None else self.output(self.norm(h), targets, **extra)
+'''
+
+IDS_TABLE = """from torchtitan_lite.config.model_rows import ModelTable, ModuleRow
+from torchtitan_lite.models.llama3 import table as llama3
+
+
+def list_block(args, moe=None):
+    weight = (args.vocab_size, args.dim)
+    row = ModuleRow("of_ids", "embedding", weight, "vocabulary", 0.02)
+    return [*llama3.list_block(args, moe), row]
+
+
+def read_ids(batch):
+    return batch.tokens
+
+
+MODEL = ModelTable(llama3.FLAVORS, list_block, llama3.list_ends, fields={"ids": read_ids})
+"""
+
+
 def add_model(name: str, modules: str, table: str) -> Fork:
     folder = f"torchtitan_lite/models/{name}"
     files = {"__init__.py": "", "modules.py": modules, "table.py": table}
@@ -467,6 +561,8 @@ FORKS = {
     "the ends": add_model("ends", ENDS_MODULES, ENDS_TABLE),
     "a gain": add_model("gain", GAIN_MODULES, GAIN_TABLE),
     "a value": add_model("value", VALUE_MODULES, VALUE_TABLE),
+    "adapters": add_model("adapters", FROZEN_MODULES, FROZEN_TABLE),
+    "ids": add_model("ids", IDS_MODULES, IDS_TABLE),
     "a loss": Fork(
         ("--training.loss=z_loss",),
         'config/choices.py | LOSSES = { | "z_loss": LossRow(extension="z_loss"),',

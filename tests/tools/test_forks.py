@@ -35,6 +35,7 @@ a value | verify wide | CONTEXT --ranks=2 | 0 | certified
 latent attention | verify wide | --ranks=4 | 0 | certified
 a gain | verify wide | --ranks=4 | 0 | certified
 a teacher | verify wide | --ranks=4 | 0 | 'cross_entropy' was not seen to act
+adapters | verify wide | --ranks=4 | 0 | certified
 a gpt | verify wide | --ranks=4 | 0 | certified
 a gpt | verify wide | CONTEXT --ranks=2 | 0 | certified
 an attention | verify wide | CONTEXT --ranks=2 | 0 | 'sliding' was not seen to act
@@ -52,6 +53,7 @@ REFUSED = {  # fork -> tool -> the key that it names
     "an attention": {"generate": "model.attention", "convert": "model.attention"},
     "a window": {"convert": "window"},
     "an inner attention": {"generate": "layers.1.attention.inner"},
+    "ids": {"generate": "its forward fails without targets and fields"},
 }
 MODEL_FORKS = []  # the forks that `explain` shows
 for name, fork in FORKS.items():
@@ -190,6 +192,8 @@ def test_a_fork_is_checked_planned_and_explained(answers, name):
         "latent attention": latents,
         "a gain": 2,
         "a value": 64 + 1,
+        "adapters": 2 * 8 * (64 + 64),
+        "ids": 2 * 2304 * 64,
         "a gpt": 64 * 64 - 2 * (64 * 96 - 288),
     }.get(name, 0)
     n_parameters = 2 * block + added + 2 * 2304 * 64 + 64
@@ -205,6 +209,7 @@ def test_a_fork_is_certified_or_refused_by_what_it_cannot_do(answers, number):
 
 UNMODELED = {
     "a second prediction": "calls of output",
+    "ids": "of_ids",
     "a teacher": "training.teacher = initial",
     "a loss": "training.loss = z_loss",
     "an optimizer": "optimizer.name = Lion",
@@ -226,18 +231,19 @@ def test_plan_names_what_it_does_not_know(answers, name):
         assert not unmodeled
 
 
-def test_plan_counts_the_window_of_a_row_and_two_predictions(answers):
+def test_plan_counts_the_window_of_a_row_and_two_predictions_but_no_embedding(answers):
     flops = []
-    for name in ("", "a window", "a second prediction"):
+    for name in ("", "a window", "a second prediction", "ids"):
         plan = read_plan(answers, name)
         flops.append(plan["mfu_full"] * plan["step_time_s"])
-    plain, window, twice = flops
+    plain, window, twice, ids = flops
     block = 64 * (64 + 32 + 32 + 64) + 3 * 64 * 96
     weights = 6 * (2 * block + 2304 * 64)
     attention = 12 * 64 * (32 + 32)
     second = 6 * (2304 * 64 + 64 * 64)
     in_window = 12 * 64 * (32 + 16)
     assert window / plain == pytest.approx((weights + in_window) / (weights + attention))
+    assert ids == pytest.approx(plain)
     assert twice / plain == pytest.approx((weights + second + attention) / (weights + attention))
 
 

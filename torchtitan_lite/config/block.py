@@ -34,8 +34,11 @@ def list_end_modules(model_args: ModelArgs) -> list[ModuleRow]:
 
 def list_added_ends(model_args: ModelArgs) -> list[ModuleRow]:
     """List the modules outside the blocks that only some models have: all except tok_embeddings, norm and output."""
-    common = ("tok_embeddings", "norm", "output")
-    return [row for row in list_end_modules(model_args) if row.name not in common]
+    return [
+        row
+        for row in list_end_modules(model_args)
+        if row.name not in ("tok_embeddings", "norm", "output")
+    ]
 
 
 def list_gathered(rows: list[ModuleRow]) -> set[str]:
@@ -81,14 +84,16 @@ def count_parameters(
     """Count the parameters. A tied embedding is counted once, as in the model cards.
 
     With `active`, count only the parameters that one token uses, with top_k experts per layer. With `in_matmuls`,
-    count only the matrices in blocks.
+    count only the matrices in blocks that multiply: an embedding in a block, like the first one, is a lookup.
     """
     n_parameters = 0
     for fqn, parameter in list_parameters(model_args).items():
         shape = parameter.shape
         if active and parameter.row.kind == "experts":
             shape = (model_args.moe.top_k, *shape[1:])
-        if not in_matmuls or (fqn.startswith("layers.") and len(shape) > 1):
+        if not in_matmuls or (
+            fqn.startswith("layers.") and len(shape) > 1 and parameter.row.kind != "embedding"
+        ):
             n_parameters += prod(shape)
     return n_parameters
 
@@ -100,8 +105,9 @@ def list_windows(attention: str, model_args: ModelArgs) -> tuple[int | None, ...
     The number is None if the token attends to all earlier tokens, or if the row of the attention does not define it.
     """
     window = ATTENTIONS[attention].window
-    layers = range(model_args.n_layers)
-    return tuple(window(model_args, layer) if window else None for layer in layers)
+    return tuple(
+        window(model_args, layer) if window else None for layer in range(model_args.n_layers)
+    )
 
 
 def has_masks(attention: str, model_args: ModelArgs) -> bool:

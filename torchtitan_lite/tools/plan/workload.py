@@ -86,7 +86,9 @@ class LayerKind:
         # The formulas support matmuls that tp splits, experts, norms of hidden states, and Qwen3's norms of heads.
         known = {"attention.q_norm", "attention.k_norm"}
         known.update(module.name for module in self.colwise + self.rowwise + self.norms)
-        self.untimed = {row.name for row in self.block if row.kind in ("linear", "norm")} - known
+        self.untimed = {
+            row.name for row in self.block if row.kind not in ("router", "experts")
+        } - known
         # The input of the first rowwise matmul is attention's output. The input of later ones is a product (SwiGLU).
         self.products_dim = sum(module.weight[1] for module in self.rowwise[1:])
         # Blocks of Llama have SwiGLU and rotary embeddings; blocks of GPT have neither.

@@ -83,7 +83,7 @@ class PlainStep:
     ]  # keys whose code the plain loop shares with the layout: a fork's loss or attention
     ties: dict[int, tuple[Tensor, Tensor]]  # layer -> scores and experts of tokens with tied scores
     loss: float
-    gradients: dict[str, Tensor]  # before clipping
+    gradients: dict[str, Tensor]  # before clipping; of parameters that are not frozen
     norm: float
     rates: dict[str, float]  # learning rates of the step
     loads: dict[int, Tensor]  # layer -> tokens of each expert
@@ -272,8 +272,9 @@ class PlainModel:
         for experts in self.experts.values():
             total = total + self.section.expert_balance_loss * experts.imbalance
             total = total + self.section.router_z_loss * experts.z_loss
-        found = torch.autograd.grad(total, self.parameters.values(), allow_unused=True)
-        gradients = dict(zip(self.parameters, found, strict=True))
+        trained = {fqn: own for fqn, own in self.parameters.items() if own.requires_grad}
+        found = torch.autograd.grad(total, trained.values(), allow_unused=True)
+        gradients = dict(zip(trained, found, strict=True))
         require_gradients(gradients)
         # the optimizer's fused kernels need contiguous tensors
         return loss.item(), {fqn: own.contiguous() for fqn, own in gradients.items()}
@@ -334,13 +335,11 @@ def run_plainly(config: Config, n_steps: int) -> list[PlainStep]:
         if spoiled_by == SPIKE:
             spoiled_by = SPIKE * config.training.skip_spikes * norm
         if not spoiled_by:
-            for fqn, parameter in plain.parameters.items():
-                parameter.grad = gradients[fqn] * min(1.0, clip * norm / (norm + 1e-6))
+            for fqn, gradient in gradients.items():
+                plain.parameters[fqn].grad = gradient * min(1.0, clip * norm / (norm + 1e-6))
             optimizer.step()
             plain.move_biases()
-        state = {}
-        for fqn, parameter in plain.parameters.items():
-            state[fqn] = copy_tensors(optimizer.state[parameter])
+        state = {fqn: copy_tensors(optimizer.state[own]) for fqn, own in plain.parameters.items()}
         steps.append(
             PlainStep(
                 batch=batch,

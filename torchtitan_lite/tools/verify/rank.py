@@ -146,21 +146,24 @@ def compare_step(run: build.Run, plain: PlainStep, seen: Seen) -> None:
 
 @torch.no_grad()
 def compare_gradients(run: build.Run, plain: PlainStep, seen: Seen) -> None:
-    """Compare gradients and learning rates. Keep the gradients, and replace them with the plain loop's gradients."""
+    """Compare gradients and learning rates. Keep the gradients, and replace them with the plain loop's gradients.
+    Collective."""
     gradients = {}
     for fqn, parameter in reversed(run.parameters.items()):
+        if fqn not in plain.gradients:
+            continue  # frozen: compare_updates finds a change
         right = plain.gradients[fqn]
         own = local(parameter.grad)
         seen.note("gradients", fqn, relative_error(parameter.grad, right))
         gradients[fqn] = own.clone()
         own.copy_(cut_local(right, parameter))
+        if own.numel():
+            first = own
     seen.results.append({"gradients": gradients})
-    if plain.spoiled_by and dist.get_rank() == dist.get_world_size() - 1:
-        for parameter in run.parameters.values():
-            own = local(parameter.grad)
-            if own.numel():
-                own.view(-1)[0] = plain.spoiled_by
-                break
+    last_trained = torch.tensor(dist.get_rank() if gradients else 0)
+    dist.all_reduce(last_trained, dist.ReduceOp.MAX)
+    if plain.spoiled_by and dist.get_rank() == last_trained:
+        first.view(-1)[0] = plain.spoiled_by
     for fqn, rate in list_used_rates(run.optimizer).items():
         seen.compare("learning rate", fqn, rate, plain.rates[fqn])
 

@@ -115,12 +115,11 @@ def compare_with_halves(run: build.Run, plain: PlainStep, batch: Batch, seen: Se
             targets = batch.targets.masked_fill(is_left_out[:, None], IGNORE_INDEX)
             half = replace(batch, targets=targets).with_fields(fields)
             stepping.compute_gradients(run, half)
-            for fqn, parameter in run.parameters.items():
-                gradient = local(parameter.grad)
-                differences[fqn] = differences[fqn] - gradient
-    for fqn, parameter in run.parameters.items():
-        local(parameter.grad).copy_(differences[fqn])
+            for fqn, difference in differences.items():
+                differences[fqn] = difference - local(run.parameters[fqn].grad)
+    for fqn, difference in differences.items():
+        gradient = run.parameters[fqn].grad
+        local(gradient).copy_(difference)
         right = plain.gradients[fqn]
         nothing = torch.zeros_like(right)
-        error = relative_error(parameter.grad, nothing, right)
-        seen.note("sum of microbatches", fqn, error)
+        seen.note("sum of microbatches", fqn, relative_error(gradient, nothing, right))
