@@ -123,7 +123,7 @@ def build_on_meta(config: Config, model_args: ModelArgs) -> nn.Module:
     if different := listed ^ built:
         files = f"modules.py and table.py of models/{model_args.name}"
         fqn, shape = min(different)
-        remedy = "Each row of table.py must describe the weight, and the bias if any, of one module"
+        remedy = "Each row of table.py describes the weight, and the bias if any, of one module in every layer"
         raise UserError(f"{fqn} has the shape {shape} in only one of {files}. {remedy}")
     return model
 
