@@ -372,8 +372,4 @@ def list_used_rates(optimizer: Optimizer) -> dict[str, float]:
 
 def copy_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return copies of the tensors, without scalars, which are step counters of an optimizer."""
-    copies = {}
-    for name, tensor in tensors.items():
-        if tensor.dim():
-            copies[name] = tensor.detach().clone()
-    return copies
+    return {name: tensor.detach().clone() for name, tensor in tensors.items() if tensor.dim()}

@@ -247,9 +247,8 @@ def reduce_stages(section: Parallelism, n_layers: int, real: Layout) -> dict[str
     least = SCHEDULES[section.pipeline_parallel_schedule].least_stages_per_rank
     n_stages = real.pp * max(least, min(2, len(counts) // real.pp))
     fewest = min(filter(None, counts))
-    fewer = []
-    for count in [*counts[: n_stages - 1], counts[-1]]:
-        fewer.append(min(count, 1 if count == fewest else 2))
+    kept = [*counts[: n_stages - 1], counts[-1]]
+    fewer = [min(count, 1 if count == fewest else 2) for count in kept]
     layers_per_stage = [None, 1, 2, 3]
     loads = range(4)  # values of FIRST and LAST
     for values in product(layers_per_stage, loads, loads):
