@@ -51,7 +51,7 @@ def train_frozen(rank: int, world_size: int, keys: dict) -> tuple[float, dict[st
 
 def test_frozen_parameters_stay_frozen_on_every_layout(pool):
     norms = []
-    for keys in ({}, {TP: 2}, {PP: 2}):
+    for keys in ({}, {TP: 2}, {PP: 2}, {"optimizer.name": "Muon"}):
         for norm, has_changed in pool.run(train_frozen, 2, keys):
             norms.append(norm)
             wrong = [fqn for fqn in has_changed if has_changed[fqn] == fqn.startswith(FROZEN)]

@@ -114,7 +114,8 @@ def plan_rounds(names: list[str], parameters: list[Tensor]) -> list[tuple[list, 
     """Return the rounds of a step for parameters on one mesh. A round is a list of axes and one matrix per owner."""
     by_axes = {}
     for name, parameter in zip(names, parameters, strict=True):
-        if name.startswith("layers.") and parameter.dim() > 1 and "router" not in name:
+        is_hidden = name.startswith("layers.") and parameter.dim() > 1 and "router" not in name
+        if is_hidden and parameter.requires_grad:
             mesh_dims = find_axes(parameter)
             by_axes.setdefault(mesh_dims, []).append(parameter)
     rounds = []
