@@ -25,7 +25,6 @@ from torchtitan_lite.data.dataset import (
 from torchtitan_lite.data.weighted_sampler import CYCLE, WeightedSampler
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.model.loss import IGNORE_INDEX
-from torchtitan_lite.validation import ValidationBatches
 
 CPU = torch.device("cpu")
 FIELDS = ("tokens", "targets", "positions", "doc_ids")
@@ -176,28 +175,6 @@ def test_a_corpus_larger_than_memory_is_opened_and_read_at_any_step(tmp_path):
         file.write(bytes([42, 0, 43, 0]))
     row = stream.batch(step, range(3, 4)).tokens[0]
     assert row[:3].tolist() == [42, 43, 0]
-
-
-# ---------------------------------------------------------------- validation
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_validation_batches_are_all_samples_once_in_order_on_any_number_of_ranks(tmp_path, seed):
-    case = make_case(tmp_path, seed)
-    by_hand = case.cut_by_hand()
-    zeros = [0] * case.seq_len
-    padding = (zeros, [X] * case.seq_len, [*range(case.seq_len)], zeros)
-    reader = SampleReader(open_folders(case.folders), case.seq_len, 2**16)
-    for n_rows, n_ranks in ((1, 1), (4, 2), (12, 3), (12, 12)):
-        batches = ValidationBatches(reader, BYTES, n_rows)
-        found = []
-        for step in range(batches.n_batches):
-            for rank in range(n_ranks):
-                rows = rows_of_rank(rank, n_ranks, n_rows)
-                found += list_rows(batches.batch(step, rows))
-        n_padded = len(found) - len(by_hand)
-        assert 0 <= n_padded < n_rows
-        assert found == by_hand + [padding] * n_padded
 
 
 # ---------------------------------------------------------------- prefetching

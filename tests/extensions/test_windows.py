@@ -1,4 +1,7 @@
-"""Windows and sinks equal a float64 softmax with an explicit mask: in training, the cache, flex attention, FLOPs."""
+"""Windows, sinks and documents equal a float64 softmax with a mask: in training, the cache, flex attention, FLOPs.
+
+test_data.py has the positions of packed documents.
+"""
 
 import itertools
 import math
@@ -8,10 +11,9 @@ import pytest
 import torch
 from compare import TABLE_CONFIG, resolve_model
 from marks import each_row
-from test_documents import make_documents
 from test_model import read_flavor
 from torch import nn
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from torchtitan_lite.config.block import count_keys
 from torchtitan_lite.config.messages import UserError
@@ -20,7 +22,7 @@ from torchtitan_lite.config.schema import Model
 from torchtitan_lite.extensions.windowed_attention import attend_in_windows
 from torchtitan_lite.model import document_attention
 from torchtitan_lite.model.attention import CausalAttention, build_attention
-from torchtitan_lite.model.document_attention import plan_mask
+from torchtitan_lite.model.document_attention import DocumentAttention, plan_mask
 from torchtitan_lite.model.own_attention import explain_own_attention
 from torchtitan_lite.models.llama3.modules import Attention, Llama3
 from torchtitan_lite.parallel.context_parallel import apply_context_parallel
@@ -30,6 +32,9 @@ from torchtitan_lite.tools.kv_cache import CachedModel
 
 ARGS = replace(resolve_model(TABLE_CONFIG.model), n_layers=3)
 SEQ_LEN = 150
+# A context-parallel rank has some of the queries, and all keys in a different order.
+QUERIES = torch.cat((torch.arange(20, 60), torch.arange(100, SEQ_LEN)))
+KEYS = torch.arange(SEQ_LEN).roll(-100)
 CASES = [  # window, layer types, sinks
     (7, (), False),
     (7, LAYER_TYPES, True),
@@ -38,6 +43,15 @@ CASES = [  # window, layer types, sinks
     (None, (), True),
     (None, (), False),
 ]
+
+
+def make_documents(n_rows: int) -> torch.Tensor:
+    """Return random doc_ids (B, S). The first row is one document; the other rows have a document per 40 tokens, on
+    average."""
+    generator = torch.Generator().manual_seed(0)
+    begins = torch.rand(n_rows, SEQ_LEN, generator=generator) < 1 / 40
+    begins[0] = False
+    return begins.cumsum(1)
 
 
 def list_sees(model_args: ModelArgs, layer: int, doc_ids: torch.Tensor | None) -> torch.Tensor:
@@ -89,7 +103,7 @@ def make_inputs(model_args: ModelArgs, inner: nn.Module):
 def test_attention_is_a_softmax_over_the_window_and_the_sink(case, documents, monkeypatch):
     """Compare outputs and gradients, and for documents also outputs of flex attention."""
     model_args = make_case(*case)
-    doc_ids = make_documents(2, SEQ_LEN)
+    doc_ids = make_documents(2)
     attention = "document" if documents else "causal"
     seen_ids = doc_ids if documents else None
     for layer in range(2):
@@ -106,17 +120,58 @@ def test_attention_is_a_softmax_over_the_window_and_the_sink(case, documents, mo
         if documents:
             with monkeypatch.context() as patches, torch.no_grad():  # no backward on a CPU
                 flex = attend_by_flex(patches, model_args, layer, heads, sinks, doc_ids)
-            torch.testing.assert_close(flex.double(), results[1][0], rtol=1e-5, atol=1e-5)
+            expected = expected[:, :, QUERIES]
+            torch.testing.assert_close(flex.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def take_part(query, key, value):
+    """Return the heads of a context-parallel rank."""
+    return query[:, :, QUERIES], key[:, :, KEYS], value[:, :, KEYS]
 
 
 def attend_by_flex(patches, model_args, layer, heads, sinks, doc_ids) -> torch.Tensor:
     # lse on a CPU: eager only
     patches.setattr(document_attention, "compile_once", lambda function: function)
     patches.setattr(document_attention, "create_mask", create_block_mask)
-    positions = torch.arange(SEQ_LEN)
-    blocks = plan_mask(doc_ids, positions, positions, model_args.find_window(layer))
-    heads = [tensor.detach() for tensor in heads]
-    return attend_in_windows(*heads, blocks, None if sinks is None else sinks.detach())
+    blocks = plan_mask(doc_ids, QUERIES, KEYS, model_args.find_window(layer))
+    return attend_in_windows(*take_part(*heads), blocks, sinks)
+
+
+def attend_part(query, key, value, doc_ids):
+    blocks = plan_mask(doc_ids, QUERIES, KEYS)
+    return flex_attention(query, key, value, block_mask=blocks, enable_gqa=True)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@torch.no_grad()  # flex attention has no backward on a CPU
+def test_attention_in_blocks_compiles_without_a_break(monkeypatch):
+    heads, *_ = make_inputs(ARGS, None)
+    heads, doc_ids = take_part(*heads), make_documents(2)
+    expected = DocumentAttention()(*heads, plan_mask(doc_ids, QUERIES, KEYS))
+    monkeypatch.setattr(document_attention, "create_mask", create_block_mask)
+    torch._dynamo.reset()
+    attend = torch.compile(attend_part, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(attend(*heads, doc_ids), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_blocks_that_no_document_reaches_into_are_left_out(monkeypatch):
+    monkeypatch.setattr(document_attention, "create_mask", create_block_mask)
+    positions = torch.arange(4 * 128)
+    blocks = plan_mask(positions[None] // 128, positions, positions)  # each document is one block
+    assert blocks.to_dense()[0, 0].tolist() == torch.eye(4).tolist()
+
+
+@pytest.mark.gpu
+def test_attention_in_blocks_on_a_gpu_gives_outputs_and_gradients_of_the_cpu():
+    heads, *_ = make_inputs(ARGS, None)
+    found = []
+    for device in ("cpu", "cuda"):
+        leaves = [tensor.detach().to(device).requires_grad_() for tensor in take_part(*heads)]
+        places = (each.to(device) for each in (make_documents(2), QUERIES, KEYS))
+        out = DocumentAttention()(*leaves, plan_mask(*places))
+        found.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(other.cpu(), one, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -21,9 +21,7 @@ def apply_mutant(name: str) -> AbstractContextManager:
 
 def try_mutant(name: str, pool, folder: Path) -> Trial:
     """Run the trial that must notice a mutant, on ranks that all have it."""
-    trial = MUTANTS[name].trial
-    # apply the mutant in the parent too, because one mutant accepts a config that is refused
-    with apply_mutant(name):
-        reduction = compare.reduce_row(MUTANTS[name].row)
-    trials = list_trials(reduction, compare.ranks_inside(pool, partial(apply_mutant, name)), folder)
-    return make_trial(trial, trials[trial])
+    mutant = MUTANTS[name]
+    run_ranks = compare.ranks_inside(pool, partial(apply_mutant, name))
+    trials = list_trials(compare.reduce_row(mutant.row), run_ranks, folder)
+    return make_trial(mutant.trial, trials[mutant.trial])

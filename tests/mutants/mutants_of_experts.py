@@ -30,31 +30,6 @@ def is_of_experts(tensor) -> bool:
 
 
 @mutant(
-    "experts, tp2, ep2, shared experts",
-    "gradients",
-    "layers.1.feed_forward.router.weight",
-    at=(expert_balance.AuxiliaryGradient, "backward"),
-)
-def auxiliary_loss_of_a_slice_of_the_sequence(original, ctx, grad):
-    """Each rank balances the routes of its slice of a sequence, though the loss is defined for whole sequences."""
-    ctx.balance.groups.clear()
-    return original(ctx, grad)
-
-
-@mutant(
-    "experts, cp2, ep2, shared experts",
-    "gradients",
-    "layers.1.feed_forward.router.weight",
-    at=(expert_balance, "build_balance"),
-)
-def z_loss_averaged_over_own_tokens(original, *args):
-    """Each rank divides by its own number of tokens, not by the global number, before ranks add their terms."""
-    balance = original(*args)
-    balance.z_loss_weight *= 2
-    return balance
-
-
-@mutant(
     EP2,
     "initial weights",
     "layers.0.feed_forward.experts.w1",

@@ -6,10 +6,8 @@ import torch.nn.functional as F
 from mutant_table import mutant
 
 from torchtitan_lite import step
-from torchtitan_lite.config import settings
 from torchtitan_lite.models.llama3 import modules as llama3
 from torchtitan_lite.parallel import (
-    activation_checkpoint,
     context_parallel,
     exchange,
     parallelize,
@@ -21,21 +19,6 @@ from torchtitan_lite.parallel import (
 def clip_norm_forgets_pp(original, squares, loss, stop_signal):
     """Each stage clips by the norm of its own gradients."""
     return squares.sqrt().float(), *original(squares, loss, stop_signal)[1:]
-
-
-@mutant(
-    "tp4, two key/value heads, Qwen2",
-    "gradients",
-    "layers.1.attention.wv.bias",
-    at=(exchange.ExchangeRows, "backward"),
-)
-def gradients_of_a_shared_head_are_not_summed(original, ctx, grad):
-    """Ranks that share a key/value head do not sum its gradients. Each rank keeps the gradient of its own queries."""
-    n_sharing = sum(count > 0 for count in ctx.sent)
-    own = ctx.ranks.own % n_sharing
-    kept = torch.zeros_like(grad)
-    kept.chunk(n_sharing)[own].copy_(grad.chunk(n_sharing)[own])
-    return kept, None, None, None
 
 
 @mutant("pp2 1F1B", "loss", "reduce_scalars", at=(step, "reduce_scalars"), dims=("pp",))
@@ -69,22 +52,6 @@ def replicas_not_reduced(original, part, mesh, *rest):
 
 
 @mutant(
-    "full recompute",
-    "gradients",
-    "layers.1.feed_forward.w3.weight",
-    at=(activation_checkpoint, "checkpoint"),
-)
-def recompute_forgets_an_input(original, forward, *args, **options):
-    """Recompute runs a block with positions that start at a different number than in forward."""
-    shifts = iter((0, 1))
-
-    def drifting(x, rotation, doc_ids):
-        return forward(x, rotation.roll(next(shifts), dims=1), doc_ids)
-
-    return original(drifting, *args, **options)
-
-
-@mutant(
     "2 | PP=2 DOCUMENTS",
     "module output",
     "layers.1.attention.inner",
@@ -113,17 +80,6 @@ def hidden_states_rounded_between_stages(original, part, x, **inputs):
     """Hidden states are sent between stages in bf16, while the model computes in fp32."""
     hidden = original(part, x, **inputs)
     return hidden if part.output is not None else hidden.bfloat16().float()
-
-
-@mutant(
-    "4 | PP=2 SCHEDULE=DualPipeV ZERO=3 MODE=none",
-    "gradients",
-    "layers.3.feed_forward.w3.weight",
-    at=(settings, "find_refused"),
-)
-def refused_combination_run(original, *args):
-    """A fork deletes a row from the table of refused combinations."""
-    return []
 
 
 @mutant(

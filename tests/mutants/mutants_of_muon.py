@@ -7,12 +7,6 @@ from torchtitan_lite.extensions import muon
 MUON = {"optimizer.name": "Muon", "optimizer.lr": 0.02}
 
 
-@mutant("4 | TP=2 MUON", "updates", "layers.1.feed_forward.w3.weight", at=(muon, "plan_rounds"))
-def halves_of_tp_orthogonalized(plan_rounds, names, parameters):
-    """Slices are joined over fsdp only, so on each tp rank the owner orthogonalizes half of the matrix."""
-    return [(axes[:1], matrices) for axes, matrices in plan_rounds(names, parameters)]
-
-
 @mutant(
     "2 | TP=2 MUON",
     "updates",

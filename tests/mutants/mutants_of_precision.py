@@ -10,7 +10,7 @@ from mutant_table import mutant
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from torchtitan_lite import step
-from torchtitan_lite.extensions import float8_all_gather, ring_attention
+from torchtitan_lite.extensions import float8_all_gather
 from torchtitan_lite.parallel import fsdp, parallelize, pipeline
 
 
@@ -44,18 +44,6 @@ def microbatches_accumulated_in_bfloat16():
 def weight_halves_added_in_bfloat16_under_tp(accumulate, part):
     """torch adds gradients of weight halves in the compute dtype. Under tp, a comparison with one rank cannot find this
     bug."""
-
-
-@mutant(
-    "4 | CP=4 RING",
-    "module output",
-    "layers.0.attention.inner",
-    at=(ring_attention, "merge_into"),
-)
-def attention_merged_in_bfloat16(merge, out, lse, new_out, new_lse):
-    """Ring attention keeps its running result in bf16 while it adds the attention to each rank's keys."""
-    merge(out, lse, new_out, new_lse)
-    out.copy_(out.bfloat16())
 
 
 # ---------------------------------------------------------------- float8

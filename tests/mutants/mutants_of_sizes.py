@@ -6,10 +6,8 @@ import torch
 from mutant_table import mutant
 
 from torchtitan_lite import build, step
-from torchtitan_lite.components import optim
 from torchtitan_lite.extensions import ring_attention
-from torchtitan_lite.model import document_attention, head, moe
-from torchtitan_lite.parallel import initial_weights
+from torchtitan_lite.model import document_attention
 
 
 @mutant(
@@ -32,27 +30,6 @@ def layers_in_the_order_of_text(original, model, fqns):
     part = original(model, fqns)
     part.layers = torch.nn.ModuleDict(dict(sorted(part.layers.items())))
     return part
-
-
-@mutant(
-    "dp2",
-    "initial weights",
-    "layers.10.attention.wq.weight",
-    at=(initial_weights, "seed_of"),
-    trial="deep",
-)
-def layer_numbers_of_one_digit(original, seed, fqn):
-    """The seed of a layer's weights uses only the first digit of the layer's number, so layers 10 to 19 start as copies
-    of layer 1."""
-    prefix, _, rest = fqn.partition("layers.")
-    number, dot, name = rest.partition(".")
-    return original(seed, f"{prefix}layers.{number[0]}{dot}{name}" if rest else fqn)
-
-
-@mutant("one rank", "gradient norm", "all gradients", at=(optim, "sum_squares"), trial="deep")
-def norm_of_the_first_hundred_tensors(original, tensors):
-    """The gradient norm covers only the first 100 tensors, as if a kernel had a limit."""
-    return original(tensors[:100])
 
 
 @mutant(
@@ -86,36 +63,3 @@ def odd_rows_lose_a_token(original, run, batch):
 def documents_numbered_in_a_byte(original, doc_ids, *positions):
     """Document numbers have eight bits to save memory, so document 256 attends to document 0."""
     return original(doc_ids % 256, *positions)
-
-
-@mutant(
-    "1 | CHUNK=512 training.seq_len=2048",
-    "module output",
-    "output",
-    at=(head.Head, "differentiate_cross_entropy"),
-    trial="deep",
-)
-def loss_of_the_first_eight_chunks(original, loss, logits, targets):
-    """Chunks of the loss are counted in three bits, so only the first eight contribute."""
-    loss.n_seen = getattr(loss, "n_seen", 0) + 1
-    result, gradient = original(loss, logits, targets)
-    return (result, gradient) if loss.n_seen <= 8 else (result * 0, gradient * 0)
-
-
-@mutant("pp2 1F1B", "loss", "reduce_scalars", trial="deep", at=(step, "run_schedule"))
-def losses_of_ten_microbatches_added(original, *args):
-    """The buffer for the losses of microbatches has ten places, so the losses of later microbatches are lost."""
-    return original(*args)[:10]
-
-
-@mutant(
-    "2 | MOE EP=2 flavor.n_experts=24",
-    "module output",
-    "layers.0.feed_forward",
-    trial="deep",
-    at=(moe.Router, "choose"),
-)
-def expert_twenty_gets_no_token(original, router, scores):
-    """Numbers of experts are kept in four bits, so no token is routed to expert 16 or later."""
-    has_number = torch.arange(router.n_experts) < 16
-    return original(router, scores.where(has_number, -torch.inf))

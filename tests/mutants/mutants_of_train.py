@@ -10,7 +10,7 @@ import torch.distributed as dist
 from mutant_table import mutant
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from torchtitan_lite import preflight, run_log
+from torchtitan_lite import preflight
 from torchtitan_lite.checkpoint import load as loading
 from torchtitan_lite.checkpoint import save as saving
 from torchtitan_lite.data import dataset
@@ -98,10 +98,3 @@ def roll_experts(tensor: torch.Tensor, direction: int) -> torch.Tensor:
     ep = mesh["ep"].size() if "ep" in mesh.mesh_dim_names else 1
     rolled = tensor.full_tensor().roll(direction * ep, 0)
     return distribute_tensor(rolled, mesh, tensor.placements, src_data_rank=None)
-
-
-@in_first_start("dp2", kind="loss", at=(run_log.RunMetrics, "write_step"))
-def loss_of_rank_0_logged(original, log, step, result, *others, **flags):
-    """The logged loss is only the contribution of rank 0, approximately."""
-    share = replace(result, loss=result.loss / log.run.layout.world_size)
-    original(log, step, share, *others, **flags)

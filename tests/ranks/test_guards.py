@@ -1,6 +1,5 @@
 """Bugs that `verify` cannot find, because one process has them too, or because they only appear at large sizes."""
 
-import copy
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,16 +12,11 @@ import warm_start
 from folders import list_names
 from layouts import TP
 from made_corpora import write_corpus
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import parallelize_module
 
 from torchtitan_lite.checkpoint.format import CheckpointError
 from torchtitan_lite.checkpoint.save import CheckpointSaver
 from torchtitan_lite.model.loss import Vocabulary, differentiate_cross_entropy
-from torchtitan_lite.parallel.fsdp import gather_plain
 from torchtitan_lite.parallel.initial_weights import copy_local_shard
-from torchtitan_lite.parallel.tensor_parallel import RowwiseParallel
 from torchtitan_lite.step import train_step
 
 
@@ -48,32 +42,6 @@ def test_a_large_initial_weight_is_copied_to_its_end():
     parameter = torch.zeros_like(full)
     copy_local_shard(parameter, full)
     assert torch.equal(parameter, full)
-
-
-def compare_rowwise_bias(rank: int, world_size: int) -> float:
-    """Worker: compare output and gradients of a rowwise layer with one rank. Return the largest difference."""
-    torch.manual_seed(0)
-    plain = torch.nn.Linear(8, 6)
-    x = torch.randn(2, 4, 8)
-    grad = torch.randn(2, 4, 6)
-    mesh = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("dp_shard", "tp"))
-    linear = parallelize_module(copy.deepcopy(plain), mesh["tp"], RowwiseParallel())
-    fully_shard(linear, mesh=mesh["dp_shard"])
-    gather_plain(linear)
-    out = linear(x.chunk(world_size, -1)[rank])
-    out.backward(grad.chunk(world_size, 1)[rank])
-    expected = plain(x)
-    expected.backward(grad)
-    pairs = [
-        (out, expected.chunk(world_size, 1)[rank]),
-        (linear.weight.grad.full_tensor(), plain.weight.grad),
-        (linear.bias.grad.full_tensor(), plain.bias.grad),
-    ]
-    return max((one - other).abs().max().item() for one, other in pairs)
-
-
-def test_a_bias_of_a_rowwise_layer_is_added_once_under_tp(pool):
-    assert max(pool.run(compare_rowwise_bias, 2)) < 1e-5
 
 
 def count_wrong_norms(rank: int, world_size: int) -> list[float]:
