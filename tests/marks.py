@@ -8,11 +8,6 @@ import pytest
 slow = partial(pytest.param, marks=pytest.mark.slow)
 
 
-def choose_fast(names: Iterable, fast: Collection) -> list:
-    """Return all names. A name that is not in `fast` is marked slow."""
-    return [name if name in fast else slow(name) for name in names]
-
-
 def read_lines(text: str) -> list[list[str]]:
     """Read a table: a row in each line, with bars between its columns. A comment begins with two spaces and #."""
     rows = []
@@ -22,6 +17,17 @@ def read_lines(text: str) -> list[list[str]]:
     return rows
 
 
-def each_row(names: str, text: str) -> pytest.MarkDecorator:
-    """Parametrize a test with the rows of a table: see read_lines."""
-    return pytest.mark.parametrize(names, read_lines(text))
+def each_row(
+    names: str, rows: str | Iterable, *, fast: Collection | None = None, slow: Collection = ()
+) -> pytest.MarkDecorator:
+    """Parametrize a test with the rows of a table: of a text (see read_lines), or the elements of a collection.
+
+    Rows in `slow`, or if `fast` is given, rows that are not in `fast`, are marked slow.
+    """
+    if isinstance(rows, str):
+        rows = read_lines(rows)
+    marked = []
+    for row in rows:
+        is_slow = row in slow if fast is None else row not in fast
+        marked.append(pytest.param(row, marks=pytest.mark.slow) if is_slow else row)
+    return pytest.mark.parametrize(names, marked)

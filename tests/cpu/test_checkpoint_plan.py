@@ -1,8 +1,7 @@
 """The plan of a checkpoint: slices that format.py computes are the shards of DTensors. See also test_checkpoint.py."""
 
-import pytest
 from layouts import LAYOUTS
-from marks import choose_fast
+from marks import each_row
 from measure_memory import plan
 
 from torchtitan_lite.build import build_parts
@@ -20,7 +19,7 @@ for row in LAYOUTS.values():
     WRITTEN_ON.setdefault(str(list_degrees(planned[2])), planned)
 
 
-@pytest.mark.parametrize("mesh", choose_fast(WRITTEN_ON, list(WRITTEN_ON)[-4:]))
+@each_row("mesh", WRITTEN_ON, fast=list(WRITTEN_ON)[-4:])
 def test_a_reader_computes_the_slices_that_ranks_write_of_their_dtensors(mesh):
     config, model_args, layout = WRITTEN_ON[mesh]
     degrees = list_degrees(layout)

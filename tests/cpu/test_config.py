@@ -156,7 +156,7 @@ def test_a_toml_file_with_a_byte_order_mark_is_read_and_its_paths_are_expanded(
 BEYOND = ("1e31", "-2", "nan", "inf")
 
 
-@pytest.mark.parametrize("text", BEYOND)
+@each_row("text", BEYOND)
 def test_every_number_has_an_end(text):
     """Larger numbers would overflow, or keep the check busy for hours. The ends themselves are accepted."""
     assert len(NUMBERS) > 50 and not any(kind in WITHOUT_END for kind in KEYS.values())
@@ -208,9 +208,7 @@ def test_every_key_has_its_rule_for_a_run_that_continues():
 # --- files ---
 
 
-@pytest.mark.parametrize(
-    "name", ["llama3_8b", "llama3_8b.toml", str(CONFIG_FOLDER / "llama3_8b.toml")]
-)
+@each_row("name", ["llama3_8b", "llama3_8b.toml", str(CONFIG_FOLDER / "llama3_8b.toml")])
 def test_a_config_is_found_by_bare_name_or_path_from_any_folder(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for args in (["--config", name], [f"--config={name}"], ["--job.config_file", name]):
@@ -236,9 +234,7 @@ AWKWARD = [
 ]
 
 
-@pytest.mark.parametrize(
-    "args", [AWKWARD, *(["--config", path.stem] for path in CONFIG_FOLDER.glob("*.toml"))]
-)
+@each_row("args", [AWKWARD, *(["--config", path.stem] for path in CONFIG_FOLDER.glob("*.toml"))])
 def test_shipped_configs_read_without_a_problem_and_survive_the_way_through_toml(
     args, write_toml, monkeypatch
 ):

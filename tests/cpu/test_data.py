@@ -12,6 +12,7 @@ import pytest
 import torch
 from folders import dump_json, load_json
 from made_corpora import BYTES, write_corpus
+from marks import each_row
 
 from torchtitan_lite.data.corpus_folder import CorpusError
 from torchtitan_lite.data.dataset import (
@@ -111,8 +112,8 @@ def make_case(folder: Path, seed: int) -> Case:
     return Case(folders, documents, draw.randrange(1, 18))
 
 
-@pytest.mark.parametrize("restart", [False, True])
-@pytest.mark.parametrize("seed", range(4))
+@each_row("restart", [False, True])
+@each_row("seed", range(4))
 def test_an_epoch_is_every_sample_once_as_cut_by_hand(tmp_path, seed, restart):
     case = make_case(tmp_path, seed)
     by_hand = case.cut_by_hand(restart=restart)
@@ -123,7 +124,7 @@ def test_an_epoch_is_every_sample_once_as_cut_by_hand(tmp_path, seed, restart):
         assert sorted(itertools.islice(drawn, len(by_hand))) == sorted(by_hand)
 
 
-@pytest.mark.parametrize("n_rows, weights", [(12, [0.3, 0.9, 0.5]), (16, None)])
+@each_row("n_rows, weights", [(12, [0.3, 0.9, 0.5]), (16, None)])
 def test_all_ranks_read_one_global_batch_whatever_their_number_and_where_they_resume(
     tmp_path, n_rows, weights
 ):
@@ -210,7 +211,7 @@ def test_only_the_next_batch_is_read_by_a_thread_while_the_caller_computes_and_c
     assert steps == [5, 6] and not list_threads()
 
 
-@pytest.mark.parametrize("fail_at", [0, 4])
+@each_row("fail_at", [0, 4])
 def test_failure_in_the_thread_is_raised_at_its_batch_and_ends_the_thread(stream, fail_at):
     def read(step: int, rows: range) -> Batch:
         if step == fail_at:
@@ -236,7 +237,7 @@ def test_batches_arrive_on_the_gpu(stream):
 # ---------------------------------------------------------------- the order of samples
 
 
-@pytest.mark.parametrize("weights", [None, [1.0, 1.0, 1.0]])
+@each_row("weights", [None, [1.0, 1.0, 1.0]])
 def test_every_source_epoch_and_seed_has_an_order_of_its_own(weights):
     """Compare three sources of equal size. Two random permutations of 50 samples agree in one place on average."""
     n = 50
@@ -252,7 +253,7 @@ def test_every_source_epoch_and_seed_has_an_order_of_its_own(weights):
         assert (one == another).sum() < 10
 
 
-@pytest.mark.parametrize("weights", [None, [1.0, 3.0]])
+@each_row("weights", [None, [1.0, 3.0]])
 def test_an_epoch_that_is_longer_than_a_cycle_of_draws_repeats_nothing(weights):
     sampler = make_sampler([2**22, 2**22], weights=weights, seed=0)
     draws = torch.cat([cycle * CYCLE + torch.arange(1000) for cycle in range(4)])
@@ -262,7 +263,7 @@ def test_an_epoch_that_is_longer_than_a_cycle_of_draws_repeats_nothing(weights):
 SHARES = [0.00004, 0.9, 0.000001, 0.0003, 0.00074, 0.098919]
 
 
-@pytest.mark.parametrize("start", [0, 70_000, 10**10])
+@each_row("start", [0, 70_000, 10**10])
 def test_a_small_weight_is_exact_on_average_from_any_draw_on(start):
     sampler = make_sampler([5000] * len(SHARES), weights=[3 * share for share in SHARES], seed=4)
     counts = torch.zeros(len(SHARES))

@@ -98,7 +98,7 @@ def test_files_that_no_run_wrote_are_not_deleted(tmp_path):
     assert list_files(tmp_path) == {"config.toml", "lock", "log.txt"}
 
 
-@pytest.mark.parametrize(
+@each_row(
     "one, another",
     [
         ("/data/run-1/a", "/data/run/1-a"),

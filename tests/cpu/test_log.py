@@ -6,6 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from marks import each_row
 
 from torchtitan_lite.components.log import IN_FILE, start_logging
 
@@ -51,7 +52,7 @@ def test_rank_0_writes_to_stdout_and_log_txt_and_others_only_warnings_to_stderr(
 # -- a disk that is full
 
 
-@pytest.mark.parametrize("kind", ["full", "folder"])
+@each_row("kind", ["full", "folder"])
 def test_a_log_txt_that_cannot_be_written_is_one_sentence_and_the_console_goes_on(
     logger, tmp_path, capsys, kind
 ):

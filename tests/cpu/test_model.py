@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from marks import read_lines
+from marks import each_row, read_lines
 
 from torchtitan_lite.checkpoint.format import Manifest
 from torchtitan_lite.checkpoint.starting_weights import parse_model_args
@@ -68,8 +68,8 @@ def turn(values, turns):
 ROTATION_ERRORS = {torch.float64: 1e-6, torch.float32: 1e-6, torch.bfloat16: 4e-3}
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("dtype", ROTATION_ERRORS)
+@each_row("compiled", [False, True])
+@each_row("dtype", ROTATION_ERRORS)
 def test_pairs_are_rotated_as_complex_numbers(monkeypatch, compiled, dtype):
     """Compare values and gradients. In memory, heads come before positions in the gradient, as attention returns it."""
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiled)
@@ -129,7 +129,7 @@ def test_initial_weights_have_the_spread_that_the_rule_says():
         assert values.std().item() == pytest.approx(std * CUT, rel=0.03), fqn
 
 
-@pytest.mark.parametrize(
+@each_row(
     "capability, n_kv_heads, avoids", [((10, 0), 4, True), ((10, 0), 8, False), ((9, 0), 4, False)]
 )
 def test_cudnn_is_avoided_only_where_it_was_seen_to_be_wrong(

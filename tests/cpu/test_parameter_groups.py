@@ -7,7 +7,6 @@ import json
 import math
 from itertools import chain
 
-import pytest
 import torch
 from compare import relative_error
 from marks import each_row, read_lines
@@ -80,7 +79,7 @@ def read_text(folder, text):
     return read_config(["--config", str(path)])
 
 
-@pytest.mark.parametrize("text", WRITTEN)
+@each_row("text", WRITTEN)
 def test_groups_are_read_from_the_command_line_and_from_toml(text, tmp_path):
     given = read_config([f"--optimizer.groups={text}"])
     assert not given.problems and given.config.optimizer.groups == WRITTEN[text]
@@ -141,7 +140,7 @@ def test_a_group_without_parameters_is_refused(patterns, refused):
         assert word in problem.remedy
 
 
-@pytest.mark.parametrize(
+@each_row(
     "groups, is_noted",
     [([], True), ([HIDDEN], True), ([NORMS], False), ([ParameterGroup("*", 1, 0)], False)],
 )

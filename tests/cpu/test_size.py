@@ -14,6 +14,7 @@ import tokenize
 from collections import Counter
 
 import pytest
+from marks import each_row
 
 from torchtitan_lite import REPOSITORY
 
@@ -65,7 +66,7 @@ def name_part(file: str) -> str:
     return next((part for part in GUIDES if part in folders[:2]), "core")
 
 
-@pytest.mark.parametrize("part", GUIDES)
+@each_row("part", GUIDES)
 def test_a_part_keeps_to_its_tokens_and_density(part):
     most_tokens, most_per_line = GUIDES[part]
     counts = []

@@ -63,7 +63,7 @@ Qwen3-235B-A22B | 22.2
 """  # in billions, as the model cards round them
 
 
-@pytest.mark.parametrize("flavor", FLAVORS)
+@each_row("flavor", FLAVORS)
 def test_parameters_are_those_of_the_model_and_of_the_published_checkpoints(flavor):
     with torch.device("meta"):
         model = Llama3(FLAVORS[flavor])
@@ -78,7 +78,7 @@ def test_a_token_passes_through_the_published_number_of_parameters(flavor, billi
     assert f"{n_active / 1e9:.1f}" == billions
 
 
-@pytest.mark.parametrize("flavor", ["debug", "1B"])
+@each_row("flavor", ["debug", "1B"])
 def test_flops_are_three_times_what_torch_counts_in_forward(flavor):
     args, seq_len = FLAVORS[flavor], 64
     with torch.device("meta"):
@@ -142,7 +142,7 @@ ROWS = [  # row, tp, key of the problem
 ]
 
 
-@pytest.mark.parametrize("row, tp, key", ROWS)
+@each_row("row, tp, key", ROWS)
 def test_check_judges_a_table_without_its_code(row, tp, key, add_row):
     add_row(row)
     config = with_value(Config(), TP, tp)

@@ -174,7 +174,7 @@ tied | {} | {"tie_embeddings": true} | !tie_embeddings True instead of False
 """
 
 
-@pytest.mark.parametrize("source", ["hf", "step-9"])
+@each_row("source", ["hf", "step-9"])
 @each_row("name, norms, fields, said", FORKS)
 def test_a_fork_starts_from_the_weights_of_another_model_if_its_tensors_have_their_shapes(
     name, norms, fields, said, source, monkeypatch

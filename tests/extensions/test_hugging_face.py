@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from checkpoints import list_differing
 from compare import relative_error
 from folders import dump_json, load_json
+from marks import each_row
 from safetensors.torch import load_file, save_file
 from test_model import FLAVORS, PLAIN, build_ours
 from torch import Tensor
@@ -123,7 +124,7 @@ def spell_as_version_4(folder: Path) -> None:
     edit_json(path, rope_parameters="missing", rope_theta=theta, rope_scaling=scaling)
 
 
-@pytest.mark.parametrize("name", FLAVORS)
+@each_row("name", FLAVORS)
 def test_an_export_gives_our_logits_and_gradients_in_transformers_and_comes_back_bit_by_bit(
     name, tmp_path, monkeypatch
 ):
@@ -157,7 +158,7 @@ def test_an_export_gives_our_logits_and_gradients_in_transformers_and_comes_back
         assert list_differing(back.state_dict(), ours.state_dict()) == []
 
 
-@pytest.mark.parametrize(
+@each_row(
     "name",
     [name for name, args in OUR_FLAVORS.items() if args.moe or args.qk_norm or args.qkv_bias],
 )

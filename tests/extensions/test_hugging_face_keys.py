@@ -195,7 +195,7 @@ def test_an_accepted_value_gives_transformers_logits_and_so_does_an_export(
 # ---------------------------------------------------------------- the table
 
 
-@pytest.mark.parametrize("family", list_families())
+@each_row("family", list_families())
 def test_each_key_of_transformers_has_a_row_with_its_default(family):
     row = list_families()[family][1]
     rows = EVERY_FAMILY | row.keys
@@ -340,7 +340,7 @@ SIZES = """
 """
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@each_row("dtype", ["float32", "bfloat16"])
 @each_row("sizes", SIZES)
 def test_sizes_that_torchs_grouped_matmul_refuses_are_refused_before_the_run(sizes, dtype):
     dim, width = map(int, sizes[0].split())

@@ -4,10 +4,9 @@ from pathlib import Path
 
 import checkpoints
 import compare
-import pytest
 import torch
 from layouts import HEAD_NORMS, read_rows
-from marks import slow
+from marks import each_row, slow
 from safetensors.torch import load_file
 from test_hugging_face import make_theirs
 from torch import Tensor
@@ -89,7 +88,7 @@ def load_shards(
     return compare.gather(run, lambda parameter: parameter), loading.peak_bytes
 
 
-@pytest.mark.parametrize(
+@each_row(
     "name",
     [slow(name) if name in SLOW else name for name in LAYOUTS],
 )

@@ -145,7 +145,7 @@ def test_a_json_file_that_is_absent_or_wrong_is_named(name, content, named, llam
     assert_refused(llama, named)
 
 
-@pytest.mark.parametrize("name", WRONG_FILES)
+@each_row("name", WRONG_FILES)
 def test_a_folder_that_is_not_complete_is_refused_by_the_name_of_what_is_wrong(name, llama):
     spoil, named = WRONG_FILES[name]
     spoil(llama)

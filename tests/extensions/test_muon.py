@@ -1,9 +1,8 @@
 """Muon is the same on every layout. test_parameter_groups.py: one process; test_costs.py: its plan."""
 
 import compare
-import pytest
 from layouts import TWO_LAYERS, read_rows
-from marks import choose_fast
+from marks import each_row
 from mutants_of_muon import MUON
 
 from torchtitan_lite.tools.verify.plain import STEPS
@@ -27,7 +26,7 @@ shared experts | 4 | SHARED EP=2 TP=2
 SLOW = {"one rank", "dp4", "hsdp2x2", "dp2, ZeRO 2", "cp2 x tp2", "pp2 x dp2 x tp2", "debug_moe_3d"}
 
 
-@pytest.mark.parametrize("name", choose_fast(LAYOUTS, LAYOUTS.keys() - SLOW))
+@each_row("name", LAYOUTS, slow=SLOW)
 def test_weights_and_state_are_those_of_one_process(pool, tmp_path, name):
     """Make five steps. Some of them are clipped, and some are skipped. Updates may differ by 1e-5."""
     world_size, keys = LAYOUTS[name]

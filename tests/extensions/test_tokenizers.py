@@ -169,7 +169,7 @@ def compare(folder: Path, content: dict, texts: list[str], eos: object = "<|im_e
     return ours
 
 
-@pytest.mark.parametrize("kind", ["GPT-2", "Llama 3", "Qwen"])
+@each_row("kind", ["GPT-2", "Llama 3", "Qwen"])
 def test_both_makers_of_a_byte_level_bpe_give_the_packages_ids(kind, tmp_path, monkeypatch):
     content = make_byte_level(kind)
     texts = [*TEXTS, *draw_texts(PIECES)]
@@ -225,8 +225,8 @@ def add_tokens(kind: str, case: str) -> dict:
     return content
 
 
-@pytest.mark.parametrize("case", ADDED_TOKENS)
-@pytest.mark.parametrize("kind", ["Qwen", "Llama 3"])
+@each_row("case", ADDED_TOKENS)
+@each_row("kind", ["Qwen", "Llama 3"])
 def test_added_tokens_are_found_where_the_package_finds_them(kind, case, tmp_path, monkeypatch):
     if case == "special ones":  # special tokens that begin another stay with tiktoken
         monkeypatch.setitem(sys.modules, "tokenizers", None)
@@ -301,7 +301,7 @@ LEADING = {  # post-processor -> number of tokens before a text
 }
 
 
-@pytest.mark.parametrize("case", LEADING)
+@each_row("case", LEADING)
 def test_a_text_begins_as_the_package_begins_it_or_its_tokens_are_named(case, tmp_path):
     oracle = make_sentencepiece()
     oracle.post_processor, n_leading = LEADING[case]
@@ -335,7 +335,7 @@ DECODER = "added_tokens_decoder"
 NAMED_TOKENS = NAMED_TOKENS.replace("EOS", '"eos_token": "</s>"').replace("DECODER", f'"{DECODER}"')
 
 
-@pytest.mark.parametrize("in_vocab", [False, True])
+@each_row("in_vocab", [False, True])
 @each_row("place, token, files", NAMED_TOKENS)
 def test_special_tokens_and_eos_are_those_of_transformers_and_never_come_from_plain_text(
     place, token, files, in_vocab, tmp_path
@@ -362,7 +362,7 @@ def test_special_tokens_and_eos_are_those_of_transformers_and_never_come_from_pl
     assert not {tokenizer.special[token], tokenizer.eos_id} & {*tokenizer.encode(text)}
 
 
-@pytest.mark.parametrize("name, eos", [("generation_config", [2, 1]), ("config", 2)])
+@each_row("name, eos", [("generation_config", [2, 1]), ("config", 2)])
 def test_eos_without_a_name_is_the_id_that_ends_a_text_in_transformers(name, eos, tmp_path):
     (tmp_path / "tokenizer.json").write_text(SENTENCEPIECE)
     dump_json(tmp_path / f"{name}.json", {"eos_token_id": eos})
@@ -389,7 +389,7 @@ def make_byte_level_suffix_bpe() -> dict:
     return content
 
 
-@pytest.mark.parametrize("make", [make_word_piece, make_byte_level_suffix_bpe])
+@each_row("make", [make_word_piece, make_byte_level_suffix_bpe])
 def test_text_that_is_not_its_tokens_in_a_row_is_decoded_by_the_package(make, tmp_path):
     content = make()
     text = "Return the tokenizers, naïve!"

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+from marks import each_row
 from test_check import H100_ELSEWHERE, find_keys
 
 from torchtitan_lite.config.reader import REPOSITORY
@@ -119,7 +120,7 @@ def tokenizer(tmp_path) -> Path:
 # ---------------------------------------------------------------- the files
 
 
-@pytest.mark.parametrize("version, file", SHIPPED)
+@each_row("version, file", SHIPPED)
 def test_each_file_starts_on_its_gpus_once_c4_and_a_tokenizer_are_there(
     tmp_path, monkeypatch, c4, tokenizer, version, file
 ):

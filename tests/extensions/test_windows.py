@@ -98,8 +98,8 @@ def make_inputs(model_args: ModelArgs, inner: nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
-@pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize("case", CASES)
+@each_row("documents", [False, True])
+@each_row("case", CASES)
 def test_attention_is_a_softmax_over_the_window_and_the_sink(case, documents, monkeypatch):
     """Compare outputs and gradients, and for documents also outputs of flex attention."""
     model_args = make_case(*case)
@@ -174,8 +174,8 @@ def test_attention_in_blocks_on_a_gpu_gives_outputs_and_gradients_of_the_cpu():
         torch.testing.assert_close(other.cpu(), one, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("pieces", [[100] + [1] * 50, [3, 90, 1, 56], [150]])
+@each_row("case", CASES)
+@each_row("pieces", [[100] + [1] * 50, [3, 90, 1, 56], [150]])
 def test_logits_with_a_cache_are_those_without(case, pieces):
     model_args = make_case(*case)
     model = Llama3(model_args)
@@ -200,7 +200,7 @@ def test_logits_with_a_cache_are_those_without(case, pieces):
         cached.forget()
 
 
-@pytest.mark.parametrize("case", CASES)
+@each_row("case", CASES)
 def test_flops_count_the_pairs_of_each_layer(case):
     model_args = make_case(*case)
     full, causal = count_keys(model_args, SEQ_LEN, "causal")
@@ -265,7 +265,7 @@ def change(cls: type[nn.Module] | None = None, inner: nn.Module | None = None) -
     return model
 
 
-@pytest.mark.parametrize(
+@each_row(
     "model, named",
     [
         (change(), ""),

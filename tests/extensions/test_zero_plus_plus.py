@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from layouts import read_rows
-from marks import choose_fast
+from marks import each_row
 from mutant_table import put_in_place
 
 from torchtitan_lite.extensions.zero_plus_plus import AllGather, ReduceScatter
@@ -45,7 +45,7 @@ PLANNED = (
 RESUMED = ("experts, dp4", "dp4", "pp2 x dp2 x tp2")
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@each_row("name", LAYOUTS)
 def test_a_layout_computes_what_one_process_computes(pool, tmp_path, name):
     trial = compare.try_row(LAYOUTS[name], pool.run, tmp_path)
     assert trial.faults == {}
@@ -54,7 +54,7 @@ def test_a_layout_computes_what_one_process_computes(pool, tmp_path, name):
     )
 
 
-@pytest.mark.parametrize("name", choose_fast(RESUMED, RESUMED[:1]))
+@each_row("name", RESUMED, fast=RESUMED[:1])
 def test_train_py_saves_and_resumes_on_another_layout(pool, tmp_path, name):
     reduction = compare.reduce_row(LAYOUTS[name])
     assert try_train(reduction, pool.run, tmp_path).faults == {}
@@ -85,7 +85,7 @@ MUTANTS = {
 LAYOUT_OF = {chunk_of_the_next_rank_kept: "dp4, hpZ alone"}
 
 
-@pytest.mark.parametrize("function", choose_fast(MUTANTS, [summed_before_unpacking]))
+@each_row("function", MUTANTS, fast=[summed_before_unpacking])
 def test_a_mutant_is_found(pool, tmp_path, function):
     *place, measure = MUTANTS[function]
     run_ranks = compare.ranks_inside(pool, partial(put_in_place, function, *place))
@@ -93,7 +93,7 @@ def test_a_mutant_is_found(pool, tmp_path, function):
     assert measure in compare.try_row(row, run_ranks, tmp_path).faults
 
 
-@pytest.mark.parametrize("uses", [["hpz"], ["hpz", "qwz", "qgz"]])
+@each_row("uses", [["hpz"], ["hpz", "qwz", "qgz"]])
 def test_memory_of_a_large_model_on_two_nodes_and_no_bytes_between_them_in_backward(uses):
     keys = ["--activation_checkpoint.mode=full", f"--{KEY}={json.dumps(uses)}"]
     keys = ["--config", "llama3_8b", "--model.n_layers=8", *keys]

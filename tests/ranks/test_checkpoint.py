@@ -27,7 +27,7 @@ from checkpoints import (
 )
 from folders import list_names, load_json
 from layouts import CP, MODE, PP, TP, Row, read_rows
-from marks import choose_fast, each_row
+from marks import each_row
 from safetensors import safe_open
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -131,7 +131,7 @@ def open_on(
     return merge_states(states), losses[0], merge_states(last_states), steps[0]
 
 
-@pytest.mark.parametrize("name", choose_fast(PAIRS, FAST))
+@each_row("name", PAIRS, fast=FAST)
 def test_a_checkpoint_opens_on_another_layout_and_comes_back_with_every_element_equal(
     pool, save, tmp_path, name
 ):
@@ -297,7 +297,7 @@ CHANGED_IN_A_STEP = {
 }
 
 
-@pytest.mark.parametrize("name", CHANGED_IN_A_STEP)
+@each_row("name", CHANGED_IN_A_STEP)
 def test_nothing_changes_before_it_is_copied(pool, letters, tmp_path, name):
     keys = [*letters, *CHANGED_IN_A_STEP[name].split(), *SAVES.split()]
     keys += [f"--checkpoint.local_folder={tmp_path / 'snapshots'}"]

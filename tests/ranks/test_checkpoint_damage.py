@@ -16,6 +16,7 @@ from checkpoints import (
     write_tensors,
 )
 from folders import list_names
+from marks import each_row
 
 from torchtitan_lite.checkpoint import load as loading
 from torchtitan_lite.checkpoint.format import DamagedCheckpoint
@@ -105,7 +106,7 @@ DAMAGE = {
 }
 
 
-@pytest.mark.parametrize("name", DAMAGE)
+@each_row("name", DAMAGE)
 def test_a_damaged_file_is_refused_by_its_name(folder, name):
     file, damage = DAMAGE[name]
     damage(folder / "step-8" / file)
@@ -183,7 +184,7 @@ def test_a_command_with_a_step_that_is_started_again_goes_on_from_what_it_has_sa
     assert resume_at(run_folder, 8) == 12
 
 
-@pytest.mark.parametrize(
+@each_row(
     "more", [["--checkpoint.no_enable"], ["--job.dump_folder=nowhere"], ["--checkpoint.folder=ck"]]
 )
 def test_a_run_that_only_reads_is_refused_if_there_is_nothing_to_read(run_folder, more):

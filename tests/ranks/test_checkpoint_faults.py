@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from checkpoints import assemble, limit_files, make_saver, write_tensors
 from folders import list_names
+from marks import each_row
 from torch import Tensor
 from torch.distributed.checkpoint.staging import DefaultStager
 from torch.distributed.device_mesh import init_device_mesh
@@ -52,7 +53,7 @@ def save_without_room(rank: int, world_size: int, folder: str, mode: str) -> lis
     return said
 
 
-@pytest.mark.parametrize("mode", ["disabled", "async"])
+@each_row("mode", ["disabled", "async"])
 def test_without_room_the_save_fails_on_every_rank_and_names_the_rank(pool, tmp_path, mode):
     for said in pool.run(save_without_room, 2, str(tmp_path), mode):
         assert said[0] == said[2] == ""
@@ -213,7 +214,7 @@ def load_with_another_window(rank: int, world_size: int, path: str) -> dict[str,
     return {name: tensor.tolist() for name, tensor in tensors.items()}
 
 
-@pytest.mark.parametrize("owner", ["spike_filter", "optimizer.gradient_norms"])  # new and old name
+@each_row("owner", ["spike_filter", "optimizer.gradient_norms"])  # new and old name
 def test_a_history_of_another_window_is_not_loaded_and_everything_else_is(pool, tmp_path, owner):
     saved = {
         f"{owner}.history": torch.ones(32),

@@ -7,10 +7,9 @@ import os
 from pathlib import Path
 
 import compare
-import pytest
 import torch
 from layouts import COMPILED, MODE, TWO_LAYERS, read_rows
-from marks import choose_fast, each_row
+from marks import each_row
 from torch._dynamo.utils import counters, get_compilation_metrics
 
 from torchtitan_lite import step as stepping
@@ -59,7 +58,7 @@ cp2 ring | 2 | CP=2 RING
 """)
 
 
-@pytest.mark.parametrize("name", choose_fast(COMPILED_RUNS, ["tp2, chunks of two sizes"]))
+@each_row("name", COMPILED_RUNS, fast=["tp2, chunks of two sizes"])
 def test_blocks_share_a_compilation_and_nothing_is_compiled_after_the_second_step(pool, name):
     """With a compilation per block, torch would fail at the ninth block of a rank (its recompile_limit)."""
     world_size, keys = COMPILED_RUNS[name]
@@ -69,7 +68,7 @@ def test_blocks_share_a_compilation_and_nothing_is_compiled_after_the_second_ste
         assert not any(later), f"{first=} {second=} {later=}"
 
 
-@pytest.mark.parametrize("components", [["model"], ["loss"]])
+@each_row("components", [["model"], ["loss"]])
 def test_only_the_named_components_are_compiled(pool, components):
     keys = {**COMPILED, **TWO_LAYERS, MODE: "none", "compile.components": components}
     (by_step,) = pool.run(list_compiled_by_step, 1, keys)

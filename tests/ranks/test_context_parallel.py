@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from compare import TABLE_CONFIG, complete, local, relative_error
 from layouts import CP, MODE, ROTATIONS, read_rows
+from marks import each_row
 from watching import AttentionWork, Collectives, PeakMemory, Watch
 
 from torchtitan_lite import step as stepping
@@ -99,7 +100,7 @@ def test_activation_memory_of_a_rank_falls_with_the_number_of_ranks(pool):
     assert (of_four <= 0.6 * of_two).all()
 
 
-@pytest.mark.parametrize("n_ranks", [2, 4])
+@each_row("n_ranks", [2, 4])
 def test_all_ranks_do_the_same_attention_work_and_none_of_it_twice(pool, n_ranks):
     by_rank = pool.run(watch_steps, n_ranks, list(ROTATIONS.values()), AttentionWork)
     n_pairs = torch.tensor(by_rank)  # [rank, method]
@@ -110,7 +111,7 @@ def test_all_ranks_do_the_same_attention_work_and_none_of_it_twice(pool, n_ranks
     assert (n_pairs.amax(0) <= 1.05 * n_pairs.amin(0)).all()
 
 
-@pytest.mark.parametrize(
+@each_row(
     "method, expected",
     [
         ("allgather", {"all_gather_into_tensor": 2, "reduce_scatter_tensor": 1}),
@@ -152,7 +153,7 @@ def attend_in_parts(query, key, value, grad_out) -> list[torch.Tensor]:
     return [out, grad_query, grad_key, grad_value]
 
 
-@pytest.mark.parametrize(
+@each_row(
     "device, dtype",
     [
         ("cpu", torch.float32),
@@ -172,8 +173,8 @@ def test_parts_of_an_attention_merge_to_the_whole(device, dtype):
         assert relative_error(one.float(), other) < tolerance
 
 
-@pytest.mark.parametrize("n_kv_heads", [4, 2])
-@pytest.mark.parametrize("cudnn", [False, True])
+@each_row("n_kv_heads", [4, 2])
+@each_row("cudnn", [False, True])
 def test_kernels_take_their_arguments_and_return_the_shapes_that_are_merged(
     monkeypatch, cudnn, n_kv_heads
 ):

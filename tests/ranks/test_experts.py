@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from checkpoints import make_saver
 from layouts import ADAMW, MODE, MOE, read_rows
+from marks import each_row
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -111,7 +112,7 @@ cp2 x tp2, ep4 | 4 | CP=2 TP=2 EP=4
 """)
 
 
-@pytest.mark.parametrize("name", COUNTED_ALIKE)
+@each_row("name", COUNTED_ALIKE)
 def test_every_layout_counts_each_token_once_and_has_the_same_entropy(pool, name):
     (alone,) = pool.run(count_step, 1, {MODE: "none"})
     assert alone[:, :-1].sum(1).tolist() == [2 * TOKENS] * 2

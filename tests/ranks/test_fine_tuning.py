@@ -11,7 +11,7 @@ import pytest
 import torch
 from folders import dump_json, load_json
 from made_corpora import write_corpus
-from marks import choose_fast, read_lines, slow
+from marks import each_row, read_lines, slow
 from real_model import make_real_model
 from test_check import LAPTOP
 from test_hugging_face import make_theirs, spell_as_version_4
@@ -121,7 +121,7 @@ def read_json(folder: Path, name: str = "config.json") -> dict:
     return load_json(folder / name)
 
 
-@pytest.mark.parametrize("name", choose_fast(CASES, CASES.keys() - SLOW))
+@each_row("name", CASES, slow=SLOW)
 def test_a_fine_tuned_model_is_given_back_and_transformers_computes_it(
     name, run_training, tmp_path, run_json
 ):
@@ -190,7 +190,7 @@ def train_in_transformers(
 CP, TP3 = "--parallelism.context_parallel_degree=2", "--parallelism.tensor_parallel_degree=3"
 
 
-@pytest.mark.parametrize(
+@each_row(
     "make, n_ranks, keys",
     [
         (publish, 4, [TP]),

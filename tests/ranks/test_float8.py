@@ -50,8 +50,8 @@ def make_linear(recipe_name: str, weight, *, emulate: bool) -> torch.nn.Linear:
 
 
 @pytest.mark.parametrize("emulate", [False, True], ids=["scaled_mm", "emulate"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("recipe_name", RECIPES)
+@each_row("dtype", [torch.bfloat16, torch.float32])
+@each_row("recipe_name", RECIPES)
 def test_output_and_gradients_have_the_bits_of_torchaos(recipe_name, dtype, emulate):
     torchao = pytest.importorskip(
         "torchao.float8", reason="torchao is not installed; only tests need it"
@@ -93,7 +93,7 @@ class Matmuls(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "recipe_name, n_matmuls",
     [
         ("tensorwise", 3),
@@ -126,8 +126,8 @@ def test_layers_are_left_out_by_name_and_by_dims_on_every_rank():
     assert plan_float8(linears, ["wq", "layers.1"], tp=1) == [wk]
 
 
-@pytest.mark.parametrize("recipe_name", ["tensorwise", "rowwise"])
-@pytest.mark.parametrize("flavor", ["1B", "8B", "70B"])
+@each_row("recipe_name", ["tensorwise", "rowwise"])
+@each_row("flavor", ["1B", "8B", "70B"])
 def test_layers_that_are_too_small_are_those_of_torchao(flavor, recipe_name):
     torchao = pytest.importorskip(
         "torchao.float8", reason="torchao is not installed; only tests need it"

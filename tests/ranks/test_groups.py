@@ -10,11 +10,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
-import pytest
 import torch
 import torch.distributed as dist
 import warm_start
-from marks import slow
+from marks import each_row, slow
 from torch.distributed import ProcessGroupGloo
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -104,7 +103,7 @@ def name_group(group: dist.ProcessGroup) -> str:
     return f"{group.group_desc}, {group.group_name}"
 
 
-@pytest.mark.parametrize("layout", ["dp2", "pp2", slow("tp2")])
+@each_row("layout", ["dp2", "pp2", slow("tp2")])
 def test_no_two_threads_use_one_group_and_every_group_has_a_time_out_of_comm(
     pool, letters, tmp_path, layout
 ):
@@ -153,7 +152,7 @@ def list_listeners() -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("interfaces, n_listeners", [("lo", 1), ("lo,lo", 2), ("", 1)])
+@each_row("interfaces, n_listeners", [("lo", 1), ("lo,lo", 2), ("", 1)])
 def test_a_group_with_one_worker_listens_on_the_interfaces_that_torch_would_choose(
     monkeypatch, interfaces, n_listeners
 ):
@@ -178,9 +177,7 @@ def test_a_torch_without_the_option_is_named(caplog):
     assert "_threads" in caplog.text
 
 
-@pytest.mark.parametrize(
-    "offload, pp, is_bound", [(False, 1, True), (False, 2, False), (True, 1, False)]
-)
+@each_row("offload, pp, is_bound", [(False, 1, True), (False, 2, False), (True, 1, False)])
 def test_groups_of_offload_are_not_split_from_the_default_group(offload, pp, is_bound):
     """If a group is split from the default group, its gloo part gets two workers. DeviceMesh splits a group in this way
     if the default group has a device."""

@@ -12,6 +12,7 @@ import warm_start
 from folders import list_names
 from layouts import TP
 from made_corpora import write_corpus
+from marks import each_row
 
 from torchtitan_lite.checkpoint.format import CheckpointError
 from torchtitan_lite.checkpoint.save import CheckpointSaver
@@ -139,7 +140,7 @@ def fail_to_save_the_last_step(rank: int, world_size: int, keys: list[str]) -> l
     return snapshots
 
 
-@pytest.mark.parametrize("mode", ["disabled", "async"])
+@each_row("mode", ["disabled", "async"])
 def test_snapshots_are_kept_until_the_last_checkpoint_is_saved(pool, start_small, tmp_path, mode):
     keys = [
         f"--checkpoint.async_mode={mode}",

@@ -16,7 +16,7 @@ from layouts import (
     SCHEDULE,
     read_rows,
 )
-from marks import choose_fast, slow
+from marks import each_row, slow
 
 from torchtitan_lite.config import checks
 from torchtitan_lite.config.messages import ConfigError
@@ -29,19 +29,19 @@ HELD = {"tp2", "tp2 rowwise", "pp2 x dp2 x tp2, gathered"}
 HELD |= {name for name in BFLOAT16_LAYOUTS if name.startswith("pp2 x tp2 ")}
 
 
-@pytest.mark.parametrize("name", [*FAST, *map(slow, CROSSES)])
+@each_row("name", [*FAST, *map(slow, CROSSES)])
 def test_layout_computes_the_single_device_model(pool, tmp_path, name):
     trial = compare.try_row(LAYOUTS[name], pool.run, tmp_path)
     assert trial.faults == {}
 
 
-@pytest.mark.parametrize("name", choose_fast(BFLOAT16_LAYOUTS, BFLOAT16_LAYOUTS.keys() - HELD))
+@each_row("name", BFLOAT16_LAYOUTS, slow=HELD)
 def test_layout_rounds_to_bfloat16_where_one_rank_does(pool, tmp_path, name):
     reduction = compare.reduce_row(BFLOAT16_LAYOUTS[name])
     assert try_precision("bfloat16", reduction, pool.run, tmp_path).faults == {}
 
 
-@pytest.mark.parametrize("name", choose_fast(FLOAT8_LAYOUTS, FLOAT8_LAYOUTS.keys() - HELD))
+@each_row("name", FLOAT8_LAYOUTS, slow=HELD)
 def test_layout_rounds_to_float8_where_one_rank_does(pool, tmp_path, name):
     reduction = compare.reduce_row(FLOAT8_LAYOUTS[name])
     assert try_precision("float8", reduction, pool.run, tmp_path).faults == {}
@@ -69,9 +69,7 @@ def refuse_nothing():
     return patch("torchtitan_lite.config.settings.find_refused", lambda *args: [])
 
 
-@pytest.mark.parametrize(
-    "line", [*REFUSED.strip().splitlines(), *map(slow, REFUSED_SLOWLY.strip().splitlines())]
-)
+@each_row("line", [*REFUSED.strip().splitlines(), *map(slow, REFUSED_SLOWLY.strip().splitlines())])
 def test_refused_combination_is_refused_and_really_fails(pool, tmp_path, line):
     key, symptom, layout = line.split(" | ", 2)
     (row,) = read_rows(f"refused | {layout}", {"SPLIT": SPLIT}).values()

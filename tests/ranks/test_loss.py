@@ -2,10 +2,10 @@
 
 See test_costs.py for memory."""
 
-import pytest
 import torch
 import torch.nn.functional as F
 from compare import local, relative_error
+from marks import each_row
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -140,7 +140,7 @@ CASES = [(name, *case) for name in NAMES for case in ((1, 0), (1, 7), (2, 7))]
 CASES += [("cross_entropy", 1, n) for n in (1, SEQ_LEN, ROWS * SEQ_LEN, 1000)]
 
 
-@pytest.mark.parametrize("name, n_ranks, chunk_tokens", CASES)
+@each_row("name, n_ranks, chunk_tokens", CASES)
 def test_a_formula_computes_what_torch_computes_on_whole_logits(pool, name, n_ranks, chunk_tokens):
     for errors in pool.run(run_formula, n_ranks, name, chunk_tokens):
         assert max(errors) < 1e-6, errors
@@ -149,7 +149,7 @@ def test_a_formula_computes_what_torch_computes_on_whole_logits(pool, name, n_ra
 # ---------------------------------------------------------------- numbers
 
 
-@pytest.mark.parametrize("chunk_tokens", [1, 7, 1000])
+@each_row("chunk_tokens", [1, 7, 1000])
 def test_in_bfloat16_it_errs_no_more_than_torchs_loss(chunk_tokens):
     case = make_case(torch.bfloat16)
     truth = compute("cross_entropy", case)

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from layouts import ACCUMULATION_4, ADAMW, EP, MODE, MOE, TWO_LAYERS, read_rows
+from marks import each_row
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -115,7 +116,7 @@ def list_waits(rank: int, world_size: int, runs: dict[str, dict[str, object]]) -
     return waits
 
 
-@pytest.mark.parametrize("n_ranks", [1, 2, 4])
+@each_row("n_ranks", [1, 2, 4])
 def test_no_host_waits_for_the_device_inside_a_step(pool, n_ranks):
     runs = {name: row.overrides for name, row in RUNS.items() if row.world_size == n_ranks}
     assert pool.run(list_waits, n_ranks, runs) == [{}] * n_ranks
@@ -131,7 +132,7 @@ def count_waits(rank: int, world_size: int, overrides: dict[str, object]) -> int
     return reader.call_count
 
 
-@pytest.mark.parametrize("mode, n_waits", [("none", 2 * 4), ("full", 2 * 2 * 4)])
+@each_row("mode, n_waits", [("none", 2 * 4), ("full", 2 * 2 * 4)])
 def test_with_ep_the_host_waits_once_a_layer_and_microbatch_and_again_where_it_is_recomputed(
     pool, mode, n_waits
 ):
@@ -151,9 +152,7 @@ def gpu(tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "name", [name for name, (world_size, _) in RUNS.items() if world_size == 1]
-)
+@each_row("name", [name for name, (world_size, _) in RUNS.items() if world_size == 1])
 def test_cuda_sees_no_wait_inside_a_step(gpu, name):
     config = compare.complete({**ADAMW, **RUNS[name][1]}, world_size=1)
     shape = resolve_model(config.model)

@@ -72,7 +72,7 @@ UNUSUAL = """
 """
 
 
-@pytest.mark.parametrize("decay_type", DECAYS)
+@each_row("decay_type", DECAYS)
 @each_row("row", UNUSUAL)
 def test_a_rate_of_0_and_a_peak_that_is_never_reached_are_said_with_both_numbers(decay_type, row):
     n_steps, keys, resumed_step, idle_step, highest = map(json.loads, row)
@@ -114,7 +114,7 @@ def test_the_schedules_of_shipped_configs_are_usual(path):
     assert describe_unusual_rates(config, 0) == []
 
 
-@pytest.mark.parametrize("name", ["Adagrad", "RMSprop"])
+@each_row("name", ["Adagrad", "RMSprop"])
 def test_a_row_is_enough_for_an_optimizer_of_torch(name, monkeypatch):
     monkeypatch.setitem(OPTIMIZERS, name, OptimizerRow(n_moments=1))
     weight = torch.nn.Parameter(torch.zeros(2))
@@ -122,7 +122,7 @@ def test_a_row_is_enough_for_an_optimizer_of_torch(name, monkeypatch):
     assert type(optimizer) is getattr(torch.optim, name)
 
 
-@pytest.mark.parametrize("gradient", [1.0, 0.0])
+@each_row("gradient", [1.0, 0.0])
 def test_updates_of_bfloat16_weights_are_right_on_average(gradient):
     """Each update is 1/100 of the distance between neighboring bfloat16 numbers, so rounding to nearest would undo
     every update."""
@@ -155,7 +155,7 @@ def measure_large_gradient(rank: int, world_size: int, n_numbers: int) -> float:
     return norm.item() / math.sqrt(true)
 
 
-@pytest.mark.parametrize("n_ranks", [1, 2])
+@each_row("n_ranks", [1, 2])
 def test_the_norm_of_a_large_gradient_is_right_whole_and_in_slices(pool, n_ranks):
     assert pool.run(measure_large_gradient, n_ranks, 50_000_000) == pytest.approx(
         [1] * n_ranks, rel=1e-6

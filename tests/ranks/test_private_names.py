@@ -2,7 +2,6 @@
 more."""
 
 import compare
-import pytest
 import torch
 from checkpoints import train
 from layouts import PP, TWO_LAYERS, read_rows
@@ -13,7 +12,7 @@ from watching import Watch
 from torchtitan_lite.tools.plan.dry_run import dry_run
 
 
-@pytest.mark.parametrize("world_size, keys", [(2, {}), (4, {PP: 2, DTYPE: "bfloat16"})])
+@each_row("world_size, keys", [(2, {}), (4, {PP: 2, DTYPE: "bfloat16"})])
 def test_collectives_of_fsdp_bear_a_phase_and_the_modules_of_their_group(world_size, keys):
     """meter.py finds a file and functions of FSDP on the stack. Check that they still have these names."""
     run = dry_run(make(world_size, {**keys, **TWO_LAYERS}, "cpu"))

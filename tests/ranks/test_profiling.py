@@ -6,6 +6,7 @@ import pytest
 import torch
 from checkpoints import limit_files
 from folders import load_json
+from marks import each_row
 
 from torchtitan_lite.components.diagnosis import explain_out_of_memory
 from torchtitan_lite.components.profiling import profile_steps
@@ -35,7 +36,7 @@ def traced_matmuls(path) -> list[int]:
     ]
 
 
-@pytest.mark.parametrize("resumed_step", [0, 100])
+@each_row("resumed_step", [0, 100])
 def test_traces_hold_the_last_steps_of_every_whole_period_and_bear_their_number(
     tmp_path, resumed_step
 ):

@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import get_args
 
 import compare
-import pytest
 import torch
 import torch.distributed as dist
 from checkpoints import list_differing, list_state, make_saver, make_snapshots, train
 from layouts import MODE, MOE, OFFLOAD, TWO_LAYERS
-from marks import choose_fast
+from marks import each_row
 
 from torchtitan_lite.checkpoint.load import Saved
 from torchtitan_lite.checkpoint.save import CheckpointSaver
@@ -100,7 +99,7 @@ def save_and_resume(rank: int, world_size: int, overrides: dict, folder: str) ->
     return differing
 
 
-@pytest.mark.parametrize("name", choose_fast(ROWS, FAST))
+@each_row("name", ROWS, fast=FAST)
 def test_every_optimizer_is_saved_and_resumed_bit_equal_in_every_mode(pool, tmp_path, name):
     for differing in pool.run(save_and_resume, 2, COMMON | ROWS[name], str(tmp_path)):
         assert differing == dict.fromkeys(MODES, [])

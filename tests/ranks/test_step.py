@@ -8,12 +8,11 @@ from functools import partial
 from unittest.mock import patch
 
 import compare
-import pytest
 import torch
 import warm_start
 from checkpoints import list_differing, list_state
 from layouts import TP, read_rows
-from marks import choose_fast, each_row
+from marks import each_row
 
 from torchtitan_lite import build
 from torchtitan_lite import step as stepping
@@ -65,7 +64,7 @@ spikes, experts | 2 | MOE SPIKES
 )
 
 
-@pytest.mark.parametrize("name", BAD_STEPS)
+@each_row("name", BAD_STEPS)
 def test_a_loss_that_is_not_finite_or_a_spike_changes_nothing_on_any_rank(pool, name):
     expected = [(True, False, None), (False, True, None)]
     if name.startswith("spikes"):
@@ -201,7 +200,7 @@ dp2 float8 | 2 | GATHER EMULATED BFLOAT16 TWO_LAYERS
 SLOW = ("pp2 x dp2 x tp2", "cp2 documents, compiled")
 
 
-@pytest.mark.parametrize("name", choose_fast(DIAGNOSED, DIAGNOSED.keys() - SLOW))
+@each_row("name", DIAGNOSED, slow=SLOW)
 def test_the_rank_and_the_module_that_made_the_first_nan_are_named(pool, name):
     n_ranks, overrides = DIAGNOSED[name]
     by_rank = pool.run(break_many_steps, n_ranks, overrides, N_TRIALS)
@@ -228,7 +227,7 @@ def break_a_weight(rank: int, world_size: int, kind: str) -> str:
     )
 
 
-@pytest.mark.parametrize("kind, said", [("value", "the"), ("gradient", "the gradient of the")])
+@each_row("kind, said", [("value", "the"), ("gradient", "the gradient of the")])
 def test_a_weight_or_its_gradient_is_named(pool, kind, said):
     for found in pool.run(break_a_weight, 2, kind):
         assert f": {said} weight layers.2.feed_forward.w1.weight" in found

@@ -87,7 +87,7 @@ def kill_new_rank(process: subprocess.Popen) -> None:
     os.kill(ranks[-1], signal.SIGKILL)
 
 
-@pytest.mark.parametrize("n_ranks", [3, slow(1)])  # one rank accumulates gradients
+@each_row("n_ranks", [3, slow(1)])  # one rank accumulates gradients
 def test_a_run_resumed_on_other_ranks_has_the_losses_of_the_unbroken_one(
     run_training, unbroken, tmp_path, n_ranks
 ):
@@ -289,7 +289,7 @@ STARTS = {
 }
 
 
-@pytest.mark.parametrize("name", STARTS)
+@each_row("name", STARTS)
 def test_new_moments_begin_once_however_often_the_command_is_started(
     run_training, unbroken, tmp_path, name
 ):

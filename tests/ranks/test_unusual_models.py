@@ -8,6 +8,7 @@ import compare
 import pytest
 import torch
 from layouts import BIASES, HEAD_NORMS, ONE_HEAD, PP, TP, Row
+from marks import each_row
 
 from torchtitan_lite import build
 from torchtitan_lite import step as stepping
@@ -76,9 +77,7 @@ class Added(Llama3):
         return found if targets is None else found + self.norm.weight.square().sum()
 
 
-@pytest.mark.parametrize(
-    "model, named", [(Broken, "TypeError: of a fork"), (Unused, "norm.weight")]
-)
+@each_row("model, named", [(Broken, "TypeError: of a fork"), (Unused, "norm.weight")])
 def test_a_model_that_cannot_be_compared_ends_in_a_sentence(model, named, monkeypatch):
     monkeypatch.setattr(build, "find_model_class", lambda name: model)
     try:

@@ -11,6 +11,7 @@ import compare
 import pytest
 import torch
 from layouts import CP, DOCUMENTS, PP, TP, ZERO, read_rows
+from marks import each_row
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite import validation
@@ -131,7 +132,7 @@ def validate_in_one_process(folder: Path, starts: Sequence[int]) -> dict[str, fl
     return dict(zip(names, figures, strict=True))
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@each_row("name", LAYOUTS)
 def test_every_layout_has_the_loss_of_one_process_on_all_held_out_documents(pool, folder, name):
     n_tokens = open_validation(folder).n_tokens
     n_samples = math.ceil((n_tokens - 1) / SEQ_LEN)
@@ -166,7 +167,7 @@ def validate_with_a_term_of_training(rank: int, world_size: int, keys: dict, fol
     return figures
 
 
-@pytest.mark.parametrize("name", ["one rank", "pp2 Interleaved1F1B"])
+@each_row("name", ["one rank", "pp2 Interleaved1F1B"])
 def test_validation_is_evaluation_and_measures_the_cross_entropy(pool, folder, name):
     n_tokens = open_validation(folder).n_tokens
     expected = validate_in_one_process(folder, range(0, n_tokens - 1, SEQ_LEN))

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from layouts import read_rows
+from marks import each_row
 
 from torchtitan_lite.components import optim
 from torchtitan_lite.config.messages import UserError
@@ -62,7 +63,7 @@ def test_ranks_of_a_layout_compute_the_loss_of_the_bare_loop(capsys):
     ]
 
 
-@pytest.mark.parametrize("has_transformers", [True, False])
+@each_row("has_transformers", [True, False])
 def test_the_contenders_that_can_run_are_compared(has_transformers, monkeypatch, capsys):
     def refuse(name: str, extra: str) -> None:
         raise UserError(f"No module named {name!r}")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from marks import each_row
 from test_dialects import read_json
 from test_generate_tool import save
 from test_model import PLAIN, build_ours
@@ -136,8 +137,8 @@ def encode(folder: Path, row: dict, **options: bool) -> tuple[list[int], list[in
     return ids, list(mark_targets(ends, rendered.turns)), turns
 
 
-@pytest.mark.parametrize("talk", TALKS)
-@pytest.mark.parametrize("kind", TEMPLATES)
+@each_row("talk", TALKS)
+@each_row("kind", TEMPLATES)
 def test_ids_are_those_of_transformers_and_targets_the_answers_in_the_text(kind, talk, make_folder):
     template, *by_talk = TEMPLATES[kind]
     expected = by_talk[list(TALKS).index(talk)]
@@ -203,7 +204,7 @@ ENDINGS = {  # special tokens, text after a message, the part of it that is a ta
 ANSWERS = ["<br>hello<br>", "<s>", "</s>hello", "[|end", "hello\n", " a <think> b ", "QZ"]
 
 
-@pytest.mark.parametrize("kind", ENDINGS)
+@each_row("kind", ENDINGS)
 def test_an_answer_ends_with_a_special_token_of_the_tokenizer_however_it_is_spelled(
     kind, make_folder
 ):
@@ -268,7 +269,7 @@ leaves out message 1's content => {{ message.content.value }}
 """
 
 
-@pytest.mark.parametrize("line", UNCERTAIN.replace("\n    ", "").strip().splitlines())
+@each_row("line", UNCERTAIN.replace("\n    ", "").strip().splitlines())
 def test_answers_that_are_not_certain_are_refused(line, make_folder):
     reason, template = line.split(" => ")
     folder = make_folder("{% for message in messages %}" + template + "{% endfor %}")
@@ -281,7 +282,7 @@ def test_answers_that_are_not_certain_are_refused(line, make_folder):
         encode(folder, {"messages": talk * 2})
 
 
-@pytest.mark.parametrize("written", ["[1:]", ".replace('+', '')", ".split('2')[-1]", " | upper"])
+@each_row("written", ["[1:]", ".replace('+', '')", ".split('2')[-1]", " | upper"])
 def test_a_content_that_the_template_changes_is_counted(written, make_folder):
     folder = make_folder(
         "{% for message in messages %}{{ message.content" + written + " }}</s>{% endfor %}"
@@ -306,7 +307,7 @@ def test_without_a_template_only_llama_3_s_tokens_have_a_format(make_folder, pre
     assert "chat_template.jinja" in said
 
 
-@pytest.mark.parametrize(
+@each_row(
     "template", [[{"name": "rag", "template": "x"}], [{"name": 1}], {"rag": "x"}, 3, "{% if %}"]
 )
 def test_what_is_no_template_is_a_sentence(template, make_folder, prepare):

@@ -466,7 +466,7 @@ def test_a_sink_whose_package_is_absent_is_refused_with_its_extra(tmp_path, monk
     assert f"`{sys.executable} -m pip install wandb` (the extra `wandb`)" in problem.remedy
 
 
-@pytest.mark.parametrize(
+@each_row(
     "torch_version, is_fine",
     [("2.11.0+cpu", False), ("2.12.1", False), ("2.13.0+cu130", True), ("2.15.0a0", True)],
 )
@@ -528,7 +528,7 @@ KEYS = [  # arguments | status | printed | not printed
 ]
 
 
-@pytest.mark.parametrize("names, status, printed, absent", KEYS)
+@each_row("names, status, printed, absent", KEYS)
 def test_keys_are_printed_with_comments_and_choices(names, status, printed, absent, run_tool):
     said = run_tool("check", "--keys", *names.split(), status=status)
     assert printed in said and absent not in said

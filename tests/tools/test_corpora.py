@@ -178,7 +178,7 @@ def prepare_here(run_tool):
     return partial(run_tool, "prepare", "--processes=1", "--out=out")
 
 
-@pytest.mark.parametrize("name", UNREADABLE)
+@each_row("name", UNREADABLE)
 def test_what_cannot_be_prepared_is_named_and_nothing_is_left(name, prepare_here):
     content, words = UNREADABLE[name]
     file, *options = name.split()
@@ -246,7 +246,7 @@ FORMS = {  # usual kinds of files, all with the documents ROWS
 }
 
 
-@pytest.mark.parametrize("name", FORMS)
+@each_row("name", FORMS)
 def test_rows_are_read_from_every_form_that_people_have(name, prepare_here):
     Path(name).write_bytes(FORMS[name])
     prepare_here(name, "--tokenizer=bytes", "--validation-share=0")
@@ -287,8 +287,8 @@ def test_a_tool_whose_output_nobody_reads_ends_in_silence_and_its_files_stay(
         assert main(["prepare", "--check", "out"]) == 0
 
 
-@pytest.mark.parametrize("suffix", ["txt", "jsonl", "csv"])
-@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-32", "cp1252"])
+@each_row("suffix", ["txt", "jsonl", "csv"])
+@each_row("encoding", ["utf-8-sig", "utf-16", "utf-32", "cp1252"])
 def test_a_file_is_read_in_its_encoding(encoding, suffix, prepare_here):
     content = {"txt": ROWS[0], "jsonl": LINES, "csv": CSV}[suffix]
     file = Path(f"a.{suffix}")
@@ -365,7 +365,7 @@ MANIFESTS = """
 """
 
 
-@pytest.mark.parametrize("manifest", MANIFESTS.split("\n")[1:])
+@each_row("manifest", MANIFESTS.split("\n")[1:])
 def test_a_foreign_manifest_is_a_sentence(manifest, tmp_path):
     (tmp_path / "manifest.json").write_text(manifest)
     with pytest.raises(CorpusError, match=f"{tmp_path} is not a prepared corpus.*manifest.json"):

@@ -18,7 +18,7 @@ from layouts import (
     ZERO,
     read_rows,
 )
-from marks import choose_fast, read_lines, slow
+from marks import each_row, read_lines, slow
 from measure_memory import (
     BATCH,
     GLOBAL_BATCH,
@@ -108,7 +108,7 @@ def assert_equal_traffic(predicted: dict[object, Moved], counted: dict[object, M
 # ---------------------------------------------------------------- closed form = dry run
 
 
-@pytest.mark.parametrize("name", choose_fast(LAYOUTS, FAST))
+@each_row("name", LAYOUTS, fast=FAST)
 def test_traffic_of_the_closed_form_is_that_of_a_dry_run(name):
     """Compare calls and bytes of each operation over each axis, on the first and the last pp rank, in bf16."""
     planned = read(name, **{DTYPE: "bfloat16"})
@@ -152,9 +152,7 @@ mixtral_8x22b 2048 0 1 |
 """
 
 
-@pytest.mark.parametrize(
-    "place, keys", [*read_lines(LARGE), *starmap(slow, read_lines(LARGE_AND_SLOW))]
-)
+@each_row("place, keys", [*read_lines(LARGE), *starmap(slow, read_lines(LARGE_AND_SLOW))])
 def test_memory_of_the_closed_form_is_that_of_a_dry_run_of_a_large_model(place, keys):
     name, *numbers = place.split()
     n_gpus, pp_rank, n_microbatches = map(int, numbers)
@@ -168,7 +166,7 @@ def test_memory_of_the_closed_form_is_that_of_a_dry_run_of_a_large_model(place, 
 # ---------------------------------------------------------------- dry run = real tensors
 
 
-@pytest.mark.parametrize(
+@each_row(
     "name, pp_rank",
     [
         ("dp2 x tp2", 0),
@@ -226,7 +224,7 @@ experts, pp2 x tp2, ep2 | 4 | PP=2 TP=2 EP=2 EXPERTS HEAD_NORMS
 """)
 
 
-@pytest.mark.parametrize("has_experts", [False, True])
+@each_row("has_experts", [False, True])
 def test_a_real_step_moves_what_was_forecast(pool, has_experts):
     all_keys = []
     for name, row in REAL_STEPS.items():

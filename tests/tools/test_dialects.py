@@ -10,6 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from folders import dump_json
+from marks import each_row
 from test_tokenizers import train_byte_level, write
 from tokenizers import Tokenizer as HuggingFace
 from transformers import AutoTokenizer
@@ -276,7 +277,7 @@ def decode_targets(document: Document, folder: Path) -> str:
     return AutoTokenizer.from_pretrained(folder).decode(ids)
 
 
-@pytest.mark.parametrize("name", RIGHT)
+@each_row("name", RIGHT)
 def test_a_row_is_written_as_transformers_does_and_what_is_not_used_is_counted(
     name, folder, encode
 ):
@@ -352,7 +353,7 @@ half a character | {"messages": [U(\ud83d), A(4)]} | surrogates not allowed
 """
 
 
-@pytest.mark.parametrize("line", REFUSED.replace("\n    ", " ").strip().splitlines())
+@each_row("line", REFUSED.replace("\n    ", " ").strip().splitlines())
 def test_a_row_with_something_unknown_is_refused_by_its_name(line, encode):
     _, row, *words = line.split(" | ")
     with pytest.raises(PreparationError) as error:

@@ -11,6 +11,7 @@ from contextlib import suppress
 import compare
 import pytest
 from layouts import BFLOAT16_LAYOUTS, FLOAT8_LAYOUTS, LAYOUTS, Row, read_rows
+from marks import each_row
 
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.tools.verify.command import describe_report, make_report, make_trials
@@ -50,7 +51,7 @@ def draw_layout(draw: random.Random) -> Reduction:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", ONLY or range(N_LAYOUTS))
+@each_row("number", ONLY or range(N_LAYOUTS))
 def test_a_drawn_layout_is_certified(pool, tmp_path, number):
     reduction = draw_layout(random.Random(1000 * SEED + number))
     report = make_report("drawn", reduction, make_trials(reduction, pool.run, tmp_path))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from marks import choose_fast, read_lines
+from marks import each_row, read_lines
 from programs import start_python
 from warm_start import STREAMS, finish, read_until
 
@@ -132,7 +132,7 @@ def launcher(letters, tmp_path_factory):
     temporary.rmdir()
 
 
-@pytest.mark.parametrize("name", choose_fast(ENDINGS, ENDINGS.keys() - SLOW))
+@each_row("name", ENDINGS, slow=SLOW)
 def test_the_last_line_says_how_the_run_has_ended(launcher, tmp_path, name):
     process, temporary, keys = launcher
     action, signals, status, last_line = ENDINGS[name]

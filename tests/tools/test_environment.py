@@ -179,7 +179,7 @@ def test_a_python_that_can_train_is_taken_and_only_what_it_lacks_is_added(
         assert checkout.calls() == calls
 
 
-@pytest.mark.parametrize("package, flags", [("torch", " --system-site-packages"), ("beta", "")])
+@each_row("package, flags", [("torch", " --system-site-packages"), ("beta", "")])
 def test_only_a_torch_that_the_machine_comes_with_is_shared_with_the_venv(checkout, package, flags):
     checkout.write(
         "pyproject.toml", NEEDS.replace("alpha>=1,<2", "torch>=1").replace("]", '"tt",\n]', 1)
@@ -196,7 +196,7 @@ FAILURES = {  # what goes wrong -> words of the message, which is one sentence
 }
 
 
-@pytest.mark.parametrize("failing", FAILURES)
+@each_row("failing", FAILURES)
 def test_a_failure_has_one_sentence_and_the_next_start_tries_again(checkout, failing):
     lock = checkout.root / ".venv.lock"
     if failing not in ("venv", "pip"):
@@ -231,7 +231,7 @@ def test_no_torch_is_installed_that_the_driver_or_the_gpu_cannot_run(checkout, g
     assert checkout.find(**path, PIP_EXTRA_INDEX_URL="https://mirror.test/cu126").returncode == 0
 
 
-@pytest.mark.parametrize("received", [signal.SIGINT, signal.SIGTERM])
+@each_row("received", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_while_packages_are_installed_is_one_sentence(checkout, received):
     checkout.write("pyproject.toml", NEEDS.replace("alpha", "torch"))
     process = checkout.start(PIP_S="99")
@@ -289,7 +289,7 @@ def bare(tmp_path_factory) -> Path:
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 needs tomli to read TOML")
-@pytest.mark.parametrize("command", BARE.splitlines())
+@each_row("command", BARE.splitlines())
 def test_tools_that_need_no_torch_run_without_any_package(bare, command):
     words = [bare / "mine" / "bin" / "python", "-m", "torchtitan_lite", *command.split()]
     variables = {"PATH": "/usr/bin:/bin"}

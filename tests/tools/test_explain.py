@@ -3,9 +3,9 @@
 import re
 from collections import Counter
 
-import pytest
 import torch
 from layouts import TP, read_rows
+from marks import each_row
 from measure_memory import plan
 from torch.distributed.tensor import distribute_tensor
 
@@ -40,7 +40,7 @@ one expert on each rank, split by efsdp | 8 | EP=4 EXPERTS TWO_LAYERS flavor.n_e
 """)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@each_row("name", LAYOUTS)
 def test_slices_in_words_and_in_a_picture_are_those_that_the_rank_holds(name):
     config, model_args, layout = plan(*LAYOUTS[name])
     seq_len = config.training.seq_len

@@ -61,7 +61,7 @@ DRILLS = [
 ]
 
 
-@pytest.mark.parametrize("faults", DRILLS)
+@each_row("faults", DRILLS)
 def test_a_drill_finds_all_faults_and_ends_with_the_weights_of_the_undisturbed_run(
     letters, tmp_path, faults
 ):
@@ -125,7 +125,7 @@ def handles_sigterm(pid: int) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("signaled", [0, 1])
+@each_row("signaled", [0, 1])
 def test_a_signal_for_a_host_that_has_not_met_the_others_ends_all_of_them(start_host, signaled):
     waiting = start_host(1 - signaled, NNODES="2")
     warm_start.read_until(waiting, f"waits for NODE_RANK={signaled}")
@@ -325,7 +325,7 @@ def test_the_tool_hang_reads_the_files_of_the_last_start(tmp_path, run_tool):
     assert "rank 1 (tp 1) made call 7" in printed and "it has ended with an error" in printed
 
 
-@pytest.mark.parametrize("there", ["a", "b"])
+@each_row("there", ["a", "b"])
 def test_hosts_with_different_corpora_are_refused_before_the_first_step(there):
     store = dist.HashStore()
     store.set("process of rank 1", json.dumps([1, "node-b", [there]]))
@@ -413,9 +413,7 @@ def compare_awaited(rank: int, world_size: int, schedule: str) -> tuple[list, di
     return seen, report["done"]
 
 
-@pytest.mark.parametrize(
-    "schedule", ["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV"]
-)
+@each_row("schedule", ["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV"])
 def test_a_rank_knows_which_microbatch_of_which_rank_it_awaits(pool, schedule):
     done: dict = {}
     for seen, of_rank in pool.run(compare_awaited, 2, schedule):
@@ -468,7 +466,7 @@ wq.weight wq.weight.exp_avg | 4 | REPLICATE=4 SHARD=1 optimizer.name=AdamW
 """)  # ends of the names of tensors that have copies | ranks | keys
 
 
-@pytest.mark.parametrize("kinds", COPIED)
+@each_row("kinds", COPIED)
 def test_a_flipped_bit_is_found_in_everything_that_more_than_one_rank_holds(pool, kinds):
     n_ranks, overrides = COPIED[kinds]
     for copied, found in pool.run(flip_each_tensor, n_ranks, overrides):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from forks import BROKEN, FORKS, write_forks
-from marks import read_lines, slow
+from marks import each_row, read_lines, slow
 from programs import run_python
 from warm_start import read_losses
 
@@ -177,7 +177,7 @@ def run_calls(checkout: Path, calls: dict[str, list]) -> Answers:
     return json.loads(answer.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("name", FORKS)
+@each_row("name", FORKS)
 def test_a_fork_is_checked_planned_and_explained(answers, name):
     tools = ["check", "plan", "explain"] if name in MODEL_FORKS else ["check", "plan"]
     for tool in tools:
@@ -200,7 +200,7 @@ def test_a_fork_is_checked_planned_and_explained(answers, name):
     assert f"{n_parameters:,} parameters" in answers[f"check {name}"][1]
 
 
-@pytest.mark.parametrize("number", range(len(ENDS)))
+@each_row("number", range(len(ENDS)))
 def test_a_fork_is_certified_or_refused_by_what_it_cannot_do(answers, number):
     *_, status, words = ENDS[number]
     ended, out, err = answers[f"end {number}"]
@@ -222,7 +222,7 @@ def read_plan(answers: Answers, name: str) -> dict:
     return json.loads(answers[f"plan {name}"][1])
 
 
-@pytest.mark.parametrize("name", ["", "a window", *UNMODELED])
+@each_row("name", ["", "a window", *UNMODELED])
 def test_plan_names_what_it_does_not_know(answers, name):
     unmodeled = read_plan(answers, name)["unmodeled"]
     if name in UNMODELED:
@@ -247,7 +247,7 @@ def test_plan_counts_the_window_of_a_row_and_two_predictions_but_no_embedding(an
     assert twice / plain == pytest.approx((weights + second + attention) / (weights + attention))
 
 
-@pytest.mark.parametrize("name", BROKEN)
+@each_row("name", BROKEN)
 def test_a_fault_of_a_fork_under_tp_is_found(answers, name):
     """The fault is found even in a sum whose terms cancel and whose bound is therefore wider."""
     status, out, err = answers[f"verify {name}"]

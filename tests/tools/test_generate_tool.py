@@ -13,6 +13,7 @@ import pytest
 import torch
 from checkpoints import write_tensors
 from folders import dump_json, load_json
+from marks import each_row
 from test_tokenizers import make_word_piece, write
 from tokenizers import Tokenizer as HuggingFace
 from torch import Tensor
@@ -139,7 +140,7 @@ def test_a_text_ends_with_the_context_or_with_any_end_token_of_generation_config
     assert "repetition_penalty = 1.3" in printed and "top_p" not in printed
 
 
-@pytest.mark.parametrize("assets", ["bytes", SHIPPED])
+@each_row("assets", ["bytes", SHIPPED])
 def test_characters_are_shown_whole_as_soon_as_their_last_byte_is_there(assets):
     tokenizer = load_tokenizer(assets)
     text = "aé日\U0001f469\u200d\U0001f467 z"

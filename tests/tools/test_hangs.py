@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import warm_start
-from marks import choose_fast, read_lines
+from marks import each_row, read_lines
 from programs import find_port
 from test_orphans import check_that_all_end
 
@@ -72,14 +72,14 @@ def check_report(launcher: subprocess.Popen, when: str, does: str, process: int 
     launcher.kill()
 
 
-@pytest.mark.parametrize("name", choose_fast(HANGS, ("other shape", "validation")))
+@each_row("name", HANGS, fast=("other shape", "validation"))
 def test_a_hang_is_reported_with_the_rank_that_the_others_wait_for(start, name):
     _, kind, when, does, keys = HANGS[name]
     check_report(start(kind, 2, *keys.split()), WHEN.get(when, when), does.replace("/", "|"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_cut_off", [False, True])
+@each_row("is_cut_off", [False, True])
 def test_a_hang_on_another_host_is_reported_with_its_only_rank(start, is_cut_off):
     shared = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": find_port()}
     hosts = []

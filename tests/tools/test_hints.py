@@ -97,7 +97,7 @@ PREPARED = {  # words of the command that `prepare` prints -> its options, numbe
 }
 
 
-@pytest.mark.parametrize("words", PREPARED)
+@each_row("words", PREPARED)
 def test_the_command_that_prepare_prints_trains_and_validates_on_the_corpus(words, run_prepare):
     make_options, n_documents = PREPARED[words]
     file = write_lines([{"text": f"document {n}"} for n in range(n_documents)])
@@ -151,7 +151,7 @@ READERS = {
 }
 
 
-@pytest.mark.parametrize("reader", READERS)
+@each_row("reader", READERS)
 def test_a_cache_folder_of_the_hub_names_the_folder_with_the_files(reader, cache):
     read = READERS[reader]
     text = Path(write_lines([{"text": "a"}])).absolute()
@@ -182,9 +182,7 @@ def test_the_number_of_gpus_elsewhere_passes_and_the_verdict_sends_to_plan(run_t
     assert follow(plan) == 0
 
 
-@pytest.mark.parametrize(
-    "args", ["--config llama3_8b", "--config llama3_70b", "--config debug --model.flavor 8B"]
-)
+@each_row("args", ["--config llama3_8b", "--config llama3_70b", "--config debug --model.flavor 8B"])
 def test_a_model_that_is_too_large_for_this_host_is_verified_here_and_planned_elsewhere(
     args, run_tool
 ):

@@ -87,7 +87,7 @@ ADDRESSES = [  # MASTER_ADDR, error
 ]
 
 
-@pytest.mark.parametrize("address, said", ADDRESSES)
+@each_row("address, said", ADDRESSES)
 def test_an_address_that_the_first_host_cannot_use_is_refused(monkeypatch, address, said):
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv("MASTER_ADDR", address)
@@ -169,7 +169,7 @@ def test_launchers_with_one_hostname_and_process_id_are_two_hosts_for_torchrun(m
     assert len(names) == 2
 
 
-@pytest.mark.parametrize("listed", ["0", "0-0,4000-4100", "4000", "", None])
+@each_row("listed", ["0", "0-0,4000-4100", "4000", "", None])
 def test_a_rank_is_bound_to_the_cpus_near_its_gpu_or_not_at_all(listed, tmp_path, monkeypatch):
     gpu = SimpleNamespace(pci_domain_id=0, pci_bus_id=0xDC, pci_device_id=0)
     monkeypatch.setattr(agent.torch.cuda, "get_device_properties", lambda index: gpu)

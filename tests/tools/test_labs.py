@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from marks import choose_fast, each_row, slow
+from marks import each_row, slow
 
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.__main__ import main
@@ -37,9 +37,7 @@ def test_the_files_of_a_lab_exist_and_its_training_would_start(lab, tmp_path, mo
         assert main(["check", "--gpus", n_ranks, *shlex.split(keys)]) == 0
 
 
-@pytest.mark.parametrize(
-    "number, name", [row if row[0] in BY_DEFAULT else slow(*row) for row in QUESTIONS]
-)
+@each_row("number, name", [row if row[0] in BY_DEFAULT else slow(*row) for row in QUESTIONS])
 def test_an_answer_is_computed_and_judged(number, name, run_tool):
     answer = compute_answer(find_lab(number), name)
     assert answer.value > 0
@@ -71,7 +69,7 @@ def solve(lab: Lab, folder: Path) -> None:
         shutil.copy(lab.folder / "solution.toml", folder / "my_70b.toml")
 
 
-@pytest.mark.parametrize("number", choose_fast(JUDGED, BY_DEFAULT))
+@each_row("number", JUDGED, fast=BY_DEFAULT)
 def test_unsolved_work_fails_its_judge_and_the_solution_passes(number, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["lab", str(number), "start"]) == 0

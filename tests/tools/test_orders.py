@@ -67,7 +67,7 @@ def unfold(cell) -> list[Action]:
     return [Action(cell.stage_index, kind, cell.microbatch_index)] if kind else []
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@each_row("schedule", SCHEDULES)
 def test_every_order_is_torchs_own_and_runs_to_its_end(schedule):
     row = SCHEDULES[schedule]
     n_compared = 0
@@ -85,7 +85,7 @@ def test_every_order_is_torchs_own_and_runs_to_its_end(schedule):
     assert n_compared >= 4
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@each_row("name", SCHEDULES)
 def test_microbatch_numbers_that_torch_refuses_are_refused_before_launch(name):
     keys = {"degree": 4, "schedule": name}
     section = Parallelism(**{f"pipeline_parallel_{key}": value for key, value in keys.items()})
@@ -150,7 +150,7 @@ def test_the_slowest_stage_and_the_way_between_ranks_count():
     assert [start[f"{stage}F0"] for stage in range(4)] == [0, 6, 7, 13]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@each_row("schedule", SCHEDULES)
 def test_a_long_schedule_is_known_from_a_short_one(schedule):
     pp, m, v = 4, 28, SCHEDULES[schedule].least_stages_per_rank
     simulate_run = partial(run, schedule, pp, v=v, send=0.25)

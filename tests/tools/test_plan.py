@@ -119,7 +119,7 @@ def test_programs_read_the_figures_of_a_plan(run_json):
 ONE_GPU = [(1, 1.28, False), (2, 1.02, True)]
 
 
-@pytest.mark.parametrize("stage, factor, fits", ONE_GPU)
+@each_row("stage, factor, fits", ONE_GPU)
 def test_one_gpu_has_the_reserve_of_this_trainer(stage, factor, fits):
     planned = plan_run(["--config=llama3_8b_one_gpu", f"--{ZERO}={stage}"], 1, "h200")
     assert planned.taken_bytes == planned.memory.live * factor + 2**30

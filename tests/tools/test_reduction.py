@@ -48,7 +48,7 @@ dp_shard3 x tp2 | 6 | TP=2
 """)
 
 
-@pytest.mark.parametrize("layout", FITTING)
+@each_row("layout", FITTING)
 def test_a_layout_that_fits_is_tried_exactly_as_asked(layout):
     max_ranks, asked = FITTING[layout]
     config = compare.override(read("debug", "--training.local_batch_size=8", ANY_BATCH), asked)
@@ -66,7 +66,7 @@ debug_3d: tp2 | 2
 """)
 
 
-@pytest.mark.parametrize("name", TOO_LARGE)
+@each_row("name", TOO_LARGE)
 def test_a_layout_that_needs_more_ranks_is_refused_with_a_command_that_runs(name):
     config, layout = name.split(": ")
     max_ranks, asked = TOO_LARGE[name]
@@ -158,7 +158,7 @@ def test_a_relation_between_sizes_is_kept(args, relation, value):
     assert list(globals()[relation](reduction)) == json.loads(value)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "name, keys, why",
     [
         ("debug", {TP: 8, SHARD: 1}, "n_heads"),
@@ -173,7 +173,7 @@ def test_a_config_whose_real_run_cannot_start_is_refused(name, keys, why):
 # ---------------------------------------------------------------- every shipped config, and the deep run
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@each_row("name", CONFIGS)
 def test_each_small_run_keeps_the_layout_and_the_deep_one_is_deep_long_and_far(name):
     config = read(name)
     if name == "mixtral_8x22b":

@@ -8,7 +8,7 @@ from html import unescape
 import pytest
 import warm_start
 from folders import dump_json, load_json
-from marks import read_lines
+from marks import each_row
 from programs import browse, needs_browser
 
 from torchtitan_lite.config.messages import UserError
@@ -69,7 +69,7 @@ def read_curve(page: str, name: str) -> dict[int, float]:
     return curve
 
 
-@pytest.mark.parametrize("field", FIELDS)
+@each_row("field", FIELDS)
 def test_curves_have_the_figures_of_the_records(page, folder, field):
     expected = warm_start.read_losses(folder, field)
     assert read_curve(page, f"a run, {field}") == pytest.approx(expected, rel=1e-6)
@@ -177,7 +177,7 @@ def test_runs_are_compared_by_what_differs_and_grouped_by_a_key(folder, tmp_path
 FOREIGN = {"name": "AdEMAMix", "attention": "sliding", "decay_type": "wsd"}
 
 
-@pytest.mark.parametrize("key", FOREIGN)
+@each_row("key", FOREIGN)
 def test_a_run_of_a_fork_is_shown_without_a_forecast(folder, tmp_path, key):
     run = copy_run(folder, tmp_path / "fork", **{key: f'"{FOREIGN[key]}"'})
     assert write(run) == 0
@@ -220,7 +220,7 @@ traces/step-9/rank-0.json | {"traceEvents": []} | step-9/rank-0.json is not a co
 """
 
 
-@pytest.mark.parametrize("name, content, words", read_lines(INCOMPLETE))
+@each_row("name, content, words", INCOMPLETE)
 def test_a_file_of_a_run_that_is_not_complete_is_named(name, content, words, folder, tmp_path):
     run = copy_run(folder, tmp_path / "run")
     for step in (9, 10):  # the run was killed before it wrote the trace of step 10

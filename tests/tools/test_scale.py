@@ -2,8 +2,7 @@
 
 from math import ceil
 
-import pytest
-from marks import slow
+from marks import each_row, slow
 
 from assets.benchmarks import scale
 
@@ -15,7 +14,7 @@ for n_ranks in (256, 4096, 16384):
         CASES.append((name, n_ranks) if is_fast else slow(name, n_ranks))
 
 
-@pytest.mark.parametrize("name, n_ranks", CASES)
+@each_row("name, n_ranks", CASES)
 def test_a_rank_saves_and_resumes_with_little_metadata_and_few_files(name, n_ranks):
     costs = scale.measure(name, n_ranks)
     first = costs.pop("save, rank 0")

@@ -100,7 +100,7 @@ def test_the_report_names_the_winner_which_reads_back(tmp_path, run_tool):
     assert f"{layout}, " in winner and winner.partition(str(layout))[2] in file.read_text()
 
 
-@pytest.mark.parametrize(
+@each_row(
     "name, n_gpus, arguments, words",
     [
         ("llama3_8b", 64, "", ""),

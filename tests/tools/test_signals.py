@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 from unittest.mock import Mock
 
-import pytest
 from folders import load_json
 from marks import each_row, slow
 from programs import start_python
@@ -33,7 +32,7 @@ ENDS_AT_S = {  # phase of the run -> when the process ends
 }
 
 
-@pytest.mark.parametrize("phase", ENDS_AT_S)
+@each_row("phase", ENDS_AT_S)
 def test_a_signal_does_what_the_phase_of_the_run_says(monkeypatch, phase):
     request = StopFlag()
     request.follow(lambda: phase)
@@ -144,7 +143,7 @@ def wait_for_moment(process: subprocess.Popen, when: str, whom: str, folder: Pat
     return output
 
 
-@pytest.mark.parametrize(
+@each_row(
     "whom, received, when",
     [
         row if row in DEFAULT else slow(*row)

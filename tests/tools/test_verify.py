@@ -12,7 +12,7 @@ from pathlib import Path
 import compare
 import pytest
 from layouts import MODE, SCHEDULE, SHARD, TP, ZERO, read_rows
-from marks import choose_fast
+from marks import each_row
 from mutant_table import put_in_place
 from mutants import MUTANTS, try_mutant
 
@@ -48,7 +48,7 @@ second_moments_rounded_by_a_resume gradients_reduced_in_bfloat16 scales_of_the_s
 """.split()
 
 
-@pytest.mark.parametrize("name", choose_fast(MUTANTS, DEFAULT))
+@each_row("name", MUTANTS, fast=DEFAULT)
 def test_mutant_is_caught_and_rightly_named(pool, tmp_path, name):
     mutant = MUTANTS[name]
     culprit = try_mutant(name, pool, tmp_path).culprit
@@ -235,7 +235,7 @@ def break_row(number: int):
     return put_in_place(function, owner, name)
 
 
-@pytest.mark.parametrize("name", choose_fast(ROWS, ["sharded", "stages"]))
+@each_row("name", ROWS, fast=["sharded", "stages"])
 def test_a_key_that_no_longer_acts_is_not_covered(pool, tmp_path, name):
     numbers = [number for number, (row, *_) in enumerate(BROKEN) if row == name]
     of_row = {BROKEN[number][1] for number in numbers}
@@ -266,7 +266,7 @@ def fail(rank: int, world_size: int) -> None:
     raise ValueError("no room")
 
 
-@pytest.mark.parametrize(
+@each_row(
     "function, timeout_s, verdict, text",
     [
         (hang, 1, "not finished", "no answer within 1 s"),
@@ -294,7 +294,7 @@ dp_shard4 x tp2, ep8 | 8 | MOE PP=2 EP=2
 """)  # layout of the second start | layout of the first
 
 
-@pytest.mark.parametrize("other", RESUMED_ON)
+@each_row("other", RESUMED_ON)
 def test_a_resume_is_tried_on_another_layout_of_the_same_ranks(tmp_path, other):
     row = RESUMED_ON[other]
     config = train_py.make_config(compare.reduce_row(row), tmp_path)
