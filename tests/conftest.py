@@ -75,7 +75,10 @@ def run_tool(capsys):
 
     def run(*args: object, status: int = 0) -> str:
         capsys.readouterr()
-        ended = main([*map(str, args)])
+        try:
+            ended = main([*map(str, args)])
+        except SystemExit as stop:  # argparse
+            ended = stop.code
         out, err = capsys.readouterr()
         assert ended == status, out + err
         return {0: out, 2: err}.get(status, out + err)

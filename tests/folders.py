@@ -1,8 +1,13 @@
 """Files and folders that tests read and write."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
+
+from torchtitan_lite import REPOSITORY
+
+LEFT_OUT = (".*", "__pycache__", "outputs", "tests", "build", "*.egg-info")
 
 
 def load_json(path: Path) -> Any:
@@ -16,3 +21,9 @@ def dump_json(path: Path, content: object) -> None:
 def list_names(folder: Path) -> set[str]:
     """Return the names of the files and folders in a folder."""
     return {path.name for path in folder.iterdir()}
+
+
+def copy_repository(folder: Path) -> None:
+    """Copy the files of the repository, except tests and what runs and builds leave there."""
+    ignore = shutil.ignore_patterns(*LEFT_OUT)
+    shutil.copytree(REPOSITORY, folder, ignore=ignore, dirs_exist_ok=True)

@@ -4,11 +4,11 @@ A fork has rows for tables and new files. Each row is inserted below the line th
 contains all forks, because no row depends on a row of a different fork.
 """
 
-import shutil
 import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from folders import copy_repository
 from marks import read_lines
 
 from torchtitan_lite import REPOSITORY
@@ -26,16 +26,7 @@ class Fork:
 
 def write_forks(folder: Path) -> None:
     """Copy the repository into `folder`, and make the change of every fork there."""
-    listed = subprocess.run(
-        ["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True, check=True
-    )
-    for name in listed.stdout.splitlines():
-        is_needed = not name.startswith(("tests/", "assets/benchmarks/"))
-        source = REPOSITORY / name
-        if is_needed and source.exists():
-            copy = folder / name
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(source, copy)
+    copy_repository(folder)
     for fork in [*FORKS.values(), *(fork for _, fork in BROKEN.values())]:
         if fork.patch:
             subprocess.run(["git", "apply", REPOSITORY / fork.patch], cwd=folder, check=True)

@@ -202,17 +202,6 @@ def test_a_restart_never_resumes_the_run_that_job_overwrite_deletes(
     assert find_steps(folder / "checkpoint") == [2]
 
 
-def test_a_restarted_job_resumes_from_its_newest_checkpoint_instead_of_load_step(
-    run_training, unbroken, tmp_path
-):
-    keys = unbroken[1]
-    run_training(tmp_path, keys, RANKS, stop_at=2)
-    keys = [*keys, "--checkpoint.load_step=2"]
-    run_training(tmp_path, keys, RANKS, stop_at=2)
-    run_training(tmp_path, keys, RANKS, stop_at=1, restarts=1)
-    assert find_steps(tmp_path / "checkpoint") == [2, 4, 5]
-
-
 def save_slowly(rank: int, world_size: int, keys: list[str], seconds: float) -> int:
     """Worker: train two steps, and save each of them in `seconds` or more."""
     save = CheckpointSaver.save

@@ -140,13 +140,8 @@ bench --layout tp3                                           | model.n_heads
 
 
 @each_row("args, key", WRONG)
-def test_wrong_input_ends_a_tool_with_status_2_and_its_key(args, key, capsys):
-    try:
-        status = main(args.split())
-    except SystemExit as stop:  # argparse
-        status = stop.code
-    assert status == 2
-    assert key in capsys.readouterr().err
+def test_wrong_input_ends_a_tool_with_status_2_and_its_key(args, key, run_tool):
+    assert key in run_tool(*args.split(), status=2)
 
 
 def list_numbers() -> list[tuple[str, Option]]:

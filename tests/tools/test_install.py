@@ -3,13 +3,13 @@
 Then it unpacks the wheel into a new folder, and starts Python without the checkout on sys.path.
 """
 
-import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+from folders import copy_repository
 from programs import run_python
 
 from torchtitan_lite import REPOSITORY
@@ -30,10 +30,7 @@ def pip(*args: object, **options: object) -> None:
 def wheel(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("built")
     source = folder / "source"  # a build writes into its source
-    left_out = shutil.ignore_patterns(
-        ".*", "__pycache__", "outputs", "tests", "build", "*.egg-info"
-    )
-    shutil.copytree(REPOSITORY, source, ignore=left_out)
+    copy_repository(source)
     pip("wheel", "--no-build-isolation", ".", "-w", folder, cwd=source)
     (made,) = folder.glob("*.whl")
     return made

@@ -94,10 +94,8 @@ lab 1 answer state_70b 1051GiB   | 1 | the 64 ranks
 
 @each_row("command, status, named", WRONG)
 def test_wrong_input_is_named_and_a_common_slip_gets_its_hint(
-    command, status, named, tmp_path, monkeypatch, capsys
+    command, status, named, tmp_path, monkeypatch, run_tool
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "outputs" / "labs" / "4").mkdir(parents=True)
-    assert main(command.split()) == int(status)
-    printed = capsys.readouterr()
-    assert named in printed.out + printed.err
+    assert named in run_tool(*command.split(), status=int(status))
