@@ -1,7 +1,6 @@
 """Dispatch modes that see every operator, also those inside the operators of context parallel."""
 
 import weakref
-from collections import Counter
 
 import torch
 from torch import Tensor
@@ -9,7 +8,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from torchtitan_lite.extensions.ring_attention import IMPLEMENTATIONS
-from torchtitan_lite.tools.plan.meter import name_operation
 
 aten = torch.ops.aten
 
@@ -87,18 +85,3 @@ class AttentionWork(Watch):
 
     def result(self) -> int:
         return self.n_pairs
-
-
-class Collectives(Watch):
-    """Counts collectives by the operator's name: exchanges of keys and values, and of their gradients."""
-
-    def __init__(self):
-        super().__init__()
-        self.n_calls = Counter()
-
-    def note(self, func, args, outputs):
-        if func.namespace == "_c10d_functional" and name_operation(func):  # FSDP uses c10d instead
-            self.n_calls[func._opname] += 1
-
-    def result(self) -> dict[str, int]:
-        return dict(self.n_calls)

@@ -1,19 +1,12 @@
-"""ZeRO++: `verify` certifies each layout and finds mutants, bytes equal the plan, useless settings are refused."""
+"""ZeRO++: every layout computes what one process computes, also after a resume.
 
-import json
-from functools import partial
+test_costs.py has its bytes and memory, test_check.py the settings that are refused.
+"""
 
 import compare
-import pytest
-import torch
-import torch.distributed as dist
 from layouts import read_rows
 from marks import each_row
-from mutant_table import put_in_place
 
-from torchtitan_lite.extensions.zero_plus_plus import AllGather, ReduceScatter
-from torchtitan_lite.tools.plan.dry_run import dry_run, shorten_run
-from torchtitan_lite.tools.plan.planned_run import plan_run
 from torchtitan_lite.tools.verify.train_py import try_train
 
 KEY, NODE = "parallelism.zero_plus_plus", "parallelism.zero_plus_plus_node_size"
@@ -58,51 +51,3 @@ def test_a_layout_computes_what_one_process_computes(pool, tmp_path, name):
 def test_train_py_saves_and_resumes_on_another_layout(pool, tmp_path, name):
     reduction = compare.reduce_row(LAYOUTS[name])
     assert try_train(reduction, pool.run, tmp_path).faults == {}
-
-
-def summed_before_unpacking(exchange, self, rows, group):
-    sent = self.packing.pack(rows)
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group)
-    total = self.packing.unpack(received.sum(0, dtype=received.dtype))
-    result = rows.new_empty(rows.shape[1:])
-    self.packing.remove_padding(total, result)
-    return result
-
-
-def chunk_of_the_next_rank_kept(gather, self, output_tensor, input_tensor, group, async_op=False):
-    is_forward = torch._C._current_graph_task_id() == -1
-    gather(self, output_tensor, input_tensor, group)
-    if is_forward and self.near is not None and self.packing is None:
-        chunks = output_tensor.chunk(self.near.size())
-        self.secondary = chunks[(self.near.rank() + 1) % self.near.size()].clone()
-
-
-MUTANTS = {
-    summed_before_unpacking: (ReduceScatter, "exchange", "gradients"),
-    chunk_of_the_next_rank_kept: (AllGather, "__call__", "gradients"),
-}
-LAYOUT_OF = {chunk_of_the_next_rank_kept: "dp4, hpZ alone"}
-
-
-@each_row("function", MUTANTS, fast=[summed_before_unpacking])
-def test_a_mutant_is_found(pool, tmp_path, function):
-    *place, measure = MUTANTS[function]
-    run_ranks = compare.ranks_inside(pool, partial(put_in_place, function, *place))
-    row = LAYOUTS[LAYOUT_OF.get(function, "dp4")]
-    assert measure in compare.try_row(row, run_ranks, tmp_path).faults
-
-
-@each_row("uses", [["hpz"], ["hpz", "qwz", "qgz"]])
-def test_memory_of_a_large_model_on_two_nodes_and_no_bytes_between_them_in_backward(uses):
-    keys = ["--activation_checkpoint.mode=full", f"--{KEY}={json.dumps(uses)}"]
-    keys = ["--config", "llama3_8b", "--model.n_layers=8", *keys]
-    planned = shorten_run(plan_run(keys, 16, "h100"), 1)
-    run = dry_run(planned)
-    assert planned.memory.live == pytest.approx(run.peak_bytes, rel=0.01)
-    phases = {
-        call.site.phase
-        for call in run.collectives
-        if (call.axis, call.operation) == ("dp_shard", "all-gather")
-    }
-    assert phases == {"forward"}

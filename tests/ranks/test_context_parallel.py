@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from compare import TABLE_CONFIG, complete, local, relative_error
 from layouts import CP, MODE, ROTATIONS, read_rows
 from marks import each_row
-from watching import AttentionWork, Collectives, PeakMemory, Watch
+from watching import AttentionWork, PeakMemory, Watch
 
 from torchtitan_lite import step as stepping
 from torchtitan_lite.extensions.ring_attention import (
@@ -109,22 +109,6 @@ def test_all_ranks_do_the_same_attention_work_and_none_of_it_twice(pool, n_ranks
     n_maps = LONG["model.n_heads"] * TABLE_CONFIG.model.n_layers
     assert (n_pairs.sum(0) == n_causal * n_maps).all()
     assert (n_pairs.amax(0) <= 1.05 * n_pairs.amin(0)).all()
-
-
-@each_row(
-    "method, expected",
-    [
-        ("allgather", {"all_gather_into_tensor": 2, "reduce_scatter_tensor": 1}),
-        (
-            "ring",
-            {"all_to_all_single": 1 + 1 + 2},
-        ),  # exchanges of keys in forward and in backward, and of gradients in both directions
-    ],
-)
-def test_per_op_recompute_exchanges_no_keys_again(pool, method, expected):
-    one_layer = {**ROTATIONS[method], "model.n_layers": 1}
-    cases = [{**one_layer, MODE: mode} for mode in ("none", "selective")]
-    assert pool.run(watch_steps, 2, cases, Collectives) == [[expected] * 2] * 2
 
 
 # ---------------------------------------------------------------- kernels

@@ -1,6 +1,5 @@
 """Memory and traffic of a layout are equal in three ways: closed form, dry run and real step."""
 
-from itertools import starmap
 from unittest.mock import patch
 
 import compare
@@ -41,6 +40,7 @@ from torchtitan_lite.tools.plan.planned_run import PlannedRun, plan_run
 from torchtitan_lite.tools.plan.transfers import Moved, estimate_traffic, sum_moved
 
 DTYPE = "training.mixed_precision_param"
+ZERO_PP = test_zero_plus_plus.KEY
 
 # Every axis, ZeRO stage, recompute mode and attention, and three schedules.
 LAYOUTS = read_rows(
@@ -57,6 +57,8 @@ pp2 x dp2 x tp2, float8 | 8 | PP=2 TP=2 BATCH=4 MODE=none PRECOMPUTE
 cp2 x tp2, windows and sinks | 4 | CP=2 TP=2 BATCH=4 WINDOWS SINKS
 pp2, tied, bf16 | 2 | PP=2 BATCH=4 TIED training.dtype=bfloat16 optimizer.moments_dtype=bfloat16
 cp2, ring | 2 | CP=2 BATCH=4 MODE=full RING
+cp2, ring, per op | 2 | CP=2 BATCH=4 MODE=selective RING
+cp2, per op | 2 | CP=2 BATCH=4 MODE=selective
 tied | 2 | BATCH=4 TIED ZERO=1 MODE=none
 pp4 x dp2, tied | 8 | PP=4 BATCH=4 TIED model.n_layers=4
 pp2 x tp2, V, tied, biases | 4 | PP=2 TP=2 BATCH=4 SCHEDULE=ZBVZeroBubble MODE=none model.n_layers=4 BIASES TIED
@@ -139,9 +141,11 @@ qwen3_30b_a3b 64 0 1 | --model.n_layers=12
 qwen3_30b_a3b 64 0 1 | --{TP}=8 --{MODE}=selective --model.n_layers=4
 llama3_8b 8 0 1 | {SHORT} --{TP}=4 --model.n_kv_heads=2
 llama3_1b_one_gpu 1 0 1 |
+llama3_8b 16 0 1 | --{MODE}=full --model.n_layers=8 --{ZERO_PP}=hpz
+llama3_8b 16 0 1 | --{MODE}=full --model.n_layers=8 --{ZERO_PP}=hpz,qwz,qgz
 """
 # up to a minute each
-LARGE_AND_SLOW = f"""
+SLOW = read_lines(f"""
 qwen3_30b_a3b 64 0 1 | --{TP}=8 --{MODE}=none --model.n_layers=4
 llama3_8b 8 0 1 | {ANY}
 llama3_8b 8 0 3 | --{GLOBAL_BATCH}=24 --{ZERO}=2
@@ -149,10 +153,10 @@ llama3_8b 8 1 4 | {ANY} --{PP}=2 --{TP}=2 --{SCHEDULE}=Interleaved1F1B --{BATCH}
 llama3_8b 8 0 4 | {ANY} --{PP}=2 --{SCHEDULE}=ZBVZeroBubble --{MODE}=none --{BATCH}=4 --compile.no_enable
 llama3_405b 1024 0 1 | --{MODE}=full {ANY} --{PP}=1 --{BATCH}=2
 mixtral_8x22b 2048 0 1 |
-"""
+""")
 
 
-@each_row("place, keys", [*read_lines(LARGE), *starmap(slow, read_lines(LARGE_AND_SLOW))])
+@each_row("place, keys", read_lines(LARGE) + SLOW, slow=SLOW)
 def test_memory_of_the_closed_form_is_that_of_a_dry_run_of_a_large_model(place, keys):
     name, *numbers = place.split()
     n_gpus, pp_rank, n_microbatches = map(int, numbers)
