@@ -1,7 +1,8 @@
-"""Orders of schedules equal torch's, and are complete and without deadlock. Simulations and pictures are tested too."""
+"""Pipelines: layers of the stages, and orders that equal torch's and end. Simulations and pictures are tested too."""
 
 import xml.etree.ElementTree as ElementTree
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -15,7 +16,9 @@ from torch.distributed.pipelining.schedules import (
 
 from torchtitan_lite.config.checks import explain_microbatches
 from torchtitan_lite.config.choices import SCHEDULES
+from torchtitan_lite.config.layout import name_stages, plan_stages
 from torchtitan_lite.config.schema import Parallelism
+from torchtitan_lite.models.llama3.table import FLAVORS
 from torchtitan_lite.tools.plan.orders import (
     Action,
     Order,
@@ -25,6 +28,44 @@ from torchtitan_lite.tools.plan.orders import (
     list_order,
 )
 from torchtitan_lite.tools.plan.timeline import Timeline, draw_timeline, simulate
+
+
+def make_section(**keys: object) -> Parallelism:
+    return Parallelism(**{f"pipeline_parallel_{key}": value for key, value in keys.items()})
+
+
+# pp, schedule | keys | layers of each stage. Embedding and head count as one layer each.
+STAGES = """
+4 1F1B | | 8 9 8 7
+2 1F1B | first_stage_less_layers=5 | 2 6
+4 Interleaved1F1B | | 1 1 1 1 1 1 1 1
+2 LoopedBFS | layers_per_stage=3 | 2 3 3 2
+16 1F1B | | 7 8 8 8 8 8 8 8 8 8 8 8 8 8 8 7
+4 1F1B | | 1 1 1 0
+2 Interleaved1F1B | first_stage_less_layers=3 | 0 3 3 2
+4 1F1B | first_stage_less_layers=0 last_stage_less_layers=0 | 0 1 1 0
+"""
+
+
+@each_row("row", STAGES)
+def test_layers_are_spread_evenly_with_embedding_and_head_counted(row):
+    (pp, schedule), words, layers = map(str.split, row)
+    layers = [*map(int, layers)]
+    n_layers = sum(layers)
+    keys: dict = {"degree": int(pp), "schedule": schedule}
+    for word in words:
+        key, _, n = word.partition("=")
+        keys[key] = int(n)
+    assert plan_stages(make_section(**keys), n_layers) == layers
+    model_args = replace(FLAVORS["debug"], n_layers=n_layers)
+    stages = name_stages(tuple(layers), model_args)
+    whole = name_stages((n_layers,), model_args)
+    assert (sum(stages, ()),) == whole
+    for n, stage in zip(layers, stages, strict=True):
+        assert sum(fqn.startswith("layers.") for fqn in stage) == n
+
+
+# ---------------------------------------------------------------- orders
 
 KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
 
@@ -87,8 +128,7 @@ def test_every_order_is_torchs_own_and_runs_to_its_end(schedule):
 
 @each_row("name", SCHEDULES)
 def test_microbatch_numbers_that_torch_refuses_are_refused_before_launch(name):
-    keys = {"degree": 4, "schedule": name}
-    section = Parallelism(**{f"pipeline_parallel_{key}": value for key, value in keys.items()})
+    section = make_section(degree=4, schedule=name)
     n_stages = 4 * SCHEDULES[name].least_stages_per_rank
     for n_microbatches in range(1, 14):
         is_refused = bool(explain_microbatches(section, n_microbatches, n_stages))

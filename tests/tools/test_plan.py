@@ -5,7 +5,7 @@ from dataclasses import replace
 from math import sqrt
 
 import pytest
-from layouts import CP, EP, MODE, PP, REPLICATE, SCHEDULE, TP, ZERO
+from layouts import CP, EP, MODE, PP, REPLICATE, RESHARD, SCHEDULE, TP, ZERO
 from marks import each_row
 
 from torchtitan_lite.tools.plan.cadence import find_interval, measure_goodput
@@ -89,6 +89,35 @@ def test_the_table_of_memory_has_the_fullest_rank():
     table = describe_memory(planned)
     assert "pp rank 3 and 1 like it" in table
     assert format_bytes(planned.taken_bytes) in table
+
+
+# ---------------------------------------------------------------- ZeRO stages
+
+# ranks | stage | arguments
+STAGES = f"""
+1 | 1 | --config=llama3_1b
+1 | 2 | --config=llama3_1b --training.enable_cpu_offload  # ZeRO 1 would keep gradients on the GPU
+4 | 1 | --config=llama3_1b --{REPLICATE}=4
+4 | 3 | --config=llama3_1b
+4 | 2 | --config=debug_moe --{TP}=4 --{EP}=1  # experts: 4 shards
+4 | 1 | --config=debug_moe --{TP}=4 --{EP}=4
+2 | 3 | --config=debug
+1 | 1 | --{RESHARD}=never
+2 | 2 | --{RESHARD}=never
+2 | 3 | --{RESHARD}=never --{ZERO}=3
+4 | 1 | --{PP}=2
+4 | 1 | --{PP}=2 --{RESHARD}=never
+4 | 3 | --{PP}=2 --{RESHARD}=always
+"""
+
+
+@each_row("n_ranks, stage, args", STAGES)
+def test_zero_stage_follows_from_either_key_and_copies_no_gradients_without_a_shard(
+    n_ranks, stage, args
+):
+    """test_costs.py tests the number of collectives under each stage."""
+    layout = plan_run(args.split(), int(n_ranks), "h100").layout
+    assert layout.zero_stage == int(stage)
 
 
 # ---------------------------------------------------------------- remarks
