@@ -18,7 +18,11 @@ def read_lines(text: str) -> list[list[str]]:
 
 
 def each_row(
-    names: str, rows: str | Iterable, *, fast: Collection | None = None, slow: Collection = ()
+    names: str,
+    rows: str | Iterable,
+    *,
+    fast: Collection | None = None,
+    slow: Collection = (),
 ) -> pytest.MarkDecorator:
     """Parametrize a test with the rows of a table: of a text (see read_lines), or the elements of a collection.
 
@@ -29,5 +33,6 @@ def each_row(
     marked = []
     for row in rows:
         is_slow = row in slow if fast is None else row not in fast
-        marked.append(pytest.param(row, marks=pytest.mark.slow) if is_slow else row)
+        values = row if "," in names else [row]
+        marked.append(pytest.param(*values, marks=pytest.mark.slow) if is_slow else row)
     return pytest.mark.parametrize(names, marked)

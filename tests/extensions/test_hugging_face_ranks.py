@@ -6,7 +6,7 @@ import checkpoints
 import compare
 import torch
 from layouts import HEAD_NORMS, read_rows
-from marks import each_row, slow
+from marks import each_row
 from safetensors.torch import load_file
 from test_hugging_face import make_theirs
 from torch import Tensor
@@ -88,10 +88,7 @@ def load_shards(
     return compare.gather(run, lambda parameter: parameter), loading.peak_bytes
 
 
-@each_row(
-    "name",
-    [slow(name) if name in SLOW else name for name in LAYOUTS],
-)
+@each_row("name", LAYOUTS, slow=SLOW)
 def test_a_folder_is_loaded_on_any_layout_bit_by_bit(pool, tmp_path, name):
     world_size, overrides = LAYOUTS[name]
     args = compare.resolve_model(compare.override(compare.TABLE_CONFIG, overrides).model)

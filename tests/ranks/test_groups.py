@@ -13,7 +13,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import warm_start
-from marks import each_row, slow
+from marks import each_row
 from torch.distributed import ProcessGroupGloo
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -103,7 +103,7 @@ def name_group(group: dist.ProcessGroup) -> str:
     return f"{group.group_desc}, {group.group_name}"
 
 
-@each_row("layout", ["dp2", "pp2", slow("tp2")])
+@each_row("layout", LAYOUTS, slow=["tp2"])
 def test_no_two_threads_use_one_group_and_every_group_has_a_time_out_of_comm(
     pool, letters, tmp_path, layout
 ):

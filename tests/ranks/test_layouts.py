@@ -52,13 +52,13 @@ def test_layout_rounds_to_float8_where_one_rank_does(pool, tmp_path, name):
 SPLIT = {PP: 2, SCHEDULE: "ZBVZeroBubble", MODE: "none"}
 # Key of the problem | how the run would fail: words of the crash, or the measure that is wrong | ranks | keys.
 # If a torch release repairs one of these, its test fails and says so.
-REFUSED = f"""
+REFUSED = f"""\
 {SCHEDULE} | no gradient reaches | 4 | SPLIT ZERO=3
 {MODE} | backward an extra time | 2 | SPLIT MODE=selective
 parallelism.context_parallel_rotate_method | the ring has no masks | 2 | CP=2 RING DOCUMENTS
 parallelism.context_parallel_rotate_method | the ring has no masks | 2 | CP=2 RING WINDOWS
 """
-REFUSED_SLOWLY = f"""
+REFUSED_SLOWLY = f"""\
 {SCHEDULE} | no gradient reaches | 4 | SPLIT ZERO=3 SCHEDULE=InterleavedZeroBubble
 {SCHEDULE} | gradient | 4 | SPLIT ZERO=3 SCHEDULE=DualPipeV
 compile.enable | Input: ['Tensor( | 2 | SPLIT COMPILED
@@ -69,7 +69,7 @@ def refuse_nothing():
     return patch("torchtitan_lite.config.settings.find_refused", lambda *args: [])
 
 
-@each_row("line", [*REFUSED.strip().splitlines(), *map(slow, REFUSED_SLOWLY.strip().splitlines())])
+@each_row("line", (REFUSED + REFUSED_SLOWLY).splitlines(), slow=REFUSED_SLOWLY.splitlines())
 def test_refused_combination_is_refused_and_really_fails(pool, tmp_path, line):
     key, symptom, layout = line.split(" | ", 2)
     (row,) = read_rows(f"refused | {layout}", {"SPLIT": SPLIT}).values()

@@ -15,7 +15,7 @@ from unittest.mock import patch
 import pytest
 import warm_start
 from checkpoints import assemble, flip_bit
-from marks import each_row, slow
+from marks import each_row
 from warm_start import (
     finish,
     kill_rank,
@@ -87,7 +87,7 @@ def kill_new_rank(process: subprocess.Popen) -> None:
     os.kill(ranks[-1], signal.SIGKILL)
 
 
-@each_row("n_ranks", [3, slow(1)])  # one rank accumulates gradients
+@each_row("n_ranks", [3, 1], slow=[1])  # one rank accumulates gradients
 def test_a_run_resumed_on_other_ranks_has_the_losses_of_the_unbroken_one(
     run_training, unbroken, tmp_path, n_ranks
 ):

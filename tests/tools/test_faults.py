@@ -17,7 +17,6 @@ import compare
 import pytest
 import torch
 import torch.distributed as dist
-import warm_start
 from checkpoints import (
     flip_bit,
     list_differing,
@@ -29,8 +28,9 @@ from checkpoints import (
 )
 from folders import dump_json
 from layouts import MODE, PP, REPLICATE, SCHEDULE, SHARD, TP, TWO_LAYERS, read_rows
-from marks import each_row, read_lines, slow
+from marks import each_row, read_lines
 from programs import find_port, run_python
+from warm_start import finish, launch, list_ranks, read_losses, read_records, read_until
 
 from torchtitan_lite.build import Run, start_from
 from torchtitan_lite.checkpoint.format import find_steps
@@ -52,16 +52,12 @@ from torchtitan_lite.validation import forward_only
 # ---------------------------------------------------------------- the drill
 
 
-DRILLS = [
-    "disk_full",
-    slow("stop,flip_snapshot"),
-    slow("kill,flip_weight,kill_torchrun,extra"),
-    slow("records_full,traces_full,hangs_full"),
-    slow("no_send"),
-]
+DRILLS = """
+disk_full stop,flip_snapshot kill,flip_weight,kill_torchrun,extra records_full,traces_full,hangs_full no_send
+""".split()
 
 
-@each_row("faults", DRILLS)
+@each_row("faults", DRILLS, fast=DRILLS[:1])
 def test_a_drill_finds_all_faults_and_ends_with_the_weights_of_the_undisturbed_run(
     letters, tmp_path, faults
 ):
@@ -93,14 +89,14 @@ def start_host(letters, tmp_path) -> Callable[..., subprocess.Popen]:
     def start(n: int, **variables: str) -> subprocess.Popen:
         variables |= shared | {"NODE_RANK": str(n), "PET_LOCAL_ADDR": f"127.0.0.{n + 1}"}
         folder = tmp_path / variables.pop("folder", "run")
-        return warm_start.launch(folder, tmp_path, *letters, *KEYS, n_ranks=1, **variables)
+        return launch(folder, tmp_path, *letters, *KEYS, n_ranks=1, **variables)
 
     return start
 
 
 def stop_rank(host: subprocess.Popen) -> int:
     """Stop the only rank of a host. Return its process id."""
-    (rank,) = warm_start.list_ranks(host)
+    (rank,) = list_ranks(host)
     os.kill(rank, signal.SIGSTOP)
     return rank
 
@@ -109,14 +105,14 @@ def stop_rank(host: subprocess.Popen) -> int:
 def test_two_hosts_restart_together_although_torchrun_counts_the_restart_on_one_of_them(start_host):
     """A rank of host 1 is killed. The rank of host 0 does not fail, as with NCCL, where other ranks wait for it."""
     hosts = [start_host(n, NNODES="2", MAX_RESTARTS="1") for n in range(2)]
-    warm_start.read_until(hosts[0], "step +5/")
+    read_until(hosts[0], "step +5/")
     waiting = stop_rank(hosts[0])
-    os.kill(*warm_start.list_ranks(hosts[1]), signal.SIGKILL)
-    cause = warm_start.read_until(hosts[0], "All ranks start again")
+    os.kill(*list_ranks(hosts[1]), signal.SIGKILL)
+    cause = read_until(hosts[0], "All ranks start again")
     assert "run_train.sh: rank 1 was killed by SIGKILL" in cause, "the cause on the other host"
     os.kill(waiting, signal.SIGKILL)  # torchrun would kill it after 30 s
-    assert "resumed from" in warm_start.finish(hosts[0])
-    warm_start.finish(hosts[1])
+    assert "resumed from" in finish(hosts[0])
+    finish(hosts[1])
 
 
 def handles_sigterm(pid: int) -> bool:
@@ -128,13 +124,13 @@ def handles_sigterm(pid: int) -> bool:
 @each_row("signaled", [0, 1])
 def test_a_signal_for_a_host_that_has_not_met_the_others_ends_all_of_them(start_host, signaled):
     waiting = start_host(1 - signaled, NNODES="2")
-    warm_start.read_until(waiting, f"waits for NODE_RANK={signaled}")
+    read_until(waiting, f"waits for NODE_RANK={signaled}")
     late = start_host(signaled, NNODES="2")
     while not handles_sigterm(late.pid):
         time.sleep(0.01)
     late.send_signal(signal.SIGTERM)
     for host in (late, waiting):
-        assert "stopped by SIGTERM" in warm_start.finish(host, status=143)
+        assert "stopped by SIGTERM" in finish(host, status=143)
 
 
 @pytest.mark.slow
@@ -143,25 +139,25 @@ def test_a_lost_host_is_left_out_and_joins_again_with_the_losses_of_an_unbroken_
 ):
     elastic = {"NNODES": "2:3", "MAX_RESTARTS": "3"}
     hosts = [start_host(n, **elastic) for n in range(3)]
-    warm_start.read_until(hosts[0], "step +5/")
+    read_until(hosts[0], "step +5/")
     hosts[2].kill()
-    warm_start.read_until(hosts[0], "parameters, dp_shard2,")
-    warm_start.read_until(hosts[0], "step +")
+    read_until(hosts[0], "parameters, dp_shard2,")
+    read_until(hosts[0], "step +")
     rank = stop_rank(hosts[1])  # the run now waits for its host
     hosts[2] = start_host(2, **elastic)
-    warm_start.read_until(hosts[1], "another host joins")
+    read_until(hosts[1], "another host joins")
     os.kill(rank, signal.SIGCONT)
-    assert "parameters, dp_shard3," in warm_start.finish(hosts[0])
+    assert "parameters, dp_shard3," in finish(hosts[0])
     for host in hosts[1:]:
-        warm_start.finish(host)
+        finish(host)
     starts = []
-    for row in warm_start.read_records(tmp_path / "run"):
+    for row in read_records(tmp_path / "run"):
         if row["kind"] == "start":
             starts.append((row["world_size"], row["restarts"]))
     assert starts == [(3, 0), (2, 1), (3, 2)]
-    warm_start.finish(start_host(0, NNODES="1", folder="unbroken"))
-    losses = warm_start.read_losses(tmp_path / "run")
-    assert losses == pytest.approx(warm_start.read_losses(tmp_path / "unbroken"), rel=0, abs=1e-6)
+    finish(start_host(0, NNODES="1", folder="unbroken"))
+    losses = read_losses(tmp_path / "run")
+    assert losses == pytest.approx(read_losses(tmp_path / "unbroken"), rel=0, abs=1e-6)
 
 
 # ---------------------------------------------------------------- the pulse
@@ -199,8 +195,8 @@ def test_a_round_that_is_slow_once_does_not_count():
 
 def test_a_pulse_measures_ranks_and_links_of_a_run(tmp_path):
     variables = {"TOOL": "pulse", "GLOO_SOCKET_IFNAME": "lo"}
-    pulse = warm_start.launch(tmp_path / "run", tmp_path, f"--{TP}=2", n_ranks=4, **variables)
-    printed = warm_start.finish(pulse, status=None)
+    pulse = launch(tmp_path / "run", tmp_path, f"--{TP}=2", n_ranks=4, **variables)
+    printed = finish(pulse, status=None)
     lines = [
         "debug on dp_shard2 x tp2",
         "matmul ",

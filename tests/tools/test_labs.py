@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from marks import each_row, slow
+from marks import each_row
 
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.__main__ import main
@@ -37,7 +37,7 @@ def test_the_files_of_a_lab_exist_and_its_training_would_start(lab, tmp_path, mo
         assert main(["check", "--gpus", n_ranks, *shlex.split(keys)]) == 0
 
 
-@each_row("number, name", [row if row[0] in BY_DEFAULT else slow(*row) for row in QUESTIONS])
+@each_row("number, name", QUESTIONS, fast=[row for row in QUESTIONS if row[0] in BY_DEFAULT])
 def test_an_answer_is_computed_and_judged(number, name, run_tool):
     answer = compute_answer(find_lab(number), name)
     assert answer.value > 0

@@ -6,10 +6,10 @@ from argparse import Namespace
 from html import unescape
 
 import pytest
-import warm_start
 from folders import dump_json, load_json
 from marks import each_row
 from programs import browse, needs_browser
+from warm_start import read_losses
 
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.tools.pictures import choose_ticks, thin
@@ -71,12 +71,12 @@ def read_curve(page: str, name: str) -> dict[int, float]:
 
 @each_row("field", FIELDS)
 def test_curves_have_the_figures_of_the_records(page, folder, field):
-    expected = warm_start.read_losses(folder, field)
+    expected = read_losses(folder, field)
     assert read_curve(page, f"a run, {field}") == pytest.approx(expected, rel=1e-6)
 
 
 def test_the_load_of_experts_is_that_of_the_records(page, folder):
-    for step, layers in warm_start.read_losses(folder, "expert_loads").items():
+    for step, layers in read_losses(folder, "expert_loads").items():
         for layer, load in enumerate(layers):
             curve = read_curve(page, f"layer {layer}")
             mean = sum(load) / len(load)
@@ -85,7 +85,7 @@ def test_the_load_of_experts_is_that_of_the_records(page, folder):
 
 def test_words_come_first(page, folder, run):
     what, how, end, _, command_line = summarize(run)
-    losses = warm_start.read_losses(folder)
+    losses = read_losses(folder)
     assert "from random weights" in what
     assert "by 4 ranks (pp2 x tp2, ep2)" in what
     assert "6 of 6 steps, 768 tokens" in how
@@ -154,7 +154,7 @@ def test_runs_are_compared_by_what_differs_and_grouped_by_a_key(folder, tmp_path
             changed = [('"loss": ', f'"loss": {seed}')]
             name = tmp_path / f"{rate}-{seed}"
             runs.append(copy_run(folder, name, changed, lr=rate, seed=seed))
-    losses = [warm_start.read_losses(run) for run in runs]
+    losses = [read_losses(run) for run in runs]
     with (runs[3] / "metrics.jsonl").open("a") as records:
         records.write('{"kind": "ste')  # the run was killed while it wrote a line
     out = tmp_path / "page.html"
@@ -182,7 +182,7 @@ def test_a_run_of_a_fork_is_shown_without_a_forecast(folder, tmp_path, key):
     run = copy_run(folder, tmp_path / "fork", **{key: f'"{FOREIGN[key]}"'})
     assert write(run) == 0
     page = (run / "report.html").read_text(encoding="utf-8")
-    assert read_curve(page, "fork, loss") == pytest.approx(warm_start.read_losses(run), rel=1e-6)
+    assert read_curve(page, "fork, loss") == pytest.approx(read_losses(run), rel=1e-6)
     assert "No forecast" in page
     assert FOREIGN[key] in page
 

@@ -1,20 +1,16 @@
 """What one of many thousands of ranks reads, opens and sends does not grow with the number of ranks."""
 
+from itertools import product
 from math import ceil
 
-from marks import each_row, slow
+from marks import each_row
 
 from assets.benchmarks import scale
 
 MIB = 2**20
-CASES = []
-for n_ranks in (256, 4096, 16384):
-    for name in scale.MODELS:
-        is_fast = (name, n_ranks) == ("llama3_8b", 256)
-        CASES.append((name, n_ranks) if is_fast else slow(name, n_ranks))
 
 
-@each_row("name, n_ranks", CASES)
+@each_row("name, n_ranks", product(scale.MODELS, (256, 4096, 16384)), fast=[("llama3_8b", 256)])
 def test_a_rank_saves_and_resumes_with_little_metadata_and_few_files(name, n_ranks):
     costs = scale.measure(name, n_ranks)
     first = costs.pop("save, rank 0")

@@ -11,7 +11,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 from folders import load_json
-from marks import each_row, slow
+from marks import each_row
 from programs import start_python
 from test_orphans import list_processes
 from warm_start import finish, launch, list_children, list_ranks, read_losses, read_until
@@ -143,13 +143,10 @@ def wait_for_moment(process: subprocess.Popen, when: str, whom: str, folder: Pat
     return output
 
 
-@each_row(
-    "whom, received, when",
-    [
-        row if row in DEFAULT else slow(*row)
-        for row in itertools.product(WHOM, (signal.SIGTERM, signal.SIGINT), WHEN)
-    ],
-)
+MOMENTS = itertools.product(WHOM, (signal.SIGTERM, signal.SIGINT), WHEN)
+
+
+@each_row("whom, received, when", MOMENTS, fast=DEFAULT)
 def test_a_signal_loses_no_step_however_often_it_arrives(letters, tmp_path, whom, received, when):
     folder = tmp_path / "run"
     keys = [*letters, *LONG.split(), *WHEN[when].split()]

@@ -19,10 +19,9 @@ KEYS = """
 
 def measure(pid: int) -> tuple[int, int, int]:
     """Return the resident KiB and the numbers of threads and open files of a process."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    resident = int(re.search(r"VmRSS:\s+(\d+)", status)[1])
-    threads = int(re.search(r"Threads:\s+(\d+)", status)[1])
-    return resident, threads, len(list(Path(f"/proc/{pid}/fd").iterdir()))
+    process = Path(f"/proc/{pid}")
+    status = dict(re.findall(r"(\w+):\s+(\d+)", (process / "status").read_text()))
+    return int(status["VmRSS"]), int(status["Threads"]), len([*process.glob("fd/*")])
 
 
 def list_saved(folder: Path) -> list[int]:
