@@ -11,10 +11,10 @@ from mutant_table import mutant
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from torchtitan_lite import preflight
+from torchtitan_lite import resume as resuming
 from torchtitan_lite.checkpoint import load as loading
 from torchtitan_lite.checkpoint import save as saving
 from torchtitan_lite.data import dataset
-from torchtitan_lite.faults import resume as resuming
 from torchtitan_lite.tools.verify.rank import local
 
 in_first_start = partial(mutant, name="first start", trial="train.py")
