@@ -215,7 +215,7 @@ class PlainExperts:
         probabilities = scores / scores.sum(-1, keepdim=True)
         per_sequence = (fraction * probabilities.mean(1)).sum(-1)
         self.imbalance = per_sequence.mean()
-        self.z_loss = logits.exp().sum(-1).log().square().mean()
+        self.z_loss = logits.logsumexp(-1).square().mean()
         return torch.einsum("etd,te->td", outputs, weights.flatten(0, 1)).view_as(x)
 
 
