@@ -212,7 +212,7 @@ def list_records(planned: PlannedRun) -> dict[str, TensorRecord]:
     layout = planned.layout
     tensors = {}
     for stage in range(layout.pp):
-        rank = stage * layout.strides["pp"]
+        rank = stage * (layout.world_size // layout.pp)
         # with this argument, the plan of one rank has all lines of its stage
         host = range(rank, rank + 1)
         with as_rank(planned, rank) as named:

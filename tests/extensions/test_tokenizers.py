@@ -413,7 +413,7 @@ def test_a_unigram_tokenizer_is_read_and_its_unknown_tokens_are_counted(tmp_path
     out = tmp_path / "out"
     options = ["--processes", "1", "--tokenizer", tmp_path, "--out", out]
     said = run_tool("prepare", text, *options)
-    assert "2 unknown tokens" in said
+    assert "unknown tokens, for text outside the vocabulary: 2" in said
 
 
 def test_a_bpe_without_an_unknown_token_drops_no_text(tmp_path):

@@ -379,8 +379,8 @@ def test_parquet_fills_rows_with_nulls_which_are_removed_at_any_depth(folder, tm
         assert document.tokens.tolist() == right["input_ids"]
     options = ["--tokenizer", str(folder), "--out", str(tmp_path / "out"), "--processes", "1"]
     summary = run_tool("prepare", file, "--chat", *options)
-    assert "1 conversations with a column id" in summary
-    assert "1 conversations with a column source" in summary
+    assert "conversations with a column id, which is not used: 1" in summary
+    assert "conversations with a column source, which is not used: 1" in summary
     with pytest.raises(PreparationError, match=r"bytes, not text: b'a'. Cast"):
         encode_row(settings, Row(file, 1, {"prompt": b"a", "completion": "b"}, ""))
 

@@ -137,7 +137,7 @@ def test_wrong_input_is_refused_and_damaged_weights_have_no_figures(
         (texts, texts, 2, str(texts)),
         (damaged, texts, 1, str(file)),
         (nan, texts, 1, "loss is nan"),
-        (nan, rows, 1, "1 rows with a column url, which is not used"),
+        (nan, rows, 1, "rows with a column url, which is not used: 1"),
     ):
         said = run_tool("eval", source, "--data", data, status=status)
         assert named in said and "perplexity" not in said
