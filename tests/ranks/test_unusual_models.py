@@ -1,5 +1,6 @@
 """A model whose forward differs from its table or the plain loop gives an error with a name, never a wrong run."""
 
+import math
 from dataclasses import replace
 from functools import partial
 from unittest.mock import patch
@@ -63,6 +64,11 @@ def test_frozen_parameters_stay_frozen_on_every_layout(pool):
 class Broken(Llama3):
     def forward(self, x, **fields):
         raise TypeError("of a fork")
+
+
+class Diverging(Llama3):
+    def forward(self, x, **fields):
+        return super().forward(x, **fields) * math.inf
 
 
 class Unused(Llama3):

@@ -317,7 +317,10 @@ class PlainModel:
 
 
 def run_plainly(config: Config, n_steps: int) -> list[PlainStep]:
-    """Run the first steps of the plain loop. The parallelism of `config` is ignored."""
+    """Run the first steps of the plain loop. The parallelism of `config` is ignored.
+
+    Raises UserError if the loop diverges, because NaN cannot be compared.
+    """
     plain = PlainModel(config)
     section = replace(config.optimizer, implementation="for-loop")
     optimizer = build_optimizer(section, plain.parameters)
@@ -332,6 +335,8 @@ def run_plainly(config: Config, n_steps: int) -> list[PlainStep]:
         weights = copy_tensors(plain.model.state_dict())
         loss, gradients = plain.backward(batch)
         norm = get_total_norm([gradient.double() for gradient in gradients.values()]).item()
+        if not math.isfinite(norm):
+            raise UserError(f"the gradient norm of step {number + 1} is {norm}. Lower optimizer.lr")
         if spoiled_by == SPIKE:
             spoiled_by = SPIKE * config.training.skip_spikes * norm
         if not spoiled_by:
