@@ -24,9 +24,9 @@ def each_row(
     fast: Collection | None = None,
     slow: Collection = (),
 ) -> pytest.MarkDecorator:
-    """Parametrize a test with the rows of a table: of a text (see read_lines), or the elements of a collection.
+    """Parametrize a test. `rows` is a table in a text (see read_lines), or a collection with one element per row.
 
-    Rows in `slow`, or if `fast` is given, rows that are not in `fast`, are marked slow.
+    If `fast` is given, all rows outside `fast` are marked slow. Otherwise, the rows in `slow` are marked slow.
     """
     if isinstance(rows, str):
         rows = read_lines(rows)

@@ -147,7 +147,8 @@ GPU, to the product of the degrees, or to 2 if no degree is set. `check` runs wi
     prepare --check data/mine                          compare a corpus with its manifest
 
 Inputs are .txt, .md and source files (one document each), .jsonl and .json (one document per line, object or element
-of an array), .parquet, .csv and .tsv (one document per row), .gz, .bz2, .xz, .lzma and .zst of these, and folders.
+of an array), .parquet, .csv and .tsv (one document per row), and folders. Files may be compressed: .gz, .bz2, .xz,
+.lzma, .zst or .zstd.
 Files of other kinds in a folder are skipped and counted. Parquet and .zst need the extra `data`.
 Text is UTF-8, or UTF-16 with a byte order mark; anything else is an error unless --encoding names it. Empty
 documents are skipped and counted. OUT is complete or does not exist.""",
