@@ -3,6 +3,7 @@
 import os
 import resource
 import subprocess
+import sys
 from importlib.machinery import ModuleSpec
 from unittest.mock import patch
 
@@ -184,3 +185,22 @@ def test_the_limit_of_open_files_is_raised_as_far_as_the_system_allows(monkeypat
     monkeypatch.setattr(process_groups.resource, "setrlimit", lambda *call: limits.append(call))
     process_groups.allow_open_files()
     assert limits == [(resource.RLIMIT_NOFILE, (int(raised), hard))]
+
+
+COUNT_FAULTS = """
+import resource, torch
+from torchtitan_lite.parallel.process_groups import keep_freed_memory
+keep_freed_memory()
+for _ in range(3):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(12_000_000)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@each_row("user, is_kept", [({}, True), ({"MALLOC_TOP_PAD_": "1"}, False)])
+def test_freed_memory_is_kept_unless_the_user_configures_glibc(user, is_kept):
+    """Without this setting, 48 MB are 11,719 pages of 4 KiB."""
+    command = [sys.executable, "-c", COUNT_FAULTS]
+    counted = subprocess.run(command, env=os.environ | user, check=True, capture_output=True)
+    assert (int(counted.stdout) < 1000) == is_kept

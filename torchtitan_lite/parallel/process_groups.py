@@ -11,9 +11,11 @@ keep gloo's default time-out of 30 minutes, because gloo cannot change the time-
 Effect: creates the default process group; mesh.py creates all other groups.
 """
 
+import ctypes
 import os
 import resource
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -27,6 +29,9 @@ from torchtitan_lite.config.schema import Config
 from torchtitan_lite.parallel.gloo_workers import limit_gloo_workers
 
 MOST_OPEN_FILES = 10240  # OPEN_MAX of macOS
+# options of glibc's mallopt, and a value that no allocation and no gap reaches
+TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
+NEVER = 2**31 - 1
 # in groups of at least this size, gloo connects two ranks when they first communicate
 MANY_RANKS = 1024
 # Names of gloo groups of all ranks, for objects and CPU tensors: "host" is for the main thread, "saver" for the thread
@@ -91,6 +96,8 @@ def start_process(
     timeout = timedelta(seconds=config.comm.init_timeout_seconds)
     device = choose_device(place.local_rank, device_type)
     prepare_process(config)
+    if device.type == "cpu":
+        keep_freed_memory()
     limit_gloo_workers()
     connect_late(place.world_size)
     start_process_group(device, config, place, store, timeout)
@@ -148,6 +155,19 @@ def allow_open_files() -> None:
         most = max(soft, MOST_OPEN_FILES)
     if soft != resource.RLIM_INFINITY:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep the memory that a step frees, so the next step takes no page faults for it.
+
+    Does nothing if an environment variable of the user, such as MALLOC_TRIM_THRESHOLD_, configures glibc.
+    """
+    if any(name.startswith("MALLOC_") for name in os.environ):
+        return
+    with suppress(AttributeError):  # a C library without mallopt
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(TRIM_THRESHOLD, NEVER)
+        mallopt(MMAP_THRESHOLD, NEVER)
 
 
 def choose_device(local_rank: int, device_type: str) -> torch.device:
