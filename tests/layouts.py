@@ -211,7 +211,7 @@ dp2 | 2
 dp2, matrices shared | 2 | FIVE_EXPERTS
 tp2 | 2 | TP=2
 pp2 | 2 | PP=2
-pp2 ZBVZeroBubble | 2 | PP=2 SCHEDULE=ZBVZeroBubble MODE=none model.n_layers=4
+pp2 ZBVZeroBubble, embedding and head alone, offloaded | 2 | PP=2 SCHEDULE=ZBVZeroBubble MODE=none OFFLOAD
 dp2, ep2 | 2 | EP=2
 tp2, ep2 | 2 | TP=2 EP=2
 cp2 ring, ep2 | 2 | CP=2 EP=2 RING

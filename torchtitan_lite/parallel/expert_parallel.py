@@ -32,6 +32,7 @@ Effect: expert weights are DTensors on mesh dim ep; `experts.forward` exchanges 
 
 from collections.abc import Callable
 from functools import partial
+from itertools import zip_longest
 
 import torch
 from torch import Tensor, nn
@@ -80,7 +81,7 @@ def plan_prefetch(part: nn.Module) -> None:
     moes = [moe for _, moe in list_moes(part)]
     blocks = list(part.layers.values())
     before: list[nn.Module] = []
-    for block, after in zip(blocks, [*blocks[1:], None], strict=True):
+    for block, after in zip_longest(blocks, blocks[1:]):  # a stage may have no block
         moe = [block.feed_forward] if block.feed_forward in moes else []
         block.set_modules_to_forward_prefetch([*moe, after] if after else moe)
         block.set_modules_to_backward_prefetch([*moe, *before])
