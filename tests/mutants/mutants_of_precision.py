@@ -37,7 +37,7 @@ def microbatches_accumulated_in_bfloat16():
 @mutant(
     "4 | PP=2 TP=2 SCHEDULE=InterleavedZeroBubble MODE=none",
     "sum of microbatches",
-    "layers.1.attention_norm.weight",
+    "layers.1.feed_forward.w3.weight",
     at=(pipeline, "accumulate_weight_gradients"),
     trial="bfloat16",
 )
@@ -51,7 +51,7 @@ def weight_halves_added_in_bfloat16_under_tp(accumulate, part):
 PrecomputedScales = float8_all_gather.PrecomputedScales
 
 
-@mutant("2 | GATHER", "gradients", "output.weight", trial="float8")
+@mutant("2 | GATHER ADAMW", "loss", "reduce_scalars", trial="float8")
 def ranks_round_with_scales_of_their_own():
     """Each rank computes the scale from the largest weight of its own rows only."""
     alone = SimpleNamespace(all_reduce=lambda *args, **options: None, ReduceOp=dist.ReduceOp)
