@@ -47,8 +47,8 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
     `stop` records the signals that this process receives. `launched` is the RunSpec that the launcher resolved, or None
     under plain torchrun.
 
-    Exit status: 0 if the run trained and saved, 1 if a step was not finite or a checkpoint was not written, 128 + n if
-    signal n stopped the run.
+    Exit status: 0 if the run trained and saved, 128 + n if signal n stopped the run. Raises UserError if a step was not
+    finite or a checkpoint was not written.
     """
     # ---- config: report every mistake before creating any process group
     end_with_parent()
@@ -123,6 +123,7 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
     rows = rows_of_rank(mesh.data_rank, spec.layout.dp, spec.layout.global_batch_size)
     batches = prefetch(data.batch, rows, steps=range(resumed_step, last), device=device)
     status = 0
+    failure = ""
     torch.cuda.empty_cache()  # frees full tensors: weights were initialized or loaded one at a time
     gc.collect()
     gc.freeze()  # the garbage collector no longer scans the objects that exist so far
@@ -154,9 +155,9 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
                 # all ranks repeat forward and backward; all-gather of the findings
                 find_non_finite = load_module("components.diagnosis").find_non_finite
                 culprit = find_non_finite(run.parts, mesh.coordinates(), repeat)
-                why = f"gradient norm {grad_norm}, weights not updated: {culprit}"
-                metrics.stop(step, f"step {step}: {why}")
-                status = 1
+                why = f"gradient norm {grad_norm}, weights neither updated nor saved: {culprit}"
+                failure = f"step {step}: {why}"
+                metrics.stop(step, failure)
                 break
             watch.end()
             if config.debug.compare_copies_every:
@@ -203,12 +204,16 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
                 )
                 break
         else:
-            trained = f"trained {last - resumed_step} steps ({resumed_step + 1} to {last})"
+            n_steps = last - resumed_step
+            plural = "s" if n_steps > 1 else ""
+            trained = f"trained {n_steps} step{plural} ({resumed_step + 1} to {last})"
             metrics.stop(last, f"{trained}; {spec.where_kept}")
     if lock:
         lock.close()
     # all ranks: a barrier, so that no rank closes a connection that its peer still uses
     end_process(host)
+    if failure:
+        raise UserError(failure)
     return status
 
 

@@ -151,9 +151,6 @@ def resolve(
                 problems += check_grouped_matmuls(config, model_args)
     problems += check_data(config, tokenizer)
     notices = list(given.notices)
-    if given.chosen:
-        describe_idle_keys = load_module("config.idle_keys").describe_idle_keys
-        notices += describe_idle_keys(given, is_resumed=bool(weights and weights.is_resumed))
     if weights:
         check_weights = load_module("from_weights").check_loaded_weights
         notices += check_weights(problems, config, model_args, layout, tokenizer, weights)
@@ -168,6 +165,10 @@ def resolve(
         tokenizer=tokenizer,
         weights=weights,
     )
+    if given.chosen:
+        idle_keys = load_module("config.idle_keys")
+        situations = idle_keys.find_situations(config, layout, machine, spec.resumed_step)
+        notices += idle_keys.describe_idle_keys(given, situations)
     notices += list_notices(spec, restarted)
     finished = ""
     if spec.resumed_step >= config.training.steps:

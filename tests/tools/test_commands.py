@@ -116,6 +116,7 @@ prepare --check x --json                                     | --json would have
 prepare --dataset c4 --encoding=cp1252 --out x               | --out, --encoding would have no effect
 prepare --dataset c4 a.txt                                   | inputs would have no effect
 prepare a.txt --out x --cache-folder y                       | --cache-folder would have no effect without --dataset
+prepare --dataset python_stdlib --dataset-path x             | --dataset-path would have no effect with python_stdlib
 prepare README.md --out x --validation-share=1               | --validation-share
 prepare README.md --out x --validation-share=-1              | --validation-share
 prepare README.md --out x --validation-share=nan             | --validation-share

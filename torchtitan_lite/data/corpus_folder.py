@@ -261,7 +261,7 @@ def check_data(config: Config, tokenizer: Tokenizer | None) -> Problems:
     if not training.dataset:
         remedy = f"Name at least one: {', '.join(DATASETS)}, or a folder that `prepare` wrote"
         problems.refuse("training.dataset", "it names no corpus", remedy)
-    if training.dataset_path or training.dataset_weights:
+    if training.dataset_path or training.dataset_weights or config.validation.dataset_path:
         load_module("data.corpus_rules").check_keys(problems)
     return problems
 

@@ -1,10 +1,11 @@
-"""Check training.dataset_path and training.dataset_weights. This file is loaded if one of these keys is set. Needs no
-torch."""
+"""Check training.dataset_path, validation.dataset_path and training.dataset_weights. This file is loaded if one of these
+keys is set. Needs no torch."""
 
 from torchtitan_lite.config.messages import Problems
-from torchtitan_lite.data.corpus_folder import DATASETS
+from torchtitan_lite.config.schema import get_value
+from torchtitan_lite.data.corpus_folder import DATASETS, list_corpora
 
-# corpora that are read from training.dataset_path
+# corpora that are read from a dataset_path
 DOWNLOADS = [name for name in DATASETS if name != "python_stdlib"]
 # smallest fraction of the draws that a corpus may have; weighted_sampler.py draws in cycles of 2**20
 SMALLEST_SHARE = 1e-6
@@ -12,11 +13,20 @@ SMALLEST_SHARE = 1e-6
 
 def check_keys(problems: Problems) -> None:
     """Find a path that no corpus uses, a wrong number of weights, and weights that are too small."""
-    training = problems.config.training
-    if training.dataset_path and not set(training.dataset).intersection(DOWNLOADS):
-        why = f"it is only used for {', '.join(DOWNLOADS)}, and training.dataset names none of them"
-        remedy = "Leave it out. For other corpora, set training.dataset to a path"
-        problems.refuse("training.dataset_path", why, remedy)
+    config = problems.config
+    training = config.training
+    sections = ["training", "validation"] if config.validation.enable else ["training"]
+    for section in sections:
+        key = f"{section}.dataset_path"
+        own = get_value(config, key)
+        names = []
+        for _, name, split, path in list_corpora(config):
+            if path == own and section in ("training", split):
+                names.append(name)
+        if own and not set(names).intersection(DOWNLOADS):
+            why = f"it is only used for {', '.join(DOWNLOADS)}, and {section}.dataset names none of them"
+            remedy = f"Leave it out. For other corpora, set {section}.dataset to a path"
+            problems.refuse(key, why, remedy)
     n_corpora = len(training.dataset)
     if training.dataset_weights and len(training.dataset_weights) != n_corpora:
         remedy = "Give one weight per corpus, or none to draw every sample equally often"

@@ -242,7 +242,9 @@ class SampleStream:
         for corpus, n_epochs in zip(self.reader.corpora, epochs, strict=True):
             corpora.append(f"{corpus.name} ({corpus.n_tokens:,} tokens, {n_epochs:.3g} epochs)")
         tokens_per_step = self.global_batch_size * self.reader.seq_len
-        steps = f"{n_steps:,} steps of {tokens_per_step:,} tokens are {n_steps * tokens_per_step:,}"
+        plural = "s" if n_steps > 1 else ""
+        n_tokens = f"{tokens_per_step:,} tokens are {n_steps * tokens_per_step:,}"
+        steps = f"{n_steps:,} step{plural} of {n_tokens}"
         return f"{steps}, from {', '.join(corpora)}"
 
     def batch(self, step: int, rows: range) -> Batch:

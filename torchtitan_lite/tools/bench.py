@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from torchtitan_lite.build import Run, build_run, find_model_class
 from torchtitan_lite.config.checks import plan_layout, resolve_config
-from torchtitan_lite.config.messages import UserError
+from torchtitan_lite.config.messages import ConfigError, UserError
 from torchtitan_lite.config.model import resolve_model
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.extensions.hugging_face_export import make_config_json
@@ -82,7 +82,10 @@ def main(options: Namespace, config: Config = STEP_CONFIG) -> int:
             raise UserError("--layout names a mesh dim twice: give one degree for each")
         n_ranks = math.prod(degrees.values())
         config = share_rows(config, degrees, n_ranks)
-    layout = plan_layout(config, resolve_model(config.model), n_ranks)  # refuses a bad layout
+    try:
+        layout = plan_layout(config, resolve_model(config.model), n_ranks)
+    except ConfigError as error:
+        raise UserError(f"bench cannot run this --layout:\n{error}") from None
     if options.layout:
         with RankPool() as pool:
             rounds = pool.run(time_contenders, n_ranks, config, options, timeout_s=3600)[0]

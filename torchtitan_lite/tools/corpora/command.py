@@ -19,10 +19,18 @@ from torchtitan_lite.data.corpus_folder import (
     find_corpus,
     read_corpus_manifest,
 )
+from torchtitan_lite.data.corpus_rules import DOWNLOADS
 from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_lite.files import find_damage
 from torchtitan_lite.tools.corpora.prepare import PrepareSettings, prepare
-from torchtitan_lite.tools.corpora.text_files import PreparationError, find_files, is_text
+from torchtitan_lite.tools.corpora.text_files import (
+    PARQUET,
+    ROW_SUFFIXES,
+    PreparationError,
+    find_files,
+    get_kind,
+    is_text,
+)
 from torchtitan_lite.tools.tables import plural
 
 VALIDATION_SHARE = 0.02  # for named corpora
@@ -38,6 +46,10 @@ def main(options: argparse.Namespace) -> int:
             if options.dataset not in DATASETS:
                 raise PreparationError(
                     f"There is no corpus named {options.dataset!r}. Use {', '.join(DATASETS)}"
+                )
+            if options.dataset_path and options.dataset not in DOWNLOADS:
+                raise PreparationError(
+                    f"--dataset-path would have no effect with {options.dataset}. Leave it out"
                 )
             summary = prepare_dataset(
                 options.dataset,
@@ -109,9 +121,14 @@ def prepare_corpus(options: argparse.Namespace) -> str:
             "--train-tokenizer cannot be used with --chat: a new tokenizer has no chat template. Name a --tokenizer"
         )
     files, counts = find_files([*options.validation, *options.inputs], options.suffix)
-    if options.text_column and all(map(is_text, files)):
+    kinds = set(map(get_kind, files))
+    if options.text_column is not None and not kinds & ROW_SUFFIXES:
         raise PreparationError(
             "--text-column would have no effect, because every file is one text. Leave it out"
+        )
+    if options.encoding != PrepareSettings.encoding and kinds == {PARQUET}:
+        raise PreparationError(
+            "--encoding would have no effect, because Parquet stores text in UTF-8. Leave it out"
         )
     share = options.validation_share
     tail = 0.0

@@ -57,7 +57,7 @@ def read_conversation(row: Any, column: str | None = None) -> tuple[str, dict]:
     `column` is the name of the column with the messages, if no dialect has this name.
     """
     columns = drop_nulls(row) if isinstance(row, dict) else {}
-    dialects = [list_messages(column, "conversations")] if column else DIALECTS
+    dialects = [list_messages(column, "conversations")] if column is not None else DIALECTS
     dialect = next((each for each in dialects if columns.keys() >= {*each.columns}), None)
     if not dialect:
         found = f"columns {', '.join(columns)}" if columns else f"{row!r:.60}"

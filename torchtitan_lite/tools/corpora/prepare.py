@@ -314,7 +314,7 @@ def read_text(settings: PrepareSettings, row: Row) -> tuple[str, list[str]]:
     content = row.parse(settings.encoding)
     if row.name:
         return content, []
-    column = settings.column or "text"
+    column = "text" if settings.column is None else settings.column
     text = content.get(column) if isinstance(content, dict) else None
     if not isinstance(text, str):
         raise ValueError(

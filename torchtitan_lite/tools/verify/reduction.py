@@ -28,7 +28,7 @@ from torchtitan_lite.config.choices import SCHEDULES
 from torchtitan_lite.config.experts import find_expert_dim
 from torchtitan_lite.config.float8 import FLOAT8_BLOCK
 from torchtitan_lite.config.layout import Layout, count_stages, plan_stages
-from torchtitan_lite.config.messages import ConfigError, Problem, name_command
+from torchtitan_lite.config.messages import ConfigError, Problem, UserError, name_command
 from torchtitan_lite.config.model import find_model_row, resolve_model
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schema import (
@@ -93,14 +93,14 @@ class Reduction:
 
 
 def reduce_config(config: Config, max_ranks: int) -> Reduction:
-    """Reduce a config. Raises ConfigError if the real run cannot start or needs more ranks."""
+    """Reduce a config. Raises ConfigError if the real run cannot start, UserError if it needs more ranks."""
     n_ranks = count_ranks(config.parallelism)
     args = resolve_model(config.model)
     real = plan_layout(config, args, n_ranks)
     if n_ranks > max_ranks:
         why = f"the layout needs {n_ranks} ranks, but verify has {max_ranks}"
         remedy = suggest_smaller(config, max_ranks)
-        raise ConfigError([Problem("--ranks", max_ranks, why, remedy)])
+        raise UserError(f"{Problem('--ranks', max_ranks, why, remedy)}")
     wide = replace(real, dp_shard=choose_dp_shard(config.parallelism, max_ranks))
     keys = {
         **REPLACED,
