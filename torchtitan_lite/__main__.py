@@ -23,6 +23,9 @@ def main(args: list[str] | None = None) -> int:
     The status is 141 if the reader of the output (such as head) closes the pipe before the tool has finished.
     """
     status = 128 + signal.SIGPIPE
+    if args is None:
+        # as after Ctrl-C, a tool deletes its temporary files. `train` replaces this handler
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         try:
             status = run_tool(sys.argv[1:] if args is None else args)

@@ -206,8 +206,9 @@ def test_a_watched_page_is_reloaded_until_the_run_ends(folder, tmp_path, monkeyp
 
 # file of a run | its new content | words of the refusal
 INCOMPLETE = """
-config.toml | | config.toml lacks checkpoint.enable, job.description, model.name
+config.toml | | config.toml lacks a valid checkpoint.enable, job.description, model.name
 config.toml | model = 3 | config.toml lacks
+config.toml | job.description = 3 | config.toml lacks a valid checkpoint.enable, job.description, model.name
 config.toml | [a | config.toml cannot be read as TOML
 metrics.jsonl | | metrics.jsonl lacks a start, or a step
 metrics.jsonl | {"kind": "step", "step": 1, "time": "", "loss": 8.0} | metrics.jsonl lacks a start

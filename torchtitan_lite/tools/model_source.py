@@ -102,12 +102,12 @@ def open_source(options: Namespace) -> ModelSource:
     why = ""
     if found.eos_id >= model_args.vocab_size:
         why = f"its model has {model_args.vocab_size} tokens, but the end token of {found.path} is id {found.eos_id}"
-    elif (
-        checkpoint
-        and not options.tokenizer
-        and manifest.fingerprint["tokenizer"] != found.fingerprint
-    ):
-        why = f"{assets} is not the tokenizer that the model was trained with"
+    elif checkpoint and manifest.fingerprint["tokenizer"] != found.fingerprint:
+        other = f"{found.path} is not the tokenizer that the model was trained with"
+        if options.tokenizer:
+            print(other, file=sys.stderr)
+        else:
+            why = other
     if why:
         raise SourceError(
             f"{path}: {why}. Name the right tokenizer with --tokenizer FOLDER, which skips this check."

@@ -65,7 +65,8 @@ def main(options: argparse.Namespace) -> int:
             f"--tokenizer {options.tokenizer}: {error.problems[0].why}. {error.problems[0].remedy}"
         ) from None
     except OSError as error:  # for example a full disk
-        print(f"The corpus could not be made: {error}", file=sys.stderr)
+        folder = options.out or options.cache_folder
+        print(f"The corpus in {folder} could not be made: {error}", file=sys.stderr)
         return 1
     with suppress(BrokenPipeError):  # a closed pipe is no error: the corpus is complete
         print(summary)

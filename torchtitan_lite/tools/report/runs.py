@@ -14,7 +14,7 @@ from statistics import median
 from torchtitan_lite.components.earlier_records import read_record
 from torchtitan_lite.config.block import count_parameters
 from torchtitan_lite.config.messages import ConfigError, UserError, name_command
-from torchtitan_lite.config.reader import flatten_table, load_toml
+from torchtitan_lite.config.reader import flatten_table, load_toml, read_config
 from torchtitan_lite.extensions.foreign_json import has_kind
 from torchtitan_lite.tools.pictures import Points
 from torchtitan_lite.tools.plan.cluster import find_gpu_row
@@ -59,11 +59,12 @@ class RecordedRun:
         self.start = starts[-1]
         table = load_toml(folder / "config.toml")
         self.settings = dict(flatten_table(table))  # "optimizer.lr" -> 0.001
-        if missing := NEEDED - self.settings.keys():
-            raise UserError(
-                f"{folder}/config.toml lacks {', '.join(sorted(missing))}: copy the file that the run wrote"
-            )
         args = ["--config", str(folder / "config.toml")]
+        wrong = {problem.key for problem in read_config(args).problems}
+        if missing := NEEDED - (self.settings.keys() - wrong):
+            raise UserError(
+                f"{folder}/config.toml lacks a valid {', '.join(sorted(missing))}: copy the file that the run wrote"
+            )
         self.plan = None
         self.no_plan = ""  # why there is no forecast
         try:

@@ -55,8 +55,10 @@ def read_traces(folder: Path, layout: Layout) -> list[Trace]:
     """Read the traces of the newest step with traces. Return [] if there is none. Raises UserError."""
     files = defaultdict(dict)  # step -> rank -> file
     for path in folder.glob("step-*/rank-*.json"):
-        step = int(path.parent.name.removeprefix("step-"))
-        files[step][int(path.stem.removeprefix("rank-"))] = path
+        # a user may have copies, such as step-10-old
+        if found := re.fullmatch(r".*/step-(\d+)/rank-(\d+)\.json", str(path), re.ASCII):
+            step, rank = map(int, found.groups())
+            files[step][rank] = path
     if not files:
         return []
     newest = sorted(files[max(files)].items())
