@@ -96,7 +96,7 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
     if folder and not lock:  # by now, all ranks have checked that the folder has no earlier run
         lock = open_dump_folder(config, restarted=restarted)
     start_logging(place.rank, folder)
-    for notice in spec.notices:  # the launcher has printed them
+    for notice in spec.notices:  # only to log.txt if the launcher has already printed them
         logger.log(IN_FILE if spec is launched else logging.INFO, notice)
     n_parameters = count_parameters(spec.model_args)
     logger.info(f"{spec.title}: {n_parameters:,} parameters, {spec.layout}, {spec.origin}")

@@ -486,7 +486,7 @@ BROKEN = {  # fork -> what `verify` says about it
         ),
     ),
     "a layer beside its block": (
-        "is no part of a module",
+        "is not inside another module",
         add_model("gpt_flat", GPT_MODULES, GPT_TABLE.replace("mlp.", "")),
     ),
     "a state of one shard": (
@@ -505,7 +505,7 @@ BROKEN = {  # fork -> what `verify` says about it
         ),
     ),
     "neither code nor a window": (
-        "has no `window`, but has no code",
+        "has no `window`, but needs one",
         Fork(
             ("--model.attention=bare",),
             'config/choices.py | ATTENTIONS | "bare": AttentionRow(under_cp=True),',

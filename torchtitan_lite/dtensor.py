@@ -8,7 +8,7 @@
     gradient of norm.weight           from rank 0's tokens    from rank 1's        plain; summed over tp by fsdp.py
 
 Under tensor and expert parallel, modules compute with plain tensors. torch's own parallel styles compute with DTensors;
-on two loaded CPU cores, they trained at 0.54 of the speed (tp2, gloo, November 2026).
+on two loaded CPU cores, they trained at 0.54 times the speed (tp2, gloo, November 2026).
 """
 
 from collections.abc import Sequence
@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
-# cached, because many tensors have the same shape, and because torch's function is slow: if tp splits the same dim, it
-# creates a view for each FSDP rank
+# cached, because many tensors have the same shape, and because torch's function is slow: if tp and FSDP split the same
+# dim, it creates a view for each FSDP rank
 locate_shard = lru_cache(_compute_local_shape_and_global_offset)
 
 

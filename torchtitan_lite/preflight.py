@@ -287,7 +287,7 @@ def list_notices(spec: RunSpec, restarted: bool) -> list[str]:
         notices += about_float8(config, spec.model_args, spec.layout.tp)
     if re.search(WRONG_CUDNN, spec.machine.name):
         n_kv_heads = spec.model_args.n_kv_heads // spec.layout.tp
-        why = f"it may be wrong on {spec.machine.name} with {n_kv_heads} heads of keys per rank"
+        why = f"it may be wrong on {spec.machine.name} with {n_kv_heads} key/value heads per rank"
         if n_kv_heads < SAFE_KV_HEADS:
             notices.append(f"attention does not use cuDNN: {why} (pytorch issue 193893)")
     notices += describe_unusual_rates(config, spec.resumed_step)

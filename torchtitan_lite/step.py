@@ -65,7 +65,7 @@ def train_step(run: Run, batch: Batch, stop_signal: int = 0) -> StepResult:
     # all-reduces 48 bytes over all ranks
     grad_norm, loss, stops = reduce_scalars(squares, local_loss / run.layout.tp, stop_signal)
     for wait in run.before_update:
-        wait()  # asynchronous saves may still copy the tensors that change below
+        wait()  # asynchronous saves may still be copying the tensors that change below
     is_spike = run.spikes.judge(grad_norm) if run.spikes else None
     max_norm = run.config.training.max_norm
     # also clips; only Muon communicates: each rank orthogonalizes some of the matrices

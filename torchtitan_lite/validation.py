@@ -143,7 +143,7 @@ def validate(
     dist.all_reduce(sums)
     sums /= (
         run.layout.tp
-    )  # tp ranks have the same loss and targets; so do pp ranks, except for the loss
+    )  # every tp rank has the same loss and targets; every pp rank has the same targets
     sums[1:] /= run.layout.pp
     figures = {f"val_{name}": value for name, value in describe_loss(sums).items()}
     figures["val_time_s"] = time.perf_counter() - started_s

@@ -33,7 +33,7 @@ def list_different(config: Config, manifest: Manifest) -> dict[str, tuple[object
     values = dict(flatten_table(asdict(config)))
     for key in KEYS:
         value = values[key]
-        # if the earlier version did not have this key, it behaved like the default of today
+        # an earlier version without this key behaved as the current default does
         before = saved.get(key, get_value(Config(), key))
         # compare names only, because a corpus may have moved to a new folder
         if key.endswith(".dataset"):

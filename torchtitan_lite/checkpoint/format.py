@@ -166,7 +166,7 @@ def name_unfinished(final: Path) -> Path:
 
 
 def create_unfinished(final: Path) -> Path:
-    """Create the temporary folder for `final`. Raises CheckpointError if either folder exists, and OSError."""
+    """Create the temporary folder for `final`. Raises OSError, or CheckpointError if either folder exists."""
     unfinished = name_unfinished(final)
     for path in (final, unfinished):
         if path.exists():

@@ -30,7 +30,7 @@ from torchtitan_lite.dtensor import find_shard
 
 logger = logging.getLogger(__name__)
 
-# the prefix of today, and the prefix in earlier checkpoints
+# current prefix, and the prefix in earlier checkpoints
 OLD_NAME = ("spike_filter.", "optimizer.gradient_norms.")
 
 
@@ -51,7 +51,7 @@ class OpenCheckpoint:
         self.files: dict[str, safe_open] = {}
 
     def read(self, name: str) -> Tensor:
-        """Return a full tensor on the CPU. Raises KeyError for an unknown name, and DamagedCheckpoint."""
+        """Return a full tensor on the CPU. Raises DamagedCheckpoint, or KeyError for an unknown name."""
         record = self.manifest.tensors[name]
         tensor = torch.empty(record.shape, dtype=getattr(torch, record.dtype))
         self.read_shard(name, tensor)

@@ -10,7 +10,7 @@ random numbers. The step in the manifest is therefore enough to restore all thre
 
 format.py determines which rank writes which slice; a slice that several ranks hold is written once. The ranks of a
 pipeline stage divide the lines of the manifest among themselves. Rank 0 gathers the lines, and the hash of each file.
-All messages are padded to the length of the longest message: about 300 bytes if a stage has more ranks than tensors.
+The gather pads every message to the length of the longest one: about 300 bytes if a stage has more ranks than tensors.
 
 If ranks fail, every rank raises the error of the lowest rank that failed. Files use the format of torch's
 HuggingFaceStorageWriter(save_distributed=True), so torch's HuggingFaceStorageReader opens them without this package.

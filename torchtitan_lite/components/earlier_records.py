@@ -14,7 +14,8 @@ logger = logging.getLogger(__name__)
 def drop_later_steps(path: Path, last_step: int) -> None:
     """Drop from metrics.jsonl all records after `last_step`, and an incomplete last line.
 
-    If no step is left, the run does not resume the earlier start, so the old file is renamed to metrics-N.jsonl.
+    If no record of a step remains, the new run starts from the beginning. In that case, keep the old file as
+    metrics-N.jsonl.
     """
     text = path.read_text(encoding="utf-8", errors="replace")
     kept = []

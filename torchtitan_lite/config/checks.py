@@ -202,7 +202,7 @@ def explain_microbatches(parallelism: Parallelism, n_microbatches: int, n_stages
 
 
 def find_n_microbatches(parallelism: Parallelism, least: int, n_stages: int, unit: int = 1) -> int:
-    """Return the smallest number of microbatches that the schedule can run: `least`, or some units more."""
+    """Return the first of `least`, `least + unit`, `least + 2 * unit`, ... microbatches that the schedule can run."""
     number = least
     while explain_microbatches(parallelism, number, n_stages):
         number += unit
@@ -287,10 +287,10 @@ def check_table(problems: Problems, tp: int, world_size: int) -> None:
             refuse_row(problems, row, why, f"Use one of these: {TP_STYLES},")
             continue
         if row.tp_style in ("colwise", "rowwise", "whole") and row.child == row.name:
-            why = "is no part of a module, so tp would gather the input of the block or the model for it"
+            why = "is not inside another module, so tp would gather the input of the whole block or model for it"
             remedy = 'Use tp_style "sequence" (outside the blocks also "gathered"), or put it into a module of its own'
             refuse_row(problems, row, why, remedy)
-        # if there are problems, check_sizes has already reported the sizes by their keys in [model]
+        # check_sizes has already reported sizes that tp does not divide, by their keys in [model]
         if not can_split(row, model_args, tp) and not problems:
             n_features = row.weight[SPLIT_DIMS.get(row.tp_style, 0)]
             why = f"tp ranks cannot share the {n_features} features of {row.name}, whose tp_style is {row.tp_style!r}"
@@ -306,7 +306,7 @@ def check_ends(problems: Problems, ends: list[ModuleRow]) -> None:
             remedy = 'Set end = "first" or "last" for all modules of a child'
             refuse_row(problems, row, why, remedy)
         if row.kind in ("router", "experts"):
-            why = "is outside the blocks, where no code serves experts"
+            why = "is outside the blocks, where experts are not supported"
             refuse_row(problems, row, why, "Use modules of other kinds")
 
 

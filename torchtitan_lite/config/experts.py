@@ -48,8 +48,8 @@ def check_experts(problems: Problems, layout: Layout) -> None:
         return
     ranks = f"the {n_ranks} ranks of dp_shard x cp x tp"
     why = (
-        f"the degree must divide {ranks} and the {moe.n_experts} experts of a layer. The quotient of ranks must divide "
-        f"the quotient of experts, or both {model_args.dim} and {moe.expert_ffn_dim}"
+        f"the degree must divide {ranks} and the {moe.n_experts} experts of a layer. Ranks / degree must divide "
+        f"experts / degree, or both {model_args.dim} and {moe.expert_ffn_dim}"
     )
     remedy = f"No degree fits {ranks}: use a different number of ranks"
     for n_replicas in range(1, layout.dp_shard + 1):

@@ -193,7 +193,7 @@ EXTENSIONS = {  # name of a file in extensions/, without .py -> its row
         "causal attention over cp ranks, part by part, by an all-gather or around a ring",
     ),
     "windowed_attention": Extension(
-        about="loaded for a model with windows or sinks: attention to the last tokens, and to a logit without a token",
+        about="loaded for a model with windows or sinks: attention to the last tokens, and to a learned logit",
     ),
     "asynchronous_saves": Extension(
         "checkpoint.async_mode",

@@ -101,7 +101,7 @@ def find_situations(
 def describe_idle_keys(
     given: UserConfig, situations: Collection[str] = (WITHOUT_RESUME,)
 ) -> list[str]:
-    """Return a notice for each case that applies, with the keys that the user set to another value than the default.
+    """Return a notice for each case that applies, with the keys that the user set to a value other than the default.
 
     `situations`: the cases that `find_situations` returns. Each key is named once.
     """

@@ -124,7 +124,7 @@ def count_stages(parallelism: Parallelism, n_layers: int) -> int:
 
 
 def plan_stages(parallelism: Parallelism, n_layers: int) -> list[int]:
-    """Return the number of layers of each stage, first to last. `check_stages` must have accepted their number.
+    """Return the number of layers of each stage, first to last. `check_stages` must have accepted the number of stages.
 
     Every stage except the first and the last gets one layer. Each remaining layer goes to the stage with the least
     load. If loads are equal, stages without layers come first, then earlier stages. The two `less_layers` keys are the

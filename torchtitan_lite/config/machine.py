@@ -23,7 +23,7 @@ class Machine:
 
 
 # Dense bfloat16 peak of one GPU in FLOP/s: half of NVIDIA's number if that number assumes 2:4 sparsity. The first key
-# that the driver's name of the GPU contains is used.
+# that occurs in the driver's name for the GPU is used.
 PEAK_BF16_FLOPS = {
     "GB300": 2.5e15,  # nvidia.com, GB300 NVL72 datasheet: 360 PFLOP/s sparse for 72
     "B300": 2.25e15,  # nvidia.com, HGX B300 datasheet: 36 PFLOP/s sparse for 8

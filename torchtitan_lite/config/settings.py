@@ -165,6 +165,6 @@ def check_windows(problems: Problems) -> None:
         )
         problems.refuse("model.attention", why, remedy)
     elif row.window is None and (window or model_args.attention_sinks or not row.extension):
-        why = "its row in config/choices.py has no `window`, but has no code, or the model has windows or sinks"
+        why = "its row in config/choices.py has no `window`, but needs one if it has no code, or for windows and sinks"
         remedy = 'Use "causal", or add `window` to the row, such as ModelArgs.find_window'
         problems.refuse("model.attention", why, remedy)

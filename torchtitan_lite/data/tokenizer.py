@@ -85,8 +85,8 @@ class Tokenizer:
     eos_id: int  # last token of every document
     special: dict[str, int]  # name -> id of special tokens, which never come from plain text
     bytes_of_id: dict[int, bytes]  # id -> text of the token; for a special token, its name
-    # returns the functions behind `encode` and `encode_special`. Only called when a text is encoded, which a run never
-    # does
+    # returns the functions that `encode` and `encode_special` call. Called when the first text is encoded; a run
+    # encodes no text
     make_encoders: Callable[[], tuple[Callable, Callable]]
     normalize: Callable[[str], str] = str  # normalization that encode_special applies first
     unknown_id: int | None = None  # id for text that the vocabulary cannot encode

@@ -53,7 +53,7 @@ def read_pattern(pre_tokenizer: dict | None) -> str | None:
     if split["behavior"] != "Isolated" or split.get("invert"):
         return None
     regex = split["pattern"].get("Regex", "")
-    # some files contain the characters instead of the escapes
+    # some files contain the line ends themselves instead of escapes
     return regex.replace("\r", r"\r").replace("\n", r"\n")
 
 

@@ -105,7 +105,7 @@ def has_conversations(corpora: list[str]) -> bool:
     """Return whether the corpora of a run have conversations. Prints the names of missing corpora."""
     for name in corpora:
         if name not in DATASETS and not Path(name).exists():
-            print(f"{name} is not here. If it has conversations, check chat template and {END}")
+            print(f"{name} is not here. If it has conversations, check the chat template and {END}")
     return any(Path(name, "train.targets").exists() for name in corpora)
 
 

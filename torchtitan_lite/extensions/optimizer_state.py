@@ -2,7 +2,8 @@
 
 A checkpoint saves the tensors in state[parameter]. A number that an optimizer keeps in state[parameter], in a parameter
 group or in an attribute would be reset when a run resumes, so the losses would differ. A DTensor with the placement
-Partial is refused too: a mean over a sharded dim is one, until `redistribute` adds the terms of the ranks.
+Partial is refused too. For example, a mean over a sharded dim stays Partial until `redistribute` adds the terms of the
+ranks.
 """
 
 from collections.abc import Iterator
@@ -28,7 +29,7 @@ def watch_state(optimizer: Optimizer) -> None:
         for lost in find_unsaved(optimizer, before):
             raise UserError(
                 f"the optimizer keeps {lost}, which no checkpoint saves. "
-                "Keep tensors like the parameter, without partial sums, or scalars, in state[parameter]"
+                "In state[parameter], keep only scalars, and tensors like the parameter without partial sums"
             )
 
     optimizer.register_step_pre_hook(copy_values)
@@ -38,12 +39,13 @@ def watch_state(optimizer: Optimizer) -> None:
 def find_unsaved(optimizer: Optimizer, before: list[tuple[dict, dict]]) -> Iterator[str]:
     """Yield descriptions of the state that no checkpoint saves."""
     for owner, state in optimizer.state.items():
-        kind = type(getattr(owner, "data", None))  # of None if the key is no parameter
+        kind = type(getattr(owner, "data", None))  # NoneType if the key is not a parameter
         for name, value in state.items():
             is_scalar = isinstance(value, Tensor) and value.dim() == 0 and kind is not type(None)
             placements = getattr(value, "placements", ())
             is_partial = any(placement.is_partial() for placement in placements)
-            # One rank would save a tensor without the placements of its sharded parameter, and no rank a partial sum.
+            # A tensor without the placements of its sharded parameter would be saved by one rank, and a partial sum by
+            # none.
             if is_partial or not (is_scalar or isinstance(value, kind | None)):
                 yield f"{name} = {value!r:.80} in a state"
     for values, old in before:

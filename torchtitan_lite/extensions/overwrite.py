@@ -1,6 +1,6 @@
 """Handle an earlier run in job.dump_folder: resume it, refuse to start, or delete it (job.overwrite). Needs no torch.
 
-job.overwrite deletes only files that a run writes, and no others. A run that torchrun restarts keeps its own files.
+job.overwrite deletes only files that a run writes. A run that torchrun restarts keeps its own files.
 """
 
 import shlex
@@ -75,7 +75,7 @@ def list_earlier(folder: Path, config: Config) -> list[Path]:
     """List the paths that job.overwrite deletes: only files that a run has written."""
     paths = set()
     earlier = read_earlier(folder)
-    # a run has used this folder, so these files were written by the run
+    # a run has used this folder, so the run wrote these files
     if (folder / CONFIG_TOML).exists():
         for pattern in FILES_OF_RUN:
             paths.update(folder.glob(pattern))

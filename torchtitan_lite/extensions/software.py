@@ -25,7 +25,7 @@ def check_software(config: Config, machine: Machine) -> Problems:
             problems.refuse("compile.backend", why, remedy)
     if config.metrics.enable_wandb and not find_spec("wandb"):
         install = f"Run `{sys.executable} -m pip install wandb` (the extra `wandb`)"
-        remedy = f"{install}, or set the key to false: TensorBoard gets the same"
+        remedy = f"{install}, or set the key to false: TensorBoard gets the same metrics"
         problems.refuse("metrics.enable_wandb", "the package `wandb` is not installed here", remedy)
     name = config.parallelism.pipeline_parallel_schedule
     is_used = config.parallelism.pipeline_parallel_degree > 1

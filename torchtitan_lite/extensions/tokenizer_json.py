@@ -77,7 +77,7 @@ def encode_by_package(package: Any) -> tuple[Callable, Callable]:
     """Return Tokenizer.encoders, implemented with the package `tokenizers`."""
     package.no_truncation()
     package.no_padding()
-    package.post_processor = None  # with this option, offsets may omit white space
+    package.post_processor = None  # a post-processor may leave white space out of offsets
     package.encode_special_tokens = True  # treats names of special tokens as plain text
     if getattr(package.model, "unk_token", "") is None:
         # If the name has no id, text outside the vocabulary is an error. If it is null, such text is dropped.

@@ -215,7 +215,7 @@ class HangWatch:
 
     @property
     def local(self) -> dict[int, int]:
-        """Rank -> process id, for the ranks of this host. torchrun has started them, so it shares their ids."""
+        """Rank -> process id, for the ranks of this host. torchrun, which started them, uses the same ids."""
         return {rank: self.processes[rank][0] for rank in self.place.host_ranks}
 
     @cached_property

@@ -9,7 +9,7 @@ A formula (training.loss) takes logits (n, V) in fp32, targets (n,) and a Vocabu
 A formula needs no derivative, because autograd differentiates it, one chunk of tokens at a time (head.py). Under TP, a
 rank has V/tp of the logits, so a formula may reduce over the vocabulary only with the methods of Vocabulary.
 Batch.fields are passed as keyword arguments. The default formula, cross entropy, also has a gradient in closed form,
-which stores a quarter of the values.
+which stores a quarter of the values that autograd would store.
 
 Legend: n tokens of a chunk, V vocabulary, V/tp logits of a rank.
 """

@@ -120,7 +120,7 @@ class Agent(LocalElasticAgent):
     def _restart_workers(self, worker_group: Any) -> None:
         cause = self.ending or Ending(0, "")  # a different host failed or joins
         if self.store:
-            # torchrun has a store for each start of all hosts; a late host has fewer starts
+            # use torchrun's store, which is new for each start of the job: a late host has counted fewer starts
             cause = claim_cause(worker_group.store, "cause", cause)
         if cause.status in STOPPED:
             self.ending = cause

@@ -121,7 +121,7 @@ def write_folder(source: ModelSource, out: Path, dtype: str, read: Callable[[str
                 tensor = read(fqn).to(torch_dtype)
                 if not tensor.isfinite().all():
                     raise CheckpointError(
-                        f"{fqn} is not finite in {dtype}. Use another --dtype, or an earlier checkpoint"
+                        f"{fqn} is not finite in {dtype}. Use a different --dtype, or an earlier checkpoint"
                     )
                 unit = find_unit(fqn, model_args)
                 if unit > 1:

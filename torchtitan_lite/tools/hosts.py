@@ -191,9 +191,10 @@ def tell_refusal(error: UserError, signals: Any) -> None:
 
 
 def tell_signal(signals: Any) -> Ending:
-    """Tell the other hosts about a signal that came before all hosts met. NODE_RANK=0 may not listen yet."""
+    """Tell the other hosts about a signal that came before all hosts met. NODE_RANK=0 may not be listening yet."""
     if read_hosts()[1] > 1:
-        # MASTER_ADDR cannot be reached or is missing, or this host has opened the store, so a thread shares signals
+        # open_store fails if MASTER_ADDR is missing or unreachable, or if this host's store is open: a thread then
+        # shares
         with suppress(RuntimeError, UserError):
             store = open_store(TELL_WITHIN_S)
             signals.share(store)

@@ -220,8 +220,8 @@ class ChatFormat:
             if is_certain and answered.endswith(whole[len(head) : stop]):
                 return range(len(head), stop)
         raise ValueError(
-            f"message {number + 1} cannot be found with certainty after {prompt[-40:]!r}, with which the "
-            'template asks for it. Give it "weight": 0; --only-last-turn trains only the last answer'
+            f"message {number + 1} cannot be found with certainty. The template asks for it with "
+            f'{prompt[-40:]!r}. Give it "weight": 0; --only-last-turn trains only the last answer'
         )
 
     def write_up_to(self, row: dict, number: int) -> tuple[str, str | None]:

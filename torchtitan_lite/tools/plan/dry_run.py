@@ -96,7 +96,7 @@ def dry_run(planned: PlannedRun, pp_rank: int = 0) -> Meter:
 
 
 def find_crash(error: Exception) -> str:
-    """Describe an error, with the innermost line of this package in its traceback. Stand-ins of plan are skipped."""
+    """Describe an error, with the innermost line of this package in its traceback. Lines in tools/plan/ are skipped."""
     *_, frame = (
         found
         for found in extract_tb(error.__traceback__)

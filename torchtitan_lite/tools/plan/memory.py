@@ -61,7 +61,7 @@ class RankMemory:
     def fullest(self) -> Memory:
         """The memory of the rank with the most live bytes.
 
-        This rank is on the first pp rank, the second (which may have one layer more) or the last (which has the
+        This rank belongs to the first pp rank, the second (which may have one layer more) or the last (which has the
         logits).
         """
         last = self.workload.layout.pp - 1
@@ -296,8 +296,8 @@ class RankMemory:
 
         The moments are the loss, the last and the first block in backward, and the reduction of the embedding's
         gradient. Activations are freed while gradients are allocated. FSDP gathers into a buffer and copies. The head's
-        buffer is freed after its backward, a block's buffer when the next block is gathered, and the fp32 input of a
-        reduction at the next reduction.
+        buffer is freed after its backward. A block's buffer is freed when the next block is gathered. The fp32 input of
+        a reduction is freed at the next reduction.
         """
         w = self.workload
         layout = w.layout

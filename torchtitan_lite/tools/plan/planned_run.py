@@ -132,12 +132,12 @@ class PlannedRun:
 
     @property
     def has_own_reserve(self) -> bool:
-        """Whether to use the allocator's reserve of this trainer. True on one GPU, because published runs have several
+        """Whether the reserve is this trainer's own (OWN_RESERVE). True on one GPU, because published runs have several
         GPUs."""
         return self.layout.world_size == 1 and self.cluster.name != "cpu"
 
     def name_rank(self, pp_rank: int) -> str:
-        """Return how a text names a pp rank. Without a pipeline, all ranks are alike."""
+        """Return the name of a pp rank in the output. Without a pipeline, all ranks are alike."""
         return f"pp rank {pp_rank}" if self.layout.pp > 1 else "every rank"
 
     @cached_property

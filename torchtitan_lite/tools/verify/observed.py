@@ -41,7 +41,7 @@ def count(events: Counter[str], text: str) -> int:
 
 
 def count_events(profiler: profile) -> tuple[Counter[str], Counter[str]]:
-    """Count the events of a profile by name: not in backward, and in backward. Some names include a dtype."""
+    """Return two counts of a profile's events by name: outside of backward, and inside. Some names include a dtype."""
     forward: Counter[str] = Counter()
     backward: Counter[str] = Counter()
     if not profiler.enabled:

@@ -60,7 +60,7 @@ STEPS = [  # max_norm in units of the gradient norm; value to write into one gra
 ]
 # Scores of experts are tied if the last chosen and the first unchosen expert differ by less: about fifty roundings.
 TIE = 5e-6
-DECIDES = 10.0  # a bias larger than every score
+DECIDES = 10.0  # a bias that is larger than every score, so the biases decide
 # Without this factor, the embedding would hide the outputs of layers and the eps of norms. Multiplying by a power of
 # two causes no rounding.
 EMBEDDING_SCALE = 1 / 16
@@ -246,7 +246,7 @@ class PlainModel:
         for layer, moe in list_moes(self.model):
             for module, known in ((moe, MoE), (moe.router, Router), (moe.experts, Experts)):
                 if type(module) is not known:
-                    why = f"layers.{layer} has {type(module).__name__}, but verify has a formula for {known.__name__}"
+                    why = f"layers.{layer} has {type(module).__name__}, but verify only supports {known.__name__}"
                     raise UserError(f"{why}. Add its formula to PlainExperts in {__file__}.")
             self.experts[layer] = PlainExperts(moe, layer, biases_decide=biases_decide)
         self.parameters = dict(self.model.named_parameters())

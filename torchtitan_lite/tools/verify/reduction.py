@@ -272,8 +272,8 @@ def reduce_batch(small: Config, config: Config, real: Layout, wide: Layout) -> d
         wanted = min(real.n_microbatches, 2 * (n_stages // 2 + 1))
         n_microbatches = find_n_microbatches(small.parallelism, wanted, n_stages)
     unit = FLOAT8_BLOCK if config.model.uses_float8 else 1
-    # 41 is odd, and stays odd if neither tp nor cp divides rows: a test that code which halves a row keeps the last
-    # token.
+    # 41 is odd, and stays odd if neither tp nor cp divides rows. An odd row shows whether code that halves rows keeps
+    # the last token.
     keys = give_batch(small, wide, n_rows, n_microbatches, 41, unit)
     if accumulates:
         keys["training.local_batch_size"] = n_rows

@@ -65,7 +65,8 @@ def reads_text(step: Observed) -> bool:
 
 
 def separates_documents(step: Observed) -> bool | None:
-    """The certificate also needs a formula for this attention in the plain loop."""
+    """Return whether a row has several documents. The certificate also needs the plain loop's formula for this
+    attention."""
     uses_documents = ATTENTIONS[step.config.model.attention].uses_documents
     return once_on(uses_documents, step.batch.doc_ids.any().item())
 
@@ -104,7 +105,7 @@ def decays(step: Observed) -> bool | None:
 
 
 def runs_implementation(step: Observed) -> bool | None:
-    """Return whether the chosen kernels ran. Only AdamW has several implementations.
+    """Return whether the kernels of optimizer.implementation ran. Only AdamW has several implementations.
 
     "fused" is checked first, because it uses a _foreach_ kernel too.
     """
@@ -119,7 +120,7 @@ def runs_implementation(step: Observed) -> bool | None:
 
 
 def updates_groups(step: Observed) -> bool:
-    """Every group has a parameter of the small model, and this rank has a parameter with its group's factors."""
+    """Return whether every group matches a parameter of the small model, and this rank uses the factors of a group."""
     section = step.config.optimizer
     asked = set()
     for group in section.groups:
@@ -220,7 +221,8 @@ def filters_linears(step: Observed) -> bool | None:
 
 
 def precomputes_scales(step: Observed) -> bool:
-    """Without precomputed scales, each weight that is gathered in float8 needs an all-reduce in forward."""
+    """Return whether forward has fewer all-reduces than float8 matmuls. Without precomputed scales, each weight that is
+    gathered in float8 needs an all-reduce."""
     n_matmuls = count(step.forward, FLOAT8)
     n_reductions = count(step.forward, "c10d::allreduce_")
     return 0 < n_reductions < n_matmuls
