@@ -89,7 +89,7 @@ def list_slices(
 ) -> Iterator[Slice]:
     """Yield the stored slices that overlap a box of the tensor. In the old format, yields all slices.
 
-    If `among` is given (see find_writer), omits slices that no rank in `among` has.
+    If `among` is given (see find_writer), yields only slices that a rank in `among` has.
     """
     if not isinstance(record, TensorRecord):
         yield from record.slices

@@ -97,7 +97,8 @@ def explain_out_of_memory(error: Exception, dump_folder: Path, n_ranks: int) -> 
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return whether the error is a CUDA out-of-memory error, or was raised from one as torch's pipeline does."""
+    """Return whether the error, or an error that caused it, is CUDA's out-of-memory error. torch's pipeline wraps
+    errors."""
     if error is None:
         return False
     return isinstance(error, torch.OutOfMemoryError) or is_out_of_memory(error.__cause__)

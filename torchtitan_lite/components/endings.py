@@ -37,7 +37,7 @@ def describe_newest(
 
 
 def drop_keys(args: list[str], keys: Collection[str]) -> list[str]:
-    """Return command-line arguments without those that set one of `keys`."""
+    """Return the command-line arguments that set none of `keys`."""
     kept = []
     is_dropped = False
     for argument in args:

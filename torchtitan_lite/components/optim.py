@@ -32,8 +32,8 @@ def build_optimizer(
     # config/features.py allows bfloat16 moments only for fused AdamW
     if section.moments_dtype == "bfloat16":
         builder = load_extension("adamw_bfloat16").AdamWBFloat16
-    # One parameter group for each pair of optimizer.groups and mesh, because torch's kernels need all DTensors on one
-    # mesh. Experts have a second mesh.
+    # Each group in optimizer.groups becomes one parameter group per mesh, because torch's kernels need all DTensors on
+    # one mesh. Experts have a second mesh.
     groups: dict[tuple, dict] = {}
     factors = ParameterGroup("")  # the default: both factors are 1
     for fqn, parameter in parameters.items():

@@ -28,7 +28,7 @@ def list_block_modules(model_args: ModelArgs, *, moe: bool = False) -> list[Modu
 
 
 def list_end_modules(model_args: ModelArgs) -> list[ModuleRow]:
-    """List the modules outside the blocks: tok_embeddings, norm, output, and those that only some models have."""
+    """List the modules outside the blocks: tok_embeddings, norm, output, and modules that only some models have."""
     return MODELS[model_args.name].list_ends(model_args)
 
 
@@ -51,7 +51,8 @@ def list_gathered(rows: list[ModuleRow]) -> set[str]:
 
 
 def list_modules(model_args: ModelArgs) -> list[tuple[str, ModuleRow]]:
-    """List (prefix, row) of all modules in order. FQN: the prefix, such as "layers.3.", and the name in the row."""
+    """List (prefix, row) of all modules in order. The prefix, such as "layers.3.", and the name in the row form the
+    FQN."""
     ends = list_end_modules(model_args)
     modules = [("", row) for row in ends if row.end == "first"]
     for layer in range(model_args.n_layers):
@@ -83,8 +84,8 @@ def count_parameters(
 ) -> int:
     """Count the parameters. A tied embedding is counted once, as in the model cards.
 
-    With `active`, count only the parameters that one token uses, with top_k experts per layer. With `in_matmuls`,
-    count only the matrices in blocks that multiply: an embedding in a block, like the first one, is a lookup.
+    With `active`, count only the parameters that one token uses, with top_k experts per layer. With `in_matmuls`, count
+    only the matrices in blocks that multiply: an embedding is a lookup, even inside a block.
     """
     n_parameters = 0
     for fqn, parameter in list_parameters(model_args).items():

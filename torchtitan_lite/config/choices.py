@@ -56,14 +56,14 @@ class AttentionRow:
     window, and over the sinks of the model. Training, `generate`, verify and context parallel then need only the row.
     """
 
-    # file of extensions/. Its function with the name of this attention takes (model_args, layer), and returns an
-    # InnerAttention (model/attention.py)
+    # file of extensions/. It has a function with the name of this attention, which takes (model_args, layer) and
+    # returns an InnerAttention (model/attention.py)
     extension: str = ""
     uses_documents: bool = False  # the attention reads doc_ids
     # whether context parallel supports it: any code then computes its mask from `positions` (model/README.md)
     under_cp: bool = False
     # (model_args, layer) -> number of tokens that a token sees, itself included; None: all earlier tokens. Only a row
-    # with code may leave it out: `plan` then assumes all earlier tokens, and reports this assumption
+    # with code may omit `window`: `plan` then assumes all earlier tokens, and reports this assumption
     window: Callable[[ModelArgs, int], int | None] | None = None
 
 

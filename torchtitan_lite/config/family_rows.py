@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from torchtitan_lite.config.schema import LARGEST, LARGEST_SIZE, MOST_LAYERS, Range
 
-# `limits` of numbers that are not sizes
+# values of `limits` for numbers that are not sizes
 COUNT = Range(1, MOST_LAYERS)  # of layers or experts
 ABOVE_ZERO = Range(1e-30, LARGEST)
 NOT_NEGATIVE = Range(0, LARGEST)

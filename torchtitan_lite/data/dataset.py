@@ -9,8 +9,8 @@ A corpus is one long sequence of tokens, cut into samples of S tokens. Targets a
     sample 3   m n . .      targets n - - -         the end is padded
 
 Each token except the first of a document is a target once per epoch; in conversations, only the assistant's tokens are
-targets. Step s uses the samples that `Sampler` chooses for draws s*B .. s*B + B-1, in an order that is shuffled without
-a table. Data-parallel rank r of n reads rows r*B/n .. (r+1)*B/n - 1 of the global batch; all tp and pp ranks of a
+targets. Step s uses the samples that `Sampler` chooses for draws s*B .. s*B + B-1. Samples are shuffled without storing
+a permutation. Data-parallel rank r of n reads rows r*B/n .. (r+1)*B/n - 1 of the global batch; all tp and pp ranks of a
 replica read the same rows. Resuming needs only the step number. Ranks do not communicate. Legend: B sequences, S tokens
 each.
 

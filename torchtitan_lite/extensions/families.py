@@ -1,4 +1,4 @@
-"""Find the Hugging Face architecture ("family") that computes the same as a model. Needs no torch."""
+"""Find the Hugging Face architecture ("family") that computes the same outputs as a model. Needs no torch."""
 
 from dataclasses import fields
 
@@ -45,7 +45,8 @@ def list_unwritten(model_args: ModelArgs, family: Family) -> dict[str, tuple[obj
 
 
 def list_added_fields(model_args: ModelArgs, weights: ModelArgs) -> dict[str, object]:
-    """Return field -> value for fields that a fork added, which no family names and no config.json sets."""
+    """Return field -> value for fields that a fork added. No family has a key for them, so config.json cannot set
+    them."""
     families = [family for name in MODELS for family in load_families(name).values()]
     named = set(WRITTEN).union(*((*family.sizes, *family.switches) for family in families))
     for field in fields(weights):

@@ -159,7 +159,7 @@ class Packing:
         return blocks.flatten(-2)
 
     def remove_padding(self, padded: Tensor, rows: Tensor) -> None:
-        """Copy the numbers without padding to rows (..., elements of a shard), of any dtype."""
+        """Copy the numbers to `rows` (..., elements of a shard), of any dtype, and leave out the padding."""
         shards = rows.split(self.sizes, -1)
         parts = padded.split(self.padded, -1)
         for shard, part in zip(shards, parts, strict=True):

@@ -17,8 +17,8 @@ proportional to 1/n. It has its own operator for speed: on a CPU, torch turns `c
 mask, so torch's attention on the gathered keys would also compute the masked half.
 
 Attention with documents, windows or sinks all-gathers keys and values, and applies a mask. It moves P(n-1)/n bytes,
-with P = 2*B*K*S*E*2 bytes in bf16, and as much again in the reduce-scatter of backward. The gathered keys and values
-are saved for backward; with recompute (any mode except "none"), they are gathered again instead.
+with P = 2*B*K*S*E*2 bytes in bf16, and the same number of bytes in the reduce-scatter of backward. The gathered keys
+and values are saved for backward; with recompute (any mode except "none"), they are gathered again instead.
 
 Legend: B batch, S full sequence over n ranks, D model dim, H query heads, K key/value heads, E head dim.
 Sources: ring arXiv:2310.01889; zig-zag: Llama 3 arXiv:2407.21783; a different balanced order: arXiv:2311.09431.

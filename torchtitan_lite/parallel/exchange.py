@@ -3,13 +3,13 @@
     over tp            tp rank 0    tp rank 1         forward           backward                where
     Gather             S[:S/2]      S[S/2:]    -> S   all-gather        reduce-scatter          before attention,
                                                                                                 feed-forward and head
-    GatherEqually      of own logits  the other -> 2  all-gather        nothing                 in the loss
-    Scatter            part of sum  the other  -> S/2 reduce-scatter    all-gather              after wo, w2, embedding
+    GatherEqually      its logits   its logits -> 2   all-gather        nothing                 in the loss
+    Scatter            partial sum  partial sum-> S/2 reduce-scatter    all-gather              after wo, w2, embedding
     share_heads        E[:E/2]    E[E/2:]      -> E   all-to-all        all-to-all, sum         after wk, wv, if ranks
                                                                                                 share a head
-    add_tokens         of own tokens  others   -> sum nothing           all-reduce              weights of norms
+    add_tokens         its tokens   its tokens -> sum nothing           all-reduce              weights of norms
     over cp
-    Gather             its pieces   the others -> S   all-gather        reduce-scatter          keys and values of
+    Gather             its pieces   its pieces -> S   all-gather        reduce-scatter          keys and values of
                                                                                                 document attention
     over ep
     ExchangeRows       rows for 0 and 1        -> rows for this rank    all-to-all back         around the experts

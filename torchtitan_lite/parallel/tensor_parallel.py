@@ -23,11 +23,11 @@ Weights are DTensors, so the optimizer and checkpoints see one model. Activation
 own forward on local shards, which FSDP has gathered as plain tensors. A style only adds the exchange between ranks
 (exchange.py).
 
-Traffic per block: 2 all-gathers and 2 reduce-scatters in forward, the same in backward; each moves P(n-1)/n per rank,
-P = B*S*D*2 bytes in bf16. Recompute repeats the collectives whose outputs it does not save. The embedding adds one
-reduce-scatter and the head one all-gather, and the reverse in backward. The weight gradient of a norm covers only the
-tokens of one rank, so FSDP all-reduces it over tp (D*4 bytes) before the reduction over data-parallel ranks. A bias
-of a colwise layer is split with its output; a rowwise layer adds its bias once, after the reduce-scatter.
+Traffic per block: 2 all-gathers and 2 reduce-scatters in forward, the same in backward; each moves P(n-1)/n per rank, P
+= B*S*D*2 bytes in bf16. Recompute repeats the collectives whose outputs it does not save. In forward, the embedding
+adds one reduce-scatter, and the head adds one all-gather. Backward mirrors them. The weight gradient of a norm covers
+only the tokens of one rank, so FSDP all-reduces it over tp (D*4 bytes) before the reduction over data-parallel ranks. A
+bias of a colwise layer is split with its output; a rowwise layer adds its bias once, after the reduce-scatter.
 
 With fewer key/value heads than ranks, tp/K ranks use the same head. Each of these ranks stores and updates its own
 slice of the head, as in any colwise module, so every parameter is stored once. The ranks of a head exchange their

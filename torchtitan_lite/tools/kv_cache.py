@@ -32,7 +32,7 @@ class CachedAttention(InnerAttention):
         super().__init__()
         self.window: int | None = getattr(replaced, "window", None)
         self.sinks: nn.Module | None = getattr(replaced, "sinks", None)
-        # keys and values (2, 1, K, L, E); with a window, only those that later tokens still attend to
+        # keys and values (2, 1, K, L, E); with a window, only of tokens that later tokens can attend to
         self.cache: Tensor | None = None
 
     def forward(

@@ -113,7 +113,7 @@ class PackedFile(io.FileIO):
 def open_streams(open_packed: Callable, path: Path, mode: str) -> Iterator[BinaryIO]:
     """Open a file with bz2.open or lzma.open. Raises ValueError if they stop at bytes that are not a compressed stream.
 
-    These functions read streams until one is damaged in its first bytes. They ignore this stream and all later ones.
+    If the first bytes of a stream are damaged, these functions ignore this stream and all later streams.
     """
     with PackedFile(path) as packed, open_packed(packed, mode) as file:
         yield file

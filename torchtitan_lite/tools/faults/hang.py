@@ -227,8 +227,8 @@ def find_unsent(files: dict[int, dict]) -> dict[int, str]:
 def find_odd_calls(files: dict[int, dict]) -> tuple[list[int], str]:
     """Return the ranks whose pending call differs from the majority of their group, and a text about these calls.
 
-    Compares calls with the same number. If there is no majority, all ranks that wait in calls with this number are
-    returned.
+    Only calls with the same number are compared. If no call has a majority, all ranks that wait in calls with this
+    number are returned.
     """
     waiting: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, file in files.items():

@@ -37,9 +37,9 @@ from torchtitan_lite.tools.check import check, choose_host
 from torchtitan_lite.tools.plan.cluster import CLUSTERS, Cluster, find_gpu_row, list_strides
 from torchtitan_lite.tools.tables import format_table
 
-# By device: rows and dtype of the matrices, number of products, bytes that a rank contributes to an all-gather, and the
-# largest normal ratio to the median, for products and for all-gathers. Ranks on CPUs share the cores, so their times
-# differ more.
+# For each device type: rows and dtype of the matrices, number of products, bytes that a rank contributes to an
+# all-gather. The last two numbers are limits: a product or an all-gather is slow above this multiple of the median.
+# Ranks on CPUs share the cores, so their times differ more.
 LOADS = {
     "cuda": (8192, "bfloat16", 300, 2**26, 1.1, 1.1),
     "cpu": (256, "float32", 100, 2**20, 2.0, 4.0),

@@ -110,7 +110,8 @@ def static_stages(config: Config, model_args: ModelArgs, layout: Layout) -> Iter
 
 @contextmanager
 def even_experts(workload: Workload) -> Iterator[None]:
-    """Context manager: all ep ranks exchange the same number of rows. The router's choice is fake and has no values."""
+    """Context manager: all ep ranks exchange the same number of rows, because fake tensors have no values to route
+    by."""
     ep = workload.layout.ep
     sent = [(workload.n_rows + rank) // ep for rank in range(ep)]
     received = [workload.n_rows // ep] * ep
@@ -137,7 +138,7 @@ def gpu_kernels() -> Iterator[None]:
     """Context manager: attention without a mask, fused norms and fused updates, as on CUDA.
 
     On a CPU, F.rms_norm keeps three more tensors of the size of x than on CUDA. Therefore layer norm replaces RMS norm:
-    one kernel that keeps its input and two numbers per row, almost as RMS norm does on CUDA.
+    it is one kernel, and keeps its input and two numbers per row. RMS norm on CUDA keeps almost the same.
     """
     with (
         # attention without a mask is one kernel, which keeps the same tensors for backward as flex attention

@@ -121,8 +121,8 @@ class RankMemory:
             full         8.0  input of the block
 
         Each mode also keeps the log-sum-exp of attention, 4 bytes per head, unless attention is recomputed. QK norms
-        keep their input and 4 bytes per head. In MoE layers, "op" recomputes pieces of the block. No piece has the norm
-        before the experts, so its input and output are kept.
+        keep their input and 4 bytes per head. In MoE layers, "op" recomputes pieces of the block. The norm before the
+        experts is in no piece, so its input and output are kept.
         """
         w = self.workload
         args = w.args

@@ -205,7 +205,7 @@ def choose_drawn_matrix(args: ModelArgs) -> ModuleRow:
 
 
 def shorten_stages(stages: Sequence[Sequence[str]]) -> str:
-    """Return "tok_embeddings, layers 0-1" for the FQNs of stages. If there are more than two, name the first two."""
+    """Describe the modules of stages: "tok_embeddings, layers 0-1". Of more than two stages, describe the first two."""
     names = []
     for stage in stages[:2]:
         layers = [fqn.partition(".")[2] for fqn in stage if fqn.startswith("layers.")]

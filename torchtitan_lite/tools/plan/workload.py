@@ -363,7 +363,7 @@ class Workload:
 
 
 def round_up(size: int, unit: int) -> int:
-    """Round up to a multiple of `unit`, as FSDP's padding does with the rows of a weight."""
+    """Round up to a multiple of `unit`. FSDP pads the rows of a weight in this way."""
     return -(-size // unit) * unit
 
 

@@ -4,9 +4,9 @@
     wide        1 or 2 per stage   about 41, odd if possible        like real run   8
     deep        12 or more         280 tokens, 560 with documents   12 with pp      20
 
-The deep trial finds faults that need depth, length or large counts. It has the options of the wide trial, except
-recompute and compile. The other functions change the layout or the compiler of a config. This module does not import
-torch.
+The deep trial finds faults that occur only with many layers, long rows or large counts. It has the options of the wide
+trial, except recompute and compile. The other functions change the layout or the compiler of a config. This module does
+not import torch.
 """
 
 from contextlib import suppress

@@ -41,7 +41,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def cut_local(whole: Tensor, like: Tensor) -> Tensor:
-    """Return the slice of `whole` with the placement of `like` on this rank. No communication."""
+    """Return this rank's slice of `whole`, with the placement of `like`. No communication."""
     if not isinstance(like, DTensor):
         return whole
     placed = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)

@@ -86,7 +86,7 @@ def compare_steps(rank: int, world_size: int, config: Config, path: str) -> Seen
         for seen.step, plain in enumerate(steps):
             compare_step(run, plain, seen)
     if world_size > 1:
-        seen.results.clear()  # they are shards, which no caller needs
+        seen.results.clear()  # do not return shards
     return seen
 
 

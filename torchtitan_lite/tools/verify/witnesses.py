@@ -304,7 +304,8 @@ WITNESSES: dict[str, Witness] = {
 
 
 def ask(key: str, step: Observed) -> bool | None:
-    """Return whether a key acted in a step; None if it is off: 0, empty or false, or a key of float8 without float8."""
+    """Return whether a key acted in a step, or None if it is off: its value is 0, empty or false, or it is a key of
+    float8 and the run has no float8."""
     witness = WITNESSES[key]
     if witness is in_use:
         return True
