@@ -51,7 +51,7 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     try:
         content = path.read_bytes()
-        # stop reading at the manifest, which is among the first lines of thousands
+        # stop reading at the manifest: it is among the first of possibly thousands of lines
         named = (digest for name, digest in read_checksums(folder) if name == MANIFEST)
         expected = next(named, None)
     except FileNotFoundError as error:

@@ -204,7 +204,7 @@ def describe_load(loads: Tensor, top_k: int) -> dict[str, float]:
     is_dead = counts == 0
     entropy = entropies.sum() / counts.sum() * top_k  # each token has top_k routes
     return {
-        "expert_max_over_mean": relative_load.max().item(),  # of the busiest expert in any layer
+        "expert_max_over_mean": relative_load.max().item(),  # for the busiest expert in any layer
         "expert_dead_share": is_dead.double().mean().item(),  # experts without tokens
         # entropy of the router scores in nats, averaged over tokens and layers
         "router_entropy": entropy.item(),

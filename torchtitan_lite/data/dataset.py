@@ -134,9 +134,10 @@ class SampleReader:
         return [-(-(corpus.n_tokens - 1) // self.seq_len) for corpus in self.corpora]
 
     def read(self, samples: Tensor) -> Batch:
-        """Return a batch with a row for each sample number, (B,) int64. Numbers run through the corpora in order.
+        """Return a batch with a row for each sample number, (B,) int64. Samples are numbered through all corpora, in
+        order.
 
-        A number after the last sample gives a row of padding. Raises CorpusError.
+        A number beyond the last sample gives a row of padding. Raises CorpusError.
         """
         rows = torch.zeros(3, len(samples), self.seq_len, dtype=torch.int64)
         tokens, targets, documents = rows

@@ -8,8 +8,8 @@ all logits: it computes the projection and the loss for one chunk of tokens at a
     [n tokens]                    -> gradient of logits (n, V)  -> x weight       rows of grad_hidden (N, D)
     [n tokens]                                                  -> x hidden       added to grad_weight (V, D)
 
-Backward only multiplies the gradient of the summed loss by a number, so forward already computes this gradient, while
-it has the logits. torch's cross entropy would store several tensors of N x V values, 4 GiB each in fp32 for 8,192
+Forward already computes the gradient of the summed loss, while it has the logits. Backward only multiplies this
+gradient by a number. torch's cross entropy would store several tensors of N x V values, 4 GiB each in fp32 for 8,192
 tokens of Llama 3. This loss stores n x V values, and grad_weight in fp32. loss.py has the formula. With TP,
 parallel/tensor_parallel.py gives the head its shard of the vocabulary.
 

@@ -74,7 +74,7 @@ class Turn(NamedTuple):
 
 
 def main(options: Namespace, config: Config = STEP_CONFIG) -> int:
-    """Print speeds and ratios. Return the exit status: 0 measured, 1 the losses of contenders differ."""
+    """Print speeds and ratios. Return the exit status: 1 if the losses of contenders differ, otherwise 0."""
     n_ranks = 1
     if options.layout:
         degrees = dict(options.layout)

@@ -222,7 +222,8 @@ def run_ranks(
     store = None
     try:
         if n_hosts > 1:
-            # The hosts compare unresolved configs: a host that joins later resolves a resumed run, which may differ.
+            # The hosts compare unresolved configs, because a host that joins later may resolve the resumed run
+            # differently.
             config = dict(flatten_table(asdict(read_config(args).config)))
             config["NGPU"] = n_local
             store = join_hosts(config, spec.config.comm.train_timeout_seconds, signals)

@@ -73,7 +73,8 @@ def main(options: Namespace) -> int:
 
 
 def measure_rank(args: list[str], folder: Path, spec: RunSpec) -> int:
-    """Measure as one rank of torchrun. Rank 0 prints the result, and writes a file to `folder` if anything is wrong."""
+    """Run the tests as one rank of torchrun. Rank 0 prints the result, and writes a file to `folder` if anything is
+    wrong."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # end at once, without a KeyboardInterrupt
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     end_with_parent()

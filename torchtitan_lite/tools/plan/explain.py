@@ -21,7 +21,7 @@ from torchtitan_lite.tools.tables import format_bytes, format_table, write_table
 
 LAYER = re.compile(r"(layers\.\d+|[^.]*)\.?(.*)")  # splits an FQN after its layer or root module
 FEW = 3  # microbatches of a dry run: the first, one in the middle, the last
-MOST_SHOWN = 8  # of a mesh with more ranks, only the first two and the last are shown
+MOST_SHOWN = 8  # if a mesh has more ranks, only the first two and the last are shown
 
 
 def main(options: argparse.Namespace) -> int:

@@ -205,7 +205,8 @@ def choose_drawn_matrix(args: ModelArgs) -> ModuleRow:
 
 
 def shorten_stages(stages: Sequence[Sequence[str]]) -> str:
-    """Describe the modules of stages: "tok_embeddings, layers 0-1". Of more than two stages, describe the first two."""
+    """Describe the modules of stages: "tok_embeddings, layers 0-1". If there are more than two stages, describe the
+    first two."""
     names = []
     for stage in stages[:2]:
         layers = [fqn.partition(".")[2] for fqn in stage if fqn.startswith("layers.")]

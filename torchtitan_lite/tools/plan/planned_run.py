@@ -105,7 +105,7 @@ class PlannedRun:
         return planned
 
     def find_most_taken(self, live_bytes: float) -> float:
-        """Return the memory that `live_bytes` take on a GPU, with the reserve, at the upper end of the error bar."""
+        """Return the memory that a GPU needs for `live_bytes`, with the reserve, at the upper end of the error bar."""
         cluster = self.cluster
         if self.has_own_reserve:
             return live_bytes * OWN_RESERVE[self.layout.zero_stage] + OWN_CONTEXT_BYTES

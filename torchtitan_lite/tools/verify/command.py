@@ -154,7 +154,7 @@ def make_report(config_name: str, reduction: Reduction, trials: Sequence[Trial])
                     replaced.setdefault(key, (asked[key], value))
                 elif key in acted:
                     seen[key] = acted[key]
-                else:  # no witness: off (None) at the default value, otherwise not observed
+                else:  # a key without a witness is off (None) at its default value, and otherwise did not act
                     is_default = get_value(real, key) == get_value(Config(), key)
                     seen[key] = None if is_default else False
             observations.append(seen)

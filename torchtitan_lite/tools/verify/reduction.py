@@ -51,7 +51,7 @@ from torchtitan_lite.tools.verify.degrees import (
 
 N_EXPERTS = 8
 UNCHOSEN = 2  # minimum number of experts that a token does not choose
-ALIGNED = 8  # dim and expert_ffn_dim are multiples: grouped_mm needs rows aligned to 16 bytes
+ALIGNED = 8  # dim and expert_ffn_dim are multiples of this, because grouped_mm needs rows aligned to 16 bytes
 STAGES = "parallelism.pipeline_parallel_layers_per_stage"
 FIRST = "parallelism.pipeline_parallel_first_stage_less_layers"
 LAST = "parallelism.pipeline_parallel_last_stage_less_layers"

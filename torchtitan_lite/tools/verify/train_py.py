@@ -229,7 +229,7 @@ def process_left_as_it_was() -> Iterator[None]:
 
 
 def make_config(reduction: Reduction, folder: Path) -> Config:
-    """Return the config for train.py. The run has few steps, and is such that an error of the layout changes every
+    """Return the config for train.py. The run has few steps. Its settings make an error of the layout change every
     logged number."""
     real = reduction.real
     small = leave_out_compiler(reduction.config)  # compiling is slow, and tested by the wide trial
