@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Run:
-    """Everything that an optimizer step needs. Its fields stay the same objects during a run."""
+    """Everything that an optimizer step needs. Its fields are not replaced during a run."""
 
     config: Config
     layout: Layout
@@ -273,7 +273,7 @@ def start_from(
 
     `saver` and `snapshots` are the results of build_savers; `group` contains all ranks. If torchrun `restarted` the
     job, the job resumes from its own newest state. Raises ConfigError if this config cannot continue from the snapshot,
-    and CheckpointError.
+    and CheckpointError if a load fails.
     """
     section = run.config.checkpoint
     steps = []

@@ -127,7 +127,7 @@ def describe_rates(config: Config, weights: Weights) -> str:
     step = weights.manifest.step
     before = weights.manifest.run["config"]
     section = config.lr_scheduler
-    saved = before["lr_scheduler"]  # by a fork, may have other keys
+    saved = before["lr_scheduler"]  # a fork may have saved other keys
     earlier = LRScheduler(**{key: saved.get(key, own) for key, own in vars(section).items()})
     lr = config.optimizer.lr
     last = before["optimizer"]["lr"] * learning_rate_factor(earlier, step - 1)

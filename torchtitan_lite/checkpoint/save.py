@@ -243,7 +243,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
     """Write a safetensors file. The caller must flush the file to disk. Raises OSError or SafetensorError."""
     on_host = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
     path.touch(exist_ok=False)
-    # apply the umask, because safetensors makes the file readable for its owner only
+    # apply the umask, because safetensors makes the file readable only by its owner
     mode = path.stat().st_mode
     # transformers refuses files without "format"
     save_file(on_host, path, {"format": "pt", **metadata})

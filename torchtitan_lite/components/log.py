@@ -78,7 +78,7 @@ def start_logging(rank: int, dump_folder: Path | None) -> None:
     if dump_folder:
         path = dump_folder / "log.txt"
         with go_on_unwritten(str(path), set()):
-            file = path.open("a", encoding="utf-8")  # a resumed run continues the file
+            file = path.open("a", encoding="utf-8")  # a resumed run appends to the file
             package.addHandler(LineHandler(str(path), file, rank, "%Y-%m-%d %H:%M:%S"))
 
 

@@ -54,7 +54,7 @@ def build_optimizer(
     foreach = section.implementation != "for-loop" and not fused
     kernels = {"foreach": foreach}
     if fused or row.extension:
-        kernels["fused"] = fused  # few optimizers of torch have this argument
+        kernels["fused"] = fused  # only some of torch's optimizers have this argument
     optimizer = builder(list(groups.values()), **kernels)
     if row.extension:
         load_extension("optimizer_state").watch_state(optimizer)

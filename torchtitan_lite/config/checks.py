@@ -261,7 +261,7 @@ def list_tp(model_args: ModelArgs, world_size: int) -> str:
 
 
 def list_different_rows(model_args: ModelArgs) -> list[ModuleRow]:
-    """List the different rows in the table of a model."""
+    """List the distinct rows in the table of a model."""
     rows = list_end_modules(model_args) + list_block_modules(model_args)
     rows += list_block_modules(model_args, moe=True)
     return list(dict.fromkeys(rows))

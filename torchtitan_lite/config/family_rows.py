@@ -29,7 +29,7 @@ class ConfigKey:
     kind: Any = object  # type of the JSON value, such as int, or list | None if null is allowed
     # the value that transformers uses if the key is missing; `...` if the key is required
     default: Any = None
-    limits: Range = Range(1, LARGEST_SIZE)  # of a number, and of the numbers in a list
+    limits: Range = Range(1, LARGEST_SIZE)  # bounds of a number, or of each number in a list
     only: tuple = ()  # values that our model supports (exports write the first); empty: all values
     items: type = object  # type of the items of a list
     same_as: str = ""  # the older key with the same meaning, which this key replaces

@@ -55,7 +55,7 @@ def check_zero_plus_plus(problems: Problems, layout: Layout) -> None:
         problems.refuse(ZERO_PLUS_PLUS, why, "Leave this key out")
     if "hpz" not in section.zero_plus_plus:
         return
-    n_ranks = layout.fsdp * layout.tp  # in a pipeline stage and replica
+    n_ranks = layout.fsdp * layout.tp  # ranks of one pipeline stage and one replica
     is_split = layout.fsdp_near > 1 or (layout.ep and layout.efsdp_near > 1)
     if n_ranks > section.zero_plus_plus_node_size and not is_split:
         why = "hpZ needs at least two ranks of an FSDP group on every node, and nodes of this size have fewer"

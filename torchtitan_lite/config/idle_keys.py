@@ -27,7 +27,7 @@ OF_SAVES = """
 checkpoint.async_mode checkpoint.enable_first_step_checkpoint checkpoint.export_dtype checkpoint.interval
 checkpoint.keep_latest_k checkpoint.last_save
 """
-# case -> keys, or beginnings of keys, that have no effect in this case. `and` joins several settings
+# case -> keys, or prefixes of keys, that have no effect in this case. `and` joins several settings
 WITHOUT_EFFECT = {
     "activation_checkpoint.mode = 'full'": RECOMPUTE_OPTIONS,
     "activation_checkpoint.mode = 'memory_budget'": "activation_checkpoint.selective_ac_option",

@@ -47,8 +47,8 @@ class Layout:
     tied: bool = False  # in a pipeline, the first and the last stage hold the same matrix
     # ranks of dp_shard x cp x tp that share the experts of a layer; 0 if the model has no experts
     ep: int = 0
-    # For ZeRO++: an FSDP group spans `far` nodes and has `near` ranks on each of them. All four are 1 if groups are not
-    # split by node.
+    # For ZeRO++: an FSDP group spans `far` nodes and has `near` ranks on each of them. All four values are 1 if groups
+    # are not split by node.
     fsdp_near: int = 1
     fsdp_far: int = 1
     efsdp_near: int = 1
@@ -174,8 +174,8 @@ def place_stages(parallelism: Parallelism, n_stages: int) -> tuple[int, ...]:
 def plan_batch(config: Config, degrees: dict[str, int]) -> dict[str, int]:
     """Return global_batch_size, microbatch_size and n_microbatches, as in Layout.
 
-    Without PP, a microbatch is an accumulation step of local_batch_size sequences, or fewer if a rank has fewer. With
-    PP, all sequences of a step are microbatches of a single schedule, so each step has a single bubble.
+    Without PP, a microbatch is an accumulation step of local_batch_size sequences, or of all sequences of a rank if it
+    has fewer. With PP, all sequences of a step are microbatches of a single schedule, so each step has a single bubble.
     """
     training = config.training
     dp = degrees["dp_replicate"] * degrees["dp_shard"]

@@ -130,7 +130,8 @@ class SampleReader:
 
     @property
     def n_samples(self) -> list[int]:
-        """Number of samples in each corpus. Together, the samples contain every token except the first as a target."""
+        """Number of samples in each corpus. Every token of a corpus except the first is a target in one of its
+        samples."""
         return [-(-(corpus.n_tokens - 1) // self.seq_len) for corpus in self.corpora]
 
     def read(self, samples: Tensor) -> Batch:

@@ -1,5 +1,5 @@
-"""Encode text with tiktoken. This file is loaded when the first text is encoded. A run, `check` and `plan` never
-encode."""
+"""Encode text with tiktoken. This file is loaded when the first text is encoded. A run, `check` and `plan` never encode
+text."""
 
 import re
 from collections.abc import Callable, Iterable, Set
@@ -54,6 +54,6 @@ def encode_by_tiktoken(
 
 
 def match_longest(names: Iterable[str]) -> re.Pattern:
-    """Return a pattern that finds the longest of the names at the earliest place."""
+    """Return a pattern that finds the first name in a text. If several names match there, it finds the longest."""
     longest_first = sorted(names, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")

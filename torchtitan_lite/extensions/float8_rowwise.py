@@ -27,7 +27,7 @@ class Rowwise(Recipe):
     def multiply(
         self, a: Float8Tensor, b: Float8Tensor, dtype: torch.dtype, *, fast: bool
     ) -> Tensor:
-        """Multiply a (M, K) @ b (K, N) -> (M, N) on float8 units.
+        """Multiply a (M, K) @ b (K, N) -> (M, N) with the float8 matmul of the GPU.
 
         If torch was built for CUDA before 12.9, this uses a CUTLASS kernel, which is slow with exact accumulation.
         """

@@ -127,8 +127,8 @@ def make_config_json(
 
     `dtype` is torch's name of the dtype. `context` is the length of the training sequences in tokens, if known.
     `published` is the config.json that came with the weights. All values of `published` are kept, with three
-    exceptions: the dtype, tied embeddings that were not tied, and a context length that is shorter than the training
-    sequences.
+    exceptions: the dtype, tie_word_embeddings if the weights are not tied, and a context length that is shorter than
+    the training sequences.
     """
     scaling = model_args.rope_scaling
     if published:
@@ -137,7 +137,7 @@ def make_config_json(
             changed[TIE_KEY] = model_args.tie_embeddings
         if context and context > (published.get(LENGTH) or context):
             changed[LENGTH] = context
-            # If original_max_position_embeddings is missing, transformers takes it from the new length.
+            # If original_max_position_embeddings is missing, transformers uses the new length instead.
             if scaling and scaling.kind == "llama3":
                 changed[ORIGINAL_LENGTH] = scaling.original_length
         return published | changed

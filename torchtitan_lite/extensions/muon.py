@@ -229,7 +229,7 @@ def count_elements(by_rank: list[list]) -> list[int]:
 
 
 def newton_schulz(matrix: Tensor) -> Tensor:
-    """Return (..., rows, columns) with all singular values at about 1. Small values grow by up to 3.4445^5 = 485."""
+    """Return (..., rows, columns) with all singular values close to 1. Small values grow by up to 3.4445^5 = 485."""
     rows, columns = matrix.shape[-2:]
     if rows > columns:
         return newton_schulz(matrix.mT).mT

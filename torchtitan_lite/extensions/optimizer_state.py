@@ -15,7 +15,7 @@ from torchtitan_lite.config.messages import UserError
 
 
 def watch_state(optimizer: Optimizer) -> None:
-    """Let each step raise UserError if a checkpoint cannot save the state of `optimizer`."""
+    """Make each step raise UserError if a checkpoint cannot save the state of `optimizer`."""
     before: list[
         tuple[dict, dict]
     ] = []  # attributes and parameter groups, with copies from before the step

@@ -54,8 +54,8 @@ class KeysOfRanks:
     def list_visible(self) -> Iterator[tuple[int, slice, slice, Tensor]]:
         """Yield each rank, starting with this rank, and the keys of that rank that this rank's queries attend to.
 
-        Each item contains the rank, the slice of this rank's queries that attend to any of its keys, the slice of the
-        keys that they attend to, and those keys with their values.
+        Each item has a rank, the slice of this rank's queries that attend to keys of that rank, the slice of these
+        keys, and the keys with their values.
         """
         half = self.key_value.shape[3] // 2
         for source, key_value in self.fetch():

@@ -5,7 +5,7 @@
 
 An update of 0.1 % of a weight is smaller than half of the distance between two neighboring bf16 values. Rounding to the
 nearest value would undo it. Stochastic rounding adds a random number below this distance and cuts off the lower bits,
-so the mean of many updates is right.
+so many updates are correct on average.
 
 The random number is a hash of the step and of the element's index in its shard, not the state of a generator. Therefore
 a resumed run rounds as if it had not stopped, and copies of a weight on several ranks stay equal.

@@ -1,6 +1,6 @@
 """Read a Hugging Face tokenizer.json. The ids are the same as in the package `tokenizers` (extra `hf`).
 
-tiktoken is three times as fast as the package. It is used for a byte-level BPE if both give the same ids
+tiktoken is three times as fast as the package. tiktoken is used for a byte-level BPE if both give the same ids
 (byte_level_bpe.py). The package is used for every other file. A tokenizer.json has a model, and added tokens, which are
 matched before the text is cut into words. tokenizer_config.json and special_tokens_map.json in the same folder add more
 tokens.
@@ -212,7 +212,7 @@ def find_eos(folder: Path, config: JsonObject, ids: dict[str, int]) -> int:
 def spell_vocabulary(
     file: dict, ids: dict[str, int], added: Container[str]
 ) -> dict[int, bytes] | None:
-    """Return id -> bytes of the token's text. `added`: the tokens that are not in the spelling of byte-level tokens.
+    """Return id -> bytes of the token's text. `added`: tokens that are spelled as plain text, not as byte-level tokens.
 
     Returns None if the joined bytes are not the text, as with the "##" of WordPiece.
     """

@@ -1,4 +1,4 @@
-"""Make FSDP move fewer bytes, above all between nodes: ZeRO++ (drawn for 2 nodes of 2 ranks, one weight of four rows).
+"""Make FSDP move fewer bytes, especially between nodes: ZeRO++ (drawn for 2 nodes of 2 ranks, one weight of four rows).
 
                                     rank 0      rank 1      rank 2      rank 3
                                     ------- node 0 -------  ------- node 1 -------

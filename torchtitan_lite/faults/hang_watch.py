@@ -14,7 +14,7 @@ every rank on the same host, from /proc. If the step ends after all, the rank de
 earlier files (dump_folder.py).
 
 gloo aborts a rank if its call differs from the calls of its peers. If a rank ends with an error, or because another
-rank has ended, it writes the same kind of record to hang/restart-0/failed-00003.json.
+rank has ended, it writes the same kind of report to hang/restart-0/failed-00003.json.
 
 extensions/hang_report.py, which is loaded when a step hangs, collects what a rank is doing.
 """
@@ -104,7 +104,7 @@ class HangWatch:
     has_validated: bool = False
     written_in_s: float | None = None  # `began_s` of the step that this rank has reported
     has_failed: bool = False
-    has_warned: bool = False  # whether the log has a line about long steps
+    has_warned: bool = False  # whether the log has a warning about long steps
     leaving: threading.Event = field(default_factory=threading.Event)
     unwritten: set[str] = field(default_factory=set)  # files for which the log already has an error
 

@@ -106,7 +106,7 @@ def split_pairs(x: Tensor) -> tuple[Tensor, Tensor]:
 def split_factors(rotation: Tensor) -> tuple[Tensor, Tensor]:
     """Return the cosines and the sines of rotation (..., E) fp32, each (..., E/2). A pair is read as one word.
 
-    Only for x in bf16: for x in fp32, torch 2.11 failed to compile the words.
+    Use this function only for x in bf16: for x in fp32, torch 2.11 failed to compile it.
     """
     words = rotation.view(torch.int64)
     return words.int().view(torch.float32), (words >> 32).int().view(torch.float32)

@@ -98,7 +98,7 @@ def recompute_and_compile(part: nn.Module, config: Config, mesh: Mesh) -> None:
         if recompute[int(layer)] == "full":
             apply_recompute(block, "forward")
     if part.output is not None and "loss" in components:
-        # Compile only the loss of given logits, not the head's matmuls.
+        # Compile only the computation of the loss from logits, not the head's matmuls.
         compile_method(part.output, "differentiate_cross_entropy", backend)
         compile_method(part.output, "token_losses", backend)
 

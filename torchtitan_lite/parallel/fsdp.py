@@ -127,7 +127,7 @@ def apply_fsdp(
 
 
 def gather_plain(part: nn.Module) -> None:
-    """Let FSDP gather parameters of tp and ep as plain tensors: this rank's shard, as modules read it.
+    """Let FSDP gather parameters of tp and ep as plain tensors. A module then reads this rank's shard over tp or ep.
 
     DTensors would cost the host time for each read, gradient and sum. At rest, the parameters stay DTensors over both
     meshes. The gradient of a sharded parameter is complete, but the gradient of a replicated parameter covers only this

@@ -202,7 +202,7 @@ def start_process_group(
     connects_at_once = device.type == "cuda" and config.parallelism.pipeline_parallel_degree == 1
     if device.type == "cuda" and config.training.enable_cpu_offload:
         backend = "cuda:nccl,cpu:gloo"
-        # With a device_id, DeviceMesh splits its groups from the default group, and their gloo half gets two workers
+        # With a device_id, DeviceMesh splits its groups from the default group, and their gloo groups get two workers
         # (gloo_workers.py).
         connects_at_once = False
 

@@ -102,7 +102,7 @@ def read_prompts(options: Namespace) -> Iterator[str]:
         yield options.prompt
     elif not options.chat or options.json or not sys.stdin.isatty():
         try:
-            # sys.stdin would replace wrong bytes in the locale C.UTF-8
+            # sys.stdin would replace invalid bytes in the locale C.UTF-8
             yield sys.stdin.buffer.read().decode("utf-8-sig")
         except UnicodeDecodeError as error:
             raise SourceError(

@@ -69,7 +69,7 @@ def read_hosts() -> tuple[int, int]:
 def join_hosts(config: dict[str, object], timeout_s: float, signals: Any) -> Any:
     """Meet the other hosts, and share signals with them from now on. Return the store of all hosts.
 
-    Raises UserError if the run cannot start, and KeyboardInterrupt.
+    Raises UserError if the run cannot start, and KeyboardInterrupt on a signal.
     """
     try:
         with signals.reacting(signals.interrupt):
@@ -193,8 +193,8 @@ def tell_refusal(error: UserError, signals: Any) -> None:
 def tell_signal(signals: Any) -> Ending:
     """Tell the other hosts about a signal that came before all hosts met. NODE_RANK=0 may not be listening yet."""
     if read_hosts()[1] > 1:
-        # open_store fails if MASTER_ADDR is missing or unreachable, or if this host's store is open: a thread then
-        # shares
+        # open_store fails if MASTER_ADDR is missing or unreachable, or if this host has already opened the store; in
+        # the last case, a thread shares signals
         with suppress(RuntimeError, UserError):
             store = open_store(TELL_WITHIN_S)
             signals.share(store)

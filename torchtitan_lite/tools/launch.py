@@ -151,7 +151,7 @@ def record_cause(folder: Path, cause: str) -> None:
 def check_run(args: list[str]) -> RunSpec:
     """Check the config, describe the run, and prepare its corpora.
 
-    Raises UserError, and OSError if a corpus cannot be written.
+    Raises UserError, or OSError if a corpus cannot be written.
     """
     machine, n_ranks, n_hosts = choose_host()
     if n_hosts > 1:
@@ -245,7 +245,7 @@ def start_fork_server() -> None:
     tools = "torchtitan_lite.tools"
     multiprocessing.set_forkserver_preload([f"{tools}.fork_server", f"{tools}.train_file"])
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    # Without this line, a warning would appear after the reason if this launcher ends immediately.
+    # If this launcher ends immediately, Python would otherwise print a warning after the reason.
     sys.warnoptions.append("ignore::UserWarning:multiprocessing.resource_tracker")
     # the resource tracker must start first, because it unblocks the signals
     resource_tracker.ensure_running()

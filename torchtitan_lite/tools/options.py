@@ -34,7 +34,7 @@ def add_option(parser: ArgumentParser, option: Option) -> None:
 def number(name: str, limits: Range) -> Callable:
     """Return an argument type that parses a number within `limits`. `name` appears in --help and in errors.
 
-    The number is whole if the limits are.
+    The number must be whole if the limits are whole numbers.
     """
     kind = type(limits.low)
 

@@ -68,7 +68,7 @@ def main(options: argparse.Namespace) -> int:
         folder = options.out or options.cache_folder
         print(f"The corpus in {folder} could not be made: {error}", file=sys.stderr)
         return 1
-    with suppress(BrokenPipeError):  # a closed pipe is no error: the corpus is complete
+    with suppress(BrokenPipeError):  # a closed pipe is not an error: the corpus is complete
         print(summary)
     return 0
 

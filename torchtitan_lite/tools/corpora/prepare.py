@@ -221,7 +221,7 @@ def write_documents(
         writer = empty[0] if empty and has_floor else writers[last.split]
         writer.write(last)
     splits = {name: writer.finish() for name, writer in writers.items() if writer.totals}
-    return splits, +counts  # adding a Counter removes counts of zero
+    return splits, +counts  # unary plus removes counts of zero
 
 
 class SplitWriter:

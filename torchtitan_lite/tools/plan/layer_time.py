@@ -77,7 +77,8 @@ class LayerTime:
         return self.cluster.expose(*self.place(axis), seconds, work)
 
     def copy_time(self, n_bytes: float) -> float:
-        """Return the seconds of copies that only torch makes: FSDP2 around buffers, DTensor of gathered tensors."""
+        """Return the seconds of copies that torch adds: FSDP2 copies to and from buffers, DTensor copies gathered
+        tensors."""
         return self.cluster.memory_time(n_bytes)
 
     # ------------------------------------------------------------ kernels

@@ -112,7 +112,8 @@ class RankMemory:
     def list_kept(self, kind: LayerKind) -> dict[str, float]:
         """Return recompute mode -> bytes per token that a layer keeps for backward, without router and experts.
 
-        Tensors are in the compute dtype and sharded over tp, except those marked "whole". KiB: Llama 8B, bf16, a rank.
+        Tensors are in the compute dtype and sharded over tp, except those marked "whole". Numbers are KiB of one rank,
+        for Llama 8B in bf16.
 
             none       164.1  input of each norm and its gathered output (whole), outputs of colwise layers (q, k, v,
                               w1, w3), inputs of rowwise layers (attention's output, the product), output of silu

@@ -151,7 +151,7 @@ def draw_mesh(planned: PlannedRun) -> str:
     weight = choose_drawn_matrix(args)
     shown = choose_shown(layout)
     n_shown = prod(map(len, shown.values()))
-    # each coordinate on these dims gets a line of cards
+    # the page has a line of cards for each coordinate on these dims
     rows = [dim for dim in layout.used_dims[:-1] if dim != "pp"]
     dim = layout.used_dims[-1] if layout.used_dims else "tp"
     sections = []

@@ -133,7 +133,7 @@ def list_calls_of_stage(w: Workload, index: int) -> list[Call]:
 
 
 def list_reductions_over_tp(w: Workload, modules: Iterable[ModuleRow], n_layers: int) -> list[Call]:
-    """List the all-reduces of gradients to which each tp or ep rank contributes different tokens."""
+    """List the all-reduces of gradients that each tp or ep rank computes from different tokens."""
     calls = []
     for module in modules:
         axis = "tp"

@@ -108,7 +108,7 @@ class RecordedRun:
         return places
 
     def list_values(self, field: str) -> Points:
-        """Return (step, value) for each record that has this field. Raises UserError if a value is no number."""
+        """Return (step, value) for each record that has this field. Raises UserError if a value is not a number."""
         points = []
         for record in self.records:
             value = record.get(field)
@@ -117,7 +117,7 @@ class RecordedRun:
                     place = (
                         f"{self.folder}/metrics.jsonl: {field} = {value!r} at step {record['step']}"
                     )
-                    raise UserError(f"{place} is no number. Correct or delete this record")
+                    raise UserError(f"{place} is not a number. Correct or delete this record")
                 points.append((record["step"], value))
         return points
 

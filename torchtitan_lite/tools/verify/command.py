@@ -239,7 +239,7 @@ def describe_report(report: dict) -> str:
 
 
 def describe_change(change: tuple[object, object]) -> str:
-    """Return a text: the value in the config, and the value in the trial. Long values are cut in the middle."""
+    """Return a text: the value in the config, and the value in the trial. Long values are shortened in the middle."""
     asked, ran = map(reprlib.repr, change)
     return f"{asked} -> {ran}"
 

@@ -48,7 +48,7 @@ def deepen(reduction: Reduction) -> Config:
     real = reduction.real
     args = resolve_model(real.model)
     tp = layout.tp
-    # Without recompute and compiler, which would take most of the time, and which the wide trial tests.
+    # Turn off recompute and the compiler: they would take most of the time, and the wide trial tests them.
     keys = {
         STAGES: None,
         FIRST: 1,
@@ -97,7 +97,8 @@ def put_on_one_rank(config: Config, local_batch_size: int) -> Config:
 
 
 def choose_other_layout(config: Config, n_ranks: int) -> Config:
-    """Return the config on a different mesh of the same ranks, with the same global batch and, if possible, another ep.
+    """Return the config on a different mesh of the same ranks, with the same global batch and, if possible, a different
+    ep.
 
     The mesh has tp = 2, and dp_shard over the remaining ranks. If tp = 2 is impossible, dp_shard covers all ranks.
     """

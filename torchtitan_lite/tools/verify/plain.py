@@ -228,7 +228,7 @@ class PlainModel:
         model_class = build.find_model_class(args.name)
         self.model = model_class(args, attention=config.model.attention)
         self.outputs: dict[str, Tensor] = {}  # of each module in the last forward, in order
-        self.shared: set[str] = set()  # keys without a formula here or in torch
+        self.shared: set[str] = set()  # keys whose formula is neither in this file nor in torch
         uses_documents = ATTENTIONS[config.model.attention].uses_documents
         for name, module in self.model.named_modules():
             if name:
@@ -259,8 +259,8 @@ class PlainModel:
     def backward(self, batch: Batch) -> tuple[float, dict[str, Tensor]]:
         """Return the mean loss over valid tokens, and the gradients.
 
-        torch computes the cross entropy. Any other loss is computed by its formula, and a model's own loss by the
-        model.
+        torch computes the cross entropy. Any other loss is computed by its formula. A loss that the model computes
+        itself is taken from the model.
         """
         if self.finds_own_loss(batch.take_rows(range(1))):
             self.shared.add("training.loss")

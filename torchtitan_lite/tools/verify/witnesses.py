@@ -42,7 +42,8 @@ def once_on(is_on: object, acted: bool) -> bool | None:
 
 
 def in_use(step: Observed) -> bool:
-    """Every step uses the value (a size, a degree, a rate): if a step ignored the value, the comparison would fail."""
+    """Return True: every step uses the value (a size, a degree, a rate). If a step ignored it, the comparison would
+    fail."""
     return True
 
 
