@@ -61,9 +61,8 @@ class Run:
     lr_scheduler: LRScheduler
     schedule: object | None  # a schedule of torch.distributed.pipelining; None without PP
     n_tokens: Tensor  # () int64: number of valid tokens, by which the schedule divides its losses
-    before_update: list[
-        Callable[[], None]
-    ]  # called before each update; build_savers adds functions
+    # functions called before each update; build_savers adds some
+    before_update: list[Callable[[], None]]
     after_update: list[Callable[[], None]]  # functions of extensions, called after each update
     balance: "ExpertBalance | None" = None  # None if the model has no experts
     spikes: Any = None  # extensions/spike_filter.py; None if training.skip_spikes is off

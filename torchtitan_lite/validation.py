@@ -141,9 +141,8 @@ def validate(
             batch = shard_for_cp(run, batch)
             sums += measure_loss(forward_only(run, batch, one), batch, bytes_of_tokens)
     dist.all_reduce(sums)
-    sums /= (
-        run.layout.tp
-    )  # every tp rank has the same loss and targets; every pp rank has the same targets
+    # every tp rank has the same loss and targets; every pp rank has the same targets
+    sums /= run.layout.tp
     sums[1:] /= run.layout.pp
     figures = {f"val_{name}": value for name, value in describe_loss(sums).items()}
     figures["val_time_s"] = time.perf_counter() - started_s

@@ -117,8 +117,7 @@ def differentiate_cross_entropy(
     normalizer = (largest - log_total).exp()
     values.mul_(normalizer * counted)  # probabilities
     at_target = values.gather(1, column) - is_here.float()
-    gradient = values.to(
-        logits.dtype
-    )  # cast before the scatter: otherwise compiled code would store all fp32 values
+    # cast before the scatter: otherwise compiled code would store all fp32 values
+    gradient = values.to(logits.dtype)
     gradient.scatter_(1, column, at_target.to(gradient.dtype))
     return loss, gradient

@@ -330,9 +330,8 @@ class RankMemory:
                     if n_near > 1:
                         near += n_parameters / n_near * kind.count(stage)
             near *= 1 if "qwz" in w.zero_plus_plus else width
-        packing = (
-            6 + 4 / layout.fsdp_near if "qgz" in w.zero_plus_plus else 0.0
-        )  # bytes per element
+        # bytes per element
+        packing = 6 + 4 / layout.fsdp_near if "qgz" in w.zero_plus_plus else 0.0
         return [
             (2 * head + near, before, kept, self.estimate_head()),
             (2 * block + tied + near, before + table * reduce_bytes, kept, working),

@@ -45,9 +45,8 @@ def find_slices(layout: Layout, rank: int, n_rows: int, seq_len: int, n_experts:
         used_tokens = []
         for piece in (cp, 2 * layout.cp - 1 - cp):
             used_tokens.append(slice_range(range(seq_len), 2 * layout.cp, piece))
-    own = slice_range(
-        range(seq_len // layout.cp), layout.tp, tp
-    )  # indices into the concatenated pieces
+    # indices into the concatenated pieces
+    own = slice_range(range(seq_len // layout.cp), layout.tp, tp)
     held_tokens = []
     start = 0
     for piece in used_tokens:

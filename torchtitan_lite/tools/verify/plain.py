@@ -78,9 +78,8 @@ class PlainStep:
     spoiled_by: float  # NaN, infinity or a spike to write into one gradient, or 0 to write nothing
     weights: dict[str, Tensor]  # before the step, including expert biases
     outputs: dict[str, Tensor]  # of each module, in forward order; for the head, token losses
-    shared: set[
-        str
-    ]  # keys whose code the plain loop shares with the layout: a fork's loss or attention
+    # keys whose code the plain loop shares with the layout: a fork's loss or attention
+    shared: set[str]
     ties: dict[int, tuple[Tensor, Tensor]]  # layer -> scores and experts of tokens with tied scores
     loss: float
     gradients: dict[str, Tensor]  # before clipping; of parameters that are not frozen
