@@ -262,7 +262,7 @@ class Validation:
     dataset: list[PathText] = key([], resume="note")
     dataset_path: PathText = ""  # as training.dataset_path; empty: the same path
     freq: Positive = 10  # steps between validations; also runs after the first and the last step
-    # batches of training.global_batch_size, spread over the split; auto: all of it
+    # number of batches of training.global_batch_size, spread over the split; auto: the whole split
     steps: Annotated[int, Range(1, MANY, auto=-1)] = -1
 
 

@@ -12,8 +12,8 @@ value becomes the largest float8. The recipe says which values share a scale:
     rowwise              row or column that a dot product sums over   e4m3   in float8    *
     rowwise_with_gw_hp   the same, but dx uses one scale for w        e4m3   not in float8    *
 
-* in extensions/float8_rowwise.py. x and w are always e4m3 (mantissa of 3 bits, up to 448). e5m2 has one bit less, and
-values up to 57,344.
+* in extensions/float8_rowwise.py. x and w are always e4m3 (mantissa of 3 bits, values up to 448). e5m2 has a mantissa
+of 2 bits, and values up to 57,344.
 
 Under TP, each rank multiplies its local slices of x and w, and rounds each slice with its own scale, so no traffic is
 added. (torch's DTensor does not support rowwise scales over gloo, and would all-reduce every maximum.) FSDP gathers the

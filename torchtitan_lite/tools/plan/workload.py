@@ -94,8 +94,8 @@ class LayerKind:
         # Blocks of Llama have SwiGLU and rotary embeddings; blocks of GPT have neither.
         self.is_gated = any(module.name.endswith("w3") for module in self.block)
         # Full recompute leaves out a rowwise matmul at the end of a block, because backward does not need its output.
-        # But it repeats experts at the end of a block, because backward needs the outputs that routing weights
-        # multiply.
+        # But full recompute repeats experts at the end of a block, because backward needs the outputs that routing
+        # weights multiply.
         self.ends_in_rowwise = self.block[-1].kind == "linear"
         # The modules of keys and values, if several ranks share each of their heads
         self.n_shared = sum(module.kv_heads > 0 for module in self.block) if w.n_sharing > 1 else 0

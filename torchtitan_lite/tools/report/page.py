@@ -272,7 +272,7 @@ def draw_traces(run: RecordedRun) -> Iterator[str]:
 
 
 def draw_calls(trace: Trace, step_s: float) -> str:
-    """Draw the phases, modules and collectives of a rank over a step, and name the widest exposed collectives."""
+    """Draw the phases, modules and collectives of a rank over a step, and name the longest exposed collectives."""
     rows = {"phase": [], "module": []}
     communication = []
     for call in trace.calls:
@@ -290,7 +290,7 @@ def draw_calls(trace: Trace, step_s: float) -> str:
             boxes.append((call.start, call.end, color, title, call.name))
     widest = sorted(communication, key=lambda call: -call.exposed)[:N_WIDEST]
     named = [f"{call.name} over {call.row} ({format_seconds(call.exposed)})" for call in widest]
-    about = f"Rank {trace.rank}. Widest exposed calls: {', '.join(named)}."
+    about = f"Rank {trace.rank}. Longest exposed calls: {', '.join(named)}."
     key = draw_key([("var(--tp)", "", "exposed"), ("var(--cp)", "", "hidden behind compute")])
     drawn = [(row.split()[0], ROW_HEIGHT, boxes) for row, boxes in rows.items() if boxes]
     return (
