@@ -66,7 +66,7 @@ def key(default: Any, *, resume: Literal["refuse", "note"]) -> Any:
     note      the run trains differently from here on, so both values are printed
     (free)    a field without `key`: training is the same with a different value: layout, recompute, logs, folders
     """
-    # a list must be copied for each section
+    # each section needs its own copy of a list
     return field(default_factory=partial(copy, default), metadata={"resume": resume})
 
 

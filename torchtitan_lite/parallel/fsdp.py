@@ -116,7 +116,8 @@ def apply_fsdp(
     if not gathers_whole_parts(layout, section.mixed_precision_param):
         groups = plan_fsdp_groups(part)
     for group in groups:
-        # The head's backward directly follows its forward. Freeing the head in between would gather it twice in a row.
+        # The head's backward directly follows its forward. If the head were freed in between, it would be gathered
+        # twice in a row.
         shard(group, reshard_after_forward=reshard and part.output not in group)
     if [part.tok_embeddings] in groups:  # the backward of an untied embedding reads no weight
         part.tok_embeddings.set_unshard_in_backward(False)

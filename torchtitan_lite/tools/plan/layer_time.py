@@ -181,7 +181,8 @@ class LayerTime:
 
     @property
     def dispatch_s(self) -> float:
-        """Seconds of an MoE layer's small kernels in forward. Backward takes twice as long. No trainer compiles them.
+        """Seconds of an MoE layer's small kernels in forward. Backward takes twice as long. No trainer compiles these
+        kernels.
 
         With ep, the host waits for the counts of rows, so the device waits for each of these launches. Without ep, the
         same time is counted; with large microbatches, it is 2 % of a step.

@@ -196,8 +196,8 @@ CHANGES = {"F": {"F": 1}, "B": {"F": -1}, "I": {"F": -1, "I": 1}, "W": {"I": -1}
 def count_in_flight(row: list[Action]) -> InFlight:
     """Return the numbers of microbatches in flight on a pp rank at its possible peaks.
 
-    From its F to its backward, a microbatch holds its activations. Between I and W, it holds WAITING times these bytes.
-    A stage reduces its gradients after its last B or W.
+    From its F to its backward, a microbatch holds its activations. Between I and W, it holds WAITING times as many
+    bytes. A stage reduces its gradients after its last B or W.
     """
     to_come = Counter(action.stage for action in row if action.kind in "BW")
     held: Counter[tuple[int, str]] = Counter()
