@@ -268,7 +268,7 @@ def prefetch(
     steps: Iterator[int] | range,
     device: torch.device,
 ) -> Iterator[Batch]:
-    """Yield `read_batch(step, rows)` for each of these steps, on `device`. A CUDA device needs an index.
+    """Yield `read_batch(step, rows)` for each of these steps, on `device`. A CUDA `device` must have an index.
 
     A thread reads the next batch while the caller uses the current one. An error in the thread is raised when its batch
     is requested. Closing the iterator ends the thread.

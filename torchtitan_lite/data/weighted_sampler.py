@@ -20,7 +20,7 @@ class WeightedSampler(Sampler):
     """Draws from each source by its weight. The order depends only on the seed."""
 
     def __init__(self, n_samples: Sequence[int], seed: int, weights: Sequence[float]):
-        """`n_samples`: number per source. `weights`: one number per source; the sum need not be 1."""
+        """`n_samples`: number of samples per source. `weights`: one number per source; the sum need not be 1."""
         super().__init__(n_samples, seed)
         amounts = torch.tensor(weights, dtype=torch.float64)
         self.shares = amounts / amounts.sum()

@@ -148,7 +148,8 @@ def measure_link(
 def judge_machine(
     rows: list[dict[str, Measured]], matmul_limit: float, link_limit: float
 ) -> tuple[str, list[str]]:
-    """Return a table of all measurements, and one sentence for each fault. `rows` has one entry per rank, by rank."""
+    """Return a table of all measurements, and one sentence for each fault. `rows` has one entry per rank, in rank
+    order."""
     matmuls = [row["matmul"] for row in rows]
     # the median is the checksum of the majority, if most ranks have the same checksum
     usual = median(each.checksum for each in matmuls)

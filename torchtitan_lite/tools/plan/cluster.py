@@ -66,7 +66,8 @@ class Cluster:
     # Triton kernels: flex attention, and llm-foundry's kernel. Fit.
     triton_forward: float = 0.29
     triton_backward: float = 0.19
-    # Share of the memory bandwidth that elementwise kernels reach. Fit. Copies as in STREAM reach 80 to 90 %.
+    # Share of the memory bandwidth that elementwise kernels reach. Fit. The copies of the STREAM benchmark reach 80 to
+    # 90 %.
     memory_efficiency: float = 0.77
     # 370 of 450 GB/s on H100, 235 of 300 on A100: nccl-tests issue 212
     link_efficiency: float = 0.80

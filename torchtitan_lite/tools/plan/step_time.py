@@ -153,7 +153,10 @@ class StepTime(LayerTime):
             passes.append(phases.forward + after)
         fills = [0.0, *accumulate(passes)]
         bounds = []
-        for *_, rank in self.workload.alike:  # in a group, the last rank starts last
+        for (
+            *_,
+            rank,
+        ) in self.workload.alike:  # in a group of equal pp ranks, the last rank starts last
             indices = layout.stages_of(rank)
             busy = sum(self.stages[index].total for index in indices)
             bounds.append(fills[indices[0]] + layout.n_microbatches * busy)
