@@ -153,10 +153,7 @@ class StepTime(LayerTime):
             passes.append(phases.forward + after)
         fills = [0.0, *accumulate(passes)]
         bounds = []
-        for (
-            *_,
-            rank,
-        ) in self.workload.alike:  # in a group of equal pp ranks, the last rank starts last
+        for *_, rank in self.workload.alike:  # the last of equal pp ranks starts last
             indices = layout.stages_of(rank)
             busy = sum(self.stages[index].total for index in indices)
             bounds.append(fills[indices[0]] + layout.n_microbatches * busy)
