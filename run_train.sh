@@ -12,22 +12,25 @@ Usage: ./run_train.sh [--config NAME_OR_PATH] [--section.key value]...
   python3 -m torchtitan_lite check --keys [NAME]        prints every key: type, meaning, default
   NGPU=8 ./run_train.sh --config debug_3d               8 ranks on this host, on GPUs or CPUs
 
-What it does: uses the Python on the PATH, or .venv here, if it has the packages in pyproject.toml, else creates .venv
-once; refuses a config that cannot work, like `python3 -m torchtitan_lite check`; encodes a named corpus once; starts one
-process per rank with torchrun; exports the last checkpoint if checkpoint.last_save_in_hf is set. The working directory
-does not change. Exit status: 0 trained, 2 refused by check, 1 failed, 128 + number if a signal stopped the run: 130
-Ctrl-C, 143 SIGTERM.
+What it does:
+  1. uses the Python on the PATH, or .venv here, if it has the packages in pyproject.toml; otherwise creates .venv once
+  2. refuses a config that cannot work, like `python3 -m torchtitan_lite check`
+  3. encodes a named corpus once
+  4. starts one process per rank with torchrun
+  5. exports the last checkpoint if checkpoint.last_save_in_hf is set
+The working directory does not change. Exit status: 0 trained, 2 refused by check, 1 failed, 128 + number if a signal
+stopped the run: 130 Ctrl-C, 143 SIGTERM.
 
 On Ctrl-C, SIGTERM, SIGQUIT or a closed terminal (SIGHUP), to any process of the run, all ranks finish the step, save it
 if checkpoint.enable is set, print the command that resumes, and exit. All signals within 5 s count as one, because
-timeout, systemd and scancel signal every process. A later signal ends the run immediately, and so does the first one if
-the step hangs. Before the first step is done, the first signal already does, because there is nothing to save.
+timeout, systemd and scancel signal every process. A later signal ends the run immediately. The first signal also ends
+the run immediately if the step hangs, or before the end of the first step, because there is nothing to save.
 
 Environment:
   CONFIG_FILE    same as --config; --config wins if both are given
   NGPU           ranks per host; default: all GPUs; on a CPU the product of the config's degrees, else 2
   LOG_RANK       ranks of this host whose output is shown (default 0; 0,1 for two). If a rank fails, its traceback is
-                 shown, and what the other ranks wrote is kept in a folder that the last lines name
+                 shown, and the last lines name the folder with the output of the other ranks
   MAX_RESTARTS   number of times torchrun restarts all ranks after a failure (default 0). With --checkpoint.enable a
                  restarted run resumes from the newest complete checkpoint
   SAVED_FILE     a file into which the launcher of NODE_RANK=0 writes the newest checkpoint that this start has saved
@@ -48,7 +51,7 @@ Several hosts: start the same command on each, with
   MASTER_PORT    a free port on that host (default 29500)
   PET_LOCAL_ADDR    address of this host, if the other hosts cannot resolve its name
 Before torchrun starts, the hosts meet at MASTER_ADDR and MASTER_PORT, and say which host is missing or was started
-with another config, MAX_RESTARTS or version.
+with a different config, MAX_RESTARTS or version.
 With Slurm: start it once in an allocation of several nodes, and it starts itself on every node with srun. NNODES=1
 keeps it on one node. assets/slurm/train.sbatch does this, and requeues the job when its time limit is reached.
 HELP
