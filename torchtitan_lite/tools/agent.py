@@ -206,7 +206,7 @@ def explain_failure(rank: int, failure: ProcessFailure, folder: Path, signals: S
     """Return the first cause on this host: an error, or a signal. `rank` is the rank that torchrun reports.
 
     If several ranks end together, torchrun may report any one of them, so the oldest error.json is used. A rank that
-    was killed, or returned a status, writes no error.json.
+    was killed, or returned an exit status, writes no error.json.
     """
     exitcode = failure.exitcode
     received = signals.received

@@ -305,7 +305,8 @@ def claim_cause(store: Any, key: str, own: Ending) -> Ending:
 
 
 def agree_on_cause(store: Any, own: Ending) -> Ending:
-    """Return the ending of the host that failed first, or `own` if no host failed or the ranks of this host trained."""
+    """Return the ending of the host that failed first. Return `own` if no host failed, or if the ranks of this host
+    trained."""
     with suppress(RuntimeError):  # NODE_RANK=0 has ended, or this host has lost its connection
         if own.status in STOPPED:  # the signal may have reached a rank, but no launcher
             store.set(SIGNAL, str(own.status - 128))

@@ -13,7 +13,7 @@ WORKER_ENVIRONMENT = {
 PRELOADED = [  # the fork server imports these modules once, so the workers need not import them
     "torchtitan_lite.tools.fork_server",
     "torch.distributed",
-    "torchtitan_lite.step",  # needed by the trial train.py, like the next two
+    "torchtitan_lite.step",  # this module and the next two are needed by the trial train.py
     "torchtitan_lite.checkpoint.load",
     "torchtitan_lite.tools.verify.train_py",
 ]

@@ -155,6 +155,6 @@ def gpu_kernels() -> Iterator[None]:
 def attend_with_sinks(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sinks: Tensor | None
 ) -> Tensor:
-    """Compute attention without a window, with the memory of flex attention with windows and sinks."""
+    """Compute attention without a window. It uses as much memory as flex attention with windows and sinks."""
     out = F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
     return out if sinks is None else out * sinks.sigmoid()[:, None, None].to(out.dtype)

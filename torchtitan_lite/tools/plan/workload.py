@@ -168,7 +168,7 @@ class Workload:
         self.n_rows = 0  # R
         if args.moe:
             self.n_rows = self.n_tokens // layout.tp * args.moe.top_k
-        # Bytes of the keys of one head. The values take as much.
+        # Bytes of the keys of one head. The values take the same number.
         self.head_bytes = self.n_tokens * args.head_dim * self.compute_bytes
         self.rows_bytes = self.n_rows * args.dim * self.compute_bytes
         # Hidden states of a microbatch, (B, S/cp, D), before tp shards them
@@ -192,7 +192,7 @@ class Workload:
         self.reduced_bytes = self.compute_bytes if sums_each else MASTER_BYTES
         # Whether FSDP shards the matrices of each expert, because the ranks cannot share whole experts equally
         self.cuts_experts = find_expert_dim(args, layout.ep, layout.efsdp) != 0
-        # Elements of the embedding on a tp rank. The head has as many.
+        # Elements of the embedding on a tp rank. The head has the same number.
         self.table = round_up(args.vocab_size // layout.tp, layout.fsdp) * args.dim
         self.has_added_ends = bool(list_added_ends(args))
         self.stages = count_modules(layout.stages, args)
