@@ -1,5 +1,7 @@
-"""Check training.dataset_path, validation.dataset_path and training.dataset_weights. This file is loaded if one of these
-keys is set. Needs no torch."""
+"""Check training.dataset_path, validation.dataset_path and training.dataset_weights. Needs no torch.
+
+Loaded if one of these keys is set.
+"""
 
 from torchtitan_lite.config.messages import Problems
 from torchtitan_lite.config.schema import get_value
