@@ -1,10 +1,7 @@
 """Context parallel: the results, work, memory and kernels of attention. test_layouts.py tests whole models."""
 
-from functools import partial
-
 import pytest
 import torch
-import torch.nn.functional as F
 from compare import TABLE_CONFIG, complete, local, relative_error
 from layouts import CP, MODE, ROTATIONS, read_rows
 from marks import each_row
@@ -22,36 +19,6 @@ from torchtitan_lite.tools.verify.rank import build_small_run, own_rows
 N_HEADS = 4
 SEQ_LEN = 48
 HEAD_DIM = 8
-
-# ---------------------------------------------------------------- numbers
-
-
-def make_inputs(n_kv_heads: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    """Return query, key and value of full sequences, and a gradient of the output. All ranks get the same."""
-    generator = torch.Generator().manual_seed(0)
-    inputs = []
-    for n_heads in (N_HEADS, n_kv_heads, n_kv_heads, N_HEADS):
-        shape = (2, n_heads, SEQ_LEN, HEAD_DIM)
-        inputs.append(torch.randn(shape, generator=generator).to(dtype))
-    return inputs
-
-
-def differentiate(attend, query, key, value, grad_out) -> list[torch.Tensor]:
-    """Return the output of `attend` and the gradients of query, key and value."""
-    leaves = []
-    for tensor in (query, key, value):
-        leaves.append(tensor.detach().requires_grad_())
-    out = attend(*leaves)
-    out.backward(grad_out)
-    return [out.detach(), *(leaf.grad for leaf in leaves)]
-
-
-def attend_masked(query, key, value, *, first: int):
-    """Attend from tokens `first` .. S - 1 with torch's own attention and a mask."""
-    mask = torch.ones(SEQ_LEN, SEQ_LEN, dtype=torch.bool, device=query.device)
-    mask = mask.tril()[first:]
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
-
 
 # ---------------------------------------------------------------- work and memory
 
@@ -111,50 +78,36 @@ def test_all_ranks_do_the_same_attention_work_and_none_of_it_twice(pool, n_ranks
     assert (n_pairs.amax(0) <= 1.05 * n_pairs.amin(0)).all()
 
 
-# ---------------------------------------------------------------- kernels
-
-N_EARLY = 17
+# ---------------------------------------------------------------- kernels; test_layouts.py has those of a CPU
 
 
-def attend_in_parts(query, key, value, grad_out) -> list[torch.Tensor]:
-    """Attend from late queries to late keys (causal) and early keys. Return the output and gradients."""
-    early_key, late_key = key.tensor_split([N_EARLY], 2)
-    early_value, late_value = value.tensor_split([N_EARLY], 2)
-    late = late_key, late_value
-    early = early_key, early_value
-    out, lse = attend_to_part(query, *late, causal=True)
-    out = out.float()
-    lse = lse.float()
-    early_out, early_lse = attend_to_part(query, *early, causal=False)
-    merge_into(out, lse, early_out, early_lse)
-    out = out.to(query.dtype)
-    backward = partial(attend_to_part_backward, grad_out, query, out=out, lse=lse)
-    grads = backward(*late, causal=True)
-    early_grads = backward(*early, causal=False)
-    grad_key = torch.cat((early_grads[1], grads[1]), 2)
-    grad_value = torch.cat((early_grads[2], grads[2]), 2)
-    grad_query = early_grads[0] + grads[0]
-    return [out, grad_query, grad_key, grad_value]
+def run_kernels(
+    device: str, dtype: torch.dtype, n_queries: int, n_kv_heads: int, *, causal: bool
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return query, key and value, and what the kernels return: out, lse and gradients."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = []
+    for n_heads, n_tokens in (
+        (N_HEADS, n_queries),
+        (n_kv_heads, SEQ_LEN),
+        (n_kv_heads, SEQ_LEN),
+        (N_HEADS, n_queries),
+    ):
+        drawn = torch.randn(2, n_heads, n_tokens, HEAD_DIM, generator=generator)
+        inputs.append(drawn.to(device, dtype))
+    *parts, grad_out = inputs
+    merged = attend_to_part(*parts, causal=causal)
+    return parts, [*merged, *attend_to_part_backward(grad_out, *parts, *merged, causal=causal)]
 
 
-@each_row(
-    "device, dtype",
-    [
-        ("cpu", torch.float32),
-        ("cpu", torch.bfloat16),
-        pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu),
-        pytest.param("cuda", torch.float16, marks=pytest.mark.gpu),
-    ],
-)
-def test_parts_of_an_attention_merge_to_the_whole(device, dtype):
-    query, key, value, grad_out = [tensor.to(device, dtype) for tensor in make_inputs(2)]
-    inputs = query[:, :, N_EARLY:], key, value, grad_out[:, :, N_EARLY:]
-    found = attend_in_parts(*inputs)
-    exact = [tensor.float() for tensor in inputs]
-    expected = differentiate(partial(attend_masked, first=N_EARLY), *exact)
-    tolerance = 1e-5 if dtype == torch.float32 else 0.01
+@pytest.mark.gpu
+@each_row("causal, n_queries", [(True, SEQ_LEN), (False, 17)])
+@each_row("dtype", [torch.bfloat16, torch.float16])
+def test_kernels_of_a_gpu_return_what_those_of_the_cpu_do(dtype, causal, n_queries):
+    _, expected = run_kernels("cpu", torch.float32, n_queries, 2, causal=causal)
+    _, found = run_kernels("cuda", dtype, n_queries, 2, causal=causal)
     for one, other in zip(found, expected, strict=True):
-        assert relative_error(one.float(), other) < tolerance
+        assert relative_error(one.float().cpu(), other) < 0.01
 
 
 @each_row("n_kv_heads", [4, 2])
@@ -165,18 +118,9 @@ def test_kernels_take_their_arguments_and_return_the_shapes_that_are_merged(
     monkeypatch.setattr(
         "torchtitan_lite.extensions.ring_attention.prefers_cudnn", lambda query, key: cudnn
     )
-    inputs = make_inputs(n_kv_heads, torch.bfloat16)
-    query, key, value, grad_out = [tensor.to("meta") for tensor in inputs]
-    query = query.narrow(2, 0, 17)
-    grad_out = grad_out.narrow(2, 0, 17)
-    parts = (query, key, value)
-    merged = attend_to_part(*parts, causal=False)
-    out, lse = merged
-    assert out.shape == query.shape
-    assert lse.shape == query.shape[:-1]
-    grads = attend_to_part_backward(grad_out, *parts, *merged, causal=False)
-    for grad, part in zip(grads, parts, strict=True):
-        assert grad.shape == part.shape
+    (query, *others), found = run_kernels("meta", torch.bfloat16, 17, n_kv_heads, causal=False)
+    shapes = [tensor.shape for tensor in (query, query[..., 0], query, *others)]
+    assert [tensor.shape for tensor in found] == shapes
 
 
 def test_merging_scores_that_are_far_apart_does_not_overflow():

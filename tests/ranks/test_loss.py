@@ -54,16 +54,16 @@ class CappedHead(Head):
 Case = tuple[torch.Tensor, ...]  # weight, hidden, targets, weights, a teacher's logits
 
 
-def make_case(dtype: torch.dtype = torch.float32) -> Case:
+def make_case(dtype: torch.dtype = torch.float32, vocab_size: int = VOCAB) -> Case:
     """Make a case in which some targets are not counted."""
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(VOCAB, DIM, generator=generator).to(dtype)
+    weight = torch.randn(vocab_size, DIM, generator=generator).to(dtype)
     hidden = torch.randn(ROWS, SEQ_LEN, DIM, generator=generator).to(dtype)
-    targets = torch.randint(VOCAB, (ROWS, SEQ_LEN), generator=generator)
+    targets = torch.randint(vocab_size, (ROWS, SEQ_LEN), generator=generator)
     targets[1] = IGNORE_INDEX
     targets[2, :3] = IGNORE_INDEX
     weights = torch.rand(ROWS, SEQ_LEN, generator=generator)
-    teacher = torch.randn(ROWS, SEQ_LEN, VOCAB, generator=generator)
+    teacher = torch.randn(ROWS, SEQ_LEN, vocab_size, generator=generator)
     return weight, hidden, targets, weights, teacher
 
 
@@ -124,7 +124,8 @@ def run_head(
 
 def run_formula(rank: int, world_size: int, name: str, chunk_tokens: int) -> list[float]:
     """Worker: return the errors of loss, gradient of hidden and gradient of weight on a tp rank."""
-    weight, hidden, *others = make_case()
+    name, _, vocab_size = name.partition(" of ")
+    weight, hidden, *others = make_case(vocab_size=int(vocab_size or VOCAB))
     if name.startswith(
         LARGE
     ):  # logits up to 1e5, and others up to 1e-3; exp(89) is more than fp32 holds
@@ -143,6 +144,7 @@ NAMES = "cross_entropy z_loss smoothed weighted distilled softcap".split()
 NAMES += [f"{LARGE}cross_entropy", f"{LARGE}smoothed"]
 CASES = [(name, *case) for name in NAMES for case in ((1, 0), (1, 7), (2, 7))]
 CASES += [("cross_entropy", 1, n) for n in (1, SEQ_LEN, ROWS * SEQ_LEN, 1000)]
+CASES.append((f"cross_entropy of {2**17}", 2, 0))  # a shard has more ids than 16 bits can hold
 
 
 @each_row("name, n_ranks, chunk_tokens", CASES)
