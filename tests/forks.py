@@ -294,8 +294,6 @@ FAULT = (
 TWICE = FAULT.format("2")
 OF_ONE = FAULT.format("1 - torch.distributed.get_rank()")
 PARAMETER = "self.weight = nn.Parameter(torch.ones(1))"
-BUFFER = "self.register_buffer('weight', torch.ones(1))"
-DROPOUT = ("x * weight", "nn.functional.dropout(x) * weight")
 
 VALUE_MODULES = '''"""Llama with a value head: a second loss, against a field of the batch."""
 
@@ -446,82 +444,43 @@ def add_model(name: str, modules: str, table: str) -> Fork:
     )
 
 
-def break_gain(name: str, old: str, new: str) -> Fork:
-    return add_model(name, GAIN_MODULES.replace(old, new), GAIN_TABLE)
-
-
-def forget_code(key: str, table: str, row: str) -> Fork:
-    """Return a fork that adds a row to config/choices.py, but not the code of the row."""
-    return Fork((f"--{key}=forgotten",), f'config/choices.py | {table} | "forgotten": {row},')
-
-
-def break_value(name: str, old: str, new: str) -> Fork:
-    return add_model(name, VALUE_MODULES, VALUE_TABLE.replace(old, new))
-
-
-BROKEN = {  # fork -> what `verify` says about it
-    "a gradient that is doubled": ("gain.weight", break_gain("gain_twice", READS, TWICE)),
-    "a gradient of one rank": ("gain.weight", break_gain("gain_of_one", READS, OF_ONE)),
-    "a buffer": ("layers.0.gain.weight", break_gain("gain_in_buffer", PARAMETER, BUFFER)),
-    "a tensor in an attribute": (
-        "layers.0.gain.scale",
-        break_gain("gain_in_attribute", PARAMETER, f"{PARAMETER}; self.scale = torch.ones(1)"),
-    ),
-    "dropout": ("random numbers", break_gain("gain_and_dropout", *DROPOUT)),
-    "a value head that sees a slice": (
-        "dimension",
-        break_value("value_of_slice", "gathered", "sequence"),
-    ),
-    "a field of every batch": ("targets", break_value("value_of_targets", "rewards", "targets")),
-    "a forward of one module": (
-        "forward of its own",
-        break_gain("gain_of_lambda", PARAMETER, f"{PARAMETER}; self.forward = lambda x: x"),
-    ),
-    "a hook of a weight": (
-        "has a hook or attribute",
-        break_gain(
-            "gain_with_hook",
-            PARAMETER,
-            f"{PARAMETER}; self.weight.register_hook(lambda own: 2 * own)",
-        ),
-    ),
-    "a layer beside its block": (
-        "is not inside another module",
-        add_model("gpt_flat", GPT_MODULES, GPT_TABLE.replace("mlp.", "")),
-    ),
-    "a state of one shard": (
-        "in a state",
-        Fork(
-            ("--optimizer.name=Local",),
-            'config/choices.py | OPTIMIZERS | "Local": OptimizerRow(1, extension="local"),',
-            {"torchtitan_lite/extensions/local.py": LOCAL},
-        ),
-    ),
-    "a window of nothing": (
-        "sees at least itself",
-        Fork(
-            ("--model.attention=blind",),
-            'config/choices.py | ATTENTIONS | "blind": AttentionRow(window=lambda args, layer: 0),',
-        ),
-    ),
-    "neither code nor a window": (
-        "has no `window`, but needs one",
-        Fork(
-            ("--model.attention=bare",),
-            'config/choices.py | ATTENTIONS | "bare": AttentionRow(under_cp=True),',
-        ),
-    ),
-    "a loss without code": ("forgotten", forget_code("training.loss", "LOSSES", "LossRow()")),
-    "an optimizer without code": (
-        "forgotten",
-        forget_code("optimizer.name", "OPTIMIZERS", "OptimizerRow(0)"),
-    ),
-    "an attention without code": (
-        "forgotten",
-        forget_code("model.attention", "ATTENTIONS", 'AttentionRow(extension="lion")'),
-    ),
-    "a field of rows": ("rewards", break_value("value_of_rows", "tokens %", "tokens[:, 0] %")),
-}
+# fork -> what `verify` says about it, the model that it breaks, code of the model, code that replaces it
+BROKEN_MODELS = """
+a gradient that is doubled | gain.weight | GAIN | READS | TWICE
+a gradient of one rank | gain.weight | GAIN | READS | OF_ONE
+a buffer | layers.0.gain.weight | GAIN | PARAMETER | self.register_buffer('weight', torch.ones(1))
+a tensor in an attribute | layers.0.gain.scale | GAIN | PARAMETER | PARAMETER; self.scale = torch.ones(1)
+dropout | random numbers | GAIN | x * weight | nn.functional.dropout(x) * weight
+a value head that sees a slice | dimension | VALUE | "gathered" | "sequence"
+a field of every batch | targets | VALUE | "rewards": | "targets":
+a field of rows | rewards | VALUE | tokens % | tokens[:, 0] %
+a forward of one module | forward of its own | GAIN | PARAMETER | PARAMETER; self.forward = lambda x: x
+a hook of a weight | has a hook or attribute | GAIN | PARAMETER \
+    | PARAMETER; self.weight.register_hook(lambda own: 2 * own)
+a layer beside its block | is not inside another module | GPT | "mlp. | "
+"""
+# fork -> what `verify` says about it, the key that chooses it, the table in config/choices.py, its row there
+BROKEN_ROWS = """
+a state of one shard | in a state | optimizer.name=Local | OPTIMIZERS | "Local": OptimizerRow(1, extension="local"),
+a window of nothing | sees at least itself | model.attention=blind \
+    | ATTENTIONS | "blind": AttentionRow(window=lambda args, layer: 0),
+neither code nor a window | has no `window`, but needs one | model.attention=bare \
+    | ATTENTIONS | "bare": AttentionRow(under_cp=True),
+a loss without code | forgotten | training.loss=forgotten | LOSSES | "forgotten": LossRow(),
+an optimizer without code | forgotten | optimizer.name=forgotten | OPTIMIZERS | "forgotten": OptimizerRow(0),
+an attention without code | forgotten | model.attention=forgotten \
+    | ATTENTIONS | "forgotten": AttentionRow(extension="lion"),
+"""
+BROKEN = {}
+for name, said, model, old, new in read_lines(BROKEN_MODELS):
+    for word in ("PARAMETER", "READS", "TWICE", "OF_ONE"):
+        old = old.replace(word, globals()[word])
+        new = new.replace(word, globals()[word])
+    sources = [globals()[f"{model}_{part}"].replace(old, new) for part in ("MODULES", "TABLE")]
+    BROKEN[name] = said, add_model(f"broken_{len(BROKEN)}", *sources)
+for name, said, key, table, row in read_lines(BROKEN_ROWS):
+    files = {"torchtitan_lite/extensions/local.py": LOCAL}
+    BROKEN[name] = said, Fork((f"--{key}",), f"config/choices.py | {table} | {row}", files)
 NEAR_ROW = """
 config/choices.py | ATTENTIONS = { | \
     "near": AttentionRow(window=lambda args, layer: 16 if layer % 2 else None),
