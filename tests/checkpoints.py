@@ -5,7 +5,7 @@ import json
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 
@@ -112,37 +112,28 @@ def make_snapshots(
 
 
 def train_and_save(
-    rank: int, world_size: int, overrides: dict, folder: str, n_steps: int, section: Checkpoint
-) -> tuple[dict[str, Tensor], list[float], dict[str, Tensor]]:
-    """Worker: save after each of `n_steps`. Return the state, three more steps' losses, and the state after them."""
+    rank: int, world_size: int, overrides: dict, folder: str
+) -> tuple[dict[str, Tensor], list[float]]:
+    """Worker: train two steps and save. Return the state, and the losses of three more steps."""
     run = compare.build_table_run(world_size, overrides)
-    with make_saver(folder, section, run) as saver:
-        for step in range(n_steps):
-            train(run, range(step, step + 1))
-            saver.save(step + 1, run.name_tensors())
-    state = whole_state(run)
-    return state, train(run, range(n_steps, n_steps + 3)), whole_state(run)
+    train(run, range(2))
+    return save_and_train(run, folder)
 
 
 def load_and_train(
-    rank: int,
-    world_size: int,
-    overrides: dict,
-    folder: str,
-    step: int,
-    section: Checkpoint,
-    saved_again: str | None = None,
-) -> tuple[dict[str, Tensor], list[float], dict[str, Tensor], int]:
-    """Worker: load a checkpoint. Return the result of train_and_save, and the step that was loaded."""
+    rank: int, world_size: int, overrides: dict, path: str, folder: str
+) -> tuple[dict[str, Tensor], list[float]]:
+    """Worker: load a checkpoint and save it again in `folder`. Return the result of train_and_save."""
     run = compare.build_table_run(world_size, overrides)
-    run = replace(run, config=replace(run.config, checkpoint=section))
     group = dist.new_group(backend="gloo")
-    step = restore_run([Saved(step, Path(folder, f"step-{step}"), group)], run, group)
-    state = whole_state(run)
-    if saved_again:
-        with make_saver(saved_again, section, run) as saver:
-            saver.save(step, run.name_tensors())
-    return state, train(run, range(step, step + 3)), whole_state(run), step
+    restore_run([Saved(2, Path(path), group)], run, group)
+    return save_and_train(run, folder)
+
+
+def save_and_train(run: build.Run, folder: str) -> tuple[dict[str, Tensor], list[float]]:
+    with make_saver(folder, Checkpoint(enable=True), run) as saver:
+        saver.save(2, run.name_tensors())
+    return whole_state(run), train(run, range(2, 5))
 
 
 def merge_states(states: list[dict[str, Tensor]]) -> dict[str, Tensor]:

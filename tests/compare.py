@@ -46,9 +46,9 @@ def make_batch(
     return plain.draw_batch(override(TABLE_CONFIG, keys), step)
 
 
-def complete(overrides: dict[str, object], world_size: int, base: Config = TABLE_CONFIG) -> Config:
+def complete(overrides: dict[str, object], world_size: int) -> Config:
     """Return the table config with these keys. By default dp_shard takes the remaining ranks, without accumulation."""
-    config = override(base, overrides)
+    config = override(TABLE_CONFIG, overrides)
     degrees = plan_degrees(config.parallelism, world_size)
     keys = {"parallelism.data_parallel_shard_degree": degrees["dp_shard"]}
     n_rows = config.training.global_batch_size // (degrees["dp_replicate"] * degrees["dp_shard"])
@@ -66,11 +66,9 @@ def try_row(row, run_ranks: RunRanks, folder: Path) -> Trial:
     return try_layout("table", config, row.world_size, run_ranks, folder, 1)
 
 
-def build_table_run(
-    world_size: int, overrides: dict[str, object], base: Config = TABLE_CONFIG
-) -> build.Run:
+def build_table_run(world_size: int, overrides: dict[str, object]) -> build.Run:
     """Build a run of the table model."""
-    return build_small_run(complete(overrides, world_size, base), world_size)
+    return build_small_run(complete(overrides, world_size), world_size)
 
 
 def read_rows(run: build.Run, step: int = 0, *, documents: bool = False) -> Batch:

@@ -8,6 +8,8 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from marks import read_lines
+
 from torchtitan_lite.config.choices import SCHEDULES
 from torchtitan_lite.config.model_rows import LAYER_TYPES
 from torchtitan_lite.config.schema import ParameterGroup
@@ -26,22 +28,14 @@ ROTATIONS = {
     method: {"parallelism.context_parallel_rotate_method": method}
     for method in ("allgather", "ring")
 }
-RING, DOCUMENTS = ROTATIONS["ring"], {"model.attention": "document"}
+DOCUMENTS = {"model.attention": "document"}
 COMPILED = {"compile.enable": True, "compile.backend": "aot_eager"}
-OFFLOAD = {
-    "training.enable_cpu_offload": True
-}  # A CPU runs the same code, without copies. Only `check` refuses it there.
-BUDGET = {MODE: "memory_budget", "activation_checkpoint.memory_budget": 0.3, **COMPILED}
-CHUNK = "training.loss_chunk_tokens"
-# By default all 256 tokens of the table's batch are one chunk. Chunks of 24 tokens leave a smaller last chunk.
-CHUNKS = {CHUNK: 24}
 ADAMW = {
     "optimizer.name": "AdamW",
     "optimizer.implementation": "fused",
     "optimizer.lr": 0.01,
     "optimizer.weight_decay": 0.1,
 }
-BFLOAT16 = {"training.mixed_precision_param": "bfloat16"}
 # for rows with many ranks, because each layer takes seconds on two cores
 TWO_LAYERS = {"model.n_layers": 2}
 TIED = {"flavor.tie_embeddings": True}
@@ -50,18 +44,6 @@ MOE = {
     "flavor.expert_ffn_dim": 48,
     **TWO_LAYERS,
 }  # 2 of 8 experts a token
-FIVE_EXPERTS = {
-    **MOE,
-    "flavor.n_experts": 5,
-}  # FSDP cannot divide 5 by the ranks, so it splits every matrix
-SHARED = {  # experts as in DeepSeek-V3, and an auxiliary loss that contributes much to the gradients
-    **MOE,
-    "flavor.n_shared_experts": 2,
-    "flavor.router_scores": "sigmoid",
-    "flavor.n_first_dense_layers": 1,
-    "training.expert_balance_loss": 0.1,
-    "training.router_z_loss": 0.1,
-}
 GROUPS = {  # some stages have no parameter of the first group
     "optimizer.groups": [
         ParameterGroup("tok_embeddings.*", lr=4.0),
@@ -73,21 +55,10 @@ WINDOWS = {  # in every second layer; rows have 32 tokens
     "flavor.sliding_window": 5,
     "flavor.layer_types": LAYER_TYPES,
 }
-SINKS = {"flavor.attention_sinks": True}
 HEAD_NORMS = {"flavor.qk_norm": True}
-ONE_HEAD, TWO_HEADS = ({"model.n_kv_heads": n, **TWO_LAYERS} for n in (1, 2))  # fewer than tp
-BIASES = {"flavor.qkv_bias": True}
-EXPERTS = {"model.flavor": "debug_moe", "flavor.expert_ffn_dim": 192}  # 2 of 8 for each token
-BALANCE_LOSS = {"training.expert_balance_loss": 0.01}
-# As in Llama 3, the first stage has only the embedding, and the last one only norm and head. Two layers on four stages
-# give this too.
-ENDS_ALONE = {
-    "parallelism.pipeline_parallel_first_stage_less_layers": 2,
-    "parallelism.pipeline_parallel_last_stage_less_layers": 2,
-}
-
-
+FLOAT8 = {"model.converters": ["float8"]}
 EVERY_SECOND = {MODE: "selective", OPTION: "2"}
+CHUNK = "training.loss_chunk_tokens"
 
 
 class Row(NamedTuple):
@@ -97,22 +68,55 @@ class Row(NamedTuple):
     overrides: dict[str, object] = {}
 
 
+def read_keys(words: str, names: Mapping[str, Any]) -> dict[str, object]:
+    """Read words: a key with its value, or the name of a dict of keys in `names`."""
+    keys = {}
+    for word in words.split():
+        key, _, value = word.partition("=")
+        named = names.get(key, key)
+        if value[:1].isdigit() or value in ("true", "false"):
+            value = json.loads(value)
+        keys |= named if key == word else {named: value}
+    return keys
+
+
+# Abbreviations that rows use. A line may use the names above it.
+SHORT: dict[str, dict] = {}
+for name, words in read_lines("""
+RING | parallelism.context_parallel_rotate_method=ring
+OFFLOAD | training.enable_cpu_offload=true  # A CPU runs the same code, without copies. Only `check` refuses it there.
+BUDGET | MODE=memory_budget activation_checkpoint.memory_budget=0.3 COMPILED
+CHUNKS | CHUNK=24  # By default all 256 tokens of the table's batch are one chunk. Here the last chunk is smaller.
+BFLOAT16 | training.mixed_precision_param=bfloat16
+SINKS | flavor.attention_sinks=true
+ONE_HEAD | model.n_kv_heads=1 TWO_LAYERS  # fewer than tp
+TWO_HEADS | model.n_kv_heads=2 TWO_LAYERS
+BIASES | flavor.qkv_bias=true
+EXPERTS | model.flavor=debug_moe flavor.expert_ffn_dim=192  # 2 of 8 for each token
+FIVE_EXPERTS | MOE flavor.n_experts=5  # FSDP cannot divide 5 by the ranks, so it splits every matrix.
+SHARED | MOE flavor.n_shared_experts=2 flavor.router_scores=sigmoid flavor.n_first_dense_layers=1 \
+    training.expert_balance_loss=0.1 training.router_z_loss=0.1  # as in DeepSeek-V3, with large auxiliary losses
+BALANCE_LOSS | training.expert_balance_loss=0.01
+ENDS_ALONE | parallelism.pipeline_parallel_first_stage_less_layers=2 \
+    parallelism.pipeline_parallel_last_stage_less_layers=2  # As in Llama 3, the first stage has only the embedding, \
+    and the last one only norm and head. Two layers on four stages give this too.
+EMULATED | quantize.linear.float8.emulate=true  # A CPU takes 20 ms for any float8 matmul, however small.
+GATHER | FLOAT8 quantize.linear.float8.enable_fsdp_float8_all_gather=true
+PRECOMPUTE | GATHER quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp=true
+ROWWISE | FLOAT8 quantize.linear.float8.recipe_name=rowwise
+ROWWISE_HP | FLOAT8 quantize.linear.float8.recipe_name=rowwise_with_gw_hp
+"""):
+    SHORT[name] = read_keys(words, {**globals(), **SHORT})
+
+
 def read_rows(text: str, more: Mapping[str, Any] | None = None) -> dict[str, Row]:
-    """Read lines of name | ranks | keys. A key has a value, or is the name of a dict of keys here or in `more`."""
-    names = {**globals(), **(more or {})}
+    """Read lines of name | ranks | keys. A key has a value, or is the name of a dict in SHORT, here or in `more`."""
+    names = {**globals(), **SHORT, **(more or {})}
     rows = {}
     for line in text.strip().splitlines():
-        if line[0] == "#":
-            continue
-        name, world_size, *keys = line.split(" | ")
-        overrides = {}
-        for word in " ".join(keys).split():
-            key, _, value = word.partition("=")
-            named = names.get(key, key)
-            if value[:1].isdigit() or value in ("true", "false"):
-                value = json.loads(value)
-            overrides |= named if key == word else {named: value}
-        rows[name] = Row(int(world_size), overrides)
+        if line[0] != "#":
+            name, world_size, *keys = line.split(" | ")
+            rows[name] = Row(int(world_size), read_keys(" ".join(keys), names))
     return rows
 
 
@@ -288,13 +292,6 @@ pp2 x tp2 ZBVZeroBubble | 4 | PP=2 TP=2 SCHEDULE=ZBVZeroBubble MODE=none BFLOAT1
 pp2 x tp2 DualPipeV | 4 | PP=2 TP=2 SCHEDULE=DualPipeV MODE=none BFLOAT16
 """)
 
-FLOAT8 = {"model.converters": ["float8"]}
-# A CPU takes 20 ms for any float8 matmul, however small. Tests that do not need the matmul itself emulate it.
-EMULATED = {"quantize.linear.float8.emulate": True}
-GATHER = {**FLOAT8, "quantize.linear.float8.enable_fsdp_float8_all_gather": True}
-PRECOMPUTE = {**GATHER, "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": True}
-ROWWISE = {**FLOAT8, "quantize.linear.float8.recipe_name": "rowwise"}
-ROWWISE_HP = {**FLOAT8, "quantize.linear.float8.recipe_name": "rowwise_with_gw_hp"}
 FLOAT8_LAYOUTS = read_rows("""
 tp2 | 2 | TP=2 FLOAT8
 dp2 | 2 | FLOAT8

@@ -9,7 +9,6 @@ from pathlib import Path
 from torchtitan_lite.data.corpus_folder import CorpusManifest, CorpusSplit, dump_manifest
 from torchtitan_lite.data.tokenizer import load_tokenizer
 
-CODES = {"uint16": "H", "uint32": "I"}
 BYTES = load_tokenizer("bytes")
 WORDS = [
     "alpha",
@@ -34,25 +33,24 @@ def write_corpus(
     shards: Sequence[Sequence[Document]],
     *,
     validation: Sequence[Sequence[Document]] = (),
-    dtype: str = "uint16",
     tokenizer_fingerprint: str = BYTES.fingerprint,
 ) -> Path:
     """Write a prepared corpus of these documents, given in several lists."""
     folder.mkdir(parents=True)
     of_splits = {"train": list(chain(*shards)), "validation": list(chain(*validation))}
     splits = {
-        name: write_split(folder, name, documents, dtype)
+        name: write_split(folder, name, documents)
         for name, documents in of_splits.items()
         if documents
     }
     (folder / "manifest.json").write_text(
-        dump_manifest(CorpusManifest(dtype, tokenizer_fingerprint, splits))
+        dump_manifest(CorpusManifest("uint16", tokenizer_fingerprint, splits))
     )
     return folder
 
 
-def write_split(folder: Path, name: str, documents: Sequence[Document], dtype: str) -> CorpusSplit:
-    tokens, begins = array(CODES[dtype]), array("q")
+def write_split(folder: Path, name: str, documents: Sequence[Document]) -> CorpusSplit:
+    tokens, begins = array("H"), array("q")
     for document in documents:
         begins.append(len(tokens))
         tokens.extend(document)

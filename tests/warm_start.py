@@ -10,7 +10,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from functools import partial
@@ -115,13 +114,10 @@ def finish(process: subprocess.Popen, status: int | None = 0) -> str:
     return output
 
 
-def kill_rank(
-    process: subprocess.Popen, victim: int, *, after_step: int, delay_s: float = 0.0
-) -> None:
-    """Wait until a step is logged, then send SIGKILL to one rank."""
+def kill_last_rank(process: subprocess.Popen, *, after_step: int) -> None:
+    """Wait until a step is logged, then send SIGKILL to the last rank."""
     read_until(process, f"step +{after_step}/")
-    time.sleep(delay_s)
-    os.kill(list_ranks(process)[victim], SIGKILL)
+    os.kill(list_ranks(process)[-1], SIGKILL)
 
 
 def list_ranks(launcher: subprocess.Popen) -> list[int]:

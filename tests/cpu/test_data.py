@@ -34,8 +34,8 @@ X = IGNORE_INDEX
 N_DRAWS = 10_000
 
 
-def open_folders(folders: list[Path], *, split: str = "train") -> list:
-    return [Corpus(str(folder), BYTES, NO_CACHE, split=split) for folder in folders]
+def open_folders(folders: list[Path]) -> list:
+    return [Corpus(str(folder), BYTES, NO_CACHE) for folder in folders]
 
 
 def make_sampler(n_samples: list[int], weights: list[float] | None, *, seed: int) -> Sampler:

@@ -22,8 +22,6 @@ from torchtitan_lite.models.llama3.modules import Llama3
 from torchtitan_lite.models.llama3.table import FLAVORS
 from torchtitan_lite.models.registry import MODELS
 from torchtitan_lite.preflight import collecting
-from torchtitan_lite.tools.plan.planned_run import plan_run
-from torchtitan_lite.tools.plan.remedies import list_remarks
 
 # Parameters in the published checkpoints of Llama 3.2 1B and 3B, Llama 3.1 8B, 70B and 405B, Mixtral v0.1, Qwen3.
 PUBLISHED_PARAMETERS = """
@@ -150,12 +148,6 @@ def test_check_judges_a_table_without_its_code(row, tp, key, add_row):
     with collecting(problems):
         plan_layout(config, resolve_model(config.model), 2)
     assert [problem.key for problem in problems] == ([key] if key else [])
-
-
-def test_plan_says_which_modules_it_does_not_time(add_row):
-    add_row(ModuleRow("ffn_gate", "linear", (1, 128), "sequence", 0.02))
-    remarks = list_remarks(plan_run(["--config=debug"], 2, "h100"))
-    assert any("ffn_gate" in remark for remark in remarks)
 
 
 def test_a_table_that_differs_from_its_code_stops_a_run_with_a_sentence(add_row):

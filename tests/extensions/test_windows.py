@@ -45,11 +45,11 @@ CASES = [  # window, layer types, sinks
 ]
 
 
-def make_documents(n_rows: int) -> torch.Tensor:
-    """Return random doc_ids (B, S). The first row is one document; the other rows have a document per 40 tokens, on
+def make_documents() -> torch.Tensor:
+    """Return random doc_ids (2, S). The first row is one document; the other one has a document per 40 tokens, on
     average."""
     generator = torch.Generator().manual_seed(0)
-    begins = torch.rand(n_rows, SEQ_LEN, generator=generator) < 1 / 40
+    begins = torch.rand(2, SEQ_LEN, generator=generator) < 1 / 40
     begins[0] = False
     return begins.cumsum(1)
 
@@ -103,7 +103,7 @@ def make_inputs(model_args: ModelArgs, inner: nn.Module):
 def test_attention_is_a_softmax_over_the_window_and_the_sink(case, documents, monkeypatch):
     """Compare outputs and gradients, and for documents also outputs of flex attention."""
     model_args = make_case(*case)
-    doc_ids = make_documents(2)
+    doc_ids = make_documents()
     attention = "document" if documents else "causal"
     seen_ids = doc_ids if documents else None
     for layer in range(2):
@@ -146,7 +146,7 @@ def attend_part(query, key, value, doc_ids):
 @torch.no_grad()  # flex attention has no backward on a CPU
 def test_attention_in_blocks_compiles_without_a_break(monkeypatch):
     heads, *_ = make_inputs(ARGS, None)
-    heads, doc_ids = take_part(*heads), make_documents(2)
+    heads, doc_ids = take_part(*heads), make_documents()
     expected = DocumentAttention()(*heads, plan_mask(doc_ids, QUERIES, KEYS))
     monkeypatch.setattr(document_attention, "create_mask", create_block_mask)
     torch._dynamo.reset()
@@ -167,7 +167,7 @@ def test_attention_in_blocks_on_a_gpu_gives_outputs_and_gradients_of_the_cpu():
     found = []
     for device in ("cpu", "cuda"):
         leaves = [tensor.detach().to(device).requires_grad_() for tensor in take_part(*heads)]
-        places = (each.to(device) for each in (make_documents(2), QUERIES, KEYS))
+        places = (each.to(device) for each in (make_documents(), QUERIES, KEYS))
         out = DocumentAttention()(*leaves, plan_mask(*places))
         found.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
     for one, other in zip(*found, strict=True):

@@ -99,19 +99,21 @@ FAST += ["Qwen3, tp4 on one rank", "one rank on Qwen3, tp4"]
 LARGEST_ERRORS = {"float8 on dp2 without float8": 0.01}  # of a loss; default: 1e-4
 
 
+def run_on(pool, worker, row: Row, *folders: Path) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Return the whole state that a worker saves, and the losses of three more steps."""
+    states, losses = zip(*pool.run(worker, *row, *map(str, folders)), strict=True)
+    return merge_states(states), losses[0]
+
+
 @pytest.fixture(scope="module")
 def save(pool, tmp_path_factory):
-    """Return a function that saves step 2 of a run. It returns the folder, the state, the losses of three more steps,
-    and the last state.
-    """
+    """Return a function that saves step 2 of a run. It returns the checkpoint, the state and the losses."""
     made = {}
 
     def save_once(row: Row) -> tuple:
         if str(row) not in made:
             folder = tmp_path_factory.mktemp("checkpoints")
-            results = pool.run(train_and_save, *row, str(folder), 2, KEEP_ALL)
-            states, losses, last_states = zip(*results, strict=True)
-            made[str(row)] = folder, merge_states(states), losses[0], merge_states(last_states)
+            made[str(row)] = folder / "step-2", *run_on(pool, train_and_save, row, folder)
         return made[str(row)]
 
     return save_once
@@ -122,42 +124,32 @@ def saved(save):
     return save(SAVED_ON["3d"])
 
 
-def open_on(
-    pool, world_size: int, overrides: dict, folder, step: int = 2, section=KEEP_ALL, **more
-):
-    """Return the whole state after loading, the losses of three more steps, the last state, and the loaded step."""
-    results = pool.run(load_and_train, world_size, overrides, str(folder), step, section, **more)
-    states, losses, last_states, steps = zip(*results, strict=True)
-    return merge_states(states), losses[0], merge_states(last_states), steps[0]
-
-
 @each_row("name", PAIRS, fast=FAST)
 def test_a_checkpoint_opens_on_another_layout_and_comes_back_with_every_element_equal(
     pool, save, tmp_path, name
 ):
     saver, opener = PAIRS[name]
-    folder, state, losses, _ = save(saver)
-    files = folder.glob("step-2/*.safetensors")
+    checkpoint, state, losses = save(saver)
+    files = checkpoint.glob("*.safetensors")
     assert len([*files]) == saver.world_size, "all ranks write, replicas too"
-    opened_state, opened_losses, *_ = open_on(pool, *opener, folder, saved_again=str(tmp_path))
+    opened_state, opened_losses = run_on(pool, load_and_train, opener, checkpoint, tmp_path)
     assert list_differing(opened_state, state) == []
     assert list_differing(assemble(tmp_path / "step-2"), state) == []
     assert opened_losses == pytest.approx(losses, rel=LARGEST_ERRORS.get(name, 1e-4))
 
 
 def test_files_are_safetensors_that_torch_opens(saved):
-    folder, state, *_ = saved
+    checkpoint, state, _ = saved
     read = {name: torch.full_like(tensor, float("nan")) for name, tensor in state.items()}
     planner = dcp.DefaultLoadPlanner(flatten_state_dict=False)
-    reader = HuggingFaceStorageReader(str(folder / "step-2"))
+    reader = HuggingFaceStorageReader(str(checkpoint))
     dcp.load(read, storage_reader=reader, planner=planner, no_dist=True)
     assert list_differing(read, state) == []
     assert len(state) == 4 * 21, "weight, step and two moments each"
 
 
 def test_files_have_each_element_once_and_sha256sum_checks_and_others_may_read_them(saved):
-    folder, state, *_ = saved
-    checkpoint = folder / "step-2"
+    checkpoint, state, _ = saved
     command = "sha256sum --check --strict checksums"
     subprocess.run(command.split(), cwd=checkpoint, check=True)
     manifest = load_json(checkpoint / "manifest.json")
@@ -191,10 +183,11 @@ def rewrite_in_format_3(checkpoint: Path) -> None:
 
 
 def test_checkpoints_of_format_3_open_on_another_layout(pool, saved, tmp_path):
-    folder, state, *_ = saved
-    shutil.copytree(folder / "step-2", tmp_path / "step-2")
-    rewrite_in_format_3(tmp_path / "step-2")
-    opened, *_ = open_on(pool, *OPENED_ON["3d on pp2, one stage a rank"], tmp_path)
+    checkpoint, state, _ = saved
+    old = shutil.copytree(checkpoint, tmp_path / "step-2")
+    rewrite_in_format_3(old)
+    row = OPENED_ON["3d on pp2, one stage a rank"]
+    opened, _ = run_on(pool, load_and_train, row, old, tmp_path / "again")
     assert list_differing(opened, state) == []
 
 
@@ -222,19 +215,19 @@ def test_what_was_not_committed_is_no_checkpoint_and_the_next_save_removes_it(po
 
 # keys | step | message
 DIFFERENT = r"""
-model.n_layers=3 | 2 | different model: model.layers.2.attention_norm.weight has shape \[64\]
-model.ffn_dim=128 | 2 | w1.weight has shape \[128, 64\] in this run, but \[96, 64\] there
- | 5 | step-5 is not a checkpoint
+model.n_layers=3 | step-2 | different model: model.layers.2.attention_norm.weight has shape \[64\]
+model.ffn_dim=128 | step-2 | w1.weight has shape \[128, 64\] in this run, but \[96, 64\] there
+ | step-5 | step-5 is not a checkpoint
 """
 
 
 @each_row("keys, step, message", DIFFERENT)
 def test_a_checkpoint_that_does_not_fit_is_refused_by_what_differs(
-    pool, saved, keys, step, message
+    pool, saved, tmp_path, keys, step, message
 ):
     (row,) = read_rows(f"run | 1 | ADAMW {keys}", globals()).values()
     with pytest.raises(RankFailure, match=message):
-        open_on(pool, *row, saved[0], step=int(step))
+        run_on(pool, load_and_train, row, saved[0].with_name(step), tmp_path)
 
 
 # ---------------------------------------------------------------- asynchronous

@@ -95,20 +95,19 @@ def test_flipped_bits_are_refused_and_the_file_is_named(folder):
         assert all(torch.equal(tensor, make_tensors(8)[name]) for name, tensor in tensors.items())
 
 
-DAMAGE = {
-    "cut manifest": (MANIFEST, lambda path: os.truncate(path, path.stat().st_size - 1)),
-    "cut file": (SECOND, lambda path: os.truncate(path, path.stat().st_size - 1)),
-    "file of another step": (
-        SECOND,
-        lambda path: shutil.copy(path.parent.with_name("step-4") / path.name, path),
-    ),
-    "lost file": (SECOND, Path.unlink),
-}
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
 
 
-@each_row("name", DAMAGE)
-def test_a_damaged_file_is_refused_by_its_name(folder, name):
-    file, damage = DAMAGE[name]
+def replace_by_another_step(path: Path) -> None:
+    shutil.copy(path.parent.with_name("step-4") / path.name, path)
+
+
+DAMAGE = [(MANIFEST, cut), (SECOND, cut), (SECOND, replace_by_another_step), (SECOND, Path.unlink)]
+
+
+@each_row("file, damage", DAMAGE)
+def test_a_damaged_file_is_refused_by_its_name(folder, file, damage):
     damage(folder / "step-8" / file)
     assert_damaged(folder / "step-8", str(folder / "step-8" / file))
 

@@ -9,7 +9,7 @@ import compare
 import torch
 import torch.distributed as dist
 from checkpoints import list_differing, list_state, make_saver, make_snapshots, train
-from layouts import MODE, MOE, OFFLOAD, TWO_LAYERS
+from layouts import MODE, TWO_LAYERS, read_rows
 from marks import each_row
 
 from torchtitan_lite.checkpoint.load import Saved
@@ -25,9 +25,6 @@ SCHEDULE = {
     "lr_scheduler.total_steps": 6,
     "lr_scheduler.decay_ratio": None,
 }
-NAME, IMPLEMENTATION, MOMENTS = (
-    f"optimizer.{key}" for key in ("name", "implementation", "moments_dtype")
-)
 COMMON = {
     "optimizer.lr": 0.01,
     "optimizer.weight_decay": 0.1,
@@ -35,19 +32,18 @@ COMMON = {
     **TWO_LAYERS,
     **SCHEDULE,
 }
-ROWS = {
-    f"{name} {implementation}": {NAME: name, IMPLEMENTATION: implementation}
+EACH = [
+    f"{name} {how} | 2 | COMMON optimizer.name={name} optimizer.implementation={how}"
     for name in OPTIMIZERS
-    for implementation in get_args(KEYS[IMPLEMENTATION])
-}
-ROWS["AdamW, bfloat16 moments"] = {NAME: "AdamW", IMPLEMENTATION: "fused", MOMENTS: "bfloat16"}
-ROWS["AdamW, offloaded"] = {NAME: "AdamW", IMPLEMENTATION: "fused", **OFFLOAD}
-ROWS["AdamW, spikes skipped"] = {
-    NAME: "AdamW",
-    "training.skip_spikes": 3.0,
-    "training.spike_window": 2,
-}
-ROWS["AdamW, experts"] = {NAME: "AdamW", IMPLEMENTATION: "fused", **MOE}
+    for how in get_args(KEYS["optimizer.implementation"])
+]
+MORE = """
+AdamW, bfloat16 moments | 2 | COMMON ADAMW optimizer.moments_dtype=bfloat16
+AdamW, offloaded | 2 | COMMON ADAMW OFFLOAD
+AdamW, spikes skipped | 2 | COMMON optimizer.name=AdamW training.skip_spikes=3.0 training.spike_window=2
+AdamW, experts | 2 | COMMON ADAMW MOE
+"""
+ROWS = read_rows("\n".join(EACH) + MORE, globals())
 FAST = [name for name in ROWS if "AdamW" in name or "fused" in name]
 MODES = {
     "sync": Checkpoint(enable=True),
@@ -101,5 +97,5 @@ def save_and_resume(rank: int, world_size: int, overrides: dict, folder: str) ->
 
 @each_row("name", ROWS, fast=FAST)
 def test_every_optimizer_is_saved_and_resumed_bit_equal_in_every_mode(pool, tmp_path, name):
-    for differing in pool.run(save_and_resume, 2, COMMON | ROWS[name], str(tmp_path)):
+    for differing in pool.run(save_and_resume, *ROWS[name], str(tmp_path)):
         assert differing == dict.fromkeys(MODES, [])

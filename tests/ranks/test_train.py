@@ -3,6 +3,7 @@
 import fcntl
 import gc
 import os
+import pkgutil
 import re
 import shlex
 import shutil
@@ -18,7 +19,7 @@ from checkpoints import assemble, flip_bit
 from marks import each_row
 from warm_start import (
     finish,
-    kill_rank,
+    kill_last_rank,
     launch,
     list_differences,
     list_ranks,
@@ -28,10 +29,8 @@ from warm_start import (
 )
 
 from torchtitan_lite.checkpoint.format import find_steps
-from torchtitan_lite.checkpoint.save import CheckpointSaver
 from torchtitan_lite.dump_folder import CONFIG_TOML, LOCK
 from torchtitan_lite.extensions.overwrite import FILES_OF_RUN
-from torchtitan_lite.step import train_step
 from torchtitan_lite.tools.verify.ranks import RankFailure
 
 STEPS = 20
@@ -57,7 +56,7 @@ def test_a_killed_rank_is_restarted_and_the_run_ends_bit_equal_to_the_unbroken_o
     # a restart does not start over
     keys = [*unbroken[1], "--job.overwrite", "--checkpoint.last_save_in_hf"]
     process = launch(tmp_path / "killed", tmp_path, *keys, n_ranks=RANKS, MAX_RESTARTS="2")
-    kill_rank(process, RANKS - 1, after_step=11)
+    kill_last_rank(process, after_step=11)
     read_until(process, "All ranks start again")
     kill_new_rank(process)  # kill the rank as soon as it is forked
     output = finish(process)
@@ -72,7 +71,7 @@ def test_a_killed_rank_is_restarted_and_the_run_ends_bit_equal_to_the_unbroken_o
 
 def test_records_and_log_name_the_rank_that_failed_first(unbroken, tmp_path):
     process = launch(tmp_path / "run", tmp_path, *unbroken[1], n_ranks=RANKS)
-    kill_rank(process, RANKS - 1, after_step=3)
+    kill_last_rank(process, after_step=3)
     finish(process, status=1)
     cause = f"rank {RANKS - 1} was killed by SIGKILL"
     *_, last = read_records(tmp_path / "run")
@@ -202,48 +201,44 @@ def test_a_restart_never_resumes_the_run_that_job_overwrite_deletes(
     assert find_steps(folder / "checkpoint") == [2]
 
 
-def save_slowly(rank: int, world_size: int, keys: list[str], seconds: float) -> int:
-    """Worker: train two steps, and save each of them in `seconds` or more."""
-    save = CheckpointSaver.save
+def start_slowly(
+    rank: int, world_size: int, keys: list[str], n_steps: int, place: str, seconds: float
+) -> tuple[int, str]:
+    """Worker: train `n_steps`. The function `place` takes `seconds` or more. Return the exit status and the output."""
+    function = pkgutil.resolve_name(place)
 
-    def wait_and_save(self, *args) -> None:
+    def wait_and_call(*args) -> object:
         time.sleep(seconds)
-        save(self, *args)
+        return function(*args)
 
-    with patch.object(CheckpointSaver, "save", wait_and_save):
-        return warm_start.start(rank, world_size, [*keys, "--checkpoint.interval=1"], 2)
+    with patch(place, wait_and_call):
+        return warm_start.start_aloud(rank, world_size, keys, n_steps)
 
 
 def test_the_time_of_a_step_does_not_include_saves(pool, unbroken, tmp_path):
     seconds = 2.0
-    keys = [*unbroken[1], f"--job.dump_folder={tmp_path}"]
-    assert pool.run(save_slowly, RANKS, keys, seconds) == [143] * RANKS
+    keys = [*unbroken[1], f"--job.dump_folder={tmp_path}", "--checkpoint.interval=1"]
+    place = "torchtitan_lite.checkpoint.save.CheckpointSaver.save"
+    ended = pool.run(start_slowly, RANKS, keys, 2, place, seconds)
+    assert [status for status, _ in ended] == [143] * RANKS
     records = read_records(tmp_path)
     assert [line["waited_s"] > seconds for line in records if line["kind"] == "save"] == [True] * 2
     times = [line["step_time_s"] for line in records if line["kind"] == "step"]
     assert len(times) == 2 and 0 < max(times) < seconds
 
 
-def step_slowly(rank: int, world_size: int, keys: list[str]) -> str:
-    """Worker: make three steps that take more than 0.6 s each. Return what the run prints."""
-
-    def wait_and_step(*args):
-        time.sleep(0.6)
-        return train_step(*args)
-
-    with patch.object(warm_start, "train_step", wait_and_step):
-        _, said = warm_start.start_aloud(rank, world_size, keys, 3)
-    return said
-
-
 def test_steps_that_are_long_for_the_time_out_are_told_once_with_a_remedy(pool, unbroken, tmp_path):
     key = "--comm.train_timeout_seconds"
-    keys = [*unbroken[1], f"--job.dump_folder={tmp_path}", f"{key}=1"]
-    (said,) = pool.run(step_slowly, 1, keys)  # a single rank waits for nobody
-    (line,) = [line for line in said.splitlines() if "time out after" in line]
+    keys = [*unbroken[1], f"--job.dump_folder={tmp_path}", "--job.overwrite"]
+    lines = []
+    for seconds in (1, 100):
+        slow = [*keys, f"{key}={seconds}"]
+        # a single rank waits for nobody
+        ((_, said),) = pool.run(start_slowly, 1, slow, 3, "warm_start.train_step", 0.6)
+        lines.append([line for line in said.splitlines() if "time out after" in line])
+    ((line,), others) = lines
     assert int(re.search(r"to (\d+) or more", line)[1]) >= 3
-    (said,) = pool.run(step_slowly, 1, [*keys[:-1], f"{key}=100", "--job.overwrite"])
-    assert "time out after" not in said
+    assert not others
 
 
 def test_a_run_that_only_reads_and_fails_or_is_stopped_writes_no_report(pool, stopped):

@@ -1,14 +1,12 @@
 """A model whose forward differs from its table or the plain loop gives an error with a name, never a wrong run."""
 
-import math
-from dataclasses import replace
 from functools import partial
 from unittest.mock import patch
 
 import compare
 import pytest
 import torch
-from layouts import BIASES, HEAD_NORMS, ONE_HEAD, PP, TP, Row
+from layouts import PP, TP
 from marks import each_row
 
 from torchtitan_lite import build
@@ -17,7 +15,6 @@ from torchtitan_lite.checkpoint.load import create_optimizer_state
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.extensions.optimizer_state import watch_state
 from torchtitan_lite.models.llama3.modules import Llama3
-from torchtitan_lite.models.registry import MODELS
 from torchtitan_lite.tools.verify.plain import run_plainly
 from torchtitan_lite.tools.verify.trial import make_trial
 
@@ -64,11 +61,6 @@ def test_frozen_parameters_stay_frozen_on_every_layout(pool):
 class Broken(Llama3):
     def forward(self, x, **fields):
         raise TypeError("of a fork")
-
-
-class Diverging(Llama3):
-    def forward(self, x, **fields):
-        return super().forward(x, **fields) * math.inf
 
 
 class Unused(Llama3):
@@ -173,22 +165,3 @@ def test_what_a_run_would_lose_or_get_wrong_is_refused_in_its_first_step(pool, k
     for errors in pool.run(train_unusually, 2, keys):
         for said, words in zip(errors, UNUSUAL.values(), strict=True):
             assert words in said
-
-
-def make_whole():
-    """Context manager: each tp rank has all weights of keys and values and computes all of them, as in MLA."""
-    table = MODELS["llama3"]
-
-    def list_block(*args):
-        rows = []
-        for row in table.list_block(*args):
-            is_whole = row.name in ("attention.wk", "attention.wv", "attention.k_norm")
-            rows.append(replace(row, tp_style="whole", kv_heads=0) if is_whole else row)
-        return rows
-
-    return patch.dict(MODELS, llama3=replace(table, list_block=list_block))
-
-
-def test_modules_that_each_rank_computes_whole_have_the_gradients_of_one_process(pool, tmp_path):
-    row = Row(2, {TP: 2, **ONE_HEAD, **HEAD_NORMS, **BIASES})
-    assert not compare.try_row(row, compare.ranks_inside(pool, make_whole), tmp_path).faults

@@ -301,6 +301,7 @@ def test_a_dataset_that_lists_no_files_is_refused(monkeypatch):
 
 NOTED = f"""
 --training.steps=4 --lr_scheduler.warmup_steps=5 | the learning rate only reaches 80% of optimizer.lr
+--optimizer.lr=0 | the learning rate falls to 0 at step 1 of 200 (optimizer.lr = 0,
 --training.steps=200 --lr_scheduler.total_steps=100 | the learning rate falls to 0 at step 101 of 200
 --training.steps=200 --lr_scheduler.total_steps=100 --lr_scheduler.warmup_steps=200 | 200 and 100 steps
 --job.dump_folder=my/run --checkpoint.local_folder=new | new/run-

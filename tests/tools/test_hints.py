@@ -70,41 +70,38 @@ def write_lines(rows: list[dict]) -> str:
 # ---------------------------------------------------------------- prepare
 
 
-def write_large_vocabulary() -> list[str]:
-    """Write a tokenizer of 3,256 tokens. The embedding of the debug model has fewer rows."""
+def write_tokenizers() -> None:
+    """Write a model, and a tokenizer of 3,256 tokens. The embedding of the debug model has fewer rows."""
+    publish(Path("my llama"), CASES["tied, published in bfloat16"])
     lines = (SHIPPED / "tokenizer.model").read_text().splitlines()
     for n in range(len(lines), 3000):
         token = bytes([n // 256, n % 256] * 9)
         lines.append(f"{b64encode(token).decode()} {n}")
     Path("large").mkdir()
     Path("large/tokenizer.model").write_text("\n".join(lines))
-    return ["--tokenizer", "large"]
 
 
-def publish_llama() -> list[str]:
-    return ["--tokenizer", str(publish(Path("my llama"), CASES["tied, published in bfloat16"]))]
+# options of `prepare`, number of documents | words of the command that it prints
+PREPARED = """
+--validation-share=0.2 50 | --training.dataset out --job.dump_folder outputs/out
+--validation-share=0.2 1 | --validation.no_enable
+--tokenizer=bytes 50 | --model.hf_assets_path bytes
+--tokenizer=large 50 | --model.hf_assets_path large --model.vocab_size 3256
+--tokenizer='my llama' 50 | --config finetune --checkpoint.initial_load_path 'my llama'
+"""
 
 
-PREPARED = {  # words of the command that `prepare` prints -> its options, number of documents
-    "--training.dataset out --job.dump_folder outputs/out": (
-        lambda: ["--validation-share=0.2"],
-        50,
-    ),
-    "--validation.no_enable": (list, 1),
-    "--model.hf_assets_path bytes": (lambda: ["--tokenizer=bytes"], 50),
-    "--model.hf_assets_path large --model.vocab_size 3256": (write_large_vocabulary, 50),
-    "--config finetune --checkpoint.initial_load_path 'my llama'": (publish_llama, 50),
-}
-
-
-@each_row("words", PREPARED)
-def test_the_command_that_prepare_prints_trains_and_validates_on_the_corpus(words, run_prepare):
-    make_options, n_documents = PREPARED[words]
-    file = write_lines([{"text": f"document {n}"} for n in range(n_documents)])
-    command = re.search(r"Train on it: (.*)", run_prepare(file, *make_options()))[1]
+@each_row("given, words", PREPARED)
+def test_the_command_that_prepare_prints_trains_and_validates_on_the_corpus(
+    given, words, run_prepare
+):
+    write_tokenizers()
+    option, n_documents = shlex.split(given)
+    file = write_lines([{"text": f"document {n}"} for n in range(int(n_documents))])
+    command = re.search(r"Train on it: (.*)", run_prepare(file, option))[1]
     assert all(word in command for word in words.split()) and follow(command) == 0
     splits = read_corpus_manifest(Path("out")).splits
-    assert sum(split.n_documents for split in splits.values()) == n_documents
+    assert sum(split.n_documents for split in splits.values()) == int(n_documents)
     assert splits.keys() == ({"train"} if "no_enable" in command else {"train", "validation"})
 
 

@@ -58,12 +58,9 @@ def test_a_search_has_every_kind_of_layout_once_and_check_accepts_each():
         assert planned.layout.global_batch_size == 16
 
 
-def test_what_a_search_prunes_by_is_true_of_every_layout():
-    """The bound is below the simulated time, and the fullest pp rank is always one of three."""
+def test_the_fullest_rank_of_every_layout_is_found():
     for planned in list_8b():
         w = planned.workload
-        step_time_s = planned.forecast.step_time_s
-        assert planned.step_time.lower_bound_s <= step_time_s * (1 + 1e-9)
         peaks = [RankMemory(w).estimate(rank).live for rank in range(w.layout.pp)]
         assert planned.memory.live == max(peaks)
         alone = PlannedRun("alone", planned.config, planned.model_args, planned.layout, H100)
