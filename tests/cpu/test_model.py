@@ -129,15 +129,20 @@ def test_initial_weights_have_the_spread_that_the_rule_says():
         assert values.std().item() == pytest.approx(std * CUT, rel=0.03), fqn
 
 
-@each_row(
-    "capability, n_kv_heads, avoids", [((10, 0), 4, True), ((10, 0), 8, False), ((9, 0), 4, False)]
-)
-def test_cudnn_is_avoided_only_where_it_was_seen_to_be_wrong(
-    monkeypatch, capability, n_kv_heads, avoids
-):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+# capability of the GPU, key/value heads | whether cuDNN is avoided
+CUDNN = """
+10 4 | yes
+10 8 |
+9 4 |
+"""
+
+
+@each_row("case, avoids", CUDNN)
+def test_cudnn_is_avoided_only_where_it_was_seen_to_be_wrong(monkeypatch, case, avoids):
+    capability, n_kv_heads = map(int, case.split())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
     key = SimpleNamespace(is_cuda=True, shape=(1, n_kv_heads, 128, 128), device="cuda")
-    assert avoids_cudnn(key) == avoids
+    assert avoids_cudnn(key) == bool(avoids)
     query, keys = torch.randn(1, 4, 8, 16), torch.randn(2, 1, 2, 8, 16)
     expected = CausalAttention()(query, *keys, None)
     monkeypatch.setattr(attention, "avoids_cudnn", lambda key: True)

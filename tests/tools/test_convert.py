@@ -8,6 +8,7 @@ import pytest
 import torch
 from checkpoints import flip_bit, limit_files
 from folders import list_names
+from marks import read_lines
 from test_generate_tool import save
 from test_model import FLAVORS, PLAIN, build_ours
 from transformers import LlamaForCausalLM
@@ -80,17 +81,22 @@ def test_one_file_is_in_memory(tmp_path, monkeypatch, run):
 # ---------------------------------------------------------------- refused
 
 
+# source | out | exit status | words
+WRONG = """
+step-7 | hf | 1 | /hf already exists
+step-7 | hf/config.json/out | 1 | Not a directory
+step-7 | killed | 1 | /killed.tmp already exists, and is never overwritten
+hf | out | 2 | is already a Hugging Face folder
+nothing | out | 2 | /nothing
+"""
+
+
 def test_out_is_never_overwritten_and_a_folder_needs_no_conversion(ours, tmp_path, run):
     assert "no tokenizer was written" in run(ours, tmp_path / "hf")
     (tmp_path / "killed.tmp").mkdir()
-    for source, out, status, named in (
-        (ours, "hf", 1, f"{tmp_path / 'hf'} already exists"),
-        (ours, "hf/config.json/out", 1, "Not a directory"),
-        (ours, "killed", 1, f"{tmp_path / 'killed.tmp'} already exists, and is never overwritten"),
-        (tmp_path / "hf", "out", 2, "is already a Hugging Face folder"),
-        (tmp_path / "nothing", "out", 2, str(tmp_path / "nothing")),
-    ):
-        assert named in run(source, tmp_path / out, "--tokenizer", "bytes", status=status)
+    for source, out, status, named in read_lines(WRONG):
+        args = tmp_path / source, tmp_path / out, "--tokenizer", "bytes"
+        assert named in run(*args, status=int(status))
     assert list_names(tmp_path) == {"step-7", "hf", "killed.tmp"}
 
 

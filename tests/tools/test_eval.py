@@ -11,6 +11,7 @@ import pytest
 import test_generate_tool
 import torch
 from checkpoints import flip_bit
+from marks import read_lines
 from test_generate_tool import ARGS, SHIPPED, save
 from test_tokenizers import make_word_piece, write
 from transformers import LlamaForCausalLM
@@ -117,27 +118,30 @@ def test_biases_choose_the_experts(evaluate, texts, tmp_path):
     assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-5)
 
 
+# model | texts | exit status | words
+WRONG = """
+ours | absent | 2 | absent
+ours | bytes | 2 | tokenizer
+ours | all | 2 | validation
+texts | texts | 2 | /texts
+step-1 | texts | 1 | step-1/rank-00000.safetensors  # a flipped bit
+step-2 | texts | 1 | loss is nan
+step-2 | rows.jsonl | 1 | rows with a column url, which is not used: 1
+"""
+
+
 def test_wrong_input_is_refused_and_damaged_weights_have_no_figures(
     model, checkpoint, texts, tmp_path, run_tool
 ):
+    (tmp_path / "ours").symlink_to(checkpoint)
+    (tmp_path / "texts").symlink_to(texts)
     prepare(texts, tmp_path / "bytes", "bytes", "0.5")
     prepare(texts, tmp_path / "all", SHIPPED, "0")
-    damaged = save(tmp_path / "step-1", model.state_dict())
-    (file,) = damaged.glob("*.safetensors")
-    flip_bit(file)
+    flip_bit(save(tmp_path / "step-1", model.state_dict()) / "rank-00000.safetensors")
     norm = {"norm.weight": torch.full((128,), torch.nan)}
-    nan = save(tmp_path / "step-2", model.state_dict() | norm)
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"text": "a b", "url": "c"}')
+    save(tmp_path / "step-2", model.state_dict() | norm)
+    (tmp_path / "rows.jsonl").write_text('{"text": "a b", "url": "c"}')
     run_tool("eval", checkpoint, status=2)
-    for source, data, status, named in (
-        (checkpoint, tmp_path / "absent", 2, "absent"),
-        (checkpoint, tmp_path / "bytes", 2, "tokenizer"),
-        (checkpoint, tmp_path / "all", 2, "validation"),
-        (texts, texts, 2, str(texts)),
-        (damaged, texts, 1, str(file)),
-        (nan, texts, 1, "loss is nan"),
-        (nan, rows, 1, "rows with a column url, which is not used: 1"),
-    ):
-        said = run_tool("eval", source, "--data", data, status=status)
+    for source, data, status, named in read_lines(WRONG):
+        said = run_tool("eval", tmp_path / source, "--data", tmp_path / data, status=int(status))
         assert named in said and "perplexity" not in said

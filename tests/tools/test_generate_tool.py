@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import write_tensors
-from folders import dump_json, load_json
-from marks import each_row
+from folders import dump_json
+from marks import each_row, read_lines
+from test_hugging_face import edit_json
 from test_tokenizers import make_word_piece, write
 from tokenizers import Tokenizer as HuggingFace
 from torch import Tensor
@@ -226,26 +227,29 @@ def test_a_conversation_on_a_terminal_answers_each_line_as_if_it_had_been_read_a
 # ---------------------------------------------------------------- what is refused
 
 
+# model | prompt | words of the refusal
+WRONG = f"""
+ours | {"x " * 200}. | has 203 tokens
+absent | a | /absent
+step-1 | a | {SHIPPED}
+step-2 | a | 'of_another_fork' has no row
+bare | a | --tokenizer
+llama | a | max_position_embeddings
+"""
+
+
 def test_wrong_input_is_refused_before_weights_are_loaded(
     model, checkpoint, export, tmp_path, run_tool, monkeypatch
 ):
     monkeypatch.setattr(tool, "build_model", None)  # building a model would raise TypeError
-    foreign = save(tmp_path / "step-1", model.state_dict(), tokenizer="0" * 64)
+    (tmp_path / "ours").symlink_to(checkpoint)
+    save(tmp_path / "step-1", model.state_dict(), tokenizer="0" * 64)
     other = save(tmp_path / "step-2", model.state_dict(), attention="of_another_fork")
-    without_context = shutil.copytree(export, tmp_path / "llama")
-    bare = shutil.copytree(export, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
-    config = load_json(export / "config.json")
-    unknown = {"max_position_embeddings": None}
-    dump_json(without_context / "config.json", config | unknown)
-    for source, prompt, named in (
-        (checkpoint, "x " * 200, "has 202 tokens"),
-        (Path("outputs/absent"), "a", "outputs/absent"),
-        (foreign, "a", SHIPPED),
-        (other, "a", "'of_another_fork' has no row"),
-        (bare, "a", "--tokenizer"),
-        (without_context, "a", "max_position_embeddings"),
-    ):
-        assert named in run_tool("generate", source, "--prompt", prompt, status=2)
+    shutil.copytree(export, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
+    shutil.copytree(export, tmp_path / "llama")
+    edit_json(tmp_path / "llama" / "config.json", max_position_embeddings=None)
+    for source, prompt, named in read_lines(WRONG):
+        assert named in run_tool("generate", tmp_path / source, "--prompt", prompt, status=2)
     for words in (("convert", other, tmp_path / "hf"), ("eval", other, "--data", __file__)):
         assert "has no row" in run_tool(*words, status=2)
 
