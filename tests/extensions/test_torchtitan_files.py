@@ -13,19 +13,15 @@ from torchtitan_lite.models.llama3.table import FLAVORS
 from torchtitan_lite.preflight import resolve
 
 NAMES = "flavor dataset batch seq_len steps lr warmup tp recompute option compile".split()
-FILES = {  # file -> its values, in the order of NAMES
-    "debug_model": "debugmodel c4_test 8 2048 10 8e-4 2 1 selective 2 false".split(),
-    "llama3_8b": "8B c4 1 8192 1000 3e-4 200 1 selective op false".split(),
-    "llama3_70b": "70B c4 8 8192 1000 1.5e-4 200 8 full op false".split(),
-    "llama3_405b": "405B c4 2 8192 3000 8e-5 600 8 full op true".split(),
-}
-N_HOSTS = {"debug_model": 1, "llama3_8b": 1, "llama3_70b": 32, "llama3_405b": 16}
-VERSIONS = [
-    "v0.1.0",
-    "v0.2.0",
-    "v0.2.2",
-]  # v0.2.1 has the files of v0.2.2; base_config of its tests is debug_model
-SHIPPED = [(version, file) for version in VERSIONS for file in FILES]
+# file | its values, in the order of NAMES | hosts
+FILES = """
+debug_model | debugmodel c4_test 8 2048 10 8e-4 2 1 selective 2 false | 1
+llama3_8b | 8B c4 1 8192 1000 3e-4 200 1 selective op false | 1
+llama3_70b | 70B c4 8 8192 1000 1.5e-4 200 8 full op false | 32
+llama3_405b | 405B c4 2 8192 3000 8e-5 600 8 full op true | 16
+"""
+# v0.2.1 has the files of v0.2.2; base_config of its tests is debug_model
+VERSIONS = "v0.1.0 v0.2.0 v0.2.2".split()
 
 COMMON = """
 job = {dump_folder = "./outputs", description = "Llama 3 training"%(job)s}
@@ -75,9 +71,8 @@ validation = {%(validation)s = false, dataset = "c4_validation", freq = 500, ste
 """
 
 
-def write_toml(folder: Path, version: str, file: str) -> list[str]:
+def write_toml(path: Path, version: str, values: dict[str, str]) -> list[str]:
     """Write one of torchtitan's files; return the arguments that read it."""
-    values = dict(zip(NAMES, FILES[file], strict=True))
     is_first = version == "v0.1.0"
     flavor = values["flavor"]
     tokenizer = f"assets/hf/Llama-3.1-{flavor}"
@@ -91,7 +86,6 @@ def write_toml(folder: Path, version: str, file: str) -> list[str]:
             ', converters = "float8"' if is_first else ', converters = ["float8"]'
         )
     values["validation"] = "enabled" if version == "v0.2.0" else "enable"
-    path = folder / f"{file}.toml"
     path.write_text((COMMON + (V01 if is_first else V02)) % values)
     return ["--config", str(path)]
 
@@ -120,18 +114,16 @@ def tokenizer(tmp_path) -> Path:
 # ---------------------------------------------------------------- the files
 
 
-@each_row("version, file", SHIPPED)
+@each_row("version", VERSIONS)
+@each_row("file, words, n_hosts", FILES)
 def test_each_file_starts_on_its_gpus_once_c4_and_a_tokenizer_are_there(
-    tmp_path, monkeypatch, c4, tokenizer, version, file
+    tmp_path, monkeypatch, c4, tokenizer, version, file, words, n_hosts
 ):
     monkeypatch.chdir(tmp_path)
-    args = write_toml(tmp_path, version, file)
-    flavor, *_ = FILES[file]
-    place = {
-        "machine": H100_ELSEWHERE,
-        "n_ranks": 8 * N_HOSTS[file],
-        "n_hosts": N_HOSTS[file],
-    }
+    values = dict(zip(NAMES, words.split(), strict=True))
+    flavor = values["flavor"]
+    args = write_toml(tmp_path / f"{file}.toml", version, values)
+    place = {"machine": H100_ELSEWHERE, "n_ranks": 8 * int(n_hosts), "n_hosts": int(n_hosts)}
     assert find_keys(args, **place) == ["model.hf_assets_path", "training.dataset"]
     args += [f"--training.dataset_path={c4}", f"--model.hf_assets_path={tokenizer}"]
     spec = resolve(args, **place)

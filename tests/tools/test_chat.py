@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from marks import each_row
-from test_dialects import read_json
+from test_dialects import read_cases, read_json
 from test_generate_tool import save
 from test_model import PLAIN, build_ours
 from test_tokenizers import SHIPPED, train_byte_level, write
@@ -189,18 +189,54 @@ def test_a_greeting_is_an_answer(make_folder):
         assert greeting.startswith("Hello<|") and answer.startswith("4<|")
 
 
-BRACKETS = ("[|endofturn|]", "[|assistant|]", "[|user|]")
-ENDINGS = {  # special tokens, text after a message, the part of it that is a target, the end token
-    "in brackets": (BRACKETS, "[|endofturn|]\n", "[|endofturn|]", "[|endofturn|]"),
-    "start of another": (("[|end|]", "[|end|]\n\n"), "[|end|]\n", "[|end|]", "[|end|]"),
-    "longer than another": (("[|end|]x", "[|end|]"), "[|end|]x[|end|]", "[|end|]x", "[|end|]x"),
-    "with spaces": (("<end of> ",), " <end of> \n", " <end of> ", "<end of> "),
-    "SentencePiece's spaces": (("▁</s>",), "▁</s>\n", "▁</s>", "▁</s>"),
-    "a word": (("QZXJ", "QZX"), " QZXJ QZX", " QZXJ", "QZXJ"),
-    "plain text": ((), "</s>\n", "</s>", None),
-    "none, but for the heads": (BRACKETS[1:], "\n", "", None),
-    "none": ((), "", "", None),
-}
+# special: special tokens. written: the text after a message. kept: the part of it that is a target. end: the end token
+ENDINGS = read_cases(r"""
+in brackets
+  special: ["[|endofturn|]", "[|assistant|]", "[|user|]"]
+  written: "[|endofturn|]\n"
+  kept: "[|endofturn|]"
+  end: "[|endofturn|]"
+start of another
+  special: ["[|end|]", "[|end|]\n\n"]
+  written: "[|end|]\n"
+  kept: "[|end|]"
+  end: "[|end|]"
+longer than another
+  special: ["[|end|]x", "[|end|]"]
+  written: "[|end|]x[|end|]"
+  kept: "[|end|]x"
+  end: "[|end|]x"
+with spaces
+  special: ["<end of> "]
+  written: " <end of> \n"
+  kept: " <end of> "
+  end: "<end of> "
+SentencePiece's spaces
+  special: ["▁</s>"]
+  written: "▁</s>\n"
+  kept: "▁</s>"
+  end: "▁</s>"
+a word
+  special: ["QZXJ", "QZX"]
+  written: " QZXJ QZX"
+  kept: " QZXJ"
+  end: "QZXJ"
+plain text
+  special: []
+  written: "</s>\n"
+  kept: "</s>"
+  end: null
+none, but for the heads
+  special: ["[|assistant|]", "[|user|]"]
+  written: "\n"
+  kept: ""
+  end: null
+none
+  special: []
+  written: ""
+  kept: ""
+  end: null
+""")
 ANSWERS = ["<br>hello<br>", "<s>", "</s>hello", "[|end", "hello\n", " a <think> b ", "QZ"]
 
 
@@ -208,7 +244,7 @@ ANSWERS = ["<br>hello<br>", "<s>", "</s>hello", "[|end", "hello\n", " a <think> 
 def test_an_answer_ends_with_a_special_token_of_the_tokenizer_however_it_is_spelled(
     kind, make_folder
 ):
-    special, written, kept, end = ENDINGS[kind]
+    special, written, kept, end = ENDINGS[kind].values()
     head = "{% for message in messages %}[|{{ message.role }}|]{{ message.content }}"
     asks = "{% endfor %}{% if add_generation_prompt %}[|assistant|]{% endif %}"
     folder = make_folder(f"{head}{{{{ {written!r} }}}}{asks}", *special)

@@ -16,13 +16,10 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
+import test_generate_tool
 from marks import each_row, read_lines
-from test_generate_tool import ARGS, save
 
-from torchtitan_lite.__main__ import main
 from torchtitan_lite.config.reader import REPOSITORY, read_config
-from torchtitan_lite.models.llama3.modules import Llama3
-from torchtitan_lite.parallel.initial_weights import initialize_weights
 from torchtitan_lite.tools.command_lines import TOOLS, parse_command, rank, ranks
 from torchtitan_lite.tools.options import Option, count
 
@@ -167,8 +164,14 @@ def test_a_number_of_a_tool_has_an_end(name, option, capsys):
         assert option.name.strip("-") in capsys.readouterr().err.splitlines()[-1].lower()
 
 
+# fixtures of a model, a checkpoint that saves it, and its export
+model = test_generate_tool.model
+checkpoint = test_generate_tool.checkpoint
+export = test_generate_tool.export
+
+
 @pytest.fixture(scope="module")
-def desk(tmp_path_factory) -> Path:
+def desk(export, tmp_path_factory) -> Path:
     """Make a working directory with the files and folders that the commands name."""
     desk = tmp_path_factory.mktemp("desk")
     (desk / "run_train.sh").symlink_to(REPOSITORY / "run_train.sh")
@@ -187,10 +190,7 @@ def desk(tmp_path_factory) -> Path:
     pyarrow.parquet.write_table(pyarrow.table({"text": texts}), parquet)
     for name in ("Llama-3.1-8B", "Llama-3.1-8B-Instruct"):
         shutil.copytree(REPOSITORY / "assets/tokenizer", desk / name)
-    model = Llama3(ARGS)
-    initialize_weights(model, seed=0)
-    checkpoint = save(tmp_path_factory.mktemp("run") / "step-1", model.state_dict())
-    assert main(["convert", str(checkpoint), str(desk / "Llama-3.2-1B")]) == 0
+    shutil.copytree(export, desk / "Llama-3.2-1B")
     return desk
 
 
