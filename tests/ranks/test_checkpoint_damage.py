@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import shutil
 from dataclasses import asdict
 from pathlib import Path
@@ -143,55 +144,55 @@ def run_folder(tmp_path) -> Path:
     return tmp_path
 
 
-def resume_at(folder: Path, step: int, *more: str, restarted: bool = False) -> int:
-    """Return the step that a run would resume from."""
-    named = [
-        "--config=debug",
-        f"--job.dump_folder={folder}",
-        f"--checkpoint.load_step={step}",
-        *more,
-    ]
-    return resolve(named, machine=LAPTOP, restarted=restarted).resumed_step
+def resume_at(folder: Path, step: int, *more: str) -> int:
+    """Return the step that a run would resume from. `more`: arguments, and "restarted" if torchrun restarts it."""
+    named = f"--config=debug --job.dump_folder={folder} --checkpoint.load_step={step}".split()
+    named += [word for word in more if word != "restarted"]
+    return resolve(named, machine=LAPTOP, restarted="restarted" in more).resumed_step
 
 
-def test_a_named_step_is_checked_before_torch_starts(run_folder):
-    assert resume_at(run_folder, 8) == 8 and resume_at(run_folder, 4, "--checkpoint.load_only") == 4
-    # A job that torchrun restarts continues from its own newest checkpoint, not from load_step.
-    assert resume_at(run_folder, 4, restarted=True) == 8
-    assert resume_at(run_folder, -1, "--job.overwrite", restarted=True) == 8
-    assert resume_at(run_folder, -1, "--job.overwrite") == 0
-    for step, named, *more in (
-        (6, "steps [4, 8]"),
-        (4, "Use [8]"),  # the run would save step 8 a second time
-        (8, "start from the beginning", "--job.overwrite"),
-    ):
+LOAD_STEP = "checkpoint.load_step"
+READS = "--checkpoint.load_only"
+# saved steps, with the load_step of their run, and ! if the manifest is damaged | load_step and arguments of this run
+# | the step that it resumes from, or key and words of the problem
+STEPS = f"""
+4 8 | 8 | 8
+4 8 | 4 {READS} | 4
+4 8 | 4 restarted | 8  # A job that torchrun restarts continues from its own newest checkpoint, not from load_step.
+4 8 | -1 --job.overwrite restarted | 8
+4 8 | -1 --job.overwrite | 0
+4 8 | 6 | {LOAD_STEP}: steps [4, 8]
+4 8 | 4 | {LOAD_STEP}: Use [8]  # the run would save step 8 a second time
+4 8 | 8 --job.overwrite | {LOAD_STEP}: start from the beginning
+4 8 12/8 16/8 | 8 | 16  # Slurm runs the same command when it queues a job again.
+4 8 12/8 16/8 | 8 {READS} | 8  # Only a run that saves may continue in this way.
+4 8 12/8 16/8 | 8 {READS} restarted | 8
+4 8 12/8 16/8 | 4 | {LOAD_STEP}: Use [16]
+4 8 12/8 16/8! | 8 | 12
+4 8 | -1 {READS} --checkpoint.no_enable | checkpoint.load_only
+4 8 | 4 {READS} --checkpoint.no_enable | checkpoint.load_only
+4 8 | -1 {READS} --checkpoint.folder=ck | checkpoint.load_only
+4 8 | 4 {READS} --checkpoint.folder=ck | {LOAD_STEP}
+| -1 {READS} | checkpoint.load_only
+| 4 {READS} | {LOAD_STEP}
+"""
+
+
+@each_row("saved, words, expected", STEPS)
+def test_a_named_step_is_checked_before_torch_starts(tmp_path, saved, words, expected):
+    for step, load_step, is_damaged in re.findall(r"(\d+)/?(\d*)(!?)", saved):
+        write_steps(tmp_path, [int(step)], int(load_step or -1))
+        if is_damaged:
+            flip_bit(tmp_path / "checkpoint" / f"step-{step}" / "manifest.json")
+    step, *more = words.split()
+    if expected.isdecimal():
+        assert resume_at(tmp_path, int(step), *more) == int(expected)
+    else:
         with pytest.raises(ConfigError) as refused:
-            resume_at(run_folder, step, *more)
-        (problem,) = refused.value.problems
-        assert problem.key == "checkpoint.load_step" and named in str(problem)
-
-
-def test_a_command_with_a_step_that_is_started_again_goes_on_from_what_it_has_saved(run_folder):
-    """Slurm runs the same command when it queues a job again. Only a run that saves may continue in this way."""
-    write_steps(run_folder, [12, 16], load_step=8)
-    assert resume_at(run_folder, 8) == 16
-    for restarted in (False, True):
-        assert resume_at(run_folder, 8, "--checkpoint.load_only", restarted=restarted) == 8
-    with pytest.raises(ConfigError, match=r"Use \[16\]"):
-        resume_at(run_folder, 4)
-    flip_bit(run_folder / "checkpoint" / "step-16" / "manifest.json")
-    assert resume_at(run_folder, 8) == 12
-
-
-@each_row(
-    "more", [["--checkpoint.no_enable"], ["--job.dump_folder=nowhere"], ["--checkpoint.folder=ck"]]
-)
-def test_a_run_that_only_reads_is_refused_if_there_is_nothing_to_read(run_folder, more):
-    for step in (-1, 4):
-        with pytest.raises(ConfigError) as refused:
-            resume_at(run_folder, step, "--checkpoint.load_only", *more)
-        keys = [problem.key for problem in refused.value.problems]
-        assert set(keys) & {"checkpoint.load_only", "checkpoint.load_step"}
+            resume_at(tmp_path, int(step), *more)
+        key, _, said = expected.partition(": ")
+        (problem,) = [each for each in refused.value.problems if each.key == key]
+        assert said in str(problem)
 
 
 def change_format(path: Path) -> None:
