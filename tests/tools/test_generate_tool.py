@@ -229,7 +229,7 @@ def test_a_conversation_on_a_terminal_answers_each_line_as_if_it_had_been_read_a
 
 # model | prompt | words of the refusal
 WRONG = f"""
-ours | {"x " * 200}. | has 203 tokens
+ours | {"x " * 200}. | has 202 tokens
 absent | a | /absent
 step-1 | a | {SHIPPED}
 step-2 | a | 'of_another_fork' has no row
