@@ -42,6 +42,7 @@ RUN = ["--training.dataset=python_stdlib", "--checkpoint.enable"]
 RUN += ["--job.dump_folder=outputs/debug"]
 HF, OURS = f"--{PATH}=hf", f"--{PATH}=step-9"
 NOT_ONLY = "--checkpoint.initial_load_model_only=false"
+ANEW = "--checkpoint.exclude_from_loading=optimizer"
 LETTERS = "--training.dataset=letters"
 STATE = {"optimizer.norm.weight.step": TensorRecord("float32", (), 0, (), 0)}
 
@@ -133,6 +134,10 @@ UNFIT = f"""
 {HF} --{ASSETS}=other                             | {ASSETS}: Leave it out
 {OURS} --{ASSETS}=assets/tokenizer                | {ASSETS}: Leave it out
 {OURS} --{ASSETS}=bytes                           | {ASSETS}: Leave it out
+{OURS} {NOT_ONLY} --training.steps=5 {ANEW} | training.steps: Set it to more than 9  # continues the state of step 9
+{OURS} {NOT_ONLY} --training.steps=9 {ANEW} | training.steps: Set it to more than 9
+{OURS} {NOT_ONLY} --training.steps=10 |
+{OURS} --training.steps=9 {ANEW} |
 """
 
 
@@ -328,14 +333,6 @@ def test_a_run_that_trains_in_another_way_from_here_on_prints_both_values():
         assert not any("as before" in notice for notice in about_rates), "total_steps is the same"
 
 
-def test_the_state_of_another_run_is_continued_to_a_later_step_only():
-    for n_steps in (5, 9):
-        args = f"{OURS} --training.steps={n_steps} --checkpoint.exclude_from_loading=optimizer"
-        assert_refused(f"{args} {NOT_ONLY}", "training.steps: Set it to more than 9")
-        assert prepare(*args.split())
-    assert prepare(OURS, NOT_ONLY, "--training.steps=10")
-
-
 def test_a_run_from_an_own_checkpoint_balances_its_experts_as_before():
     experts = ["--model.flavor=debug_moe", "--job.dump_folder=first"]
     for rate in (0.01, 0.0, 1e-3):
@@ -363,7 +360,7 @@ def test_no_run_continues_from_weights_alone():
     assert prepare().finished
     further = "--training.steps=300"
     assert_refused(further, "training.steps: last_save_model_only")
-    assert prepare(further, "--checkpoint.exclude_from_loading=optimizer").resumed_step == 200
+    assert prepare(further, ANEW).resumed_step == 200
 
 
 def test_a_finished_run_says_what_can_be_done_and_nothing_is_deleted_without_job_overwrite(

@@ -137,13 +137,6 @@ def write_steps(folder: Path, steps: list[int], load_step: int = -1) -> None:
         write_tensors(path, make_tensors(step), step=step, fingerprint=fingerprint, run=run)
 
 
-@pytest.fixture
-def run_folder(tmp_path) -> Path:
-    """Make the dump folder of a run that has saved steps 4 and 8."""
-    write_steps(tmp_path, [4, 8])
-    return tmp_path
-
-
 def resume_at(folder: Path, step: int, *more: str) -> int:
     """Return the step that a run would resume from. `more`: arguments, and "restarted" if torchrun restarts it."""
     named = f"--config=debug --job.dump_folder={folder} --checkpoint.load_step={step}".split()
@@ -217,16 +210,15 @@ def replace_by_folder(path: Path) -> None:
     ],
     ids=["flipped", "lost", "format", "unreadable"],
 )
-def test_the_reason_reaches_the_user_who_is_never_told_to_delete(
-    run_folder, change, reason, resumed
-):
-    change(run_folder / "checkpoint" / "step-8" / "manifest.json")
+def test_the_reason_reaches_the_user_who_is_never_told_to_delete(tmp_path, change, reason, resumed):
+    write_steps(tmp_path, [4, 8])
+    change(tmp_path / "checkpoint" / "step-8" / "manifest.json")
     if resumed:
-        assert resume_at(run_folder, -1) == resumed
-        flip_bit(run_folder / "checkpoint" / "step-4" / "manifest.json")
+        assert resume_at(tmp_path, -1) == resumed
+        flip_bit(tmp_path / "checkpoint" / "step-4" / "manifest.json")
     for step in (-1, 8):
         with pytest.raises(ConfigError) as refused:
-            resume_at(run_folder, step)
+            resume_at(tmp_path, step)
         (problem,) = refused.value.problems
-        assert str(run_folder / "checkpoint" / "step-8") in problem.why and reason in problem.why
+        assert str(tmp_path / "checkpoint" / "step-8") in problem.why and reason in problem.why
         assert not any(word in str(problem) for word in ("elete", "overwrite", "damaged"))

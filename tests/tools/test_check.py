@@ -476,10 +476,15 @@ def test_a_sink_whose_package_is_absent_is_refused_with_its_extra(tmp_path, monk
     assert f"`{sys.executable} -m pip install wandb` (the extra `wandb`)" in problem.remedy
 
 
-@each_row(
-    "torch_version, is_fine",
-    [("2.11.0+cpu", False), ("2.12.1", False), ("2.13.0+cu130", True), ("2.15.0a0", True)],
-)
+VERSIONS = """
+2.11.0+cpu |
+2.12.1 |
+2.13.0+cu130 | fine
+2.15.0a0 | fine
+"""
+
+
+@each_row("torch_version, is_fine", VERSIONS)
 def test_a_split_backward_needs_a_torch_that_repaired_it(torch_version, is_fine, monkeypatch):
     monkeypatch.setattr("torchtitan_lite.extensions.software.version", lambda name: torch_version)
     key = f"{P}pipeline_parallel_schedule"

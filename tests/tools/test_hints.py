@@ -4,7 +4,6 @@ import json
 import re
 import shlex
 from base64 import b64encode
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -57,11 +56,6 @@ def split_tool(name: str, command: str) -> list[str]:
     return shlex.split(command.removeprefix(start))
 
 
-@pytest.fixture
-def run_prepare(run_tool):
-    return partial(run_tool, "prepare", "--out", "out", "--processes", "1")
-
-
 def write_lines(rows: list[dict]) -> str:
     Path("in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return "in.jsonl"
@@ -92,13 +86,12 @@ PREPARED = """
 
 
 @each_row("given, words", PREPARED)
-def test_the_command_that_prepare_prints_trains_and_validates_on_the_corpus(
-    given, words, run_prepare
-):
+def test_the_command_that_prepare_prints_trains_and_validates_on_the_corpus(given, words, run_tool):
     write_tokenizers()
     option, n_documents = shlex.split(given)
     file = write_lines([{"text": f"document {n}"} for n in range(int(n_documents))])
-    command = re.search(r"Train on it: (.*)", run_prepare(file, option))[1]
+    said = run_tool("prepare", file, option, "--out", "out", "--processes", "1")
+    command = re.search(r"Train on it: (.*)", said)[1]
     assert all(word in command for word in words.split()) and follow(command) == 0
     splits = read_corpus_manifest(Path("out")).splits
     assert sum(split.n_documents for split in splits.values()) == int(n_documents)
