@@ -63,40 +63,35 @@ def read_one_problem(args: list[str]):
 # --- which source has precedence, and how values may be written ---
 
 
-def test_the_command_line_wins_over_toml_and_toml_over_the_default(write_toml):
-    args = write_toml("[training]\nsteps = 7\nseq_len = 64\n")
-    config = read_sound([*args, "--training.steps", "9"])
-    assert (config.training.steps, config.training.seq_len) == (9, 64)
-    assert config.training.gc_freq == Config().training.gc_freq
-    assert read_sound(["--training.steps", "9", *args]) == config  # --config may come last
-
-
-WRITTEN = """
---training.local_batch_size 3                               | 3 False
---training.local-batch-size=3                               | 3 False
---training.local_batch_size 5 --training.local_batch_size 3 | 3 False   # the last one counts
---compile.enable                                            | 7 True
---compile.enable true                                       | 7 True
---compile.enable --training.local_batch_size 3              | 3 True    # the next key is not its value
---compile.enable --compile.enable false                     | 7 False
---compile.enable --compile.no_enable                        | 7 False
---compile.enable --training.no_compile                      | 7 False   # an old name
+# TOML | arguments | key | its value
+READ = r"""
+[training]\nsteps = 7\nseq_len = 64 | --training.steps 9 | training.steps | 9
+[training]\nsteps = 7\nseq_len = 64 | --training.steps 9 | training.seq_len | 64
+[training]\nsteps = 7\nseq_len = 64 | --training.steps 9 | training.gc_freq | 50
+[training]\nsteps = 7 | --training.steps=9 | training.steps | 9
+[training]\nseq_len = 64 | --training.seq-len=32 | training.seq_len | 32
+| --training.steps 5 --training.steps 3 | training.steps | 3  # the last one counts
+| --compile.enable | compile.enable | True
+| --compile.enable true | compile.enable | True
+| --compile.enable --training.steps 3 | compile.enable | True  # the next key is not its value
+| --compile.enable --compile.enable false | compile.enable | False
+| --compile.enable --compile.no_enable | compile.enable | False
+| --compile.enable --training.no_compile | compile.enable | False  # an old name
+[training]\ndataset = 'data/wiki' | | training.dataset | ['data/wiki']
+[optimizer]\nlr = 1 | | optimizer.lr | 1.0
+[lr_scheduler]\ndecay_ratio = 0.5 | --lr_scheduler.decay_ratio none | lr_scheduler.decay_ratio | None
+\ufeff[training]\ndataset = ['$DATA/a', 'b'] | | training.dataset | ['/data/a', 'b']  # with a byte order mark
 """
 
 
-@each_row("written, expected", WRITTEN)
-def test_every_way_to_write_an_override_sets_the_same_key(write_toml, written, expected):
-    args = write_toml("[training]\nlocal_batch_size = 7\n")
-    config = read_sound([*args, *written.split()])
-    assert f"{config.training.local_batch_size} {config.compile.enable}" == expected.strip()
-
-
-def test_values_are_read_by_the_type_of_their_key(write_toml):
-    config = read_sound(write_toml("[training]\ndataset = 'data/wiki'\n[optimizer]\nlr = 1\n"))
-    assert config.training.dataset == ["data/wiki"] and isinstance(config.optimizer.lr, float)
-    args = write_toml("[lr_scheduler]\ndecay_ratio = 0.5\n")
-    config = read_sound([*args, "--lr_scheduler.decay_ratio", "none"])
-    assert config.lr_scheduler.decay_ratio is None  # `none` overrides the value in the file
+@each_row("text, words, key, value", READ)
+def test_every_way_to_write_a_value_sets_the_key_and_the_command_line_wins_over_toml(
+    write_toml, monkeypatch, text, words, key, value
+):
+    monkeypatch.setenv("DATA", "/data")
+    args = write_toml(text.encode().decode("unicode_escape"))
+    config = read_sound([*words.split(), *args])  # --config may come last
+    assert repr(get_value(config, key)) == value
 
 
 SPELLINGS = """
@@ -143,14 +138,6 @@ def test_text_of_the_command_line_is_a_toml_literal_or_text_and_a_list_may_have_
         assert [problem.key for problem in given.problems] == [key]
     else:
         assert not given.problems and repr(get_value(given.config, key)) == value
-
-
-def test_a_toml_file_with_a_byte_order_mark_is_read_and_its_paths_are_expanded(
-    write_toml, monkeypatch
-):
-    monkeypatch.setenv("DATA", "/data")
-    config = read_sound(write_toml("\ufeff[training]\ndataset = ['$DATA/a', 'b']"))
-    assert config.training.dataset == ["/data/a", "b"]
 
 
 BEYOND = ("1e31", "-2", "nan", "inf")

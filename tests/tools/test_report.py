@@ -1,6 +1,5 @@
 """report: its page has the figures of metrics.jsonl and of the traces, and a browser shows every picture."""
 
-import json
 import re
 from argparse import Namespace
 from html import unescape
@@ -204,7 +203,7 @@ def test_a_watched_page_is_reloaded_until_the_run_ends(folder, tmp_path, monkeyp
     assert "refresh" not in (run / "report.html").read_text()
 
 
-# file of a run | its new content | words of the refusal
+# file of a run | its new content, or after + a line that is appended | words of the refusal
 INCOMPLETE = """
 config.toml | | config.toml lacks a valid checkpoint.enable, job.description, model.name
 config.toml | model = 3 | config.toml lacks
@@ -214,6 +213,11 @@ metrics.jsonl | | metrics.jsonl lacks a start, or a step
 metrics.jsonl | {"kind": "step", "step": 1, "time": "", "loss": 8.0} | metrics.jsonl lacks a start
 metrics.jsonl | {"kind": "step", "step": "1", "time": "", "loss": 8.0} | metrics.jsonl lacks a start
 metrics.jsonl | {"kind": "start", "step": 0, "time": "", "device": 3, "world_size": 2} | metrics.jsonl lacks a start
+metrics.jsonl | + {"kind": "step", "step": 7, "time": "2026-11-30T10:00:00", "loss": "low"} | jsonl: loss = .* at step 7 is no
+metrics.jsonl | + {"kind": "step", "step": 7, "time": "2026-11-30T10:00:00", "step_time_s": [1.0]} | jsonl: step_time_s = .* at step 7 is no
+metrics.jsonl | + {"kind": "step", "step": 7, "time": "2026-11-30T10:00:00", "lr/tok*": "x"} | jsonl: lr/tok. = .* at step 7 is no
+metrics.jsonl | + {"kind": "step", "step": 7, "time": "2026-11-30T10:00:00", "tokens": true} | jsonl: tokens = .* at step 7 is no
+metrics.jsonl | + {"kind": "step", "step": 7, "time": "2026-11-30T10:00:00", "expert_loads": 3} | jsonl: expert_loads = .* at step 7 is no
 traces/step-9/rank-0.json | {"traceEvents": [ | step-9/rank-0.json is not a complete trace.* Delete it
 traces/step-9/rank-0.json | {} | step-9/rank-0.json is not a complete trace
 traces/step-9/rank-0.json | [] | step-9/rank-0.json is not a complete trace
@@ -222,32 +226,15 @@ traces/step-9/rank-0.json | {"traceEvents": []} | step-9/rank-0.json is not a co
 
 
 @each_row("name, content, words", INCOMPLETE)
-def test_a_file_of_a_run_that_is_not_complete_is_named(name, content, words, folder, tmp_path):
+def test_a_file_of_a_run_that_is_not_complete_or_has_a_wrong_value_is_named(
+    name, content, words, folder, tmp_path
+):
     run = copy_run(folder, tmp_path / "run")
     for step in (9, 10):  # the run was killed before it wrote the trace of step 10
         (run / f"traces/step-{step}").mkdir(parents=True)
-    (run / name).write_text(content)
+    with (run / name).open("a" if content.startswith("+") else "w") as file:
+        file.write(f"{content.removeprefix('+')}\n")
     with pytest.raises(UserError, match=words):
-        write(run)
-
-
-# field of a step -> a value of a wrong type
-WRONG_TYPES = {
-    "loss": "low",
-    "step_time_s": [1.0],
-    "lr/tok*": "x",
-    "tokens": True,
-    "expert_loads": 3,
-}
-
-
-@pytest.mark.parametrize("field", WRONG_TYPES)
-def test_a_value_of_a_wrong_type_is_refused_by_its_field_and_step(field, folder, tmp_path):
-    run = copy_run(folder, tmp_path / "run")
-    record = {"kind": "step", "step": 7, "time": "2026-11-30T10:00:00", field: WRONG_TYPES[field]}
-    with (run / "metrics.jsonl").open("a") as records:
-        records.write(json.dumps(record) + "\n")
-    with pytest.raises(UserError, match=f"metrics.jsonl: {re.escape(field)} = .* at step 7 is no"):
         write(run)
 
 
