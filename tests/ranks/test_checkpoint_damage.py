@@ -200,21 +200,25 @@ def replace_by_folder(path: Path) -> None:
     path.mkdir()
 
 
-@pytest.mark.parametrize(
-    "change, reason, resumed",
-    [
-        (flip_bit, "manifest.json has changed since it was written", 4),
-        (lambda path: path.with_name("checksums").unlink(), "checksums is missing", 4),
-        (change_format, "has format 2, but this version reads formats 3 and 4", None),
-        (replace_by_folder, "cannot be read: [Errno 21] Is a directory", None),
-    ],
-    ids=["flipped", "lost", "format", "unreadable"],
-)
-def test_the_reason_reaches_the_user_who_is_never_told_to_delete(tmp_path, change, reason, resumed):
+def lose_checksums(path: Path) -> None:
+    path.with_name("checksums").unlink()
+
+
+# function above that changes a manifest | reason | whether the run resumes from an older checkpoint
+REASONS = """
+flip_bit | manifest.json has changed since it was written | yes
+lose_checksums | checksums is missing | yes
+change_format | has format 2, but this version reads formats 3 and 4 |
+replace_by_folder | cannot be read: [Errno 21] Is a directory |
+"""
+
+
+@each_row("change, reason, resumes", REASONS)
+def test_the_reason_reaches_the_user_who_is_never_told_to_delete(tmp_path, change, reason, resumes):
     write_steps(tmp_path, [4, 8])
-    change(tmp_path / "checkpoint" / "step-8" / "manifest.json")
-    if resumed:
-        assert resume_at(tmp_path, -1) == resumed
+    globals()[change](tmp_path / "checkpoint" / "step-8" / "manifest.json")
+    if resumes:
+        assert resume_at(tmp_path, -1) == 4
         flip_bit(tmp_path / "checkpoint" / "step-4" / "manifest.json")
     for step in (-1, 8):
         with pytest.raises(ConfigError) as refused:

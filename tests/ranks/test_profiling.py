@@ -51,6 +51,10 @@ def test_traces_hold_the_last_steps_of_every_whole_period_and_bear_their_number(
 
 # ---------------------------------------------------------------- memory snapshots
 
+BOTH = Profiling(
+    enable_memory_snapshot=True, enable_profiling=True, profile_freq=3, profiler_warmup=1
+)
+
 
 @pytest.fixture
 def recording(monkeypatch):
@@ -65,10 +69,7 @@ def recording(monkeypatch):
 def test_memory_is_written_after_every_period_beside_traces_and_recorded_no_longer_than_the_loop(
     tmp_path, recording
 ):
-    section = Profiling(
-        enable_memory_snapshot=True, enable_profiling=True, profile_freq=3, profiler_warmup=1
-    )
-    run_loop(section, tmp_path, n_steps=7, resumed_step=10)
+    run_loop(BOTH, tmp_path, n_steps=7, resumed_step=10)
     assert list_files(tmp_path, "pickle") == [
         f"memory_snapshot/step-{step}/rank-1.pickle" for step in (13, 16)
     ]
@@ -116,11 +117,8 @@ def test_a_file_that_cannot_be_written_is_one_sentence_and_leaves_nothing(
     if is_folder:
         for name in folders:
             (tmp_path / name).touch()
-    section = Profiling(
-        enable_memory_snapshot=True, enable_profiling=True, profile_freq=3, profiler_warmup=1
-    )
     with limit_files(1000):
-        run_loop(section, tmp_path, n_steps=7)
+        run_loop(BOTH, tmp_path, n_steps=7)
     assert said["info"] == []
     assert is_folder or "full disk" in said["error"][0]
     for error, name in zip(said["error"], folders, strict=True):

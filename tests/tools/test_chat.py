@@ -343,11 +343,20 @@ def test_without_a_template_only_llama_3_s_tokens_have_a_format(make_folder, pre
     assert "chat_template.jinja" in said
 
 
-@each_row(
-    "template", [[{"name": "rag", "template": "x"}], [{"name": 1}], {"rag": "x"}, 3, "{% if %}"]
-)
+NO_TEMPLATES = """
+[{"name": "rag", "template": "x"}]
+[{"name": 1}]
+{"rag": "x"}
+3
+"{% if %}"
+"""
+
+
+@each_row("template", NO_TEMPLATES.split("\n")[1:-1])
 def test_what_is_no_template_is_a_sentence(template, make_folder, prepare):
-    error = prepare([{"messages": EXCHANGE}], "--tokenizer", make_folder(template), status=2)
+    error = prepare(
+        [{"messages": EXCHANGE}], "--tokenizer", make_folder(json.loads(template)), status=2
+    )
     assert "template" in error and "Traceback" not in error
 
 
