@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from marks import each_row
-from test_dialects import read_cases, read_json
+from test_dialects import read_cases, read_json, write_folder
 from test_generate_tool import save
 from test_model import PLAIN, build_ours
-from test_tokenizers import SHIPPED, train_byte_level, write
-from tokenizers import Tokenizer as HuggingFace
+from test_tokenizers import SHIPPED
 from transformers import AutoTokenizer, GenerationConfig
 
 from torchtitan_lite.data.dataset import Corpus, SampleReader
@@ -111,21 +110,8 @@ TEMPLATES = {
 
 @pytest.fixture(scope="module")
 def make_folder(tmp_path_factory) -> Callable[..., Path]:
-    """Return a function: chat template -> the folder of a tokenizer with this template."""
-
-    def make(template: str | None, *special: str) -> Path:
-        """Write the folder. `special`: further special tokens; the first of them is EOS."""
-        bpe = HuggingFace.from_str(train_byte_level("Qwen"))
-        bpe.add_special_tokens(["<|im_start|>", *special])
-        eos = [*special, "<|end_of_text|>"][0]
-        folder = write(tmp_path_factory.mktemp("tokenizer"), json.loads(bpe.to_str()), eos)
-        config = {"eos_token": eos, "tokenizer_class": "PreTrainedTokenizerFast"}
-        (folder / "tokenizer_config.json").write_text(
-            json.dumps({**config, "chat_template": template})
-        )
-        return folder
-
-    return make
+    """Return a function: chat template, special tokens -> the folder of a tokenizer (see write_folder)."""
+    return lambda *parts: write_folder(tmp_path_factory.mktemp("tokenizer"), *parts)
 
 
 def encode(folder: Path, row: dict, **options: bool) -> tuple[list[int], list[int], list[str]]:

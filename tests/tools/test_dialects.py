@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 from folders import dump_json
 from marks import each_row
-from test_tokenizers import train_byte_level, write
+from test_tokenizers import train_byte_level
 from tokenizers import Tokenizer as HuggingFace
 from transformers import AutoTokenizer
 
@@ -247,17 +247,23 @@ an assistant begins after the system
 """)
 
 
+def write_folder(folder: Path, template: object, *special: str) -> Path:
+    """Write a tokenizer with a chat template, which normalizes texts to NFC as Qwen's does.
+
+    `special`: further special tokens; the first of them is EOS.
+    """
+    bpe = HuggingFace.from_str(train_byte_level("Qwen"))
+    bpe.add_special_tokens(["<|im_start|>", *special])
+    bpe.save(str(folder / "tokenizer.json"))
+    eos = [*special, "<|end_of_text|>"][0]
+    config = {"eos_token": eos, "tokenizer_class": "PreTrainedTokenizerFast"}
+    dump_json(folder / "tokenizer_config.json", config | {"chat_template": template})
+    return folder
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Write a tokenizer with TEMPLATE, which normalizes texts to NFC as Qwen's does."""
-    bpe = HuggingFace.from_str(train_byte_level("Qwen"))
-    bpe.add_special_tokens(["<|im_start|>"])
-    content = json.loads(bpe.to_str())
-    folder = write(tmp_path_factory.mktemp("tokenizer"), content, "<|end_of_text|>")
-    config = {"eos_token": "<|end_of_text|>", "tokenizer_class": "PreTrainedTokenizerFast"}
-    config["chat_template"] = TEMPLATE
-    dump_json(folder / "tokenizer_config.json", config)
-    return folder
+    return write_folder(tmp_path_factory.mktemp("tokenizer"), TEMPLATE)
 
 
 @pytest.fixture(scope="module")
