@@ -11,7 +11,7 @@ import pytest
 import torch
 from compare import TABLE_CONFIG, resolve_model
 from marks import each_row
-from test_model import read_flavor
+from test_model import build_ours, read_flavor
 from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -26,7 +26,6 @@ from torchtitan_lite.model.document_attention import DocumentAttention, plan_mas
 from torchtitan_lite.model.own_attention import explain_own_attention
 from torchtitan_lite.models.llama3.modules import Attention, Llama3
 from torchtitan_lite.parallel.context_parallel import apply_context_parallel
-from torchtitan_lite.parallel.initial_weights import initialize_weights
 from torchtitan_lite.preflight import collecting
 from torchtitan_lite.tools.kv_cache import CachedModel
 
@@ -178,8 +177,7 @@ def test_attention_in_blocks_on_a_gpu_gives_outputs_and_gradients_of_the_cpu():
 @each_row("pieces", [[100] + [1] * 50, [3, 90, 1, 56], [150]])
 def test_logits_with_a_cache_are_those_without(case, pieces):
     model_args = make_case(*case)
-    model = Llama3(model_args)
-    initialize_weights(model, 1)
+    model = build_ours(model_args)
     with torch.no_grad():
         for block in model.layers.values():  # initial scores are almost equal
             block.attention.wq.weight *= 7
@@ -312,8 +310,7 @@ class Failing(nn.Module):
     ],
 )
 def test_a_cache_refuses_a_model_that_mixes_tokens_elsewhere_or_needs_fields(module, named):
-    model = Llama3(ARGS)
-    initialize_weights(model, 1)
+    model = build_ours(ARGS)
     model.layers["0"].ffn_norm = module
     with pytest.raises(UserError, match=named):
         CachedModel(model)

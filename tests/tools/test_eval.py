@@ -13,6 +13,7 @@ import torch
 from checkpoints import flip_bit
 from marks import read_lines
 from test_generate_tool import ARGS, SHIPPED, save
+from test_model import build_ours
 from test_tokenizers import make_word_piece, write
 from transformers import LlamaForCausalLM
 
@@ -22,7 +23,6 @@ from torchtitan_lite.config.schema import Model
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.model.part import list_moes
 from torchtitan_lite.models.llama3.modules import Llama3
-from torchtitan_lite.parallel.initial_weights import initialize_weights
 
 WINDOW = 32
 TEXTS = {"a.txt": "def read(self, n):\n" * 9, "b.md": "Grüße, 世界! " * 12, "c.py": "x = 134\n"}
@@ -31,9 +31,7 @@ N_BYTES = sum(len(text.encode()) for text in TEXTS.values())
 
 @pytest.fixture(scope="module")
 def model() -> Llama3:
-    model = Llama3(ARGS)
-    initialize_weights(model, seed=3)
-    return model
+    return build_ours(ARGS)
 
 
 checkpoint = test_generate_tool.checkpoint  # a fixture that saves `model`
@@ -108,8 +106,7 @@ def test_bits_per_byte_count_the_bytes_of_the_text_itself(evaluate, export, text
 
 def test_biases_choose_the_experts(evaluate, texts, tmp_path):
     args = resolve_model(Model(flavor="debug_moe", n_layers=2))
-    model = Llama3(args)
-    initialize_weights(model, seed=3)
+    model = build_ours(args)
     for _, moe in list_moes(model):
         moe.router.expert_bias.copy_(torch.arange(8) % 3)
     path = save(tmp_path / "step-4", model.state_dict(), shape=asdict(args))

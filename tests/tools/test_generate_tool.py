@@ -15,6 +15,7 @@ from checkpoints import write_tensors
 from folders import dump_json
 from marks import each_row, read_lines
 from test_hugging_face import edit_json
+from test_model import build_ours
 from test_tokenizers import make_word_piece, write
 from tokenizers import Tokenizer as HuggingFace
 from torch import Tensor
@@ -25,7 +26,6 @@ from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_lite.models.llama3.modules import Llama3
 from torchtitan_lite.models.llama3.table import FLAVORS
-from torchtitan_lite.parallel.initial_weights import initialize_weights
 from torchtitan_lite.tools import generate as tool
 from torchtitan_lite.tools.corpora.chat import read_chat_format
 from torchtitan_lite.tools.verify.reduction import override
@@ -45,8 +45,7 @@ def tokenizer() -> Tokenizer:
 @pytest.fixture(scope="module")
 def model() -> Llama3:
     """Make a model with large weights: the next token depends on all earlier tokens, but not on rounding."""
-    model = Llama3(ARGS)
-    initialize_weights(model, seed=0)
+    model = build_ours(ARGS)
     for parameter in model.parameters():
         parameter.data *= 3
     return model
