@@ -103,27 +103,32 @@ def build_on_meta(config: Config, model_args: ModelArgs) -> nn.Module:
         attributes = vars(module).items()
         unknown |= {f"{fqn}.{name}" for name, value in attributes if isinstance(value, Tensor)}
         if "forward" in vars(module):
-            why = f"{fqn or 'the model'} of models/{model_args.name} has a forward of its own"
             raise UserError(
-                f"{why}, which tp, pp and compile would replace or compile again. Define it in a subclass"
+                f"{fqn or 'the model'} of models/{model_args.name} has a forward of its own, "
+                "which tp, pp and compile would replace or compile again. Define it in a subclass"
             )
     for fqn, own in model.named_parameters():
         if vars(own) or own._backward_hooks or own._post_accumulate_grad_hooks:
-            why = f"{fqn} of models/{model_args.name} has a hook or attribute, which its shards would not have"
-            raise UserError(f"{why}. Set it on its module, or use an autograd.Function in forward")
+            raise UserError(
+                f"{fqn} of models/{model_args.name} has a hook or attribute, which its shards would not have. "
+                "Set it on its module, or use an autograd.Function in forward"
+            )
     built = {(fqn, tuple(own.shape)) for fqn, own in model.named_parameters()}
     known = {*dict(built), *list_expert_biases(model_args), "output.weight"}
     shared = dict(model.named_parameters(remove_duplicate=False))
     unknown |= {*shared, *dict(model.named_buffers())} - known
     if unknown:
-        why = f"{min(unknown)} of models/{model_args.name} is a tensor without initial value, or a shared parameter"
-        raise UserError(f"{why}. Compute buffers in forward; call a module twice to share it")
+        raise UserError(
+            f"{min(unknown)} of models/{model_args.name} is a tensor without initial value, or a shared parameter. "
+            "Compute buffers in forward; call a module twice to share it"
+        )
     listed = {(fqn, entry.shape) for fqn, entry in list_parameters(model_args).items()}
     if different := listed ^ built:
-        files = f"modules.py and table.py of models/{model_args.name}"
         fqn, shape = min(different)
-        remedy = "Each row of table.py describes the weight, and the bias if any, of one module in every layer"
-        raise UserError(f"{fqn} has the shape {shape} in only one of {files}. {remedy}")
+        raise UserError(
+            f"{fqn} has the shape {shape} in only one of modules.py and table.py of models/{model_args.name}. "
+            "Each row of table.py describes the weight, and the bias if any, of one module in every layer"
+        )
     return model
 
 
@@ -131,11 +136,12 @@ def build_parts(
     config: Config, model_args: ModelArgs, layout: Layout, mesh: Mesh
 ) -> list[nn.Module]:
     """Build and parallelize this rank's model parts on the meta device. Only ZeRO++ communicates: it creates groups."""
-    model = build_on_meta(config, model_args)
-    stages = [layout.stages[index] for index in layout.stages_of(mesh.pp.get_local_rank())]
-    parts = [apply_stage(model, fqns) for fqns in stages]
-    for part in parts:
+    parts = []
+    for index in layout.stages_of(mesh.pp.get_local_rank()):
+        # not a copy of one model: a hook of a module would still refer to the modules of the original
+        part = apply_stage(build_on_meta(config, model_args), layout.stages[index])
         parallelize(part, config, layout, mesh)
+        parts.append(part)
     uses = config.parallelism.zero_plus_plus
     # ZeRO++ replaces the collectives of FSDP, so FSDP must be applied first
     if uses and layout.fsdp > 1:

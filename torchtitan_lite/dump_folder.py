@@ -112,8 +112,9 @@ def lock_folder(folder: Path) -> BinaryIO:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         lock.close()
-        why = f"another run is writing to {folder}: wait until it ends, or set a different job.dump_folder"
-        raise CheckpointError(why) from None
+        raise CheckpointError(
+            f"another run is writing to {folder}: wait until it ends, or set a different job.dump_folder"
+        ) from None
     except OSError:  # a file system without locks, such as some mounts of Lustre
         logger.warning(
             f"the file system of {folder} has no locks, so a second run could write there too"

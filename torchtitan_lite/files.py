@@ -92,5 +92,8 @@ def describe_launch() -> dict[str, str | None]:
     with suppress(FileNotFoundError):  # a host without git
         answer = subprocess.run(git, cwd=REPOSITORY, capture_output=True, text=True)
         commit = answer.stdout.strip()
-    command = shlex.join(sys.argv)
-    return {"commit": commit or None, "command": command, "host": platform.node()}
+    return {
+        "commit": commit or None,
+        "command": shlex.join(sys.argv),
+        "host": platform.node(),
+    }

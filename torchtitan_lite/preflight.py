@@ -287,9 +287,11 @@ def list_notices(spec: RunSpec, restarted: bool) -> list[str]:
         notices += about_float8(config, spec.model_args, spec.layout.tp)
     if re.search(WRONG_CUDNN, spec.machine.name):
         n_kv_heads = spec.model_args.n_kv_heads // spec.layout.tp
-        why = f"it may be wrong on {spec.machine.name} with {n_kv_heads} key/value heads per rank"
         if n_kv_heads < SAFE_KV_HEADS:
-            notices.append(f"attention does not use cuDNN: {why} (pytorch issue 193893)")
+            notices.append(
+                f"attention does not use cuDNN: it may be wrong on {spec.machine.name} with {n_kv_heads} "
+                "key/value heads per rank (pytorch issue 193893)"
+            )
     notices += describe_unusual_rates(config, spec.resumed_step)
     if config.checkpoint.local_folder:
         folder = name_snapshots(config.checkpoint.local_folder, spec.dump_folder)
@@ -297,11 +299,10 @@ def list_notices(spec: RunSpec, restarted: bool) -> list[str]:
     notices += describe_epochs(config.training)
     assets = Path(config.model.hf_assets_path)
     if spec.weights is None and any(assets.glob("*.safetensors")) and (assets / CONFIG).is_file():
-        key = "checkpoint.initial_load_path"
-        why = (
-            f"only the tokenizer of {assets} is used. To train its weights too, set {key}={assets}"
+        notices.append(
+            f"the run starts from random weights: only the tokenizer of {assets} is used. "
+            f"To train its weights too, set checkpoint.initial_load_path={assets}"
         )
-        notices.append(f"the run starts from random weights: {why}")
     if config.job.overwrite and not restarted:
         list_earlier = load_extension("overwrite").list_earlier
         earlier = ", ".join(map(str, list_earlier(spec.dump_folder, config)))

@@ -26,7 +26,7 @@ from torchtitan_lite.components.metrics import MetricsWriter, name_views
 from torchtitan_lite.config.block import FlopsPerToken, count_flops_per_token
 from torchtitan_lite.config.extensions import load_module
 from torchtitan_lite.config.learning_rate import list_rates
-from torchtitan_lite.config.machine import peak_flops
+from torchtitan_lite.config.machine import GIB, peak_flops
 from torchtitan_lite.files import describe_launch
 from torchtitan_lite.parallel.process_groups import Place
 from torchtitan_lite.preflight import RunSpec
@@ -34,7 +34,6 @@ from torchtitan_lite.step import StepResult
 
 logger = logging.getLogger(__name__)
 
-GIB = 2**30
 # the first steps after a start are all recorded, because the user watches them
 N_FIRST = 10
 

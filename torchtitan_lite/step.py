@@ -4,6 +4,7 @@ The loss is always (sum of token losses) / (valid tokens in the *global* batch),
 microbatches and data-parallel degree. Gradients are therefore sums over microbatches and ranks, never means of means.
 """
 
+import random
 from collections.abc import Callable
 from ctypes import string_at
 from dataclasses import dataclass, replace
@@ -156,16 +157,16 @@ def stage_kwargs(batch: Batch) -> dict[str, Tensor]:
     }
 
 
-def copy_random_state() -> list[bytes]:
-    """Return the state of torch's random generators: the CPU generator, and the GPU generator if this process uses a
-    GPU.
+def copy_random_state() -> list[object]:
+    """Return the states of the random generators of Python and torch. The GPU's state is included if this process uses
+    a GPU.
 
     Uses no torch operator, because a dry run replaces operators.
     """
     states = [torch.get_rng_state()]
     if torch.cuda.is_initialized():
         states.append(torch.cuda.get_rng_state())
-    return [string_at(state.data_ptr(), state.numel()) for state in states]
+    return [random.getstate(), *(string_at(each.data_ptr(), each.numel()) for each in states)]
 
 
 def count_global_tokens(run: Run, batch: Batch) -> Tensor:

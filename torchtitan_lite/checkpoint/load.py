@@ -25,13 +25,13 @@ from torch.optim.optimizer import Optimizer
 
 from torchtitan_lite.checkpoint.format import CheckpointError, DamagedCheckpoint, Manifest
 from torchtitan_lite.checkpoint.read import list_slices, read_manifest, require_undamaged
-from torchtitan_lite.checkpoint.save import OF_RUN, raise_on_all_ranks
+from torchtitan_lite.checkpoint.save import SPIKES, raise_on_all_ranks
 from torchtitan_lite.dtensor import find_shard
 
 logger = logging.getLogger(__name__)
 
 # current prefix, and the prefix in earlier checkpoints
-OLD_NAME = ("spike_filter.", "optimizer.gradient_norms.")
+OLD_NAME = (SPIKES, "optimizer.gradient_norms.")
 
 
 # ---------------------------------------------------------------- one process
@@ -99,10 +99,11 @@ def load_checkpoint(checkpoint: OpenCheckpoint, tensors: dict[str, Tensor]) -> N
         found = record and record.shape
         if found == list(tensor.shape):
             checkpoint.read_shard(stored, tensor)
-        elif name.startswith(OF_RUN):
-            shapes = f"{list(tensor.shape)} in this run, but {found} there"
+        elif not name.startswith(SPIKES):
             raise CheckpointError(
-                f'{checkpoint.folder} has a different model: {name} has shape {shapes}. Set model.flavor = "auto"'
+                f"{checkpoint.folder} has a different model: {name} has shape {list(tensor.shape)} in this run, "
+                f'but {found} there. Set model.flavor = "auto", or start another run from its weights: '
+                "checkpoint.initial_load_path"
             )
         # Otherwise, the tensor is the history of the spike filter, and the earlier run had no filter or a different
         # window. In that case, the filter starts without a history.
@@ -160,6 +161,7 @@ def load_newest(
             reasons.append(str(error))
             if group.rank() == 0:
                 logger.error(f"DAMAGED {saved.kind.upper()}, not loaded: {error}")
-    remedy = "Restore one of them from a copy, remove or change checkpoint.load_step or checkpoint.initial_load_path,"
-    remedy += " or start over in a new job.dump_folder"
-    raise CheckpointError(f"nothing can be loaded: {'; '.join(reasons)}. {remedy}")
+    raise CheckpointError(
+        f"nothing can be loaded: {'; '.join(reasons)}. Restore one of them from a copy, remove or change "
+        "checkpoint.load_step or checkpoint.initial_load_path, or start over in a new job.dump_folder"
+    )

@@ -68,8 +68,10 @@ def read_manifest(folder: Path) -> Manifest:
     elif raw["format"] == OLD_FORMAT:
         raw["tensors"] = load_extension(OLD_READER).parse_records(raw["tensors"])
     else:
-        supported = f"but this version reads formats {OLD_FORMAT} and {FORMAT}: use the version that saved it"
-        raise CheckpointError(f"{folder} has format {raw['format']}, {supported}")
+        raise CheckpointError(
+            f"{folder} has format {raw['format']}, but this version reads formats {OLD_FORMAT} and {FORMAT}: "
+            "use the version that saved it"
+        )
     return Manifest(**raw)
 
 

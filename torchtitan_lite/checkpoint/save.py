@@ -64,7 +64,7 @@ from torchtitan_lite.files import describe_launch
 
 logger = logging.getLogger(__name__)
 
-OF_RUN = ("model.", "optimizer.")  # prefixes of tensor names; extensions use other prefixes
+SPIKES = "spike_filter."  # prefix of the tensors of extensions/spike_filter.py
 # Keys of the file header from which torch's reader gets the offsets of a shard in its tensor.
 SHARDING = "DCP_SHARDING_INFO"
 OFFSETS = "saved_offsets"
@@ -98,9 +98,8 @@ def plan_save(
     n_lines = ceil(len(tensors) / n_ranks)  # manifest lines per rank
     plan = SavePlan(name_file(rank), {}, {}, {})
     for number, (name, tensor) in enumerate(sorted(tensors.items())):
-        if not name.startswith(OF_RUN) and stage > 0 and host is None:
-            # state of an extension is equal on all ranks, so only the first stage saves it
-            continue
+        if name.startswith(SPIKES) and stage > 0 and host is None:
+            continue  # equal on all ranks, so only the first stage saves it
         dtype = str(tensor.dtype).removeprefix("torch.")
         record = TensorRecord(dtype, list(tensor.shape), stage, list_splits(tensor, mesh), 0)
         # small tensors stay in few files, because every resuming rank must open these files
@@ -194,8 +193,9 @@ class CheckpointSaver(AbstractContextManager):
             # this error is raised on all ranks, so no rank is still writing
             if self.group.rank() == 0:
                 discard(final)
-            remedy = "Check free space and permissions, then start the run again"
-            raise CheckpointError(f"{final} cannot be written: {error}. {remedy}") from None
+            raise CheckpointError(
+                f"{final} cannot be written: {error}. Check free space and permissions, then start the run again"
+            ) from None
 
     def create(self, final: Path) -> None:
         remove_partial(final.parent)

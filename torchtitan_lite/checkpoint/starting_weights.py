@@ -172,8 +172,11 @@ def check_loaded_model(
             unlike.append(f"this model has no {', '.join(abbreviate(lacking))}")
     if unlike:
         why = f"it is not the model in {weights.path}: {', '.join(unlike)}"
-        remedy = 'Leave out [model] and set flavor "auto" to use that model, or use a different job.dump_folder'
-        problems.refuse("model.flavor", why, remedy)
+        problems.refuse(
+            "model.flavor",
+            why,
+            'Leave out [model] and set flavor "auto" to use that model, or use a different job.dump_folder',
+        )
     notices = [
         f"the model differs from the one in {weights.path}: {', '.join(differences.values())}"
     ]

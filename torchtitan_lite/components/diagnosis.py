@@ -91,9 +91,9 @@ def explain_out_of_memory(error: Exception, dump_folder: Path, n_ranks: int) -> 
     """Add the command that plans the memory of this run to an out-of-memory error."""
     if is_out_of_memory(error):
         config_file = shlex.quote(f"{dump_folder}/config.toml")
-        plan = f"plan --gpus {n_ranks} --config {config_file}"
-        hint = f"To see what uses the memory: {name_command(plan)}"
-        error.args = (f"{error}\n{hint}",)  # Python 3.10 has no add_note
+        plan = name_command(f"plan --gpus {n_ranks} --config {config_file}")
+        # Python 3.10 has no add_note
+        error.args = (f"{error}\nTo see what uses the memory: {plan}",)
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:

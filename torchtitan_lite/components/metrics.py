@@ -194,9 +194,10 @@ def format_step(fields: dict[str, object]) -> list[str]:
     """Format a step for the console, with the most important figures first. metrics.jsonl has all figures."""
     figures = [f"loss {fields['loss']:.5f}", f"grad_norm {fields['grad_norm']:.4f}"]
     if "skipped_above" in fields:
-        median = f"its median is {fields['skipped_above']:.4g}"
-        count = f"{fields['skipped_steps']} skipped so far"
-        figures.append(f"SKIPPED, the norm is a spike: {median} ({count})")
+        figures.append(
+            f"SKIPPED, the norm is a spike: its median is {fields['skipped_above']:.4g} "
+            f"({fields['skipped_steps']} skipped so far)"
+        )
     if fields["remaining_s"]:
         figures.append(f"{timedelta(seconds=round(fields['remaining_s']))} left")
     figures.append(f"{fields['tokens_per_s_per_rank']:,.0f} tok/s/rank")

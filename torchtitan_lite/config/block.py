@@ -42,12 +42,16 @@ def list_added_ends(model_args: ModelArgs) -> list[ModuleRow]:
 
 
 def list_gathered(rows: list[ModuleRow]) -> set[str]:
-    """List the modules of a block whose linear layers need all tokens: tp gathers their input."""
-    return {
+    """List the modules whose linear layers need all tokens: tp gathers their input.
+
+    The input of a module inside such a module is already gathered.
+    """
+    names = {
         row.name.rpartition(".")[0]
         for row in rows
         if row.kind == "linear" and row.tp_style in ("colwise", "whole")
     }
+    return {name for name in names if not any(name.startswith(f"{outer}.") for outer in names)}
 
 
 def list_modules(model_args: ModelArgs) -> list[tuple[str, ModuleRow]]:

@@ -134,9 +134,10 @@ def check_batch(problems: Problems, layout: Layout) -> None:
     if layout.pp == 1 and n_sequences < unit:  # one microbatch per rank
         unit = layout.dp
     if n_sequences % unit:
-        ranks = f"{layout.dp} data-parallel ranks cannot have"
-        full = f"in multiples of training.local_batch_size = {n_local}"
-        why = f"{ranks} equal shares of {n_sequences} sequences, {full}"
+        why = (
+            f"{layout.dp} data-parallel ranks cannot have equal shares of {n_sequences} sequences, "
+            f"in multiples of training.local_batch_size = {n_local}"
+        )
         remedy = f"Use {list_multiples(n_sequences, unit)}"
         problems.refuse("training.global_batch_size", why, remedy)
 
@@ -235,8 +236,10 @@ def check_sizes(problems: Problems, layout: Layout, world_size: int) -> None:
     pieces = count_pieces(config.parallelism)
     seq_len = config.training.seq_len
     if seq_len % pieces:
-        cut = f"tp {layout.tp}; cp {layout.cp} needs 2 x cp pieces"
-        why = f"it does not divide into {pieces} equal pieces ({cut})"
+        why = (
+            f"it does not divide into {pieces} equal pieces "
+            f"(tp {layout.tp}; cp {layout.cp} needs 2 x cp pieces)"
+        )
         problems.refuse("training.seq_len", why, f"Use {list_multiples(seq_len, pieces)}")
 
 

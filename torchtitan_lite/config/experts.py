@@ -84,5 +84,7 @@ def explain_strides(model_args: ModelArgs, dtype: str) -> str:
     width = model_args.moe.expert_ffn_dim
     if model_args.dim % unit == 0 and width % unit == 0:
         return ""
-    sizes = f"dim = {model_args.dim} and experts of width {width}"
-    return f"grouped matmuls in {dtype} need multiples of {unit}, but the model has {sizes}"
+    return (
+        f"grouped matmuls in {dtype} need multiples of {unit}, "
+        f"but the model has dim = {model_args.dim} and experts of width {width}"
+    )

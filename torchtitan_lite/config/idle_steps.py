@@ -26,10 +26,12 @@ def describe_idle_steps(config: Config, resumed_step: int) -> list[str]:
         rate = peak * learning_rate_factor(section, idle_step)
         keys = f"optimizer.lr = {peak:g}, lr_scheduler.total_steps = {section.total_steps}"
         why = f"{keys}, warmup_steps = {section.warmup_steps}, min_lr_factor = {section.min_lr_factor:g}"
-        where = f"step {idle_step + 1} of {n_steps}"
-        return [f"the learning rate falls to {rate:.3g} at {where} ({why})"]
+        return [
+            f"the learning rate falls to {rate:.3g} at step {idle_step + 1} of {n_steps} ({why})"
+        ]
     if section.total_steps < section.warmup_steps <= n_steps:
-        lengths = f"{section.warmup_steps} and {section.total_steps} steps"
-        keys = "lr_scheduler.warmup_steps is longer than lr_scheduler.total_steps"
-        return [f"{keys}, {lengths}: no decay before the end of the warm-up"]
+        return [
+            "lr_scheduler.warmup_steps is longer than lr_scheduler.total_steps, "
+            f"{section.warmup_steps} and {section.total_steps} steps: no decay before the end of the warm-up"
+        ]
     return []

@@ -57,7 +57,9 @@ def describe_unusual_rates(config: Config, resumed_step: int) -> list[str]:
     if section.warmup_steps > n_steps:
         highest = learning_rate_factor(section, n_steps - 1)
         why = f"the learning rate only reaches {100 * highest:.3g}% of optimizer.lr"
-        lengths = f"{section.warmup_steps} of {n_steps} steps"
         if highest < 0.999:
-            notices.append(f"lr_scheduler.warmup_steps is longer than the run, {lengths}: {why}")
+            notices.append(
+                "lr_scheduler.warmup_steps is longer than the run, "
+                f"{section.warmup_steps} of {n_steps} steps: {why}"
+            )
     return notices

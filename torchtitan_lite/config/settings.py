@@ -137,9 +137,11 @@ def check_context_parallel(problems: Problems) -> None:
         why = f"model.attention = {attention!r} does not support it (see under_cp in config/choices.py)"
         problems.refuse("parallelism.context_parallel_degree", why, "Use 1")
     elif section.context_parallel_rotate_method == "ring" and is_masked:
-        why = "the ring has no masks, so it supports no documents, windows, sinks or code of a fork"
-        key = "parallelism.context_parallel_rotate_method"
-        problems.refuse(key, why, 'Use "allgather"')
+        problems.refuse(
+            "parallelism.context_parallel_rotate_method",
+            "the ring has no masks, so it supports no documents, windows, sinks or code of a fork",
+            'Use "allgather"',
+        )
 
 
 def check_windows(problems: Problems) -> None:

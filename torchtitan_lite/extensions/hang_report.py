@@ -44,9 +44,10 @@ TORCH = Path(torch.__file__).parent
 def warn_of_timeout(step_s: float, timeout_s: int) -> None:
     """Log that steps are nearly as long as the time-out of collectives."""
     key = "comm.train_timeout_seconds"
-    why = f"a step took {step_s:.3g} s, and collectives time out after {key} = {timeout_s}"
-    effect = "A slower step may end the run, and a hang may end it without a report"
-    logger.info(f"{why}. {effect}. Set {key} to {ceil(4 * step_s)} or more")
+    logger.info(
+        f"a step took {step_s:.3g} s, and collectives time out after {key} = {timeout_s}. A slower step may end the "
+        f"run, and a hang may end it without a report. Set {key} to {ceil(4 * step_s)} or more"
+    )
 
 
 def write_report(watch: HangWatch, kind: str) -> None:

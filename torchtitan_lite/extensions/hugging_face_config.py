@@ -128,7 +128,7 @@ def read_model_args(folder: Path) -> ModelArgs:
     kind = content.get("model_type")
     if not isinstance(kind, str) or kind not in families:
         why = f"{CONFIG}: model_type = {kind!r}; supported: {', '.join(families)}"
-        raise HuggingFaceError(folder, [f"{why}. Use such a model, or add yours to models/"])
+        raise HuggingFaceError(folder, [why + ". Use such a model, or add yours to models/"])
     model_name, family = families[kind]
     config, problems = read_keys(content, EVERY_FAMILY | family.keys, family.title)
     rope = {}
@@ -231,12 +231,11 @@ def read_rope(
     rope = content.take(name, dict, JsonObject(content.path, {}))
     kind = rope.get("rope_type", rope.get("type", "default"))
     if not isinstance(kind, str) or kind not in ("default", *SCALINGS):
-        supported = ", ".join(["default", *SCALINGS])
-        return {}, [f"rope_type = {kind!r}; supported: {supported}"]
+        return {}, [f"rope_type = {kind!r}; supported: {', '.join(['default', *SCALINGS])}"]
     for key, value in rope.items():
         if isinstance(value, dict):
-            why = "only one RoPE for all layers is supported"
-            return {}, [f"{name}.{key} = {shorten_value(value)}; {why}"]
+            found = f"{name}.{key} = {shorten_value(value)}"
+            return {}, [f"{found}; only one RoPE for all layers is supported"]
     rope.setdefault("rope_theta", config["rope_theta"])
     keys = list_rope_keys(kind)
     if ORIGINAL_LENGTH in keys:
@@ -271,8 +270,9 @@ def find_unsupported(config: dict[str, Any], family: Family) -> list[str]:
     if family.divides_dim and dim % n_heads:
         problems.append(f"num_attention_heads = {n_heads}; it must divide hidden_size = {dim}")
     if n_heads % n_kv_heads:
-        why = f"it must divide num_attention_heads = {n_heads}"
-        problems.append(f"num_key_value_heads = {n_kv_heads}; {why}")
+        problems.append(
+            f"num_key_value_heads = {n_kv_heads}; it must divide num_attention_heads = {n_heads}"
+        )
     if head_dim < 2 or head_dim % 2:
         problems.append(f"head_dim = {head_dim}; rotary embedding needs an even number")
     types = config["layer_types"] or [FULL] * n_layers
@@ -292,8 +292,9 @@ def find_unsupported(config: dict[str, Any], family: Family) -> list[str]:
         problems.append(f"{family.experts['top_k']} = {top_k}; there are {n_experts} experts")
     if count_dense(config) is None:
         dense = shorten_value(config[DENSE_LAYERS])
-        why = "only the first layers can be dense, such as [0, 1]"
-        problems.append(f"{DENSE_LAYERS} = {dense}; {why}")
+        problems.append(
+            f"{DENSE_LAYERS} = {dense}; only the first layers can be dense, such as [0, 1]"
+        )
     return problems
 
 

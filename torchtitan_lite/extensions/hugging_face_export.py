@@ -80,8 +80,7 @@ def explain_unwritable(model_args: ModelArgs, attention: str) -> str | None:
         for number in fields(part) if part else ():
             value = getattr(part, number.name)
             if number.name not in written and value != number.default:
-                only = f"{theirs} only supports {number.default!r}"
-                return f"{prefix}{number.name} = {value!r}, but {only}"
+                return f"{prefix}{number.name} = {value!r}, but {theirs} only supports {number.default!r}"
     for fqn, parameter in list_parameters(model_args).items():
         if parameter.row.name not in family.names:
             return f"{theirs} has no parameter for {fqn}"

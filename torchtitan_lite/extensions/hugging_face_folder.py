@@ -88,8 +88,9 @@ def open_folder(path: Path) -> HuggingFaceFolder:
                 )
             if name in tensors:
                 other = tensors[name][0].name
-                why = f"{name} is in {other} and in {file.name}. Delete it in one of them"
-                raise HuggingFaceError(path, [why])
+                raise HuggingFaceError(
+                    path, [f"{name} is in {other} and in {file.name}. Delete it in one of them"]
+                )
             if (other := file_names.get(name, file.name)) != file.name:
                 why = f"{name} is in {file.name}, but {INDEX} names {other}. Download both again"
                 raise HuggingFaceError(path, [why])

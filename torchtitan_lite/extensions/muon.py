@@ -39,7 +39,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 from torch.optim import AdamW
 
 from torchtitan_lite.dtensor import local_shard
@@ -69,9 +69,9 @@ class Muon(AdamW):
 
     def __init__(self, groups: list[dict], **options):
         super().__init__(groups, **options)
-        self.rounds = []
-        for group in self.param_groups:
-            self.rounds.append(plan_rounds(group["param_names"], group["params"]))
+        self.rounds = tuple(
+            plan_rounds(group["param_names"], group["params"]) for group in self.param_groups
+        )
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -122,8 +122,7 @@ def plan_rounds(names: list[str], parameters: list[Tensor]) -> list[tuple[list, 
     for mesh_dims, hidden in by_axes.items():
         mesh = getattr(hidden[0], "device_mesh", None)
         axes = [mesh[mesh.mesh_dim_names[mesh_dim]] for mesh_dim in mesh_dims]
-        ranks = [range(axis.size()) for axis in axes]
-        owners = list(product(*ranks))
+        owners = list(product(*(range(axis.size()) for axis in axes)))
         shapes = []
         for parameter in hidden:
             batch_shape = local_shard(parameter).shape[:-2]  # this rank's experts
@@ -141,9 +140,7 @@ def plan_rounds(names: list[str], parameters: list[Tensor]) -> list[tuple[list, 
 def find_axes(parameter: Tensor) -> tuple[int, ...]:
     """Return the mesh dims that shard matrices. A mesh dim that shards only the number of experts is left out."""
     axes = []
-    if not isinstance(parameter, DTensor):
-        return ()
-    for mesh_dim, placement in enumerate(parameter.placements):
+    for mesh_dim, placement in enumerate(getattr(parameter, "placements", ())):
         shards = not placement.is_replicate() and placement.dim >= parameter.dim() - 2
         if shards and parameter.device_mesh.size(mesh_dim) > 1:
             axes.append(mesh_dim)
@@ -211,9 +208,8 @@ def exchange_slices(
     """Send the tensors sent[i] to rank i, and fill received[i] with the tensors from rank i, in one all-to-all."""
     n_sent = count_elements(sent)
     n_received = count_elements(received)
-    flat = map(Tensor.flatten, chain(*sent))
     arrived = empty.new_empty(sum(n_received))
-    leaving = torch.cat([empty, *flat])
+    leaving = torch.cat([empty, *map(Tensor.flatten, chain(*sent))])
     dist.all_to_all_single(arrived, leaving, n_received, n_sent, group=group)
     targets = list(chain(*received))
     sizes = list(map(Tensor.numel, targets))
@@ -222,10 +218,7 @@ def exchange_slices(
 
 
 def count_elements(by_rank: list[list]) -> list[int]:
-    counts = []
-    for tensors in by_rank:
-        counts.append(sum(map(Tensor.numel, tensors)))
-    return counts
+    return [sum(map(Tensor.numel, tensors)) for tensors in by_rank]
 
 
 def newton_schulz(matrix: Tensor) -> Tensor:

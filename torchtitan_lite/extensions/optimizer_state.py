@@ -1,9 +1,10 @@
 """Refuse an optimizer whose state no checkpoint would save. Loaded for the optimizers of extensions and forks.
 
-A checkpoint saves the tensors in state[parameter]. A number that an optimizer keeps in state[parameter], in a parameter
-group or in an attribute would be reset when a run resumes, so the losses would differ. A DTensor with the placement
-Partial is refused too. For example, a mean over a sharded dim stays Partial until `redistribute` adds the terms of the
-ranks.
+A checkpoint saves the tensors in state[parameter], and a resume restores those that the first step creates. A number
+that an optimizer keeps in state[parameter], in a parameter group or in an attribute would be reset when a run resumes,
+so the losses would differ. So would a tensor, a list or a second optimizer in an attribute. A DTensor with the
+placement Partial is refused too. For example, a mean over a sharded dim stays Partial until `redistribute` adds the
+terms of the ranks.
 """
 
 from collections.abc import Iterator
@@ -13,42 +14,46 @@ from torch.optim.optimizer import Optimizer
 
 from torchtitan_lite.config.messages import UserError
 
+MUTABLE = (Tensor, list, dict, set, Optimizer)
+# attributes and options of torch's optimizers, and what update_weights sets
+OF_TORCH = {*vars(Optimizer([Tensor()], {})), "params", "param_names", "grad_scale", "found_inf"}
+
 
 def watch_state(optimizer: Optimizer) -> None:
-    """Make each step raise UserError if a checkpoint cannot save the state of `optimizer`."""
-    before: list[
-        tuple[dict, dict]
-    ] = []  # attributes and parameter groups, with copies from before the step
+    """Make each step raise UserError if a resume would lose state of `optimizer`."""
+    # id of the attributes, a parameter group or the state of a parameter -> copy from before the step
+    earlier: dict[int, dict] = {}
 
     def copy_values(optimizer: Optimizer, *_: object) -> None:
-        before[:] = [
-            (values, values.copy()) for values in (vars(optimizer), *optimizer.param_groups)
-        ]
+        for values in (vars(optimizer), *optimizer.param_groups, *optimizer.state.values()):
+            earlier[id(values)] = values.copy()
 
     def check_state(optimizer: Optimizer, *_: object) -> None:
-        for lost in find_unsaved(optimizer, before):
+        for lost in find_unsaved(optimizer, earlier):
             raise UserError(
-                f"the optimizer keeps {lost}, which no checkpoint saves. "
-                "In state[parameter], keep only scalars, and tensors like the parameter without partial sums"
+                f"the optimizer keeps {lost}, which no resume would restore. "
+                "In state[parameter], from the first step on, keep only scalars, and tensors like the parameter without "
+                "partial sums. Subclass an optimizer instead of keeping one, and keep constants in a tuple"
             )
 
     optimizer.register_step_pre_hook(copy_values)
     optimizer.register_step_post_hook(check_state)
 
 
-def find_unsaved(optimizer: Optimizer, before: list[tuple[dict, dict]]) -> Iterator[str]:
-    """Yield descriptions of the state that no checkpoint saves."""
+def find_unsaved(optimizer: Optimizer, earlier: dict[int, dict]) -> Iterator[str]:
+    """Yield descriptions of the state that a resume would lose."""
     for owner, state in optimizer.state.items():
         kind = type(getattr(owner, "data", None))  # NoneType if the key is not a parameter
         for name, value in state.items():
             is_scalar = isinstance(value, Tensor) and value.dim() == 0 and kind is not type(None)
-            placements = getattr(value, "placements", ())
-            is_partial = any(placement.is_partial() for placement in placements)
+            is_partial = any(each.is_partial() for each in getattr(value, "placements", ()))
+            is_late = name not in earlier.get(id(state), state)
             # A tensor without the placements of its sharded parameter would be saved by one rank, and a partial sum by
             # none.
-            if is_partial or not (is_scalar or isinstance(value, kind | None)):
+            if is_late or is_partial or not (is_scalar or isinstance(value, kind | None)):
                 yield f"{name} = {value!r:.80} in a state"
-    for values, old in before:
+    for values in (vars(optimizer), *optimizer.param_groups):
         for name, value in values.items():
-            if value is not old.get(name):
+            is_new = value is not earlier[id(values)].get(name)
+            if is_new or isinstance(value, MUTABLE) and name not in OF_TORCH:
                 yield f"{name} = {value!r:.80} in an attribute or a parameter group"

@@ -66,8 +66,10 @@ def check_groups(config: Config, model_args: ModelArgs) -> list[Problem]:
         if not matched:
             near = get_close_matches(group.match, fqns, n=1, cutoff=0) or fqns[:1]
             why = "no parameter of this model has such a name"
-            names = f"A pattern must match the whole name, such as {near[0]}; * stands for any text"
-            remedy = f"{names}. Change it, or remove this group"
+            remedy = (
+                f"A pattern must match the whole name, such as {near[0]}; * stands for any text. "
+            )
+            remedy += "Change it, or remove this group"
         elif all(find_group(earlier, fqn) is not OTHERS for fqn in matched):
             owners = {find_group(earlier, fqn).match: None for fqn in matched}
             names = " and ".join(map(repr, owners))
@@ -88,8 +90,9 @@ def describe_groups(config: Config, model_args: ModelArgs) -> list[str]:
             rates = f"lr {section.lr * group.lr:g}, weight_decay {section.weight_decay * group.weight_decay:g}"
             noun = "parameter" if len(fqns) == 1 else "parameters"
             examples = fqns if len(fqns) <= 2 else [fqns[0], "...", fqns[-1]]
-            name = group.match or "no group"
-            line = f"{name}: {rates}, {len(fqns)} {noun} ({', '.join(examples)})"
+            line = (
+                f"{group.match or 'no group'}: {rates}, {len(fqns)} {noun} ({', '.join(examples)})"
+            )
             n_elsewhere = len(list_matched(group, model_args)) - len(fqns)
             if n_elsewhere > 0:
                 line += f"; {n_elsewhere} more parameters match, but belong to earlier groups"

@@ -29,8 +29,7 @@ def turn_off_files(given: UserConfig) -> UserConfig:
             config = with_value(config, key, off)
             if key in given.chosen:
                 ignored.append(key)
-    folder = Path(config.job.dump_folder)
-    notice = f"checkpoint.load_only: the run writes nothing to {folder}, only to the screen"
+    notice = f"checkpoint.load_only: the run writes nothing to {Path(config.job.dump_folder)}, only to the screen"
     if ignored:
         notice += f". It ignores {', '.join(ignored)}"
     problems = list(given.problems)

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from torchtitan_lite.model.attention import avoids_cudnn
+from torchtitan_lite.model.attention import avoids_cudnn, stack_heads
 from torchtitan_lite.parallel.exchange import Ranks, collectives
 
 aten = torch.ops.aten
@@ -47,7 +47,7 @@ class KeysOfRanks:
 
     def __init__(self, key: Tensor, value: Tensor, ranks: Ranks):
         """`key` and `value` are this rank's, (B, K, 2C, E)."""
-        self.key_value = torch.stack((key, value))  # (2, B, K, 2C, E)
+        self.key_value = stack_heads(key, value)  # (2, B, K, 2C, E)
         self.ranks = ranks
         self.grads: Tensor | None = None  # sums so far, fp32
 

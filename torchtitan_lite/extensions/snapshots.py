@@ -131,8 +131,9 @@ class Snapshots(AbstractContextManager):
         kept = [self.folder / f"step-{found}" for found in find_steps(self.folder) if found <= step]
         for path in self.folder.parent.glob("*/*"):
             if path not in kept:
-                why = f"does not continue step {step} of this run, and is deleted"
-                logger.warning(f"the snapshot {path} {why}")
+                logger.warning(
+                    f"the snapshot {path} does not continue step {step} of this run, and is deleted"
+                )
                 rmtree(path)
 
 
@@ -141,8 +142,9 @@ def create_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        why = f"checkpoint.local_folder: {folder} cannot be created: {error.strerror}"
-        raise CheckpointError(f"{why}. Name another folder") from None
+        raise CheckpointError(
+            f"checkpoint.local_folder: {folder} cannot be created: {error.strerror}. Name another folder"
+        ) from None
 
 
 def identify_run(checkpoints: Path) -> str:

@@ -57,9 +57,8 @@ class SpikeFilter:
         if not is_applied:
             fields["skipped_above"] = median
         elif grad_norm > self.factor * self.skipped_above:
-            rise = f"rose from {self.skipped_above:.4g} to {median:.4g}"
             window = f"the last {len(self.history)} steps (training.spike_window)"
-            why = f"their median over {window} {rise}"
+            why = f"their median over {window} rose from {self.skipped_above:.4g} to {median:.4g}"
             logger.warning(f"step {step}: such gradient norms are no longer skipped: {why}")
         self.skipped_above = math.inf if is_applied else median
         return fields

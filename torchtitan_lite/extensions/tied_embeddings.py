@@ -58,6 +58,8 @@ class TiedSchedule:
     @torch.no_grad()
     def sum_gradients(self) -> None:
         """Add the gradient of the copy to the gradient of the owner. Collective over the group."""
+        if not self.pick().requires_grad:  # a fork has frozen the matrix
+            return
         if self.group is None:
             local_shard(self.owner.grad).add_(local_shard(self.copy.grad))
         else:

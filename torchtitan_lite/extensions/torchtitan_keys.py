@@ -85,11 +85,6 @@ def resolve_alias(written: str) -> str:
     return ALIASES.get(written, written)
 
 
-REPLACED_KEYS = {  # key of a missing feature -> the key to use instead
-    "parallelism.module_fqns_per_model_part": "parallelism.pipeline_parallel_layers_per_stage",
-}
-
-
 def explain_absent(key: str, value: object) -> str | None:
     """Return a remedy if this value turns on a missing torchtitan feature, "" if it does not, and None for an unknown
     key."""
@@ -97,11 +92,12 @@ def explain_absent(key: str, value: object) -> str | None:
         sections = tuple(name for name in SETTINGS if name.endswith("."))
         return "" if key in (*SETTINGS, *UNUSED) or key.startswith(sections) else None
     off = MISSING_FEATURES[key]
-    is_off = value in ("", "none") or str(value).lower() == str(off).lower()
-    if is_off:
+    if value in ("", "none") or str(value).lower() == str(off).lower():
         return ""
     remedy = f"Leave it out, or set it to {off!r}"
-    return f"{remedy}. {REPLACED_KEYS[key]} serves instead" if key in REPLACED_KEYS else remedy
+    if key == "parallelism.module_fqns_per_model_part":
+        remedy += ". parallelism.pipeline_parallel_layers_per_stage serves instead"
+    return remedy
 
 
 def translate_keys(
@@ -124,8 +120,9 @@ def translate_keys(
         if absent is None:
             problems.append(Problem(key, value, "there is no such key", suggest_key(key)))
         elif absent:
-            why = "torchtitan_lite does not have this feature"
-            problems.append(Problem(key, value, why, absent))
+            problems.append(
+                Problem(key, value, "torchtitan_lite does not have this feature", absent)
+            )
         elif key in UNUSED:
             notices.append(f"{key} = {value} has no effect: {UNUSED[key]}")
     return table, texts

@@ -31,9 +31,12 @@ class WandbSink:
             new = self.path.with_name("wandb_id.new")
             new.write_text(uuid4().hex)
             new.rename(id_file)  # complete or absent
-        folder = str(self.path.parent)
-        run_id = id_file.read_text()
-        return wandb.init(dir=folder, config=asdict(self.config), id=run_id, resume="allow")
+        return wandb.init(
+            dir=str(self.path.parent),
+            config=asdict(self.config),
+            id=id_file.read_text(),
+            resume="allow",
+        )
 
     def write(self, record: dict) -> None:
         scalars = find_scalars(record)

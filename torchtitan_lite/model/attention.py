@@ -22,6 +22,7 @@ from torchtitan_lite.config.block import has_masks
 from torchtitan_lite.config.choices import ATTENTIONS
 from torchtitan_lite.config.extensions import find_code, load_extension, load_module
 from torchtitan_lite.config.machine import SAFE_KV_HEADS
+from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.model_rows import ModelArgs
 
 OTHER_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -64,6 +65,16 @@ def avoids_cudnn(key: Tensor) -> bool:
     """
     few = key.is_cuda and key.shape[1] < SAFE_KV_HEADS
     return few and torch.cuda.get_device_capability(key.device)[0] == 10
+
+
+def stack_heads(key: Tensor, value: Tensor) -> Tensor:
+    """Stack keys and values, (2, B, kv heads, S, E). Raises UserError if their shapes differ."""
+    if key.shape != value.shape:
+        raise UserError(
+            f"keys have the shape {tuple(key.shape)}, but values {tuple(value.shape)}. Context parallel and the KV "
+            "cache need equal shapes: pad the smaller ones"
+        )
+    return torch.stack((key, value))
 
 
 def build_attention(attention: str, model_args: ModelArgs, layer: int) -> InnerAttention:

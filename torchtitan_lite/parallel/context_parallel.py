@@ -35,7 +35,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_lite.config.extensions import load_extension, load_module
 from torchtitan_lite.config.messages import UserError
-from torchtitan_lite.model.attention import CausalAttention, InnerAttention, build_attention
+from torchtitan_lite.model.attention import (
+    CausalAttention,
+    InnerAttention,
+    build_attention,
+    stack_heads,
+)
 from torchtitan_lite.parallel.exchange import Gather, Ranks, list_ranks
 
 
@@ -80,8 +85,10 @@ def apply_context_parallel(
         expected = type(build_attention(attention, part.model_args, layer=0))
     own_attention = load_module("model.own_attention")
     if why := own_attention.explain_own_attention(part, expected):
-        remedy = "Add a row to ATTENTIONS (config/choices.py) for it, or use parallelism.context_parallel_degree = 1"
-        raise UserError(f"Context parallel cannot fetch keys for this attention: {why}. {remedy}.")
+        raise UserError(
+            f"Context parallel cannot fetch keys for this attention: {why}. Add a row to ATTENTIONS "
+            "(config/choices.py) for it, or use parallelism.context_parallel_degree = 1."
+        )
     ranks = list_ranks(mesh)
     for fqn, inner in own_attention.list_attentions(part).items():
         if expected is CausalAttention:
@@ -120,7 +127,7 @@ class GatheringAttention(InnerAttention):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, doc_ids: object) -> Tensor:
         """query (B, H, S/cp, E), key and value (B, K, S/cp, E), result of `plan` -> (B, H, S/cp, E). Collective."""
-        local = torch.stack((key, value))
+        local = stack_heads(key, value)
         keys, values = Gather.apply(local, self.ranks, 3)  # (2, B, K, S, E)
         return super().forward(query, keys, values, doc_ids)
 

@@ -16,7 +16,6 @@ Sources: GPipe arXiv:1811.06965; 1F1B, interleaved: arXiv:2104.04473.
 Effect: each rank's parts have only the modules of its stages; FQNs are the same as in the full model.
 """
 
-import copy
 import time
 
 import torch
@@ -37,18 +36,17 @@ from torchtitan_lite.parallel.fsdp import accumulate_weight_gradients
 
 
 def apply_stage(model: nn.Module, fqns: tuple[str, ...]) -> nn.Module:
-    """Copy `model` (on meta) with only the modules in `fqns`. Removes other layers; other children become None.
+    """Keep only the modules in `fqns`, in place. Removes other layers; other children become None.
 
     A child without parameters is not in the table, and stays on every stage.
     """
-    part = copy.deepcopy(model)
-    for row in list_end_modules(part.model_args):
+    for row in list_end_modules(model.model_args):
         if row.child not in fqns:
-            setattr(part, row.child, None)
-    for layer in list(part.layers):
+            setattr(model, row.child, None)
+    for layer in list(model.layers):
         if f"layers.{layer}" not in fqns:
-            del part.layers[layer]
-    return part
+            del model.layers[layer]
+    return model
 
 
 def build_schedule(

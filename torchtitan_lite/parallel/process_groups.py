@@ -115,8 +115,7 @@ def prepare_process(config: Config) -> None:
     if config.debug.deterministic:
         # cuBLAS needs a fixed workspace for determinism.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        warn_only = config.debug.deterministic_warn_only
-        torch.use_deterministic_algorithms(True, warn_only=warn_only)
+        torch.use_deterministic_algorithms(True, warn_only=config.debug.deterministic_warn_only)
 
     # Keep inductor's compiled code for the next run, unless the user has set a different folder. Importing torch sets
     # the variable to torch's default.

@@ -62,6 +62,8 @@ Sources: Megatron-LM arXiv:1909.08053, section 3 for the loss; sequence parallel
 Effect: parameters become DTensors; FQNs and the shapes seen by optimizer and checkpoint do not change.
 """
 
+from dataclasses import replace
+
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -91,19 +93,19 @@ def plan_tensor_parallel(part: nn.Module) -> dict[str, "LocalStyle"]:
     """
     modules = dict(part.named_modules())
     plan: dict[str, LocalStyle] = {}
+    rows = []
     for prefix, row in list_modules(part.model_args):
         fqn = prefix + row.name
         if fqn not in modules or row.kind == "router":
             continue  # the module is on a different stage, or in an MoE layer
-        for name in list_gathered([row]):
-            plan[prefix + name] = PrepareModuleInput()
+        rows.append(replace(row, name=fqn))
         if row.kind == "embedding":
             plan[fqn] = SplitEmbedding()
         elif row.kv_heads:
             plan[fqn] = KeyValueParallel(row.kv_heads)
         else:
             plan[fqn] = STYLES[row.tp_style]()
-    return plan
+    return plan | {fqn: PrepareModuleInput() for fqn in list_gathered(rows)}
 
 
 def apply_tensor_parallel(part: nn.Module, mesh: DeviceMesh) -> None:
@@ -115,8 +117,10 @@ def apply_tensor_parallel(part: nn.Module, mesh: DeviceMesh) -> None:
     moes = tuple(f"layers.{layer}.feed_forward." for layer, _ in list_moes(part))
     for fqn, parameter in part.named_parameters():
         if not isinstance(parameter, DTensor) and not fqn.startswith(moes):
-            why = f"the plan for tensor parallel has no style for {fqn}"
-            raise UserError(f"{why}: change the kind of its row in the table of the model")
+            raise UserError(
+                f"the plan for tensor parallel has no style for {fqn}: "
+                "change the kind of its row in the table of the model"
+            )
     if is_tied_inside(part):
         # parallelize_module has made a separate DTensor, with equal placements, for each of the two modules
         part.output.weight = part.tok_embeddings.weight

@@ -105,8 +105,10 @@ def main(options: Namespace, config: Config = STEP_CONFIG) -> int:
         ratios = [turns[name].seconds / turns["trainer"].seconds for turns in rounds]
         speed = tokens_per_step / median(turn.seconds for turn in turns)
         cpu_s = median(turn.cpu_seconds for turn in turns)
-        spread = f"{median(ratios):.3f} ({min(ratios):.3f} - {max(ratios):.3f})"
-        print(f"{name:14}{speed:8.0f} tokens/s {cpu_s:7.3f} CPU s/step  trainer / {name} {spread}")
+        print(
+            f"{name:14}{speed:8.0f} tokens/s {cpu_s:7.3f} CPU s/step  "
+            f"trainer / {name} {median(ratios):.3f} ({min(ratios):.3f} - {max(ratios):.3f})"
+        )
     return 0
 
 

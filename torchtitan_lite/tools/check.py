@@ -179,8 +179,10 @@ def describe_spec(spec: RunSpec, n_hosts: int = 1) -> str:
         if seconds > LONG_S:
             rows["time"] += "; --config debug takes half a minute"
         if config.activation_checkpoint.mode == "selective" and not config.compile.enable:
-            slow = 'activation_checkpoint.mode = "selective" is slow without compile on a CPU'
-            rows["note"] = f'{slow}. If memory allows, use "none"'
+            rows["note"] = (
+                'activation_checkpoint.mode = "selective" is slow without compile on a CPU. '
+                'If memory allows, use "none"'
+            )
     if spec.resumed_step:
         rows["resumes"] = f"after step {spec.resumed_step}"
     where = machine.name if machine.is_here else f"{layout.world_size} x {machine.name}"
@@ -260,5 +262,7 @@ def describe_decayed(config: Config, model_args: ModelArgs) -> str:
             decayed.append(fqn)
     if not decayed:
         return ""
-    what = f"optimizer.weight_decay = {section.weight_decay:g} also covers norms and biases"
-    return f"{what}, such as {decayed[0]}; to exclude them, add a group with weight_decay = 0 (optimizer.groups)"
+    return (
+        f"optimizer.weight_decay = {section.weight_decay:g} also covers norms and biases, such as {decayed[0]}; "
+        "to exclude them, add a group with weight_decay = 0 (optimizer.groups)"
+    )

@@ -67,8 +67,9 @@ def main(options: argparse.Namespace) -> int:
     model_args = source.model_args
     checkpoint = source.checkpoint
     if checkpoint is None:
-        why = "is already a Hugging Face folder: train, generate and eval can read it"
-        raise SourceError(f"{source.path} {why}.")
+        raise SourceError(
+            f"{source.path} is already a Hugging Face folder: train, generate and eval can read it."
+        )
     why = explain_unwritable(model_args, source.attention)
     for fqn in list_expert_biases(model_args):
         if not why and checkpoint.read(f"model.{fqn}").any():

@@ -60,8 +60,9 @@ def continue_with_packages(extras: list[str] | None = None) -> None:
             if missing := list_missing(names):
                 install(missing)
     except OSError as error:  # such as for a read-only folder
-        remedy = "Delete it, or set PYTHON to a Python that has the packages"
-        sys.exit(f"{VENV} cannot be used: {error}. {remedy}.")
+        sys.exit(
+            f"{VENV} cannot be used: {error}. Delete it, or set PYTHON to a Python that has the packages."
+        )
 
 
 def list_missing(names: list[str]) -> list[str]:

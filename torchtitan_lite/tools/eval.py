@@ -68,8 +68,9 @@ def main(options: Namespace) -> int:
                 sums += measure_loss(loss, batch, bytes_of_tokens)
     nats, n_tokens, n_bytes = sums.tolist()
     if not math.isfinite(nats):
-        why = f"the loss is {nats}. The weights are damaged or diverged. Use an earlier checkpoint"
-        raise CheckpointError(f"{source.path}: {why}.")
+        raise CheckpointError(
+            f"{source.path}: the loss is {nats}. The weights are damaged or diverged. Use an earlier checkpoint."
+        )
     report = {
         "source": str(source.path),
         "data": options.data,

@@ -133,8 +133,7 @@ def encode_conversation(messages: list[dict], chat: ChatFormat) -> list[int]:
     messages[-1]["content"] = text.rstrip("\n")
     named = [name for name in tokenizer.special if name in text]
     if named and len(messages) > 1:
-        why = "would become a special token. Write it differently"
-        raise SourceError(f"{named[0]} {why}.")
+        raise SourceError(f"{named[0]} would become a special token. Write it differently.")
     if named:
         about = "is a special token, so the prompt is a formatted conversation."
         print(named[0], about, file=sys.stderr)

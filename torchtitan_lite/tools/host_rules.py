@@ -68,10 +68,11 @@ class MemoryBound:
 
     def __str__(self) -> str:
         ranks = f"{self.n_ranks} ranks share" if self.n_ranks > 1 else "a rank has"
-        state = "weights, gradients and optimizer state"
-        needed = f"at least {self.state_bytes / GIB:.2f} GiB for {state}"
-        more = "without activations, gathered weights and the allocator's reserve"
-        return f"{needed}, {more}; {ranks} {self.available_bytes / GIB:.1f} GiB"
+        return (
+            f"at least {self.state_bytes / GIB:.2f} GiB for weights, gradients and optimizer state, without "
+            "activations, gathered weights and the allocator's reserve; "
+            f"{ranks} {self.available_bytes / GIB:.1f} GiB"
+        )
 
 
 def count_moment_bytes(section: Optimizer) -> int:

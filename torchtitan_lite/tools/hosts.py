@@ -99,8 +99,10 @@ def open_store(within_s: float = MEET_WITHIN_S) -> Any:
         else:
             wait_until(connect, f"NODE_RANK=0 at {place}", within_s)
     except OSError as error:
-        why = f"{name_host()} cannot use {place}: {error.strerror}"
-        raise UserError(f"{why}. Set both to the host with NODE_RANK=0, and a free port") from None
+        raise UserError(
+            f"{name_host()} cannot use {place}: {error.strerror}. "
+            "Set both to the host with NODE_RANK=0, and a free port"
+        ) from None
     store = importlib.import_module("torch.distributed").TCPStore(
         address,
         port,
@@ -240,8 +242,9 @@ def find_master() -> tuple[str, int]:
     """Return address and port of the host with NODE_RANK=0. Raises UserError."""
     address = os.environ.get("MASTER_ADDR")
     if not address:
-        why = "needs MASTER_ADDR, the name of the host with NODE_RANK=0"
-        raise UserError(f"NNODES={os.environ.get('NNODES')} {why}")
+        raise UserError(
+            f"NNODES={os.environ.get('NNODES')} needs MASTER_ADDR, the name of the host with NODE_RANK=0"
+        )
     return address, read_number("MASTER_PORT", 29500)
 
 

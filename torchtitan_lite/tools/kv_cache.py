@@ -19,7 +19,12 @@ from torch.nn.attention import sdpa_kernel
 
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.extensions.windowed_attention import attend_with_mask
-from torchtitan_lite.model.attention import OTHER_KERNELS, InnerAttention, build_attention
+from torchtitan_lite.model.attention import (
+    OTHER_KERNELS,
+    InnerAttention,
+    build_attention,
+    stack_heads,
+)
 from torchtitan_lite.model.own_attention import explain_own_attention, list_attentions
 
 MOST_ERROR = 2e-5  # largest allowed error, as a fraction of the largest logit; 1e-6 is usual
@@ -43,7 +48,7 @@ class CachedAttention(InnerAttention):
         doc_ids: Tensor | None = None,
     ) -> Tensor:
         """query (1, H, Q, E), key and value (1, K, Q, E) of the tokens being read -> (1, H, Q, E)."""
-        key_value = torch.stack((key, value))
+        key_value = stack_heads(key, value)
         if self.cache is not None:
             # This copies the cache, but attention reads the whole cache anyway, and no memory is reserved in advance.
             key_value = torch.cat((self.cache, key_value), dim=3)
@@ -102,17 +107,19 @@ class CachedModel:
         try:
             at_once = self.read([*tokens, 0])
         except Exception as error:
-            why = f"its forward fails without targets and fields, or with the cache: {error}"
-            raise UserError(f"The KV cache cannot serve this model: {why}. Use eval.") from error
+            raise UserError(
+                "The KV cache cannot serve this model: its forward fails without targets and fields, or with the "
+                f"cache: {error}. Use eval."
+            ) from error
         self.forget()
         self.read(tokens)
         alone = self.read([0])
         self.forget()
         error = (alone - at_once).abs().max() / at_once.abs().max()
         if error > MOST_ERROR and self.model.output.weight.dtype == torch.float32:
-            why = f"layers mix tokens outside of attention.inner: its logits are off by {error:.0e}"
             raise UserError(
-                f"The KV cache cannot serve this model: {why}. Use eval, which needs no cache."
+                "The KV cache cannot serve this model: layers mix tokens outside of attention.inner: its logits are "
+                f"off by {error:.0e}. Use eval, which needs no cache."
             )
 
     @torch.inference_mode()

@@ -175,8 +175,9 @@ def prepare_corpora(spec: RunSpec) -> bool:
                 prepare_dataset(name, spec.tokenizer, cache_folder, dataset_path)
                 was_missing = True
     except PreparationError as error:
-        remedy = "Options in this message are options of `prepare`: run `prepare` first, then start this run"
-        raise PreparationError(f"{error}. {remedy}") from None
+        raise PreparationError(
+            f"{error}. Options in this message are options of `prepare`: run `prepare` first, then start this run"
+        ) from None
     return was_missing
 
 

@@ -83,8 +83,9 @@ def open_source(options: Namespace) -> ModelSource:
             manifest = checkpoint.manifest
             model_args = parse_model_args(manifest)
         except CheckpointError as error:
-            remedy = "Restore it from a copy, or name a different checkpoint"
-            raise CheckpointError(f"{path} cannot be used: {error}. {remedy}.") from None
+            raise CheckpointError(
+                f"{path} cannot be used: {error}. Restore it from a copy, or name a different checkpoint."
+            ) from None
         config = manifest.run["config"]
         published = manifest.run.get(IN_MANIFEST, {})
         attention = config["model"]["attention"]
@@ -97,8 +98,9 @@ def open_source(options: Namespace) -> ModelSource:
     try:
         found = load_tokenizer(options.tokenizer or assets)
     except ConfigError as error:
-        why = f"its tokenizer cannot be loaded: {error.problems[0].why}"
-        raise SourceError(f"{path}: {why}. Name it with --tokenizer FOLDER.") from None
+        raise SourceError(
+            f"{path}: its tokenizer cannot be loaded: {error.problems[0].why}. Name it with --tokenizer FOLDER."
+        ) from None
     why = ""
     if found.eos_id >= model_args.vocab_size:
         why = f"its model has {model_args.vocab_size} tokens, but the end token of {found.path} is id {found.eos_id}"
@@ -118,8 +120,11 @@ def open_source(options: Namespace) -> ModelSource:
     end_ids = read_end_ids(beside)
     for end_id in sorted(end_ids):
         if end_id >= model_args.vocab_size:
-            why = f"the model has {model_args.vocab_size} tokens, so no text ends there"
-            print(f"eos_token_id = {end_id} has no effect: {why}", file=sys.stderr)
+            print(
+                f"eos_token_id = {end_id} has no effect: the model has {model_args.vocab_size} tokens, "
+                "so no text ends there",
+                file=sys.stderr,
+            )
     # After fine-tuning on shorter sequences, the original context length still applies.
     n_published = published.get(CONFIG, {}).get(LENGTH) or 0
     return ModelSource(
@@ -143,8 +148,10 @@ def find_checkpoint(path: Path) -> Path:
             return folder / f"step-{steps[-1]}"
     if why := explain_hub_name(path):
         raise SourceError(f"{why}. Name that folder.")
-    remedy = f"Name a checkpoint, a run with a checkpoint (--checkpoint.enable), or a folder with {CONFIG}"
-    raise SourceError(f"{path} is not a folder with a checkpoint. {remedy}.")
+    raise SourceError(
+        f"{path} is not a folder with a checkpoint. Name a checkpoint, a run with a checkpoint (--checkpoint.enable), "
+        f"or a folder with {CONFIG}."
+    )
 
 
 def read_end_ids(published: dict[str, dict[str, Any]]) -> frozenset[int]:
@@ -164,8 +171,9 @@ def build_model(source: ModelSource) -> nn.Module:
     model_args = source.model_args
     dtype = DEFAULT_DTYPES[device.type]
     if why := explain_strides(model_args, str(dtype).removeprefix("torch.")):
-        remedy = "Pad the experts with zeros to a supported size; this does not change results"
-        raise SourceError(f"{source.path}: {why}. {remedy}.")
+        raise SourceError(
+            f"{source.path}: {why}. Pad the experts with zeros to a supported size; this does not change results."
+        )
     with torch.device("meta"):
         model = find_model_class(model_args.name)(model_args, attention=source.attention)
     model.to(dtype).to_empty(device=device).eval()

@@ -126,8 +126,9 @@ class ChatFormat:
         """Write a conversation, with special tokens spelled by name. Raises ValueError with the reason."""
         for name in OF_ENDS:
             if row.get(name):
-                why = "so the text would not end with the answer. Remove it"
-                raise ValueError(f"{name} is {row[name]!r}, {why}")
+                raise ValueError(
+                    f"{name} is {row[name]!r}, so the text would not end with the answer. Remove it"
+                )
         text, turns = self.write(row)
         unused = self.check_fields(row, text)
         messages = row["messages"]

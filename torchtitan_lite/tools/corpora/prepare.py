@@ -137,8 +137,9 @@ def read_rows(files: list[Path], settings: PrepareSettings) -> Iterator[Row]:
                 print(f"{path} has no rows", file=sys.stderr)
         # libraries that read files raise many kinds of errors for damaged files
         except Exception as error:
-            why = f"{path} cannot be read: {error}"
-            raise PreparationError(f"{why}. Correct this file, or leave it out") from None
+            raise PreparationError(
+                f"{path} cannot be read: {error}. Correct this file, or leave it out"
+            ) from None
 
 
 def read_texts(files: list[Path], settings: PrepareSettings) -> Iterator[str]:
@@ -305,8 +306,9 @@ def encode_row(settings: PrepareSettings, row: Row) -> Document:
 
 
 def explain_bad_row(row: Row, error: Exception) -> PreparationError:
-    remedy = "Correct this row, or give `prepare` the option --skip-bad"
-    return PreparationError(f"{row.path}, row {row.number}: {error}. {remedy}")
+    return PreparationError(
+        f"{row.path}, row {row.number}: {error}. Correct this row, or give `prepare` the option --skip-bad"
+    )
 
 
 def read_text(settings: PrepareSettings, row: Row) -> tuple[str, list[str]]:

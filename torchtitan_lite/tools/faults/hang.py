@@ -51,8 +51,11 @@ N_STACK_LINES = 4  # lines shown of the stack above torch
 def main(options: Namespace) -> int:
     culprits, text = explain_newest(options.folder, "rank", "failed")
     if not text:
-        why = "there is no rank-*.json, and no failed-*.json that explains more than the errors of the ranks"
-        print(f"{options.folder} has no files of hanging ranks: {why}", file=sys.stderr)
+        print(
+            f"{options.folder} has no files of hanging ranks: there is no rank-*.json, "
+            "and no failed-*.json that explains more than the errors of the ranks",
+            file=sys.stderr,
+        )
         return 2
     print(text)
     return 0 if culprits else 1

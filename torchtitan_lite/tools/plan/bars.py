@@ -27,8 +27,9 @@ class Bar(NamedTuple):
         own = [f"{n} on {name}" for name, n in self.n_rows.items() if name.startswith(gpu)]
         where = ", ".join(own) or f"none on {gpu}, only on {', '.join(self.n_rows)}"
         runs = f"{sum(self.n_rows.values())} published runs of {self.n_stacks} trainers"
-        error = f"median error {self.median:.1%}"
-        return f"tested on {runs} that the fit had not seen ({where}): {error}"
+        return (
+            f"tested on {runs} that the fit had not seen ({where}): median error {self.median:.1%}"
+        )
 
 
 # Printed by assets/benchmarks/published.py: `python3 -m assets.benchmarks.published`.

@@ -83,8 +83,10 @@ def describe_plan(planned: PlannedRun, options: argparse.Namespace) -> str:
         interval_s = find_interval(mtbf_s, options.save_stall_s)
         goodput = measure_goodput(interval_s, mtbf_s, options.restart_s, options.save_stall_s)
         n = max(1, round(interval_s / step_time_s))
-        minutes = f"{interval_s / 60:.1f} minutes (checkpoint.interval = {n})"
-        blocks.append(f"checkpoints: save every {minutes}: goodput {goodput:.1%}")
+        blocks.append(
+            f"checkpoints: save every {interval_s / 60:.1f} minutes (checkpoint.interval = {n}): "
+            f"goodput {goodput:.1%}"
+        )
     blocks += [f"remark: {remark}" for remark in list_remarks(planned)]
     return "\n\n".join(blocks)
 

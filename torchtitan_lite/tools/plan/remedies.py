@@ -49,9 +49,9 @@ def list_remarks(planned: PlannedRun) -> list[str]:
         remarks.append(f"the forecast does not model {name}. It counts {counted}")
     waiting = expected.parts_s["waiting for dp"] / expected.step_time_s
     if waiting > MOST_IDLE:
-        advice = "More sequences per rank (training.global_batch_size) or pipeline stages may be faster. Try --search"
         remarks.append(
-            f"{waiting:.0%} of a step waits for gathers and reductions over dp. {advice}"
+            f"{waiting:.0%} of a step waits for gathers and reductions over dp. More sequences per rank "
+            "(training.global_batch_size) or pipeline stages may be faster. Try --search"
         )
     if not planned.fits:
         sizes = f"{planned.taken_bytes / GIB:.1f} of {cluster.memory_bytes / GIB:.1f} GiB"

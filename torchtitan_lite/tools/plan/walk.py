@@ -36,8 +36,9 @@ def write_walk(planned: PlannedRun, rank: int) -> str:
         why = (
             f"a walk needs a dry run of every pp rank, so it has at most {MOST_WALKED_RANKS} ranks"
         )
-        remedy = "Use fewer, such as --gpus 8, or `plan --html` for the whole layout"
-        raise UserError(f"--gpus = {n_ranks}: {why}. {remedy}")
+        raise UserError(
+            f"--gpus = {n_ranks}: {why}. Use fewer, such as --gpus 8, or `plan --html` for the whole layout"
+        )
     seq_len = planned.config.training.seq_len
     name = f"{planned.config_name} on {n_ranks} ranks: one token on rank {rank}"
     own = find_slices(layout, rank, 1, seq_len)

@@ -89,8 +89,10 @@ def main(options: argparse.Namespace) -> int:
         try:
             runs = [RecordedRun(folder) for folder in options.runs]
         except (OSError, ValueError) as error:
-            remedy = "Name the dump folder of a run that has started, such as outputs/debug"
-            raise UserError(f"report cannot read a run: {error}. {remedy}") from None
+            raise UserError(
+                f"report cannot read a run: {error}. "
+                "Name the dump folder of a run that has started, such as outputs/debug"
+            ) from None
         is_watched = options.watch and any(run.records[-1]["kind"] != "stop" for run in runs)
         page = write_page(runs, options.group, options.x, refresh=is_watched)
         write_table(out, page)

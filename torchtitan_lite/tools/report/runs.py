@@ -184,8 +184,10 @@ def list_findings(run: RecordedRun) -> list[str]:
     spikes = [(step, norm) for step, norm in norms if norm > SPIKE_RATIO * usual]
     if spikes:
         step, norm = max(spikes, key=lambda spike: spike[1])
-        highest = f"{plural(len(spikes), 'record')}, the highest {norm:.4g} by step {step:,}"
-        remarks.append(f"spikes of the gradient norm, whose median is {usual:.4g} ({highest})")
+        remarks.append(
+            f"spikes of the gradient norm, whose median is {usual:.4g} "
+            f"({plural(len(spikes), 'record')}, the highest {norm:.4g} by step {step:,})"
+        )
     if run.pipeline:
         remarks += warn_of_bubble(run.plan, run.pipeline.bubble)
     times = run.list_values("step_time_s")[1:]

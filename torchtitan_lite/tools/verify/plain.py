@@ -245,8 +245,10 @@ class PlainModel:
         for layer, moe in list_moes(self.model):
             for module, known in ((moe, MoE), (moe.router, Router), (moe.experts, Experts)):
                 if type(module) is not known:
-                    why = f"layers.{layer} has {type(module).__name__}, but verify only supports {known.__name__}"
-                    raise UserError(f"{why}. Add its formula to PlainExperts in {__file__}.")
+                    raise UserError(
+                        f"layers.{layer} has {type(module).__name__}, but verify only supports {known.__name__}. "
+                        f"Add its formula to PlainExperts in {__file__}."
+                    )
             self.experts[layer] = PlainExperts(moe, layer, biases_decide=biases_decide)
         self.parameters = dict(self.model.named_parameters())
         self.model.output.formula = find_formula(self.section.loss)

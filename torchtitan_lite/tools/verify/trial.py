@@ -160,7 +160,8 @@ def make_trial(name: str, call: Callable[[], Trial]) -> Trial:
         trial = call()
     except RankFailure as failure:
         kind = NOT_FINISHED if isinstance(failure, NoAnswer) else "crash"
-        last = str(failure).strip().splitlines()[-1][:300]
+        # the first line of the error: its other lines are indented
+        last = [line for line in str(failure).splitlines() if line[:1].strip()][-1][:300]
         trial = Trial(name, faults={kind: Culprit(kind, name, f"{kind}: {last}")})
     except UserError:
         raise

@@ -85,9 +85,9 @@ def steps_with_optimizer(step: Observed) -> bool:
     return count(step.forward, f"Optimizer.step#{step.config.optimizer.name}") > 0
 
 
-def computes_as_adam(step: Observed) -> bool:
-    """Return whether the optimizer is known to read betas and eps. An optimizer of a fork may ignore them."""
-    return step.config.optimizer.name in ("AdamW", "Muon")
+def reads_option(name: str) -> Witness:
+    """Return the witness of an option of the optimizer: `step` reads it from a parameter group."""
+    return lambda step: name in step.options
 
 
 def stores_moments(step: Observed) -> bool | None:
@@ -123,14 +123,13 @@ def runs_implementation(step: Observed) -> bool | None:
 def updates_groups(step: Observed) -> bool:
     """Return whether every group matches a parameter of the small model, and this rank uses the factors of a group."""
     section = step.config.optimizer
-    asked = set()
-    for group in section.groups:
-        asked.add((section.lr * group.lr, section.weight_decay * group.weight_decay))
-    used = set()
-    for group in step.run.optimizer.param_groups:
-        used.add((group["initial_lr"], group["weight_decay"]))
-    model_args = step.run.parts[0].model_args
-    has_all = list_used(section.groups, model_args) == section.groups
+    asked = {
+        (section.lr * group.lr, section.weight_decay * group.weight_decay)
+        for group in section.groups
+    }
+    groups = step.run.optimizer.param_groups
+    used = {(group["initial_lr"], group["weight_decay"]) for group in groups}
+    has_all = list_used(section.groups, step.run.parts[0].model_args) == section.groups
     return has_all and bool(asked & used)
 
 
@@ -249,7 +248,6 @@ parallelism.pipeline_parallel_layers_per_stage
 parallelism.pipeline_parallel_first_stage_less_layers
 parallelism.pipeline_parallel_last_stage_less_layers
 optimizer.lr
-optimizer.weight_decay
 lr_scheduler.warmup_steps
 debug.seed
 """.split()
@@ -274,7 +272,10 @@ WITNESSES: dict[str, Witness] = {
     "parallelism.pipeline_parallel_schedule": runs_schedule,
     "parallelism.context_parallel_rotate_method": rotates,
     "optimizer.name": steps_with_optimizer,
-    **dict.fromkeys(("optimizer.beta1", "optimizer.beta2", "optimizer.eps"), computes_as_adam),
+    "optimizer.beta1": reads_option("betas"),
+    "optimizer.beta2": reads_option("betas"),
+    "optimizer.eps": reads_option("eps"),
+    "optimizer.weight_decay": reads_option("weight_decay"),
     "optimizer.groups": updates_groups,
     "optimizer.implementation": runs_implementation,
     "optimizer.moments_dtype": stores_moments,
@@ -325,14 +326,22 @@ def actions_noted(acted: Acted) -> Iterator[None]:
     """
     train_step = stepping.train_step
     n_steps = 0
+    options: set[str] = set()
+
+    class Group(dict):
+        def __getitem__(self, name: str) -> object:
+            options.add(name)
+            return super().__getitem__(name)
 
     def watch(run: build.Run, batch: Batch, *args) -> stepping.StepResult:
         nonlocal n_steps
         n_steps += 1
+        run.optimizer.param_groups[:] = map(Group, run.optimizer.param_groups)
+        options.clear()
         profiler = profile(enabled=n_steps == 2, record_shapes=True)
         with profiler:
             result = train_step(run, batch, *args)
-        step = Observed(run, batch, result, *count_events(profiler))
+        step = Observed(run, batch, result, options, *count_events(profiler))
         seen = {key: ask(key, step) for key in WITNESSES}
         acted.update(merge([acted, seen]))
         return result
