@@ -236,6 +236,11 @@ class Local(Optimizer):
             for parameter in group["params"]:
                 self.state[parameter]["sum"] = local_shard(parameter.grad)
 """
+KEEPS = "super().__init__(groups, {})"
+SUM = 'self.state[parameter]["sum"] = local_shard(parameter.grad)'
+LATE = """state = self.state[parameter]
+                name = "late" if "early" in state else "early"
+                state[name] = parameter.grad.clone()"""
 
 # A learned gain for each block. The gradient of the scalar is a sum whose terms nearly cancel.
 GAIN_MODULES = '''"""Llama that multiplies the output of each block by a learned scalar."""
@@ -340,25 +345,20 @@ MODEL = ModelTable(llama3.FLAVORS, llama3.list_block, list_ends, fields={"reward
 """
 
 
-FROZEN_MODULES = '''"""Llama with frozen weights, and trained adapters of queries (LoRA, arXiv:2106.09685)."""
+FROZEN_MODULES = '''"""Tied Llama with frozen weights, and trained adapters of queries (LoRA, arXiv:2106.09685)."""
 
 from torch import nn
 
-from torchtitan_lite.models.llama3.modules import Attention, Llama3
+from torchtitan_lite.models.llama3.modules import Llama3
 
 
-class Adapted(Attention):
-    def __init__(self, args, inner):
-        super().__init__(args, inner)
+class Adapted(nn.Linear):
+    def __init__(self, args):
+        heads_dim = args.n_heads * args.head_dim
+        super().__init__(args.dim, heads_dim, bias=False)
         self.down = nn.Linear(args.dim, 8, bias=False)
-        self.up = nn.Linear(8, args.n_heads * args.head_dim, bias=False)
-
-    def forward(self, x, rotation, doc_ids):
-        added = self.up(self.down(x))
-        hook = self.wq.register_forward_hook(lambda wq, args, out: out + added)
-        heads = super().forward(x, rotation, doc_ids)
-        hook.remove()
-        return heads
+        self.up = nn.Linear(8, heads_dim, bias=False)
+        self.register_forward_hook(lambda own, args, out: out + self.up(self.down(args[0])))
 
 
 class Model(Llama3):
@@ -367,22 +367,25 @@ class Model(Llama3):
         self.tok_embeddings.requires_grad_(False)
         for block in self.layers.values():
             block.requires_grad_(False)
-            block.attention = Adapted(args, block.attention.inner)
-            block.attention.wq.requires_grad_(False)
+            block.attention.wq = Adapted(args)
+            block.attention.wq.weight.requires_grad_(False)
 '''
 
-FROZEN_TABLE = """from torchtitan_lite.config.model_rows import ModelTable, ModuleRow
+FROZEN_TABLE = """from dataclasses import replace
+
+from torchtitan_lite.config.model_rows import ModelTable, ModuleRow
 from torchtitan_lite.models.llama3 import table as llama3
 
 
 def list_block(args, moe=None):
-    down = ModuleRow("attention.down", "linear", (8, args.dim), "whole", 0.02)
+    down = ModuleRow("attention.wq.down", "linear", (8, args.dim), "whole", 0.02)
     heads_dim = args.n_heads * args.head_dim
-    up = ModuleRow("attention.up", "linear", (heads_dim, 8), "colwise", 0.02)
+    up = ModuleRow("attention.wq.up", "linear", (heads_dim, 8), "colwise", 0.02)
     return [*llama3.list_block(args, moe), down, up]
 
 
-MODEL = ModelTable(llama3.FLAVORS, list_block, llama3.list_ends)
+FLAVORS = {"debug": replace(llama3.DEBUG, tie_embeddings=True)}
+MODEL = ModelTable(FLAVORS, list_block, llama3.list_ends)
 """
 
 IDS_MODULES = '''"""Llama with an embedding of the tokens in each block, read from a field of the batch."""
@@ -461,7 +464,6 @@ a layer beside its block | is not inside another module | GPT | "mlp. | "
 """
 # fork -> what `verify` says about it, the key that chooses it, the table in config/choices.py, its row there
 BROKEN_ROWS = """
-a state of one shard | in a state | optimizer.name=Local | OPTIMIZERS | "Local": OptimizerRow(1, extension="local"),
 a window of nothing | sees at least itself | model.attention=blind \
     | ATTENTIONS | "blind": AttentionRow(window=lambda args, layer: 0),
 neither code nor a window | has no `window`, but needs one | model.attention=bare \
@@ -471,6 +473,13 @@ an optimizer without code | forgotten | optimizer.name=forgotten | OPTIMIZERS | 
 an attention without code | forgotten | model.attention=forgotten \
     | ATTENTIONS | "forgotten": AttentionRow(extension="lion"),
 """
+# fork -> what `verify` says about its optimizer, the line of LOCAL that it replaces, and the new code
+BROKEN_STATES = """
+a state of one shard | in a state | |
+a state of the second step | late = | SUM | LATE
+a list of an optimizer | history = [ | KEEPS | KEEPS; self.history = []
+an optimizer inside | inner = | KEEPS | KEEPS; self.inner = Optimizer(groups, {})
+"""
 BROKEN = {}
 for name, said, model, old, new in read_lines(BROKEN_MODELS):
     for word in ("PARAMETER", "READS", "TWICE", "OF_ONE"):
@@ -479,8 +488,16 @@ for name, said, model, old, new in read_lines(BROKEN_MODELS):
     sources = [globals()[f"{model}_{part}"].replace(old, new) for part in ("MODULES", "TABLE")]
     BROKEN[name] = said, add_model(f"broken_{len(BROKEN)}", *sources)
 for name, said, key, table, row in read_lines(BROKEN_ROWS):
-    files = {"torchtitan_lite/extensions/local.py": LOCAL}
-    BROKEN[name] = said, Fork((f"--{key}",), f"config/choices.py | {table} | {row}", files)
+    BROKEN[name] = said, Fork((f"--{key}",), f"config/choices.py | {table} | {row}")
+for name, said, old, new in read_lines(BROKEN_STATES):
+    for word in ("SUM", "LATE", "KEEPS"):
+        old = old.replace(word, globals()[word])
+        new = new.replace(word, globals()[word])
+    file = f"local_{len(BROKEN)}"
+    row = f'config/choices.py | OPTIMIZERS | "{file}": OptimizerRow(1, extension="{file}"),'
+    code = LOCAL.replace("Local", file).replace(old, new)
+    path = f"torchtitan_lite/extensions/{file}.py"
+    BROKEN[name] = said, Fork((f"--optimizer.name={file}",), row, {path: code})
 NEAR_ROW = """
 config/choices.py | ATTENTIONS = { | \
     "near": AttentionRow(window=lambda args, layer: 16 if layer % 2 else None),

@@ -10,6 +10,7 @@ from torchtitan_lite.checkpoint.format import (
 )
 from torchtitan_lite.checkpoint.read import list_slices
 from torchtitan_lite.checkpoint.save import OFFSETS, plan_save
+from torchtitan_lite.config.block import list_parameters
 from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.tools.plan.fake_world import fake_group
 
@@ -29,7 +30,7 @@ def test_a_reader_computes_the_slices_that_ranks_write_of_their_dtensors(mesh):
         with fake_group(layout.world_size, rank=rank):
             tensors = {}
             for part in build_parts(config, model_args, layout, build_mesh(layout, "cpu")):
-                tensors |= dict(part.named_parameters(prefix="model"))
+                tensors |= dict(part.named_parameters(prefix="ema"))  # tensors of a fork
             saved = plan_save(tensors, degrees, rank)
         records |= saved.records
         for name, shard in saved.slices.items():
@@ -39,3 +40,4 @@ def test_a_reader_computes_the_slices_that_ranks_write_of_their_dtensors(mesh):
         for file, *box in list_slices(record, degrees, [0] * len(record.shape), record.shape):
             computed[name, file] = tuple(box)
     assert written == computed
+    assert records.keys() >= {f"ema.{fqn}" for fqn in list_parameters(model_args)}

@@ -31,12 +31,13 @@ SHORT = {  # abbreviation in the table below -> keys
 ENDS = read_lines("""
 the ends | verify wide | TP2 | 0 | certified
 a second prediction | verify wide | STAGES --ranks=2 | 0 | certified
-an optimizer | verify wide | TP2 --optimizer.eps=1e-6 | 0 | eps 1e-06 was not seen to act
+an optimizer | verify wide | TP2 --optimizer.eps=1e-6 --optimizer.beta1=0.8 | 0 | optimizer: eps 1e-06 was not
 a value | verify wide | CONTEXT --ranks=2 | 0 | certified
 latent attention | verify wide | TP2 | 0 | certified
 a gain | verify wide | TP2 | 0 | certified
 a teacher | verify wide | --ranks=4 | 0 | 'cross_entropy' was not seen to act
 adapters | verify wide | --ranks=4 | 0 | certified
+adapters | verify wide | STAGES --ranks=2 | 0 | certified
 a gpt | verify wide | TP2 | 0 | certified
 a gpt | verify wide | CONTEXT --ranks=2 | 0 | certified
 an attention | verify wide | CONTEXT --ranks=2 | 0 | 'sliding' was not seen to act
@@ -188,7 +189,7 @@ a second prediction | 4160
 latent attention | 3136  # in each layer matrices of 40 x 64 and 96 x 32 and a norm of 32, without two of 32 x 64
 a gain | 2
 a value | 65
-adapters | 2048  # in each layer matrices of 8 x 64 and 64 x 8
+adapters | -145408  # in each layer matrices of 8 x 64 and 64 x 8; the embedding of 2304 x 64 is tied
 ids | 294912  # in each layer an embedding of 2304 x 64
 a gpt | -7616  # positions of 64 x 64; each layer has 288 biases, and two matrices of 64 x 96 instead of three
 """)

@@ -87,8 +87,10 @@ def main(options: argparse.Namespace) -> int:
             f"{out} cannot be written: {error}. Free some space, or name a different folder"
         ) from None
     sizes = [file.stat().st_size for file in out.glob("*.safetensors")]
-    found = f"{count_parameters(model_args):,} parameters from {source.path}"
-    print(f"{options.out}: {found}, {len(sizes)} safetensors, {sum(sizes):,} bytes")
+    print(
+        f"{options.out}: {count_parameters(model_args):,} parameters from {source.path}, "
+        f"{len(sizes)} safetensors, {sum(sizes):,} bytes"
+    )
     return 0
 
 

@@ -43,13 +43,17 @@ def main(options: Namespace) -> int:
         raise SourceError("eval needs a text: set --data to a file, a folder or a corpus.")
     source = open_source(options)
     seq_len = options.seq_len or min(source.context or BATCH_TOKENS, BATCH_TOKENS)
-    restart_positions = ATTENTIONS[source.attention].uses_documents
     with TemporaryDirectory(prefix="eval-") as folder:
         corpus = open_text(options.data, source.tokenizer, Path(folder) / "corpus")
         model_args = source.model_args
         seq_len = min(seq_len, corpus.n_tokens - 1)
-        fields = MODELS[model_args.name].fields
-        reader = SampleReader([corpus], seq_len, model_args.vocab_size, restart_positions, fields)
+        reader = SampleReader(
+            [corpus],
+            seq_len,
+            model_args.vocab_size,
+            ATTENTIONS[source.attention].uses_documents,
+            MODELS[model_args.name].fields,
+        )
         n_rows = min(max(1, BATCH_TOKENS // seq_len), sum(reader.n_samples))
         windows = ValidationBatches(reader, source.tokenizer, n_rows)
         model = build_model(source)

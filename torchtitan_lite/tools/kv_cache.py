@@ -84,10 +84,10 @@ class CachedModel:
         self.length = 0
         expected = type(build_attention(attention, model.model_args, 0))
         if why := explain_own_attention(model, expected):
-            remedy = (
-                "Use eval, or, if only its windows differ, a row of ATTENTIONS (config/choices.py)"
+            raise UserError(
+                f"The KV cache cannot serve this attention: {why}. Use eval, or, if only its windows differ, a row of "
+                "ATTENTIONS (config/choices.py)."
             )
-            raise UserError(f"The KV cache cannot serve this attention: {why}. {remedy}.")
         self.caches = []
         for fqn, inner in list_attentions(model).items():
             cached = CachedAttention(inner)

@@ -222,9 +222,9 @@ def describe_report(report: dict) -> str:
         texts[key] = f"{reprlib.repr(asked)} was not seen to act"
     lines += list_by_section(texts) + report["idle"]
     if report["unjudged"]:
-        names = ", ".join(report["unjudged"])
         lines.append(
-            f"not judged, because terms cancel and only rounding errors are left: gradients of {names}"
+            "not judged, because terms cancel and only rounding errors are left: gradients of "
+            + ", ".join(report["unjudged"])
         )
     for trial in report["trials"]:
         replaced = {

@@ -323,8 +323,9 @@ def run_plainly(config: Config, n_steps: int) -> list[PlainStep]:
     Raises UserError if the loop diverges, because NaN cannot be compared.
     """
     plain = PlainModel(config)
-    section = replace(config.optimizer, implementation="for-loop")
-    optimizer = build_optimizer(section, plain.parameters)
+    optimizer = build_optimizer(
+        replace(config.optimizer, implementation="for-loop"), plain.parameters
+    )
     scheduler = build_lr_scheduler(config.lr_scheduler, optimizer)
     positions = choose_positions(config.lr_scheduler)
     steps: list[PlainStep] = []

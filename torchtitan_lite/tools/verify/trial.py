@@ -166,8 +166,8 @@ def make_trial(name: str, call: Callable[[], Trial]) -> Trial:
     except UserError:
         raise
     except Exception as error:
-        text = f"crash in one process: {find_crash(error)}"
-        trial = Trial(name, faults={"crash": Culprit("crash", name, text)})
+        culprit = Culprit("crash", name, f"crash in one process: {find_crash(error)}")
+        trial = Trial(name, faults={"crash": culprit})
     return replace(trial, seconds=time.monotonic() - start)
 
 
