@@ -46,11 +46,13 @@ def find_weights(given: UserConfig, restarted: bool) -> tuple[UserConfig, Weight
             weights = find_initial(config)
         if weights is None and section.load_only:
             folder = Path(config.job.dump_folder) / section.folder
-            why = f"{folder} has no checkpoint that could be loaded"
-            remedy = (
-                "Set checkpoint.enable, and job.dump_folder to the folder of a run that has saved"
+            problem = Problem(
+                "checkpoint.load_only",
+                True,
+                f"{folder} has no checkpoint that could be loaded",
+                "Set checkpoint.enable, and job.dump_folder to the folder of a run that has saved",
             )
-            raise ConfigError([Problem("checkpoint.load_only", True, why, remedy)])
+            raise ConfigError([problem])
     except ConfigError as error:
         return replace(given, problems=(*given.problems, *error.problems)), None
     if weights is None:

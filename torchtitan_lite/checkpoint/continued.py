@@ -54,8 +54,10 @@ def check_continued(
     path = weights.path
     manifest = weights.manifest
     starts_anew = excludes_moments(config, manifest, is_resumed=weights.is_resumed)
-    options = f"--job.dump_folder=FOLDER --{INITIAL_LOAD_PATH}={path} --checkpoint.initial_load_model_only"
-    new_run = f"start another run from these weights: {options}"
+    new_run = (
+        "start another run from these weights: "
+        f"--job.dump_folder=FOLDER --{INITIAL_LOAD_PATH}={path} --checkpoint.initial_load_model_only"
+    )
     problems = Problems(config)
     notices = []
     different = list_different(config, manifest)
@@ -84,10 +86,10 @@ def check_continued(
         return problems, notices
     has_state = starts_anew or stores_moments(manifest)
     if config.checkpoint.exclude_from_loading and not starts_anew:
-        why = f"an earlier start has already applied checkpoint.exclude_from_loading, and then saved {path}"
-        again = f"--job.dump_folder=FOLDER --{INITIAL_LOAD_PATH}={path} --{NOT_ONLY}"
         notices.append(
-            f"{why}, so its optimizer state is loaded. To start with new moments again, add {again}"
+            f"an earlier start has already applied checkpoint.exclude_from_loading, and then saved {path}, "
+            "so its optimizer state is loaded. To start with new moments again, add "
+            f"--job.dump_folder=FOLDER --{INITIAL_LOAD_PATH}={path} --{NOT_ONLY}"
         )
     if OPTIMIZERS[config.optimizer.name].n_moments and not has_state:
         why = f"{path} has only weights (checkpoint.last_save_model_only), so training cannot continue from it"

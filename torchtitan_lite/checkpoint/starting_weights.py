@@ -115,8 +115,10 @@ def check_went_on(section: Checkpoint, folder: Path, steps: list[int]) -> None:
         remedy = f"Use {steps if section.load_only else steps[-1:]}"
     if step in steps:
         path = shlex.quote(str(folder / f"step-{step}"))
-        instead = f"--job.dump_folder=FOLDER --{INITIAL_LOAD_PATH}={path} --{NOT_ONLY}"
-        remedy += f". To train again from step {step}, use these options instead: {instead}"
+        remedy += (
+            f". To train again from step {step}, use these options instead: "
+            f"--job.dump_folder=FOLDER --{INITIAL_LOAD_PATH}={path} --{NOT_ONLY}"
+        )
     raise ConfigError([Problem("checkpoint.load_step", step, why, remedy)])
 
 
@@ -139,8 +141,13 @@ def find_initial(config: Config) -> Weights:
         notices = tuple(reading.list_ignored(published[CONFIG], folder.model_args))
         return Weights(path, folder.model_args, str(path.absolute()), published, notices=notices)
     except UserError as error:
-        remedy = "Name a checkpoint, such as outputs/debug/checkpoint/step-200, or a complete Hugging Face folder"
-        raise ConfigError([Problem(INITIAL_LOAD_PATH, name, str(error), remedy)]) from None
+        problem = Problem(
+            INITIAL_LOAD_PATH,
+            name,
+            str(error),
+            "Name a checkpoint, such as outputs/debug/checkpoint/step-200, or a complete Hugging Face folder",
+        )
+        raise ConfigError([problem]) from None
 
 
 def check_loaded_model(
@@ -213,7 +220,9 @@ def parse_model_args(manifest: Manifest) -> ModelArgs:
     for name, kind in (("rope_scaling", RopeScaling), ("moe", MoEArgs)):
         if model_args[name] is not None:
             model_args[name] = parse_fields(kind, model_args[name])
-    model_args["layer_types"] = tuple(model_args.get("layer_types", ()))  # JSON has a list
+    for name, value in model_args.items():
+        if isinstance(value, list):  # JSON has no tuples
+            model_args[name] = tuple(value)
     return parse_fields(type(MODELS[model].flavors["debug"]), model_args)
 
 

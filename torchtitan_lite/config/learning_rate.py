@@ -56,10 +56,10 @@ def describe_unusual_rates(config: Config, resumed_step: int) -> list[str]:
         notices += describe_idle_steps(config, resumed_step)
     if section.warmup_steps > n_steps:
         highest = learning_rate_factor(section, n_steps - 1)
-        why = f"the learning rate only reaches {100 * highest:.3g}% of optimizer.lr"
         if highest < 0.999:
             notices.append(
                 "lr_scheduler.warmup_steps is longer than the run, "
-                f"{section.warmup_steps} of {n_steps} steps: {why}"
+                f"{section.warmup_steps} of {n_steps} steps: "
+                f"the learning rate only reaches {100 * highest:.3g}% of optimizer.lr"
             )
     return notices
