@@ -27,8 +27,8 @@ from torchtitan_lite.model.loss import count_valid_tokens
 from torchtitan_lite.parallel.fsdp import prepare_microbatch
 
 RANDOM = (
-    "the model draws random numbers, as in dropout. Recompute, a resume and other layouts would draw different "
-    "numbers: derive them from tokens and positions"
+    "a step draws random numbers, as in dropout. Recompute, a resume and other layouts would draw different numbers: "
+    "derive them from tokens and positions"
 )
 
 
@@ -58,7 +58,9 @@ def train_step(run: Run, batch: Batch, stop_signal: int = 0) -> StepResult:
     """Run one optimizer step, without copying anything to the host.
 
     `batch` contains this rank's rows of the global batch. `stop_signal` is the signal that this rank received, or 0.
+    Raises UserError if the model, the optimizer or an extension draws random numbers.
     """
+    random_state = copy_random_state()
     local_loss = compute_gradients(run, batch)
     trained = {fqn: own.grad for fqn, own in run.parameters.items() if own.requires_grad}
     require_gradients(trained)
@@ -77,24 +79,19 @@ def train_step(run: Run, batch: Batch, stop_signal: int = 0) -> StepResult:
     for follow_up in run.after_update:
         follow_up()  # precomputed float8 scales: all-reduces one float per weight
     run.lr_scheduler.step()
+    if copy_random_state() != random_state:
+        raise UserError(RANDOM)
     return StepResult(loss, grad_norm, applied, stops, expert_loads)
 
 
 def compute_gradients(run: Run, batch: Batch) -> Tensor:
-    """Compute the gradients of `batch`, replacing earlier gradients. Returns the local loss of `forward_backward`.
-
-    Raises UserError if the model draws random numbers.
-    """
+    """Compute the gradients of `batch`, replacing earlier gradients. Returns the local loss of `forward_backward`."""
     run.optimizer.zero_grad()
     if run.balance:
         run.balance.loads.zero_()
     batch = shard_for_cp(run, batch)
     n_tokens = count_global_tokens(run, batch)  # all-reduces one integer over all ranks
-    random_state = copy_random_state()
-    local_loss = forward_backward(run, batch, n_tokens)  # FSDP reduces gradients during backward
-    if copy_random_state() != random_state:
-        raise UserError(RANDOM)
-    return local_loss
+    return forward_backward(run, batch, n_tokens)  # FSDP reduces gradients during backward
 
 
 def shard_for_cp(run: Run, batch: Batch) -> Batch:
