@@ -27,12 +27,16 @@ def check_keys(problems: Problems) -> None:
                 names.append(name)
         if own and not set(names).intersection(DOWNLOADS):
             why = f"it is only used for {', '.join(DOWNLOADS)}, and {section}.dataset names none of them"
-            remedy = f"Leave it out. For other corpora, set {section}.dataset to a path"
-            problems.refuse(key, why, remedy)
+            problems.refuse(
+                key, why, f"Leave it out. For other corpora, set {section}.dataset to a path"
+            )
     n_corpora = len(training.dataset)
     if training.dataset_weights and len(training.dataset_weights) != n_corpora:
-        remedy = "Give one weight per corpus, or none to draw every sample equally often"
-        problems.refuse("training.dataset_weights", f"there are {n_corpora} corpora", remedy)
+        problems.refuse(
+            "training.dataset_weights",
+            f"there are {n_corpora} corpora",
+            "Give one weight per corpus, or none to draw every sample equally often",
+        )
     for name, weight in zip(training.dataset, training.dataset_weights, strict=False):
         if weight < SMALLEST_SHARE * sum(training.dataset_weights):
             why = f"the share of {name} is below {SMALLEST_SHARE:g}, so hardly any sample of it is drawn"

@@ -32,8 +32,8 @@ def watch_state(optimizer: Optimizer) -> None:
         for lost in find_unsaved(optimizer, earlier):
             raise UserError(
                 f"the optimizer keeps {lost}, which no resume would restore. "
-                "In state[parameter], from the first step on, keep only scalars, and tensors like the parameter without "
-                "partial sums. Subclass an optimizer instead of keeping one, and keep constants in a tuple"
+                "In state[parameter], from the first step on, keep only scalars, and tensors like the parameter "
+                "without partial sums. Subclass an optimizer instead of keeping one, and keep constants in a tuple"
             )
 
     optimizer.register_step_pre_hook(copy_values)
