@@ -4,7 +4,6 @@ The loss is always (sum of token losses) / (valid tokens in the *global* batch),
 microbatches and data-parallel degree. Gradients are therefore sums over microbatches and ranks, never means of means.
 """
 
-import random
 from collections.abc import Callable
 from ctypes import string_at
 from dataclasses import dataclass, replace
@@ -154,16 +153,16 @@ def stage_kwargs(batch: Batch) -> dict[str, Tensor]:
     }
 
 
-def copy_random_state() -> list[object]:
-    """Return the states of the random generators of Python and torch. The GPU's state is included if this process uses
-    a GPU.
+def copy_random_state() -> list[bytes]:
+    """Return the states of torch's random generators: of the CPU, and of the GPU if this process uses one.
 
-    Uses no torch operator, because a dry run replaces operators.
+    Uses no torch operator, because a dry run replaces operators. Python's own generator is left out, because other
+    threads draw from it.
     """
     states = [torch.get_rng_state()]
     if torch.cuda.is_initialized():
         states.append(torch.cuda.get_rng_state())
-    return [random.getstate(), *(string_at(each.data_ptr(), each.numel()) for each in states)]
+    return [string_at(state.data_ptr(), state.numel()) for state in states]
 
 
 def count_global_tokens(run: Run, batch: Batch) -> Tensor:
