@@ -85,9 +85,9 @@ class Cluster:
     # Seconds that the host needs to launch an eager kernel; a compiled kernel takes half of this time. Fit. For
     # comparison: elementwise operators of torch took 4 to 6 us on one loaded CPU core, forward or backward, without a
     # GPU driver.
-    host_s: float = 10e-6
+    host_s: float = 11e-6
     # Speed of a grouped matmul over experts, relative to a matmul. Fit.
-    grouped_efficiency: float = 0.80
+    grouped_efficiency: float = 0.81
     async_tp_hidden: float = 0.61  # async TP hides this fraction of tp's collectives. Fit.
     # Bytes that the allocator reserves per byte in use, without tp and with tp. With tp, the factor is larger, because
     # copies of hidden states are often allocated and freed. Fit.
@@ -176,7 +176,7 @@ ROWS = [
     Cluster("h100"),
     # nvidia.com, H200 SXM and DGX H200 datasheets: an H100 with 141 GB at 4.8 TB/s. The H200's memory leaves more power
     # for matmuls. Their efficiency: fit.
-    Cluster("h200", memory_bytes=143771 * MIB, memory_bandwidth=4.8e12, matmul_efficiency=0.75),
+    Cluster("h200", memory_bytes=143771 * MIB, memory_bandwidth=4.8e12, matmul_efficiency=0.76),
     # nvidia.com, A100 SXM and DGX A100 datasheets: NVLink 600 GB/s, eight cards of 200 Gb/s. torch's default attention
     # kernel on an A100 is FlashAttention-2: arXiv:2307.08691, figures 5 and 6. Efficiency of matmuls: fit.
     Cluster(

@@ -24,6 +24,11 @@ from torchtitan_lite.tools.plan.workload import LayerKind, Workload
 CAUSAL_EDGE = 300
 TILE_ROWS = 128  # rows of a tile in a grouped matmul's result
 KERNELS_OF_LAYER = {False: 29, True: 15}  # compiled -> kernels in forward, except matmuls
+# Host time of torch's Python code, as a number of launches (host_s): for a linear layer on DTensors in forward, and for
+# the hooks of an FSDP group in forward or in backward. Measured on one core of an x86_64 server without a GPU (torch
+# 2.13): 0.5 and 1.1 ms. pytorch issue 173680 has 1 ms for hooks, torch 2.10.
+LAUNCHES_OF_DTENSOR = 50
+LAUNCHES_OF_HOOKS = 100
 # number of additional kernels in an MoE layer: router, sorting, all-to-alls, experts
 KERNELS_OF_EXPERTS = 60
 # compiled -> tensors that three functions read and write: a norm with a residual addition, SwiGLU, GPT's activation
@@ -265,20 +270,25 @@ class LayerTime:
         copies are counted for experts only: for dense layers they are short, and included in the fitted constants.
         """
         w = self.workload
+        layout = w.layout
         gather = 0.0
         again = 0.0
-        wait = 0.0
-        wait_back = 0.0
-        n_copied = kind.sizes["efsdp"] if w.layout.efsdp > 1 else 0
-        if w.layout.zero_stage == 3:
+        copied = 0.0
+        n_copied = kind.sizes["efsdp"] if layout.efsdp > 1 else 0
+        if layout.zero_stage == 3:
             gather = self.gather_time(kind.sizes, kind.spared_bytes)
             again = self.gather_time(kind.sizes, kind.spared_bytes, again=True)
-            wait = wait_back = self.copy_time(2 * w.compute_bytes * n_copied)
-        if w.layout.pp == 1 and w.n_reductions == w.layout.n_microbatches:
+            copied = self.copy_time(2 * w.compute_bytes * n_copied)
+        wait = copied + self.expose("fsdp", gather, forward)
+        if layout.pp > 1:
+            # After a backward, nothing is freed. So of m microbatches, the forwards before the first backward gather,
+            # and the backwards of all others. 1F1B starts with (pp + 1) / 2 forwards, averaged over the pp ranks.
+            early = min(1.0, (layout.pp + 1) / 2 / layout.n_microbatches)
+            return early * wait, (1 - early) * (copied + self.expose("fsdp", again, backward))
+        if w.n_reductions == layout.n_microbatches:
             again += self.reduce_time(kind.sizes)
-            wait_back += self.copy_time((w.compute_bytes + w.reduce_bytes) * n_copied)
-        wait += self.expose("fsdp", gather, forward)
-        return wait, wait_back + self.expose("fsdp", again, backward)
+            copied += self.copy_time((w.compute_bytes + w.reduce_bytes) * n_copied)
+        return wait, copied + self.expose("fsdp", again, backward)
 
     def gather_time(
         self, sizes: Counter[str], spared_bytes: float, *, again: bool = False
@@ -347,11 +357,16 @@ class LayerTime:
         # The host launches each kernel. Backward launches twice as many kernels as forward: one set for the gradients
         # of inputs, and one for the gradients of weights. Full recompute repeats the launches of forward.
         n_launches = KERNELS_OF_LAYER[w.compiled] + len(kind.block)
+        if w.layout.tp > 1 and self.has_slow_norms:
+            n_launches += LAUNCHES_OF_DTENSOR * len(kind.colwise + kind.rowwise)
         launches = n_launches * self.cluster.host_s / (1 + w.compiled)
+        hooks = 0.0
+        if w.layout.zero_stage == 3 and w.layout.fsdp > 1:
+            hooks = LAUNCHES_OF_HOOKS * len(kind.groups) * self.cluster.host_s
         waiting = kind.is_moe and self.dispatch_s
-        forward = waiting + max(forward, launches)
+        forward = waiting + max(forward, launches + hooks)
         n_passes = 2 + kind.average(full=1)
-        backward = n_passes * waiting + max(backward, n_passes * launches - of_weights)
+        backward = n_passes * waiting + max(backward, n_passes * launches + hooks - of_weights)
         dp, dp_back = self.shard_times(kind, forward, backward + of_weights)
         tp, cp, ep = map(sum, waits)
         return Phases(forward + dp, backward + dp_back, of_weights, again, tp, cp, ep, dp + dp_back)

@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 from torchtitan_lite.tools.plan.orders import (
     STAGES_GATHERED,
-    WAITING,
     InFlight,
     extrapolate_in_flight,
 )
@@ -279,8 +278,8 @@ class RankMemory:
         for with_gradients, held in in_flight.items():
             n_gradients = sum(w.n_parameters[index] for index in with_gradients)
             n_bytes = 0.0
-            for (index, action), n in held.items():
-                n_bytes += (WAITING if action == "I" else 1) * n * kept[index]
+            for index, tenths in held.items():
+                n_bytes += tenths / 10 * kept[index]
             moments.append((gathered, w.grad_bytes * n_gradients, n_bytes, working))
         return moments
 

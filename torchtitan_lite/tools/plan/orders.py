@@ -183,37 +183,31 @@ ORDERS: dict[str, Callable[..., list[Action]]] = {  # names as in torch
 #         |       `-- stage 2 has gradients
 #         `-- 4 microbatches in flight at most
 
-# set of stages that have gradients -> most microbatches in flight at that time, by stage and last action (F or I)
-InFlight = dict[frozenset[int], Counter[tuple[int, str]]]
-# Between the two halves of a split backward, a microbatch also holds the gradients of the outputs of norms and linear
-# layers: in a block of Llama 8B, 264 KiB per token instead of 164.
-WAITING = 1.6
+# set of stages that have gradients -> most microbatches in flight at that time, by stage, in tenths
+InFlight = dict[frozenset[int], Counter[int]]
 STAGES_GATHERED = 3  # torch gathers the next three stages of a pp rank, and frees the others
-# kind of an action -> how it changes the number of microbatches whose last action was an F or an I
-CHANGES = {"F": {"F": 1}, "B": {"F": -1}, "I": {"F": -1, "I": 1}, "W": {"I": -1}}
+# Kind of an action -> tenths of a microbatch that it adds. Between the two halves of a split backward, a microbatch
+# counts 1.6 times, because it also holds the gradients of the outputs of norms and linear layers: in a block of Llama
+# 8B, 264 KiB per token instead of 164.
+TENTHS = {"F": 10, "B": -10, "I": 6, "W": -16}
 
 
 def count_in_flight(row: list[Action]) -> InFlight:
-    """Return the numbers of microbatches in flight on a pp rank at its possible peaks.
+    """Return the microbatches in flight on a pp rank at its possible peaks, in tenths.
 
-    From its F to its backward, a microbatch holds its activations. Between I and W, it holds WAITING times as many
-    bytes. A stage reduces its gradients after its last B or W.
+    A microbatch holds its activations from its F to its last backward. A stage reduces its gradients after its last B
+    or W.
     """
     to_come = Counter(action.stage for action in row if action.kind in "BW")
-    held: Counter[tuple[int, str]] = Counter()
-    n_held = 0.0
-    most: dict[frozenset[int], float] = {}
+    held: Counter[int] = Counter()
     peaks = {}
     with_gradients: frozenset[int] = frozenset()
     for stage, kind, _ in row:
-        for last, change in CHANGES[kind].items():
-            held[stage, last] += change
-            n_held += change * (WAITING if last == "I" else 1)
+        held[stage] += TENTHS[kind]
         if kind in "BW":
             to_come[stage] -= 1
             with_gradients |= {stage}
-        if n_held > most.get(with_gradients, -1.0):
-            most[with_gradients] = n_held
+        if with_gradients not in peaks or held.total() > peaks[with_gradients].total():
             peaks[with_gradients] = held.copy()
         if not to_come[stage]:
             with_gradients -= {stage}

@@ -84,10 +84,6 @@ def list_proposals(
             (1, 3) if pp > 1 else (1, 2, 3),
             divisors(n_experts, world_size),
         ):
-            sums_in_bfloat16 = config.training.dtype == "bfloat16" and microbatch < global_batch
-            alone = 1 if pp > 1 or sums_in_bfloat16 else 2  # ZeRO 2 takes less memory
-            if world_size == pp and zero_stage != alone:
-                continue  # without shards, all ZeRO stages give the same run
             training = replace(
                 config.training,
                 local_batch_size=microbatch,
@@ -146,7 +142,7 @@ def rank_layouts(fitting: list[PlannedRun], n_best: int = N_BEST) -> list[Planne
         if len(best) == n_best and planned.step_time.lower_bound_s >= best[-1].forecast.step_time_s:
             break
         best.append(planned)
-        best.sort(key=lambda planned: planned.forecast.step_time_s)
+        best.sort(key=lambda planned: (planned.forecast.step_time_s, planned.taken_bytes))
         del best[n_best:]
     return best
 

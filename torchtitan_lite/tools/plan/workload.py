@@ -194,7 +194,6 @@ class Workload:
         self.cuts_experts = find_expert_dim(args, layout.ep, layout.efsdp) != 0
         # Elements of the embedding on a tp rank. The head has the same number.
         self.table = round_up(args.vocab_size // layout.tp, layout.fsdp) * args.dim
-        self.has_added_ends = bool(list_added_ends(args))
         self.stages = count_modules(layout.stages, args)
         self.kinds = [LayerKind(self, modes, is_moe) for is_moe, modes in self.recompute.items()]
         # Number of parameters that a rank stores between steps, by pp rank
@@ -269,7 +268,7 @@ class Workload:
             rows, *others = self.shape_on_rank(row)
             rows = round_up(rows, self.layout.fsdp)
             root += [rows * prod(others), *[rows] * row.bias]
-        if self.has_added_ends:
+        if list_added_ends(self.args):
             head.remove(norm)
             root += [norm] * stage.has_head
             if is_tied and stage.has_embedding:
