@@ -25,7 +25,7 @@ def main(args: list[str] | None = None) -> int:
     status = 128 + signal.SIGPIPE
     if args is None:
         # as after Ctrl-C, a tool deletes its temporary files. `train` replaces this handler
-        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         try:
             status = run_tool(sys.argv[1:] if args is None else args)

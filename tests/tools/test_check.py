@@ -325,13 +325,10 @@ NOTED = f"""
 --optimizer.name=SGD --optimizer.beta2=0.9 | optimizer.beta2 has no effect while optimizer.name = 'SGD'
 --activation_checkpoint.memory_budget=0.2 | activation_checkpoint.memory_budget has no effect
 --{P}zero_stage=1 --{P}fsdp_reshard_after_forward=always | {P}fsdp_reshard_after_forward has no effect
---training.dataset_weights=2 | training.dataset_weights has no effect while training.dataset has a single corpus
 --training.steps=9 --profiling.enable_profiling | enable_profiling has no effect while profiling.profile_freq exceeds
 --debug.compare_copies_every=5 | debug.compare_copies_every has no effect while no weight has a copy
---debug.compare_copies_every=500 {TP}=2 | has no effect while debug.compare_copies_every exceeds training.steps
 --comm.save_traces_folder=x | comm.save_traces_folder has no effect while there is no GPU
---checkpoint.local_folder=new --training.steps=9 | checkpoint.local_folder has no effect
---{P}data_parallel_shard_degree=1 {PP}=2 --{P}zero_stage=3 | {P}zero_stage has no effect while a pipeline stage is on
+--{P}data_parallel_shard_degree=1 {PP}=2 --{P}zero_stage=3 | {P}zero_stage has no effect while a pipeline stage is on one
 --config llama3_8b --gpus 8 --gpu h100 --{P}zero_plus_plus=hpz | {P}zero_plus_plus=hpz has no effect
 --training.steps=5 --training.steps=6 | training.steps is given twice: '6' replaces '5'
 --training.steps=200_000 | 57 epochs of 3.6M tokens

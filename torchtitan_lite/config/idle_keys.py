@@ -1,27 +1,20 @@
 """Name the keys that a user set although their feature is off. Loaded only if the user set a key. No torch."""
 
-from collections.abc import Collection
+from collections.abc import Mapping
 
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.reader import KEYS, UserConfig
 from torchtitan_lite.config.schema import Config, get_value
 
-# cases that do not follow from the keys alone, see find_situations
 WITHOUT_RESUME = "no checkpoint is resumed"
-WITHOUT_GPU = "there is no GPU"
-WITHOUT_FSDP = "a pipeline stage is on a single rank, in float32"
-WITHOUT_NODES = "no FSDP group is split by node"
-WITHOUT_COPIES = "no weight has a copy on another rank"
-WITHOUT_COMPARISON = "debug.compare_copies_every exceeds training.steps"
-WITHOUT_SNAPSHOT = "checkpoint.local_interval is not below training.steps"
-WITHOUT_TRACE = "profiling.profile_freq exceeds the steps of this run"
-ONE_CORPUS = "training.dataset has a single corpus"
-HPZ = "parallelism.zero_plus_plus=hpz"
-GATHERS = """
+OF_SHARDS = """
+parallelism.fsdp_reshard_after_forward parallelism.zero_stage
 quantize.linear.float8.enable_fsdp_float8_all_gather
 quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp
 """
+OF_NODES = "parallelism.zero_plus_plus_node_size parallelism.zero_plus_plus=hpz"
+OF_TRACES = "profiling.enable_profiling profiling.profiler_ profiling.save_traces_folder"
 RECOMPUTE_OPTIONS = "activation_checkpoint.memory_budget activation_checkpoint.selective_ac_option"
 OF_SAVES = """
 checkpoint.async_mode checkpoint.enable_first_step_checkpoint checkpoint.export_dtype checkpoint.interval
@@ -63,47 +56,39 @@ WITHOUT_EFFECT = {
     "profiling.enable_profiling = False and profiling.enable_memory_snapshot = False": "profiling.profile_freq",
     "quantize.linear.float8.enable_fsdp_float8_all_gather = False": "quantize.linear.float8.precompute",
     "training.skip_spikes = 0.0": "training.spike_window",
-    ONE_CORPUS: "training.dataset_weights",
     "validation.enable = False": "validation.",
-    WITHOUT_COMPARISON: "debug.compare_copies_every",
-    WITHOUT_COPIES: "debug.compare_copies_every",
-    WITHOUT_FSDP: f"parallelism.zero_stage parallelism.fsdp_reshard_after_forward {GATHERS}",
-    WITHOUT_GPU: "comm.save_traces_folder",
-    WITHOUT_NODES: f"parallelism.zero_plus_plus_ {HPZ}",
-    WITHOUT_SNAPSHOT: "checkpoint.local_",
-    WITHOUT_TRACE: "profiling.enable_profiling profiling.profiler_ profiling.save_traces_folder",
 }
 
 
 def find_situations(
     config: Config, layout: Layout, machine: Machine, resumed_step: int
-) -> Collection[str]:
-    """Return the cases of WITHOUT_EFFECT that follow from the whole run. `config` is resolved."""
+) -> dict[str, str]:
+    """Return case -> keys that have no effect, for the cases that depend on the layout, the machine or the step.
+
+    `config` is resolved. A case without keys is a part of cases of WITHOUT_EFFECT.
+    """
     training = config.training
-    n_steps = training.steps
-    is_alone = layout.dp * layout.cp * layout.tp == 1
-    uses_float32 = {training.dtype, training.mixed_precision_param} == {"float32"}
-    n_copies = layout.dp_replicate * layout.tp
-    situations = {
-        WITHOUT_RESUME: resumed_step == 0,
-        WITHOUT_GPU: machine.device_type == "cpu",
-        WITHOUT_FSDP: is_alone and uses_float32 and not training.enable_cpu_offload,
-        WITHOUT_NODES: layout.fsdp_near == layout.efsdp_near == 1,
-        WITHOUT_COPIES: n_copies == 1 and not layout.tied and not layout.ep,
-        WITHOUT_COMPARISON: config.debug.compare_copies_every > n_steps,
-        WITHOUT_SNAPSHOT: config.checkpoint.local_interval >= n_steps,
-        WITHOUT_TRACE: config.profiling.profile_freq > n_steps - resumed_step,
-        ONE_CORPUS: len(training.dataset) == 1,
-    }
-    return [situation for situation, applies in situations.items() if applies]
+    is_alone = layout.dp * layout.cp * layout.tp == 1 and not training.enable_cpu_offload
+    situations = {}
+    if not resumed_step:
+        situations[WITHOUT_RESUME] = ""
+    if machine.device_type == "cpu":
+        situations["there is no GPU"] = "comm.save_traces_folder"
+    if is_alone and {training.dtype, training.mixed_precision_param} == {"float32"}:
+        situations["a pipeline stage is on one rank, in float32"] = OF_SHARDS
+    if layout.fsdp_near == layout.efsdp_near == 1:
+        situations["no FSDP group is split by node"] = OF_NODES
+    if layout.dp_replicate == layout.tp == 1 and not (layout.tied or layout.ep):
+        situations["no weight has a copy on another rank"] = "debug.compare_copies_every"
+    if config.profiling.profile_freq > training.steps - resumed_step:
+        situations["profiling.profile_freq exceeds the steps of this run"] = OF_TRACES
+    return situations
 
 
-def describe_idle_keys(
-    given: UserConfig, situations: Collection[str] = (WITHOUT_RESUME,)
-) -> list[str]:
-    """Return a notice for each case that applies, with the keys that the user set to a value other than the default.
+def describe_idle_keys(given: UserConfig, situations: Mapping[str, str] ) -> list[str]:
+    """Return a notice for each case that applies, with the keys that the user set to another value than the default.
 
-    `situations`: the cases that `find_situations` returns. Each key is named once.
+    `situations`: the result of `find_situations`. Each key is named once.
     """
     settings = set(situations)
     changed = []
@@ -112,10 +97,10 @@ def describe_idle_keys(
         settings.add(f"{key} = {value!r}")
         if key in given.chosen and value != get_value(Config(), key):
             changed.append(key)
-    if "parallelism.zero_plus_plus" in changed and "hpz" in given.config.parallelism.zero_plus_plus:
-        changed.append(HPZ)
+            if "hpz" in str(value):
+                changed.append(f"{key}=hpz")
     notices = []
-    for case, starts in WITHOUT_EFFECT.items():
+    for case, starts in (WITHOUT_EFFECT | situations).items():
         idle = [key for key in changed if key.startswith(tuple(starts.split()))]
         if idle and settings.issuperset(case.split(" and ")):
             notices.append(f"{', '.join(idle)} has no effect while {case}")

@@ -17,15 +17,11 @@ def check_keys(problems: Problems) -> None:
     """Find a path that no corpus uses, a wrong number of weights, and weights that are too small."""
     config = problems.config
     training = config.training
-    sections = ["training", "validation"] if config.validation.enable else ["training"]
-    for section in sections:
+    read = {path for _, name, _, path in list_corpora(config) if name in DOWNLOADS}
+    for section in ("training", "validation"):
         key = f"{section}.dataset_path"
-        own = get_value(config, key)
-        names = []
-        for _, name, split, path in list_corpora(config):
-            if path == own and section in ("training", split):
-                names.append(name)
-        if own and not set(names).intersection(DOWNLOADS):
+        is_off = section == "validation" and not config.validation.enable
+        if not is_off and get_value(config, key) not in {"", *read}:
             why = f"it is only used for {', '.join(DOWNLOADS)}, and {section}.dataset names none of them"
             problems.refuse(
                 key, why, f"Leave it out. For other corpora, set {section}.dataset to a path"

@@ -32,7 +32,7 @@ import torch
 
 from torchtitan_lite.build import build_on_meta
 from torchtitan_lite.config.checks import resolve_config
-from torchtitan_lite.config.idle_keys import describe_idle_keys
+from torchtitan_lite.config.idle_keys import WITHOUT_RESUME, describe_idle_keys
 from torchtitan_lite.config.model import MODEL_SIZES, resolve_model
 from torchtitan_lite.config.reader import KEYS
 from torchtitan_lite.config.schema import Config, get_value
@@ -68,7 +68,7 @@ def main(options: Namespace) -> int:
         run_ranks = partial(pool.run, timeout_s=options.timeout)
         trials = make_trials(reduction, run_ranks, Path(folder))
     report = make_report(given.config_name, reduction, trials)
-    report["idle"] = describe_idle_keys(given)
+    report["idle"] = describe_idle_keys(given, {WITHOUT_RESUME: ""})
     print(json.dumps(report, default=str) if options.json else describe_report(report))
     return 0 if report["verdict"] == CERTIFIED else 1
 
