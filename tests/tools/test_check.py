@@ -328,7 +328,7 @@ NOTED = f"""
 --training.steps=9 --profiling.enable_profiling | enable_profiling has no effect while profiling.profile_freq exceeds
 --debug.compare_copies_every=5 | debug.compare_copies_every has no effect while no weight has a copy
 --comm.save_traces_folder=x | comm.save_traces_folder has no effect while there is no GPU
---{P}data_parallel_shard_degree=1 {PP}=2 --{P}zero_stage=3 | {P}zero_stage has no effect while a pipeline stage is on one
+--{P}data_parallel_shard_degree=1 {PP}=2 --{P}zero_stage=3 | zero_stage has no effect while a pipeline stage is on one
 --config llama3_8b --gpus 8 --gpu h100 --{P}zero_plus_plus=hpz | {P}zero_plus_plus=hpz has no effect
 --training.steps=5 --training.steps=6 | training.steps is given twice: '6' replaces '5'
 --training.steps=200_000 | 57 epochs of 3.6M tokens

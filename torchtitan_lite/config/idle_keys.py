@@ -85,7 +85,7 @@ def find_situations(
     return situations
 
 
-def describe_idle_keys(given: UserConfig, situations: Mapping[str, str] ) -> list[str]:
+def describe_idle_keys(given: UserConfig, situations: Mapping[str, str]) -> list[str]:
     """Return a notice for each case that applies, with the keys that the user set to another value than the default.
 
     `situations`: the result of `find_situations`. Each key is named once.

@@ -123,14 +123,13 @@ def prepare_corpus(options: argparse.Namespace) -> str:
         )
     files, counts = find_files([*options.validation, *options.inputs], options.suffix)
     kinds = set(map(get_kind, files))
+    why = ""
     if options.text_column is not None and not kinds & ROW_SUFFIXES:
-        raise PreparationError(
-            "--text-column would have no effect, because every file is one text. Leave it out"
-        )
-    if options.encoding != PrepareSettings.encoding and kinds == {PARQUET}:
-        raise PreparationError(
-            "--encoding would have no effect, because Parquet stores text in UTF-8. Leave it out"
-        )
+        why = "--text-column would have no effect, because every file is one text"
+    if options.encoding != "utf-8" and kinds == {PARQUET}:
+        why = "--encoding would have no effect, because Parquet stores text in UTF-8"
+    if why:
+        raise PreparationError(f"{why}. Leave it out")
     share = options.validation_share
     tail = 0.0
     if len(files) == 1 and is_text(files[0]):
