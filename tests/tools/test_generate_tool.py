@@ -242,15 +242,20 @@ def test_wrong_input_is_refused_before_weights_are_loaded(
 ):
     monkeypatch.setattr(tool, "build_model", None)  # building a model would raise TypeError
     (tmp_path / "ours").symlink_to(checkpoint)
-    save(tmp_path / "step-1", model.state_dict(), tokenizer="0" * 64)
-    other = save(tmp_path / "step-2", model.state_dict(), attention="of_another_fork")
-    shutil.copytree(export, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
-    shutil.copytree(export, tmp_path / "llama")
-    edit_json(tmp_path / "llama" / "config.json", max_position_embeddings=None)
+    weights = model.state_dict()
+    save(tmp_path / "step-1", weights, tokenizer="0" * 64)
+    save(tmp_path / "step-2", weights, attention="of_another_fork")
+    no_tokenizer = shutil.ignore_patterns("tokenizer*")
+    shutil.copytree(export, tmp_path / "bare", ignore=no_tokenizer)
+    llama = shutil.copytree(export, tmp_path / "llama")
+    edit_json(llama / "config.json", max_position_embeddings=None)
     for source, prompt, named in read_lines(WRONG):
-        assert named in run_tool("generate", tmp_path / source, "--prompt", prompt, status=2)
+        said = run_tool("generate", tmp_path / source, "--prompt", prompt, status=2)
+        assert named in said
+    other = tmp_path / "step-2"
     for words in (("convert", other, tmp_path / "hf"), ("eval", other, "--data", __file__)):
-        assert "has no row" in run_tool(*words, status=2)
+        said = run_tool(*words, status=2)
+        assert "has no row" in said
 
 
 def test_weights_that_diverged_end_with_status_1(model, tmp_path, run_tool):

@@ -70,10 +70,14 @@ def test_a_wrong_layout_ends_with_its_first_fault(monkeypatch, tmp_path):
         faults[kind] = Culprit(kind, "output", f"{kind}: off by 1")
     calls = {"wide": lambda: Trial("wide", faults=faults), "deep": pytest.fail}
     monkeypatch.setattr("torchtitan_lite.tools.verify.command.list_trials", lambda *_: calls)
-    trials = make_trials(reduce(), None, tmp_path)
-    report = make_report("debug", reduce(), trials) | {"idle": []}
-    (trial,) = json.loads(json.dumps(report, default=str))["trials"]
-    assert (trial["name"], [*trial["faults"]]) == ("wide", [*faults])
+    reduction = reduce()
+    trials = make_trials(reduction, None, tmp_path)
+    report = make_report("debug", reduction, trials)
+    report["idle"] = []
+    text = json.dumps(report, default=str)
+    (trial,) = json.loads(text)["trials"]
+    assert trial["name"] == "wide"
+    assert [*trial["faults"]] == [*faults]
     first, second, third, *_ = describe_report(report).splitlines()
     assert first.startswith("wrong: debug on tp2") and "trial wide" in second
     assert "module output: off by" in third
