@@ -138,7 +138,7 @@ def build_parts(
     """Build and parallelize this rank's model parts on the meta device. Only ZeRO++ communicates: it creates groups."""
     parts = []
     for index in layout.stages_of(mesh.pp.get_local_rank()):
-        # not a copy of one model: a hook of a module would still refer to the modules of the original
+        # build a new model for each stage: in a copy, hooks of modules would still refer to the original modules
         part = apply_stage(build_on_meta(config, model_args), layout.stages[index])
         parallelize(part, config, layout, mesh)
         parts.append(part)

@@ -1,10 +1,9 @@
 """Refuse an optimizer whose state no checkpoint would save. Loaded for the optimizers of extensions and forks.
 
-A checkpoint saves the tensors in state[parameter], and a resume restores those that the first step creates. A number
-that an optimizer keeps in state[parameter], in a parameter group or in an attribute would be reset when a run resumes,
-so the losses would differ. So would a tensor, a list or a second optimizer in an attribute. A DTensor with the
-placement Partial is refused too. For example, a mean over a sharded dim stays Partial until `redistribute` adds the
-terms of the ranks.
+A checkpoint saves the tensors in state[parameter], and a resume restores those that the first step creates. A number in
+state[parameter], in a parameter group or in an attribute would be reset when a run resumes, so the losses would differ.
+The same applies to a tensor, a list or a second optimizer in an attribute. A DTensor with the placement Partial is
+refused too. For example, a mean over a sharded dim stays Partial until `redistribute` adds the terms of the ranks.
 """
 
 from collections.abc import Iterator

@@ -29,7 +29,7 @@ from torchtitan_lite.config.schema import Config
 from torchtitan_lite.parallel.gloo_workers import limit_gloo_workers
 
 MOST_OPEN_FILES = 10240  # OPEN_MAX of macOS
-# options of glibc's mallopt, and a value that no allocation and no gap reaches
+# options of glibc's mallopt, and a threshold in bytes that is never reached
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
 NEVER = 2**31 - 1
 # in groups of at least this size, gloo connects two ranks when they first communicate

@@ -23,7 +23,7 @@ class Observed:
     run: build.Run  # with the resolved config of the trial
     batch: Batch
     result: StepResult
-    options: set[str]  # of parameter groups that the step has read
+    options: set[str]  # keys that the step has read from the optimizer's parameter groups
     # Events of the profile by name, outside of backward and inside. Empty if the step was not profiled.
     forward: Counter[str]
     backward: Counter[str]
