@@ -86,7 +86,7 @@ def find_situations(
 
 
 def describe_idle_keys(given: UserConfig, situations: Mapping[str, str]) -> list[str]:
-    """Return a notice for each case that applies, with the keys that the user set to another value than the default.
+    """Return a notice for each case that applies, with the keys that the user set to a value other than the default.
 
     `situations`: the result of `find_situations`. Each key is named once.
     """
