@@ -234,13 +234,11 @@ class Local(Optimizer):
     def step(self, closure=None):
         for group in self.param_groups:
             for parameter in group["params"]:
-                self.state[parameter]["sum"] = local_shard(parameter.grad)
+                self.state[parameter]["sum"] = parameter.grad.clone()
 """
 KEEPS = "super().__init__(groups, {})"
-SUM = 'self.state[parameter]["sum"] = local_shard(parameter.grad)'
-LATE = """state = self.state[parameter]
-                name = "late" if "early" in state else "early"
-                state[name] = parameter.grad.clone()"""
+SUM = "parameter.grad.clone()"
+LATE = 'self.state[parameter]["late" if self.state[parameter] else "sum"]'
 
 # A learned gain for each block. The gradient of the scalar is a sum whose terms nearly cancel.
 GAIN_MODULES = '''"""Llama that multiplies the output of each block by a learned scalar."""
@@ -475,8 +473,8 @@ an attention without code | forgotten | model.attention=forgotten \
 """
 # fork -> what `verify` says about its optimizer, the line of LOCAL that it replaces, and the new code
 BROKEN_STATES = """
-a state of one shard | in a state | |
-a state of the second step | late = | SUM | LATE
+a state of one shard | in a state | SUM | local_shard(parameter.grad)
+a state of the second step | late = | self.state[parameter]["sum"] | LATE
 a list of an optimizer | history = [ | KEEPS | KEEPS; self.history = []
 an optimizer inside | inner = | KEEPS | KEEPS; self.inner = Optimizer(groups, {})
 """

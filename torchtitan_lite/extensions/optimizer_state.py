@@ -28,9 +28,10 @@ def watch_state(optimizer: Optimizer) -> None:
             earlier[id(values)] = values.copy()
 
     def check_state(optimizer: Optimizer, *_: object) -> None:
-        for lost in find_unsaved(optimizer, earlier):
+        for name, value, place in find_unsaved(optimizer, earlier):
+            text = " ".join(repr(value).split())  # of a tensor: several lines
             raise UserError(
-                f"the optimizer keeps {lost}, which no resume would restore. "
+                f"the optimizer keeps {name} = {text:.80} in {place}, which no resume would restore. "
                 "In state[parameter], from the first step on, keep only scalars, and tensors like the parameter "
                 "without partial sums. Subclass an optimizer instead of keeping one, and keep constants in a tuple"
             )
@@ -39,8 +40,10 @@ def watch_state(optimizer: Optimizer) -> None:
     optimizer.register_step_post_hook(check_state)
 
 
-def find_unsaved(optimizer: Optimizer, earlier: dict[int, dict]) -> Iterator[str]:
-    """Yield descriptions of the state that a resume would lose."""
+def find_unsaved(
+    optimizer: Optimizer, earlier: dict[int, dict]
+) -> Iterator[tuple[str, object, str]]:
+    """Yield name, value and place of each state that a resume would lose."""
     for owner, state in optimizer.state.items():
         kind = type(getattr(owner, "data", None))  # NoneType if the key is not a parameter
         for name, value in state.items():
@@ -50,9 +53,9 @@ def find_unsaved(optimizer: Optimizer, earlier: dict[int, dict]) -> Iterator[str
             # A tensor without the placements of its sharded parameter would be saved by one rank, and a partial sum by
             # none.
             if is_late or is_partial or not (is_scalar or isinstance(value, kind | None)):
-                yield f"{name} = {value!r:.80} in a state"
+                yield name, value, "a state"
     for values in (vars(optimizer), *optimizer.param_groups):
         for name, value in values.items():
             is_new = value is not earlier[id(values)].get(name)
             if is_new or isinstance(value, MUTABLE) and name not in OF_TORCH:
-                yield f"{name} = {value!r:.80} in an attribute or a parameter group"
+                yield name, value, "an attribute or a parameter group"
