@@ -99,10 +99,7 @@ def main(options: Namespace, work: Callable[[list[str], Path, RunSpec], int] | N
     show(details)
     if status == 1 and spec.written_folder and is_first:
         record_cause(spec.written_folder, reason)
-    saved = list_saved(checkpoints)
-    if status == 1 and not saved:
-        reason += "; nothing is saved"
-    for newest, saved_at_ns in saved[-1:]:
+    for newest, saved_at_ns in list_saved(checkpoints)[-1:]:
         is_own = (newest, saved_at_ns) not in saved_before
         if status == 1 and spec.config.checkpoint.enable:
             reason += f"; {describe_newest(newest, spec.config, args, is_own=is_own)}"
