@@ -204,11 +204,11 @@ def explain_wrong(value: Any, row: ConfigKey, title: str) -> str:
     items = value if isinstance(value, list) else []
     if not has_kind(value, row.kind) or not all(has_kind(each, row.items) for each in items):
         return f"it must be {name_kind(row)}"
+    if row.only and value not in row.only:
+        return f"for {title} only {shorten_value(row.only[0])} is supported"
     for number in [value, *items]:
         if has_kind(number, float) and number not in row.limits:
             return f"it must be {row.limits}"
-    if row.only and value not in row.only:
-        return f"for {title} only {shorten_value(row.only[0])} is supported"
     return ""
 
 
