@@ -35,7 +35,7 @@ accumulation 4 | 1 | training.local_batch_size=2
 dp2 | 2
 dp4 ZeRO-1 | 4 | ZERO=1
 tp2 | 2 | TP=2
-dp2 x tp2, two batches | 4 | TP=2  # samples at equal distances
+dp2 x tp2, two batches | 4 | TP=2
 dp2 x cp2 ring | 4 | CP=2 RING
 pp2 x dp2 1F1B | 4 | PP=2
 pp2 x tp2 ZBVZeroBubble | 4 | PP=2 TP=2 SCHEDULE=ZBVZeroBubble MODE=none
@@ -140,6 +140,7 @@ def test_every_layout_has_the_loss_of_one_process_on_all_held_out_documents(pool
     assert 0 < n_samples % compare.GLOBAL_BATCH_SIZE < 4, (
         "most ranks should have only padding in the last batch"
     )
+    # a number of batches means samples at equal distances
     most_batches = 2 if "two batches" in name else -1
     n_read = 2 * compare.GLOBAL_BATCH_SIZE if "two batches" in name else n_samples
     assert n_read <= n_samples
