@@ -24,7 +24,7 @@ DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 # Guides for each part: code tokens, and tokens per code line. A test fails only above guide * MARGIN, because nobody
 # should shorten names to pass.
 GUIDES = {
-    "tests": (109_150, 10.0),
+    "tests": (109_200, 10.0),
     "tools": (82_470, 9.0),
     "extensions": (22_920, 9.0),
     "core": (60_220, 8.5),

@@ -401,6 +401,7 @@ def test_a_named_corpus_is_prepared_once_by_the_first_process_and_ranks_say_how_
 ):
     write_files(Path("in"))
     monkeypatch.setitem(DATASETS, "tiny", lambda path: find_files([Path(path)])[0])
+    monkeypatch.setattr(tool, "DOWNLOADS", DATASETS)
     cache = Path("cache")
     with pytest.raises(CorpusError) as error:
         Corpus("tiny", BYTES, cache, dataset_path="in")
