@@ -35,7 +35,7 @@ def read(line: str) -> PlannedRun:
 PRINTED = """
 pp16 x dp_shard128 x tp8, 1F1B, 16 stages
 pp rank 1 and 13 like it
-103 published runs of 9 trainers that the fit had not seen (4 on h100, 5 on h100-96)
+104 published runs of 9 trainers that the fit had not seen (4 on h100, 6 on h100-96)
 waiting for tp
 reduce-scatter
 save every 18.6 minutes
