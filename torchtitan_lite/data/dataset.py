@@ -203,7 +203,7 @@ def feistel_permute(index: Tensor, n: int, *, key: str) -> Tensor:
     The permutation is a Feistel network on the cells of the smallest square with at least n cells. Each round adds a
     hash of the column to the row, modulo the side, and swaps row and column. Subtracting the hash undoes a round, so
     each round is one-to-one for any hash, without a table of n entries. A result outside 0 .. n-1 is permuted again
-    until it is inside ("cycle walking"). This is one-to-one too. Luby & Rackoff 1988; Black & Rogaway 2002.
+    until it is inside ("cycle walking"). Cycle walking is one-to-one too. Luby & Rackoff 1988; Black & Rogaway 2002.
     """
     side = math.isqrt(n - 1) + 1
     row, column = index // side, index % side

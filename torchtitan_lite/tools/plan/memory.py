@@ -122,7 +122,7 @@ class RankMemory:
 
         Each mode also keeps the log-sum-exp of attention, 4 bytes per head, unless attention is recomputed. QK norms
         keep their input and 4 bytes per head. In MoE layers, "op" recomputes pieces of the block. The norm before the
-        experts is in no piece, so its input and output are kept.
+        experts is not part of any piece, so its input and output are kept.
         """
         w = self.workload
         args = w.args
