@@ -25,9 +25,9 @@ DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 # should shorten names to pass.
 GUIDES = {
     "tests": (109_200, 10.0),
-    "tools": (82_470, 9.0),
-    "extensions": (22_920, 9.0),
-    "core": (60_220, 8.5),
+    "tools": (82_600, 9.0),
+    "extensions": (22_960, 9.0),
+    "core": (60_620, 8.5),
 }
 MARGIN = 1.05
 MOST_PER_LINE = 13.0  # in a function of MANY_LINES or more
