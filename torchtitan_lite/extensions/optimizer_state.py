@@ -45,17 +45,26 @@ def find_unsaved(
 ) -> Iterator[tuple[str, object, str]]:
     """Yield name, value and place of each state that a resume would lose."""
     for owner, state in optimizer.state.items():
-        kind = type(getattr(owner, "data", None))  # NoneType if the key is not a parameter
+        before = earlier.get(id(state), state)
         for name, value in state.items():
-            is_scalar = isinstance(value, Tensor) and value.dim() == 0 and kind is not type(None)
-            is_partial = any(each.is_partial() for each in getattr(value, "placements", ()))
-            is_late = name not in earlier.get(id(state), state)
-            # A tensor without the placements of its sharded parameter would be saved by one rank, and a partial sum by
-            # none.
-            if is_late or is_partial or not (is_scalar or isinstance(value, kind | None)):
+            if name not in before or not is_saved(owner, value):
                 yield name, value, "a state"
     for values in (vars(optimizer), *optimizer.param_groups):
+        before = earlier[id(values)]
         for name, value in values.items():
-            is_new = value is not earlier[id(values)].get(name)
-            if is_new or isinstance(value, MUTABLE) and name not in OF_TORCH:
+            is_kept = isinstance(value, MUTABLE) and name not in OF_TORCH
+            if is_kept or value is not before.get(name):
                 yield name, value, "an attribute or a parameter group"
+
+
+def is_saved(owner: object, value: object) -> bool:
+    """Return whether a checkpoint saves `value`, a state of the parameter `owner`."""
+    if value is None or not isinstance(owner, Tensor):
+        return value is None
+    if not isinstance(value, Tensor):
+        return False
+    # no rank would save a partial sum
+    if any(placement.is_partial() for placement in getattr(value, "placements", ())):
+        return False
+    # one rank would save a tensor without the placements of its sharded parameter
+    return value.dim() == 0 or isinstance(value, type(owner.data))

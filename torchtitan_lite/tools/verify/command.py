@@ -62,7 +62,8 @@ def main(options: Namespace) -> int:
     """
     given, *_ = read_target(options.config_args, None)
     reduction = reduce_config(given.config, options.ranks)
-    build_on_meta(reduction.config, resolve_model(reduction.config.model))
+    small = reduction.config
+    build_on_meta(small, resolve_model(small.model))
     torch.set_num_threads(1)
     with RankPool() as pool, tempfile.TemporaryDirectory(prefix="verify-") as folder:
         run_ranks = partial(pool.run, timeout_s=options.timeout)
