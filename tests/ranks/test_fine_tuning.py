@@ -179,7 +179,9 @@ def train_in_transformers(
     for step, rate in enumerate(rates.values()):
         optimizer.param_groups[0]["lr"] = rate
         batch = data.batch(step, range(run.layout.global_batch_size))
-        loss = cross_entropy(theirs(batch.tokens).logits.flatten(0, 1), batch.targets.flatten())
+        # in float64, because the error of cross_entropy in fp32 grows with the vocabulary
+        logits = theirs(batch.tokens).logits.double()
+        loss = cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
