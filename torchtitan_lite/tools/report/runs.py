@@ -61,6 +61,7 @@ class RecordedRun:
         self.settings = dict(flatten_table(table))  # "optimizer.lr" -> 0.001
         args = ["--config", str(folder / "config.toml")]
         wrong = {problem.key for problem in read_config(args).problems}
+        wrong.discard("model.name")  # a fork has other models
         if missing := NEEDED - (self.settings.keys() - wrong):
             raise UserError(
                 f"{folder}/config.toml lacks a valid {', '.join(sorted(missing))}: copy the file that the run wrote"
