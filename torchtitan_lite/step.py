@@ -154,7 +154,7 @@ def stage_kwargs(batch: Batch) -> dict[str, Tensor]:
 
 
 def copy_random_state() -> list[bytes]:
-    """Return the states of torch's random generators: of the CPU, and of the GPU if this process uses one.
+    """Return the state of torch's CPU generator, and of its GPU generator if this process uses a GPU.
 
     Uses no torch operator, because a dry run replaces operators. Python's own generator is left out, because other
     threads draw from it.

@@ -78,7 +78,7 @@ def test_all_ranks_do_the_same_attention_work_and_none_of_it_twice(pool, n_ranks
     assert (n_pairs.amax(0) <= 1.05 * n_pairs.amin(0)).all()
 
 
-# ---------------------------------------------------------------- kernels; test_layouts.py has those of a CPU
+# ---------------------------------------------------------------- kernels of GPUs (of CPUs: test_layouts.py)
 
 
 def run_kernels(

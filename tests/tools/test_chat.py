@@ -212,7 +212,7 @@ plain text
   written: "</s>\n"
   kept: "</s>"
   end: null
-none, but for the heads
+no end, only headers
   special: ["[|assistant|]", "[|user|]"]
   written: "\n"
   kept: ""

@@ -18,8 +18,8 @@ batch of matrices, distributed over efsdp. If FSDP shards by expert, each rank h
 communicate.
 
     state      4 bytes per parameter of a hidden matrix (momentum), 8 per other parameter (two moments of AdamW)
-    traffic    2P(n-1)/n per rank over fsdp (n ranks) and 2P(t-1)/t over tp (t ranks), without overlap. P is the bytes
-               of a rank's slices in the compute dtype: 1.6 GiB for 8B on 8 ranks
+    traffic    2P(n-1)/n per rank over fsdp (n ranks) and 2P(t-1)/t over tp (t ranks), without overlap. P is the
+               size of a rank's slices in the compute dtype: 1.6 GiB for 8B on 8 ranks
     work       5 x (4m^2n + 2m^3) FLOPs per m x n matrix, m <= n, on its owner. For 8B, a step needs as many FLOPs as
                12,000 tokens do
 
