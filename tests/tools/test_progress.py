@@ -5,6 +5,7 @@ import pty
 import subprocess
 import sys
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from programs import run_python
@@ -30,7 +31,7 @@ def test_prepare_shows_a_line_within_two_seconds_of_its_start_on_a_terminal_only
 
 def test_share_rate_and_remaining_time(monkeypatch, capsys):
     clock = iter(range(100, 1000, 10))
-    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=partial(next, clock)))
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     assert list(progress.show_progress("abcd", 4, "letters")) == list("abcd")
     lines = capsys.readouterr().err.split("\r\033[K")
@@ -57,8 +58,9 @@ def test_a_save_that_takes_long_shows_how_much_is_on_disk(tmp_path, monkeypatch,
     acts = [partial(file.truncate, 4_014_080), write_a_part]
     events = iter([*acts, partial(save.rename, tmp_path / "step-8")])
     clock = iter(range(100, 1000, 10))
-    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
-    monkeypatch.setattr(progress.time, "sleep", lambda _: next(events)())
+    # only for this module: daemon threads of other tests sleep too
+    time = SimpleNamespace(monotonic=partial(next, clock), sleep=lambda _: next(events)())
+    monkeypatch.setattr(progress, "time", time)
     with pytest.raises(StopIteration):
         progress.watch_saves(tmp_path)
     lines = capsys.readouterr().err.split("\r\033[K")

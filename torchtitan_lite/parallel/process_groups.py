@@ -29,8 +29,9 @@ from torchtitan_lite.config.schema import Config
 from torchtitan_lite.parallel.gloo_workers import limit_gloo_workers
 
 MOST_OPEN_FILES = 10240  # OPEN_MAX of macOS
-# options of glibc's mallopt, and a threshold in bytes that is never reached
+# options of glibc's mallopt, their environment variables, and a threshold in bytes that is never reached
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
+THRESHOLDS = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}
 NEVER = 2**31 - 1
 # in groups of at least this size, gloo connects two ranks when they first communicate
 MANY_RANKS = 1024
@@ -159,9 +160,9 @@ def allow_open_files() -> None:
 def keep_freed_memory() -> None:
     """Let glibc keep the memory that a step frees, so the next step takes no page faults for it.
 
-    Does nothing if an environment variable of the user, such as MALLOC_TRIM_THRESHOLD_, configures glibc.
+    Does nothing if the user has set one of these thresholds by an environment variable of glibc.
     """
-    if any(name.startswith("MALLOC_") for name in os.environ):
+    if not THRESHOLDS.isdisjoint(os.environ):
         return
     with suppress(AttributeError):  # a C library without mallopt
         mallopt = ctypes.CDLL(None).mallopt
