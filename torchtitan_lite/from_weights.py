@@ -96,19 +96,19 @@ def adapt_to_weights(given: UserConfig, weights: Weights) -> UserConfig:
 
 
 def check_loaded_weights(
-    problems: list[Problem],
     config: Config,
     model_args: ModelArgs | None,
     layout: Layout | None,
     tokenizer: Tokenizer | None,
     weights: Weights,
-) -> list[str]:
-    """Check that model, tokenizer and config fit the weights of the run. Add to `problems`. Return notices.
+) -> tuple[list[Problem], list[str]]:
+    """Check that model, tokenizer and config fit the weights of the run. Return problems and notices.
 
     An argument is None if an earlier check already found a problem with it. If `layout` is not None, `config` is
     resolved.
     """
-    notices = []
+    problems: list[Problem] = []
+    notices: list[str] = []
     if tokenizer:
         problems += check_tokenizer(config, weights, tokenizer)
     if model_args:
@@ -126,7 +126,7 @@ def check_loaded_weights(
         notices = noted + notices
         if weights.is_resumed:
             notices += describe_size(layout, weights.manifest)
-    return notices
+    return problems, notices
 
 
 def fingerprint_documents(config: Config, tokenizer: Tokenizer) -> dict[str, str]:

@@ -153,7 +153,9 @@ def resolve(
     notices = list(given.notices)
     if weights:
         check_weights = load_module("from_weights").check_loaded_weights
-        notices += check_weights(problems, config, model_args, layout, tokenizer, weights)
+        unlike, noted = check_weights(config, model_args, layout, tokenizer, weights)
+        problems += unlike
+        notices += noted
     if problems or not (model_args and layout and tokenizer):
         raise ConfigError(problems)
     spec = RunSpec(
