@@ -241,8 +241,10 @@ def test_groups_update_and_clip_as_the_optimizers_of_torch(
         update_weights(optimizer, norm, max_norm)
         scheduler.step()
         with monkeypatch.context() as patches:
-            if name == "Muon":  # torch's Muon only computes in bfloat16
+            # torch's Muon only computes in bfloat16. It casts by `bfloat16()`, or by `to` since torch 2.15
+            if name == "Muon":
                 patches.setattr(torch.Tensor, "bfloat16", torch.Tensor.float)
+                patches.setattr(torch, "bfloat16", torch.float32)
             for oracle in oracles:
                 for group in oracle.param_groups:
                     group["lr"] = group["peak"] * factor
