@@ -144,7 +144,7 @@ BEYOND = ("1e31", "-2", "nan", "inf")
 
 
 @each_row("text", BEYOND)
-def test_every_number_has_an_end(text):
+def test_every_number_has_limits(text):
     """Larger numbers would overflow, or keep the check busy for hours. The ends themselves are accepted."""
     assert len(NUMBERS) > 50 and not any(kind in WITHOUT_END for kind in KEYS.values())
     for key, limits in NUMBERS.items():
@@ -270,7 +270,7 @@ def test_a_mistake_in_toml_names_its_key_and_the_nearest_known_one(write_toml, t
     assert problem.key == key and remedy in problem.remedy
 
 
-def test_a_bad_value_of_the_file_keeps_the_default_and_is_no_problem_where_it_is_overridden(
+def test_a_bad_value_in_a_file_keeps_the_default_and_is_no_problem_if_it_is_overridden(
     write_toml,
 ):
     args = write_toml("[training]\nsteps = 'x'\ndataset = 4\n")
@@ -334,7 +334,7 @@ def test_every_key_of_torchtitan_is_ours_an_old_name_or_known_to_be_absent():
         assert name in KEYS or explain_absent(name, "") is not None, key
 
 
-def test_every_absent_key_is_accepted_where_it_is_off_and_refused_where_it_is_on():
+def test_every_absent_key_is_accepted_if_it_is_off_and_refused_if_it_is_on():
     for key, off in MISSING_FEATURES.items():
         read_sound([f"--{key}={','.join(off) if isinstance(off, list) else str(off).lower()}"])
         problem = read_one_problem([f"--{key}=7"])

@@ -264,7 +264,7 @@ SHARES = [0.00004, 0.9, 0.000001, 0.0003, 0.00074, 0.098919]
 
 
 @each_row("start", [0, 70_000, 10**10])
-def test_a_small_weight_is_exact_on_average_from_any_draw_on(start):
+def test_a_source_with_a_small_weight_gets_its_share_of_draws_from_any_start(start):
     sampler = make_sampler([5000] * len(SHARES), weights=[3 * share for share in SHARES], seed=4)
     counts = torch.zeros(len(SHARES))
     draws = start + torch.arange(N_DRAWS)

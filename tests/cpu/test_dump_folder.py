@@ -81,7 +81,7 @@ def test_a_run_that_starts_over_deletes_what_a_run_leaves_and_its_config_never_d
     assert not written.problems and not written.config.job.overwrite
 
 
-def test_a_run_that_goes_on_changes_nothing_but_its_config_and_hang_reports(folder):
+def test_a_resumed_run_changes_only_its_config_and_hang_reports(folder):
     start(folder, restarted=True)
     assert list_files(folder) == {"lock", *OF_A_RUN, *OF_OTHERS}
     start(folder)
@@ -187,13 +187,13 @@ def test_a_second_run_on_one_folder_stops_until_the_lock_of_the_first_is_closed(
     start(folder, overwrite=True)
 
 
-def test_a_file_system_without_locks_is_warned_of_and_used(folder, caplog):
+def test_a_file_system_without_locks_causes_a_warning_and_is_used(folder, caplog):
     with patch.object(fcntl, "flock", side_effect=OSError(errno.ENOLCK, "No locks available")):
         start(folder)
     assert str(folder) in caplog.text
 
 
-def test_a_full_disk_stops_the_start_with_a_sentence_and_the_earlier_config_stays(folder, caplog):
+def test_a_full_disk_stops_the_start_and_keeps_the_earlier_config(folder, caplog):
     before = list_files(folder)
     with limit_files(100), pytest.raises(CheckpointError, match=f"{folder}.*too large"):
         start(folder)

@@ -53,7 +53,7 @@ def test_a_rank_whose_torch_sees_gpus_that_the_driver_does_not_list_stops():
         choose_device(0, "cpu")
 
 
-def test_memory_that_the_driver_does_not_say_is_unknown(nvidia_smi, tmp_path):
+def test_memory_that_the_driver_does_not_report_is_unknown(nvidia_smi, tmp_path):
     program = tmp_path / "bin" / "nvidia-smi"
     program.write_text("#!/bin/sh\necho 'NVIDIA GB10, [N/A], 580.1'\n")
     assert detect_machine() == Machine("cuda", 1, None, "NVIDIA GB10", driver="580.1")
@@ -117,7 +117,7 @@ def test_a_torch_that_the_driver_or_the_gpu_cannot_run_is_refused(
     assert all(word in said for word in words.split()), said
 
 
-def test_a_limit_of_the_control_group_or_any_around_it_is_a_limit(tmp_path):
+def test_the_memory_limit_of_a_control_group_or_of_its_parents_counts(tmp_path):
     proc, root = tmp_path / "cgroup", tmp_path / "fs"
     proc.write_text("0::/slurm/job7/step\n")
     (root / "slurm" / "job7" / "step").mkdir(parents=True)

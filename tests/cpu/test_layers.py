@@ -114,7 +114,7 @@ def test_imports_point_down_only():
     assert not IMPORTS["torchtitan_lite"], "every module imports it"
 
 
-def test_no_import_goes_round_in_a_circle():
+def test_no_import_is_circular():
     TopologicalSorter(IMPORTS).prepare()  # raises CycleError
 
 

@@ -53,7 +53,7 @@ def test_rank_0_writes_to_stdout_and_log_txt_and_others_only_warnings_to_stderr(
 
 
 @each_row("kind", ["full", "folder"])
-def test_a_log_txt_that_cannot_be_written_is_one_sentence_and_the_console_goes_on(
+def test_a_log_txt_that_cannot_be_written_causes_one_line_and_the_console_continues(
     logger, tmp_path, capsys, kind
 ):
     path = tmp_path / "log.txt"
@@ -70,7 +70,7 @@ def test_a_log_txt_that_cannot_be_written_is_one_sentence_and_the_console_goes_o
     assert len(lines) == 4
 
 
-def test_a_console_that_cannot_be_written_is_one_sentence_and_log_txt_goes_on(
+def test_a_console_that_cannot_be_written_causes_one_line_and_log_txt_continues(
     logger, tmp_path, capsys, monkeypatch
 ):
     with suppress(OSError), Path("/dev/full").open("w") as full:

@@ -163,7 +163,7 @@ def test_a_killed_and_resumed_run_leaves_each_step_once_and_tensorboard_has_torc
 # -- what cannot be written
 
 
-def test_records_that_a_full_disk_refuses_are_one_sentence_for_each_file_and_are_written_later(
+def test_a_full_disk_causes_one_line_for_each_file_and_its_records_are_written_later(
     tmp_path, list_logged
 ):
     events = tmp_path / "tb" / tmp_path.name
@@ -195,7 +195,7 @@ def test_a_run_ends_although_its_last_records_cannot_be_written(tmp_path, list_l
     assert len(list_logged("ERROR")) == 1
 
 
-def test_records_that_cannot_be_cut_back_are_kept_and_the_console_goes_on(tmp_path, list_logged):
+def test_records_that_cannot_be_truncated_are_kept_and_the_console_continues(tmp_path, list_logged):
     for step in (1, 3):
         make_writer(tmp_path, resumed_step=9).record("step", step, **STEP)
     (tmp_path / "metrics.jsonl.new").mkdir()  # raises the error of a full disk
@@ -221,7 +221,7 @@ def test_records_of_a_start_that_was_not_resumed_are_kept(tmp_path):
     assert before.count('"start"') == 2
 
 
-def test_lines_that_are_no_records_are_kept_aside(tmp_path):
+def test_lines_that_are_not_records_move_to_a_different_file(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"loss": 1}\n[3]\nof another program\n')
     make_writer(tmp_path).record("step", 1, **STEP)
     assert "another program" in (tmp_path / "metrics-1.jsonl").read_text()

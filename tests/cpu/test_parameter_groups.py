@@ -87,7 +87,7 @@ def test_groups_are_read_from_the_command_line_and_from_toml(text, tmp_path):
     assert not again.problems and again.config.optimizer == given.config.optimizer
 
 
-def test_tables_of_a_file_are_groups_in_their_order(tmp_path):
+def test_tables_of_a_file_become_groups_in_the_same_order(tmp_path):
     tables = '[[optimizer.groups]]\nmatch = "b"\nlr = 3\n[[optimizer.groups]]\nmatch = "a"\n'
     given = read_text(tmp_path, tables)
     assert given.config.optimizer.groups == [ParameterGroup("b", 3.0), ParameterGroup("a")]
@@ -96,7 +96,7 @@ def test_tables_of_a_file_are_groups_in_their_order(tmp_path):
 
 
 @each_row("text, word", UNREADABLE)
-def test_what_is_no_group_is_refused_with_the_place(text, word):
+def test_an_invalid_group_is_refused_with_its_position(text, word):
     (problem,) = read_config([f"--optimizer.groups={text}"]).problems
     assert problem.key == "optimizer.groups" and word in problem.why
 

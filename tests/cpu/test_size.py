@@ -67,7 +67,7 @@ def name_part(file: str) -> str:
 
 
 @each_row("part", GUIDES)
-def test_a_part_keeps_to_its_tokens_and_density(part):
+def test_a_part_stays_within_its_limits_of_tokens_and_density(part):
     most_tokens, most_per_line = GUIDES[part]
     counts = []
     for file, source in read_files().items():

@@ -150,7 +150,7 @@ def test_check_judges_a_table_without_its_code(row, tp, key, add_row):
     assert [problem.key for problem in problems] == ([key] if key else [])
 
 
-def test_a_table_that_differs_from_its_code_stops_a_run_with_a_sentence(add_row):
+def test_a_table_that_differs_from_its_code_stops_a_run(add_row):
     add_row(OLMO_NORM)
     config = Config()
     with pytest.raises(UserError, match=r"layers\.0\.attention\.q_norm\.weight.*table\.py"):

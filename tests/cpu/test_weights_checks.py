@@ -237,7 +237,7 @@ def write_more_weights() -> None:
     shutil.copytree("step-9", MINE)
 
 
-def test_weights_that_are_trained_further_have_other_defaults_and_a_given_key_stays():
+def test_fine_tuning_has_different_defaults_and_keeps_a_given_key():
     write_more_weights()
     for path, args, folder, title, seq_len, rate, said in read_lines(FURTHER):
         args = [*args.split(), f"--{PATH}={path}"]
@@ -252,7 +252,7 @@ def test_weights_that_are_trained_further_have_other_defaults_and_a_given_key_st
         assert noted == said.split()
 
 
-def test_a_key_without_effect_is_a_notice_and_a_value_that_cannot_be_is_a_problem():
+def test_a_key_without_effect_is_a_notice_and_an_impossible_value_is_a_problem():
     file = Path("hf/config.json")
     content = load_json(file)
     dump_json(file, content | {"foo": 3})
@@ -317,7 +317,7 @@ SAME_TRAINING = """
 """
 
 
-def test_a_run_that_trains_in_another_way_from_here_on_prints_both_values():
+def test_a_resumed_run_that_trains_differently_prints_both_values():
     checkpoint = save(9)
     before = prepare().notices
     assert prepare(*SAME_TRAINING.split()).notices == before
@@ -333,7 +333,7 @@ def test_a_run_that_trains_in_another_way_from_here_on_prints_both_values():
         assert not any("as before" in notice for notice in about_rates), "total_steps is the same"
 
 
-def test_a_run_from_an_own_checkpoint_balances_its_experts_as_before():
+def test_a_run_from_a_checkpoint_of_this_trainer_balances_its_experts_as_before():
     experts = ["--model.flavor=debug_moe", "--job.dump_folder=first"]
     for rate in (0.01, 0.0, 1e-3):
         checkpoint = save(9, *experts, f"--{RATE}={rate}", "--job.overwrite")
@@ -409,7 +409,7 @@ def test_a_run_uses_the_tokenizer_of_the_weights_that_it_starts_from_or_resumes(
     assert find_tokenizer(HF, "--checkpoint.load_step=9", "--checkpoint.load_only") == "mine"
 
 
-def test_a_tokenizer_that_is_gone_or_has_changed_must_be_named():
+def test_a_missing_or_changed_tokenizer_must_be_given_again():
     Path("hf/tokenizer.model").unlink()
     write_tokenizer(Path("mine"), n_tokens=310)
     assert_refused(HF, f"{ASSETS}: no tokenizer")

@@ -229,7 +229,7 @@ llama | | {"rope_scaling": {LLAMA3}, ORIGINAL: 32}
 
 
 @pytest.mark.parametrize("family, words, changes", read_table(IGNORED), ids=str)
-def test_what_is_ignored_is_said(family, words, changes, tmp_path):
+def test_ignored_values_are_reported(family, words, changes, tmp_path):
     content = make_content(family) | {"rope_parameters": None, "rope_theta": 1e4} | changes
     dump_json(tmp_path / "config.json", content)
     notices = list_ignored(content, read_model_args(tmp_path))
@@ -304,7 +304,7 @@ def assert_named(folder: Path, key: str) -> None:
 @pytest.mark.parametrize(
     "families, key, values", read_table(REFUSED), ids=lambda value: str(value)[:40]
 )
-def test_a_value_that_cannot_be_is_refused_by_its_key(families, key, values, tmp_path):
+def test_an_impossible_value_is_refused_with_its_key(families, key, values, tmp_path):
     for family in name_families(families):
         for value in values:
             table, _, name = key.partition(".")

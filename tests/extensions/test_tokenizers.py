@@ -246,7 +246,7 @@ pattern | true    # another pattern
 
 
 @each_row("change, ignore_merges", MERGES)
-def test_merges_that_tiktoken_would_apply_in_another_order_go_to_the_package(
+def test_merges_that_tiktoken_would_apply_in_a_different_order_need_the_package(
     change, ignore_merges, tmp_path
 ):
     content = make_byte_level("Llama 3" if change == "pattern" else "GPT-2")
@@ -471,7 +471,7 @@ SENTENCEPIECE | | DEEP | tokenizer_config.json is not JSON
 
 
 @each_row("row", BROKEN)
-def test_what_is_no_tokenizer_is_refused_by_key_and_path(row, tmp_path):
+def test_an_invalid_tokenizer_is_refused_with_key_and_path(row, tmp_path):
     *contents, why = row
     contents[0] = contents[0].replace("SENTENCEPIECE", SENTENCEPIECE)
     contents[1] = contents[1].encode().decode("unicode_escape")
@@ -487,7 +487,7 @@ def test_what_is_no_tokenizer_is_refused_by_key_and_path(row, tmp_path):
     assert problem.key == "model.hf_assets_path" and str(tmp_path) in problem.why
 
 
-def test_entries_above_the_rows_of_a_model_are_accepted_unless_a_text_uses_them(
+def test_ids_above_the_embedding_size_are_accepted_unless_a_text_uses_them(
     tmp_path, monkeypatch, run_tool
 ):
     monkeypatch.chdir(tmp_path)

@@ -198,7 +198,7 @@ def save_small(rank: int, world_size: int, folder: str, n_steps: int, section: C
             saver.save(step, {"model.a": torch.ones(2)})
 
 
-def test_what_was_not_committed_is_no_checkpoint_and_the_next_save_removes_it(pool, tmp_path):
+def test_an_uncommitted_save_is_not_a_checkpoint_and_the_next_save_removes_it(pool, tmp_path):
     others = {"step-8.damaged", "step-x"}
     for name in ("step-1.tmp", "step-7.tmp", *others):
         (tmp_path / name).mkdir()
@@ -291,7 +291,7 @@ CHANGED_IN_A_STEP = {
 
 
 @each_row("name", CHANGED_IN_A_STEP)
-def test_nothing_changes_before_it_is_copied(pool, letters, tmp_path, name):
+def test_no_tensor_changes_before_it_is_copied(pool, letters, tmp_path, name):
     keys = [*letters, *CHANGED_IN_A_STEP[name].split(), *SAVES.split()]
     keys += [f"--checkpoint.local_folder={tmp_path / 'snapshots'}"]
     keys += [f"--job.dump_folder={tmp_path / 'run'}"]

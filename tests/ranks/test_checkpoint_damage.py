@@ -214,7 +214,7 @@ replace_by_folder | cannot be read: [Errno 21] Is a directory |
 
 
 @each_row("change, reason, resumes", REASONS)
-def test_the_reason_reaches_the_user_who_is_never_told_to_delete(tmp_path, change, reason, resumes):
+def test_the_error_gives_the_reason_and_never_advises_to_delete(tmp_path, change, reason, resumes):
     write_steps(tmp_path, [4, 8])
     globals()[change](tmp_path / "checkpoint" / "step-8" / "manifest.json")
     if resumes:

@@ -127,7 +127,7 @@ def test_before_the_rename_everything_is_on_the_disk_and_a_death_leaves_no_check
     assert names == ["rank-00000.safetensors", "manifest.json", "checksums", "step-1.tmp"]
 
 
-def test_a_death_while_deleting_leaves_no_half_checkpoint_under_a_good_name(tmp_path, monkeypatch):
+def test_a_process_that_dies_while_deleting_leaves_no_partial_checkpoint(tmp_path, monkeypatch):
     for step in (1, 2):
         write_tensors(tmp_path / f"step-{step}", {"model.a": torch.ones(2)}, step=step)
     with monkeypatch.context() as patched:
@@ -215,7 +215,7 @@ def load_with_another_window(rank: int, world_size: int, path: str) -> dict[str,
 
 
 @each_row("owner", ["spike_filter", "optimizer.gradient_norms"])  # new and old name
-def test_a_history_of_another_window_is_not_loaded_and_everything_else_is(pool, tmp_path, owner):
+def test_a_history_with_a_different_window_is_not_loaded_but_all_else_is(pool, tmp_path, owner):
     saved = {
         f"{owner}.history": torch.ones(32),
         f"{owner}.skipped": torch.tensor(3.0),

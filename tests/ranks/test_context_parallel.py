@@ -68,7 +68,7 @@ def test_activation_memory_of_a_rank_falls_with_the_number_of_ranks(pool):
 
 
 @each_row("n_ranks", [2, 4])
-def test_all_ranks_do_the_same_attention_work_and_none_of_it_twice(pool, n_ranks):
+def test_all_ranks_do_equal_attention_work_and_no_work_is_done_twice(pool, n_ranks):
     by_rank = pool.run(watch_steps, n_ranks, list(ROTATIONS.values()), AttentionWork)
     n_pairs = torch.tensor(by_rank)  # [rank, method]
     seq_len = LONG["training.seq_len"]

@@ -174,7 +174,7 @@ def test_the_load_of_a_logged_step_is_three_numbers():
     }
 
 
-def test_a_load_that_stays_on_one_expert_is_warned_of_once_with_keys(caplog):
+def test_a_load_that_stays_on_one_expert_causes_one_warning_with_keys(caplog):
     moe_args = MoEArgs(n_experts=8, top_k=2, expert_ffn_dim=1)
     balance = ExpertBalance({}, torch.empty(0), 0.0, 0.0, 0.0, [], moe_args)
     for step, ratio in enumerate([3.2, 3.2, 1.0, 3.2, 3.2, 3.2, 3.2], start=1):

@@ -36,13 +36,13 @@ def test_layout_computes_the_single_device_model(pool, tmp_path, name):
 
 
 @each_row("name", BFLOAT16_LAYOUTS, slow=HELD)
-def test_layout_rounds_to_bfloat16_where_one_rank_does(pool, tmp_path, name):
+def test_layout_rounds_to_bfloat16_in_the_same_places_as_one_rank(pool, tmp_path, name):
     reduction = compare.reduce_row(BFLOAT16_LAYOUTS[name])
     assert try_precision("bfloat16", reduction, pool.run, tmp_path).faults == {}
 
 
 @each_row("name", FLOAT8_LAYOUTS, slow=HELD)
-def test_layout_rounds_to_float8_where_one_rank_does(pool, tmp_path, name):
+def test_layout_rounds_to_float8_in_the_same_places_as_one_rank(pool, tmp_path, name):
     reduction = compare.reduce_row(FLOAT8_LAYOUTS[name])
     assert try_precision("float8", reduction, pool.run, tmp_path).faults == {}
 

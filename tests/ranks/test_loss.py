@@ -157,7 +157,7 @@ def test_a_formula_computes_what_torch_computes_on_whole_logits(pool, name, n_ra
 
 
 @each_row("chunk_tokens", [1, 7, 1000])
-def test_in_bfloat16_it_errs_no_more_than_torchs_loss(chunk_tokens):
+def test_in_bfloat16_its_error_is_at_most_the_error_of_torchs_loss(chunk_tokens):
     case = make_case(torch.bfloat16)
     truth = compute("cross_entropy", case)
     plain = compute("cross_entropy", case, torch.bfloat16)

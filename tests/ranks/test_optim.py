@@ -71,7 +71,9 @@ UNUSUAL = """
 
 @each_row("decay_type", DECAYS)
 @each_row("row", UNUSUAL)
-def test_a_rate_of_0_and_a_peak_that_is_never_reached_are_said_with_both_numbers(decay_type, row):
+def test_a_rate_of_0_and_a_peak_that_is_never_reached_are_reported_with_both_numbers(
+    decay_type, row
+):
     n_steps, keys, resumed_step, idle_step, highest = map(json.loads, row)
     section = LRScheduler(**{"warmup_steps": 10, "decay_type": decay_type} | keys)
     config = Config(lr_scheduler=section, training=Training(steps=n_steps))

@@ -13,7 +13,7 @@ from torchtitan_lite.tools.plan.dry_run import dry_run
 
 
 @each_row("world_size, keys", [(2, {}), (4, {PP: 2, DTYPE: "bfloat16"})])
-def test_collectives_of_fsdp_bear_a_phase_and_the_modules_of_their_group(world_size, keys):
+def test_collectives_of_fsdp_have_a_phase_and_the_modules_of_their_group(world_size, keys):
     """meter.py finds a file and functions of FSDP on the stack. Check that they still have these names."""
     run = dry_run(make(world_size, {**keys, **TWO_LAYERS}, "cpu"))
     of_fsdp = [

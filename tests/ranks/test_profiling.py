@@ -37,7 +37,7 @@ def traced_matmuls(path) -> list[int]:
 
 
 @each_row("resumed_step", [0, 100])
-def test_traces_hold_the_last_steps_of_every_whole_period_and_bear_their_number(
+def test_traces_contain_the_last_steps_of_every_full_period_and_their_number(
     tmp_path, resumed_step
 ):
     period = {"profile_freq": 3, "profiler_warmup": 1, "profiler_active": 2}
@@ -78,7 +78,7 @@ def test_memory_is_written_after_every_period_beside_traces_and_recorded_no_long
     assert recording[1] == {"enabled": None}
 
 
-def test_where_memory_runs_out_it_is_written_and_the_error_goes_on(tmp_path, recording):
+def test_out_of_memory_writes_a_snapshot_and_the_error_is_raised_again(tmp_path, recording):
     section = Profiling(enable_memory_snapshot=True, save_memory_snapshot_folder="memory")
     with (
         pytest.raises(RuntimeError) as caught,
@@ -106,7 +106,7 @@ def dump_large(path: str) -> None:
 
 
 @pytest.mark.parametrize("is_folder", [True, False], ids=["no folder", "full"])
-def test_a_file_that_cannot_be_written_is_one_sentence_and_leaves_nothing(
+def test_a_file_that_cannot_be_written_causes_one_sentence_and_leaves_nothing(
     tmp_path, recording, monkeypatch, is_folder
 ):
     said: dict[str, list[str]] = {"error": [], "info": []}

@@ -227,7 +227,7 @@ def test_the_time_of_a_step_does_not_include_saves(pool, unbroken, tmp_path):
     assert len(times) == 2 and 0 < max(times) < seconds
 
 
-def test_steps_that_are_long_for_the_time_out_are_told_once_with_a_remedy(pool, unbroken, tmp_path):
+def test_steps_that_nearly_time_out_are_reported_once_with_a_remedy(pool, unbroken, tmp_path):
     key = "--comm.train_timeout_seconds"
     keys = [*unbroken[1], f"--job.dump_folder={tmp_path}", "--job.overwrite"]
     lines = []
@@ -298,7 +298,7 @@ def test_new_moments_begin_once_however_often_the_command_is_started(
         assert read_adam_step(folder) == n_before + 3
 
 
-def test_the_way_back_that_a_refusal_names_trains_on_in_another_folder(
+def test_the_options_that_a_refusal_prints_continue_in_a_different_folder(
     run_training, unbroken, tmp_path
 ):
     folder, keys = unbroken

@@ -76,7 +76,7 @@ class Added(Llama3):
 
 
 @each_row("model, named", [(Broken, "TypeError: of a fork"), (Unused, "norm.weight")])
-def test_a_model_that_cannot_be_compared_ends_in_a_sentence(model, named, monkeypatch):
+def test_a_model_that_cannot_be_compared_is_refused(model, named, monkeypatch):
     monkeypatch.setattr(build, "find_model_class", lambda name: model)
     try:
         trial = make_trial("wide", partial(run_plainly, compare.TABLE_CONFIG, 1))

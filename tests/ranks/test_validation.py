@@ -209,7 +209,7 @@ def test_weights_are_sharded_again_after_a_validation(pool, overrides):
         assert before == 0 and during > 0 and after == 0
 
 
-def test_documents_that_do_not_see_each_other_have_one_loss_on_every_layout(pool, folder):
+def test_documents_that_do_not_attend_to_each_other_have_equal_losses_on_every_layout(pool, folder):
     (alone,) = pool.run(validate_layout, 1, DOCUMENTS, folder, -1)
     for found in pool.run(validate_layout, 4, {PP: 2, CP: 2, **DOCUMENTS}, folder, -1):
         assert found == pytest.approx(alone, rel=1e-6)

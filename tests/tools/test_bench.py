@@ -24,7 +24,7 @@ TINY_CONFIG = override(bench.STEP_CONFIG, TINY.overrides)
 ONCE = Namespace(rounds=1, steps=1, layout=None)
 
 
-def test_contenders_take_turns_and_another_one_is_first_each_round():
+def test_contenders_take_turns_and_a_different_one_starts_each_round():
     calls = []
 
     def make_step(name: str) -> torch.Tensor:

@@ -168,7 +168,7 @@ def test_the_date_of_a_template_is_fixed_and_named(make_folder, prepare):
     assert load_tokenizer(folder).decode(ids).startswith("26 Jul 2024")
 
 
-def test_a_greeting_is_an_answer(make_folder):
+def test_a_first_message_of_the_assistant_is_an_answer(make_folder):
     messages = [{"role": "assistant", "content": "Hello"}, *EXCHANGE]
     for folder in (make_folder(CHATML), SHIPPED):
         greeting, answer = encode(folder, {"messages": messages})[2]
@@ -305,7 +305,7 @@ def test_answers_that_are_not_certain_are_refused(line, make_folder):
 
 
 @each_row("written", ["[1:]", ".replace('+', '')", ".split('2')[-1]", " | upper"])
-def test_a_content_that_the_template_changes_is_counted(written, make_folder):
+def test_a_message_that_the_template_changes_is_counted(written, make_folder):
     folder = make_folder(
         "{% for message in messages %}{{ message.content" + written + " }}</s>{% endfor %}"
     )
@@ -339,7 +339,7 @@ NO_TEMPLATES = """
 
 
 @each_row("template", NO_TEMPLATES.split("\n")[1:-1])
-def test_what_is_no_template_is_a_sentence(template, make_folder, prepare):
+def test_an_invalid_template_is_refused(template, make_folder, prepare):
     error = prepare(
         [{"messages": EXCHANGE}], "--tokenizer", make_folder(json.loads(template)), status=2
     )

@@ -447,7 +447,9 @@ def test_replicas_do_not_share_memory_and_every_other_dim_does(args, n_ranks, sh
 # ---------------------------------------------------------------- files
 
 
-def test_a_tokenizer_is_looked_up_here_first_then_in_the_repository(empty_folder, monkeypatch):
+def test_a_tokenizer_path_is_relative_to_the_working_directory_or_to_the_repository(
+    empty_folder, monkeypatch
+):
     def find_vocabulary(args: list[str]) -> Path:
         return resolve_on_hosts(args, machine=LAPTOP).tokenizer.path.resolve()
 

@@ -155,7 +155,7 @@ def list_numbers() -> list[tuple[str, Option]]:
 
 
 @pytest.mark.parametrize("name, option", list_numbers(), ids=lambda each: str(each[0]))
-def test_a_number_of_a_tool_has_an_end(name, option, capsys):
+def test_a_number_given_to_a_tool_has_limits(name, option, capsys):
     for text in ("1e31", "-2", "nan", "inf", "x"):
         given = [f"{option.name}={text}"] if option.name.startswith("-") else ["--", text]
         with pytest.raises(SystemExit) as stop:

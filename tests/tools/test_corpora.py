@@ -71,7 +71,7 @@ def list_texts(folder: Path, split: str) -> list[str]:
     return [BYTES.decode(document[1:-1]) for document in list_documents(folder, split)]
 
 
-def test_every_document_is_there_once_in_order_whatever_the_number_of_processes(monkeypatch):
+def test_every_document_appears_once_in_order_for_any_number_of_processes(monkeypatch):
     monkeypatch.setattr("torchtitan_lite.tools.corpora.prepare.GROUP_ROWS", 50)
     texts = write_files(Path("in"))
     files, _ = find_files([Path("in")])
@@ -179,7 +179,7 @@ def prepare_here(run_tool):
 
 
 @each_row("name", UNREADABLE)
-def test_what_cannot_be_prepared_is_named_and_nothing_is_left(name, prepare_here):
+def test_files_that_cannot_be_prepared_are_named_and_nothing_is_left(name, prepare_here):
     content, words = UNREADABLE[name]
     file, *options = name.split()
     Path(file).write_bytes(content)
@@ -270,7 +270,7 @@ lab 3 | | 0 141
 
 
 @each_row("args, unbuffered, statuses", CLOSED)
-def test_a_tool_whose_output_nobody_reads_ends_in_silence_and_its_files_stay(
+def test_a_tool_whose_output_is_not_read_ends_silently_and_keeps_its_files(
     args, unbuffered, statuses, here
 ):
     write_rows(Path("a.jsonl"), ROWS)
@@ -366,7 +366,7 @@ MANIFESTS = """
 
 
 @each_row("manifest", MANIFESTS.split("\n")[1:])
-def test_a_foreign_manifest_is_a_sentence(manifest, tmp_path):
+def test_a_manifest_in_a_different_format_is_refused(manifest, tmp_path):
     (tmp_path / "manifest.json").write_text(manifest)
     with pytest.raises(CorpusError, match=f"{tmp_path} is not a prepared corpus.*manifest.json"):
         read_corpus_manifest(tmp_path)
@@ -396,7 +396,7 @@ def test_a_corpus_that_cannot_be_used_is_one_problem_with_its_name_and_a_remedy(
 # ---------------------------------------------------------------- corpora with a name
 
 
-def test_a_named_corpus_is_prepared_once_by_the_first_process_and_ranks_say_how_if_it_is_not(
+def test_a_named_corpus_is_prepared_once_and_ranks_without_it_print_the_command(
     monkeypatch,
 ):
     write_files(Path("in"))
@@ -440,7 +440,9 @@ def test_c4_is_its_training_files_and_c4_validation_the_others():
         Corpus("c4", BYTES, cache, dataset_path="cache")
 
 
-def test_a_file_without_its_package_is_refused_and_the_extra_named(tmp_path, monkeypatch, run_tool):
+def test_a_file_that_needs_a_missing_package_is_refused_with_the_extra(
+    tmp_path, monkeypatch, run_tool
+):
     (tmp_path / "a.jsonl.zst").write_bytes(b"x")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     said = run_tool("prepare", tmp_path, "--out", tmp_path / "out", status=2)

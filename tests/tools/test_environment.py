@@ -157,7 +157,7 @@ alpha-1.9 beta-3 | absent | test | | mine
 
 
 @each_row("mine, venv_packages, extras, calls, name", FOUND)
-def test_a_python_that_can_train_is_taken_and_only_what_it_lacks_is_added(
+def test_a_python_that_can_train_is_used_and_only_missing_packages_are_installed(
     checkout, mine, venv_packages, extras, calls, name
 ):
     calls = calls.split(", ") if calls else []
@@ -197,7 +197,7 @@ FAILURES = {  # what goes wrong -> words of the message, which is one sentence
 
 
 @each_row("failing", FAILURES)
-def test_a_failure_has_one_sentence_and_the_next_start_tries_again(checkout, failing):
+def test_a_failure_prints_one_sentence_and_the_next_start_tries_again(checkout, failing):
     lock = checkout.root / ".venv.lock"
     if failing not in ("venv", "pip"):
         lock.mkdir()
@@ -247,7 +247,7 @@ def test_a_signal_while_packages_are_installed_is_one_sentence(checkout, receive
     assert checkout.calls()[2:] == [".venv torch>=1,<2"]
 
 
-def test_packages_are_not_installed_on_after_run_train_has_ended(checkout):
+def test_the_installation_of_packages_ends_with_run_train(checkout):
     """bash does not forward signals to a process that it waits for."""
     python = str(checkout.mine / "bin" / "python")
     process = RunCheckout.start(checkout, PYTHON=python, PIP_S="30")

@@ -89,7 +89,9 @@ def prepare(texts: Path, out: Path, tokenizer: str, share: str) -> None:
     assert main(["prepare", str(texts), "--out", str(out), *arguments.split()]) == 0
 
 
-def test_of_a_corpus_the_held_out_documents_count(evaluate, checkpoint, texts, tmp_path, capsys):
+def test_eval_reads_the_validation_documents_of_a_corpus(
+    evaluate, checkpoint, texts, tmp_path, capsys
+):
     prepare(texts, tmp_path / "corpus", SHIPPED, "0.5")
     validation = json.loads(capsys.readouterr().out)["splits"]["validation"]
     found = evaluate(checkpoint, "--data", tmp_path / "corpus")

@@ -122,7 +122,7 @@ def handles_sigterm(pid: int) -> bool:
 
 @pytest.mark.slow
 @each_row("signaled", [0, 1])
-def test_a_signal_for_a_host_that_has_not_met_the_others_ends_all_of_them(start_host, signaled):
+def test_a_signal_to_a_host_that_still_waits_for_other_hosts_ends_all_hosts(start_host, signaled):
     waiting = start_host(1 - signaled, NNODES="2")
     read_until(waiting, f"waits for NODE_RANK={signaled}")
     late = start_host(signaled, NNODES="2")
@@ -172,7 +172,7 @@ WRONG = """
 
 
 @each_row("n_ranks, change, said", WRONG)
-def test_a_pulse_names_what_is_wrong(n_ranks, change, said):
+def test_pulse_names_a_faulty_rank_or_link(n_ranks, change, said):
     rows = []
     for rank in range(int(n_ranks)):
         link = f"pp of ranks [{rank & 3}, {rank | 4}]"
@@ -187,13 +187,13 @@ def test_a_pulse_names_what_is_wrong(n_ranks, change, said):
         assert words in sentence
 
 
-def test_a_round_that_is_slow_once_does_not_count():
+def test_a_single_slow_round_does_not_count():
     seconds, checksums = (3e-3, 1e-3, 2e-3), (7, 7, 8)
     rounds = [Measured("rank 0", *row) for row in zip(seconds, seconds, checksums, strict=True)]
     assert choose_fastest(rounds) == Measured("rank 0", 1e-3, 1e-3, 22)
 
 
-def test_a_pulse_measures_ranks_and_links_of_a_run(tmp_path):
+def test_pulse_measures_the_ranks_and_links_of_a_run(tmp_path):
     variables = {"TOOL": "pulse", "GLOO_SOCKET_IFNAME": "lo"}
     pulse = launch(tmp_path / "run", tmp_path, f"--{TP}=2", n_ranks=4, **variables)
     printed = finish(pulse, status=None)
@@ -368,7 +368,7 @@ def open_watch(rank: int, world_size: int, folder: str) -> None:
     assert not stop.received, "the end of a step is not reported"
 
 
-def test_a_rank_that_waits_writes_and_a_rank_without_its_peer_ends_at_a_signal(pool, tmp_path):
+def test_a_rank_that_waits_writes_a_report_and_a_rank_without_its_peer_ends(pool, tmp_path):
     pool.run(open_watch, 2, str(tmp_path))
     files = read_files(tmp_path / "hang" / "restart-0", "failed")
     assert list(files) == [0, 1]
@@ -619,7 +619,7 @@ def start_over_and_end(rank: int, world_size: int, folder: str) -> list:
     return found
 
 
-def test_snapshots_belong_to_one_dump_folder_and_go_when_the_run_ends(pool, tmp_path):
+def test_snapshots_belong_to_one_dump_folder_and_are_deleted_when_the_run_ends(pool, tmp_path):
     for found in pool.run(start_over_and_end, 2, str(tmp_path)):
         assert found == [0, [], ["step-2", "step-3"], 0, [], []]
     assert list((tmp_path / "snapshots").iterdir()) == []

@@ -141,7 +141,7 @@ def test_a_text_ends_with_the_context_or_with_any_end_token_of_generation_config
 
 
 @each_row("assets", ["bytes", SHIPPED])
-def test_characters_are_shown_whole_as_soon_as_their_last_byte_is_there(assets):
+def test_characters_are_shown_as_soon_as_their_last_byte_arrives(assets):
     tokenizer = load_tokenizer(assets)
     text = "aé日\U0001f469\u200d\U0001f467 z"
     shown = []

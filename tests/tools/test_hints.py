@@ -142,7 +142,7 @@ READERS = {
 
 
 @each_row("reader", READERS)
-def test_a_cache_folder_of_the_hub_names_the_folder_with_the_files(reader, cache):
+def test_a_hub_cache_folder_is_refused_with_the_path_of_its_files(reader, cache):
     read = READERS[reader]
     text = Path(write_lines([{"text": "a"}])).absolute()
     Path(cache, "snapshots/0f/c4-train.0.json").symlink_to(text)
@@ -153,7 +153,7 @@ def test_a_cache_folder_of_the_hub_names_the_folder_with_the_files(reader, cache
         read(Path(found))
 
 
-def test_a_corpus_that_is_a_cache_folder_of_the_hub_is_to_be_prepared(cache):
+def test_a_hub_cache_folder_is_refused_as_a_corpus(cache):
     with pytest.raises(CorpusError, match="snapshots/0f"):
         read_corpus_manifest(cache)
 
@@ -161,7 +161,7 @@ def test_a_corpus_that_is_a_cache_folder_of_the_hub_is_to_be_prepared(cache):
 # ---------------------------------------------------------------- check
 
 
-def test_the_number_of_gpus_elsewhere_passes_and_the_verdict_sends_to_plan(run_tool):
+def test_the_suggested_number_of_gpus_passes_and_the_verdict_prints_a_plan_command(run_tool):
     args = ["check", "--config", "llama3_70b", "--gpu", "h100"]
     (n_gpus,) = re.findall(r"Use (\d+) such GPUs", run_tool(*args, "--gpus", "8", status=2))
     verdict = run_tool(*args, "--gpus", n_gpus)

@@ -176,7 +176,7 @@ def test_bubbles_and_microbatches_in_flight_are_those_of_the_papers(row):
         assert tenths == [10 * int(n) for n in in_flight]
 
 
-def test_the_slowest_stage_and_the_way_between_ranks_count():
+def test_the_slowest_stage_and_the_sends_between_ranks_count():
     """Computed by hand: GPipe, two stages, two microbatches. The second stage is slower, and a send takes 10:
     F0 0-1, F1 1-2 | stage 1: F0 11-13, F1 13-15, B0 15-22, B1 22-29 | stage 0: B0 32-35, B1 39-42."""
     seconds = {"0F": 1, "1F": 2, "0B": 3, "1B": 7}
@@ -192,7 +192,7 @@ def test_the_slowest_stage_and_the_way_between_ranks_count():
 
 
 @each_row("schedule", SCHEDULES)
-def test_a_long_schedule_is_known_from_a_short_one(schedule):
+def test_a_long_schedule_is_extrapolated_from_short_ones(schedule):
     pp, m, v = 4, 28, SCHEDULES[schedule].least_stages_per_rank
     simulate_run = partial(run, schedule, pp, v=v, send=0.25)
     lengths = list_lengths(pp, m)

@@ -103,7 +103,7 @@ PROBE = """<script>addEventListener("load", () => {
 
 
 @needs_browser
-def test_a_browser_shows_every_page_without_overflow_on_a_phone_and_on_a_desk(pages, tmp_path):
+def test_a_browser_shows_every_page_without_overflow_on_a_phone_and_on_a_desktop(pages, tmp_path):
     frames = ""
     for name, path in pages.items():
         (tmp_path / f"{name}.html").write_text(path.read_text(encoding="utf-8") + PROBE)

@@ -82,7 +82,7 @@ def test_the_load_of_experts_is_that_of_the_records(page, folder):
             assert curve[step] == pytest.approx(max(load) / mean, abs=1e-4)
 
 
-def test_words_come_first(page, folder, run):
+def test_the_page_begins_with_sentences(page, folder, run):
     what, how, end, _, command_line = summarize(run)
     losses = read_losses(folder)
     assert "from random weights" in what

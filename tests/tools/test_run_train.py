@@ -143,7 +143,7 @@ NODES = {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "1"}
 STEP = NODES | {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "16"}
 
 
-def test_what_cannot_start_says_why(checkout):
+def test_a_script_that_cannot_start_prints_the_reason(checkout):
     said = ["--ntasks-per-node=1", "--wrap"]
     for variables, words in zip((STEP, {}), said, strict=True):
         answer = checkout.run(**variables)

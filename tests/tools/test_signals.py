@@ -60,7 +60,7 @@ def test_a_signal_in_the_first_step_ends_the_process():
     assert err.count("\n") == 1 and "SIGINT" in err
 
 
-def test_the_first_ending_of_a_rank_counts_and_one_rank_of_a_host_tells_a_signal(
+def test_the_first_ending_of_a_rank_counts_and_one_rank_per_host_reports_a_signal(
     tmp_path, monkeypatch
 ):
     said = []

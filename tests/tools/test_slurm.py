@@ -116,7 +116,7 @@ def test_a_job_before_its_limit_saves_and_is_queued_again(cluster, letters, tmp_
     assert 3 < saved < STEPS
 
 
-def test_a_job_that_slurm_has_queued_again_resumes_whatever_it_was_told(cluster, tmp_path):
+def test_a_job_that_slurm_requeues_resumes_with_any_options(cluster, tmp_path):
     write_program(tmp_path / "run_train.sh", '#!/bin/bash\necho "$@"\n')
     told = ["--config", "debug", "--job.overwrite", "--checkpoint.load_step=3"]
     for count, added in (("0", []), ("1", ["--job.no_overwrite", "--checkpoint.load_step=-1"])):

@@ -50,7 +50,7 @@ second_moments_rounded_by_a_resume gradients_reduced_in_bfloat16 scales_of_the_s
 
 
 @each_row("name", MUTANTS, fast=DEFAULT)
-def test_mutant_is_caught_and_rightly_named(pool, tmp_path, name):
+def test_mutant_is_caught_and_named_correctly(pool, tmp_path, name):
     mutant = MUTANTS[name]
     culprit = try_mutant(name, pool, tmp_path).culprit
     found = (culprit.kind, culprit.name, culprit.dims)

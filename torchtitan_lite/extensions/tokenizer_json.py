@@ -111,7 +111,7 @@ def find_bos(processor: dict) -> str | None:
     leading = list_leading(processor)
     if len(leading) > 1:
         why = f"its post_processor begins a text with {len(leading)} tokens, {', '.join(leading)}"
-        raise ValueError(f"{why}, but a document has one BOS. Leave one in the file")
+        raise ValueError(f"{why}, but a document has one BOS. Keep only one of them in the file")
     return leading[0] if leading else None
 
 

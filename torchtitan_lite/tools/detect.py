@@ -102,5 +102,5 @@ def explain_misfit(machine: Machine, cuda: str | None, install: str) -> tuple[st
     if major > 12 and re.search(BEFORE_TURING, machine.name):
         return why, f"I{older[1:]}"
     if is_new and (major, minor) < (12, 8):
-        return why, "Install the torch of PyPI"
+        return why, "Install torch from PyPI"
     return None

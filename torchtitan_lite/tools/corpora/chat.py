@@ -221,7 +221,7 @@ class ChatFormat:
             if is_certain and answered.endswith(whole[len(head) : stop]):
                 return range(len(head), stop)
         raise ValueError(
-            f"message {number + 1} cannot be found with certainty. The template asks for it with "
+            f"message {number + 1} cannot be found with certainty. Its generation prompt ends with "
             f'{prompt[-40:]!r}. Give it "weight": 0; --only-last-turn trains only the last answer'
         )
 

@@ -117,7 +117,7 @@ def draw_forecast(planned: PlannedRun) -> str:
     if planned.layout.pp > 1:
         facts["bubble of the pipeline"] = f"{forecast.bubble:.1%}"
     return (
-        f"{draw_facts(facts)}<p><i>A forecast by closed form. Error bar of {planned.family}: {about}. "
+        f"{draw_facts(facts)}<p><i>A forecast from formulas. Error bar of {planned.family}: {about}. "
         "This trainer has never run on a GPU.</i></p>"
     )
 

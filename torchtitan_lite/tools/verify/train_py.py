@@ -248,7 +248,8 @@ def make_config(reduction: Reduction, folder: Path) -> Config:
         small,
         {
             "training.steps": 2,
-            "training.seq_len": 2 * small.training.seq_len,  # even, for the tp of the second layout
+            "training.seq_len": 2
+            * small.training.seq_len,  # even, because tp of the second layout splits rows
             "job.dump_folder": str(folder / "layout"),
             "optimizer": optimizer,
             "lr_scheduler": LRScheduler(warmup_steps=2, total_steps=6, decay_type=decay_type),
