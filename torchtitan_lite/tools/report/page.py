@@ -25,12 +25,7 @@ from torchtitan_lite.tools.pictures import (
 from torchtitan_lite.tools.plan.memory import RankMemory
 from torchtitan_lite.tools.plan.page import draw_layout
 from torchtitan_lite.tools.plan.timeline import draw_timeline
-from torchtitan_lite.tools.report.runs import (
-    AXES,
-    RecordedRun,
-    list_differences,
-    summarize,
-)
+from torchtitan_lite.tools.report.runs import AXES, RecordedRun, list_differences, summarize
 from torchtitan_lite.tools.report.traces import Trace
 from torchtitan_lite.tools.tables import format_bytes, format_seconds, write_table
 
@@ -129,7 +124,10 @@ def write_page(runs: list[RecordedRun], key: str | None, axis: str, *, refresh: 
     else:
         table = compare_runs(series, list_differences(runs))
         parts.append(f"<h2>Final results, and keys that differ</h2>{table}")
-    about = "Source: metrics.jsonl. Ticks below a curve: starts (green), saves (gray), stops (red)."
+    about = (
+        "Source: metrics.jsonl. Ticks below a curve: starts (green), saves (gray), stops (red). "
+        "Above a plot: the last value of each curve, first of solid curves, then of dashed ones."
+    )
     if key:
         about += " A line is the mean of the runs of a group; the band reaches from the lowest to the highest."
     parts.append(f"<h2>By {axis}</h2><p><i>{about}</i></p>")
@@ -201,7 +199,9 @@ def draw_plots(series: list[Series], axis: str) -> Iterator[str]:
                     last = f"{mean(samples[-1][1]):,.4g}"
                     lasts[name] += f' <span style="color: {each.color}">{last}</span>'
         if curves:
-            values = "".join(f" {escape(name)}{last}" for name, last in lasts.items())
+            values = "".join(
+                f" {escape(name) if len(lasts) > 1 else ''}{last}" for name, last in lasts.items()
+            )
             picture = draw_curves(curves, marks, axis=axis, from_zero=from_zero)
             yield f"<figure><b>{title}</b>{values}{picture}</figure>"
 
@@ -234,11 +234,7 @@ def compare_with_forecast(run: RecordedRun) -> str:
     median_s = median(times_s[1:] or times_s)  # without the first step, a warm-up
     rows = [
         ["", "measured", f"forecast, {run.plan.cluster.name}"],
-        [
-            "step (median)",
-            f"{median_s:.3g} s",
-            f"{forecast.step_time_s:.3g} s",
-        ],
+        ["step (median)", f"{median_s:.3g} s", f"{forecast.step_time_s:.3g} s"],
     ]
     # leave out memory on a CPU, because the measurement includes Python and torch
     if not run.start["device"].endswith(" CPU"):
