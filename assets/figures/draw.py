@@ -100,7 +100,7 @@ def main() -> None:
         *untraced, traced = folders
         shoot("losses", draw_losses(untraced), 640, 190)
         trace = max(RecordedRun(traced).traces, key=lambda trace: trace.parts["computing"])
-        shoot("calls", draw_calls(trace, sum(trace.parts.values())), 960, 238)
+        shoot("calls", draw_calls(trace, sum(trace.parts.values())), 960, 192)
 
 
 if __name__ == "__main__":
