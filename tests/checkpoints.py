@@ -16,6 +16,7 @@ from folders import load_json
 from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from watching import PeakMemory
 
 from torchtitan_lite import build
 from torchtitan_lite import step as stepping
@@ -38,6 +39,7 @@ from torchtitan_lite.checkpoint.save import (
 from torchtitan_lite.config.layout import MESH_DIMS
 from torchtitan_lite.config.schema import Checkpoint
 from torchtitan_lite.extensions.asynchronous_saves import AsynchronousSaver
+from torchtitan_lite.extensions.hugging_face import load_weights
 from torchtitan_lite.extensions.snapshots import Snapshots
 from torchtitan_lite.parallel.process_groups import Place
 from torchtitan_lite.resume import restore_run
@@ -185,6 +187,23 @@ def limit_files(n_bytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def load_shards(
+    rank: int, world_size: int, overrides: dict, source: str
+) -> tuple[dict[str, Tensor], int]:
+    """Worker: load the weights of a Hugging Face folder. Return them, and the peak of bytes besides its shards."""
+    run = compare.build_table_run(world_size, overrides)
+    own = [compare.local(tensor) for tensor in run.saved.values()]
+    with torch.no_grad():
+        for tensor in own:
+            tensor.fill_(torch.nan)
+    loading = PeakMemory()
+    loading.know(own)
+    with loading:
+        load_weights(Path(source), run.saved)
+    assert not any(bias.any() for fqn, bias in run.saved.items() if fqn.endswith("expert_bias"))
+    return compare.gather(run, lambda parameter: parameter), loading.peak_bytes
 
 
 def assemble(folder: Path) -> dict[str, Tensor]:

@@ -478,22 +478,26 @@ a state of the second step | late = | self.state[parameter]["sum"] | LATE
 a list of an optimizer | history = [ | KEEPS | KEEPS; self.history = []
 an optimizer inside | inner = | KEEPS | KEEPS; self.inner = Optimizer(groups, {})
 """
+
+
+def fill_in(text: str) -> str:
+    """Replace the words of a table by their code."""
+    for word in ("PARAMETER", "READS", "TWICE", "OF_ONE", "SUM", "LATE", "KEEPS"):
+        text = text.replace(word, globals()[word])
+    return text
+
+
 BROKEN = {}
-for name, said, model, old, new in read_lines(BROKEN_MODELS):
-    for word in ("PARAMETER", "READS", "TWICE", "OF_ONE"):
-        old = old.replace(word, globals()[word])
-        new = new.replace(word, globals()[word])
-    sources = [globals()[f"{model}_{part}"].replace(old, new) for part in ("MODULES", "TABLE")]
+for name, said, model, *change in read_lines(BROKEN_MODELS):
+    change = [*map(fill_in, change)]
+    sources = [globals()[f"{model}_{part}"].replace(*change) for part in ("MODULES", "TABLE")]
     BROKEN[name] = said, add_model(f"broken_{len(BROKEN)}", *sources)
 for name, said, key, table, row in read_lines(BROKEN_ROWS):
     BROKEN[name] = said, Fork((f"--{key}",), f"config/choices.py | {table} | {row}")
-for name, said, old, new in read_lines(BROKEN_STATES):
-    for word in ("SUM", "LATE", "KEEPS"):
-        old = old.replace(word, globals()[word])
-        new = new.replace(word, globals()[word])
+for name, said, *change in read_lines(BROKEN_STATES):
     file = f"local_{len(BROKEN)}"
     row = f'config/choices.py | OPTIMIZERS | "{file}": OptimizerRow(1, extension="{file}"),'
-    code = LOCAL.replace("Local", file).replace(old, new)
+    code = LOCAL.replace("Local", file).replace(*map(fill_in, change))
     path = f"torchtitan_lite/extensions/{file}.py"
     BROKEN[name] = said, Fork((f"--optimizer.name={file}",), row, {path: code})
 NEAR_ROW = """
@@ -506,37 +510,44 @@ data/corpus_folder.py | DATASETS: | \
 """
 
 
-def patch(name: str, *keys: str) -> Fork:
-    return Fork(keys, patch=f"assets/forks/{name}.patch")
-
-
-FORKS = {
-    "an optimizer": patch("lion", "--optimizer.name=Lion", "--optimizer.lr=1e-4"),
+FORKS = {}
+# fork | a file of assets/forks | keys of a run that uses it
+PATCHES = """
+an optimizer | lion | --optimizer.name=Lion --optimizer.lr=1e-4
+a norm | gemma_norm | --model.name=gemma_norm
+a second prediction | multi_token_prediction | --model.name=mtp
+latent attention | latent_attention | --model.name=mla
+a teacher | distillation | --training.teacher=initial
+"""
+for name, file, keys in read_lines(PATCHES):
+    FORKS[name] = Fork((*keys.split(),), patch=f"assets/forks/{file}.patch")
+FORKS |= {
     "an attention": Fork(
         ("--model.attention=sliding",),
         'config/choices.py | ATTENTIONS = { | "sliding": AttentionRow(extension="sliding", under_cp=True),',
         {"torchtitan_lite/extensions/sliding.py": SLIDING},
     ),
     "a window": Fork(("--model.attention=near",), NEAR_ROW),
-    "a norm": patch("gemma_norm", "--model.name=gemma_norm"),
-    "a second prediction": patch("multi_token_prediction", "--model.name=mtp"),
-    "latent attention": patch("latent_attention", "--model.name=mla"),
-    "a gpt": add_model("gpt", GPT_MODULES, GPT_TABLE),
-    "an inner attention": add_model("near", NEAR_MODULES, NEAR_TABLE),
-    "the ends": add_model("ends", ENDS_MODULES, ENDS_TABLE),
-    "a gain": add_model("gain", GAIN_MODULES, GAIN_TABLE),
-    "a value": add_model("value", VALUE_MODULES, VALUE_TABLE),
-    "adapters": add_model("adapters", FROZEN_MODULES, FROZEN_TABLE),
-    "ids": add_model("ids", IDS_MODULES, IDS_TABLE),
     "a loss": Fork(
         ("--training.loss=z_loss",),
         'config/choices.py | LOSSES = { | "z_loss": LossRow(extension="z_loss"),',
         {"torchtitan_lite/extensions/z_loss.py": Z_LOSS},
     ),
-    "a teacher": patch("distillation", "--training.teacher=initial"),
     "a decay": Fork(
         ("--lr_scheduler.decay_type=square", "--lr_scheduler.warmup_steps=1"),
         'config/choices.py | DECAYS: | "square": lambda progress: 1 - progress**2,',
     ),
     "a corpus": Fork(("--training.dataset=own_sources",), OWN_SOURCES),
 }
+# fork | its model | its code above
+MODELS = """
+a gpt | gpt | GPT
+an inner attention | near | NEAR
+the ends | ends | ENDS
+a gain | gain | GAIN
+a value | value | VALUE
+adapters | adapters | FROZEN
+ids | ids | IDS
+"""
+for name, model, code in read_lines(MODELS):
+    FORKS[name] = add_model(model, globals()[f"{code}_MODULES"], globals()[f"{code}_TABLE"])

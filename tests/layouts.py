@@ -133,7 +133,6 @@ def add_schedules(rows: dict[str, Row], name: str, schedules, keys: dict, world_
 FAST = read_rows("""
 one rank | 1
 dp2 | 2
-dp4 | 4
 ddp2 | 2 | REPLICATE=2
 hsdp2x2 accumulation 2 | 4 | REPLICATE=2 ACCUMULATION_4 TWO_LAYERS
 accumulation 2 | 1 | training.local_batch_size=4
@@ -141,11 +140,7 @@ dp2 accumulation 4 ZeRO-1 | 2 | ZERO=1 ACCUMULATION_4
 dp2 accumulation 4 ZeRO-2 | 2 | ZERO=2 ACCUMULATION_4
 dp2 accumulation 4 ZeRO-3 | 2 | ZERO=3 ACCUMULATION_4
 tp2 | 2 | TP=2
-tp4 | 4 | TP=4 TWO_LAYERS
-dp2 x tp2, groups | 4 | TP=2 GROUPS TWO_LAYERS
-dp2 x tp2 | 4 | TP=2 TWO_LAYERS
 dp2 tied | 2 | TIED
-tp2 tied | 2 | TP=2 TIED
 # pipelines
 pp4 1F1B | 4 | PP=4
 pp2 uneven | 2 | PP=2 parallelism.pipeline_parallel_first_stage_less_layers=3
@@ -154,8 +149,6 @@ pp2 x dp2 resharded | 4 | PP=2 RESHARD=always TWO_LAYERS
 pp2, groups | 2 | PP=2 GROUPS TWO_LAYERS
 pp2 x dp2 x tp2 | 8 | PP=2 TP=2 TWO_LAYERS
 # tied embeddings: the first and the last stage hold the matrix
-pp4 tied | 4 | PP=4 TIED
-pp2 x dp2 tied, resharded | 4 | PP=2 RESHARD=always TIED TWO_LAYERS
 pp2 x tp2 tied | 4 | PP=2 TP=2 TIED TWO_LAYERS
 pp2 tied, Muon | 2 | PP=2 TIED optimizer.name=Muon TWO_LAYERS
 pp2 tied, offloaded | 2 | PP=2 TIED OFFLOAD TWO_LAYERS
@@ -165,11 +158,9 @@ tp2, Qwen2 | 2 | TP=2 BIASES TWO_LAYERS
 cp2, Qwen2 tied | 2 | CP=2 BIASES TIED TWO_LAYERS
 # ranks of tp that share key/value heads
 tp2, one key/value head | 2 | TP=2 ONE_HEAD
-tp4, two key/value heads, Qwen2 | 4 | TP=4 TWO_HEADS BIASES
 tp4, two key/value heads, Qwen3, full recompute | 4 | TP=4 TWO_HEADS HEAD_NORMS MODE=full
 pp2 x tp2 ZBVZeroBubble, one key/value head | 4 | PP=2 TP=2 SCHEDULE=ZBVZeroBubble MODE=none ONE_HEAD HEAD_NORMS
 cp2 x tp2 ring, one key/value head | 4 | CP=2 TP=2 RING ONE_HEAD BIASES
-experts, dp2 x tp2, ep2, one key/value head | 4 | MOE TP=2 EP=2 ONE_HEAD HEAD_NORMS
 # recompute, compile, offload
 full recompute | 1 | MODE=full
 pp2 GPipe, every-second-layer recompute | 2 | PP=2 SCHEDULE=GPipe EVERY_SECOND
@@ -179,16 +170,12 @@ dp2 offloaded, accumulation 2 | 2 | OFFLOAD training.local_batch_size=2 TWO_LAYE
 # the loss
 tp2, many chunks | 2 | TP=2 CHUNKS TWO_LAYERS
 dp2 tied, many chunks | 2 | TIED CHUNKS TWO_LAYERS
-pp2 compile, many chunks | 2 | PP=2 COMPILED CHUNKS TWO_LAYERS
-pp2 x tp2 ZBVZeroBubble, many chunks | 4 | PP=2 TP=2 SCHEDULE=ZBVZeroBubble MODE=none CHUNKS
 # long sequences, documents
 cp2 allgather | 2 | CP=2
 cp2 ring, full recompute | 2 | CP=2 RING MODE=full TWO_LAYERS
 cp4 ring | 4 | CP=4 RING
 cp3 | 3 | CP=3 training.seq_len=48 TWO_LAYERS
 dp2 x cp2 accumulation 4 | 4 | CP=2 ACCUMULATION_4 TWO_LAYERS
-pp2 x cp2 ring | 4 | CP=2 PP=2 RING TWO_LAYERS
-cp2 ring compile, full recompute | 2 | CP=2 RING MODE=full COMPILED TWO_LAYERS
 one rank documents | 1 | DOCUMENTS TWO_LAYERS
 cp4 documents | 4 | CP=4 DOCUMENTS TWO_LAYERS
 pp2 x cp2 documents | 4 | PP=2 CP=2 DOCUMENTS TWO_LAYERS
@@ -196,11 +183,6 @@ pp2 x cp2 documents | 4 | PP=2 CP=2 DOCUMENTS TWO_LAYERS
 dp2 windows | 2 | WINDOWS TWO_LAYERS
 tp2 windows and sinks | 2 | TP=2 WINDOWS SINKS TWO_LAYERS
 cp2 windows and sinks, documents | 2 | CP=2 WINDOWS SINKS DOCUMENTS TWO_LAYERS
-cp4 windows in all layers | 4 | CP=4 flavor.sliding_window=9 TWO_LAYERS
-pp2 x tp2 sinks, full recompute | 4 | PP=2 TP=2 SINKS MODE=full TWO_LAYERS
-pp2 windows and sinks | 2 | PP=2 WINDOWS SINKS
-dp2 windows and sinks, compile | 2 | COMPILED WINDOWS SINKS TWO_LAYERS
-tp4 windows and sinks, one key/value head | 4 | TP=4 WINDOWS SINKS ONE_HEAD BIASES
 """)
 add_schedules(FAST, "pp2 ", SCHEDULES, {PP: 2}, 2)
 add_schedules(FAST, "pp2 tied, ", ("Interleaved1F1B", "DualPipeV"), {PP: 2, **TIED}, 2)
@@ -224,8 +206,6 @@ dp2, ep2, compile | 2 | EP=2 COMPILED
 dp2, ep2, accumulation 4 ZeRO-1 | 2 | EP=2 ZERO=1 ACCUMULATION_4
 dp2, ep2, accumulation 4 ZeRO-2 | 2 | EP=2 ZERO=2 ACCUMULATION_4
 hsdp2x2, ep2 | 4 | REPLICATE=2 EP=2
-dp2 x tp2, ep4 | 4 | TP=2 EP=4
-dp2 x cp2, ep4 | 4 | CP=2 EP=4
 pp2 x dp2 x tp2, ep4 | 8 | PP=2 TP=2 EP=4
 tp2, ep2, shared experts | 2 | TP=2 EP=2 SHARED
 cp2, ep2, shared experts | 2 | CP=2 EP=2 SHARED
@@ -236,6 +216,26 @@ for name, row in EXPERT_LAYOUTS.items():
 
 # Slow rows: every schedule on four stages, and three axes. test_drawn_layouts.py draws the remaining combinations.
 CROSSES = read_rows("""
+experts, dp2 x tp2, ep4 | 4 | MOE TP=2 EP=4
+dp2 x tp2 | 4 | TP=2 TWO_LAYERS
+pp2 compile, many chunks | 2 | PP=2 COMPILED CHUNKS TWO_LAYERS
+tp2 tied | 2 | TP=2 TIED
+pp2 windows and sinks | 2 | PP=2 WINDOWS SINKS
+tp4, two key/value heads, Qwen2 | 4 | TP=4 TWO_HEADS BIASES
+pp2 x cp2 ring | 4 | CP=2 PP=2 RING TWO_LAYERS
+tp4 | 4 | TP=4 TWO_LAYERS
+dp4 | 4
+pp4 tied | 4 | PP=4 TIED
+dp2 x tp2, groups | 4 | TP=2 GROUPS TWO_LAYERS
+pp2 x dp2 tied, resharded | 4 | PP=2 RESHARD=always TIED TWO_LAYERS
+experts, dp2 x tp2, ep2, one key/value head | 4 | MOE TP=2 EP=2 ONE_HEAD HEAD_NORMS
+pp2 x tp2 ZBVZeroBubble, many chunks | 4 | PP=2 TP=2 SCHEDULE=ZBVZeroBubble MODE=none CHUNKS
+cp2 ring compile, full recompute | 2 | CP=2 RING MODE=full COMPILED TWO_LAYERS
+cp4 windows in all layers | 4 | CP=4 flavor.sliding_window=9 TWO_LAYERS
+pp2 x tp2 sinks, full recompute | 4 | PP=2 TP=2 SINKS MODE=full TWO_LAYERS
+dp2 windows and sinks, compile | 2 | COMPILED WINDOWS SINKS TWO_LAYERS
+tp4 windows and sinks, one key/value head | 4 | TP=4 WINDOWS SINKS ONE_HEAD BIASES
+experts, dp2 x cp2, ep4 | 4 | MOE CP=2 EP=4
 cp2 windows, 2,048 tokens | 2 | CP=2 training.seq_len=2048 WINDOWS flavor.sliding_window=512 TWO_LAYERS
 tp8, two key/value heads, Qwen3 tied | 8 | TP=8 TWO_HEADS HEAD_NORMS TIED
 pp2 x cp2 x tp2, one key/value head, biases | 8 | PP=2 CP=2 TP=2 ONE_HEAD BIASES

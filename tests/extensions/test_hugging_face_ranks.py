@@ -10,7 +10,6 @@ from marks import each_row
 from safetensors.torch import load_file
 from test_hugging_face import make_theirs
 from torch import Tensor
-from watching import PeakMemory
 
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.extensions.hugging_face import load_weights
@@ -71,29 +70,12 @@ def load_in_one_process(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def load_shards(
-    rank: int, world_size: int, overrides: dict, source: str
-) -> tuple[dict[str, Tensor], int]:
-    """Worker: return what was loaded, and the peak of bytes besides its shards."""
-    run = compare.build_table_run(world_size, overrides)
-    own = [compare.local(tensor) for tensor in run.saved.values()]
-    with torch.no_grad():
-        for tensor in own:
-            tensor.fill_(torch.nan)
-    loading = PeakMemory()
-    loading.know(own)
-    with loading:
-        load_weights(Path(source), run.saved)
-    assert not any(bias.any() for fqn, bias in run.saved.items() if fqn.endswith("expert_bias"))
-    return compare.gather(run, lambda parameter: parameter), loading.peak_bytes
-
-
 @each_row("name", LAYOUTS, slow=SLOW)
 def test_a_folder_is_loaded_on_any_layout_bit_by_bit(pool, tmp_path, name):
     world_size, overrides = LAYOUTS[name]
     args = compare.resolve_model(compare.override(compare.TABLE_CONFIG, overrides).model)
     folder = save_theirs(tmp_path, args)
-    results = pool.run(load_shards, world_size, overrides, str(folder))
+    results = pool.run(checkpoints.load_shards, world_size, overrides, str(folder))
     loaded = checkpoints.merge_states([tensors for tensors, _ in results])
     assert checkpoints.list_differing(loaded, load_in_one_process(folder)) == []
     files = map(load_file, folder.glob("*.safetensors"))

@@ -21,12 +21,11 @@ debug_moe_3d | 8 | MOE PP=2 TP=2 EP=4 GROUPS
 experts whose matrices FSDP cuts | 4 | FIVE_EXPERTS
 shared experts | 4 | SHARED EP=2 TP=2
 """)
-# These rows are marked slow, because rows that run by default test their parts: dp2 x tp2, shared experts, and in
-# layouts.py "pp2 tied, Muon" and ZeRO 2.
-SLOW = {"one rank", "dp4", "hsdp2x2", "dp2, ZeRO 2", "cp2 x tp2", "pp2 x dp2 x tp2", "debug_moe_3d"}
+# By default, these rows and "pp2 tied, Muon" of layouts.py test all parts of the other rows.
+FAST = ("dp3, odd sizes and an empty slice", "experts whose matrices FSDP cuts", "shared experts")
 
 
-@each_row("name", LAYOUTS, slow=SLOW)
+@each_row("name", LAYOUTS, fast=FAST)
 def test_weights_and_state_are_those_of_one_process(pool, tmp_path, name):
     """Make five steps. Some of them are clipped, and some are skipped. Updates may differ by 1e-5."""
     world_size, keys = LAYOUTS[name]

@@ -93,9 +93,10 @@ for name, row in SHARED_HEADS.items():
     model = {key: value for key, value in row.overrides.items() if key not in (PP, TP, CP)}
     PAIRS[f"{name} on one rank"] = row, Row(1, model)
     PAIRS[f"one rank on {name}"] = Row(1, model), row
-HELD = ("3d on hsdp2x2", "3d on pp2, one stage a rank", "3d on cp2")
+HELD = ("3d on hsdp2x2", "3d on pp2, one stage a rank", "3d on cp2", "3d on pp4")
+HELD += ("experts on pp2", "experts on dp2 x tp2, ep4")
 FAST = [name for name in OPENED_ON if name not in HELD]
-FAST += ["Qwen3, tp4 on one rank", "one rank on Qwen3, tp4"]
+FAST.append("one rank on Qwen3, tp4")
 LARGEST_ERRORS = {"float8 on dp2 without float8": 0.01}  # of a loss; default: 1e-4
 
 

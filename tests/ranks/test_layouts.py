@@ -16,7 +16,7 @@ from layouts import (
     SCHEDULE,
     read_rows,
 )
-from marks import each_row, slow
+from marks import each_row, read_lines, slow
 
 from torchtitan_lite.config import checks
 from torchtitan_lite.config.messages import ConfigError
@@ -24,9 +24,21 @@ from torchtitan_lite.config.model import resolve_model
 from torchtitan_lite.tools.verify.ranks import RankFailure
 from torchtitan_lite.tools.verify.trial import make_trial, try_precision
 
-# These rows are slow tests. By default, the rows of Qwen2 and of one key/value head already test this code.
-HELD = {"tp2", "tp2 rowwise", "pp2 x dp2 x tp2, gathered"}
-HELD |= {name for name in BFLOAT16_LAYOUTS if name.startswith("pp2 x tp2 ")}
+ROUNDED = {"bfloat16": BFLOAT16_LAYOUTS, "float8": FLOAT8_LAYOUTS}
+# Rows of the default tests. Together, they test the parts of the other rows.
+FAST_ROUNDED = read_lines("""
+bfloat16 | dp2
+bfloat16 | dp2 x tp2 many chunks
+bfloat16 | pp2
+bfloat16 | cp2 ring
+bfloat16 | pp2 ZBVZeroBubble
+float8 | dp2
+float8 | cp2
+float8 | dp2 x tp2, gathered
+float8 | tp2 rowwise, one key/value head
+float8 | dp2 full recompute, gathered
+float8 | dp3, rows that 3 does not divide, gathered
+""")
 
 
 @each_row("name", [*FAST, *map(slow, CROSSES)])
@@ -35,16 +47,14 @@ def test_layout_computes_the_single_device_model(pool, tmp_path, name):
     assert trial.faults == {}
 
 
-@each_row("name", BFLOAT16_LAYOUTS, slow=HELD)
-def test_layout_rounds_to_bfloat16_in_the_same_places_as_one_rank(pool, tmp_path, name):
-    reduction = compare.reduce_row(BFLOAT16_LAYOUTS[name])
-    assert try_precision("bfloat16", reduction, pool.run, tmp_path).faults == {}
-
-
-@each_row("name", FLOAT8_LAYOUTS, slow=HELD)
-def test_layout_rounds_to_float8_in_the_same_places_as_one_rank(pool, tmp_path, name):
-    reduction = compare.reduce_row(FLOAT8_LAYOUTS[name])
-    assert try_precision("float8", reduction, pool.run, tmp_path).faults == {}
+@each_row(
+    "precision, name",
+    [[precision, name] for precision, rows in ROUNDED.items() for name in rows],
+    fast=FAST_ROUNDED,
+)
+def test_layout_rounds_in_the_same_places_as_one_rank(pool, tmp_path, precision, name):
+    reduction = compare.reduce_row(ROUNDED[precision][name])
+    assert try_precision(precision, reduction, pool.run, tmp_path).faults == {}
 
 
 # ---------------------------------------------------------------- refused

@@ -1,5 +1,6 @@
 """The run of assets/results: its first 100 steps reach the loss that is published there."""
 
+import pytest
 from warm_start import read_losses
 
 from torchtitan_lite import REPOSITORY
@@ -12,6 +13,7 @@ KEYS = """
 """
 
 
+@pytest.mark.slow
 def test_a_hundred_steps_of_the_plays_learn_what_the_table_says(run_training, tmp_path):
     corpus = tmp_path / "plays"
     assert main(["prepare", str(PLAYS), "--tokenizer", "bytes", "--out", str(corpus)]) == 0

@@ -197,7 +197,7 @@ cp2 ring, every second layer recomputed | 2 | CP=2 RING EVERY_SECOND
 cp2 documents, compiled | 2 | CP=2 DOCUMENTS COMPILED
 dp2 float8 | 2 | GATHER EMULATED BFLOAT16 TWO_LAYERS
 """)
-SLOW = ("pp2 x dp2 x tp2", "cp2 documents, compiled")
+SLOW = ("pp2 x dp2 x tp2", "cp2 documents, compiled", "dp2 float8")
 
 
 @each_row("name", DIAGNOSED, slow=SLOW)

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import compare
 import pytest
 import torch
-from layouts import CP, DOCUMENTS, PP, ZERO, read_rows
+from layouts import CP, DOCUMENTS, PP, read_rows
 from marks import each_row
 from torch.distributed.tensor import DTensor
 
@@ -104,11 +104,9 @@ def stop_in_validation(rank: int, world_size: int, overrides: dict, folder: Path
         return validate_layout(rank, world_size, overrides, folder, -1, stop), n_batches
 
 
-@pytest.mark.parametrize("overrides", [{}, {PP: 2}], ids=["dp2", "pp2"])
-def test_a_signal_on_one_rank_ends_the_validation_of_all_after_the_same_batch(
-    pool, folder, overrides
-):
-    assert pool.run(stop_in_validation, 2, overrides, folder) == [(None, 2)] * 2
+@each_row("name", ["dp2", "pp2 GPipe"])
+def test_a_signal_on_one_rank_ends_the_validation_of_all_after_the_same_batch(pool, folder, name):
+    assert pool.run(stop_in_validation, *LAYOUTS[name], folder) == [(None, 2)] * 2
 
 
 def validate_in_one_process(folder: Path, starts: Sequence[int]) -> dict[str, float]:
@@ -133,7 +131,7 @@ def validate_in_one_process(folder: Path, starts: Sequence[int]) -> dict[str, fl
     return dict(zip(names, figures, strict=True))
 
 
-@each_row("name", LAYOUTS)
+@each_row("name", LAYOUTS, slow=("pp2 LoopedBFS", "pp2 InterleavedZeroBubble"))
 def test_every_layout_has_the_loss_of_one_process_on_all_held_out_documents(pool, folder, name):
     n_tokens = open_validation(folder).n_tokens
     n_samples = math.ceil((n_tokens - 1) / SEQ_LEN)
@@ -199,13 +197,9 @@ def count_gathered(rank: int, world_size: int, overrides: dict) -> list[int]:
     return [counts[0], max(counts), count()]
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [{}, {ZERO: 1}, {PP: 2}],
-    ids=["ZeRO-3", "ZeRO-1", "pp2"],
-)
-def test_weights_are_sharded_again_after_a_validation(pool, overrides):
-    for before, during, after in pool.run(count_gathered, 4, overrides):
+@each_row("name", ["dp2", "dp4 ZeRO-1", "pp2 x dp2 1F1B"])
+def test_weights_are_sharded_again_after_a_validation(pool, name):
+    for before, during, after in pool.run(count_gathered, *LAYOUTS[name]):
         assert before == 0 and during > 0 and after == 0
 
 

@@ -38,13 +38,18 @@ def write_tokenizer(folder: Path, n_tokens: int = 2048) -> Path:
     return folder
 
 
-@pytest.fixture(autouse=True)
-def empty_folder(tmp_path, monkeypatch):
-    """Run each test in a folder of its own, on a laptop, with a tokenizer and without a launcher."""
-    monkeypatch.chdir(tmp_path)
+def sit_at_laptop(folder: Path, monkeypatch) -> None:
+    """Run a test in this folder, on a laptop, without a launcher."""
+    monkeypatch.chdir(folder)
     monkeypatch.setattr("torchtitan_lite.tools.check.detect_machine", lambda: LAPTOP)
     for name in ("NGPU", "NNODES"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path, monkeypatch):
+    """Run each test in a folder of its own, on a laptop, with a tokenizer."""
+    sit_at_laptop(tmp_path, monkeypatch)
     write_tokenizer(tmp_path / "assets" / "tokenizer")
     Path("file").write_text("in the way")
     return tmp_path

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import pytest
 from marks import each_row, read_lines
 from programs import start_python
-from warm_start import STREAMS, finish, read_until
+from warm_start import STREAMS, finish, read_records, read_until
 
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.tools import local_ranks
@@ -26,8 +26,10 @@ from torchtitan_lite.tools import local_ranks
 
 TRAIN = """
 import os, signal, sys, time
+import torchtitan_lite.tools.agent  # once in the fork server, as by the real train.py, instead of on each rank
 from torchtitan_lite.components.signals import Phase
-SAVED = "outputs/debug/checkpoint/step-4"
+FOLDER = "outputs/debug"
+SAVED = f"{FOLDER}/checkpoint/step-4"
 
 def wait(stop):
     print("ready", flush=True)
@@ -40,6 +42,9 @@ def main(args, stop, spec):
     assert spec.layout.world_size == 2
     print("stdout of", rank, flush=True)
     print("stderr of", rank, file=sys.stderr, flush=True)
+    if rank == "0":
+        os.makedirs(FOLDER)
+        open(f"{FOLDER}/metrics.jsonl", "w").write('{"kind": "step", "step": 4, "time": ""}\\n')
     path = os.path.abspath("act.py")
     source = open(path).read()
     if "return wait(stop)" in source:
@@ -155,6 +160,12 @@ def test_the_last_line_says_how_the_run_has_ended(launcher, tmp_path, name):
     output = "\n".join(lines)
     assert ended == f"status {status}", output
     assert lines[-1].startswith(f"run_train.sh: {last_line}"), output
+    folder = tmp_path / "outputs" / "debug"
+    last = read_records(folder)[-1]
+    assert (last["kind"], last["step"]) == ("stop" if status == "1" else "step", 4)
+    if status == "1":
+        assert lines[-1].startswith(f"run_train.sh: {last['reason']}")
+        assert last["reason"] in (folder / "log.txt").read_text()
     for line in SHOWN.get(name, "Traceback").format(act=act).splitlines():
         assert (line in lines) == (name in SHOWN), output
     assert output.count("Traceback (most recent call last)") == ("Error" in SHOWN.get(name, ""))

@@ -366,6 +366,9 @@ def open_watch(rank: int, world_size: int, folder: str) -> None:
     with patch.object(os, "_exit", side_effect=SystemExit), pytest.raises(SystemExit):
         stop.note(signal.SIGTERM)
     assert not stop.received, "the end of a step is not reported"
+    watch.name_file("failed").unlink()
+    watch.__exit__(OSError)
+    assert watch.find_phase() is Phase.FAILED
 
 
 def test_a_rank_that_waits_writes_a_report_and_a_rank_without_its_peer_ends(pool, tmp_path):
@@ -457,7 +460,7 @@ wq.weight wq.weight.exp_avg | 4 | REPLICATE=4 SHARD=1 optimizer.name=AdamW
 """)  # ends of the names of tensors that have copies | ranks | keys
 
 
-@each_row("kinds", COPIED)
+@each_row("kinds", COPIED, fast=[*COPIED][:1])
 def test_a_flipped_bit_is_found_in_everything_that_more_than_one_rank_holds(pool, kinds):
     n_ranks, overrides = COPIED[kinds]
     for copied, found in pool.run(flip_each_tensor, n_ranks, overrides):

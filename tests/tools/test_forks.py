@@ -29,20 +29,10 @@ SHORT = {  # abbreviation in the table below -> keys
 # fork | tool | keys | exit status | words of the answer. SLOW_WALKS certify each fork on dp2 x tp2 and on pp2, in all
 # trials. Parameters of "a norm" have no names in transformers, which computes the norm in a different way.
 ENDS = read_lines("""
-the ends | verify wide | TP2 | 0 | certified
 a second prediction | verify wide | STAGES --ranks=2 | 0 | certified
-an optimizer | verify wide | TP2 --optimizer.eps=1e-6 --optimizer.beta1=0.8 | 0 | optimizer: eps 1e-06 was not
-a value | verify wide | CONTEXT --ranks=2 | 0 | certified
-latent attention | verify wide | TP2 | 0 | certified
-a gain | verify wide | TP2 | 0 | certified
-a teacher | verify wide | --ranks=4 | 0 | 'cross_entropy' was not seen to act
-adapters | verify wide | --ranks=4 | 0 | certified
 adapters | verify wide | STAGES --ranks=2 | 0 | certified
-a gpt | verify wide | TP2 | 0 | certified
-a gpt | verify wide | CONTEXT --ranks=2 | 0 | certified
 an attention | verify wide | CONTEXT --ranks=2 | 0 | 'sliding' was not seen to act
 an attention | check | CONTEXT --parallelism.context_parallel_rotate_method=ring --gpus=2 | 2 | the ring has no masks
-a decay | verify wide | --optimizer.name=SGD --optimizer.beta1=0.8 TP2 | 0 | optimizer.beta1 has no effect
 a teacher | explain | --gpus=4 | 0 |
 an inner attention | verify wide | CONTEXT --ranks=2 | 1 | layers.1.attention.inner is NearAttention
 an optimizer | check | --optimizer.lr=0.03 --gpus=4 | 2 | optimizer.lr
@@ -50,6 +40,19 @@ a teacher | check | STAGES --parallelism.data_parallel_replicate_degree=2 --gpus
 a window | check | CONTEXT --gpus=2 | 2 | context_parallel_degree
 a norm | check | EXPORT | 2 | checkpoint.last_save_in_hf
 an attention | check | EXPORT | 2 | checkpoint.last_save_in_hf
+""")
+# Slow, because WHOLE_WALK is certified on dp2 x tp2 by default
+SLOW_ENDS = read_lines("""
+an optimizer | verify wide | TP2 --optimizer.eps=1e-6 --optimizer.beta1=0.8 | 0 | optimizer: eps 1e-06 was not
+the ends | verify wide | TP2 | 0 | certified
+a value | verify wide | CONTEXT --ranks=2 | 0 | certified
+latent attention | verify wide | TP2 | 0 | certified
+a gain | verify wide | TP2 | 0 | certified
+a teacher | verify wide | --ranks=4 | 0 | 'cross_entropy' was not seen to act
+adapters | verify wide | --ranks=4 | 0 | certified
+a gpt | verify wide | TP2 | 0 | certified
+a gpt | verify wide | CONTEXT --ranks=2 | 0 | certified
+a decay | verify wide | --optimizer.name=SGD --optimizer.beta1=0.8 TP2 | 0 | optimizer.beta1 has no effect
 """)
 REFUSED = {  # fork -> tool -> the key that it names
     "an attention": {"generate": "model.attention", "convert": "model.attention"},
@@ -67,6 +70,7 @@ FROM_LLAMA = {  # run -> its keys, and the weights that it starts from
     for name, keys in {"llama": (), "gain": FORKS["a gain"].keys}.items()
     for source in ("checkpoint/step-2", "hf")
 }
+SLOW_FAULTS = ["a gradient of one rank"]
 # By default one run uses two forks: the first has its own state in checkpoints, the second cannot be converted.
 WHOLE_WALK = ("an optimizer", "a norm")
 
@@ -75,6 +79,7 @@ CALLS = """
 import contextlib, io, json, sys, traceback
 from torchtitan_lite.__main__ import main
 from unittest.mock import patch
+from torchtitan_lite.tools.processes import PRELOADED
 from torchtitan_lite.tools.verify import command
 from torchtitan_lite.tools.verify.ranks import RankPool
 import warm_start
@@ -89,6 +94,7 @@ def call(tool, args):
             return main(["verify", *args])
     return main([tool, *args])
 
+PRELOADED.append("warm_start")
 pool = RankPool()
 answers = {}
 for name, (tool, *args) in json.loads(sys.argv[1]).items():
@@ -118,8 +124,8 @@ def checkout(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def answers(checkout) -> Answers:
-    """Run the default calls of all forks. Return their answers."""
+def answers(checkout, request) -> Answers:
+    """Run the calls of all forks, those of slow tests only if such tests may run. Return their answers."""
     calls = list_walk(WHOLE_WALK)
     del calls["verify pp2"]  # only the slow walks make this call, and all trials of `verify`
     calls["verify"][0] = "verify wide"
@@ -129,14 +135,17 @@ def answers(checkout) -> Answers:
         calls[f"plan {name}"] = ["plan", *keys, "--gpus=4", "--json"]
         if name in MODEL_FORKS:
             calls[f"explain {name}"] = ["explain", *keys, "--gpus=4"]
-    for number, (fork, tool, words, *_) in enumerate(ENDS):
-        calls[f"end {number}"] = [tool, *SMALL, *FORKS[fork].keys]
+    runs_slow_tests = request.config.option.markexpr != "not slow"
+    for fork, tool, words, *_ in ENDS + SLOW_ENDS * runs_slow_tests:
+        call = [tool, *SMALL, *FORKS[fork].keys]
         for word in words.split():
-            calls[f"end {number}"] += SHORT.get(word, [word])
+            call += SHORT.get(word, [word])
+        calls[f"{fork} {tool} {words}"] = call
     for name, (_, fork) in BROKEN.items():
-        keys = [*SMALL, *fork.keys, ONE_SHARD]
-        calls[f"explain {name}"] = ["explain", *keys, "--gpus=2"]
-        calls[f"verify {name}"] = ["verify wide", *keys, "--ranks=2"]
+        if runs_slow_tests or name not in SLOW_FAULTS:
+            keys = [*SMALL, *fork.keys, ONE_SHARD]
+            calls[f"explain {name}"] = ["explain", *keys, "--gpus=2"]
+            calls[f"verify {name}"] = ["verify wide", *keys, "--ranks=2"]
     train = [*SMALL, "--checkpoint.enable", "--metrics.log_freq=1", "--validation.no_enable"]
     train.append(ONE_SHARD)
     llama = ["--job.dump_folder=llama", "--training.steps=2"]
@@ -206,11 +215,12 @@ def test_a_fork_is_checked_planned_and_explained(answers, name):
     assert f"{n_parameters:,} parameters" in answers[f"check {name}"][1]
 
 
-@each_row("number", range(len(ENDS)))
-def test_a_fork_is_certified_or_refused_by_what_it_cannot_do(answers, number):
-    *_, status, words = ENDS[number]
-    ended, out, err = answers[f"end {number}"]
-    assert ended == int(status) and words in out + err, out + err
+@each_row("fork, tool, words, status, said", ENDS + SLOW_ENDS, slow=SLOW_ENDS)
+def test_a_fork_is_certified_or_refused_by_what_it_cannot_do(
+    answers, fork, tool, words, status, said
+):
+    ended, out, err = answers[f"{fork} {tool} {words}"]
+    assert ended == int(status) and said in out + err, out + err
 
 
 UNMODELED = dict(
@@ -255,7 +265,7 @@ def test_plan_counts_the_window_of_a_row_and_two_predictions_but_no_embedding(an
     assert twice / plain == pytest.approx((weights + second + attention) / (weights + attention))
 
 
-@each_row("name", BROKEN)
+@each_row("name", BROKEN, slow=SLOW_FAULTS)
 def test_a_fault_of_a_fork_under_tp_is_found(answers, name):
     """The fault is found even in a sum whose terms cancel and whose bound is therefore wider."""
     status, out, err = answers[f"verify {name}"]

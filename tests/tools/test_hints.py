@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from marks import each_row
-from test_check import LAPTOP
+from test_check import sit_at_laptop
 from test_fine_tuning import CASES, publish
 from test_tokenizers import SHIPPED
 
@@ -33,10 +33,7 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 497
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     """Run each test as on a laptop, in its own folder, without a launcher."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("torchtitan_lite.tools.check.detect_machine", lambda: LAPTOP)
-    for name in ("NGPU", "NNODES"):
-        monkeypatch.delenv(name, raising=False)
+    sit_at_laptop(tmp_path, monkeypatch)
     return tmp_path
 
 

@@ -17,10 +17,13 @@ PAGES = [
 ROOT = "torchtitan_lite|configs|tests|assets|train\\.py|run_train\\.sh"
 PATH = re.compile(rf"`((?:{ROOT})[\w./]*|[\w/]+\.py)`|\]\(([\w./]+)\)")
 CONFIG = re.compile(r"--config (\w[\w.]*)")
+each_page = pytest.mark.parametrize(
+    "page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY))
+)
 KEY = re.compile(r"--(\w+(?:\.\w+)+)")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+@each_page
 def test_what_a_page_names_exists(page):
     text = page.read_text(encoding="utf-8")
     folders = [REPOSITORY, PACKAGE, page.parent, PACKAGE / "tools", *PACKAGE.glob("*/")]
@@ -31,7 +34,7 @@ def test_what_a_page_names_exists(page):
     assert keys <= {*KEYS, "section.key"}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+@each_page
 def test_rows_of_a_table_have_the_cells_of_its_header(page):
     text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     for block in re.findall(r"^\|.*?(?:\n\n|\Z)", text, re.DOTALL | re.MULTILINE):
