@@ -49,8 +49,11 @@ class StepResult:
         """
         scalars = [self.applied, self.grad_norm, *self.stops]
         applied, grad_norm, *stops = torch.stack([each.double() for each in scalars]).tolist()
-        received = [int(number) for number, n in zip(SIGNALS, stops, strict=True) if n]
-        return bool(applied), grad_norm, max(received, default=0, key=SIGNALS.index)
+        stop_signal = 0
+        for number, n_ranks in zip(SIGNALS, stops, strict=True):
+            if n_ranks:
+                stop_signal = int(number)
+        return bool(applied), grad_norm, stop_signal
 
 
 def train_step(run: Run, batch: Batch, stop_signal: int = 0) -> StepResult:

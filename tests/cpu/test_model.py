@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import asdict, replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -129,6 +128,10 @@ def test_initial_weights_have_the_spread_that_the_rule_says():
         assert values.std().item() == pytest.approx(std * CUT, rel=0.03), fqn
 
 
+class OnGPU(torch.Tensor):
+    is_cuda = True
+
+
 # capability of the GPU, key/value heads | whether cuDNN is avoided
 CUDNN = """
 10 4 | yes
@@ -141,9 +144,14 @@ CUDNN = """
 def test_cudnn_is_avoided_only_where_it_was_seen_to_be_wrong(monkeypatch, case, avoids):
     capability, n_kv_heads = map(int, case.split())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
-    key = SimpleNamespace(is_cuda=True, shape=(1, n_kv_heads, 128, 128), device="cuda")
-    assert avoids_cudnn(key) == bool(avoids)
+    assert avoids_cudnn(torch.empty(1, n_kv_heads, 1, 1).as_subclass(OnGPU)) == bool(avoids)
     query, keys = torch.randn(1, 4, 8, 16), torch.randn(2, 1, 2, 8, 16)
     expected = CausalAttention()(query, *keys, None)
     monkeypatch.setattr(attention, "avoids_cudnn", lambda key: True)
     assert torch.equal(CausalAttention()(query, *keys, None), expected)
+    # on a GPU in fp32, there are as many key heads as query heads
+    monkeypatch.setattr(
+        attention.F, "scaled_dot_product_attention", lambda query, key, *_, **__: key
+    )
+    repeated = CausalAttention()(query, *keys.as_subclass(OnGPU), None)
+    assert torch.equal(repeated[:, ::2], keys[0])

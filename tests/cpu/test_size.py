@@ -61,17 +61,13 @@ def read_files() -> dict[str, str]:
     return {name: (REPOSITORY / name).read_text(encoding="utf-8") for name in names}
 
 
-def name_part(file: str) -> str:
-    folders = file.split("/")
-    return next((part for part in GUIDES if part in folders[:2]), "core")
-
-
 @each_row("part", GUIDES)
 def test_a_part_stays_within_its_limits_of_tokens_and_density(part):
     most_tokens, most_per_line = GUIDES[part]
     counts = []
     for file, source in read_files().items():
-        if name_part(file) == part:
+        folders = file.split("/")[:2]
+        if part == next((name for name in GUIDES if name in folders), "core"):
             counts += count_tokens(source).values()
     assert 0 < sum(counts) <= most_tokens * MARGIN
     assert sum(counts) / len(counts) <= most_per_line * MARGIN

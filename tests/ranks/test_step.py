@@ -110,12 +110,8 @@ SPIKES = """
 
 def start_with_norms(rank: int, world_size: int, keys: list[str], norms: list[float]) -> int:
     """Worker: train a step for each of these gradient norms. Return the exit status."""
-    given = iter(norms)
-
-    def measure(parameters) -> torch.Tensor:
-        return torch.tensor(next(given)).double().square()
-
-    with patch.object(stepping, "sum_gradient_squares", measure):
+    squares = [torch.tensor(norm).double().square() for norm in norms]
+    with patch.object(stepping, "sum_gradient_squares", side_effect=squares):
         return warm_start.start(rank, world_size, keys)
 
 

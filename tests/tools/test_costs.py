@@ -207,10 +207,8 @@ def count_real_step(rank: int, world_size: int, keys: dict) -> tuple[dict, dict]
         with meter.watching():
             stepping.train_step(run, batch)
     planned = PlannedRun("table", run.config, shape, run.layout, CLUSTERS["cpu"])
-    pp_rank = run.mesh.pp.get_local_rank()
-    return join_reductions(estimate_traffic(planned.workload, pp_rank)), join_reductions(
-        meter.traffic
-    )
+    estimated = estimate_traffic(planned.workload, run.mesh.pp.get_local_rank())
+    return join_reductions(estimated), join_reductions(meter.traffic)
 
 
 def join_reductions(traffic: dict[tuple, Moved]) -> dict[tuple, Moved]:

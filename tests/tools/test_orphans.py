@@ -24,18 +24,6 @@ def list_processes(dump_folder: Path) -> list[int]:
     return pids
 
 
-def launch_bare(folder: Path, keys: list[str]) -> subprocess.Popen:
-    """Start train.py with torchrun, without our launcher."""
-    command = f"{sys.executable} -m torch.distributed.run --nproc-per-node=2 train.py"
-    return subprocess.Popen(
-        [*command.split(), *keys, f"--job.dump_folder={folder}"],
-        cwd=REPOSITORY,
-        env={**os.environ, MARK: str(folder), "GLOO_SOCKET_IFNAME": "lo"},
-        start_new_session=True,
-        **STREAMS,
-    )
-
-
 def check_that_all_end(dump_folder: Path) -> None:
     """Check that the processes of a run end. Its launcher was killed."""
     deadline_s = time.monotonic() + 10
@@ -50,8 +38,15 @@ def check_that_all_end(dump_folder: Path) -> None:
 
 def test_no_rank_lives_on_after_a_bare_torchrun_was_killed(letters, tmp_path):
     folder = tmp_path / "run"
-    keys = [*letters, "--training.steps=5000"]
-    process = launch_bare(folder, [*keys, "--checkpoint.no_enable", "--validation.no_enable"])
+    command = f"{sys.executable} -m torch.distributed.run --nproc-per-node=2 train.py"
+    keys = [*letters, "--training.steps=5000", "--checkpoint.no_enable", "--validation.no_enable"]
+    process = subprocess.Popen(
+        [*command.split(), *keys, f"--job.dump_folder={folder}"],
+        cwd=REPOSITORY,
+        env={**os.environ, MARK: str(folder), "GLOO_SOCKET_IFNAME": "lo"},
+        start_new_session=True,
+        **STREAMS,
+    )
     read_until(process, "step +3/")
     pids = list_processes(folder)
     assert len(pids) == 3

@@ -64,7 +64,8 @@ def read_manifest(folder: Path) -> Manifest:
         raise DamagedCheckpoint(f"{path} has changed since it was written: see {CHECKSUMS}")
     raw = json.loads(content)
     if raw["format"] == FORMAT:
-        raw["tensors"] = {name: parse_record(*line) for name, line in raw["tensors"].items()}
+        for name, (*fields, splits, copy) in raw["tensors"].items():
+            raw["tensors"][name] = TensorRecord(*fields, [Split(*split) for split in splits], copy)
     elif raw["format"] == OLD_FORMAT:
         raw["tensors"] = load_extension(OLD_READER).parse_records(raw["tensors"])
     else:
@@ -73,13 +74,6 @@ def read_manifest(folder: Path) -> Manifest:
             "use the version that saved it"
         )
     return Manifest(**raw)
-
-
-def parse_record(
-    dtype: str, shape: list[int], stage: int, splits: list[list], copy: int
-) -> TensorRecord:
-    """Return the record of a tensor, parsed from its line in the manifest."""
-    return TensorRecord(dtype, shape, stage, [Split(*split) for split in splits], copy)
 
 
 def list_slices(

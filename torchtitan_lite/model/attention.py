@@ -13,6 +13,8 @@ To add a kind, add a row in config/choices.py. The row has a `window`, or it nam
 Legend: B batch, S sequence, E head dim.
 """
 
+from contextlib import nullcontext
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -49,12 +51,15 @@ class InnerAttention(nn.Module):
 class CausalAttention(InnerAttention):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, doc_ids: Tensor | None) -> Tensor:
         """query (B, heads, S, E), key and value (B, kv heads, S, E) -> (B, heads, S, E)."""
-        if avoids_cudnn(key):
-            with sdpa_kernel(OTHER_KERNELS):
-                return F.scaled_dot_product_attention(
-                    query, key, value, is_causal=True, enable_gqa=True
-                )
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        if key.is_cuda and key.dtype == torch.float32:
+            # one key head per query head: in fp32, torch's only kernel for fewer key heads stores S x S scores
+            n_copies = query.shape[1] // key.shape[1]
+            key = key.repeat_interleave(n_copies, 1)
+            value = value.repeat_interleave(n_copies, 1)
+        with sdpa_kernel(OTHER_KERNELS) if avoids_cudnn(key) else nullcontext():
+            return F.scaled_dot_product_attention(
+                query, key, value, is_causal=True, enable_gqa=True
+            )
 
 
 def avoids_cudnn(key: Tensor) -> bool:
