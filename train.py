@@ -72,9 +72,10 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
         return 0
     # ---- data: each data-parallel rank reads its rows of every global batch. Raises if a corpus is not on this host
     data = open_data(config, spec.model_args, spec.layout, spec.tokenizer)
-    validation_batches = None
+    validation = None
     if config.validation.enable:
-        validation_batches = load_module("validation").open_validation(
+        validation = load_module("validation")
+        validation_batches = validation.open_validation(
             config, spec.model_args, spec.layout, spec.tokenizer
         )
 
@@ -119,7 +120,6 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
     # ---- loop
     metrics = RunMetrics(run, spec, folder, resumed_step, place)
     last = config.training.steps
-    is_warm = False  # True once every rank has compiled all its code and connected to its peers
     rows = rows_of_rank(mesh.data_rank, spec.layout.dp, spec.layout.global_batch_size)
     batches = prefetch(data.batch, rows, steps=range(resumed_step, last), device=device)
     status = 0
@@ -156,20 +156,24 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
                 find_non_finite = load_module("components.diagnosis").find_non_finite
                 culprit = find_non_finite(run.parts, mesh.coordinates(), repeat)
                 why = f"gradient norm {grad_norm}, weights neither updated nor saved: {culprit}"
-                failure = f"step {step}: {why}"
+                remedy = f"change them, for example by --optimizer.lr={config.optimizer.lr / 2:g}"
+                failure = f"step {step}: {why}. With equal settings, this repeats: {remedy}"
                 metrics.stop(step, failure)
                 break
             watch.end()
             if config.debug.compare_copies_every:
                 # all ranks, if due: rank 0 gathers checksums, and broadcasts the result of the comparison
                 load_extension("copies").compare_if_due(run, step, host)
+            may_compile = step == resumed_step + 1
             figures = None
-            if validation_batches:
-                # all ranks, if due: weights and activations; an all-reduce of signals before each batch (8 bytes); at
+            if validation and validation.is_due(config, step):
+                if not (may_compile or watch.has_validated):
+                    may_compile = True
+                    # all ranks: a barrier, then the long time-outs for the first validation
+                    set_timeouts(config.comm.init_timeout_seconds, host)
+                # all ranks: weights and activations; an all-reduce of signals before each batch (8 bytes); at
                 # the end, an all-reduce of the loss and of token and byte counts (24 bytes)
-                figures = load_module("validation").validate(
-                    run, validation_batches, step, stop, watch.follow
-                )
+                figures = validation.validate(run, validation_batches, step, stop, watch.follow)
             metrics.log(
                 step,
                 result,
@@ -178,10 +182,9 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
                 is_applied=is_applied,
                 grad_norm=grad_norm,
             )
-            if not is_warm and (figures or not validation_batches):
-                # all ranks: a barrier, then the shorter time-outs for all later steps
+            if may_compile:
+                # all ranks: a barrier, then the shorter time-outs for later steps
                 set_timeouts(config.comm.train_timeout_seconds, host)
-                is_warm = True
             if end_profiled_step:
                 end_profiled_step()
             if step % config.training.gc_freq == 0:
@@ -207,7 +210,10 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
             n_steps = last - resumed_step
             plural = "s" if n_steps > 1 else ""
             trained = f"trained {n_steps} step{plural} ({resumed_step + 1} to {last})"
-            metrics.stop(last, f"{trained}; {spec.where_kept}")
+            kept = f"everything is in {spec.dump_folder}"
+            if spec.written_folder is None:
+                kept = "nothing was written (checkpoint.load_only)"
+            metrics.stop(last, f"{trained}; {kept}")
     if lock:
         lock.close()
     # all ranks: a barrier, so that no rank closes a connection that its peer still uses

@@ -9,7 +9,6 @@ from math import prod
 from pathlib import Path
 
 from torchtitan_lite.checkpoint.continued import check_continued, describe_rates
-from torchtitan_lite.checkpoint.format import Manifest
 from torchtitan_lite.checkpoint.starting_weights import (
     Weights,
     check_loaded_model,
@@ -124,8 +123,13 @@ def check_loaded_weights(
         different, noted = check_continued(config, weights, documents)
         problems += different
         notices = noted + notices
-        if weights.is_resumed:
-            notices += describe_size(layout, weights.manifest)
+        n_before = prod(weights.manifest.run["layout"].values())
+        if weights.is_resumed and layout.world_size != n_before:
+            share = f"{layout.n_microbatches} microbatches of {layout.microbatch_size} sequences"
+            notices.append(
+                f"the run resumes with world size {layout.world_size} instead of {n_before}: "
+                f"data-parallel degree {layout.dp}, {share} per rank"
+            )
     return problems, notices
 
 
@@ -140,18 +144,6 @@ def fingerprint_documents(config: Config, tokenizer: Tokenizer) -> dict[str, str
             )
             fingerprints[name] = open_split(folder, "train", tokenizer).hash_split("train")
     return fingerprints
-
-
-def describe_size(layout: Layout, manifest: Manifest) -> list[str]:
-    """Return a notice if a run resumes on a different number of ranks."""
-    n_before = prod(manifest.run["layout"].values())
-    if layout.world_size == n_before:
-        return []
-    share = f"{layout.n_microbatches} microbatches of {layout.microbatch_size} sequences"
-    return [
-        f"the run resumes with world size {layout.world_size} instead of {n_before}: "
-        f"data-parallel degree {layout.dp}, {share} per rank"
-    ]
 
 
 def check_tokenizer(config: Config, weights: Weights, tokenizer: Tokenizer) -> list[Problem]:

@@ -87,13 +87,6 @@ class RunSpec:
         return None if self.config.checkpoint.load_only else self.dump_folder
 
     @property
-    def where_kept(self) -> str:
-        """Message that says where the results are."""
-        if self.written_folder is None:
-            return "nothing was written (checkpoint.load_only)"
-        return f"everything is in {self.dump_folder}"
-
-    @property
     def resumed_step(self) -> int:
         """Step of the checkpoint that the run resumes from; 0 if the run does not resume."""
         if self.weights and self.weights.manifest and self.weights.is_resumed:
@@ -168,9 +161,8 @@ def resolve(
         weights=weights,
     )
     if given.chosen:
-        idle_keys = load_module("config.idle_keys")
-        situations = idle_keys.find_situations(config, layout, machine, spec.resumed_step)
-        notices += idle_keys.describe_idle_keys(given, situations)
+        idle_keys = load_module("idle_keys")
+        notices += idle_keys.describe_idle_keys(given, idle_keys.find_situations(spec))
     notices += list_notices(spec, restarted)
     finished = ""
     if spec.resumed_step >= config.training.steps:

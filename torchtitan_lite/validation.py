@@ -93,6 +93,11 @@ def open_validation(
 # ---------------------------------------------------------------- a run
 
 
+def is_due(config: Config, step: int) -> bool:
+    """Return whether a run validates after this step."""
+    return step in (1, config.training.steps) or step % config.validation.freq == 0
+
+
 @torch.no_grad()
 def forward_only(run: Run, batch: Batch, n_tokens: Tensor) -> Tensor:
     """Compute this rank's share of the loss without gradients, () fp32. Weights and gradients do not change."""
@@ -114,17 +119,13 @@ def validate(
     stop: StopFlag,
     follow: Callable[[Iterator], Iterator] = iter,
 ) -> dict[str, float] | None:
-    """Return val_loss (nats per token), val_perplexity, val_bits_per_byte and val_time_s; None if not due at this step.
+    """Return val_loss (nats per token), val_perplexity, val_bits_per_byte and val_time_s.
 
-    Also returns None if a rank has received a signal, because the run then stops after the next step. Weights and
+    Returns None if a rank has received a signal, because the run then stops after the next step. Weights and
     gradients do not change. `follow` yields the batches and times each one.
 
     Collective: all-reduces 8 bytes over all ranks before each batch, and 24 bytes at the end.
     """
-    section = run.config.validation
-    is_first_or_last = step in (1, run.config.training.steps)
-    if not is_first_or_last and step % section.freq:
-        return None
     started_s = time.perf_counter()
     # divide by 1, so the result is a sum of token losses
     one = torch.ones((), dtype=torch.int64, device=run.device)
@@ -134,7 +135,9 @@ def validate(
     steps = range(batches.n_batches)
     with evaluating(run):
         for batch in follow(prefetch(batches.batch, rows, steps=steps, device=run.device)):
-            if has_signal(run, stop):
+            received = torch.tensor(stop.received, device=run.device)
+            dist.all_reduce(received, op=dist.ReduceOp.MAX)
+            if received:  # a rank has received a signal. The host waits for the device
                 why = "because a signal stops the run"
                 logger.info(f"step {step}: the validation is skipped, {why}")
                 return None
@@ -147,13 +150,6 @@ def validate(
     figures = {f"val_{name}": value for name, value in describe_loss(sums).items()}
     figures["val_time_s"] = time.perf_counter() - started_s
     return figures
-
-
-def has_signal(run: Run, stop: StopFlag) -> bool:
-    """Return whether any rank has received a signal. The host waits for the device."""
-    received = torch.tensor(stop.received, device=run.device)
-    dist.all_reduce(received, op=dist.ReduceOp.MAX)
-    return bool(received)
 
 
 @contextmanager

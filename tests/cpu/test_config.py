@@ -10,7 +10,6 @@ import pytest
 from marks import each_row
 
 from torchtitan_lite.checkpoint.continued import find_resume_rule
-from torchtitan_lite.config.idle_keys import WITHOUT_EFFECT, WITHOUT_RESUME, describe_idle_keys
 from torchtitan_lite.config.model import MODEL_SIZES
 from torchtitan_lite.config.reader import (
     CONFIG_FOLDER,
@@ -24,6 +23,7 @@ from torchtitan_lite.config.reader import (
 )
 from torchtitan_lite.config.schema import Config, Range, get_value, with_value
 from torchtitan_lite.extensions.torchtitan_keys import MISSING_FEATURES, explain_absent
+from torchtitan_lite.idle_keys import WITHOUT_EFFECT, WITHOUT_RESUME, describe_idle_keys
 
 
 def find_range(kind: object) -> Range | None:

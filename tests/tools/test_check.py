@@ -332,6 +332,13 @@ NOTED = f"""
 --{P}zero_stage=1 --{P}fsdp_reshard_after_forward=always | {P}fsdp_reshard_after_forward has no effect
 --training.steps=9 --profiling.enable_profiling | enable_profiling has no effect while profiling.profile_freq exceeds
 --debug.compare_copies_every=5 | debug.compare_copies_every has no effect while no weight has a copy
+{TP}=2 --debug.compare_copies_every=201 | debug.compare_copies_every has no effect while it exceeds the steps of the run
+--checkpoint.local_folder=new --checkpoint.local_interval=200 | local_folder, checkpoint.local_interval has no effect
+--checkpoint.enable --checkpoint.async_mode=async_with_pinned_mem | no effect while there is no GPU, except that of "a
+--training.dataset_weights=3 | training.dataset_weights has no effect while training.dataset names one corpus
+--comm.hang_seconds=101 | comm.hang_seconds has no effect while comm.train_timeout_seconds ends a hang first
+--training.skip_spikes=3 --training.spike_window=401 | no effect while the run ends before half of training.spike_window
+--lr_scheduler.min_lr_factor=1 --lr_scheduler.decay_type=cosine | decay_type has no effect while lr_scheduler.min_lr
 --comm.save_traces_folder=x | comm.save_traces_folder has no effect while there is no GPU
 --{P}data_parallel_shard_degree=1 {PP}=2 --{P}zero_stage=3 | zero_stage has no effect while a pipeline stage is on one
 --config llama3_8b --gpus 8 --gpu h100 --{P}zero_plus_plus=hpz | {P}zero_plus_plus=hpz has no effect

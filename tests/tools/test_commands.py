@@ -133,7 +133,7 @@ bench --layout pp0                                           | pp0 is not a degr
 bench --layout xp2                                           | xp2 is not a degree
 bench --layout tp-2                                          | tp-2 is not a degree
 bench --layout dp2 dp4                                       | twice
-bench --layout tp3                                           | model.n_heads
+bench --layout tp3                                           | Change its degrees, because all other keys are fixed
 """
 
 

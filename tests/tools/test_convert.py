@@ -83,7 +83,7 @@ def test_one_file_is_in_memory(tmp_path, monkeypatch, run):
 
 # source | out | exit status | words
 WRONG = """
-step-7 | hf | 1 | /hf already exists
+step-7 | hf | 2 | /hf already exists
 step-7 | hf/config.json/out | 1 | Not a directory
 step-7 | killed | 1 | /killed.tmp already exists, and is never overwritten
 hf | out | 2 | is already a Hugging Face folder

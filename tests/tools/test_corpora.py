@@ -128,7 +128,7 @@ first.jsonl | nonsense\n{"text": "x"}\n | first.jsonl, row 1: Expecting value
 comma.jsonl | {"text": "x"},\n{"text": "x"}\n | comma.jsonl, row 1: Extra data
 quote.jsonl | {"text": "x\n{"text": "x"}\n | quote.jsonl, row 1: Invalid control character
 surrogate.jsonl | {"text": "\\ud800"} | row 1: 'utf-8' codec can't encode character '\ud800'
-empty.jsonl | {"text": ""} | no text to train on
+empty.jsonl | {"text": ""} | these files (1) have no text
 commas.json | {\n"text": "x"},\n{"text": "y"} | commas.json cannot be read: Expecting value: line 2
 latin.txt | one\ntwo caf\xe9 | latin.txt cannot be read: 'utf-8' codec can't decode byte 0xe9 in position 11
 latin.jsonl | {"text": "x"}\n{"text": "caf\xe9"} | row 2: 'utf-8' codec can't decode byte 0xe9 in position 13

@@ -74,7 +74,16 @@ def profile_steps(
         if section.enable_memory_snapshot and is_due():
             write_snapshot(f"step-{step}")
 
-    tracer = make_tracer(section, write_trace) if section.enable_profiling else None
+    tracer = None
+    if section.enable_profiling:  # record the last steps of each period
+        warmup = section.profiler_warmup
+        active = section.profiler_active
+        idle = section.profile_freq - warmup - active
+        tracer = profile(
+            schedule=schedule(wait=idle, warmup=warmup, active=active),
+            on_trace_ready=write_trace,
+            record_shapes=True,
+        )
     if section.enable_memory_snapshot:
         memory._record_memory_history(max_entries=MEMORY_EVENTS)
     try:
@@ -87,18 +96,6 @@ def profile_steps(
     finally:
         if section.enable_memory_snapshot:
             memory._record_memory_history(enabled=None)
-
-
-def make_tracer(section: Profiling, write_trace: Callable) -> profile:
-    """Create torch's profiler, which records the last steps of each period."""
-    warmup = section.profiler_warmup
-    active = section.profiler_active
-    idle = section.profile_freq - warmup - active
-    return profile(
-        schedule=schedule(wait=idle, warmup=warmup, active=active),
-        on_trace_ready=write_trace,
-        record_shapes=True,
-    )
 
 
 def export_whole(path: Path, export: Callable[[str], object], last_byte: bytes) -> None:

@@ -323,7 +323,7 @@ class Metrics:
 
 @dataclass(frozen=True)
 class Comm:
-    # time-out of collectives until the first step and the first validation have ended, and for checkpoints
+    # time-out of collectives in the first step and the first validation, and for checkpoints
     init_timeout_seconds: Seconds = 300
     train_timeout_seconds: Seconds = 100  # time-out of all later collectives
     # new: report a step that takes longer than this time; 0: never; auto: 3/4 of train_timeout_seconds

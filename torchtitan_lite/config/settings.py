@@ -79,7 +79,13 @@ def find_refused(config: Config, model_args: ModelArgs, layout: Layout) -> list[
         if extension.check and extension.is_asked(config):
             extension.check(problems, layout)
     if not model_args.moe:
-        refuse_experts(problems)
+        why = "the model has no experts"
+        if config.parallelism.expert_parallel_degree > 1:
+            remedy = "Leave it out, or choose a flavor with experts"
+            problems.refuse("parallelism.expert_parallel_degree", why, remedy)
+        for key in OF_EXPERTS:
+            if get_value(config, key) not in (0, get_value(Config(), key)):
+                problems.refuse(key, why, "Leave this key out")
     if config.model.uses_float8:
         load_module("config.float8").check_float8(problems, layout)
     if layout.pp > 1:
@@ -87,18 +93,6 @@ def find_refused(config: Config, model_args: ModelArgs, layout: Layout) -> list[
     if layout.cp > 1:
         check_context_parallel(problems)
     return problems
-
-
-def refuse_experts(problems: Problems) -> None:
-    """Refuse keys about experts if the model has no experts."""
-    config = problems.config
-    why = "the model has no experts"
-    if config.parallelism.expert_parallel_degree > 1:
-        remedy = "Leave it out, or choose a flavor with experts"
-        problems.refuse("parallelism.expert_parallel_degree", why, remedy)
-    for key in OF_EXPERTS:
-        if get_value(config, key) not in (0, get_value(Config(), key)):
-            problems.refuse(key, why, "Leave this key out")
 
 
 def check_pipeline(problems: Problems, layout: Layout) -> None:

@@ -1,10 +1,10 @@
 """Start one rank: process settings, device, process groups, and the time-outs of collectives ([comm]).
 
-    groups of the mesh   init_timeout_seconds until the first step and the first validation are done, then
+    groups of the mesh   init_timeout_seconds in the first step and the first validation of a start, otherwise
                          train_timeout_seconds
     HOST_GROUPS          always init_timeout_seconds, because a rank waits for the slowest disk of all ranks
 
-A rank that waits longer than its time-out raises an error. During the first step, ranks compile, connect and read at
+A rank that waits longer than its time-out raises an error. During these two, ranks compile, connect and read at
 different speeds. In later steps, a peer that is many steps late has hung. On CPUs, sends and receives of a pipeline
 keep gloo's default time-out of 30 minutes, because gloo cannot change the time-out of their group.
 

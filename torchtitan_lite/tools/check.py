@@ -40,7 +40,6 @@ NUMBERS = {  # environment variables of the launcher: their spelling and range
 }
 BATCH = "training.global_batch_size"
 LONGEST_RUN_S = 1e13  # the most seconds that a timedelta can hold
-LONG_S = 1800
 
 
 def main(options: Namespace) -> int:
@@ -176,7 +175,7 @@ def describe_spec(spec: RunSpec, n_hosts: int = 1) -> str:
         seconds = flops.causal * tokens * config.training.steps / (n_cores * CPU_FLOPS_PER_CORE)
         estimate = timedelta(seconds=ceil(min(seconds, LONGEST_RUN_S)))
         rows["time"] = f"roughly {estimate} (h:mm:ss) on {plural(n_cores, 'core')}"
-        if seconds > LONG_S:
+        if seconds > 1800:
             rows["time"] += "; --config debug takes half a minute"
         if config.activation_checkpoint.mode == "selective" and not config.compile.enable:
             rows["note"] = (

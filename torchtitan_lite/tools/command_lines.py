@@ -107,8 +107,10 @@ SOURCE = Option("source", "checkpoint, run (its newest checkpoint), or Hugging F
 TOKENIZER_OPTION = Option("--tokenizer", "default: the tokenizer of the source", file)
 
 # arguments of `prepare` that only apply to texts
-OF_TEXTS = "inputs --json --out --train-tokenizer --validation-share --validation --text-column --encoding --chat"
-OF_TEXTS += " --only-last-turn --suffix --processes"
+OF_TEXTS = """
+inputs --json --out --train-tokenizer --validation-share --validation --text-column --encoding --chat --only-last-turn
+--suffix --processes
+"""
 
 TOOLS = {
     "train": Tool(

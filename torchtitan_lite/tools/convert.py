@@ -63,6 +63,8 @@ MOST_FILE_BYTES = 5 * 10**9  # as in transformers
 def main(options: argparse.Namespace) -> int:
     """Write the folder. Raises SourceError or CheckpointError."""
     out = options.out.absolute()  # gives "." a name
+    if out.exists():
+        raise SourceError(f"{out} already exists, and is never overwritten. Name a new folder.")
     source = open_source(options)
     model_args = source.model_args
     checkpoint = source.checkpoint

@@ -114,7 +114,7 @@ def prepare(
         splits, counts = write_documents(documents, folder, has_floor=settings.validation_share > 0)
         if "train" not in splits:
             raise PreparationError(
-                f"these {len(files)} files have no text to train on. Name files with text"
+                f"these files ({len(files)}) have no text, or only text for validation. Name files with text"
             )
         dtype = "uint16" if tokenizer.vocab_size <= UINT16_IDS else "uint32"
         manifest = CorpusManifest(dtype, tokenizer.fingerprint, splits)

@@ -2,10 +2,9 @@
 
 from collections.abc import Mapping
 
-from torchtitan_lite.config.layout import Layout
-from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.reader import KEYS, UserConfig
 from torchtitan_lite.config.schema import Config, get_value
+from torchtitan_lite.preflight import RunSpec
 
 WITHOUT_RESUME = "no checkpoint is resumed"
 OF_SHARDS = """
@@ -40,6 +39,7 @@ WITHOUT_EFFECT = {
     "debug.deterministic = False": "debug.deterministic_warn_only",
     "lr_scheduler.decay_ratio = 0.0": "lr_scheduler.decay_type",
     "lr_scheduler.decay_ratio = 0.0 and lr_scheduler.total_steps = None": "lr_scheduler.min_lr_factor",
+    "lr_scheduler.min_lr_factor = 1.0": "lr_scheduler.decay_ lr_scheduler.total_steps",
     "metrics.enable_tensorboard = False": "metrics.save_tb_folder",
     "model.converters = []": "quantize.",
     "optimizer.name = 'SGD'": "optimizer.beta optimizer.eps",
@@ -60,28 +60,47 @@ WITHOUT_EFFECT = {
 }
 
 
-def find_situations(
-    config: Config, layout: Layout, machine: Machine, resumed_step: int
-) -> dict[str, str]:
-    """Return case -> keys that have no effect, for the cases that depend on the layout, the machine or the step.
+def find_situations(spec: RunSpec) -> dict[str, str]:
+    """Return case -> keys that have no effect, for the cases that depend on the run, not on a single setting.
 
-    `config` is resolved. A case without keys is a part of cases of WITHOUT_EFFECT.
+    A case without keys is a part of cases of WITHOUT_EFFECT.
     """
+    config = spec.config
+    layout = spec.layout
     training = config.training
+    n_steps = training.steps
+    comm = config.comm
     is_alone = layout.dp * layout.cp * layout.tp == 1 and not training.enable_cpu_offload
     situations = {}
-    if not resumed_step:
+    if not spec.resumed_step:
         situations[WITHOUT_RESUME] = ""
-    if machine.device_type == "cpu":
+    if spec.machine.device_type == "cpu":
         situations["there is no GPU"] = "comm.save_traces_folder"
+        if config.checkpoint.async_mode == "async_with_pinned_mem":
+            situations['there is no GPU, except that of "async"'] = "checkpoint.async_mode"
     if is_alone and {training.dtype, training.mixed_precision_param} == {"float32"}:
         situations["a pipeline stage is on one rank, in float32"] = OF_SHARDS
     if layout.fsdp_near == layout.efsdp_near == 1:
         situations["no FSDP group is split by node"] = OF_NODES
     if layout.dp_replicate == layout.tp == 1 and not (layout.tied or layout.ep):
         situations["no weight has a copy on another rank"] = "debug.compare_copies_every"
-    if config.profiling.profile_freq > training.steps - resumed_step:
+    if len(training.dataset) == 1:
+        situations["training.dataset names one corpus"] = "training.dataset_weights"
+    if spec.weights and training.data_seed != config.debug.seed:
+        situations["weights are loaded, with training.data_seed set"] = "debug.seed"
+    # on a CPU, sends in a pipeline keep a longer time-out (process_groups.py)
+    if layout.pp == 1 < layout.world_size and comm.hang_seconds > comm.train_timeout_seconds:
+        situations["comm.train_timeout_seconds ends a hang first"] = "comm.hang_seconds"
+    if config.profiling.profile_freq > n_steps - spec.resumed_step:
         situations["profiling.profile_freq exceeds the steps of this run"] = OF_TRACES
+    if config.debug.compare_copies_every > n_steps:
+        situations["it exceeds the steps of the run"] = "debug.compare_copies_every"
+    if config.checkpoint.local_interval >= n_steps:
+        situations["no snapshot is due before the last step"] = "checkpoint.local_"
+    if training.spike_window > 2 * n_steps:
+        situations["the run ends before half of training.spike_window"] = (
+            "training.skip_spikes training.spike_window"
+        )
     return situations
 
 
