@@ -29,13 +29,12 @@ from torchtitan_lite.model.loss import IGNORE_INDEX
 
 CPU = torch.device("cpu")
 FIELDS = ("tokens", "targets", "positions", "doc_ids")
-NO_CACHE = Path("nowhere")
 X = IGNORE_INDEX
 N_DRAWS = 10_000
 
 
 def open_folders(folders: list[Path]) -> list:
-    return [Corpus(str(folder), BYTES, NO_CACHE) for folder in folders]
+    return [Corpus(str(folder), BYTES, Path("nowhere")) for folder in folders]
 
 
 def make_sampler(n_samples: list[int], weights: list[float] | None, *, seed: int) -> Sampler:

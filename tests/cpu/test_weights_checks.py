@@ -304,6 +304,7 @@ OTHER_TRAINING = """
 model.attention | "causal" | "document"
 model.converters | [] | ["float8"]
 quantize.linear.float8.recipe_name | "tensorwise" | "rowwise"
+checkpoint.initial_load_path | "" | "hf"
 training.max_norm | 1.0 | 0.5
 training.mixed_precision_param | "float32" | "bfloat16"
 optimizer.groups | [] | [{"match": "*norm*", "lr": 1.0, "weight_decay": 0.0}]

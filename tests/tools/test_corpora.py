@@ -151,6 +151,7 @@ archive.tar.gz | x | Unpack an archive
 packed.txt.lz4 | x | Unpack an archive or a packed file
 text.txt --suffix=.log | x | --suffix: no file has .log
 text.txt --text-column=body | x | --text-column would have no effect
+rows.parquet --encoding=cp1252 | x | --encoding would have no effect, because Parquet
 text.txt --tokenizer=nowhere | x | --tokenizer nowhere: there is no tokenizer.json
 in.jsonl --train-tokenizer=300 --chat | {"text": "a"} | no chat template
 in.jsonl --train-tokenizer=300 | {"text": "a"}\n{"messages": []} | in.jsonl, row 2: it has no text in 'text'

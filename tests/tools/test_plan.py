@@ -55,7 +55,7 @@ def test_a_plan_says_where_the_time_goes(run_tool):
 
 
 def test_a_plan_without_a_pipeline_names_no_pp_rank(run_tool):
-    for tool in ("plan --dry-run", "explain"):
+    for tool in ("plan --dry-run", "plan --mtbf-hours=1 --save-stall-s=0", "explain"):
         printed = run_tool(*tool.split(), *"--config debug --gpus 2".split())
         assert "every rank" in printed and "pp rank" not in printed
 

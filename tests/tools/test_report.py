@@ -259,9 +259,10 @@ def test_in_a_trace_of_gpus_communication_is_hidden_while_kernels_compute(tmp_pa
         record("gemm", 7, 8),
     ]
     groups = {"pg_config": [{"pg_name": "2", "pg_desc": "mesh_tp"}]}
-    path = tmp_path / "step-10" / "rank-0.json"
-    path.parent.mkdir()
-    dump_json(path, {"traceEvents": events, "distributedInfo": groups})
+    for folder in ("step-10", "step-10-old"):
+        path = tmp_path / folder / "rank-0.json"
+        path.parent.mkdir()
+        dump_json(path, {"traceEvents": events, "distributedInfo": groups})
     args = ["--config=debug", "--parallelism.tensor_parallel_degree=2"]
     [read] = read_traces(tmp_path, plan_run(args, 4, "h100").layout)
     assert read.parts == {"computing": 4, "exposed tp": 2, "waiting": 4}

@@ -68,7 +68,7 @@ def check_continued(
             if is_of_moments(key):
                 remedy += ", or start with new moments: --checkpoint.exclude_from_loading=optimizer"
             problems.refuse(key, f"{path} was trained with {before!r}", remedy)
-        elif rule != "free":
+        elif rule != "free" or (key == INITIAL_LOAD_PATH and weights.is_resumed):
             notices.append(f"{key} is now {value!r}; {path} was trained with {before!r}")
     if any(key == "optimizer.lr" or key.startswith("lr_scheduler.") for key in different):
         notices.append(describe_rates(config, weights))

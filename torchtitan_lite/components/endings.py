@@ -2,7 +2,6 @@
 
 import os
 import shlex
-from collections.abc import Collection
 from pathlib import Path
 
 from torchtitan_lite.config.messages import name_command
@@ -26,7 +25,14 @@ def describe_newest(
         return "nothing is saved"
     command = ["train", *args]
     if is_own:
-        command = drop_keys(command, ONE_SHOT)
+        command = []
+        is_dropped = False
+        for argument in ["train", *args]:
+            if argument.startswith("--"):
+                name = argument.partition("=")[0][2:].replace("-", "_")
+                is_dropped = find_key(name.replace(".no_", ".")) in ONE_SHOT
+            if not is_dropped:
+                command.append(argument)
         in_file = read_config(command[1:]).config
         for key, off in ONE_SHOT.items():
             if get_value(in_file, key) != get_value(Config(), key):
@@ -34,16 +40,3 @@ def describe_newest(
     ngpu = os.environ.get("NGPU")
     variable = f"NGPU={ngpu} " if ngpu else ""
     return f"newest checkpoint {newest}; to continue: {variable}{name_command(shlex.join(command))}"
-
-
-def drop_keys(args: list[str], keys: Collection[str]) -> list[str]:
-    """Return the command-line arguments that set none of `keys`."""
-    kept = []
-    is_dropped = False
-    for argument in args:
-        if argument.startswith("--"):
-            name = argument.partition("=")[0][2:].replace("-", "_")
-            is_dropped = find_key(name.replace(".no_", ".")) in keys
-        if not is_dropped:
-            kept.append(argument)
-    return kept

@@ -283,7 +283,16 @@ def can_split(row: ModuleRow, model_args: ModelArgs, tp: int) -> bool:
 def check_table(problems: Problems, tp: int, world_size: int) -> None:
     """Find rows in the table of the model that are not supported, or that tp cannot split."""
     model_args = problems.model_args
-    check_ends(problems, list_end_modules(model_args))
+    ends = list_end_modules(model_args)
+    for row in ends:  # no pipeline stage can have modules that differ in their ends
+        stages = {other.end for other in ends if other.child == row.child}
+        if stages not in ({"first"}, {"last"}):
+            why = f"is outside the blocks, where all modules of {row.child!r} need the same end; its end is {row.end!r}"
+            remedy = 'Set end = "first" or "last" for all modules of a child'
+            refuse_row(problems, row, why, remedy)
+        if row.kind in ("router", "experts"):
+            why = "is outside the blocks, where experts are not supported"
+            refuse_row(problems, row, why, "Use modules of other kinds")
     for row in list_different_rows(model_args):
         if row.tp_style not in TP_STYLES.get(row.kind, ()):
             why = f"is a {row.kind} module with tp_style {row.tp_style!r}"
@@ -298,19 +307,6 @@ def check_table(problems: Problems, tp: int, world_size: int) -> None:
             n_features = row.weight[SPLIT_DIMS.get(row.tp_style, 0)]
             why = f"tp ranks cannot share the {n_features} features of {row.name}, whose tp_style is {row.tp_style!r}"
             problems.refuse(TP, why, f"Use {list_tp(model_args, world_size)}")
-
-
-def check_ends(problems: Problems, ends: list[ModuleRow]) -> None:
-    """Find modules outside the blocks that no pipeline stage can have, or whose kind is not supported there."""
-    for row in ends:
-        stages = {other.end for other in ends if other.child == row.child}
-        if stages not in ({"first"}, {"last"}):
-            why = f"is outside the blocks, where all modules of {row.child!r} need the same end; its end is {row.end!r}"
-            remedy = 'Set end = "first" or "last" for all modules of a child'
-            refuse_row(problems, row, why, remedy)
-        if row.kind in ("router", "experts"):
-            why = "is outside the blocks, where experts are not supported"
-            refuse_row(problems, row, why, "Use modules of other kinds")
 
 
 def refuse_row(problems: Problems, row: ModuleRow, why: str, remedy: str) -> None:

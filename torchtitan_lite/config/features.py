@@ -106,10 +106,6 @@ def check_overwrite(problems: Problems, layout: Layout) -> None:
         )
 
 
-def check_export(problems: Problems, layout: Layout) -> None:
-    load_extension("hugging_face_export").refuse_export(problems)
-
-
 def check_parameter_groups(problems: Problems, layout: Layout) -> None:
     check_groups = load_extension("parameter_groups").check_groups
     problems += check_groups(problems.config, problems.model_args)
@@ -269,7 +265,7 @@ EXTENSIONS = {  # name of a file in extensions/, without .py -> its row
         "checkpoint.last_save_in_hf",
         (True,),
         "says whether a model has a Hugging Face format, and writes its config.json",
-        check_export,
+        lambda problems, _: load_extension("hugging_face_export").refuse_export(problems),
     ),
     "checkpoint_format_3": Extension(
         about="loaded for checkpoints of versions before format 4, whose manifest lists every slice",

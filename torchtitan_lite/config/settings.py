@@ -23,6 +23,10 @@ OF_EXPERTS = (  # keys that need a model with experts
     "training.expert_balance_loss",
     "training.expert_bias_rate",
 )
+FOLDERS = """
+checkpoint.folder metrics.save_tb_folder profiling.save_traces_folder profiling.save_memory_snapshot_folder
+comm.save_traces_folder
+""".split()
 GPU_KEYS = (  # keys that need a GPU
     ASYNC_TP,
     "parallelism.fsdp_symmetric_memory",
@@ -55,6 +59,13 @@ def check_settings(config: Config, machine: Machine) -> list[Problem]:
     for key in GPU_KEYS:
         if machine.device_type != "cuda" and get_value(config, key):
             problems.refuse(key, "it needs a GPU, and there is none", "Leave this key out")
+    taken = "config.toml hang lock log.txt metrics.jsonl wandb wandb_id".split()
+    for key in FOLDERS:
+        name = get_value(config, key)
+        if name in taken:
+            why = "the run uses this name for other files in job.dump_folder"
+            problems.refuse(key, why, "Use a different name")
+        taken.append(name)
     if config.model.uses_float8:
         load_module("config.float8").check_matmul(problems, machine)
     uses_kernels = machine.device_type == "cuda" and config.model.attention == "causal"

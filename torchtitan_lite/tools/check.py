@@ -39,7 +39,6 @@ NUMBERS = {  # environment variables of the launcher: their spelling and range
     "OMP_NUM_THREADS": (r"\d+(,\d+)*", Range(1, 4096)),
 }
 BATCH = "training.global_batch_size"
-LONGEST_RUN_S = 1e13  # the most seconds that a timedelta can hold
 
 
 def main(options: Namespace) -> int:
@@ -173,7 +172,7 @@ def describe_spec(spec: RunSpec, n_hosts: int = 1) -> str:
     if machine.device_type == "cpu" and machine.is_here:
         n_cores = min(layout.world_size, os.cpu_count())
         seconds = flops.causal * tokens * config.training.steps / (n_cores * CPU_FLOPS_PER_CORE)
-        estimate = timedelta(seconds=ceil(min(seconds, LONGEST_RUN_S)))
+        estimate = timedelta(seconds=ceil(min(seconds, 1e13)))  # the most that it can hold
         rows["time"] = f"roughly {estimate} (h:mm:ss) on {plural(n_cores, 'core')}"
         if seconds > 1800:
             rows["time"] += "; --config debug takes half a minute"

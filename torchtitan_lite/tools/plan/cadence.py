@@ -15,12 +15,14 @@ from math import exp, sqrt
 
 
 def find_interval(mtbf_s: float, save_stall_s: float) -> float:
-    """Return the best number of seconds between saves, by Daly's higher-order estimate.
+    """Return the best number of seconds between saves, by Daly's higher-order estimate: 1 s or more.
 
     `mtbf_s` is the mean time between failures of the whole job.
     """
     ratio = save_stall_s / (2 * mtbf_s)
-    return sqrt(2 * save_stall_s * mtbf_s) * (1 + sqrt(ratio) / 3 + ratio / 9) - save_stall_s
+    return max(
+        1.0, sqrt(2 * save_stall_s * mtbf_s) * (1 + sqrt(ratio) / 3 + ratio / 9) - save_stall_s
+    )
 
 
 def measure_goodput(
