@@ -23,7 +23,6 @@ CONFIGS = sorted(path.stem for path in CONFIG_FOLDER.glob("*.toml"))
 PER_STAGE = "parallelism.pipeline_parallel_layers_per_stage"
 
 
-ONE_COPY = "--parallelism.data_parallel_replicate_degree=1"
 ANY_BATCH = "--training.global_batch_size=-1"
 
 
@@ -91,7 +90,7 @@ ARGS = {  # abbreviation in the table below -> arguments
     "INTERLEAVED": f"EVEN --{SCHEDULE}=Interleaved1F1B --{PER_STAGE}",
     "STAGES": f"llama3_8b --{PP}=4 --{SHARD}=1 {ANY_BATCH} --training.local_batch_size",
     "ODD": f"debug --{SHARD}=2 --{TP}=2 --model.vocab_size",
-    "MIXTRAL": f"mixtral_8x22b --{PP}=1 --{TP}=1 --{EP}=4 --{SHARD}=8 {ONE_COPY}",
+    "MIXTRAL": f"mixtral_8x22b --{PP}=1 --{TP}=1 --{EP}=4 --{SHARD}=8 --parallelism.data_parallel_replicate_degree=1",
     "QWEN": "qwen3_30b_a3b --parallelism.expert_parallel_degree",
     "NEAR": f'debug --parallelism.zero_plus_plus=["hpz"] --{SHARD}',
 }

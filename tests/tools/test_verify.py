@@ -189,7 +189,6 @@ def test_a_key_that_is_set_is_covered_only_if_its_witness_saw_it_act():
 
 # ---------------------------------------------------------------- keys that are broken
 
-IMPLEMENTATION = "optimizer.implementation"
 ROTATION = "parallelism.context_parallel_rotate_method"
 ROWS = read_rows("""
 sharded | 2 | ACCUMULATION_4 MODE=full ZERO=2
@@ -222,7 +221,7 @@ BROKEN = [  # Row, key, the function that ignores the key, what it does instead.
     ("stages", SCHEDULE, build, "build_schedule", build_1f1b),
     ("ring", "compile.enable", activation_checkpoint, "compile_method", lambda *_: None),
     ("ring", ROTATION, context_parallel, "apply_context_parallel", gather_keys),
-    ("loops", IMPLEMENTATION, build, "build_optimizer", build_foreach),
+    ("loops", "optimizer.implementation", build, "build_optimizer", build_foreach),
 ]
 
 

@@ -89,17 +89,20 @@ class RecordedRun:
 
     @cached_property
     def places(self) -> dict[int, dict[str, float]]:
-        """Step -> axis -> position. Hours do not include the time between starts of the run."""
+        """Step -> axis -> position. Hours do not include the time between starts of the run.
+
+        If the clock of the host is set back, the record after it adds no time.
+        """
         places = {0: dict.fromkeys(AXES, 0.0)}
         last_step, n_tokens = self.list_values("tokens")[-1]
         tokens_per_step = n_tokens / last_step
         seconds = 0.0
-        time = None
+        time = 1e99
         for record in self.records:
             last_time = time
             time = datetime.fromisoformat(record["time"]).timestamp()
-            if last_time and record["kind"] != "start":
-                seconds += time - last_time
+            if record["kind"] != "start":
+                seconds += max(0.0, time - last_time)
             step = record["step"]
             places[step] = {
                 "steps": step,
