@@ -289,6 +289,7 @@ SAID = f"""
 {ZERO_PP}=hpz,qwz,qgz {NODE}=2 {TP}=2 | 8 | hpZ needs at least two ranks
 {ZERO_PP}=hpz,qwz,qgz {NODE}=2 {PP}=2 | 4 | no pipeline
 {ZERO_PP}=hpz,qwz,qgz {NODE}=2 --{P}zero_stage=2 | 4 | needs zero_stage = 3
+--activation_checkpoint.mode=memory_budget --compile.enable --compile.backend=eager | 4 | another backend than "eager"
 --profiling.save_traces_folder=checkpoint | 4 | the run uses this name for other files in job.dump_folder
 {ZERO_PP}=qwz {FLOAT8} --quantize.linear.float8.enable_fsdp_float8_all_gather | 4 | gathers them in float8
 """

@@ -46,7 +46,7 @@ def check_settings(config: Config, machine: Machine) -> list[Problem]:
         problems.refuse("activation_checkpoint.selective_ac_option", why, remedy)
     if recompute.mode == "memory_budget" and (not compiles or config.compile.backend == "eager"):
         why = "the compiler chooses what to recompute, but no block is compiled"
-        remedy = 'Set compile.enable = true, or use "selective"'
+        remedy = 'Compile "model" with another backend than "eager" ([compile]), or use "selective"'
         problems.refuse("activation_checkpoint.mode", why, remedy)
     n_steps = config.profiling.profiler_warmup + config.profiling.profiler_active
     if config.profiling.enable_profiling and config.profiling.profile_freq < n_steps:
