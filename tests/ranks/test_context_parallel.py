@@ -18,7 +18,6 @@ from torchtitan_lite.tools.verify.rank import build_small_run, own_rows
 
 N_HEADS = 4
 SEQ_LEN = 48
-HEAD_DIM = 8
 
 # ---------------------------------------------------------------- work and memory
 
@@ -93,7 +92,7 @@ def run_kernels(
         (n_kv_heads, SEQ_LEN),
         (N_HEADS, n_queries),
     ):
-        drawn = torch.randn(2, n_heads, n_tokens, HEAD_DIM, generator=generator)
+        drawn = torch.randn(2, n_heads, n_tokens, 8, generator=generator)
         inputs.append(drawn.to(device, dtype))
     *parts, grad_out = inputs
     merged = attend_to_part(*parts, causal=causal)

@@ -25,7 +25,6 @@ from torchtitan_lite.tools.verify.reduction import override
 FRONT = (
     torch.DispatchKey.BackendSelect
 )  # a dispatch key that runs before the kernels of all devices; c10d has no kernels of this key
-LISTENS = "0A"  # the state of a socket in /proc/net/tcp
 INIT_TIMEOUT_S = 200  # long, so that the test does not fail on a loaded machine
 TRAIN_TIMEOUT_S = 100
 KEYS = f"""
@@ -147,7 +146,8 @@ def list_listeners() -> dict[str, str]:
     for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
         for line in Path(table).read_text().splitlines()[1:]:
             _, local, _, state, *_, inode = line.split()[:10]
-            if state == LISTENS and f"socket:[{inode}]" in own:
+            # 0A: a socket that listens
+            if state == "0A" and f"socket:[{inode}]" in own:
                 found[inode] = local.partition(":")[0]
     return found
 

@@ -6,7 +6,6 @@ from warm_start import read_losses
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.__main__ import main
 
-PLAYS = REPOSITORY / "assets" / "results" / "plays.txt"
 KEYS = """
 --config=shakespeare --training.steps=100 --lr_scheduler.total_steps=2000 --debug.seed=1
 --checkpoint.no_enable --validation.no_enable
@@ -16,7 +15,8 @@ KEYS = """
 @pytest.mark.slow
 def test_a_hundred_steps_of_the_plays_learn_what_the_table_says(run_training, tmp_path):
     corpus = tmp_path / "plays"
-    assert main(["prepare", str(PLAYS), "--tokenizer", "bytes", "--out", str(corpus)]) == 0
+    plays = f"{REPOSITORY}/assets/results/plays.txt"
+    assert main(["prepare", plays, "--tokenizer", "bytes", "--out", str(corpus)]) == 0
     run_training(tmp_path, [*KEYS.split(), f"--training.dataset={corpus}"])
     *_, last = read_losses(tmp_path).values()
     assert 2.5 < last < 2.7, "three seeds: 2.54 to 2.62"

@@ -189,7 +189,6 @@ def test_a_key_that_is_set_is_covered_only_if_its_witness_saw_it_act():
 
 # ---------------------------------------------------------------- keys that are broken
 
-ROTATION = "parallelism.context_parallel_rotate_method"
 ROWS = read_rows("""
 sharded | 2 | ACCUMULATION_4 MODE=full ZERO=2
 stages | 2 | PP=2 SCHEDULE=GPipe
@@ -220,7 +219,13 @@ BROKEN = [  # Row, key, the function that ignores the key, what it does instead.
     ("sharded", ZERO, parallelize, "apply_fsdp", keep_sharded),
     ("stages", SCHEDULE, build, "build_schedule", build_1f1b),
     ("ring", "compile.enable", activation_checkpoint, "compile_method", lambda *_: None),
-    ("ring", ROTATION, context_parallel, "apply_context_parallel", gather_keys),
+    (
+        "ring",
+        "parallelism.context_parallel_rotate_method",
+        context_parallel,
+        "apply_context_parallel",
+        gather_keys,
+    ),
     ("loops", "optimizer.implementation", build, "build_optimizer", build_foreach),
 ]
 

@@ -105,7 +105,13 @@ class MetricsWriter:
             figures = FORMATS[kind](fields)
             figures[0] = f"step {step:{width}}/{self.n_steps}  {figures[0]}"
             columns, _ = shutil.get_terminal_size(NO_TERMINAL)
-            logger.info(fit_line(figures, columns - len("12:30:01 ")))
+            line, *others = figures
+            for figure in others:
+                longer = f"{line}  {figure}"
+                if len(longer) > columns - len("12:30:01 "):  # the last figures are omitted
+                    break
+                line = longer
+            logger.info(line)
 
     def close(self) -> None:
         for sink in self.sinks:
@@ -222,18 +228,6 @@ def format_validation(fields: dict[str, object]) -> list[str]:
 
 
 FORMATS = {"step": format_step, "validation": format_validation}  # kinds of records on the console
-
-
-def fit_line(figures: list[str], width: int) -> str:
-    """Join figures to a line of at most `width` characters. If the line would be too long, the last figures are
-    omitted."""
-    line = figures[0]
-    for figure in figures[1:]:
-        longer = f"{line}  {figure}"
-        if len(longer) > width:
-            break
-        line = longer
-    return line
 
 
 def name_views(folder: Path, section: Metrics) -> str:
