@@ -254,7 +254,9 @@ def check_vocabulary(
     Conversations also use special tokens. Special tokens are checked when a batch is read: an id without a row raises
     an error.
     """
-    largest_id = tokenizer.largest_text_id
+    # the only special tokens of plain text are BOS and EOS
+    unused = set(tokenizer.special.values()) - {tokenizer.bos_id, tokenizer.eos_id}
+    largest_id = max(tokenizer.bytes_of_id.keys() - unused)
     n_rows = model_args.vocab_size
     if largest_id < n_rows:
         return []
@@ -290,6 +292,9 @@ def list_notices(spec: RunSpec, restarted: bool) -> list[str]:
     if config.checkpoint.local_folder:
         folder = name_snapshots(config.checkpoint.local_folder, spec.dump_folder)
         notices.append(f"snapshots are saved in {folder.absolute()} of each host")
+    names = config.training.dataset
+    if len(set(names)) < len(names):
+        notices.append("training.dataset names a corpus twice, so its samples are drawn more often")
     notices += describe_epochs(config.training)
     assets = Path(config.model.hf_assets_path)
     if spec.weights is None and any(assets.glob("*.safetensors")) and (assets / CONFIG).is_file():

@@ -99,12 +99,6 @@ class Tokenizer:
         return max(self.bytes_of_id) + 1
 
     @cached_property
-    def largest_text_id(self) -> int:
-        """Largest id that a document of plain text can have. The only special tokens of plain text are BOS and EOS."""
-        unused = set(self.special.values()) - {self.bos_id, self.eos_id}
-        return max(self.bytes_of_id.keys() - unused)
-
-    @cached_property
     def encoders(self) -> tuple[Callable, Callable]:
         return self.make_encoders()
 
