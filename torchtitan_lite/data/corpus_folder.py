@@ -126,11 +126,11 @@ def open_split(folder: Path, split: str, tokenizer: Tokenizer | None) -> CorpusM
                 expected = f"but the manifest says {n_bytes}"
                 raise CorpusError(f"{path} has {found or 'no'} bytes, {expected}")
     if tokenizer and manifest.tokenizer != tokenizer.fingerprint:
-        remedy = "Set model.hf_assets_path to the tokenizer of the corpus, or prepare the corpus again with --tokenizer"
+        remedy = "Name its tokenizer (model.hf_assets_path, or --tokenizer of `eval`), or prepare it again"
         why = f"{folder} was prepared with a different tokenizer, not with {tokenizer.path}"
         raise CorpusError(why, remedy)
     if split not in manifest.splits:
-        remedy = "Prepare it again with a larger --validation-share, or name a different corpus in validation.dataset"
+        remedy = "Prepare it again with a larger --validation-share, or name a different corpus for validation"
         raise CorpusError(f"{folder} has no {split} documents", remedy)
     return manifest
 

@@ -99,7 +99,7 @@ def list_proposals(
                 expert_parallel_degree=ep,
                 zero_stage=zero_stage,
                 fsdp_reshard_after_forward="default",
-                pipeline_parallel_microbatch_size=microbatch,
+                pipeline_parallel_microbatch_size=microbatch if pp > 1 else 1,
                 pipeline_parallel_schedule=schedule,
                 pipeline_parallel_layers_per_stage=layers,
             )
