@@ -106,11 +106,6 @@ def check_overwrite(problems: Problems, layout: Layout) -> None:
         )
 
 
-def check_parameter_groups(problems: Problems, layout: Layout) -> None:
-    check_groups = load_extension("parameter_groups").check_groups
-    problems += check_groups(problems.config, problems.model_args)
-
-
 # ---------------------------------------------------------------- extensions
 
 
@@ -158,7 +153,9 @@ EXTENSIONS = {  # name of a file in extensions/, without .py -> its row
         "optimizer.groups",
         (),
         "factors of learning rate and weight decay for parameters whose names match",
-        check_parameter_groups,
+        lambda problems, _: problems.extend(
+            load_extension("parameter_groups").check_groups(problems.config, problems.model_args)
+        ),
     ),
     "zero_plus_plus": Extension(
         ZERO_PLUS_PLUS,

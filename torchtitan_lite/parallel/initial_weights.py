@@ -33,7 +33,10 @@ def initialize_weights(part: nn.Module, seed: int, device: torch.device | None =
             # (tied_embeddings.py).
             continue
         full = torch.empty(parameter.shape, device=device or parameter.device)
-        generator = torch.Generator(full.device).manual_seed(seed_of(seed, fqn))
+        # 63 bits of a hash: similar seeds and names give unrelated random streams
+        digest = hashlib.sha256(f"{seed}:{fqn}".encode()).digest()
+        own_seed = int.from_bytes(digest[:8], "little") >> 1
+        generator = torch.Generator(full.device).manual_seed(own_seed)
         fill_tensor(full, table[fqn], generator)
         copy_local_shard(parameter, full)
 
@@ -58,9 +61,3 @@ def copy_local_shard(parameter: Tensor, full: Tensor) -> None:
             full, parameter.device_mesh, parameter.placements, src_data_rank=None
         )
     parameter.copy_(full)
-
-
-def seed_of(seed: int, fqn: str) -> int:
-    """Return 63 bits of a hash. Similar seeds and names give unrelated random streams."""
-    digest = hashlib.sha256(f"{seed}:{fqn}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
