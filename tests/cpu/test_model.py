@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -144,14 +145,20 @@ CUDNN = """
 def test_cudnn_is_avoided_only_where_it_was_seen_to_be_wrong(monkeypatch, case, avoids):
     capability, n_kv_heads = map(int, case.split())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
-    assert avoids_cudnn(torch.empty(1, n_kv_heads, 1, 1).as_subclass(OnGPU)) == bool(avoids)
-    query, keys = torch.randn(1, 4, 8, 16), torch.randn(2, 1, 2, 8, 16)
+    key = torch.empty(1, n_kv_heads, 1, 1).as_subclass(OnGPU)
+    assert avoids_cudnn(key) == bool(avoids)
+    query = torch.randn(1, 4, 8, 16)
+    keys = torch.randn(2, 1, 2, 8, 16)
     expected = CausalAttention()(query, *keys, None)
     monkeypatch.setattr(attention, "avoids_cudnn", lambda key: True)
     assert torch.equal(CausalAttention()(query, *keys, None), expected)
-    # on a GPU in fp32, there are as many key heads as query heads
-    monkeypatch.setattr(
-        attention.F, "scaled_dot_product_attention", lambda query, key, *_, **__: key
-    )
-    repeated = CausalAttention()(query, *keys.as_subclass(OnGPU), None)
-    assert torch.equal(repeated[:, ::2], keys[0])
+
+
+def test_on_a_gpu_in_fp32_key_heads_are_repeated(monkeypatch):
+    """torch's only kernel for fewer key heads than query heads would store S x S scores."""
+    keys = torch.randn(2, 1, 2, 8, 16)
+    with patch.object(attention.F, "scaled_dot_product_attention") as kernel:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        CausalAttention()(torch.randn(1, 4, 8, 16), *keys.as_subclass(OnGPU), None)
+    for repeated, given in zip(kernel.call_args.args[1:], keys, strict=True):
+        assert torch.equal(repeated, given[:, [0, 0, 1, 1]])
