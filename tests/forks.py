@@ -458,6 +458,8 @@ a field of rows | rewards | VALUE | tokens % | tokens[:, 0] %
 a forward of one module | forward of its own | GAIN | PARAMETER | PARAMETER; self.forward = lambda x: x
 a hook of a weight | has a hook or attribute | GAIN | PARAMETER \
     | PARAMETER; self.weight.register_hook(lambda own: 2 * own)
+a list in its sizes | unhashable type: 'list' | GAIN | llama3.FLAVORS \
+    | {"debug": type(llama3.DEBUG)(**{**vars(llama3.DEBUG), "norm_eps": [1]})}
 a layer beside its block | is not inside another module | GPT | "mlp. | "
 """
 # fork -> what `verify` says about it, the key that chooses it, the table in config/choices.py, its row there
@@ -477,6 +479,8 @@ a state of one shard | in a state | SUM | local_shard(parameter.grad)
 a state of the second step | late = | self.state[parameter]["sum"] | LATE
 a list of an optimizer | history = [ | KEEPS | KEEPS; self.history = []
 an optimizer inside | inner = | KEEPS | KEEPS; self.inner = Optimizer(groups, {})
+a step with a closure | calls step without a closure | closure=None | closure
+arguments that the trainer does not give | Write a subclass | **options | lr
 """
 
 

@@ -29,7 +29,7 @@ from torchtitan_lite.checkpoint.save import (
     name_weights,
 )
 from torchtitan_lite.components.optim import build_lr_scheduler, build_optimizer
-from torchtitan_lite.config.block import list_expert_biases, list_parameters
+from torchtitan_lite.config.block import list_expert_biases, list_shapes
 from torchtitan_lite.config.extensions import load_extension, load_module
 from torchtitan_lite.config.layout import Layout, gathers_whole_parts
 from torchtitan_lite.config.messages import UserError
@@ -113,8 +113,8 @@ def build_on_meta(config: Config, model_args: ModelArgs) -> nn.Module:
                 f"{fqn} of models/{model_args.name} has a hook or attribute, which its shards would not have. "
                 "Set it on its module, or use an autograd.Function in forward"
             )
-    built = {(fqn, tuple(own.shape)) for fqn, own in model.named_parameters()}
-    known = {*dict(built), *list_expert_biases(model_args), "output.weight"}
+    built = {fqn: tuple(own.shape) for fqn, own in model.named_parameters()}
+    known = {*built, *list_expert_biases(model_args), "output.weight"}
     shared = dict(model.named_parameters(remove_duplicate=False))
     unknown |= {*shared, *dict(model.named_buffers())} - known
     if unknown:
@@ -122,8 +122,7 @@ def build_on_meta(config: Config, model_args: ModelArgs) -> nn.Module:
             f"{min(unknown)} of models/{model_args.name} is a tensor without initial value, or a shared parameter. "
             "Compute buffers in forward; call a module twice to share it"
         )
-    listed = {(fqn, entry.shape) for fqn, entry in list_parameters(model_args).items()}
-    if different := listed ^ built:
+    if different := list_shapes(model_args).items() ^ built.items():
         fqn, shape = min(different)
         raise UserError(
             f"{fqn} has the shape {shape} in only one of modules.py and table.py of models/{model_args.name}. "

@@ -25,6 +25,7 @@ from torchtitan_lite.config.extensions import load_extension
 from torchtitan_lite.config.messages import Problems
 from torchtitan_lite.config.reader import dump_config_toml
 from torchtitan_lite.config.schema import Config, get_value, with_value
+from torchtitan_lite.files import replace_text
 
 logger = logging.getLogger(__name__)
 
@@ -123,11 +124,6 @@ def lock_folder(folder: Path) -> BinaryIO:
 
 
 def write_config(folder: Path, config: Config) -> None:
-    """Replace config.toml atomically: after a failure the old file is unchanged. Raises OSError."""
-    new = folder / f"{CONFIG_TOML}.new"
-    try:
-        kept = with_value(config, "job.overwrite", False)
-        new.write_text(dump_config_toml(kept), encoding="utf-8")
-        new.replace(folder / CONFIG_TOML)
-    finally:
-        new.unlink(missing_ok=True)
+    """Write config.toml. Raises OSError."""
+    kept = with_value(config, "job.overwrite", False)
+    replace_text(folder / CONFIG_TOML, dump_config_toml(kept))

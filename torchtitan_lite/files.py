@@ -63,6 +63,16 @@ def find_damage(hashes: Mapping[Path, str]) -> list[str]:
         return list(filter(None, threads.map(describe_damage, hashes)))
 
 
+def replace_text(path: Path, text: str) -> None:
+    """Replace a file atomically: after a failure the old file is unchanged. Raises OSError."""
+    new = path.with_name(f"{path.name}.new")
+    try:
+        new.write_text(text, encoding="utf-8")
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
+
+
 def sync_folder(folder: Path) -> None:
     """Flush the directory entries of `folder` to disk, so that files created or renamed in it survive a power
     failure."""

@@ -13,7 +13,6 @@ other runs are deleted. With checkpoint.load_only, nothing is renamed or deleted
 
 import json
 import logging
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -103,18 +102,23 @@ def restore_run(
 
     `is_resumed`: whether this run saved the states. Raises CheckpointError; the parameters are then undefined.
     """
-    create_optimizer_state(run.optimizer)
-    tensors = run.name_tensors()
     starts_anew = partial(excludes_moments, run.config, is_resumed=is_resumed)
 
     def choose(manifest: Manifest) -> dict[str, Tensor]:
-        return name_weights(run.saved) if starts_anew(manifest) else tensors
+        create_optimizer_state(run.optimizer)
+        if starts_anew(manifest):
+            run.optimizer.state.clear()
+        return run.name_tensors()
 
     loaded, manifest = load_newest(found, choose, group)
+    kinds = {"optimizer", *(name.partition(".")[0] for name in run.name_tensors())}
+    dropped = [name for name in manifest.tensors if name.partition(".")[0] not in kinds]
+    if dropped:  # an extension is off now
+        logger.info(
+            f"{len(dropped)} tensors are not loaded, because nothing uses them now: {', '.join(dropped[:3])} ..."
+        )
     if starts_anew(manifest):
         logger.info("the optimizer starts with new moments (checkpoint.exclude_from_loading)")
-        for parameter in run.parameters.values():
-            run.optimizer.state.pop(parameter, None)
     set_step(run.lr_scheduler, manifest.step)
     logger.info(f"resumed from the {loaded.kind} {loaded.path}")
     return manifest.step
@@ -135,16 +139,13 @@ def load_initial(run: Run, group: dist.ProcessGroup) -> int:
         load_weights = load_extension("hugging_face").load_weights
         raise_on_all_ranks(group, lambda: load_weights(path, run.saved))
     elif section.initial_load_model_only:
-        load_newest([saved], partial(list_stored, run), group)
+        load_newest([saved], partial(list_stored, name_weights(run.saved)), group)
     else:
         return restore_run([saved], run, group, is_resumed=False)
     logger.info(f"the run starts from the weights in {path}")
     return 0
 
 
-def list_stored(run: Run, manifest: Manifest) -> dict[str, Tensor]:
-    """Return the weights of this model that the checkpoint has, by name in the checkpoint."""
-    weights = name_weights(run.saved)
-    if manifest.fingerprint["shape"] == asdict(run.parts[0].model_args):
-        return weights
-    return {name: weights[name] for name in weights if name in manifest.tensors}
+def list_stored(tensors: dict[str, Tensor], manifest: Manifest) -> dict[str, Tensor]:
+    """Return the tensors that the checkpoint has."""
+    return {name: tensors[name] for name in tensors if name in manifest.tensors}

@@ -24,11 +24,11 @@ from torchtitan_lite.checkpoint.starting_weights import (
     describe_checkpoint,
     find_initial,
 )
+from torchtitan_lite.config.block import list_shapes
 from torchtitan_lite.config.model_rows import ModelArgs, ModelTable, ModuleRow, MoEArgs, RopeScaling
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Config, with_value
 from torchtitan_lite.data.tokenizer import load_tokenizer
-from torchtitan_lite.extensions.hugging_face_folder import list_tensors
 from torchtitan_lite.from_weights import fingerprint_documents
 from torchtitan_lite.models.registry import MODELS
 from torchtitan_lite.preflight import SHIPPED_TOKENIZER, RunSpec, resolve
@@ -77,7 +77,7 @@ def commit_run(
 
 
 def write_hugging_face(name: str, args: ModelArgs, context: int | None = None) -> None:
-    zeros = {fqn: torch.zeros(size) for fqn, size in list_tensors(args).items()}
+    zeros = {fqn: torch.zeros(size) for fqn, size in list_shapes(args).items()}
     write_tensors(args, Path(name), zeros, context=context)
 
 
@@ -202,11 +202,13 @@ def test_a_checkpoint_of_a_fork_is_refused_by_the_field_or_the_model_that_is_unk
         commit(1, "mine", shape=asdict(ARGS) | {name: value})
         assert_refused(f"--{PATH}=step-1", f"{PATH}: {value!r}")
         shutil.rmtree("step-1")
+    save(1, tensors={"model.gain.weight": STATE["optimizer.norm.weight.step"]})
+    assert_refused("", "job.dump_folder: models/llama3 has changed since it was saved: gain.weight")
 
 
 def test_a_checkpoint_of_a_fork_has_the_fields_that_its_sizes_add(monkeypatch):
-    kind = make_dataclass("Args", [("gain", float, 1.0)], bases=(ModelArgs,), frozen=True)
-    model_args = kind(**vars(ARGS) | {"name": "gains", "gain": 0.5})
+    kind = make_dataclass("Args", [("gain", RopeScaling, None)], bases=(ModelArgs,), frozen=True)
+    model_args = kind(**vars(ARGS) | {"name": "gains", "gain": RopeScaling(0.5)})
     flavors = {"debug": model_args}
     monkeypatch.setitem(MODELS, "gains", replace(MODELS["llama3"], flavors=flavors))
     commit(1, "mine", shape=asdict(model_args))
@@ -358,11 +360,13 @@ def test_documents_that_changed_under_the_same_name_are_found():
 
 
 def test_no_run_continues_from_weights_alone():
-    save(200, tensors={})
-    assert prepare().finished
     further = "--training.steps=300"
+    save(200, tensors={})
+    assert_refused(further, "training.steps: n_moments is not 0")
+    save(201, "--checkpoint.last_save_model_only", tensors={})
+    assert prepare().finished
     assert_refused(further, "training.steps: last_save_model_only")
-    assert prepare(further, ANEW).resumed_step == 200
+    assert prepare(further, ANEW).resumed_step == 201
 
 
 def test_a_finished_run_says_what_can_be_done_and_nothing_is_deleted_without_job_overwrite(

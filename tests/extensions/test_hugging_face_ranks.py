@@ -11,9 +11,10 @@ from safetensors.torch import load_file
 from test_hugging_face import make_theirs
 from torch import Tensor
 
+from torchtitan_lite.config.block import list_shapes
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.extensions.hugging_face import load_weights
-from torchtitan_lite.extensions.hugging_face_folder import list_tensors, open_folder
+from torchtitan_lite.extensions.hugging_face_folder import open_folder
 
 EPS = {"flavor.norm_eps": 1e-6}
 (MIXTRAL,) = read_rows("""
@@ -65,7 +66,7 @@ def save_theirs(folder: Path, args: ModelArgs) -> Path:
 
 def load_in_one_process(folder: Path) -> dict[str, Tensor]:
     model_args = open_folder(folder).model_args
-    tensors = {fqn: torch.empty(size) for fqn, size in list_tensors(model_args).items()}
+    tensors = {fqn: torch.empty(size) for fqn, size in list_shapes(model_args).items()}
     load_weights(folder, tensors)
     return tensors
 

@@ -268,7 +268,7 @@ def test_new_moments_begin_once_however_often_the_command_is_started(
     run_training, unbroken, tmp_path, name
 ):
     shutil.copytree(unbroken[0] / "checkpoint" / "step-8", tmp_path / "checkpoint" / "step-8")
-    keys = [*unbroken[1], ANEW, "--checkpoint.interval=99"]
+    keys = [*unbroken[1], ANEW, "--checkpoint.interval=99", "--training.skip_spikes=9"]
     for n_steps in STARTS[name]:
         if n_steps == "damage":
             newest = find_steps(tmp_path / "checkpoint")[-1]
@@ -279,13 +279,17 @@ def test_new_moments_begin_once_however_often_the_command_is_started(
     assert read_adam_step(tmp_path) == n_updates
     # A new folder is a new run, so its first start begins with new moments, unless it continues with the old ones.
     path = tmp_path / "checkpoint" / f"step-{STEPS}"
-    keys += [f"--checkpoint.initial_load_path={path}", "--checkpoint.no_initial_load_model_only"]
-    keys.append(f"--training.steps={STEPS + 3}")
+    keys += [
+        f"--checkpoint.initial_load_path={path}",
+        "--checkpoint.no_initial_load_model_only",
+        f"--training.steps={STEPS + 3}",
+        "--training.skip_spikes=0",
+    ]
     for more, n_before in ((ANEW, 0), ("--checkpoint.exclude_from_loading=[]", n_updates)):
         folder = tmp_path / more
-        folder.mkdir()
         run_training(folder, [*keys, more], RANKS)
         assert read_adam_step(folder) == n_before + 3
+        assert "2 tensors are not loaded" in (folder / "log.txt").read_text()  # of the spike filter
 
 
 def test_the_options_that_a_refusal_prints_continue_in_a_different_folder(

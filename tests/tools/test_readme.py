@@ -17,10 +17,10 @@ PAGES = [
 ROOT = "torchtitan_lite|configs|tests|assets|train\\.py|run_train\\.sh"
 PATH = re.compile(rf"`((?:{ROOT})[\w./]*|[\w/]+\.py)`|\]\(([\w./]+)\)")
 CONFIG = re.compile(r"--config (\w[\w.]*)")
+KEY = re.compile(r"--(\w+(?:\.\w+)+)")
 each_page = pytest.mark.parametrize(
     "page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY))
 )
-KEY = re.compile(r"--(\w+(?:\.\w+)+)")
 
 
 @each_page

@@ -93,7 +93,13 @@ def check_continued(
         )
     if OPTIMIZERS[config.optimizer.name].n_moments and not has_state:
         why = f"{path} has only weights (checkpoint.last_save_model_only), so training cannot continue from it"
-        problems.refuse("training.steps", why, f"To use them, {new_run}")
+        remedy = f"To use them, {new_run}"
+        if not manifest.run["config"]["checkpoint"]["last_save_model_only"]:
+            why = (
+                f"{path} has no state of {config.optimizer.name}, but n_moments is not 0 in its row"
+            )
+            remedy = "Set n_moments = 0 in config/choices.py, as for SGD"
+        problems.refuse("training.steps", why, remedy)
     return problems, notices
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from torchtitan_lite.checkpoint.format import (
     IN_MANIFEST,
@@ -22,11 +22,11 @@ from torchtitan_lite.checkpoint.format import (
     find_steps,
 )
 from torchtitan_lite.checkpoint.read import read_manifest, require_files
-from torchtitan_lite.config.block import list_parameters
+from torchtitan_lite.config.block import list_shapes
 from torchtitan_lite.config.extensions import load_extension
 from torchtitan_lite.config.messages import ConfigError, Problem, Problems, UserError
 from torchtitan_lite.config.model import MODEL_SIZES
-from torchtitan_lite.config.model_rows import ModelArgs, MoEArgs, RopeScaling
+from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.reader import flatten_table
 from torchtitan_lite.config.schema import Checkpoint, Config, get_value
 from torchtitan_lite.models.registry import CONFIG, MODELS
@@ -169,14 +169,11 @@ def check_loaded_model(
         return problems, []
     is_continued = weights.is_resumed or not config.checkpoint.initial_load_model_only
     unlike = [text for name, text in differences.items() if is_continued or name in SIZES]
-    wanted = list_parameters(model_args)
-    stored = list_parameters(weights.model_args)
-    if not unlike:
-        for fqn, entry in wanted.items():
-            if fqn in stored and stored[fqn].shape != entry.shape:
-                unlike.append(f"{fqn} has a different shape")
-        if lacking := [fqn for fqn in stored if fqn not in wanted]:
-            unlike.append(f"this model has no {', '.join(abbreviate(lacking))}")
+    wanted = list_shapes(model_args)
+    stored = list_shapes(weights.model_args)
+    lacking = [fqn for fqn, shape in stored.items() if wanted.get(fqn) != shape]
+    if lacking and not unlike:
+        unlike.append(f"this model has no {', '.join(abbreviate(lacking))} of the same shape")
     if unlike:
         why = f"it is not the model in {weights.path}: {', '.join(unlike)}"
         problems.refuse(
@@ -210,29 +207,43 @@ def describe_checkpoint(path: Path) -> Weights:
 
 
 def parse_model_args(manifest: Manifest) -> ModelArgs:
-    """Return the ModelArgs in the fingerprint. Raises CheckpointError if this code has no such model."""
-    model_args = dict(manifest.fingerprint["shape"])
-    model = model_args["name"]
+    """Return the ModelArgs in the fingerprint.
+
+    Raises CheckpointError if this code has no such model, or describes other tensors for it.
+    """
+    shape = manifest.fingerprint["shape"]
+    model = shape["name"]
     if model not in MODELS:
         raise CheckpointError(
             f"its model is {model!r}, but this code only has {', '.join(MODELS)}: use the code that saved it"
         )
-    for name, kind in (("rope_scaling", RopeScaling), ("moe", MoEArgs)):
-        if model_args[name] is not None:
-            model_args[name] = parse_fields(kind, model_args[name])
-    for name, value in model_args.items():
-        if isinstance(value, list):  # JSON has no tuples
-            model_args[name] = tuple(value)
-    return parse_fields(type(MODELS[model].flavors["debug"]), model_args)
+    model_args = parse_fields(type(MODELS[model].flavors["debug"]), shape)
+    stored = {
+        name.removeprefix("model."): tuple(record.shape)
+        for name, record in manifest.tensors.items()
+        if name.startswith("model.") and not name.endswith("expert_bias")
+    }
+    different = dict(list_shapes(model_args).items() ^ stored.items())
+    if stored and different and not manifest.host:  # a snapshot only has the stages of its host
+        raise CheckpointError(
+            f"models/{model} has changed since it was saved: {', '.join(abbreviate(sorted(different)))}. "
+            "Use the code that saved it, or give the changed model a new name in models/registry.py"
+        )
+    return model_args
 
 
-def parse_fields(kind: type, values: dict[str, object]) -> Any:
+def parse_fields(kind: type, values: dict[str, Any]) -> Any:
     """Build a dataclass from a JSON object. Raises CheckpointError for unknown fields, which a fork may have added."""
-    unknown = [
-        f"{name} = {values[name]!r}" for name in values if name not in kind.__dataclass_fields__
-    ]
+    hints = get_type_hints(kind)
+    unknown = [f"{name} = {values[name]!r}" for name in values if name not in hints]
     if unknown:
         raise CheckpointError(
             f"its model has unknown fields: {', '.join(unknown)}: use the code that saved it"
         )
-    return kind(**values)
+    parsed = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            hint = hints[name]
+            value = parse_fields((*get_args(hint), hint)[0], value)  # MoEArgs of `MoEArgs | None`
+        parsed[name] = tuple(value) if isinstance(value, list) else value  # JSON has no tuples
+    return kind(**parsed)

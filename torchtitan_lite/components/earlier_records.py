@@ -2,11 +2,12 @@
 
 import json
 import logging
-import os
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
+
+from torchtitan_lite.files import replace_text
 
 logger = logging.getLogger(__name__)
 
@@ -33,12 +34,7 @@ def drop_later_steps(path: Path, last_step: int) -> None:
         path.rename(aside)
         logger.info(f"{aside} has the records of an earlier start, whose steps are trained again")
         return
-    new = path.with_name(path.name + ".new")
-    try:
-        new.write_text("".join(kept), encoding="utf-8")
-        os.replace(new, path)  # atomic: killing the process here loses nothing
-    finally:
-        new.unlink(missing_ok=True)
+    replace_text(path, "".join(kept))  # killing the process here loses nothing
 
 
 def read_record(line: str) -> dict[str, Any] | None:

@@ -6,6 +6,7 @@ Sources: AdamW arXiv:1711.05101; warm-up, stable, decay (WSD) arXiv:2404.06395.
 import math
 from collections import defaultdict
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -55,10 +56,9 @@ def build_optimizer(
     kernels = {"foreach": foreach}
     if fused or row.extension:
         kernels["fused"] = fused  # only some of torch's optimizers have this argument
-    optimizer = builder(list(groups.values()), **kernels)
-    if row.extension:
-        load_extension("optimizer_state").watch_state(optimizer)
-    return optimizer
+    if section.name not in ("AdamW", "SGD"):
+        builder = partial(load_extension("optimizer_state").build_watched, builder)
+    return builder(list(groups.values()), **kernels)
 
 
 def build_lr_scheduler(section: LRScheduler, optimizer: TorchOptimizer) -> LambdaLR:

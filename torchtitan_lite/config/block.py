@@ -77,6 +77,11 @@ def list_parameters(model_args: ModelArgs) -> dict[str, Parameter]:
     return parameters
 
 
+def list_shapes(model_args: ModelArgs) -> dict[str, tuple[int, ...]]:
+    """Return FQN -> global shape of every parameter, in the order of the model. A tied head is omitted."""
+    return {fqn: entry.shape for fqn, entry in list_parameters(model_args).items()}
+
+
 def list_expert_biases(model_args: ModelArgs) -> list[str]:
     """List the FQNs of the fp32 expert biases (moe.py), which checkpoints store along with the parameters."""
     layers = filter(model_args.is_moe, range(model_args.n_layers))

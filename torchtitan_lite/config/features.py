@@ -135,7 +135,7 @@ EXTENSIONS = {  # name of a file in extensions/, without .py -> its row
         about="loaded with muon, and by plan: which rank updates which matrix",
     ),
     "optimizer_state": Extension(
-        about="loaded with an optimizer from an extension or a fork: refuses state that checkpoints do not save",
+        about="loaded with every optimizer except AdamW and SGD: refuses state that checkpoints do not save",
     ),
     "adamw_bfloat16": Extension(
         "optimizer.moments_dtype",

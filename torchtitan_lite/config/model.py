@@ -1,6 +1,7 @@
 """Find the model that a config names, and check its sizes. Needs no torch."""
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 
 from torchtitan_lite.config.extensions import load_module
 from torchtitan_lite.config.messages import ConfigError, Problem, Problems
@@ -40,6 +41,11 @@ def resolve_model(model: Model) -> ModelArgs:
         or model.attention != "causal"
     ):
         load_module("config.settings").check_windows(problems)
+    try:
+        json.dumps([asdict(model_args), hash(model_args)])
+    except TypeError as error:
+        remedy = "Use only numbers, texts, tuples of these, and frozen dataclasses there"
+        problems.refuse("model.name", f"{error}, in its ModelArgs", remedy)
     if problems:
         raise ConfigError(problems)
     return model_args

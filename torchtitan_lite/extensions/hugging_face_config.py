@@ -135,7 +135,11 @@ def read_model_args(folder: Path) -> ModelArgs:
     if not problems:
         rope, problems = read_rope(content, config, family)
     if not problems:
-        fill_in(config)
+        # missing sizes follow from other sizes
+        if config["num_key_value_heads"] is None:
+            config["num_key_value_heads"] = config["num_attention_heads"]
+        if config["head_dim"] is None:
+            config["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
         problems = find_unsupported(config, family)
     if problems:
         remedy = f"Correct {CONFIG} if a value is wrong. Otherwise use a different model"
@@ -251,14 +255,6 @@ def read_rope(
 def list_rope_keys(kind: str) -> list[str]:
     """Return the keys inside rope_parameters or rope_scaling that a rope_type reads."""
     return ["rope_theta", "partial_rotary_factor", *SCALINGS.get(kind, {}).values()]
-
-
-def fill_in(config: dict[str, Any]) -> None:
-    """Set missing sizes that follow from other sizes."""
-    if config["num_key_value_heads"] is None:
-        config["num_key_value_heads"] = config["num_attention_heads"]
-    if config["head_dim"] is None:
-        config["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
 
 
 def find_unsupported(config: dict[str, Any], family: Family) -> list[str]:

@@ -24,7 +24,7 @@ import mmap
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from torchtitan_lite.config.block import list_parameters
+from torchtitan_lite.config.block import list_parameters, list_shapes
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.extensions.foreign_json import read_json
 from torchtitan_lite.extensions.hugging_face_config import (
@@ -53,11 +53,6 @@ class HuggingFaceFolder:
     tensors: dict[str, tuple[Path, str]]  # tensor name -> file, and its name in this file
 
 
-def list_tensors(model_args: ModelArgs) -> dict[str, tuple[int, ...]]:
-    """Return FQN -> global shape of every parameter, in the order of the model. A tied head is omitted."""
-    return {fqn: entry.shape for fqn, entry in list_parameters(model_args).items()}
-
-
 def name_theirs(fqn: str, model_args: ModelArgs) -> list[str]:
     """Return Hugging Face's names of a parameter: a single name, or one per expert."""
     row = list_parameters(model_args)[fqn].row
@@ -76,7 +71,10 @@ def open_folder(path: Path) -> HuggingFaceFolder:
         raise HuggingFaceError(path, [f"{ADAPTER}: an adapter cannot be loaded. {remedy}"])
     tensors = {}
     found = {}  # name -> shape
-    file_names = read_index(path)
+    file_names = {}  # of the index: tensor name -> file name
+    if not (path / SINGLE_FILE).is_file():  # transformers also looks for this file first
+        weight_map = read_json(path / INDEX, may_be_missing=True).take("weight_map", dict, {})
+        file_names = {name: weight_map.take(name, str) for name in weight_map}
     for file in list_weight_files(path, file_names):
         for name, (dtype, shape) in read_header(file).items():
             if name.endswith(NO_WEIGHTS):
@@ -99,7 +97,7 @@ def open_folder(path: Path) -> HuggingFaceFolder:
     if model_args.tie_embeddings:
         model_args = find_tied(model_args, found, tensors)
     expected = {}
-    for fqn, shape in list_tensors(model_args).items():
+    for fqn, shape in list_shapes(model_args).items():
         if len(shape) == 3:
             shape = shape[:0:-1]  # the matrix of an expert is transposed
         expected |= dict.fromkeys(name_theirs(fqn, model_args), shape)
@@ -149,14 +147,6 @@ def read_bytes(path: Path, name: str) -> memoryview:
     values = memoryview(content)[start + first : start + last]
     # comparing eight bytes at a time is faster
     return values.cast("Q") if len(values) % 8 == 0 else values
-
-
-def read_index(path: Path) -> dict[str, str]:
-    """Return tensor name -> file name from the index, or {} for a folder with a single file. Raises UserError."""
-    if (path / SINGLE_FILE).is_file():  # transformers also looks for this file first
-        return {}
-    weight_map = read_json(path / INDEX, may_be_missing=True).take("weight_map", dict, {})
-    return {name: weight_map.take(name, str) for name in weight_map}
 
 
 def list_weight_files(path: Path, file_names: dict[str, str]) -> list[Path]:

@@ -1,4 +1,5 @@
-"""Refuse an optimizer whose state no checkpoint would save. Loaded for the optimizers of extensions and forks.
+"""Refuse an optimizer that the trainer cannot call, or whose state no checkpoint would save. Loaded for all optimizers
+except AdamW and SGD.
 
 A checkpoint saves the tensors in state[parameter], and a resume restores those that the first step creates. A number in
 state[parameter], in a parameter group or in an attribute would be reset when a run resumes, so the losses would differ.
@@ -7,6 +8,7 @@ refused too. For example, a mean over a sharded dim stays Partial until `redistr
 """
 
 from collections.abc import Iterator
+from inspect import signature
 
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
@@ -18,12 +20,28 @@ MUTABLE = (Tensor, list, dict, set, Optimizer)
 OF_TORCH = {*vars(Optimizer([Tensor()], {})), "params", "param_names", "grad_scale", "found_inf"}
 
 
+def build_watched(builder: type[Optimizer], groups: list[dict], **kernels: bool) -> Optimizer:
+    """Build an optimizer, and watch its state. Raises UserError if its class needs other arguments."""
+    try:
+        signature(builder).bind(groups, **kernels)
+        signature(builder.step).bind(None)
+    except TypeError as error:
+        raise UserError(
+            f"{builder.__name__}: {error}. The trainer calls it with groups and {', '.join(kernels)}, and calls step "
+            "without a closure. Write a subclass that needs nothing else"
+        ) from None
+    optimizer = builder(groups, **kernels)
+    watch_state(optimizer)
+    return optimizer
+
+
 def watch_state(optimizer: Optimizer) -> None:
     """Make each step raise UserError if a resume would lose state of `optimizer`."""
     # id of the attributes, a parameter group or the state of a parameter -> copy from before the step
     earlier: dict[int, dict] = {}
 
     def copy_values(optimizer: Optimizer, *_: object) -> None:
+        earlier.clear()
         for values in (vars(optimizer), *optimizer.param_groups, *optimizer.state.values()):
             earlier[id(values)] = values.copy()
 

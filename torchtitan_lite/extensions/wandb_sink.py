@@ -12,7 +12,7 @@ from uuid import uuid4
 
 from torchtitan_lite.components.metrics import find_scalars
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.files import import_extra
+from torchtitan_lite.files import import_extra, replace_text
 
 
 @dataclass(eq=False)
@@ -28,9 +28,7 @@ class WandbSink:
         wandb = import_extra("wandb", "wandb")
         id_file = self.path.with_name("wandb_id")
         if not id_file.exists():
-            new = self.path.with_name("wandb_id.new")
-            new.write_text(uuid4().hex)
-            new.rename(id_file)  # complete or absent
+            replace_text(id_file, uuid4().hex)  # complete or absent
         return wandb.init(
             dir=str(self.path.parent),
             config=asdict(self.config),

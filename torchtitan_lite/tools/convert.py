@@ -28,7 +28,7 @@ from torchtitan_lite.checkpoint.format import (
     write_file,
 )
 from torchtitan_lite.checkpoint.save import write_tensors
-from torchtitan_lite.config.block import count_parameters, list_expert_biases
+from torchtitan_lite.config.block import count_parameters, list_expert_biases, list_shapes
 from torchtitan_lite.data.tokenizer import TOKENIZER_CONFIG, Tokenizer
 from torchtitan_lite.extensions.hugging_face import find_unit, to_their_order
 from torchtitan_lite.extensions.hugging_face_config import END, GENERATION_CONFIG
@@ -41,7 +41,6 @@ from torchtitan_lite.extensions.hugging_face_export import (
 from torchtitan_lite.extensions.hugging_face_folder import (
     INDEX,
     SINGLE_FILE,
-    list_tensors,
     name_theirs,
 )
 from torchtitan_lite.models.registry import CONFIG
@@ -111,7 +110,7 @@ def write_folder(source: ModelSource, out: Path, dtype: str, read: Callable[[str
     )
     torch_dtype = getattr(torch, dtype)
     n_bytes = {}
-    for fqn, shape in list_tensors(model_args).items():
+    for fqn, shape in list_shapes(model_args).items():
         n_bytes[fqn] = prod(shape) * torch_dtype.itemsize
     files = cut_into_files(n_bytes, MOST_FILE_BYTES)
     file_of = {}
