@@ -89,7 +89,7 @@ class ModelArgs:
 # kind of a module -> its styles in parallel/tensor_parallel.py, and for experts in expert_parallel.py
 TP_STYLES = {
     "linear": "colwise rowwise sequence whole gathered vocabulary".split(),
-    "norm": "sequence heads whole colwise".split(),
+    "norm": ("sequence", "heads", "whole", "colwise"),
     "embedding": ("vocabulary",),
     "router": ("sequence",),
     "experts": ("experts",),

@@ -209,17 +209,20 @@ def feistel_permute(index: Tensor, n: int, *, key: str) -> Tensor:
     row, column = index // side, index % side
     for round_number in range(6):
         round_key = hashlib.blake2b(f"{key} {round_number}".encode(), digest_size=4).digest()
-        # mix the bits of integers below 2**32: the factor is below 2**27, so no product overflows int64
-        hashed = column ^ int.from_bytes(round_key, "big")
-        hashed = (hashed ^ (hashed >> 16)) * 0x45D9F3B & 0xFFFFFFFF
-        hashed = (hashed ^ (hashed >> 16)) * 0x45D9F3B & 0xFFFFFFFF
-        hashed ^= hashed >> 16
+        hashed = hash_32_bits(column ^ int.from_bytes(round_key, "big"))
         row, column = column, (row + hashed) % side
     permuted = row * side + column
     outside = permuted >= n
     if outside.any():
         permuted[outside] = feistel_permute(permuted[outside], n, key=key)
     return permuted
+
+
+def hash_32_bits(x: Tensor) -> Tensor:
+    """Mix the bits of integers below 2**32. The factor is below 2**27, so no product overflows int64."""
+    x = (x ^ (x >> 16)) * 0x45D9F3B & 0xFFFFFFFF
+    x = (x ^ (x >> 16)) * 0x45D9F3B & 0xFFFFFFFF
+    return x ^ (x >> 16)
 
 
 # ---------------------------------------------------------------- batches of a run

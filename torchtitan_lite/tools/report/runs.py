@@ -8,6 +8,7 @@ import json
 import shlex
 from datetime import datetime
 from functools import cached_property
+from math import inf
 from pathlib import Path
 from statistics import median
 
@@ -97,7 +98,7 @@ class RecordedRun:
         last_step, n_tokens = self.list_values("tokens")[-1]
         tokens_per_step = n_tokens / last_step
         seconds = 0.0
-        time = 1e99
+        time = inf  # before the first record
         for record in self.records:
             last_time = time
             time = datetime.fromisoformat(record["time"]).timestamp()
