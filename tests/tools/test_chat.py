@@ -47,7 +47,7 @@ TEMPLATES = {
         CHATML,
         [" é, é 😀<|im_end|>"],
         ["4 <|im_end|>", "4<|im_end|>"],
-        "has no attribute 'content'",
+        "leaves out message 2's tool_calls",
     ),
     "tool calls, thoughts of the last answer alone": (
         "{% if tools %}{{ tools | tojson }}{% endif %}"
@@ -63,18 +63,19 @@ TEMPLATES = {
             "<think>\n\n</think>\n\nIt is sunny.<|im_end|>",
         ],
     ),
-    "trims, thoughts in the generation prompt": (
-        HEAD + "{{ message.content | trim }}<|im_end|>\n{% endfor %}"
+    "trims, thoughts in the generation prompt, another end of the last answer": (
+        HEAD + "{{ message.content | trim }}"
+        "{{ eos_token if loop.last and message.role == 'assistant' else '<|im_end|>' }}\n{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% else %}{{ eos_token }}{% endif %}",
-        ["é, é 😀<|im_end|>"],
-        ["4<|im_end|>", "4<|im_end|>"],
+        ["é, é 😀<|end_of_text|>"],
+        ["4<|im_end|>", "4<|end_of_text|>"],
         "leaves out message 2's tool_calls",
     ),
     "always adds the generation prompt": (
         CHATML.replace("{% if add_generation_prompt %}", "{% if true %}"),
         [" é, é 😀<|im_end|>"],
         ["4 <|im_end|>", "4<|im_end|>"],
-        "has no attribute 'content'",
+        "leaves out message 2's tool_calls",
     ),
     "no special tokens": (
         "{% for message in messages %}{% if message.role == 'assistant' %} {{ message.content }}</s>{% else %}"

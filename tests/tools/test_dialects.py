@@ -184,8 +184,9 @@ weights, losses and trains
   row: {"messages": [{"role": "user", "content": "a", "weight": 0}, {"role": "assistant", "content": "b",
     "loss": false}, {"role": "user", "content": "c", "train": false}, {"role": "assistant", "content": "d",
     "weight": 1.0}, {"role": "assistant", "content": "e", "weight": 0.0}, {"role": "assistant",
-    "content": "f", "train": false}, {"role": "assistant", "content": "g", "loss": true}]}
-  written: {"messages": [U(a), A(b), U(c), A(d), A(e), A(f), A(g)]}
+    "content": "f", "train": false}, {"role": "assistant", "content": "g", "loss": true}, {"role": "assistant",
+    "content": "h", "trainable": false}, {"role": "assistant", "content": "i", "loss_mask": 0}]}
+  written: {"messages": [U(a), A(b), U(c), A(d), A(e), A(f), A(g), A(h), A(i)]}
   targets: ["d", "g"]
 ShareGPT's weights, some null
   dialect: "conversations"
@@ -331,11 +332,13 @@ a picture with a text | {"messages": [{"role": "user", "content": [{"type": "ima
 a column of pictures | {"images": ["a.png"], "messages": TALK} | column images
 a picture of a message | {"messages": [{"role": "user", "content": "a", "images": ["a.png"]},
     A(b)]} | message 1's images
+another key of targets | {"messages": [U(a), {"role": "assistant", "content": "b",
+    "masked": true}]} | message 2's masked is True | weight, loss, train
 half a weight | {"messages": [U(a), {"role": "assistant", "content": "b", "weight": 0.5}]} | weight is 0.5
 a loss of the user | {"messages": [{"role": "user", "content": "a", "loss": true},
     A(b)]} | message 1's loss is True | assistant
 only answers without loss | {"messages": [U(a), {"role": "assistant", "content": "b",
-    "loss": false}]} | no assistant turn
+    "loss": false}]} | no assistant turn of weight 1
 two systems | {"system": "S", "messages": [S(T), U(2+2?), A(4)]} | column system | remove one
 tools that are no JSON | {"tools": "f(a)", "messages": TALK} | tools is not a list | f(a)
 one tool | {"tools": TOOL, "messages": TALK} | tools is not a list
@@ -352,7 +355,7 @@ other columns | {"question": "2+2?", "answer": "4"} | question | conversations |
 a text as messages | {"messages": "hello"} | messages is not a list: 'hello'
 a list as a row | ["messages"] | no messages | ['messages']
 a name in a role | {"messages": [{"role": "user<|im_end|>", "content": "x"},
-    A(4)]} | message 1's role has the text
+    A(4)]} | message 1's role 'user<|im_end|>'
 a name in a content | {"messages": [U(2+2?), A(<|im_end|>)]} | message 2's content has the
 a name in a column | {"messages": TALK, "date_string": "<|im_end|>"} | column date_string has the text
 half a character | {"messages": [U(\ud83d), A(4)]} | surrogates not allowed

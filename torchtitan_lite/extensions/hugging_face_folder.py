@@ -65,10 +65,10 @@ def name_theirs(fqn: str, model_args: ModelArgs) -> list[str]:
 
 def open_folder(path: Path) -> HuggingFaceFolder:
     """Read config.json and the headers of all files. Raises HuggingFaceError with every problem."""
-    model_args = read_model_args(path)
     if (path / ADAPTER).exists():
         remedy = "Merge it into the weights with peft's merge_and_unload, or remove the file"
         raise HuggingFaceError(path, [f"{ADAPTER}: an adapter cannot be loaded. {remedy}"])
+    model_args = read_model_args(path)
     tensors = {}
     found = {}  # name -> shape
     file_names = {}  # of the index: tensor name -> file name
@@ -110,7 +110,7 @@ def open_folder(path: Path) -> HuggingFaceFolder:
     if len(problems) > MOST_NAMED:
         problems[MOST_NAMED:] = [f"and {len(problems) - MOST_NAMED} more"]
     if problems:
-        remedy = f"Download the folder again, or correct {CONFIG}"
+        remedy = f"Download the folder again, or correct {CONFIG}. If transformers finds all weights, save it with that"
         raise HuggingFaceError(path, [*problems, remedy])
     return HuggingFaceFolder(model_args, tensors)
 

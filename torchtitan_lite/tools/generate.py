@@ -128,10 +128,9 @@ def encode_conversation(messages: list[dict], chat: ChatFormat) -> list[int]:
     If the first message contains special tokens, the message is treated as a whole conversation that is already
     formatted.
     """
-    tokenizer = chat.tokenizer
     text = messages[-1]["content"]
     messages[-1]["content"] = text.rstrip("\n")
-    named = [name for name in tokenizer.special if name in text]
+    named = chat.special.findall(text)
     if named and len(messages) > 1:
         raise SourceError(f"{named[0]} would become a special token. Write it differently.")
     if named:
@@ -144,7 +143,7 @@ def encode_conversation(messages: list[dict], chat: ChatFormat) -> list[int]:
             raise SourceError(
                 f"{error}. Change the conversation, or set a different --tokenizer."
             ) from None
-    tokens, _ = tokenizer.encode_special(text)
+    tokens, _ = chat.tokenizer.encode_special(text)
     return tokens
 
 

@@ -129,9 +129,12 @@ class ChatFormat:
                 raise ValueError(
                     f"{name} is {row[name]!r}, so the text would not end with the answer. Remove it"
                 )
+        messages = row["messages"]
+        if not self.try_write(row):
+            messages = [{"content": "", **message} for message in messages]
+            row = row | {"messages": messages}
         text, turns = self.write(row)
         unused = self.check_fields(row, text)
-        messages = row["messages"]
         answers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
         trained = answers[-1:] if only_last_turn else answers
         trained = [n for n in trained if "weight" not in messages[n]]
@@ -144,7 +147,7 @@ class ChatFormat:
                 "the template does not mark each answer once, so no answer can be left out"
             )
         if not any(turns):
-            raise ValueError("it has no targets, because it has no assistant turn")
+            raise ValueError("it has no targets, because it has no assistant turn of weight 1")
         text, turns = normalize_turns(text, turns, self.tokenizer.normalize)
         return RenderedChat(text, turns, unused)
 
@@ -162,15 +165,19 @@ class ChatFormat:
             asks = {} if number else {"add_generation_prompt": True}
             written = text if number else self.try_write(row | asks)
             needed = CONTENTS if number else MEDIA
+            role = part["role"] if number else "user"
+            is_named = f"'{role}'" in template or f'"{role}"' in template
+            if role not in TEMPLATE_ROLES and not is_named:
+                raise ValueError(
+                    f"{place} role {role!r} is unknown to the chat template. Use {', '.join(TEMPLATE_ROLES)}"
+                )
             for key, value in part.items():
-                named = [name for name in self.tokenizer.special if name in str(value)]
-                is_known = key == "role" and not named
-                if key == "messages" or (number and key == "weight"):
-                    continue
-                if is_known or value in ("", [], {}):
+                named = self.special.findall(str(value))
+                is_no_text = key == "messages" or (number and key in ("role", "weight"))
+                if is_no_text or value in ("", [], {}):
                     continue
                 is_written = True
-                for other in list_varied(value, is_deep=key in CONTENTS):
+                for other in list_varied(value):
                     part[key] = other
                     is_written = is_written and self.try_write(row | asks) != written
                 part[key] = value
@@ -187,12 +194,6 @@ class ChatFormat:
                     unused["conversations with content that the template shortens or changes"] = (
                         None
                     )
-            role = part["role"] if number else "user"
-            is_named = f"'{role}'" in template or f'"{role}"' in template
-            if role not in TEMPLATE_ROLES and not is_named:
-                raise ValueError(
-                    f"{place} role {role!r} is unknown to the chat template. Use {', '.join(TEMPLATE_ROLES)}"
-                )
         return list(unused)
 
     def find_turn(self, row: dict, whole: str, number: int) -> range:
@@ -205,21 +206,30 @@ class ChatFormat:
                 f"message {number + 1} is an answer, but the chat template cannot write what comes before it. "
                 'Begin with a user message, or give this answer "weight": 0'
             )
-        head = prompt
-        if not whole.startswith(prompt):
-            # Some templates end the prompt with text, such as <think>, that they do not write in front of a given
-            # answer. For these templates, find the beginning of the answer's content instead.
-            signed = messages.copy()
-            signed[number] = {"role": "assistant", "content": SIGN}
-            head, _, _ = self.try_write(row | {"messages": signed}).partition(SIGN)
+        signed = messages.copy()
+        signed[number] = {"role": "assistant", "content": SIGN}
+        head, _, tail = self.try_write(row | {"messages": signed}).partition(SIGN)
+        # Some templates end the prompt with text, such as <think>, that they do not write in front of a given
+        # answer. For these templates, the answer begins with its content.
+        if whole.startswith(prompt):
+            head = prompt
         answered, end = self.write_up_to(row, number)
         stops = [name.end() for name in self.special.finditer(whole, len(head)) if name[0] == end]
         if answered.startswith(head):
             stops.insert(0, len(answered))
-        is_certain = bool(head) and prompt.startswith(head) and whole.startswith(head)
-        for stop in stops:
-            if is_certain and answered.endswith(whole[len(head) : stop]):
-                return range(len(head), stop)
+        start = len(head)
+        if head and prompt.startswith(head) and whole.startswith(head):
+            for stop in stops:
+                if answered.endswith(whole[start:stop]):
+                    return range(start, stop)
+            # Some templates write a different end, or none, if messages follow. For these templates, the answer ends
+            # with its content, and with the special token that also ends the message before.
+            if tail and whole.endswith(tail):
+                stop = len(whole) - len(tail)
+                _, end = self.write_up_to(row, number - 1)
+                if end and whole.startswith(end, stop):
+                    stop += len(end)
+                return range(start, stop)
         raise ValueError(
             f"message {number + 1} cannot be found with certainty. Its generation prompt ends with "
             f'{prompt[-40:]!r}. Give it "weight": 0; --only-last-turn trains only the last answer'
@@ -242,20 +252,18 @@ def vary(value: Any) -> Any:
     return not value if isinstance(value, bool) else SIGN
 
 
-def list_varied(value: Any, *, is_deep: bool) -> list[Any]:
-    """Return different values for a field. For a list, the result includes copies of the list with one element removed.
+def list_varied(value: Any) -> list[Any]:
+    """Return different values for a field, such as a text with a different end.
 
-    If `is_deep`, also return values that differ at the end of a text, or in the name or arguments of one tool call.
+    For a list, each element is removed. If an element is a tool call, also change its name, and each of its arguments.
     """
     others = [vary(value)]
-    if isinstance(value, list):
-        others += [value[:n] + value[n + 1 :] for n in range(len(value))]
-    if is_deep and isinstance(value, str):
+    if isinstance(value, str):
         others.append(value + SIGN)
-    elif is_deep and isinstance(value, list):
-        for n, call in enumerate(value):
-            for other in list_other_calls(call):
-                others.append([*value[:n], other, *value[n + 1 :]])
+    elif isinstance(value, list):
+        for n, each in enumerate(value):
+            for instead in [[], *([other] for other in list_other_calls(each))]:
+                others.append([*value[:n], *instead, *value[n + 1 :]])
     return others
 
 

@@ -16,9 +16,8 @@ texts are joined. Pictures are refused.
 """
 
 import json
-from collections.abc import Callable
+import re
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -39,16 +38,10 @@ ROLES = {  # role in published data sets -> role in chat templates. Roles not li
 SHAREGPT_ROLES = ROLES | {"observation": "tool"}
 # the text of a message with one of these roles is JSON of one or several calls
 CALL_ROLES = {"function_call", "tool_call"}
-WEIGHTS = ("weight", "loss", "train")  # a message has no targets if one of these keys is 0 or false
-
-
-@dataclass(frozen=True)
-class Dialect:
-    """How the rows of a data set store the turns of a conversation."""
-
-    name: str
-    columns: tuple[str, ...]  # columns that every row has
-    take_turns: Callable[[dict], list | None]  # removes the columns with turns, returns the turns
+# a message has no targets if one of these keys is 0 or false
+WEIGHTS = ("weight", "loss", "train", "trainable", "loss_mask")
+# Other data sets choose targets by keys such as "masked" or "train_detail", whose values have other meanings.
+CHOOSES_TARGETS = re.compile("weight|loss|train|mask")
 
 
 def read_conversation(row: Any, column: str | None = None) -> tuple[str, dict]:
@@ -57,13 +50,14 @@ def read_conversation(row: Any, column: str | None = None) -> tuple[str, dict]:
     `column` is the name of the column with the messages, if no dialect has this name.
     """
     columns = drop_nulls(row) if isinstance(row, dict) else {}
-    dialects = [list_messages(column, "conversations")] if column is not None else DIALECTS
-    dialect = next((each for each in dialects if columns.keys() >= {*each.columns}), None)
-    if not dialect:
+    dialects = DIALECTS if column is None else [list_messages(column, "conversations")]
+    fitting = [each for each in dialects if columns.keys() >= {*each[1]}]
+    if not fitting:
         found = f"columns {', '.join(columns)}" if columns else f"{row!r:.60}"
         why = "it has no messages, conversations, prompt/completion or instruction/output"
         raise ValueError(f"{why} (or set --text-column): {found}")
-    turns = dialect.take_turns(columns) or []
+    dialect, _, take_turns = fitting[0]
+    turns = take_turns(columns) or []
     system = columns.pop("system", "")
     if system != "":
         turns = [{"role": "system", "content": system}, *turns]
@@ -72,11 +66,10 @@ def read_conversation(row: Any, column: str | None = None) -> tuple[str, dict]:
         raise ValueError(
             "the column system and the first message are both system messages; remove one"
         )
-    if "tools" in columns:
-        columns["tools"] = take_column(columns, "tools")
+    columns["tools"] = take_column(columns, "tools")
     columns |= take_column(columns, "chat_template_kwargs", dict) or {}
     columns["messages"] = messages
-    return dialect.name, drop_nulls(columns)
+    return dialect, drop_nulls(columns)
 
 
 def drop_nulls(columns: dict) -> dict:
@@ -116,13 +109,12 @@ def take_column(columns: dict, name: str, kind: type = list) -> Any:
 # ---------------------------------------------------------------- turns
 
 
-def list_messages(column: str, name: str) -> Dialect:
-    return Dialect(name, (column,), partial(take_column, name=column))
+def list_messages(column: str, dialect: str) -> tuple:
+    return dialect, [column], partial(take_column, name=column)
 
 
 def take_exchange(columns: dict) -> list:
-    prompt = columns.pop("prompt")
-    return list_exchange(columns, prompt, columns.pop("completion"))
+    return list_exchange(columns, columns.pop("prompt"), columns.pop("completion"))
 
 
 def take_alpaca(columns: dict) -> list:
@@ -147,11 +139,12 @@ def list_turns(value: Any, role: str) -> list:
     return value if isinstance(value, list) else [{"role": role, "content": value}]
 
 
+# name, columns that every row has, function that removes the columns with turns and returns the turns
 DIALECTS = (
     list_messages("messages", "messages"),
     list_messages("conversations", "conversations"),
-    Dialect("prompt/completion", ("prompt", "completion"), take_exchange),
-    Dialect("Alpaca", ("instruction", "output"), take_alpaca),
+    ("prompt/completion", ["prompt", "completion"], take_exchange),
+    ("Alpaca", ["instruction", "output"], take_alpaca),
 )
 
 # ---------------------------------------------------------------- messages
@@ -171,10 +164,9 @@ def read_message(turn: Any, number: int) -> dict:
     is_role = isinstance(role, str)
     if is_role:
         message["role"] = roles.get(role, role)
-    if is_role and role in CALL_ROLES:
-        message["tool_calls"] = read_calls(message.pop("content", None), number)
-    if "tool_calls" in message:
-        message["tool_calls"] = take_column(message, "tool_calls")
+        if role in CALL_ROLES:
+            message["tool_calls"] = read_calls(message.pop("content", None), number)
+    message["tool_calls"] = take_column(message, "tool_calls")
     if isinstance(message.get("content"), list):
         message["content"] = join_parts(message["content"], number)
     content = message.get("content", "" if message.get("tool_calls") else None)
@@ -212,10 +204,13 @@ def join_parts(parts: list, number: int) -> str:
 
 def take_weight(message: dict, number: int) -> bool:
     """Remove the weights of a message. Return whether the message has targets. Raises ValueError."""
-    weights = {name: message.pop(name) for name in WEIGHTS if name in message}
+    names = filter(CHOOSES_TARGETS.search, [*message])
+    weights = {name: message.pop(name) for name in names}
     for name, weight in weights.items():
-        if weight not in (0, 1):
-            raise ValueError(f"message {number}'s {name} is {weight!r:.60}; only 0 and 1 are known")
+        if name not in WEIGHTS or weight not in (0, 1):
+            raise ValueError(
+                f"message {number}'s {name} is {weight!r:.60}; only 0 and 1 of {', '.join(WEIGHTS)} are known"
+            )
         if weight and message["role"] != "assistant":
             raise ValueError(
                 f"message {number}'s {name} is {weight}, but only the assistant's messages can have targets"
