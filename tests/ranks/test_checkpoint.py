@@ -216,7 +216,7 @@ def test_an_uncommitted_save_is_not_a_checkpoint_and_the_next_save_removes_it(po
 
 # keys | step | message
 DIFFERENT = r"""
-model.n_layers=3 | step-2 | different model: model.layers.2.attention_norm.weight has shape \[64\]
+model.n_layers=3 | step-2 | does not fit this run: model.layers.2.attention_norm.weight has shape \[64\]
 model.ffn_dim=128 | step-2 | w1.weight has shape \[128, 64\] in this run, but \[96, 64\] there
  | step-5 | step-5 is not a checkpoint
 """
