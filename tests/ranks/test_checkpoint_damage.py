@@ -38,10 +38,10 @@ MANIFEST, FIRST, SECOND = FILES = [
 def make_tensors(step: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(step)
     tensors = {
-        f"model.{name}.weight": torch.randn(256, 256, generator=generator) for name in "abcd"
+        f"optimizer.{name}.moment": torch.randn(256, 256, generator=generator) for name in "abcd"
     }
-    scalar = {"optimizer.a.weight.step": torch.tensor(2.0)}
-    return tensors | scalar | {"model.e.weight": torch.randn(7, generator=generator)}
+    scalar = {"optimizer.a.step": torch.tensor(2.0)}
+    return tensors | scalar | {"optimizer.e.moment": torch.randn(7, generator=generator)}
 
 
 def save_steps(rank: int, world_size: int, folder: str, steps: list[int]) -> None:
