@@ -56,6 +56,8 @@ def check_files(config: Config, restarted: bool) -> Problems:
         if not (nearest.is_dir() and os.access(nearest, needed)):
             why = f"{nearest} is not a folder that this user can read and write"
             problems.refuse(key, why, "Name another folder")
+    if not config.job.dump_folder:
+        problems.refuse("job.dump_folder", "it is empty", "Name a folder, or . for this one")
     has_run = (dump_folder / CONFIG_TOML).exists() or (dump_folder / METRICS).exists()
     if has_run and not (config.job.overwrite or restarted):
         load_extension("overwrite").check_earlier(problems, dump_folder)

@@ -213,6 +213,7 @@ stray | argument
 --validation.dataset_path file | validation.dataset_path
 --model.hf_assets_path nowhere | model.hf_assets_path
 --model.vocab_size 2000 | model.vocab_size
+--job.dump_folder= | job.dump_folder
 --job.dump_folder file/run | job.dump_folder
 --training.cache_folder file | training.cache_folder
 --checkpoint.local_folder=file | checkpoint.local_folder
