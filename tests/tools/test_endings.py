@@ -210,7 +210,7 @@ def test_one_signal_kills_ranks_that_hang(tmp_path, ranks):
     before.parent.mkdir(parents=True)
     before.touch()
     signals = local_ranks.Signals()
-    signals.watch_hangs(tmp_path)
+    signals.hangs = tmp_path  # `watch_hangs` would start a thread that outlives this test
     signals.started_at_s = time.time() + 1
     signals.pass_on(signal.SIGTERM, None)
     rank.join(0.2)

@@ -198,7 +198,7 @@ def test_a_watched_page_is_reloaded_until_the_run_ends(folder, tmp_path, monkeyp
         refreshes.append('http-equiv="refresh"' in (run / "report.html").read_text())
         (run / "metrics.jsonl").write_text(whole)
 
-    monkeypatch.setattr("time.sleep", go_on)
+    monkeypatch.setattr("torchtitan_lite.tools.report.page.time", Namespace(sleep=go_on))
     assert write(run, watch=True) == 0
     assert refreshes == [True]
     assert "refresh" not in (run / "report.html").read_text()
