@@ -77,7 +77,7 @@ def find_situations(spec: RunSpec) -> dict[str, str]:
     if spec.machine.device_type == "cpu":
         situations["there is no GPU"] = "comm.save_traces_folder"
         if config.checkpoint.async_mode == "async_with_pinned_mem":
-            situations['there is no GPU, except that of "async"'] = "checkpoint.async_mode"
+            situations['there is no GPU: it acts like "async"'] = "checkpoint.async_mode"
     if is_alone and {training.dtype, training.mixed_precision_param} == {"float32"}:
         situations["a pipeline stage is on one rank, in float32"] = OF_SHARDS
     if layout.fsdp_near == layout.efsdp_near == 1:

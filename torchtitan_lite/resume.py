@@ -115,7 +115,7 @@ def restore_run(
     dropped = [name for name in manifest.tensors if name.partition(".")[0] not in kinds]
     if dropped:  # an extension is off now
         logger.info(
-            f"{len(dropped)} tensors are not loaded, because nothing uses them now: {', '.join(dropped[:3])} ..."
+            f"not loaded, because nothing uses them now: {', '.join(dropped[:3])} ({len(dropped)} in total)"
         )
     if starts_anew(manifest):
         logger.info("the optimizer starts with new moments (checkpoint.exclude_from_loading)")

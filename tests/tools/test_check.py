@@ -337,7 +337,7 @@ NOTED = f"""
 --debug.compare_copies_every=5 | debug.compare_copies_every has no effect while no weight has a copy
 {TP}=2 --debug.compare_copies_every=201 | debug.compare_copies_every has no effect while it exceeds the steps of the run
 --checkpoint.local_folder=new --checkpoint.local_interval=200 | local_folder, checkpoint.local_interval has no effect
---checkpoint.enable --checkpoint.async_mode=async_with_pinned_mem | no effect while there is no GPU, except that of "a
+--checkpoint.enable --checkpoint.async_mode=async_with_pinned_mem | no effect while there is no GPU: it acts like "a
 --training.dataset=python_stdlib,python_stdlib | training.dataset names a corpus twice
 --training.dataset_weights=3 | training.dataset_weights has no effect while training.dataset names one corpus
 --comm.hang_seconds=101 | comm.hang_seconds has no effect while comm.train_timeout_seconds ends a hang first

@@ -125,7 +125,7 @@ def checkout(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def answers(checkout, request) -> Answers:
-    """Run the calls of all forks, those of slow tests only if such tests may run. Return their answers."""
+    """Run the calls of the selected tests for all forks. Return their answers."""
     calls = list_walk(WHOLE_WALK)
     del calls["verify pp2"]  # only the slow walks make this call, and all trials of `verify`
     calls["verify"][0] = "verify wide"
