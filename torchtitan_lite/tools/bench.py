@@ -46,6 +46,8 @@ from torchtitan_lite.tools.verify.plain import draw_batch
 from torchtitan_lite.tools.verify.ranks import RankPool
 from torchtitan_lite.tools.verify.reduction import override
 
+REPLICATE = DEGREES[0]
+
 # The bare loop uses float32 (also on CUDA) and a constant learning rate, so the trainer must use both.
 STEP_CONFIG = override(
     Config(),
@@ -115,7 +117,7 @@ def main(options: Namespace, config: Config = STEP_CONFIG) -> int:
 def share_rows(config: Config, degrees: dict[str, int], n_ranks: int) -> Config:
     """Return the config of a layout, with a global batch that trainer and bare_loop can split evenly."""
     n_rows = n_ranks * math.ceil(config.training.local_batch_size / n_ranks)
-    n_shares = degrees.get(SHARD, 1) * degrees.get(DEGREES[0], 1)
+    n_shares = degrees.get(SHARD, 1) * degrees.get(REPLICATE, 1)
     return override(
         config,
         {

@@ -39,6 +39,8 @@ NUMBERS = {  # environment variables of the launcher: their spelling and range
     "OMP_NUM_THREADS": (r"\d+(,\d+)*", Range(1, 4096)),
 }
 BATCH = "training.global_batch_size"
+LONGEST_RUN_S = 1e13  # the most seconds that a timedelta can hold
+LONG_S = 1800
 
 
 def main(options: Namespace) -> int:
@@ -172,9 +174,9 @@ def describe_spec(spec: RunSpec, n_hosts: int = 1) -> str:
     if machine.device_type == "cpu" and machine.is_here:
         n_cores = min(layout.world_size, os.cpu_count())
         seconds = flops.causal * tokens * config.training.steps / (n_cores * CPU_FLOPS_PER_CORE)
-        estimate = timedelta(seconds=ceil(min(seconds, 1e13)))  # the most that it can hold
+        estimate = timedelta(seconds=ceil(min(seconds, LONGEST_RUN_S)))
         rows["time"] = f"roughly {estimate} (h:mm:ss) on {plural(n_cores, 'core')}"
-        if seconds > 1800:
+        if seconds > LONG_S:
             rows["time"] += "; --config debug takes half a minute"
         if config.activation_checkpoint.mode == "selective" and not config.compile.enable:
             rows["note"] = (

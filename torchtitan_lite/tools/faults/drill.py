@@ -70,6 +70,8 @@ ON_RANK_0 = ("records_full", "traces_full")
 KEYS_OF_KINDS = {  # a trace of the last step is written
     "traces_full": ["--profiling.enable_profiling", f"--profiling.profile_freq={DRILL_STEPS}"],
 }
+FIRST_FAULT = 5
+LONGEST_DRILL_S = 240
 MARK = "fault.txt"
 DRILL_KEYS = [
     f"--training.steps={DRILL_STEPS}",
@@ -133,7 +135,7 @@ def train_with_faults(args: list[str], folder: Path, spec: RunSpec) -> int:
 def drill(kind: str, seed: int, world_size: int, args: list[str], out: Path) -> Fault:
     """Train once with a fault. The seed chooses rank and step of the fault."""
     chosen = random.Random(f"{kind} {seed}")
-    first = DRILL_STEPS - 1 if kind == "flip_checkpoint" else 5  # after two checkpoints
+    first = DRILL_STEPS - 1 if kind == "flip_checkpoint" else FIRST_FAULT  # after two checkpoints
     rank = None if kind == "none" else chosen.randrange(1 if kind in ON_RANK_0 else world_size)
     folder = out / f"{kind}-{seed}"
     fault = Fault(
@@ -162,7 +164,7 @@ def run_with(fault: Fault, args: list[str]) -> None:
     environment = {**os.environ, VARIABLE: json.dumps(asdict(fault)), "MAX_RESTARTS": "2"}
     command = [sys.executable, "-m", "torchtitan_lite", "drill", *args]
     command.append(f"--job.dump_folder={fault.folder}")
-    deadline_s = time.monotonic() + 240  # the longest drill
+    deadline_s = time.monotonic() + LONGEST_DRILL_S
     with open(Path(fault.folder) / "drill.txt", "ab", buffering=0) as output:
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
         while process.poll() is None and time.monotonic() < deadline_s:

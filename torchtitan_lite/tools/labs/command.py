@@ -9,6 +9,8 @@ from torchtitan_lite.tools.environment import continue_with_packages
 from torchtitan_lite.tools.labs import working_copy
 from torchtitan_lite.tools.labs.lab import Lab, compute_answer, find_lab, list_labs, read_quantity
 
+TOLERANCE = 0.02  # allowed relative error of a prediction; a count must be exact
+
 
 def main(options: Namespace) -> int:
     """List the labs, print a lab, judge an answer, or start or judge a working copy. Return 1 if an answer or a copy is
@@ -49,7 +51,7 @@ def judge_answer(lab: Lab, options: Namespace) -> int:
     right = compute_answer(lab, options.name)
     ratio = told / right.value
     is_count = right.printed.replace(",", "").isdecimal() and right.value < 10_000
-    tolerance = 0.0 if is_count else 0.02  # relative error of a prediction
+    tolerance = 0.0 if is_count else TOLERANCE
     if abs(ratio - 1) <= tolerance:
         print(f"right: {right.printed}. See: {name_command(right.command)}")
         return 0
