@@ -10,6 +10,7 @@ from torchtitan_lite.models.llama3 import modules as llama3
 from torchtitan_lite.parallel import (
     context_parallel,
     exchange,
+    fsdp,
     parallelize,
     tensor_parallel,
 )
@@ -43,6 +44,12 @@ def gathered_sequence_keeps_its_own_gradient(original, ctx, grad):
 def partial_sums_averaged(original, whole, ranks, dim):
     """Partial sums over tp ranks are averaged instead of added."""
     return original(whole, ranks, dim) / ranks.n
+
+
+@mutant("tp2", "gradients", "norm.weight", at=(fsdp, "add_tokens"))
+def norm_gradients_not_added_over_tp(original, ranks, gradient):
+    """The gradient of a norm covers only the tokens of one tp rank. README.md shows what `verify` prints."""
+    return gradient
 
 
 @mutant("ddp2", "gradients", "output.weight", at=(parallelize, "apply_fsdp"))
