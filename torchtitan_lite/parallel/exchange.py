@@ -5,14 +5,13 @@
                                                                                                 feed-forward and head
     GatherEqually      its logits   its logits -> 2   all-gather        nothing                 in the loss
     Scatter            partial sum  partial sum-> S/2 reduce-scatter    all-gather              after wo, w2, embedding
-    share_heads        E[:E/2]    E[E/2:]      -> E   all-to-all        all-to-all, sum         after wk, wv, if ranks
-                                                                                                share a head
     add_tokens         its tokens   its tokens -> sum nothing           all-reduce              weights of norms
     over cp
     Gather             its pieces   its pieces -> S   all-gather        reduce-scatter          keys and values of
                                                                                                 document attention
-    over ep
-    ExchangeRows       rows for 0 and 1        -> rows for this rank    all-to-all back         around the experts
+    over ep, or over tp (shared_heads.py)
+    ExchangeRows       rows for 0 and 1        -> rows for this rank    all-to-all back         around the experts;
+                                                                                                after wk, wv
 
 The table is drawn for two ranks. Each collective moves P(n-1)/n bytes per rank, where P is the size of the full tensor.
 The caller waits immediately: on a GPU the stream waits, not the host. torch.compile sees these operators, so inductor
@@ -158,17 +157,3 @@ class ExchangeRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return all_to_all(grad, ctx.ranks, ctx.sent, ctx.received), None, None, None
-
-
-def share_heads(own: Tensor, ranks: Ranks, n_sharing: int) -> Tensor:
-    """Concatenate the features of the `n_sharing` ranks that use one head, (B, S, E/n_sharing) -> (B, S, E).
-
-    An all-gather among the ranks of a head, written as an all-to-all that sends nothing to other heads. In
-    backward, each rank receives the gradients of its features from all ranks of the head, and adds them.
-    """
-    first = ranks.own // n_sharing * n_sharing
-    sent = [0] * ranks.n
-    sent[first : first + n_sharing] = [len(own)] * n_sharing
-    copies = own.expand(n_sharing, *own.shape).flatten(0, 1)
-    slices = ExchangeRows.apply(copies, sent, sent, ranks)
-    return torch.cat(slices.chunk(n_sharing), -1)

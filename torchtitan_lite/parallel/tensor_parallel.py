@@ -5,7 +5,7 @@
     attention_norm        SequenceParallel    (D,)         Replicate  (B, S/tp, D)
     attention             PrepareModuleInput                          (B, S, D)       all-gather, before its modules
     attention.wq          ColwiseParallel     (H*E/tp, D)  Shard(0)   (B, S, H*E/tp)
-    attention.wk, wv      KeyValueParallel    (K*E/tp, D)  Shard(0)   (B, S, K*E/tp)  all-to-all if K < tp: see below
+    attention.wk, wv      ColwiseParallel     (K*E/tp, D)  Shard(0)   (B, S, K*E/tp)  K < tp: shared_heads.py
     attention.wo          RowwiseParallel     (D, H*E/tp)  Shard(1)   (B, S/tp, D)    reduce-scatter of partial sums
     ffn_norm              SequenceParallel    (D,)         Replicate  (B, S/tp, D)
     feed_forward          PrepareModuleInput                          (B, S, D)       all-gather, before its modules
@@ -28,20 +28,6 @@ Traffic per block: 2 all-gathers and 2 reduce-scatters in forward, the same in b
 adds one reduce-scatter, and the head adds one all-gather. Backward mirrors them. The weight gradient of a norm covers
 only the tokens of one rank, so FSDP all-reduces it over tp (D*4 bytes) before the reduction over data-parallel ranks. A
 bias of a colwise layer is split with its output; a rowwise layer adds its bias once, after the reduce-scatter.
-
-With fewer key/value heads than ranks, tp/K ranks use the same head. Each of these ranks stores and updates its own
-slice of the head, as in any colwise module, so every parameter is stored once. The ranks of a head exchange their
-slices (drawn for tp=4, K=2):
-
-                      tp rank 0     tp rank 1     tp rank 2     tp rank 3
-    wk.weight         head 0: top   head 0: rest  head 1: top   head 1: rest       (K*E/tp, D)  Shard(0)
-    key (B, S, E)     head 0        head 0        head 1        head 1             after the exchange
-    its gradient      from the queries of this rank: partial sums, added by the exchange in backward
-
-Traffic: an all-to-all of keys and one of values between the tp/K ranks of a head, in forward and in backward. Each
-moves P(n-1)/n per rank, P = B*S*E*2 bytes, n = tp/K: for E = 128 and D = 4096, 1/32 of a block's other exchanges.
-Replicated weights would need no exchange in forward, but then either each rank would store K heads, or FSDP, the norm
-and checkpoints would need a second mesh for the ranks of a head.
 
 The loss with a sharded vocabulary, for one chunk of n tokens (all tokens if loss_chunk_tokens = 0):
 
@@ -70,7 +56,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from torchtitan_lite.config.block import list_gathered, list_modules
-from torchtitan_lite.config.extensions import load_extension
+from torchtitan_lite.config.extensions import load_extension, load_module
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.dtensor import shard_parameters
 from torchtitan_lite.model.loss import Vocabulary
@@ -81,12 +67,11 @@ from torchtitan_lite.parallel.exchange import (
     Ranks,
     Scatter,
     list_ranks,
-    share_heads,
 )
 
 
-def plan_tensor_parallel(part: nn.Module) -> dict[str, "LocalStyle"]:
-    """Return FQN -> style for every module of a part that TP changes.
+def plan_tensor_parallel(part: nn.Module, tp: int) -> dict[str, "LocalStyle"]:
+    """Return FQN -> style for every module of a part that TP over `tp` ranks changes.
 
     An MoE layer needs no style: it takes this rank's slice of the sequence, and uses a different mesh
     (expert_parallel.py).
@@ -101,8 +86,8 @@ def plan_tensor_parallel(part: nn.Module) -> dict[str, "LocalStyle"]:
         rows.append(replace(row, name=fqn))
         if row.kind == "embedding":
             plan[fqn] = SplitEmbedding()
-        elif row.kv_heads:
-            plan[fqn] = KeyValueParallel(row.kv_heads)
+        elif 0 < row.kv_heads < tp:
+            plan[fqn] = load_module("parallel.shared_heads").SharedHeads(row.kv_heads)
         else:
             plan[fqn] = STYLES[row.tp_style]()
     return plan | {fqn: PrepareModuleInput() for fqn in list_gathered(rows)}
@@ -113,7 +98,7 @@ def apply_tensor_parallel(part: nn.Module, mesh: DeviceMesh) -> None:
 
     Raises UserError if a parameter has no style: its gradient would cover only this rank's tokens.
     """
-    parallelize_module(part, mesh, plan_tensor_parallel(part))
+    parallelize_module(part, mesh, plan_tensor_parallel(part, mesh.size()))
     moes = tuple(f"layers.{layer}.feed_forward." for layer, _ in list_moes(part))
     for fqn, parameter in part.named_parameters():
         if not isinstance(parameter, DTensor) and not fqn.startswith(moes):
@@ -165,19 +150,6 @@ class ColwiseParallel(LocalStyle):
     """x (B, S, in) -> (B, S, out/tp): computes this rank's output features. Also for elementwise modules."""
 
     placements = {"weight": Shard(0), "bias": Shard(0)}
-
-
-class KeyValueParallel(ColwiseParallel):
-    """x (B, S, D) -> (B, S, E * max(1, K/tp)): computes this rank's key/value heads, or its slice of one head."""
-
-    def __init__(self, n_heads: int):
-        super().__init__()
-        self.n_heads = n_heads
-
-    def compute(self, module: nn.Module, ranks: Ranks, x: Tensor) -> Tensor:
-        own = super().compute(module, ranks, x)
-        n_sharing = ranks.n // self.n_heads
-        return share_heads(own, ranks, n_sharing) if n_sharing > 1 else own
 
 
 class RowwiseParallel(LocalStyle):
