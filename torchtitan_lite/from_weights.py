@@ -17,7 +17,7 @@ from torchtitan_lite.checkpoint.starting_weights import (
 )
 from torchtitan_lite.config.extensions import load_extension
 from torchtitan_lite.config.layout import Layout
-from torchtitan_lite.config.messages import ConfigError, Problem, Problems
+from torchtitan_lite.config.messages import ConfigError, Problem, Problems, collecting
 from torchtitan_lite.config.model_rows import AUTO, ModelArgs
 from torchtitan_lite.config.reader import UserConfig
 from torchtitan_lite.config.schema import Config, with_value
@@ -30,15 +30,15 @@ from torchtitan_lite.preflight import RunSpec
 HIGHEST_LR = 1e-4  # for trained weights; configs/finetune.toml uses a tenth of it
 
 
-def find_weights(given: UserConfig, restarted: bool) -> tuple[UserConfig, Weights | None]:
-    """Find the weights that a run starts from, and adapt its config to them. Errors go into `problems` of the result.
+def find_weights(given: UserConfig, restarted: bool) -> Weights | None:
+    """Find the weights that a run starts from, and adapt its config to them. Errors are added to `given.problems`.
 
     If torchrun `restarted` the job, it resumes from its own newest checkpoint.
     """
     config = given.config
     section = config.checkpoint
     weights = None
-    try:
+    with collecting(given.problems):
         if section.enable:
             weights = find_resumed(config, restarted)
         if weights is None and section.initial_load_path:
@@ -52,46 +52,41 @@ def find_weights(given: UserConfig, restarted: bool) -> tuple[UserConfig, Weight
                 "Set checkpoint.enable, and job.dump_folder to the folder of a run that has saved",
             )
             raise ConfigError([problem])
-    except ConfigError as error:
-        return replace(given, problems=(*given.problems, *error.problems)), None
-    if weights is None:
-        return given, None
-    given = given.with_resolved(TOKENIZER, weights.assets)
-    return adapt_to_weights(given, weights), weights
+    if weights:
+        given.resolve(TOKENIZER, weights.assets)
+        adapt_to_weights(given, weights)
+    return weights
 
 
-def adapt_to_weights(given: UserConfig, weights: Weights) -> UserConfig:
+def adapt_to_weights(given: UserConfig, weights: Weights) -> None:
     """Use the model of the weights. For pretrained weights, also use defaults for fine-tuning."""
     config = given.config
     section = config.checkpoint
     if config.model.flavor == AUTO:
-        model = replace(config.model, row=weights.model_args)
-        if "model.name" not in given.chosen:
-            model = replace(model, name=weights.model_args.name)
-        elif model.name != weights.model_args.name:
+        row = weights.model_args
+        name = config.model.name if "model.name" in given.chosen else row.name
+        if name != row.name:
             # for fields that only the chosen model has, use the values of its debug flavor
             list_added_fields = load_extension("families").list_added_fields
-            added = list_added_fields(MODELS[model.name].flavors["debug"], weights.model_args)
-            model = replace(model, row=replace(weights.model_args, **added))
-        given = replace(given, config=replace(config, model=model))
+            row = replace(row, **list_added_fields(MODELS[name].flavors["debug"], row))
+        given.config = replace(config, model=replace(config.model, name=name, row=row))
     is_trained_further = section.initial_load_path and section.initial_load_model_only
     if not (weights.published or is_trained_further):
-        return given
-    given = replace(given, notices=(*given.notices, *weights.notices))
+        return
+    given.notices += weights.notices
     context = weights.published.get(CONFIG, {}).get(LENGTH) or config.training.seq_len
     seq_len = min(context, config.training.seq_len)
     why = "the context length of the weights"
-    given = given.with_default("training.seq_len", seq_len, why)
+    given.set_default("training.seq_len", seq_len, why)
     if weights.model_args.moe:
         rate = 0.0  # Hugging Face formats have no expert bias
         if weights.manifest:
             rate = weights.manifest.run["config"]["training"]["expert_bias_rate"]
         why = f"as for the weights in {weights.path}"
-        given = given.with_default("training.expert_bias_rate", rate, why)
+        given.set_default("training.expert_bias_rate", rate, why)
     if config.optimizer.lr > HIGHEST_LR:
         high = f"optimizer.lr = {config.optimizer.lr:g} is high for trained weights"
-        given = replace(given, notices=(*given.notices, f"{high}; finetune.toml uses 1e-5"))
-    return given
+        given.notices.append(f"{high}; finetune.toml uses 1e-5")
 
 
 def check_loaded_weights(

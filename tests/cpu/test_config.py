@@ -10,6 +10,7 @@ import pytest
 from marks import each_row
 
 from torchtitan_lite.checkpoint.continued import find_resume_rule
+from torchtitan_lite.config.checks import PLAIN_KEYS, asks_for_features
 from torchtitan_lite.config.model import MODEL_SIZES
 from torchtitan_lite.config.reader import (
     CONFIG_FOLDER,
@@ -23,7 +24,7 @@ from torchtitan_lite.config.reader import (
 )
 from torchtitan_lite.config.schema import Config, Range, get_value, with_value
 from torchtitan_lite.extensions.torchtitan_keys import MISSING_FEATURES, explain_absent
-from torchtitan_lite.idle_keys import WITHOUT_EFFECT, WITHOUT_RESUME, describe_idle_keys
+from torchtitan_lite.notices import WITHOUT_EFFECT, WITHOUT_RESUME, describe_idle_keys
 
 
 def find_range(kind: object) -> Range | None:
@@ -398,6 +399,14 @@ def test_every_key_without_effect_is_named_with_its_case(case):
         idle |= found
     for key in idle:
         config = with_another_value(config, key)
-    given = UserConfig(config, "own", frozenset(idle), (), ())
+    given = UserConfig(config, "own", frozenset(idle))
     assert all(key in " ".join(describe_idle_keys(given, {WITHOUT_RESUME: ""})) for key in idle)
     assert describe_idle_keys(replace(given, chosen=frozenset()), {}) == []
+
+
+def test_notices_are_loaded_for_every_key_that_may_have_no_effect():
+    starts = tuple(" ".join(WITHOUT_EFFECT.values()).split())
+    idle = {key for key in PLAIN_KEYS if key.startswith(starts)}
+    assert idle == {"validation.enable", "validation.freq", "validation.steps"}
+    for key in idle - {"validation.enable"}:
+        assert asks_for_features(with_value(Config(), key, 3))

@@ -34,7 +34,8 @@ AUTOMATIC = (None, -1, AUTO)  # the values that resolve_config replaces
 TP = "parallelism.tensor_parallel_degree"
 SPLIT_DIMS = {"colwise": 0, "rowwise": -1}  # tp_style -> dim of the weight that tp splits
 SIZES_OF_TP = ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
-# settings.py has no rule about these keys. If no other key differs from its default, the file is not loaded.
+# settings.py has no rule about these keys, and notices.py has no notice. If all other keys have their defaults, these
+# files are not loaded.
 PLAIN_KEYS = set(
     """
     job.config_file job.dump_folder model.hf_assets_path optimizer.lr lr_scheduler.warmup_steps
@@ -79,11 +80,12 @@ def plan_layout(config: Config, model_args: ModelArgs, world_size: int) -> Layou
 
 
 def asks_for_features(config: Config) -> bool:
-    """Return whether a rule of settings.py could refuse this config."""
+    """Return whether settings.py or notices.py may have something to say about this config."""
     default = Config()
     others = KEYS.keys() - PLAIN_KEYS
     is_plain = all(get_value(config, key) == get_value(default, key) for key in others)
-    return not is_plain or config.activation_checkpoint.mode == "memory_budget"
+    is_idle = config.validation != default.validation and not config.validation.enable
+    return not is_plain or is_idle or config.activation_checkpoint.mode == "memory_budget"
 
 
 def resolve_config(config: Config, layout: Layout, device_type: str) -> Config:

@@ -3,6 +3,8 @@
 import os
 import re
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,6 +60,15 @@ class ConfigError(UserError):
         super().__init__(
             "\n".join(f"  {number}. {problem}" for number, problem in enumerate(problems, 1))
         )
+
+
+@contextmanager
+def collecting(problems: list[Problem]) -> Iterator[None]:
+    """Context manager: add the problems of a ConfigError instead of raising it."""
+    try:
+        yield
+    except ConfigError as error:
+        problems += error.problems
 
 
 def name_command(line: str) -> str:

@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, field, is_dataclass
 from difflib import get_close_matches
 from math import isfinite
 from pathlib import Path
@@ -53,35 +53,36 @@ KEYS = dict(list_types(Config))  # "training.steps" -> its type
 SECTIONS = list(dict.fromkeys(key.rpartition(".")[0] for key in KEYS))
 
 
-@dataclass(frozen=True)
+@dataclass
 class UserConfig:
-    """A config as the user gave it. The config is complete even if there are problems, because invalid keys keep their
-    defaults."""
+    """A config as the user gave it, with the problems and notices of the run.
+
+    The config is complete even if there are problems, because invalid keys keep their defaults.
+    """
 
     config: Config
     config_name: str  # name of the TOML file, without folder and extension
     chosen: frozenset[str]  # keys set by the command line or by a file outside configs/
-    problems: tuple[Problem, ...]
-    notices: tuple[str, ...]
+    problems: list[Problem] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
 
-    def with_resolved(self, key: str, value: object) -> "UserConfig":
-        """Return a copy in which `value` replaces the value "auto" of a key."""
-        if get_value(self.config, key) != AUTO:
-            return self
-        return replace(self, config=with_value(self.config, key, value))
+    def resolve(self, key: str, value: object) -> None:
+        """Replace the value "auto" of a key."""
+        if get_value(self.config, key) == AUTO:
+            self.config = with_value(self.config, key, value)
 
-    def with_default(self, key: str, value: object, why: str) -> "UserConfig":
-        """Return a copy with a different default for a key, and a notice. Return `self` if the user chose a value."""
-        if key in self.chosen or get_value(self.config, key) == value:
-            return self
-        config = with_value(self.config, key, value)
-        notices = (*self.notices, f"{key} is {value}, {why}")
-        return replace(self, config=config, notices=notices)
+    def set_default(self, key: str, value: object, why: str) -> None:
+        """Change the default of a key, with a notice, unless the user chose a value."""
+        if key not in self.chosen and get_value(self.config, key) != value:
+            self.config = with_value(self.config, key, value)
+            self.notices.append(f"{key} is {value}, {why}")
 
 
 def read_config(args: list[str]) -> UserConfig:
     """Read command-line arguments and the TOML file that they name. Errors go to `problems` of the result."""
-    texts, problems, notices = parse_arguments(args)
+    problems: list[Problem] = []
+    notices: list[str] = []
+    texts = parse_arguments(args, problems, notices)
     config_file = str(texts.pop("job.config_file", Job.config_file))
     table = {}
     is_shipped = False
@@ -106,23 +107,20 @@ def read_config(args: list[str]) -> UserConfig:
         except WrongValue as wrong:
             problems.append(Problem(key, value, *wrong.args))
     chosen = texts if is_shipped else given
-    name = Path(config_file).stem
-    return UserConfig(config, name, frozenset(chosen), tuple(problems), tuple(notices))
+    return UserConfig(config, Path(config_file).stem, frozenset(chosen), problems, notices)
 
 
 # ---------------------------------------------------------------- command line and file
 
 
 def parse_arguments(
-    args: list[str],
-) -> tuple[dict[str, str | bool], list[Problem], list[str]]:
-    """Return key -> text, problems and notices.
+    args: list[str], problems: list[Problem], notices: list[str]
+) -> dict[str, str | bool]:
+    """Return key -> text. Adds problems and notices.
 
     `--section.flag` means True, and `--section.no_flag` means False; - and _ are equivalent.
     """
     values: dict[str, str | bool] = {}
-    problems = []
-    notices = []
     rest = list(args)
     while rest:
         argument = rest.pop(0)
@@ -143,7 +141,7 @@ def parse_arguments(
         if values.get(name, value) != value:
             notices.append(f"{name} is given twice: {value!r} replaces {values[name]!r}")
         values[name] = value
-    return values, problems, notices
+    return values
 
 
 def find_key(written: str) -> str:

@@ -35,7 +35,7 @@ from torchtitan_lite.config.checks import resolve_config
 from torchtitan_lite.config.model import MODEL_SIZES, resolve_model
 from torchtitan_lite.config.reader import KEYS
 from torchtitan_lite.config.schema import Config, get_value
-from torchtitan_lite.idle_keys import WITHOUT_RESUME, describe_idle_keys
+from torchtitan_lite.notices import WITHOUT_RESUME, describe_idle_keys
 from torchtitan_lite.tools.plan.planned_run import read_target
 from torchtitan_lite.tools.tables import format_table
 from torchtitan_lite.tools.verify.degrees import AUTOMATIC
