@@ -5,6 +5,7 @@ checks, and adds checks that read files. Each function checks all of its rules, 
 """
 
 from dataclasses import replace
+from math import ceil
 
 from torchtitan_lite.config.block import list_block_modules, list_end_modules
 from torchtitan_lite.config.choices import SCHEDULES
@@ -33,7 +34,6 @@ from torchtitan_lite.config.schema import (
 AUTOMATIC = (None, -1, AUTO)  # the values that resolve_config replaces
 TP = "parallelism.tensor_parallel_degree"
 SPLIT_DIMS = {"colwise": 0, "rowwise": -1}  # tp_style -> dim of the weight that tp splits
-SIZES_OF_TP = ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
 # settings.py has no rule about these keys, and notices.py has no notice. If all other keys have their defaults, these
 # files are not loaded.
 PLAIN_KEYS = set(
@@ -73,7 +73,21 @@ def plan_layout(config: Config, model_args: ModelArgs, world_size: int) -> Layou
     layout = replace(layout, zero_stage=plan_zero_stage(config, layout))
     if section.zero_plus_plus:
         layout = load_module("config.features").split_nodes(layout, section)
-    check_layout(problems, layout, world_size)
+    if layout.world_size != world_size:
+        others = layout.world_size // layout.dp_shard
+        why = f"the degrees ({layout}) make {layout.world_size} ranks, but the run has {world_size}"
+        remedy = f"Use a multiple of {others} ranks, and -1 here for the remaining factor"
+        problems.refuse("parallelism.data_parallel_shard_degree", why, remedy)
+    check_batch(problems, layout)
+    check_sequence(problems, layout)
+    check_table(problems)
+    check_tp(problems, layout.tp, world_size)
+    if model_args.moe:
+        load_module("config.experts").check_experts(problems, layout)
+    if asks_for_features(config):
+        problems += load_module("config.settings").find_refused(config, model_args, layout)
+    if layout.pp > 1 and not any("batch_size" in problem.key for problem in problems):
+        check_microbatches(problems, layout)
     if problems:
         raise ConfigError(problems)
     return layout
@@ -106,26 +120,6 @@ def resolve_config(config: Config, layout: Layout, device_type: str) -> Config:
             config = with_value(config, key, value)
     # zero_stage has the resolved value, and this key must not contradict zero_stage
     return with_value(config, "parallelism.fsdp_reshard_after_forward", "default")
-
-
-def check_layout(problems: Problems, layout: Layout, world_size: int) -> None:
-    """Check the number of ranks, and the sizes that degrees and schedule must divide."""
-    config = problems.config
-    model_args = problems.model_args
-    if layout.world_size != world_size:
-        others = layout.world_size // layout.dp_shard
-        why = f"the degrees ({layout}) make {layout.world_size} ranks, but the run has {world_size}"
-        remedy = f"Use a multiple of {others} ranks, and -1 here for the remaining factor"
-        problems.refuse("parallelism.data_parallel_shard_degree", why, remedy)
-    check_batch(problems, layout)
-    check_sizes(problems, layout, world_size)
-    check_table(problems, layout.tp, world_size)
-    if model_args.moe:
-        load_module("config.experts").check_experts(problems, layout)
-    if asks_for_features(config):
-        problems += load_module("config.settings").find_refused(config, model_args, layout)
-    if layout.pp > 1 and not any("batch_size" in problem.key for problem in problems):
-        check_microbatches(problems, layout)
 
 
 def check_batch(problems: Problems, layout: Layout) -> None:
@@ -220,23 +214,10 @@ def count_pieces(parallelism: Parallelism) -> int:
     return pieces
 
 
-def check_sizes(problems: Problems, layout: Layout, world_size: int) -> None:
-    """Find sizes that tp or cp does not divide."""
-    config = problems.config
-    for name in SIZES_OF_TP:
-        size = getattr(problems.model_args, name)
-        rest = size % layout.tp
-        if not fits_tp(name, size, layout.tp):
-            why = f"{TP} = {layout.tp} does not divide it, but tp ranks need equal shards"
-            if name == "n_kv_heads":
-                why = f"{TP} = {layout.tp} neither divides it nor is a multiple of it, but tp ranks need whole heads"
-            remedy = f"Use {TP} = {list_tp(problems.model_args, world_size)}"
-            is_free = config.model.row is None  # loaded weights have a fixed number of rows
-            if name == "vocab_size" and is_free:
-                remedy += f", or {size - rest + layout.tp} here; no token uses the added rows"
-            problems.refuse(f"model.{name}", why, remedy)
-    pieces = count_pieces(config.parallelism)
-    seq_len = config.training.seq_len
+def check_sequence(problems: Problems, layout: Layout) -> None:
+    """Check that tp and cp divide the sequence."""
+    pieces = count_pieces(problems.config.parallelism)
+    seq_len = problems.config.training.seq_len
     if seq_len % pieces:
         why = (
             f"it does not divide into {pieces} equal pieces "
@@ -245,24 +226,53 @@ def check_sizes(problems: Problems, layout: Layout, world_size: int) -> None:
         problems.refuse("training.seq_len", why, f"Use {list_multiples(seq_len, pieces)}")
 
 
-def fits_tp(name: str, size: int, tp: int) -> bool:
-    """Return whether tp divides a size of [model]. With fewer key/value heads than tp ranks, ranks share heads."""
-    return size % tp == 0 or (name == "n_kv_heads" and tp % size == 0)
-
-
-def list_tp(model_args: ModelArgs, world_size: int) -> str:
-    """Return the degrees of tp that this many ranks and the sizes of a model allow, as in "1, 2 or 4"."""
-    degrees = []
-    rows = list_different_rows(model_args)
-    for tp in range(1, model_args.n_heads + 1):
-        if world_size % tp:
+def check_tp(problems: Problems, tp: int, world_size: int) -> None:
+    """Check that tp divides the sizes of [model]. If so, check that it splits every module of the model."""
+    model_args = problems.model_args
+    misfits = list_misfits(model_args, tp)
+    if not misfits:
+        return
+    degrees = range(1, model_args.n_heads + 1)
+    fitting = [str(n) for n in degrees if world_size % n == 0 and not list_misfits(model_args, n)]
+    allowed = " or ".join(filter(None, [", ".join(fitting[:-1]), fitting[-1]]))  # 1, 2 or 4
+    for misfit in misfits:
+        if isinstance(misfit, ModuleRow):
+            if not problems:
+                n_features = misfit.weight[SPLIT_DIMS.get(misfit.tp_style, 0)]
+                style = f"whose tp_style is {misfit.tp_style!r}"
+                why = f"tp ranks cannot share the {n_features} features of {misfit.name}, {style}"
+                problems.refuse(TP, why, f"Use {allowed}")
             continue
-        fits = [fits_tp(name, getattr(model_args, name), tp) for name in SIZES_OF_TP]
-        fits += [can_split(row, model_args, tp) for row in rows]
-        if all(fits):
-            degrees.append(str(tp))
-    *others, last = degrees
-    return f"{', '.join(others)} or {last}" if others else last
+        why = f"{TP} = {tp} does not divide it, but tp ranks need equal shards"
+        if misfit == "n_kv_heads":
+            why = f"{TP} = {tp} neither divides it nor is a multiple of it, but tp ranks need whole heads"
+        remedy = f"Use {TP} = {allowed}"
+        is_free = problems.config.model.row is None  # loaded weights have a fixed number of rows
+        if misfit == "vocab_size" and is_free:
+            n_rows = tp * ceil(model_args.vocab_size / tp)
+            remedy += f", or {n_rows} here; no token uses the added rows"
+        problems.refuse(f"model.{misfit}", why, remedy)
+
+
+def list_misfits(model_args: ModelArgs, tp: int) -> list[str | ModuleRow]:
+    """List the sizes of [model], and the modules, that tp ranks cannot share."""
+    misfits = []
+    for name in ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size"):
+        size = getattr(model_args, name)
+        is_shared = name == "n_kv_heads" and tp % size == 0  # several ranks have the same head
+        if size % tp and not is_shared:
+            misfits.append(name)
+    for row in list_different_rows(model_args):
+        if row.tp_style in SPLIT_DIMS:
+            fits = row.weight[SPLIT_DIMS[row.tp_style]] % tp == 0
+        else:
+            width = {"sequence": model_args.dim, "heads": model_args.head_dim}.get(row.tp_style)
+            # A norm must fit on one rank: its weight has one element for all features, or one per feature of `width`.
+            is_wider = row.kind == "norm" and width and row.weight not in ((1,), (width,))
+            fits = tp == 1 or not is_wider
+        if not fits:
+            misfits.append(row)
+    return misfits
 
 
 def list_different_rows(model_args: ModelArgs) -> list[ModuleRow]:
@@ -272,20 +282,9 @@ def list_different_rows(model_args: ModelArgs) -> list[ModuleRow]:
     return list(dict.fromkeys(rows))
 
 
-def can_split(row: ModuleRow, model_args: ModelArgs, tp: int) -> bool:
-    """Return whether tp ranks can share the features of a module."""
-    if row.tp_style in SPLIT_DIMS:
-        return row.weight[SPLIT_DIMS[row.tp_style]] % tp == 0
-    width = {"sequence": model_args.dim, "heads": model_args.head_dim}.get(row.tp_style)
-    # A norm must fit on one rank: its weight has one element for all features, or one per feature of `width`.
-    is_wider = row.kind == "norm" and width and row.weight not in ((1,), (width,))
-    return tp == 1 or not is_wider
-
-
-def check_table(problems: Problems, tp: int, world_size: int) -> None:
-    """Find rows in the table of the model that are not supported, or that tp cannot split."""
-    model_args = problems.model_args
-    ends = list_end_modules(model_args)
+def check_table(problems: Problems) -> None:
+    """Find rows in the table of the model that are not supported."""
+    ends = list_end_modules(problems.model_args)
     for row in ends:  # no pipeline stage can have modules that differ in their ends
         stages = {other.end for other in ends if other.child == row.child}
         if stages not in ({"first"}, {"last"}):
@@ -295,20 +294,14 @@ def check_table(problems: Problems, tp: int, world_size: int) -> None:
         if row.kind in ("router", "experts"):
             why = "is outside the blocks, where experts are not supported"
             refuse_row(problems, row, why, "Use modules of other kinds")
-    for row in list_different_rows(model_args):
+    for row in list_different_rows(problems.model_args):
         if row.tp_style not in TP_STYLES.get(row.kind, ()):
             why = f"is a {row.kind} module with tp_style {row.tp_style!r}"
             refuse_row(problems, row, why, f"Use one of these: {TP_STYLES},")
-            continue
-        if row.tp_style in ("colwise", "rowwise", "whole") and row.child == row.name:
+        elif row.tp_style in ("colwise", "rowwise", "whole") and row.child == row.name:
             why = "is not inside another module, so tp would gather the input of the whole block or model for it"
             remedy = 'Use tp_style "sequence" (outside the blocks also "gathered"), or put it into a module of its own'
             refuse_row(problems, row, why, remedy)
-        # check_sizes has already reported sizes that tp does not divide, by their keys in [model]
-        if not can_split(row, model_args, tp) and not problems:
-            n_features = row.weight[SPLIT_DIMS.get(row.tp_style, 0)]
-            why = f"tp ranks cannot share the {n_features} features of {row.name}, whose tp_style is {row.tp_style!r}"
-            problems.refuse(TP, why, f"Use {list_tp(model_args, world_size)}")
 
 
 def refuse_row(problems: Problems, row: ModuleRow, why: str, remedy: str) -> None:

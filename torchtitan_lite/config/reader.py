@@ -103,7 +103,7 @@ def read_config(args: list[str]) -> UserConfig:
     config = Config()
     for key, value in given.items():
         try:
-            config = with_value(config, key, convert_text(KEYS[key], value))
+            config = with_value(config, key, convert(KEYS[key], value))
         except WrongValue as wrong:
             problems.append(Problem(key, value, *wrong.args))
     chosen = texts if is_shipped else given
@@ -193,30 +193,35 @@ EXAMPLES = {bool: "true", str: '"a text"', int: "8", float: "0.5 or 1e-4"}
 
 
 def convert(kind: Any, value: Any) -> Any:
-    """Convert a value to the type of its key. Integers are accepted as floats. Raises WrongValue."""
+    """Convert a value to the type of its key. Text is read as a TOML literal if the type is not text.
+
+    Integers are accepted as floats. Raises WrongValue.
+    """
     origin = get_origin(kind)
     inner = get_args(kind)
     if origin is Annotated:
-        converted = convert(inner[0], value)
-        return check_limits(converted, inner[1])
-    if origin is Literal:
-        if not any(value == choice and type(value) is type(choice) for choice in inner):
-            remedy = f"Choose from {', '.join(map(repr, inner))}"
-            lower = {str(choice).lower(): choice for choice in inner}
-            for near in get_close_matches(str(value).lower(), lower, n=1):
-                remedy = f"The nearest is {lower[near]!r}. {remedy}"
-            raise WrongValue("there is no such choice", remedy)
-        return value
-    if is_dataclass(kind):
-        return load_extension("parameter_groups").convert_table(kind, value)
+        return check_limits(convert(inner[0], value), inner[1])
     if origin is list:
         if isinstance(value, str):  # on the command line, or torchtitan's "a" for ["a"]
             value = split_list(inner[0], value)
         if not isinstance(value, list):
             raise WrongValue("it must be a list", describe_list(inner[0]))
-        return [convert_text(inner[0], item) for item in value]
+        return [convert(inner[0], item) for item in value]
     if NoneType in inner:  # `X | None`
         return None if value in ("none", "None") else convert(inner[0], value)
+    if is_dataclass(kind):
+        return load_extension("parameter_groups").convert_table(kind, value)
+    choices = inner if origin is Literal else ()
+    if isinstance(value, str) and kind is not str and value not in choices:
+        value = parse_literal(value)
+    if origin is Literal:
+        if any(value == choice and type(value) is type(choice) for choice in choices):
+            return value
+        remedy = f"Choose from {', '.join(map(repr, choices))}"
+        lower = {str(choice).lower(): choice for choice in choices}
+        for near in get_close_matches(str(value).lower(), lower, n=1):
+            remedy = f"The nearest is {lower[near]!r}. {remedy}"
+        raise WrongValue("there is no such choice", remedy)
     if kind is float and type(value) is int:
         value = float(value)
     if type(value) is not kind or (kind is float and not isfinite(value)):
@@ -249,28 +254,13 @@ def check_limits(value: Any, limits: Any) -> Any:
     return value
 
 
-def convert_text(kind: Any, text: Any) -> Any:
-    """Convert a text to the type of its key: unchanged if the type is str, otherwise read as a TOML literal.
-
-    Raises WrongValue.
-    """
-    try:
-        return convert(kind, text)
-    except WrongValue:
-        literal = parse_literal(text)
-        if literal is None:
-            raise
-        return convert(kind, literal)
-
-
-def parse_literal(text: Any) -> Any:
-    """Return the value of a TOML literal, such as 8, 1e-3, true or ["a"]; None if `text` is not such a literal."""
-    if isinstance(text, str):
-        with suppress(tomllib.TOMLDecodeError):
-            return tomllib.loads(f"value = {text}")["value"]
-        with suppress(ValueError):
-            return float(text)  # TOML does not have .5 and 3.e-4
-    return None
+def parse_literal(text: str) -> Any:
+    """Return the value of a TOML literal, such as 8, 1e-3, true or ["a"]; `text` if it is not such a literal."""
+    with suppress(tomllib.TOMLDecodeError):
+        return tomllib.loads(f"value = {text}")["value"]
+    with suppress(ValueError):
+        return float(text)  # TOML does not have .5 and 3.e-4
+    return text
 
 
 def split_list(kind: Any, text: str) -> list[Any]:
