@@ -1,8 +1,9 @@
-"""List the features that only some configs use, one row per file of torchtitan_lite/extensions/, with their rules.
+"""List the keys that load a file of torchtitan_lite/extensions/, with the rules of these features.
 
-A row says which key loads the file, and which rule `check` then applies. The rules are in this file, because they need
-no torch. The core names an extension only in a call of `load_extension`, at the point where the feature acts. To add an
-extension, write its file and its row. A row of OPTIMIZERS in choices.py may name the file too.
+A row says which values of a key load the file, and which rule `check` then applies. The rules are in this file, because
+they need no torch. The core names an extension only in a call of `load_extension`, at the point where the feature acts.
+To add an extension, write its file, and its row if a key asks for it. extensions/README.md says what loads each file. A
+row of OPTIMIZERS in choices.py may name the file too.
 """
 
 from collections.abc import Callable
@@ -113,14 +114,14 @@ def check_overwrite(problems: Problems, layout: Layout) -> None:
 class Extension:
     """Says when a run loads a file of extensions/."""
 
-    key: str = ""  # the key that loads the file; "": `about` says what loads it
+    key: str  # the key that loads the file
     # values of the key that load the file; if empty, all values except 0, "" and []
-    values: tuple[object, ...] = ()
-    about: str = ""  # one sentence for `check --keys`
+    values: tuple[object, ...]
+    about: str  # one sentence for `check --keys`
     check: Callable[[Problems, Layout], None] | None = None
 
     def is_asked(self, config: Config) -> bool:
-        value = self.key and get_value(config, self.key)
+        value = get_value(config, self.key)
         return value in self.values if self.values else bool(value)
 
 
@@ -130,12 +131,6 @@ EXTENSIONS = {  # name of a file in extensions/, without .py -> its row
         ("Muon",),
         "orthogonalizes the updates of hidden matrices, and uses AdamW for all other parameters",
         check_muon,
-    ),
-    "muon_rounds": Extension(
-        about="loaded with muon, and by plan: which rank updates which matrix",
-    ),
-    "optimizer_state": Extension(
-        about="loaded with every optimizer except AdamW and SGD: refuses state that checkpoints do not save",
     ),
     "adamw_bfloat16": Extension(
         "optimizer.moments_dtype",
@@ -185,9 +180,6 @@ EXTENSIONS = {  # name of a file in extensions/, without .py -> its row
         (),
         "causal attention over cp ranks, part by part, by an all-gather or around a ring",
     ),
-    "windowed_attention": Extension(
-        about="loaded for a model with windows or sinks: attention to the last tokens, and to a learned logit",
-    ),
     "asynchronous_saves": Extension(
         "checkpoint.async_mode",
         ("async", "async_with_pinned_mem"),
@@ -225,53 +217,11 @@ EXTENSIONS = {  # name of a file in extensions/, without .py -> its row
         (),
         "compares tensors that must be bit-equal on several ranks",
     ),
-    "hang_report": Extension(
-        about="loaded when a step hangs or nearly times out, or a rank fails: collects what this rank does",
-    ),
-    "rowwise_bias": Extension(
-        about="loaded for a rowwise module with a bias under tp: the bias is added once, not by every rank",
-    ),
-    "tied_embeddings": Extension(
-        about="loaded for tied weights in a pipeline: the last stage computes with a copy of the embedding",
-    ),
-    "tokenizer_json": Extension(
-        about="loaded for a tokenizer.json, Hugging Face's file",
-    ),
-    "byte_level_bpe": Extension(
-        about="loaded with tokenizer_json: decides whether tiktoken encodes a tokenizer.json exactly",
-    ),
-    "foreign_json": Extension(
-        about="loaded with tokenizer_json and hugging_face: reads JSON files that other programs wrote",
-    ),
-    "hugging_face": Extension(
-        about="loaded for a Hugging Face folder in checkpoint.initial_load_path: reads its weights on any layout",
-    ),
-    "hugging_face_folder": Extension(
-        about="loaded with hugging_face: finds the tensors of the folder, and compares them with its config.json",
-    ),
-    "hugging_face_config": Extension(
-        about="loaded with hugging_face_folder: reads config.json",
-    ),
-    "hub_names": Extension(
-        about="loaded for a path that is not found: explains names and cache folders of the Hugging Face Hub",
-    ),
-    "families": Extension(
-        about="loaded for existing weights: finds the Hugging Face family that computes the same outputs as a model",
-    ),
     "hugging_face_export": Extension(
         "checkpoint.last_save_in_hf",
         (True,),
         "says whether a model has a Hugging Face format, and writes its config.json",
         lambda problems, _: load_extension("hugging_face_export").refuse_export(problems),
-    ),
-    "checkpoint_format_3": Extension(
-        about="loaded for checkpoints of versions before format 4, whose manifest lists every slice",
-    ),
-    "software": Extension(
-        about="loaded for torch.compile, split backward passes and optional packages: finds what this host lacks",
-    ),
-    "torchtitan_keys": Extension(
-        about="loaded for torchtitan's keys that have a different name here, or whose feature does not exist here",
     ),
 }
 
