@@ -28,7 +28,7 @@ from torchtitan_lite.config.extensions import load_extension, load_module
 from torchtitan_lite.config.layout import Layout, plan_degrees
 from torchtitan_lite.config.learning_rate import describe_unusual_rates
 from torchtitan_lite.config.machine import SAFE_KV_HEADS, WRONG_CUDNN, Machine
-from torchtitan_lite.config.messages import ConfigError, Problem, collecting
+from torchtitan_lite.config.messages import ConfigError, Problem, Problems, collecting
 from torchtitan_lite.config.model import resolve_model
 from torchtitan_lite.config.model_rows import AUTO, ModelArgs
 from torchtitan_lite.config.reader import UserConfig, read_config
@@ -57,7 +57,6 @@ class RunSpec:
     """A resolved run: its config, its ranks, its starting weights. `resolve` creates a RunSpec, which never changes."""
 
     config: Config  # all automatic values are resolved
-    config_name: str  # name of the TOML file, without folder and extension
     model_args: ModelArgs
     layout: Layout
     machine: Machine  # the hardware of each host
@@ -144,15 +143,14 @@ def resolve(
                 problems += check_grouped_matmuls(config, model_args)
     problems += check_data(config, tokenizer)
     if weights:
-        check_weights = load_module("from_weights").check_loaded_weights
-        unlike, noted = check_weights(config, model_args, layout, tokenizer, weights)
-        problems += unlike
-        given.notices += noted
+        found = Problems(config, model_args)
+        load_module("from_weights").check_loaded_weights(found, layout, tokenizer, weights)
+        problems += found
+        given.notices += found.notices
     if problems or not (model_args and layout and tokenizer):
         raise ConfigError(problems)
     spec = RunSpec(
         config=config,
-        config_name=given.config_name,
         model_args=model_args,
         layout=layout,
         machine=machine,
@@ -211,7 +209,7 @@ def name_run(given: UserConfig) -> str:
     """Return the name of the config; or finetune-mine if initial_load_path is runs/mine/checkpoint/step-9."""
     section = given.config.checkpoint
     if not section.initial_load_path:
-        return given.config_name
+        return given.config.job.config_name
     path = Path(section.initial_load_path).absolute()
     is_checkpoint = path.parent.name == section.folder
     return f"finetune-{path.parents[1].name if is_checkpoint else path.name}"

@@ -201,7 +201,7 @@ def test_a_config_is_found_by_bare_name_or_path_from_any_folder(name, tmp_path, 
     monkeypatch.chdir(tmp_path)
     for args in (["--config", name], [f"--config={name}"], ["--job.config_file", name]):
         given = read_config(args)
-        assert not given.problems and given.config_name == "llama3_8b"
+        assert not given.problems and given.config.job.config_name == "llama3_8b"
         assert given.config.model.flavor == "8B"
 
 
@@ -209,7 +209,7 @@ def test_a_file_of_the_working_directory_comes_first_and_without_a_config_debug_
     tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    assert read_config([]).config_name == "debug"
+    assert read_config([]).config.job.config_name == "debug"
     assert read_sound([]) == read_sound(["--config", "debug"])
     Path("debug.toml").write_text("[training]\nsteps = 3\n")
     for name in ("debug", "debug.toml"):
@@ -399,7 +399,7 @@ def test_every_key_without_effect_is_named_with_its_case(case):
         idle |= found
     for key in idle:
         config = with_another_value(config, key)
-    given = UserConfig(config, "own", frozenset(idle))
+    given = UserConfig(config, frozenset(idle))
     assert all(key in " ".join(describe_idle_keys(given, {WITHOUT_RESUME: ""})) for key in idle)
     assert describe_idle_keys(replace(given, chosen=frozenset()), {}) == []
 

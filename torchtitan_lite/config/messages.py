@@ -29,12 +29,13 @@ class Problem:
 
 
 class Problems(list):
-    """The problems of one config."""
+    """The problems of one config, and notices about it. Checks add both."""
 
     def __init__(self, config: Config, model_args: ModelArgs | None = None):
         super().__init__()
         self.config = config
         self.model_args = model_args
+        self.notices: list[str] = []
 
     def refuse(self, key: str, why: str, remedy: str) -> None:
         """Add a problem that reports the value of this key. For a size that [model] does not set, report the value of

@@ -61,7 +61,6 @@ class UserConfig:
     """
 
     config: Config
-    config_name: str  # name of the TOML file, without folder and extension
     chosen: frozenset[str]  # keys set by the command line or by a file outside configs/
     problems: list[Problem] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
@@ -107,7 +106,7 @@ def read_config(args: list[str]) -> UserConfig:
         except WrongValue as wrong:
             problems.append(Problem(key, value, *wrong.args))
     chosen = texts if is_shipped else given
-    return UserConfig(config, Path(config_file).stem, frozenset(chosen), problems, notices)
+    return UserConfig(config, frozenset(chosen), problems, notices)
 
 
 # ---------------------------------------------------------------- command line and file

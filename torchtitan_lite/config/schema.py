@@ -8,6 +8,7 @@ from TOML and the command line, and `layout.py` plans the layout from them.
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from torchtitan_lite.config.choices import ATTENTIONS, DECAYS, LOSSES, OPTIMIZERS, SCHEDULES
@@ -352,6 +353,11 @@ class Job:
     print_config: bool = False  # print the resolved config at the start
     # new: delete the files of an earlier run in the dump folder, and start over
     overwrite: bool = False
+
+    @property
+    def config_name(self) -> str:
+        """Name of the TOML file, without folder and extension."""
+        return Path(self.config_file).stem
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ def main(options: Namespace) -> int:
     with RankPool() as pool, tempfile.TemporaryDirectory(prefix="verify-") as folder:
         run_ranks = partial(pool.run, timeout_s=options.timeout)
         trials = make_trials(reduction, run_ranks, Path(folder))
-    report = make_report(given.config_name, reduction, trials)
+    report = make_report(given.config.job.config_name, reduction, trials)
     report["idle"] = describe_idle_keys(given, {WITHOUT_RESUME: ""})
     print(json.dumps(report, default=str) if options.json else describe_report(report))
     return 0 if report["verdict"] == CERTIFIED else 1
