@@ -124,7 +124,8 @@ def resolve(
     sections = {key.partition(".")[0] for key in unread}
     has_features = asks_for_features(config)
     if has_features and not sections & RULED_SECTIONS:
-        problems += load_module("config.settings").check_settings(config, machine)
+        check_settings = load_module("config.settings").check_settings
+        problems += Problems(config, rules=check_settings(config, machine))
     problems += check_files(config, restarted)
     tokenizer = model_args = layout = None
     if not sections & LAYOUT_SECTIONS:
@@ -140,7 +141,7 @@ def resolve(
             config = resolve_config(config, layout, machine.device_type)
             if model_args.moe:
                 check_grouped_matmuls = load_module("config.experts").check_grouped_matmuls
-                problems += check_grouped_matmuls(config, model_args)
+                problems += Problems(config, model_args, check_grouped_matmuls(config, model_args))
     problems += check_data(config, tokenizer)
     if weights:
         found = Problems(config, model_args)

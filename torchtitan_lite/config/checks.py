@@ -21,7 +21,7 @@ from torchtitan_lite.config.layout import (
     plan_stages,
     plan_zero_stage,
 )
-from torchtitan_lite.config.messages import ConfigError, Problems
+from torchtitan_lite.config.messages import ConfigError, Problems, Refused
 from torchtitan_lite.config.model_rows import AUTO, TP_STYLES, ModelArgs, ModuleRow
 from torchtitan_lite.config.reader import KEYS
 from torchtitan_lite.config.schema import (
@@ -54,10 +54,8 @@ def plan_layout(config: Config, model_args: ModelArgs, world_size: int) -> Layou
     """Return the layout of a run on `world_size` ranks. Raises ConfigError with all problems, not only the first."""
     section = config.parallelism
     degrees = plan_degrees(section, world_size)
-    problems = Problems(config, model_args)
+    problems = Problems(config, model_args, check_stages(section, model_args.n_layers))
     stages: Stages = ()
-    if section.pipeline_parallel_degree > 1:
-        check_stages(problems, count_stages(section, model_args.n_layers))
     if not problems:
         n_layers = plan_stages(section, model_args.n_layers)
         stages = name_stages(tuple(n_layers), model_args)
@@ -73,21 +71,9 @@ def plan_layout(config: Config, model_args: ModelArgs, world_size: int) -> Layou
     layout = replace(layout, zero_stage=plan_zero_stage(config, layout))
     if section.zero_plus_plus:
         layout = load_module("config.features").split_nodes(layout, section)
-    if layout.world_size != world_size:
-        others = layout.world_size // layout.dp_shard
-        why = f"the degrees ({layout}) make {layout.world_size} ranks, but the run has {world_size}"
-        remedy = f"Use a multiple of {others} ranks, and -1 here for the remaining factor"
-        problems.refuse("parallelism.data_parallel_shard_degree", why, remedy)
-    check_batch(problems, layout)
-    check_sequence(problems, layout)
-    check_table(problems)
-    check_tp(problems, layout.tp, world_size)
-    if model_args.moe:
-        load_module("config.experts").check_experts(problems, layout)
+    problems += Problems(config, model_args, check_layout(config, model_args, layout, world_size))
     if asks_for_features(config):
         problems += load_module("config.settings").find_refused(config, model_args, layout)
-    if layout.pp > 1 and not any("batch_size" in problem.key for problem in problems):
-        check_microbatches(problems, layout)
     if problems:
         raise ConfigError(problems)
     return layout
@@ -122,9 +108,31 @@ def resolve_config(config: Config, layout: Layout, device_type: str) -> Config:
     return with_value(config, "parallelism.fsdp_reshard_after_forward", "default")
 
 
-def check_batch(problems: Problems, layout: Layout) -> None:
-    """Check that data-parallel ranks have equal numbers of full microbatches."""
-    n_local = problems.config.training.local_batch_size
+def check_layout(config: Config, model_args: ModelArgs, layout: Layout, world_size: int) -> Refused:
+    """Check the number of ranks, and the sizes that degrees and schedule must divide."""
+    if layout.world_size != world_size:
+        others = layout.world_size // layout.dp_shard
+        why = f"the degrees ({layout}) make {layout.world_size} ranks, but the run has {world_size}"
+        remedy = f"Use a multiple of {others} ranks, and -1 here for the remaining factor"
+        yield "parallelism.data_parallel_shard_degree", why, remedy
+    pieces = count_pieces(config.parallelism)
+    seq_len = config.training.seq_len
+    if seq_len % pieces:
+        why = (
+            f"it does not divide into {pieces} equal pieces "
+            f"(tp {layout.tp}; cp {layout.cp} needs 2 x cp pieces)"
+        )
+        yield "training.seq_len", why, f"Use {list_multiples(seq_len, pieces)}"
+    yield from check_batch(config, layout)
+    yield from check_table(model_args)
+    yield from check_tp(config, model_args, world_size)
+    if model_args.moe:
+        yield from load_module("config.experts").check_experts(model_args, layout)
+
+
+def check_batch(config: Config, layout: Layout) -> Refused:
+    """Check that data-parallel ranks have equal numbers of full microbatches, as many as the schedule needs."""
+    n_local = config.training.local_batch_size
     n_sequences = layout.global_batch_size
     unit = n_local * layout.dp
     if layout.pp == 1 and n_sequences < unit:  # one microbatch per rank
@@ -134,8 +142,15 @@ def check_batch(problems: Problems, layout: Layout) -> None:
             f"{layout.dp} data-parallel ranks cannot have equal shares of {n_sequences} sequences, "
             f"in multiples of training.local_batch_size = {n_local}"
         )
-        remedy = f"Use {list_multiples(n_sequences, unit)}"
-        problems.refuse("training.global_batch_size", why, remedy)
+        yield "training.global_batch_size", why, f"Use {list_multiples(n_sequences, unit)}"
+    if layout.pp == 1:
+        return
+    if n_local % layout.microbatch_size:
+        key = "parallelism.pipeline_parallel_microbatch_size"
+        why = f"it does not divide training.local_batch_size = {n_local}"
+        yield key, why, f"Use a divisor of {n_local}, such as 1"
+    elif n_sequences % unit == 0:
+        yield from check_microbatches(config, layout)
 
 
 def list_multiples(value: int, unit: int) -> str:
@@ -144,13 +159,15 @@ def list_multiples(value: int, unit: int) -> str:
     return f"{below} or {below + unit}" if below else f"{unit}"
 
 
-def check_stages(problems: Problems, n_stages: int) -> None:
-    """Check that the schedule can run this number of stages, and that the model has enough layers for them.
+def check_stages(section: Parallelism, n_layers: int) -> Refused:
+    """Check that the schedule can run the pipeline stages, and that the model has enough layers for them.
 
     The first stage may have only the embedding, and the last stage only norm and head. Every other stage needs a layer.
     """
-    section = problems.config.parallelism
     pp = section.pipeline_parallel_degree
+    if pp == 1:
+        return
+    n_stages = count_stages(section, n_layers)
     name = section.pipeline_parallel_schedule
     schedule = SCHEDULES[name]
     least = schedule.least_stages_per_rank
@@ -159,19 +176,17 @@ def check_stages(problems: Problems, n_stages: int) -> None:
     if rest or not least <= per_rank <= most:
         why = f"it makes {n_stages} stages for {pp} pp ranks, but {name} needs {least} per rank"
         remedy = f"Remove the key to get {pp * least} stages, or choose a different schedule"
-        problems.refuse("parallelism.pipeline_parallel_layers_per_stage", why, remedy)
-    elif problems.model_args.n_layers < n_stages - 2:
+        yield "parallelism.pipeline_parallel_layers_per_stage", why, remedy
+    elif n_layers < n_stages - 2:
         why = f"each of the {n_stages} pipeline stages ({pp} pp ranks, {name}) needs a layer, except the first and last"
-        remedy = f"Use {n_stages - 2} layers or more, or fewer pp ranks"
-        problems.refuse("model.n_layers", why, remedy)
+        yield "model.n_layers", why, f"Use {n_stages - 2} layers or more, or fewer pp ranks"
 
 
-def check_microbatches(problems: Problems, layout: Layout) -> None:
+def check_microbatches(config: Config, layout: Layout) -> Refused:
     """Check that the schedule can run the microbatches of a step."""
-    training = problems.config.training
-    section = problems.config.parallelism
+    training = config.training
     n_stages = len(layout.stages)
-    why = explain_microbatches(section, layout.n_microbatches, n_stages)
+    why = explain_microbatches(config.parallelism, layout.n_microbatches, n_stages)
     if not why:
         return
     key = "training.local_batch_size"
@@ -181,10 +196,10 @@ def check_microbatches(problems: Problems, layout: Layout) -> None:
         key = "training.global_batch_size"
         unit = training.local_batch_size // layout.microbatch_size
         n_rows *= layout.dp
-    n_needed = find_n_microbatches(section, layout.n_microbatches, n_stages, unit)
+    n_needed = find_n_microbatches(config.parallelism, layout.n_microbatches, n_stages, unit)
     why = f"it makes {layout.n_microbatches} microbatches, but {why}"
     remedy = f"Use {n_needed * n_rows}, lower pipeline_parallel_microbatch_size, or use GPipe"
-    problems.refuse(key, why, remedy)
+    yield key, why, remedy
 
 
 def explain_microbatches(parallelism: Parallelism, n_microbatches: int, n_stages: int) -> str:
@@ -214,44 +229,33 @@ def count_pieces(parallelism: Parallelism) -> int:
     return pieces
 
 
-def check_sequence(problems: Problems, layout: Layout) -> None:
-    """Check that tp and cp divide the sequence."""
-    pieces = count_pieces(problems.config.parallelism)
-    seq_len = problems.config.training.seq_len
-    if seq_len % pieces:
-        why = (
-            f"it does not divide into {pieces} equal pieces "
-            f"(tp {layout.tp}; cp {layout.cp} needs 2 x cp pieces)"
-        )
-        problems.refuse("training.seq_len", why, f"Use {list_multiples(seq_len, pieces)}")
-
-
-def check_tp(problems: Problems, tp: int, world_size: int) -> None:
+def check_tp(config: Config, model_args: ModelArgs, world_size: int) -> Refused:
     """Check that tp divides the sizes of [model]. If so, check that it splits every module of the model."""
-    model_args = problems.model_args
+    tp = config.parallelism.tensor_parallel_degree
     misfits = list_misfits(model_args, tp)
     if not misfits:
         return
     degrees = range(1, model_args.n_heads + 1)
-    fitting = [str(n) for n in degrees if world_size % n == 0 and not list_misfits(model_args, n)]
-    allowed = " or ".join(filter(None, [", ".join(fitting[:-1]), fitting[-1]]))  # 1, 2 or 4
-    for misfit in misfits:
-        if isinstance(misfit, ModuleRow):
-            if not problems:
-                n_features = misfit.weight[SPLIT_DIMS.get(misfit.tp_style, 0)]
-                style = f"whose tp_style is {misfit.tp_style!r}"
-                why = f"tp ranks cannot share the {n_features} features of {misfit.name}, {style}"
-                problems.refuse(TP, why, f"Use {allowed}")
-            continue
+    fitting = [n for n in degrees if world_size % n == 0 and not list_misfits(model_args, n)]
+    *others, last = map(str, fitting)
+    allowed = f"{', '.join(others)} or {last}" if others else last
+    first = misfits[0]
+    if isinstance(first, ModuleRow):
+        n_features = first.weight[SPLIT_DIMS.get(first.tp_style, 0)]
+        why = f"tp ranks cannot share the {n_features} features of {first.name}, whose tp_style is {first.tp_style!r}"
+        yield TP, why, f"Use {allowed}"
+    for name in misfits:
+        if isinstance(name, ModuleRow):
+            return
         why = f"{TP} = {tp} does not divide it, but tp ranks need equal shards"
-        if misfit == "n_kv_heads":
+        if name == "n_kv_heads":
             why = f"{TP} = {tp} neither divides it nor is a multiple of it, but tp ranks need whole heads"
         remedy = f"Use {TP} = {allowed}"
-        is_free = problems.config.model.row is None  # loaded weights have a fixed number of rows
-        if misfit == "vocab_size" and is_free:
+        is_free = config.model.row is None  # loaded weights have a fixed number of rows
+        if name == "vocab_size" and is_free:
             n_rows = tp * ceil(model_args.vocab_size / tp)
             remedy += f", or {n_rows} here; no token uses the added rows"
-        problems.refuse(f"model.{misfit}", why, remedy)
+        yield f"model.{name}", why, remedy
 
 
 def list_misfits(model_args: ModelArgs, tp: int) -> list[str | ModuleRow]:
@@ -282,29 +286,24 @@ def list_different_rows(model_args: ModelArgs) -> list[ModuleRow]:
     return list(dict.fromkeys(rows))
 
 
-def check_table(problems: Problems) -> None:
+def check_table(model_args: ModelArgs) -> Refused:
     """Find rows in the table of the model that are not supported."""
-    ends = list_end_modules(problems.model_args)
+    place = f"in models/{model_args.name}/table.py"
+    ends = list_end_modules(model_args)
     for row in ends:  # no pipeline stage can have modules that differ in their ends
         stages = {other.end for other in ends if other.child == row.child}
         if stages not in ({"first"}, {"last"}):
             why = f"is outside the blocks, where all modules of {row.child!r} need the same end; its end is {row.end!r}"
-            remedy = 'Set end = "first" or "last" for all modules of a child'
-            refuse_row(problems, row, why, remedy)
+            remedy = f'Set end = "first" or "last" for all modules of a child {place}'
+            yield "model.name", f"{row.name} {why}", remedy
         if row.kind in ("router", "experts"):
-            why = "is outside the blocks, where experts are not supported"
-            refuse_row(problems, row, why, "Use modules of other kinds")
-    for row in list_different_rows(problems.model_args):
+            why = f"{row.name} is outside the blocks, where experts are not supported"
+            yield "model.name", why, f"Use modules of other kinds {place}"
+    for row in list_different_rows(model_args):
         if row.tp_style not in TP_STYLES.get(row.kind, ()):
-            why = f"is a {row.kind} module with tp_style {row.tp_style!r}"
-            refuse_row(problems, row, why, f"Use one of these: {TP_STYLES},")
+            why = f"{row.name} is a {row.kind} module with tp_style {row.tp_style!r}"
+            yield "model.name", why, f"Use one of these: {TP_STYLES}, {place}"
         elif row.tp_style in ("colwise", "rowwise", "whole") and row.child == row.name:
             why = "is not inside another module, so tp would gather the input of the whole block or model for it"
             remedy = 'Use tp_style "sequence" (outside the blocks also "gathered"), or put it into a module of its own'
-            refuse_row(problems, row, why, remedy)
-
-
-def refuse_row(problems: Problems, row: ModuleRow, why: str, remedy: str) -> None:
-    """Add a problem with a row of the model's table."""
-    place = f"in models/{problems.model_args.name}/table.py"
-    problems.refuse("model.name", f"{row.name} {why}", f"{remedy} {place}")
+            yield "model.name", f"{row.name} {why}", f"{remedy} {place}"
