@@ -17,8 +17,8 @@ from torchtitan_lite.checkpoint.starting_weights import (
 )
 from torchtitan_lite.config.extensions import load_extension
 from torchtitan_lite.config.layout import Layout
-from torchtitan_lite.config.messages import ConfigError, Problem, Problems
-from torchtitan_lite.config.model_rows import AUTO, ModelArgs
+from torchtitan_lite.config.messages import ConfigError, Problem, Problems, collecting
+from torchtitan_lite.config.model_rows import AUTO
 from torchtitan_lite.config.reader import UserConfig
 from torchtitan_lite.config.schema import Config, with_value
 from torchtitan_lite.data.corpus_folder import CorpusError, find_corpus, open_split
@@ -30,15 +30,15 @@ from torchtitan_lite.preflight import RunSpec
 HIGHEST_LR = 1e-4  # for trained weights; configs/finetune.toml uses a tenth of it
 
 
-def find_weights(given: UserConfig, restarted: bool) -> tuple[UserConfig, Weights | None]:
-    """Find the weights that a run starts from, and adapt its config to them. Errors go into `problems` of the result.
+def find_weights(given: UserConfig, restarted: bool) -> Weights | None:
+    """Find the weights that a run starts from, and adapt its config to them. Errors are added to `given.problems`.
 
     If torchrun `restarted` the job, it resumes from its own newest checkpoint.
     """
     config = given.config
     section = config.checkpoint
     weights = None
-    try:
+    with collecting(given.problems):
         if section.enable:
             weights = find_resumed(config, restarted)
         if weights is None and section.initial_load_path:
@@ -52,85 +52,71 @@ def find_weights(given: UserConfig, restarted: bool) -> tuple[UserConfig, Weight
                 "Set checkpoint.enable, and job.dump_folder to the folder of a run that has saved",
             )
             raise ConfigError([problem])
-    except ConfigError as error:
-        return replace(given, problems=(*given.problems, *error.problems)), None
-    if weights is None:
-        return given, None
-    given = given.with_resolved(TOKENIZER, weights.assets)
-    return adapt_to_weights(given, weights), weights
+    if weights:
+        given.resolve(TOKENIZER, weights.assets)
+        adapt_to_weights(given, weights)
+    return weights
 
 
-def adapt_to_weights(given: UserConfig, weights: Weights) -> UserConfig:
+def adapt_to_weights(given: UserConfig, weights: Weights) -> None:
     """Use the model of the weights. For pretrained weights, also use defaults for fine-tuning."""
     config = given.config
     section = config.checkpoint
     if config.model.flavor == AUTO:
-        model = replace(config.model, row=weights.model_args)
-        if "model.name" not in given.chosen:
-            model = replace(model, name=weights.model_args.name)
-        elif model.name != weights.model_args.name:
+        row = weights.model_args
+        name = config.model.name if "model.name" in given.chosen else row.name
+        if name != row.name:
             # for fields that only the chosen model has, use the values of its debug flavor
             list_added_fields = load_extension("families").list_added_fields
-            added = list_added_fields(MODELS[model.name].flavors["debug"], weights.model_args)
-            model = replace(model, row=replace(weights.model_args, **added))
-        given = replace(given, config=replace(config, model=model))
+            row = replace(row, **list_added_fields(MODELS[name].flavors["debug"], row))
+        given.config = replace(config, model=replace(config.model, name=name, row=row))
     is_trained_further = section.initial_load_path and section.initial_load_model_only
     if not (weights.published or is_trained_further):
-        return given
-    given = replace(given, notices=(*given.notices, *weights.notices))
+        return
+    given.notices += weights.notices
     context = weights.published.get(CONFIG, {}).get(LENGTH) or config.training.seq_len
     seq_len = min(context, config.training.seq_len)
     why = "the context length of the weights"
-    given = given.with_default("training.seq_len", seq_len, why)
+    given.set_default("training.seq_len", seq_len, why)
     if weights.model_args.moe:
         rate = 0.0  # Hugging Face formats have no expert bias
         if weights.manifest:
             rate = weights.manifest.run["config"]["training"]["expert_bias_rate"]
         why = f"as for the weights in {weights.path}"
-        given = given.with_default("training.expert_bias_rate", rate, why)
+        given.set_default("training.expert_bias_rate", rate, why)
     if config.optimizer.lr > HIGHEST_LR:
         high = f"optimizer.lr = {config.optimizer.lr:g} is high for trained weights"
-        given = replace(given, notices=(*given.notices, f"{high}; finetune.toml uses 1e-5"))
-    return given
+        given.notices.append(f"{high}; finetune.toml uses 1e-5")
 
 
 def check_loaded_weights(
-    config: Config,
-    model_args: ModelArgs | None,
-    layout: Layout | None,
-    tokenizer: Tokenizer | None,
-    weights: Weights,
-) -> tuple[list[Problem], list[str]]:
-    """Check that model, tokenizer and config fit the weights of the run. Return problems and notices.
+    problems: Problems, layout: Layout | None, tokenizer: Tokenizer | None, weights: Weights
+) -> None:
+    """Check that model, tokenizer and config fit the weights of the run. Add problems and notices.
 
-    An argument is None if an earlier check already found a problem with it. If `layout` is not None, `config` is
-    resolved.
+    The model, `layout` or `tokenizer` is None if an earlier check already found a problem with it. If `layout` is not
+    None, the config is resolved.
     """
-    problems: list[Problem] = []
-    notices: list[str] = []
+    section = problems.config.checkpoint
     if tokenizer:
-        problems += check_tokenizer(config, weights, tokenizer)
-    if model_args:
-        unlike, notices = check_loaded_model(config, model_args, weights)
-        problems += unlike
-    is_continued = weights.is_resumed or not config.checkpoint.initial_load_model_only
-    if is_continued and not weights.manifest:
+        check_tokenizer(problems, weights, tokenizer)
+    if problems.model_args:
+        check_loaded_model(problems, weights)
+    if not weights.is_resumed and section.initial_load_model_only:
+        return
+    if not weights.manifest:
         why = f"{weights.path} is a Hugging Face folder, which has no optimizer state and no step"
-        key = "checkpoint.initial_load_model_only"
-        problems.append(Problem(key, False, why, "Leave it out to start from its weights"))
-    elif is_continued and layout and tokenizer:
-        documents = fingerprint_documents(config, tokenizer)
-        different, noted = check_continued(config, weights, documents)
-        problems += different
-        notices = noted + notices
+        remedy = "Leave it out to start from its weights"
+        problems.refuse("checkpoint.initial_load_model_only", why, remedy)
+    elif layout and tokenizer:
+        check_continued(problems, weights, fingerprint_documents(problems.config, tokenizer))
         n_before = prod(weights.manifest.run["layout"].values())
         if weights.is_resumed and layout.world_size != n_before:
             share = f"{layout.n_microbatches} microbatches of {layout.microbatch_size} sequences"
-            notices.append(
+            problems.notices.append(
                 f"the run resumes with world size {layout.world_size} instead of {n_before}: "
                 f"data-parallel degree {layout.dp}, {share} per rank"
             )
-    return problems, notices
 
 
 def fingerprint_documents(config: Config, tokenizer: Tokenizer) -> dict[str, str]:
@@ -146,25 +132,20 @@ def fingerprint_documents(config: Config, tokenizer: Tokenizer) -> dict[str, str
     return fingerprints
 
 
-def check_tokenizer(config: Config, weights: Weights, tokenizer: Tokenizer) -> list[Problem]:
+def check_tokenizer(problems: Problems, weights: Weights, tokenizer: Tokenizer) -> None:
     """Check that the weights were trained with the tokenizer of this run."""
-    problems = Problems(config)
-    if weights.manifest:
-        expected = weights.manifest.fingerprint["tokenizer"]
-    elif find_tokenizer(weights.assets):
-        try:
+    expected = tokenizer.fingerprint
+    with collecting(problems):
+        if weights.manifest:
+            expected = weights.manifest.fingerprint["tokenizer"]
+        elif find_tokenizer(weights.assets):
             expected = load_tokenizer(weights.assets).fingerprint
-        except ConfigError as error:
-            return error.problems
-    else:
-        return problems
     if tokenizer.fingerprint != expected:
         why = f"{weights.path} was trained with a different tokenizer: the same ids stand for different tokens"
         remedy = (
             f"Leave it out to use {weights.assets}; if those files have changed since, restore them"
         )
         problems.refuse(TOKENIZER, why, remedy)
-    return problems
 
 
 def describe_finished(spec: RunSpec, chosen: frozenset[str]) -> str:
@@ -175,7 +156,7 @@ def describe_finished(spec: RunSpec, chosen: frozenset[str]) -> str:
         further = with_value(further, "lr_scheduler.total_steps", 2 * step)
     rates = describe_rates(further, spec.weights)
     return (
-        f"{spec.config_name} is already at step {step}: everything is in {spec.dump_folder}. Use "
+        f"{spec.config.job.config_name} is already at step {step}: everything is in {spec.dump_folder}. Use "
         f"--training.steps={2 * step} to train further ({rates}), "
         "--job.dump_folder=FOLDER to start another run, or --job.overwrite to delete this one"
     )

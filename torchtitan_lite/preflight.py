@@ -11,8 +11,7 @@ problems are reported together. The launcher calls `resolve` once, and passes th
 """
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -29,15 +28,15 @@ from torchtitan_lite.config.extensions import load_extension, load_module
 from torchtitan_lite.config.layout import Layout, plan_degrees
 from torchtitan_lite.config.learning_rate import describe_unusual_rates
 from torchtitan_lite.config.machine import SAFE_KV_HEADS, WRONG_CUDNN, Machine
-from torchtitan_lite.config.messages import ConfigError, Problem
+from torchtitan_lite.config.messages import ConfigError, Problem, Problems, collecting
 from torchtitan_lite.config.model import resolve_model
 from torchtitan_lite.config.model_rows import AUTO, ModelArgs
-from torchtitan_lite.config.reader import UserConfig, dump_config_toml, read_config
+from torchtitan_lite.config.reader import UserConfig, read_config
 from torchtitan_lite.config.schema import Config, Parallelism
 from torchtitan_lite.data.corpus_folder import check_data, describe_epochs
 from torchtitan_lite.data.tokenizer import KEY as TOKENIZER
 from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
-from torchtitan_lite.dump_folder import check_files, name_snapshots
+from torchtitan_lite.dump_folder import check_files
 from torchtitan_lite.models.registry import CONFIG
 
 if TYPE_CHECKING:
@@ -58,7 +57,6 @@ class RunSpec:
     """A resolved run: its config, its ranks, its starting weights. `resolve` creates a RunSpec, which never changes."""
 
     config: Config  # all automatic values are resolved
-    config_name: str  # name of the TOML file, without folder and extension
     model_args: ModelArgs
     layout: Layout
     machine: Machine  # the hardware of each host
@@ -118,14 +116,16 @@ def resolve(
     """
     given, weights = read_run(args, machine=machine, restarted=restarted)
     config = given.config
-    problems = list(given.problems)
+    problems = given.problems
     # An invalid key keeps its default. Rules that depend on the key are skipped, because they would check the default.
-    unread = [problem.key for problem in problems]
+    unread = {problem.key for problem in problems}
     if "job.config_file" in unread:  # the config file could not be read
         raise ConfigError(problems)
     sections = {key.partition(".")[0] for key in unread}
-    if not sections & RULED_SECTIONS and asks_for_features(config):
-        problems += load_module("config.settings").check_settings(config, machine)
+    has_features = asks_for_features(config)
+    if has_features and not sections & RULED_SECTIONS:
+        check_settings = load_module("config.settings").check_settings
+        problems += Problems(config, rules=check_settings(config, machine))
     problems += check_files(config, restarted)
     tokenizer = model_args = layout = None
     if not sections & LAYOUT_SECTIONS:
@@ -141,42 +141,30 @@ def resolve(
             config = resolve_config(config, layout, machine.device_type)
             if model_args.moe:
                 check_grouped_matmuls = load_module("config.experts").check_grouped_matmuls
-                problems += check_grouped_matmuls(config, model_args)
+                problems += Problems(config, model_args, check_grouped_matmuls(config, model_args))
     problems += check_data(config, tokenizer)
-    notices = list(given.notices)
     if weights:
-        check_weights = load_module("from_weights").check_loaded_weights
-        unlike, noted = check_weights(config, model_args, layout, tokenizer, weights)
-        problems += unlike
-        notices += noted
+        found = Problems(config, model_args)
+        load_module("from_weights").check_loaded_weights(found, layout, tokenizer, weights)
+        problems += found
+        given.notices += found.notices
     if problems or not (model_args and layout and tokenizer):
         raise ConfigError(problems)
     spec = RunSpec(
         config=config,
-        config_name=given.config_name,
         model_args=model_args,
         layout=layout,
         machine=machine,
         tokenizer=tokenizer,
         weights=weights,
     )
-    if given.chosen:
-        idle_keys = load_module("idle_keys")
-        notices += idle_keys.describe_idle_keys(given, idle_keys.find_situations(spec))
-    notices += list_notices(spec, restarted)
+    notices = given.notices + list_notices(spec)
+    if has_features:
+        notices += load_module("notices").list_rare_notices(given, spec, restarted)
     finished = ""
     if spec.resumed_step >= config.training.steps:
         finished = load_module("from_weights").describe_finished(spec, given.chosen)
     return replace(spec, notices=tuple(notices), finished=finished)
-
-
-@contextmanager
-def collecting(problems: list[Problem]) -> Iterator[None]:
-    """Context manager: add the problems of a ConfigError instead of raising it."""
-    try:
-        yield
-    except ConfigError as error:
-        problems += error.problems
 
 
 def choose_n_ranks(parallelism: Parallelism, machine: Machine, n_hosts: int) -> int:
@@ -200,21 +188,21 @@ def read_run(
     """
     given = read_config(args)
     section = given.config.checkpoint
-    given = given.with_resolved("job.dump_folder", f"./outputs/{name_run(given)}")
+    given.resolve("job.dump_folder", f"./outputs/{name_run(given)}")
     if section.load_only:
-        given = load_extension("read_only").turn_off_files(given)
+        load_extension("read_only").turn_off_files(given)
     weights = None
     steps = find_steps(Path(given.config.job.dump_folder, section.folder))
     if steps or section.load_step != -1 or section.initial_load_path or section.load_only:
-        given, weights = load_module("from_weights").find_weights(given, restarted)
-    given = given.with_resolved(TOKENIZER, SHIPPED_TOKENIZER)
+        weights = load_module("from_weights").find_weights(given, restarted)
+    given.resolve(TOKENIZER, SHIPPED_TOKENIZER)
     if machine and machine.device_type == "cpu" and machine.is_here:
-        given = adapt_to_cpu(given)
+        adapt_to_cpu(given)
     pieces = count_pieces(given.config.parallelism)
     seq_len = given.config.training.seq_len
     if seq_len > pieces and seq_len % pieces:
         why = f"a multiple of {pieces}, which tp and cp need"
-        given = given.with_default("training.seq_len", seq_len - seq_len % pieces, why)
+        given.set_default("training.seq_len", seq_len - seq_len % pieces, why)
     return given, weights
 
 
@@ -222,13 +210,13 @@ def name_run(given: UserConfig) -> str:
     """Return the name of the config; or finetune-mine if initial_load_path is runs/mine/checkpoint/step-9."""
     section = given.config.checkpoint
     if not section.initial_load_path:
-        return given.config_name
+        return given.config.job.config_name
     path = Path(section.initial_load_path).absolute()
     is_checkpoint = path.parent.name == section.folder
     return f"finetune-{path.parents[1].name if is_checkpoint else path.name}"
 
 
-def adapt_to_cpu(given: UserConfig) -> UserConfig:
+def adapt_to_cpu(given: UserConfig) -> None:
     """Use short sequences and small batches if a step has too many tokens for a CPU."""
     training = given.config.training
     n_sequences = training.global_batch_size
@@ -236,11 +224,11 @@ def adapt_to_cpu(given: UserConfig) -> UserConfig:
         n_sequences = training.local_batch_size  # of each rank
     is_pipeline = given.config.parallelism.pipeline_parallel_degree > 1
     if is_pipeline or n_sequences * training.seq_len <= CPU_TOKENS:
-        return given
+        return
     why = "because a CPU is slow"
-    given = given.with_default("training.seq_len", min(training.seq_len, CPU_SEQ_LEN), why)
-    given = given.with_default("training.local_batch_size", 1, why)
-    return given.with_default("training.global_batch_size", -1, why)
+    given.set_default("training.seq_len", min(training.seq_len, CPU_SEQ_LEN), why)
+    given.set_default("training.local_batch_size", 1, why)
+    given.set_default("training.global_batch_size", -1, why)
 
 
 # ---------------------------------------------------------------- checking
@@ -272,15 +260,10 @@ def check_vocabulary(
 # ---------------------------------------------------------------- notices
 
 
-def list_notices(spec: RunSpec, restarted: bool) -> list[str]:
-    """List notices about settings that the user did not choose or may not expect."""
+def list_notices(spec: RunSpec) -> list[str]:
+    """List notices that any run may have. notices.py has the notices of runs that ask for a feature."""
     config = spec.config
     notices = []
-    if config.job.description:
-        notices.append(config.job.description)
-    if config.model.uses_float8:
-        about_float8 = load_module("config.float8").list_float8_notices
-        notices += about_float8(config, spec.model_args, spec.layout.tp)
     if re.search(WRONG_CUDNN, spec.machine.name):
         n_kv_heads = spec.model_args.n_kv_heads // spec.layout.tp
         if n_kv_heads < SAFE_KV_HEADS:
@@ -289,12 +272,6 @@ def list_notices(spec: RunSpec, restarted: bool) -> list[str]:
                 "key/value heads per rank (pytorch issue 193893)"
             )
     notices += describe_unusual_rates(config, spec.resumed_step)
-    if config.checkpoint.local_folder:
-        folder = name_snapshots(config.checkpoint.local_folder, spec.dump_folder)
-        notices.append(f"snapshots are saved in {folder.absolute()} of each host")
-    names = config.training.dataset
-    if len(set(names)) < len(names):
-        notices.append("training.dataset names a corpus twice, so its samples are drawn more often")
     notices += describe_epochs(config.training)
     assets = Path(config.model.hf_assets_path)
     if spec.weights is None and any(assets.glob("*.safetensors")) and (assets / CONFIG).is_file():
@@ -302,11 +279,4 @@ def list_notices(spec: RunSpec, restarted: bool) -> list[str]:
             f"the run starts from random weights: only the tokenizer of {assets} is used. "
             f"To train its weights too, set checkpoint.initial_load_path={assets}"
         )
-    if config.job.overwrite and not restarted:
-        list_earlier = load_extension("overwrite").list_earlier
-        earlier = ", ".join(map(str, list_earlier(spec.dump_folder, config)))
-        if earlier:
-            notices.append(f"job.overwrite deletes the earlier run: {earlier}")
-    if config.job.print_config:
-        notices.append(dump_config_toml(config))
     return notices

@@ -32,7 +32,7 @@ from torchtitan_lite.checkpoint.load import (
 from torchtitan_lite.checkpoint.save import do_on_rank_0, name_weights, raise_on_all_ranks
 from torchtitan_lite.checkpoint.starting_weights import describe_checkpoint, names_step
 from torchtitan_lite.config.extensions import load_extension
-from torchtitan_lite.config.messages import ConfigError
+from torchtitan_lite.config.messages import ConfigError, Problems
 from torchtitan_lite.models.registry import CONFIG
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,8 @@ def check_snapshot(run: Run, snapshots: Any, path: Path) -> None:
     Raises ConfigError for keys that must not differ, and CheckpointError if the model or the documents differ.
     """
     weights = describe_checkpoint(path)
-    problems, notices = check_continued(run.config, weights, documents={})
+    problems = Problems(run.config)
+    check_continued(problems, weights, documents={})
     if problems:
         raise ConfigError(problems)
     if json.dumps(weights.manifest.fingerprint) != json.dumps(snapshots.saver.manifest.fingerprint):
@@ -91,7 +92,7 @@ def check_snapshot(run: Run, snapshots: Any, path: Path) -> None:
         raise CheckpointError(
             f"{why}. Use the settings of the earlier start, or start another run in a new job.dump_folder"
         )
-    for notice in notices:
+    for notice in problems.notices:
         logger.info(notice)
 
 

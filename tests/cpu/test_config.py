@@ -10,6 +10,7 @@ import pytest
 from marks import each_row
 
 from torchtitan_lite.checkpoint.continued import find_resume_rule
+from torchtitan_lite.config.checks import PLAIN_KEYS, asks_for_features
 from torchtitan_lite.config.model import MODEL_SIZES
 from torchtitan_lite.config.reader import (
     CONFIG_FOLDER,
@@ -23,7 +24,7 @@ from torchtitan_lite.config.reader import (
 )
 from torchtitan_lite.config.schema import Config, Range, get_value, with_value
 from torchtitan_lite.extensions.torchtitan_keys import MISSING_FEATURES, explain_absent
-from torchtitan_lite.idle_keys import WITHOUT_EFFECT, WITHOUT_RESUME, describe_idle_keys
+from torchtitan_lite.notices import WITHOUT_EFFECT, WITHOUT_RESUME, describe_idle_keys
 
 
 def find_range(kind: object) -> Range | None:
@@ -200,7 +201,7 @@ def test_a_config_is_found_by_bare_name_or_path_from_any_folder(name, tmp_path, 
     monkeypatch.chdir(tmp_path)
     for args in (["--config", name], [f"--config={name}"], ["--job.config_file", name]):
         given = read_config(args)
-        assert not given.problems and given.config_name == "llama3_8b"
+        assert not given.problems and given.config.job.config_name == "llama3_8b"
         assert given.config.model.flavor == "8B"
 
 
@@ -208,7 +209,7 @@ def test_a_file_of_the_working_directory_comes_first_and_without_a_config_debug_
     tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    assert read_config([]).config_name == "debug"
+    assert read_config([]).config.job.config_name == "debug"
     assert read_sound([]) == read_sound(["--config", "debug"])
     Path("debug.toml").write_text("[training]\nsteps = 3\n")
     for name in ("debug", "debug.toml"):
@@ -398,6 +399,15 @@ def test_every_key_without_effect_is_named_with_its_case(case):
         idle |= found
     for key in idle:
         config = with_another_value(config, key)
-    given = UserConfig(config, "own", frozenset(idle), (), ())
+    given = UserConfig(config, frozenset(idle))
     assert all(key in " ".join(describe_idle_keys(given, {WITHOUT_RESUME: ""})) for key in idle)
     assert describe_idle_keys(replace(given, chosen=frozenset()), {}) == []
+
+
+def test_notices_are_loaded_for_every_key_that_may_have_no_effect():
+    idle = set()
+    for case, starts in WITHOUT_EFFECT.items():
+        found = {key for key in PLAIN_KEYS if key.startswith(tuple(starts.split()))}
+        idle |= {key for key in found if f"{key} = " not in case}
+    assert idle == {"validation.freq", "validation.steps"}
+    assert all(asks_for_features(with_value(Config(), key, 3)) for key in idle)

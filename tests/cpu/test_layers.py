@@ -54,7 +54,7 @@ torchtitan_lite.tools.faults.drill  # only its ranks need torch
 WITHOUT_TORCH = set(
     """
 torchtitan_lite.__main__ torchtitan_lite.files torchtitan_lite.preflight
-torchtitan_lite.from_weights torchtitan_lite.idle_keys torchtitan_lite.dump_folder torchtitan_lite.extensions.overwrite
+torchtitan_lite.from_weights torchtitan_lite.notices torchtitan_lite.dump_folder torchtitan_lite.extensions.overwrite
 torchtitan_lite.extensions.read_only torchtitan_lite.extensions.software
 torchtitan_lite.extensions.byte_level_bpe torchtitan_lite.extensions.checkpoint_format_3
 torchtitan_lite.extensions.hugging_face_config torchtitan_lite.extensions.hugging_face_export

@@ -18,7 +18,9 @@ from torchtitan_lite.components.optim import (
     update_weights,
 )
 from torchtitan_lite.config.block import list_parameters
+from torchtitan_lite.config.checks import plan_layout
 from torchtitan_lite.config.learning_rate import list_rates
+from torchtitan_lite.config.messages import collecting
 from torchtitan_lite.config.model import resolve_model
 from torchtitan_lite.config.reader import dump_config_toml, read_config
 from torchtitan_lite.config.schema import (
@@ -31,7 +33,6 @@ from torchtitan_lite.config.schema import (
 )
 from torchtitan_lite.extensions.parameter_groups import (
     OTHERS,
-    check_groups,
     list_members,
 )
 from torchtitan_lite.tools.check import describe_decayed
@@ -133,7 +134,9 @@ layers.4.* | layers.4.*: layers.
 @each_row("patterns, refused", REFUSED)
 def test_a_group_without_parameters_is_refused(patterns, refused):
     groups = [ParameterGroup(pattern) for pattern in patterns.split() or [""]]
-    problems = check_groups(make_config(*groups), DEBUG)
+    problems: list = []
+    with collecting(problems):
+        plan_layout(make_config(*groups), DEBUG, 1)
     expected = [part.strip(" ").split(": ") for part in refused.split(";") if part.strip(" ")]
     for problem, (value, word) in zip(problems, expected, strict=True):
         assert (problem.key, problem.value) == ("optimizer.groups", value)

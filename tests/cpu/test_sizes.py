@@ -14,14 +14,13 @@ from torchtitan_lite.config.checks import plan_layout
 from torchtitan_lite.config.choices import ATTENTIONS, OPTIMIZERS, SCHEDULES
 from torchtitan_lite.config.extensions import load_extension
 from torchtitan_lite.config.features import EXTENSIONS
-from torchtitan_lite.config.messages import UserError
+from torchtitan_lite.config.messages import UserError, collecting
 from torchtitan_lite.config.model import resolve_model
 from torchtitan_lite.config.model_rows import ModuleRow
 from torchtitan_lite.config.schema import Config, Model, with_value
 from torchtitan_lite.models.llama3.modules import Llama3
 from torchtitan_lite.models.llama3.table import FLAVORS
 from torchtitan_lite.models.registry import MODELS
-from torchtitan_lite.preflight import collecting
 
 # Parameters in the published checkpoints of Llama 3.2 1B and 3B, Llama 3.1 8B, 70B and 405B, Mixtral v0.1, Qwen3.
 PUBLISHED_PARAMETERS = """

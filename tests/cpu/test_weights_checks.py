@@ -25,6 +25,7 @@ from torchtitan_lite.checkpoint.starting_weights import (
     find_initial,
 )
 from torchtitan_lite.config.block import list_shapes
+from torchtitan_lite.config.messages import Problems
 from torchtitan_lite.config.model_rows import ModelArgs, ModelTable, ModuleRow, MoEArgs, RopeScaling
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Config, with_value
@@ -188,13 +189,15 @@ def test_a_fork_starts_from_the_weights_of_another_model_if_its_tensors_have_the
     model_args = replace(model_args, **json.loads(fields))
     config = read_config([*RUN, f"--{PATH}={source}"]).config
     weights = find_initial(config)
-    problems, notices = check_loaded_model(config, model_args, weights)
+    problems = Problems(config, model_args)
+    check_loaded_model(problems, weights)
     if said.startswith("!"):
         assert said[1:] in problems[0].why
         return
     assert not problems
-    assert any(said.replace("SOURCE", source) in notice for notice in notices)
-    assert check_loaded_model(config, model_args, replace(weights, is_resumed=True))[0]
+    assert any(said.replace("SOURCE", source) in notice for notice in problems.notices)
+    check_loaded_model(problems, replace(weights, is_resumed=True))
+    assert problems
 
 
 def test_a_checkpoint_of_a_fork_is_refused_by_the_field_or_the_model_that_is_unknown_here():

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from torchtitan_lite.config.block import count_keys
-from torchtitan_lite.config.messages import UserError
+from torchtitan_lite.config.messages import UserError, collecting
 from torchtitan_lite.config.model_rows import LAYER_TYPES, ModelArgs
 from torchtitan_lite.config.schema import Model
 from torchtitan_lite.extensions.windowed_attention import attend_in_windows
@@ -26,7 +26,6 @@ from torchtitan_lite.model.document_attention import DocumentAttention, plan_mas
 from torchtitan_lite.model.own_attention import explain_own_attention
 from torchtitan_lite.models.llama3.modules import Attention, Llama3
 from torchtitan_lite.parallel.context_parallel import apply_context_parallel
-from torchtitan_lite.preflight import collecting
 from torchtitan_lite.tools.kv_cache import CachedModel
 
 ARGS = replace(resolve_model(TABLE_CONFIG.model), n_layers=3)

@@ -98,7 +98,7 @@ for name, row in test_zero_plus_plus.LAYOUTS.items():
 
 def make(world_size: int, keys: dict, gpu: str = "h100") -> PlannedRun:
     device_type = "cpu" if gpu == "cpu" else "cuda"
-    return PlannedRun("table", *plan(world_size, keys, device_type), CLUSTERS[gpu])
+    return PlannedRun(*plan(world_size, keys, device_type), CLUSTERS[gpu])
 
 
 def read(name: str, gpu: str = "h100", **extra: object) -> PlannedRun:
@@ -206,7 +206,7 @@ def count_real_step(rank: int, world_size: int, keys: dict) -> tuple[dict, dict]
         stepping.train_step(run, batch)
         with meter.watching():
             stepping.train_step(run, batch)
-    planned = PlannedRun("table", run.config, shape, run.layout, CLUSTERS["cpu"])
+    planned = PlannedRun(run.config, shape, run.layout, CLUSTERS["cpu"])
     estimated = estimate_traffic(planned.workload, run.mesh.pp.get_local_rank())
     return join_reductions(estimated), join_reductions(meter.traffic)
 

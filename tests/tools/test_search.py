@@ -63,7 +63,7 @@ def test_the_fullest_rank_of_every_layout_is_found():
         w = planned.workload
         peaks = [RankMemory(w).estimate(rank).live for rank in range(w.layout.pp)]
         assert planned.memory.live == max(peaks)
-        alone = PlannedRun("alone", planned.config, planned.model_args, planned.layout, H100)
+        alone = PlannedRun(planned.config, planned.model_args, planned.layout, H100)
         assert alone.taken_bytes == planned.taken_bytes
         assert alone.step_time.lower_bound_s == planned.step_time.lower_bound_s
 
@@ -121,7 +121,7 @@ def test_a_search_gives_what_practitioners_run(run, arguments, words):
     if arguments:
         return
     layout = plan_layout(config, model_args, n_gpus)
-    shipped = PlannedRun(name, config, model_args, layout, H100)
+    shipped = PlannedRun(config, model_args, layout, H100)
     assert shipped.fits and not config.profiling.enable_profiling
     assert shipped.forecast.step_time_s <= 1.1 * common.forecast.step_time_s
 

@@ -44,13 +44,13 @@ def list_different(config: Config, manifest: Manifest) -> dict[str, tuple[object
     return different
 
 
-def check_continued(
-    config: Config, weights: Weights, documents: dict[str, str]
-) -> tuple[Problems, list[str]]:
-    """Return problems and notices: the differences between a resolved config and the run to continue.
+def check_continued(problems: Problems, weights: Weights, documents: dict[str, str]) -> None:
+    """Add problems and notices about the differences between a resolved config and the run to continue.
 
     `documents`: name of a corpus -> current fingerprint of its documents.
     """
+    config = problems.config
+    notices = problems.notices
     path = weights.path
     manifest = weights.manifest
     starts_anew = excludes_moments(config, manifest, is_resumed=weights.is_resumed)
@@ -58,8 +58,6 @@ def check_continued(
         "start another run from these weights: "
         f"--job.dump_folder=FOLDER --{INITIAL_LOAD_PATH}={path} --checkpoint.initial_load_model_only"
     )
-    problems = Problems(config)
-    notices = []
     different = list_different(config, manifest)
     for key, (before, value) in different.items():
         rule = find_resume_rule(key)
@@ -83,7 +81,7 @@ def check_continued(
             why = f"{path} is already at step {manifest.step}, from which the run continues"
             remedy = f"Set it to more than {manifest.step}, or {new_run}"
             problems.refuse("training.steps", why, remedy)
-        return problems, notices
+        return
     has_state = starts_anew or stores_moments(manifest)
     if config.checkpoint.exclude_from_loading and not starts_anew:
         notices.append(
@@ -100,7 +98,6 @@ def check_continued(
             )
             remedy = "Set n_moments = 0 in config/choices.py, as for SGD"
         problems.refuse("training.steps", why, remedy)
-    return problems, notices
 
 
 def excludes_moments(config: Config, manifest: Manifest, *, is_resumed: bool) -> bool:

@@ -150,15 +150,14 @@ def find_initial(config: Config) -> Weights:
         raise ConfigError([problem]) from None
 
 
-def check_loaded_model(
-    config: Config, model_args: ModelArgs, weights: Weights
-) -> tuple[Problems, list[str]]:
-    """Check that a run of this model can use the weights. Return problems, and notices if the models differ.
+def check_loaded_model(problems: Problems, weights: Weights) -> None:
+    """Check that a run of this model can use the weights. Add problems, and notices if the models differ.
 
     A run that also loads the optimizer state needs the same model. Other runs only need tensors with the same shapes
     and meaning.
     """
-    problems = Problems(config, model_args)
+    model_args = problems.model_args
+    section = problems.config.checkpoint
     theirs = dict(flatten_table(asdict(weights.model_args)))
     ours = dict(flatten_table(asdict(model_args)))
     differences = {}
@@ -166,8 +165,8 @@ def check_loaded_model(
         if ours.get(name) != theirs.get(name):
             differences[name] = f"{name} {ours.get(name)} instead of {theirs.get(name)}"
     if not differences:
-        return problems, []
-    is_continued = weights.is_resumed or not config.checkpoint.initial_load_model_only
+        return
+    is_continued = weights.is_resumed or not section.initial_load_model_only
     unlike = [text for name, text in differences.items() if is_continued or name in SIZES]
     wanted = list_shapes(model_args)
     stored = list_shapes(weights.model_args)
@@ -181,15 +180,14 @@ def check_loaded_model(
             why,
             'Leave out [model] and set flavor "auto" to use that model, or use a different job.dump_folder',
         )
-    notices = [
+    problems.notices.append(
         f"the model differs from the one in {weights.path}: {', '.join(differences.values())}"
-    ]
+    )
     if added := [fqn for fqn in wanted if fqn not in stored]:
-        notices.append(
+        problems.notices.append(
             f"{len(added)} parameters are not in {weights.path}, "
             f"and start from initial weights: {', '.join(abbreviate(added))}"
         )
-    return problems, notices
 
 
 def abbreviate(fqns: Iterable[str]) -> list[str]:

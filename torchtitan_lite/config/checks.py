@@ -5,6 +5,7 @@ checks, and adds checks that read files. Each function checks all of its rules, 
 """
 
 from dataclasses import replace
+from math import ceil
 
 from torchtitan_lite.config.block import list_block_modules, list_end_modules
 from torchtitan_lite.config.choices import SCHEDULES
@@ -20,7 +21,7 @@ from torchtitan_lite.config.layout import (
     plan_stages,
     plan_zero_stage,
 )
-from torchtitan_lite.config.messages import ConfigError, Problems
+from torchtitan_lite.config.messages import ConfigError, Problems, Refused
 from torchtitan_lite.config.model_rows import AUTO, TP_STYLES, ModelArgs, ModuleRow
 from torchtitan_lite.config.reader import KEYS
 from torchtitan_lite.config.schema import (
@@ -33,8 +34,8 @@ from torchtitan_lite.config.schema import (
 AUTOMATIC = (None, -1, AUTO)  # the values that resolve_config replaces
 TP = "parallelism.tensor_parallel_degree"
 SPLIT_DIMS = {"colwise": 0, "rowwise": -1}  # tp_style -> dim of the weight that tp splits
-SIZES_OF_TP = ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
-# settings.py has no rule about these keys. If no other key differs from its default, the file is not loaded.
+# settings.py has no rule about these keys, and notices.py has no notice. If all other keys have their defaults, these
+# files are not loaded.
 PLAIN_KEYS = set(
     """
     job.config_file job.dump_folder model.hf_assets_path optimizer.lr lr_scheduler.warmup_steps
@@ -53,10 +54,8 @@ def plan_layout(config: Config, model_args: ModelArgs, world_size: int) -> Layou
     """Return the layout of a run on `world_size` ranks. Raises ConfigError with all problems, not only the first."""
     section = config.parallelism
     degrees = plan_degrees(section, world_size)
-    problems = Problems(config, model_args)
+    problems = Problems(config, model_args, check_stages(section, model_args.n_layers))
     stages: Stages = ()
-    if section.pipeline_parallel_degree > 1:
-        check_stages(problems, count_stages(section, model_args.n_layers))
     if not problems:
         n_layers = plan_stages(section, model_args.n_layers)
         stages = name_stages(tuple(n_layers), model_args)
@@ -72,18 +71,21 @@ def plan_layout(config: Config, model_args: ModelArgs, world_size: int) -> Layou
     layout = replace(layout, zero_stage=plan_zero_stage(config, layout))
     if section.zero_plus_plus:
         layout = load_module("config.features").split_nodes(layout, section)
-    check_layout(problems, layout, world_size)
+    problems += Problems(config, model_args, check_layout(config, model_args, layout, world_size))
+    if asks_for_features(config):
+        problems += load_module("config.settings").find_refused(config, model_args, layout)
     if problems:
         raise ConfigError(problems)
     return layout
 
 
 def asks_for_features(config: Config) -> bool:
-    """Return whether a rule of settings.py could refuse this config."""
+    """Return whether settings.py or notices.py may have something to say about this config."""
     default = Config()
     others = KEYS.keys() - PLAIN_KEYS
     is_plain = all(get_value(config, key) == get_value(default, key) for key in others)
-    return not is_plain or config.activation_checkpoint.mode == "memory_budget"
+    is_idle = config.validation != default.validation and not config.validation.enable
+    return not is_plain or is_idle or config.activation_checkpoint.mode == "memory_budget"
 
 
 def resolve_config(config: Config, layout: Layout, device_type: str) -> Config:
@@ -106,29 +108,31 @@ def resolve_config(config: Config, layout: Layout, device_type: str) -> Config:
     return with_value(config, "parallelism.fsdp_reshard_after_forward", "default")
 
 
-def check_layout(problems: Problems, layout: Layout, world_size: int) -> None:
+def check_layout(config: Config, model_args: ModelArgs, layout: Layout, world_size: int) -> Refused:
     """Check the number of ranks, and the sizes that degrees and schedule must divide."""
-    config = problems.config
-    model_args = problems.model_args
     if layout.world_size != world_size:
         others = layout.world_size // layout.dp_shard
         why = f"the degrees ({layout}) make {layout.world_size} ranks, but the run has {world_size}"
         remedy = f"Use a multiple of {others} ranks, and -1 here for the remaining factor"
-        problems.refuse("parallelism.data_parallel_shard_degree", why, remedy)
-    check_batch(problems, layout)
-    check_sizes(problems, layout, world_size)
-    check_table(problems, layout.tp, world_size)
+        yield "parallelism.data_parallel_shard_degree", why, remedy
+    pieces = count_pieces(config.parallelism)
+    seq_len = config.training.seq_len
+    if seq_len % pieces:
+        why = (
+            f"it does not divide into {pieces} equal pieces "
+            f"(tp {layout.tp}; cp {layout.cp} needs 2 x cp pieces)"
+        )
+        yield "training.seq_len", why, f"Use {list_multiples(seq_len, pieces)}"
+    yield from check_batch(config, layout)
+    yield from check_table(model_args)
+    yield from check_tp(config, model_args, world_size)
     if model_args.moe:
-        load_module("config.experts").check_experts(problems, layout)
-    if asks_for_features(config):
-        problems += load_module("config.settings").find_refused(config, model_args, layout)
-    if layout.pp > 1 and not any("batch_size" in problem.key for problem in problems):
-        check_microbatches(problems, layout)
+        yield from load_module("config.experts").check_experts(model_args, layout)
 
 
-def check_batch(problems: Problems, layout: Layout) -> None:
-    """Check that data-parallel ranks have equal numbers of full microbatches."""
-    n_local = problems.config.training.local_batch_size
+def check_batch(config: Config, layout: Layout) -> Refused:
+    """Check that data-parallel ranks have equal numbers of full microbatches, as many as the schedule needs."""
+    n_local = config.training.local_batch_size
     n_sequences = layout.global_batch_size
     unit = n_local * layout.dp
     if layout.pp == 1 and n_sequences < unit:  # one microbatch per rank
@@ -138,8 +142,15 @@ def check_batch(problems: Problems, layout: Layout) -> None:
             f"{layout.dp} data-parallel ranks cannot have equal shares of {n_sequences} sequences, "
             f"in multiples of training.local_batch_size = {n_local}"
         )
-        remedy = f"Use {list_multiples(n_sequences, unit)}"
-        problems.refuse("training.global_batch_size", why, remedy)
+        yield "training.global_batch_size", why, f"Use {list_multiples(n_sequences, unit)}"
+    if layout.pp == 1:
+        return
+    if n_local % layout.microbatch_size:
+        key = "parallelism.pipeline_parallel_microbatch_size"
+        why = f"it does not divide training.local_batch_size = {n_local}"
+        yield key, why, f"Use a divisor of {n_local}, such as 1"
+    elif n_sequences % unit == 0:
+        yield from check_microbatches(config, layout)
 
 
 def list_multiples(value: int, unit: int) -> str:
@@ -148,13 +159,15 @@ def list_multiples(value: int, unit: int) -> str:
     return f"{below} or {below + unit}" if below else f"{unit}"
 
 
-def check_stages(problems: Problems, n_stages: int) -> None:
-    """Check that the schedule can run this number of stages, and that the model has enough layers for them.
+def check_stages(section: Parallelism, n_layers: int) -> Refused:
+    """Check that the schedule can run the pipeline stages, and that the model has enough layers for them.
 
     The first stage may have only the embedding, and the last stage only norm and head. Every other stage needs a layer.
     """
-    section = problems.config.parallelism
     pp = section.pipeline_parallel_degree
+    if pp == 1:
+        return
+    n_stages = count_stages(section, n_layers)
     name = section.pipeline_parallel_schedule
     schedule = SCHEDULES[name]
     least = schedule.least_stages_per_rank
@@ -163,19 +176,17 @@ def check_stages(problems: Problems, n_stages: int) -> None:
     if rest or not least <= per_rank <= most:
         why = f"it makes {n_stages} stages for {pp} pp ranks, but {name} needs {least} per rank"
         remedy = f"Remove the key to get {pp * least} stages, or choose a different schedule"
-        problems.refuse("parallelism.pipeline_parallel_layers_per_stage", why, remedy)
-    elif problems.model_args.n_layers < n_stages - 2:
+        yield "parallelism.pipeline_parallel_layers_per_stage", why, remedy
+    elif n_layers < n_stages - 2:
         why = f"each of the {n_stages} pipeline stages ({pp} pp ranks, {name}) needs a layer, except the first and last"
-        remedy = f"Use {n_stages - 2} layers or more, or fewer pp ranks"
-        problems.refuse("model.n_layers", why, remedy)
+        yield "model.n_layers", why, f"Use {n_stages - 2} layers or more, or fewer pp ranks"
 
 
-def check_microbatches(problems: Problems, layout: Layout) -> None:
+def check_microbatches(config: Config, layout: Layout) -> Refused:
     """Check that the schedule can run the microbatches of a step."""
-    training = problems.config.training
-    section = problems.config.parallelism
+    training = config.training
     n_stages = len(layout.stages)
-    why = explain_microbatches(section, layout.n_microbatches, n_stages)
+    why = explain_microbatches(config.parallelism, layout.n_microbatches, n_stages)
     if not why:
         return
     key = "training.local_batch_size"
@@ -185,10 +196,10 @@ def check_microbatches(problems: Problems, layout: Layout) -> None:
         key = "training.global_batch_size"
         unit = training.local_batch_size // layout.microbatch_size
         n_rows *= layout.dp
-    n_needed = find_n_microbatches(section, layout.n_microbatches, n_stages, unit)
+    n_needed = find_n_microbatches(config.parallelism, layout.n_microbatches, n_stages, unit)
     why = f"it makes {layout.n_microbatches} microbatches, but {why}"
     remedy = f"Use {n_needed * n_rows}, lower pipeline_parallel_microbatch_size, or use GPipe"
-    problems.refuse(key, why, remedy)
+    yield key, why, remedy
 
 
 def explain_microbatches(parallelism: Parallelism, n_microbatches: int, n_stages: int) -> str:
@@ -218,49 +229,54 @@ def count_pieces(parallelism: Parallelism) -> int:
     return pieces
 
 
-def check_sizes(problems: Problems, layout: Layout, world_size: int) -> None:
-    """Find sizes that tp or cp does not divide."""
-    config = problems.config
-    for name in SIZES_OF_TP:
-        size = getattr(problems.model_args, name)
-        rest = size % layout.tp
-        if not fits_tp(name, size, layout.tp):
-            why = f"{TP} = {layout.tp} does not divide it, but tp ranks need equal shards"
-            if name == "n_kv_heads":
-                why = f"{TP} = {layout.tp} neither divides it nor is a multiple of it, but tp ranks need whole heads"
-            remedy = f"Use {TP} = {list_tp(problems.model_args, world_size)}"
-            is_free = config.model.row is None  # loaded weights have a fixed number of rows
-            if name == "vocab_size" and is_free:
-                remedy += f", or {size - rest + layout.tp} here; no token uses the added rows"
-            problems.refuse(f"model.{name}", why, remedy)
-    pieces = count_pieces(config.parallelism)
-    seq_len = config.training.seq_len
-    if seq_len % pieces:
-        why = (
-            f"it does not divide into {pieces} equal pieces "
-            f"(tp {layout.tp}; cp {layout.cp} needs 2 x cp pieces)"
-        )
-        problems.refuse("training.seq_len", why, f"Use {list_multiples(seq_len, pieces)}")
+def check_tp(config: Config, model_args: ModelArgs, world_size: int) -> Refused:
+    """Check that tp divides the sizes of [model]. If so, check that it splits every module of the model."""
+    tp = config.parallelism.tensor_parallel_degree
+    misfits = list_misfits(model_args, tp)
+    if not misfits:
+        return
+    degrees = range(1, model_args.n_heads + 1)
+    fitting = [n for n in degrees if world_size % n == 0 and not list_misfits(model_args, n)]
+    *others, last = map(str, fitting)
+    allowed = f"{', '.join(others)} or {last}" if others else last
+    first = misfits[0]
+    if isinstance(first, ModuleRow):
+        n_features = first.weight[SPLIT_DIMS.get(first.tp_style, 0)]
+        why = f"tp ranks cannot share the {n_features} features of {first.name}, whose tp_style is {first.tp_style!r}"
+        yield TP, why, f"Use {allowed}"
+    for name in misfits:
+        if isinstance(name, ModuleRow):
+            return
+        why = f"{TP} = {tp} does not divide it, but tp ranks need equal shards"
+        if name == "n_kv_heads":
+            why = f"{TP} = {tp} neither divides it nor is a multiple of it, but tp ranks need whole heads"
+        remedy = f"Use {TP} = {allowed}"
+        is_free = config.model.row is None  # loaded weights have a fixed number of rows
+        if name == "vocab_size" and is_free:
+            n_rows = tp * ceil(model_args.vocab_size / tp)
+            remedy += f", or {n_rows} here; no token uses the added rows"
+        yield f"model.{name}", why, remedy
 
 
-def fits_tp(name: str, size: int, tp: int) -> bool:
-    """Return whether tp divides a size of [model]. With fewer key/value heads than tp ranks, ranks share heads."""
-    return size % tp == 0 or (name == "n_kv_heads" and tp % size == 0)
-
-
-def list_tp(model_args: ModelArgs, world_size: int) -> str:
-    """Return the degrees of tp that this many ranks and the sizes of a model allow, as in "1, 2 or 4"."""
-    degrees = []
-    rows = list_different_rows(model_args)
-    for tp in range(1, model_args.n_heads + 1):
-        if world_size % tp:
-            continue
-        fits = [fits_tp(name, getattr(model_args, name), tp) for name in SIZES_OF_TP]
-        fits += [can_split(row, model_args, tp) for row in rows]
-        if all(fits):
-            degrees.append(str(tp))
-    *others, last = degrees
-    return f"{', '.join(others)} or {last}" if others else last
+def list_misfits(model_args: ModelArgs, tp: int) -> list[str | ModuleRow]:
+    """List the sizes of [model], and the modules, that tp ranks cannot share."""
+    misfits = []
+    for name in ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size"):
+        size = getattr(model_args, name)
+        is_shared = name == "n_kv_heads" and tp % size == 0  # several ranks have the same head
+        if size % tp and not is_shared:
+            misfits.append(name)
+    for row in list_different_rows(model_args):
+        if row.tp_style in SPLIT_DIMS:
+            fits = row.weight[SPLIT_DIMS[row.tp_style]] % tp == 0
+        else:
+            width = {"sequence": model_args.dim, "heads": model_args.head_dim}.get(row.tp_style)
+            # A norm must fit on one rank: its weight has one element for all features, or one per feature of `width`.
+            is_wider = row.kind == "norm" and width and row.weight not in ((1,), (width,))
+            fits = tp == 1 or not is_wider
+        if not fits:
+            misfits.append(row)
+    return misfits
 
 
 def list_different_rows(model_args: ModelArgs) -> list[ModuleRow]:
@@ -270,46 +286,24 @@ def list_different_rows(model_args: ModelArgs) -> list[ModuleRow]:
     return list(dict.fromkeys(rows))
 
 
-def can_split(row: ModuleRow, model_args: ModelArgs, tp: int) -> bool:
-    """Return whether tp ranks can share the features of a module."""
-    if row.tp_style in SPLIT_DIMS:
-        return row.weight[SPLIT_DIMS[row.tp_style]] % tp == 0
-    width = {"sequence": model_args.dim, "heads": model_args.head_dim}.get(row.tp_style)
-    # A norm must fit on one rank: its weight has one element for all features, or one per feature of `width`.
-    is_wider = row.kind == "norm" and width and row.weight not in ((1,), (width,))
-    return tp == 1 or not is_wider
-
-
-def check_table(problems: Problems, tp: int, world_size: int) -> None:
-    """Find rows in the table of the model that are not supported, or that tp cannot split."""
-    model_args = problems.model_args
+def check_table(model_args: ModelArgs) -> Refused:
+    """Find rows in the table of the model that are not supported."""
+    place = f"in models/{model_args.name}/table.py"
     ends = list_end_modules(model_args)
     for row in ends:  # no pipeline stage can have modules that differ in their ends
         stages = {other.end for other in ends if other.child == row.child}
         if stages not in ({"first"}, {"last"}):
             why = f"is outside the blocks, where all modules of {row.child!r} need the same end; its end is {row.end!r}"
-            remedy = 'Set end = "first" or "last" for all modules of a child'
-            refuse_row(problems, row, why, remedy)
+            remedy = f'Set end = "first" or "last" for all modules of a child {place}'
+            yield "model.name", f"{row.name} {why}", remedy
         if row.kind in ("router", "experts"):
-            why = "is outside the blocks, where experts are not supported"
-            refuse_row(problems, row, why, "Use modules of other kinds")
+            why = f"{row.name} is outside the blocks, where experts are not supported"
+            yield "model.name", why, f"Use modules of other kinds {place}"
     for row in list_different_rows(model_args):
         if row.tp_style not in TP_STYLES.get(row.kind, ()):
-            why = f"is a {row.kind} module with tp_style {row.tp_style!r}"
-            refuse_row(problems, row, why, f"Use one of these: {TP_STYLES},")
-            continue
-        if row.tp_style in ("colwise", "rowwise", "whole") and row.child == row.name:
+            why = f"{row.name} is a {row.kind} module with tp_style {row.tp_style!r}"
+            yield "model.name", why, f"Use one of these: {TP_STYLES}, {place}"
+        elif row.tp_style in ("colwise", "rowwise", "whole") and row.child == row.name:
             why = "is not inside another module, so tp would gather the input of the whole block or model for it"
             remedy = 'Use tp_style "sequence" (outside the blocks also "gathered"), or put it into a module of its own'
-            refuse_row(problems, row, why, remedy)
-        # check_sizes has already reported sizes that tp does not divide, by their keys in [model]
-        if not can_split(row, model_args, tp) and not problems:
-            n_features = row.weight[SPLIT_DIMS.get(row.tp_style, 0)]
-            why = f"tp ranks cannot share the {n_features} features of {row.name}, whose tp_style is {row.tp_style!r}"
-            problems.refuse(TP, why, f"Use {list_tp(model_args, world_size)}")
-
-
-def refuse_row(problems: Problems, row: ModuleRow, why: str, remedy: str) -> None:
-    """Add a problem with a row of the model's table."""
-    place = f"in models/{problems.model_args.name}/table.py"
-    problems.refuse("model.name", f"{row.name} {why}", f"{remedy} {place}")
+            yield "model.name", f"{row.name} {why}", f"{remedy} {place}"

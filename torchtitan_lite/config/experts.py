@@ -4,7 +4,7 @@ from math import gcd
 
 from torchtitan_lite.config.block import list_block_modules, list_expert_biases
 from torchtitan_lite.config.layout import Layout
-from torchtitan_lite.config.messages import Problem, Problems
+from torchtitan_lite.config.messages import Refused
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schema import Config
 
@@ -36,14 +36,13 @@ def list_expert_degrees(model_args: ModelArgs, n_ranks: int) -> list[int]:
     ]
 
 
-def check_experts(problems: Problems, layout: Layout) -> None:
+def check_experts(model_args: ModelArgs, layout: Layout) -> Refused:
     """Check that a layer has experts, and that they can be sharded with these degrees."""
-    model_args = problems.model_args
     moe = model_args.moe
     n_ranks = layout.fsdp * layout.tp
     if not list_expert_biases(model_args):  # one per layer with experts
         why = "no layer has experts, because of n_first_dense_layers or moe_every"
-        problems.refuse("model.n_layers", why, "Use more layers")
+        yield "model.n_layers", why, "Use more layers"
     if layout.ep in list_expert_degrees(model_args, n_ranks):
         return
     ranks = f"the {n_ranks} ranks of dp_shard x cp x tp"
@@ -60,20 +59,18 @@ def check_experts(problems: Problems, layout: Layout) -> None:
                 degree = layout.dp_replicate * n_replicas
                 remedy += f", with parallelism.data_parallel_replicate_degree = {degree}"
             break
-    problems.refuse(EP, why, remedy)
+    yield EP, why, remedy
 
 
-def check_grouped_matmuls(config: Config, model_args: ModelArgs) -> list[Problem]:
+def check_grouped_matmuls(config: Config, model_args: ModelArgs) -> Refused:
     """Find sizes that grouped matmuls do not support in the compute dtype. `config` is resolved."""
-    problems = Problems(config, model_args)
     dtype = "training.mixed_precision_param"
     why = explain_strides(model_args, config.training.mixed_precision_param)
     if why and not explain_strides(model_args, "float32"):
-        problems.refuse(dtype, why, 'Use "float32"')
+        yield dtype, why, 'Use "float32"'
     elif why:
         remedy = "Use multiples of 8, for example by padding the experts with zeros, which does not change results"
-        problems.refuse("model.flavor", why, remedy)
-    return problems
+        yield "model.flavor", why, remedy
 
 
 def explain_strides(model_args: ModelArgs, dtype: str) -> str:

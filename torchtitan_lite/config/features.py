@@ -1,8 +1,9 @@
-"""List the features that only some configs use, one row per file of torchtitan_lite/extensions/, with their rules.
+"""List the keys that load a file of torchtitan_lite/extensions/, with the rules of these features.
 
-A row says which key loads the file, and which rule `check` then applies. The rules are in this file, because they need
-no torch. The core names an extension only in a call of `load_extension`, at the point where the feature acts. To add an
-extension, write its file and its row. A row of OPTIMIZERS in choices.py may name the file too.
+A row says which values of a key load the file, and which rule `check` then applies. The rules are in this file, because
+they need no torch. The core names an extension only in a call of `load_extension`, at the point where the feature acts.
+To add an extension, write its file, and its row if a key asks for it. extensions/README.md says what loads each file. A
+row of OPTIMIZERS in choices.py may name the file too.
 """
 
 from collections.abc import Callable
@@ -12,7 +13,8 @@ from pathlib import Path
 
 from torchtitan_lite.config.extensions import load_extension
 from torchtitan_lite.config.layout import Layout
-from torchtitan_lite.config.messages import Problems
+from torchtitan_lite.config.messages import Refused
+from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schema import Config, Parallelism, get_value
 
 FLOAT8 = "quantize.linear.float8"
@@ -21,89 +23,85 @@ ZERO_PLUS_PLUS = "parallelism.zero_plus_plus"
 # ---------------------------------------------------------------- rules of extensions
 
 
-def check_muon(problems: Problems, layout: Layout) -> None:
-    if problems.config.training.enable_cpu_offload:
+def check_muon(config: Config, model_args: ModelArgs, layout: Layout) -> Refused:
+    if config.training.enable_cpu_offload:
         why = "Muon would multiply whole matrices on the host, which takes minutes"
-        problems.refuse("training.enable_cpu_offload", why, "Leave this key out, or use AdamW")
+        yield "training.enable_cpu_offload", why, "Leave this key out, or use AdamW"
 
 
-def check_bfloat16_moments(problems: Problems, layout: Layout) -> None:
-    optimizer = problems.config.optimizer
+def check_bfloat16_moments(config: Config, model_args: ModelArgs, layout: Layout) -> Refused:
+    optimizer = config.optimizer
     if optimizer.name != "AdamW" or optimizer.implementation != "fused":
         why = f"{optimizer.name} with implementation {optimizer.implementation!r} has no bfloat16 moments"
         remedy = 'Use AdamW with implementation = "fused"'
-        problems.refuse("optimizer.moments_dtype", why, remedy)
+        yield "optimizer.moments_dtype", why, remedy
     elif optimizer.beta2 > 0.99:
         why = f"with optimizer.beta2 = {optimizer.beta2}, bfloat16 rounds away the decay of the second moment"
         remedy = "Use a beta2 of at most 0.99, or moments in float32"
-        problems.refuse("optimizer.moments_dtype", why, remedy)
+        yield "optimizer.moments_dtype", why, remedy
 
 
-def check_bfloat16_weights(problems: Problems, layout: Layout) -> None:
+def check_bfloat16_weights(config: Config, model_args: ModelArgs, layout: Layout) -> Refused:
     # whether gradients of microbatches are summed in bfloat16
     is_summed = layout.pp == 1 and layout.zero_stage > 1 and layout.n_microbatches > 1
-    if problems.config.optimizer.moments_dtype != "bfloat16" or is_summed:
+    if config.optimizer.moments_dtype != "bfloat16" or is_summed:
         why = "bfloat16 weights need bfloat16 moments, and float32 sums of the microbatches' gradients"
         remedy = 'Set optimizer.moments_dtype = "bfloat16" and parallelism.zero_stage = 1'
-        problems.refuse("training.dtype", why, remedy)
+        yield "training.dtype", why, remedy
 
 
-def check_zero_plus_plus(problems: Problems, layout: Layout) -> None:
-    section = problems.config.parallelism
+def check_zero_plus_plus(config: Config, model_args: ModelArgs, layout: Layout) -> Refused:
+    section = config.parallelism
     if layout.fsdp == 1:
         why = "FSDP has a single shard, so no weight is gathered"
-        problems.refuse(ZERO_PLUS_PLUS, why, "Leave this key out")
+        yield ZERO_PLUS_PLUS, why, "Leave this key out"
     if "hpz" not in section.zero_plus_plus:
         return
     n_ranks = layout.fsdp * layout.tp  # ranks of one pipeline stage and one replica
     is_split = layout.fsdp_near > 1 or (layout.ep and layout.efsdp_near > 1)
     if n_ranks > section.zero_plus_plus_node_size and not is_split:
         why = "hpZ needs at least two ranks of an FSDP group on every node, and nodes of this size have fewer"
-        problems.refuse(f"{ZERO_PLUS_PLUS}_node_size", why, f'Leave "hpz" out of {ZERO_PLUS_PLUS}')
+        yield f"{ZERO_PLUS_PLUS}_node_size", why, f'Leave "hpz" out of {ZERO_PLUS_PLUS}'
     if layout.zero_stage < 3 or layout.pp > 1:
         why = "hpz keeps the weights that backward gathers, so it needs zero_stage = 3, and no pipeline"
-        problems.refuse(ZERO_PLUS_PLUS, why, 'Leave out "hpz"')
+        yield ZERO_PLUS_PLUS, why, 'Leave out "hpz"'
 
 
-def check_symmetric_memory(problems: Problems, layout: Layout) -> None:
+def check_symmetric_memory(config: Config, model_args: ModelArgs, layout: Layout) -> Refused:
     key = "parallelism.fsdp_symmetric_memory"
     if layout.fsdp == 1:
-        problems.refuse(key, "FSDP has a single shard, so no weight is gathered", "Leave it out")
-    elif problems.config.parallelism.zero_plus_plus:
-        problems.refuse(key, "ZeRO++ gathers by its own collectives", "Turn off one of the two")
+        yield key, "FSDP has a single shard, so no weight is gathered", "Leave it out"
+    elif config.parallelism.zero_plus_plus:
+        yield key, "ZeRO++ gathers by its own collectives", "Turn off one of the two"
 
 
-def check_float8_all_gather(problems: Problems, layout: Layout) -> None:
-    config = problems.config
+def check_float8_all_gather(config: Config, model_args: ModelArgs, layout: Layout) -> Refused:
     if not config.model.uses_float8:
         return
     remedy = f"Set {FLOAT8}.enable_fsdp_float8_all_gather = false"
     if config.quantize.linear.float8.recipe_name != "tensorwise":
         why = "a weight gathered in float8 has a single scale, but this recipe needs one per row"
-        problems.refuse(f"{FLOAT8}.recipe_name", why, f'{remedy}, or use "tensorwise"')
+        yield f"{FLOAT8}.recipe_name", why, f'{remedy}, or use "tensorwise"'
     if config.training.enable_cpu_offload:
         why = "with offload, FSDP gathers a copy on the GPU, which is not rounded to float8"
-        problems.refuse("training.enable_cpu_offload", why, remedy)
+        yield "training.enable_cpu_offload", why, remedy
     if "qwz" in config.parallelism.zero_plus_plus:
         why = "qwz gathers weights in int8, but this run gathers them in float8"
-        problems.refuse(ZERO_PLUS_PLUS, why, f'{remedy}, or leave out "qwz"')
+        yield ZERO_PLUS_PLUS, why, f'{remedy}, or leave out "qwz"'
 
 
-def check_spikes(problems: Problems, layout: Layout) -> None:
-    if problems.config.training.skip_spikes <= 1:
+def check_spikes(config: Config, model_args: ModelArgs, layout: Layout) -> Refused:
+    if config.training.skip_spikes <= 1:
         why = "about half of all gradient norms are above their median, so ordinary steps would be skipped"
         remedy = "Use more than 1, such as 3, or 0 to skip none"
-        problems.refuse("training.skip_spikes", why, remedy)
+        yield "training.skip_spikes", why, remedy
 
 
-def check_overwrite(problems: Problems, layout: Layout) -> None:
-    config = problems.config
+def check_overwrite(config: Config, model_args: ModelArgs, layout: Layout) -> Refused:
     path = config.checkpoint.initial_load_path
     if path and Path(path).resolve().is_relative_to(Path(config.job.dump_folder).resolve()):
         key = "checkpoint.initial_load_path"
-        problems.refuse(
-            key, "job.overwrite would delete it first", "Name a copy in a different folder"
-        )
+        yield key, "job.overwrite would delete it first", "Name a copy in a different folder"
 
 
 # ---------------------------------------------------------------- extensions
@@ -113,14 +111,14 @@ def check_overwrite(problems: Problems, layout: Layout) -> None:
 class Extension:
     """Says when a run loads a file of extensions/."""
 
-    key: str = ""  # the key that loads the file; "": `about` says what loads it
+    key: str  # the key that loads the file
     # values of the key that load the file; if empty, all values except 0, "" and []
-    values: tuple[object, ...] = ()
-    about: str = ""  # one sentence for `check --keys`
-    check: Callable[[Problems, Layout], None] | None = None
+    values: tuple[object, ...]
+    about: str  # one sentence for `check --keys`
+    check: Callable[[Config, ModelArgs, Layout], Refused] | None = None
 
     def is_asked(self, config: Config) -> bool:
-        value = self.key and get_value(config, self.key)
+        value = get_value(config, self.key)
         return value in self.values if self.values else bool(value)
 
 
@@ -130,12 +128,6 @@ EXTENSIONS = {  # name of a file in extensions/, without .py -> its row
         ("Muon",),
         "orthogonalizes the updates of hidden matrices, and uses AdamW for all other parameters",
         check_muon,
-    ),
-    "muon_rounds": Extension(
-        about="loaded with muon, and by plan: which rank updates which matrix",
-    ),
-    "optimizer_state": Extension(
-        about="loaded with every optimizer except AdamW and SGD: refuses state that checkpoints do not save",
     ),
     "adamw_bfloat16": Extension(
         "optimizer.moments_dtype",
@@ -153,9 +145,7 @@ EXTENSIONS = {  # name of a file in extensions/, without .py -> its row
         "optimizer.groups",
         (),
         "factors of learning rate and weight decay for parameters whose names match",
-        lambda problems, _: problems.extend(
-            load_extension("parameter_groups").check_groups(problems.config, problems.model_args)
-        ),
+        lambda *facts: load_extension("parameter_groups").check_groups(*facts),
     ),
     "zero_plus_plus": Extension(
         ZERO_PLUS_PLUS,
@@ -184,9 +174,6 @@ EXTENSIONS = {  # name of a file in extensions/, without .py -> its row
         "parallelism.context_parallel_degree",
         (),
         "causal attention over cp ranks, part by part, by an all-gather or around a ring",
-    ),
-    "windowed_attention": Extension(
-        about="loaded for a model with windows or sinks: attention to the last tokens, and to a learned logit",
     ),
     "asynchronous_saves": Extension(
         "checkpoint.async_mode",
@@ -225,53 +212,11 @@ EXTENSIONS = {  # name of a file in extensions/, without .py -> its row
         (),
         "compares tensors that must be bit-equal on several ranks",
     ),
-    "hang_report": Extension(
-        about="loaded when a step hangs or nearly times out, or a rank fails: collects what this rank does",
-    ),
-    "rowwise_bias": Extension(
-        about="loaded for a rowwise module with a bias under tp: the bias is added once, not by every rank",
-    ),
-    "tied_embeddings": Extension(
-        about="loaded for tied weights in a pipeline: the last stage computes with a copy of the embedding",
-    ),
-    "tokenizer_json": Extension(
-        about="loaded for a tokenizer.json, Hugging Face's file",
-    ),
-    "byte_level_bpe": Extension(
-        about="loaded with tokenizer_json: decides whether tiktoken encodes a tokenizer.json exactly",
-    ),
-    "foreign_json": Extension(
-        about="loaded with tokenizer_json and hugging_face: reads JSON files that other programs wrote",
-    ),
-    "hugging_face": Extension(
-        about="loaded for a Hugging Face folder in checkpoint.initial_load_path: reads its weights on any layout",
-    ),
-    "hugging_face_folder": Extension(
-        about="loaded with hugging_face: finds the tensors of the folder, and compares them with its config.json",
-    ),
-    "hugging_face_config": Extension(
-        about="loaded with hugging_face_folder: reads config.json",
-    ),
-    "hub_names": Extension(
-        about="loaded for a path that is not found: explains names and cache folders of the Hugging Face Hub",
-    ),
-    "families": Extension(
-        about="loaded for existing weights: finds the Hugging Face family that computes the same outputs as a model",
-    ),
     "hugging_face_export": Extension(
         "checkpoint.last_save_in_hf",
         (True,),
         "says whether a model has a Hugging Face format, and writes its config.json",
-        lambda problems, _: load_extension("hugging_face_export").refuse_export(problems),
-    ),
-    "checkpoint_format_3": Extension(
-        about="loaded for checkpoints of versions before format 4, whose manifest lists every slice",
-    ),
-    "software": Extension(
-        about="loaded for torch.compile, split backward passes and optional packages: finds what this host lacks",
-    ),
-    "torchtitan_keys": Extension(
-        about="loaded for torchtitan's keys that have a different name here, or whose feature does not exist here",
+        lambda *facts: load_extension("hugging_face_export").check_export(*facts),
     ),
 }
 

@@ -6,7 +6,7 @@ from torchtitan_lite.config.block import list_parameters
 from torchtitan_lite.config.features import FLOAT8
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.machine import Machine
-from torchtitan_lite.config.messages import Problems
+from torchtitan_lite.config.messages import Refused
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schema import Config
 
@@ -61,30 +61,26 @@ def list_linears(model_args: ModelArgs) -> dict[str, tuple[int, int]]:
 # ---------------------------------------------------------------- rules and notices
 
 
-def check_float8(problems: Problems, layout: Layout) -> None:
+def check_float8(config: Config, model_args: ModelArgs, layout: Layout) -> Refused:
     """Check that linear layers can compute in float8."""
-    config = problems.config
     n_tokens = layout.microbatch_size * config.training.seq_len // layout.cp
     section = config.quantize.linear.float8
-    linears = list_linears(problems.model_args)
+    linears = list_linears(model_args)
     if not plan_float8(linears, section.filter_fqns, layout.tp, section.recipe_name):
         why = "no linear layer can use float8: all are filtered out, or have sizes that are not multiples of 16 x tp"
-        problems.refuse("model.converters", why, 'Leave out "float8"')
+        yield "model.converters", why, 'Leave out "float8"'
     if n_tokens % FLOAT8_BLOCK:
         why = f"float8 needs a multiple of {FLOAT8_BLOCK} tokens, but a microbatch of a rank has {n_tokens}"
         remedy = f"Use a multiple of {FLOAT8_BLOCK * layout.cp}"
-        problems.refuse("training.seq_len", why, remedy)
+        yield "training.seq_len", why, remedy
 
 
-def check_matmul(problems: Problems, machine: Machine) -> None:
-    """Add a problem if the GPUs have no float8 matmul."""
-    if (
-        re.search(WITHOUT_FLOAT8, machine.name)
-        and not problems.config.quantize.linear.float8.emulate
-    ):
+def check_matmul(config: Config, machine: Machine) -> Refused:
+    """Check that the GPUs have a float8 matmul."""
+    if re.search(WITHOUT_FLOAT8, machine.name) and not config.quantize.linear.float8.emulate:
         why = f"{machine.name} has no float8 matmul, which needs compute capability 8.9"
         remedy = f'Leave out "float8", or set {FLOAT8}.emulate = true'
-        problems.refuse("model.converters", why, remedy)
+        yield "model.converters", why, remedy
 
 
 def list_float8_notices(config: Config, model_args: ModelArgs, tp: int) -> list[str]:

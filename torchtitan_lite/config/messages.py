@@ -3,6 +3,8 @@
 import os
 import re
 import shlex
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,18 +28,31 @@ class Problem:
         return f"{self.key} = {self.value!r}: {self.why}. {self.remedy}."
 
 
-class Problems(list):
-    """The problems of one config."""
+# What a rule yields: key, why, remedy; and a value, if it is not the value of the key
+Refused = Iterator[tuple[str, ...]]
 
-    def __init__(self, config: Config, model_args: ModelArgs | None = None):
+
+class Problems(list):
+    """The problems of one config, and notices about it: what the rules refuse, and what checks add."""
+
+    def __init__(
+        self,
+        config: Config,
+        model_args: ModelArgs | None = None,
+        rules: Iterable[tuple[str, ...]] = (),
+    ):
         super().__init__()
         self.config = config
         self.model_args = model_args
+        self.notices: list[str] = []
+        for refused in rules:
+            self.refuse(*refused)
 
-    def refuse(self, key: str, why: str, remedy: str) -> None:
+    def refuse(self, key: str, why: str, remedy: str, value: object = None) -> None:
         """Add a problem that reports the value of this key. For a size that [model] does not set, report the value of
         the flavor."""
-        value = get_value(self.config, key)
+        if value is None:
+            value = get_value(self.config, key)
         if value is None:
             value = getattr(self.model_args, key.removeprefix("model."))
         self.append(Problem(key, value, why, remedy))
@@ -58,6 +73,15 @@ class ConfigError(UserError):
         super().__init__(
             "\n".join(f"  {number}. {problem}" for number, problem in enumerate(problems, 1))
         )
+
+
+@contextmanager
+def collecting(problems: list[Problem]) -> Iterator[None]:
+    """Context manager: add the problems of a ConfigError instead of raising it."""
+    try:
+        yield
+    except ConfigError as error:
+        problems += error.problems
 
 
 def name_command(line: str) -> str:

@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict, replace
 
 from torchtitan_lite.config.extensions import load_module
-from torchtitan_lite.config.messages import ConfigError, Problem, Problems
+from torchtitan_lite.config.messages import ConfigError, Problem, Problems, Refused
 from torchtitan_lite.config.model_rows import AUTO, ModelArgs
 from torchtitan_lite.config.schema import Config, Model
 from torchtitan_lite.models.registry import MODELS
@@ -20,35 +20,43 @@ def resolve_model(model: Model) -> ModelArgs:
     """
     row = find_model_row(model)
     sizes = {name: getattr(model, name) or getattr(row, name) for name in MODEL_SIZES}
-    is_derived = model.head_dim is None and (model.dim or model.n_heads)
-    if is_derived:
+    if derives_head_dim(model):
         sizes["head_dim"] = sizes["dim"] // sizes["n_heads"]
     model_args = replace(row, **sizes, name=model.name)
-    problems = Problems(Config(model=model), model_args)
-    if is_derived and model_args.dim % model_args.n_heads:
+    problems = Problems(Config(model=model), model_args, check_model(model, model_args))
+    if problems:
+        raise ConfigError(problems)
+    return model_args
+
+
+def derives_head_dim(model: Model) -> bool:
+    """Return whether head_dim follows from the other sizes in [model]."""
+    return model.head_dim is None and bool(model.dim or model.n_heads)
+
+
+def check_model(model: Model, model_args: ModelArgs) -> Refused:
+    """Check that the sizes of a model agree."""
+    if derives_head_dim(model) and model_args.dim % model_args.n_heads:
         why = f"it does not divide model.dim = {model_args.dim}, and head_dim is dim / n_heads"
-        problems.refuse("model.n_heads", why, "Use a divisor of model.dim, or set model.head_dim")
+        yield "model.n_heads", why, "Use a divisor of model.dim, or set model.head_dim"
     elif model_args.head_dim % 2:
         why = "rotary embedding rotates pairs of features"
-        problems.refuse("model.head_dim", why, "Use an even number")
+        yield "model.head_dim", why, "Use an even number"
     if model_args.n_heads % model_args.n_kv_heads:
         why = f"it does not divide model.n_heads = {model_args.n_heads}"
-        problems.refuse("model.n_kv_heads", why, "Use a divisor of n_heads")
+        yield "model.n_kv_heads", why, "Use a divisor of n_heads"
     if (
         model_args.layer_types
         or model_args.attention_sinks
         or model_args.sliding_window is not None
         or model.attention != "causal"
     ):
-        load_module("config.settings").check_windows(problems)
+        yield from load_module("config.settings").check_windows(model.attention, model_args)
     try:
         json.dumps([asdict(model_args), hash(model_args)])
     except TypeError as error:
         remedy = "Use only numbers, texts, tuples of these, and frozen dataclasses there"
-        problems.refuse("model.name", f"{error}, in its ModelArgs", remedy)
-    if problems:
-        raise ConfigError(problems)
-    return model_args
+        yield "model.name", f"{error}, in its ModelArgs", remedy
 
 
 def find_model_row(model: Model) -> ModelArgs:

@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, field, is_dataclass
 from difflib import get_close_matches
 from math import isfinite
 from pathlib import Path
@@ -53,35 +53,35 @@ KEYS = dict(list_types(Config))  # "training.steps" -> its type
 SECTIONS = list(dict.fromkeys(key.rpartition(".")[0] for key in KEYS))
 
 
-@dataclass(frozen=True)
+@dataclass
 class UserConfig:
-    """A config as the user gave it. The config is complete even if there are problems, because invalid keys keep their
-    defaults."""
+    """A config as the user gave it, with the problems and notices of the run.
+
+    The config is complete even if there are problems, because invalid keys keep their defaults.
+    """
 
     config: Config
-    config_name: str  # name of the TOML file, without folder and extension
     chosen: frozenset[str]  # keys set by the command line or by a file outside configs/
-    problems: tuple[Problem, ...]
-    notices: tuple[str, ...]
+    problems: list[Problem] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
 
-    def with_resolved(self, key: str, value: object) -> "UserConfig":
-        """Return a copy in which `value` replaces the value "auto" of a key."""
-        if get_value(self.config, key) != AUTO:
-            return self
-        return replace(self, config=with_value(self.config, key, value))
+    def resolve(self, key: str, value: object) -> None:
+        """Replace the value "auto" of a key."""
+        if get_value(self.config, key) == AUTO:
+            self.config = with_value(self.config, key, value)
 
-    def with_default(self, key: str, value: object, why: str) -> "UserConfig":
-        """Return a copy with a different default for a key, and a notice. Return `self` if the user chose a value."""
-        if key in self.chosen or get_value(self.config, key) == value:
-            return self
-        config = with_value(self.config, key, value)
-        notices = (*self.notices, f"{key} is {value}, {why}")
-        return replace(self, config=config, notices=notices)
+    def set_default(self, key: str, value: object, why: str) -> None:
+        """Change the default of a key, with a notice, unless the user chose a value."""
+        if key not in self.chosen and get_value(self.config, key) != value:
+            self.config = with_value(self.config, key, value)
+            self.notices.append(f"{key} is {value}, {why}")
 
 
 def read_config(args: list[str]) -> UserConfig:
     """Read command-line arguments and the TOML file that they name. Errors go to `problems` of the result."""
-    texts, problems, notices = parse_arguments(args)
+    problems: list[Problem] = []
+    notices: list[str] = []
+    texts = parse_arguments(args, problems, notices)
     config_file = str(texts.pop("job.config_file", Job.config_file))
     table = {}
     is_shipped = False
@@ -102,27 +102,24 @@ def read_config(args: list[str]) -> UserConfig:
     config = Config()
     for key, value in given.items():
         try:
-            config = with_value(config, key, convert_text(KEYS[key], value))
+            config = with_value(config, key, convert(KEYS[key], value))
         except WrongValue as wrong:
             problems.append(Problem(key, value, *wrong.args))
     chosen = texts if is_shipped else given
-    name = Path(config_file).stem
-    return UserConfig(config, name, frozenset(chosen), tuple(problems), tuple(notices))
+    return UserConfig(config, frozenset(chosen), problems, notices)
 
 
 # ---------------------------------------------------------------- command line and file
 
 
 def parse_arguments(
-    args: list[str],
-) -> tuple[dict[str, str | bool], list[Problem], list[str]]:
-    """Return key -> text, problems and notices.
+    args: list[str], problems: list[Problem], notices: list[str]
+) -> dict[str, str | bool]:
+    """Return key -> text. Adds problems and notices.
 
     `--section.flag` means True, and `--section.no_flag` means False; - and _ are equivalent.
     """
     values: dict[str, str | bool] = {}
-    problems = []
-    notices = []
     rest = list(args)
     while rest:
         argument = rest.pop(0)
@@ -143,7 +140,7 @@ def parse_arguments(
         if values.get(name, value) != value:
             notices.append(f"{name} is given twice: {value!r} replaces {values[name]!r}")
         values[name] = value
-    return values, problems, notices
+    return values
 
 
 def find_key(written: str) -> str:
@@ -195,30 +192,35 @@ EXAMPLES = {bool: "true", str: '"a text"', int: "8", float: "0.5 or 1e-4"}
 
 
 def convert(kind: Any, value: Any) -> Any:
-    """Convert a value to the type of its key. Integers are accepted as floats. Raises WrongValue."""
+    """Convert a value to the type of its key. Text is read as a TOML literal if the type is not text.
+
+    Integers are accepted as floats. Raises WrongValue.
+    """
     origin = get_origin(kind)
     inner = get_args(kind)
     if origin is Annotated:
-        converted = convert(inner[0], value)
-        return check_limits(converted, inner[1])
-    if origin is Literal:
-        if not any(value == choice and type(value) is type(choice) for choice in inner):
-            remedy = f"Choose from {', '.join(map(repr, inner))}"
-            lower = {str(choice).lower(): choice for choice in inner}
-            for near in get_close_matches(str(value).lower(), lower, n=1):
-                remedy = f"The nearest is {lower[near]!r}. {remedy}"
-            raise WrongValue("there is no such choice", remedy)
-        return value
-    if is_dataclass(kind):
-        return load_extension("parameter_groups").convert_table(kind, value)
+        return check_limits(convert(inner[0], value), inner[1])
     if origin is list:
         if isinstance(value, str):  # on the command line, or torchtitan's "a" for ["a"]
             value = split_list(inner[0], value)
         if not isinstance(value, list):
             raise WrongValue("it must be a list", describe_list(inner[0]))
-        return [convert_text(inner[0], item) for item in value]
+        return [convert(inner[0], item) for item in value]
     if NoneType in inner:  # `X | None`
         return None if value in ("none", "None") else convert(inner[0], value)
+    if is_dataclass(kind):
+        return load_extension("parameter_groups").convert_table(kind, value)
+    choices = inner if origin is Literal else ()
+    if isinstance(value, str) and kind is not str and value not in choices:
+        value = parse_literal(value)
+    if origin is Literal:
+        if any(value == choice and type(value) is type(choice) for choice in choices):
+            return value
+        remedy = f"Choose from {', '.join(map(repr, choices))}"
+        lower = {str(choice).lower(): choice for choice in choices}
+        for near in get_close_matches(str(value).lower(), lower, n=1):
+            remedy = f"The nearest is {lower[near]!r}. {remedy}"
+        raise WrongValue("there is no such choice", remedy)
     if kind is float and type(value) is int:
         value = float(value)
     if type(value) is not kind or (kind is float and not isfinite(value)):
@@ -251,28 +253,13 @@ def check_limits(value: Any, limits: Any) -> Any:
     return value
 
 
-def convert_text(kind: Any, text: Any) -> Any:
-    """Convert a text to the type of its key: unchanged if the type is str, otherwise read as a TOML literal.
-
-    Raises WrongValue.
-    """
-    try:
-        return convert(kind, text)
-    except WrongValue:
-        literal = parse_literal(text)
-        if literal is None:
-            raise
-        return convert(kind, literal)
-
-
-def parse_literal(text: Any) -> Any:
-    """Return the value of a TOML literal, such as 8, 1e-3, true or ["a"]; None if `text` is not such a literal."""
-    if isinstance(text, str):
-        with suppress(tomllib.TOMLDecodeError):
-            return tomllib.loads(f"value = {text}")["value"]
-        with suppress(ValueError):
-            return float(text)  # TOML does not have .5 and 3.e-4
-    return None
+def parse_literal(text: str) -> Any:
+    """Return the value of a TOML literal, such as 8, 1e-3, true or ["a"]; `text` if it is not such a literal."""
+    with suppress(tomllib.TOMLDecodeError):
+        return tomllib.loads(f"value = {text}")["value"]
+    with suppress(ValueError):
+        return float(text)  # TOML does not have .5 and 3.e-4
+    return text
 
 
 def split_list(kind: Any, text: str) -> list[Any]:

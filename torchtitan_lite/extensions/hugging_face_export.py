@@ -11,8 +11,10 @@ from typing import Any
 from torchtitan_lite.config.block import list_parameters, list_windows
 from torchtitan_lite.config.choices import ATTENTIONS
 from torchtitan_lite.config.family_rows import Family
-from torchtitan_lite.config.messages import Problems
+from torchtitan_lite.config.layout import Layout
+from torchtitan_lite.config.messages import Refused
 from torchtitan_lite.config.model_rows import FULL, SLIDING, ModelArgs
+from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.corpus_folder import DATASETS
 from torchtitan_lite.extensions.families import (
     find_model_type,
@@ -31,20 +33,18 @@ from torchtitan_lite.extensions.hugging_face_config import (
 from torchtitan_lite.models.registry import LENGTH, MODELS
 
 
-def refuse_export(problems: Problems) -> None:
+def check_export(config: Config, model_args: ModelArgs, layout: Layout) -> Refused:
     """Refuse checkpoint.last_save_in_hf for a model that has no Hugging Face format."""
-    config = problems.config
-    model_args = problems.model_args
     if not config.checkpoint.enable:
         return
     key = "checkpoint.last_save_in_hf"
     unwritable = explain_unwritable(model_args, config.model.attention)
     if unwritable:
-        problems.refuse(key, unwritable, "Set it to false, or change [model]")
+        yield key, unwritable, "Set it to false, or change [model]"
     if model_args.moe and config.training.expert_bias_rate:
         why = "Hugging Face formats have no expert bias, but training.expert_bias_rate trains one"
         remedy = "Set training.expert_bias_rate = 0, and balance the experts with training.expert_balance_loss"
-        problems.refuse(key, why, remedy)
+        yield key, why, remedy
 
 
 def explain_unwritable(model_args: ModelArgs, attention: str) -> str | None:

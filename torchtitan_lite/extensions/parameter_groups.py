@@ -18,7 +18,8 @@ from fnmatch import fnmatchcase
 from typing import Any, get_type_hints
 
 from torchtitan_lite.config.block import list_parameters
-from torchtitan_lite.config.messages import Problem
+from torchtitan_lite.config.layout import Layout
+from torchtitan_lite.config.messages import Refused
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.reader import WrongValue, convert, describe_list
 from torchtitan_lite.config.schema import Config, ParameterGroup
@@ -55,9 +56,8 @@ def list_matched(group: ParameterGroup, model_args: ModelArgs) -> list[str]:
     return [fqn for fqn in list_parameters(model_args) if fnmatchcase(fqn, group.match)]
 
 
-def check_groups(config: Config, model_args: ModelArgs) -> list[Problem]:
+def check_groups(config: Config, model_args: ModelArgs, layout: Layout) -> Refused:
     """Refuse groups without parameters, which would have no effect."""
-    problems = []
     fqns = list(list_parameters(model_args))
     earlier: list[ParameterGroup] = []
     for group in config.optimizer.groups:
@@ -76,9 +76,8 @@ def check_groups(config: Config, model_args: ModelArgs) -> list[Problem]:
             why = f"a parameter uses the first group that matches it, and {names} matches all parameters of this group"
             remedy = f"Move this group before {names}, or remove it"
         if why:
-            problems.append(Problem(GROUPS, group.match, why, remedy))
+            yield GROUPS, why, remedy, group.match
         earlier.append(group)
-    return problems
 
 
 def describe_groups(config: Config, model_args: ModelArgs) -> list[str]:
@@ -111,6 +110,8 @@ def convert_table(kind: type, value: Any) -> Any:
         if name not in kinds:
             raise WrongValue(f"a table has no key {name!r}", remedy)
         try:
+            if isinstance(item, str) and kinds[name] is not str:
+                raise WrongValue("it must be a number, not text", "Leave out the quotes")
             fields[name] = convert(kinds[name], item)
         except WrongValue as wrong:
             why, remedy = wrong.args

@@ -1,6 +1,5 @@
 """Let a run with checkpoint.load_only load a checkpoint and train without writing files. Needs no torch."""
 
-from dataclasses import replace
 from pathlib import Path
 
 from torchtitan_lite.config.messages import Problem
@@ -20,21 +19,20 @@ READ_ONLY = {
 }
 
 
-def turn_off_files(given: UserConfig) -> UserConfig:
+def turn_off_files(given: UserConfig) -> None:
     """Turn off everything that writes files, and add a notice that says so."""
-    config = given.config
     ignored = []
     for key, off in READ_ONLY.items():
-        if get_value(config, key) != off:
-            config = with_value(config, key, off)
+        if get_value(given.config, key) != off:
+            given.config = with_value(given.config, key, off)
             if key in given.chosen:
                 ignored.append(key)
-    notice = f"checkpoint.load_only: the run writes nothing to {Path(config.job.dump_folder)}, only to the screen"
+    job = given.config.job
+    notice = f"checkpoint.load_only: the run writes nothing to {Path(job.dump_folder)}, only to the screen"
     if ignored:
         notice += f". It ignores {', '.join(ignored)}"
-    problems = list(given.problems)
-    if config.job.overwrite:
+    given.notices.append(notice)
+    if job.overwrite:
         why = "it would delete the run that checkpoint.load_only reads"
-        problems.append(Problem("job.overwrite", True, why, "Set one of the two keys to false"))
-    notices = (*given.notices, notice)
-    return replace(given, config=config, problems=tuple(problems), notices=notices)
+        remedy = "Set one of the two keys to false"
+        given.problems.append(Problem("job.overwrite", True, why, remedy))

@@ -10,30 +10,28 @@ from pathlib import Path
 
 from torchtitan_lite.config.choices import SCHEDULES
 from torchtitan_lite.config.machine import Machine
-from torchtitan_lite.config.messages import Problems
+from torchtitan_lite.config.messages import Refused
 from torchtitan_lite.config.schema import Config
 
 
-def check_software(config: Config, machine: Machine) -> Problems:
+def check_software(config: Config, machine: Machine) -> Refused:
     """Return a problem for each compiler, package or torch version that the config needs and this host lacks."""
-    problems = Problems(config)
     if config.compile.enable and config.compile.backend == "inductor":
         missing = find_missing_compiler(machine.device_type)
         if missing:
             why = f"inductor compiles C or C++, but {missing}"
             remedy = 'Install it (Debian: apt install g++ python3-dev), or use compile.backend = "aot_eager"'
-            problems.refuse("compile.backend", why, remedy)
+            yield "compile.backend", why, remedy
     if config.metrics.enable_wandb and not find_spec("wandb"):
         install = f"Run `{sys.executable} -m pip install wandb` (the extra `wandb`)"
         remedy = f"{install}, or set the key to false: TensorBoard gets the same metrics"
-        problems.refuse("metrics.enable_wandb", "the package `wandb` is not installed here", remedy)
+        yield "metrics.enable_wandb", "the package `wandb` is not installed here", remedy
     name = config.parallelism.pipeline_parallel_schedule
     is_used = config.parallelism.pipeline_parallel_degree > 1
     if is_used and SCHEDULES[name].splits_backward and not torch_splits_backward():
         key = "parallelism.pipeline_parallel_schedule"
         why = f"a split backward pass fails inside torch {version('torch')}"
-        problems.refuse(key, why, "Install torch 2.13 or newer, or use Interleaved1F1B")
-    return problems
+        yield key, why, "Install torch 2.13 or newer, or use Interleaved1F1B"
 
 
 def torch_splits_backward() -> bool:

@@ -186,7 +186,7 @@ def describe_spec(spec: RunSpec, n_hosts: int = 1) -> str:
     if spec.resumed_step:
         rows["resumes"] = f"after step {spec.resumed_step}"
     where = machine.name if machine.is_here else f"{layout.world_size} x {machine.name}"
-    lines = [f"{spec.config_name} on {where}: nothing found wrong"]
+    lines = [f"{config.job.config_name} on {where}: nothing found wrong"]
     for topic, text in rows.items():
         lines.append(f"  {topic:7} {text}")
     if config.optimizer.groups:

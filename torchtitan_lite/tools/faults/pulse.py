@@ -98,7 +98,7 @@ def measure_rank(args: list[str], folder: Path, spec: RunSpec) -> int:
     dist.all_gather_object(rows, measured, group=host)
     if place.rank == 0:
         text, found = judge_machine(rows, *LOADS[device.type][-2:])
-        print(f"{spec.config_name} on {spec.layout}\n{text}")
+        print(f"{spec.config.job.config_name} on {spec.layout}\n{text}")
         print("\n".join(found) or "nothing found wrong", flush=True)
         if found:
             (folder / FOUND).touch()

@@ -44,7 +44,7 @@ def list_figures(planned: PlannedRun) -> dict[str, object]:
     """Return the figures of the plan for --json. Names end with the unit: bytes, or s for seconds."""
     speed = planned.forecast.tokens_per_s_per_gpu
     return vars(planned.forecast) | {
-        "config_name": planned.config_name,
+        "config_name": planned.config.job.config_name,
         "layout": str(planned),
         "gpu": planned.cluster.name,
         "fits": planned.fits,
@@ -64,7 +64,7 @@ def describe_plan(planned: PlannedRun, options: argparse.Namespace) -> str:
     tokens = planned.workload.tokens_per_step
     n_steps = config.training.steps
     title = (
-        f"{planned.config_name} on {layout.world_size:,} x {options.gpu}: {planned}\n"
+        f"{planned.config.job.config_name} on {layout.world_size:,} x {options.gpu}: {planned}\n"
         f"{layout.global_batch_size:,} sequences of {config.training.seq_len:,} are {tokens:,} tokens per step"
     )
     if moe := planned.model_args.moe:

@@ -38,7 +38,7 @@ def main(options: argparse.Namespace) -> int:
         write_table(options.html, write_walk(short, options.rank or 0))
         print(f"open {options.html} in a browser")
         return 0
-    print(f"{planned.config_name} on {n_ranks:,} ranks: {layout}\n")
+    print(f"{planned.config.job.config_name} on {n_ranks:,} ranks: {layout}\n")
     mesh = torch.arange(n_ranks).view([layout.degrees[dim] for dim in layout.used_dims])
     torch.set_printoptions(edgeitems=1)  # print only the first and the last ranks of a large mesh
     print(f"mesh ({', '.join(layout.used_dims)}):\n{mesh}")

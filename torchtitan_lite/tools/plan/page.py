@@ -87,7 +87,7 @@ td { line-height: 1.4 }
 def draw_page(planned: PlannedRun, config_args: list[str]) -> str:
     """Return the whole page of `plan --html`."""
     n_ranks = planned.layout.world_size
-    name = f"{planned.config_name} on {n_ranks:,} x {planned.cluster.name}"
+    name = f"{planned.config.job.config_name} on {n_ranks:,} x {planned.cluster.name}"
     args = f"{shlex.join(config_args)} --gpus {n_ranks} --gpu {planned.cluster.name}"
     search = name_command(f"plan {args.strip()} --search --toml best.toml")
     return wrap_page(

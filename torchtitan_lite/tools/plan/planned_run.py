@@ -87,7 +87,6 @@ def choose_float8(args: ModelArgs, section: Float8, tp: int) -> frozenset[str]:
 class PlannedRun:
     """A run with a valid config on a cluster, and what it costs there."""
 
-    config_name: str
     config: Config
     model_args: ModelArgs
     layout: Layout
@@ -192,4 +191,4 @@ def plan_run(args: list[str], n_gpus: int | None, gpu: str) -> PlannedRun:
     given, model_args, n_ranks = read_target(args, n_gpus)
     layout = plan_layout(given.config, model_args, n_ranks)
     config = resolve_config(given.config, layout, "cpu" if gpu == "cpu" else "cuda")
-    return PlannedRun(given.config_name, config, model_args, layout, CLUSTERS[gpu])
+    return PlannedRun(config, model_args, layout, CLUSTERS[gpu])

@@ -55,7 +55,7 @@ def list_candidates(
     for proposal in list_proposals(config, model_args, world_size, cluster.node_size):
         with suppress(ConfigError):
             layout = plan_layout(proposal, model_args, world_size)
-            first = PlannedRun("search", proposal, model_args, layout, cluster)
+            first = PlannedRun(proposal, model_args, layout, cluster)
             for planned in map(first.with_recompute, RECOMPUTE):
                 if planned.fits and not find_refused(planned.config, model_args, layout):
                     yield planned

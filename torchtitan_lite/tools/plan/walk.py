@@ -40,7 +40,7 @@ def write_walk(planned: PlannedRun, rank: int) -> str:
             f"--gpus = {n_ranks}: {why}. Use fewer, such as --gpus 8, or `plan --html` for the whole layout"
         )
     seq_len = planned.config.training.seq_len
-    name = f"{planned.config_name} on {n_ranks} ranks: one token on rank {rank}"
+    name = f"{planned.config.job.config_name} on {n_ranks} ranks: one token on rank {rank}"
     own = find_slices(layout, rank, 1, seq_len)
     body = (
         f"<h1>{escape(name)}</h1><p>{escape(str(layout))}. The token is one of positions {show(*own.held_tokens)} "

@@ -35,7 +35,7 @@ from torchtitan_lite.config.checks import resolve_config
 from torchtitan_lite.config.model import MODEL_SIZES, resolve_model
 from torchtitan_lite.config.reader import KEYS
 from torchtitan_lite.config.schema import Config, get_value
-from torchtitan_lite.idle_keys import WITHOUT_RESUME, describe_idle_keys
+from torchtitan_lite.notices import WITHOUT_RESUME, describe_idle_keys
 from torchtitan_lite.tools.plan.planned_run import read_target
 from torchtitan_lite.tools.tables import format_table
 from torchtitan_lite.tools.verify.degrees import AUTOMATIC
@@ -68,7 +68,7 @@ def main(options: Namespace) -> int:
     with RankPool() as pool, tempfile.TemporaryDirectory(prefix="verify-") as folder:
         run_ranks = partial(pool.run, timeout_s=options.timeout)
         trials = make_trials(reduction, run_ranks, Path(folder))
-    report = make_report(given.config_name, reduction, trials)
+    report = make_report(given.config.job.config_name, reduction, trials)
     report["idle"] = describe_idle_keys(given, {WITHOUT_RESUME: ""})
     print(json.dumps(report, default=str) if options.json else describe_report(report))
     return 0 if report["verdict"] == CERTIFIED else 1

@@ -156,7 +156,7 @@ def start_train(rank: int, world_size: int, config: Config, port: int, seed: int
     Raises RuntimeError if the exit status of train.py is not 0.
     """
     # A TOML file could not set the number of experts.
-    given = UserConfig(config, "train", frozenset(KEYS), problems=(), notices=())
+    given = UserConfig(config, frozenset(KEYS))
     log = io.StringIO()
     acted: Acted = {}
     dist.destroy_process_group()

@@ -1,9 +1,14 @@
-"""Name the keys that a user set although their feature is off. Loaded only if the user set a key. No torch."""
+"""List what a user may not expect, such as keys that have no effect because their feature is off. Needs no torch.
+
+Loaded only if the config asks for a feature (config/checks.py).
+"""
 
 from collections.abc import Mapping
 
-from torchtitan_lite.config.reader import KEYS, UserConfig
+from torchtitan_lite.config.extensions import load_extension, load_module
+from torchtitan_lite.config.reader import KEYS, UserConfig, dump_config_toml
 from torchtitan_lite.config.schema import Config, get_value
+from torchtitan_lite.dump_folder import name_snapshots
 from torchtitan_lite.preflight import RunSpec
 
 WITHOUT_RESUME = "no checkpoint is resumed"
@@ -58,6 +63,31 @@ WITHOUT_EFFECT = {
     "training.skip_spikes = 0.0": "training.spike_window",
     "validation.enable = False": "validation.",
 }
+
+
+def list_rare_notices(given: UserConfig, spec: RunSpec, restarted: bool) -> list[str]:
+    """List notices about features and about keys without effect."""
+    config = spec.config
+    notices = describe_idle_keys(given, find_situations(spec))
+    if config.job.description:
+        notices.append(config.job.description)
+    if config.model.uses_float8:
+        about_float8 = load_module("config.float8").list_float8_notices
+        notices += about_float8(config, spec.model_args, spec.layout.tp)
+    if config.checkpoint.local_folder:
+        folder = name_snapshots(config.checkpoint.local_folder, spec.dump_folder)
+        notices.append(f"snapshots are saved in {folder.absolute()} of each host")
+    names = config.training.dataset
+    if len(set(names)) < len(names):
+        notices.append("training.dataset names a corpus twice, so its samples are drawn more often")
+    if config.job.overwrite and not restarted:
+        list_earlier = load_extension("overwrite").list_earlier
+        earlier = ", ".join(map(str, list_earlier(spec.dump_folder, config)))
+        if earlier:
+            notices.append(f"job.overwrite deletes the earlier run: {earlier}")
+    if config.job.print_config:
+        notices.append(dump_config_toml(config))
+    return notices
 
 
 def find_situations(spec: RunSpec) -> dict[str, str]:
