@@ -10,6 +10,7 @@ import math
 import os
 import platform
 import sys
+import time
 from contextlib import ExitStack
 from functools import partial
 
@@ -27,6 +28,7 @@ from torchtitan_lite.data.dataset import open_data, prefetch, rows_of_rank
 from torchtitan_lite.dump_folder import open_dump_folder
 from torchtitan_lite.faults.hang_watch import HangWatch, meet_processes
 from torchtitan_lite.faults.processes import end_with_parent
+from torchtitan_lite.metrics import RunMetrics
 from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.parallel.process_groups import (
     end_process,
@@ -35,7 +37,6 @@ from torchtitan_lite.parallel.process_groups import (
     start_process,
 )
 from torchtitan_lite.preflight import RunSpec, resolve
-from torchtitan_lite.run_log import RunMetrics
 from torchtitan_lite.step import compute_gradients, train_step
 
 logger = logging.getLogger("torchtitan_lite.train")
@@ -144,8 +145,8 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
             stack.enter_context(snapshots)
         for step in range(resumed_step + 1, last + 1):
             watch.begin(step)
-            with metrics.waiting_for_data():
-                batch = next(batches)
+            batch = next(batches)
+            data_time_s = time.monotonic() - watch.began_s
             # all ranks: weights, activations and gradients; loss, gradient norm and signals (step.py has the bytes)
             result = train_step(run, batch, stop.received)
             # the result is equal on every rank; the host waits for its device, which waits for all ranks
@@ -179,6 +180,7 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
                 result,
                 figures,
                 time_s=watch.last_s,
+                data_time_s=data_time_s,
                 is_applied=is_applied,
                 grad_norm=grad_norm,
             )
