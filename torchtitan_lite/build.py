@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
-from torchtitan_lite.checkpoint.format import Manifest, find_steps, list_degrees
+from torchtitan_lite.checkpoint.format import Manifest, find_steps
 from torchtitan_lite.checkpoint.save import (
     CheckpointSaver,
     describe_run,
@@ -256,7 +256,7 @@ def build_savers(
         spec.dump_folder / section.folder,
         section,
         run.name_tensors,
-        Manifest(0, fingerprint, about, mesh=list_degrees(run.layout)),
+        Manifest(0, fingerprint, about, mesh=run.layout.all_degrees),
         group,
         run.device,
     )

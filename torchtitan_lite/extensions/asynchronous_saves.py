@@ -13,7 +13,7 @@ pinned memory, each copy holds the GIL, so the training loop waits for all copie
 
 import logging
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -65,19 +65,19 @@ class AsynchronousSaver(CheckpointSaver):
         self.wait()
         super().save(step, tensors)
 
-    def write(self, step: int, plan: SavePlan, slices: dict[str, Tensor]) -> None:
-        """Copy `slices`, and write the copies in the thread."""
+    def write(self, step: int, plan: SavePlan) -> None:
+        """Copy the slices of `plan`, and write the copies in the thread."""
         if self.on_cuda:
             # Otherwise the stager's stream would not wait for kernels that still write the tensors.
             torch.cuda.current_stream().synchronize()
-        copies = self.stager.stage(slices)
+        copies = self.stager.stage(plan.slices)
         self.in_flight = self.thread.submit(self.write_copies, step, plan, copies)
 
     def write_copies(self, step: int, plan: SavePlan, copies: dict[str, Tensor] | Future) -> None:
         """Write one checkpoint. Runs in the thread. `copies` may be a Future."""
         if isinstance(copies, Future):
             copies = raise_on_all_ranks(self.group, copies.result)
-        super().write(step, plan, copies)
+        super().write(step, replace(plan, slices=copies))
 
     def wait_for_copy(self) -> None:
         """Wait until the save in flight has copied its tensors. Each step calls this before it changes the tensors."""

@@ -45,10 +45,10 @@ class Snapshots(AbstractContextManager):
         """`checkpoints` is the saver of the run's checkpoints. Snapshots use a second saver with the same class,
         section and tensors."""
         self.all_ranks = all_ranks
-        host = place.host_ranks
+        host = list(place.host_ranks)
         # Without local synchronization, all ranks would wait for the creation of every host's group.
         self.group = dist.new_group(
-            list(host),
+            host,
             backend="gloo",
             timeout=timeout,
             use_local_synchronization=True,
@@ -69,10 +69,8 @@ class Snapshots(AbstractContextManager):
                 enable_first_step_checkpoint=False,
                 keep_latest_k=2,
             ),
-            manifest=replace(checkpoints.manifest, host=list(host)),
+            manifest=replace(checkpoints.manifest, host=host),
             group=self.group,
-            host=host,
-            log_level=logging.DEBUG,
         )
 
     def after_step(self, step: int, *, n_steps: int, is_stopped: bool) -> None:
