@@ -11,7 +11,7 @@ import os
 import platform
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -76,9 +76,7 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
     validation = None
     if config.validation.enable:
         validation = load_module("validation")
-        validation_batches = validation.open_validation(
-            config, spec.model_args, spec.layout, spec.tokenizer
-        )
+        validation_batches = validation.open_validation(spec)
 
     # rank 0 writes config.toml, the log and the records
     folder = spec.written_folder if place.rank == 0 else None
@@ -131,18 +129,18 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
     gc.disable()  # while one rank collects garbage, all others would wait
     # all ranks: a barrier, then the long time-outs for the first steps
     set_timeouts(config.comm.init_timeout_seconds, host)
-    with metrics, ExitStack() as stack, watch:
-        end_profiled_step = None
-        if config.profiling.enable_profiling or config.profiling.enable_memory_snapshot:
-            profile_steps = load_module("components.profiling").profile_steps
-            end_profiled_step = stack.enter_context(
-                profile_steps(
-                    config.profiling, spec.dump_folder, place.rank, resumed_step=resumed_step
-                )
-            )
-        stack.enter_context(saver)  # all ranks: on exit, they wait for the save in flight
-        if snapshots:
-            stack.enter_context(snapshots)
+    profiler = nullcontext()
+    if config.profiling.enable_profiling or config.profiling.enable_memory_snapshot:
+        profiler = load_module("components.profiling").profile_steps(
+            config.profiling, spec.dump_folder, place.rank, resumed_step=resumed_step
+        )
+    with (
+        metrics,
+        profiler as end_profiled_step,
+        saver,  # all ranks: on exit, they wait for the save in flight
+        snapshots or nullcontext(),
+        watch,
+    ):
         for step in range(resumed_step + 1, last + 1):
             watch.begin(step)
             batch = next(batches)
@@ -162,9 +160,10 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
                 metrics.stop(step, failure)
                 break
             watch.end()
-            if config.debug.compare_copies_every:
-                # all ranks, if due: rank 0 gathers checksums, and broadcasts the result of the comparison
-                load_extension("copies").compare_if_due(run, step, host)
+            every = config.debug.compare_copies_every
+            if every and step % every == 0:
+                # all ranks: rank 0 gathers checksums, and broadcasts the result of the comparison
+                load_extension("copies").compare_copies(run, host)
             may_compile = step == resumed_step + 1
             figures = None
             if validation and validation.is_due(config, step):

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from torchtitan_lite.build import Run
 from torchtitan_lite.components.signals import StopFlag
-from torchtitan_lite.config.layout import Layout
-from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import (
     Corpus,
@@ -30,6 +28,7 @@ from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.model.loss import IGNORE_INDEX
 from torchtitan_lite.parallel.fsdp import free_gathered
+from torchtitan_lite.preflight import RunSpec
 from torchtitan_lite.step import run_schedule, shard_for_cp, stage_kwargs
 
 logger = logging.getLogger(__name__)
@@ -82,12 +81,12 @@ def count_bytes(tokenizer: Tokenizer, corpora: list[Corpus]) -> Tensor:
     return n_bytes
 
 
-def open_validation(
-    config: Config, model_args: ModelArgs, layout: Layout, tokenizer: Tokenizer
-) -> ValidationBatches:
-    """Open the prepared corpora of a run for validation. `config` is resolved. No communication. Raises CorpusError."""
-    reader = open_reader(config, model_args, tokenizer, "validation")
-    return ValidationBatches(reader, tokenizer, layout.global_batch_size, config.validation.steps)
+def open_validation(spec: RunSpec) -> ValidationBatches:
+    """Open the prepared corpora of a run for validation. No communication. Raises CorpusError."""
+    reader = open_reader(spec.config, spec.model_args, spec.tokenizer, "validation")
+    return ValidationBatches(
+        reader, spec.tokenizer, spec.layout.global_batch_size, spec.config.validation.steps
+    )
 
 
 # ---------------------------------------------------------------- a run

@@ -54,19 +54,19 @@ class AsynchronousSaver(CheckpointSaver):
     def after_step(self, step: int, *, n_steps: int, is_stopped: bool) -> dict[str, Any]:
         """Start a save if one is due. At the end of the run, also wait until the save is complete. Raises errors of
         earlier saves."""
-        self.check()
+        if self.in_flight is not None and self.in_flight.done():
+            self.wait()
         saved = super().after_step(step, n_steps=n_steps, is_stopped=is_stopped)
         if step == n_steps or is_stopped:
             self.wait()
         return saved
 
-    def save(self, step: int, tensors: dict[str, Tensor]) -> None:
-        """Start a save. Call `wait_for_copy` before `tensors` change. Raises the error of the previous save."""
-        self.wait()
-        super().save(step, tensors)
-
     def write(self, step: int, plan: SavePlan) -> None:
-        """Copy the slices of `plan`, and write the copies in the thread."""
+        """Copy the slices of `plan`, and write the copies in the thread. Raises the error of the previous save.
+
+        Call `wait_for_copy` before the tensors change.
+        """
+        self.wait()
         if self.on_cuda:
             # Otherwise the stager's stream would not wait for kernels that still write the tensors.
             torch.cuda.current_stream().synchronize()
@@ -82,11 +82,6 @@ class AsynchronousSaver(CheckpointSaver):
     def wait_for_copy(self) -> None:
         """Wait until the save in flight has copied its tensors. Each step calls this before it changes the tensors."""
         self.stager.synchronize_staging()
-
-    def check(self) -> None:
-        """If the save in flight has ended with an error, raise it. Does not wait."""
-        if self.in_flight is not None and self.in_flight.done():
-            self.wait()
 
     def wait(self) -> None:
         if self.in_flight is not None:

@@ -27,6 +27,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
@@ -86,7 +87,7 @@ def meet_processes(
 
 
 @dataclass(eq=False)
-class HangWatch:
+class HangWatch(AbstractContextManager):
     """Watches the steps between `begin` and `end`. A context manager: leaving it ends the thread."""
 
     dump_folder: Path | None  # None: write nothing
@@ -151,9 +152,6 @@ class HangWatch:
             self.began_s = time.monotonic()
             self.is_in_step = False
             self.has_validated = True
-
-    def __enter__(self) -> "HangWatch":
-        return self
 
     def __exit__(self, kind: type | None, *_: object) -> None:
         self.leaving.set()
