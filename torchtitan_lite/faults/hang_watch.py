@@ -206,15 +206,12 @@ class HangWatch(AbstractContextManager):
         """
         if self.has_failed:
             return Phase.FAILED
-        if not self.leaving.is_set() and "Z" in map(read_state, self.local.values()):
+        # torchrun, which started the ranks of this host, uses the same process ids
+        pids = [self.processes[rank][0] for rank in self.place.host_ranks]
+        if not self.leaving.is_set() and "Z" in map(read_state, pids):
             self.write("failed")
             return Phase.LOST_PEER
         return Phase.STEPS if self.last_s else Phase.START
-
-    @property
-    def local(self) -> dict[int, int]:
-        """Rank -> process id, for the ranks of this host. torchrun, which started them, uses the same ids."""
-        return {rank: self.processes[rank][0] for rank in self.place.host_ranks}
 
     @cached_property
     def folder(self) -> Path:
