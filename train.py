@@ -10,7 +10,8 @@ import math
 import os
 import platform
 import sys
-from contextlib import ExitStack
+import time
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -27,6 +28,7 @@ from torchtitan_lite.data.dataset import open_data, prefetch, rows_of_rank
 from torchtitan_lite.dump_folder import open_dump_folder
 from torchtitan_lite.faults.hang_watch import HangWatch, meet_processes
 from torchtitan_lite.faults.processes import end_with_parent
+from torchtitan_lite.metrics import RunMetrics
 from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.parallel.process_groups import (
     end_process,
@@ -35,7 +37,6 @@ from torchtitan_lite.parallel.process_groups import (
     start_process,
 )
 from torchtitan_lite.preflight import RunSpec, resolve
-from torchtitan_lite.run_log import RunMetrics
 from torchtitan_lite.step import compute_gradients, train_step
 
 logger = logging.getLogger("torchtitan_lite.train")
@@ -75,9 +76,7 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
     validation = None
     if config.validation.enable:
         validation = load_module("validation")
-        validation_batches = validation.open_validation(
-            config, spec.model_args, spec.layout, spec.tokenizer
-        )
+        validation_batches = validation.open_validation(spec)
 
     # rank 0 writes config.toml, the log and the records
     folder = spec.written_folder if place.rank == 0 else None
@@ -130,22 +129,22 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
     gc.disable()  # while one rank collects garbage, all others would wait
     # all ranks: a barrier, then the long time-outs for the first steps
     set_timeouts(config.comm.init_timeout_seconds, host)
-    with metrics, ExitStack() as stack, watch:
-        end_profiled_step = None
-        if config.profiling.enable_profiling or config.profiling.enable_memory_snapshot:
-            profile_steps = load_module("components.profiling").profile_steps
-            end_profiled_step = stack.enter_context(
-                profile_steps(
-                    config.profiling, spec.dump_folder, place.rank, resumed_step=resumed_step
-                )
-            )
-        stack.enter_context(saver)  # all ranks: on exit, they wait for the save in flight
-        if snapshots:
-            stack.enter_context(snapshots)
+    profiler = nullcontext()
+    if config.profiling.enable_profiling or config.profiling.enable_memory_snapshot:
+        profiler = load_module("components.profiling").profile_steps(
+            config.profiling, spec.dump_folder, place.rank, resumed_step=resumed_step
+        )
+    with (
+        metrics,
+        profiler as end_profiled_step,
+        saver,  # all ranks: on exit, they wait for the save in flight
+        snapshots or nullcontext(),
+        watch,
+    ):
         for step in range(resumed_step + 1, last + 1):
             watch.begin(step)
-            with metrics.waiting_for_data():
-                batch = next(batches)
+            batch = next(batches)
+            data_time_s = time.monotonic() - watch.began_s
             # all ranks: weights, activations and gradients; loss, gradient norm and signals (step.py has the bytes)
             result = train_step(run, batch, stop.received)
             # the result is equal on every rank; the host waits for its device, which waits for all ranks
@@ -161,9 +160,10 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
                 metrics.stop(step, failure)
                 break
             watch.end()
-            if config.debug.compare_copies_every:
-                # all ranks, if due: rank 0 gathers checksums, and broadcasts the result of the comparison
-                load_extension("copies").compare_if_due(run, step, host)
+            every = config.debug.compare_copies_every
+            if every and step % every == 0:
+                # all ranks: rank 0 gathers checksums, and broadcasts the result of the comparison
+                load_extension("copies").compare_copies(run, host)
             may_compile = step == resumed_step + 1
             figures = None
             if validation and validation.is_due(config, step):
@@ -179,6 +179,7 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
                 result,
                 figures,
                 time_s=watch.last_s,
+                data_time_s=data_time_s,
                 is_applied=is_applied,
                 grad_norm=grad_norm,
             )

@@ -21,11 +21,9 @@ from watching import PeakMemory
 from torchtitan_lite import build
 from torchtitan_lite import step as stepping
 from torchtitan_lite.checkpoint.format import (
-    EXPERT_DIMS,
     Manifest,
     commit,
     create_unfinished,
-    list_degrees,
     name_unfinished,
     write_manifest,
 )
@@ -36,7 +34,7 @@ from torchtitan_lite.checkpoint.save import (
     plan_save,
     write_slices,
 )
-from torchtitan_lite.config.layout import MESH_DIMS
+from torchtitan_lite.config.layout import EXPERT_DIMS, MESH_DIMS
 from torchtitan_lite.config.schema import Checkpoint
 from torchtitan_lite.extensions.asynchronous_saves import AsynchronousSaver
 from torchtitan_lite.extensions.hugging_face import load_weights
@@ -91,7 +89,7 @@ def make_saver(
 ) -> CheckpointSaver:
     """Return the saver of a run, or of ranks that all have the same tensors."""
     list_tensors = run.name_tensors if run else dict
-    mesh = list_degrees(run.layout) if run else {**ONE_RANK, "dp_shard": dist.get_world_size()}
+    mesh = run.layout.all_degrees if run else {**ONE_RANK, "dp_shard": dist.get_world_size()}
     about = describe_run(run.config, {}, {}) if run else {}
     manifest = Manifest(0, fingerprint, about, mesh=mesh)
     group = dist.new_group(backend="gloo")
@@ -155,10 +153,10 @@ def write_tensors(
     """Write a checkpoint of these tensors in one process."""
     plan = plan_save(tensors, ONE_RANK, 0)
     create_unfinished(folder)
-    written = write_slices(folder, plan, plan.slices)
+    hashes = write_slices(folder, plan)
     fingerprint = about.get("fingerprint", {})
     manifest = Manifest(step, fingerprint, about.get("run", {}), plan.records, ONE_RANK)
-    write_manifest(name_unfinished(folder), manifest, {plan.file: written} if written else {})
+    write_manifest(name_unfinished(folder), manifest, hashes)
     commit(folder)
     return folder
 

@@ -61,7 +61,7 @@ def start_aloud(
         process_left_as_it_was(),
         redirect_stdout(io.StringIO()) as said,
         patch.object(train, "join_job", return_value=(place, store)),
-        patch.object(process_groups, "start_process_group"),
+        patch.object(process_groups.dist, "init_process_group"),
         patch.object(process_groups.dist, "destroy_process_group"),
         patch.dict(os.environ, make_environment(rank, world_size, port=0)),
         patch.object(train, "train_step", step),

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
-from torchtitan_lite.checkpoint.format import Manifest, find_steps, list_degrees
+from torchtitan_lite.checkpoint.format import Manifest, find_steps
 from torchtitan_lite.checkpoint.save import (
     CheckpointSaver,
     describe_run,
@@ -107,13 +107,14 @@ def build_on_meta(config: Config, model_args: ModelArgs) -> nn.Module:
                 f"{fqn or 'the model'} of models/{model_args.name} has a forward of its own, "
                 "which tp, pp and compile would replace or compile again. Define it in a subclass"
             )
+    built = {}
     for fqn, own in model.named_parameters():
+        built[fqn] = tuple(own.shape)
         if vars(own) or own._backward_hooks or own._post_accumulate_grad_hooks:
             raise UserError(
                 f"{fqn} of models/{model_args.name} has a hook or attribute, which its shards would not have. "
                 "Set it on its module, or use an autograd.Function in forward"
             )
-    built = {fqn: tuple(own.shape) for fqn, own in model.named_parameters()}
     known = {*built, *list_expert_biases(model_args), "output.weight"}
     shared = dict(model.named_parameters(remove_duplicate=False))
     unknown |= {*shared, *dict(model.named_buffers())} - known
@@ -190,7 +191,7 @@ def build_run(
     if layout.ep:
         # process groups whose ranks have different tokens of the same sequences
         groups = [dim.get_group() for dim in (mesh.cp, mesh.tp) if dim.size() > 1]
-        balance = load_module("components.expert_balance").build_balance(
+        balance = load_module("components.expert_balance").ExpertBalance(
             parts, config.training, layout.global_batch_size, groups, device
         )
     spikes = None
@@ -256,7 +257,7 @@ def build_savers(
         spec.dump_folder / section.folder,
         section,
         run.name_tensors,
-        Manifest(0, fingerprint, about, mesh=list_degrees(run.layout)),
+        Manifest(0, fingerprint, about, mesh=run.layout.all_degrees),
         group,
         run.device,
     )

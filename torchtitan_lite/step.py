@@ -113,22 +113,21 @@ def forward_backward(run: Run, batch: Batch, n_tokens: Tensor) -> Tensor:
     Returns the loss of this rank's tokens, () fp32, which is zero if no stage of this rank has the head. The loss
     is equal on all tp ranks.
     """
-    losses = []
     if run.schedule is not None:
-        losses = run_schedule(run, run.schedule.step, batch, n_tokens)
-    else:
-        (part,) = run.parts
-        for index, micro in enumerate(batch.split(run.layout.n_microbatches), 1):
-            is_last = index == run.layout.n_microbatches
-            prepare_microbatch(part, zero_stage=run.layout.zero_stage, is_last=is_last)
-            loss = part(micro.tokens, **stage_kwargs(micro)) / n_tokens
-            loss.backward()
-            losses.append(loss.detach())
-    return sum(losses, torch.zeros((), device=run.device))
+        return run_schedule(run, run.schedule.step, batch, n_tokens)
+    total_loss = torch.zeros((), device=run.device)
+    (part,) = run.parts
+    for index, micro in enumerate(batch.split(run.layout.n_microbatches), 1):
+        is_last = index == run.layout.n_microbatches
+        prepare_microbatch(part, zero_stage=run.layout.zero_stage, is_last=is_last)
+        loss = part(micro.tokens, **stage_kwargs(micro)) / n_tokens
+        loss.backward()
+        total_loss += loss.detach()
+    return total_loss
 
 
-def run_schedule(run: Run, schedule_fn: Callable, batch: Batch, n_tokens: Tensor) -> list[Tensor]:
-    """Run the pipeline schedule. Return the loss of each microbatch on the rank with the head, [] on other ranks.
+def run_schedule(run: Run, schedule_fn: Callable, batch: Batch, n_tokens: Tensor) -> Tensor:
+    """Run the pipeline schedule. Return the loss of this rank's tokens, () fp32; zero on a rank without the head.
 
     `schedule_fn` is the schedule's `step` or `eval`. Stages send hidden states and their gradients. Every rank passes
     all other inputs to its own stages; torch splits them into microbatches along dim 0.
@@ -143,7 +142,7 @@ def run_schedule(run: Run, schedule_fn: Callable, batch: Batch, n_tokens: Tensor
         return_outputs=False,
         **stage_kwargs(batch),
     )
-    return [loss.detach() for loss in losses]
+    return sum((loss.detach() for loss in losses), torch.zeros((), device=run.device))
 
 
 def stage_kwargs(batch: Batch) -> dict[str, Tensor]:

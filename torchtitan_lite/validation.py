@@ -8,7 +8,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -16,8 +15,6 @@ from torch import Tensor
 
 from torchtitan_lite.build import Run
 from torchtitan_lite.components.signals import StopFlag
-from torchtitan_lite.config.layout import Layout
-from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import (
     Corpus,
@@ -30,6 +27,7 @@ from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.model.loss import IGNORE_INDEX
 from torchtitan_lite.parallel.fsdp import free_gathered
+from torchtitan_lite.preflight import RunSpec
 from torchtitan_lite.step import run_schedule, shard_for_cp, stage_kwargs
 
 logger = logging.getLogger(__name__)
@@ -82,12 +80,12 @@ def count_bytes(tokenizer: Tokenizer, corpora: list[Corpus]) -> Tensor:
     return n_bytes
 
 
-def open_validation(
-    config: Config, model_args: ModelArgs, layout: Layout, tokenizer: Tokenizer
-) -> ValidationBatches:
-    """Open the prepared corpora of a run for validation. `config` is resolved. No communication. Raises CorpusError."""
-    reader = open_reader(config, model_args, tokenizer, "validation")
-    return ValidationBatches(reader, tokenizer, layout.global_batch_size, config.validation.steps)
+def open_validation(spec: RunSpec) -> ValidationBatches:
+    """Open the prepared corpora of a run for validation. No communication. Raises CorpusError."""
+    reader = open_reader(spec.config, spec.model_args, spec.tokenizer, "validation")
+    return ValidationBatches(
+        reader, spec.tokenizer, spec.layout.global_batch_size, spec.config.validation.steps
+    )
 
 
 # ---------------------------------------------------------------- a run
@@ -100,16 +98,22 @@ def is_due(config: Config, step: int) -> bool:
 
 @torch.no_grad()
 def forward_only(run: Run, batch: Batch, n_tokens: Tensor) -> Tensor:
-    """Compute this rank's share of the loss without gradients, () fp32. Weights and gradients do not change."""
+    """Compute this rank's share of the loss without gradients, () fp32. Weights and gradients do not change.
+
+    The parts are in evaluation mode, because a model in training mode may add other terms to its loss.
+    """
+    for part in run.parts:
+        part.eval()
     if run.schedule is not None:
-        losses = run_schedule(run, run.schedule.eval, batch, n_tokens)
+        loss = run_schedule(run, run.schedule.eval, batch, n_tokens)
     else:
-        (part,) = run.parts
-        micros = batch.split(run.layout.n_microbatches)
-        losses = [part(micro.tokens, **stage_kwargs(micro)) / n_tokens for micro in micros]
+        loss = torch.zeros((), device=run.device)
+        for micro in batch.split(run.layout.n_microbatches):
+            loss += run.parts[0](micro.tokens, **stage_kwargs(micro)) / n_tokens
     for part in run.parts:
         free_gathered(part)
-    return sum(losses, torch.zeros((), device=run.device))
+        part.train()
+    return loss
 
 
 def validate(
@@ -133,16 +137,15 @@ def validate(
     sums = torch.zeros(3, dtype=torch.float64, device=run.device)
     rows = rows_of_rank(run.mesh.data_rank, run.layout.dp, run.layout.global_batch_size)
     steps = range(batches.n_batches)
-    with evaluating(run):
-        for batch in follow(prefetch(batches.batch, rows, steps=steps, device=run.device)):
-            received = torch.tensor(stop.received, device=run.device)
-            dist.all_reduce(received, op=dist.ReduceOp.MAX)
-            if received:  # a rank has received a signal. The host waits for the device
-                why = "because a signal stops the run"
-                logger.info(f"step {step}: the validation is skipped, {why}")
-                return None
-            batch = shard_for_cp(run, batch)
-            sums += measure_loss(forward_only(run, batch, one), batch, bytes_of_tokens)
+    for batch in follow(prefetch(batches.batch, rows, steps=steps, device=run.device)):
+        received = torch.tensor(stop.received, device=run.device)
+        dist.all_reduce(received, op=dist.ReduceOp.MAX)
+        if received:  # a rank has received a signal. The host waits for the device
+            why = "because a signal stops the run"
+            logger.info(f"step {step}: the validation is skipped, {why}")
+            return None
+        batch = shard_for_cp(run, batch)
+        sums += measure_loss(forward_only(run, batch, one), batch, bytes_of_tokens)
     dist.all_reduce(sums)
     # every tp rank has the same loss and targets; every pp rank has the same targets
     sums /= run.layout.tp
@@ -150,17 +153,6 @@ def validate(
     figures = {f"val_{name}": value for name, value in describe_loss(sums).items()}
     figures["val_time_s"] = time.perf_counter() - started_s
     return figures
-
-
-@contextmanager
-def evaluating(run: Run) -> Iterator[None]:
-    """Context manager: put all model parts in evaluation mode. In training mode, a model may add other terms to its
-    loss."""
-    for part in run.parts:
-        part.eval()
-    yield
-    for part in run.parts:
-        part.train()
 
 
 # ---------------------------------------------------------------- figures

@@ -39,7 +39,6 @@ from torchtitan_lite.checkpoint.format import (
     TensorRecord,
     find_coordinates,
     find_writer,
-    list_degrees,
     name_file,
 )
 from torchtitan_lite.checkpoint.read import read_manifest
@@ -214,9 +213,8 @@ def list_records(planned: PlannedRun) -> dict[str, TensorRecord]:
     for stage in range(layout.pp):
         rank = stage * (layout.world_size // layout.pp)
         # with this argument, the plan of one rank has all lines of its stage
-        host = range(rank, rank + 1)
         with as_rank(planned, rank) as named:
-            tensors |= save.plan_save(named, list_degrees(layout), rank, host).records
+            tensors |= save.plan_save(named, layout.all_degrees, rank, [rank]).records
     return tensors
 
 
@@ -250,7 +248,7 @@ class Messages:
         self.n_bytes += n_ranks * n_bytes
         for rank in range(n_ranks):
             file = name_file(rank)
-            told[rank] = file, digest_name(file), {} if rank else self.records
+            told[rank] = {file: digest_name(file)}, {} if rank else self.records
 
     def patched(self) -> Any:
         names = ("all_reduce", "broadcast_object_list", "gather_object")
@@ -278,7 +276,7 @@ def measure_save(
 ) -> Cost:
     """Save as one rank, and measure the costs. Rank 0 leaves a manifest and checksums in `folder`."""
     layout = planned.layout
-    mesh = list_degrees(layout)
+    mesh = layout.all_degrees
     about = save.describe_run(planned.config, layout.degrees, {})
     manifest = Manifest(STEP, {}, about, mesh=mesh)
     section = Checkpoint(enable=True, async_mode="disabled", keep_latest_k=0)
@@ -295,7 +293,7 @@ def measure_save(
         )
         if rank:
             (folder / f"step-{STEP}.tmp").mkdir(parents=True, exist_ok=True)
-        saver.write(STEP, saving, saving.slices)
+        saver.write(STEP, saving)
         seconds = time.process_time() - started_s
     written = list(folder.rglob("*/*"))
     n_bytes = sum(path.stat().st_size for path in written)

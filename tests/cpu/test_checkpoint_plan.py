@@ -5,9 +5,6 @@ from marks import each_row
 from measure_memory import plan
 
 from torchtitan_lite.build import build_parts
-from torchtitan_lite.checkpoint.format import (
-    list_degrees,
-)
 from torchtitan_lite.checkpoint.read import list_slices
 from torchtitan_lite.checkpoint.save import OFFSETS, plan_save
 from torchtitan_lite.config.block import list_parameters
@@ -21,7 +18,7 @@ WRITTEN_ON = {}  # one row for each mesh
 FAST = []
 for name, row in LAYOUTS.items():
     planned = plan(*row)
-    mesh = str(list_degrees(planned[2]))
+    mesh = str(planned[2].all_degrees)
     WRITTEN_ON.setdefault(mesh, planned)
     if name in MESHES:
         FAST.append(mesh)
@@ -30,7 +27,7 @@ for name, row in LAYOUTS.items():
 @each_row("mesh", WRITTEN_ON, fast=FAST)
 def test_a_reader_computes_the_slices_that_ranks_write_of_their_dtensors(mesh):
     config, model_args, layout = WRITTEN_ON[mesh]
-    degrees = list_degrees(layout)
+    degrees = layout.all_degrees
     written = {}
     records = {}
     for rank in range(layout.world_size):

@@ -2,7 +2,7 @@
 
 import logging
 from pathlib import Path
-from unittest.mock import Mock, patch
+from unittest.mock import MagicMock, Mock, patch
 
 import pytest
 from checkpoints import limit_files
@@ -10,13 +10,12 @@ from marks import read_lines
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from warm_start import read_records
 
-from torchtitan_lite.components.metrics import MetricsWriter
 from torchtitan_lite.config.block import count_flops_per_token
 from torchtitan_lite.config.machine import peak_flops
 from torchtitan_lite.config.schema import Config, Metrics, Training
 from torchtitan_lite.extensions import wandb_sink
+from torchtitan_lite.metrics import RunMetrics, describe_speed
 from torchtitan_lite.models.llama3.table import FLAVORS
-from torchtitan_lite.run_log import describe_speed
 
 # torchtitan's published 8B row: 8 H100, one sequence of 8,192 tokens each, 5,762 tokens/s per GPU
 NO_TENSORBOARD = Metrics(enable_tensorboard=False)
@@ -42,9 +41,16 @@ EXPERTS = {
 
 def make_writer(
     folder: Path, section: Metrics = NO_TENSORBOARD, resumed_step: int = 0
-) -> MetricsWriter:
+) -> RunMetrics:
     config = Config(training=Training(steps=2000), metrics=section)
-    return MetricsWriter(folder, config, resumed_step)
+    spec = MagicMock(config=config, model_args=FLAVORS["8B"])
+    return RunMetrics(MagicMock(), spec, folder, resumed_step, MagicMock())
+
+
+def close(writer: RunMetrics) -> None:
+    writer.__exit__(
+        KeyboardInterrupt, KeyboardInterrupt(), None
+    )  # without a last line on the console
 
 
 def read_events(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -149,8 +155,8 @@ def test_a_killed_and_resumed_run_leaves_each_step_once_and_tensorboard_has_torc
     for step in (30, 40):
         resumed.record("step", step, **(STEP | more), n_ooms=1, **EXPERTS)
     resumed.record("validation", 40, **VALIDATION)
-    resumed.close()
-    killed.close()
+    close(resumed)
+    close(killed)
     losses = [(1, 1.0), (10, 1.0), (20, 1.0), (30, 2.0), (40, 2.0)]
     lines = read_records(tmp_path)
     assert [(line["step"], line["loss"]) for line in lines if "loss" in line] == losses
@@ -178,7 +184,7 @@ def test_a_full_disk_causes_one_line_for_each_file_and_its_records_are_written_l
         for step in range(3, 9):
             writer.record("step", step, **STEP)
     writer.record("step", 9, **STEP)
-    writer.close()
+    close(writer)
     for path, named in zip([events, tmp_path / "metrics.jsonl"], list_logged("ERROR"), strict=True):
         assert str(path) in named
     steps = list(range(1, 10))
@@ -191,7 +197,7 @@ def test_a_run_ends_although_its_last_records_cannot_be_written(tmp_path, list_l
     writer = make_writer(tmp_path)
     with limit_files(10):
         writer.record("step", 1, **STEP)
-        writer.close()
+        close(writer)
     assert len(list_logged("ERROR")) == 1
 
 
@@ -238,7 +244,7 @@ def test_a_resumed_run_is_the_same_run_in_wandb_whose_id_is_whole_or_absent(tmp_
             writer = make_writer(tmp_path, section, resumed_step)
             writer.record("start", resumed_step, world_size=8)
             writer.record("step", resumed_step + 10, **STEP)
-            writer.close()
+            close(writer)
     run_id = (tmp_path / "wandb_id").read_text()
     started = [(call.kwargs["id"], call.kwargs["resume"]) for call in wandb.init.call_args_list]
     assert started == [(run_id, "allow")] * 2

@@ -19,7 +19,6 @@ from torchtitan_lite.config.schema import Compile, Config, with_value
 from torchtitan_lite.extensions import software
 from torchtitan_lite.parallel.process_groups import prepare_process
 from torchtitan_lite.tools.verify.ranks import RankPool
-from torchtitan_lite.validation import evaluating
 
 N_STEPS = 4
 
@@ -42,10 +41,9 @@ def list_compiled_by_step(
         ]
         compiled.append([f"{entry.co_name} ({Path(entry.co_filename).name})" for entry in entries])
         if step == 0:
-            with evaluating(run):
-                validation.forward_only(
-                    run, stepping.shard_for_cp(run, batch), torch.ones((), dtype=torch.int64)
-                )
+            validation.forward_only(
+                run, stepping.shard_for_cp(run, batch), torch.ones((), dtype=torch.int64)
+            )
     return compiled
 
 

@@ -1,6 +1,7 @@
 """Mixtures of experts: the results in one process, the counts of tokens, the updates of the bias, the log."""
 
 import copy
+from types import SimpleNamespace
 
 import compare
 import pytest
@@ -19,7 +20,7 @@ from torchtitan_lite.components.expert_balance import (
     describe_load,
 )
 from torchtitan_lite.config.model_rows import MoEArgs
-from torchtitan_lite.config.schema import Checkpoint
+from torchtitan_lite.config.schema import Checkpoint, Training
 from torchtitan_lite.model.moe import MoE
 
 TOKENS = compare.GLOBAL_BATCH_SIZE * compare.SEQ_LEN
@@ -176,7 +177,8 @@ def test_the_load_of_a_logged_step_is_three_numbers():
 
 def test_a_load_that_stays_on_one_expert_causes_one_warning_with_keys(caplog):
     moe_args = MoEArgs(n_experts=8, top_k=2, expert_ffn_dim=1)
-    balance = ExpertBalance({}, torch.empty(0), 0.0, 0.0, 0.0, [], moe_args)
+    part = SimpleNamespace(layers={}, model_args=SimpleNamespace(n_layers=1, moe=moe_args))
+    balance = ExpertBalance([part], Training(), 1, [], torch.device("cpu"))
     for step, ratio in enumerate([3.2, 3.2, 1.0, 3.2, 3.2, 3.2, 3.2], start=1):
         others = [(8 - ratio) / 7] * 7
         balance.describe(step, torch.tensor([[ratio, *others, 5.0]]))

@@ -8,7 +8,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import patch
+from unittest.mock import DEFAULT, Mock, patch
 
 import torch
 import torch.distributed as dist
@@ -185,9 +185,17 @@ def test_groups_of_offload_are_not_split_from_the_default_group(offload, pp, is_
     config = override(Config(), keys)
     place = process_groups.Place(0, 1, 0, range(1), 0)
     device = torch.device("cuda", 0)
-    joined = (dist.HashStore(), timedelta(seconds=60))
-    with patch.object(process_groups.dist, "init_process_group") as join:
-        process_groups.start_process_group(device, config, place, *joined)
+    own = {
+        "choose_device": lambda *_: device,
+        "prepare_process": Mock(),
+        "limit_gloo_workers": Mock(),
+    }
+    with (
+        patch.multiple(process_groups, **own),
+        patch.multiple(process_groups.dist, init_process_group=DEFAULT, new_group=DEFAULT) as calls,
+    ):
+        process_groups.start_process(place, dist.HashStore(), "cuda", config)
+    join = calls["init_process_group"]
     assert join.call_args.kwargs["device_id"] == (device if is_bound else None)
 
 

@@ -111,7 +111,7 @@ def fail_to_save_the_last_step(rank: int, world_size: int, keys: list[str]) -> l
     snapshots = []
 
     def write_or_fail(saver: CheckpointSaver, *plan: object) -> None:
-        if saver.host is None:  # no snapshot
+        if saver.manifest.host is None:  # no snapshot
             raise CheckpointError("the disk is full")
         write(saver, *plan)
         snapshots.append(str(saver.folder))

@@ -126,7 +126,7 @@ def measure_large_gradient(rank: int, world_size: int, n_numbers: int) -> float:
     true = own.double().square().sum()
     dist.all_reduce(true)
     gradient = DTensor.from_local(own, init_device_mesh("cpu", (world_size,)), [Shard(0)])
-    squares = sum_gradient_squares([SimpleNamespace(grad=gradient)])
+    squares = sum_gradient_squares([SimpleNamespace(grad=gradient, device=own.device)])
     norm, *_ = reduce_scalars(squares, torch.zeros(()), 0)
     return (norm / true.sqrt()).item()
 

@@ -224,7 +224,7 @@ COMPILING | tp 6 all_reduce [[3]] | ir.py:1 f, torch/_dynamo/convert_frame.py:2 
 COMPILED_CODE | tp 6 all_reduce [[3]] | own.py:7 f, torch/_dynamo/eval_frame.py:3 h |
 ELSEWHERE | tp 6 all_reduce [[3]], dp 3 all_gather [[4]] 200 | c.py:1 wait, own.py:7 f |
 LOGGING | tp 6 all_reduce [[3]], dp 3 all_gather [[4]] 200 \
-    | torch/c10d.py:1 wait, torch/c10d.py:2 all_reduce, run_log.py:7 write_step |
+    | torch/c10d.py:1 wait, torch/c10d.py:2 all_reduce, metrics.py:7 log |
 SENT_8 | tp 7 all_reduce [[3]] 100 | | [8, null, 5.0, 7]
 AWAITS_0 | tp 6 all_reduce [[3]] | c10d.py:1 wait, torch/schedules.py:9 _wait_batch_p2p, own.py:7 f | [7, 0, 5.0, 7]
 AWAITS_1 | | c10d.py:1 wait, torch/schedules.py:9 _wait_batch_p2p, own.py:7 f | [7, 1, 5.0, 7]
@@ -239,7 +239,7 @@ WAITS COMPILING | S | 1 | COMPILING in step 4, 5 s after it began, which is not 
 WAITS COMPILED_CODE | S | 1 | HANG in step 4
 WAITS ELSEWHERE | S | 1 | it is in c.py:1 wait < own.py:7 f
 WAITS OTHER_SHAPE | S | 0 1 | in call 7 of mesh_tp [0, 1]: all_reduce [[3]] on ranks [0], all_reduce [[5]] on ranks [1]
-WAITS LOGGING | S | 1 | it is in torch/c10d.py:1 wait < run_log.py:7 write_step. Its process is 101
+WAITS LOGGING | S | 1 | it is in torch/c10d.py:1 wait < metrics.py:7 log. Its process is 101
 SENT_8 AWAITS_0 | S | 0 | rank 0 (tp 0) has computed the output of microbatch 3 from stage 0
 AWAITS_1 GOES_ON | S | | 1 ranks wait in the pipeline for the output of microbatch 3 from stage 1
 WAITS DIFFERS | S | 1 | call 7 on axis tp, all_reduce [[5]], where its earlier steps made all_reduce [[3]]: it is in

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torchtitan_lite import files
-from torchtitan_lite.config.layout import MESH_DIMS, Layout
+from torchtitan_lite.config.layout import EXPERT_DIMS, MESH_DIMS
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.schema import Checkpoint
 
@@ -46,17 +46,9 @@ IN_MANIFEST = (
 CHECKSUMS = "checksums"
 FORMAT = 4
 UNFINISHED = ".tmp"  # suffix of a folder that is being written or deleted
-# dims of the second mesh over the same ranks, which shards experts and routers
-EXPERT_DIMS = ("pp", "dp_replicate", "efsdp", "ep")
 
-Degrees = dict[str, int]  # mesh dim -> number of ranks
+Degrees = dict[str, int]  # Layout.all_degrees: mesh dim -> number of ranks
 Coordinates = Mapping[str, int]  # mesh dim -> index of a rank
-
-
-def list_degrees(layout: Layout) -> Degrees:
-    """Return the degrees of both meshes of a layout."""
-    ep = max(1, layout.ep)
-    return {**layout.degrees, "efsdp": layout.fsdp * layout.tp // ep, "ep": ep}
 
 
 # ---------------------------------------------------------------- who writes which slice

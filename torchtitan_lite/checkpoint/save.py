@@ -86,7 +86,7 @@ class SavePlan:
 
 
 def plan_save(
-    tensors: dict[str, Tensor], mesh: Degrees, rank: int, host: range | None = None
+    tensors: dict[str, Tensor], mesh: Degrees, rank: int, host: list[int] | None = None
 ) -> SavePlan:
     """Plan which slices of `tensors` this rank writes. No communication.
 
@@ -147,15 +147,15 @@ class CheckpointSaver(AbstractContextManager):
     # deadlock.
     group: dist.ProcessGroup
     device: torch.device
-    host: range | None = None  # this host's ranks, for snapshots
-    log_level: int = logging.INFO
 
     def after_step(self, step: int, *, n_steps: int, is_stopped: bool) -> dict[str, Any]:
-        """Save after this step if `is_saved` returns true. Collective.
+        """Save after this step if a save is due. `is_stopped`: a signal ends the run here. Collective.
 
         Returns the path of the checkpoint and the seconds that the ranks waited; {} if the step is not saved.
         """
-        if not is_saved(step, self.section, n_steps, is_stopped=is_stopped):
+        is_first = step == 1 and self.section.enable_first_step_checkpoint
+        is_due = is_stopped or is_first or step == n_steps or step % self.section.interval == 0
+        if self.section.load_only or not (self.section.enable and is_due):
             return {}
         started_s = time.perf_counter()
         tensors = self.list_tensors()
@@ -176,18 +176,17 @@ class CheckpointSaver(AbstractContextManager):
 
         Raises CheckpointError if the save failed on any rank. A failed save leaves no files behind.
         """
-        plan = plan_save(tensors, self.manifest.mesh, dist.get_rank(), self.host)
-        self.write(step, plan, plan.slices)
+        plan = plan_save(tensors, self.manifest.mesh, dist.get_rank(), self.manifest.host)
+        self.write(step, plan)
 
-    def write(self, step: int, plan: SavePlan, slices: dict[str, Tensor]) -> None:
-        """Write and commit one checkpoint, then delete old ones. `slices`: the slices of `plan`, or copies of them."""
+    def write(self, step: int, plan: SavePlan) -> None:
+        """Write and commit one checkpoint, then delete old ones."""
         final = self.folder / f"step-{step}"
         told = [None] * self.group.size() if self.group.rank() == 0 else None
         try:
             do_on_rank_0(self.group, lambda: self.create(final))
-            digest = raise_on_all_ranks(self.group, lambda: write_slices(final, plan, slices))
-            own = (plan.file, digest, plan.records)
-            dist.gather_object(own, told, group=self.group, group_dst=0)
+            hashes = raise_on_all_ranks(self.group, lambda: write_slices(final, plan))
+            dist.gather_object((hashes, plan.records), told, group=self.group, group_dst=0)
             do_on_rank_0(self.group, lambda: self.finish(step, final, told))
         except CheckpointError as error:
             # this error is raised on all ranks, so no rank is still writing
@@ -202,22 +201,22 @@ class CheckpointSaver(AbstractContextManager):
         create_unfinished(final)
 
     def finish(
-        self, step: int, final: Path, told: list[tuple[str, str, dict[str, TensorRecord]]]
+        self, step: int, final: Path, told: list[tuple[dict[str, str], dict[str, TensorRecord]]]
     ) -> None:
         """Commit the checkpoint, whose files are all on disk, and delete old ones.
 
-        `told`: for each rank, the name of its file, the hash (or "" if the rank wrote no file), and its manifest lines.
+        `told`: for each rank, the result of write_slices, and its manifest lines.
         """
         hashes = {}
         tensors = {}
-        for file, digest, records in told:
-            if digest:
-                hashes[file] = digest
+        for own_hashes, records in told:
+            hashes |= own_hashes
             tensors |= records
         manifest = replace(self.manifest, step=step, tensors=tensors)
         write_manifest(name_unfinished(final), manifest, hashes)
         commit(final)
-        logger.log(self.log_level, f"saved checkpoint {final}")
+        if manifest.host is None:  # snapshots are too frequent for the log
+            logger.info(f"saved checkpoint {final}")
         try:
             prune(self.folder, self.section)
         except OSError as error:  # the new checkpoint is already complete
@@ -230,13 +229,13 @@ class CheckpointSaver(AbstractContextManager):
         """End the save in flight."""
 
 
-def write_slices(final: Path, plan: SavePlan, slices: dict[str, Tensor]) -> str:
-    """Write this rank's file. Return its hash; "" if the rank has nothing to write."""
-    if not slices:
-        return ""
+def write_slices(final: Path, plan: SavePlan) -> dict[str, str]:
+    """Write this rank's file. Return its name and hash; {} if the rank has nothing to write."""
+    if not plan.slices:
+        return {}
     path = name_unfinished(final) / plan.file
-    write_tensors(path, slices, {SHARDING: json.dumps(plan.sharding)})
-    return flush_and_hash(path)
+    write_tensors(path, plan.slices, {SHARDING: json.dumps(plan.sharding)})
+    return {plan.file: flush_and_hash(path)}
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
@@ -278,13 +277,6 @@ def describe_run(
         "launch": describe_launch(),
         IN_MANIFEST: published,
     }
-
-
-def is_saved(step: int, section: Checkpoint, n_steps: int, *, is_stopped: bool) -> bool:
-    """Return whether a run of `n_steps` saves after this step. `is_stopped`: a signal ends the run here."""
-    is_first = step == 1 and section.enable_first_step_checkpoint
-    is_due = is_stopped or is_first or step == n_steps or step % section.interval == 0
-    return section.enable and not section.load_only and is_due
 
 
 # ---------------------------------------------------------------- all ranks together

@@ -18,7 +18,6 @@ ignores the bias, and ours counts the routes actually taken; z-loss: ST-MoE arXi
 """
 
 import logging
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,7 +25,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchtitan_lite.config.model_rows import MoEArgs
 from torchtitan_lite.config.schema import Training
 from torchtitan_lite.model.moe import Router, Routing
 from torchtitan_lite.model.part import list_moes
@@ -39,20 +37,41 @@ COLLAPSED = 4.0
 STEPS_TO_WARN = 3  # warn after this many consecutive logged steps with collapsed experts
 
 
-@dataclass
 class ExpertBalance:
-    """Load balancing of the routers in this rank's layers."""
+    """Load balancing of the routers in this rank's layers. The auxiliary loss is a mean over sequences, and the z-loss
+    is a mean over tokens."""
 
-    routers: dict[int, Router]  # layer number -> router
-    # (layers of the full model, experts + 1), summed over the microbatches of a step on this rank. The columns
-    # are the routes to each expert, and the entropy of the scores in nats. float64 is exact for integers up to 2**53.
-    loads: Tensor
-    rate: float
-    loss_weight: float  # weight of the auxiliary loss, per sequence
-    z_loss_weight: float  # weight of the z-loss, per token
-    groups: list[dist.ProcessGroup]  # process groups of cp and tp, if these dims split sequences
-    moe: MoEArgs
-    n_collapsed: int = 0  # consecutive logged steps with collapsed experts
+    def __init__(
+        self,
+        parts: list[nn.Module],
+        section: Training,
+        global_batch_size: int,
+        groups: list[dist.ProcessGroup],
+        device: torch.device,
+    ):
+        """Register hooks on the routers of `parts`.
+
+        `groups`: the process groups of cp and tp, if these dims split sequences.
+        """
+        model_args = parts[0].model_args
+        self.moe = model_args.moe
+        self.groups = groups
+        self.rate = section.expert_bias_rate
+        # weight of the auxiliary loss, per sequence
+        self.loss_weight = section.expert_balance_loss / global_batch_size
+        # weight of the z-loss, per token
+        self.z_loss_weight = section.router_z_loss / (global_batch_size * section.seq_len)
+        # (layers of the full model, experts + 1), summed over the microbatches of a step on this rank. The columns
+        # are the routes to each expert, and the entropy of the scores in nats. float64 is exact for integers up to
+        # 2**53.
+        shape = (model_args.n_layers, self.moe.n_experts + 1)
+        self.loads = torch.zeros(shape, dtype=torch.float64, device=device)
+        self.n_collapsed = 0  # consecutive logged steps with collapsed experts
+        self.routers: dict[int, Router] = {}  # layer number -> router
+        for part in parts:
+            for layer, moe in list_moes(part):
+                self.routers[layer] = moe.router
+                moe.router.register_forward_hook(partial(self.observe, layer))
 
     @property
     def biases(self) -> dict[str, Tensor]:
@@ -159,36 +178,6 @@ class AddLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
         return grad, grad.new_ones(())
-
-
-def build_balance(
-    parts: list[nn.Module],
-    section: Training,
-    global_batch_size: int,
-    groups: list[dist.ProcessGroup],
-    device: torch.device,
-) -> ExpertBalance:
-    """Register the hooks on the routers of `parts`. The auxiliary loss is a mean over sequences, and the z-loss is a
-    mean over tokens.
-
-    `groups`: the process groups of cp and tp, if these dims split sequences.
-    """
-    routers = {}
-    for part in parts:
-        for layer, moe in list_moes(part):
-            routers[layer] = moe.router
-    model_args = parts[0].model_args
-    moe_args = model_args.moe
-    shape = (model_args.n_layers, moe_args.n_experts + 1)
-    loads = torch.zeros(shape, dtype=torch.float64, device=device)
-    loss_weight = section.expert_balance_loss / global_batch_size
-    z_loss_weight = section.router_z_loss / (global_batch_size * section.seq_len)
-    balance = ExpertBalance(
-        routers, loads, section.expert_bias_rate, loss_weight, z_loss_weight, groups, moe_args
-    )
-    for layer, router in routers.items():
-        router.register_forward_hook(partial(balance.observe, layer))
-    return balance
 
 
 # ---------------------------------------------------------------- logging

@@ -78,7 +78,12 @@ def require_gradients(gradients: dict[str, Tensor | None]) -> None:
 @torch.no_grad()
 def sum_gradient_squares(parameters: Iterable[Tensor]) -> Tensor:
     """Return this rank's contribution to the squared 2-norm of all gradients, () float64. The caller sums over
-    ranks."""
+    ranks.
+
+    A CPU adds fp32 values one by one, so the error grows with the number of values on a rank, and clipping would depend
+    on the layout (tests/ranks/test_optim.py). Therefore CPU tensors are summed in float64. A GPU sums in a tree, which
+    is accurate enough in fp32.
+    """
     # Use local shards: for a small tensor, DTensor takes longer to plan the operation than to compute the sum.
     by_copies: dict[int, list[Tensor]] = defaultdict(list)
     for parameter in parameters:
@@ -86,23 +91,13 @@ def sum_gradient_squares(parameters: Iterable[Tensor]) -> Tensor:
         if gradient is not None:
             n_copies = count_replicas(gradient)
             by_copies[n_copies].append(local_shard(gradient))
-    # If n ranks hold the same shard (such as a norm weight under tp), each rank adds 1/n of the squares.
-    squares = [sum_squares(shards) / n_copies for n_copies, shards in by_copies.items()]
-    if not squares:  # every parameter of this rank is frozen
-        return torch.zeros((), dtype=torch.float64, device=parameter.device)
-    return sum(squares)
-
-
-def sum_squares(tensors: list[Tensor]) -> Tensor:
-    """Sum the squares of all values in `tensors`, which are on one device. Returns () float64.
-
-    A CPU adds fp32 values one by one, so the error grows with the number of values on a rank, and clipping would depend
-    on the layout (tests/ranks/test_optim.py). Therefore CPU tensors are summed in float64. A GPU sums in a tree, which
-    is accurate enough in fp32.
-    """
-    dtype = torch.float64 if tensors[0].device.type == "cpu" else torch.float32
-    norms = torch.stack(torch._foreach_norm(tensors, dtype=dtype))
-    return norms.double().square().sum()
+    total = torch.zeros((), dtype=torch.float64, device=parameter.device)
+    dtype = torch.float64 if total.device.type == "cpu" else torch.float32
+    for n_copies, shards in by_copies.items():
+        norms = torch.stack(torch._foreach_norm(shards, dtype=dtype))
+        # If n ranks hold the same shard (such as a norm weight under tp), each rank adds 1/n of the squares.
+        total += norms.double().square().sum() / n_copies
+    return total
 
 
 @torch.no_grad()

@@ -24,6 +24,8 @@ from torchtitan_lite.config.schema import Config, Parallelism
 
 Stages = tuple[tuple[str, ...], ...]  # FQNs of the modules of each stage, first to last
 MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # outermost first
+# dims of the second mesh over the same ranks, which shards experts and routers
+EXPERT_DIMS = ("pp", "dp_replicate", "efsdp", "ep")
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,11 @@ class Layout:
     def degrees(self) -> dict[str, int]:
         """Size of each mesh dim, outermost first."""
         return {dim: getattr(self, dim) for dim in MESH_DIMS}
+
+    @cached_property
+    def all_degrees(self) -> dict[str, int]:
+        """Size of each dim of both meshes."""
+        return {**self.degrees, "efsdp": self.efsdp, "ep": max(1, self.ep)}
 
     @cached_property
     def used_dims(self) -> list[str]:

@@ -82,8 +82,6 @@ def read_corpus_manifest(folder: Path) -> CorpusManifest:
             raise ValueError(
                 f"its format is {file['format']}, but this version reads {CORPUS_FORMAT}"
             )
-        if file["dtype"] not in WIDTHS:
-            raise ValueError(f"its dtype is {file['dtype']}, not one of {', '.join(WIDTHS)}")
         splits = {name: CorpusSplit(**split) for name, split in file["splits"].items()}
         return CorpusManifest(file["dtype"], file["tokenizer"], splits)
     except (FileNotFoundError, NotADirectoryError):

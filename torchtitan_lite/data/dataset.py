@@ -25,6 +25,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from itertools import chain, pairwise
 from pathlib import Path
 
 import torch
@@ -160,7 +161,7 @@ class SampleReader:
             begins = documents.diff(dim=1, prepend=documents[:, :1])  # 1 if a document starts here
             positions -= (begins * positions).cummax(dim=1).values
         batch = Batch(tokens, targets, positions, doc_ids=documents - documents[:, :1])
-        return batch.with_fields(self.fields) if self.fields else batch
+        return batch.with_fields(self.fields)
 
 
 # ---------------------------------------------------------------- order
@@ -283,14 +284,9 @@ def prefetch(
         return batch
 
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch") as thread:
-        current = None
-        for step in steps:
-            following = thread.submit(load, step)
-            if current:
-                yield current.result().to(device)
-            current = following
-        if current:
-            yield current.result().to(device)
+        batches = chain((thread.submit(load, step) for step in steps), [None])
+        for batch, _ in pairwise(batches):  # the thread already reads the following batch
+            yield batch.result().to(device)
 
 
 # ---------------------------------------------------------------- data of a run

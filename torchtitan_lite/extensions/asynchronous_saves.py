@@ -13,7 +13,7 @@ pinned memory, each copy holds the GIL, so the training loop waits for all copie
 
 import logging
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -54,39 +54,34 @@ class AsynchronousSaver(CheckpointSaver):
     def after_step(self, step: int, *, n_steps: int, is_stopped: bool) -> dict[str, Any]:
         """Start a save if one is due. At the end of the run, also wait until the save is complete. Raises errors of
         earlier saves."""
-        self.check()
+        if self.in_flight is not None and self.in_flight.done():
+            self.wait()
         saved = super().after_step(step, n_steps=n_steps, is_stopped=is_stopped)
         if step == n_steps or is_stopped:
             self.wait()
         return saved
 
-    def save(self, step: int, tensors: dict[str, Tensor]) -> None:
-        """Start a save. Call `wait_for_copy` before `tensors` change. Raises the error of the previous save."""
-        self.wait()
-        super().save(step, tensors)
+    def write(self, step: int, plan: SavePlan) -> None:
+        """Copy the slices of `plan`, and write the copies in the thread. Raises the error of the previous save.
 
-    def write(self, step: int, plan: SavePlan, slices: dict[str, Tensor]) -> None:
-        """Copy `slices`, and write the copies in the thread."""
+        Call `wait_for_copy` before the tensors change.
+        """
+        self.wait()
         if self.on_cuda:
             # Otherwise the stager's stream would not wait for kernels that still write the tensors.
             torch.cuda.current_stream().synchronize()
-        copies = self.stager.stage(slices)
+        copies = self.stager.stage(plan.slices)
         self.in_flight = self.thread.submit(self.write_copies, step, plan, copies)
 
     def write_copies(self, step: int, plan: SavePlan, copies: dict[str, Tensor] | Future) -> None:
         """Write one checkpoint. Runs in the thread. `copies` may be a Future."""
         if isinstance(copies, Future):
             copies = raise_on_all_ranks(self.group, copies.result)
-        super().write(step, plan, copies)
+        super().write(step, replace(plan, slices=copies))
 
     def wait_for_copy(self) -> None:
         """Wait until the save in flight has copied its tensors. Each step calls this before it changes the tensors."""
         self.stager.synchronize_staging()
-
-    def check(self) -> None:
-        """If the save in flight has ended with an error, raise it. Does not wait."""
-        if self.in_flight is not None and self.in_flight.done():
-            self.wait()
 
     def wait(self) -> None:
         if self.in_flight is not None:

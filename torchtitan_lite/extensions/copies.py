@@ -29,12 +29,6 @@ EMBEDDING = "model.tok_embeddings.weight"
 Checksums = dict[tuple[str, tuple[int, ...]], int]  # name and offsets of a shard -> its checksum
 
 
-def compare_if_due(run: Run, step: int, group: dist.ProcessGroup) -> None:
-    """Call compare_copies after every n-th step, n = debug.compare_copies_every."""
-    if step % run.config.debug.compare_copies_every == 0:
-        compare_copies(run, group)
-
-
 def compare_copies(run: Run, group: dist.ProcessGroup) -> None:
     """Raise UserError on every rank if copies differ. `group` contains all ranks. Collective."""
     tensors = run.name_tensors()

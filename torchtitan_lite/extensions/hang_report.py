@@ -16,6 +16,7 @@ import traceback
 from bisect import bisect
 from collections import Counter
 from math import ceil
+from operator import itemgetter
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -39,6 +40,7 @@ SAVES = re.compile(r"save\.py:\d+ write$")
 # type of an action in torch's schedules -> forward or backward; I is the first half of a split backward
 KINDS = {"F": "F", "B": "B", "I": "B"}
 TORCH = Path(torch.__file__).parent
+kind_of_call = itemgetter("name", "sizes")
 
 
 def warn_of_timeout(step_s: float, timeout_s: int) -> None:
@@ -81,7 +83,7 @@ def collect(watch: HangWatch, *, has_failed: bool) -> dict[str, object]:
     for rank, (pid, hostname) in watch.processes.items():
         at = find_coordinates(rank, MESH_DIMS, watch.run.layout.degrees)
         name = describe_rank(rank, at)
-        if rank in watch.local:
+        if rank in watch.place.host_ranks:
             host[rank] = (pid, read_state(pid), name)
         else:
             host[rank] = (pid, "", f"{name} on {hostname}")
@@ -211,7 +213,7 @@ def find_unusual(steps: list[list[dict]]) -> tuple[dict, dict] | None:
     for step in earlier:
         n_equal = 0
         for call, usual in zip(last, step, strict=False):
-            if name_and_sizes(call) != name_and_sizes(usual):
+            if kind_of_call(call) != kind_of_call(usual):
                 break
             n_equal += 1
         if n_equal > longest:
@@ -219,7 +221,3 @@ def find_unusual(steps: list[list[dict]]) -> tuple[dict, dict] | None:
             is_unusual = n_equal < min(len(last), len(step))
             found = (last[n_equal], step[n_equal]) if is_unusual else None
     return found
-
-
-def name_and_sizes(call: dict) -> tuple:
-    return call["name"], call["sizes"]

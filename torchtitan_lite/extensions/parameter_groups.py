@@ -59,9 +59,10 @@ def list_matched(group: ParameterGroup, model_args: ModelArgs) -> list[str]:
 def check_groups(config: Config, model_args: ModelArgs, layout: Layout) -> Refused:
     """Refuse groups without parameters, which would have no effect."""
     fqns = list(list_parameters(model_args))
-    earlier: list[ParameterGroup] = []
-    for group in config.optimizer.groups:
+    groups = config.optimizer.groups
+    for group in groups:
         matched = list_matched(group, model_args)
+        owners = [find_group(groups, fqn) for fqn in matched]
         why = ""
         if not matched:
             near = get_close_matches(group.match, fqns, n=1, cutoff=0) or fqns[:1]
@@ -70,14 +71,12 @@ def check_groups(config: Config, model_args: ModelArgs, layout: Layout) -> Refus
                 f"A pattern must match the whole name, such as {near[0]}; * stands for any text. "
             )
             remedy += "Change it, or remove this group"
-        elif all(find_group(earlier, fqn) is not OTHERS for fqn in matched):
-            owners = {find_group(earlier, fqn).match: None for fqn in matched}
-            names = " and ".join(map(repr, owners))
+        elif all(owner is not group for owner in owners):
+            names = " and ".join(dict.fromkeys(repr(owner.match) for owner in owners))
             why = f"a parameter uses the first group that matches it, and {names} matches all parameters of this group"
             remedy = f"Move this group before {names}, or remove it"
         if why:
             yield GROUPS, why, remedy, group.match
-        earlier.append(group)
 
 
 def describe_groups(config: Config, model_args: ModelArgs) -> list[str]:

@@ -45,10 +45,10 @@ class Snapshots(AbstractContextManager):
         """`checkpoints` is the saver of the run's checkpoints. Snapshots use a second saver with the same class,
         section and tensors."""
         self.all_ranks = all_ranks
-        host = place.host_ranks
+        host = list(place.host_ranks)
         # Without local synchronization, all ranks would wait for the creation of every host's group.
-        self.group = dist.new_group(
-            list(host),
+        group = dist.new_group(
+            host,
             backend="gloo",
             timeout=timeout,
             use_local_synchronization=True,
@@ -69,10 +69,8 @@ class Snapshots(AbstractContextManager):
                 enable_first_step_checkpoint=False,
                 keep_latest_k=2,
             ),
-            manifest=replace(checkpoints.manifest, host=list(host)),
-            group=self.group,
-            host=host,
-            log_level=logging.DEBUG,
+            manifest=replace(checkpoints.manifest, host=host),
+            group=group,
         )
 
     def after_step(self, step: int, *, n_steps: int, is_stopped: bool) -> None:
@@ -82,7 +80,7 @@ class Snapshots(AbstractContextManager):
         """
         if step == n_steps:
             self.saver.wait()
-            if self.group.rank() == 0:
+            if self.saver.group.rank() == 0:
                 rmtree(self.folder.parent, ignore_errors=True)
         elif not is_stopped:
             self.saver.after_step(step, n_steps=n_steps, is_stopped=False)
@@ -102,7 +100,7 @@ class Snapshots(AbstractContextManager):
         while newest := self.find_lowest(max(own, default=0)):
             if self.find_lowest(newest in own):
                 path = self.folder / f"step-{newest}"
-                usable.append(Saved(newest, path, self.group, "snapshot"))
+                usable.append(Saved(newest, path, self.saver.group, "snapshot"))
             own = [step for step in own if step < newest]
         return usable
 
@@ -126,7 +124,7 @@ class Snapshots(AbstractContextManager):
 
     def forget_after(self, step: int) -> None:
         """Delete snapshots of later steps, and all snapshots of earlier runs in the same dump folder."""
-        if self.group.rank() != 0:
+        if self.saver.group.rank() != 0:
             return
         kept = [self.folder / f"step-{found}" for found in find_steps(self.folder) if found <= step]
         for path in self.folder.parent.glob("*/*"):

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from torchtitan_lite.components.metrics import find_scalars
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.files import import_extra, replace_text
+from torchtitan_lite.metrics import find_scalars
 
 
 @dataclass(eq=False)
@@ -20,7 +20,6 @@ class WandbSink:
     """Writes to Weights & Biases, which stores its local files in `path`. Needs the extra `wandb`."""
 
     path: Path
-    resumed_step: int
     config: Config
 
     @cached_property

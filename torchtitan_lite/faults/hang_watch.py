@@ -27,6 +27,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
@@ -86,7 +87,7 @@ def meet_processes(
 
 
 @dataclass(eq=False)
-class HangWatch:
+class HangWatch(AbstractContextManager):
     """Watches the steps between `begin` and `end`. A context manager: leaving it ends the thread."""
 
     dump_folder: Path | None  # None: write nothing
@@ -152,9 +153,6 @@ class HangWatch:
             self.is_in_step = False
             self.has_validated = True
 
-    def __enter__(self) -> "HangWatch":
-        return self
-
     def __exit__(self, kind: type | None, *_: object) -> None:
         self.leaving.set()
         if kind is not None:
@@ -208,15 +206,12 @@ class HangWatch:
         """
         if self.has_failed:
             return Phase.FAILED
-        if not self.leaving.is_set() and "Z" in map(read_state, self.local.values()):
+        # torchrun, which started the ranks of this host, uses the same process ids
+        pids = [self.processes[rank][0] for rank in self.place.host_ranks]
+        if not self.leaving.is_set() and "Z" in map(read_state, pids):
             self.write("failed")
             return Phase.LOST_PEER
         return Phase.STEPS if self.last_s else Phase.START
-
-    @property
-    def local(self) -> dict[int, int]:
-        """Rank -> process id, for the ranks of this host. torchrun, which started them, uses the same ids."""
-        return {rank: self.processes[rank][0] for rank in self.place.host_ranks}
 
     @cached_property
     def folder(self) -> Path:

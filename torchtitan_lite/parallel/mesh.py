@@ -18,13 +18,13 @@ mesh_tp, mesh_dp_shard_cp. The group of all ranks is torch's default group, defa
 Effect: creates process groups; nothing is sharded yet. Sources: DeviceMesh; arXiv:2410.06511.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # noqa: F401  registers the backend "fake"
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from torchtitan_lite.config.layout import MESH_DIMS, Layout
+from torchtitan_lite.config.layout import EXPERT_DIMS, MESH_DIMS, Layout
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class Mesh:
     # For fully_shard: 1-D (shard) or 2-D (replicate, shard); shard = dp_shard x cp
     fsdp_mesh: DeviceMesh
     # For fully_shard of the experts: 1-D (efsdp) or 2-D (dp_replicate, efsdp). None if the model has no experts
-    expert_fsdp_mesh: DeviceMesh | None = None
-    ep: DeviceMesh | None = None  # 1-D: ranks that share the experts of a layer, if any
+    expert_fsdp_mesh: DeviceMesh | None
+    ep: DeviceMesh | None  # 1-D: ranks that share the experts of a layer, if any
 
     def coordinates(self) -> dict[str, int]:
         """Return the coordinate of this rank on each mesh dim."""
@@ -65,26 +65,24 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
     fsdp_mesh = shard
     if layout.dp_replicate > 1:
         fsdp_mesh = DeviceMesh._concatenate([world["dp_replicate"], shard])
-    mesh = Mesh(
+    ep = None
+    expert_fsdp_mesh = None
+    if layout.ep:
+        degrees = {dim: layout.all_degrees[dim] for dim in EXPERT_DIMS}
+        experts = make_mesh(device_type, degrees, new=("efsdp", "ep"))
+        ep = experts["ep"]
+        expert_fsdp_mesh = experts["efsdp"]
+        if layout.dp_replicate > 1:
+            expert_fsdp_mesh = experts["dp_replicate", "efsdp"]
+    return Mesh(
         world=world,
         pp=world["pp"],
         cp=world["cp"],
         tp=world["tp"],
         fsdp_mesh=fsdp_mesh,
+        expert_fsdp_mesh=expert_fsdp_mesh,
+        ep=ep,
     )
-    if not layout.ep:
-        return mesh
-    degrees = {
-        "pp": layout.pp,
-        "dp_replicate": layout.dp_replicate,
-        "efsdp": layout.efsdp,
-        "ep": layout.ep,
-    }
-    experts = make_mesh(device_type, degrees, new=("efsdp", "ep"))
-    expert_fsdp_mesh = experts["efsdp"]
-    if layout.dp_replicate > 1:
-        expert_fsdp_mesh = experts["dp_replicate", "efsdp"]
-    return replace(mesh, expert_fsdp_mesh=expert_fsdp_mesh, ep=experts["ep"])
 
 
 def make_mesh(

@@ -89,19 +89,37 @@ def join_job(environment: os._Environ) -> tuple[Place, dist.Store]:
 def start_process(
     place: Place, store: dist.Store, device_type: str, config: Config
 ) -> tuple[torch.device, dist.ProcessGroup]:
-    """Prepare this process and connect it to all ranks. Return the device of this process, and the group "host".
-    Collective.
+    """Prepare this process and join the job's process group: NCCL on CUDA, gloo on CPU. Collective.
 
-    `store` is the result of join_job.
+    `store` is the result of join_job. Returns the device of this process, and the group "host". Offload needs both
+    backends, because its gradient norm is a CPU tensor, which NCCL cannot reduce.
     """
-    timeout = timedelta(seconds=config.comm.init_timeout_seconds)
     device = choose_device(place.local_rank, device_type)
     prepare_process(config)
     if device.type == "cpu":
         keep_freed_memory()
     limit_gloo_workers()
     connect_late(place.world_size)
-    start_process_group(device, config, place, store, timeout)
+
+    backend = "gloo" if device.type == "cpu" else "nccl"
+    # With a device_id, NCCL connects a group immediately, but then runs all sends and receives of a pipeline on one
+    # stream, where each waits for the previous one. Without a device_id, NCCL connects at the first collective.
+    connects_at_once = device.type == "cuda" and config.parallelism.pipeline_parallel_degree == 1
+    if device.type == "cuda" and config.training.enable_cpu_offload:
+        backend = "cuda:nccl,cpu:gloo"
+        # With a device_id, DeviceMesh splits its groups from the default group, and their gloo groups get two workers
+        # (gloo_workers.py).
+        connects_at_once = False
+    timeout = timedelta(seconds=config.comm.init_timeout_seconds)
+    store.set_timeout(timeout)
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=timeout,
+        device_id=device if connects_at_once else None,
+    )
     return device, dist.new_group(backend="gloo", timeout=timeout, group_desc="host")
 
 
@@ -187,34 +205,6 @@ def choose_device(local_rank: int, device_type: str) -> torch.device:
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
-
-
-def start_process_group(
-    device: torch.device, config: Config, place: Place, store: dist.Store, timeout: timedelta
-) -> None:
-    """Join the job's process group: NCCL on CUDA, gloo on CPU.
-
-    Offload needs both backends, because its gradient norm is a CPU tensor, which NCCL cannot reduce.
-    """
-    backend = "gloo" if device.type == "cpu" else "nccl"
-    # With a device_id, NCCL connects a group immediately, but then runs all sends and receives of a pipeline on one
-    # stream, where each waits for the previous one. Without a device_id, NCCL connects at the first collective.
-    connects_at_once = device.type == "cuda" and config.parallelism.pipeline_parallel_degree == 1
-    if device.type == "cuda" and config.training.enable_cpu_offload:
-        backend = "cuda:nccl,cpu:gloo"
-        # With a device_id, DeviceMesh splits its groups from the default group, and their gloo groups get two workers
-        # (gloo_workers.py).
-        connects_at_once = False
-
-    store.set_timeout(timeout)
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=place.rank,
-        world_size=place.world_size,
-        timeout=timeout,
-        device_id=device if connects_at_once else None,
-    )
 
 
 def set_timeouts(timeout_s: int, host: dist.ProcessGroup) -> None:

@@ -1,0 +1,415 @@
+"""Measure the steps of a run, and write its records. Only rank 0 writes, and ranks do not communicate.
+
+    metrics.jsonl         one JSON object per line, with `kind`, `step` and `time`
+        start             layout, number of ranks, restarts of the job, git commit, command, host
+        step              loss, gradient norm, times, the fields of `describe_speed`, and the load of each expert
+        validation        val_loss, val_perplexity, val_bits_per_byte
+        save              the checkpoint, and the seconds that the ranks waited for it
+        stop              why the run ended
+    console and log.txt   one line per logged step, and one per validation
+    tb/, wandb            with the tags of torchtitan v0.2; extensions/wandb_sink.py has Weights & Biases
+
+A step lasts from the request of its batch until the host has read the gradient norm, which waits for the device.
+Validations, saves and logging happen between two steps, so their time is not included. On CUDA, the weights are updated
+while the host continues, so the time of the update is included in the next step.
+
+Loss and grad_norm are the same on every rank; times and memory are measured on rank 0.
+MFU is the FLOP/s of the model divided by the peak FLOP/s of the hardware (PaLM, app. B, arXiv:2204.02311).
+
+A sink has a path, `write(record)` and `close()`. The file of a sink is a cached property, so the first record opens the
+file. If opening fails, nothing is cached, and the next record tries again.
+"""
+
+import json
+import logging
+import math
+import os
+import resource
+import shlex
+import shutil
+import socket
+import sys
+import time
+from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.record_writer import RecordWriter
+
+from torchtitan_lite.build import Run
+from torchtitan_lite.components.log import IN_FILE, describe_rank, go_on_unwritten
+from torchtitan_lite.config.block import FlopsPerToken, count_flops_per_token
+from torchtitan_lite.config.extensions import load_extension, load_module
+from torchtitan_lite.config.learning_rate import list_rates
+from torchtitan_lite.config.machine import GIB, peak_flops
+from torchtitan_lite.config.messages import name_command
+from torchtitan_lite.config.schema import Metrics
+from torchtitan_lite.files import describe_launch
+from torchtitan_lite.parallel.process_groups import Place
+from torchtitan_lite.preflight import RunSpec
+from torchtitan_lite.step import StepResult
+
+logger = logging.getLogger(__name__)
+
+# the first steps after a start are all recorded, because the user watches them
+N_FIRST = 10
+NO_TERMINAL = (200, 24)  # columns and lines to assume if the output is not a terminal
+# Field of a record -> tag in TensorBoard and wandb. The tags are torchtitan's, except for experts and validation.
+TAGS = {
+    "loss": "loss_metrics/global_avg_loss",
+    "grad_norm": "grad_norm",
+    "lr": "lr",
+    "tokens_per_s_per_rank": "throughput(tps)",
+    "tflops_per_rank": "tflops",
+    "mfu_full": "mfu(%)",
+    "step_time_s": "time_metrics/end_to_end(s)",
+    "data_time_s": "time_metrics/data_loading(s)",
+    "data_time_share": "time_metrics/data_loading(%)",
+    "peak_memory_gib": "memory/max_active(GiB)",
+    "peak_memory_share": "memory/max_active(%)",
+    "reserved_memory_gib": "memory/max_reserved(GiB)",
+    "reserved_memory_share": "memory/max_reserved(%)",
+    "n_alloc_retries": "memory/num_alloc_retries",
+    "n_ooms": "memory/num_ooms",
+    "expert_max_over_mean": "experts/max_over_mean",
+    "expert_dead_share": "experts/dead_share",
+    "router_entropy": "experts/router_entropy",
+    "val_loss": "validation_metrics/global_avg_loss",
+    "val_perplexity": "validation_metrics/perplexity",
+    "val_bits_per_byte": "validation_metrics/bits_per_byte",
+}
+
+
+class RunMetrics:
+    """Measures the steps of a run. Writes records to the console, to metrics.jsonl and to the sinks of [metrics].
+
+    A context manager: on entry, it records the start of the run. On exit, it records the error, or logs how to look at
+    the run. If a record cannot be written to a sink, the log reports the error once. Later records are still tried.
+    """
+
+    def __init__(
+        self, run: Run, spec: RunSpec, folder: Path | None, resumed_step: int, place: Place
+    ):
+        """`folder`: where this rank writes records. If it is None, records go to the console only."""
+        training = spec.config.training
+        self.run = run
+        self.spec = spec
+        self.place = place
+        self.resumed_step = resumed_step
+        self.n_steps = training.steps
+        self.tokens_per_step = run.layout.global_batch_size * training.seq_len
+        self.flops = count_flops_per_token(
+            spec.model_args, training.seq_len, spec.config.model.attention
+        )
+        self.peak_flops = peak_flops(spec.machine.name) if run.device.type == "cuda" else None
+        # duration in seconds, wait for the batch in seconds, and gradient norm of each step since the last record
+        self.unrecorded: list[tuple[float, float, float]] = []
+        self.was_skipped = False  # whether the previous step was skipped
+        self.first_s = math.nan  # time of the first record
+        self.sinks: list[Any] = []
+        self.unwritten: set[str] = set()  # paths for which the log already has an error
+        if folder is None:
+            return
+        self.sinks.append(JsonLinesSink(folder / "metrics.jsonl", resumed_step))
+        section = spec.config.metrics
+        if section.enable_tensorboard:
+            # TensorBoard names a run by its folder
+            events = folder / section.save_tb_folder / folder.resolve().name
+            self.sinks.append(TensorBoardSink(events, resumed_step))
+        if section.enable_wandb:
+            wandb_sink = load_extension("wandb_sink").WandbSink
+            self.sinks.append(wandb_sink(folder / "wandb", spec.config))
+
+    def log(
+        self,
+        step: int,
+        result: StepResult,
+        validation: dict[str, float] | None,
+        *,
+        time_s: float,
+        data_time_s: float,
+        is_applied: bool,
+        grad_norm: float,
+    ) -> None:
+        """Record the result of `validate`. Record the step if it is due, if it was skipped, or after a skipped step.
+
+        `time_s`: the duration of the step. `data_time_s`: the part of it in which the host waited for the batch. The
+        record of a step has average times since the last record. Writing it waits for the device.
+        """
+        if self.place.rank > 0:
+            return  # all ranks have the same loss and norm, and rank 0 writes them
+        self.unrecorded.append((time_s, data_time_s, grad_norm))
+        is_always_logged = step <= self.resumed_step + N_FIRST or step == self.n_steps
+        is_due = is_always_logged or step % self.spec.config.metrics.log_freq == 0
+        if not (validation or is_due or self.was_skipped) and is_applied:
+            return
+        times_s, data_times_s, norms = zip(*self.unrecorded, strict=True)
+        self.unrecorded.clear()
+        n_steps = len(times_s)
+        speed = n_steps * self.tokens_per_step / sum(times_s) / self.run.layout.world_size
+        fields = {
+            "loss": result.loss.item(),
+            "grad_norm": grad_norm,
+            "grad_norm_max": max(norms),
+            # the rates that the optimizer used: the schedule is one step ahead
+            **list_rates(self.spec.config, self.run.lr_scheduler.last_epoch - 1),
+            # number of tokens that all ranks have read since step 1
+            "tokens": step * self.tokens_per_step,
+            **describe_speed(speed, self.flops, self.peak_flops),
+            "step_time_s": sum(times_s) / n_steps,
+            "data_time_s": sum(data_times_s) / n_steps,
+            "data_time_share": sum(data_times_s) / sum(times_s),
+            "remaining_s": self.estimate_remaining(step),
+            **read_peak_memory(self.run.device),
+        }
+        if self.run.balance:
+            fields |= self.run.balance.describe(step, result.expert_loads)
+        if self.run.spikes:
+            fields |= self.run.spikes.describe(step, grad_norm, is_applied=is_applied)
+        self.record("step", step, **fields)
+        if validation:
+            self.record("validation", step, **validation)
+        self.was_skipped = not is_applied
+
+    def estimate_remaining(self, step: int) -> float | None:
+        """Return the seconds until the last step, at the average speed since the first record.
+
+        The average includes validations and saves.
+        """
+        now_s = time.perf_counter()
+        n_steps = step - self.resumed_step - 1  # without the first step, which is slower
+        if n_steps == 0:
+            self.first_s = now_s
+            return None
+        return (now_s - self.first_s) / n_steps * (self.n_steps - step)
+
+    def stop(self, step: int, reason: str) -> None:
+        """Log and record why the run ends after this step."""
+        logger.info(reason)
+        self.record("stop", step, reason=reason)
+
+    def record(self, kind: str, step: int, **fields: object) -> None:
+        """Write one record. JSON has no NaN or infinity, so numbers that are not finite become null."""
+        now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+        record = {"kind": kind, "step": step, "time": now, **fields}
+        for key, value in fields.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                record[key] = None
+        for sink in self.sinks:
+            with go_on_unwritten(str(sink.path), self.unwritten):
+                sink.write(record)
+        if kind in FORMATS:
+            width = len(str(self.n_steps))
+            figures = FORMATS[kind](fields)
+            figures[0] = f"step {step:{width}}/{self.n_steps}  {figures[0]}"
+            columns, _ = shutil.get_terminal_size(NO_TERMINAL)
+            line, *others = figures
+            for figure in others:
+                longer = f"{line}  {figure}"
+                if len(longer) > columns - len("12:30:01 "):  # the last figures are omitted
+                    break
+                line = longer
+            logger.info(line)
+
+    def __enter__(self) -> "RunMetrics":
+        layout = self.run.layout
+        self.record(
+            "start",
+            self.resumed_step,
+            layout=layout.degrees,
+            world_size=layout.world_size,
+            device=self.spec.machine.name,
+            resumed=self.resumed_step > 0,
+            restarts=self.place.restarts,
+            weights=self.spec.origin,
+            **describe_launch(),
+        )
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, *_: object) -> None:
+        if isinstance(error, Exception):
+            load_module("components.diagnosis").explain_out_of_memory(
+                error, self.spec.dump_folder, self.run.layout.world_size
+            )
+            name = describe_rank(self.place.rank, self.run.mesh.coordinates())
+            reason = f"{name}: {type(error).__name__}: {error}"
+            # not on the screen, because the launcher shows the error of the rank that failed first
+            logger.log(IN_FILE, reason)
+            self.record("stop", self.run.lr_scheduler.last_epoch, reason=reason)
+        elif error is None and self.sinks:
+            views = name_views(self.spec.dump_folder, self.spec.config.metrics)
+            logger.info(f"look at it: {views}")
+        for sink in self.sinks:
+            with go_on_unwritten(str(sink.path), self.unwritten):
+                sink.close()
+
+
+# ---------------------------------------------------------------- figures
+
+
+def describe_speed(
+    tokens_per_s_per_rank: float, flops: FlopsPerToken, peak_flops: float | None
+) -> dict[str, float | None]:
+    """Return throughput and MFU, from 0 to 1. `peak_flops` is the peak FLOP/s of one device, or None if unknown.
+
+    Throughput includes all tokens of the global batch, even padding. It is divided by the number of all ranks,
+    including pp and tp ranks.
+    """
+    full_flops = flops.full * tokens_per_s_per_rank
+    return {
+        "tokens_per_s_per_rank": tokens_per_s_per_rank,
+        "tflops_per_rank": full_flops / 1e12,
+        # mfu_full counts the FLOPs of the full attention matrix; mfu_causal counts only the causal half.
+        "mfu_full": peak_flops and full_flops / peak_flops,
+        "mfu_causal": peak_flops and flops.causal * tokens_per_s_per_rank / peak_flops,
+    }
+
+
+def read_peak_memory(device: torch.device) -> dict[str, float]:
+    """Return the peak memory of this rank: on CUDA since the last call, on a CPU since the process started."""
+    if device.type != "cuda":  # resident memory, including Python and torch
+        unit_bytes = 1 if sys.platform == "darwin" else 1024  # unit of getrusage
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return {"peak_memory_gib": peak * unit_bytes / GIB}
+    stats = torch.cuda.memory_stats(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    total_bytes = torch.cuda.get_device_properties(device).total_memory
+    peak_bytes = stats["active_bytes.all.peak"]  # live tensors
+    reserved_bytes = stats["reserved_bytes.all.peak"]  # by torch's allocator, including gaps
+    return {
+        "peak_memory_gib": peak_bytes / GIB,
+        "peak_memory_share": peak_bytes / total_bytes,
+        "reserved_memory_gib": reserved_bytes / GIB,
+        "reserved_memory_share": reserved_bytes / total_bytes,
+        # The allocator freed its cache and retried: memory is tight.
+        "n_alloc_retries": stats["num_alloc_retries"],
+        "n_ooms": stats["num_ooms"],
+    }
+
+
+# ---------------------------------------------------------------- sinks
+
+
+@dataclass(eq=False)
+class JsonLinesSink:
+    """Writes one JSON object per line. A resumed run drops the records after `resumed_step`, so each step is in the
+    file once."""
+
+    path: Path
+    resumed_step: int
+
+    @cached_property
+    def file(self) -> TextIO:
+        if self.path.exists():
+            drop_later_steps = load_module("components.earlier_records").drop_later_steps
+            drop_later_steps(self.path, self.resumed_step)
+        # line-buffered: no record is lost if the process is killed
+        return open(self.path, "a", encoding="utf-8", buffering=1)
+
+    def write(self, record: dict[str, Any]) -> None:
+        self.file.write(json.dumps(record) + "\n")
+
+    def close(self) -> None:
+        self.file.close()
+
+
+@dataclass(eq=False)
+class TensorBoardSink:
+    """Writes events to a new file in the folder `path`.
+
+    torch's SummaryWriter writes from a thread, which ends at the first error.
+    """
+
+    path: Path
+    resumed_step: int
+
+    @cached_property
+    def writer(self) -> RecordWriter:
+        self.path.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
+        writer = RecordWriter(open(self.path / name, "wb"))
+        writer.write(encode_event(file_version="brain.Event:2"))
+        # this event makes TensorBoard hide these steps in the files of earlier starts
+        start = SessionLog(status=SessionLog.START)
+        writer.write(encode_event(step=self.resumed_step + 1, session_log=start))
+        return writer
+
+    def write(self, record: dict[str, Any]) -> None:
+        scalars = find_scalars(record).items()
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars]
+        if values:
+            self.writer.write(encode_event(step=record["step"], summary=Summary(value=values)))
+        self.writer.flush()
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+def encode_event(**fields: object) -> bytes:
+    """Return a TensorBoard event with these fields and the current time, serialized."""
+    return Event(wall_time=time.time(), **fields).SerializeToString()
+
+
+def find_scalars(record: dict[str, Any]) -> dict[str, float]:
+    """Return tag -> value for all fields of a record that have a tag and are not null."""
+    scalars = {}
+    for key, value in record.items():
+        # "lr/PATTERN": rate of a group in optimizer.groups
+        tag = key if key.startswith("lr/") else TAGS.get(key)
+        if tag and value is not None:
+            scalars[tag] = 100 * value if tag.endswith("(%)") else value
+    return scalars
+
+
+# ---------------------------------------------------------------- console
+
+
+def format_step(fields: dict[str, object]) -> list[str]:
+    """Format a step for the console, with the most important figures first. metrics.jsonl has all figures."""
+    figures = [f"loss {fields['loss']:.5f}", f"grad_norm {fields['grad_norm']:.4f}"]
+    if "skipped_above" in fields:
+        figures.append(
+            f"SKIPPED, the norm is a spike: its median is {fields['skipped_above']:.4g} "
+            f"({fields['skipped_steps']} skipped so far)"
+        )
+    if fields["remaining_s"]:
+        figures.append(f"{timedelta(seconds=round(fields['remaining_s']))} left")
+    figures.append(f"{fields['tokens_per_s_per_rank']:,.0f} tok/s/rank")
+    if fields["mfu_full"] is not None:
+        figures.append(f"MFU {fields['mfu_full']:.1%}")
+    if "expert_max_over_mean" in fields:
+        dead = f", {fields['expert_dead_share']:.0%} dead" if fields["expert_dead_share"] else ""
+        figures.append(f"experts {fields['expert_max_over_mean']:.1f}x mean{dead}")
+    figures.append(f"lr {fields['lr']:.2e}")
+    figures.append(f"{fields['peak_memory_gib']:.3g} GiB")
+    figures.append(f"{fields['step_time_s']:.3g} s")
+    return figures
+
+
+def format_validation(fields: dict[str, object]) -> list[str]:
+    """Format a validation for the console."""
+    return [
+        f"val_loss {fields['val_loss']:.5f}",
+        f"perplexity {fields['val_perplexity']:.4g}",
+        f"{fields['val_bits_per_byte']:.4f} bits/byte",
+    ]
+
+
+FORMATS = {"step": format_step, "validation": format_validation}  # kinds of records on the console
+
+
+def name_views(folder: Path, section: Metrics) -> str:
+    """Return the commands that show the curves of the run in `folder`."""
+    name = shlex.quote(str(folder))
+    views = name_command(f"report {name}")
+    if section.enable_tensorboard:
+        python = os.path.relpath(sys.executable)
+        if python.startswith(".."):
+            python = sys.executable
+        views += f", or {python} -m tensorboard.main --logdir {name}/{section.save_tb_folder}"
+    return views
