@@ -72,7 +72,7 @@ def join_hosts(config: dict[str, object], timeout_s: float, signals: Any) -> Any
     Raises UserError if the run cannot start, and KeyboardInterrupt on a signal.
     """
     try:
-        with signals.reacting(signals.interrupt):
+        with signals.interrupting():
             store = open_store()
             # Not a daemon: at exit, a daemon thread inside the store would abort this process
             threading.Thread(target=signals.share, args=(store,), name="signals").start()
@@ -187,7 +187,7 @@ def tell_refusal(error: UserError, signals: Any) -> None:
         n_needed, n_hosts = read_hosts()
         if n_needed == n_hosts > 1:
             importlib.import_module("torch.distributed")
-            with signals.reacting(signals.interrupt):
+            with signals.interrupting():
                 store = open_store(END_WITHIN_S)
                 meet_hosts(store, {}, f"{name_host()} cannot start:\n{error}")
 
