@@ -121,7 +121,7 @@ class Agent(LocalElasticAgent):
         cause = self.ending or Ending(0, "")  # a different host failed or joins
         if self.store:
             # use torchrun's store, which is new for each start of the job: a late host has counted fewer starts
-            cause = claim_cause(worker_group.store, "cause", cause)
+            cause = claim_cause(worker_group.store, cause)
         if cause.status in STOPPED:
             self.ending = cause
             raise KeyboardInterrupt
@@ -290,10 +290,9 @@ def bind_to_gpu(index: int) -> None:
     gpu = torch.cuda.get_device_properties(index)
     try:
         address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
-        near = set()
-        for part in (PCI / address / "local_cpulist").read_text().split(","):
-            first, _, last = part.partition("-")
-            near.update(range(int(first), int(last or first) + 1))
-        os.sched_setaffinity(0, near & os.sched_getaffinity(0))
+        near = int(
+            (PCI / address / "local_cpus").read_text().replace(",", ""), 16
+        )  # a bit for each
+        os.sched_setaffinity(0, [cpu for cpu in os.sched_getaffinity(0) if near >> cpu & 1])
     except (OSError, ValueError, AttributeError):
         return
