@@ -12,7 +12,7 @@ from difflib import get_close_matches
 
 from torchtitan_lite.config.messages import ConfigError, UserError, name_command
 from torchtitan_lite.tools.command_lines import TOOLS, parse_command
-from torchtitan_lite.tools.processes import start_fork_server
+from torchtitan_lite.tools.processes import start_worker_server
 
 WITHOUT_PACKAGES = {"check", "plan.command", "faults.hang", "labs.command"}  # modules of tools
 
@@ -63,7 +63,7 @@ def run_tool(args: list[str]) -> int:
     if module not in WITHOUT_PACKAGES:
         importlib.import_module("torchtitan_lite.tools.environment").continue_with_packages()
     if name == "verify":  # the fork server imports torch at the same time as this process
-        start_fork_server()
+        start_worker_server()
     return importlib.import_module(f"torchtitan_lite.tools.{module}").main(options)
 
 

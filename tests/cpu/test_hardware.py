@@ -108,7 +108,8 @@ NVIDIA B200 | 580.65.06 | cuda = '12.6' | B200 kernels PyPI
 def test_a_torch_that_the_driver_or_the_gpu_cannot_run_is_refused(
     monkeypatch, tmp_path, gpu, driver, version, words
 ):
-    (tmp_path / "version.py").write_text("\n".join(["debug = False", *version.split("; "), ""]))
+    lines = ["from typing import Optional", "hip: Optional[str] = None", *version.split("; ")]
+    (tmp_path / "version.py").write_text("\n".join(lines))
     found = ModuleSpec("torch", None, origin=str(tmp_path / "__init__.py"))
     monkeypatch.setattr(host_rules, "find_spec", lambda name: found)
     machine = Machine("cuda" if gpu else "cpu", 1, None, gpu, driver=driver)

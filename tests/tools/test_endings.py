@@ -223,11 +223,11 @@ def test_one_signal_kills_ranks_that_hang(tmp_path, ranks):
 def test_ctrl_c_interrupts_the_launcher_only_before_it_forks_ranks(ranks):
     """In the middle of a fork, an exception would make the fork server or a rank print a traceback."""
     signals = local_ranks.Signals()
-    with pytest.raises(KeyboardInterrupt), signals.reacting(signals.interrupt):
+    with pytest.raises(KeyboardInterrupt), signals.interrupting():
         signals.pass_on(signal.SIGINT, None)
     signals = local_ranks.Signals()
     signals.pass_on(signal.SIGINT, None)
-    with pytest.raises(KeyboardInterrupt), signals.reacting(signals.interrupt):
+    with pytest.raises(KeyboardInterrupt), signals.interrupting():
         time.sleep(60)
 
 

@@ -169,7 +169,10 @@ def test_launchers_with_one_hostname_and_process_id_are_two_hosts_for_torchrun(m
     assert len(names) == 2
 
 
-@each_row("listed", ["0", "0-0,4000-4100", "4000", "", None])
+FAR = "1" + ",00000000" * 125  # the mask of CPU 4000
+
+
+@each_row("listed", ["00000001", f"{FAR[:-1]}1", FAR, "", None])
 def test_a_rank_is_bound_to_the_cpus_near_its_gpu_or_not_at_all(listed, tmp_path, monkeypatch):
     gpu = SimpleNamespace(pci_domain_id=0, pci_bus_id=0xDC, pci_device_id=0)
     monkeypatch.setattr(agent.torch.cuda, "get_device_properties", lambda index: gpu)
@@ -177,11 +180,11 @@ def test_a_rank_is_bound_to_the_cpus_near_its_gpu_or_not_at_all(listed, tmp_path
     if listed is not None:
         folder = tmp_path / "0000:dc:00.0"
         folder.mkdir()
-        (folder / "local_cpulist").write_text(f"{listed}\n")
+        (folder / "local_cpus").write_text(f"{listed}\n")
     allowed = os.sched_getaffinity(0)
     try:
         agent.bind_to_gpu(0)
-        is_near = listed is not None and listed.startswith("0")
+        is_near = bool(listed) and listed.endswith("1")
         assert os.sched_getaffinity(0) == ({0} if is_near else allowed)
     finally:
         os.sched_setaffinity(0, allowed)

@@ -135,11 +135,7 @@ def find_initial(config: Config) -> Weights:
             weights = describe_checkpoint(path)
             require_files(path)
             return weights
-        folder = load_extension("hugging_face_folder").open_folder(path)
-        reading = load_extension("hugging_face_config")
-        published = reading.read_published(path)
-        notices = tuple(reading.list_ignored(published[CONFIG], folder.model_args))
-        return Weights(path, folder.model_args, str(path.absolute()), published, notices=notices)
+        return describe_folder(path)
     except UserError as error:
         problem = Problem(
             INITIAL_LOAD_PATH,
@@ -193,6 +189,15 @@ def check_loaded_model(problems: Problems, weights: Weights) -> None:
 def abbreviate(fqns: Iterable[str]) -> list[str]:
     """Return the distinct FQNs, with `*` instead of layer numbers."""
     return list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", fqn) for fqn in fqns))
+
+
+def describe_folder(path: Path) -> Weights:
+    """Read the config files of a Hugging Face folder: its model and tokenizer. Raises UserError."""
+    model_args = load_extension("hugging_face_folder").open_folder(path).model_args
+    reading = load_extension("hugging_face_config")
+    published = reading.read_published(path)
+    notices = tuple(reading.list_ignored(published[CONFIG], model_args))
+    return Weights(path, model_args, str(path.absolute()), published, notices=notices)
 
 
 def describe_checkpoint(path: Path) -> Weights:

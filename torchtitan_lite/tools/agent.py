@@ -100,7 +100,7 @@ class Agent(LocalElasticAgent):
         self.ending: Ending | None = None  # how the last start ended
 
     def _rendezvous(self, worker_group: Any) -> None:
-        with self.signals.reacting(self.signals.interrupt):
+        with self.signals.interrupting():
             super()._rendezvous(worker_group)
         if self.store:
             self.store.set(N_HOSTS, str(worker_group.group_world_size))
@@ -108,20 +108,20 @@ class Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: Any) -> dict[int, Any]:
         pids = super()._start_workers(worker_group)
         self.signals.started_at_s = time.time()
-        self.signals.forward()  # a signal that arrived before the fork
+        self.signals.react()  # a signal that arrived before the fork
         return pids
 
     def _monitor_workers(self, worker_group: Any) -> RunResult:
         result = super()._monitor_workers(worker_group)
         for rank, failure in result.failures.items():
-            self.ending = explain_failure(rank, failure, self.folder, self.signals)
+            self.ending = self.explain(rank, failure)
         return result
 
     def _restart_workers(self, worker_group: Any) -> None:
         cause = self.ending or Ending(0, "")  # a different host failed or joins
         if self.store:
             # use torchrun's store, which is new for each start of the job: a late host has counted fewer starts
-            cause = claim_cause(worker_group.store, "cause", cause)
+            cause = claim_cause(worker_group.store, cause)
         if cause.status in STOPPED:
             self.ending = cause
             raise KeyboardInterrupt
@@ -131,6 +131,39 @@ class Agent(LocalElasticAgent):
         why = cause.reason or "another host joins or has failed"
         show(f"run_train.sh: {why}\nAll ranks start again. {n_left}.")
         super()._restart_workers(worker_group)
+
+    def explain(self, rank: int, failure: ProcessFailure) -> Ending:
+        """Return the first cause on this host: an error, or a signal. `rank` is the rank that torchrun reports.
+
+        If several ranks end together, torchrun may report any one of them, so the oldest error.json is used. A rank
+        that was killed, or returned an exit status, writes no error.json.
+        """
+        exitcode = failure.exitcode
+        received = self.signals.received
+        start = find_last_start(self.folder) or self.folder  # /tmp may have been cleaned
+        own = start / str(failure.local_rank)
+        endings = sorted(start.glob("*/error.json"), key=os.path.getmtime)
+        if endings and (exitcode in STOPPED or own / "error.json" in endings):
+            ending = json.loads(endings[0].read_text())
+            return Ending(ending["status"], ending["message"], ending["details"])
+        if received and (self.signals.has_killed or -exitcode in received or exitcode in STOPPED):
+            return self.signals.ending
+        if exitcode in STOPPED:
+            return Ending(exitcode, describe_signal(exitcode))
+        details = ""
+        hidden = own / "stderr.log"
+        if exitcode not in (1, -signal.SIGKILL) and hidden.exists():  # 1: train.py has logged why
+            details = "\n".join(hidden.read_text(errors="replace").splitlines()[-N_LINES:])
+        # gloo aborts a rank if calls differ. Printing the stacks of running threads during the abort may fail
+        if exitcode in (-signal.SIGABRT, -signal.SIGSEGV):
+            _, text = hang.explain_newest(self.signals.hangs, "failed")
+            details = f"{details}\n{text}".strip()
+        how = f"exited with status {exitcode}"
+        if exitcode < 0:  # a signal, as in multiprocessing
+            how = f"was killed by {signal.Signals(-exitcode).name}"
+        if exitcode == -signal.SIGKILL:
+            how += ", as Linux does when memory runs out, and so left no traceback"
+        return Ending(1, f"rank {rank} {how}", details)
 
 
 def run_agent(run: tuple, n_local: int, signals: Signals, store: Any) -> Ending:
@@ -202,40 +235,6 @@ def number_host() -> None:
     DynamicRendezvousHandler._node_desc_generator._local_id = read_number("NODE_RANK")
 
 
-def explain_failure(rank: int, failure: ProcessFailure, folder: Path, signals: Signals) -> Ending:
-    """Return the first cause on this host: an error, or a signal. `rank` is the rank that torchrun reports.
-
-    If several ranks end together, torchrun may report any one of them, so the oldest error.json is used. A rank that
-    was killed, or returned an exit status, writes no error.json.
-    """
-    exitcode = failure.exitcode
-    received = signals.received
-    start = find_last_start(folder) or folder  # /tmp may have been cleaned
-    own = start / str(failure.local_rank)
-    endings = sorted(start.glob("*/error.json"), key=os.path.getmtime)
-    if endings and (exitcode in STOPPED or own / "error.json" in endings):
-        ending = json.loads(endings[0].read_text())
-        return Ending(ending["status"], ending["message"], ending["details"])
-    if received and (signals.has_killed or -exitcode in received or exitcode in STOPPED):
-        return signals.ending
-    if exitcode in STOPPED:
-        return Ending(exitcode, describe_signal(exitcode))
-    details = ""
-    hidden = own / "stderr.log"
-    if exitcode not in (1, -signal.SIGKILL) and hidden.exists():  # 1: train.py has logged why
-        details = "\n".join(hidden.read_text(errors="replace").splitlines()[-N_LINES:])
-    # gloo aborts a rank if calls differ. Printing the stacks of running threads during the abort may fail
-    if exitcode in (-signal.SIGABRT, -signal.SIGSEGV):
-        _, text = hang.explain_newest(signals.hangs, "failed")
-        details = f"{details}\n{text}".strip()
-    how = f"exited with status {exitcode}"
-    if exitcode < 0:  # a signal, as in multiprocessing
-        how = f"was killed by {signal.Signals(-exitcode).name}"
-    if exitcode == -signal.SIGKILL:
-        how += ", as Linux does when memory runs out, and so left no traceback"
-    return Ending(1, f"rank {rank} {how}", details)
-
-
 # ---------------------------------------------------------------- in a rank
 
 
@@ -291,10 +290,9 @@ def bind_to_gpu(index: int) -> None:
     gpu = torch.cuda.get_device_properties(index)
     try:
         address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
-        near = set()
-        for part in (PCI / address / "local_cpulist").read_text().split(","):
-            first, _, last = part.partition("-")
-            near.update(range(int(first), int(last or first) + 1))
-        os.sched_setaffinity(0, near & os.sched_getaffinity(0))
+        near = int(
+            (PCI / address / "local_cpus").read_text().replace(",", ""), 16
+        )  # a bit for each
+        os.sched_setaffinity(0, [cpu for cpu in os.sched_getaffinity(0) if near >> cpu & 1])
     except (OSError, ValueError, AttributeError):
         return

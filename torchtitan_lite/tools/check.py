@@ -50,15 +50,16 @@ def main(options: Namespace) -> int:
             raise UserError("--keys prints keys and reads no config. Leave the other arguments out")
         print(describe_keys(options.keys))
         return 0
-    if options.gpus is None:
+    n_ranks = options.gpus
+    if n_ranks:
+        machine = describe_node(CLUSTERS[options.gpu], n_ranks)
+        n_hosts = 1
+    else:
         machine, n_ranks, n_hosts = choose_host()
-        spec = check(options.config_args, machine, n_ranks, n_hosts)
-        print(describe_spec(spec, n_hosts))
-        return 0
-    machine = describe_node(CLUSTERS[options.gpu], options.gpus)
-    print(describe_spec(check(options.config_args, machine, options.gpus, 1)))
-    args = shlex.join([*options.config_args, "--gpus", str(options.gpus), "--gpu", options.gpu])
-    print(f"  next    for activations, run: {name_command(f'plan {args}')}")
+    print(describe_spec(check(options.config_args, machine, n_ranks, n_hosts), n_hosts))
+    if options.gpus:
+        args = shlex.join([*options.config_args, "--gpus", str(n_ranks), "--gpu", options.gpu])
+        print(f"  next    for activations, run: {name_command(f'plan {args}')}")
     return 0
 
 

@@ -11,7 +11,6 @@ Each GPU holds one rank. On a host without GPUs, all ranks share the memory. Act
 `python3 -m torchtitan_lite plan` predicts them.
 """
 
-import re
 import shlex
 import shutil
 import sys
@@ -20,6 +19,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from math import ceil, log2
 from pathlib import Path
+from runpy import run_path
 
 from torchtitan_lite.config.block import count_parameters
 from torchtitan_lite.config.choices import OPTIMIZERS
@@ -136,9 +136,10 @@ def check_memory(
 
 def check_torch_build(machine: Machine) -> list[Problem]:
     """Check that the installed torch was built for the GPUs and the driver of this host."""
-    build = read_torch_build()
-    if not build:
+    found = find_spec("torch")
+    if found is None or not found.origin:
         return []
+    build = run_path(str(Path(found.origin).with_name("version.py")))  # without importing torch
     if build["hip"]:
         why = f"it was built for ROCm {build['hip']}, but this trainer is for NVIDIA GPUs and CPUs"
         remedy = "Install a build of torch for CUDA, or for CPUs"
@@ -150,18 +151,6 @@ def check_torch_build(machine: Machine) -> list[Problem]:
     command = f'{sys.executable} -m pip install --upgrade "torch<2.15" --index-url {OLDER_INDEX}'
     misfit = explain_misfit(machine, build["cuda"], command)
     return [Problem("torch", version("torch"), *misfit)] if misfit else []
-
-
-def read_torch_build() -> dict[str, str | None]:
-    """Read `cuda` and `hip` from version.py of the installed torch, without importing it. {} if there is no torch."""
-    found = find_spec("torch")
-    if found is None or not found.origin:
-        return {}
-    text = Path(found.origin).with_name("version.py").read_text()
-    build: dict[str, str | None] = {"cuda": None, "hip": None}
-    for name, value in re.findall(r"^(cuda|hip)\b.*= ['\"](.*)['\"]", text, re.MULTILINE):
-        build[name] = value
-    return build
 
 
 # ---------------------------------------------------------------- disk

@@ -72,7 +72,7 @@ def join_hosts(config: dict[str, object], timeout_s: float, signals: Any) -> Any
     Raises UserError if the run cannot start, and KeyboardInterrupt on a signal.
     """
     try:
-        with signals.reacting(signals.interrupt):
+        with signals.interrupting():
             store = open_store()
             # Not a daemon: at exit, a daemon thread inside the store would abort this process
             threading.Thread(target=signals.share, args=(store,), name="signals").start()
@@ -187,7 +187,7 @@ def tell_refusal(error: UserError, signals: Any) -> None:
         n_needed, n_hosts = read_hosts()
         if n_needed == n_hosts > 1:
             importlib.import_module("torch.distributed")
-            with signals.reacting(signals.interrupt):
+            with signals.interrupting():
                 store = open_store(END_WITHIN_S)
                 meet_hosts(store, {}, f"{name_host()} cannot start:\n{error}")
 
@@ -292,8 +292,8 @@ def wait_until(is_ready: Callable[[], Any], what: str, within_s: float = MEET_WI
     return result
 
 
-def claim_cause(store: Any, key: str, own: Ending) -> Ending:
-    """Return the ending of the host that first wrote a reason under `key`, or `own` if no host has written one.
+def claim_cause(store: Any, own: Ending) -> Ending:
+    """Return the ending of the host that first wrote a reason, or `own` if no host has written one.
 
     The returned reason names the host that wrote it. That host shows the details of its ending.
     """
@@ -301,7 +301,7 @@ def claim_cause(store: Any, key: str, own: Ending) -> Ending:
     if own.reason:  # different containers can have the same hostname
         host = f"{socket.gethostname()}, {name_host()}"
         claimed = json.dumps([own.status, f"{own.reason} (on {host})"])
-    first = store.compare_set(key, "", claimed).decode()
+    first = store.compare_set("cause", "", claimed).decode()
     if not first:
         return own
     return Ending(*json.loads(first), own.details if first == claimed else "")
@@ -314,7 +314,7 @@ def agree_on_cause(store: Any, own: Ending) -> Ending:
         if own.status in STOPPED:  # the signal may have reached a rank, but no launcher
             store.set(SIGNAL, str(own.status - 128))
         failed = own if own.status == 1 else Ending(own.status, "")
-        first = claim_cause(store, "cause", failed)
+        first = claim_cause(store, failed)
         if first.status == 1 and own.status:
             own = first
     leave(store)

@@ -22,7 +22,6 @@ Exit status: 0 trained or already finished, 2 refused by check, 130 stopped by C
 
 import importlib
 import json
-import multiprocessing
 import os
 import shutil
 import signal
@@ -32,18 +31,16 @@ import tempfile
 import threading
 from argparse import Namespace
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime, timezone
-from functools import partial
-from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.checkpoint.format import CheckpointError, find_steps
 from torchtitan_lite.components.earlier_records import read_record
 from torchtitan_lite.components.endings import describe_newest
-from torchtitan_lite.components.signals import SIGNALS, STOPPED, describe_signal, handle_signals
+from torchtitan_lite.components.signals import STOPPED, describe_signal, handle_signals
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.reader import flatten_table, read_config
 from torchtitan_lite.data.corpus_folder import CORPUS_MANIFEST, DATASETS, find_corpus, list_corpora
@@ -63,6 +60,7 @@ from torchtitan_lite.tools.hosts import (
     tell_signal,
 )
 from torchtitan_lite.tools.local_ranks import Signals, find_last_start, show
+from torchtitan_lite.tools.processes import start_fork_server
 from torchtitan_lite.tools.progress import watch_saves
 
 
@@ -72,7 +70,7 @@ def main(options: Namespace, work: Callable[[list[str], Path, RunSpec], int] | N
     signals = Signals()
     handle_signals(signals.pass_on)
     try:
-        with signals.reacting(signals.interrupt):
+        with signals.interrupting():
             spec = check_run(args)
     except KeyboardInterrupt:
         ending = tell_signal(signals)
@@ -212,10 +210,12 @@ def run_ranks(
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if n_hosts == 1 and Path("/sys/class/net/lo").exists():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    start_fork_server()
+    here = os.getcwd()
+    os.chdir(REPOSITORY)  # train_file.py imports train.py from there
+    start_fork_server(["torchtitan_lite.tools.train_file"])
+    os.chdir(here)
     # This import loads torch, which takes 1.5 s. Meanwhile the fork server imports train.py.
-    with signals.reacting(partial(signals.end, folder)) if n_hosts == 1 else nullcontext():
-        agent = importlib.import_module("torchtitan_lite.tools.agent")
+    agent = importlib.import_module("torchtitan_lite.tools.agent")
     n_local = spec.layout.world_size // n_hosts
     store = None
     try:
@@ -232,24 +232,3 @@ def run_ranks(
     run = (work or agent.train_rank, args, folder, spec)
     ending = agent.run_agent(run, n_local, signals, store)
     return agree_on_cause(store, ending) if store else ending
-
-
-def start_fork_server() -> None:
-    """Start the fork server, which imports train.py once and forks the ranks.
-
-    The fork server blocks all signals. New ranks inherit the blocked signals, so a signal stays pending until a rank
-    can handle it.
-    """
-    tools = "torchtitan_lite.tools"
-    multiprocessing.set_forkserver_preload([f"{tools}.fork_server", f"{tools}.train_file"])
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    # If this launcher ends immediately, Python would otherwise print a warning after the reason.
-    sys.warnoptions.append("ignore::UserWarning:multiprocessing.resource_tracker")
-    # the resource tracker must start first, because it unblocks the signals
-    resource_tracker.ensure_running()
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    folder = os.getcwd()
-    os.chdir(REPOSITORY)  # train_file.py imports train.py from there
-    forkserver.ensure_running()
-    os.chdir(folder)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)

@@ -1,26 +1,22 @@
 """Forward the signals that a launcher receives: to the ranks of this host, and to the launchers of the other hosts.
 
-no ranks run        the signal raises KeyboardInterrupt in the launcher
-torch is imported   the signal ends the launcher immediately, because an exception could abort an import of C++ code;
-                    with several hosts, the signal waits until torch is loaded, and then reaches the other hosts
+no ranks run        the signal raises KeyboardInterrupt in the launcher. If the launcher imports torch, the signal waits
+                    until torch is loaded, because an exception could abort an import of C++ code
 ranks run           the first signal is forwarded to the ranks; a later signal kills them. If a step hangs, the
                     first signal kills them
 """
 
 import multiprocessing
 import os
-import shutil
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from math import inf
-from multiprocessing import forkserver
-from multiprocessing.util import get_temp_dir
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from torchtitan_lite.components.signals import COPIES_ARRIVE_WITHIN_S, describe_signal
 from torchtitan_lite.tools.faults import hang
@@ -40,7 +36,7 @@ class Signals:
     def __init__(self) -> None:
         self.received: list[int] = []
         self.copies_until_s = 0.0
-        self.react = self.forward
+        self.interrupts = False  # whether a signal raises KeyboardInterrupt in this launcher
         self.has_killed = False  # whether this launcher has killed the ranks
         self.hangs = Path()  # folder of the reports of ranks that hang
         self.started_at_s = time.time()  # the last start of the ranks
@@ -58,28 +54,14 @@ class Signals:
         return Ending(status, describe_signal(status))
 
     @contextmanager
-    def reacting(self, react: Callable[[], None]) -> Iterator[None]:
-        """Context manager: call `react` when a signal arrives, or immediately if a signal has already arrived."""
-        self.react = react
+    def interrupting(self) -> Iterator[None]:
+        """Context manager: a signal raises KeyboardInterrupt, also a signal that has already arrived."""
+        self.interrupts = True
         try:
-            if self.received:
-                react()
+            self.react()
             yield
         finally:
-            self.react = self.forward
-
-    def interrupt(self) -> NoReturn:
-        raise KeyboardInterrupt
-
-    def end(self, folder: Path) -> NoReturn:
-        """End this process, which has no ranks. `folder` has its temporary files."""
-        # a fork server that is still importing ends by itself only after the import
-        if fork_server := getattr(forkserver._forkserver, "_forkserver_pid", None):
-            os.kill(fork_server, signal.SIGKILL)
-        for temporary in (folder, get_temp_dir()):
-            shutil.rmtree(temporary, ignore_errors=True)
-        os.write(2, f"run_train.sh: {self.ending.reason}\n".encode())
-        os._exit(self.ending.status)
+            self.interrupts = False
 
     def pass_on(self, number: int, frame: object) -> None:
         """Handle a signal: interrupt this launcher, or forward the signal to the ranks."""
@@ -107,9 +89,12 @@ class Signals:
                     return
             store.set(SIGNAL, str(self.received[0]))
 
-    def forward(self) -> None:
-        """Send a first signal to the ranks. On a later signal, or if a step hangs, kill the ranks."""
+    def react(self) -> None:
+        """Interrupt this launcher, or send a first signal to the ranks. On a later signal, or if a step hangs, kill the
+        ranks."""
         if self.received:
+            if self.interrupts:
+                raise KeyboardInterrupt
             must_kill = len(self.received) > 1 or self.is_hanging()
             self.end_ranks(signal.SIGKILL if must_kill else self.received[0])
 

@@ -16,13 +16,12 @@ from torch import nn
 
 from torchtitan_lite.build import find_model_class
 from torchtitan_lite.checkpoint.format import (
-    IN_MANIFEST,
     MANIFEST,
     CheckpointError,
     find_steps,
 )
 from torchtitan_lite.checkpoint.load import OpenCheckpoint
-from torchtitan_lite.checkpoint.starting_weights import parse_model_args
+from torchtitan_lite.checkpoint.starting_weights import describe_checkpoint, describe_folder
 from torchtitan_lite.config.block import list_expert_biases
 from torchtitan_lite.config.choices import ATTENTIONS
 from torchtitan_lite.config.experts import explain_strides
@@ -31,12 +30,7 @@ from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_lite.extensions.hub_names import explain_hub_name
 from torchtitan_lite.extensions.hugging_face import load_weights
-from torchtitan_lite.extensions.hugging_face_config import (
-    GENERATION_CONFIG,
-    list_ignored,
-    read_published,
-)
-from torchtitan_lite.extensions.hugging_face_folder import open_folder
+from torchtitan_lite.extensions.hugging_face_config import GENERATION_CONFIG, read_published
 from torchtitan_lite.model.part import list_moes
 from torchtitan_lite.models.registry import CONFIG, LENGTH
 from torchtitan_lite.parallel.process_groups import choose_device
@@ -64,47 +58,44 @@ class ModelSource:
 
 
 def open_source(options: Namespace) -> ModelSource:
-    """Open options.source. Raises SourceError if there is no model, and other errors if the checkpoint or folder cannot
+    """Open options.source. Raises UserError if there is no model, and other errors if the checkpoint or folder cannot
     be read."""
     path = options.source
     checkpoint = None
     attention = "causal"
-    assets = path.absolute()
     n_trained = 0
     if (path / CONFIG).is_file():
-        model_args = open_folder(path).model_args
-        published = read_published(path)
-        for notice in list_ignored(published[CONFIG], model_args):
+        weights = describe_folder(path)
+        for notice in weights.notices:
             print(notice, file=sys.stderr)
     else:
         path = find_checkpoint(path)
         try:
             checkpoint = OpenCheckpoint(path)
-            manifest = checkpoint.manifest
-            model_args = parse_model_args(manifest)
+            weights = describe_checkpoint(path)
         except CheckpointError as error:
             raise CheckpointError(
                 f"{path} cannot be used: {error}. Restore it from a copy, or name a different checkpoint."
             ) from None
-        config = manifest.run["config"]
-        published = manifest.run.get(IN_MANIFEST, {})
+        config = checkpoint.manifest.run["config"]
         attention = config["model"]["attention"]
         if attention not in ATTENTIONS:
             raise SourceError(
                 f"{path}: model.attention = {attention!r} has no row in config/choices.py. Use the code that saved it."
             )
-        assets = config["model"]["hf_assets_path"]
         n_trained = config["training"]["seq_len"]
     try:
-        found = load_tokenizer(options.tokenizer or assets)
+        found = load_tokenizer(options.tokenizer or weights.assets)
     except ConfigError as error:
         raise SourceError(
             f"{path}: its tokenizer cannot be loaded: {error.problems[0].why}. Name it with --tokenizer FOLDER."
         ) from None
+    model_args = weights.model_args
+    published = weights.published
     why = ""
     if found.eos_id >= model_args.vocab_size:
         why = f"its model has {model_args.vocab_size} tokens, but the end token of {found.path} is id {found.eos_id}"
-    elif checkpoint and manifest.fingerprint["tokenizer"] != found.fingerprint:
+    elif checkpoint and checkpoint.manifest.fingerprint["tokenizer"] != found.fingerprint:
         other = f"{found.path} is not the tokenizer that the model was trained with"
         if options.tokenizer:
             print(other, file=sys.stderr)

@@ -21,11 +21,13 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import BinaryIO
 
 from torchtitan_lite.data.corpus_folder import (
     CORPUS_MANIFEST,
@@ -207,56 +209,47 @@ def write_documents(
 
     If `has_floor` is true and all documents belong to one split, the last document is moved to the empty split.
     """
-    writers = {name: SplitWriter(folder / name) for name in ("train", "validation")}
+    totals = {"train": Counter(), "validation": Counter()}
     counts = Counter()
     last = None
-    for document in documents:
-        counts.update(document.counts)
-        if not document.tokens:
-            continue
+    with ExitStack() as stack:
+
+        @cache
+        def create(name: str) -> BinaryIO:
+            return stack.enter_context(open(folder / name, "wb"))
+
+        def write(document: Document, split: str) -> None:
+            start = totals[split]["n_tokens"].to_bytes(8, "little")
+            create(f"{split}.tokens").write(document.tokens)
+            create(f"{split}.documents").write(start)
+            if document.targets:
+                create(f"{split}.targets").write(document.targets)
+            totals[split].update(
+                n_documents=1,
+                n_tokens=len(document.tokens),
+                n_targets=sum(document.targets),
+                n_text_bytes=document.n_text_bytes,
+            )
+
+        for document in documents:
+            counts.update(document.counts)
+            if document.tokens:
+                if last:
+                    write(last, last.split)
+                last = document
         if last:
-            writers[last.split].write(last)
-        last = document
-    if last:
-        empty = [writer for writer in writers.values() if not writer.totals]
-        writer = empty[0] if empty and has_floor else writers[last.split]
-        writer.write(last)
-    splits = {name: writer.finish() for name, writer in writers.items() if writer.totals}
+            empty = [split for split, total in totals.items() if not total]
+            write(last, empty[0] if empty and has_floor else last.split)
+    splits = {}
+    for split, total in totals.items():
+        if total:
+            hashes = {}
+            for suffix in ("tokens", "documents", "targets"):
+                path = folder / f"{split}.{suffix}"
+                if path.exists():
+                    hashes[suffix] = hash_file(path)
+            splits[split] = CorpusSplit(**total, sha256=hashes)
     return splits, +counts  # unary plus removes counts of zero
-
-
-class SplitWriter:
-    """Writes and hashes the files of a split."""
-
-    def __init__(self, path: Path):
-        """`path` is the path of the files without their suffix."""
-        self.path = path
-        self.files = {}
-        self.totals = Counter()
-
-    def write(self, document: Document) -> None:
-        start = self.totals["n_tokens"].to_bytes(8, "little")
-        contents = {"tokens": document.tokens, "documents": start}
-        if document.targets:
-            contents["targets"] = document.targets
-        for suffix, content in contents.items():
-            if not self.totals:
-                self.files[suffix] = open(f"{self.path}.{suffix}", "wb")
-            self.files[suffix].write(content)
-        self.totals.update(
-            n_documents=1,
-            n_tokens=len(document.tokens),
-            n_targets=sum(document.targets),
-            n_text_bytes=document.n_text_bytes,
-        )
-
-    def finish(self) -> CorpusSplit:
-        """Close the files, and return their description."""
-        hashes = {}
-        for suffix, file in self.files.items():
-            file.close()
-            hashes[suffix] = hash_file(Path(file.name))
-        return CorpusSplit(**self.totals, sha256=hashes)
 
 
 # ---------------------------------------------------------------- worker processes

@@ -68,16 +68,12 @@ def explain_newest(folder: Path, *kinds: str) -> tuple[list[int], str]:
         folders.update(path.parent for path in folder.rglob(f"restart-*/{kind}-*.json"))
     if not folders:
         return [], ""
-    newest = max(folders, key=when_started)
+    # the number decides if two starts have the same time
+    newest = max(folders, key=lambda each: (each.stat().st_mtime, int(each.name.partition("-")[2])))
     files = {}
     for kind in kinds:
         files = files or read_files(newest, kind)
     return explain(files)
-
-
-def when_started(folder: Path) -> tuple[float, int]:
-    """Return a sort key for the folders of starts: the time, then the number in the name."""
-    return folder.stat().st_mtime, int(folder.name.partition("-")[2])
 
 
 def watch(folder: Path, report: Callable[[str], None]) -> None:
@@ -134,22 +130,8 @@ def explain(files: dict[int, dict]) -> tuple[list[int], str]:
             # ranks on other hosts do not know the state, row[1]
             if row[1] or int(rank) not in processes:
                 processes[int(rank)] = row
-    ranks = range(first["world_size"])
-    odd, differing = find_odd_calls(files)
-    culprits = sorted(reasons) or odd or [rank for rank in ranks if is_elsewhere(files, rank)]
-    if not culprits:
-        by_place = [
-            [rank for rank in files if files[rank]["in_step"] == it] for it in (False, True)
-        ]
-        if all(by_place):  # some wait in a step, others between two steps
-            culprits = min(by_place, key=len)
-    missed = {}
-    for rank in culprits or ranks:
-        if call := find_missed_call(files, rank):
-            missed[rank] = call
-    if missed and not culprits:
-        culprits = [min(missed, key=missed.get)]
-
+    reasons = reasons or find_odd_calls(files) or find_idle(files)
+    culprits = sorted(reasons)
     when = f"in step {first['step']}, {first['seconds']:g} s after it began"
     if first["step"] == 0:
         when = "before the first step"
@@ -165,14 +147,6 @@ def explain(files: dict[int, dict]) -> tuple[list[int], str]:
         if first["kind"] == "FAILED":
             # a failed rank has ended, even if another rank has read an earlier state of its process
             state = "Z"
-        why = "has no file, and no rank with a file waits for it directly"
-        if rank in reasons:
-            why = reasons[rank]
-        elif odd:
-            why = differing
-        elif rank in missed:
-            _, other, call = missed[rank]
-            why = f"is missing from {call}, which rank {other} waits for"
         does = STATES.get(state, "unknown: no rank of its host has written")
         if rank in files and first["kind"] == "FAILED":
             does = "it has ended with an error"
@@ -180,7 +154,7 @@ def explain(files: dict[int, dict]) -> tuple[list[int], str]:
             innermost, *outer = files[rank]["stack"]
             code = [line for line in outer if not line.startswith("torch/")]
             does = "it is in " + " < ".join([innermost, *code[:N_STACK_LINES]])
-        text.append(f"{name} {why}: {does}. Its process is {pid}.")
+        text.append(f"{name} {reasons[rank]}: {does}. Its process is {pid}.")
     if len(culprits) > 3:
         text.append(f"The same applies to {len(culprits) - 3} more ranks: {culprits[3:20]}.")
     if not culprits:
@@ -191,11 +165,46 @@ def explain(files: dict[int, dict]) -> tuple[list[int], str]:
     return culprits, " ".join(text)
 
 
-def is_elsewhere(files: dict[int, dict], rank: int) -> bool:
-    """Return whether a rank wrote nothing, or waits for no other rank. False if the calls of the rank are unknown."""
-    if rank not in files:
-        return True
-    return bool(files[rank]["groups"]) and not find_wait(files[rank])
+def find_idle(files: dict[int, dict]) -> dict[int, str]:
+    """Return rank -> a text about the call that it misses, for the ranks that wrote nothing or wait for no other rank.
+
+    If all ranks wait, return the smaller group of ranks that wait in a step or between steps, or else the rank that has
+    not made the call in which another rank has waited longest. A rank whose calls are unknown is not returned.
+    """
+    ranks = range(next(iter(files.values()))["world_size"])
+    idle = []
+    for rank in ranks:
+        if rank not in files or (files[rank]["groups"] and not find_wait(files[rank])):
+            idle.append(rank)
+    if not idle:
+        in_step = [rank for rank in files if files[rank]["in_step"]]
+        between = [rank for rank in files if not files[rank]["in_step"]]
+        if in_step and between:
+            idle = min(between, in_step, key=len)
+    # rank -> time of the oldest call that waits for the rank, the waiting rank, the call
+    missed: dict[int, tuple[int, int, str]] = {}
+    for rank in idle or ranks:
+        own_groups = files[rank]["groups"] if rank in files else {}
+        waits = []
+        for waiter, file in files.items():
+            for group, row in file["groups"].items():
+                call = row["pending"]
+                if call is None or rank not in json.loads(group.partition(" ")[2]):
+                    continue
+                n_made = own_groups[group]["n"] if group in own_groups else 0
+                if n_made < call["number"]:
+                    waits.append((call["at_ns"], waiter, describe_call(call)))
+        if waits:
+            missed[rank] = min(waits)
+    if missed and not idle:
+        idle = [min(missed, key=missed.get)]
+    reasons = {}
+    for rank in idle:
+        reasons[rank] = "has no file, and no rank with a file waits for it directly"
+        if rank in missed:
+            _, waiter, call = missed[rank]
+            reasons[rank] = f"is missing from {call}, which rank {waiter} waits for"
+    return reasons
 
 
 def find_unusual_calls(files: dict[int, dict]) -> dict[int, str]:
@@ -227,8 +236,8 @@ def find_unsent(files: dict[int, dict]) -> dict[int, str]:
     return found
 
 
-def find_odd_calls(files: dict[int, dict]) -> tuple[list[int], str]:
-    """Return the ranks whose pending call differs from the majority of their group, and a text about these calls.
+def find_odd_calls(files: dict[int, dict]) -> dict[int, str]:
+    """Return rank -> a text, for the ranks whose pending call differs from the majority of their group.
 
     Only calls with the same number are compared. If no call has a majority, all ranks that wait in calls with this
     number are returned.
@@ -245,8 +254,8 @@ def find_odd_calls(files: dict[int, dict]) -> tuple[list[int], str]:
             if len(most) == len(fewer[-1]):
                 fewer.append(most)
             made = [f"{call} on ranks {ranks}" for call, ranks in by_call.items()]
-            return sorted(sum(fewer, [])), f"differs in call {number}: {', '.join(made)}"
-    return [], ""
+            return dict.fromkeys(sum(fewer, []), f"differs in call {number}: {', '.join(made)}")
+    return {}
 
 
 def find_wait(file: dict) -> str:
@@ -271,22 +280,6 @@ def is_in_pipeline(file: dict) -> bool:
 def describe_input(awaits: dict) -> str:
     what = "the output" if awaits["kind"] == "F" else "the gradient"
     return f"{what} of microbatch {awaits['microbatch']} from stage {awaits['stage']}"
-
-
-def find_missed_call(files: dict[int, dict], rank: int) -> tuple[int, int, str] | None:
-    """Find the oldest call that waits for this rank. Return the time of the call, the waiting rank and the call, or
-    None."""
-    own_groups = files[rank]["groups"] if rank in files else {}
-    waits = []
-    for waiter, file in files.items():
-        for group, row in file["groups"].items():
-            call = row["pending"]
-            if call is None or rank not in json.loads(group.partition(" ")[2]):
-                continue
-            n_made = own_groups[group]["n"] if group in own_groups else 0
-            if n_made < call["number"]:
-                waits.append((call["at_ns"], waiter, describe_call(call)))
-    return min(waits, default=None)
 
 
 def describe_call(call: dict) -> str:

@@ -10,7 +10,6 @@ warm pool takes 0.1 s. If a worker fails or hangs, all workers are killed, and t
 import faulthandler
 import logging
 import multiprocessing
-import os
 import signal
 import tempfile
 import time
@@ -27,7 +26,7 @@ import torch.distributed as dist
 from torchtitan_lite.faults.processes import end_with_parent
 from torchtitan_lite.parallel.gloo_workers import limit_gloo_workers
 from torchtitan_lite.tools.forget_groups import forget_groups
-from torchtitan_lite.tools.processes import WORKER_ENVIRONMENT, start_fork_server
+from torchtitan_lite.tools.processes import start_worker_server
 
 # torch's caches keep gloo groups and their threads alive. After dozens of jobs, hundreds of threads would compete for
 # the cores. New workers are cheap, because they are forks of a process that has imported torch.
@@ -83,7 +82,7 @@ class RankPool(AbstractContextManager):
         self._n_jobs = 0
 
     def _start(self, rank: int) -> None:
-        start_fork_server()
+        start_worker_server()
         context = multiprocessing.get_context("forkserver")
         ours, theirs = context.Pipe()
         process = context.Process(target=serve, args=(rank, theirs), daemon=True)
@@ -130,12 +129,9 @@ class RankPool(AbstractContextManager):
 
 def serve(rank: int, connection: Connection) -> None:
     """Worker: run jobs until the parent ends. For each job, join a group, call the function and send the result."""
-    os.environ.update(WORKER_ENVIRONMENT)
     torch.set_num_threads(1)
     # DTensor warns that gathering over two dims takes two steps, but speed does not matter here.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    # Ctrl-C reaches workers too, but the parent handles it.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent()
     limit_gloo_workers()
     faulthandler.enable()  # a rank that crashes prints its stack

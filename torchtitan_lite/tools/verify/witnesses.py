@@ -36,11 +36,6 @@ Acted = dict[str, bool | None]  # key -> whether it acted, or None if it is off
 Witness = Callable[[Observed], bool | None]
 
 
-def once_on(is_on: object, acted: bool) -> bool | None:
-    """Return whether a key acted, or None if it is off."""
-    return acted if is_on else None
-
-
 def in_use(step: Observed) -> bool:
     """Return True: every step uses the value (a size, a degree, a rate). If a step ignored it, the comparison would
     fail."""
@@ -69,7 +64,7 @@ def separates_documents(step: Observed) -> bool | None:
     """Return whether a row has several documents. The certificate also needs the plain loop's formula for this
     attention."""
     uses_documents = ATTENTIONS[step.config.model.attention].uses_documents
-    return once_on(uses_documents, step.batch.doc_ids.any().item())
+    return step.batch.doc_ids.any().item() if uses_documents else None
 
 
 def clips(step: Observed) -> bool:
@@ -92,17 +87,21 @@ def reads_option(name: str) -> Witness:
 
 def stores_moments(step: Observed) -> bool | None:
     section = step.config.optimizer
+    if not OPTIMIZERS[section.name].n_moments:
+        return None
     asked = getattr(torch, section.moments_dtype)
     stored = [tensor for state in step.run.optimizer.state.values() for tensor in state.values()]
-    return once_on(OPTIMIZERS[section.name].n_moments, any(each.dtype == asked for each in stored))
+    return any(each.dtype == asked for each in stored)
 
 
 def decays(step: Observed) -> bool | None:
     section = step.config.lr_scheduler
+    if section.decay_ratio == 0:
+        return None
     n_steps = step.run.lr_scheduler.last_epoch
     is_after_warmup = n_steps > section.warmup_steps
     is_lower = learning_rate_factor(section, n_steps - 1) < 1
-    return once_on(section.decay_ratio != 0, is_after_warmup and is_lower)
+    return is_after_warmup and is_lower
 
 
 def runs_implementation(step: Observed) -> bool | None:
@@ -148,20 +147,21 @@ def count_most(step: Observed, text: str) -> int:
 def gathers_as_zero_stage(step: Observed) -> bool | None:
     """Compare the gathers and reductions of a block with the table in parallel/fsdp.py."""
     layout = step.run.layout
+    if layout.fsdp == 1:
+        return None
     n_gathers = count_most(step, "FSDP::all_gather (layers.")
-    acted = n_gathers > 1
-    if layout.zero_stage < 3:
-        # With a single microbatch, ZeRO stages 1 and 2 are the same.
-        expected = layout.n_microbatches if layout.zero_stage == 2 else 1
-        acted = n_gathers == 1 and count_most(step, "reduce (layers.") == expected
-    return once_on(layout.fsdp > 1, acted)
+    if layout.zero_stage == 3:
+        return n_gathers > 1
+    # With a single microbatch, ZeRO stages 1 and 2 are the same.
+    expected = layout.n_microbatches if layout.zero_stage == 2 else 1
+    return n_gathers == 1 and count_most(step, "reduce (layers.") == expected
 
 
 def splits_nodes(step: Observed) -> bool | None:
     """Return whether FSDP groups are split by node. Without a split, hpZ has no effect, and qgZ has one exchange."""
     layout = step.run.layout
     uses_nodes = {"hpz", "qgz"} & set(step.config.parallelism.zero_plus_plus)
-    return once_on(uses_nodes, layout.fsdp_far > 1 or layout.efsdp_far > 1)
+    return layout.fsdp_far > 1 or layout.efsdp_far > 1 if uses_nodes else None
 
 
 def rounds_shards(step: Observed) -> bool:
@@ -172,7 +172,8 @@ def rounds_shards(step: Observed) -> bool:
 
 def runs_schedule(step: Observed) -> bool | None:
     name = step.config.parallelism.pipeline_parallel_schedule
-    return once_on(step.run.schedule, type(step.run.schedule).__name__ == f"Schedule{name}")
+    schedule = step.run.schedule
+    return type(schedule).__name__ == f"Schedule{name}" if schedule else None
 
 
 def rotates(step: Observed) -> bool | None:
@@ -182,19 +183,20 @@ def rotates(step: Observed) -> bool | None:
     many all-to-alls, so the result is False.
     """
     layout = step.run.layout
+    if layout.cp == 1:
+        return None
     is_ring = step.forward["_c10d_functional::all_to_all_single"] > step.forward["Scatter"]
     asked = step.config.parallelism.context_parallel_rotate_method
-    return once_on(
-        layout.cp > 1, bool(step.forward) and layout.ep <= 1 and is_ring == (asked == "ring")
-    )
+    return bool(step.forward) and layout.ep <= 1 and is_ring == (asked == "ring")
 
 
 def recomputes(step: Observed) -> bool | None:
     """Return whether backward repeats norms or attention. Without recompute, the compiler repeats only cheaper
     operators."""
-    is_on = step.config.activation_checkpoint.mode != "none"
+    if step.config.activation_checkpoint.mode == "none":
+        return None
     repeated = [name for name in step.backward if "ackward" not in name]
-    return once_on(is_on, any("rms_norm" in name or "attention" in name for name in repeated))
+    return any("rms_norm" in name or "attention" in name for name in repeated)
 
 
 def compiles(step: Observed) -> bool | None:
@@ -204,10 +206,12 @@ def compiles(step: Observed) -> bool | None:
     an autograd function.
     """
     section = step.config.compile
+    if not section.enable:
+        return None
     n_regions = count(step.forward, "Torch-Compiled Region")
     n_blocks = step.forward["CompiledFunction"]
     acted = {"model": n_blocks > 0, "loss": n_regions > n_blocks}
-    return once_on(section.enable, all(acted[name] for name in section.components))
+    return all(acted[name] for name in section.components)
 
 
 def filters_linears(step: Observed) -> bool | None:
@@ -231,7 +235,9 @@ def precomputes_scales(step: Observed) -> bool:
 def saves_in_thread(step: Observed) -> bool | None:
     """Return whether a thread saves. The mode with pinned memory cannot act, because a CPU pins no memory."""
     mode = step.config.checkpoint.async_mode
-    return once_on(mode != "disabled", mode == "async" and step.runs_thread("checkpoint"))
+    if mode == "disabled":
+        return None
+    return mode == "async" and step.runs_thread("checkpoint")
 
 
 # ---------------------------------------------------------------- the table
