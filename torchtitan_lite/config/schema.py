@@ -60,7 +60,7 @@ FOLDER = "name of a folder"
 FolderName = Annotated[str, FOLDER]  # inside job.dump_folder
 
 
-def key(default: Any, *, resume: Literal["refuse", "note"] = "note") -> Any:
+def key(default: Any, *, resume: Literal["refuse", "note"]) -> Any:
     """Return a field whose value matters for training. `resume` says what happens if a run continues with a new value.
 
     note      the run trains differently from here on, so both values are printed
@@ -89,9 +89,9 @@ class Model:
     ffn_dim: Size | None = None  # new: hidden dim of the feed-forward
     vocab_size: Size | None = None  # new
     # new: document: tokens attend only within their document
-    attention: Literal[tuple(ATTENTIONS)] = key("causal")
+    attention: Literal[tuple(ATTENTIONS)] = key("causal", resume="note")
     # ["float8"]: linear layers compute in float8, see [quantize.linear.float8]
-    converters: list[Literal["float8", "quantize.linear.float8"]] = key([])
+    converters: list[Literal["float8", "quantize.linear.float8"]] = key([], resume="note")
 
     row: ModelArgs | None = None  # not a key: the model of the loaded weights; replaces the flavor
 
@@ -122,31 +122,31 @@ class Training:
     data_seed: Annotated[int, Range(0, LARGEST_SEED)] | None = key(None, resume="refuse")
     steps: Positive = 10000
     # gradients are scaled down to this global 2-norm; 0: never
-    max_norm: ZeroOrMore = key(1.0)
+    max_norm: ZeroOrMore = key(1.0, resume="note")
     # new: skip a step whose gradient norm is more than this multiple of its running median, such as 3; 0: never
-    skip_spikes: ZeroOrMore = key(0.0)
+    skip_spikes: ZeroOrMore = key(0.0, resume="note")
     # new: number of steps in the running median, including skipped steps. If norms rise and stay high, the run skips
     # half of this number of steps until the median has risen too
-    spike_window: Annotated[int, Range(2, 2**20)] = key(32)
+    spike_window: Annotated[int, Range(2, 2**20)] = key(32, resume="note")
     # compute dtype; auto: bfloat16 on CUDA
-    mixed_precision_param: Literal["auto", "bfloat16", "float32"] = key("auto")
+    mixed_precision_param: Literal["auto", "bfloat16", "float32"] = key("auto", resume="note")
     # dtype of weights between steps; bfloat16 rounds updates stochastically
     dtype: Literal["float32", "bfloat16"] = key("float32", resume="refuse")
     # dtype of gradient reduction
-    mixed_precision_reduce: Literal["float32"] = key("float32")
+    mixed_precision_reduce: Literal["float32"] = key("float32", resume="note")
     # keep weights, gradients and optimizer state on the host; update weights there
     enable_cpu_offload: bool = False
     # new: the training loss, computed per token from its logits
-    loss: Literal[tuple(LOSSES)] = key("cross_entropy")
+    loss: Literal[tuple(LOSSES)] = key("cross_entropy", resume="note")
     # new: number of tokens whose logits a rank computes at a time; 0 for all at once; auto: 4096 on CUDA, else 1024
     loss_chunk_tokens: Annotated[int, Range(0, MANY, auto=-1)] = -1
     # new: change of an expert's bias per step to balance the load; 0 uses no bias (default with Hugging Face weights)
-    expert_bias_rate: Share = key(1e-3)
+    expert_bias_rate: Share = key(1e-3, resume="note")
     # new: weight of the load-balancing loss per sequence (DeepSeek-V3: 1e-4; Mixtral and Qwen3: 1e-3 or more)
-    expert_balance_loss: ZeroOrMore = key(0.0)
+    expert_balance_loss: ZeroOrMore = key(0.0, resume="note")
     # new: weight of the router z-loss, the mean over tokens of the squared logsumexp of the router's logits (ST-MoE:
     # 1e-3), summed over layers
-    router_z_loss: ZeroOrMore = key(0.0)
+    router_z_loss: ZeroOrMore = key(0.0, resume="note")
     # steps between Python garbage collections, which all ranks run at the same step
     gc_freq: Positive = 50
 
@@ -162,8 +162,8 @@ class Parallelism:
     # new: which tensors FSDP shards, see parallel/fsdp.py; auto: 3; under PP, or if nothing is sharded, 1
     zero_stage: Literal["auto", 1, 2, 3] = "auto"
     # new: hpz: keep a node's shards for backward; qwz and qgz: FSDP sends weights and gradients in int8
-    zero_plus_plus: list[Literal["hpz", "qwz", "qgz"]] = key([])
-    zero_plus_plus_node_size: Degree = key(8)  # new: number of ranks in a node
+    zero_plus_plus: list[Literal["hpz", "qwz", "qgz"]] = key([], resume="note")
+    zero_plus_plus_node_size: Degree = key(8, resume="note")  # new: number of ranks in a node
     # new: NCCL gathers FSDP's shards from buffers that the GPUs of a host share; torch 2.12 or newer, never run
     fsdp_symmetric_memory: bool = False
     tensor_parallel_degree: Degree = 1
@@ -197,31 +197,31 @@ class ParameterGroup:
 @dataclass(frozen=True)
 class Optimizer:
     name: Literal[tuple(OPTIMIZERS)] = key("AdamW", resume="refuse")  # SGD has no momentum
-    lr: ZeroOrMore = key(8e-4)  # peak learning rate
-    beta1: Decay = key(0.9)
-    beta2: Decay = key(0.95)
+    lr: ZeroOrMore = key(8e-4, resume="note")  # peak learning rate
+    beta1: Decay = key(0.9, resume="note")
+    beta2: Decay = key(0.95, resume="note")
     # must be positive: otherwise a zero gradient gives 0/0
-    eps: AboveZero = key(1e-8)
-    weight_decay: ZeroOrMore = key(0.1)  # decoupled, on every parameter
+    eps: AboveZero = key(1e-8, resume="note")
+    weight_decay: ZeroOrMore = key(0.1, resume="note")  # decoupled, on every parameter
     # SGD and Muon use foreach instead of fused
-    implementation: Literal["fused", "foreach", "for-loop"] = key("fused")
+    implementation: Literal["fused", "foreach", "for-loop"] = key("fused", resume="note")
     # new: dtype of AdamW's moments; bfloat16 saves 4 bytes per parameter
     moments_dtype: Literal["float32", "bfloat16"] = key("float32", resume="refuse")
     # new: tables [[optimizer.groups]]. `match` is a pattern of FQNs, such as "*norm.weight"; `lr` and `weight_decay`
     # are factors of the two keys above. A parameter belongs to the first table that matches. `check` prints the
     # parameters of each table
-    groups: list[ParameterGroup] = key([])
+    groups: list[ParameterGroup] = key([], resume="note")
 
 
 @dataclass(frozen=True)
 class LRScheduler:
-    warmup_steps: NotNegative = key(200)  # linear, from 0 to the peak
+    warmup_steps: NotNegative = key(200, resume="note")  # linear, from 0 to the peak
     # length of the whole schedule; default: training.steps
-    total_steps: Positive | None = key(None)
+    total_steps: Positive | None = key(None, resume="note")
     # fraction of the steps in which the rate decays, at the end; default: all steps after warm-up
-    decay_ratio: Share | None = key(None)
-    decay_type: Literal[tuple(DECAYS)] = key("linear")
-    min_lr_factor: Share = key(0.0)  # the decay ends at this fraction of the peak
+    decay_ratio: Share | None = key(None, resume="note")
+    decay_type: Literal[tuple(DECAYS)] = key("linear", resume="note")
+    min_lr_factor: Share = key(0.0, resume="note")  # the decay ends at this fraction of the peak
 
 
 @dataclass(frozen=True)
@@ -260,7 +260,7 @@ class Validation:
     # compute the loss on validation documents, which are the same on every layout
     enable: bool = False
     # like training.dataset; empty: the validation split of training.dataset
-    dataset: list[PathText] = key([])
+    dataset: list[PathText] = key([], resume="note")
     dataset_path: PathText = ""  # as training.dataset_path; empty: the same path
     freq: Positive = 10  # steps between validations; also runs after the first and the last step
     # number of batches of training.global_batch_size, spread over the split; auto: the whole split
@@ -291,15 +291,17 @@ class Compile:
 @dataclass(frozen=True)
 class Float8:
     # see model/float8_linear.py; the rowwise recipes are in extensions/float8_rowwise.py
-    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = key("tensorwise")
+    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = key(
+        "tensorwise", resume="note"
+    )
     # skip layers whose FQN contains one of these names; "auto_filter_small_kn": skip layers that float8 would slow down
-    filter_fqns: list[str] = key(["output"])
+    filter_fqns: list[str] = key(["output"], resume="note")
     # all-gather weights in float8; tensorwise only
-    enable_fsdp_float8_all_gather: bool = key(False)
+    enable_fsdp_float8_all_gather: bool = key(False, resume="note")
     # compute the scales of all float8 weights with one all-reduce per step
-    precompute_float8_dynamic_scale_for_fsdp: bool = key(False)
+    precompute_float8_dynamic_scale_for_fsdp: bool = key(False, resume="note")
     # for devices without float8: round to float8, but multiply in higher precision
-    emulate: bool = key(False)
+    emulate: bool = key(False, resume="note")
 
 
 @dataclass(frozen=True)
