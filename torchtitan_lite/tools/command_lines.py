@@ -46,7 +46,7 @@ class Tool(NamedTuple):
 def parse_command(name: str, args: list[str]) -> Namespace:
     """Return the options of a tool. Exits with status 2 on an error, and with 0 after --help.
 
-    Raises UserError for an option that has no effect together with the other options.
+    Raises UserError for an option that is given twice, or has no effect together with the other options.
     """
     tool = TOOLS[name]
     parser = ArgumentParser(
@@ -56,20 +56,24 @@ def parse_command(name: str, args: list[str]) -> Namespace:
         formatter_class=RawDescriptionHelpFormatter,
         allow_abbrev=False,  # an abbreviation could be a config key
     )
+    single = []  # options with one value
     for option in tool.options:
-        if isinstance(option, list):
-            group = parser.add_mutually_exclusive_group()
-            for each in option:
-                add_option(group, each)
-        else:
-            add_option(parser, option)
+        is_exclusive = isinstance(option, list)
+        group = parser.add_mutually_exclusive_group() if is_exclusive else parser
+        for each in option if is_exclusive else [option]:
+            add_option(group, each)
+            if each.type and each.action == "store":
+                single.append(each.name)
     options, config_args = parser.parse_known_args(args)
     if tool.reads_config:
         options.config_args = config_args
     elif config_args:
         parser.error(f"unrecognized arguments: {' '.join(config_args)}")
-    given = {arg.partition("=")[0] for arg in args}
-    given |= {name for name in ("inputs", "config_args") if vars(options).get(name)}
+    written = [arg.partition("=")[0] for arg in args]
+    for name in single:
+        if name.startswith("-") and written.count(name) > 1:
+            raise UserError(f"{name} is given twice, but only one value counts. Leave out the others")
+    given = {*written, *(name for name in ("inputs", "config_args") if vars(options).get(name))}
     for case, names in tool.without_effect.items():
         is_with, option, *_ = case.split()
         is_on = bool(vars(options)[option.strip("-").replace("-", "_")])
