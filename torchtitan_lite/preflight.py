@@ -200,7 +200,7 @@ def read_run(
         adapt_to_cpu(given)
     pieces = count_pieces(given.config.parallelism)
     seq_len = given.config.training.seq_len
-    if seq_len > pieces:
+    if seq_len > pieces and seq_len % pieces:
         why = f"a multiple of {pieces}, which tp and cp need"
         given.set_default("training.seq_len", seq_len - seq_len % pieces, why)
     return given, weights
