@@ -84,7 +84,9 @@ def find_refused(config: Config, model_args: ModelArgs, layout: Layout) -> Refus
     tests/ranks/test_layouts.py runs these combinations. A test fails when a version of torch makes one of them work.
     """
     for extension in EXTENSIONS.values():
-        if extension.check and extension.is_asked(config):
+        value = get_value(config, extension.key)
+        is_asked = value in extension.values if extension.values else bool(value)
+        if extension.check and is_asked:
             yield from extension.check(config, model_args, layout)
     if not model_args.moe:
         why = "the model has no experts"
