@@ -22,7 +22,7 @@ from typing import BinaryIO
 from torchtitan_lite.checkpoint.format import CheckpointError
 from torchtitan_lite.components.log import go_on_unwritten
 from torchtitan_lite.config.extensions import load_extension
-from torchtitan_lite.config.messages import Problems
+from torchtitan_lite.config.messages import Refused
 from torchtitan_lite.config.reader import dump_config_toml
 from torchtitan_lite.config.schema import Config, get_value, with_value
 from torchtitan_lite.files import replace_text
@@ -37,10 +37,9 @@ HANG = "hang"  # folder of the reports of hanging ranks, with one subfolder for 
 METRICS = "metrics.jsonl"
 
 
-def check_files(config: Config, restarted: bool) -> Problems:
+def check_files(config: Config, restarted: bool) -> Refused:
     """Find every problem with the paths of a run. If torchrun `restarted` the job, existing files belong to this
     job."""
-    problems = Problems(config)
     dump_folder = Path(config.job.dump_folder)
     keys = ["training.cache_folder"]
     if not config.checkpoint.load_only:
@@ -55,13 +54,12 @@ def check_files(config: Config, restarted: bool) -> Problems:
             needed |= os.R_OK  # to list its files
         if not (nearest.is_dir() and os.access(nearest, needed)):
             why = f"{nearest} is not a folder that this user can read and write"
-            problems.refuse(key, why, "Name another folder")
+            yield key, why, "Name another folder"
     if not config.job.dump_folder:
-        problems.refuse("job.dump_folder", "it is empty", "Name a folder, or . for this one")
+        yield "job.dump_folder", "it is empty", "Name a folder, or . for this one"
     has_run = (dump_folder / CONFIG_TOML).exists() or (dump_folder / METRICS).exists()
     if has_run and not (config.job.overwrite or restarted):
-        load_extension("overwrite").check_earlier(problems, dump_folder)
-    return problems
+        yield from load_extension("overwrite").check_earlier(config.checkpoint, dump_folder)
 
 
 def find_nearest(path: Path) -> Path:

@@ -3,11 +3,11 @@
 Loaded only if the config asks for a feature (config/checks.py).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from torchtitan_lite.config.extensions import load_extension, load_module
-from torchtitan_lite.config.reader import KEYS, UserConfig, dump_config_toml
-from torchtitan_lite.config.schema import Config, get_value
+from torchtitan_lite.config.reader import KEYS, UserConfig, dump_config_toml, list_changed
+from torchtitan_lite.config.schema import get_value
 from torchtitan_lite.dump_folder import name_snapshots
 from torchtitan_lite.preflight import RunSpec
 
@@ -65,29 +65,28 @@ WITHOUT_EFFECT = {
 }
 
 
-def list_rare_notices(given: UserConfig, spec: RunSpec, restarted: bool) -> list[str]:
-    """List notices about features and about keys without effect."""
+def list_rare_notices(given: UserConfig, spec: RunSpec, restarted: bool) -> Iterator[str]:
+    """Yield notices about features and about keys without effect."""
     config = spec.config
-    notices = describe_idle_keys(given, find_situations(spec))
+    yield from describe_idle_keys(given, find_situations(spec))
     if config.job.description:
-        notices.append(config.job.description)
+        yield config.job.description
     if config.model.uses_float8:
         about_float8 = load_module("config.float8").list_float8_notices
-        notices += about_float8(config, spec.model_args, spec.layout.tp)
+        yield from about_float8(config, spec.model_args, spec.layout.tp)
     if config.checkpoint.local_folder:
         folder = name_snapshots(config.checkpoint.local_folder, spec.dump_folder)
-        notices.append(f"snapshots are saved in {folder.absolute()} of each host")
+        yield f"snapshots are saved in {folder.absolute()} of each host"
     names = config.training.dataset
     if len(set(names)) < len(names):
-        notices.append("training.dataset names a corpus twice, so its samples are drawn more often")
+        yield "training.dataset names a corpus twice, so its samples are drawn more often"
     if config.job.overwrite and not restarted:
         list_earlier = load_extension("overwrite").list_earlier
         earlier = ", ".join(map(str, list_earlier(spec.dump_folder, config)))
         if earlier:
-            notices.append(f"job.overwrite deletes the earlier run: {earlier}")
+            yield f"job.overwrite deletes the earlier run: {earlier}"
     if config.job.print_config:
-        notices.append(dump_config_toml(config))
-    return notices
+        yield dump_config_toml(config)
 
 
 def find_situations(spec: RunSpec) -> dict[str, str]:
@@ -140,14 +139,10 @@ def describe_idle_keys(given: UserConfig, situations: Mapping[str, str]) -> list
     `situations`: the result of `find_situations`. Each key is named once.
     """
     settings = set(situations)
-    changed = []
-    for key in KEYS:
-        value = get_value(given.config, key)
-        settings.add(f"{key} = {value!r}")
-        if key in given.chosen and value != get_value(Config(), key):
-            changed.append(key)
-            if "hpz" in str(value):
-                changed.append(f"{key}=hpz")
+    settings.update(f"{key} = {get_value(given.config, key)!r}" for key in KEYS)
+    changed = [key for key in list_changed(given.config) if key in given.chosen]
+    if "hpz" in given.config.parallelism.zero_plus_plus:
+        changed.append("parallelism.zero_plus_plus=hpz")
     notices = []
     for case, starts in (WITHOUT_EFFECT | situations).items():
         idle = [key for key in changed if key.startswith(tuple(starts.split()))]

@@ -11,7 +11,7 @@ problems are reported together. The launcher calls `resolve` once, and passes th
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -126,7 +126,7 @@ def resolve(
     if has_features and not sections & RULED_SECTIONS:
         check_settings = load_module("config.settings").check_settings
         problems += Problems(config, rules=check_settings(config, machine))
-    problems += check_files(config, restarted)
+    problems += Problems(config, rules=check_files(config, restarted))
     tokenizer = model_args = layout = None
     if not sections & LAYOUT_SECTIONS:
         n_ranks = n_ranks or choose_n_ranks(config.parallelism, machine, n_hosts)
@@ -158,7 +158,7 @@ def resolve(
         tokenizer=tokenizer,
         weights=weights,
     )
-    notices = given.notices + list_notices(spec)
+    notices = [*given.notices, *list_notices(spec)]
     if has_features:
         notices += load_module("notices").list_rare_notices(given, spec, restarted)
     finished = ""
@@ -260,23 +260,21 @@ def check_vocabulary(
 # ---------------------------------------------------------------- notices
 
 
-def list_notices(spec: RunSpec) -> list[str]:
-    """List notices that any run may have. notices.py has the notices of runs that ask for a feature."""
+def list_notices(spec: RunSpec) -> Iterator[str]:
+    """Yield notices that any run may have. notices.py has the notices of runs that ask for a feature."""
     config = spec.config
-    notices = []
     if re.search(WRONG_CUDNN, spec.machine.name):
         n_kv_heads = spec.model_args.n_kv_heads // spec.layout.tp
         if n_kv_heads < SAFE_KV_HEADS:
-            notices.append(
+            yield (
                 f"attention does not use cuDNN: it may be wrong on {spec.machine.name} with {n_kv_heads} "
                 "key/value heads per rank (pytorch issue 193893)"
             )
-    notices += describe_unusual_rates(config, spec.resumed_step)
-    notices += describe_epochs(config.training)
+    yield from describe_unusual_rates(config, spec.resumed_step)
+    yield from describe_epochs(config.training)
     assets = Path(config.model.hf_assets_path)
     if spec.weights is None and any(assets.glob("*.safetensors")) and (assets / CONFIG).is_file():
-        notices.append(
+        yield (
             f"the run starts from random weights: only the tokenizer of {assets} is used. "
             f"To train its weights too, set checkpoint.initial_load_path={assets}"
         )
-    return notices

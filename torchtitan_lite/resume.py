@@ -140,13 +140,13 @@ def load_initial(run: Run, group: dist.ProcessGroup) -> int:
         load_weights = load_extension("hugging_face").load_weights
         raise_on_all_ranks(group, lambda: load_weights(path, run.saved))
     elif section.initial_load_model_only:
-        load_newest([saved], partial(list_stored, name_weights(run.saved)), group)
+        weights = name_weights(run.saved)
+        load_newest(
+            [saved],
+            lambda manifest: {name: weights[name] for name in weights if name in manifest.tensors},
+            group,
+        )
     else:
         return restore_run([saved], run, group, is_resumed=False)
     logger.info(f"the run starts from the weights in {path}")
     return 0
-
-
-def list_stored(tensors: dict[str, Tensor], manifest: Manifest) -> dict[str, Tensor]:
-    """Return the tensors that the checkpoint has."""
-    return {name: tensors[name] for name in tensors if name in manifest.tensors}

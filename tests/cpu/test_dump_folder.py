@@ -16,6 +16,7 @@ from marks import each_row
 
 from torchtitan_lite.build import build_on_meta
 from torchtitan_lite.checkpoint.format import CheckpointError
+from torchtitan_lite.config.messages import Problems
 from torchtitan_lite.config.model import resolve_model
 from torchtitan_lite.config.reader import dump_config_toml, read_config
 from torchtitan_lite.config.schema import Config, with_value
@@ -173,8 +174,8 @@ def test_a_folder_that_cannot_be_read_or_hold_files_is_refused(
     Path("file").touch()
     monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.R_OK)
     keys = {"job.dump_folder": "run", "training.cache_folder": "cache", key: path}
-    problems = check_files(override(Config(), keys), False)
-    assert "".join(problem.key for problem in problems) == refused
+    found = check_files(override(Config(), keys), False)
+    assert "".join(key for key, _, _ in found) == refused
 
 
 def test_a_second_run_on_one_folder_stops_until_the_lock_of_the_first_is_closed(folder):
@@ -262,7 +263,7 @@ def write_earlier(folder: Path, left: str) -> None:
 def find_problems(folder: Path, args: list[str], restarted: bool = False) -> list:
     config = read_config([*args, f"--job.dump_folder={folder}"]).config
     config = with_value(config, "training.cache_folder", str(folder.parent))
-    return check_files(config, restarted)
+    return Problems(config, rules=check_files(config, restarted))
 
 
 @each_row("left, args, expected, named", EARLIER)

@@ -23,7 +23,7 @@ from torchtitan_lite.config.layout import (
 )
 from torchtitan_lite.config.messages import ConfigError, Problems, Refused
 from torchtitan_lite.config.model_rows import AUTO, TP_STYLES, ModelArgs, ModuleRow
-from torchtitan_lite.config.reader import KEYS
+from torchtitan_lite.config.reader import list_changed
 from torchtitan_lite.config.schema import (
     Config,
     Parallelism,
@@ -72,8 +72,6 @@ def plan_layout(config: Config, model_args: ModelArgs, world_size: int) -> Layou
     if section.zero_plus_plus:
         layout = load_module("config.features").split_nodes(layout, section)
     problems += Problems(config, model_args, check_layout(config, model_args, layout, world_size))
-    if asks_for_features(config):
-        problems += load_module("config.settings").find_refused(config, model_args, layout)
     if problems:
         raise ConfigError(problems)
     return layout
@@ -81,11 +79,10 @@ def plan_layout(config: Config, model_args: ModelArgs, world_size: int) -> Layou
 
 def asks_for_features(config: Config) -> bool:
     """Return whether settings.py or notices.py may have something to say about this config."""
-    default = Config()
-    others = KEYS.keys() - PLAIN_KEYS
-    is_plain = all(get_value(config, key) == get_value(default, key) for key in others)
-    is_idle = config.validation != default.validation and not config.validation.enable
-    return not is_plain or is_idle or config.activation_checkpoint.mode == "memory_budget"
+    changed = set(list_changed(config))
+    is_idle = not config.validation.enable and changed & {"validation.freq", "validation.steps"}
+    is_plain = changed <= PLAIN_KEYS and not is_idle
+    return not is_plain or config.activation_checkpoint.mode == "memory_budget"
 
 
 def resolve_config(config: Config, layout: Layout, device_type: str) -> Config:
@@ -128,6 +125,8 @@ def check_layout(config: Config, model_args: ModelArgs, layout: Layout, world_si
     yield from check_tp(config, model_args, world_size)
     if model_args.moe:
         yield from load_module("config.experts").check_experts(model_args, layout)
+    if asks_for_features(config):
+        yield from load_module("config.settings").find_refused(config, model_args, layout)
 
 
 def check_batch(config: Config, layout: Layout) -> Refused:

@@ -15,7 +15,7 @@ from torchtitan_lite.config.extensions import load_extension
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.messages import Refused
 from torchtitan_lite.config.model_rows import ModelArgs
-from torchtitan_lite.config.schema import Config, Parallelism, get_value
+from torchtitan_lite.config.schema import Config, Parallelism
 
 FLOAT8 = "quantize.linear.float8"
 ZERO_PLUS_PLUS = "parallelism.zero_plus_plus"
@@ -116,10 +116,6 @@ class Extension:
     values: tuple[object, ...]
     about: str  # one sentence for `check --keys`
     check: Callable[[Config, ModelArgs, Layout], Refused] | None = None
-
-    def is_asked(self, config: Config) -> bool:
-        value = get_value(config, self.key)
-        return value in self.values if self.values else bool(value)
 
 
 EXTENSIONS = {  # name of a file in extensions/, without .py -> its row

@@ -20,23 +20,20 @@ def resolve_model(model: Model) -> ModelArgs:
     """
     row = find_model_row(model)
     sizes = {name: getattr(model, name) or getattr(row, name) for name in MODEL_SIZES}
-    if derives_head_dim(model):
+    is_derived = model.head_dim is None and bool(model.dim or model.n_heads)
+    if is_derived:
         sizes["head_dim"] = sizes["dim"] // sizes["n_heads"]
     model_args = replace(row, **sizes, name=model.name)
-    problems = Problems(Config(model=model), model_args, check_model(model, model_args))
+    rules = check_model(model_args, model.attention, has_derived_heads=is_derived)
+    problems = Problems(Config(model=model), model_args, rules)
     if problems:
         raise ConfigError(problems)
     return model_args
 
 
-def derives_head_dim(model: Model) -> bool:
-    """Return whether head_dim follows from the other sizes in [model]."""
-    return model.head_dim is None and bool(model.dim or model.n_heads)
-
-
-def check_model(model: Model, model_args: ModelArgs) -> Refused:
-    """Check that the sizes of a model agree."""
-    if derives_head_dim(model) and model_args.dim % model_args.n_heads:
+def check_model(model_args: ModelArgs, attention: str, *, has_derived_heads: bool) -> Refused:
+    """Check that the sizes of a model agree. `has_derived_heads`: head_dim is dim / n_heads."""
+    if has_derived_heads and model_args.dim % model_args.n_heads:
         why = f"it does not divide model.dim = {model_args.dim}, and head_dim is dim / n_heads"
         yield "model.n_heads", why, "Use a divisor of model.dim, or set model.head_dim"
     elif model_args.head_dim % 2:
@@ -49,9 +46,9 @@ def check_model(model: Model, model_args: ModelArgs) -> Refused:
         model_args.layer_types
         or model_args.attention_sinks
         or model_args.sliding_window is not None
-        or model.attention != "causal"
+        or attention != "causal"
     ):
-        yield from load_module("config.settings").check_windows(model.attention, model_args)
+        yield from load_module("config.settings").check_windows(attention, model_args)
     try:
         json.dumps([asdict(model_args), hash(model_args)])
     except TypeError as error:

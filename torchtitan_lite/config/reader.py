@@ -53,6 +53,12 @@ KEYS = dict(list_types(Config))  # "training.steps" -> its type
 SECTIONS = list(dict.fromkeys(key.rpartition(".")[0] for key in KEYS))
 
 
+def list_changed(config: Config) -> list[str]:
+    """List the keys whose values differ from their defaults."""
+    default = Config()
+    return [key for key in KEYS if get_value(config, key) != get_value(default, key)]
+
+
 @dataclass
 class UserConfig:
     """A config as the user gave it, with the problems and notices of the run.

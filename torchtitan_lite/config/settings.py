@@ -13,7 +13,7 @@ from torchtitan_lite.config.extensions import load_extension, load_module
 from torchtitan_lite.config.features import EXTENSIONS
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.machine import Machine
-from torchtitan_lite.config.messages import Problems, Refused
+from torchtitan_lite.config.messages import Refused
 from torchtitan_lite.config.model_rows import LAYER_TYPES, SLIDING, ModelArgs
 from torchtitan_lite.config.schema import Config, get_value
 
@@ -78,18 +78,15 @@ def check_settings(config: Config, machine: Machine) -> Refused:
         yield from load_extension("software").check_software(config, machine)
 
 
-def find_refused(config: Config, model_args: ModelArgs, layout: Layout) -> Problems:
+def find_refused(config: Config, model_args: ModelArgs, layout: Layout) -> Refused:
     """Find combinations of features that are known to crash or to give wrong numbers (torch 2.13).
 
     tests/ranks/test_layouts.py runs these combinations. A test fails when a version of torch makes one of them work.
     """
-    return Problems(config, model_args, check_features(config, model_args, layout))
-
-
-def check_features(config: Config, model_args: ModelArgs, layout: Layout) -> Refused:
-    """Apply the rules of the features that the config asks for."""
     for extension in EXTENSIONS.values():
-        if extension.check and extension.is_asked(config):
+        value = get_value(config, extension.key)
+        is_asked = value in extension.values if extension.values else bool(value)
+        if extension.check and is_asked:
             yield from extension.check(config, model_args, layout)
     if not model_args.moe:
         why = "the model has no experts"

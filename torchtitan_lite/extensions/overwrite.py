@@ -8,9 +8,9 @@ import shutil
 from pathlib import Path
 
 from torchtitan_lite.checkpoint.format import CHECKSUMS, MANIFEST, UNFINISHED, find_steps
-from torchtitan_lite.config.messages import Problems
+from torchtitan_lite.config.messages import Refused
 from torchtitan_lite.config.reader import flatten_table, load_toml
-from torchtitan_lite.config.schema import Config, get_value
+from torchtitan_lite.config.schema import Checkpoint, Config, get_value
 from torchtitan_lite.dump_folder import CONFIG_TOML, HANG, METRICS, RUN_ID
 
 FILES_OF_RUN = ("log.txt", METRICS, "metrics-[0-9]*.jsonl", "wandb_id", f"{HANG}/restart-*")
@@ -37,11 +37,10 @@ def read_earlier(folder: Path) -> dict[str, object]:
         return {}
 
 
-def check_earlier(problems: Problems, folder: Path) -> None:
+def check_earlier(section: Checkpoint, folder: Path) -> Refused:
     """Refuse a dump folder with an earlier run, unless this run resumes it, or the earlier run ended before its first
     save."""
     earlier = read_earlier(folder)
-    section = problems.config.checkpoint
     saved_in = earlier.get("checkpoint.folder", section.folder)
     why = "the folder has an earlier run, which saved no checkpoints"
     remedy = "Name another folder"
@@ -59,7 +58,7 @@ def check_earlier(problems: Problems, folder: Path) -> None:
         remedy += f", or resume it with {' '.join(resuming)}"
     elif section.load_only or (section.enable and earlier.get("checkpoint.enable", True)):
         return
-    problems.refuse("job.dump_folder", why, remedy)
+    yield "job.dump_folder", why, remedy
 
 
 def delete_earlier(folder: Path, config: Config) -> None:

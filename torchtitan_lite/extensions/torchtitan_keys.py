@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from torchtitan_lite.config.messages import Problem, name_command
-from torchtitan_lite.config.reader import KEYS
+from torchtitan_lite.config.reader import KEYS, find_key
 
 ALIASES = {  # old name -> new name
     "job.print_args": "job.print_config",
@@ -133,7 +133,7 @@ def rename_keys(source: Mapping[str, Any], notices: list[str]) -> dict[str, Any]
     renamed = {}
     names: dict[str, str] = {}
     for name, value in source.items():
-        key = name if name in KEYS else resolve_alias(name)
+        key = find_key(name)
         renamed[key] = value
         if key != name:
             notices.append(f"{name} is now {key}")

@@ -57,7 +57,7 @@ def list_candidates(
             layout = plan_layout(proposal, model_args, world_size)
             first = PlannedRun(proposal, model_args, layout, cluster)
             for planned in map(first.with_recompute, RECOMPUTE):
-                if planned.fits and not find_refused(planned.config, model_args, layout):
+                if planned.fits and not any(find_refused(planned.config, model_args, layout)):
                     yield planned
 
 
