@@ -107,8 +107,10 @@ class RunMetrics:
             spec.model_args, training.seq_len, spec.config.model.attention
         )
         self.peak_flops = peak_flops(spec.machine.name) if run.device.type == "cuda" else None
-        # duration in seconds, wait for the batch in seconds, and gradient norm of each step since the last record
-        self.unrecorded: list[tuple[float, float, float]] = []
+        # of each step since the last record
+        self.times_s: list[float] = []
+        self.data_times_s: list[float] = []
+        self.grad_norms: list[float] = []
         self.was_skipped = False  # whether the previous step was skipped
         self.first_s = math.nan  # time of the first record
         self.sinks: list[Any] = []
@@ -143,27 +145,28 @@ class RunMetrics:
         """
         if self.place.rank > 0:
             return  # all ranks have the same loss and norm, and rank 0 writes them
-        self.unrecorded.append((time_s, data_time_s, grad_norm))
+        self.times_s.append(time_s)
+        self.data_times_s.append(data_time_s)
+        self.grad_norms.append(grad_norm)
         is_always_logged = step <= self.resumed_step + N_FIRST or step == self.n_steps
         is_due = is_always_logged or step % self.spec.config.metrics.log_freq == 0
         if not (validation or is_due or self.was_skipped) and is_applied:
             return
-        times_s, data_times_s, norms = zip(*self.unrecorded, strict=True)
-        self.unrecorded.clear()
-        n_steps = len(times_s)
-        speed = n_steps * self.tokens_per_step / sum(times_s) / self.run.layout.world_size
+        n_steps = len(self.times_s)
+        total_s = sum(self.times_s)
+        speed = n_steps * self.tokens_per_step / total_s / self.run.layout.world_size
         fields = {
             "loss": result.loss.item(),
             "grad_norm": grad_norm,
-            "grad_norm_max": max(norms),
+            "grad_norm_max": max(self.grad_norms),
             # the rates that the optimizer used: the schedule is one step ahead
             **list_rates(self.spec.config, self.run.lr_scheduler.last_epoch - 1),
             # number of tokens that all ranks have read since step 1
             "tokens": step * self.tokens_per_step,
             **describe_speed(speed, self.flops, self.peak_flops),
-            "step_time_s": sum(times_s) / n_steps,
-            "data_time_s": sum(data_times_s) / n_steps,
-            "data_time_share": sum(data_times_s) / sum(times_s),
+            "step_time_s": total_s / n_steps,
+            "data_time_s": sum(self.data_times_s) / n_steps,
+            "data_time_share": sum(self.data_times_s) / total_s,
             "remaining_s": self.estimate_remaining(step),
             **read_peak_memory(self.run.device),
         }
@@ -175,6 +178,8 @@ class RunMetrics:
         if validation:
             self.record("validation", step, **validation)
         self.was_skipped = not is_applied
+        for figures in (self.times_s, self.data_times_s, self.grad_norms):
+            figures.clear()
 
     def estimate_remaining(self, step: int) -> float | None:
         """Return the seconds until the last step, at the average speed since the first record.

@@ -142,7 +142,7 @@ def resolve(
             if model_args.moe:
                 check_grouped_matmuls = load_module("config.experts").check_grouped_matmuls
                 problems += Problems(config, model_args, check_grouped_matmuls(config, model_args))
-    problems += check_data(config, tokenizer)
+    problems += Problems(config, rules=check_data(config, tokenizer))
     if weights:
         found = Problems(config, model_args)
         load_module("from_weights").check_loaded_weights(found, layout, tokenizer, weights)

@@ -381,17 +381,17 @@ def read(*args: str | Path) -> Config:
 
 def test_a_corpus_that_cannot_be_used_is_one_problem_with_its_name_and_a_remedy(tmp_path):
     made = write_corpus(tmp_path / "made", [[[1, 2], [3]]])
-    assert not check_data(read(made, "--validation.no_enable"), BYTES)
-    (problem,) = check_data(read(made), BYTES)
-    assert "--validation-share" in problem.remedy
+    assert not [*check_data(read(made, "--validation.no_enable"), BYTES)]
+    ((_, _, remedy, _),) = check_data(read(made), BYTES)
+    assert "--validation-share" in remedy
     (made / "train.tokens").write_bytes(b"1")
     names = [str(made), str(tmp_path), "nowhere", "c4"]
-    problems = check_data(read(*names), BYTES)  # each corpus once
-    assert [problem.value for problem in problems] == names
-    assert "train.tokens has 1 bytes" in problems[0].why
+    refused = [*check_data(read(*names), BYTES)]  # each corpus once
+    assert [value for *_, value in refused] == names
+    assert "train.tokens has 1 bytes" in refused[0][1]
     other = write_corpus(tmp_path / "other", [[[1]]], tokenizer_fingerprint="x")
-    problem, *_ = check_data(read(other), BYTES)
-    assert "a different tokenizer" in problem.why
+    (_, why, *_), *_ = check_data(read(other), BYTES)
+    assert "a different tokenizer" in why
 
 
 # ---------------------------------------------------------------- corpora with a name

@@ -48,7 +48,6 @@ FORMAT = 4
 UNFINISHED = ".tmp"  # suffix of a folder that is being written or deleted
 
 Degrees = dict[str, int]  # Layout.all_degrees: mesh dim -> number of ranks
-Coordinates = Mapping[str, int]  # mesh dim -> index of a rank
 
 
 # ---------------------------------------------------------------- who writes which slice
@@ -98,7 +97,7 @@ def find_coordinates(rank: int, mesh_dims: Sequence[str], degrees: Degrees) -> d
 
 
 def find_writer(
-    record: TensorRecord, degrees: Degrees, at: Coordinates, among: Sequence[int] | None = None
+    record: TensorRecord, degrees: Degrees, at: dict[str, int], among: Sequence[int] | None = None
 ) -> int | None:
     """Return the rank that writes the slice at these coordinates. Coordinates on copy_dims may be missing.
 

@@ -19,14 +19,14 @@ def drop_later_steps(path: Path, last_step: int) -> None:
     metrics-N.jsonl.
     """
     text = path.read_text(encoding="utf-8", errors="replace")
-    kept = []
+    kept = ""
     n_steps = 0
     for line in text.splitlines():
         record = read_record(line)
         if record and record["step"] <= last_step:
-            kept.append(line + "\n")
+            kept += line + "\n"
             n_steps += record["kind"] == "step"
-    if "".join(kept) == text:
+    if kept == text:
         return
     if n_steps == 0:
         numbered = (path.with_name(f"{path.stem}-{n}{path.suffix}") for n in count(1))
@@ -34,7 +34,7 @@ def drop_later_steps(path: Path, last_step: int) -> None:
         path.rename(aside)
         logger.info(f"{aside} has the records of an earlier start, whose steps are trained again")
         return
-    replace_text(path, "".join(kept))  # killing the process here loses nothing
+    replace_text(path, kept)  # killing the process here loses nothing
 
 
 def read_record(line: str) -> dict[str, Any] | None:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Literal
 
 from torchtitan_lite.config.extensions import load_extension, load_module
-from torchtitan_lite.config.messages import Problem, Problems, UserError, name_command
+from torchtitan_lite.config.messages import Refused, UserError, name_command
 from torchtitan_lite.config.schema import Config, Training
 from torchtitan_lite.data.tokenizer import Tokenizer
 
@@ -241,11 +241,11 @@ def list_corpora(config: Config) -> list[tuple[str, str, str, str]]:
 # ---------------------------------------------------------------- before a run
 
 
-def check_data(config: Config, tokenizer: Tokenizer | None) -> Problems:
-    """Find corpora that are missing, damaged, or prepared with a different tokenizer. `tokenizer` is None if
+def check_data(config: Config, tokenizer: Tokenizer | None) -> Refused:
+    """Refuse corpora that are missing, damaged, or prepared with a different tokenizer. `tokenizer` is None if
     unknown."""
     training = config.training
-    problems = Problems(config)
+    refused = set()
     for key, name, split, dataset_path in list_corpora(config):
         try:
             if name in DATASETS:
@@ -253,15 +253,14 @@ def check_data(config: Config, tokenizer: Tokenizer | None) -> Problems:
             else:
                 open_split(Path(name), split, tokenizer)
         except CorpusError as error:
-            problem = Problem(key, name, error.why, error.remedy)
-            if problem not in problems:  # both splits may have the same problem
-                problems.append(problem)
+            if (key, error.why) not in refused:  # both splits may have the same problem
+                refused.add((key, error.why))
+                yield key, error.why, error.remedy, name
     if not training.dataset:
         remedy = f"Name at least one: {', '.join(DATASETS)}, or a folder that `prepare` wrote"
-        problems.refuse("training.dataset", "it names no corpus", remedy)
+        yield "training.dataset", "it names no corpus", remedy
     if training.dataset_path or training.dataset_weights or config.validation.dataset_path:
-        load_module("data.corpus_rules").check_keys(problems)
-    return problems
+        yield from load_module("data.corpus_rules").check_keys(config)
 
 
 STDLIB_TOKENS = 3_600_000  # in Python 3.11, with the shipped tokenizer

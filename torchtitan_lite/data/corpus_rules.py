@@ -3,8 +3,8 @@
 Loaded if one of these keys is set.
 """
 
-from torchtitan_lite.config.messages import Problems
-from torchtitan_lite.config.schema import get_value
+from torchtitan_lite.config.messages import Refused
+from torchtitan_lite.config.schema import Config, get_value
 from torchtitan_lite.data.corpus_folder import DATASETS, list_corpora
 
 # corpora that are read from a dataset_path
@@ -13,9 +13,8 @@ DOWNLOADS = [name for name in DATASETS if name != "python_stdlib"]
 SMALLEST_SHARE = 1e-6
 
 
-def check_keys(problems: Problems) -> None:
-    """Find a path that no corpus uses, a wrong number of weights, and weights that are too small."""
-    config = problems.config
+def check_keys(config: Config) -> Refused:
+    """Refuse a path that no corpus uses, a wrong number of weights, and weights that are too small."""
     training = config.training
     read = {path for _, name, _, path in list_corpora(config) if name in DOWNLOADS}
     for section in ("training", "validation"):
@@ -23,17 +22,13 @@ def check_keys(problems: Problems) -> None:
         is_off = section == "validation" and not config.validation.enable
         if not is_off and get_value(config, key) not in {"", *read}:
             why = f"it is only used for {', '.join(DOWNLOADS)}, and {section}.dataset names none of them"
-            problems.refuse(
-                key, why, f"Leave it out. For other corpora, set {section}.dataset to a path"
-            )
+            yield key, why, f"Leave it out. For other corpora, set {section}.dataset to a path"
     n_corpora = len(training.dataset)
     if training.dataset_weights and len(training.dataset_weights) != n_corpora:
-        problems.refuse(
-            "training.dataset_weights",
-            f"there are {n_corpora} corpora",
-            "Give one weight per corpus, or none to draw every sample equally often",
-        )
+        why = f"there are {n_corpora} corpora"
+        remedy = "Give one weight per corpus, or none to draw every sample equally often"
+        yield "training.dataset_weights", why, remedy
     for name, weight in zip(training.dataset, training.dataset_weights, strict=False):
         if weight < SMALLEST_SHARE * sum(training.dataset_weights):
             why = f"the share of {name} is below {SMALLEST_SHARE:g}, so hardly any sample of it is drawn"
-            problems.refuse("training.dataset_weights", why, "Leave it out, or raise its weight")
+            yield "training.dataset_weights", why, "Leave it out, or raise its weight"

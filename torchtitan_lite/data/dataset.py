@@ -161,7 +161,7 @@ class SampleReader:
             begins = documents.diff(dim=1, prepend=documents[:, :1])  # 1 if a document starts here
             positions -= (begins * positions).cummax(dim=1).values
         batch = Batch(tokens, targets, positions, doc_ids=documents - documents[:, :1])
-        return batch.with_fields(self.fields)
+        return batch.with_fields(self.fields) if self.fields else batch
 
 
 # ---------------------------------------------------------------- order
