@@ -4,13 +4,12 @@ import argparse
 import json
 import os
 import shlex
-import sys
 from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from torchtitan_lite.config.messages import ConfigError, name_command
+from torchtitan_lite.config.messages import ConfigError, name_command, tell
 from torchtitan_lite.data.corpus_folder import (
     CORPUS_MANIFEST,
     DATASETS,
@@ -66,7 +65,7 @@ def main(options: argparse.Namespace) -> int:
         ) from None
     except OSError as error:  # for example a full disk
         folder = options.out or options.cache_folder
-        print(f"The corpus in {folder} could not be made: {error}", file=sys.stderr)
+        tell(f"The corpus in {folder} could not be made: {error}")
         return 1
     with suppress(BrokenPipeError):  # a closed pipe is not an error: the corpus is complete
         print(summary)
@@ -91,7 +90,7 @@ def prepare_dataset(
         return folder
     files = DATASETS[name](dataset_path)
     n_bytes = sum(path.stat().st_size for path in files)
-    print(f"Encoding {name}, {n_bytes / 1e6:,.1f} MB, once, to {folder}", file=sys.stderr)
+    tell(f"Encoding {name}, {n_bytes / 1e6:,.1f} MB, once, to {folder}")
     share = 0.0 if name in VALIDATION_ONLY else VALIDATION_SHARE
     settings = PrepareSettings(str(tokenizer.path), share, skip_bad=skip_bad)
     n_processes = os.cpu_count() if n_bytes > MANY_BYTES else 1
@@ -108,7 +107,7 @@ def prepare_dataset(
 def print_counts(counts: Counter[str]) -> None:
     """Print what was left out or replaced: reason -> number."""
     for reason, n in counts.items():
-        print(f"{reason}: {n:,}", file=sys.stderr)
+        tell(f"{reason}: {n:,}")
 
 
 def prepare_corpus(options: argparse.Namespace) -> str:
