@@ -43,7 +43,7 @@ from torchtitan_lite.components.endings import describe_newest
 from torchtitan_lite.components.signals import STOPPED, describe_signal, handle_signals
 from torchtitan_lite.config.messages import UserError, tell
 from torchtitan_lite.config.reader import flatten_table, read_config
-from torchtitan_lite.data.corpus_folder import CORPUS_MANIFEST, DATASETS, find_corpus, list_corpora
+from torchtitan_lite.data.corpus_folder import DATASETS, list_corpora
 from torchtitan_lite.dump_folder import HANG, METRICS, lock_folder
 from torchtitan_lite.preflight import RunSpec
 from torchtitan_lite.tools.check import check, choose_host, describe_spec
@@ -165,10 +165,8 @@ def prepare_corpora(spec: RunSpec) -> bool:
     was_missing = False
     try:
         for _, name, _, dataset_path in list_corpora(spec.config):
-            folder = find_corpus(name, spec.tokenizer, cache_folder, dataset_path)
-            if name in DATASETS and not (folder / CORPUS_MANIFEST).is_file():
-                prepare_dataset(name, spec.tokenizer, cache_folder, dataset_path)
-                was_missing = True
+            if name in DATASETS:
+                was_missing |= prepare_dataset(name, spec.tokenizer, cache_folder, dataset_path)
     except PreparationError as error:
         raise PreparationError(
             f"{error}. Options in this message are options of `prepare`: run `prepare` first, then start this run"

@@ -50,13 +50,10 @@ def main(options: argparse.Namespace) -> int:
                 raise PreparationError(
                     f"--dataset-path would have no effect with {options.dataset}. Leave it out"
                 )
-            summary = prepare_dataset(
-                options.dataset,
-                load_tokenizer(options.tokenizer),
-                options.cache_folder,
-                options.dataset_path,
-                skip_bad=options.skip_bad,
-            )
+            tokenizer = load_tokenizer(options.tokenizer)
+            corpus = (options.dataset, tokenizer, options.cache_folder, options.dataset_path)
+            prepare_dataset(*corpus, skip_bad=options.skip_bad)
+            summary = find_corpus(*corpus)
         else:
             summary = prepare_corpus(options)
     except ConfigError as error:
@@ -79,15 +76,15 @@ def prepare_dataset(
     dataset_path: str = "",
     *,
     skip_bad: bool = False,
-) -> Path:
-    """Return the folder of a named corpus, and prepare it if it does not exist.
+) -> bool:
+    """Prepare a named corpus if it does not exist. Return whether it did not exist.
 
     If two runs start at the same time, both prepare the corpus, and the copy that is complete first is kept. Raises
     CorpusError, PreparationError, OSError.
     """
     folder = find_corpus(name, tokenizer, cache_folder, dataset_path)
     if (folder / CORPUS_MANIFEST).exists():
-        return folder
+        return False
     files = DATASETS[name](dataset_path)
     n_bytes = sum(path.stat().st_size for path in files)
     tell(f"Encoding {name}, {n_bytes / 1e6:,.1f} MB, once, to {folder}")
@@ -101,7 +98,7 @@ def prepare_dataset(
         # otherwise another process has prepared the corpus
         if not (folder / CORPUS_MANIFEST).exists():
             raise
-    return folder
+    return True
 
 
 def print_counts(counts: Counter[str]) -> None:
