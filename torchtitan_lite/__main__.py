@@ -10,7 +10,7 @@ import signal
 import sys
 from difflib import get_close_matches
 
-from torchtitan_lite.config.messages import ConfigError, UserError, name_command
+from torchtitan_lite.config.messages import ConfigError, UserError, name_command, tell
 from torchtitan_lite.tools.command_lines import TOOLS, parse_command
 from torchtitan_lite.tools.processes import start_worker_server
 
@@ -35,10 +35,10 @@ def main(args: list[str] | None = None) -> int:
         return status
     except UserError as error:
         text = f"This run cannot start:\n{error}" if isinstance(error, ConfigError) else error
-        print(text, file=sys.stderr)
+        tell(text)
         return error.status
     except KeyboardInterrupt:
-        print("stopped by Ctrl-C", file=sys.stderr)
+        tell("stopped by Ctrl-C")
         return 130
     except BrokenPipeError:
         # Python flushes stdout again at exit; on /dev/null, this flush cannot fail

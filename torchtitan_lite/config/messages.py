@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -56,6 +57,12 @@ class Problems(list):
         if value is None:
             value = getattr(self.model_args, key.removeprefix("model."))
         self.append(Problem(key, value, why, remedy))
+
+
+def tell(text: object) -> None:
+    """Print a message to stderr, unless it is empty. Results go to stdout."""
+    if text:
+        print(text, file=sys.stderr, flush=True)
 
 
 class UserError(ValueError):

@@ -45,7 +45,7 @@ from torchtitan_lite.components.signals import (
     handle_signals,
     write_ending,
 )
-from torchtitan_lite.config.messages import UserError
+from torchtitan_lite.config.messages import UserError, tell
 from torchtitan_lite.preflight import RunSpec
 from torchtitan_lite.tools.faults import hang
 from torchtitan_lite.tools.hosts import (
@@ -62,7 +62,6 @@ from torchtitan_lite.tools.local_ranks import (
     ASK_EVERY_S,
     Signals,
     find_last_start,
-    show,
 )
 
 PCI = Path("/sys/bus/pci/devices")
@@ -126,10 +125,10 @@ class Agent(LocalElasticAgent):
             self.ending = cause
             raise KeyboardInterrupt
         self.ending = None
-        show(cause.details)
+        tell(cause.details)
         n_left = f"{self._remaining_restarts} of {read_number('MAX_RESTARTS')} restarts are left"
         why = cause.reason or "another host joins or has failed"
-        show(f"run_train.sh: {why}\nAll ranks start again. {n_left}.")
+        tell(f"run_train.sh: {why}\nAll ranks start again. {n_left}.")
         super()._restart_workers(worker_group)
 
     def explain(self, rank: int, failure: ProcessFailure) -> Ending:

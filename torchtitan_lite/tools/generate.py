@@ -22,6 +22,7 @@ from torch import Tensor
 
 from torchtitan_lite.checkpoint.format import CheckpointError
 from torchtitan_lite.config.choices import ATTENTIONS
+from torchtitan_lite.config.messages import tell
 from torchtitan_lite.data.encoding import match_longest
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.extensions.hugging_face_config import GENERATION_CONFIG
@@ -46,9 +47,7 @@ def main(options: Namespace) -> int:
     settings = source.published.get(GENERATION_CONFIG, {})
     for key, value in settings.items():
         if value and key not in FOLLOWED and not key.startswith("_"):
-            print(
-                f"{GENERATION_CONFIG}: {key} = {value} has no effect. See --help", file=sys.stderr
-            )
+            tell(f"{GENERATION_CONFIG}: {key} = {value} has no effect. See --help")
     chat = None
     end_ids = source.end_ids
     if options.chat:
@@ -66,7 +65,7 @@ def main(options: Namespace) -> int:
             prompt_tokens = encode_text(prompt, source.tokenizer)
         n_new_tokens = count_new_tokens(prompt_tokens, source, options)
         if model is None:
-            print(f"loading {source.path}", file=sys.stderr)
+            tell(f"loading {source.path}")
             model = CachedModel(build_model(source), source.attention)
         if not chat:
             show(prompt)
@@ -79,7 +78,7 @@ def main(options: Namespace) -> int:
         stopped = "end_of_document"
         if len(taken) == n_new_tokens:
             stopped = "context" if n_new_tokens < options.max_new_tokens else "max_new_tokens"
-        print(f"[{plural(len(taken), 'token')}, {stopped}]", file=sys.stderr)
+        tell(f"[{plural(len(taken), 'token')}, {stopped}]")
         messages.append({"role": "assistant", "content": text})
     if options.json:
         report = {
@@ -109,7 +108,7 @@ def read_prompts(options: Namespace) -> Iterator[str]:
                 f"Standard input is not UTF-8: {error}. Convert it, or use --prompt."
             ) from None
     else:
-        print("Ctrl-D ends the conversation.", file=sys.stderr)
+        tell("Ctrl-D ends the conversation.")
         with suppress(EOFError):
             while True:
                 yield input("> ")
@@ -118,7 +117,7 @@ def read_prompts(options: Namespace) -> Iterator[str]:
 def encode_text(prompt: str, tokenizer: Tokenizer) -> list[int]:
     """Return BOS and the tokens of a text."""
     for name in dict.fromkeys(match_longest(tokenizer.special).findall(prompt)):
-        print(f"{name} is plain text here. See --chat.", file=sys.stderr)
+        tell(f"{name} is plain text here. See --chat.")
     return tokenizer.encode(prompt, bos=True)
 
 
@@ -134,8 +133,7 @@ def encode_conversation(messages: list[dict], chat: ChatFormat) -> list[int]:
     if named and len(messages) > 1:
         raise SourceError(f"{named[0]} would become a special token. Write it differently.")
     if named:
-        about = "is a special token, so the prompt is a formatted conversation."
-        print(named[0], about, file=sys.stderr)
+        tell(f"{named[0]} is a special token, so the prompt is a formatted conversation.")
     else:
         try:
             text, _ = chat.write({"messages": messages, "add_generation_prompt": True})

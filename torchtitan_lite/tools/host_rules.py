@@ -17,6 +17,7 @@ import sys
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
+from itertools import chain
 from math import ceil, log2
 from pathlib import Path
 from runpy import run_path
@@ -24,7 +25,7 @@ from runpy import run_path
 from torchtitan_lite.config.block import count_parameters
 from torchtitan_lite.config.choices import OPTIMIZERS
 from torchtitan_lite.config.machine import GIB, Machine
-from torchtitan_lite.config.messages import Problem, Problems, name_command
+from torchtitan_lite.config.messages import Problems, Refused, name_command
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schema import Config, Optimizer
 from torchtitan_lite.dump_folder import LOCAL_FOLDER, find_nearest, name_snapshots
@@ -43,16 +44,15 @@ def check_host(
     args: list[str],
     machine: Machine,
     n_hosts: int,
-) -> list[Problem]:
+) -> Problems:
     """Return a problem for each resource that hosts like `machine` lack for this run. Remedies quote `args`."""
     bound = bound_memory(config, model_args, n_ranks, machine, n_hosts)
-    problems = check_memory(bound, config.model.flavor, args, n_ranks, machine)
+    rules = [check_memory(bound, args, n_ranks, machine)]
     if machine.is_here:
-        problems += check_torch_build(machine)
         # A lower bound: every host stores all shards of its ranks, and replicas on several hosts are not counted.
         snapshot_bytes = count_saved_bytes(config, model_args) // n_hosts
-        problems += check_snapshots(config, snapshot_bytes)
-    return problems
+        rules += [check_torch_build(machine), check_snapshots(config, snapshot_bytes)]
+    return Problems(config, model_args, chain(*rules))
 
 
 # ---------------------------------------------------------------- memory
@@ -113,11 +113,11 @@ def bound_memory(
 
 
 def check_memory(
-    bound: MemoryBound | None, flavor: str, args: list[str], world_size: int, machine: Machine
-) -> list[Problem]:
-    """Return a problem if the state does not fit in memory. The remedy names a sufficient number of GPUs."""
+    bound: MemoryBound | None, args: list[str], world_size: int, machine: Machine
+) -> Refused:
+    """Refuse a state that does not fit in memory. The remedy names a sufficient number of GPUs."""
     if bound is None or bound.state_bytes <= bound.available_bytes:
-        return []
+        return
     on_gpu = machine.device_type == "cuda"
     gpu_bytes = bound.available_bytes if on_gpu else USUAL_GPU_BYTES
     times = bound.state_bytes / bound.n_ranks / gpu_bytes
@@ -128,43 +128,42 @@ def check_memory(
         verify = name_command(f"verify {command}")
         plan = name_command(f"plan {command} --gpus {n_gpus}")
         remedy = f"Here `{verify}` checks the layout; `{plan}` predicts the run on GPUs"
-    return [Problem("model.flavor", flavor, f"the run needs {bound} on {machine.name}", remedy)]
+    yield "model.flavor", f"the run needs {bound} on {machine.name}", remedy
 
 
 # ---------------------------------------------------------------- the build of torch
 
 
-def check_torch_build(machine: Machine) -> list[Problem]:
-    """Check that the installed torch was built for the GPUs and the driver of this host."""
+def check_torch_build(machine: Machine) -> Refused:
+    """Refuse a torch that was not built for the GPUs and the driver of this host."""
     found = find_spec("torch")
     if found is None or not found.origin:
-        return []
+        return
     build = run_path(str(Path(found.origin).with_name("version.py")))  # without importing torch
-    if build["hip"]:
-        why = f"it was built for ROCm {build['hip']}, but this trainer is for NVIDIA GPUs and CPUs"
-        remedy = "Install a build of torch for CUDA, or for CPUs"
-        return [Problem("torch", version("torch"), why, remedy)]
-    if machine.driver and not build["cuda"]:
-        why = f"it was built for CPUs, but this host has {machine.name}, driver {machine.driver}"
-        remedy = "Install a build of torch for CUDA, or set CUDA_VISIBLE_DEVICES to an empty value"
-        return [Problem("torch", version("torch"), why, remedy)]
     command = f'{sys.executable} -m pip install --upgrade "torch<2.15" --index-url {OLDER_INDEX}'
     misfit = explain_misfit(machine, build["cuda"], command)
-    return [Problem("torch", version("torch"), *misfit)] if misfit else []
+    if build["hip"]:
+        why = f"it was built for ROCm {build['hip']}, but this trainer is for NVIDIA GPUs and CPUs"
+        misfit = why, "Install a build of torch for CUDA, or for CPUs"
+    elif machine.driver and not build["cuda"]:
+        why = f"it was built for CPUs, but this host has {machine.name}, driver {machine.driver}"
+        remedy = "Install a build of torch for CUDA, or set CUDA_VISIBLE_DEVICES to an empty value"
+        misfit = why, remedy
+    if misfit:
+        yield "torch", *misfit, version("torch")
 
 
 # ---------------------------------------------------------------- disk
 
 
-def check_snapshots(config: Config, snapshot_bytes: int) -> Problems:
-    """Check the space for snapshots on this host. During a save, a host stores three snapshots: the last two and the
+def check_snapshots(config: Config, snapshot_bytes: int) -> Refused:
+    """Refuse snapshots without space on this host. During a save, a host stores three snapshots: the last two and the
     new one."""
-    problems = Problems(config)
     section = config.checkpoint
     n_saved = (config.training.steps - 1) // section.local_interval
     needed = min(3, n_saved) * snapshot_bytes
     if not section.local_folder or section.load_only or not needed:
-        return problems
+        return
     folder = name_snapshots(section.local_folder, Path(config.job.dump_folder)).absolute()
     replaced = sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
     free = shutil.disk_usage(find_nearest(folder)).free + replaced
@@ -172,5 +171,4 @@ def check_snapshots(config: Config, snapshot_bytes: int) -> Problems:
         size = f"{needed / GIB:.3g} GiB of snapshots"
         why = f"this host needs space for {size}, but has only {free / GIB:.3g} GiB there"
         remedy = "Free some space, name a folder on a different file system, or leave this key out"
-        problems.refuse(LOCAL_FOLDER, why, remedy)
-    return problems
+        yield LOCAL_FOLDER, why, remedy

@@ -20,7 +20,6 @@ import os
 import re
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -31,7 +30,7 @@ from typing import Any, NamedTuple
 
 from torchtitan_lite import PACKAGE
 from torchtitan_lite.components.signals import STOPPED
-from torchtitan_lite.config.messages import UserError
+from torchtitan_lite.config.messages import UserError, tell
 from torchtitan_lite.files import hash_file
 
 MEET_WITHIN_S = 600.0
@@ -267,7 +266,7 @@ def end_if_cut_off(timeout_s: float) -> None:
         if connect():
             reached_at_s = time.monotonic()
     lost = f"{socket.gethostname()} has not reached NODE_RANK=0 for {timeout_s:g} s"
-    print(f"run_train.sh: {lost}, and ends", file=sys.stderr, flush=True)
+    tell(f"run_train.sh: {lost}, and ends")
     os._exit(1)
 
 
@@ -286,7 +285,7 @@ def wait_until(is_ready: Callable[[], Any], what: str, within_s: float = MEET_WI
                 f"{host} has waited {within_s:g} s for {what}. Start all hosts within this time"
             )
         if waited_s > SAY_AFTER_S and not is_said:
-            print(f"{host} waits for {what}", file=sys.stderr, flush=True)
+            tell(f"{host} waits for {what}")
             is_said = True
         time.sleep(0.5)
     return result

@@ -41,9 +41,9 @@ from torchtitan_lite.checkpoint.format import CheckpointError, find_steps
 from torchtitan_lite.components.earlier_records import read_record
 from torchtitan_lite.components.endings import describe_newest
 from torchtitan_lite.components.signals import STOPPED, describe_signal, handle_signals
-from torchtitan_lite.config.messages import UserError
+from torchtitan_lite.config.messages import UserError, tell
 from torchtitan_lite.config.reader import flatten_table, read_config
-from torchtitan_lite.data.corpus_folder import CORPUS_MANIFEST, DATASETS, find_corpus, list_corpora
+from torchtitan_lite.data.corpus_folder import DATASETS, list_corpora
 from torchtitan_lite.dump_folder import HANG, METRICS, lock_folder
 from torchtitan_lite.preflight import RunSpec
 from torchtitan_lite.tools.check import check, choose_host, describe_spec
@@ -59,7 +59,7 @@ from torchtitan_lite.tools.hosts import (
     tell_refusal,
     tell_signal,
 )
-from torchtitan_lite.tools.local_ranks import Signals, find_last_start, show
+from torchtitan_lite.tools.local_ranks import Signals, find_last_start
 from torchtitan_lite.tools.processes import start_fork_server
 from torchtitan_lite.tools.progress import watch_saves
 
@@ -74,14 +74,14 @@ def main(options: Namespace, work: Callable[[list[str], Path, RunSpec], int] | N
             spec = check_run(args)
     except KeyboardInterrupt:
         ending = tell_signal(signals)
-        print(f"run_train.sh: {ending.reason}", file=sys.stderr)
+        tell(f"run_train.sh: {ending.reason}")
         return ending.status
     except UserError as error:
         tell_refusal(error, signals)
         handle_signals(signal.SIG_IGN)  # a signal from Slurm must not change the status
         raise
     except OSError as error:
-        print(f"This run cannot start:\n{error}", file=sys.stderr)
+        tell(f"This run cannot start:\n{error}")
         return 1
     is_first = is_first_host()
     if spec.finished:
@@ -94,7 +94,7 @@ def main(options: Namespace, work: Callable[[list[str], Path, RunSpec], int] | N
     # a run that writes nothing must not read an earlier run's hang reports
     signals.watch_hangs((spec.written_folder or folder) / HANG)
     status, reason, details = run_ranks(work, args, spec, folder, signals)
-    show(details)
+    tell(details)
     if status == 1 and spec.written_folder and is_first:
         record_cause(spec.written_folder, reason)
     for newest, saved_at_ns in list_saved(checkpoints)[-1:]:
@@ -111,11 +111,11 @@ def main(options: Namespace, work: Callable[[list[str], Path, RunSpec], int] | N
     last = find_last_start(folder)
     if status == 1 and last and len(list(last.iterdir())) > 1:
         said = f"What the other ranks wrote is in {last}: RANK/error.json, RANK/stderr.log."
-        print(said, file=sys.stderr)
+        tell(said)
     else:
         shutil.rmtree(folder, ignore_errors=True)  # /tmp may have been cleaned during a long run
     if reason:
-        print(f"run_train.sh: {reason}", file=sys.stderr)
+        tell(f"run_train.sh: {reason}")
     return status
 
 
@@ -153,7 +153,7 @@ def check_run(args: list[str]) -> RunSpec:
         find_master()  # raises UserError if MASTER_ADDR is missing
     spec = check(args, machine, n_ranks, n_hosts)
     if is_first_host():
-        print(spec.finished or describe_spec(spec, n_hosts), file=sys.stderr, flush=True)
+        tell(spec.finished or describe_spec(spec, n_hosts))
     if not spec.finished and prepare_corpora(spec):
         spec = check(args, machine, n_ranks, n_hosts)  # now reads the documents too
     return spec
@@ -165,10 +165,8 @@ def prepare_corpora(spec: RunSpec) -> bool:
     was_missing = False
     try:
         for _, name, _, dataset_path in list_corpora(spec.config):
-            folder = find_corpus(name, spec.tokenizer, cache_folder, dataset_path)
-            if name in DATASETS and not (folder / CORPUS_MANIFEST).is_file():
-                prepare_dataset(name, spec.tokenizer, cache_folder, dataset_path)
-                was_missing = True
+            if name in DATASETS:
+                was_missing |= prepare_dataset(name, spec.tokenizer, cache_folder, dataset_path)
     except PreparationError as error:
         raise PreparationError(
             f"{error}. Options in this message are options of `prepare`: run `prepare` first, then start this run"

@@ -9,7 +9,6 @@ ranks run           the first signal is forwarded to the ranks; a later signal k
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,15 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.components.signals import COPIES_ARRIVE_WITHIN_S, describe_signal
+from torchtitan_lite.config.messages import tell
 from torchtitan_lite.tools.faults import hang
 from torchtitan_lite.tools.hosts import SIGNAL, Ending, is_first_host
 
 ASK_EVERY_S = 0.2
-
-
-def show(details: str) -> None:
-    if details:
-        print(details, file=sys.stderr, flush=True)
 
 
 class Signals:
@@ -113,7 +108,7 @@ class Signals:
 
     def report_hang(self, text: str) -> None:
         if is_first_host():
-            show(text)
+            tell(text)
         if self.received:
             self.end_ranks(signal.SIGKILL)
 

@@ -5,7 +5,6 @@ checkpoint/, outputs/debug/     a folder of checkpoints, or a run: its newest ch
 config.json, *.safetensors      a Hugging Face folder; it also has the tokenizer
 """
 
-import sys
 from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,7 @@ from torchtitan_lite.checkpoint.starting_weights import describe_checkpoint, des
 from torchtitan_lite.config.block import list_expert_biases
 from torchtitan_lite.config.choices import ATTENTIONS
 from torchtitan_lite.config.experts import explain_strides
-from torchtitan_lite.config.messages import ConfigError, UserError
+from torchtitan_lite.config.messages import ConfigError, UserError, tell
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_lite.extensions.hub_names import explain_hub_name
@@ -67,7 +66,7 @@ def open_source(options: Namespace) -> ModelSource:
     if (path / CONFIG).is_file():
         weights = describe_folder(path)
         for notice in weights.notices:
-            print(notice, file=sys.stderr)
+            tell(notice)
     else:
         path = find_checkpoint(path)
         try:
@@ -98,7 +97,7 @@ def open_source(options: Namespace) -> ModelSource:
     elif checkpoint and checkpoint.manifest.fingerprint["tokenizer"] != found.fingerprint:
         other = f"{found.path} is not the tokenizer that the model was trained with"
         if options.tokenizer:
-            print(other, file=sys.stderr)
+            tell(other)
         else:
             why = other
     if why:
@@ -111,10 +110,9 @@ def open_source(options: Namespace) -> ModelSource:
     end_ids = read_end_ids(beside)
     for end_id in sorted(end_ids):
         if end_id >= model_args.vocab_size:
-            print(
+            tell(
                 f"eos_token_id = {end_id} has no effect: the model has {model_args.vocab_size} tokens, "
-                "so no text ends there",
-                file=sys.stderr,
+                "so no text ends there"
             )
     # After fine-tuning on shorter sequences, the original context length still applies.
     n_published = published.get(CONFIG, {}).get(LENGTH) or 0

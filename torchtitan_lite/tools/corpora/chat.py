@@ -11,7 +11,8 @@ transformers (the extra `chat`) reads the tokenizer's folder and runs its chat t
 additional texts from the template show where a turn begins and ends in the whole text:
 
     prompt    the conversation before the answer, and the text that asks for the answer; the turn begins after this text
-    answered  the conversation including the answer; the turn ends with the first special token after the answer
+    signed    the conversation with a sign in place of the answer; the turn ends where the text after the sign, without
+              the end token of the answer, begins
 
 A corpus must depend only on its input files, so a template that asks for today's date gets DATE.
 """
@@ -72,7 +73,8 @@ class ChatFormat:
 
         takes_parts  a content must be [{"type": "text", "text": ...}], as in many templates of models for pictures
         end          the special token after an answer, such as "<|im_end|>", or None
-        after_end    the text after this token; if there is no token, the white space at the end of the text
+        closings     the text after an answer up to this token, or up to white space at the end; the same after a user's
+                     message, which some templates also write after an answer if messages follow
         """
         self.special = match_longest(self.tokenizer.special)
         _, exchange = read_conversation({"prompt": SIGN, "completion": SIGN})
@@ -83,7 +85,11 @@ class ChatFormat:
                 break
         name = self.special.search(after)
         self.end = name and name[0]
-        self.after_end = after[name.end() if name else len(after.rstrip()) :]
+        self.closings = [after[: name.end()] if name else after.rstrip()]
+        question = {"messages": [{"role": "user", "content": SIGN}]}
+        _, _, after = self.try_write(question).rpartition(SIGN)
+        if name := self.special.search(after):
+            self.closings.append(after[: name.end()])
 
     def write(self, row: dict) -> tuple[str, list[range] | None]:
         """Return the text of a conversation, and the ranges between its {% generation %} marks, as transformers does.
@@ -213,51 +219,25 @@ class ChatFormat:
         # answer. For these templates, the answer begins with its content.
         if whole.startswith(prompt):
             head = prompt
-        answered, end = self.write_up_to(row, number)
-        stops = [name.end() for name in self.special.finditer(whole, len(head)) if name[0] == end]
-        if answered.startswith(head):
-            stops.insert(0, len(answered))
-        start = len(head)
-        if head and prompt.startswith(head) and whole.startswith(head):
-            for stop in stops:
-                if answered.endswith(whole[start:stop]):
-                    return range(start, stop)
-            # Some templates write a different end, or none, if messages follow. For these templates, the answer ends
-            # with its content, and with the special token that also ends the message before.
-            if tail and whole.endswith(tail):
-                stop = len(whole) - len(tail)
-                _, end = self.write_up_to(row, number - 1)
-                if end and whole.startswith(end, stop):
-                    stop += len(end)
-                return range(start, stop)
+        closing = next(filter(tail.startswith, self.closings), "")
+        rest = tail.removeprefix(closing)
+        turn = range(len(head), len(whole) - len(rest))
+        begins = head and prompt.startswith(head) and whole.startswith(head)
+        if turn and begins and whole.endswith(rest):
+            return turn
         raise ValueError(
             f"message {number + 1} cannot be found with certainty. Its generation prompt ends with "
             f'{prompt[-40:]!r}. Give it "weight": 0; --only-last-turn trains only the last answer'
         )
 
-    def write_up_to(self, row: dict, number: int) -> tuple[str, str | None]:
-        """Return the text of a conversation up to the end token of an answer, and the end token or None."""
-        text = self.try_write(row | {"messages": row["messages"][: number + 1]})
-        text = text.removesuffix(self.after_end)
-        *_, last = [None, *self.special.finditer(text)]
-        if last and not text[last.end() :].strip():
-            return text[: last.end()], last[0]
-        return text, None
-
-
-def vary(value: Any) -> Any:
-    """Return a different value for a field: an empty list or dict, the opposite boolean, or SIGN."""
-    if isinstance(value, list | dict):
-        return type(value)()
-    return not value if isinstance(value, bool) else SIGN
-
 
 def list_varied(value: Any) -> list[Any]:
-    """Return different values for a field, such as a text with a different end.
+    """Return different values for a field, such as an empty list, or a text with a different end.
 
     For a list, each element is removed. If an element is a tool call, also change its name, and each of its arguments.
     """
-    others = [vary(value)]
+    is_nested = isinstance(value, list | dict)
+    others = [type(value)()] if is_nested else list_leaf_varied(value)
     if isinstance(value, str):
         others.append(value + SIGN)
     elif isinstance(value, list):
@@ -278,9 +258,10 @@ def list_other_calls(call: Any) -> list[Any]:
 
 
 def list_leaf_varied(value: Any) -> list[Any]:
-    """Return copies of a JSON value, each with one text, number, boolean or null changed."""
+    """Return copies of a JSON value, each with one text, number, boolean or null changed: to SIGN, or the opposite
+    boolean."""
     if not isinstance(value, dict | list):
-        return [vary(value)]
+        return [not value if isinstance(value, bool) else SIGN]
     copies = []
     for key in value if isinstance(value, dict) else range(len(value)):
         for other in list_leaf_varied(value[key]):

@@ -4,13 +4,12 @@ import argparse
 import json
 import os
 import shlex
-import sys
 from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from torchtitan_lite.config.messages import ConfigError, name_command
+from torchtitan_lite.config.messages import ConfigError, name_command, tell
 from torchtitan_lite.data.corpus_folder import (
     CORPUS_MANIFEST,
     DATASETS,
@@ -51,13 +50,10 @@ def main(options: argparse.Namespace) -> int:
                 raise PreparationError(
                     f"--dataset-path would have no effect with {options.dataset}. Leave it out"
                 )
-            summary = prepare_dataset(
-                options.dataset,
-                load_tokenizer(options.tokenizer),
-                options.cache_folder,
-                options.dataset_path,
-                skip_bad=options.skip_bad,
-            )
+            tokenizer = load_tokenizer(options.tokenizer)
+            corpus = (options.dataset, tokenizer, options.cache_folder, options.dataset_path)
+            prepare_dataset(*corpus, skip_bad=options.skip_bad)
+            summary = find_corpus(*corpus)
         else:
             summary = prepare_corpus(options)
     except ConfigError as error:
@@ -66,7 +62,7 @@ def main(options: argparse.Namespace) -> int:
         ) from None
     except OSError as error:  # for example a full disk
         folder = options.out or options.cache_folder
-        print(f"The corpus in {folder} could not be made: {error}", file=sys.stderr)
+        tell(f"The corpus in {folder} could not be made: {error}")
         return 1
     with suppress(BrokenPipeError):  # a closed pipe is not an error: the corpus is complete
         print(summary)
@@ -80,18 +76,18 @@ def prepare_dataset(
     dataset_path: str = "",
     *,
     skip_bad: bool = False,
-) -> Path:
-    """Return the folder of a named corpus, and prepare it if it does not exist.
+) -> bool:
+    """Prepare a named corpus if it does not exist. Return whether it did not exist.
 
     If two runs start at the same time, both prepare the corpus, and the copy that is complete first is kept. Raises
     CorpusError, PreparationError, OSError.
     """
     folder = find_corpus(name, tokenizer, cache_folder, dataset_path)
     if (folder / CORPUS_MANIFEST).exists():
-        return folder
+        return False
     files = DATASETS[name](dataset_path)
     n_bytes = sum(path.stat().st_size for path in files)
-    print(f"Encoding {name}, {n_bytes / 1e6:,.1f} MB, once, to {folder}", file=sys.stderr)
+    tell(f"Encoding {name}, {n_bytes / 1e6:,.1f} MB, once, to {folder}")
     share = 0.0 if name in VALIDATION_ONLY else VALIDATION_SHARE
     settings = PrepareSettings(str(tokenizer.path), share, skip_bad=skip_bad)
     n_processes = os.cpu_count() if n_bytes > MANY_BYTES else 1
@@ -102,13 +98,13 @@ def prepare_dataset(
         # otherwise another process has prepared the corpus
         if not (folder / CORPUS_MANIFEST).exists():
             raise
-    return folder
+    return True
 
 
 def print_counts(counts: Counter[str]) -> None:
     """Print what was left out or replaced: reason -> number."""
     for reason, n in counts.items():
-        print(f"{reason}: {n:,}", file=sys.stderr)
+        tell(f"{reason}: {n:,}")
 
 
 def prepare_corpus(options: argparse.Namespace) -> str:

@@ -16,7 +16,6 @@ import hashlib
 import json
 import multiprocessing
 import os
-import sys
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +28,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import BinaryIO
 
+from torchtitan_lite.config.messages import tell
 from torchtitan_lite.data.corpus_folder import (
     CORPUS_MANIFEST,
     CorpusManifest,
@@ -136,7 +136,7 @@ def read_rows(files: list[Path], settings: PrepareSettings) -> Iterator[Row]:
             for number, content in enumerate(contents, 1):
                 yield Row(path, number, content, name)
             if not number:
-                print(f"{path} has no rows", file=sys.stderr)
+                tell(f"{path} has no rows")
         # libraries that read files raise many kinds of errors for damaged files
         except Exception as error:
             raise PreparationError(
@@ -290,7 +290,7 @@ def encode_row(settings: PrepareSettings, row: Row) -> Document:
         n_bytes = len(text.encode())
     except Exception as error:  # a row from a user's file can be wrong in any way
         if settings.skip_bad:
-            print(f"{row.path}, row {row.number}: {error}", file=sys.stderr)
+            tell(f"{row.path}, row {row.number}: {error}")
             return Document(Counter(["bad rows left out"]))
         raise explain_bad_row(row, error) from None
     counts["unknown tokens, for text outside the vocabulary"] = ids.count(tokenizer.unknown_id)

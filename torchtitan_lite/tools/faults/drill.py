@@ -28,7 +28,7 @@ from shutil import rmtree
 
 from safetensors import deserialize
 
-from torchtitan_lite.config.messages import UserError
+from torchtitan_lite.config.messages import UserError, tell
 from torchtitan_lite.preflight import RunSpec
 from torchtitan_lite.tools import launch
 from torchtitan_lite.tools.check import check, choose_host
@@ -119,7 +119,7 @@ def main(options: Namespace) -> int:
     for seed in range(options.seed, options.seed + options.times):
         for kind in kinds:
             faults.append(drill(kind, seed, world_size, args, out))
-            print(make_card(faults[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
+            tell(make_card(faults[-1:]).splitlines()[-1])
     print(json.dumps(list(map(asdict, faults))) if options.json else make_card(faults))
     is_good = all(fault.found_s is not None and fault.is_equal for fault in faults[1:])
     return 0 if is_good else 1

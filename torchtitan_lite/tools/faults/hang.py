@@ -24,12 +24,13 @@ If every rank waits, the report names the first match in this list; without a ma
 """
 
 import json
-import sys
 import time
 from argparse import Namespace
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
+
+from torchtitan_lite.config.messages import tell
 
 LOOK_EVERY_S = 1.0
 WAIT_FOR_RANKS_S = 2.0
@@ -51,10 +52,9 @@ N_STACK_LINES = 4  # lines shown of the stack above torch
 def main(options: Namespace) -> int:
     culprits, text = explain_newest(options.folder, "rank", "failed")
     if not text:
-        print(
+        tell(
             f"{options.folder} has no files of hanging ranks: there is no rank-*.json, "
-            "and no failed-*.json that explains more than the errors of the ranks",
-            file=sys.stderr,
+            "and no failed-*.json that explains more than the errors of the ranks"
         )
         return 2
     print(text)
@@ -107,7 +107,7 @@ def read_files(folder: Path, kind: str = "rank") -> dict[int, dict]:
             files[file["rank"]] = file
         # the file was deleted because the step has ended, or it is damaged
         except (OSError, ValueError):
-            print(f"{path} cannot be read", file=sys.stderr)
+            tell(f"{path} cannot be read")
     return files
 
 

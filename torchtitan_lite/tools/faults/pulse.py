@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_lite.components.signals import SIGNALS
+from torchtitan_lite.config.messages import tell
 from torchtitan_lite.config.schema import with_value
 from torchtitan_lite.extensions.copies import compute_checksum
 from torchtitan_lite.faults.processes import end_with_parent
@@ -66,7 +67,7 @@ def main(options: Namespace) -> int:
         signals.watch_hangs(folder / "hang")
         ending = launch.run_ranks(measure_rank, options.config_args, spec, folder, signals)
         is_sound = not (folder / FOUND).exists()
-    launch.show(ending.details)
+    tell(ending.details)
     if ending.reason:
         print(f"pulse: {ending.reason}")
     return ending.status if is_sound else 1

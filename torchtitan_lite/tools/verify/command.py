@@ -19,7 +19,6 @@ A trial returns its configs and the keys that acted. Every key is compared, so t
 
 import json
 import reprlib
-import sys
 import tempfile
 from argparse import Namespace
 from collections import defaultdict
@@ -32,6 +31,7 @@ import torch
 
 from torchtitan_lite.build import build_on_meta
 from torchtitan_lite.config.checks import resolve_config
+from torchtitan_lite.config.messages import tell
 from torchtitan_lite.config.model import MODEL_SIZES, resolve_model
 from torchtitan_lite.config.reader import KEYS
 from torchtitan_lite.config.schema import Config, get_value
@@ -98,7 +98,7 @@ def make_trials(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> list
     """Run the trials of one layout. Stop after the first trial that finds a fault."""
     trials: list[Trial] = []
     for name, call in list_trials(reduction, run_ranks, folder).items():
-        print(f"  {name} ...", file=sys.stderr)
+        tell(f"  {name} ...")
         trials.append(make_trial(name, call))
         if trials[-1].faults:
             break
