@@ -197,7 +197,7 @@ def choose_drawn_matrix(args: ModelArgs) -> ModuleRow:
     """Return the first matrix of the feed-forward, or of attention in an MoE layer."""
     block = list_block_modules(args, moe=args.is_moe(args.n_layers - 1))
     colwise = [row for row in block if row.kind == "linear" and row.tp_style == "colwise"]
-    return next((row for row in colwise if row.name.endswith("w1")), colwise[0])
+    return max(colwise, key=lambda row: row.name.endswith("w1"))
 
 
 def shorten_stages(stages: Sequence[Sequence[str]]) -> str:
@@ -205,12 +205,13 @@ def shorten_stages(stages: Sequence[Sequence[str]]) -> str:
     first two."""
     names = []
     for stage in stages[:2]:
-        layers = [fqn.partition(".")[2] for fqn in stage if fqn.startswith("layers.")]
-        modules = [fqn for fqn in stage if not fqn.startswith("layers.")]
-        if layers:
-            span = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]}-{layers[-1]}"
-            modules.insert("tok_embeddings" in modules, span)
-        names += modules
+        for are_layers, fqns in groupby(stage, key=lambda fqn: fqn.startswith("layers.")):
+            modules = list(fqns)
+            if are_layers:
+                first = modules[0].removeprefix("layers.")
+                last = modules[-1].removeprefix("layers.")
+                modules = [f"layer {first}" if first == last else f"layers {first}-{last}"]
+            names += modules
     if len(stages) > 2:
         names.append(f"... ({len(stages)} stages)")
     return ", ".join(names)
