@@ -24,7 +24,7 @@ if [[ -n ${DRY:-} ]]; then
 else
     names=$(nvidia-smi --query-gpu=name --format=csv,noheader) || exit 2
     export NGPU=${NGPU:-$(wc -l <<<"$names")}
-    gpu=$(python3 -c "import sys; from torchtitan_lite.tools.plan.cluster import find_row; print(find_row(sys.argv[1]))" "$names")
+    gpu=$(python3 -c "import sys; from torchtitan_lite.tools.plan.cluster import find_gpu_row; print(find_gpu_row(sys.argv[1]))" "$names")
     large=(--config llama3_8b)
     [[ $NGPU != 1 ]] || large=(--config llama3_8b_one_gpu --training.global_batch_size=4)
     small=(--config llama3_1b)

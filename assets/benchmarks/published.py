@@ -39,7 +39,7 @@ from torchtitan_lite.tools.plan.layer_time import (
 )
 from torchtitan_lite.tools.plan.memory import LayerEstimates, Memory, Moment, RankMemory
 from torchtitan_lite.tools.plan.step_time import StepTime
-from torchtitan_lite.tools.plan.workload import LayerKind, Stage, Workload
+from torchtitan_lite.tools.plan.workload import LayerKind, Workload
 
 ROWS = REPOSITORY / "assets" / "benchmarks" / "published_layouts.csv"
 # CUDA's context, NCCL's buffers, and two buckets of 5e8 fp16 elements, which are DeepSpeed's defaults. Not fitted.
@@ -263,7 +263,7 @@ class OtherTime(StepTime):
         backward = sum(
             self.stages[i].backward_input + self.stages[i].backward_weight for i in stages
         )
-        reduce_s = self.reduce_time(w.count_by_axis(w.stages_by_rank[pp_rank]))
+        reduce_s = self.reduce_time(w.sizes[pp_rank])
         return seconds + self.expose("fsdp", reduce_s, backward)
 
     @property
@@ -422,13 +422,13 @@ class OtherMemory(RankMemory):
         n_shards = 1 if w.whole_logits else w.layout.tp
         return n_bytes * w.n_tokens * w.args.vocab_size / n_shards
 
-    def list_moments(self, layers: LayerEstimates, stage: Stage, at_rest: float) -> list[Moment]:
+    def list_moments(self, layers: LayerEstimates) -> list[Moment]:
         """Replace the shards of gradients by whole gradients, if they are summed like this."""
-        moments = super().list_moments(layers, stage, at_rest)
+        moments = super().list_moments(layers)
         w = self.workload
         if not w.sums_whole:
             return moments
-        whole = w.grad_bytes * w.sizes[stage].total() - w.weight_bytes * at_rest
+        whole = w.grad_bytes * w.n_parameters[0] - w.weight_bytes * w.at_rest[0]
         return [
             (gathered, gradients + whole, kept, working)
             for gathered, gradients, kept, working in moments

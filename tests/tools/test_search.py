@@ -2,6 +2,7 @@
 exists."""
 
 import itertools
+import re
 from dataclasses import replace
 from math import prod
 
@@ -17,7 +18,12 @@ from torchtitan_lite.config.schema import Config
 from torchtitan_lite.tools.plan.cluster import CLUSTERS, Cluster
 from torchtitan_lite.tools.plan.memory import RankMemory
 from torchtitan_lite.tools.plan.planned_run import PlannedRun
-from torchtitan_lite.tools.plan.search import is_common, list_candidates, rank_layouts
+from torchtitan_lite.tools.plan.search import (
+    explain_common,
+    is_common,
+    list_candidates,
+    rank_layouts,
+)
 
 H100 = CLUSTERS["h100"]
 
@@ -68,11 +74,16 @@ def test_the_fullest_rank_of_every_layout_is_found():
         assert alone.step_time.lower_bound_s == planned.step_time.lower_bound_s
 
 
-def test_a_search_of_experts_has_every_degree_that_divides_them():
+def test_a_search_of_experts_has_every_degree_and_a_slower_layout_has_causes_above_zero():
     config, model_args = read("debug_moe", "--training.global_batch_size 8")
-    layouts = [planned.layout for planned in list_candidates(config, model_args, 8, H100)]
+    candidates = list(list_candidates(config, model_args, 8, H100))
+    layouts = [planned.layout for planned in candidates]
     degrees = {f"{layout.pp}x{layout.ep}" for layout in layouts}  # pp and ep
     assert degrees == {*"1x1 1x2 1x4 1x8 2x1 2x2 2x4 4x1 4x2".split()}
+    (best,) = rank_layouts(candidates, 1)
+    told = explain_common(list(filter(is_common, candidates)), best.forecast)
+    causes = re.findall(r" \+([\d.]+) [mµ]?s", told)
+    assert causes and all(map(float, causes))
 
 
 def test_the_ten_best_are_those_that_simulating_all_would_give():

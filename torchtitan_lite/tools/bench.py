@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from torchtitan_lite.build import Run, build_run, find_model_class
 from torchtitan_lite.config.checks import plan_layout, resolve_config
+from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.messages import ConfigError, UserError
 from torchtitan_lite.config.model import resolve_model
 from torchtitan_lite.config.schema import Config
@@ -90,13 +91,13 @@ def main(options: Namespace, config: Config = STEP_CONFIG) -> int:
         ) from None
     if options.layout:
         with RankPool() as pool:
-            rounds = pool.run(time_contenders, n_ranks, config, options, timeout_s=3600)[0]
+            rounds = pool.run(time_contenders, n_ranks, config, layout, options, timeout_s=3600)[0]
     else:
         torch.set_num_threads(1)
         limit_gloo_workers()
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
         try:
-            rounds = time_contenders(0, 1, config, options)
+            rounds = time_contenders(0, 1, config, layout, options)
         finally:
             dist.destroy_process_group()
     if rounds is None:
@@ -129,13 +130,13 @@ def share_rows(config: Config, degrees: dict[str, int], n_ranks: int) -> Config:
 
 
 def time_contenders(
-    rank: int, n_ranks: int, config: Config, options: Namespace
+    rank: int, n_ranks: int, config: Config, layout: Layout, options: Namespace
 ) -> list[dict[str, Turn]] | None:
     """Return the turns of each round, as measure_rounds does. None if the losses of contenders differ."""
     device = (
         torch.device("cpu") if options.layout else choose_device(0, detect_machine().device_type)
     )
-    contenders = build_contenders(config, device)
+    contenders = build_contenders(config, layout, device)
     # Two steps: the first allocates, and the loss of the second depends on gradients and optimizer.
     losses = {name: torch.stack([step(), step()]) for name, step in contenders.items()}
     if not torch.allclose(losses["trainer"], losses["bare_loop"], rtol=1e-5, atol=0):
@@ -144,12 +145,11 @@ def time_contenders(
     return measure_rounds(contenders, options)
 
 
-def build_contenders(config: Config, device: torch.device) -> dict[str, Callable]:
+def build_contenders(config: Config, layout: Layout, device: torch.device) -> dict[str, Callable]:
     """Build the contenders that can run on this machine. Each runs one step and returns its loss, a scalar on the
     device."""
-    n_ranks = dist.get_world_size()
+    n_ranks = layout.world_size
     model_args = resolve_model(config.model)
-    layout = plan_layout(config, model_args, n_ranks)
     config = resolve_config(config, layout, device.type)
     mesh = build_mesh(layout, device.type)
     run = build_run(config, model_args, layout, mesh, device)

@@ -118,6 +118,9 @@ def draw_curves(
     def down(value: float) -> float:
         return 8 + (PLOT_HEIGHT - 8) * (high - value) / (high - low)
 
+    def connect(points: Points) -> str:
+        return " ".join(f"{across(at) * 10:.1f},{down(value):.1f}" for at, value in points)
+
     shapes = []
     for tick in choose_ticks(low, high):
         y = down(tick)
@@ -137,25 +140,19 @@ def draw_curves(
         f'<svg viewBox="0 0 1000 {PLOT_HEIGHT}" preserveAspectRatio="none" height="{PLOT_HEIGHT}">'
     )
     for name, color, dashes, samples in curves:
-        edge = [(at, max(of_runs)) for at, of_runs in samples]
-        edge += [(at, min(of_runs)) for at, of_runs in reversed(samples)]
-        corners = " ".join(f"{across(at) * 10:.1f},{down(value):.1f}" for at, value in edge)
+        points = thin([(at, mean(of_runs)) for at, of_runs in samples])
+        band = ""
         if len(samples[0][1]) > 1:
-            shapes.append(f'{frame}<polygon class="band" points="{corners}" fill="{color}"/></svg>')
-        path = []
-        circles = []
+            edge = [(at, max(of_runs)) for at, of_runs in samples]
+            edge += [(at, min(of_runs)) for at, of_runs in reversed(samples)]
+            band = f'<polygon class="band" points="{connect(edge)}" fill="{color}"/>'
+        line = f'points="{connect(points)}" stroke="{color}" stroke-dasharray="{dashes}"'
+        shapes.append(f"{frame}{band}<polyline {line}/></svg>")
         look = f'r="3" fill="{color}" class="{"far" if len(samples) > 40 else "near"}"'
-        for at, value in thin([(at, mean(of_runs)) for at, of_runs in samples]):
-            x = across(at)
-            y = down(value)
-            path.append(f"{x * 10:.1f},{y:.1f}")
-            unit = axis.removesuffix("s")
-            title = f"<title>{escape(name)}, {unit} {at:.7g}: {value:.7g}</title>"
-            circles.append(f'<circle cx="{x:.2f}%" cy="{y:.1f}" {look}>{title}</circle>')
-        shapes.append(
-            f'{frame}<polyline points="{" ".join(path)}" stroke="{color}" stroke-dasharray="{dashes}"/></svg>'
-        )
-        shapes += circles
+        for at, value in points:
+            place = f'cx="{across(at):.2f}%" cy="{down(value):.1f}"'
+            title = f"{escape(name)}, {axis.removesuffix('s')} {at:.7g}: {value:.7g}"
+            shapes.append(f"<circle {place} {look}><title>{title}</title></circle>")
     return f'<svg height="{PLOT_HEIGHT + 28}">{"".join(shapes)}</svg>'
 
 

@@ -49,11 +49,13 @@ def judge_answer(lab: Lab, options: Namespace) -> int:
         raise UserError(f"Write: lab {lab.number} answer NAME VALUE. The names are {names}.")
     told = read_quantity(options.value)
     right = compute_answer(lab, options.name)
-    ratio = told / right.value
-    is_count = right.printed.replace(",", "").isdecimal() and right.value < 10_000
+    value = read_quantity(right)
+    ratio = told / value
+    is_count = right.replace(",", "").isdecimal() and value < 10_000
     tolerance = 0.0 if is_count else TOLERANCE
     if abs(ratio - 1) <= tolerance:
-        print(f"right: {right.printed}. See: {name_command(right.command)}")
+        command, _ = lab.questions[options.name]
+        print(f"right: {right}. See: {name_command(command)}")
         return 0
     print(f"{ratio:.3g} times the right answer.")
     for slip, factor, hint in lab.slips:

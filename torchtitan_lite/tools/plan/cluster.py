@@ -92,7 +92,7 @@ class Cluster:
     # Bytes that the allocator reserves per byte in use, without tp and with tp. With tp, the factor is larger, because
     # copies of hidden states are often allocated and freed. Fit.
     reserve_factor: float = 1.21
-    tp_reserve_factor: float = 1.35
+    tp_reserve_factor: float = 1.27
     context_bytes: float = 2 * GIB  # memory of CUDA and NCCL, outside of the allocator. Assumed.
     clock: float = 1.0  # clock relative to the usual clock of this chip
 

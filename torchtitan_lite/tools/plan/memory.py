@@ -17,12 +17,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from torchtitan_lite.tools.plan.orders import (
-    STAGES_GATHERED,
-    InFlight,
-    extrapolate_in_flight,
-)
-from torchtitan_lite.tools.plan.workload import MASTER_BYTES, LayerKind, Stage, Workload
+from torchtitan_lite.tools.plan.orders import STAGES_GATHERED, extrapolate_in_flight
+from torchtitan_lite.tools.plan.workload import MASTER_BYTES, LayerKind, Workload
 
 
 class Memory(NamedTuple):
@@ -81,10 +77,9 @@ class RankMemory:
         if layout.tied and pp_rank == layout.stage_ranks[-1]:
             moment_bytes -= w.table / layout.fsdp * w.moment_bytes
         if layout.pp > 1:
-            in_flight = extrapolate_in_flight(*w.pipeline, pp_rank)
-            moments = self.list_moments_of_pipeline(layers, indices, in_flight)
+            moments = self.list_moments_of_pipeline(layers, pp_rank)
         else:
-            moments = self.list_moments(layers, stages[0], at_rest)
+            moments = self.list_moments(layers)
         gathered, gradients, kept, working = max(moments, key=sum)
         if layout.zero_stage < 3 and not w.is_whole:
             sizes = []
@@ -249,11 +244,10 @@ class RankMemory:
         n_hidden = 3 if tp == 1 else 2 + 2 / tp  # tp gathers the last two
         return self.estimate_loss() + n_hidden * w.hidden_bytes
 
-    def list_moments_of_pipeline(
-        self, layers: LayerEstimates, indices: list[int], in_flight: InFlight
-    ) -> list[Moment]:
+    def list_moments_of_pipeline(self, layers: LayerEstimates, pp_rank: int) -> list[Moment]:
         """List the possible peaks of a pp rank: one for each set of stages that have gradients at the same time."""
         w = self.workload
+        indices = w.layout.stages_of(pp_rank)
         has_head = indices[-1] == len(w.stages) - 1
         working = max((working for *_, working in layers), default=0.0)
         table = w.table * w.compute_bytes
@@ -275,7 +269,7 @@ class RankMemory:
             elif kept[index]:
                 kept[index] += w.n_tokens * w.args.head_dim * self.angle_bytes
         moments = []
-        for with_gradients, held in in_flight.items():
+        for with_gradients, held in extrapolate_in_flight(*w.pipeline, pp_rank).items():
             n_gradients = sum(w.n_parameters[index] for index in with_gradients)
             n_bytes = 0.0
             for index, tenths in held.items():
@@ -291,7 +285,7 @@ class RankMemory:
         ]
         return max(sizes, default=0)
 
-    def list_moments(self, layers: LayerEstimates, stage: Stage, at_rest: float) -> list[Moment]:
+    def list_moments(self, layers: LayerEstimates) -> list[Moment]:
         """List the moments that can be the peak without a pipeline.
 
         The moments are the loss, the last and the first block in backward, and the reduction of the embedding's
@@ -301,6 +295,7 @@ class RankMemory:
         """
         w = self.workload
         layout = w.layout
+        (stage,) = w.stages
         width = w.compute_bytes
         table = w.table
         kept = sum(n_bytes * kind.count(stage) for kind, n_bytes, _ in layers)
@@ -313,9 +308,9 @@ class RankMemory:
             head = table * width
             block = self.find_largest_block(layers)
         tied = head * w.args.tie_embeddings  # freed after the backward of the embedding
-        gradients = w.weight_bytes * at_rest  # after the step
+        gradients = w.weight_bytes * w.at_rest[0]  # after the step
         if layout.zero_stage == 1:
-            gradients = w.grad_bytes * w.sizes[stage].total()
+            gradients = w.grad_bytes * w.n_parameters[0]
         before = gradients if layout.n_microbatches > 1 else 0.0
         to_come = 0.0 if before else MASTER_BYTES * (dense + table) / layout.fsdp
         reduce_bytes = 0

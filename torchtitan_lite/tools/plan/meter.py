@@ -87,14 +87,6 @@ class Collective:
     site: CallSite
 
 
-def name_operation(func: OpOverload) -> str | None:
-    """Return "all-gather" for c10d::_allgather_base_, and None for an operator without communication."""
-    if func.namespace not in ("c10d", "_c10d_functional", "_dtensor"):
-        return None
-    name = func._opname.replace("_", "")
-    return next((operation for part, operation in OPERATIONS.items() if part in name), None)
-
-
 def find_process_group(args: tuple) -> dist.ProcessGroup:
     """Find the process group in a collective's arguments. The group is passed as an object, or by its name, which is
     the last string."""
@@ -103,21 +95,6 @@ def find_process_group(args: tuple) -> dist.ProcessGroup:
             return dist.ProcessGroup.unbox(argument)
     names = [argument for argument in args if isinstance(argument, str)]
     return dist.distributed_c10d._resolve_process_group(names[-1])
-
-
-def measure_call(
-    operation: str, group: dist.ProcessGroup, args: tuple, result: object
-) -> tuple[Tensor, float]:
-    """Return the full tensor of a collective, and the bytes that this rank moves."""
-    tensors = [leaf for leaf in tree_leaves((result, args)) if isinstance(leaf, Tensor)]
-    whole = max(tensors, key=Tensor.numel)
-    fraction = fraction_moved(operation, group.size())
-    if operation == "all-to-all":
-        whole = tensors[-1]  # the input
-        *_, n_rows = (argument for argument in args if isinstance(argument, list))
-        if n_rows:  # rows for each rank; if empty, each rank gets the same number of rows
-            fraction = 1 - n_rows[group.rank()] / max(1, sum(n_rows))
-    return whole, whole.nbytes * fraction
 
 
 class Meter(TorchDispatchMode):
@@ -179,13 +156,8 @@ class Meter(TorchDispatchMode):
             with self:
                 return CONTEXT_ATTENTION[func](*args, **kwargs)
         result = func(*args, **kwargs)
-        if (operation := name_operation(func)) and (group := find_process_group(args)).size() > 1:
-            whole, n_bytes = measure_call(operation, group, args, result)
-            dtype = str(whole.dtype).removeprefix("torch.")
-            axis = name_axis(self.layout, group.group_desc)
-            self.collectives.append(
-                Collective(operation, axis, tuple(whole.shape), dtype, n_bytes, site)
-            )
+        if func.namespace in ("c10d", "_c10d_functional", "_dtensor"):
+            self._record(func, args, result, site)
         for value in tree_leaves(result):
             # A weight gathered in float8 is a wrapper subclass, whose storage is empty.
             if not isinstance(value, Tensor) or is_traceable_wrapper_subclass(value):
@@ -193,6 +165,33 @@ class Meter(TorchDispatchMode):
             if value.device.type != "meta":
                 self._count(value.untyped_storage())
         return result
+
+    def _record(self, func: OpOverload, args: tuple, result: object, site: CallSite) -> None:
+        """Record the operator if it moves bytes between ranks."""
+        name = func._opname.replace("_", "")
+        operation = next((OPERATIONS[part] for part in OPERATIONS if part in name), None)
+        if operation is None:
+            return
+        group = find_process_group(args)
+        if group.size() == 1:
+            return
+        tensors = [leaf for leaf in tree_leaves((result, args)) if isinstance(leaf, Tensor)]
+        whole = max(tensors, key=Tensor.numel)
+        fraction = fraction_moved(operation, group.size())
+        if operation == "all-to-all":
+            whole = tensors[-1]  # the input
+            *_, n_rows = (argument for argument in args if isinstance(argument, list))
+            if n_rows:  # rows for each rank; if empty, each rank gets the same number of rows
+                fraction = 1 - n_rows[group.rank()] / max(1, sum(n_rows))
+        collective = Collective(
+            operation=operation,
+            axis=name_axis(self.layout, group.group_desc),
+            shape=tuple(whole.shape),
+            dtype=str(whole.dtype).removeprefix("torch."),
+            n_bytes=whole.nbytes * fraction,
+            site=site,
+        )
+        self.collectives.append(collective)
 
     def _find_site(self) -> CallSite:
         """Return the call site of the operator that is running."""

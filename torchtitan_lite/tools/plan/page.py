@@ -7,8 +7,8 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from html import escape
-from itertools import product
-from math import prod
+from itertools import groupby, product
+from operator import itemgetter
 
 from torchtitan_lite.config.block import list_block_modules
 from torchtitan_lite.config.machine import GIB
@@ -150,25 +150,21 @@ def draw_mesh(planned: PlannedRun) -> str:
     args = planned.model_args
     weight = choose_drawn_matrix(args)
     shown = choose_shown(layout)
-    n_shown = prod(map(len, shown.values()))
     # the page has a line of cards for each coordinate on these dims
     rows = [dim for dim in layout.used_dims[:-1] if dim != "pp"]
-    dim = layout.used_dims[-1] if layout.used_dims else "tp"
+    places = [dict(zip(shown, place, strict=True)) for place in product(*shown.values())]
     sections = []
-    for pp in shown["pp"]:
+    for pp, in_stages in groupby(places, key=itemgetter("pp")):
         lines = ""
-        for place in product(*(shown[each] for each in rows)):
-            at = {"pp": pp} | dict(zip(rows, place, strict=True))
-            named = ", ".join(f"{each} {index}" for each, index in at.items() if each != "pp")
-            cards = ""
-            for last in [pp] if dim == "pp" else shown[dim]:
-                at[dim] = last
-                rank = sum(list_strides(layout)[each] * index for each, index in at.items())
-                cards += draw_card(planned, rank, weight)
+        for named, line in groupby(
+            in_stages, key=lambda at: ", ".join(f"{dim} {at[dim]}" for dim in rows)
+        ):
+            cards = "".join(draw_card(planned, at, weight) for at in line)
             lines += f'<div class="line"><p>{named}</p><div class="cards">{cards}</div></div>'
         held = [layout.stages[stage] for stage in layout.stages_of(pp)]
         title = f"pp {pp} <i>{shorten_stages(held)}</i>" if layout.pp > 1 else "the whole model"
         sections.append(f'<section><h4>{title}</h4><div class="lines">{lines}</div></section>')
+    n_shown = len(places)
     folded = ""
     if n_shown < layout.world_size:
         wide = [each for each, indices in shown.items() if len(indices) < layout.degrees[each]]
@@ -201,7 +197,7 @@ def choose_drawn_matrix(args: ModelArgs) -> ModuleRow:
     """Return the first matrix of the feed-forward, or of attention in an MoE layer."""
     block = list_block_modules(args, moe=args.is_moe(args.n_layers - 1))
     colwise = [row for row in block if row.kind == "linear" and row.tp_style == "colwise"]
-    return next((row for row in colwise if row.name.endswith("w1")), colwise[0])
+    return max(colwise, key=lambda row: row.name.endswith("w1"))
 
 
 def shorten_stages(stages: Sequence[Sequence[str]]) -> str:
@@ -209,46 +205,46 @@ def shorten_stages(stages: Sequence[Sequence[str]]) -> str:
     first two."""
     names = []
     for stage in stages[:2]:
-        layers = [fqn.partition(".")[2] for fqn in stage if fqn.startswith("layers.")]
-        modules = [fqn for fqn in stage if not fqn.startswith("layers.")]
-        if layers:
-            span = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]}-{layers[-1]}"
-            modules.insert("tok_embeddings" in modules, span)
-        names += modules
+        for are_layers, fqns in groupby(stage, key=lambda fqn: fqn.startswith("layers.")):
+            modules = list(fqns)
+            if are_layers:
+                first = modules[0].removeprefix("layers.")
+                last = modules[-1].removeprefix("layers.")
+                modules = [f"layer {first}" if first == last else f"layers {first}-{last}"]
+            names += modules
     if len(stages) > 2:
         names.append(f"... ({len(stages)} stages)")
     return ", ".join(names)
 
 
-def draw_card(planned: PlannedRun, rank: int, weight: ModuleRow) -> str:
+def draw_card(planned: PlannedRun, at: dict[str, int], weight: ModuleRow) -> str:
+    """Draw the slices of the rank at these coordinates."""
+    layout = planned.layout
+    rank = sum(list_strides(layout)[dim] * index for dim, index in at.items())
     moe = planned.model_args.moe
     n_rows = weight.weight[0]
     seq_len = planned.config.training.seq_len
-    n_sequences = planned.layout.global_batch_size
     n_experts = moe.n_experts if moe else 0
-    held = find_slices(planned.layout, rank, n_rows, seq_len, n_experts)
+    held = find_slices(layout, rank, n_rows, seq_len, n_experts)
     shapes = draw_box("all", WEIGHT, WEIGHT_X)
     shapes += draw_box("pale", WEIGHT, WEIGHT_X, held.used_rows, n_rows)
     shapes += draw_box("held", WEIGHT, WEIGHT_X, held.held_rows, n_rows)
     shapes += draw_box("all", TOKENS, TOKENS_X)
+    n_sequences = layout.global_batch_size
     for look, spans in (("pale", held.used_tokens), ("held", held.held_tokens)):
         for span in spans:
-            left, width = TOKENS_X
-            x = left + width * span.start / seq_len, width * len(span) / seq_len
-            shapes += draw_box(look, TOKENS, x, held.sequences, n_sequences)
-    words = {
-        f"stores {weight.name}": show(held.held_rows),
-        "uses": show(held.used_rows),
-        "sequences": show(held.sequences),
-        "holds tokens": show(*held.held_tokens),
-        "multiplies": show(*held.used_tokens),
-    }
+            shapes += draw_box(look, TOKENS, TOKENS_X, held.sequences, n_sequences, span, seq_len)
+    rows = show(held.held_rows)
+    sequences = show(held.sequences)
+    tokens = show(*held.held_tokens)
+    told = (
+        f"stores {weight.name} {rows}; uses {show(held.used_rows)}; sequences {sequences}; "
+        f"holds tokens {tokens}; multiplies {show(*held.used_tokens)}"
+    )
     if moe:
         shapes += draw_box("all", EXPERT_COLOR, EXPERTS_X)
         shapes += draw_box("held", EXPERT_COLOR, EXPERTS_X, held.experts, n_experts)
-        words["experts"] = show(held.experts)
-    told = "; ".join(f"{what} {which}" for what, which in words.items())
-    rows, used, sequences, tokens, *_ = words.values()
+        told += f"; experts {show(held.experts)}"
     return (
         f'<div class="card">rank {rank}<svg viewBox="0 0 82 42"><title>rank {rank}: {told}</title>{shapes}</svg>'
         f"<small>rows {rows}</small><small>sequences {sequences}, tokens {tokens}</small></div>"
@@ -260,12 +256,16 @@ def draw_box(
     color: str,
     x: tuple[float, float],
     rows: range = range(1),
-    n: int = 1,
+    n_rows: int = 1,
+    columns: range = range(1),
+    n_columns: int = 1,
 ) -> str:
-    """Draw the part of a box that shows `rows` of `n`. `x` is its left end and its width."""
+    """Draw a slice of a matrix, whose picture has its left end and its width in `x`."""
     left, width = x
-    y = 1 + 40 * rows.start / n
-    height = max(bool(rows), 40 * len(rows) / n)  # at least 1, to be visible
+    left += width * columns.start / n_columns
+    width *= len(columns) / n_columns
+    y = 1 + 40 * rows.start / n_rows
+    height = max(bool(rows), 40 * len(rows) / n_rows)  # at least 1, to be visible
     at = f'x="{left:.1f}" width="{width:.1f}" y="{y:.1f}" height="{height:.1f}"'
     return f'<rect class="{look}" color="{color}" {at}/>'
 

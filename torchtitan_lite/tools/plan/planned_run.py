@@ -15,7 +15,7 @@ from torchtitan_lite.config.model import resolve_model
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.reader import UserConfig
 from torchtitan_lite.config.recompute import plan_recompute
-from torchtitan_lite.config.schema import ActivationCheckpoint, Config, Float8
+from torchtitan_lite.config.schema import ActivationCheckpoint, Config
 from torchtitan_lite.preflight import choose_n_ranks, read_run
 from torchtitan_lite.tools.host_rules import count_moment_bytes, count_weight_bytes
 from torchtitan_lite.tools.plan.bars import BARS, Bar, find_bar_family
@@ -40,6 +40,10 @@ def describe_workload(config: Config, args: ModelArgs, layout: Layout) -> Worklo
         raise ConfigError([Problem("activation_checkpoint.mode", "memory_budget", why, remedy)])
     config = resolve_config(config, layout, "cuda")
     float8 = config.quantize.linear.float8
+    in_float8 = []  # FQNs
+    if config.model.uses_float8:
+        linears = list_linears(args)
+        in_float8 = plan_float8(linears, float8.filter_fqns, layout.tp, float8.recipe_name)
     row = ATTENTIONS[config.model.attention]
     is_masked = row.uses_documents or has_masks(config.model.attention, args)
     return Workload(
@@ -50,7 +54,7 @@ def describe_workload(config: Config, args: ModelArgs, layout: Layout) -> Worklo
         recompute=count_recompute(config.activation_checkpoint, args),
         balances_by_loss=config.training.expert_balance_loss > 0,
         compute_dtype=config.training.mixed_precision_param,
-        float8=choose_float8(args, float8, layout.tp) if config.model.uses_float8 else frozenset(),
+        float8=frozenset(fqn.split(".", 2)[2] for fqn in in_float8),
         float8_recipe=float8.recipe_name.partition("_")[0],
         gathers_float8=float8.enable_fsdp_float8_all_gather,
         precomputes_scales=float8.precompute_float8_dynamic_scale_for_fsdp,
@@ -75,12 +79,6 @@ def count_recompute(section: ActivationCheckpoint, args: ModelArgs) -> dict[bool
     for layer, mode in plan_recompute(section, range(args.n_layers)).items():
         counts[args.is_moe(layer)][mode] += 1
     return counts
-
-
-def choose_float8(args: ModelArgs, section: Float8, tp: int) -> frozenset[str]:
-    """Return the names of a block's modules that compute in float8."""
-    fqns = plan_float8(list_linears(args), section.filter_fqns, tp, section.recipe_name)
-    return frozenset(fqn.split(".", 2)[2] for fqn in fqns)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ next bound exceeds the step time of the N_BEST-th layout, so the result equals a
 """
 
 import argparse
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -25,9 +26,10 @@ from torchtitan_lite.config.settings import find_refused
 from torchtitan_lite.tools.plan.cluster import CLUSTERS, Cluster
 from torchtitan_lite.tools.plan.planned_run import PlannedRun, read_target
 from torchtitan_lite.tools.plan.step_time import Forecast
-from torchtitan_lite.tools.tables import format_table, write_table
+from torchtitan_lite.tools.tables import format_seconds, format_table, write_table
 
 N_BEST = 10
+LEAST_CAUSE = 0.05  # fraction of the additional time that a named cause explains at least
 MICROBATCHES = (1, 2, 4, 8)  # sequences per microbatch
 STAGES_PER_RANK = (2, 4, 8)  # for interleaved schedules
 LEAST_TOKENS = 1024  # per sequence and cp rank
@@ -170,13 +172,17 @@ def explain_common(common: list[PlannedRun], best: Forecast) -> str:
     expected = planned.forecast
     if expected.step_time_s <= best.step_time_s:
         return "The best layout has a commonly published combination of parallelisms."
-    extra = {what: seconds - best.parts_s[what] for what, seconds in expected.parts_s.items()}
-    named = sorted(extra, key=extra.get, reverse=True)[:3]
-    causes = [f"{what} {extra[what]:+.2f} s" for what in named]
+    extra = Counter(expected.parts_s)
+    extra.subtract(best.parts_s)
+    least_s = LEAST_CAUSE * extra.total()
+    causes = []
+    for what, seconds in extra.most_common(3):
+        if seconds > least_s:
+            causes.append(f"{what} +{format_seconds(seconds)}")
     return (
         f"The fastest layout with a commonly published combination of parallelisms: {planned}\n"
-        f"{expected.tokens_per_s_per_gpu:,.0f} tok/s/GPU, a step of {expected.step_time_s:.2f} s instead of "
-        f"{best.step_time_s:.2f} s: {', '.join(causes)}"
+        f"{expected.tokens_per_s_per_gpu:,.0f} tok/s/GPU, a step of {format_seconds(expected.step_time_s)} instead of "
+        f"{format_seconds(best.step_time_s)}: {', '.join(causes)}"
     )
 
 

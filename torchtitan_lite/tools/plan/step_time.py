@@ -76,8 +76,7 @@ class StepTime(LayerTime):
         of a stage after its last backward. Gradients of replicas are reduced per block, in the last backward.
         """
         w = self.workload
-        stages = w.stages_by_rank[pp_rank]
-        sizes = w.count_by_axis(stages)
+        sizes = w.sizes[pp_rank]
         forward = 0.0
         backward = 0.0
         for index in w.layout.stages_of(pp_rank):
@@ -86,7 +85,7 @@ class StepTime(LayerTime):
             backward += phases.total - phases.forward
         first = max(self.gather_time(kind.sizes, kind.spared_bytes) for kind in w.kinds)
         last = max(self.reduce_time(kind.sizes) for kind in w.kinds)
-        gather = self.gather_time(sizes, w.spare_bytes(stages))
+        gather = self.gather_time(sizes, w.spare_bytes(w.stages_by_rank[pp_rank]))
         reduce = self.reduce_time(sizes)
         gradients_bytes = w.at_rest[pp_rank] * w.reduce_bytes
         replicas = 2 * self.collective_time("dp_replicate", gradients_bytes)

@@ -200,21 +200,14 @@ def list_calls_of_pass(w: Workload, kind: LayerKind) -> list[Call]:
 def list_calls_of_fsdp(w: Workload, stage: Stage, n_gathers: int) -> list[Call]:
     """List the calls of FSDP (fsdp.py). `n_gathers` is how often a stage is gathered under ZeRO 1 and 2."""
     m = w.layout.n_microbatches
-    of_embedding = n_gathers
-    of_head = n_gathers
+    numbers = [n_gathers] * 3  # gathers of the embedding, of the head, and of each other group
     if w.layout.zero_stage == 3:
         # Blocks are freed after forward and backward. The head is not freed between its forward and its backward,
-        # and the backward of the embedding needs no weight.
-        of_embedding = m
-        of_head = m
-        n_gathers = 2 * m
-        if w.layout.pp > 1:  # in a pipeline, torch frees no parameters after a backward
-            of_head = 1
-            n_gathers = m + 1
-    embedding, head, *blocks = w.groups_of(stage)
-    calls = list_calls_of_group(w, embedding, of_embedding) + list_calls_of_group(w, head, of_head)
-    for group in blocks:
-        calls += list_calls_of_group(w, group, n_gathers)
+        # and the backward of the embedding needs no weight. In a pipeline, torch frees no parameters after a backward.
+        numbers = [m, 1, m + 1] if w.layout.pp > 1 else [m, m, 2 * m]
+    calls = []
+    for index, group in enumerate(w.groups_of(stage)):
+        calls += list_calls_of_group(w, group, numbers[min(index, 2)])
     return calls
 
 

@@ -122,12 +122,10 @@ def draw_weight(parameter: Tensor, rank: int) -> list[str]:
         used = locate(parameter, rank, gathered=True)
     shapes = draw_box("all", WEIGHT, BOX_X)
     for look, slices in (("pale", used), ("held", stored)):
-        rows, *columns = slices
-        x = BOX_X
-        if columns:
-            left = BOX_X[1] * columns[0].start / whole[1]
-            x = left, BOX_X[1] * len(columns[0]) / whole[1]
-        shapes += draw_box(look, WEIGHT, x, rows, whole[0])
+        sides = []
+        for span, n in zip(slices[:2], whole, strict=False):
+            sides += [span, n]
+        shapes += draw_box(look, WEIGHT, BOX_X, *sides)
     sizes = [" x ".join(str(len(span)) for span in slices) for slices in (stored, used, everything)]
     in_use = f", {sizes[1]} in use" if used != stored else ""
     text = f"<br><i>{sizes[0]} of {sizes[2]}{in_use}</i>"

@@ -196,13 +196,16 @@ class Workload:
         self.table = round_up(args.vocab_size // layout.tp, layout.fsdp) * args.dim
         self.stages = count_modules(layout.stages, args)
         self.kinds = [LayerKind(self, modes, is_moe) for is_moe, modes in self.recompute.items()]
-        # Number of parameters that a rank stores between steps, by pp rank
-        self.at_rest = []
-        for stages in self.stages_by_rank:
-            counts = self.count_by_axis(stages)
+        # axis -> number of parameters on a rank before FSDP shards them, by stage and by pp rank
+        found = {stage: self.count_by_axis(stage) for stage in set(self.stages)}
+        sizes = [found[stage] for stage in self.stages]
+        self.n_parameters = [each.total() for each in sizes]
+        self.sizes = []
+        self.at_rest = []  # number of parameters that a rank stores between steps, by pp rank
+        for pp_rank in range(layout.pp):
+            counts = sum((sizes[index] for index in layout.stages_of(pp_rank)), Counter())
+            self.sizes.append(counts)
             self.at_rest.append(sum(n / getattr(layout, axis) for axis, n in counts.items()))
-        # Number of parameters of each stage on a rank, before FSDP shards them
-        self.n_parameters = [self.sizes[stage].total() for stage in self.stages]
 
     def with_recompute(self, recompute: dict[bool, Counter]) -> "Workload":
         """Return this workload with different recompute modes. The copy shares all other values."""
@@ -290,20 +293,12 @@ class Workload:
             groups = [none, none, ("fsdp", whole, 1, float8)]
         return groups
 
-    @cached_property
-    def sizes(self) -> dict[Stage, Counter[str]]:
-        """Stage -> axis -> number of parameters. Most stages are equal, and equal stages are counted once."""
-        sizes = {}
-        for stage in set(self.stages):
-            counts = Counter()
-            for axis, elements, n_groups, _ in self.groups_of(stage):
-                counts[axis] += n_groups * sum(elements)
-            sizes[stage] = +counts
-        return sizes
-
-    def count_by_axis(self, stages: Iterable[Stage]) -> Counter[str]:
-        """Return axis -> number of parameters of these stages on one rank, before FSDP shards them."""
-        return sum((self.sizes[stage] for stage in stages), Counter())
+    def count_by_axis(self, stage: Stage) -> Counter[str]:
+        """Return axis -> number of parameters of a stage on one rank, before FSDP shards them."""
+        counts = Counter()
+        for axis, elements, n_groups, _ in self.groups_of(stage):
+            counts[axis] += n_groups * sum(elements)
+        return counts
 
     def spare_bytes(self, stages: Iterable[Stage]) -> float:
         """Return the bytes that float8 saves when these stages are gathered."""

@@ -87,16 +87,14 @@ def read_trace(data: dict, rank: int, layout: Layout) -> Trace:
     received = []
     actions = {}
     calls = []
-    modules = {}  # name and direction -> start
+    modules = {}  # direction and module -> start
     outer_ends = Counter()  # stream -> end of its last collective
     operation = ""
     for event in events:
         name = event["name"]
         start, end = find_span(event)
-        if not step_start <= start < step_end or name in IGNORED_EVENTS:
-            continue
         is_shown = event["cat"] in GPU_EVENTS if on_gpu else event["tid"] == step["tid"]
-        if not is_shown:
+        if not (is_shown and step_start <= start < step_end) or name in IGNORED_EVENTS:
             continue
         # a receive lasts until the bytes arrive, and may overlap with computing
         if name == "gloo:recv":
@@ -114,13 +112,12 @@ def read_trace(data: dict, rank: int, layout: Layout) -> Trace:
             calls.append(TracedCall(axis, start, end, operation))
         if found := MODULE.match(name):
             when, direction, module = found.groups()
+            name = f"{direction} of {module}"
             if when == "pre":
-                modules[module, direction] = start
-            elif (module, direction) in modules:
-                began = modules.pop((module, direction))
-                calls.append(TracedCall("module", began, end, f"{direction} of {module}"))
-        found = re.match(r"pp ([FBIW])(\d+) stage (\d+)", name)
-        if found:
+                modules[name] = start
+            elif name in modules:
+                calls.append(TracedCall("module", modules.pop(name), end, name))
+        elif found := re.match(r"pp ([FBIW])(\d+) stage (\d+)", name):
             kind, microbatch, stage = found.groups()
             action = Action(int(stage), kind, int(microbatch))
             first, last = actions.get(action, (start, end))
