@@ -5,8 +5,6 @@ import json
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
-from datetime import timedelta
 from pathlib import Path
 
 import compare
@@ -35,11 +33,10 @@ from torchtitan_lite.checkpoint.save import (
     write_slices,
 )
 from torchtitan_lite.config.layout import EXPERT_DIMS, MESH_DIMS
-from torchtitan_lite.config.schema import Checkpoint
+from torchtitan_lite.config.schema import Checkpoint, Config
+from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.extensions.asynchronous_saves import AsynchronousSaver
 from torchtitan_lite.extensions.hugging_face import load_weights
-from torchtitan_lite.extensions.snapshots import Snapshots
-from torchtitan_lite.parallel.process_groups import Place
 from torchtitan_lite.resume import restore_run
 
 ONE_RANK = dict.fromkeys((*MESH_DIMS, *EXPERT_DIMS), 1)
@@ -98,19 +95,6 @@ def make_saver(
     return saver(Path(folder), section, list_tensors, manifest, group, cpu)
 
 
-def make_snapshots(
-    folder: str | Path, section: Checkpoint, run: build.Run, n_hosts: int = 1
-) -> Snapshots:
-    rank = dist.get_rank()
-    n_ranks = dist.get_world_size()
-    n_local = n_ranks // n_hosts
-    first = rank // n_local * n_local
-    place = Place(rank, n_ranks, rank - first, range(first, first + n_local), 0)
-    fingerprint = {"shape": asdict(run.parts[0].model_args)}
-    saver = make_saver(Path(folder, section.folder), section, run, fingerprint)
-    return Snapshots(saver, Path(folder), place, dist.group.WORLD, timedelta(minutes=5))
-
-
 def train_and_save(
     rank: int, world_size: int, overrides: dict, folder: str
 ) -> tuple[dict[str, Tensor], list[float]]:
@@ -148,17 +132,33 @@ def list_differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str
 
 
 def write_tensors(
-    folder: Path, tensors: dict[str, Tensor], *, step: int = 0, **about: object
+    folder: Path,
+    tensors: dict[str, Tensor],
+    fingerprint: dict | None = None,
+    run: dict | None = None,
 ) -> Path:
-    """Write a checkpoint of these tensors in one process."""
+    """Write a checkpoint of these tensors in one process. The name of `folder` has the step."""
     plan = plan_save(tensors, ONE_RANK, 0)
     create_unfinished(folder)
     hashes = write_slices(folder, plan)
-    fingerprint = about.get("fingerprint", {})
-    manifest = Manifest(step, fingerprint, about.get("run", {}), plan.records, ONE_RANK)
+    step = int(folder.name.removeprefix("step-"))
+    manifest = Manifest(step, fingerprint or {}, run or {}, plan.records, ONE_RANK)
     write_manifest(name_unfinished(folder), manifest, hashes)
     commit(folder)
     return folder
+
+
+def write_checkpoint(
+    folder: Path,
+    config: Config,
+    tensors: dict[str, Tensor],
+    degrees: dict[str, int] | None = None,
+    **fingerprint: object,
+) -> Path:
+    """Write the checkpoint of a run with this config. `fingerprint`: entries besides the tokenizer."""
+    tokenizer = load_tokenizer(config.model.hf_assets_path)
+    fingerprint = {"tokenizer": tokenizer.fingerprint} | fingerprint
+    return write_tensors(folder, tensors, fingerprint, describe_run(config, degrees or {}, {}))
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:

@@ -1,7 +1,6 @@
 """The small model of the layout table, and functions that compare its layouts with one process, by `verify`'s code."""
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -133,10 +132,3 @@ def ranks_inside(pool, context: Callable[[], AbstractContextManager]) -> RunRank
         return pool.run(run_inside, world_size, context, worker, *args, **options)
 
     return run_ranks
-
-
-def fail_on(rank: int, world_size: int, failing_rank: int) -> int:
-    """Worker: end the process of one rank without a message."""
-    if rank == failing_rank:
-        os._exit(3)
-    return rank

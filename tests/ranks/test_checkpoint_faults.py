@@ -129,7 +129,7 @@ def test_before_the_rename_everything_is_on_the_disk_and_a_death_leaves_no_check
 
 def test_a_process_that_dies_while_deleting_leaves_no_partial_checkpoint(tmp_path, monkeypatch):
     for step in (1, 2):
-        write_tensors(tmp_path / f"step-{step}", {"model.a": torch.ones(2)}, step=step)
+        write_tensors(tmp_path / f"step-{step}", {"model.a": torch.ones(2)})
     with monkeypatch.context() as patched:
         patched.setattr(folders.shutil, "rmtree", die)
         with pytest.raises(Death):
@@ -194,7 +194,6 @@ def test_loading_on_another_layout_takes_its_share_and_no_more_than_one_tensor(p
     write_tensors(
         tmp_path / "step-1",
         {f"model.{n}": torch.full(shape, float(n)) for n in range(n_tensors)},
-        step=1,
     )
     for n_bytes in pool.run(watch_loading, 2, str(tmp_path / "step-1"), n_tensors, shape):
         assert 2 * MIB <= n_bytes < 5 * MIB  # two mapped tensors; all tensors have 16 MiB
@@ -221,6 +220,6 @@ def test_a_history_with_a_different_window_is_not_loaded_but_all_else_is(pool, t
         f"{owner}.skipped": torch.tensor(3.0),
         "model.a": torch.ones(2),
     }
-    path = write_tensors(tmp_path / "step-1", saved, step=1)
+    path = write_tensors(tmp_path / "step-1", saved)
     (loaded,) = pool.run(load_with_another_window, 1, str(path))
     assert [*loaded.values()] == [[7.0] * 8, 3.0, [1.0, 1.0]]

@@ -21,7 +21,6 @@ from marks import each_row, read_lines, slow
 from torchtitan_lite.config import checks
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.model import resolve_model
-from torchtitan_lite.tools.verify.ranks import RankFailure
 from torchtitan_lite.tools.verify.trial import make_trial, try_precision
 
 ROUNDED = {"bfloat16": BFLOAT16_LAYOUTS, "float8": FLOAT8_LAYOUTS}
@@ -97,9 +96,3 @@ def test_refused_combination_is_refused_and_really_fails(pool, tmp_path, line):
     for kind, fault in trial.faults.items():
         said.append(f"{kind}: {fault.text}")
     assert symptom in "\n".join(said)
-
-
-def test_the_pool_names_the_failing_rank_and_works_again_afterwards(pool):
-    with pytest.raises(RankFailure, match="rank 1 of 2"):
-        pool.run(compare.fail_on, 2, 1)
-    assert pool.run(compare.fail_on, 2, -1) == [0, 1]

@@ -2,6 +2,7 @@
 
 See test_costs.py for memory."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 from compare import local, relative_error
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
+from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.model.head import Head
 from torchtitan_lite.model.loss import IGNORE_INDEX, cross_entropy
 from torchtitan_lite.parallel.fsdp import gather_plain
@@ -44,6 +46,10 @@ def distilled(logits, targets, vocabulary, teacher):
     begin = vocabulary.shard * width
     probabilities = teacher.softmax(1)[:, begin : begin + width]
     return vocabulary.logsumexp(logits) - vocabulary.sum(probabilities * logits)
+
+
+def averaged(logits, targets, vocabulary):
+    return logits.mean()
 
 
 class CappedHead(Head):
@@ -151,6 +157,11 @@ CASES.append((f"cross_entropy of {2**17}", 2, 0))  # a shard has more ids than 1
 def test_a_formula_computes_what_torch_computes_on_whole_logits(pool, name, n_ranks, chunk_tokens):
     for errors in pool.run(run_formula, n_ranks, name, chunk_tokens):
         assert max(errors) < 1e-6, errors
+
+
+def test_a_formula_without_a_loss_for_each_token_is_refused():
+    with pytest.raises(UserError, match=r"returned \(\) losses for \("):
+        run_head(make_case(), 7, "averaged")
 
 
 # ---------------------------------------------------------------- numbers

@@ -1,7 +1,6 @@
 """train.py is killed and restarted under torchrun, and resumed on a different layout."""
 
 import fcntl
-import gc
 import os
 import pkgutil
 import re
@@ -169,24 +168,13 @@ def test_a_run_that_only_reads_changes_no_file_of_the_run_that_it_loads(
     assert describe_tree(tmp_path) == before
 
 
-def fail_at(rank: int, world_size: int, keys: list[str], place: str) -> str:
-    """Worker: start a run that fails when it calls the function `place`. Return the error."""
-    with patch(place, side_effect=RuntimeError("planted")):
-        with pytest.raises(RuntimeError) as error:
-            warm_start.start(rank, world_size, keys)
-    message = str(error.value)
-    del error
-    gc.collect()  # closes the lock of the dump folder, as the end of the process would
-    return message
-
-
 def test_a_restart_never_resumes_the_run_that_job_overwrite_deletes(
     pool, run_training, unbroken, tmp_path
 ):
     folder = tmp_path / "run"
     shutil.copytree(unbroken[0], folder)
     keys = [*unbroken[1], f"--job.dump_folder={folder}", "--job.overwrite"]
-    assert pool.run(fail_at, RANKS, keys, "train.start_process") == ["planted"] * RANKS
+    assert pool.run(warm_start.fail_at, RANKS, keys, "train.start_process") == ["planted"] * RANKS
     run_training(folder, keys, RANKS, stop_at=2, restarts=1)
     assert find_steps(folder / "checkpoint") == [2]
 
@@ -234,7 +222,7 @@ def test_steps_that_nearly_time_out_are_reported_once_with_a_remedy(pool, unbrok
 def test_a_run_that_only_reads_and_fails_or_is_stopped_writes_no_report(pool, stopped):
     folder, keys = stopped
     before = describe_tree(folder)
-    failed = pool.run(fail_at, RANKS, [*keys, *READER], "train.RunMetrics.log")
+    failed = pool.run(warm_start.fail_at, RANKS, [*keys, *READER], "train.RunMetrics.log")
     assert failed == ["planted"] * RANKS
     keys = [*keys, *READER, "--checkpoint.load_step=4"]
     said = pool.run(warm_start.start_aloud, RANKS, keys, 2)
