@@ -98,7 +98,7 @@ def make_saver(
 def train_and_save(
     rank: int, world_size: int, overrides: dict, folder: str
 ) -> tuple[dict[str, Tensor], list[float]]:
-    """Worker: train two steps and save. Return the state, and the losses of three more steps."""
+    """Worker: train two steps and save. Return the state, and the losses of two more steps."""
     run = compare.build_table_run(world_size, overrides)
     train(run, range(2))
     return save_and_train(run, folder)
@@ -117,7 +117,7 @@ def load_and_train(
 def save_and_train(run: build.Run, folder: str) -> tuple[dict[str, Tensor], list[float]]:
     with make_saver(folder, Checkpoint(enable=True), run) as saver:
         saver.save(2, run.name_tensors())
-    return whole_state(run), train(run, range(2, 5))
+    return whole_state(run), train(run, range(2, 4))
 
 
 def merge_states(states: list[dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -59,10 +59,10 @@ def reduce_row(row) -> Reduction:
     return reduce_config(complete(row.overrides, row.world_size), row.world_size)
 
 
-def try_row(row, run_ranks: RunRanks, folder: Path) -> Trial:
-    """Run one step of the table model on a layout and in one process, and compare them."""
+def try_row(row, run_ranks: RunRanks, folder: Path, n_steps: int = 1) -> Trial:
+    """Run steps of the table model on a layout and in one process, and compare them."""
     config = complete(row.overrides, row.world_size)
-    return try_layout("table", config, row.world_size, run_ranks, folder, 1)
+    return try_layout("table", config, row.world_size, run_ranks, folder, n_steps)
 
 
 def build_table_run(world_size: int, overrides: dict[str, object]) -> build.Run:

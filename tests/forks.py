@@ -458,6 +458,7 @@ a field of every batch | targets | VALUE | "rewards": | "targets":
 a field of rows | rewards | VALUE | tokens % | tokens[:, 0] %
 a forward of one module | forward of its own | GAIN | PARAMETER | PARAMETER; self.forward = lambda x: x
 a gain that is not used | gain.weight | GAIN | x * weight | x
+a forward that fails | of a fork | GAIN | return x * weight | raise TypeError('of a fork')
 a hook of a weight | has a hook or attribute | GAIN | PARAMETER \
     | PARAMETER; self.weight.register_hook(lambda own: 2 * own)
 a list in its sizes | unhashable type: 'list' | GAIN | llama3.FLAVORS \

@@ -13,7 +13,7 @@ aten = torch.ops.aten
 
 
 class Watch(TorchDispatchMode):
-    """Calls `note(func, args, outputs)` after each operator on ordinary tensors."""
+    """Calls `note(func, args, outputs)` of its subclass after each operator on ordinary tensors."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(
@@ -30,12 +30,6 @@ class Watch(TorchDispatchMode):
 
     def know(self, tensors: list[Tensor]) -> None:
         """Do not count these tensors, because they existed before."""
-
-    def note(self, func, args: tuple, outputs: list[Tensor]) -> None:
-        raise NotImplementedError
-
-    def result(self) -> object:
-        raise NotImplementedError
 
 
 class PeakMemory(Watch):

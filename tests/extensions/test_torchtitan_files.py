@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 from marks import each_row
-from test_check import H100_ELSEWHERE, find_keys
+from test_check import H100_ELSEWHERE, find_keys, write_tokenizer
 
-from torchtitan_lite.config.reader import REPOSITORY
 from torchtitan_lite.models.llama3.table import FLAVORS
 from torchtitan_lite.preflight import resolve
 
@@ -102,22 +101,13 @@ def c4(tmp_path) -> Path:
     return folder.parent
 
 
-@pytest.fixture
-def tokenizer(tmp_path) -> Path:
-    """Write a tokenizer of 2,048 ids with the first tokens of the shipped tokenizer.model, under a different name."""
-    content = (REPOSITORY / "assets" / "tokenizer" / "tokenizer.model").read_bytes()
-    path = tmp_path / "test_tiktoken.model"
-    path.write_bytes(b"".join(content.splitlines(keepends=True)[: 2048 - 256]))
-    return path
-
-
 # ---------------------------------------------------------------- the files
 
 
 @each_row("version", VERSIONS)
 @each_row("file, words, n_hosts", FILES)
 def test_each_file_starts_on_its_gpus_once_c4_and_a_tokenizer_are_there(
-    tmp_path, monkeypatch, c4, tokenizer, version, file, words, n_hosts
+    tmp_path, monkeypatch, c4, version, file, words, n_hosts
 ):
     monkeypatch.chdir(tmp_path)
     values = dict(zip(NAMES, words.split(), strict=True))
@@ -125,6 +115,8 @@ def test_each_file_starts_on_its_gpus_once_c4_and_a_tokenizer_are_there(
     args = write_toml(tmp_path / f"{file}.toml", version, values)
     place = {"machine": H100_ELSEWHERE, "n_ranks": 8 * int(n_hosts), "n_hosts": int(n_hosts)}
     assert find_keys(args, **place) == ["model.hf_assets_path", "training.dataset"]
+    made = write_tokenizer(tmp_path, n_tokens=2048 - 256) / "tokenizer.model"
+    tokenizer = made.rename(tmp_path / "test_tiktoken.model")
     args += [f"--training.dataset_path={c4}", f"--model.hf_assets_path={tokenizer}"]
     spec = resolve(args, **place)
     assert spec.model_args == FLAVORS[flavor] and spec.tokenizer.vocab_size == 2048

@@ -4,8 +4,6 @@ from mutant_table import mutant
 
 from torchtitan_lite.extensions import muon
 
-MUON = {"optimizer.name": "Muon", "optimizer.lr": 0.02}
-
 
 @mutant(
     "2 | TP=2 MUON",
