@@ -70,6 +70,11 @@ def list_state(run: build.Run) -> dict[str, Tensor]:
     return state | (run.spikes.state if run.spikes else {})
 
 
+def copy_state(run: build.Run) -> dict[str, Tensor]:
+    """Return copies of this rank's shards in `list_state`."""
+    return {name: compare.local(tensor).clone() for name, tensor in list_state(run).items()}
+
+
 def whole_state(run: build.Run) -> dict[str, Tensor]:
     """Return full copies of `list_state`. Collective."""
     return {
@@ -192,16 +197,14 @@ def load_shards(
 ) -> tuple[dict[str, Tensor], int]:
     """Worker: load the weights of a Hugging Face folder. Return them, and the peak of bytes besides its shards."""
     run = compare.build_table_run(world_size, overrides)
-    own = [compare.local(tensor) for tensor in run.saved.values()]
     with torch.no_grad():
-        for tensor in own:
+        for tensor in run.saved.values():
             tensor.fill_(torch.nan)
-    loading = PeakMemory()
-    loading.know(own)
-    with loading:
+    with PeakMemory() as loading:
         load_weights(Path(source), run.saved)
     assert not any(bias.any() for fqn, bias in run.saved.items() if fqn.endswith("expert_bias"))
-    return compare.gather(run, lambda parameter: parameter), loading.peak_bytes
+    state = whole_state(run)
+    return {fqn: state[f"model.{fqn}"] for fqn in run.parameters}, loading.result()
 
 
 def assemble(folder: Path) -> dict[str, Tensor]:

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from layouts import read_rows
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from torchtitan_lite import build
 from torchtitan_lite.config.layout import plan_degrees
@@ -101,15 +100,6 @@ def measure_losses(
         n_tokens += int(counted.sum())
     mean = nats / n_tokens
     return n_tokens, [mean, math.exp(mean), nats / math.log(2) / n_bytes]
-
-
-def gather(run: build.Run, choose: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    """Return full copies of one tensor per parameter. Collective over the ranks that share them."""
-    chosen = {fqn: choose(parameter) for fqn, parameter in run.parameters.items()}
-    return {
-        fqn: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone()
-        for fqn, t in chosen.items()
-    }
 
 
 def run_inside(

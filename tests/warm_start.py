@@ -42,24 +42,18 @@ SMALL = """
 MARK = "RUN_UNDER_TEST"  # environment variable with the dump folder, in every process of a run
 
 
-def start(rank: int, world_size: int, keys: list[str], n_steps: int = 0, restarts: int = 0) -> int:
-    """Worker: call start_aloud. Return the exit status."""
-    status, _ = start_aloud(rank, world_size, keys, n_steps, restarts)
-    return status
-
-
 def fail_at(rank: int, world_size: int, keys: list[str], place: str, n_hosts: int = 1) -> str:
     """Worker: start a run that fails when it calls the function `place`. Return the error."""
     with patch(place, side_effect=RuntimeError("planted")):
         with pytest.raises(RuntimeError) as error:
-            start_aloud(rank, world_size, keys, n_hosts=n_hosts)
+            start(rank, world_size, keys, n_hosts=n_hosts)
     message = str(error.value)
     del error
     gc.collect()  # closes the lock of the dump folder, as the end of the process would
     return message
 
 
-def start_aloud(
+def start(
     rank: int,
     world_size: int,
     keys: list[str],

@@ -221,16 +221,12 @@ qwen | --{RATE}=0.01 | finetune-qwen | qwen3_moe of qwen | 128 | 0.01 | {LR}
 """
 
 
-def write_more_weights() -> None:
+def test_fine_tuning_has_different_defaults_and_keeps_a_given_key():
     write_hugging_face("short", ARGS, context=64)
     write_hugging_face("qwen", replace(ARGS, qk_norm=True, moe=MoEArgs(4, 2, 24)), context=8192)
     for name in ("short", "qwen"):
         write_tokenizer(Path(name), n_tokens=300)
     shutil.copytree("step-9", MINE)
-
-
-def test_fine_tuning_has_different_defaults_and_keeps_a_given_key():
-    write_more_weights()
     for path, args, folder, title, seq_len, rate, said in read_lines(FURTHER):
         args = [*args.split(), f"--{PATH}={path}"]
         spec = resolve(args, machine=LAPTOP, n_ranks=2)

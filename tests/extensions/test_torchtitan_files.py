@@ -1,12 +1,11 @@
 """torchtitan's own Llama 3 config files, with their keys and values, load and start once C4 and a tokenizer exist."""
 
-import gzip
-import json
 from pathlib import Path
 
 import pytest
 from marks import each_row
 from test_check import H100_ELSEWHERE, find_keys, write_tokenizer
+from test_corpora import write_rows
 
 from torchtitan_lite.models.llama3.table import FLAVORS
 from torchtitan_lite.preflight import resolve
@@ -95,9 +94,8 @@ def c4(tmp_path) -> Path:
     folder = tmp_path / "c4" / "en"
     folder.mkdir(parents=True)
     for name, n in {"c4-train.00000-of-01024": 30, "c4-validation.0-of-8": 5}.items():
-        with gzip.open(folder / f"{name}.json.gz", "wt") as file:
-            for number in range(n):
-                print(json.dumps({"text": f"{name} says {number}: " + "words " * 90}), file=file)
+        texts = [f"{name} says {number}: {'words ' * 90}" for number in range(n)]
+        write_rows(folder / f"{name}.json", texts)
     return folder.parent
 
 

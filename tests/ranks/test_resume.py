@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import get_args
 
 import compare
-import torch
 import torch.distributed as dist
-from checkpoints import list_differing, list_state, make_saver, train
+from checkpoints import copy_state, list_differing, make_saver, train
 from layouts import MODE, TWO_LAYERS, read_rows
 from marks import each_row
 
@@ -64,12 +63,6 @@ def open_saver(run, mode: str, folder: Path) -> CheckpointSaver:
     host_ranks = range(dist.get_world_size())
     place = Place(dist.get_rank(), len(host_ranks), dist.get_rank(), host_ranks, 0)
     return Snapshots(saver, folder, place, dist.group.WORLD, timedelta(minutes=5)).saver
-
-
-def copy_state(run) -> dict[str, torch.Tensor]:
-    """Return copies of this rank's shards, with the learning rate of the next step."""
-    state = {name: compare.local(x).clone() for name, x in list_state(run).items()}
-    return state | {"learning rate": torch.tensor(run.lr_scheduler.get_last_lr())}
 
 
 def save_and_resume(rank: int, world_size: int, overrides: dict, folder: str) -> dict[str, list]:

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import compare
 import torch
 import warm_start
-from checkpoints import list_differing, list_state
+from checkpoints import copy_state, list_differing
 from layouts import TP, read_rows
 from marks import each_row
 
@@ -43,8 +43,7 @@ def meet_bad_steps(rank: int, world_size: int, overrides: dict[str, object]) -> 
 
 def snapshot(run: build.Run) -> dict[str, torch.Tensor]:
     """Return this rank's slices of all weights, biases of experts, and optimizer states, without gradient norms."""
-    state = list_state(run)
-    return {name: compare.local(state[name]).clone() for name in state if "spike" not in name}
+    return {name: copy for name, copy in copy_state(run).items() if "spike" not in name}
 
 
 BAD_STEPS = read_rows(
@@ -108,17 +107,13 @@ SPIKES = """
 """
 
 
-def start_with_norms(rank: int, world_size: int, keys: list[str], norms: list[float]) -> int:
-    """Worker: train a step for each of these gradient norms. Return the exit status."""
-    squares = [torch.tensor(norm).double().square() for norm in norms]
-    with patch.object(stepping, "sum_gradient_squares", side_effect=squares):
-        return warm_start.start(rank, world_size, keys)
-
-
-def test_the_log_names_skipped_steps_and_the_level_that_is_accepted(pool, letters, tmp_path):
+def test_the_log_names_skipped_steps_and_the_level_that_is_accepted(
+    run_training, letters, tmp_path
+):
     norms = [1.0] * 14 + [5.0, 1.0] + [4.0] * 6
-    keys = [*letters, f"--job.dump_folder={tmp_path / 'run'}", *SPIKES.split()]
-    assert pool.run(start_with_norms, 1, keys, norms) == [0]
+    squares = [torch.tensor(norm).double().square() for norm in norms]
+    inside = partial(patch, "torchtitan_lite.step.sum_gradient_squares", side_effect=squares)
+    run_training(tmp_path / "run", [*letters, *SPIKES.split()], inside=inside)
     steps = [record for record in warm_start.read_records(tmp_path / "run") if "loss" in record]
     seen = [(s["step"], s["skipped_steps"], s.get("skipped_above")) for s in steps]
     # After the first ten steps, the log has each skipped step, the next applied one, and the last step.

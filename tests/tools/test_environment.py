@@ -80,9 +80,6 @@ class Checkout(RunCheckout):
     def find(self, *extras: str, **variables: str) -> subprocess.CompletedProcess:
         return self.run("-m", "torchtitan_lite.tools.environment", *extras, **variables)
 
-    def calls(self) -> list[str]:
-        return self.calls_file.read_text().splitlines() if self.calls_file.exists() else []
-
 
 @pytest.fixture
 def checkout(tmp_path):
@@ -221,10 +218,8 @@ NVIDIA B200, 183359, 570.10 | 570.10 580 Update
 @each_row("gpu, words", GPUS)
 def test_no_torch_is_installed_that_the_driver_or_the_gpu_cannot_run(checkout, gpu, words):
     checkout.write("pyproject.toml", NEEDS.replace("alpha", "torch"))
-    program = checkout.root / "stubs" / "nvidia-smi"
-    program.write_text(f"#!/bin/sh\necho {gpu}\n")
-    program.chmod(0o755)
-    path = {"PATH": f"{program.parent}:/usr/bin:/bin"}
+    checkout.write("stubs/nvidia-smi", f"#!/bin/sh\necho {gpu}\n")
+    path = {"PATH": f"{checkout.root}/stubs:/usr/bin:/bin"}
     answer = checkout.find(**path)
     assert answer.returncode == 1
     assert all(word in answer.stderr for word in words.split()), answer.stderr

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from unittest.mock import patch
@@ -33,7 +34,7 @@ from warm_start import (
     read_losses,
     read_records,
     read_until,
-    start_aloud,
+    start,
 )
 
 from torchtitan_lite.build import Run
@@ -49,14 +50,14 @@ from torchtitan_lite.parallel.process_groups import Place
 from torchtitan_lite.tools.faults import drill, inject
 from torchtitan_lite.tools.faults.hang import explain, list_hangs, read_files
 from torchtitan_lite.tools.faults.pulse import Measured, choose_fastest, judge_machine
-from torchtitan_lite.tools.verify.ranks import RankFailure
+from torchtitan_lite.tools.verify.ranks import RankFailure, RankPool
 from torchtitan_lite.validation import forward_only
 
 # ---------------------------------------------------------------- the drill
 
 
 DRILLS = """
-disk_full stop,flip_snapshot kill,flip_weight,kill_torchrun,extra records_full,traces_full,hangs_full no_send
+disk_full stop,flip_snapshot kill,flip_weight,kill_torchrun,extra,shape records_full,traces_full,hangs_full no_send
 """.split()
 
 
@@ -506,18 +507,21 @@ SNAPSHOTS = """
 """
 
 
+@dataclass
 class SnapshotRun:
     """A run that a signal ends after ten steps, and that is resumed several times. Hosts save in host-0, host-1, ..."""
 
-    def __init__(self, pool, folder: Path, keys: list[str], n_ranks: int = 2, n_hosts: int = 1):
-        self.pool = pool
-        self.folder = folder
-        self.n_ranks = n_ranks
-        self.n_hosts = n_hosts
-        self.keys = [*keys, f"--job.dump_folder={folder}/run"]
-        self.keys.append(f"--checkpoint.local_folder={folder}/host-$GROUP_RANK")
-        pool.run(start_aloud, n_ranks, self.keys, 10, 0, n_hosts)
-        self.losses = read_losses(folder / "run")
+    pool: RankPool
+    folder: Path
+    keys: list[str]
+    n_ranks: int = 2
+    n_hosts: int = 1
+
+    def __post_init__(self):
+        self.keys = [*self.keys, *SNAPSHOTS.split(), f"--job.dump_folder={self.folder}/run"]
+        self.keys.append(f"--checkpoint.local_folder={self.folder}/host-$GROUP_RANK")
+        self.pool.run(start, self.n_ranks, self.keys, 10, 0, self.n_hosts)
+        self.losses = read_losses(self.folder / "run")
 
     def resume(self, *keys: str) -> int:
         """Make one more step, and save nothing. Return the step that the run has resumed from."""
@@ -537,8 +541,8 @@ class SnapshotRun:
 
 
 def test_the_newest_snapshot_that_all_hosts_can_open_is_restored(pool, letters, tmp_path):
-    keys = [*letters, *SNAPSHOTS.split(), "--checkpoint.async_mode=async"]
-    keys += [f"--{REPLICATE}=2"]  # each host has all weights
+    # each host has all weights
+    keys = [*letters, "--checkpoint.async_mode=async", f"--{REPLICATE}=2"]
     run = SnapshotRun(pool, tmp_path, keys, n_ranks=4, n_hosts=2)
     shutil.rmtree(tmp_path / "run/checkpoint/step-10")
     resumed = []
@@ -562,7 +566,7 @@ DAMAGED = """
 def test_the_newest_state_that_opens_is_restored_and_nothing_is_deleted_before(
     pool, letters, tmp_path
 ):
-    run = SnapshotRun(pool, tmp_path, [*letters, *SNAPSHOTS.split()])
+    run = SnapshotRun(pool, tmp_path, letters)
     files = {path.parent.name: path for path in run.list_files()}
     for damaged, step, left in read_lines(DAMAGED):
         for number in damaged.split():
@@ -570,19 +574,24 @@ def test_the_newest_state_that_opens_is_restored_and_nothing_is_deleted_before(
         if step:
             assert run.resume() == int(step)
         else:
-            with pytest.raises(RankFailure, match="step-10"):
+            other = files["step-10"].with_name("rank-00001.safetensors")
+            flip_bit(other)
+            with pytest.raises(RankFailure) as refused:
                 run.resume()
+            for file in (files["step-10"], other):  # each rank has checked one file
+                assert f"step-10/{file.name}" in str(refused.value)
+            flip_bit(other)
         assert run.list_saved() == {*left.split()}
 
 
 def test_snapshots_belong_to_one_dump_folder_and_are_deleted_when_the_run_ends(
     pool, letters, tmp_path
 ):
-    run = SnapshotRun(pool, tmp_path, [*letters, *SNAPSHOTS.split()])
+    run = SnapshotRun(pool, tmp_path, letters)
     shutil.rmtree(tmp_path / "run")
     assert run.resume() == 0
     assert run.list_saved() == set()
-    pool.run(start_aloud, 2, [*run.keys, "--training.steps=5"])
+    pool.run(start, 2, [*run.keys, "--training.steps=5"])
     assert run.list_saved() == {"step-5"}
     assert list((tmp_path / "host-0").iterdir()) == []
 
@@ -601,7 +610,7 @@ dp_shard2 x tp2 | 0 | --{SHARD}=2 --{TP}=2
 def test_a_snapshot_without_a_checkpoint_is_restored_with_a_notice_of_each_changed_key(
     pool, letters, tmp_path
 ):
-    run = SnapshotRun(pool, tmp_path, [*letters, *SNAPSHOTS.split(), f"--{SHARD}=4"], 4)
+    run = SnapshotRun(pool, tmp_path, [*letters, f"--{SHARD}=4"], 4)
     for step in (5, 10):
         shutil.rmtree(tmp_path / f"run/checkpoint/step-{step}")
     log = tmp_path / "run/log.txt"

@@ -88,7 +88,7 @@ list_trials = command.list_trials
 
 def call(tool, args):
     if tool == "train":
-        return max(pool.run(warm_start.start, args[0], args[1:]))
+        return max(status for status, _ in pool.run(warm_start.start, args[0], args[1:]))
     if tool == "verify wide":
         with patch.object(command, "list_trials", lambda *of: {"wide": list_trials(*of)["wide"]}):
             return main(["verify", *args])
