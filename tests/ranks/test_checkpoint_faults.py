@@ -3,15 +3,13 @@
 import os
 import resource
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 import torch
-from checkpoints import assemble, limit_files, make_saver, write_tensors
+from checkpoints import limit_files, make_saver, write_tensors
 from folders import list_names
 from marks import each_row
 from torch import Tensor
-from torch.distributed.checkpoint.staging import DefaultStager
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from watching import PeakMemory
@@ -104,33 +102,6 @@ def test_what_a_death_leaves_is_no_checkpoint_and_the_next_save_removes_it(
     (said,) = pool.run(save_without_room, 1, str(tmp_path), "disabled")
     assert "step-2 already exists" in said[1] and not any(said[::2])
     assert list_names(tmp_path) == {"step-1", "step-2", "step-3", "step-4", *others}
-
-
-# ---------------------------------------------------------------- torch 2.11 and 2.12
-
-
-def save_twice(rank: int, world_size: int, folder: str) -> None:
-    """Worker: save two steps with a stager that closes its inner stager after each copy, as torch 2.11 does."""
-    copy = DefaultStager._stage
-
-    def copy_and_close(stager: DefaultStager, tensors: dict) -> dict:
-        copied = copy(stager, tensors)
-        stager._state_dict_stager.close()
-        return copied
-
-    section = Checkpoint(enable=True, async_mode="async")
-    with (
-        patch.object(DefaultStager, "_stage", copy_and_close),
-        make_saver(folder, section) as saver,
-    ):
-        for step in (1, 2):
-            saver.save(step, {"model.a": torch.full((4,), float(step))})
-
-
-def test_a_stager_that_closes_after_a_copy_saves_again(pool, tmp_path):
-    pool.run(save_twice, 1, str(tmp_path))
-    for step in (1, 2):
-        assert assemble(tmp_path / f"step-{step}")["model.a"].tolist() == [step] * 4
 
 
 # ---------------------------------------------------------------- memory

@@ -107,20 +107,34 @@ SPIKES = """
 """
 
 
+# step, steps skipped so far, accepted level: after the first ten steps, the records have each skipped step, the next
+# applied one, and the last step
+SKIPPED = [
+    (15, 1, 1),
+    (16, 1, None),
+    (17, 2, 1),
+    (18, 2, None),
+    (22, 2, None),
+]
+
+
 def test_the_log_names_skipped_steps_and_the_level_that_is_accepted(
     run_training, letters, tmp_path
 ):
     norms = [1.0] * 14 + [5.0, 1.0] + [4.0] * 6
     squares = [torch.tensor(norm).double().square() for norm in norms]
     inside = partial(patch, "torchtitan_lite.step.sum_gradient_squares", side_effect=squares)
-    run_training(tmp_path / "run", [*letters, *SPIKES.split()], inside=inside)
-    steps = [record for record in warm_start.read_records(tmp_path / "run") if "loss" in record]
-    seen = [(s["step"], s["skipped_steps"], s.get("skipped_above")) for s in steps]
-    # After the first ten steps, the log has each skipped step, the next applied one, and the last step.
-    later = [record for record in seen if record[0] > 10]
-    assert later == [(15, 1, 1), (16, 1, None), (17, 2, 1), (18, 2, None), (22, 2, None)]
-    log = (tmp_path / "run" / "log.txt").read_text()
-    assert re.findall("step (.*): .* no longer skipped", log) == ["18"] and "spike_window" in log
+    run = tmp_path / "run"
+    run_training(run, [*letters, *SPIKES.split()], inside=inside)
+    seen = []
+    for record in warm_start.read_records(run):
+        if "loss" in record and record["step"] > 10:
+            skipped = record["skipped_steps"]
+            seen.append((record["step"], skipped, record.get("skipped_above")))
+    assert seen == SKIPPED
+    log = (run / "log.txt").read_text()
+    assert re.findall("step (.*): .* no longer skipped", log) == ["18"]
+    assert "spike_window" in log
 
 
 # --- which rank and module produced the first number that is not finite ---
