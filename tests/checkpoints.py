@@ -5,8 +5,6 @@ import json
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
-from datetime import timedelta
 from pathlib import Path
 
 import compare
@@ -35,11 +33,10 @@ from torchtitan_lite.checkpoint.save import (
     write_slices,
 )
 from torchtitan_lite.config.layout import EXPERT_DIMS, MESH_DIMS
-from torchtitan_lite.config.schema import Checkpoint
+from torchtitan_lite.config.schema import Checkpoint, Config
+from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.extensions.asynchronous_saves import AsynchronousSaver
 from torchtitan_lite.extensions.hugging_face import load_weights
-from torchtitan_lite.extensions.snapshots import Snapshots
-from torchtitan_lite.parallel.process_groups import Place
 from torchtitan_lite.resume import restore_run
 
 ONE_RANK = dict.fromkeys((*MESH_DIMS, *EXPERT_DIMS), 1)
@@ -73,6 +70,11 @@ def list_state(run: build.Run) -> dict[str, Tensor]:
     return state | (run.spikes.state if run.spikes else {})
 
 
+def copy_state(run: build.Run) -> dict[str, Tensor]:
+    """Return copies of this rank's shards in `list_state`."""
+    return {name: compare.local(tensor).clone() for name, tensor in list_state(run).items()}
+
+
 def whole_state(run: build.Run) -> dict[str, Tensor]:
     """Return full copies of `list_state`. Collective."""
     return {
@@ -98,23 +100,10 @@ def make_saver(
     return saver(Path(folder), section, list_tensors, manifest, group, cpu)
 
 
-def make_snapshots(
-    folder: str | Path, section: Checkpoint, run: build.Run, n_hosts: int = 1
-) -> Snapshots:
-    rank = dist.get_rank()
-    n_ranks = dist.get_world_size()
-    n_local = n_ranks // n_hosts
-    first = rank // n_local * n_local
-    place = Place(rank, n_ranks, rank - first, range(first, first + n_local), 0)
-    fingerprint = {"shape": asdict(run.parts[0].model_args)}
-    saver = make_saver(Path(folder, section.folder), section, run, fingerprint)
-    return Snapshots(saver, Path(folder), place, dist.group.WORLD, timedelta(minutes=5))
-
-
 def train_and_save(
     rank: int, world_size: int, overrides: dict, folder: str
 ) -> tuple[dict[str, Tensor], list[float]]:
-    """Worker: train two steps and save. Return the state, and the losses of three more steps."""
+    """Worker: train two steps and save. Return the state, and the losses of two more steps."""
     run = compare.build_table_run(world_size, overrides)
     train(run, range(2))
     return save_and_train(run, folder)
@@ -133,7 +122,7 @@ def load_and_train(
 def save_and_train(run: build.Run, folder: str) -> tuple[dict[str, Tensor], list[float]]:
     with make_saver(folder, Checkpoint(enable=True), run) as saver:
         saver.save(2, run.name_tensors())
-    return whole_state(run), train(run, range(2, 5))
+    return whole_state(run), train(run, range(2, 4))
 
 
 def merge_states(states: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -148,17 +137,33 @@ def list_differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str
 
 
 def write_tensors(
-    folder: Path, tensors: dict[str, Tensor], *, step: int = 0, **about: object
+    folder: Path,
+    tensors: dict[str, Tensor],
+    fingerprint: dict | None = None,
+    run: dict | None = None,
 ) -> Path:
-    """Write a checkpoint of these tensors in one process."""
+    """Write a checkpoint of these tensors in one process. The name of `folder` has the step."""
     plan = plan_save(tensors, ONE_RANK, 0)
     create_unfinished(folder)
     hashes = write_slices(folder, plan)
-    fingerprint = about.get("fingerprint", {})
-    manifest = Manifest(step, fingerprint, about.get("run", {}), plan.records, ONE_RANK)
+    step = int(folder.name.removeprefix("step-"))
+    manifest = Manifest(step, fingerprint or {}, run or {}, plan.records, ONE_RANK)
     write_manifest(name_unfinished(folder), manifest, hashes)
     commit(folder)
     return folder
+
+
+def write_checkpoint(
+    folder: Path,
+    config: Config,
+    tensors: dict[str, Tensor],
+    degrees: dict[str, int] | None = None,
+    **fingerprint: object,
+) -> Path:
+    """Write the checkpoint of a run with this config. `fingerprint`: entries besides the tokenizer."""
+    tokenizer = load_tokenizer(config.model.hf_assets_path)
+    fingerprint = {"tokenizer": tokenizer.fingerprint} | fingerprint
+    return write_tensors(folder, tensors, fingerprint, describe_run(config, degrees or {}, {}))
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
@@ -192,16 +197,14 @@ def load_shards(
 ) -> tuple[dict[str, Tensor], int]:
     """Worker: load the weights of a Hugging Face folder. Return them, and the peak of bytes besides its shards."""
     run = compare.build_table_run(world_size, overrides)
-    own = [compare.local(tensor) for tensor in run.saved.values()]
     with torch.no_grad():
-        for tensor in own:
+        for tensor in run.saved.values():
             tensor.fill_(torch.nan)
-    loading = PeakMemory()
-    loading.know(own)
-    with loading:
+    with PeakMemory() as loading:
         load_weights(Path(source), run.saved)
     assert not any(bias.any() for fqn, bias in run.saved.items() if fqn.endswith("expert_bias"))
-    return compare.gather(run, lambda parameter: parameter), loading.peak_bytes
+    state = whole_state(run)
+    return {fqn: state[f"model.{fqn}"] for fqn in run.parameters}, loading.result()
 
 
 def assemble(folder: Path) -> dict[str, Tensor]:

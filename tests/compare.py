@@ -1,7 +1,6 @@
 """The small model of the layout table, and functions that compare its layouts with one process, by `verify`'s code."""
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -10,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from layouts import read_rows
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from torchtitan_lite import build
 from torchtitan_lite.config.layout import plan_degrees
@@ -60,10 +58,10 @@ def reduce_row(row) -> Reduction:
     return reduce_config(complete(row.overrides, row.world_size), row.world_size)
 
 
-def try_row(row, run_ranks: RunRanks, folder: Path) -> Trial:
-    """Run one step of the table model on a layout and in one process, and compare them."""
+def try_row(row, run_ranks: RunRanks, folder: Path, n_steps: int = 1) -> Trial:
+    """Run steps of the table model on a layout and in one process, and compare them."""
     config = complete(row.overrides, row.world_size)
-    return try_layout("table", config, row.world_size, run_ranks, folder, 1)
+    return try_layout("table", config, row.world_size, run_ranks, folder, n_steps)
 
 
 def build_table_run(world_size: int, overrides: dict[str, object]) -> build.Run:
@@ -104,15 +102,6 @@ def measure_losses(
     return n_tokens, [mean, math.exp(mean), nats / math.log(2) / n_bytes]
 
 
-def gather(run: build.Run, choose: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    """Return full copies of one tensor per parameter. Collective over the ranks that share them."""
-    chosen = {fqn: choose(parameter) for fqn, parameter in run.parameters.items()}
-    return {
-        fqn: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone()
-        for fqn, t in chosen.items()
-    }
-
-
 def run_inside(
     rank: int,
     world_size: int,
@@ -133,10 +122,3 @@ def ranks_inside(pool, context: Callable[[], AbstractContextManager]) -> RunRank
         return pool.run(run_inside, world_size, context, worker, *args, **options)
 
     return run_ranks
-
-
-def fail_on(rank: int, world_size: int, failing_rank: int) -> int:
-    """Worker: end the process of one rank without a message."""
-    if rank == failing_rank:
-        os._exit(3)
-    return rank

@@ -2,11 +2,14 @@
 
 import json
 import signal
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 import warm_start
+from compare import ranks_inside
 
 from torchtitan_lite.__main__ import main
 from torchtitan_lite.tools.processes import PRELOADED
@@ -44,18 +47,28 @@ def pool():
 
 @pytest.fixture(scope="session")
 def run_training(pool):
-    """Return a function that runs train.py on ranks of the pool, and checks the exit status.
+    """Return a function that runs train.py on ranks of the pool, checks the status, and returns what rank 0 prints.
 
     `stop_at`: number of the step, counted from this start, before which SIGTERM arrives. 0: train to the end.
+    `inside`: a context manager of every rank, which can be pickled.
     """
 
     def run(
-        folder: Path, keys: list[str], n_ranks: int = 1, stop_at: int = 0, restarts: int = 0
-    ) -> None:
+        folder: Path,
+        keys: list[str],
+        n_ranks: int = 1,
+        stop_at: int = 0,
+        restarts: int = 0,
+        inside: Callable[[], AbstractContextManager] = nullcontext,
+    ) -> str:
         keys = [*keys, f"--job.dump_folder={folder}"]
         status = 128 + signal.SIGTERM if stop_at else 0
-        ended = pool.run(warm_start.start, n_ranks, keys, stop_at, restarts)
-        assert ended == [status] * n_ranks
+        run_ranks = ranks_inside(pool, inside)
+        statuses, outputs = zip(
+            *run_ranks(warm_start.start, n_ranks, keys, stop_at, restarts), strict=True
+        )
+        assert statuses == (status,) * n_ranks
+        return outputs[0]
 
     return run
 

@@ -222,7 +222,8 @@ def list_ends(args):
 MODEL = ModelTable(llama3.FLAVORS, list_block, list_ends)
 """
 
-LOCAL = """from torch.optim import Optimizer
+LOCAL = """import torch
+from torch.optim import Optimizer
 
 from torchtitan_lite.dtensor import local_shard
 
@@ -456,6 +457,8 @@ a value head that sees a slice | dimension | VALUE | "gathered" | "sequence"
 a field of every batch | targets | VALUE | "rewards": | "targets":
 a field of rows | rewards | VALUE | tokens % | tokens[:, 0] %
 a forward of one module | forward of its own | GAIN | PARAMETER | PARAMETER; self.forward = lambda x: x
+a gain that is not used | gain.weight | GAIN | x * weight | x
+a forward that fails | of a fork | GAIN | return x * weight | raise TypeError('of a fork')
 a hook of a weight | has a hook or attribute | GAIN | PARAMETER \
     | PARAMETER; self.weight.register_hook(lambda own: 2 * own)
 a list in its sizes | unhashable type: 'list' | GAIN | llama3.FLAVORS \
@@ -479,6 +482,11 @@ a state of one shard | in a state | SUM | local_shard(parameter.grad)
 a state of the second step | late = | self.state[parameter]["sum"] | LATE
 a list of an optimizer | history = [ | KEEPS | KEEPS; self.history = []
 an optimizer inside | inner = | KEEPS | KEEPS; self.inner = Optimizer(groups, {})
+a mean of columns | sum = DTensor( | SUM | parameter.grad.mean(0)
+a number of a group | k = 1 in an attribute or a parameter group | SUM | SUM; group["k"] = 1
+a number in an attribute | k = 1 in an attribute or a parameter group | SUM | SUM; self.k = 1
+a number in a state | k = 1 in a state | SUM | SUM; self.state[parameter]["k"] = 1
+a state under a name | in a state, which no resume | SUM | SUM; self.state["all"]["k"] = torch.ones(())
 a step with a closure | calls step without a closure | closure=None | closure
 arguments that the trainer does not give | Write a subclass | **options | lr
 """

@@ -3,7 +3,6 @@
 import importlib
 import os
 import pkgutil
-import signal
 import sys
 import time
 from argparse import Namespace
@@ -27,7 +26,6 @@ PLACES = {  # kind -> the function before which a rank hangs, and the number of 
 }
 ACTS = {
     "slow": lambda *_: time.sleep(9),
-    "dead": lambda *_: os.kill(os.getpid(), signal.SIGKILL),
     "none": print,
     **dict.fromkeys(PLACES, lambda *_: time.sleep(10_000)),
 }
@@ -50,9 +48,7 @@ def train(args: list[str], folder: Path, spec: RunSpec) -> int:
     """Train in this process, as one rank."""
     kind, rank = os.environ[HANG].split(",")
     if rank == os.environ["RANK"]:
-        inject = importlib.import_module("torchtitan_lite.tools.faults.inject")
-        act = ACTS.get(kind) or (lambda run, *_: getattr(inject, kind)(None, run))
-        hang_at(*PLACES.get(kind, (STEP, 4)), act)
+        hang_at(*PLACES.get(kind, (STEP, 4)), ACTS[kind])
     return importlib.import_module("torchtitan_lite.tools.agent").train_rank(args, folder, spec)
 
 

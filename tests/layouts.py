@@ -74,7 +74,7 @@ def read_keys(words: str, names: Mapping[str, Any]) -> dict[str, object]:
     for word in words.split():
         key, _, value = word.partition("=")
         named = names.get(key, key)
-        if value[:1].isdigit() or value in ("true", "false"):
+        if value[:1].isdigit() or value[:1] == "[" or value in ("true", "false"):
             value = json.loads(value)
         keys |= named if key == word else {named: value}
     return keys
@@ -105,6 +105,11 @@ GATHER | FLOAT8 quantize.linear.float8.enable_fsdp_float8_all_gather=true
 PRECOMPUTE | GATHER quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp=true
 ROWWISE | FLOAT8 quantize.linear.float8.recipe_name=rowwise
 ROWWISE_HP | FLOAT8 quantize.linear.float8.recipe_name=rowwise_with_gw_hp
+MUON | optimizer.name=Muon optimizer.lr=0.02
+NODE | parallelism.zero_plus_plus_node_size=2
+HPZ | parallelism.zero_plus_plus=["hpz"] NODE
+ZERO_PP | parallelism.zero_plus_plus=["hpz","qwz","qgz"] NODE
+ROUNDED | parallelism.zero_plus_plus=["qwz","qgz"] parallelism.zero_plus_plus_node_size=4
 """):
     SHORT[name] = read_keys(words, {**globals(), **SHORT})
 
@@ -308,4 +313,30 @@ tp2, one key/value head | 2 | TP=2 FLOAT8 ONE_HEAD
 tp2 rowwise, one key/value head | 2 | TP=2 ROWWISE ONE_HEAD
 tp2 rowwise | 2 | TP=2 ROWWISE TWO_LAYERS
 tp2 rowwise_with_gw_hp | 2 | TP=2 ROWWISE_HP TWO_LAYERS
+""")
+
+MUON_LAYOUTS = read_rows("""
+Muon, one rank | 1 | MUON TWO_LAYERS
+Muon, dp4 | 4 | MUON TWO_LAYERS
+Muon, dp3, odd sizes and an empty slice | 3 | MUON TWO_LAYERS training.global_batch_size=6 model.ffn_dim=4
+Muon, hsdp2x2 | 4 | MUON TWO_LAYERS REPLICATE=2
+Muon, dp2, ZeRO 2 | 2 | MUON TWO_LAYERS ZERO=2 ACCUMULATION_4
+Muon, dp2 x tp2 | 4 | MUON TWO_LAYERS TP=2
+Muon, cp2 x tp2 | 4 | MUON TWO_LAYERS CP=2 TP=2
+Muon, pp2 x dp2 x tp2 | 8 | MUON TWO_LAYERS PP=2 TP=2 GROUPS
+Muon, debug_moe_3d | 8 | MUON MOE PP=2 TP=2 EP=4 GROUPS
+Muon, experts whose matrices FSDP cuts | 4 | MUON FIVE_EXPERTS
+Muon, shared experts | 2 | MUON SHARED EP=2 TP=2
+""")
+ZERO_PP_LAYOUTS = read_rows("""
+ZeRO++, dp4 | 4 | ZERO_PP TWO_LAYERS
+ZeRO++, dp4, hpZ alone | 4 | HPZ TWO_LAYERS
+ZeRO++, dp4 accumulation 2 | 4 | ZERO_PP ACCUMULATION_4 TWO_LAYERS
+ZeRO++, hsdp2x2 | 4 | ZERO_PP REPLICATE=2 TWO_LAYERS
+ZeRO++, dp2 x tp2 | 4 | ROUNDED TP=2 TWO_LAYERS
+ZeRO++, dp4 x tp2 | 8 | ZERO_PP TP=2 parallelism.zero_plus_plus_node_size=4 TWO_LAYERS
+ZeRO++, pp2 x dp2 x tp2 | 8 | ROUNDED PP=2 TP=2 TWO_LAYERS
+ZeRO++, experts, dp4 | 4 | ZERO_PP MOE
+ZeRO++, experts, dp4, matrices shared | 4 | ZERO_PP FIVE_EXPERTS
+ZeRO++, experts, dp2 x tp2, ep2 | 4 | ZERO_PP parallelism.zero_plus_plus_node_size=4 MOE TP=2 EP=2
 """)

@@ -34,6 +34,24 @@ def find_port() -> str:
         return str(server.getsockname()[1])
 
 
+class Stubs:
+    """A folder with programs that replace others. They append a line to `calls_file` for each call."""
+
+    def __init__(self, root: Path, calls_file: Path):
+        self.root = root
+        self.calls_file = calls_file
+        calls_file.touch()
+
+    def write(self, name: str, text: str) -> None:
+        path = self.root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        path.chmod(0o755)
+
+    def calls(self) -> list[str]:
+        return self.calls_file.read_text().splitlines()
+
+
 needs_browser = pytest.mark.skipif(not which("chromium"), reason="chromium is not installed")
 
 

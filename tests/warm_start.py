@@ -4,6 +4,7 @@ start     runs train.py in the workers of a rank pool, and takes a second
 launch    runs ./run_train.sh, as users do, and takes five seconds
 """
 
+import gc
 import io
 import json
 import os
@@ -19,6 +20,7 @@ from random import Random
 from signal import SIGKILL, SIGTERM
 from unittest.mock import patch
 
+import pytest
 from checkpoints import assemble, list_differing
 from made_corpora import write_corpus
 
@@ -40,21 +42,34 @@ SMALL = """
 MARK = "RUN_UNDER_TEST"  # environment variable with the dump folder, in every process of a run
 
 
-def start(rank: int, world_size: int, keys: list[str], n_steps: int = 0, restarts: int = 0) -> int:
-    """Worker: call start_aloud. Return the exit status."""
-    status, _ = start_aloud(rank, world_size, keys, n_steps, restarts)
-    return status
+def fail_at(rank: int, world_size: int, keys: list[str], place: str, n_hosts: int = 1) -> str:
+    """Worker: start a run that fails when it calls the function `place`. Return the error."""
+    with patch(place, side_effect=RuntimeError("planted")):
+        with pytest.raises(RuntimeError) as error:
+            start(rank, world_size, keys, n_hosts=n_hosts)
+    message = str(error.value)
+    del error
+    gc.collect()  # closes the lock of the dump folder, as the end of the process would
+    return message
 
 
-def start_aloud(
-    rank: int, world_size: int, keys: list[str], n_steps: int = 0, restarts: int = 0
+def start(
+    rank: int,
+    world_size: int,
+    keys: list[str],
+    n_steps: int = 0,
+    restarts: int = 0,
+    n_hosts: int = 1,
 ) -> tuple[int, str]:
     """Worker: run train.py in the process group of this worker. Return its exit status, and this rank's output.
 
     Rank 0 gets SIGTERM before step number `n_steps` of this start. The run is told that torchrun has restarted it
-    `restarts` times.
+    `restarts` times, and that its ranks are on `n_hosts` hosts, whose numbers are in GROUP_RANK.
     """
-    place = process_groups.Place(rank, world_size, rank, range(world_size), restarts)
+    n_local = world_size // n_hosts
+    host, local_rank = divmod(rank, n_local)
+    host_ranks = range(host * n_local, (host + 1) * n_local)
+    place = process_groups.Place(rank, world_size, local_rank, host_ranks, restarts)
     store = process_groups.dist.distributed_c10d._get_default_store()
     step = partial(step_with_signal, count(1), rank, n_steps)
     with (
@@ -63,7 +78,7 @@ def start_aloud(
         patch.object(train, "join_job", return_value=(place, store)),
         patch.object(process_groups.dist, "init_process_group"),
         patch.object(process_groups.dist, "destroy_process_group"),
-        patch.dict(os.environ, make_environment(rank, world_size, port=0)),
+        patch.dict(os.environ, make_environment(rank, world_size, port=0), GROUP_RANK=str(host)),
         patch.object(train, "train_step", step),
     ):
         status = train.main(["--config=debug", *keys], StopFlag())

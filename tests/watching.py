@@ -1,9 +1,9 @@
-"""Dispatch modes that see every operator, also those inside the operators of context parallel."""
-
-import weakref
+"""Dispatch modes that see every operator, also those inside the operators of context parallel, and memory."""
 
 import torch
 from torch import Tensor
+from torch._C._profiler import _EventType
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -13,7 +13,7 @@ aten = torch.ops.aten
 
 
 class Watch(TorchDispatchMode):
-    """Calls `note(func, args, outputs)` after each operator on ordinary tensors."""
+    """Calls `note(func, args, outputs)` of its subclass after each operator on ordinary tensors."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(
@@ -28,41 +28,48 @@ class Watch(TorchDispatchMode):
         self.note(func, args, [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)])
         return outputs
 
-    def know(self, tensors: list[Tensor]) -> None:
-        """Do not count these tensors, because they existed before."""
 
-    def note(self, func, args: tuple, outputs: list[Tensor]) -> None:
-        raise NotImplementedError
-
-    def result(self) -> object:
-        raise NotImplementedError
+A_STEP = "a step that is measured"
 
 
-class PeakMemory(Watch):
-    """Measures the peak bytes of the storages that are allocated inside the context."""
+class PeakMemory(profile):
+    """Measures the peak bytes that torch's allocator gives out inside the context, or after its
+    `record_function(A_STEP)`.
+
+    torch's profiler can miss a release by another thread. So a tensor counts as released at the latest when a different
+    tensor gets its address.
+    """
 
     def __init__(self):
-        super().__init__()
-        self.live_bytes = self.peak_bytes = 0
-        self.known = weakref.WeakSet()
-
-    def know(self, tensors):
-        self.known.update(tensor.untyped_storage() for tensor in tensors)
-
-    def note(self, func, args, outputs):
-        for tensor in outputs:
-            storage = tensor.untyped_storage()
-            if storage not in self.known:
-                self.known.add(storage)
-                self.live_bytes += storage.nbytes()
-                weakref.finalize(storage, self.free, storage.nbytes())
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-
-    def free(self, n_bytes: int) -> None:
-        self.live_bytes -= n_bytes
+        super().__init__(activities=[ProfilerActivity.CPU], profile_memory=True)
 
     def result(self) -> int:
-        return self.peak_bytes
+        return find_peak(self.profiler.kineto_results.experimental_event_tree())
+
+
+def find_peak(events: list) -> int:
+    """Return the peak bytes, computed from these events."""
+    moments = []
+    to_do = list(events)
+    while to_do:
+        event = to_do.pop()
+        to_do += event.children
+        if event.tag == _EventType.Allocation:
+            fields = event.extra_fields
+            moments.append((event.start_time_ns, fields.ptr, fields.alloc_size))
+        elif event.name == A_STEP:
+            moments.append((event.start_time_ns, None, 0))
+    n_bytes = 0
+    peak = 0
+    sizes = {}  # address -> bytes
+    for _, address, size in sorted(moments, key=lambda moment: moment[0]):
+        if address is None:
+            peak = 0
+        n_bytes += max(size, 0) - sizes.pop(address, 0)
+        if size > 0:
+            sizes[address] = size
+        peak = max(n_bytes, peak)
+    return peak
 
 
 class AttentionWork(Watch):

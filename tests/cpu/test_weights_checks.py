@@ -10,15 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import write_checkpoint
 from folders import dump_json, load_json
 from made_corpora import write_corpus
 from marks import each_row, read_lines
 from test_check import LAPTOP, find_problems, write_tokenizer
 from test_hugging_face import write_tensors
 
-from torchtitan_lite.checkpoint import format as folders
-from torchtitan_lite.checkpoint.format import Manifest, TensorRecord
-from torchtitan_lite.checkpoint.save import describe_run
 from torchtitan_lite.checkpoint.starting_weights import (
     check_loaded_model,
     describe_checkpoint,
@@ -28,7 +26,7 @@ from torchtitan_lite.config.block import list_shapes
 from torchtitan_lite.config.messages import Problems
 from torchtitan_lite.config.model_rows import ModelArgs, ModelTable, ModuleRow, MoEArgs, RopeScaling
 from torchtitan_lite.config.reader import read_config
-from torchtitan_lite.config.schema import Config, with_value
+from torchtitan_lite.config.schema import with_value
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.from_weights import fingerprint_documents
 from torchtitan_lite.models.registry import MODELS
@@ -45,7 +43,7 @@ HF, OURS = f"--{PATH}=hf", f"--{PATH}=step-9"
 NOT_ONLY = "--checkpoint.initial_load_model_only=false"
 ANEW = "--checkpoint.exclude_from_loading=optimizer"
 LETTERS = "--training.dataset=letters"
-STATE = {"optimizer.norm.weight.step": TensorRecord("float32", (), 0, (), 0)}
+STATE = {"optimizer.norm.weight.step": torch.tensor(9.0)}
 
 
 @pytest.fixture(autouse=True)
@@ -62,19 +60,8 @@ def working_folder(tmp_path, monkeypatch):
 def commit(step: int, assets: str, **fingerprint) -> None:
     """Write step-N, a checkpoint of ARGS that was trained with the tokenizer in `assets`."""
     config = with_value(read_config(RUN).config, ASSETS, assets)
-    commit_run(Path(f"step-{step}"), config, {"shape": asdict(ARGS)} | fingerprint)
-
-
-def commit_run(
-    final: Path, config: Config, fingerprint: dict, degrees=None, tensors: dict = STATE
-) -> None:
-    """Write a checkpoint that has no files of tensors."""
-    fingerprint["tokenizer"] = load_tokenizer(config.model.hf_assets_path).fingerprint
-    about = describe_run(config, degrees or {}, {})
-    unfinished = folders.create_unfinished(final)
-    manifest = Manifest(int(final.name[5:]), fingerprint, about, tensors)
-    folders.write_manifest(unfinished, manifest, {})
-    folders.commit(final)
+    fingerprint = {"shape": asdict(ARGS)} | fingerprint
+    write_checkpoint(Path(f"step-{step}"), config, STATE, **fingerprint)
 
 
 def write_hugging_face(name: str, args: ModelArgs, context: int | None = None) -> None:
@@ -234,16 +221,12 @@ qwen | --{RATE}=0.01 | finetune-qwen | qwen3_moe of qwen | 128 | 0.01 | {LR}
 """
 
 
-def write_more_weights() -> None:
+def test_fine_tuning_has_different_defaults_and_keeps_a_given_key():
     write_hugging_face("short", ARGS, context=64)
     write_hugging_face("qwen", replace(ARGS, qk_norm=True, moe=MoEArgs(4, 2, 24)), context=8192)
     for name in ("short", "qwen"):
         write_tokenizer(Path(name), n_tokens=300)
     shutil.copytree("step-9", MINE)
-
-
-def test_fine_tuning_has_different_defaults_and_keeps_a_given_key():
-    write_more_weights()
     for path, args, folder, title, seq_len, rate, said in read_lines(FURTHER):
         args = [*args.split(), f"--{PATH}={path}"]
         spec = resolve(args, machine=LAPTOP, n_ranks=2)
@@ -270,14 +253,13 @@ def test_a_key_without_effect_is_a_notice_and_an_impossible_value_is_a_problem()
 # ---------------------------------------------------------------- the folder of an earlier run
 
 
-def save(step: int, *args: str, tensors: dict[str, TensorRecord] = STATE) -> Path:
-    """Write the files of a run that has saved `step`, without the files of tensors. Return the checkpoint."""
+def save(step: int, *args: str, tensors: dict[str, torch.Tensor] = STATE) -> Path:
+    """Write the files of a run that has saved `step`. Return the checkpoint."""
     spec = prepare(*args)
     documents = fingerprint_documents(spec.config, spec.tokenizer).values()
     fingerprint = {"shape": asdict(spec.model_args), "documents": [*documents]}
     final = spec.dump_folder / "checkpoint" / f"step-{step}"
-    commit_run(final, spec.config, fingerprint, spec.layout.degrees, tensors)
-    return final
+    return write_checkpoint(final, spec.config, tensors, spec.layout.degrees, **fingerprint)
 
 
 # arguments | what differs: key: words of the problem. training.data_seed defaults to debug.seed

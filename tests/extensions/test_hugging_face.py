@@ -95,12 +95,6 @@ def make_theirs(args: ModelArgs, **options: object) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(**content))
 
 
-def write_ours(args: ModelArgs, folder: Path) -> Llama3:
-    model = build_ours(args)
-    write_tensors(args, folder, model.state_dict())
-    return model
-
-
 def edit_json(path: Path, **changes) -> None:
     """Change keys of a JSON file. "missing" deletes a key."""
     content = {**load_json(path), **changes}
@@ -131,7 +125,8 @@ def test_an_export_gives_our_logits_and_gradients_in_transformers_and_comes_back
 ):
     """Gradients are exported as if they were weights, which gives them transformers' names and order."""
     monkeypatch.setattr(convert, "MOST_FILE_BYTES", 20_000)
-    ours = write_ours(FLAVORS[name], tmp_path / "ours")
+    ours = build_ours(FLAVORS[name])
+    write_tensors(FLAVORS[name], tmp_path / "ours", ours.state_dict())
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.float32)
     logits = theirs(TOKENS).logits
     difference = logits - ours(TOKENS, positions=POSITIONS)

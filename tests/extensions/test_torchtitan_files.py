@@ -1,14 +1,12 @@
 """torchtitan's own Llama 3 config files, with their keys and values, load and start once C4 and a tokenizer exist."""
 
-import gzip
-import json
 from pathlib import Path
 
 import pytest
 from marks import each_row
-from test_check import H100_ELSEWHERE, find_keys
+from test_check import H100_ELSEWHERE, find_keys, write_tokenizer
+from test_corpora import write_rows
 
-from torchtitan_lite.config.reader import REPOSITORY
 from torchtitan_lite.models.llama3.table import FLAVORS
 from torchtitan_lite.preflight import resolve
 
@@ -96,19 +94,9 @@ def c4(tmp_path) -> Path:
     folder = tmp_path / "c4" / "en"
     folder.mkdir(parents=True)
     for name, n in {"c4-train.00000-of-01024": 30, "c4-validation.0-of-8": 5}.items():
-        with gzip.open(folder / f"{name}.json.gz", "wt") as file:
-            for number in range(n):
-                print(json.dumps({"text": f"{name} says {number}: " + "words " * 90}), file=file)
+        texts = [f"{name} says {number}: {'words ' * 90}" for number in range(n)]
+        write_rows(folder / f"{name}.json", texts)
     return folder.parent
-
-
-@pytest.fixture
-def tokenizer(tmp_path) -> Path:
-    """Write a tokenizer of 2,048 ids with the first tokens of the shipped tokenizer.model, under a different name."""
-    content = (REPOSITORY / "assets" / "tokenizer" / "tokenizer.model").read_bytes()
-    path = tmp_path / "test_tiktoken.model"
-    path.write_bytes(b"".join(content.splitlines(keepends=True)[: 2048 - 256]))
-    return path
 
 
 # ---------------------------------------------------------------- the files
@@ -117,7 +105,7 @@ def tokenizer(tmp_path) -> Path:
 @each_row("version", VERSIONS)
 @each_row("file, words, n_hosts", FILES)
 def test_each_file_starts_on_its_gpus_once_c4_and_a_tokenizer_are_there(
-    tmp_path, monkeypatch, c4, tokenizer, version, file, words, n_hosts
+    tmp_path, monkeypatch, c4, version, file, words, n_hosts
 ):
     monkeypatch.chdir(tmp_path)
     values = dict(zip(NAMES, words.split(), strict=True))
@@ -125,6 +113,8 @@ def test_each_file_starts_on_its_gpus_once_c4_and_a_tokenizer_are_there(
     args = write_toml(tmp_path / f"{file}.toml", version, values)
     place = {"machine": H100_ELSEWHERE, "n_ranks": 8 * int(n_hosts), "n_hosts": int(n_hosts)}
     assert find_keys(args, **place) == ["model.hf_assets_path", "training.dataset"]
+    made = write_tokenizer(tmp_path, n_tokens=2048 - 256) / "tokenizer.model"
+    tokenizer = made.rename(tmp_path / "test_tiktoken.model")
     args += [f"--training.dataset_path={c4}", f"--model.hf_assets_path={tokenizer}"]
     spec = resolve(args, **place)
     assert spec.model_args == FLAVORS[flavor] and spec.tokenizer.vocab_size == 2048

@@ -58,15 +58,6 @@ def rows_beyond_the_capacity_dropped(original, rows, matrices, ends):
     return original(rows, matrices, ends) * (place < 3 * len(rows) // len(ends))[:, None]
 
 
-# ---------------------------------------------------------------- the choice
-
-
-@mutant(EP2, "module output", "layers.0.feed_forward", at=(moe.Router, "choose"))
-def scores_rounded_before_the_choice(original, router, scores):
-    """Experts are chosen by scores that are rounded to bf16, so many scores are equal."""
-    return (scores + router.expert_bias).bfloat16().topk(router.args.top_k, dim=-1).indices
-
-
 # ---------------------------------------------------------------- loads and biases
 
 

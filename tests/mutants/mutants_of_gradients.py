@@ -1,8 +1,6 @@
 """Mutants that the wide trial of `verify` finds: in norm, loss, gradients, pieces, positions and masks."""
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from mutant_table import mutant
 
 from torchtitan_lite import step
@@ -12,7 +10,6 @@ from torchtitan_lite.parallel import (
     exchange,
     fsdp,
     parallelize,
-    tensor_parallel,
 )
 
 
@@ -27,12 +24,6 @@ def loss_not_summed_over_pp(original, squares, loss, stop_signal):
     """The loss of the last stage does not reach the other stages, so rank 0, which has no head, logs zero."""
     norm, _, stops = original(squares, loss, stop_signal)
     return norm, loss.float(), stops
-
-
-@mutant("tp2", "gradients", "norm.weight", at=(exchange.Gather, "backward"))
-def gathered_sequence_keeps_its_own_gradient(original, ctx, grad):
-    """Every tp rank reads the gathered sequence and computes a part of its gradient. The parts are not summed."""
-    return grad.chunk(ctx.ranks.n, dim=1)[ctx.ranks.own], None, None
 
 
 @mutant(
@@ -73,45 +64,11 @@ def documents_lost_after_the_first_stage(
     return original(part, x, positions=positions, doc_ids=doc_ids, targets=targets)
 
 
-@mutant("tp2", "updates", "norm.weight", at=(step, "update_weights"), dims=("tp",))
-def norm_updated_on_one_rank_only(original, optimizer, grad_norm, max_norm, *is_spike):
-    """Each tensor-parallel rank has a copy of the norm weights, and one rank does not update its copy."""
-    for parameter in optimizer.param_groups[0]["params"]:
-        if parameter.dim() == 1 and dist.get_rank() == 1:
-            parameter.grad.to_local().zero_()
-    return original(optimizer, grad_norm, max_norm, *is_spike)
-
-
 @mutant("pp2 1F1B", "module output", "layers.1.attention_norm", at=(llama3.Llama3, "forward"))
 def hidden_states_rounded_between_stages(original, part, x, **inputs):
     """Hidden states are sent between stages in bf16, while the model computes in fp32."""
     hidden = original(part, x, **inputs)
     return hidden if part.output is not None else hidden.bfloat16().float()
-
-
-@mutant(
-    "2 | TP=2 CHUNKS",
-    "module output",
-    "output",
-    at=(tensor_parallel.SplitVocabulary, "gather"),
-)
-def softmax_over_a_share_of_the_vocabulary(original, vocabulary, both):
-    """Each tensor-parallel rank normalizes the softmax over its own part of the vocabulary only."""
-    log_totals, of_targets = original(vocabulary, both).unbind(1)
-    alone = torch.full_like(log_totals, -torch.inf)
-    alone[vocabulary.shard] = both[0]
-    return torch.stack((alone, of_targets), 1)
-
-
-@mutant(
-    "2 | TP=2 flavor.norm_eps=1e-06",
-    "module output",
-    "layers.0.attention_norm",
-    at=(F, "rms_norm"),
-)
-def norm_with_an_eps_of_its_own(original, x, shape, weight, eps):
-    """Under tensor parallelism a norm uses torch's default eps instead of the model's."""
-    return original(x, shape, weight)
 
 
 @mutant("1 | CHUNKS", "gradients", "output.weight", at=(torch.Tensor, "addmm_"))

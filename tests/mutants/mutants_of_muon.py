@@ -4,8 +4,6 @@ from mutant_table import mutant
 
 from torchtitan_lite.extensions import muon
 
-MUON = {"optimizer.name": "Muon", "optimizer.lr": 0.02}
-
 
 @mutant(
     "2 | TP=2 MUON",
@@ -22,18 +20,3 @@ def owner_forgets_to_send(exchange, sent, received, group, empty, calls=[]):  # 
     if len(calls) % 2 == 0 and group.rank() > 0:
         for tensor, old in zip(received[0], before, strict=True):
             tensor.copy_(old)
-
-
-@mutant(
-    "2 | MUON",
-    "state",
-    "layers.1.feed_forward.w1.weight (momentum_buffer)",
-    at=(muon.Muon, "update"),
-    dims=("dp_shard",),
-)
-def momentum_of_another_matrix(update, optimizer, matrices, axes, group):
-    """A rank stores momenta in the order of their owners, so the next step reads the momentum of a different matrix."""
-    update(optimizer, matrices, axes, group)
-    states, (first, second) = optimizer.state, [matrix.parameter for matrix in matrices]
-    if muon.dist.get_rank() == 1 and first.shape == second.shape:
-        states[first], states[second] = states[second], states[first]

@@ -20,20 +20,17 @@ from checkpoints import (
     assemble,
     list_differing,
     load_and_train,
-    make_saver,
     merge_states,
     rewrite_manifest,
     train_and_save,
 )
-from folders import list_names, load_json
+from folders import load_json
 from layouts import CP, MODE, PP, TP, Row, read_rows
 from marks import each_row
 from safetensors import safe_open
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from torchtitan_lite.checkpoint.format import find_steps
-from torchtitan_lite.config.schema import Checkpoint
 from torchtitan_lite.extensions.asynchronous_saves import AsynchronousSaver
 from torchtitan_lite.tools.verify.ranks import RankFailure
 
@@ -44,7 +41,6 @@ ADAMW = {
     "lr_scheduler.total_steps": 10,
     MODE: "none",  # recompute does not change checkpoints
 }
-KEEP_ALL = Checkpoint(enable=True, keep_latest_k=0)
 EXPERTS = {**layouts.MOE, **ADAMW, "training.expert_bias_rate": 0.01}
 SIXTEEN_HEADS = {"model.n_heads": 16, "model.dim": 128, "model.n_kv_heads": 4}
 SAVED_ON = read_rows(
@@ -53,6 +49,7 @@ SAVED_ON = read_rows(
 experts | 2 | EP=2 EXPERTS
 float8 | 2 | PRECOMPUTE EMULATED TWO_LAYERS
 replicas | 4 | REPLICATE=2 model.vocab_size=2048 ADAMW
+ZeRO++ | 4 | ZERO_PP ADAMW
 odd sizes and an empty slice | 3 | training.global_batch_size=6 model.ffn_dim=4 ADAMW
 """,
     globals(),
@@ -69,6 +66,7 @@ experts on dp2 x tp2, ep4 | 4 | TP=2 EP=4 EXPERTS
 experts on pp2 | 2 | PP=2 EXPERTS
 float8 on dp2 without float8 | 2 | TWO_LAYERS
 replicas on dp2 | 2 | model.vocab_size=2048 ADAMW
+ZeRO++ on tp2 | 2 | TP=2 ADAMW
 odd sizes and an empty slice on tp2 | 2 | TP=2 training.global_batch_size=6 model.ffn_dim=4 ADAMW
 """,
     globals(),
@@ -97,11 +95,12 @@ HELD = ("3d on hsdp2x2", "3d on pp2, one stage a rank", "3d on cp2", "3d on pp4"
 HELD += ("experts on pp2", "experts on dp2 x tp2, ep4")
 FAST = [name for name in OPENED_ON if name not in HELD]
 FAST.append("one rank on Qwen3, tp4")
-LARGEST_ERRORS = {"float8 on dp2 without float8": 0.01}  # of a loss; default: 1e-4
+# of a loss; default: 1e-4
+LARGEST_ERRORS = dict.fromkeys(("float8 on dp2 without float8", "ZeRO++ on tp2"), 0.01)
 
 
 def run_on(pool, worker, row: Row, *folders: Path) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """Return the whole state that a worker saves, and the losses of three more steps."""
+    """Return the whole state that a worker saves, and the losses of two more steps."""
     states, losses = zip(*pool.run(worker, *row, *map(str, folders)), strict=True)
     return merge_states(states), losses[0]
 
@@ -192,28 +191,6 @@ def test_checkpoints_of_format_3_open_on_another_layout(pool, saved, tmp_path):
     assert list_differing(opened, state) == []
 
 
-def save_small(rank: int, world_size: int, folder: str, n_steps: int, section: Checkpoint) -> None:
-    """Worker: save a checkpoint of one number after each of `n_steps` steps."""
-    with make_saver(folder, section) as saver:
-        for step in range(1, n_steps + 1):
-            saver.save(step, {"model.a": torch.ones(2)})
-
-
-def test_an_uncommitted_save_is_not_a_checkpoint_and_the_next_save_removes_it(pool, tmp_path):
-    others = {"step-8.damaged", "step-x"}
-    for name in ("step-1.tmp", "step-7.tmp", *others):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "manifest.json").write_text("{}")
-    assert find_steps(tmp_path) == []
-    (tmp_path / "step-2").mkdir()  # not a checkpoint, and not overwritten
-    with pytest.raises(RankFailure, match="step-2 already exists"):
-        pool.run(save_small, 1, str(tmp_path), 2, KEEP_ALL)
-    names = list_names(tmp_path)
-    assert names == {"step-1", "step-2", *others}
-    assert list((tmp_path / "step-2").iterdir()) == []
-    assert find_steps(tmp_path) == [1]
-
-
 # keys | step | message
 DIFFERENT = r"""
 model.n_layers=3 | step-2 | does not fit this run: model.layers.2.attention_norm.weight has shape \[64\]
@@ -276,7 +253,7 @@ def train_with_late_copies(rank: int, world_size: int, keys: list[str]) -> dict[
         patch.object(AsynchronousSaver, "save", note_and_save),
         patch.object(AsynchronousSaver, "wait", wait_and_compare),
     ):
-        assert warm_start.start(rank, world_size, keys) == 0
+        assert warm_start.start(rank, world_size, keys)[0] == 0
     return changed
 
 

@@ -14,14 +14,13 @@ from checkpoints import (
     make_saver,
     read_tensors,
     rewrite_manifest,
-    write_tensors,
+    write_checkpoint,
 )
 from folders import list_names
 from marks import each_row
 
 from torchtitan_lite.checkpoint import load as loading
 from torchtitan_lite.checkpoint.format import DamagedCheckpoint
-from torchtitan_lite.checkpoint.save import describe_run
 from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.schema import Checkpoint, with_value
@@ -126,15 +125,10 @@ LAPTOP = Machine("cpu", 1, 2**34, "a laptop")
 def write_steps(folder: Path, steps: list[int], load_step: int = -1) -> None:
     """Write the checkpoints that a run with this load_step saves."""
     spec = resolve(["--config=debug"], machine=LAPTOP)
-    fingerprint = {
-        "shape": asdict(spec.model_args),
-        "tokenizer": spec.tokenizer.fingerprint,
-    }
     config = with_value(spec.config, "checkpoint.load_step", load_step)
-    run = describe_run(config, {}, {})
     for step in steps:
         path = folder / "checkpoint" / f"step-{step}"
-        write_tensors(path, make_tensors(step), step=step, fingerprint=fingerprint, run=run)
+        write_checkpoint(path, config, make_tensors(step), shape=asdict(spec.model_args))
 
 
 def resume_at(folder: Path, step: int, *more: str) -> int:

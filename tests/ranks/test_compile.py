@@ -20,7 +20,7 @@ from torchtitan_lite.extensions import software
 from torchtitan_lite.parallel.process_groups import prepare_process
 from torchtitan_lite.tools.verify.ranks import RankPool
 
-N_STEPS = 4
+N_STEPS = 3
 
 
 def list_compiled_by_step(

@@ -7,8 +7,7 @@ import compare
 import pytest
 import torch
 import torch.nn.functional as F
-from checkpoints import make_saver
-from layouts import ADAMW, MODE, MOE, read_rows
+from layouts import MODE, MOE, read_rows
 from marks import each_row
 from safetensors.torch import load_file
 from torch import Tensor
@@ -20,7 +19,7 @@ from torchtitan_lite.components.expert_balance import (
     describe_load,
 )
 from torchtitan_lite.config.model_rows import MoEArgs
-from torchtitan_lite.config.schema import Checkpoint, Training
+from torchtitan_lite.config.schema import Training
 from torchtitan_lite.model.moe import MoE
 
 TOKENS = compare.GLOBAL_BATCH_SIZE * compare.SEQ_LEN
@@ -124,37 +123,28 @@ def test_every_layout_counts_each_token_once_and_has_the_same_entropy(pool, name
 # ---------------------------------------------------------------- checkpoints
 
 
-BIAS = "layers.{}.feed_forward.router.expert_bias"
+WEIGHTS_ALONE = "--checkpoint.last_save_model_only --checkpoint.export_dtype=bfloat16"
 
 
-def save_weights_alone(rank: int, world_size: int, folder: str) -> dict[str, Tensor]:
-    """Worker: save only the weights of a run, in bfloat16. Return the biases, which are zero in a new run."""
-    run = compare.build_table_run(world_size, {**MOE, **ADAMW})
-    biases = [router.expert_bias for router in run.balance.routers.values()]
-    assert not any(bias.any() for bias in biases)
-    for bias in biases:
-        bias += 1 / 3
-    section = Checkpoint(
-        enable=True, last_save_model_only=True, export_dtype="bfloat16", interval=1
-    )
-    with make_saver(folder, section, run) as saver:
-        for step in (1, 2):
-            saver.after_step(step, n_steps=2, is_stopped=False)
-    return {f"model.{BIAS.format(layer)}": bias for layer, bias in enumerate(biases)}
-
-
-def test_weights_alone_are_rounded_only_at_the_end_and_biases_of_experts_never(pool, tmp_path):
-    (biases,) = pool.run(save_weights_alone, 1, str(tmp_path))
-    files = [tmp_path / f"step-{step}" / "rank-00000.safetensors" for step in (1, 2)]
-    earlier, last = map(load_file, files)
-    assert len(biases) == 2
-    for name, tensor in last.items():
-        saved = earlier[name]
-        assert saved.dtype == torch.float32 and name.startswith("model.")
-        if name in biases:
-            assert torch.equal(saved, biases[name]) and torch.equal(tensor, biases[name])
+def test_weights_alone_are_rounded_only_at_the_end_and_biases_of_experts_never(
+    run_training, letters, tmp_path
+):
+    keys = [*letters, "--model.flavor=debug_moe", "--training.steps=2", "--checkpoint.interval=1"]
+    for name, more in (("whole", ""), ("alone", WEIGHTS_ALONE)):
+        run_training(tmp_path / name, [*keys, *more.split()])
+    paths = [tmp_path / name / "checkpoint" for name in ("whole", "alone")]
+    whole, alone = (load_file(path / "step-2" / "rank-00000.safetensors") for path in paths)
+    earlier = load_file(paths[1] / "step-1" / "rank-00000.safetensors")
+    assert earlier.keys() == whole.keys()
+    assert alone.keys() == {name for name in whole if name.startswith("model.")}
+    for name, tensor in alone.items():
+        assert earlier[name].dtype == whole[name].dtype == torch.float32
+        expected = whole[name]
+        if name.endswith("expert_bias"):
+            assert expected.any()
         else:
-            assert tensor.dtype == torch.bfloat16 and torch.equal(tensor, saved.bfloat16())
+            expected = expected.bfloat16()
+        assert tensor.dtype == expected.dtype and torch.equal(tensor, expected)
 
 
 # ---------------------------------------------------------------- the log

@@ -100,5 +100,6 @@ def test_any_config_is_refused_with_remedies_or_makes_two_steps(pool, small, tmp
         n_sound += 1
         if config == small and n_runs < N_RUNS:
             n_runs += 1
-            assert pool.run(warm_start.start, 1, args, 2)[0] in (0, 128 + signal.SIGTERM), args
+            ((status, _),) = pool.run(warm_start.start, 1, args, 2)
+            assert status in (0, 128 + signal.SIGTERM), args
     assert N_CASES // 20 < n_sound < N_CASES * 3 // 4 and n_runs == N_RUNS, "both kinds are drawn"

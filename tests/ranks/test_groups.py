@@ -73,7 +73,7 @@ def watch_start(
             operator = getattr(torch.ops.c10d, name).default
             if "ProcessGroup" in str(operator._schema):
                 library.impl(operator, partial(note, operator), FRONT.name, with_keyset=True)
-        status = warm_start.start(rank, world_size, keys)
+        status, _ = warm_start.start(rank, world_size, keys)
     surplus = count_surplus_workers() - surplus  # earlier jobs of this process may have left groups
     timeouts_s = {}
     for group in dist.distributed_c10d._world.pg_map:

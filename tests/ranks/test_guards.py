@@ -1,23 +1,19 @@
 """Bugs that `verify` cannot find, because one process has them too, or because they only appear at large sizes."""
 
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from unittest.mock import patch
 
 import compare
 import pytest
 import torch
 import warm_start
-from folders import list_names
 from layouts import TP
 from made_corpora import write_corpus
 from marks import each_row
 
-from torchtitan_lite.checkpoint.format import CheckpointError
-from torchtitan_lite.checkpoint.save import CheckpointSaver
 from torchtitan_lite.parallel.initial_weights import copy_local_shard
 from torchtitan_lite.step import train_step
+from torchtitan_lite.tools.verify.ranks import RankFailure
 
 
 def test_a_large_initial_weight_is_copied_to_its_end():
@@ -78,12 +74,6 @@ def test_a_run_logs_rate_and_norm_of_each_step_and_validates_other_documents_wit
 # ---------------------------------------------------------------- when a run saves, compares and validates
 
 
-@pytest.fixture
-def start_small(letters, tmp_path) -> Callable[..., list[str]]:
-    """Return a function: more arguments -> the arguments of a small run in `tmp_path`/run."""
-    return lambda *more: [*letters, f"--job.dump_folder={tmp_path / 'run'}", *more]
-
-
 def note_compared_steps(rank: int, world_size: int, keys: list[str]) -> list[int]:
     """Worker: train. Return the steps after which copies were compared."""
     steps = []
@@ -91,44 +81,39 @@ def note_compared_steps(rank: int, world_size: int, keys: list[str]) -> list[int
         "torchtitan_lite.extensions.copies.compare_copies",
         lambda run, group: steps.append(run.lr_scheduler.last_epoch),
     ):
-        assert warm_start.start(rank, world_size, keys) == 0
+        assert warm_start.start(rank, world_size, keys)[0] == 0
     return steps
 
 
-def test_a_run_compares_validates_and_records_after_every_nth_step(pool, start_small, tmp_path):
-    keys = ["--training.steps=16", "--debug.compare_copies_every=3", "--checkpoint.no_enable"]
+def test_a_run_compares_validates_and_records_after_every_nth_step(pool, letters, tmp_path):
+    keys = [*letters, f"--job.dump_folder={tmp_path}/run"]
+    keys += ["--training.steps=16", "--debug.compare_copies_every=3", "--checkpoint.no_enable"]
     keys += ["--validation.enable", "--validation.freq=3", "--metrics.log_freq=5"]
-    assert pool.run(note_compared_steps, 1, start_small(*keys)) == [[3, 6, 9, 12, 15]]
+    assert pool.run(note_compared_steps, 1, keys) == [[3, 6, 9, 12, 15]]
     validated = [1, 3, 6, 9, 12, 15, 16]
     assert [*warm_start.read_losses(tmp_path / "run", "val_loss")] == validated
     assert [*warm_start.read_losses(tmp_path / "run")] == [*range(1, 11), 12, 15, 16]
     assert not (tmp_path / "run" / "checkpoint").exists()
 
 
-def fail_to_save_the_last_step(rank: int, world_size: int, keys: list[str]) -> list[str]:
-    """Worker: train six steps. The last snapshot cannot be saved. Return the snapshots that were saved."""
-    write = CheckpointSaver.write
-    snapshots = []
-
-    def write_or_fail(saver: CheckpointSaver, *plan: object) -> None:
-        if saver.manifest.host is None:  # no snapshot
-            raise CheckpointError("the disk is full")
-        write(saver, *plan)
-        snapshots.append(str(saver.folder))
-
-    with patch.object(CheckpointSaver, "write", write_or_fail):
-        with pytest.raises(CheckpointError, match="the disk is full"):
-            warm_start.start(rank, world_size, keys)
-    return snapshots
-
-
 @each_row("mode", ["disabled", "async"])
-def test_snapshots_are_kept_until_the_last_checkpoint_is_saved(pool, start_small, tmp_path, mode):
-    keys = [
-        f"--checkpoint.async_mode={mode}",
-        f"--checkpoint.local_folder={tmp_path / 'snapshots'}",
-    ]
-    keys = start_small(*keys, "--training.steps=6", "--checkpoint.local_interval=2")
-    (saved,) = pool.run(fail_to_save_the_last_step, 1, keys)
-    assert len(saved) == 2 and len(set(saved)) == 1
-    assert list_names(Path(saved[0])) == {"step-2", "step-4"}
+def test_snapshots_are_kept_until_the_last_checkpoint_is_saved(
+    run_training, letters, tmp_path, mode
+):
+    (tmp_path / "run/checkpoint/step-6").mkdir(parents=True)  # this save fails
+    keys = [*letters, "--training.steps=6", f"--checkpoint.async_mode={mode}"]
+    keys += [f"--checkpoint.local_folder={tmp_path}/snapshots", "--checkpoint.local_interval=2"]
+    with pytest.raises(RankFailure, match="step-6 already exists"):
+        run_training(tmp_path / "run", keys)
+    kept = {path.name for path in tmp_path.glob("snapshots/*/*/*")}
+    assert kept == {"step-2", "step-4"}
+
+
+def test_an_error_of_an_asynchronous_save_ends_the_run_at_the_next_step(
+    run_training, letters, tmp_path
+):
+    (tmp_path / "run/checkpoint/step-1").mkdir(parents=True)
+    keys = [*letters, "--checkpoint.interval=1", "--checkpoint.async_mode=async"]
+    with pytest.raises(RankFailure, match="step-1 already exists"):
+        run_training(tmp_path / "run", keys, 2)
+    assert [*warm_start.read_losses(tmp_path / "run")] == [1, 2]

@@ -2,6 +2,7 @@
 
 See test_costs.py for memory."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 from compare import local, relative_error
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
+from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.model.head import Head
 from torchtitan_lite.model.loss import IGNORE_INDEX, cross_entropy
 from torchtitan_lite.parallel.fsdp import gather_plain
@@ -27,17 +29,6 @@ def z_loss(logits, targets, vocabulary):
     return log_total - vocabulary.target_logit(logits, targets) + 0.1 * log_total.square()
 
 
-def smoothed(logits, targets, vocabulary):
-    mean = vocabulary.sum(logits) / VOCAB
-    return (
-        vocabulary.logsumexp(logits) - 0.9 * vocabulary.target_logit(logits, targets) - 0.1 * mean
-    )
-
-
-def weighted(logits, targets, vocabulary, weights):
-    return cross_entropy(logits, targets, vocabulary) * weights
-
-
 def distilled(logits, targets, vocabulary, teacher):
     """Return the cross entropy with the probabilities of a teacher. The teacher's logits (n, V) come with the batch."""
     width = logits.shape[1]
@@ -46,12 +37,16 @@ def distilled(logits, targets, vocabulary, teacher):
     return vocabulary.logsumexp(logits) - vocabulary.sum(probabilities * logits)
 
 
+def averaged(logits, targets, vocabulary):
+    return logits.mean()
+
+
 class CappedHead(Head):
     def finish(self, logits):
         return 3 * torch.tanh(logits / 3)
 
 
-Case = tuple[torch.Tensor, ...]  # weight, hidden, targets, weights, a teacher's logits
+Case = tuple[torch.Tensor, ...]  # weight, hidden, targets, a teacher's logits
 
 
 def make_case(dtype: torch.dtype = torch.float32, vocab_size: int = VOCAB) -> Case:
@@ -62,9 +57,8 @@ def make_case(dtype: torch.dtype = torch.float32, vocab_size: int = VOCAB) -> Ca
     targets = torch.randint(vocab_size, (ROWS, SEQ_LEN), generator=generator)
     targets[1] = IGNORE_INDEX
     targets[2, :3] = IGNORE_INDEX
-    weights = torch.rand(ROWS, SEQ_LEN, generator=generator)
     teacher = torch.randn(ROWS, SEQ_LEN, vocab_size, generator=generator)
-    return weight, hidden, targets, weights, teacher
+    return weight, hidden, targets, teacher
 
 
 def compute(
@@ -87,12 +81,8 @@ def compute(
     if name == "z_loss":
         counted = targets != IGNORE_INDEX
         losses = losses + 0.1 * logits.exp().sum(1).log().square() * counted
-    if name == "smoothed":
-        losses = F.cross_entropy(logits, targets, reduction="none", label_smoothing=0.1)
-    if name == "weighted":
-        losses = losses * others[0].flatten().double()
     if name == "distilled":
-        probabilities = others[1].double().softmax(-1).flatten(0, 1)
+        probabilities = others[0].double().softmax(-1).flatten(0, 1)
         losses = F.cross_entropy(logits, probabilities, reduction="none")
         losses = losses[targets != IGNORE_INDEX]
     loss = losses.sum() / 7
@@ -109,8 +99,7 @@ def run_head(
     head.formula = globals().get(name, cross_entropy)
     head.chunk_tokens = chunk_tokens
     head.weight = nn.Parameter(weight)
-    fields = dict(zip(("weights", "teacher"), others, strict=False))
-    extra = {key: fields[key] for key in FIELDS.get(name, ())}
+    extra = {"teacher": others[0]} if name == "distilled" else {}
     if world_size > 1:
         mesh = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("dp_shard", "tp"))
         parallelize_module(head, mesh["tp"], SplitHead())
@@ -138,10 +127,9 @@ def run_formula(rank: int, world_size: int, name: str, chunk_tokens: int) -> lis
     return [relative_error(*pair) for pair in zip(found, expected, strict=True)]
 
 
-FIELDS = {"weighted": ["weights"], "distilled": ["teacher"]}  # of the batch
 LARGE = "large "
-NAMES = "cross_entropy z_loss smoothed weighted distilled softcap".split()
-NAMES += [f"{LARGE}cross_entropy", f"{LARGE}smoothed"]
+NAMES = "cross_entropy z_loss distilled softcap".split()
+NAMES += [f"{LARGE}cross_entropy", f"{LARGE}distilled"]
 CASES = [(name, *case) for name in NAMES for case in ((1, 0), (1, 7), (2, 7))]
 CASES += [("cross_entropy", 1, n) for n in (1, SEQ_LEN, ROWS * SEQ_LEN, 1000)]
 CASES.append((f"cross_entropy of {2**17}", 2, 0))  # a shard has more ids than 16 bits can hold
@@ -151,6 +139,11 @@ CASES.append((f"cross_entropy of {2**17}", 2, 0))  # a shard has more ids than 1
 def test_a_formula_computes_what_torch_computes_on_whole_logits(pool, name, n_ranks, chunk_tokens):
     for errors in pool.run(run_formula, n_ranks, name, chunk_tokens):
         assert max(errors) < 1e-6, errors
+
+
+def test_a_formula_without_a_loss_for_each_token_is_refused():
+    with pytest.raises(UserError, match=r"returned \(\) losses for \("):
+        run_head(make_case(), 7, "averaged")
 
 
 # ---------------------------------------------------------------- numbers

@@ -2,13 +2,13 @@
 
 from contextlib import ExitStack
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import get_args
 
 import compare
-import torch
 import torch.distributed as dist
-from checkpoints import list_differing, list_state, make_saver, make_snapshots, train
+from checkpoints import copy_state, list_differing, make_saver, train
 from layouts import MODE, TWO_LAYERS, read_rows
 from marks import each_row
 
@@ -17,6 +17,8 @@ from torchtitan_lite.checkpoint.save import CheckpointSaver
 from torchtitan_lite.config.choices import OPTIMIZERS
 from torchtitan_lite.config.reader import KEYS
 from torchtitan_lite.config.schema import Checkpoint
+from torchtitan_lite.extensions.snapshots import Snapshots
+from torchtitan_lite.parallel.process_groups import Place
 from torchtitan_lite.resume import restore_run
 
 # The learning rate changes in every step, so a shifted schedule would change the weights.
@@ -49,22 +51,18 @@ MODES = {
     "sync": Checkpoint(enable=True),
     "async": Checkpoint(enable=True, async_mode="async"),
     "pinned": Checkpoint(enable=True, async_mode="async_with_pinned_mem"),
-    "snapshot": Checkpoint(enable=True, local_folder="snapshots"),
+    "snapshot": Checkpoint(enable=True),
 }
 
 
 def open_saver(run, mode: str, folder: Path) -> CheckpointSaver:
-    section = MODES[mode]
-    if not section.local_folder:
-        return make_saver(folder / mode, section, run)
-    section = replace(section, local_folder=str(folder / mode))
-    return make_snapshots(folder / "run", section, run).saver
-
-
-def copy_state(run) -> dict[str, torch.Tensor]:
-    """Return copies of this rank's shards, with the learning rate of the next step."""
-    state = {name: compare.local(x).clone() for name, x in list_state(run).items()}
-    return state | {"learning rate": torch.tensor(run.lr_scheduler.get_last_lr())}
+    saver = make_saver(folder / mode, MODES[mode], run)
+    if mode != "snapshot":
+        return saver
+    saver = replace(saver, section=replace(saver.section, local_folder=str(folder)))
+    host_ranks = range(dist.get_world_size())
+    place = Place(dist.get_rank(), len(host_ranks), dist.get_rank(), host_ranks, 0)
+    return Snapshots(saver, folder, place, dist.group.WORLD, timedelta(minutes=5)).saver
 
 
 def save_and_resume(rank: int, world_size: int, overrides: dict, folder: str) -> dict[str, list]:

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import compare
 import torch
 import warm_start
-from checkpoints import list_differing, list_state
+from checkpoints import copy_state, list_differing
 from layouts import TP, read_rows
 from marks import each_row
 
@@ -43,8 +43,7 @@ def meet_bad_steps(rank: int, world_size: int, overrides: dict[str, object]) -> 
 
 def snapshot(run: build.Run) -> dict[str, torch.Tensor]:
     """Return this rank's slices of all weights, biases of experts, and optimizer states, without gradient norms."""
-    state = list_state(run)
-    return {name: compare.local(state[name]).clone() for name in state if "spike" not in name}
+    return {name: copy for name, copy in copy_state(run).items() if "spike" not in name}
 
 
 BAD_STEPS = read_rows(
@@ -108,24 +107,34 @@ SPIKES = """
 """
 
 
-def start_with_norms(rank: int, world_size: int, keys: list[str], norms: list[float]) -> int:
-    """Worker: train a step for each of these gradient norms. Return the exit status."""
-    squares = [torch.tensor(norm).double().square() for norm in norms]
-    with patch.object(stepping, "sum_gradient_squares", side_effect=squares):
-        return warm_start.start(rank, world_size, keys)
+# step, steps skipped so far, accepted level: after the first ten steps, the records have each skipped step, the next
+# applied one, and the last step
+SKIPPED = [
+    (15, 1, 1),
+    (16, 1, None),
+    (17, 2, 1),
+    (18, 2, None),
+    (22, 2, None),
+]
 
 
-def test_the_log_names_skipped_steps_and_the_level_that_is_accepted(pool, letters, tmp_path):
+def test_the_log_names_skipped_steps_and_the_level_that_is_accepted(
+    run_training, letters, tmp_path
+):
     norms = [1.0] * 14 + [5.0, 1.0] + [4.0] * 6
-    keys = [*letters, f"--job.dump_folder={tmp_path / 'run'}", *SPIKES.split()]
-    assert pool.run(start_with_norms, 1, keys, norms) == [0]
-    steps = [record for record in warm_start.read_records(tmp_path / "run") if "loss" in record]
-    seen = [(s["step"], s["skipped_steps"], s.get("skipped_above")) for s in steps]
-    # After the first ten steps, the log has each skipped step, the next applied one, and the last step.
-    later = [record for record in seen if record[0] > 10]
-    assert later == [(15, 1, 1), (16, 1, None), (17, 2, 1), (18, 2, None), (22, 2, None)]
-    log = (tmp_path / "run" / "log.txt").read_text()
-    assert re.findall("step (.*): .* no longer skipped", log) == ["18"] and "spike_window" in log
+    squares = [torch.tensor(norm).double().square() for norm in norms]
+    inside = partial(patch, "torchtitan_lite.step.sum_gradient_squares", side_effect=squares)
+    run = tmp_path / "run"
+    run_training(run, [*letters, *SPIKES.split()], inside=inside)
+    seen = []
+    for record in warm_start.read_records(run):
+        if "loss" in record and record["step"] > 10:
+            skipped = record["skipped_steps"]
+            seen.append((record["step"], skipped, record.get("skipped_above")))
+    assert seen == SKIPPED
+    log = (run / "log.txt").read_text()
+    assert re.findall("step (.*): .* no longer skipped", log) == ["18"]
+    assert "spike_window" in log
 
 
 # --- which rank and module produced the first number that is not finite ---

@@ -1,7 +1,6 @@
 """train.py is killed and restarted under torchrun, and resumed on a different layout."""
 
 import fcntl
-import gc
 import os
 import pkgutil
 import re
@@ -10,6 +9,9 @@ import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -147,7 +149,7 @@ READ = """
 
 @each_row("more, damaged, first", READ)
 def test_a_run_that_only_reads_changes_no_file_of_the_run_that_it_loads(
-    pool, stopped, unbroken, tmp_path, more, damaged, first
+    run_training, stopped, unbroken, tmp_path, more, damaged, first
 ):
     shutil.copytree(stopped[0], tmp_path, dirs_exist_ok=True)
     keys = [key.replace(str(stopped[0]), str(tmp_path)) for key in stopped[1]]
@@ -158,9 +160,7 @@ def test_a_run_that_only_reads_changes_no_file_of_the_run_that_it_loads(
     before = describe_tree(tmp_path)
     with (run / "lock").open("ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # as a run does that still writes to this folder
-        said = pool.run(warm_start.start_aloud, RANKS, [*keys, *READER, *more.split()])
-    assert [status for status, _ in said] == [0] * RANKS
-    output = said[0][1]
+        output = run_training(run, [*keys, *READER, *more.split()], RANKS)
     losses = dict(re.findall(r"step +(\d+)/\d+  loss ([\d.]+)", output))
     assert min(map(int, losses)) == int(first)
     expected = read_losses(unbroken[0])
@@ -169,32 +169,20 @@ def test_a_run_that_only_reads_changes_no_file_of_the_run_that_it_loads(
     assert describe_tree(tmp_path) == before
 
 
-def fail_at(rank: int, world_size: int, keys: list[str], place: str) -> str:
-    """Worker: start a run that fails when it calls the function `place`. Return the error."""
-    with patch(place, side_effect=RuntimeError("planted")):
-        with pytest.raises(RuntimeError) as error:
-            warm_start.start(rank, world_size, keys)
-    message = str(error.value)
-    del error
-    gc.collect()  # closes the lock of the dump folder, as the end of the process would
-    return message
-
-
 def test_a_restart_never_resumes_the_run_that_job_overwrite_deletes(
     pool, run_training, unbroken, tmp_path
 ):
     folder = tmp_path / "run"
     shutil.copytree(unbroken[0], folder)
     keys = [*unbroken[1], f"--job.dump_folder={folder}", "--job.overwrite"]
-    assert pool.run(fail_at, RANKS, keys, "train.start_process") == ["planted"] * RANKS
+    assert pool.run(warm_start.fail_at, RANKS, keys, "train.start_process") == ["planted"] * RANKS
     run_training(folder, keys, RANKS, stop_at=2, restarts=1)
     assert find_steps(folder / "checkpoint") == [2]
 
 
-def start_slowly(
-    rank: int, world_size: int, keys: list[str], n_steps: int, place: str, seconds: float
-) -> tuple[int, str]:
-    """Worker: train `n_steps`. The function `place` takes `seconds` or more. Return the exit status and the output."""
+@contextmanager
+def slowed(place: str, seconds: float) -> Iterator[None]:
+    """Let the function `place` take `seconds` or more."""
     function = pkgutil.resolve_name(place)
 
     def wait_and_call(*args) -> object:
@@ -202,45 +190,45 @@ def start_slowly(
         return function(*args)
 
     with patch(place, wait_and_call):
-        return warm_start.start_aloud(rank, world_size, keys, n_steps)
+        yield
 
 
-def test_the_time_of_a_step_does_not_include_saves(pool, unbroken, tmp_path):
+def test_the_time_of_a_step_does_not_include_saves(run_training, unbroken, tmp_path):
     seconds = 2.0
-    keys = [*unbroken[1], f"--job.dump_folder={tmp_path}", "--checkpoint.interval=1"]
-    place = "torchtitan_lite.checkpoint.save.CheckpointSaver.save"
-    ended = pool.run(start_slowly, RANKS, keys, 2, place, seconds)
-    assert [status for status, _ in ended] == [143] * RANKS
+    keys = [*unbroken[1], "--checkpoint.interval=1"]
+    inside = partial(slowed, "torchtitan_lite.checkpoint.save.CheckpointSaver.save", seconds)
+    run_training(tmp_path, keys, RANKS, stop_at=2, inside=inside)
     records = read_records(tmp_path)
     assert [line["waited_s"] > seconds for line in records if line["kind"] == "save"] == [True] * 2
     times = [line["step_time_s"] for line in records if line["kind"] == "step"]
     assert len(times) == 2 and 0 < max(times) < seconds
 
 
-def test_steps_that_nearly_time_out_are_reported_once_with_a_remedy(pool, unbroken, tmp_path):
-    key = "--comm.train_timeout_seconds"
-    keys = [*unbroken[1], f"--job.dump_folder={tmp_path}", "--job.overwrite"]
+def test_steps_that_nearly_time_out_are_reported_once_with_a_remedy(
+    run_training, unbroken, tmp_path
+):
     lines = []
     for seconds in (1, 100):
-        slow = [*keys, f"{key}={seconds}"]
-        # a single rank waits for nobody
-        ((_, said),) = pool.run(start_slowly, 1, slow, 3, "warm_start.train_step", 0.6)
+        keys = [*unbroken[1], "--job.overwrite", f"--comm.train_timeout_seconds={seconds}"]
+        inside = partial(slowed, "warm_start.train_step", 0.6)
+        said = run_training(tmp_path, keys, stop_at=3, inside=inside)  # a single rank
         lines.append([line for line in said.splitlines() if "time out after" in line])
     ((line,), others) = lines
     assert int(re.search(r"to (\d+) or more", line)[1]) >= 3
     assert not others
 
 
-def test_a_run_that_only_reads_and_fails_or_is_stopped_writes_no_report(pool, stopped):
+def test_a_run_that_only_reads_and_fails_or_is_stopped_writes_no_report(
+    pool, run_training, stopped
+):
     folder, keys = stopped
     before = describe_tree(folder)
-    failed = pool.run(fail_at, RANKS, [*keys, *READER], "train.RunMetrics.log")
+    failed = pool.run(warm_start.fail_at, RANKS, [*keys, *READER], "train.RunMetrics.log")
     assert failed == ["planted"] * RANKS
     keys = [*keys, *READER, "--checkpoint.load_step=4"]
-    said = pool.run(warm_start.start_aloud, RANKS, keys, 2)
-    assert [status for status, _ in said] == [143] * RANKS
+    said = run_training(folder / "run", keys, RANKS, stop_at=2)
     # a command that continues this run would be wrong
-    assert "after step 6 of 20; nothing is saved" in said[0][1]
+    assert "after step 6 of 20; nothing is saved" in said
     assert describe_tree(folder) == before
 
 

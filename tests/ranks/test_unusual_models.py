@@ -1,22 +1,16 @@
 """A model whose forward differs from its table or the plain loop gives an error with a name, never a wrong run."""
 
-from functools import partial
 from unittest.mock import patch
 
 import compare
 import pytest
 import torch
 from layouts import PP, TP
-from marks import each_row
 
 from torchtitan_lite import build
 from torchtitan_lite import step as stepping
 from torchtitan_lite.checkpoint.load import create_optimizer_state
-from torchtitan_lite.config.messages import UserError
-from torchtitan_lite.extensions.optimizer_state import watch_state
 from torchtitan_lite.models.llama3.modules import Llama3
-from torchtitan_lite.tools.verify.plain import run_plainly
-from torchtitan_lite.tools.verify.trial import make_trial
 
 
 def test_a_resumed_run_makes_no_state_for_a_frozen_parameter():
@@ -56,112 +50,3 @@ def test_frozen_parameters_stay_frozen_on_every_layout(pool):
             wrong = [fqn for fqn in has_changed if has_changed[fqn] == fqn.startswith(FROZEN)]
             assert not wrong, keys
     assert norms == pytest.approx([norms[0]] * len(norms))
-
-
-class Broken(Llama3):
-    def forward(self, x, **fields):
-        raise TypeError("of a fork")
-
-
-class Unused(Llama3):
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
-        self.norm.forward = lambda x: x
-
-
-class Added(Llama3):
-    def forward(self, x, *, targets=None, **fields):
-        found = super().forward(x, targets=targets, **fields)
-        return found if targets is None else found + self.norm.weight.square().sum()
-
-
-@each_row("model, named", [(Broken, "TypeError: of a fork"), (Unused, "norm.weight")])
-def test_a_model_that_cannot_be_compared_is_refused(model, named, monkeypatch):
-    monkeypatch.setattr(build, "find_model_class", lambda name: model)
-    try:
-        trial = make_trial("wide", partial(run_plainly, compare.TABLE_CONFIG, 1))
-        said = trial.faults["crash"].text
-    except UserError as error:
-        said = str(error)
-    assert named in said and "\n" not in said
-
-
-def test_a_model_that_adds_to_the_loss_is_compared_with_its_own_code(monkeypatch):
-    own = []
-    for model in (Llama3, Added):
-        monkeypatch.setattr(build, "find_model_class", lambda name, model=model: model)
-        (step,) = run_plainly(compare.TABLE_CONFIG, 1)
-        own.append("training.loss" in step.shared)
-    assert own == [False, True]
-
-
-def use_no_norm(run: build.Run) -> None:
-    run.parts[-1].norm.forward = lambda x: x
-
-
-def count_in_a_group(run: build.Run) -> None:
-    run.optimizer.register_step_post_hook(lambda own, *_: own.param_groups[0].update(k=1))
-    watch_state(run.optimizer)  # as for the optimizer of a fork
-
-
-def count_in_a_state(run: build.Run) -> None:
-    def count(optimizer, *_):
-        optimizer.state[optimizer.param_groups[0]["params"][0]]["k"] = 1
-
-    run.optimizer.register_step_post_hook(count)
-    watch_state(run.optimizer)
-
-
-def count_in_an_attribute(run: build.Run) -> None:
-    run.optimizer.register_step_post_hook(lambda own, *_: setattr(own, "k", 1))
-    watch_state(run.optimizer)
-
-
-def count_under_a_name(run: build.Run) -> None:
-    run.optimizer.register_step_post_hook(lambda own, *_: own.state["all"].update(k=torch.ones(())))
-    watch_state(run.optimizer)
-
-
-def average_columns(run: build.Run) -> None:
-    """Keep a mean over a sharded dim, as in Adafactor: a DTensor that is a partial sum on each rank."""
-
-    def average(optimizer, *_):
-        weight = run.parameters["layers.0.attention.wq.weight"]
-        optimizer.state[weight]["columns"] = weight.grad.mean(0)
-
-    run.optimizer.register_step_post_hook(average)
-    watch_state(run.optimizer)
-
-
-def return_a_mean(run: build.Run) -> None:
-    run.parts[-1].output.formula = lambda logits, targets, vocabulary: logits.mean()
-
-
-UNUSUAL = {  # change of a run -> words of the error in its first step
-    use_no_norm: "no gradient reaches norm.weight:",
-    count_in_a_group: "k = 1 in an attribute or a parameter group",
-    count_in_an_attribute: "k = 1 in an attribute or a parameter group",
-    count_in_a_state: "k = 1 in a state",
-    count_under_a_name: "k = tensor(1.) in a state",
-    average_columns: "columns = DTensor(",
-    return_a_mean: "returned () losses for (",
-}
-
-
-def train_unusually(rank: int, world_size: int, keys: dict) -> list[str]:
-    """Worker: make a step in each unusual run. Return the errors."""
-    errors = []
-    for change in UNUSUAL:
-        run = compare.build_table_run(world_size, keys)
-        change(run)
-        with pytest.raises(UserError) as error:
-            stepping.train_step(run, compare.read_rows(run))
-        errors.append(str(error.value))
-    return errors
-
-
-@pytest.mark.parametrize("keys", [{}, {TP: 2}], ids=["dp2", "tp2"])
-def test_what_a_run_would_lose_or_get_wrong_is_refused_in_its_first_step(pool, keys):
-    for errors in pool.run(train_unusually, 2, keys):
-        for said, words in zip(errors, UNUSUAL.values(), strict=True):
-            assert words in said

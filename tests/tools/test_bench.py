@@ -55,7 +55,7 @@ def test_a_ratio_compares_the_turns_of_one_round(monkeypatch, capsys):
 
 
 def test_ranks_of_a_layout_compute_the_loss_of_the_bare_loop(capsys):
-    layout = [options.degree(text) for text in ("pp2", "dp2")]
+    layout = [options.degree("pp2")]
     assert bench.main(Namespace(rounds=1, steps=1, layout=layout), TINY_CONFIG) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
         "trainer",

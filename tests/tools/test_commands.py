@@ -97,6 +97,7 @@ def test_every_tool_is_shown():
 
 
 TP = "--parallelism.tensor_parallel_degree"
+UNEVEN = "--training.seq_len=8191 --training.global_batch_size=7"
 WRONG = f"""
 plan --config debug --gpu h1000                              | --gpu
 plan --config debug --gpus 8 {TP}=3                          | model.n_kv_heads
@@ -127,6 +128,20 @@ plan --config debug --restart-s 60                           | without --mtbf-ho
 generate x --temperature 0 --seed 1                          | --seed would have no effect without --temperature
 lab 3 check x                                                | 'x' has no effect
 report tests                                                 | metrics.jsonl
+plan --config debug --search --html plan.html                | --search
+plan --config debug --html /dev/null/plan.html               | /dev/null/plan.html cannot be written
+plan --config llama3_70b --gpus 8 --search --toml x          | fits in memory
+plan --config debug_3d --gpus 16 --search --toml x {UNEVEN}  | training.global_batch_size
+explain --config llama3_8b --gpus 64 --html walk.html        | --gpus = 64
+lab 11                                                       | lab 11
+lab 1 start                                                  | nothing to write
+lab 2 check                                                  | lab 2 start
+lab 4 start                                                  | exists
+lab 1 answer                                                 | state_70b
+lab 1 answer width 3                                         | width
+lab 1 answer state_70b many                                  | 'many'
+lab 1 answer state_70b 5parsecs                              | '5parsecs'
+lab 1 answer state_70b 1..2KiB                               | '1..2KiB'
 bench --layout pp                                            | pp is not a degree
 bench --layout 2                                             | 2 is not a degree
 bench --layout pp0                                           | pp0 is not a degree
@@ -138,8 +153,16 @@ bench --layout tp3                                           | Change its degree
 
 
 @each_row("args, key", WRONG)
-def test_wrong_input_ends_a_tool_with_status_2_and_its_key(args, key, run_tool):
+def test_wrong_input_ends_a_tool_with_status_2_and_its_key(
+    args, key, run_tool, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    for name in ("LICENSE", "README.md", "a.txt"):
+        Path(name).write_text("a text")
+    Path("outputs/labs/4").mkdir(parents=True)
+    before = sorted(tmp_path.rglob("*"))
     assert key in run_tool(*args.split(), status=2)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def list_numbers() -> list[tuple[str, Option]]:

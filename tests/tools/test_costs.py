@@ -4,17 +4,17 @@ from unittest.mock import patch
 
 import compare
 import pytest
-import test_muon
-import test_zero_plus_plus
 from layouts import (
     DOCUMENTS,
     EP,
     MODE,
+    MUON_LAYOUTS,
     PP,
     SCHEDULE,
     TP,
     TWO_LAYERS,
     ZERO,
+    ZERO_PP_LAYOUTS,
     read_rows,
 )
 from marks import each_row, read_lines, slow
@@ -26,7 +26,6 @@ from measure_memory import (
     measure_peak,
     plan,
 )
-from mutants_of_muon import MUON
 
 from torchtitan_lite import step as stepping
 from torchtitan_lite.config.machine import Machine
@@ -40,7 +39,7 @@ from torchtitan_lite.tools.plan.planned_run import PlannedRun, plan_run
 from torchtitan_lite.tools.plan.transfers import Moved, estimate_traffic, sum_moved
 
 DTYPE = "training.mixed_precision_param"
-ZERO_PP = test_zero_plus_plus.KEY
+ZERO_PP = "parallelism.zero_plus_plus"
 
 KEYS = {
     "BATCH": BATCH,
@@ -71,9 +70,10 @@ experts and shared ones, ZeRO 2 | 4 | EP=2 ZERO=2 EXPERTS SHARED_ONE ACCUMULATIO
 """,
     KEYS,
 )
-FOUR_LAYERS = {"model.n_layers": 4}
 FAST = [*LAYOUTS, "Muon, shared experts"]
-FAST += [f"ZeRO++, {name}" for name in test_zero_plus_plus.PLANNED]
+# Together, these rows cover every formula for the bytes that ZeRO++ moves.
+FAST += [f"ZeRO++, dp4{name}" for name in (", hpZ alone", " accumulation 2", " x tp2")]
+FAST += ["ZeRO++, hsdp2x2", "ZeRO++, experts, dp2 x tp2, ep2"]
 LAYOUTS |= read_rows(
     """
 pp2 x dp2 x tp2 | 8 | PP=2 TP=2 BATCH=4 EVERY_SECOND model.n_layers=4
@@ -90,10 +90,7 @@ experts, ZeRO 1 | 4 | EP=2 ZERO=1 EXPERTS ACCUMULATION_4 training.global_batch_s
 """,
     KEYS,
 )
-for name, row in test_muon.LAYOUTS.items():
-    LAYOUTS[f"Muon, {name}"] = row._replace(overrides={**MUON, **FOUR_LAYERS, **row.overrides})
-for name, row in test_zero_plus_plus.LAYOUTS.items():
-    LAYOUTS[f"ZeRO++, {name}"] = row
+LAYOUTS |= ZERO_PP_LAYOUTS | MUON_LAYOUTS
 
 
 def make(world_size: int, keys: dict, gpu: str = "h100") -> PlannedRun:
@@ -230,7 +227,7 @@ experts, pp2 x tp2, ep2 | 4 | PP=2 TP=2 EP=2 EXPERTS HEAD_NORMS
 
 
 # The other rows, and the dry runs above, have all parts of these.
-HELD = ("dp2 x tp2", "hsdp2x2, float8", "experts, dp2 x tp2, ep4")
+HELD = ("pp2 x tp2", "dp2 x tp2", "hsdp2x2, float8", "experts, dp2 x tp2, ep4")
 
 
 @each_row("name", REAL_STEPS, slow=HELD)
@@ -243,7 +240,7 @@ def test_a_real_step_moves_what_was_forecast(pool, name):
 
 
 def test_a_gpu_makes_no_mask_of_the_sequence_and_keeps_no_steps_of_a_norm():
-    keys = {"training.seq_len": 512, BATCH: 1, MODE: "full", **DOCUMENTS}
+    keys = {**TWO_LAYERS, "training.seq_len": 512, BATCH: 1, MODE: "full", **DOCUMENTS}
     assert save_on_gpu(keys) > 512 * 512
     # For a bfloat16 norm a CPU keeps two tensors: x in fp32, and x divided by its rms, before the weight.
     keys = {**MODEL, BATCH: 8, MODE: "none", DTYPE: "bfloat16"}

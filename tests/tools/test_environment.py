@@ -11,6 +11,7 @@ import sys
 import sysconfig
 import time
 import venv
+from functools import partial
 from pathlib import Path
 
 import packaging
@@ -78,9 +79,6 @@ class Checkout(RunCheckout):
 
     def find(self, *extras: str, **variables: str) -> subprocess.CompletedProcess:
         return self.run("-m", "torchtitan_lite.tools.environment", *extras, **variables)
-
-    def calls(self) -> list[str]:
-        return self.calls_file.read_text().splitlines() if self.calls_file.exists() else []
 
 
 @pytest.fixture
@@ -220,10 +218,8 @@ NVIDIA B200, 183359, 570.10 | 570.10 580 Update
 @each_row("gpu, words", GPUS)
 def test_no_torch_is_installed_that_the_driver_or_the_gpu_cannot_run(checkout, gpu, words):
     checkout.write("pyproject.toml", NEEDS.replace("alpha", "torch"))
-    program = checkout.root / "stubs" / "nvidia-smi"
-    program.write_text(f"#!/bin/sh\necho {gpu}\n")
-    program.chmod(0o755)
-    path = {"PATH": f"{program.parent}:/usr/bin:/bin"}
+    checkout.write("stubs/nvidia-smi", f"#!/bin/sh\necho {gpu}\n")
+    path = {"PATH": f"{checkout.root}/stubs:/usr/bin:/bin"}
     answer = checkout.find(**path)
     assert answer.returncode == 1
     assert all(word in answer.stderr for word in words.split()), answer.stderr
@@ -231,31 +227,25 @@ def test_no_torch_is_installed_that_the_driver_or_the_gpu_cannot_run(checkout, g
     assert checkout.find(**path, PIP_EXTRA_INDEX_URL="https://mirror.test/cu126").returncode == 0
 
 
-@each_row("received", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_while_packages_are_installed_is_one_sentence(checkout, received):
+@each_row("received, by_run_train", [(signal.SIGINT, False), (signal.SIGTERM, True)])
+def test_a_signal_while_packages_are_installed_ends_pip_and_is_one_sentence(
+    checkout, received, by_run_train
+):
+    """bash does not forward signals to a process that it waits for."""
     checkout.write("pyproject.toml", NEEDS.replace("alpha", "torch"))
-    process = checkout.start(PIP_S="99")
+    start = partial(RunCheckout.start, checkout) if by_run_train else checkout.start
+    process = start(PYTHON=str(checkout.mine / "bin" / "python"), PIP_S="99")
     while len(checkout.calls()) < 2:
         time.sleep(0.01)
     process.send_signal(received)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 128 + received and "Traceback" not in said
+    _, said = process.communicate(timeout=60)  # the pipes end when pip ends
+    status = -received if by_run_train else 128 + received
+    assert process.returncode == status and "Traceback" not in said
     first, *size, last = said.splitlines()
     assert first.startswith("Installing once") and last.startswith(f"stopped by {received.name}")
     assert "about 5 GB" in size[0] and "PIP_EXTRA_INDEX_URL" in size[1]
     assert checkout.find().returncode == 0
     assert checkout.calls()[2:] == [".venv torch>=1,<2"]
-
-
-def test_the_installation_of_packages_ends_with_run_train(checkout):
-    """bash does not forward signals to a process that it waits for."""
-    python = str(checkout.mine / "bin" / "python")
-    process = RunCheckout.start(checkout, PYTHON=python, PIP_S="30")
-    while len(checkout.calls()) < 2:
-        time.sleep(0.01)
-    process.terminate()
-    _, said = process.communicate(timeout=20)  # the pipes end when pip ends
-    assert process.returncode == -signal.SIGTERM and "stopped by SIGTERM" in said
 
 
 def test_a_command_continues_in_the_python_that_has_the_packages(checkout):

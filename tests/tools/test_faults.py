@@ -8,9 +8,9 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import compare
@@ -19,27 +19,30 @@ import torch
 import torch.distributed as dist
 from checkpoints import (
     flip_bit,
-    list_differing,
     list_state,
-    make_saver,
-    make_snapshots,
     train,
-    whole_state,
 )
 from folders import dump_json
 from layouts import MODE, PP, REPLICATE, SCHEDULE, SHARD, TP, TWO_LAYERS, read_rows
 from marks import each_row, read_lines
 from programs import find_port, run_python
-from warm_start import finish, launch, list_ranks, read_losses, read_records, read_until
+from warm_start import (
+    fail_at,
+    finish,
+    launch,
+    list_ranks,
+    read_losses,
+    read_records,
+    read_until,
+    start,
+)
 
-from torchtitan_lite.build import Run, start_from
-from torchtitan_lite.checkpoint.format import find_steps
+from torchtitan_lite.build import Run
 from torchtitan_lite.components.signals import Phase, StopFlag
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.schema import Comm
 from torchtitan_lite.extensions.copies import compare_copies
 from torchtitan_lite.extensions.hang_report import read_pipeline
-from torchtitan_lite.extensions.snapshots import Snapshots
 from torchtitan_lite.extensions.tied_embeddings import TiedSchedule
 from torchtitan_lite.faults.hang_watch import HangWatch, meet_processes
 from torchtitan_lite.parallel.pipeline import PatchedStage
@@ -47,13 +50,14 @@ from torchtitan_lite.parallel.process_groups import Place
 from torchtitan_lite.tools.faults import drill, inject
 from torchtitan_lite.tools.faults.hang import explain, list_hangs, read_files
 from torchtitan_lite.tools.faults.pulse import Measured, choose_fastest, judge_machine
+from torchtitan_lite.tools.verify.ranks import RankFailure, RankPool
 from torchtitan_lite.validation import forward_only
 
 # ---------------------------------------------------------------- the drill
 
 
 DRILLS = """
-disk_full stop,flip_snapshot kill,flip_weight,kill_torchrun,extra records_full,traces_full,hangs_full no_send
+disk_full stop,flip_snapshot kill,flip_weight,kill_torchrun,extra,shape records_full,traces_full,hangs_full no_send
 """.split()
 
 
@@ -497,173 +501,127 @@ def test_the_copy_of_a_tied_embedding_is_compared_over_the_pipeline(pool):
 
 # ---------------------------------------------------------------- snapshots
 
-
-def open_run(world_size: int, keys: dict, folder: str, n_hosts: int = 1) -> tuple[Run, Snapshots]:
-    """Return a run, with a dump folder inside `folder`, and its snapshots of every step."""
-    snapshots = {"local_folder": f"{folder}/snapshots", "local_interval": 1, "enable": True}
-    keys = {f"checkpoint.{name}": value for name, value in snapshots.items()} | keys
-    keys |= {"job.dump_folder": f"{folder}/run"}
-    run = compare.build_table_run(world_size, keys)
-    return run, make_snapshots(f"{folder}/run", run.config.checkpoint, run, n_hosts)
-
-
-def start(world_size: int, keys: dict, folder: str, n_hosts: int = 1) -> tuple[int | str, Run]:
-    """Start a run. Return the step that it resumes from, or its error."""
-    run, snapshots = open_run(world_size, keys, folder, n_hosts)
-    checkpoints = SimpleNamespace(folder=Path(folder, "run", "checkpoint"))
-    with snapshots:
-        try:
-            step = start_from(run, checkpoints, snapshots, dist.group.WORLD, restarted=False)
-        except UserError as error:
-            return str(error), run
-    return step, run
-
-
-def list_saved(folder: str) -> dict[str, list[str]]:
-    """Return the names of all snapshots and checkpoints. Collective."""
-    dist.barrier()
-    found = {name: Path(folder).glob(f"{name}/**/step-*") for name in ("snapshots", "run")}
-    return {name: sorted(path.name for path in paths) for name, paths in found.items()}
-
-
-def lose_snapshots(rank: int, world_size: int, keys: dict, folder: str) -> list:
-    """Worker on one of two hosts: save after steps 1 to 3, delete the snapshots one by one, and restore each time."""
-    keys |= {"checkpoint.async_mode": "async"}
-    keys |= {"checkpoint.local_folder": f"{folder}/host-{rank // 2}"}
-    run, snapshots = open_run(world_size, keys, folder, n_hosts=2)
-    states = {}
-    with snapshots:
-        for step in (1, 2, 3):
-            train(run, range(step, step + 1))
-            states[step] = whole_state(run)
-            snapshots.after_step(step, n_steps=9, is_stopped=False)
-    found = [find_steps(snapshots.folder)]
-    hidden = snapshots.folder / f"step-{2 + rank // 2}"  # the hosts have none in common
-    dist.barrier()
-    if rank % 2 == 0:
-        hidden.rename(f"{hidden}.hidden")
-    dist.barrier()
-    found.append(snapshots.list_usable())
-    if rank % 2 == 0:
-        Path(f"{hidden}.hidden").rename(hidden)
-    for lost in ("nothing", "step-3"):
-        dist.barrier()
-        if rank == 3:
-            shutil.rmtree(snapshots.folder / lost, ignore_errors=True)
-        dist.barrier()
-        step, again = start(world_size, keys, folder, n_hosts=2)
-        found.append(step)
-        assert list_differing(whole_state(again), states[step]) == []
-        assert again.lr_scheduler.last_epoch == step
-    return found
-
-
-def test_the_newest_snapshot_that_all_hosts_can_open_is_restored(pool, tmp_path):
-    keys = {REPLICATE: 2, SHARD: 1, TP: 2, **TWO_LAYERS}  # each host has all weights
-    found = pool.run(lose_snapshots, 4, keys, str(tmp_path))
-    assert found == [[[2, 3], [], 3, 2]] * 4
-
-
-def damage_and_start(rank: int, world_size: int, folder: str) -> list:
-    """Worker: save checkpoints 5 and 10, snapshots 6 and 9. Start several times, each time with the newest damaged."""
-    run, snapshots = open_run(world_size, {}, folder)
-    states = {}
-    files = {}  # of rank 0
-    found = []
-    local = snapshots.saver
-    with snapshots, make_saver(f"{folder}/run/checkpoint", run.config.checkpoint) as saver:
-        for step, owner in ((5, saver), (6, local), (9, local), (10, saver)):
-            train(run, range(step, step + 1))
-            states[step] = whole_state(run)
-            owner.save(step, run.name_tensors())
-            files[step] = owner.folder / f"step-{step}" / "rank-00000.safetensors"
-    # all are damaged; then all but the newest are as before
-    for damaged in ([], [10, 9, 6, 5], [9, 6, 5], [9], [6]):
-        dist.barrier()
-        if rank == 0:
-            for step in damaged:
-                flip_bit(files[step])
-        dist.barrier()
-        step, again = start(world_size, {}, folder)
-        found.append((step, list_saved(folder)))
-        if isinstance(step, int):
-            assert list_differing(whole_state(again), states[step]) == []
-    return found
-
-
-def test_the_newest_state_that_opens_is_restored_and_nothing_is_deleted_before(pool, tmp_path):
-    everything = {"snapshots": ["step-6", "step-9"], "run": ["step-10", "step-5"]}
-    left = {"run": ["step-10.damaged", "step-5"]}
-    for found in pool.run(damage_and_start, 2, str(tmp_path)):
-        assert found[0] == (10, everything)
-        refusal, kept = found[1]
-        assert "step-10" in refusal
-        assert kept == everything
-        assert found[2] == (9, left | {"snapshots": ["step-6", "step-9"]})
-        assert found[3] == (6, left | {"snapshots": ["step-6"]})
-        assert found[4] == (5, left | {"snapshots": []})
-
-
-def start_over_and_end(rank: int, world_size: int, folder: str) -> list:
-    """Worker: save snapshots, start over in the dump folder, and train to the end."""
-    found = []
-    for n_steps in (9, 3):
-        dist.barrier()
-        if rank == 0:
-            shutil.rmtree(f"{folder}/run", ignore_errors=True)
-        dist.barrier()
-        step, run = start(world_size, {}, folder)
-        found += [step, list_saved(folder)["snapshots"]]
-        _, snapshots = open_run(world_size, {}, folder)
-        with snapshots:
-            for step in (1, 2, 3):
-                snapshots.after_step(step, n_steps=n_steps, is_stopped=False)
-        found.append(list_saved(folder)["snapshots"])
-    return found
-
-
-def test_snapshots_belong_to_one_dump_folder_and_are_deleted_when_the_run_ends(pool, tmp_path):
-    for found in pool.run(start_over_and_end, 2, str(tmp_path)):
-        assert found == [0, [], ["step-2", "step-3"], 0, [], []]
-    assert list((tmp_path / "snapshots").iterdir()) == []
-
-
-# step that is restored, or words of the error | changed keys
-CHANGED = """
-2 |
-2 | optimizer.lr=0.25 training.max_norm=7.0
-training.data_seed = 9: | debug.seed=9
-is already at step 2 | training.steps=2
-0 | SHARD=2 TP=2
+SNAPSHOTS = """
+--training.steps=12 --training.global_batch_size=4 --training.local_batch_size=1 --validation.no_enable
+--checkpoint.interval=5 --checkpoint.local_interval=3
 """
 
 
-def restore_after_changes(rank: int, world_size: int, folder: str) -> list[tuple[str, list[str]]]:
-    """Worker: save snapshots on dp4. Return the results and logs of starts with changed keys and no checkpoint."""
-    _, snapshots = open_run(world_size, {SHARD: 4}, folder)
-    with snapshots:
-        for step in (1, 2):
-            snapshots.after_step(step, n_steps=9, is_stopped=False)
-    found = []
-    for _, keys in read_lines(CHANGED):
-        (row,) = read_rows(f"start | {world_size} | SHARD=4 {keys}").values()
-        dist.barrier()
-        with patch("torchtitan_lite.resume.logger.info") as log:
-            result, _ = start(*row, folder)
-        lines = [call.args[0] for call in log.call_args_list]
-        found.append((str(result), [line for line in lines if not line.startswith("resumed")]))
-    return found
+@dataclass
+class SnapshotRun:
+    """A run that a signal ends after ten steps, and that is resumed several times. Hosts save in host-0, host-1, ..."""
+
+    pool: RankPool
+    folder: Path
+    keys: list[str]
+    n_ranks: int = 2
+    n_hosts: int = 1
+
+    def __post_init__(self):
+        self.keys = [*self.keys, *SNAPSHOTS.split(), f"--job.dump_folder={self.folder}/run"]
+        self.keys.append(f"--checkpoint.local_folder={self.folder}/host-$GROUP_RANK")
+        self.pool.run(start, self.n_ranks, self.keys, 10, 0, self.n_hosts)
+        self.losses = read_losses(self.folder / "run")
+
+    def resume(self, *keys: str) -> int:
+        """Make one more step, and save nothing. Return the step that the run has resumed from."""
+        after_step = "torchtitan_lite.checkpoint.save.CheckpointSaver.after_step"
+        self.pool.run(fail_at, self.n_ranks, [*self.keys, *keys], after_step, self.n_hosts)
+        losses = read_losses(self.folder / "run")
+        step = max(losses)
+        assert losses[step] == pytest.approx(self.losses.get(step, losses[step]), rel=1e-6)
+        return step - 1
+
+    def list_files(self) -> list[Path]:
+        """Return the first file of each checkpoint and snapshot."""
+        return sorted(self.folder.rglob("step-*/rank-00000.safetensors"))
+
+    def list_saved(self) -> set[str]:
+        return {path.parent.name for path in self.list_files()}
+
+
+def test_the_newest_snapshot_that_all_hosts_can_open_is_restored(pool, letters, tmp_path):
+    # each host has all weights
+    keys = [*letters, "--checkpoint.async_mode=async", f"--{REPLICATE}=2"]
+    run = SnapshotRun(pool, tmp_path, keys, n_ranks=4, n_hosts=2)
+    shutil.rmtree(tmp_path / "run/checkpoint/step-10")
+    resumed = []
+    for lost in ("nothing", "host-1/*/*/step-9", "host-0/*/*/step-6"):
+        for path in tmp_path.glob(lost):
+            shutil.rmtree(path)
+        resumed.append(run.resume())
+    assert resumed == [9, 6, 5], "then the hosts have no snapshot in common"
+
+
+# damaged, or no longer | step that is restored | what is there afterwards
+DAMAGED = """
+| 10 | step-5 step-6 step-9 step-10
+5 6 9 10 | | step-5 step-6 step-9 step-10  # nothing opens, and nothing is deleted
+5 6 9 | 9 | step-5 step-6 step-9 step-10.damaged
+9 | 6 | step-5 step-6 step-10.damaged
+6 | 5 | step-5 step-10.damaged
+"""
+
+
+def test_the_newest_state_that_opens_is_restored_and_nothing_is_deleted_before(
+    pool, letters, tmp_path
+):
+    run = SnapshotRun(pool, tmp_path, letters)
+    files = {path.parent.name: path for path in run.list_files()}
+    for damaged, step, left in read_lines(DAMAGED):
+        for number in damaged.split():
+            flip_bit(files[f"step-{number}"])
+        if step:
+            assert run.resume() == int(step)
+        else:
+            other = files["step-10"].with_name("rank-00001.safetensors")
+            flip_bit(other)
+            with pytest.raises(RankFailure) as refused:
+                run.resume()
+            for file in (files["step-10"], other):  # each rank has checked one file
+                assert f"step-10/{file.name}" in str(refused.value)
+            flip_bit(other)
+        assert run.list_saved() == {*left.split()}
+
+
+def test_snapshots_belong_to_one_dump_folder_and_are_deleted_when_the_run_ends(
+    pool, letters, tmp_path
+):
+    run = SnapshotRun(pool, tmp_path, letters)
+    shutil.rmtree(tmp_path / "run")
+    assert run.resume() == 0
+    assert run.list_saved() == set()
+    pool.run(start, 2, [*run.keys, "--training.steps=5"])
+    assert run.list_saved() == {"step-5"}
+    assert list((tmp_path / "host-0").iterdir()) == []
+
+
+# words of the log or of the error | step that is restored, if any | changed keys
+CHANGED = f"""
+resumed from the snapshot | 9 |
+training.max_norm is now 7.0; optimizer.lr is now 0.25; the learning rate is | 9 | \
+    --optimizer.lr=0.25 --training.max_norm=7.0
+training.data_seed = 9: | | --debug.seed=9
+is already at step 9 | | --training.steps=9
+dp_shard2 x tp2 | 0 | --{SHARD}=2 --{TP}=2
+"""
 
 
 def test_a_snapshot_without_a_checkpoint_is_restored_with_a_notice_of_each_changed_key(
-    pool, tmp_path
+    pool, letters, tmp_path
 ):
-    for found in pool.run(restore_after_changes, 4, str(tmp_path)):
-        for (expected, keys), (result, lines) in zip(read_lines(CHANGED), found, strict=True):
-            assert expected in result and (result == expected or not result.isdecimal())
-            if "optimizer.lr" in keys:
-                noted = [line.partition(" is now ")[0] for line in lines]
-                assert noted[:2] == ["training.max_norm", "optimizer.lr"]
-                assert lines[2].startswith("the learning rate is ")
-            else:
-                assert lines == []
+    run = SnapshotRun(pool, tmp_path, [*letters, f"--{SHARD}=4"], 4)
+    for step in (5, 10):
+        shutil.rmtree(tmp_path / f"run/checkpoint/step-{step}")
+    log = tmp_path / "run/log.txt"
+    for words, step, keys in read_lines(CHANGED):
+        log.unlink()
+        if step:
+            assert run.resume(*keys.split()) == int(step)
+            said = log.read_text()
+            assert (" is now " in said) == (" is now " in words)
+        else:
+            with pytest.raises(RankFailure) as refused:
+                run.resume(*keys.split())
+            said = str(refused.value)
+        assert all(word in said for word in words.split("; ")), said

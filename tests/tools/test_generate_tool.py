@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import write_tensors
+from checkpoints import write_checkpoint
 from folders import dump_json
 from marks import each_row, read_lines
 from test_hugging_face import edit_json
@@ -67,15 +67,9 @@ def save(
         "training.seq_len": 128,
         "training.dataset": corpora,
     }
-    about = {"shape": asdict(ARGS), "tokenizer": load_tokenizer(assets).fingerprint}
     named = {f"model.{fqn}": weight for fqn, weight in weights.items()}
-    return write_tensors(
-        path,
-        named,
-        step=int(path.name.removeprefix("step-")),
-        fingerprint=about | fingerprint,
-        run={"config": asdict(override(Config(), keys))},
-    )
+    fingerprint = {"shape": asdict(ARGS)} | fingerprint
+    return write_checkpoint(path, override(Config(), keys), named, **fingerprint)
 
 
 @pytest.fixture(scope="module")

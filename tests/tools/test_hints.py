@@ -1,6 +1,5 @@
 """Every command in a message is correct. Each test provokes a message, and its command runs or passes `check`."""
 
-import json
 import re
 import shlex
 from base64 import b64encode
@@ -9,6 +8,7 @@ from pathlib import Path
 import pytest
 from marks import each_row
 from test_check import sit_at_laptop
+from test_corpora import write_rows
 from test_fine_tuning import CASES, publish
 from test_tokenizers import SHIPPED
 
@@ -53,11 +53,6 @@ def split_tool(name: str, command: str) -> list[str]:
     return shlex.split(command.removeprefix(start))
 
 
-def write_lines(rows: list[dict]) -> str:
-    Path("in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return "in.jsonl"
-
-
 # ---------------------------------------------------------------- prepare
 
 
@@ -86,7 +81,7 @@ PREPARED = """
 def test_the_command_that_prepare_prints_trains_and_validates_on_the_corpus(given, words, run_tool):
     write_tokenizers()
     option, n_documents = shlex.split(given)
-    file = write_lines([{"text": f"document {n}"} for n in range(int(n_documents))])
+    file = write_rows(Path("in.jsonl"), [f"document {n}" for n in range(int(n_documents))])
     said = run_tool("prepare", file, option, "--out", "out", "--processes", "1")
     command = re.search(r"Train on it: (.*)", said)[1]
     assert all(word in command for word in words.split()) and follow(command) == 0
@@ -141,8 +136,7 @@ READERS = {
 @each_row("reader", READERS)
 def test_a_hub_cache_folder_is_refused_with_the_path_of_its_files(reader, cache):
     read = READERS[reader]
-    text = Path(write_lines([{"text": "a"}])).absolute()
-    Path(cache, "snapshots/0f/c4-train.0.json").symlink_to(text)
+    write_rows(cache / "snapshots/0f/c4-train.0.json", ["a"])
     for named in (cache, cache / "snapshots"):
         with pytest.raises(UserError, match="cache folder") as raised:
             read(named)

@@ -206,11 +206,6 @@ def test_a_long_schedule_is_extrapolated_from_short_ones(schedule):
     assert extrapolated == in_flight
 
 
-def test_an_action_that_waits_for_a_later_one_has_no_event():
-    order = [[Action(0, "B", 0), Action(0, "F", 0)]]
-    assert not simulate(order, seconds_of).events
-
-
 def test_the_picture_has_a_box_for_each_action():
     timeline = run("InterleavedZeroBubble", 4, 8, 2)
     root = ElementTree.fromstring(draw_timeline(timeline))

@@ -6,7 +6,6 @@ from html import unescape
 from io import StringIO
 
 import pytest
-from marks import each_row
 from programs import browse, needs_browser
 
 from torchtitan_lite.__main__ import main
@@ -77,20 +76,6 @@ def test_the_walk_of_a_page_is_the_walk_of_the_chapter(pages):
     )
     assert "all-gather over dp_shard  90.2 KiB" in of_layer["layers.0"][1]
     assert [module for module, *_ in rows][-2:] == ["norm", "output"]
-
-
-UNDRAWN = """
-explain --config llama3_8b --gpus 64 --html walk.html | --gpus = 64
-plan --config debug --html /dev/null/plan.html | /dev/null/plan.html cannot be written
-plan --config debug --search --html plan.html | --search
-"""
-
-
-@each_row("args, told", UNDRAWN)
-def test_a_page_that_cannot_be_drawn_is_refused(args, told, tmp_path, monkeypatch, run_tool):
-    monkeypatch.chdir(tmp_path)
-    assert told in run_tool(*args.split(), status=2)
-    assert not list(tmp_path.iterdir())
 
 
 PROBE = """<script>addEventListener("load", () => {

@@ -29,22 +29,6 @@ def test_prepare_shows_a_line_within_two_seconds_of_its_start_on_a_terminal_only
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_share_rate_and_remaining_time(monkeypatch, capsys):
-    clock = iter(range(100, 1000, 10))
-    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=partial(next, clock)))
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    assert list(progress.show_progress("abcd", 4, "letters")) == list("abcd")
-    lines = capsys.readouterr().err.split("\r\033[K")
-    assert lines == [
-        "",
-        "0% of 4 letters\r",
-        "25% of 4 letters, 0.05 letters/s, 0:01:00 left\r",
-        "50% of 4 letters, 0.07 letters/s, 0:00:30 left\r",
-        "75% of 4 letters, 0.07 letters/s, 0:00:13 left\r",
-        "",
-    ]
-
-
 def test_a_save_that_takes_long_shows_how_much_is_on_disk(tmp_path, monkeypatch, capsys):
     save = tmp_path / "step-8.tmp"
     save.mkdir()

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from programs import PIPES, run_python
+from programs import PIPES, Stubs, run_python
 
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.tools import agent, launch
@@ -31,14 +31,13 @@ torchtitan_lite/tools/detect.py torchtitan_lite/tools/environment.py torchtitan_
 """
 
 
-class Checkout:
+class Checkout(Stubs):
     """A copy of the checkout with stubs, in a folder whose name has a space. The copy is not the working directory."""
 
     def __init__(self, folder: Path):
-        self.root = folder / "check out"
+        super().__init__(folder / "check out", folder / "calls")
         self.folder = folder / "work here"
-        self.calls_file = folder / "calls"
-        self.folder.mkdir(parents=True)
+        self.folder.mkdir()
         for name in REAL.split():
             self.write(name, (REPOSITORY / name).read_text(encoding="utf-8"))
         self.write("pyproject.toml", "dependencies = [\n]\n")  # any Python will do
@@ -50,12 +49,6 @@ class Checkout:
             "CALLS": str(self.calls_file),
         }
 
-    def write(self, name: str, text: str) -> None:
-        path = self.root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-        path.chmod(0o755)
-
     def start(self, *args: str, **variables: str) -> subprocess.Popen:
         command = [str(self.root / "run_train.sh"), *args]
         environment = self.variables | variables
@@ -66,12 +59,6 @@ class Checkout:
         process = self.start(*args, **variables)
         out, err = process.communicate()
         return subprocess.CompletedProcess(args, process.returncode, out.strip(), err)
-
-    def calls(self) -> list[dict]:
-        """Return one entry for each start of the launcher."""
-        if not self.calls_file.exists():
-            return []
-        return [json.loads(line) for line in self.calls_file.read_text().splitlines()]
 
 
 @pytest.fixture
@@ -106,7 +93,7 @@ def test_arguments_reach_the_launcher_unchanged_and_it_replaces_the_script(check
     """
     args = ["--config", "my config.toml", "--job.description", "a  *", "--training.steps=20"]
     answer = checkout.run(*args, CONFIG_FILE="my a.toml", STATUS="143")
-    (call,) = checkout.calls()
+    (call,) = map(json.loads, checkout.calls())
     assert call["args"] == ["train", "--config", "my a.toml", *args]
     assert call["folder"] == str(checkout.folder)
     assert (call["parent"], answer.returncode) == (os.getpid(), 143)

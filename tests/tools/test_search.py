@@ -135,23 +135,3 @@ def test_a_search_gives_what_practitioners_run(run, arguments, words):
     shipped = PlannedRun(config, model_args, layout, H100)
     assert shipped.fits and not config.profiling.enable_profiling
     assert shipped.forecast.step_time_s <= 1.1 * common.forecast.step_time_s
-
-
-# ---------------------------------------------------------------- no answer
-
-
-# The state of 70B alone needs 16 B x 70.6e9 x 1.21 / 79.6 GiB = 16 GPUs.
-UNEVEN = "--training.seq_len=8191 --training.global_batch_size"
-
-
-EMPTY = f"""
-debug_3d --gpus 16 {UNEVEN}=7 | training.global_batch_size
-llama3_70b --gpus 8 | fits in memory
-"""
-
-
-@each_row("args, said", EMPTY)
-def test_an_empty_search_says_what_to_change(tmp_path, run_tool, args, said):
-    file = tmp_path / "winner.toml"
-    assert said in run_tool(*f"plan --search --toml {file} --config {args}".split(), status=2)
-    assert not file.exists()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from marks import each_row
+from programs import Stubs
 from warm_start import STREAMS, finish, read_until
 
 from torchtitan_lite.checkpoint.format import find_steps
@@ -61,20 +62,13 @@ echo "scancel $*" >> "$CALLS"
 }
 
 
-def write_program(path: Path, text: str) -> None:
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(text)
-    path.chmod(0o755)
-
-
-class Cluster:
+class Cluster(Stubs):
     """Stubs of Slurm's commands, and the environment variables of a job of two nodes."""
 
     def __init__(self, folder: Path):
+        super().__init__(folder, folder / "calls")
         for name, text in STUBS.items():
-            write_program(folder / "bin" / name, text)
-        self.calls_file = folder / "calls"
-        self.calls_file.write_text("")
+            self.write(f"bin/{name}", text)
         self.variables = {
             **os.environ,
             "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
@@ -93,9 +87,6 @@ class Cluster:
         command = ["bash", str(SCRIPT), "--config", "debug", *keys]
         return subprocess.Popen(command, env=self.variables | variables, **STREAMS)
 
-    def calls(self) -> str:
-        return self.calls_file.read_text()
-
 
 @pytest.fixture
 def cluster(tmp_path):
@@ -108,7 +99,7 @@ def test_a_job_before_its_limit_saves_and_is_queued_again(cluster, letters, tmp_
     read_until(job, r"step +3/")
     job.send_signal(signal.SIGUSR1)  # the signal goes only to the script, as with --signal=B:USR1
     output = finish(job, status=143)
-    called, cancelled, requeued = cluster.calls().splitlines()
+    called, cancelled, requeued = cluster.calls()
     assert called.startswith("srun --nodes=2 --ntasks=2 --ntasks-per-node=1")
     assert (cancelled, requeued) == (f"scancel --signal=TERM {JOB}", f"scontrol requeue {JOB}")
     assert output.count("run_train.sh: stopped by SIGTERM") == 2 and "Traceback" not in output
@@ -117,7 +108,7 @@ def test_a_job_before_its_limit_saves_and_is_queued_again(cluster, letters, tmp_
 
 
 def test_a_job_that_slurm_requeues_resumes_with_any_options(cluster, tmp_path):
-    write_program(tmp_path / "run_train.sh", '#!/bin/bash\necho "$@"\n')
+    cluster.write("run_train.sh", '#!/bin/bash\necho "$@"\n')
     told = ["--config", "debug", "--job.overwrite", "--checkpoint.load_step=3"]
     for count, added in (("0", []), ("1", ["--job.no_overwrite", "--checkpoint.load_step=-1"])):
         job = cluster.start(*told[2:], REPOSITORY=str(tmp_path), SLURM_RESTART_COUNT=count)
@@ -138,13 +129,13 @@ SIGCONT | 2 | |  # refused by check
 def test_on_one_node_the_launcher_gets_the_signal_and_only_the_limit_queues_the_job_again(
     cluster, tmp_path, received, status, saved, calls
 ):
-    write_program(tmp_path / "run_train.sh", RUN)
+    cluster.write("run_train.sh", RUN)
     variables = {"REPOSITORY": str(tmp_path), "SLURM_JOB_NUM_NODES": "1"}
     job = cluster.start(**variables, STATUS=status, SAVED=saved)
     read_until(job, "ready")
     job.send_signal(signal.Signals[received])
     said = finish(job, int(status))
-    assert cluster.calls().strip() == (calls and f"{calls} {JOB}")
+    assert cluster.calls() == [f"{call} {JOB}" for call in calls.splitlines()]
     assert ("saved no step" in said) == (received == "SIGUSR1" and not saved)
 
 

@@ -1,6 +1,5 @@
 """`verify` finds and names every mutant, certifies exactly the config that was asked for, and reports what it did."""
 
-import json
 import os
 import signal
 import time
@@ -10,7 +9,6 @@ from functools import partial
 from pathlib import Path
 
 import compare
-import pytest
 from layouts import MODE, SCHEDULE, SHARD, TP, ZERO, read_rows
 from marks import each_row
 from mutant_table import put_in_place
@@ -36,7 +34,7 @@ from torchtitan_lite.tools.verify.command import (
 from torchtitan_lite.tools.verify.derived_configs import choose_other_layout
 from torchtitan_lite.tools.verify.ranks import RankPool
 from torchtitan_lite.tools.verify.reduction import override, reduce_config
-from torchtitan_lite.tools.verify.trial import Culprit, Trial, make_trial
+from torchtitan_lite.tools.verify.trial import Trial, make_trial
 from torchtitan_lite.tools.verify.witnesses import WITNESSES
 
 TP2 = ("--config", "debug", f"--{TP}=2", f"--{SHARD}=1")
@@ -58,28 +56,6 @@ def test_mutant_is_caught_and_named_correctly(pool, tmp_path, name):
 
 def reduce():
     return reduce_config(read_config([*TP2]).config, 2)
-
-
-# ---------------------------------------------------------------- the verdict
-
-
-def test_a_wrong_layout_ends_with_its_first_fault(monkeypatch, tmp_path):
-    faults = {}
-    for kind in ("module output", "loss"):
-        faults[kind] = Culprit(kind, "output", f"{kind}: off by 1")
-    calls = {"wide": lambda: Trial("wide", faults=faults), "deep": pytest.fail}
-    monkeypatch.setattr("torchtitan_lite.tools.verify.command.list_trials", lambda *_: calls)
-    reduction = reduce()
-    trials = make_trials(reduction, None, tmp_path)
-    report = make_report("debug", reduction, trials)
-    report["idle"] = []
-    text = json.dumps(report, default=str)
-    (trial,) = json.loads(text)["trials"]
-    assert trial["name"] == "wide"
-    assert [*trial["faults"]] == [*faults]
-    first, second, third, *_ = describe_report(report).splitlines()
-    assert first.startswith("wrong: debug on tp2") and "trial wide" in second
-    assert "module output: off by" in third
 
 
 # ---------------------------------------------------------------- coverage
