@@ -63,8 +63,8 @@ def check_files(config: Config, restarted: bool) -> Refused:
 
 
 def find_nearest(path: Path) -> Path:
-    """Return `path` (absolute) if it exists, otherwise its nearest parent that exists."""
-    return next(above for above in (path, *path.parents) if above.exists())
+    """Return `path` (absolute) if it exists, otherwise its nearest parent that exists. A broken link exists."""
+    return next(above for above in (path, *path.parents) if os.path.lexists(above))
 
 
 def name_snapshots(local_folder: str, dump_folder: Path) -> Path:

@@ -70,10 +70,12 @@ def adapt_to_weights(given: UserConfig, weights: Weights) -> None:
             list_added_fields = load_extension("families").list_added_fields
             row = replace(row, **list_added_fields(MODELS[name].flavors["debug"], row))
         given.config = replace(config, model=replace(config.model, name=name, row=row))
-    is_trained_further = section.initial_load_path and section.initial_load_model_only
-    if not (weights.published or is_trained_further):
-        return
     given.notices += weights.notices
+    initial = section.initial_load_path
+    if weights.is_resumed:  # this key has no effect now, but it had one in the first start
+        initial = weights.manifest.run["config"]["checkpoint"]["initial_load_path"]
+    if not (weights.published or (initial and section.initial_load_model_only)):
+        return
     context = weights.published.get(CONFIG, {}).get(LENGTH) or config.training.seq_len
     seq_len = min(context, config.training.seq_len)
     why = "the context length of the weights"
@@ -132,15 +134,20 @@ def fingerprint_documents(config: Config, tokenizer: Tokenizer) -> dict[str, str
     return fingerprints
 
 
+def find_fingerprint(weights: Weights) -> str | None:
+    """Return the fingerprint of the tokenizer that the weights were trained with; None if it is unknown. Raises
+    ConfigError."""
+    if weights.manifest:
+        return weights.manifest.fingerprint["tokenizer"]
+    return load_tokenizer(weights.assets).fingerprint if find_tokenizer(weights.assets) else None
+
+
 def check_tokenizer(problems: Problems, weights: Weights, tokenizer: Tokenizer) -> None:
     """Check that the weights were trained with the tokenizer of this run."""
-    expected = tokenizer.fingerprint
+    expected = None
     with collecting(problems):
-        if weights.manifest:
-            expected = weights.manifest.fingerprint["tokenizer"]
-        elif find_tokenizer(weights.assets):
-            expected = load_tokenizer(weights.assets).fingerprint
-    if tokenizer.fingerprint != expected:
+        expected = find_fingerprint(weights)
+    if expected not in (None, tokenizer.fingerprint):
         why = f"{weights.path} was trained with a different tokenizer: the same ids stand for different tokens"
         remedy = (
             f"Leave it out to use {weights.assets}; if those files have changed since, restore them"

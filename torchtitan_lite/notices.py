@@ -77,6 +77,11 @@ def list_rare_notices(given: UserConfig, spec: RunSpec, restarted: bool) -> Iter
     if config.checkpoint.local_folder:
         folder = name_snapshots(config.checkpoint.local_folder, spec.dump_folder)
         yield f"snapshots are saved in {folder.absolute()} of each host"
+    section = config.lr_scheduler
+    n_left = section.total_steps - section.warmup_steps
+    if 0 <= n_left < round((section.decay_ratio or 0) * section.total_steps):
+        ratio = f"lr_scheduler.decay_ratio = {section.decay_ratio}"
+        yield f"{ratio}: the decay begins after the warm-up, so it lasts {n_left} of {section.total_steps} steps"
     names = config.training.dataset
     if len(set(names)) < len(names):
         yield "training.dataset names a corpus twice, so its samples are drawn more often"

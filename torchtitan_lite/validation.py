@@ -53,6 +53,8 @@ class ValidationBatches:
         self.n_samples = sum(reader.n_samples)
         n_batches = -(-self.n_samples // global_batch_size)
         self.n_batches = n_batches if most_batches == -1 else min(n_batches, most_batches)
+        if most_batches > n_batches:
+            logger.info(f"validation.steps = {most_batches}, but the split has {n_batches} batches")
 
     def batch(self, step: int, rows: range) -> Batch:
         """Return rows `rows` of batch number `step`, counted from 0. Raises CorpusError."""

@@ -16,6 +16,7 @@ from torchtitan_lite.config.reader import (
     CONFIG_FOLDER,
     KEYS,
     REPOSITORY,
+    SHIPPED,
     UserConfig,
     convert,
     dump_config_toml,
@@ -220,6 +221,10 @@ AWKWARD = [
     *"--optimizer.eps 1e-30 --training.max_norm 1e22 --lr_scheduler.total_steps 5".split(),
     *("--metrics.no_enable_tensorboard", "--comm.trace_buf_size", "0", "--job.description="),
 ]
+
+
+def test_only_values_of_shipped_configs_are_defaults():
+    assert {path.stem for path in CONFIG_FOLDER.glob("*.toml")} == SHIPPED
 
 
 @each_row("args", [AWKWARD, *(["--config", path.stem] for path in CONFIG_FOLDER.glob("*.toml"))])

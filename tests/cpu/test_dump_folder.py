@@ -158,6 +158,7 @@ def test_a_snapshot_has_the_bytes_of_the_weights_and_the_optimizer_state():
 FOLDERS_OF_KEYS = f"""
 {LOCAL} | file/snapshots | {LOCAL}
 job.dump_folder | file/run | job.dump_folder
+job.dump_folder | broken/run | job.dump_folder
 training.cache_folder | file/cache | training.cache_folder
 {LOCAL} | there | {LOCAL}
 {LOCAL} | new |
@@ -172,6 +173,7 @@ def test_a_folder_that_cannot_be_read_or_hold_files_is_refused(
     monkeypatch.chdir(tmp_path)
     Path("there").mkdir()
     Path("file").touch()
+    Path("broken").symlink_to("nowhere")
     monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.R_OK)
     keys = {"job.dump_folder": "run", "training.cache_folder": "cache", key: path}
     found = check_files(override(Config(), keys), False)

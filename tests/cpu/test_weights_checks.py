@@ -113,7 +113,7 @@ def test_rope_and_sizes_of_a_run_are_those_of_the_weights_that_it_starts_from_or
 
 
 UNFIT = f"""
-{OURS} --model.n_layers=2                         | model.flavor: n_layers 2 instead of 1
+{OURS} --model.n_layers=2                         | model.n_layers: n_layers 2 instead of 1
 {HF} --model.flavor=debug --model.vocab_size=2400 | model.flavor: dim 128 instead of 16
 --{PATH}=cut                                      | {PATH}: model.safetensors
 --{PATH}=nowhere                                  | {PATH}: nowhere
@@ -272,7 +272,8 @@ DIFFERING = """
 --training.data_seed=1 | training.data_seed: trained with 0
 --training.data_seed=0 --debug.seed=1 |
 --training.dataset=letters | training.dataset: trained with ['python_stdlib']
---model.n_layers=2 | model.flavor: {}: n_layers 2 instead of 4
+--model.n_layers=2 | model.n_layers: {}: n_layers 2 instead of 4
+--checkpoint.load_only --job.overwrite | job.overwrite: it would delete the run
 --model.flavor=debug_moe | model.flavor: top_k 2 instead of None
 """
 
@@ -291,7 +292,6 @@ OTHER_TRAINING = """
 model.attention | "causal" | "document"
 model.converters | [] | ["float8"]
 quantize.linear.float8.recipe_name | "tensorwise" | "rowwise"
-checkpoint.initial_load_path | "" | "hf"
 training.max_norm | 1.0 | 0.5
 training.mixed_precision_param | "float32" | "bfloat16"
 optimizer.groups | [] | [{"match": "*norm*", "lr": 1.0, "weight_decay": 0.0}]
@@ -310,6 +310,12 @@ def test_a_resumed_run_that_trains_differently_prints_both_values():
     checkpoint = save(9)
     before = prepare().notices
     assert prepare(*SAME_TRAINING.split()).notices == before
+    (added,) = set(prepare(HF).notices) - set(before)
+    assert "initial_load_path" in added and f"no effect: the run resumes from {checkpoint}" in added
+    (save(12) / "manifest.json").write_text("{")
+    (added,) = set(prepare().notices) - set(before)
+    assert "step-12" in added and "the run resumes from step 9" in added
+    shutil.rmtree(checkpoint.with_name("step-12"))
     (added,) = set(prepare(n_ranks=4).notices) - set(before)
     assert "world size 4 instead of 2: data-parallel degree 4, 1" in added
     for key, *values in read_lines(OTHER_TRAINING):

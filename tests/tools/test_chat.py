@@ -266,8 +266,10 @@ def prepare(run_tool, tmp_path) -> Callable[..., str]:
     def run(rows: list, *arguments: object, status: int = 0) -> str:
         file = tmp_path / "in.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        options = ["--chat", "--processes", "1", "--out", tmp_path / "out"]
-        return run_tool("prepare", file, *options, *arguments, status=status)
+        options = ["--chat", "--processes", "1", *arguments]
+        if "--out" not in arguments:
+            options += ["--out", tmp_path / "out"]
+        return run_tool("prepare", file, *options, status=status)
 
     return run
 
@@ -328,6 +330,8 @@ def test_without_a_template_only_llama_3_s_tokens_have_a_format(make_folder, pre
     elsewhere = ["--out", tmp_path / "2", "--tokenizer", make_folder(None)]
     said = prepare([{"messages": EXCHANGE}], *elsewhere, status=2)
     assert "chat_template.jinja" in said
+    said = prepare([{"messages": EXCHANGE}], "--tokenizer", "bytes", status=2)
+    assert said.startswith("bytes has no usable chat template")
 
 
 NO_TEMPLATES = """

@@ -285,6 +285,8 @@ SAID = f"""
 {TP}=2 --{P}data_parallel_shard_degree=2 | 3 | Use a multiple of 2 ranks
 {FLOAT8} {CP}=2 --training.seq_len=40 --training.local_batch_size=1 | 2 | Use a multiple of 32
 {PP}=8 | 8 | Use 6 layers or more
+debug_3d | 8 | Write --config debug_3d
+--ranks=8 | 8 | A key has a section
 --profiling.enable_profiling --profiling.profile_freq=3 | 2 | Use 4 or more
 {ZERO_PP}=qwz,qgz {TP}=2 | 2 | a single shard
 {ZERO_PP}=hpz,qwz,qgz {NODE}=2 {TP}=2 | 8 | hpZ needs at least two ranks
@@ -309,6 +311,8 @@ def test_a_dataset_that_lists_no_files_is_refused(monkeypatch):
 
 NOTED = f"""
 --training.steps=4 --lr_scheduler.warmup_steps=5 | the learning rate only reaches 80% of optimizer.lr
+--lr_scheduler.decay_ratio=0.95 --lr_scheduler.warmup_steps=100 | so it lasts 100 of 200 steps
+--{P}expert_parallel_comm_backend=deepep --fault_tolerance.replica_id=3 | = deepep, fault_tolerance.replica_id = 3 has
 --optimizer.lr=0 | the learning rate falls to 0 at step 1 of 200 (optimizer.lr = 0,
 --training.steps=200 --lr_scheduler.total_steps=100 | the learning rate falls to 0 at step 101 of 200
 --training.steps=200 --lr_scheduler.total_steps=100 --lr_scheduler.warmup_steps=200 | 200 and 100 steps

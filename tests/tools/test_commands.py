@@ -99,6 +99,11 @@ def test_every_tool_is_shown():
 TP = "--parallelism.tensor_parallel_degree"
 UNEVEN = "--training.seq_len=8191 --training.global_batch_size=7"
 WRONG = f"""
+plan --config debug --gpus 8 --gpus 16                       | --gpus is given twice
+hang nowhere                                                 | there is no folder nowhere
+prepare --validation a.txt b.txt --out x                     | Write the inputs first
+report tests tests/../tests                                  | the same run
+plan --config llama3_8b --model.converters float8 --gpu a100-80 | no float8 matmul
 plan --config debug --gpu h1000                              | --gpu
 plan --config debug --gpus 8 {TP}=3                          | model.n_kv_heads
 explain --config debug --gpus 8 {TP}=3                       | model.n_kv_heads

@@ -211,6 +211,11 @@ def test_bad_rows_are_printed_and_counted_with_skip_bad_and_the_corpus_is_checke
         assert f"{folder} exists" in run_tool("prepare", *args, folder, status=2)
     run_tool("prepare", *args, "a.jsonl/out", status=1)
     run_tool("prepare", "--check", "out")
+    manifest = Path("out/manifest.json")
+    written = manifest.read_text()
+    manifest.write_text(written.replace('"n_documents": ', '"n_documents": 1'))
+    assert "but the manifest says" in run_tool("prepare", "--check", "out", status=1)
+    manifest.write_text(written)
     flip_bit(Path("out/train.tokens"))
     Path("out/train.documents").write_bytes(b"")  # a copy that was not finished
     damage = run_tool("prepare", "--check", "out", status=1)

@@ -217,7 +217,14 @@ def test_a_conversation_on_a_terminal_answers_each_line_as_if_it_had_been_read_a
     assert run_tool(*arguments, "--prompt", text) == second
 
 
-# ---------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------- what is refused or has no effect
+
+
+def test_another_tokenizer_and_options_without_effect_are_named(export, run_tool):
+    given = ["generate", export, "--prompt", "a", "--max-new-tokens", "1"]
+    assert "bytes is not the tokenizer" in run_tool(*given, "--tokenizer", "bytes")
+    for top_k in (1, 10**6):
+        assert "no effect" in run_tool(*given, "--top-k", top_k)
 
 
 # model | prompt | words of the refusal

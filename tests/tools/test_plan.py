@@ -133,15 +133,21 @@ def test_an_idle_pipeline_gets_the_number_of_microbatches_that_it_needs():
     filled = read(f"{run}={n}")
     assert filled.forecast.bubble <= 0.17  # the stages are still uneven
     assert f"training.global_batch_size = {n * 128}" in remark and "5 stages" in remark
+    (remark,) = list_remarks(read("debug_3d 8"))  # local_batch_size is 4
+    batch = remark.split("global_batch_size = ")[1].split(")")[0]
+    assert read(f"debug_3d 8 --{GLOBAL_BATCH}={batch}")
 
 
 def test_programs_read_the_figures_of_a_plan(run_json):
-    args = "plan --config llama3_8b --gpus 8 --training.enable_cpu_offload"
+    args = "plan --config llama3_8b --gpus 8 --training.enable_cpu_offload --compile.backend eager"
+    args += " --training.seed 3"
     figures = run_json(*args.split())
     planned = read(f"llama3_8b 8 --{GLOBAL_BATCH}=128")
     assert figures["step_time_s"] == planned.forecast.step_time_s
     assert figures["taken_bytes"] == planned.taken_bytes
-    assert list(figures["unmodeled"]) == ["training.enable_cpu_offload = True"]
+    unmodeled = ["training.enable_cpu_offload = True", "compile.backend = eager"]
+    assert list(figures["unmodeled"]) == unmodeled
+    assert "training.seed is now debug.seed" in figures["remarks"]
 
 
 # ZeRO stage, bytes reserved and of CUDA, divided by bytes in use; whether it fits an H200
@@ -289,3 +295,5 @@ def test_a_layout_that_is_too_tight_gets_settings_that_fit():
     assert "parallelism.zero_stage = 3" in remark
     fixed = read(f"{run} --{ZERO}=3")
     assert not any("does not fit" in remark for remark in list_remarks(fixed))
+    (remark,) = (remark for remark in list_remarks(read("llama3_70b 8")) if "fit" in remark)
+    assert remark.endswith("What helps: 64 GPUs") and read("llama3_70b 64").fits

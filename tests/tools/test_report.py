@@ -98,6 +98,13 @@ def test_the_page_begins_with_sentences(page, folder, run):
     assert page.index(what[:20]) < page.index("By step")
 
 
+def test_a_loss_that_is_not_finite_stands_out(folder, tmp_path):
+    run = copy_run(folder, tmp_path / "run")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(f'{{{STEP_7}, "loss": NaN}}\n')
+    assert "the loss is NaN or infinite at step 7" in write(run)
+
+
 def test_starts_saves_and_stops_are_marked_in_every_plot(page):
     marks = [title for title in list_titles(page) if title.startswith("a run: ")]
     kinds = [mark.removeprefix("a run: ") for mark in marks]

@@ -66,7 +66,10 @@ def check_continued(problems: Problems, weights: Weights, documents: dict[str, s
             if is_of_moments(key):
                 remedy += ", or start with new moments: --checkpoint.exclude_from_loading=optimizer"
             problems.refuse(key, f"{path} was trained with {before!r}", remedy)
-        elif rule != "free" or (key == INITIAL_LOAD_PATH and weights.is_resumed):
+        elif key == INITIAL_LOAD_PATH and weights.is_resumed:
+            if value:
+                notices.append(f"{key} = {value!r} has no effect: the run resumes from {path}")
+        elif rule != "free":
             notices.append(f"{key} is now {value!r}; {path} was trained with {before!r}")
     if any(key == "optimizer.lr" or key.startswith("lr_scheduler.") for key in different):
         notices.append(describe_rates(config, weights))

@@ -26,7 +26,7 @@ from torchtitan_lite.config.block import list_shapes
 from torchtitan_lite.config.extensions import load_extension
 from torchtitan_lite.config.messages import ConfigError, Problem, Problems, UserError
 from torchtitan_lite.config.model import MODEL_SIZES
-from torchtitan_lite.config.model_rows import ModelArgs
+from torchtitan_lite.config.model_rows import AUTO, ModelArgs
 from torchtitan_lite.config.reader import flatten_table
 from torchtitan_lite.config.schema import Checkpoint, Config, get_value
 from torchtitan_lite.models.registry import CONFIG, MODELS
@@ -50,14 +50,15 @@ class Weights:
     published: dict[str, dict]
     manifest: Manifest | None = None  # None for a Hugging Face folder
     is_resumed: bool = False  # the checkpoint is in the dump folder
-    notices: tuple[str, ...] = ()  # settings of config.json that this trainer ignores
+    # settings of config.json that this trainer ignores; newer checkpoints that cannot be read
+    notices: tuple[str, ...] = ()
 
 
 def find_resumed(config: Config, restarted: bool) -> Weights | None:
     """Return the checkpoint to resume from: load_step, or the newest readable one. Raises ConfigError."""
     section = config.checkpoint
     folder = Path(config.job.dump_folder) / section.folder
-    starts_over = config.job.overwrite and not restarted
+    starts_over = config.job.overwrite and not (restarted or section.load_only)
     steps = [] if starts_over else find_steps(folder)
     key = "job.dump_folder"
     if names_step(section, steps, restarted):
@@ -74,7 +75,8 @@ def find_resumed(config: Config, restarted: bool) -> Weights | None:
             # file
             if not restarted:
                 require_files(weights.path)
-            return replace(weights, is_resumed=True)
+            skipped = [f"{reason}; the run resumes from step {step}" for reason in reasons]
+            return replace(weights, is_resumed=True, notices=tuple(skipped))
         except CheckpointError as error:
             reasons.append(str(error))
             if not isinstance(error, DamagedCheckpoint):
@@ -153,7 +155,7 @@ def check_loaded_model(problems: Problems, weights: Weights) -> None:
     and meaning.
     """
     model_args = problems.model_args
-    section = problems.config.checkpoint
+    config = problems.config
     theirs = dict(flatten_table(asdict(weights.model_args)))
     ours = dict(flatten_table(asdict(model_args)))
     differences = {}
@@ -162,7 +164,7 @@ def check_loaded_model(problems: Problems, weights: Weights) -> None:
             differences[name] = f"{name} {ours.get(name)} instead of {theirs.get(name)}"
     if not differences:
         return
-    is_continued = weights.is_resumed or not section.initial_load_model_only
+    is_continued = weights.is_resumed or not config.checkpoint.initial_load_model_only
     unlike = [text for name, text in differences.items() if is_continued or name in SIZES]
     wanted = list_shapes(model_args)
     stored = list_shapes(weights.model_args)
@@ -170,12 +172,12 @@ def check_loaded_model(problems: Problems, weights: Weights) -> None:
     if lacking and not unlike:
         unlike.append(f"this model has no {', '.join(abbreviate(lacking))} of the same shape")
     if unlike:
-        why = f"it is not the model in {weights.path}: {', '.join(unlike)}"
-        problems.refuse(
-            "model.flavor",
-            why,
-            'Leave out [model] and set flavor "auto" to use that model, or use a different job.dump_folder',
-        )
+        chosen = [f"model.{name}" for name in differences if getattr(config.model, name, None)]
+        key = chosen[0] if chosen and config.model.flavor == AUTO else "model.flavor"
+        remedy = 'Leave out [model] and set flavor "auto" to use that model'
+        if weights.is_resumed:
+            remedy += ", or use a different job.dump_folder"
+        problems.refuse(key, f"it is not the model in {weights.path}: {', '.join(unlike)}", remedy)
     problems.notices.append(
         f"the model differs from the one in {weights.path}: {', '.join(differences.values())}"
     )

@@ -37,6 +37,13 @@ except ModuleNotFoundError:  # Python 3.10
         ) from None
 
 CONFIG_FOLDER = REPOSITORY / "configs"
+# The values in these files are defaults. A value in any other file is the user's choice.
+SHIPPED = set(
+    """
+    debug debug_3d debug_moe debug_moe_3d finetune llama3_1b llama3_1b_one_gpu llama3_3b llama3_405b llama3_70b
+    llama3_8b llama3_8b_one_gpu mixtral_8x22b qwen2_7b qwen3_30b_a3b shakespeare
+    """.split()
+)
 
 
 def list_types(section: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -67,7 +74,7 @@ class UserConfig:
     """
 
     config: Config
-    chosen: frozenset[str]  # keys set by the command line or by a file outside configs/
+    chosen: frozenset[str]  # keys set by the command line, or by a file that is not one of SHIPPED
     problems: list[Problem] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
 
@@ -93,7 +100,7 @@ def read_config(args: list[str]) -> UserConfig:
     is_shipped = False
     try:
         path = find_config_file(expand_path(config_file))
-        is_shipped = path.parent.resolve() == CONFIG_FOLDER
+        is_shipped = path.stem in SHIPPED and path.parent.resolve() == CONFIG_FOLDER
         table |= flatten_table(load_toml(path))
         # a saved config.toml sets this key to the name of the original file: replace the name
         table["job.config_file"] = config_file
@@ -132,6 +139,8 @@ def parse_arguments(
         flag, equals, value = argument.partition("=")
         if not re.match("--.", flag):
             remedy = "Write --section.key value, or --section.key=value"
+            if argument in SHIPPED:
+                remedy = f"Write --config {argument}"
             problems.append(Problem("argument", argument, "it does not follow a key", remedy))
             continue
         name = "job.config_file" if flag == "--config" else flag[2:].replace("-", "_")

@@ -124,7 +124,10 @@ def open_split(folder: Path, split: str, tokenizer: Tokenizer | None) -> CorpusM
                 expected = f"but the manifest says {n_bytes}"
                 raise CorpusError(f"{path} has {found or 'no'} bytes, {expected}")
     if tokenizer and manifest.tokenizer != tokenizer.fingerprint:
-        remedy = "Name its tokenizer (model.hf_assets_path, or --tokenizer of `eval`), or prepare it again"
+        remedy = (
+            f"Prepare it again with --tokenizer {shlex.quote(str(tokenizer.path))}. If no weights are loaded, you can "
+            "name its tokenizer instead (model.hf_assets_path, or --tokenizer of `eval`)"
+        )
         why = f"{folder} was prepared with a different tokenizer, not with {tokenizer.path}"
         raise CorpusError(why, remedy)
     if split not in manifest.splits:
@@ -160,23 +163,30 @@ def list_downloaded(folder: str, pattern: str, advice: str, dataset_path: str) -
     path = Path(dataset_path or folder)
     # a cache folder may contain several versions of the corpus
     if why := load_extension("hub_names").explain_hub_cache(path):
-        raise CorpusError(why, "Set training.dataset_path to that folder")
+        raise CorpusError(
+            why, "Name that folder: training.dataset_path, or --dataset-path of `prepare`"
+        )
     files = [path] if path.is_file() else sorted(path.rglob(pattern))
     # leave out the metadata of Hugging Face downloads
     files = [file for file in files if not file.relative_to(path).parts[:1] == (".cache",)]
     if not files:
-        remedy = f"{advice}, and set training.dataset_path"
+        remedy = (
+            f"{advice}, and name its folder: training.dataset_path, or --dataset-path of `prepare`"
+        )
         raise CorpusError(f"{path.absolute()} has no {pattern}", remedy)
     return files
 
 
 # Name in training.dataset -> function that takes training.dataset_path and returns the files. A fork adds a row.
-C4 = "Download en/c4-train.00000-of-01024.json.gz, and more such files if you like, from the dataset allenai/c4"
+C4 = "Download en/c4-{}.json.gz, and more such files if you like, from the dataset allenai/c4"
 DATASETS: dict[str, Callable[[str], list[Path]]] = {
     "python_stdlib": list_python_stdlib,
-    "c4": partial(list_downloaded, "allenai/c4", "c4-train.*", C4),
+    "c4": partial(list_downloaded, "allenai/c4", "c4-train.*", C4.format("train.00000-of-01024")),
     "c4_validation": partial(
-        list_downloaded, "allenai/c4", "c4-validation.*", C4.replace("train", "validation")
+        list_downloaded,
+        "allenai/c4",
+        "c4-validation.*",
+        C4.format("validation.00000-of-00008"),
     ),
     "c4_test": partial(
         list_downloaded, "tests/assets/c4_test", "*.json*", "Start in a checkout of torchtitan"

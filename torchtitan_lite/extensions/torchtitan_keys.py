@@ -1,7 +1,7 @@
 """Explain unknown names in a config: keys of torchtitan v0.1 and v0.2, or misspelled keys. reader.py loads this file.
 
 ALIASES lists old names of keys. ABSENT lists the switches of missing features, which are refused unless they are off.
-SETTINGS lists other keys of missing features, which are accepted with any value.
+SETTINGS lists other keys of missing features. They are accepted with any value, and a notice names them.
 """
 
 from collections.abc import Mapping
@@ -109,6 +109,7 @@ def translate_keys(
     """
     table = rename_keys(table, notices)
     texts = rename_keys(texts, notices)
+    idle = []
     for key, value in (table | texts).items():
         if key in KEYS:
             continue
@@ -125,6 +126,10 @@ def translate_keys(
             )
         elif key in UNUSED:
             notices.append(f"{key} = {value} has no effect: {UNUSED[key]}")
+        elif key not in MISSING_FEATURES and value:
+            idle.append(f"{key} = {value}")
+    if idle:
+        notices.append(f"{', '.join(idle)} has no effect: torchtitan_lite has no such feature")
     return table, texts
 
 
@@ -157,6 +162,11 @@ def is_section(start: str) -> bool:
 def suggest_key(key: str) -> str:
     """Return a remedy for an unknown key. The remedy names a key with the same name in a different section, or a
     similar key."""
+    if "." not in key:
+        return (
+            "A key has a section, as in --training.steps. A tool lists its own options with --help; "
+            "NGPU=8 before a command sets the number of ranks"
+        )
     name = key.rpartition(".")[2]
     same_name = [known for known in (*KEYS, *MISSING_FEATURES) if known.endswith(f".{name}")]
     near = get_close_matches(key, same_name, n=1, cutoff=0) + get_close_matches(key, KEYS, n=1)

@@ -72,7 +72,9 @@ def parse_command(name: str, args: list[str]) -> Namespace:
     written = [arg.partition("=")[0] for arg in args]
     for name in single:
         if name.startswith("-") and written.count(name) > 1:
-            raise UserError(f"{name} is given twice, but only one value counts. Leave out the others")
+            raise UserError(
+                f"{name} is given twice, but only one value counts. Leave out the others"
+            )
     given = {*written, *(name for name in ("inputs", "config_args") if vars(options).get(name))}
     for case, names in tool.without_effect.items():
         is_with, option, *_ = case.split()

@@ -44,6 +44,12 @@ def main(options: Namespace) -> int:
             f"{source.path}: tools/kv_cache.py does not support model.attention = {source.attention!r}, "
             "whose row in config/choices.py has code. Use eval instead."
         )
+    if options.top_k >= source.model_args.vocab_size:
+        tell(f"--top-k {options.top_k} has no effect: the model has no more tokens")
+    elif options.top_k == 1:
+        tell(
+            "--top-k 1 takes the most likely token: --temperature, --top-p and --seed have no effect"
+        )
     settings = source.published.get(GENERATION_CONFIG, {})
     for key, value in settings.items():
         if value and key not in FOLLOWED and not key.startswith("_"):

@@ -72,6 +72,8 @@ def main(options: Namespace, work: Callable[[list[str], Path, RunSpec], int] | N
     try:
         with signals.interrupting():
             spec = check_run(args)
+            if is_first_host() and "SAVED_FILE" in os.environ:  # assets/slurm/train.sbatch sets it
+                Path(os.environ["SAVED_FILE"]).touch()
     except KeyboardInterrupt:
         ending = tell_signal(signals)
         tell(f"run_train.sh: {ending.reason}")
@@ -101,7 +103,7 @@ def main(options: Namespace, work: Callable[[list[str], Path, RunSpec], int] | N
         is_own = (newest, saved_at_ns) not in saved_before
         if status == 1 and spec.config.checkpoint.enable:
             reason += f"; {describe_newest(newest, spec.config, args, is_own=is_own)}"
-        if is_own and is_first and "SAVED_FILE" in os.environ:  # assets/slurm/train.sbatch sets it
+        if is_own and is_first and "SAVED_FILE" in os.environ:
             Path(os.environ["SAVED_FILE"]).write_text(f"{newest}\n")
     if status == 0 and is_first:
         status = export_last_checkpoint(spec)

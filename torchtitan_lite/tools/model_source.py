@@ -6,6 +6,7 @@ config.json, *.safetensors      a Hugging Face folder; it also has the tokenizer
 """
 
 from argparse import Namespace
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_lite.extensions.hub_names import explain_hub_name
 from torchtitan_lite.extensions.hugging_face import load_weights
 from torchtitan_lite.extensions.hugging_face_config import GENERATION_CONFIG, read_published
+from torchtitan_lite.from_weights import find_fingerprint
 from torchtitan_lite.model.part import list_moes
 from torchtitan_lite.models.registry import CONFIG, LENGTH
 from torchtitan_lite.parallel.process_groups import choose_device
@@ -91,10 +93,14 @@ def open_source(options: Namespace) -> ModelSource:
         ) from None
     model_args = weights.model_args
     published = weights.published
+    expected = None  # fingerprint of the model's tokenizer
+    if checkpoint or options.tokenizer:
+        with suppress(ConfigError):  # --tokenizer may replace a damaged one
+            expected = find_fingerprint(weights)
     why = ""
     if found.eos_id >= model_args.vocab_size:
         why = f"its model has {model_args.vocab_size} tokens, but the end token of {found.path} is id {found.eos_id}"
-    elif checkpoint and checkpoint.manifest.fingerprint["tokenizer"] != found.fingerprint:
+    elif expected not in (None, found.fingerprint):
         other = f"{found.path} is not the tokenizer that the model was trained with"
         if options.tokenizer:
             tell(other)

@@ -315,7 +315,9 @@ def read_chat_format(tokenizer: Tokenizer) -> ChatFormat:
             name += f", `default` or `tool_use` of {', '.join(theirs.chat_template)}"
         return ChatFormat(tokenizer, theirs, templates, name)
     except Exception as error:  # jinja2 and transformers raise their own errors
-        raise PreparationError(
-            f"{tokenizer.path.parent} has no usable chat template: {error}. "
-            "Put the model's chat_template.jinja into this folder, or name a different --tokenizer"
-        ) from None
+        place = tokenizer.path
+        remedy = "Name a different --tokenizer"
+        if place.is_file():
+            place = place.parent
+            remedy = f"Put the model's chat_template.jinja into this folder. {remedy} otherwise"
+        raise PreparationError(f"{place} has no usable chat template: {error}. {remedy}") from None

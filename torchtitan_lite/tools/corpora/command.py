@@ -14,8 +14,10 @@ from torchtitan_lite.data.corpus_folder import (
     CORPUS_MANIFEST,
     DATASETS,
     VALIDATION_ONLY,
+    CorpusError,
     CorpusManifest,
     find_corpus,
+    open_split,
     read_corpus_manifest,
 )
 from torchtitan_lite.data.corpus_rules import DOWNLOADS
@@ -110,9 +112,10 @@ def print_counts(counts: Counter[str]) -> None:
 def prepare_corpus(options: argparse.Namespace) -> str:
     """Prepare the corpus, and return the output."""
     if not options.inputs or not options.out:
-        raise PreparationError(
-            "Name the input files and the output folder: prepare texts/ --out data/mine"
-        )
+        needed = "Name the input files and the output folder: prepare texts/ --out data/mine"
+        if options.validation:
+            needed += ". Write the inputs first, because --validation takes all files after it"
+        raise PreparationError(needed)
     if options.chat and options.train_tokenizer:
         raise PreparationError(
             "--train-tokenizer cannot be used with --chat: a new tokenizer has no chat template. Name a --tokenizer"
@@ -189,6 +192,11 @@ def check_corpus(folder: Path) -> int:
         for suffix, expected in split.sha256.items():
             hashes[folder / f"{name}.{suffix}"] = expected
     problems = find_damage(hashes)
+    if not problems:
+        try:
+            open_split(folder, *[*manifest.splits][:1], None)
+        except CorpusError as error:
+            problems = [str(error)]
     print(
         "\n".join(problems) or f"{folder} is complete: every file has the SHA-256 in its manifest"
     )

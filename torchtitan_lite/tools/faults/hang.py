@@ -30,7 +30,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
-from torchtitan_lite.config.messages import tell
+from torchtitan_lite.config.messages import UserError, tell
 
 LOOK_EVERY_S = 1.0
 WAIT_FOR_RANKS_S = 2.0
@@ -52,6 +52,8 @@ N_STACK_LINES = 4  # lines shown of the stack above torch
 def main(options: Namespace) -> int:
     culprits, text = explain_newest(options.folder, "rank", "failed")
     if not text:
+        if not options.folder.is_dir():
+            raise UserError(f"there is no folder {options.folder}. Name the dump folder of a run")
         tell(
             f"{options.folder} has no files of hanging ranks: there is no rank-*.json, "
             "and no failed-*.json that explains more than the errors of the ranks"

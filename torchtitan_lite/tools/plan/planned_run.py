@@ -4,13 +4,14 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
+from torchtitan_lite.checkpoint.starting_weights import check_loaded_model
 from torchtitan_lite.config.block import has_masks
 from torchtitan_lite.config.checks import plan_layout, resolve_config
 from torchtitan_lite.config.choices import ATTENTIONS, OPTIMIZERS
-from torchtitan_lite.config.float8 import list_linears, plan_float8
+from torchtitan_lite.config.float8 import check_matmul, list_linears, plan_float8
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.machine import Machine
-from torchtitan_lite.config.messages import ConfigError, Problem
+from torchtitan_lite.config.messages import ConfigError, Problem, Problems
 from torchtitan_lite.config.model import resolve_model
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.reader import UserConfig
@@ -89,6 +90,7 @@ class PlannedRun:
     model_args: ModelArgs
     layout: Layout
     cluster: Cluster
+    notices: tuple[str, ...] = ()  # about the config
 
     @cached_property
     def workload(self) -> Workload:
@@ -172,21 +174,34 @@ class PlannedRun:
         return f"{', '.join(parts)}, recompute {' and '.join(modes)}"
 
 
-def read_target(args: list[str], n_gpus: int | None) -> tuple[UserConfig, ModelArgs, int]:
+def read_target(
+    args: list[str], n_gpus: int | None, gpu: str = "cpu"
+) -> tuple[UserConfig, ModelArgs, int]:
     """Return the config, its model and the number of ranks. Raises ConfigError with all problems.
 
-    If n_gpus is None, the number of ranks is the product of the degrees, or 2 if a degree is automatic.
+    If n_gpus is None, the number of ranks is the product of the degrees, or 2 if a degree is automatic. `gpu`: a row of
+    CLUSTERS.
     """
-    given, _ = read_run(args)
+    given, weights = read_run(args)
     if given.problems:
         raise ConfigError(given.problems)
-    n_ranks = n_gpus or choose_n_ranks(given.config.parallelism, ANY_CPU, 1)
-    return given, resolve_model(given.config.model), n_ranks
+    config = given.config
+    model_args = resolve_model(config.model)
+    found = Problems(config, model_args)
+    if weights:
+        check_loaded_model(found, weights)
+    if config.model.uses_float8:
+        machine = replace(ANY_CPU, name=gpu.upper())
+        found += Problems(config, rules=check_matmul(config, machine))
+    if found:
+        raise ConfigError(found)
+    given.notices += found.notices
+    return given, model_args, n_gpus or choose_n_ranks(config.parallelism, ANY_CPU, 1)
 
 
 def plan_run(args: list[str], n_gpus: int | None, gpu: str) -> PlannedRun:
     """Return the run of the config arguments `args` on GPUs of the type `gpu`. For `n_gpus`, see `read_target`."""
-    given, model_args, n_ranks = read_target(args, n_gpus)
+    given, model_args, n_ranks = read_target(args, n_gpus, gpu)
     layout = plan_layout(given.config, model_args, n_ranks)
     config = resolve_config(given.config, layout, "cpu" if gpu == "cpu" else "cuda")
-    return PlannedRun(config, model_args, layout, CLUSTERS[gpu])
+    return PlannedRun(config, model_args, layout, CLUSTERS[gpu], tuple(given.notices))

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from math import ceil, gcd
+from math import ceil, gcd, lcm
 
 from torchtitan_lite.config.checks import plan_layout
 from torchtitan_lite.config.layout import Layout
@@ -12,8 +12,9 @@ from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.schema import get_value, with_value
 from torchtitan_lite.tools.plan.cluster import Cluster
 from torchtitan_lite.tools.plan.planned_run import PlannedRun
-from torchtitan_lite.tools.plan.unmodeled import list_unmodeled
+from torchtitan_lite.tools.plan.unmodeled import warn_of_unmodeled
 
+MOST_TIMES = 64  # by which `plan` multiplies the number of GPUs, to find enough memory
 MOST_IDLE = 0.15  # `plan` makes a remark if ranks do not compute in a larger fraction of a step
 LEVERS = [  # settings that save memory, in ascending order of the time that they cost
     ("training.loss_chunk_tokens", 1024),
@@ -43,10 +44,9 @@ def list_remarks(planned: PlannedRun) -> list[str]:
     """Return the remarks about a run."""
     cluster = planned.cluster
     expected = planned.forecast
-    remarks = warn_of_bubble(planned, expected.bubble)
+    remarks = [*planned.notices, *warn_of_bubble(planned, expected.bubble)]
     remarks += warn_of_groups(planned.layout, cluster)
-    for name, counted in list_unmodeled(planned).items():
-        remarks.append(f"the forecast does not model {name}. It counts {counted}")
+    remarks += warn_of_unmodeled(planned)
     waiting = expected.parts_s["waiting for dp"] / expected.step_time_s
     if waiting > MOST_IDLE:
         remarks.append(
@@ -59,9 +59,23 @@ def list_remarks(planned: PlannedRun) -> list[str]:
             f"{key} = {value} ({candidate.taken_bytes / GIB:.1f} GiB)"
             for key, value, candidate in list_changed(planned, LEVERS)
         ]
-        advice = f"What helps: {'; '.join(levers) or 'more GPUs, or --search'}"
+        advice = f"What helps: {'; '.join(levers)}" if levers else advise_gpus(planned)
         remarks.append(f"the layout does not fit in memory: it may take {sizes}. {advice}")
     return remarks
+
+
+def advise_gpus(planned: PlannedRun) -> str:
+    """Name a larger number of GPUs on which the layout fits, among multiples by powers of 2 up to MOST_TIMES."""
+    config = with_value(planned.config, "parallelism.data_parallel_shard_degree", -1)
+    times = 2
+    while times <= MOST_TIMES:
+        n_gpus = times * planned.layout.world_size
+        with suppress(ConfigError):
+            layout = plan_layout(config, planned.model_args, n_gpus)
+            if replace(planned, config=config, layout=layout).fits:
+                return f"What helps: {n_gpus:,} GPUs"
+        times *= 2
+    return f"Neither a change of one key helps, nor {n_gpus:,} GPUs. Try --search"
 
 
 def list_changed(
@@ -105,7 +119,9 @@ def warn_of_bubble(planned: PlannedRun, bubble: float) -> list[str]:
     layout = planned.layout
     _, p, m, v = planned.workload.pipeline
     needed = v * m * bubble / (1 - bubble) * (1 / MOST_IDLE - 1)
-    n = ceil(needed / v / p) * p
+    # pp and local_batch_size must divide the batch
+    unit = lcm(p, planned.config.training.local_batch_size // layout.microbatch_size)
+    n = ceil(needed / v / unit) * unit
     stages = ceil(needed / m)
     batch = n * layout.microbatch_size * layout.dp
     advice = f"Use {n} microbatches (training.global_batch_size = {batch})"

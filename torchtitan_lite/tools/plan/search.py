@@ -26,6 +26,7 @@ from torchtitan_lite.config.settings import find_refused
 from torchtitan_lite.tools.plan.cluster import CLUSTERS, Cluster
 from torchtitan_lite.tools.plan.planned_run import PlannedRun, read_target
 from torchtitan_lite.tools.plan.step_time import Forecast
+from torchtitan_lite.tools.plan.unmodeled import warn_of_unmodeled
 from torchtitan_lite.tools.tables import format_seconds, format_table, write_table
 
 N_BEST = 10
@@ -196,7 +197,7 @@ def search_layouts(options: argparse.Namespace) -> str:
         raise UserError(
             f"--toml: {file} exists, and plan --search did not write it. Name a different file"
         )
-    given, model_args, n_gpus = read_target(options.config_args, options.gpus)
+    given, model_args, n_gpus = read_target(options.config_args, options.gpus, options.gpu)
     cluster = CLUSTERS[options.gpu]
     fitting = list(list_candidates(given.config, model_args, n_gpus, cluster))
     if not fitting:
@@ -217,6 +218,7 @@ def search_layouts(options: argparse.Namespace) -> str:
         config = resolve_config(winner.config, winner.layout, "cuda")
         title = f"{TITLE} for {n_gpus:,} GPUs: {winner}"
         write_table(file, f"{title}\n\n{dump_config_toml(config)}")
+    remarks = [*given.notices, *warn_of_unmodeled(winner)]
     table = [("", "tok/s/GPU", "MFU", "bubble", "GiB", "layout")]
     for number, planned in enumerate(best, 1):
         expected = planned.forecast
@@ -229,10 +231,14 @@ def search_layouts(options: argparse.Namespace) -> str:
             str(planned),
         )
         table.append(row)
+    ending = [f"\n\nremark: {remark}" for remark in remarks]
+    if file:
+        ending.append(f"\n\nThe best layout is in {file}")
     return (
         f"{len(fitting):,} layouts fit in the memory of {n_gpus:,} GPUs.\n"
         f"Your values that the best layout replaces: {', '.join(replaced) or 'none'}.\n\n"
         f"{format_table(table, '>>>>>')}\n\n"
         f"{explain_common(list(filter(is_common, fitting)), winner.forecast)}"
         f"{NO_EP if winner.layout.ep == 1 else ''}"
+        f"{''.join(ending)}"
     )

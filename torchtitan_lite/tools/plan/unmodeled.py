@@ -20,7 +20,14 @@ INSTEAD = {  # key that is modeled only at its default -> what the forecast coun
     "checkpoint.local_folder": "no snapshots",
     "parallelism.fsdp_symmetric_memory": "NCCL's usual kernels",
     "training.enable_cpu_offload": "a run without offload",
+    "optimizer.implementation": "one kernel for the whole update",
 }
+
+
+def warn_of_unmodeled(planned: PlannedRun) -> list[str]:
+    """Return a remark for each unmodeled key or module."""
+    found = list_unmodeled(planned)
+    return [f"the forecast does not model {name}. It counts {found[name]}" for name in found]
 
 
 def list_unmodeled(planned: PlannedRun) -> dict[str, str]:
@@ -30,6 +37,9 @@ def list_unmodeled(planned: PlannedRun) -> dict[str, str]:
         value = get_value(planned.config, key)
         if value != get_value(Config(), key):
             unmodeled[f"{key} = {value}"] = counted
+    compiler = planned.config.compile
+    if compiler.enable and compiler.backend != "inductor":
+        unmodeled[f"compile.backend = {compiler.backend}"] = "the kernels of inductor"
     optimizer = planned.config.optimizer.name
     if optimizer not in ("AdamW", "SGD", "Muon"):
         unmodeled[f"optimizer.name = {optimizer}"] = "the moments of its row, updated in one pass"

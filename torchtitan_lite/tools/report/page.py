@@ -78,6 +78,8 @@ class Series(NamedTuple):
 def main(options: argparse.Namespace) -> int:
     """Write the page. With --watch, write the page again and again until the run ends. Raises UserError if a folder has
     no run."""
+    if len({folder.resolve() for folder in options.runs}) < len(options.runs):
+        raise UserError("two of the folders are the same run. Name each run once")
     out = options.out or options.runs[0] / "report.html"
     is_new = True
     while True:

@@ -8,7 +8,7 @@ import json
 import shlex
 from datetime import datetime
 from functools import cached_property
-from math import inf
+from math import inf, isfinite
 from pathlib import Path
 from statistics import median
 
@@ -113,7 +113,8 @@ class RecordedRun:
         return places
 
     def list_values(self, field: str) -> Points:
-        """Return (step, value) for each record that has this field. Raises UserError if a value is not a number."""
+        """Return (step, value) for each record in which this field is finite. Raises UserError if a value is not a
+        number."""
         points = []
         for record in self.records:
             value = record.get(field)
@@ -123,7 +124,8 @@ class RecordedRun:
                         f"{self.folder}/metrics.jsonl: {field} = {value!r} at step {record['step']}"
                     )
                     raise UserError(f"{place} is not a number. Correct or delete this record")
-                points.append((record["step"], value))
+                if isinstance(value, list) or isfinite(value):
+                    points.append((record["step"], value))
         return points
 
     def show(self, key: str) -> str:
@@ -184,6 +186,9 @@ def list_findings(run: RecordedRun) -> list[str]:
     if run.unread:
         numbers = ", ".join(map(str, run.unread))
         remarks.append(f"lines of metrics.jsonl that are not records: {numbers}")
+    losses = [(record["step"], record["loss"]) for record in run.records if "loss" in record]
+    if diverged := [str(step) for step, loss in losses if not isfinite(loss)]:
+        remarks.append(f"the loss is NaN or infinite at step {', '.join(diverged)}")
     norms = run.list_values("grad_norm_max")[WARM_UP:]
     usual = median([norm for _, norm in norms] or [0.0])
     spikes = [(step, norm) for step, norm in norms if norm > SPIKE_RATIO * usual]
