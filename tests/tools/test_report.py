@@ -102,7 +102,8 @@ def test_a_loss_that_is_not_finite_stands_out(folder, tmp_path):
     run = copy_run(folder, tmp_path / "run")
     with (run / "metrics.jsonl").open("a") as file:
         file.write(f'{{{STEP_7}, "loss": NaN}}\n')
-    assert "the loss is NaN or infinite at step 7" in write(run)
+    assert write(run) == 0
+    assert "the loss is NaN or infinite at step 7" in (run / "report.html").read_text()
 
 
 def test_starts_saves_and_stops_are_marked_in_every_plot(page):
