@@ -144,7 +144,6 @@ B200 |
 def test_a_gpu_without_float8_is_refused_and_may_emulate(name, refused):
     machine = Machine("cuda", 2, 80 * GIB, f"NVIDIA {name}")
     keys = ["--model.converters=float8"]
-    problems = list(check_settings(read_config(keys).config, machine))
-    assert bool(problems) == bool(refused)
+    assert any(check_settings(read_config(keys).config, machine)) == bool(refused)
     keys.append("--quantize.linear.float8.emulate")
-    assert not list(check_settings(read_config(keys).config, machine))
+    assert not any(check_settings(read_config(keys).config, machine))

@@ -110,7 +110,7 @@ def convert_table(kind: type, value: Any) -> Any:
             raise WrongValue(f"a table has no key {name!r}", remedy)
         try:
             if isinstance(item, str) and kinds[name] is not str:
-                raise WrongValue("it must be a number, not text", "Leave out the quotes")
+                raise WrongValue("it must be a finite number", "Write for example 0.5 or 1e-4")
             fields[name] = convert(kinds[name], item)
         except WrongValue as wrong:
             why, remedy = wrong.args
