@@ -2,7 +2,6 @@
 exists."""
 
 import itertools
-import re
 from dataclasses import replace
 from math import prod
 
@@ -77,13 +76,11 @@ def test_the_fullest_rank_of_every_layout_is_found():
 def test_a_search_of_experts_has_every_degree_and_a_slower_layout_has_causes_above_zero():
     config, model_args = read("debug_moe", "--training.global_batch_size 8")
     candidates = list(list_candidates(config, model_args, 8, H100))
-    layouts = [planned.layout for planned in candidates]
-    degrees = {f"{layout.pp}x{layout.ep}" for layout in layouts}  # pp and ep
+    degrees = {f"{each.layout.pp}x{each.layout.ep}" for each in candidates}
     assert degrees == {*"1x1 1x2 1x4 1x8 2x1 2x2 2x4 4x1 4x2".split()}
     (best,) = rank_layouts(candidates, 1)
     told = explain_common(list(filter(is_common, candidates)), best.forecast)
-    causes = re.findall(r" \+([\d.]+) [mµ]?s", told)
-    assert causes and all(map(float, causes))
+    assert ": compute +" in told and "+0.00" not in told
 
 
 def test_the_ten_best_are_those_that_simulating_all_would_give():

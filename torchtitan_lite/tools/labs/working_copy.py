@@ -64,19 +64,23 @@ def judge_work(lab: Lab, folder: Path) -> int:
 
 
 def replace_functions(folder: Path, source: Path) -> None:
-    """Replace functions in `folder` with the functions in `source`. A comment above each one names the function or the
-    method, such as `Class.forward`, to replace. Raises UserError if its file lacks it."""
+    """Replace functions in `folder` with the functions in `source`. A comment above each one names the function to
+    replace."""
     pieces = PLACE.split(source.read_text(encoding="utf-8"))[1:]
     for file, name, function in zip(pieces[0::3], pieces[1::3], pieces[2::3], strict=True):
-        path = folder / file
-        text = path.read_text(encoding="utf-8")
-        node: ast.AST = ast.parse(text)
-        for part in name.split("."):
-            named = {getattr(child, "name", ""): child for child in ast.iter_child_nodes(node)}
-            if part not in named:
-                raise UserError(f"{path} has no {name}")
-            node = named[part]
-        lines = text.splitlines()
-        indented = textwrap.indent(function.strip(), " " * node.col_offset)
-        lines[node.lineno - 1 : node.end_lineno] = indented.splitlines()
-        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        replace_function(folder / file, name, function.strip())
+
+
+def replace_function(path: Path, name: str, function: str) -> None:
+    """Replace a function or a method, such as `Class.forward`, in a file. Raises UserError if the file lacks it."""
+    text = path.read_text(encoding="utf-8")
+    node: ast.AST = ast.parse(text)
+    for part in name.split("."):
+        named = {getattr(child, "name", ""): child for child in ast.iter_child_nodes(node)}
+        if part not in named:
+            raise UserError(f"{path} has no {name}")
+        node = named[part]
+    lines = text.splitlines()
+    indented = textwrap.indent(function, " " * node.col_offset)
+    lines[node.lineno - 1 : node.end_lineno] = indented.splitlines()
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
