@@ -221,10 +221,10 @@ class ChatFormat:
             head = prompt
         closing = next(filter(tail.startswith, self.closings), "")
         rest = tail.removeprefix(closing)
-        turn = range(len(head), len(whole) - len(rest))
+        start = len(head)
         begins = head and prompt.startswith(head) and whole.startswith(head)
-        if turn and begins and whole.endswith(rest):
-            return turn
+        if begins and whole[start:].endswith(rest):
+            return range(start, len(whole) - len(rest))
         raise ValueError(
             f"message {number + 1} cannot be found with certainty. Its generation prompt ends with "
             f'{prompt[-40:]!r}. Give it "weight": 0; --only-last-turn trains only the last answer'
