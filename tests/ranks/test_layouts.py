@@ -7,7 +7,6 @@ import compare
 import pytest
 from layouts import (
     BFLOAT16_LAYOUTS,
-    CROSSES,
     FAST,
     FLOAT8_LAYOUTS,
     LAYOUTS,
@@ -18,7 +17,7 @@ from layouts import (
     ZERO_PP_LAYOUTS,
     read_rows,
 )
-from marks import each_row, read_lines, slow
+from marks import each_row, read_lines
 
 from torchtitan_lite.config import checks
 from torchtitan_lite.config.messages import ConfigError
@@ -43,7 +42,7 @@ float8 | dp3, rows that 3 does not divide, gathered
 """)
 
 
-@each_row("name", [*FAST, *map(slow, CROSSES)])
+@each_row("name", LAYOUTS, fast=FAST)
 def test_layout_computes_the_single_device_model(pool, tmp_path, name):
     trial = compare.try_row(LAYOUTS[name], pool.run, tmp_path)
     assert trial.faults == {}

@@ -17,7 +17,7 @@ from layouts import (
     ZERO_PP_LAYOUTS,
     read_rows,
 )
-from marks import each_row, read_lines, slow
+from marks import each_row, read_lines
 from measure_memory import (
     BATCH,
     GLOBAL_BATCH,
@@ -178,9 +178,10 @@ def test_memory_of_the_closed_form_is_that_of_a_dry_run_of_a_large_model(place, 
     "name, pp_rank",
     [
         ("dp2 x tp2", 0),
-        slow("pp2 x tp2, V, tied, biases", 1),
-        slow("experts, dp2, ep2", 0),
+        ("pp2 x tp2, V, tied, biases", 1),
+        ("experts, dp2, ep2", 0),
     ],
+    fast=[("dp2 x tp2", 0)],
 )
 def test_memory_of_a_dry_run_is_what_the_allocator_gives_out(name, pp_rank):
     planned = read(name, "cpu", **({EP: 1} if "experts" in name else {}))

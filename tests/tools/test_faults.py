@@ -532,12 +532,10 @@ class SnapshotRun:
         assert losses[step] == pytest.approx(self.losses.get(step, losses[step]), rel=1e-6)
         return step - 1
 
-    def list_files(self) -> list[Path]:
-        """Return the first file of each checkpoint and snapshot."""
-        return sorted(self.folder.rglob("step-*/rank-00000.safetensors"))
-
-    def list_saved(self) -> set[str]:
-        return {path.parent.name for path in self.list_files()}
+    def list_saved(self) -> dict[str, Path]:
+        """Return the first file of each checkpoint and snapshot, by the name of its folder."""
+        files = self.folder.rglob("step-*/rank-00000.safetensors")
+        return {path.parent.name: path for path in files}
 
 
 def test_the_newest_snapshot_that_all_hosts_can_open_is_restored(pool, letters, tmp_path):
@@ -567,7 +565,7 @@ def test_the_newest_state_that_opens_is_restored_and_nothing_is_deleted_before(
     pool, letters, tmp_path
 ):
     run = SnapshotRun(pool, tmp_path, letters)
-    files = {path.parent.name: path for path in run.list_files()}
+    files = run.list_saved()
     for damaged, step, left in read_lines(DAMAGED):
         for number in damaged.split():
             flip_bit(files[f"step-{number}"])
@@ -581,7 +579,7 @@ def test_the_newest_state_that_opens_is_restored_and_nothing_is_deleted_before(
             for file in (files["step-10"], other):  # each rank has checked one file
                 assert f"step-10/{file.name}" in str(refused.value)
             flip_bit(other)
-        assert run.list_saved() == {*left.split()}
+        assert run.list_saved().keys() == {*left.split()}
 
 
 def test_snapshots_belong_to_one_dump_folder_and_are_deleted_when_the_run_ends(
@@ -590,9 +588,9 @@ def test_snapshots_belong_to_one_dump_folder_and_are_deleted_when_the_run_ends(
     run = SnapshotRun(pool, tmp_path, letters)
     shutil.rmtree(tmp_path / "run")
     assert run.resume() == 0
-    assert run.list_saved() == set()
+    assert not run.list_saved()
     pool.run(start, 2, [*run.keys, "--training.steps=5"])
-    assert run.list_saved() == {"step-5"}
+    assert [*run.list_saved()] == ["step-5"]
     assert list((tmp_path / "host-0").iterdir()) == []
 
 
