@@ -197,10 +197,11 @@ def load_shards(
 ) -> tuple[dict[str, Tensor], int]:
     """Worker: load the weights of a Hugging Face folder. Return them, and the peak of bytes besides its shards."""
     run = compare.build_table_run(world_size, overrides)
+    own = [compare.local(tensor) for tensor in run.saved.values()]
     with torch.no_grad():
-        for tensor in run.saved.values():
+        for tensor in own:
             tensor.fill_(torch.nan)
-    with PeakMemory() as loading:
+    with PeakMemory(own) as loading:
         load_weights(Path(source), run.saved)
     assert not any(bias.any() for fqn, bias in run.saved.items() if fqn.endswith("expert_bias"))
     state = whole_state(run)

@@ -1,9 +1,10 @@
-"""Dispatch modes that see every operator, also those inside the operators of context parallel, and memory."""
+"""Dispatch modes that see every operator, also those inside the operators of context parallel."""
+
+import weakref
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch._C._profiler import _EventType
-from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -13,7 +14,14 @@ aten = torch.ops.aten
 
 
 class Watch(TorchDispatchMode):
-    """Calls `note(func, args, outputs)` of its subclass after each operator on ordinary tensors."""
+    """Calls `note(func, args, outputs)` of its subclass after each operator on ordinary tensors.
+
+    `known`: tensors that existed before.
+    """
+
+    def __init__(self, known: Sequence[Tensor] = ()):
+        super().__init__()
+        self.known = weakref.WeakSet(tensor.untyped_storage() for tensor in known)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(
@@ -29,55 +37,32 @@ class Watch(TorchDispatchMode):
         return outputs
 
 
-A_STEP = "a step that is measured"
+class PeakMemory(Watch):
+    """Measures the peak bytes of the storages that are allocated inside the context."""
 
+    live_bytes = 0
+    peak_bytes = 0
 
-class PeakMemory(profile):
-    """Measures the peak bytes that torch's allocator gives out inside the context, or after its
-    `record_function(A_STEP)`.
+    def note(self, func, args, outputs):
+        for tensor in outputs:
+            storage = tensor.untyped_storage()
+            if storage not in self.known:
+                self.known.add(storage)
+                self.live_bytes += storage.nbytes()
+                weakref.finalize(storage, self.free, storage.nbytes())
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
-    torch's profiler can miss a release by another thread. So a tensor counts as released at the latest when a different
-    tensor gets its address.
-    """
-
-    def __init__(self):
-        super().__init__(activities=[ProfilerActivity.CPU], profile_memory=True)
+    def free(self, n_bytes: int) -> None:
+        self.live_bytes -= n_bytes
 
     def result(self) -> int:
-        return find_peak(self.profiler.kineto_results.experimental_event_tree())
-
-
-def find_peak(events: list) -> int:
-    """Return the peak bytes, computed from these events."""
-    moments = []
-    to_do = list(events)
-    while to_do:
-        event = to_do.pop()
-        to_do += event.children
-        if event.tag == _EventType.Allocation:
-            fields = event.extra_fields
-            moments.append((event.start_time_ns, fields.ptr, fields.alloc_size))
-        elif event.name == A_STEP:
-            moments.append((event.start_time_ns, None, 0))
-    n_bytes = 0
-    peak = 0
-    sizes = {}  # address -> bytes
-    for _, address, size in sorted(moments, key=lambda moment: moment[0]):
-        if address is None:
-            peak = 0
-        n_bytes += max(size, 0) - sizes.pop(address, 0)
-        if size > 0:
-            sizes[address] = size
-        peak = max(n_bytes, peak)
-    return peak
+        return self.peak_bytes
 
 
 class AttentionWork(Watch):
     """Counts the pairs of query and key that attention kernels compute in forward."""
 
-    def __init__(self):
-        super().__init__()
-        self.n_pairs = 0
+    n_pairs = 0
 
     def note(self, func, args, outputs):
         if func != aten._scaled_dot_product_flash_attention_for_cpu.default:

@@ -70,5 +70,5 @@ def test_a_folder_is_loaded_on_any_layout_bit_by_bit(pool, tmp_path, name):
     assert checkpoints.list_differing(loaded, dict(load_ours(folder).named_parameters())) == []
     files = map(load_file, folder.glob("*.safetensors"))
     largest = max(tensor.nbytes for file in files for tensor in file.values())
-    # a copy of a mapped tensor with its rows in our order, and this rank's part of it
+    # a mapped tensor, and a copy of it with its rows in our order
     assert max(peak for _, peak in results) <= 2 * largest

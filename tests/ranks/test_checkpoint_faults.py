@@ -116,7 +116,7 @@ def watch_loading(
         f"model.{n}": distribute_tensor(torch.ones(shape), mesh, [Shard(1)], src_data_rank=None)
         for n in range(n_tensors)
     }
-    with PeakMemory() as loading:
+    with PeakMemory([tensor.to_local() for tensor in tensors.values()]) as loading:
         load_checkpoint(OpenCheckpoint(Path(path), rank, world_size), tensors)
     for n, tensor in enumerate(tensors.values()):
         own = tensor.to_local()
@@ -132,7 +132,7 @@ def test_loading_on_another_layout_takes_its_share_and_no_more_than_one_tensor(p
         {f"model.{n}": torch.full(shape, float(n)) for n in range(n_tensors)},
     )
     for n_bytes in pool.run(watch_loading, 2, str(tmp_path / "step-1"), n_tensors, shape):
-        assert n_bytes < 3 * MIB  # besides mapped files; all tensors have 16 MiB
+        assert 2 * MIB <= n_bytes < 5 * MIB  # two mapped tensors; all tensors have 16 MiB
 
 
 # ---------------------------------------------------------------- a different spike_window

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from compare import TABLE_CONFIG, complete, relative_error
+from compare import TABLE_CONFIG, complete, local, relative_error
 from layouts import CP, MODE, ROTATIONS, read_rows
 from marks import each_row
 from watching import AttentionWork, PeakMemory, Watch
@@ -43,7 +43,10 @@ def watch_step(world_size: int, overrides: dict, watch_class: type[Watch]):
     stepping.forward_backward(
         run, batch, n_tokens
     )  # the first call allocates the tensors that are kept between steps
-    with watch_class() as watch:
+    known = [batch.tokens, batch.targets, batch.positions, batch.doc_ids]
+    for parameter in run.parameters.values():
+        known += [local(parameter), local(parameter.grad)]
+    with watch_class(known) as watch:
         stepping.forward_backward(run, batch, n_tokens)
     return watch.result()
 

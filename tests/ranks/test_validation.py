@@ -10,7 +10,7 @@ from unittest.mock import patch
 import compare
 import pytest
 import torch
-from layouts import CP, DOCUMENTS, PP, read_rows
+from layouts import read_rows
 from marks import each_row
 from torch.distributed.tensor import DTensor
 
@@ -62,10 +62,9 @@ def open_validation(folder: Path) -> Corpus:
     return Corpus(str(folder), load_tokenizer("bytes"), Path("nowhere"), split="validation")
 
 
-def make_batches(folder: Path, most_batches: int, attention: str) -> ValidationBatches:
+def make_batches(folder: Path, most_batches: int) -> ValidationBatches:
     sizes = (SEQ_LEN, BYTES["model.vocab_size"])
-    is_document = attention == "document"
-    reader = SampleReader([open_validation(folder)], *sizes, restart_positions=is_document)
+    reader = SampleReader([open_validation(folder)], *sizes)
     tokenizer = load_tokenizer("bytes")
     return ValidationBatches(reader, tokenizer, compare.GLOBAL_BATCH_SIZE, most_batches)
 
@@ -80,7 +79,7 @@ def validate_layout(
 ) -> dict[str, float] | None:
     """Worker: validate a run before its first step. Return the figures."""
     run = compare.build_table_run(world_size, {**BYTES, "validation.enable": True, **overrides})
-    batches = make_batches(folder, most_batches, run.config.model.attention)
+    batches = make_batches(folder, most_batches)
     figures = validate(run, batches, 1, stop or StopFlag())
     return figures and {name: value for name, value in figures.items() if name != "val_time_s"}
 
@@ -163,7 +162,7 @@ def validate_with_a_term_of_training(rank: int, world_size: int, keys: dict, fol
         head = run.parts[-1].output
         if head is not None:
             head.formula = lambda logits, targets, vocabulary: logits[:, 0]
-        validation = make_batches(folder, -1, "causal")
+        validation = make_batches(folder, -1)
         figures = validate(run, validation, 1, StopFlag())
     modules = itertools.chain(*(part.modules() for part in run.parts))
     figures["modes"] = {module.training for module in modules}
@@ -201,11 +200,3 @@ def count_gathered(rank: int, world_size: int, overrides: dict) -> list[int]:
 def test_weights_are_sharded_again_after_a_validation(pool, name):
     for before, during, after in pool.run(count_gathered, *LAYOUTS[name]):
         assert before == 0 and during > 0 and after == 0
-
-
-def test_documents_that_do_not_attend_to_each_other_have_equal_losses_on_every_layout(pool, folder):
-    (alone,) = pool.run(validate_layout, 1, DOCUMENTS, folder, -1)
-    for found in pool.run(validate_layout, 4, {PP: 2, CP: 2, **DOCUMENTS}, folder, -1):
-        assert found == pytest.approx(alone, rel=1e-6)
-    (causal,) = pool.run(validate_layout, 1, {}, folder, -1)
-    assert alone != pytest.approx(causal, rel=5e-6)

@@ -17,7 +17,7 @@ from layouts import (
     ZERO_PP_LAYOUTS,
     read_rows,
 )
-from marks import each_row, read_lines, slow
+from marks import each_row, read_lines
 from measure_memory import (
     BATCH,
     GLOBAL_BATCH,
@@ -51,15 +51,12 @@ KEYS = {
 LAYOUTS = read_rows(
     """
 dp2 x tp2, one key/value head | 4 | TP=2 BATCH=4 MODE=selective ONE_HEAD HEAD_NORMS
-pp2 x cp2 x tp2, one key/value head | 8 | PP=2 CP=2 TP=2 BATCH=4 MODE=full ONE_HEAD BIASES
-replicas, ZeRO 2 | 4 | REPLICATE=2 ZERO=2 MODE=selective ACCUMULATION_4
 dp2, ZeRO 1, accumulation | 2 | ZERO=1 ACCUMULATION_4
 cp2, documents | 2 | CP=2 BATCH=4 DOCUMENTS
 replicas, float8 | 4 | REPLICATE=2 ACCUMULATION_4 GATHER
 cp2 x tp2, windows and sinks | 4 | CP=2 TP=2 BATCH=4 WINDOWS SINKS
 cp2, ring | 2 | CP=2 BATCH=4 MODE=full RING
 cp2, per op | 2 | CP=2 BATCH=4 MODE=selective
-tied | 2 | BATCH=4 TIED ZERO=1 MODE=none
 pp2 x tp2, V, tied, biases | 4 | PP=2 TP=2 BATCH=4 SCHEDULE=ZBVZeroBubble MODE=none model.n_layers=4 BIASES TIED
 dp2, every second layer | 2 | BATCH=4 EVERY_SECOND
 pp2, ZeRO 3 | 4 | PP=2 BATCH=4 ZERO=3 MODE=full
@@ -76,6 +73,9 @@ FAST += [f"ZeRO++, dp4{name}" for name in (", hpZ alone", " accumulation 2", " x
 FAST += ["ZeRO++, hsdp2x2", "ZeRO++, experts, dp2 x tp2, ep2"]
 LAYOUTS |= read_rows(
     """
+pp2 x cp2 x tp2, one key/value head | 8 | PP=2 CP=2 TP=2 BATCH=4 MODE=full ONE_HEAD BIASES
+replicas, ZeRO 2 | 4 | REPLICATE=2 ZERO=2 MODE=selective ACCUMULATION_4
+tied | 2 | BATCH=4 TIED ZERO=1 MODE=none
 pp2 x dp2 x tp2 | 8 | PP=2 TP=2 BATCH=4 EVERY_SECOND model.n_layers=4
 experts, pp2 x dp2 x tp2, ep4 | 8 | BATCH=4 PP=2 TP=2 EP=4 EXPERTS
 pp2, three stages per rank | 4 | PP=2 BATCH=4 SCHEDULE=Interleaved1F1B LAYERS=1 model.n_layers=4
@@ -178,9 +178,10 @@ def test_memory_of_the_closed_form_is_that_of_a_dry_run_of_a_large_model(place, 
     "name, pp_rank",
     [
         ("dp2 x tp2", 0),
-        slow("pp2 x tp2, V, tied, biases", 1),
-        slow("experts, dp2, ep2", 0),
+        ("pp2 x tp2, V, tied, biases", 1),
+        ("experts, dp2, ep2", 0),
     ],
+    fast=[("dp2 x tp2", 0)],
 )
 def test_memory_of_a_dry_run_is_what_the_allocator_gives_out(name, pp_rank):
     planned = read(name, "cpu", **({EP: 1} if "experts" in name else {}))

@@ -90,13 +90,15 @@ def test_experts_are_explained_with_their_mesh_slices_and_exchange(run_tool):
 
 
 def test_collectives_are_printed_in_order_and_equal_layers_once(run_tool):
-    args = "--config debug --gpus 2 --model.n_layers 2 --training.seq_len 32"
+    """Check also that torch still has the file and the functions of FSDP that meter.py finds on the stack."""
+    args = "--config debug --gpus 4 --model.n_layers 2 --training.seq_len 32"
     printed = run_tool(*f"explain {args} --{TP} 2 --training.global_batch_size=-1".split())
-    in_order = "mesh .*forward: 1 x.*layers.0-1: each.*backward: 1 x.*layers.1.*between: 1 x"
+    in_order = "mesh .*forward: 1 x.*layers.0-1: each.*norm, output +all-gather over dp_shard"
+    in_order += r".*backward: 1 x\n  layers.1 +all-gather over dp_shard.*between: 1 x"
     assert re.search(in_order, printed, re.DOTALL)
     layer = printed[printed.index("layers.0-1: each") : printed.index("  output ")]
     assert layer.count("all-gather over tp") == layer.count("reduce-scatter over tp") == 2
-    assert layer.count("models/llama3/modules.py:") == 4
+    assert layer.count("models/llama3/modules.py:") == 6
 
 
 def test_a_rank_is_explained_with_its_rows_and_its_slices_in_every_stage(run_tool):

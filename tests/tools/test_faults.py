@@ -514,36 +514,33 @@ class SnapshotRun:
     pool: RankPool
     folder: Path
     keys: list[str]
-    n_ranks: int = 2
     n_hosts: int = 1
 
     def __post_init__(self):
         self.keys = [*self.keys, *SNAPSHOTS.split(), f"--job.dump_folder={self.folder}/run"]
         self.keys.append(f"--checkpoint.local_folder={self.folder}/host-$GROUP_RANK")
-        self.pool.run(start, self.n_ranks, self.keys, 10, 0, self.n_hosts)
+        self.pool.run(start, 2, self.keys, 10, 0, self.n_hosts)
         self.losses = read_losses(self.folder / "run")
 
     def resume(self, *keys: str) -> int:
         """Make one more step, and save nothing. Return the step that the run has resumed from."""
         after_step = "torchtitan_lite.checkpoint.save.CheckpointSaver.after_step"
-        self.pool.run(fail_at, self.n_ranks, [*self.keys, *keys], after_step, self.n_hosts)
+        self.pool.run(fail_at, 2, [*self.keys, *keys], after_step, self.n_hosts)
         losses = read_losses(self.folder / "run")
         step = max(losses)
         assert losses[step] == pytest.approx(self.losses.get(step, losses[step]), rel=1e-6)
         return step - 1
 
-    def list_files(self) -> list[Path]:
-        """Return the first file of each checkpoint and snapshot."""
-        return sorted(self.folder.rglob("step-*/rank-00000.safetensors"))
-
-    def list_saved(self) -> set[str]:
-        return {path.parent.name for path in self.list_files()}
+    def list_saved(self) -> dict[str, Path]:
+        """Return the first file of each checkpoint and snapshot, by the name of its folder."""
+        files = self.folder.rglob("step-*/rank-00000.safetensors")
+        return {path.parent.name: path for path in files}
 
 
 def test_the_newest_snapshot_that_all_hosts_can_open_is_restored(pool, letters, tmp_path):
     # each host has all weights
     keys = [*letters, "--checkpoint.async_mode=async", f"--{REPLICATE}=2"]
-    run = SnapshotRun(pool, tmp_path, keys, n_ranks=4, n_hosts=2)
+    run = SnapshotRun(pool, tmp_path, keys, n_hosts=2)
     shutil.rmtree(tmp_path / "run/checkpoint/step-10")
     resumed = []
     for lost in ("nothing", "host-1/*/*/step-9", "host-0/*/*/step-6"):
@@ -567,7 +564,7 @@ def test_the_newest_state_that_opens_is_restored_and_nothing_is_deleted_before(
     pool, letters, tmp_path
 ):
     run = SnapshotRun(pool, tmp_path, letters)
-    files = {path.parent.name: path for path in run.list_files()}
+    files = run.list_saved()
     for damaged, step, left in read_lines(DAMAGED):
         for number in damaged.split():
             flip_bit(files[f"step-{number}"])
@@ -581,7 +578,7 @@ def test_the_newest_state_that_opens_is_restored_and_nothing_is_deleted_before(
             for file in (files["step-10"], other):  # each rank has checked one file
                 assert f"step-10/{file.name}" in str(refused.value)
             flip_bit(other)
-        assert run.list_saved() == {*left.split()}
+        assert run.list_saved().keys() == {*left.split()}
 
 
 def test_snapshots_belong_to_one_dump_folder_and_are_deleted_when_the_run_ends(
@@ -590,9 +587,9 @@ def test_snapshots_belong_to_one_dump_folder_and_are_deleted_when_the_run_ends(
     run = SnapshotRun(pool, tmp_path, letters)
     shutil.rmtree(tmp_path / "run")
     assert run.resume() == 0
-    assert run.list_saved() == set()
+    assert not run.list_saved()
     pool.run(start, 2, [*run.keys, "--training.steps=5"])
-    assert run.list_saved() == {"step-5"}
+    assert [*run.list_saved()] == ["step-5"]
     assert list((tmp_path / "host-0").iterdir()) == []
 
 
@@ -603,14 +600,14 @@ training.max_norm is now 7.0; optimizer.lr is now 0.25; the learning rate is | 9
     --optimizer.lr=0.25 --training.max_norm=7.0
 training.data_seed = 9: | | --debug.seed=9
 is already at step 9 | | --training.steps=9
-dp_shard2 x tp2 | 0 | --{SHARD}=2 --{TP}=2
+dp_replicate2, | 0 | --{REPLICATE}=2
 """
 
 
 def test_a_snapshot_without_a_checkpoint_is_restored_with_a_notice_of_each_changed_key(
     pool, letters, tmp_path
 ):
-    run = SnapshotRun(pool, tmp_path, [*letters, f"--{SHARD}=4"], 4)
+    run = SnapshotRun(pool, tmp_path, letters)
     for step in (5, 10):
         shutil.rmtree(tmp_path / f"run/checkpoint/step-{step}")
     log = tmp_path / "run/log.txt"

@@ -246,7 +246,7 @@ def fail(rank: int, world_size: int) -> None:
     "function, timeout_s, verdict, text",
     [
         (hang, 1, "not finished", "no answer within 1 s"),
-        (kill, 60, "not finished", "killed by SIGKILL"),
+        (kill, 60, "not finished", "rank 1 of 2 was killed by SIGKILL"),
         (fail, 60, "wrong", "crash: ValueError: no room"),
     ],
 )
@@ -255,6 +255,7 @@ def test_ranks_that_raise_are_a_fault_and_ranks_without_an_answer_are_not(
 ):
     with RankPool() as own_pool:
         trial = make_trial("wide", partial(own_pool.run, function, 2, timeout_s=timeout_s))
+        assert own_pool.run(divmod, 2) == [(0, 0), (0, 1)], "new ranks answer"
     report = make_report("debug", reduce(), [trial]) | {"idle": []}
     assert report["verdict"] == verdict and text in describe_report(report)
 
