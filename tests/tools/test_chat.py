@@ -330,7 +330,9 @@ def test_without_a_template_only_llama_3_s_tokens_have_a_format(make_folder, pre
     elsewhere = ["--out", tmp_path / "2", "--tokenizer", make_folder(None)]
     said = prepare([{"messages": EXCHANGE}], *elsewhere, status=2)
     assert "chat_template.jinja" in said
-    said = prepare([{"messages": EXCHANGE}], "--tokenizer", "bytes", status=2)
+    said = prepare(
+        [{"messages": EXCHANGE}], "--tokenizer", "bytes", "--out", tmp_path / "3", status=2
+    )
     assert said.startswith("bytes has no usable chat template")
 
 
