@@ -25,9 +25,8 @@ from marks import each_row, read_lines
 
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.__main__ import main
-from torchtitan_lite.config.messages import name_command
+from torchtitan_lite.config.messages import Problems, name_command
 from torchtitan_lite.config.reader import read_config
-from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.corpus_folder import (
     DATASETS,
     CorpusError,
@@ -378,25 +377,27 @@ def test_a_manifest_in_a_different_format_is_refused(manifest, tmp_path):
         read_corpus_manifest(tmp_path)
 
 
-def read(*args: str | Path) -> Config:
-    """Return the config of a run on these corpora, with these flags."""
+def list_problems(*args: str | Path) -> Problems:
+    """Return the problems with the corpora of a run on these corpora, with these flags."""
     names = [str(arg) for arg in args if not str(arg).startswith("--")]
-    return read_config([f"--training.dataset={','.join(names)}", *args[len(names) :]]).config
+    flags = args[len(names) :]
+    config = read_config([f"--training.dataset={','.join(names)}", *flags]).config
+    return Problems(config, rules=check_data(config, BYTES))
 
 
 def test_a_corpus_that_cannot_be_used_is_one_problem_with_its_name_and_a_remedy(tmp_path):
     made = write_corpus(tmp_path / "made", [[[1, 2], [3]]])
-    assert not [*check_data(read(made, "--validation.no_enable"), BYTES)]
-    ((_, _, remedy, _),) = check_data(read(made), BYTES)
-    assert "--validation-share" in remedy
+    assert not list_problems(made, "--validation.no_enable")
+    (problem,) = list_problems(made)
+    assert "--validation-share" in problem.remedy
     (made / "train.tokens").write_bytes(b"1")
     names = [str(made), str(tmp_path), "nowhere", "c4"]
-    refused = [*check_data(read(*names), BYTES)]  # each corpus once
-    assert [value for *_, value in refused] == names
-    assert "train.tokens has 1 bytes" in refused[0][1]
+    problems = list_problems(*names)  # each corpus once
+    assert [problem.value for problem in problems] == names
+    assert "train.tokens has 1 bytes" in problems[0].why
     other = write_corpus(tmp_path / "other", [[[1]]], tokenizer_fingerprint="x")
-    (_, why, *_), *_ = check_data(read(other), BYTES)
-    assert "a different tokenizer" in why
+    problem, *_ = list_problems(other)
+    assert "a different tokenizer" in problem.why
 
 
 # ---------------------------------------------------------------- corpora with a name
