@@ -125,11 +125,11 @@ def test_the_compiler_that_torch_or_triton_would_call_is_looked_for(
     if compiler:
         monkeypatch.setenv("CXX", compiler)
     machine = Machine(device_type, 1, None, "")
-    assert not software.check_software(Config(), machine)
+    assert not [*software.check_software(Config(), machine)]
     config = Config(compile=Compile(enable=True))
-    problems = software.check_software(config, machine)
+    problems = [*software.check_software(config, machine)]
     assert bool(problems) == bool(missing)
-    for problem in problems:
-        assert problem.key == "compile.backend"
-        assert missing in problem.why
-        assert "Install" in problem.remedy
+    for key, why, remedy in problems:
+        assert key == "compile.backend"
+        assert missing in why
+        assert "Install" in remedy
