@@ -82,6 +82,8 @@ def read_corpus_manifest(folder: Path) -> CorpusManifest:
             raise ValueError(
                 f"its format is {file['format']}, but this version reads {CORPUS_FORMAT}"
             )
+        if file["dtype"] not in WIDTHS:
+            raise ValueError(f"dtype = {file['dtype']!r}; use {' or '.join(WIDTHS)}")
         splits = {name: CorpusSplit(**split) for name, split in file["splits"].items()}
         return CorpusManifest(file["dtype"], file["tokenizer"], splits)
     except (FileNotFoundError, NotADirectoryError):
