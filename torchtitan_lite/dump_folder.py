@@ -63,7 +63,7 @@ def check_files(config: Config, restarted: bool) -> Refused:
 
 
 def find_nearest(path: Path) -> Path:
-    """Return `path` (absolute) if it exists, otherwise its nearest parent that exists. A broken link exists."""
+    """Return the absolute `path` if it exists, or its nearest existing parent. A broken link counts as existing."""
     return next(above for above in (path, *path.parents) if os.path.lexists(above))
 
 

@@ -72,7 +72,7 @@ def adapt_to_weights(given: UserConfig, weights: Weights) -> None:
         given.config = replace(config, model=replace(config.model, name=name, row=row))
     given.notices += weights.notices
     initial = section.initial_load_path
-    if weights.is_resumed:  # this key has no effect now, but it had one in the first start
+    if weights.is_resumed:  # the key had its effect at the first start, so use the recorded value
         initial = weights.manifest.run["config"]["checkpoint"]["initial_load_path"]
     if not (weights.published or (initial and section.initial_load_model_only)):
         return

@@ -7,17 +7,17 @@
         save              the checkpoint, and the seconds that the ranks waited for it
         stop              why the run ended
     console and log.txt   one line per logged step, and one per validation
-    tb/, wandb            with the tags of torchtitan v0.2; extensions/wandb_sink.py has Weights & Biases
+    tb/, wandb            the same fields with the tags of torchtitan v0.2 (wandb: extensions/wandb_sink.py)
 
-A step lasts from the request of its batch until the host has read the gradient norm, which waits for the device.
-Validations, saves and logging happen between two steps, so their time is not included. On CUDA, the weights are updated
-while the host continues, so the time of the update is included in the next step.
+The time of a step begins when the host requests the batch. It ends when the host has read the gradient norm; reading
+waits for the device. Validations, saves and logging happen between two steps, so their time is not included. On CUDA,
+the weights are updated while the host continues, so the time of the update is included in the next step.
 
 Loss and grad_norm are the same on every rank; times and memory are measured on rank 0.
 MFU is the FLOP/s of the model divided by the peak FLOP/s of the hardware (PaLM, app. B, arXiv:2204.02311).
 
-A sink has a path, `write(record)` and `close()`. The file of a sink is a cached property, so the first record opens the
-file. If opening fails, nothing is cached, and the next record tries again.
+A sink has a `path` and the methods `write(record)` and `close()`. Its file is a cached property, which the first record
+opens. If opening fails, nothing is cached, so the next record tries again.
 """
 
 import json
@@ -56,7 +56,7 @@ from torchtitan_lite.step import StepResult
 
 logger = logging.getLogger(__name__)
 
-# the first steps after a start are all recorded, because the user watches them
+# number of first steps after a start that are all recorded, because the user watches them
 N_FIRST = 10
 NO_TERMINAL = (200, 24)  # columns and lines to assume if the output is not a terminal
 # Field of a record -> tag in TensorBoard and wandb. The tags are torchtitan's, except for experts and validation.
@@ -107,7 +107,7 @@ class RunMetrics:
             spec.model_args, training.seq_len, spec.config.model.attention
         )
         self.peak_flops = peak_flops(spec.machine.name) if run.device.type == "cuda" else None
-        # of each step since the last record
+        # one value per step since the last record
         self.times_s: list[float] = []
         self.data_times_s: list[float] = []
         self.grad_norms: list[float] = []
@@ -138,10 +138,11 @@ class RunMetrics:
         is_applied: bool,
         grad_norm: float,
     ) -> None:
-        """Record the result of `validate`. Record the step if it is due, if it was skipped, or after a skipped step.
+        """Record a step if it is due, validated or skipped, or if the previous step was skipped.
 
-        `time_s`: the duration of the step. `data_time_s`: the part of it in which the host waited for the batch. The
-        record of a step has average times since the last record. Writing it waits for the device.
+        `validation`: the result of `validate`, or None. `time_s`: the duration of the step. `data_time_s`: how long the
+        host waited for its batch. A record has the average times of the steps since the previous record. Writing a
+        record waits for the device.
         """
         if self.place.rank > 0:
             return  # all ranks have the same loss and norm, and rank 0 writes them
@@ -216,7 +217,7 @@ class RunMetrics:
             line, *others = figures
             for figure in others:
                 longer = f"{line}  {figure}"
-                if len(longer) > columns - len("12:30:01 "):  # the last figures are omitted
+                if len(longer) > columns - len("12:30:01 "):  # omit the figures that do not fit
                     break
                 line = longer
             logger.info(line)
@@ -260,7 +261,7 @@ class RunMetrics:
 def describe_speed(
     tokens_per_s_per_rank: float, flops: FlopsPerToken, peak_flops: float | None
 ) -> dict[str, float | None]:
-    """Return throughput and MFU, from 0 to 1. `peak_flops` is the peak FLOP/s of one device, or None if unknown.
+    """Return throughput, and MFU from 0 to 1. `peak_flops` is the peak FLOP/s of one device, or None if unknown.
 
     Throughput includes all tokens of the global batch, even padding. It is divided by the number of all ranks,
     including pp and tp ranks.
@@ -327,7 +328,7 @@ class JsonLinesSink:
 class TensorBoardSink:
     """Writes events to a new file in the folder `path`.
 
-    torch's SummaryWriter writes from a thread, which ends at the first error.
+    torch's SummaryWriter is not used, because it writes from a thread that ends at the first error.
     """
 
     path: Path
@@ -339,7 +340,7 @@ class TensorBoardSink:
         name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
         writer = RecordWriter(open(self.path / name, "wb"))
         writer.write(encode_event(file_version="brain.Event:2"))
-        # this event makes TensorBoard hide these steps in the files of earlier starts
+        # this event makes TensorBoard hide the records of earlier starts from this step on
         start = SessionLog(status=SessionLog.START)
         writer.write(encode_event(step=self.resumed_step + 1, session_log=start))
         return writer
@@ -356,7 +357,7 @@ class TensorBoardSink:
 
 
 def encode_event(**fields: object) -> bytes:
-    """Return a TensorBoard event with these fields and the current time, serialized."""
+    """Return a serialized TensorBoard event with these fields and the current time."""
     return Event(wall_time=time.time(), **fields).SerializeToString()
 
 

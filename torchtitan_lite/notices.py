@@ -1,6 +1,6 @@
-"""List what a user may not expect, such as keys that have no effect because their feature is off. Needs no torch.
+"""List notices about a run, such as keys that have no effect because their feature is off. Needs no torch.
 
-Loaded only if the config asks for a feature (config/checks.py).
+Loaded only if the config asks for a feature (`asks_for_features` in config/checks.py).
 """
 
 from collections.abc import Iterator, Mapping
@@ -95,9 +95,9 @@ def list_rare_notices(given: UserConfig, spec: RunSpec, restarted: bool) -> Iter
 
 
 def find_situations(spec: RunSpec) -> dict[str, str]:
-    """Return case -> keys that have no effect, for the cases that depend on the run, not on a single setting.
+    """Return case -> keys that have no effect, for the cases that depend on the whole run, not on a single setting.
 
-    A case without keys is a part of cases of WITHOUT_EFFECT.
+    A case without keys occurs only in combined cases of WITHOUT_EFFECT.
     """
     config = spec.config
     layout = spec.layout

@@ -142,7 +142,7 @@ def validate(
     for batch in follow(prefetch(batches.batch, rows, steps=steps, device=run.device)):
         received = torch.tensor(stop.received, device=run.device)
         dist.all_reduce(received, op=dist.ReduceOp.MAX)
-        if received:  # a rank has received a signal. The host waits for the device
+        if received:  # whether any rank has received a signal. Reading this waits for the device
             why = "because a signal stops the run"
             logger.info(f"step {step}: the validation is skipped, {why}")
             return None

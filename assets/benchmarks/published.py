@@ -192,8 +192,8 @@ class OtherTime(StepTime):
     def elementwise_times(self, kind: LayerKind) -> tuple[float, float]:
         """Add copies of keys and values, and the norms that each tp rank computes in full without sequence parallel.
 
-        Other trainers multiply the product of an expert by the routing weight, and w1 and w3 are one matmul. Therefore
-        rows move as many bytes in backward as in forward.
+        In other trainers, the routing weight multiplies silu(w1 x) * w3 x, and w1 and w3 are one matmul. Therefore rows
+        move as many bytes in backward as in forward.
         """
         w = self.workload
         forward, backward = super().elementwise_times(kind)
@@ -396,8 +396,8 @@ class OtherMemory(RankMemory):
     def list_kept_by_experts(self) -> Counter[str]:
         """Leave out what Megatron's fused kernels do not keep.
 
-        The routing weights multiply the product, so the results of the experts are not kept. Neither are the output of
-        silu and the orders. The router's input is in the compute dtype.
+        The routing weights multiply silu(w1 x) * w3 x, so the results of w2 are not kept. The output of silu and the
+        orders are not kept either. The router's input is in the compute dtype.
         """
         kept = super().list_kept_by_experts()
         w = self.workload
@@ -571,7 +571,8 @@ def describe_row(values: dict[str, object]) -> OtherWorkload:
     )
 
 
-Unseen = tuple[Row, float]  # a row, and the log error of its forecast from a fit without its stack
+# a row, and the log error of its forecast, with constants fitted without its stack
+Unseen = tuple[Row, float]
 
 
 def weigh(rows: Sequence[Row]) -> torch.Tensor:

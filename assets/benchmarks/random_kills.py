@@ -3,7 +3,7 @@
     dp4, pp2 x dp2 x tp2    one launcher
     two hosts               two launchers, of two ranks each, on 127.0.0.1 and 127.0.0.2
 
-Each layout trains twice: undisturbed, and with many kills, a few steps apart. A kill "during a restart" ends a rank
+Each layout trains twice: once undisturbed, and once with a kill every few steps. A kill "during a restart" ends a rank
 that is starting again after the previous kill. "back after" is the number of seconds from the kill until the run logs a
 step again. At the end, weights and optimizer state must be bit-equal to the undisturbed run. Linux only. Arguments
 choose layouts by name.

@@ -3,7 +3,7 @@
     manifest.json       wq has 8 rows, split over 2 ranks: rows 0..3 are in rank-00000.safetensors, 4..7 in rank-00001
     shard of a rank     rows 2..5, copied from both files: `OpenCheckpoint.read_shard`
 
-A rank opens the files that have its shards, and the files that it hashes.
+A rank opens only the files that contain its shards, and the files whose hashes it checks.
 
 A load succeeds only if every hash matches. If the newest state is damaged, an older state is loaded. resume.py
 lists the states that a run may resume from. If one rank fails, all ranks raise its error (`raise_on_all_ranks`).

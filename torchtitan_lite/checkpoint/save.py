@@ -149,9 +149,9 @@ class CheckpointSaver(AbstractContextManager):
     device: torch.device
 
     def after_step(self, step: int, *, n_steps: int, is_stopped: bool) -> dict[str, Any]:
-        """Save after this step if a save is due. `is_stopped`: a signal ends the run here. Collective.
+        """Save a checkpoint after this step, if a save is due. `is_stopped`: a signal ends the run. Collective.
 
-        Returns the path of the checkpoint and the seconds that the ranks waited; {} if the step is not saved.
+        Returns the path of the checkpoint and the seconds that the ranks waited, or {} if nothing is saved.
         """
         is_first = step == 1 and self.section.enable_first_step_checkpoint
         is_due = is_stopped or is_first or step == n_steps or step % self.section.interval == 0
@@ -203,9 +203,9 @@ class CheckpointSaver(AbstractContextManager):
     def finish(
         self, step: int, final: Path, told: list[tuple[dict[str, str], dict[str, TensorRecord]]]
     ) -> None:
-        """Commit the checkpoint, whose files are all on disk, and delete old ones.
+        """Commit the checkpoint and delete old ones. All files of the checkpoint must be on disk.
 
-        `told`: for each rank, the result of write_slices, and its manifest lines.
+        `told`: for each rank, the result of `write_slices`, and the records of its tensors for the manifest.
         """
         hashes = {}
         tensors = {}
@@ -230,7 +230,7 @@ class CheckpointSaver(AbstractContextManager):
 
 
 def write_slices(final: Path, plan: SavePlan) -> dict[str, str]:
-    """Write this rank's file. Return its name and hash; {} if the rank has nothing to write."""
+    """Write this rank's file. Return its name -> its hash, or {} if the rank has nothing to write."""
     if not plan.slices:
         return {}
     path = name_unfinished(final) / plan.file

@@ -34,7 +34,7 @@ def drop_later_steps(path: Path, last_step: int) -> None:
         path.rename(aside)
         logger.info(f"{aside} has the records of an earlier start, whose steps are trained again")
         return
-    replace_text(path, kept)  # killing the process here loses nothing
+    replace_text(path, kept)  # no record is lost if the process is killed here
 
 
 def read_record(line: str) -> dict[str, Any] | None:

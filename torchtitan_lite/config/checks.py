@@ -34,8 +34,8 @@ from torchtitan_lite.config.schema import (
 AUTOMATIC = (None, -1, AUTO)  # the values that resolve_config replaces
 TP = "parallelism.tensor_parallel_degree"
 SPLIT_DIMS = {"colwise": 0, "rowwise": -1}  # tp_style -> dim of the weight that tp splits
-# settings.py has no rule about these keys, and notices.py has no notice. If all other keys have their defaults, these
-# files are not loaded.
+# settings.py has no rules and notices.py has no notices about these keys. If all other keys have their defaults, these
+# two files are not loaded.
 PLAIN_KEYS = set(
     """
     job.config_file job.dump_folder model.hf_assets_path optimizer.lr lr_scheduler.warmup_steps
@@ -78,7 +78,7 @@ def plan_layout(config: Config, model_args: ModelArgs, world_size: int) -> Layou
 
 
 def asks_for_features(config: Config) -> bool:
-    """Return whether settings.py or notices.py may have something to say about this config."""
+    """Return whether a rule of settings.py or a notice of notices.py may apply to this config."""
     changed = set(list_changed(config))
     is_idle = not config.validation.enable and changed & {"validation.freq", "validation.steps"}
     is_plain = changed <= PLAIN_KEYS and not is_idle
@@ -130,7 +130,7 @@ def check_layout(config: Config, model_args: ModelArgs, layout: Layout, world_si
 
 
 def check_batch(config: Config, layout: Layout) -> Refused:
-    """Check that data-parallel ranks have equal numbers of full microbatches, as many as the schedule needs."""
+    """Check that each data-parallel rank gets the same number of full microbatches, and enough for the schedule."""
     n_local = config.training.local_batch_size
     n_sequences = layout.global_batch_size
     unit = n_local * layout.dp
@@ -258,7 +258,7 @@ def check_tp(config: Config, model_args: ModelArgs, world_size: int) -> Refused:
 
 
 def list_misfits(model_args: ModelArgs, tp: int) -> list[str | ModuleRow]:
-    """List the sizes of [model], and the modules, that tp ranks cannot share."""
+    """List the sizes of [model] and the modules that cannot be split over tp."""
     misfits = []
     for name in ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size"):
         size = getattr(model_args, name)
@@ -270,7 +270,7 @@ def list_misfits(model_args: ModelArgs, tp: int) -> list[str | ModuleRow]:
             fits = row.weight[SPLIT_DIMS[row.tp_style]] % tp == 0
         else:
             width = {"sequence": model_args.dim, "heads": model_args.head_dim}.get(row.tp_style)
-            # A norm must fit on one rank: its weight has one element for all features, or one per feature of `width`.
+            # A rank computes a norm over all `width` features, so the weight must have 1 or `width` elements.
             is_wider = row.kind == "norm" and width and row.weight not in ((1,), (width,))
             fits = tp == 1 or not is_wider
         if not fits:
@@ -289,7 +289,7 @@ def check_table(model_args: ModelArgs) -> Refused:
     """Find rows in the table of the model that are not supported."""
     place = f"in models/{model_args.name}/table.py"
     ends = list_end_modules(model_args)
-    for row in ends:  # no pipeline stage can have modules that differ in their ends
+    for row in ends:  # modules of one child are on the same pipeline stage
         stages = {other.end for other in ends if other.child == row.child}
         if stages not in ({"first"}, {"last"}):
             why = f"is outside the blocks, where all modules of {row.child!r} need the same end; its end is {row.end!r}"

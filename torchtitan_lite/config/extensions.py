@@ -1,4 +1,4 @@
-"""Import modules that only some configs need. config/features.py has a row for each key that asks for one."""
+"""Import modules that only some configs need. config/features.py has a row for each key that loads an extension."""
 
 from importlib import import_module
 from types import ModuleType

@@ -1,9 +1,9 @@
-"""List the keys that load a file of torchtitan_lite/extensions/, with the rules of these features.
+"""List the keys that load files of torchtitan_lite/extensions/, and the rules for these keys.
 
-A row says which values of a key load the file, and which rule `check` then applies. The rules are in this file, because
-they need no torch. The core names an extension only in a call of `load_extension`, at the point where the feature acts.
-To add an extension, write its file, and its row if a key asks for it. extensions/README.md says what loads each file. A
-row of OPTIMIZERS in choices.py may name the file too.
+A row has the values of a key that load a file, and the rule that `check` then applies. The rules are in this file,
+because they need no torch. All other code of the core names an extension only in a call of `load_extension`, at the
+point where the feature is used. To add an extension, write its file. If a key loads the file, also add a row here. A
+row of OPTIMIZERS in choices.py can also name the file. extensions/README.md lists what loads each file.
 """
 
 from collections.abc import Callable

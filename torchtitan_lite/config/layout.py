@@ -24,7 +24,7 @@ from torchtitan_lite.config.schema import Config, Parallelism
 
 Stages = tuple[tuple[str, ...], ...]  # FQNs of the modules of each stage, first to last
 MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # outermost first
-# dims of the second mesh over the same ranks, which shards experts and routers
+# dims of a second mesh over the same ranks; it shards experts and routers
 EXPERT_DIMS = ("pp", "dp_replicate", "efsdp", "ep")
 
 
@@ -142,7 +142,7 @@ def plan_stages(parallelism: Parallelism, n_layers: int) -> list[int]:
         return [n_layers]
     n_middle = n_stages - 2
     sizes = [0, *[1] * n_middle, 0]  # layers per stage
-    loads = [0] * n_stages  # without layers
+    loads = [0] * n_stages  # load of each stage besides its layers
     loads[0] = parallelism.pipeline_parallel_first_stage_less_layers
     loads[-1] = parallelism.pipeline_parallel_last_stage_less_layers
     for _ in range(n_layers - n_middle):

@@ -29,12 +29,12 @@ class Problem:
         return f"{self.key} = {self.value!r}: {self.why}. {self.remedy}."
 
 
-# What a rule yields: key, why, remedy; and a value, if it is not the value of the key
+# A rule yields (key, why, remedy) or (key, why, remedy, value). By default, the message shows the value of the key
 Refused = Iterator[tuple[str, ...]]
 
 
 class Problems(list):
-    """The problems of one config, and notices about it: what the rules refuse, and what checks add."""
+    """The problems of one config, and notices about it. `rules`: the problems that rules have found so far."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class ConfigError(UserError):
 
 @contextmanager
 def collecting(problems: list[Problem]) -> Iterator[None]:
-    """Context manager: add the problems of a ConfigError instead of raising it."""
+    """Context manager: catch a ConfigError and append its problems to `problems`."""
     try:
         yield
     except ConfigError as error:

@@ -269,11 +269,11 @@ def check_limits(value: Any, limits: Any) -> Any:
 
 
 def parse_literal(text: str) -> Any:
-    """Return the value of a TOML literal, such as 8, 1e-3, true or ["a"]; `text` if it is not such a literal."""
+    """Return the value of a TOML literal, such as 8, 1e-3, true or ["a"], or `text` if it is not a literal."""
     with suppress(tomllib.TOMLDecodeError):
         return tomllib.loads(f"value = {text}")["value"]
     with suppress(ValueError):
-        return float(text)  # TOML does not have .5 and 3.e-4
+        return float(text)  # TOML does not accept .5 or 3.e-4
     return text
 
 

@@ -14,7 +14,7 @@ SMALLEST_SHARE = 1e-6
 
 
 def check_keys(config: Config) -> Refused:
-    """Refuse a path that no corpus uses, a wrong number of weights, and weights that are too small."""
+    """Refuse a dataset_path that no corpus uses, a wrong number of weights, and weights that are too small."""
     training = config.training
     read = {path for _, name, _, path in list_corpora(config) if name in DOWNLOADS}
     for section in ("training", "validation"):

@@ -206,7 +206,7 @@ class HangWatch(AbstractContextManager):
         """
         if self.has_failed:
             return Phase.FAILED
-        # torchrun, which started the ranks of this host, uses the same process ids
+        # one agent started all ranks of this host, so their process ids are valid in this process
         pids = [self.processes[rank][0] for rank in self.place.host_ranks]
         if not self.leaving.is_set() and "Z" in map(read_state, pids):
             self.write("failed")

@@ -78,8 +78,8 @@ def apply_context_parallel(
     """Let the attention of each block fetch keys and values over cp.
 
     `attention` is model.attention; `method` is context_parallel_rotate_method. config/settings.py refuses unsupported
-    pairs before launch (`list_cp_methods`). Raises UserError if the model has custom attention, which this function
-    could not change.
+    pairs before launch (`check_context_parallel`). Raises UserError if the model has custom attention, which this
+    function could not change.
     """
     with torch.device("meta"):
         expected = type(build_attention(attention, part.model_args, layer=0))

@@ -14,11 +14,11 @@
                                                                                                 after wk, wv
 
 The table is drawn for two ranks. Each collective moves P(n-1)/n bytes per rank, where P is the size of the full tensor.
-The caller waits immediately: on a GPU the stream waits, not the host. torch.compile sees these operators, so inductor
-may split them.
+Each function waits for its collective immediately. On a GPU, the stream waits, not the host. torch.compile sees these
+operators, so inductor may split them.
 
-gloo takes 0.45 ms of CPU time to reduce-scatter 128 kB over two ranks (torch 2.13, two cores). So with gloo, an
-all-to-all exchanges the chunks instead, and each rank adds the chunks that it receives: 0.24 ms for the same bytes.
+gloo takes 0.45 ms of CPU time to reduce-scatter 128 kB over two ranks (torch 2.13, two cores). Therefore, with gloo, an
+all-to-all exchanges the chunks, and each rank adds the chunks that it receives. This takes 0.24 ms for the same bytes.
 """
 
 from typing import NamedTuple
@@ -73,7 +73,7 @@ def reduce_scatter(whole: Tensor, ranks: Ranks, dim: int) -> Tensor:
 
 
 def add_tokens(ranks: Ranks, gradient: Tensor) -> Tensor:
-    """Add the gradients of a replicated parameter, each for the tokens of one rank. Collective: an all-reduce."""
+    """Sum the gradients of a replicated parameter over the ranks, which have different tokens. An all-reduce."""
     return run_collective(collectives.all_reduce, gradient, "sum", ranks.group_name)
 
 

@@ -1,18 +1,20 @@
 """Tensor parallel with fewer key/value heads than ranks. Loaded only for such a layout.
 
-K heads over tp ranks, K < tp: tp/K ranks use the same head. Each of these ranks stores and updates its own slice of the
-head, as in any colwise module, so every parameter is stored once. The ranks of a head exchange their slices (drawn for
-tp=4, K=2):
+If K heads are split over tp ranks and K < tp, tp/K ranks use the same head. Each of these ranks stores and updates its
+own slice of the head, as in any colwise module, so every parameter is stored once. The ranks of a head exchange the
+outputs of their slices (drawn for tp=4, K=2):
 
                       tp rank 0     tp rank 1     tp rank 2     tp rank 3
     wk.weight         head 0: top   head 0: rest  head 1: top   head 1: rest       (K*E/tp, D)  Shard(0)
     key (B, S, E)     head 0        head 0        head 1        head 1             after the exchange
     its gradient      from the queries of this rank: partial sums, added by the exchange in backward
 
-Traffic: an all-to-all of keys and one of values between the tp/K ranks of a head, in forward and in backward. Each
-moves P(n-1)/n per rank, P = B*S*E*2 bytes, n = tp/K: for E = 128 and D = 4096, 1/32 of a block's other exchanges.
-Replicated weights would need no exchange in forward, but then either each rank would store K heads, or FSDP, the norm
-and checkpoints would need a second mesh for the ranks of a head.
+Traffic: in forward and in backward, the tp/K ranks of a head exchange keys in one all-to-all and values in another.
+Each all-to-all moves P(n-1)/n per rank, where P = B*S*E*2 bytes and n = tp/K. With E = 128 and D = 4096, P is 1/32 of
+the P of the other exchanges in a block (tensor_parallel.py).
+
+Replicated weights would need no exchange in forward. But then either each rank would store K heads, or FSDP, the
+gradient norm and checkpoints would need a second mesh for the ranks of a head.
 """
 
 import torch
@@ -37,8 +39,8 @@ class SharedHeads(ColwiseParallel):
 def share_heads(own: Tensor, ranks: Ranks, n_sharing: int) -> Tensor:
     """Concatenate the features of the `n_sharing` ranks that use one head, (B, S, E/n_sharing) -> (B, S, E).
 
-    An all-gather among the ranks of a head, written as an all-to-all that sends nothing to other heads. In
-    backward, each rank receives the gradients of its features from all ranks of the head, and adds them.
+    This is an all-gather among the ranks of a head, written as an all-to-all that sends nothing to the ranks of other
+    heads. In backward, each rank receives the gradients of its features from all ranks of the head, and adds them.
     """
     first = ranks.own // n_sharing * n_sharing
     sent = [0] * ranks.n

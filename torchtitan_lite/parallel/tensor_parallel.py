@@ -15,19 +15,20 @@
     output                SplitHead           (V/tp, D)    Shard(0)   loss ()         all-gather of the sequence
 
 torch has classes with the same names: SequenceParallel, PrepareModuleInput, ColwiseParallel and RowwiseParallel.
-torch's classes compute with DTensors, which costs host time (dtensor.py); the classes in this file compute with plain
-tensors. "Colwise" splits *output features*; nn.Linear stores (out, in), so that is `Shard(0)`. Rowwise splits input
-features.
+torch's classes compute with DTensors, which take time on the host (dtensor.py). The classes in this file compute with
+plain tensors. "Colwise" splits *output features*; nn.Linear stores (out, in), so that is `Shard(0)`. Rowwise splits
+input features.
 
 Weights are DTensors, so the optimizer and checkpoints see one model. Activations are plain tensors. A module runs its
 own forward on local shards, which FSDP has gathered as plain tensors. A style only adds the exchange between ranks
 (exchange.py).
 
-Traffic per block: 2 all-gathers and 2 reduce-scatters in forward, the same in backward; each moves P(n-1)/n per rank, P
-= B*S*D*2 bytes in bf16. Recompute repeats the collectives whose outputs it does not save. In forward, the embedding
-adds one reduce-scatter, and the head adds one all-gather. Backward mirrors them. The weight gradient of a norm covers
-only the tokens of one rank, so FSDP all-reduces it over tp (D*4 bytes) before the reduction over data-parallel ranks. A
-bias of a colwise layer is split with its output; a rowwise layer adds its bias once, after the reduce-scatter.
+Traffic per block: 2 all-gathers and 2 reduce-scatters in forward, and the same in backward. Each collective moves
+P(n-1)/n per rank, where P = B*S*D*2 bytes in bf16. Recompute repeats the collectives whose outputs it does not save. In
+forward, the embedding adds one reduce-scatter, and the head adds one all-gather. Backward mirrors them. The weight
+gradient of a norm covers only the tokens of one rank, so FSDP all-reduces it over tp (D*4 bytes) before the reduction
+over data-parallel ranks. A bias of a colwise layer is split with its output; a rowwise layer adds its bias once, after
+the reduce-scatter.
 
 The loss with a sharded vocabulary, for one chunk of n tokens (all tokens if loss_chunk_tokens = 0):
 
@@ -41,8 +42,8 @@ The loss with a sharded vocabulary, for one chunk of n tokens (all tokens if los
 Traffic: one all-gather of tp*n*8 bytes per chunk, without overlap.
 
 With parallelism.enable_async_tensor_parallel, inductor splits a matmul and its collective into tp pieces. While one
-piece computes, the next is copied directly from another GPU's memory. This option was never run, because it needs two
-GPUs.
+piece computes, the next is copied directly from another GPU's memory. This option has never been run, because it needs
+two GPUs.
 
 Sources: Megatron-LM arXiv:1909.08053, section 3 for the loss; sequence parallel arXiv:2205.05198.
 Effect: parameters become DTensors; FQNs and the shapes seen by optimizer and checkpoint do not change.
@@ -194,7 +195,7 @@ class SplitEmbedding(LocalStyle):
         row = x - ranks.own * n_rows
         is_here = (row >= 0) & (row < n_rows)
         found = super().compute(module, ranks, row.where(is_here, 0))
-        # One rank finds each token; the other ranks add zero.
+        # Only one rank has the row of a token; the other ranks contribute zeros.
         return Scatter.apply(found * is_here[:, :, None], ranks)
 
 

@@ -132,10 +132,10 @@ class Agent(LocalElasticAgent):
         super()._restart_workers(worker_group)
 
     def explain(self, rank: int, failure: ProcessFailure) -> Ending:
-        """Return the first cause on this host: an error, or a signal. `rank` is the rank that torchrun reports.
+        """Return the first cause of a failure on this host: an error or a signal. `rank`: reported by torchrun.
 
         If several ranks end together, torchrun may report any one of them, so the oldest error.json is used. A rank
-        that was killed, or returned an exit status, writes no error.json.
+        that was killed, or that returned an exit status, writes no error.json.
         """
         exitcode = failure.exitcode
         received = self.signals.received
@@ -153,7 +153,7 @@ class Agent(LocalElasticAgent):
         hidden = own / "stderr.log"
         if exitcode not in (1, -signal.SIGKILL) and hidden.exists():  # 1: train.py has logged why
             details = "\n".join(hidden.read_text(errors="replace").splitlines()[-N_LINES:])
-        # gloo aborts a rank if calls differ. Printing the stacks of running threads during the abort may fail
+        # gloo aborts a rank if the calls of ranks differ. During the abort, printing the stacks of threads may crash
         if exitcode in (-signal.SIGABRT, -signal.SIGSEGV):
             _, text = hang.explain_newest(self.signals.hangs, "failed")
             details = f"{details}\n{text}".strip()
@@ -291,7 +291,7 @@ def bind_to_gpu(index: int) -> None:
         address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
         near = int(
             (PCI / address / "local_cpus").read_text().replace(",", ""), 16
-        )  # a bit for each
+        )  # one bit per CPU
         os.sched_setaffinity(0, [cpu for cpu in os.sched_getaffinity(0) if near >> cpu & 1])
     except (OSError, ValueError, AttributeError):
         return

@@ -38,10 +38,10 @@ set PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu"""
 
 
 def continue_with_packages(extras: list[str] | None = None) -> None:
-    """Return if this Python has the packages. If only packages of `extras` are missing, or if this is .venv's Python,
-    install the missing packages.
+    """Make sure that the packages are installed. If none is missing, return.
 
-    Otherwise create .venv, and replace this process: run the same command with .venv's Python.
+    If only packages of `extras` are missing, or if this is .venv's Python, install the missing packages. Otherwise
+    create .venv, and replace this process: run the same command with .venv's Python.
     """
     names = ["dependencies", *(extras or [])]
     missing = list_missing(names)

@@ -115,7 +115,7 @@ def bound_memory(
 def check_memory(
     bound: MemoryBound | None, args: list[str], world_size: int, machine: Machine
 ) -> Refused:
-    """Refuse a state that does not fit in memory. The remedy names a sufficient number of GPUs."""
+    """Refuse a run whose state does not fit in memory. The remedy names a number of GPUs that is large enough."""
     if bound is None or bound.state_bytes <= bound.available_bytes:
         return
     on_gpu = machine.device_type == "cuda"
@@ -157,8 +157,8 @@ def check_torch_build(machine: Machine) -> Refused:
 
 
 def check_snapshots(config: Config, snapshot_bytes: int) -> Refused:
-    """Refuse snapshots without space on this host. During a save, a host stores three snapshots: the last two and the
-    new one."""
+    """Refuse snapshots if this host has no space for them. During a save, a host stores three snapshots: the last two
+    and the new one."""
     section = config.checkpoint
     n_saved = (config.training.steps - 1) // section.local_interval
     needed = min(3, n_saved) * snapshot_bytes

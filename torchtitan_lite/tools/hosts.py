@@ -294,7 +294,7 @@ def wait_until(is_ready: Callable[[], Any], what: str, within_s: float = MEET_WI
 def claim_cause(store: Any, own: Ending) -> Ending:
     """Return the ending of the host that first wrote a reason, or `own` if no host has written one.
 
-    The returned reason names the host that wrote it. That host shows the details of its ending.
+    The reason names the host that wrote it. Only that host shows the details.
     """
     claimed = ""
     if own.reason:  # different containers can have the same hostname

@@ -1,7 +1,7 @@
 """Forward the signals that a launcher receives: to the ranks of this host, and to the launchers of the other hosts.
 
-no ranks run        the signal raises KeyboardInterrupt in the launcher. If the launcher imports torch, the signal waits
-                    until torch is loaded, because an exception could abort an import of C++ code
+no ranks run        the signal raises KeyboardInterrupt in the launcher. While the launcher imports torch, the signal is
+                    delayed until torch is loaded, because an exception could abort an import of C++ code
 ranks run           the first signal is forwarded to the ranks; a later signal kills them. If a step hangs, the
                     first signal kills them
 """
@@ -50,7 +50,7 @@ class Signals:
 
     @contextmanager
     def interrupting(self) -> Iterator[None]:
-        """Context manager: a signal raises KeyboardInterrupt, also a signal that has already arrived."""
+        """Context manager: signals raise KeyboardInterrupt. A signal that has already arrived raises it on entry."""
         self.interrupts = True
         try:
             self.react()
@@ -85,8 +85,8 @@ class Signals:
             store.set(SIGNAL, str(self.received[0]))
 
     def react(self) -> None:
-        """Interrupt this launcher, or send a first signal to the ranks. On a later signal, or if a step hangs, kill the
-        ranks."""
+        """Interrupt this launcher, or forward the first signal to the ranks. On a later signal, or if a step hangs,
+        kill the ranks."""
         if self.received:
             if self.interrupts:
                 raise KeyboardInterrupt

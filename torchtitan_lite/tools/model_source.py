@@ -95,7 +95,7 @@ def open_source(options: Namespace) -> ModelSource:
     published = weights.published
     expected = None  # fingerprint of the model's tokenizer
     if checkpoint or options.tokenizer:
-        with suppress(ConfigError):  # --tokenizer may replace a damaged one
+        with suppress(ConfigError):  # --tokenizer may replace a damaged tokenizer
             expected = find_fingerprint(weights)
     why = ""
     if found.eos_id >= model_args.vocab_size:

@@ -78,7 +78,7 @@ def degree(text: str) -> tuple[str, int]:
 
 
 def text(written: str) -> str:
-    """The type of an argument: return a text that a tokenizer can encode."""
+    """The type of an argument: a text that a tokenizer can encode."""
     if not is_unicode(written):
         raise ArgumentTypeError("it is not UTF-8: convert it")
     return written

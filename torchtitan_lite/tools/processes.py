@@ -15,7 +15,7 @@ WORKER_ENVIRONMENT = {
 }
 PRELOADED = [  # the fork server of the workers imports these modules once, so the workers need not import them
     "torch.distributed",
-    "torchtitan_lite.step",  # this module and the next two are needed by the trial train.py
+    "torchtitan_lite.step",  # the trial train.py needs this module and the next two
     "torchtitan_lite.checkpoint.load",
     "torchtitan_lite.tools.verify.train_py",
 ]
@@ -34,7 +34,7 @@ def start_fork_server(modules: list[str]) -> None:
     can handle it. The workers of `verify` never unblock them.
     """
     multiprocessing.set_forkserver_preload(["torchtitan_lite.tools.fork_server", *modules])
-    # killed workers cannot free the semaphores of torch.compile; Python's tracker frees them, and would warn
+    # killed workers leave semaphores of torch.compile behind. Python's resource tracker frees them, with a warning
     sys.warnoptions.append("ignore::UserWarning:multiprocessing.resource_tracker")
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     # the resource tracker must start first, because it unblocks the signals

@@ -10,9 +10,9 @@ transformers (the extra `chat`) reads the tokenizer's folder and runs its chat t
 `apply_chat_template`. Targets are the text between the template's {% generation %} marks. Without marks, two
 additional texts from the template show where a turn begins and ends in the whole text:
 
-    prompt    the conversation before the answer, and the text that asks for the answer; the turn begins after this text
-    signed    the conversation with a sign in place of the answer; the turn ends where the text after the sign, without
-              the end token of the answer, begins
+    prompt    the conversation before the answer, and the text that asks for the answer. The turn begins after this text
+    signed    the conversation with a placeholder (SIGN) instead of the answer. The text after the placeholder and the
+              end token also follows the turn in the whole text, so the turn ends before it
 
 A corpus must depend only on its input files, so a template that asks for today's date gets DATE.
 """
@@ -71,10 +71,11 @@ class ChatFormat:
     def __post_init__(self) -> None:
         """Find the form in which the template accepts message contents, and the text that it writes after an answer.
 
-        takes_parts  a content must be [{"type": "text", "text": ...}], as in many templates of models for pictures
+        takes_parts  whether contents must be [{"type": "text", "text": ...}], as for many models with image input
         end          the special token after an answer, such as "<|im_end|>", or None
-        closings     the text after an answer up to this token, or up to white space at the end; the same after a user's
-                     message, which some templates also write after an answer if messages follow
+        closings     the text after an answer up to and including this token (without a token: except white space at
+                     the end), and the same for the text after a user's message, which some templates also write after
+                     an answer if more messages follow
         """
         self.special = match_longest(self.tokenizer.special)
         _, exchange = read_conversation({"prompt": SIGN, "completion": SIGN})
@@ -232,9 +233,9 @@ class ChatFormat:
 
 
 def list_varied(value: Any) -> list[Any]:
-    """Return different values for a field, such as an empty list, or a text with a different end.
+    """Return variants of a field's value, such as an empty list, or a text with a different end.
 
-    For a list, each element is removed. If an element is a tool call, also change its name, and each of its arguments.
+    Variants of a list lack one element. If an element is a tool call, other variants change its name or one argument.
     """
     is_nested = isinstance(value, list | dict)
     others = [type(value)()] if is_nested else list_leaf_varied(value)
@@ -258,8 +259,8 @@ def list_other_calls(call: Any) -> list[Any]:
 
 
 def list_leaf_varied(value: Any) -> list[Any]:
-    """Return copies of a JSON value, each with one text, number, boolean or null changed: to SIGN, or the opposite
-    boolean."""
+    """Return copies of a JSON value, each with one leaf changed. A boolean is inverted; text, numbers and null become
+    SIGN."""
     if not isinstance(value, dict | list):
         return [not value if isinstance(value, bool) else SIGN]
     copies = []

@@ -79,9 +79,9 @@ def prepare_dataset(
     *,
     skip_bad: bool = False,
 ) -> bool:
-    """Prepare a named corpus if it does not exist. Return whether it did not exist.
+    """Prepare a named corpus if it does not exist. Return False if it already exists, otherwise True.
 
-    If two runs start at the same time, both prepare the corpus, and the copy that is complete first is kept. Raises
+    If two runs start at the same time, both prepare the corpus, and the first complete copy is kept. Raises
     CorpusError, PreparationError, OSError.
     """
     folder = find_corpus(name, tokenizer, cache_folder, dataset_path)
@@ -97,7 +97,7 @@ def prepare_dataset(
         _, counts = prepare(files, folder, settings, n_processes=n_processes)
         print_counts(counts)
     except (OSError, PreparationError):
-        # otherwise another process has prepared the corpus
+        # if the corpus exists now, another process has prepared it
         if not (folder / CORPUS_MANIFEST).exists():
             raise
     return True

@@ -70,7 +70,7 @@ def explain_newest(folder: Path, *kinds: str) -> tuple[list[int], str]:
         folders.update(path.parent for path in folder.rglob(f"restart-*/{kind}-*.json"))
     if not folders:
         return [], ""
-    # the number decides if two starts have the same time
+    # if two starts have the same time, the larger number is newer
     newest = max(folders, key=lambda each: (each.stat().st_mtime, int(each.name.partition("-")[2])))
     files = {}
     for kind in kinds:
@@ -168,10 +168,12 @@ def explain(files: dict[int, dict]) -> tuple[list[int], str]:
 
 
 def find_idle(files: dict[int, dict]) -> dict[int, str]:
-    """Return rank -> a text about the call that it misses, for the ranks that wrote nothing or wait for no other rank.
+    """Return rank -> a text about the call that the rank has not made.
 
-    If all ranks wait, return the smaller group of ranks that wait in a step or between steps, or else the rank that has
-    not made the call in which another rank has waited longest. A rank whose calls are unknown is not returned.
+    These are the ranks that wrote no file, or that wait for no other rank. If all ranks wait, some in a step and some
+    between steps, return the smaller group. If all wait in the same phase, find the call in which a rank has waited
+    longest for another rank, and return the rank that has not made the call. A rank whose calls are unknown is not
+    returned.
     """
     ranks = range(next(iter(files.values()))["world_size"])
     idle = []
@@ -183,7 +185,7 @@ def find_idle(files: dict[int, dict]) -> dict[int, str]:
         between = [rank for rank in files if not files[rank]["in_step"]]
         if in_step and between:
             idle = min(between, in_step, key=len)
-    # rank -> time of the oldest call that waits for the rank, the waiting rank, the call
+    # rank -> the oldest call that waits for this rank: its time, the waiting rank, its description
     missed: dict[int, tuple[int, int, str]] = {}
     for rank in idle or ranks:
         own_groups = files[rank]["groups"] if rank in files else {}
@@ -239,10 +241,10 @@ def find_unsent(files: dict[int, dict]) -> dict[int, str]:
 
 
 def find_odd_calls(files: dict[int, dict]) -> dict[int, str]:
-    """Return rank -> a text, for the ranks whose pending call differs from the majority of their group.
+    """Return rank -> a text, for the ranks whose pending call differs from the most common call of their group.
 
-    Only calls with the same number are compared. If no call has a majority, all ranks that wait in calls with this
-    number are returned.
+    Only calls with the same number are compared. If two calls are equally common, all ranks that wait in calls with
+    this number are returned.
     """
     waiting: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, file in files.items():

@@ -218,7 +218,7 @@ def shorten_stages(stages: Sequence[Sequence[str]]) -> str:
 
 
 def draw_card(planned: PlannedRun, at: dict[str, int], weight: ModuleRow) -> str:
-    """Draw the slices of the rank at these coordinates."""
+    """Draw the slices that the rank at these coordinates stores and uses."""
     layout = planned.layout
     rank = sum(list_strides(layout)[dim] * index for dim, index in at.items())
     moe = planned.model_args.moe
@@ -260,7 +260,7 @@ def draw_box(
     columns: range = range(1),
     n_columns: int = 1,
 ) -> str:
-    """Draw a slice of a matrix, whose picture has its left end and its width in `x`."""
+    """Draw a slice of a matrix. `x`: left end and width of the matrix in the picture."""
     left, width = x
     left += width * columns.start / n_columns
     width *= len(columns) / n_columns

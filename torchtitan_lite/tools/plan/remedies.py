@@ -14,7 +14,7 @@ from torchtitan_lite.tools.plan.cluster import Cluster
 from torchtitan_lite.tools.plan.planned_run import PlannedRun
 from torchtitan_lite.tools.plan.unmodeled import warn_of_unmodeled
 
-MOST_TIMES = 64  # by which `plan` multiplies the number of GPUs, to find enough memory
+MOST_TIMES = 64  # largest factor for the number of GPUs when `plan` looks for enough memory
 MOST_IDLE = 0.15  # `plan` makes a remark if ranks do not compute in a larger fraction of a step
 LEVERS = [  # settings that save memory, in ascending order of the time that they cost
     ("training.loss_chunk_tokens", 1024),
@@ -65,7 +65,7 @@ def list_remarks(planned: PlannedRun) -> list[str]:
 
 
 def advise_gpus(planned: PlannedRun) -> str:
-    """Name a larger number of GPUs on which the layout fits, among multiples by powers of 2 up to MOST_TIMES."""
+    """Name a larger number of GPUs on which the layout fits. Tries 2, 4, ... MOST_TIMES times the current number."""
     config = with_value(planned.config, "parallelism.data_parallel_shard_degree", -1)
     times = 2
     while times <= MOST_TIMES:

@@ -81,7 +81,7 @@ def list_trials(
     real = reduction.real
     wide = reduction.config
     n_ranks = reduction.layout.world_size
-    n_steps = len(STEPS) - (not real.training.skip_spikes)  # a spike is only in the last step
+    n_steps = len(STEPS) - (not real.training.skip_spikes)  # the last step tests skip_spikes
     trials = {
         "wide": partial(try_layout, "wide", wide, n_ranks, run_ranks, folder, n_steps),
         "deep": partial(try_layout, "deep", deepen(reduction), n_ranks, run_ranks, folder, 1),
