@@ -79,10 +79,9 @@ def plan_layout(config: Config, model_args: ModelArgs, world_size: int) -> Layou
 
 def asks_for_features(config: Config) -> bool:
     """Return whether a rule of settings.py or a notice of notices.py may apply to this config."""
-    changed = set(list_changed(config))
-    is_idle = not config.validation.enable and changed & {"validation.freq", "validation.steps"}
-    is_plain = changed <= PLAIN_KEYS and not is_idle
-    return not is_plain or config.activation_checkpoint.mode == "memory_budget"
+    has_rare_key = any(key not in PLAIN_KEYS for key in list_changed(config))
+    is_idle = not config.validation.enable and config.validation != Config().validation
+    return has_rare_key or is_idle or config.activation_checkpoint.mode == "memory_budget"
 
 
 def resolve_config(config: Config, layout: Layout, device_type: str) -> Config:

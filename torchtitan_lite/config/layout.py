@@ -14,6 +14,7 @@ all call `plan_layout`. Sources: 3-D layouts, arXiv:2104.04473; TorchTitan, arXi
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from heapq import heapreplace
 from itertools import accumulate, cycle, islice, pairwise
 from math import ceil, prod
 
@@ -140,14 +141,19 @@ def plan_stages(parallelism: Parallelism, n_layers: int) -> list[int]:
     n_stages = count_stages(parallelism, n_layers)
     if n_stages == 1:
         return [n_layers]
-    n_middle = n_stages - 2
-    sizes = [0, *[1] * n_middle, 0]  # layers per stage
-    loads = [0] * n_stages  # load of each stage besides its layers
-    loads[0] = parallelism.pipeline_parallel_first_stage_less_layers
-    loads[-1] = parallelism.pipeline_parallel_last_stage_less_layers
-    for _ in range(n_layers - n_middle):
-        stage = min(range(n_stages), key=lambda n: (sizes[n] + loads[n], sizes[n] > 0))
+    middle = [1] * (n_stages - 2)
+    sizes = [0, *middle, 0]  # layers per stage
+    loads = [
+        parallelism.pipeline_parallel_first_stage_less_layers,
+        *middle,
+        parallelism.pipeline_parallel_last_stage_less_layers,
+    ]
+    # (load, whether the stage has layers, stage): the smallest tuple gets the next layer. A sorted list is a heap
+    queue = sorted(zip(loads, map(bool, sizes), range(n_stages), strict=True))
+    for _ in range(n_layers - sum(sizes)):
+        load, _, stage = queue[0]
         sizes[stage] += 1
+        heapreplace(queue, (load + 1, True, stage))
     return sizes
 
 

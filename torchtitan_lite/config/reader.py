@@ -60,10 +60,10 @@ KEYS = dict(list_types(Config))  # "training.steps" -> its type
 SECTIONS = list(dict.fromkeys(key.rpartition(".")[0] for key in KEYS))
 
 
-def list_changed(config: Config) -> list[str]:
-    """List the keys whose values differ from their defaults."""
+def list_changed(config: Config) -> Iterator[str]:
+    """Yield the keys whose values differ from their defaults."""
     default = Config()
-    return [key for key in KEYS if get_value(config, key) != get_value(default, key)]
+    return (key for key in KEYS if get_value(config, key) != get_value(default, key))
 
 
 @dataclass
