@@ -38,7 +38,7 @@ BALANCE = "--training.expert_balance_loss=0.01"
 
 
 SHORT = """
---training.seq_len=32 --training.global_batch_size=8 --validation.no_enable --lr_scheduler.warmup_steps=0
+--training.seq_len=24 --training.global_batch_size=8 --validation.no_enable --lr_scheduler.warmup_steps=0
 """
 LONGER = """
 --training.steps=5 --training.max_norm=0 --optimizer.lr=1e-4 --metrics.log_freq=1 --checkpoint.enable

@@ -59,6 +59,11 @@ class Problems(list):
         self.append(Problem(key, value, why, remedy))
 
 
+def join_lines(message: str) -> str:
+    """Return the first 300 characters of an error message on one line. The first line of a message may be empty."""
+    return " ".join(message.split())[:300]
+
+
 def tell(text: object) -> None:
     """Print a message to stderr, unless it is empty. Results go to stdout."""
     if text:

@@ -45,7 +45,7 @@ from torchtitan_lite.components.signals import (
     handle_signals,
     write_ending,
 )
-from torchtitan_lite.config.messages import UserError, tell
+from torchtitan_lite.config.messages import UserError, join_lines, tell
 from torchtitan_lite.preflight import RunSpec
 from torchtitan_lite.tools.faults import hang
 from torchtitan_lite.tools.hosts import (
@@ -249,7 +249,7 @@ def run_rank(work: Callable, args: list[str], folder: Path, spec: RunSpec) -> in
         write_ending(1, f"the run stopped: {error}")
     except Exception as error:
         file, line, *_ = traceback.extract_tb(error.__traceback__)[-1]
-        what = traceback.format_exception_only(error)[0].splitlines()[0]
+        what = join_lines(traceback.format_exception_only(error)[0])
         reason = f"rank {os.environ['RANK']} failed: {what} ({file}:{line})"
         write_ending(1, reason, traceback.format_exc().rstrip())
     # SIGTERM from torchrun must end a failed rank

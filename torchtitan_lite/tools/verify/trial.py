@@ -12,6 +12,7 @@ The trial also checks that rotary angles and FSDP's reductions use float32, and 
 microbatches (rank.py).
 """
 
+import re
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -23,7 +24,7 @@ import torch
 from torch import nn
 
 from torchtitan_lite.config.float8 import SKIP_SMALL
-from torchtitan_lite.config.messages import UserError
+from torchtitan_lite.config.messages import UserError, join_lines
 from torchtitan_lite.config.schema import Config, with_value
 from torchtitan_lite.tools.plan.dry_run import find_crash
 from torchtitan_lite.tools.verify.derived_configs import leave_out_compiler, put_on_one_rank
@@ -160,9 +161,9 @@ def make_trial(name: str, call: Callable[[], Trial]) -> Trial:
         trial = call()
     except RankFailure as failure:
         kind = NOT_FINISHED if isinstance(failure, NoAnswer) else "crash"
-        # the first line of the error: its other lines are indented
-        last = [line for line in str(failure).splitlines() if line[:1].strip()][-1][:300]
-        trial = Trial(name, faults={kind: Culprit(kind, name, f"{kind}: {last}")})
+        # the error begins at the last line that is not indented
+        *_, error = re.split(r"^(?=\S)", str(failure), flags=re.MULTILINE)
+        trial = Trial(name, faults={kind: Culprit(kind, name, f"{kind}: {join_lines(error)}")})
     except UserError:
         raise
     except Exception as error:
