@@ -73,7 +73,7 @@ def adapt_to_weights(given: UserConfig, weights: Weights) -> None:
     given.notices += weights.notices
     initial = section.initial_load_path
     if weights.is_resumed:  # the key had its effect at the first start, so use the recorded value
-        initial = weights.manifest.run["config"]["checkpoint"]["initial_load_path"]
+        initial = weights.manifest.run["config"]["checkpoint"].get("initial_load_path")
     if not (weights.published or (initial and section.initial_load_model_only)):
         return
     context = weights.published.get(CONFIG, {}).get(LENGTH) or config.training.seq_len

@@ -215,7 +215,11 @@ def run_ranks(
     start_fork_server(["torchtitan_lite.tools.train_file"])
     os.chdir(here)
     # This import loads torch, which takes 1.5 s. Meanwhile the fork server imports train.py.
+    if n_hosts == 1:
+        signals.importing = folder
+        signals.react()
     agent = importlib.import_module("torchtitan_lite.tools.agent")
+    signals.importing = None
     n_local = spec.layout.world_size // n_hosts
     store = None
     try:

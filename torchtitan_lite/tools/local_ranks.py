@@ -1,21 +1,25 @@
 """Forward the signals that a launcher receives: to the ranks of this host, and to the launchers of the other hosts.
 
-no ranks run        the signal raises KeyboardInterrupt in the launcher. While the launcher imports torch, the signal is
-                    delayed until torch is loaded, because an exception could abort an import of C++ code
+no ranks run        the signal raises KeyboardInterrupt in the launcher
+torch is imported   the signal ends the launcher immediately, because an exception could abort an import of C++ code.
+                    With several hosts, the signal is delayed until torch is loaded, and then reaches the other hosts
 ranks run           the first signal is forwarded to the ranks; a later signal kills them. If a step hangs, the
                     first signal kills them
 """
 
 import multiprocessing
 import os
+import shutil
 import signal
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from math import inf
+from multiprocessing import forkserver
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torchtitan_lite.components.signals import COPIES_ARRIVE_WITHIN_S, describe_signal
 from torchtitan_lite.config.messages import tell
@@ -32,6 +36,7 @@ class Signals:
         self.received: list[int] = []
         self.copies_until_s = 0.0
         self.interrupts = False  # whether a signal raises KeyboardInterrupt in this launcher
+        self.importing: Path | None = None  # folder to delete if a signal ends the import of torch
         self.has_killed = False  # whether this launcher has killed the ranks
         self.hangs = Path()  # folder of the reports of ranks that hang
         self.started_at_s = time.time()  # the last start of the ranks
@@ -85,13 +90,25 @@ class Signals:
             store.set(SIGNAL, str(self.received[0]))
 
     def react(self) -> None:
-        """Interrupt this launcher, or forward the first signal to the ranks. On a later signal, or if a step hangs,
-        kill the ranks."""
+        """Interrupt or end this launcher, or forward the first signal to the ranks. On a later signal, or if a step
+        hangs, kill the ranks."""
         if self.received:
             if self.interrupts:
                 raise KeyboardInterrupt
+            if self.importing:
+                self.end(self.importing)
             must_kill = len(self.received) > 1 or self.is_hanging()
             self.end_ranks(signal.SIGKILL if must_kill else self.received[0])
+
+    def end(self, folder: Path) -> NoReturn:
+        """End this process, which has no ranks. `folder` has its temporary files."""
+        # a fork server that is still importing ends by itself only after the import
+        if fork_server := getattr(forkserver._forkserver, "_forkserver_pid", None):
+            os.kill(fork_server, signal.SIGKILL)
+        for temporary in (folder, get_temp_dir()):
+            shutil.rmtree(temporary, ignore_errors=True)
+        os.write(2, f"run_train.sh: {self.ending.reason}\n".encode())
+        os._exit(self.ending.status)
 
     def is_hanging(self) -> bool:
         """Return whether a rank of this start has reported a hang that still lasts."""
