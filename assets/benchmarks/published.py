@@ -192,8 +192,8 @@ class OtherTime(StepTime):
     def elementwise_times(self, kind: LayerKind) -> tuple[float, float]:
         """Add copies of keys and values, and the norms that each tp rank computes in full without sequence parallel.
 
-        In other trainers, the routing weight multiplies silu(w1 x) * w3 x, and w1 and w3 are one matmul. Therefore rows
-        move as many bytes in backward as in forward.
+        In other trainers, the routing weight multiplies silu(w1 x) * w3 x, and w1 and w3 are one matmul. Therefore
+        backward moves as many bytes of rows as forward.
         """
         w = self.workload
         forward, backward = super().elementwise_times(kind)

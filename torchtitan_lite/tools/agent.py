@@ -289,9 +289,8 @@ def bind_to_gpu(index: int) -> None:
     gpu = torch.cuda.get_device_properties(index)
     try:
         address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
-        near = int(
-            (PCI / address / "local_cpus").read_text().replace(",", ""), 16
-        )  # one bit per CPU
+        mask = (PCI / address / "local_cpus").read_text()
+        near = int(mask.replace(",", ""), 16)  # one bit per CPU
         os.sched_setaffinity(0, [cpu for cpu in os.sched_getaffinity(0) if near >> cpu & 1])
     except (OSError, ValueError, AttributeError):
         return

@@ -194,7 +194,8 @@ def check_corpus(folder: Path) -> int:
     problems = find_damage(hashes)
     if not problems:
         try:
-            open_split(folder, *[*manifest.splits][:1], None)
+            for name in manifest.splits:
+                open_split(folder, name, None)
         except CorpusError as error:
             problems = [str(error)]
     print(
