@@ -82,7 +82,7 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
     folder = spec.written_folder if place.rank == 0 else None
     lock = None
     if folder and config.job.overwrite:
-        # delete the earlier run now: if ranks cannot connect and the job restarts, it treats all files here as its own
+        # delete the earlier run now: if connecting fails, the restarted job treats all files here as its own
         lock = open_dump_folder(config, restarted=restarted)
     # ---- mesh: one process group for the world, one for each mesh dim, and one for each group of flattened dims
     # all ranks: exchange process ids and hashes of the corpora through the store, with the ranks of this host and one
@@ -125,7 +125,7 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
     failure = ""
     torch.cuda.empty_cache()  # frees full tensors: weights were initialized or loaded one at a time
     gc.collect()
-    gc.freeze()  # the garbage collector no longer scans the objects that exist so far
+    gc.freeze()  # from now on, the garbage collector skips the existing objects
     gc.disable()  # while one rank collects garbage, all others would wait
     # all ranks: a barrier, then the long time-outs for the first steps
     set_timeouts(config.comm.init_timeout_seconds, host)
@@ -225,7 +225,7 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
 
 
 def see_machine(local_rank: int) -> Machine:
-    """Return the device of this rank under plain torchrun. Its memory is not checked."""
+    """Return the device of this rank under plain torchrun. The memory of the device is not checked."""
     if torch.version.hip:
         raise UserError("torch was built for ROCm. Install a build for CUDA or for CPUs")
     if torch.cuda.is_available():

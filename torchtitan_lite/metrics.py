@@ -263,8 +263,8 @@ def describe_speed(
 ) -> dict[str, float | None]:
     """Return throughput, and MFU from 0 to 1. `peak_flops` is the peak FLOP/s of one device, or None if unknown.
 
-    Throughput includes all tokens of the global batch, even padding. It is divided by the number of all ranks,
-    including pp and tp ranks.
+    Throughput counts all tokens of the global batch, even padding, and is divided by the number of all ranks, including
+    pp and tp ranks.
     """
     full_flops = flops.full * tokens_per_s_per_rank
     return {
@@ -277,7 +277,8 @@ def describe_speed(
 
 
 def read_peak_memory(device: torch.device) -> dict[str, float]:
-    """Return the peak memory of this rank: on CUDA since the last call, on a CPU since the process started."""
+    """Return the peak memory of this rank: on CUDA since the previous call of this function, on a CPU since the process
+    started."""
     if device.type != "cuda":  # resident memory, including Python and torch
         unit_bytes = 1 if sys.platform == "darwin" else 1024  # unit of getrusage
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

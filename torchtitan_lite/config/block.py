@@ -134,7 +134,7 @@ class FlopsPerToken:
 
 
 def count_keys(model_args: ModelArgs, seq_len: int, attention: str) -> tuple[int, float]:
-    """Return the number of keys per token, summed over layers: in the full matrices, and on average in causal parts.
+    """Return two sums over layers: the keys per token in the full attention matrix, and their mean in its causal part.
 
     A window of W keys counts as W in the full matrix, and as W*(1 - W/2S) in the causal part, because early tokens see
     fewer keys.

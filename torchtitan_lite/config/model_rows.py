@@ -106,7 +106,7 @@ class ModuleRow:
     experts                     (experts, in, out)
 
     tp_style    the tensors on a tp rank                    how the module computes there
-    colwise     its output features, of weight and bias     all tokens are gathered before the module that has it
+    colwise     its output features, of weight and bias     all tokens are gathered before its parent module
     rowwise     its input features; the whole bias          partial sums are scattered; then the bias is added
     vocabulary  its rows                                    embedding or head
     sequence    all                                         its own forward, on the rank's slice of the sequence

@@ -199,7 +199,7 @@ def flatten_table(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str
 
 
 class WrongValue(Exception):
-    """Raised for an invalid value of a key. It has the arguments `why` and `remedy` of Problem."""
+    """Raised for an invalid value of a key. The arguments are the fields `why` and `remedy` of a Problem."""
 
 
 TYPE_NAMES = {bool: "true or false", str: "text", int: "a whole number", float: "a finite number"}
@@ -246,7 +246,7 @@ def convert(kind: Any, value: Any) -> Any:
 
 
 def describe_list(kind: Any) -> str:
-    """Return how to write a list of this type."""
+    """Return a sentence that shows how to write a list with items of this type."""
     if is_dataclass(kind):
         table = ", ".join(f"{name} = ..." for name in get_type_hints(kind))
         return f"Write [[double brackets]] in a file, or '[{{{table}}}]' on the command line"

@@ -16,7 +16,7 @@ from torch.optim.optimizer import Optimizer
 from torchtitan_lite.config.messages import UserError
 
 MUTABLE = (Tensor, list, dict, set, Optimizer)
-# attributes and options of torch's optimizers, and what update_weights sets
+# attributes and options of torch's optimizers, and the attributes that update_weights sets
 OF_TORCH = {*vars(Optimizer([Tensor()], {})), "params", "param_names", "grad_scale", "found_inf"}
 
 

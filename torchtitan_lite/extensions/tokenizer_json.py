@@ -214,7 +214,7 @@ def spell_vocabulary(
 ) -> dict[int, bytes] | None:
     """Return id -> bytes of the token's text. `added`: tokens that are spelled as plain text, not as byte-level tokens.
 
-    Returns None if the joined bytes are not the text, as with the "##" of WordPiece.
+    Returns None if a text is not the concatenation of the texts of its tokens, as with the "##" of WordPiece.
     """
     decoder = json.dumps(file.get("decoder"))
     is_byte_level = '"ByteLevel"' in json.dumps(file.get("pre_tokenizer")) + decoder

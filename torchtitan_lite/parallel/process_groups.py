@@ -4,9 +4,10 @@
                          train_timeout_seconds
     HOST_GROUPS          always init_timeout_seconds, because a rank waits for the slowest disk of all ranks
 
-A rank that waits longer than its time-out raises an error. During these two, ranks compile, connect and read at
-different speeds. In later steps, a peer that is many steps late has hung. On CPUs, sends and receives of a pipeline
-keep gloo's default time-out of 30 minutes, because gloo cannot change the time-out of their group.
+A rank that waits longer than its time-out raises an error. During the first step and the first validation, ranks
+compile, connect and read at different speeds. In later steps, a peer that is many steps late has hung. On CPUs, sends
+and receives of a pipeline keep gloo's default time-out of 30 minutes, because gloo cannot change the time-out of their
+group.
 
 Effect: creates the default process group; mesh.py creates all other groups.
 """

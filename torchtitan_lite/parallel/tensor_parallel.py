@@ -186,7 +186,7 @@ class GatheredOutput(SequenceParallel):
 
 
 class SplitEmbedding(LocalStyle):
-    """tokens (B, S) -> (B, S/tp, D). Each rank looks up ids in its shard and computes the gradient of these rows."""
+    """tokens (B, S) -> (B, S/tp, D). Each rank looks up the ids of its shard, and computes its gradient."""
 
     placements = {"weight": Shard(0)}
 

@@ -7,8 +7,8 @@
 Our own code does what torchrun does not: it names the rank that failed first on all hosts and shows only the traceback
 of that rank, forwards only the first of several copies of a signal, and keeps the exit status of a signal.
 
-The launcher of a host gives N to all its ranks. torchrun's own count ignores failures on other hosts, and hosts that
-join.
+The launcher of a host passes N, the number of the start, to all its ranks. torchrun's own count ignores other hosts
+that fail or join.
 
 If NNODES is a range, torchrun restarts the ranks of all hosts when a host joins, and ends them first by SIGTERM. The
 agent that notices the new host first makes the ranks of all hosts stop after the same step. If a rank stops without
@@ -65,7 +65,7 @@ from torchtitan_lite.tools.local_ranks import (
 )
 
 PCI = Path("/sys/bus/pci/devices")
-# number of lines shown from the end of a killed rank's hidden stderr, where the stacks of its threads are
+# number of lines to show from the end of a killed rank's hidden stderr, which has the stacks of its threads
 N_LINES = 60
 JOIN_WITHIN_S = 10.0  # much longer than 0.1 s, after which an agent looks for new hosts again
 
@@ -119,7 +119,7 @@ class Agent(LocalElasticAgent):
     def _restart_workers(self, worker_group: Any) -> None:
         cause = self.ending or Ending(0, "")  # a different host failed or joins
         if self.store:
-            # use torchrun's store, which is new for each start of the job: a late host has counted fewer starts
+            # use torchrun's store, which is new for each start of the job, because a late host has counted fewer starts
             cause = claim_cause(worker_group.store, cause)
         if cause.status in STOPPED:
             self.ending = cause
@@ -229,7 +229,7 @@ def number_host() -> None:
     """Make torchrun distinguish containers that have the same hostname and the same process id of their launchers.
 
     torchrun identifies a host by hostname, process id, and a counter of rendezvous in this process (torch 2.13). This
-    sets the counter to NODE_RANK.
+    function sets the counter to NODE_RANK.
     """
     DynamicRendezvousHandler._node_desc_generator._local_id = read_number("NODE_RANK")
 

@@ -90,8 +90,8 @@ class Signals:
             store.set(SIGNAL, str(self.received[0]))
 
     def react(self) -> None:
-        """Interrupt or end this launcher, or forward the first signal to the ranks. On a later signal, or if a step
-        hangs, kill the ranks."""
+        """Act on a signal. Without ranks, interrupt or end this launcher. With ranks, forward the first signal to the
+        ranks; on a later signal, or if a step hangs, kill the ranks."""
         if self.received:
             if self.interrupts:
                 raise KeyboardInterrupt

@@ -179,10 +179,10 @@ class RankMemory:
     def estimate_layer(self, kind: LayerKind) -> tuple[float, float]:
         """Return the bytes that a layer keeps per microbatch, and the additional bytes at the peak of its backward.
 
-        In backward, a layer holds recomputed activations and temporary gradients. An MoE layer can need more at two
-        other times: when the next MoE layer is gathered (a buffer, and copies of its slices), and when its own
-        gradients are reduced (in the compute dtype and in fp32). At the reduction, its activations are already freed;
-        under ZeRO 3, its parameters too.
+        In backward, a layer holds recomputed activations and temporary gradients. An MoE layer can need more memory at
+        two other times. First, when the next MoE layer is gathered into a buffer, and its slices are copied. Second,
+        when the layer's own gradients are reduced, and exist in the compute dtype and in fp32. By then, the layer's
+        activations are freed, and under ZeRO 3 also its parameters.
         """
         w = self.workload
         args = w.args

@@ -141,7 +141,7 @@ class StepTime(LayerTime):
     def lower_bound_s(self) -> float:
         """Lower bound on the step time: a rank waits for its first microbatch, and is never idle after that.
 
-        Unless the backward is split, the bound also has the time in which the last backward runs through the earlier
+        Unless the backward is split, the bound includes the time in which the last backward runs through the earlier
         stages. A split backward can hide this time behind the rank's last gradients of weights.
         """
         layout = self.workload.layout

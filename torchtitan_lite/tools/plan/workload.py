@@ -30,8 +30,8 @@ from torchtitan_lite.extensions.muon_rounds import deal_matrices
 from torchtitan_lite.tools.host_rules import MASTER_BYTES
 from torchtitan_lite.tools.plan.orders import Order, list_order
 
-# Equal groups of parameters that FSDP gathers together: axis, elements of each parameter on a rank before FSDP shards
-# it (with padding), number of these groups, elements of the weights that are gathered in float8
+# Equal FSDP groups. The fields are the axis; the elements (with padding) of each parameter of a group on a rank before
+# FSDP shards it; the number of groups; the elements of the weights that are gathered in float8
 Group = tuple[str, list[int], int, list[int]]
 
 
@@ -41,7 +41,8 @@ class Stage(NamedTuple):
     n_layers: tuple[int, int]  # dense layers, MoE layers
     has_embedding: bool
     has_head: bool  # the stage with the head also has the final norm
-    added: tuple[ModuleRow, ...] = ()  # modules before or after the layers that only this model has
+    # modules that only this model has, before or after the layers
+    added: tuple[ModuleRow, ...] = ()
 
 
 class Matrix(NamedTuple):
@@ -83,7 +84,8 @@ class LayerKind:
         self.colwise = [module for module in by_style["colwise"] if module.kind == "linear"]
         self.rowwise = by_style["rowwise"]  # tp scatters their output
         self.norms = [module for module in by_style["sequence"] if module.kind == "norm"]
-        # The formulas support matmuls that tp splits, experts, norms of hidden states, and Qwen3's norms of heads.
+        # The formulas cover these modules: matmuls split by tp, experts, norms of hidden states, and Qwen3's norms of
+        # heads.
         known = {"attention.q_norm", "attention.k_norm"}
         known.update(module.name for module in self.colwise + self.rowwise + self.norms)
         self.untimed = {

@@ -113,7 +113,7 @@ def reduce_config(config: Config, max_ranks: int) -> Reduction:
         **reduce_sizes(config, args, wide),
     }
     if config.training.loss_chunk_tokens:
-        # The batch is small, so several chunks need a smaller chunk size. 0 means no chunks and is kept.
+        # The batch is small: to have several chunks, reduce the chunk size. A chunk size of 0 (no chunks) is kept.
         keys["training.loss_chunk_tokens"] = 24
     n_shards = wide.dp_shard * wide.cp
     of_node = config.parallelism.zero_plus_plus_node_size // wide.tp
