@@ -96,7 +96,8 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
     if folder and not lock:  # by now, all ranks have checked that the folder has no earlier run
         lock = open_dump_folder(config, restarted=restarted)
     start_logging(place.rank, folder)
-    for notice in spec.notices:  # only to log.txt if the launcher has already printed them
+    # write notices only to log.txt if the launcher has already printed them
+    for notice in spec.notices:
         logger.log(IN_FILE if spec is launched else logging.INFO, notice)
     n_parameters = count_parameters(spec.model_args)
     logger.info(f"{spec.title}: {n_parameters:,} parameters, {spec.layout}, {spec.origin}")
@@ -123,7 +124,7 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
     batches = prefetch(data.batch, rows, steps=range(resumed_step, last), device=device)
     status = 0
     failure = ""
-    torch.cuda.empty_cache()  # frees full tensors: weights were initialized or loaded one at a time
+    torch.cuda.empty_cache()  # free the full tensors from which weights were initialized or loaded
     gc.collect()
     gc.freeze()  # from now on, the garbage collector skips the existing objects
     gc.disable()  # while one rank collects garbage, all others would wait
@@ -234,7 +235,7 @@ def see_machine(local_rank: int) -> Machine:
     return Machine("cpu", 1, None, f"{platform.machine()} CPU")
 
 
-# plain torchrun starts this file; torchrun's report ends with the first exception
+# plain torchrun runs this file; `record` writes the exception that torchrun reports
 if __name__ == "__main__":
     stop = StopFlag(os.environ.get("RANK", ""))
     stop.listen()

@@ -56,7 +56,7 @@ from torchtitan_lite.step import StepResult
 
 logger = logging.getLogger(__name__)
 
-# number of first steps after a start that are all recorded, because the user watches them
+# after a start, this number of steps are all recorded, because the user watches them
 N_FIRST = 10
 NO_TERMINAL = (200, 24)  # columns and lines to assume if the output is not a terminal
 # Field of a record -> tag in TensorBoard and wandb. The tags are torchtitan's, except for experts and validation.

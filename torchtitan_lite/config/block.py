@@ -108,7 +108,7 @@ def count_parameters(
     return n_parameters
 
 
-@lru_cache  # `plan --search` asks for the same windows with every layout
+@lru_cache  # cached, because `plan --search` needs the same windows for every layout
 def list_windows(attention: str, model_args: ModelArgs) -> tuple[int | None, ...]:
     """Return, for each layer, the number of tokens that a token attends to, itself included.
 

@@ -110,7 +110,7 @@ def read_config(args: list[str]) -> UserConfig:
     if not {*table, *texts} <= KEYS.keys():
         translate_keys = load_extension(OTHER_KEYS).translate_keys
         table, texts = translate_keys(table, texts, problems, notices)
-    given = table | texts  # the command line replaces the table
+    given = table | texts  # values on the command line override values in the file
 
     config = Config()
     for key, value in given.items():
@@ -216,7 +216,7 @@ def convert(kind: Any, value: Any) -> Any:
     if origin is Annotated:
         return check_limits(convert(inner[0], value), inner[1])
     if origin is list:
-        if isinstance(value, str):  # on the command line, or torchtitan's "a" for ["a"]
+        if isinstance(value, str):  # from the command line, or torchtitan's "a" for ["a"]
             value = split_list(inner[0], value)
         if not isinstance(value, list):
             raise WrongValue("it must be a list", describe_list(inner[0]))

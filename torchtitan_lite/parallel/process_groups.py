@@ -77,7 +77,7 @@ def join_job(environment: os._Environ) -> tuple[Place, dist.Store]:
         counts = [f"restarts of host {host}" for host in range(n_hosts)]
         if local_rank == 0:
             store.set(counts[rank // n_local], str(restarts))
-        if rank == 0:  # so the other ranks read a single value, not one per host
+        if rank == 0:  # publish one value, so the other ranks do not read a value per host
             store.set("restarts", str(max(map(int, store.multi_get(counts)))))
         restarts = int(store.get("restarts"))
     # On a single host, torchrun's store survives restarts and still has the addresses of dead ranks. Without a new

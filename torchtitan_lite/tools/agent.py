@@ -151,7 +151,8 @@ class Agent(LocalElasticAgent):
             return Ending(exitcode, describe_signal(exitcode))
         details = ""
         hidden = own / "stderr.log"
-        if exitcode not in (1, -signal.SIGKILL) and hidden.exists():  # 1: train.py has logged why
+        # 1: train.py has logged the reason
+        if exitcode not in (1, -signal.SIGKILL) and hidden.exists():
             details = "\n".join(hidden.read_text(errors="replace").splitlines()[-N_LINES:])
         # gloo aborts a rank if the calls of ranks differ. During the abort, printing the stacks of threads may crash
         if exitcode in (-signal.SIGABRT, -signal.SIGSEGV):

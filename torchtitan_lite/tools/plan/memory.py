@@ -231,7 +231,7 @@ class RankMemory:
         weight = vocab_size * w.args.dim
         logits = vocab_size * min(w.loss_chunk_tokens or w.n_tokens, w.n_tokens)
         if width == MASTER_BYTES:
-            # The logits need one tensor; the weight's gradient is accumulated in place.
+            # In fp32, one tensor has the logits and then their gradient; the weight's gradient is accumulated in place.
             return (weight + logits) * MASTER_BYTES
         in_forward = logits * (2 * width + MASTER_BYTES)
         in_backward = (weight + logits) * width
@@ -289,9 +289,9 @@ class RankMemory:
         """List the moments that can be the peak without a pipeline.
 
         The moments are the loss, the last and the first block in backward, and the reduction of the embedding's
-        gradient. Activations are freed while gradients are allocated. FSDP gathers into a buffer and copies. The head's
-        buffer is freed after its backward. A block's buffer is freed when the next block is gathered. The fp32 input of
-        a reduction is freed at the next reduction.
+        gradient. Activations are freed while gradients are allocated. FSDP gathers into a buffer, from which it copies
+        the parameters. The head's buffer is freed after its backward. A block's buffer is freed when the next block is
+        gathered. The fp32 input of a reduction is freed at the next reduction.
         """
         w = self.workload
         layout = w.layout

@@ -255,7 +255,7 @@ class PlainModel:
         self.model.output.formula = find_formula(self.section.loss)
 
     def keep_output(self, name: str, module: nn.Module, args: tuple, output: object) -> None:
-        if isinstance(output, Tensor):  # a module of a fork may return several
+        if isinstance(output, Tensor):  # a fork's module may return a tuple
             self.outputs[name] = output.detach()
 
     def backward(self, batch: Batch) -> tuple[float, dict[str, Tensor]]:

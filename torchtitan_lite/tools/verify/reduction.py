@@ -238,8 +238,8 @@ def reduce_experts(args: ModelArgs, layout: Layout, dim: int, n_wanted: int) -> 
 def reduce_stages(section: Parallelism, n_layers: int, real: Layout) -> dict[str, object]:
     """Return the keys for layers and stages, with at most two stages per rank if the schedule allows it.
 
-    The first stages and the last stage of the real run are kept. A stage has two layers if the real stage has more
-    layers than the smallest real stage, and otherwise one layer.
+    The small run has the first stages and the last stage of the real run. A stage has two layers if the real stage has
+    more layers than the smallest real stage, and otherwise one layer.
     """
     if real.pp == 1:
         return {"model.n_layers": min(2, n_layers), STAGES: None}
