@@ -107,7 +107,7 @@ class Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: Any) -> dict[int, Any]:
         pids = super()._start_workers(worker_group)
         self.signals.started_at_s = time.time()
-        self.signals.react()  # a signal that arrived before the fork
+        self.signals.react()  # handle a signal that arrived before the fork
         return pids
 
     def _monitor_workers(self, worker_group: Any) -> RunResult:

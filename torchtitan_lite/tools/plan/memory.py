@@ -155,9 +155,9 @@ class RankMemory:
 
         A rank has 1/tp of the tokens.
 
-        none    in fp32: input and scores of the router, routing weights, the rows they multiply; routes and orders
-                (int64); rows sorted by expert, outputs of w1 and w3, output of silu, the product
-        op      logits, routes; with ep > 1, also the rows after each all-to-all
+            none    in fp32: input and scores of the router, routing weights, the rows they multiply; routes and orders
+                    (int64); rows sorted by expert, outputs of w1 and w3, output of silu, the product
+            op      logits, routes; with ep > 1, also the rows after each all-to-all
         """
         w = self.workload
         args = w.args

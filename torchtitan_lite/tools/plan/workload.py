@@ -119,7 +119,8 @@ class LayerKind:
         return stage.n_layers[self.is_moe]
 
     def average(self, **by_mode: float) -> float:
-        """Average numbers by recompute mode over the layers. A mode that is not given counts as 0."""
+        """Return the average over layers of numbers that depend on the recompute mode. A mode that is not given counts
+        as 0."""
         total = sum(by_mode.get(mode, 0.0) * n for mode, n in self.recompute.items())
         return total / self.recompute.total()
 
