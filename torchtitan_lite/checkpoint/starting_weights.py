@@ -1,10 +1,10 @@
 """Find the weights that a run starts from: a checkpoint to resume, or checkpoint.initial_load_path. Loads no tensor.
 
-    checkpoint in the dump folder    the run continues from the step of the newest readable checkpoint, or of
-                                     checkpoint.load_step. A run that saves checkpoints continues only from its last
-                                     step
-    checkpoint elsewhere             its weights; also its step and optimizer state, unless initial_load_model_only
-    Hugging Face folder              its weights
+checkpoint in the dump folder    the run continues from the step of the newest readable checkpoint, or of
+                                 checkpoint.load_step. A run that saves checkpoints continues only from its last
+                                 step
+checkpoint elsewhere             its weights; also its step and optimizer state, unless initial_load_model_only
+Hugging Face folder              its weights
 """
 
 import re

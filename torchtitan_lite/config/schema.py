@@ -63,9 +63,9 @@ FolderName = Annotated[str, FOLDER]  # inside job.dump_folder
 def key(default: Any, *, resume: Literal["refuse", "note"]) -> Any:
     """Return a field whose value matters for training. `resume` says what happens if a run continues with a new value.
 
-        note      the run trains differently from here on, so both values are printed
-        refuse    the saved state is useless with a different value: data, batch, seed, kind of optimizer
-        (free)    a field without `key`: training is the same with a different value: layout, recompute, logs, folders
+    note      the run trains differently from here on, so both values are printed
+    refuse    the saved state is useless with a different value: data, batch, seed, kind of optimizer
+    (free)    a field without `key`: training is the same with a different value: layout, recompute, logs, folders
     """
     # each section needs its own copy of a list
     return field(default_factory=partial(copy, default), metadata={"resume": resume})

@@ -1,7 +1,7 @@
 """List the models: one name per line, each the name of a folder here. Needs no torch.
 
-    models/NAME/table.py      MODEL, a ModelTable: sizes, modules, Hugging Face names. Needs no torch
-    models/NAME/modules.py    Model, an nn.Module: the code (see model/README.md); build.py imports it
+models/NAME/table.py      MODEL, a ModelTable: sizes, modules, Hugging Face names. Needs no torch
+models/NAME/modules.py    Model, an nn.Module: the code (see model/README.md); build.py imports it
 """
 
 from importlib import import_module

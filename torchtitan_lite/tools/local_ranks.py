@@ -1,11 +1,11 @@
 """Forward the signals that a launcher receives: to the ranks of this host, and to the launchers of the other hosts.
 
-    no ranks run        the signal raises KeyboardInterrupt in the launcher
-    torch is imported   the signal ends the launcher immediately, because an exception could abort an import of C++
-                        code. With several hosts, the signal is delayed until torch is loaded, and then reaches the
-                        other hosts
-    ranks run           the first signal is forwarded to the ranks; a later signal kills them. If a step hangs, the
-                        first signal kills them
+no ranks run        the signal raises KeyboardInterrupt in the launcher
+torch is imported   the signal ends the launcher immediately, because an exception could abort an import of C++
+                    code. With several hosts, the signal is delayed until torch is loaded, and then reaches the
+                    other hosts
+ranks run           the first signal is forwarded to the ranks; a later signal kills them. If a step hangs, the
+                    first signal kills them
 """
 
 import multiprocessing

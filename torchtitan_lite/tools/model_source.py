@@ -1,8 +1,8 @@
 """Open a model for `generate`, `eval` and `convert`, and load all its weights in one process.
 
-    step-200/                       a checkpoint: its manifest describes the model and names the tokenizer
-    checkpoint/, outputs/debug/     a folder of checkpoints, or a run: its newest checkpoint is used
-    config.json, *.safetensors      a Hugging Face folder; it also has the tokenizer
+step-200/                       a checkpoint: its manifest describes the model and names the tokenizer
+checkpoint/, outputs/debug/     a folder of checkpoints, or a run: its newest checkpoint is used
+config.json, *.safetensors      a Hugging Face folder; it also has the tokenizer
 """
 
 from argparse import Namespace

@@ -1,10 +1,10 @@
 """Replace the environment for a dry run: a process group without processes, tensors without data, kernels as on a GPU.
 
-    fake_group      a process group of all ranks without processes; its collectives return at once
-    fake_tensors    tensors have a shape and no storage
-    static_stages   pipeline stages know their shapes in advance
-    gpu_kernels     operators save the same tensors for backward as CUDA kernels do
-    even_experts    all ep ranks receive the same number of rows
+fake_group      a process group of all ranks without processes; its collectives return at once
+fake_tensors    tensors have a shape and no storage
+static_stages   pipeline stages know their shapes in advance
+gpu_kernels     operators save the same tensors for backward as CUDA kernels do
+even_experts    all ep ranks receive the same number of rows
 """
 
 from collections.abc import Iterator

@@ -366,7 +366,7 @@ def round_up(size: int, unit: int) -> int:
 
 @lru_cache
 def count_modules(stages: Stages, args: ModelArgs) -> tuple[Stage, ...]:
-    """Count the modules of each stage. Cached, because a search asks for few different stages."""
+    """Count the modules of each stage. Cached, because the layouts of a search have only few different stages."""
     found = []
     for fqns in stages:
         layers = [int(fqn.removeprefix("layers.")) for fqn in fqns if fqn.startswith("layers.")]

@@ -122,7 +122,7 @@ def reduce_config(config: Config, max_ranks: int) -> Reduction:
         # ZeRO++ has an effect only if a group has several nodes of several ranks.
         keys["parallelism.zero_plus_plus_node_size"] = wide.tp * n_shards // 2
     if config.validation.steps != AUTOMATIC:
-        keys["validation.steps"] = 1  # less than the whole small validation split
+        keys["validation.steps"] = 1  # one batch is less than the small validation split
     if config.compile.enable:
         # aot_eager traces and differentiates like inductor, but generates no kernels.
         keys["compile.backend"] = "aot_eager"
