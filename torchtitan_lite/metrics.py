@@ -381,7 +381,7 @@ def format_step(fields: dict[str, object]) -> list[str]:
     figures = [f"loss {fields['loss']:.5f}", f"grad_norm {fields['grad_norm']:.4f}"]
     if "skipped_above" in fields:
         figures.append(
-            f"SKIPPED, the norm is a spike: its median is {fields['skipped_above']:.4g} "
+            f"SKIPPED, the norm is a spike: the median norm is {fields['skipped_above']:.4g} "
             f"({fields['skipped_steps']} skipped so far)"
         )
     if fields["remaining_s"]:

@@ -94,7 +94,7 @@ class Culprit:
     kind: str
     name: str  # name of a parameter, a module or a function
     text: str
-    dims: tuple[str, ...] = ()  # mesh dims: a wrong rank has a correct neighbor along this dim
+    dims: tuple[str, ...] = ()  # mesh dims along which a wrong rank has a correct neighbor
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ def in_use(step: Observed) -> bool:
 
 
 def happens(event: str) -> Witness:
-    """Return the witness of a key that is set: the profile has an event whose name contains `event`."""
+    """Return a witness that looks in the profile for an event whose name contains `event`. For keys that are set."""
     return lambda step: count(step.forward + step.backward, event) > 0
 
 
