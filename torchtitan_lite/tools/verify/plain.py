@@ -49,7 +49,7 @@ from torchtitan_lite.model.moe import Experts, MoE, Router
 from torchtitan_lite.model.part import list_moes
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 
-SPIKE = 10.0  # in units of the largest gradient norm that training.skip_spikes allows
+SPIKE = 10.0  # size of the spike, in units of the largest norm that training.skip_spikes allows
 STEPS = [  # max_norm in units of the gradient norm; value to write into one gradient, or 0 to write none
     (0.5, 0.0),
     (2.0, 0.0),
