@@ -50,7 +50,7 @@ class RankMemory:
     workload: Workload
     # Properties of torch: number of stages that FSDP keeps gathered, each with its rotary angles
     n_gathered = STAGES_GATHERED
-    angle_bytes = 4  # per token and element of a head
+    angle_bytes = 4  # a rotary angle, per token and element of a head
 
     @property
     def fullest(self) -> Memory:
