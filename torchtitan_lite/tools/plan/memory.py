@@ -221,9 +221,9 @@ class RankMemory:
     def estimate_loss(self) -> float:
         """Return the largest number of bytes that the loss holds.
 
-        At its peak, the loss holds the fp32 gradient of the weight, and the larger of two sums: a chunk's logits in
-        both dtypes and their gradient, or the gradient of the logits and the chunk's contribution to the weight's
-        gradient.
+        The loss always holds the fp32 gradient of the weight. In addition, forward holds a chunk's logits in both
+        dtypes and their gradient, and backward holds the gradient of the logits and the chunk's contribution to the
+        weight's gradient. The larger of these two counts.
         """
         w = self.workload
         width = w.compute_bytes
