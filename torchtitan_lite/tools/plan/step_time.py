@@ -159,7 +159,7 @@ class StepTime(LayerTime):
         return max(bounds) + self.once_s + self.copies_s + self.optimizer_s
 
     def forecast(self) -> Forecast:
-        """Forecast one step by simulating shorter ones (orders.list_lengths)."""
+        """Forecast one step by simulating shorter steps (orders.list_lengths)."""
         w = self.workload
         layout = w.layout
         end_time = 0.0
