@@ -82,7 +82,7 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
     folder = spec.written_folder if place.rank == 0 else None
     lock = None
     if folder and config.job.overwrite:
-        # delete the earlier run now: if ranks cannot connect and the job restarts, it treats all files here as its own
+        # delete the earlier run now: if connecting fails, the restarted job treats all files here as its own
         lock = open_dump_folder(config, restarted=restarted)
     # ---- mesh: one process group for the world, one for each mesh dim, and one for each group of flattened dims
     # all ranks: exchange process ids and hashes of the corpora through the store, with the ranks of this host and one
@@ -96,7 +96,8 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
     if folder and not lock:  # by now, all ranks have checked that the folder has no earlier run
         lock = open_dump_folder(config, restarted=restarted)
     start_logging(place.rank, folder)
-    for notice in spec.notices:  # only to log.txt if the launcher has already printed them
+    # write notices only to log.txt if the launcher has already printed them
+    for notice in spec.notices:
         logger.log(IN_FILE if spec is launched else logging.INFO, notice)
     n_parameters = count_parameters(spec.model_args)
     logger.info(f"{spec.title}: {n_parameters:,} parameters, {spec.layout}, {spec.origin}")
@@ -123,9 +124,9 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
     batches = prefetch(data.batch, rows, steps=range(resumed_step, last), device=device)
     status = 0
     failure = ""
-    torch.cuda.empty_cache()  # frees full tensors: weights were initialized or loaded one at a time
+    torch.cuda.empty_cache()  # free the full tensors from which weights were initialized or loaded
     gc.collect()
-    gc.freeze()  # the garbage collector no longer scans the objects that exist so far
+    gc.freeze()  # from now on, the garbage collector skips the existing objects
     gc.disable()  # while one rank collects garbage, all others would wait
     # all ranks: a barrier, then the long time-outs for the first steps
     set_timeouts(config.comm.init_timeout_seconds, host)
@@ -225,7 +226,7 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
 
 
 def see_machine(local_rank: int) -> Machine:
-    """Return the device of this rank under plain torchrun. Its memory is not checked."""
+    """Return the device of this rank under plain torchrun. The memory of the device is not checked."""
     if torch.version.hip:
         raise UserError("torch was built for ROCm. Install a build for CUDA or for CPUs")
     if torch.cuda.is_available():
@@ -234,7 +235,7 @@ def see_machine(local_rank: int) -> Machine:
     return Machine("cpu", 1, None, f"{platform.machine()} CPU")
 
 
-# plain torchrun starts this file; torchrun's report ends with the first exception
+# plain torchrun runs this file; `record` writes the exception that torchrun reports
 if __name__ == "__main__":
     stop = StopFlag(os.environ.get("RANK", ""))
     stop.listen()

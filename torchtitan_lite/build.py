@@ -135,7 +135,8 @@ def build_on_meta(config: Config, model_args: ModelArgs) -> nn.Module:
 def build_parts(
     config: Config, model_args: ModelArgs, layout: Layout, mesh: Mesh
 ) -> list[nn.Module]:
-    """Build and parallelize this rank's model parts on the meta device. Only ZeRO++ communicates: it creates groups."""
+    """Build and parallelize this rank's model parts on the meta device. Only ZeRO++ communicates, to create process
+    groups."""
     parts = []
     for index in layout.stages_of(mesh.pp.get_local_rank()):
         # build a new model for each stage: in a copy, hooks of modules would still refer to the original modules

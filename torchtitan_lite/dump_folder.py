@@ -1,12 +1,13 @@
 """Check the paths of a run before it starts. Create and lock `job.dump_folder`, which holds all files of a run.
 
-config.toml     the resolved config with job.overwrite = false, so a run with this config never deletes the earlier run
-log.txt, metrics.jsonl, tb/<run name>/     logs; metrics-1.jsonl: records of an earlier start that saved nothing
-checkpoint/     step-N/, run_id          traces/, comm_traces/, memory_snapshot/    if enabled
-hang/           reports of hanging ranks: `python3 -m torchtitan_lite hang FOLDER`
-wandb/          Weights & Biases if enabled; job.overwrite keeps it, because some of it may not be uploaded yet
-wandb_id        id of the run in Weights & Biases
-lock            locked by the run that writes here
+    config.toml     the resolved config with job.overwrite = false, so a run with this config never deletes the earlier
+                    run
+    log.txt, metrics.jsonl, tb/<run name>/     logs; metrics-1.jsonl: records of an earlier start that saved nothing
+    checkpoint/     step-N/, run_id          traces/, comm_traces/, memory_snapshot/    if enabled
+    hang/           reports of hanging ranks: `python3 -m torchtitan_lite hang FOLDER`
+    wandb/          Weights & Biases if enabled; job.overwrite keeps it, because some of it may not be uploaded yet
+    wandb_id        id of the run in Weights & Biases
+    lock            locked by the run that writes here
 
 A run with checkpoint.load_only writes no file.
 """

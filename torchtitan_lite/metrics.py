@@ -56,7 +56,7 @@ from torchtitan_lite.step import StepResult
 
 logger = logging.getLogger(__name__)
 
-# number of first steps after a start that are all recorded, because the user watches them
+# after a start, this number of steps are all recorded, because the user watches them
 N_FIRST = 10
 NO_TERMINAL = (200, 24)  # columns and lines to assume if the output is not a terminal
 # Field of a record -> tag in TensorBoard and wandb. The tags are torchtitan's, except for experts and validation.
@@ -263,8 +263,8 @@ def describe_speed(
 ) -> dict[str, float | None]:
     """Return throughput, and MFU from 0 to 1. `peak_flops` is the peak FLOP/s of one device, or None if unknown.
 
-    Throughput includes all tokens of the global batch, even padding. It is divided by the number of all ranks,
-    including pp and tp ranks.
+    Throughput counts all tokens of the global batch, even padding, and is divided by the number of all ranks, including
+    pp and tp ranks.
     """
     full_flops = flops.full * tokens_per_s_per_rank
     return {
@@ -277,7 +277,8 @@ def describe_speed(
 
 
 def read_peak_memory(device: torch.device) -> dict[str, float]:
-    """Return the peak memory of this rank: on CUDA since the last call, on a CPU since the process started."""
+    """Return the peak memory of this rank: on CUDA since the previous call of this function, on a CPU since the process
+    started."""
     if device.type != "cuda":  # resident memory, including Python and torch
         unit_bytes = 1 if sys.platform == "darwin" else 1024  # unit of getrusage
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -380,7 +381,7 @@ def format_step(fields: dict[str, object]) -> list[str]:
     figures = [f"loss {fields['loss']:.5f}", f"grad_norm {fields['grad_norm']:.4f}"]
     if "skipped_above" in fields:
         figures.append(
-            f"SKIPPED, the norm is a spike: its median is {fields['skipped_above']:.4g} "
+            f"SKIPPED, the norm is a spike: the median norm is {fields['skipped_above']:.4g} "
             f"({fields['skipped_steps']} skipped so far)"
         )
     if fields["remaining_s"]:

@@ -97,7 +97,7 @@ def list_rare_notices(given: UserConfig, spec: RunSpec, restarted: bool) -> Iter
 def find_situations(spec: RunSpec) -> dict[str, str]:
     """Return case -> keys that have no effect, for the cases that depend on the whole run, not on a single setting.
 
-    A case without keys occurs only in combined cases of WITHOUT_EFFECT.
+    WITHOUT_EFFECT combines some cases by `and`. A case without keys is only a part of such a combination.
     """
     config = spec.config
     layout = spec.layout

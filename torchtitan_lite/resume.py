@@ -1,7 +1,7 @@
 """Resume from the newest checkpoint or snapshot, or load checkpoint.initial_load_path.
 
     the run                          starts from
-    with checkpoint.load_step        that checkpoint, or an error. If the run has since saved a later one: see next row
+    with checkpoint.load_step        that checkpoint, or an error; as in the next row if a later one was saved since
     restarted by torchrun            the newest checkpoint or snapshot that all ranks can open
     in the folder of an earlier run  the newest checkpoint or snapshot that all ranks can open
     any other run                    checkpoint.initial_load_path, if set
@@ -101,7 +101,8 @@ def restore_run(
 ) -> int:
     """Restore the first state in `found` that all ranks can open. Return its step. Collective over `group`.
 
-    `is_resumed`: whether this run saved the states. Raises CheckpointError; the parameters are then undefined.
+    `is_resumed`: whether this run saved the states. If this function raises CheckpointError, the parameters are
+    undefined.
     """
     starts_anew = partial(excludes_moments, run.config, is_resumed=is_resumed)
 
@@ -128,8 +129,8 @@ def restore_run(
 def load_initial(run: Run, group: dist.ProcessGroup) -> int:
     """Load checkpoint.initial_load_path if it is set. Return the step of the loaded optimizer state, or 0. Collective.
 
-    preflight has already compared the config with the checkpoint. Raises CheckpointError; the parameters are then
-    undefined.
+    preflight has already compared the config with the checkpoint. If this function raises CheckpointError, the
+    parameters are undefined.
     """
     section = run.config.checkpoint
     if not section.initial_load_path:

@@ -171,10 +171,10 @@ def measure_loss(loss: Tensor, batch: Batch, bytes_of_tokens: Tensor) -> Tensor:
 
 
 def describe_loss(sums: Tensor) -> dict[str, float]:
-    """Return loss (nats per token), perplexity and bits_per_byte, which compares tokenizers. NaN if there are no valid
-    tokens.
+    """Return loss (nats per token), perplexity and bits_per_byte. Without valid tokens, all three are NaN.
 
-    `sums`: the results of `measure_loss`, summed over all batches and ranks.
+    Only bits_per_byte compares models with different tokenizers. `sums`: the results of `measure_loss`, summed over all
+    batches and ranks.
     """
     nats, n_tokens, n_bytes = sums
     loss = nats / n_tokens

@@ -126,9 +126,7 @@ class OtherWorkload(Workload):
     repeats_keys: bool = False  # attention reads a copy of keys and values for every query head
     gathers_each: bool = False  # each colwise matmul gathers its own input over tp
     whole_logits: bool = False  # every tp rank computes the loss on the whole vocabulary
-    bytes_per_logit: float = (
-        0.0  # that the loss holds at once, if keeps_logits; 0: three fp32 tensors
-    )
+    bytes_per_logit: float = 0.0  # held by the loss at once, if keeps_logits; 0: three fp32 tensors
     # Number of kernels that add rows of tokens one by one: scatter_add in forward, and in backward the gradient of a
     # gather by plain indices
     adds_rows: int = 0
@@ -254,7 +252,7 @@ class OtherTime(StepTime):
         )
 
     def wait_once(self, pp_rank: int) -> float:
-        """Add the reduction of all gradients in the last backward, if it was left out before."""
+        """If whole gradients are summed between microbatches, add their reduction in the last backward."""
         w = self.workload
         seconds = super().wait_once(pp_rank)
         if not w.sums_whole:
@@ -301,8 +299,8 @@ class OtherTime(StepTime):
 
     @property
     def row_bytes(self) -> float:
-        """Bytes per element of a row. Return the seconds with fused kernels for sorting and summing rows, as in other
-        trainers. DeepEP sorts while sending."""
+        """Bytes per element of a row, with fused kernels for sorting and summing rows, as in other trainers. DeepEP
+        sorts while it sends."""
         w = self.workload
         n_copies = 7 if w.layout.ep > 1 else 3
         if w.sends_once:
@@ -423,7 +421,7 @@ class OtherMemory(RankMemory):
         return n_bytes * w.n_tokens * w.args.vocab_size / n_shards
 
     def list_moments(self, layers: LayerEstimates) -> list[Moment]:
-        """Replace the shards of gradients by whole gradients, if they are summed like this."""
+        """Count whole gradients instead of their shards if whole gradients are summed between microbatches."""
         moments = super().list_moments(layers)
         w = self.workload
         if not w.sums_whole:
@@ -502,7 +500,7 @@ class Row:
     def reserved_per_live(self) -> float:
         """Published bytes that the allocator reserves, divided by the forecast bytes in use.
 
-        If the page gives the bytes in use, this is their error.
+        If the page publishes the bytes in use, this ratio is the inverse of forecast / published.
         """
         outside = DEEPSPEED_GIB if self.is_deepspeed and not self.is_allocated else 0.0
         return (self.gib - outside) * GIB / OtherMemory(self.workload).fullest.live

@@ -1,6 +1,6 @@
 """Repeat the results of assets/results/README.md: python3 assets/results/repeat.py [FOLDER]
 
-This prepares the plays. The program trains three seeds with AdamW and three with Muon, two runs at a time on two cores.
+The program prepares the plays, and trains three seeds with AdamW and three with Muon, two runs at a time on two cores.
 Then it trains 200 steps on one process and on pp2 x dp2 x tp2, compresses the same text with gzip, xz and an n-gram
 model, and prints the tables. Complete runs in FOLDER (default: outputs/results) are not repeated.
 """

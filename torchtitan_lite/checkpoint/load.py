@@ -91,7 +91,7 @@ def load_checkpoint(checkpoint: OpenCheckpoint, tensors: dict[str, Tensor]) -> N
     """Load this rank's shards `tensors` in place. No communication.
 
     Raises CheckpointError if a tensor is missing or has a different shape, and DamagedCheckpoint if a file cannot be
-    read; `tensors` are then undefined.
+    read. After an error, the values of `tensors` are undefined.
     """
     for name, tensor in tensors.items():
         stored = name if name in checkpoint.manifest.tensors else name.replace(*OLD_NAME)

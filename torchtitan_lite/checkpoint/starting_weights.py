@@ -1,7 +1,8 @@
 """Find the weights that a run starts from: a checkpoint to resume, or checkpoint.initial_load_path. Loads no tensor.
 
 checkpoint in the dump folder    the run continues from the step of the newest readable checkpoint, or of
-                                 checkpoint.load_step. A run that saves continues from its last step only
+                                 checkpoint.load_step. A run that saves checkpoints continues only from its last
+                                 step
 checkpoint elsewhere             its weights; also its step and optimizer state, unless initial_load_model_only
 Hugging Face folder              its weights
 """
@@ -214,7 +215,7 @@ def describe_checkpoint(path: Path) -> Weights:
 def parse_model_args(manifest: Manifest) -> ModelArgs:
     """Return the ModelArgs in the fingerprint.
 
-    Raises CheckpointError if this code has no such model, or describes other tensors for it.
+    Raises CheckpointError if this code does not have the model, or if its table now lists different tensors.
     """
     shape = manifest.fingerprint["shape"]
     model = shape["name"]

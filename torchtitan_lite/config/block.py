@@ -108,7 +108,7 @@ def count_parameters(
     return n_parameters
 
 
-@lru_cache  # `plan --search` asks for the same windows with every layout
+@lru_cache  # cached, because `plan --search` needs the same windows for every layout
 def list_windows(attention: str, model_args: ModelArgs) -> tuple[int | None, ...]:
     """Return, for each layer, the number of tokens that a token attends to, itself included.
 
@@ -134,7 +134,7 @@ class FlopsPerToken:
 
 
 def count_keys(model_args: ModelArgs, seq_len: int, attention: str) -> tuple[int, float]:
-    """Return the number of keys per token, summed over layers: in the full matrices, and on average in causal parts.
+    """Return two sums over layers: the keys per token in the full attention matrix, and their mean in its causal part.
 
     A window of W keys counts as W in the full matrix, and as W*(1 - W/2S) in the causal part, because early tokens see
     fewer keys.

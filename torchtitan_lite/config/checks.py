@@ -100,7 +100,7 @@ def resolve_config(config: Config, layout: Layout, device_type: str) -> Config:
     for key, value in resolved.items():
         if get_value(config, key) in AUTOMATIC:
             config = with_value(config, key, value)
-    # zero_stage has the resolved value, and this key must not contradict zero_stage
+    # zero_stage is resolved now, so this older key must not contradict zero_stage
     return with_value(config, "parallelism.fsdp_reshard_after_forward", "default")
 
 
@@ -288,7 +288,7 @@ def check_table(model_args: ModelArgs) -> Refused:
     """Find rows in the table of the model that are not supported."""
     place = f"in models/{model_args.name}/table.py"
     ends = list_end_modules(model_args)
-    for row in ends:  # modules of one child are on the same pipeline stage
+    for row in ends:  # all modules inside one child of the model are on the same pipeline stage
         stages = {other.end for other in ends if other.child == row.child}
         if stages not in ({"first"}, {"last"}):
             why = f"is outside the blocks, where all modules of {row.child!r} need the same end; its end is {row.end!r}"

@@ -100,21 +100,23 @@ TP_STYLES = {
 class ModuleRow:
     """One module with a weight, and perhaps a bias.
 
-    kind                        weight
-    linear, embedding, router   (out, in)
-    norm                        (size,). Also for other elementwise modules
-    experts                     (experts, in, out)
+        kind                        weight
+        linear, embedding, router   (out, in)
+        norm                        (size,). Also for other elementwise modules
+        experts                     (experts, in, out)
 
-    tp_style    the tensors on a tp rank                    how the module computes there
-    colwise     its output features, of weight and bias     all tokens are gathered before the module that has it
-    rowwise     its input features; the whole bias          partial sums are scattered; then the bias is added
-    vocabulary  its rows                                    embedding or head
-    sequence    all                                         its own forward, on the rank's slice of the sequence
-    heads       all                                         its own forward, on the rank's heads
-    whole       all                                         its own forward, on all tokens and features (MLA's latents)
-    gathered    all                                         as sequence; then its output is gathered, (B, S, out):
-                                                            equal on all ranks, for a loss that the model adds
-    experts     none of them: split over ep                 parallel/expert_parallel.py
+    Under tensor parallel:
+
+        tp_style    the tensors on a tp rank                  how the module computes there
+        colwise     its output features, of weight and bias   all tokens are gathered before its parent module
+        rowwise     its input features; the whole bias        partial sums are scattered; then the bias is added
+        vocabulary  its rows                                  embedding or head
+        sequence    all                                       its own forward, on the rank's slice of the sequence
+        heads       all                                       its own forward, on the rank's heads
+        whole       all                                       its own forward, on all tokens and features (MLA latents)
+        gathered    all                                       as sequence; then its output is gathered, (B, S, out):
+                                                              equal on all ranks, for a loss that the model adds
+        experts     none of them: split over ep               parallel/expert_parallel.py
     """
 
     name: str  # FQN inside the block, or in the model; for experts, the FQN of the parameter

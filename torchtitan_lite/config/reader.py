@@ -110,7 +110,7 @@ def read_config(args: list[str]) -> UserConfig:
     if not {*table, *texts} <= KEYS.keys():
         translate_keys = load_extension(OTHER_KEYS).translate_keys
         table, texts = translate_keys(table, texts, problems, notices)
-    given = table | texts  # the command line replaces the table
+    given = table | texts  # values on the command line override values in the file
 
     config = Config()
     for key, value in given.items():
@@ -199,7 +199,7 @@ def flatten_table(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str
 
 
 class WrongValue(Exception):
-    """Raised for an invalid value of a key. It has the arguments `why` and `remedy` of Problem."""
+    """Raised for an invalid value of a key. The arguments are the fields `why` and `remedy` of a Problem."""
 
 
 TYPE_NAMES = {bool: "true or false", str: "text", int: "a whole number", float: "a finite number"}
@@ -216,7 +216,7 @@ def convert(kind: Any, value: Any) -> Any:
     if origin is Annotated:
         return check_limits(convert(inner[0], value), inner[1])
     if origin is list:
-        if isinstance(value, str):  # on the command line, or torchtitan's "a" for ["a"]
+        if isinstance(value, str):  # from the command line, or torchtitan's "a" for ["a"]
             value = split_list(inner[0], value)
         if not isinstance(value, list):
             raise WrongValue("it must be a list", describe_list(inner[0]))
@@ -246,7 +246,7 @@ def convert(kind: Any, value: Any) -> Any:
 
 
 def describe_list(kind: Any) -> str:
-    """Return how to write a list of this type."""
+    """Return a sentence that shows how to write a list with items of this type."""
     if is_dataclass(kind):
         table = ", ".join(f"{name} = ..." for name in get_type_hints(kind))
         return f"Write [[double brackets]] in a file, or '[{{{table}}}]' on the command line"

@@ -125,8 +125,8 @@ class Training:
     max_norm: ZeroOrMore = key(1.0, resume="note")
     # new: skip a step whose gradient norm is more than this multiple of its running median, such as 3; 0: never
     skip_spikes: ZeroOrMore = key(0.0, resume="note")
-    # new: number of steps in the running median, including skipped steps. If norms rise and stay high, the run skips
-    # half of this number of steps until the median has risen too
+    # new: number of steps in the running median, including skipped steps. If norms rise and stay high, half of this
+    # number of steps are skipped before the median rises too
     spike_window: Annotated[int, Range(2, 2**20)] = key(32, resume="note")
     # compute dtype; auto: bfloat16 on CUDA
     mixed_precision_param: Literal["auto", "bfloat16", "float32"] = key("auto", resume="note")
@@ -174,9 +174,9 @@ class Parallelism:
     pipeline_parallel_microbatch_size: Size = 1  # sequences per microbatch
     # default: one stage per rank, or two if interleaved
     pipeline_parallel_layers_per_stage: Layers | None = None
-    # compute of the embedding, counted in layers, by which the first stage gets fewer layers
+    # how many layers fewer the first stage gets, because it also computes the embedding
     pipeline_parallel_first_stage_less_layers: Annotated[int, Range(0, MOST_LAYERS)] = 1
-    # compute of norm and head, counted in layers, by which the last stage gets fewer layers
+    # how many layers fewer the last stage gets, because it also computes norm and head
     pipeline_parallel_last_stage_less_layers: Annotated[int, Range(0, MOST_LAYERS)] = 1
     context_parallel_degree: Degree = 1  # ranks that share each sequence
     # how cp ranks exchange keys and values
@@ -238,7 +238,8 @@ class Checkpoint:
     # new: also save snapshots, on each host in this local folder, such as /dev/shm/snapshots
     local_folder: PathText = ""
     local_interval: Positive = 10  # new: steps between snapshots; the last two are kept
-    # resume from this step; auto: the newest undamaged one. A run that saves resumes from its last step only
+    # resume from this step; auto: the newest undamaged one. A run that saves checkpoints can resume only from its last
+    # step
     load_step: Annotated[int, Range(0, MANY, auto=-1)] = -1
     # load a checkpoint from the dump folder, but write nothing there: no checkpoints and no logs
     load_only: bool = False
@@ -324,7 +325,7 @@ class Metrics:
 
 @dataclass(frozen=True)
 class Comm:
-    # time-out of collectives in the first step and the first validation, and for checkpoints
+    # time-out of collectives during the first step, the first validation, saves and loads
     init_timeout_seconds: Seconds = 300
     train_timeout_seconds: Seconds = 100  # time-out of all later collectives
     # new: report a step that takes longer than this time; 0: never; auto: 3/4 of train_timeout_seconds
@@ -395,8 +396,8 @@ class Config:
     profiling: Profiling = Profiling()
 
 
-# Keys that act only at the start, not when the run continues from its own checkpoint. The command that a run prints to
-# continue adds the argument after the colon, which turns the key off
+# Keys that act only at the start, not when the run continues from its own checkpoint. The printed
+# command that continues a run turns the key off by the argument after the colon
 ONE_SHOT = {
     "job.overwrite": "--job.no_overwrite",
     "checkpoint.load_step": "--checkpoint.load_step=-1",

@@ -105,7 +105,7 @@ def find_refused(config: Config, model_args: ModelArgs, layout: Layout) -> Refus
 
 
 def check_pipeline(config: Config, layout: Layout) -> Refused:
-    """Find what torch's pipeline schedules cannot run."""
+    """Find settings that torch's pipeline schedules cannot run."""
     section = config.parallelism
     if section.zero_stage == 2:
         why = "torch's pipeline runtime reduces gradients once per step, so they cannot be sharded earlier"

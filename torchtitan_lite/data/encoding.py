@@ -54,6 +54,7 @@ def encode_by_tiktoken(
 
 
 def match_longest(names: Iterable[str]) -> re.Pattern:
-    """Return a pattern that finds the first name in a text. If several names match there, it finds the longest."""
+    """Return a pattern that finds the first name in a text. If several names match at this place, the pattern finds the
+    longest."""
     longest_first = sorted(names, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")

@@ -8,8 +8,8 @@ tiktoken.
 
 tiktoken first looks a word up in the vocabulary. If the word is missing, tiktoken merges the two neighbors that form
 the token with the lowest id. The package `tokenizers` applies the first merge in its list. tiktoken and the package
-give the same ids under two conditions, which the files of trained tokenizers meet: merges are sorted by the ids that
-they form, and merging the bytes of each token gives that token.
+give the same ids under two conditions. First, merges are sorted by the ids that they form. Second, merging the bytes of
+each token gives that token. The files of trained tokenizers meet both conditions.
 
 With `ignore_merges`, the package looks words up too. In that case, a token may violate the second condition if the list
 has all merges that form the token (695 tokens of Llama 3.1).

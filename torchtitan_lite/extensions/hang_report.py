@@ -55,7 +55,7 @@ def warn_of_timeout(step_s: float, timeout_s: int) -> None:
 def write_report(watch: HangWatch, kind: str) -> None:
     """Write a report of what this rank is doing. `kind` is "rank" if a step hangs, and "failed" if a rank has ended.
 
-    If a step hangs, a second file makes all other ranks write too. The file is complete or does not exist.
+    If a step hangs, a second file makes all other ranks write too. The report is complete or does not exist.
     """
     content = collect(watch, has_failed=kind == "failed")
     file = watch.name_file(kind)

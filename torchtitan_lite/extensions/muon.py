@@ -82,7 +82,7 @@ class Muon(AdamW):
                 for matrix in matrices:
                     parameter = matrix.parameter
                     gradients[parameter] = parameter.grad
-                    parameter.grad = None  # so that AdamW skips this parameter
+                    parameter.grad = None  # without a gradient, AdamW skips this parameter
         super().step()
         for parameter, gradient in gradients.items():
             parameter.grad = gradient

@@ -16,7 +16,7 @@ from torch.optim.optimizer import Optimizer
 from torchtitan_lite.config.messages import UserError
 
 MUTABLE = (Tensor, list, dict, set, Optimizer)
-# attributes and options of torch's optimizers, and what update_weights sets
+# attributes and options of torch's optimizers, and the attributes that update_weights sets
 OF_TORCH = {*vars(Optimizer([Tensor()], {})), "params", "param_names", "grad_scale", "found_inf"}
 
 
@@ -84,5 +84,5 @@ def is_saved(owner: object, value: object) -> bool:
     # no rank would save a partial sum
     if any(placement.is_partial() for placement in getattr(value, "placements", ())):
         return False
-    # one rank would save a tensor without the placements of its sharded parameter
+    # only one rank would save a plain tensor, although its values differ between the shards of the parameter
     return value.dim() == 0 or isinstance(value, type(owner.data))

@@ -14,7 +14,8 @@ from torchtitan_lite.config.schema import Checkpoint, Config, get_value
 from torchtitan_lite.dump_folder import CONFIG_TOML, HANG, METRICS, RUN_ID
 
 FILES_OF_RUN = ("log.txt", METRICS, "metrics-[0-9]*.jsonl", "wandb_id", f"{HANG}/restart-*")
-FOLDERS_OF_RUN = {  # key of a folder inside job.dump_folder -> what a run writes there and job.overwrite deletes
+# key of a folder inside job.dump_folder -> files that a run writes there, and that job.overwrite deletes
+FOLDERS_OF_RUN = {
     "checkpoint.folder": (
         f"step-*/{MANIFEST}",
         f"step-*/{CHECKSUMS}",

@@ -8,7 +8,7 @@ from functools import cache
 from torch import Tensor, nn
 
 
-@cache  # one subclass per class, because modules of one class share compiled code
+@cache  # create one subclass per class: only modules of the same class share compiled code
 def hide_bias(cls: type[nn.Module]) -> type[nn.Module]:
     """Return a subclass of `cls` in which `self.bias` is None during forward, and the bias at all other times."""
 

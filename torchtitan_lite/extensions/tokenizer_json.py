@@ -80,7 +80,8 @@ def encode_by_package(package: Any) -> tuple[Callable, Callable]:
     package.post_processor = None  # a post-processor may leave white space out of offsets
     package.encode_special_tokens = True  # treats names of special tokens as plain text
     if getattr(package.model, "unk_token", "") is None:
-        # If the name has no id, text outside the vocabulary is an error. If it is null, such text is dropped.
+        # Without a name of an unknown token, the package drops text outside the vocabulary. With a name that has no id,
+        # it raises an error.
         package.model.unk_token = NO_UNKNOWN
 
     def encode_text(text: str) -> list[int]:
@@ -214,7 +215,7 @@ def spell_vocabulary(
 ) -> dict[int, bytes] | None:
     """Return id -> bytes of the token's text. `added`: tokens that are spelled as plain text, not as byte-level tokens.
 
-    Returns None if the joined bytes are not the text, as with the "##" of WordPiece.
+    Returns None if a text is not the concatenation of the texts of its tokens, as with the "##" of WordPiece.
     """
     decoder = json.dumps(file.get("decoder"))
     is_byte_level = '"ByteLevel"' in json.dumps(file.get("pre_tokenizer")) + decoder

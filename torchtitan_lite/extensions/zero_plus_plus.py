@@ -124,7 +124,8 @@ def replace_collectives(
 
 
 class Packing:
-    """Packs rows into bytes: first the integers of all blocks, then the scales. A row is a rank's shard of a group."""
+    """Packs rows into bytes: first the integers of all blocks, then the scales. A row has a rank's shards of an FSDP
+    group."""
 
     def __init__(self, sizes: list[int]):
         """`sizes` has the number of elements in a rank's shard of each parameter, including FSDP's padding."""

@@ -10,8 +10,8 @@ of the initial state, the first step and the first validation may take 3/4 of co
 late also creates a file `late`. A rank that has not advanced for half of its limit, in a step or between two steps,
 looks for this file. If the file exists, the rank writes its state too. Ranks that advance therefore do not read the
 shared folder. A rank that is stopped or never releases the GIL cannot write, so each file also contains the state of
-every rank on the same host, from /proc. If the step ends after all, the rank deletes its file. A new start deletes all
-earlier files (dump_folder.py).
+every rank on the same host, from /proc. If the step ends after all, the rank deletes its file. A new start of the run
+deletes the files of all earlier starts (dump_folder.py).
 
 gloo aborts a rank if its call differs from the calls of its peers. If a rank ends with an error, or because another
 rank has ended, it writes the same kind of report to hang/restart-0/failed-00003.json.

@@ -1,8 +1,8 @@
 """Define a batch: tokens, targets, positions, document ids, and extra fields that only some losses or models read.
 
-The row of a loss in LOSSES (config/choices.py) and the ModelTable of a model list extra fields in `fields`: a name, and
-a function that computes the field from full rows of a batch, before cp splits the rows. All batches contain the extra
-fields, in runs and in tools. Each call of a model part receives the extra fields of its microbatch as keyword
+The row of a loss in LOSSES (config/choices.py) and the ModelTable of a model list extra fields in `fields`: name ->
+function of a Batch. The function computes the field from full rows, before cp splits the rows. All batches contain the
+extra fields, in runs and in tools. Each call of a model part receives the extra fields of its microbatch as keyword
 arguments.
 
 Legend: B sequences, S tokens per sequence.

@@ -89,7 +89,7 @@ RECIPES = {"tensorwise": Recipe()}  # quantize.linear.float8.recipe_name
 def choose_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the fp32 scale that maps `amax` to the largest float8.
 
-    Computed in fp64, because in fp32 compiled code would round differently from eager code.
+    The scale is computed in fp64, because in fp32 compiled code would round differently from eager code.
     """
     return (torch.finfo(dtype).max / amax.double().clamp(min=LEAST_AMAX)).float()
 

@@ -104,7 +104,8 @@ def split_pairs(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def split_factors(rotation: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the cosines and the sines of rotation (..., E) fp32, each (..., E/2). A pair is read as one word.
+    """Return the cosines and the sines of rotation (..., E) fp32, each (..., E/2). One 64-bit word has the cosine and
+    the sine of a pair.
 
     Use this function only for x in bf16: for x in fp32, torch 2.11 failed to compile it.
     """

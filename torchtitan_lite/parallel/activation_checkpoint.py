@@ -49,7 +49,7 @@ KEPT_OPS = [  # outputs worth saving: expensive to compute, or received from oth
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
     aten.amax.default,  # float8 scales: one number, but recompute would read the full tensor
-    # routes of an MoE layer: small, and recompute must not choose different ones
+    # routes of an MoE layer: small, and recomputed routes could differ
     aten.topk.default,
     torch.ops.higher_order.flex_attention,  # inside a compiled block
     torch.ops.higher_order.inductor_compiled_code,  # flex attention in an eager block
@@ -133,8 +133,8 @@ def apply_recompute(module: nn.Module, method: str, context_fn: Callable = noop_
 
 
 def save_expensive_outputs():
-    """Return contexts for `checkpoint` that save KEPT_OPS. Not a partial, because torch.compile would trace the list
-    inside a partial."""
+    """Return contexts for `checkpoint` that save KEPT_OPS. This is a function, because torch.compile would trace the
+    list inside a partial."""
     # save the outputs of the extensions' operators, because these operators communicate
     own = torch.ops.torchtitan_lite
     return create_selective_checkpoint_contexts(KEPT_OPS + [getattr(own, op).default for op in own])

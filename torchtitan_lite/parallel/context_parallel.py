@@ -114,7 +114,7 @@ class CausalContext(InnerAttention):
         return out
 
 
-@cache  # one subclass per class, because modules of one class share compiled code
+@cache  # create one subclass per class: only modules of the same class share compiled code
 def make_gathering(cls: type[InnerAttention]) -> type[InnerAttention]:
     """Return a subclass of `cls` that gathers keys and values before its forward."""
     return type(f"Gathering{cls.__name__}", (GatheringAttention, cls), {})

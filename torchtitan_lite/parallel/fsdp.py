@@ -20,8 +20,8 @@ The optimizer state is always sharded. Under PP, torch's runtime reduces gradien
 the parameters after each forward, but not after each backward. The head stays gathered from its forward to its
 backward. An embedding is gathered in forward only, unless it is tied to the head. In fp32 with stage 1 under PP, a part
 is a single group (gathers_whole_parts in config/layout.py). If nothing is sharded, stage 1 avoids copying the gradients
-of each microbatch. In return, at the end of the step, the caching allocator reserves memory for the gradients twice,
-once per stream: 162 GiB instead of 135 for Llama 3.1 8B on one GPU.
+of each microbatch. However, at the end of the step, the caching allocator reserves memory for the gradients twice, once
+per stream: 162 GiB instead of 135 for Llama 3.1 8B on one GPU.
 
 A 2-D mesh (replicate, shard) adds one all-reduce of the local shard's gradients over `replicate` per block and step
 (HSDP). With a shard dim of size 1, this is plain data parallel (DDP).

@@ -87,7 +87,8 @@ class PatchedStage(PipelineStage):
     """A PipelineStage that names its actions in traces, skips idle hooks, and fixes three faults in torch 2.13.
 
     split backward    torch sums weight gradients in the compute dtype (fsdp.py)
-    forward only      neighboring stages on one rank (V schedules) pass gradients to each other, although there are none
+    forward only      neighboring stages on one rank (V schedules) pass gradients to each other, although there are
+                      none
     shape inference   torch runs a forward pass whose tokens would count in the loads of the experts
     """
 

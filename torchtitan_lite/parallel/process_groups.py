@@ -4,9 +4,10 @@
                          train_timeout_seconds
     HOST_GROUPS          always init_timeout_seconds, because a rank waits for the slowest disk of all ranks
 
-A rank that waits longer than its time-out raises an error. During these two, ranks compile, connect and read at
-different speeds. In later steps, a peer that is many steps late has hung. On CPUs, sends and receives of a pipeline
-keep gloo's default time-out of 30 minutes, because gloo cannot change the time-out of their group.
+A rank that waits longer than its time-out raises an error. During the first step and the first validation, ranks
+compile, connect and read at different speeds. In later steps, a peer that is many steps late has hung. On CPUs, sends
+and receives of a pipeline keep gloo's default time-out of 30 minutes, because gloo cannot change the time-out of their
+group.
 
 Effect: creates the default process group; mesh.py creates all other groups.
 """
@@ -76,7 +77,7 @@ def join_job(environment: os._Environ) -> tuple[Place, dist.Store]:
         counts = [f"restarts of host {host}" for host in range(n_hosts)]
         if local_rank == 0:
             store.set(counts[rank // n_local], str(restarts))
-        if rank == 0:  # so the other ranks read a single value, not one per host
+        if rank == 0:  # publish one value, so the other ranks do not read a value per host
             store.set("restarts", str(max(map(int, store.multi_get(counts)))))
         restarts = int(store.get("restarts"))
     # On a single host, torchrun's store survives restarts and still has the addresses of dead ranks. Without a new

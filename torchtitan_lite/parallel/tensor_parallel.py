@@ -186,7 +186,8 @@ class GatheredOutput(SequenceParallel):
 
 
 class SplitEmbedding(LocalStyle):
-    """tokens (B, S) -> (B, S/tp, D). Each rank looks up ids in its shard and computes the gradient of these rows."""
+    """tokens (B, S) -> (B, S/tp, D). Each rank looks up the ids of its shard, and computes the gradient of its
+    shard."""
 
     placements = {"weight": Shard(0)}
 

@@ -4,11 +4,11 @@
     start N     FOLDER/*/attempt_N/LOCAL_RANK/    error.json  status, reason and traceback with which the rank ended
                                                   stderr.log  if LOG_RANK hides it
 
-Our own code does what torchrun does not: it names the rank that failed first on all hosts and shows only the traceback
-of that rank, forwards only the first of several copies of a signal, and keeps the exit status of a signal.
+Our own code does what torchrun does not. It names the rank that failed first on all hosts, and shows only the traceback
+of that rank. It forwards only the first of several copies of a signal, and keeps the exit status of a signal.
 
-The launcher of a host gives N to all its ranks. torchrun's own count ignores failures on other hosts, and hosts that
-join.
+The launcher of a host passes N, the number of the start, to all its ranks. torchrun's own count ignores other hosts
+that fail or join.
 
 If NNODES is a range, torchrun restarts the ranks of all hosts when a host joins, and ends them first by SIGTERM. The
 agent that notices the new host first makes the ranks of all hosts stop after the same step. If a rank stops without
@@ -65,7 +65,7 @@ from torchtitan_lite.tools.local_ranks import (
 )
 
 PCI = Path("/sys/bus/pci/devices")
-# number of lines shown from the end of a killed rank's hidden stderr, where the stacks of its threads are
+# number of lines to show from the end of a killed rank's hidden stderr, which has the stacks of its threads
 N_LINES = 60
 JOIN_WITHIN_S = 10.0  # much longer than 0.1 s, after which an agent looks for new hosts again
 
@@ -107,7 +107,7 @@ class Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: Any) -> dict[int, Any]:
         pids = super()._start_workers(worker_group)
         self.signals.started_at_s = time.time()
-        self.signals.react()  # a signal that arrived before the fork
+        self.signals.react()  # handle a signal that arrived before the fork
         return pids
 
     def _monitor_workers(self, worker_group: Any) -> RunResult:
@@ -119,7 +119,7 @@ class Agent(LocalElasticAgent):
     def _restart_workers(self, worker_group: Any) -> None:
         cause = self.ending or Ending(0, "")  # a different host failed or joins
         if self.store:
-            # use torchrun's store, which is new for each start of the job: a late host has counted fewer starts
+            # use torchrun's store, which is new for each start of the job, because a late host has counted fewer starts
             cause = claim_cause(worker_group.store, cause)
         if cause.status in STOPPED:
             self.ending = cause
@@ -151,7 +151,8 @@ class Agent(LocalElasticAgent):
             return Ending(exitcode, describe_signal(exitcode))
         details = ""
         hidden = own / "stderr.log"
-        if exitcode not in (1, -signal.SIGKILL) and hidden.exists():  # 1: train.py has logged why
+        # 1: train.py has logged the reason
+        if exitcode not in (1, -signal.SIGKILL) and hidden.exists():
             details = "\n".join(hidden.read_text(errors="replace").splitlines()[-N_LINES:])
         # gloo aborts a rank if the calls of ranks differ. During the abort, printing the stacks of threads may crash
         if exitcode in (-signal.SIGABRT, -signal.SIGSEGV):
@@ -229,7 +230,7 @@ def number_host() -> None:
     """Make torchrun distinguish containers that have the same hostname and the same process id of their launchers.
 
     torchrun identifies a host by hostname, process id, and a counter of rendezvous in this process (torch 2.13). This
-    sets the counter to NODE_RANK.
+    function sets the counter to NODE_RANK.
     """
     DynamicRendezvousHandler._node_desc_generator._local_id = read_number("NODE_RANK")
 

@@ -3,8 +3,8 @@
     if this Python has the packages in pyproject.toml    this Python; missing packages of EXTRA are installed into it
     otherwise                                            .venv/bin/python; .venv is created if it does not exist
 
-run_train.sh and tests/run.sh run this program first; `python3 -m torchtitan_lite` calls continue_with_packages(). If a
-Python lacks the packages, it runs the same command again with .venv's Python, which installs missing packages. Progress
+run_train.sh and tests/run.sh run this program first; `python3 -m torchtitan_lite` calls continue_with_packages(). If
+the running Python lacks the packages, it runs the same command again with .venv's Python, which installs them. Progress
 is printed to stderr. Exit status: 0, 1 with the reason, or 128 + the number of a signal.
 """
 

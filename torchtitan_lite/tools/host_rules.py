@@ -31,7 +31,7 @@ from torchtitan_lite.config.schema import Config, Optimizer
 from torchtitan_lite.dump_folder import LOCAL_FOLDER, find_nearest, name_snapshots
 from torchtitan_lite.tools.detect import OLDER_INDEX, explain_misfit
 
-# fraction of an 80 GB GPU (`plan`'s default) that the training state may use; the rest is for activations
+# bytes of an 80 GB GPU (`plan`'s default) that the training state may use; the rest is for activations
 USUAL_GPU_BYTES = 40 * GIB
 MASTER_BYTES = 4  # a parameter and its gradient are fp32
 
@@ -60,7 +60,7 @@ def check_host(
 
 @dataclass(frozen=True)
 class MemoryBound:
-    """Bytes of weights, gradients and optimizer state: of one GPU, or of all ranks of a host without GPUs."""
+    """Bytes of weights, gradients and optimizer state on one GPU, or on a host without GPUs."""
 
     state_bytes: int
     available_bytes: int

@@ -1,11 +1,11 @@
 """Let the launchers of several hosts meet before torchrun starts, and agree on the cause if the run fails.
 
-NODE_RANK=0    listens at MASTER_ADDR:MASTER_PORT with one of torch's stores, which torchrun's rendezvous uses too
-others         connect to NODE_RANK=0, and compare hashes of settings; the settings are read only if a hash differs
-NODE_RANK=0    tells every host which hosts have different settings, and the first setting that differs
-all            let gloo use the network interface of this connection
-a host that cannot start, or receives a signal before it has met the others, connects too, and tells them
-at the end     the first host that fails writes the reason; the others repeat it
+    NODE_RANK=0    listens at MASTER_ADDR:MASTER_PORT with one of torch's stores, which torchrun's rendezvous uses too
+    others         connect to NODE_RANK=0, and compare hashes of settings; the settings are read only if a hash differs
+    NODE_RANK=0    tells every host which hosts have different settings, and the first setting that differs
+    all            let gloo use the network interface of this connection
+    a host that cannot start, or receives a signal before it has met the others, connects too, and tells them
+    at the end     the first host that fails writes the reason; the others repeat it
 
 With NNODES=2:4, ranks start when two hosts have met, and a host may join later. Therefore only the host with different
 settings is refused. With a fixed number of hosts, all hosts end with the reason and the exit status of the refused

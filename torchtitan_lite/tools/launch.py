@@ -72,7 +72,8 @@ def main(options: Namespace, work: Callable[[list[str], Path, RunSpec], int] | N
     try:
         with signals.interrupting():
             spec = check_run(args)
-            if is_first_host() and "SAVED_FILE" in os.environ:  # assets/slurm/train.sbatch sets it
+            # assets/slurm/train.sbatch sets this variable
+            if is_first_host() and "SAVED_FILE" in os.environ:
                 Path(os.environ["SAVED_FILE"]).touch()
     except KeyboardInterrupt:
         ending = tell_signal(signals)
@@ -157,7 +158,7 @@ def check_run(args: list[str]) -> RunSpec:
     if is_first_host():
         tell(spec.finished or describe_spec(spec, n_hosts))
     if not spec.finished and prepare_corpora(spec):
-        spec = check(args, machine, n_ranks, n_hosts)  # now reads the documents too
+        spec = check(args, machine, n_ranks, n_hosts)  # this check also reads the new corpora
     return spec
 
 

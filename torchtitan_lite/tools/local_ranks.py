@@ -1,8 +1,9 @@
 """Forward the signals that a launcher receives: to the ranks of this host, and to the launchers of the other hosts.
 
 no ranks run        the signal raises KeyboardInterrupt in the launcher
-torch is imported   the signal ends the launcher immediately, because an exception could abort an import of C++ code.
-                    With several hosts, the signal is delayed until torch is loaded, and then reaches the other hosts
+torch is imported   the signal ends the launcher immediately, because an exception could abort an import of C++
+                    code. With several hosts, the signal is delayed until torch is loaded, and then reaches the
+                    other hosts
 ranks run           the first signal is forwarded to the ranks; a later signal kills them. If a step hangs, the
                     first signal kills them
 """
@@ -90,8 +91,8 @@ class Signals:
             store.set(SIGNAL, str(self.received[0]))
 
     def react(self) -> None:
-        """Interrupt or end this launcher, or forward the first signal to the ranks. On a later signal, or if a step
-        hangs, kill the ranks."""
+        """Act on a signal. Without ranks, interrupt or end this launcher. With ranks, forward the first signal to the
+        ranks; on a later signal, or if a step hangs, kill the ranks."""
         if self.received:
             if self.interrupts:
                 raise KeyboardInterrupt

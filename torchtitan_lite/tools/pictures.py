@@ -189,7 +189,8 @@ def draw_rows(rows: list[tuple[str, int, list[Box]]], length: float) -> str:
 
 
 def choose_look(text: str, width: float) -> str:
-    """Return where a text fits into a box of `width` percent: "all", "desk" (not on a phone) or "" (nowhere)."""
+    """Return the screens on which a text fits into a box of `width` percent: "all", "desk" (not on a phone), or ""
+    (none)."""
     needed = 100 * (CHARACTER * len(text) + 5)
     if width * PHONE_WIDTH >= needed:
         return "all"

@@ -11,8 +11,8 @@ transformers (the extra `chat`) reads the tokenizer's folder and runs its chat t
 additional texts from the template show where a turn begins and ends in the whole text:
 
     prompt    the conversation before the answer, and the text that asks for the answer. The turn begins after this text
-    signed    the conversation with a placeholder (SIGN) instead of the answer. The text after the placeholder and the
-              end token also follows the turn in the whole text, so the turn ends before it
+    signed    the conversation with a placeholder (SIGN) instead of the answer. The text after the placeholder and its
+              end token also occurs in the whole text: the turn ends where this text begins
 
 A corpus must depend only on its input files, so a template that asks for today's date gets DATE.
 """
@@ -73,9 +73,9 @@ class ChatFormat:
 
         takes_parts  whether contents must be [{"type": "text", "text": ...}], as for many models with image input
         end          the special token after an answer, such as "<|im_end|>", or None
-        closings     the text after an answer up to and including this token (without a token: except white space at
-                     the end), and the same for the text after a user's message, which some templates also write after
-                     an answer if more messages follow
+        closings     the text after an answer, up to and including `end`; without `end`, up to the final white space.
+                     If a user's message has an end token, the same for this message: some templates write that text
+                     after an answer if more messages follow
         """
         self.special = match_longest(self.tokenizer.special)
         _, exchange = read_conversation({"prompt": SIGN, "completion": SIGN})

@@ -67,7 +67,7 @@ MESSAGES = {
 DRILL_STEPS = 8
 HANG_S = 5  # comm.hang_seconds
 ON_RANK_0 = ("records_full", "traces_full")
-KEYS_OF_KINDS = {  # a trace of the last step is written
+KEYS_OF_KINDS = {  # write a trace of the last step
     "traces_full": ["--profiling.enable_profiling", f"--profiling.profile_freq={DRILL_STEPS}"],
 }
 FIRST_FAULT = 5

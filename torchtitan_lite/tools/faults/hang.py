@@ -129,7 +129,7 @@ def explain(files: dict[int, dict]) -> tuple[list[int], str]:
     processes = {}
     for file in files.values():
         for rank, row in file["host"].items():
-            # ranks on other hosts do not know the state, row[1]
+            # row[1], the state of a process, is empty if a rank on a different host wrote the file
             if row[1] or int(rank) not in processes:
                 processes[int(rank)] = row
     reasons = reasons or find_odd_calls(files) or find_idle(files)

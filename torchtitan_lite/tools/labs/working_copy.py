@@ -64,8 +64,8 @@ def judge_work(lab: Lab, folder: Path) -> int:
 
 
 def replace_functions(folder: Path, source: Path) -> None:
-    """Replace functions in `folder` with the functions in `source`. A comment above each one names the function to
-    replace."""
+    """Replace functions in `folder` with the functions in `source`. A comment above each function names the function
+    that it replaces."""
     pieces = PLACE.split(source.read_text(encoding="utf-8"))[1:]
     for file, name, function in zip(pieces[0::3], pieces[1::3], pieces[2::3], strict=True):
         replace_function(folder / file, name, function.strip())

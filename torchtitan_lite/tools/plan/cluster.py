@@ -300,7 +300,7 @@ def find_gpu_row(device_name: str) -> str:
     return "h100"
 
 
-@lru_cache  # `plan --search` asks once per collective
+@lru_cache  # cached, because `plan --search` calls this function for every collective
 def list_strides(layout: Layout) -> dict[str, int]:
     """Return the distance in ranks between neighbors on each mesh dim, and on the dims fsdp, ep and efsdp."""
     strides = {}

@@ -138,7 +138,7 @@ def gpu_kernels() -> Iterator[None]:
     """Context manager: attention without a mask, fused norms and fused updates, as on CUDA.
 
     On a CPU, F.rms_norm keeps three more tensors of the size of x than on CUDA. Therefore layer norm replaces RMS norm:
-    it is one kernel, and keeps its input and two numbers per row. RMS norm on CUDA keeps almost the same.
+    it is one kernel, and keeps its input and two numbers per row. RMS norm on CUDA keeps almost the same tensors.
     """
     with (
         # attention without a mask is one kernel, which keeps the same tensors for backward as flex attention

@@ -33,13 +33,14 @@ LAUNCHES_OF_HOOKS = 100
 KERNELS_OF_EXPERTS = 60
 # compiled -> tensors that three functions read and write: a norm with a residual addition, SwiGLU, GPT's activation
 TENSORS = {False: (5, 5, 3), True: (4, 3, 2)}
-# For an eager norm of a DTensor, this replaces the first number. The norm runs operator by operator in fp32, because
-# torch has no sharding rule for the fused kernel.
+# For an eager norm of a DTensor, this number replaces the first number of TENSORS. The norm runs operator by operator
+# in fp32, because torch has no sharding rule for the fused kernel.
 NORM_OP_BY_OP = 21
-# Bytes per element that the kernels of ZeRO++ read and write: before and after a gather, and a reduction
+# Bytes per element that the packing kernels of ZeRO++ read and write: qwZ around a gather, qgZ around a reduction
 QWZ_BYTES = 4
 QGZ_BYTES = 48
-LOSS_BYTES = {False: 12, True: 6}  # compiled -> bytes per logit, in each direction
+# whether the loss is compiled -> bytes per logit in forward, and as many in backward
+LOSS_BYTES = {False: 12, True: 6}
 # Seconds of matmuls (forward, gradients of inputs, gradients of weights) or of waits (forward, backward, recompute).
 Times = tuple[float, float, float]
 
@@ -69,7 +70,7 @@ class LayerTime:
     cluster: Cluster
 
     def place(self, axis: str) -> tuple[int, int]:
-        """Return how far apart the ranks of a group of this axis are, and the size of the group."""
+        """Return the stride between neighboring ranks in a group of this axis, and the size of the group."""
         layout = self.workload.layout
         return list_strides(layout)[axis], getattr(layout, axis)
 
@@ -281,8 +282,8 @@ class LayerTime:
             copied = self.copy_time(2 * w.compute_bytes * n_copied)
         wait = copied + self.expose("fsdp", gather, forward)
         if layout.pp > 1:
-            # After a backward, nothing is freed. So of m microbatches, the forwards before the first backward gather,
-            # and the backwards of all others. 1F1B starts with (pp + 1) / 2 forwards, averaged over the pp ranks.
+            # torch frees nothing after a backward. Therefore the forwards before the first backward gather, and later
+            # only the backwards gather. 1F1B starts with (pp + 1) / 2 forwards, averaged over the pp ranks.
             early = min(1.0, (layout.pp + 1) / 2 / layout.n_microbatches)
             return early * wait, (1 - early) * (copied + self.expose("fsdp", again, backward))
         if w.n_reductions == layout.n_microbatches:

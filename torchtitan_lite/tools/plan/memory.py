@@ -50,7 +50,7 @@ class RankMemory:
     workload: Workload
     # Properties of torch: number of stages that FSDP keeps gathered, each with its rotary angles
     n_gathered = STAGES_GATHERED
-    angle_bytes = 4  # per token and element of a head
+    angle_bytes = 4  # a rotary angle, per token and element of a head
 
     @property
     def fullest(self) -> Memory:
@@ -155,9 +155,9 @@ class RankMemory:
 
         A rank has 1/tp of the tokens.
 
-        none    in fp32: input and scores of the router, routing weights, the rows they multiply; routes and orders
-                (int64); rows sorted by expert, outputs of w1 and w3, output of silu, the product
-        op      logits, routes; with ep > 1, also the rows after each all-to-all
+            none    in fp32: input and scores of the router, routing weights, the rows they multiply; routes and orders
+                    (int64); rows sorted by expert, outputs of w1 and w3, output of silu, the product
+            op      logits, routes; with ep > 1, also the rows after each all-to-all
         """
         w = self.workload
         args = w.args
@@ -179,10 +179,10 @@ class RankMemory:
     def estimate_layer(self, kind: LayerKind) -> tuple[float, float]:
         """Return the bytes that a layer keeps per microbatch, and the additional bytes at the peak of its backward.
 
-        In backward, a layer holds recomputed activations and temporary gradients. An MoE layer can need more at two
-        other times: when the next MoE layer is gathered (a buffer, and copies of its slices), and when its own
-        gradients are reduced (in the compute dtype and in fp32). At the reduction, its activations are already freed;
-        under ZeRO 3, its parameters too.
+        In backward, a layer holds recomputed activations and temporary gradients. An MoE layer can need more memory at
+        two other times. First, when the next MoE layer is gathered into a buffer, and its slices are copied. Second,
+        when the layer's own gradients are reduced, and exist in the compute dtype and in fp32. By then, the layer's
+        activations are freed, and under ZeRO 3 also its parameters.
         """
         w = self.workload
         args = w.args
@@ -221,9 +221,9 @@ class RankMemory:
     def estimate_loss(self) -> float:
         """Return the largest number of bytes that the loss holds.
 
-        At its peak, the loss holds the fp32 gradient of the weight, and the larger of two sums: a chunk's logits in
-        both dtypes and their gradient, or the gradient of the logits and the chunk's contribution to the weight's
-        gradient.
+        The loss always holds the fp32 gradient of the weight. In addition, forward holds a chunk's logits in both
+        dtypes and their gradient, and backward holds the gradient of the logits and the chunk's contribution to the
+        weight's gradient. The larger of these two counts.
         """
         w = self.workload
         width = w.compute_bytes
@@ -231,7 +231,7 @@ class RankMemory:
         weight = vocab_size * w.args.dim
         logits = vocab_size * min(w.loss_chunk_tokens or w.n_tokens, w.n_tokens)
         if width == MASTER_BYTES:
-            # The logits need one tensor; the weight's gradient is accumulated in place.
+            # In fp32, one tensor has the logits and then their gradient; the weight's gradient is accumulated in place.
             return (weight + logits) * MASTER_BYTES
         in_forward = logits * (2 * width + MASTER_BYTES)
         in_backward = (weight + logits) * width
@@ -289,9 +289,9 @@ class RankMemory:
         """List the moments that can be the peak without a pipeline.
 
         The moments are the loss, the last and the first block in backward, and the reduction of the embedding's
-        gradient. Activations are freed while gradients are allocated. FSDP gathers into a buffer and copies. The head's
-        buffer is freed after its backward. A block's buffer is freed when the next block is gathered. The fp32 input of
-        a reduction is freed at the next reduction.
+        gradient. Activations are freed while gradients are allocated. FSDP gathers into a buffer, from which it copies
+        the parameters. The head's buffer is freed after its backward. A block's buffer is freed when the next block is
+        gathered. The fp32 input of a reduction is freed at the next reduction.
         """
         w = self.workload
         layout = w.layout

@@ -134,7 +134,7 @@ class Meter(TorchDispatchMode):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Context manager: record all operators that run inside. Enter a fake mode before this one."""
+        """Context manager: record all operators that run inside. Enter a fake mode before this context manager."""
         resize = torch.UntypedStorage.resize_
 
         def resize_and_count(storage: torch.UntypedStorage, n_bytes: int) -> None:

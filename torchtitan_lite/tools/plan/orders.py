@@ -28,7 +28,8 @@ class Action(NamedTuple):
 
 
 Order = list[list[Action]]  # the actions of each pp rank in one step
-HALVES = {"F": "F", "B": "IW", "I": "I", "W": "W"}  # kind -> halves that the action completes
+# kind of an action -> halves of a backward that it completes
+HALVES = {"F": "F", "B": "IW", "I": "I", "W": "W"}
 
 
 def list_row(

@@ -343,7 +343,7 @@ def draw_time(planned: PlannedRun) -> str:
             parts.append((seconds, TIME[part], "", f"{part}: {format_seconds(seconds)}"))
             entries.append((TIME[part], "", f"{part} {seconds / length:.1%}"))
     bars = draw_bar("the step", format_seconds(length), parts, length)
-    linked_s = Counter()  # axis -> seconds; only these overlap with compute
+    linked_s = Counter()  # axis -> seconds of the collectives that can overlap with compute
     for calls in list_traffic(planned):
         dims = set(calls.axis.split(" x "))
         if dims == {"cp"}:

@@ -200,7 +200,8 @@ def read_target(
 
 
 def plan_run(args: list[str], n_gpus: int | None, gpu: str) -> PlannedRun:
-    """Return the run of the config arguments `args` on GPUs of the type `gpu`. For `n_gpus`, see `read_target`."""
+    """Return the planned run for the config arguments `args` on GPUs of the type `gpu`. For `n_gpus`, see
+    `read_target`."""
     given, model_args, n_ranks = read_target(args, n_gpus, gpu)
     layout = plan_layout(given.config, model_args, n_ranks)
     config = resolve_config(given.config, layout, "cpu" if gpu == "cpu" else "cuda")

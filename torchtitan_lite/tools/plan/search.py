@@ -40,8 +40,8 @@ NO_EP = """
 Why the best layout has no ep: in this trainer, all-to-alls overlap with nothing and rows are
 sorted twice, while gathers of experts hide behind a large microbatch. ep inside a node saves no
 network traffic: FSDP moves the same bytes through each network card. With few tokens per rank, ep
-is faster. A published run speaks against it: Qwen3 30B-A3B with ep8 and DeepEP, 12,040
-tokens/s/GPU on 8 H100 (NeMo AutoModel). A run with torch's all-to-all supports it: 9,930 with ep8
+is faster. A published run contradicts this: Qwen3 30B-A3B with ep8 and DeepEP, 12,040
+tokens/s/GPU on 8 H100 (NeMo AutoModel). A run with torch's all-to-all confirms it: 9,930 with ep8
 on 8 B200; 14,796 with DeepEP, as fast as without ep (torchtitan of Nous Research)."""
 RECOMPUTE = [
     ActivationCheckpoint("none"),

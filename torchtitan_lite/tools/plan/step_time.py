@@ -141,7 +141,7 @@ class StepTime(LayerTime):
     def lower_bound_s(self) -> float:
         """Lower bound on the step time: a rank waits for its first microbatch, and is never idle after that.
 
-        Unless the backward is split, the bound also has the time in which the last backward runs through the earlier
+        Unless the backward is split, the bound includes the time in which the last backward runs through the earlier
         stages. A split backward can hide this time behind the rank's last gradients of weights.
         """
         layout = self.workload.layout
@@ -159,7 +159,7 @@ class StepTime(LayerTime):
         return max(bounds) + self.once_s + self.copies_s + self.optimizer_s
 
     def forecast(self) -> Forecast:
-        """Forecast one step by simulating shorter ones (orders.list_lengths)."""
+        """Forecast one step by simulating shorter steps (orders.list_lengths)."""
         w = self.workload
         layout = w.layout
         end_time = 0.0

@@ -45,7 +45,7 @@ def list_unmodeled(planned: PlannedRun) -> dict[str, str]:
         unmodeled[f"optimizer.name = {optimizer}"] = "the moments of its row, updated in one pass"
     if planned.workload.async_tp and planned.workload.float8:
         unmodeled["parallelism.enable_async_tensor_parallel = True"] = (
-            "6 of 10 collectives of a block as fused, but with float8 it is 1"
+            "6 of 10 collectives of a block as fused, but float8 allows only 1"
         )
     if planned.workload.updates_matrices and planned.config.optimizer.groups:
         unmodeled["optimizer.groups"] = "rounds of Muon with matrices of all groups"

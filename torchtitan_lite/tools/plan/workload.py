@@ -30,8 +30,8 @@ from torchtitan_lite.extensions.muon_rounds import deal_matrices
 from torchtitan_lite.tools.host_rules import MASTER_BYTES
 from torchtitan_lite.tools.plan.orders import Order, list_order
 
-# Equal groups of parameters that FSDP gathers together: axis, elements of each parameter on a rank before FSDP shards
-# it (with padding), number of these groups, elements of the weights that are gathered in float8
+# Equal FSDP groups. The fields are the axis; the elements (with padding) of each parameter of a group on a rank before
+# FSDP shards it; the number of groups; the elements of the weights that are gathered in float8
 Group = tuple[str, list[int], int, list[int]]
 
 
@@ -41,7 +41,8 @@ class Stage(NamedTuple):
     n_layers: tuple[int, int]  # dense layers, MoE layers
     has_embedding: bool
     has_head: bool  # the stage with the head also has the final norm
-    added: tuple[ModuleRow, ...] = ()  # modules before or after the layers that only this model has
+    # modules that only this model has, before or after the layers
+    added: tuple[ModuleRow, ...] = ()
 
 
 class Matrix(NamedTuple):
@@ -83,7 +84,8 @@ class LayerKind:
         self.colwise = [module for module in by_style["colwise"] if module.kind == "linear"]
         self.rowwise = by_style["rowwise"]  # tp scatters their output
         self.norms = [module for module in by_style["sequence"] if module.kind == "norm"]
-        # The formulas support matmuls that tp splits, experts, norms of hidden states, and Qwen3's norms of heads.
+        # The formulas cover these modules: matmuls split by tp, experts, norms of hidden states, and Qwen3's norms of
+        # heads.
         known = {"attention.q_norm", "attention.k_norm"}
         known.update(module.name for module in self.colwise + self.rowwise + self.norms)
         self.untimed = {
@@ -117,7 +119,8 @@ class LayerKind:
         return stage.n_layers[self.is_moe]
 
     def average(self, **by_mode: float) -> float:
-        """Average numbers by recompute mode over the layers. A mode that is not given counts as 0."""
+        """Return the average over layers of numbers that depend on the recompute mode. A mode that is not given counts
+        as 0."""
         total = sum(by_mode.get(mode, 0.0) * n for mode, n in self.recompute.items())
         return total / self.recompute.total()
 
@@ -363,7 +366,7 @@ def round_up(size: int, unit: int) -> int:
 
 @lru_cache
 def count_modules(stages: Stages, args: ModelArgs) -> tuple[Stage, ...]:
-    """Count the modules of each stage. Cached, because a search asks for few different stages."""
+    """Count the modules of each stage. Cached, because the layouts of a search have only few different stages."""
     found = []
     for fqns in stages:
         layers = [int(fqn.removeprefix("layers.")) for fqn in fqns if fqn.startswith("layers.")]

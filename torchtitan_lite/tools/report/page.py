@@ -233,7 +233,7 @@ def compare_with_forecast(run: RecordedRun) -> str:
         return f"<p><i>No forecast and no traces. This checkout refuses the config: {escape(run.no_plan)}</i></p>"
     forecast = run.plan.forecast
     times_s = [step_s for _, step_s in run.list_values("step_time_s")]
-    median_s = median(times_s[1:] or times_s)  # without the first step, a warm-up
+    median_s = median(times_s[1:] or times_s)  # leave out the first step, which is a warm-up
     rows = [
         ["", "measured", f"forecast, {run.plan.cluster.name}"],
         ["step (median)", f"{median_s:.3g} s", f"{forecast.step_time_s:.3g} s"],

@@ -121,7 +121,7 @@ def read_trace(data: dict, rank: int, layout: Layout) -> Trace:
             kind, microbatch, stage = found.groups()
             action = Action(int(stage), kind, int(microbatch))
             first, last = actions.get(action, (start, end))
-            if start >= last:  # the action ran again (two streams of one action would overlap)
+            if start >= last:  # the action ran again: two streams of a single action would overlap
                 first = start
             actions[action] = first, max(last, end)
         elif name.startswith("Optimizer.step"):
@@ -181,7 +181,8 @@ def measure_union(spans: Iterable) -> float:
 
 
 def find_axis(event: dict, used: list[str], axes: dict) -> str:
-    """Return the axis over which a call communicates, or "" if it computes. `used` are the dims of several ranks."""
+    """Return the axis over which a call communicates, or "" if it computes. `used`: the mesh dims with several
+    ranks."""
     name = event["name"]
     if "nccl" in name:
         return axes.get(event["args"].get("Process Group Name"), "various dims")

@@ -49,7 +49,7 @@ from torchtitan_lite.model.moe import Experts, MoE, Router
 from torchtitan_lite.model.part import list_moes
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 
-SPIKE = 10.0  # in units of the largest gradient norm that training.skip_spikes allows
+SPIKE = 10.0  # size of the spike, in units of the largest norm that training.skip_spikes allows
 STEPS = [  # max_norm in units of the gradient norm; value to write into one gradient, or 0 to write none
     (0.5, 0.0),
     (2.0, 0.0),
@@ -58,7 +58,8 @@ STEPS = [  # max_norm in units of the gradient norm; value to write into one gra
     (0.5, 0.0),
     (2.0, SPIKE),
 ]
-# Scores of experts are tied if the last chosen and the first unchosen expert differ by less: about fifty roundings.
+# Experts are tied if the scores of the last chosen and the first unchosen expert differ by less than this number: about
+# fifty roundings.
 TIE = 5e-6
 DECIDES = 10.0  # a bias that is larger than every score, so the biases decide
 # Without this factor, the embedding would hide the outputs of layers and the eps of norms. Multiplying by a power of
@@ -254,7 +255,7 @@ class PlainModel:
         self.model.output.formula = find_formula(self.section.loss)
 
     def keep_output(self, name: str, module: nn.Module, args: tuple, output: object) -> None:
-        if isinstance(output, Tensor):  # a module of a fork may return several
+        if isinstance(output, Tensor):  # a fork's module may return a tuple
             self.outputs[name] = output.detach()
 
     def backward(self, batch: Batch) -> tuple[float, dict[str, Tensor]]:

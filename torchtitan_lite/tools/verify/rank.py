@@ -197,8 +197,8 @@ def give_weights(run: build.Run, weights: dict[str, Tensor]) -> None:
 def choose_with_ties(router: Router, of_ties: Tensor, routes: Tensor, scores: Tensor) -> Tensor:
     """Replace Router.choose: tokens with tied scores get the experts that the plain loop chose.
 
-    scores (B, S, E) -> routes (B, S, K). In the plain loop, N tokens had ties: `of_ties` (N, E) has their scores, and
-    `routes` (N, K) has their experts.
+    scores (B, S, E) -> routes (B, S, K). N tokens of the plain loop had tied scores: `of_ties` (N, E) has these scores,
+    and `routes` (N, K) the experts of these tokens.
     """
     chosen = Router.choose(router, scores)
     if len(routes) == 0:

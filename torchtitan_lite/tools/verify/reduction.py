@@ -113,7 +113,7 @@ def reduce_config(config: Config, max_ranks: int) -> Reduction:
         **reduce_sizes(config, args, wide),
     }
     if config.training.loss_chunk_tokens:
-        # The batch is small, so several chunks need a smaller chunk size. 0 means no chunks and is kept.
+        # The batch is small: to have several chunks, reduce the chunk size. A chunk size of 0 (no chunks) is kept.
         keys["training.loss_chunk_tokens"] = 24
     n_shards = wide.dp_shard * wide.cp
     of_node = config.parallelism.zero_plus_plus_node_size // wide.tp
@@ -122,7 +122,7 @@ def reduce_config(config: Config, max_ranks: int) -> Reduction:
         # ZeRO++ has an effect only if a group has several nodes of several ranks.
         keys["parallelism.zero_plus_plus_node_size"] = wide.tp * n_shards // 2
     if config.validation.steps != AUTOMATIC:
-        keys["validation.steps"] = 1  # less than the whole small validation split
+        keys["validation.steps"] = 1  # one batch is less than the small validation split
     if config.compile.enable:
         # aot_eager traces and differentiates like inductor, but generates no kernels.
         keys["compile.backend"] = "aot_eager"
@@ -238,8 +238,8 @@ def reduce_experts(args: ModelArgs, layout: Layout, dim: int, n_wanted: int) -> 
 def reduce_stages(section: Parallelism, n_layers: int, real: Layout) -> dict[str, object]:
     """Return the keys for layers and stages, with at most two stages per rank if the schedule allows it.
 
-    The first stages and the last stage of the real run are kept. A stage has two layers if the real stage has more
-    layers than the smallest real stage, and otherwise one layer.
+    The small run has the first stages and the last stage of the real run. A stage has two layers if the real stage has
+    more layers than the smallest real stage, and otherwise one layer.
     """
     if real.pp == 1:
         return {"model.n_layers": min(2, n_layers), STAGES: None}

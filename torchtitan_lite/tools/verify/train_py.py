@@ -63,7 +63,7 @@ from torchtitan_lite.tools.verify.trial import (
 )
 from torchtitan_lite.tools.verify.witnesses import Acted, actions_noted, merge
 
-# the resumed run trains more steps, on a different layout: these values are valid for any layout
+# the resumed run trains more steps, on a different layout; these values are valid for any layout
 RESUMED = {
     STAGES: None,
     "training.steps": 4,
@@ -155,7 +155,7 @@ def start_train(rank: int, world_size: int, config: Config, port: int, seed: int
     With a `seed`, initial weights are rounded differently. Returns which keys acted. Exceptions of train.py propagate.
     Raises RuntimeError if the exit status of train.py is not 0.
     """
-    # A TOML file could not set the number of experts.
+    # Pass the config as an object, because a TOML file has no key for the number of experts.
     given = UserConfig(config, frozenset(KEYS))
     log = io.StringIO()
     acted: Acted = {}

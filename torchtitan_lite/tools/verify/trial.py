@@ -57,9 +57,9 @@ BOUNDS = {  # measure, in the order of a step -> largest error of a correct layo
     "initial weights": EXACT,
     "counted tokens": EXACT,
     "learning rate": 1e-12,
-    "packing": 1.0,  # rounding by ZeRO++, in half steps of the integers
+    "packing": 1.0,  # rounding errors of ZeRO++, in units of half an integer step
     "rotary angles": 1e-6,
-    "module output": 2e-6,  # above rounding errors, and below the bound of gradients
+    "module output": 2e-6,  # larger than rounding errors, smaller than the bound for gradients
     "loss": SUMS,
     "reduced in float32": EXACT,
     "gradients": 2 * SUMS,
@@ -82,7 +82,7 @@ BOUNDS = {  # measure, in the order of a step -> largest error of a correct layo
     "router_entropy": SUMS,
     "saved tensor": 5e-4,  # correct: up to 1.2e-4; state rounded to bfloat16: 1.4e-3
 }
-# measures that a wrong module can affect
+# measures of results that change if a module is wrong
 OF_FORWARD = ("counted tokens", "module output", "loss", "gradients", "expert loads")
 NOT_FINISHED = "not finished"
 
@@ -94,7 +94,7 @@ class Culprit:
     kind: str
     name: str  # name of a parameter, a module or a function
     text: str
-    dims: tuple[str, ...] = ()  # mesh dims: a wrong rank has a correct neighbor along this dim
+    dims: tuple[str, ...] = ()  # mesh dims along which a wrong rank has a correct neighbor
 
 
 @dataclass(frozen=True)
@@ -233,9 +233,9 @@ def blame(key: Key, errors: list[tuple[Coordinates, float]], bound: float) -> Cu
 
 # ---------------------------------------------------------------- bfloat16 and float8
 
-# name -> number of steps; minimum bound; a quarter of a rounding, whose effect is measured if gradients seem wrong.
-# Bounds have a minimum because errors of one rank may cancel: in its loss, or in the gradient of a scalar, which other
-# layouts round once more (bfloat16: 2**-9)
+# name -> number of steps; minimum bound; a quarter of a rounding, whose effect is measured if gradients seem wrong. A
+# bound has a minimum, because the errors of one rank may cancel in its loss or in the gradient of a scalar. Other
+# layouts round these values once more (bfloat16: 2**-9)
 PRECISIONS = {"bfloat16": (2, 4e-3, 2**-11), "float8": (3, 1e-2, 2**-6)}
 # With ep, one matmul of an expert has the rows of several ranks, so the weight gradient sums the rows in a different
 # order. One rank adds the two gradients of a tied matrix in the compute dtype, but stages add them in float32.

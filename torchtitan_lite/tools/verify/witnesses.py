@@ -46,7 +46,7 @@ def in_use(step: Observed) -> bool:
 
 
 def happens(event: str) -> Witness:
-    """Return the witness of a key that is set: the profile has an event whose name contains `event`."""
+    """Return a witness that looks in the profile for an event whose name contains `event`. For keys that are set."""
     return lambda step: count(step.forward + step.backward, event) > 0
 
 
@@ -61,7 +61,7 @@ def reads_text(step: Observed) -> bool:
 
 
 def separates_documents(step: Observed) -> bool | None:
-    """Return whether a row has several documents. The certificate also needs the plain loop's formula for this
+    """Return whether a row has several documents. The key is covered only if the plain loop also has a formula for this
     attention."""
     uses_documents = ATTENTIONS[step.config.model.attention].uses_documents
     return step.batch.doc_ids.any().item() if uses_documents else None
