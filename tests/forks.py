@@ -473,6 +473,12 @@ neither code nor a window | has no `window`, but needs one | model.attention=bar
     | ATTENTIONS | "bare": AttentionRow(under_cp=True),
 a loss without code | forgotten | training.loss=forgotten | LOSSES | "forgotten": LossRow(),
 an optimizer without code | forgotten | optimizer.name=forgotten | OPTIMIZERS | "forgotten": OptimizerRow(0),
+an optimizer of torch with other options | torch.optim.Adafactor cannot be used | optimizer.name=Adafactor \
+    | OPTIMIZERS | "Adafactor": OptimizerRow(1),
+an optimizer of torch for whole weights | torch.optim.rprop.Rprop cannot be used | optimizer.name=Rprop \
+    | OPTIMIZERS | "Rprop": OptimizerRow(2),
+state that its row does not count | n_moments is 0 in its row | optimizer.name=Adagrad \
+    | OPTIMIZERS | "Adagrad": OptimizerRow(0),
 an attention without code | forgotten | model.attention=forgotten \
     | ATTENTIONS | "forgotten": AttentionRow(extension="lion"),
 """

@@ -78,18 +78,20 @@ def dry_run(planned: PlannedRun, pp_rank: int = 0) -> Meter:
         enter(meter.watching())
         run = build.build_run(config, model_args, layout, mesh, CPU, parts=parts)
         meter.name_modules(parts)
-        create_optimizer_state(run.optimizer)
-        for follow_up in run.after_update:  # compute the float8 scales, as the previous step would
-            follow_up()
-        meter.restart()
-        batch = fake_world.make_fake_batch(layout, config.training.seq_len)
         fields = find_fields(config.training.loss, model_args.name)
         try:
+            create_optimizer_state(run.optimizer)
+            for (
+                follow_up
+            ) in run.after_update:  # compute the float8 scales, as the previous step would
+                follow_up()
+            meter.restart()
+            batch = fake_world.make_fake_batch(layout, config.training.seq_len)
             stepping.train_step(run, batch.with_fields(fields))
-        except RuntimeError as error:
+        except (ArithmeticError, RuntimeError) as error:
             raise UserError(
-                f"the model raises an error in this layout: {find_crash(error)}."
-                " Correct the model, or change the layout"
+                f"a step on tensors without values raises an error in this layout: {find_crash(error)}."
+                " Correct this code, or change the layout. `verify` runs steps with values"
             ) from error
         meter.parameters = run.parameters
     return meter
