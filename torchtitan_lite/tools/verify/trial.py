@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from torchtitan_lite import PACKAGE
 from torchtitan_lite.config.float8 import SKIP_SMALL
 from torchtitan_lite.config.messages import UserError, join_lines
 from torchtitan_lite.config.schema import Config, with_value
@@ -163,7 +164,14 @@ def make_trial(name: str, call: Callable[[], Trial]) -> Trial:
         kind = NOT_FINISHED if isinstance(failure, NoAnswer) else "crash"
         # the error begins at the last line that is not indented
         *_, error = re.split(r"^(?=\S)", str(failure), flags=re.MULTILINE)
-        trial = Trial(name, faults={kind: Culprit(kind, name, f"{kind}: {join_lines(error)}")})
+        what = f"{kind}: {join_lines(error)}"
+        # the innermost line of this package, which may be a line of a fork
+        places = re.findall(
+            rf'"{re.escape(str(PACKAGE))}(/(?!tools/).*)", (line \d+)', str(failure)
+        )
+        if places:
+            what += f" ({', '.join(places[-1])})"
+        trial = Trial(name, faults={kind: Culprit(kind, name, what)})
     except UserError:
         raise
     except Exception as error:
