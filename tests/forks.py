@@ -297,6 +297,9 @@ FAULT = (
 )
 TWICE = FAULT.format("2")
 OF_ONE = FAULT.format("1 - torch.distributed.get_rank()")
+FAILS = READS + "        if 'forward' in vars(self):\n            raise TypeError('of a fork')\n"
+GAINED = "self.gain(super().forward(x, rotation, doc_ids))"
+NUMBERS = "super().forward(x, rotation, doc_ids) * self.gain(x.new_ones(1))"
 PARAMETER = "self.weight = nn.Parameter(torch.ones(1))"
 
 VALUE_MODULES = '''"""Llama with a value head: a second loss, against a field of the batch."""
@@ -459,6 +462,8 @@ a field of rows | rewards | VALUE | tokens % | tokens[:, 0] %
 a forward of one module | forward of its own | GAIN | PARAMETER | PARAMETER; self.forward = lambda x: x
 a gain that is not used | gain.weight | GAIN | x * weight | x
 a forward that fails | of a fork | GAIN | return x * weight | raise TypeError('of a fork')
+a forward that fails under tp | /modules.py, line | GAIN | READS | FAILS
+numbers of a module | layers.0, off by | GAIN | GAINED | NUMBERS * (2 if 'forward' in vars(self.gain) else 1)
 a hook of a weight | has a hook or attribute | GAIN | PARAMETER \
     | PARAMETER; self.weight.register_hook(lambda own: 2 * own)
 a list in its sizes | unhashable type: 'list' | GAIN | llama3.FLAVORS \
@@ -473,6 +478,12 @@ neither code nor a window | has no `window`, but needs one | model.attention=bar
     | ATTENTIONS | "bare": AttentionRow(under_cp=True),
 a loss without code | forgotten | training.loss=forgotten | LOSSES | "forgotten": LossRow(),
 an optimizer without code | forgotten | optimizer.name=forgotten | OPTIMIZERS | "forgotten": OptimizerRow(0),
+an optimizer of torch with other options | torch.optim.Adafactor cannot be used | optimizer.name=Adafactor \
+    | OPTIMIZERS | "Adafactor": OptimizerRow(1),
+an optimizer of torch for whole weights | torch.optim.rprop.Rprop cannot be used | optimizer.name=Rprop \
+    | OPTIMIZERS | "Rprop": OptimizerRow(2),
+state that its row does not count | n_moments is 0 in its row | optimizer.name=Adagrad \
+    | OPTIMIZERS | "Adagrad": OptimizerRow(0),
 an attention without code | forgotten | model.attention=forgotten \
     | ATTENTIONS | "forgotten": AttentionRow(extension="lion"),
 """
@@ -488,13 +499,13 @@ a number in an attribute | k = 1 in an attribute or a parameter group | SUM | SU
 a number in a state | k = 1 in a state | SUM | SUM; self.state[parameter]["k"] = 1
 a state under a name | in a state, which no resume | SUM | SUM; self.state["all"]["k"] = torch.ones(())
 a step with a closure | calls step without a closure | closure=None | closure
-arguments that the trainer does not give | Write a subclass | **options | lr
+arguments that the trainer does not give | Write a class | **options | lr
 """
 
 
 def fill_in(text: str) -> str:
     """Replace the words of a table by their code."""
-    for word in ("PARAMETER", "READS", "TWICE", "OF_ONE", "SUM", "LATE", "KEEPS"):
+    for word in "PARAMETER READS TWICE OF_ONE FAILS GAINED NUMBERS SUM LATE KEEPS".split():
         text = text.replace(word, globals()[word])
     return text
 

@@ -13,7 +13,6 @@ other runs are deleted. With checkpoint.load_only, nothing is renamed or deleted
 
 import json
 import logging
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,23 +103,28 @@ def restore_run(
     `is_resumed`: whether this run saved the states. If this function raises CheckpointError, the parameters are
     undefined.
     """
-    starts_anew = partial(excludes_moments, run.config, is_resumed=is_resumed)
 
     def choose(manifest: Manifest) -> dict[str, Tensor]:
         create_optimizer_state(run.optimizer)
-        if starts_anew(manifest):
+        owners = run.parameters  # their optimizer state is loaded
+        if excludes_moments(run.config, manifest, is_resumed=is_resumed):
             run.optimizer.state.clear()
-        return run.name_tensors()
+            owners = {}
+            logger.info("the optimizer starts with new moments (checkpoint.exclude_from_loading)")
+        wanted = run.name_tensors()
+        kinds = {"optimizer", *(name.partition(".")[0] for name in wanted)}
+        dropped = []
+        for name in sorted(manifest.tensors.keys() - wanted):
+            kind, _, rest = name.partition(".")
+            if kind not in kinds or rest.rpartition(".")[0] in owners:
+                dropped.append(name)
+        if dropped:  # an extension is off now, or a fork has changed its optimizer
+            logger.info(
+                f"not loaded, because nothing uses them now: {', '.join(dropped[:3])} ({len(dropped)} in total)"
+            )
+        return wanted
 
     loaded, manifest = load_newest(found, choose, group)
-    kinds = {"optimizer", *(name.partition(".")[0] for name in run.name_tensors())}
-    dropped = [name for name in manifest.tensors if name.partition(".")[0] not in kinds]
-    if dropped:  # an extension is off now
-        logger.info(
-            f"not loaded, because nothing uses them now: {', '.join(dropped[:3])} ({len(dropped)} in total)"
-        )
-    if starts_anew(manifest):
-        logger.info("the optimizer starts with new moments (checkpoint.exclude_from_loading)")
     set_step(run.lr_scheduler, manifest.step)
     logger.info(f"resumed from the {loaded.kind} {loaded.path}")
     return manifest.step

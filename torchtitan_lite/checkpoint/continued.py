@@ -35,11 +35,11 @@ def list_different(config: Config, manifest: Manifest) -> dict[str, tuple[object
         value = values[key]
         # an earlier version without this key behaved as the current default does
         before = saved.get(key, get_value(Config(), key))
+        pair = before, value
         # compare names only, because a corpus may have moved to a new folder
         if key.endswith(".dataset"):
-            before = [Path(name).name for name in before]
-            value = [Path(name).name for name in value]
-        if before != value:
+            pair = [[Path(path).name for path in paths] for paths in pair]
+        if pair[0] != pair[1]:
             different[key] = before, value
     return different
 
@@ -114,8 +114,7 @@ def excludes_moments(config: Config, manifest: Manifest, *, is_resumed: bool) ->
     if not (is_resumed and stores_moments(manifest)):
         return True
     has_acted = manifest.run["config"]["checkpoint"].get("exclude_from_loading")
-    different = list_different(config, manifest)
-    return not has_acted or any(is_of_moments(key) for key in different)
+    return not has_acted or any(map(is_of_moments, list_different(config, manifest)))
 
 
 def is_of_moments(key: str) -> bool:
@@ -143,6 +142,8 @@ def describe_rates(config: Config, weights: Weights) -> str:
     text = f"the learning rate is {last:.3g} at step {step} and {following:.3g} at step {step + 1}"
     kept = lr * learning_rate_factor(replace(section, total_steps=earlier.total_steps), step)
     if kept != following:
-        key = f"--lr_scheduler.total_steps={earlier.total_steps}"
-        text += f"; with {key}, as before, it is {kept:.3g} at step {step + 1}"
+        text += (
+            f"; with --lr_scheduler.total_steps={earlier.total_steps}, as before, "
+            f"it is {kept:.3g} at step {step + 1}"
+        )
     return text

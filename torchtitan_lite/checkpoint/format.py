@@ -40,9 +40,8 @@ from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.schema import Checkpoint
 
 MANIFEST = "manifest.json"
-IN_MANIFEST = (
-    "hugging_face"  # key in `run`: name -> content of files published with the initial weights
-)
+# key in `run`: name -> content of files published with the initial weights
+IN_MANIFEST = "hugging_face"
 CHECKSUMS = "checksums"
 FORMAT = 4
 UNFINISHED = ".tmp"  # suffix of a folder that is being written or deleted

@@ -33,9 +33,8 @@ from torchtitan_lite.config.schema import Checkpoint, Config, get_value
 from torchtitan_lite.models.registry import CONFIG, MODELS
 
 INITIAL_LOAD_PATH = "checkpoint.initial_load_path"
-NOT_ONLY = (
-    "checkpoint.no_initial_load_model_only"  # argument that also loads optimizer state and step
-)
+# argument that also loads optimizer state and step
+NOT_ONLY = "checkpoint.no_initial_load_model_only"
 # Fields that give the same tensors a different meaning, or that make modules share tensors
 SIZES = (*MODEL_SIZES, "tie_embeddings")
 

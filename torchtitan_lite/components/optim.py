@@ -57,7 +57,7 @@ def build_optimizer(
     if fused or row.extension:
         kernels["fused"] = fused  # only some of torch's optimizers have this argument
     if section.name not in ("AdamW", "SGD"):
-        builder = partial(load_extension("optimizer_state").build_watched, builder)
+        builder = partial(load_extension("optimizer_state").build_watched, builder, row.n_moments)
     return builder(list(groups.values()), **kernels)
 
 

@@ -26,9 +26,8 @@ class OptimizerRow:
     has_fused_kernel: bool = False  # one kernel for all parameters, DTensors included
     # updates each hidden matrix as a whole, and stores one moment fewer for each of its elements
     updates_matrices: bool = False
-    extension: str = (
-        ""  # file of extensions/ with a class of this name; "": the class is in torch.optim
-    )
+    # file of extensions/ with a class of this name; "": the class is in torch.optim
+    extension: str = ""
 
 
 OPTIMIZERS = {
@@ -91,9 +90,8 @@ class ScheduleRow:
 class LossRow:
     """A training loss, computed per token. Validation always measures the cross entropy, in nats."""
 
-    extension: str = (
-        ""  # file of extensions/ with a function of this loss's name; "": it is in model/loss.py
-    )
+    # file of extensions/ with a function of this loss's name; "": it is in model/loss.py
+    extension: str = ""
     # keyword of the formula -> function of a Batch (model/batch.py)
     fields: dict[str, Callable] = field(default_factory=dict)
 

@@ -132,9 +132,8 @@ class ModuleRow:
     kv_heads: int = 0
     # Rotary embedding rotates its output. Hugging Face orders the rows of each head differently.
     is_rotated: bool = False
-    end: str = (
-        ""  # for a module outside the blocks: the pipeline stage that has it, "first" or "last"
-    )
+    # for a module outside the blocks: the pipeline stage that has it, "first" or "last"
+    end: str = ""
 
     @property
     def child(self) -> str:

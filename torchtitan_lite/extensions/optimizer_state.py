@@ -1,5 +1,5 @@
-"""Refuse an optimizer that the trainer cannot call, or whose state no checkpoint would save. Loaded for all optimizers
-except AdamW and SGD.
+"""Refuse an optimizer that the trainer cannot call, that fails inside torch, or whose state no checkpoint would save.
+Loaded for all optimizers except AdamW and SGD.
 
 A checkpoint saves the tensors in state[parameter], and a resume restores those that the first step creates. A number in
 state[parameter], in a parameter group or in an attribute would be reset when a run resumes, so the losses would differ.
@@ -9,8 +9,9 @@ refused too. For example, a mean over a sharded dim stays Partial until `redistr
 
 from collections.abc import Iterator
 from inspect import signature
+from types import MethodType
 
-from torch import Tensor
+from torch import OutOfMemoryError, Tensor
 from torch.optim.optimizer import Optimizer
 
 from torchtitan_lite.config.messages import UserError
@@ -20,42 +21,55 @@ MUTABLE = (Tensor, list, dict, set, Optimizer)
 OF_TORCH = {*vars(Optimizer([Tensor()], {})), "params", "param_names", "grad_scale", "found_inf"}
 
 
-def build_watched(builder: type[Optimizer], groups: list[dict], **kernels: bool) -> Optimizer:
-    """Build an optimizer, and watch its state. Raises UserError if its class needs other arguments."""
+def build_watched(
+    builder: type[Optimizer], n_moments: int, groups: list[dict], **kernels: bool
+) -> Optimizer:
+    """Build an optimizer, and make each step raise UserError if it fails in torch, or if a resume would lose state.
+
+    Raises UserError if the class needs other arguments.
+    """
+    name = f"{builder.__module__}.{builder.__name__}"
+    remedy = (
+        f"The trainer calls it with groups and {', '.join(kernels)}, and calls step without a closure. Parameters are "
+        "DTensors, and each group has lr, betas, eps and weight_decay. Write a class that needs nothing else, and name "
+        "its file of extensions/ in its row (config/choices.py)"
+    )
     try:
         signature(builder).bind(groups, **kernels)
         signature(builder.step).bind(None)
     except TypeError as error:
-        raise UserError(
-            f"{builder.__name__}: {error}. The trainer calls it with groups and {', '.join(kernels)}, and calls step "
-            "without a closure. Write a subclass that needs nothing else"
-        ) from None
+        raise UserError(f"{name} cannot be used ({error}). {remedy}") from None
     optimizer = builder(groups, **kernels)
-    watch_state(optimizer)
-    return optimizer
 
-
-def watch_state(optimizer: Optimizer) -> None:
-    """Make each step raise UserError if a resume would lose state of `optimizer`."""
-    # id of the attributes, a parameter group or the state of a parameter -> copy from before the step
-    earlier: dict[int, dict] = {}
-
-    def copy_values(optimizer: Optimizer, *_: object) -> None:
-        earlier.clear()
-        for values in (vars(optimizer), *optimizer.param_groups, *optimizer.state.values()):
-            earlier[id(values)] = values.copy()
-
-    def check_state(optimizer: Optimizer, *_: object) -> None:
-        for name, value, place in find_unsaved(optimizer, earlier):
+    def step(self: Optimizer) -> None:
+        # id of the attributes, a parameter group or the state of a parameter -> copy from before the step
+        earlier = {
+            id(values): values.copy()
+            for values in (vars(self), *self.param_groups, *self.state.values())
+        }
+        try:
+            builder.step(self)
+        except OutOfMemoryError:
+            raise
+        except (TypeError, RuntimeError) as error:
+            if name.startswith("torch."):  # the traceback would show no line of the fork
+                raise UserError(f"{name} cannot be used ({error}). {remedy}") from error
+            raise
+        for kept, value, place in find_unsaved(self, earlier):
             text = " ".join(repr(value).split())  # of a tensor: several lines
             raise UserError(
-                f"the optimizer keeps {name} = {text:.80} in {place}, which no resume would restore. "
+                f"the optimizer keeps {kept} = {text:.80} in {place}, which no resume would restore. "
                 "In state[parameter], from the first step on, keep only scalars, and tensors like the parameter "
                 "without partial sums. Subclass an optimizer instead of keeping one, and keep constants in a tuple"
             )
+        if any(self.state.values()) and not n_moments:
+            raise UserError(
+                f"{name} keeps state, but n_moments is 0 in its row (config/choices.py). Set n_moments to the number "
+                "of fp32 values per parameter"
+            )
 
-    optimizer.register_step_pre_hook(copy_values)
-    optimizer.register_step_post_hook(check_state)
+    optimizer.step = MethodType(step, optimizer)
+    return optimizer
 
 
 def find_unsaved(
@@ -68,10 +82,9 @@ def find_unsaved(
             if name not in before or not is_saved(owner, value):
                 yield name, value, "a state"
     for values in (vars(optimizer), *optimizer.param_groups):
-        before = earlier[id(values)]
         for name, value in values.items():
             is_kept = isinstance(value, MUTABLE) and name not in OF_TORCH
-            if is_kept or value is not before.get(name):
+            if is_kept or value is not earlier[id(values)].get(name):
                 yield name, value, "an attribute or a parameter group"
 
 

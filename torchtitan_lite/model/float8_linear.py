@@ -53,9 +53,8 @@ class Float8Tensor:
 class Recipe:
     """The recipe "tensorwise": one scale for the whole tensor. Other recipes are subclasses."""
 
-    of_gradient: torch.dtype = (
-        E5M2  # dtype of dy: a larger range, because the whole tensor shares one scale
-    )
+    # dtype of dy: a larger range, because the whole tensor shares one scale
+    of_gradient: torch.dtype = E5M2
     dw_in_float8: bool = True
     by_row: bool = False  # one scale for each row or column that a dot product sums over
 

@@ -13,9 +13,10 @@ for a compiled run.
 """
 
 import argparse
+import re
 from contextlib import ExitStack
 from dataclasses import replace
-from traceback import extract_tb
+from traceback import format_exception
 from unittest.mock import patch
 
 import torch
@@ -78,32 +79,36 @@ def dry_run(planned: PlannedRun, pp_rank: int = 0) -> Meter:
         enter(meter.watching())
         run = build.build_run(config, model_args, layout, mesh, CPU, parts=parts)
         meter.name_modules(parts)
-        create_optimizer_state(run.optimizer)
-        for follow_up in run.after_update:  # compute the float8 scales, as the previous step would
-            follow_up()
-        meter.restart()
-        batch = fake_world.make_fake_batch(layout, config.training.seq_len)
         fields = find_fields(config.training.loss, model_args.name)
         try:
+            create_optimizer_state(run.optimizer)
+            for (
+                follow_up
+            ) in run.after_update:  # compute the float8 scales, as the previous step would
+                follow_up()
+            meter.restart()
+            batch = fake_world.make_fake_batch(layout, config.training.seq_len)
             stepping.train_step(run, batch.with_fields(fields))
-        except RuntimeError as error:
+        except (ArithmeticError, RuntimeError) as error:
             raise UserError(
-                f"the model raises an error in this layout: {find_crash(error)}."
-                " Correct the model, or change the layout"
+                f"a step on tensors without values raises an error in this layout: {describe_crash(error)}."
+                " Correct this code, or change the layout. `verify` runs steps with values"
             ) from error
         meter.parameters = run.parameters
     return meter
 
 
-def find_crash(error: Exception) -> str:
-    """Describe an error, with the innermost line of this package in its traceback. Lines in tools/plan/ are skipped."""
-    *_, frame = (
-        found
-        for found in extract_tb(error.__traceback__)
-        if found.filename.startswith(str(PACKAGE)) and "/tools/plan/" not in found.filename
-    )
-    place = f"{frame.filename.removeprefix(str(PACKAGE))}, line {frame.lineno}"
-    return f"{type(error).__name__}: {error} ({place})"
+def describe_crash(error: Exception) -> str:
+    """Describe an error, with its place."""
+    place = find_place("".join(format_exception(error)))
+    return f"{type(error).__name__}: {error}{place}"
+
+
+def find_place(traceback: str) -> str:
+    """Return the innermost line of this package in a traceback, as " (file, line)". Lines in tools/ are skipped."""
+    package = re.escape(str(PACKAGE))
+    places = re.findall(rf'"{package}(/(?!tools/).*)", (line \d+)', traceback)
+    return f" ({', '.join(places[-1])})" if places else ""
 
 
 def main(options: argparse.Namespace) -> int:

@@ -237,14 +237,17 @@ def outputs_compared(run: build.Run, plain: PlainStep, seen: Seen) -> Iterator[N
     for hook in hooks:
         hook.remove()
     angles = rotary_angles(plain.batch.positions, run.parts[0].model_args)
+    n_rows = len(plain.batch.tokens) // (run.layout.dp * run.layout.n_microbatches)
     for (measure, name), found in pieces.items():
         # Before its first step, a schedule also calls each part once, to infer shapes.
         microbatches = found[-run.layout.n_microbatches :]
         right = angles if measure == "rotary angles" else plain.outputs[name]
         if name == "output":  # the head returns the sum of token losses of a microbatch
             own = torch.stack(microbatches).sum()
-        else:
+        elif microbatches[0].dim() > 1 and len(microbatches[0]) == n_rows:
             own = torch.cat(microbatches)
+        else:  # the output is not (B, S, ...), such as learned numbers of a fork
+            continue
         sequence_dim = 2 if name.endswith("inner") else 1  # (B, heads, S, E), else (B, S, ...)
         whole = cut_piece(right, own, sequence_dim, run)
         if own.shape == whole.shape:

@@ -26,7 +26,7 @@ from torch import nn
 from torchtitan_lite.config.float8 import SKIP_SMALL
 from torchtitan_lite.config.messages import UserError, join_lines
 from torchtitan_lite.config.schema import Config, with_value
-from torchtitan_lite.tools.plan.dry_run import find_crash
+from torchtitan_lite.tools.plan.dry_run import describe_crash, find_place
 from torchtitan_lite.tools.verify.derived_configs import leave_out_compiler, put_on_one_rank
 from torchtitan_lite.tools.verify.errors import (
     ROUNDING,
@@ -163,11 +163,12 @@ def make_trial(name: str, call: Callable[[], Trial]) -> Trial:
         kind = NOT_FINISHED if isinstance(failure, NoAnswer) else "crash"
         # the error begins at the last line that is not indented
         *_, error = re.split(r"^(?=\S)", str(failure), flags=re.MULTILINE)
-        trial = Trial(name, faults={kind: Culprit(kind, name, f"{kind}: {join_lines(error)}")})
+        what = f"{kind}: {join_lines(error)}{find_place(str(failure))}"
+        trial = Trial(name, faults={kind: Culprit(kind, name, what)})
     except UserError:
         raise
     except Exception as error:
-        culprit = Culprit("crash", name, f"crash in one process: {find_crash(error)}")
+        culprit = Culprit("crash", name, f"crash in one process: {describe_crash(error)}")
         trial = Trial(name, faults={"crash": culprit})
     return replace(trial, seconds=time.monotonic() - start)
 
