@@ -82,9 +82,8 @@ def dry_run(planned: PlannedRun, pp_rank: int = 0) -> Meter:
         fields = find_fields(config.training.loss, model_args.name)
         try:
             create_optimizer_state(run.optimizer)
-            for (
-                follow_up
-            ) in run.after_update:  # compute the float8 scales, as the previous step would
+            # compute the float8 scales, as the previous step would
+            for follow_up in run.after_update:
                 follow_up()
             meter.restart()
             batch = fake_world.make_fake_batch(layout, config.training.seq_len)
