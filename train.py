@@ -48,8 +48,8 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
     `stop` records the signals that this process receives. `launched` is the RunSpec that the launcher resolved, or None
     under plain torchrun.
 
-    Exit status: 0 if the run trained and saved, 128 + n if signal n stopped the run. Raises UserError if a step was not
-    finite or a checkpoint was not written.
+    Exit status: 0 if the run trained and saved or had already finished, 128 + n if signal n stopped the run. Raises
+    UserError if a step was not finite or a checkpoint was not written.
     """
     # ---- config: report every mistake before creating any process group
     end_with_parent()

@@ -9,7 +9,7 @@
         checksums                 SHA-256 of each file above; `sha256sum --check checksums` lists changed files
     step-10.damaged/              renamed, not deleted, so its step can be saved again
 
-A folder without .tmp is always a complete checkpoint. No file contains code, and pickles are never opened. The manifest
+A folder step-N is always a complete checkpoint. No file contains code, and pickles are never opened. The manifest
 is trusted if its hash matches. Exports to Hugging Face folders are written and committed in the same way.
 
     layers.3.attention.wq.weight (256, 256)      stage 1   split dim 0 over tp, then over dp_shard x cp

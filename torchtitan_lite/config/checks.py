@@ -34,8 +34,8 @@ from torchtitan_lite.config.schema import (
 AUTOMATIC = (None, -1, AUTO)  # the values that resolve_config replaces
 TP = "parallelism.tensor_parallel_degree"
 SPLIT_DIMS = {"colwise": 0, "rowwise": -1}  # tp_style -> dim of the weight that tp splits
-# settings.py has no rules and notices.py has no notices about these keys. If all other keys have their defaults, these
-# two files are not loaded.
+# settings.py has no rules and notices.py has no notices about these keys, apart from the two cases that
+# asks_for_features tests. If all other keys have their defaults, these two files are not loaded.
 PLAIN_KEYS = set(
     """
     job.config_file job.dump_folder model.hf_assets_path optimizer.lr lr_scheduler.warmup_steps

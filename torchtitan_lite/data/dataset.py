@@ -10,9 +10,9 @@ A corpus is one long sequence of tokens, cut into samples of S tokens. Targets a
 
 Each token except the first of a document is a target once per epoch; in conversations, only the assistant's tokens are
 targets. Step s uses the samples that `Sampler` chooses for draws s*B .. s*B + B-1. Samples are shuffled without storing
-a permutation. Data-parallel rank r of n reads rows r*B/n .. (r+1)*B/n - 1 of the global batch; all tp and pp ranks of a
-replica read the same rows. Resuming needs only the step number. Ranks do not communicate. Legend: B sequences, S tokens
-each.
+a permutation. Data-parallel rank r of n reads rows r*B/n .. (r+1)*B/n - 1 of the global batch; all pp, cp and tp ranks
+with the same r read the same rows. Resuming needs only the step number. Ranks do not communicate. Legend: B sequences,
+S tokens each.
 
 The files are memory-mapped, so the start-up time and memory of a process do not grow with the corpus, and the ranks of
 a host share the page cache.

@@ -42,7 +42,8 @@ def initialize_weights(part: nn.Module, seed: int, device: torch.device | None =
 
 
 def fill_tensor(full: Tensor, entry: Parameter, generator: torch.Generator) -> None:
-    """Fill the full tensor of one parameter: 0 for biases, a constant for norms, normal values for all others.
+    """Fill the full tensor of one parameter: 0 for a bias, otherwise normal values with the mean and the standard
+    deviation of its row. A row without a standard deviation, such as a norm, gives a constant.
 
     Normal values are clamped at three standard deviations; `trunc_normal_` would be slower.
     """

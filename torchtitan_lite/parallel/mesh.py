@@ -3,17 +3,17 @@
     dim            split                          communication
     pp             layers                         send/recv of hidden states, per microbatch
     dp_replicate   sequences                      all-reduce of gradients, per block and step
-    dp_shard       sequences and parameters       all-gather and reduce-scatter of parameters, per block
+    dp_shard       sequences and parameters       all-gather of parameters, reduce-scatter of gradients, per block
     cp             each sequence                  all-gather or send/recv of keys and values, per block
-    tp             heads, ffn, vocabulary         all-gather and reduce-scatter of activations, four per block
+    tp             heads, ffn, vocabulary         all-gather and reduce-scatter of activations, four per block and pass
 
     experts        (expert_parallel.py)           on a second mesh over the same ranks
-    efsdp          expert parameters              all-gather and reduce-scatter, per block
-    ep             experts                        all-to-all of tokens, four per block
+    efsdp          expert parameters              as dp_shard
+    ep             experts                        all-to-all of tokens, two per block and pass
 
-Every rank has one coordinate on each dim. A group consists of the ranks that differ only in one coordinate. A dim
-of size 1 has a group of one rank, which sends nothing. In traces and NCCL logs a group is named after its dims:
-mesh_tp, mesh_dp_shard_cp. The group of all ranks is torch's default group, default_pg.
+A pass is a forward or a backward. Every rank has one coordinate on each dim. A group consists of the ranks that differ
+only in one coordinate. A dim of size 1 has a group of one rank, which sends nothing. In traces and NCCL logs a group is
+named after its dims: mesh_tp, mesh_dp_shard_cp. The group of all ranks is torch's default group, default_pg.
 
 Effect: creates process groups; nothing is sharded yet. Sources: DeviceMesh; arXiv:2410.06511.
 """

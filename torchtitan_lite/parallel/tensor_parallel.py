@@ -26,9 +26,9 @@ own forward on local shards, which FSDP has gathered as plain tensors. A style o
 Traffic per block: 2 all-gathers and 2 reduce-scatters in forward, and the same in backward. Each collective moves
 P(n-1)/n per rank, where P = B*S*D*2 bytes in bf16. Recompute repeats the collectives whose outputs it does not save. In
 forward, the embedding adds one reduce-scatter, and the head adds one all-gather. Backward mirrors them. The weight
-gradient of a norm covers only the tokens of one rank, so FSDP all-reduces it over tp (D*4 bytes) before the reduction
-over data-parallel ranks. A bias of a colwise layer is split with its output; a rowwise layer adds its bias once, after
-the reduce-scatter.
+gradient of a norm covers only the tokens of one rank, so FSDP all-reduces it over tp before the reduction over
+data-parallel ranks: D values in the compute dtype, or in fp32 if they are sums over microbatches. A bias of a colwise
+layer is split with its output; a rowwise layer adds its bias once, after the reduce-scatter.
 
 The loss with a sharded vocabulary, for one chunk of n tokens (all tokens if loss_chunk_tokens = 0):
 
