@@ -1,4 +1,4 @@
-"""Convert between DTensors and local shards. Only this file converts them, and nothing here communicates.
+"""Convert between DTensors, local shards and full tensors. Core code converts only here, and nothing communicates.
 
     wq.weight (H*E, D), tp=2          rank 0                  rank 1
     the parameter                     DTensor                 DTensor              optimizer, checkpoints, FSDP
@@ -37,6 +37,13 @@ def find_shard(tensor: Tensor) -> tuple[Tensor, Sequence[int]]:
     coordinate = tuple(mesh.get_coordinate())
     _, begin = locate_shard(tensor.shape, mesh.shape, coordinate, tensor.placements)
     return tensor.to_local(), begin
+
+
+def copy_local_shard(tensor: Tensor, full: Tensor) -> None:
+    """Copy this rank's shard of `full` into `tensor`. Every rank has the same `full`."""
+    if isinstance(tensor, DTensor):
+        full = distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None)
+    tensor.copy_(full)
 
 
 def count_replicas(tensor: Tensor) -> int:

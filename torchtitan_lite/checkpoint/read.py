@@ -125,8 +125,9 @@ def list_cuts(
         start = index * size
         own_length = min(size, length - start)
         at = find_coordinates(index, split.mesh_dims, degrees)
-        for others, one, extent in list_cuts(begin + start, own_length, rest, degrees, first, stop):
-            yield at | others, one, extent
+        inner = list_cuts(begin + start, own_length, rest, degrees, first, stop)
+        for inner_at, inner_begin, inner_length in inner:
+            yield at | inner_at, inner_begin, inner_length
 
 
 def require_files(folder: Path) -> None:

@@ -230,21 +230,19 @@ def count_pieces(parallelism: Parallelism) -> int:
 def check_tp(config: Config, model_args: ModelArgs, world_size: int) -> Refused:
     """Check that tp divides the sizes of [model]. If so, check that it splits every module of the model."""
     tp = config.parallelism.tensor_parallel_degree
-    misfits = list_misfits(model_args, tp)
-    if not misfits:
+    sizes, rows = find_misfits(model_args, tp)
+    if not (sizes or rows):
         return
     degrees = range(1, model_args.n_heads + 1)
-    fitting = [n for n in degrees if world_size % n == 0 and not list_misfits(model_args, n)]
+    fitting = [n for n in degrees if world_size % n == 0 and not any(find_misfits(model_args, n))]
     *others, last = map(str, fitting)
     allowed = f"{', '.join(others)} or {last}" if others else last
-    first = misfits[0]
-    if isinstance(first, ModuleRow):
-        n_features = first.weight[SPLIT_DIMS.get(first.tp_style, 0)]
-        why = f"tp ranks cannot share the {n_features} features of {first.name}, whose tp_style is {first.tp_style!r}"
+    if not sizes:
+        row = rows[0]
+        n_features = row.weight[SPLIT_DIMS.get(row.tp_style, 0)]
+        why = f"tp ranks cannot share the {n_features} features of {row.name}, whose tp_style is {row.tp_style!r}"
         yield TP, why, f"Use {allowed}"
-    for name in misfits:
-        if isinstance(name, ModuleRow):
-            return
+    for name in sizes:
         why = f"{TP} = {tp} does not divide it, but tp ranks need equal shards"
         if name == "n_kv_heads":
             why = f"{TP} = {tp} neither divides it nor is a multiple of it, but tp ranks need whole heads"
@@ -256,14 +254,15 @@ def check_tp(config: Config, model_args: ModelArgs, world_size: int) -> Refused:
         yield f"model.{name}", why, remedy
 
 
-def list_misfits(model_args: ModelArgs, tp: int) -> list[str | ModuleRow]:
-    """List the sizes of [model] and the modules that cannot be split over tp."""
-    misfits = []
+def find_misfits(model_args: ModelArgs, tp: int) -> tuple[list[str], list[ModuleRow]]:
+    """Return the sizes of [model], and the modules, that cannot be split over tp."""
+    sizes = []
+    rows = []
     for name in ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size"):
         size = getattr(model_args, name)
         is_shared = name == "n_kv_heads" and tp % size == 0  # several ranks have the same head
         if size % tp and not is_shared:
-            misfits.append(name)
+            sizes.append(name)
     for row in list_different_rows(model_args):
         if row.tp_style in SPLIT_DIMS:
             fits = row.weight[SPLIT_DIMS[row.tp_style]] % tp == 0
@@ -273,8 +272,8 @@ def list_misfits(model_args: ModelArgs, tp: int) -> list[str | ModuleRow]:
             is_wider = row.kind == "norm" and width and row.weight not in ((1,), (width,))
             fits = tp == 1 or not is_wider
         if not fits:
-            misfits.append(row)
-    return misfits
+            rows.append(row)
+    return sizes, rows
 
 
 def list_different_rows(model_args: ModelArgs) -> list[ModuleRow]:

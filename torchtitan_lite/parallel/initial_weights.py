@@ -15,9 +15,9 @@ import hashlib
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from torchtitan_lite.config.block import Parameter, list_parameters
+from torchtitan_lite.dtensor import copy_local_shard
 
 
 @torch.no_grad()
@@ -53,12 +53,3 @@ def fill_tensor(full: Tensor, entry: Parameter, generator: torch.Generator) -> N
         full.zero_()
     else:
         full.normal_(mean, std, generator=generator).clamp_(mean - 3 * std, mean + 3 * std)
-
-
-def copy_local_shard(parameter: Tensor, full: Tensor) -> None:
-    """Copy this rank's shard of `full` into `parameter`. No communication: every rank has the same `full`."""
-    if isinstance(parameter, DTensor):
-        full = distribute_tensor(
-            full, parameter.device_mesh, parameter.placements, src_data_rank=None
-        )
-    parameter.copy_(full)

@@ -84,8 +84,9 @@ def build_schedule(
 
 
 class PatchedStage(PipelineStage):
-    """A PipelineStage that names its actions in traces, counts microbatches, skips idle hooks, and fixes three faults in
-    torch 2.13.
+    """A PipelineStage that names its actions in traces, counts microbatches and skips idle hooks.
+
+    It also fixes three faults in torch 2.13:
 
     split backward    torch sums weight gradients in the compute dtype (fsdp.py)
     forward only      neighboring stages on one rank (V schedules) pass gradients to each other, although there are
