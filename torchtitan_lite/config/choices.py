@@ -33,9 +33,8 @@ class OptimizerRow:
 OPTIMIZERS = {
     "AdamW": OptimizerRow(n_moments=2, has_fused_kernel=True),
     "SGD": OptimizerRow(n_moments=0),  # without momentum
-    "Muon": OptimizerRow(
-        n_moments=2, updates_matrices=True, extension="muon"
-    ),  # updates hidden matrices by Muon, and all other parameters by AdamW
+    # updates hidden matrices by Muon, and all other parameters by AdamW
+    "Muon": OptimizerRow(n_moments=2, updates_matrices=True, extension="muon"),
 }
 
 
