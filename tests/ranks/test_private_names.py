@@ -34,6 +34,9 @@ KEPT = """
 _scaled_dot_product_flash_attention_for_cpu | | none | 1
 _scaled_dot_product_flash_attention_for_cpu | | selective | 1
 _scaled_dot_product_flash_attention_for_cpu | | full | 2
+addmm | BIASES | none | 3  # queries, keys and values of Qwen2
+addmm | BIASES | selective | 3
+addmm | BIASES | full | 6
 _scaled_mm | FLOAT8 | none | 21  # y, dx and dw of seven layers
 _scaled_mm | FLOAT8 | selective | 21
 _scaled_mm | FLOAT8 | full | 28

@@ -9,9 +9,9 @@
     memory_budget: a compiled block saves at most this fraction of its activations; the compiler chooses which
 
 Activation checkpointing adds no collectives of its own, but recompute repeats TP collectives whose outputs are not
-saved. Therefore "op" saves the outputs of collectives that reduce. The bound `forward` of each block is replaced in
-place, so FQNs do not change. A pipeline schedule that splits backward would recompute in both halves, which torch and
-config/settings.py refuse.
+saved. Therefore "op" saves the outputs of reduce-scatters and all-to-alls. The bound `forward` of each block is
+replaced in place, so FQNs do not change. A pipeline schedule that splits backward would recompute in both halves, which
+torch and config/settings.py refuse.
 
 Selective recompute handles each operator in Python. Without compile, "selective" costs the host more time than all
 collectives of the step: debug_3d trained 1,355 tokens/s with "none" and 800 with "selective" (two x86_64 cores, gloo,
@@ -43,6 +43,7 @@ aten = torch.ops.aten
 
 KEPT_OPS = [  # outputs worth saving: expensive to compute, or received from other ranks
     aten.mm.default,
+    aten.addmm.default,  # a matmul with a bias
     aten._scaled_mm.default,
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
