@@ -239,8 +239,9 @@ def check_tp(config: Config, model_args: ModelArgs, world_size: int) -> Refused:
     allowed = f"{', '.join(others)} or {last}" if others else last
     first = misfits[0]
     if isinstance(first, ModuleRow):
-        n_features = first.weight[SPLIT_DIMS.get(first.tp_style, 0)]
-        why = f"tp ranks cannot share the {n_features} features of {first.name}, whose tp_style is {first.tp_style!r}"
+        why = f"tp ranks cannot share the weight {first.weight} of {first.name}, whose tp_style is {first.tp_style!r}"
+        if first.tp_style not in SPLIT_DIMS:
+            why += ". The weight of such a norm has one element, or one for each feature of a token or head"
         yield TP, why, f"Use {allowed}"
     for name in misfits:
         if isinstance(name, ModuleRow):
