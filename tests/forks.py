@@ -468,6 +468,7 @@ a hook of a weight | has a hook or attribute | GAIN | PARAMETER \
     | PARAMETER; self.weight.register_hook(lambda own: 2 * own)
 a list in its sizes | unhashable type: 'list' | GAIN | llama3.FLAVORS \
     | {"debug": type(llama3.DEBUG)(**{**vars(llama3.DEBUG), "norm_eps": [1]})}
+a norm of three columns | one for each feature | GAIN | "norm", (1,) | "norm", (64, 3)
 a layer beside its block | is not inside another module | GPT | "mlp. | "
 """
 # fork -> what `verify` says about it, the key that chooses it, the table in config/choices.py, its row there

@@ -100,10 +100,11 @@ def load_checkpoint(checkpoint: OpenCheckpoint, tensors: dict[str, Tensor]) -> N
         if found == list(tensor.shape):
             checkpoint.read_shard(stored, tensor)
         elif not name.startswith(SPIKES):
+            there = "does not exist" if found is None else f"has shape {found}"
             raise CheckpointError(
                 f"{checkpoint.folder} does not fit this run: {name} has shape {list(tensor.shape)} in this run, "
-                f"but {found} there. If the model, the optimizer or an extension has changed, undo that, or start "
-                "another run from its weights: checkpoint.initial_load_path"
+                f"but {there} in the checkpoint. If the model, the optimizer or an extension has changed, undo that, "
+                "or start another run from its weights: checkpoint.initial_load_path"
             )
         # Otherwise, the tensor is the history of the spike filter, and the earlier run had no filter or a different
         # window. In that case, the filter starts without a history.

@@ -239,8 +239,9 @@ def check_tp(config: Config, model_args: ModelArgs, world_size: int) -> Refused:
     allowed = f"{', '.join(others)} or {last}" if others else last
     if not sizes:
         row = rows[0]
-        n_features = row.weight[SPLIT_DIMS.get(row.tp_style, 0)]
-        why = f"tp ranks cannot share the {n_features} features of {row.name}, whose tp_style is {row.tp_style!r}"
+        why = f"tp ranks cannot share the weight {row.weight} of {row.name}, whose tp_style is {row.tp_style!r}"
+        if row.tp_style not in SPLIT_DIMS:
+            why += ". The weight of such a norm has one element, or one for each feature of a token or head"
         yield TP, why, f"Use {allowed}"
     for name in sizes:
         why = f"{TP} = {tp} does not divide it, but tp ranks need equal shards"
