@@ -5,15 +5,15 @@
                                                   stderr.log  if LOG_RANK hides it
 
 Our own code does what torchrun does not. It names the rank that failed first on all hosts, and shows only the traceback
-of that rank. It forwards only the first of several copies of a signal, and keeps the exit status of a signal.
+of that rank. It forwards only the first of several copies of a signal, and exits with the status of that signal.
 
 The launcher of a host passes N, the number of the start, to all its ranks. torchrun's own count ignores other hosts
 that fail or join.
 
-If NNODES is a range, torchrun restarts the ranks of all hosts when a host joins, and ends them first by SIGTERM. The
-agent that notices the new host first makes the ranks of all hosts stop after the same step. If a rank stops without
-having received SIGTERM, it waits until its own agent notices the new host too. If the rank returned at once, the run
-would end on its host.
+If NNODES is a range, torchrun restarts the ranks of all hosts when a host joins. It first ends them by SIGTERM. When
+the first agent notices the new host, the ranks of all hosts stop after the same step. A rank that stops without having
+received SIGTERM waits until its own agent notices the new host too. If the rank returned at once, the run would end on
+its host.
 """
 
 import importlib
@@ -65,13 +65,13 @@ from torchtitan_lite.tools.local_ranks import (
 )
 
 PCI = Path("/sys/bus/pci/devices")
-# number of lines to show from the end of a killed rank's hidden stderr, which has the stacks of its threads
+# number of lines to show from the end of a killed rank's hidden stderr; they contain the stacks of its threads
 N_LINES = 60
-JOIN_WITHIN_S = 10.0  # much longer than 0.1 s, after which an agent looks for new hosts again
+JOIN_WITHIN_S = 10.0  # much longer than the 0.1 s between two checks of an agent for new hosts
 
 
 class Starts(DefaultLogsSpecs):
-    """Numbers the starts of the ranks, and makes a folder for each start."""
+    """Numbers the starts of the ranks, and creates a folder for each start."""
 
     n_starts = 0
 
@@ -85,13 +85,13 @@ class Starts(DefaultLogsSpecs):
 
 
 class Agent(LocalElasticAgent):
-    """torchrun's agent. Before a restart, the agent prints the first cause. After a signal, the agent does not start
-    any ranks."""
+    """torchrun's agent. Before a restart, the agent prints the first cause of the failure. After a signal, it does not
+    start any ranks."""
 
     def __init__(
         self, spec: WorkerSpec, starts: Starts, folder: Path, signals: Signals, store: Any
     ):
-        """`store` is the store of all hosts, or None if there is one host."""
+        """`store` is the store of all hosts, or None with a single host."""
         super().__init__(spec, starts, start_method="forkserver")
         self.folder = folder  # contains the files of all starts
         self.signals = signals
@@ -119,7 +119,8 @@ class Agent(LocalElasticAgent):
     def _restart_workers(self, worker_group: Any) -> None:
         cause = self.ending or Ending(0, "")  # a different host failed or joins
         if self.store:
-            # use torchrun's store, which is new for each start of the job, because a late host has counted fewer starts
+            # A host that joined late has counted fewer starts. Therefore use torchrun's store, which is new for each
+            # start.
             cause = claim_cause(worker_group.store, cause)
         if cause.status in STOPPED:
             self.ending = cause
@@ -132,10 +133,11 @@ class Agent(LocalElasticAgent):
         super()._restart_workers(worker_group)
 
     def explain(self, rank: int, failure: ProcessFailure) -> Ending:
-        """Return the first cause of a failure on this host: an error or a signal. `rank`: reported by torchrun.
+        """Return the first cause of a failure on this host: an error or a signal. `rank` is the rank that torchrun
+        reports.
 
-        If several ranks end together, torchrun may report any one of them, so the oldest error.json is used. A rank
-        that was killed, or that returned an exit status, writes no error.json.
+        If several ranks end together, torchrun may report any of them, so the oldest error.json is used. A rank that
+        was killed, or that returned an exit status, writes no error.json.
         """
         exitcode = failure.exitcode
         received = self.signals.received
@@ -154,7 +156,7 @@ class Agent(LocalElasticAgent):
         # 1: train.py has logged the reason
         if exitcode not in (1, -signal.SIGKILL) and hidden.exists():
             details = "\n".join(hidden.read_text(errors="replace").splitlines()[-N_LINES:])
-        # gloo aborts a rank if the calls of ranks differ. During the abort, printing the stacks of threads may crash
+        # gloo aborts a rank if the calls of ranks differ. Printing the stacks of threads during the abort may crash.
         if exitcode in (-signal.SIGABRT, -signal.SIGSEGV):
             _, text = hang.explain_newest(self.signals.hangs, "failed")
             details = f"{details}\n{text}".strip()
@@ -167,7 +169,8 @@ class Agent(LocalElasticAgent):
 
 
 def run_agent(run: tuple, n_local: int, signals: Signals, store: Any) -> Ending:
-    """Call `run_rank(*run)` on each rank of this host. `store` is shared by several hosts; None on one host."""
+    """Call `run_rank(*run)` on each rank of this host. `store` is the store of all hosts, or None with a single
+    host."""
     logging.disable(logging.ERROR)  # torchrun's long reports
     # This variable cannot be empty. The launcher forwards SIGNALS itself.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGUSR2"
@@ -176,7 +179,7 @@ def run_agent(run: tuple, n_local: int, signals: Signals, store: Any) -> Ending:
     if store:
         address = "{}:{}".format(*find_master())
         local_address = os.environ.get("PET_LOCAL_ADDR")
-        # torchrun makes a new store after each restart
+        # make torchrun create a new store after each restart
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         number_host()
     n_needed, n_hosts = read_hosts()
@@ -227,7 +230,7 @@ def run_agent(run: tuple, n_local: int, signals: Signals, store: Any) -> Ending:
 
 
 def number_host() -> None:
-    """Make torchrun distinguish containers that have the same hostname and the same process id of their launchers.
+    """Make torchrun distinguish containers with equal hostnames whose launchers have equal process ids.
 
     torchrun identifies a host by hostname, process id, and a counter of rendezvous in this process (torch 2.13). This
     function sets the counter to NODE_RANK.
@@ -255,7 +258,7 @@ def run_rank(work: Callable, args: list[str], folder: Path, spec: RunSpec) -> in
         write_ending(1, reason, traceback.format_exc().rstrip())
     # SIGTERM from torchrun must end a failed rank
     handle_signals(signal.SIG_DFL)
-    # torchrun reports the rank that exits first. Wait here, because a killed rank cannot report itself
+    # torchrun reports the rank that exits first. Wait here, because a killed rank cannot report itself.
     time.sleep(1)
     sys.exit(status)
 
@@ -281,11 +284,11 @@ def train_rank(args: list[str], folder: Path, spec: RunSpec) -> int:
 
 
 def bind_to_gpu(index: int) -> None:
-    """Bind this process to the CPUs of its GPU's NUMA node. If the host has a single NUMA node, this has no effect,
-    because the node has all CPUs.
+    """Bind this process to the CPUs of its GPU's NUMA node. This has no effect on a host with a single NUMA node, which
+    has all CPUs.
 
-    torchrun's own option needs the program numactl. Does nothing if the host does not report the CPUs of the node, or
-    does not allow this process to use them. Never run on a GPU.
+    torchrun's own option needs the program numactl. This function does nothing if the host does not report the CPUs of
+    the node, or does not allow this process to use them. Never run on a GPU.
     """
     gpu = torch.cuda.get_device_properties(index)
     try:

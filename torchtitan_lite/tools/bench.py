@@ -75,7 +75,7 @@ class Turn(NamedTuple):
 
 
 def main(options: Namespace, config: Config = STEP_CONFIG) -> int:
-    """Print speeds and ratios. Return the exit status: 1 if the losses of contenders differ, otherwise 0."""
+    """Print speeds and ratios. Return the exit status: 1 if the losses of the contenders differ, otherwise 0."""
     n_ranks = 1
     if options.layout:
         degrees = dict(options.layout)
@@ -132,12 +132,12 @@ def share_rows(config: Config, degrees: dict[str, int], n_ranks: int) -> Config:
 def time_contenders(
     rank: int, n_ranks: int, config: Config, layout: Layout, options: Namespace
 ) -> list[dict[str, Turn]] | None:
-    """Return the turns of each round, as measure_rounds does. None if the losses of contenders differ."""
+    """Return the turns of each round, as measure_rounds does, or None if the losses of the contenders differ."""
     device = (
         torch.device("cpu") if options.layout else choose_device(0, detect_machine().device_type)
     )
     contenders = build_contenders(config, layout, device)
-    # Two steps: the first allocates, and the loss of the second depends on gradients and optimizer.
+    # Two steps, because only the loss of the second step depends on gradients and optimizer. The first step allocates.
     losses = {name: torch.stack([step(), step()]) for name, step in contenders.items()}
     if not torch.allclose(losses["trainer"], losses["bare_loop"], rtol=1e-5, atol=0):
         print(f"the losses of trainer and bare_loop differ: {losses}", file=sys.stderr)
@@ -146,8 +146,8 @@ def time_contenders(
 
 
 def build_contenders(config: Config, layout: Layout, device: torch.device) -> dict[str, Callable]:
-    """Build the contenders that can run on this machine. Each runs one step and returns its loss, a scalar on the
-    device."""
+    """Build the contenders that can run on this machine. A contender runs one step, and returns its loss, a scalar on
+    the device."""
     n_ranks = layout.world_size
     model_args = resolve_model(config.model)
     config = resolve_config(config, layout, device.type)

@@ -40,7 +40,7 @@ NUMBERS = {  # environment variables of the launcher: their spelling and range
     "OMP_NUM_THREADS": (r"\d+(,\d+)*", Range(1, 4096)),
 }
 BATCH = "training.global_batch_size"
-LONGEST_RUN_S = 1e13  # the most seconds that a timedelta can hold
+LONGEST_RUN_S = 1e13  # largest number of seconds that a timedelta can represent
 LONG_S = 1800
 
 

@@ -39,7 +39,7 @@ class Tool(NamedTuple):
     description: str
     reads_config: bool  # other arguments set config keys; they go to options.config_args
     options: tuple[Option | list[Option], ...] = ()  # the options in a list exclude each other
-    # case, such as "with --dataset" -> arguments that are refused in this case, because they would have no effect
+    # a case, such as "with --dataset" -> arguments that this case does not allow, because they would have no effect
     without_effect: Mapping[str, str] = {}
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from torchtitan_lite.config.machine import MIB, Machine
 
-# CUDA version of a torch build -> oldest driver that supports it. Source: docs.nvidia.com, CUDA compatibility
+# CUDA version of a torch build -> oldest NVIDIA driver that supports the build. Source: docs.nvidia.com, CUDA
+# compatibility
 LEAST_DRIVERS = {12: 525, 13: 580}
 # GPUs below compute capability 7.5, which builds for CUDA 13 do not support
 BEFORE_TURING = r"\b(V100\w*|P100|P40|P4|TITAN (V|X|Xp)|GTX (9|10)..)\b"
@@ -23,8 +24,8 @@ OLDER_INDEX = "https://download.pytorch.org/whl/cu126"
 def detect_machine() -> Machine:
     """Return the GPUs that are visible under CUDA_VISIBLE_DEVICES, or the CPU if no GPU is visible.
 
-    The launcher calls this once for all of its ranks. If every rank asked a slow driver, one rank could fall back to
-    the CPU.
+    The launcher calls this once for all of its ranks. If each rank asked a slow driver, a single rank could fall back
+    to the CPU.
     """
     gpus = list_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
     if not gpus:
@@ -36,10 +37,11 @@ def detect_machine() -> Machine:
 
 
 def list_gpus(visible: str | None) -> list[tuple[str, int | None, str]]:
-    """Return the name, the bytes of memory and the driver of each GPU in CUDA_VISIBLE_DEVICES.
+    """Return the name, the bytes of memory and the driver of each GPU in CUDA_VISIBLE_DEVICES, or of all GPUs if it is
+    not set.
 
-    If the variable is not set, returns all GPUs. The memory is None if nvidia-smi does not report it. Returns no GPU if
-    nvidia-smi is missing, fails, or does not know one of the entries.
+    The memory is None if nvidia-smi does not report it. Returns an empty list if nvidia-smi is missing or fails, or if
+    an entry of the variable is unknown to it.
     """
     if visible == "":
         return []
@@ -77,9 +79,9 @@ def measure_cpu_memory(
 
 
 def explain_misfit(machine: Machine, cuda: str | None, install: str) -> tuple[str, str] | None:
-    """Return why a torch built for the CUDA version `cuda` cannot use the GPUs of `machine`, and a remedy.
+    """Return why a build of torch for the CUDA version `cuda` cannot use the GPUs of `machine`, and a remedy.
 
-    Returns None if this torch can use the GPUs.
+    Returns None if this build can use the GPUs.
 
     `install` is a command or advice to install torch from OLDER_INDEX.
     """

@@ -4,8 +4,8 @@
     otherwise                                            .venv/bin/python; .venv is created if it does not exist
 
 run_train.sh and tests/run.sh run this program first; `python3 -m torchtitan_lite` calls continue_with_packages(). If
-the running Python lacks the packages, it runs the same command again with .venv's Python, which installs them. Progress
-is printed to stderr. Exit status: 0, 1 with the reason, or 128 + the number of a signal.
+the running Python lacks the packages, it runs the same command again with .venv's Python, which installs the packages.
+Progress is printed to stderr. Exit status: 0, 1 with the reason, or 128 + the number of a signal.
 """
 
 import fcntl
@@ -41,7 +41,7 @@ def continue_with_packages(extras: list[str] | None = None) -> None:
     """Make sure that the packages are installed. If none is missing, return.
 
     If only packages of `extras` are missing, or if this is .venv's Python, install the missing packages. Otherwise
-    create .venv, and replace this process: run the same command with .venv's Python.
+    create .venv, and replace this process by the same command with .venv's Python.
     """
     names = ["dependencies", *(extras or [])]
     missing = list_missing(names)
@@ -59,7 +59,7 @@ def continue_with_packages(extras: list[str] | None = None) -> None:
             # another process may have installed the packages in the meantime
             if missing := list_missing(names):
                 install(missing)
-    except OSError as error:  # such as for a read-only folder
+    except OSError as error:  # for example, the folder is read-only
         sys.exit(
             f"{VENV} cannot be used: {error}. Delete it, or set PYTHON to a Python that has the packages."
         )
@@ -81,7 +81,7 @@ def read_requirements(name: str) -> list[str]:
 
 
 def is_met(text: str) -> bool:
-    """Return whether this Python has a package in the required version, or does not need it."""
+    """Return whether this Python satisfies a requirement, or the requirement does not apply to this Python."""
     try:  # tensorboard depends on packaging, so a Python without packaging also lacks tensorboard
         packaging = importlib.import_module("packaging.requirements")
         versions = importlib.import_module("packaging.version")

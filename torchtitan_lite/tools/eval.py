@@ -89,7 +89,8 @@ def main(options: Namespace) -> int:
 
 
 def open_text(data: str, tokenizer: Tokenizer, out: Path) -> Corpus:
-    """Open the validation split of a corpus. If `data` is a text, make a corpus of the whole text in `out` and open it.
+    """Open the validation split of a corpus. If `data` is a text, create a corpus from the whole text in `out`, and
+    open this corpus.
 
     Raises CorpusError, PreparationError.
     """

@@ -5,7 +5,7 @@ from torch.distributed.tensor import _redistribute, debug
 
 
 def forget_groups() -> None:
-    """Clear torch's per-mesh caches. Otherwise a job would get the process groups of an earlier job with an equal
+    """Clear torch's per-mesh caches. Otherwise a job would reuse the process groups of an earlier job with an equal
     mesh."""
     torch._dynamo.reset()
     debug._clear_sharding_prop_cache()

@@ -37,7 +37,7 @@ FOLLOWED = ("bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "transf
 
 
 def main(options: Namespace) -> int:
-    """Generate and print the text. Raises SourceError for wrong input before loading the weights."""
+    """Generate and print the text. Raises SourceError for invalid input, before the weights are loaded."""
     source = open_source(options)
     if ATTENTIONS[source.attention].extension:
         raise SourceError(
@@ -128,10 +128,9 @@ def encode_text(prompt: str, tokenizer: Tokenizer) -> list[int]:
 
 
 def encode_conversation(messages: list[dict], chat: ChatFormat) -> list[int]:
-    """Return the tokens of a conversation and of the start of an answer. Raises SourceError.
+    """Return the tokens of a conversation, and the tokens that begin an answer. Raises SourceError.
 
-    If the first message contains special tokens, the message is treated as a whole conversation that is already
-    formatted.
+    If the first message contains special tokens, it is treated as a whole conversation that is already formatted.
     """
     text = messages[-1]["content"]
     messages[-1]["content"] = text.rstrip("\n")
@@ -182,8 +181,7 @@ def take_tokens(
     show: Callable[[str], object],
     before: Sequence[int] = (),
 ) -> tuple[list[int], str]:
-    """Collect `tokens` until an end token. Return the tokens and their text, which continues the text of the tokens
-    `before`.
+    """Collect `tokens` until an end token. Return the tokens and their text. The text continues the text of `before`.
 
     Shows characters as soon as they are complete.
     """
@@ -205,9 +203,9 @@ def take_tokens(
 def generate(
     model: CachedModel, logits: Tensor, options: Namespace, tokenizer: Tokenizer
 ) -> Iterator[int]:
-    """Yield tokens without end. `logits` (V,) predict the first token. All tokens depend on --seed."""
+    """Yield an endless sequence of tokens. `logits` (V,) predict the first token. All tokens depend on --seed."""
     n_rows = len(logits)
-    # the model may have rows for ids without a token
+    # the model may have embedding rows for ids without a token
     usable = torch.zeros(n_rows, dtype=torch.bool)
     usable[[id for id in tokenizer.bytes_of_id if id < n_rows]] = True
     generator = torch.Generator().manual_seed(options.seed)
@@ -233,7 +231,8 @@ def choose_token(
 
 
 def limit(logits: Tensor, options: Namespace) -> Tensor:
-    """Apply temperature, top-k and top-p, (V,) -> (V,) fp64. Excluded tokens get -inf. The most likely token stays."""
+    """Apply temperature, top-k and top-p, (V,) -> (V,) fp64. Excluded tokens get -inf. The most likely token is
+    kept."""
     # subtract the maximum, because dividing large logits by a low temperature could overflow
     logits = (logits.double() - logits.max()) / options.temperature
     ordered, ids = logits.sort(descending=True, stable=True)

@@ -31,7 +31,7 @@ from torchtitan_lite.config.schema import Config, Optimizer
 from torchtitan_lite.dump_folder import LOCAL_FOLDER, find_nearest, name_snapshots
 from torchtitan_lite.tools.detect import OLDER_INDEX, explain_misfit
 
-# bytes of an 80 GB GPU (`plan`'s default) that the training state may use; the rest is for activations
+# bytes that the training state may use on an 80 GB GPU (`plan`'s default); the rest is for activations
 USUAL_GPU_BYTES = 40 * GIB
 MASTER_BYTES = 4  # a parameter and its gradient are fp32
 
@@ -49,7 +49,7 @@ def check_host(
     bound = bound_memory(config, model_args, n_ranks, machine, n_hosts)
     rules = [check_memory(bound, args, n_ranks, machine)]
     if machine.is_here:
-        # A lower bound: every host stores all shards of its ranks, and replicas on several hosts are not counted.
+        # A lower bound: every host stores all shards of its ranks, but replicas on several hosts are not counted.
         snapshot_bytes = count_saved_bytes(config, model_args) // n_hosts
         rules += [check_torch_build(machine), check_snapshots(config, snapshot_bytes)]
     return Problems(config, model_args, chain(*rules))
@@ -86,7 +86,7 @@ def count_weight_bytes(config: Config) -> int:
 
 
 def count_saved_bytes(config: Config, model_args: ModelArgs) -> int:
-    """Return the bytes of all weights and of the optimizer state, which are the bytes of a checkpoint."""
+    """Return the size of a checkpoint in bytes: all weights, and the optimizer state."""
     n_parameters = count_parameters(model_args)
     saved_bytes = n_parameters * (count_weight_bytes(config) + count_moment_bytes(config.optimizer))
     if OPTIMIZERS[config.optimizer.name].updates_matrices:
@@ -98,7 +98,7 @@ def count_saved_bytes(config: Config, model_args: ModelArgs) -> int:
 def bound_memory(
     config: Config, model_args: ModelArgs, world_size: int, machine: Machine, n_hosts: int
 ) -> MemoryBound | None:
-    """Return the bound for one GPU, or for one host without GPUs. None if the size of the memory is unknown."""
+    """Return the bound for one GPU, or for one host without GPUs. Return None if the size of the memory is unknown."""
     if machine.memory_bytes_per_device is None:
         return None
     on_gpu = machine.device_type == "cuda"
@@ -135,7 +135,7 @@ def check_memory(
 
 
 def check_torch_build(machine: Machine) -> Refused:
-    """Refuse a torch that was not built for the GPUs and the driver of this host."""
+    """Refuse a build of torch that does not support the GPUs or the driver of this host."""
     found = find_spec("torch")
     if found is None or not found.origin:
         return

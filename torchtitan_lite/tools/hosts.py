@@ -8,9 +8,8 @@
     at the end     the first host that fails writes the reason; the others repeat it
 
 With NNODES=2:4, ranks start when two hosts have met, and a host may join later. Therefore only the host with different
-settings is refused. With a fixed number of hosts, all hosts end with the reason and the exit status of the refused
-host. If the other hosts waited instead, Slurm would end them with a signal and report 143, because Slurm reports the
-largest status.
+settings exits. With a fixed number of hosts, all hosts exit with the reason and the exit status of this host. If the
+other hosts waited instead, Slurm would end them with a signal and report 143, because Slurm reports the largest status.
 """
 
 import hashlib
@@ -49,7 +48,7 @@ class Ending(NamedTuple):
     """How the ranks of a host have ended."""
 
     status: int  # exit status of the run
-    reason: str  # one line; empty if the run was trained
+    reason: str  # one line; empty if training is complete
     details: str = ""  # several lines about the rank that failed first: its traceback, or the end of its stderr
 
 
@@ -73,7 +72,7 @@ def join_hosts(config: dict[str, object], timeout_s: float, signals: Any) -> Any
     try:
         with signals.interrupting():
             store = open_store()
-            # Not a daemon: at exit, a daemon thread inside the store would abort this process
+            # Not a daemon thread: a daemon thread that uses the store at exit would abort this process
             threading.Thread(target=signals.share, args=(store,), name="signals").start()
             meet_hosts(store, config)
             choose_interface(store)
@@ -117,8 +116,9 @@ def open_store(within_s: float = MEET_WITHIN_S) -> Any:
 def meet_hosts(store: Any, config: dict[str, object], refusal: str = "") -> None:
     """Wait for all hosts, and compare their settings.
 
-    If NNODES is a range, wait for the smallest number of hosts. `config` has the value of each key. `refusal`: why this
-    host cannot start. Raises UserError on every host if one host is refused, differs, or cannot be reached.
+    If NNODES is a range, wait for the smallest number of hosts. `config` has the value of each key. `refusal` is the
+    reason if this host cannot start. Raises UserError on every host if a host cannot start, has different settings, or
+    cannot be reached.
     """
     n_needed, n_hosts = read_hosts()
     facts = json.dumps(list_facts(config))
@@ -154,7 +154,7 @@ def choose_interface(store: Any) -> None:
 
 
 def share_refusal(store: Any, own: str) -> str:
-    """Return why the first host that is refused cannot start, or "" if all hosts can."""
+    """Return the reason of the first host that cannot start, or "" if all hosts can start."""
     if not is_first_host():
         store.set(f"refusal of {name_host()}", own)
         return read_when_set(store, "refusal", "NODE_RANK=0, which waits for all hosts")
@@ -180,7 +180,7 @@ def leave(store: Any) -> None:
 
 
 def tell_refusal(error: UserError, signals: Any) -> None:
-    """Tell the other hosts why this host is refused. If NNODES is a range, the others start without this host."""
+    """Tell the other hosts why this host cannot start. If NNODES is a range, the others start without this host."""
     # ValueError: NODE_RANK=0 cannot be reached, or NNODES is not a number
     with suppress(ValueError, RuntimeError, KeyboardInterrupt):
         n_needed, n_hosts = read_hosts()
@@ -194,8 +194,8 @@ def tell_refusal(error: UserError, signals: Any) -> None:
 def tell_signal(signals: Any) -> Ending:
     """Tell the other hosts about a signal that came before all hosts met. NODE_RANK=0 may not be listening yet."""
     if read_hosts()[1] > 1:
-        # open_store fails if MASTER_ADDR is missing or unreachable, or if this host has already opened the store; in
-        # the last case, a thread shares signals
+        # open_store fails if MASTER_ADDR is missing or unreachable, or if this host has already opened the store. In
+        # the last case, a thread already shares signals.
         with suppress(RuntimeError, UserError):
             store = open_store(TELL_WITHIN_S)
             signals.share(store)
@@ -220,7 +220,7 @@ def read_when_set(store: Any, key: str, what: str) -> str:
 
 
 def describe_difference(first: dict[str, object], own: dict[str, object]) -> str:
-    """Return a text about the first setting that differs from NODE_RANK=0, or ""."""
+    """Describe the first setting that differs from NODE_RANK=0. Return "" if there is none."""
     for key in [*first, *own]:
         there = first.get(key)
         here = own.get(key)
@@ -257,8 +257,8 @@ def connect() -> tuple[str, str] | None:
 def end_if_cut_off(timeout_s: float) -> None:
     """End this launcher and its ranks if NODE_RANK=0 cannot be reached for `timeout_s`. Runs in a thread.
 
-    By itself, torchrun would wait forever, because its time-out needs an answer from the host with the store (torch
-    2.13).
+    Without this function, torchrun would wait forever, because its time-out needs an answer from the host with the
+    store (torch 2.13).
     """
     reached_at_s = time.monotonic()
     while time.monotonic() - reached_at_s < timeout_s:
@@ -307,8 +307,8 @@ def claim_cause(store: Any, own: Ending) -> Ending:
 
 
 def agree_on_cause(store: Any, own: Ending) -> Ending:
-    """Return the ending of the host that failed first. Return `own` if no host failed, or if the ranks of this host
-    trained."""
+    """Return the ending of the host that failed first. Return `own` if no host failed, or if this host has finished
+    training."""
     with suppress(RuntimeError):  # NODE_RANK=0 has ended, or this host has lost its connection
         if own.status in STOPPED:  # the signal may have reached a rank, but no launcher
             store.set(SIGNAL, str(own.status - 128))

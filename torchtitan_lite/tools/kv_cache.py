@@ -1,4 +1,4 @@
-"""Cache keys and values of attention, so that reading one more token does not recompute the earlier tokens.
+"""Cache the keys and values of attention. Reading one more token then does not recompute the earlier tokens.
 
     read([a, b, c])    computes keys and values of a b c      caches a b c .     returns the logits after c
     read([d])          computes keys and values of d only     caches a b c d     returns the logits after d
@@ -7,7 +7,7 @@
 The cache replaces the submodule `attention.inner`, as context parallel does, so training and generation run the same
 model code. The cache computes attention over one document that starts at position 0, with the window and the sinks of
 its layer. A value of model.attention is supported if its row in config/choices.py has no code. A model with custom
-attention (model/own_attention.py) is refused.
+attention (model/own_attention.py) is not supported.
 
 Legend: B batch (1 here), S sequence, Q tokens being read, L tokens read so far, H heads, K kv heads, E head dim.
 """
@@ -37,7 +37,7 @@ class CachedAttention(InnerAttention):
         super().__init__()
         self.window: int | None = getattr(replaced, "window", None)
         self.sinks: nn.Module | None = getattr(replaced, "sinks", None)
-        # keys and values (2, 1, K, L, E); with a window, only of tokens that later tokens can attend to
+        # keys and values (2, 1, K, L, E). With a window: only of the tokens to which later tokens can attend
         self.cache: Tensor | None = None
 
     def forward(
@@ -50,7 +50,7 @@ class CachedAttention(InnerAttention):
         """query (1, H, Q, E), key and value (1, K, Q, E) of the tokens being read -> (1, H, Q, E)."""
         key_value = stack_heads(key, value)
         if self.cache is not None:
-            # This copies the cache, but attention reads the whole cache anyway, and no memory is reserved in advance.
+            # This copies the cache. But attention reads the whole cache anyway, and no memory is reserved in advance.
             key_value = torch.cat((self.cache, key_value), dim=3)
         n_queries = query.shape[2]
         n_keys = key_value.shape[3]
@@ -74,8 +74,8 @@ class CachedAttention(InnerAttention):
 class CachedModel:
     """A full model with a KV cache in every attention. Modifies the model, so do not train it afterwards.
 
-    Raises UserError if the model has custom attention: the cache would replace such attention, or the attention would
-    not use the cache.
+    Raises UserError if the model has custom attention. The cache would replace the custom code, or the custom code
+    would not use the cache.
     """
 
     def __init__(self, model: nn.Module, attention: str = "causal"):
@@ -130,7 +130,7 @@ class CachedModel:
         self.length += len(tokens)
         positions = torch.arange(start, self.length, device=device)
         new = torch.tensor([tokens], device=device)
-        # without cuDNN, which makes a new plan for each sequence length
+        # without cuDNN, which builds a new execution plan for each sequence length
         with sdpa_kernel(OTHER_KERNELS):
             logits = self.model(new, positions=positions[None])  # (1, 1, V)
         return logits[0, -1].float().cpu()

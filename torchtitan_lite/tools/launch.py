@@ -81,7 +81,7 @@ def main(options: Namespace, work: Callable[[list[str], Path, RunSpec], int] | N
         return ending.status
     except UserError as error:
         tell_refusal(error, signals)
-        handle_signals(signal.SIG_IGN)  # a signal from Slurm must not change the status
+        handle_signals(signal.SIG_IGN)  # a signal from Slurm must not change the exit status
         raise
     except OSError as error:
         tell(f"This run cannot start:\n{error}")
@@ -94,7 +94,7 @@ def main(options: Namespace, work: Callable[[list[str], Path, RunSpec], int] | N
     if is_first and sys.stderr.isatty():
         threading.Thread(target=watch_saves, args=(checkpoints,), name="saves", daemon=True).start()
     folder = Path(tempfile.mkdtemp(prefix="torchtitan_lite."))
-    # a run that writes nothing must not read an earlier run's hang reports
+    # if this run writes no files, it must not read the hang reports of an earlier run
     signals.watch_hangs((spec.written_folder or folder) / HANG)
     status, reason, details = run_ranks(work, args, spec, folder, signals)
     tell(details)
@@ -110,7 +110,7 @@ def main(options: Namespace, work: Callable[[list[str], Path, RunSpec], int] | N
         status = export_last_checkpoint(spec)
         if status in STOPPED:
             reason = describe_signal(status)
-    handle_signals(signal.SIG_IGN)  # a copy of the signal must not change the status
+    handle_signals(signal.SIG_IGN)  # another copy of the signal must not change the exit status
     last = find_last_start(folder)
     if status == 1 and last and len(list(last.iterdir())) > 1:
         said = f"What the other ranks wrote is in {last}: RANK/error.json, RANK/stderr.log."
@@ -123,10 +123,10 @@ def main(options: Namespace, work: Callable[[list[str], Path, RunSpec], int] | N
 
 
 def record_cause(folder: Path, cause: str) -> None:
-    """Append the reason for a failure to the records and the log in the run's `folder`, unless another run writes to
+    """Append the reason for a failure to metrics.jsonl and log.txt in the run's `folder`, unless another run writes to
     it.
 
-    Rank 0 may have recorded only that it lost its peers, or nothing. The launcher knows which rank failed first.
+    Rank 0 may have recorded nothing, or only that it lost its peers. The launcher knows which rank failed first.
     """
     records = folder / METRICS
     now = datetime.now(timezone.utc)
@@ -225,8 +225,8 @@ def run_ranks(
     store = None
     try:
         if n_hosts > 1:
-            # The hosts compare unresolved configs, because a host that joins later may resolve the resumed run
-            # differently.
+            # The hosts compare unresolved configs, because a host that joins later may resolve the config of the
+            # resumed run differently.
             config = dict(flatten_table(asdict(read_config(args).config)))
             config["NGPU"] = n_local
             store = join_hosts(config, spec.config.comm.train_timeout_seconds, signals)

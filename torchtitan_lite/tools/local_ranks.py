@@ -43,14 +43,15 @@ class Signals:
         self.started_at_s = time.time()  # the last start of the ranks
 
     def watch_hangs(self, folder: Path) -> None:
-        """From now on, print the hangs that ranks report in `folder`, and kill the ranks if a signal has arrived."""
+        """From now on, print the hangs that ranks report in `folder`. If a signal has arrived, a hang also kills the
+        ranks."""
         self.hangs = folder
         watch = (folder, self.report_hang)
         threading.Thread(target=hang.watch, args=watch, name="hangs", daemon=True).start()
 
     @property
     def ending(self) -> Ending:
-        """Exit status and reason of the run, as the first signal determines them."""
+        """Exit status and reason of a run that ends because of the first signal."""
         status = 128 + self.received[0]
         return Ending(status, describe_signal(status))
 
@@ -92,7 +93,7 @@ class Signals:
 
     def react(self) -> None:
         """Act on a signal. Without ranks, interrupt or end this launcher. With ranks, forward the first signal to the
-        ranks; on a later signal, or if a step hangs, kill the ranks."""
+        ranks. On a later signal, or if a step hangs, kill the ranks."""
         if self.received:
             if self.interrupts:
                 raise KeyboardInterrupt

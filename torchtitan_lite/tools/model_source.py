@@ -53,14 +53,14 @@ class ModelSource:
     attention: str  # a key of ATTENTIONS in config/choices.py
     tokenizer: Tokenizer
     end_ids: frozenset[int]  # a generated text ends at any of these tokens
-    context: int | None  # length of the training sequences in tokens; None if unknown
+    context: int | None  # context length in tokens; None if unknown
     published: dict[str, dict[str, Any]]  # JSON files that came with the weights: name -> content
     checkpoint: OpenCheckpoint | None  # None for a Hugging Face folder
 
 
 def open_source(options: Namespace) -> ModelSource:
-    """Open options.source. Raises UserError if there is no model, and other errors if the checkpoint or folder cannot
-    be read."""
+    """Open options.source. Raises UserError if it has no model, and other errors if the checkpoint or folder cannot be
+    read."""
     path = options.source
     checkpoint = None
     attention = "causal"
@@ -150,7 +150,7 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def read_end_ids(published: dict[str, dict[str, Any]]) -> frozenset[int]:
-    """Return eos_token_id of generation_config.json, or of config.json if the first file has none. Both can be
+    """Return eos_token_id of generation_config.json, or of config.json if the first file has none. Both files can be
     missing."""
     for name in (GENERATION_CONFIG, CONFIG):
         value = published.get(name, {}).get("eos_token_id")

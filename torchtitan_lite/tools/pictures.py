@@ -17,7 +17,7 @@ PLOT_HEIGHT = 130  # pixels
 ROW_HEIGHT = 20  # pixels
 MOST_STEPS = 4  # intervals between the ticks of an axis
 MOST_POINTS = 300  # per curve
-# if a picture has more boxes, all boxes of a color become one shape without tooltips
+# if a picture has more boxes, all boxes of the same color become one shape without tooltips
 MOST_BOXES = 700
 PAGE_WIDTH = 1048  # pixels, at most
 PHONE_WIDTH = 358
@@ -61,8 +61,8 @@ rect, path { fill: color-mix(in srgb, currentColor 62%, var(--page)) } rect { st
 @media print { h2, h3 { break-after: avoid } figure, svg, tr { break-inside: avoid } }
 """
 
-Points = list[tuple[float, float]]  # (place on the horizontal axis, value)
-Samples = list[tuple[float, list[float]]]  # (place on the horizontal axis, value of each run)
+Points = list[tuple[float, float]]  # (position on the horizontal axis, value)
+Samples = list[tuple[float, list[float]]]  # (position on the horizontal axis, value of each run)
 Curve = tuple[str, str, str, Samples]  # name, color, dashes of the line, samples
 Box = tuple[float, float, str, str, str]  # start, end, color, title, text inside
 Part = tuple[float, str, str, str]  # size, color, "" or "pale", title
@@ -79,7 +79,8 @@ def choose_ticks(low: float, high: float) -> list[float]:
 
 
 def thin(points: Points) -> Points:
-    """Return at most MOST_POINTS points: the lowest and the highest of each group of neighbors, which keeps spikes."""
+    """Return at most MOST_POINTS points. To keep spikes, take the lowest and the highest point of each group of
+    neighbors."""
     if len(points) <= MOST_POINTS:
         return points
     kept = set()
@@ -95,7 +96,7 @@ def draw_curves(
 ) -> str:
     """Draw each curve as the mean of its runs, in a band from the lowest to the highest value.
 
-    `marks` are ticks below the curves: (place, color, title). `axis` is the unit of the axis, such as steps.
+    `marks` are ticks below the curves: (position, color, title). `axis` is the unit of the axis, such as steps.
     """
     places = []
     values = []

@@ -13,7 +13,7 @@ WORKER_ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
     "KINETO_LOG_LEVEL": "99",  # turns off the profiler's messages
 }
-PRELOADED = [  # the fork server of the workers imports these modules once, so the workers need not import them
+PRELOADED = [  # the fork server imports these modules once, so its workers need not import them
     "torch.distributed",
     "torchtitan_lite.step",  # the trial train.py needs this module and the next two
     "torchtitan_lite.checkpoint.load",
@@ -34,7 +34,8 @@ def start_fork_server(modules: list[str]) -> None:
     can handle it. The workers of `verify` never unblock them.
     """
     multiprocessing.set_forkserver_preload(["torchtitan_lite.tools.fork_server", *modules])
-    # killed workers leave semaphores of torch.compile behind. Python's resource tracker frees them, with a warning
+    # Killed workers leave semaphores of torch.compile behind. Python's resource tracker frees them, and prints a
+    # warning.
     sys.warnoptions.append("ignore::UserWarning:multiprocessing.resource_tracker")
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     # the resource tracker must start first, because it unblocks the signals

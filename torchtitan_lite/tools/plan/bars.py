@@ -2,7 +2,7 @@
 
 The forecast of a published run is compared with its published speed. A stack is the code base of a trainer: all pages
 about torchtitan are one stack, and so are all pages about NVIDIA's Megatron. The constants for this comparison are
-fitted without the runs of the same stack. A family with runs of fewer than three stacks has no error bar.
+fitted without the runs of the same stack. A family has no error bar if its runs come from fewer than three stacks.
 """
 
 from typing import NamedTuple
@@ -16,7 +16,7 @@ class Bar(NamedTuple):
     high: float  # for 80 % of the runs, the ratio forecast / published is between 1 / high and high
     median: float  # median of |forecast / published - 1|
     n_stacks: int
-    n_rows: dict[str, int]  # GPU -> number of published runs
+    n_rows: dict[str, int]  # GPU -> number of published runs on it
 
     def widen(self, value: float) -> tuple[float, float]:
         """Return the 80 % range for a forecast of `value`."""

@@ -28,6 +28,6 @@ def find_interval(mtbf_s: float, save_stall_s: float) -> float:
 def measure_goodput(
     interval_s: float, mtbf_s: float, restart_s: float, save_stall_s: float
 ) -> float:
-    """Return the fraction of time that is useful work, if every `interval_s` seconds of work are followed by a save."""
+    """Return the fraction of time spent on useful work, if a save follows every `interval_s` seconds of work."""
     expected = mtbf_s * exp(restart_s / mtbf_s) * (exp((interval_s + save_stall_s) / mtbf_s) - 1)
     return interval_s / expected

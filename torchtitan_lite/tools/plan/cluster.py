@@ -23,8 +23,8 @@ from torchtitan_lite.config.machine import GIB, MIB, PEAK_BF16_FLOPS, Machine
 
 GB = 10**9
 # ZeRO stage -> bytes that the allocator reserves per byte in use, for this trainer on one GPU. The values come from a
-# replay on a simulated H200 (assets/benchmarks/2026-11-29-no-gpu.md), not from a run on a GPU. OWN_CONTEXT_BYTES, the
-# memory of CUDA without NCCL, is assumed.
+# replay on a simulated H200 (assets/benchmarks/2026-11-29-no-gpu.md), not from a run on a GPU. OWN_CONTEXT_BYTES is an
+# assumption: the memory of CUDA without NCCL.
 OWN_RESERVE = {1: 1.28, 2: 1.02, 3: 1.25}
 OWN_CONTEXT_BYTES = GIB
 TILE = 128 * 256  # elements of a matmul's result that one multiprocessor computes at a time
@@ -57,10 +57,10 @@ class Cluster:
     # The efficiency of matmuls in float8, with a scale per tensor and per row. Fit.
     float8_efficiency: float = 0.60
     rowwise_efficiency: float = 0.35
-    # Cost of a tile's prologue and epilogue, in elements of the inner dim. Fit.
+    # Cost of a tile's prologue and epilogue, as a number of elements of the inner dim. Fit.
     tile_depth: float = 256.0
     kernel_s: float = 5e-6  # start and end of a kernel. Fit.
-    # cuDNN on Hopper, where it is torch's default: 529 TFLOP/s, arXiv:2407.08608, figure 5. Backward: fit.
+    # cuDNN, torch's default attention kernel on Hopper: 529 TFLOP/s, arXiv:2407.08608, figure 5. Backward: fit.
     cudnn_forward: float = 0.53
     cudnn_backward: float = 0.49
     # Triton kernels: flex attention, and llm-foundry's kernel. Fit.
@@ -77,9 +77,9 @@ class Cluster:
     latency_s: float = 8.4e-6
     link_latency_s: float = 3.4e-6
     network_latency_s: float = 14e-6
-    # An overlapped collective takes multiprocessors, memory bandwidth and power from compute. Compute and collective
-    # together take the longer of their times plus this fraction of the shorter one. The second value is for groups that
-    # span nodes. Fit.
+    # An overlapped collective takes multiprocessors, memory bandwidth and power from compute. Overlapped compute and
+    # collective take the longer of the two times, plus this fraction of the shorter time. The second value is for
+    # groups that span nodes. Fit.
     contention: float = 0.30
     network_contention: float = 0.15
     # Seconds that the host needs to launch an eager kernel; a compiled kernel takes half of this time. Fit. For
@@ -89,7 +89,7 @@ class Cluster:
     # Speed of a grouped matmul over experts, relative to a matmul. Fit.
     grouped_efficiency: float = 0.81
     async_tp_hidden: float = 0.61  # async TP hides this fraction of tp's collectives. Fit.
-    # Bytes that the allocator reserves per byte in use, without tp and with tp. With tp, the factor is larger, because
+    # Bytes that the allocator reserves per byte in use, without tp and with tp. The factor is larger with tp, because
     # copies of hidden states are often allocated and freed. Fit.
     reserve_factor: float = 1.21
     tp_reserve_factor: float = 1.27
@@ -161,7 +161,7 @@ class Cluster:
         return min(self.links, self.network * n / n_nodes) * max(0.3, 1 - slowdown)
 
     def find_latency(self, stride: int, n: int) -> float:
-        """Return the seconds of a collective on zero bytes over n ranks that are `stride` ranks apart."""
+        """Return the seconds that a collective on zero bytes takes over n ranks that are `stride` ranks apart."""
         n_nodes = self.count_nodes(stride, n)
         links_s = (n - n_nodes) * self.link_latency_s
         network_s = (n_nodes - 1) * self.network_latency_s

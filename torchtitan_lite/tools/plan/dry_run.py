@@ -1,11 +1,12 @@
-"""Run step.py in one process as one rank of any layout, with a fake process group and tensors without storage.
+"""Run step.py in one process as one rank of any layout, with a fake process group and fake tensors.
 
     plan --dry-run, explain   ->   dry_run(planned, pp_rank)   ->   build_run, train_step under a Meter
 
-A dry run calls the same functions as training, with the same arguments. Tests compare a dry run with the closed form of
+A dry run calls the same functions as training, with the same arguments. Tests compare a dry run with the formulas of
 plan: the collectives are equal, and memory is within a few percent. Collectives return at once and tensors have no
-storage (fake_world.py), so a dry run for 16,384 ranks costs no more than one for a single rank. `shorten_run` reduces a
-step with many microbatches to a few, and the dry run is compared with the closed form of this short step.
+storage (fake_world.py), so a dry run for 16,384 ranks costs no more than a dry run for a single rank. `shorten_run`
+reduces the number of microbatches in a step to a few, and the dry run is compared with the formulas for this short
+step.
 
 Scratch memory of kernels is not counted, because no operator returns it. In a dry run for a GPU, operators save the
 same tensors as CUDA kernels do: no S x S mask, and one kernel per norm. compile is off, so the memory is an upper bound
@@ -53,7 +54,7 @@ def shorten_run(planned: PlannedRun, n_microbatches: int) -> PlannedRun:
 def dry_run(planned: PlannedRun, pp_rank: int = 0) -> Meter:
     """Run one optimizer step, with all its microbatches, as the first rank of a pp rank's group.
 
-    Return its memory and traffic. The optimizer state exists before the step, as in every step but the first.
+    Return its memory and traffic. The optimizer state exists before the step, as in every step except the first.
     """
     config = with_value(planned.config, "compile.enable", False)
     model_args = planned.model_args
@@ -82,7 +83,7 @@ def dry_run(planned: PlannedRun, pp_rank: int = 0) -> Meter:
         fields = find_fields(config.training.loss, model_args.name)
         try:
             create_optimizer_state(run.optimizer)
-            # compute the float8 scales, as the previous step would
+            # compute the float8 scales, as the previous step would have done
             for follow_up in run.after_update:
                 follow_up()
             meter.restart()

@@ -79,7 +79,7 @@ def format_parameters(parameters: dict[str, Tensor], ranks: list[int]) -> str:
 
 
 def describe_slice(parameter: Tensor, rank: int) -> str:
-    """Return the slice of a parameter that a rank holds: "rows 0..31, columns 16..31"."""
+    """Return the slice of a parameter that a rank stores: "rows 0..31, columns 16..31"."""
     if not isinstance(parameter, DTensor):
         return "all"
     spans = locate(parameter, rank)
@@ -94,7 +94,7 @@ def describe_slice(parameter: Tensor, rank: int) -> str:
 
 
 def join_layers(owners: list[str]) -> str:
-    """Return "layers.2-4" for "layers.2", "layers.3", "layers.4". In the order of backward, the name is
+    """Return "layers.2-4" for "layers.2", "layers.3", "layers.4". If they are in the order of backward, return
     "layers.4-2"."""
     return owners[0] if len(owners) == 1 else f"{owners[0]}-{owners[-1].removeprefix('layers.')}"
 

@@ -1,4 +1,4 @@
-"""Replace the environment for a dry run: a process group without processes, tensors without data, kernels as on a GPU.
+"""Replace the environment for a dry run: a fake process group, fake tensors, and the kernels of a GPU.
 
 fake_group      a process group of all ranks without processes; its collectives return at once
 fake_tensors    tensors have a shape and no storage
@@ -62,7 +62,7 @@ def fake_tensors() -> Iterator[None]:
     """Context manager: new tensors have a shape and no storage."""
     outside = _disable_current_modes()  # decorates functions
     with (
-        # DTensor infers shapes with fake tensors of the full shape. These tensors must not be counted as memory.
+        # DTensor infers shapes with fake tensors of the full shape. The meter must not count these tensors as memory.
         patch.object(
             ShardingPropagator,
             "_propagate_tensor_meta_non_cached",
@@ -110,8 +110,8 @@ def static_stages(config: Config, model_args: ModelArgs, layout: Layout) -> Iter
 
 @contextmanager
 def even_experts(workload: Workload) -> Iterator[None]:
-    """Context manager: all ep ranks exchange the same number of rows, because fake tensors have no values to route
-    by."""
+    """Context manager: all ep ranks exchange the same number of rows, because fake tensors have no values for
+    routing."""
     ep = workload.layout.ep
     sent = [(workload.n_rows + rank) // ep for rank in range(ep)]
     received = [workload.n_rows // ep] * ep
@@ -137,11 +137,11 @@ def multiply_fake_groups(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor
 def gpu_kernels() -> Iterator[None]:
     """Context manager: attention without a mask, fused norms and fused updates, as on CUDA.
 
-    On a CPU, F.rms_norm keeps three more tensors of the size of x than on CUDA. Therefore layer norm replaces RMS norm:
-    it is one kernel, and keeps its input and two numbers per row. RMS norm on CUDA keeps almost the same tensors.
+    On a CPU, F.rms_norm saves three more tensors of the size of x than on CUDA. Therefore layer norm replaces RMS norm:
+    it is one kernel, and saves its input and two numbers per row. RMS norm on CUDA saves almost the same tensors.
     """
     with (
-        # attention without a mask is one kernel, which keeps the same tensors for backward as flex attention
+        # attention without a mask is one kernel, which saves the same tensors for backward as flex attention
         patch.object(document_attention, "create_mask", lambda *args, **options: None),
         patch.object(windowed_attention, "attend_with_mask", attend_with_sinks),
         patch.object(adamw_bfloat16, "move", lambda *args, **kwargs: None),  # one kernel

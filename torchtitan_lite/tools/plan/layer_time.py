@@ -26,7 +26,7 @@ TILE_ROWS = 128  # rows of a tile in a grouped matmul's result
 KERNELS_OF_LAYER = {False: 29, True: 15}  # compiled -> kernels in forward, except matmuls
 # Host time of torch's Python code, as a number of launches (host_s): for a linear layer on DTensors in forward, and for
 # the hooks of an FSDP group in forward or in backward. Measured on one core of an x86_64 server without a GPU (torch
-# 2.13): 0.5 and 1.1 ms. pytorch issue 173680 has 1 ms for hooks, torch 2.10.
+# 2.13): 0.5 and 1.1 ms. pytorch issue 173680 reports 1 ms for hooks (torch 2.10).
 LAUNCHES_OF_DTENSOR = 50
 LAUNCHES_OF_HOOKS = 100
 # number of additional kernels in an MoE layer: router, sorting, all-to-alls, experts
@@ -39,7 +39,7 @@ NORM_OP_BY_OP = 21
 # Bytes per element that the packing kernels of ZeRO++ read and write: qwZ around a gather, qgZ around a reduction
 QWZ_BYTES = 4
 QGZ_BYTES = 48
-# whether the loss is compiled -> bytes per logit in forward, and as many in backward
+# whether the loss is compiled -> bytes per logit in forward; backward moves the same number of bytes
 LOSS_BYTES = {False: 12, True: 6}
 # Seconds of matmuls (forward, gradients of inputs, gradients of weights) or of waits (forward, backward, recompute).
 Times = tuple[float, float, float]
@@ -83,8 +83,8 @@ class LayerTime:
         return self.cluster.expose(*self.place(axis), seconds, work)
 
     def copy_time(self, n_bytes: float) -> float:
-        """Return the seconds of copies that torch adds: FSDP2 copies to and from buffers, DTensor copies gathered
-        tensors."""
+        """Return the seconds of copies that torch adds: FSDP2 copies to and from buffers, and DTensor copies
+        all-gathered tensors."""
         return self.cluster.memory_time(n_bytes)
 
     # ------------------------------------------------------------ kernels
@@ -146,7 +146,8 @@ class LayerTime:
 
     @property
     def row_bytes(self) -> float:
-        """Bytes read and written per element of a row that is routed to an expert, without the expert's own kernels.
+        """Bytes that copies of routed rows read and write, per element of a row. The matmuls of the experts are not
+        included.
 
         Rows are copied when they are sorted by expert, when they are sorted back, and before and after the all-to-alls.
         Eager code sums them in fp32.
@@ -158,8 +159,8 @@ class LayerTime:
         """Return the seconds of a layer's elementwise kernels in forward and backward.
 
         Eager kernels read and write every tensor. Backward takes twice as long, but it copies rows only as often as
-        forward. In addition, it reads the results of the experts for the gradients of the routing weights, adds the
-        gradients that w1 and w3 give a row, and adds the rows of a token.
+        forward. In addition, backward reads the results of the experts for the gradients of the routing weights, adds
+        the two gradients of a row (from w1 and w3), and adds the rows of a token.
         """
         w = self.workload
         args = w.args
@@ -190,8 +191,8 @@ class LayerTime:
         """Seconds of an MoE layer's small kernels in forward. Backward takes twice as long. No trainer compiles these
         kernels.
 
-        With ep, the host waits for the counts of rows, so the device waits for each of these launches. Without ep, the
-        same time is counted; with large microbatches, it is 2 % of a step.
+        With ep, the host waits for the counts of rows, so the device waits for each of these launches. The same time is
+        counted without ep; with large microbatches, it is 2 % of a step.
         """
         return KERNELS_OF_EXPERTS * self.cluster.host_s
 
@@ -200,8 +201,8 @@ class LayerTime:
     def tensor_parallel_times(self, kind: LayerKind) -> Times:
         """Return the seconds of tp's collectives in the forward, the backward and the recompute of a layer.
 
-        A gathered tensor gets a gradient from each colwise matmul that reads it, and these gradients are added. An
-        eager addition reads two tensors and writes one.
+        Each colwise matmul that reads an all-gathered tensor returns a gradient for it, and these gradients are added.
+        An eager addition reads two tensors and writes one.
         """
         w = self.workload
         seconds = self.collective_time("tp", w.hidden_bytes) + self.copy_hidden(2)
@@ -250,7 +251,7 @@ class LayerTime:
         """Return the seconds that a layer waits for keys and values.
 
         An all-gather overlaps with attention on the local shard, which is 1/cp of the attention. A ring overlaps with
-        all of the attention. The reduction of fp32 gradients is overlapped only in a ring.
+        all of the attention. The reduction of fp32 gradients overlaps with compute only in a ring.
         """
         w = self.workload
         fetch = self.collective_time("cp", w.keys_values_bytes)
@@ -267,8 +268,9 @@ class LayerTime:
     def shard_times(self, kind: LayerKind, forward: float, backward: float) -> tuple[float, float]:
         """Return the seconds that a layer waits for FSDP in forward (all-gather) and backward (also reduce-scatter).
 
-        FSDP2 copies gathered parameters out of a buffer, and gradients into a buffer. These copies do not overlap. The
-        copies are counted for experts only: for dense layers they are short, and included in the fitted constants.
+        FSDP2 copies unsharded parameters out of a buffer, and gradients into a buffer. These copies do not overlap with
+        compute. They are counted for experts only: in dense layers, the copies are short, and the fitted constants
+        include them.
         """
         w = self.workload
         layout = w.layout
@@ -282,8 +284,8 @@ class LayerTime:
             copied = self.copy_time(2 * w.compute_bytes * n_copied)
         wait = copied + self.expose("fsdp", gather, forward)
         if layout.pp > 1:
-            # torch frees nothing after a backward. Therefore the forwards before the first backward gather, and later
-            # only the backwards gather. 1F1B starts with (pp + 1) / 2 forwards, averaged over the pp ranks.
+            # torch does not reshard after a backward. Therefore the forwards before the first backward gather, and
+            # later only the backwards gather. 1F1B starts with (pp + 1) / 2 forwards, averaged over the pp ranks.
             early = min(1.0, (layout.pp + 1) / 2 / layout.n_microbatches)
             return early * wait, (1 - early) * (copied + self.expose("fsdp", again, backward))
         if w.n_reductions == layout.n_microbatches:
@@ -296,7 +298,8 @@ class LayerTime:
     ) -> float:
         """Return the seconds to all-gather parameters. `sizes` maps an axis to the number of parameters.
 
-        `spared_bytes` are the bytes that a gather in float8 saves. `again` is true for the gather in backward.
+        `spared_bytes` is the number of bytes that an all-gather in float8 saves. `again` is true for the all-gather in
+        backward.
         """
         w = self.workload
         seconds = 0.0
@@ -331,7 +334,7 @@ class LayerTime:
     def describe_layer(self, kind: LayerKind) -> Phases:
         """Return the phases of a layer, averaged over its recompute modes.
 
-        Full recompute leaves out the last matmul, because backward does not need its output.
+        Full recompute skips the last matmul, because backward does not need its output.
         """
         w = self.workload
         times = [self.module_times(module) for module in kind.block if module.kind != "norm"]

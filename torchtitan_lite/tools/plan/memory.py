@@ -2,9 +2,9 @@
 
     at rest      parameters, gradients (fp32) and optimizer state of the rank's stages, sharded over tp and
                  dp_shard x cp; experts are sharded over ep and efsdp
-    gathered     full parameters in the compute dtype: two blocks (ZeRO 3), or all blocks (ZeRO 1, 2;
-                 in a pipeline, the blocks of three stages)
-    activations  tensors that forward keeps for backward (depends on the recompute mode), times microbatches in flight
+    gathered     unsharded parameters in the compute dtype: two blocks (ZeRO 3), or all blocks (ZeRO 1, 2;
+                 in a pipeline, the blocks of three pipeline stages)
+    activations  tensors saved for backward (depends on the recompute mode), times microbatches in flight
     received     receive buffers of a pipeline; torch allocates them for all microbatches of a step at once
     working      temporary tensors of the block in backward, or the logits and their gradients
 
@@ -29,7 +29,7 @@ class Memory(NamedTuple):
     optimizer: float
     gathered: float
     activations: float
-    received: float  # hidden states and their gradients, for all microbatches
+    received: float  # buffers for hidden states and their gradients, for all microbatches
     working: float  # temporary tensors of the current block, or of the loss
 
     @property
@@ -37,7 +37,7 @@ class Memory(NamedTuple):
         return sum(self)
 
 
-# kind of layer, bytes that it keeps, bytes that its backward adds
+# kind of layer, bytes that it saves for backward, additional bytes in its backward
 LayerEstimates = list[tuple[LayerKind, float, float]]
 # bytes at one moment of a step: gathered, gradients, activations, working
 Moment = tuple[float, float, float, float]
@@ -48,7 +48,7 @@ class RankMemory:
     """Estimates the peak memory of the ranks of a workload."""
 
     workload: Workload
-    # Properties of torch: number of stages that FSDP keeps gathered, each with its rotary angles
+    # Properties of torch: number of pipeline stages that FSDP keeps unsharded, and bytes of a rotary angle
     n_gathered = STAGES_GATHERED
     angle_bytes = 4  # a rotary angle, per token and element of a head
 
@@ -104,7 +104,7 @@ class RankMemory:
         return [(kind, *self.estimate_layer(kind)) for kind in self.workload.kinds]
 
     def list_kept(self, kind: LayerKind) -> dict[str, float]:
-        """Return recompute mode -> bytes per token that a layer keeps for backward, without router and experts.
+        """Return recompute mode -> bytes per token that a layer saves for backward, without router and experts.
 
         Tensors are in the compute dtype and sharded over tp, except those marked "whole". Numbers are KiB of one rank,
         for Llama 8B in bf16.
@@ -115,9 +115,9 @@ class RankMemory:
                               (whole: partial sums); with tp, also after the reduce-scatter
             full         8.0  input of the block
 
-        Each mode also keeps the log-sum-exp of attention, 4 bytes per head, unless attention is recomputed. QK norms
-        keep their input and 4 bytes per head. In MoE layers, "op" recomputes pieces of the block. The norm before the
-        experts is not part of any piece, so its input and output are kept.
+        Each mode also saves the log-sum-exp of attention, 4 bytes per head, unless attention is recomputed. QK norms
+        save their input and 4 bytes per head. In MoE layers, "op" recomputes pieces of the block. The norm before the
+        experts is not part of any piece, so its input and output are saved.
         """
         w = self.workload
         args = w.args
@@ -151,11 +151,11 @@ class RankMemory:
         return kept
 
     def list_kept_by_experts(self) -> Counter[str]:
-        """Return recompute mode -> bytes per token that router and experts keep for backward.
+        """Return recompute mode -> bytes per token that router and experts save for backward.
 
         A rank has 1/tp of the tokens.
 
-            none    in fp32: input and scores of the router, routing weights, the rows they multiply; routes and orders
+            none    in fp32: input and scores of the router, routing weights, outputs of w2; routes and orders
                     (int64); rows sorted by expert, outputs of w1 and w3, output of silu, the product
             op      logits, routes; with ep > 1, also the rows after each all-to-all
         """
@@ -177,12 +177,12 @@ class RankMemory:
         return Counter(none=none / w.layout.tp, op=op / w.layout.tp)
 
     def estimate_layer(self, kind: LayerKind) -> tuple[float, float]:
-        """Return the bytes that a layer keeps per microbatch, and the additional bytes at the peak of its backward.
+        """Return the bytes that a layer saves per microbatch, and the additional bytes at the peak of its backward.
 
         In backward, a layer holds recomputed activations and temporary gradients. An MoE layer can need more memory at
-        two other times. First, when the next MoE layer is gathered into a buffer, and its slices are copied. Second,
-        when the layer's own gradients are reduced, and exist in the compute dtype and in fp32. By then, the layer's
-        activations are freed, and under ZeRO 3 also its parameters.
+        two other times: first, while the next MoE layer is all-gathered into a buffer and copied out of it; second,
+        while the layer's own gradients are reduced, and exist in the compute dtype and in fp32. By then, the layer's
+        activations are freed, and under ZeRO 3 also its unsharded parameters.
         """
         w = self.workload
         args = w.args
@@ -194,7 +194,7 @@ class RankMemory:
         moments = []
         if kind.is_moe:
             experts = self.list_kept_by_experts()
-            # Outputs of the experts in fp32, which the routing weights multiply
+            # The outputs of the experts in fp32. They are multiplied by the routing weights.
             weighted = w.n_rows * args.dim * MASTER_BYTES
             of_experts = w.n_rows * (3 * args.moe.expert_ffn_dim + args.dim) * width
             exchanged = 5 * w.rows_bytes if layout.ep > 1 else 0
@@ -223,7 +223,7 @@ class RankMemory:
 
         The loss always holds the fp32 gradient of the weight. In addition, forward holds a chunk's logits in both
         dtypes and their gradient, and backward holds the gradient of the logits and the chunk's contribution to the
-        weight's gradient. The larger of these two counts.
+        weight's gradient. The larger of the two sums counts.
         """
         w = self.workload
         width = w.compute_bytes
@@ -241,7 +241,7 @@ class RankMemory:
         """Return the bytes of the loss, of hidden states before and after the final norm, and of their gradient."""
         w = self.workload
         tp = w.layout.tp
-        n_hidden = 3 if tp == 1 else 2 + 2 / tp  # tp gathers the last two
+        n_hidden = 3 if tp == 1 else 2 + 2 / tp  # tp all-gathers the last two
         return self.estimate_loss() + n_hidden * w.hidden_bytes
 
     def list_moments_of_pipeline(self, layers: LayerEstimates, pp_rank: int) -> list[Moment]:
@@ -264,7 +264,7 @@ class RankMemory:
         for index in indices:
             kept[index] = sum(n_bytes * kind.count(w.stages[index]) for kind, n_bytes, _ in layers)
             if index == 0 and not kept[index]:
-                # A stage with only the embedding keeps its output. Later stages keep a receive buffer.
+                # A stage with only the embedding saves its output. Later stages keep a receive buffer.
                 kept[index] = w.hidden_bytes / w.layout.tp
             elif kept[index]:
                 kept[index] += w.n_tokens * w.args.head_dim * self.angle_bytes
@@ -278,7 +278,7 @@ class RankMemory:
         return moments
 
     def find_largest_block(self, layers: LayerEstimates) -> float:
-        """Return the bytes of the largest gathered layer."""
+        """Return the bytes of the largest unsharded layer."""
         sizes = [
             kind.sizes.total() * self.workload.compute_bytes - kind.spared_bytes
             for kind, *_ in layers
@@ -289,9 +289,9 @@ class RankMemory:
         """List the moments that can be the peak without a pipeline.
 
         The moments are the loss, the last and the first block in backward, and the reduction of the embedding's
-        gradient. Activations are freed while gradients are allocated. FSDP gathers into a buffer, from which it copies
-        the parameters. The head's buffer is freed after its backward. A block's buffer is freed when the next block is
-        gathered. The fp32 input of a reduction is freed at the next reduction.
+        gradient. Activations are freed while gradients are allocated. FSDP all-gathers into a buffer, from which it
+        copies the parameters. The head's buffer is freed after its backward. A block's buffer is freed when the next
+        block is all-gathered. The fp32 input of a reduction is freed at the next reduction.
         """
         w = self.workload
         layout = w.layout
@@ -316,7 +316,7 @@ class RankMemory:
         reduce_bytes = 0
         if not w.is_whole and (layout.zero_stage > 1 or layout.n_microbatches == 1):
             reduce_bytes = w.reduce_bytes
-        near = 0.0  # hpZ's copies of each block inside a node
+        near = 0.0  # bytes of hpZ's secondary shards: a copy of the weights, sharded inside a node
         if "hpz" in w.zero_plus_plus:
             for kind in w.kinds:
                 for axis, n_parameters in kind.sizes.items():

@@ -11,8 +11,8 @@ While an operator runs, Python's stack shows who called it:
     models/llama3/modules.py:96   the innermost frame of this package       -> line
     _engine_run_backward          the call of autograd                      -> phase
 
-In backward, the stack ends in autograd's engine. Autograd numbers its nodes in the order in which forward creates
-them, so the sequence number of the running node identifies the call site in forward.
+In backward, the stack ends in autograd's engine. Autograd numbers its nodes in the order in which forward creates them.
+Therefore the sequence number of the running node identifies the call site in forward.
 """
 
 import sys
@@ -54,7 +54,7 @@ OPERATIONS = {  # part of an operator's name, without "_" -> operation
 CALL, ENGINE = nn.Module._call_impl.__code__, torch.autograd.graph._engine_run_backward.__code__
 # A pipeline schedule calls these functions outside of the model.
 FSDP = {"unshard": "forward", "post_backward": "backward"}
-# Calls in these files are attributed to the callers of these files.
+# A call in one of these files is attributed to the line outside of these files that led to it.
 NO_CALL_SITES = ("parallel/exchange.py", "parallel/tensor_parallel.py", "tools/")
 
 
@@ -148,7 +148,7 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if any(issubclass(kind, DTensor | AsyncCollectiveTensor) for kind in types):
-            # tensors of these subclasses call the operator again on their plain tensors
+            # these subclasses call the operator again on their plain tensors
             return NotImplemented
         # local operators need a call site too, because backward looks up the sites of forward
         site = self._find_site()

@@ -47,8 +47,8 @@ def list_order(schedule: str, pp: int, n_microbatches: int, n_stages_per_rank: i
 def list_lengths(pp: int, n_microbatches: int) -> list[tuple[int, int]]:
     """Return short orders that replace a long order, as (number of microbatches, weight) pairs.
 
-    The time of the long order, and its number of microbatches in flight, are weighted sums over the short orders. In
-    a full pipeline, each round of microbatches adds the same amount. So a figure f of m microbatches is
+    The time of the long order, and its number of microbatches in flight, are weighted sums over the short orders. In a
+    full pipeline, each round of microbatches adds the same amount. So a quantity f of m microbatches is
     f(m) = f(a) + k * (f(a + round) - f(a)), with a = m - k * round. An order of at most four rounds is not shortened.
     """
     size = n_microbatches // max(1, n_microbatches // pp)
@@ -128,7 +128,7 @@ def run_steps(rank: int, pp: int, steps: str) -> list[Action]:
 def zero_bubble_v(rank: int, pp: int, n_microbatches: int, stages: range) -> list[Action]:
     """List ZBVZeroBubble: forwards fill both arms, then F, I and W alternate, then I runs before the remaining W."""
     n_after = pp - rank - 1  # ranks after this one
-    # The pattern needs at least 2 * pp - 1 microbatches. Microbatches that do not exist are dropped at the end.
+    # The pattern needs at least 2 * pp - 1 microbatches. Actions of surplus microbatches are removed at the end.
     n_filling = max(2 * pp - 1, n_microbatches)
     steps = "aF " * (2 * n_after + 1)
     steps += "bF aF " * rank
@@ -144,7 +144,7 @@ def zero_bubble_v(rank: int, pp: int, n_microbatches: int, stages: range) -> lis
 
 
 def dual_pipe_v(rank: int, pp: int, n_microbatches: int, stages: range) -> list[Action]:
-    """List DualPipeV: forwards of one arm alternate with backwards of the second arm. The last backwards are split."""
+    """List DualPipeV: forwards of one arm alternate with backwards of the other arm. The last backwards are split."""
     n_after = pp - rank - 1  # ranks after this one
     steps = "aF aF " * n_after
     steps += "aF bF " * (rank + 1)
@@ -186,7 +186,7 @@ ORDERS: dict[str, Callable[..., list[Action]]] = {  # names as in torch
 
 # set of stages that have gradients -> most microbatches in flight at that time, by stage, in tenths
 InFlight = dict[frozenset[int], Counter[int]]
-STAGES_GATHERED = 3  # torch gathers the next three stages of a pp rank, and frees the others
+STAGES_GATHERED = 3  # torch unshards the next three stages of a pp rank, and reshards the others
 # Kind of an action -> tenths of a microbatch that it adds. Between the two halves of a split backward, a microbatch
 # counts 1.6 times, because it also holds the gradients of the outputs of norms and linear layers: in a block of Llama
 # 8B, 264 KiB per token instead of 164.
@@ -194,7 +194,7 @@ TENTHS = {"F": 10, "B": -10, "I": 6, "W": -16}
 
 
 def count_in_flight(row: list[Action]) -> InFlight:
-    """Return the microbatches in flight on a pp rank at its possible peaks, in tenths.
+    """Return the microbatches in flight on a pp rank at its possible memory peaks, in tenths.
 
     A microbatch holds its activations from its F to its last backward. A stage reduces its gradients after its last B
     or W.
@@ -230,9 +230,9 @@ def extrapolate_in_flight(
 
 
 def count_gathers(row: list[Action]) -> Counter[int]:
-    """Return stage -> number of its gathers, if torch always keeps the next STAGES_GATHERED stages of the row."""
+    """Return stage -> number of all-gathers, assuming that torch keeps the next STAGES_GATHERED stages unsharded."""
     gathers = Counter()
-    later = set()  # the stages that torch keeps at the next action
+    later = set()  # the stages that torch keeps unsharded at the next action
     ahead = []  # the different stages that later actions use, the next one first
     for action in reversed(row):
         ahead = [action.stage, *(stage for stage in ahead if stage != action.stage)]

@@ -97,14 +97,15 @@ class PlannedRun:
         return describe_workload(self.config, self.model_args, self.layout)
 
     def with_recompute(self, section: ActivationCheckpoint) -> "PlannedRun":
-        """Return this run with these recompute settings. The copy shares all values that depend only on the layout."""
+        """Return a copy of this run with these recompute settings. It shares all values that depend only on the
+        layout."""
         planned = replace(self, config=replace(self.config, activation_checkpoint=section))
         counts = count_recompute(section, self.model_args)
         vars(planned)["workload"] = self.workload.with_recompute(counts)
         return planned
 
     def find_most_taken(self, live_bytes: float) -> float:
-        """Return the memory that a GPU needs for `live_bytes`, with the reserve, at the upper end of the error bar."""
+        """Return the memory that a GPU needs for `live_bytes`, reserve included, at the upper end of the error bar."""
         cluster = self.cluster
         if self.has_own_reserve:
             return live_bytes * OWN_RESERVE[self.layout.zero_stage] + OWN_CONTEXT_BYTES
@@ -131,12 +132,12 @@ class PlannedRun:
 
     @property
     def has_own_reserve(self) -> bool:
-        """Whether the reserve is this trainer's own (OWN_RESERVE). True on one GPU, because published runs have several
+        """Whether the reserve is this trainer's own (OWN_RESERVE). True on one GPU, because published runs use several
         GPUs."""
         return self.layout.world_size == 1 and self.cluster.name != "cpu"
 
     def name_rank(self, pp_rank: int) -> str:
-        """Return the name of a pp rank in the output. Without a pipeline, all ranks are alike."""
+        """Return the name under which a pp rank appears in the output. Without a pipeline, all ranks are alike."""
         return f"pp rank {pp_rank}" if self.layout.pp > 1 else "every rank"
 
     @cached_property

@@ -30,12 +30,12 @@ from torchtitan_lite.tools.plan.unmodeled import warn_of_unmodeled
 from torchtitan_lite.tools.tables import format_seconds, format_table, write_table
 
 N_BEST = 10
-LEAST_CAUSE = 0.05  # a cause is named if it explains at least this fraction of the additional time
+LEAST_CAUSE = 0.05  # the report names a cause if it explains at least this fraction of the additional time
 MICROBATCHES = (1, 2, 4, 8)  # sequences per microbatch
 STAGES_PER_RANK = (2, 4, 8)  # for interleaved schedules
 LEAST_TOKENS = 1024  # per sequence and cp rank
 TITLE = "# Found by plan --search"  # first words of a config that this file wrote
-# Printed if the best layout of a model with experts has no ep. Sources: assets/benchmarks/2026-11-29-experts.md
+# Printed if a model has experts, but its best layout has no ep. Sources: assets/benchmarks/2026-11-29-experts.md
 NO_EP = """
 Why the best layout has no ep: in this trainer, all-to-alls overlap with nothing and rows are
 sorted twice, while gathers of experts hide behind a large microbatch. ep inside a node saves no
@@ -190,7 +190,7 @@ def explain_common(common: list[PlannedRun], best: Forecast) -> str:
 def search_layouts(options: argparse.Namespace) -> str:
     """Search, write the best layout to `--toml`, and return the report.
 
-    Raises UserError if no layout fits, or for a file that the search must not replace.
+    Raises UserError if no layout fits, or if the search must not replace the file.
     """
     file = options.toml
     if file and file.is_file() and not file.read_bytes().startswith(TITLE.encode()):

@@ -1,4 +1,4 @@
-"""Find which rows of a weight and which tokens each rank has, for pictures of a layout. Does not need torch.
+"""Find the rows of a weight and the tokens that each rank has, for pictures of a layout. Does not need torch.
 
               stored all the time                           in use, after a gather
     weight    rows between steps: 1/(tp x fsdp)             rows while the block runs: gathered over dp_shard x cp

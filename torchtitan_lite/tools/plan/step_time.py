@@ -14,9 +14,9 @@ from torchtitan_lite.tools.plan.layer_time import LayerTime, Phases
 from torchtitan_lite.tools.plan.orders import Action, list_lengths, list_order
 from torchtitan_lite.tools.plan.timeline import simulate
 
-# ZeRO stage -> bytes that FSDP reads and writes per parameter if nothing is sharded: per step, and per microbatch. FSDP
-# casts and copies weights, and concatenates, copies and adds gradients. The numbers were recorded with float32 weights
-# (assets/benchmarks/2026-11-29-no-gpu.md). With bfloat16 weights, ZeRO 3 moves 6 bytes less per microbatch.
+# ZeRO stage -> bytes that FSDP reads and writes per parameter if there is only one shard: per step, and per microbatch.
+# FSDP casts and copies weights, and concatenates, copies and adds gradients. The numbers were recorded with float32
+# weights (assets/benchmarks/2026-11-29-no-gpu.md). With bfloat16 weights, ZeRO 3 moves 6 bytes less per microbatch.
 COPIED_BYTES = {1: (22, 10), 2: (-2, 26), 3: (-12, 46)}
 
 
@@ -142,7 +142,7 @@ class StepTime(LayerTime):
         """Lower bound on the step time: a rank waits for its first microbatch, and is never idle after that.
 
         Unless the backward is split, the bound includes the time in which the last backward runs through the earlier
-        stages. A split backward can hide this time behind the rank's last gradients of weights.
+        stages. With a split backward, the rank can compute its last weight gradients during this time.
         """
         layout = self.workload.layout
         splits_backward = SCHEDULES[self.workload.schedule].splits_backward

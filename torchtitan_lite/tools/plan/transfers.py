@@ -133,7 +133,7 @@ def list_calls_of_stage(w: Workload, index: int) -> list[Call]:
 
 
 def list_reductions_over_tp(w: Workload, modules: Iterable[ModuleRow], n_layers: int) -> list[Call]:
-    """List the all-reduces of gradients that each tp or ep rank computes from different tokens."""
+    """List the all-reduces of gradients over tp and ep. Each rank computes such a gradient from different tokens."""
     calls = []
     for module in modules:
         axis = "tp"
@@ -157,8 +157,8 @@ def list_calls_of_pass(w: Workload, kind: LayerKind) -> list[Call]:
     """List the calls over tp, ep and cp of one layer and microbatch. Backward mirrors forward.
 
     Over tp, inputs of colwise layers are gathered and outputs of rowwise layers are scattered. Recompute repeats the
-    gathers. Full recompute also repeats the scatters, except one at the end of the block. Over ep, counts and rows go
-    to experts, and results come back.
+    gathers. Full recompute also repeats the scatters, except a scatter at the end of the block. Over ep, counts and
+    rows go to experts, and results come back.
     """
     again = kind.average(full=1)
     n_both = kind.n_gathers + kind.n_scatters
@@ -166,7 +166,7 @@ def list_calls_of_pass(w: Workload, kind: LayerKind) -> list[Call]:
         ("tp", "all-gather", n_both + kind.gathers_again, w.hidden_bytes),
         ("tp", "reduce-scatter", n_both + kind.scatters_again, w.hidden_bytes),
     ]
-    # Ranks that share a head exchange their slices of it. The all-to-all over tp has parts of unequal sizes.
+    # Ranks that share a head exchange their slices of it in an all-to-all over tp, with unequal sizes.
     if kind.n_shared:
         n = w.n_sharing
         evenly = (
@@ -198,12 +198,14 @@ def list_calls_of_pass(w: Workload, kind: LayerKind) -> list[Call]:
 
 
 def list_calls_of_fsdp(w: Workload, stage: Stage, n_gathers: int) -> list[Call]:
-    """List the calls of FSDP (fsdp.py). `n_gathers` is how often a stage is gathered under ZeRO 1 and 2."""
+    """List the calls of FSDP (fsdp.py). `n_gathers` is the number of times that the stage is all-gathered under ZeRO 1
+    and 2."""
     m = w.layout.n_microbatches
     numbers = [n_gathers] * 3  # gathers of the embedding, of the head, and of each other group
     if w.layout.zero_stage == 3:
-        # Blocks are freed after forward and backward. The head is not freed between its forward and its backward,
-        # and the backward of the embedding needs no weight. In a pipeline, torch frees no parameters after a backward.
+        # Blocks are resharded after forward and backward. The head is not resharded between its forward and its
+        # backward, and the backward of the embedding needs no weight. In a pipeline, torch does not reshard after a
+        # backward.
         numbers = [m, 1, m + 1] if w.layout.pp > 1 else [m, m, 2 * m]
     calls = []
     for index, group in enumerate(w.groups_of(stage)):

@@ -1,6 +1,6 @@
 """List the features of a run that the forecast does not model. `plan` prints a remark for each feature.
 
-INSTEAD has the keys that are modeled only at their defaults. All other keys are modeled for all values, or do not
+INSTEAD lists the keys that are modeled only at their defaults. All other keys are modeled for all values, or do not
 change the time or the memory of a step. Validation and checkpoints run between steps, so they are not listed.
 """
 

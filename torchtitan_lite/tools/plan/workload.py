@@ -1,4 +1,4 @@
-"""Describe one optimizer step of a model in a layout by numbers. All formulas of the forecast use these numbers.
+"""Describe one optimizer step of a model in a layout as numbers. All formulas of the forecast use these numbers.
 
     planned_run.py  ->  Workload  ->  memory.py       bytes that are live on a rank
                                   ->  transfers.py    bytes that a rank moves
@@ -30,8 +30,8 @@ from torchtitan_lite.extensions.muon_rounds import deal_matrices
 from torchtitan_lite.tools.host_rules import MASTER_BYTES
 from torchtitan_lite.tools.plan.orders import Order, list_order
 
-# Equal FSDP groups. The fields are the axis; the elements (with padding) of each parameter of a group on a rank before
-# FSDP shards it; the number of groups; the elements of the weights that are gathered in float8
+# Equal FSDP groups. The fields are: the axis; the number of elements (with padding) of each parameter on a rank before
+# FSDP shards it; the number of groups; the number of elements of each weight that is all-gathered in float8
 Group = tuple[str, list[int], int, list[int]]
 
 
@@ -78,7 +78,7 @@ class LayerKind:
                 self.groups[axis].append(rows)
         # axis -> elements of all parameters
         self.sizes = Counter({axis: sum(sizes) for axis, sizes in self.groups.items()})
-        # Bytes that float8 saves when a layer is gathered
+        # Bytes that float8 saves when a layer is all-gathered
         self.spared_bytes = sum(self.float8) * (w.compute_bytes - 1)
         # tp gathers their input
         self.colwise = [module for module in by_style["colwise"] if module.kind == "linear"]
@@ -95,11 +95,11 @@ class LayerKind:
         self.products_dim = sum(module.weight[1] for module in self.rowwise[1:])
         # Blocks of Llama have SwiGLU and rotary embeddings; blocks of GPT have neither.
         self.is_gated = any(module.name.endswith("w3") for module in self.block)
-        # Full recompute leaves out a rowwise matmul at the end of a block, because backward does not need its output.
-        # But full recompute repeats experts at the end of a block, because backward needs the outputs that routing
-        # weights multiply.
+        # Full recompute skips a rowwise matmul at the end of a block, because backward does not need its output. But it
+        # repeats experts at the end of a block, because the gradients of the routing weights need the outputs of the
+        # experts.
         self.ends_in_rowwise = self.block[-1].kind == "linear"
-        # The modules of keys and values, if several ranks share each of their heads
+        # Number of modules for keys and values, if several ranks share each of their heads
         self.n_shared = sum(module.kv_heads > 0 for module in self.block) if w.n_sharing > 1 else 0
         # tp gathers one input for wq, wk and wv, and scatters the partial sums of each rowwise layer.
         self.n_gathers = len(list_gathered(self.block))
@@ -119,8 +119,8 @@ class LayerKind:
         return stage.n_layers[self.is_moe]
 
     def average(self, **by_mode: float) -> float:
-        """Return the average over layers of numbers that depend on the recompute mode. A mode that is not given counts
-        as 0."""
+        """Return the average over layers of a number that depends on the recompute mode. A mode that is not given
+        counts as 0."""
         total = sum(by_mode.get(mode, 0.0) * n for mode, n in self.recompute.items())
         return total / self.recompute.total()
 
@@ -156,7 +156,7 @@ class Workload:
     async_tp: bool = False
     ring: bool = False  # cp passes keys and values around a ring; otherwise it all-gathers them
     balances_by_loss: bool = False  # the auxiliary loss counts routes over whole sequences
-    # Properties of other trainers, for published runs. The defaults describe this trainer
+    # Properties of other trainers, for published runs. The defaults describe this trainer.
     overlaps_reduction: bool = False  # in a pipeline, reductions overlap with the last backwards
     grad_bytes: int = MASTER_BYTES  # bytes per element of a gradient between microbatches
     reduce_bytes: int = MASTER_BYTES  # bytes per element of a gradient in the reduction over dp
@@ -176,7 +176,7 @@ class Workload:
         self.rows_bytes = self.n_rows * args.dim * self.compute_bytes
         # Hidden states of a microbatch, (B, S/cp, D), before tp shards them
         self.hidden_bytes = self.n_tokens * args.dim * self.compute_bytes
-        # Number of key/value heads that a tp rank uses, and number of tp ranks that share each of these heads
+        # Number of key/value heads that a tp rank uses, and number of tp ranks that share each head
         self.n_kv_heads = max(1, args.n_kv_heads // layout.tp)
         self.n_sharing = max(1, layout.tp // args.n_kv_heads)
         # Keys and values of a microbatch on all cp ranks: 2 x (B, K/tp, S, E)
@@ -304,7 +304,7 @@ class Workload:
         return counts
 
     def spare_bytes(self, stages: Iterable[Stage]) -> float:
-        """Return the bytes that float8 saves when these stages are gathered."""
+        """Return the bytes that float8 saves when these stages are all-gathered."""
         return sum(kind.spared_bytes * kind.count(stage) for stage in stages for kind in self.kinds)
 
     # ------------------------------------------------------------ Muon
@@ -345,10 +345,10 @@ class Workload:
             for indices in deal_matrices(sizes, n * tp):
                 blocks = [prod(sizes[index]) // tp for index in indices]
                 slices = [matrices[index].n_at_rest for index in indices]
-                # The owners of the first tp matrices are rank 0 and its tp peers. Rank 0 owns the first.
+                # Rank 0 and its tp peers own the first tp matrices. Rank 0 owns the first matrix.
                 over_fsdp = sum(slices[tp:]) + sum(blocks[:tp]) - sum(slices[:tp])
                 over_tp = sum(blocks[1:tp]) + blocks[0] * (tp - 1)
-                # Scale to an all-to-all with equal parts that moves the average of the two directions.
+                # Scale to an all-to-all with equal splits that moves the average of the two directions.
                 elements = {}
                 if n > 1:
                     elements[axis] = over_fsdp / 2 * n / (n - 1)
@@ -366,7 +366,7 @@ def round_up(size: int, unit: int) -> int:
 
 @lru_cache
 def count_modules(stages: Stages, args: ModelArgs) -> tuple[Stage, ...]:
-    """Count the modules of each stage. Cached, because the layouts of a search have only few different stages."""
+    """Count the modules of each stage. Cached, because the layouts of a search have few different stages."""
     found = []
     for fqns in stages:
         layers = [int(fqn.removeprefix("layers.")) for fqn in fqns if fqn.startswith("layers.")]
