@@ -72,7 +72,7 @@ def count_bytes(tokenizer: Tokenizer, corpora: list[Corpus]) -> Tensor:
     id gets the mean number of bytes per token, so the total over the corpora is exact.
     """
     n_bytes = torch.zeros(tokenizer.vocab_size, dtype=torch.float64)
-    if tokenizer.decode_text:
+    if not tokenizer.is_spelled:
         n_text_bytes = sum(corpus.sizes.n_text_bytes for corpus in corpora)
         # the first token of a document is not a target
         n_tokens = sum(corpus.n_tokens - corpus.sizes.n_documents for corpus in corpora)

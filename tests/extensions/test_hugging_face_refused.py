@@ -67,10 +67,13 @@ def edit_tensors(change):
     return lambda folder: change_tensors(folder, change)
 
 
-def keep_only_pickles(folder: Path) -> None:
-    for path in folder.glob("*.safetensors*"):
-        path.unlink()
-    (folder / "pytorch_model.bin").write_bytes(b"crafted")
+def keep_only(name: str):
+    def change(folder: Path) -> None:
+        for path in folder.glob("*.safetensors*"):
+            path.unlink()
+        (folder / name).write_bytes(b"crafted")
+
+    return change
 
 
 A_FILE = "model-00001-of"
@@ -95,7 +98,17 @@ WRONG_FILES = {  # action, named; found when the folder is opened, before torch
         lambda folder: (folder / "config.json").rename(folder / "adapter_config.json"),
         "adapter_config.json: an adapter cannot be loaded. Merge it",
     ),
-    "pickles": (keep_only_pickles, "pytorch_model.bin is a pickle"),
+    "pickles": (keep_only("pytorch_model.bin"), "pytorch_model.bin is a pickle"),
+    "a GGUF file": (keep_only("m.gguf"), "m.gguf is another format: save it"),
+    "Meta's pickles": (keep_only("consolidated.00.pth"), "consolidated.00.pth is a pickle"),
+    "files without an index": (
+        lambda folder: (folder / INDEX).unlink(),
+        ".safetensors has no index: download model.safetensors.index.json",
+    ),
+    "names in a wrapper": (
+        edit_tensors(lambda tensors: tensors.update({f"module.{EMBEDDING}": torch.ones(2)})),
+        f"cannot be used:\n  module.{EMBEDDING} is (2,) in the files, and unknown",
+    ),
     "missing file": (lambda folder: first_file(folder).unlink(), A_FILE),
     "missing tensor": (
         edit_tensors(lambda tensors: tensors.pop(EMBEDDING)),

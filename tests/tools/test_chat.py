@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from folders import dump_json, load_json
 from marks import each_row
 from test_dialects import read_cases, read_json, write_folder
 from test_generate_tool import save
@@ -244,6 +245,61 @@ def test_an_answer_ends_with_a_special_token_of_the_tokenizer_however_it_is_spel
     assert read_chat_format(load_tokenizer(folder)).end == end
 
 
+LAST = "loop.last and message.role == 'assistant'"
+# what a template writes of a message -> targets of the answers "\n4" and "5", which follow each other
+IN_A_ROW = {
+    "{% if LAST %}<think>{% endif %}CONTENT<|im_end|>": ["\n4<|im_end|>", "<think>5<|im_end|>"],
+    "CONTENT{{ eos_token if LAST else '<|im_end|>' }}": ["\n4<|im_end|>", "5<|end_of_text|>"],
+}
+
+
+@each_row("written", IN_A_ROW)
+def test_answers_in_a_row_may_be_written_differently(written, make_folder):
+    template = written.replace("LAST", LAST).replace("CONTENT", "{{ message.content }}")
+    folder = make_folder(HEAD + template + TAIL)
+    talk = [*EXCHANGE[:1], EXCHANGE[1] | {"content": "\n4"}, EXCHANGE[1] | {"content": "5"}]
+    ids, _, turns = encode(folder, {"messages": talk})
+    assert turns == IN_A_ROW[written]
+    assert ids == AutoTokenizer.from_pretrained(folder).apply_chat_template(talk)["input_ids"]
+
+
+def test_a_header_that_takes_white_space_is_no_target(make_folder):
+    """Phi-4-mini has such tokens."""
+    folder = make_folder(
+        "{% for message in messages %}<|im_start|>{{ message.content }}</s>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>{% endif %}",
+        "</s>",
+    )
+    content = load_json(folder / "tokenizer.json")
+    for token in content["added_tokens"]:
+        token["rstrip"] = token["content"] == "<|im_start|>"
+    dump_json(folder / "tokenizer.json", content)
+    talk = [message | {"content": " \n4"} for message in EXCHANGE]
+    ids, targets, _ = encode(folder, {"messages": talk})
+    trained = [id for id, is_target in zip(ids, targets, strict=True) if is_target]
+    assert load_tokenizer(folder).decode(trained) == "4</s>"
+
+
+def test_a_content_that_must_be_null_beside_tool_calls_is_null(make_folder):
+    """DeepSeek V3's template needs it."""
+    folder = make_folder(
+        HEAD + "{% if message.content is none %}{{ message.tool_calls | tojson }}"
+        "{% else %}{{ message.content + '' }}{% endif %}<|im_end|>" + TAIL
+    )
+    _, _, (call, _) = encode(folder, TALKS["calls"] | {"tools": None})
+    assert '"city": "Paris"' in call
+
+
+def test_a_conversation_of_empty_answers_is_refused_in_these_words(make_folder):
+    folder = make_folder(
+        "{% for message in messages %}|{{ message.role }}|{{ message.content }}{% endfor %}"
+        "{% if add_generation_prompt %}|assistant|{% endif %}"
+    )
+    talk = [EXCHANGE[0], EXCHANGE[1] | {"content": ""}]
+    with pytest.raises(ValueError, match="its answers are empty"):
+        encode(folder, {"messages": talk})
+
+
 def test_weights_choose_among_the_answers_that_a_template_marks(make_folder):
     """test_dialects.py has weights and --only-last-turn without marks."""
     folder = make_folder(TEMPLATES["marks on their own line"][0])
@@ -307,7 +363,7 @@ def test_answers_that_are_not_certain_are_refused(line, make_folder):
         encode(folder, {"messages": talk * 2})
 
 
-@each_row("written", ["[1:]", ".replace('+', '')", ".split('2')[-1]", " | upper"])
+@each_row("written", [".lstrip('a')", ".replace('+', '')", ".split('2')[-1]", " | upper"])
 def test_a_message_that_the_template_changes_is_counted(written, make_folder):
     folder = make_folder(
         "{% for message in messages %}{{ message.content" + written + " }}</s>{% endfor %}"

@@ -241,6 +241,10 @@ accents after escapes in arguments
 an assistant begins, without targets
   row: {"messages": [{"role": "assistant", "content": "hi", "weight": 0}, U(2+2?), A(4)]}
   written: {"messages": [A(hi), U(2+2?), A(4)]}
+several answers in a row
+  row: {"messages": [U(2+2?), A(a), A(b), U(c), A(d), A(assistant)]}
+  written: {"messages": [U(2+2?), A(a), A(b), U(c), A(d), A(assistant)]}
+  targets: ["a", "b", "d", "assistant"]
 an assistant begins after the system
   row: {"messages": [S(S), A(hi), U(2+2?), A(4)]}
   written: {"messages": [S(S), A(hi), U(2+2?), A(4)]}

@@ -161,7 +161,7 @@ def create_unfinished(final: Path) -> Path:
     for path in (final, unfinished):
         if path.exists():
             raise CheckpointError(
-                f"{path} already exists, and is never overwritten: move it away, or name a different folder"
+                f"{path} already exists, and is never overwritten: delete or move it, or name a different folder"
             )
     unfinished.mkdir(parents=True)
     return unfinished

@@ -92,6 +92,7 @@ class Tokenizer:
     unknown_id: int | None = None  # id for text that the vocabulary cannot encode
     # decodes ids to text; None if a text is decoded by concatenating the bytes of its tokens
     decode_text: Callable[[list[int]], str] | None = None
+    is_spelled: bool = True  # whether the bytes of a text's tokens are the text
 
     @cached_property
     def vocab_size(self) -> int:

@@ -44,10 +44,8 @@ def read_json(path: Path, *, may_be_missing: bool = False) -> JsonObject:
         return JsonObject(path, {})
     try:
         value = json.loads(path.read_bytes(), object_pairs_hook=make_object)
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}. {REMEDY}") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not JSON: {error}. {REMEDY}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read as JSON: {error}. {REMEDY}") from None
     if not isinstance(value, dict):
         raise UserError(
             f"{path} must be an object {{...}}, but is {shorten_value(value)}. {REMEDY}"

@@ -333,9 +333,13 @@ def list_ignored(content: dict[str, Any], model_args: ModelArgs) -> list[str]:
     if content.get(ORIGINAL_LENGTH) and ORIGINAL_LENGTH not in used:
         unknown.append(f"{ORIGINAL_LENGTH} = {content[ORIGINAL_LENGTH]}")
     if unknown:
-        why = f"keys without effect, here and in transformers' {family.title}"
-        notices.append(f"{CONFIG}: {why}: {', '.join(unknown)}")
+        names = ", ".join(unknown)
+        notices.append(
+            f"{CONFIG}: keys without effect, here and in transformers' {family.title}: {names}"
+        )
     if content.get(TIE_KEY) and not model_args.tie_embeddings:
-        why = "the files have two different matrices, so the model is not tied, as in transformers"
-        notices.append(f"{CONFIG}: {TIE_KEY} = true, but {why}")
+        notices.append(
+            f"{CONFIG}: {TIE_KEY} = true, but the files have two different matrices, "
+            "so the model is not tied, as in transformers"
+        )
     return notices

@@ -43,6 +43,13 @@ ADAPTER = "adapter_config.json"  # if present, transformers applies a LoRA adapt
 NO_WEIGHTS = "rotary_emb.inv_freq"
 FILE_DTYPES = ("F32", "BF16", "F16")  # supported dtypes, as safetensors headers spell them
 MOST_NAMED = 8  # maximum number of tensors that a message names
+# pattern of other files with weights -> what is wrong with such a file, and how to fix it
+OTHER_FILES = {
+    "*.safetensors": f"has no index: download {INDEX} of the same model, or name a single file {SINGLE_FILE}",
+    "*.bin": "is a pickle, which is never opened here: save it as safetensors with transformers",
+    "*.pt*": "is a pickle, which is never opened here: download the model in Hugging Face's format",
+    "*.gguf": "is another format: save it as safetensors with transformers (from_pretrained with gguf_file)",
+}
 
 
 @dataclass(frozen=True)
@@ -66,8 +73,12 @@ def name_theirs(fqn: str, model_args: ModelArgs) -> list[str]:
 def open_folder(path: Path) -> HuggingFaceFolder:
     """Read config.json and the headers of all files. Raises HuggingFaceError with every problem."""
     if (path / ADAPTER).exists():
-        remedy = "Merge it into the weights with peft's merge_and_unload, or remove the file"
-        raise HuggingFaceError(path, [f"{ADAPTER}: an adapter cannot be loaded. {remedy}"])
+        raise HuggingFaceError(
+            path,
+            [
+                f"{ADAPTER}: an adapter cannot be loaded. Merge it with peft's merge_and_unload, or remove the file"
+            ],
+        )
     model_args = read_model_args(path)
     tensors = {}
     found = {}  # name -> shape
@@ -79,18 +90,16 @@ def open_folder(path: Path) -> HuggingFaceFolder:
         for name, (dtype, shape) in read_header(file).items():
             if name.endswith(NO_WEIGHTS):
                 continue
+            why = ""
             if dtype not in FILE_DTYPES:
-                why = f"{name} is {dtype}, but weights must be {', '.join(FILE_DTYPES)}"
-                raise HuggingFaceError(
-                    path, [f"{file.name}: {why}. Save them so with transformers"]
-                )
-            if name in tensors:
+                why = f"{file.name}: {name} is {dtype}, but weights must be {', '.join(FILE_DTYPES)}. "
+                why += "Save them so with transformers"
+            elif name in tensors:
                 other = tensors[name][0].name
-                raise HuggingFaceError(
-                    path, [f"{name} is in {other} and in {file.name}. Delete it in one of them"]
-                )
-            if (other := file_names.get(name, file.name)) != file.name:
+                why = f"{name} is in {other} and in {file.name}. Delete it in one of them"
+            elif (other := file_names.get(name, file.name)) != file.name:
                 why = f"{name} is in {file.name}, but {INDEX} names {other}. Download both again"
+            if why:
                 raise HuggingFaceError(path, [why])
             tensors[name] = (file, name)
             found[name] = shape
@@ -102,7 +111,7 @@ def open_folder(path: Path) -> HuggingFaceFolder:
             shape = shape[:0:-1]  # the matrix of an expert is transposed
         expected |= dict.fromkeys(name_theirs(fqn, model_args), shape)
     problems = []
-    for name in sorted(expected.keys() | found.keys()):
+    for name in found | expected:  # stored tensors first, because they explain missing ones
         stored = found.get(name, "missing")
         described = expected.get(name, "unknown")
         if stored != described:
@@ -110,8 +119,11 @@ def open_folder(path: Path) -> HuggingFaceFolder:
     if len(problems) > MOST_NAMED:
         problems[MOST_NAMED:] = [f"and {len(problems) - MOST_NAMED} more"]
     if problems:
-        remedy = f"Download the folder again, or correct {CONFIG}. If transformers finds all weights, save it with that"
-        raise HuggingFaceError(path, [*problems, remedy])
+        problems += [
+            f"Download the folder again, or correct {CONFIG}. If transformers finds all weights, save it with that",
+            "If names contain module. or _orig_mod., save the model inside that wrapper",
+        ]
+        raise HuggingFaceError(path, problems)
     return HuggingFaceFolder(model_args, tensors)
 
 
@@ -130,9 +142,7 @@ def find_tied(
     if embedding not in found:
         found[embedding] = found[head]
         tensors[embedding] = tensors[head]
-    elif found[embedding] != found[head] or read_bytes(*tensors[embedding]) != read_bytes(
-        *tensors[head]
-    ):
+    elif read_bytes(*tensors[embedding]) != read_bytes(*tensors[head]):
         return untied
     del found[head]
     return model_args
@@ -154,14 +164,16 @@ def list_weight_files(path: Path, file_names: dict[str, str]) -> list[Path]:
     if (path / SINGLE_FILE).is_file():
         return [path / SINGLE_FILE]
     if not file_names:
-        why = f"there is no {SINGLE_FILE} and no {INDEX}: download the weights"
-        if pickles := sorted(file.name for file in path.glob("*.bin")):
-            why += f"; {pickles[0]} is a pickle, which is never opened here: save it as safetensors with transformers"
-        raise HuggingFaceError(path, [why])
+        problems = [f"there is no {SINGLE_FILE} and no {INDEX}: download the weights"]
+        for pattern, why in OTHER_FILES.items():
+            problems += [f"{file.name} {why}" for file in [*path.glob(pattern)][:1]]
+        raise HuggingFaceError(path, problems)
     files = {path / name for name in file_names.values()}
     if missing := sorted(file.name for file in files if not file.is_file()):
-        why = f"{INDEX} names {', '.join(missing)}, which is not in the folder: download the folder again"
-        raise HuggingFaceError(path, [why])
+        names = ", ".join(missing)
+        raise HuggingFaceError(
+            path, [f"{INDEX} names {names}, which is not in the folder: download the folder again"]
+        )
     return sorted(files)
 
 

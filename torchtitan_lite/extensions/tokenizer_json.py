@@ -8,8 +8,7 @@ tokens.
 
 import hashlib
 import json
-from collections.abc import Callable, Container, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Container
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -47,7 +46,7 @@ def read_tokenizer_json(path: Path, content: bytes) -> Tokenizer:
     special = {token["content"]: token["id"] for token in added if token["special"]}
     ids = vocab | added_ids
     bos_id = ids.get(find_bos(file.get("post_processor") or {}))
-    eos_id = find_eos(path.parent, config, ids)
+    eos_id = find_eos(config, special_map, ids)
     spelled = spell_vocabulary(file, ids, added_ids)
     bytes_of_id = spelled or {id: token.encode() for token, id in ids.items()}
     decode_text = None
@@ -57,8 +56,7 @@ def read_tokenizer_json(path: Path, content: bytes) -> Tokenizer:
     else:
         package = import_extra("tokenizers", "hf").Tokenizer.from_buffer(content)
         make_encoders = partial(encode_by_package, package)
-        if not spelled:
-            decode_text = partial(package.decode, skip_special_tokens=False)
+        decode_text = partial(package.decode, skip_special_tokens=False)
     return Tokenizer(
         path=path,
         fingerprint=hashlib.sha256(content + f"\0{bos_id} {eos_id}".encode()).hexdigest(),
@@ -70,6 +68,7 @@ def read_tokenizer_json(path: Path, content: bytes) -> Tokenizer:
         normalize=compose if pairs and pairs.nfc else str,
         unknown_id=model.get("unk_id", ids.get(model.get("unk_token"))),
         decode_text=decode_text,
+        is_spelled=spelled is not None,
     )
 
 
@@ -78,41 +77,41 @@ def encode_by_package(package: Any) -> tuple[Callable, Callable]:
     package.no_truncation()
     package.no_padding()
     package.post_processor = None  # a post-processor may leave white space out of offsets
-    package.encode_special_tokens = True  # treats names of special tokens as plain text
+    strips = {id for id, token in package.get_added_tokens_decoder().items() if token.rstrip}
     if getattr(package.model, "unk_token", "") is None:
         # Without a name of an unknown token, the package drops text outside the vocabulary. With a name that has no id,
         # it raises an error.
         package.model.unk_token = NO_UNKNOWN
 
-    def encode_text(text: str) -> list[int]:
-        with explain_text():
-            return package.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    def encode(text: str, is_special: bool = False) -> Any:
+        package.encode_special_tokens = (
+            not is_special
+        )  # True treats names of special tokens as plain text
+        try:
+            return package.encode(text, add_special_tokens=False)
+        except Exception as error:  # the package raises only plain Exception
+            raise UserError(f"the text cannot be encoded: {error}") from None
 
     def encode_special(text: str) -> tuple[list[int], list[int]]:
-        package.encode_special_tokens = False
-        with explain_text():
-            found = package.encode(text, add_special_tokens=False)
-        package.encode_special_tokens = True
-        return found.ids, [end for _, end in found.offsets]
+        found = encode(text, is_special=True)
+        ends = [
+            # white space that belongs to the token may be the start of an answer
+            start + len(text[start:end].rstrip()) if id in strips else end
+            for id, (start, end) in zip(found.ids, found.offsets, strict=True)
+        ]
+        return found.ids, ends
 
-    return encode_text, encode_special
-
-
-@contextmanager
-def explain_text() -> Iterator[None]:
-    """Raise UserError for a text that the package cannot encode, because the package raises only plain Exception."""
-    try:
-        yield
-    except Exception as error:
-        raise UserError(f"the text cannot be encoded: {error}") from None
+    return lambda text: encode(text).ids, encode_special
 
 
 def find_bos(processor: dict) -> str | None:
     """Return the token that the post-processor adds before a text, or None. Raises ValueError for several tokens."""
     leading = list_leading(processor)
     if len(leading) > 1:
-        why = f"its post_processor begins a text with {len(leading)} tokens, {', '.join(leading)}"
-        raise ValueError(f"{why}, but a document has one BOS. Keep only one of them in the file")
+        names = ", ".join(leading)
+        raise ValueError(
+            f"its post_processor begins a text with {names}, but a document has one BOS. Keep one of them in the file"
+        )
     return leading[0] if leading else None
 
 
@@ -147,8 +146,11 @@ def list_added_tokens(
         decoder = config.take("added_tokens_decoder", dict, {})
         tokens += [decoder.take(token_id, dict) for token_id in sorted(decoder, key=int)]
         known = vocab.keys() | {token.take("content", str) for token in tokens}
-        named = [name for name in list_special_names(config) if name in known]
-        tokens += [JsonObject(config.path, {"content": name, "special": True}) for name in named]
+        tokens += [
+            JsonObject(config.path, {"content": name, "special": True})
+            for name in list_special_names(config)
+            if name in known
+        ]
     added = {}
     free_id = len(vocab)
     for token in filter(itemgetter("content"), tokens):
@@ -181,13 +183,13 @@ def list_special_names(config: JsonObject) -> list[str]:
     return [name for name in names if isinstance(name, str)]  # "add_bos_token" is true or false
 
 
-def find_eos(folder: Path, config: JsonObject, ids: dict[str, int]) -> int:
+def find_eos(config: JsonObject, special_map: JsonObject, ids: dict[str, int]) -> int:
     """Return the id of eos_token. Raises ValueError.
 
     As in transformers, special_tokens_map.json is read first, unless tokenizer_config.json has added_tokens_decoder. If
     no file names eos_token, use the id with which transformers' `generate` ends a text.
     """
-    files = [read_json(folder / SPECIAL_MAP, may_be_missing=True), config]
+    files = [special_map, config]
     if "added_tokens_decoder" in config:
         files.reverse()
     for file in files:
@@ -199,7 +201,7 @@ def find_eos(folder: Path, config: JsonObject, ids: dict[str, int]) -> int:
         if eos:
             raise ValueError(f"it has no entry {eos!r}, which is the eos_token in the same folder")
     for name in ("generation_config.json", "config.json"):
-        file = read_json(folder / name, may_be_missing=True)
+        file = read_json(config.path.with_name(name), may_be_missing=True)
         eos_ids = file.take("eos_token_id", int | list, [])
         if eos_ids != []:
             eos_id = eos_ids[0] if isinstance(eos_ids, list) else eos_ids

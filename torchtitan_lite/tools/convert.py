@@ -74,8 +74,10 @@ def main(options: argparse.Namespace) -> int:
     why = explain_unwritable(model_args, source.attention)
     for fqn in list_expert_biases(model_args):
         if not why and checkpoint.read(f"model.{fqn}").any():
-            why = f"{fqn} is not zero, and Hugging Face formats have no expert bias. Train with "
-            why += "training.expert_bias_rate = 0, and balance the experts with training.expert_balance_loss"
+            why = (
+                f"{fqn} is not zero, and Hugging Face formats have no expert bias. Train with "
+                "training.expert_bias_rate = 0, and balance the experts with training.expert_balance_loss"
+            )
     if why:
         raise SourceError(
             f"{source.path} cannot be converted: {why}. `eval` can read it without a conversion."
@@ -174,9 +176,7 @@ def copy_tokenizer(tokenizer: Tokenizer, out: Path, contents: dict[str, dict]) -
     if path.suffix == ".json":
         patterns += BESIDE_TOKENIZER
     elif path.is_file():
-        added = {}
-        for name, id in tokenizer.special.items():
-            added[str(id)] = {"content": name, "special": True}
+        added = {id: {"content": name, "special": True} for name, id in tokenizer.special.items()}
         contents[TOKENIZER_CONFIG] = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "bos_token": "<|begin_of_text|>",

@@ -59,8 +59,7 @@ def main(options: Namespace) -> int:
     if options.chat:
         chat = read_chat_format(source.tokenizer)
         end_ids = end_ids | {source.tokenizer.special.get(chat.end)}
-    text_stream = sys.stderr if options.json else sys.stdout
-    show = partial(print, end="", flush=True, file=text_stream)
+    show = partial(print, end="", flush=True, file=sys.stderr if options.json else sys.stdout)
     model = None
     messages = []  # the conversation so far
     for prompt in read_prompts(options):
@@ -76,9 +75,9 @@ def main(options: Namespace) -> int:
         if not chat:
             show(prompt)
         model.forget()  # the chat template may now format earlier turns differently
-        tokens = generate(model, model.read(prompt_tokens), options, source.tokenizer)
+        endless = generate(model, model.read(prompt_tokens), options, source.tokenizer)
+        tokens = islice(endless, n_new_tokens)
         before = [] if chat else prompt_tokens
-        tokens = islice(tokens, n_new_tokens)
         taken, text = take_tokens(tokens, source.tokenizer, end_ids, show, before)
         show("\n")
         stopped = "end_of_document"
@@ -146,8 +145,7 @@ def encode_conversation(messages: list[dict], chat: ChatFormat) -> list[int]:
             raise SourceError(
                 f"{error}. Change the conversation, or set a different --tokenizer."
             ) from None
-    tokens, _ = chat.tokenizer.encode_special(text)
-    return tokens
+    return chat.tokenizer.encode_special(text)[0]
 
 
 def count_new_tokens(tokens: list[int], source: ModelSource, options: Namespace) -> int:

@@ -130,16 +130,26 @@ class ChatFormat:
             return ""
 
     def render(self, row: dict, *, only_last_turn: bool = False) -> RenderedChat:
-        """Write a conversation, with special tokens spelled by name. Raises ValueError with the reason."""
+        """Write a conversation, with special tokens spelled by name. Raises ValueError with the reason.
+
+        If the template does not accept a message without a content, such as a tool call, the content is "" or null.
+        """
+        reasons = []
+        for filler in ({}, {"content": ""}, {"content": None}):
+            messages = [filler | message for message in row["messages"]]
+            try:
+                return self.render_filled(row | {"messages": messages}, only_last_turn)
+            except ValueError as error:
+                reasons.append(error)
+        raise reasons[1]
+
+    def render_filled(self, row: dict, only_last_turn: bool) -> RenderedChat:
         for name in OF_ENDS:
             if row.get(name):
                 raise ValueError(
                     f"{name} is {row[name]!r}, so the text would not end with the answer. Remove it"
                 )
         messages = row["messages"]
-        if not self.try_write(row):
-            messages = [{"content": "", **message} for message in messages]
-            row = row | {"messages": messages}
         text, turns = self.write(row)
         unused = self.check_fields(row, text)
         answers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
@@ -154,7 +164,8 @@ class ChatFormat:
                 "the template does not mark each answer once, so no answer can be left out"
             )
         if not any(turns):
-            raise ValueError("it has no targets, because it has no assistant turn of weight 1")
+            why = "its answers are empty" if trained else "it has no assistant turn of weight 1"
+            raise ValueError(f"it has no targets, because {why}")
         text, turns = normalize_turns(text, turns, self.tokenizer.normalize)
         return RenderedChat(text, turns, unused)
 
@@ -215,17 +226,23 @@ class ChatFormat:
             )
         signed = messages.copy()
         signed[number] = {"role": "assistant", "content": SIGN}
-        head, _, tail = self.try_write(row | {"messages": signed}).partition(SIGN)
+        head, sign, tail = self.try_write(row | {"messages": signed}).partition(SIGN)
         # Some templates end the prompt with text, such as <think>, that they do not write in front of a given
         # answer. For these templates, the answer begins with its content.
         if whole.startswith(prompt):
             head = prompt
+        elif messages[number - 1]["role"] == "assistant":
+            # Some templates write the earlier answer differently if it is the last message, as in `prompt`.
+            asks = prompt.removeprefix(self.try_write(row | {"messages": messages[:number]}))
+            n_answers = sum(each["role"] == "assistant" for each in messages[: number + 1])
+            if head.count(asks) == n_answers:
+                head = prompt = head[: head.rfind(asks)] + asks
         closing = next(filter(tail.startswith, self.closings), "")
         rest = tail.removeprefix(closing)
         start = len(head)
-        begins = head and prompt.startswith(head) and whole.startswith(head)
-        if begins and whole[start:].endswith(rest):
-            return range(start, len(whole) - len(rest))
+        if sign and head and prompt.startswith(head) and whole.startswith(head):
+            if whole[start:].endswith(rest):
+                return range(start, len(whole) - len(rest))
         raise ValueError(
             f"message {number + 1} cannot be found with certainty. Its generation prompt ends with "
             f'{prompt[-40:]!r}. Give it "weight": 0; --only-last-turn trains only the last answer'

@@ -54,8 +54,10 @@ def read_conversation(row: Any, column: str | None = None) -> tuple[str, dict]:
     fitting = [each for each in dialects if columns.keys() >= {*each[1]}]
     if not fitting:
         found = f"columns {', '.join(columns)}" if columns else f"{row!r:.60}"
-        why = "it has no messages, conversations, prompt/completion or instruction/output"
-        raise ValueError(f"{why} (or set --text-column): {found}")
+        raise ValueError(
+            "it has no messages, conversations, prompt/completion or instruction/output "
+            f"(or set --text-column): {found}"
+        )
     dialect, _, take_turns = fitting[0]
     turns = take_turns(columns) or []
     system = columns.pop("system", "")

@@ -107,7 +107,7 @@ def prepare(
             )
             settings = replace(settings, assets=assets)
         # load the tokenizer here, to report a bad tokenizer before any row is encoded
-        tokenizer, _ = get_encoder(settings.assets, settings.is_chat)
+        tokenizer = get_encoder(settings.assets, settings.is_chat)[0]
         documents = map_in_order(
             partial(encode_row, settings), read_rows(files, settings), n_processes
         )
@@ -148,8 +148,7 @@ def read_texts(files: list[Path], settings: PrepareSettings) -> Iterator[str]:
     """Yield the texts of all files. Raises PreparationError for a bad row, unless skip_bad is set."""
     for row in read_rows(files, settings):
         try:
-            text, _ = read_text(settings, row)
-            yield text
+            yield read_text(settings, row)[0]
         except Exception as error:  # if skip_bad, encode_row prints and counts this row later
             if not settings.skip_bad:
                 raise explain_bad_row(row, error) from None
