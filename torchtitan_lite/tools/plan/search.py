@@ -30,7 +30,8 @@ from torchtitan_lite.tools.plan.unmodeled import warn_of_unmodeled
 from torchtitan_lite.tools.tables import format_seconds, format_table, write_table
 
 N_BEST = 10
-LEAST_CAUSE = 0.05  # the report names a cause if it explains at least this fraction of the additional time
+# the report names a cause if it explains at least this fraction of the additional time
+LEAST_CAUSE = 0.05
 MICROBATCHES = (1, 2, 4, 8)  # sequences per microbatch
 STAGES_PER_RANK = (2, 4, 8)  # for interleaved schedules
 LEAST_TOKENS = 1024  # per sequence and cp rank
