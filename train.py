@@ -165,11 +165,11 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
             if every and step % every == 0:
                 # all ranks: rank 0 gathers checksums, and broadcasts the result of the comparison
                 load_extension("copies").compare_copies(run, host)
-            may_compile = step == resumed_step + 1
+            has_long_timeouts = step == resumed_step + 1
             figures = None
             if validation and validation.is_due(config, step):
-                if not (may_compile or watch.has_validated):
-                    may_compile = True
+                if not (has_long_timeouts or watch.has_validated):
+                    has_long_timeouts = True
                     # all ranks: a barrier, then the long time-outs for the first validation
                     set_timeouts(config.comm.init_timeout_seconds, host)
                 # all ranks: weights and activations; an all-reduce of signals before each batch (8 bytes); at
@@ -184,7 +184,7 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
                 is_applied=is_applied,
                 grad_norm=grad_norm,
             )
-            if may_compile:
+            if has_long_timeouts:
                 # all ranks: a barrier, then the shorter time-outs for later steps
                 set_timeouts(config.comm.train_timeout_seconds, host)
             if end_profiled_step:

@@ -182,12 +182,12 @@ class CheckpointSaver(AbstractContextManager):
     def write(self, step: int, plan: SavePlan) -> None:
         """Write and commit one checkpoint, then delete old ones."""
         final = self.folder / f"step-{step}"
-        told = [None] * self.group.size() if self.group.rank() == 0 else None
+        reports = [None] * self.group.size() if self.group.rank() == 0 else None
         try:
             do_on_rank_0(self.group, lambda: self.create(final))
             hashes = raise_on_all_ranks(self.group, lambda: write_slices(final, plan))
-            dist.gather_object((hashes, plan.records), told, group=self.group, group_dst=0)
-            do_on_rank_0(self.group, lambda: self.finish(step, final, told))
+            dist.gather_object((hashes, plan.records), reports, group=self.group, group_dst=0)
+            do_on_rank_0(self.group, lambda: self.finish(step, final, reports))
         except CheckpointError as error:
             # this error is raised on all ranks, so no rank is still writing
             if self.group.rank() == 0:
@@ -201,15 +201,15 @@ class CheckpointSaver(AbstractContextManager):
         create_unfinished(final)
 
     def finish(
-        self, step: int, final: Path, told: list[tuple[dict[str, str], dict[str, TensorRecord]]]
+        self, step: int, final: Path, reports: list[tuple[dict[str, str], dict[str, TensorRecord]]]
     ) -> None:
         """Commit the checkpoint and delete old ones. All files of the checkpoint must be on disk.
 
-        `told`: for each rank, the result of `write_slices`, and the records of its tensors for the manifest.
+        `reports`: for each rank, the result of `write_slices`, and the records of its tensors for the manifest.
         """
         hashes = {}
         tensors = {}
-        for own_hashes, records in told:
+        for own_hashes, records in reports:
             hashes |= own_hashes
             tensors |= records
         manifest = replace(self.manifest, step=step, tensors=tensors)
@@ -299,9 +299,9 @@ def raise_on_all_ranks(group: dist.ProcessGroup, action: Callable[[], Any]) -> A
     n_failed = torch.tensor(int(failure is not None))
     dist.all_reduce(n_failed, group=group)  # 8 bytes
     if n_failed:
-        told: list[Any] = [None] * group.size()
-        dist.all_gather_object(told, failure, group=group)
-        failures = [each for each in told if each is not None]
+        answers: list[Any] = [None] * group.size()
+        dist.all_gather_object(answers, failure, group=group)
+        failures = [each for each in answers if each is not None]
         damage = [str(each) for each in failures if isinstance(each, DamagedCheckpoint)]
         if damage:
             each_once = list(dict.fromkeys(damage))

@@ -165,6 +165,3 @@ def count_flops_per_token(
     of_key = 12 * model_args.n_heads * model_args.head_dim
     full, causal = count_keys(model_args, seq_len, attention)
     return FlopsPerToken(full=matmuls + of_key * full, causal=matmuls + int(of_key * causal))
-
-
-INT8_BLOCK = 256  # elements that share a scale in ZeRO++ (extensions/zero_plus_plus.py)

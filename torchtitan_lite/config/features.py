@@ -19,6 +19,7 @@ from torchtitan_lite.config.schema import Config, Parallelism
 
 FLOAT8 = "quantize.linear.float8"
 ZERO_PLUS_PLUS = "parallelism.zero_plus_plus"
+INT8_BLOCK = 256  # elements that share a scale in ZeRO++
 
 # ---------------------------------------------------------------- rules of extensions
 

@@ -57,7 +57,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultReduceScatter,
 )
 
-from torchtitan_lite.config.block import INT8_BLOCK
+from torchtitan_lite.config.features import INT8_BLOCK
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.model.moe import MoE
 from torchtitan_lite.parallel.fsdp import list_fsdp_groups

@@ -23,7 +23,8 @@ from collections.abc import Hashable, Iterable
 from math import ceil, prod
 from typing import NamedTuple
 
-from torchtitan_lite.config.block import INT8_BLOCK, list_gathered
+from torchtitan_lite.config.block import list_gathered
+from torchtitan_lite.config.features import INT8_BLOCK
 from torchtitan_lite.config.layout import MESH_DIMS, Layout
 from torchtitan_lite.config.model_rows import ModuleRow
 from torchtitan_lite.tools.plan.orders import count_gathers

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchtitan_lite import build
 from torchtitan_lite import step as stepping  # a module, because tests patch its functions
-from torchtitan_lite.config.block import INT8_BLOCK
+from torchtitan_lite.config.features import INT8_BLOCK
 from torchtitan_lite.extensions.float8_all_gather import PrecomputedScales, find_amax
 from torchtitan_lite.extensions.zero_plus_plus import Packing
 from torchtitan_lite.model.batch import Batch, find_fields
