@@ -335,7 +335,7 @@ NOTED = f"""
 --quantize.linear.float8.emulate | emulate has no effect while model.converters = []
 --config own.toml --validation.freq=3 --validation.steps=2 | validation.freq, validation.steps has no effect
 --optimizer.name=SGD --optimizer.beta2=0.9 | optimizer.beta2 has no effect while optimizer.name = 'SGD'
---optimizer.name=SGD | "fused" acts like "foreach": SGD has no fused kernel
+--optimizer.name=SGD | kernels foreach, because SGD has no fused kernel
 --activation_checkpoint.memory_budget=0.2 | activation_checkpoint.memory_budget has no effect
 --{P}zero_stage=1 --{P}fsdp_reshard_after_forward=always | {P}fsdp_reshard_after_forward has no effect
 --training.steps=9 --profiling.enable_profiling | enable_profiling has no effect while profiling.profile_freq exceeds

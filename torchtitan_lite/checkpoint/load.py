@@ -96,14 +96,13 @@ def load_checkpoint(checkpoint: OpenCheckpoint, tensors: dict[str, Tensor]) -> N
     for name, tensor in tensors.items():
         stored = name if name in checkpoint.manifest.tensors else name.replace(*OLD_NAME)
         record = checkpoint.manifest.tensors.get(stored)
-        found = record and record.shape
+        found = record.shape if record else "nothing"
         if found == list(tensor.shape):
             checkpoint.read_shard(stored, tensor)
         elif not name.startswith(SPIKES):
-            there = "does not exist" if found is None else f"has shape {found}"
             raise CheckpointError(
                 f"{checkpoint.folder} does not fit this run: {name} has shape {list(tensor.shape)} in this run, "
-                f"but {there} in the checkpoint. If the model, the optimizer or an extension has changed, undo that, "
+                f"but {found} in the checkpoint. If the model, the optimizer or an extension has changed, undo that, "
                 "or start another run from its weights: checkpoint.initial_load_path"
             )
         # Otherwise, the tensor is the history of the spike filter, and the earlier run had no filter or a different

@@ -23,11 +23,12 @@ def describe_newest(
     """
     if newest is None or config.checkpoint.load_only:
         return "nothing is saved"
-    command = ["train", *args]
+    given = ["train", *args]
+    command = given
     if is_own:
         command = []
         is_dropped = False
-        for argument in ["train", *args]:
+        for argument in given:
             if argument.startswith("--"):
                 name = argument.partition("=")[0][2:].replace("-", "_")
                 is_dropped = find_key(name.replace(".no_", ".")) in ONE_SHOT

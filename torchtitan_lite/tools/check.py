@@ -20,7 +20,7 @@ from torchtitan_lite.config.machine import CPU_FLOPS_PER_CORE, Machine
 from torchtitan_lite.config.messages import ConfigError, Problem, UserError, name_command
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.reader import KEYS, SECTIONS, TYPE_NAMES, find_key, read_config
-from torchtitan_lite.config.schema import MANY, MOST_RANKS, Config, Optimizer, Range, get_value
+from torchtitan_lite.config.schema import MANY, MOST_RANKS, Config, Range, get_value
 from torchtitan_lite.preflight import RunSpec, resolve
 from torchtitan_lite.tools.detect import detect_machine
 from torchtitan_lite.tools.host_rules import bound_memory, check_host
@@ -185,6 +185,9 @@ def describe_spec(spec: RunSpec, n_hosts: int = 1) -> str:
                 'activation_checkpoint.mode = "selective" is slow without compile on a CPU. '
                 'If memory allows, use "none"'
             )
+    optimizer = config.optimizer
+    if optimizer.implementation == "fused" and not OPTIMIZERS[optimizer.name].has_fused_kernel:
+        rows["kernels"] = f"foreach, because {optimizer.name} has no fused kernel"
     if spec.resumed_step:
         rows["resumes"] = f"after step {spec.resumed_step}"
     where = machine.name if machine.is_here else f"{layout.world_size} x {machine.name}"
@@ -194,11 +197,7 @@ def describe_spec(spec: RunSpec, n_hosts: int = 1) -> str:
     if config.optimizer.groups:
         for group in load_extension("parameter_groups").describe_groups(config, args):
             lines.append(f"  group   {group}")
-    for notice in [
-        *spec.notices,
-        describe_kernels(config.optimizer),
-        describe_decayed(config, args),
-    ]:
+    for notice in [*spec.notices, describe_decayed(config, args)]:
         if notice:
             lines.append(f"  note    {notice}")
     lines.append(spec.finished)
@@ -253,13 +252,6 @@ def describe_kind(kind: Any) -> str:
     if origin is list:
         return f"a list: {describe_kind(inner[0])}"
     return TYPE_NAMES[kind] if kind in TYPE_NAMES else describe_kind(inner[0])  # `X | None`
-
-
-def describe_kernels(section: Optimizer) -> str:
-    """Return a note if the optimizer has no fused kernel, although the config asks for it; otherwise ""."""
-    if section.implementation != "fused" or OPTIMIZERS[section.name].has_fused_kernel:
-        return ""
-    return f'optimizer.implementation = "fused" acts like "foreach": {section.name} has no fused kernel'
 
 
 def describe_decayed(config: Config, model_args: ModelArgs) -> str:
