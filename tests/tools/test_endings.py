@@ -87,7 +87,7 @@ SIGTERM, and the save fails | wait(stop); raise OSError('disk full') | SIGTERM |
 a rank raises, and its peer loses it | if rank == '1': raise OSError('no disk 7')\n \
        time.sleep(0.2); raise OSError('Connection closed') | | 1 | rank 1 failed: OSError: no disk 7 ({act}:2)
 two ranks raise | time.sleep(0.1 * int(rank)); raise OSError(f'disk {rank} is full\\nsecond line') \
-    | | 1 | rank 0 failed: OSError: disk 0 is full ({act}:2)
+    | | 1 | rank 0 failed: OSError: disk 0 is full second line ({act}:2)
 a user's mistake | from torchtitan_lite.config.messages import UserError; raise UserError('There is no disk. Buy one') \
     | | 1 | the run stopped: There is no disk. Buy one
 a rank crashes | if rank == '1': os.kill(os.getpid(), 11) | | 1 | rank 1 was killed by SIGSEGV
