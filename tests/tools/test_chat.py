@@ -296,7 +296,7 @@ def test_a_conversation_of_empty_answers_is_refused_in_these_words(make_folder):
         "{% if add_generation_prompt %}|assistant|{% endif %}"
     )
     talk = [EXCHANGE[0], EXCHANGE[1] | {"content": ""}]
-    with pytest.raises(ValueError, match="its answers are empty"):
+    with pytest.raises(ValueError, match="no assistant turn of weight 1 has text"):
         encode(folder, {"messages": talk})
 
 

@@ -382,7 +382,9 @@ def test_parquet_fills_rows_with_nulls_which_are_removed_at_any_depth(folder, tm
     first, second = [row["messages"][1]["tool_calls"][0]["function"] for row in rows]
     second["arguments"] = {"c": 2}
     file = tmp_path / "in.parquet"
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    table = pyarrow.Table.from_pylist(rows)
+    times = pyarrow.array([10**18 + 1, None], pyarrow.timestamp("ns"))
+    pyarrow.parquet.write_table(table.append_column("time", times), file)
     settings = PrepareSettings(str(folder), is_chat=True)
     oracle = AutoTokenizer.from_pretrained(folder)
     del first["arguments"]["b"]
@@ -394,6 +396,7 @@ def test_parquet_fills_rows_with_nulls_which_are_removed_at_any_depth(folder, tm
     summary = run_tool("prepare", file, "--chat", *options)
     assert "conversations with a column id, which is not used: 1" in summary
     assert "conversations with a column source, which is not used: 1" in summary
+    assert "conversations with a column time, which is not used: 1" in summary
     with pytest.raises(PreparationError, match=r"bytes, not text: b'a'. Cast"):
         encode_row(settings, Row(file, 1, {"prompt": b"a", "completion": "b"}, ""))
 

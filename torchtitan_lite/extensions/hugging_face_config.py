@@ -333,10 +333,8 @@ def list_ignored(content: dict[str, Any], model_args: ModelArgs) -> list[str]:
     if content.get(ORIGINAL_LENGTH) and ORIGINAL_LENGTH not in used:
         unknown.append(f"{ORIGINAL_LENGTH} = {content[ORIGINAL_LENGTH]}")
     if unknown:
-        names = ", ".join(unknown)
-        notices.append(
-            f"{CONFIG}: keys without effect, here and in transformers' {family.title}: {names}"
-        )
+        why = f"keys without effect, here and in transformers' {family.title}"
+        notices.append(f"{CONFIG}: {why}: {', '.join(unknown)}")
     if content.get(TIE_KEY) and not model_args.tie_embeddings:
         notices.append(
             f"{CONFIG}: {TIE_KEY} = true, but the files have two different matrices, "

@@ -170,9 +170,11 @@ def list_weight_files(path: Path, file_names: dict[str, str]) -> list[Path]:
         raise HuggingFaceError(path, problems)
     files = {path / name for name in file_names.values()}
     if missing := sorted(file.name for file in files if not file.is_file()):
-        names = ", ".join(missing)
         raise HuggingFaceError(
-            path, [f"{INDEX} names {names}, which is not in the folder: download the folder again"]
+            path,
+            [
+                f"{INDEX} names {', '.join(missing)}, which is not in the folder: download the folder again"
+            ],
         )
     return sorted(files)
 

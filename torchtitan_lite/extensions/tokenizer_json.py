@@ -108,10 +108,8 @@ def find_bos(processor: dict) -> str | None:
     """Return the token that the post-processor adds before a text, or None. Raises ValueError for several tokens."""
     leading = list_leading(processor)
     if len(leading) > 1:
-        names = ", ".join(leading)
-        raise ValueError(
-            f"its post_processor begins a text with {names}, but a document has one BOS. Keep one of them in the file"
-        )
+        why = f"its post_processor begins a text with {len(leading)} tokens, {', '.join(leading)}"
+        raise ValueError(f"{why}, but a document has one BOS. Keep only one of them in the file")
     return leading[0] if leading else None
 
 

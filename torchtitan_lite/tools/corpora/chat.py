@@ -132,24 +132,20 @@ class ChatFormat:
     def render(self, row: dict, *, only_last_turn: bool = False) -> RenderedChat:
         """Write a conversation, with special tokens spelled by name. Raises ValueError with the reason.
 
-        If the template does not accept a message without a content, such as a tool call, the content is "" or null.
+        If the template does not accept a message without a content, such as a tool call, the content is "", or null if
+        the template tests for null.
         """
-        reasons = []
-        for filler in ({}, {"content": ""}, {"content": None}):
-            messages = [filler | message for message in row["messages"]]
-            try:
-                return self.render_filled(row | {"messages": messages}, only_last_turn)
-            except ValueError as error:
-                reasons.append(error)
-        raise reasons[1]
-
-    def render_filled(self, row: dict, only_last_turn: bool) -> RenderedChat:
         for name in OF_ENDS:
             if row.get(name):
                 raise ValueError(
                     f"{name} is {row[name]!r}, so the text would not end with the answer. Remove it"
                 )
         messages = row["messages"]
+        if not self.try_write(row):
+            template = self.theirs.get_chat_template(tools=row.get("tools"))
+            content = None if "is none" in template else ""
+            messages = [{"content": content, **message} for message in messages]
+            row = row | {"messages": messages}
         text, turns = self.write(row)
         unused = self.check_fields(row, text)
         answers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
@@ -164,8 +160,7 @@ class ChatFormat:
                 "the template does not mark each answer once, so no answer can be left out"
             )
         if not any(turns):
-            why = "its answers are empty" if trained else "it has no assistant turn of weight 1"
-            raise ValueError(f"it has no targets, because {why}")
+            raise ValueError("it has no targets, because no assistant turn of weight 1 has text")
         text, turns = normalize_turns(text, turns, self.tokenizer.normalize)
         return RenderedChat(text, turns, unused)
 

@@ -217,9 +217,16 @@ def read_file(path: Path, encoding: str, tail: float) -> Iterator[Any]:
     with OPENERS.get(path.suffix.lower(), open)(path, "rb") as file:
         if kind == PARQUET:
             table = import_extra("pyarrow.parquet", "data").ParquetFile(file)
-            refuse_double(table.schema_arrow.names)
+            schema = table.schema_arrow
+            refuse_double(schema.names)
+            for number, field in enumerate(schema):
+                if (
+                    "[ns" in str(field.type).partition("<")[0]
+                ):  # Python's datetime has no nanoseconds
+                    text = import_extra("pyarrow", "data").string()
+                    schema = schema.set(number, field.with_type(text))
             for batch in table.iter_batches(PARQUET_ROWS):
-                yield from batch.to_pylist()
+                yield from batch.cast(schema).to_pylist()
         elif kind in DELIMITERS:
             yield from read_table(decode(file.read(), encoding), DELIMITERS[kind])
         elif kind in JSON_SUFFIXES:
