@@ -4,7 +4,8 @@
     did not act    a trial ran the key's value, but no rank saw an effect
     off            the value turns its feature off, or belongs to a feature that is off
 
-A witness is a function that inspects a step from outside (observed.py). One step of a trial is profiled.
+A witness is a function that inspects the results and the profile of a step (observed.py). One step of a trial is
+profiled.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -81,7 +82,7 @@ def steps_with_optimizer(step: Observed) -> bool:
 
 
 def reads_option(name: str) -> Witness:
-    """Return the witness of an option of the optimizer: `step` reads it from a parameter group."""
+    """Return the witness of an optimizer option: the optimizer's `step` reads the option from a parameter group."""
     return lambda step: name in step.options
 
 
@@ -177,7 +178,7 @@ def runs_schedule(step: Observed) -> bool | None:
 
 
 def rotates(step: Observed) -> bool | None:
-    """Return whether keys are exchanged by the chosen method. Only the ring uses all-to-alls for keys.
+    """Return whether the chosen method exchanges the keys of attention. Only the ring uses all-to-alls for keys.
 
     Each Scatter of tp also uses one all-to-all, so the all-to-alls of Scatter are subtracted. With ep > 1, experts use
     many all-to-alls, so the result is False.
@@ -357,8 +358,8 @@ def actions_noted(acted: Acted) -> Iterator[None]:
 
 
 def merge(observations: Iterable[Acted]) -> Acted:
-    """Merge the observations of steps and ranks. A key acted if it acted in any observation, and is off if it was off
-    in all."""
+    """Merge the observations of steps and ranks. A key acted if it acted in any observation. It is off if it was off in
+    all observations."""
     merged: Acted = {}
     for acted in observations:
         for key, is_acting in acted.items():
