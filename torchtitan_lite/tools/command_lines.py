@@ -169,7 +169,7 @@ documents are skipped and counted. OUT is complete or does not exist.""",
                 Option(
                     "--tokenizer", "folder, file, or bytes (%(default)s)", file, "assets/tokenizer"
                 ),
-                Option("--train-tokenizer", "train a new tokenizer of this size (extra `hf`)", count, 0),
+                Option("--train-tokenizer", "size of a new tokenizer to train (extra `hf`)", count, 0),
             ],
             [
                 Option(
@@ -324,7 +324,7 @@ the first token of a document. Bits per byte compare models with different token
             TOKENIZER_OPTION,
             JSON,
             Option("--data", "text, folder of texts, prepared corpus, or python_stdlib", file),
-            Option("--seq-len", "tokens per window; default: the context length, at most 8192", count),
+            Option("--seq-len", "tokens per window; default: context length, at most 8192", count),
         ),
     ),
     "report": Tool(

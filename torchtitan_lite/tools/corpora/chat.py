@@ -72,8 +72,8 @@ class ChatFormat:
 
         takes_parts  whether contents must be [{"type": "text", "text": ...}], as for many models with image input
         end          the special token after an answer, such as "<|im_end|>", or None
-        closings     the texts that may follow an answer, up to and including `end`; without `end`, up to the final white
-                     space. The text after a user's message is added if it has an end token, because some templates
+        closings     the texts that may follow an answer, each up to and including `end`; without `end`, up to the final
+                     white space. The second text follows a user's message that has an end token, because some templates
                      write this text after an answer that more messages follow
         """
         self.special = match_longest(self.tokenizer.special)

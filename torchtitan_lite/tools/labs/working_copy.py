@@ -35,7 +35,8 @@ def start(lab: Lab, folder: Path) -> None:
         )
     if folder.exists():
         raise UserError(f"{folder} exists. Continue in this folder, or delete it to start again.")
-    left_out = shutil.ignore_patterns("__pycache__", "shipped")  # "shipped" exists only in an installed package
+    # "shipped" exists only in an installed package
+    left_out = shutil.ignore_patterns("__pycache__", "shipped")
     shutil.copytree(PACKAGE, folder / "torchtitan_lite", ignore=left_out)
     for name in COPIED_FOLDERS:
         shutil.copytree(REPOSITORY / name, folder / name)

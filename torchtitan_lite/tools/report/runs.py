@@ -26,7 +26,7 @@ from torchtitan_lite.tools.report.traces import Trace, measure_pipeline, read_tr
 from torchtitan_lite.tools.tables import plural
 
 SPIKE_RATIO = 3  # a gradient norm above this multiple of the median is a spike
-WARM_UP = 3  # number of first records that are not checked for spikes, because their norms may be large
+WARM_UP = 3  # the first records are not checked for spikes, because their norms may be large
 AXES = ("steps", "tokens", "hours")  # horizontal axes of the curves
 NEEDED = set("job.description model.name training.dataset training.steps checkpoint.enable".split())
 

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan_lite import build
-from torchtitan_lite import step as stepping  # imported as a module, because tests patch its functions
+from torchtitan_lite import step as stepping  # a module, so tests can patch its functions
 from torchtitan_lite.checkpoint.load import set_step
 from torchtitan_lite.components.expert_balance import is_recomputed
 from torchtitan_lite.config.checks import plan_layout, resolve_config

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_lite import build
-from torchtitan_lite import step as stepping  # imported as a module, because tests patch its functions
+from torchtitan_lite import step as stepping  # a module, so tests can patch its functions
 from torchtitan_lite.config.block import INT8_BLOCK
 from torchtitan_lite.extensions.float8_all_gather import PrecomputedScales, find_amax
 from torchtitan_lite.extensions.zero_plus_plus import Packing
