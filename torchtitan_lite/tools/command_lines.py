@@ -169,7 +169,7 @@ documents are skipped and counted. OUT is complete or does not exist.""",
                 Option(
                     "--tokenizer", "folder, file, or bytes (%(default)s)", file, "assets/tokenizer"
                 ),
-                Option("--train-tokenizer", "size of a new tokenizer to train (extra `hf`)", count, 0),
+                Option("--train-tokenizer", "size of a new tokenizer (extra `hf`)", count, 0),
             ],
             [
                 Option(
