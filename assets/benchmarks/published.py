@@ -112,7 +112,7 @@ FLASH2 = {
 class OtherWorkload(Workload):
     """A step of a different trainer.
 
-    With the engine torch, DTensor copies gathered tensors, and each microbatch of a pipeline has a receive buffer.
+    With the engine torch, DTensor copies all-gathered tensors, and each microbatch of a pipeline has a receive buffer.
     Other engines have one receive buffer per pp rank.
     """
 
@@ -125,8 +125,8 @@ class OtherWorkload(Workload):
     overlaps_ep: bool = False  # all-to-alls overlap with a second microbatch
     norms_op_by_op: bool = False  # in fp32
     repeats_keys: bool = False  # attention reads a copy of keys and values for every query head
-    gathers_each: bool = False  # each colwise matmul gathers its own input over tp
-    whole_logits: bool = False  # every tp rank computes the loss on the whole vocabulary
+    gathers_each: bool = False  # each colwise matmul all-gathers its input separately over tp
+    whole_logits: bool = False  # every tp rank computes the loss on the full vocabulary
     bytes_per_logit: float = 0.0  # held by the loss at once, if keeps_logits; 0: three fp32 tensors
     # Number of kernels that add rows of tokens one by one: scatter_add in forward, and in backward the gradient of a
     # gather by plain indices
@@ -228,7 +228,7 @@ class OtherTime(StepTime):
         return forward, backward, again
 
     def describe_head(self) -> Phases:
-        """Add a gather of the logits over tp, and a loss on the whole vocabulary.
+        """Add an all-gather of the logits over tp, and a loss on the full vocabulary.
 
         Without sequence parallel, tp does not shard the head: each rank computes all logits.
         """
@@ -410,10 +410,10 @@ class OtherMemory(RankMemory):
         return kept
 
     def estimate_loss(self) -> float:
-        """Add a trainer that keeps all logits.
+        """Count all logits if a trainer computes them at once.
 
-        The loss from all logits stores three fp32 tensors (T, V): log-softmax and two gradients. A compiled loss stores
-        one tensor of this size.
+        Such a loss holds three fp32 tensors (T, V): log-softmax and two gradients. A compiled loss holds one tensor of
+        this size.
         """
         w = self.workload
         if not w.keeps_logits:
@@ -454,7 +454,7 @@ class Row:
         self.stack = values["stack"]
         self.misses: dict[tuple[Cluster, float], float] = {}
         self.is_deepspeed = values["engine"] == "deepspeed"
-        # DTensor copies gathered tensors. Other engines do not.
+        # DTensor copies all-gathered tensors. Other engines do not.
         copies = values["engine"] == "torch" and values["tp"] > 1
         self.is_eager_tp = copies and not values["compiled"]
         self.reserve = "tp_reserve_factor" if copies else "reserve_factor"
@@ -515,7 +515,7 @@ class Row:
 
 
 def read_rows() -> list[Row]:
-    """Return the rows of the file, except recalled ones."""
+    """Return the rows of the file, except rows that were written from memory."""
     rows = []
     with ROWS.open(newline="", encoding="utf-8") as file:
         for texts in csv.DictReader(file):

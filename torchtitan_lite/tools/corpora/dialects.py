@@ -79,7 +79,8 @@ def drop_nulls(columns: dict) -> dict:
 
 
 def drop_all_nulls(row: Any) -> Any:
-    """Return a copy without nulls at any depth. A row of a Parquet file has null for every key that it does not use."""
+    """Return a copy without nulls at any depth. A row of a Parquet file has null for every key that the row does not
+    use."""
     return json.loads(json.dumps(row, default=spell_value), object_hook=drop_nulls)
 
 

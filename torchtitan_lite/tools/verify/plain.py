@@ -220,7 +220,7 @@ class PlainExperts:
 
 
 class PlainModel:
-    """The model with its initial weights. The MoE layers keep the loads and ties of the last forward."""
+    """The model with its initial weights. The MoE layers store the loads and ties of the last forward."""
 
     def __init__(self, config: Config):
         self.section = config.training

@@ -146,7 +146,7 @@ def count_most(step: Observed, text: str) -> int:
 
 
 def gathers_as_zero_stage(step: Observed) -> bool | None:
-    """Compare the gathers and reductions of a block with the table in parallel/fsdp.py."""
+    """Compare the all-gathers and reductions of a block with the table in parallel/fsdp.py."""
     layout = step.run.layout
     if layout.fsdp == 1:
         return None
@@ -301,7 +301,7 @@ WITNESSES: dict[str, Witness] = {
     "quantize.linear.float8.recipe_name": happens(FLOAT8),
     "quantize.linear.float8.filter_fqns": filters_linears,
     "quantize.linear.float8.emulate": happens(FLOAT8),
-    # FSDP sends bytes. No backend gathers float8.
+    # FSDP sends bytes, because no backend supports float8 in an all-gather.
     "quantize.linear.float8.enable_fsdp_float8_all_gather": happens(
         "_allgather_base_ unsigned char"
     ),
