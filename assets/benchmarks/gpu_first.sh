@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The first 8 minutes on GPUs: check the host, train a few steps of 8B in bfloat16 and float8 and of 1B, write a profile, and
-# print a table of what was measured beside what `plan` says.
+# print a table with the measurements beside the forecasts of `plan`.
 #
 #   assets/benchmarks/gpu_first.sh           on all GPUs of this host
 #   DRY=1 assets/benchmarks/gpu_first.sh     the same script with the debug model on two CPU ranks

@@ -2,10 +2,11 @@
 
     python3 -m assets.benchmarks.published      assets/benchmarks/published_layouts.csv  ->  the rows of BARS
 
-Most columns of the file are fields of ModelArgs, MoEArgs, Layout and Workload. With the `engine` deepspeed, steps are
-slower by a fitted factor, and memory was read from the driver. If `allocated` is set, memory is the bytes in use,
-without the allocator's reserve. Rows with the `evidence` "recalled" are not used. A stack is the code base of a
-trainer; all of its rows are left out together. Rows with experts have the same weight as all other rows.
+Most columns of the file are fields of ModelArgs, MoEArgs, Layout and Workload. If the `engine` is deepspeed, steps are
+slower by a fitted factor, and the published memory was read from the driver. If `allocated` is set, the published
+memory is the bytes in use, without the allocator's reserve. Rows with the `evidence` "recalled" are not used. A stack
+is the code base of a trainer; all rows of a stack are left out together. Rows with experts have the same weight as all
+other rows.
 """
 
 import csv
@@ -42,7 +43,7 @@ from torchtitan_lite.tools.plan.step_time import StepTime
 from torchtitan_lite.tools.plan.workload import LayerKind, Workload
 
 ROWS = REPOSITORY / "assets" / "benchmarks" / "published_layouts.csv"
-# CUDA's context, NCCL's buffers, and two buckets of 5e8 fp16 elements, which are DeepSpeed's defaults. Not fitted.
+# CUDA's context, NCCL's buffers, and two buckets of 5e8 fp16 elements (DeepSpeed's defaults). Not fitted.
 DEEPSPEED_GIB = 6.0
 # constant of all GPUs or of one chip -> prior value, from papers, data sheets and published measurements
 PRIORS = {
@@ -71,14 +72,14 @@ KERNELS_OF_DEEPEP = 20  # replaces KERNELS_OF_EXPERTS in runs with DeepEP and fu
 # Bytes that softmax, dropout and two matmuls read and write per fp16 score of unfused attention
 SCORE_BYTES = 13
 STREAMS = 4  # number of experts that Transformer Engine multiplies at a time
-# Standard deviation of an expert's load / its mean, if nothing balances the routes. Qwen3 235B with ep8 took 6.11 s a
-# step instead of 4.39 s with balanced routes, of which 3.0 s depend on the load (prime-rl, docs/performance.md). So the
+# Standard deviation of an expert's load / its mean, if nothing balances the load. Qwen3 235B with ep8 took 6.11 s a
+# step, but 4.39 s with balanced experts; 3.0 s of these depend on the load (prime-rl, docs/performance.md). So the
 # fullest rank has 1.57 times the mean load: 1 + LOAD_SPREAD / sqrt(16 experts) * 1.22.
 LOAD_SPREAD = 1.9
 LEAST_STACKS = 3  # minimum number of stacks for the error bar of a family
 SHARE = 0.8  # an error bar contains this fraction of the rows
-# How strongly constants are pulled toward their priors. Chosen among 0.02, 0.08 and 0.2 by the errors on unseen rows.
-# A constant without effect on any row keeps its prior.
+# How strongly constants are pulled toward their priors. 0.02, 0.08 and 0.2 were tried; this value has the smallest
+# errors on unseen rows. A constant that affects no row keeps its prior.
 STIFFNESS = 0.2
 MOVE = 0.03  # step of the finite differences, in the logarithm of a constant
 N_TANGENTS = 3
@@ -99,8 +100,8 @@ class OtherCluster(Cluster):
     adding_efficiency: float = 0.16
 
 
-# Fraction of the peak that FlashAttention-2 reaches. A100 has its own figures. B200 is assumed to
-# reach Hopper's FLOP/s.
+# Fraction of the peak that FlashAttention-2 reaches. A100 has separate figures. B200 is assumed to reach Hopper's
+# FLOP/s.
 FLASH2 = {
     "a100-80": {"flash2_forward": 0.60, "flash2_backward": 0.50},
     "b200": {"flash2_forward": 0.15, "flash2_backward": 0.11},
@@ -111,7 +112,7 @@ FLASH2 = {
 class OtherWorkload(Workload):
     """A step of a different trainer.
 
-    With the engine torch, DTensor copies gathered tensors, and each microbatch of a pipeline has a receive buffer.
+    With the engine torch, DTensor copies all-gathered tensors, and each microbatch of a pipeline has a receive buffer.
     Other engines have one receive buffer per pp rank.
     """
 
@@ -124,16 +125,16 @@ class OtherWorkload(Workload):
     overlaps_ep: bool = False  # all-to-alls overlap with a second microbatch
     norms_op_by_op: bool = False  # in fp32
     repeats_keys: bool = False  # attention reads a copy of keys and values for every query head
-    gathers_each: bool = False  # each colwise matmul gathers its own input over tp
-    whole_logits: bool = False  # every tp rank computes the loss on the whole vocabulary
+    gathers_each: bool = False  # each colwise matmul all-gathers its input separately over tp
+    whole_logits: bool = False  # every tp rank computes the loss on the full vocabulary
     bytes_per_logit: float = 0.0  # held by the loss at once, if keeps_logits; 0: three fp32 tensors
     # Number of kernels that add rows of tokens one by one: scatter_add in forward, and in backward the gradient of a
     # gather by plain indices
     adds_rows: int = 0
     adds_rows_back: int = 0
-    is_unbalanced: bool = False  # nothing balances the routes
-    pads_experts: bool = False  # an expert with fewer rows than the fullest one computes padding
-    # FSDP reduces once per step. Between microbatches, a rank holds all gradients of its layers.
+    is_unbalanced: bool = False  # nothing balances the load of the experts
+    pads_experts: bool = False  # every expert computes as many rows as the fullest expert
+    # FSDP reduces once per step. Between microbatches, a rank holds unsharded gradients of its layers.
     sums_whole: bool = False
 
     def __post_init__(self):
@@ -150,7 +151,7 @@ class OtherWorkload(Workload):
             self.n_rows *= load
             self.rows_bytes *= load
         for kind in self.kinds:
-            # Without sequence parallel, recompute leaves out no matmul.
+            # Without sequence parallel, recompute skips no matmul.
             kind.ends_in_rowwise &= self.sequence_parallel
             if self.gathers_each:
                 kind.n_gathers = len(kind.colwise)
@@ -163,7 +164,7 @@ class OtherTime(StepTime):
     cluster: OtherCluster
 
     def linear_times(self, rows: float, out: float, into: float, *others: str | int) -> Times:
-        """Count fewer casts for Transformer Engine, which fuses them into other kernels and casts weights once per
+        """Count fewer casts for Transformer Engine: it fuses casts into other kernels, and casts weights once per
         step."""
         if self.workload.float8_recipe != "te" or others != ("float8",):
             return super().linear_times(rows, out, into, *others)
@@ -213,10 +214,10 @@ class OtherTime(StepTime):
         )
 
     def tensor_parallel_times(self, kind: LayerKind) -> Times:
-        """Return the times of tp. Without sequence parallel, recompute repeats either all all-reduces or none.
+        """Return the times of tp. Without sequence parallel, recompute repeats all all-reduces or none of them.
 
-        An all-reduce takes as long as the pair of calls that it replaces. Forward has one for each scatter, and
-        backward one for each gather.
+        An all-reduce takes as long as the pair of calls that it replaces. Forward has one all-reduce per scatter, and
+        backward one all-reduce per gather.
         """
         forward, backward, again = super().tensor_parallel_times(kind)
         if not self.workload.sequence_parallel:
@@ -227,9 +228,9 @@ class OtherTime(StepTime):
         return forward, backward, again
 
     def describe_head(self) -> Phases:
-        """Add a gather of the logits over tp, and a loss on the whole vocabulary.
+        """Add an all-gather of the logits over tp, and a loss on the full vocabulary.
 
-        Without sequence parallel, tp does not split the head either: each rank computes all logits.
+        Without sequence parallel, tp does not shard the head: each rank computes all logits.
         """
         head = super().describe_head()
         w = self.workload
@@ -252,7 +253,7 @@ class OtherTime(StepTime):
         )
 
     def wait_once(self, pp_rank: int) -> float:
-        """If whole gradients are summed between microbatches, add their reduction in the last backward."""
+        """If unsharded gradients are accumulated between microbatches, add their reduction in the last backward."""
         w = self.workload
         seconds = super().wait_once(pp_rank)
         if not w.sums_whole:
@@ -319,8 +320,8 @@ class OtherTime(StepTime):
         return n_kernels * self.cluster.host_s
 
     def expert_parallel_times(self, kind: LayerKind) -> Times:
-        """Omit DeepEP's combine in torch's recompute, because the combine keeps nothing for backward (NeMo Automodel,
-        PR 2930)."""
+        """Omit DeepEP's combine from torch's activation checkpointing, because combine saves nothing for backward (NeMo
+        Automodel, PR 2930)."""
         forward, backward, again = super().expert_parallel_times(kind)
         if forward and self.workload.sends_once and self.workload.engine == "torch":
             again -= self.exchange_s * kind.average(full=1)
@@ -339,7 +340,8 @@ class OtherTime(StepTime):
         return self.expose("ep", seconds, seconds) if w.overlaps_ep else seconds
 
     def once_bytes(self, n: float) -> float:
-        """Return the bytes sent to one of n ranks or nodes. Each receives a token once for all experts that it has."""
+        """Return the bytes sent to one of n ranks or nodes. Each rank or node receives a token once, for all of its
+        experts."""
         top_k = self.workload.args.moe.top_k
         return self.workload.rows_bytes / top_k * (1 - (1 - 1 / n) ** top_k)
 
@@ -369,8 +371,8 @@ class OtherMemory(RankMemory):
     def list_kept(self, kind: LayerKind) -> dict[str, float]:
         """Add scores of unfused attention, torchtitan's recompute of 2024, and hidden states of all tp ranks.
 
-        alternate keeps 62.1 KiB per token of Llama 8B: the input of the block, outputs of wq, wv, attention, w1 and w2
-        (whole), none of experts.
+        "alternate" saves 62.1 KiB per token of Llama 8B: the input of the block, and the outputs of wq, wv, attention,
+        w1 and w2 (whole). It saves no outputs of experts.
         """
         w = self.workload
         args = w.args
@@ -392,10 +394,10 @@ class OtherMemory(RankMemory):
         return kept
 
     def list_kept_by_experts(self) -> Counter[str]:
-        """Leave out what Megatron's fused kernels do not keep.
+        """Omit the tensors that Megatron's fused kernels do not save for backward.
 
-        The routing weights multiply silu(w1 x) * w3 x, so the results of w2 are not kept. The output of silu and the
-        orders are not kept either. The router's input is in the compute dtype.
+        The routing weights multiply silu(w1 x) * w3 x, so the outputs of w2 are not saved. The output of silu and the
+        orders are not saved either. The router's input is in the compute dtype.
         """
         kept = super().list_kept_by_experts()
         w = self.workload
@@ -408,10 +410,10 @@ class OtherMemory(RankMemory):
         return kept
 
     def estimate_loss(self) -> float:
-        """Add a trainer that keeps all logits.
+        """Count all logits if a trainer computes them at once.
 
-        The loss from all logits stores three fp32 tensors (T, V): log-softmax and two gradients. A compiled loss stores
-        one tensor of this size.
+        Such a loss holds three fp32 tensors (T, V): log-softmax and two gradients. A compiled loss holds one tensor of
+        this size.
         """
         w = self.workload
         if not w.keeps_logits:
@@ -421,7 +423,8 @@ class OtherMemory(RankMemory):
         return n_bytes * w.n_tokens * w.args.vocab_size / n_shards
 
     def list_moments(self, layers: LayerEstimates) -> list[Moment]:
-        """Count whole gradients instead of their shards if whole gradients are summed between microbatches."""
+        """Count unsharded gradients instead of their shards if a trainer accumulates unsharded gradients between
+        microbatches."""
         moments = super().list_moments(layers)
         w = self.workload
         if not w.sums_whole:
@@ -451,7 +454,7 @@ class Row:
         self.stack = values["stack"]
         self.misses: dict[tuple[Cluster, float], float] = {}
         self.is_deepspeed = values["engine"] == "deepspeed"
-        # DTensor copies gathered tensors. Other engines do not.
+        # DTensor copies all-gathered tensors. Other engines do not.
         copies = values["engine"] == "torch" and values["tp"] > 1
         self.is_eager_tp = copies and not values["compiled"]
         self.reserve = "tp_reserve_factor" if copies else "reserve_factor"
@@ -484,7 +487,7 @@ class Row:
         """Return log(forecast / published) of the throughput."""
         cluster = self.find_cluster(constants)
         factor = constants["deepspeed"] if self.is_deepspeed else 1.0
-        # a change of other chips' constants does not change this row's forecast
+        # constants of other chips do not change this row's forecast
         if (cluster, factor) not in self.misses:
             self.misses[cluster, factor] = self.compare(cluster, factor)
         return self.misses[cluster, factor]
@@ -500,7 +503,7 @@ class Row:
     def reserved_per_live(self) -> float:
         """Published bytes that the allocator reserves, divided by the forecast bytes in use.
 
-        If the page publishes the bytes in use, this ratio is the inverse of forecast / published.
+        If the source publishes the bytes in use, this ratio is the inverse of forecast / published.
         """
         outside = DEEPSPEED_GIB if self.is_deepspeed and not self.is_allocated else 0.0
         return (self.gib - outside) * GIB / OtherMemory(self.workload).fullest.live
@@ -512,7 +515,7 @@ class Row:
 
 
 def read_rows() -> list[Row]:
-    """Return the rows of the file, except recalled ones."""
+    """Return the rows of the file, except rows that were written from memory."""
     rows = []
     with ROWS.open(newline="", encoding="utf-8") as file:
         for texts in csv.DictReader(file):
@@ -526,7 +529,7 @@ def read_rows() -> list[Row]:
 
 
 def make(kind: type, values: dict[str, object], **others: object) -> object:
-    """Make a dataclass from the columns that have the names of its fields."""
+    """Create a dataclass from the columns that are named like its fields."""
     own = {field.name: values[field.name] for field in fields(kind) if field.name in values}
     return kind(**own | others)
 
@@ -536,7 +539,7 @@ def describe_row(values: dict[str, object]) -> OtherWorkload:
     args = make(ModelArgs, values, moe=moe)
     n_layers = args.n_layers
     n_stages = values["pp"] * values["stages_per_rank"]
-    # If pp does not divide the layers, embedding and head count as one layer each.
+    # If the number of stages does not divide the layers, embedding and head count as one layer each.
     load = int(n_layers % n_stages > 0)
     schedule = "Interleaved1F1B" if values["stages_per_rank"] > 1 else "1F1B"
     section = Parallelism(
@@ -646,7 +649,8 @@ def find_unseen(rows: list[Row]) -> dict[str, list[Unseen]]:
 
 
 def make_bar(unseen: list[Unseen]) -> Bar:
-    """Return the error bar of these rows: 80 % of them are wrong by at most this factor, up or down.
+    """Return the error bar of these rows: for 80 % of the rows, the forecast is wrong by at most this factor, up or
+    down.
 
     The bar is symmetric, because most errors of one stack have the same sign, and the sign for an unseen stack is
     unknown. Rows of a large stack have smaller weights, as in the fit.
@@ -672,7 +676,7 @@ def share_held(bar: Bar, unseen: list[Unseen]) -> float:
 
 
 def share_held_of_others(unseen: list[Unseen]) -> float:
-    """Return the fraction of rows that are inside the error bar made from the other stacks."""
+    """Return the fraction of rows inside an error bar that is computed from the other stacks only."""
     held = []
     for stack in {row.stack for row, _ in unseen}:
         own = [pair for pair in unseen if pair[0].stack == stack]

@@ -3,9 +3,9 @@
     python3 -m assets.benchmarks.scale --ranks 256 4096 16384      one line per model, world size and layout
 
 This runs the code of the trainer: plan_save, CheckpointSaver, load_newest. The other ranks are a fake process group.
-Tensors have only shapes, and files have only headers. When a rank's file is opened, it is created with the slices that
-format.py gives to the rank. So bytes of metadata, files, messages and seconds are measured, but no data is read, hashed
-or sent.
+Tensors have only shapes, and files have only headers. The first time that a rank's file is opened, it is created with
+the slices that format.py assigns to the rank. So bytes of metadata, files, messages and seconds are measured, but no
+data is read, hashed or sent.
 """
 
 import argparse
@@ -58,7 +58,7 @@ MODELS = {  # config -> changed keys of the layout that saves, changed keys of t
     "qwen3_30b_a3b": ({}, {"expert_parallel_degree": 16}),
 }
 STEP = 1000
-# FSDP cannot shard the experts over more ranks, so dp_replicate takes the others
+# FSDP cannot shard the experts over more ranks. dp_replicate uses the other ranks
 MOST_EXPERT_RANKS = 256
 DTYPES = {"float32": ("F32", 4), "bfloat16": ("BF16", 2), "int64": ("I64", 8)}
 
@@ -104,7 +104,7 @@ def as_rank(planned: PlannedRun, rank: int) -> Iterator[dict[str, Tensor]]:
             state = {"step": torch.zeros(()), "exp_avg": moment, "exp_avg_sq": moment}
             run.optimizer.state[parameter] = state
         named = run.name_tensors()
-        enter(_disable_current_modes())  # in a fake mode, every coordinate would read as 1
+        enter(_disable_current_modes())  # in fake mode, every coordinate would be read as 1
         yield named
 
 
@@ -155,7 +155,7 @@ class Stored:
         return SimpleNamespace(get_slice=lambda name: EmptySlice(*header[name]["shape"]))
 
     def hash_file(self, path: Path) -> str:
-        """Return a made-up hash, because the file has no data."""
+        """Return a placeholder hash, because the file has no data."""
         self.opened[path.name] += 1
         return digest_name(path.name)
 
@@ -212,7 +212,7 @@ def list_records(planned: PlannedRun) -> dict[str, TensorRecord]:
     tensors = {}
     for stage in range(layout.pp):
         rank = stage * (layout.world_size // layout.pp)
-        # with this argument, the plan of one rank has all lines of its stage
+        # with this argument, the plan of one rank has all lines of its pipeline stage
         with as_rank(planned, rank) as named:
             tensors |= save.plan_save(named, layout.all_degrees, rank, [rank]).records
     return tensors

@@ -4,7 +4,7 @@
     group       the signal goes to the launcher, the fork server and the ranks, as from `timeout`, systemd and scancel
 
 Each row has the seconds from the signal to the end, the exit status, the newest checkpoints, the number of processes
-that are left one second later, and whatever else was printed. Linux only. Arguments choose phases by name.
+that are left one second later, and all other output. Linux only. Arguments choose phases by name.
 """
 
 import os

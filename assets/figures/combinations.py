@@ -1,8 +1,8 @@
 """Print which features the layouts of the tests combine: PYTHONPATH=tests:. python3 assets/figures/combinations.py
 
 A cell counts the rows of tests/layouts.py that use both features: first the rows of the default tests, then the rows
-that --all adds. If a cell is empty, no row tests the two features together, but test_drawn_layouts.py may draw them at
-random, or features.py refuses them.
+that --all adds. If a cell is empty, no row tests the two features together. test_drawn_layouts.py may draw them at
+random, or features.py does not allow them.
 """
 
 from layouts import CP, EP, FAST, LAYOUTS, MODE, PP, REPLICATE, SCHEDULE, TP, ZERO, Row
@@ -11,7 +11,7 @@ from torchtitan_lite.config.choices import SCHEDULES
 
 
 def find_features(row: Row) -> set[str]:
-    """Return the features that a row uses, in the words of the table."""
+    """Return the features that a row uses, as named in the table."""
     keys = row.overrides
     n_others = row.world_size
     features = set()

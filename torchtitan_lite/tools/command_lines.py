@@ -29,7 +29,7 @@ CONFIG_HELP = f"""config:
   --section.key VALUE    override any key; `{name_command("check --keys")}` prints all keys
 
 """
-STATUS = "Exit status: 0 success, 1 the answer is no or the tool failed, 2 wrong input, 130 stopped by Ctrl-C."
+STATUS = "Exit status: 0 success, 1 the answer is no or the tool failed, 2 invalid input, 130 stopped by Ctrl-C."
 
 
 class Tool(NamedTuple):
@@ -236,7 +236,7 @@ runs.""",
             ),
             Option("--search", "rank all layouts of this model on these GPUs"),
             Option("--toml", "with --search: write the best layout as a config", path),
-            Option("--dry-run", "compare the forecast with step.py on tensors without storage"),
+            Option("--dry-run", "compare the forecast with step.py on fake tensors"),
             JSON,
             HTML,
         ),
@@ -256,7 +256,7 @@ runs.""",
     parameters    rows and columns of each weight on each rank
     collectives   in order: operation, mesh dims, shape, bytes that one rank moves, module, line of code
 
-This is recorded while step.py runs as one rank of the layout, on tensors without storage.""",
+This is recorded while step.py runs as one rank of the layout, on fake tensors.""",
         True,
         (
             GPUS,
@@ -301,7 +301,7 @@ is printed. On a terminal without --prompt, --chat starts a conversation.""",
             Option("--chat", "answer a user; needs the extra `chat`"),
             Option("--max-new-tokens", "(%(default)s)", count, 256),
             Option("--temperature", "0: the most likely token (%(default)s)", temperature, 0.8),
-            Option("--top-k", "draw from this many most likely tokens; 0: from all", tokens, 0),
+            Option("--top-k", "draw from the K most likely tokens; 0: from all", tokens, 0),
             Option(
                 "--top-p",
                 "draw from the most likely tokens of this total probability",
@@ -324,7 +324,7 @@ the first token of a document. Bits per byte compare models with different token
             TOKENIZER_OPTION,
             JSON,
             Option("--data", "text, folder of texts, prepared corpus, or python_stdlib", file),
-            Option("--seq-len", "tokens per window; default: as trained, at most 8192", count),
+            Option("--seq-len", "tokens per window; default: context length, at most 8192", count),
         ),
     ),
     "report": Tool(

@@ -70,7 +70,7 @@ class MemoryBound:
         ranks = f"{self.n_ranks} ranks share" if self.n_ranks > 1 else "a rank has"
         return (
             f"at least {self.state_bytes / GIB:.2f} GiB for weights, gradients and optimizer state, without "
-            "activations, gathered weights and the allocator's reserve; "
+            "activations, unsharded weights and the allocator's reserve; "
             f"{ranks} {self.available_bytes / GIB:.1f} GiB"
         )
 

@@ -14,7 +14,7 @@ from torch import nn
 from torchtitan_lite.parallel.gloo_workers import limit_gloo_workers
 
 N_RANKS = 2
-N_VALID = (5, 12)  # number of the 12 tokens that each rank counts
+N_VALID = (5, 12)  # rank -> number of its 12 tokens that count
 
 
 def build_model() -> nn.Module:
@@ -60,7 +60,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(run_rank, (os.path.join(folder, "store"), failures), N_RANKS)
     if failures.empty():
-        print("every gradient equals the one that a single process computes")
+        print("every gradient equals the gradient of a single process")
         return 0
     while not failures.empty():
         print(failures.get())

@@ -1,4 +1,4 @@
-"""Simulate the learner's 1F1B for two sizes."""
+"""Simulate the learner's 1F1B schedule for two numbers of microbatches."""
 
 import re
 import sys
@@ -20,7 +20,7 @@ def read_action(text: str) -> Action:
 
 
 def find_fault(order: Order) -> str:
-    """Describe work that is not done exactly once, or a deadlock. Returns "" if there is neither."""
+    """Describe an action that does not run exactly once, or a deadlock. Returns "" if there is neither."""
     times = Counter(chain(*order))
     last_stage, _, _ = max(times)
     n_microbatches = 1 + max(microbatch for _, _, microbatch in times)

@@ -1,4 +1,4 @@
-"""Your task: write the schedule 1F1B as a list of actions per rank."""
+"""Your task: write the 1F1B schedule as one list of actions per rank."""
 
 
 def write_rows(n_stages: int, n_microbatches: int) -> list[list[str]]:

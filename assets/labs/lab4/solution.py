@@ -1,6 +1,7 @@
 # one_f_one_b.py: write_rows
 def write_rows(n_stages: int, n_microbatches: int) -> list[list[str]]:
-    """Return the actions of each rank: some forwards, then backwards and forwards in turn, then the last backwards."""
+    """Return the actions of each rank: some forwards, then alternating backwards and forwards, then the last
+    backwards."""
     rows = []
     for stage in range(n_stages):
         n_first = min(n_stages - stage, n_microbatches)

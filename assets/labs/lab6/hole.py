@@ -18,5 +18,5 @@ def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
 
 # torchtitan_lite/parallel/exchange.py: add_tokens
 def add_tokens(ranks: Ranks, gradient: Tensor) -> Tensor:
-    """Return the gradient of a parameter that every rank of tp or ep holds."""
+    """Return the gradient of a parameter that is replicated over tp or ep."""
     return gradient

@@ -1,6 +1,6 @@
 # torchtitan_lite/step.py: count_global_tokens
 def count_global_tokens(run: Run, batch: Batch) -> Tensor:
-    """Count the valid targets of the global batch, because ranks may have different numbers."""
+    """Count the valid targets of the global batch. The number may differ between ranks."""
     n_tokens = count_valid_tokens(batch.targets)
     dist.all_reduce(n_tokens)
     n_tokens //= run.layout.pp * run.layout.tp  # pp and tp ranks count the same targets
@@ -28,5 +28,5 @@ def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
 
 # torchtitan_lite/parallel/exchange.py: add_tokens
 def add_tokens(ranks: Ranks, gradient: Tensor) -> Tensor:
-    """A rank has the gradient of its own tokens only, so the gradient of a copied parameter is a partial sum."""
+    """A rank has only the gradient of its own tokens, so the gradient of a replicated parameter is a partial sum."""
     return run_collective(collectives.all_reduce, gradient, "sum", ranks.group_name)

@@ -1,4 +1,4 @@
-"""Ask `plan` whether the learner's layout fits, keeps the exercise and is fast enough."""
+"""Ask `plan` whether the learner's layout fits, follows the exercise, and is fast enough."""
 
 import re
 import subprocess

@@ -31,7 +31,7 @@ from torchtitan_lite.files import import_extra
 from torchtitan_lite.tools.corpora.dialects import read_conversation
 from torchtitan_lite.tools.corpora.text_files import PreparationError
 
-DATE = datetime(2024, 7, 26)  # the default date of Llama 3.1's own template
+DATE = datetime(2024, 7, 26)  # the default date in the chat template of Llama 3.1
 LLAMA_3 = (  # arXiv:2407.21783, and Llama 3's model card
     "<|begin_of_text|>{% for message in messages %}"
     "{% if tools or message.tool_calls %}{{ raise_exception('it has tools, which need a template') }}{% endif %}"
@@ -39,10 +39,9 @@ LLAMA_3 = (  # arXiv:2407.21783, and Llama 3's model card
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
 LLAMA_3_NAMES = set(match_longest(SPECIAL_TOKENS).findall(LLAMA_3))
-SIGN = "\U00100000"  # a text that no template writes
+SIGN = "\U00100000"  # a placeholder that no template writes
 TEMPLATE_ROLES = ("system", "developer", "user", "assistant", "tool")
-# Arguments of the function that renders a template. If one of these arguments is true, the text does not end with the
-# last answer.
+# Arguments of the function that renders a template. If one of them is true, the text does not end with the last answer.
 OF_ENDS = ("continue_final_message", "add_generation_prompt")
 # Arguments of the same function that are not variables of a template.
 ARGUMENTS = ("conversations", "chat_template", "return_assistant_tokens_mask")
@@ -73,9 +72,9 @@ class ChatFormat:
 
         takes_parts  whether contents must be [{"type": "text", "text": ...}], as for many models with image input
         end          the special token after an answer, such as "<|im_end|>", or None
-        closings     the text after an answer, up to and including `end`; without `end`, up to the final white space.
-                     If a user's message has an end token, the same for this message: some templates write that text
-                     after an answer if more messages follow
+        closings     the texts that may follow an answer, each up to and including `end`; without `end`, up to the final
+                     white space. The second text follows a user's message that has an end token, because some templates
+                     write this text after an answer that more messages follow
         """
         self.special = match_longest(self.tokenizer.special)
         _, exchange = read_conversation({"prompt": SIGN, "completion": SIGN})

@@ -1,4 +1,4 @@
-"""Run `prepare`: make a corpus from text files, prepare a named corpus, or compare a corpus with its manifest."""
+"""Run `prepare`: create a corpus from text files, prepare a named corpus, or compare a corpus with its manifest."""
 
 import argparse
 import json
@@ -104,7 +104,7 @@ def prepare_dataset(
 
 
 def print_counts(counts: Counter[str]) -> None:
-    """Print what was left out or replaced: reason -> number."""
+    """Print the number of rows or texts that were left out or replaced, by reason."""
     for reason, n in counts.items():
         tell(f"{reason}: {n:,}")
 

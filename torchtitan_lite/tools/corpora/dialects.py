@@ -12,7 +12,7 @@ In all dialects, a column `system` is the system message. All other columns are 
 list.
 
 First, columns and message keys with the value null are removed. If the content of a message is a list of texts, the
-texts are joined. Pictures are refused.
+texts are joined. Images are not supported.
 """
 
 import json
@@ -34,13 +34,13 @@ ROLES = {  # role in published data sets -> role in chat templates. Roles not li
     "tool_call": "assistant",
     "tool_response": "tool",
 }
-# "observation" is a tool only in ShareGPT's dialect; GLM's chat templates have a role of this name
+# "observation" means "tool" only in ShareGPT's dialect; GLM's chat templates have a role named "observation"
 SHAREGPT_ROLES = ROLES | {"observation": "tool"}
-# the text of a message with one of these roles is JSON of one or several calls
+# the content of a message with one of these roles is JSON with one or several calls
 CALL_ROLES = {"function_call", "tool_call"}
 # a message has no targets if one of these keys is 0 or false
 WEIGHTS = ("weight", "loss", "train", "trainable", "loss_mask")
-# Other data sets choose targets by keys such as "masked" or "train_detail", whose values have other meanings.
+# Some data sets choose targets by other keys, such as "masked" or "train_detail". Their values have other meanings.
 CHOOSES_TARGETS = re.compile("weight|loss|train|mask")
 
 
@@ -79,7 +79,8 @@ def drop_nulls(columns: dict) -> dict:
 
 
 def drop_all_nulls(row: Any) -> Any:
-    """Return a copy without nulls at any depth. A row of a Parquet file has null for every key that it does not use."""
+    """Return a copy without nulls at any depth. A row of a Parquet file has null for every key that the row does not
+    use."""
     return json.loads(json.dumps(row, default=spell_value), object_hook=drop_nulls)
 
 

@@ -5,7 +5,7 @@
 
 The corpus does not depend on the number of processes, and even a single compressed file keeps all processes busy. A
 document is `BOS text EOS`, without BOS if the tokenizer has none. A conversation is formatted by the chat template.
-Empty documents are left out and counted. A document of white space is not empty.
+Empty documents are left out and counted. A document that has only white space is not empty.
 
 A hash selects the validation documents. A row is hashed by its text, so equal rows land in the same split. A file is
 hashed by its path, so an edited file stays in its split. If a split would be empty, it gets the last document. If the
@@ -91,7 +91,7 @@ def prepare(
 ) -> tuple[CorpusManifest, Counter[str]]:
     """Create the corpus in the new folder `out`. Return its manifest, and the counts for the summary.
 
-    Raises PreparationError for wrong input, UserError for a missing extra, OSError if a file cannot be written.
+    Raises PreparationError for invalid input, UserError for a missing extra, OSError if a file cannot be written.
     """
     if out.exists():
         raise PreparationError(
@@ -137,7 +137,7 @@ def read_rows(files: list[Path], settings: PrepareSettings) -> Iterator[Row]:
                 yield Row(path, number, content, name)
             if not number:
                 tell(f"{path} has no rows")
-        # libraries that read files raise many kinds of errors for damaged files
+        # for damaged files, the libraries that read files raise many kinds of errors
         except Exception as error:
             raise PreparationError(
                 f"{path} cannot be read: {error}. Correct this file, or leave it out"
@@ -285,7 +285,7 @@ def encode_row(settings: PrepareSettings, row: Row) -> Document:
             ids = tokenizer.encode(text, bos=True, eos=True)
         if "\0" in text:
             raise ValueError(f"character {text.index(chr(0))} of its text is NUL (U+0000)")
-        # raises an error for half a surrogate pair, which tiktoken would silently replace
+        # raises an error for a lone surrogate, which tiktoken would silently replace
         n_bytes = len(text.encode())
     except Exception as error:  # a row from a user's file can be wrong in any way
         if settings.skip_bad:
@@ -314,7 +314,7 @@ def read_text(settings: PrepareSettings, row: Row) -> tuple[str, list[str]]:
         raise ValueError(
             f"it has no text in {column!r} (or set --text-column or --chat): {content!r:.60}"
         )
-    text.encode()  # raises an error for half a surrogate pair, which JSON may contain
+    text.encode()  # raises an error for a lone surrogate, which JSON may contain
     empty = (None, "", [], {})
     unused = [name for name, value in content.items() if name != column and value not in empty]
     return text, unused

@@ -1,12 +1,11 @@
 """Find the files of a text corpus, and read the rows in them. No torch.
 
     notes.md  main.py           one document each, in UTF-8, or in UTF-16 with a byte order mark
-    posts.jsonl  c4-train.json  one document per JSON object: the text is a field of the object. An object is one or
-    several
-                                lines, or an element of an array
+    posts.jsonl  c4-train.json  one document per JSON object: the text is a field of the object. An object takes one or
+                                several lines, or is an element of an array
     posts.parquet  .csv  .tsv   one document per row: the text is a column
     x.md.gz  x.jsonl.zst        the same, compressed; also .zstd, .bz2, .xz and .lzma
-    src/                        all files of known kinds in a folder and behind its links, sorted by name
+    src/                        all files of known kinds in a folder, sorted by name; links are followed
 
 A file of any other kind is an error if you name the file; in a folder, such files are skipped and counted. `.zst` and
 `.parquet` need the package pyarrow, from the extra `data`.
@@ -37,7 +36,7 @@ PARQUET = ".parquet"
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 JSON_SUFFIXES = {".jsonl", ".ndjson", ".json"}
 ROW_SUFFIXES = JSON_SUFFIXES | {PARQUET, *DELIMITERS}
-# Suffixes of files that are usually data (.xml, .svg) are not in the list; --suffix adds them.
+# The list has no suffixes of files that are usually data (.xml, .svg); --suffix adds such suffixes.
 TEXT_SUFFIXES = frozenset(
     """.txt .text .md .markdown .rst .tex .org .adoc .html .htm .css
     .py .pyi .pyx .c .h .cc .cpp .cxx .hh .hpp .cu .cuh .m .mm .rs .go .zig .nim .d .f .f90 .f95 .s .asm
@@ -111,9 +110,9 @@ class PackedFile(io.FileIO):
 
 @contextmanager
 def open_streams(open_packed: Callable, path: Path, mode: str) -> Iterator[BinaryIO]:
-    """Open a file with bz2.open or lzma.open. Raises ValueError if they stop at bytes that are not a compressed stream.
+    """Open a file with bz2.open or lzma.open. Raises ValueError if these functions stop before the end of the file.
 
-    If the first bytes of a stream are damaged, these functions ignore this stream and all later streams.
+    If the first bytes of a stream are damaged, they ignore this stream and all later streams.
     """
     with PackedFile(path) as packed, open_packed(packed, mode) as file:
         yield file

@@ -38,7 +38,7 @@ from torchtitan_lite.tools.tables import format_table
 VARIABLE = "TORCHTITAN_LITE_FAULT"
 LAUNCHER = "TORCHTITAN_LITE_LAUNCHER"
 HANG_MESSAGE = r"HANG in step \d+, \S+ s after it began\. rank {rank} .*?Its process is (\d+)"
-# If the calls of two ranks differ, gloo may abort one of them, so FAILED is also a correct result.
+# If the calls of two ranks differ, gloo may abort one of the ranks, so FAILED is also a correct result.
 OTHER_CALL = (
     rf"{HANG_MESSAGE}|FAILED in step .* began\. rank {{rank}} .*(missing from call|earlier steps)"
 )
@@ -99,7 +99,7 @@ class Fault:
     found_s: float | None = None  # seconds until the output names the fault; None if it never does
     back_s: float | None = None  # seconds until a restarted run logs a step
     steps_lost: int | None = None  # steps that were finished before the fault and trained again
-    is_equal: bool = False  # the run ended with the weights and optimizer state of the undisturbed run, bit by bit
+    is_equal: bool = False  # whether the final weights and optimizer state are bitwise identical to the undisturbed run
 
 
 def main(options: Namespace) -> int:
@@ -174,7 +174,7 @@ def run_with(fault: Fault, args: list[str]) -> None:
             if process.poll() == -signal.SIGKILL:
                 output.write(b"torchrun was killed\n")
                 process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
-        # ends a launcher that is still running after the deadline; the ranks end with the launcher
+        # End a launcher that is still running after the deadline. Its ranks end with it.
         process.kill()
         process.wait()
     read_output(fault)

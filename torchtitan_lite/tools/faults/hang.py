@@ -44,9 +44,9 @@ STATES = {  # state in /proc of a rank without a file -> its description
 IN_PIPELINE = " _wait_batch_p2p"  # the function of torch's schedules that waits
 # files of torch whose functions run only during compilation
 COMPILERS = ("torch/_dynamo/convert_frame.py:", "torch/_inductor/compile_fx.py:")
-# calls that different ranks may make with different sizes
+# calls whose sizes may differ between ranks
 UNEQUAL = ("all_to_all", "gather", "scatter")
-N_STACK_LINES = 4  # lines shown of the stack above torch
+N_STACK_LINES = 4  # number of stack lines to show, above torch's own
 
 
 def main(options: Namespace) -> int:

@@ -101,7 +101,7 @@ def flip_weight(fault: Fault, run: Run) -> None:
 
 
 def choose_faulty_weight(fault: Fault, run: Run) -> torch.Tensor:
-    """Return the local shard of a weight, flattened. Choose a weight with copies on several ranks if there is one."""
+    """Return the local shard of a weight, flattened. Prefer a weight with copies on several ranks."""
     own = [parameter for parameter in run.parameters.values() if local_shard(parameter).numel()]
     copied = [parameter for parameter in own if count_replicas(parameter) > 1]
     if not copied:

@@ -38,8 +38,8 @@ from torchtitan_lite.tools.check import check, choose_host
 from torchtitan_lite.tools.plan.cluster import CLUSTERS, Cluster, find_gpu_row, list_strides
 from torchtitan_lite.tools.tables import format_table
 
-# For each device type: rows and dtype of the matrices, number of products, bytes that a rank contributes to an
-# all-gather. The last two numbers are limits: a product or an all-gather is slow above this multiple of the median.
+# For each device type: rows and dtype of the matrices, number of matmuls, bytes that a rank contributes to an
+# all-gather. The last two numbers are limits: a matmul or an all-gather is slow above this multiple of the median.
 # Ranks on CPUs share the cores, so their times differ more.
 LOADS = {
     "cuda": (8192, "bfloat16", 300, 2**26, 1.1, 1.1),
@@ -152,7 +152,7 @@ def judge_machine(
     """Return a table of all measurements, and one sentence for each fault. `rows` has one entry per rank, in rank
     order."""
     matmuls = [row["matmul"] for row in rows]
-    # the median is the checksum of the majority, if most ranks have the same checksum
+    # if most ranks have the same checksum, the median is this checksum
     usual = median(each.checksum for each in matmuls)
     found = []
     for each in matmuls:

@@ -1,4 +1,4 @@
-"""Make a working copy of the package with missing code or a planted bug. Nothing in the checkout changes.
+"""Create a working copy of the package with missing code or a planted bug. The checkout does not change.
 
 A lab's hole.py contains the functions to plant. A comment above each function names the function that it replaces:
 
@@ -19,7 +19,7 @@ from torchtitan_lite import PACKAGE, REPOSITORY
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.tools.labs.lab import Lab
 
-COPIED_FOLDERS = ("configs", "assets/tokenizer")  # copied too, beside the package
+COPIED_FOLDERS = ("configs", "assets/tokenizer")  # copied beside the package
 COPIED_FILES = ("train.py", "pyproject.toml", "run_train.sh")
 PLACE = re.compile(r"^# (\S+\.py): ([\w.]+)\n", re.MULTILINE)
 HOLE = "hole.py"
@@ -35,7 +35,8 @@ def start(lab: Lab, folder: Path) -> None:
         )
     if folder.exists():
         raise UserError(f"{folder} exists. Continue in this folder, or delete it to start again.")
-    left_out = shutil.ignore_patterns("__pycache__", "shipped")  # only installed: "shipped"
+    # "shipped" exists only in an installed package
+    left_out = shutil.ignore_patterns("__pycache__", "shipped")
     shutil.copytree(PACKAGE, folder / "torchtitan_lite", ignore=left_out)
     for name in COPIED_FOLDERS:
         shutil.copytree(REPOSITORY / name, folder / name)

@@ -99,7 +99,7 @@ def dry_run(planned: PlannedRun, pp_rank: int = 0) -> Meter:
 
 
 def describe_crash(error: Exception) -> str:
-    """Describe an error, with its place."""
+    """Describe an error, with the line of this package that raised it."""
     place = find_place("".join(format_exception(error)))
     return f"{type(error).__name__}: {error}{place}"
 

@@ -36,7 +36,7 @@ TENSORS = {False: (5, 5, 3), True: (4, 3, 2)}
 # For an eager norm of a DTensor, this number replaces the first number of TENSORS. The norm runs operator by operator
 # in fp32, because torch has no sharding rule for the fused kernel.
 NORM_OP_BY_OP = 21
-# Bytes per element that the packing kernels of ZeRO++ read and write: qwZ around a gather, qgZ around a reduction
+# Bytes per element that the packing kernels of ZeRO++ read and write: qwZ per all-gather, qgZ per reduction
 QWZ_BYTES = 4
 QGZ_BYTES = 48
 # whether the loss is compiled -> bytes per logit in forward; backward moves the same number of bytes
@@ -220,7 +220,7 @@ class LayerTime:
         )
 
     def copy_hidden(self, n_times: int) -> float:
-        """Return the seconds to read or write gathered hidden states `n_times`, for copies that DTensor makes."""
+        """Return the seconds to read or write all-gathered hidden states `n_times`. DTensor makes such copies."""
         if self.workload.layout.tp == 1:
             return 0.0
         return self.copy_time(n_times * self.workload.hidden_bytes)
@@ -284,8 +284,8 @@ class LayerTime:
             copied = self.copy_time(2 * w.compute_bytes * n_copied)
         wait = copied + self.expose("fsdp", gather, forward)
         if layout.pp > 1:
-            # torch does not reshard after a backward. Therefore the forwards before the first backward gather, and
-            # later only the backwards gather. 1F1B starts with (pp + 1) / 2 forwards, averaged over the pp ranks.
+            # torch does not reshard after a backward. Therefore forwards all-gather only before the first backward;
+            # later, only backwards all-gather. 1F1B starts with (pp + 1) / 2 forwards, averaged over the pp ranks.
             early = min(1.0, (layout.pp + 1) / 2 / layout.n_microbatches)
             return early * wait, (1 - early) * (copied + self.expose("fsdp", again, backward))
         if w.n_reductions == layout.n_microbatches:

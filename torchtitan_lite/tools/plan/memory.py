@@ -39,7 +39,7 @@ class Memory(NamedTuple):
 
 # kind of layer, bytes that it saves for backward, additional bytes in its backward
 LayerEstimates = list[tuple[LayerKind, float, float]]
-# bytes at one moment of a step: gathered, gradients, activations, working
+# bytes at one moment of a step: unsharded parameters, gradients, activations, working
 Moment = tuple[float, float, float, float]
 
 

@@ -159,7 +159,7 @@ class Meter(TorchDispatchMode):
         if func.namespace in ("c10d", "_c10d_functional", "_dtensor"):
             self._record(func, args, result, site)
         for value in tree_leaves(result):
-            # A weight gathered in float8 is a wrapper subclass, whose storage is empty.
+            # A weight that is all-gathered in float8 is a wrapper subclass with an empty storage.
             if not isinstance(value, Tensor) or is_traceable_wrapper_subclass(value):
                 continue
             if value.device.type != "meta":

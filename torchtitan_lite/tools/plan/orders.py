@@ -175,7 +175,7 @@ ORDERS: dict[str, Callable[..., list[Action]]] = {  # names as in torch
     "DualPipeV": dual_pipe_v,
 }
 
-# ---------------------------------------------------------------- microbatches and stages that torch keeps on a pp rank
+# ---------------------------------------------------------------- microbatches in flight, and unsharded stages
 #
 # 0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1      two stages, two microbatches
 #         |       |   |           |

@@ -15,11 +15,11 @@ from torchtitan_lite.tools.plan.planned_run import PlannedRun
 from torchtitan_lite.tools.plan.unmodeled import warn_of_unmodeled
 
 MOST_TIMES = 64  # largest factor for the number of GPUs when `plan` looks for enough memory
-MOST_IDLE = 0.15  # `plan` makes a remark if ranks do not compute in a larger fraction of a step
+MOST_IDLE = 0.15  # `plan` prints a remark if ranks do not compute in a larger fraction of a step
 LEVERS = [  # settings that save memory, in ascending order of the time that they cost
     ("training.loss_chunk_tokens", 1024),
     ("parallelism.zero_stage", 3),
-    # selective recompute also repeats the gathers of norm outputs over tp
+    # selective recompute also repeats the all-gathers of norm outputs over tp
     ("activation_checkpoint.mode", "selective"),
     ("activation_checkpoint.mode", "full"),
     ("parallelism.pipeline_parallel_degree", 4),
@@ -50,7 +50,7 @@ def list_remarks(planned: PlannedRun) -> list[str]:
     waiting = expected.parts_s["waiting for dp"] / expected.step_time_s
     if waiting > MOST_IDLE:
         remarks.append(
-            f"{waiting:.0%} of a step waits for gathers and reductions over dp. More sequences per rank "
+            f"{waiting:.0%} of a step waits for all-gathers and reductions over dp. More sequences per rank "
             "(training.global_batch_size) or pipeline stages may be faster. Try --search"
         )
     if not planned.fits:

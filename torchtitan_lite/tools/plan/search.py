@@ -107,7 +107,7 @@ def list_proposals(
                 pipeline_parallel_schedule=schedule,
                 pipeline_parallel_layers_per_stage=layers,
             )
-            # Some schedules would refuse the config's recompute mode. list_candidates tries all recompute modes.
+            # Some schedules do not support the config's recompute mode. list_candidates tries all recompute modes.
             yield replace(
                 config,
                 training=training,
@@ -126,7 +126,7 @@ def list_schedules(config: Config, pp: int, n_layers: int) -> list[tuple[str, in
     pairs = []
     for name, schedule in SCHEDULES.items():
         if schedule.splits_backward and config.compile.enable:
-            continue  # settings.py refuses compile with these schedules
+            continue  # compile is not supported with these schedules (settings.py)
         layers_per_stage = {None}
         if schedule.most_stages_per_rank is None:
             layers_per_stage = {ceil(weight / pp / n_stages) for n_stages in STAGES_PER_RANK}

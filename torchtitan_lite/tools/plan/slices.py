@@ -1,9 +1,9 @@
 """Find the rows of a weight and the tokens that each rank has, for pictures of a layout. Does not need torch.
 
-              stored all the time                           in use, after a gather
-    weight    rows between steps: 1/(tp x fsdp)             rows while the block runs: gathered over dp_shard x cp
-    tokens    positions between matmuls: 1/(cp x tp)        positions in matmuls: gathered over tp
-    experts   1/(ep x efsdp)                                1/ep, gathered over efsdp
+              stored all the time                           in use, after an all-gather
+    weight    rows between steps: 1/(tp x fsdp)             rows while the block runs: all-gathered over dp_shard x cp
+    tokens    positions between matmuls: 1/(cp x tp)        positions in matmuls: all-gathered over tp
+    experts   1/(ep x efsdp)                                1/ep, all-gathered over efsdp
 
 explain.py prints the same slices for every parameter, from a dry run. A test compares the two results.
 """

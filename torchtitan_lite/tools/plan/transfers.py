@@ -71,7 +71,7 @@ def estimate_traffic(w: Workload, pp_rank: int) -> dict[tuple[str, str], Moved]:
     layout = w.layout
     n_gathers = count_gathers(w.order[pp_rank])
     calls = []
-    n_scales = 0  # number of precomputed scales; each weight that is gathered in float8 has one
+    n_scales = 0  # number of precomputed scales: one per weight that is all-gathered in float8
     for index in layout.stages_of(pp_rank):
         stage = w.stages[index]
         for kind in w.kinds:
@@ -157,9 +157,9 @@ def list_reductions_over_tp(w: Workload, modules: Iterable[ModuleRow], n_layers:
 def list_calls_of_pass(w: Workload, kind: LayerKind) -> list[Call]:
     """List the calls over tp, ep and cp of one layer and microbatch. Backward mirrors forward.
 
-    Over tp, inputs of colwise layers are gathered and outputs of rowwise layers are scattered. Recompute repeats the
-    gathers. Full recompute also repeats the scatters, except a scatter at the end of the block. Over ep, counts and
-    rows go to experts, and results come back.
+    Over tp, inputs of colwise layers are all-gathered and outputs of rowwise layers are reduce-scattered. Recompute
+    repeats the all-gathers. Full recompute also repeats the reduce-scatters, except one at the end of the block. Over
+    ep, counts and rows go to experts, and results come back.
     """
     again = kind.average(full=1)
     n_both = kind.n_gathers + kind.n_scatters
@@ -202,7 +202,7 @@ def list_calls_of_fsdp(w: Workload, stage: Stage, n_gathers: int) -> list[Call]:
     """List the calls of FSDP (fsdp.py). `n_gathers` is the number of times that the stage is all-gathered under ZeRO 1
     and 2."""
     m = w.layout.n_microbatches
-    numbers = [n_gathers] * 3  # gathers of the embedding, of the head, and of each other group
+    numbers = [n_gathers] * 3  # all-gathers of embedding, head, and each other group
     if w.layout.zero_stage == 3:
         # Blocks are resharded after forward and backward. The head is not resharded between its forward and its
         # backward, and the backward of the embedding needs no weight. In a pipeline, torch does not reshard after a
@@ -215,12 +215,12 @@ def list_calls_of_fsdp(w: Workload, stage: Stage, n_gathers: int) -> list[Call]:
 
 
 def list_calls_of_group(w: Workload, group: Group, n_gathers: int) -> list[Call]:
-    """List the gathers and reductions of several equal FSDP groups."""
+    """List the all-gathers and reductions of several equal FSDP groups."""
     axis, sizes, n_groups, float8 = group
     near = f"{axis}_near"  # axis over the ranks inside a node
     n_shards = getattr(w.layout, axis)
     n_near = getattr(w.layout, near)
-    n_again = 0  # gathers inside a node
+    n_again = 0  # number of all-gathers inside a node
     if "hpz" in w.zero_plus_plus and n_near > 1:
         n_again = n_gathers - w.layout.n_microbatches
     packed = 0  # bytes of all shards if they are sent in the int8 blocks of zero_plus_plus.py

@@ -76,11 +76,11 @@ def list_steps(run: Meter, fqns: tuple[str, ...], rank: int, n_microbatches: int
     parameters = {}
     for fqn, parameter in run.parameters.items():
         module, _, _ = fqn.rpartition(".")
-        parameters.setdefault(module, parameter)  # keep the weight of the module, not the bias
+        parameters.setdefault(module, parameter)  # draw the weight of the module, not the bias
     order = dict.fromkeys([*run.forward_modules, *calls, *parameters])
     rows = []
     for fqn in fqns:
-        # FSDP can gather several modules together: "norm, output"
+        # FSDP can all-gather several modules together: "norm, output"
         gathers = [module for module in calls if fqn in module.split(", ")]
         inside = [module for module in order if module == fqn or module.startswith(f"{fqn}.")]
         for module in dict.fromkeys([*gathers, *inside]):
@@ -99,7 +99,7 @@ def list_steps(run: Meter, fqns: tuple[str, ...], rank: int, n_microbatches: int
 
 
 def locate(parameter: DTensor, rank: int, *, gathered: bool = False) -> list[range]:
-    """Return the indices of each dim that a rank stores, or has after FSDP's gather. They may be empty."""
+    """Return the range of each dim that a rank stores, or has after FSDP's all-gather. A range may be empty."""
     mesh = parameter.device_mesh  # a mesh of all ranks of a stage
     placements = list(parameter.placements)
     if gathered:

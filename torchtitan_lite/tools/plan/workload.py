@@ -61,7 +61,7 @@ class LayerKind:
         self.recompute = recompute
         self.block = list_block_modules(w.args, moe=is_moe)  # modules that have weights
         self.groups = defaultdict(list)  # axis -> elements of each parameter, as in Group
-        self.float8 = []  # elements of each weight that FSDP gathers in float8
+        self.float8 = []  # elements of each weight that FSDP all-gathers in float8
         by_style = defaultdict(list)
         for module in self.block:
             by_style[module.tp_style].append(module)
@@ -80,9 +80,9 @@ class LayerKind:
         self.sizes = Counter({axis: sum(sizes) for axis, sizes in self.groups.items()})
         # Bytes that float8 saves when a layer is all-gathered
         self.spared_bytes = sum(self.float8) * (w.compute_bytes - 1)
-        # tp gathers their input
+        # tp all-gathers their input
         self.colwise = [module for module in by_style["colwise"] if module.kind == "linear"]
-        self.rowwise = by_style["rowwise"]  # tp scatters their output
+        self.rowwise = by_style["rowwise"]  # tp reduce-scatters their output
         self.norms = [module for module in by_style["sequence"] if module.kind == "norm"]
         # The formulas cover these modules: matmuls split by tp, experts, norms of hidden states, and Qwen3's norms of
         # heads.
@@ -91,7 +91,8 @@ class LayerKind:
         self.untimed = {
             row.name for row in self.block if row.kind not in ("router", "experts")
         } - known
-        # The input of the first rowwise matmul is attention's output. The input of later ones is a product (SwiGLU).
+        # The input of the first rowwise matmul is attention's output. The input of later rowwise matmuls is a product
+        # (SwiGLU).
         self.products_dim = sum(module.weight[1] for module in self.rowwise[1:])
         # Blocks of Llama have SwiGLU and rotary embeddings; blocks of GPT have neither.
         self.is_gated = any(module.name.endswith("w3") for module in self.block)
@@ -101,13 +102,13 @@ class LayerKind:
         self.ends_in_rowwise = self.block[-1].kind == "linear"
         # Number of modules for keys and values, if several ranks share each of their heads
         self.n_shared = sum(module.kv_heads > 0 for module in self.block) if w.n_sharing > 1 else 0
-        # tp gathers one input for wq, wk and wv, and scatters the partial sums of each rowwise layer.
+        # tp all-gathers one input for wq, wk and wv, and reduce-scatters the partial sums of each rowwise layer.
         self.n_gathers = len(list_gathered(self.block))
         self.n_scatters = len(self.rowwise)
 
     @property
     def gathers_again(self) -> float:
-        """Number of gathers over tp that recompute repeats, averaged over the layers."""
+        """Number of all-gathers over tp that recompute repeats, averaged over the layers."""
         return self.average(op=1, alternate=1, full=1) * self.n_gathers
 
     @property
@@ -135,12 +136,12 @@ class Workload:
     # is_moe -> recompute mode -> number of layers. The modes are none, op and full. Published runs can also have
     # "alternate", torchtitan's policy of 2024.
     recompute: dict[bool, Counter]
-    compute_dtype: str = "bfloat16"  # dtype of activations and gathered parameters
+    compute_dtype: str = "bfloat16"  # dtype of activations and unsharded parameters
     float8: frozenset[str] = frozenset()  # names of a block's modules that compute in float8
     # tensorwise, rowwise, or te (Transformer Engine, which fuses casts)
     float8_recipe: str = "tensorwise"
     gathers_float8: bool = False  # FSDP all-gathers in float8
-    precomputes_scales: bool = False  # the scales are reduced once per step, not at each gather
+    precomputes_scales: bool = False  # the scales are reduced once per step, not at each all-gather
     zero_plus_plus: tuple[str, ...] = ()  # hpz, qwz, qgz
     schedule: str = "1F1B"  # of the pipeline
     attention_row: str = "causal"  # model.attention
@@ -155,7 +156,7 @@ class Workload:
     compiles_loss: bool = False
     async_tp: bool = False
     ring: bool = False  # cp passes keys and values around a ring; otherwise it all-gathers them
-    balances_by_loss: bool = False  # the auxiliary loss counts routes over whole sequences
+    balances_by_loss: bool = False  # the auxiliary loss counts routes over full sequences
     # Properties of other trainers, for published runs. The defaults describe this trainer.
     overlaps_reduction: bool = False  # in a pipeline, reductions overlap with the last backwards
     grad_bytes: int = MASTER_BYTES  # bytes per element of a gradient between microbatches

@@ -31,7 +31,7 @@ from torchtitan_lite.tools.tables import format_bytes, format_seconds, write_tab
 
 REFRESH_S = 10  # with --watch, the page is written again after this time
 LEAST_SHARE = 1000  # calls shorter than 1/1000 of a step are not drawn
-N_WIDEST = 3  # number of exposed collectives that the page names
+N_WIDEST = 3  # number of longest exposed collectives that the page names
 MOST_CURVES = 12  # number of colors in the style sheet
 FINAL_FIELDS = ("loss", "val_loss", "tokens_per_s_per_rank")
 MARKS = {  # kind of record -> color
@@ -76,8 +76,8 @@ class Series(NamedTuple):
 
 
 def main(options: argparse.Namespace) -> int:
-    """Write the page. With --watch, write the page again and again until the run ends. Raises UserError if a folder has
-    no run."""
+    """Write the page. With --watch, keep rewriting the page until the run ends. Raises UserError if a folder has no
+    run."""
     if len({folder.resolve() for folder in options.runs}) < len(options.runs):
         raise UserError("two of the folders are the same run. Name each run once")
     out = options.out or options.runs[0] / "report.html"
@@ -299,7 +299,7 @@ def draw_calls(trace: Trace, step_s: float) -> str:
 
 
 def draw_parts(parts: dict, step_s: float) -> list:
-    """Return a box for each part, one after another."""
+    """Return one box per part, placed side by side."""
     boxes = []
     end = 0.0
     for part, seconds in parts.items():

@@ -1,7 +1,7 @@
 """Read the files in a run's folder, and summarize the run in words.
 
 Runs of forks can be read too. If a run used a feature that this checkout lacks, such as the fork's optimizer, the page
-leaves out the parts that depend on the feature, and says why.
+omits the parts that depend on the feature, and gives the reason.
 """
 
 import json
@@ -26,7 +26,7 @@ from torchtitan_lite.tools.report.traces import Trace, measure_pipeline, read_tr
 from torchtitan_lite.tools.tables import plural
 
 SPIKE_RATIO = 3  # a gradient norm above this multiple of the median is a spike
-WARM_UP = 3  # first records, which are not checked for spikes because their norms may be large
+WARM_UP = 3  # the first records are not checked for spikes, because their norms may be large
 AXES = ("steps", "tokens", "hours")  # horizontal axes of the curves
 NEEDED = set("job.description model.name training.dataset training.steps checkpoint.enable".split())
 
@@ -40,7 +40,7 @@ class RecordedRun:
         self.name = folder.resolve().name
         lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         self.records = []
-        # numbers of invalid lines: a run can end while it writes a line
+        # line numbers of invalid lines: a run can end while it writes a line
         self.unread: list[int] = []
         for number, line in enumerate(lines, 1):
             record = read_record(line)
@@ -92,7 +92,7 @@ class RecordedRun:
     def places(self) -> dict[int, dict[str, float]]:
         """Step -> axis -> position. Hours do not include the time between starts of the run.
 
-        If the clock of the host is set back, the record after it adds no time.
+        If the clock of the host was set back before a record, this record adds no time.
         """
         places = {0: dict.fromkeys(AXES, 0.0)}
         last_step, n_tokens = self.list_values("tokens")[-1]

@@ -55,7 +55,7 @@ def read_traces(folder: Path, layout: Layout) -> list[Trace]:
     """Read the traces of the newest step with traces. Return [] if there is none. Raises UserError."""
     files = defaultdict(dict)  # step -> rank -> file
     for path in folder.glob("step-*/rank-*.json"):
-        # a user may have copies, such as step-10-old
+        # skip copies that a user may have made, such as step-10-old
         if found := re.fullmatch(r".*/step-(\d+)/rank-(\d+)\.json", str(path), re.ASCII):
             step, rank = map(int, found.groups())
             files[step][rank] = path
@@ -104,7 +104,7 @@ def read_trace(data: dict, rank: int, layout: Layout) -> Trace:
         if axis or "annotation" not in event["cat"]:
             spans[axis].append((start, end))
         stream = axis if on_gpu else "main thread"
-        # a call that starts earlier is part of a longer call
+        # a call that starts before this end is part of a longer call
         if axis and start >= outer_ends[stream]:
             outer_ends[stream] = end
             short = name.rpartition("::")[2].strip("_")

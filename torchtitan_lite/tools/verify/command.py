@@ -56,9 +56,9 @@ from torchtitan_lite.tools.verify.witnesses import MASKS, merge
 
 
 def main(options: Namespace) -> int:
-    """Run the tool. Exit status: 0 certified, 1 wrong or not finished, 2 wrong input.
+    """Run the tool. Exit status: 0 certified, 1 wrong or not finished, 2 invalid input.
 
-    Raises UserError if the code of the model differs from its table.
+    Raises UserError if the model's code does not match its table.
     """
     given, *_ = read_target(options.config_args, None)
     reduction = reduce_config(given.config, options.ranks)
@@ -114,7 +114,7 @@ OUTSIDE = (
     "float8 arithmetic); kernels of CUDA and NCCL; real sizes; speed and memory"
 )
 
-# Sections and keys without an effect on results: logs, traces, files, time-outs, when a run saves or validates.
+# Sections and keys that do not affect results: logs, traces, files, time-outs, and when a run saves or validates.
 NO_RESULT = set(
     """
     comm

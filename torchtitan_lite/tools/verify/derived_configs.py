@@ -48,7 +48,7 @@ def deepen(reduction: Reduction) -> Config:
     real = reduction.real
     args = resolve_model(real.model)
     tp = layout.tp
-    # Turn off recompute and the compiler: they would take most of the time, and the wide trial tests them.
+    # Turn off recompute and the compiler: they would take most of the time, and the wide trial covers them.
     keys = {
         STAGES: None,
         FIRST: 1,

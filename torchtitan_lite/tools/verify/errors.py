@@ -1,4 +1,4 @@
-"""Compute the error of a rank: compare its slice of a tensor with the plain loop's, without gathering anything."""
+"""Compute the error of a rank: compare its slice of a tensor with the plain loop's tensor, without communication."""
 
 import math
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ class Seen:
     """The findings of one rank."""
 
     coordinates: Coordinates
-    step: int = 0  # number of the step to which new errors belong
+    step: int = 0  # number of the step in which new errors are recorded
     errors: dict[Key, float] = field(default_factory=dict)
     results: list[dict] = field(default_factory=list)  # loss and gradients of each step
     acted: dict[str, bool | None] = field(default_factory=dict)  # witnesses.Acted

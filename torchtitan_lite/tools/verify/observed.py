@@ -1,4 +1,4 @@
-"""Describe a step as seen from outside the trainer: its result, and the events that torch's profiler recorded.
+"""Describe a step by its result and by the events that torch's profiler recorded.
 
 Events in backward are counted separately, because recompute shows up as an operator of forward that runs in backward.
 Events are named after operators, FSDP's collectives and compiled regions.
@@ -47,7 +47,7 @@ def count_events(profiler: profile) -> tuple[Counter[str], Counter[str]]:
     backward: Counter[str] = Counter()
     if not profiler.enabled:
         return forward, backward
-    end_ns = 0  # time at which the latest autograd node ends
+    end_ns = 0  # latest end time of the autograd nodes seen so far
     for event in sorted(profiler.kineto_results.events(), key=lambda event: event.start_ns()):
         name = event.name()
         start_ns = event.start_ns()

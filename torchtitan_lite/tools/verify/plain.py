@@ -62,8 +62,8 @@ STEPS = [  # max_norm in units of the gradient norm; value to write into one gra
 # fifty roundings.
 TIE = 5e-6
 DECIDES = 10.0  # a bias that is larger than every score, so the biases decide
-# Without this factor, the embedding would hide the outputs of layers and the eps of norms. Multiplying by a power of
-# two causes no rounding.
+# Without this factor, the embedding would be so large that it hides the outputs of layers and the eps of norms.
+# Multiplying by a power of two causes no rounding.
 EMBEDDING_SCALE = 1 / 16
 FIRST_EXPONENT = 13  # positions around 2**13 = 8,192 and the next six powers of two
 N_EXPONENTS = 7
@@ -79,7 +79,7 @@ class PlainStep:
     spoiled_by: float  # NaN, infinity or a spike to write into one gradient, or 0 to write nothing
     weights: dict[str, Tensor]  # before the step, including expert biases
     outputs: dict[str, Tensor]  # of each module, in forward order; for the head, token losses
-    # keys whose code the plain loop shares with the layout: a fork's loss or attention
+    # keys whose code is shared by the plain loop and the layout: a fork's loss or attention
     shared: set[str]
     ties: dict[int, tuple[Tensor, Tensor]]  # layer -> scores and experts of tokens with tied scores
     loss: float
@@ -170,8 +170,8 @@ OF_LOSS = ("forward", "differentiate", "token_losses")  # methods of a head
 class PlainExperts:
     """Replaces the forward of an MoE: every expert computes every token, and the weight of an unchosen expert is 0.
 
-    The biases are set so that in every layer one expert gets no tokens. If top_k is at least 2, another expert gets all
-    tokens. If `biases_decide`, biases choose the same experts for every token, so rounding cannot change the choice.
+    The biases make one expert of every layer get no tokens. If top_k is at least 2, another expert gets all tokens. If
+    `biases_decide`, biases choose the same experts for every token, so rounding cannot change the choice.
     """
 
     def __init__(self, moe: MoE, layer: int, *, biases_decide: bool):
@@ -220,7 +220,7 @@ class PlainExperts:
 
 
 class PlainModel:
-    """The model with its initial weights. The MoE layers keep the loads and ties of the last forward."""
+    """The model with its initial weights. The MoE layers store the loads and ties of the last forward."""
 
     def __init__(self, config: Config):
         self.section = config.training
@@ -261,8 +261,8 @@ class PlainModel:
     def backward(self, batch: Batch) -> tuple[float, dict[str, Tensor]]:
         """Return the mean loss over valid tokens, and the gradients.
 
-        torch computes the cross entropy. Any other loss is computed by its formula. A loss that the model computes
-        itself is taken from the model.
+        torch computes the cross entropy. Any other loss is computed by its formula, or by the model itself if the model
+        has a loss of its own.
         """
         if self.finds_own_loss(batch.take_rows(range(1))):
             self.shared.add("training.loss")

@@ -10,7 +10,7 @@ Nothing is gathered: each rank cuts its slice out of the plain loop's tensors. B
 replaced, errors do not carry over into the next step, and AdamW does not amplify rounding. Therefore the run can keep
 its optimizer and schedule.
 
-Rounding a score can change which experts are the top k. If scores of a token are nearly tied, the rank uses the experts
+Rounding a score can change the top-k choice of experts. If scores of a token are nearly tied, the rank uses the experts
 that the plain loop chose for this token. The rank recognizes the token by its scores, in any microbatch.
 """
 
@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan_lite import build
-from torchtitan_lite import step as stepping  # a module, because tests patch its functions
+from torchtitan_lite import step as stepping  # a module, so tests can patch its functions
 from torchtitan_lite.checkpoint.load import set_step
 from torchtitan_lite.components.expert_balance import is_recomputed
 from torchtitan_lite.config.checks import plan_layout, resolve_config
@@ -53,7 +53,7 @@ from torchtitan_lite.tools.verify.rounding import (
 )
 from torchtitan_lite.tools.verify.witnesses import actions_noted
 
-# Scores that differ by less belong to the same token, or to a token so similar that its choice is the same (see TIE).
+# Scores that differ by less belong to the same token, or to a similar token with the same choice (see TIE).
 SAME_TOKEN = 1e-6
 
 
@@ -86,17 +86,17 @@ def compare_steps(rank: int, world_size: int, config: Config, path: str) -> Seen
         for seen.step, plain in enumerate(steps):
             compare_step(run, plain, seen)
     if world_size > 1:
-        seen.results.clear()  # do not return shards
+        seen.results.clear()  # do not send shards back
     return seen
 
 
 def compare_step(run: build.Run, plain: PlainStep, seen: Seen) -> None:
     """Run one step and compare everything. Collective."""
-    if run.lr_scheduler.last_epoch != plain.position:  # as a resume does
+    if run.lr_scheduler.last_epoch != plain.position:  # set the schedule as a resume does
         set_step(run.lr_scheduler, plain.position)
     give_weights(run, plain.weights)
     for scales in list_scales(run):
-        scales()  # of these weights
+        scales()  # compute the scales of these weights
     routers = run.balance.routers if run.balance else {}
     for layer, router in routers.items():
         router.choose = partial(choose_with_ties, router, *plain.ties[layer])
@@ -106,7 +106,7 @@ def compare_step(run: build.Run, plain: PlainStep, seen: Seen) -> None:
     seen.compare("counted tokens", "count_global_tokens", n_tokens.item(), n_right.item())
     config = with_value(run.config, "training.max_norm", plain.max_norm)
     if math.isfinite(plain.spoiled_by) and plain.spoiled_by:
-        # A norm is a spike relative to earlier norms, so first fill the window with normal norms.
+        # A spike is a norm that is large relative to earlier norms, so first fill the window with normal norms.
         for _ in range(config.training.spike_window):
             norm = torch.tensor(plain.norm)
             run.spikes.judge(norm)
@@ -239,7 +239,7 @@ def outputs_compared(run: build.Run, plain: PlainStep, seen: Seen) -> Iterator[N
     angles = rotary_angles(plain.batch.positions, run.parts[0].model_args)
     n_rows = len(plain.batch.tokens) // (run.layout.dp * run.layout.n_microbatches)
     for (measure, name), found in pieces.items():
-        # Before its first step, a schedule also calls each part once, to infer shapes.
+        # Before its first step, a schedule also calls each model part once, to infer shapes.
         microbatches = found[-run.layout.n_microbatches :]
         right = angles if measure == "rotary angles" else plain.outputs[name]
         if name == "output":  # the head returns the sum of token losses of a microbatch

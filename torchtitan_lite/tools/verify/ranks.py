@@ -3,7 +3,7 @@
     parent:  pool.run(function, world_size, *args)   ->   [result of rank 0, result of rank 1, ...]
     worker:  join a fresh gloo group of world_size ranks, call function(rank, world_size, *args), leave the group
 
-For eight ranks, starting processes that import torch takes 10 s, and a launch with torchrun takes 20 s. A call on a
+For eight ranks, it takes 10 s to start processes that import torch, and 20 s to launch them with torchrun. A call on a
 warm pool takes 0.1 s. If a worker fails or hangs, all workers are killed, and the next call starts new ones.
 """
 
@@ -31,7 +31,7 @@ from torchtitan_lite.tools.processes import start_worker_server
 # torch's caches keep gloo groups and their threads alive. After dozens of jobs, hundreds of threads would compete for
 # the cores. New workers are cheap, because they are forks of a process that has imported torch.
 JOBS_PER_WORKER = 8
-OF_A_PEER = "Check the logs of the remote worker"  # text in gloo's errors if a peer has ended
+OF_A_PEER = "Check the logs of the remote worker"  # in gloo's errors if a peer has ended
 SECONDS_AFTER_A_FAILURE = 3  # time for the other ranks to finish after a rank has failed
 
 
@@ -56,7 +56,7 @@ class RankPool(AbstractContextManager):
     def run(
         self, function: Callable, world_size: int, *args, timeout_s: float = 300, **kwargs
     ) -> list:
-        """Call `function(rank, world_size, *args, **kwargs)` on each of `world_size` ranks. Return a result per rank.
+        """Call `function(rank, world_size, *args, **kwargs)` on each of `world_size` ranks. Return one result per rank.
 
         Function, arguments and results must be picklable. Raises RankFailure if a rank raises, dies or takes longer
         than `timeout_s`.

@@ -1,4 +1,4 @@
-"""Reduce a real config to laptop size, but keep the relations between sizes on which a layout's faults depend.
+"""Reduce a real config to laptop size, but keep the size relations that can trigger faults in a layout.
 
     degrees         exactly as in the config; if they need too many ranks, an error has the command for a smaller layout
     kept relations  query heads per key/value head; one or several key/value heads per tp rank; which sizes tp x
@@ -9,8 +9,8 @@
                     rotary scaling, loss parallel
     replaced        sizes, and features that a CPU does not have
 
-Rows have about 41 tokens, an odd number if possible, and are longer than every attention window. A window that is a
-size of the flavor is made smaller. A window that is set by a row in config/choices.py keeps its size.
+Rows have about 41 tokens, an odd number if possible, and are longer than every attention window. If the flavor sets the
+window, it is reduced. If a row in config/choices.py sets the window, it keeps its size.
 
 The result is the config of the wide trial, and derived_configs.py derives the other trials from it. The
 certificate lists every difference from the real config. This module does not import torch.
@@ -55,7 +55,7 @@ ALIGNED = 8  # dim and expert_ffn_dim are multiples of this, because grouped_mm 
 STAGES = "parallelism.pipeline_parallel_layers_per_stage"
 FIRST = "parallelism.pipeline_parallel_first_stage_less_layers"
 LAST = "parallelism.pipeline_parallel_last_stage_less_layers"
-WINDOW = 12  # tokens of a reduced window; most of a row is outside of it
+WINDOW = 12  # tokens of a reduced window; most tokens of a row are outside of it
 BEYOND = 25  # a row is at least this much longer than the largest window
 TOKENIZER = "bytes"
 N_WORDS = 258  # vocabulary of this tokenizer
@@ -73,8 +73,8 @@ REPLACED = {
     "validation.enable": True,
     "validation.freq": 10**6,
 }
-# Sections and keys that get their defaults. float8 has a separate trial. Async TP needs inductor and GPUs. Symmetric
-# memory needs NCCL. [profiling] may be refused without a GPU.
+# Sections and keys that are reset to their defaults. float8 has a separate trial. Async TP needs inductor and GPUs.
+# Symmetric memory needs NCCL. [profiling] may be refused without a GPU.
 DEFAULTS = """
 model.converters training.dtype training.dataset_path parallelism.enable_async_tensor_parallel
 parallelism.fsdp_symmetric_memory profiling job.overwrite checkpoint.local_folder checkpoint.load_step
@@ -200,7 +200,7 @@ def reduce_sizes(config: Config, args: ModelArgs, layout: Layout) -> dict[str, i
 
 
 def reduce_size(real: int, wanted: int, unit: int, split: int) -> int:
-    """Return a multiple of `unit` of about `wanted`. The result is a multiple of `split` if and only if `real` is."""
+    """Return a multiple of `unit` near `wanted`. The result is a multiple of `split` if and only if `real` is."""
     size = round_up(wanted, unit)
     while unit % split and (real % split == 0) != (size % split == 0):
         size += unit
@@ -290,7 +290,8 @@ def give_batch(
 ) -> dict[str, object]:
     """Return the keys for a batch with `n_rows` rows per microbatch, each longer than every attention window.
 
-    A row has at least `least_tokens` tokens. Each piece into which cp and tp cut a row has a multiple of `unit` tokens.
+    A row has at least `least_tokens` tokens. cp and tp split a row into pieces that each have a multiple of `unit`
+    tokens.
     """
     windows = list_windows(small.model.attention, resolve_model(small.model))
     n_tokens = max([least_tokens, *(BEYOND + window for window in windows if window)])

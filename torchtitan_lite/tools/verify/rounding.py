@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_lite import build
-from torchtitan_lite import step as stepping  # a module, because tests patch its functions
+from torchtitan_lite import step as stepping  # a module, so tests can patch its functions
 from torchtitan_lite.config.features import INT8_BLOCK
 from torchtitan_lite.extensions.float8_all_gather import PrecomputedScales, find_amax
 from torchtitan_lite.extensions.zero_plus_plus import Packing
@@ -22,7 +22,7 @@ from torchtitan_lite.tools.verify.plain import PlainStep
 
 
 def packing_checked(seen: Seen) -> AbstractContextManager:
-    """Context manager: compare the numbers that ZeRO++ packs with their bound, then send exact numbers, because
+    """Context manager: check the rounding errors of the numbers that ZeRO++ packs. Then send exact numbers, because
     rounding would hide other errors."""
     pack = Packing.pack
     unpack = Packing.unpack
@@ -90,7 +90,8 @@ def compare_scales(precomputed: PrecomputedScales, seen: Seen) -> None:
 
 
 def sums_in_bfloat16(run: build.Run) -> bool:
-    """Return whether gradients of several bfloat16 microbatches are added, and nothing else rounds them."""
+    """Return whether a step adds the gradients of several bfloat16 microbatches, and nothing else rounds these
+    gradients."""
     config = run.config
     is_rounded = config.model.uses_float8 or "qgz" in config.parallelism.zero_plus_plus
     is_bfloat16 = config.training.mixed_precision_param == "bfloat16"
@@ -100,8 +101,7 @@ def sums_in_bfloat16(run: build.Run) -> bool:
 def compare_with_halves(run: build.Run, plain: PlainStep, batch: Batch, seen: Seen) -> None:
     """Compare the gradients of all microbatches with the sum of the gradients of two halves. Collective.
 
-    The comparison finds a sum over microbatches that is rounded to bfloat16, because the sums of the halves round
-    differently.
+    This detects sums over microbatches that are rounded to bfloat16, because the sums of the halves round differently.
     """
     differences = dict(seen.results[-1]["gradients"])
     rows = torch.arange(len(batch.tokens))

@@ -44,12 +44,12 @@ from torchtitan_lite.tools.verify.witnesses import Acted, merge
 RunRanks = Callable[..., list]  # (worker, world_size, *args) -> one result per rank
 Noise = dict[Key, float]  # relative changes of the results in one process if it rounds differently
 
-# Correct layouts have errors of 2e-6 in gradients (8e-6 with twelve MoE layers), 2e-7 in state and 4e-8 in updates.
+# Errors of correct layouts: gradients 2e-6 (8e-6 with twelve MoE layers), optimizer state 2e-7, updates 4e-8.
 SUMS = 1e-5  # bound for sums in a different order
 SAME = 5e-6  # bound for the same numbers, rounded differently
 EXACT = 0.0
-# If the terms of a sum cancel, its relative error is large. Therefore a larger error is also accepted if different
-# rounding in one process changes the same sum by at least a tenth of the error.
+# If the terms of a sum cancel, its relative error is large. Therefore a larger error is accepted if different rounding
+# in one process changes the same sum by at least a tenth of this error.
 NOISE = 10.0
 N_ROUNDINGS = 5  # random roundings of the weights
 OF_SUMS = ("gradients", "saved tensor")  # measures of sums whose terms may cancel
@@ -82,7 +82,7 @@ BOUNDS = {  # measure, in the order of a step -> largest error of a correct layo
     "router_entropy": SUMS,
     "saved tensor": 5e-4,  # correct: up to 1.2e-4; state rounded to bfloat16: 1.4e-3
 }
-# measures of results that change if a module is wrong
+# measures that change if a module is wrong
 OF_FORWARD = ("counted tokens", "module output", "loss", "gradients", "expert loads")
 NOT_FINISHED = "not finished"
 
@@ -105,7 +105,7 @@ class Trial:
     measures: dict[str, tuple[float, float]] = field(default_factory=dict)  # worst error, bound
     faults: dict[str, Culprit] = field(default_factory=dict)  # by measure, in the order of a step
     seconds: float = 0.0
-    # config of each layout that ran, and the keys that acted
+    # config of each layout that ran, and the keys that acted in it
     ran: tuple[tuple[Config, Acted], ...] = ()
     # parameters whose gradients are only rounding errors in every step: a wrong gradient would not be noticed
     unjudged: tuple[str, ...] = ()
@@ -234,9 +234,9 @@ def blame(key: Key, errors: list[tuple[Coordinates, float]], bound: float) -> Cu
 
 # ---------------------------------------------------------------- bfloat16 and float8
 
-# name -> number of steps; minimum bound; a quarter of a rounding, whose effect is measured if gradients seem wrong. A
-# bound has a minimum, because the errors of one rank may cancel in its loss or in the gradient of a scalar. Other
-# layouts round these values once more (bfloat16: 2**-9)
+# name -> number of steps, minimum bound, and a quarter of the rounding error. If gradients seem wrong, the effect of
+# this error is measured. A bound has a minimum, because the errors of one rank may cancel in its loss or in the
+# gradient of a scalar. Other layouts round these values once more (bfloat16: 2**-9).
 PRECISIONS = {"bfloat16": (2, 4e-3, 2**-11), "float8": (3, 1e-2, 2**-6)}
 # With ep, one matmul of an expert has the rows of several ranks, so the weight gradient sums the rows in a different
 # order. One rank adds the two gradients of a tied matrix in the compute dtype, but stages add them in float32.

@@ -4,7 +4,8 @@
     did not act    a trial ran the key's value, but no rank saw an effect
     off            the value turns its feature off, or belongs to a feature that is off
 
-A witness is a function that inspects a step from outside (observed.py). One step of a trial is profiled.
+A witness is a function that inspects the results and the profile of a step (observed.py). One step of a trial is
+profiled.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -81,7 +82,7 @@ def steps_with_optimizer(step: Observed) -> bool:
 
 
 def reads_option(name: str) -> Witness:
-    """Return the witness of an option of the optimizer: `step` reads it from a parameter group."""
+    """Return the witness of an optimizer option: the optimizer's `step` reads the option from a parameter group."""
     return lambda step: name in step.options
 
 
@@ -145,7 +146,7 @@ def count_most(step: Observed, text: str) -> int:
 
 
 def gathers_as_zero_stage(step: Observed) -> bool | None:
-    """Compare the gathers and reductions of a block with the table in parallel/fsdp.py."""
+    """Compare the all-gathers and reductions of a block with the table in parallel/fsdp.py."""
     layout = step.run.layout
     if layout.fsdp == 1:
         return None
@@ -177,7 +178,7 @@ def runs_schedule(step: Observed) -> bool | None:
 
 
 def rotates(step: Observed) -> bool | None:
-    """Return whether keys are exchanged by the chosen method. Only the ring uses all-to-alls for keys.
+    """Return whether the chosen method exchanges the keys of attention. Only the ring uses all-to-alls for keys.
 
     Each Scatter of tp also uses one all-to-all, so the all-to-alls of Scatter are subtracted. With ep > 1, experts use
     many all-to-alls, so the result is False.
@@ -300,7 +301,7 @@ WITNESSES: dict[str, Witness] = {
     "quantize.linear.float8.recipe_name": happens(FLOAT8),
     "quantize.linear.float8.filter_fqns": filters_linears,
     "quantize.linear.float8.emulate": happens(FLOAT8),
-    # FSDP sends bytes. No backend gathers float8.
+    # FSDP sends bytes, because no backend supports float8 in an all-gather.
     "quantize.linear.float8.enable_fsdp_float8_all_gather": happens(
         "_allgather_base_ unsigned char"
     ),
@@ -357,8 +358,8 @@ def actions_noted(acted: Acted) -> Iterator[None]:
 
 
 def merge(observations: Iterable[Acted]) -> Acted:
-    """Merge the observations of steps and ranks. A key acted if it acted in any observation, and is off if it was off
-    in all."""
+    """Merge the observations of steps and ranks. A key acted if it acted in any observation. It is off if it was off in
+    all observations."""
     merged: Acted = {}
     for acted in observations:
         for key, is_acting in acted.items():
