@@ -2,7 +2,7 @@
 
     wq.weight (H*E, D), tp=2          rank 0                  rank 1
     the parameter                     DTensor                 DTensor              optimizer, checkpoints, FSDP
-    gathered by FSDP, in forward      rows [:H*E/2]           rows [H*E/2:]        plain tensors, Shard(0)
+    unsharded by FSDP, in forward     rows [:H*E/2]           rows [H*E/2:]        plain tensors, Shard(0)
     gradient of wq.weight             of these rows           of these rows        plain until FSDP has reduced it
     norm.weight (D,), replicated      all                     all                  plain tensors
     gradient of norm.weight           from rank 0's tokens    from rank 1's        plain; summed over tp by fsdp.py

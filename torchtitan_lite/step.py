@@ -109,9 +109,8 @@ def shard_for_cp(run: Run, batch: Batch) -> Batch:
 def forward_backward(run: Run, batch: Batch, n_tokens: Tensor) -> Tensor:
     """Run forward and backward for all microbatches. Gradients are accumulated, and are complete on return.
 
-    Here and in the functions below, `batch` is the result of `shard_for_cp`.
-    Returns the loss of this rank's tokens, () fp32, which is zero if no stage of this rank has the head. The loss
-    is equal on all tp ranks.
+    Here and in the functions below, `batch` is the result of `shard_for_cp`. Returns the loss of this rank's tokens, ()
+    fp32, which is zero if no pipeline stage of this rank has the head. The loss is equal on all tp ranks.
     """
     if run.schedule is not None:
         return run_schedule(run, run.schedule.step, batch, n_tokens)

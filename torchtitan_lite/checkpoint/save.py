@@ -65,10 +65,10 @@ from torchtitan_lite.files import describe_launch
 logger = logging.getLogger(__name__)
 
 SPIKES = "spike_filter."  # prefix of the tensors of extensions/spike_filter.py
-# Keys of the file header from which torch's reader gets the offsets of a shard in its tensor.
+# keys of the file header; torch's reader finds the offsets of a shard in its tensor there
 SHARDING = "DCP_SHARDING_INFO"
 OFFSETS = "saved_offsets"
-# For tensors with at least this number of elements, the ranks that have copies take turns in writing.
+# for tensors with at least this number of elements, the ranks that have copies take turns writing
 DEALT = 2**16
 MOST_DAMAGED = 8  # messages in one error
 # the name of a mesh dim; torch joins the names of flattened dims
@@ -230,7 +230,7 @@ class CheckpointSaver(AbstractContextManager):
 
 
 def write_slices(final: Path, plan: SavePlan) -> dict[str, str]:
-    """Write this rank's file. Return its name -> its hash, or {} if the rank has nothing to write."""
+    """Write this rank's file. Return file name -> hash, or {} if the rank has nothing to write."""
     if not plan.slices:
         return {}
     path = name_unfinished(final) / plan.file
@@ -244,7 +244,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
     path.touch(exist_ok=False)
     # apply the umask, because safetensors makes the file readable only by its owner
     mode = path.stat().st_mode
-    # transformers refuses files without "format"
+    # transformers cannot load files without "format"
     save_file(on_host, path, {"format": "pt", **metadata})
     path.chmod(mode)
 

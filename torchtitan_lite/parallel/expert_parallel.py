@@ -75,8 +75,8 @@ def shard_experts(
 def plan_prefetch(part: nn.Module) -> None:
     """Let each block prefetch its MoE layer and the next block before it computes.
 
-    By default, torch starts a gather when the host reaches the module, but the host waits in the middle of each MoE
-    layer, so the gather would start late. Only the timing of gathers changes.
+    By default, torch starts an all-gather when the host reaches the module, but the host waits in the middle of each
+    MoE layer, so the all-gather would start late. Only the timing of all-gathers changes.
     """
     moes = [moe for _, moe in list_moes(part)]
     blocks = list(part.layers.values())

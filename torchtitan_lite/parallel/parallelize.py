@@ -7,7 +7,7 @@
               4. expert parallel       keeps this rank's experts; 5 and 6 must see the modules that 1 to 4 replaced
               5. recompute, compile    per op: recompute inside compile, where the partitioner follows its policy; full:
                                        outside, because inside it fails under TP ("tensors_saved ... DeviceMesh")
-              6. FSDP2                 last: its hooks gather parameters outside the compiled graph
+              6. FSDP2                 last: its hooks all-gather parameters outside the compiled graph
     then      allocate, initialize or load, optimizer: parameters are final       (build.py)
               PipelineStage, schedule: they use the finished parts                (build.py)
 

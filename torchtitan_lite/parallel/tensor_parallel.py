@@ -20,7 +20,7 @@ plain tensors. "Colwise" splits *output features*; nn.Linear stores (out, in), s
 input features.
 
 Weights are DTensors, so the optimizer and checkpoints see one model. Activations are plain tensors. A module runs its
-own forward on local shards, which FSDP has gathered as plain tensors. A style only adds the exchange between ranks
+own forward on local shards, which FSDP has all-gathered as plain tensors. A style only adds the exchange between ranks
 (exchange.py).
 
 Traffic per block: 2 all-gathers and 2 reduce-scatters in forward, and the same in backward. Each collective moves
