@@ -206,7 +206,7 @@ EXTENSIONS = {  # name of a file in extensions/, without .py -> its row
     "copies": Extension(
         "debug.compare_copies_every",
         (),
-        "compares tensors that must be bit-equal on several ranks",
+        "compares tensors that must be bitwise identical on several ranks",
     ),
     "hugging_face_export": Extension(
         "checkpoint.last_save_in_hf",

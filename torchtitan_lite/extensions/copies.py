@@ -74,5 +74,5 @@ def find_odd_copy(of_ranks: list[Checksums]) -> str | None:
     who = f"rank {odd[0]} has a different"
     if len(odd) > 1:
         who = f"there is no majority to decide which of the ranks {odd} has a wrong"
-    remedy = "Copies should be bit-equal: test the device with `pulse`, and resume from an undamaged step"
-    return f"silent damage: {who} copy of {name}. {remedy}"
+    remedy = "Copies must be bitwise identical: test the device with `pulse`, and resume from an undamaged step"
+    return f"silent data corruption: {who} copy of {name}. {remedy}"
