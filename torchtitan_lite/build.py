@@ -139,7 +139,8 @@ def build_parts(
     groups."""
     parts = []
     for index in layout.stages_of(mesh.pp.get_local_rank()):
-        # build a new model for each stage: in a copy, hooks of modules would still refer to the original modules
+        # build a new model for each pipeline stage: in a deep copy, module hooks would still refer to the original
+        # modules
         part = apply_stage(build_on_meta(config, model_args), layout.stages[index])
         parallelize(part, config, layout, mesh)
         parts.append(part)

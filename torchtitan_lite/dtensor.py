@@ -47,7 +47,7 @@ def copy_local_shard(tensor: Tensor, full: Tensor) -> None:
 
 
 def count_replicas(tensor: Tensor) -> int:
-    """Return the number of ranks that hold the same shard of a tensor; 1 if it is not a DTensor."""
+    """Return the number of ranks that have the same shard of a tensor; 1 if it is not a DTensor."""
     if not isinstance(tensor, DTensor):
         return 1
     n_replicas = 1

@@ -126,7 +126,7 @@ def forward_backward(run: Run, batch: Batch, n_tokens: Tensor) -> Tensor:
 
 
 def run_schedule(run: Run, schedule_fn: Callable, batch: Batch, n_tokens: Tensor) -> Tensor:
-    """Run the pipeline schedule. Return the loss of this rank's tokens, () fp32; zero on a rank without the head.
+    """Run the pipeline schedule. Return the loss of this rank's tokens, () fp32; zero on ranks without the head.
 
     `schedule_fn` is the schedule's `step` or `eval`. Stages send hidden states and their gradients. Every rank passes
     all other inputs to its own stages; torch splits them into microbatches along dim 0.

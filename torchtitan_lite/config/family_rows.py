@@ -1,7 +1,7 @@
 """Row types that describe a model in Hugging Face folders. The rows are in `models/NAME/hugging_face.py`.
 
     Family        an architecture of transformers: names of its modules, and keys of its config.json
-    ConfigKey     one key of config.json: read, refused or ignored
+    ConfigKey     one key of config.json: how its value is read, checked or ignored
 
 extensions/families.py loads the rows, for weights and exports.
 """

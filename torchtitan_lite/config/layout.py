@@ -3,7 +3,7 @@
     rank = (((pp * dp_replicate + r) * dp_shard + s) * cp + c) * tp + t        outermost: pp, innermost: tp
 
 The innermost dims communicate most. tp exchanges activations four times per layer in forward and again in backward, so
-keep it inside a node; cp comes next. dp_shard gathers parameters and reduces gradients layer by layer. dp_replicate
+keep it inside a node; cp comes next. dp_shard all-gathers parameters and reduces gradients layer by layer. dp_replicate
 reduces the gradients of each layer once per step, and pp sends hidden states once per microbatch.
 
     placement "loop", pp=2, 4 stages     rank 0: stages 0, 2      rank 1: stages 1, 3

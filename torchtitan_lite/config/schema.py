@@ -172,11 +172,11 @@ class Parallelism:
     pipeline_parallel_degree: Degree = 1
     pipeline_parallel_schedule: Literal[tuple(SCHEDULES)] = "1F1B"
     pipeline_parallel_microbatch_size: Size = 1  # sequences per microbatch
-    # default: one stage per rank, or two if interleaved
+    # default: one pipeline stage per rank, or two if interleaved
     pipeline_parallel_layers_per_stage: Layers | None = None
-    # how many fewer layers the first stage gets, because it also computes the embedding
+    # how many fewer layers the first pipeline stage gets, because it also computes the embedding
     pipeline_parallel_first_stage_less_layers: Annotated[int, Range(0, MOST_LAYERS)] = 1
-    # how many fewer layers the last stage gets, because it also computes norm and head
+    # how many fewer layers the last pipeline stage gets, because it also computes norm and head
     pipeline_parallel_last_stage_less_layers: Annotated[int, Range(0, MOST_LAYERS)] = 1
     context_parallel_degree: Degree = 1  # ranks that share each sequence
     # how cp ranks exchange keys and values

@@ -84,7 +84,7 @@ def move(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """Update one weight, its moments and its step count in place, unless `skipped` is 1.
+    """Update one weight, its moments and its step count in-place, unless `skipped` is 1.
 
     `rate`, `scale`, `skipped` and `step` are tensors of shape (). `salt` is the number of the weight
     (stochastic_rounding.py).

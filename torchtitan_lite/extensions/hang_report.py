@@ -116,7 +116,8 @@ def read_stack(innermost: FrameType) -> list[str]:
 
 
 def read_pipeline(schedule: Any) -> dict[str, object]:
-    """Return how many microbatches each stage of this rank has computed, and the input that this rank needs next.
+    """Return how many microbatches each pipeline stage of this rank has computed, and the input that this rank needs
+    next.
 
     Returns {} without a pipeline. Activations arrive from the previous stage, and gradients from the next stage.
     """

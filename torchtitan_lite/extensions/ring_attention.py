@@ -206,7 +206,7 @@ def attend_to_part_backward(
 
 
 def merge_into(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
-    """Merge the result for a part of the keys into (out, lse), both fp32, in place."""
+    """Merge the result for a part of the keys into (out, lse), both fp32, in-place."""
     # the weight of the new keys in the softmax over all keys; the formula cannot overflow
     weight = torch.sigmoid(part_lse - lse)
     out.lerp_(part_out.float(), weight.unsqueeze(-1))

@@ -9,7 +9,7 @@
          gradient between nodes     row 0       row 1       row 2       row 3       sums over all ranks, fp32
 
     hpZ   backward all-gathers the rows that the ranks of the node have saved, so no bytes move between nodes
-    qwZ   the all-gather sends int8 blocks. A rank rounds its own rows too, so that all ranks use equal weights
+    qwZ   the all-gather sends int8 blocks. A rank rounds its own rows too, so that all ranks use identical weights
     qgZ   two all-to-alls of int8 blocks replace the reduce-scatter. Received blocks are unpacked, then summed in fp32
 
 A block is 256 consecutive elements of one rank's shard of one parameter, and is sent as 256 integers of one byte and an
@@ -187,7 +187,7 @@ class AllGather(DefaultAllGather):
     ):
         """Fill `output_tensor` with the shards of all ranks. Returns no Work: FSDP's stream runs everything in order.
 
-        Weights change between a backward and the next forward, so every forward makes a new secondary shard, even if
+        Weights change between a backward and the next forward, so every forward creates a new secondary shard, even if
         the previous shard was never used. Only backward reads secondary shards.
         """
         own = input_tensor
@@ -213,7 +213,7 @@ class AllGather(DefaultAllGather):
 
 
 class ReduceScatter(DefaultReduceScatter):
-    """The reduce-scatter of an FSDP group, made of all-to-alls (qgZ). FSDP calls this object."""
+    """The reduce-scatter of an FSDP group, implemented with all-to-alls (qgZ). FSDP calls this object."""
 
     def __init__(self, packing: Packing, nodes: Nodes):
         self.packing = packing

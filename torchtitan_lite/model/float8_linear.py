@@ -187,7 +187,7 @@ def apply_float8(part: nn.Module, section: Float8, tp: int) -> None:
     for fqn in plan_float8(sizes, section.filter_fqns, tp, section.recipe_name):
         linear = modules.get(fqn)
         if linear is None:
-            continue  # the layer is on a different stage
+            continue  # the layer is on a different pipeline stage
         if type(linear) is not nn.Linear:
             why = f"{fqn} is {type(linear).__name__}, and float8 would replace its forward"
             raise UserError(f"{why}. Add it to quantize.linear.float8.filter_fqns.")

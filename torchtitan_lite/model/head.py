@@ -135,7 +135,7 @@ class ChunkedLoss(torch.autograd.Function):
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor, beta: int) -> None:
-    """Set `total` (fp32) to beta * total + a @ b in place. If beta is 0, `total` is not read."""
+    """Set `total` (fp32) to beta * total + a @ b in-place. If beta is 0, `total` is not read."""
     if a.dtype == total.dtype:
         total.addmm_(a, b, beta=beta)
     elif a.is_cuda:  # the matmul kernel accumulates into fp32; CPUs have no such kernel

@@ -81,7 +81,7 @@ def plan_prefetch(part: nn.Module) -> None:
     moes = [moe for _, moe in list_moes(part)]
     blocks = list(part.layers.values())
     before: list[nn.Module] = []
-    for block, after in zip_longest(blocks, blocks[1:]):  # a stage may have no block
+    for block, after in zip_longest(blocks, blocks[1:]):  # a pipeline stage may have no block
         moe = [block.feed_forward] if block.feed_forward in moes else []
         block.set_modules_to_forward_prefetch([*moe, after] if after else moe)
         block.set_modules_to_backward_prefetch([*moe, *before])

@@ -79,7 +79,8 @@ def plan_fsdp_groups(part: nn.Module) -> list[list[nn.Module]]:
     groups = [first, *blocks, last]
     if is_tied_inside(part):  # a shared matrix can be in only one group
         groups = [*blocks, first + last] if is_usual else blocks
-    return [group for group in groups if None not in group]  # a module on a different stage is None
+    # a module on a different pipeline stage is None
+    return [group for group in groups if None not in group]
 
 
 def apply_fsdp(

@@ -8,7 +8,7 @@ No communication. Each rank draws every full tensor, one at a time, so the peak 
 only the local shard would be wrong: with equal seeds, all shards would be copies of each other; with different seeds,
 the model would depend on the layout.
 
-Effect: parts are filled in place.
+Effect: parts are filled in-place.
 """
 
 import hashlib

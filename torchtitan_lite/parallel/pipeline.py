@@ -3,8 +3,8 @@
     stage 0  tok_embeddings, layers 0-1    F0 F1 .  B0 F2 B1 F3 B2 .  B3      1F1B: one forward, one backward
     stage 1  layers 2-3, norm, output      .  F0 B0 F1 B1 F2 B2 F3 B3 .       dots: idle time, the bubble
 
-Each rank holds only the parameters of its stages. Per microbatch and stage boundary: one send/recv of hidden states
-(b, S/tp, D) in forward and one of their gradients in backward, b*S/tp*D*2 bytes each in bf16. With p ranks, m
+Each rank stores only the parameters of its stages. Each microbatch needs two send/recvs per stage boundary: hidden
+states (b, S/tp, D) in forward, and their gradients in backward, b*S/tp*D*2 bytes each in bf16. With p ranks, m
 microbatches and v stages per rank, the idle fraction of a step is (p-1)/(v*m+p-1). GPipe has the same bubble as 1F1B,
 but stores the activations of all m microbatches; 1F1B stores at most p. Interleaved1F1B has a smaller bubble, but
 communicates v times as often.
@@ -36,7 +36,7 @@ from torchtitan_lite.parallel.fsdp import accumulate_weight_gradients
 
 
 def apply_stage(model: nn.Module, fqns: tuple[str, ...]) -> nn.Module:
-    """Keep only the modules in `fqns`, in place. Removes other layers; other children become None.
+    """Keep only the modules in `fqns`, in-place. Removes other layers; other children become None.
 
     A child without parameters is not in the table, and stays on every stage.
     """

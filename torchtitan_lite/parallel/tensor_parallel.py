@@ -83,7 +83,7 @@ def plan_tensor_parallel(part: nn.Module, tp: int) -> dict[str, "LocalStyle"]:
     for prefix, row in list_modules(part.model_args):
         fqn = prefix + row.name
         if fqn not in modules or row.kind == "router":
-            continue  # the module is on a different stage, or in an MoE layer
+            continue  # the module is on a different pipeline stage, or in an MoE layer
         rows.append(replace(row, name=fqn))
         if row.kind == "embedding":
             plan[fqn] = SplitEmbedding()
