@@ -18,7 +18,7 @@ WITHOUT_PACKAGES = {"check", "plan.command", "faults.hang", "labs.command"}  # m
 
 
 def main(args: list[str] | None = None) -> int:
-    """Run the tool. Return its exit status: 0 success, 1 a check failed, 2 wrong input, 130 Ctrl-C.
+    """Run the tool. Return its exit status: 0 success, 1 a check failed, 2 invalid input, 130 Ctrl-C.
 
     The status is 141 if the reader of the output (such as head) closes the pipe before the tool has finished.
     """

@@ -1,7 +1,7 @@
 """Build a run: the model parts of this rank, their storage and weights, optimizer and schedules, savers.
 
-    build_on_meta   the whole model without storage
-    build_parts     one model part per pipeline stage of this rank, parallelized, still without storage
+    build_on_meta   the whole model on the meta device
+    build_parts     one model part per pipeline stage of this rank, parallelized, still on meta
     materialize     storage and initial weights, which depend only on (seed, FQN)
     build_run       calls the three functions above, then adds optimizer, learning-rate schedule and pipeline schedule
     build_savers    objects that save the run after a step: checkpoints, snapshots
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Run:
-    """Everything that an optimizer step needs. Its fields are not replaced during a run."""
+    """Everything that an optimizer step needs. Its fields are not reassigned during a run."""
 
     config: Config
     layout: Layout
@@ -60,7 +60,7 @@ class Run:
     optimizer: Optimizer
     lr_scheduler: LRScheduler
     schedule: object | None  # a schedule of torch.distributed.pipelining; None without PP
-    n_tokens: Tensor  # () int64: number of valid tokens, by which the schedule divides its losses
+    n_tokens: Tensor  # () int64: number of valid tokens; the schedule divides its losses by it
     # functions called before each update; build_savers adds some
     before_update: list[Callable[[], None]]
     after_update: list[Callable[[], None]]  # functions of extensions, called after each update
@@ -90,7 +90,7 @@ def find_model_class(name: str) -> type[nn.Module]:
 
 
 def build_on_meta(config: Config, model_args: ModelArgs) -> nn.Module:
-    """Build the whole model on meta, without storage.
+    """Build the whole model on the meta device.
 
     Raises UserError if the parameters differ from the model's table, if a tensor has no initial value, if a parameter
     has a hook, or if a module does not use the forward of its class.
@@ -139,7 +139,8 @@ def build_parts(
     groups."""
     parts = []
     for index in layout.stages_of(mesh.pp.get_local_rank()):
-        # build a new model for each stage: in a copy, hooks of modules would still refer to the original modules
+        # build a new model for each pipeline stage: in a deep copy, module hooks would still refer to the original
+        # modules
         part = apply_stage(build_on_meta(config, model_args), layout.stages[index])
         parallelize(part, config, layout, mesh)
         parts.append(part)
@@ -185,7 +186,7 @@ def build_run(
             parts, float8, mesh.fsdp_mesh
         )
     parameters = {fqn: own for part in parts for fqn, own in part.named_parameters()}
-    if layout.tied:  # in the last stage, the copy of the embedding is not a parameter
+    if layout.tied:  # in the last pipeline stage, the copy of the embedding is not a parameter
         copy = parameters.pop("output.weight", None)
     optimizer = build_optimizer(config.optimizer, parameters, config.training.mixed_precision_param)
     balance = None
@@ -214,7 +215,7 @@ def build_run(
             expert_loads=balance.loads if balance else None,
             gathers_whole_parts=gathers_whole_parts(layout, config.training.mixed_precision_param),
         )
-    if layout.tied:  # communicates: connects the ranks of the first and the last stage
+    if layout.tied:  # communicates: connects the ranks of the first and the last pipeline stage
         owner = parameters.get("tok_embeddings.weight")
         schedule = load_extension("tied_embeddings").tie_schedule(
             schedule, owner, copy, layout, mesh.pp
@@ -240,7 +241,7 @@ def build_run(
 def build_savers(
     run: Run, spec: RunSpec, place: Place, host: dist.ProcessGroup, fingerprint: dict[str, object]
 ) -> tuple[CheckpointSaver, Any]:
-    """Return the saver of checkpoints, and the saver of snapshots (snapshots.py), or None.
+    """Return the saver of checkpoints, and the saver of snapshots (snapshots.py; None if snapshots are off).
 
     `host`: the gloo group of all ranks. Collective if saves are asynchronous, or if snapshots are on.
     """
@@ -275,11 +276,11 @@ def build_savers(
 def start_from(
     run: Run, saver: CheckpointSaver, snapshots: Any, group: dist.ProcessGroup, *, restarted: bool
 ) -> int:
-    """Load the state that a run starts from. Return its step, or 0 if there is none. Collective over all ranks.
+    """Load the state that a run starts from. Return its step, or 0 if no state is loaded. Collective over all ranks.
 
-    `saver` and `snapshots` are the results of build_savers; `group` contains all ranks. If torchrun `restarted` the
-    job, the job resumes from its own newest state. Raises ConfigError if this config cannot continue from the snapshot,
-    and CheckpointError if a load fails.
+    `saver` and `snapshots` are the results of build_savers; `group` contains all ranks. `restarted`: torchrun has
+    restarted the job, which then resumes from its own newest state. Raises ConfigError if this config cannot continue
+    from the snapshot, and CheckpointError if a load fails.
     """
     section = run.config.checkpoint
     steps = []

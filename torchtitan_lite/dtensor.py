@@ -2,7 +2,7 @@
 
     wq.weight (H*E, D), tp=2          rank 0                  rank 1
     the parameter                     DTensor                 DTensor              optimizer, checkpoints, FSDP
-    gathered by FSDP, in forward      rows [:H*E/2]           rows [H*E/2:]        plain tensors, Shard(0)
+    unsharded by FSDP, in forward     rows [:H*E/2]           rows [H*E/2:]        plain tensors, Shard(0)
     gradient of wq.weight             of these rows           of these rows        plain until FSDP has reduced it
     norm.weight (D,), replicated      all                     all                  plain tensors
     gradient of norm.weight           from rank 0's tokens    from rank 1's        plain; summed over tp by fsdp.py
@@ -47,7 +47,7 @@ def copy_local_shard(tensor: Tensor, full: Tensor) -> None:
 
 
 def count_replicas(tensor: Tensor) -> int:
-    """Return the number of ranks that hold the same shard of a tensor; 1 if it is not a DTensor."""
+    """Return the number of ranks that have the same shard of a tensor; 1 if it is not a DTensor."""
     if not isinstance(tensor, DTensor):
         return 1
     n_replicas = 1

@@ -1,4 +1,4 @@
-"""Check the paths of a run before it starts. Create and lock `job.dump_folder`, which holds all files of a run.
+"""Check the paths of a run before it starts. Create and lock `job.dump_folder`, which contains all files of a run.
 
     config.toml     the resolved config with job.overwrite = false, so a run with this config never deletes the earlier
                     run

@@ -95,9 +95,9 @@ def list_rare_notices(given: UserConfig, spec: RunSpec, restarted: bool) -> Iter
 
 
 def find_situations(spec: RunSpec) -> dict[str, str]:
-    """Return case -> keys that have no effect, for the cases that depend on the whole run, not on a single setting.
+    """Return case -> keys that have no effect, for cases that apply to this run and depend on more than one setting.
 
-    WITHOUT_EFFECT combines some cases by `and`. A case without keys is only a part of such a combination.
+    Some rows of WITHOUT_EFFECT join several cases with `and`. A case that matters only in such rows has no keys here.
     """
     config = spec.config
     layout = spec.layout

@@ -54,7 +54,7 @@ RULED_SECTIONS = {*LAYOUT_SECTIONS, "optimizer", "activation_checkpoint", "compi
 
 @dataclass(frozen=True)
 class RunSpec:
-    """A resolved run: its config, its ranks, its starting weights. `resolve` creates a RunSpec, which never changes."""
+    """A resolved run: its config, its ranks, its starting weights. `resolve` creates a RunSpec, which is immutable."""
 
     config: Config  # all automatic values are resolved
     model_args: ModelArgs
@@ -242,7 +242,7 @@ def check_vocabulary(
     Conversations also use special tokens. Special tokens are checked when a batch is read: an id without a row raises
     an error.
     """
-    # the only special tokens of plain text are BOS and EOS
+    # plain-text samples use no special tokens except BOS and EOS
     unused = set(tokenizer.special.values()) - {tokenizer.bos_id, tokenizer.eos_id}
     largest_id = max(tokenizer.bytes_of_id.keys() - unused)
     n_rows = model_args.vocab_size

@@ -1,7 +1,7 @@
 """Resume from the newest checkpoint or snapshot, or load checkpoint.initial_load_path.
 
     the run                          starts from
-    with checkpoint.load_step        that checkpoint, or an error; as in the next row if a later one was saved since
+    with checkpoint.load_step        that checkpoint, or an error; if a later one was saved since, as in the next row
     restarted by torchrun            the newest checkpoint or snapshot that all ranks can open
     in the folder of an earlier run  the newest checkpoint or snapshot that all ranks can open
     any other run                    checkpoint.initial_load_path, if set

@@ -109,9 +109,8 @@ def shard_for_cp(run: Run, batch: Batch) -> Batch:
 def forward_backward(run: Run, batch: Batch, n_tokens: Tensor) -> Tensor:
     """Run forward and backward for all microbatches. Gradients are accumulated, and are complete on return.
 
-    Here and in the functions below, `batch` is the result of `shard_for_cp`.
-    Returns the loss of this rank's tokens, () fp32, which is zero if no stage of this rank has the head. The loss
-    is equal on all tp ranks.
+    Here and in the functions below, `batch` is the result of `shard_for_cp`. Returns the loss of this rank's tokens, ()
+    fp32, which is zero if no pipeline stage of this rank has the head. The loss is equal on all tp ranks.
     """
     if run.schedule is not None:
         return run_schedule(run, run.schedule.step, batch, n_tokens)
@@ -127,7 +126,7 @@ def forward_backward(run: Run, batch: Batch, n_tokens: Tensor) -> Tensor:
 
 
 def run_schedule(run: Run, schedule_fn: Callable, batch: Batch, n_tokens: Tensor) -> Tensor:
-    """Run the pipeline schedule. Return the loss of this rank's tokens, () fp32; zero on a rank without the head.
+    """Run the pipeline schedule. Return the loss of this rank's tokens, () fp32; zero on ranks without the head.
 
     `schedule_fn` is the schedule's `step` or `eval`. Stages send hidden states and their gradients. Every rank passes
     all other inputs to its own stages; torch splits them into microbatches along dim 0.

@@ -173,8 +173,8 @@ def measure_loss(loss: Tensor, batch: Batch, bytes_of_tokens: Tensor) -> Tensor:
 def describe_loss(sums: Tensor) -> dict[str, float]:
     """Return loss (nats per token), perplexity and bits_per_byte. Without valid tokens, all three are NaN.
 
-    Only bits_per_byte compares models with different tokenizers. `sums`: the results of `measure_loss`, summed over all
-    batches and ranks.
+    Only bits_per_byte is comparable between models with different tokenizers. `sums`: the results of `measure_loss`,
+    summed over all batches and ranks.
     """
     nats, n_tokens, n_bytes = sums
     loss = nats / n_tokens

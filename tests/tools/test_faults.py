@@ -422,7 +422,7 @@ def test_a_rank_knows_which_microbatch_of_which_rank_it_awaits(pool, schedule):
     assert len({str(counts) for counts in done.values()}) == 1, "all stages have done the same"
 
 
-# ---------------------------------------------------------------- silent damage
+# ---------------------------------------------------------------- silent data corruption
 
 
 def try_to_compare(run: Run) -> str:

@@ -1,4 +1,4 @@
-"""Compare a config with the earlier run whose checkpoint the new run continues from. Needs no torch.
+"""Compare a config with the run that saved the checkpoint to continue from. Needs no torch.
 
 The rule of each key is in config/schema.py: refuse, note or free. preflight compares the sizes of the model and the
 tokenizer with the fingerprint in the manifest.
@@ -18,14 +18,14 @@ from torchtitan_lite.config.schema import Config, LRScheduler, get_value
 
 
 def find_resume_rule(key: str) -> Literal["refuse", "note", "free"]:
-    """Return the rule for a run that continues with a different value of this key."""
+    """Return the rule that applies if a run continues with a different value of this key."""
     section, _, name = key.rpartition(".")
     fields = type(get_value(Config(), section)).__dataclass_fields__
     return fields[name].metadata.get("resume", "free")
 
 
 def list_different(config: Config, manifest: Manifest) -> dict[str, tuple[object, object]]:
-    """Return key -> (value in the run that saved the checkpoint, value in this config), if they differ."""
+    """Return key -> (value in the run that saved the checkpoint, value in this config) for all values that differ."""
     different = {}
     saved = dict(flatten_table(manifest.run["config"]))
     if saved.get("training.data_seed") is None:  # older versions had no separate seed for data
@@ -104,10 +104,9 @@ def check_continued(problems: Problems, weights: Weights, documents: dict[str, s
 
 
 def excludes_moments(config: Config, manifest: Manifest, *, is_resumed: bool) -> bool:
-    """Return whether a run does not load the optimizer state of a checkpoint (checkpoint.exclude_from_loading).
+    """Return whether checkpoint.exclude_from_loading makes a run ignore the optimizer state of a checkpoint.
 
-    The key applies only once: if the run resumes from one of its later checkpoints, the optimizer state is loaded if
-    possible.
+    The key applies once. If the run resumes later from its own checkpoints, it loads the optimizer state if possible.
     """
     if not config.checkpoint.exclude_from_loading:
         return False

@@ -1,13 +1,13 @@
 """Define the checkpoint folder: which rank writes which slice, and how the folder is committed. Needs no torch.
 
     step-20.tmp/                  being written or deleted; the next save removes all folders that end in .tmp
-    step-20/                      renamed from step-20.tmp/ when everything in it is on disk; never written to again
+    step-20/                      renamed from step-20.tmp/ once all its files are on disk; never modified again
         rank-00000.safetensors    the shards that rank 0 wrote, under the names of their tensors
         rank-00001.safetensors    ...
-        manifest.json             step, fingerprint (must match on resume), run (for people), and one line per tensor:
+        manifest.json             step, fingerprint (must match on resume), run (config, layout), one line per tensor:
                                   dtype, shape and how it is split
         checksums                 SHA-256 of each file above; `sha256sum --check checksums` lists changed files
-    step-10.damaged/              renamed, not deleted, so its step can be saved again
+    step-10.damaged/              a damaged checkpoint, renamed so that step 10 can be saved again
 
 A folder step-N is always a complete checkpoint. No file contains code, and pickles are never opened. The manifest
 is trusted if its hash matches. Exports to Hugging Face folders are written and committed in the same way.

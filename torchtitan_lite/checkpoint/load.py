@@ -88,7 +88,7 @@ def open_tensors(path: Path) -> safe_open:
 
 
 def load_checkpoint(checkpoint: OpenCheckpoint, tensors: dict[str, Tensor]) -> None:
-    """Load this rank's shards `tensors` in place. No communication.
+    """Load this rank's shards `tensors` in-place. No communication.
 
     Raises CheckpointError if a tensor is missing or has a different shape, and DamagedCheckpoint if a file cannot be
     read. After an error, the values of `tensors` are undefined.
@@ -145,8 +145,8 @@ def load_newest(
 ) -> tuple[Saved, Manifest]:
     """Load the first undamaged state in `found`, newest first. Return it with its manifest. Collective over `group`.
 
-    `choose` returns the tensors to load in place. Renames and deletes nothing. Raises CheckpointError if
-    every state is damaged.
+    `choose` returns the tensors to load in-place. Renames and deletes nothing. Raises CheckpointError if every state is
+    damaged.
     """
     reasons = []
     for saved in found:

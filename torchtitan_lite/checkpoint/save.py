@@ -8,9 +8,10 @@ random numbers. The step in the manifest is therefore enough to restore all thre
 
     after_step(20)   rank 0: create step-20.tmp/   every rank: write and hash its file   rank 0: manifest, rename, prune
 
-format.py determines which rank writes which slice; a slice that several ranks hold is written once. The ranks of a
+format.py determines which rank writes which slice; a slice that several ranks have is written once. The ranks of a
 pipeline stage divide the lines of the manifest among themselves. Rank 0 gathers the lines, and the hash of each file.
-The gather pads every message to the length of the longest one: about 300 bytes if a stage has more ranks than tensors.
+The gather pads every message to the length of the longest one: about 300 bytes if a pipeline stage has more ranks than
+tensors.
 
 If ranks fail, every rank raises the error of the lowest rank that failed. Files use the format of torch's
 HuggingFaceStorageWriter(save_distributed=True), so torch's HuggingFaceStorageReader opens them without this package.
@@ -65,10 +66,10 @@ from torchtitan_lite.files import describe_launch
 logger = logging.getLogger(__name__)
 
 SPIKES = "spike_filter."  # prefix of the tensors of extensions/spike_filter.py
-# Keys of the file header from which torch's reader gets the offsets of a shard in its tensor.
+# keys of the file header; torch's reader finds the offsets of a shard in its tensor there
 SHARDING = "DCP_SHARDING_INFO"
 OFFSETS = "saved_offsets"
-# For tensors with at least this number of elements, the ranks that have copies take turns in writing.
+# for tensors with at least this number of elements, the ranks that have copies take turns writing
 DEALT = 2**16
 MOST_DAMAGED = 8  # messages in one error
 # the name of a mesh dim; torch joins the names of flattened dims
@@ -91,7 +92,7 @@ def plan_save(
     """Plan which slices of `tensors` this rank writes. No communication.
 
     `host`: the ranks of this host, if each host saves the shards of its own ranks (a snapshot). In a snapshot, every
-    rank contributes all lines of its stage.
+    rank contributes all lines of its pipeline stage.
     """
     n_ranks = prod(mesh[mesh_dim] for mesh_dim in MESH_DIMS[1:])
     stage, place = divmod(rank, n_ranks)
@@ -99,7 +100,7 @@ def plan_save(
     plan = SavePlan(name_file(rank), {}, {}, {})
     for number, (name, tensor) in enumerate(sorted(tensors.items())):
         if name.startswith(SPIKES) and stage > 0 and host is None:
-            continue  # equal on all ranks, so only the first stage saves it
+            continue  # equal on all ranks, so only the first pipeline stage saves it
         dtype = str(tensor.dtype).removeprefix("torch.")
         record = TensorRecord(dtype, list(tensor.shape), stage, list_splits(tensor, mesh), 0)
         # small tensors stay in few files, because every resuming rank must open these files
@@ -230,7 +231,7 @@ class CheckpointSaver(AbstractContextManager):
 
 
 def write_slices(final: Path, plan: SavePlan) -> dict[str, str]:
-    """Write this rank's file. Return its name -> its hash, or {} if the rank has nothing to write."""
+    """Write this rank's file. Return file name -> hash, or {} if the rank has nothing to write."""
     if not plan.slices:
         return {}
     path = name_unfinished(final) / plan.file
@@ -244,7 +245,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
     path.touch(exist_ok=False)
     # apply the umask, because safetensors makes the file readable only by its owner
     mode = path.stat().st_mode
-    # transformers refuses files without "format"
+    # transformers cannot load files without "format"
     save_file(on_host, path, {"format": "pt", **metadata})
     path.chmod(mode)
 

@@ -50,7 +50,7 @@ class Weights:
     published: dict[str, dict]
     manifest: Manifest | None = None  # None for a Hugging Face folder
     is_resumed: bool = False  # the checkpoint is in the dump folder
-    # settings of config.json that this trainer ignores; newer checkpoints that cannot be read
+    # names of ignored settings of config.json, and of newer checkpoints that cannot be read
     notices: tuple[str, ...] = ()
 
 
@@ -80,7 +80,7 @@ def find_resumed(config: Config, restarted: bool) -> Weights | None:
         except CheckpointError as error:
             reasons.append(str(error))
             if not isinstance(error, DamagedCheckpoint):
-                # refuse: the checkpoint may be intact, and an earlier checkpoint would repeat steps
+                # raise an error: the checkpoint may be intact, and an earlier checkpoint would repeat steps
                 break
     else:
         if not reasons or section.local_folder:  # the run may resume from a snapshot
@@ -229,7 +229,7 @@ def parse_model_args(manifest: Manifest) -> ModelArgs:
         if name.startswith("model.") and not name.endswith("expert_bias")
     }
     different = dict(list_shapes(model_args).items() ^ stored.items())
-    if stored and different and not manifest.host:  # a snapshot only has the stages of its host
+    if stored and different and not manifest.host:  # a snapshot has only its host's stages
         raise CheckpointError(
             f"models/{model} has changed since it was saved: {', '.join(abbreviate(sorted(different)))}. "
             "Use the code that saved it, or give the changed model a new name in models/registry.py"

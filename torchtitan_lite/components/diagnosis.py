@@ -8,9 +8,9 @@ backward (the weights did not change) with hooks on every module. A hook checks
     forward     the output of the module
     backward    the gradient of its inputs
 
-Hooks run for inner modules first, and before a module's collective. All ranks of a stage run the same hooks in the same
-order, so the first hook that finds a NaN or infinity names the origin. Stages run first to last in forward, and last to
-first in backward.
+Hooks run for inner modules first, and before a module's collective. All ranks of a pipeline stage run the same hooks in
+the same order, so the first hook that finds a NaN or infinity names the origin. Stages run first to last in forward,
+and last to first in backward.
 """
 
 import itertools

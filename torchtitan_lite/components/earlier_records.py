@@ -1,4 +1,4 @@
-"""Continue the metrics.jsonl of an earlier start, with one record per step, and without losing a record."""
+"""Continue the metrics.jsonl of an earlier start: keep one record per step, and lose no record."""
 
 import json
 import logging

@@ -1,10 +1,10 @@
-"""Balance the load of experts, because idle experts learn nothing: by a bias and by an auxiliary loss. Add the z-loss.
+"""Balance the load of experts by a bias and an auxiliary loss, because idle experts learn nothing. Add the z-loss.
 
     load of a layer   routes per expert: counted after every forward pass of the step, then summed over all ranks
     bias              after each step, += rate if an expert's load is below the layer's mean, -= rate if it is above
     auxiliary loss    sum over experts of f x P, for each sequence separately. f is the expert's fraction of the routes
                       (times n_experts, so 1 means balanced); P is the mean of the expert's normalized scores
-    z-loss            mean over all tokens of the global batch of (log of the sum of exp of the router's logits)^2
+    z-loss            logsumexp(router logits)^2, averaged over all tokens of the global batch
 
 A hook on each router counts the router's routes. In backward, the hook adds the gradients of both losses of the layer
 to the gradients of scores and logits, so the model still returns a single tensor. All tokens are included, even tokens
@@ -119,7 +119,7 @@ class ExpertBalance:
     def describe(self, step: int, loads: Tensor) -> dict[str, Any]:
         """Return the fields of a record for the result of `update`. Waits for the device.
 
-        Warn at STEPS_TO_WARN consecutive logged steps in which one expert gets most tokens of a layer.
+        Warn after STEPS_TO_WARN consecutive logged steps with collapsed experts.
         """
         load = describe_load(loads, self.moe.top_k)
         ratio = load["expert_max_over_mean"]

@@ -24,7 +24,7 @@ from torchtitan_lite.dtensor import count_replicas, local_shard
 def build_optimizer(
     section: Optimizer, parameters: dict[str, Tensor], dtype: str = "float32"
 ) -> TorchOptimizer:
-    """Build one optimizer for all parameters (FQN -> tensor). Only Muon reads `dtype`, its compute dtype.
+    """Build one optimizer for all parameters (FQN -> tensor). `dtype`: compute dtype of Muon; not used otherwise.
 
     Parameter groups contain the keys of all optimizers. Each optimizer ignores the keys that it does not use.
     """
@@ -95,7 +95,7 @@ def sum_gradient_squares(parameters: Iterable[Tensor]) -> Tensor:
     dtype = torch.float64 if total.device.type == "cpu" else torch.float32
     for n_copies, shards in by_copies.items():
         norms = torch.stack(torch._foreach_norm(shards, dtype=dtype))
-        # If n ranks hold the same shard (such as a norm weight under tp), each rank adds 1/n of the squares.
+        # If n ranks have the same shard (such as a norm weight under tp), each rank adds 1/n of the squares.
         total += norms.double().square().sum() / n_copies
     return total
 

@@ -17,8 +17,8 @@ the first step, even the first signal ends the process, because there is nothing
 After a crash, torchrun ends the other ranks of the host with SIGTERM. If a rank of this host has already ended, the
 step cannot finish: a signal ends the process without a message, because the launcher reports the failure.
 
-The launcher reads why a rank has ended from a small file, which TORCHELASTIC_ERROR_FILE names:
-{"status": 1, "message": "rank 3 failed: ...", "details": "Traceback ..."}. tools/agent.py reads the file of the rank
+A rank writes the reason why it ended to a small file, whose path is in TORCHELASTIC_ERROR_FILE: {"status": 1,
+"message": "rank 3 failed: ...", "details": "Traceback ..."}. In the launcher, tools/agent.py reads the file of the rank
 that failed first.
 """
 
@@ -42,7 +42,8 @@ COPIES_ARRIVE_WITHIN_S = 5.0
 
 
 class Phase(Enum):
-    """Phases of a run on a rank, each with the effect of a signal. faults/hang_watch.py tracks the phase."""
+    """Phases of a run on one rank. The phase determines the effect of a signal. faults/hang_watch.py tracks the
+    phase."""
 
     START = "ends the process, because there is nothing to save before the end of the first step"
     STEPS = "ends the run after a step"
@@ -51,7 +52,7 @@ class Phase(Enum):
 
 
 def handle_signals(handler: Callable | signal.Handlers) -> None:
-    """Set the handler of all SIGNALS, except SIGHUP if nohup ignores it."""
+    """Install `handler` for all SIGNALS. SIGHUP is skipped if it is already ignored, as under nohup."""
     for number in SIGNALS:
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, handler)

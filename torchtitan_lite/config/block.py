@@ -1,4 +1,4 @@
-"""Derive parameters, windows and FLOPs from the tables of a model. No model is named here.
+"""Derive parameters, windows and FLOPs from the tables of a model. This file names no model.
 
 Legend: D model dim, L layers, H query heads, E head dim, F ffn dim, S sequence.
 """
@@ -42,9 +42,9 @@ def list_added_ends(model_args: ModelArgs) -> list[ModuleRow]:
 
 
 def list_gathered(rows: list[ModuleRow]) -> set[str]:
-    """List the modules whose linear layers need all tokens: tp gathers their input.
+    """List the modules whose linear layers need all tokens: tp all-gathers their input.
 
-    The input of a module inside such a module is already gathered.
+    The input of a module inside such a module is already all-gathered.
     """
     names = {
         row.name.rpartition(".")[0]
@@ -94,7 +94,7 @@ def count_parameters(
     """Count the parameters. A tied embedding is counted once, as in the model cards.
 
     With `active`, count only the parameters that one token uses, with top_k experts per layer. With `in_matmuls`, count
-    only the matrices in blocks that multiply: an embedding is a lookup, even inside a block.
+    only the weights of matmuls inside blocks; an embedding inside a block is a lookup, not a matmul.
     """
     n_parameters = 0
     for fqn, parameter in list_parameters(model_args).items():
@@ -134,7 +134,8 @@ class FlopsPerToken:
 
 
 def count_keys(model_args: ModelArgs, seq_len: int, attention: str) -> tuple[int, float]:
-    """Return two sums over layers: the keys per token in the full attention matrix, and their mean in its causal part.
+    """Return two sums over layers: keys per token in the full attention matrix, and their mean number in its causal
+    part.
 
     A window of W keys counts as W in the full matrix, and as W*(1 - W/2S) in the causal part, because early tokens see
     fewer keys.

@@ -105,7 +105,7 @@ def resolve_config(config: Config, layout: Layout, device_type: str) -> Config:
 
 
 def check_layout(config: Config, model_args: ModelArgs, layout: Layout, world_size: int) -> Refused:
-    """Check the number of ranks, and the sizes that degrees and schedule must divide."""
+    """Check the number of ranks, and that the degrees and the schedule divide the sizes of model and batch."""
     if layout.world_size != world_size:
         others = layout.world_size // layout.dp_shard
         why = f"the degrees ({layout}) make {layout.world_size} ranks, but the run has {world_size}"

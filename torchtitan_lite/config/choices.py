@@ -8,7 +8,8 @@
     parallelism.pipeline_parallel_schedule SCHEDULES     torch.distributed.pipelining
     model.name                             MODEL_NAMES, in models/registry.py; models/NAME/
 
-By default, a row supports no feature. A config that needs an unsupported feature is refused before launch.
+By default, a row supports no feature. If a config needs a feature that is not supported, an error is raised before
+launch.
 """
 
 import math
@@ -20,11 +21,11 @@ from torchtitan_lite.config.model_rows import ModelArgs
 
 @dataclass(frozen=True)
 class OptimizerRow:
-    """An optimizer: the size of its state, and the torch kernels that it has."""
+    """An optimizer: the size of its state, and whether torch has a fused kernel for it."""
 
     n_moments: int  # fp32 values per parameter
     has_fused_kernel: bool = False  # one kernel for all parameters, DTensors included
-    # updates each hidden matrix as a whole, and stores one moment fewer for each of its elements
+    # updates each hidden matrix as a whole, and stores one moment less per element of these matrices
     updates_matrices: bool = False
     # file of extensions/ with a class of this name; "": the class is in torch.optim
     extension: str = ""

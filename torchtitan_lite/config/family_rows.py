@@ -1,7 +1,7 @@
 """Row types that describe a model in Hugging Face folders. The rows are in `models/NAME/hugging_face.py`.
 
     Family        an architecture of transformers: names of its modules, and keys of its config.json
-    ConfigKey     one key of config.json: read, refused or ignored
+    ConfigKey     one key of config.json: how its value is read, checked or ignored
 
 extensions/families.py loads the rows, for weights and exports.
 """
@@ -20,10 +20,10 @@ ANY_NUMBER = Range(-LARGEST, LARGEST)
 
 @dataclass(frozen=True)
 class ConfigKey:
-    """One key of config.json. A value of a different type or size, or outside `only`, is refused.
+    """One key of config.json. A value of a different type or size, or outside `only`, is not supported.
 
-    An ignored key has no effect on our model, so its value is never refused. If the value is outside `only`, a notice
-    says that it is ignored.
+    An ignored key has no effect on our model, so any value is accepted. If the value is outside `only`, a notice says
+    that the key is ignored.
     """
 
     kind: Any = object  # type of the JSON value, such as int, or list | None if null is allowed

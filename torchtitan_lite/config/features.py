@@ -1,6 +1,6 @@
 """List the keys that load files of torchtitan_lite/extensions/, and the rules for these keys.
 
-A row has the values of a key that load a file, and the rule that `check` then applies. The rules are in this file,
+A row lists the values of a key that load a file, and the rule that `check` then applies. The rules are in this file,
 because they need no torch. All other code of the core names an extension only in a call of `load_extension`, at the
 point where the feature is used. To add an extension, write its file. If a key loads the file, also add a row here. A
 row of OPTIMIZERS in choices.py can also name the file. extensions/README.md lists what loads each file.
@@ -110,7 +110,7 @@ def check_overwrite(config: Config, model_args: ModelArgs, layout: Layout) -> Re
 
 @dataclass(frozen=True)
 class Extension:
-    """Says when a run loads a file of extensions/."""
+    """Defines when a run loads a file of extensions/."""
 
     key: str  # the key that loads the file
     # values of the key that load the file; if empty, all values except 0, "" and []
@@ -207,7 +207,7 @@ EXTENSIONS = {  # name of a file in extensions/, without .py -> its row
     "copies": Extension(
         "debug.compare_copies_every",
         (),
-        "compares tensors that must be bit-equal on several ranks",
+        "compares tensors that must be bitwise identical on several ranks",
     ),
     "hugging_face_export": Extension(
         "checkpoint.last_save_in_hf",
@@ -222,7 +222,7 @@ EXTENSIONS = {  # name of a file in extensions/, without .py -> its row
 
 
 def split_nodes(layout: Layout, section: Parallelism) -> Layout:
-    """Split the FSDP groups of a layout into groups inside nodes and between nodes."""
+    """Split the FSDP groups of a layout into groups within nodes and across nodes."""
     tp, ep = layout.tp, section.expert_parallel_degree
     n_shards = layout.fsdp
     sizes = {}

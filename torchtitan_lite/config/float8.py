@@ -41,7 +41,8 @@ def plan_float8(
 
 
 def is_small_for_float8(n_out: int, n_in: int, recipe_name: str) -> bool:
-    """Return whether rounding takes longer than the float8 matmul saves. The thresholds are torchao's, for an H100."""
+    """Return whether rounding to float8 takes more time than the matmul saves. The thresholds are torchao's, for an
+    H100."""
     if recipe_name == "tensorwise":
         return n_out <= 1024 and n_in <= 4096
     return n_out <= 2048 or n_in <= 1024 or (n_out <= 4096 and n_in <= 2048)

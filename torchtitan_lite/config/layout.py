@@ -3,7 +3,7 @@
     rank = (((pp * dp_replicate + r) * dp_shard + s) * cp + c) * tp + t        outermost: pp, innermost: tp
 
 The innermost dims communicate most. tp exchanges activations four times per layer in forward and again in backward, so
-keep it inside a node; cp comes next. dp_shard gathers parameters and reduces gradients layer by layer. dp_replicate
+keep it inside a node; cp comes next. dp_shard all-gathers parameters and reduces gradients layer by layer. dp_replicate
 reduces the gradients of each layer once per step, and pp sends hidden states once per microbatch.
 
     placement "loop", pp=2, 4 stages     rank 0: stages 0, 2      rank 1: stages 1, 3
@@ -43,11 +43,11 @@ class Layout:
     stage_ranks: tuple[int, ...]  # the pp rank of each stage
     global_batch_size: int  # sequences per optimizer step
     microbatch_size: int  # sequences per rank and forward pass
-    # per rank and step: accumulation steps; under PP, microbatches of the schedule
+    # per rank and step: gradient accumulation steps, or microbatches of the pipeline schedule
     n_microbatches: int
     # 1, 2 or 3: which tensors FSDP shards over dp_shard x cp (parallel/fsdp.py)
     zero_stage: int
-    tied: bool = False  # in a pipeline, the first and the last stage hold the same matrix
+    tied: bool = False  # the first and the last pipeline stage share the embedding matrix
     # ranks of dp_shard x cp x tp that share the experts of a layer; 0 if the model has no experts
     ep: int = 0
     # For ZeRO++: an FSDP group spans `far` nodes and has `near` ranks on each of them. All four values are 1 if groups
@@ -201,14 +201,15 @@ def plan_batch(config: Config, degrees: dict[str, int]) -> dict[str, int]:
 
 
 def plan_zero_stage(config: Config, layout: Layout) -> int:
-    """Return ZeRO stage 1, 2 or 3: from zero_stage, or if it is "auto", from fsdp_reshard_after_forward.
+    """Return the ZeRO stage (1, 2 or 3) from zero_stage, or from fsdp_reshard_after_forward if zero_stage is "auto".
 
-    Under PP, torch's runtime gathers parameters once per step (stage 1) or for every microbatch (stage 3), and always
-    reduces gradients once. PP therefore has no stage 2, and stage 3 shards parameters but not gradients.
+    Under PP, torch's pipeline runtime all-gathers parameters once per step (ZeRO stage 1) or for every microbatch (ZeRO
+    stage 3), and always reduces gradients once. PP therefore has no ZeRO stage 2, and ZeRO stage 3 shards parameters
+    but not gradients.
 
-    Without PP, the default is stage 3 if there are several shards. With a single shard, stage 3 would only cast the
-    parameters again in each backward pass. Stage 2 is used only if gradients are sharded or moved to the host;
-    otherwise, stage 2 would only copy the gradients of each microbatch.
+    Without PP, the default is ZeRO stage 3 if there is more than one shard. With a single shard, ZeRO stage 3 would
+    only cast the parameters again in each backward pass. ZeRO stage 2 is used only if gradients are sharded or
+    offloaded; otherwise, it would only copy the gradients of each microbatch.
     """
     section = config.parallelism
     if section.zero_stage != "auto":
@@ -223,9 +224,10 @@ def plan_zero_stage(config: Config, layout: Layout) -> int:
 
 
 def gathers_whole_parts(layout: Layout, compute_dtype: str) -> bool:
-    """Return whether FSDP gathers a whole model part at once, instead of block by block.
+    """Return whether FSDP all-gathers a whole model part at once, instead of block by block.
 
-    In a pipeline with ZeRO stage 1, a part is gathered and reduced once per step, and stays gathered in between. In
-    fp32, as on CPUs, gathers do not overlap with compute, so more groups would only cost the host more time.
+    In a pipeline with ZeRO stage 1, a part is all-gathered and reduce-scattered once per step, and stays unsharded in
+    between. In fp32, as on CPUs, all-gathers do not overlap with compute, so more FSDP groups would only cost the host
+    more time.
     """
     return layout.pp > 1 and layout.zero_stage == 1 and not layout.ep and compute_dtype == "float32"

@@ -108,22 +108,22 @@ class ModuleRow:
     Under tensor parallel:
 
         tp_style    the tensors on a tp rank                  how the module computes there
-        colwise     its output features, of weight and bias   all tokens are gathered before its parent module
-        rowwise     its input features; the whole bias        partial sums are scattered; then the bias is added
+        colwise     its output features, of weight and bias   all tokens are all-gathered before its parent module
+        rowwise     its input features; the whole bias        partial sums are reduce-scattered; then the bias is added
         vocabulary  its rows                                  embedding or head
         sequence    all                                       its own forward, on the rank's slice of the sequence
         heads       all                                       its own forward, on the rank's heads
         whole       all                                       its own forward, on all tokens and features (MLA latents)
-        gathered    all                                       as sequence; then its output is gathered, (B, S, out):
+        gathered    all                                       as sequence; then its output is all-gathered, (B, S, out):
                                                               equal on all ranks, for a loss that the model adds
-        experts     none of them: split over ep               parallel/expert_parallel.py
+        experts     split over ep, not over tp                parallel/expert_parallel.py
     """
 
     name: str  # FQN inside the block, or in the model; for experts, the FQN of the parameter
     kind: str  # a key of TP_STYLES
     weight: tuple[int, ...]
     tp_style: str
-    # Initial weights are normal with this standard deviation, clamped at three standard deviations; 0: the constant
+    # standard deviation of the normal initial weights, which are clamped at three standard deviations; 0: the constant
     # init_mean
     init_std: float = 0.0
     bias: bool = False  # whether the module has a bias, which starts at 0

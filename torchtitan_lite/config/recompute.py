@@ -6,7 +6,8 @@ from torchtitan_lite.config.schema import ActivationCheckpoint
 
 
 def plan_recompute(section: ActivationCheckpoint, layers: Iterable[int]) -> dict[int, str]:
-    """Return layer number -> "none", "op" or "full". Numbers are global, so the result is the same on all stages."""
+    """Return layer number -> "none", "op" or "full". Numbers are global, so the result is the same on all pipeline
+    stages."""
     if section.mode == "memory_budget":  # handled by the compiler
         return dict.fromkeys(layers, "none")
     if section.mode != "selective":

@@ -65,7 +65,7 @@ def key(default: Any, *, resume: Literal["refuse", "note"]) -> Any:
 
     note      the run trains differently from here on, so both values are printed
     refuse    the saved state is useless with a different value: data, batch, seed, kind of optimizer
-    (free)    a field without `key`: training is the same with a different value: layout, recompute, logs, folders
+    (free)    a field without `key`; a new value does not change training: layout, recompute, logs, folders
     """
     # each section needs its own copy of a list
     return field(default_factory=partial(copy, default), metadata={"resume": resume})
@@ -121,7 +121,7 @@ class Training:
     # new: seed of the order of samples, which is the same on every layout; default: debug.seed
     data_seed: Annotated[int, Range(0, LARGEST_SEED)] | None = key(None, resume="refuse")
     steps: Positive = 10000
-    # gradients are scaled down to this global 2-norm; 0: never
+    # clip gradients to this global 2-norm; 0: never
     max_norm: ZeroOrMore = key(1.0, resume="note")
     # new: skip a step whose gradient norm is more than this multiple of its running median, such as 3; 0: never
     skip_spikes: ZeroOrMore = key(0.0, resume="note")
@@ -134,7 +134,7 @@ class Training:
     dtype: Literal["float32", "bfloat16"] = key("float32", resume="refuse")
     # dtype of gradient reduction
     mixed_precision_reduce: Literal["float32"] = key("float32", resume="note")
-    # keep weights, gradients and optimizer state on the host; update weights there
+    # keep weights, gradients and optimizer state in host memory; update weights there
     enable_cpu_offload: bool = False
     # new: the training loss, computed per token from its logits
     loss: Literal[tuple(LOSSES)] = key("cross_entropy", resume="note")
@@ -157,14 +157,14 @@ class Parallelism:
     data_parallel_replicate_degree: Degree = 1
     # FSDP2: ranks that shard one replica; auto: all remaining ranks
     data_parallel_shard_degree: DegreeOrAuto = -1
-    # used if zero_stage is auto. always: stage 3; never: stage 2, or stage 1 if auto would select stage 1
+    # used if zero_stage is auto. always: ZeRO stage 3; never: stage 2, or stage 1 if auto would select stage 1
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    # new: which tensors FSDP shards, see parallel/fsdp.py; auto: 3; under PP, or if nothing is sharded, 1
+    # new: which tensors FSDP shards, see parallel/fsdp.py; auto: 3, or 1 under PP or if nothing is sharded
     zero_stage: Literal["auto", 1, 2, 3] = "auto"
     # new: hpz: keep a node's shards for backward; qwz and qgz: FSDP sends weights and gradients in int8
     zero_plus_plus: list[Literal["hpz", "qwz", "qgz"]] = key([], resume="note")
     zero_plus_plus_node_size: Degree = key(8, resume="note")  # new: number of ranks in a node
-    # new: NCCL gathers FSDP's shards from buffers that the GPUs of a host share; torch 2.12 or newer, never run
+    # new: NCCL all-gathers FSDP's shards from buffers that the GPUs of a host share; torch 2.12 or newer, never run
     fsdp_symmetric_memory: bool = False
     tensor_parallel_degree: Degree = 1
     # overlap TP collectives with chunks of matmuls; inductor on CUDA
@@ -172,11 +172,11 @@ class Parallelism:
     pipeline_parallel_degree: Degree = 1
     pipeline_parallel_schedule: Literal[tuple(SCHEDULES)] = "1F1B"
     pipeline_parallel_microbatch_size: Size = 1  # sequences per microbatch
-    # default: one stage per rank, or two if interleaved
+    # default: one pipeline stage per rank, or two if interleaved
     pipeline_parallel_layers_per_stage: Layers | None = None
-    # how many layers fewer the first stage gets, because it also computes the embedding
+    # how many fewer layers the first pipeline stage gets, because it also computes the embedding
     pipeline_parallel_first_stage_less_layers: Annotated[int, Range(0, MOST_LAYERS)] = 1
-    # how many layers fewer the last stage gets, because it also computes norm and head
+    # how many fewer layers the last pipeline stage gets, because it also computes norm and head
     pipeline_parallel_last_stage_less_layers: Annotated[int, Range(0, MOST_LAYERS)] = 1
     context_parallel_degree: Degree = 1  # ranks that share each sequence
     # how cp ranks exchange keys and values
@@ -200,7 +200,7 @@ class Optimizer:
     lr: ZeroOrMore = key(8e-4, resume="note")  # peak learning rate
     beta1: Decay = key(0.9, resume="note")
     beta2: Decay = key(0.95, resume="note")
-    # must be positive: otherwise a zero gradient gives 0/0
+    # must be positive, because a zero gradient would give 0/0
     eps: AboveZero = key(1e-8, resume="note")
     weight_decay: ZeroOrMore = key(0.1, resume="note")  # decoupled, on every parameter
     # SGD and Muon use foreach instead of fused
@@ -243,7 +243,7 @@ class Checkpoint:
     load_step: Annotated[int, Range(0, MANY, auto=-1)] = -1
     # load a checkpoint from the dump folder, but write nothing there: no checkpoints and no logs
     load_only: bool = False
-    # start with new optimizer state. The key applies only once: later checkpoints of the run are loaded with their
+    # start with new optimizer state. The key applies once: later checkpoints of the run are loaded with their optimizer
     # state
     exclude_from_loading: list[Literal["optimizer"]] = field(default_factory=list)
     # checkpoint or Hugging Face folder with initial weights, used if the run does not resume; `enable` is not needed
@@ -271,7 +271,7 @@ class Validation:
 @dataclass(frozen=True)
 class ActivationCheckpoint:
     mode: Literal["selective", "full", "none", "memory_budget"] = "selective"
-    # "op": keep outputs of matmuls and attention; "n": recompute every n-th layer
+    # "op": save outputs of matmuls and attention; "n": recompute every n-th layer
     selective_ac_option: str = "op"
     # mode memory_budget: 0 recomputes every compiled block, 1 recomputes nothing
     memory_budget: Share = 0.5
@@ -341,7 +341,7 @@ class Debug:
     # training.data_seed is set
     seed: Annotated[int, Range(0, LARGEST_SEED)] = 0
     deterministic: bool = False  # use torch's deterministic algorithms
-    # new: steps between comparisons of replicas, to find silent damage; 0 turns the comparisons off
+    # new: steps between comparisons of replicas, to find silent data corruption; 0 turns the comparisons off
     compare_copies_every: NotNegative = 0
     # warn instead of raising if an operation has no deterministic algorithm
     deterministic_warn_only: bool = False
@@ -396,8 +396,8 @@ class Config:
     profiling: Profiling = Profiling()
 
 
-# Keys that act only at the start, not when the run continues from its own checkpoint. The printed
-# command that continues a run turns the key off by the argument after the colon
+# Keys that apply only to the first start of a run, not when it continues from its own checkpoint. The printed command
+# that continues a run turns a key off with the argument after the colon
 ONE_SHOT = {
     "job.overwrite": "--job.no_overwrite",
     "checkpoint.load_step": "--checkpoint.load_step=-1",

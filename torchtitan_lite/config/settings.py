@@ -36,7 +36,7 @@ GPU_KEYS = (  # keys that need a GPU
 
 
 def check_settings(config: Config, machine: Machine) -> Refused:
-    """Find settings that contradict each other on every layout, or that these devices or this host cannot run."""
+    """Find settings that contradict each other on every layout, or that these devices or this host do not support."""
     recompute = config.activation_checkpoint
     compiles = config.compile.compiles_blocks
     if not re.fullmatch("op|0*[1-9][0-9]*", recompute.selective_ac_option):
@@ -105,7 +105,7 @@ def find_refused(config: Config, model_args: ModelArgs, layout: Layout) -> Refus
 
 
 def check_pipeline(config: Config, layout: Layout) -> Refused:
-    """Find settings that torch's pipeline schedules cannot run."""
+    """Find settings that torch's pipeline schedules do not support."""
     section = config.parallelism
     if section.zero_stage == 2:
         why = "torch's pipeline runtime reduces gradients once per step, so they cannot be sharded earlier"

@@ -112,7 +112,8 @@ def explain_missing(folder: Path) -> CorpusError:
 def open_split(folder: Path, split: str, tokenizer: Tokenizer | None) -> CorpusManifest:
     """Read the manifest, and compare the size of every file with it.
 
-    Raises CorpusError for a wrong size, a missing split, or a corpus that was prepared with a different tokenizer.
+    Raises CorpusError for a size that differs, a missing split, or a corpus that was prepared with a different
+    tokenizer.
     """
     manifest = read_corpus_manifest(folder)
     widths = {"tokens": WIDTHS[manifest.dtype], "documents": 8, "targets": 1}
@@ -254,7 +255,7 @@ def list_corpora(config: Config) -> list[tuple[str, str, str, str]]:
 
 
 def check_data(config: Config, tokenizer: Tokenizer | None) -> Refused:
-    """Refuse corpora that are missing, damaged, or prepared with a different tokenizer. `tokenizer` is None if
+    """Find corpora that are missing, damaged, or prepared with a different tokenizer. `tokenizer` is None if
     unknown."""
     training = config.training
     refused = set()

@@ -14,7 +14,8 @@ SMALLEST_SHARE = 1e-6
 
 
 def check_keys(config: Config) -> Refused:
-    """Refuse a dataset_path that no corpus uses, a wrong number of weights, and weights that are too small."""
+    """Find a dataset_path that no corpus uses, a number of weights that differs from the number of corpora, and weights
+    that are too small."""
     training = config.training
     read = {path for _, name, _, path in list_corpora(config) if name in DOWNLOADS}
     for section in ("training", "validation"):

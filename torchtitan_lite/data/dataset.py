@@ -51,9 +51,9 @@ from torchtitan_lite.model.loss import IGNORE_INDEX
 
 
 def map_file(path: str, dtype: torch.dtype) -> Tensor:
-    """Map a file read-only. Nothing may write to the tensor.
+    """Map a file read-only. The tensor must not be written to.
 
-    torch.from_file would create a private, writable mapping. Linux refuses such a mapping if the file is larger than
+    torch.from_file would create a private, writable mapping. On Linux, such a mapping fails if the file is larger than
     memory and swap.
     """
     with open(path, "rb") as file:

@@ -45,7 +45,7 @@ class AdamWBFloat16(AdamW):
             eps = group["eps"]
             decay = group["weight_decay"]
             update = compile_move() if device.type == "cuda" else move
-            # salts start at 2, because torch.compile would specialize 0 and 1
+            # salts start at 2, because torch.compile would specialize on 0 and 1
             for salt, parameter in enumerate(group["params"], 2):
                 if parameter.grad is not None:
                     tensors = self.flatten(parameter)
@@ -84,7 +84,7 @@ def move(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """Update one weight, its moments and its step count in place, unless `skipped` is 1.
+    """Update one weight, its moments and its step count in-place, unless `skipped` is 1.
 
     `rate`, `scale`, `skipped` and `step` are tensors of shape (). `salt` is the number of the weight
     (stochastic_rounding.py).

@@ -1,4 +1,4 @@
-"""Save while the run trains: copy the tensors to the host, and write the copies in a thread.
+"""Save while the run trains: copy the tensors to host memory, and write the copies in a thread.
 
     after_step(20) ------------------------ after_step(40)
       |  waits for the previous save          |
@@ -6,8 +6,8 @@
       v  the next forward and backward        v        leaving the saver waits for the last save
       thread: CheckpointSaver.write
 
-On CUDA, DCP's stager copies on a separate stream and in a separate thread. After backward, before the first change of a
-saved tensor, the step calls `wait_for_copy`. Pinned memory is allocated once, exactly one buffer per tensor. Without
+On CUDA, DCP's stager copies on a separate stream and in a separate thread. After backward, before the step changes a
+saved tensor in-place, it calls `wait_for_copy`. Pinned memory is allocated once, exactly one buffer per tensor. Without
 pinned memory, each copy holds the GIL, so the training loop waits for all copies (torch 2.13).
 """
 

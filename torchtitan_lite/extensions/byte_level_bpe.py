@@ -58,7 +58,7 @@ def read_pattern(pre_tokenizer: dict | None) -> str | None:
 
 
 def are_matched_as_written(added: list[dict], *, is_normalized: bool) -> bool:
-    """Return whether all flags of an added token are without effect.
+    """Return whether the flags of the added tokens have no effect.
 
     A token with the flag "normalized" is matched in the normalized text, after all tokens without this flag.
     """

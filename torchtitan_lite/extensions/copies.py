@@ -1,16 +1,17 @@
-"""Find silent damage: every debug.compare_copies_every steps, compare tensors that must be bit-equal on several ranks.
+"""Find silent data corruption: every debug.compare_copies_every steps, compare tensors that have copies on several
+ranks.
 
     tensor in a checkpoint                          where it has copies
     DTensors: weights, moments                      on the ranks of dp_replicate; norms also on the ranks of tp
     other tensors: expert biases, step counters     on every rank of a pipeline stage
-    tied embedding in a pipeline                    on the first and the last stage; sent again before the comparison
+    tied embedding in a pipeline                    on the first and last pipeline stage; sent again before comparing
 
     each rank    computes a checksum per shard: the sum of its bytes
     rank 0       gathers all checksums, about 100 bytes per shard, and compares shards with the same name and offsets
     all ranks    receive the result
 
-Any single flipped bit changes the sum of the bytes. If only two ranks have a copy, either copy may be wrong, so both
-ranks are suspects. The report names the shard with the fewest suspects.
+All copies must be bitwise identical. A single flipped bit always changes the sum of the bytes. If only two ranks have a
+copy, either copy may be wrong, so both ranks are suspects. The report names the shard with the fewest suspects.
 """
 
 from collections import Counter, defaultdict
@@ -73,5 +74,5 @@ def find_odd_copy(of_ranks: list[Checksums]) -> str | None:
     who = f"rank {odd[0]} has a different"
     if len(odd) > 1:
         who = f"there is no majority to decide which of the ranks {odd} has a wrong"
-    remedy = "Copies should be bit-equal: test the device with `pulse`, and resume from an undamaged step"
-    return f"silent damage: {who} copy of {name}. {remedy}"
+    remedy = "Copies must be bitwise identical: test the device with `pulse`, and resume from an undamaged step"
+    return f"silent data corruption: {who} copy of {name}. {remedy}"

@@ -26,7 +26,7 @@ def find_model_type(model_args: ModelArgs) -> str | None:
 
 
 def list_unwritten(model_args: ModelArgs, family: Family) -> dict[str, tuple[object, object]]:
-    """Return the fields that the family does not support: field -> (value, the only supported value).
+    """Return the fields whose values the family does not support: field -> (value, supported value).
 
     Fields that the family does not name must have their default values.
     """

@@ -1,16 +1,16 @@
-"""Let FSDP gather the weights of float8 layers in float8 (drawn for dp_shard=2).
+"""Let FSDP all-gather the weights of float8 layers in float8 (drawn for dp_shard=2).
 
     wq.weight (N, K)   rank 0              rank 1
-    at rest            rows [:N/2], fp32   rows [N/2:], fp32     for the optimizer and checkpoints
+    sharded            rows [:N/2], fp32   rows [N/2:], fp32     for the optimizer and checkpoints
     all-reduce         max |w| over both ranks, 4 bytes          so that both round with the same scale
     all-gather         all rows in float8, one scale             N*K bytes, half as much as in bf16
-    in its block       all rows in float8                        forward and backward use the rounded values
+    unsharded          all rows in float8                        forward and backward use the rounded values
 
-The all-reduce of max |w| is needed each time a weight is gathered. With precomputed scales, a single all-reduce for all
-weights after each optimizer step replaces it: 4 bytes per weight over dp_shard x cp.
+The all-reduce of max |w| is needed for each all-gather of a weight. With precomputed scales, a single all-reduce for
+all weights after each optimizer step replaces it: 4 bytes per weight over dp_shard x cp.
 
 Sources: TorchTitan arXiv:2410.06511; FSDP2's extension hooks, torch.distributed.fsdp.
-Effect: FSDP gathers through hooks on the local shards. FQNs, parameters and checkpoints do not change.
+Effect: FSDP all-gathers through hooks on the local shards. FQNs, parameters and checkpoints do not change.
 """
 
 from collections.abc import Callable
@@ -34,10 +34,10 @@ aten = torch.ops.aten
 def gather_in_float8(
     parts: list[nn.Module], section: Float8, mesh: DeviceMesh
 ) -> list[Callable[[], None]]:
-    """Make FSDP gather the weights of `parts` in float8. The parts must be allocated.
+    """Make FSDP all-gather the weights of `parts` in float8. The parts must be allocated.
 
-    Returns the functions to call after each optimizer step. A rank that is alone in its stage has no FSDP and gathers
-    nothing, so its weights do not change.
+    Returns the functions to call after each optimizer step. A rank that is alone in its pipeline stage does not shard
+    weights, so its weights do not change.
     """
     hooks = []
     for module in nn.ModuleList(parts).modules():
@@ -87,13 +87,13 @@ class Float8AllGatherHook:
         module,
         mp_policy,
     ) -> tuple[tuple[Tensor], tuple[Tensor]]:
-        """Run before the all-gather of FSDP2. Return (tensors to gather, metadata for post_all_gather)."""
+        """Run before the all-gather of FSDP2. Return (tensors to all-gather, metadata for post_all_gather)."""
         scale = self.scale
         if scale is None:
             amax = find_amax(self.shard)
             dist.all_reduce(amax, dist.ReduceOp.MAX, group=mesh.get_group())
             scale = choose_scale(amax, E4M3)
-        data = cast(self.shard, scale, E4M3).view(torch.uint8)  # no backend gathers float8
+        data = cast(self.shard, scale, E4M3).view(torch.uint8)  # no backend all-gathers float8
         n_rows = ceil(outer_size[0] / mesh.size())  # the last ranks may have fewer rows
         data = F.pad(data, (0, 0, 0, n_rows - len(data)))
         return (data,), (scale,)
@@ -106,7 +106,7 @@ class Float8AllGatherHook:
         *,
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor]] | None:
-        """Run after FSDP2's all-gather. Return the full weight, or reuse `out`, the result of an earlier gather."""
+        """Run after FSDP2's all-gather. Return the full weight, or reuse `out`, the result of an earlier all-gather."""
         (data,) = gathered
         (scale,) = metadata
         if scale.is_cuda:
@@ -128,7 +128,7 @@ VIEWS = (aten.detach.default, aten.alias.default, aten.view.default, aten.as_str
 
 
 class Float8GatheredWeight(Tensor):
-    """A weight that FSDP gathered in float8. To FSDP and autograd, this weight and its gradient have the dtype
+    """A weight that FSDP all-gathered in float8. To FSDP and autograd, this weight and its gradient have the dtype
     `dtype`."""
 
     @staticmethod

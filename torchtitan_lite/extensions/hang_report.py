@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 # Functions of asynchronous_saves.py and checkpoint/save.py: the main thread waits for a thread that saves
 WAITS_FOR_SAVE = re.compile(r"asynchronous_saves\.py:\d+ wait$")
 SAVES = re.compile(r"save\.py:\d+ write$")
-# type of an action in torch's schedules -> forward or backward; I is the first half of a split backward
+# type of an action in torch's schedules -> forward or backward; I computes the input gradients of a split backward
 KINDS = {"F": "F", "B": "B", "I": "B"}
 TORCH = Path(torch.__file__).parent
 kind_of_call = itemgetter("name", "sizes")
@@ -116,7 +116,8 @@ def read_stack(innermost: FrameType) -> list[str]:
 
 
 def read_pipeline(schedule: Any) -> dict[str, object]:
-    """Return how many microbatches each stage of this rank has computed, and the input that this rank needs next.
+    """Return how many microbatches each pipeline stage of this rank has computed, and the input that this rank needs
+    next.
 
     Returns {} without a pipeline. Activations arrive from the previous stage, and gradients from the next stage.
     """
@@ -157,7 +158,7 @@ def list_actions(order: list) -> list[tuple[int, str]]:
 def read_recorder(
     thread: int, has_failed: bool, begun_ns: list[int]
 ) -> tuple[dict[str, dict], list[tuple[dict, dict]]]:
-    """For each group, return the number of its last call, and its first pending call.
+    """For each process group, return the number of its last call, and its first pending call.
 
     The name of a group, "mesh_tp [0, 1]", is the same on all of its ranks. `thread` is the main thread, or the
     checkpoint thread that it waits for. Calls of other checkpoint threads are left out. If a call has failed

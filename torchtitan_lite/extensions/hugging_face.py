@@ -41,7 +41,7 @@ def to_their_order(ours: Tensor, head_dim: int) -> Tensor:
 
 
 def find_unit(fqn: str, model_args: ModelArgs) -> int:
-    """Return how many rows are reordered as one unit: head_dim if the parameter is rotated, otherwise 1."""
+    """Return how many rows form one unit when reordering: head_dim if RoPE rotates the module's output, else 1."""
     entry = list_parameters(model_args).get(fqn)
     return model_args.head_dim if entry and entry.row.is_rotated else 1
 

@@ -1,9 +1,9 @@
 """Read config.json of a Hugging Face folder into ModelArgs. Needs no torch.
 
 FAMILIES in models/NAME/hugging_face.py lists the architectures, with one row for each key of their config.json.
-EVERY_FAMILY lists the keys that all architectures share. A model with an unsupported feature (other biases, a different
-activation or RoPE scaling, quantized weights) is refused: it would load, but compute wrong outputs. As in transformers,
-a key without a row has no effect; a notice lists such keys.
+EVERY_FAMILY lists the keys that all architectures share. A feature that is not supported (other biases, a different
+activation or RoPE scaling, quantized weights) raises an error, because the model would load, but compute wrong outputs.
+As in transformers, a key without a row has no effect; a notice lists such keys.
 
 transformers 5 writes `rope_parameters` with theta and scaling; version 4 writes `rope_theta` and `rope_scaling`. Both
 forms are read.
@@ -97,7 +97,7 @@ def find_family(model_args: ModelArgs) -> Family:
 
 
 def list_families() -> dict[str, tuple[str, Family]]:
-    """Return model_type -> name of the first model that has it, and its family."""
+    """Return model_type -> (name of the first model that has it, its family)."""
     found = {}
     for name in MODELS:
         for kind, row in load_families(name).items():

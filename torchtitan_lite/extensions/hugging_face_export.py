@@ -34,7 +34,7 @@ from torchtitan_lite.models.registry import LENGTH, MODELS
 
 
 def check_export(config: Config, model_args: ModelArgs, layout: Layout) -> Refused:
-    """Refuse checkpoint.last_save_in_hf for a model that has no Hugging Face format."""
+    """Check that the model has a Hugging Face format, if checkpoint.last_save_in_hf is set."""
     if not config.checkpoint.enable:
         return
     key = "checkpoint.last_save_in_hf"

@@ -21,7 +21,7 @@ communicate.
     traffic    2P(n-1)/n per rank over fsdp (n ranks) and 2P(t-1)/t over tp (t ranks), without overlap. P is the
                size of a rank's slices in the compute dtype: 1.6 GiB for 8B on 8 ranks
     work       5 x (4m^2n + 2m^3) FLOPs per m x n matrix, m <= n, on its owner. For 8B, a step needs as many FLOPs as
-               12,000 tokens do
+               training on 12,000 tokens
 
 Newton-Schulz computes in training.mixed_precision_param. In bfloat16, the result matches torch.optim.Muon, but rounding
 differs between layouts. In float32, updates are equal on all layouts. Updates have the same RMS as AdamW's updates

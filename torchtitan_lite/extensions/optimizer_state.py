@@ -1,10 +1,11 @@
-"""Refuse an optimizer that the trainer cannot call, that fails inside torch, or whose state no checkpoint would save.
+"""Raise an error for an optimizer that the trainer cannot call, that fails inside torch, or that has unsaved state.
 Loaded for all optimizers except AdamW and SGD.
 
-A checkpoint saves the tensors in state[parameter], and a resume restores those that the first step creates. A number in
-state[parameter], in a parameter group or in an attribute would be reset when a run resumes, so the losses would differ.
-The same applies to a tensor, a list or a second optimizer in an attribute. A DTensor with the placement Partial is
-refused too. For example, a mean over a sharded dim stays Partial until `redistribute` adds the terms of the ranks.
+A checkpoint saves the tensors in state[parameter], and a resume restores the tensors that the first step creates. A
+number in state[parameter], in a parameter group or in an attribute would be reset when a run resumes, so the losses
+would differ. The same applies to a tensor, a list or a second optimizer in an attribute. A DTensor with the placement
+Partial is not supported either. For example, a mean over a sharded dim stays Partial until `redistribute` reduces it
+over the ranks.
 """
 
 from collections.abc import Iterator

@@ -39,7 +39,7 @@ def read_earlier(folder: Path) -> dict[str, object]:
 
 
 def check_earlier(section: Checkpoint, folder: Path) -> Refused:
-    """Refuse a dump folder with an earlier run, unless this run resumes it, or the earlier run ended before its first
+    """Report a dump folder with an earlier run, unless this run resumes it, or the earlier run ended before its first
     save."""
     earlier = read_earlier(folder)
     saved_in = earlier.get("checkpoint.folder", section.folder)

@@ -57,7 +57,7 @@ def list_matched(group: ParameterGroup, model_args: ModelArgs) -> list[str]:
 
 
 def check_groups(config: Config, model_args: ModelArgs, layout: Layout) -> Refused:
-    """Refuse groups without parameters, which would have no effect."""
+    """Find groups without parameters, which would have no effect."""
     fqns = list(list_parameters(model_args))
     groups = config.optimizer.groups
     for group in groups:

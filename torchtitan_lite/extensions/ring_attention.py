@@ -151,8 +151,8 @@ def find_visible(rank: int, source: int, half: int) -> tuple[slice, slice]:
 # stored. Kernels do not store their scores. All inputs and outputs of the kernels are at most as large as query. On a
 # CPU, the kernel is torch's flash attention. On a GPU, the kernel is cuDNN's if torch's SDPA prefers cuDNN (Hopper,
 # Blackwell), otherwise FlashAttention 2. The CUDA kernels support bf16 and fp16, and a head_dim that is a multiple of 8
-# up to 256; config/settings.py refuses anything else. The CUDA kernels have never run. Tests check their arguments on
-# meta tensors, and GPU tests check their results.
+# up to 256; config/settings.py reports anything else as an error. The CUDA kernels have never run. Tests check their
+# arguments on meta tensors, and GPU tests check their results.
 
 OutAndLse = tuple[Tensor, Tensor]  # out (B, H, S, E); lse (B, H, S) fp32, contiguous
 
@@ -206,7 +206,7 @@ def attend_to_part_backward(
 
 
 def merge_into(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
-    """Merge the result for a part of the keys into (out, lse), both fp32, in place."""
+    """Merge the result for a part of the keys into (out, lse), both fp32, in-place."""
     # the weight of the new keys in the softmax over all keys; the formula cannot overflow
     weight = torch.sigmoid(part_lse - lse)
     out.lerp_(part_out.float(), weight.unsqueeze(-1))

@@ -8,7 +8,7 @@ nearest value would undo it. Stochastic rounding adds a random number below this
 so many updates are correct on average.
 
 The random number is a hash of the step and of the element's index in its shard, not the state of a generator. Therefore
-a resumed run rounds as if it had not stopped, and copies of a weight on several ranks stay equal.
+a resumed run rounds as if it had not stopped, and copies of a weight on several ranks stay bitwise identical.
 
 There is no communication. This code has never run on a GPU. Source: arXiv:2010.06192 (rounding of weights in bfloat16).
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 def round_stochastically(x: Tensor, step: Tensor, salt: int) -> Tensor:
-    """Round x (n,) fp32 up or down to bfloat16, with probabilities that keep its mean.
+    """Round x (n,) fp32 up or down to bfloat16, so that the expected value of the result is x.
 
     The random numbers depend on `step` () fp32 and on `salt`, which is a different number for each tensor.
     """

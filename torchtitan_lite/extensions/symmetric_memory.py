@@ -1,4 +1,4 @@
-"""Let FSDP gather shards from symmetric memory (parallelism.fsdp_symmetric_memory). This has never run on a GPU.
+"""Let FSDP all-gather from symmetric memory (parallelism.fsdp_symmetric_memory). This has never run on a GPU.
 
     all-gather    normally            every rank copies its shard to a buffer, and NCCL's kernels move it
                   symmetric memory    NCCL allocates the buffer at the same address on all ranks, so that fewer SMs, or

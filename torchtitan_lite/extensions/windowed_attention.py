@@ -5,8 +5,8 @@
     query 4, layer without        x x x x x    x      out = sum of exp(score) * value / (sum of exp(score) + exp(sink))
 
 A query attends to keys inside its window; with model.attention = "document", only to keys of its own document. All
-layers of a model with windows or sinks use this module. The model plans one mask for each kind of layer, once per
-batch. On a CPU, the mask is explicit, (B, 1, Q, K). On CUDA, flex attention gets a mask of blocks, as in
+layers of a model with windows or sinks use this module. The model computes one mask for each kind of layer, once per
+batch. On a CPU, the mask is explicit, (B, 1, Q, K). On CUDA, flex attention gets a BlockMask, as in
 model/document_attention.py. Flex attention computes the output without sinks. A sink then scales the output by exp(lse)
 / (exp(lse) + exp(sink)), where lse is the log-sum-exp of the scores. The CUDA path has never run on a GPU. Tests
 compare its blocks and its outputs on a CPU.

@@ -2,14 +2,14 @@
 
                                     rank 0      rank 1      rank 2      rank 3
                                     ------- node 0 -------  ------- node 1 -------
-    at rest, as in fsdp.py          row 0       row 1       row 2       row 3       fp32
-    while its block runs            all rows    all rows    all rows    all rows    rounded by qwZ, freed just after
-    hpZ: from forward to backward   rows 0, 1   rows 2, 3   rows 0, 1   rows 2, 3   as gathered: a node has all rows
+    sharded, as in fsdp.py          row 0       row 1       row 2       row 3       fp32
+    unsharded, in its block         all rows    all rows    all rows    all rows    rounded by qwZ, freed just after
+    hpZ: from forward to backward   rows 0, 1   rows 2, 3   rows 0, 1   rows 2, 3   as all-gathered: a node has all
     qgZ: gradient in the node       rows 0, 2   rows 1, 3   rows 0, 2   rows 1, 3   sums over the ranks of the node
          gradient between nodes     row 0       row 1       row 2       row 3       sums over all ranks, fp32
 
-    hpZ   backward gathers the rows that the ranks of the node have kept, so no bytes move between nodes
-    qwZ   the all-gather sends int8 blocks. A rank rounds its own rows too, so that all ranks use equal weights
+    hpZ   backward all-gathers the rows that the ranks of the node have saved, so no bytes move between nodes
+    qwZ   the all-gather sends int8 blocks. A rank rounds its own rows too, so that all ranks use identical weights
     qgZ   two all-to-alls of int8 blocks replace the reduce-scatter. Received blocks are unpacked, then summed in fp32
 
 A block is 256 consecutive elements of one rank's shard of one parameter, and is sent as 256 integers of one byte and an
@@ -21,8 +21,8 @@ Bytes that a rank sends for a group of P elements of w bytes, over n = f nodes x
     all-gather, forward     wP(n-1)/n    with qwZ qP(n-1)/n
     all-gather, backward    the same     with hpZ the same with (m-1)/m instead of (n-1)/n, all inside the node
     reduce-scatter          4P(n-1)/n    with qgZ qP(m-1)/m inside the node, then (qP/m)(f-1)/f between nodes
-    memory                  hpZ keeps wP/m (with qwZ qP/m) bytes of every block; qwZ needs 5P bytes while it gathers a
-                            group, and qgZ (6 + 4/m)P bytes while it reduces a group
+    memory                  hpZ saves wP/m (with qwZ qP/m) bytes of every block; qwZ needs 5P bytes to all-gather a
+                            group, and qgZ (6 + 4/m)P bytes to reduce-scatter a group
 
 Rounding error. If a is the largest magnitude in a block, its scale is s = a/127. An element x is sent as the integer
 nearest to x/s, which is at most 127, so the product of this integer and s differs from x by at most s/2.
@@ -65,7 +65,7 @@ from torchtitan_lite.parallel.mesh import Mesh
 
 
 class Nodes(NamedTuple):
-    """The two groups of a rank if an FSDP group is split by node."""
+    """The two process groups of a rank whose FSDP group is split by node."""
 
     near: dist.ProcessGroup  # the ranks of this node, or the whole group if it is not split
     # the ranks with the same index in their nodes, or None if the group is not split
@@ -91,7 +91,7 @@ def apply_zero_plus_plus(
 ) -> None:
     """Replace the collectives of all FSDP groups in `parts`. `uses` has some of "hpz", "qwz" and "qgz".
 
-    Collective over all ranks, because it makes process groups for the nodes.
+    Collective over all ranks, because it creates process groups for the nodes.
     """
     nodes = split_by_node(mesh.fsdp_mesh, "fsdp", layout.fsdp_near)
     expert_nodes = None
@@ -106,7 +106,7 @@ def replace_collectives(
 ) -> None:
     """Replace the collectives of the FSDP groups in one part.
 
-    Secondary shards are kept only for the groups that backward gathers again: blocks and their experts.
+    Secondary shards are saved only for the groups that backward all-gathers again: blocks and their experts.
     """
     blocks = list(part.layers.values())
     for module, group in list_fsdp_groups(part):
@@ -187,7 +187,7 @@ class AllGather(DefaultAllGather):
     ):
         """Fill `output_tensor` with the shards of all ranks. Returns no Work: FSDP's stream runs everything in order.
 
-        Weights change between a backward and the next forward, so every forward makes a new secondary shard, even if
+        Weights change between a backward and the next forward, so every forward creates a new secondary shard, even if
         the previous shard was never used. Only backward reads secondary shards.
         """
         own = input_tensor
@@ -213,7 +213,7 @@ class AllGather(DefaultAllGather):
 
 
 class ReduceScatter(DefaultReduceScatter):
-    """The reduce-scatter of an FSDP group, made of all-to-alls (qgZ). FSDP calls this object."""
+    """The reduce-scatter of an FSDP group, implemented with all-to-alls (qgZ). FSDP calls this object."""
 
     def __init__(self, packing: Packing, nodes: Nodes):
         self.packing = packing

@@ -1,4 +1,4 @@
-"""Detect a step that hangs, and write down what this rank waits for. One thread per rank checks once a second.
+"""Detect a step that hangs, and report what this rank waits for. One thread per rank checks once a second.
 
     main thread    begin(1) train_step end() save ... begin(2) train_step end() ...
     watch thread   ... is this step older than the limit? then:
@@ -14,8 +14,8 @@ the shared folder. A rank that is stopped or never releases the GIL cannot write
 of every rank on the same host, from /proc. If the step ends after all, the rank deletes its file. A new start of the
 run deletes the files of all earlier starts (dump_folder.py).
 
-gloo aborts a rank if its call differs from the calls of its peers. If a rank ends with an error, or because another
-rank has ended, it writes the same kind of report to hang/restart-0/failed-00003.json.
+gloo aborts a rank if its collective differs from the collectives of its peers. If a rank ends with an error, or because
+another rank has ended, it writes the same kind of report to hang/restart-0/failed-00003.json.
 
 extensions/hang_report.py collects what a rank is doing. It is loaded only for a report or a warning.
 """
@@ -58,10 +58,10 @@ STOP_WITHIN_S = 15.0
 def meet_processes(
     place: Place, store: dist.Store, section: Comm, documents: list[str]
 ) -> dict[int, tuple[int, str]]:
-    """Return process id and hostname of the ranks of this host, and of one rank of the next host.
+    """Return rank -> (process id, hostname), for the ranks of this host and one rank of the next host.
 
     The rank of the next host is included in case the launcher of that host is unreachable. `store` is the result of
-    join_job. `documents`: hashes of the corpora. Raises UserError if a rank does not answer, or has other corpora.
+    join_job. `documents`: hashes of the corpora. Raises UserError if a rank does not answer, or has different corpora.
     """
     store.set_timeout(timedelta(seconds=section.init_timeout_seconds))
     own = (os.getpid(), socket.gethostname(), documents)

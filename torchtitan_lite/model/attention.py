@@ -38,12 +38,13 @@ class InnerAttention(nn.Module):
     """
 
     def plan(self, doc_ids: Tensor | None) -> object:
-        """Prepare doc_ids (B, S), or None, for `forward`. The model calls this method once for all layers."""
+        """Preprocess `doc_ids`, a (B, S) tensor or None, for `forward`. The model calls this once for all layers."""
         return doc_ids
 
     def positions(self, n_keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the positions of the queries, (Q,), and of the keys, (S,), in the full sequence. Context parallel
-        replaces this method, because a rank has some of the queries, and gathers the keys in another order."""
+        overrides this method, because a rank has only some of the queries, and all-gathers the keys in a different
+        order."""
         positions = torch.arange(n_keys, device=device)
         return positions, positions
 

@@ -2,8 +2,8 @@
 
 On a CPU, document attention uses an explicit mask (B, 1, queries, keys), which is simple but slow. On CUDA, document
 attention uses compiled flex attention, which reads only blocks of 128 x 128 pairs that contain unmasked pairs. The
-model computes the mask, or the list of blocks, once per batch, before the first layer. On CUDA, the search for blocks
-is compiled too, so no mask of queries x keys is stored.
+model computes the mask or the BlockMask once per batch, before the first layer. On CUDA, the search for blocks is
+compiled too, so no mask of queries x keys is stored.
 
 Queries and keys may be any part of the sequence in any order, because under context parallel a rank has only some of
 the queries. The CUDA path was never run on a GPU; on a CPU, tests check its blocks, its outputs, and that it compiles
@@ -32,7 +32,7 @@ from torchtitan_lite.model.attention import InnerAttention
 
 class DocumentAttention(InnerAttention):
     def plan(self, doc_ids: Tensor) -> Tensor | BlockMask:
-        """Return the mask, or the blocks, that all layers share."""
+        """Return the attention mask that all layers share."""
         positions = self.positions(doc_ids.shape[1], doc_ids.device)
         return plan_mask(doc_ids, *positions)
 
@@ -48,7 +48,7 @@ class DocumentAttention(InnerAttention):
 def plan_mask(
     doc_ids: Tensor, query_positions: Tensor, key_positions: Tensor, window: int | None = None
 ) -> Tensor | BlockMask:
-    """Return which keys each query sees: on a CPU (B, 1, Q, K), else the blocks that flex attention reads.
+    """Return the attention mask: a bool tensor (B, 1, Q, K) on CPU, or a BlockMask for flex attention on CUDA.
 
     doc_ids (B, S) cover the full sequence; query_positions (Q,) and key_positions (K,) index into it.
     """

@@ -1,4 +1,4 @@
-"""Multiply in float8 in linear layers: 8 bits per value, at twice the matmul rate of bfloat16.
+"""Compute linear layers in float8: 8 bits per value, at twice the matmul rate of bfloat16.
 
     y  = x  @ w.T      forward       both operands of each matmul are rounded to float8 just before it;
     dx = dy @ w        backward      products are summed in fp32, and the result has the dtype of x
@@ -16,8 +16,8 @@ value becomes the largest float8. The recipe says which values share a scale:
 of 2 bits, and values up to 57,344.
 
 Under TP, each rank multiplies its local slices of x and w, and rounds each slice with its own scale, so no traffic is
-added. (torch's DTensor does not support rowwise scales over gloo, and would all-reduce every maximum.) FSDP gathers the
-weights in bf16 as usual, or in float8 with extensions/float8_all_gather.py.
+added. (torch's DTensor does not support rowwise scales over gloo, and would all-reduce every maximum.) FSDP all-gathers
+the weights in bf16 as usual, or in float8 with extensions/float8_all_gather.py.
 
 Effect: the linear layers that plan_float8 selects become Float8Linear; FQNs, parameters and checkpoints do not change.
 Legend: M tokens, K in features, N out features. Sources: arXiv:2209.05433; the recipes come from torchao.
@@ -61,7 +61,7 @@ class Recipe:
     def round(self, x: Tensor, dim: int | None, dtype: torch.dtype = E4M3) -> Float8Tensor:
         """Round to float8. `dim` is the dim that the dot product sums over; tensorwise ignores it.
 
-        A weight that FSDP gathered in float8 is already rounded.
+        A weight that FSDP all-gathered in float8 is already rounded.
         """
         if hasattr(x, "data8"):
             return Float8Tensor(x.data8, x.scale)
@@ -187,7 +187,7 @@ def apply_float8(part: nn.Module, section: Float8, tp: int) -> None:
     for fqn in plan_float8(sizes, section.filter_fqns, tp, section.recipe_name):
         linear = modules.get(fqn)
         if linear is None:
-            continue  # the layer is on a different stage
+            continue  # the layer is on a different pipeline stage
         if type(linear) is not nn.Linear:
             why = f"{fqn} is {type(linear).__name__}, and float8 would replace its forward"
             raise UserError(f"{why}. Add it to quantize.linear.float8.filter_fqns.")

@@ -9,9 +9,9 @@ all logits: it computes the projection and the loss for one chunk of tokens at a
     [n tokens]                                                  -> x hidden       added to grad_weight (V, D)
 
 Forward already computes the gradient of the summed loss, while it has the logits. Backward only multiplies this
-gradient by a number. torch's cross entropy would store several tensors of N x V values, 4 GiB each in fp32 for 8,192
-tokens of Llama 3. This loss stores n x V values, and grad_weight in fp32. loss.py has the formula. With TP,
-parallel/tensor_parallel.py gives the head its shard of the vocabulary.
+gradient by the gradient of the loss, a scalar. torch's cross entropy would store several tensors of N x V values, 4 GiB
+each in fp32 for 8,192 tokens of Llama 3. This loss stores n x V values, and grad_weight in fp32. loss.py has the
+formula. With TP, parallel/tensor_parallel.py gives the head its shard of the vocabulary.
 
 Legend: B batch, S sequence, N = B*S tokens, n tokens of a chunk, D model dim, V vocabulary.
 """
@@ -127,7 +127,7 @@ class ChunkedLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_total: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        # not in place, because this function runs twice if a pipeline schedule splits backward
+        # not in-place, because this function runs twice if a pipeline schedule splits backward
         grad_hidden, sums = ctx.saved_tensors
         grad_weight = torch.empty_like(sums, dtype=ctx.weight_dtype)
         torch.mul(sums, grad_total, out=grad_weight)  # one kernel: scales in fp32, then casts
@@ -135,7 +135,7 @@ class ChunkedLoss(torch.autograd.Function):
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor, beta: int) -> None:
-    """Set `total` (fp32) to beta * total + a @ b in place. If beta is 0, `total` is not read."""
+    """Set `total` (fp32) to beta * total + a @ b in-place. If beta is 0, `total` is not read."""
     if a.dtype == total.dtype:
         total.addmm_(a, b, beta=beta)
     elif a.is_cuda:  # the matmul kernel accumulates into fp32; CPUs have no such kernel

@@ -7,7 +7,7 @@
     output     weighted sum of each token's K rows
 
 To choose experts, a bias is added to the scores; the weights of the experts are computed without the bias.
-components/expert_balance.py counts the routes, and changes the bias after each step to balance the load.
+components/expert_balance.py counts the routes, and updates the bias after each step to balance the load.
 
 Legend: B batch, S sequence, T = B*S tokens, D model dim, F expert hidden dim, E experts, K = top_k, R = T*K.
 Sources: arXiv:1701.06538; Mixtral arXiv:2401.04088; bias arXiv:2408.15664.
@@ -144,8 +144,7 @@ def multiply_groups(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 def sort_rows(experts: Tensor, n_experts: int) -> tuple[Tensor, Tensor]:
     """Sort rows by expert. Return the order and its inverse permutation, (R,) each.
 
-    The keys have the shortest possible dtype, because a GPU sorts 8 bits of a key at a time. Equal keys keep their
-    order.
+    The keys have the shortest possible dtype, because a GPU sorts 8 bits of a key at a time. The sort is stable.
     """
     keys = experts.to(torch.uint8 if n_experts <= 256 else torch.int16)
     order = keys.argsort(stable=True)

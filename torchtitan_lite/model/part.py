@@ -13,6 +13,6 @@ def list_moes(part: nn.Module) -> Iterator[tuple[int, nn.Module]]:
 
 
 def is_tied_inside(part: nn.Module) -> bool:
-    """Return whether this part has both embedding and head, and they are tied. In a pipeline: tied_embeddings.py."""
+    """Return whether this part has both embedding and head, and they are tied. tied_embeddings.py handles pipelines."""
     has_both = part.tok_embeddings is not None and part.output is not None
     return has_both and part.model_args.tie_embeddings

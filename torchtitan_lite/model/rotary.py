@@ -22,8 +22,8 @@ def rotary_frequencies(model_args: ModelArgs, device: torch.device) -> Tensor:
         return frequencies
     if scaling.kind == "linear":
         return frequencies / scaling.factor
-    # Number of full turns of each pair within the original context. A frequency with many turns is kept, a frequency
-    # with less than about one turn is divided by `factor`, and frequencies in between are interpolated.
+    # Number of full turns of each pair within the original context. A frequency with many turns does not change, a
+    # frequency with less than about one turn is divided by `factor`, and frequencies in between are interpolated.
     turns = scaling.original_length * frequencies / (2 * math.pi)
     low = scaling.low_freq_factor
     keep = ((turns - low) / (scaling.high_freq_factor - low)).clamp(0, 1)
@@ -43,7 +43,7 @@ def rotary_angles(positions: Tensor, model_args: ModelArgs) -> Tensor:
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """Rotate the pairs (x[2i], x[2i+1]) by their angles. x (B, S, heads, E) -> same shape and dtype. fp32 inside."""
+    """Rotate the pairs (x[2i], x[2i+1]) by their angles, in fp32. x (B, S, heads, E) -> same shape and dtype."""
     return Rotation.apply(x, rotation)
 
 
@@ -107,7 +107,7 @@ def split_factors(rotation: Tensor) -> tuple[Tensor, Tensor]:
     """Return the cosines and the sines of rotation (..., E) fp32, each (..., E/2). One 64-bit word has the cosine and
     the sine of a pair.
 
-    Use this function only for x in bf16: for x in fp32, torch 2.11 failed to compile it.
+    Only for bf16 inputs: with fp32 inputs, torch 2.11 fails to compile this function.
     """
     words = rotation.view(torch.int64)
     return words.int().view(torch.float32), (words >> 32).int().view(torch.float32)

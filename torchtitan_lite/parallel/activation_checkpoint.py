@@ -10,8 +10,8 @@
 
 Activation checkpointing adds no collectives of its own, but recompute repeats TP collectives whose outputs are not
 saved. Therefore "op" saves the outputs of reduce-scatters and all-to-alls. The bound `forward` of each block is
-replaced in place, so FQNs do not change. A pipeline schedule that splits backward would recompute in both halves, which
-torch and config/settings.py refuse.
+replaced in-place, so FQNs do not change. A pipeline schedule that splits backward would recompute in both halves. torch
+does not support this, so config/settings.py reports an error.
 
 Selective recompute handles each operator in Python. Without compile, "selective" costs the host more time than all
 collectives of the step: debug_3d trained 1,355 tokens/s with "none" and 800 with "selective" (two x86_64 cores, gloo,

@@ -14,17 +14,17 @@ sum over tokens, and FSDP sums the gradients.
 
 Causal attention (ring_attention.py) exchanges keys and values by an all-gather or around a ring. Its memory per rank is
 proportional to 1/n. It has its own operator for speed: on a CPU, torch turns `causal_lower_right` into an explicit
-mask, so torch's attention on the gathered keys would also compute the masked half.
+mask, so torch's attention on all-gathered keys would also compute the masked half.
 
 Attention with documents, windows or sinks all-gathers keys and values, and applies a mask. It moves P(n-1)/n bytes,
-with P = 2*B*K*S*E*2 bytes in bf16, and the same number of bytes in the reduce-scatter of backward. The gathered keys
-and values are saved for backward; with recompute (any mode except "none"), they are gathered again instead.
+with P = 2*B*K*S*E*2 bytes in bf16, and the same number of bytes in the reduce-scatter of backward. The all-gathered
+keys and values are saved for backward; with recompute (any mode except "none"), they are all-gathered again instead.
 
 Legend: B batch, S full sequence over n ranks, D model dim, H query heads, K key/value heads, E head dim.
 Sources: ring arXiv:2310.01889; zig-zag: Llama 3 arXiv:2407.21783; a different balanced order: arXiv:2311.09431.
 Effect: replaces `attention.inner` of each block if it is causal. Any other attention becomes a subclass that first
-gathers keys and values, and computes its mask from `positions`. To let a fork's attention gather too, set `under_cp` in
-its row. FQNs do not change.
+all-gathers keys and values, and computes its mask from `positions`. To allow this for a fork's attention, set
+`under_cp` in its row. FQNs do not change.
 """
 
 from functools import cache
@@ -77,9 +77,9 @@ def apply_context_parallel(
 ) -> None:
     """Let the attention of each block fetch keys and values over cp.
 
-    `attention` is model.attention; `method` is context_parallel_rotate_method. config/settings.py refuses unsupported
-    pairs before launch (`check_context_parallel`). Raises UserError if the model has custom attention, which this
-    function could not change.
+    `attention` is model.attention; `method` is context_parallel_rotate_method. config/settings.py reports pairs that
+    are not supported before launch (`check_context_parallel`). Raises UserError if the model has custom attention,
+    which this function could not change.
     """
     with torch.device("meta"):
         expected = type(build_attention(attention, part.model_args, layer=0))
@@ -116,12 +116,12 @@ class CausalContext(InnerAttention):
 
 @cache  # create one subclass per class: only modules of the same class share compiled code
 def make_gathering(cls: type[InnerAttention]) -> type[InnerAttention]:
-    """Return a subclass of `cls` that gathers keys and values before its forward."""
+    """Return a subclass of `cls` that all-gathers keys and values before its forward."""
     return type(f"Gathering{cls.__name__}", (GatheringAttention, cls), {})
 
 
 class GatheringAttention(InnerAttention):
-    """Mixin that gathers keys and values before `forward`. Overrides `positions`."""
+    """Mixin that all-gathers keys and values before `forward`. Overrides `positions`."""
 
     ranks: Ranks
 
@@ -132,7 +132,7 @@ class GatheringAttention(InnerAttention):
         return super().forward(query, keys, values, doc_ids)
 
     def positions(self, n_keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the positions of this rank's queries, (S/cp,), and of all gathered keys, (S,), in rank order."""
+        """Return the positions of this rank's queries, (S/cp,), and of all keys, (S,), in rank order."""
         all_ranks = torch.arange(self.ranks.n, device=device)[:, None]
         queries = plan_query_positions(self.ranks.own, self.ranks.n, n_keys, device)
         keys = plan_query_positions(all_ranks, self.ranks.n, n_keys, device)

@@ -58,7 +58,7 @@ def all_gather(own: Tensor, ranks: Ranks, dim: int) -> Tensor:
 
 
 def reduce_scatter(whole: Tensor, ranks: Ranks, dim: int) -> Tensor:
-    """Sum the tensors of all ranks, and keep this rank's chunk along `dim`. Collective; not differentiable."""
+    """Sum the tensors of all ranks, and return this rank's chunk along `dim`. Collective; not differentiable."""
     if is_stacked(whole, dim):
         stacked = whole.reshape(ranks.n, -1, *whole.shape[2:])
     else:

@@ -75,13 +75,13 @@ def shard_experts(
 def plan_prefetch(part: nn.Module) -> None:
     """Let each block prefetch its MoE layer and the next block before it computes.
 
-    By default, torch starts a gather when the host reaches the module, but the host waits in the middle of each MoE
-    layer, so the gather would start late. Only the timing of gathers changes.
+    By default, torch starts an all-gather when the host reaches the module, but the host waits in the middle of each
+    MoE layer, so the all-gather would start late. Only the timing of all-gathers changes.
     """
     moes = [moe for _, moe in list_moes(part)]
     blocks = list(part.layers.values())
     before: list[nn.Module] = []
-    for block, after in zip_longest(blocks, blocks[1:]):  # a stage may have no block
+    for block, after in zip_longest(blocks, blocks[1:]):  # a pipeline stage may have no block
         moe = [block.feed_forward] if block.feed_forward in moes else []
         block.set_modules_to_forward_prefetch([*moe, after] if after else moe)
         block.set_modules_to_backward_prefetch([*moe, *before])

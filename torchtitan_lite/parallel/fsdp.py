@@ -1,43 +1,44 @@
-"""Fully sharded data parallel: every rank keeps 1/n of each parameter, gradient and optimizer state (drawn for n=2).
+"""Fully sharded data parallel: every rank stores 1/n of each parameter, gradient and optimizer state (drawn for n=2).
 
     wq.weight (H*E, D)    rank 0               rank 1
-    at rest               rows [:H*E/2]        rows [H*E/2:]         Shard(0), fp32
-    while its block runs  all rows, compute dtype (bf16)             all-gather just before, freed just after
+    sharded               rows [:H*E/2]        rows [H*E/2:]         Shard(0), fp32
+    unsharded             all rows, compute dtype (bf16)             all-gather before its block, freed after it
     its gradient          for rank 0's tokens  for rank 1's tokens   reduce-scatter: sums, keeps local rows, fp32
 
 Traffic per block, P = bytes of its parameters in compute dtype: each all-gather or reduce-scatter moves P(n-1)/n per
 rank. Prefetching hides this time behind the compute of the neighboring block, if the compute takes longer. In forward,
-the host queues the next gather while the device still computes; in backward, torch prefetches one group ahead. More
+the host queues the next all-gather while the device still computes; in backward, torch prefetches one group ahead. More
 prefetching would help only if the host is slower than the device. The ZeRO stage determines which tensors stay sharded
 between the microbatches of a step. With m microbatches, each block runs this many collectives per step:
 
     zero_stage   parameters        gradients         all-gathers   reduce-scatters   under PP
     3            sharded           sharded           2m            m                 about m and 1: see below
-    2            full in a step    sharded           1             m                 refused
-    1            full in a step    full in a step    1             1                 1 and 1
+    2            unsharded         sharded           1             m                 not supported
+    1            unsharded         unsharded         1             1                 1 and 1
 
-The optimizer state is always sharded. Under PP, torch's runtime reduces gradients once per step; with stage 3 it frees
-the parameters after each forward, but not after each backward. The head stays gathered from its forward to its
-backward. An embedding is gathered in forward only, unless it is tied to the head. In fp32 with stage 1 under PP, a part
-is a single group (gathers_whole_parts in config/layout.py). If nothing is sharded, stage 1 avoids copying the gradients
-of each microbatch. However, at the end of the step, the caching allocator reserves memory for the gradients twice, once
-per stream: 162 GiB instead of 135 for Llama 3.1 8B on one GPU.
+The optimizer state is always sharded. Under PP, torch's pipeline runtime reduces gradients once per step; with ZeRO
+stage 3, it reshards the parameters after each forward, but not after each backward. The head stays unsharded from its
+forward to its backward. An embedding is all-gathered in forward only, unless it is tied to the head. In fp32 with ZeRO
+stage 1 under PP, a part is a single group (gathers_whole_parts in config/layout.py). If nothing is sharded, ZeRO stage
+1 avoids copying the gradients of each microbatch. However, at the end of the step, the caching allocator reserves
+memory for the gradients twice, once per stream: 162 GiB instead of 135 for Llama 3.1 8B on one GPU.
 
 A 2-D mesh (replicate, shard) adds one all-reduce of the local shard's gradients over `replicate` per block and step
 (HSDP). With a shard dim of size 1, this is plain data parallel (DDP).
 
-With training.enable_cpu_offload, the shards and the optimizer are in host memory. Each gather starts with a copy of the
-local shard to the GPU, 4 bytes per parameter, and each reduce-scatter ends with a copy back. Gradients are also clipped
-on the host, with collectives on CPU tensors, so the process groups use gloo as well as NCCL.
+With training.enable_cpu_offload, shards and optimizer state are in host memory. Each all-gather starts with a copy of
+the local shard to the GPU, 4 bytes per parameter, and each reduce-scatter ends with a copy back. Gradients are also
+clipped on the host, with collectives on CPU tensors, so the process groups use gloo as well as NCCL.
 
 With TP, the rows of wq are split twice: tp rank t has block t of the rows, and dp rank s has slice s of this block.
 DTensor prints the data-parallel dim as `_StridedShard`, because the mesh order is (shard, tp), but tp splits first.
 
-An MoE layer is a separate group, over efsdp (expert_parallel.py), gathered with its block.
+An MoE layer is a separate group, over efsdp (expert_parallel.py), all-gathered with its block.
 
 Sources: ZeRO arXiv:1910.02054; FSDP arXiv:2304.11277; HSDP: MiCS arXiv:2205.00119.
 Effect: parameters are DTensors over fsdp_mesh (x tp); FQNs do not change. FSDP is applied even if nothing is sharded,
-to get the same mixed precision everywhere. The only exception is a stage with a single rank that computes in fp32.
+to get the same mixed precision everywhere. The only exception is a pipeline stage with a single rank that computes in
+fp32.
 """
 
 from collections.abc import Iterator
@@ -63,7 +64,7 @@ from torchtitan_lite.parallel.exchange import add_tokens, list_ranks
 
 
 def plan_fsdp_groups(part: nn.Module) -> list[list[nn.Module]]:
-    """List the groups of modules that are gathered together, in forward order. The root gathers all others.
+    """List the groups of modules that FSDP all-gathers together, in forward order. The root has all other modules.
 
     FSDP counts calls per group, so all modules of a group must be called equally often. If the model has additional
     modules outside the blocks, norm and head do not form a group, because the model may call the head twice, or call a
@@ -78,7 +79,8 @@ def plan_fsdp_groups(part: nn.Module) -> list[list[nn.Module]]:
     groups = [first, *blocks, last]
     if is_tied_inside(part):  # a shared matrix can be in only one group
         groups = [*blocks, first + last] if is_usual else blocks
-    return [group for group in groups if None not in group]  # a module on a different stage is None
+    # a module on a different pipeline stage is None
+    return [group for group in groups if None not in group]
 
 
 def apply_fsdp(
@@ -112,12 +114,12 @@ def apply_fsdp(
 
     if layout.ep:
         load_module("parallel.expert_parallel").shard_experts(part, layout, shard, expert_mesh)
-    groups = []  # if there are no groups, the root gathers all modules at once
+    groups = []  # if there are no groups, the root all-gathers all modules at once
     if not gathers_whole_parts(layout, section.mixed_precision_param):
         groups = plan_fsdp_groups(part)
     for group in groups:
-        # The head's backward directly follows its forward. If the head were freed in between, it would be gathered
-        # twice in a row.
+        # The head's backward directly follows its forward. If the head were resharded in between, it would be
+        # all-gathered twice in a row.
         shard(group, reshard_after_forward=reshard and part.output not in group)
     if [part.tok_embeddings] in groups:  # the backward of an untied embedding reads no weight
         part.tok_embeddings.set_unshard_in_backward(False)
@@ -128,11 +130,11 @@ def apply_fsdp(
 
 
 def gather_plain(part: nn.Module) -> None:
-    """Let FSDP gather parameters of tp and ep as plain tensors. A module then reads this rank's shard over tp or ep.
+    """Let FSDP unshard parameters of tp and ep to plain tensors. A module then reads this rank's shard over tp or ep.
 
-    DTensors would cost the host time for each read, gradient and sum. At rest, the parameters stay DTensors over both
-    meshes. The gradient of a sharded parameter is complete, but the gradient of a replicated parameter covers only this
-    rank's tokens.
+    DTensors would cost the host time for each read, gradient and sum. Sharded parameters stay DTensors over both
+    meshes. If tp or ep shards a parameter, its gradient is complete; if a parameter is replicated, its gradient covers
+    only this rank's tokens.
     """
     for _, group in list_fsdp_groups(part):
         for parameter in group.fsdp_params:
@@ -155,8 +157,8 @@ def list_fsdp_modules(part: nn.Module) -> list[FSDPModule]:
 
 
 def prepare_microbatch(part: nn.Module, *, zero_stage: int, is_last: bool) -> None:
-    """Set which tensors FSDP reshards and reduces in the backward pass of a microbatch. Under PP, torch's runtime does
-    so."""
+    """Set which tensors FSDP reshards and reduces in the backward pass of a microbatch. Under PP, torch's pipeline
+    runtime does this."""
     if not isinstance(part, FSDPModule):
         return  # a single rank: nothing is sharded
     part.set_reshard_after_backward(is_last or zero_stage == 3)
@@ -182,8 +184,7 @@ def accumulate_weight_gradients(part: nn.Module) -> None:
 
 
 def list_fsdp_groups(part: nn.Module) -> Iterator[tuple[FSDPModule, Any]]:
-    """Yield each FSDP module that has parameters, with FSDP's object for these parameters. torch has no public name for
-    this object."""
+    """Yield each FSDP module that manages parameters, with its `FSDPParamGroup` (private in torch)."""
     for module in list_fsdp_modules(part):
         group = module._get_fsdp_state()._fsdp_param_group
         if group is not None:  # None for a root whose parameters are all in other groups
@@ -191,7 +192,7 @@ def list_fsdp_groups(part: nn.Module) -> Iterator[tuple[FSDPModule, Any]]:
 
 
 def free_gathered(part: nn.Module) -> None:
-    """Free parameters that stayed gathered after a forward without backward. The next forward gathers the parameters
+    """Reshard parameters that stayed unsharded after a forward without backward. The next forward all-gathers them
     again.
 
     Also clears the order of groups that FSDP recorded in this forward, because the next backward would prefetch a group

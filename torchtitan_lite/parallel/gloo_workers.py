@@ -1,10 +1,11 @@
 """Give each gloo group a single worker thread: with two, torch's gloo corrupts memory.
 
-torch starts two workers per group. After a collective, each worker writes the name of the collective into one
-std::string of the group, without a lock (ProcessGroupGloo::runLoop). A name of more than 15 letters is stored on the
-heap, so two simultaneous writes can free the memory twice. The rank then dies of SIGSEGV or of "malloc(): unaligned
-tcache chunk detected", immediately or later in other code. ALLGATHER_COALESCED, the all-gather of tensor and context
-parallel and of DTensor, has such a long name. Ranks crashed this way with torch 2.11.0, 2.13.0, 2.14.1 and 2.15.0.
+torch starts two worker threads per gloo group. After a collective, a worker stores the collective's name in a
+std::string that both workers share, without a lock (ProcessGroupGloo::runLoop). A name of more than 15 letters is
+stored on the heap, so two simultaneous writes can free the memory twice. The rank then dies of SIGSEGV or of "malloc():
+unaligned tcache chunk detected", immediately or later in other code. ALLGATHER_COALESCED, the all-gather of tensor and
+context parallel and of DTensor, has such a long name. Ranks crashed this way with torch 2.11.0, 2.13.0, 2.14.1 and
+2.15.0.
 
 No probe can detect a race, so groups get one worker with every version of torch. All ranks start the collectives of a
 group in the same order, so one worker is enough to make progress. Sends and receives do not use workers.

@@ -1,14 +1,14 @@
-"""Initialize weights that depend only on (seed, FQN): bit-equal on every mesh of the same device type.
+"""Initialize weights that depend only on (seed, FQN): bitwise identical on every mesh of the same device type.
 
     every rank:  draw the full tensor with a generator seeded by hash(seed, "layers.3.attention.wq.weight")
                  keep the local shard                           (drawn for dp_shard=2)
                  rank 0: rows [:H*E/2]     rank 1: rows [H*E/2:]
 
-No communication. The cost: each rank draws every tensor in full, one at a time, so the peak is one full tensor.
-Drawing only the local shard would be wrong: with equal seeds, all shards would be copies of each other; with different
-seeds, the model would depend on the layout.
+No communication. Each rank draws every full tensor, one at a time, so the peak memory includes one full tensor. Drawing
+only the local shard would be wrong: with equal seeds, all shards would be copies of each other; with different seeds,
+the model would depend on the layout.
 
-Effect: parts are filled in place.
+Effect: parts are filled in-place.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ def initialize_weights(part: nn.Module, seed: int, device: torch.device | None =
     table = list_parameters(part.model_args)
     for fqn, parameter in part.named_parameters():
         if fqn not in table:
-            # A tied head has no initial values: it becomes a copy of the embedding on the first stage
+            # A tied head has no initial values: it becomes a copy of the embedding on the first pipeline stage
             # (tied_embeddings.py).
             continue
         full = torch.empty(parameter.shape, device=device or parameter.device)

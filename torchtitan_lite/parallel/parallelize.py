@@ -7,13 +7,13 @@
               4. expert parallel       keeps this rank's experts; 5 and 6 must see the modules that 1 to 4 replaced
               5. recompute, compile    per op: recompute inside compile, where the partitioner follows its policy; full:
                                        outside, because inside it fails under TP ("tensors_saved ... DeviceMesh")
-              6. FSDP2                 last: its hooks gather parameters outside the compiled graph
+              6. FSDP2                 last: its hooks all-gather parameters outside the compiled graph
     then      allocate, initialize or load, optimizer: parameters are final       (build.py)
               PipelineStage, schedule: they use the finished parts                (build.py)
 
-Before step 0, the model is cut into parts (pipeline.py), so a stage never allocates modules of other stages.
-Step 5 replaces the bound `forward` of a block in place. The replacement gave correct results in every combination that
-was tested (recompute x compile x TP x FSDP x PP), keeps FQNs free of wrapper prefixes, and causes no recompilation.
+Before step 0, the model is cut into parts (pipeline.py), so a stage never allocates modules of other stages. Step 5
+replaces the bound `forward` of a block in-place. The replacement gave correct results in every combination that was
+tested (recompute x compile x TP x FSDP x PP), keeps FQNs free of wrapper prefixes, and causes no recompilation.
 """
 
 from torch import nn
@@ -28,7 +28,7 @@ from torchtitan_lite.parallel.tensor_parallel import apply_tensor_parallel
 
 
 def parallelize(part: nn.Module, config: Config, layout: Layout, mesh: Mesh) -> None:
-    """Apply the parallelisms of the layout to `part` (on meta), in place."""
+    """Apply the parallelisms of the layout to `part` (on meta), in-place."""
     if config.model.uses_float8:  # 0
         float8 = config.quantize.linear.float8
         load_module("model.float8_linear").apply_float8(part, float8, layout.tp)

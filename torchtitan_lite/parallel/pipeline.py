@@ -3,13 +3,13 @@
     stage 0  tok_embeddings, layers 0-1    F0 F1 .  B0 F2 B1 F3 B2 .  B3      1F1B: one forward, one backward
     stage 1  layers 2-3, norm, output      .  F0 B0 F1 B1 F2 B2 F3 B3 .       dots: idle time, the bubble
 
-Each rank holds only the parameters of its stages. Per microbatch and stage boundary: one send/recv of hidden states
-(b, S/tp, D) in forward and one of their gradients in backward, b*S/tp*D*2 bytes each in bf16. With p ranks, m
+Each rank stores only the parameters of its stages. Each microbatch needs two send/recvs per stage boundary: hidden
+states (b, S/tp, D) in forward, and their gradients in backward, b*S/tp*D*2 bytes each in bf16. With p ranks, m
 microbatches and v stages per rank, the idle fraction of a step is (p-1)/(v*m+p-1). GPipe has the same bubble as 1F1B,
 but stores the activations of all m microbatches; 1F1B stores at most p. Interleaved1F1B has a smaller bubble, but
 communicates v times as often.
 
-For gradient accumulation, use more microbatches, never a second `schedule.step()`. torch's pipeline runtime gathers
+For gradient accumulation, use more microbatches, never a second `schedule.step()`. torch's pipeline runtime all-gathers
 parameters and reduces gradients once per call, so a second call would double this traffic and the bubble.
 
 Sources: GPipe arXiv:1811.06965; 1F1B, interleaved: arXiv:2104.04473.
@@ -36,7 +36,7 @@ from torchtitan_lite.parallel.fsdp import accumulate_weight_gradients
 
 
 def apply_stage(model: nn.Module, fqns: tuple[str, ...]) -> nn.Module:
-    """Keep only the modules in `fqns`, in place. Removes other layers; other children become None.
+    """Keep only the modules in `fqns`, in-place. Removes other layers; other children become None.
 
     A child without parameters is not in the table, and stays on every stage.
     """
@@ -86,7 +86,7 @@ def build_schedule(
 class PatchedStage(PipelineStage):
     """A PipelineStage that names its actions in traces, counts microbatches and skips idle hooks.
 
-    It also fixes three faults in torch 2.13:
+    It also works around three bugs in torch 2.13:
 
     split backward    torch sums weight gradients in the compute dtype (fsdp.py)
     forward only      neighboring stages on one rank (V schedules) pass gradients to each other, although there are
@@ -95,7 +95,7 @@ class PatchedStage(PipelineStage):
     """
 
     expert_loads: Tensor | None = None
-    gathers_whole_part = False  # FSDP gathers the part as a single group, once per step
+    gathers_whole_part = False  # FSDP all-gathers the part as a single group, once per step
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
@@ -114,10 +114,10 @@ class PatchedStage(PipelineStage):
         self.done_at_s = time.monotonic()
 
     def forward_maybe_with_nosync(self, *args, **kwargs):
-        """Run forward. Skip FSDP's hooks if FSDP has already gathered the whole part in this step.
+        """Run forward. Skip FSDP's hooks if FSDP has already all-gathered the whole part in this step.
 
-        If FSDP gathers a part as one group, the part stays gathered until the step ends. Calling FSDP's hooks again
-        does nothing, but took 2.6 % of the CPU time of a step (pp2 x dp2 x tp2, gloo, November 2026). If other code has
+        If a part is a single FSDP group, it stays unsharded until the step ends. Calling FSDP's hooks again does
+        nothing, but took 2.6 % of the CPU time of a step (pp2 x dp2 x tp2, gloo, November 2026). If other code has
         added hooks, all hooks run.
         """
         part = self.submod

@@ -157,7 +157,7 @@ def prepare_process(config: Config) -> None:
 
 
 def connect_late(world_size: int) -> None:
-    """Let many ranks of gloo groups connect when they first communicate.
+    """In large jobs, let the ranks of a gloo group connect when they first communicate.
 
     By default, every rank opens n + 3 files for each group of n ranks. With this setting, a rank opens 4 files at
     first, and about 2 log2(n) later; rank 0 opens n files when it gathers (12 ranks, torch 2.13).

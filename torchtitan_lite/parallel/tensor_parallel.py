@@ -20,7 +20,7 @@ plain tensors. "Colwise" splits *output features*; nn.Linear stores (out, in), s
 input features.
 
 Weights are DTensors, so the optimizer and checkpoints see one model. Activations are plain tensors. A module runs its
-own forward on local shards, which FSDP has gathered as plain tensors. A style only adds the exchange between ranks
+own forward on local shards, which FSDP has all-gathered as plain tensors. A style only adds the exchange between ranks
 (exchange.py).
 
 Traffic per block: 2 all-gathers and 2 reduce-scatters in forward, and the same in backward. Each collective moves
@@ -83,7 +83,7 @@ def plan_tensor_parallel(part: nn.Module, tp: int) -> dict[str, "LocalStyle"]:
     for prefix, row in list_modules(part.model_args):
         fqn = prefix + row.name
         if fqn not in modules or row.kind == "router":
-            continue  # the module is on a different stage, or in an MoE layer
+            continue  # the module is on a different pipeline stage, or in an MoE layer
         rows.append(replace(row, name=fqn))
         if row.kind == "embedding":
             plan[fqn] = SplitEmbedding()

@@ -31,7 +31,7 @@ class Llama3(nn.Module):
         super().__init__()
         self.model_args = model_args
         self.tok_embeddings = nn.Embedding(model_args.vocab_size, model_args.dim)
-        # A dict keyed by layer number: on a stage with layers 3 and 4, FQNs contain the numbers 3 and 4.
+        # A dict keyed by layer number: on a pipeline stage with layers 3 and 4, FQNs contain the numbers 3 and 4.
         self.layers = nn.ModuleDict()
         for layer in range(model_args.n_layers):
             inner = build_attention(attention, model_args, layer)

@@ -51,7 +51,7 @@ MESSAGES = {
     "kill_saving": KILLED,
     "kill_torchrun": "torchrun was killed",
     "nan": r"weight \S+ on rank {rank} .*was not finite",
-    "flip_weight": r"silent damage: (rank {rank} |there is no majority .*\b{rank}\b.* has a wrong)",
+    "flip_weight": r"silent data corruption: (rank {rank} |there is no majority .*\b{rank}\b.* has a wrong)",
     "flip_snapshot": "DAMAGED SNAPSHOT",
     "flip_checkpoint": "DAMAGED CHECKPOINT",
     "disk_full": r"cannot be written: rank {rank}: .*File too large",
