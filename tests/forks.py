@@ -17,9 +17,8 @@ from torchtitan_lite import REPOSITORY
 @dataclass(frozen=True)
 class Fork:
     keys: tuple[str, ...]  # of a run that uses it
-    rows: str = (
-        ""  # lines of: file of the package | start of a line in this file | row below this line
-    )
+    # lines of: file of the package | start of a line in this file | row below this line
+    rows: str = ""
     files: dict[str, str] = field(default_factory=dict)  # path -> text
     patch: str = ""  # a file of this repository, applied before the rows
 

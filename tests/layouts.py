@@ -39,11 +39,12 @@ ADAMW = {
 # for rows with many ranks, because each layer takes seconds on two cores
 TWO_LAYERS = {"model.n_layers": 2}
 TIED = {"flavor.tie_embeddings": True}
+# 2 of 8 experts a token
 MOE = {
     "model.flavor": "debug_moe",
     "flavor.expert_ffn_dim": 48,
     **TWO_LAYERS,
-}  # 2 of 8 experts a token
+}
 GROUPS = {  # some stages have no parameter of the first group
     "optimizer.groups": [
         ParameterGroup("tok_embeddings.*", lr=4.0),

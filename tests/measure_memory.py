@@ -74,9 +74,8 @@ def measure_step(config: Config, model_args: ModelArgs, layout: Layout) -> int:
 
 def choose_evenly(router: Router, scores: torch.Tensor) -> torch.Tensor:
     """Replace Router.choose, so that every expert gets the same number of tokens. scores (B, S, E) -> (B, S, K)."""
-    routes = (
-        (scores + router.expert_bias).topk(router.args.top_k, dim=-1).indices
-    )  # allocates as much as the original
+    # allocates as much as the original
+    routes = (scores + router.expert_bias).topk(router.args.top_k, dim=-1).indices
     return (torch.arange(routes.numel()) % router.n_experts).view_as(routes)
 
 

@@ -48,9 +48,8 @@ def make_writer(
 
 
 def close(writer: RunMetrics) -> None:
-    writer.__exit__(
-        KeyboardInterrupt, KeyboardInterrupt(), None
-    )  # without a last line on the console
+    # without a last line on the console
+    writer.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
 
 
 def read_events(folder: Path) -> dict[str, list[tuple[int, float]]]:

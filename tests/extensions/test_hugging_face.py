@@ -32,9 +32,8 @@ from torchtitan_lite.models.registry import LENGTH
 from torchtitan_lite.tools import convert
 from torchtitan_lite.tools.model_source import ModelSource
 
-TOKENS = torch.randint(
-    128, (2, 200), generator=torch.Generator().manual_seed(3)
-)  # longer than original_length
+# longer than original_length
+TOKENS = torch.randint(128, (2, 200), generator=torch.Generator().manual_seed(3))
 TARGETS = TOKENS.roll(-1, 1)
 TARGETS[0, :100] = IGNORE_INDEX
 POSITIONS = torch.arange(200).expand(2, -1)

@@ -205,9 +205,8 @@ def test_flops_count_the_pairs_of_each_layer(case):
     for layer in range(model_args.n_layers):
         sees = list_sees(model_args, layer, None)
         n_keys = sees.sum(-1).max().item()
-        n_pairs += (
-            sees.sum().item() - n_keys / 2
-        )  # the difference: 12*L*H*E*S / 2 does not count half of the diagonal
+        # the difference: 12*L*H*E*S / 2 does not count half of the diagonal
+        n_pairs += sees.sum().item() - n_keys / 2
         full -= n_keys
     assert full == 0
     assert causal * SEQ_LEN == pytest.approx(n_pairs)

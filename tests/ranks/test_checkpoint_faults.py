@@ -39,9 +39,8 @@ def try_to_save(saver: CheckpointSaver, step: int, tensors: dict[str, Tensor]) -
 def save_without_room(rank: int, world_size: int, folder: str, mode: str) -> list[str]:
     """Worker: save four times. In every second save the disk of rank 1 is full. Return the errors."""
     said = []
-    tensors = {
-        f"model.{n}": torch.randn(256, 1024) for n in range(4)
-    }  # 4 MiB; each rank writes half
+    # 4 MiB; each rank writes half
+    tensors = {f"model.{n}": torch.randn(256, 1024) for n in range(4)}
     with make_saver(folder, Checkpoint(enable=True, async_mode=mode)) as saver:
         for step in (1, 2, 3, 4):
             with limit_files(MIB if rank == 1 and step % 2 == 0 else resource.RLIM_INFINITY):

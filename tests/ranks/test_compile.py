@@ -31,9 +31,8 @@ def list_compiled_by_step(
     compiled = []
     for step in range(N_STEPS):
         batch = compare.read_rows(run, step)
-        known = {
-            id(entry) for entry in get_compilation_metrics()
-        }  # torch keeps the last 64 entries
+        # torch keeps the last 64 entries
+        known = {id(entry) for entry in get_compilation_metrics()}
         stepping.train_step(run, batch)
         # Backwards are not counted: they have no names, and there is one for each forward.
         entries = [

@@ -40,9 +40,8 @@ def watch_step(world_size: int, overrides: dict, watch_class: type[Watch]):
     batch = own_rows(run, draw_batch(run.config, 0))
     batch = stepping.shard_for_cp(run, batch)
     n_tokens = stepping.count_global_tokens(run, batch)
-    stepping.forward_backward(
-        run, batch, n_tokens
-    )  # the first call allocates the tensors that are kept between steps
+    # the first call allocates the tensors that are kept between steps
+    stepping.forward_backward(run, batch, n_tokens)
     known = [batch.tokens, batch.targets, batch.positions, batch.doc_ids]
     for parameter in run.parameters.values():
         known += [local(parameter), local(parameter.grad)]

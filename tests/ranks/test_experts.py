@@ -86,9 +86,8 @@ def test_in_bfloat16_scores_and_the_sum_of_a_tokens_experts_are_computed_in_fp32
     in_float.choose = lambda scores: routes
     expected, *_ = in_float(x.float())
     assert torch.equal(weights, expected)
-    moe.experts.forward = lambda rows, counts: (
-        rows
-    )  # then the output of a token is the weighted sum of six copies of its input
+    # then the output of a token is the weighted sum of six copies of its input
+    moe.experts.forward = lambda rows, counts: rows
     assert torch.equal(moe(x), x)
 
 

@@ -22,9 +22,8 @@ from torchtitan_lite.parallel import gloo_workers, process_groups
 from torchtitan_lite.tools.verify.ranks import RankPool
 from torchtitan_lite.tools.verify.reduction import override
 
-FRONT = (
-    torch.DispatchKey.BackendSelect
-)  # a dispatch key that runs before the kernels of all devices; c10d has no kernels of this key
+# a dispatch key that runs before the kernels of all devices; c10d has no kernels of this key
+FRONT = torch.DispatchKey.BackendSelect
 INIT_TIMEOUT_S = 200  # long, so that the test does not fail on a loaded machine
 TRAIN_TIMEOUT_S = 100
 KEYS = f"""

@@ -84,9 +84,8 @@ def encode_by_package(package: Any) -> tuple[Callable, Callable]:
         package.model.unk_token = NO_UNKNOWN
 
     def encode(text: str, is_special: bool = False) -> Any:
-        package.encode_special_tokens = (
-            not is_special
-        )  # True treats names of special tokens as plain text
+        # True treats names of special tokens as plain text
+        package.encode_special_tokens = not is_special
         try:
             return package.encode(text, add_special_tokens=False)
         except Exception as error:  # the package raises only plain Exception

@@ -219,9 +219,8 @@ def read_file(path: Path, encoding: str, tail: float) -> Iterator[Any]:
             schema = table.schema_arrow
             refuse_double(schema.names)
             for number, field in enumerate(schema):
-                if (
-                    "[ns" in str(field.type).partition("<")[0]
-                ):  # Python's datetime has no nanoseconds
+                # Python's datetime has no nanoseconds
+                if "[ns" in str(field.type).partition("<")[0]:
                     text = import_extra("pyarrow", "data").string()
                     schema = schema.set(number, field.with_type(text))
             for batch in table.iter_batches(PARQUET_ROWS):

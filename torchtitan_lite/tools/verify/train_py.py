@@ -234,10 +234,11 @@ def make_config(reduction: Reduction, folder: Path) -> Config:
     real = reduction.real
     small = leave_out_compiler(reduction.config)  # compiling is slow, and tested by the wide trial
     optimizer = real.optimizer
+    # a fork may have a rule about the rate of its optimizer
     if optimizer.name in (
         "AdamW",
         "Muon",
-    ):  # a fork may have a rule about the rate of its optimizer
+    ):
         # Unless eps is as large as gradients, AdamW's first updates depend only on the signs of gradients.
         optimizer = replace(optimizer, lr=0.015, eps=1e-3)
     # train.py refuses groups that match nothing in the small model.
