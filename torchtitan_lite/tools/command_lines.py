@@ -123,7 +123,7 @@ TOOLS = {
         "launch",
         """Train a model: check the config, then start one process per rank on this host and wait for them.
 
-The same as ./run_train.sh, whose --help lists the environment variables for several hosts, Slurm and restarts.
+Does the same as ./run_train.sh. ./run_train.sh --help lists the variables for several hosts, Slurm and restarts.
 If SIGTERM stops the run, the exit status is 143.""",
         True,
     ),

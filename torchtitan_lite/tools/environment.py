@@ -129,7 +129,7 @@ def install(requirements: list[str]) -> None:
 
 
 def run_command(command: list[str], remedy: str) -> None:
-    """Run a command in a new session, which ends if a signal ends this process."""
+    """Run a command in a new session. If a signal ends this process, all processes of the session are killed."""
     handle_signals(stop)
     with subprocess.Popen(command, stdout=sys.stderr, start_new_session=True) as process:
         try:

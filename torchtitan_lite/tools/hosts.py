@@ -4,7 +4,7 @@
     others         connect to NODE_RANK=0, and compare hashes of settings; the settings are read only if a hash differs
     NODE_RANK=0    tells every host which hosts have different settings, and the first setting that differs
     all            let gloo use the network interface of this connection
-    a host that cannot start, or receives a signal before it has met the others, connects too, and tells them
+    a host that cannot start, or that receives a signal before all hosts have met, also connects, and tells the others
     at the end     the first host that fails writes the reason; the others repeat it
 
 With NNODES=2:4, ranks start when two hosts have met, and a host may join later. Therefore only the host with different

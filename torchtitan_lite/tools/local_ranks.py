@@ -103,7 +103,7 @@ class Signals:
             self.end_ranks(signal.SIGKILL if must_kill else self.received[0])
 
     def end(self, folder: Path) -> NoReturn:
-        """End this process, which has no ranks. `folder` has its temporary files."""
+        """End this process, which has no ranks. `folder` contains its temporary files."""
         # a fork server that is still importing ends by itself only after the import
         if fork_server := getattr(forkserver._forkserver, "_forkserver_pid", None):
             os.kill(fork_server, signal.SIGKILL)

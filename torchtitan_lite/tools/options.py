@@ -10,7 +10,7 @@ from torchtitan_lite.config.schema import MANY, Range
 
 
 class Option(NamedTuple):
-    """An argument of a tool. `ArgumentParser.add_argument` takes the same fields."""
+    """An argument of a tool. The fields are arguments of `ArgumentParser.add_argument`."""
 
     name: str
     help: str

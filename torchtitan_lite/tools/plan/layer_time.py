@@ -237,8 +237,8 @@ class LayerTime:
     def exchange_s(self) -> float:
         """Seconds of an all-to-all over ep.
 
-        A rank sends R rows, some of them to itself. Rows for other nodes use the network card of the rank, at the same
-        time as other rows use the links inside the node.
+        A rank sends R rows, some of them to itself. Rows to other nodes use the rank's network card. At the same time,
+        the other rows use the links inside the node.
         """
         n = self.workload.layout.ep
         n_near = min(n, self.cluster.node_size)

@@ -231,7 +231,7 @@ class RankMemory:
         weight = vocab_size * w.args.dim
         logits = vocab_size * min(w.loss_chunk_tokens or w.n_tokens, w.n_tokens)
         if width == MASTER_BYTES:
-            # In fp32, one tensor has the logits and then their gradient; the weight's gradient is accumulated in place.
+            # In fp32, one tensor has the logits and then their gradient; the weight's gradient is accumulated in-place.
             return (weight + logits) * MASTER_BYTES
         in_forward = logits * (2 * width + MASTER_BYTES)
         in_backward = (weight + logits) * width

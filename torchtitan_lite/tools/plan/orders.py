@@ -84,9 +84,9 @@ def interleave(
 ) -> list[Action]:
     """List Interleaved1F1B: forwards fill the pipeline, then forwards and backwards alternate.
 
-    Microbatches run in rounds. For each pp rank after this one, this rank starts with `hops` more forwards. 1F1B has
-    one stage per rank and `hops` = 1. If the backward is split (InterleavedZeroBubble), each W is delayed by `rank`
-    backwards after its I.
+    Microbatches run in rounds. A rank starts with `hops` more forwards for each pp rank after it. 1F1B has one stage
+    per rank and `hops` = 1. If the backward is split (InterleavedZeroBubble), each W is delayed by `rank` backwards
+    after its I.
     """
     size = n_microbatches // max(1, n_microbatches // pp)
     forwards = []

@@ -90,7 +90,8 @@ def leave_out_compiler(config: Config) -> Config:
 
 
 def put_on_one_rank(config: Config, local_batch_size: int) -> Config:
-    """Return the config without parallelism. If there are more rows than `local_batch_size`, gradients accumulate."""
+    """Return the config without parallelism. If there are more rows than `local_batch_size`, gradients are
+    accumulated."""
     section = replace(Parallelism(), data_parallel_shard_degree=1)
     keys = {"parallelism": section, "training.local_batch_size": local_batch_size}
     return override(leave_out_compiler(config), keys)

@@ -379,5 +379,5 @@ def list_used_rates(optimizer: Optimizer) -> dict[str, float]:
 
 
 def copy_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return copies of the tensors, without scalars, which are step counters of an optimizer."""
+    """Return copies of the tensors. Scalars, which are an optimizer's step counters, are left out."""
     return {name: tensor.detach().clone() for name, tensor in tensors.items() if tensor.dim()}
