@@ -126,7 +126,7 @@ class OtherWorkload(Workload):
     repeats_keys: bool = False  # attention reads a copy of keys and values for every query head
     gathers_each: bool = False  # each colwise matmul all-gathers its input separately over tp
     whole_logits: bool = False  # every tp rank computes the loss on the full vocabulary
-    bytes_per_logit: float = 0.0  # held by the loss at once, if keeps_logits; 0: three fp32 tensors
+    bytes_per_logit: float = 0.0  # held by the loss if keeps_logits; 0: three fp32 tensors
     # Number of kernels that add rows of tokens one by one: scatter_add in forward, and in backward the gradient of a
     # gather by plain indices
     adds_rows: int = 0

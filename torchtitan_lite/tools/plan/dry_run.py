@@ -52,7 +52,7 @@ def shorten_run(planned: PlannedRun, n_microbatches: int) -> PlannedRun:
 
 
 def dry_run(planned: PlannedRun, pp_rank: int = 0) -> Meter:
-    """Run one optimizer step, with all its microbatches, as the first rank of a pp rank's group.
+    """Run one optimizer step, with all its microbatches, as the first of the ranks with this pp rank.
 
     Return its memory and traffic. The optimizer state exists before the step, as in every step except the first.
     """

@@ -31,7 +31,7 @@ LAUNCHES_OF_DTENSOR = 50
 LAUNCHES_OF_HOOKS = 100
 # number of additional kernels in an MoE layer: router, sorting, all-to-alls, experts
 KERNELS_OF_EXPERTS = 60
-# compiled -> tensors that three functions read and write: a norm with a residual addition, SwiGLU, GPT's activation
+# compiled -> number of tensors read and written by a norm with a residual addition, by SwiGLU, by GPT's activation
 TENSORS = {False: (5, 5, 3), True: (4, 3, 2)}
 # For an eager norm of a DTensor, this number replaces the first number of TENSORS. The norm runs operator by operator
 # in fp32, because torch has no sharding rule for the fused kernel.

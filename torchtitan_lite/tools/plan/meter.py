@@ -54,7 +54,7 @@ OPERATIONS = {  # part of an operator's name, without "_" -> operation
 CALL, ENGINE = nn.Module._call_impl.__code__, torch.autograd.graph._engine_run_backward.__code__
 # A pipeline schedule calls these functions outside of the model.
 FSDP = {"unshard": "forward", "post_backward": "backward"}
-# A call in one of these files is attributed to the line outside of these files that led to it.
+# A call in one of these files is attributed to its caller outside of these files.
 NO_CALL_SITES = ("parallel/exchange.py", "parallel/tensor_parallel.py", "tools/")
 
 

@@ -31,7 +31,7 @@ def warn_of_unmodeled(planned: PlannedRun) -> list[str]:
 
 
 def list_unmodeled(planned: PlannedRun) -> dict[str, str]:
-    """Return what the forecast counts instead of each unmodeled key or module. A key is given with its value."""
+    """Return unmodeled key or module -> what the forecast counts instead. A key is named with its value."""
     unmodeled = {}
     for key, counted in INSTEAD.items():
         value = get_value(planned.config, key)

@@ -68,7 +68,7 @@ def write_walk(planned: PlannedRun, rank: int) -> str:
 
 
 def list_steps(run: Meter, fqns: tuple[str, ...], rank: int, n_microbatches: int) -> list[str]:
-    """Return a row of the table for each module of a stage and each of its collectives, in the order of forward."""
+    """Return the table rows of a stage, in the order of forward: one per module, and one per collective of a module."""
     calls = defaultdict(Counter)  # module -> (collective, bytes) -> number of calls in the step
     for call in run.collectives:
         if call.site.phase == "forward":

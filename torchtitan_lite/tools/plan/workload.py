@@ -149,7 +149,7 @@ class Workload:
     attention: str = "cudnn"
     weight_bytes: int = MASTER_BYTES  # bytes per element of a weight, and of its gradient
     moment_bytes: int = 8  # optimizer state per parameter
-    # Muon updates matrices. Muon's state has MASTER_BYTES less per element than AdamW's.
+    # Muon updates matrices. Its optimizer state is MASTER_BYTES smaller per element than AdamW's.
     updates_matrices: bool = False
     loss_chunk_tokens: int = 0  # 0 computes all logits at once
     compiled: bool = False

@@ -286,7 +286,7 @@ class PlainModel:
         return self.model(batch.tokens, **fields, **options)
 
     def finds_own_loss(self, batch: Batch) -> bool:
-        """Return whether the loss is not simply one call of the head. A fork may add terms, or call a second head."""
+        """Return whether the model has a loss of its own. A fork may add terms, or call a second head."""
         head = self.model.output
         calls = []
         hook = head.register_forward_hook(lambda *call: calls.append(call[-1]))
@@ -297,7 +297,7 @@ class PlainModel:
         return any(own) or len(calls) != 1 or loss is not calls[0]
 
     def compute_loss(self, batch: Batch) -> Tensor:
-        """Return the mean cross entropy, or the mean of the formula, over valid targets, from full logits."""
+        """Return the mean over valid targets of the cross entropy, or of the run's loss formula, from full logits."""
         logits = self.call(batch)
         exact = logits.double().flatten(0, 1)
         targets = batch.targets.flatten()

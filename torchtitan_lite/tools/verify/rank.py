@@ -146,7 +146,7 @@ def compare_step(run: build.Run, plain: PlainStep, seen: Seen) -> None:
 
 @torch.no_grad()
 def compare_gradients(run: build.Run, plain: PlainStep, seen: Seen) -> None:
-    """Compare gradients and learning rates. Keep the gradients, and replace them with the plain loop's gradients.
+    """Compare gradients and learning rates. Record the gradients, then replace them with the plain loop's gradients.
     Collective."""
     gradients = {}
     for fqn, parameter in reversed(run.parameters.items()):

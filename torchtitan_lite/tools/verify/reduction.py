@@ -183,7 +183,7 @@ def reduce_sizes(config: Config, args: ModelArgs, layout: Layout) -> dict[str, i
         unit = FLOAT8_BLOCK * tp
     dim = n_heads * head_dim
     if args.dim != args.n_heads * args.head_dim:
-        # differs from dim, so that code that confuses dim with n_heads * head_dim fails
+        # make dim differ from n_heads * head_dim, so that code that confuses them fails
         dim += 16
     dim = round_up(dim, unit)
     split = tp
@@ -260,7 +260,8 @@ def reduce_stages(section: Parallelism, n_layers: int, real: Layout) -> dict[str
 
 
 def reduce_batch(small: Config, config: Config, real: Layout, wide: Layout) -> dict[str, object]:
-    """Return the keys of a small batch. Microbatches keep their relation to stages; cp and tp divide the sequence."""
+    """Return the keys of a small batch. The relation of microbatches to stages is kept; cp and tp divide the
+    sequence."""
     accumulates = real.global_batch_size > config.training.local_batch_size * real.dp
     n_rows = 2
     n_microbatches = 3 if accumulates else 1

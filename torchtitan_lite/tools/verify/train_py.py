@@ -126,7 +126,7 @@ def compare_checkpoints(alone: Config, config: Config, seen: Seen) -> None:
         errors[name] = math.inf
         if name in saved and saved[name][:2] == entry[:2]:  # dtype, shape
             errors[name] = relative_error(own.read(name), right.read(name))
-    # Report the largest error first, because a wrong state also makes weights wrong, but by less.
+    # Report the largest error first. A wrong optimizer state also makes weights wrong, but by less.
     for name in sorted(errors, key=errors.get, reverse=True):
         seen.note("saved tensor", name, errors[name])
 

@@ -216,7 +216,7 @@ def compiles(step: Observed) -> bool | None:
 
 
 def filters_linears(step: Observed) -> bool | None:
-    """Return whether all linear layers that a filter names compute without float8."""
+    """Return whether the linear layers that are named in a filter compute without float8."""
     filters = step.config.quantize.linear.float8.filter_fqns
     for part in step.run.parts:
         for fqn, module in part.named_modules():
@@ -227,14 +227,14 @@ def filters_linears(step: Observed) -> bool | None:
 
 def precomputes_scales(step: Observed) -> bool:
     """Return whether forward has fewer all-reduces than float8 matmuls. Without precomputed scales, each weight that is
-    gathered in float8 needs an all-reduce."""
+    all-gathered in float8 needs an all-reduce."""
     n_matmuls = count(step.forward, FLOAT8)
     n_reductions = count(step.forward, "c10d::allreduce_")
     return 0 < n_reductions < n_matmuls
 
 
 def saves_in_thread(step: Observed) -> bool | None:
-    """Return whether a thread saves. The mode with pinned memory cannot act, because a CPU pins no memory."""
+    """Return whether a thread saves. Saving with pinned memory cannot act, because a CPU run does not pin memory."""
     mode = step.config.checkpoint.async_mode
     if mode == "disabled":
         return None
@@ -313,8 +313,8 @@ WITNESSES: dict[str, Witness] = {
 
 
 def ask(key: str, step: Observed) -> bool | None:
-    """Return whether a key acted in a step, or None if it is off: its value is 0, empty or false, or it is a key of
-    float8 and the run has no float8."""
+    """Return whether a key acted in a step, or None if it is off. A key is off if its value is 0, empty or false, or if
+    it is a float8 key in a run without float8."""
     witness = WITNESSES[key]
     if witness is in_use:
         return True
