@@ -122,8 +122,10 @@ def run_formula(rank: int, world_size: int, name: str, chunk_tokens: int) -> lis
     case = weight, hidden, *others
     found = run_head(case, chunk_tokens, name, rank, world_size)
     loss, of_hidden, of_weight = compute(name, case)
-    expected = loss, of_hidden.chunk(world_size, 1)[rank], of_weight.chunk(world_size)[rank]
-    return [relative_error(*pair) for pair in zip(found, expected, strict=True)]
+    own_hidden = of_hidden.chunk(world_size, 1)[rank]
+    own_weight = of_weight.chunk(world_size)[rank]
+    pairs = zip(found, (loss, own_hidden, own_weight), strict=True)
+    return [relative_error(*pair) for pair in pairs]
 
 
 LARGE = "large "
