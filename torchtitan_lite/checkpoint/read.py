@@ -108,7 +108,7 @@ def list_slices(
 def list_cuts(
     begin: int, length: int, splits: Sequence[Split], degrees: Degrees, first: int, stop: int
 ) -> Iterator[tuple[dict[str, int], int, int]]:
-    """Yield the slices of one dim that overlap first .. stop - 1: coordinates of a rank, first element, length.
+    """Yield the slices of one dim that overlap first .. stop - 1, as (coordinates of a rank, first element, length).
 
     The first split cuts the elements from `begin` on, the second split cuts each slice of the first split, and so on.
     """

@@ -43,7 +43,7 @@ def find_non_finite(
     rank = describe_rank(dist.get_rank(), coordinates)
     pp_rank = coordinates["pp"]
     calls = itertools.count()
-    found: list[tuple[tuple, str]] = []  # when it happened, and what was found
+    found: list[tuple[tuple, str]] = []  # (order in the step, description of the finding)
 
     def check(phase: int, place: int, what: str, values: object) -> None:
         call = next(calls)

@@ -40,7 +40,7 @@ class ConfigKey:
 class Family:
     """An architecture of transformers that computes the same outputs as some flavors of a model.
 
-    Fields of ModelArgs in `switches` must be true. Fields for which the family has no key must have their default.
+    Fields of ModelArgs in `switches` must be true. Fields without a key in the family must have their default values.
     """
 
     architecture: str

@@ -167,7 +167,7 @@ class Parallelism:
     # new: NCCL all-gathers FSDP's shards from buffers that the GPUs of a host share; torch 2.12 or newer, never run
     fsdp_symmetric_memory: bool = False
     tensor_parallel_degree: Degree = 1
-    # overlap TP collectives with chunks of matmuls; inductor on CUDA
+    # overlap TP collectives with chunks of matmuls; needs inductor and CUDA
     enable_async_tensor_parallel: bool = False
     pipeline_parallel_degree: Degree = 1
     pipeline_parallel_schedule: Literal[tuple(SCHEDULES)] = "1F1B"

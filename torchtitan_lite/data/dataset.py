@@ -136,8 +136,8 @@ class SampleReader:
         return [-(-(corpus.n_tokens - 1) // self.seq_len) for corpus in self.corpora]
 
     def read(self, samples: Tensor) -> Batch:
-        """Return a batch with a row for each sample number, (B,) int64. Samples are numbered through all corpora, in
-        order.
+        """Return a batch with a row for each sample number, (B,) int64. Samples of all corpora are numbered
+        consecutively.
 
         A number beyond the last sample gives a row of padding. Raises CorpusError.
         """

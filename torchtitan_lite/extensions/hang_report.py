@@ -164,8 +164,8 @@ def read_recorder(
     checkpoint thread that it waits for. Calls of other checkpoint threads are left out. If a call has failed
     (`has_failed`) and no call is pending any more, the last call is treated as pending.
 
-    Also returns, for each group, the first call of this step that no earlier step made at the same place, and the call
-    that earlier steps made at that place. `begun_ns` has the times at which this step and the earlier steps began.
+    Also returns, for each group, the first call of this step that no earlier step made at the same position, and the
+    call that earlier steps made there. `begun_ns` has the times at which this step and the earlier steps began.
     """
     ranks = {}
     for group in dist.distributed_c10d._world.pg_map:
@@ -204,9 +204,9 @@ def read_recorder(
 
 
 def find_unusual(steps: list[list[dict]]) -> tuple[dict, dict] | None:
-    """Return the first call of the last step that no earlier step made at the same place.
+    """Return the first call of the last step that no earlier step made at the same position.
 
-    Also returns the call that the most similar earlier step made at that place.
+    Also returns the call that the most similar earlier step made at that position.
     """
     *earlier, last = steps or [[]]
     found = None

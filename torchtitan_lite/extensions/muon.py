@@ -173,7 +173,7 @@ def orthogonalize(
     empty: Tensor,
     at: int = 0,
 ) -> None:
-    """Replace this rank's slices of matrices by its slices of the orthogonalized matrices. Collective.
+    """Replace this rank's slices of matrices with its slices of the orthogonalized matrices. Collective.
 
     Each call joins slices over axis `at` on the ranks of the owners, calls itself for the next axis, and splits the
     results again. `empty` is a tensor with the dtype and the device of the slices.

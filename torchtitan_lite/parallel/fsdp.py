@@ -21,7 +21,7 @@ stage 3, it reshards the parameters after each forward, but not after each backw
 forward to its backward. An embedding is all-gathered in forward only, unless it is tied to the head. In fp32 with ZeRO
 stage 1 under PP, a part is a single group (gathers_whole_parts in config/layout.py). If nothing is sharded, ZeRO stage
 1 avoids copying the gradients of each microbatch. However, at the end of the step, the caching allocator reserves
-memory for the gradients twice, once per stream: 162 GiB instead of 135 for Llama 3.1 8B on one GPU.
+memory for the gradients twice, once for each CUDA stream: 162 GiB instead of 135 for Llama 3.1 8B on one GPU.
 
 A 2-D mesh (replicate, shard) adds one all-reduce of the local shard's gradients over `replicate` per block and step
 (HSDP). With a shard dim of size 1, this is plain data parallel (DDP).
