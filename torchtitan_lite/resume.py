@@ -77,7 +77,7 @@ def quarantine(damaged: list[Path]) -> None:
 
 
 def check_snapshot(run: Run, snapshots: Any, path: Path) -> None:
-    """Print the keys whose values differ from the run that saved the snapshot, as preflight does for checkpoints.
+    """Print each key whose value has changed since the snapshot was saved, as preflight does for checkpoints.
 
     Raises ConfigError for keys that must not differ, and CheckpointError if the model or the documents differ.
     """

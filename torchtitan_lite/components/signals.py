@@ -17,9 +17,9 @@ the first step, even the first signal ends the process, because there is nothing
 After a crash, torchrun ends the other ranks of the host with SIGTERM. If a rank of this host has already ended, the
 step cannot finish: a signal ends the process without a message, because the launcher reports the failure.
 
-A rank writes the reason why it ended to a small file, whose path is in TORCHELASTIC_ERROR_FILE: {"status": 1,
-"message": "rank 3 failed: ...", "details": "Traceback ..."}. In the launcher, tools/agent.py reads the file of the rank
-that failed first.
+A rank writes the reason why it ended to a small file, whose path is in TORCHELASTIC_ERROR_FILE:
+{"status": 1, "message": "rank 3 failed: ...", "details": "Traceback ..."}. In the launcher, tools/agent.py reads the
+file of the rank that failed first.
 """
 
 import json

@@ -220,7 +220,7 @@ def find_n_microbatches(parallelism: Parallelism, least: int, n_stages: int, uni
 
 
 def count_pieces(parallelism: Parallelism) -> int:
-    """Return the number of equal pieces into which tp and cp cut a sequence."""
+    """Return the number of equal pieces that tp and cp split a sequence into."""
     pieces = parallelism.tensor_parallel_degree
     if parallelism.context_parallel_degree > 1:
         pieces *= 2 * parallelism.context_parallel_degree

@@ -123,7 +123,7 @@ class Training:
     steps: Positive = 10000
     # clip gradients to this global 2-norm; 0: never
     max_norm: ZeroOrMore = key(1.0, resume="note")
-    # new: skip a step whose gradient norm is more than this multiple of its running median, such as 3; 0: never
+    # new: skip a step if its gradient norm exceeds this multiple of the running median, such as 3; 0: never
     skip_spikes: ZeroOrMore = key(0.0, resume="note")
     # new: number of steps in the running median, including skipped steps. If norms rise and stay high, half of this
     # number of steps are skipped before the median rises too

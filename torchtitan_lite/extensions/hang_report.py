@@ -165,7 +165,7 @@ def read_recorder(
     (`has_failed`) and no call is pending any more, the last call is treated as pending.
 
     Also returns, for each group, the first call of this step that no earlier step made at the same position, and the
-    call that earlier steps made there. `begun_ns` has the times at which this step and the earlier steps began.
+    call that earlier steps made there. `begun_ns`: the start times of this step and the earlier steps.
     """
     ranks = {}
     for group in dist.distributed_c10d._world.pg_map:

@@ -52,7 +52,7 @@ class KeysOfRanks:
         self.grads: Tensor | None = None  # sums so far, fp32
 
     def list_visible(self) -> Iterator[tuple[int, slice, slice, Tensor]]:
-        """Yield the ranks, starting with this rank, each with its keys to which this rank's queries attend.
+        """Yield the keys that this rank's queries attend to, rank by rank, starting with this rank's own keys.
 
         Each item has a rank, the slice of this rank's queries that attend to keys of that rank, the slice of these
         keys, and the keys with their values.

@@ -103,7 +103,7 @@ def explain_absent(key: str, value: object) -> str | None:
 def translate_keys(
     table: dict[str, Any], texts: dict[str, Any], problems: list[Problem], notices: list[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the values from the file, and from the command line, whose keys exist in this package.
+    """Return two dicts, key -> value, from the file and from the command line, for keys that exist in this package.
 
     Adds problems and notices for all other keys.
     """

@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 # report at this fraction of the time-out, before collectives fail and ranks end
 SHARE_OF_TIMEOUT = 0.75
-N_STEPS = 8  # steps whose calls a hang report compares
+N_STEPS = 8  # number of steps that a hang report compares
 # after a signal, a step hangs if it takes longer than this time and than twice the last step
 STOP_WITHIN_S = 15.0
 
@@ -98,7 +98,7 @@ class HangWatch(AbstractContextManager):
     processes: dict[int, tuple[int, str]]  # the result of meet_processes
     stop: StopFlag
     step: int = 0
-    # time of day at which each of the last steps began
+    # start times (time of day) of the last steps
     begun_ns: deque[int] = field(default_factory=lambda: deque(maxlen=N_STEPS))
     is_in_step: bool = False
     began_s: float = field(default_factory=time.monotonic)
