@@ -92,8 +92,8 @@ def find_model_class(name: str) -> type[nn.Module]:
 def build_on_meta(config: Config, model_args: ModelArgs) -> nn.Module:
     """Build the whole model on the meta device.
 
-    Raises UserError if the parameters differ from the model's table, if a tensor has no initial value, if a parameter
-    has a hook, or if a module does not use the forward of its class.
+    Raises UserError for parameters that differ from the model's table or have hooks, for tensors without an initial
+    value, and for modules that do not use the forward of their class.
     """
     with torch.device("meta"):
         model = find_model_class(model_args.name)(model_args, attention=config.model.attention)

@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
-# cached, because many tensors have the same shape, and because torch's function is slow: if tp and FSDP split the same
-# dim, it creates a view for each FSDP rank
+# Cached, because many tensors have the same shape. torch's function is slow if tp and FSDP split the same dim, because
+# it creates a view for each FSDP rank.
 locate_shard = lru_cache(_compute_local_shape_and_global_offset)
 
 

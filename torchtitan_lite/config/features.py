@@ -113,7 +113,7 @@ class Extension:
     """Defines when a run loads a file of extensions/."""
 
     key: str  # the key that loads the file
-    # values of the key that load the file; if empty, all values except 0, "" and []
+    # values of the key that load the file; (): all values except 0, "" and []
     values: tuple[object, ...]
     about: str  # one sentence for `check --keys`
     check: Callable[[Config, ModelArgs, Layout], Refused] | None = None

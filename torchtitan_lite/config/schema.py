@@ -159,7 +159,7 @@ class Parallelism:
     data_parallel_shard_degree: DegreeOrAuto = -1
     # used if zero_stage is auto. always: ZeRO stage 3; never: stage 2, or stage 1 if auto would select stage 1
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    # new: which tensors FSDP shards, see parallel/fsdp.py; auto: 3, or 1 under PP or if nothing is sharded
+    # new: which tensors FSDP shards, see parallel/fsdp.py; auto: 1 under PP or if nothing is sharded, otherwise 3
     zero_stage: Literal["auto", 1, 2, 3] = "auto"
     # new: hpz: keep a node's shards for backward; qwz and qgz: FSDP sends weights and gradients in int8
     zero_plus_plus: list[Literal["hpz", "qwz", "qgz"]] = key([], resume="note")
@@ -337,8 +337,8 @@ class Comm:
 
 @dataclass(frozen=True)
 class Debug:
-    # seed of the initial weights, which are the same on every layout; also of the order of samples, unless
-    # training.data_seed is set
+    # seed of the initial weights, which are the same on every layout; without training.data_seed, also of the data
+    # order
     seed: Annotated[int, Range(0, LARGEST_SEED)] = 0
     deterministic: bool = False  # use torch's deterministic algorithms
     # new: steps between comparisons of replicas, to find silent data corruption; 0 turns the comparisons off

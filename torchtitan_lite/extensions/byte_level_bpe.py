@@ -12,7 +12,7 @@ give the same ids under two conditions. First, merges are sorted by the ids that
 each token gives that token. The files of trained tokenizers meet both conditions.
 
 With `ignore_merges`, the package looks words up too. In that case, a token may violate the second condition if the list
-has all merges that form the token (695 tokens of Llama 3.1).
+has all merges that form the token. Llama 3.1 has 695 such tokens.
 """
 
 from torchtitan_lite.data.tokenizer import LLAMA3_PATTERN, BytePairs

@@ -166,7 +166,7 @@ def prefers_cudnn(query: Tensor, key: Tensor) -> bool:
 
 
 def attend_to_part(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> OutAndLse:
-    """query (B, H, Q, E), key and value (B, K, S, E) -> out (B, H, Q, E), lse (B, H, Q) fp32."""
+    """Attend with one kernel call. query, out: (B, H, Q, E). key, value: (B, K, S, E). lse: (B, H, Q) fp32."""
     if query.device.type == "cpu":
         return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal)
     if prefers_cudnn(query, key):
@@ -227,8 +227,8 @@ def attend(
 ) -> OutAndLse:
     """Attend to the keys of all ranks. Collective.
 
-    query (B, H, 2C, E), key and value (B, K, 2C, E) of this rank -> out (B, H, 2C, E), lse (B, H, 2C) fp32. The memory
-    order of out is (B, 2C, H, E), as the output projection reads it.
+    Takes query (B, H, 2C, E), key and value (B, K, 2C, E) of this rank. Returns out (B, H, 2C, E), and lse (B, H, 2C)
+    fp32. The memory order of out is (B, 2C, H, E), as the output projection reads it.
     """
     keys_of_ranks = METHODS[method](key, value, Ranks(rank, n_ranks, group_name))
     for source, queries, _, visible in keys_of_ranks.list_visible():

@@ -71,7 +71,7 @@ class WindowedAttention(DocumentAttention):
         return [plan_mask(doc_ids, *places, window) for window in self.kinds]
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, doc_ids: Masks | None) -> Tensor:
-        """query (B, heads, Q, E), key and value (B, kv heads, K, E), result of `plan` -> (B, heads, Q, E)."""
+        """Attend with the result of `plan`. query and result: (B, heads, Q, E). key, value: (B, kv heads, K, E)."""
         if doc_ids is None:
             doc_ids = self.plan(torch.zeros(1, key.shape[2], dtype=torch.int64, device=key.device))
         mask = doc_ids[self.kinds.index(self.window)]

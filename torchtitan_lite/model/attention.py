@@ -33,8 +33,8 @@ OTHER_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDP
 class InnerAttention(nn.Module):
     """Attention from queries to keys and values: `attention.inner` of a block. Its only parameters are sinks.
 
-    A subclass has `forward(query, key, value, doc_ids)`: query (B, heads, S, E), key and value (B, kv heads, S, E) ->
-    (B, heads, S, E). doc_ids is the result of `plan`, or None.
+    A subclass defines `forward(query, key, value, doc_ids)`. query has shape (B, heads, S, E), and so has the result.
+    key and value have shape (B, kv heads, S, E). doc_ids is the result of `plan`, or None.
     """
 
     def plan(self, doc_ids: Tensor | None) -> object:
@@ -51,7 +51,7 @@ class InnerAttention(nn.Module):
 
 class CausalAttention(InnerAttention):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, doc_ids: Tensor | None) -> Tensor:
-        """query (B, heads, S, E), key and value (B, kv heads, S, E) -> (B, heads, S, E)."""
+        """Attend: query (B, heads, S, E), key and value (B, kv heads, S, E) -> (B, heads, S, E)."""
         if key.is_cuda and key.dtype == torch.float32:
             # one key head per query head: in fp32, torch's only kernel for fewer key heads stores S x S scores
             n_copies = query.shape[1] // key.shape[1]

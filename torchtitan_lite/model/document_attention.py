@@ -39,7 +39,7 @@ class DocumentAttention(InnerAttention):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, doc_ids: Tensor | BlockMask
     ) -> Tensor:
-        """query (B, heads, Q, E), key and value (B, kv heads, S, E), result of `plan` -> (B, heads, Q, E)."""
+        """Attend with the result of `plan`. query and result: (B, heads, Q, E). key, value: (B, kv heads, S, E)."""
         if isinstance(doc_ids, BlockMask):
             return attend_in_blocks(query, key, value, doc_ids)
         return F.scaled_dot_product_attention(query, key, value, attn_mask=doc_ids, enable_gqa=True)
@@ -76,10 +76,7 @@ def plan_mask(
 def attend_in_blocks(
     query: Tensor, key: Tensor, value: Tensor, blocks: BlockMask, **options: AuxRequest
 ) -> Tensor:
-    """query (B, heads, Q, E), key and value (B, kv heads, K, E) -> (B, heads, Q, E).
-
-    Passes `options` to flex attention.
-    """
+    """Call flex attention with `options`. query and result: (B, heads, Q, E). key and value: (B, kv heads, K, E)."""
     # Inside a compiled block, flex attention is compiled with the block. Eager flex attention would store all scores.
     attend = flex_attention
     if not torch.compiler.is_compiling():

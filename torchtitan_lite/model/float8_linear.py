@@ -122,7 +122,7 @@ def multiply(
 
 
 class Float8MatmulFunction(torch.autograd.Function):
-    """x (..., K), weight (N, K) -> (..., N). Like any linear layer, saves x and the weight for backward."""
+    """Multiply x (..., K) by weight (N, K). Like any linear layer, saves x and the weight for backward."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, recipe: Recipe, emulate: bool) -> Tensor:

@@ -42,7 +42,7 @@ class Head(nn.Linear):
         self.vocabulary = Vocabulary()  # replaced by TP
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None, **fields: Tensor) -> Tensor:
-        """hidden (B, S, D) -> logits (B, S, V); with targets (B, S) -> the sum of token losses, () fp32.
+        """Return the logits (B, S, V) of hidden (B, S, D) or, given targets (B, S), the sum of token losses, () fp32.
 
         The loss is a sum, because ranks and microbatches have different numbers of valid tokens: a mean of means would
         weight tokens unequally. `step.py` divides by the number of valid tokens in the global batch. `fields`: the
@@ -75,7 +75,7 @@ class Head(nn.Linear):
     def differentiate(
         self, logits: Tensor, targets: Tensor, fields: dict[str, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """logits (n, V), targets (n,) -> sum of losses, () fp32, and its gradient with respect to the logits, (n, V).
+        """Return the sum of the losses of targets (n,), () fp32, and its gradient with respect to the logits, (n, V).
 
         May overwrite the logits.
         """

@@ -44,24 +44,24 @@ class Vocabulary:
         return own[None]
 
     def find(self, targets: Tensor, n_columns: int) -> tuple[Tensor, Tensor]:
-        """targets (n,) -> the column of each target in this shard, and whether this shard has it, (n, 1) each."""
+        """Return the column of each target (n,) in this shard, and whether this shard has it, (n, 1) each."""
         column = (targets - self.shard * n_columns)[:, None]
         # False for IGNORE_INDEX, which is negative
         is_here = (column >= 0) & (column < n_columns)
         return column.where(is_here, 0), is_here
 
     def logsumexp(self, logits: Tensor) -> Tensor:
-        """logits (n, V/tp) -> (n,)."""
+        """Return the logsumexp over the vocabulary, (n,), of logits (n, V/tp)."""
         return self.gather(logits.logsumexp(1)).logsumexp(0)
 
     def target_logit(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """logits (n, V/tp), targets (n,) -> (n,). Zero for IGNORE_INDEX."""
+        """Return the logit of each target, (n,), from logits (n, V/tp). Zero for IGNORE_INDEX."""
         column, is_here = self.find(targets, logits.shape[1])
         own = logits.gather(1, column).where(is_here, 0)
         return self.gather(own.squeeze(1)).sum(0)
 
     def sum(self, values: Tensor) -> Tensor:
-        """values (n, V/tp) -> (n,)."""
+        """Return the sum over the vocabulary, (n,), of values (n, V/tp)."""
         return self.gather(values.sum(1)).sum(0)
 
 
@@ -81,7 +81,7 @@ def differentiate_formula(
     targets: Tensor,
     fields: dict[str, Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """logits (n, V/tp), targets (n,) -> sum of losses, () fp32, and its gradient with respect to the logits."""
+    """Return the sum of the losses of targets (n,), () fp32, and its gradient with respect to logits (n, V/tp)."""
     leaf = logits.detach().requires_grad_()
     with torch.enable_grad():
         losses = token_losses(leaf, targets, **fields)

@@ -105,7 +105,7 @@ class Experts(nn.Module):
         self.w3 = nn.Parameter(torch.empty(up_shape))
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """rows (R, D), sorted by expert; counts (E,) int64, the number of rows per expert -> (R, D)."""
+        """Apply the experts to rows (R, D), sorted by expert. `counts` (E,) int64: number of rows per expert."""
         matrices = [self.w1, self.w2, self.w3]
         if rows.is_cuda and torch.cuda.get_device_capability(rows.device)[0] == 10:
             matrices = [zero_idle_gradient(each, counts) for each in matrices]

@@ -87,7 +87,7 @@ def turned(x: Tensor, rotation: Tensor, *, direction: int) -> Tensor:
 
 
 def as_complex(pairs: Tensor) -> Tensor:
-    """(..., E) -> (..., E/2) complex, a view."""
+    """View (..., E) as complex (..., E/2)."""
     return torch.view_as_complex(pairs.unflatten(-1, (-1, 2)))
 
 

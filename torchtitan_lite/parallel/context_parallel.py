@@ -109,7 +109,7 @@ class CausalContext(InnerAttention):
         self.attend = load_extension("ring_attention").context_attention
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, doc_ids: Tensor | None) -> Tensor:
-        """query (B, H, S/cp, E), key and value (B, K, S/cp, E) -> (B, H, S/cp, E). Collective."""
+        """Attend over cp. query and result: (B, H, S/cp, E). key and value: (B, K, S/cp, E). Collective."""
         out, _ = self.attend(query, key, value, self.method, *self.ranks[:3])
         return out
 
@@ -126,7 +126,8 @@ class GatheringAttention(InnerAttention):
     ranks: Ranks
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, doc_ids: object) -> Tensor:
-        """query (B, H, S/cp, E), key and value (B, K, S/cp, E), result of `plan` -> (B, H, S/cp, E). Collective."""
+        """Attend with the result of `plan`. query and result: (B, H, S/cp, E). key, value: (B, K, S/cp, E).
+        Collective."""
         local = stack_heads(key, value)
         keys, values = Gather.apply(local, self.ranks, 3)  # (2, B, K, S, E)
         return super().forward(query, keys, values, doc_ids)

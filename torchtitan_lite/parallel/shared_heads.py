@@ -25,7 +25,7 @@ from torchtitan_lite.parallel.tensor_parallel import ColwiseParallel
 
 
 class SharedHeads(ColwiseParallel):
-    """x (B, S, D) -> (B, S, E): computes this rank's slice of one key/value head, and fetches the other slices."""
+    """Computes this rank's slice of one key/value head, and fetches the other slices: x (B, S, D) -> (B, S, E)."""
 
     def __init__(self, n_heads: int):
         super().__init__()

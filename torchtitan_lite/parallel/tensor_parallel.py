@@ -141,20 +141,20 @@ class LocalStyle(ParallelStyle):
 
 
 class PrepareModuleInput(LocalStyle):
-    """All-gathers the input of a module that needs all tokens: x (B, S/tp, D) -> (B, S, D) inside."""
+    """All-gathers the input of a module that needs all tokens: x (B, S/tp, D) becomes (B, S, D)."""
 
     def compute(self, module: nn.Module, ranks: Ranks, x: Tensor, *rest, **options) -> Tensor:
         return super().compute(module, ranks, Gather.apply(x, ranks, 1), *rest, **options)
 
 
 class ColwiseParallel(LocalStyle):
-    """x (B, S, in) -> (B, S, out/tp): computes this rank's output features. Also for elementwise modules."""
+    """Computes this rank's output features, x (B, S, in) -> (B, S, out/tp). Also for elementwise modules."""
 
     placements = {"weight": Shard(0), "bias": Shard(0)}
 
 
 class RowwiseParallel(LocalStyle):
-    """x (B, S, in/tp) -> (B, S/tp, out): reduce-scatters the partial sums over input features, then adds the bias."""
+    """Reduce-scatters partial sums over input features, then adds the bias: x (B, S, in/tp) -> (B, S/tp, out)."""
 
     placements = {"weight": Shard(1), "bias": Replicate()}
 
@@ -177,8 +177,7 @@ class SequenceParallel(LocalStyle):
 
 
 class GatheredOutput(SequenceParallel):
-    """x (B, S/tp, D) -> (B, S, out), equal on every rank: for a loss that compares the output with targets or
-    fields."""
+    """All-gathers the output, for a loss that compares it with targets or fields: x (B, S/tp, D) -> (B, S, out)."""
 
     def compute(self, module: nn.Module, ranks: Ranks, x: Tensor) -> Tensor:
         own = super().compute(module, ranks, x)
@@ -186,8 +185,7 @@ class GatheredOutput(SequenceParallel):
 
 
 class SplitEmbedding(LocalStyle):
-    """tokens (B, S) -> (B, S/tp, D). Each rank looks up the ids of its shard, and computes the gradient of its
-    shard."""
+    """Looks up the ids of this rank's shard, tokens (B, S) -> (B, S/tp, D), and computes the gradient of this shard."""
 
     placements = {"weight": Shard(0)}
 
@@ -201,7 +199,7 @@ class SplitEmbedding(LocalStyle):
 
 
 class SplitHead(PrepareModuleInput):
-    """hidden (B, S/tp, D), targets (B, S) -> the sum of token losses, () fp32, equal on every rank.
+    """Computes the sum of token losses, () fp32, equal on every rank, from hidden (B, S/tp, D) and targets (B, S).
 
     Each rank uses only its rows of the weight, so the gradient of hidden is a partial sum on each rank.
     """
