@@ -244,7 +244,7 @@ class RunMetrics:
             )
             name = describe_rank(self.place.rank, self.run.mesh.coordinates())
             reason = f"{name}: {type(error).__name__}: {error}"
-            # not on the screen, because the launcher shows the error of the rank that failed first
+            # log to the file only, because the launcher shows the error of the rank that failed first
             logger.log(IN_FILE, reason)
             self.record("stop", self.run.lr_scheduler.last_epoch, reason=reason)
         elif error is None and self.sinks:

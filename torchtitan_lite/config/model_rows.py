@@ -164,5 +164,5 @@ class ModelTable:
     families: str = ""
     # keyword of the model's forward -> function of a Batch (model/batch.py)
     fields: dict[str, Callable] = field(default_factory=dict)
-    # number of calls of the head per microbatch in training; `plan` needs the number for FLOPs and step time
+    # how often training calls the head per microbatch; `plan` needs this number for FLOPs and step time
     head_calls: int = 1

@@ -121,7 +121,8 @@ def read_published(folder: Path) -> dict[str, JsonObject]:
 def read_model_args(folder: Path) -> ModelArgs:
     """Return the model that config.json describes.
 
-    Raises HuggingFaceError with every value that is wrong or unsupported, and UserError for a file that is not JSON.
+    Raises HuggingFaceError with every value that is invalid or not supported, and UserError for a file that is not
+    JSON.
     """
     content = read_json(folder / CONFIG)
     families = list_families()

@@ -6,7 +6,7 @@ NEWTON_SCHULZ_STEPS = 5  # per update of Muon
 
 
 def deal_matrices(sizes: list[tuple[int, ...]], n_ranks: int) -> list[list[int]]:
-    """Return Muon's rounds. A round is a list of indices into `sizes`, and rank i owns its i-th matrix.
+    """Return Muon's rounds. A round is a list of indices into `sizes`. Rank i owns the i-th matrix of the round.
 
     A size may have a batch dim. Rounds are sorted by work, the largest matrices first.
     """

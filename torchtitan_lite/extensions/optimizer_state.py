@@ -90,7 +90,7 @@ def find_unsaved(
 
 
 def is_saved(owner: object, value: object) -> bool:
-    """Return whether a checkpoint saves `value`, a state of the parameter `owner`."""
+    """Return whether a checkpoint saves `value`, an entry in the optimizer state of the parameter `owner`."""
     if value is None or not isinstance(owner, Tensor):
         return value is None
     if not isinstance(value, Tensor):

@@ -44,7 +44,7 @@ def torch_splits_backward() -> bool:
 
 
 def find_missing_compiler(device_type: str) -> str:
-    """Name what inductor needs but this host lacks. Return "" if nothing is missing.
+    """Name the software that inductor needs and this host lacks. Return "" if nothing is missing.
 
     On a CPU, inductor needs a C++ compiler: CXX, or by default g++. On CUDA, triton needs a C compiler: CC, or by
     default gcc or clang. Both need Python's headers.

@@ -168,7 +168,8 @@ def prepare_microbatch(part: nn.Module, *, zero_stage: int, is_last: bool) -> No
 
 
 def accumulate_weight_gradients(part: nn.Module) -> None:
-    """Add the gradients of the last weight half to FSDP's sums, which have the dtype of the reduction (fp32).
+    """Add the weight gradients of a split backward to FSDP's accumulated gradients, which are in fp32 (the reduce
+    dtype).
 
     Call this function after the weight half of a split backward. FSDP adds gradients to its sums in hooks on the
     gradients of inputs, and the weight half does not call these hooks. Without this function, torch 2.13 would sum in
