@@ -81,7 +81,7 @@ SHARE = 0.8  # an error bar contains this fraction of the rows
 # How strongly constants are pulled toward their priors. 0.02, 0.08 and 0.2 were tried; this value has the smallest
 # errors on unseen rows. A constant that affects no row keeps its prior.
 STIFFNESS = 0.2
-MOVE = 0.03  # step of the finite differences, in the logarithm of a constant
+MOVE = 0.03  # finite-difference step, added to the logarithm of a constant
 N_TANGENTS = 3
 DOUBLE = torch.float64
 
@@ -500,7 +500,7 @@ class Row:
 
     @cached_property
     def reserved_per_live(self) -> float:
-        """Published bytes that the allocator reserves, divided by the forecast bytes in use.
+        """Ratio of the published reserved bytes to the forecast bytes in use.
 
         If the source publishes the bytes in use, this ratio is the inverse of forecast / published.
         """

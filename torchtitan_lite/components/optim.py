@@ -24,7 +24,7 @@ from torchtitan_lite.dtensor import count_replicas, local_shard
 def build_optimizer(
     section: Optimizer, parameters: dict[str, Tensor], dtype: str = "float32"
 ) -> TorchOptimizer:
-    """Build one optimizer for all parameters (FQN -> tensor). `dtype`: compute dtype of Muon; not used otherwise.
+    """Build one optimizer for all parameters (FQN -> tensor). Only Muon uses `dtype`, its compute dtype.
 
     Parameter groups contain the keys of all optimizers. Each optimizer ignores the keys that it does not use.
     """

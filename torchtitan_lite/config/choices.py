@@ -59,7 +59,8 @@ class AttentionRow:
     # returns an InnerAttention (model/attention.py)
     extension: str = ""
     uses_documents: bool = False  # the attention reads doc_ids
-    # whether context parallel supports it; if so, its code must compute the mask from `positions` (model/README.md)
+    # whether this attention works under context parallel; if so, its code must compute the mask from `positions`
+    # (model/README.md)
     under_cp: bool = False
     # (model_args, layer) -> number of tokens that a token sees, itself included; None: all earlier tokens. Only a row
     # with code may omit `window`: `plan` then assumes all earlier tokens, and reports this assumption

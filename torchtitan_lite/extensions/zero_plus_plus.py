@@ -31,9 +31,9 @@ nearest to x/s, which is at most 127, so the product of this integer and s diffe
     qgZ   a sum of gradients g_r has an error of at most s_r/2 for each rank r, plus s_v/2 for each node v. The sum of a
           node has an error before it is rounded, so s_v <= (max |sum of its g_r| + max sum of its s_r/2) / 127
 
-Nothing else is rounded. `verify` checks that every packed block is within s/2. Then it sends exact numbers through the
-same collectives, and compares everything else with the usual bounds. In a block with NaN or infinity, all elements
-become NaN, and the step is skipped as usual.
+Nothing else is rounded. `verify` checks that every element of a packed block has an error of at most s/2. Then it sends
+exact numbers through the same collectives, and compares everything else with the usual bounds. In a block with NaN or
+infinity, all elements become NaN, and the step is skipped as usual.
 
 An FSDP group is split by node only if it has several ranks in each of several nodes. In any other group, hpZ keeps
 nothing, and qgZ has a single all-to-all. Replicas (HSDP) all-reduce without rounding. Packing, collective and unpacking

@@ -109,7 +109,8 @@ class CausalContext(InnerAttention):
         self.attend = load_extension("ring_attention").context_attention
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, doc_ids: Tensor | None) -> Tensor:
-        """Attend over cp. query and result: (B, H, S/cp, E). key and value: (B, K, S/cp, E). Collective."""
+        """Compute attention across the ranks of cp. query and result: (B, H, S/cp, E). key and value: (B, K, S/cp, E).
+        Collective."""
         out, _ = self.attend(query, key, value, self.method, *self.ranks[:3])
         return out
 

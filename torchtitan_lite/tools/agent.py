@@ -243,8 +243,8 @@ def number_host() -> None:
 
 
 def run_rank(work: Callable, args: list[str], folder: Path, spec: RunSpec) -> int:
-    """Run one rank, `work(args, folder, spec)`, and return its status. If the rank fails, write the reason to a file
-    and end the process."""
+    """Call `work(args, folder, spec)` in this rank, and return its status. If the rank fails, write the reason to a
+    file and end the process."""
     status = 1
     try:
         status = work(args, folder, spec)

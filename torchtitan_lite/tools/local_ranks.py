@@ -92,8 +92,9 @@ class Signals:
             store.set(SIGNAL, str(self.received[0]))
 
     def react(self) -> None:
-        """Act on a signal. Without ranks, interrupt or end this launcher. With ranks, forward the first signal to the
-        ranks. On a later signal, or if a step hangs, kill the ranks."""
+        """Act on a signal. If no ranks have started, interrupt this launcher, or end it while its fork server imports
+        torch. Otherwise forward the first signal to the ranks. On a later signal, or if a step hangs, kill the
+        ranks."""
         if self.received:
             if self.interrupts:
                 raise KeyboardInterrupt
@@ -113,7 +114,7 @@ class Signals:
         os._exit(self.ending.status)
 
     def is_hanging(self) -> bool:
-        """Return whether a rank of this start has reported a hang that still lasts."""
+        """Return whether a rank has reported a hang since this start, and the hang is not over."""
         with suppress(FileNotFoundError):  # the step has ended in the meantime
             files = self.hangs.glob("restart-*/rank-*.json")
             return any(file.stat().st_mtime > self.started_at_s for file in files)

@@ -321,7 +321,8 @@ def read_text(settings: PrepareSettings, row: Row) -> tuple[str, list[str]]:
 
 
 def choose_split(settings: PrepareSettings, row: Row, text: str) -> str:
-    """Return the split of a document. The documents with the lowest hashes go to validation."""
+    """Return the split, train or validation, that contains a document. The documents with the lowest hashes go to
+    validation."""
     key = row.name or text
     digest = hashlib.sha256(key.encode()).digest()
     is_chosen = int.from_bytes(digest[:8], "big") < settings.validation_share * 2**64

@@ -302,7 +302,11 @@ def find_gpu_row(device_name: str) -> str:
 
 @lru_cache  # cached, because `plan --search` calls this function for every collective
 def list_strides(layout: Layout) -> dict[str, int]:
-    """Return the distance in ranks between neighbors on each mesh dim, and on the dims fsdp, ep and efsdp."""
+    """Map each dim to the distance in ranks between neighbors on it.
+
+    In addition to the mesh dims, there are fsdp, ep and efsdp, and for ZeRO++ the two parts of an FSDP dim: `near` has
+    the ranks inside a node, and `far` one rank per node.
+    """
     strides = {}
     stride = 1
     for dim, degree in reversed(layout.degrees.items()):

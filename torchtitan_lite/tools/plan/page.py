@@ -194,7 +194,7 @@ def draw_mesh(planned: PlannedRun) -> str:
 
 
 def choose_drawn_matrix(args: ModelArgs) -> ModuleRow:
-    """Return the first matrix of the feed-forward network, or the first matrix of attention in an MoE layer."""
+    """Return the first matrix of the feed-forward network; in an MoE layer, the first matrix of attention."""
     block = list_block_modules(args, moe=args.is_moe(args.n_layers - 1))
     colwise = [row for row in block if row.kind == "linear" and row.tp_style == "colwise"]
     return max(colwise, key=lambda row: row.name.endswith("w1"))

@@ -95,8 +95,8 @@ def draw_batch(config: Config, seed: int) -> Batch:
     """Draw a global batch. The fraction of masked targets grows from 0 to 90 % over the batch. Row 1 is fully masked.
 
     With document attention, documents have two tokens on average in row 0, and eight in the other rows. A row begins
-    with small positions. Later positions jump to 8,192, and to each of the next powers of two up to half a million.
-    The jumps reveal code that wraps or limits positions.
+    with small positions. The rest of the row is cut into pieces, whose positions are raised by 8,192, 16,384, and so
+    on up to 524,288. The jumps reveal code that wraps or limits positions.
     """
     n_rows = config.training.global_batch_size
     seq_len = config.training.seq_len

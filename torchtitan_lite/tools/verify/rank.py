@@ -72,7 +72,7 @@ def own_rows(run: build.Run, batch: Batch) -> Batch:
 
 
 def compare_steps(rank: int, world_size: int, config: Config, path: str) -> Seen:
-    """Worker: repeat the steps of the plain loop, stored in the file `path`, on this layout. Collective."""
+    """Worker: read the steps of the plain loop from the file `path`, and repeat them on this layout. Collective."""
     steps: list[PlainStep] = torch.load(path, weights_only=False, mmap=True)
     run = build_small_run(config, world_size)
     seen = Seen(run.mesh.coordinates())

@@ -181,7 +181,7 @@ def start_train(rank: int, world_size: int, config: Config, port: int, seed: int
 
 
 def initialize(seed: int | None, part: nn.Module, *options) -> None:
-    """Replace `initialize_weights`: with a seed, round the weights differently."""
+    """Stand in for `initialize_weights`. If `seed` is not None, also perturb the rounding of the weights."""
     initialize_weights(part, *options)
     if seed is not None:
         round_differently(part, torch.Generator().manual_seed(seed))

@@ -73,7 +73,8 @@ BOUNDS = {  # measure, in the order of a step -> largest error of a correct layo
     "schedule": EXACT,
     "scales": EXACT,
     "sum of microbatches": SUMS,
-    # The trial train.py does not replace gradients, so several steps amplify rounding. They amplify faults far more.
+    # The trial named `train.py` keeps the gradients of the layout, instead of replacing them by those of the plain
+    # loop. Therefore rounding differences grow over its steps. Faults grow far more.
     "lr": 1e-12,
     "tokens": EXACT,
     "grad_norm": 1e-3,
