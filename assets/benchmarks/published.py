@@ -132,7 +132,7 @@ class OtherWorkload(Workload):
     adds_rows: int = 0
     adds_rows_back: int = 0
     is_unbalanced: bool = False  # nothing balances the load of the experts
-    pads_experts: bool = False  # every expert computes as many rows as the fullest expert
+    pads_experts: bool = False  # each expert is padded to the rows of the fullest expert
     # FSDP reduces once per step. Between microbatches, a rank holds unsharded gradients of its layers.
     sums_whole: bool = False
 
@@ -191,7 +191,7 @@ class OtherTime(StepTime):
         """Add copies of keys and values, and the norms that each tp rank computes in full without sequence parallel.
 
         In other trainers, the routing weight multiplies silu(w1 x) * w3 x, and w1 and w3 are one matmul. Therefore
-        backward moves as many bytes of rows as forward.
+        backward and forward move the same number of bytes for rows.
         """
         w = self.workload
         forward, backward = super().elementwise_times(kind)

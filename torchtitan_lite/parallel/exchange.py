@@ -13,9 +13,9 @@
     ExchangeRows       rows for 0 and 1        -> rows for this rank    all-to-all back         around the experts;
                                                                                                 after wk, wv
 
-The table is drawn for two ranks. A collective moves P(n-1)/n bytes per rank, an all-reduce twice as many, where P is
-the size of the full tensor. Each function waits for its collective immediately. On a GPU, the stream waits, not the
-host. torch.compile sees these operators, so inductor may split them.
+The table is drawn for two ranks. P is the size of the full tensor in bytes. An all-reduce moves 2P(n-1)/n bytes per
+rank, and each other collective moves P(n-1)/n. Each function waits for its collective immediately. On a GPU, the stream
+waits, not the host. torch.compile sees these operators, so inductor may split them.
 
 gloo takes 0.45 ms of CPU time to reduce-scatter 128 kB over two ranks (torch 2.13, two cores). Therefore, with gloo, an
 all-to-all exchanges the chunks, and each rank adds the chunks that it receives. This takes 0.24 ms for the same bytes.

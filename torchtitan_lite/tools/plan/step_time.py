@@ -73,7 +73,8 @@ class StepTime(LayerTime):
         """Return the seconds that one pp rank waits for FSDP's collectives once per step.
 
         The first all-gather and the last reduction overlap with nothing. In a pipeline, torch reduces the gradients
-        of a stage after its last backward. Gradients are reduced over dp_replicate per block, in the last backward.
+        of a stage after the last backward of the stage. Without a pipeline, the last backward all-reduces the gradients
+        of each block over dp_replicate.
         """
         w = self.workload
         sizes = w.sizes[pp_rank]

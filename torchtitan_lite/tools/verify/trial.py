@@ -73,8 +73,8 @@ BOUNDS = {  # measure, in the order of a step -> largest error of a correct layo
     "schedule": EXACT,
     "scales": EXACT,
     "sum of microbatches": SUMS,
-    # The trial named `train.py` keeps the gradients of the layout, instead of replacing them by those of the plain
-    # loop. Therefore rounding differences grow over its steps. Faults grow far more.
+    # Only the trial named `train.py` updates weights with the gradients of the layout. Other trials replace them by the
+    # gradients of the plain loop. Rounding differences therefore grow over its steps, but faults grow far more.
     "lr": 1e-12,
     "tokens": EXACT,
     "grad_norm": 1e-3,
