@@ -157,7 +157,7 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
                 culprit = find_non_finite(run.parts, mesh.coordinates(), repeat)
                 why = f"gradient norm {grad_norm}, weights neither updated nor saved: {culprit}"
                 remedy = f"change them, for example by --optimizer.lr={config.optimizer.lr / 2:g}"
-                failure = f"step {step}: {why}. With equal settings, this repeats: {remedy}"
+                failure = f"step {step}: {why}. The same settings would fail again: {remedy}"
                 metrics.stop(step, failure)
                 break
             watch.end()

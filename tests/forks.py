@@ -474,7 +474,7 @@ a layer beside its block | is not inside another module | GPT | "mlp. | "
 BROKEN_ROWS = """
 a window of nothing | sees at least itself | model.attention=blind \
     | ATTENTIONS | "blind": AttentionRow(window=lambda args, layer: 0),
-neither code nor a window | has no `window`, but needs one | model.attention=bare \
+neither code nor a window | has no `window`; rows without code | model.attention=bare \
     | ATTENTIONS | "bare": AttentionRow(under_cp=True),
 a loss without code | forgotten | training.loss=forgotten | LOSSES | "forgotten": LossRow(),
 an optimizer without code | forgotten | optimizer.name=forgotten | OPTIMIZERS | "forgotten": OptimizerRow(0),

@@ -58,7 +58,7 @@ def run_tool(args: list[str]) -> int:
         near = get_close_matches(name, TOOLS, n=1) or TOOLS
         raise UserError(f"There is no tool named {name!r}. Use {', '.join(near)}.")
     options = parse_command(name, rest)
-    # some tools choose their module by an option
+    # for some tools, an option selects the module
     module = vars(options).get("module", TOOLS[name].module)
     if module not in WITHOUT_PACKAGES:
         importlib.import_module("torchtitan_lite.tools.environment").continue_with_packages()

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Run:
-    """Everything that an optimizer step needs. Its fields are not reassigned during a run."""
+    """Everything that an optimizer step needs. A run never reassigns the fields of this class."""
 
     config: Config
     layout: Layout
@@ -60,7 +60,7 @@ class Run:
     optimizer: Optimizer
     lr_scheduler: LRScheduler
     schedule: object | None  # a schedule of torch.distributed.pipelining; None without PP
-    n_tokens: Tensor  # () int64: number of valid tokens; the schedule divides its losses by it
+    n_tokens: Tensor  # () int64: number of valid tokens; the schedule divides losses by this number
     # functions called before each update; build_savers adds some
     before_update: list[Callable[[], None]]
     after_update: list[Callable[[], None]]  # functions of extensions, called after each update
@@ -112,8 +112,8 @@ def build_on_meta(config: Config, model_args: ModelArgs) -> nn.Module:
         built[fqn] = tuple(own.shape)
         if vars(own) or own._backward_hooks or own._post_accumulate_grad_hooks:
             raise UserError(
-                f"{fqn} of models/{model_args.name} has a hook or attribute, which its shards would not have. "
-                "Set it on its module, or use an autograd.Function in forward"
+                f"{fqn} of models/{model_args.name} has a hook or attribute that its shards would lose. "
+                "Set it on the module, or use an autograd.Function in forward"
             )
     known = {*built, *list_expert_biases(model_args), "output.weight"}
     shared = dict(model.named_parameters(remove_duplicate=False))
@@ -186,7 +186,7 @@ def build_run(
             parts, float8, mesh.fsdp_mesh
         )
     parameters = {fqn: own for part in parts for fqn, own in part.named_parameters()}
-    if layout.tied:  # in the last pipeline stage, the copy of the embedding is not a parameter
+    if layout.tied:  # the optimizer updates the embedding, not its copy in the last stage
         copy = parameters.pop("output.weight", None)
     optimizer = build_optimizer(config.optimizer, parameters, config.training.mixed_precision_param)
     balance = None

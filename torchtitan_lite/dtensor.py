@@ -1,4 +1,5 @@
-"""Convert between DTensors, local shards and full tensors. Core code converts only here, and nothing communicates.
+"""Convert between DTensors, local shards and full tensors. All conversions of the core are in this
+file. They do not communicate.
 
     wq.weight (H*E, D), tp=2          rank 0                  rank 1
     the parameter                     DTensor                 DTensor              optimizer, checkpoints, FSDP

@@ -27,7 +27,8 @@ from torchtitan_lite.data.tokenizer import Tokenizer, find_tokenizer, load_token
 from torchtitan_lite.models.registry import CONFIG, LENGTH, MODELS
 from torchtitan_lite.preflight import RunSpec
 
-HIGHEST_LR = 1e-4  # for trained weights; configs/finetune.toml uses a tenth of it
+# a higher rate for trained weights gives a notice; configs/finetune.toml uses 1e-5
+HIGHEST_LR = 1e-4
 
 
 def find_weights(given: UserConfig, restarted: bool) -> Weights | None:
@@ -72,7 +73,8 @@ def adapt_to_weights(given: UserConfig, weights: Weights) -> None:
         given.config = replace(config, model=replace(config.model, name=name, row=row))
     given.notices += weights.notices
     initial = section.initial_load_path
-    if weights.is_resumed:  # the key had its effect at the first start, so use the recorded value
+    # initial_load_path took effect at the first start, so use the value of that start
+    if weights.is_resumed:
         initial = weights.manifest.run["config"]["checkpoint"].get("initial_load_path")
     if not (weights.published or (initial and section.initial_load_model_only)):
         return

@@ -9,15 +9,15 @@
     console and log.txt   one line per logged step, and one per validation
     tb/, wandb            the same fields with the tags of torchtitan v0.2 (wandb: extensions/wandb_sink.py)
 
-The time of a step begins when the host requests the batch. It ends when the host has read the gradient norm; reading
-waits for the device. Validations, saves and logging happen between two steps, so their time is not included. On CUDA,
-the weights are updated while the host continues, so the time of the update is included in the next step.
+The time of a step begins when the host requests the batch, and ends when the host has read the gradient norm. Reading
+the norm waits for the device. Validations, saves and logging happen between two steps, so their time is not included.
+On CUDA, the weights are updated while the host continues, so the time of the update is included in the next step.
 
 Loss and grad_norm are the same on every rank; times and memory are measured on rank 0.
 MFU is the FLOP/s of the model divided by the peak FLOP/s of the hardware (PaLM, app. B, arXiv:2204.02311).
 
-A sink has a `path` and the methods `write(record)` and `close()`. Its file is a cached property, which the first record
-opens. If opening fails, nothing is cached, so the next record tries again.
+A sink has a `path` and the methods `write(record)` and `close()`. The first record opens the file of a sink through a
+cached property. If the file cannot be opened, nothing is cached, so the next record tries again.
 """
 
 import json
@@ -56,7 +56,7 @@ from torchtitan_lite.step import StepResult
 
 logger = logging.getLogger(__name__)
 
-# after a start, this number of steps are all recorded, because the user watches them
+# number of steps after a start that are all recorded, because the user watches them
 N_FIRST = 10
 NO_TERMINAL = (200, 24)  # columns and lines to assume if the output is not a terminal
 # Field of a record -> tag in TensorBoard and wandb. The tags are torchtitan's, except for experts and validation.
@@ -95,7 +95,7 @@ class RunMetrics:
     def __init__(
         self, run: Run, spec: RunSpec, folder: Path | None, resumed_step: int, place: Place
     ):
-        """`folder`: where this rank writes records. If it is None, records go to the console only."""
+        """`folder`: the folder that records are written to. If `folder` is None, records go to the console only."""
         training = spec.config.training
         self.run = run
         self.spec = spec
@@ -114,7 +114,7 @@ class RunMetrics:
         self.was_skipped = False  # whether the previous step was skipped
         self.first_s = math.nan  # time of the first record
         self.sinks: list[Any] = []
-        self.unwritten: set[str] = set()  # paths for which the log already has an error
+        self.unwritten: set[str] = set()  # paths for which an error has been logged
         if folder is None:
             return
         self.sinks.append(JsonLinesSink(folder / "metrics.jsonl", resumed_step))
@@ -141,7 +141,7 @@ class RunMetrics:
         """Record a step if it is due, validated or skipped, or if the previous step was skipped.
 
         `validation`: the result of `validate`, or None. `time_s`: the duration of the step. `data_time_s`: how long the
-        host waited for its batch. A record has the average times of the steps since the previous record. Writing a
+        host waited for the batch. A record has the average times of the steps since the previous record. Writing a
         record waits for the device.
         """
         if self.place.rank > 0:
@@ -160,7 +160,7 @@ class RunMetrics:
             "loss": result.loss.item(),
             "grad_norm": grad_norm,
             "grad_norm_max": max(self.grad_norms),
-            # the rates that the optimizer used: the schedule is one step ahead
+            # the learning rates of this step: the scheduler is already one step ahead
             **list_rates(self.spec.config, self.run.lr_scheduler.last_epoch - 1),
             # number of tokens that all ranks have read since step 1
             "tokens": step * self.tokens_per_step,
@@ -263,8 +263,8 @@ def describe_speed(
 ) -> dict[str, float | None]:
     """Return throughput, and MFU from 0 to 1. `peak_flops` is the peak FLOP/s of one device, or None if unknown.
 
-    Throughput counts all tokens of the global batch, even padding, and is divided by the number of all ranks, including
-    pp and tp ranks.
+    Throughput is the number of tokens per second and rank. It counts all tokens of the global batch, even padding, and
+    all ranks, including pp and tp ranks.
     """
     full_flops = flops.full * tokens_per_s_per_rank
     return {

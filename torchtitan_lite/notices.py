@@ -24,7 +24,7 @@ OF_SAVES = """
 checkpoint.async_mode checkpoint.enable_first_step_checkpoint checkpoint.export_dtype checkpoint.interval
 checkpoint.keep_latest_k checkpoint.last_save
 """
-# case -> keys, or prefixes of keys, that have no effect in this case. `and` joins several settings
+# case -> keys, or prefixes of keys, that have no effect in this case. A case may join several settings with `and`
 WITHOUT_EFFECT = {
     "activation_checkpoint.mode = 'full'": RECOMPUTE_OPTIONS,
     "activation_checkpoint.mode = 'memory_budget'": "activation_checkpoint.selective_ac_option",
@@ -76,7 +76,7 @@ def list_rare_notices(given: UserConfig, spec: RunSpec, restarted: bool) -> Iter
         yield from about_float8(config, spec.model_args, spec.layout.tp)
     if config.checkpoint.local_folder:
         folder = name_snapshots(config.checkpoint.local_folder, spec.dump_folder)
-        yield f"snapshots are saved in {folder.absolute()} of each host"
+        yield f"snapshots are saved in {folder.absolute()} on each host"
     section = config.lr_scheduler
     n_left = section.total_steps - section.warmup_steps
     if 0 <= n_left < round((section.decay_ratio or 0) * section.total_steps):
@@ -113,7 +113,7 @@ def find_situations(spec: RunSpec) -> dict[str, str]:
         if config.checkpoint.async_mode == "async_with_pinned_mem":
             situations['there is no GPU: it acts like "async"'] = "checkpoint.async_mode"
     if is_alone and {training.dtype, training.mixed_precision_param} == {"float32"}:
-        situations["a pipeline stage is on one rank, in float32"] = OF_SHARDS
+        situations["a pipeline stage runs on one rank and computes in float32"] = OF_SHARDS
     if layout.fsdp_near == layout.efsdp_near == 1:
         situations["no FSDP group is split by node"] = OF_NODES
     if layout.dp_replicate == layout.tp == 1 and not (layout.tied or layout.ep):

@@ -47,7 +47,8 @@ SHIPPED_TOKENIZER = "assets/tokenizer"
 # sets them. With these defaults, a step of a 135M model takes less than two minutes on two cores (November 2026).
 CPU_TOKENS = 2048
 CPU_SEQ_LEN = 512
-# LAYOUT_SECTIONS determine the weights, the tokenizer and the layout. check_settings reads RULED_SECTIONS.
+# The keys of LAYOUT_SECTIONS determine the weights, the tokenizer and the layout. check_settings reads the keys of
+# RULED_SECTIONS.
 LAYOUT_SECTIONS = {"model", "training", "parallelism", "checkpoint", "job"}
 RULED_SECTIONS = {*LAYOUT_SECTIONS, "optimizer", "activation_checkpoint", "compile", "profiling"}
 
@@ -68,7 +69,8 @@ class RunSpec:
 
     @property
     def title(self) -> str:
-        """Name of the model: "llama3 8B". For loaded weights, family and folder: "qwen3 of ~/Qwen3-8B"."""
+        """Name of the model, such as "llama3 8B"; for loaded weights, the family and the folder, such as "qwen3 of
+        ~/Qwen3-8B"."""
         flavor = self.config.model.flavor
         if flavor == AUTO and self.weights:
             family = load_extension("families").find_model_type(self.model_args)
@@ -168,7 +170,8 @@ def resolve(
 
 
 def choose_n_ranks(parallelism: Parallelism, machine: Machine, n_hosts: int) -> int:
-    """Return the default world size: all GPUs; on CPUs the product of the degrees, at least two ranks per host."""
+    """Return the default world size: the number of GPUs; on CPUs, the product of the degrees, where an automatic degree
+    fills up two ranks per host."""
     if machine.device_type == "cuda":
         return machine.n_devices * n_hosts
     return prod(plan_degrees(parallelism, 2 * n_hosts).values())
@@ -201,7 +204,7 @@ def read_run(
     pieces = count_pieces(given.config.parallelism)
     seq_len = given.config.training.seq_len
     if seq_len > pieces and seq_len % pieces:
-        why = f"a multiple of {pieces}, which tp and cp need"
+        why = f"because tp and cp need a multiple of {pieces}"
         given.set_default("training.seq_len", seq_len - seq_len % pieces, why)
     return given, weights
 
@@ -239,8 +242,8 @@ def check_vocabulary(
 ) -> list[Problem]:
     """Check that the model has a row for every id that plain text may use.
 
-    Conversations also use special tokens. Special tokens are checked when a batch is read: an id without a row raises
-    an error.
+    Conversations also use special tokens. The ids of special tokens are checked when a batch is read: an id for which
+    the model has no row raises an error.
     """
     # plain-text samples use no special tokens except BOS and EOS
     unused = set(tokenizer.special.values()) - {tokenizer.bos_id, tokenizer.eos_id}

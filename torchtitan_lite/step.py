@@ -99,7 +99,8 @@ def compute_gradients(run: Run, batch: Batch) -> Tensor:
 def shard_for_cp(run: Run, batch: Batch) -> Batch:
     """Keep this cp rank's pieces of each row: (B, S) -> (B, S/cp), except doc_ids (B, S). No communication."""
     if run.layout.cp == 1:
-        # shard_sequence cuts rows into pairs of pieces, which would drop the last token of an odd row
+        # shard_sequence cuts a row into two equal pieces per rank, which would drop the last token of a row of odd
+        # length
         return batch
     shard_sequence = load_module("parallel.context_parallel").shard_sequence
     pieces = batch.map(lambda field: shard_sequence(field, run.mesh.cp))

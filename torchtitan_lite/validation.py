@@ -36,8 +36,9 @@ logger = logging.getLogger(__name__)
 class ValidationBatches:
     """Reads all samples of the validation corpora once, in order. The last batch is padded with extra rows.
 
-    With `most_batches`, samples are spread evenly, because the first samples could be a single unusual document.
-    Batches have the shape of training batches, so they use the same schedule and compiled graphs.
+    If `most_batches` limits the samples, they are spread evenly over the split, because the first samples could be a
+    single unusual document. Batches have the shape of training batches, so they use the same schedule and compiled
+    graphs.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ def count_bytes(tokenizer: Tokenizer, corpora: list[Corpus]) -> Tensor:
     """Return the number of text bytes per token id, (V,) float64.
 
     With some tokenizers, decoded text is not the concatenation of the bytes of its tokens. For these tokenizers, every
-    id gets the mean number of bytes per token, so the total over the corpora is exact.
+    id gets the mean number of bytes per token, which is exact for the total over the corpora.
     """
     n_bytes = torch.zeros(tokenizer.vocab_size, dtype=torch.float64)
     if not tokenizer.is_spelled:

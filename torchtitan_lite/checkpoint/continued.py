@@ -36,7 +36,7 @@ def list_different(config: Config, manifest: Manifest) -> dict[str, tuple[object
         # an earlier version without this key behaved as the current default does
         before = saved.get(key, get_value(Config(), key))
         pair = before, value
-        # compare names only, because a corpus may have moved to a new folder
+        # compare only the names of corpora, because a corpus may have moved to a different folder
         if key.endswith(".dataset"):
             pair = [[Path(path).name for path in paths] for paths in pair]
         if pair[0] != pair[1]:
@@ -81,7 +81,7 @@ def check_continued(problems: Problems, weights: Weights, documents: dict[str, s
     n_steps = config.training.steps
     if manifest.step >= n_steps:
         if not weights.is_resumed:
-            why = f"{path} is already at step {manifest.step}, from which the run continues"
+            why = f"the run continues from {path}, which is already at step {manifest.step}"
             remedy = f"Set it to more than {manifest.step}, or {new_run}"
             problems.refuse("training.steps", why, remedy)
         return
@@ -96,9 +96,7 @@ def check_continued(problems: Problems, weights: Weights, documents: dict[str, s
         why = f"{path} has only weights (checkpoint.last_save_model_only), so training cannot continue from it"
         remedy = f"To use them, {new_run}"
         if not manifest.run["config"]["checkpoint"]["last_save_model_only"]:
-            why = (
-                f"{path} has no state of {config.optimizer.name}, but n_moments is not 0 in its row"
-            )
+            why = f"{path} has no optimizer state, but n_moments is not 0 in the row of {config.optimizer.name}"
             remedy = "Set n_moments = 0 in config/choices.py, as for SGD"
         problems.refuse("training.steps", why, remedy)
 

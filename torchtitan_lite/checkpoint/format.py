@@ -40,7 +40,7 @@ from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.schema import Checkpoint
 
 MANIFEST = "manifest.json"
-# key in `run`: name -> content of files published with the initial weights
+# key in `run` for the files that were published with the initial weights: file name -> content
 IN_MANIFEST = "hugging_face"
 CHECKSUMS = "checksums"
 FORMAT = 4
@@ -98,7 +98,7 @@ def find_coordinates(rank: int, mesh_dims: Sequence[str], degrees: Degrees) -> d
 def find_writer(
     record: TensorRecord, degrees: Degrees, at: dict[str, int], among: Sequence[int] | None = None
 ) -> int | None:
-    """Return the rank that writes the slice at these coordinates. Coordinates on copy_dims may be missing.
+    """Return the rank that writes the slice at these coordinates. `at` need not contain coordinates on copy_dims.
 
     For a snapshot, `among` lists the ranks of one host: the first listed rank that has the slice writes it. Returns
     None if no listed rank has the slice. If `among` is None, `record.copy` selects the writer among all ranks that have
@@ -183,7 +183,7 @@ def flush_and_hash(path: Path) -> str:
 
 
 def write_manifest(folder: Path, manifest: Manifest, hashes: Mapping[str, str]) -> None:
-    """Write the manifest and the checksums. `hashes` maps the name of every other file to its hash."""
+    """Write the manifest and the checksums. `hashes` maps each file except these two to its hash."""
     content = json.dumps(vars(manifest)).encode()
     hashes = {**hashes, MANIFEST: write_file(folder / MANIFEST, content)}
     lines = [f"{digest}  {name}\n" for name, digest in sorted(hashes.items())]
@@ -199,7 +199,7 @@ def commit(final: Path) -> None:
 
 
 def discard(final: Path) -> None:
-    """Delete the failed save of `final`. If that is not possible, the next save deletes the folder."""
+    """Delete the failed save of `final`. If the deletion fails, the next save deletes the folder."""
     shutil.rmtree(name_unfinished(final), ignore_errors=True)
 
 

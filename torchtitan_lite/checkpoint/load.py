@@ -30,7 +30,7 @@ from torchtitan_lite.dtensor import find_shard
 
 logger = logging.getLogger(__name__)
 
-# current prefix, and the prefix in earlier checkpoints
+# the current prefix, and the prefix that earlier checkpoints use
 OLD_NAME = (SPIKES, "optimizer.gradient_norms.")
 
 
@@ -40,8 +40,9 @@ OLD_NAME = (SPIKES, "optimizer.gradient_norms.")
 class OpenCheckpoint:
     """A checkpoint with its manifest. Files are opened when their tensors are read.
 
-    The constructor checks the hashes of all files, or of part number `part` if the files are divided into `n_parts`
-    parts. Raises CheckpointError if there is no checkpoint, and DamagedCheckpoint with the names of damaged files.
+    The constructor divides the files into `n_parts` parts, and checks the hashes of part number `part`. By default, the
+    constructor checks all files. Raises CheckpointError if there is no checkpoint, and DamagedCheckpoint with the names
+    of damaged files.
     """
 
     def __init__(self, folder: Path, part: int = 0, n_parts: int = 1):
@@ -106,7 +107,7 @@ def load_checkpoint(checkpoint: OpenCheckpoint, tensors: dict[str, Tensor]) -> N
                 "or start another run from its weights: checkpoint.initial_load_path"
             )
         # Otherwise, the tensor is the history of the spike filter, and the earlier run had no filter or a different
-        # window. In that case, the filter starts without a history.
+        # window. The filter then starts without a history.
 
 
 # ---------------------------------------------------------------- all ranks

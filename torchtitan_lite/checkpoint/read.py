@@ -1,4 +1,5 @@
-"""Read a checkpoint folder: its manifest, its hashes, and which stored slices overlap a box of a tensor. No torch.
+"""Read the manifest and the hashes of a checkpoint, and find the stored slices that overlap a box of a tensor. No
+torch.
 
 A dim of n elements over k ranks is split into slices of ceil(n/k) elements; as in torch.chunk, the last slices may be
 smaller or empty. If a dim is split twice, the second split cuts each slice of the first split.
@@ -110,7 +111,8 @@ def list_cuts(
 ) -> Iterator[tuple[dict[str, int], int, int]]:
     """Yield the slices of one dim that overlap first .. stop - 1, as (coordinates of a rank, first element, length).
 
-    The first split cuts the elements from `begin` on, the second split cuts each slice of the first split, and so on.
+    The first split cuts the `length` elements that start at `begin`. The second split cuts each slice of the first
+    split, and so on.
     """
     if not splits:
         if max(begin, first) < min(begin + length, stop):

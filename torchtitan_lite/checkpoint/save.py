@@ -4,14 +4,15 @@
     optimizer.layers.3.attention.wq.weight.exp_avg
 
 The learning rate, the position in the data and the initial weights are functions of step and seed, and a step draws no
-random numbers. The step in the manifest is therefore enough to restore all three on any layout.
+random numbers. The step in the manifest is therefore enough to restore the learning rate, the data position and the
+initial weights on any layout.
 
     after_step(20)   rank 0: create step-20.tmp/   every rank: write and hash its file   rank 0: manifest, rename, prune
 
 format.py determines which rank writes which slice; a slice that several ranks have is written once. The ranks of a
 pipeline stage divide the lines of the manifest among themselves. Rank 0 gathers the lines, and the hash of each file.
-The gather pads every message to the length of the longest one: about 300 bytes if a pipeline stage has more ranks than
-tensors.
+The gather pads every message to the length of the longest message, which is about 300 bytes if a pipeline stage has
+more ranks than tensors.
 
 If ranks fail, every rank raises the error of the lowest rank that failed. Files use the format of torch's
 HuggingFaceStorageWriter(save_distributed=True), so torch's HuggingFaceStorageReader opens them without this package.
@@ -66,19 +67,19 @@ from torchtitan_lite.files import describe_launch
 logger = logging.getLogger(__name__)
 
 SPIKES = "spike_filter."  # prefix of the tensors of extensions/spike_filter.py
-# keys of the file header; torch's reader finds the offsets of a shard in its tensor there
+# keys of the file header, where torch's reader finds the offsets of a shard within the full tensor
 SHARDING = "DCP_SHARDING_INFO"
 OFFSETS = "saved_offsets"
 # for tensors with at least this number of elements, the ranks that have copies take turns writing
 DEALT = 2**16
 MOST_DAMAGED = 8  # messages in one error
-# the name of a mesh dim; torch joins the names of flattened dims
+# matches the name of one mesh dim, because torch joins the names of flattened dims
 DIM_NAME = re.compile("_?(dp_replicate|dp_shard|efsdp|ep|cp|tp|pp)")
 
 
 @dataclass(frozen=True)
 class SavePlan:
-    """The slices in a rank's file, and the manifest lines that this rank contributes."""
+    """The slices that a rank writes to its file, and the manifest lines that it contributes."""
 
     file: str
     slices: dict[str, Tensor]
@@ -91,8 +92,8 @@ def plan_save(
 ) -> SavePlan:
     """Plan which slices of `tensors` this rank writes. No communication.
 
-    `host`: the ranks of this host, if each host saves the shards of its own ranks (a snapshot). In a snapshot, every
-    rank contributes all lines of its pipeline stage.
+    `host`: the ranks of this host for a snapshot, in which each host saves the shards of its own ranks; None for a
+    checkpoint. In a snapshot, every rank contributes all lines of its pipeline stage.
     """
     n_ranks = prod(mesh[mesh_dim] for mesh_dim in MESH_DIMS[1:])
     stage, place = divmod(rank, n_ranks)
@@ -118,12 +119,12 @@ def plan_save(
 
 
 def list_splits(tensor: Tensor, mesh: Degrees) -> list[Split]:
-    """Return how a tensor is split over mesh dims: the splits in the order in which they are applied."""
+    """Return the splits of a tensor over mesh dims, in the order in which they are applied."""
     if not isinstance(tensor, DTensor):
         return []
     splits = []
     placed = zip(tensor.placements, tensor.device_mesh.mesh_dim_names or (), strict=True)
-    # FSDP cuts the slices of tp or ep again, although FSDP's mesh dim is listed before tp and ep.
+    # FSDP's mesh dim is listed before tp and ep, but FSDP splits last: it cuts each slice of tp or ep.
     for placement, name in sorted(placed, key=lambda pair: isinstance(pair[0], _StridedShard)):
         assert not DIM_NAME.sub("", name), f"a checkpoint cannot describe the mesh dim {name}"
         mesh_dims = tuple(dim for dim in DIM_NAME.findall(name) if mesh[dim] > 1)
@@ -150,7 +151,7 @@ class CheckpointSaver(AbstractContextManager):
     device: torch.device
 
     def after_step(self, step: int, *, n_steps: int, is_stopped: bool) -> dict[str, Any]:
-        """Save a checkpoint after this step, if a save is due. `is_stopped`: a signal ends the run. Collective.
+        """Save a checkpoint after this step, if a save is due. `is_stopped`: whether a signal ends the run. Collective.
 
         Returns the path of the checkpoint and the seconds that the ranks waited, or {} if nothing is saved.
         """
@@ -256,7 +257,8 @@ def name_weights(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def export_weights(tensors: dict[str, Tensor], dtype: str) -> dict[str, Tensor]:
-    """Return the weights among the tensors of a checkpoint, in this dtype. Expert biases keep their dtype."""
+    """Return the weights among `tensors`, the tensors of a checkpoint, cast to `dtype`. Expert biases keep their
+    dtype."""
     weights = {}
     for name, tensor in tensors.items():
         if name.startswith("model."):
@@ -312,7 +314,8 @@ def raise_on_all_ranks(group: dist.ProcessGroup, action: Callable[[], Any]) -> A
 
 
 def do_on_rank_0(group: dist.ProcessGroup, action: Callable[[], Any]) -> Any:
-    """Call `action` on rank 0 only. Every rank returns the result of the call, or raises its error. Collective."""
+    """Call `action` on rank 0 only. Every rank returns the result of this call, or raises the same error.
+    Collective."""
     results = [raise_on_all_ranks(group, action if group.rank() == 0 else lambda: None)]
     dist.broadcast_object_list(results, group=group, group_src=0)
     return results[0]

@@ -50,7 +50,7 @@ class Weights:
     published: dict[str, dict]
     manifest: Manifest | None = None  # None for a Hugging Face folder
     is_resumed: bool = False  # the checkpoint is in the dump folder
-    # names of ignored settings of config.json, and of newer checkpoints that cannot be read
+    # one line for each ignored setting of config.json, and for each newer checkpoint that cannot be read
     notices: tuple[str, ...] = ()
 
 
@@ -80,7 +80,8 @@ def find_resumed(config: Config, restarted: bool) -> Weights | None:
         except CheckpointError as error:
             reasons.append(str(error))
             if not isinstance(error, DamagedCheckpoint):
-                # raise an error: the checkpoint may be intact, and an earlier checkpoint would repeat steps
+                # Do not fall back to an earlier checkpoint: this checkpoint may be intact, and the run would repeat
+                # steps.
                 break
     else:
         if not reasons or section.local_folder:  # the run may resume from a snapshot
@@ -100,7 +101,7 @@ def names_step(section: Checkpoint, steps: list[int], restarted: bool) -> bool:
 
 
 def check_went_on(section: Checkpoint, folder: Path, steps: list[int]) -> None:
-    """Accept a load_step before the last step if a run with the same command has already continued from that step.
+    """Accept a load_step that is not the last step if a run with the same command has already continued from it.
 
     Raises ConfigError otherwise.
     """
@@ -149,7 +150,7 @@ def find_initial(config: Config) -> Weights:
 
 
 def check_loaded_model(problems: Problems, weights: Weights) -> None:
-    """Check that a run of this model can use the weights. Add problems, and notices if the models differ.
+    """Check that a run of this model can use the weights. Add the problems found, and a notice if the models differ.
 
     A run that also loads the optimizer state needs the same model. Other runs only need tensors with the same shapes
     and meaning.
@@ -229,7 +230,7 @@ def parse_model_args(manifest: Manifest) -> ModelArgs:
         if name.startswith("model.") and not name.endswith("expert_bias")
     }
     different = dict(list_shapes(model_args).items() ^ stored.items())
-    if stored and different and not manifest.host:  # a snapshot has only its host's stages
+    if stored and different and not manifest.host:  # a snapshot has only the stages of its host
         raise CheckpointError(
             f"models/{model} has changed since it was saved: {', '.join(abbreviate(sorted(different)))}. "
             "Use the code that saved it, or give the changed model a new name in models/registry.py"

@@ -2,15 +2,15 @@
 
 Loaded only if a step fails. The gradient norm covers the whole model, so all ranks notice in the same step that it is
 not finite. By then, the tensors no longer show which rank was first: a NaN in one pipeline stage reaches the loss in
-the last stage, and a NaN on one tp rank reaches the sums on all tp ranks. Therefore all ranks repeat forward and
-backward (the weights did not change) with hooks on every module. A hook checks
+the last stage, and a NaN on one tp rank reaches the sums on all tp ranks. The weights have not changed, so all ranks
+repeat forward and backward with hooks on every module. A hook checks
 
     forward     the output of the module
     backward    the gradient of its inputs
 
-Hooks run for inner modules first, and before a module's collective. All ranks of a pipeline stage run the same hooks in
-the same order, so the first hook that finds a NaN or infinity names the origin. Stages run first to last in forward,
-and last to first in backward.
+The hook of an inner module runs before the hook of the outer module, and each hook runs before its module's collective.
+All ranks of a pipeline stage run the same hooks in the same order, so the first hook that finds a NaN or infinity names
+the origin. Stages run first to last in forward, and last to first in backward.
 """
 
 import itertools
@@ -36,9 +36,9 @@ def find_non_finite(
 ) -> str:
     """Name the rank and the module of the first NaN or infinity, in one sentence. Collective.
 
-    `parts` have the gradients of the step; `repeat` computes them again. Every rank reports its first finding. The
-    result is the earliest finding of all ranks in this order: weights, outputs of modules, gradients of their inputs,
-    gradients of weights.
+    `parts` have the gradients of the failed step, and `repeat` computes the same gradients again. Every rank reports
+    its first finding. The result is the finding that comes first in this order: weights, outputs of modules, gradients
+    of module inputs, gradients of weights.
     """
     rank = describe_rank(dist.get_rank(), coordinates)
     pp_rank = coordinates["pp"]

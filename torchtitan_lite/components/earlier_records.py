@@ -15,8 +15,7 @@ logger = logging.getLogger(__name__)
 def drop_later_steps(path: Path, last_step: int) -> None:
     """Drop from metrics.jsonl all records after `last_step`, and an incomplete last line.
 
-    If no record of a step remains, the new run starts from the beginning. In that case, keep the old file as
-    metrics-N.jsonl.
+    If no record of a step remains, the new run starts from the beginning. The old file is then kept as metrics-N.jsonl.
     """
     text = path.read_text(encoding="utf-8", errors="replace")
     kept = ""
@@ -32,7 +31,9 @@ def drop_later_steps(path: Path, last_step: int) -> None:
         numbered = (path.with_name(f"{path.stem}-{n}{path.suffix}") for n in count(1))
         aside = next(name for name in numbered if not name.exists())
         path.rename(aside)
-        logger.info(f"{aside} has the records of an earlier start, whose steps are trained again")
+        logger.info(
+            f"{aside} has the records of an earlier start; this run trains the same steps again"
+        )
         return
     replace_text(path, kept)  # no record is lost if the process is killed here
 

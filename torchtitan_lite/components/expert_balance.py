@@ -7,14 +7,14 @@
     z-loss            logsumexp(router logits)^2, averaged over all tokens of the global batch
 
 A hook on each router counts the router's routes. In backward, the hook adds the gradients of both losses of the layer
-to the gradients of scores and logits, so the model still returns a single tensor. All tokens are included, even tokens
-whose target is ignored.
+to the gradients of scores and logits, so the model still returns a single tensor. The loads and both losses include all
+tokens, even tokens whose target is ignored.
 
 The bias is the same on every rank and on every layout, because the loads are integers, counted without rounding over
 the global batch. Checkpoints contain the bias. If the gradients of a step are not finite, the bias does not change.
 
-Sources: bias arXiv:2408.15664; auxiliary loss: DeepSeek-V3 arXiv:2412.19437, eq. 17 to 20, except that DeepSeek-V3's f
-ignores the bias, and ours counts the routes actually taken; z-loss: ST-MoE arXiv:2202.08906, eq. 5.
+Sources: bias arXiv:2408.15664; auxiliary loss: DeepSeek-V3 arXiv:2412.19437, eq. 17 to 20, but f is computed from the
+routes actually taken, whereas DeepSeek-V3 computes f without the bias; z-loss: ST-MoE arXiv:2202.08906, eq. 5.
 """
 
 import logging
@@ -117,7 +117,7 @@ class ExpertBalance:
         return loads
 
     def describe(self, step: int, loads: Tensor) -> dict[str, Any]:
-        """Return the fields of a record for the result of `update`. Waits for the device.
+        """Return record fields that describe `loads`, the result of `update`. Waits for the device.
 
         Warn after STEPS_TO_WARN consecutive logged steps with collapsed experts.
         """
@@ -126,7 +126,7 @@ class ExpertBalance:
         is_collapsed = ratio >= min(COLLAPSED, 0.75 * self.moe.n_experts / self.moe.top_k)
         self.n_collapsed = self.n_collapsed + 1 if is_collapsed else 0
         if self.n_collapsed == STEPS_TO_WARN:
-            dead = f"{load['expert_dead_share']:.0%} of all experts get none"
+            dead = f"{load['expert_dead_share']:.0%} of all experts get no tokens"
             logger.warning(
                 f"step {step}: an expert gets {ratio:.1f} times the mean load of its layer; {dead}. "
                 "Raise training.expert_balance_loss or training.expert_bias_rate, or lower optimizer.lr"
@@ -135,7 +135,8 @@ class ExpertBalance:
 
 
 def is_recomputed() -> bool:
-    """Return whether this forward pass is a recompute in backward. The routes of a recompute are already counted."""
+    """Return whether this forward pass is a recompute in backward. The original forward has already counted the routes
+    of a recompute."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -193,7 +194,7 @@ def describe_load(loads: Tensor, top_k: int) -> dict[str, float]:
     is_dead = counts == 0
     entropy = entropies.sum() / counts.sum() * top_k  # each token has top_k routes
     return {
-        "expert_max_over_mean": relative_load.max().item(),  # for the busiest expert in any layer
+        "expert_max_over_mean": relative_load.max().item(),  # the maximum over the experts of all layers
         "expert_dead_share": is_dead.double().mean().item(),  # experts without tokens
         # entropy of the router scores in nats, averaged over tokens and layers
         "router_entropy": entropy.item(),

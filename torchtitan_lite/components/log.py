@@ -18,7 +18,7 @@ from typing import TextIO
 
 logger = logging.getLogger(__name__)
 
-# level of lines that go only to log.txt, because the launcher prints them on the screen
+# log level of messages that go only to log.txt, because the launcher already prints them on the screen
 IN_FILE = logging.INFO - 1
 
 UNWRITTEN = "{} cannot be written, and the run continues: {}"
@@ -27,8 +27,8 @@ UNWRITTEN = "{} cannot be written, and the run continues: {}"
 class LineHandler(logging.StreamHandler):
     """Writes lines as `12:30:01 text`. Adds the level if it is above INFO, and the rank if it is not 0.
 
-    If lines cannot be written, one message appears on stderr. By default, logging would print a traceback for each
-    line.
+    If lines cannot be written, one message appears on stderr. By default, `logging` prints a traceback for each line
+    that cannot be written.
     """
 
     def __init__(self, name: str, stream: TextIO, rank: int, time_format: str):
@@ -66,7 +66,8 @@ def start_logging(rank: int, dump_folder: Path | None) -> None:
     """Set up this package's logger in this process. A second call replaces the settings of the first. `rank` is the
     global rank.
 
-    log.txt is written to `dump_folder`. `dump_folder` is None on all ranks except 0, or if the run writes no files.
+    log.txt is written to `dump_folder`. `dump_folder` is None on all ranks except 0, and on all ranks if the run writes
+    no files.
     """
     package = logging.getLogger("torchtitan_lite")
     package.setLevel(IN_FILE)

@@ -33,8 +33,8 @@ def build_optimizer(
     # config/features.py allows bfloat16 moments only for fused AdamW
     if section.moments_dtype == "bfloat16":
         builder = load_extension("adamw_bfloat16").AdamWBFloat16
-    # Each group in optimizer.groups becomes one parameter group per mesh, because torch's kernels need all DTensors on
-    # one mesh. Experts have a second mesh.
+    # Each group in optimizer.groups becomes one parameter group per mesh, because torch's kernels require that all
+    # DTensors have the same mesh. Experts have a second mesh.
     groups: dict[tuple, dict] = {}
     factors = ParameterGroup("")  # the default: both factors are 1
     for fqn, parameter in parameters.items():
@@ -80,9 +80,9 @@ def sum_gradient_squares(parameters: Iterable[Tensor]) -> Tensor:
     """Return this rank's contribution to the squared 2-norm of all gradients, () float64. The caller sums over
     ranks.
 
-    A CPU adds fp32 values one by one, so the rounding error grows with the number of values on a rank. Clipping would
-    then depend on the layout (tests/ranks/test_optim.py). Therefore CPU tensors are summed in float64. A GPU sums in a
-    tree, which is accurate enough in fp32.
+    A CPU adds fp32 values one by one, so the rounding error grows with the number of values on a rank. With fp32 sums
+    on a CPU, clipping would depend on the layout (tests/ranks/test_optim.py). Therefore CPU tensors are summed in
+    float64. A GPU sums in a tree, which is accurate enough in fp32.
     """
     # Use local shards: for a small tensor, DTensor takes longer to plan the operation than to compute the sum.
     by_copies: dict[int, list[Tensor]] = defaultdict(list)

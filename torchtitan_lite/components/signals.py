@@ -1,4 +1,5 @@
-"""Stop all ranks after the same step on a signal: Ctrl-C, scancel, preemption, a spot notice, a closed terminal.
+"""Stop all ranks after the same step if any rank gets a signal: Ctrl-C, scancel, preemption, a spot
+notice, a closed terminal.
 
     rank that gets a signal   step s - 1 ... | forward, backward | all-reduce | update | save, end
                               stores it                            sends it
@@ -10,14 +11,14 @@ all-reduce of the gradient norm (step.py). Every rank reads the result once per 
 step, without an extra collective. A validation may take longer than a step, so ranks also exchange signals before each
 of its batches (validation.py).
 
-All signals within 5 s are treated as one. `timeout`, systemd, Slurm and terminals signal the launcher and the ranks,
-and the launcher forwards the signal, so a rank gets several copies. A later signal ends the process immediately. During
-the first step, even the first signal ends the process, because there is nothing to save.
+All signals within 5 s are treated as one. `timeout`, systemd, Slurm and terminals send a signal to the launcher and to
+the ranks. The launcher also forwards the signal to the ranks, so a rank gets several copies. A later signal ends the
+process immediately. During the first step, even the first signal ends the process, because there is nothing to save.
 
 After a crash, torchrun ends the other ranks of the host with SIGTERM. If a rank of this host has already ended, the
-step cannot finish: a signal ends the process without a message, because the launcher reports the failure.
+step cannot finish. A signal then ends the process without a message, because the launcher reports the failure.
 
-A rank writes the reason why it ended to a small file, whose path is in TORCHELASTIC_ERROR_FILE:
+A rank that ends writes the reason to a small file, whose path is in the environment variable TORCHELASTIC_ERROR_FILE:
 {"status": 1, "message": "rank 3 failed: ...", "details": "Traceback ..."}. In the launcher, tools/agent.py reads the
 file of the rank that failed first.
 """

@@ -134,14 +134,14 @@ class FlopsPerToken:
 
 
 def count_keys(model_args: ModelArgs, seq_len: int, attention: str) -> tuple[int, float]:
-    """Return two sums over layers: keys per token in the full attention matrix, and their mean number in its causal
-    part.
+    """Return two sums over layers: the number of keys per token in the full attention matrix, and the mean number of
+    keys per token in the causal part of this matrix.
 
-    A window of W keys counts as W in the full matrix, and as W*(1 - W/2S) in the causal part, because early tokens see
+    A layer with a window of W keys adds W to the first sum and W*(1 - W/2S) to the second sum, because early tokens see
     fewer keys.
     """
     full = 0
-    causal = 0  # in units of 1 / (2*S), to stay an integer
+    causal = 0  # the second sum times 2*S, which is an integer
     for window in list_windows(attention, model_args):
         n_keys = min(window or seq_len, seq_len)
         full += n_keys
@@ -157,7 +157,8 @@ def count_flops_per_token(
     In a layer with a window, S is the number of keys. The embedding is a lookup and costs nothing. The head is included
     even if it is tied. In a layer with experts, only top_k experts are included.
 
-    Publications use both conventions: for 8B at 8,192 tokens, full gives 57.9 GFLOP and causal gives 51.5.
+    Publications use both conventions: for Llama 3 8B and 8,192 tokens, the full matrix gives 57.9 GFLOP, and the causal
+    part gives 51.5.
     """
     weights = count_parameters(model_args, active=True, in_matmuls=True)
     weights += sum(prod(row.weight) for row in list_added_ends(model_args) if row.kind == "linear")

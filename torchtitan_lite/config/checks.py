@@ -34,8 +34,8 @@ from torchtitan_lite.config.schema import (
 AUTOMATIC = (None, -1, AUTO)  # the values that resolve_config replaces
 TP = "parallelism.tensor_parallel_degree"
 SPLIT_DIMS = {"colwise": 0, "rowwise": -1}  # tp_style -> dim of the weight that tp splits
-# settings.py has no rules and notices.py has no notices about these keys, apart from the two cases that
-# asks_for_features tests. If all other keys have their defaults, these two files are not loaded.
+# Keys that no rule of settings.py and no notice of notices.py reads, except in the two cases that asks_for_features
+# tests. If all other keys have their default values, settings.py and notices.py are not loaded.
 PLAIN_KEYS = set(
     """
     job.config_file job.dump_folder model.hf_assets_path optimizer.lr lr_scheduler.warmup_steps
@@ -100,7 +100,7 @@ def resolve_config(config: Config, layout: Layout, device_type: str) -> Config:
     for key, value in resolved.items():
         if get_value(config, key) in AUTOMATIC:
             config = with_value(config, key, value)
-    # zero_stage is resolved now, so this older key must not contradict zero_stage
+    # zero_stage is resolved now: reset this older key, so that it does not contradict zero_stage
     return with_value(config, "parallelism.fsdp_reshard_after_forward", "default")
 
 
@@ -138,7 +138,7 @@ def check_batch(config: Config, layout: Layout) -> Refused:
     if n_sequences % unit:
         why = (
             f"{layout.dp} data-parallel ranks cannot have equal shares of {n_sequences} sequences, "
-            f"in multiples of training.local_batch_size = {n_local}"
+            f"each a multiple of training.local_batch_size = {n_local}"
         )
         yield "training.global_batch_size", why, f"Use {list_multiples(n_sequences, unit)}"
     if layout.pp == 1:
@@ -228,7 +228,7 @@ def count_pieces(parallelism: Parallelism) -> int:
 
 
 def check_tp(config: Config, model_args: ModelArgs, world_size: int) -> Refused:
-    """Check that tp divides the sizes of [model]. If so, check that it splits every module of the model."""
+    """Check that tp divides the sizes of [model]. If it does, check that tp can split every module of the model."""
     tp = config.parallelism.tensor_parallel_degree
     sizes, rows = find_misfits(model_args, tp)
     if not (sizes or rows):

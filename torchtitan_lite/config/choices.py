@@ -49,7 +49,7 @@ DECAYS: dict[str, Callable[[float], float]] = {
 
 @dataclass(frozen=True)
 class AttentionRow:
-    """The tokens that a token attends to, and the features that support this attention.
+    """Describe a kind of attention: which tokens a token attends to, and which features support this attention.
 
     A row without code is plain: attention is a softmax over the token itself and the earlier tokens of its document and
     window, and over the sinks of the model. Training, `generate`, verify and context parallel then need only the row.
@@ -63,7 +63,8 @@ class AttentionRow:
     # (model/README.md)
     under_cp: bool = False
     # (model_args, layer) -> number of tokens that a token sees, itself included; None: all earlier tokens. Only a row
-    # with code may omit `window`: `plan` then assumes all earlier tokens, and reports this assumption
+    # with code may omit `window`: `plan` then assumes that a token attends to all earlier tokens, and reports this
+    # assumption
     window: Callable[[ModelArgs, int], int | None] | None = None
 
 
@@ -91,7 +92,7 @@ class ScheduleRow:
 class LossRow:
     """A training loss, computed per token. Validation always measures the cross entropy, in nats."""
 
-    # file of extensions/ with a function of this loss's name; "": it is in model/loss.py
+    # file of extensions/ that defines a function with the name of this loss; "": model/loss.py defines it
     extension: str = ""
     # keyword of the formula -> function of a Batch (model/batch.py)
     fields: dict[str, Callable] = field(default_factory=dict)

@@ -26,5 +26,5 @@ def find_code(file: str, name: str, home: str = "torchtitan_lite.extensions") ->
         return getattr(load_extension(file) if file else import_module(home), name)
     except (ImportError, AttributeError) as error:
         why = f"the row of {name!r} in config/choices.py has no code: {error}"
-        remedy = "Name a file of extensions/ in `extension`. An attention may set `window` instead"
+        remedy = "Set `extension` to the name of a file in extensions/. An attention may set `window` instead"
         raise UserError(f"{why}. {remedy}") from error

@@ -20,9 +20,9 @@ ANY_NUMBER = Range(-LARGEST, LARGEST)
 
 @dataclass(frozen=True)
 class ConfigKey:
-    """One key of config.json. A value of a different type or size, or outside `only`, is not supported.
+    """One key of config.json. A value that has a different type, exceeds `limits` or is not in `only` is not supported.
 
-    An ignored key has no effect on our model, so any value is accepted. If the value is outside `only`, a notice says
+    An ignored key has no effect on our model, so any value is accepted. If this value is not in `only`, a notice says
     that the key is ignored.
     """
 
@@ -49,7 +49,7 @@ class Family:
     # FQN of our module (in the block, if any) -> Hugging Face's name; {}: the index of an expert
     names: dict[str, str]
     switches: tuple[str, ...] = ()
-    # field of MoEArgs -> key; other fields must be the default
+    # field of MoEArgs -> key; all other fields of MoEArgs must have their default values
     experts: dict[str, str] = field(default_factory=dict)
     divides_dim: bool = False  # the number of heads must divide the hidden size
     # "all": every layer has the window; "some": layer_types or max_window_layers choose layers

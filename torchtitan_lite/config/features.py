@@ -1,9 +1,9 @@
 """List the keys that load files of torchtitan_lite/extensions/, and the rules for these keys.
 
-A row lists the values of a key that load a file, and the rule that `check` then applies. The rules are in this file,
-because they need no torch. All other code of the core names an extension only in a call of `load_extension`, at the
-point where the feature is used. To add an extension, write its file. If a key loads the file, also add a row here. A
-row of OPTIMIZERS in choices.py can also name the file. extensions/README.md lists what loads each file.
+A row names a key, the values of this key that load the file, and the rule that `check` then applies. The rules are in
+this file, because they need no torch. All other code of the core names an extension only in a call of `load_extension`,
+at the point where the feature is used. To add an extension, write its file. If a key loads the file, also add a row
+here. A row of OPTIMIZERS in choices.py can also name the file. extensions/README.md lists what loads each file.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from torchtitan_lite.config.schema import Config, Parallelism
 
 FLOAT8 = "quantize.linear.float8"
 ZERO_PLUS_PLUS = "parallelism.zero_plus_plus"
-INT8_BLOCK = 256  # elements that share a scale in ZeRO++
+INT8_BLOCK = 256  # number of elements that share a scale in ZeRO++
 
 # ---------------------------------------------------------------- rules of extensions
 
@@ -46,7 +46,7 @@ def check_bfloat16_weights(config: Config, model_args: ModelArgs, layout: Layout
     # whether gradients of microbatches are summed in bfloat16
     is_summed = layout.pp == 1 and layout.zero_stage > 1 and layout.n_microbatches > 1
     if config.optimizer.moments_dtype != "bfloat16" or is_summed:
-        why = "bfloat16 weights need bfloat16 moments, and float32 sums of the microbatches' gradients"
+        why = "bfloat16 weights need bfloat16 moments, and gradients that are summed over microbatches in float32"
         remedy = 'Set optimizer.moments_dtype = "bfloat16" and parallelism.zero_stage = 1'
         yield "training.dtype", why, remedy
 
@@ -61,7 +61,7 @@ def check_zero_plus_plus(config: Config, model_args: ModelArgs, layout: Layout) 
     n_ranks = layout.fsdp * layout.tp  # ranks of one pipeline stage and one replica
     is_split = layout.fsdp_near > 1 or (layout.ep and layout.efsdp_near > 1)
     if n_ranks > section.zero_plus_plus_node_size and not is_split:
-        why = "hpZ needs at least two ranks of an FSDP group on every node, and nodes of this size have fewer"
+        why = "hpZ needs at least two ranks of an FSDP group on every node, but nodes of this size have fewer"
         yield f"{ZERO_PLUS_PLUS}_node_size", why, f'Leave "hpz" out of {ZERO_PLUS_PLUS}'
     if layout.zero_stage < 3 or layout.pp > 1:
         why = "hpz keeps the weights that backward gathers, so it needs zero_stage = 3, and no pipeline"
@@ -73,7 +73,7 @@ def check_symmetric_memory(config: Config, model_args: ModelArgs, layout: Layout
     if layout.fsdp == 1:
         yield key, "FSDP has a single shard, so no weight is gathered", "Leave it out"
     elif config.parallelism.zero_plus_plus:
-        yield key, "ZeRO++ gathers by its own collectives", "Turn off one of the two"
+        yield key, "ZeRO++ gathers weights with its own collectives", "Turn off one of the two"
 
 
 def check_float8_all_gather(config: Config, model_args: ModelArgs, layout: Layout) -> Refused:
@@ -81,7 +81,7 @@ def check_float8_all_gather(config: Config, model_args: ModelArgs, layout: Layou
         return
     remedy = f"Set {FLOAT8}.enable_fsdp_float8_all_gather = false"
     if config.quantize.linear.float8.recipe_name != "tensorwise":
-        why = "a weight gathered in float8 has a single scale, but this recipe needs one per row"
+        why = "a weight gathered in float8 has a single scale, but this recipe needs a scale for each row"
         yield f"{FLOAT8}.recipe_name", why, f'{remedy}, or use "tensorwise"'
     if config.training.enable_cpu_offload:
         why = "with offload, FSDP gathers a copy on the GPU, which is not rounded to float8"
@@ -94,7 +94,7 @@ def check_float8_all_gather(config: Config, model_args: ModelArgs, layout: Layou
 def check_spikes(config: Config, model_args: ModelArgs, layout: Layout) -> Refused:
     if config.training.skip_spikes <= 1:
         why = "about half of all gradient norms are above their median, so ordinary steps would be skipped"
-        remedy = "Use more than 1, such as 3, or 0 to skip none"
+        remedy = "Use a number above 1, such as 3, or 0 to skip no steps"
         yield "training.skip_spikes", why, remedy
 
 
@@ -147,7 +147,7 @@ EXTENSIONS = {  # name of a file in extensions/, without .py -> its row
     "zero_plus_plus": Extension(
         ZERO_PLUS_PLUS,
         (),
-        "FSDP sends int8 blocks, and gathers inside a node for backward",
+        "FSDP sends int8 blocks, and all-gathers within a node for backward",
         check_zero_plus_plus,
     ),
     "symmetric_memory": Extension(
@@ -170,7 +170,7 @@ EXTENSIONS = {  # name of a file in extensions/, without .py -> its row
     "ring_attention": Extension(
         "parallelism.context_parallel_degree",
         (),
-        "causal attention over cp ranks, part by part, by an all-gather or around a ring",
+        "causal attention under context parallel: an all-gather or a ring exchanges keys and values",
     ),
     "asynchronous_saves": Extension(
         "checkpoint.async_mode",
@@ -180,7 +180,7 @@ EXTENSIONS = {  # name of a file in extensions/, without .py -> its row
     "snapshots": Extension(
         "checkpoint.local_folder",
         (),
-        "saves checkpoints often into a folder on each host",
+        "saves frequent checkpoints into a folder on each host",
     ),
     "spike_filter": Extension(
         "training.skip_spikes",

@@ -13,7 +13,7 @@ from torchtitan_lite.config.schema import Config
 FLOAT8_BLOCK = 16  # every dim of a float8 matmul must be a multiple of this number
 # in filter_fqns, as in torchtitan: skip layers that float8 would slow down
 SKIP_SMALL = "auto_filter_small_kn"
-# Names of GPUs without float8 (compute capability below 8.9). Any other GPU is assumed to have it.
+# Names of GPUs without float8 (compute capability below 8.9). Any other GPU is assumed to support float8.
 WITHOUT_FLOAT8 = r"\b(V100|T4|A100|A800|A40|A30|A16|A10|A10G|A2|GeForce RTX [23]0..|A\d{4})\b"
 
 

@@ -1,12 +1,12 @@
-"""Find steps whose learning rate is 0. Loaded only if the schedule is shorter than the run, or if the rate is 0."""
+"""Find steps whose learning rate is 0. Loaded only if the schedule is shorter than the run, or if optimizer.lr is 0."""
 
 from bisect import bisect_left
 
 from torchtitan_lite.config.learning_rate import learning_rate_factor
 from torchtitan_lite.config.schema import Config
 
-# A rate below this fraction of the peak is treated as 0. Even a cosine decay over ten million steps stays above it
-# until the last step.
+# A rate below this fraction of the peak is treated as 0. Even a cosine decay over ten million steps stays above this
+# fraction until the last step.
 NEGLIGIBLE = 1e-14
 
 

@@ -136,8 +136,8 @@ def plan_stages(parallelism: Parallelism, n_layers: int) -> list[int]:
 
     Every stage except the first and the last gets one layer. Each remaining layer goes to the stage with the least
     load. If loads are equal, stages without layers come first, then earlier stages. The two `less_layers` keys give the
-    loads of the embedding and the head, in layers. Llama 3 8B on pp4: 8, 9, 8, 7 layers. Llama 3 405B on 128 stages: 0,
-    1, 1, ..., 1, 0.
+    load of the embedding and the load of the head as numbers of layers. Llama 3 8B on pp4: 8, 9, 8, 7 layers. Llama 3
+    405B on 128 stages: 0, 1, 1, ..., 1, 0.
     """
     n_stages = count_stages(parallelism, n_layers)
     if n_stages == 1:

@@ -13,7 +13,7 @@ from torchtitan_lite import IS_INSTALLED, REPOSITORY
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schema import Config, get_value
 
-LONGEST_NAME = 255  # bytes, on almost all file systems
+LONGEST_NAME = 255  # limit in bytes on almost all file systems
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,12 @@ class Problem:
         return f"{self.key} = {self.value!r}: {self.why}. {self.remedy}."
 
 
-# A rule yields (key, why, remedy) or (key, why, remedy, value). By default, the message shows the value of the key
+# A rule yields (key, why, remedy) or (key, why, remedy, value). Without `value`, the message shows the value of the key
 Refused = Iterator[tuple[str, ...]]
 
 
 class Problems(list):
-    """The problems of one config, and notices about it. `rules`: the problems that rules have found so far."""
+    """The problems of one config, and the notices about it. `rules`: the problems that rules have already found."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ def expand_path(text: str) -> str:
         if unset := re.search(r"^~[^/]*|\$(\w+|\{[^}]*\})", expanded):
             raise UserError(
                 f"the user or environment variable {unset[0]} does not exist: set it, or write the whole path. "
-                "A folder whose name really contains this text must be created first"
+                "If this text is part of the folder's name, create the folder first"
             )
     if not is_unicode(expanded):
         raise UserError(f"{expanded!a} is not UTF-8: rename it")

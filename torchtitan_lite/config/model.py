@@ -32,7 +32,8 @@ def resolve_model(model: Model) -> ModelArgs:
 
 
 def check_model(model_args: ModelArgs, attention: str, *, has_derived_heads: bool) -> Refused:
-    """Check that the sizes of a model are consistent. `has_derived_heads`: head_dim is dim / n_heads."""
+    """Check that the sizes of a model are consistent. `has_derived_heads`: whether head_dim is computed as dim /
+    n_heads."""
     if has_derived_heads and model_args.dim % model_args.n_heads:
         why = f"it does not divide model.dim = {model_args.dim}, and head_dim is dim / n_heads"
         yield "model.n_heads", why, "Use a divisor of model.dim, or set model.head_dim"
@@ -52,7 +53,7 @@ def check_model(model_args: ModelArgs, attention: str, *, has_derived_heads: boo
     try:
         json.dumps([asdict(model_args), hash(model_args)])
     except TypeError as error:
-        remedy = "Use only numbers, texts, tuples of these, and frozen dataclasses there"
+        remedy = "Use only numbers, strings, tuples of these, and frozen dataclasses in ModelArgs"
         yield "model.name", f"{error}, in its ModelArgs", remedy
 
 

@@ -22,7 +22,8 @@ AUTO = "auto"  # model.flavor: the model of the loaded weights, or debug if the 
 class RopeScaling:
     """Scaling of rotary wavelengths for contexts longer than the original training context.
 
-    Kind llama3 (Llama 3.1) scales only long wavelengths. Kind linear scales all wavelengths, and only uses `factor`.
+    The kind "llama3" (Llama 3.1) scales only long wavelengths. The kind "linear" scales all wavelengths, and uses no
+    field except `factor`.
     """
 
     factor: float  # scaled wavelengths are multiplied by this factor
@@ -74,7 +75,8 @@ class ModelArgs:
     attention_sinks: bool = False  # each query head has a learned logit without a key or value
 
     def find_window(self, layer: int) -> int | None:
-        """Return the number of tokens that a token sees in this layer; None if the token sees all earlier tokens."""
+        """Return the number of tokens that a token attends to in this layer; None if it attends to all earlier
+        tokens."""
         types = self.layer_types or (SLIDING,)
         return self.sliding_window if types[layer % len(types)] == SLIDING else None
 
@@ -160,7 +162,8 @@ class ModelTable:
     list_block: Callable[[ModelArgs, MoEArgs | None], list[ModuleRow]]
     # tok_embeddings, norm, output, and any other module outside the blocks, each with its `end`; FQNs in the model
     list_ends: Callable[[ModelArgs], list[ModuleRow]]
-    # module with FAMILIES (model_type -> Family), such as "models.llama3.hugging_face"; "": no Hugging Face format
+    # module that defines FAMILIES (model_type -> Family), such as "models.llama3.hugging_face"; "": no Hugging Face
+    # format
     families: str = ""
     # keyword of the model's forward -> function of a Batch (model/batch.py)
     fields: dict[str, Callable] = field(default_factory=dict)

@@ -4,8 +4,8 @@
     TOML          the file that --config (or --job.config_file) names, a path or a bare name          overrides
     default       schema.py
 
-The types in schema.py say how to convert values, so a new key needs no change here. If a value is invalid, the problem
-is reported, the key keeps its default, and the other keys are still checked.
+The types in schema.py say how to convert values, so a new key needs no change here. If a value is invalid, the reader
+reports the problem, keeps the default of this key, and still checks the other keys.
 """
 
 import json
@@ -102,7 +102,7 @@ def read_config(args: list[str]) -> UserConfig:
         path = find_config_file(expand_path(config_file))
         is_shipped = path.stem in SHIPPED and path.parent.resolve() == CONFIG_FOLDER
         table |= flatten_table(load_toml(path))
-        # a saved config.toml sets this key to the name of the original file: replace the name
+        # in a saved config.toml, this key names the original file: replace the name by the file that is read now
         table["job.config_file"] = config_file
     except ValueError as error:
         remedy = "Name a TOML file by its path, or by its bare name in configs/"
@@ -254,7 +254,8 @@ def describe_list(kind: Any) -> str:
 
 
 def check_limits(value: Any, limits: Any) -> Any:
-    """Check that a number is in its range, and that the name of a folder is plain. Expand a path. Raises WrongValue."""
+    """Check that a number is in its range, and that the name of a folder is not a path. Expand a path. Raises
+    WrongValue."""
     if limits == PATH:
         try:
             return expand_path(value)

@@ -1,8 +1,8 @@
 """Define every config key: one frozen dataclass per TOML section, in the order of use. Comments document the keys.
 
-Keys have torchtitan's names (v0.2); `new` marks keys that exist only here. The type of a key defines its valid values:
-`Literal` for a choice (often the rows of a table in choices.py), `Range` for a number. `reader.py` fills these classes
-from TOML and the command line, and `layout.py` plans the layout from them.
+Keys have torchtitan's names (v0.2); `new` marks keys that torchtitan does not have. The type of a key defines its valid
+values: `Literal` for a choice (often the rows of a table in choices.py), `Range` for a number. `reader.py` fills these
+classes from TOML and the command line, and `layout.py` plans the layout from them.
 """
 
 from copy import copy
@@ -61,7 +61,8 @@ FolderName = Annotated[str, FOLDER]  # inside job.dump_folder
 
 
 def key(default: Any, *, resume: Literal["refuse", "note"]) -> Any:
-    """Return a field whose value matters for training. `resume` says what happens if a run continues with a new value.
+    """Return the dataclass field of a key that affects training. `resume` says what happens if a run continues with a
+    new value of the key.
 
     note      the run trains differently from here on, so both values are printed
     refuse    the saved state is useless with a different value: data, batch, seed, kind of optimizer
@@ -112,7 +113,7 @@ class Training:
     # new: folder for the tokens of named corpora and for compiled code, which all runs share
     cache_folder: PathText = "outputs/cache"
     # sequences per data-parallel rank and forward pass, or fewer if a rank's share of global_batch_size is smaller.
-    # Under PP, it must divide this share
+    # Under PP, local_batch_size must divide this share
     local_batch_size: Size = 8
     # sequences per step; auto: local_batch_size x data-parallel ranks. On a CPU the default may be smaller
     global_batch_size: SizeOrAuto = key(-1, resume="refuse")
@@ -125,8 +126,8 @@ class Training:
     max_norm: ZeroOrMore = key(1.0, resume="note")
     # new: skip a step if its gradient norm exceeds this multiple of the running median, such as 3; 0: never
     skip_spikes: ZeroOrMore = key(0.0, resume="note")
-    # new: number of steps in the running median, including skipped steps. If norms rise and stay high, half of this
-    # number of steps are skipped before the median rises too
+    # new: number of steps in the running median, including skipped steps. If gradient norms rise and stay high, the run
+    # skips half of this number of steps before the median rises too
     spike_window: Annotated[int, Range(2, 2**20)] = key(32, resume="note")
     # compute dtype; auto: bfloat16 on CUDA
     mixed_precision_param: Literal["auto", "bfloat16", "float32"] = key("auto", resume="note")
@@ -157,14 +158,15 @@ class Parallelism:
     data_parallel_replicate_degree: Degree = 1
     # FSDP2: ranks that shard one replica; auto: all remaining ranks
     data_parallel_shard_degree: DegreeOrAuto = -1
-    # used if zero_stage is auto. always: ZeRO stage 3; never: stage 2, or stage 1 if auto would select stage 1
+    # ignored unless zero_stage is auto. always: ZeRO stage 3; never: stage 2, or stage 1 if auto would select stage 1
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     # new: which tensors FSDP shards, see parallel/fsdp.py; auto: 1 under PP or if nothing is sharded, otherwise 3
     zero_stage: Literal["auto", 1, 2, 3] = "auto"
     # new: hpz: keep a node's shards for backward; qwz and qgz: FSDP sends weights and gradients in int8
     zero_plus_plus: list[Literal["hpz", "qwz", "qgz"]] = key([], resume="note")
     zero_plus_plus_node_size: Degree = key(8, resume="note")  # new: number of ranks in a node
-    # new: NCCL all-gathers FSDP's shards from buffers that the GPUs of a host share; torch 2.12 or newer, never run
+    # new: NCCL all-gathers FSDP's shards from buffers that the GPUs of a host share; needs torch 2.12 or newer, never
+    # run
     fsdp_symmetric_memory: bool = False
     tensor_parallel_degree: Degree = 1
     # overlap TP collectives with chunks of matmuls; needs inductor and CUDA
@@ -172,7 +174,7 @@ class Parallelism:
     pipeline_parallel_degree: Degree = 1
     pipeline_parallel_schedule: Literal[tuple(SCHEDULES)] = "1F1B"
     pipeline_parallel_microbatch_size: Size = 1  # sequences per microbatch
-    # default: one pipeline stage per rank, or two if interleaved
+    # default: each rank gets the minimum number of pipeline stages of the schedule, one or two
     pipeline_parallel_layers_per_stage: Layers | None = None
     # how many fewer layers the first pipeline stage gets, because it also computes the embedding
     pipeline_parallel_first_stage_less_layers: Annotated[int, Range(0, MOST_LAYERS)] = 1
@@ -208,8 +210,8 @@ class Optimizer:
     # new: dtype of AdamW's moments; bfloat16 saves 4 bytes per parameter
     moments_dtype: Literal["float32", "bfloat16"] = key("float32", resume="refuse")
     # new: tables [[optimizer.groups]]. `match` is a pattern of FQNs, such as "*norm.weight"; `lr` and `weight_decay`
-    # are factors of the two keys above. A parameter belongs to the first table that matches. `check` prints the
-    # parameters of each table
+    # are factors of the two keys above. A parameter belongs to the first table whose pattern matches its FQN. `check`
+    # prints the parameters of each table
     groups: list[ParameterGroup] = key([], resume="note")
 
 
@@ -262,7 +264,7 @@ class Validation:
     enable: bool = False
     # like training.dataset; empty: the validation split of training.dataset
     dataset: list[PathText] = key([], resume="note")
-    dataset_path: PathText = ""  # as training.dataset_path; empty: the same path
+    dataset_path: PathText = ""  # like training.dataset_path; empty: training.dataset_path
     freq: Positive = 10  # steps between validations; also runs after the first and the last step
     # number of batches of training.global_batch_size, spread over the split; auto: the whole split
     steps: Annotated[int, Range(1, MANY, auto=-1)] = -1
@@ -396,8 +398,8 @@ class Config:
     profiling: Profiling = Profiling()
 
 
-# Keys that apply only to the first start of a run, not when it continues from its own checkpoint. The printed command
-# that continues a run turns a key off with the argument after the colon
+# Keys that apply only to the first start of a run, and not if the run continues from its own checkpoint. The printed
+# command that continues a run contains the argument after the colon, which turns the key off
 ONE_SHOT = {
     "job.overwrite": "--job.no_overwrite",
     "checkpoint.load_step": "--checkpoint.load_step=-1",

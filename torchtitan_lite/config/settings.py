@@ -36,7 +36,8 @@ GPU_KEYS = (  # keys that need a GPU
 
 
 def check_settings(config: Config, machine: Machine) -> Refused:
-    """Find settings that contradict each other on every layout, or that these devices or this host do not support."""
+    """Find settings that contradict each other on every layout, and settings that these devices or this host do not
+    support."""
     recompute = config.activation_checkpoint
     compiles = config.compile.compiles_blocks
     if not re.fullmatch("op|0*[1-9][0-9]*", recompute.selective_ac_option):
@@ -45,7 +46,7 @@ def check_settings(config: Config, machine: Machine) -> Refused:
         yield "activation_checkpoint.selective_ac_option", why, remedy
     if recompute.mode == "memory_budget" and (not compiles or config.compile.backend == "eager"):
         why = "the compiler chooses what to recompute, but no block is compiled"
-        remedy = 'Compile "model" with another backend than "eager" ([compile]), or use "selective"'
+        remedy = 'Compile "model" with a backend other than "eager" ([compile]), or use "selective"'
         yield "activation_checkpoint.mode", why, remedy
     n_steps = config.profiling.profiler_warmup + config.profiling.profiler_active
     if config.profiling.enable_profiling and config.profiling.profile_freq < n_steps:
@@ -113,11 +114,11 @@ def check_pipeline(config: Config, layout: Layout) -> Refused:
     if SCHEDULES[section.pipeline_parallel_schedule].splits_backward:
         otherwise = "or use Interleaved1F1B"
         if layout.zero_stage == 3:
-            why = "it computes weight gradients after FSDP freed the parameters, so gradients are missing or wrong"
+            why = "it computes weight gradients after FSDP has freed the parameters, so gradients are missing or wrong"
             remedy = f"Set parallelism.zero_stage = 1, {otherwise}"
             yield "parallelism.pipeline_parallel_schedule", why, remedy
         if config.activation_checkpoint.mode != "none":
-            why = "both halves of a split backward would recompute, which torch refuses in the first step"
+            why = "both halves of a split backward would recompute, so torch raises an error in the first step"
             yield "activation_checkpoint.mode", why, f'Set it to "none", {otherwise}'
         if config.compile.enable:
             why = "the backward of a compiled block cannot be split: torch fails in the first step"
@@ -134,7 +135,7 @@ def check_context_parallel(config: Config, model_args: ModelArgs) -> Refused:
         why = f"model.attention = {attention!r} does not support it (see under_cp in config/choices.py)"
         yield "parallelism.context_parallel_degree", why, "Use 1"
     elif section.context_parallel_rotate_method == "ring" and is_masked:
-        why = "the ring has no masks, so it supports no documents, windows, sinks or code of a fork"
+        why = "the ring has no masks, so it does not support documents, windows, sinks or attention with its own code"
         yield "parallelism.context_parallel_rotate_method", why, 'Use "allgather"'
 
 
@@ -159,6 +160,6 @@ def check_windows(attention: str, model_args: ModelArgs) -> Refused:
         )
         yield "model.attention", why, remedy
     elif row.window is None and (window or model_args.attention_sinks or not row.extension):
-        why = "its row in config/choices.py has no `window`, but needs one if it has no code, or for windows and sinks"
+        why = "its row in config/choices.py has no `window`; rows without code and models with windows or sinks need it"
         remedy = 'Use "causal", or add `window` to the row, such as ModelArgs.find_window'
         yield "model.attention", why, remedy

@@ -203,7 +203,7 @@ def feistel_permute(index: Tensor, n: int, *, key: str) -> Tensor:
 
     The permutation is a Feistel network on the cells of the smallest square with at least n cells. Each round adds a
     hash of the column to the row, modulo the side, and swaps row and column. Subtracting the hash undoes a round, so
-    each round is one-to-one for any hash, without a table of n entries. A result outside 0 .. n-1 is permuted again
+    each round is one-to-one for any hash. No table of n entries is needed. A result outside 0 .. n-1 is permuted again
     until it is inside ("cycle walking"). Cycle walking is one-to-one too. Luby & Rackoff 1988; Black & Rogaway 2002.
     """
     side = math.isqrt(n - 1) + 1
@@ -278,7 +278,8 @@ def prefetch(
     def load(step: int) -> Batch:
         batch = read_batch(step, rows)
         if device.type == "cuda":
-            # The current device of a new thread is GPU 0, and pinning would create a context on GPU 0 for each rank.
+            # In a new thread, the current device is GPU 0, so pinning memory would create a context on GPU 0 for each
+            # rank.
             torch.cuda.set_device(device)
             batch = batch.pin_memory()  # only copies from pinned memory are asynchronous
         return batch

@@ -10,8 +10,8 @@ import tiktoken
 
 from torchtitan_lite.data.tokenizer import BytePairs, compose
 
-# tiktoken's regular expression overflows its stack on longer sequences of spaces. Therefore texts are first cut into
-# pieces of this length, as in Llama 3.
+# tiktoken's regular expression overflows its stack on longer sequences of spaces. Therefore a text is first cut into
+# pieces of at most this length, as in Llama 3.
 MAX_CHARACTERS = 400_000
 
 CONTINUATION = bytes(range(0x80, 0xC0))  # bytes of UTF-8 that do not begin a character
@@ -28,7 +28,7 @@ def encode_by_tiktoken(
     encoding = tiktoken.Encoding(
         "torchtitan_lite", pat_str=pairs.pattern, mergeable_ranks=pairs.ranks, special_tokens=added
     )
-    names = match_longest(added)  # tiktoken would not prefer the longest name
+    names = match_longest(added)  # if several names match, tiktoken does not prefer the longest
 
     def encode(text: str, found: Set[str]) -> list[int]:
         ids = []

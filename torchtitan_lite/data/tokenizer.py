@@ -6,7 +6,7 @@
     bytes              no file: ids 0-255 are bytes, 256 starts a document, 257 ends it
 
 Llama, Qwen and GPT use byte-pair encoding. A pattern cuts a text into words. Each word is first split into its UTF-8
-bytes. Then the two neighbors that form the token of lowest rank are merged, again and again, until no two neighbors
+bytes. Then the two neighbors that form the token of lowest rank are merged. This step repeats until no two neighbors
 form a token:
 
     word        ranks: 256 "re", 257 "tu", 258 "retu", 259 "rn"
@@ -51,7 +51,7 @@ LLAMA3_PATTERN = "|".join(
         r"\s+",
     ]
 )
-# Special tokens of Llama 3.1, whose ids follow all other tokens
+# Special tokens of Llama 3.1. Their ids follow the ids of all other tokens
 SPECIAL = ["begin_of_text", "end_of_text", "reserved_special_token_0", "reserved_special_token_1"]
 SPECIAL += (
     "finetune_right_pad_id step_id start_header_id end_header_id eom_id eot_id python_tag".split()
@@ -90,9 +90,9 @@ class Tokenizer:
     make_encoders: Callable[[], tuple[Callable, Callable]]
     normalize: Callable[[str], str] = str  # normalization that encode_special applies first
     unknown_id: int | None = None  # id for text that the vocabulary cannot encode
-    # decodes ids to text; None if a text is decoded by concatenating the bytes of its tokens
+    # decodes ids to text; None if concatenating the bytes of the tokens gives the text
     decode_text: Callable[[list[int]], str] | None = None
-    is_spelled: bool = True  # whether the bytes of a text's tokens are the text
+    is_spelled: bool = True  # whether the concatenated bytes of a text's tokens are the text
 
     @cached_property
     def vocab_size(self) -> int:

@@ -1,8 +1,8 @@
 """Choose samples by training.dataset_weights: each source gets a fraction of the draws, and has its own epochs.
 
 A source is a corpus. CYCLE points divide a circle, and each source owns an arc whose length is its share. Draw d uses
-the source whose arc contains point d * STRIDE. STRIDE / CYCLE is the golden ratio, so the draws fill the circle evenly:
-after any number of draws, a source is within about 3 draws of its share.
+the source whose arc contains point d * STRIDE. STRIDE / CYCLE is about 0.618, the golden ratio modulo 1, so the draws
+fill the circle evenly: after any number of draws, the number of draws from a source is within about 3 of its share.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ STRIDE = 648055  # an odd number near CYCLE times the golden ratio, modulo 1
 
 
 class WeightedSampler(Sampler):
-    """Draws from each source by its weight. The order depends only on the seed."""
+    """Draws from each source in proportion to its weight. The order depends only on the seed."""
 
     def __init__(self, n_samples: Sequence[int], seed: int, weights: Sequence[float]):
         """`n_samples`: number of samples per source. `weights`: one number per source; the sum need not be 1."""
@@ -32,7 +32,8 @@ class WeightedSampler(Sampler):
         self.n_draws = self.sources.bincount(minlength=len(ends))  # per source and cycle
         # number of the first sample of each source
         self.starts = torch.tensor([0, *n_samples]).cumsum(0)
-        self.n_earlier = torch.empty_like(points)  # earlier draws from the same source in the cycle
+        # number of earlier draws from the same source in the cycle
+        self.n_earlier = torch.empty_like(points)
         for source, n_draws in enumerate(self.n_draws.tolist()):
             is_own = self.sources == source
             self.n_earlier[is_own] = torch.arange(n_draws)

@@ -5,7 +5,7 @@
                        write hang/restart-0/rank-00003.json
     launcher       2 s after the first file: read all files, print one paragraph (tools/faults/hang.py)
 
-The limit for a step or a validation batch is comm.hang_seconds. If that is -1, the limit is 3/4 of
+The limit for a step or a validation batch is comm.hang_seconds. If comm.hang_seconds is -1, the limit is 3/4 of
 comm.train_timeout_seconds or twice the duration of the last step, whichever is longer. After a signal, the limit is the
 longer of STOP_WITHIN_S and twice the duration of the last step. A save, the loading of the initial state, the first
 step and the first validation may take 3/4 of comm.init_timeout_seconds. A rank that is late also creates a file `late`.
@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 # report at this fraction of the time-out, before collectives fail and ranks end
 SHARE_OF_TIMEOUT = 0.75
-N_STEPS = 8  # number of steps that a hang report compares
+N_STEPS = 8  # number of steps whose start times a hang report compares
 # after a signal, a step hangs if it takes longer than this time and than twice the last step
 STOP_WITHIN_S = 15.0
 
@@ -105,11 +105,11 @@ class HangWatch(AbstractContextManager):
     began_s: float = field(default_factory=time.monotonic)
     last_s: float = 0.0  # duration of the last step; 0 before the first step has ended
     has_validated: bool = False
-    written_in_s: float | None = None  # `began_s` of the step that this rank has reported
+    written_in_s: float | None = None  # `began_s` of the late step that this rank has reported
     has_failed: bool = False
-    has_warned: bool = False  # whether the log has a warning about long steps
+    has_warned: bool = False  # whether a warning about long steps has been logged
     leaving: threading.Event = field(default_factory=threading.Event)
-    unwritten: set[str] = field(default_factory=set)  # files for which the log already has an error
+    unwritten: set[str] = field(default_factory=set)  # files for which an error has been logged
 
     def __post_init__(self) -> None:
         self.stop.follow(self.find_phase)
@@ -128,7 +128,7 @@ class HangWatch(AbstractContextManager):
         self.is_in_step = True
 
     def end(self) -> None:
-        """Note that the step has ended. Validation, saves and logging follow."""
+        """Record that the step has ended. Validation, saves and logging follow."""
         now_s = time.monotonic()
         is_first = self.last_s == 0  # the first step is slower than all others
         self.last_s = now_s - self.began_s
@@ -175,7 +175,8 @@ class HangWatch(AbstractContextManager):
                     file.unlink(missing_ok=True)
 
     def is_late(self) -> bool:
-        """Return whether this rank has not advanced for too long, or for half as long while another rank is late."""
+        """Return whether this rank has not advanced for its time limit, or for half of the limit while another rank is
+        late."""
         step_limit_s = self.find_limit()
         # a save or the first step may take longer than other steps
         limit_s = SHARE_OF_TIMEOUT * self.section.init_timeout_seconds

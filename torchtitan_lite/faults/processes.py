@@ -18,8 +18,8 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def end_with_parent(number: int = signal.SIGKILL) -> None:
-    """Ask the kernel to send a signal to this process when its parent ends. Only Linux supports this; elsewhere, does
-    nothing."""
+    """Ask the kernel to send a signal to this process when its parent ends. Only Linux supports this request; on other
+    systems, this function does nothing."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
@@ -27,7 +27,7 @@ def end_with_parent(number: int = signal.SIGKILL) -> None:
 def read_state(pid: int | str) -> str:
     """Return the state of a process's main thread: R running, S sleeping, D waiting for a disk, T stopped, Z ended.
 
-    Returns "" if this system shows no processes. The process must be in this PID namespace, and belong to this user.
+    Returns "" on systems without /proc. The process must be in this PID namespace, and belong to this user.
     """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

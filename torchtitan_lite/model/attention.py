@@ -53,7 +53,8 @@ class CausalAttention(InnerAttention):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, doc_ids: Tensor | None) -> Tensor:
         """Attend: query (B, heads, S, E), key and value (B, kv heads, S, E) -> (B, heads, S, E)."""
         if key.is_cuda and key.dtype == torch.float32:
-            # one key head per query head: in fp32, torch's only kernel for fewer key heads stores S x S scores
+            # Give each query head its own key head: in fp32, torch's only kernel for grouped-query attention stores S x
+            # S scores.
             n_copies = query.shape[1] // key.shape[1]
             key = key.repeat_interleave(n_copies, 1)
             value = value.repeat_interleave(n_copies, 1)
@@ -78,7 +79,7 @@ def stack_heads(key: Tensor, value: Tensor) -> Tensor:
     if key.shape != value.shape:
         raise UserError(
             f"keys have the shape {tuple(key.shape)}, but values {tuple(value.shape)}. Context parallel and the KV "
-            "cache need equal shapes: pad the smaller ones"
+            "cache need equal shapes: pad the smaller tensor"
         )
     return torch.stack((key, value))
 

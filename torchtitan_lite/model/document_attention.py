@@ -1,9 +1,9 @@
 """Compute attention inside documents: a token attends to itself and all earlier tokens in its document.
 
 On a CPU, document attention uses an explicit mask (B, 1, queries, keys), which is simple but slow. On CUDA, document
-attention uses compiled flex attention, which reads only blocks of 128 x 128 pairs that contain unmasked pairs. The
-model computes the mask or the BlockMask once per batch, before the first layer. On CUDA, the search for blocks is
-compiled too, so no mask of queries x keys is stored.
+attention uses compiled flex attention, which skips every block of 128 x 128 query-key pairs in which all pairs are
+masked. The model computes the mask or the BlockMask once per batch, before the first layer. On CUDA, the search for
+blocks is compiled too, so no mask of queries x keys is stored.
 
 Queries and keys may be any part of the sequence in any order, because under context parallel a rank has only some of
 the queries. The CUDA path was never run on a GPU; on a CPU, tests check its blocks, its outputs, and that it compiles
@@ -39,7 +39,8 @@ class DocumentAttention(InnerAttention):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, doc_ids: Tensor | BlockMask
     ) -> Tensor:
-        """Attend with the result of `plan`. query and result: (B, heads, Q, E). key, value: (B, kv heads, S, E)."""
+        """Attend; `doc_ids` is the result of `plan`. query and result: (B, heads, Q, E). key, value: (B, kv heads, S,
+        E)."""
         if isinstance(doc_ids, BlockMask):
             return attend_in_blocks(query, key, value, doc_ids)
         return F.scaled_dot_product_attention(query, key, value, attn_mask=doc_ids, enable_gqa=True)
@@ -88,6 +89,7 @@ def attend_in_blocks(
 def compile_once(function: Callable) -> Callable:
     """Return the compiled function. Call this function only when flex attention is first used, because torch.compile
     loads inductor."""
-    # The option lets per-op recompute see compiled regions and save their outputs (activation_checkpoint.py).
+    # With this option, selective recompute sees a compiled region as an operator, and can save its output
+    # (activation_checkpoint.py).
     options = {"wrap_inductor_compiled_regions": True}
     return torch.compile(function, dynamic=False, options=options)

@@ -43,7 +43,7 @@ class Float8Tensor:
     """A matrix in float8: `data` is the matrix times `scale`."""
 
     data: Tensor
-    scale: Tensor  # fp32: () for the whole matrix; (rows, 1) or (1, columns) by row or column
+    scale: Tensor  # fp32: () for the whole matrix, (rows, 1) per row, or (1, columns) per column
 
     def t(self) -> "Float8Tensor":
         return Float8Tensor(self.data.t(), self.scale.t())

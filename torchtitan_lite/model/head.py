@@ -64,7 +64,7 @@ class Head(nn.Linear):
         return total
 
     def finish(self, logits: Tensor) -> Tensor:
-        """Return the logits of the model, (..., V). A model with a softcap overrides this method."""
+        """Return the logits of the model, (..., V). A model with logit softcapping overrides this method."""
         return logits
 
     def split(self, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

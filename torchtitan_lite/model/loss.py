@@ -23,7 +23,7 @@ from torchtitan_lite.config.choices import LOSSES
 from torchtitan_lite.config.extensions import find_code
 from torchtitan_lite.config.messages import UserError
 
-IGNORE_INDEX = -100  # a target excluded from the loss and from the number of tokens
+IGNORE_INDEX = -100  # a target that counts neither in the loss nor in the number of tokens
 
 Formula = Callable[..., Tensor]
 

@@ -155,7 +155,7 @@ def sort_rows(experts: Tensor, n_experts: int) -> tuple[Tensor, Tensor]:
 class PermuteRows(torch.autograd.Function):
     """Copy each row of x (R / n_copies, D) `n_copies` times, in any order. Returns x[sources], (R, D).
 
-    `inverse` has the index of each copy in the result. Plain indexing would add rows one by one in backward.
+    `inverse` has the index of each copy in the result. The backward of plain indexing would add rows one by one.
     """
 
     @staticmethod

@@ -16,7 +16,7 @@ def list_attentions(part: nn.Module) -> dict[str, InnerAttention]:
 def explain_own_attention(part: nn.Module, expected: type[InnerAttention]) -> str:
     """Return a message that says which module has custom attention, for example in a fork; "" if the part has none.
 
-    Attention is custom if an inner attention has a different class than `build_attention` returns, if a module does not
+    Attention is custom if an inner attention is not of the class that `build_attention` returns, if a module does not
     call its inner attention, or if a block has no inner attention.
     """
     attentions = list_attentions(part)

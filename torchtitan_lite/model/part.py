@@ -13,6 +13,7 @@ def list_moes(part: nn.Module) -> Iterator[tuple[int, nn.Module]]:
 
 
 def is_tied_inside(part: nn.Module) -> bool:
-    """Return whether this part has both embedding and head, and they are tied. tied_embeddings.py handles pipelines."""
+    """Return whether this part has an embedding and a head that share a weight. tied_embeddings.py handles
+    pipelines."""
     has_both = part.tok_embeddings is not None and part.output is not None
     return has_both and part.model_args.tie_embeddings

@@ -68,7 +68,7 @@ def turned(x: Tensor, rotation: Tensor, *, direction: int) -> Tensor:
     A pair is a complex number, and a rotation is a complex product. Eager code computes this product in one kernel.
     inductor has no kernels for complex numbers, so compiled code uses real products.
     """
-    if x.stride(-1) != 1:  # for example a gradient from `expand`
+    if x.stride(-1) != 1:  # for example, an expanded gradient
         x = x.contiguous()
     if not torch.compiler.is_compiling():
         dtype = torch.promote_types(x.dtype, torch.float32)
@@ -119,6 +119,7 @@ def join_pairs(even: Tensor, odd: Tensor, dtype: torch.dtype) -> Tensor:
         low = even.bfloat16().view(torch.int16).int() & 0xFFFF
         high = odd.bfloat16().view(torch.int16).int() << 16
         return (low | high).view(torch.bfloat16)
-    # The cast comes first: with torch 2.11, a cast of the result to its own dtype compiles to a wrong gradient.
+    # Cast before flattening: with torch 2.11, casting the result to the dtype it already has compiles to a wrong
+    # gradient.
     pairs = torch.stack((even, odd), dim=-1).to(dtype)
     return pairs.flatten(-2)

@@ -13,7 +13,7 @@ saved. Therefore "op" saves the outputs of reduce-scatters and all-to-alls. The 
 replaced in-place, so FQNs do not change. A pipeline schedule that splits backward would recompute in both halves. torch
 does not support this, so config/settings.py reports an error.
 
-Selective recompute handles each operator in Python. Without compile, "selective" costs the host more time than all
+Selective recompute intercepts each operator in Python. Without compile, "selective" costs the host more time than all
 collectives of the step: debug_3d trained 1,355 tokens/s with "none" and 800 with "selective" (two x86_64 cores, gloo,
 November 2026). Therefore configs/debug*.toml use "none". With a large model on a GPU, the host time is hidden, because
 the host runs ahead of the kernels.
@@ -49,7 +49,7 @@ KEPT_OPS = [  # outputs worth saving: expensive to compute, or received from oth
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
-    aten.amax.default,  # float8 scales: one number, but recompute would read the full tensor
+    aten.amax.default,  # for float8 scales: saves one number, whereas recompute would read the full tensor
     # routes of an MoE layer: small, and recomputed routes could differ
     aten.topk.default,
     torch.ops.higher_order.flex_attention,  # inside a compiled block
@@ -67,12 +67,12 @@ def recompute_and_compile(part: nn.Module, config: Config, mesh: Mesh) -> None:
     budget = section.memory_budget if section.mode == "memory_budget" else 1.0
     partitioner_config.activation_memory_budget = budget
     if hasattr(partitioner_config, "unsafe_treat_script_objects_as_zero_size"):
-        # torch 2.13 refuses to plan memory for objects of unknown size. In a block, only TP's process groups are such
-        # objects, and they contain no tensors.
+        # torch 2.13 raises an error if it must plan memory for objects of unknown size. The only such objects in a
+        # block are TP's process groups, which contain no tensors.
         partitioner_config.unsafe_treat_script_objects_as_zero_size = True
     options = None
     if config.parallelism.enable_async_tensor_parallel:
-        # torch warns that this function is deprecated, but in torch 2.13 its compiler pass still depends on it.
+        # torch warns that this function is deprecated, but the compiler pass of torch 2.13 still depends on the call.
         enable_symm_mem_for_group(mesh.tp.get_group().group_name)
         options = {"_micro_pipeline_tp": True}
     components = config.compile.components if config.compile.enable else []
@@ -134,8 +134,8 @@ def apply_recompute(module: nn.Module, method: str, context_fn: Callable = noop_
 
 
 def save_expensive_outputs():
-    """Return contexts for `checkpoint` that save KEPT_OPS. This is a function, because torch.compile would trace the
-    list inside a partial."""
+    """Return contexts for `checkpoint` that save KEPT_OPS. This function is not a partial of
+    create_selective_checkpoint_contexts, because torch.compile would trace the list inside a partial."""
     # save the outputs of the extensions' operators, because these operators communicate
     own = torch.ops.torchtitan_lite
     return create_selective_checkpoint_contexts(KEPT_OPS + [getattr(own, op).default for op in own])

@@ -13,12 +13,13 @@ rank, all ranks have equal work. Only attention changes: all other modules proce
 sum over tokens, and FSDP sums the gradients.
 
 Causal attention (ring_attention.py) exchanges keys and values by an all-gather or around a ring. Its memory per rank is
-proportional to 1/n. It has its own operator for speed: on a CPU, torch turns `causal_lower_right` into an explicit
-mask, so torch's attention on all-gathered keys would also compute the masked half.
+proportional to 1/n. Causal attention has its own operator for speed: on a CPU, torch turns `causal_lower_right` into an
+explicit mask, so torch's attention on all-gathered keys would also compute the masked half.
 
-Attention with documents, windows or sinks all-gathers keys and values, and applies a mask. It moves P(n-1)/n bytes,
-with P = 2*B*K*S*E*2 bytes in bf16, and the same number of bytes in the reduce-scatter of backward. The all-gathered
-keys and values are saved for backward; with recompute (any mode except "none"), they are all-gathered again instead.
+Attention with documents, windows or sinks all-gathers keys and values, and applies a mask. The all-gathers move
+P(n-1)/n bytes, where P = 2*B*K*S*E*2 bytes in bf16. The reduce-scatters of backward move the same number of bytes. The
+all-gathered keys and values are saved for backward. With recompute (any mode except "none"), they are not saved, but
+all-gathered again.
 
 Legend: B batch, S full sequence over n ranks, D model dim, H query heads, K key/value heads, E head dim.
 Sources: ring arXiv:2310.01889; zig-zag: Llama 3 arXiv:2407.21783; a different balanced order: arXiv:2311.09431.
@@ -77,9 +78,9 @@ def apply_context_parallel(
 ) -> None:
     """Let the attention of each block fetch keys and values over cp.
 
-    `attention` is model.attention; `method` is context_parallel_rotate_method. config/settings.py reports pairs that
-    are not supported before launch (`check_context_parallel`). Raises UserError if the model has custom attention,
-    which this function could not change.
+    `attention` is model.attention; `method` is context_parallel_rotate_method. Before launch, `check_context_parallel`
+    in config/settings.py reports unsupported pairs. Raises UserError if the model has custom attention, which this
+    function cannot change.
     """
     with torch.device("meta"):
         expected = type(build_attention(attention, part.model_args, layer=0))

@@ -15,10 +15,11 @@
 
 The table is drawn for two ranks. P is the size of the full tensor in bytes. An all-reduce moves 2P(n-1)/n bytes per
 rank, and each other collective moves P(n-1)/n. Each function waits for its collective immediately. On a GPU, the stream
-waits, not the host. torch.compile sees these operators, so inductor may split them.
+waits, not the host. torch.compile sees the collectives as operators, so inductor may split them.
 
 gloo takes 0.45 ms of CPU time to reduce-scatter 128 kB over two ranks (torch 2.13, two cores). Therefore, with gloo, an
-all-to-all exchanges the chunks, and each rank adds the chunks that it receives. This takes 0.24 ms for the same bytes.
+all-to-all exchanges the chunks, and each rank adds the chunks that it receives. The all-to-all and the sum take 0.24 ms
+for the same bytes.
 """
 
 from typing import NamedTuple

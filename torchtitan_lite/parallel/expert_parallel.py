@@ -90,12 +90,12 @@ def plan_prefetch(part: nn.Module) -> None:
 
 def compute_elsewhere(experts: Experts, ranks: Ranks, rows: Tensor, counts: Tensor) -> Tensor:
     """Replacement for Experts.forward: rows (R, D) sorted by expert -> (R, D), computed on the experts' ranks."""
-    # number of rows to each rank, per expert of that rank: (ep, E/ep)
+    # number of rows sent to each rank, for each expert of that rank: (ep, E/ep)
     by_rank = counts.unflatten(0, (ranks.n, -1))
     n_experts = by_rank.shape[1]
     splits = [n_experts] * ranks.n
     arriving = all_to_all(counts, ranks, splits, splits)
-    # number of rows from each rank, per expert of this rank: (ep, E/ep)
+    # number of rows received from each rank, for each expert of this rank: (ep, E/ep)
     arriving = arriving.view_as(by_rank)
     sent, received = read_splits(by_rank, arriving)
     arrived = ExchangeRows.apply(rows, received, sent, ranks)  # sorted by rank, then by expert

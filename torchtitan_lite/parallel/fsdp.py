@@ -8,8 +8,8 @@
 Traffic per block, P = bytes of its parameters in compute dtype: each all-gather or reduce-scatter moves P(n-1)/n per
 rank. Prefetching hides this time behind the compute of the neighboring block, if the compute takes longer. In forward,
 the host queues the next all-gather while the device still computes; in backward, torch prefetches one group ahead. More
-prefetching would help only if the host is slower than the device. The ZeRO stage determines which tensors stay sharded
-between the microbatches of a step. With m microbatches, each block runs this many collectives per step:
+prefetching would help only if the host were slower than the device. The ZeRO stage determines which tensors stay
+sharded between the microbatches of a step. With m microbatches, each block runs this many collectives per step:
 
     zero_stage   parameters        gradients         all-gathers   reduce-scatters   under PP
     3            sharded           sharded           2m            m                 about m and 1: see below
@@ -37,8 +37,8 @@ An MoE layer is a separate group, over efsdp (expert_parallel.py), all-gathered 
 
 Sources: ZeRO arXiv:1910.02054; FSDP arXiv:2304.11277; HSDP: MiCS arXiv:2205.00119.
 Effect: parameters are DTensors over fsdp_mesh (x tp); FQNs do not change. FSDP is applied even if nothing is sharded,
-to get the same mixed precision everywhere. The only exception is a pipeline stage with a single rank that computes in
-fp32.
+to get the same mixed precision everywhere. The only exception is a pipeline stage that runs on a single rank and
+computes in fp32.
 """
 
 from collections.abc import Iterator
@@ -108,7 +108,8 @@ def apply_fsdp(
     def shard(group: list[nn.Module], mesh: DeviceMesh = mesh, **options) -> None:
         fully_shard(group, mesh=mesh, **usual | options)
         if mesh.size() > 1:  # with one rank, FSDP would only copy the gradient
-            # Sum without a factor. With gloo, the first call alone does not achieve this, so the second call is needed.
+            # Sum gradients without dividing them. With gloo, the first call alone is not enough, so the second call is
+            # needed.
             group[0].set_gradient_divide_factor(1.0)
             group[0].set_force_sum_reduction_for_comms(True)
 
@@ -121,7 +122,8 @@ def apply_fsdp(
         # The head's backward directly follows its forward. If the head were resharded in between, it would be
         # all-gathered twice in a row.
         shard(group, reshard_after_forward=reshard and part.output not in group)
-    if [part.tok_embeddings] in groups:  # the backward of an untied embedding reads no weight
+    # the backward of an untied embedding does not read the weight
+    if [part.tok_embeddings] in groups:
         part.tok_embeddings.set_unshard_in_backward(False)
     shard([part])
     if layout.ep:
@@ -130,11 +132,12 @@ def apply_fsdp(
 
 
 def gather_plain(part: nn.Module) -> None:
-    """Let FSDP unshard parameters of tp and ep to plain tensors. A module then reads this rank's shard over tp or ep.
+    """Make FSDP unshard TP and EP parameters to plain tensors, not to DTensors. A module then reads its rank's shard
+    over tp or ep.
 
-    DTensors would cost the host time for each read, gradient and sum. Sharded parameters stay DTensors over both
-    meshes. If tp or ep shards a parameter, its gradient is complete; if a parameter is replicated, its gradient covers
-    only this rank's tokens.
+    With DTensors, each read, gradient and sum would take additional time on the host. Sharded parameters stay DTensors
+    over both meshes. If tp or ep shards a parameter, its gradient is complete; if a parameter is replicated, its
+    gradient covers only this rank's tokens.
     """
     for _, group in list_fsdp_groups(part):
         for parameter in group.fsdp_params:
@@ -172,8 +175,8 @@ def accumulate_weight_gradients(part: nn.Module) -> None:
     dtype).
 
     Call this function after the weight half of a split backward. FSDP adds gradients to its sums in hooks on the
-    gradients of inputs, and the weight half does not call these hooks. Without this function, torch 2.13 would sum in
-    the compute dtype until the next hook. No communication.
+    gradients of inputs, and the weight half does not call these hooks. Without this function, torch 2.13 would sum
+    these gradients in the compute dtype until the next hook. No communication.
     """
     for _, group in list_fsdp_groups(part):
         for parameter in group.fsdp_params:
@@ -196,12 +199,12 @@ def free_gathered(part: nn.Module) -> None:
     """Reshard parameters that stayed unsharded after a forward without backward. The next forward all-gathers them
     again.
 
-    Also clears the order of groups that FSDP recorded in this forward, because the next backward would prefetch a group
-    that it does not need.
+    Also clears the order of groups that FSDP recorded in this forward, because otherwise the next backward would
+    prefetch a group that it does not need.
     """
     if isinstance(part, FSDPModule) and hasattr(part, "reset_iter_state"):
         part.reset_iter_state()
         return
-    # an older torch cannot clear the order, and prefetches that group
+    # older versions of torch cannot clear the order, and prefetch that group
     for module in list_fsdp_modules(part):
         module.reshard()

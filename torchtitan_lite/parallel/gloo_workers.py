@@ -55,6 +55,6 @@ def start_with_one_worker(
     if interfaces:
         names = interfaces.split(",")
         options._devices = [ProcessGroupGloo.create_device(interface=name) for name in names]
-    else:  # the network interface of the address that this host's name resolves to
+    else:  # use the network interface whose address this host's name resolves to
         options._devices = [ProcessGroupGloo.create_default_device()]
     start_with_options(self, store, rank, size, options)

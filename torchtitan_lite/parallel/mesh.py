@@ -92,8 +92,8 @@ def make_mesh(
 ) -> DeviceMesh:
     """Create a mesh of all ranks, with a new group for each dim.
 
-    `new`: dims that get a new group even if they span all ranks. If they shared the default group, the tokens of one
-    layer would queue behind the parameters of the next.
+    `new`: dims that get a new group even if they span all ranks. If the dims of the experts shared the default group,
+    the all-to-alls of one layer would queue behind the all-gathers of the next layer.
     """
     # A dim of size 1 sends nothing, so the backend "fake" is enough. If a backend is named, torch creates a group for
     # every rank in turn: for 16,384 ranks and two dims of size 1, this takes 1.3 CPU seconds.

@@ -36,7 +36,7 @@ from torchtitan_lite.parallel.fsdp import accumulate_weight_gradients
 
 
 def apply_stage(model: nn.Module, fqns: tuple[str, ...]) -> nn.Module:
-    """Keep only the modules in `fqns`, in-place. Removes other layers; other children become None.
+    """Keep only the modules in `fqns`, in-place. The other layers are removed, and the other children become None.
 
     A child without parameters is not in the table, and stays on every stage.
     """
@@ -84,7 +84,7 @@ def build_schedule(
 
 
 class PatchedStage(PipelineStage):
-    """A PipelineStage that names its actions in traces, counts microbatches and skips idle hooks.
+    """A PipelineStage that names its actions in traces, counts microbatches and skips hooks that have nothing to do.
 
     It also works around three bugs in torch 2.13:
 
@@ -99,7 +99,7 @@ class PatchedStage(PipelineStage):
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
-        # Number of microbatches since the start of the run, and the value of this number at the start of the step. Hang
+        # Number of microbatches since the start of the run, and the same number at the start of the current step. Hang
         # reports compare these numbers between stages.
         self.n_done = {"F": 0, "B": 0}
         self.n_before = dict(self.n_done)
@@ -118,7 +118,7 @@ class PatchedStage(PipelineStage):
 
         If a part is a single FSDP group, it stays unsharded until the step ends. Calling FSDP's hooks again does
         nothing, but took 2.6 % of the CPU time of a step (pp2 x dp2 x tp2, gloo, November 2026). If other code has
-        added hooks, all hooks run.
+        added hooks to the part, all hooks run.
         """
         part = self.submod
         is_gathered = self.gathers_whole_part and self.n_done["F"] > self.n_before["F"]

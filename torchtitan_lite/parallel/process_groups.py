@@ -36,9 +36,9 @@ THRESHOLDS = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}
 NEVER = 2**31 - 1
 # in groups of at least this size, gloo connects two ranks when they first communicate
 MANY_RANKS = 1024
-# Names of gloo groups of all ranks, for objects and CPU tensors: "host" is for the main thread, "saver" for the thread
-# of asynchronous saves, "snapshot" for the thread of snapshots. Ranks match calls by their order, so two threads that
-# share a group can deadlock.
+# Names of the gloo groups in which all ranks exchange objects and CPU tensors: "host" is for the main thread, "saver"
+# for the thread of asynchronous saves, "snapshot" for the thread of snapshots. Ranks match calls by their order, so two
+# threads that share a group can deadlock.
 HOST_GROUPS = ("host", "saver", "snapshot")
 
 
@@ -104,12 +104,13 @@ def start_process(
 
     backend = "gloo" if device.type == "cpu" else "nccl"
     # With a device_id, NCCL connects a group immediately, but then runs all sends and receives of a pipeline on one
-    # stream, where each waits for the previous one. Without a device_id, NCCL connects at the first collective.
+    # stream, so each send or receive waits for the previous one. Without a device_id, NCCL connects at the first
+    # collective.
     connects_at_once = device.type == "cuda" and config.parallelism.pipeline_parallel_degree == 1
     if device.type == "cuda" and config.training.enable_cpu_offload:
         backend = "cuda:nccl,cpu:gloo"
-        # With a device_id, DeviceMesh splits its groups from the default group, and their gloo groups get two workers
-        # (gloo_workers.py).
+        # With a device_id, DeviceMesh splits its groups from the default group, and the gloo groups among them get two
+        # workers (gloo_workers.py).
         connects_at_once = False
     timeout = timedelta(seconds=config.comm.init_timeout_seconds)
     store.set_timeout(timeout)

@@ -19,12 +19,12 @@ torch's classes compute with DTensors, which take time on the host (dtensor.py).
 plain tensors. "Colwise" splits *output features*; nn.Linear stores (out, in), so that is `Shard(0)`. Rowwise splits
 input features.
 
-Weights are DTensors, so the optimizer and checkpoints see one model. Activations are plain tensors. A module runs its
-own forward on local shards, which FSDP has all-gathered as plain tensors. A style only adds the exchange between ranks
-(exchange.py).
+Weights are DTensors, so the optimizer and checkpoints see the full model. Activations are plain tensors. A module runs
+its own forward on its shards over tp, which FSDP has unsharded to plain tensors. A style only adds the exchange between
+ranks (exchange.py).
 
 Traffic per block: 2 all-gathers and 2 reduce-scatters in forward, and the same in backward. Each collective moves
-P(n-1)/n per rank, where P = B*S*D*2 bytes in bf16. Recompute repeats the collectives whose outputs it does not save. In
+P(n-1)/n per rank, where P = B*S*D*2 bytes in bf16. Recompute repeats the collectives whose outputs are not saved. In
 forward, the embedding adds one reduce-scatter, and the head adds one all-gather. Backward mirrors them. The weight
 gradient of a norm covers only the tokens of one rank, so FSDP all-reduces it over tp before the reduction over
 data-parallel ranks: D values in the compute dtype, or in fp32 if they are sums over microbatches. A bias of a colwise
@@ -72,7 +72,7 @@ from torchtitan_lite.parallel.exchange import (
 
 
 def plan_tensor_parallel(part: nn.Module, tp: int) -> dict[str, "LocalStyle"]:
-    """Return FQN -> style for every module of a part that TP over `tp` ranks changes.
+    """Return FQN -> style for every module of `part` to which TP over `tp` ranks applies.
 
     An MoE layer needs no style: it takes this rank's slice of the sequence, and uses a different mesh
     (expert_parallel.py).

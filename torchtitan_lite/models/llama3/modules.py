@@ -51,7 +51,7 @@ class Llama3(nn.Module):
         targets: Tensor | None = None,
         **extra: Tensor,
     ) -> Tensor:
-        """Run this part. x: tokens (B, S) int64 on the part with the embedding, else hidden states (B, S, D).
+        """Run this part. x: tokens (B, S) int64 if this part has the embedding, otherwise hidden states (B, S, D).
 
         positions, doc_ids, targets: (B, S) int64; only document attention reads doc_ids. Returns logits (B, S, V), or
         with targets the sum of token losses, () fp32. A part without head returns hidden states (B, S, D). The head

@@ -26,7 +26,7 @@ from torchtitan_lite.config.model_rows import (
 
 # arXiv:2412.15115, Qwen2.5: a bias on queries, keys and values
 qwen2 = partial(ModelArgs, norm_eps=1e-6, rope_theta=1e6, qkv_bias=True)
-# arXiv:2505.09388: QK-norm; with experts, 8 of 128 per token
+# arXiv:2505.09388: QK-norm; the MoE models use 8 of 128 experts for each token
 qwen3 = partial(ModelArgs, vocab_size=151936, norm_eps=1e-6, rope_theta=1e6, qk_norm=True)
 LLAMA_3_1 = RopeScaling(factor=8.0)
 LLAMA_3_2 = RopeScaling(factor=32.0)
@@ -99,9 +99,9 @@ FLAVORS = {
 STD = 0.02  # standard deviation of the initial weights of most matrices
 
 
-@lru_cache  # `plan --search` asks for the same model very often. The caller must not change the list
+@lru_cache  # `plan --search` needs the same list very often. The caller must not change the list
 def list_block(model_args: ModelArgs, moe: MoEArgs | None = None) -> list[ModuleRow]:
-    """List the modules of a block, in the order of modules.py. With `moe`, the block has experts."""
+    """List the modules of a block, in the order of modules.py. If `moe` is not None, the block has experts."""
     dim = model_args.dim
     head_dim = model_args.head_dim
     query = model_args.n_heads * head_dim
