@@ -132,7 +132,7 @@ def find_situations(spec: RunSpec) -> dict[str, str]:
     if config.checkpoint.local_interval >= n_steps:
         situations["no snapshot is due before the last step"] = "checkpoint.local_"
     if training.spike_window > 2 * n_steps:
-        situations["the run ends before half of training.spike_window"] = (
+        situations["the run is shorter than half of training.spike_window"] = (
             "training.skip_spikes training.spike_window"
         )
     return situations

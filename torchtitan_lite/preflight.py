@@ -170,8 +170,8 @@ def resolve(
 
 
 def choose_n_ranks(parallelism: Parallelism, machine: Machine, n_hosts: int) -> int:
-    """Return the default world size: the number of GPUs; on CPUs, the product of the degrees, where an automatic degree
-    fills up two ranks per host."""
+    """Return the default world size: the number of GPUs; on CPUs, the product of the degrees, with an automatic degree
+    resolved for two ranks per host."""
     if machine.device_type == "cuda":
         return machine.n_devices * n_hosts
     return prod(plan_degrees(parallelism, 2 * n_hosts).values())

@@ -232,8 +232,8 @@ def parse_model_args(manifest: Manifest) -> ModelArgs:
     different = dict(list_shapes(model_args).items() ^ stored.items())
     if stored and different and not manifest.host:  # a snapshot has only the stages of its host
         raise CheckpointError(
-            f"models/{model} has changed since it was saved: {', '.join(abbreviate(sorted(different)))}. "
-            "Use the code that saved it, or give the changed model a new name in models/registry.py"
+            f"models/{model} has changed since this checkpoint was saved:  {', '.join(abbreviate(sorted(different)))}. "
+            "Use the code that saved the checkpoint, or give the changed model a new name in models/registry.py"
         )
     return model_args
 

@@ -44,7 +44,7 @@ def list_added_ends(model_args: ModelArgs) -> list[ModuleRow]:
 def list_gathered(rows: list[ModuleRow]) -> set[str]:
     """List the modules whose linear layers need all tokens: tp all-gathers their input.
 
-    The input of a module inside such a module is already all-gathered.
+    A module inside a listed module gets an input that is already all-gathered.
     """
     names = {
         row.name.rpartition(".")[0]

@@ -303,5 +303,5 @@ def check_table(model_args: ModelArgs) -> Refused:
             yield "model.name", why, f"Use one of these: {TP_STYLES}, {place}"
         elif row.tp_style in ("colwise", "rowwise", "whole") and row.child == row.name:
             why = "is not inside another module, so tp would gather the input of the whole block or model for it"
-            remedy = 'Use tp_style "sequence" (outside the blocks also "gathered"), or put it into a module of its own'
+            remedy = 'Use tp_style "sequence" (outside the blocks also "gathered"), or put the layer into a new module'
             yield "model.name", f"{row.name} {why}", f"{remedy} {place}"

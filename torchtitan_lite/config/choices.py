@@ -62,8 +62,8 @@ class AttentionRow:
     # whether this attention works under context parallel; if so, its code must compute the mask from `positions`
     # (model/README.md)
     under_cp: bool = False
-    # (model_args, layer) -> number of tokens that a token sees, itself included; None: all earlier tokens. Only a row
-    # with code may omit `window`: `plan` then assumes that a token attends to all earlier tokens, and reports this
+    # (model_args, layer) -> number of tokens that a token attends to, itself included; None: all earlier tokens. Only a
+    # row with code may omit `window`: `plan` then assumes that a token attends to all earlier tokens, and reports this
     # assumption
     window: Callable[[ModelArgs, int], int | None] | None = None
 

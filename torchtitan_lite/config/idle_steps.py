@@ -31,7 +31,7 @@ def describe_idle_steps(config: Config, resumed_step: int) -> list[str]:
         ]
     if section.total_steps < section.warmup_steps <= n_steps:
         return [
-            "lr_scheduler.warmup_steps is longer than lr_scheduler.total_steps, "
-            f"{section.warmup_steps} and {section.total_steps} steps: no decay before the end of the warm-up"
+            "lr_scheduler.warmup_steps exceeds lr_scheduler.total_steps "
+            f"({section.warmup_steps} > {section.total_steps}), so the rate does not decay before the warm-up ends"
         ]
     return []

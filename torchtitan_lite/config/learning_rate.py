@@ -58,8 +58,8 @@ def describe_unusual_rates(config: Config, resumed_step: int) -> list[str]:
         highest = learning_rate_factor(section, n_steps - 1)
         if highest < 0.999:
             notices.append(
-                "lr_scheduler.warmup_steps is longer than the run, "
-                f"{section.warmup_steps} of {n_steps} steps: "
+                "lr_scheduler.warmup_steps exceeds the number of steps "
+                f"({section.warmup_steps} > {n_steps}): "
                 f"the learning rate only reaches {100 * highest:.3g}% of optimizer.lr"
             )
     return notices

@@ -68,7 +68,7 @@ class ModelArgs:
     moe: MoEArgs | None = None  # None if every layer is dense
     name: str = "llama3"  # a row of models/registry.py
     qkv_bias: bool = False  # a bias on the projections to queries, keys and values
-    # tokens that a token sees in layers of type "sliding_attention", itself included
+    # number of tokens that a token attends to in layers of type "sliding_attention", itself included
     sliding_window: int | None = None
     # types of the layers (LAYER_TYPES), repeated if the model has more layers; empty: all layers have the window
     layer_types: tuple[str, ...] = ()
@@ -160,7 +160,8 @@ class ModelTable:
     flavors: dict[str, ModelArgs]
     # function that lists the modules of a block, dense or with experts
     list_block: Callable[[ModelArgs, MoEArgs | None], list[ModuleRow]]
-    # tok_embeddings, norm, output, and any other module outside the blocks, each with its `end`; FQNs in the model
+    # tok_embeddings, norm, output, and any other module outside the blocks, each with its `end`; the FQNs are relative
+    # to the model
     list_ends: Callable[[ModelArgs], list[ModuleRow]]
     # module that defines FAMILIES (model_type -> Family), such as "models.llama3.hugging_face"; "": no Hugging Face
     # format

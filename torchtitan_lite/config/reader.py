@@ -171,7 +171,7 @@ def find_config_file(name: str) -> Path:
                 return path
     known = sorted(file.stem for file in CONFIG_FOLDER.glob("*.toml"))
     near = get_close_matches(Path(name).stem, known, n=1) or known
-    raise ValueError(f"there is no such file, here or in configs/, which has {', '.join(near)}")
+    raise ValueError(f"there is no such file here or in configs/; configs/ has {', '.join(near)}")
 
 
 def load_toml(path: Path) -> dict[str, Any]:

@@ -82,7 +82,8 @@ def check_settings(config: Config, machine: Machine) -> Refused:
 def find_refused(config: Config, model_args: ModelArgs, layout: Layout) -> Refused:
     """Find combinations of features that are known to crash or to give wrong numbers (torch 2.13).
 
-    tests/ranks/test_layouts.py runs these combinations. A test fails when a version of torch makes one of them work.
+    tests/ranks/test_layouts.py runs these combinations. A test fails if one of the combinations works with a new
+    version of torch.
     """
     for extension in EXTENSIONS.values():
         value = get_value(config, extension.key)

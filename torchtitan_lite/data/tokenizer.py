@@ -127,8 +127,7 @@ class Tokenizer:
         return b"".join(tokens).decode(errors="replace")
 
     def __reduce__(self) -> tuple:
-        """Pickle only the path, because functions cannot be pickled. The process that unpickles it loads the file
-        again."""
+        """Pickle only the path, because functions cannot be pickled. Unpickling loads the file again."""
         return load_tokenizer, (self.path,)
 
 

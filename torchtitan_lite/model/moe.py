@@ -88,7 +88,8 @@ class Router(nn.Module):
         return Routing(weights, routes, is_chosen.sum(1), probabilities, logits)
 
     def choose(self, scores: Tensor) -> Tensor:
-        """Return the K best experts for each token: (B, S, E) -> (B, S, K). The bias affects only this choice."""
+        """Return the K best experts for each token: (B, S, E) -> (B, S, K). The bias affects only this choice, not the
+        weights of the experts."""
         return (scores + self.expert_bias).topk(self.args.top_k, dim=-1).indices
 
 
