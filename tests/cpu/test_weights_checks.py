@@ -193,7 +193,10 @@ def test_a_checkpoint_of_a_fork_is_refused_by_the_field_or_the_model_that_is_unk
         assert_refused(f"--{PATH}=step-1", f"{PATH}: {value!r}")
         shutil.rmtree("step-1")
     save(1, tensors={"model.gain.weight": STATE["optimizer.norm.weight.step"]})
-    assert_refused("", "job.dump_folder: models/llama3 has changed since this checkpoint was saved: gain.weight")
+    assert_refused(
+        "",
+        "job.dump_folder: models/llama3 has changed since this checkpoint was saved: gain.weight",
+    )
 
 
 def test_a_checkpoint_of_a_fork_has_the_fields_that_its_sizes_add(monkeypatch):

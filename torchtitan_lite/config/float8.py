@@ -91,7 +91,7 @@ def list_float8_notices(config: Config, model_args: ModelArgs, tp: int) -> list[
     used = plan_float8(linears, section.filter_fqns, tp, section.recipe_name)
     notices = [f"{len(used)} of {len(linears)} linear layers compute in float8"]
     if config.parallelism.enable_async_tensor_parallel and tp > 1:
-        notices.append("async TP fuses only 1 of 10 collectives of a block in float8 (6 in bfloat16)")
+        notices.append("async TP fuses only 1 of 10 collectives of a float8 block (bfloat16: 6)")
     for part in section.filter_fqns:
         if part != SKIP_SMALL and not any(part in fqn for fqn in linears):
             why = f"{part!r} is in the name of no linear layer"
