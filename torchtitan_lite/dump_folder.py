@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 LOCAL_FOLDER = "checkpoint.local_folder"
 LOCK = "lock"
 CONFIG_TOML = "config.toml"  # marks the folder of a run
-RUN_ID = "run_id"  # file in checkpoint.folder with the id in the names of the run's snapshots
+RUN_ID = "run_id"  # file in checkpoint.folder; its content names the folder of the run's snapshots
 HANG = "hang"  # folder of the reports of hanging ranks, with one subfolder for each restart
 METRICS = "metrics.jsonl"
 

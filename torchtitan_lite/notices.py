@@ -97,7 +97,8 @@ def list_rare_notices(given: UserConfig, spec: RunSpec, restarted: bool) -> Iter
 def find_situations(spec: RunSpec) -> dict[str, str]:
     """Return case -> keys that have no effect, for cases that apply to this run and depend on more than one setting.
 
-    Some rows of WITHOUT_EFFECT join several cases with `and`. A case that matters only in such rows has no keys here.
+    Some rows of WITHOUT_EFFECT join several cases with `and`. A case that is needed only in such rows maps to an empty
+    string.
     """
     config = spec.config
     layout = spec.layout

@@ -120,7 +120,7 @@ def restore_run(
                 dropped.append(name)
         if dropped:  # an extension is off now, or a fork has changed its optimizer
             logger.info(
-                f"not loaded, because nothing uses them now: {', '.join(dropped[:3])} ({len(dropped)} in total)"
+                f"not loaded, because nothing uses these tensors: {', '.join(dropped[:3])} ({len(dropped)} in total)"
             )
         return wanted
 

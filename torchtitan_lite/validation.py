@@ -70,7 +70,7 @@ def count_bytes(tokenizer: Tokenizer, corpora: list[Corpus]) -> Tensor:
     """Return the number of text bytes per token id, (V,) float64.
 
     With some tokenizers, decoded text is not the concatenation of the bytes of its tokens. For these tokenizers, every
-    id gets the mean number of bytes per token, which is exact for the total over the corpora.
+    id gets the mean number of bytes per token. This gives the exact total over the corpora.
     """
     n_bytes = torch.zeros(tokenizer.vocab_size, dtype=torch.float64)
     if not tokenizer.is_spelled:

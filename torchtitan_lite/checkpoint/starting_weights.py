@@ -92,7 +92,7 @@ def find_resumed(config: Config, restarted: bool) -> Weights | None:
 def names_step(section: Checkpoint, steps: list[int], restarted: bool) -> bool:
     """Return whether the run may load checkpoint.load_step.
 
-    A run that saves may load only its last step; otherwise it would save the later steps a second time. A job that
+    A run that saves may load only its last step; otherwise the run would save the later steps a second time. A job that
     torchrun has restarted ignores load_step, and resumes from its own newest checkpoint.
     """
     if section.load_only:
@@ -232,7 +232,7 @@ def parse_model_args(manifest: Manifest) -> ModelArgs:
     different = dict(list_shapes(model_args).items() ^ stored.items())
     if stored and different and not manifest.host:  # a snapshot has only the stages of its host
         raise CheckpointError(
-            f"models/{model} has changed since this checkpoint was saved:  {', '.join(abbreviate(sorted(different)))}. "
+            f"models/{model} has changed since this checkpoint was saved: {', '.join(abbreviate(sorted(different)))}. "
             "Use the code that saved the checkpoint, or give the changed model a new name in models/registry.py"
         )
     return model_args

@@ -66,8 +66,8 @@ def start_logging(rank: int, dump_folder: Path | None) -> None:
     """Set up this package's logger in this process. A second call replaces the settings of the first. `rank` is the
     global rank.
 
-    log.txt is written to `dump_folder`. `dump_folder` is None on all ranks except 0, and on all ranks if the run writes
-    no files.
+    log.txt is written to `dump_folder`. `dump_folder` is None on all ranks except 0, and also on rank 0 if the run
+    writes no files.
     """
     package = logging.getLogger("torchtitan_lite")
     package.setLevel(IN_FILE)

@@ -137,8 +137,8 @@ def check_batch(config: Config, layout: Layout) -> Refused:
         unit = layout.dp
     if n_sequences % unit:
         why = (
-            f"{layout.dp} data-parallel ranks cannot have equal shares of {n_sequences} sequences, "
-            f"each a multiple of training.local_batch_size = {n_local}"
+            f"{layout.dp} data-parallel ranks cannot have equal shares of {n_sequences} sequences "
+            f"if each share is a multiple of training.local_batch_size = {n_local}"
         )
         yield "training.global_batch_size", why, f"Use {list_multiples(n_sequences, unit)}"
     if layout.pp == 1:
@@ -228,7 +228,7 @@ def count_pieces(parallelism: Parallelism) -> int:
 
 
 def check_tp(config: Config, model_args: ModelArgs, world_size: int) -> Refused:
-    """Check that tp divides the sizes of [model]. If it does, check that tp can split every module of the model."""
+    """Check that tp divides the sizes of [model], and if so, that tp can split every module of the model."""
     tp = config.parallelism.tensor_parallel_degree
     sizes, rows = find_misfits(model_args, tp)
     if not (sizes or rows):

@@ -64,7 +64,7 @@ def check_zero_plus_plus(config: Config, model_args: ModelArgs, layout: Layout) 
         why = "hpZ needs at least two ranks of an FSDP group on every node, but nodes of this size have fewer"
         yield f"{ZERO_PLUS_PLUS}_node_size", why, f'Leave "hpz" out of {ZERO_PLUS_PLUS}'
     if layout.zero_stage < 3 or layout.pp > 1:
-        why = "hpz keeps the weights that backward gathers, so it needs zero_stage = 3, and no pipeline"
+        why = "hpz keeps the weights that backward gathers, so it needs zero_stage = 3, and cannot be used with PP"
         yield ZERO_PLUS_PLUS, why, 'Leave out "hpz"'
 
 

@@ -102,7 +102,7 @@ def read_config(args: list[str]) -> UserConfig:
         path = find_config_file(expand_path(config_file))
         is_shipped = path.stem in SHIPPED and path.parent.resolve() == CONFIG_FOLDER
         table |= flatten_table(load_toml(path))
-        # in a saved config.toml, this key names the original file: replace the name by the file that is read now
+        # in a saved config.toml, this key names the original file: replace this name with the name of the file read now
         table["job.config_file"] = config_file
     except ValueError as error:
         remedy = "Name a TOML file by its path, or by its bare name in configs/"

@@ -98,7 +98,7 @@ class Model:
 
     @property
     def uses_float8(self) -> bool:
-        """Whether linear layers compute in float8. If not, [quantize.linear.float8] is not read."""
+        """Whether linear layers compute in float8. If they do not, [quantize.linear.float8] is not read."""
         return bool(self.converters)
 
 
@@ -165,7 +165,7 @@ class Parallelism:
     # new: hpz: keep a node's shards for backward; qwz and qgz: FSDP sends weights and gradients in int8
     zero_plus_plus: list[Literal["hpz", "qwz", "qgz"]] = key([], resume="note")
     zero_plus_plus_node_size: Degree = key(8, resume="note")  # new: number of ranks in a node
-    # new: NCCL all-gathers FSDP's shards from buffers that the GPUs of a host share; needs torch 2.12 or newer, never
+    # new: NCCL all-gathers FSDP's shards from buffers that the GPUs of a host share; needs torch 2.12 or newer; never
     # run
     fsdp_symmetric_memory: bool = False
     tensor_parallel_degree: Degree = 1
@@ -398,8 +398,8 @@ class Config:
     profiling: Profiling = Profiling()
 
 
-# Keys that apply only to the first start of a run, and not if the run continues from its own checkpoint. The printed
-# command that continues a run contains the argument after the colon, which turns the key off
+# Keys that apply only to the first start of a run, and not if the run continues from its own checkpoint. The argument
+# after the colon turns the key off; the printed command that continues a run contains this argument
 ONE_SHOT = {
     "job.overwrite": "--job.no_overwrite",
     "checkpoint.load_step": "--checkpoint.load_step=-1",

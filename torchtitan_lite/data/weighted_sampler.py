@@ -2,7 +2,7 @@
 
 A source is a corpus. CYCLE points divide a circle, and each source owns an arc whose length is its share. Draw d uses
 the source whose arc contains point d * STRIDE. STRIDE / CYCLE is about 0.618, the golden ratio modulo 1, so the draws
-fill the circle evenly: after any number of draws, the number of draws from a source is within about 3 of its share.
+fill the circle evenly: after n draws, the number of draws from a source is within about 3 of n times its share.
 """
 
 from collections.abc import Sequence

@@ -61,7 +61,7 @@ def meet_processes(
 ) -> dict[int, tuple[int, str]]:
     """Return rank -> (process id, hostname), for the ranks of this host and one rank of the next host.
 
-    The rank of the next host is included in case the launcher of that host is unreachable. `store` is the result of
+    One rank of the next host is included, in case the launcher of that host is unreachable. `store` is the result of
     join_job. `documents`: hashes of the corpora. Raises UserError if a rank does not answer, or has different corpora.
     """
     store.set_timeout(timedelta(seconds=section.init_timeout_seconds))
@@ -175,8 +175,8 @@ class HangWatch(AbstractContextManager):
                     file.unlink(missing_ok=True)
 
     def is_late(self) -> bool:
-        """Return whether this rank has not advanced for its time limit, or for half of the limit while another rank is
-        late."""
+        """Return whether this rank has not advanced within its time limit, or within half of this limit while another
+        rank is late."""
         step_limit_s = self.find_limit()
         # a save or the first step may take longer than other steps
         limit_s = SHARE_OF_TIMEOUT * self.section.init_timeout_seconds

@@ -6,7 +6,7 @@
     doc_ids     0 0 0 1 1 2 2 2       query 4 attends to keys 3 and 4
     positions   0 1 2 0 1 0 1 2       restart with each document (data/dataset.py)
 
-A model with windows or sinks uses extensions/windowed_attention.py in all layers, for both kinds.
+A model with windows or sinks uses extensions/windowed_attention.py in all layers, for both kinds of attention.
 
 To add a kind, add a row in config/choices.py. The row has a `window`, or it names a file in extensions/ with the code.
 

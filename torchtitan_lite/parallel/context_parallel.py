@@ -18,8 +18,8 @@ explicit mask, so torch's attention on all-gathered keys would also compute the 
 
 Attention with documents, windows or sinks all-gathers keys and values, and applies a mask. The all-gathers move
 P(n-1)/n bytes, where P = 2*B*K*S*E*2 bytes in bf16. The reduce-scatters of backward move the same number of bytes. The
-all-gathered keys and values are saved for backward. With recompute (any mode except "none"), they are not saved, but
-all-gathered again.
+all-gathered keys and values are saved for backward. With recompute (any mode except "none"), the keys and values are
+all-gathered again instead.
 
 Legend: B batch, S full sequence over n ranks, D model dim, H query heads, K key/value heads, E head dim.
 Sources: ring arXiv:2310.01889; zig-zag: Llama 3 arXiv:2407.21783; a different balanced order: arXiv:2311.09431.

@@ -81,8 +81,8 @@ def add_tokens(ranks: Ranks, gradient: Tensor) -> Tensor:
 def is_stacked(tensor: Tensor, dim: int) -> bool:
     """Return whether chunks along `dim` are contiguous, as in a batch of one sequence. Such chunks need no copy.
 
-    Returns False in compiled code, which needs the copies: inductor recognizes the collective by them and rewrites it
-    (parallelism.enable_async_tensor_parallel).
+    Returns False in compiled code, which needs the copies: inductor recognizes a collective by its copies, and rewrites
+    the collective (parallelism.enable_async_tensor_parallel).
     """
     return dim == 1 and len(tensor) == 1 and not torch.compiler.is_compiling()
 

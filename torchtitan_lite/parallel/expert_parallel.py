@@ -23,8 +23,8 @@ layer and microbatch (read_splits), and once more if the layer is recomputed. To
 prefetches the next layer before this wait (plan_prefetch). With ep = 1 there is no exchange and no wait.
 
 With uneven loads a rank receives more than R rows; no row is dropped. Gradients are sums over all tokens of the global
-batch. For experts, the all-to-alls and FSDP's reduction over efsdp and dp_replicate compute these sums, so no factor of
-ep appears. tp does not split experts, because tp ranks have different tokens (sequence parallel).
+batch. For experts, the all-to-alls and FSDP's reduction over efsdp and dp_replicate compute these sums, so gradients
+need no factor of ep. tp does not split experts, because tp ranks have different tokens (sequence parallel).
 
 Sources: GShard arXiv:2006.16668; folding ep into the other dims: arXiv:2504.14960.
 Effect: expert weights are DTensors on mesh dim ep; `experts.forward` exchanges rows before and after the same compute.

@@ -161,7 +161,7 @@ def list_fsdp_modules(part: nn.Module) -> list[FSDPModule]:
 
 def prepare_microbatch(part: nn.Module, *, zero_stage: int, is_last: bool) -> None:
     """Set which tensors FSDP reshards and reduces in the backward pass of a microbatch. Under PP, torch's pipeline
-    runtime does this."""
+    runtime sets them."""
     if not isinstance(part, FSDPModule):
         return  # a single rank: nothing is sharded
     part.set_reshard_after_backward(is_last or zero_stage == 3)

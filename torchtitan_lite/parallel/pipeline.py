@@ -62,9 +62,9 @@ def build_schedule(
 ) -> _PipelineSchedule:
     """Build the schedule that runs this rank's parts (already parallelized) over mesh dim `pp`.
 
-    The loss of each microbatch is its sum of token losses over `n_tokens`, () int64, which the caller fills before each
-    call. Gradients are summed over microbatches. `expert_loads`: ExpertBalance.loads. `gathers_whole_parts`: as in
-    config/layout.py.
+    The loss of each microbatch is its sum of token losses divided by `n_tokens`, () int64, which the caller fills
+    before each call. Gradients are summed over microbatches. `expert_loads`: ExpertBalance.loads.
+    `gathers_whole_parts`: as in config/layout.py.
     """
     indices = layout.stages_of(mesh.get_local_rank())
     stages = []
