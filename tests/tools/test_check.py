@@ -290,11 +290,11 @@ debug_3d | 8 | Write --config debug_3d
 --profiling.enable_profiling --profiling.profile_freq=3 | 2 | Use 4 or more
 {ZERO_PP}=qwz,qgz {TP}=2 | 2 | a single shard
 {ZERO_PP}=hpz,qwz,qgz {NODE}=2 {TP}=2 | 8 | hpZ needs at least two ranks
-{ZERO_PP}=hpz,qwz,qgz {NODE}=2 {PP}=2 | 4 | no pipeline
+{ZERO_PP}=hpz,qwz,qgz {NODE}=2 {PP}=2 | 4 | cannot be used with PP
 {ZERO_PP}=hpz,qwz,qgz {NODE}=2 --{P}zero_stage=2 | 4 | needs zero_stage = 3
 --activation_checkpoint.mode=memory_budget --compile.enable --compile.backend=eager | 4 | a backend other than "eager"
---profiling.save_traces_folder=checkpoint | 4 | the run uses this name for other files in job.dump_folder {ZERO_PP}=qwz
-{FLOAT8} --quantize.linear.float8.enable_fsdp_float8_all_gather | 4 | gathers them in float8
+--profiling.save_traces_folder=checkpoint | 4 | the run uses this name for other files in job.dump_folder
+{ZERO_PP}=qwz {FLOAT8} --quantize.linear.float8.enable_fsdp_float8_all_gather | 4 | gathers them in float8
 """
 
 
@@ -316,40 +316,45 @@ NOTED = f"""
 --optimizer.lr=0 | the learning rate falls to 0 at step 1 of 200 (optimizer.lr = 0,
 --training.steps=200 --lr_scheduler.total_steps=100 | the learning rate falls to 0 at step 101 of 200
 --training.steps=200 --lr_scheduler.total_steps=100 --lr_scheduler.warmup_steps=200 | total_steps (200 > 100)
---job.dump_folder=my/run --checkpoint.local_folder=new | new/run- {FLOAT8}
---quantize.linear.float8.filter_fqns=output,wx | 'wx' is in the name of no linear layer --config llama3_8b --gpus 8
---gpu h100 {FLOAT8} {TP}=2 --{P}enable_async_tensor_parallel | fuses only 1 of 10 collectives
---model.hf_assets_path=model | set checkpoint.initial_load_path=model --training.local_batch_size=6 |
-(training.local_batch_size allows 6) --config own.toml | training.seq_len is 512, because a CPU is slow --config
-own.toml | 2 sequences of 512 tokens, 1,024 per step --config own.toml --training.seq_len=1024
---training.local_batch_size=3 | 6 sequences of 1024 tokens --config own.toml {CP}=3 | training.seq_len is 510
---training.seed=3 --debug.seed=4 | training.seed and debug.seed are the same key: 4 counts --validation.seq_len=64 |
-validation.seq_len = 64 has no effect --checkpoint.no_initial_load_model_only | initial_load_model_only has no effect
-while checkpoint.initial_load_path = '' --checkpoint.enable --checkpoint.exclude_from_loading=optimizer | has no effect
-while no checkpoint is resumed and --config own.toml --checkpoint.load_step=3 | checkpoint.load_step has no effect while
-checkpoint.enable = False --checkpoint.export_dtype=bfloat16 --checkpoint.enable | has no effect while
-checkpoint.last_save_in_hf = False and --compile.enable --compile.components=[] | compile.enable has no effect while
-compile.components = [] --quantize.linear.float8.emulate | emulate has no effect while model.converters = [] --config
-own.toml --validation.freq=3 --validation.steps=2 | validation.freq, validation.steps has no effect --optimizer.name=SGD
---optimizer.beta2=0.9 | optimizer.beta2 has no effect while optimizer.name = 'SGD' --optimizer.name=SGD | kernels
-foreach, because SGD has no fused kernel --activation_checkpoint.memory_budget=0.2 | activation_checkpoint.memory_budget
-has no effect --{P}zero_stage=1 --{P}fsdp_reshard_after_forward=always | {P}fsdp_reshard_after_forward has no effect
+--job.dump_folder=my/run --checkpoint.local_folder=new | new/run-
+{FLOAT8} --quantize.linear.float8.filter_fqns=output,wx | 'wx' is in the name of no linear layer
+--config llama3_8b --gpus 8 --gpu h100 {FLOAT8} {TP}=2 --{P}enable_async_tensor_parallel | fuses only 1 of 10 collectives
+--model.hf_assets_path=model | set checkpoint.initial_load_path=model
+--training.local_batch_size=6 | (training.local_batch_size allows 6)
+--config own.toml | training.seq_len is 512, because a CPU is slow
+--config own.toml | 2 sequences of 512 tokens, 1,024 per step
+--config own.toml --training.seq_len=1024 --training.local_batch_size=3 | 6 sequences of 1024 tokens
+--config own.toml {CP}=3 | training.seq_len is 510
+--training.seed=3 --debug.seed=4 | training.seed and debug.seed are the same key: 4 counts
+--validation.seq_len=64 | validation.seq_len = 64 has no effect
+--checkpoint.no_initial_load_model_only | initial_load_model_only has no effect while checkpoint.initial_load_path = ''
+--checkpoint.enable --checkpoint.exclude_from_loading=optimizer | has no effect while no checkpoint is resumed and
+--config own.toml --checkpoint.load_step=3 | checkpoint.load_step has no effect while checkpoint.enable = False
+--checkpoint.export_dtype=bfloat16 --checkpoint.enable | has no effect while checkpoint.last_save_in_hf = False and
+--compile.enable --compile.components=[] | compile.enable has no effect while compile.components = []
+--quantize.linear.float8.emulate | emulate has no effect while model.converters = []
+--config own.toml --validation.freq=3 --validation.steps=2 | validation.freq, validation.steps has no effect
+--optimizer.name=SGD --optimizer.beta2=0.9 | optimizer.beta2 has no effect while optimizer.name = 'SGD'
+--optimizer.name=SGD | kernels foreach, because SGD has no fused kernel
+--activation_checkpoint.memory_budget=0.2 | activation_checkpoint.memory_budget has no effect
+--{P}zero_stage=1 --{P}fsdp_reshard_after_forward=always | {P}fsdp_reshard_after_forward has no effect
 --training.steps=9 --profiling.enable_profiling | enable_profiling has no effect while profiling.profile_freq exceeds
---debug.compare_copies_every=5 | debug.compare_copies_every has no effect while no weight has a copy {TP}=2
---debug.compare_copies_every=201 | debug.compare_copies_every has no effect while it exceeds the steps of the run
+--debug.compare_copies_every=5 | debug.compare_copies_every has no effect while no weight has a copy
+{TP}=2 --debug.compare_copies_every=201 | debug.compare_copies_every has no effect while it exceeds the steps of the run
 --checkpoint.local_folder=new --checkpoint.local_interval=200 | local_folder, checkpoint.local_interval has no effect
 --checkpoint.enable --checkpoint.async_mode=async_with_pinned_mem | no effect while there is no GPU: it acts like "a
---training.dataset=python_stdlib,python_stdlib | training.dataset names a corpus twice --training.dataset_weights=3 |
-training.dataset_weights has no effect while training.dataset names one corpus --comm.hang_seconds=101 |
-comm.hang_seconds has no effect while comm.train_timeout_seconds ends a hang first --training.skip_spikes=3
---training.spike_window=401 | no effect while the run is shorter than half of training.spike_window
+--training.dataset=python_stdlib,python_stdlib | training.dataset names a corpus twice
+--training.dataset_weights=3 | training.dataset_weights has no effect while training.dataset names one corpus
+--comm.hang_seconds=101 | comm.hang_seconds has no effect while comm.train_timeout_seconds ends a hang first
+--training.skip_spikes=3 --training.spike_window=401 | no effect while the run is shorter than half of training.spike_window
 --lr_scheduler.min_lr_factor=1 --lr_scheduler.decay_type=cosine | decay_type has no effect while lr_scheduler.min_lr
 --comm.save_traces_folder=x | comm.save_traces_folder has no effect while there is no GPU
 --{P}data_parallel_shard_degree=1 {PP}=2 --{P}zero_stage=3 | zero_stage has no effect while a pipeline stage runs on one
-rank --config llama3_8b --gpus 8 --gpu h100 --{P}zero_plus_plus=hpz | {P}zero_plus_plus=hpz has no effect
---training.steps=5 --training.steps=6 | training.steps is given twice: '6' replaces '5' --training.steps=200_000 | 57
-epochs of 3.6M tokens --config own.toml --training.steps=7 | time    roughly 0: --config own.toml | "selective" is slow
-without compile on a CPU
+--config llama3_8b --gpus 8 --gpu h100 --{P}zero_plus_plus=hpz | {P}zero_plus_plus=hpz has no effect
+--training.steps=5 --training.steps=6 | training.steps is given twice: '6' replaces '5'
+--training.steps=200_000 | 57 epochs of 3.6M tokens
+--config own.toml --training.steps=7 | time    roughly 0:
+--config own.toml | "selective" is slow without compile on a CPU
 """
 
 
