@@ -114,7 +114,7 @@ def find_situations(spec: RunSpec) -> dict[str, str]:
         if config.checkpoint.async_mode == "async_with_pinned_mem":
             situations['there is no GPU: it acts like "async"'] = "checkpoint.async_mode"
     if is_alone and {training.dtype, training.mixed_precision_param} == {"float32"}:
-        situations["a pipeline stage runs on one rank and computes in float32"] = OF_SHARDS
+        situations["a pipeline stage runs on a single rank in float32"] = OF_SHARDS
     if layout.fsdp_near == layout.efsdp_near == 1:
         situations["no FSDP group is split by node"] = OF_NODES
     if layout.dp_replicate == layout.tp == 1 and not (layout.tied or layout.ep):

@@ -349,7 +349,7 @@ NOTED = f"""
 --training.skip_spikes=3 --training.spike_window=401 | no effect while the run is shorter than half of training.spike_window
 --lr_scheduler.min_lr_factor=1 --lr_scheduler.decay_type=cosine | decay_type has no effect while lr_scheduler.min_lr
 --comm.save_traces_folder=x | comm.save_traces_folder has no effect while there is no GPU
---{P}data_parallel_shard_degree=1 {PP}=2 --{P}zero_stage=3 | zero_stage has no effect while a pipeline stage runs on one
+--{P}data_parallel_shard_degree=1 {PP}=2 --{P}zero_stage=3 | zero_stage has no effect while a pipeline stage runs on a single
 --config llama3_8b --gpus 8 --gpu h100 --{P}zero_plus_plus=hpz | {P}zero_plus_plus=hpz has no effect
 --training.steps=5 --training.steps=6 | training.steps is given twice: '6' replaces '5'
 --training.steps=200_000 | 57 epochs of 3.6M tokens
