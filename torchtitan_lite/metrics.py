@@ -88,8 +88,9 @@ TAGS = {
 class RunMetrics:
     """Measures the steps of a run. Writes records to the console, to metrics.jsonl and to the sinks of [metrics].
 
-    A context manager: on entry, it records the start of the run. On exit, it records the error, or logs how to look at
-    the run. If a record cannot be written to a sink, the log reports the error once. Later records are still tried.
+    A context manager: on entry, it records the start of the run. On exit, it records the error, or logs the commands
+    that show the run. If a record cannot be written to a sink, the log reports the error once. Later records are still
+    tried.
     """
 
     def __init__(

@@ -27,7 +27,7 @@ from torchtitan_lite.parallel.fsdp import prepare_microbatch
 
 RANDOM = (
     "a step draws random numbers, as in dropout. Recompute, a resume and other layouts would draw different numbers: "
-    "derive them from tokens and positions"
+    "derive random numbers from tokens and positions"
 )
 
 

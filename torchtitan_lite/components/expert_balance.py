@@ -31,8 +31,8 @@ from torchtitan_lite.model.part import list_moes
 
 logger = logging.getLogger(__name__)
 
-# Experts have collapsed if largest load / mean load of a layer reaches this number, or 3/4 of its maximum (n_experts /
-# top_k), whichever is smaller.
+# Experts have collapsed if the ratio of the largest to the mean load of a layer reaches this number, or 3/4 of the
+# maximum of this ratio (n_experts / top_k), whichever is smaller.
 COLLAPSED = 4.0
 STEPS_TO_WARN = 3  # warn after this many consecutive logged steps with collapsed experts
 

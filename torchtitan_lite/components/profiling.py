@@ -45,7 +45,7 @@ def profile_steps(
     """
     step = resumed_step
     memory = torch.cuda.memory
-    unwritten: set[str] = set()  # folders for which the log already has an error
+    unwritten: set[str] = set()  # folders for which an error has been logged
 
     def is_due() -> bool:
         return (step - resumed_step) % section.profile_freq == 0

@@ -256,7 +256,7 @@ def check_tp(config: Config, model_args: ModelArgs, world_size: int) -> Refused:
 
 
 def find_misfits(model_args: ModelArgs, tp: int) -> tuple[list[str], list[ModuleRow]]:
-    """Return the sizes of [model], and the modules, that cannot be split over tp."""
+    """Return the sizes of [model] and the modules that cannot be split over tp."""
     sizes = []
     rows = []
     for name in ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size"):

@@ -9,8 +9,8 @@ reduces the gradients of each layer once per step, and pp sends hidden states on
     placement "loop", pp=2, 4 stages     rank 0: stages 0, 2      rank 1: stages 1, 3
     placement "v",    pp=2, 4 stages     rank 0: stages 0, 3      rank 1: stages 1, 2
 
-checks.py has the rules, and `plan_layout`, which calls the functions in this file. Training, planner, tests and docs
-all call `plan_layout`. Sources: 3-D layouts, arXiv:2104.04473; TorchTitan, arXiv:2410.06511.
+checks.py contains the rules and `plan_layout`, which calls the functions in this file. Training, planner, tests and
+docs all call `plan_layout`. Sources: 3-D layouts, arXiv:2104.04473; TorchTitan, arXiv:2410.06511.
 """
 
 from dataclasses import dataclass

@@ -157,7 +157,7 @@ def check_windows(attention: str, model_args: ModelArgs) -> Refused:
     elif windows and min(windows) < 1:
         why = f"layers have windows of {min(windows)}, but a token sees at least itself"
         remedy = (
-            "Use 1 or more, or None for no window, in the flavor or in its row (config/choices.py)"
+            "Use 1 or more, or None for no window, in the flavor or in the row of the attention (config/choices.py)"
         )
         yield "model.attention", why, remedy
     elif row.window is None and (window or model_args.attention_sinks or not row.extension):

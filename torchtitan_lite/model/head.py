@@ -84,7 +84,7 @@ class Head(nn.Linear):
         return differentiate_formula(self.token_losses, logits, targets, fields)
 
     def differentiate_cross_entropy(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Call the function of the same name. torch.compile replaces this method (compile.components)."""
+        """Call `differentiate_cross_entropy` of loss.py. torch.compile replaces this method (compile.components)."""
         return differentiate_cross_entropy(logits, targets, self.vocabulary)
 
     def token_losses(self, logits: Tensor, targets: Tensor, **fields: Tensor) -> Tensor:

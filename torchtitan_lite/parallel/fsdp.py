@@ -17,7 +17,7 @@ sharded between the microbatches of a step. With m microbatches, each block runs
     1            unsharded         unsharded         1             1                 1 and 1
 
 The optimizer state is always sharded. Under PP, torch's pipeline runtime reduces gradients once per step; with ZeRO
-stage 3, it reshards the parameters after each forward, but not after each backward. The head stays unsharded from its
+stage 3, parameters are resharded after each forward, but not after each backward. The head stays unsharded from its
 forward to its backward. An embedding is all-gathered in forward only, unless it is tied to the head. In fp32 with ZeRO
 stage 1 under PP, a part is a single group (gathers_whole_parts in config/layout.py). If nothing is sharded, ZeRO stage
 1 avoids copying the gradients of each microbatch. However, at the end of the step, the caching allocator reserves
@@ -161,7 +161,7 @@ def list_fsdp_modules(part: nn.Module) -> list[FSDPModule]:
 
 def prepare_microbatch(part: nn.Module, *, zero_stage: int, is_last: bool) -> None:
     """Set which tensors FSDP reshards and reduces in the backward pass of a microbatch. Under PP, torch's pipeline
-    runtime sets them."""
+    runtime makes this choice."""
     if not isinstance(part, FSDPModule):
         return  # a single rank: nothing is sharded
     part.set_reshard_after_backward(is_last or zero_stage == 3)
