@@ -210,7 +210,8 @@ def read_run(
 
 
 def name_run(given: UserConfig) -> str:
-    """Return the name of the config; or finetune-mine if initial_load_path is runs/mine/checkpoint/step-9."""
+    """Return the name of the config, or a name such as finetune-mine if initial_load_path is
+    runs/mine/checkpoint/step-9."""
     section = given.config.checkpoint
     if not section.initial_load_path:
         return given.config.job.config_name

@@ -318,7 +318,7 @@ NOTED = f"""
 --training.steps=200 --lr_scheduler.total_steps=100 --lr_scheduler.warmup_steps=200 | total_steps (200 > 100)
 --job.dump_folder=my/run --checkpoint.local_folder=new | new/run-
 {FLOAT8} --quantize.linear.float8.filter_fqns=output,wx | 'wx' is in the name of no linear layer
---config llama3_8b --gpus 8 --gpu h100 {FLOAT8} {TP}=2 --{P}enable_async_tensor_parallel | fuses only 1 of 10 collectives
+--config llama3_8b --gpus 8 --gpu h100 {FLOAT8} {TP}=2 --{P}enable_async_tensor_parallel | fuses only 1 of 10
 --model.hf_assets_path=model | set checkpoint.initial_load_path=model
 --training.local_batch_size=6 | (training.local_batch_size allows 6)
 --config own.toml | training.seq_len is 512, because a CPU is slow
@@ -346,10 +346,10 @@ NOTED = f"""
 --training.dataset=python_stdlib,python_stdlib | training.dataset names a corpus twice
 --training.dataset_weights=3 | training.dataset_weights has no effect while training.dataset names one corpus
 --comm.hang_seconds=101 | comm.hang_seconds has no effect while comm.train_timeout_seconds ends a hang first
---training.skip_spikes=3 --training.spike_window=401 | no effect while the run is shorter than half of training.spike_window
+--training.skip_spikes=3 --training.spike_window=401 | no effect while the run is shorter than half of training
 --lr_scheduler.min_lr_factor=1 --lr_scheduler.decay_type=cosine | decay_type has no effect while lr_scheduler.min_lr
 --comm.save_traces_folder=x | comm.save_traces_folder has no effect while there is no GPU
---{P}data_parallel_shard_degree=1 {PP}=2 --{P}zero_stage=3 | zero_stage has no effect while a pipeline stage runs on a single
+--{P}data_parallel_shard_degree=1 {PP}=2 --{P}zero_stage=3 | zero_stage has no effect while a pipeline stage runs on a
 --config llama3_8b --gpus 8 --gpu h100 --{P}zero_plus_plus=hpz | {P}zero_plus_plus=hpz has no effect
 --training.steps=5 --training.steps=6 | training.steps is given twice: '6' replaces '5'
 --training.steps=200_000 | 57 epochs of 3.6M tokens
