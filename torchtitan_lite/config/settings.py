@@ -156,7 +156,7 @@ def check_windows(attention: str, model_args: ModelArgs) -> Refused:
         yield "model.flavor", why, remedy
     elif windows and min(windows) < 1:
         why = f"layers have windows of {min(windows)}, but a token sees at least itself"
-        remedy = "Use 1 or more, or None for no window, in the flavor or in the row of the attention (config/choices.py)"
+        remedy = "Use 1 or more, or None for no window, in the flavor or the row of the attention (config/choices.py)"
         yield "model.attention", why, remedy
     elif row.window is None and (window or model_args.attention_sinks or not row.extension):
         why = "its row in config/choices.py has no `window`; rows without code and models with windows or sinks need it"
