@@ -207,7 +207,7 @@ class CheckpointSaver(AbstractContextManager):
     ) -> None:
         """Commit the checkpoint and delete old ones. All files of the checkpoint must be on disk.
 
-        `reports`: for each rank, the result of `write_slices`, and the records of its tensors for the manifest.
+        `reports`: for each rank, the result of `write_slices` and the manifest records of the rank's tensors.
         """
         hashes = {}
         tensors = {}

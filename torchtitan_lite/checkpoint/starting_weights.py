@@ -152,8 +152,8 @@ def find_initial(config: Config) -> Weights:
 def check_loaded_model(problems: Problems, weights: Weights) -> None:
     """Check that a run of this model can use the weights. Add the problems found, and a notice if the models differ.
 
-    A run that also loads the optimizer state needs the same model. Other runs only need tensors with the same shapes
-    and meaning.
+    A run that also loads the optimizer state needs the same model. Other runs need only tensors with the same shapes
+    and the same meaning.
     """
     model_args = problems.model_args
     config = problems.config
