@@ -4,8 +4,9 @@
     bytes moved           20 per parameter and step: weight and moments are read and written, the gradient is read
                           (28 with fp32 moments)
 
-All arithmetic is in fp32. Only the moments are rounded to 8 significant bits, once per step. On CUDA (never run),
-`move` is compiled to two kernels per tensor: the update and the step count. On a CPU, `move` runs operator by operator.
+All arithmetic is in fp32. Only the moments are rounded. They keep 8 significant bits, and are rounded once per step. On
+CUDA (never run), `move` is compiled to two kernels per tensor: the update and the step count. On a CPU, `move` runs
+operator by operator.
 
 Because of this rounding, beta2 must not exceed 0.99. In a step with a zero gradient, the second moment should decay by
 the factor beta2. Neighboring bf16 values differ by 0.4 to 0.8 %, and rounding undoes any decay that is smaller than
@@ -52,7 +53,7 @@ class AdamWBFloat16(AdamW):
                     update(*tensors, rate, scale, skipped, salt, betas, eps, decay)
 
     def flatten(self, parameter: Tensor) -> list[Tensor]:
-        """Return the first arguments of `move`, flattened, so that one compiled graph is enough for all shapes."""
+        """Return the first arguments of `move`. They are flattened, so one compiled graph is enough for all shapes."""
         first, second, step = self.list_state(parameter)
         gradient = local_shard(parameter.grad).reshape(-1)  # it may be transposed
         weight, first, second = [

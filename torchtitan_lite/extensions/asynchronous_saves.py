@@ -34,7 +34,7 @@ class AsynchronousSaver(CheckpointSaver):
         self.on_cuda = self.device.type == "cuda"
         self.in_flight: Future | None = None
         is_pinned = self.section.async_mode == "async_with_pinned_mem"
-        # The stager reuses its buffers, so memory does not grow. On a CPU it copies synchronously.
+        # The stager reuses its buffers, so memory does not grow. On a CPU, the stager copies synchronously.
         options = StagingOptions(
             use_pinned_memory=self.on_cuda and is_pinned,
             use_shared_memory=False,

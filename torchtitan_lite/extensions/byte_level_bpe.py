@@ -11,8 +11,8 @@ the token with the lowest id. The package `tokenizers` applies the first merge i
 give the same ids under two conditions. First, merges are sorted by the ids that they form. Second, merging the bytes of
 each token gives that token. The files of trained tokenizers meet both conditions.
 
-With `ignore_merges`, the package looks words up too. In that case, a token may violate the second condition if the list
-has all merges that form the token. Llama 3.1 has 695 such tokens.
+With `ignore_merges`, the package looks words up too. In that case, a token may violate the second condition if `merges`
+contains every merge that forms the token. Llama 3.1 has 695 such tokens.
 """
 
 from torchtitan_lite.data.tokenizer import LLAMA3_PATTERN, BytePairs
@@ -53,7 +53,7 @@ def read_pattern(pre_tokenizer: dict | None) -> str | None:
     if split["behavior"] != "Isolated" or split.get("invert"):
         return None
     regex = split["pattern"].get("Regex", "")
-    # some files contain the line ends themselves instead of escapes
+    # some files contain raw newline characters instead of the escapes \r and \n
     return regex.replace("\r", r"\r").replace("\n", r"\n")
 
 
@@ -113,7 +113,8 @@ def list_spellings(token: str, vocab: dict[str, int]) -> set[tuple[int, int]]:
 
 
 def find_halves(merges: dict[tuple[int, int], int]) -> dict[int, tuple[int, int]]:
-    """Return token -> the two tokens of its last merge, for each token that the merges form from its bytes."""
+    """Return token -> the two tokens that its last merge joins. Leaves out tokens that the merges cannot form from
+    bytes."""
     halves = {}
     made = set(merges.values())
     for (left, right), id in merges.items():
@@ -130,10 +131,10 @@ def is_crossed(
     merges: dict[tuple[int, int], int],
     halves: dict[int, tuple[int, int]],
 ) -> bool:
-    """Return whether an earlier merge than `last` joins tokens across the border between `left` and `right`.
+    """Return whether a merge before `last` joins tokens across the border between `left` and `right`.
 
-    Works backwards: undoes the latest merge next to the border, until only bytes are left. If both sides have the same
-    merge, the merge on the left came first.
+    Works backwards: undoes the latest merge next to the border, until only bytes are left. If both sides were formed by
+    the same merge, the left side was merged first.
     """
     while merges.get((left, right), last) >= last:
         if left in halves and (left > right or right not in halves):

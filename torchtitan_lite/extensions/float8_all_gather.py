@@ -6,8 +6,8 @@
     all-gather         all rows in float8, one scale             N*K bytes, half as much as in bf16
     unsharded          all rows in float8                        forward and backward use the rounded values
 
-The all-reduce of max |w| is needed for each all-gather of a weight. With precomputed scales, a single all-reduce for
-all weights after each optimizer step replaces it: 4 bytes per weight over dp_shard x cp.
+By default, each all-gather of a weight needs an all-reduce of max |w|. With precomputed scales, all weights share one
+all-reduce after each optimizer step, of 4 bytes per weight over dp_shard x cp.
 
 Sources: TorchTitan arXiv:2410.06511; FSDP2's extension hooks, torch.distributed.fsdp.
 Effect: FSDP all-gathers through hooks on the local shards. FQNs, parameters and checkpoints do not change.
@@ -87,7 +87,7 @@ class Float8AllGatherHook:
         module,
         mp_policy,
     ) -> tuple[tuple[Tensor], tuple[Tensor]]:
-        """Run before the all-gather of FSDP2. Return (tensors to all-gather, metadata for post_all_gather)."""
+        """Return (tensors to all-gather, metadata for post_all_gather). FSDP2 calls this hook before the all-gather."""
         scale = self.scale
         if scale is None:
             amax = find_amax(self.shard)

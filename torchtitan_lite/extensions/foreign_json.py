@@ -36,7 +36,7 @@ class JsonObject(dict):
 
 
 def read_json(path: Path, *, may_be_missing: bool = False) -> JsonObject:
-    """Return the object in a JSON file. A missing file gives {} if it `may_be_missing`.
+    """Return the object in a JSON file. With `may_be_missing`, return an empty object if the file does not exist.
 
     Raises UserError.
     """

@@ -55,7 +55,8 @@ def warn_of_timeout(step_s: float, timeout_s: int) -> None:
 def write_report(watch: HangWatch, kind: str) -> None:
     """Write a report of what this rank is doing. `kind` is "rank" if a step hangs, and "failed" if a rank has ended.
 
-    If a step hangs, a second file makes all other ranks write too. The report is complete or does not exist.
+    If a step hangs, this function also creates the file `watch.late`, which makes all other ranks write their reports.
+    A report is complete or does not exist.
     """
     content = collect(watch, has_failed=kind == "failed")
     file = watch.name_file(kind)
@@ -116,8 +117,8 @@ def read_stack(innermost: FrameType) -> list[str]:
 
 
 def read_pipeline(schedule: Any) -> dict[str, object]:
-    """Return how many microbatches each pipeline stage of this rank has computed, and the input that this rank needs
-    next.
+    """Return the number of microbatches that each pipeline stage of this rank has computed, and the next input that
+    this rank needs.
 
     Returns {} without a pipeline. Activations arrive from the previous stage, and gradients from the next stage.
     """

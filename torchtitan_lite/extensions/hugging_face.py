@@ -1,7 +1,7 @@
 """Load weights from a Hugging Face folder on any layout.
 
-Every rank reads only its rows or columns from the mapped files, without communication. A rank needs memory for its
-shards and for one more matrix.
+Every rank reads only its rows or columns from the mapped files, without communication. Loading takes the memory of the
+rank's shards and of one more matrix.
 
 RoPE rotates pairs of features in a head: (i, i + E/2) in transformers, (2i, 2i + 1) here. Therefore, in modules that
 the model's table marks `is_rotated`, the rows of each head have a different order. For E = 6:
@@ -41,7 +41,7 @@ def to_their_order(ours: Tensor, head_dim: int) -> Tensor:
 
 
 def find_unit(fqn: str, model_args: ModelArgs) -> int:
-    """Return how many rows form one unit when reordering: head_dim if RoPE rotates the module's output, else 1."""
+    """Return the `unit` for `read_box`, in rows: head_dim if RoPE rotates the module's output, otherwise 1."""
     entry = list_parameters(model_args).get(fqn)
     return model_args.head_dim if entry and entry.row.is_rotated else 1
 
@@ -75,7 +75,7 @@ def load_weights(path: Path, parameters: dict[str, Tensor]) -> None:
 def read_box(
     target: Tensor, folder: HuggingFaceFolder, name: str, offsets: Sequence[int], unit: int = 1
 ) -> None:
-    """Fill `target` with the slice of the tensor `name` in the folder that begins at `offsets`.
+    """Fill `target` with a slice of the tensor `name` in the folder. The slice begins at `offsets`.
 
     If `unit` is above 1, each unit of rows is a head, and its rows are reordered.
     """

@@ -77,7 +77,7 @@ EVERY_FAMILY = {  # keys that transformers reads for every architecture
     "per_layer_config": ConfigKey(dict | None, only=(None, {})),
     "fusion_config": ABSENT,
     "transformers_weights": ABSENT,  # transformers would load the weights file that this key names
-    # transformers would read the files that this key names instead of config.json
+    # transformers would ignore config.json, and read the files that this key names
     "configuration_files": ABSENT,
     **dict.fromkeys((*DTYPE_KEYS, *UNREAD), IGNORED),
 }
@@ -296,7 +296,8 @@ def find_unsupported(config: dict[str, Any], family: Family) -> list[str]:
 
 
 def count_dense(config: dict[str, Any]) -> int | None:
-    """Return the number of dense layers at the start of the model, or None if dense layers are elsewhere too."""
+    """Return the number of dense layers at the start of the model, or None if the config lists other dense layers
+    too."""
     n_layers = config["num_hidden_layers"]
     step = config.get("decoder_sparse_step", 1)
     dense = config.get(DENSE_LAYERS) or []

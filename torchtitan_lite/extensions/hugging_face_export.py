@@ -50,7 +50,7 @@ def check_export(config: Config, model_args: ModelArgs, layout: Layout) -> Refus
 def explain_unwritable(model_args: ModelArgs, attention: str) -> str | None:
     """Explain why a model with this attention cannot be exported to Hugging Face; None if it can."""
     module = MODELS[model_args.name].families
-    # the table of a copied model
+    # a model that was copied, but whose table still names the original's families
     if module and not module.startswith(f"models.{model_args.name}."):
         why = f"models/{model_args.name}/table.py names the families of a different model, {module}"
         return f"{why}. If transformers computes the same outputs, give the model its own file of families"

@@ -13,7 +13,7 @@
     ...mlp.experts.0.gate_proj.weight  (F, D)        ...feed_forward.experts.w1  (experts, D, F)
 
 Modules, shapes and names come from models/NAME/table.py. Shapes are the same on both sides, except that Hugging Face
-has one transposed matrix per expert. The rows of wq and wk have a different order (hugging_face.py).
+has one transposed matrix per expert. Hugging Face stores the rows of wq and wk in a different order (hugging_face.py).
 
 A tied model usually stores only the embedding. As in transformers, a folder with only the head is also a tied model,
 and a folder with two different matrices is not, regardless of config.json.
@@ -111,7 +111,8 @@ def open_folder(path: Path) -> HuggingFaceFolder:
             shape = shape[:0:-1]  # the matrix of an expert is transposed
         expected |= dict.fromkeys(name_theirs(fqn, model_args), shape)
     problems = []
-    for name in found | expected:  # stored tensors first, because they explain missing ones
+    # stored tensors first: an unknown name often explains a missing tensor
+    for name in found | expected:
         stored = found.get(name, "missing")
         described = expected.get(name, "unknown")
         if stored != described:

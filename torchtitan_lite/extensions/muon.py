@@ -173,10 +173,10 @@ def orthogonalize(
     empty: Tensor,
     at: int = 0,
 ) -> None:
-    """Replace this rank's slices of matrices with its slices of the orthogonalized matrices. Collective.
+    """Orthogonalize matrices of which each rank has a slice, and overwrite the slices with the results. Collective.
 
-    Each call joins slices over axis `at` on the ranks of the owners, calls itself for the next axis, and splits the
-    results again. `empty` is a tensor with the dtype and the device of the slices.
+    Each call joins slices over axis `at` on the ranks of the owners, calls itself for the next axis, and sends the
+    slices of the results back. `empty` is a tensor with the dtype and the device of the slices.
     """
     if at == len(axes):
         for matrix in slices:
@@ -185,7 +185,8 @@ def orthogonalize(
     axis = axes[at]
     own = []
     joined = []
-    by_owner = [[] for _ in range(axis.size())]  # this rank's slices of the matrices of each owner
+    # this rank's slices, grouped by the owner of the matrix
+    by_owner = [[] for _ in range(axis.size())]
     by_rank = [[] for _ in range(axis.size())]  # slices of this rank's own matrices
     for local_slice, matrix in zip(slices, matrices, strict=True):
         owner = matrix.owner[at]

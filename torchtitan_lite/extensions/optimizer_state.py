@@ -53,7 +53,7 @@ def build_watched(
         except OutOfMemoryError:
             raise
         except (TypeError, RuntimeError) as error:
-            if name.startswith("torch."):  # the traceback would show no line of the fork
+            if name.startswith("torch."):  # no line of the fork would be in the traceback
                 raise UserError(f"{name} cannot be used ({error}). {remedy}") from error
             raise
         for kept, value, place in find_unsaved(self, earlier):
@@ -98,5 +98,6 @@ def is_saved(owner: object, value: object) -> bool:
     # no rank would save a partial sum
     if any(placement.is_partial() for placement in getattr(value, "placements", ())):
         return False
-    # only one rank would save a plain tensor, although its values differ between the shards of the parameter
+    # A plain tensor would be saved by one rank only, although each rank has different values for its shard of the
+    # parameter.
     return value.dim() == 0 or isinstance(value, type(owner.data))

@@ -39,8 +39,8 @@ def read_earlier(folder: Path) -> dict[str, object]:
 
 
 def check_earlier(section: Checkpoint, folder: Path) -> Refused:
-    """Report a dump folder with an earlier run, unless this run resumes it, or the earlier run ended before its first
-    save."""
+    """Report a dump folder that has an earlier run. Reports nothing if this run resumes the earlier run, or if the
+    earlier run ended before its first save."""
     earlier = read_earlier(folder)
     saved_in = earlier.get("checkpoint.folder", section.folder)
     why = "the folder has an earlier run, which saved no checkpoints"
@@ -75,7 +75,7 @@ def list_earlier(folder: Path, config: Config) -> list[Path]:
     """List the paths that job.overwrite deletes: only files that a run has written."""
     paths = set()
     earlier = read_earlier(folder)
-    # a run has used this folder, so the run wrote these files
+    # config.toml shows that a run used this folder, so the files with these names belong to the run
     if (folder / CONFIG_TOML).exists():
         for pattern in FILES_OF_RUN:
             paths.update(folder.glob(pattern))

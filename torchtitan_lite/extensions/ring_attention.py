@@ -275,7 +275,8 @@ def attend_backward(
             grad_query[:, :, queries] += part_grad_query
         keys_of_ranks.add_gradient(source, keys, torch.stack(part_grads).float())
     grads = keys_of_ranks.sum_gradients()
-    # Kernels choose the strides of their results. Copy to the strides that register_fake has promised to torch.compile.
+    # Kernels choose the strides of their results. Copy the results to the strides that register_fake declares for
+    # torch.compile.
     return torch.empty_like(query).copy_(grad_query), grads.to(key.dtype).contiguous()
 
 

@@ -4,8 +4,8 @@
     median                    1.0 | 1.0     | 1.0
     step                  applied | skipped | applied
 
-The window includes the norm of this step and the norms of skipped steps. No step is skipped until half of the window is
-filled. If norms stay high, skipping does not help, because a skipped step does not change the weights. After
+The window includes the norm of the current step, and the norms of skipped steps. No step is skipped until half of the
+window is filled. If norms stay high, skipping does not help, because a skipped step does not change the weights. After
 half a window, the median has risen too, and steps are applied again.
 
 All ranks have the same norm and history, so they make the same decision without communication. The history stays on

@@ -33,7 +33,7 @@ class TiedSchedule:
     schedule: _PipelineSchedule
     owner: Tensor | None  # tok_embeddings.weight; None if another rank has the first stage
     copy: Tensor | None  # output.weight; None if another rank has the last stage
-    # rank of the owner and rank of the copy, in this order; None if both stages are on one rank
+    # has two ranks: first the rank of the owner, then the rank of the copy; None if both stages are on one rank
     group: dist.ProcessGroup | None
 
     def step(self, *tokens: Tensor, **options) -> None:

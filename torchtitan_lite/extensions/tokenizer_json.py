@@ -1,9 +1,9 @@
 """Read a Hugging Face tokenizer.json. The ids are the same as in the package `tokenizers` (extra `hf`).
 
-tiktoken is three times as fast as the package. tiktoken is used for a byte-level BPE if both give the same ids
-(byte_level_bpe.py). The package is used for every other file. A tokenizer.json has a model, and added tokens, which are
-matched before the text is cut into words. tokenizer_config.json and special_tokens_map.json in the same folder add more
-tokens.
+A byte-level BPE is encoded with tiktoken if tiktoken and the package give the same ids (byte_level_bpe.py): tiktoken is
+three times as fast. All other files are encoded with the package. A tokenizer.json has a model, and added tokens, which
+are matched before the text is cut into words. tokenizer_config.json and special_tokens_map.json in the same folder add
+more tokens.
 """
 
 import hashlib
@@ -76,11 +76,12 @@ def encode_by_package(package: Any) -> tuple[Callable, Callable]:
     """Return Tokenizer.encoders, implemented with the package `tokenizers`."""
     package.no_truncation()
     package.no_padding()
-    package.post_processor = None  # a post-processor may leave white space out of offsets
+    # a post-processor may exclude white space from the offsets of a token
+    package.post_processor = None
     strips = {id for id, token in package.get_added_tokens_decoder().items() if token.rstrip}
     if getattr(package.model, "unk_token", "") is None:
-        # Without a name of an unknown token, the package drops text outside the vocabulary. With a name that has no id,
-        # it raises an error.
+        # If unk_token is None, the package drops text outside the vocabulary. If unk_token names a token without an id,
+        # the package raises an error.
         package.model.unk_token = NO_UNKNOWN
 
     def encode(text: str, is_special: bool = False) -> Any:
@@ -94,7 +95,7 @@ def encode_by_package(package: Any) -> tuple[Callable, Callable]:
     def encode_special(text: str) -> tuple[list[int], list[int]]:
         found = encode(text, is_special=True)
         ends = [
-            # white space that belongs to the token may be the start of an answer
+            # a special token may include white space after it, but this white space may be the start of an answer
             start + len(text[start:end].rstrip()) if id in strips else end
             for id, (start, end) in zip(found.ids, found.offsets, strict=True)
         ]

@@ -103,7 +103,8 @@ def explain_absent(key: str, value: object) -> str | None:
 def translate_keys(
     table: dict[str, Any], texts: dict[str, Any], problems: list[Problem], notices: list[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return two dicts, key -> value, from the file and from the command line, for keys that exist in this package.
+    """Return two dicts, key -> value, with the keys that exist in this package: one for the file, one for the command
+    line.
 
     Adds problems and notices for all other keys.
     """
@@ -149,12 +150,12 @@ def rename_keys(source: Mapping[str, Any], notices: list[str]) -> dict[str, Any]
 
 
 def is_switch(name: str) -> bool:
-    """Return whether a name is a key, an old name of a key, or the switch of a missing torchtitan feature."""
+    """Return whether a name is a key, an old name of a key, or a key that turns on a missing torchtitan feature."""
     return resolve_alias(name) in {*KEYS, *MISSING_FEATURES}
 
 
 def is_section(start: str) -> bool:
-    """Return whether `start`, such as "training.", begins a key, here or in torchtitan."""
+    """Return whether `start`, such as "training.", is the start of a key of torchtitan_lite or of torchtitan."""
     names = (*KEYS, *MISSING_FEATURES, *SETTINGS, *ALIASES, "float8.", "mx.")
     return any(name.startswith(start) for name in names)
 

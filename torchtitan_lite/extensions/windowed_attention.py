@@ -50,8 +50,8 @@ class Sinks(nn.Module):
 
 
 class WindowedAttention(DocumentAttention):
-    """Attention of one layer. A token attends to `window` tokens, including itself, or to all earlier tokens if
-    `window` is None."""
+    """Attention of one layer. A token attends to itself and to the `window` - 1 tokens before it. If `window` is None,
+    a token attends to itself and to all earlier tokens."""
 
     def __init__(self, attention: str, model_args: ModelArgs, layer: int):
         super().__init__()

@@ -31,15 +31,15 @@ nearest to x/s, which is at most 127, so the product of this integer and s diffe
     qgZ   a sum of gradients g_r has an error of at most s_r/2 for each rank r, plus s_v/2 for each node v. The sum of a
           node has an error before it is rounded, so s_v <= (max |sum of its g_r| + max sum of its s_r/2) / 127
 
-Nothing else is rounded. `verify` checks that every element of a packed block has an error of at most s/2. Then it sends
-exact numbers through the same collectives, and compares everything else with the usual bounds. In a block with NaN or
-infinity, all elements become NaN, and the step is skipped as usual.
+Nothing else is rounded. `verify` checks that every element of a packed block has an error of at most s/2. It then sends
+the numbers without rounding through the same collectives, so all other comparisons keep their usual bounds. In a block
+with NaN or infinity, all elements become NaN, and the step is skipped as usual.
 
-An FSDP group is split by node only if it has several ranks in each of several nodes. In any other group, hpZ keeps
-nothing, and qgZ has a single all-to-all. Replicas (HSDP) all-reduce without rounding. Packing, collective and unpacking
+An FSDP group is split by node only if it has several ranks in each of several nodes. In any other group, hpZ has no
+effect, and qgZ has a single all-to-all. Replicas (HSDP) all-reduce without rounding. Packing, collective and unpacking
 run on FSDP's streams, in place of FSDP's own collective, and the host does not wait.
 
-Source: ZeRO++ arXiv:2306.10209. FSDP2 with an integer reshard_after_forward also keeps secondary shards, but does not
+Source: ZeRO++ arXiv:2306.10209. If reshard_after_forward is an integer, FSDP2 also keeps secondary shards, but does not
 support TP or experts, and adds two process groups per block. Effect: FSDP calls the collectives in this file.
 Parameters, FQNs and checkpoints do not change.
 """
@@ -73,7 +73,7 @@ class Nodes(NamedTuple):
 
 
 def split_by_node(mesh: DeviceMesh, dim: str, near: int) -> Nodes:
-    """Split the last dim of an FSDP mesh into nodes of `near` consecutive ranks. Collective.
+    """Split the ranks of the last dim of an FSDP mesh into nodes of `near` consecutive ranks. Collective.
 
     If `near` is 1, the group is not split.
     """
@@ -124,8 +124,8 @@ def replace_collectives(
 
 
 class Packing:
-    """Packs rows into bytes: first the integers of all blocks, then the scales. A row has a rank's shards of an FSDP
-    group."""
+    """Packs rows into bytes: first the integers of all blocks, then the scales. A row contains the shards of one rank
+    for all parameters of an FSDP group."""
 
     def __init__(self, sizes: list[int]):
         """`sizes` has the number of elements in a rank's shard of each parameter, including FSDP's padding."""
@@ -152,7 +152,7 @@ class Packing:
         return torch.cat([integers, bytes_of_scales], -1)
 
     def unpack(self, packed: Tensor) -> Tensor:
-        """Return the numbers in `packed` (..., bytes), with the padding, in fp32."""
+        """Return the numbers in `packed` (..., bytes) in fp32, including the padding."""
         n_bytes = sum(self.padded)
         integers = packed[..., :n_bytes].unflatten(-1, (-1, INT8_BLOCK))
         scales = packed[..., n_bytes:].view(torch.float32)
@@ -175,7 +175,8 @@ class AllGather(DefaultAllGather):
         off."""
         self.packing = packing
         self.near = near
-        # This rank's part of the secondary shard of its node, packed if weights are rounded.
+        # This rank's secondary shard: its slice of the weights, which are sharded inside the node. Packed if weights
+        # are rounded.
         self.secondary: Tensor | None = None
 
     def __call__(

@@ -7,8 +7,8 @@
     found    seconds from the fault until the output names it: a dead rank, a hang, a NaN, unequal copies, damage
     back     seconds from the fault until a restarted run logs a step
 
-torchrun restarts the ranks. The drill acts as the operator: it starts the run again if torchrun itself was killed, and
-it kills a rank that a hang report names.
+torchrun restarts the ranks. The drill does what an operator would do: if torchrun itself was killed, the drill starts
+the run again, and if a hang report names a rank, the drill kills this rank.
 """
 
 import importlib
@@ -92,18 +92,19 @@ class Fault:
     """One row of the score card: a fault and its consequences."""
 
     kind: str  # a key of MESSAGES
-    seed: int  # chooses rank, step, weight and bit
+    seed: int  # of the random choice of rank, step, weight and bit
     rank: int | None  # None: all ranks train without a fault
     step: int  # counted from the start of the process
     folder: str  # dump folder of the run
     found_s: float | None = None  # seconds until the output names the fault; None if it never does
     back_s: float | None = None  # seconds until a restarted run logs a step
     steps_lost: int | None = None  # steps that were finished before the fault and trained again
-    is_equal: bool = False  # whether the final weights and optimizer state are bitwise identical to the undisturbed run
+    # whether the final weights and optimizer state are bitwise identical to those of the run without a fault
+    is_equal: bool = False
 
 
 def main(options: Namespace) -> int:
-    if VARIABLE in os.environ:  # this process is one of the runs that a drill has started
+    if VARIABLE in os.environ:  # a drill started this process as one of its runs
         os.environ[LAUNCHER] = str(os.getpid())
         return launch.main(options, train_with_faults)
     args = [*options.config_args, *DRILL_KEYS]
@@ -170,7 +171,8 @@ def run_with(fault: Fault, args: list[str]) -> None:
         while process.poll() is None and time.monotonic() < deadline_s:
             time.sleep(0.1)
             read_output(fault)
-            # The fault was kill_torchrun. The new run fails if a rank survived, because the rank locks the folder.
+            # The fault was kill_torchrun. If a rank is still alive, the new run fails, because this rank locks the
+            # folder.
             if process.poll() == -signal.SIGKILL:
                 output.write(b"torchrun was killed\n")
                 process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)

@@ -4,7 +4,7 @@
     FOLDER/hang/restart-N/failed-00003.json    the same, from a rank that failed because another rank ended
     FOLDER/comm_traces/rank_3                  NCCL's flight recorder, on a time-out: read it with `torchfrtrace`
 
-The report of a rank, or a missing report, shows its state:
+The state of a rank follows from its report, or from the lack of a report:
 
     a pending collective, or a wait in the pipeline    the rank waits for another rank
     neither                                            the rank is busy or asleep elsewhere; its stack shows where
@@ -81,7 +81,8 @@ def explain_newest(folder: Path, *kinds: str) -> tuple[list[int], str]:
 def watch(folder: Path, report: Callable[[str], None]) -> None:
     """Call `report` with a paragraph about each hang of a run whose ranks write into `folder`. Runs in a thread.
 
-    Files of failed ranks are ignored, because a rank also fails when a signal ends a rank that it talks to.
+    Files of failed ranks are ignored. A rank also fails if a signal ends one of its peers, so these files do not show a
+    hang.
     """
     reported = list_hangs(folder)  # hangs of an earlier run
     while True:
@@ -147,7 +148,7 @@ def explain(files: dict[int, dict]) -> tuple[list[int], str]:
     for rank in culprits[:3]:
         pid, state, name = processes.get(rank, ("unknown", "", f"rank {rank}"))
         if first["kind"] == "FAILED":
-            # a failed rank has ended, even if another rank has read an earlier state of its process
+            # A failed rank has ended. If a different state is recorded, a rank on its host read the state too early.
             state = "Z"
         does = STATES.get(state, "unknown: no rank of its host has written")
         if rank in files and first["kind"] == "FAILED":
@@ -171,9 +172,8 @@ def find_idle(files: dict[int, dict]) -> dict[int, str]:
     """Return rank -> a text about the call that the rank has not made.
 
     These are the ranks that wrote no file, or that wait for no other rank. If all ranks wait, some in a step and some
-    between steps, return the smaller group. If all wait in the same phase, find the call in which a rank has waited
-    longest for another rank, and return the rank that has not made the call. A rank whose calls are unknown is not
-    returned.
+    between steps, return the smaller group. If all ranks wait in the same phase, find the oldest pending call that a
+    rank of its group has not made, and return this rank. A rank whose calls are unknown is not returned.
     """
     ranks = range(next(iter(files.values()))["world_size"])
     idle = []
@@ -233,7 +233,7 @@ def find_unsent(files: dict[int, dict]) -> dict[int, str]:
             continue
         sender = files[awaits["rank"]]["pipeline"]
         n_done = sender["done"][str(awaits["stage"])][awaits["kind"]]
-        # if the sender was active recently, it may have sent the result after `file` was written
+        # if the sender has been idle only briefly, it may have sent the result after the waiter's file was written
         if n_done > awaits["n"] and sender["idle_s"] > WAIT_FOR_RANKS_S:
             what = describe_input(awaits)
             found[awaits["rank"]] = f"has computed {what}, but rank {waiter} still waits for it"
@@ -243,8 +243,8 @@ def find_unsent(files: dict[int, dict]) -> dict[int, str]:
 def find_odd_calls(files: dict[int, dict]) -> dict[int, str]:
     """Return rank -> a text, for the ranks whose pending call differs from the most common call of their group.
 
-    Only calls with the same number are compared. If two calls are equally common, all ranks that wait in calls with
-    this number are returned.
+    Only calls with the same number are compared. If the two most common calls are equally common, all ranks that wait
+    in a call with the same number are returned.
     """
     waiting: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, file in files.items():

@@ -43,7 +43,7 @@ def kill_torchrun(fault: Fault, run: Run) -> None:
 
 
 def kill_saving(fault: Fault, run: Run) -> None:
-    """Die 0.05 s after the update of this step, while every rank saves."""
+    """End this rank 0.05 s after the optimizer update of this step, while all ranks save."""
     run.optimizer.register_step_post_hook(lambda *_: die_after(0.05))
 
 
@@ -142,7 +142,7 @@ def traces_full(fault: Fault, run: Run) -> None:
 
 
 def hangs_full(fault: Fault, run: Run) -> None:
-    """Create a file in place of the hang reports folder, and hang for a while."""
+    """Create a file in place of the folder for hang reports, and sleep so long that the step hangs."""
     Path(fault.folder, HANG).touch()
     time.sleep(HANG_S + 3)
 

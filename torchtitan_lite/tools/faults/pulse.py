@@ -39,8 +39,8 @@ from torchtitan_lite.tools.plan.cluster import CLUSTERS, Cluster, find_gpu_row, 
 from torchtitan_lite.tools.tables import format_table
 
 # For each device type: rows and dtype of the matrices, number of matmuls, bytes that a rank contributes to an
-# all-gather. The last two numbers are limits: a matmul or an all-gather is slow above this multiple of the median.
-# Ranks on CPUs share the cores, so their times differ more.
+# all-gather, limits for matmuls and all-gathers. A time is reported as slow if it exceeds the median by a factor above
+# its limit. Ranks on CPUs share the cores, so their times differ more.
 LOADS = {
     "cuda": (8192, "bfloat16", 300, 2**26, 1.1, 1.1),
     "cpu": (256, "float32", 100, 2**20, 2.0, 4.0),
@@ -114,7 +114,7 @@ def choose_fastest(rounds: list[Measured]) -> Measured:
 
 
 def measure_matmul(place: str, cluster: Cluster, device: torch.device) -> Measured:
-    """Multiply the same random matrices often. Return the median time, and a checksum of all results."""
+    """Multiply the same two random matrices repeatedly. Return the median time, and a checksum of all results."""
     n, dtype, n_products, *_ = LOADS[device.type]
     generator = torch.Generator().manual_seed(0)
     a, b = torch.randn(2, n, n, generator=generator).to(device, getattr(torch, dtype))

@@ -40,7 +40,7 @@ class RecordedRun:
         self.name = folder.resolve().name
         lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         self.records = []
-        # line numbers of invalid lines: a run can end while it writes a line
+        # Line numbers of invalid lines. A line can be incomplete if the run ended while it wrote the line.
         self.unread: list[int] = []
         for number, line in enumerate(lines, 1):
             record = read_record(line)
@@ -113,8 +113,8 @@ class RecordedRun:
         return places
 
     def list_values(self, field: str) -> Points:
-        """Return (step, value) for each record in which this field is finite. Raises UserError if a value is not a
-        number."""
+        """Return (step, value) for each record in which the value of this field is finite. Raises UserError if a value
+        is not a number."""
         points = []
         for record in self.records:
             value = record.get(field)

@@ -23,7 +23,7 @@ from torchtitan_lite.tools.plan.orders import Action
 from torchtitan_lite.tools.plan.timeline import Event, Timeline
 from torchtitan_lite.tools.plan.transfers import name_axis
 
-MOST_TRACES = 16  # maximum number of traces to read, from evenly spaced ranks
+MOST_TRACES = 16  # maximum number of ranks whose traces are read; the ranks are evenly spaced
 IGNORED_EVENTS = ("PythonDispatchMode", "gloo:send")
 # the hooks of FSDP before and after a module
 MODULE = re.compile(r"FSDP::(pre|post)_(forward|backward)(?:_reshard)? \((.+)\)")
@@ -37,7 +37,7 @@ class TracedCall(NamedTuple):
     start: float
     end: float
     name: str
-    exposed: float = 0.0  # seconds of a collective that do not overlap with computing
+    exposed: float = 0.0  # time of a collective that does not overlap with compute, in seconds
 
 
 class Trace(NamedTuple):
@@ -104,7 +104,7 @@ def read_trace(data: dict, rank: int, layout: Layout) -> Trace:
         if axis or "annotation" not in event["cat"]:
             spans[axis].append((start, end))
         stream = axis if on_gpu else "main thread"
-        # a call that starts before this end is part of a longer call
+        # a call that starts before the end of an earlier call is part of the earlier call
         if axis and start >= outer_ends[stream]:
             outer_ends[stream] = end
             short = name.rpartition("::")[2].strip("_")
@@ -121,7 +121,7 @@ def read_trace(data: dict, rank: int, layout: Layout) -> Trace:
             kind, microbatch, stage = found.groups()
             action = Action(int(stage), kind, int(microbatch))
             first, last = actions.get(action, (start, end))
-            if start >= last:  # the action ran again: two streams of a single action would overlap
+            if start >= last:  # the action was repeated; the events of a single run would overlap
                 first = start
             actions[action] = first, max(last, end)
         elif name.startswith("Optimizer.step"):
@@ -171,7 +171,7 @@ def divide_step(
 
 
 def measure_union(spans: Iterable) -> float:
-    """Return the total length of the union of the spans. A span that ends before its start has no length."""
+    """Return the total length of the union of the spans. A span that ends before its start counts as empty."""
     total = 0.0
     covered = -inf
     for start, end in sorted(spans):

@@ -136,7 +136,8 @@ NO_RESULT = set(
 
 
 def make_report(config_name: str, reduction: Reduction, trials: Sequence[Trial]) -> dict:
-    """Return the certificate in JSON types. Only the last trial can have found a fault."""
+    """Return the certificate as a dict of JSON types. Only the last trial can have faults, because verify stops after a
+    fault."""
     faults = trials[-1].faults
     verdict = WRONG if faults else CERTIFIED
     if NOT_FINISHED in faults:
@@ -187,7 +188,7 @@ def changes_results(key: str) -> bool:
 
 
 def list_values(reduction: Reduction, config: Config) -> dict[str, object]:
-    """Return the value of each key and size that can change a result.
+    """Return key -> value, for the config keys and model sizes that can change a result.
 
     Automatic values are resolved with the layout of the wide trial.
     """
@@ -241,7 +242,8 @@ def describe_report(report: dict) -> str:
 
 
 def describe_change(change: tuple[object, object]) -> str:
-    """Return a text: the value in the config, and the value in the trial. Long values are shortened in the middle."""
+    """Return "A -> B", where A is the value in the given config, and B the value in the trial. Long values are
+    shortened in the middle."""
     asked, ran = map(reprlib.repr, change)
     return f"{asked} -> {ran}"
 

@@ -34,8 +34,10 @@ from torchtitan_lite.tools.verify.reduction import (
 
 # ---------------------------------------------------------------- the deep trial
 
-N_LAYERS = 12  # two digits, to find code that sorts layer numbers as text (10 before 2)
-# tokens per row, doubled with documents of two tokens: token and document indices do not fit in a byte
+# layer numbers with two digits show whether code sorts the numbers as text (10 before 2)
+N_LAYERS = 12
+# Tokens per row, doubled with documents of two tokens. There are more than 256 tokens and documents, so an index that
+# is stored in one byte overflows.
 N_TOKENS = 280
 N_MICROBATCHES = 12
 N_DEEP_EXPERTS = 20

@@ -57,11 +57,13 @@ def relative_error(
     roundings: int = 0,
     forgives: bool = False,
 ) -> float:
-    """Return ||own - right|| divided by this slice's share of ||unit||. `right` is the slice of `whole`.
+    """Return ||own - right|| divided by this slice's share of ||unit||. `own` is the local slice of `tensor`, and
+    `right` is the same slice of `whole`.
 
     `unit` is `whole` by default. If the share is 0, the result is 0 for own = right, and otherwise infinity. An error
     of up to `roundings` fp32 roundings per element is treated as 0. If `forgives` is true, the largest errors are
-    ignored: two elements, plus 0.1 % of all elements. In bfloat16, one element in ten thousand rounds differently.
+    ignored: two elements, plus 0.1 % of all elements. In bfloat16, about one element in ten thousand is rounded to the
+    neighboring value.
     """
     own = local(tensor).double()
     right = cut_local(whole, tensor).double()

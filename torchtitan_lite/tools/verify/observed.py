@@ -20,7 +20,7 @@ from torchtitan_lite.step import StepResult
 class Observed:
     """A step that one rank ran in a trial."""
 
-    run: build.Run  # with the resolved config of the trial
+    run: build.Run  # run.config is the config of the trial, with its automatic values resolved
     batch: Batch
     result: StepResult
     options: set[str]  # keys that the step has read from the optimizer's parameter groups

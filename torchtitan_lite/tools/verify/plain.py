@@ -50,7 +50,7 @@ from torchtitan_lite.model.part import list_moes
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 
 SPIKE = 10.0  # size of the spike, in units of the largest norm that training.skip_spikes allows
-STEPS = [  # max_norm in units of the gradient norm; value to write into one gradient, or 0 to write none
+STEPS = [  # for each step: max_norm / gradient norm; a value that is written into one gradient, or 0 for none
     (0.5, 0.0),
     (2.0, 0.0),
     (2.0, math.nan),
@@ -62,8 +62,8 @@ STEPS = [  # max_norm in units of the gradient norm; value to write into one gra
 # fifty roundings.
 TIE = 5e-6
 DECIDES = 10.0  # a bias that is larger than every score, so the biases decide
-# Without this factor, the embedding would be so large that it hides the outputs of layers and the eps of norms.
-# Multiplying by a power of two causes no rounding.
+# Without this factor, the values of the embedding would be so large that the outputs of layers and the eps of norms
+# would have almost no effect. Multiplying by a power of two causes no rounding.
 EMBEDDING_SCALE = 1 / 16
 FIRST_EXPONENT = 13  # positions around 2**13 = 8,192 and the next six powers of two
 N_EXPONENTS = 7
@@ -78,7 +78,8 @@ class PlainStep:
     max_norm: float
     spoiled_by: float  # NaN, infinity or a spike to write into one gradient, or 0 to write nothing
     weights: dict[str, Tensor]  # before the step, including expert biases
-    outputs: dict[str, Tensor]  # of each module, in forward order; for the head, token losses
+    # FQN -> output, in the order of forward; the output of the head is the loss of each token
+    outputs: dict[str, Tensor]
     # keys whose code is shared by the plain loop and the layout: a fork's loss or attention
     shared: set[str]
     ties: dict[int, tuple[Tensor, Tensor]]  # layer -> scores and experts of tokens with tied scores
@@ -86,7 +87,7 @@ class PlainStep:
     gradients: dict[str, Tensor]  # before clipping; of parameters that are not frozen
     norm: float
     rates: dict[str, float]  # learning rates of the step
-    loads: dict[int, Tensor]  # layer -> tokens of each expert
+    loads: dict[int, Tensor]  # layer -> number of tokens that each expert gets
     updated: dict[str, Tensor]  # weights after the step
     state: dict[str, dict[str, Tensor]]  # optimizer state after the step: FQN -> name -> tensor
 
@@ -94,9 +95,9 @@ class PlainStep:
 def draw_batch(config: Config, seed: int) -> Batch:
     """Draw a global batch. The fraction of masked targets grows from 0 to 90 % over the batch. Row 1 is fully masked.
 
-    With document attention, documents have two tokens on average in row 0, and eight in the other rows. A row begins
-    with small positions. The rest of the row is cut into pieces, whose positions are raised by 8,192, 16,384, and so
-    on up to 524,288. The jumps reveal code that wraps or limits positions.
+    With document attention, documents have two tokens on average in row 0, and eight in the other rows. The first
+    positions of a row are small. The rest of the row is cut into pieces, whose positions are raised by 8,192, 16,384,
+    and so on up to 524,288. The jumps reveal code that wraps or limits positions.
     """
     n_rows = config.training.global_batch_size
     seq_len = config.training.seq_len
@@ -170,8 +171,9 @@ OF_LOSS = ("forward", "differentiate", "token_losses")  # methods of a head
 class PlainExperts:
     """Replaces the forward of an MoE: every expert computes every token, and the weight of an unchosen expert is 0.
 
-    The biases make one expert of every layer get no tokens. If top_k is at least 2, another expert gets all tokens. If
-    `biases_decide`, biases choose the same experts for every token, so rounding cannot change the choice.
+    Because of the biases, one expert of every layer gets no tokens. If top_k is at least 2, a different expert of every
+    layer gets all tokens. If `biases_decide`, biases choose the same experts for every token, so rounding cannot change
+    the choice.
     """
 
     def __init__(self, moe: MoE, layer: int, *, biases_decide: bool):
@@ -220,7 +222,8 @@ class PlainExperts:
 
 
 class PlainModel:
-    """The model with its initial weights. The MoE layers store the loads and ties of the last forward."""
+    """The model with its initial weights. The MoE layers store the expert loads and the tied scores of the last
+    forward."""
 
     def __init__(self, config: Config):
         self.section = config.training

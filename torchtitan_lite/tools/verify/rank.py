@@ -11,7 +11,8 @@ replaced, errors do not carry over into the next step, and AdamW does not amplif
 its optimizer and schedule.
 
 Rounding a score can change the top-k choice of experts. If scores of a token are nearly tied, the rank uses the experts
-that the plain loop chose for this token. The rank recognizes the token by its scores, in any microbatch.
+that the plain loop chose for this token. The rank recognizes the token by its scores, whatever microbatch the token is
+in.
 """
 
 import math
@@ -27,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan_lite import build
-from torchtitan_lite import step as stepping  # a module, so tests can patch its functions
+from torchtitan_lite import step as stepping  # imported as a module, so tests can patch it
 from torchtitan_lite.checkpoint.load import set_step
 from torchtitan_lite.components.expert_balance import is_recomputed
 from torchtitan_lite.config.checks import plan_layout, resolve_config
@@ -53,7 +54,8 @@ from torchtitan_lite.tools.verify.rounding import (
 )
 from torchtitan_lite.tools.verify.witnesses import actions_noted
 
-# Scores that differ by less belong to the same token, or to a similar token with the same choice (see TIE).
+# Two rows of scores that differ by less than this belong to the same token, or to similar tokens with the same experts
+# (see TIE).
 SAME_TOKEN = 1e-6
 
 
@@ -96,7 +98,7 @@ def compare_step(run: build.Run, plain: PlainStep, seen: Seen) -> None:
         set_step(run.lr_scheduler, plain.position)
     give_weights(run, plain.weights)
     for scales in list_scales(run):
-        scales()  # compute the scales of these weights
+        scales()  # compute the float8 scales of the new weights
     routers = run.balance.routers if run.balance else {}
     for layer, router in routers.items():
         router.choose = partial(choose_with_ties, router, *plain.ties[layer])
@@ -197,8 +199,8 @@ def give_weights(run: build.Run, weights: dict[str, Tensor]) -> None:
 def choose_with_ties(router: Router, of_ties: Tensor, routes: Tensor, scores: Tensor) -> Tensor:
     """Replace Router.choose: tokens with tied scores get the experts that the plain loop chose.
 
-    scores (B, S, E) -> routes (B, S, K). N tokens of the plain loop had tied scores: `of_ties` (N, E) has these scores,
-    and `routes` (N, K) the experts of these tokens.
+    scores (B, S, E) -> routes (B, S, K). The plain loop had N tokens with tied scores. `of_ties` (N, E) has their
+    scores, and `routes` (N, K) has their experts.
     """
     chosen = Router.choose(router, scores)
     if len(routes) == 0:
@@ -246,7 +248,7 @@ def outputs_compared(run: build.Run, plain: PlainStep, seen: Seen) -> Iterator[N
             own = torch.stack(microbatches).sum()
         elif microbatches[0].dim() > 1 and len(microbatches[0]) == n_rows:
             own = torch.cat(microbatches)
-        else:  # the output is not (B, S, ...), such as learned numbers of a fork
+        else:  # the output does not have the shape (B, S, ...): for example, a fork's module returns a parameter
             continue
         sequence_dim = 2 if name.endswith("inner") else 1  # (B, heads, S, E), else (B, S, ...)
         whole = cut_piece(right, own, sequence_dim, run)
@@ -259,8 +261,8 @@ def outputs_compared(run: build.Run, plain: PlainStep, seen: Seen) -> Iterator[N
 def cut_piece(whole: Tensor, own: Tensor, sequence_dim: int, run: build.Run) -> Tensor:
     """Return the expected value of the output `own` of one rank.
 
-    cp splits the sequence. A dim that is still longer than in `own` is split by tp. If ranks share key/value heads, the
-    dim has fewer pieces than tp has ranks.
+    cp splits the sequence. If a dim of the result is then longer than in `own`, tp splits this dim. If several ranks
+    share a key/value head, the dim is split into fewer pieces than tp has ranks.
     """
     layout = run.layout
     at = run.mesh.coordinates()

@@ -144,7 +144,7 @@ def serve(rank: int, connection: Connection) -> None:
             store = dist.FileStore(str(Path(folder) / "store"), world_size)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
             try:
-                dist.barrier()  # a rank with a short job must not leave while others still join
+                dist.barrier()  # a rank with a short job must not leave the group before all ranks have joined
                 result = function(rank, world_size, *args, **kwargs)
             finally:
                 if dist.is_initialized():  # the job may have destroyed the group

@@ -9,8 +9,8 @@
                     rotary scaling, loss parallel
     replaced        sizes, and features that a CPU does not have
 
-Rows have about 41 tokens, an odd number if possible, and are longer than every attention window. If the flavor sets the
-window, it is reduced. If a row in config/choices.py sets the window, it keeps its size.
+Rows have about 41 tokens, an odd number if possible, and are longer than every attention window. A window that the
+flavor sets is reduced. A window that a row in config/choices.py sets keeps its size.
 
 The result is the config of the wide trial, and derived_configs.py derives the other trials from it. The
 certificate lists every difference from the real config. This module does not import torch.
@@ -122,7 +122,8 @@ def reduce_config(config: Config, max_ranks: int) -> Reduction:
         # ZeRO++ has an effect only if a group has several nodes of several ranks.
         keys["parallelism.zero_plus_plus_node_size"] = wide.tp * n_shards // 2
     if config.validation.steps != AUTOMATIC:
-        keys["validation.steps"] = 1  # one batch is less than the small validation split
+        # one batch is smaller than the validation split of the small corpus
+        keys["validation.steps"] = 1
     if config.compile.enable:
         # aot_eager traces and differentiates like inductor, but generates no kernels.
         keys["compile.backend"] = "aot_eager"
@@ -171,7 +172,8 @@ def override(config: Config, overrides: dict[str, object]) -> Config:
 
 
 def reduce_sizes(config: Config, args: ModelArgs, layout: Layout) -> dict[str, int]:
-    """Return model sizes with a dim of about 64 to 128. tp x dp_shard x cp divides the same sizes as in the run."""
+    """Return model sizes with a dim of about 64 to 128. ffn_dim and vocab_size keep their divisibility by tp x dp_shard
+    x cp, or by tp if dp_shard is automatic."""
     tp = layout.tp
     n_kv_heads = min(2 * tp, args.n_kv_heads)
     n_heads = n_kv_heads * (args.n_heads // args.n_kv_heads)
@@ -200,7 +202,8 @@ def reduce_sizes(config: Config, args: ModelArgs, layout: Layout) -> dict[str, i
 
 
 def reduce_size(real: int, wanted: int, unit: int, split: int) -> int:
-    """Return a multiple of `unit` near `wanted`. The result is a multiple of `split` if and only if `real` is."""
+    """Return a multiple of `unit` near `wanted`. The result is a multiple of `split` if `real` is. Unless `unit` is a
+    multiple of `split`, the reverse is also true."""
     size = round_up(wanted, unit)
     while unit % split and (real % split == 0) != (size % split == 0):
         size += unit
@@ -260,8 +263,8 @@ def reduce_stages(section: Parallelism, n_layers: int, real: Layout) -> dict[str
 
 
 def reduce_batch(small: Config, config: Config, real: Layout, wide: Layout) -> dict[str, object]:
-    """Return the keys of a small batch. The relation of microbatches to stages is kept; cp and tp divide the
-    sequence."""
+    """Return the keys of a small batch. It has more microbatches than stages if the real batch has enough microbatches.
+    cp and tp divide the sequence length."""
     accumulates = real.global_batch_size > config.training.local_batch_size * real.dp
     n_rows = 2
     n_microbatches = 3 if accumulates else 1

@@ -22,8 +22,8 @@ from torchtitan_lite.tools.verify.plain import PlainStep
 
 
 def packing_checked(seen: Seen) -> AbstractContextManager:
-    """Context manager: check the rounding errors of the numbers that ZeRO++ packs. Then send exact numbers, because
-    rounding would hide other errors."""
+    """Context manager: check the rounding errors of the numbers that ZeRO++ packs, but send the numbers without
+    rounding, because rounding would hide other errors."""
     pack = Packing.pack
     unpack = Packing.unpack
     remove_padding = Packing.remove_padding
@@ -41,7 +41,8 @@ def packing_checked(seen: Seen) -> AbstractContextManager:
                 seen.note("packing", "zero_plus_plus", worst.max().item())
         sent = rows.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         sent = sent.view(torch.int8)
-        # The rank must not use its own numbers again, because the other ranks received rounded numbers.
+        # In a real run, the other ranks receive rounded numbers. NaN shows whether this rank uses its unrounded numbers
+        # afterwards.
         rows.fill_(math.nan)
         return sent
 
@@ -90,8 +91,8 @@ def compare_scales(precomputed: PrecomputedScales, seen: Seen) -> None:
 
 
 def sums_in_bfloat16(run: build.Run) -> bool:
-    """Return whether a step adds the gradients of several bfloat16 microbatches, and nothing else rounds these
-    gradients."""
+    """Return whether a step adds the bfloat16 gradients of several microbatches, and uses no feature that rounds them
+    further."""
     config = run.config
     is_rounded = config.model.uses_float8 or "qgz" in config.parallelism.zero_plus_plus
     is_bfloat16 = config.training.mixed_precision_param == "bfloat16"
@@ -101,7 +102,8 @@ def sums_in_bfloat16(run: build.Run) -> bool:
 def compare_with_halves(run: build.Run, plain: PlainStep, batch: Batch, seen: Seen) -> None:
     """Compare the gradients of all microbatches with the sum of the gradients of two halves. Collective.
 
-    This detects sums over microbatches that are rounded to bfloat16, because the sums of the halves round differently.
+    If the sum over microbatches is rounded to bfloat16, the two results differ, because the sums of the halves are
+    rounded differently.
     """
     differences = dict(seen.results[-1]["gradients"])
     rows = torch.arange(len(batch.tokens))

@@ -134,7 +134,7 @@ def compare_checkpoints(alone: Config, config: Config, seen: Seen) -> None:
 def run_train(
     config: Config, n_ranks: int, run_ranks: RunRanks, seed: int | None = None
 ) -> tuple[Log, Acted]:
-    """Run train.py on ranks of the pool. Return the log of train.py, and which keys acted. Raises RankFailure."""
+    """Run train.py on ranks of the pool. Return the log of train.py, and the keys that acted. Raises RankFailure."""
     # Like torchrun, the parent hosts the rendezvous store, at a port that the system chooses.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = run_ranks(start_train, n_ranks, config, store.port, seed)
@@ -229,19 +229,19 @@ def process_left_as_it_was() -> Iterator[None]:
 
 
 def make_config(reduction: Reduction, folder: Path) -> Config:
-    """Return the config for train.py. The run has few steps. Its settings make an error of the layout change every
+    """Return the config for train.py. The run has few steps. With its settings, an error of the layout changes every
     logged number."""
     real = reduction.real
     small = leave_out_compiler(reduction.config)  # compiling is slow, and tested by the wide trial
     optimizer = real.optimizer
-    # a fork may have a rule about the rate of its optimizer
+    # the optimizer of a fork may accept only some learning rates
     if optimizer.name in (
         "AdamW",
         "Muon",
     ):
         # Unless eps is as large as gradients, AdamW's first updates depend only on the signs of gradients.
         optimizer = replace(optimizer, lr=0.015, eps=1e-3)
-    # train.py refuses groups that match nothing in the small model.
+    # train.py raises an error for a group that matches no parameter of the small model.
     optimizer = replace(optimizer, groups=list_used(optimizer.groups, resolve_model(small.model)))
     # The learning rate differs in every step, to detect an extra or a missing step.
     decay_type = real.lr_scheduler.decay_type

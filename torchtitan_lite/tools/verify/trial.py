@@ -42,14 +42,15 @@ from torchtitan_lite.tools.verify.reduction import Reduction, override
 from torchtitan_lite.tools.verify.witnesses import Acted, merge
 
 RunRanks = Callable[..., list]  # (worker, world_size, *args) -> one result per rank
-Noise = dict[Key, float]  # relative changes of the results in one process if it rounds differently
+# relative changes of the results if one process repeats the steps with different rounding
+Noise = dict[Key, float]
 
 # Errors of correct layouts: gradients 2e-6 (8e-6 with twelve MoE layers), optimizer state 2e-7, updates 4e-8.
-SUMS = 1e-5  # bound for sums in a different order
-SAME = 5e-6  # bound for the same numbers, rounded differently
+SUMS = 1e-5  # bound for sums whose terms are added in a different order
+SAME = 5e-6  # bound for results of the same operations in the same order, with different rounding
 EXACT = 0.0
-# If the terms of a sum cancel, its relative error is large. Therefore a larger error is accepted if different rounding
-# in one process changes the same sum by at least a tenth of this error.
+# If the terms of a sum cancel, its relative error is large. Therefore an error above the bound is accepted if different
+# rounding in one process changes the same sum by at least a tenth of this error.
 NOISE = 10.0
 N_ROUNDINGS = 5  # random roundings of the weights
 OF_SUMS = ("gradients", "saved tensor")  # measures of sums whose terms may cancel
@@ -74,7 +75,8 @@ BOUNDS = {  # measure, in the order of a step -> largest error of a correct layo
     "scales": EXACT,
     "sum of microbatches": SUMS,
     # Only the trial named `train.py` updates weights with the gradients of the layout. Other trials replace them by the
-    # gradients of the plain loop. Rounding differences therefore grow over its steps, but faults grow far more.
+    # gradients of the plain loop. In the trial `train.py`, rounding differences therefore grow from step to step, but
+    # faults grow far more.
     "lr": 1e-12,
     "tokens": EXACT,
     "grad_norm": 1e-3,
@@ -106,11 +108,11 @@ class Trial:
     measures: dict[str, tuple[float, float]] = field(default_factory=dict)  # worst error, bound
     faults: dict[str, Culprit] = field(default_factory=dict)  # by measure, in the order of a step
     seconds: float = 0.0
-    # config of each layout that ran, and the keys that acted in it
+    # for each layout that ran: its config, and the keys that acted
     ran: tuple[tuple[Config, Acted], ...] = ()
-    # parameters whose gradients are only rounding errors in every step: a wrong gradient would not be noticed
+    # parameters whose gradients consist of rounding errors in every step, so a wrong gradient would not be detected
     unjudged: tuple[str, ...] = ()
-    shared: tuple[str, ...] = ()  # keys whose code one process shares with the layout
+    shared: tuple[str, ...] = ()  # keys whose code is used by both the plain loop and the layout
 
     @property
     def culprit(self) -> Culprit | None:
@@ -141,7 +143,7 @@ def repeat_steps(
     *,
     compares_outputs: bool = False,
 ) -> list[Seen]:
-    """Repeat steps of the plain loop on ranks that read them from the file `path`."""
+    """Write steps of the plain loop to the file `path`, and repeat them on ranks that read this file."""
     if not compares_outputs:
         steps = [replace(step, outputs={}) for step in steps]
     torch.save(steps, path)
@@ -184,8 +186,8 @@ def judge(
     """For each measure, return the error closest to its bound, or farthest above it, and the first fault.
 
     Faults are sorted by step, measure and name. `modules` gives the order of module names, which is the order of
-    forward. All other names stay in the order in which a rank recorded them. `find_noise` is called if a sum seems
-    wrong.
+    forward. All other names stay in the order in which a rank recorded them. `find_noise` is called only if a sum
+    exceeds its bound.
     """
     find_noise = cache(find_noise)
     keys: dict[Key, None] = {}
@@ -235,12 +237,13 @@ def blame(key: Key, errors: list[tuple[Coordinates, float]], bound: float) -> Cu
 
 # ---------------------------------------------------------------- bfloat16 and float8
 
-# name -> number of steps, minimum bound, and a quarter of the rounding error. If gradients seem wrong, the effect of
-# this error is measured. A bound has a minimum, because the errors of one rank may cancel in its loss or in the
-# gradient of a scalar. Other layouts round these values once more (bfloat16: 2**-9).
+# name -> number of steps, minimum bound, and a quarter of the rounding error. If a gradient exceeds its bound, the
+# trial measures how much rounding errors of this size change the gradient. A bound has a minimum, because the errors of
+# one rank may cancel in its loss or in the gradient of a scalar. Other layouts round these values once more (bfloat16:
+# 2**-9).
 PRECISIONS = {"bfloat16": (2, 4e-3, 2**-11), "float8": (3, 1e-2, 2**-6)}
-# With ep, one matmul of an expert has the rows of several ranks, so the weight gradient sums the rows in a different
-# order. One rank adds the two gradients of a tied matrix in the compute dtype, but stages add them in float32.
+# With ep, a matmul of an expert has rows from several ranks, so its weight gradient adds the rows in a different order.
+# One rank adds the two gradients of a tied matrix in the compute dtype, but stages add them in float32.
 ROUNDED_OFTEN = 2e-2
 NOT_JUDGED = ("gradient norm", "state", "updates")  # computed from gradients of the plain loop
 

@@ -1,4 +1,5 @@
-"""Observe whether config keys act in a trial. A key that is set and has no witness is never covered.
+"""Check whether the value of a config key has an effect in a trial ("the key acts"). A key that is set and has no
+witness is never covered.
 
     acted          a trial ran the key's value, and a rank saw its effect: a skipped spike, a recomputed block, ...
     did not act    a trial ran the key's value, but no rank saw an effect
@@ -38,8 +39,8 @@ Witness = Callable[[Observed], bool | None]
 
 
 def in_use(step: Observed) -> bool:
-    """Return True: every step uses the value (a size, a degree, a rate). If a step ignored it, the comparison would
-    fail."""
+    """Return True: every step uses the value (a size, a degree, a rate). If a step ignored the value, the comparison
+    would fail."""
     return True
 
 
@@ -159,7 +160,8 @@ def gathers_as_zero_stage(step: Observed) -> bool | None:
 
 
 def splits_nodes(step: Observed) -> bool | None:
-    """Return whether FSDP groups are split by node. Without a split, hpZ has no effect, and qgZ has one exchange."""
+    """Return whether FSDP groups are split by node. In a group that is not split, hpZ has no effect, and qgZ has one
+    exchange."""
     layout = step.run.layout
     uses_nodes = {"hpz", "qgz"} & set(step.config.parallelism.zero_plus_plus)
     return layout.fsdp_far > 1 or layout.efsdp_far > 1 if uses_nodes else None
@@ -201,7 +203,7 @@ def recomputes(step: Observed) -> bool | None:
 
 
 def compiles(step: Observed) -> bool | None:
-    """Return whether the chosen components are compiled.
+    """Return whether all components in compile.components are compiled.
 
     A compiled block is an autograd function (CompiledFunction), unless the backend is "eager". A compiled loss is not
     an autograd function.
@@ -234,7 +236,7 @@ def precomputes_scales(step: Observed) -> bool:
 
 
 def saves_in_thread(step: Observed) -> bool | None:
-    """Return whether a thread saves. Saving with pinned memory cannot act, because a CPU run does not pin memory."""
+    """Return whether a thread saves. False for async_with_pinned_mem, because a run on CPUs does not pin memory."""
     mode = step.config.checkpoint.async_mode
     if mode == "disabled":
         return None
