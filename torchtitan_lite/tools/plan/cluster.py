@@ -174,8 +174,8 @@ without_nvlink = partial(Cluster, link_bandwidth=32 * GB, network_bandwidth=12.5
 # One row for each value of --gpu, with the constants that differ from the H100's
 ROWS = [
     Cluster("h100"),
-    # nvidia.com, H200 SXM and DGX H200 datasheets: an H100 with 141 GB at 4.8 TB/s. The H200's memory leaves more power
-    # for matmuls. Their efficiency: fit.
+    # nvidia.com, H200 SXM and DGX H200 datasheets: an H100 with 141 GB at 4.8 TB/s. The H200's memory draws less power,
+    # so matmuls reach a higher efficiency: fit.
     Cluster("h200", memory_bytes=143771 * MIB, memory_bandwidth=4.8e12, matmul_efficiency=0.76),
     # nvidia.com, A100 SXM and DGX A100 datasheets: NVLink 600 GB/s, eight cards of 200 Gb/s. torch's default attention
     # kernel on an A100 is FlashAttention-2: arXiv:2307.08691, figures 5 and 6. Efficiency of matmuls: fit.
@@ -193,9 +193,10 @@ ROWS = [
         cudnn_forward=0.60,
         cudnn_backward=0.50,
     ),
-    # nvidia.com, DGX B200 datasheet: 1,440 GB and 64 TB/s for 8 GPUs, NVLink 1.8 TB/s, cards of 400 Gb/s. Efficiency of
-    # matmuls: fit, with runs on B300, which has the same peak. Other efficiencies are the H100's. Triton's attention
-    # kernels were written for older chips, so they are assumed to reach the same FLOP/s as on the H100.
+    # nvidia.com, DGX B200 datasheet: 1,440 GB and 64 TB/s for 8 GPUs, NVLink 1.8 TB/s, cards of 400 Gb/s. The
+    # efficiency of matmuls is fitted, also to runs on B300, which has the same peak. Other efficiencies are the H100's.
+    # Triton's attention kernels were written for older chips, so they are assumed to reach the same FLOP/s as on the
+    # H100.
     Cluster(
         "b200",
         peak_bfloat16=PEAK_BF16_FLOPS["B200"],
@@ -287,7 +288,7 @@ CLUSTERS = {row.name: row for row in ROWS}
 
 def describe_node(cluster: Cluster, n_ranks: int) -> Machine:
     """Return a remote host with `n_ranks` GPUs of the cluster."""
-    if cluster.name == "cpu":  # the row's memory is for one rank
+    if cluster.name == "cpu":  # memory_bytes of this row is the memory of one rank
         return Machine("cpu", 1, int(cluster.memory_bytes * n_ranks), "CPU", is_here=False)
     return Machine("cuda", n_ranks, int(cluster.memory_bytes), cluster.name.upper(), is_here=False)
 

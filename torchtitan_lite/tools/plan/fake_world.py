@@ -52,7 +52,7 @@ class FakeMode(FakeTensorMode):
         if func is torch.ops.aten._local_scalar_dense.default:  # .item(), bool()
             return 1
         if func is torch.ops._c10d_functional.wait_tensor.default:
-            # return the same tensor, as a real device does; torch's meta function would return a new one
+            # return the same tensor, as on a real device; torch's meta function would return a new tensor
             return args[0]
         return super().__torch_dispatch__(func, types, args, kwargs or {})
 
@@ -155,6 +155,6 @@ def gpu_kernels() -> Iterator[None]:
 def attend_with_sinks(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sinks: Tensor | None
 ) -> Tensor:
-    """Compute attention without a window. It uses as much memory as flex attention with windows and sinks."""
+    """Compute attention without a window. This uses as much memory as flex attention with windows and sinks."""
     out = F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
     return out if sinks is None else out * sinks.sigmoid()[:, None, None].to(out.dtype)

@@ -191,8 +191,8 @@ class LayerTime:
         """Seconds of an MoE layer's small kernels in forward. Backward takes twice as long. No trainer compiles these
         kernels.
 
-        With ep, the host waits for the counts of rows, so the device waits for each of these launches. The same time is
-        counted without ep; with large microbatches, it is 2 % of a step.
+        With ep, the host waits for the counts of rows, so the device waits for each of these launches. Without ep, the
+        forecast adds the same time, which is 2 % of a step with large microbatches.
         """
         return KERNELS_OF_EXPERTS * self.cluster.host_s
 

@@ -223,7 +223,7 @@ class RankMemory:
 
         The loss always holds the fp32 gradient of the weight. In addition, forward holds a chunk's logits in both
         dtypes and their gradient, and backward holds the gradient of the logits and the chunk's contribution to the
-        weight's gradient. The larger of the two sums counts.
+        weight's gradient. The result includes only the larger of these two sums.
         """
         w = self.workload
         width = w.compute_bytes

@@ -69,7 +69,8 @@ class CallSite:
 
 @cache
 def name_call_site(code: CodeType) -> str:
-    """Return the path of a file within this package, such as "step.py". Return "" for other code and NO_CALL_SITES."""
+    """Return the path of a file within this package, such as "step.py". Return "" for files of other packages and for
+    NO_CALL_SITES."""
     path = Path(code.co_filename)
     name = str(path.relative_to(PACKAGE)) if path.is_relative_to(PACKAGE) else ""
     return "" if name.startswith(NO_CALL_SITES) else name
@@ -148,7 +149,7 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if any(issubclass(kind, DTensor | AsyncCollectiveTensor) for kind in types):
-            # these subclasses call the operator again on their plain tensors
+            # DTensor and AsyncCollectiveTensor call the operator again on their plain tensors
             return NotImplemented
         # local operators need a call site too, because backward looks up the sites of forward
         site = self._find_site()

@@ -111,7 +111,7 @@ def interleave(
 def run_steps(rank: int, pp: int, steps: str) -> list[Action]:
     """Return the actions of steps such as "aF bI bW". a and b are this rank's stages in the two arms of a V.
 
-    Each step runs the next microbatch of its stage and kind.
+    Each step names a stage and a kind of action, and runs the next microbatch of this stage and kind.
     """
     stages = {"a": rank, "b": 2 * pp - 1 - rank}
     # (stage of this rank: "a" or "b", kind of action) -> number of microbatches done
@@ -233,7 +233,7 @@ def count_gathers(row: list[Action]) -> Counter[int]:
     """Return stage -> number of all-gathers, assuming that torch keeps the next STAGES_GATHERED stages unsharded."""
     gathers = Counter()
     later = set()  # the stages that torch keeps unsharded at the next action
-    ahead = []  # the different stages that later actions use, the next one first
+    ahead = []  # the stages of later actions without repeats; the stage of the next action is first
     for action in reversed(row):
         ahead = [action.stage, *(stage for stage in ahead if stage != action.stage)]
         now = set(ahead[:STAGES_GATHERED])

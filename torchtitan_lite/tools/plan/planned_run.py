@@ -84,7 +84,7 @@ def count_recompute(section: ActivationCheckpoint, args: ModelArgs) -> dict[bool
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run with a valid config on a cluster, and what it costs there."""
+    """A run with a valid config on a cluster, and the forecasts for this run."""
 
     config: Config
     model_args: ModelArgs
@@ -97,7 +97,7 @@ class PlannedRun:
         return describe_workload(self.config, self.model_args, self.layout)
 
     def with_recompute(self, section: ActivationCheckpoint) -> "PlannedRun":
-        """Return a copy of this run with these recompute settings. It shares all values that depend only on the
+        """Return a copy of this run with these recompute settings. The copy shares all values that depend only on the
         layout."""
         planned = replace(self, config=replace(self.config, activation_checkpoint=section))
         counts = count_recompute(section, self.model_args)

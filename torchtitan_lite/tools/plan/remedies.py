@@ -112,7 +112,8 @@ def list_faster(planned: PlannedRun) -> list[tuple[str, ...]]:
 def warn_of_bubble(planned: PlannedRun, bubble: float) -> list[str]:
     """Suggest more microbatches or stages.
 
-    The bubble is about h/(v*m + h) with h >= p-1. Compute h from the forecast bubble, and v*m from h and MOST_IDLE.
+    The bubble is about h/(v*m + h) with h >= p-1. This function computes h from the forecast bubble, and then the v*m
+    that reduces the bubble to MOST_IDLE.
     """
     if bubble <= MOST_IDLE:
         return []

@@ -35,7 +35,7 @@ LEAST_CAUSE = 0.05
 MICROBATCHES = (1, 2, 4, 8)  # sequences per microbatch
 STAGES_PER_RANK = (2, 4, 8)  # for interleaved schedules
 LEAST_TOKENS = 1024  # per sequence and cp rank
-TITLE = "# Found by plan --search"  # first words of a config that this file wrote
+TITLE = "# Found by plan --search"  # first words of a config that plan --search wrote
 # Printed if a model has experts, but its best layout has no ep. Sources: assets/benchmarks/2026-11-29-experts.md
 NO_EP = """
 Why the best layout has no ep: in this trainer, all-to-alls overlap with nothing and rows are

@@ -70,7 +70,7 @@ class StepTime(LayerTime):
         return max(self.wait_once(rank) for rank, *_ in self.workload.alike)
 
     def wait_once(self, pp_rank: int) -> float:
-        """Return the seconds that one pp rank waits for FSDP's collectives once per step.
+        """Return the seconds that one pp rank waits for those collectives of FSDP that run once per step.
 
         The first all-gather and the last reduction overlap with nothing. In a pipeline, torch reduces the gradients
         of a stage after the last backward of the stage. Without a pipeline, the last backward all-reduces the gradients
@@ -102,9 +102,9 @@ class StepTime(LayerTime):
 
     @cached_property
     def copies_s(self) -> float:
-        """Seconds per step of the copies that FSDP makes with one shard, on the pp rank with the most parameters.
+        """Seconds per step of FSDP's copies if there is only one shard, on the pp rank with the most parameters.
 
-        0 with several shards. The copies do not overlap with compute.
+        With several shards, the result is 0. The copies do not overlap with compute.
         """
         w = self.workload
         if w.layout.fsdp > 1 or w.is_whole:

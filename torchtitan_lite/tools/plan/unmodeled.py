@@ -25,7 +25,7 @@ INSTEAD = {  # key that is modeled only at its default -> what the forecast coun
 
 
 def warn_of_unmodeled(planned: PlannedRun) -> list[str]:
-    """Return a remark for each unmodeled key or module."""
+    """Return a remark for each key or module that the forecast does not model."""
     found = list_unmodeled(planned)
     return [f"the forecast does not model {name}. It counts {found[name]}" for name in found]
 

@@ -96,9 +96,9 @@ class LayerKind:
         self.products_dim = sum(module.weight[1] for module in self.rowwise[1:])
         # Blocks of Llama have SwiGLU and rotary embeddings; blocks of GPT have neither.
         self.is_gated = any(module.name.endswith("w3") for module in self.block)
-        # Full recompute skips a rowwise matmul at the end of a block, because backward does not need its output. But it
-        # repeats experts at the end of a block, because the gradients of the routing weights need the outputs of the
-        # experts.
+        # Full recompute skips a rowwise matmul at the end of a block, because backward does not need its output. It
+        # repeats the experts at the end of a block, because the gradients of the routing weights need the outputs of
+        # the experts.
         self.ends_in_rowwise = self.block[-1].kind == "linear"
         # Number of modules for keys and values, if several ranks share each of their heads
         self.n_shared = sum(module.kv_heads > 0 for module in self.block) if w.n_sharing > 1 else 0
@@ -155,7 +155,7 @@ class Workload:
     compiled: bool = False
     compiles_loss: bool = False
     async_tp: bool = False
-    ring: bool = False  # cp passes keys and values around a ring; otherwise it all-gathers them
+    ring: bool = False  # True: cp passes keys and values around a ring; False: cp all-gathers them
     balances_by_loss: bool = False  # the auxiliary loss counts routes over full sequences
     # Properties of other trainers, for published runs. The defaults describe this trainer.
     overlaps_reduction: bool = False  # in a pipeline, reductions overlap with the last backwards
@@ -172,7 +172,7 @@ class Workload:
         self.n_rows = 0  # R
         if args.moe:
             self.n_rows = self.n_tokens // layout.tp * args.moe.top_k
-        # Bytes of the keys of one head. The values take the same number.
+        # Bytes of the keys of one head. The values of a head need the same number of bytes.
         self.head_bytes = self.n_tokens * args.head_dim * self.compute_bytes
         self.rows_bytes = self.n_rows * args.dim * self.compute_bytes
         # Hidden states of a microbatch, (B, S/cp, D), before tp shards them
@@ -196,7 +196,7 @@ class Workload:
         self.reduced_bytes = self.compute_bytes if sums_each else MASTER_BYTES
         # Whether FSDP shards the matrices of each expert, because the ranks cannot share whole experts equally
         self.cuts_experts = find_expert_dim(args, layout.ep, layout.efsdp) != 0
-        # Elements of the embedding on a tp rank. The head has the same number.
+        # Elements of the embedding on a tp rank. The output head has the same number of elements.
         self.table = round_up(args.vocab_size // layout.tp, layout.fsdp) * args.dim
         self.stages = count_modules(layout.stages, args)
         self.kinds = [LayerKind(self, modes, is_moe) for is_moe, modes in self.recompute.items()]
