@@ -286,7 +286,7 @@ SAID = f"""
 {FLOAT8} {CP}=2 --training.seq_len=40 --training.local_batch_size=1 | 2 | Use a multiple of 32
 {PP}=8 | 8 | Use 6 layers or more
 debug_3d | 8 | Write --config debug_3d
---ranks=8 | 8 | A key has a section
+--ranks=8 | 8 | A key starts with its section
 --profiling.enable_profiling --profiling.profile_freq=3 | 2 | Use 4 or more
 {ZERO_PP}=qwz,qgz {TP}=2 | 2 | a single shard
 {ZERO_PP}=hpz,qwz,qgz {NODE}=2 {TP}=2 | 8 | hpZ needs at least two ranks
@@ -325,7 +325,7 @@ NOTED = f"""
 --config own.toml | 2 sequences of 512 tokens, 1,024 per step
 --config own.toml --training.seq_len=1024 --training.local_batch_size=3 | 6 sequences of 1024 tokens
 --config own.toml {CP}=3 | training.seq_len is 510
---training.seed=3 --debug.seed=4 | training.seed and debug.seed are the same key: 4 counts
+--training.seed=3 --debug.seed=4 | training.seed and debug.seed are the same key: 4 is used
 --validation.seq_len=64 | validation.seq_len = 64 has no effect
 --checkpoint.no_initial_load_model_only | initial_load_model_only has no effect while checkpoint.initial_load_path = ''
 --checkpoint.enable --checkpoint.exclude_from_loading=optimizer | has no effect while no checkpoint is resumed and

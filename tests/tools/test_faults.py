@@ -240,7 +240,7 @@ WRITTEN = {row[0]: row[1:] for row in read_lines(WRITTEN)}
 HANGS = """
 WAITS | T | 1 | is stopped
 WAITS | R | 1 | never releases the GIL
-WAITS COMPILING | S | 1 | COMPILING in step 4, 5 s after it began, which is not a hang yet. If
+WAITS COMPILING | S | 1 | COMPILING in step 4, 5 s after it began. This is not a hang yet. If
 WAITS COMPILED_CODE | S | 1 | HANG in step 4
 WAITS ELSEWHERE | S | 1 | it is in c.py:1 wait < own.py:7 f
 WAITS OTHER_SHAPE | S | 0 1 | in call 7 of mesh_tp [0, 1]: all_reduce [[3]] on ranks [0], all_reduce [[5]] on ranks [1]

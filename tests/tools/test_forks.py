@@ -29,9 +29,9 @@ SHORT = {  # abbreviation in the table below -> keys
 # fork | tool | keys | exit status | words of the answer. SLOW_WALKS certify each fork on dp2 x tp2 and on pp2, in all
 # trials. Parameters of "a norm" have no names in transformers, which computes the norm in a different way.
 ENDS = read_lines("""
-a second prediction | verify wide | STAGES --ranks=2 | 0 | 'cross_entropy' was not seen to act
+a second prediction | verify wide | STAGES --ranks=2 | 0 | 'cross_entropy' had no observed effect
 adapters | verify wide | STAGES --ranks=2 | 0 | certified
-an attention | verify wide | CONTEXT --ranks=2 | 0 | 'sliding' was not seen to act
+an attention | verify wide | CONTEXT --ranks=2 | 0 | 'sliding' had no observed effect
 an attention | check | CONTEXT --parallelism.context_parallel_rotate_method=ring --gpus=2 | 2 | the ring has no masks
 a teacher | explain | --gpus=4 | 0 |
 an inner attention | verify wide | CONTEXT --ranks=2 | 1 | layers.1.attention.inner is NearAttention
@@ -48,7 +48,7 @@ the ends | verify wide | TP2 | 0 | certified
 a value | verify wide | CONTEXT --ranks=2 | 0 | certified
 latent attention | verify wide | TP2 | 0 | certified
 a gain | verify wide | TP2 | 0 | certified
-a teacher | verify wide | --ranks=4 | 0 | 'cross_entropy' was not seen to act
+a teacher | verify wide | --ranks=4 | 0 | 'cross_entropy' had no observed effect
 adapters | verify wide | --ranks=4 | 0 | certified
 a gpt | verify wide | TP2 | 0 | certified
 a gpt | verify wide | CONTEXT --ranks=2 | 0 | certified

@@ -73,7 +73,7 @@ def test_a_layout_that_needs_more_ranks_is_refused_with_a_command_that_runs(name
     if not config.startswith("debug"):
         batch = ["--training.local_batch_size=16", ANY_BATCH]
     keys = [f"--{key}={value}" for key, value in asked.items()]
-    with pytest.raises(UserError, match=f"verify has {max_ranks}") as refusal:
+    with pytest.raises(UserError, match=f"verify uses at most {max_ranks}") as refusal:
         reduce_config(read(config, *batch, *keys), max_ranks)
     _, _, options = str(refusal.value).rstrip(".").partition(f"--ranks={max_ranks} ")
     smaller = options.split()

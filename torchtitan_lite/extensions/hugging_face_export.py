@@ -68,7 +68,7 @@ def explain_unwritable(model_args: ModelArgs, attention: str) -> str | None:
         return f"model.attention = {attention!r}, but {theirs} only has causal attention"
     layers = range(model_args.n_layers)
     if list_windows(attention, model_args) != tuple(map(model_args.find_window, layers)):
-        return f"model.attention = {attention!r} has different windows than the model that would be exported"
+        return f"model.attention = {attention!r} has different windows than the layers of the exported model"
     scaling = model_args.rope_scaling
     parts = [("", model_args.moe, family.experts)]
     if scaling:

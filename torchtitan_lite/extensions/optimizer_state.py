@@ -60,8 +60,9 @@ def build_watched(
             text = " ".join(repr(value).split())  # of a tensor: several lines
             raise UserError(
                 f"the optimizer keeps {kept} = {text:.80} in {place}, which no resume would restore. "
-                "In state[parameter], from the first step on, keep only scalars, and tensors like the parameter "
-                "without partial sums. Subclass an optimizer instead of keeping one, and keep constants in a tuple"
+                "Create all entries of state[parameter] in the first step: scalar tensors, or tensors of the class "
+                "of the parameter that are not Partial. Subclass an optimizer instead of keeping one, and keep "
+                "constants in a tuple"
             )
         if any(self.state.values()) and not n_moments:
             raise UserError(

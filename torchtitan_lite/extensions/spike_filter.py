@@ -58,7 +58,9 @@ class SpikeFilter:
             fields["skipped_above"] = median
         elif grad_norm > self.factor * self.skipped_above:
             window = f"the last {len(self.history)} steps (training.spike_window)"
-            why = f"their median over {window} rose from {self.skipped_above:.4g} to {median:.4g}"
-            logger.warning(f"step {step}: such gradient norms are no longer skipped: {why}")
+            why = f"the median norm of {window} rose from {self.skipped_above:.4g} to {median:.4g}"
+            logger.warning(
+                f"step {step}: steps with such norms are no longer skipped, because {why}"
+            )
         self.skipped_above = math.inf if is_applied else median
         return fields

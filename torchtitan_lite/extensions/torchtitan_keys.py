@@ -144,7 +144,7 @@ def rename_keys(source: Mapping[str, Any], notices: list[str]) -> dict[str, Any]
         if key != name:
             notices.append(f"{name} is now {key}")
         if key in names:
-            notices.append(f"{names[key]} and {name} are the same key: {value} counts")
+            notices.append(f"{names[key]} and {name} are the same key: {value} is used")
         names[key] = name
     return renamed
 
@@ -165,7 +165,7 @@ def suggest_key(key: str) -> str:
     similar key."""
     if "." not in key:
         return (
-            "A key has a section, as in --training.steps. A tool lists its own options with --help; "
+            "A key starts with its section, as in --training.steps. A tool lists its own options with --help; "
             "NGPU=8 before a command sets the number of ranks"
         )
     name = key.rpartition(".")[2]

@@ -115,7 +115,7 @@ def main(options: Namespace) -> int:
     kinds = options.faults or possible
     for kind in kinds:
         if kind not in possible:
-            raise UserError(f"There is no fault {kind!r} on {layout}. Use {', '.join(possible)}.")
+            raise UserError(f"Fault {kind!r} cannot occur on {layout}. Use {', '.join(possible)}.")
     faults = [drill("none", 0, world_size, args, out)]
     for seed in range(options.seed, options.seed + options.times):
         for kind in kinds:

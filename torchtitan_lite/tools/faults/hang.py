@@ -55,7 +55,7 @@ def main(options: Namespace) -> int:
         if not options.folder.is_dir():
             raise UserError(f"there is no folder {options.folder}. Name the dump folder of a run")
         tell(
-            f"{options.folder} has no files of hanging ranks: there is no rank-*.json, "
+            f"{options.folder} has no report of a hang: there is no rank-*.json, "
             "and no failed-*.json that explains more than the errors of the ranks"
         )
         return 2
@@ -142,7 +142,7 @@ def explain(files: dict[int, dict]) -> tuple[list[int], str]:
     compiling = [rank for rank in culprits if rank in files and is_compiling(files[rank])]
     if culprits and compiling == culprits and first["kind"] == "HANG":
         text = [
-            f"COMPILING {when}, which is not a hang yet. "
+            f"COMPILING {when}. This is not a hang yet. "
             "If compiling takes longer than comm.init_timeout_seconds, increase this key."
         ]
     for rank in culprits[:3]:
@@ -150,7 +150,7 @@ def explain(files: dict[int, dict]) -> tuple[list[int], str]:
         if first["kind"] == "FAILED":
             # A failed rank has ended. If a different state is recorded, a rank on its host read the state too early.
             state = "Z"
-        does = STATES.get(state, "unknown: no rank of its host has written")
+        does = STATES.get(state, "unknown: no rank on its host has written a report")
         if rank in files and first["kind"] == "FAILED":
             does = "it has ended with an error"
         elif rank in files:
@@ -204,7 +204,7 @@ def find_idle(files: dict[int, dict]) -> dict[int, str]:
         idle = [min(missed, key=missed.get)]
     reasons = {}
     for rank in idle:
-        reasons[rank] = "has no file, and no rank with a file waits for it directly"
+        reasons[rank] = "has written no report, and no rank with a report waits for it directly"
         if rank in missed:
             _, waiter, call = missed[rank]
             reasons[rank] = f"is missing from {call}, which rank {waiter} waits for"

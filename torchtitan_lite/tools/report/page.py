@@ -79,7 +79,7 @@ def main(options: argparse.Namespace) -> int:
     """Write the page. With --watch, keep rewriting the page until the run ends. Raises UserError if a folder has no
     run."""
     if len({folder.resolve() for folder in options.runs}) < len(options.runs):
-        raise UserError("two of the folders are the same run. Name each run once")
+        raise UserError("two of the folders belong to the same run. Name each run once")
     out = options.out or options.runs[0] / "report.html"
     is_new = True
     while True:

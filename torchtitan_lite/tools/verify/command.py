@@ -222,7 +222,7 @@ def describe_report(report: dict) -> str:
     lines.append(f"not covered: {OUTSIDE}. By key:")
     texts = {key: describe_change(change) for key, change in report["not_covered"].items()}
     for key, asked in report["did_not_act"].items():
-        texts[key] = f"{reprlib.repr(asked)} was not seen to act"
+        texts[key] = f"{reprlib.repr(asked)} had no observed effect"
     lines += list_by_section(texts) + report["idle"]
     if report["unjudged"]:
         lines.append(

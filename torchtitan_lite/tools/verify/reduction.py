@@ -98,7 +98,7 @@ def reduce_config(config: Config, max_ranks: int) -> Reduction:
     args = resolve_model(config.model)
     real = plan_layout(config, args, n_ranks)
     if n_ranks > max_ranks:
-        why = f"the layout needs {n_ranks} ranks, but verify has {max_ranks}"
+        why = f"the layout needs {n_ranks} ranks, but verify uses at most {max_ranks}"
         remedy = suggest_smaller(config, max_ranks)
         raise UserError(f"{Problem('--ranks', max_ranks, why, remedy)}")
     wide = replace(real, dp_shard=choose_dp_shard(config.parallelism, max_ranks))

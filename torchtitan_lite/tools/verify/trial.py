@@ -47,7 +47,7 @@ Noise = dict[Key, float]
 
 # Errors of correct layouts: gradients 2e-6 (8e-6 with twelve MoE layers), optimizer state 2e-7, updates 4e-8.
 SUMS = 1e-5  # bound for sums whose terms are added in a different order
-SAME = 5e-6  # bound for results of the same operations in the same order, with different rounding
+SAME = 5e-6  # bound for elementwise results that differ only in rounding
 EXACT = 0.0
 # If the terms of a sum cancel, its relative error is large. Therefore an error above the bound is accepted if different
 # rounding in one process changes the same sum by at least a tenth of this error.
