@@ -185,7 +185,7 @@ def draw_mesh(planned: PlannedRun) -> str:
         (TOKENS, "pale", "the tokens that the rank multiplies"),
     ]
     if args.moe:
-        entries.append((EXPERT_COLOR, "", f"its experts; a layer has {args.moe.n_experts}"))
+        entries.append((EXPERT_COLOR, "", f"the rank's experts; a layer has {args.moe.n_experts}"))
     size = "big" if n_shown <= FEW_RANKS else ""
     return (
         f"{PAGE_STYLE}<h2>Who holds what</h2><p>A card for each rank.{folded}</p>{draw_key(entries)}"

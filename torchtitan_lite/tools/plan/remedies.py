@@ -75,7 +75,7 @@ def advise_gpus(planned: PlannedRun) -> str:
             if replace(planned, config=config, layout=layout).fits:
                 return f"What helps: {n_gpus:,} GPUs"
         times *= 2
-    return f"Changing one key is not enough, and neither are {n_gpus:,} GPUs. Try --search"
+    return f"Neither a change of one key nor {n_gpus:,} GPUs make it fit. Try --search"
 
 
 def list_changed(

@@ -12,7 +12,7 @@ from torchtitan_lite.tools.plan.planned_run import PlannedRun
 
 INSTEAD = {  # key that is modeled only at its default -> what the forecast counts for all other values
     "training.loss": "the time and memory of cross entropy",
-    "model.name": "the modules in its table, and attention as model.attention says",
+    "model.name": "the modules in the table of this model, and the attention that model.attention names",
     "quantize.linear.float8.emulate": "matmuls of float8 units",
     "training.router_z_loss": "routers without this loss",
     "debug.deterministic": "the fastest kernels",
