@@ -24,7 +24,7 @@ OF_SAVES = """
 checkpoint.async_mode checkpoint.enable_first_step_checkpoint checkpoint.export_dtype checkpoint.interval
 checkpoint.keep_latest_k checkpoint.last_save
 """
-# case -> keys, or prefixes of keys, that have no effect in this case. A case may join several settings with `and`
+# case -> keys, or prefixes of keys, that have no effect in this case. A case here may join several settings with `and`
 WITHOUT_EFFECT = {
     "activation_checkpoint.mode = 'full'": RECOMPUTE_OPTIONS,
     "activation_checkpoint.mode = 'memory_budget'": "activation_checkpoint.selective_ac_option",
@@ -152,7 +152,8 @@ def describe_idle_keys(given: UserConfig, situations: Mapping[str, str]) -> list
     notices = []
     for case, starts in (WITHOUT_EFFECT | situations).items():
         idle = [key for key in changed if key.startswith(tuple(starts.split()))]
-        if idle and settings.issuperset(case.split(" and ")):
+        applies = case in situations or settings.issuperset(case.split(" and "))
+        if idle and applies:
             notices.append(f"{', '.join(idle)} has no effect while {case}")
             changed = [key for key in changed if key not in idle]
     return notices
