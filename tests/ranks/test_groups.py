@@ -120,6 +120,16 @@ def test_no_two_threads_use_one_group_and_every_group_has_a_time_out_of_comm(
                 assert timeout_s == right, group
 
 
+def test_a_restarted_rank_does_not_see_that_nccl_failed_before():
+    """NCCL's threads read the key without any prefix. torchrun's store has it after the restart too."""
+    of_torchrun = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    of_torchrun.set(process_groups.NCCL_FAILED, b"rank")
+    environment = warm_start.make_environment(0, 1, port=of_torchrun.port)
+    with patch.dict(os.environ, environment, TORCHELASTIC_USE_AGENT_STORE="True"):
+        _, store = process_groups.join_job(os.environ)
+    assert not store._underlying_non_prefix_store.check([process_groups.NCCL_FAILED])
+
+
 # ---------------------------------------------------------------- workers of gloo (gloo_workers.py)
 
 

@@ -36,6 +36,8 @@ THRESHOLDS = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}
 NEVER = 2**31 - 1
 # in groups of at least this size, gloo connects two ranks when they first communicate
 MANY_RANKS = 1024
+# torch's key in the store: a rank sets it if NCCL fails or times out, and the NCCL threads of all ranks read it
+NCCL_FAILED = "exception_dump"
 # Names of the gloo groups in which all ranks exchange objects and CPU tensors: "host" is for the main thread, "saver"
 # for the thread of asynchronous saves, "snapshot" for the thread of snapshots. Ranks match calls by their order, so two
 # threads that share a group can deadlock.
@@ -80,8 +82,11 @@ def join_job(environment: os._Environ) -> tuple[Place, dist.Store]:
         if rank == 0:  # publish one value, so the other ranks do not read a value per host
             store.set("restarts", str(max(map(int, store.multi_get(counts)))))
         restarts = int(store.get("restarts"))
-    # On a single host, torchrun's store survives restarts and still has the addresses of dead ranks. Without a new
-    # prefix, a restarted rank may read these addresses, and fail to connect or wait forever (torch 2.13).
+    # On a single host, torchrun's store survives restarts. If it still has this key, which has no prefix, NCCL's threads
+    # end the restarted rank within minutes.
+    store.delete_key(NCCL_FAILED)
+    # The store also still has the addresses of dead ranks. Without a new prefix, a restarted rank may read these
+    # addresses, and fail to connect or wait forever (torch 2.13).
     fresh_store = dist.PrefixStore(f"restart-{restarts}", store)
     place = Place(rank, world_size, local_rank, range(first, first + n_local), restarts)
     return place, fresh_store
