@@ -265,6 +265,7 @@ def test_in_a_trace_of_gpus_communication_is_hidden_while_kernels_compute(tmp_pa
         record("aten::mm", 0, 9, kind="cpu_op", thread=1),
         record("gemm", 1, 4),
         record("ncclDevKernel_AllGather", 3, 6, thread=8, **group),
+        record("nccl:_all_gather_base", 3, 6, kind="gpu_user_annotation", thread=8),
         record("gemm", 7, 8),
     ]
     groups = {"pg_config": [{"pg_name": "2", "pg_desc": "mesh_tp"}]}

@@ -184,7 +184,8 @@ def find_axis(event: dict, used: list[str], axes: dict) -> str:
     """Return the axis over which a call communicates, or "" if it computes. `used`: the mesh dims with several
     ranks."""
     name = event["name"]
-    if "nccl" in name:
+    # torch also annotates the kernels of a call with the name of the call, without the group
+    if "nccl" in name and "annotation" not in event["cat"]:
         return axes.get(event["args"].get("Process Group Name"), "various dims")
     if event["cat"] not in GPU_EVENTS and name.startswith("FSDP::"):
         return " x ".join(dim for dim in ("dp_replicate", "dp_shard", "cp") if dim in used)
