@@ -10,8 +10,8 @@
     tb/, wandb            the same fields with the tags of torchtitan v0.2 (wandb: extensions/wandb_sink.py)
 
 The time of a step begins when the host requests the batch, and ends when the host has read the gradient norm. Reading
-the norm waits for the device. Validations, saves and logging happen between two steps, so their time is not included.
-On CUDA, the weights are updated while the host continues, so the time of the update is included in the next step.
+the norm waits until the device has updated the weights. Validations, saves and logging happen between two steps, so
+their time is not included.
 
 Loss and grad_norm are the same on every rank; times and memory are measured on rank 0.
 MFU is the FLOP/s of the model divided by the peak FLOP/s of the hardware (PaLM, app. B, arXiv:2204.02311).
