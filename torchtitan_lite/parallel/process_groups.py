@@ -82,7 +82,7 @@ def join_job(environment: os._Environ) -> tuple[Place, dist.Store]:
         if rank == 0:  # publish one value, so the other ranks do not read a value per host
             store.set("restarts", str(max(map(int, store.multi_get(counts)))))
         restarts = int(store.get("restarts"))
-    # On a single host, torchrun's store survives restarts. If it still has this key, which has no prefix, NCCL's threads
+    # On a single host, torchrun's store survives restarts. If it still has this key (without a prefix), NCCL's threads
     # end the restarted rank within minutes.
     store.delete_key(NCCL_FAILED)
     # The store also still has the addresses of dead ranks. Without a new prefix, a restarted rank may read these
