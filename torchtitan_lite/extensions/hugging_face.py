@@ -1,7 +1,7 @@
 """Load weights from a Hugging Face folder on any layout.
 
-Every rank reads only its rows or columns from the mapped files, without communication. Loading takes the memory of the
-rank's shards and of one more matrix.
+Every rank reads only its rows or columns from the mapped files, without communication. Loading needs memory for the
+rank's shards and for one more matrix.
 
 RoPE rotates pairs of features in a head: (i, i + E/2) in transformers, (2i, 2i + 1) here. Therefore, in modules that
 the model's table marks `is_rotated`, the rows of each head have a different order. For E = 6:

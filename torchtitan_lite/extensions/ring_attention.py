@@ -23,7 +23,7 @@ all ranks; `ring` stores the keys, values and gradients of only two ranks.
 
 Legend: B batch, S full sequence over n ranks, H query heads, K key/value heads, E head dim, C = S/(2n) one piece.
 Sources: arXiv:2310.01889; online softmax arXiv:1805.02867; FlashAttention arXiv:2205.14135, 2307.08691.
-Effect: defines a torch operator with its backward, which context_parallel.py calls.
+Effect: defines a torch operator and its backward. context_parallel.py calls the operator.
 """
 
 from collections.abc import Iterator

@@ -92,7 +92,7 @@ class Fault:
     """One row of the score card: a fault and its consequences."""
 
     kind: str  # a key of MESSAGES
-    seed: int  # of the random choice of rank, step, weight and bit
+    seed: int  # random seed that chooses rank, step, weight and bit
     rank: int | None  # None: all ranks train without a fault
     step: int  # counted from the start of the process
     folder: str  # dump folder of the run

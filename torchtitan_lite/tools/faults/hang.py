@@ -148,7 +148,8 @@ def explain(files: dict[int, dict]) -> tuple[list[int], str]:
     for rank in culprits[:3]:
         pid, state, name = processes.get(rank, ("unknown", "", f"rank {rank}"))
         if first["kind"] == "FAILED":
-            # A failed rank has ended. If a different state is recorded, a rank on its host read the state too early.
+            # A failed rank has ended. If a different state is recorded, a peer on the same host read the state too
+            # early.
             state = "Z"
         does = STATES.get(state, "unknown: no rank on its host has written a report")
         if rank in files and first["kind"] == "FAILED":
@@ -243,8 +244,8 @@ def find_unsent(files: dict[int, dict]) -> dict[int, str]:
 def find_odd_calls(files: dict[int, dict]) -> dict[int, str]:
     """Return rank -> a text, for the ranks whose pending call differs from the most common call of their group.
 
-    Only calls with the same number are compared. If the two most common calls are equally common, all ranks that wait
-    in a call with the same number are returned.
+    Only calls with the same number are compared. If no call is more common than all other calls, all ranks that wait in
+    calls with this number are returned.
     """
     waiting: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, file in files.items():

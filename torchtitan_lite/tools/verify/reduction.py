@@ -74,7 +74,7 @@ REPLACED = {
     "validation.freq": 10**6,
 }
 # Sections and keys that are reset to their defaults. float8 has a separate trial. Async TP needs inductor and GPUs.
-# Symmetric memory needs NCCL. [profiling] may be refused without a GPU.
+# Symmetric memory needs NCCL. Some settings of [profiling] need a GPU.
 DEFAULTS = """
 model.converters training.dtype training.dataset_path parallelism.enable_async_tensor_parallel
 parallelism.fsdp_symmetric_memory profiling job.overwrite checkpoint.local_folder checkpoint.load_step
@@ -172,8 +172,8 @@ def override(config: Config, overrides: dict[str, object]) -> Config:
 
 
 def reduce_sizes(config: Config, args: ModelArgs, layout: Layout) -> dict[str, int]:
-    """Return model sizes with a dim of about 64 to 128. ffn_dim and vocab_size keep their divisibility by tp x dp_shard
-    x cp, or by tp if dp_shard is automatic."""
+    """Return model sizes with a dim of about 64 to 128. If tp x dp_shard x cp divides ffn_dim or vocab_size of the real
+    model, it also divides the reduced size. If dp_shard is automatic, this is guaranteed for tp only."""
     tp = layout.tp
     n_kv_heads = min(2 * tp, args.n_kv_heads)
     n_heads = n_kv_heads * (args.n_heads // args.n_kv_heads)
@@ -202,8 +202,8 @@ def reduce_sizes(config: Config, args: ModelArgs, layout: Layout) -> dict[str, i
 
 
 def reduce_size(real: int, wanted: int, unit: int, split: int) -> int:
-    """Return a multiple of `unit` near `wanted`. The result is a multiple of `split` if `real` is. Unless `unit` is a
-    multiple of `split`, the reverse is also true."""
+    """Return a multiple of `unit` near `wanted`. If `split` divides `real`, it also divides the result. If `split`
+    divides neither `real` nor `unit`, it does not divide the result."""
     size = round_up(wanted, unit)
     while unit % split and (real % split == 0) != (size % split == 0):
         size += unit
