@@ -174,8 +174,8 @@ without_nvlink = partial(Cluster, link_bandwidth=32 * GB, network_bandwidth=12.5
 # One row for each value of --gpu, with the constants that differ from the H100's
 ROWS = [
     Cluster("h100"),
-    # nvidia.com, H200 SXM and DGX H200 datasheets: an H100 with 141 GB at 4.8 TB/s. The H200's memory draws less power,
-    # so matmuls reach a higher efficiency: fit.
+    # nvidia.com, H200 SXM and DGX H200 datasheets: an H100 with 141 GB at 4.8 TB/s. The H200's memory leaves more power
+    # for matmuls, so their efficiency is a separate fit.
     Cluster("h200", memory_bytes=143771 * MIB, memory_bandwidth=4.8e12, matmul_efficiency=0.76),
     # nvidia.com, A100 SXM and DGX A100 datasheets: NVLink 600 GB/s, eight cards of 200 Gb/s. torch's default attention
     # kernel on an A100 is FlashAttention-2: arXiv:2307.08691, figures 5 and 6. Efficiency of matmuls: fit.
@@ -193,10 +193,9 @@ ROWS = [
         cudnn_forward=0.60,
         cudnn_backward=0.50,
     ),
-    # nvidia.com, DGX B200 datasheet: 1,440 GB and 64 TB/s for 8 GPUs, NVLink 1.8 TB/s, cards of 400 Gb/s. The
-    # efficiency of matmuls is fitted, also to runs on B300, which has the same peak. Other efficiencies are the H100's.
-    # Triton's attention kernels were written for older chips, so they are assumed to reach the same FLOP/s as on the
-    # H100.
+    # nvidia.com, DGX B200 datasheet: 1,440 GB and 64 TB/s for 8 GPUs, NVLink 1.8 TB/s, cards of 400 Gb/s. The fit of
+    # the matmul efficiency includes runs on B300, which has the same peak. Other efficiencies are the H100's. Triton's
+    # attention kernels were written for older chips, so they are assumed to reach the same FLOP/s as on the H100.
     Cluster(
         "b200",
         peak_bfloat16=PEAK_BF16_FLOPS["B200"],
@@ -210,7 +209,7 @@ ROWS = [
         triton_backward=0.08,
     ),
     # Peaks, memory and multiprocessors were written from memory and should be checked against NVIDIA's data sheets. The
-    # efficiencies are assumed. No run has been compared with the next five rows.
+    # efficiencies are assumed. The forecasts of the next five rows have not been compared with any run.
     without_nvlink(
         "4090",
         peak_bfloat16=PEAK_BF16_FLOPS["RTX 4090"],

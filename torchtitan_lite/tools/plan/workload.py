@@ -96,8 +96,8 @@ class LayerKind:
         self.products_dim = sum(module.weight[1] for module in self.rowwise[1:])
         # Blocks of Llama have SwiGLU and rotary embeddings; blocks of GPT have neither.
         self.is_gated = any(module.name.endswith("w3") for module in self.block)
-        # Full recompute skips a rowwise matmul at the end of a block, because backward does not need its output. It
-        # repeats the experts at the end of a block, because the gradients of the routing weights need the outputs of
+        # Full recompute skips a rowwise matmul at the end of a block, because backward does not need its output.
+        # Experts at the end of a block are repeated, because the gradients of the routing weights need the outputs of
         # the experts.
         self.ends_in_rowwise = self.block[-1].kind == "linear"
         # Number of modules for keys and values, if several ranks share each of their heads
