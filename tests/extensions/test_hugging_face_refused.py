@@ -45,7 +45,7 @@ llama | {{"model_type": "missing"}} | model_type = None
 llama | {{"num_hidden_layers": 1}} | model.layers.1.input_layernorm.weight is (64,) in the files
 llama | {{"vocab_size": 130}} | {EMBEDDING} is (128, 64) in the files, and (130, 64) in config.json
 mixtral | {{"num_local_experts": 5}} | experts.4.w1.weight is missing in the files
-llama | {{"num_hidden_layers": 3}} | If transformers finds all weights, save it with that
+llama | {{"num_hidden_layers": 3}} | If transformers finds all weights, save the model again
 qwen3 | {{"model_type": "llama"}} | model.layers.0.self_attn.k_norm.weight is (
 """
 
@@ -92,7 +92,7 @@ WRONG_FILES = {  # action, named; found when the folder is opened, before torch
     ),
     "a tensor in two files": (
         lambda folder: shutil.copy(first_file(folder), max(folder.glob("*.safetensors"))),
-        "Delete it in one of them",
+        "Delete it from one of these files",
     ),
     "an adapter": (
         lambda folder: (folder / "config.json").rename(folder / "adapter_config.json"),

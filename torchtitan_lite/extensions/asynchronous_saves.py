@@ -6,9 +6,9 @@
       v  the next forward and backward        v        leaving the saver waits for the last save
       thread: CheckpointSaver.write
 
-On CUDA, DCP's stager copies on a separate stream and in a separate thread. After backward, before the step changes a
-saved tensor in-place, it calls `wait_for_copy`. Pinned memory is allocated once, exactly one buffer per tensor. Without
-pinned memory, each copy holds the GIL, so the training loop waits for all copies (torch 2.13).
+On CUDA, DCP's stager copies on a separate stream and in a separate thread. After backward, a step calls `wait_for_copy`
+before it changes saved tensors in-place. Pinned memory is allocated once, exactly one buffer per tensor. Without pinned
+memory, each copy holds the GIL, so the training loop waits for all copies (torch 2.13).
 """
 
 import logging
@@ -80,7 +80,8 @@ class AsynchronousSaver(CheckpointSaver):
         super().write(step, replace(plan, slices=copies))
 
     def wait_for_copy(self) -> None:
-        """Wait until the save in flight has copied its tensors. Each step calls this before it changes the tensors."""
+        """Wait until the save in flight has copied its tensors. Each step calls this method before it changes the
+        tensors in-place."""
         self.stager.synchronize_staging()
 
     def wait(self) -> None:

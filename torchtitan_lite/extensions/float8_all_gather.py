@@ -36,8 +36,8 @@ def gather_in_float8(
 ) -> list[Callable[[], None]]:
     """Make FSDP all-gather the weights of `parts` in float8. The parts must be allocated.
 
-    Returns the functions to call after each optimizer step. A rank that is alone in its pipeline stage does not shard
-    weights, so its weights do not change.
+    Returns the functions to call after each optimizer step. If a pipeline stage has a single rank, FSDP does not shard
+    the weights, so this function does not change them.
     """
     hooks = []
     for module in nn.ModuleList(parts).modules():

@@ -165,8 +165,9 @@ def read_recorder(
     checkpoint thread that it waits for. Calls of other checkpoint threads are left out. If a call has failed
     (`has_failed`) and no call is pending any more, the last call is treated as pending.
 
-    Also returns, for each group, the first call of this step that no earlier step made at the same position, and the
-    call that earlier steps made there. `begun_ns`: the start times of this step and the earlier steps.
+    For each group, also returns the first call of this step that no earlier step made at the same position, together
+    with the call that earlier steps made at this position. `begun_ns`: the start times of this step and the earlier
+    steps.
     """
     ranks = {}
     for group in dist.distributed_c10d._world.pg_map:

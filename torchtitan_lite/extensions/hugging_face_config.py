@@ -254,7 +254,7 @@ def read_rope(
 
 
 def list_rope_keys(kind: str) -> list[str]:
-    """Return the keys inside rope_parameters or rope_scaling that a rope_type reads."""
+    """Return the keys inside rope_parameters or rope_scaling that are used with a rope_type."""
     return ["rope_theta", "partial_rotary_factor", *SCALINGS.get(kind, {}).values()]
 
 

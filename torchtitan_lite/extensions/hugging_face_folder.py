@@ -96,7 +96,7 @@ def open_folder(path: Path) -> HuggingFaceFolder:
                 why += "Save them so with transformers"
             elif name in tensors:
                 other = tensors[name][0].name
-                why = f"{name} is in {other} and in {file.name}. Delete it in one of them"
+                why = f"{name} is in {other} and in {file.name}. Delete it from one of these files"
             elif (other := file_names.get(name, file.name)) != file.name:
                 why = f"{name} is in {file.name}, but {INDEX} names {other}. Download both again"
             if why:
@@ -121,7 +121,8 @@ def open_folder(path: Path) -> HuggingFaceFolder:
         problems[MOST_NAMED:] = [f"and {len(problems) - MOST_NAMED} more"]
     if problems:
         problems += [
-            f"Download the folder again, or correct {CONFIG}. If transformers finds all weights, save it with that",
+            f"Download the folder again, or correct {CONFIG}. If transformers finds all weights, save the model again "
+            "with transformers",
             "If names contain module. or _orig_mod., save the model inside that wrapper",
         ]
         raise HuggingFaceError(path, problems)

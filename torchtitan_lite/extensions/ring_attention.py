@@ -43,7 +43,8 @@ aten = torch.ops.aten
 
 
 class KeysOfRanks:
-    """The keys and values of all ranks, and their gradients. A subclass defines how ranks exchange them."""
+    """The keys and values of all ranks, and their gradients. A subclass defines how ranks exchange keys, values and
+    gradients."""
 
     def __init__(self, key: Tensor, value: Tensor, ranks: Ranks):
         """`key` and `value` are this rank's, (B, K, 2C, E)."""

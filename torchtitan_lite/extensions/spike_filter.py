@@ -8,8 +8,8 @@ The window includes the norm of the current step, and the norms of skipped steps
 window is filled. If norms stay high, skipping does not help, because a skipped step does not change the weights. After
 half a window of high norms, the median has risen too, and steps are applied again.
 
-All ranks have the same norm and history, so they make the same decision without communication. The history stays on
-the device. Checkpoints store it as spike_filter.history and spike_filter.skipped.
+All ranks have the same norm and history, so they make the same decision without communication. The history stays on the
+device. Checkpoints store the history and the number of skipped steps as spike_filter.history and spike_filter.skipped.
 """
 
 import logging

@@ -6,8 +6,8 @@
 Each collective moves V*D*4 bytes between the two ranks, divided by the number of ranks that shard the matrix (tp,
 dp_shard x cp). In a V schedule, both stages are on one rank, which copies and adds locally.
 
-The copy cannot differ from the matrix, because it is overwritten before every forward. The copy is not a parameter of
-the run: it has no optimizer state, and is not part of the gradient norm or of a checkpoint.
+The copy cannot differ from the matrix, because the copy is overwritten before every forward. The copy is not a
+parameter of the run: it has no optimizer state, and is not part of the gradient norm or of a checkpoint.
 
 Effect: `output.weight` of the last stage always equals `tok_embeddings.weight` of the first stage. In a run with tied
 weights under pp, a TiedSchedule wraps the schedule.

@@ -156,7 +156,8 @@ def make_report(config_name: str, reduction: Reduction, trials: Sequence[Trial])
                     replaced.setdefault(key, (asked[key], value))
                 elif key in acted:
                     seen[key] = acted[key]
-                # a key without a witness counts as off (None) at its default value, otherwise as a key that did not act
+                # A key without a witness is off (None) if it has its default value. Otherwise, it counts as a key that
+                # did not act.
                 else:
                     is_default = get_value(real, key) == get_value(Config(), key)
                     seen[key] = None if is_default else False

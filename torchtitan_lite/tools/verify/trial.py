@@ -183,7 +183,7 @@ def judge(
     choose_bound: Callable[[Key], float | None] = lambda key: BOUNDS[key[1]],
     modules: Iterable[str] = (),
 ) -> Trial:
-    """For each measure, return the error closest to its bound, or farthest above it, and the first fault.
+    """For each measure, return the largest error relative to its bound, and the first fault.
 
     Faults are sorted by step, measure and name. `modules` gives the order of module names, which is the order of
     forward. All other names stay in the order in which a rank recorded them. `find_noise` is called only if a sum

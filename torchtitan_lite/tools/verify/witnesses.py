@@ -109,7 +109,7 @@ def decays(step: Observed) -> bool | None:
 def runs_implementation(step: Observed) -> bool | None:
     """Return whether the kernels of optimizer.implementation ran. Only AdamW has several implementations.
 
-    "fused" is checked first, because it uses a _foreach_ kernel too.
+    "fused" is checked first, because the fused optimizer uses a _foreach_ kernel too.
     """
     section = step.config.optimizer
     if not OPTIMIZERS[section.name].has_fused_kernel or section.moments_dtype == "bfloat16":
@@ -360,8 +360,8 @@ def actions_noted(acted: Acted) -> Iterator[None]:
 
 
 def merge(observations: Iterable[Acted]) -> Acted:
-    """Merge the observations of steps and ranks. A key acted if it acted in any observation. It is off if it was off in
-    all observations."""
+    """Merge the observations of steps and ranks. A key acted if it acted in any observation. A key is off if it was off
+    in all observations."""
     merged: Acted = {}
     for acted in observations:
         for key, is_acting in acted.items():
