@@ -52,7 +52,7 @@ class Cluster:
     network_bandwidth: float = 50 * GB  # between nodes
     n_multiprocessors: int = 132  # a multiprocessor computes one tile at a time
 
-    # For an infinitely large matmul, at the power limit. Fit.
+    # Efficiency of an infinitely large matmul at the power limit. Fit.
     matmul_efficiency: float = 0.64
     # The efficiency of matmuls in float8, with a scale per tensor and per row. Fit.
     float8_efficiency: float = 0.60

@@ -335,7 +335,7 @@ class Workload:
         """Return the rounds of Muon: the sizes of the largest matrix, and axis -> elements in an all-to-all of rank 0.
 
         A round has two all-to-alls, to the owners of the matrices and back. The number of elements is the average of
-        the two.
+        both all-to-alls.
         """
         rounds = []
         alike = defaultdict(list)
