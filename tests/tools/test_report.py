@@ -91,19 +91,22 @@ def test_the_page_begins_with_sentences(page, folder, run):
     assert "in 2 starts" in how
     assert f"from {losses[1]:.4f} to {losses[6]:.4f}" in how
     assert "trained 3 steps (4 to 6)" in end
-    assert f"--config '{folder}/config.toml' --job.no_overwrite" in command_line
+    keys = f"--config '{folder}/config.toml' '--job.dump_folder={folder}' --job.no_overwrite"
+    assert keys in command_line
     log = (folder / "log.txt").read_text()
     assert re.search(f"report '{folder}', or \\S* -m tensorboard.main --logdir '{folder}'/tb", log)
     assert f" profiled: {folder}/traces/step-6/rank-0.json\n" in log
     assert page.index(what[:20]) < page.index("By step")
 
 
-def test_a_loss_that_is_not_finite_stands_out(folder, tmp_path):
+@each_row("loss", ["NaN", "null"])
+def test_a_loss_that_is_not_finite_stands_out(folder, tmp_path, loss):
     run = copy_run(folder, tmp_path / "run")
     with (run / "metrics.jsonl").open("a") as file:
-        file.write(f'{{{STEP_7}, "loss": NaN}}\n')
-    assert write(run) == 0
-    assert "the loss is NaN or infinite at step 7" in (run / "report.html").read_text()
+        file.write(f'{{{STEP_7}, "loss": {loss}}}\n')
+    for others in ([], [folder]):
+        assert write(run, *others) == 0
+        assert "the loss is NaN or infinite at step 7" in (run / "report.html").read_text()
 
 
 def test_starts_saves_and_stops_are_marked_in_every_plot(page):
@@ -122,6 +125,7 @@ def test_a_large_bubble_has_a_remedy(run):
 def test_a_spike_of_the_gradient_norm_stands_out(run, monkeypatch):
     norms = [(step, 8.0 + step % 5) for step in range(1, 13)]
     values = {"grad_norm_max": [(0, 70.0), *norms, (20, 61.0)], "skipped_steps": [(20, 1)]}
+    values["loss"] = run.list_values("loss")
     monkeypatch.setattr(run, "list_values", lambda name: values.get(name, []))
     remarks = list_findings(run)
     assert "1 step skipped (training.skip_spikes)" in remarks
@@ -180,6 +184,10 @@ def test_runs_are_compared_by_what_differs_and_grouped_by_a_key(folder, tmp_path
     assert f"{curve[6]:,.5g} ({first[6]:,.5g} to {second[6]:,.5g})" in page
     assert "<tr><td>debug.seed<td>1 or 2<td>1 or 2" in page
     assert 'class="band"' in page
+    with (runs[1] / "metrics.jsonl").open("a") as records:
+        records.write(f'{{{STEP_7}, "loss": 1.0}}\n')
+    assert write(*runs, out=out, group="optimizer.lr") == 0
+    assert "<tr><td>steps<td>6.5 (6 to 7)<td>6<" in out.read_text(encoding="utf-8")
 
 
 FOREIGN = {"name": "AdEMAMix", "attention": "sliding", "decay_type": "wsd"}
@@ -219,10 +227,11 @@ config.toml | | config.toml lacks a valid checkpoint.enable, job.description, mo
 config.toml | model = 3 | config.toml lacks
 config.toml | job.description = 3 | config.toml lacks a valid checkpoint.enable, job.description, model.name
 config.toml | [a | config.toml cannot be read as TOML
-metrics.jsonl | | metrics.jsonl lacks a start, or a step
+metrics.jsonl | | metrics.jsonl lacks a start, or a finite loss
 metrics.jsonl | {"kind": "step", "step": 1, "time": "", "loss": 8.0} | metrics.jsonl lacks a start
 metrics.jsonl | {"kind": "step", "step": "1", "time": "", "loss": 8.0} | metrics.jsonl lacks a start
 metrics.jsonl | {"kind": "start", "step": 0, "time": "", "device": 3, "world_size": 2} | metrics.jsonl lacks a start
+metrics.jsonl | {"kind": "start", "step": 0, "time": "", "device": "", "world_size": 2}; {STEP_7, "loss": 8.0} | tokens
 metrics.jsonl | + {STEP_7, "loss": "low"} | jsonl: loss = .* at step 7 is no
 metrics.jsonl | + {STEP_7, "step_time_s": [1.0]} | jsonl: step_time_s = .* at step 7 is no
 metrics.jsonl | + {STEP_7, "lr/tok*": "x"} | jsonl: lr/tok. = .* at step 7 is no
@@ -243,7 +252,7 @@ def test_a_file_of_a_run_that_is_not_complete_or_has_a_wrong_value_is_named(
     for step in (9, 10):  # the run was killed before it wrote the trace of step 10
         (run / f"traces/step-{step}").mkdir(parents=True)
     with (run / name).open("a" if content.startswith("+") else "w") as file:
-        file.write(content.removeprefix("+").replace("STEP_7", STEP_7) + "\n")
+        file.write(content.removeprefix("+").replace("STEP_7", STEP_7).replace("; ", "\n") + "\n")
     with pytest.raises(UserError, match=words):
         write(run)
 

@@ -13,7 +13,6 @@ from torchtitan_lite.config.machine import GIB
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.tools.pictures import (
     ROW_HEIGHT,
-    Points,
     Samples,
     draw_curves,
     draw_key,
@@ -25,7 +24,13 @@ from torchtitan_lite.tools.pictures import (
 from torchtitan_lite.tools.plan.memory import RankMemory
 from torchtitan_lite.tools.plan.page import draw_layout
 from torchtitan_lite.tools.plan.timeline import draw_timeline
-from torchtitan_lite.tools.report.runs import AXES, RecordedRun, list_differences, summarize
+from torchtitan_lite.tools.report.runs import (
+    AXES,
+    RecordedRun,
+    list_differences,
+    list_findings,
+    summarize,
+)
 from torchtitan_lite.tools.report.traces import Trace
 from torchtitan_lite.tools.tables import format_bytes, format_seconds, write_table
 
@@ -85,6 +90,8 @@ def main(options: argparse.Namespace) -> int:
     while True:
         try:
             runs = [RecordedRun(folder) for folder in options.runs]
+        except UserError:
+            raise
         except (OSError, ValueError) as error:
             raise UserError(
                 f"report cannot read a run: {error}. "
@@ -126,12 +133,18 @@ def write_page(runs: list[RecordedRun], key: str | None, axis: str, *, refresh: 
     else:
         table = compare_runs(series, list_differences(runs))
         parts.append(f"<h2>Final results, and keys that differ</h2>{table}")
+        for run in runs:
+            if findings := "; ".join(list_findings(run)):
+                parts.append(f"<p>Look at {escape(f'{run.folder}: {findings}')}.</p>")
     about = (
         "Source: metrics.jsonl. Ticks below a curve: starts (green), saves (gray), stops (red). "
         "Above a plot: the last value of each curve, first of solid curves, then of dashed ones."
     )
     if key:
-        about += " A line is the mean of the runs of a group; the band reaches from the lowest to the highest."
+        about += (
+            " A line is the mean of the runs of a group at the steps that all of them have; "
+            "the band reaches from the lowest to the highest."
+        )
     parts.append(f"<h2>By {axis}</h2><p><i>{about}</i></p>")
     if not is_alone:
         parts.append(draw_key((each.color, "", each.name) for each in series))
@@ -158,9 +171,10 @@ def compare_runs(series: list[Series], keys: list[str]) -> str:
             last_places.append(run.places[last_step])
         column = [each.name, str(len(each.runs))]
         for axis in AXES:
-            column.append(f"{round(mean(place[axis] for place in last_places), 4):,.12g}")
+            column.append(format_mean([round(place[axis], 4) for place in last_places], 12))
         for field in FINAL_FIELDS:
-            column.append(format_last([run.list_values(field) for run in each.runs]))
+            curves = [run.list_values(field) for run in each.runs]
+            column.append(format_mean([points[-1][1] for points in curves if points]))
         for key in keys:
             values = dict.fromkeys(run.show(key) for run in each.runs)
             column.append(" or ".join(values))
@@ -168,14 +182,13 @@ def compare_runs(series: list[Series], keys: list[str]) -> str:
     return draw_table(zip(*columns, strict=True))
 
 
-def format_last(curves: list[Points]) -> str:
-    """Format the last value of one run, or the mean and range of several runs: `1.9060 (1.9012 to 1.9101)`."""
-    lasts = [points[-1][1] for points in curves if points]
-    if not lasts:
+def format_mean(values: list[float], n_digits: int = 5) -> str:
+    """Format the mean of several runs, and the range of their values if they differ: `1.9060 (1.9012 to 1.9101)`."""
+    if not values:
         return ""
-    text = f"{mean(lasts):,.5g}"
-    if len(lasts) > 1:
-        text += f" ({min(lasts):,.5g} to {max(lasts):,.5g})"
+    text = f"{mean(values):,.{n_digits}g}"
+    if min(values) < max(values):
+        text += f" ({min(values):,.{n_digits}g} to {max(values):,.{n_digits}g})"
     return text
 
 

@@ -28,6 +28,7 @@ from torchtitan_lite.tools.tables import plural
 SPIKE_RATIO = 3  # a gradient norm above this multiple of the median is a spike
 WARM_UP = 3  # the first records are not checked for spikes, because their norms may be large
 AXES = ("steps", "tokens", "hours")  # horizontal axes of the curves
+MEASURED = ("loss", "tokens", "step_time_s", "peak_memory_gib")  # fields that the page needs
 NEEDED = set("job.description model.name training.dataset training.steps checkpoint.enable".split())
 
 
@@ -53,9 +54,10 @@ class RecordedRun:
             match record:
                 case {"kind": "start", "device": str(), "world_size": int()}:
                     starts.append(record)
-        if not (starts and self.list_values("loss")):
+        if not (starts and all(map(self.list_values, MEASURED))):
             raise UserError(
-                f"{folder}/metrics.jsonl lacks a start, or a step with a finite loss: wait for the run to log both"
+                f"{folder}/metrics.jsonl lacks a start, or a finite {', '.join(MEASURED)} of a step: "
+                "wait for the run to log them, or use the code that trained it"
             )
         self.start = starts[-1]
         table = load_toml(folder / "config.toml")
@@ -173,8 +175,9 @@ def summarize(run: RecordedRun) -> list[str]:
     ]
     if not settings["checkpoint.enable"]:
         return [*sentences, "The run saved nothing, so it cannot be continued."]
-    config = shlex.quote(f"{run.folder}/config.toml")
-    command = name_command(f"train --config {config} --job.no_overwrite")
+    # the folder in config.toml can be relative to another working directory
+    args = ["--config", f"{run.folder}/config.toml", f"--job.dump_folder={run.folder}"]
+    command = name_command(f"train {shlex.join(args)} --job.no_overwrite")
     if n_ranks <= 8:  # assume one host
         command = f"NGPU={n_ranks} {command}"
     return [*sentences, f"To continue: {command}"]
@@ -186,8 +189,9 @@ def list_findings(run: RecordedRun) -> list[str]:
     if run.unread:
         numbers = ", ".join(map(str, run.unread))
         remarks.append(f"lines of metrics.jsonl that are not records: {numbers}")
-    losses = [(record["step"], record["loss"]) for record in run.records if "loss" in record]
-    if diverged := [str(step) for step, loss in losses if not isfinite(loss)]:
+    finite = dict(run.list_values("loss"))
+    steps = [record["step"] for record in run.records if "loss" in record]
+    if diverged := [str(step) for step in steps if step not in finite]:
         remarks.append(f"the loss is NaN or infinite at step {', '.join(diverged)}")
     norms = run.list_values("grad_norm_max")[WARM_UP:]
     usual = median([norm for _, norm in norms] or [0.0])
