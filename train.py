@@ -106,7 +106,7 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
     logger.info(f"data: {data.describe(config.training.steps)}; {about}")
 
     # ---- run: model parts, optimizer, schedules
-    # all ranks, only with ZeRO++ or tied embeddings in a pipeline: connect process groups
+    # all ranks, only with ZeRO++, symmetric memory, or tied embeddings in a pipeline: connect process groups
     run = build_run(config, spec.model_args, spec.layout, mesh, device)
 
     # ---- checkpoint: resume from the newest checkpoint or snapshot, or from load_step; otherwise load initial weights

@@ -135,8 +135,8 @@ def build_on_meta(config: Config, model_args: ModelArgs) -> nn.Module:
 def build_parts(
     config: Config, model_args: ModelArgs, layout: Layout, mesh: Mesh
 ) -> list[nn.Module]:
-    """Build and parallelize this rank's model parts on the meta device. Communicates only with ZeRO++, to create
-    process groups."""
+    """Build and parallelize this rank's model parts on the meta device. Communicates only with ZeRO++ or symmetric
+    memory, to connect process groups."""
     parts = []
     for index in layout.stages_of(mesh.pp.get_local_rank()):
         # build a new model for each pipeline stage: in a deep copy, module hooks would still refer to the original
