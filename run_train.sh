@@ -85,7 +85,7 @@ if [[ -z ${NNODES:-} ]]; then
         NNODES=$SLURM_STEP_NUM_NODES NODE_RANK=$SLURM_NODEID MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
         MASTER_ADDR=$(scontrol show hostnames "$SLURM_STEP_NODELIST" | sed -n 1p)
     elif ((${SLURM_JOB_NUM_NODES:-1} > 1)); then
-        # No --cpus-per-task and no binding: a task is a whole node, and torchrun starts the ranks there.
+        # A task is a whole node, on which torchrun starts the ranks, so do not set --cpus-per-task or bind CPUs.
         exec srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpu-bind=none \
             --kill-on-bad-exit=1 bash "$repository/run_train.sh" "$@"
     fi

@@ -1,4 +1,4 @@
-"""Shared by tests of checkpoints: runs that save and resume, and readers that do not use the package."""
+"""Define helpers for tests of checkpoints: runs that save and resume, and readers that do not use the package."""
 
 import hashlib
 import json
@@ -195,7 +195,8 @@ def limit_files(n_bytes: int) -> Iterator[None]:
 def load_shards(
     rank: int, world_size: int, overrides: dict, source: str
 ) -> tuple[dict[str, Tensor], int]:
-    """Worker: load the weights of a Hugging Face folder. Return them, and the peak of bytes besides its shards."""
+    """Worker: load the weights of a Hugging Face folder. Return the weights, and the peak bytes besides the shards of
+    this rank."""
     run = compare.build_table_run(world_size, overrides)
     own = [compare.local(tensor) for tensor in run.saved.values()]
     with torch.no_grad():

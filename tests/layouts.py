@@ -81,7 +81,7 @@ def read_keys(words: str, names: Mapping[str, Any]) -> dict[str, object]:
     return keys
 
 
-# Abbreviations that rows use. A line may use the names above it.
+# Abbreviations that rows use. A line may use the names that earlier lines define.
 SHORT: dict[str, dict] = {}
 for name, words in read_lines("""
 RING | parallelism.context_parallel_rotate_method=ring
@@ -100,7 +100,7 @@ SHARED | MOE flavor.n_shared_experts=2 flavor.router_scores=sigmoid flavor.n_fir
 BALANCE_LOSS | training.expert_balance_loss=0.01
 ENDS_ALONE | parallelism.pipeline_parallel_first_stage_less_layers=2 \
     parallelism.pipeline_parallel_last_stage_less_layers=2  # As in Llama 3, the first stage has only the embedding, \
-    and the last one only norm and head. Two layers on four stages give this too.
+    and the last one only norm and head. Two layers on four stages are divided in this way too.
 EMULATED | quantize.linear.float8.emulate=true  # A CPU takes 20 ms for any float8 matmul, however small.
 GATHER | FLOAT8 quantize.linear.float8.enable_fsdp_float8_all_gather=true
 PRECOMPUTE | GATHER quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp=true

@@ -2,8 +2,8 @@
 
 Only one thread computes, because a kernel's scratch memory grows with the number of threads and is not in the plan.
 
-torch's profiler can miss a release by another thread. So a tensor counts as released at the latest when a different
-tensor gets its address.
+torch's profiler can miss a release by another thread. If the profiler misses the release of a tensor, the tensor counts
+as released when a different tensor gets its address.
 """
 
 import gc
@@ -74,7 +74,7 @@ def measure_step(config: Config, model_args: ModelArgs, layout: Layout) -> int:
 
 def choose_evenly(router: Router, scores: torch.Tensor) -> torch.Tensor:
     """Replace Router.choose, so that every expert gets the same number of tokens. scores (B, S, E) -> (B, S, K)."""
-    # allocates as much as the original
+    # this top-k allocates as much memory as the top-k of the original method
     routes = (scores + router.expert_bias).topk(router.args.top_k, dim=-1).indices
     return (torch.arange(routes.numel()) % router.n_experts).view_as(routes)
 

@@ -24,7 +24,8 @@ BYTE_LEVEL = {
 
 
 def make_real_model(folder: Path) -> Path:
-    """Put the model into `folder` if it is not there; return `folder`. Skip the test if a package cannot be had."""
+    """Create the model in `folder` if it does not exist, and return `folder`. Skip the test if a package is not
+    available."""
     for package in ("gguf", "accelerate"):
         pytest.importorskip(
             package, reason=f"transformers needs the package {package} to read GGUF"

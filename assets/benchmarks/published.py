@@ -5,7 +5,7 @@
 Most columns of the file are fields of ModelArgs, MoEArgs, Layout and Workload. If the `engine` is deepspeed, steps are
 slower by a fitted factor, and the published memory was read from the driver. If `allocated` is set, the published
 memory is the bytes in use, without the allocator's reserve. Rows with the `evidence` "recalled" are not used. A stack
-is the code base of a trainer; all rows of a stack are left out together. Rows with experts have the same weight as all
+is the code base of a trainer; all rows of a stack are left out together. Rows of MoE models have the same weight as all
 other rows.
 """
 
@@ -72,9 +72,9 @@ KERNELS_OF_DEEPEP = 20  # replaces KERNELS_OF_EXPERTS in runs with DeepEP and fu
 # Bytes that softmax, dropout and two matmuls read and write per fp16 score of unfused attention
 SCORE_BYTES = 13
 STREAMS = 4  # number of experts that Transformer Engine multiplies at a time
-# Standard deviation of an expert's load / its mean, if nothing balances the load. Qwen3 235B with ep8 took 6.11 s a
-# step, but 4.39 s with balanced experts; 3.0 s of these depend on the load (prime-rl, docs/performance.md). So the
-# fullest rank has 1.57 times the mean load: 1 + LOAD_SPREAD / sqrt(16 experts) * 1.22.
+# Standard deviation of an expert's load / its mean, if nothing balances the load. A step of Qwen3 235B with ep8 took
+# 6.11 s, and 4.39 s with balanced experts. Of the 4.39 s, 3.0 s depend on the load (prime-rl, docs/performance.md). So
+# the fullest rank has 1.57 times the mean load: 1 + LOAD_SPREAD / sqrt(16 experts) * 1.22.
 LOAD_SPREAD = 1.9
 LEAST_STACKS = 3  # minimum number of stacks for the error bar of a family
 SHARE = 0.8  # an error bar contains this fraction of the rows
@@ -88,7 +88,7 @@ DOUBLE = torch.float64
 
 @dataclass(frozen=True)
 class OtherCluster(Cluster):
-    """A cluster with kernels of attention that this trainer does not use. The defaults are Hopper's."""
+    """A cluster, with the efficiencies of kernels that only other trainers use. The defaults are Hopper's."""
 
     # FlashAttention-2: 335 TFLOP/s causal forward, arXiv:2407.08608, figure 5. Backward: fit.
     flash2_forward: float = 0.34
@@ -100,8 +100,8 @@ class OtherCluster(Cluster):
     adding_efficiency: float = 0.16
 
 
-# Fraction of the peak that FlashAttention-2 reaches. A100 has separate figures. B200 is assumed to reach Hopper's
-# FLOP/s.
+# Fraction of the peak that FlashAttention-2 reaches. A100 has separate figures. The kernel is assumed to reach the same
+# FLOP/s on B200 as on Hopper.
 FLASH2 = {
     "a100-80": {"flash2_forward": 0.60, "flash2_backward": 0.50},
     "b200": {"flash2_forward": 0.15, "flash2_backward": 0.11},
@@ -157,7 +157,7 @@ class OtherWorkload(Workload):
 
 
 class OtherTime(StepTime):
-    """Estimates the seconds of a step of a different trainer, if its layers differ from this trainer's layers."""
+    """Estimates the seconds of a step of a different trainer whose layers differ from the layers of this trainer."""
 
     workload: OtherWorkload
     cluster: OtherCluster
@@ -190,8 +190,8 @@ class OtherTime(StepTime):
     def elementwise_times(self, kind: LayerKind) -> tuple[float, float]:
         """Add copies of keys and values, and the norms that each tp rank computes in full without sequence parallel.
 
-        In other trainers, the routing weight multiplies silu(w1 x) * w3 x, and w1 and w3 are one matmul. Therefore
-        backward and forward move the same number of bytes for rows.
+        In other trainers, the routing weight multiplies silu(w1 x) * w3 x, and w1 and w3 are one matmul. Therefore the
+        kernels on the rows of experts move as many bytes in backward as in forward.
         """
         w = self.workload
         forward, backward = super().elementwise_times(kind)
@@ -215,8 +215,8 @@ class OtherTime(StepTime):
     def tensor_parallel_times(self, kind: LayerKind) -> Times:
         """Return the times of tp. Without sequence parallel, recompute repeats all all-reduces or none of them.
 
-        An all-reduce takes as long as the pair of calls that it replaces. Forward has one all-reduce per scatter, and
-        backward one all-reduce per gather.
+        An all-reduce takes as long as the all-gather and the reduce-scatter that it replaces. Forward has one
+        all-reduce per scatter, and backward one all-reduce per gather.
         """
         forward, backward, again = super().tensor_parallel_times(kind)
         if not self.workload.sequence_parallel:
@@ -273,7 +273,8 @@ class OtherTime(StepTime):
         return super().copy_time(n_bytes) if self.workload.engine == "torch" else 0.0
 
     def module_times(self, module: ModuleRow) -> Times:
-        """Return the seconds of a module's matmuls. Other trainers route in bfloat16 and run experts on streams."""
+        """Return the seconds of a module's matmuls. Other trainers compute the router in bfloat16, and run several
+        experts at a time on CUDA streams."""
         w = self.workload
         if module.kind == "router" and (w.sends_once or w.engine == "megatron"):
             shape = w.shape_on_rank(module)
@@ -346,7 +347,7 @@ class OtherTime(StepTime):
 
 
 class OtherMemory(RankMemory):
-    """Estimates the peak memory of a different trainer, if its layers or its buffers differ."""
+    """Estimates the peak memory of a different trainer whose layers or buffers differ from this trainer's."""
 
     workload: OtherWorkload
 
@@ -396,7 +397,7 @@ class OtherMemory(RankMemory):
         """Omit the tensors that Megatron's fused kernels do not save for backward.
 
         The routing weights multiply silu(w1 x) * w3 x, so the outputs of w2 are not saved. The output of silu and the
-        orders are not saved either. The router's input is in the compute dtype.
+        permutations of the rows are not saved either. The router's input is in the compute dtype.
         """
         kept = super().list_kept_by_experts()
         w = self.workload
@@ -538,7 +539,7 @@ def describe_row(values: dict[str, object]) -> OtherWorkload:
     args = make(ModelArgs, values, moe=moe)
     n_layers = args.n_layers
     n_stages = values["pp"] * values["stages_per_rank"]
-    # If the number of stages does not divide the layers, embedding and head count as one layer each.
+    # If the number of layers is not a multiple of the number of stages, embedding and head count as one layer each.
     load = int(n_layers % n_stages > 0)
     schedule = "Interleaved1F1B" if values["stages_per_rank"] > 1 else "1F1B"
     section = Parallelism(

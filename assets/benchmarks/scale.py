@@ -4,8 +4,8 @@
 
 This runs the code of the trainer: plan_save, CheckpointSaver, load_newest. The other ranks are a fake process group.
 Tensors have only shapes, and files have only headers. The first time that a rank's file is opened, it is created with
-the slices that format.py assigns to the rank. So bytes of metadata, files, messages and seconds are measured, but no
-data is read, hashed or sent.
+the slices that format.py assigns to the rank. So the script measures the bytes of metadata, the number of files, the
+messages and the seconds. It does not read, hash or send the data of tensors.
 """
 
 import argparse
@@ -212,7 +212,7 @@ def list_records(planned: PlannedRun) -> dict[str, TensorRecord]:
     tensors = {}
     for stage in range(layout.pp):
         rank = stage * (layout.world_size // layout.pp)
-        # with this argument, the plan of one rank has all lines of its pipeline stage
+        # the argument `[rank]` makes the plan of this rank contain all lines of its pipeline stage
         with as_rank(planned, rank) as named:
             tensors |= save.plan_save(named, layout.all_degrees, rank, [rank]).records
     return tensors
@@ -305,7 +305,8 @@ def measure_save(
 def measure_load(planned: PlannedRun, rank: int, named: dict[str, Tensor], path: Path) -> Cost:
     """Load as one rank, and measure the costs.
 
-    This loads three times: first to create the files, then to measure the seconds, then to measure the peak of memory.
+    The checkpoint is loaded three times: the first load creates the files, the second measures the seconds, and the
+    third measures the peak memory.
     """
     manifest = read_manifest(path)
     world = dist.group.WORLD

@@ -119,7 +119,7 @@ def test_a_record_is_a_json_object_and_a_number_that_is_not_finite_is_null(tmp_p
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-# torchtitan's tag | the last value
+# tag in torchtitan | the last value that TensorBoard shows
 LAST = """
 grad_norm | 1.23456
 throughput(tps) | 5762

@@ -30,7 +30,7 @@ from torchtitan_lite.tools.kv_cache import CachedModel
 
 ARGS = replace(resolve_model(TABLE_CONFIG.model), n_layers=3)
 SEQ_LEN = 150
-# A context-parallel rank has some of the queries, and all keys in a different order.
+# As on a context-parallel rank: some of the queries, and all keys, but not in the order of the sequence.
 QUERIES = torch.cat((torch.arange(20, 60), torch.arange(100, SEQ_LEN)))
 KEYS = torch.arange(SEQ_LEN).roll(-100)
 CASES = [  # window, layer types, sinks
@@ -53,7 +53,7 @@ def make_documents() -> torch.Tensor:
 
 
 def list_sees(model_args: ModelArgs, layer: int, doc_ids: torch.Tensor | None) -> torch.Tensor:
-    """Return a mask (B or 1, S, S): which keys each query sees."""
+    """Return the attention mask (B or 1, S, S), which is True for each key that a query sees."""
     types = model_args.layer_types or ("sliding_attention",)
     distance = torch.arange(SEQ_LEN)[:, None] - torch.arange(SEQ_LEN)
     sees = distance >= 0

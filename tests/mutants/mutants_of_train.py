@@ -72,7 +72,8 @@ def schedule_shifted_by_a_resume(original, lr_scheduler, step):
 @in_saved_tensor("experts, dp2, ep2", name="model.layers.0.feed_forward.experts.w2")
 @contextmanager
 def experts_saved_in_another_order():
-    """Experts are saved and loaded in an order that depends on ep. This order is only right if ep stays the same."""
+    """Experts are saved and loaded in an order that depends on ep. This order is correct only if a resumed run has the
+    same ep."""
     plan_save, load_newest = saving.plan_save, resuming.load_newest
 
     def save_rolled(named, *layout):

@@ -212,8 +212,8 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_what_differs(
 
 
 class LateStager(DefaultStager):
-    """A saver that copies in a thread, as on CUDA, and as late as possible: when the run waits for the copy or for the
-    save."""
+    """Copies tensors in a thread, as on CUDA, and starts each copy as late as possible: when the run waits for the copy
+    or for the save."""
 
     def __init__(self, options: StagingOptions):
         super().__init__(StagingOptions(False, False, True, False))

@@ -1,4 +1,5 @@
-"""A Hugging Face model is trained further by naming its folder, and exported. transformers then writes our text.
+"""A run fine-tunes the model of a Hugging Face folder and exports it. transformers then generates the same text as this
+project.
 
 test_hugging_face.py has the logits of exports.
 """

@@ -1,5 +1,4 @@
-"""Every combination of keys is either refused with a ConfigError, or the run starts. Values are drawn by the type of
-each key.
+"""For every combination of keys, a run either raises a ConfigError or starts. Values are drawn by the type of each key.
 
 FUZZ=2500 draws 2500 configs, and FUZZ_RUNS=50 starts 50 runs.
 """

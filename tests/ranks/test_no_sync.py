@@ -84,7 +84,8 @@ class NoWaiting(TorchDispatchMode):
 def counts_by_mask(
     tensor: Tensor, indices: list[Tensor | None], values: Tensor | None = None, *_: object
 ) -> bool:
-    """Return whether an operator must count the elements that a mask selects. Writing a single number only fills."""
+    """Return whether an operator must count the elements that a mask selects. Writing a single number through a mask
+    counts nothing, because it is a fill."""
     masked = any(index is not None and index.dtype is torch.bool for index in indices)
     return masked and (values is None or values.numel() > 1)
 

@@ -145,7 +145,7 @@ def agree_to_stop(rank: int, world_size: int, signals: list[int]) -> int:
     return stop
 
 
-# the signals of two ranks | the signal for which both stop
+# the signals that two ranks receive | the signal for which both ranks stop
 SIGNALS = """
 0 0 | 0
 0 2 | 2

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*Profiler clears events:UserWar
 
 
 def run_loop(section: Profiling, folder, *, n_steps: int, resumed_step: int = 0) -> None:
-    """Run a loop in which step n multiplies an (n, n) matrix. The sizes in a trace then identify its steps."""
+    """Run a loop in which step n multiplies an (n, n) matrix. The sizes in a trace therefore identify the steps."""
     with profile_steps(section, folder, rank=1, resumed_step=resumed_step) as end_step:
         for step in range(resumed_step + 1, resumed_step + n_steps + 1):
             torch.ones(step, step) @ torch.ones(step, step)

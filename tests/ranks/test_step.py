@@ -172,8 +172,8 @@ def break_many_steps(
         broken_rank = chosen.randrange(world_size)
         kind = chosen.choice(list(BREAKS))
         factor = chosen.choice([math.nan, math.inf])
-        # Not broken: the first two compute nothing. If modules share an input, the diagnosis names the first one. Token
-        # ids have no gradient.
+        # Modules that no trial breaks. The whole model and the list of layers compute nothing. If modules share an
+        # input, the diagnosis names the first one. Token ids have no gradient.
         left_out = ("", "layers")
         if kind == "gradient":
             left_out += ("tok_embeddings", "wk", "wv", "w3")

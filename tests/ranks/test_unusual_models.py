@@ -1,4 +1,4 @@
-"""A model whose forward differs from its table or the plain loop gives an error with a name, never a wrong run."""
+"""If the forward of a model differs from its table or from the plain loop, an error names the difference."""
 
 from unittest.mock import patch
 

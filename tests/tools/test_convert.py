@@ -108,7 +108,7 @@ def test_a_wrong_tokenizer_or_a_damaged_file_is_refused(ours, tmp_path, run):
 
 
 def test_a_model_that_no_family_has_is_not_exported(tmp_path, run):
-    """test_hugging_face_refused.py has every reason that lies in the config."""
+    """test_hugging_face_refused.py tests every refusal that the config determines."""
     save_ours(tmp_path / "step-7", replace(FLAVORS["Mixtral"], vocab_size=258), bias=0.25)
     said = run(tmp_path / "step-7", tmp_path / "out", status=2)
     assert "layers.0.feed_forward.router.expert_bias is not zero" in said

@@ -1,4 +1,4 @@
-"""Memory and traffic of a layout are equal in three ways: closed form, dry run and real step."""
+"""The closed form, a dry run and a real step give the same memory and the same traffic for a layout."""
 
 from unittest.mock import patch
 
@@ -198,7 +198,7 @@ def test_memory_of_a_dry_run_is_what_the_allocator_gives_out(name, pp_rank):
 
 
 def count_real_step(rank: int, world_size: int, keys: dict) -> tuple[dict, dict]:
-    """Worker: return the traffic of this rank in a real step: by the closed form, and counted."""
+    """Worker: return two traffics of this rank: as the closed form estimates it, and as counted in a real step."""
     run = compare.build_table_run(world_size, {**TWO_LAYERS, **keys})
     shape = resolve_model(run.config.model)
     batch = compare.read_rows(run)
@@ -213,7 +213,8 @@ def count_real_step(rank: int, world_size: int, keys: dict) -> tuple[dict, dict]
 
 
 def join_reductions(traffic: dict[tuple, Moved]) -> dict[tuple, Moved]:
-    """Count all-to-alls as reduce-scatters: with gloo, exchange.py replaces these by all-to-alls of the same bytes."""
+    """Count all-to-alls as reduce-scatters, because with gloo, exchange.py replaces each reduce-scatter by an
+    all-to-all of the same size."""
     names = {"all-to-all": "reduce-scatter"}
     calls = [((axis, names.get(name, name)), *moved) for (axis, name), moved in traffic.items()]
     return sum_moved(calls)
@@ -230,7 +231,7 @@ experts, pp2 x tp2, ep2 | 4 | PP=2 TP=2 EP=2 EXPERTS HEAD_NORMS
 """)
 
 
-# The other rows, and the dry runs above, have all parts of these.
+# These rows are slow. The other rows and the dry runs above test all parts of these rows.
 HELD = ("pp2 x tp2", "dp2 x tp2", "hsdp2x2, float8", "experts, dp2 x tp2, ep4")
 
 

@@ -120,7 +120,7 @@ def test_two_hosts_restart_together_although_torchrun_counts_the_restart_on_one_
 
 
 def handles_signals(pid: int) -> bool:
-    """Return whether a launcher handles its signals: SIGQUIT too, and not only SIGTERM, as every tool does."""
+    """Return whether a launcher handles its signals. SIGQUIT shows this, because every tool handles SIGTERM."""
     caught = re.search(r"SigCgt:\s+(\w+)", Path(f"/proc/{pid}/status").read_text())[1]
     return bool(int(caught, 16) >> signal.SIGQUIT - 1 & 1)
 
@@ -148,7 +148,7 @@ def test_a_lost_host_is_left_out_and_joins_again_with_the_losses_of_an_unbroken_
     hosts[2].kill()
     read_until(hosts[0], "parameters, dp_shard2,")
     read_until(hosts[0], "step +")
-    rank = stop_rank(hosts[1])  # the run now waits for its host
+    rank = stop_rank(hosts[1])  # the run now waits for this rank
     hosts[2] = start_host(2, **elastic)
     read_until(hosts[1], "another host joins")
     os.kill(rank, signal.SIGCONT)
@@ -264,7 +264,7 @@ def make_call(text: str) -> dict:
 
 
 def make_pipeline(n_done: int, sender: int | None, idle_s: float, n: int) -> dict:
-    """Return what a rank with stages 0 and 1 writes, after `n_done` microbatches of both stages."""
+    """Return the record that a rank with stages 0 and 1 writes when both stages have done `n_done` microbatches."""
     counts = {"F": n_done, "B": n_done}
     awaits = {"rank": sender, "stage": sender, "kind": "F", "n": n, "microbatch": 3}
     awaited = None if sender is None else awaits
@@ -359,7 +359,7 @@ def open_watch(rank: int, world_size: int, folder: str) -> None:
     watch.name_file("rank").unlink()
     for may_compile in (True, False):
         for _ in watch.follow(range(3)):
-            assert not watch.is_late(), "the time of each batch starts at its own beginning"
+            assert not watch.is_late(), "the clock restarts with each batch"
             watch.began_s -= 80
             assert watch.is_late() != may_compile
         assert not watch.is_late()
@@ -419,7 +419,7 @@ def test_a_rank_knows_which_microbatch_of_which_rank_it_awaits(pool, schedule):
         awaited, expected = zip(*seen, strict=True)
         assert awaited == expected and any(expected)
         done |= of_rank
-    assert len({str(counts) for counts in done.values()}) == 1, "all stages have done the same"
+    assert len({str(counts) for counts in done.values()}) == 1, "all stages have done the same number of microbatches"
 
 
 # ---------------------------------------------------------------- silent data corruption

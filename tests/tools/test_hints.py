@@ -47,7 +47,8 @@ def follow(command: str) -> int:
 
 
 def split_tool(name: str, command: str) -> list[str]:
-    """Extract a tool's arguments from a command. The command is for the current folder, which is not the repository."""
+    """Extract a tool's arguments from a command. The command must run in the current folder, which is not the
+    repository."""
     start = f"PYTHONPATH={REPOSITORY} python3 -m torchtitan_lite {name} "
     assert command.startswith(start)
     return shlex.split(command.removeprefix(start))

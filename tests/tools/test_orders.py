@@ -95,7 +95,7 @@ def read_torchs_order(schedule: str, pp: int, n_microbatches: int, n_stages_per_
     rows = []
     for rank in range(pp):
         row = [action for cell in made.pipeline_order[rank] if cell for action in unfold(cell)]
-        # torch 2.13 numbers the forwards of 1F1B's last rank from 1, but runs them from 0.
+        # In 1F1B, torch 2.13 numbers the forwards of the last rank from 1, but runs microbatches from 0.
         first = min(action.microbatch for action in row if action.kind == "F")
         rows.append([a._replace(microbatch=a.microbatch - first * (a.kind == "F")) for a in row])
     return rows

@@ -208,7 +208,7 @@ def test_the_interval_of_saves_is_youngs_for_short_stalls_and_the_best_of_all():
 
 def test_fsdp_moves_what_the_parameters_weigh():
     """Compare with a calculation by hand: 8B, 8 ranks, ZeRO 3, one microbatch. FSDP gathers every block twice,
-    embedding and head once, in bf16, and reduces all gradients once in fp32. Each rank moves 7/8 of it."""
+    embedding and head once, in bf16, and reduces all gradients once in fp32. Each rank moves 7/8 of these bytes."""
     block, table, norm = 218_112_000, 128_256 * 4096, 4096
     planned = read("llama3_8b 8")
     moved = estimate_traffic(planned.workload, 0)

@@ -156,7 +156,7 @@ def test_a_relation_between_sizes_is_kept(args, relation, value):
 
 
 def test_a_config_whose_real_run_cannot_start_is_refused():
-    """Otherwise the small run would have experts, but the real one none."""
+    """Otherwise the reduced run would have experts, although the real run has none."""
     config = override(read("debug_moe"), {"model.n_layers": 1, "flavor.moe_every": 2})
     with pytest.raises(ConfigError, match="no layer has experts"):
         reduce_config(config, 8)

@@ -1,4 +1,5 @@
-"""What one of many thousands of ranks reads, opens and sends does not grow with the number of ranks."""
+"""In a save or a resume, a rank reads and sends few bytes and opens few files, even if there are many thousands of
+ranks."""
 
 from itertools import product
 from math import ceil

@@ -117,7 +117,8 @@ llama3_405b 512 | --training.global_batch_size 128 | x tp4,  # FSDP and tp insid
 
 @each_row("run, arguments, words", PRACTICE, fast=read_lines(PRACTICE)[1:2])
 def test_a_search_gives_what_practitioners_run(run, arguments, words):
-    """The best commonly published layout contains `words`. The shipped layout takes at most 10 % longer than it."""
+    """The best commonly published layout contains `words`. A step of the shipped layout takes at most 10 % longer than
+    a step of this layout."""
     name, n_gpus = run.split()
     n_gpus = int(n_gpus)
     config, model_args = read(name, arguments)

@@ -131,7 +131,7 @@ DEFAULT = [  # test_slurm.py tests a signal during a step, and test_report.py a 
 
 
 def wait_for_moment(process: subprocess.Popen, when: str, whom: str, folder: Path) -> str:
-    """Wait until the run is at the moment `when`. Return what the run has printed so far."""
+    """Wait until the run is at the moment `when`. Return the output of the run so far."""
     if when == "import":
         output = read_until(process, "  files ")
         while not (list_ranks(process) if whom == "one rank" else list_children(process.pid)):

@@ -11,10 +11,10 @@ signal.
 The launcher of a host passes N, the number of the start, to all its ranks. torchrun's own count ignores other hosts
 that fail or join.
 
-If NNODES is a range, torchrun restarts the ranks of all hosts when a host joins. It first ends them by SIGTERM. When
-the first agent notices the new host, the ranks of all hosts stop after the same step. A rank that stops without having
-received SIGTERM waits until its own agent notices the new host too. If the rank returned at once, the run would end on
-its host.
+If NNODES is a range, torchrun restarts the ranks of all hosts when a host joins. Before the restart, torchrun ends the
+ranks by SIGTERM. When the first agent notices the new host, the ranks of all hosts stop after the same step. A rank
+that stops without having received SIGTERM waits until its own agent notices the new host too. If such a rank returned
+at once, the run would end on the host of this rank.
 """
 
 import importlib
@@ -86,8 +86,8 @@ class Starts(DefaultLogsSpecs):
 
 
 class Agent(LocalElasticAgent):
-    """torchrun's agent. Before a restart, the agent prints the first cause of the failure. After a signal, it does not
-    start any ranks."""
+    """torchrun's agent. Before a restart, the agent prints the first cause of the failure. After a signal, the agent
+    starts no ranks."""
 
     def __init__(
         self, spec: WorkerSpec, starts: Starts, folder: Path, signals: Signals, store: Any
@@ -288,8 +288,8 @@ def bind_to_gpu(index: int) -> None:
     """Bind this process to the CPUs of its GPU's NUMA node. This has no effect on a host with a single NUMA node, which
     has all CPUs.
 
-    torchrun's own option needs the program numactl. This function does nothing if the host does not report the CPUs of
-    the node, or does not allow this process to use them. Never run on a GPU.
+    torchrun also has an option for this binding, but that option needs the program numactl. This function does nothing
+    if the host does not report the CPUs of the node, or does not allow this process to use them. Never run on a GPU.
     """
     gpu = torch.cuda.get_device_properties(index)
     try:

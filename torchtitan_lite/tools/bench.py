@@ -137,7 +137,8 @@ def time_contenders(
         torch.device("cpu") if options.layout else choose_device(0, detect_machine().device_type)
     )
     contenders = build_contenders(config, layout, device)
-    # Two steps, because only the loss of the second step depends on gradients and optimizer. The first step allocates.
+    # Compare two steps, because only the loss of the second step depends on gradients and optimizer. The first step
+    # allocates.
     losses = {name: torch.stack([step(), step()]) for name, step in contenders.items()}
     if not torch.allclose(losses["trainer"], losses["bare_loop"], rtol=1e-5, atol=0):
         print(f"the losses of trainer and bare_loop differ: {losses}", file=sys.stderr)

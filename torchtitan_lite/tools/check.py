@@ -28,7 +28,7 @@ from torchtitan_lite.tools.hosts import read_hosts, read_number
 from torchtitan_lite.tools.plan.cluster import CLUSTERS, describe_node
 from torchtitan_lite.tools.tables import plural
 
-# a field in schema.py: comment lines above it, its name, and a comment at the end of its line
+# matches a field of schema.py: the comment lines above the field, its name, and the comment at the end of its line
 FIELD = re.compile(r"^((?: *#.*\n)*) *(\w+): .+?(?:  # (.*))?$", re.MULTILINE)
 NUMBERS = {  # environment variables of the launcher: their spelling and range
     "NGPU": (r"\d+", Range(1, 4096)),
@@ -60,7 +60,7 @@ def main(options: Namespace) -> int:
     print(describe_spec(check(options.config_args, machine, n_ranks, n_hosts), n_hosts))
     if options.gpus:
         args = shlex.join([*options.config_args, "--gpus", str(n_ranks), "--gpu", options.gpu])
-        print(f"  next    for activations, run: {name_command(f'plan {args}')}")
+        print(f"  next    to forecast activations, run: {name_command(f'plan {args}')}")
     return 0
 
 

@@ -131,8 +131,9 @@ If SIGTERM stops the run, the exit status is 143.""",
         "check",
         """Would this config run on this many ranks? Describes the run, or lists every problem that would stop it.
 
-Without --gpus, check a run on NNODES hosts like this one, with NGPU ranks each. NGPU defaults to all GPUs; without a
-GPU, to the product of the degrees, or to 2 if no degree is set. `check` runs without any package, even torch.""",
+Without --gpus, check a run on NNODES hosts like this one, with NGPU ranks each. NGPU defaults to the number of GPUs. On
+a host without GPUs, NGPU defaults to the product of the degrees, or to 2 if no degree is set. `check` runs without any
+package, even torch.""",
         True,
         (
             Option("--gpus", "check a run on this many GPUs elsewhere", ranks),

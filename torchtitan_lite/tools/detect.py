@@ -64,7 +64,8 @@ def list_gpus(visible: str | None) -> list[tuple[str, int | None, str]]:
 def measure_cpu_memory(
     proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
 ) -> int:
-    """Return the bytes of memory that processes on this host may use: all of it, or the lowest cgroup limit.
+    """Return the bytes of memory that processes on this host may use: the host's memory or the lowest cgroup limit,
+    whichever is smaller.
 
     Slurm and Docker set limits on the cgroup of this process or on a parent. Only cgroup version 2 is read.
     """

@@ -45,7 +45,8 @@ def check_host(
     machine: Machine,
     n_hosts: int,
 ) -> Problems:
-    """Return a problem for each resource that hosts like `machine` lack for this run. Remedies quote `args`."""
+    """Return a problem for each resource that is insufficient for this run on hosts like `machine`. Remedies quote
+    `args`."""
     bound = bound_memory(config, model_args, n_ranks, machine, n_hosts)
     rules = [check_memory(bound, args, n_ranks, machine)]
     if machine.is_here:

@@ -58,7 +58,8 @@ def read_number(name: str, default: int = 0) -> int:
 
 
 def read_hosts() -> tuple[int, int]:
-    """Return the smallest and the largest number of hosts in NNODES. They differ only if NNODES is a range."""
+    """Return the smallest and the largest number of hosts in NNODES. The two numbers differ only if NNODES is a
+    range."""
     numbers = os.environ.get("NNODES") or "1"
     hosts = sorted(map(int, numbers.split(":")))
     return hosts[0], hosts[-1]
@@ -194,8 +195,8 @@ def tell_refusal(error: UserError, signals: Any) -> None:
 def tell_signal(signals: Any) -> Ending:
     """Tell the other hosts about a signal that came before all hosts met. NODE_RANK=0 may not be listening yet."""
     if read_hosts()[1] > 1:
-        # open_store fails if MASTER_ADDR is missing or unreachable, or if this host has already opened the store. In
-        # the last case, a thread already shares signals.
+        # open_store fails if MASTER_ADDR is missing or unreachable, or if this host has already opened the store. If
+        # the store is already open, a thread already sends signals to the other hosts.
         with suppress(RuntimeError, UserError):
             store = open_store(TELL_WITHIN_S)
             signals.share(store)
@@ -307,8 +308,8 @@ def claim_cause(store: Any, own: Ending) -> Ending:
 
 
 def agree_on_cause(store: Any, own: Ending) -> Ending:
-    """Return the ending of the host that failed first. Return `own` if no host failed, or if this host has finished
-    training."""
+    """Return how the run ended on the host that failed first. Return `own` if no host failed, or if this host has
+    finished training."""
     with suppress(RuntimeError):  # NODE_RANK=0 has ended, or this host has lost its connection
         if own.status in STOPPED:  # the signal may have reached a rank, but no launcher
             store.set(SIGNAL, str(own.status - 128))

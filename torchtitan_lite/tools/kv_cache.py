@@ -31,13 +31,15 @@ MOST_ERROR = 2e-5  # largest allowed error, as a fraction of the largest logit; 
 
 
 class CachedAttention(InnerAttention):
-    """Causal attention. The tokens being read attend to themselves and to the cached tokens within the window."""
+    """Causal attention. Each new token attends to the cached tokens and to the new tokens up to itself, within the
+    window."""
 
     def __init__(self, replaced: InnerAttention):
         super().__init__()
         self.window: int | None = getattr(replaced, "window", None)
         self.sinks: nn.Module | None = getattr(replaced, "sinks", None)
-        # keys and values (2, 1, K, L, E). With a window: only of the tokens to which later tokens can attend
+        # keys and values (2, 1, K, L, E). If there is a window, the cache has only the tokens to which later tokens can
+        # attend.
         self.cache: Tensor | None = None
 
     def forward(
@@ -50,7 +52,8 @@ class CachedAttention(InnerAttention):
         """query (1, H, Q, E), key and value (1, K, Q, E) of the tokens being read -> (1, H, Q, E)."""
         key_value = stack_heads(key, value)
         if self.cache is not None:
-            # This copies the cache. But attention reads the whole cache anyway, and no memory is reserved in advance.
+            # This copies the cache. The copy costs little, because attention reads the whole cache anyway. In return,
+            # no memory is reserved in advance.
             key_value = torch.cat((self.cache, key_value), dim=3)
         n_queries = query.shape[2]
         n_keys = key_value.shape[3]
@@ -62,7 +65,7 @@ class CachedAttention(InnerAttention):
             mask = (distance >= 0) & (distance < (self.window or n_keys))
             sinks = None if self.sinks is None else self.sinks()
             return attend_with_mask(query, *key_value, mask, sinks)
-        # A single token attends to all keys. With an empty cache, is_causal is enough.
+        # A single token attends to all keys. If the cache is empty, is_causal is the correct mask.
         return F.scaled_dot_product_attention(
             query,
             *key_value,
@@ -79,14 +82,14 @@ class CachedModel:
     """
 
     def __init__(self, model: nn.Module, attention: str = "causal"):
-        """`attention` is the value of model.attention. Its row in ATTENTIONS must have no code."""
+        """`attention` is the value of model.attention. The row of this value in ATTENTIONS must have no code."""
         self.model = model
         self.length = 0
         expected = type(build_attention(attention, model.model_args, 0))
         if why := explain_own_attention(model, expected):
             raise UserError(
-                f"The KV cache cannot serve this attention: {why}. Use eval, or, if only its windows differ, a row of "
-                "ATTENTIONS (config/choices.py)."
+                f"The KV cache cannot serve this attention: {why}. Use eval. If only the windows of this "
+                "attention differ, you can describe them in a row of ATTENTIONS (config/choices.py)."
             )
         self.caches = []
         for fqn, inner in list_attentions(model).items():
@@ -100,8 +103,8 @@ class CachedModel:
     def require_equal_pieces(self) -> None:
         """Raise UserError if reading a token after 64 others gives different logits than reading all tokens at once.
 
-        The logits differ if layers mix tokens outside attention. Only checked in float32, because rounding in bfloat16
-        hides the difference. Also raises UserError if the model fails with the cache.
+        The logits differ if layers mix tokens outside attention. The check runs only in float32, because rounding in
+        bfloat16 hides the difference. Also raises UserError if the model fails with the cache.
         """
         tokens = [0, 1] * 32
         try:

@@ -57,7 +57,8 @@ class Signals:
 
     @contextmanager
     def interrupting(self) -> Iterator[None]:
-        """Context manager: signals raise KeyboardInterrupt. A signal that has already arrived raises it on entry."""
+        """Context manager: signals raise KeyboardInterrupt. If a signal has already arrived, entering raises
+        KeyboardInterrupt."""
         self.interrupts = True
         try:
             self.react()

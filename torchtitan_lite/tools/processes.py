@@ -31,14 +31,14 @@ def start_fork_server(modules: list[str]) -> None:
     """Start a fork server, if none is running. The server imports the modules once, while the caller continues.
 
     The fork server blocks all signals. New ranks inherit the blocked signals, so a signal stays pending until a rank
-    can handle it. The workers of `verify` never unblock them.
+    can handle it. The workers of `verify` never unblock the signals.
     """
     multiprocessing.set_forkserver_preload(["torchtitan_lite.tools.fork_server", *modules])
     # Killed workers leave semaphores of torch.compile behind. Python's resource tracker frees them, and prints a
     # warning.
     sys.warnoptions.append("ignore::UserWarning:multiprocessing.resource_tracker")
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    # the resource tracker must start first, because it unblocks the signals
+    # the resource tracker must start first, because starting it unblocks the signals
     resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     forkserver.ensure_running()

@@ -41,7 +41,8 @@ LLAMA_3 = (  # arXiv:2407.21783, and Llama 3's model card
 LLAMA_3_NAMES = set(match_longest(SPECIAL_TOKENS).findall(LLAMA_3))
 SIGN = "\U00100000"  # a placeholder that no template writes
 TEMPLATE_ROLES = ("system", "developer", "user", "assistant", "tool")
-# Arguments of the function that renders a template. If one of them is true, the text does not end with the last answer.
+# Arguments of the function that renders a template. If one of these arguments is true, the text does not end with the
+# last answer.
 OF_ENDS = ("continue_final_message", "add_generation_prompt")
 # Arguments of the same function that are not variables of a template.
 ARGUMENTS = ("conversations", "chat_template", "return_assistant_tokens_mask")
@@ -209,7 +210,8 @@ class ChatFormat:
         return list(unused)
 
     def find_turn(self, row: dict, whole: str, number: int) -> range:
-        """Return the range of an answer's characters in `whole`. Raises ValueError if the range is not certain."""
+        """Return the range of an answer's characters in `whole`. Raises ValueError if the range cannot be determined
+        with certainty."""
         messages = row["messages"]
         earlier = {"messages": messages[:number], "add_generation_prompt": True}
         prompt = self.try_write(row | earlier)
@@ -331,5 +333,5 @@ def read_chat_format(tokenizer: Tokenizer) -> ChatFormat:
         remedy = "Name a different --tokenizer"
         if place.is_file():
             place = place.parent
-            remedy = f"Put the model's chat_template.jinja into this folder. {remedy} otherwise"
+            remedy = f"{remedy}, or put the model's chat_template.jinja into this folder"
         raise PreparationError(f"{place} has no usable chat template: {error}. {remedy}") from None

@@ -47,7 +47,7 @@ CHOOSES_TARGETS = re.compile("weight|loss|train|mask")
 def read_conversation(row: Any, column: str | None = None) -> tuple[str, dict]:
     """Return the name of the dialect, and the row as `messages` and template variables. Raises ValueError.
 
-    `column` is the name of the column with the messages, if no dialect has this name.
+    `column` is the name of the column with the messages. If it is None, the columns of the row determine the dialect.
     """
     columns = drop_nulls(row) if isinstance(row, dict) else {}
     dialects = DIALECTS if column is None else [list_messages(column, "conversations")]
@@ -127,7 +127,7 @@ def take_alpaca(columns: dict) -> list:
 
 
 def list_exchange(columns: dict, prompt: Any, completion: Any) -> list:
-    """Return the turns of the history, the prompt and its completion. Removes the history from the columns."""
+    """Return the turns of the history, followed by the prompt and its completion. Removes `history` from `columns`."""
     turns = []
     for pair in take_column(columns, "history") or []:
         if not isinstance(pair, list) or len(pair) != 2:

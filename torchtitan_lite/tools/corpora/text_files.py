@@ -36,7 +36,7 @@ PARQUET = ".parquet"
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 JSON_SUFFIXES = {".jsonl", ".ndjson", ".json"}
 ROW_SUFFIXES = JSON_SUFFIXES | {PARQUET, *DELIMITERS}
-# The list has no suffixes of files that are usually data (.xml, .svg); --suffix adds such suffixes.
+# Files with suffixes such as .xml and .svg usually contain data, so the list omits these suffixes. --suffix adds them.
 TEXT_SUFFIXES = frozenset(
     """.txt .text .md .markdown .rst .tex .org .adoc .html .htm .css
     .py .pyi .pyx .c .h .cc .cpp .cxx .hh .hpp .cu .cuh .m .mm .rs .go .zig .nim .d .f .f90 .f95 .s .asm
@@ -112,7 +112,7 @@ class PackedFile(io.FileIO):
 def open_streams(open_packed: Callable, path: Path, mode: str) -> Iterator[BinaryIO]:
     """Open a file with bz2.open or lzma.open. Raises ValueError if these functions stop before the end of the file.
 
-    If the first bytes of a stream are damaged, they ignore this stream and all later streams.
+    If the first bytes of a stream are damaged, bz2 and lzma ignore this stream and all later streams.
     """
     with PackedFile(path) as packed, open_packed(packed, mode) as file:
         yield file
@@ -207,7 +207,8 @@ def find_files(
 def read_file(path: Path, encoding: str, tail: float) -> Iterator[Any]:
     """Yield Row.content of each row of a file. The libraries for reading files may raise any error.
 
-    A text file is one row. If `tail` is not 0, this fraction at the end of the text is a second row, if not empty.
+    A text file is one row. If `tail` is not 0, the file is split into two rows: the second row is the last fraction
+    `tail` of the text. An empty second row is omitted.
     """
     kind = get_kind(path)
     # without this check, gzip and zstd would read a file of 0 bytes as a file without rows

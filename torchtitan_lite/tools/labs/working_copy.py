@@ -55,7 +55,7 @@ def judge_work(lab: Lab, folder: Path) -> int:
         raise UserError(f"{folder} does not exist. Start with: lab {lab.number} start.")
     command = [sys.executable]
     if lab.judge == JUDGE:
-        # Python imports from the folder of the file that it runs, so the judge imports the working copy.
+        # Python imports from the folder of the script, so a judge in this folder imports the working copy.
         shutil.copy(lab.folder / JUDGE, folder)
         command.append(JUDGE)
     else:
