@@ -119,7 +119,7 @@ class OtherWorkload(Workload):
     engine: str = "torch"  # or megatron, deepspeed
     keeps_logits: bool = False  # fp32 logits, log-softmax and gradients of all tokens at once
     sequence_parallel: bool = True
-    # DeepEP: over ep, a token goes once to each rank and node, which copies it
+    # DeepEP: over ep, a token is sent once to each node and rank, and copied there
     sends_once: bool = False
     overlaps_ep: bool = False  # all-to-alls overlap with a second microbatch
     norms_op_by_op: bool = False  # in fp32

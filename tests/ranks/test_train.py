@@ -159,7 +159,9 @@ def test_a_run_that_only_reads_changes_no_file_of_the_run_that_it_loads(
         flip_bit(run / "checkpoint" / "step-10" / "rank-00001.safetensors")
     before = describe_tree(tmp_path)
     with (run / "lock").open("ab") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # a run that still writes to this folder holds the same lock
+        fcntl.flock(
+            lock, fcntl.LOCK_EX
+        )  # a run that still writes to this folder holds the same lock
         output = run_training(run, [*keys, *READER, *more.split()], RANKS)
     losses = dict(re.findall(r"step +(\d+)/\d+  loss ([\d.]+)", output))
     assert min(map(int, losses)) == int(first)

@@ -216,7 +216,7 @@ def test_bad_rows_are_printed_and_counted_with_skip_bad_and_the_corpus_is_checke
     assert "but the manifest says" in run_tool("prepare", "--check", "out", status=1)
     manifest.write_text(written)
     flip_bit(Path("out/train.tokens"))
-    Path("out/train.documents").write_bytes(b"")  # a copy that was not finished
+    Path("out/train.documents").write_bytes(b"")  # an incomplete copy
     damage = run_tool("prepare", "--check", "out", status=1)
     assert "train.tokens" in damage and "train.documents" in damage
     run_tool("prepare", "--check", "nowhere", status=2)

@@ -316,7 +316,9 @@ def test_the_tool_hang_reads_the_files_of_the_last_start(tmp_path, run_tool):
     folder.mkdir(parents=True)
     file = make_file(0, "T", "WAITS")
     dump_json(folder / "rank-00000.json", file)
-    (folder / "rank-00001.json").touch()  # an empty file must not hide the others
+    (
+        folder / "rank-00001.json"
+    ).touch()  # an empty file must not prevent the reading of other files
     assert "rank 1 (tp 1) is missing from call 7" in run_tool("hang", tmp_path)
     later = tmp_path / "hang" / "restart-1"  # as if gloo had aborted rank 0
     later.mkdir()
@@ -419,7 +421,9 @@ def test_a_rank_knows_which_microbatch_of_which_rank_it_awaits(pool, schedule):
         awaited, expected = zip(*seen, strict=True)
         assert awaited == expected and any(expected)
         done |= of_rank
-    assert len({str(counts) for counts in done.values()}) == 1, "all stages have done the same number of microbatches"
+    assert len({str(counts) for counts in done.values()}) == 1, (
+        "all stages have done the same number of microbatches"
+    )
 
 
 # ---------------------------------------------------------------- silent data corruption

@@ -127,7 +127,7 @@ def checkout(tmp_path_factory) -> Path:
 def answers(checkout, request) -> Answers:
     """Run the calls of the selected tests for all forks. Return their answers."""
     calls = list_walk(WHOLE_WALK)
-    del calls["verify pp2"]  # only the slow walks make this call, and all trials of `verify`
+    del calls["verify pp2"]  # only the slow walks make this call and run all trials of `verify`
     calls["verify"][0] = "verify wide"
     for name, fork in FORKS.items():
         keys = [*SMALL, *fork.keys]

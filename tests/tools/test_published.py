@@ -42,7 +42,7 @@ def test_the_bars_in_code_hold_the_share_of_unseen_runs_that_they_promise():
             quoted[published_speed] = published_speed * exp(error)
     forecasts = [quoted[speed] for speed in sorted(quoted)]
     assert len(forecasts) == 4
-    # A faster run is not forecast slower. Two forecasts within 1 % of each other are equal.
+    # If a run is faster than another run, its forecast is not slower. Two forecasts within 1 % of each other are equal.
     assert all(fast > 0.99 * slow for slow, fast in pairwise(forecasts))
     for row, error in groups["TP or PP"]:
         assert not row.is_eager_tp or abs(exp(error) - 1) < 0.155

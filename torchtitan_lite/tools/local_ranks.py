@@ -115,7 +115,7 @@ class Signals:
         os._exit(self.ending.status)
 
     def is_hanging(self) -> bool:
-        """Return whether a rank has reported a hang since this start, and the hang is not over."""
+        """Return whether any hang that a rank has reported since this start is still in progress."""
         with suppress(FileNotFoundError):  # the step has ended in the meantime
             files = self.hangs.glob("restart-*/rank-*.json")
             return any(file.stat().st_mtime > self.started_at_s for file in files)

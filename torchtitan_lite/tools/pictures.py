@@ -227,7 +227,7 @@ def draw_facts(facts: dict[str, str]) -> str:
 
 
 def draw_table(rows: Iterable[Sequence[str]]) -> str:
-    """Draw a table; its first row is the heading. Names of keys may break at underscores."""
+    """Draw a table; its first row is the heading. A browser may break long words at underscores."""
     body = ""
     for row in rows:
         cells = "".join(f"<td>{escape(cell)}" for cell in row).replace("_", "_<wbr>")

@@ -299,7 +299,8 @@ def normalize_turns(
 
 
 def mark_targets(ends: list[int], turns: list[range]) -> bytearray:
-    """Return 1 for each token with a character in a turn. `ends` has the index after each token's last character."""
+    """Return one byte per token: 1 if a character of the token belongs to a turn, otherwise 0. `ends` has the index
+    after the last character of each token."""
     targets = bytearray(len(ends))
     for turn in turns:
         first = bisect_right(ends, turn.start)

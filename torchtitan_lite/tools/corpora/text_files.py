@@ -97,7 +97,7 @@ def decode(content: bytes, encoding: str) -> str:
 
 
 class PackedFile(io.FileIO):
-    """A file that remembers whether a reader has seen its end."""
+    """A file that records whether its end has been read."""
 
     is_at_end = False
 
