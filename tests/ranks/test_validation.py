@@ -137,7 +137,7 @@ def test_every_layout_has_the_loss_of_one_process_on_all_held_out_documents(pool
     assert 0 < n_samples % compare.GLOBAL_BATCH_SIZE < 4, (
         "most ranks should have only padding in the last batch"
     )
-    # validation.steps selects samples at equal distances
+    # if the number of batches is limited, the samples are at equal distances
     most_batches = 2 if "two batches" in name else -1
     n_read = 2 * compare.GLOBAL_BATCH_SIZE if "two batches" in name else n_samples
     assert n_read <= n_samples

@@ -198,7 +198,7 @@ def test_memory_of_a_dry_run_is_what_the_allocator_gives_out(name, pp_rank):
 
 
 def count_real_step(rank: int, world_size: int, keys: dict) -> tuple[dict, dict]:
-    """Worker: return two traffics of this rank: as the closed form estimates it, and as counted in a real step."""
+    """Worker: return the traffic of this rank twice: estimated by the closed form, and counted in a real step."""
     run = compare.build_table_run(world_size, {**TWO_LAYERS, **keys})
     shape = resolve_model(run.config.model)
     batch = compare.read_rows(run)
