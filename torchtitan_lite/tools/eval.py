@@ -14,6 +14,7 @@ import torch
 
 from torchtitan_lite.checkpoint.format import CheckpointError
 from torchtitan_lite.config.choices import ATTENTIONS
+from torchtitan_lite.config.messages import tell
 from torchtitan_lite.config.schema import Training
 from torchtitan_lite.data.corpus_folder import CORPUS_MANIFEST, DATASETS
 from torchtitan_lite.data.dataset import Corpus, SampleReader, prefetch
@@ -47,6 +48,8 @@ def main(options: Namespace) -> int:
         corpus = open_text(options.data, source.tokenizer, Path(folder) / "corpus")
         model_args = source.model_args
         seq_len = min(seq_len, corpus.n_tokens - 1)
+        if seq_len > (source.context or seq_len):
+            tell(f"the windows are longer than the context of the model, {source.context} tokens")
         reader = SampleReader(
             [corpus],
             seq_len,
@@ -98,11 +101,13 @@ def open_text(data: str, tokenizer: Tokenizer, out: Path) -> Corpus:
     split = "validation"
     if data in DATASETS:
         prepare_dataset(data, tokenizer, cache_folder)
-    elif not (Path(data) / CORPUS_MANIFEST).is_file():
+    if data not in DATASETS and not (Path(data) / CORPUS_MANIFEST).is_file():
         files, skipped = find_files([Path(data)])
         settings = PrepareSettings(str(tokenizer.path), validation_share=0.0)
         _, counts = prepare(files, out, settings)
         print_counts(skipped + counts)
         data = str(out)
         split = "train"
+    else:
+        tell(f"only the validation split of {data} is read")
     return Corpus(data, tokenizer, cache_folder, split=split)
