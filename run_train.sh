@@ -91,7 +91,6 @@ if [[ -z ${NNODES:-} ]]; then
     fi
 fi
 export NNODES=${NNODES:-1} NODE_RANK=${NODE_RANK:-0} MASTER_ADDR=${MASTER_ADDR:-} MASTER_PORT=${MASTER_PORT:-29500}
-[[ -z ${CONFIG_FILE:-} ]] || set -- --config "$CONFIG_FILE" "$@" # the last --config wins
 # On GPUs, expandable segments avoid fragmentation of memory.
 [[ -n ${PYTORCH_ALLOC_CONF:-}${PYTORCH_CUDA_ALLOC_CONF:-} ]] || export PYTORCH_ALLOC_CONF=expandable_segments:True
 exec "$PYTHON" -m torchtitan_lite "${TOOL:-train}" "$@"

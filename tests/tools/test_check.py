@@ -380,10 +380,13 @@ ANSWERS = f"""
 --training.global_batch_size=-1                     | NNODES=4       | EIGHT_H100 | 32
                                                     | NGPU=4         | EIGHT_H100 | 4
 --parallelism.tensor_parallel_degree=2              | NGPU=4 NNODES=2 | | 8
+                                                    | CONFIG_FILE=debug_3d | | 8
+--config debug                                      | CONFIG_FILE=debug_3d | | 2
                                                     | NGPU=two       | | NGPU
                                                     | LOG_RANK=x     | | LOG_RANK
                                                     | MAX_RESTARTS=x | | MAX_RESTARTS
                                                     | NODE_RANK=x    | | NODE_RANK
+                                                    | MASTER_ADDR=a  | | 2: because NNODES is 1
                                                     | NODE_RANK=1    | | NODE_RANK: NNODES allows 0 to 0
                                                     | NNODES=2 NODE_RANK=2 | | NODE_RANK: NNODES allows 0 to 1
                                                     | NODE_RANK=-1   | | NODE_RANK
@@ -433,14 +436,14 @@ def test_check_answers_for_this_host_and_for_a_run_elsewhere(
     args = args.replace("ASYNC", f"--compile.enable --{ASYNC_TP} {TP}=2")
     status = main(["check", *args.split()])
     out, err = capsys.readouterr()
-    if answer.isdecimal():
-        mesh = "one rank" if answer == "1" else f"{answer} ranks: "
+    key, _, said = answer.partition(": ")
+    if key.isdecimal():
+        mesh = "one rank" if key == "1" else f"{key} ranks: "
         assert status == 0 and f"mesh    {mesh}" in out
         assert "memory  at least" in out
     else:
-        key, _, said = answer.partition(": ")
         assert status == 2 and re.findall(r"^  \d+\. (\S+) = ", err, re.MULTILINE) == [key]
-        assert said in err
+    assert said in err
 
 
 # ---------------------------------------------------------------- memory

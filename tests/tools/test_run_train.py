@@ -88,13 +88,11 @@ def test_help_names_every_environment_variable_and_starts_nothing(checkout):
 
 
 def test_arguments_reach_the_launcher_unchanged_and_it_replaces_the_script(checkout):
-    """CONFIG_FILE comes before the arguments, so that --config overrides it. Signals reach the launcher, because it
-    takes the place of the script in its process.
-    """
+    """Signals reach the launcher, because it takes the place of the script in its process."""
     args = ["--config", "my config.toml", "--job.description", "a  *", "--training.steps=20"]
-    answer = checkout.run(*args, CONFIG_FILE="my a.toml", STATUS="143")
+    answer = checkout.run(*args, STATUS="143")
     (call,) = map(json.loads, checkout.calls())
-    assert call["args"] == ["train", "--config", "my a.toml", *args]
+    assert call["args"] == ["train", *args]
     assert call["folder"] == str(checkout.folder)
     assert (call["parent"], answer.returncode) == (os.getpid(), 143)
 

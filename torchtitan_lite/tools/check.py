@@ -17,7 +17,7 @@ from torchtitan_lite.config.choices import OPTIMIZERS
 from torchtitan_lite.config.extensions import load_extension
 from torchtitan_lite.config.features import EXTENSIONS
 from torchtitan_lite.config.machine import CPU_FLOPS_PER_CORE, Machine
-from torchtitan_lite.config.messages import ConfigError, Problem, UserError, name_command
+from torchtitan_lite.config.messages import ConfigError, Problem, UserError, name_command, tell
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.reader import KEYS, SECTIONS, TYPE_NAMES, find_key, read_config
 from torchtitan_lite.config.schema import MANY, MOST_RANKS, Config, Range, get_value
@@ -83,6 +83,8 @@ def choose_host() -> tuple[Machine, int | None, int]:
         raise ConfigError(
             [Problem("NODE_RANK", node_rank, why, "Set NNODES to the number of hosts")]
         )
+    if n_hosts == 1 and os.environ.get("MASTER_ADDR"):
+        tell("MASTER_ADDR has no effect, because NNODES is 1: this host trains alone")
     n_each = read_number("NGPU")
     n_gpus = machine.n_devices
     if machine.device_type == "cuda" and n_each > n_gpus:  # every rank needs its own GPU

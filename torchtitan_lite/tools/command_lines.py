@@ -25,7 +25,7 @@ from torchtitan_lite.tools.options import (
 from torchtitan_lite.tools.plan.cluster import CLUSTERS
 
 CONFIG_HELP = f"""config:
-  --config NAME_OR_PATH  a bare name in configs/, or the path of a TOML file; default: debug
+  --config NAME_OR_PATH  a bare name in configs/, or the path of a TOML file; default: $CONFIG_FILE, else debug
   --section.key VALUE    override any key; `{name_command("check --keys")}` prints all keys
 
 """
@@ -75,13 +75,17 @@ def parse_command(name: str, args: list[str]) -> Namespace:
             raise UserError(
                 f"{name} is given twice, but only one value counts. Leave out the others"
             )
-    given = {*written, *(name for name in ("inputs", "config_args") if vars(options).get(name))}
+    if vars(options).get("inputs"):
+        written.append("inputs")
     for case, names in tool.without_effect.items():
         is_with, option, *_ = case.split()
         is_on = bool(vars(options)[option.strip("-").replace("-", "_")])
-        unused = [name for name in names.split() if name in given]
+        unused = [name for name in names.split() if name in written]
         if unused and is_on == (is_with == "with"):
             raise UserError(f"{', '.join(unused)} would have no effect {case}. Leave it out")
+    config_file = os.environ.get("CONFIG_FILE")
+    if config_file and tool.reads_config and "--keys" not in written:
+        options.config_args = ["--config", config_file, *config_args]  # the last --config wins
     if vars(options).get("dry_run"):
         options.module = "plan.dry_run"
     return options
@@ -123,7 +127,8 @@ TOOLS = {
         "launch",
         """Train a model: check the config, then start one process per rank on this host and wait for them.
 
-Does the same as ./run_train.sh. ./run_train.sh --help lists the variables for several hosts, Slurm and restarts.
+Does the same as ./run_train.sh, but does not start itself on the other nodes of a Slurm allocation, and does not set
+PYTORCH_ALLOC_CONF. ./run_train.sh --help lists the variables for several hosts, Slurm and restarts.
 If SIGTERM stops the run, the exit status is 143.""",
         True,
     ),
