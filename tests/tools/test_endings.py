@@ -91,7 +91,7 @@ two ranks raise | time.sleep(0.1 * int(rank)); raise OSError(f'disk {rank} is fu
 a user's mistake | from torchtitan_lite.config.messages import UserError; raise UserError('There is no disk. Buy one') \
     | | 1 | the run stopped: There is no disk. Buy one
 a rank crashes | if rank == '1': os.kill(os.getpid(), 11) | | 1 | rank 1 was killed by SIGSEGV
-a rank ends | if rank == '0': return 1 | | 1 | rank 0 exited with status 1
+a rank ends | if rank == '0': return int(os.environ['OMP_NUM_THREADS']) | | 1 | rank 0 exited with status 1
 a rank is killed | if rank == '1': \
     os.makedirs(SAVED); open(SAVED + '/manifest.json', 'w'); os.kill(os.getpid(), 9)\n \
        time.sleep(0.05); raise OSError('my peer is gone') | | 1 | rank 1 was killed by SIGKILL, as Linux does when \
@@ -125,6 +125,7 @@ def launcher(letters, tmp_path_factory):
     (folder / "repository" / "train.py").write_text(TRAIN)
     temporary = Path(tempfile.mkdtemp())
     variables = {"PYTHONPATH": str(REPOSITORY), "NGPU": "2", "TMPDIR": str(temporary)}
+    variables |= {"SAVED_FILE": "", "OMP_NUM_THREADS": ""}
     command = [sys.executable, "-c", LAUNCH]
     environment = os.environ | variables
     with subprocess.Popen(

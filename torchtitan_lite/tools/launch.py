@@ -73,8 +73,10 @@ def main(options: Namespace, work: Callable[[list[str], Path, RunSpec], int] | N
         with signals.interrupting():
             spec = check_run(args)
             # assets/slurm/train.sbatch sets this variable
-            if is_first_host() and "SAVED_FILE" in os.environ:
-                Path(os.environ["SAVED_FILE"]).touch()
+            is_first = is_first_host()
+            saved_file = is_first and os.environ.get("SAVED_FILE")
+            if saved_file:
+                open(saved_file, "a").close()  # raises OSError if it cannot be written
     except KeyboardInterrupt:
         ending = tell_signal(signals)
         tell(f"run_train.sh: {ending.reason}")
@@ -86,7 +88,6 @@ def main(options: Namespace, work: Callable[[list[str], Path, RunSpec], int] | N
     except OSError as error:
         tell(f"This run cannot start:\n{error}")
         return 1
-    is_first = is_first_host()
     if spec.finished:
         return export_last_checkpoint(spec) if is_first else 0
     checkpoints = spec.dump_folder / spec.config.checkpoint.folder
@@ -104,8 +105,8 @@ def main(options: Namespace, work: Callable[[list[str], Path, RunSpec], int] | N
         is_own = (newest, saved_at_ns) not in saved_before
         if status == 1 and spec.config.checkpoint.enable:
             reason += f"; {describe_newest(newest, spec.config, args, is_own=is_own)}"
-        if is_own and is_first and "SAVED_FILE" in os.environ:
-            Path(os.environ["SAVED_FILE"]).write_text(f"{newest}\n")
+        if is_own and saved_file:
+            Path(saved_file).write_text(f"{newest}\n")
     if status == 0 and is_first:
         status = export_last_checkpoint(spec)
         if status in STOPPED:
@@ -189,7 +190,10 @@ def export_last_checkpoint(spec: RunSpec) -> int:
     step = max(spec.config.training.steps, spec.resumed_step)
     last = spec.dump_folder / section.folder / f"step-{step}"
     out = f"{last}-hf"
-    if not (section.enable and section.last_save_in_hf) or os.path.exists(out):
+    if not (section.enable and section.last_save_in_hf):
+        return 0
+    if os.path.exists(out):
+        tell(f"{out} already exists. To convert {last} again, delete it and repeat this command")
         return 0
     convert = [sys.executable, "-m", "torchtitan_lite", "convert", last, out]
     with subprocess.Popen([*convert, "--dtype", section.export_dtype]) as process:
@@ -208,7 +212,7 @@ def run_ranks(
     """Run the ranks of this host, as described in `main`."""
     handle_signals(signals.pass_on)
     n_hosts = read_hosts()[1]
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or "1"
     if n_hosts == 1 and Path("/sys/class/net/lo").exists():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     here = os.getcwd()
