@@ -67,10 +67,7 @@ def continue_with_packages(extras: list[str] | None = None) -> None:
 
 def list_missing(names: list[str]) -> list[str]:
     """Return the requirements in these arrays of pyproject.toml that this Python does not satisfy."""
-    requirements = []
-    for name in names:
-        requirements += read_requirements(name)
-    return [text for text in requirements if not is_met(text)]
+    return [text for name in names for text in read_requirements(name) if not is_met(text)]
 
 
 def read_requirements(name: str) -> list[str]:

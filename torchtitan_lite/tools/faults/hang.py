@@ -177,10 +177,11 @@ def find_idle(files: dict[int, dict]) -> dict[int, str]:
     rank of its group has not made, and return this rank. A rank whose calls are unknown is not returned.
     """
     ranks = range(next(iter(files.values()))["world_size"])
-    idle = []
-    for rank in ranks:
-        if rank not in files or (files[rank]["groups"] and not find_wait(files[rank])):
-            idle.append(rank)
+    idle = [
+        rank
+        for rank in ranks
+        if rank not in files or (files[rank]["groups"] and not find_wait(files[rank]))
+    ]
     if not idle:
         in_step = [rank for rank in files if files[rank]["in_step"]]
         between = [rank for rank in files if not files[rank]["in_step"]]

@@ -154,12 +154,11 @@ def judge_machine(
     matmuls = [row["matmul"] for row in rows]
     # if most ranks have the same checksum, the median is this checksum
     usual = median(each.checksum for each in matmuls)
-    found = []
-    for each in matmuls:
-        if each.checksum != usual:
-            found.append(
-                f"{each.place} computes wrong results: its checksum of the same matmuls differs"
-            )
+    found = [
+        f"{each.place} computes wrong results: its checksum of the same matmuls differs"
+        for each in matmuls
+        if each.checksum != usual
+    ]
     table = [("", "median", "slowest", "expected", "the slowest")]
     for what in rows[0]:
         limit = matmul_limit if what == "matmul" else link_limit

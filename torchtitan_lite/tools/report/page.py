@@ -123,9 +123,10 @@ def write_page(runs: list[RecordedRun], key: str | None, axis: str, *, refresh: 
         raise UserError(
             f"{len(groups)} runs: there are colors for {MOST_CURVES}. Name fewer, or use --group KEY."
         )
-    series = []
-    for at, (name, members) in enumerate(groups.items()):
-        series.append(Series(name, f"var(--run{at})", members))
+    series = [
+        Series(name, f"var(--run{at})", members)
+        for at, (name, members) in enumerate(groups.items())
+    ]
     title = " and ".join(groups)
     parts = [f"<h1>{escape(title)}</h1>"]
     if is_alone:
@@ -165,10 +166,7 @@ def compare_runs(series: list[Series], keys: list[str]) -> str:
     """Draw a table of the final results and the values of `keys`, with one column per curve."""
     columns = [["", "runs", *AXES, *FINAL_FIELDS, *keys]]
     for each in series:
-        last_places = []
-        for run in each.runs:
-            last_step, _ = run.list_values("loss")[-1]
-            last_places.append(run.places[last_step])
+        last_places = [run.places[run.list_values("loss")[-1][0]] for run in each.runs]
         column = [each.name, str(len(each.runs))]
         for axis in AXES:
             column.append(format_mean([round(place[axis], 4) for place in last_places], 12))

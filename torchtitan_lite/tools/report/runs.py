@@ -44,22 +44,20 @@ class RecordedRun:
         # Line numbers of invalid lines. A line can be incomplete if the run ended while it wrote the line.
         self.unread: list[int] = []
         for number, line in enumerate(lines, 1):
-            record = read_record(line)
-            if record:
+            if record := read_record(line):
                 self.records.append(record)
             else:
                 self.unread.append(number)
-        starts = []
+        self.start = {}  # the last one
         for record in self.records:
             match record:
                 case {"kind": "start", "device": str(), "world_size": int()}:
-                    starts.append(record)
-        if not (starts and all(map(self.list_values, MEASURED))):
+                    self.start = record
+        if not (self.start and all(map(self.list_values, MEASURED))):
             raise UserError(
                 f"{folder}/metrics.jsonl lacks a start, or a finite {', '.join(MEASURED)} of a step: "
                 "wait for the run to log them, or use the code that trained it"
             )
-        self.start = starts[-1]
         table = load_toml(folder / "config.toml")
         self.settings = dict(flatten_table(table))  # "optimizer.lr" -> 0.001
         args = ["--config", str(folder / "config.toml")]
