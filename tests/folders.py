@@ -23,6 +23,11 @@ def list_names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
+def list_files(folder: Path) -> set[str]:
+    """Return the paths of all files in a folder and its subfolders, relative to the folder."""
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
 def copy_repository(folder: Path) -> None:
     """Copy the files of the repository, except tests and what runs and builds leave there."""
     ignore = shutil.ignore_patterns(*LEFT_OUT)

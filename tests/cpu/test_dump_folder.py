@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import pytest
 from checkpoints import limit_files
+from folders import list_files
 from marks import each_row
 
 from torchtitan_lite.build import build_on_meta
@@ -67,10 +68,6 @@ def in_folder(folder: Path, *, overwrite: bool = False) -> Config:
 def start(folder: Path, *, overwrite: bool = False, restarted: bool = False) -> None:
     """Start a run in this folder, and end it."""
     open_dump_folder(in_folder(folder, overwrite=overwrite), restarted=restarted).close()
-
-
-def list_files(folder: Path) -> set[str]:
-    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
 def test_a_run_that_starts_over_deletes_what_a_run_leaves_and_its_config_never_deletes_the_run(
