@@ -89,15 +89,12 @@ def prepare(texts: Path, out: Path, tokenizer: str, share: str) -> None:
     assert main(["prepare", str(texts), "--out", str(out), *arguments.split()]) == 0
 
 
-def test_eval_reads_the_validation_documents_of_a_corpus(checkpoint, texts, tmp_path, capsys):
+def test_eval_reads_the_validation_documents_of_a_corpus(
+    evaluate, checkpoint, texts, tmp_path, capsys
+):
     prepare(texts, tmp_path / "corpus", SHIPPED, "0.5")
     validation = json.loads(capsys.readouterr().out)["splits"]["validation"]
-    assert main(["eval", *map(str, (checkpoint, "--data", texts, "--seq-len", 129))]) == 0
-    assert "longer than the context of the model, 128 tokens" in capsys.readouterr().err
-    assert main(["eval", *map(str, (checkpoint, "--data", tmp_path / "corpus", "--json"))]) == 0
-    out, err = capsys.readouterr()
-    found = json.loads(out)
-    assert "only the validation split" in err
+    found = evaluate(checkpoint, "--data", tmp_path / "corpus")
     assert found["tokens"] == validation["n_tokens"] - validation["n_documents"] > 0
 
 

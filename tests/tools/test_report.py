@@ -163,8 +163,8 @@ def test_runs_are_compared_by_what_differs_and_grouped_by_a_key(folder, tmp_path
     for rate in ("0.1", "0.2"):
         for seed in ("1", "2"):
             changed = [('"loss": ', f'"loss": {seed}')]
-            name = tmp_path / f"{rate}-{seed}"
-            runs.append(copy_run(folder, name, changed, lr=rate, seed=seed))
+            copy = copy_run(folder, tmp_path / f"{rate}-{seed}", changed, lr=rate, seed=seed)
+            runs.append(copy)
     losses = [read_losses(run) for run in runs]
     with (runs[3] / "metrics.jsonl").open("a") as records:
         # the clock was set back; then the run was killed while it wrote a line

@@ -166,7 +166,10 @@ def compare_runs(series: list[Series], keys: list[str]) -> str:
     """Draw a table of the final results and the values of `keys`, with one column per curve."""
     columns = [["", "runs", *AXES, *FINAL_FIELDS, *keys]]
     for each in series:
-        last_places = [run.places[run.list_values("loss")[-1][0]] for run in each.runs]
+        last_places = []
+        for run in each.runs:
+            last_step, _ = run.list_values("loss")[-1]
+            last_places.append(run.places[last_step])
         column = [each.name, str(len(each.runs))]
         for axis in AXES:
             column.append(format_mean([round(place[axis], 4) for place in last_places], 12))

@@ -187,10 +187,9 @@ def list_findings(run: RecordedRun) -> list[str]:
     if run.unread:
         numbers = ", ".join(map(str, run.unread))
         remarks.append(f"lines of metrics.jsonl that are not records: {numbers}")
-    finite = dict(run.list_values("loss"))
-    steps = [record["step"] for record in run.records if "loss" in record]
-    if diverged := [str(step) for step in steps if step not in finite]:
-        remarks.append(f"the loss is NaN or infinite at step {', '.join(diverged)}")
+    steps = {record["step"] for record in run.records if "loss" in record}
+    if diverged := sorted(steps - dict(run.list_values("loss")).keys()):
+        remarks.append(f"the loss is NaN or infinite at step {', '.join(map(str, diverged))}")
     norms = run.list_values("grad_norm_max")[WARM_UP:]
     usual = median([norm for _, norm in norms] or [0.0])
     spikes = [(step, norm) for step, norm in norms if norm > SPIKE_RATIO * usual]
