@@ -124,8 +124,13 @@ def launcher(letters, tmp_path_factory):
     (folder / "repository").mkdir()
     (folder / "repository" / "train.py").write_text(TRAIN)
     temporary = Path(tempfile.mkdtemp())
-    variables = {"PYTHONPATH": str(REPOSITORY), "NGPU": "2", "TMPDIR": str(temporary)}
-    variables |= {"SAVED_FILE": "", "OMP_NUM_THREADS": ""}
+    variables = {
+        "PYTHONPATH": str(REPOSITORY),
+        "NGPU": "2",
+        "TMPDIR": str(temporary),
+        "SAVED_FILE": "",
+        "OMP_NUM_THREADS": "",
+    }
     command = [sys.executable, "-c", LAUNCH]
     environment = os.environ | variables
     with subprocess.Popen(

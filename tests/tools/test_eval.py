@@ -122,9 +122,11 @@ WRONG = """
 ours | absent | 2 | absent
 ours | bytes | 2 | tokenizer
 ours | all | 2 | validation
+ours | all | 2 | only the validation split
 texts | texts | 2 | /texts
 step-1 | texts | 1 | step-1/rank-00000.safetensors  # a flipped bit
 step-2 | texts | 1 | loss is nan
+step-2 | texts | 1 | longer than the context of the model, 128 tokens
 step-2 | rows.jsonl | 1 | rows with a column url, which is not used: 1
 """
 
@@ -142,5 +144,6 @@ def test_wrong_input_is_refused_and_damaged_weights_have_no_figures(
     (tmp_path / "rows.jsonl").write_text('{"text": "a b", "url": "c"}')
     run_tool("eval", checkpoint, status=2)
     for source, data, status, named in read_lines(WRONG):
-        said = run_tool("eval", tmp_path / source, "--data", tmp_path / data, status=int(status))
+        args = tmp_path / source, "--seq-len=129", "--data", tmp_path / data
+        said = run_tool("eval", *args, status=int(status))
         assert named in said and "perplexity" not in said

@@ -69,11 +69,13 @@ def checkout(tmp_path):
 READ = re.compile(
     r"""\$\{([A-Z_]+):[-=]|(?:environ(?:\.get\(|\[|\.setdefault\()|read_number\()"([A-Z_]+)"""
 )
-INTERNAL = {
-    *"RANK LOCAL_RANK PYTHONPATH TORCH_DISABLE_SHARE_RDZV_TCP_STORE TORCHELASTIC_RESTART_COUNT".split(),
-    *"TORCHELASTIC_ERROR_FILE TORCHELASTIC_SIGNALS_TO_HANDLE NGPU".split(),
-    *"SLURM_JOB_NUM_NODES SLURM_STEP_NUM_NODES SLURM_STEP_NUM_TASKS".split(),
-}
+INTERNAL = set(
+    """
+    RANK LOCAL_RANK PYTHONPATH TORCH_DISABLE_SHARE_RDZV_TCP_STORE TORCHELASTIC_RESTART_COUNT
+    TORCHELASTIC_ERROR_FILE TORCHELASTIC_SIGNALS_TO_HANDLE NGPU
+    SLURM_JOB_NUM_NODES SLURM_STEP_NUM_NODES SLURM_STEP_NUM_TASKS
+    """.split()
+)
 
 
 def test_help_names_every_environment_variable_and_starts_nothing(checkout):

@@ -223,10 +223,8 @@ def read_when_set(store: Any, key: str, what: str) -> str:
 def describe_difference(first: dict[str, object], own: dict[str, object]) -> str:
     """Describe the first setting that differs from NODE_RANK=0. Return "" if there is none."""
     for key in [*first, *own]:
-        there = first.get(key)
-        here = own.get(key)
-        if here != there:
-            return f"{key} is {there} on NODE_RANK=0, but {here} on {name_host()}"
+        if first.get(key) != own.get(key):
+            return f"{key} is {first.get(key)} on NODE_RANK=0, but {own.get(key)} on {name_host()}"
     return ""
 
 

@@ -47,8 +47,7 @@ def format_table(rows: list[tuple[str, ...]], align: str = "") -> str:
     sides = align.ljust(len(widths), "<")
     lines = []
     for row in rows:
-        cells = []
-        for cell, side, width in zip(row, sides, widths, strict=True):
-            cells.append(f"{cell:{side}{width}}")
+        aligned = zip(row, sides, widths, strict=True)
+        cells = [f"{cell:{side}{width}}" for cell, side, width in aligned]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
