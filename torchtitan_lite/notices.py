@@ -79,9 +79,11 @@ def list_rare_notices(given: UserConfig, spec: RunSpec, restarted: bool) -> Iter
         yield f"snapshots are saved in {folder.absolute()} on each host"
     section = config.lr_scheduler
     n_left = section.total_steps - section.warmup_steps
-    if 0 <= n_left < round((section.decay_ratio or 0) * section.total_steps):
+    n_decayed = round((section.decay_ratio or 0) * section.total_steps)
+    if 0 <= n_left < n_decayed or (section.decay_ratio and not n_decayed):
         ratio = f"lr_scheduler.decay_ratio = {section.decay_ratio}"
-        yield f"{ratio}: the decay begins after the warm-up, so it lasts {n_left} of {section.total_steps} steps"
+        lasts = f"so it lasts {min(n_left, n_decayed)} of {section.total_steps} steps"
+        yield f"{ratio}: the decay begins after the warm-up and takes whole steps, {lasts}"
     names = config.training.dataset
     if len(set(names)) < len(names):
         yield "training.dataset names a corpus twice, so its samples are drawn more often"

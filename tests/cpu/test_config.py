@@ -104,6 +104,7 @@ debug.seed | 007 | refused
 training.steps | 1e3 | refused
 training.steps | 1_000 | 1000
 training.steps | 1.5 | refused
+training.steps | 8 # or 9 | refused
 training.steps |  | refused
 training.global_batch_size | -1 | -1
 job.description | a=b | 'a=b'

@@ -313,6 +313,7 @@ NOTED = f"""
 --training.steps=4 --lr_scheduler.warmup_steps=5 | the learning rate only reaches 80% of optimizer.lr
 --lr_scheduler.decay_ratio=0.95 --lr_scheduler.warmup_steps=100 | so it lasts 100 of 200 steps
 --{P}expert_parallel_comm_backend=deepep --fault_tolerance.replica_id=3 | = deepep, fault_tolerance.replica_id = 3 has
+--lr_scheduler.decay_ratio=0.002 | so it lasts 0 of 200 steps
 --optimizer.lr=0 | the learning rate falls to 0 at step 1 of 200 (optimizer.lr = 0,
 --training.steps=200 --lr_scheduler.total_steps=100 | the learning rate falls to 0 at step 101 of 200
 --training.steps=200 --lr_scheduler.total_steps=100 --lr_scheduler.warmup_steps=200 | total_steps (200 > 100)

@@ -272,7 +272,10 @@ def check_limits(value: Any, limits: Any) -> Any:
 def parse_literal(text: str) -> Any:
     """Return the value of a TOML literal, such as 8, 1e-3, true or ["a"], or `text` if it is not a literal."""
     with suppress(tomllib.TOMLDecodeError):
-        return tomllib.loads(f"value = {text}")["value"]
+        # in brackets, a second line or a comment is an error, so nothing that follows the literal is dropped
+        items = tomllib.loads(f"items = [{text}]")["items"]
+        if len(items) == 1:
+            return items[0]
     with suppress(ValueError):
         return float(text)  # TOML does not accept .5 or 3.e-4
     return text
