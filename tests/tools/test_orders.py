@@ -3,7 +3,6 @@
 import xml.etree.ElementTree as ElementTree
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from itertools import product
 from types import SimpleNamespace
 
@@ -23,10 +22,11 @@ from torchtitan_lite.models.llama3.table import FLAVORS
 from torchtitan_lite.tools.plan.orders import (
     Action,
     Order,
+    Pipeline,
     count_in_flight,
     extrapolate_in_flight,
-    list_lengths,
     list_order,
+    shorten,
 )
 from torchtitan_lite.tools.plan.timeline import Timeline, draw_timeline, simulate
 
@@ -120,7 +120,7 @@ def test_every_order_is_torchs_own_and_runs_to_its_end(schedule):
             is_uneven = row.in_rounds and m % max(1, m // pp)
             if is_short or is_uneven:
                 continue  # `check` and torch refuse this combination
-            order = list_order(schedule, pp, m, v)
+            order = list_order(Pipeline(schedule, pp, m, v))
             assert order == read_torchs_order(schedule, pp, m, v), (pp, m, v)
             assert len(simulate(order, seconds_of).events) == sum(map(len, order))
             n_compared += 1
@@ -146,7 +146,7 @@ def seconds_of(action: Action) -> float:
 
 
 def run(schedule: str, pp: int, m: int, v: int = 1, send: float = 0.0) -> Timeline:
-    return simulate(list_order(schedule, pp, m, v), seconds_of, send)
+    return simulate(list_order(Pipeline(schedule, pp, m, v)), seconds_of, send)
 
 
 # schedule, stages per rank, pp, microbatches | idle time | microbatches in flight on each rank
@@ -171,7 +171,7 @@ def test_bubbles_and_microbatches_in_flight_are_those_of_the_papers(row):
     assert timeline.end_time == 3 * v * m + idle
     assert timeline.bubble == pytest.approx(idle / timeline.end_time, abs=5e-5)
     if in_flight:
-        counts = [count_in_flight(row) for row in list_order(schedule, pp, m, v)]
+        counts = [count_in_flight(row) for row in list_order(Pipeline(schedule, pp, m, v))]
         tenths = [max(each.total() for each in count.values()) for count in counts]
         assert tenths == [10 * int(n) for n in in_flight]
 
@@ -180,7 +180,7 @@ def test_the_slowest_stage_and_the_sends_between_ranks_count():
     """Computed by hand: GPipe, two stages, two microbatches. The second stage is slower, and a send takes 10:
     F0 0-1, F1 1-2 | stage 1: F0 11-13, F1 13-15, B0 15-22, B1 22-29 | stage 0: B0 32-35, B1 39-42."""
     seconds = {"0F": 1, "1F": 2, "0B": 3, "1B": 7}
-    order = list_order("GPipe", 2, 2, 1)
+    order = list_order(Pipeline("GPipe", 2, 2, 1))
     timeline = simulate(order, lambda action: seconds[str(action)[:2]], 10.0)
     times = {str(event.action): (event.start, event.end) for event in timeline.events}
     expected = {"1F0": (11, 13), "1B0": (15, 22), "0B0": (32, 35), "0B1": (39, 42)}
@@ -194,15 +194,15 @@ def test_the_slowest_stage_and_the_sends_between_ranks_count():
 @each_row("schedule", SCHEDULES)
 def test_a_long_schedule_is_extrapolated_from_short_ones(schedule):
     pp, m, v = 4, 28, SCHEDULES[schedule].least_stages_per_rank
-    simulate_run = partial(run, schedule, pp, v=v, send=0.25)
-    lengths = list_lengths(pp, m)
+    pipeline = Pipeline(schedule, pp, m, v)
+    lengths = shorten(pipeline)
     assert len(lengths) == 2
     extrapolated = 0.0
-    for n, weight in lengths:
-        extrapolated += weight * simulate_run(m=n).end_time
-    assert extrapolated == pytest.approx(simulate_run(m=m).end_time, rel=1e-6)
-    in_flight = [count_in_flight(row) for row in list_order(schedule, pp, m, v)]
-    extrapolated = [extrapolate_in_flight(schedule, pp, m, v, rank) for rank in range(pp)]
+    for short, weight in lengths:
+        extrapolated += weight * simulate(list_order(short), seconds_of, 0.25).end_time
+    assert extrapolated == pytest.approx(run(schedule, pp, m, v, 0.25).end_time, rel=1e-6)
+    in_flight = [count_in_flight(row) for row in list_order(pipeline)]
+    extrapolated = [extrapolate_in_flight(pipeline, rank) for rank in range(pp)]
     assert extrapolated == in_flight
 
 

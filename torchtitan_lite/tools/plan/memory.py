@@ -269,7 +269,7 @@ class RankMemory:
             elif kept[index]:
                 kept[index] += w.n_tokens * w.args.head_dim * self.angle_bytes
         moments = []
-        for with_gradients, held in extrapolate_in_flight(*w.pipeline, pp_rank).items():
+        for with_gradients, held in extrapolate_in_flight(w.pipeline, pp_rank).items():
             n_gradients = sum(w.n_parameters[index] for index in with_gradients)
             n_bytes = 0.0
             for index, tenths in held.items():

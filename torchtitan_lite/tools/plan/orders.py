@@ -32,31 +32,49 @@ Order = list[list[Action]]  # the actions of each pp rank in one step
 HALVES = {"F": "F", "B": "IW", "I": "I", "W": "W"}
 
 
-def list_row(
-    schedule: str, pp: int, n_microbatches: int, n_stages_per_rank: int, rank: int
-) -> list[Action]:
+class Pipeline(NamedTuple):
+    """The numbers that determine the order of a step."""
+
+    schedule: str
+    pp: int
+    n_microbatches: int
+    n_stages_per_rank: int
+
+    @property
+    def round_size(self) -> int:
+        """Number of microbatches in a round of an interleaved schedule."""
+        return self.n_microbatches // max(1, self.n_microbatches // self.pp)
+
+    def stages_of(self, rank: int) -> range:
+        """Return the stages of a pp rank, unless they form a V."""
+        return range(rank, self.pp * self.n_stages_per_rank, self.pp)
+
+
+def list_row(pipeline: Pipeline, rank: int) -> list[Action]:
     """Return the actions of one pp rank. If pp is 1, these are forward and backward of each microbatch in turn."""
-    stages = range(rank, pp * n_stages_per_rank, pp)
-    return ORDERS["1F1B" if pp == 1 else schedule](rank, pp, n_microbatches, stages)
+    return ORDERS["1F1B" if pipeline.pp == 1 else pipeline.schedule](pipeline, rank)
 
 
-def list_order(schedule: str, pp: int, n_microbatches: int, n_stages_per_rank: int) -> Order:
-    return [list_row(schedule, pp, n_microbatches, n_stages_per_rank, rank) for rank in range(pp)]
+def list_order(pipeline: Pipeline) -> Order:
+    return [list_row(pipeline, rank) for rank in range(pipeline.pp)]
 
 
-def list_lengths(pp: int, n_microbatches: int) -> list[tuple[int, int]]:
-    """Return short orders that replace a long order, as (number of microbatches, weight) pairs.
+def shorten(pipeline: Pipeline) -> list[tuple[Pipeline, int]]:
+    """Return pipelines with fewer microbatches that replace a long pipeline, each with its weight.
 
     The time of the long order, and its number of microbatches in flight, are weighted sums over the short orders. In a
     full pipeline, each round of microbatches adds the same amount. So a quantity f of m microbatches is
     f(m) = f(a) + k * (f(a + round) - f(a)), with a = m - k * round. An order of at most four rounds is not shortened.
     """
-    size = n_microbatches // max(1, n_microbatches // pp)
-    n_skipped = (n_microbatches - 3 * size) // size
+    size = pipeline.round_size
+    n_skipped = pipeline.n_microbatches // size - 3
     if n_skipped <= 1:
-        return [(n_microbatches, 1)]
-    short = n_microbatches - n_skipped * size
-    return [(short, 1 - n_skipped), (short + size, n_skipped)]
+        return [(pipeline, 1)]
+    short = pipeline.n_microbatches - n_skipped * size
+    return [
+        (pipeline._replace(n_microbatches=short), 1 - n_skipped),
+        (pipeline._replace(n_microbatches=short + size), n_skipped),
+    ]
 
 
 def run_stages(stages: Sequence[int], kind: str, microbatches: Sequence[int]) -> list[Action]:
@@ -65,22 +83,17 @@ def run_stages(stages: Sequence[int], kind: str, microbatches: Sequence[int]) ->
     return [Action(stage, kind, microbatch) for stage, microbatch in pairs]
 
 
-def fill_and_drain(rank: int, pp: int, n_microbatches: int, stages: range) -> list[Action]:
+def fill_and_drain(pipeline: Pipeline, rank: int) -> list[Action]:
     """List GPipe, or LoopedBFS with several stages per rank: all forwards, then all backwards, stage by stage."""
-    microbatches = range(n_microbatches)
+    stages = pipeline.stages_of(rank)
+    microbatches = range(pipeline.n_microbatches)
     # Backward starts with the last microbatch in LoopedBFS, and with the first in GPipe.
     backwards = microbatches[::-1] if len(stages) > 1 else microbatches
     return run_stages(stages, "F", microbatches) + run_stages(stages[::-1], "B", backwards)
 
 
 def interleave(
-    rank: int,
-    pp: int,
-    n_microbatches: int,
-    stages: range,
-    *,
-    hops: int,
-    splits_backward: bool = False,
+    pipeline: Pipeline, rank: int, *, hops: int, splits_backward: bool = False
 ) -> list[Action]:
     """List Interleaved1F1B: forwards fill the pipeline, then forwards and backwards alternate.
 
@@ -88,14 +101,16 @@ def interleave(
     per rank and `hops` = 1. If the backward is split (InterleavedZeroBubble), each W is delayed by `rank` backwards
     after its I.
     """
-    size = n_microbatches // max(1, n_microbatches // pp)
+    size = pipeline.round_size
+    stages = pipeline.stages_of(rank)
+    microbatches = range(pipeline.n_microbatches)
     forwards = []
     backwards = []
-    for start in range(0, n_microbatches, size):
-        one_round = range(n_microbatches)[start : start + size]
+    for start in microbatches[::size]:
+        one_round = microbatches[start : start + size]
         forwards += run_stages(stages, "F", one_round)
         backwards += run_stages(stages[::-1], "I" if splits_backward else "B", one_round)
-    n_warm_up = (len(stages) - 1) * size + hops * (pp - 1 - rank)
+    n_warm_up = (len(stages) - 1) * size + hops * (pipeline.pp - 1 - rank)
     row = forwards[:n_warm_up]
     weights: deque[Action] = deque()
     for at, backward in enumerate(backwards, n_warm_up):
@@ -125,8 +140,9 @@ def run_steps(rank: int, pp: int, steps: str) -> list[Action]:
     return row
 
 
-def zero_bubble_v(rank: int, pp: int, n_microbatches: int, stages: range) -> list[Action]:
+def zero_bubble_v(pipeline: Pipeline, rank: int) -> list[Action]:
     """List ZBVZeroBubble: forwards fill both arms, then F, I and W alternate, then I runs before the remaining W."""
+    _, pp, n_microbatches, _ = pipeline
     n_after = pp - rank - 1  # ranks after this one
     # The pattern needs at least 2 * pp - 1 microbatches. Actions of surplus microbatches are removed at the end.
     n_filling = max(2 * pp - 1, n_microbatches)
@@ -143,8 +159,9 @@ def zero_bubble_v(rank: int, pp: int, n_microbatches: int, stages: range) -> lis
     return [action for action in row if action.microbatch < n_microbatches]
 
 
-def dual_pipe_v(rank: int, pp: int, n_microbatches: int, stages: range) -> list[Action]:
+def dual_pipe_v(pipeline: Pipeline, rank: int) -> list[Action]:
     """List DualPipeV: forwards of one arm alternate with backwards of the other arm. The last backwards are split."""
+    _, pp, n_microbatches, _ = pipeline
     n_after = pp - rank - 1  # ranks after this one
     steps = "aF aF " * n_after
     steps += "aF bF " * (rank + 1)
@@ -216,14 +233,11 @@ def count_in_flight(row: list[Action]) -> InFlight:
 
 
 @lru_cache(maxsize=4096)
-def extrapolate_in_flight(
-    schedule: str, pp: int, n_microbatches: int, n_stages_per_rank: int, rank: int
-) -> InFlight:
+def extrapolate_in_flight(pipeline: Pipeline, rank: int) -> InFlight:
     """Return the result of count_in_flight for one pp rank, extrapolated from short orders."""
     total = defaultdict(Counter)
-    for n, weight in list_lengths(pp, n_microbatches):
-        row = list_row(schedule, pp, n, n_stages_per_rank, rank)
-        for with_gradients, held in count_in_flight(row).items():
+    for short, weight in shorten(pipeline):
+        for with_gradients, held in count_in_flight(list_row(short, rank)).items():
             for key, count in held.items():
                 total[with_gradients][key] += count * weight
     return total

@@ -11,7 +11,7 @@ from torchtitan_lite.config.choices import SCHEDULES
 from torchtitan_lite.extensions.muon_rounds import NEWTON_SCHULZ_STEPS
 from torchtitan_lite.models.registry import MODELS
 from torchtitan_lite.tools.plan.layer_time import LayerTime, Phases
-from torchtitan_lite.tools.plan.orders import Action, list_lengths, list_order
+from torchtitan_lite.tools.plan.orders import Action, list_order, shorten
 from torchtitan_lite.tools.plan.timeline import simulate
 
 # ZeRO stage -> bytes that FSDP reads and writes per parameter if there is only one shard: per step, and per microbatch.
@@ -160,13 +160,12 @@ class StepTime(LayerTime):
         return max(bounds) + self.once_s + self.copies_s + self.optimizer_s
 
     def forecast(self) -> Forecast:
-        """Forecast one step by simulating shorter steps (orders.list_lengths)."""
+        """Forecast one step by simulating shorter steps (orders.shorten)."""
         w = self.workload
         layout = w.layout
         end_time = 0.0
-        schedule, pp, n_microbatches, n_stages_per_rank = w.pipeline
-        for n, weight in list_lengths(pp, n_microbatches):
-            order = list_order(schedule, pp, n, n_stages_per_rank)
+        for short, weight in shorten(w.pipeline):
+            order = list_order(short)
             end_time += weight * simulate(order, self.seconds_of, self.send_s).end_time
         step_time_s = end_time + self.once_s + self.copies_s + self.optimizer_s
         n_times = layout.n_microbatches / layout.pp

@@ -28,7 +28,7 @@ from torchtitan_lite.config.layout import Layout, Stages, gathers_whole_parts
 from torchtitan_lite.config.model_rows import ModelArgs, ModuleRow
 from torchtitan_lite.extensions.muon_rounds import deal_matrices
 from torchtitan_lite.tools.host_rules import MASTER_BYTES
-from torchtitan_lite.tools.plan.orders import Order, list_order
+from torchtitan_lite.tools.plan.orders import Order, Pipeline, list_order
 
 # Equal FSDP groups. The fields are: the axis; the number of elements (with padding) of each parameter on a rank before
 # FSDP shards it; the number of groups; the number of elements of each weight that is all-gathered in float8
@@ -198,16 +198,21 @@ class Workload:
         self.cuts_experts = find_expert_dim(args, layout.ep, layout.efsdp) != 0
         # Elements of the embedding on a tp rank. The output head has the same number of elements.
         self.table = round_up(args.vocab_size // layout.tp, layout.fsdp) * args.dim
+        n_stages_per_rank = len(layout.stages) // layout.pp
+        self.pipeline = Pipeline(self.schedule, layout.pp, layout.n_microbatches, n_stages_per_rank)
         self.stages = count_modules(layout.stages, args)
         self.kinds = [LayerKind(self, modes, is_moe) for is_moe, modes in self.recompute.items()]
         # axis -> number of parameters on a rank before FSDP shards them, by stage and by pp rank
         found = {stage: self.count_by_axis(stage) for stage in set(self.stages)}
         sizes = [found[stage] for stage in self.stages]
         self.n_parameters = [each.total() for each in sizes]
+        self.stages_by_rank = []  # first to last
         self.sizes = []
         self.at_rest = []  # number of parameters that a rank stores between steps, by pp rank
         for pp_rank in range(layout.pp):
-            counts = sum((sizes[index] for index in layout.stages_of(pp_rank)), Counter())
+            indices = layout.stages_of(pp_rank)
+            counts = sum((sizes[index] for index in indices), Counter())
+            self.stages_by_rank.append([self.stages[index] for index in indices])
             self.sizes.append(counts)
             self.at_rest.append(sum(n / getattr(layout, axis) for axis, n in counts.items()))
 
@@ -234,23 +239,10 @@ class Workload:
 
     # ------------------------------------------------------------ pipeline
 
-    @property
-    def pipeline(self) -> tuple[str, int, int, int]:
-        """The arguments of list_order: schedule, pp ranks, microbatches and stages per rank."""
-        layout = self.layout
-        n_stages_per_rank = len(layout.stages) // layout.pp
-        return self.schedule, layout.pp, layout.n_microbatches, n_stages_per_rank
-
     @cached_property
     def order(self) -> Order:
         """The actions of each pp rank in one step."""
-        return list_order(*self.pipeline)
-
-    @cached_property
-    def stages_by_rank(self) -> list[list[Stage]]:
-        """The stages of each pp rank, first to last."""
-        by_rank = map(self.layout.stages_of, range(self.layout.pp))
-        return [[self.stages[index] for index in each] for each in by_rank]
+        return list_order(self.pipeline)
 
     @cached_property
     def alike(self) -> list[list[int]]:
