@@ -261,7 +261,7 @@ class OtherTime(StepTime):
         backward = sum(
             self.stages[i].backward_input + self.stages[i].backward_weight for i in stages
         )
-        reduce_s = self.reduce_time(w.sizes[pp_rank])
+        reduce_s = self.reduce_time(w.sum_stages(w.sizes, pp_rank))
         return seconds + self.expose("fsdp", reduce_s, backward)
 
     @property

@@ -279,8 +279,8 @@ class LayerTime:
         copied = 0.0
         n_copied = kind.sizes["efsdp"] if layout.efsdp > 1 else 0
         if layout.zero_stage == 3:
-            gather = self.gather_time(kind.sizes, kind.spared_bytes)
-            again = self.gather_time(kind.sizes, kind.spared_bytes, again=True)
+            gather = self.gather_time(kind.gathered)
+            again = self.gather_time(kind.gathered, again=True)
             copied = self.copy_time(2 * w.compute_bytes * n_copied)
         wait = copied + self.expose("fsdp", gather, forward)
         if layout.pp > 1:
@@ -293,23 +293,15 @@ class LayerTime:
             copied += self.copy_time((w.compute_bytes + w.reduce_bytes) * n_copied)
         return wait, copied + self.expose("fsdp", again, backward)
 
-    def gather_time(
-        self, sizes: Counter[str], spared_bytes: float, *, again: bool = False
-    ) -> float:
-        """Return the seconds to all-gather parameters. `sizes` maps an axis to the number of parameters.
-
-        `spared_bytes` is the number of bytes that an all-gather in float8 saves. `again` is true for the all-gather in
-        backward.
-        """
+    def gather_time(self, gathered: Counter[str], *, again: bool = False) -> float:
+        """Return the seconds to all-gather parameters. `gathered` maps an axis to the bytes without qwZ, which has
+        one byte per parameter. `again` is true for the all-gather in backward."""
         w = self.workload
         seconds = 0.0
-        for axis, n_parameters in sizes.items():
-            n_bytes = n_parameters * w.compute_bytes
-            if axis == "fsdp":
-                n_bytes -= spared_bytes
+        for axis, n_bytes in gathered.items():
             if "qwz" in w.zero_plus_plus:
-                n_bytes = n_parameters
-                seconds += self.cluster.memory_time(n_parameters * QWZ_BYTES)
+                n_bytes /= w.compute_bytes
+                seconds += self.cluster.memory_time(n_bytes * QWZ_BYTES)
             near = f"{axis}_near"
             if again and "hpz" in w.zero_plus_plus and getattr(w.layout, near) > 1:
                 axis = near

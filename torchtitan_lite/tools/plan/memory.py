@@ -82,11 +82,8 @@ class RankMemory:
             moments = self.list_moments(layers)
         gathered, gradients, kept, working = max(moments, key=sum)
         if layout.zero_stage < 3 and not w.is_whole:
-            sizes = []
-            for index in indices:
-                n_bytes = w.n_parameters[index] * w.compute_bytes
-                sizes.append(n_bytes - w.spare_bytes([w.stages[index]]))
-            gathered += sum(sorted(sizes)[-self.n_gathered :])
+            n_bytes = sorted(w.gathered[index].total() for index in indices)
+            gathered += sum(n_bytes[-self.n_gathered :])
         # Receive buffers hold hidden states for all stages except the first, and gradients for all except the last.
         n_received = sum((index > 0) + (index < len(layout.stages) - 1) for index in indices)
         return Memory(
@@ -279,11 +276,7 @@ class RankMemory:
 
     def find_largest_block(self, layers: LayerEstimates) -> float:
         """Return the bytes of the largest unsharded layer."""
-        sizes = [
-            kind.sizes.total() * self.workload.compute_bytes - kind.spared_bytes
-            for kind, *_ in layers
-        ]
-        return max(sizes, default=0)
+        return max((kind.gathered.total() for kind, *_ in layers), default=0)
 
     def list_moments(self, layers: LayerEstimates) -> list[Moment]:
         """List the moments that can be the peak without a pipeline.

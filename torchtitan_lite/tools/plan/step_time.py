@@ -77,17 +77,16 @@ class StepTime(LayerTime):
         of each block over dp_replicate.
         """
         w = self.workload
-        sizes = w.sizes[pp_rank]
         forward = 0.0
         backward = 0.0
         for index in w.layout.stages_of(pp_rank):
             phases = self.stages[index]
             forward += phases.forward
             backward += phases.total - phases.forward
-        first = max(self.gather_time(kind.sizes, kind.spared_bytes) for kind in w.kinds)
+        first = max(self.gather_time(kind.gathered) for kind in w.kinds)
         last = max(self.reduce_time(kind.sizes) for kind in w.kinds)
-        gather = self.gather_time(sizes, w.spare_bytes(w.stages_by_rank[pp_rank]))
-        reduce = self.reduce_time(sizes)
+        gather = self.gather_time(w.sum_stages(w.gathered, pp_rank))
+        reduce = self.reduce_time(w.sum_stages(w.sizes, pp_rank))
         gradients_bytes = w.at_rest[pp_rank] * w.reduce_bytes
         replicas = 2 * self.collective_time("dp_replicate", gradients_bytes)
         is_freed = w.layout.zero_stage == 3

@@ -76,7 +76,7 @@ def estimate_traffic(w: Workload, pp_rank: int) -> dict[tuple[str, str], Moved]:
         stage = w.stages[index]
         for kind in w.kinds:
             n_layers = kind.count(stage)
-            n_scales += w.precomputes_scales * len(kind.float8) * n_layers
+            n_scales += w.precomputes_scales * kind.n_float8 * n_layers
             for axis, operation, n_calls, n_bytes in list_calls_of_pass(w, kind):
                 calls.append((axis, operation, n_calls * layout.n_microbatches * n_layers, n_bytes))
             calls += list_reductions_over_tp(w, kind.block, n_layers)
@@ -216,7 +216,7 @@ def list_calls_of_fsdp(w: Workload, stage: Stage, n_gathers: int) -> list[Call]:
 
 def list_calls_of_group(w: Workload, group: Group, n_gathers: int) -> list[Call]:
     """List the all-gathers and reductions of several equal FSDP groups."""
-    axis, sizes, n_groups, float8 = group
+    axis, parameters, n_groups = group
     near = f"{axis}_near"  # axis over the ranks inside a node
     n_shards = getattr(w.layout, axis)
     n_near = getattr(w.layout, near)
@@ -224,17 +224,20 @@ def list_calls_of_group(w: Workload, group: Group, n_gathers: int) -> list[Call]
     if "hpz" in w.zero_plus_plus and n_near > 1:
         n_again = n_gathers - w.layout.n_microbatches
     packed = 0  # bytes of all shards if they are sent in the int8 blocks of zero_plus_plus.py
-    for size in sizes:
+    gathered = 0
+    n_scales = 0  # one per weight in float8
+    n_bytes = 0  # of gradients
+    for size, width in parameters:
         n_blocks = ceil(size / n_shards / INT8_BLOCK)
         packed += n_shards * n_blocks * (INT8_BLOCK + 4)
-    gathered = (sum(sizes) - sum(float8)) * w.compute_bytes + sum(float8)
+        gathered += size * width
+        n_scales += width == 1
+        n_bytes += size * MASTER_BYTES
     if "qwz" in w.zero_plus_plus:
         gathered = packed
-    n_scales = 0 if w.precomputes_scales else n_groups * n_gathers * len(float8)
     n_reductions = n_groups * w.n_reductions
-    n_bytes = sum(sizes) * MASTER_BYTES
     calls = [
-        (axis, "all-reduce", n_scales, 4),
+        (axis, "all-reduce", n_scales * n_groups * n_gathers * (not w.precomputes_scales), 4),
         (axis, "all-gather", n_groups * (n_gathers - n_again), gathered),
         (near, "all-gather", n_groups * n_again, gathered),
         ("dp_replicate", "all-reduce", n_groups, n_bytes / n_shards),

@@ -11,10 +11,11 @@ FSDP shards the experts and routers over the axis "efsdp", and all other paramet
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import product
 from math import prod
 from typing import NamedTuple
 
@@ -30,9 +31,10 @@ from torchtitan_lite.extensions.muon_rounds import deal_matrices
 from torchtitan_lite.tools.host_rules import MASTER_BYTES
 from torchtitan_lite.tools.plan.orders import Order, Pipeline, list_order
 
-# Equal FSDP groups. The fields are: the axis; the number of elements (with padding) of each parameter on a rank before
-# FSDP shards it; the number of groups; the number of elements of each weight that is all-gathered in float8
-Group = tuple[str, list[int], int, list[int]]
+# A parameter on a rank before FSDP shards it: number of elements (with padding), bytes per element in an all-gather
+Unsharded = tuple[int, int]
+# Equal FSDP groups: axis, parameters of a group, number of groups
+Group = tuple[str, list[Unsharded], int]
 
 
 class Stage(NamedTuple):
@@ -60,30 +62,20 @@ class LayerKind:
         self.is_moe = is_moe
         self.recompute = recompute
         self.block = list_block_modules(w.args, moe=is_moe)  # modules that have weights
-        self.groups = defaultdict(list)  # axis -> elements of each parameter, as in Group
-        self.float8 = []  # elements of each weight that FSDP all-gathers in float8
-        by_style = defaultdict(list)
+        self.groups = defaultdict(list)  # axis -> parameters
+        self.matrices = []  # that Muon updates
         for module in self.block:
-            by_style[module.tp_style].append(module)
-            rows, *others = w.shape_on_rank(module)
-            axis = "fsdp"
-            if module.kind in ("router", "experts"):
-                axis = "efsdp"
-            if module.kind != "experts":
-                rows = round_up(rows, getattr(w.layout, axis))
-            self.groups[axis].append(rows * prod(others))
-            if w.gathers_float8 and module.name in w.float8:
-                self.float8.append(rows * prod(others))
-            if module.bias:
-                self.groups[axis].append(rows)
-        # axis -> elements of all parameters
-        self.sizes = Counter({axis: sum(sizes) for axis, sizes in self.groups.items()})
-        # Bytes that float8 saves when a layer is all-gathered
-        self.spared_bytes = sum(self.float8) * (w.compute_bytes - 1)
-        # tp all-gathers their input
-        self.colwise = [module for module in by_style["colwise"] if module.kind == "linear"]
-        self.rowwise = by_style["rowwise"]  # tp reduce-scatters their output
-        self.norms = [module for module in by_style["sequence"] if module.kind == "norm"]
+            axis, parameters = w.shard(module)
+            self.groups[axis] += parameters
+            if w.updates_matrices and module.kind in ("linear", "experts"):
+                self.matrices.append(w.describe_matrix(module))
+        # number of weights that FSDP all-gathers in float8
+        self.n_float8 = sum(width == 1 for _, width in self.groups["fsdp"])
+        # axis -> elements of all parameters, bytes that an all-gather returns
+        self.sizes, self.gathered = sum_groups((*group, 1) for group in self.groups.items())
+        self.colwise = self.select("linear", "colwise")  # tp all-gathers their input
+        self.rowwise = self.select("linear", "rowwise")  # tp reduce-scatters their output
+        self.norms = self.select("norm", "sequence")
         # The formulas cover these modules: matmuls split by tp, experts, norms of hidden states, and Qwen3's norms of
         # heads.
         known = {"attention.q_norm", "attention.k_norm"}
@@ -105,6 +97,9 @@ class LayerKind:
         # tp all-gathers one input for wq, wk and wv, and reduce-scatters the partial sums of each rowwise layer.
         self.n_gathers = len(list_gathered(self.block))
         self.n_scatters = len(self.rowwise)
+
+    def select(self, kind: str, tp_style: str) -> list[ModuleRow]:
+        return [row for row in self.block if (row.kind, row.tp_style) == (kind, tp_style)]
 
     @property
     def gathers_again(self) -> float:
@@ -202,19 +197,17 @@ class Workload:
         self.pipeline = Pipeline(self.schedule, layout.pp, layout.n_microbatches, n_stages_per_rank)
         self.stages = count_modules(layout.stages, args)
         self.kinds = [LayerKind(self, modes, is_moe) for is_moe, modes in self.recompute.items()]
-        # axis -> number of parameters on a rank before FSDP shards them, by stage and by pp rank
-        found = {stage: self.count_by_axis(stage) for stage in set(self.stages)}
-        sizes = [found[stage] for stage in self.stages]
-        self.n_parameters = [each.total() for each in sizes]
+        # By stage: axis -> number of parameters on a rank before FSDP shards them, bytes that an all-gather returns
+        found = {stage: sum_groups(self.groups_of(stage)) for stage in set(self.stages)}
+        self.sizes, self.gathered = zip(*(found[stage] for stage in self.stages), strict=True)
+        self.n_parameters = [sizes.total() for sizes in self.sizes]
         self.stages_by_rank = []  # first to last
-        self.sizes = []
         self.at_rest = []  # number of parameters that a rank stores between steps, by pp rank
         for pp_rank in range(layout.pp):
             indices = layout.stages_of(pp_rank)
-            counts = sum((sizes[index] for index in indices), Counter())
             self.stages_by_rank.append([self.stages[index] for index in indices])
-            self.sizes.append(counts)
-            self.at_rest.append(sum(n / getattr(layout, axis) for axis, n in counts.items()))
+            sizes = self.sum_stages(self.sizes, pp_rank)
+            self.at_rest.append(sum(n / getattr(layout, axis) for axis, n in sizes.items()))
 
     def with_recompute(self, recompute: dict[bool, Counter]) -> "Workload":
         """Return this workload with different recompute modes. The copy shares all other values."""
@@ -236,6 +229,16 @@ class Workload:
         elif module.tp_style == "experts":
             shape[0] //= max(1, self.layout.ep)
         return shape
+
+    def shard(self, module: ModuleRow) -> tuple[str, list[Unsharded]]:
+        """Return the axis over which FSDP shards a module, and its weight and its bias."""
+        axis = "efsdp" if module.kind in ("router", "experts") else "fsdp"
+        rows, *others = self.shape_on_rank(module)
+        if module.kind != "experts":
+            rows = round_up(rows, getattr(self.layout, axis))
+        in_float8 = self.gathers_float8 and module.name in self.float8
+        weight = (rows * prod(others), 1 if in_float8 else self.compute_bytes)
+        return axis, [weight, *[(rows, self.compute_bytes)] * module.bias]
 
     # ------------------------------------------------------------ pipeline
 
@@ -260,13 +263,13 @@ class Workload:
     def groups_of(self, stage: Stage) -> list[Group]:
         """Return the FSDP groups of a stage: embedding, head, root, layers, in this order."""
         is_tied = stage.has_head and self.args.tie_embeddings
-        norm = round_up(self.args.dim, self.layout.fsdp)
-        head = [self.table, norm]
+        norm = (round_up(self.args.dim, self.layout.fsdp), self.compute_bytes)
+        table = (self.table, self.compute_bytes)
+        head = [table, norm]
         root = []  # FSDP's group of all other modules (fsdp.py)
         for row in stage.added:
-            rows, *others = self.shape_on_rank(row)
-            rows = round_up(rows, self.layout.fsdp)
-            root += [rows * prod(others), *[rows] * row.bias]
+            _, parameters = self.shard(row)
+            root += parameters
         if list_added_ends(self.args):
             head.remove(norm)
             root += [norm] * stage.has_head
@@ -274,54 +277,42 @@ class Workload:
                 root += head
                 head = []
         groups = [
-            ("fsdp", [self.table], stage.has_embedding and not is_tied, []),
-            ("fsdp", head, stage.has_head and bool(head), []),
-            ("fsdp", root, bool(root), []),
+            ("fsdp", [table], stage.has_embedding and not is_tied),
+            ("fsdp", head, stage.has_head and bool(head)),
+            ("fsdp", root, bool(root)),
         ]
         for kind in self.kinds:
-            for axis, sizes in kind.groups.items():
-                float8 = kind.float8 if axis == "fsdp" else []
-                groups.append((axis, sizes, kind.count(stage), float8))
+            groups += [(*group, kind.count(stage)) for group in kind.groups.items()]
         if self.gathers_whole_parts:
-            whole = [size for _, sizes, n_groups, _ in groups for size in sizes * n_groups]
-            float8 = [size for *_, n_groups, sizes in groups for size in sizes * n_groups]
-            none = ("fsdp", [], 0, [])
-            groups = [none, none, ("fsdp", whole, 1, float8)]
+            whole = [each for _, parameters, n_groups in groups for each in parameters * n_groups]
+            none = ("fsdp", [], 0)
+            groups = [none, none, ("fsdp", whole, 1)]
         return groups
 
-    def count_by_axis(self, stage: Stage) -> Counter[str]:
-        """Return axis -> number of parameters of a stage on one rank, before FSDP shards them."""
-        counts = Counter()
-        for axis, elements, n_groups, _ in self.groups_of(stage):
-            counts[axis] += n_groups * sum(elements)
-        return counts
-
-    def spare_bytes(self, stages: Iterable[Stage]) -> float:
-        """Return the bytes that float8 saves when these stages are all-gathered."""
-        return sum(kind.spared_bytes * kind.count(stage) for stage in stages for kind in self.kinds)
+    def sum_stages(self, counts: Sequence[Counter[str]], pp_rank: int) -> Counter[str]:
+        """Return the sum of the counts of the stages of a pp rank."""
+        indices = self.layout.stages_of(pp_rank)
+        return sum((counts[index] for index in indices), Counter())
 
     # ------------------------------------------------------------ Muon
 
     def list_matrices(self, pp_rank: int) -> list[Matrix]:
         """List the matrices of a pp rank that Muon updates."""
         matrices = []
-        if self.updates_matrices:
-            for stage in self.stages_by_rank[pp_rank]:
-                for kind in self.kinds:
-                    modules = [row for row in kind.block if row.kind in ("linear", "experts")]
-                    of_layer = list(map(self.describe_matrix, modules))
-                    matrices += of_layer * kind.count(stage)
+        for stage, kind in product(self.stages_by_rank[pp_rank], self.kinds):
+            matrices += kind.matrices * kind.count(stage)
         return matrices
 
     def describe_matrix(self, module: ModuleRow) -> Matrix:
-        layout = self.layout
+        axis, ((size, _), *_) = self.shard(module)
+        n_shards = getattr(self.layout, axis)
+        n_at_rest = size // n_shards
+        if module.kind != "experts":
+            return Matrix(module.weight, (axis, n_shards, self.layout.tp), n_at_rest)
+        # an FSDP rank has whole experts, or a slice of every expert
+        n_slices = n_shards if self.cuts_experts else 1
         rows, *others = self.shape_on_rank(module)
-        if module.kind == "experts":  # an FSDP rank has whole experts, or a slice of every expert
-            n_shards = layout.efsdp if self.cuts_experts else 1
-            sizes = (rows * n_shards // layout.efsdp, *others)
-            return Matrix(sizes, ("efsdp", n_shards, 1), prod(sizes) // n_shards)
-        n_at_rest = round_up(rows, layout.fsdp) * others[0] // layout.fsdp
-        return Matrix(module.weight, ("fsdp", layout.fsdp, layout.tp), n_at_rest)
+        return Matrix((rows * n_slices // n_shards, *others), (axis, n_slices, 1), n_at_rest)
 
     def deal_rounds(self, pp_rank: int) -> list[tuple[tuple[int, ...], dict[str, float]]]:
         """Return the rounds of Muon: the sizes of the largest matrix, and axis -> elements in an all-to-all of rank 0.
@@ -350,6 +341,17 @@ class Workload:
                 largest = indices[0]
                 rounds.append((sizes[largest], elements))
         return rounds
+
+
+def sum_groups(groups: Iterable[Group]) -> tuple[Counter[str], Counter[str]]:
+    """Return two sums of groups by axis: numbers of elements, and bytes that an all-gather returns."""
+    sizes = Counter()
+    gathered = Counter()
+    for axis, parameters, n_groups in groups:
+        for size, width in parameters:
+            sizes[axis] += n_groups * size
+            gathered[axis] += n_groups * size * width
+    return sizes, gathered
 
 
 def round_up(size: int, unit: int) -> int:
