@@ -131,6 +131,7 @@ class OtherWorkload(Workload):
     # gather by plain indices
     adds_rows: int = 0
     adds_rows_back: int = 0
+    overlaps_reduction: bool = False  # in a pipeline, reductions overlap with the last backwards
     is_unbalanced: bool = False  # nothing balances the load of the experts
     pads_experts: bool = False  # each expert is padded to the rows of the fullest expert
     # FSDP reduces once per step. Between microbatches, a rank holds unsharded gradients of its layers.
@@ -252,17 +253,30 @@ class OtherTime(StepTime):
         )
 
     def wait_once(self, pp_rank: int) -> float:
-        """If unsharded gradients are accumulated between microbatches, add their reduction in the last backward."""
+        """Overlap the reductions of a pipeline with the last backwards.
+
+        If unsharded gradients are accumulated between microbatches, add their reduction in the last backward.
+        """
         w = self.workload
-        seconds = super().wait_once(pp_rank)
-        if not w.sums_whole:
-            return seconds
-        stages = w.layout.stages_of(pp_rank)
-        backward = sum(
-            self.stages[i].backward_input + self.stages[i].backward_weight for i in stages
-        )
+        phases = [self.stages[index] for index in w.layout.stages_of(pp_rank)]
+        backward = sum(each.backward_input + each.backward_weight for each in phases)
         reduce_s = self.reduce_time(w.sum_stages(w.sizes, pp_rank))
-        return seconds + self.expose("fsdp", reduce_s, backward)
+        seconds = super().wait_once(pp_rank)
+        if w.layout.pp > 1 and w.overlaps_reduction:
+            first_s = max(self.gather_time(kind.gathered) for kind in w.kinds)
+            if w.layout.zero_stage < 3:
+                gather_s = self.gather_time(w.sum_stages(w.gathered, pp_rank))
+                forward = sum(each.forward for each in phases)
+                first_s = max(first_s, self.expose("fsdp", gather_s, forward))
+            last_s = max(self.reduce_time(kind.sizes) for kind in w.kinds)
+            last_s = max(last_s, self.expose("fsdp", reduce_s, backward))
+            gradients_bytes = w.at_rest[pp_rank] * w.reduce_bytes
+            replicas_s = 2 * self.collective_time("dp_replicate", gradients_bytes)
+            beside = max(0.0, backward - reduce_s)
+            seconds = first_s + last_s + self.expose("dp_replicate", replicas_s, beside)
+        if w.sums_whole:
+            seconds += self.expose("fsdp", reduce_s, backward)
+        return seconds
 
     @property
     def copies_s(self) -> float:

@@ -77,27 +77,21 @@ class StepTime(LayerTime):
         of each block over dp_replicate.
         """
         w = self.workload
-        forward = 0.0
-        backward = 0.0
-        for index in w.layout.stages_of(pp_rank):
-            phases = self.stages[index]
-            forward += phases.forward
-            backward += phases.total - phases.forward
+        is_freed = w.layout.zero_stage == 3
         first = max(self.gather_time(kind.gathered) for kind in w.kinds)
-        last = max(self.reduce_time(kind.sizes) for kind in w.kinds)
         gather = self.gather_time(w.sum_stages(w.gathered, pp_rank))
         reduce = self.reduce_time(w.sum_stages(w.sizes, pp_rank))
         gradients_bytes = w.at_rest[pp_rank] * w.reduce_bytes
         replicas = 2 * self.collective_time("dp_replicate", gradients_bytes)
-        is_freed = w.layout.zero_stage == 3
-        if w.layout.pp > 1 and not w.overlaps_reduction:
+        if w.layout.pp > 1:
             return (first if is_freed else gather) + reduce + replicas
-        if not is_freed or w.layout.pp > 1:
-            last = max(last, self.expose("fsdp", reduce, backward))
+        (phases,) = self.stages
+        backward = phases.total - phases.forward
+        last = max(self.reduce_time(kind.sizes) for kind in w.kinds)
         if not is_freed:
-            first = max(first, self.expose("fsdp", gather, forward))
-        beside = max(0.0, backward - reduce)
-        return first + last + self.expose("dp_replicate", replicas, beside)
+            first = max(first, self.expose("fsdp", gather, phases.forward))
+            last = max(last, self.expose("fsdp", reduce, backward))
+        return first + last + self.expose("dp_replicate", replicas, max(0.0, backward - reduce))
 
     @cached_property
     def copies_s(self) -> float:

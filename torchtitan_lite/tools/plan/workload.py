@@ -153,7 +153,6 @@ class Workload:
     ring: bool = False  # True: cp passes keys and values around a ring; False: cp all-gathers them
     balances_by_loss: bool = False  # the auxiliary loss counts routes over full sequences
     # Properties of other trainers, for published runs. The defaults describe this trainer.
-    overlaps_reduction: bool = False  # in a pipeline, reductions overlap with the last backwards
     grad_bytes: int = MASTER_BYTES  # bytes per element of a gradient between microbatches
     reduce_bytes: int = MASTER_BYTES  # bytes per element of a gradient in the reduction over dp
 
