@@ -109,25 +109,23 @@ def list_calls_of_stage(w: Workload, index: int) -> list[Call]:
     m = w.layout.n_microbatches
     stage = w.stages[index]
     # Each of these modules has an all-gather and a reduce-scatter: one in forward, the other in backward
-    n_exchanging = stage.has_embedding + stage.has_head + len(list_gathered(list(stage.added)))
-    n_exchanging += sum(row.tp_style == "rowwise" for row in stage.added)
+    n_exchanging = len(list_gathered(list(stage.ends)))
+    n_exchanging += sum(row.tp_style in ("rowwise", "vocabulary") for row in stage.ends)
     # Each tp rank contributes two fp32 numbers per token: the sum of exponentials, and the target's logit.
     sums_bytes = w.n_tokens * w.layout.tp * 8
     n_chunks = ceil(w.n_tokens / (w.loss_chunk_tokens or w.n_tokens))
-    norm_bytes = w.args.dim * w.reduced_bytes
     # Per neighbor one send and one receive: hidden states in one direction, gradients in the opposite direction
     ranks = w.layout.stage_ranks
     nearest = ranks[max(0, index - 1) : index + 2]  # includes this stage's own rank
     n_neighbors = sum(rank != ranks[index] for rank in nearest)
     sent_bytes = w.hidden_bytes / w.layout.tp
-    outputs = sum(row.weight[0] for row in stage.added if row.tp_style == "gathered")
+    outputs = sum(row.weight[0] for row in stage.ends if row.tp_style == "gathered")
     return [
         ("tp", "all-gather", m * (outputs > 0), outputs * w.hidden_bytes / w.args.dim),
         ("tp", "all-gather", m * n_exchanging, w.hidden_bytes),
         ("tp", "reduce-scatter", m * n_exchanging, w.hidden_bytes),
-        *list_reductions_over_tp(w, stage.added, 1),
+        *list_reductions_over_tp(w, stage.ends, 1),
         ("tp", "all-gather", m * n_chunks * stage.has_head, sums_bytes / n_chunks),
-        ("tp", "all-reduce", w.n_reductions * stage.has_head, norm_bytes),
         ("pp", "send", m * n_neighbors, sent_bytes),
         ("pp", "receive", m * n_neighbors, sent_bytes),
     ]

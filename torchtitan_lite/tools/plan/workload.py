@@ -22,6 +22,7 @@ from typing import NamedTuple
 from torchtitan_lite.config.block import (
     list_added_ends,
     list_block_modules,
+    list_end_modules,
     list_gathered,
 )
 from torchtitan_lite.config.experts import find_expert_dim
@@ -43,8 +44,7 @@ class Stage(NamedTuple):
     n_layers: tuple[int, int]  # dense layers, MoE layers
     has_embedding: bool
     has_head: bool  # the stage with the head also has the final norm
-    # modules that only this model has, before or after the layers
-    added: tuple[ModuleRow, ...] = ()
+    ends: tuple[ModuleRow, ...]  # all modules before or after the layers
 
 
 class Matrix(NamedTuple):
@@ -221,7 +221,7 @@ class Workload:
     def shape_on_rank(self, module: ModuleRow) -> list[int]:
         """Return the shape of a module's weight on one rank of tp and ep, before FSDP shards it."""
         shape = list(module.weight)
-        if module.tp_style == "colwise":
+        if module.tp_style in ("colwise", "vocabulary"):
             shape[0] //= self.layout.tp
         elif module.tp_style == "rowwise":
             shape[1] //= self.layout.tp
@@ -261,25 +261,22 @@ class Workload:
 
     def groups_of(self, stage: Stage) -> list[Group]:
         """Return the FSDP groups of a stage: embedding, head, root, layers, in this order."""
-        is_tied = stage.has_head and self.args.tie_embeddings
-        norm = (round_up(self.args.dim, self.layout.fsdp), self.compute_bytes)
-        table = (self.table, self.compute_bytes)
-        head = [table, norm]
+        has_added = bool(list_added_ends(self.args))
+        is_shared = self.args.tie_embeddings and stage.has_embedding and stage.has_head
+        embedding = []
+        head = []
         root = []  # FSDP's group of all other modules (fsdp.py)
-        for row in stage.added:
+        for row in stage.ends:
             _, parameters = self.shard(row)
-            root += parameters
-        if list_added_ends(self.args):
-            head.remove(norm)
-            root += [norm] * stage.has_head
-            if is_tied and stage.has_embedding:
-                root += head
-                head = []
-        groups = [
-            ("fsdp", [table], stage.has_embedding and not is_tied),
-            ("fsdp", head, stage.has_head and bool(head)),
-            ("fsdp", root, bool(root)),
-        ]
+            if row.name == "tok_embeddings":
+                embedding += [] if is_shared else parameters
+            elif row.name == "output" and not (has_added and is_shared):
+                head += parameters
+            elif row.name == "norm" and not has_added:
+                head += parameters
+            else:
+                root += parameters
+        groups = [("fsdp", group, bool(group)) for group in (embedding, head, root)]
         for kind in self.kinds:
             groups += [(*group, kind.count(stage)) for group in kind.groups.items()]
         if self.gathers_whole_parts:
@@ -364,8 +361,10 @@ def count_modules(stages: Stages, args: ModelArgs) -> tuple[Stage, ...]:
     found = []
     for fqns in stages:
         layers = [int(fqn.removeprefix("layers.")) for fqn in fqns if fqn.startswith("layers.")]
-        n_moes = sum(map(args.is_moe, layers))
-        n_layers = (len(layers) - n_moes, n_moes)
-        added = tuple(row for row in list_added_ends(args) if row.child in fqns)
-        found.append(Stage(n_layers, "tok_embeddings" in fqns, "output" in fqns, added))
+        n_layers = Counter(map(args.is_moe, layers))
+        ends = tuple(row for row in list_end_modules(args) if row.child in fqns)
+        stage = Stage(
+            (n_layers[False], n_layers[True]), "tok_embeddings" in fqns, "output" in fqns, ends
+        )
+        found.append(stage)
     return tuple(found)
