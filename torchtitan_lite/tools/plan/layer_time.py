@@ -205,7 +205,10 @@ class LayerTime:
         An eager addition reads two tensors and writes one.
         """
         w = self.workload
-        seconds = self.collective_time("tp", w.hidden_bytes) + self.copy_hidden(2)
+        if w.layout.tp == 1:
+            return 0.0, 0.0, 0.0
+        # DTensor copies all-gathered hidden states
+        seconds = self.collective_time("tp", w.hidden_bytes) + self.copy_time(2 * w.hidden_bytes)
         if w.async_tp:
             seconds *= 1 - self.cluster.async_tp_hidden
         n_calls = kind.n_gathers + kind.n_scatters
@@ -215,15 +218,9 @@ class LayerTime:
         both = seconds * n_calls + sharing
         return (
             both,
-            both + self.copy_hidden(3 * n_sums),
+            both + self.copy_time(3 * n_sums * w.hidden_bytes),
             seconds * n_again + sharing * kind.average(full=1),
         )
-
-    def copy_hidden(self, n_times: int) -> float:
-        """Return the seconds to read or write all-gathered hidden states `n_times`. DTensor makes such copies."""
-        if self.workload.layout.tp == 1:
-            return 0.0
-        return self.copy_time(n_times * self.workload.hidden_bytes)
 
     def expert_parallel_times(self, kind: LayerKind) -> Times:
         """Return the seconds of a layer's all-to-alls over ep: of row counts, of rows to experts, and of results."""
@@ -283,15 +280,17 @@ class LayerTime:
             again = self.gather_time(kind.gathered, again=True)
             copied = self.copy_time(2 * w.compute_bytes * n_copied)
         wait = copied + self.expose("fsdp", gather, forward)
+        late = 1.0  # share of the microbatches that all-gather in backward
         if layout.pp > 1:
             # torch does not reshard after a backward. Therefore forwards all-gather only before the first backward;
             # later, only backwards all-gather. 1F1B starts with (pp + 1) / 2 forwards, averaged over the pp ranks.
             early = min(1.0, (layout.pp + 1) / 2 / layout.n_microbatches)
-            return early * wait, (1 - early) * (copied + self.expose("fsdp", again, backward))
-        if w.n_reductions == layout.n_microbatches:
+            wait *= early
+            late -= early
+        elif w.n_reductions == layout.n_microbatches:
             again += self.reduce_time(kind.sizes)
             copied += self.copy_time((w.compute_bytes + w.reduce_bytes) * n_copied)
-        return wait, copied + self.expose("fsdp", again, backward)
+        return wait, late * (copied + self.expose("fsdp", again, backward))
 
     def gather_time(self, gathered: Counter[str], *, again: bool = False) -> float:
         """Return the seconds to all-gather parameters. `gathered` maps an axis to the bytes without qwZ, which has

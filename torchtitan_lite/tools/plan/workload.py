@@ -76,13 +76,6 @@ class LayerKind:
         self.colwise = self.select("linear", "colwise")  # tp all-gathers their input
         self.rowwise = self.select("linear", "rowwise")  # tp reduce-scatters their output
         self.norms = self.select("norm", "sequence")
-        # The formulas cover these modules: matmuls split by tp, experts, norms of hidden states, and Qwen3's norms of
-        # heads.
-        known = {"attention.q_norm", "attention.k_norm"}
-        known.update(module.name for module in self.colwise + self.rowwise + self.norms)
-        self.untimed = {
-            row.name for row in self.block if row.kind not in ("router", "experts")
-        } - known
         # The input of the first rowwise matmul is attention's output. The input of later rowwise matmuls is a product
         # (SwiGLU).
         self.products_dim = sum(module.weight[1] for module in self.rowwise[1:])
@@ -181,7 +174,6 @@ class Workload:
         # An fp32 stage on a single rank runs without FSDP (parallelize.py).
         is_alone = layout.dp * layout.cp * layout.tp == 1
         self.is_whole = is_alone and self.compute_bytes == self.weight_bytes == MASTER_BYTES
-        self.gathers_whole_parts = gathers_whole_parts(layout, self.compute_dtype)
         # Gradients are reduced once per microbatch if they are sharded, otherwise once per step.
         self.n_reductions = layout.n_microbatches if layout.zero_stage > 1 and layout.pp == 1 else 1
         # Bytes per element of a gradient that is reduced over tp or ep: fp32 if the gradient is a sum over several
@@ -279,7 +271,7 @@ class Workload:
         groups = [("fsdp", group, bool(group)) for group in (embedding, head, root)]
         for kind in self.kinds:
             groups += [(*group, kind.count(stage)) for group in kind.groups.items()]
-        if self.gathers_whole_parts:
+        if gathers_whole_parts(self.layout, self.compute_dtype):
             whole = [each for _, parameters, n_groups in groups for each in parameters * n_groups]
             none = ("fsdp", [], 0)
             groups = [none, none, ("fsdp", whole, 1)]
