@@ -328,14 +328,14 @@ class LayerTime:
         Full recompute skips the last matmul, because backward does not need its output.
         """
         w = self.workload
-        times = [self.module_times(module) for module in kind.block if module.kind != "norm"]
-        linear, of_inputs, of_weights = map(sum, zip(*times, strict=True))
+        times = {row.name: self.module_times(row) for row in kind.block if row.kind != "norm"}
+        linear, of_inputs, of_weights = map(sum, zip(*times.values(), strict=True))
         linear_again = linear
         if kind.ends_in_rowwise:
-            linear_again -= self.module_times(kind.rowwise[-1])[0]
+            linear_again -= times[kind.rowwise[-1].name][0]
         attend, attend_back = self.attention_times
         elementwise, elementwise_back = self.elementwise_times(kind)
-        experts = sum(self.module_times(m)[0] for m in kind.block if m.kind == "experts")
+        experts = sum(times[row.name][0] for row in kind.block if row.kind == "experts")
         again = kind.average(
             op=experts + elementwise / 2,
             full=linear_again + attend + elementwise,

@@ -226,7 +226,7 @@ class RankMemory:
         width = w.compute_bytes
         vocab_size = w.args.vocab_size / w.layout.tp
         weight = vocab_size * w.args.dim
-        logits = vocab_size * min(w.loss_chunk_tokens or w.n_tokens, w.n_tokens)
+        logits = vocab_size * w.chunk_tokens
         if width == MASTER_BYTES:
             # In fp32, one tensor has the logits and then their gradient; the weight's gradient is accumulated in-place.
             return (weight + logits) * MASTER_BYTES
@@ -246,12 +246,12 @@ class RankMemory:
         w = self.workload
         indices = w.layout.stages_of(pp_rank)
         has_head = indices[-1] == len(w.stages) - 1
-        working = max((working for *_, working in layers), default=0.0)
         table = w.table * w.compute_bytes
+        working = [n_bytes for *_, n_bytes in layers]
         if has_head:
-            working = max(working, self.estimate_head())
+            working.append(self.estimate_head())
         if indices[0] == 0:
-            working = max(working, table)
+            working.append(table)
         gathered = 0.0
         if w.layout.zero_stage == 3 and not w.is_whole:
             gathered = 2 * self.find_largest_block(layers)
@@ -271,7 +271,7 @@ class RankMemory:
             n_bytes = 0.0
             for index, tenths in held.items():
                 n_bytes += tenths / 10 * kept[index]
-            moments.append((gathered, w.grad_bytes * n_gradients, n_bytes, working))
+            moments.append((gathered, w.grad_bytes * n_gradients, n_bytes, max(working)))
         return moments
 
     def find_largest_block(self, layers: LayerEstimates) -> float:

@@ -11,7 +11,7 @@ Sources, arXiv: GPipe 1811.06965; 1F1B 2104.04473; LoopedBFS 2211.05953; zero bu
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import cache, partial
 from itertools import product
 from typing import NamedTuple
 
@@ -232,7 +232,7 @@ def count_in_flight(row: list[Action]) -> InFlight:
     return peaks
 
 
-@lru_cache(maxsize=4096)
+@cache
 def extrapolate_in_flight(pipeline: Pipeline, rank: int) -> InFlight:
     """Return the result of count_in_flight for one pp rank, extrapolated from short orders."""
     total = defaultdict(Counter)

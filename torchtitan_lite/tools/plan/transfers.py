@@ -113,7 +113,7 @@ def list_calls_of_stage(w: Workload, index: int) -> list[Call]:
     n_exchanging += sum(row.tp_style in ("rowwise", "vocabulary") for row in stage.ends)
     # Each tp rank contributes two fp32 numbers per token: the sum of exponentials, and the target's logit.
     sums_bytes = w.n_tokens * w.layout.tp * 8
-    n_chunks = ceil(w.n_tokens / (w.loss_chunk_tokens or w.n_tokens))
+    n_chunks = ceil(w.n_tokens / w.chunk_tokens)
     # Per neighbor one send and one receive: hidden states in one direction, gradients in the opposite direction
     ranks = w.layout.stage_ranks
     nearest = ranks[max(0, index - 1) : index + 2]  # includes this stage's own rank

@@ -42,8 +42,7 @@ class Stage(NamedTuple):
     """The modules of a pipeline stage."""
 
     n_layers: tuple[int, int]  # dense layers, MoE layers
-    has_embedding: bool
-    has_head: bool  # the stage with the head also has the final norm
+    has_head: bool
     ends: tuple[ModuleRow, ...]  # all modules before or after the layers
 
 
@@ -156,6 +155,7 @@ class Workload:
         self.compute_bytes = 4 if self.compute_dtype == "float32" else 2
         row_tokens = layout.microbatch_size * self.seq_len
         self.n_tokens = row_tokens // layout.cp  # T
+        self.chunk_tokens = min(self.loss_chunk_tokens or self.n_tokens, self.n_tokens)
         self.n_rows = 0  # R
         if args.moe:
             self.n_rows = self.n_tokens // layout.tp * args.moe.top_k
@@ -187,6 +187,7 @@ class Workload:
         n_stages_per_rank = len(layout.stages) // layout.pp
         self.pipeline = Pipeline(self.schedule, layout.pp, layout.n_microbatches, n_stages_per_rank)
         self.stages = count_modules(layout.stages, args)
+        self.has_added_ends = bool(list_added_ends(args))
         self.kinds = [LayerKind(self, modes, is_moe) for is_moe, modes in self.recompute.items()]
         # By stage: axis -> number of parameters on a rank before FSDP shards them, bytes that an all-gather returns
         found = {stage: sum_groups(self.groups_of(stage)) for stage in set(self.stages)}
@@ -253,8 +254,7 @@ class Workload:
 
     def groups_of(self, stage: Stage) -> list[Group]:
         """Return the FSDP groups of a stage: embedding, head, root, layers, in this order."""
-        has_added = bool(list_added_ends(self.args))
-        is_shared = self.args.tie_embeddings and stage.has_embedding and stage.has_head
+        is_shared = self.args.tie_embeddings and self.layout.pp == 1
         embedding = []
         head = []
         root = []  # FSDP's group of all other modules (fsdp.py)
@@ -262,9 +262,9 @@ class Workload:
             _, parameters = self.shard(row)
             if row.name == "tok_embeddings":
                 embedding += [] if is_shared else parameters
-            elif row.name == "output" and not (has_added and is_shared):
+            elif row.name == "output" and not (self.has_added_ends and is_shared):
                 head += parameters
-            elif row.name == "norm" and not has_added:
+            elif row.name == "norm" and not self.has_added_ends:
                 head += parameters
             else:
                 root += parameters
@@ -355,8 +355,6 @@ def count_modules(stages: Stages, args: ModelArgs) -> tuple[Stage, ...]:
         layers = [int(fqn.removeprefix("layers.")) for fqn in fqns if fqn.startswith("layers.")]
         n_layers = Counter(map(args.is_moe, layers))
         ends = tuple(row for row in list_end_modules(args) if row.child in fqns)
-        stage = Stage(
-            (n_layers[False], n_layers[True]), "tok_embeddings" in fqns, "output" in fqns, ends
-        )
-        found.append(stage)
+        n_of_each = (n_layers[False], n_layers[True])
+        found.append(Stage(n_of_each, "output" in fqns, ends))
     return tuple(found)
