@@ -336,9 +336,9 @@ def sum_groups(groups: Iterable[Group]) -> tuple[Counter[str], Counter[str]]:
     sizes = Counter()
     gathered = Counter()
     for axis, parameters, n_groups in groups:
-        for size, width in parameters:
-            sizes[axis] += n_groups * size
-            gathered[axis] += n_groups * size * width
+        if n_groups:
+            sizes[axis] += n_groups * sum([size for size, _ in parameters])
+            gathered[axis] += n_groups * sum([size * width for size, width in parameters])
     return sizes, gathered
 
 
