@@ -175,7 +175,9 @@ class Workload:
         is_alone = layout.dp * layout.cp * layout.tp == 1
         self.is_whole = is_alone and self.compute_bytes == self.weight_bytes == MASTER_BYTES
         # Gradients are reduced once per microbatch if they are sharded, otherwise once per step.
-        self.n_reductions = layout.n_microbatches if layout.zero_stage > 1 and layout.pp == 1 else 1
+        self.n_reductions = 1
+        if layout.zero_stage > 1 and layout.pp == 1:
+            self.n_reductions = layout.n_microbatches
         # Bytes per element of a gradient that is reduced over tp or ep: fp32 if the gradient is a sum over several
         # microbatches.
         sums_each = self.n_reductions == layout.n_microbatches
@@ -191,15 +193,22 @@ class Workload:
         self.kinds = [LayerKind(self, modes, is_moe) for is_moe, modes in self.recompute.items()]
         # By stage: axis -> number of parameters on a rank before FSDP shards them, bytes that an all-gather returns
         found = {stage: sum_groups(self.groups_of(stage)) for stage in set(self.stages)}
-        self.sizes, self.gathered = zip(*(found[stage] for stage in self.stages), strict=True)
+        self.sizes = []
+        self.gathered = []
+        for stage in self.stages:
+            sizes, gathered = found[stage]
+            self.sizes.append(sizes)
+            self.gathered.append(gathered)
         self.n_parameters = [sizes.total() for sizes in self.sizes]
         self.stages_by_rank = []  # first to last
         self.at_rest = []  # number of parameters that a rank stores between steps, by pp rank
         for pp_rank in range(layout.pp):
             indices = layout.stages_of(pp_rank)
             self.stages_by_rank.append([self.stages[index] for index in indices])
-            sizes = self.sum_stages(self.sizes, pp_rank)
-            self.at_rest.append(sum(n / getattr(layout, axis) for axis, n in sizes.items()))
+            at_rest = 0.0
+            for axis, n_parameters in self.sum_stages(self.sizes, pp_rank).items():
+                at_rest += n_parameters / getattr(layout, axis)
+            self.at_rest.append(at_rest)
 
     def with_recompute(self, recompute: dict[bool, Counter]) -> "Workload":
         """Return this workload with different recompute modes. The copy shares all other values."""
