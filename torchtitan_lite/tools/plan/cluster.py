@@ -15,7 +15,7 @@ in turn. To add a machine, add a row to ROWS.
 """
 
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from math import ceil, log2, sqrt
 
 from torchtitan_lite.config.layout import Layout
@@ -300,7 +300,6 @@ def find_gpu_row(device_name: str) -> str:
     return "h100"
 
 
-@lru_cache  # cached, because `plan --search` calls this function for every collective
 def list_strides(layout: Layout) -> dict[str, int]:
     """Map each dim to the distance in ranks between neighbors on it.
 

@@ -69,10 +69,13 @@ class LayerTime:
     workload: Workload
     cluster: Cluster
 
+    @cached_property
+    def strides(self) -> dict[str, int]:
+        return list_strides(self.workload.layout)
+
     def place(self, axis: str) -> tuple[int, int]:
         """Return the stride between neighboring ranks in a group of this axis, and the size of the group."""
-        layout = self.workload.layout
-        return list_strides(layout)[axis], getattr(layout, axis)
+        return self.strides[axis], getattr(self.workload.layout, axis)
 
     def collective_time(self, axis: str, whole_bytes: float) -> float:
         """Return the seconds to all-gather or reduce-scatter a tensor over an axis of the mesh."""
