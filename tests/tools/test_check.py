@@ -196,6 +196,9 @@ stray | argument
     parallelism.enable_async_tensor_parallel  # without a compiler, and without a GPU
 --training.enable_cpu_offload | training.enable_cpu_offload
 --parallelism.fsdp_symmetric_memory | parallelism.fsdp_symmetric_memory
+--model.n_heads=16 --model.attention=document | model.head_dim | 1 H100_ELSEWHERE  # heads of 8 features
+--model.n_heads=16 --model.attention=document
+--model.n_heads=16 --model.attention=document --model.head_dim=16 | | 1 H100_ELSEWHERE
 --parallelism.fsdp_symmetric_memory | parallelism.fsdp_symmetric_memory | 1 H100_ELSEWHERE
 --parallelism.fsdp_symmetric_memory --parallelism.zero_plus_plus=qwz | parallelism.fsdp_symmetric_memory | \
     8 H100_ELSEWHERE

@@ -1,4 +1,4 @@
-"""Check that the hosts of a run have enough memory, enough space for snapshots, and a suitable build of torch.
+"""Check that the hosts of a run have enough memory and disk, a suitable build of torch, and kernels for its heads.
 
 Only the launcher and `check` load these rules. The lower bound on memory is the size of weights, gradients and
 optimizer state:
@@ -22,8 +22,8 @@ from math import ceil, log2
 from pathlib import Path
 from runpy import run_path
 
-from torchtitan_lite.config.block import count_parameters
-from torchtitan_lite.config.choices import OPTIMIZERS
+from torchtitan_lite.config.block import count_parameters, has_masks
+from torchtitan_lite.config.choices import ATTENTIONS, OPTIMIZERS
 from torchtitan_lite.config.machine import GIB, Machine
 from torchtitan_lite.config.messages import Problems, Refused, name_command
 from torchtitan_lite.config.model_rows import ModelArgs
@@ -34,6 +34,7 @@ from torchtitan_lite.tools.detect import OLDER_INDEX, explain_misfit
 # bytes that the training state may use on an 80 GB GPU (`plan`'s default); the rest is for activations
 USUAL_GPU_BYTES = 40 * GIB
 MASTER_BYTES = 4  # a parameter and its gradient are fp32
+LEAST_HEAD_DIM = 16  # of flex attention on GPUs (torch 2.13)
 
 
 def check_host(
@@ -48,7 +49,7 @@ def check_host(
     """Return a problem for each resource that is insufficient for this run on hosts like `machine`. Remedies quote
     `args`."""
     bound = bound_memory(config, model_args, n_ranks, machine, n_hosts)
-    rules = [check_memory(bound, args, n_ranks, machine)]
+    rules = [check_memory(bound, args, n_ranks, machine), check_heads(config, model_args, machine)]
     if machine.is_here:
         # A lower bound: every host stores all shards of its ranks, but replicas on several hosts are not counted.
         snapshot_bytes = count_saved_bytes(config, model_args) // n_hosts
@@ -130,6 +131,19 @@ def check_memory(
         plan = name_command(f"plan {command} --gpus {n_gpus}")
         remedy = f"Here `{verify}` checks the layout; `{plan}` predicts the run on GPUs"
     yield "model.flavor", f"the run needs {bound} on {machine.name}", remedy
+
+
+# ---------------------------------------------------------------- kernels
+
+
+def check_heads(config: Config, model_args: ModelArgs, machine: Machine) -> Refused:
+    """Refuse heads that are too small for flex attention, which computes attention with masks on GPUs."""
+    attention = config.model.attention
+    uses_flex = ATTENTIONS[attention].uses_documents or has_masks(attention, model_args)
+    if machine.device_type == "cuda" and uses_flex and model_args.head_dim < LEAST_HEAD_DIM:
+        why = f"on a GPU, documents, windows and sinks need at least {LEAST_HEAD_DIM} features per head"
+        remedy = f"Set it to {LEAST_HEAD_DIM}, or use fewer heads"
+        yield "model.head_dim", f"{why}, and heads have {model_args.head_dim}", remedy
 
 
 # ---------------------------------------------------------------- the build of torch
