@@ -563,6 +563,7 @@ optimizer.lr | 0 | [optimizer]\nlr = 0.0008 | beta1
 optimizer.lr | 0 | # a finite number, a value from 0 to 1e+30; peak | optimizer.lr
 optimizer.beta training.seed | 0 | \n\n[debug]\n# seed of the initial weights | lr =
 optimizer.lrr | 2 | The nearest key is optimizer.lr. | [optimizer]
+CHECKPOINT.enable | 2 | The nearest key is checkpoint.enable. | [checkpoint]
 no_validation.enable | 2 | The nearest key is validation.enable. | [validation]
 """
 

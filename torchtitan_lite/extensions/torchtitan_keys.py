@@ -163,6 +163,7 @@ def is_section(start: str) -> bool:
 def suggest_key(key: str) -> str:
     """Return a remedy for an unknown key. The remedy names a key with the same name in a different section, or a
     similar key."""
+    key = key.lower()
     if "." not in key:
         return (
             "A key starts with its section, as in --training.steps. A tool lists its own options with --help; "
