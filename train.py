@@ -82,7 +82,8 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
     folder = spec.written_folder if place.rank == 0 else None
     lock = None
     if folder and config.job.overwrite:
-        # delete the earlier run now: if connecting fails, the restarted job treats all files here as its own
+        # delete the files of the earlier run before connecting: if connecting fails, the restarted job treats all files
+        # in this folder as its own
         lock = open_dump_folder(config, restarted=restarted)
     # ---- mesh: one process group for the world, one for each mesh dim, and one for each group of flattened dims
     # all ranks: exchange process ids and hashes of the corpora through the store, with the ranks of this host and one
@@ -127,7 +128,7 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
     torch.cuda.empty_cache()  # free the full tensors from which weights were initialized or loaded
     gc.collect()
     gc.freeze()  # from now on, the garbage collector skips the existing objects
-    gc.disable()  # while one rank collects garbage, all others would wait
+    gc.disable()  # if ranks collected garbage at different times, all ranks would wait each time
     # all ranks: a barrier, then the long time-outs for the first steps
     set_timeouts(config.comm.init_timeout_seconds, host)
     profiler = nullcontext()
@@ -192,13 +193,13 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
             if step % config.training.gc_freq == 0:
                 gc.collect(1)
             is_stopped = stop_signal > 0 and step < last
-            # all ranks, if due: rank 0 gathers hashes and lines of the manifest, and broadcasts whether the save
-            # succeeded
+            # all ranks, if a checkpoint is due: rank 0 gathers hashes and lines of the manifest, and broadcasts whether
+            # the save succeeded
             saved = saver.after_step(step, n_steps=last, is_stopped=is_stopped)
             if saved:
                 metrics.record("save", step, **saved)
             if snapshots:
-                # all ranks, if due: the same as for a checkpoint, but within each host
+                # all ranks, if a snapshot is due: the same messages as for a checkpoint, but within each host
                 snapshots.after_step(step, n_steps=last, is_stopped=is_stopped)
             if is_stopped:
                 status = 128 + stop_signal

@@ -135,8 +135,8 @@ def build_on_meta(config: Config, model_args: ModelArgs) -> nn.Module:
 def build_parts(
     config: Config, model_args: ModelArgs, layout: Layout, mesh: Mesh
 ) -> list[nn.Module]:
-    """Build and parallelize this rank's model parts on the meta device. Communicates only with ZeRO++ or symmetric
-    memory, to connect process groups."""
+    """Build and parallelize this rank's model parts on the meta device. Collective only if ZeRO++ or symmetric memory
+    is on: both connect process groups."""
     parts = []
     for index in layout.stages_of(mesh.pp.get_local_rank()):
         # build a new model for each pipeline stage: in a deep copy, module hooks would still refer to the original
@@ -175,7 +175,7 @@ def build_run(
 ) -> Run:
     """Build a run at step 0. `config` is resolved. Collective.
 
-    `parts`: the result of `build_parts`, if the caller has already called it.
+    `parts`: the result of `build_parts`, if the caller already has it.
     """
     parts = parts or build_parts(config, model_args, layout, mesh)
     materialize(parts, config, device)
@@ -252,7 +252,7 @@ def build_savers(
     saver_class = CheckpointSaver
     timeout = timedelta(seconds=run.config.comm.init_timeout_seconds)
     is_asynchronous = section.async_mode != "disabled"
-    if is_asynchronous:  # the thread that saves needs a separate group
+    if is_asynchronous:  # the saving thread needs a process group of its own
         group = dist.new_group(backend="gloo", timeout=timeout, group_desc="saver")
         saver_class = load_extension("asynchronous_saves").AsynchronousSaver
     saver = saver_class(

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 LOCAL_FOLDER = "checkpoint.local_folder"
 LOCK = "lock"
 CONFIG_TOML = "config.toml"  # marks the folder of a run
-RUN_ID = "run_id"  # file in checkpoint.folder; its content names the folder of the run's snapshots
+RUN_ID = "run_id"  # file in checkpoint.folder; its content is the name of the folder with the run's snapshots
 HANG = "hang"  # folder of the reports of hanging ranks, with one subfolder for each restart
 METRICS = "metrics.jsonl"
 
@@ -57,7 +57,7 @@ def check_files(config: Config, restarted: bool) -> Refused:
             why = f"{nearest} is not a folder that this user can read and write"
             yield key, why, "Name another folder"
     if not config.job.dump_folder:
-        yield "job.dump_folder", "it is empty", "Name a folder, or . for this one"
+        yield "job.dump_folder", "it is empty", 'Set it to a folder; "." is the current folder'
     has_run = (dump_folder / CONFIG_TOML).exists() or (dump_folder / METRICS).exists()
     if has_run and not (config.job.overwrite or restarted):
         yield from load_extension("overwrite").check_earlier(config.checkpoint, dump_folder)

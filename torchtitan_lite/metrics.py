@@ -218,7 +218,7 @@ class RunMetrics:
             line, *others = figures
             for figure in others:
                 longer = f"{line}  {figure}"
-                if len(longer) > columns - len("12:30:01 "):  # omit the figures that do not fit
+                if len(longer) > columns - len("12:30:01 "):  # omit what does not fit on the line
                     break
                 line = longer
             logger.info(line)

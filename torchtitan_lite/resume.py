@@ -106,7 +106,7 @@ def restore_run(
 
     def choose(manifest: Manifest) -> dict[str, Tensor]:
         create_optimizer_state(run.optimizer)
-        owners = run.parameters  # their optimizer state is loaded
+        owners = run.parameters  # the parameters whose optimizer state is loaded
         if excludes_moments(run.config, manifest, is_resumed=is_resumed):
             run.optimizer.state.clear()
             owners = {}

@@ -58,7 +58,7 @@ class ValidationBatches:
             logger.info(f"validation.steps = {most_batches}, but the split has {n_batches} batches")
 
     def batch(self, step: int, rows: range) -> Batch:
-        """Return rows `rows` of batch number `step`, counted from 0. Raises CorpusError."""
+        """Return the rows `rows` of batch number `step` (the first batch is 0). Raises CorpusError."""
         numbers = step * self.global_batch_size + torch.tensor(rows)
         n_read = self.n_batches * self.global_batch_size
         if n_read < self.n_samples:

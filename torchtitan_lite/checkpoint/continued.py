@@ -18,7 +18,7 @@ from torchtitan_lite.config.schema import Config, LRScheduler, get_value
 
 
 def find_resume_rule(key: str) -> Literal["refuse", "note", "free"]:
-    """Return the rule that applies if a run continues with a different value of this key."""
+    """Return the rule that applies if a run changes the value of this key when it continues."""
     section, _, name = key.rpartition(".")
     fields = type(get_value(Config(), section)).__dataclass_fields__
     return fields[name].metadata.get("resume", "free")
@@ -115,7 +115,7 @@ def excludes_moments(config: Config, manifest: Manifest, *, is_resumed: bool) ->
 
 
 def is_of_moments(key: str) -> bool:
-    """Return whether saved optimizer state cannot be used with a different value of this key."""
+    """Return whether saved optimizer state is useless if the value of this key has changed since the save."""
     return key.startswith("optimizer.") and find_resume_rule(key) == "refuse"
 
 
@@ -131,7 +131,7 @@ def describe_rates(config: Config, weights: Weights) -> str:
     step = weights.manifest.step
     before = weights.manifest.run["config"]
     section = config.lr_scheduler
-    saved = before["lr_scheduler"]  # a fork may have saved other keys
+    saved = before["lr_scheduler"]  # a fork may have saved keys that this code does not have
     earlier = LRScheduler(**{key: saved.get(key, own) for key, own in vars(section).items()})
     lr = config.optimizer.lr
     last = before["optimizer"]["lr"] * learning_rate_factor(earlier, step - 1)

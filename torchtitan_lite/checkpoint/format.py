@@ -21,8 +21,8 @@ is trusted if its hash matches. Exports to Hugging Face folders are written and 
 
 The mesh degrees and the manifest line of a tensor determine which rank writes which slice, so a save gathers no list of
 slices. A reader computes which ranks wrote the slices that it needs (read.py). If several ranks have equal slices, only
-the rank with index `copy` among these ranks writes. save.py chooses a different `copy` for each tensor, so the ranks
-take turns.
+the rank with index `copy` among these ranks writes. save.py varies `copy` from tensor to tensor, so the ranks take
+turns.
 """
 
 import json
@@ -62,7 +62,7 @@ class Split(NamedTuple):
 class TensorRecord(NamedTuple):
     """One line of the manifest: describes a tensor."""
 
-    dtype: str  # torch's name: "float32"
+    dtype: str  # as torch spells it, such as "float32"
     shape: Sequence[int]
     stage: int  # pp coordinate of the ranks that have this tensor
     splits: Sequence[Split]  # in the order in which they are applied

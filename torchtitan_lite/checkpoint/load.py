@@ -91,8 +91,8 @@ def open_tensors(path: Path) -> safe_open:
 def load_checkpoint(checkpoint: OpenCheckpoint, tensors: dict[str, Tensor]) -> None:
     """Load this rank's shards `tensors` in-place. No communication.
 
-    Raises CheckpointError if a tensor is missing or has a different shape, and DamagedCheckpoint if a file cannot be
-    read. After an error, the values of `tensors` are undefined.
+    Raises CheckpointError if the checkpoint lacks a tensor or has it in another shape than this run, and
+    DamagedCheckpoint if a file cannot be read. After an error, the values of `tensors` are undefined.
     """
     for name, tensor in tensors.items():
         stored = name if name in checkpoint.manifest.tensors else name.replace(*OLD_NAME)
@@ -106,8 +106,8 @@ def load_checkpoint(checkpoint: OpenCheckpoint, tensors: dict[str, Tensor]) -> N
                 f"but {found} in the checkpoint. If the model, the optimizer or an extension has changed, undo that, "
                 "or start another run from its weights: checkpoint.initial_load_path"
             )
-        # Otherwise, the tensor is the history of the spike filter, and the earlier run had no filter or a different
-        # window. The filter then starts without a history.
+        # Otherwise, the tensor is the history of the spike filter, and the run that saved the checkpoint had no filter,
+        # or a filter with another window. The filter of this run then starts without a history.
 
 
 # ---------------------------------------------------------------- all ranks

@@ -72,7 +72,7 @@ SHARDING = "DCP_SHARDING_INFO"
 OFFSETS = "saved_offsets"
 # for tensors with at least this number of elements, the ranks that have copies take turns writing
 DEALT = 2**16
-MOST_DAMAGED = 8  # messages in one error
+MOST_DAMAGED = 8  # maximum number of messages in one error
 # matches the name of one mesh dim, because torch joins the names of flattened dims
 DIM_NAME = re.compile("_?(dp_replicate|dp_shard|efsdp|ep|cp|tp|pp)")
 

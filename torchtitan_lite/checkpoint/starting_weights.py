@@ -35,7 +35,8 @@ from torchtitan_lite.models.registry import CONFIG, MODELS
 INITIAL_LOAD_PATH = "checkpoint.initial_load_path"
 # argument that also loads optimizer state and step
 NOT_ONLY = "checkpoint.no_initial_load_model_only"
-# Fields that give the same tensors a different meaning, or that make modules share tensors
+# Fields of ModelArgs that must be equal in the run and in the loaded weights. They determine the shape or the meaning
+# of tensors, or make modules share tensors
 SIZES = (*MODEL_SIZES, "tie_embeddings")
 
 
@@ -152,8 +153,8 @@ def find_initial(config: Config) -> Weights:
 def check_loaded_model(problems: Problems, weights: Weights) -> None:
     """Check that a run of this model can use the weights. Add the problems found, and a notice if the models differ.
 
-    A run that also loads the optimizer state needs the same model. Other runs need only tensors with the same shapes
-    and the same meaning.
+    If the run also loads the optimizer state, its model must equal the model of the weights. Otherwise, only the shapes
+    and the meaning of the tensors must be equal.
     """
     model_args = problems.model_args
     config = problems.config
@@ -215,7 +216,8 @@ def describe_checkpoint(path: Path) -> Weights:
 def parse_model_args(manifest: Manifest) -> ModelArgs:
     """Return the ModelArgs in the fingerprint.
 
-    Raises CheckpointError if this code does not have the model, or if its table now lists different tensors.
+    Raises CheckpointError if this code does not have the model, or if the model's table no longer lists the tensors of
+    the checkpoint.
     """
     shape = manifest.fingerprint["shape"]
     model = shape["name"]

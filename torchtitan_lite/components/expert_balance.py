@@ -31,8 +31,8 @@ from torchtitan_lite.model.part import list_moes
 
 logger = logging.getLogger(__name__)
 
-# Experts have collapsed if the ratio of the largest to the mean load of a layer reaches this number, or 3/4 of the
-# maximum of this ratio (n_experts / top_k), whichever is smaller.
+# The experts of a layer count as collapsed if the largest load divided by the mean load reaches this number, or 3/4 of
+# n_experts / top_k (the largest possible ratio) if that is smaller.
 COLLAPSED = 4.0
 STEPS_TO_WARN = 3  # warn after this many consecutive logged steps with collapsed experts
 

@@ -24,7 +24,8 @@ from torchtitan_lite.dtensor import count_replicas, local_shard
 def build_optimizer(
     section: Optimizer, parameters: dict[str, Tensor], dtype: str = "float32"
 ) -> TorchOptimizer:
-    """Build one optimizer for all parameters (FQN -> tensor). Only Muon uses `dtype`, its compute dtype.
+    """Build one optimizer for all parameters (FQN -> tensor). `dtype`: the compute dtype of Muon; all other optimizers
+    ignore it.
 
     Parameter groups contain the keys of all optimizers. Each optimizer ignores the keys that it does not use.
     """
@@ -126,7 +127,7 @@ def update_weights(
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     gradients.append(local_shard(parameter.grad))
-        if gradients:  # none if every parameter of this rank is frozen
+        if gradients:  # there is no gradient if every parameter of this rank is frozen
             torch._foreach_div_(gradients, divisor)
         optimizer.step()
     return applied

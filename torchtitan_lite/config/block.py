@@ -108,11 +108,12 @@ def count_parameters(
     return n_parameters
 
 
-@lru_cache  # cached, because `plan --search` needs the same windows for every layout
+@lru_cache  # cached, because `plan --search` asks for these windows once per layout
 def list_windows(attention: str, model_args: ModelArgs) -> tuple[int | None, ...]:
     """Return, for each layer, the number of tokens that a token attends to, itself included.
 
-    The number is None if the token attends to all earlier tokens, or if the row of the attention does not define it.
+    The number is None if the token attends to all earlier tokens, or if the attention's row in ATTENTIONS has no
+    `window`.
     """
     window = ATTENTIONS[attention].window
     return tuple(

@@ -35,7 +35,7 @@ AUTOMATIC = (None, -1, AUTO)  # the values that resolve_config replaces
 TP = "parallelism.tensor_parallel_degree"
 SPLIT_DIMS = {"colwise": 0, "rowwise": -1}  # tp_style -> dim of the weight that tp splits
 # Keys that no rule of settings.py and no notice of notices.py reads, except in the two cases that asks_for_features
-# tests. If all other keys have their default values, settings.py and notices.py are not loaded.
+# tests. If every key that is not listed here has its default value, settings.py and notices.py are not loaded.
 PLAIN_KEYS = set(
     """
     job.config_file job.dump_folder model.hf_assets_path optimizer.lr lr_scheduler.warmup_steps

@@ -26,7 +26,8 @@ class OptimizerRow:
 
     n_moments: int  # fp32 values per parameter
     has_fused_kernel: bool = False  # one kernel for all parameters, DTensors included
-    # updates each hidden matrix as a whole, and stores one moment less per element of these matrices
+    # updates each hidden matrix as a whole, and stores one moment less per element of these matrices than per element
+    # of other parameters
     updates_matrices: bool = False
     # file of extensions/ with a class of this name; "": the class is in torch.optim
     extension: str = ""
@@ -52,8 +53,8 @@ DECAYS: dict[str, Callable[[float], float]] = {
 class AttentionRow:
     """Describe a kind of attention: which tokens a token attends to, and which features support this attention.
 
-    A row without code is plain: attention is a softmax over the token itself and the earlier tokens of its document and
-    window, and over the sinks of the model. Training, `generate`, verify and context parallel then need only the row.
+    Without a file, attention is a softmax over the token itself and the earlier tokens of its document and window, and
+    over the sinks of the model. Training, `generate`, verify and context parallel then need only the row.
     """
 
     # file of extensions/. It has a function with the name of this attention, which takes (model_args, layer) and

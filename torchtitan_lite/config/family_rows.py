@@ -26,7 +26,7 @@ class ConfigKey:
     that the key is ignored.
     """
 
-    kind: Any = object  # type of the JSON value, such as int, or list | None if null is allowed
+    kind: Any = object  # type of the JSON value, such as `int`, or `list | None` if null is allowed
     # the value that transformers uses if the key is missing; `...` if the key is required
     default: Any = None
     limits: Range = Range(1, LARGEST_SIZE)  # bounds of a number, or of each number in a list
@@ -44,7 +44,8 @@ class Family:
     """
 
     architecture: str
-    keys: dict[str, ConfigKey]  # keys of config.json, in addition to the keys of all families
+    # keys of config.json, in addition to the keys that all families have
+    keys: dict[str, ConfigKey]
     sizes: dict[str, str]  # field of ModelArgs -> key
     # FQN of our module (in the block, if any) -> Hugging Face's name; {}: the index of an expert
     names: dict[str, str]

@@ -1,4 +1,4 @@
-"""Plan the layout of a run: the degree of each mesh dim, and what each rank gets. Only numbers and names.
+"""Plan the layout of a run: the degree of each mesh dim, and what each rank gets. Needs only numbers and names.
 
     rank = (((pp * dp_replicate + r) * dp_shard + s) * cp + c) * tp + t        outermost: pp, innermost: tp
 
@@ -182,8 +182,9 @@ def place_stages(parallelism: Parallelism, n_stages: int) -> tuple[int, ...]:
 def plan_batch(config: Config, degrees: dict[str, int]) -> dict[str, int]:
     """Return global_batch_size, microbatch_size and n_microbatches, as in Layout.
 
-    Without PP, a microbatch is an accumulation step of local_batch_size sequences, or of all sequences of a rank if it
-    has fewer. With PP, all sequences of a step are microbatches of a single schedule, so each step has a single bubble.
+    Without PP, a microbatch is an accumulation step of local_batch_size sequences, or of all sequences of a rank if
+    there are fewer than local_batch_size. With PP, all sequences of a step are microbatches of a single schedule, so
+    each step has a single bubble.
     """
     training = config.training
     dp = degrees["dp_replicate"] * degrees["dp_shard"]

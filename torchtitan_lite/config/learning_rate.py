@@ -6,7 +6,7 @@ from torchtitan_lite.config.schema import Config, LRScheduler
 
 
 def learning_rate_factor(section: LRScheduler, step: int) -> float:
-    """Return the fraction of the peak learning rate at `step`, counted from 0.
+    """Return the fraction of the peak learning rate at step `step` (the first step is 0).
 
     The schedule is a warm-up, a constant rate, and a decay to min_lr_factor.
 

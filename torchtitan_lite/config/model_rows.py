@@ -70,7 +70,8 @@ class ModelArgs:
     qkv_bias: bool = False  # a bias on the projections to queries, keys and values
     # number of tokens that a token attends to in layers of type "sliding_attention", itself included
     sliding_window: int | None = None
-    # types of the layers (LAYER_TYPES), repeated if the model has more layers; empty: all layers have the window
+    # types of the layers (LAYER_TYPES), repeated if the model has more layers than types; empty: all layers have the
+    # window
     layer_types: tuple[str, ...] = ()
     attention_sinks: bool = False  # each query head has a learned logit without a key or value
 
@@ -130,9 +131,11 @@ class ModuleRow:
     init_std: float = 0.0
     bias: bool = False  # whether the module has a bias, which starts at 0
     init_mean: float = 0.0
-    # For colwise modules: number of key/value heads in the output. If tp has more ranks, several ranks share each head.
+    # For colwise modules: number of key/value heads in the output. If tp has more ranks than there are heads, several
+    # ranks share each head.
     kv_heads: int = 0
-    # Rotary embedding rotates its output. Hugging Face orders the rows of each head differently.
+    # Rotary embedding rotates the module's output. Hugging Face files have the rows of each head in another order than
+    # this trainer.
     is_rotated: bool = False
     # for a module outside the blocks: the pipeline stage that has it, "first" or "last"
     end: str = ""

@@ -263,7 +263,9 @@ def check_limits(value: Any, limits: Any) -> Any:
             raise WrongValue(str(error), "Correct the path") from None
     if limits == FOLDER:
         if value in ("", ".", "..") or "/" in value:
-            raise WrongValue("it is not the name of a folder", "Use a plain name, such as traces")
+            raise WrongValue(
+                "it is not the name of a folder", 'Use a name without slashes, such as "traces"'
+            )
     elif value not in limits:
         raise WrongValue("it is out of range", f"Use {limits}")
     return value

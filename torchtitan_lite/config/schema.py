@@ -61,12 +61,12 @@ FolderName = Annotated[str, FOLDER]  # inside job.dump_folder
 
 
 def key(default: Any, *, resume: Literal["refuse", "note"]) -> Any:
-    """Return the dataclass field of a key that affects training. `resume` says what happens if a run continues with a
-    new value of the key.
+    """Return the dataclass field of a key that affects training. `resume` says what happens if a run changes the value
+    of the key when it continues.
 
-    note      the run trains differently from here on, so both values are printed
-    refuse    the saved state is useless with a different value: data, batch, seed, kind of optimizer
-    (free)    a field without `key`; a new value does not change training: layout, recompute, logs, folders
+    note      the run continues with the changed value, and both values are printed
+    refuse    the saved state is useless with the changed value: data, batch, seed, kind of optimizer
+    (free)    a field without `key`; the changed value does not affect training: layout, recompute, logs, folders
     """
     # each section needs its own copy of a list
     return field(default_factory=partial(copy, default), metadata={"resume": resume})
@@ -131,7 +131,7 @@ class Training:
     spike_window: Annotated[int, Range(2, 2**20)] = key(32, resume="note")
     # compute dtype; auto: bfloat16 on CUDA
     mixed_precision_param: Literal["auto", "bfloat16", "float32"] = key("auto", resume="note")
-    # dtype of weights between steps; bfloat16 rounds updates stochastically
+    # dtype in which weights are stored; with bfloat16, updates are rounded stochastically
     dtype: Literal["float32", "bfloat16"] = key("float32", resume="refuse")
     # dtype of gradient reduction
     mixed_precision_reduce: Literal["float32"] = key("float32", resume="note")
@@ -165,8 +165,8 @@ class Parallelism:
     # new: hpz: keep a node's shards for backward; qwz and qgz: FSDP sends weights and gradients in int8
     zero_plus_plus: list[Literal["hpz", "qwz", "qgz"]] = key([], resume="note")
     zero_plus_plus_node_size: Degree = key(8, resume="note")  # new: number of ranks in a node
-    # new: NCCL all-gathers FSDP's shards from buffers that the GPUs of a host share; needs torch 2.12 or newer; never
-    # run
+    # new: NCCL all-gathers FSDP's shards from buffers that the GPUs of a host share; needs torch 2.12 or newer; this
+    # option has never been run
     fsdp_symmetric_memory: bool = False
     tensor_parallel_degree: Degree = 1
     # overlap TP collectives with chunks of matmuls; needs inductor and CUDA
@@ -327,7 +327,7 @@ class Metrics:
 
 @dataclass(frozen=True)
 class Comm:
-    # time-out of collectives during the first step, the first validation, saves and loads
+    # time-out of collectives during the first step, the first validation, and saves and loads of checkpoints
     init_timeout_seconds: Seconds = 300
     train_timeout_seconds: Seconds = 100  # time-out of all later collectives
     # new: report a step that takes longer than this time; 0: never; auto: 3/4 of train_timeout_seconds

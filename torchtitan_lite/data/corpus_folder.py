@@ -277,11 +277,11 @@ def check_data(config: Config, tokenizer: Tokenizer | None) -> Refused:
 
 
 STDLIB_TOKENS = 3_600_000  # in Python 3.11, with the shipped tokenizer
-MOST_EPOCHS = 4  # more epochs of the same text help little: arXiv:2305.16264
+MOST_EPOCHS = 4  # epochs beyond this number help little: arXiv:2305.16264
 
 
 def describe_epochs(training: Training) -> list[str]:
-    """Return a notice if a run repeats python_stdlib often, with commands for a larger corpus."""
+    """If a run repeats python_stdlib often, return a notice with the commands that prepare a larger corpus."""
     n_tokens = training.steps * training.global_batch_size * training.seq_len
     n_epochs = n_tokens / STDLIB_TOKENS
     if training.dataset != ["python_stdlib"] or n_epochs < MOST_EPOCHS:

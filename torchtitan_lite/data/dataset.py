@@ -251,7 +251,7 @@ class SampleStream:
         return f"{steps}, from {', '.join(corpora)}"
 
     def batch(self, step: int, rows: range) -> Batch:
-        """Return rows `rows` of the global batch of `step`, counted from 0. Raises CorpusError."""
+        """Return the rows `rows` of the global batch of step `step` (the first step is 0). Raises CorpusError."""
         draws = step * self.global_batch_size + torch.tensor(rows)
         return self.reader.read(self.sampler.choose(draws))
 
@@ -271,8 +271,8 @@ def prefetch(
 ) -> Iterator[Batch]:
     """Yield `read_batch(step, rows)` for each of these steps, on `device`. A CUDA `device` must have an index.
 
-    A thread reads the next batch while the caller uses the current one. An error in the thread is raised when its batch
-    is requested. Closing the iterator ends the thread.
+    A thread reads the next batch while the caller uses the current one. If the thread fails on a batch, its error is
+    raised when the caller requests this batch. Closing the iterator ends the thread.
     """
 
     def load(step: int) -> Batch:
@@ -286,7 +286,7 @@ def prefetch(
 
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch") as thread:
         batches = chain((thread.submit(load, step) for step in steps), [None])
-        for batch, _ in pairwise(batches):  # the thread already reads the following batch
+        for batch, _ in pairwise(batches):  # meanwhile, the thread already reads the next batch
             yield batch.result().to(device)
 
 

@@ -26,7 +26,8 @@ PATTERNS = (LLAMA3_PATTERN, QWEN_PATTERN, GPT2_PATTERN)
 
 
 def read_byte_level_bpe(file: dict, added: list[dict]) -> BytePairs | None:
-    """Return the vocabulary of a tokenizer.json, or None if tiktoken would encode some texts differently."""
+    """Return the vocabulary of a tokenizer.json, or None if tiktoken would encode some texts to other ids than the
+    package `tokenizers`."""
     normalizer = file.get("normalizer")
     pattern = read_pattern(file.get("pre_tokenizer"))
     if pattern not in PATTERNS or normalizer not in (None, {"type": "NFC"}):
@@ -72,7 +73,8 @@ def are_matched_as_written(added: list[dict], *, is_normalized: bool) -> bool:
 
 
 def rank_tokens(model: dict) -> dict[bytes, int] | None:
-    """Return the ids of the tokens that occur in encoded texts. None if tiktoken would merge some bytes differently."""
+    """Return the ids of the tokens that occur in encoded texts. None if tiktoken would merge some bytes in another
+    order than the package `tokenizers`."""
     vocab = model["vocab"]
     if "merges" not in model or any(map(model.get, AFFIXES)):
         return None
@@ -154,7 +156,8 @@ def spell_token(token: str) -> bytes:
 
 
 def spell_bytes() -> dict[str, int]:
-    """Return GPT-2's character -> byte. A printable byte is its own character; the others are U+0100, U+0101, ..."""
+    """Return GPT-2's character -> byte. A printable byte is its own character; the other bytes are U+0100, U+0101,
+    ..."""
     byte_of = {}
     n_others = 0
     for byte in range(256):

@@ -166,8 +166,8 @@ def read_recorder(
     (`has_failed`) and no call is pending any more, the last call is treated as pending.
 
     For each group, also returns the first call of this step that no earlier step made at the same position, together
-    with the call that earlier steps made at this position. `begun_ns`: the start times of this step and the earlier
-    steps.
+    with the call that earlier steps made at this position. `begun_ns`: the start times of this step and of the steps
+    before it.
     """
     ranks = {}
     for group in dist.distributed_c10d._world.pg_map:
@@ -208,7 +208,7 @@ def read_recorder(
 def find_unusual(steps: list[list[dict]]) -> tuple[dict, dict] | None:
     """Return the first call of the last step that no earlier step made at the same position.
 
-    Also returns the call that the most similar earlier step made at that position.
+    Also returns the call that the most similar earlier step made at this position.
     """
     *earlier, last = steps or [[]]
     found = None

@@ -4,7 +4,8 @@ Every rank reads only its rows or columns from the mapped files, without communi
 rank's shards and for one more matrix.
 
 RoPE rotates pairs of features in a head: (i, i + E/2) in transformers, (2i, 2i + 1) here. Therefore, in modules that
-the model's table marks `is_rotated`, the rows of each head have a different order. For E = 6:
+the model's table marks `is_rotated`, this trainer and transformers store the rows of each head in different orders. For
+E = 6:
 
     our row           0 1 2 3 4 5        their row          0 1 2 3 4 5
     is their row      0 3 1 4 2 5        is our row         0 2 4 1 3 5

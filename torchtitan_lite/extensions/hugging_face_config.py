@@ -1,9 +1,9 @@
 """Read config.json of a Hugging Face folder into ModelArgs. Needs no torch.
 
 FAMILIES in models/NAME/hugging_face.py lists the architectures, with one row for each key of their config.json.
-EVERY_FAMILY lists the keys that all architectures share. A feature that is not supported (other biases, a different
-activation or RoPE scaling, quantized weights) raises an error, because the model would load, but compute wrong outputs.
-As in transformers, a key without a row has no effect; a notice lists such keys.
+EVERY_FAMILY lists the keys that all architectures share. A feature that is not supported (such as a bias, an activation
+or a RoPE scaling that the model lacks, or quantized weights) raises an error, because the model would load, but compute
+wrong outputs. As in transformers, a key without a row has no effect; a notice lists such keys.
 
 transformers 5 writes `rope_parameters` with theta and scaling; version 4 writes `rope_theta` and `rope_scaling`. Both
 forms are read.
@@ -33,7 +33,7 @@ from torchtitan_lite.extensions.foreign_json import JsonObject, has_kind, read_j
 from torchtitan_lite.models.registry import CONFIG, LENGTH, MODELS
 
 GENERATION_CONFIG = "generation_config.json"
-DTYPE_KEYS = ("torch_dtype", "dtype")  # key in transformers 4, key in transformers 5
+DTYPE_KEYS = ("torch_dtype", "dtype")  # (key in transformers 4, key in transformers 5)
 DENSE_LAYERS = "mlp_only_layers"  # a list of layer numbers
 TIE_KEY = "tie_word_embeddings"
 END = "eos_token_id"
@@ -296,8 +296,8 @@ def find_unsupported(config: dict[str, Any], family: Family) -> list[str]:
 
 
 def count_dense(config: dict[str, Any]) -> int | None:
-    """Return the number of dense layers at the start of the model, or None if the config lists other dense layers
-    too."""
+    """Return the number of dense layers at the start of the model, or None if the config also lists dense layers
+    elsewhere."""
     n_layers = config["num_hidden_layers"]
     step = config.get("decoder_sparse_step", 1)
     dense = config.get(DENSE_LAYERS) or []

@@ -135,7 +135,8 @@ def make_config_json(
             changed[TIE_KEY] = model_args.tie_embeddings
         if context and context > (published.get(LENGTH) or context):
             changed[LENGTH] = context
-            # If original_max_position_embeddings is missing, transformers uses the new length instead.
+            # If original_max_position_embeddings is missing, transformers uses the changed max_position_embeddings
+            # instead.
             if scaling and scaling.kind == "llama3":
                 changed[ORIGINAL_LENGTH] = scaling.original_length
         return published | changed

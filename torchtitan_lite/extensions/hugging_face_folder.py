@@ -13,7 +13,8 @@
     ...mlp.experts.0.gate_proj.weight  (F, D)        ...feed_forward.experts.w1  (experts, D, F)
 
 Modules, shapes and names come from models/NAME/table.py. Shapes are the same on both sides, except that Hugging Face
-has one transposed matrix per expert. Hugging Face stores the rows of wq and wk in a different order (hugging_face.py).
+has one transposed matrix per expert. Hugging Face stores the rows of wq and wk in another order than this trainer
+(hugging_face.py).
 
 A tied model usually stores only the embedding. As in transformers, a folder with only the head is also a tied model,
 and a folder with two different matrices is not, regardless of config.json.
@@ -43,7 +44,7 @@ ADAPTER = "adapter_config.json"  # if present, transformers applies a LoRA adapt
 NO_WEIGHTS = "rotary_emb.inv_freq"
 FILE_DTYPES = ("F32", "BF16", "F16")  # supported dtypes, as safetensors headers spell them
 MOST_NAMED = 8  # maximum number of tensors that a message names
-# pattern of other files with weights -> what is wrong with such a file, and how to fix it
+# pattern of files with weights that cannot be used -> what is wrong with such a file, and how to fix it
 OTHER_FILES = {
     "*.safetensors": f"has no index: download {INDEX} of the same model, or name a single file {SINGLE_FILE}",
     "*.bin": "is a pickle, which is never opened here: save it as safetensors with transformers",
@@ -111,7 +112,8 @@ def open_folder(path: Path) -> HuggingFaceFolder:
             shape = shape[:0:-1]  # the matrix of an expert is transposed
         expected |= dict.fromkeys(name_theirs(fqn, model_args), shape)
     problems = []
-    # stored tensors first: an unknown name often explains a missing tensor
+    # list the stored tensors first, because a stored tensor with an unknown name is often the missing tensor under
+    # another name
     for name in found | expected:
         stored = found.get(name, "missing")
         described = expected.get(name, "unknown")

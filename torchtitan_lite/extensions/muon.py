@@ -45,7 +45,7 @@ from torch.optim import AdamW
 from torchtitan_lite.dtensor import local_shard
 from torchtitan_lite.extensions.muon_rounds import NEWTON_SCHULZ_STEPS, deal_matrices
 
-# the same as in torch.optim.Muon
+# the same value as in torch.optim.Muon
 MOMENTUM = 0.95
 EPS = 1e-7
 UPDATE_RMS = 0.2

@@ -27,7 +27,7 @@ def build_watched(
 ) -> Optimizer:
     """Build an optimizer, and make each step raise UserError if it fails in torch, or if a resume would lose state.
 
-    Raises UserError if the class needs other arguments.
+    Raises UserError if the class does not accept the arguments that build_optimizer passes.
     """
     name = f"{builder.__module__}.{builder.__name__}"
     remedy = (

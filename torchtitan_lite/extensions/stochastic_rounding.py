@@ -5,7 +5,8 @@
 
 An update of 0.1 % of a weight is smaller than half of the distance between two neighboring bf16 values. Rounding to the
 nearest value would undo it. Stochastic rounding adds a random number, which is smaller than the distance between two
-neighboring values, and cuts off the lower bits. Therefore the mean of many updates is correct.
+neighboring values, and cuts off the lower bits. Therefore the rounding is unbiased: on average, a weight changes by
+exactly its updates.
 
 The random number is a hash of the step and of the element's index in its shard, not the state of a generator. Therefore
 a resumed run rounds as if it had not stopped, and copies of a weight on several ranks stay bitwise identical.
@@ -20,7 +21,7 @@ from torch import Tensor
 def round_stochastically(x: Tensor, step: Tensor, salt: int) -> Tensor:
     """Round x (n,) fp32 up or down to bfloat16, so that the expected value of the result is x.
 
-    The random numbers depend on `step` () fp32 and on `salt`, which is a different number for each tensor.
+    The random numbers depend on `step` () fp32 and on `salt`, which is a distinct number for each tensor.
     """
     bits = torch.arange(x.numel(), dtype=torch.int32, device=x.device)
     bits = scramble(bits ^ scramble(step.int() * 9973 + salt))

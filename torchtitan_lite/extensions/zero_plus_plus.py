@@ -67,8 +67,9 @@ from torchtitan_lite.parallel.mesh import Mesh
 class Nodes(NamedTuple):
     """The two process groups of a rank whose FSDP group is split by node."""
 
-    near: dist.ProcessGroup  # the ranks of this node, or the whole group if it is not split
-    # the ranks with the same index in their nodes, or None if the group is not split
+    # the ranks of this node, or the whole FSDP group if it is not split by node
+    near: dist.ProcessGroup
+    # one rank of every node: the ranks with the same index within their node; None if the group is not split by node
     far: dist.ProcessGroup | None
 
 

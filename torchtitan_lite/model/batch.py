@@ -26,7 +26,7 @@ class Batch:
     tokens: Tensor
     targets: Tensor  # the next token, or IGNORE_INDEX for no loss
     positions: Tensor  # position of each token in its row, or in its document
-    doc_ids: Tensor  # index of each token's document in its row, from 0
+    doc_ids: Tensor  # index of each token's document in its row; the first document of a row is 0
     # extra fields, passed to the model and to the loss (loss.py) as keyword arguments
     extra: dict[str, Tensor] = field(default_factory=dict)
 

@@ -145,7 +145,8 @@ def multiply_groups(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 def sort_rows(experts: Tensor, n_experts: int) -> tuple[Tensor, Tensor]:
     """Sort rows by expert. Return the order and its inverse permutation, (R,) each.
 
-    The keys have the shortest possible dtype, because a GPU sorts 8 bits of a key at a time. The sort is stable.
+    The keys have the shortest possible dtype, because the radix sort of a GPU makes one pass per 8 bits of a key. The
+    sort is stable.
     """
     keys = experts.to(torch.uint8 if n_experts <= 256 else torch.int16)
     order = keys.argsort(stable=True)
@@ -156,7 +157,8 @@ def sort_rows(experts: Tensor, n_experts: int) -> tuple[Tensor, Tensor]:
 class PermuteRows(torch.autograd.Function):
     """Copy each row of x (R / n_copies, D) `n_copies` times, in any order. Returns x[sources], (R, D).
 
-    `inverse` has the index of each copy in the result. The backward of plain indexing would add rows one by one.
+    `inverse` has the index of each copy in the result. The backward of `x[sources]` would add the gradients of the
+    copies of a row one by one.
     """
 
     @staticmethod

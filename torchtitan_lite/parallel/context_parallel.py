@@ -22,7 +22,7 @@ all-gathered keys and values are saved for backward. With recompute (any mode ex
 all-gathered again instead.
 
 Legend: B batch, S full sequence over n ranks, D model dim, H query heads, K key/value heads, E head dim.
-Sources: ring arXiv:2310.01889; zig-zag: Llama 3 arXiv:2407.21783; a different balanced order: arXiv:2311.09431.
+Sources: ring arXiv:2310.01889; zig-zag: Llama 3 arXiv:2407.21783; another order with equal work: arXiv:2311.09431.
 Effect: replaces `attention.inner` of each block if it is causal. Any other attention becomes a subclass that first
 all-gathers keys and values, and computes its mask from `positions`. To allow this for a fork's attention, set
 `under_cp` in its row. FQNs do not change.

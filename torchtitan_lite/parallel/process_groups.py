@@ -58,9 +58,9 @@ class Place:
 def join_job(environment: os._Environ) -> tuple[Place, dist.Store]:
     """Return the position of this process, and a key-value store of all ranks for this start of the job. Collective.
 
-    torchrun counts a restart only on the hosts whose own ranks caused it, and a host that joins late counts from 0.
-    Hosts must agree on whether the job has restarted, so they use the largest count. The store must be empty after each
-    restart (tools/launch.py).
+    torchrun counts a restart only on the hosts whose own ranks caused it, and the count of a host that joins late
+    starts at 0. Hosts must agree on whether the job has restarted, so they use the largest count. The store must be
+    empty after each restart (tools/launch.py).
     """
     if "LOCAL_WORLD_SIZE" not in environment:
         sys.exit("train.py runs as one rank of many: start it with ./run_train.sh or torchrun")
@@ -79,7 +79,7 @@ def join_job(environment: os._Environ) -> tuple[Place, dist.Store]:
         counts = [f"restarts of host {host}" for host in range(n_hosts)]
         if local_rank == 0:
             store.set(counts[rank // n_local], str(restarts))
-        if rank == 0:  # publish one value, so the other ranks do not read a value per host
+        if rank == 0:  # publish one value, so no other rank reads one value per host
             store.set("restarts", str(max(map(int, store.multi_get(counts)))))
         restarts = int(store.get("restarts"))
     # On a single host, torchrun's store survives restarts. If it still has this key (without a prefix), NCCL's threads
@@ -109,7 +109,7 @@ def start_process(
 
     backend = "gloo" if device.type == "cpu" else "nccl"
     # With a device_id, NCCL connects a group immediately, but then runs all sends and receives of a pipeline on one
-    # stream, so each send or receive waits for the previous one. Without a device_id, NCCL connects at the first
+    # stream, so each send or receive waits for the one before it. Without a device_id, NCCL connects at the first
     # collective.
     connects_at_once = device.type == "cuda" and config.parallelism.pipeline_parallel_degree == 1
     if device.type == "cuda" and config.training.enable_cpu_offload:

@@ -118,7 +118,7 @@ class Agent(LocalElasticAgent):
         return result
 
     def _restart_workers(self, worker_group: Any) -> None:
-        cause = self.ending or Ending(0, "")  # a different host failed or joins
+        cause = self.ending or Ending(0, "")  # another host failed or joins
         if self.store:
             # A host that joined late has counted fewer starts. Therefore use torchrun's store, which is new for each
             # start.

@@ -175,7 +175,8 @@ def build_contenders(config: Config, layout: Layout, device: torch.device) -> di
     fields = make_config_json(model_args, dtype="float32", bos_id=None, eos_id=None)
     fields |= {"attn_implementation": "sdpa", "use_cache": False}
     hf_config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
-    llama = transformers.AutoModelForCausalLM.from_config(hf_config)  # its initial weights differ
+    # its initial weights differ from those of the other contenders
+    llama = transformers.AutoModelForCausalLM.from_config(hf_config)
     llama.train().to(device)
     contenders["transformers"] = write_loop(
         llama, lambda: llama(batch.tokens).logits, batch.targets, n_tokens, config

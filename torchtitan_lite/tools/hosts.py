@@ -2,14 +2,15 @@
 
     NODE_RANK=0    listens at MASTER_ADDR:MASTER_PORT with one of torch's stores, which torchrun's rendezvous uses too
     others         connect to NODE_RANK=0, and compare hashes of settings; the settings are read only if a hash differs
-    NODE_RANK=0    tells every host which hosts have different settings, and the first setting that differs
+    NODE_RANK=0    tells every host which hosts have settings that differ from its own, and the first such setting
     all            let gloo use the network interface of this connection
     a host that cannot start, or that receives a signal before all hosts have met, also connects, and tells the others
     at the end     the first host that fails writes the reason; the others repeat it
 
-With NNODES=2:4, ranks start when two hosts have met, and a host may join later. Therefore only the host with different
-settings exits. With a fixed number of hosts, all hosts exit with the reason and the exit status of this host. If the
-other hosts waited instead, Slurm would end them with a signal and report 143, because Slurm reports the largest status.
+With NNODES=2:4, ranks start when two hosts have met, and a host may join later. Therefore only the host whose settings
+differ from those of NODE_RANK=0 exits. With a fixed number of hosts, all hosts exit with the reason and the exit status
+of this host. If the other hosts waited instead, Slurm would end them with a signal and report 143, because Slurm
+reports the largest status.
 """
 
 import hashlib
@@ -118,8 +119,8 @@ def meet_hosts(store: Any, config: dict[str, object], refusal: str = "") -> None
     """Wait for all hosts, and compare their settings.
 
     If NNODES is a range, wait for the smallest number of hosts. `config` has the value of each key. `refusal` is the
-    reason if this host cannot start. Raises UserError on every host if a host cannot start, has different settings, or
-    cannot be reached.
+    reason if this host cannot start. Raises UserError on every host if a host cannot start, has settings that differ
+    from those of NODE_RANK=0, or cannot be reached.
     """
     n_needed, n_hosts = read_hosts()
     facts = json.dumps(list_facts(config))

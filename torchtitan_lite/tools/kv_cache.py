@@ -6,7 +6,7 @@
 
 The cache replaces the submodule `attention.inner`, as context parallel does, so training and generation run the same
 model code. The cache computes attention over one document that starts at position 0, with the window and the sinks of
-its layer. A value of model.attention is supported if its row in config/choices.py has no code. A model with custom
+its layer. A value of model.attention is supported if its row in config/choices.py names no file. A model with custom
 attention (model/own_attention.py) is not supported.
 
 Legend: B batch (1 here), S sequence, Q tokens being read, L tokens read so far, H heads, K kv heads, E head dim.
@@ -27,7 +27,7 @@ from torchtitan_lite.model.attention import (
 )
 from torchtitan_lite.model.own_attention import explain_own_attention, list_attentions
 
-MOST_ERROR = 2e-5  # largest allowed error, as a fraction of the largest logit; 1e-6 is usual
+MOST_ERROR = 2e-5  # largest allowed error, as a fraction of the largest logit; correct models have errors of about 1e-6
 
 
 class CachedAttention(InnerAttention):
@@ -82,7 +82,7 @@ class CachedModel:
     """
 
     def __init__(self, model: nn.Module, attention: str = "causal"):
-        """`attention` is the value of model.attention. The row of this value in ATTENTIONS must have no code."""
+        """`attention` is the value of model.attention. The row of this value in ATTENTIONS must name no file."""
         self.model = model
         self.length = 0
         expected = type(build_attention(attention, model.model_args, 0))

@@ -1,4 +1,4 @@
-"""Describe the Llama family in Hugging Face folders: architectures, keys of config.json, names. Needs no torch."""
+"""Describe Llama models in Hugging Face folders: architectures, keys of config.json, tensor names. Needs no torch."""
 
 from torchtitan_lite.config.family_rows import (
     ABOVE_ZERO,
@@ -60,7 +60,7 @@ SHARED = {
     "num_key_value_heads": ConfigKey(int | None),
     "head_dim": ConfigKey(int),  # if missing: hidden_size / num_attention_heads
     "rms_norm_eps": ConfigKey(float, 1e-6, limits=NOT_NEGATIVE),
-    "hidden_act": ConfigKey(str, only=("silu", "swish")),  # two names of one function
+    "hidden_act": ConfigKey(str, only=("silu", "swish")),  # both names mean the same function
     "tie_word_embeddings": BOOL,
     "max_position_embeddings": ConfigKey(int, 32768),
     "rope_theta": ConfigKey(float, 1e4, limits=ABOVE_ZERO),

@@ -94,7 +94,7 @@ class Fault:
     kind: str  # a key of MESSAGES
     seed: int  # random seed that chooses rank, step, weight and bit
     rank: int | None  # None: all ranks train without a fault
-    step: int  # counted from the start of the process
+    step: int  # number of the step since the process started; its first step is 1
     folder: str  # dump folder of the run
     found_s: float | None = None  # seconds until the output names the fault; None if it never does
     back_s: float | None = None  # seconds until a restarted run logs a step

@@ -46,7 +46,7 @@ IN_PIPELINE = " _wait_batch_p2p"  # the function of torch's schedules that waits
 COMPILERS = ("torch/_dynamo/convert_frame.py:", "torch/_inductor/compile_fx.py:")
 # calls whose sizes may differ between ranks
 UNEQUAL = ("all_to_all", "gather", "scatter")
-N_STACK_LINES = 4  # number of stack lines to show, above torch's own
+N_STACK_LINES = 4  # number of stack lines to show above the lines of torch
 
 
 def main(options: Namespace) -> int:

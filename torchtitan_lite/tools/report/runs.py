@@ -62,7 +62,7 @@ class RecordedRun:
         self.settings = dict(flatten_table(table))  # "optimizer.lr" -> 0.001
         args = ["--config", str(folder / "config.toml")]
         wrong = {problem.key for problem in read_config(args).problems}
-        wrong.discard("model.name")  # a fork has other models
+        wrong.discard("model.name")  # a fork may have models that this checkout lacks
         if missing := NEEDED - (self.settings.keys() - wrong):
             raise UserError(
                 f"{folder}/config.toml lacks a valid {', '.join(sorted(missing))}: copy the file that the run wrote"
@@ -182,7 +182,7 @@ def summarize(run: RecordedRun) -> list[str]:
 
 
 def list_findings(run: RecordedRun) -> list[str]:
-    """Return warnings: gradient spikes, a large bubble, slow or skipped steps, a validation loss that rises again."""
+    """Return warnings: gradient spikes, a large bubble, slow or skipped steps, a validation loss above its minimum."""
     remarks = []
     if run.unread:
         numbers = ", ".join(map(str, run.unread))

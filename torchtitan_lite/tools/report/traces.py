@@ -1,4 +1,4 @@
-"""Read torch's traces of one step: how each rank spends its time, and the measured pipeline.
+"""Summarize the torch profiler traces of one step: how each rank spends its time, and how the pipeline ran.
 
     computing    kernels on a GPU; on a CPU, operators in the main thread
     exposed      communication that does not overlap with computing

@@ -171,7 +171,7 @@ OF_LOSS = ("forward", "differentiate", "token_losses")  # methods of a head
 class PlainExperts:
     """Replaces the forward of an MoE: every expert computes every token, and the weight of an unchosen expert is 0.
 
-    Because of the biases, one expert of every layer gets no tokens. If top_k is at least 2, a different expert of every
+    Because of the biases, one expert of every layer gets no tokens. If top_k is at least 2, one other expert of every
     layer gets all tokens. If `biases_decide`, biases choose the same experts for every token, so rounding cannot change
     the choice.
     """

@@ -224,7 +224,7 @@ def outputs_compared(run: build.Run, plain: PlainStep, seen: Seen) -> Iterator[N
             return
         if name in plain.outputs:
             pieces["module output", name].append(local(output).clone())
-        # the blocks of a fork may have other inputs
+        # the blocks of a fork may have inputs that Llama's blocks do not have
         if name.rpartition(".")[0] == "layers" and run.config.model.name == "llama3":
             pieces["rotary angles", name].append(args[1].clone())
 

@@ -1,4 +1,5 @@
-"""Run train.py on this layout and in one process, and compare the logs: data, rates, validation, save and resume.
+"""Run train.py on this layout and in one process, and compare the logs. This trial tests data, learning rates,
+validation, save and resume.
 
     one process         steps 1 2 3 4     without interruption
     the layout          steps 1 2
@@ -104,7 +105,8 @@ def try_train(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Trial:
 
 
 def measure_noise(alone: Config, run_ranks: RunRanks) -> Noise:
-    """Measure how much the saved tensors of one process change if its initial weights are rounded differently."""
+    """Measure how much the saved tensors of one process change if its initial weights are perturbed by a rounding
+    error."""
     seen = Seen({})
     for seed in range(N_ROUNDINGS):
         other = with_value(alone, "job.dump_folder", f"{alone.job.dump_folder} {seed}")
@@ -152,8 +154,8 @@ def run_train(
 def start_train(rank: int, world_size: int, config: Config, port: int, seed: int | None) -> Acted:
     """Worker: execute train.py as under torchrun. The TCPStore of the parent listens at `port`.
 
-    With a `seed`, initial weights are rounded differently. Returns which keys acted. Exceptions of train.py propagate.
-    Raises RuntimeError if the exit status of train.py is not 0.
+    With a `seed`, initial weights are perturbed by a rounding error. Returns which keys acted. Exceptions of train.py
+    propagate. Raises RuntimeError if the exit status of train.py is not 0.
     """
     # Pass the config as an object, because a TOML file has no key for the number of experts.
     given = UserConfig(config, frozenset(KEYS))

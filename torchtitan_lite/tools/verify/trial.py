@@ -42,7 +42,7 @@ from torchtitan_lite.tools.verify.reduction import Reduction, override
 from torchtitan_lite.tools.verify.witnesses import Acted, merge
 
 RunRanks = Callable[..., list]  # (worker, world_size, *args) -> one result per rank
-# relative changes of the results if one process repeats the steps with different rounding
+# relative changes of the results if one process repeats the steps with weights that are perturbed by a rounding error
 Noise = dict[Key, float]
 
 # Errors of correct layouts: gradients 2e-6 (8e-6 with twelve MoE layers), optimizer state 2e-7, updates 4e-8.
@@ -308,7 +308,8 @@ def round_differently(
 
 @torch.no_grad()
 def measure_noise(config: Config, steps: list[PlainStep], rounding: float = ROUNDING) -> Noise:
-    """Measure how much gradients change if weights are rounded differently. Sums whose terms cancel change a lot."""
+    """Measure how much gradients change if weights are perturbed by a rounding error. Sums whose terms cancel change a
+    lot."""
     plain = PlainModel(config)
     generator = torch.Generator().manual_seed(0)
     seen = Seen({})
