@@ -13,7 +13,8 @@ if sys.version_info < (3, 10):
 
 # The folder that contains train.py, run_train.sh, configs/, assets/ and pyproject.toml.
 PACKAGE = Path(__file__).resolve().parent
-# pip copies these files to this folder (see pyproject.toml), which does not exist in a git checkout
+# pip copies run_train.sh, configs/ and the other files that this package reads to SHIPPED (see pyproject.toml). SHIPPED
+# does not exist in a git checkout
 SHIPPED = PACKAGE / "shipped"
 IS_INSTALLED = SHIPPED.is_dir()
 REPOSITORY = SHIPPED if IS_INSTALLED else PACKAGE.parent

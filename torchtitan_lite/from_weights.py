@@ -27,7 +27,7 @@ from torchtitan_lite.data.tokenizer import Tokenizer, find_tokenizer, load_token
 from torchtitan_lite.models.registry import CONFIG, LENGTH, MODELS
 from torchtitan_lite.preflight import RunSpec
 
-# a higher rate for trained weights gives a notice; configs/finetune.toml uses 1e-5
+# a learning rate above this value for trained weights gives a notice; configs/finetune.toml uses 1e-5
 HIGHEST_LR = 1e-4
 
 
@@ -67,7 +67,8 @@ def adapt_to_weights(given: UserConfig, weights: Weights) -> None:
         row = weights.model_args
         name = config.model.name if "model.name" in given.chosen else row.name
         if name != row.name:
-            # for fields that only the chosen model has, use the values of its debug flavor
+            # for fields that the chosen model has and the model of the weights lacks, use the values of the chosen
+            # model's debug flavor
             list_added_fields = load_extension("families").list_added_fields
             row = replace(row, **list_added_fields(MODELS[name].flavors["debug"], row))
         given.config = replace(config, model=replace(config.model, name=name, row=row))

@@ -189,7 +189,7 @@ class RunMetrics:
         The average includes validations and saves.
         """
         now_s = time.perf_counter()
-        n_steps = step - self.resumed_step - 1  # without the first step, which is slower
+        n_steps = step - self.resumed_step - 1  # leave out the slow first step
         if n_steps == 0:
             self.first_s = now_s
             return None

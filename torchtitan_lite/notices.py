@@ -125,7 +125,7 @@ def find_situations(spec: RunSpec) -> dict[str, str]:
         situations["training.dataset names one corpus"] = "training.dataset_weights"
     if spec.weights and training.data_seed != config.debug.seed:
         situations["weights are loaded, with training.data_seed set"] = "debug.seed"
-    # on a CPU, sends in a pipeline keep a longer time-out (process_groups.py)
+    # on a CPU, sends in a pipeline keep gloo's time-out of 30 minutes (process_groups.py)
     if layout.pp == 1 < layout.world_size and comm.hang_seconds > comm.train_timeout_seconds:
         situations["comm.train_timeout_seconds ends a hang first"] = "comm.hang_seconds"
     if config.profiling.profile_freq > n_steps - spec.resumed_step:

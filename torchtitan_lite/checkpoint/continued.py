@@ -33,7 +33,7 @@ def list_different(config: Config, manifest: Manifest) -> dict[str, tuple[object
     values = dict(flatten_table(asdict(config)))
     for key in KEYS:
         value = values[key]
-        # an earlier version that did not have this key behaved like the default of this version
+        # versions of this code that did not have this key behaved like the current default
         before = saved.get(key, get_value(Config(), key))
         pair = before, value
         # compare only the names of corpora, because a corpus may have moved to a different folder

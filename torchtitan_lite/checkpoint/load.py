@@ -30,7 +30,7 @@ from torchtitan_lite.dtensor import find_shard
 
 logger = logging.getLogger(__name__)
 
-# the current prefix, and the prefix that earlier checkpoints use
+# (the current prefix, the prefix that older versions of this code wrote)
 OLD_NAME = (SPIKES, "optimizer.gradient_norms.")
 
 

@@ -70,7 +70,7 @@ SPIKES = "spike_filter."  # prefix of the tensors of extensions/spike_filter.py
 # keys of the file header, where torch's reader finds the offsets of a shard within the full tensor
 SHARDING = "DCP_SHARDING_INFO"
 OFFSETS = "saved_offsets"
-# for tensors with at least this number of elements, the ranks that have copies take turns writing
+# if a tensor has at least this number of elements, the ranks that have copies of it take turns writing it
 DEALT = 2**16
 MOST_DAMAGED = 8  # maximum number of messages in one error
 # matches the name of one mesh dim, because torch joins the names of flattened dims
@@ -101,7 +101,7 @@ def plan_save(
     plan = SavePlan(name_file(rank), {}, {}, {})
     for number, (name, tensor) in enumerate(sorted(tensors.items())):
         if name.startswith(SPIKES) and stage > 0 and host is None:
-            continue  # equal on all ranks, so only the first pipeline stage saves it
+            continue  # this tensor is equal on all ranks, so only the first pipeline stage saves it
         dtype = str(tensor.dtype).removeprefix("torch.")
         record = TensorRecord(dtype, list(tensor.shape), stage, list_splits(tensor, mesh), 0)
         # small tensors stay in few files, because every resuming rank must open these files
@@ -217,7 +217,7 @@ class CheckpointSaver(AbstractContextManager):
         manifest = replace(self.manifest, step=step, tensors=tensors)
         write_manifest(name_unfinished(final), manifest, hashes)
         commit(final)
-        if manifest.host is None:  # snapshots are too frequent for the log
+        if manifest.host is None:  # snapshots are not logged, because they are too frequent
             logger.info(f"saved checkpoint {final}")
         try:
             prune(self.folder, self.section)

@@ -63,8 +63,8 @@ def go_on_unwritten(name: str, said: set[str]) -> Iterator[None]:
 
 
 def start_logging(rank: int, dump_folder: Path | None) -> None:
-    """Set up this package's logger in this process. A second call replaces the settings of the first. `rank` is the
-    global rank.
+    """Set up this package's logger in this process. A second call replaces the settings of the first call. `rank` is
+    the global rank.
 
     log.txt is written to `dump_folder`. `dump_folder` is None on all ranks except 0, and also on rank 0 if the run
     writes no files.

@@ -91,7 +91,7 @@ def resolve_config(config: Config, layout: Layout, device_type: str) -> Config:
         "training.data_seed": config.debug.seed,
         "training.global_batch_size": layout.global_batch_size,
         "training.mixed_precision_param": "bfloat16" if on_gpu else "float32",
-        # large matmuls are faster on a GPU; small ones fit the caches of a CPU
+        # on a GPU, large matmuls are more efficient than small ones; on a CPU, small matmuls fit the caches
         "training.loss_chunk_tokens": 4096 if on_gpu else 1024,
         "parallelism.data_parallel_shard_degree": layout.dp_shard,
         "parallelism.zero_stage": layout.zero_stage,

@@ -83,7 +83,7 @@ class ScheduleRow:
     least_stages_per_rank: int = 1
     most_stages_per_rank: int | None = None  # None allows any number
     placement: str = "loop"
-    # computes gradients of inputs and gradients of weights at different times
+    # splits backward: computes gradients of inputs first, and gradients of weights later
     splits_backward: bool = False
     in_rounds: bool = False  # runs microbatches in rounds of equal size
     # the number of microbatches must not be smaller than the number of stages

@@ -78,7 +78,7 @@ class Layout:
 
     @cached_property
     def dp(self) -> int:
-        """Number of ranks that read different sequences."""
+        """Number of data-parallel ranks: each of them reads its own sequences."""
         return self.dp_replicate * self.dp_shard
 
     @cached_property

@@ -12,7 +12,7 @@ MIB, GIB = 2**20, 2**30
 
 @dataclass(frozen=True)
 class Machine:
-    """One host. A host without GPUs counts as one device, because its ranks share one memory."""
+    """One host. A host without GPUs counts as one device, because its ranks share the memory of the host."""
 
     device_type: Literal["cuda", "cpu"]
     n_devices: int

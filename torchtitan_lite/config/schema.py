@@ -115,7 +115,8 @@ class Training:
     # sequences per data-parallel rank and forward pass, or fewer if a rank's share of global_batch_size is smaller.
     # Under PP, local_batch_size must divide this share
     local_batch_size: Size = 8
-    # sequences per step; auto: local_batch_size x data-parallel ranks. On a CPU the default may be smaller
+    # sequences per step; auto: local_batch_size x data-parallel ranks. On a CPU, the default is smaller if a step would
+    # have too many tokens
     global_batch_size: SizeOrAuto = key(-1, resume="refuse")
     # tokens per sequence. Unless set: at most the context length of Hugging Face weights, and at most 512 on a CPU
     seq_len: Size = key(2048, resume="refuse")

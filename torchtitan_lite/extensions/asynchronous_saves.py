@@ -96,7 +96,7 @@ class AsynchronousSaver(CheckpointSaver):
         except CheckpointError as error:
             if kind is None:
                 raise
-            # the run already ends with a different error
+            # the run is already ending because of an error: keep that error
             logger.error(f"the last save failed: {error}")
         finally:
             self.thread.shutdown()

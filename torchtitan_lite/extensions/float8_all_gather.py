@@ -94,7 +94,7 @@ class Float8AllGatherHook:
             dist.all_reduce(amax, dist.ReduceOp.MAX, group=mesh.get_group())
             scale = choose_scale(amax, E4M3)
         data = cast(self.shard, scale, E4M3).view(torch.uint8)  # no backend all-gathers float8
-        n_rows = ceil(outer_size[0] / mesh.size())  # the last ranks may have fewer rows
+        n_rows = ceil(outer_size[0] / mesh.size())  # the last ranks may have fewer
         data = F.pad(data, (0, 0, 0, n_rows - len(data)))
         return (data,), (scale,)
 

@@ -23,10 +23,10 @@ communicate.
     work       5 x (4m^2n + 2m^3) FLOPs per m x n matrix, m <= n, on its owner. For 8B, a step needs as many FLOPs as
                training on 12,000 tokens
 
-Newton-Schulz computes in training.mixed_precision_param. In bfloat16, the result matches torch.optim.Muon, but rounding
-differs between layouts. In float32, updates are equal on all layouts. Updates have the same RMS as AdamW's updates
-("match_rms_adamw"), so AdamW's learning rate and weight decay are suitable for Muon too. beta1, beta2 and eps are used
-only for the parameters that AdamW updates.
+Newton-Schulz computes in training.mixed_precision_param. In bfloat16, the result matches torch.optim.Muon, but results
+on two layouts differ by rounding. In float32, updates are equal on all layouts. Updates have the same RMS as AdamW's
+updates ("match_rms_adamw"), so AdamW's learning rate and weight decay are suitable for Muon too. beta1, beta2 and eps
+are used only for the parameters that AdamW updates.
 
 Sources: Muon, kellerjordan.github.io/posts/muon; scaling: Moonlight arXiv:2502.16982.
 """

@@ -42,8 +42,8 @@ class Snapshots(AbstractContextManager):
         all_ranks: dist.ProcessGroup,
         timeout: timedelta,
     ):
-        """`checkpoints` is the saver of the run's checkpoints. Snapshots use a second saver with the same class,
-        section and tensors."""
+        """`checkpoints` is the saver of the run's checkpoints. Snapshots use a second saver: its class, section and
+        tensors are those of `checkpoints`."""
         self.all_ranks = all_ranks
         host = list(place.host_ranks)
         # Without local synchronization, all ranks would wait for the creation of every host's group.
@@ -111,8 +111,8 @@ class Snapshots(AbstractContextManager):
         return int(lowest)
 
     def has_shards(self, step: int) -> bool:
-        """Return whether the snapshot of a step has every shard of this rank. The snapshot must have the same
-        layout."""
+        """Return whether the snapshot of a step has every shard of this rank. The layout of the run must equal the
+        layout in the snapshot."""
         try:
             manifest = read_manifest(self.folder / f"step-{step}")
         except CheckpointError:

@@ -1,7 +1,8 @@
 """Explain unknown names in a config: keys of torchtitan v0.1 and v0.2, or misspelled keys. reader.py loads this file.
 
 ALIASES lists old names of keys. MISSING_FEATURES lists the switches of features that this package lacks; turning one on
-is an error. SETTINGS lists the other keys of these features, which are accepted with any value; a notice names them.
+is an error. SETTINGS lists the other keys of the missing features. These keys are accepted with any value, and a notice
+names them.
 """
 
 from collections.abc import Mapping

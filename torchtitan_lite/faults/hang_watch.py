@@ -10,7 +10,7 @@ comm.train_timeout_seconds or twice the duration of the last step, whichever is 
 longer of STOP_WITHIN_S and twice the duration of the last step. A save, the loading of the initial state, the first
 step and the first validation may take 3/4 of comm.init_timeout_seconds. A rank that is late also creates a file `late`.
 A rank that has not advanced for half of its limit, in a step or between two steps, looks for this file. If the file
-exists, the rank writes its state too. Ranks that advance therefore do not read the shared folder. A rank that is
+`late` exists, the rank writes its state too. Ranks that advance therefore do not read the shared folder. A rank that is
 stopped or never releases the GIL cannot write, so each file also contains the state of every rank on the same host,
 from /proc. If the step ends after all, the rank deletes its file. A new start of the run deletes the files of all
 earlier starts (dump_folder.py).
@@ -123,14 +123,14 @@ class HangWatch(AbstractContextManager):
         """Note that a step begins."""
         self.step = step
         self.begun_ns.append(time.time_ns())
-        # set before is_in_step, because the limit inside a step may be shorter
+        # set before is_in_step, because the limit inside a step may be shorter than the limit between steps
         self.began_s = time.monotonic()
         self.is_in_step = True
 
     def end(self) -> None:
         """Record that the step has ended. Validation, saves and logging follow."""
         now_s = time.monotonic()
-        is_first = self.last_s == 0  # the first step is slower than all others
+        is_first = self.last_s == 0  # slower than all later steps
         self.last_s = now_s - self.began_s
         self.began_s = now_s
         self.is_in_step = False
@@ -144,7 +144,8 @@ class HangWatch(AbstractContextManager):
             )
 
     def follow(self, batches: Iterator) -> Iterator:
-        """Yield the batches of a validation, and watch each one like a step. The first validation may take longer."""
+        """Yield the batches of a validation, and watch each one like a step. The first validation may take longer than
+        later ones."""
         try:
             for batch in batches:
                 self.began_s = time.monotonic()

@@ -53,7 +53,7 @@ class Float8Tensor:
 class Recipe:
     """The recipe "tensorwise": one scale for the whole tensor. Other recipes are subclasses."""
 
-    # dtype of dy: a larger range, because the whole tensor shares one scale
+    # dtype of dy: e5m2 has a larger range than e4m3, and the whole tensor shares one scale
     of_gradient: torch.dtype = E5M2
     dw_in_float8: bool = True
     by_row: bool = False  # one scale for each row or column that a dot product sums over
@@ -88,7 +88,7 @@ RECIPES = {"tensorwise": Recipe()}  # quantize.linear.float8.recipe_name
 def choose_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the fp32 scale that maps `amax` to the largest float8.
 
-    The scale is computed in fp64, because in fp32 compiled code would round differently from eager code.
+    The scale is computed in fp64, because in fp32, compiled code and eager code would round to different values.
     """
     return (torch.finfo(dtype).max / amax.double().clamp(min=LEAST_AMAX)).float()
 

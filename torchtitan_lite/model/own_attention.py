@@ -48,7 +48,7 @@ def reads_child(module: nn.Module, child: str) -> bool:
                 return True
             unread |= names - read
             if names and "super" not in names:
-                break  # this method overrides the methods of later classes
+                break  # this method overrides the methods of the classes that come later in the method resolution order
     return False
 
 

@@ -18,7 +18,7 @@ collectives of the step: debug_3d trained 1,355 tokens/s with "none" and 800 wit
 November 2026). Therefore configs/debug*.toml use "none". With a large model on a GPU, the host time is hidden, because
 the host runs ahead of the kernels.
 
-Sources: arXiv:1604.06174; selective: arXiv:2205.05198. Effect: less memory; gradients are the same.
+Sources: arXiv:1604.06174; selective: arXiv:2205.05198. Effect: a step needs less memory; gradients do not change.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Give each gloo group a single worker thread: with two, torch's gloo corrupts memory.
+"""Give each gloo group a single worker thread: with two worker threads, torch's gloo corrupts memory.
 
 torch starts two worker threads per gloo group. After a collective, a worker stores the collective's name in a
 std::string that both workers share, without a lock (ProcessGroupGloo::runLoop). A name of more than 15 letters is

@@ -56,7 +56,7 @@ def continue_with_packages(extras: list[str] | None = None) -> None:
                 if not VENV.exists():
                     create_venv()
                 os.execv(PYTHON, [PYTHON, *sys.orig_argv[1:]])  # releases the lock
-            # another process may have installed the packages in the meantime
+            # another process may have installed the packages while this process waited for the lock
             if missing := list_missing(names):
                 install(missing)
     except OSError as error:  # for example, the folder is read-only

@@ -74,7 +74,7 @@ def main(options: Namespace) -> int:
             model = CachedModel(build_model(source), source.attention)
         if not chat:
             show(prompt)
-        model.forget()  # the chat template may now format earlier turns differently
+        model.forget()  # the chat template may now write earlier turns in another form than before
         endless = generate(model, model.read(prompt_tokens), options, source.tokenizer)
         tokens = islice(endless, n_new_tokens)
         before = [] if chat else prompt_tokens
@@ -237,7 +237,8 @@ def limit(logits: Tensor, options: Namespace) -> Tensor:
     if options.top_k > 0:
         ordered[options.top_k :] = -inf
     probabilities = ordered.softmax(0)
-    more_likely = probabilities.cumsum(0) - probabilities  # total probability of more likely tokens
+    # total probability of all tokens that are more likely than this token
+    more_likely = probabilities.cumsum(0) - probabilities
     is_out = ordered == -inf
     if options.top_p < 1:
         is_out |= more_likely >= options.top_p

@@ -37,7 +37,8 @@ from torchtitan_lite.models.registry import CONFIG, LENGTH
 from torchtitan_lite.parallel.process_groups import choose_device
 from torchtitan_lite.tools.detect import detect_machine
 
-DEFAULT_DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}  # bfloat16 is slower on a CPU
+# on a CPU, bfloat16 is slower than float32
+DEFAULT_DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
 
 
 class SourceError(UserError):

@@ -17,7 +17,7 @@ PLOT_HEIGHT = 130  # pixels
 ROW_HEIGHT = 20  # pixels
 MOST_STEPS = 4  # intervals between the ticks of an axis
 MOST_POINTS = 300  # per curve
-# if a picture has more boxes, all boxes of the same color become one shape without tooltips
+# if a picture has more boxes than this, all boxes of the same color become one shape without tooltips
 MOST_BOXES = 700
 PAGE_WIDTH = 1048  # pixels, at most
 PHONE_WIDTH = 358

@@ -56,7 +56,7 @@ class RenderedChat:
 
     text: str
     turns: list[range]  # characters of the targets
-    unused: list[str]  # for the summary: columns and message keys that are not in the text
+    unused: list[str]  # columns and message keys that are not in the text; the summary names them
 
 
 @dataclass
@@ -228,7 +228,7 @@ class ChatFormat:
         if whole.startswith(prompt):
             head = prompt
         elif messages[number - 1]["role"] == "assistant":
-            # Some templates write the earlier answer differently if it is the last message, as in `prompt`.
+            # Some templates write an answer in another form if it is the last message than if messages follow it.
             asks = prompt.removeprefix(self.try_write(row | {"messages": messages[:number]}))
             n_answers = sum(each["role"] == "assistant" for each in messages[: number + 1])
             if head.count(asks) == n_answers:
@@ -246,7 +246,7 @@ class ChatFormat:
 
 
 def list_varied(value: Any) -> list[Any]:
-    """Return variants of a field's value, such as an empty list, or a text with a different end.
+    """Return variants of a field's value, such as an empty list, or a text whose end is changed.
 
     Variants of a list lack one element. If an element is a tool call, other variants change its name or one argument.
     """

@@ -35,7 +35,7 @@ from torchtitan_lite.tools.corpora.text_files import (
 from torchtitan_lite.tools.tables import plural
 
 VALIDATION_SHARE = 0.02  # for named corpora
-MANY_BYTES = 2**26  # files above this size are encoded faster by several processes
+MANY_BYTES = 2**26  # several processes encode files above this size faster than one process
 
 
 def main(options: argparse.Namespace) -> int:

@@ -7,7 +7,8 @@
     overlap                  a collective of c s during w s of compute costs max(0, c - w) + contention * min(c, w)
     launches                 a layer takes at least host_s per kernel
 
-Two effects matter most when layouts are compared: small matmuls are slow, and overlap is not free.
+Two effects matter most when layouts are compared: small matmuls are less efficient than large ones, and a collective
+that is fully overlapped still slows compute down.
 
 The comment on each constant names its source. "Fit" means that the constant is fitted to published runs: it has one
 value for all runs, with two digits. assets/benchmarks/published.py repeats the fit with each trainer (stack) left out
@@ -39,7 +40,7 @@ class Cluster:
 
     name: str  # name of the GPU, a value of --gpu
 
-    # nvidia.com, H100 SXM and DGX H100 datasheets: NVLink 900 GB/s, eight cards of 400 Gb/s
+    # nvidia.com, H100 SXM and DGX H100 datasheets: NVLink 900 GB/s, eight NICs of 400 Gb/s
     peak_bfloat16: float = PEAK_BF16_FLOPS["H100"]  # dense FLOP/s
     peak_float32: float = 67e12
     float8_speed: float = 2.0  # float8 FLOP/s / bf16 FLOP/s; 1 if the GPU has no float8 units
@@ -66,12 +67,12 @@ class Cluster:
     # Triton kernels: flex attention, and llm-foundry's kernel. Fit.
     triton_forward: float = 0.29
     triton_backward: float = 0.19
-    # Share of the memory bandwidth that elementwise kernels reach. Fit. The copies of the STREAM benchmark reach 80 to
-    # 90 %.
+    # Fraction of the peak memory bandwidth that elementwise kernels reach. Fit. The copies of the STREAM benchmark
+    # reach 80 to 90 %.
     memory_efficiency: float = 0.77
     # 370 of 450 GB/s on H100, 235 of 300 on A100: nccl-tests issue 212
     link_efficiency: float = 0.80
-    network_efficiency: float = 0.92  # 46 to 48 GB/s on a 400 Gb/s card: nccl-tests issue 290
+    network_efficiency: float = 0.92  # 46 to 48 GB/s on a 400 Gb/s NIC: nccl-tests issue 290
     # Latencies of a ring with the protocol Simple: per collective, per hop in a node, per hop between nodes. Source:
     # NCCL, tuning.cc.
     latency_s: float = 8.4e-6
@@ -86,15 +87,16 @@ class Cluster:
     # comparison: elementwise operators of torch took 4 to 6 us on one loaded CPU core, forward or backward, without a
     # GPU driver.
     host_s: float = 11e-6
-    # Speed of a grouped matmul over experts, relative to a matmul. Fit.
+    # FLOP/s of a grouped matmul over experts, divided by the FLOP/s of one matmul. Fit.
     grouped_efficiency: float = 0.81
-    async_tp_hidden: float = 0.61  # async TP hides this fraction of tp's collectives. Fit.
+    # With async TP, this fraction of tp's collectives overlaps with matmuls. Fit.
+    async_tp_hidden: float = 0.61
     # Bytes that the allocator reserves per byte in use, without tp and with tp. The factor is larger with tp, because
     # copies of hidden states are often allocated and freed. Fit.
     reserve_factor: float = 1.21
     tp_reserve_factor: float = 1.27
     context_bytes: float = 2 * GIB  # memory of CUDA and NCCL, outside of the allocator. Assumed.
-    clock: float = 1.0  # clock relative to the usual clock of this chip
+    clock: float = 1.0  # clock, divided by the usual clock of this chip
 
     @property
     def links(self) -> float:
@@ -103,7 +105,7 @@ class Cluster:
 
     @property
     def network(self) -> float:
-        """Bytes/s of a GPU over its network card."""
+        """Bytes/s of a GPU over its NIC."""
         return self.network_bandwidth * self.network_efficiency
 
     def peak(self, dtype: str) -> float:
@@ -138,7 +140,7 @@ class Cluster:
         return seconds + self.find_latency(stride, n)
 
     def expose(self, stride: int, n: int, seconds: float, work: float) -> float:
-        """Return the seconds that a collective adds to `work` seconds of overlapping kernels."""
+        """Return how many seconds a collective adds to kernels that take `work` seconds and overlap with it."""
         is_near = self.count_nodes(stride, n) == 1
         fraction = self.contention if is_near else self.network_contention
         return max(0.0, seconds - work) + fraction * min(seconds, work)
@@ -150,9 +152,9 @@ class Cluster:
     def find_bandwidth(self, stride: int, n: int) -> float:
         """Return the bandwidth of a collective over n ranks that are `stride` ranks apart, in bytes/s per rank.
 
-        Between nodes, every rank of a node receives through its own network card and shares the data over the links.
-        Bandwidth falls with the number of nodes: 360, 345, 320, 300, 280, 260 GB/s on 4, 8, 16, 32, 64, 128 nodes (nccl
-        issue 1229).
+        Between nodes, every rank of a node receives through its own NIC, and passes the data to the other ranks of the
+        node over the links. Bandwidth falls with the number of nodes: 360, 345, 320, 300, 280, 260 GB/s on 4, 8, 16,
+        32, 64, 128 nodes (nccl issue 1229).
         """
         n_nodes = self.count_nodes(stride, n)
         if n_nodes == 1:
@@ -177,7 +179,7 @@ ROWS = [
     # nvidia.com, H200 SXM and DGX H200 datasheets: an H100 with 141 GB at 4.8 TB/s. The H200's memory leaves more power
     # for matmuls, so their efficiency is a separate fit.
     Cluster("h200", memory_bytes=143771 * MIB, memory_bandwidth=4.8e12, matmul_efficiency=0.76),
-    # nvidia.com, A100 SXM and DGX A100 datasheets: NVLink 600 GB/s, eight cards of 200 Gb/s. torch's default attention
+    # nvidia.com, A100 SXM and DGX A100 datasheets: NVLink 600 GB/s, eight NICs of 200 Gb/s. torch's default attention
     # kernel on an A100 is FlashAttention-2: arXiv:2307.08691, figures 5 and 6. Efficiency of matmuls: fit.
     Cluster(
         "a100-80",
@@ -193,8 +195,8 @@ ROWS = [
         cudnn_forward=0.60,
         cudnn_backward=0.50,
     ),
-    # nvidia.com, DGX B200 datasheet: 1,440 GB and 64 TB/s for 8 GPUs, NVLink 1.8 TB/s, cards of 400 Gb/s. The fit of
-    # the matmul efficiency includes runs on B300, which has the same peak. Other efficiencies are the H100's. Triton's
+    # nvidia.com, DGX B200 datasheet: 1,440 GB and 64 TB/s for 8 GPUs, NVLink 1.8 TB/s, NICs of 400 Gb/s. The fit of the
+    # matmul efficiency includes runs on B300, which has the same peak. Other efficiencies are the H100's. Triton's
     # attention kernels were written for older chips, so they are assumed to reach the same FLOP/s as on the H100.
     Cluster(
         "b200",
@@ -260,7 +262,7 @@ ROWS = [
     # 0.88 is from an earlier fit, which assets/benchmarks/published.py does not repeat.
     Cluster("h100-96", memory_bytes=96 * GB, memory_bandwidth=2.4e12, clock=0.88),
     # One rank on one core of an x86 server with AVX-512, and gloo over loopback. The values are measured, to one digit.
-    # The reserve factors are 1, because free() returns memory to the system.
+    # The reserve factors (reserved / allocated memory) are 1, because free() returns memory to the system.
     Cluster(
         "cpu",
         peak_bfloat16=9e10,

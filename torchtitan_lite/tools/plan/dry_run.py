@@ -4,9 +4,9 @@
 
 A dry run calls the same functions as training, with the same arguments. Tests compare a dry run with the formulas of
 plan: the collectives are equal, and memory is within a few percent. Collectives return at once and tensors have no
-storage (fake_world.py), so a dry run for 16,384 ranks costs no more than a dry run for a single rank. `shorten_run`
-reduces the number of microbatches in a step to a few, and the dry run is compared with the formulas for this short
-step.
+storage (fake_world.py), so a dry run for 16,384 ranks takes no more time and memory than a dry run for a single rank.
+`shorten_run` reduces the number of microbatches in a step to a few, and the dry run is compared with the formulas for
+the step with few microbatches.
 
 Scratch memory of kernels is not counted, because no operator returns it. In a dry run for a GPU, operators save the
 same tensors as CUDA kernels do: no S x S mask, and one kernel per norm. compile is off, so the memory is an upper bound

@@ -20,7 +20,7 @@ from torchtitan_lite.config.model_rows import ModuleRow
 from torchtitan_lite.tools.plan.cluster import Cluster, list_strides
 from torchtitan_lite.tools.plan.workload import LayerKind, Workload
 
-# Attention on S tokens reaches S/(S+300) of its full rate, so short sequences are slow. Fit.
+# Attention on S tokens reaches S/(S+300) of the FLOP/s of an infinitely long sequence. Fit.
 CAUSAL_EDGE = 300
 TILE_ROWS = 128  # rows of a tile in a grouped matmul's result
 KERNELS_OF_LAYER = {False: 29, True: 15}  # compiled -> kernels in forward, except matmuls
@@ -82,7 +82,8 @@ class LayerTime:
         return self.cluster.collective_time(*self.place(axis), whole_bytes)
 
     def expose(self, axis: str, seconds: float, work: float) -> float:
-        """Return how many seconds collectives over `axis` add to `work` seconds of overlapping kernels."""
+        """Return how many seconds collectives over `axis` add to kernels that take `work` seconds and overlap with
+        them."""
         return self.cluster.expose(*self.place(axis), seconds, work)
 
     def copy_time(self, n_bytes: float) -> float:
@@ -161,9 +162,10 @@ class LayerTime:
     def elementwise_times(self, kind: LayerKind) -> tuple[float, float]:
         """Return the seconds of a layer's elementwise kernels in forward and backward.
 
-        Eager kernels read and write every tensor. Backward takes twice as long, but it copies rows only as often as
-        forward. In addition, backward reads the results of the experts for the gradients of the routing weights, adds
-        the two gradients of a row (from w1 and w3), and adds the rows of a token.
+        Eager kernels are not fused, so each of them reads its inputs from memory and writes its outputs back. Backward
+        takes twice as long as forward, but copies rows only as often as forward. In addition, backward reads the
+        results of the experts for the gradients of the routing weights, adds the two gradients of a row (from w1 and
+        w3), and adds the rows of a token.
         """
         w = self.workload
         args = w.args
@@ -191,8 +193,8 @@ class LayerTime:
 
     @property
     def dispatch_s(self) -> float:
-        """Seconds of an MoE layer's small kernels in forward. Backward takes twice as long. No trainer compiles these
-        kernels.
+        """Seconds of an MoE layer's small kernels in forward. Backward takes twice as long as forward. No trainer
+        compiles these kernels.
 
         With ep, the host waits for the counts of rows, so the device waits for each of these launches. Without ep, the
         forecast adds the same time, which is 2 % of a step with large microbatches.
@@ -237,8 +239,8 @@ class LayerTime:
     def exchange_s(self) -> float:
         """Seconds of an all-to-all over ep.
 
-        A rank sends R rows, some of them to itself. Rows to other nodes use the rank's network card. At the same time,
-        the other rows use the links inside the node.
+        A rank sends R rows, some of them to itself. Rows to other nodes use the rank's NIC. At the same time, rows to
+        ranks of the same node use the links inside the node.
         """
         n = self.workload.layout.ep
         n_near = min(n, self.cluster.node_size)
@@ -283,7 +285,7 @@ class LayerTime:
             again = self.gather_time(kind.gathered, again=True)
             copied = self.copy_time(2 * w.compute_bytes * n_copied)
         wait = copied + self.expose("fsdp", gather, forward)
-        late = 1.0  # share of the microbatches that all-gather in backward
+        late = 1.0  # fraction of the microbatches that all-gather in backward
         if layout.pp > 1:
             # torch does not reshard after a backward. Therefore forwards all-gather only before the first backward;
             # later, only backwards all-gather. 1F1B starts with (pp + 1) / 2 forwards, averaged over the pp ranks.

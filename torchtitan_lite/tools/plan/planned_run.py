@@ -105,7 +105,8 @@ class PlannedRun:
         return planned
 
     def find_most_taken(self, live_bytes: float) -> float:
-        """Return the memory that a GPU needs for `live_bytes`, reserve included, at the upper end of the error bar."""
+        """Return the memory that a GPU needs for `live_bytes`, at the upper end of the error bar. This includes the
+        memory that the allocator reserves and does not use."""
         cluster = self.cluster
         if self.has_own_reserve:
             return live_bytes * OWN_RESERVE[self.layout.zero_stage] + OWN_CONTEXT_BYTES
@@ -132,8 +133,8 @@ class PlannedRun:
 
     @property
     def has_own_reserve(self) -> bool:
-        """Whether the reserve is this trainer's own (OWN_RESERVE). True on one GPU, because published runs use several
-        GPUs."""
+        """Whether the ratio of reserved to allocated memory is this trainer's own (OWN_RESERVE). True on one GPU,
+        because published runs use several GPUs."""
         return self.layout.world_size == 1 and self.cluster.name != "cpu"
 
     def name_rank(self, pp_rank: int) -> str:

@@ -14,7 +14,7 @@ from torchtitan_lite.tools.plan.cluster import Cluster
 from torchtitan_lite.tools.plan.planned_run import PlannedRun
 from torchtitan_lite.tools.plan.unmodeled import warn_of_unmodeled
 
-MOST_TIMES = 64  # largest factor for the number of GPUs when `plan` looks for enough memory
+MOST_TIMES = 64  # largest number of GPUs on which `plan` looks for enough memory, as a multiple of the GPUs of the run
 MOST_IDLE = 0.15  # `plan` prints a remark if ranks do not compute in a larger fraction of a step
 LEVERS = [  # settings that save memory, in ascending order of the time that they cost
     ("training.loss_chunk_tokens", 1024),

@@ -30,7 +30,7 @@ from torchtitan_lite.tools.plan.unmodeled import warn_of_unmodeled
 from torchtitan_lite.tools.tables import format_seconds, format_table, write_table
 
 N_BEST = 10
-# the report names a cause if it explains at least this fraction of the additional time
+# the report names a cause if it explains at least this fraction of the difference in step time
 LEAST_CAUSE = 0.05
 MICROBATCHES = (1, 2, 4, 8)  # sequences per microbatch
 STAGES_PER_RANK = (2, 4, 8)  # for interleaved schedules
@@ -39,11 +39,12 @@ TITLE = "# Found by plan --search"  # first words of a config that plan --search
 # Printed if a model has experts, but its best layout has no ep. Sources: assets/benchmarks/2026-11-29-experts.md
 NO_EP = """
 Why the best layout has no ep: in this trainer, all-to-alls overlap with nothing and rows are
-sorted twice, while gathers of experts hide behind a large microbatch. ep inside a node saves no
-network traffic: FSDP moves the same bytes through each network card. With few tokens per rank, ep
-is faster. A published run contradicts this: Qwen3 30B-A3B with ep8 and DeepEP, 12,040
-tokens/s/GPU on 8 H100 (NeMo AutoModel). A run with torch's all-to-all confirms it: 9,930 with ep8
-on 8 B200; 14,796 with DeepEP, as fast as without ep (torchtitan of Nous Research)."""
+sorted twice, while the all-gathers of experts overlap with a large microbatch. ep inside a node
+saves no network traffic: with and without ep, FSDP moves equally many bytes through each NIC.
+With few tokens per rank, a layout with ep is faster than one without. A published run contradicts
+this forecast: Qwen3 30B-A3B with ep8 and DeepEP, 12,040 tokens/s/GPU on 8 H100 (NeMo AutoModel).
+A run with torch's all-to-all agrees with it: 9,930 with ep8 on 8 B200; 14,796 with DeepEP, as
+fast as without ep (torchtitan of Nous Research)."""
 RECOMPUTE = [
     ActivationCheckpoint("none"),
     ActivationCheckpoint("selective", "op"),
@@ -152,7 +153,7 @@ def rank_layouts(fitting: list[PlannedRun], n_best: int = N_BEST) -> list[Planne
 
 
 def is_common(planned: PlannedRun) -> bool:
-    """Return whether layouts like this one are common in publications.
+    """Return whether publications often use layouts of this kind.
 
     Common layouts use cp only for long sequences, 1F1B on up to 16 pp ranks, and ep only for models with experts and
     only inside a node.

@@ -5,7 +5,7 @@
     tokens    positions between matmuls: 1/(cp x tp)        positions in matmuls: all-gathered over tp
     experts   1/(ep x efsdp)                                1/ep, all-gathered over efsdp
 
-explain.py prints the same slices for every parameter, from a dry run. A test compares the two results.
+explain.py prints the same slices for every parameter, from a dry run. A test compares the slices of both files.
 """
 
 from math import ceil

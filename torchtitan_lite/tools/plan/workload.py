@@ -5,7 +5,7 @@
                                   ->  step_time.py    seconds
 
 Legend: B sequences of a microbatch, S sequence, D model dim, H query heads, K key/value heads, E head dim, F ffn dim,
-V vocabulary, T = B*S/cp tokens of a microbatch on one rank, R = T/tp * top_k rows that it sends to experts.
+V vocabulary, T = B*S/cp tokens of a microbatch on one rank, R = T/tp * top_k rows that this rank sends to experts.
 
 FSDP shards the experts and routers over the axis "efsdp", and all other parameters over "fsdp", which is dp_shard x cp.
 """

@@ -34,7 +34,7 @@ from torchtitan_lite.tools.report.runs import (
 from torchtitan_lite.tools.report.traces import Trace
 from torchtitan_lite.tools.tables import format_bytes, format_seconds, write_table
 
-REFRESH_S = 10  # with --watch, the page is written again after this time
+REFRESH_S = 10  # with --watch, the page is rewritten at intervals of this many seconds
 LEAST_SHARE = 1000  # calls shorter than 1/1000 of a step are not drawn
 N_WIDEST = 3  # number of longest exposed collectives that the page names
 MOST_CURVES = 12  # number of colors in the style sheet
@@ -252,7 +252,7 @@ def compare_with_forecast(run: RecordedRun) -> str:
         ["", "measured", f"forecast, {run.plan.cluster.name}"],
         ["step (median)", f"{median_s:.3g} s", f"{forecast.step_time_s:.3g} s"],
     ]
-    # leave out memory on a CPU, because the measurement includes Python and torch
+    # on a CPU, leave out memory, because the measurement includes Python and torch, and the forecast does not
     if not run.start["device"].endswith(" CPU"):
         peak_bytes = GIB * max(gib for _, gib in run.list_values("peak_memory_gib"))
         live_bytes = RankMemory(run.plan.workload).estimate(0).live

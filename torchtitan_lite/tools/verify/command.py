@@ -3,9 +3,9 @@
     wide        five steps with the optimizer and schedule of the run. In two of them, a gradient is not finite. With
                 training.skip_spikes, a sixth step has a spike
     deep        one step with twelve layers, twelve microbatches, and rows of 280 tokens or more
-    train.py    three runs of train.py: in one process, in the layout, and resumed in a different layout
+    train.py    three runs of train.py: in one process, in the layout, and resumed in a second layout
     bfloat16    two steps, compared with one rank that rounds in the same places
-    float8      the same with three steps
+    float8      three steps, compared in the same way
 
 The certificate contains the verdict, and lists the keys of the given config that are not covered or were replaced. A
 key acts in a trial if a rank observes its effect (witnesses.py).

@@ -64,7 +64,7 @@ from torchtitan_lite.tools.verify.trial import (
 )
 from torchtitan_lite.tools.verify.witnesses import Acted, actions_noted, merge
 
-# the resumed run trains more steps, on a different layout; these values are valid for any layout
+# the resumed run trains more steps than the first run, on another layout; these values are valid for any layout
 RESUMED = {
     STAGES: None,
     "training.steps": 4,

@@ -46,11 +46,11 @@ RunRanks = Callable[..., list]  # (worker, world_size, *args) -> one result per 
 Noise = dict[Key, float]
 
 # Errors of correct layouts: gradients 2e-6 (8e-6 with twelve MoE layers), optimizer state 2e-7, updates 4e-8.
-SUMS = 1e-5  # bound for sums whose terms are added in a different order
+SUMS = 1e-5  # bound for sums whose terms are added in another order than in the plain loop
 SAME = 5e-6  # bound for elementwise results that differ only in rounding
 EXACT = 0.0
-# If the terms of a sum cancel, its relative error is large. Therefore an error above the bound is accepted if different
-# rounding in one process changes the same sum by at least a tenth of this error.
+# If the terms of a sum cancel, its relative error is large. Therefore an error above the bound is accepted if rounding
+# errors in the weights of one process change the same sum by at least a tenth of this error.
 NOISE = 10.0
 N_ROUNDINGS = 5  # random roundings of the weights
 OF_SUMS = ("gradients", "saved tensor")  # measures of sums whose terms may cancel
@@ -242,8 +242,8 @@ def blame(key: Key, errors: list[tuple[Coordinates, float]], bound: float) -> Cu
 # one rank may cancel in its loss or in the gradient of a scalar. Other layouts round these values once more (bfloat16:
 # 2**-9).
 PRECISIONS = {"bfloat16": (2, 4e-3, 2**-11), "float8": (3, 1e-2, 2**-6)}
-# With ep, a matmul of an expert has rows from several ranks, so its weight gradient adds the rows in a different order.
-# One rank adds the two gradients of a tied matrix in the compute dtype, but stages add them in float32.
+# With ep, a matmul of an expert has rows from several ranks, so its weight gradient adds the rows in another order than
+# one rank does. One rank adds the two gradients of a tied matrix in the compute dtype, but stages add them in float32.
 ROUNDED_OFTEN = 2e-2
 NOT_JUDGED = ("gradient norm", "state", "updates")  # computed from gradients of the plain loop
 

@@ -154,7 +154,7 @@ def gathers_as_zero_stage(step: Observed) -> bool | None:
     n_gathers = count_most(step, "FSDP::all_gather (layers.")
     if layout.zero_stage == 3:
         return n_gathers > 1
-    # With a single microbatch, ZeRO stages 1 and 2 are the same.
+    # With a single microbatch, ZeRO stages 1 and 2 run the same collectives.
     expected = layout.n_microbatches if layout.zero_stage == 2 else 1
     return n_gathers == 1 and count_most(step, "reduce (layers.") == expected
 
