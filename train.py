@@ -46,7 +46,7 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
     """Train. Return the exit status.
 
     `stop` records the signals that this process receives. `launched` is the RunSpec that the launcher resolved, or None
-    under plain torchrun.
+    if torchrun was started without the launcher.
 
     Exit status: 0 if the run trained and saved or had already finished, 128 + n if signal n stopped the run. Raises
     UserError if a step was not finite or a checkpoint was not written.

@@ -104,7 +104,8 @@ def plan_save(
             continue  # this tensor is equal on all ranks, so only the first pipeline stage saves it
         dtype = str(tensor.dtype).removeprefix("torch.")
         record = TensorRecord(dtype, list(tensor.shape), stage, list_splits(tensor, mesh), 0)
-        # small tensors stay in few files, because every resuming rank must open these files
+        # the writers of small tensors do not rotate: every resuming rank must open the files that contain them, so they
+        # stay in few files
         if tensor.numel() >= DEALT:
             n_copies = prod(mesh[mesh_dim] for mesh_dim in record.copy_dims)
             record = record._replace(copy=number % n_copies)

@@ -7,7 +7,7 @@ the keys of a rank depends on the order of the two ranks:
     the same rank      causal attention, because positions increase from the early to the late piece
     a later rank       late queries attend to both pieces, and early queries to none
 
-In all three cases, the query-key pairs form a plain rectangle or triangle, so no masks are needed. All ranks compute
+In all three cases, the query-key pairs form a full rectangle or a triangle, so no masks are needed. All ranks compute
 the same number of pairs. The parts are merged with their log-sum-exp (lse, explained below).
 
     method      bytes in forward                             bytes in backward

@@ -15,8 +15,8 @@ does not support this, so config/settings.py reports an error.
 
 Selective recompute intercepts each operator in Python. Without compile, "selective" costs the host more time than all
 collectives of the step: debug_3d trained 1,355 tokens/s with "none" and 800 with "selective" (two x86_64 cores, gloo,
-November 2026). Therefore configs/debug*.toml use "none". With a large model on a GPU, the host time is hidden, because
-the host runs ahead of the kernels.
+November 2026). Therefore configs/debug*.toml use "none". With a large model on a GPU, the host time does not matter,
+because the host runs ahead of the kernels.
 
 Sources: arXiv:1604.06174; selective: arXiv:2205.05198. Effect: a step needs less memory; gradients do not change.
 """

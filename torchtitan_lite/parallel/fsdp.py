@@ -6,11 +6,11 @@
     its gradient          for rank 0's tokens  for rank 1's tokens   reduce-scatter: sums, keeps local rows, fp32
 
 Traffic per block, P = bytes of its parameters in compute dtype: each all-gather or reduce-scatter moves P(n-1)/n per
-rank. Prefetching hides this time behind the compute of the neighboring block, if the compute takes longer. In forward,
-the host queues the next all-gather while the device still computes; in backward, torch prefetches one group ahead.
-Prefetching more than one group would help only if the host were slower than the device. The ZeRO stage determines which
-tensors stay sharded between the microbatches of a step. With m microbatches, each block runs this many collectives per
-step:
+rank. Prefetching overlaps this traffic with the compute of the neighboring block. If the compute takes longer than the
+traffic, no rank waits for the traffic. In forward, the host queues the next all-gather while the device still computes;
+in backward, torch prefetches one group ahead. Prefetching more than one group would help only if the host were slower
+than the device. The ZeRO stage determines which tensors stay sharded between the microbatches of a step. With m
+microbatches, each block runs this many collectives per step:
 
     zero_stage   parameters        gradients         all-gathers   reduce-scatters   under PP
     3            sharded           sharded           2m            m                 about m and 1: see below

@@ -1,6 +1,6 @@
 """Start the ranks of this host by torchrun's agent, restart them after a failure, and explain how they ended.
 
-    Agent       torchrun's: meets the other hosts, forks the ranks, and starts all of them again if one has failed
+    Agent       torchrun's: joins the rendezvous of all hosts, forks the ranks, and starts all again if one fails
     start N     FOLDER/*/attempt_N/LOCAL_RANK/    error.json  status, reason and traceback with which the rank ended
                                                   stderr.log  if LOG_RANK hides it
 
@@ -193,7 +193,7 @@ def run_agent(run: tuple, n_local: int, signals: Signals, store: Any) -> Ending:
         local_addr=local_address,
         is_host=is_first_host(),
         read_timeout=STORE_TIMEOUT_S,
-        last_call_timeout=10,  # seconds to wait for more hosts than the smallest number in NNODES
+        last_call_timeout=10,  # seconds to wait for further hosts once the smallest number in NNODES has joined
     )
     folder = run[2]
     shown = {int(rank) for rank in (os.environ.get("LOG_RANK") or "0").split(",")}

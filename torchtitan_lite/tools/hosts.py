@@ -1,4 +1,4 @@
-"""Let the launchers of several hosts meet before torchrun starts, and agree on the cause if the run fails.
+"""Let the launchers of several hosts rendezvous before torchrun starts, and agree on the cause if the run fails.
 
     NODE_RANK=0    listens at MASTER_ADDR:MASTER_PORT with one of torch's stores, which torchrun's rendezvous uses too
     others         connect to NODE_RANK=0, and compare hashes of settings; the settings are read only if a hash differs
@@ -67,7 +67,8 @@ def read_hosts() -> tuple[int, int]:
 
 
 def join_hosts(config: dict[str, object], timeout_s: float, signals: Any) -> Any:
-    """Meet the other hosts, and share signals with them from now on. Return the store of all hosts.
+    """Rendezvous with the launchers of the other hosts, and share signals with them from now on. Return the store of
+    all hosts.
 
     Raises UserError if the run cannot start, and KeyboardInterrupt on a signal.
     """

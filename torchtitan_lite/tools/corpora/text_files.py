@@ -61,7 +61,7 @@ class Row:
     """A row of a file, or a whole text."""
 
     path: Path
-    number: int  # number of the row in the file, from 1
+    number: int  # number of the row in the file; the first row is 1
     content: Any  # bytes of a JSON line or a text file; otherwise the value of the row
     name: str  # for a text file, its path relative to the common folder of all files; otherwise ""
 

@@ -40,7 +40,7 @@ from torchtitan_lite.tools.tables import format_table
 
 # For each device type: rows and dtype of the matrices, number of matmuls, bytes that a rank contributes to an
 # all-gather, limits for matmuls and all-gathers. A time is reported as slow if it exceeds the median by a factor above
-# its limit. Ranks on CPUs share the cores, so their times differ more.
+# its limit. Ranks on CPUs share the cores, so their times differ more than those of GPUs.
 LOADS = {
     "cuda": (8192, "bfloat16", 300, 2**26, 1.1, 1.1),
     "cpu": (256, "float32", 100, 2**20, 2.0, 4.0),
