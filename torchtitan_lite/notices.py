@@ -86,7 +86,7 @@ def list_rare_notices(given: UserConfig, spec: RunSpec, restarted: bool) -> Iter
         yield f"{ratio}: the decay begins after the warm-up and takes whole steps, {lasts}"
     names = config.training.dataset
     if len(set(names)) < len(names):
-        yield "training.dataset names a corpus twice, so its samples are drawn more often"
+        yield "training.dataset names a corpus twice, so its samples are drawn more often than if it were named once"
     if config.job.overwrite and not restarted:
         list_earlier = load_extension("overwrite").list_earlier
         earlier = ", ".join(map(str, list_earlier(spec.dump_folder, config)))

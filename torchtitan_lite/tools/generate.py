@@ -135,7 +135,7 @@ def encode_conversation(messages: list[dict], chat: ChatFormat) -> list[int]:
     messages[-1]["content"] = text.rstrip("\n")
     named = chat.special.findall(text)
     if named and len(messages) > 1:
-        raise SourceError(f"{named[0]} would become a special token. Write it differently.")
+        raise SourceError(f"{named[0]} would become a special token. Put a space into it.")
     if named:
         tell(f"{named[0]} is a special token, so the prompt is a formatted conversation.")
     else:

@@ -88,8 +88,8 @@ class CachedModel:
         expected = type(build_attention(attention, model.model_args, 0))
         if why := explain_own_attention(model, expected):
             raise UserError(
-                f"The KV cache cannot serve this attention: {why}. Use eval. If only the windows of this "
-                "attention differ, you can describe them in a row of ATTENTIONS (config/choices.py)."
+                f"The KV cache cannot serve this attention: {why}. Use eval. If it differs from causal attention "
+                "only in its windows, you can describe them in a row of ATTENTIONS (config/choices.py)."
             )
         self.caches = []
         for fqn, inner in list_attentions(model).items():

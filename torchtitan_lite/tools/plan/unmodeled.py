@@ -42,7 +42,9 @@ def list_unmodeled(planned: PlannedRun) -> dict[str, str]:
         unmodeled[f"compile.backend = {compiler.backend}"] = "the kernels of inductor"
     optimizer = planned.config.optimizer.name
     if optimizer not in ("AdamW", "SGD", "Muon"):
-        unmodeled[f"optimizer.name = {optimizer}"] = "the moments of its row, updated in one pass"
+        unmodeled[f"optimizer.name = {optimizer}"] = (
+            "the moments of its row in OPTIMIZERS, updated in one pass"
+        )
     if planned.workload.async_tp and planned.workload.float8:
         unmodeled["parallelism.enable_async_tensor_parallel = True"] = (
             "6 of 10 collectives of a block as fused, but float8 allows only 1"
