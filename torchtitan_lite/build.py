@@ -98,7 +98,7 @@ def build_on_meta(config: Config, model_args: ModelArgs) -> nn.Module:
     with torch.device("meta"):
         model = find_model_class(model_args.name)(model_args, attention=config.model.attention)
     model.to(getattr(torch, config.training.dtype))
-    unknown = set()  # tensors without an initial value
+    unknown = set()  # tensors for which no initial value is defined
     for fqn, module in model.named_modules():
         attributes = vars(module).items()
         unknown |= {f"{fqn}.{name}" for name, value in attributes if isinstance(value, Tensor)}

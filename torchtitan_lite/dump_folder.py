@@ -52,7 +52,7 @@ def check_files(config: Config, restarted: bool) -> Refused:
         nearest = find_nearest(path)
         needed = os.W_OK | os.X_OK
         if nearest == path:
-            needed |= os.R_OK  # to list its files
+            needed |= os.R_OK  # listing its files needs this permission
         if not (nearest.is_dir() and os.access(nearest, needed)):
             why = f"{nearest} is not a folder that this user can read and write"
             yield key, why, "Name another folder"

@@ -280,15 +280,15 @@ def describe_speed(
 def read_peak_memory(device: torch.device) -> dict[str, float]:
     """Return the peak memory of this rank: on CUDA since the previous call of this function, on a CPU since the process
     started."""
-    if device.type != "cuda":  # resident memory, including Python and torch
+    if device.type != "cuda":  # peak resident memory, which includes Python and torch
         unit_bytes = 1 if sys.platform == "darwin" else 1024  # unit of getrusage
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return {"peak_memory_gib": peak * unit_bytes / GIB}
     stats = torch.cuda.memory_stats(device)
     torch.cuda.reset_peak_memory_stats(device)
     total_bytes = torch.cuda.get_device_properties(device).total_memory
-    peak_bytes = stats["active_bytes.all.peak"]  # live tensors
-    reserved_bytes = stats["reserved_bytes.all.peak"]  # by torch's allocator, including gaps
+    peak_bytes = stats["active_bytes.all.peak"]  # bytes of live tensors
+    reserved_bytes = stats["reserved_bytes.all.peak"]  # of torch's allocator, gaps included
     return {
         "peak_memory_gib": peak_bytes / GIB,
         "peak_memory_share": peak_bytes / total_bytes,

@@ -225,7 +225,7 @@ def adapt_to_cpu(given: UserConfig) -> None:
     training = given.config.training
     n_sequences = training.global_batch_size
     if n_sequences == -1:
-        n_sequences = training.local_batch_size  # of each rank
+        n_sequences = training.local_batch_size  # this number is per data-parallel rank
     is_pipeline = given.config.parallelism.pipeline_parallel_degree > 1
     if is_pipeline or n_sequences * training.seq_len <= CPU_TOKENS:
         return

@@ -97,7 +97,7 @@ def plan_save(
     """
     n_ranks = prod(mesh[mesh_dim] for mesh_dim in MESH_DIMS[1:])
     stage, place = divmod(rank, n_ranks)
-    n_lines = ceil(len(tensors) / n_ranks)  # manifest lines per rank
+    n_lines = ceil(len(tensors) / n_ranks)  # number of manifest lines that each rank contributes
     plan = SavePlan(name_file(rank), {}, {}, {})
     for number, (name, tensor) in enumerate(sorted(tensors.items())):
         if name.startswith(SPIKES) and stage > 0 and host is None:

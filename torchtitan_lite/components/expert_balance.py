@@ -187,7 +187,7 @@ class AddLoss(torch.autograd.Function):
 def describe_load(loads: Tensor, top_k: int) -> dict[str, float]:
     """Summarize the result of `ExpertBalance.update`, (layers, experts + 1), for the log. Waits for the device."""
     loads = loads.cpu()
-    loads = loads[loads[:, :-1].sum(1) > 0]  # drop dense layers
+    loads = loads[loads[:, :-1].sum(1) > 0]  # leave out the rows of dense layers
     counts = loads[:, :-1]
     entropies = loads[:, -1]
     relative_load = counts / counts.mean(1, keepdim=True)
@@ -195,7 +195,7 @@ def describe_load(loads: Tensor, top_k: int) -> dict[str, float]:
     entropy = entropies.sum() / counts.sum() * top_k  # each token has top_k routes
     return {
         "expert_max_over_mean": relative_load.max().item(),  # the maximum over the experts of all layers
-        "expert_dead_share": is_dead.double().mean().item(),  # experts without tokens
+        "expert_dead_share": is_dead.double().mean().item(),  # fraction of experts without tokens
         # entropy of the router scores in nats, averaged over tokens and layers
         "router_entropy": entropy.item(),
     }

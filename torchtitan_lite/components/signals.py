@@ -64,7 +64,7 @@ class StopFlag:
 
     def __init__(self, rank: str = ""):
         self.rank = rank
-        self.received = 0  # 0: none
+        self.received = 0  # number of the signal; 0 if there is none
         self.received_at_s = 0.0
         self.find_phase: Callable[[], Phase] = lambda: Phase.START
 

@@ -16,7 +16,7 @@ from torchtitan_lite.models.registry import MODELS
 class Parameter(NamedTuple):
     """One parameter of a model."""
 
-    row: ModuleRow  # its module
+    row: ModuleRow  # the module that has this parameter
     shape: tuple[int, ...]
     is_bias: bool
 

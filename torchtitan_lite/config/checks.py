@@ -133,7 +133,7 @@ def check_batch(config: Config, layout: Layout) -> Refused:
     n_local = config.training.local_batch_size
     n_sequences = layout.global_batch_size
     unit = n_local * layout.dp
-    if layout.pp == 1 and n_sequences < unit:  # one microbatch per rank
+    if layout.pp == 1 and n_sequences < unit:  # then a rank has one microbatch
         unit = layout.dp
     if n_sequences % unit:
         why = (

@@ -40,7 +40,7 @@ def check_experts(model_args: ModelArgs, layout: Layout) -> Refused:
     """Check that a layer has experts, and that they can be sharded with these degrees."""
     moe = model_args.moe
     n_ranks = layout.fsdp * layout.tp
-    if not list_expert_biases(model_args):  # one per layer with experts
+    if not list_expert_biases(model_args):  # each layer with experts has one bias
         why = "no layer has experts, because of n_first_dense_layers or moe_every"
         yield "model.n_layers", why, "Use more layers"
     if layout.ep in list_expert_degrees(model_args, n_ranks):

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from torchtitan_lite.config.schema import LARGEST, LARGEST_SIZE, MOST_LAYERS, Range
 
 # values of `limits` for numbers that are not sizes
-COUNT = Range(1, MOST_LAYERS)  # of layers or experts
+COUNT = Range(1, MOST_LAYERS)  # number of layers or of experts
 ABOVE_ZERO = Range(1e-30, LARGEST)
 NOT_NEGATIVE = Range(0, LARGEST)
 ANY_NUMBER = Range(-LARGEST, LARGEST)

@@ -143,7 +143,7 @@ def plan_stages(parallelism: Parallelism, n_layers: int) -> list[int]:
     if n_stages == 1:
         return [n_layers]
     middle = [1] * (n_stages - 2)
-    sizes = [0, *middle, 0]  # layers per stage
+    sizes = [0, *middle, 0]  # number of layers in each stage
     loads = [
         parallelism.pipeline_parallel_first_stage_less_layers,
         *middle,

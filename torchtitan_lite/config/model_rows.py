@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-SLIDING = "sliding_attention"  # in ModelArgs.layer_types
+SLIDING = "sliding_attention"  # a type of layer in ModelArgs.layer_types
 FULL = "full_attention"
 LAYER_TYPES = (SLIDING, FULL)
 AUTO = "auto"  # model.flavor: the model of the loaded weights, or debug if the run loads none

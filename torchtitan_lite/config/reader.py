@@ -28,7 +28,7 @@ from torchtitan_lite.config.schema import FOLDER, PATH, Config, Job, get_value, 
 
 try:
     import tomllib
-except ModuleNotFoundError:  # Python 3.10
+except ModuleNotFoundError:  # Python 3.10 has no tomllib
     try:
         import tomli as tomllib
     except ModuleNotFoundError:

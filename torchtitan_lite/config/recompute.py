@@ -8,7 +8,7 @@ from torchtitan_lite.config.schema import ActivationCheckpoint
 def plan_recompute(section: ActivationCheckpoint, layers: Iterable[int]) -> dict[int, str]:
     """Return layer number -> "none", "op" or "full". Numbers are global, so the result is the same on all pipeline
     stages."""
-    if section.mode == "memory_budget":  # handled by the compiler
+    if section.mode == "memory_budget":  # the compiler chooses what to recompute
         return dict.fromkeys(layers, "none")
     if section.mode != "selective":
         return dict.fromkeys(layers, section.mode)

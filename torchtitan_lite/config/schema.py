@@ -35,7 +35,7 @@ class Range:
         return bounds if self.auto is None else f"{bounds}, or {self.auto} for the automatic value"
 
 
-MANY = 10**9  # steps, files, tokens
+MANY = 10**9  # upper bound for counts of steps, files and tokens
 MOST_RANKS = 2**20
 MOST_LAYERS = 10_000
 MOST_SECONDS = 10**7
@@ -134,7 +134,7 @@ class Training:
     mixed_precision_param: Literal["auto", "bfloat16", "float32"] = key("auto", resume="note")
     # dtype in which weights are stored; with bfloat16, updates are rounded stochastically
     dtype: Literal["float32", "bfloat16"] = key("float32", resume="refuse")
-    # dtype of gradient reduction
+    # dtype in which gradients are reduced
     mixed_precision_reduce: Literal["float32"] = key("float32", resume="note")
     # keep weights, gradients and optimizer state in host memory; update weights there
     enable_cpu_offload: bool = False
@@ -355,7 +355,7 @@ class Job:
     config_file: str = "debug"  # path of a TOML file, or a name in configs/; short form: --config
     # folder for the files of a run; auto: outputs/<config name>, or outputs/finetune-<name of initial_load_path>
     dump_folder: PathText = "auto"
-    description: str = ""  # printed at the start
+    description: str = ""  # text that is printed at the start
     print_config: bool = False  # print the resolved config at the start
     # new: delete the files of an earlier run in the dump folder, and start over
     overwrite: bool = False

@@ -105,7 +105,7 @@ class Corpus:
         index.clamp_(max=last)
         tokens = self.tokens[index].long()
         tokens *= is_target
-        if self.targets is not None:  # a conversation
+        if self.targets is not None:  # the corpus has conversations
             is_target &= self.targets[index]
         is_same_document = documents.diff() == 0
         is_target[:, 1:] &= is_same_document  # nothing predicts the first token of a document

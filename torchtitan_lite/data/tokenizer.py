@@ -168,7 +168,7 @@ def find_tokenizer(hf_assets_path: str | Path) -> Path | None:
 def make_byte_tokenizer() -> Tokenizer:
     """Return a tokenizer whose tokens are bytes."""
     ranks = {bytes([byte]): byte for byte in range(256)}
-    pairs = BytePairs(ranks, pattern="(?s:.{1,64})")  # merges nothing
+    pairs = BytePairs(ranks, pattern="(?s:.{1,64})")  # no two bytes are merged
     return make_llama3_tokenizer(Path(BYTES), BYTES.encode(), pairs, SPECIAL_TOKENS[:2])
 
 

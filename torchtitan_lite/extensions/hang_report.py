@@ -172,7 +172,7 @@ def read_recorder(
     ranks = {}
     for group in dist.distributed_c10d._world.pg_map:
         ranks[group.group_name] = dist.get_process_group_ranks(group)
-    entries = []  # the oldest first
+    entries = []  # entries of all recorders, the oldest first
     # the recorders of gloo and, in builds for CUDA, of NCCL
     for recorder in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
         if dump := getattr(_distributed_c10d, recorder, None):

@@ -34,7 +34,7 @@ from torchtitan_lite.models.registry import CONFIG, LENGTH, MODELS
 
 GENERATION_CONFIG = "generation_config.json"
 DTYPE_KEYS = ("torch_dtype", "dtype")  # (key in transformers 4, key in transformers 5)
-DENSE_LAYERS = "mlp_only_layers"  # a list of layer numbers
+DENSE_LAYERS = "mlp_only_layers"  # this key has a list of layer numbers
 TIE_KEY = "tie_word_embeddings"
 END = "eos_token_id"
 ORIGINAL_LENGTH = "original_max_position_embeddings"

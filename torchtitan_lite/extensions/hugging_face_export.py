@@ -58,13 +58,13 @@ def explain_unwritable(model_args: ModelArgs, attention: str) -> str | None:
     if not families:
         return f"transformers has no model that computes the same as model.name = {model_args.name!r} with these sizes"
     family = min(families.values(), key=lambda each: len(list_unwritten(model_args, each)))
-    different = list_unwritten(model_args, family)  # from the closest family
+    different = list_unwritten(model_args, family)  # fields that differ from the closest family
     theirs = f"transformers' {family.title}"
     for name, (value, only) in different.items():
         return f"{name} = {value!r}, but {theirs} only computes {only!r}"
     if model_args.dim % model_args.n_heads and family.divides_dim:
         return f"{theirs} needs a hidden_size ({model_args.dim}) that is a multiple of {model_args.n_heads} heads"
-    if ATTENTIONS[attention].extension:  # for example in a fork
+    if ATTENTIONS[attention].extension:  # a fork may have such an attention
         return f"model.attention = {attention!r}, but {theirs} only has causal attention"
     layers = range(model_args.n_layers)
     if list_windows(attention, model_args) != tuple(map(model_args.find_window, layers)):
@@ -89,7 +89,7 @@ def explain_unwritable(model_args: ModelArgs, attention: str) -> str | None:
 def cut_into_files(n_bytes: dict[str, int], most_file_bytes: int) -> list[list[str]]:
     """Distribute tensors (name -> bytes) over files of at most `most_file_bytes`. A larger tensor gets its own file."""
     files = []
-    free_bytes = 0  # left in the last file
+    free_bytes = 0  # free space in the last file
     for name, size in n_bytes.items():
         if size > free_bytes:
             files.append([])

@@ -2,7 +2,7 @@
 
 from math import prod
 
-NEWTON_SCHULZ_STEPS = 5  # per update of Muon
+NEWTON_SCHULZ_STEPS = 5  # number of Newton-Schulz steps in each update
 
 
 def deal_matrices(sizes: list[tuple[int, ...]], n_ranks: int) -> list[list[int]]:

@@ -57,7 +57,7 @@ def build_watched(
                 raise UserError(f"{name} cannot be used ({error}). {remedy}") from error
             raise
         for kept, value, place in find_unsaved(self, earlier):
-            text = " ".join(repr(value).split())  # of a tensor: several lines
+            text = " ".join(repr(value).split())  # the repr of a tensor may have several lines
             raise UserError(
                 f"the optimizer keeps {kept} = {text:.80} in {place}, which no resume would restore. "
                 "Create all entries of state[parameter] in the first step: scalar tensors, or tensors of the class "

@@ -21,7 +21,7 @@ from torchtitan_lite.extensions.foreign_json import JsonObject, read_json
 from torchtitan_lite.files import import_extra
 
 NO_UNKNOWN = "for text outside the vocabulary"
-SPECIAL_MAP = "special_tokens_map.json"  # an older format than tokenizer_config.json
+SPECIAL_MAP = "special_tokens_map.json"  # this format is older than tokenizer_config.json
 
 
 def read_tokenizer_json(path: Path, content: bytes) -> Tokenizer:

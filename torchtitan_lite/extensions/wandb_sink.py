@@ -27,7 +27,7 @@ class WandbSink:
         wandb = import_extra("wandb", "wandb")
         id_file = self.path.with_name("wandb_id")
         if not id_file.exists():
-            replace_text(id_file, uuid4().hex)  # complete or absent
+            replace_text(id_file, uuid4().hex)  # atomic, so the file is complete or does not exist
         return wandb.init(
             dir=str(self.path.parent),
             config=asdict(self.config),

@@ -38,8 +38,8 @@ class Head(nn.Linear):
     def __init__(self, dim: int, vocab_size: int):
         super().__init__(dim, vocab_size, bias=False)
         self.chunk_tokens = 0  # tokens per chunk; 0 puts all tokens into one chunk
-        self.formula: Formula = cross_entropy  # training.loss
-        self.vocabulary = Vocabulary()  # replaced by TP
+        self.formula: Formula = cross_entropy  # the formula of training.loss
+        self.vocabulary = Vocabulary()  # TP replaces this object
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None, **fields: Tensor) -> Tensor:
         """Return the logits (B, S, V) of hidden (B, S, D) or, given targets (B, S), the sum of token losses, () fp32.

@@ -123,7 +123,7 @@ class PatchedStage(PipelineStage):
         part = self.submod
         is_gathered = self.gathers_whole_part and self.n_done["F"] > self.n_before["F"]
         n_hooks = len(part._forward_pre_hooks) + len(part._forward_hooks)
-        if is_gathered and n_hooks == 2:  # both are FSDP's
+        if is_gathered and n_hooks == 2:  # both hooks are FSDP's
             return part.forward(*args, **kwargs)
         return super().forward_maybe_with_nosync(*args, **kwargs)
 

@@ -29,7 +29,7 @@ from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.parallel.gloo_workers import limit_gloo_workers
 
-MOST_OPEN_FILES = 10240  # OPEN_MAX of macOS
+MOST_OPEN_FILES = 10240  # the value of OPEN_MAX on macOS
 # options of glibc's mallopt, their environment variables, and a threshold in bytes that is never reached
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
 THRESHOLDS = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}
@@ -221,8 +221,8 @@ def set_timeouts(timeout_s: int, host: dist.ProcessGroup) -> None:
     """
     dist.barrier(host)
     timeout = timedelta(seconds=timeout_s)
-    # public from torch 2.14 on
+    # dist.set_timeout is public since torch 2.14
     set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
-    for group in list(dist.distributed_c10d._world.pg_map):  # torch has no public list
+    for group in list(dist.distributed_c10d._world.pg_map):  # torch has no public list of groups
         if group.group_desc not in HOST_GROUPS and dist.get_backend(group) != "fake":
             set_timeout(timeout, group)

@@ -162,7 +162,7 @@ class Agent(LocalElasticAgent):
             _, text = hang.explain_newest(self.signals.hangs, "failed")
             details = f"{details}\n{text}".strip()
         how = f"exited with status {exitcode}"
-        if exitcode < 0:  # a signal, as in multiprocessing
+        if exitcode < 0:  # as in multiprocessing, -n means that signal n ended the rank
             how = f"was killed by {signal.Signals(-exitcode).name}"
         if exitcode == -signal.SIGKILL:
             how += ", as Linux does when memory runs out, and so left no traceback"
@@ -172,7 +172,7 @@ class Agent(LocalElasticAgent):
 def run_agent(run: tuple, n_local: int, signals: Signals, store: Any) -> Ending:
     """Call `run_rank(*run)` on each rank of this host. `store` is the store of all hosts, or None with a single
     host."""
-    logging.disable(logging.ERROR)  # torchrun's long reports
+    logging.disable(logging.ERROR)  # silence torchrun's long reports
     # This variable cannot be empty. The launcher forwards SIGNALS itself.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGUSR2"
     address = "127.0.0.1:0"  # port 0: any free port

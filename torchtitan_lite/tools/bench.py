@@ -213,7 +213,7 @@ def write_loop(
         optimizer.zero_grad()
         logits = compute_logits()
         loss_sum = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-        loss = loss_sum / n_tokens  # tokens of all ranks
+        loss = loss_sum / n_tokens  # n_tokens counts the tokens of all ranks
         loss.backward()
         if dist.get_world_size() > 1:
             gradients = [parameter.grad for parameter in model.parameters()]
@@ -236,13 +236,13 @@ def measure_rounds(contenders: dict[str, Callable], options: Namespace) -> list[
     for _ in range(options.rounds):
         turns = {}
         for name in names:
-            gc.collect()  # now, not during the turn
+            gc.collect()  # collect garbage now, not during the turn
             dist.barrier()
             start_s = time.perf_counter()
             cpu_start_s = time.process_time()
             for _ in range(options.steps):
                 loss = contenders[name]()
-            loss.item()  # kernels run asynchronously
+            loss.item()  # wait, because kernels run asynchronously
             seconds = time.perf_counter() - start_s
             cpu_seconds = torch.tensor(time.process_time() - cpu_start_s)
             dist.all_reduce(cpu_seconds)

@@ -49,14 +49,14 @@ from torchtitan_lite.tools.model_source import ModelSource, SourceError, open_so
 from torchtitan_lite.tools.progress import show_progress
 
 CHAT_TEMPLATE = "chat_template.jinja"
-BESIDE_TOKENIZER = (  # patterns of files
+BESIDE_TOKENIZER = (  # patterns of the files that are copied
     "additional_chat_templates/*.jinja",
     TOKENIZER_CONFIG,
     "special_tokens_map.json",
     CHAT_TEMPLATE,
     GENERATION_CONFIG,
 )
-MOST_FILE_BYTES = 5 * 10**9  # as in transformers
+MOST_FILE_BYTES = 5 * 10**9  # the value that transformers uses
 
 
 def main(options: argparse.Namespace) -> int:

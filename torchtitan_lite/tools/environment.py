@@ -102,7 +102,7 @@ def create_venv() -> None:
     try:
         run_command(command, "On Debian and Ubuntu: apt install python3-venv")
     except BaseException:
-        shutil.rmtree(VENV, ignore_errors=True)  # it may lack pip
+        shutil.rmtree(VENV, ignore_errors=True)  # an incomplete .venv may lack pip
         raise
 
 

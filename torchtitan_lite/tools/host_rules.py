@@ -154,7 +154,8 @@ def check_torch_build(machine: Machine) -> Refused:
     found = find_spec("torch")
     if found is None or not found.origin:
         return
-    build = run_path(str(Path(found.origin).with_name("version.py")))  # without importing torch
+    # read the version without importing torch
+    build = run_path(str(Path(found.origin).with_name("version.py")))
     command = f'{sys.executable} -m pip install --upgrade "torch<2.15" --index-url {OLDER_INDEX}'
     misfit = explain_misfit(machine, build["cuda"], command)
     if build["hip"]:

@@ -150,7 +150,7 @@ def choose_interface(store: Any) -> None:
         address, first_address = wait_until(connect, "NODE_RANK=0")
         store.set("address", first_address)
     command = ["ip", "-oneline", "address", "show", "to", address]
-    with suppress(FileNotFoundError):  # a container without the command
+    with suppress(FileNotFoundError):  # a container may lack the command `ip`
         found = subprocess.run(command, capture_output=True, text=True)
         if interface := re.match(r"\d+: (\S+)", found.stdout):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface[1])

@@ -13,15 +13,15 @@ from statistics import mean
 
 LEFT = 13.0  # start of the horizontal axis, in percent
 WIDTH = 83.0  # length of the horizontal axis, in percent
-PLOT_HEIGHT = 130  # pixels
-ROW_HEIGHT = 20  # pixels
-MOST_STEPS = 4  # intervals between the ticks of an axis
-MOST_POINTS = 300  # per curve
+PLOT_HEIGHT = 130  # in pixels
+ROW_HEIGHT = 20  # in pixels
+MOST_STEPS = 4  # maximum number of intervals between the ticks of an axis
+MOST_POINTS = 300  # maximum number of points per curve
 # if a picture has more boxes than this, all boxes of the same color become one shape without tooltips
 MOST_BOXES = 700
-PAGE_WIDTH = 1048  # pixels, at most
+PAGE_WIDTH = 1048  # maximum width in pixels
 PHONE_WIDTH = 358
-CHARACTER = 6.6  # pixels of a character in a box
+CHARACTER = 6.6  # width of a character in a box, in pixels
 STYLE = """
 :root { color-scheme: light dark; --page: light-dark(#fff, #15191d); --ink: light-dark(#1f262d, #e1e5e9);
   --pale: light-dark(#69727b, #98a1aa); --line: light-dark(#e4e7ea, #2d343b); --soft: light-dark(#f4f5f7, #1e242a);

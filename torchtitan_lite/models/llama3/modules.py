@@ -61,7 +61,7 @@ class Llama3(nn.Module):
         rotation = rotary_angles(positions, self.model_args)
         blocks = list(self.layers.values())
         if blocks:
-            doc_ids = blocks[0].attention.inner.plan(doc_ids)  # once for all layers
+            doc_ids = blocks[0].attention.inner.plan(doc_ids)  # computed once for all layers
         for block in blocks:
             hidden = block(hidden, rotation, doc_ids)
         if self.output is None:

@@ -47,7 +47,7 @@ OF_ENDS = ("continue_final_message", "add_generation_prompt")
 # Arguments of the same function that are not variables of a template.
 ARGUMENTS = ("conversations", "chat_template", "return_assistant_tokens_mask")
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
-CONTENTS = ("content", "tool_calls", "function_call", *MEDIA)  # of a message
+CONTENTS = ("content", "tool_calls", "function_call", *MEDIA)  # keys of a message
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class RenderedChat:
     """A conversation as text, normalized for `Tokenizer.encode_special`."""
 
     text: str
-    turns: list[range]  # characters of the targets
+    turns: list[range]  # ranges of characters that are targets
     unused: list[str]  # columns and message keys that are not in the text; the summary names them
 
 
@@ -325,7 +325,7 @@ def read_chat_format(tokenizer: Tokenizer) -> ChatFormat:
         if not theirs.chat_template and tokenizer.special.keys() >= LLAMA_3_NAMES:
             theirs.chat_template = LLAMA_3
             name = "the format of Llama 3, because the tokenizer has no chat template"
-        theirs.get_chat_template()  # raises without a template
+        theirs.get_chat_template()  # raises an error if there is no template
         if isinstance(theirs.chat_template, dict):
             name += f", `default` or `tool_use` of {', '.join(theirs.chat_template)}"
         return ChatFormat(tokenizer, theirs, templates, name)

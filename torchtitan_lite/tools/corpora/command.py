@@ -34,7 +34,7 @@ from torchtitan_lite.tools.corpora.text_files import (
 )
 from torchtitan_lite.tools.tables import plural
 
-VALIDATION_SHARE = 0.02  # for named corpora
+VALIDATION_SHARE = 0.02  # fraction of a named corpus that is for validation
 MANY_BYTES = 2**26  # several processes encode files above this size faster than one process
 
 
@@ -62,7 +62,7 @@ def main(options: argparse.Namespace) -> int:
         raise PreparationError(
             f"--tokenizer {options.tokenizer}: {error.problems[0].why}. {error.problems[0].remedy}"
         ) from None
-    except OSError as error:  # for example a full disk
+    except OSError as error:  # the disk may be full
         folder = options.out or options.cache_folder
         tell(f"The corpus in {folder} could not be made: {error}")
         return 1

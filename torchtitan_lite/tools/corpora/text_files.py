@@ -161,7 +161,7 @@ def find_files(
     files = []
     skipped = Counter()
     seen = set()
-    pending = inputs[::-1]  # popped from the end
+    pending = inputs[::-1]  # reversed, because paths are popped from the end
     while pending:
         path = pending.pop()
         is_named = path in inputs
@@ -231,7 +231,7 @@ def read_file(path: Path, encoding: str, tail: float) -> Iterator[Any]:
         elif kind in JSON_SUFFIXES:
             lines = filter(bytes.strip, file)  # a blank line is not a row
             first = next(lines, b"")
-            is_line_byte = "a\n".encode(encoding).endswith(b"a\n")  # not in UTF-16 and UTF-32
+            is_line_byte = "a\n".encode(encoding).endswith(b"a\n")  # False for UTF-16 and UTF-32
             if is_line_byte and is_row(first):
                 yield first
                 yield from lines

@@ -65,7 +65,7 @@ MESSAGES = {
     "hangs_full": r"rank-\d+.json cannot be written, and the run continues",
 }
 DRILL_STEPS = 8
-HANG_S = 5  # comm.hang_seconds
+HANG_S = 5  # value of comm.hang_seconds
 ON_RANK_0 = ("records_full", "traces_full")
 KEYS_OF_KINDS = {  # write a trace of the last step
     "traces_full": ["--profiling.enable_profiling", f"--profiling.profile_freq={DRILL_STEPS}"],

@@ -54,7 +54,7 @@ class Lab:
 
     number: int
     title: str  # name and duration
-    text: str  # without the comments
+    text: str  # the Markdown text without the comments
     questions: dict[str, tuple[str, str]]  # name -> command of a tool, pattern of the answer
     slips: list[tuple[str, str, str]]  # name, ratio of the wrong answer to the right one, hint
     judge: str  # command that judges the code; "" if the lab has no code to write

@@ -24,7 +24,7 @@ COPIED_FILES = ("train.py", "pyproject.toml", "run_train.sh")
 PLACE = re.compile(r"^# (\S+\.py): ([\w.]+)\n", re.MULTILINE)
 HOLE = "hole.py"
 JUDGE = "judge.py"
-OURS = {HOLE, JUDGE, "solution.py", "solution.toml", "__pycache__"}  # not copied
+OURS = {HOLE, JUDGE, "solution.py", "solution.toml", "__pycache__"}  # these files are not copied
 
 
 def start(lab: Lab, folder: Path) -> None:

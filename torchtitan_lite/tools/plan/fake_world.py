@@ -60,7 +60,7 @@ class FakeMode(FakeTensorMode):
 @contextmanager
 def fake_tensors() -> Iterator[None]:
     """Context manager: new tensors have a shape and no storage."""
-    outside = _disable_current_modes()  # decorates functions
+    outside = _disable_current_modes()  # the result decorates functions
     with (
         # DTensor infers shapes with fake tensors of the full shape. The meter must not count these tensors as memory.
         patch.object(
@@ -144,7 +144,8 @@ def gpu_kernels() -> Iterator[None]:
         # attention without a mask is one kernel, which saves the same tensors for backward as flex attention
         patch.object(document_attention, "create_mask", lambda *args, **options: None),
         patch.object(windowed_attention, "attend_with_mask", attend_with_sinks),
-        patch.object(adamw_bfloat16, "move", lambda *args, **kwargs: None),  # one kernel
+        # on CUDA, `move` is one kernel
+        patch.object(adamw_bfloat16, "move", lambda *args, **kwargs: None),
         patch.object(
             F, "rms_norm", lambda x, shape, weight=None, eps=None: F.layer_norm(x, shape, weight)
         ),

@@ -51,7 +51,7 @@ class Phases(NamedTuple):
     forward: float = 0.0
     backward_input: float = 0.0
     backward_weight: float = 0.0
-    again: float = 0.0  # recompute
+    again: float = 0.0  # seconds of recompute
     tp: float = 0.0
     cp: float = 0.0
     ep: float = 0.0
@@ -169,7 +169,7 @@ class LayerTime:
         """
         w = self.workload
         args = w.args
-        c = w.compute_bytes  # per element
+        c = w.compute_bytes  # bytes per element
         of_norm, of_gate, of_activation = TENSORS[w.compiled]
         if self.has_slow_norms:
             of_norm = NORM_OP_BY_OP

@@ -301,7 +301,7 @@ class RankMemory:
             head = table * width
             block = self.find_largest_block(layers)
         tied = head * w.args.tie_embeddings  # freed after the backward of the embedding
-        gradients = w.weight_bytes * w.at_rest[0]  # after the step
+        gradients = w.weight_bytes * w.at_rest[0]  # gradients of the shards, after the step
         if layout.zero_stage == 1:
             gradients = w.grad_bytes * w.n_parameters[0]
         before = gradients if layout.n_microbatches > 1 else 0.0

@@ -48,7 +48,7 @@ class RecordedRun:
                 self.records.append(record)
             else:
                 self.unread.append(number)
-        self.start = {}  # the last one
+        self.start = {}  # the last record of a start
         for record in self.records:
             match record:
                 case {"kind": "start", "device": str(), "world_size": int()}:
