@@ -35,7 +35,7 @@ class OptimizerRow:
 
 OPTIMIZERS = {
     "AdamW": OptimizerRow(n_moments=2, has_fused_kernel=True),
-    "SGD": OptimizerRow(n_moments=0),  # SGD without momentum has no moments
+    "SGD": OptimizerRow(n_moments=0),  # without momentum
     # updates hidden matrices by Muon, and all other parameters by AdamW
     "Muon": OptimizerRow(n_moments=2, updates_matrices=True, extension="muon"),
 }
