@@ -18,7 +18,7 @@ from torchtitan_lite.config.schema import Config, LRScheduler, get_value
 
 
 def find_resume_rule(key: str) -> Literal["refuse", "note", "free"]:
-    """Return the rule that applies if a run changes the value of this key when it continues."""
+    """Return the rule that applies if the value of this key has changed since the checkpoint."""
     section, _, name = key.rpartition(".")
     fields = type(get_value(Config(), section)).__dataclass_fields__
     return fields[name].metadata.get("resume", "free")

@@ -158,7 +158,7 @@ def list_multiples(value: int, unit: int) -> str:
 
 
 def check_stages(section: Parallelism, n_layers: int) -> Refused:
-    """Check that the schedule can run the pipeline stages, and that the model has enough layers for them.
+    """Check that the schedule can run the pipeline stages, and that the model has enough layers for all stages.
 
     The first stage may have only the embedding, and the last stage only norm and head. Every other stage needs a layer.
     """
@@ -201,7 +201,7 @@ def check_microbatches(config: Config, layout: Layout) -> Refused:
 
 
 def explain_microbatches(parallelism: Parallelism, n_microbatches: int, n_stages: int) -> str:
-    """Return why the schedule cannot run this number of microbatches; "" if it can."""
+    """Return why the schedule cannot run this number of microbatches, or "" if the schedule can."""
     name = parallelism.pipeline_parallel_schedule
     n_rounds = max(1, n_microbatches // parallelism.pipeline_parallel_degree)
     if SCHEDULES[name].fills_pipeline and n_microbatches < n_stages:

@@ -37,7 +37,7 @@ def list_expert_degrees(model_args: ModelArgs, n_ranks: int) -> list[int]:
 
 
 def check_experts(model_args: ModelArgs, layout: Layout) -> Refused:
-    """Check that a layer has experts, and that they can be sharded with these degrees."""
+    """Check that a layer has experts, and that the experts can be sharded with these degrees."""
     moe = model_args.moe
     n_ranks = layout.fsdp * layout.tp
     if not list_expert_biases(model_args):  # each layer with experts has one bias

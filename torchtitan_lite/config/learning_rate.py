@@ -44,7 +44,7 @@ def list_rates(config: Config, step: int) -> dict[str, float]:
 
 
 def describe_unusual_rates(config: Config, resumed_step: int) -> list[str]:
-    """Return a notice if the rate is 0 before the last step, and another if it never reaches its peak.
+    """Return a notice if the learning rate is 0 before the last step, and one if the rate never reaches its peak.
 
     `config` is resolved.
     """

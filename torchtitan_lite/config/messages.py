@@ -50,8 +50,8 @@ class Problems(list):
             self.refuse(*refused)
 
     def refuse(self, key: str, why: str, remedy: str, value: object = None) -> None:
-        """Append a Problem with this key and its value in the config. For a size that [model] does not set, use the
-        value of the flavor."""
+        """Append a Problem with this key and the key's value in the config. For a size that [model] does not set, use
+        the value of the flavor."""
         if value is None:
             value = get_value(self.config, key)
         if value is None:

@@ -61,8 +61,8 @@ FolderName = Annotated[str, FOLDER]  # inside job.dump_folder
 
 
 def key(default: Any, *, resume: Literal["refuse", "note"]) -> Any:
-    """Return the dataclass field of a key that affects training. `resume` says what happens if a run changes the value
-    of the key when it continues.
+    """Return the dataclass field of a key that affects training. `resume` says what happens if a run continues after
+    the value of the key has changed.
 
     note      the run continues with the changed value, and both values are printed
     refuse    the saved state is useless with the changed value: data, batch, seed, kind of optimizer

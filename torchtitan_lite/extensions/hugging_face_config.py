@@ -205,7 +205,7 @@ def read_keys(
 
 
 def explain_wrong(value: Any, row: ConfigKey, title: str) -> str:
-    """Explain why a key cannot have this value. Returns "" if it can."""
+    """Explain why a key cannot have this value. Returns "" if the value is valid."""
     items = value if isinstance(value, list) else []
     if not has_kind(value, row.kind) or not all(has_kind(each, row.items) for each in items):
         return f"it must be {name_kind(row)}"

@@ -48,7 +48,8 @@ def check_export(config: Config, model_args: ModelArgs, layout: Layout) -> Refus
 
 
 def explain_unwritable(model_args: ModelArgs, attention: str) -> str | None:
-    """Explain why a model with this attention cannot be exported to Hugging Face; None if it can."""
+    """Explain why a model with this attention cannot be exported to Hugging Face. Returns None if an export is
+    possible."""
     module = MODELS[model_args.name].families
     # a model that was copied, but whose table still names the original's families
     if module and not module.startswith(f"models.{model_args.name}."):

@@ -42,7 +42,7 @@ class TiedSchedule:
         self.sum_gradients()  # all-reduces the same shard over both stages
 
     def eval(self, *tokens: Tensor, **options) -> None:
-        self.send_weights()  # broadcasts the same shard
+        self.send_weights()  # broadcasts this rank's shard of the matrix
         self.schedule.eval(*tokens, **options)
 
     @torch.no_grad()

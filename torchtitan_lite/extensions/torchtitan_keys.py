@@ -87,8 +87,8 @@ def resolve_alias(written: str) -> str:
 
 
 def explain_absent(key: str, value: object) -> str | None:
-    """Return a remedy if this value turns on a missing torchtitan feature, "" if it does not, and None for an unknown
-    key."""
+    """Return a remedy if this value turns on a missing torchtitan feature, "" for any other value of a torchtitan key,
+    and None for an unknown key."""
     if key not in MISSING_FEATURES:
         sections = tuple(name for name in SETTINGS if name.endswith("."))
         return "" if key in (*SETTINGS, *UNUSED) or key.startswith(sections) else None

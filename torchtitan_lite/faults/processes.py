@@ -1,4 +1,4 @@
-"""End ranks with the process that started them, and read the states of processes (Linux: /proc).
+"""End ranks when the process that started them ends, and read the states of processes (Linux: /proc).
 
     run_train.sh       launcher  <-  fork server  <-  ranks
     plain torchrun     torchrun  <-  ranks

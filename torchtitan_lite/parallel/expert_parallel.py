@@ -73,7 +73,7 @@ def shard_experts(
 
 
 def plan_prefetch(part: nn.Module) -> None:
-    """Let each block prefetch its MoE layer and the next block before it computes.
+    """Let each block, before it computes, prefetch its own MoE layer and the next block.
 
     By default, torch starts an all-gather when the host reaches the module, but the host waits in the middle of each
     MoE layer, so the all-gather would start late. Only the timing of all-gathers changes.

@@ -173,8 +173,8 @@ def check_torch_build(machine: Machine) -> Refused:
 
 
 def check_snapshots(config: Config, snapshot_bytes: int) -> Refused:
-    """Refuse snapshots if this host has no space for them. During a save, a host stores three snapshots: the last two
-    and the new one."""
+    """Refuse snapshots if this host does not have enough space. During a save, a host stores three snapshots: the last
+    two and the new one."""
     section = config.checkpoint
     n_saved = (config.training.steps - 1) // section.local_interval
     needed = min(3, n_saved) * snapshot_bytes

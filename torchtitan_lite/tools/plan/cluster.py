@@ -140,7 +140,7 @@ class Cluster:
         return seconds + self.find_latency(stride, n)
 
     def expose(self, stride: int, n: int, seconds: float, work: float) -> float:
-        """Return how many seconds a collective adds to kernels that take `work` seconds and overlap with it."""
+        """Return how many seconds a collective adds to `work` seconds of kernels that overlap with the collective."""
         is_near = self.count_nodes(stride, n) == 1
         fraction = self.contention if is_near else self.network_contention
         return max(0.0, seconds - work) + fraction * min(seconds, work)

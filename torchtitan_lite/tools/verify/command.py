@@ -212,7 +212,7 @@ def list_values(reduction: Reduction, config: Config) -> dict[str, object]:
 
 
 def describe_report(report: dict) -> str:
-    """Return the verdict, the keys that it does not cover, and the measured errors as text."""
+    """Return the verdict, the keys that are not covered, and the measured errors as text."""
     last = report["trials"][-1]
     lines = [f"{report['verdict']}: {report['config']} on {report['layout']}"]
     if report["verdict"] == CERTIFIED:
