@@ -82,14 +82,14 @@ class Model:
     # auto: the tokenizer of the weights that the run loads, else assets/tokenizer
     hf_assets_path: PathText = "auto"
     dim: Size | None = None  # new: width of the residual stream
-    n_layers: Layers | None = None  # new
-    n_heads: Size | None = None  # new: query heads
-    # new: key/value heads, each shared by a group of query heads
+    n_layers: Layers | None = None  # new: number of layers
+    n_heads: Size | None = None  # new: number of query heads
+    # new: number of key/value heads, each shared by a group of query heads
     n_kv_heads: Size | None = None
-    head_dim: Size | None = None  # new: an even number; default: dim / n_heads
+    head_dim: Size | None = None  # new: features per head, an even number; default: dim / n_heads
     ffn_dim: Size | None = None  # new: hidden dim of the feed-forward
-    vocab_size: Size | None = None  # new
-    # new: document: tokens attend only within their document
+    vocab_size: Size | None = None  # new: number of rows of the embedding
+    # new: kind of attention; document: a token attends only to tokens of its own document
     attention: Literal[tuple(ATTENTIONS)] = key("causal", resume="note")
     # ["float8"]: linear layers compute in float8, see [quantize.linear.float8]
     converters: list[Literal["float8", "quantize.linear.float8"]] = key([], resume="note")
@@ -155,15 +155,16 @@ class Training:
 
 @dataclass(frozen=True)
 class Parallelism:
-    # replicas of the sharded model (HSDP); without shards: plain data parallel
+    # number of replicas of the sharded model (HSDP); if nothing is sharded, this is DDP
     data_parallel_replicate_degree: Degree = 1
-    # FSDP2: ranks that shard one replica; auto: all remaining ranks
+    # FSDP2: number of ranks that shard one replica; auto: all remaining ranks
     data_parallel_shard_degree: DegreeOrAuto = -1
     # ignored unless zero_stage is auto. always: ZeRO stage 3; never: stage 2, or stage 1 if auto would select stage 1
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     # new: which tensors FSDP shards, see parallel/fsdp.py; auto: 1 under PP or if nothing is sharded, otherwise 3
     zero_stage: Literal["auto", 1, 2, 3] = "auto"
-    # new: hpz: keep a node's shards for backward; qwz and qgz: FSDP sends weights and gradients in int8
+    # new: features of ZeRO++. hpz: backward all-gathers inside a node, from shards that the node has kept; qwz and qgz:
+    # FSDP sends weights and gradients in int8
     zero_plus_plus: list[Literal["hpz", "qwz", "qgz"]] = key([], resume="note")
     zero_plus_plus_node_size: Degree = key(8, resume="note")  # new: number of ranks in a node
     # new: NCCL all-gathers FSDP's shards from buffers that the GPUs of a host share; needs torch 2.12 or newer; this
@@ -205,7 +206,7 @@ class Optimizer:
     beta2: Decay = key(0.95, resume="note")
     # must be positive, because a zero gradient would give 0/0
     eps: AboveZero = key(1e-8, resume="note")
-    weight_decay: ZeroOrMore = key(0.1, resume="note")  # decoupled, on every parameter
+    weight_decay: ZeroOrMore = key(0.1, resume="note")  # decoupled weight decay of every parameter
     # SGD and Muon use foreach instead of fused
     implementation: Literal["fused", "foreach", "for-loop"] = key("fused", resume="note")
     # new: dtype of AdamW's moments; bfloat16 saves 4 bytes per parameter
@@ -221,7 +222,7 @@ class LRScheduler:
     warmup_steps: NotNegative = key(200, resume="note")  # linear, from 0 to the peak
     # length of the whole schedule; default: training.steps
     total_steps: Positive | None = key(None, resume="note")
-    # fraction of the steps in which the rate decays, at the end; default: all steps after warm-up
+    # fraction of the steps, at the end of the schedule, in which the rate decays; default: all steps after warm-up
     decay_ratio: Share | None = key(None, resume="note")
     decay_type: Literal[tuple(DECAYS)] = key("linear", resume="note")
     min_lr_factor: Share = key(0.0, resume="note")  # the decay ends at this fraction of the peak
@@ -237,7 +238,7 @@ class Checkpoint:
     enable_first_step_checkpoint: bool = False
     # async: copy to host memory, then write while training continues. Without pinned memory, the GPU waits for the copy
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
-    keep_latest_k: NotNegative = 10  # 0 keeps all
+    keep_latest_k: NotNegative = 10  # number of checkpoints to keep, the newest ones; 0 keeps all
     # new: also save snapshots, on each host in this local folder, such as /dev/shm/snapshots
     local_folder: PathText = ""
     local_interval: Positive = 10  # new: steps between snapshots; the last two are kept
@@ -251,7 +252,8 @@ class Checkpoint:
     exclude_from_loading: list[Literal["optimizer"]] = field(default_factory=list)
     # checkpoint or Hugging Face folder with initial weights, used if the run does not resume; `enable` is not needed
     initial_load_path: PathText = ""
-    initial_load_model_only: bool = True  # load initial_load_path without optimizer state and step
+    # load only the weights in initial_load_path, not the optimizer state and the step
+    initial_load_model_only: bool = True
     # save only the weights at the last step; runs cannot resume from them
     last_save_model_only: bool = False
     last_save_in_hf: bool = False  # also convert the last checkpoint to a Hugging Face folder
@@ -266,7 +268,8 @@ class Validation:
     # like training.dataset; empty: the validation split of training.dataset
     dataset: list[PathText] = key([], resume="note")
     dataset_path: PathText = ""  # like training.dataset_path; empty: training.dataset_path
-    freq: Positive = 10  # steps between validations; also runs after the first and the last step
+    # steps between validations; a validation also runs after the first and the last step
+    freq: Positive = 10
     # number of batches of training.global_batch_size, spread over the split; auto: the whole split
     steps: Annotated[int, Range(1, MANY, auto=-1)] = -1
 
@@ -323,7 +326,7 @@ class Metrics:
     log_freq: Positive = 10  # steps between log lines; the first ten steps are always logged
     enable_tensorboard: bool = True  # write TensorBoard events
     save_tb_folder: FolderName = "tb"  # inside dump_folder
-    enable_wandb: bool = False  # also send metrics to Weights & Biases; needs the extra `wandb`
+    enable_wandb: bool = False  # also send the metrics to Weights & Biases; needs the extra `wandb`
 
 
 @dataclass(frozen=True)
@@ -375,7 +378,7 @@ class Profiling:
     profiler_active: Positive = 1  # steps recorded in each trace
     # steps before each trace in which the profiler runs but discards its results
     profiler_warmup: NotNegative = 3
-    # CUDA: record allocations every profile_freq steps, and also when memory runs out
+    # on CUDA, record allocations every profile_freq steps, and also when memory runs out
     enable_memory_snapshot: bool = False
     save_memory_snapshot_folder: FolderName = "memory_snapshot"  # inside dump_folder
 
