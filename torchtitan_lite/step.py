@@ -73,13 +73,13 @@ def train_step(run: Run, batch: Batch, stop_signal: int = 0) -> StepResult:
         wait()  # asynchronous saves may still be copying the tensors that change below
     is_spike = run.spikes.judge(grad_norm) if run.spikes else None
     max_norm = run.config.training.max_norm
-    # also clips; only Muon communicates: each rank orthogonalizes some of the matrices
+    # clips and updates; only Muon communicates, because each rank orthogonalizes some of the matrices
     applied = update_weights(run.optimizer, grad_norm, max_norm, is_spike)
     expert_loads = None
     if run.balance:
         expert_loads = run.balance.update(applied)  # all-reduces layers x (experts + 1) x 8 bytes
     for follow_up in run.after_update:
-        follow_up()  # precomputed float8 scales: all-reduces one float per weight
+        follow_up()  # with precomputed float8 scales: all-reduces one float per weight
     run.lr_scheduler.step()
     if copy_random_state() != random_state:
         raise UserError(RANDOM)

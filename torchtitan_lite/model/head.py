@@ -130,7 +130,7 @@ class ChunkedLoss(torch.autograd.Function):
         # not in-place, because this function runs twice if a pipeline schedule splits backward
         grad_hidden, sums = ctx.saved_tensors
         grad_weight = torch.empty_like(sums, dtype=ctx.weight_dtype)
-        torch.mul(sums, grad_total, out=grad_weight)  # one kernel: scales in fp32, then casts
+        torch.mul(sums, grad_total, out=grad_weight)  # one kernel scales in fp32, and then casts
         return grad_hidden * grad_total, grad_weight, None, None, None
 
 

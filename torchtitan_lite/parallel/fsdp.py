@@ -164,7 +164,7 @@ def prepare_microbatch(part: nn.Module, *, zero_stage: int, is_last: bool) -> No
     """Set which tensors FSDP reshards and reduces in the backward pass of a microbatch. Under PP, torch's pipeline
     runtime makes this choice."""
     if not isinstance(part, FSDPModule):
-        return  # a single rank: nothing is sharded
+        return  # on a single rank, nothing is sharded
     part.set_reshard_after_backward(is_last or zero_stage == 3)
     part.set_requires_gradient_sync(is_last or zero_stage > 1)
     # All-reduce over replicas once per step, even if every microbatch reduce-scatters over shards.

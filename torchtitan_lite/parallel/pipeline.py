@@ -134,7 +134,7 @@ class PatchedStage(PipelineStage):
         return output
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args, full_backward: bool = True, **kwargs):
-        # I and W: halves of a split backward, for inputs and for weights
+        # I and W are the halves of a split backward, for inputs and for weights
         kind = "B" if full_backward else "I"
         with record_function(f"pp {kind}{bwd_chunk_id} stage {self.stage_index}"):
             super().backward_one_chunk(bwd_chunk_id, *args, full_backward=full_backward, **kwargs)

@@ -154,7 +154,7 @@ class Agent(LocalElasticAgent):
             return Ending(exitcode, describe_signal(exitcode))
         details = ""
         hidden = own / "stderr.log"
-        # 1: train.py has logged the reason
+        # status 1 means that train.py has logged the reason
         if exitcode not in (1, -signal.SIGKILL) and hidden.exists():
             details = "\n".join(hidden.read_text(errors="replace").splitlines()[-N_LINES:])
         # gloo aborts a rank if the calls of ranks differ. Printing the stacks of threads during the abort may crash.

@@ -123,7 +123,7 @@ def check_fewer_hosts(spec: RunSpec, config_args: list[str], n_hosts: int) -> No
     problems = []
     layout = spec.layout
     sizes = range(read_hosts()[0], n_hosts)
-    config = read_config(config_args).config  # not resolved: global_batch_size can be -1
+    config = read_config(config_args).config  # not resolved, so global_batch_size can be -1
     is_safe = config.checkpoint.enable and config.training.global_batch_size > 0
     if sizes and not (is_safe and read_number("MAX_RESTARTS")):
         why = "a lost host costs a restart from the newest checkpoint, with the same global batch"

@@ -43,7 +43,7 @@ OTHER_CALL = (
     rf"{HANG_MESSAGE}|FAILED in step .* began\. rank {{rank}} .*(missing from call|earlier steps)"
 )
 KILLED = "rank {rank} was killed by SIGKILL"
-# None: the usual temporary folder
+# None selects the default temporary folder
 MEMORY_FOLDER = "/dev/shm" if os.path.isdir("/dev/shm") else None
 # function of inject.py -> pattern of the message that reports this fault; {rank} is the faulty rank
 MESSAGES = {

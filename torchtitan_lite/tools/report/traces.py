@@ -121,7 +121,7 @@ def read_trace(data: dict, rank: int, layout: Layout) -> Trace:
             kind, microbatch, stage = found.groups()
             action = Action(int(stage), kind, int(microbatch))
             first, last = actions.get(action, (start, end))
-            if start >= last:  # a second execution: the events of a single execution overlap
+            if start >= last:  # a second execution, because events of one execution overlap
                 first = start
             actions[action] = first, max(last, end)
         elif name.startswith("Optimizer.step"):

@@ -84,7 +84,7 @@ class PlainStep:
     shared: set[str]
     ties: dict[int, tuple[Tensor, Tensor]]  # layer -> scores and experts of tokens with tied scores
     loss: float
-    gradients: dict[str, Tensor]  # before clipping; of parameters that are not frozen
+    gradients: dict[str, Tensor]  # gradients before clipping, of all parameters that are not frozen
     norm: float
     rates: dict[str, float]  # learning rates of the step
     loads: dict[int, Tensor]  # layer -> number of tokens that each expert gets

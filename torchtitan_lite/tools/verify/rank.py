@@ -153,7 +153,7 @@ def compare_gradients(run: build.Run, plain: PlainStep, seen: Seen) -> None:
     gradients = {}
     for fqn, parameter in reversed(run.parameters.items()):
         if fqn not in plain.gradients:
-            continue  # frozen: compare_updates reports any change
+            continue  # the parameter is frozen, and compare_updates reports any change
         right = plain.gradients[fqn]
         own = local(parameter.grad)
         seen.note("gradients", fqn, relative_error(parameter.grad, right))
