@@ -2,7 +2,8 @@
 
 The forecast of a published run is compared with its published speed. A stack is the code base of a trainer: all pages
 about torchtitan are one stack, and so are all pages about NVIDIA's Megatron. The constants for this comparison are
-fitted without the runs of the same stack. A family has no error bar if its runs come from fewer than three stacks.
+fitted without the runs of the stack that the published run belongs to. A family has no error bar if its runs come from
+fewer than three stacks.
 """
 
 from typing import NamedTuple

@@ -15,7 +15,7 @@ from math import exp, sqrt
 
 
 def find_interval(mtbf_s: float, save_stall_s: float) -> float:
-    """Return the best number of seconds between saves, by Daly's higher-order estimate: 1 s or more.
+    """Return the best number of seconds between saves, by Daly's higher-order estimate. The result is at least 1 s.
 
     `mtbf_s` is the mean time between failures of the whole job.
     """

@@ -259,7 +259,7 @@ ROWS = [
         n_multiprocessors=80,
     ),
     # torchtitan's machine of 2024: 96 GB of HBM2e at 2.4 TB/s, and a limit of 500 W, which lowers the clock. The value
-    # 0.88 is from an earlier fit, which assets/benchmarks/published.py does not repeat.
+    # 0.88 is from an older fit, which assets/benchmarks/published.py does not repeat.
     Cluster("h100-96", memory_bytes=96 * GB, memory_bandwidth=2.4e12, clock=0.88),
     # One rank on one core of an x86 server with AVX-512, and gloo over loopback. The values are measured, to one digit.
     # The reserve factors (reserved / allocated memory) are 1, because free() returns memory to the system.

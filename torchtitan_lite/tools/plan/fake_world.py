@@ -52,7 +52,7 @@ class FakeMode(FakeTensorMode):
         if func is torch.ops.aten._local_scalar_dense.default:  # .item(), bool()
             return 1
         if func is torch.ops._c10d_functional.wait_tensor.default:
-            # return the same tensor, as on a real device; torch's meta function would return a new tensor
+            # return the input itself, as on a real device; torch's meta function would return a new tensor
             return args[0]
         return super().__torch_dispatch__(func, types, args, kwargs or {})
 

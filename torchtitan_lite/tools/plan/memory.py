@@ -56,8 +56,8 @@ class RankMemory:
     def fullest(self) -> Memory:
         """The memory of the rank with the most live bytes.
 
-        This rank belongs to the first pp rank, the second (which may have one layer more) or the last (which has the
-        logits).
+        This rank belongs to the first pp rank, the second (which may have one layer more than the others) or the last
+        (which has the logits).
         """
         last = self.workload.layout.pp - 1
         memories = map(self.estimate, {0, min(1, last), last})
@@ -200,7 +200,7 @@ class RankMemory:
             temporary = max(2 * weighted, max(of_experts, exchanged) - weighted)
             gathered = kind.sizes["efsdp"] * width
             reduced = kind.sizes["efsdp"] * MASTER_BYTES
-            # FSDP makes one more copy, because it concatenates slices of experts
+            # FSDP makes a second copy, because it concatenates slices of experts
             if layout.zero_stage == 3:
                 moments.append(gathered * (2 if w.cuts_experts else 1))
             else:

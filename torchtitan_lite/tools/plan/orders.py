@@ -87,7 +87,7 @@ def fill_and_drain(pipeline: Pipeline, rank: int) -> list[Action]:
     """List GPipe, or LoopedBFS with several stages per rank: all forwards, then all backwards, stage by stage."""
     stages = pipeline.stages_of(rank)
     microbatches = range(pipeline.n_microbatches)
-    # Backward starts with the last microbatch in LoopedBFS, and with the first in GPipe.
+    # Backward starts with the last microbatch in LoopedBFS, and with the first microbatch in GPipe.
     backwards = microbatches[::-1] if len(stages) > 1 else microbatches
     return run_stages(stages, "F", microbatches) + run_stages(stages[::-1], "B", backwards)
 
@@ -97,9 +97,9 @@ def interleave(
 ) -> list[Action]:
     """List Interleaved1F1B: forwards fill the pipeline, then forwards and backwards alternate.
 
-    Microbatches run in rounds. A rank starts with `hops` more forwards for each pp rank after it. 1F1B has one stage
-    per rank and `hops` = 1. If the backward is split (InterleavedZeroBubble), each W is delayed by `rank` backwards
-    after its I.
+    Microbatches run in rounds. For each pp rank after it, a rank starts with `hops` additional forwards. 1F1B has one
+    stage per rank and `hops` = 1. If the backward is split (InterleavedZeroBubble), each W is delayed by `rank`
+    backwards after its I.
     """
     size = pipeline.round_size
     stages = pipeline.stages_of(rank)
@@ -213,8 +213,8 @@ TENTHS = {"F": 10, "B": -10, "I": 6, "W": -16}
 def count_in_flight(row: list[Action]) -> InFlight:
     """Return the microbatches in flight on a pp rank at its possible memory peaks, in tenths.
 
-    A microbatch holds its activations from its F to its last backward. A stage reduces its gradients after its last B
-    or W.
+    The activations of a microbatch are live from its F to its last backward. A stage reduces its gradients after its
+    last B or W.
     """
     to_come = Counter(action.stage for action in row if action.kind in "BW")
     held: Counter[int] = Counter()

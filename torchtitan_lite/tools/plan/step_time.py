@@ -42,7 +42,7 @@ class StepTime(LayerTime):
         kinds = self.workload.kinds
         phases = [*map(self.describe_layer, kinds), self.describe_head()]
         found = {}
-        for stage in set(self.workload.stages):  # most stages are equal
+        for stage in set(self.workload.stages):  # compute equal stages once
             n_heads = stage.has_head * MODELS[self.workload.args.name].head_calls
             counts = [*(kind.count(stage) for kind in kinds), n_heads]
             sums = [sum(map(mul, counts, seconds)) for seconds in zip(*phases, strict=True)]

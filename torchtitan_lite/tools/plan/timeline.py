@@ -3,9 +3,9 @@
     pp rank 0  F0F1....B0--F2B1--F3B2--..B3--    F is a forward, B a backward. A backward can be split into I (gradients
     pp rank 1  ..F0B0--F1B1--F2B2--F3B3--....    of inputs) and W (gradients of weights). Dots are idle time: the bubble
 
-With p pp ranks, v stages per rank and m microbatches, the bubble is (p-1)/(v*m+p-1) of a step. This assumes that stages
-are equal, that B takes as long as two F, and that sends take no time. The often quoted (p-1)/m is idle time divided by
-*ideal* time.
+With p pp ranks, v stages per rank and m microbatches, the bubble is (p-1)/(v*m+p-1) of a step. This assumes that all
+stages take equal time, that B takes as long as two F, and that sends take no time. The often quoted (p-1)/m is idle
+time divided by *ideal* time.
 """
 
 from collections import deque

@@ -127,8 +127,9 @@ class Workload:
     float8: frozenset[str] = frozenset()  # names of a block's modules that compute in float8
     # tensorwise, rowwise, or te (Transformer Engine, which fuses casts)
     float8_recipe: str = "tensorwise"
-    gathers_float8: bool = False  # FSDP all-gathers in float8
-    precomputes_scales: bool = False  # the scales are reduced once per step, not at each all-gather
+    gathers_float8: bool = False  # whether FSDP all-gathers weights in float8
+    # whether float8 scales are reduced once per step, not at each all-gather
+    precomputes_scales: bool = False
     zero_plus_plus: tuple[str, ...] = ()  # hpz, qwz, qgz
     schedule: str = "1F1B"  # of the pipeline
     attention_row: str = "causal"  # model.attention
