@@ -155,7 +155,7 @@ def judge_machine(
     # if most ranks have the same checksum, the median is this checksum
     usual = median(each.checksum for each in matmuls)
     found = [
-        f"{each.place} computes wrong results: its checksum differs from that of most ranks"
+        f"{each.place} computes wrong results: its checksum differs from the median of all ranks"
         for each in matmuls
         if each.checksum != usual
     ]
