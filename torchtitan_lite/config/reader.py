@@ -159,7 +159,7 @@ def parse_arguments(
 
 
 def find_key(written: str) -> str:
-    """Return the key with this name, or our key for this name of a torchtitan key."""
+    """Return the key named `written`. If this is the name of a torchtitan key, return the same key of this project."""
     return written if written in KEYS else load_extension(OTHER_KEYS).resolve_alias(written)
 
 

@@ -8,12 +8,12 @@
 The limit for a step or a validation batch is comm.hang_seconds. If comm.hang_seconds is -1, the limit is 3/4 of
 comm.train_timeout_seconds or twice the duration of the last step, whichever is longer. After a signal, the limit is the
 longer of STOP_WITHIN_S and twice the duration of the last step. A save, the loading of the initial state, the first
-step and the first validation may take 3/4 of comm.init_timeout_seconds. A rank that exceeds its limit also creates a
-file `late`. A rank that has not advanced for half of its limit, in a step or between two steps, looks for this file. If
-the file `late` exists, the rank writes its state too. Ranks that advance therefore do not read the shared folder. A
-rank that is stopped or never releases the GIL cannot write, so each file also contains the state of every rank on the
-same host, from /proc. If the step ends after all, the rank deletes its file. A new start of the run deletes the files
-of all earlier starts (dump_folder.py).
+step and the first validation may take 3/4 of comm.init_timeout_seconds. A rank that exceeds this time limit also
+creates a file named `late`. A rank that has not advanced for half of its limit, in a step or between two steps, looks
+for this file. If the file `late` exists, the rank writes its state too. Ranks that advance therefore do not read the
+shared folder. A rank that is stopped or never releases the GIL cannot write, so each file also contains the state of
+every rank on the same host, from /proc. If the step ends after all, the rank deletes its file. A new start of the run
+deletes the files of all earlier starts (dump_folder.py).
 
 gloo aborts a rank if its collective differs from the collectives of its peers. If a rank ends with an error, or because
 another rank has ended, it writes the same kind of report to hang/restart-0/failed-00003.json.

@@ -145,7 +145,7 @@ def multiply_groups(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 def sort_rows(experts: Tensor, n_experts: int) -> tuple[Tensor, Tensor]:
     """Sort rows by expert. Return the order and its inverse permutation, (R,) each.
 
-    The keys have the shortest possible dtype, because the radix sort of a GPU makes one pass per 8 bits of a key. The
+    The keys have the narrowest possible dtype, because a radix sort on a GPU makes one pass per 8 bits of a key. The
     sort is stable.
     """
     keys = experts.to(torch.uint8 if n_experts <= 256 else torch.int16)

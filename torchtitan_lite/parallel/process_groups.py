@@ -79,7 +79,7 @@ def join_job(environment: os._Environ) -> tuple[Place, dist.Store]:
         counts = [f"restarts of host {host}" for host in range(n_hosts)]
         if local_rank == 0:
             store.set(counts[rank // n_local], str(restarts))
-        if rank == 0:  # publish one value, so no other rank reads one value per host
+        if rank == 0:  # publish the largest value, so that other ranks read only one value
             store.set("restarts", str(max(map(int, store.multi_get(counts)))))
         restarts = int(store.get("restarts"))
     # On a single host, torchrun's store survives restarts. If it still has this key (without a prefix), NCCL's threads
@@ -165,8 +165,8 @@ def prepare_process(config: Config) -> None:
 def connect_late(world_size: int) -> None:
     """In large jobs, let the ranks of a gloo group connect when they first communicate.
 
-    By default, every rank opens n + 3 files for each group of n ranks. With this setting, a rank opens 4 files at
-    first, and about 2 log2(n) later; rank 0 opens n files when it gathers (12 ranks, torch 2.13).
+    By default, every rank opens n + 3 files for each group of n ranks. With this setting, a rank has 4 open
+    files at first, and about 2 log2(n) later. Rank 0 has n when it gathers (measured with 12 ranks, torch 2.13).
     """
     if world_size >= MANY_RANKS:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")

@@ -113,7 +113,7 @@ def check(config_args: list[str], machine: Machine, n_ranks: int | None, n_hosts
 def resolve_on_hosts(
     config_args: list[str], machine: Machine, n_ranks: int | None = None, n_hosts: int = 1
 ) -> RunSpec:
-    """Resolve a run with the rules about its hosts. Raises ConfigError."""
+    """Resolve a config, and also apply the rules that depend on the hosts of the run. Raises ConfigError."""
     rules = partial(check_host, args=config_args, machine=machine, n_hosts=n_hosts)
     return resolve(config_args, machine=machine, n_ranks=n_ranks, n_hosts=n_hosts, check_host=rules)
 

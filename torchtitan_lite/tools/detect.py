@@ -24,8 +24,8 @@ OLDER_INDEX = "https://download.pytorch.org/whl/cu126"
 def detect_machine() -> Machine:
     """Return the GPUs that are visible under CUDA_VISIBLE_DEVICES, or the CPU if no GPU is visible.
 
-    The launcher calls this once for all of its ranks. If each rank asked a slow driver, a single rank could fall back
-    to the CPU.
+    The launcher calls this once for all of its ranks. If each rank queried the driver, and one query timed
+    out, that rank would run on the CPU while the others use GPUs.
     """
     gpus = list_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
     if not gpus:

@@ -40,8 +40,8 @@ set PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu"""
 def continue_with_packages(extras: list[str] | None = None) -> None:
     """Make sure that the packages are installed. If none is missing, return.
 
-    If only packages of `extras` are missing, or if this is .venv's Python, install the missing packages. Otherwise
-    create .venv, and replace this process by the same command with .venv's Python.
+    If all missing packages belong to `extras`, or if this process runs .venv's Python, install the missing packages.
+    Otherwise create .venv, and replace this process by the same command with .venv's Python.
     """
     names = ["dependencies", *(extras or [])]
     missing = list_missing(names)

@@ -1,5 +1,5 @@
-"""`plan`: print the memory, time and traffic of a layout. Formulas without torch compute the plan in less than a
-second.
+"""`plan`: print the memory, time and traffic of a layout. Formulas compute the plan in less than a second, without
+torch.
 
     memory      memory.py           bubble, time    the simulated schedule, with durations from step_time.py
     traffic     transfers.py        remarks         settings that waste time or memory, and better values

@@ -44,9 +44,10 @@ class Trace(NamedTuple):
     """The last traced step of one rank. Times are in seconds."""
 
     rank: int
-    parts: dict[str, float]  # "computing", "exposed AXIS", "waiting"; they add up to the step
+    # "computing", "exposed AXIS", "waiting"; their sum is the time of the step
+    parts: dict[str, float]
     hidden: dict[str, float]  # "hidden AXIS" -> seconds
-    actions: dict[Action, tuple]  # action of the pipeline -> start and end by the host's clock
+    actions: dict[Action, tuple]  # action of the pipeline -> its start and end on the host's clock
     # Sorted by start. Calls of one row do not overlap, except receives and kernels of several streams.
     calls: list[TracedCall]
 

@@ -211,7 +211,7 @@ def reduce_size(real: int, wanted: int, unit: int, split: int) -> int:
 
 
 def reduce_experts(args: ModelArgs, layout: Layout, dim: int, n_wanted: int) -> dict[str, int]:
-    """Return the sizes of a small MoE: about `n_wanted` experts, at most N_EXPERTS, and the real top_k if it fits.
+    """Return the sizes of a small MoE: about `n_wanted` experts. top_k is the real top_k, or N_EXPERTS if that is less.
 
     As in the real run, FSDP shards either the number of experts or their matrices. If the real model has both MoE and
     dense layers, the small model has both too. Returns {} for a dense model.
