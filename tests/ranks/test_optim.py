@@ -82,7 +82,7 @@ def test_a_rate_of_0_and_a_peak_that_is_never_reached_are_reported_with_both_num
     if idle_step:
         expected.append((f"step {idle_step} of {n_steps}", f"total_steps = {section.total_steps}"))
     if highest < 100:
-        expected.append((f"{section.warmup_steps} of {n_steps}", f"{highest}%"))
+        expected.append((f"{section.warmup_steps} > {n_steps}", f"{highest}%"))
     assert len(said) == len(expected)
     for sentence, numbers in zip(said, expected, strict=True):
         assert all(number in sentence for number in numbers)
