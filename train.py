@@ -1,4 +1,4 @@
-"""Train a Llama: config, mesh, data, run, checkpoint, loop. run_train.sh starts it once per rank.
+"""Train a Llama: config, mesh, data, run, checkpoint, loop. run_train.sh starts this file once per rank.
 
 Every rank runs this file from top to bottom. The optimizer step is in torchtitan_lite/step.py. If ranks communicate in
 a call, a comment above the call begins with "all ranks" and lists what they send. No other call communicates.

@@ -1,4 +1,4 @@
-"""Helpers for the host: optional packages, file hashes, the git commit."""
+"""Import optional packages, hash files, and read the git commit."""
 
 import hashlib
 import importlib

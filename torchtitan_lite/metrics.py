@@ -1,4 +1,4 @@
-"""Measure the steps of a run, and write its records. Only rank 0 writes, and ranks do not communicate.
+"""Measure the steps of a run, and write the records of the run. Only rank 0 writes, and ranks do not communicate.
 
     metrics.jsonl         one JSON object per line, with `kind`, `step` and `time`
         start             layout, number of ranks, restarts of the job, git commit, command, host

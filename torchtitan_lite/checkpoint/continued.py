@@ -1,6 +1,7 @@
 """Compare a config with the run that saved the checkpoint to continue from. Needs no torch.
 
-The rule of each key is in config/schema.py: refuse, note or free. preflight compares the sizes of the model and the
+config/schema.py has the rule of each key. If the value of a key has changed, the rule says what happens: "refuse" stops
+the run, "note" prints both values, and "free" prints nothing. preflight compares the sizes of the model and the
 tokenizer with the fingerprint in the manifest.
 """
 

@@ -5,9 +5,9 @@
 
 A rank opens only the files that contain its shards, and the files whose hashes it checks.
 
-A load succeeds only if every hash matches. If the newest state is damaged, an older state is loaded. resume.py
-lists the states that a run may resume from. If one rank fails, all ranks raise its error (`raise_on_all_ranks`).
-Otherwise the other ranks would wait in their next collective, and report a time-out minutes later.
+A load succeeds only if every hash matches. If the newest state is damaged, an older state is loaded. resume.py lists
+the states that a run may resume from. If one rank fails, all ranks raise its error (`raise_on_all_ranks`). If only one
+rank raised it, the other ranks would wait in their next collective, and report a time-out minutes later.
 """
 
 import logging

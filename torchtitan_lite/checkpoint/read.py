@@ -1,4 +1,4 @@
-"""Read the manifest and the hashes of a checkpoint, and find the stored slices that overlap a box of a tensor. No
+"""Read the manifest and the hashes of a checkpoint, and find the stored slices that overlap a region of a tensor. No
 torch.
 
 A dim of n elements over k ranks is split into slices of ceil(n/k) elements; as in torch.chunk, the last slices may be

@@ -3,8 +3,9 @@
 checkpoint in the dump folder    the run continues from the step of the newest readable checkpoint, or of
                                  checkpoint.load_step. A run that saves checkpoints continues only from its last
                                  step
-checkpoint elsewhere             its weights; also its step and optimizer state, unless initial_load_model_only
-Hugging Face folder              its weights
+checkpoint elsewhere             the run loads its weights; also its step and optimizer state, unless
+                                 initial_load_model_only is set
+Hugging Face folder              the run loads its weights
 """
 
 import re

@@ -1,4 +1,5 @@
-"""Balance the load of experts by a bias and an auxiliary loss, because idle experts learn nothing. Add the z-loss.
+"""Balance the load of experts by a bias and an auxiliary loss, because idle experts learn nothing. Add the router's
+z-loss.
 
     load of a layer   routes per expert: counted after every forward pass of the step, then summed over all ranks
     bias              after each step, += rate if an expert's load is below the layer's mean, -= rate if it is above

@@ -1,4 +1,4 @@
-"""Build the optimizer and the learning-rate schedule; measure the gradient norm; clip and update.
+"""Build the optimizer and the learning-rate schedule; measure the gradient norm; clip gradients; update weights.
 
 Sources: AdamW arXiv:1711.05101; warm-up, stable, decay (WSD) arXiv:2404.06395.
 """

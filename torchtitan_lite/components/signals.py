@@ -1,5 +1,5 @@
-"""Stop all ranks after the same step if any rank gets a signal: Ctrl-C, scancel, preemption, a spot
-notice, a closed terminal.
+"""Stop all ranks after the same step if any rank gets a signal: Ctrl-C, scancel, preemption, a notice of a spot
+instance, a closed terminal.
 
     rank that gets a signal   step s - 1 ... | forward, backward | all-reduce | update | save, end
                               stores it                            sends it
@@ -8,12 +8,13 @@ notice, a closed terminal.
 
 Ranks get a signal at different times, and some ranks get none. A rank that gets a signal adds the signal to the
 all-reduce of the gradient norm (step.py). Every rank reads the result once per step, so all ranks stop after the same
-step, without an extra collective. A validation may take longer than a step, so ranks also exchange signals before each
+step, without an extra collective. A validation can take longer than a step, so ranks also exchange signals before each
 of its batches (validation.py).
 
 All signals within 5 s are treated as one. `timeout`, systemd, Slurm and terminals send a signal to the launcher and to
-the ranks. The launcher also forwards the signal to the ranks, so a rank gets several copies. A later signal ends the
-process immediately. During the first step, even the first signal ends the process, because there is nothing to save.
+the ranks. The launcher also forwards the signal to the ranks, so a rank gets several copies. After these 5 s, a second
+signal ends the process immediately. During the first step, even the first signal ends the process, because there is
+nothing to save.
 
 After a crash, torchrun ends the other ranks of the host with SIGTERM. If a rank of this host has already ended, the
 step cannot finish. A signal then ends the process without a message, because the launcher reports the failure.

@@ -1,4 +1,4 @@
-"""Derive parameters, windows and FLOPs from the tables of a model. This file names no model.
+"""Derive parameters, windows and FLOPs from the tables of a model. No model is named in this file.
 
 Legend: D model dim, L layers, H query heads, E head dim, F ffn dim, S sequence.
 """

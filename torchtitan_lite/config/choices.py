@@ -1,5 +1,5 @@
-"""Tables of the choices that a config selects by name. A row lists the features that a choice supports, and its
-requirements.
+"""Define the tables of the choices that a config selects by name. A row lists the features that a choice supports, and
+its requirements.
 
     key                                    row here      code
     optimizer.name                         OPTIMIZERS    components/optim.py, or a file of extensions/

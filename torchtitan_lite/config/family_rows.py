@@ -1,4 +1,5 @@
-"""Row types that describe a model in Hugging Face folders. The rows are in `models/NAME/hugging_face.py`.
+"""Define the types of the rows that describe a model in Hugging Face folders. The rows are in
+`models/NAME/hugging_face.py`.
 
     Family        an architecture of transformers: names of its modules, and keys of its config.json
     ConfigKey     one key of config.json: how its value is read, checked or ignored

@@ -1,4 +1,4 @@
-"""Choose and check the linear layers that compute in float8, and list notices. Loaded for model.converters."""
+"""Choose and check the linear layers that compute in float8, and list notices. Loaded if model.converters is set."""
 
 import re
 

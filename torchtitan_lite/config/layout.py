@@ -3,8 +3,9 @@
     rank = (((pp * dp_replicate + r) * dp_shard + s) * cp + c) * tp + t        outermost: pp, innermost: tp
 
 The innermost dims communicate most. tp exchanges activations four times per layer in forward and again in backward, so
-keep it inside a node; cp comes next. dp_shard all-gathers parameters and reduces gradients layer by layer. dp_replicate
-reduces the gradients of each layer once per step, and pp sends hidden states once per microbatch.
+keep tp inside a node, and cp too if the node has enough GPUs. dp_shard all-gathers parameters and reduces gradients
+layer by layer. dp_replicate reduces the gradients of each layer once per step, and pp sends hidden states once per
+microbatch.
 
     placement "loop", pp=2, 4 stages     rank 0: stages 0, 2      rank 1: stages 1, 3
     placement "v",    pp=2, 4 stages     rank 0: stages 0, 3      rank 1: stages 1, 2

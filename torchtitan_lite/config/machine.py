@@ -1,4 +1,4 @@
-"""Look up facts about devices by their names: peak FLOP/s, and missing features.
+"""Look up facts about devices by their names: the peak FLOP/s, and features that a device does not have.
 
 tools/detect.py asks the driver for the names.
 """

@@ -1,4 +1,4 @@
-"""Row types that describe a model without torch. The rows themselves are in `models/NAME/table.py`.
+"""Define the types of the rows that describe a model without torch. The rows themselves are in `models/NAME/table.py`.
 
     ModelArgs     the sizes of a model, and the options that its modules share
     ModuleRow     one module: its weight and bias, how tp splits them, their initial values

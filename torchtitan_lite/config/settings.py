@@ -1,4 +1,4 @@
-"""Check settings that few configs use: combinations that crash or give wrong numbers, and keys that need a GPU.
+"""Check settings that few configs use: combinations that crash or give wrong results, and keys that need a GPU.
 
 This file is loaded if the model has windows, or if a key outside PLAIN_KEYS (checks.py) differs from its default. For
 all other configs, no rule in this file is checked, so rules for those configs belong in checks.py. The rules of an

@@ -4,9 +4,8 @@
     bytes moved           20 per parameter and step: weight and moments are read and written, the gradient is read
                           (28 with fp32 moments)
 
-All arithmetic is in fp32. Only the moments are rounded. They keep 8 significant bits, and are rounded once per step. On
-CUDA (never run), `move` is compiled to two kernels per tensor: the update and the step count. On a CPU, `move` runs
-operator by operator.
+All arithmetic is in fp32. Only the moments are rounded, once per step, to 8 significant bits. On CUDA (never run),
+`move` is compiled to two kernels per tensor: the update and the step count. On a CPU, `move` runs operator by operator.
 
 Because of this rounding, beta2 must not exceed 0.99. In a step with a zero gradient, the second moment should decay by
 the factor beta2. Neighboring bf16 values differ by 0.4 to 0.8 %, and rounding undoes any decay that is smaller than

@@ -1,5 +1,5 @@
-"""Decide whether tiktoken encodes every text exactly as a tokenizer.json says. If so, convert the vocabulary for
-tiktoken.
+"""Decide whether tiktoken gives every text exactly the ids that a tokenizer.json defines. If so, convert the vocabulary
+for tiktoken.
 
     model           byte-level BPE: tokens with one printable character per byte ("Ġreturn" is " return"), and merges
     pre_tokenizer   a pattern that cuts a text into words: one of PATTERNS

@@ -10,8 +10,9 @@ ranks.
     rank 0       gathers all checksums, about 100 bytes per shard, and compares shards with the same name and offsets
     all ranks    receive the result
 
-All copies must be bitwise identical. A single flipped bit always changes the sum of the bytes. If only two ranks have a
-copy, either copy may be wrong, so both ranks are suspects. The report names the shard with the fewest suspects.
+All copies of a shard must be bitwise identical. A single flipped bit always changes the sum of the bytes. If only two
+ranks have a copy, either copy could be wrong, so both ranks are suspects. The report names the shard with the fewest
+suspects.
 """
 
 from collections import Counter, defaultdict

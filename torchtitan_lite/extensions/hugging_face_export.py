@@ -1,4 +1,4 @@
-"""Write config.json of a Hugging Face folder, or explain why a model has none. Needs no torch.
+"""Write config.json of a Hugging Face folder, or explain why a model cannot be exported. Needs no torch.
 
 Exports use the format of transformers 4, which later versions also read. A model can be exported only if it matches a
 family in its table.

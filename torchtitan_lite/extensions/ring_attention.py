@@ -17,9 +17,9 @@ the same number of pairs. The parts are merged with their log-sum-exp (lse, expl
 
 For `allgather`, P = 2*B*K*S*E*2 bytes in bf16, the keys and values of all ranks. For `ring`, P is the keys and values
 of one rank, so in forward both methods move the same number of bytes. With both methods, a rank first attends to its
-own keys, and then to the keys of the other ranks in turn, while more keys arrive. For backward, a rank saves only local
-tensors: query, key, value, out and lse. While a layer computes, `allgather` stores the keys, values and gradients of
-all ranks; `ring` stores the keys, values and gradients of only two ranks.
+own keys. Then it attends to the keys of the other ranks in turn, while more keys arrive. For backward, a rank saves
+only local tensors: query, key, value, out and lse. While a layer computes, `allgather` stores the keys, values and
+gradients of all ranks; `ring` stores the keys, values and gradients of only two ranks.
 
 Legend: B batch, S full sequence over n ranks, H query heads, K key/value heads, E head dim, C = S/(2n) one piece.
 Sources: arXiv:2310.01889; online softmax arXiv:1805.02867; FlashAttention arXiv:2205.14135, 2307.08691.

@@ -1,4 +1,5 @@
-"""Check that this host has the software that a config needs: a compiler, optional packages, a recent enough torch."""
+"""Check that this host has the software that a config needs: a compiler, optional packages, a version of torch that is
+recent enough."""
 
 import os
 import shutil

@@ -4,7 +4,7 @@
     plain torchrun     torchrun  <-  ranks
 
 A process to the right of `<-` asks the kernel to kill it as soon as its parent ends (PR_SET_PDEATHSIG). The process
-does not need to react, so even ranks that are stopped or hold the GIL end. Without this request, a fork server would
+does not need to react, so even a rank that is stopped or holds the GIL ends. Without this request, a fork server would
 outlive the launcher, because the ranks hold its pipe open (tools/fork_server.py). The workers of `verify` and `prepare`
 make the same request.
 """

@@ -1,4 +1,5 @@
-"""Activation checkpointing (save fewer activations in forward, recompute the others in backward) and torch.compile.
+"""Apply activation checkpointing (save some activations in forward, recompute the others in backward) and
+torch.compile.
 
     mode        saved for backward, per block         recomputed
     none        every activation                      nothing

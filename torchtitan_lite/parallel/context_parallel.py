@@ -12,9 +12,10 @@ A token attends to all earlier tokens, so late pieces cost more than early piece
 rank, all ranks have equal work. Only attention changes: all other modules process each token separately, the loss is a
 sum over tokens, and FSDP sums the gradients.
 
-Causal attention (ring_attention.py) exchanges keys and values by an all-gather or around a ring. Its memory per rank is
-proportional to 1/n. Causal attention has its own operator for speed: on a CPU, torch turns `causal_lower_right` into an
-explicit mask, so torch's attention on all-gathered keys would also compute the masked half.
+Causal attention (ring_attention.py) exchanges keys and values by an all-gather or around a ring. The memory that causal
+attention needs per rank is proportional to 1/n. Causal attention has its own operator for speed: on a CPU, torch turns
+`causal_lower_right` into an explicit mask, so torch's attention on all-gathered keys would also compute the masked
+half.
 
 Attention with documents, windows or sinks all-gathers keys and values, and applies a mask. The all-gathers move
 P(n-1)/n bytes, where P = 2*B*K*S*E*2 bytes in bf16. The reduce-scatters of backward move the same number of bytes. The

@@ -19,8 +19,8 @@ Per layer and microbatch, R rows (tokens x top_k) on this rank, over ep:
     backward   two all-to-alls           the same each           gradients of results and of rows
 
 The host must know how many rows will arrive, to allocate memory for them. So the host waits for the counts once per
-layer and microbatch (read_splits), and once more if the layer is recomputed. To keep the device busy meanwhile, FSDP
-prefetches the next layer before this wait (plan_prefetch). With ep = 1 there is no exchange and no wait.
+layer and microbatch (read_splits), and once more if the layer is recomputed. To keep the device busy while the host
+waits, FSDP prefetches the next layer before the wait (plan_prefetch). With ep = 1 there is no exchange and no wait.
 
 With uneven loads a rank receives more than R rows; no row is dropped. Gradients are sums over all tokens of the global
 batch. For experts, the all-to-alls and FSDP's reduction over efsdp and dp_replicate compute these sums, so gradients

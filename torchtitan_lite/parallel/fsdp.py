@@ -38,7 +38,7 @@ An MoE layer is a separate group, over efsdp (expert_parallel.py), all-gathered 
 
 Sources: ZeRO arXiv:1910.02054; FSDP arXiv:2304.11277; HSDP: MiCS arXiv:2205.00119.
 Effect: parameters are DTensors over fsdp_mesh (x tp); FQNs do not change. FSDP is applied even if nothing is sharded,
-to get the same mixed precision everywhere. The only exception is a pipeline stage that runs on a single rank and
+so that all layouts use the same mixed precision. The only exception is a pipeline stage that runs on a single rank and
 computes in fp32.
 """
 

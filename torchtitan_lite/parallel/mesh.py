@@ -11,9 +11,9 @@
     efsdp          expert parameters              as dp_shard
     ep             experts                        all-to-all of tokens, two per block and pass
 
-A pass is a forward or a backward. Every rank has one coordinate on each dim. A group consists of the ranks that differ
-only in one coordinate. A dim of size 1 has a group of one rank, which sends nothing. In traces and NCCL logs a group is
-named after its dims: mesh_tp, mesh_dp_shard_cp. The group of all ranks is torch's default group, default_pg.
+A pass is a forward or a backward pass. Every rank has one coordinate on each dim. A group consists of the ranks that
+differ only in one coordinate. A dim of size 1 has a group of one rank, which sends nothing. In traces and NCCL logs a
+group is named after its dims: mesh_tp, mesh_dp_shard_cp. The group of all ranks is torch's default group, default_pg.
 
 Effect: creates process groups; nothing is sharded yet. Sources: DeviceMesh; arXiv:2410.06511.
 """

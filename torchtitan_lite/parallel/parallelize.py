@@ -1,4 +1,4 @@
-"""Apply all parallelisms to one model part, in the required order, with the reason for each position.
+"""Apply all parallelisms to one model part, in the required order. The table gives the reason for each position.
 
     on meta   0. float8                swaps classes of linear layers, so it comes before code that checks classes
               1. context parallel      replaces attention.inner, if the model calls it

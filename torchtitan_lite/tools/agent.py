@@ -5,8 +5,8 @@
                                                   stderr.log  if LOG_RANK hides it
 
 This module adds features that torchrun lacks. It names the rank that failed first on all hosts, and shows only the
-traceback of that rank. It forwards only the first of several copies of a signal, and exits with the status of that
-signal.
+traceback of that rank. The agent forwards only the first of several copies of a signal, and exits with the status of
+that signal.
 
 The launcher of a host passes N, the number of the start, to all its ranks. torchrun's own count ignores other hosts
 that fail or join.

@@ -1,4 +1,5 @@
-"""Let the launchers of several hosts rendezvous before torchrun starts, and agree on the cause if the run fails.
+"""Let the launchers of several hosts rendezvous before torchrun starts, and report the same cause on every host if the
+run fails.
 
     NODE_RANK=0    listens at MASTER_ADDR:MASTER_PORT with one of torch's stores, which torchrun's rendezvous uses too
     others         connect to NODE_RANK=0, and compare hashes of settings; the settings are read only if a hash differs

@@ -1,4 +1,5 @@
-"""Cache the keys and values of attention. Reading one more token then does not recompute the earlier tokens.
+"""Cache the keys and values of attention. Reading one more token then does not recompute the keys and values of the
+earlier tokens.
 
     read([a, b, c])    computes keys and values of a b c      caches a b c .     returns the logits after c
     read([d])          computes keys and values of d only     caches a b c d     returns the logits after d

@@ -1,4 +1,5 @@
-"""Train a model, for run_train.sh: check the config, start the ranks of this host with torchrun, and wait.
+"""Train a model, for run_train.sh: check the config, start the ranks of this host with torchrun, and wait until the
+ranks end.
 
     launcher  ->  fork server, which imports train.py once  ->  rank 0, rank 1, ...: forks that share its memory
 

@@ -1,8 +1,8 @@
 """Import train.py as the module `train`, by its path. The fork server of the launcher imports this file.
 
 A bare `import train` could find a train.py in the user's current folder, because this folder is in sys.path. Since
-Python 3.12.8, 3.13.1 and 3.14, it is also in the fork server's sys.path (gh-117378). The launcher starts the fork
-server in the folder of the right train.py.
+Python 3.12.8, 3.13.1 and 3.14, the folder is also in the fork server's sys.path (gh-117378). The launcher starts the
+fork server in the folder of the right train.py.
 """
 
 import importlib.util

@@ -2,7 +2,7 @@
 
     FLAVORS       sizes; tests compare them with the model cards
     list_block    the modules of a block, in the order of modules.py
-    MODEL         the ModelTable: the two above, and the module with the Hugging Face names
+    MODEL         the ModelTable: FLAVORS, list_block, and the module with the Hugging Face names
 
 Mixtral has experts in place of the feed-forward network. Qwen2 adds a bias to queries, keys and values. Qwen3 adds an
 RMSNorm to each query and key head.

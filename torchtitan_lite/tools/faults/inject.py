@@ -1,4 +1,4 @@
-"""Inject one fault into one rank of a training run, once. The faults are functions of this file (drill.MESSAGES).
+"""Inject one fault, once, into one rank of a training run. The faults are functions of this file (drill.MESSAGES).
 
     drill  ->  launcher with a fault in its environment  ->  rank: replace_step below, then train.py
 

@@ -4,7 +4,7 @@
     each mesh dim    times the same all-gathers, in all groups of the mesh dim at once
 
 Every rank and group is measured in several rounds. Only the fastest round is used, because other processes on the host
-may slow a round down. Rank 0 prints the median and the slowest time of both tests, next to the time that `plan` expects
+can slow a round down. Rank 0 prints the median and the slowest time of both tests, next to the time that `plan` expects
 of this device. A rank or group is reported as slow if its time is far above the median. A rank is reported as wrong if
 its checksum differs from the majority's; if there is no majority, all ranks are reported.
 """

@@ -1,4 +1,4 @@
-"""Create a working copy of the package with missing code or a planted bug. The checkout does not change.
+"""Create a copy of the package in which code is missing or has a planted bug. The checkout does not change.
 
 A lab's hole.py contains the functions to plant. A comment above each function names the function that it replaces:
 

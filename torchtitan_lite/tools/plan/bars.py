@@ -1,9 +1,9 @@
-"""Error bars of the forecast for each family of layouts.
+"""List the error bars of the forecast for each family of layouts.
 
-The forecast of a published run is compared with its published speed. A stack is the code base of a trainer: all pages
-about torchtitan are one stack, and so are all pages about NVIDIA's Megatron. The constants for this comparison are
-fitted without the runs of the stack that the published run belongs to. A family has no error bar if its runs come from
-fewer than three stacks.
+The forecast of a published run is compared with its published speed. A stack is the code base of a trainer: all
+published runs of torchtitan form one stack, and so do all runs of NVIDIA's Megatron. The constants for this comparison
+are fitted without the runs of the stack that the published run belongs to. A family has no error bar if its runs come
+from fewer than three stacks.
 """
 
 from typing import NamedTuple

@@ -11,8 +11,8 @@ Two effects matter most when layouts are compared: small matmuls are less effici
 that is fully overlapped still slows compute down.
 
 The comment on each constant names its source. "Fit" means that the constant is fitted to published runs: it has one
-value for all runs, with two digits. assets/benchmarks/published.py repeats the fit with each trainer (stack) left out
-in turn. To add a machine, add a row to ROWS.
+value for all runs, with two digits. assets/benchmarks/published.py repeats the fit once for each trainer (stack),
+without the runs of this trainer. To add a machine, add a row to ROWS.
 """
 
 from dataclasses import dataclass

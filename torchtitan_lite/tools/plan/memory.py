@@ -8,8 +8,8 @@
     received     receive buffers of a pipeline; torch allocates them for all microbatches of a step at once
     working      temporary tensors of the block in backward, or the logits and their gradients
 
-These are live bytes. Tests compare the estimates with the dry run. The allocator reserves more memory than that
-(Cluster.reserve_factor). Legend in workload.py.
+All estimates are live bytes. Tests compare the estimates with the dry run. The allocator reserves more memory than the
+live bytes (Cluster.reserve_factor). Legend in workload.py.
 """
 
 from collections import Counter

@@ -1,6 +1,7 @@
 """Draw a layout as one page: the slices of each rank, the pipeline, memory, time, traffic, and faster layouts.
 
-`plan --html` writes this page. `report` adds the measurements of a run. All other figures come from formulas.
+`plan --html` writes this page. `report` adds the measurements of a run. All figures except these measurements come from
+formulas.
 """
 
 import shlex

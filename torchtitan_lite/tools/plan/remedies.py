@@ -1,4 +1,5 @@
-"""List the remarks of `plan`: settings that waste time or memory, each with a better value, and unmodeled features."""
+"""List the remarks of `plan`: settings that waste time or memory, each with a better value, and features that the
+forecast does not model."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import suppress

@@ -3,7 +3,7 @@
     degrees x schedule x microbatch x ZeRO stage x recompute  ->  check's rules  ->  memory  ->  simulated step time
 
 Layouts that fit in memory are simulated in the order of a lower bound on their step time. The search stops when the
-next bound exceeds the step time of the N_BEST-th layout, so the result equals an exhaustive search.
+next lower bound exceeds the step time of the N_BEST-th layout, so the result equals an exhaustive search.
 """
 
 import argparse

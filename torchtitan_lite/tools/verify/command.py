@@ -1,6 +1,6 @@
 """`verify`: compare a reduced config with one process, and print a certificate or the first difference.
 
-    wide        five steps with the optimizer and schedule of the run. In two of them, a gradient is not finite. With
+    wide        five steps with the optimizer and schedule of the run. In two steps, a gradient is not finite. With
                 training.skip_spikes, a sixth step has a spike
     deep        one step with twelve layers, twelve microbatches, and rows of 280 tokens or more
     train.py    three runs of train.py: in one process, in the layout, and resumed in a second layout

@@ -1,4 +1,4 @@
-"""Choose mesh degrees for `verify`: degrees that fit its number of ranks, and smaller layouts.
+"""Choose mesh degrees for `verify`: degrees that fit the number of ranks, and smaller layouts.
 
 An automatic dp_shard gets the ranks that the other degrees leave, but at least two, because otherwise nothing would be
 sharded.

@@ -1,4 +1,5 @@
-"""Compute the error of a rank: compare its slice of a tensor with the plain loop's tensor, without communication."""
+"""Compute the error of a rank: compare the rank's slice of a tensor with the plain loop's tensor, without
+communication."""
 
 import math
 from dataclasses import dataclass, field

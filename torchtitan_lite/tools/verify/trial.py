@@ -4,7 +4,7 @@ bound.
 In bfloat16 and float8, the trial checks that a layout rounds in the same places as a single rank. The single rank runs
 the same microbatches one by one, rounds the gradients of each microbatch, and adds them in float32.
 
-    dp, pp    only change the order of float32 sums, so results may differ from one rank by 1e-5
+    dp, pp    only change the order of float32 sums, so results can differ from one rank by up to 1e-5
     tp, cp    also add partial products in bfloat16; errors are measured against the plain loop in float32, and may be
               twice the errors of one rank
 

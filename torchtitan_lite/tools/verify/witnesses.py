@@ -5,7 +5,7 @@ witness is never covered.
     did not act    a trial ran the key's value, but no rank saw an effect
     off            the value turns its feature off, or belongs to a feature that is off
 
-A witness is a function that inspects the results and the profile of a step (observed.py). One step of a trial is
+A key's witness is a function that inspects the results and the profile of a step (observed.py). One step of a trial is
 profiled.
 """
 
