@@ -130,7 +130,7 @@ def run_steps(rank: int, pp: int, steps: str) -> list[Action]:
     """
     stages = {"a": rank, "b": 2 * pp - 1 - rank}
     # (stage of this rank: "a" or "b", kind of action) -> number of microbatches done
-    n_done = Counter()
+    n_done: Counter[tuple[str, str]] = Counter()
     row = []
     for arm, kind in steps.split():
         halves = HALVES[kind]

@@ -142,7 +142,7 @@ def divisors(n: int, most: int) -> list[int]:
 
 def rank_layouts(fitting: list[PlannedRun], n_best: int = N_BEST) -> list[PlannedRun]:
     """Return the `n_best` fastest of these layouts."""
-    best = []
+    best: list[PlannedRun] = []
     for planned in sorted(fitting, key=lambda planned: planned.step_time.lower_bound_s):
         if len(best) == n_best and planned.step_time.lower_bound_s >= best[-1].forecast.step_time_s:
             break

@@ -51,10 +51,10 @@ def simulate(order: Order, seconds_of: Callable[[Action], float], send_s: float 
     An action that never runs, because of a deadlock, has no event.
     """
     last_stage = max(chain(*order)).stage
-    done = {}  # (stage, half of an action, microbatch) -> its end and pp rank
+    done: dict[tuple[int, str, int], tuple[float, int]] = {}  # work -> its end and pp rank
     clocks_s = [0.0] * len(order)
     to_come = [deque(row) for row in order]
-    events = []
+    events: list[Event] = []
     n_before = -1
     while len(events) > n_before:
         n_before = len(events)

@@ -48,7 +48,7 @@ class Moved(NamedTuple):
 
 def sum_moved(calls: Iterable[tuple[Hashable, float, float]]) -> dict[Hashable, Moved]:
     """Sum the calls of one rank by key. Each item of `calls` is (key, number of calls, total bytes)."""
-    moved = {}
+    moved: dict[Hashable, Moved] = {}
     for key, n_calls, n_bytes in calls:
         before = moved.get(key, Moved(0, 0))
         moved[key] = Moved(before.n_calls + n_calls, before.n_bytes + n_bytes)
