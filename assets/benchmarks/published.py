@@ -73,7 +73,7 @@ KERNELS_OF_DEEPEP = 20  # replaces KERNELS_OF_EXPERTS in runs with DeepEP and fu
 SCORE_BYTES = 13
 STREAMS = 4  # number of experts that Transformer Engine multiplies at a time
 # Standard deviation of an expert's load / its mean, if nothing balances the load. A step of Qwen3 235B with ep8 took
-# 6.11 s, and 4.39 s with balanced experts. Of the 4.39 s, 3.0 s depend on the load (prime-rl, docs/performance.md). So
+# 6.11 s, and 4.39 s with balanced experts. The load affects 3.0 s of the 4.39 s (prime-rl, docs/performance.md). So
 # the fullest rank has 1.57 times the mean load: 1 + LOAD_SPREAD / sqrt(16 experts) * 1.22.
 LOAD_SPREAD = 1.9
 LEAST_STACKS = 3  # minimum number of stacks for the error bar of a family
@@ -192,7 +192,7 @@ class OtherTime(StepTime):
         """Add copies of keys and values, and the norms that each tp rank computes in full without sequence parallel.
 
         In other trainers, the routing weight multiplies silu(w1 x) * w3 x, and w1 and w3 are one matmul. Therefore the
-        kernels on the rows of experts move as many bytes in backward as in forward.
+        kernels on the rows of experts move the same number of bytes in backward and in forward.
         """
         w = self.workload
         forward, backward = super().elementwise_times(kind)
