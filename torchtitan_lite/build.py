@@ -35,7 +35,7 @@ from torchtitan_lite.config.layout import Layout, gathers_whole_parts
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.model.part import is_tied_inside, list_moes
+from torchtitan_lite.model.head import share_embedding
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 from torchtitan_lite.parallel.mesh import Mesh
 from torchtitan_lite.parallel.parallelize import parallelize
@@ -157,10 +157,7 @@ def materialize(parts: list[nn.Module], config: Config, device: torch.device) ->
     """Allocate this rank's shards on `device` (on the CPU with offload), and initialize their weights."""
     for part in parts:
         part.to_empty(device="cpu" if config.training.enable_cpu_offload else device)
-        if is_tied_inside(part):  # to_empty allocated the shared tensor twice: share it again
-            part.output.weight = part.tok_embeddings.weight
-        for _, moe in list_moes(part):
-            moe.router.reset(device)
+        share_embedding(part)
         initialize_weights(part, config.debug.seed, device)
         part.train()
 

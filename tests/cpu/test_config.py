@@ -250,6 +250,7 @@ def test_shipped_configs_read_without_a_problem_and_survive_the_way_through_toml
 MISTAKES = r"""
 [paralelism]\ntensor_parallel_degree = 2 | paralelism.tensor_parallel_degree | parallelism.
 [training]\nstepps = 2 | training.stepps | training.steps
+"training.steps" = 2 | "training.steps" | training.steps
 [job]\nearly_step_in_backward = true | job.early_step_in_backward | optimizer.early_step_in_backward
 steps = 2 | steps | training.steps
 training = 2 | training | training.

@@ -21,7 +21,7 @@ from torchtitan_lite.__main__ import main
 from torchtitan_lite.config.model import resolve_model
 from torchtitan_lite.config.schema import Model
 from torchtitan_lite.data.tokenizer import load_tokenizer
-from torchtitan_lite.model.part import list_moes
+from torchtitan_lite.model.moe import list_moes
 from torchtitan_lite.models.llama3.modules import Llama3
 
 WINDOW = 32

@@ -27,8 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan_lite.config.schema import Training
-from torchtitan_lite.model.moe import Router, Routing
-from torchtitan_lite.model.part import list_moes
+from torchtitan_lite.model.moe import Router, Routing, list_moes
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +49,7 @@ class ExpertBalance:
         groups: list[dist.ProcessGroup],
         device: torch.device,
     ):
-        """Register hooks on the routers of `parts`.
+        """Reset the biases of the routers of `parts`, and register hooks on the routers.
 
         `groups`: the process groups of cp and tp, if these dims split sequences.
         """
@@ -71,6 +70,7 @@ class ExpertBalance:
         self.routers: dict[int, Router] = {}  # layer number -> router
         for part in parts:
             for layer, moe in list_moes(part):
+                moe.router.reset(device)
                 self.routers[layer] = moe.router
                 moe.router.register_forward_hook(partial(self.observe, layer))
 

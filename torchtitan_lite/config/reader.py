@@ -186,13 +186,14 @@ def flatten_table(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str
     """Yield ("a.b.c", 1) for `[a.b]` with `c = 1`.
 
     Two kinds of tables are yielded unchanged: a table where a value is expected, and an empty table, whose name may be
-    a misspelled section.
+    a misspelled section. A quoted name with a dot keeps its quotes, because in TOML `"b.c"` is not key c of table b.
     """
     for name, value in table.items():
-        if value and isinstance(value, dict) and prefix + name not in KEYS:
-            yield from flatten_table(value, f"{prefix}{name}.")
+        key = prefix + (f'"{name}"' if "." in name else name)
+        if value and isinstance(value, dict) and key not in KEYS:
+            yield from flatten_table(value, f"{key}.")
         else:
-            yield prefix + name, value
+            yield key, value
 
 
 # ---------------------------------------------------------------- values

@@ -144,3 +144,17 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, beta: int) -> None:
         total += a @ b
     else:
         total.copy_(a @ b)
+
+
+def is_tied_inside(part: nn.Module) -> bool:
+    """Return whether this model part has an embedding and a head that share a weight. tied_embeddings.py handles
+    pipelines."""
+    has_both = part.tok_embeddings is not None and part.output is not None
+    return has_both and part.model_args.tie_embeddings
+
+
+def share_embedding(part: nn.Module) -> None:
+    """Let a tied head use the embedding's weight again. `parallelize_module` and `to_empty` replace the shared tensor
+    by two tensors, with equal placements."""
+    if is_tied_inside(part):
+        part.output.weight = part.tok_embeddings.weight

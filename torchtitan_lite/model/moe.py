@@ -13,6 +13,7 @@ Legend: B batch, S sequence, T = B*S tokens, D model dim, F expert hidden dim, E
 Sources: arXiv:1701.06538; Mixtral arXiv:2401.04088; bias arXiv:2408.15664.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -174,3 +175,10 @@ class PermuteRows(torch.autograd.Function):
         if ctx.n_copies > 1:
             copies = copies.unflatten(0, (-1, ctx.n_copies)).sum(1)
         return copies, None, None, None
+
+
+def list_moes(part: nn.Module) -> Iterator[tuple[int, MoE]]:
+    """Yield (layer number, MoE) for each layer of a model part that has experts."""
+    for layer, block in part.layers.items():
+        if part.model_args.is_moe(int(layer)):
+            yield int(layer), block.feed_forward

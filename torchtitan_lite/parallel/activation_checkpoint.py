@@ -36,7 +36,7 @@ from torch.utils.checkpoint import (
 
 from torchtitan_lite.config.recompute import plan_recompute
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.model.part import list_moes
+from torchtitan_lite.model.moe import list_moes
 from torchtitan_lite.parallel.exchange import collectives
 from torchtitan_lite.parallel.mesh import Mesh
 

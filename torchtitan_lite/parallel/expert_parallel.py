@@ -42,8 +42,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torchtitan_lite.config.experts import find_expert_dim
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.dtensor import shard_parameters
-from torchtitan_lite.model.moe import Experts, PermuteRows, sort_rows
-from torchtitan_lite.model.part import list_moes
+from torchtitan_lite.model.moe import Experts, PermuteRows, list_moes, sort_rows
 from torchtitan_lite.parallel.exchange import ExchangeRows, Ranks, all_to_all, list_ranks
 
 

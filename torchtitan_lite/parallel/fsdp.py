@@ -60,7 +60,7 @@ from torchtitan_lite.config.block import list_added_ends
 from torchtitan_lite.config.extensions import load_module
 from torchtitan_lite.config.layout import Layout, gathers_whole_parts
 from torchtitan_lite.config.schema import Training
-from torchtitan_lite.model.part import is_tied_inside
+from torchtitan_lite.model.head import is_tied_inside
 from torchtitan_lite.parallel.exchange import add_tokens, list_ranks
 
 

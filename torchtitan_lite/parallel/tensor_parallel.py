@@ -60,8 +60,8 @@ from torchtitan_lite.config.block import list_gathered, list_modules
 from torchtitan_lite.config.extensions import load_extension, load_module
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.dtensor import shard_parameters
+from torchtitan_lite.model.head import share_embedding
 from torchtitan_lite.model.loss import Vocabulary
-from torchtitan_lite.model.part import is_tied_inside, list_moes
 from torchtitan_lite.parallel.exchange import (
     Gather,
     GatherEqually,
@@ -100,16 +100,15 @@ def apply_tensor_parallel(part: nn.Module, mesh: DeviceMesh) -> None:
     Raises UserError if a parameter has no style: its gradient would cover only this rank's tokens.
     """
     parallelize_module(part, mesh, plan_tensor_parallel(part, mesh.size()))
-    moes = tuple(f"layers.{layer}.feed_forward." for layer, _ in list_moes(part))
+    layers = filter(part.model_args.is_moe, map(int, part.layers))
+    moes = tuple(f"layers.{layer}.feed_forward." for layer in layers)
     for fqn, parameter in part.named_parameters():
         if not isinstance(parameter, DTensor) and not fqn.startswith(moes):
             raise UserError(
                 f"the plan for tensor parallel has no style for {fqn}: "
                 "change the kind of its row in the table of the model"
             )
-    if is_tied_inside(part):
-        # parallelize_module has made a separate DTensor, with equal placements, for each of the two modules
-        part.output.weight = part.tok_embeddings.weight
+    share_embedding(part)
 
 
 # ---------------------------------------------------------------- styles: what ranks exchange around a module

@@ -32,7 +32,8 @@ from torchtitan_lite.extensions.hub_names import explain_hub_name
 from torchtitan_lite.extensions.hugging_face import load_weights
 from torchtitan_lite.extensions.hugging_face_config import GENERATION_CONFIG, read_published
 from torchtitan_lite.from_weights import find_fingerprint
-from torchtitan_lite.model.part import list_moes
+from torchtitan_lite.model.head import share_embedding
+from torchtitan_lite.model.moe import list_moes
 from torchtitan_lite.models.registry import CONFIG, LENGTH
 from torchtitan_lite.parallel.process_groups import choose_device
 from torchtitan_lite.tools.detect import detect_machine
@@ -175,8 +176,7 @@ def build_model(source: ModelSource) -> nn.Module:
     model.to(dtype).to_empty(device=device).eval()
     for _, moe in list_moes(model):
         moe.router.reset(device)
-    if model_args.tie_embeddings:  # to_empty has replaced the shared tensor by two tensors
-        model.output.weight = model.tok_embeddings.weight
+    share_embedding(model)
     tensors = dict(model.named_parameters())
     for fqn in list_expert_biases(model_args):
         tensors[fqn] = model.get_buffer(fqn)

@@ -45,8 +45,7 @@ from torchtitan_lite.model.loss import (
     count_valid_tokens,
     find_formula,
 )
-from torchtitan_lite.model.moe import Experts, MoE, Router
-from torchtitan_lite.model.part import list_moes
+from torchtitan_lite.model.moe import Experts, MoE, Router, list_moes
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 
 SPIKE = 10.0  # size of the spike, in units of the largest norm that training.skip_spikes allows
