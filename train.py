@@ -71,7 +71,8 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
         if place.rank == 0:
             print(spec.finished)
         return 0
-    # ---- data: each data-parallel rank reads its rows of every global batch. Raises if a corpus is not on this host
+    # ---- data: each data-parallel rank reads its rows of every global batch. Raises CorpusError if a corpus is not on
+    # this host
     data = open_data(config, spec.model_args, spec.layout, spec.tokenizer)
     validation = None
     if config.validation.enable:
@@ -90,7 +91,7 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
     # rank of the next host
     documents = data.fingerprint["documents"]
     processes = meet_processes(place, store, config.comm, documents)
-    # all ranks: connect through the store
+    # all ranks: connect to each other through the store
     device, host = start_process(place, store, spec.machine.device_type, config)
     # all ranks: connect the process groups through the store
     mesh = build_mesh(spec.layout, device.type)
@@ -229,7 +230,7 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
 def see_machine(local_rank: int) -> Machine:
     """Return the device of this rank under plain torchrun. The memory of the device is not checked."""
     if torch.version.hip:
-        raise UserError("torch was built for ROCm. Install a build for CUDA or for CPUs")
+        raise UserError("torch was built for ROCm. Install a build of torch for CUDA or for CPUs")
     if torch.cuda.is_available():
         n_devices = torch.cuda.device_count()
         return Machine("cuda", n_devices, None, torch.cuda.get_device_name(local_rank))

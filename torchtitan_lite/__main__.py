@@ -24,7 +24,7 @@ def main(args: list[str] | None = None) -> int:
     """
     status = 128 + signal.SIGPIPE
     if args is None:
-        # raise SystemExit, so a tool deletes its temporary files. `train` replaces this handler
+        # on SIGTERM, raise SystemExit, so that a tool deletes its temporary files. `train` replaces this handler
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         try:

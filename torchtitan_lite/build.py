@@ -61,7 +61,7 @@ class Run:
     lr_scheduler: LRScheduler
     schedule: object | None  # a schedule of torch.distributed.pipelining; None without PP
     n_tokens: Tensor  # () int64: number of valid tokens; the schedule divides losses by this number
-    # functions called before each update; build_savers adds some
+    # called before each update; if saves are asynchronous, build_savers adds functions that wait for copies
     before_update: list[Callable[[], None]]
     after_update: list[Callable[[], None]]  # functions of extensions, called after each update
     balance: "ExpertBalance | None" = None  # None if the model has no experts
@@ -120,7 +120,7 @@ def build_on_meta(config: Config, model_args: ModelArgs) -> nn.Module:
     unknown |= {*shared, *dict(model.named_buffers())} - known
     if unknown:
         raise UserError(
-            f"{min(unknown)} of models/{model_args.name} is a tensor without initial value, or a shared parameter. "
+            f"{min(unknown)} of models/{model_args.name} is a tensor without an initial value, or a shared parameter. "
             "Compute buffers in forward; call a module twice to share it"
         )
     if different := list_shapes(model_args).items() ^ built.items():

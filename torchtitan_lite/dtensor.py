@@ -1,5 +1,5 @@
-"""Convert between DTensors, local shards and full tensors. All conversions of the core are in this
-file. They do not communicate.
+"""Convert between DTensors, local shards and full tensors. The core converts only with the functions in this file,
+which do not communicate.
 
     wq.weight (H*E, D), tp=2          rank 0                  rank 1
     the parameter                     DTensor                 DTensor              optimizer, checkpoints, FSDP
@@ -63,7 +63,7 @@ def count_replicas(tensor: Tensor) -> int:
 
 
 def shard_parameters(module: nn.Module, mesh: DeviceMesh, placements: dict[str, Placement]) -> None:
-    """Shard the parameters of `module` (on meta) that `placements` names. FQNs do not change."""
+    """Shard the parameters of `module` (on the meta device) that `placements` lists by name. FQNs do not change."""
     for name, placement in placements.items():
         full = getattr(module, name, None)
         if full is not None:

@@ -71,7 +71,7 @@ def find_nearest(path: Path) -> Path:
 def name_snapshots(local_folder: str, dump_folder: Path) -> Path:
     """Return the folder on each host for the snapshots of all runs in `dump_folder`.
 
-    The name begins with the name of the dump folder. A hash of the whole path makes it unique.
+    The name begins with the name of the dump folder. A hash of the whole path makes the name unique.
     """
     path = os.fsencode(dump_folder.absolute())
     beginning = os.path.basename(path)[:64].decode(errors="ignore")  # a name has at most 255 bytes

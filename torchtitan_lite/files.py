@@ -87,7 +87,7 @@ def sync_folder(folder: Path) -> None:
 def describe_launch() -> dict[str, str | None]:
     """Return the git commit of this repository, the command, and the host.
 
-    The commit ends in "-dirty" if files differ from it. The commit is None outside of a git repository.
+    The commit ends in "-dirty" if tracked files differ from the commit. The commit is None outside of a git repository.
     """
     commit = ""
     # --git-dir: otherwise git would also find a repository in a parent folder

@@ -87,7 +87,7 @@ def adapt_to_weights(given: UserConfig, weights: Weights) -> None:
         rate = 0.0  # Hugging Face formats have no expert bias
         if weights.manifest:
             rate = weights.manifest.run["config"]["training"]["expert_bias_rate"]
-        why = f"as for the weights in {weights.path}"
+        why = f"the rate of the weights in {weights.path}"
         given.set_default("training.expert_bias_rate", rate, why)
     if config.optimizer.lr > HIGHEST_LR:
         high = f"optimizer.lr = {config.optimizer.lr:g} is high for trained weights"
@@ -153,7 +153,7 @@ def check_tokenizer(problems: Problems, weights: Weights, tokenizer: Tokenizer) 
     if expected not in (None, tokenizer.fingerprint):
         why = f"{weights.path} was trained with a different tokenizer: the same ids stand for different tokens"
         remedy = (
-            f"Leave it out to use {weights.assets}; if those files have changed since, restore them"
+            f"Leave it out to use {weights.assets}. If the files there have changed, restore them"
         )
         problems.refuse(TOKENIZER, why, remedy)
 

@@ -88,9 +88,9 @@ TAGS = {
 class RunMetrics:
     """Measures the steps of a run. Writes records to the console, to metrics.jsonl and to the sinks of [metrics].
 
-    A context manager: on entry, it records the start of the run. On exit, it records the error, or logs the commands
-    that show the run. If a record cannot be written to a sink, the log reports the error once. Later records are still
-    tried.
+    A context manager. Entering records the start of the run. Leaving records the error, or logs the commands that show
+    the run. If a record cannot be written to a sink, the log reports the error once, and the sink is tried again for
+    the next record.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class RunMetrics:
         self.sinks.append(JsonLinesSink(folder / "metrics.jsonl", resumed_step))
         section = spec.config.metrics
         if section.enable_tensorboard:
-            # TensorBoard names a run by its folder
+            # TensorBoard shows a run under the name of its folder
             events = folder / section.save_tb_folder / folder.resolve().name
             self.sinks.append(TensorBoardSink(events, resumed_step))
         if section.enable_wandb:
@@ -186,7 +186,7 @@ class RunMetrics:
     def estimate_remaining(self, step: int) -> float | None:
         """Return the seconds until the last step, at the average speed since the first record.
 
-        The average includes validations and saves.
+        The average includes the time of validations and saves.
         """
         now_s = time.perf_counter()
         n_steps = step - self.resumed_step - 1  # leave out the slow first step
@@ -264,8 +264,8 @@ def describe_speed(
 ) -> dict[str, float | None]:
     """Return throughput, and MFU from 0 to 1. `peak_flops` is the peak FLOP/s of one device, or None if unknown.
 
-    Throughput is the number of tokens per second and rank. It counts all tokens of the global batch, even padding, and
-    all ranks, including pp and tp ranks.
+    Throughput is the number of tokens per second and rank. The tokens are all tokens of the global batch, including
+    padding. The ranks are all ranks, including pp and tp ranks.
     """
     full_flops = flops.full * tokens_per_s_per_rank
     return {
@@ -294,7 +294,7 @@ def read_peak_memory(device: torch.device) -> dict[str, float]:
         "peak_memory_share": peak_bytes / total_bytes,
         "reserved_memory_gib": reserved_bytes / GIB,
         "reserved_memory_share": reserved_bytes / total_bytes,
-        # The allocator freed its cache and retried: memory is tight.
+        # how often the allocator freed its cache and retried; above 0, memory is tight
         "n_alloc_retries": stats["num_alloc_retries"],
         "n_ooms": stats["num_ooms"],
     }
@@ -367,7 +367,7 @@ def find_scalars(record: dict[str, Any]) -> dict[str, float]:
     """Return tag -> value for all fields of a record that have a tag and are not null."""
     scalars = {}
     for key, value in record.items():
-        # "lr/PATTERN": rate of a group in optimizer.groups
+        # "lr/PATTERN" is the learning rate of a group in optimizer.groups
         tag = key if key.startswith("lr/") else TAGS.get(key)
         if tag and value is not None:
             scalars[tag] = 100 * value if tag.endswith("(%)") else value

@@ -24,7 +24,7 @@ OF_SAVES = """
 checkpoint.async_mode checkpoint.enable_first_step_checkpoint checkpoint.export_dtype checkpoint.interval
 checkpoint.keep_latest_k checkpoint.last_save
 """
-# case -> keys, or prefixes of keys, that have no effect in this case. A case here may join several settings with `and`
+# case -> keys, or prefixes of keys, that have no effect in this case. A case may join several settings with `and`
 WITHOUT_EFFECT = {
     "activation_checkpoint.mode = 'full'": RECOMPUTE_OPTIONS,
     "activation_checkpoint.mode = 'memory_budget'": "activation_checkpoint.selective_ac_option",
@@ -83,7 +83,7 @@ def list_rare_notices(given: UserConfig, spec: RunSpec, restarted: bool) -> Iter
     if 0 <= n_left < n_decayed or (section.decay_ratio and not n_decayed):
         ratio = f"lr_scheduler.decay_ratio = {section.decay_ratio}"
         lasts = f"so it lasts {min(n_left, n_decayed)} of {section.total_steps} steps"
-        yield f"{ratio}: the decay begins after the warm-up and takes whole steps, {lasts}"
+        yield f"{ratio}: the decay begins after the warm-up and takes a whole number of steps, {lasts}"
     names = config.training.dataset
     if len(set(names)) < len(names):
         yield "training.dataset names a corpus twice, so its samples are drawn more often than if it were named once"
@@ -99,8 +99,8 @@ def list_rare_notices(given: UserConfig, spec: RunSpec, restarted: bool) -> Iter
 def find_situations(spec: RunSpec) -> dict[str, str]:
     """Return case -> keys that have no effect, for cases that apply to this run and depend on more than one setting.
 
-    Some rows of WITHOUT_EFFECT join several cases with `and`. A case that is needed only in such rows maps to an empty
-    string.
+    Some rows of WITHOUT_EFFECT join several cases with `and`. A case that occurs only in such a row, and never alone,
+    maps to an empty string.
     """
     config = spec.config
     layout = spec.layout
@@ -114,11 +114,11 @@ def find_situations(spec: RunSpec) -> dict[str, str]:
     if spec.machine.device_type == "cpu":
         situations["there is no GPU"] = "comm.save_traces_folder"
         if config.checkpoint.async_mode == "async_with_pinned_mem":
-            situations['there is no GPU: it acts like "async"'] = "checkpoint.async_mode"
+            situations['there is no GPU, so it acts like "async"'] = "checkpoint.async_mode"
     if is_alone and {training.dtype, training.mixed_precision_param} == {"float32"}:
         situations["a pipeline stage runs on a single rank in float32"] = OF_SHARDS
     if layout.fsdp_near == layout.efsdp_near == 1:
-        situations["no FSDP group is split by node"] = OF_NODES
+        situations["no FSDP group has several ranks on each of several nodes"] = OF_NODES
     if layout.dp_replicate == layout.tp == 1 and not (layout.tied or layout.ep):
         situations["no weight has a copy on another rank"] = "debug.compare_copies_every"
     if len(training.dataset) == 1:
@@ -129,9 +129,9 @@ def find_situations(spec: RunSpec) -> dict[str, str]:
     if layout.pp == 1 < layout.world_size and comm.hang_seconds > comm.train_timeout_seconds:
         situations["comm.train_timeout_seconds ends a hang first"] = "comm.hang_seconds"
     if config.profiling.profile_freq > n_steps - spec.resumed_step:
-        situations["profiling.profile_freq exceeds the steps of this run"] = OF_TRACES
+        situations["profiling.profile_freq exceeds the number of steps of this run"] = OF_TRACES
     if config.debug.compare_copies_every > n_steps:
-        situations["it exceeds the steps of the run"] = "debug.compare_copies_every"
+        situations["it exceeds the number of steps of the run"] = "debug.compare_copies_every"
     if config.checkpoint.local_interval >= n_steps:
         situations["no snapshot is due before the last step"] = "checkpoint.local_"
     if training.spike_window > 2 * n_steps:

@@ -55,7 +55,7 @@ RULED_SECTIONS = {*LAYOUT_SECTIONS, "optimizer", "activation_checkpoint", "compi
 
 @dataclass(frozen=True)
 class RunSpec:
-    """A resolved run: its config, its ranks, its starting weights. `resolve` creates a RunSpec, which is immutable."""
+    """A resolved run: its config, layout and starting weights. `resolve` creates a RunSpec, which is immutable."""
 
     config: Config  # all automatic values are resolved
     model_args: ModelArgs
@@ -113,13 +113,14 @@ def resolve(
     """Read a config and check it for `n_ranks` ranks on hosts like `machine`.
 
     If n_ranks is None, choose_n_ranks chooses the world size for `n_hosts`. If torchrun `restarted` the job, the files
-    in the dump folder belong to this job. `check_host` adds rules; its last argument is the world size. Writes nothing.
-    Raises ConfigError with every problem.
+    in the dump folder belong to this job. `check_host` returns further problems; the last argument of `check_host` is
+    the world size. Writes nothing. Raises ConfigError with every problem.
     """
     given, weights = read_run(args, machine=machine, restarted=restarted)
     config = given.config
     problems = given.problems
-    # An invalid key keeps its default. Rules that depend on the key are skipped, because they would check the default.
+    # An invalid key keeps its default. Rules that depend on an invalid key are skipped, because they would check its
+    # default.
     unread = {problem.key for problem in problems}
     if "job.config_file" in unread:  # the config file could not be read
         raise ConfigError(problems)
@@ -183,11 +184,11 @@ def choose_n_ranks(parallelism: Parallelism, machine: Machine, n_hosts: int) -> 
 def read_run(
     args: list[str], *, machine: Machine | None = None, restarted: bool = False
 ) -> "tuple[UserConfig, Weights | None]":
-    """Read a config as `read_config` does, and find the weights that it names. Errors are added to `problems` of the
-    result.
+    """Read a config as `read_config` does, and find the weights that the config names. Errors are added to `problems`
+    of the result.
 
-    If torchrun `restarted` the job, it resumes from its own newest checkpoint. If this host trains on its CPU, large
-    steps are made smaller.
+    If torchrun `restarted` the job, it resumes from its own newest checkpoint. If this host trains on its CPU,
+    `adapt_to_cpu` shrinks steps with too many tokens.
     """
     given = read_config(args)
     section = given.config.checkpoint
@@ -241,10 +242,10 @@ def adapt_to_cpu(given: UserConfig) -> None:
 def check_vocabulary(
     config: Config, model_args: ModelArgs, weights: "Weights | None", tokenizer: Tokenizer
 ) -> list[Problem]:
-    """Check that the model has a row for every id that plain text may use.
+    """Check that the model has an embedding row for every token id that plain text may use.
 
     Conversations also use special tokens. The ids of special tokens are checked when a batch is read: an id for which
-    the model has no row raises an error.
+    the model has no embedding row raises an error.
     """
     # plain-text samples use no special tokens except BOS and EOS
     unused = set(tokenizer.special.values()) - {tokenizer.bos_id, tokenizer.eos_id}
@@ -265,7 +266,7 @@ def check_vocabulary(
 
 
 def list_notices(spec: RunSpec) -> Iterator[str]:
-    """Yield notices that any run may have. notices.py has the notices of runs that ask for a feature."""
+    """Yield the notices that may apply to any run. notices.py yields the notices for configs that ask for a feature."""
     config = spec.config
     if re.search(WRONG_CUDNN, spec.machine.name):
         n_kv_heads = spec.model_args.n_kv_heads // spec.layout.tp

@@ -6,9 +6,9 @@
     in the folder of an earlier run  the newest checkpoint or snapshot that all ranks can open
     any other run                    checkpoint.initial_load_path, if set
 
-With job.overwrite, the files of the earlier run are already deleted, and its snapshots are ignored. Nothing else is
-renamed or deleted until a state has been loaded. After that, damaged newer checkpoints are renamed, and snapshots of
-other runs are deleted. With checkpoint.load_only, nothing is renamed or deleted.
+With job.overwrite, the files of the earlier run are already deleted, and the snapshots of that run are ignored. No
+other file is renamed or deleted before a state has been loaded. After the load, damaged newer checkpoints are renamed,
+and snapshots of other runs are deleted. With checkpoint.load_only, nothing is renamed or deleted.
 """
 
 import json
@@ -77,9 +77,10 @@ def quarantine(damaged: list[Path]) -> None:
 
 
 def check_snapshot(run: Run, snapshots: Any, path: Path) -> None:
-    """Print each key whose value has changed since the snapshot was saved, as preflight does for checkpoints.
+    """Log each key that has changed since the snapshot was saved. For checkpoints, preflight does this.
 
-    Raises ConfigError for keys that must not differ, and CheckpointError if the model or the documents differ.
+    Raises ConfigError if a key has changed that must not change, and CheckpointError if the model, the tokenizer or the
+    documents have changed.
     """
     weights = describe_checkpoint(path)
     problems = Problems(run.config)
@@ -100,8 +101,8 @@ def restore_run(
 ) -> int:
     """Restore the first state in `found` that all ranks can open. Return its step. Collective over `group`.
 
-    `is_resumed`: whether this run saved the states. If this function raises CheckpointError, the parameters are
-    undefined.
+    `is_resumed`: whether the states are from this run, and not from initial_load_path. If this function raises
+    CheckpointError, the parameters are undefined.
     """
 
     def choose(manifest: Manifest) -> dict[str, Tensor]:
@@ -118,7 +119,8 @@ def restore_run(
             kind, _, rest = name.partition(".")
             if kind not in kinds or rest.rpartition(".")[0] in owners:
                 dropped.append(name)
-        if dropped:  # an extension is off now, or a fork has changed its optimizer
+        # for example, an extension has been turned off, or a fork has changed an optimizer
+        if dropped:
             logger.info(
                 f"not loaded, because nothing uses these tensors: {', '.join(dropped[:3])} ({len(dropped)} in total)"
             )

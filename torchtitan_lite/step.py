@@ -108,7 +108,7 @@ def shard_for_cp(run: Run, batch: Batch) -> Batch:
 
 
 def forward_backward(run: Run, batch: Batch, n_tokens: Tensor) -> Tensor:
-    """Run forward and backward for all microbatches. Gradients are accumulated, and are complete on return.
+    """Run forward and backward for all microbatches. On return, the sum of their gradients is complete.
 
     Here and in the functions below, `batch` is the result of `shard_for_cp`. Returns the loss of this rank's tokens, ()
     fp32, which is zero if no pipeline stage of this rank has the head. The loss is equal on all tp ranks.
@@ -129,8 +129,9 @@ def forward_backward(run: Run, batch: Batch, n_tokens: Tensor) -> Tensor:
 def run_schedule(run: Run, schedule_fn: Callable, batch: Batch, n_tokens: Tensor) -> Tensor:
     """Run the pipeline schedule. Return the loss of this rank's tokens, () fp32; zero on ranks without the head.
 
-    `schedule_fn` is the schedule's `step` or `eval`. Stages send hidden states and their gradients. Every rank passes
-    all other inputs to its own stages; torch splits them into microbatches along dim 0.
+    `schedule_fn` is the schedule's `step` or `eval`. Stages send hidden states, and the gradients of hidden states.
+    They do not send other inputs, such as positions and targets: every rank passes these inputs to its own stages.
+    torch splits all inputs into microbatches along dim 0.
     """
     tokens = [batch.tokens] if run.parts[0].tok_embeddings is not None else []
     losses: list[Tensor] = []  # one loss per microbatch, on the rank that has the head

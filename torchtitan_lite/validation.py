@@ -70,7 +70,7 @@ def count_bytes(tokenizer: Tokenizer, corpora: list[Corpus]) -> Tensor:
     """Return the number of text bytes per token id, (V,) float64.
 
     With some tokenizers, decoded text is not the concatenation of the bytes of its tokens. For these tokenizers, every
-    id gets the mean number of bytes per token. This gives the exact total over the corpora.
+    id gets the mean number of bytes per token. The total number of bytes over the corpora is therefore exact.
     """
     n_bytes = torch.zeros(tokenizer.vocab_size, dtype=torch.float64)
     if not tokenizer.is_spelled:
@@ -143,7 +143,8 @@ def validate(
     for batch in follow(prefetch(batches.batch, rows, steps=steps, device=run.device)):
         received = torch.tensor(stop.received, device=run.device)
         dist.all_reduce(received, op=dist.ReduceOp.MAX)
-        if received:  # whether any rank has received a signal. Reading this waits for the device
+        # true if any rank has received a signal; reading the value makes the host wait
+        if received:
             why = "because a signal stops the run"
             logger.info(f"step {step}: the validation is skipped, {why}")
             return None

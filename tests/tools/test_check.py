@@ -321,7 +321,7 @@ NOTED = f"""
 --training.steps=200 --lr_scheduler.total_steps=100 | the learning rate falls to 0 at step 101 of 200
 --training.steps=200 --lr_scheduler.total_steps=100 --lr_scheduler.warmup_steps=200 | total_steps (200 > 100)
 --job.dump_folder=my/run --checkpoint.local_folder=new | new/run-
-{FLOAT8} --quantize.linear.float8.filter_fqns=output,wx | 'wx' is in the name of no linear layer
+{FLOAT8} --quantize.linear.float8.filter_fqns=output,wx | no linear layer has 'wx' in its name
 --config llama3_8b --gpus 8 --gpu h100 {FLOAT8} {TP}=2 --{P}enable_async_tensor_parallel | fuses only 1 of 10
 --model.hf_assets_path=model | set checkpoint.initial_load_path=model
 --training.local_batch_size=6 | (training.local_batch_size allows 6)
@@ -344,9 +344,9 @@ NOTED = f"""
 --{P}zero_stage=1 --{P}fsdp_reshard_after_forward=always | {P}fsdp_reshard_after_forward has no effect
 --training.steps=9 --profiling.enable_profiling | enable_profiling has no effect while profiling.profile_freq exceeds
 --debug.compare_copies_every=5 | debug.compare_copies_every has no effect while no weight has a copy
-{TP}=2 --debug.compare_copies_every=201 | debug.compare_copies_every has no effect while it exceeds the steps of the run
+{TP}=2 --debug.compare_copies_every=201 | compare_copies_every has no effect while it exceeds the number of steps
 --checkpoint.local_folder=new --checkpoint.local_interval=200 | local_folder, checkpoint.local_interval has no effect
---checkpoint.enable --checkpoint.async_mode=async_with_pinned_mem | no effect while there is no GPU: it acts like "a
+--checkpoint.enable --checkpoint.async_mode=async_with_pinned_mem | no effect while there is no GPU, so it acts like "a
 --training.dataset=python_stdlib,python_stdlib | training.dataset names a corpus twice
 --training.dataset_weights=3 | training.dataset_weights has no effect while training.dataset names one corpus
 --comm.hang_seconds=101 | comm.hang_seconds has no effect while comm.train_timeout_seconds ends a hang first

@@ -138,11 +138,11 @@ def count_keys(model_args: ModelArgs, seq_len: int, attention: str) -> tuple[int
     """Return two sums over layers: the number of keys per token in the full attention matrix, and the mean number of
     keys per token in the causal part of this matrix.
 
-    A layer with a window of W keys adds W to the first sum and W*(1 - W/2S) to the second sum, because early tokens see
-    fewer keys.
+    A layer with a window of W keys adds W keys to the sum for the full matrix. It adds W*(1 - W/2S) keys to the sum for
+    the causal part, because early tokens see fewer keys.
     """
     full = 0
-    causal = 0  # the second sum times 2*S, which is an integer
+    causal = 0  # the sum for the causal part times 2*S, which is an integer
     for window in list_windows(attention, model_args):
         n_keys = min(window or seq_len, seq_len)
         full += n_keys

@@ -85,7 +85,7 @@ def asks_for_features(config: Config) -> bool:
 
 
 def resolve_config(config: Config, layout: Layout, device_type: str) -> Config:
-    """Replace every automatic value of a config with the resolved value. A run logs and saves the result."""
+    """Replace every automatic value of a config with the resolved value. A run logs and saves the resolved config."""
     on_gpu = device_type == "cuda"
     resolved = {
         "training.data_seed": config.debug.seed,
@@ -109,7 +109,7 @@ def check_layout(config: Config, model_args: ModelArgs, layout: Layout, world_si
     if layout.world_size != world_size:
         others = layout.world_size // layout.dp_shard
         why = f"the degrees ({layout}) make {layout.world_size} ranks, but the run has {world_size}"
-        remedy = f"Use a multiple of {others} ranks, and -1 here for the remaining factor"
+        remedy = f"Use a multiple of {others} ranks, and set this key to -1"
         yield "parallelism.data_parallel_shard_degree", why, remedy
     pieces = count_pieces(config.parallelism)
     seq_len = config.training.seq_len
@@ -241,17 +241,17 @@ def check_tp(config: Config, model_args: ModelArgs, world_size: int) -> Refused:
         row = rows[0]
         why = f"tp ranks cannot share the weight {row.weight} of {row.name}, whose tp_style is {row.tp_style!r}"
         if row.tp_style not in SPLIT_DIMS:
-            why += ". The weight of such a norm has one element, or one for each feature of a token or head"
+            why += ". This weight must have one element, or one for each feature of a token or head"
         yield TP, why, f"Use {allowed}"
     for name in sizes:
         why = f"{TP} = {tp} does not divide it, but tp ranks need equal shards"
         if name == "n_kv_heads":
             why = f"{TP} = {tp} neither divides it nor is a multiple of it, but tp ranks need whole heads"
         remedy = f"Use {TP} = {allowed}"
-        is_free = config.model.row is None  # loaded weights have a fixed number of rows
+        is_free = config.model.row is None  # loaded weights have a fixed number of embedding rows
         if name == "vocab_size" and is_free:
             n_rows = tp * ceil(model_args.vocab_size / tp)
-            remedy += f", or {n_rows} here; no token uses the added rows"
+            remedy += f", or set this key to {n_rows}: no token uses the added embedding rows"
         yield f"model.{name}", why, remedy
 
 
@@ -291,17 +291,17 @@ def check_table(model_args: ModelArgs) -> Refused:
     for row in ends:  # all modules inside one child of the model are on the same pipeline stage
         stages = {other.end for other in ends if other.child == row.child}
         if stages not in ({"first"}, {"last"}):
-            why = f"is outside the blocks, where all modules of {row.child!r} need the same end; its end is {row.end!r}"
-            remedy = f'Set end = "first" or "last" for all modules of a child {place}'
-            yield "model.name", f"{row.name} {why}", remedy
+            why = f'has end = {row.end!r}, but all modules of {row.child!r} must have the same end, "first" or "last"'
+            remedy = f"Set the same end for all these modules {place}"
+            yield "model.name", f"{row.name}, outside the blocks, {why}", remedy
         if row.kind in ("router", "experts"):
             why = f"{row.name} is outside the blocks, where experts are not supported"
-            yield "model.name", why, f"Use modules of other kinds {place}"
+            yield "model.name", why, f"Move it into a block {place}"
     for row in list_different_rows(model_args):
         if row.tp_style not in TP_STYLES.get(row.kind, ()):
             why = f"{row.name} is a {row.kind} module with tp_style {row.tp_style!r}"
             yield "model.name", why, f"Use one of these: {TP_STYLES}, {place}"
         elif row.tp_style in ("colwise", "rowwise", "whole") and row.child == row.name:
-            why = "is not inside another module, so tp would gather the input of the whole block or model for it"
+            why = "is not inside another module, so tp would all-gather the input of its parent, the block or model"
             remedy = 'Use tp_style "sequence" (outside the blocks also "gathered"), or put the layer into a new module'
             yield "model.name", f"{row.name} {why}", f"{remedy} {place}"

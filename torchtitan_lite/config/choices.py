@@ -1,5 +1,5 @@
-"""Define the tables of the choices that a config selects by name. A row lists the features that a choice supports, and
-its requirements.
+"""Define the tables of optimizers, losses and other choices that a config selects by name. A row lists the features
+that the choice supports, and the requirements of the choice.
 
     key                                    row here      code
     optimizer.name                         OPTIMIZERS    components/optim.py, or a file of extensions/
@@ -53,8 +53,9 @@ DECAYS: dict[str, Callable[[float], float]] = {
 class AttentionRow:
     """Describe a kind of attention: which tokens a token attends to, and which features support this attention.
 
-    Without a file, attention is a softmax over the token itself and the earlier tokens of its document and window, and
-    over the sinks of the model. Training, `generate`, verify and context parallel then need only the row.
+    If the row names no file, attention is a softmax over the token itself and the earlier tokens of its document and
+    window, and over the sinks of the model. In that case, training, `generate`, verify and context parallel need only
+    the row.
     """
 
     # file of extensions/. It has a function with the name of this attention, which takes (model_args, layer) and
@@ -96,7 +97,7 @@ class LossRow:
 
     # file of extensions/ that defines a function with the name of this loss; "": model/loss.py defines it
     extension: str = ""
-    # keyword of the formula -> function of a Batch (model/batch.py)
+    # keyword argument of the loss -> function that computes it from a Batch (model/batch.py)
     fields: dict[str, Callable] = field(default_factory=dict)
 
 

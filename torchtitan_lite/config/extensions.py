@@ -8,7 +8,7 @@ from torchtitan_lite.config.messages import UserError
 
 
 def load_module(name: str) -> ModuleType:
-    """Import torchtitan_lite.NAME. Core code that only some configs need (experts, float8) is loaded here too."""
+    """Import torchtitan_lite.NAME: an extension, or core code that only some configs need (experts, float8)."""
     return import_module(f"torchtitan_lite.{name}")
 
 
@@ -20,11 +20,11 @@ def load_extension(name: str) -> ModuleType:
 def find_code(file: str, name: str, home: str = "torchtitan_lite.extensions") -> Any:
     """Return the function or class `name` of extensions/FILE.py, or of the module `home` if `file` is "".
 
-    Raises UserError if the row of a fork names code that does not exist.
+    Raises UserError if the row names code that does not exist, for example a row that a fork has added.
     """
     try:
         return getattr(load_extension(file) if file else import_module(home), name)
     except (ImportError, AttributeError) as error:
-        why = f"the row of {name!r} in config/choices.py has no code: {error}"
+        why = f"the row of {name!r} in config/choices.py names code that cannot be loaded: {error}"
         remedy = "Set `extension` to the name of a file in extensions/. An attention may set `window` instead"
         raise UserError(f"{why}. {remedy}") from error

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from torchtitan_lite.config.schema import LARGEST, LARGEST_SIZE, MOST_LAYERS, Range
 
-# values of `limits` for numbers that are not sizes
+# ranges for ConfigKey.limits; by default, `limits` is the range of a size
 COUNT = Range(1, MOST_LAYERS)  # number of layers or of experts
 ABOVE_ZERO = Range(1e-30, LARGEST)
 NOT_NEGATIVE = Range(0, LARGEST)
@@ -21,10 +21,11 @@ ANY_NUMBER = Range(-LARGEST, LARGEST)
 
 @dataclass(frozen=True)
 class ConfigKey:
-    """One key of config.json. A value that has a different type, exceeds `limits` or is not in `only` is not supported.
+    """One key of config.json. A value is not supported if its type is not `kind`, if it exceeds `limits`, or if it is
+    not in `only`.
 
-    An ignored key has no effect on our model, so any value is accepted. If this value is not in `only`, a notice says
-    that the key is ignored.
+    An ignored key has no effect on our model, so any value is accepted. If the value of an ignored key is not in
+    `only`, a notice says that the key is ignored.
     """
 
     kind: Any = object  # type of the JSON value, such as `int`, or `list | None` if null is allowed
@@ -41,7 +42,8 @@ class ConfigKey:
 class Family:
     """An architecture of transformers that computes the same outputs as some flavors of a model.
 
-    Fields of ModelArgs in `switches` must be true. Fields without a key in the family must have their default values.
+    The fields of ModelArgs that `switches` lists must be true. All other fields for which the family has no key must
+    have their default values.
     """
 
     architecture: str
@@ -59,7 +61,8 @@ class Family:
 
     @property
     def named(self) -> set[str]:
-        """The fields of ModelArgs for which this family has keys, without the fields that every family has."""
+        """The fields of ModelArgs that this family reads from config.json, except the fields that every family
+        reads."""
         windows = {
             "none": (),
             "all": ("sliding_window",),

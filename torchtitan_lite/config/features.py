@@ -2,8 +2,9 @@
 
 A row names a key, the values of this key that load the file, and the rule that `check` then applies. The rules are in
 this file, because they need no torch. All other code of the core names an extension only in a call of `load_extension`,
-at the point where the feature is used. To add an extension, write its file. If a key loads the file, also add a row
-here. A row of OPTIMIZERS in choices.py can also name the file. extensions/README.md lists what loads each file.
+at the point where the feature is used. To add an extension, write its file. If a key loads the file, also add a row to
+EXTENSIONS. The row of an optimizer, a loss or an attention in choices.py can also name the file. extensions/README.md
+lists the key or the feature that loads each file.
 """
 
 from collections.abc import Callable
@@ -33,7 +34,7 @@ def check_muon(config: Config, model_args: ModelArgs, layout: Layout) -> Refused
 def check_bfloat16_moments(config: Config, model_args: ModelArgs, layout: Layout) -> Refused:
     optimizer = config.optimizer
     if optimizer.name != "AdamW" or optimizer.implementation != "fused":
-        why = f"{optimizer.name} with implementation {optimizer.implementation!r} has no bfloat16 moments"
+        why = f"{optimizer.name} with implementation {optimizer.implementation!r} does not support bfloat16 moments"
         remedy = 'Use AdamW with implementation = "fused"'
         yield "optimizer.moments_dtype", why, remedy
     elif optimizer.beta2 > 0.99:
@@ -84,7 +85,7 @@ def check_float8_all_gather(config: Config, model_args: ModelArgs, layout: Layou
         why = "a weight gathered in float8 has a single scale, but this recipe needs a scale for each row"
         yield f"{FLOAT8}.recipe_name", why, f'{remedy}, or use "tensorwise"'
     if config.training.enable_cpu_offload:
-        why = "with offload, FSDP gathers a copy on the GPU, which is not rounded to float8"
+        why = "with offload, FSDP all-gathers GPU copies of the shards, and does not round these copies to float8"
         yield "training.enable_cpu_offload", why, remedy
     if "qwz" in config.parallelism.zero_plus_plus:
         why = "qwz gathers weights in int8, but this run gathers them in float8"
@@ -102,7 +103,11 @@ def check_overwrite(config: Config, model_args: ModelArgs, layout: Layout) -> Re
     path = config.checkpoint.initial_load_path
     if path and Path(path).resolve().is_relative_to(Path(config.job.dump_folder).resolve()):
         key = "checkpoint.initial_load_path"
-        yield key, "job.overwrite would delete it first", "Name a copy in a different folder"
+        yield (
+            key,
+            "job.overwrite would delete it first",
+            "Copy the weights to a folder outside job.dump_folder",
+        )
 
 
 # ---------------------------------------------------------------- extensions
@@ -141,7 +146,7 @@ EXTENSIONS = {  # name of a file in extensions/, without .py -> its row
     "parameter_groups": Extension(
         "optimizer.groups",
         (),
-        "factors of learning rate and weight decay for parameters whose names match",
+        "multiplies learning rate and weight decay for parameters whose names match a pattern",
         lambda *facts: load_extension("parameter_groups").check_groups(*facts),
     ),
     "zero_plus_plus": Extension(
@@ -212,7 +217,7 @@ EXTENSIONS = {  # name of a file in extensions/, without .py -> its row
     "hugging_face_export": Extension(
         "checkpoint.last_save_in_hf",
         (True,),
-        "says whether a model has a Hugging Face format, and writes its config.json",
+        "checks whether the model has a Hugging Face format, and writes config.json",
         lambda *facts: load_extension("hugging_face_export").check_export(*facts),
     ),
 }

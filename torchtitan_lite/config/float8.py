@@ -11,7 +11,7 @@ from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schema import Config
 
 FLOAT8_BLOCK = 16  # every dim of a float8 matmul must be a multiple of this number
-# in filter_fqns, as in torchtitan: skip layers that float8 would slow down
+# value of filter_fqns, as in torchtitan, that skips layers that float8 would slow down
 SKIP_SMALL = "auto_filter_small_kn"
 # Names of GPUs without float8 (compute capability below 8.9). Any other GPU is assumed to support float8.
 WITHOUT_FLOAT8 = r"\b(V100|T4|A100|A800|A40|A30|A16|A10|A10G|A2|GeForce RTX [23]0..|A\d{4})\b"
@@ -41,8 +41,8 @@ def plan_float8(
 
 
 def is_small_for_float8(n_out: int, n_in: int, recipe_name: str) -> bool:
-    """Return whether rounding to float8 takes more time than the matmul saves. The thresholds are torchao's, for an
-    H100."""
+    """Return whether rounding to float8 takes more time than the float8 matmul saves. The thresholds are torchao's, for
+    an H100."""
     if recipe_name == "tensorwise":
         return n_out <= 1024 and n_in <= 4096
     return n_out <= 2048 or n_in <= 1024 or (n_out <= 4096 and n_in <= 2048)
@@ -91,9 +91,11 @@ def list_float8_notices(config: Config, model_args: ModelArgs, tp: int) -> list[
     used = plan_float8(linears, section.filter_fqns, tp, section.recipe_name)
     notices = [f"{len(used)} of {len(linears)} linear layers compute in float8"]
     if config.parallelism.enable_async_tensor_parallel and tp > 1:
-        notices.append("async TP fuses only 1 of 10 collectives of a float8 block (bfloat16: 6)")
+        notices.append(
+            "async TP fuses only 1 of 10 collectives of a float8 block, but 6 of a bfloat16 block"
+        )
     for part in section.filter_fqns:
         if part != SKIP_SMALL and not any(part in fqn for fqn in linears):
-            why = f"{part!r} is in the name of no linear layer"
+            why = f"no linear layer has {part!r} in its name"
             notices.append(f"quantize.linear.float8.filter_fqns: {why}")
     return notices

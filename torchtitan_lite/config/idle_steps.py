@@ -11,7 +11,7 @@ NEGLIGIBLE = 1e-14
 
 
 def describe_idle_steps(config: Config, resumed_step: int) -> list[str]:
-    """Return a notice if the rate is 0 before the last step, or if it never decays."""
+    """Return a notice if the rate is 0 before the last step, or if the rate never decays."""
     section = config.lr_scheduler
     n_steps = config.training.steps
     peak = config.optimizer.lr
@@ -19,8 +19,8 @@ def describe_idle_steps(config: Config, resumed_step: int) -> list[str]:
     def is_idle(step: int) -> bool:
         return peak * learning_rate_factor(section, step) <= peak * NEGLIGIBLE
 
-    # Find the first idle step by bisection: the rate starts above 0, rises, then falls. The last step is not searched,
-    # because its rate may be 0.
+    # Find the first idle step by bisection: the rate starts above 0, rises, then falls. The search leaves out the last
+    # step, where a rate of 0 is normal.
     idle_step = bisect_left(range(n_steps - 1), True, lo=resumed_step, key=is_idle)
     if idle_step < n_steps - 1:
         rate = peak * learning_rate_factor(section, idle_step)

@@ -51,8 +51,8 @@ class Layout:
     tied: bool = False  # the first and the last pipeline stage share the embedding matrix
     # ranks of dp_shard x cp x tp that share the experts of a layer; 0 if the model has no experts
     ep: int = 0
-    # For ZeRO++: an FSDP group spans `far` nodes and has `near` ranks on each of them. All four values are 1 if groups
-    # are not split by node.
+    # For ZeRO++: an FSDP group spans `far` nodes and has `near` ranks on each of them. Both are 1 if the group is not
+    # split by node.
     fsdp_near: int = 1
     fsdp_far: int = 1
     efsdp_near: int = 1
@@ -65,7 +65,7 @@ class Layout:
 
     @cached_property
     def all_degrees(self) -> dict[str, int]:
-        """Size of each dim of both meshes."""
+        """Size of each dim of the main mesh and of the expert mesh."""
         return {**self.degrees, "efsdp": self.efsdp, "ep": max(1, self.ep)}
 
     @cached_property
@@ -103,7 +103,7 @@ class Layout:
 
 
 def plan_degrees(parallelism: Parallelism, world_size: int) -> dict[str, int]:
-    """Return the size of each mesh dim. dp_shard = -1 becomes all remaining ranks."""
+    """Return the size of each mesh dim. dp_shard = -1 becomes the number of remaining ranks."""
     degrees = {
         "pp": parallelism.pipeline_parallel_degree,
         "dp_replicate": parallelism.data_parallel_replicate_degree,
@@ -137,8 +137,8 @@ def plan_stages(parallelism: Parallelism, n_layers: int) -> list[int]:
 
     Every stage except the first and the last gets one layer. Each remaining layer goes to the stage with the least
     load. If loads are equal, stages without layers come first, then earlier stages. The two `less_layers` keys give the
-    load of the embedding and the load of the head as numbers of layers. Llama 3 8B on pp4: 8, 9, 8, 7 layers. Llama 3
-    405B on 128 stages: 0, 1, 1, ..., 1, 0.
+    load of the embedding and the load of the head as numbers of layers. With the default keys, the stages of Llama 3 8B
+    on pp4 have 8, 9, 8 and 7 layers, and 128 stages of Llama 3 405B have 0, 1, 1, ..., 1, 0 layers.
     """
     n_stages = count_stages(parallelism, n_layers)
     if n_stages == 1:

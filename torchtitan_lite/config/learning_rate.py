@@ -27,10 +27,10 @@ def learning_rate_factor(section: LRScheduler, step: int) -> float:
 
 
 def list_rates(config: Config, step: int) -> dict[str, float]:
-    """Return the learning rates of a step (0 = first): "lr", and "lr/PATTERN" for each of optimizer.groups.
+    """Return "lr" -> learning rate of step `step` (the first step is 0), and "lr/PATTERN" -> rate of each group.
 
-    The rates are computed from the step and not read from the optimizer, because a pipeline stage may have no parameter
-    of a group.
+    Groups are the tables of optimizer.groups. The rates are computed from the step and not read from the optimizer,
+    because a pipeline stage may have no parameter of a group.
     """
     section = config.optimizer
     factor = learning_rate_factor(config.lr_scheduler, step)
@@ -44,7 +44,7 @@ def list_rates(config: Config, step: int) -> dict[str, float]:
 
 
 def describe_unusual_rates(config: Config, resumed_step: int) -> list[str]:
-    """Return a notice if the learning rate is 0 before the last step, and one if the rate never reaches its peak.
+    """Return a notice if the learning rate is 0 before the last step, and a notice if the rate never reaches its peak.
 
     `config` is resolved.
     """

@@ -18,7 +18,8 @@ class Machine:
     n_devices: int
     memory_bytes_per_device: int | None  # None: unknown
     name: str  # as the driver reports it
-    is_here: bool = True  # False for another host: skip checks of this host's compilers and memory
+    # False for another host: the compilers and memory of this host are not checked
+    is_here: bool = True
     driver: str = ""  # version of NVIDIA's driver; "": not known
 
 
@@ -45,9 +46,9 @@ PEAK_BF16_FLOPS = {
     "L40": 181e12,  # nvidia.com, L40 datasheet: dense
     "L4": 121e12,  # nvidia.com, L4 datasheet: 242 sparse
     "A10G": 70e12,  # nvidia.com, A10G datasheet: dense
-    # The RTX rows are rates with float32 accumulation, which torch uses. Sources: NVIDIA's white papers of Ada,
-    # Blackwell and Ampere. GB300, B300, L40, A10G, RTX 5090 and RTX A6000 were entered from memory and not yet compared
-    # with their source.
+    # The RTX rows are for float32 accumulation, because torch accumulates in float32. Sources: NVIDIA's white papers of
+    # Ada, Blackwell and Ampere. GB300, B300, L40, A10G, RTX 5090 and RTX A6000 were entered from memory and not yet
+    # compared with their source.
     "RTX 5090": 209.5e12,
     "RTX 4090": 165.2e12,
     "RTX A6000": 154.8e12,

@@ -13,7 +13,7 @@ from torchtitan_lite import IS_INSTALLED, REPOSITORY
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schema import Config, get_value
 
-LONGEST_NAME = 255  # limit in bytes on almost all file systems
+LONGEST_NAME = 255  # most bytes in the name of a file, on almost all file systems
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class Problems(list):
             self.refuse(*refused)
 
     def refuse(self, key: str, why: str, remedy: str, value: object = None) -> None:
-        """Append a Problem with this key and the key's value in the config. For a size that [model] does not set, use
-        the value of the flavor."""
+        """Append a Problem that reports `key` and the value of this key in the config. For a size that [model] does not
+        set, use the value of the flavor."""
         if value is None:
             value = get_value(self.config, key)
         if value is None:

@@ -1,4 +1,5 @@
-"""Define the types of the rows that describe a model without torch. The rows themselves are in `models/NAME/table.py`.
+"""Define the types of the rows that describe a model. Needs no torch. The rows themselves are in
+`models/NAME/table.py`.
 
     ModelArgs     the sizes of a model, and the options that its modules share
     ModuleRow     one module: its weight and bias, how tp splits them, their initial values
@@ -134,8 +135,8 @@ class ModuleRow:
     # For colwise modules: number of key/value heads in the output. If tp has more ranks than there are heads, several
     # ranks share each head.
     kv_heads: int = 0
-    # Rotary embedding rotates the module's output. Hugging Face files have the rows of each head in another order than
-    # this trainer.
+    # Rotary embedding rotates the output of this module. In Hugging Face files, the rows of each head have a different
+    # order than in this trainer.
     is_rotated: bool = False
     # for a module outside the blocks: the pipeline stage that has it, "first" or "last"
     end: str = ""
@@ -169,7 +170,7 @@ class ModelTable:
     # module that defines FAMILIES (model_type -> Family), such as "models.llama3.hugging_face"; "": no Hugging Face
     # format
     families: str = ""
-    # keyword of the model's forward -> function of a Batch (model/batch.py)
+    # keyword argument of the model's forward -> function that computes it from a Batch (model/batch.py)
     fields: dict[str, Callable] = field(default_factory=dict)
     # how often training calls the head per microbatch; `plan` needs this number for FLOPs and step time
     head_calls: int = 1

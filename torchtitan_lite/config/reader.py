@@ -102,7 +102,8 @@ def read_config(args: list[str]) -> UserConfig:
         path = find_config_file(expand_path(config_file))
         is_shipped = path.stem in SHIPPED and path.parent.resolve() == CONFIG_FOLDER
         table |= flatten_table(load_toml(path))
-        # in a saved config.toml, this key names the original file: replace this name with the name of the file read now
+        # in a saved config.toml, this key has the name of the original file. Replace it with the name of the file that
+        # was read here
         table["job.config_file"] = config_file
     except ValueError as error:
         remedy = "Name a TOML file by its path, or by its bare name in configs/"
@@ -159,7 +160,8 @@ def parse_arguments(
 
 
 def find_key(written: str) -> str:
-    """Return the key named `written`. If this is the name of a torchtitan key, return the same key of this project."""
+    """Return the key named `written`. If `written` is a key of torchtitan, return the key with the same meaning
+    here."""
     return written if written in KEYS else load_extension(OTHER_KEYS).resolve_alias(written)
 
 
@@ -208,7 +210,7 @@ EXAMPLES = {bool: "true", str: '"a text"', int: "8", float: "0.5 or 1e-4"}
 
 
 def convert(kind: Any, value: Any) -> Any:
-    """Convert a value to the type of its key. Text is read as a TOML literal if the type is not text.
+    """Convert a value to the type of its key. If the type of the key is not str, a str is parsed as a TOML literal.
 
     Integers are accepted as floats. Raises WrongValue.
     """
@@ -217,7 +219,8 @@ def convert(kind: Any, value: Any) -> Any:
     if origin is Annotated:
         return check_limits(convert(inner[0], value), inner[1])
     if origin is list:
-        if isinstance(value, str):  # from the command line, or torchtitan's "a" for ["a"]
+        # text of the command line, or "a" instead of ["a"] in a file, as in torchtitan
+        if isinstance(value, str):
             value = split_list(inner[0], value)
         if not isinstance(value, list):
             raise WrongValue("it must be a list", describe_list(inner[0]))

@@ -94,7 +94,8 @@ class Model:
     # ["float8"]: linear layers compute in float8, see [quantize.linear.float8]
     converters: list[Literal["float8", "quantize.linear.float8"]] = key([], resume="note")
 
-    row: ModelArgs | None = None  # not a key: the model of the loaded weights; replaces the flavor
+    # not a key, but the model of the loaded weights, which replaces the flavor
+    row: ModelArgs | None = None
 
     @property
     def uses_float8(self) -> bool:
@@ -115,10 +116,11 @@ class Training:
     # sequences per data-parallel rank and forward pass, or fewer if a rank's share of global_batch_size is smaller.
     # Under PP, local_batch_size must divide this share
     local_batch_size: Size = 8
-    # sequences per step; auto: local_batch_size x data-parallel ranks. On a CPU, the default is smaller if a step would
-    # have too many tokens
+    # sequences per step; auto: local_batch_size x data-parallel ranks. On a CPU without PP, if a step would have more
+    # than 2,048 tokens, the default is auto with a local_batch_size of 1
     global_batch_size: SizeOrAuto = key(-1, resume="refuse")
-    # tokens per sequence. Unless set: at most the context length of Hugging Face weights, and at most 512 on a CPU
+    # tokens per sequence. If not set, at most the context length of Hugging Face weights; and at most 512 on a CPU
+    # without PP if a step would have more than 2,048 tokens
     seq_len: Size = key(2048, resume="refuse")
     # new: seed of the order of samples, which is the same on every layout; default: debug.seed
     data_seed: Annotated[int, Range(0, LARGEST_SEED)] | None = key(None, resume="refuse")
@@ -178,9 +180,11 @@ class Parallelism:
     pipeline_parallel_microbatch_size: Size = 1  # sequences per microbatch
     # default: each rank gets the minimum number of pipeline stages of the schedule, one or two
     pipeline_parallel_layers_per_stage: Layers | None = None
-    # how many fewer layers the first pipeline stage gets, because it also computes the embedding
+    # load of the embedding, as a number of layers. The first pipeline stage gets about this many layers fewer than
+    # other stages
     pipeline_parallel_first_stage_less_layers: Annotated[int, Range(0, MOST_LAYERS)] = 1
-    # how many fewer layers the last pipeline stage gets, because it also computes norm and head
+    # load of norm and head, as a number of layers. The last pipeline stage gets about this many layers fewer than
+    # other stages
     pipeline_parallel_last_stage_less_layers: Annotated[int, Range(0, MOST_LAYERS)] = 1
     context_parallel_degree: Degree = 1  # ranks that share each sequence
     # how cp ranks exchange keys and values
@@ -191,7 +195,8 @@ class Parallelism:
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Parameters whose FQNs match a pattern (extensions/parameter_groups.py). `lr` and `weight_decay` are factors."""
+    """Parameters whose FQNs match a pattern (extensions/parameter_groups.py). `lr` and `weight_decay` multiply
+    optimizer.lr and optimizer.weight_decay."""
 
     match: str
     lr: ZeroOrMore = 1.0
@@ -212,8 +217,8 @@ class Optimizer:
     # new: dtype of AdamW's moments; bfloat16 saves 4 bytes per parameter
     moments_dtype: Literal["float32", "bfloat16"] = key("float32", resume="refuse")
     # new: tables [[optimizer.groups]]. `match` is a pattern of FQNs, such as "*norm.weight"; `lr` and `weight_decay`
-    # are factors of the two keys above. A parameter belongs to the first table whose pattern matches its FQN. `check`
-    # prints the parameters of each table
+    # multiply optimizer.lr and optimizer.weight_decay. A parameter belongs to the first table whose pattern matches its
+    # FQN. `check` prints the parameters of each table
     groups: list[ParameterGroup] = key([], resume="note")
 
 
@@ -230,7 +235,7 @@ class LRScheduler:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    # save checkpoints, and resume from the newest undamaged one in the dump folder
+    # save checkpoints, and resume from the newest undamaged checkpoint in the dump folder
     enable: bool = False
     folder: FolderName = "checkpoint"  # inside dump_folder
     interval: Positive = 500  # steps between saves; the last step is always saved
@@ -238,12 +243,12 @@ class Checkpoint:
     enable_first_step_checkpoint: bool = False
     # async: copy to host memory, then write while training continues. Without pinned memory, the GPU waits for the copy
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
-    keep_latest_k: NotNegative = 10  # number of checkpoints to keep, the newest ones; 0 keeps all
-    # new: also save snapshots, on each host in this local folder, such as /dev/shm/snapshots
+    keep_latest_k: NotNegative = 10  # keep this number of the newest checkpoints; 0 keeps all
+    # new: also save snapshots in this local folder of each host, such as /dev/shm/snapshots
     local_folder: PathText = ""
-    local_interval: Positive = 10  # new: steps between snapshots; the last two are kept
-    # resume from this step; auto: the newest undamaged one. A run that saves checkpoints can resume only from its last
-    # step
+    local_interval: Positive = 10  # new: steps between snapshots; the last two snapshots are kept
+    # resume from the checkpoint of this step; auto: from the newest undamaged checkpoint. Without load_only, a run can
+    # resume only from its last checkpoint, because it would save the later steps a second time
     load_step: Annotated[int, Range(0, MANY, auto=-1)] = -1
     # load a checkpoint from the dump folder, but write nothing there: no checkpoints and no logs
     load_only: bool = False
@@ -257,7 +262,7 @@ class Checkpoint:
     # save only the weights at the last step; runs cannot resume from them
     last_save_model_only: bool = False
     last_save_in_hf: bool = False  # also convert the last checkpoint to a Hugging Face folder
-    # dtype of the weights for the two keys above
+    # dtype of the weights that last_save_model_only and last_save_in_hf write
     export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
 
 
@@ -270,7 +275,8 @@ class Validation:
     dataset_path: PathText = ""  # like training.dataset_path; empty: training.dataset_path
     # steps between validations; a validation also runs after the first and the last step
     freq: Positive = 10
-    # number of batches of training.global_batch_size, spread over the split; auto: the whole split
+    # number of batches of training.global_batch_size sequences in a validation, spread over the split; auto: the whole
+    # split
     steps: Annotated[int, Range(1, MANY, auto=-1)] = -1
 
 
@@ -343,8 +349,8 @@ class Comm:
 
 @dataclass(frozen=True)
 class Debug:
-    # seed of the initial weights, which are the same on every layout; without training.data_seed, also of the data
-    # order
+    # seed of the initial weights, which are the same on every layout. If training.data_seed is not set, this is also
+    # the seed of the data order
     seed: Annotated[int, Range(0, LARGEST_SEED)] = 0
     deterministic: bool = False  # use torch's deterministic algorithms
     # new: steps between comparisons of replicas, to find silent data corruption; 0 turns the comparisons off
@@ -402,8 +408,8 @@ class Config:
     profiling: Profiling = Profiling()
 
 
-# Keys that apply only to the first start of a run, and not if the run continues from its own checkpoint. The argument
-# after the colon turns the key off; the printed command that continues a run contains this argument
+# Key -> argument that turns the key off. These keys apply only to the first start of a run. The printed command that
+# continues the run from its own checkpoint therefore contains these arguments
 ONE_SHOT = {
     "job.overwrite": "--job.no_overwrite",
     "checkpoint.load_step": "--checkpoint.load_step=-1",

@@ -1,8 +1,8 @@
 """Check settings that few configs use: combinations that crash or give wrong results, and keys that need a GPU.
 
-This file is loaded if the model has windows, or if a key outside PLAIN_KEYS (checks.py) differs from its default. For
-all other configs, no rule in this file is checked, so rules for those configs belong in checks.py. The rules of an
-extension belong in features.py.
+This file is loaded if the model has windows, or if a key outside PLAIN_KEYS (checks.py) differs from its default.
+Otherwise, no rule in this file is checked, so a rule that applies to other configs too belongs in checks.py. The rules
+of an extension belong in features.py.
 """
 
 import re
@@ -82,8 +82,8 @@ def check_settings(config: Config, machine: Machine) -> Refused:
 def find_refused(config: Config, model_args: ModelArgs, layout: Layout) -> Refused:
     """Find combinations of features that are known to crash or to give wrong numbers (torch 2.13).
 
-    tests/ranks/test_layouts.py runs these combinations. A test fails if one of the combinations works with a new
-    version of torch.
+    tests/ranks/test_layouts.py runs these combinations. A test fails if a new version of torch makes one of the
+    combinations work.
     """
     for extension in EXTENSIONS.values():
         value = get_value(config, extension.key)
@@ -148,7 +148,7 @@ def check_windows(attention: str, model_args: ModelArgs) -> Refused:
     windows = [each for each in list_windows(attention, model_args) if each is not None]
     why = ""
     if not set(types) <= set(LAYER_TYPES):
-        why = f"its layer_types are {types}, but layers have the types {LAYER_TYPES}"
+        why = f"its layer_types are {types}, but the supported types are {LAYER_TYPES}"
     elif types and (SLIDING in types) != (window is not None):
         why = f"its layer_types are {types}, but sliding_window = {window}"
     if why:
@@ -156,7 +156,7 @@ def check_windows(attention: str, model_args: ModelArgs) -> Refused:
         yield "model.flavor", why, remedy
     elif windows and min(windows) < 1:
         why = f"layers have windows of {min(windows)}, but a token sees at least itself"
-        remedy = "Use 1 or more, or None for no window, in the flavor or the row of the attention (config/choices.py)"
+        remedy = "Use 1 or more, or None for no window. The flavor or the attention (config/choices.py) sets windows"
         yield "model.attention", why, remedy
     elif row.window is None and (window or model_args.attention_sinks or not row.extension):
         why = "its row in config/choices.py has no `window`; rows without code and models with windows or sinks need it"

@@ -37,7 +37,7 @@ WIDTHS = {"uint16": 2, "uint32": 4}  # bytes per token
 
 class CorpusError(UserError):
     """Raised if a corpus cannot be used. `why` describes the problem and names the file. `remedy` explains how to fix
-    it."""
+    the problem."""
 
     def __init__(self, why: str, remedy: str = "Delete the folder, and prepare or copy it again"):
         self.why, self.remedy = why, remedy
@@ -110,10 +110,10 @@ def explain_missing(folder: Path) -> CorpusError:
 
 
 def open_split(folder: Path, split: str, tokenizer: Tokenizer | None) -> CorpusManifest:
-    """Read the manifest, and compare the size of every file with it.
+    """Read the manifest of a corpus, and compare the size of every file with the manifest.
 
-    Raises CorpusError for a size that differs, a missing split, or a corpus that was prepared with a different
-    tokenizer.
+    Raises CorpusError if a size differs from the manifest, if `split` is missing, or if the corpus was prepared with a
+    tokenizer other than `tokenizer`.
     """
     manifest = read_corpus_manifest(folder)
     widths = {"tokens": WIDTHS[manifest.dtype], "documents": 8, "targets": 1}
@@ -129,7 +129,7 @@ def open_split(folder: Path, split: str, tokenizer: Tokenizer | None) -> CorpusM
     if tokenizer and manifest.tokenizer != tokenizer.fingerprint:
         remedy = (
             f"Prepare it again with --tokenizer {shlex.quote(str(tokenizer.path))}. If no weights are loaded, you can "
-            "name its tokenizer instead (model.hf_assets_path, or --tokenizer of `eval`)"
+            "use the tokenizer of the corpus instead (model.hf_assets_path, or --tokenizer of `eval`)"
         )
         why = f"{folder} was prepared with a different tokenizer, not with {tokenizer.path}"
         raise CorpusError(why, remedy)
@@ -167,15 +167,13 @@ def list_downloaded(folder: str, pattern: str, advice: str, dataset_path: str) -
     # a cache folder may contain several versions of the corpus
     if why := load_extension("hub_names").explain_hub_cache(path):
         raise CorpusError(
-            why, "Name that folder: training.dataset_path, or --dataset-path of `prepare`"
+            why, "Set training.dataset_path, or --dataset-path of `prepare`, to that folder"
         )
     files = [path] if path.is_file() else sorted(path.rglob(pattern))
     # leave out the metadata of Hugging Face downloads
     files = [file for file in files if not file.relative_to(path).parts[:1] == (".cache",)]
     if not files:
-        remedy = (
-            f"{advice}, and name its folder: training.dataset_path, or --dataset-path of `prepare`"
-        )
+        remedy = f"{advice}, and set training.dataset_path, or --dataset-path of `prepare`, to the folder of the files"
         raise CorpusError(f"{path.absolute()} has no {pattern}", remedy)
     return files
 
@@ -191,9 +189,7 @@ DATASETS: dict[str, Callable[[str], list[Path]]] = {
         "c4-validation.*",
         C4.format("validation.00000-of-00008"),
     ),
-    "c4_test": partial(
-        list_downloaded, "tests/assets/c4_test", "*.json*", "Start in a checkout of torchtitan"
-    ),
+    "c4_test": partial(list_downloaded, "tests/assets/c4_test", "*.json*", "Check out torchtitan"),
 }
 VALIDATION_ONLY = {"c4_validation"}  # all documents are for validation
 
@@ -202,13 +198,14 @@ def list_corpus_files(name: str, dataset_path: str) -> list[Path]:
     """Return the files of a named corpus. Raises CorpusError if there are no files."""
     files = DATASETS[name](dataset_path)
     if not files:
-        why = f"the function of {name} lists no files"
-        raise CorpusError(why, "Correct its row in data/corpus_folder.py: DATASETS")
+        why = f"the function of {name} in DATASETS returned no files"
+        raise CorpusError(why, "Correct the function (data/corpus_folder.py)")
     return files
 
 
 def find_corpus(name: str, tokenizer: Tokenizer, cache_folder: Path, dataset_path: str) -> Path:
-    """Return the folder of a corpus. A named corpus has a folder per tokenizer and set of files. Raises CorpusError."""
+    """Return the folder of a corpus. A named corpus has one folder per tokenizer and list of files. Raises
+    CorpusError."""
     if name not in DATASETS:
         return Path(name)
     stats = []
@@ -222,7 +219,7 @@ def find_corpus(name: str, tokenizer: Tokenizer, cache_folder: Path, dataset_pat
 def find_prepared(name: str, tokenizer: Tokenizer, cache_folder: Path, dataset_path: str) -> Path:
     """Return the folder of a corpus. Raises CorpusError if a named corpus is not prepared on this host.
 
-    The launcher prepares named corpora; ranks only read.
+    The launcher prepares named corpora; ranks only read them.
     """
     folder = find_corpus(name, tokenizer, cache_folder, dataset_path)
     if name not in DATASETS or (folder / CORPUS_MANIFEST).is_file():

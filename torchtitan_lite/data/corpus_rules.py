@@ -9,7 +9,7 @@ from torchtitan_lite.data.corpus_folder import DATASETS, list_corpora
 
 # corpora that are read from a dataset_path
 DOWNLOADS = [name for name in DATASETS if name != "python_stdlib"]
-# smallest fraction of the draws that a corpus may have; weighted_sampler.py draws in cycles of 2**20
+# smallest allowed fraction of the draws from a corpus; weighted_sampler.py rounds fractions to multiples of 2**-20
 SMALLEST_SHARE = 1e-6
 
 
@@ -32,4 +32,4 @@ def check_keys(config: Config) -> Refused:
     for name, weight in zip(training.dataset, training.dataset_weights, strict=False):
         if weight < SMALLEST_SHARE * sum(training.dataset_weights):
             why = f"the share of {name} is below {SMALLEST_SHARE:g}, so hardly any sample of it is drawn"
-            yield "training.dataset_weights", why, "Leave it out, or raise its weight"
+            yield "training.dataset_weights", why, f"Leave {name} out, or raise its weight"

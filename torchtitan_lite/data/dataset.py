@@ -51,10 +51,10 @@ from torchtitan_lite.model.loss import IGNORE_INDEX
 
 
 def map_file(path: str, dtype: torch.dtype) -> Tensor:
-    """Map a file read-only. The tensor must not be written to.
+    """Map a file read-only. Do not write to the tensor.
 
-    torch.from_file would create a private, writable mapping. On Linux, such a mapping fails if the file is larger than
-    memory and swap.
+    torch.from_file would create a private, writable mapping. On Linux, a private, writable mapping fails if the file is
+    larger than memory and swap.
     """
     with open(path, "rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -94,8 +94,8 @@ class Corpus:
     def read(self, starts: Tensor, length: int) -> Tensor:
         """Read the slices at `starts`. Returns (3, len(starts), length) int64.
 
-        The first dim has the tokens, the target of each token, and the number of the token's document. Beyond the end
-        of the corpus, the result is padded with a document of zeros.
+        Along the first dim, the result has the tokens, the target of each token, and the number of the token's
+        document. Beyond the end of the corpus, the result is padded with a document of zeros.
         """
         last = self.n_tokens - 1
         index = starts[:, None] + torch.arange(length + 1)
@@ -139,7 +139,7 @@ class SampleReader:
         """Return a batch with a row for each sample number, (B,) int64. Samples of all corpora are numbered
         consecutively.
 
-        A number beyond the last sample gives a row of padding. Raises CorpusError.
+        A sample number beyond the last sample gives a row of padding. Raises CorpusError.
         """
         rows = torch.zeros(3, len(samples), self.seq_len, dtype=torch.int64)
         tokens, targets, documents = rows
@@ -147,7 +147,7 @@ class SampleReader:
         for corpus, n_samples in zip(self.corpora, self.n_samples, strict=True):
             own = (samples >= 0) & (samples < n_samples)
             rows[:, own] = corpus.read(samples[own] * self.seq_len, self.seq_len)
-            # samples of later corpora: count them from the first sample of the next corpus
+            # renumber the samples of later corpora: the first sample of the next corpus becomes 0
             samples = samples - n_samples
         largest = rows[:2].max().item()
         if largest >= self.vocab_size:
@@ -220,7 +220,7 @@ def feistel_permute(index: Tensor, n: int, *, key: str) -> Tensor:
 
 
 def hash_32_bits(x: Tensor) -> Tensor:
-    """Mix the bits of integers below 2**32. The factor is below 2**27, so no product overflows int64."""
+    """Mix the bits of integers below 2**32. The multiplier is below 2**27, so no product overflows int64."""
     x = (x ^ (x >> 16)) * 0x45D9F3B & 0xFFFFFFFF
     x = (x ^ (x >> 16)) * 0x45D9F3B & 0xFFFFFFFF
     return x ^ (x >> 16)
@@ -236,7 +236,8 @@ class SampleStream:
     reader: SampleReader
     sampler: Sampler
     global_batch_size: int
-    fingerprint: dict[str, object] = field(default_factory=dict)  # must match when a run resumes
+    # a resumed checkpoint must have the same fingerprint
+    fingerprint: dict[str, object] = field(default_factory=dict)
 
     def describe(self, n_steps: int) -> str:
         """Describe the corpora that a run of `n_steps` reads, and the number of epochs of each."""

@@ -54,7 +54,7 @@ def encode_by_tiktoken(
 
 
 def match_longest(names: Iterable[str]) -> re.Pattern:
-    """Return a pattern that finds the first name in a text. If several names match at this place, the pattern finds the
-    longest."""
+    """Return a pattern that finds the first of these names in a text. If several names match at the same position, the
+    pattern finds the longest."""
     longest_first = sorted(names, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")

@@ -31,7 +31,7 @@ from torchtitan_lite.files import refuse_pointer
 
 KEY = "model.hf_assets_path"
 TOKENIZER_CONFIG = "tokenizer_config.json"
-BYTES = "bytes"  # value of model.hf_assets_path: the tokens are bytes
+BYTES = "bytes"  # value of model.hf_assets_path that selects a tokenizer whose tokens are bytes
 # the first existing file is used
 IN_FOLDER = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
 REMEDY = "Name a folder with tokenizer.json or Llama 3's tokenizer.model; assets/tokenizer has a small one"
@@ -92,7 +92,8 @@ class Tokenizer:
     unknown_id: int | None = None  # id for text that the vocabulary cannot encode
     # decodes ids to text; None if concatenating the bytes of the tokens gives the text
     decode_text: Callable[[list[int]], str] | None = None
-    is_spelled: bool = True  # whether the concatenated bytes of a text's tokens are the text
+    # whether concatenating the bytes of the tokens of a text gives the text
+    is_spelled: bool = True
 
     @cached_property
     def vocab_size(self) -> int:
@@ -120,7 +121,7 @@ class Tokenizer:
         return encode_special(text)
 
     def decode(self, ids: list[int]) -> str:
-        """Return the text of `ids`. Bytes that are not UTF-8 become U+FFFD. Raises KeyError for an unused id."""
+        """Return the text of `ids`. Bytes that are not UTF-8 become U+FFFD. Raises KeyError if an id has no token."""
         if self.decode_text:
             return self.decode_text(ids)
         tokens = [self.bytes_of_id[token_id] for token_id in ids]
@@ -201,5 +202,7 @@ def parse_tokenizer_model(content: bytes) -> BytePairs:
     ranks = {b64decode(token, validate=True): int(rank) for token, rank in lines}
     single_bytes = {bytes([n]) for n in range(256)}
     if sorted(ranks.values()) != list(range(len(lines))) or not ranks.keys() >= single_bytes:
-        raise ValueError("its ranks are not 0, 1, 2, ..., or one of the 256 bytes is missing")
+        raise ValueError(
+            "the ranks of its tokens are not 0, 1, 2, ..., or one of the 256 bytes is missing"
+        )
     return BytePairs(ranks, LLAMA3_PATTERN)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchtitan_lite.data.dataset import Sampler
 
-CYCLE = 2**20  # shares are multiples of 1 / CYCLE
+CYCLE = 2**20  # shares are rounded to multiples of 1 / CYCLE
 STRIDE = 648055  # an odd number near CYCLE times the golden ratio, modulo 1
 
 
@@ -30,7 +30,7 @@ class WeightedSampler(Sampler):
         points %= CYCLE
         self.sources = torch.searchsorted(ends, points, right=True)
         self.n_draws = self.sources.bincount(minlength=len(ends))  # per source and cycle
-        # number of the first sample of each source
+        # sample number of the first sample of each source
         self.starts = torch.tensor([0, *n_samples]).cumsum(0)
         # number of earlier draws from the same source in the cycle
         self.n_earlier = torch.empty_like(points)

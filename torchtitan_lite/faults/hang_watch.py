@@ -6,19 +6,21 @@
     launcher       2 s after the first file: read all files, print one paragraph (tools/faults/hang.py)
 
 The limit for a step or a validation batch is comm.hang_seconds. If comm.hang_seconds is -1, the limit is 3/4 of
-comm.train_timeout_seconds or twice the duration of the last step, whichever is longer. After a signal, the limit is the
-longer of STOP_WITHIN_S and twice the duration of the last step. A save, the loading of the initial state, the first
-step and the first validation may take 3/4 of comm.init_timeout_seconds. A rank that exceeds this time limit also
-creates a file named `late`. A rank that has not advanced for half of its limit, in a step or between two steps, looks
-for this file. If the file `late` exists, the rank writes its state too. Ranks that advance therefore do not read the
-shared folder. A rank that is stopped or never releases the GIL cannot write, so each file also contains the state of
-every rank on the same host, from /proc. If the step ends after all, the rank deletes its file. A new start of the run
-deletes the files of all earlier starts (dump_folder.py).
+comm.train_timeout_seconds or twice the duration of the last step, whichever is longer. After a signal, the step must
+end within STOP_WITHIN_S, or within twice the duration of the last step if that is longer. For a save, for loading the
+initial state, for the first step and for the first validation, the limit is 3/4 of comm.init_timeout_seconds. A rank
+that exceeds its limit also creates a file named `late`. A rank that has not advanced for half of the limit of a step
+looks for the file `late`, in a step or between two steps. After a signal, it looks at once. If the file exists, the
+rank writes its state too. Ranks that advance therefore do not read the shared folder. A rank that is stopped or never
+releases the GIL cannot write, so each file also contains the state of every rank on the same host, from /proc. If the
+late step ends after all, the rank deletes its report and the file `late`. A new start of the run deletes the files of
+all earlier starts (dump_folder.py).
 
-gloo aborts a rank if its collective differs from the collectives of its peers. If a rank ends with an error, or because
-another rank has ended, it writes the same kind of report to hang/restart-0/failed-00003.json.
+gloo aborts a rank if its collective differs from the collectives of its peers. A rank that ends with an error, or
+because another rank has ended, writes such a report to hang/restart-0/failed-00003.json.
 
-extensions/hang_report.py collects what a rank is doing. It is loaded only for a report or a warning.
+extensions/hang_report.py finds out what a rank is doing, and writes the report. This file is loaded only if a report or
+a warning is due.
 """
 
 import json
@@ -51,8 +53,9 @@ logger = logging.getLogger(__name__)
 
 # report at this fraction of the time-out, before collectives fail and ranks end
 SHARE_OF_TIMEOUT = 0.75
-N_STEPS = 8  # number of steps whose start times a hang report compares
-# after a signal, a step hangs if it takes longer than this time and than twice the last step
+N_STEPS = 8  # number of last steps whose collectives a hang report compares
+# after a signal, a step counts as hanging if it does not end within this time, or within twice the duration of the last
+# step if that is longer
 STOP_WITHIN_S = 15.0
 
 
@@ -62,7 +65,8 @@ def meet_processes(
     """Return rank -> (process id, hostname), for the ranks of this host and one rank of the next host.
 
     One rank of the next host is included, in case the launcher of that host is unreachable. `store` is the result of
-    join_job. `documents`: hashes of the corpora. Raises UserError if a rank does not answer, or has different corpora.
+    join_job. `documents`: hashes of the corpora. Raises UserError if a rank does not answer, or if its corpora differ
+    from the corpora of this rank.
     """
     store.set_timeout(timedelta(seconds=section.init_timeout_seconds))
     own = (os.getpid(), socket.gethostname(), documents)
@@ -145,7 +149,7 @@ class HangWatch(AbstractContextManager):
 
     def follow(self, batches: Iterator) -> Iterator:
         """Yield the batches of a validation, and watch each one like a step. The first validation may take longer than
-        later ones."""
+        later validations."""
         try:
             for batch in batches:
                 self.began_s = time.monotonic()
@@ -176,8 +180,10 @@ class HangWatch(AbstractContextManager):
                     file.unlink(missing_ok=True)
 
     def is_late(self) -> bool:
-        """Return whether this rank has not advanced within its time limit, or within half of this limit while another
-        rank is late."""
+        """Return whether this rank has not advanced within its time limit.
+
+        While another rank is late, the limit is half of the limit of a step, or 0 after a signal.
+        """
         step_limit_s = self.find_limit()
         # a save or the first step may take longer than other steps
         limit_s = SHARE_OF_TIMEOUT * self.section.init_timeout_seconds
@@ -224,14 +230,15 @@ class HangWatch(AbstractContextManager):
 
     @cached_property
     def late(self) -> Path:
-        """File that tells all ranks to write their states, because a rank has exceeded its limit."""
+        """File that tells all ranks to write their states, because a rank has exceeded its time limit."""
         return self.folder / "late"
 
     def name_file(self, kind: str) -> Path:
         return self.folder / f"{kind}-{self.place.rank:05}.json"
 
     def write(self, kind: str) -> None:
-        """Write a report of what this rank is doing: "rank" if a step hangs, "failed" if a rank has ended."""
+        """Write a report of what this rank is doing. `kind` is "rank" if a step hangs, and "failed" if a rank has
+        ended."""
         if self.dump_folder is None:
             return
         load_extension("hang_report").write_report(self, kind)
